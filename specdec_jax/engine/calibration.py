@@ -204,11 +204,6 @@ class Calibration:
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
 
-  def first_calls(self, rows: int) -> float:
-    """What the drafter takes to read an input, in calls over one token."""
-    times = self.times_ms(rows)
-    return first_ms(times) / times['call_1']['median']
-
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
     """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
 
@@ -298,12 +293,8 @@ def least_length(
     speed_up: of a token.
   """
   won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
-  return max(1, math.ceil(first_ms(times_ms) / won))
-
-
-def first_ms(times_ms: Mapping[str, Mapping[str, float]]) -> float:
-  """What the drafter takes to read an input, in a benchmark's record."""
-  return times_ms.get('draft_encoder', {'median': 0.0})['median']
+  first = times_ms.get('draft_encoder', {'median': 0.0})['median']
+  return max(1, math.ceil(first / won))
 
 
 def load(path: str) -> Calibration:

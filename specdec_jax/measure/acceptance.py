@@ -551,26 +551,27 @@ def _rows(
 
 def table(record: Mapping[str, Any]) -> Table:
   """Rows as in the paper's Table 3, with errors, which the paper lacks."""
-  rows = []
-  for row in record['rows']:
-    alpha = None
-    if row['alpha'] is not None:
-      alpha = f'{row["alpha"]:.3f}'
-      if row['standard_error'] is not None:  # a single text gives no error
-        alpha += f' ± {row["standard_error"]:.3f}'
-    names = row['target'], row['draft'], row['temperature'], row['lenience']
-    rows.append([*names, alpha, row['proposes'], row['num_tokens']])
-  columns = (
-    'target',
-    'draft',
-    Column('T', 'g'),
-    Column('lenience', 'g'),
-    'alpha',
-    Column('proposes', '.3f'),
-    Column('tokens', ','),
+  return Table.of(
+    'Acceptance rates (Corollary 3.6)',
+    {
+      'target': 'target',
+      'draft': 'draft',
+      Column('T', 'g'): 'temperature',
+      Column('lenience', 'g'): 'lenience',
+      'alpha': _alpha_text,
+      Column('proposes', '.3f'): 'proposes',
+      Column('tokens', ','): 'num_tokens',
+    },
+    record['rows'],
+    (
+      'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
+      ' lenience 1 outputs are lossy.',
+    ),
   )
-  notes = [
-    'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
-    ' lenience 1 outputs are lossy.'
-  ]
-  return Table('Acceptance rates (Corollary 3.6)', columns, rows, notes)
+
+
+def _alpha_text(row: Mapping[str, Any]) -> str | None:
+  if row['alpha'] is None:
+    return None
+  error = row['standard_error']  # None of a single text
+  return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')

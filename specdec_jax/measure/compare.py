@@ -357,46 +357,32 @@ def _predicted(
 def _table(
   config: CompareConfig, measured: Sequence[Mapping[str, Any]], lines: int
 ) -> Table:
-  rows = []
-  for row in measured:
-    rows.append(
-      [
-        row['temperature'],
-        row['rows'],
-        row['method'],
-        row['tokens_per_call'],
-        _between(row['tokens_per_call_interval']),
-        row['ms_per_token'],
-        row['speed_up'],
-        _between(row['speed_up_interval']),
-        row['predicted'],
-      ]
-    )
-  columns = (
-    Column('T', 'g'),
-    'rows',
-    'method',
-    Column('tokens per call', '.2f'),
-    '95 %',
-    Column('ms per token', '.2f'),
-    Column('speed-up', '.2f'),
-    '95 % ',
-    Column('predicted', '.2f'),
-  )
-  shown = Table(
+  def between(name: str) -> Callable[[Any], str | None]:
+    def text(row: Mapping[str, Any]) -> str | None:
+      if row[name] is None:
+        return None
+      low, high = row[name]
+      return f'{low:.2f} to {high:.2f}'
+
+    return text
+
+  shown = Table.of(
     f'{config.name}: {lines} lines of {config.input_file}, {config.repeats}'
     ' repetitions; intervals over texts',
-    columns,
-    rows,
+    {
+      Column('T', 'g'): 'temperature',
+      'rows': 'rows',
+      'method': 'method',
+      Column('tokens per call', '.2f'): 'tokens_per_call',
+      '95 %': between('tokens_per_call_interval'),
+      Column('ms per token', '.2f'): 'ms_per_token',
+      Column('speed-up', '.2f'): 'speed_up',
+      '95 % ': between('speed_up_interval'),
+      Column('predicted', '.2f'): 'predicted',
+    },
+    measured,
   )
   return shown.without_empty()
-
-
-def _between(interval: Sequence[float] | None) -> str | None:
-  if interval is None:
-    return None
-  low, high = interval
-  return f'{low:.2f} to {high:.2f}'
 
 
 def side_by_side(records: Sequence[Record]) -> Table:

@@ -16,7 +16,7 @@ import logging
 import os
 import pathlib
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -348,28 +348,27 @@ def _peak_bytes(lowered: Any) -> int:
 
 def table(record: Mapping[str, Any]) -> Table:
   """A table of a record, with a line for each row of Table 2."""
-  columns: dict[Column, Callable[[Mapping[str, Any]], Any]] = {
-    Column('task'): lambda row: row['task'],
-    Column('draft'): lambda row: row['draft'],
-    Column('T', 'g'): lambda row: row['temperature'],
-    Column('gamma'): lambda row: row['gamma'],
-    Column('alpha', '.2f'): lambda row: row['acceptance_rate'],
-    Column('fits'): lambda row: 'yes' if row['fits'] else 'NO',
-    Column('peak, GiB', '.2f'): lambda row: (
-      row['peak_bytes'] and row['peak_bytes'] / GIB
-    ),
-    Column('a token reads, GB', '.2f'): lambda row: (
-      row['target_call_bytes'] / 1e9
-    ),
-    Column('ms', '.2f'): lambda row: row['target_call_ms'],
-    Column('c', '.3f'): lambda row: row['cost_ratio'],
-    Column('predicted', '.2f'): lambda row: row['walltime_factor'],
-    Column('paper', '.1f'): lambda row: row['speedup'],
-  }
-  return Table(
+  return Table.of(
     record['settings']['name'],
-    list(columns),
-    [[show(row) for show in columns.values()] for row in record['rows']],
+    {
+      'task': 'task',
+      'draft': 'draft',
+      Column('T', 'g'): 'temperature',
+      'gamma': 'gamma',
+      Column('alpha', '.2f'): 'acceptance_rate',
+      'fits': lambda row: 'yes' if row['fits'] else 'NO',
+      Column('peak, GiB', '.2f'): lambda row: (
+        row['peak_bytes'] and row['peak_bytes'] / GIB
+      ),
+      Column('a token reads, GB', '.2f'): lambda row: (
+        row['target_call_bytes'] / 1e9
+      ),
+      Column('ms', '.2f'): 'target_call_ms',
+      Column('c', '.3f'): 'cost_ratio',
+      Column('predicted', '.2f'): 'walltime_factor',
+      Column('paper', '.1f'): 'speedup',
+    },
+    record['rows'],
   )
 
 
