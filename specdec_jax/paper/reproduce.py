@@ -155,17 +155,18 @@ class _Work:
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
     self._used: list[Mapping[str, Any]] = []  # records
-    alphas = config.alphas if config.measure else ()
-    self._to_measure = [self._with_file(make()) for make in alphas]
+    alphas = [make() for make in config.alphas if config.measure]
+    self._to_measure = [
+      dataclasses.replace(
+        alpha,
+        output_file=alpha.output_file
+        or os.path.join(config.records, f'{alpha.name}.json'),
+      )
+      for alpha in alphas
+    ]
     paths = [alpha.output_file for alpha in self._to_measure]
     if len(set(paths)) < len(paths):
       raise unexpected('ReproduceConfig.alphas', 'different names', paths)
-
-  def _with_file(self, measured: MeasureAlphaConfig) -> MeasureAlphaConfig:
-    path = os.path.join(self.config.records, f'{measured.name}.json')
-    return dataclasses.replace(
-      measured, output_file=measured.output_file or path
-    )
 
   @functools.cached_property
   def _alphas(self) -> list[Record]:
