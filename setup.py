@@ -56,6 +56,7 @@ setuptools.setup(
     'specdec_jax': ['py.typed'],
     'specdec_jax.checkpoints': ['families.toml'],
     'specdec_jax.engine': ['trace.html'],
+    'specdec_jax.measure': ['devices.toml'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
   },

@@ -24,7 +24,7 @@ import torch
 import transformers
 from ctranslate2.converters import TransformersConverter
 
-from specdec_jax import Engine, load
+from specdec_jax import Engine, files, load
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.cli import gin_flags
 from specdec_jax.measure import record
@@ -200,7 +200,8 @@ def main() -> None:
   )
   console().print(shown)
   if args.output_file:
-    shown.record(name='peers, demo pair').save(args.output_file)
+    values = shown.to_json() | {'name': 'peers, demo pair'}
+    files.write_json(args.output_file, record.new('table', values))
 
 
 if __name__ == '__main__':

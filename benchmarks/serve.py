@@ -172,10 +172,11 @@ def main() -> None:
   columns += ['end to end, ms', 'errors']
   print('\n'.join(' | '.join(row) for row in [columns, *rows]))
   if flags.output:
-    from specdec_jax.measure.record import Record
+    from specdec_jax import files
+    from specdec_jax.measure import record
 
     content = {'title': '', 'columns': columns, 'rows': rows}
-    Record('table', content).save(flags.output)
+    files.write_json(flags.output, record.new('table', content))
 
 
 if __name__ == '__main__':

@@ -38,7 +38,7 @@ from specdec_jax.measure import (
   record,
 )
 from specdec_jax.measure.calibrate import tables as calibration_tables
-from specdec_jax.measure.record import Record
+from specdec_jax.measure.record import Record, where
 from specdec_jax.measure.table import Table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -83,8 +83,8 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
     hosts = [record.load(host, compare.KIND) for host in (path, *others)]
     return compare.side_by_side(hosts).markdown()
   found = record.load(path, *_RENDERERS)
-  parts = _RENDERERS[found.kind](found)
-  if found.kind == 'decode':
+  parts = _RENDERERS[found['kind']](found)
+  if found['kind'] == 'decode':
     parts += _examples(path.with_name('predictions.jsonl'))
   return '\n\n'.join(
     part.markdown() if isinstance(part, Table) else part for part in parts
@@ -103,7 +103,7 @@ def _decode(summary: Record) -> list[str | Table]:
   parts: list[str | Table] = [
     f'{summary.get("input_file") or summary["task"]}, {summary["examples"]:,}'
     f' examples, batch {summary["batch_size"]}, gamma {summary["gamma"]},'
-    f' temperature {summary["sampling"]["temperature"]:g}; {summary.where}.',
+    f' temperature {summary["sampling"]["temperature"]:g}; {where(summary)}.',
     table,
   ]
   if agreement := summary.get('agreement'):
@@ -125,26 +125,26 @@ def _examples(predictions: pathlib.Path) -> list[str | Table]:
 
 def _benchmark(found: Record) -> list[str | Table]:
   table = calls.table(found)
-  return [f'{table.title}; {found.where}.', table]
+  return [f'{table.title}; {where(found)}.', table]
 
 
 def _calibration(found: Record) -> list[str | Table]:
   measured = found['record']
   rate = measured['acceptance_rate']
-  where = Record(found.kind, {}, measured['machine']).where
+  host = where(measured)
   return [
-    f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f}; {where}.',
+    f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f}; {host}.',
     *calibration_tables(found),
   ]
 
 
 def _table(found: Record) -> list[str | Table]:
   shown = Table.from_json(found)
-  return [f'{shown.title} ({found.where}):', shown, *shown.notes]
+  return [f'{shown.title} ({where(found)}):', shown, *shown.notes]
 
 
 def _alpha(found: Record) -> list[str | Table]:
-  return [f'{found.where}.', acceptance.table(found)]
+  return [f'{where(found)}.', acceptance.table(found)]
 
 
 def _pair_check(found: Record) -> list[str | Table]:

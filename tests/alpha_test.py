@@ -117,15 +117,15 @@ def test_behind_a_prompt_only_what_is_produced_counts():
   assert rates.alpha.mean == pytest.approx(total / (2 * SLOTS + 9))
 
 
-def every_other(model):
-  """`small_model` that proposes only where the length so far is even."""
-  drafter = small_model(model)
+def proposing_where(is_place):
+  """The drafter, which proposes only behind lengths of which that is true."""
 
   def propose(params, state, context):
-    draft, state = drafter.propose(params, state, context)
-    return draft.replace(length=draft.length * (context.length % 2 == 0)), state
+    draft, state = DRAFTER.propose(params, state, context)
+    length = draft.length * is_place(context.length)
+    return draft.replace(length=length), state
 
-  return drafter._replace(propose=propose)
+  return DRAFTER._replace(propose=propose)
 
 
 def test_what_was_not_proposed_counts_in_no_acceptance_rate():
@@ -135,9 +135,8 @@ def test_what_was_not_proposed_counts_in_no_acceptance_rate():
     rates = rates_of(request, drafter=drafter)
     return rates, decode(TARGET, drafter, PARAMS, request)
 
-  (always, all_of), (halves, half) = (
-    of(drafter) for drafter in (DRAFTER, every_other(DRAFT))
-  )
+  every_other = proposing_where(lambda length: length % 2 == 0)
+  (always, all_of), (halves, half) = map(of, (DRAFTER, every_other))
   assert always.proposes.mean == 1 and always.overall == always.alpha
   # The first token follows the start token alone: length 1.
   np.testing.assert_array_equal(half.proposed[0], [False, True] * (SLOTS // 2))
@@ -150,11 +149,7 @@ def test_what_was_not_proposed_counts_in_no_acceptance_rate():
 
 
 def test_a_drafter_that_never_proposes_has_no_alpha():
-  def propose(params, state, context):
-    draft, state = DRAFTER.propose(params, state, context)
-    return draft.replace(length=draft.length * 0), state
-
-  silent = DRAFTER._replace(propose=propose)
+  silent = proposing_where(lambda length: length < 0)
   rates = rates_of(make_request(1.0, rows=4), drafter=silent)
   assert rates.alpha is None
   assert (rates.proposes.mean, rates.overall.mean) == (0.0, 0.0)

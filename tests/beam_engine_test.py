@@ -1,6 +1,5 @@
 """Beam search through the engine, a run of lines, and a task: as people ask."""
 
-import functools
 import io
 import json
 
@@ -16,7 +15,6 @@ from specdec_jax import infer
 from specdec_jax.checks import memory
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine import calibration
-from specdec_jax.engine.calibration import BeamChoice, CalibrationError
 from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.record import describe
@@ -185,43 +183,14 @@ def run_lines(engine, tmp_path, **changes):
   return infer.decode(config, console=rich.console.Console(file=io.StringIO()))
 
 
-@pytest.mark.parametrize(
-  ('best', 'told', 'gammas', 'draft_beams'),
-  [
-    (BeamChoice(3, 1, 4, 1.5), {}, {'3': 1}, 4),
-    (BeamChoice(3, 1, 4, 1.5), {'draft_beams': 5}, {'3': 1}, 5),
-    (BeamChoice(3, 0, 0, 1.0), {}, {'3': 0}, None),
-    (None, {}, 'no beams', None),
-    (BeamChoice(2, 1, 4, 1.5), {}, 'of width 2', None),
-  ],
-)
-def test_a_calibration_chooses_gamma_and_the_drafters_beams(
-  engine, tmp_path, best, told, gammas, draft_beams
-):
-  usual, path = engine.gamma, str(tmp_path / 'calibration.json')
+def test_a_calibration_is_of_single_outputs(engine, tmp_path):
+  path = str(tmp_path / 'calibration.json')
+  choice = calibration.Choice(1, 2, 1.5, (1.4, 1.6), (1.0, 1.2, 1.5))
   calibration.Calibration(
-    engine.fingerprints,
-    describe()['device'],
-    0.0,
-    (calibration.Choice(1, 2, 1.5, (1.4, 1.6), (1.0, 1.2, 1.5)),),
-    {},
-    beams=best,
+    engine.fingerprints, describe()['device'], 0.0, (choice,), {}
   ).save(path)
-  run = functools.partial(
-    run_lines, engine, tmp_path, calibration=path, options=told
-  )
-  if isinstance(gammas, str):
-    with pytest.raises(CalibrationError, match=f'{gammas}.*--num-beams 3'):
-      run()
-    return
-  summary = run()
-  engine.gamma = usual
-  assert summary['gammas'] == gammas
-  if draft_beams:
-    assert summary['draft_beams'] == draft_beams
-    assert summary['agreement']['disagreements'] == []
-  else:  # beams that do not pay are searched plainly
-    assert 'plain' in summary and 'speculative' not in summary
+  with pytest.raises(ValueError, match='calibration.*num_beams'):
+    run_lines(engine, tmp_path, calibration=path)
 
 
 def test_what_does_not_go_together(models, tokenizer, tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ import pytest
 import rich.console
 
 import toy_models
-from small_vocabulary import network
+import toy_requests
+from small_vocabulary import decoder_only, network
 from specdec_jax import analysis, partitioning
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
@@ -18,22 +19,10 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure import calls
 from specdec_jax.models import backend
-from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.types import Draft
 
 # All that is compiled has one layer: only shapes matter here.
 NETWORK = network(1, vocab_size=50)
-DECODER_ONLY = GPT(
-  GPTConfig(
-    vocab_size=50,
-    emb_dim=16,
-    num_heads=2,
-    num_layers=1,
-    head_dim=8,
-    mlp_dim=32,
-    num_positions=64,
-  )
-)
 
 
 def test_runs_take_turns_and_preparation_is_not_timed(monkeypatch):
@@ -110,9 +99,10 @@ def test_a_call_ends_with_the_output_layer(monkeypatch):
 
   monkeypatch.setattr(type(NETWORK), 'head', heard)
   config = tiny()
-  pair = calls.make_pair(config)
-  request = config.request(pair.target, 2)
-  cache = Loop(pair.target).start(pair.params, request).target_cache
+  pair = config.pair()
+  request = config.request(pair.target, 1, 2)
+  start = toy_requests.quick_jit(Loop(pair.target).start)
+  cache = start(pair.params, request).target_cache
   shapes.clear()
   calls.call_run(pair, request, cache, 3, 1)
   assert [shape[:2] for shape in shapes] == [(1, 3)]
@@ -146,7 +136,7 @@ def test_a_round_makes_proposals_that_are_not_accepted():
 
 
 def test_what_a_decoder_only_pair_reads_is_its_prompt():
-  request = calls.make_request(DECODER_ONLY, 2, 4, 8, 0.0, 0, gamma=2)
+  request = calls.make_request(decoder_only(1), 2, 4, 8, 0.0, 0, gamma=2)
   assert request.prompt.shape == (2, 5) and request.inputs.shape == (2, 1)
   assert request.prompt[:, 0].tolist() == [0, 0]
   assert request.prompt_length.tolist() == [5, 5]
@@ -156,13 +146,16 @@ def test_what_a_decoder_only_pair_reads_is_its_prompt():
 def test_random_kernels_of_eight_bits():
   config = tiny(placement=partitioning.Placement('int8'))
   with backend.compiled_for('gpu'):
-    on_gpu = calls.make_pair(config)
+    on_gpu = config.pair()
   names = {leaf.dtype.name for leaf in jax.tree.leaves(on_gpu.params)}
   # What was bfloat16 and is no kernel stays so.
   assert names == {'int8', 'float32', 'bfloat16'}
-  pair = calls.make_pair(config)
+
+
+def test_random_kernels_keep_the_size_of_activations():
+  params = calls.random_params(NETWORK, 0, 'float32')
   tokens = jnp.ones((1, 4), jnp.int32)
-  logits = jax.jit(NETWORK.logits)(pair.params.target, tokens, tokens)
+  logits = toy_requests.quick_jit(NETWORK.logits)(params, tokens, tokens)
   assert 0.1 < float(jnp.std(logits)) < 10.0
 
 
@@ -170,7 +163,7 @@ def test_random_kernels_of_eight_bits():
   ('options', 'words'),
   [
     ({'gammas': (4, 0)}, 'gammas.*4, 0.'),
-    ({'repeats': 0}, 'repeats.*0'),
+    ({'repeats': 1}, 'repeats.*1'),
     ({'forced_acceptance': 1.5}, 'forced_acceptance.*1.5'),
     ({'call_sizes': (2, 4)}, 'call_sizes.*2, 4'),
   ],

@@ -5,29 +5,16 @@ import functools
 import gzip
 import pathlib
 
+import gin
 import pytest
 
-from specdec_jax import T5, Engine, T5Config, Tokenizer, load
+from specdec_jax import Engine, Tokenizer, load
+from specdec_jax.cli import gin_flags
 from specdec_jax.partitioning import Placement
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / 'demo'
 TEST_SPLIT = ROOT.parent / 'shared' / 'data' / 'ende' / 'tatoeba.test.tsv.gz'
-SIZES = dict(num_heads=4, head_dim=64)
-TARGET = (
-  dict(emb_dim=256, num_encoder_layers=3, num_decoder_layers=6, mlp_dim=1664)
-  | SIZES
-)
-DRAFT = (
-  dict(
-    emb_dim=56,
-    num_encoder_layers=0,
-    num_decoder_layers=1,
-    encoder_dim=256,
-    mlp_dim=832,
-  )
-  | SIZES
-)
 RAGGED = 7  # rows of different lengths that finish at their own times
 
 pytestmark = pytest.mark.skipif(
@@ -38,14 +25,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope='module')
 def models():
-  tokenizer = Tokenizer(DEMO / 'vocab.model')
-  pair = [
-    load(
-      DEMO / name, T5(T5Config(tokenizer.vocab_size, **size)), dtype='float32'
-    )
-    for size, name in ((TARGET, 'target.msgpack'), (DRAFT, 'draft.msgpack'))
-  ]
-  return *pair, tokenizer
+  gin_flags.load(['--gin_file=gin/models/demo_pair.gin'])
+  pair = []
+  for scope in ('target', 'draft'):
+    with gin.config_scope(scope):
+      pair.append(gin.get_configurable(load)())
+  gin.clear_config()
+  return *pair, Tokenizer(DEMO / 'vocab.model')
 
 
 @pytest.fixture(scope='module')

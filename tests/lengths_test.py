@@ -11,6 +11,7 @@ from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, CalibrationError
 from specdec_jax.measure import acceptance, calibrate
 from specdec_jax.measure.acceptance import Output
+from specdec_jax.measure.calibrate import CallCosts
 from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
 
@@ -64,8 +65,7 @@ def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation():
   even = [Output(np.full(4000, rate), np.full(4000, 0.5), 0)]
   for gamma in (1, 5):
     calls = on('tpu', calibrate.costs_of_calls, V, gamma)
-    costs = calibrate.Costs(cost, calls)
-    found = calibrate.expected(fixed(gamma), even, costs)
+    found = calibrate.expected(fixed(gamma), even, cost, calls)
     want = analysis.measured_walltime_factor(rate, gamma, cost, V[gamma])
     assert found.tokens / found.time == pytest.approx(float(want), rel=1e-3)
     assert found.accepted / found.tested == pytest.approx(rate, rel=1e-3)
@@ -75,11 +75,12 @@ def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation():
 def test_adapting_gains_over_the_best_fixed_gamma(device, call_cost):
   """And over the plain rule of 40 %, on texts that are sure and unsure."""
   cost = 0.15
-  prices = on(device, calibrate.best_prices, TABLE, OUTPUTS, cost, call_cost)
+  costs = CallCosts(call_cost, cost)
+  prices = on(device, calibrate.best_prices, TABLE, OUTPUTS, costs)
 
   def rate(rule, device):
     calls = on(device, calibrate.costs_of_calls, call_cost, rule.most)
-    found = calibrate.expected(rule, OUTPUTS, calibrate.Costs(cost, calls))
+    found = calibrate.expected(rule, OUTPUTS, cost, calls)
     return found.tokens / found.time
 
   own = rate(calibration.rule_of(TABLE, prices), device)
@@ -98,7 +99,7 @@ def calibrated(prices, confidence) -> Calibration:
 
 
 def test_a_calibration_keeps_the_rule_and_needs_its_table(tmp_path):
-  prices = calibrate.best_prices(TABLE, OUTPUTS, 0.15, V)
+  prices = calibrate.best_prices(TABLE, OUTPUTS, CallCosts(V, 0.15))
   made = calibrated(prices, TABLE)
   path = str(tmp_path / 'calibration.json')
   made.save(path)

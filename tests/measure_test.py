@@ -1,14 +1,12 @@
 """Calibration and acceptance rates of a small random pair, end to end."""
 
 import dataclasses
-import functools
 import types
 
-import jax
 import pytest
 import rich.console
 
-from small_vocabulary import network
+import small_vocabulary
 from specdec_jax import infer
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine import calibration
@@ -47,22 +45,9 @@ def test_what_cannot_be_written_is_refused_first(measure, tmp_path):
 
 @pytest.fixture(scope='module')
 def make_engine(tokenizer):
-  """Of two models of one size, so that less is to be compiled."""
-  init = network(1).init
-
-  # One object, so that its programs are traced and compiled once.
-  @functools.cache
-  def make(seed=0):
-    return Engine(
-      Model(network(1), init(jax.random.key(seed))),
-      Model(network(1), init(jax.random.key(seed + 1))),
-      tokenizer=tokenizer,
-      gamma=2,
-      max_input_len=24,
-      max_decode_len=16,
-    )
-
-  return make
+  """Makes one object, so that its programs are traced and compiled once."""
+  engine = small_vocabulary.engine_with_itself(tokenizer)
+  return lambda **_: engine
 
 
 @pytest.fixture(scope='module')
@@ -86,18 +71,13 @@ def calibrated(folder, make_engine, prompts):
     num_tokens=20,
     input_len=8,
     decode_len=32,
-    max_gamma=2,
+    max_gamma=1,
     batches=(3, 1),
     repeats=2,
     calls_a_run=2,
-    num_beams=2,
     output_file=str(folder / 'calibration.json'),
   )
-  with pytest.MonkeyPatch.context() as patch:
-    # One beam search is enough to be compiled.
-    patch.setattr(calibrate, '_LEVELS', (1,))
-    patch.setattr(calibrate, '_DRAFT_FACTORS', (1,))
-    calibrate.calibrate(config, console)
+  calibrate.calibrate(config, console)
   return config, console.export_text()
 
 
@@ -106,10 +86,10 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
   found = calibration.load(config.output_file)
   assert [one.rows for one in found.choices] == [1, 3]
   for one, costs in zip(found.choices, found.record['costs'], strict=True):
-    assert len(one.factors) == 3 and one.factors[0] == 1.0
+    assert len(one.factors) == 2 and one.factors[0] == 1.0
     assert one.gamma == one.factors.index(max(one.factors))
     assert one.expected_speed_up == max(one.factors)
-    assert len(one.call_cost) == 3
+    assert len(one.call_cost) == 2
     assert costs['batch'] == one.rows
   assert found.record['acceptance_rate']['num_tokens'] >= 20
   for one, name in zip(found.choices, ('1 row:', '3 rows:'), strict=True):
@@ -118,8 +98,6 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
       said = 'may pay here: gamma = '
     # The verdict comes before all tables.
     assert f'{name} speculation {said}' in text.partition('Chosen here')[0]
-  assert found.beams_of(2).speed_up >= 1.0
-  assert '2 beams: speculation ' in text
 
 
 @pytest.mark.parametrize(
@@ -131,86 +109,41 @@ def test_from_which_length_on_it_pays(first, speed_up, expected):
   assert calibration.least_length(times, speed_up) == expected
 
 
-def test_beams_that_cannot_be_are_refused_before_the_costs(
-  make_engine, prompts, monkeypatch
+def test_decode_takes_gammas_from_it(
+  calibrated, make_engine, tokenizer, prompts, tmp_path
 ):
-  monkeypatch.setattr(calibrate, '_costs', lambda *_: pytest.fail('costs'))
-  config = calibrate.CalibrateConfig(make_engine, prompts, num_beams=999)
-  with pytest.raises(ValueError, match='num_beams'):
-    calibrate.calibrate(config, quiet())
-
-
-def decode(config, make_engine, prompts, **options):
-  console = quiet()
-  summary = infer.decode(
-    infer.DecodeConfig(make_engine, prompts, calibration=config, **options),
-    console=console,
-  )
-  return summary, console.export_text()
-
-
-@pytest.fixture
-def with_gammas(calibrated, tmp_path):
-  """The calibration's file, had it chosen other gammas for 1 row and 3."""
+  """Had it chosen other gammas, which are what a run that goes on must have."""
   measured = calibration.load(calibrated[0].output_file)
+  path = str(tmp_path / 'changed.json')
 
-  def changed(*gammas):
+  def run(*gammas, name='out', rows=3):
     choices = [
       dataclasses.replace(one, gamma=gamma)
       for one, gamma in zip(measured.choices, gammas, strict=True)
     ]
-    path = str(tmp_path / 'changed.json')
     dataclasses.replace(measured, choices=choices).save(path)
-    return path
+    config = infer.DecodeConfig(
+      make_engine,
+      tokenizer=tokenizer,
+      mixture_or_task_name=prompts,
+      output_dir=str(tmp_path / name),
+      decoding='speculative',
+      task_feature_lengths={'inputs': 24, 'targets': 16},
+      batch_size=rows,
+      batching='continuous' if rows > 1 else 'fixed',
+      calibration=path,
+    )
+    return infer.decode(config, console=quiet())
 
-  return changed
-
-
-def test_decode_takes_gamma_from_it(
-  with_gammas, make_engine, prompts, tmp_path
-):
-  path = with_gammas(1, 2)
-  alone = {'decoding': 'speculative'}
-  summary, text = decode(path, make_engine, prompts, **alone)
-  assert summary['gamma'] == 1 and summary['gammas'] == {'1': 1}
-  assert 'for 1 row: gamma = 1' in text
-  summary, text = decode(path, make_engine, prompts, batch_size=2, **alone)
-  assert summary['gamma'] == 2 and summary['gammas'] == {'2': 2}
-  four = tmp_path / 'four.txt'
-  four.write_text('\n'.join(LINES * 2))
-  summary, text = decode(path, make_engine, str(four), batch_size=4, **alone)
-  assert 'for up to 3 rows at once' in text
-
-
-@pytest.mark.parametrize('gammas, plain', [((2, 0), False), ((0, 0), True)])
-def test_a_task_takes_gammas_from_it(
-  with_gammas, make_engine, tokenizer, prompts, tmp_path, gammas, plain
-):
-  config = infer.DecodeConfig(
-    lambda **_: make_engine(),
-    tokenizer=tokenizer,
-    mixture_or_task_name=prompts,
-    output_dir=str(tmp_path / 'out'),
-    decoding='speculative',
-    task_feature_lengths={'inputs': 24, 'targets': 16},
-    batch_size=3,
-    batching='continuous',
-    calibration=with_gammas(*gammas),
-  )
-  summary = infer.decode(config, console=quiet())
-  assert summary['gammas'] == {'1': gammas[0], '3': gammas[1]}
-  assert ('plain' in summary, 'speculative' in summary) == (plain, not plain)
+  summary = run(2, 0)
+  assert summary['gammas'] == {'1': 2, '3': 0} and 'speculative' in summary
   # Its path decides nothing, what it says does.
-  with_gammas(1, 0)
   with pytest.raises(ValueError, match='gammas'):
-    infer.decode(config, console=quiet())
-
-
-def test_decode_refuses_another_models_calibration(
-  calibrated, make_engine, prompts
-):
-  with pytest.raises(calibration.CalibrationError, match='draft was '):
-    decode(calibrated[0].output_file, lambda: make_engine(seed=5), prompts)
+    run(1, 0)
+  summary = run(0, 0, name='plain')
+  assert summary['gammas'] == {'1': 0, '3': 0} and 'plain' in summary
+  alone = run(1, 2, name='alone', rows=1)
+  assert alone['gamma'] == 1 and alone['gammas'] == {'1': 1}
 
 
 def test_alpha_of_a_drafter_that_seldom_proposes(

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import dataclasses
 import html
 import io
 import json
@@ -62,8 +61,8 @@ def test_it_is_stored_as_if_it_had_never_run(document, cells):
   ids = [cell['id'] for cell in document['cells']]
   assert len(set(ids)) == len(ids) > len(cells) > 5
   for cell in document['cells']:
-    if cell['cell_type'] == 'code':
-      assert cell['outputs'] == [] and cell['execution_count'] is None
+    assert cell.get('outputs', []) == []
+    assert cell.get('execution_count') is None
   for source in cells.values():
     ast.parse(source)  # no lines of IPython's
 
@@ -128,11 +127,16 @@ def test_set_up_of_a_fresh_runtime(cells, tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.fixture(scope='module')
-def model(tokenizer):
+def printed(shown) -> str:
+  stream = io.StringIO()
+  rich.console.Console(file=stream, width=100).print(shown)
+  return stream.getvalue()
+
+
+def test_it_shows_what_is_loaded_and_the_last_trace(tokenizer):
   network = small_vocabulary.network(1)
   params = network.init(jax.random.key(0))
-  return notebook.Interactive(
+  model = notebook.Interactive(
     Model(network, params, name='my_target'),
     Model(network, params, name='my_draft'),
     tokenizer=tokenizer,
@@ -140,31 +144,19 @@ def model(tokenizer):
     max_input_len=32,
     max_decode_len=12,
   )
-
-
-def printed(shown) -> str:
-  stream = io.StringIO()
-  rich.console.Console(file=stream, width=100).print(shown)
-  return stream.getvalue()
-
-
-def test_it_shows_what_is_loaded_and_the_last_trace(model):
-  count = sum(leaf.size for leaf in jax.tree.leaves(model.params.target))
+  count = sum(leaf.size for leaf in jax.tree.leaves(params))
   for text in (printed(model), model._repr_html_()):
     for part in (
-      *(f'my_target: T5, {count:,} of float32', 'my_draft', 'gamma'),
-      *(jax.default_backend(), str(small_vocabulary.VOCAB_SIZE), '12 tokens'),
+      f'my_target: T5, {count:,} of float32',
+      'my_draft',
+      '12 tokens',
     ):
-      assert part in text, part
+      assert part in text
     assert 'iframe' not in text
   trace = model.trace('<b>the & tree')
   assert model.last_trace is trace
-  lenient = dataclasses.replace(trace, lenience=0.5)
-  assert 'lossy (lenience 0.5)' in repr(lenient)
-  summary = f'tokens in {len(trace.rounds)} calls of the target'
-  assert summary in repr(trace) and 'lossy' not in repr(trace)
-  assert printed(model).endswith(printed(trace)) and summary in printed(trace)
+  assert printed(model).endswith(printed(trace))
   shown = model._repr_html_()
   (page,) = re.findall(r'<iframe sandbox [^>]*srcdoc="([^"]*)"', shown)
-  assert html.unescape(page) == trace.page() and summary in page
+  assert html.unescape(page) == trace.page()
   assert '<b>' not in shown and '<b>' not in trace.page()

@@ -4,18 +4,16 @@ import dataclasses
 import itertools
 import sys
 
-import jax
 import pytest
 import rich.console
 
+import small_vocabulary
 from small_vocabulary import network
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
-from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import acceptance, calls
 from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
-from specdec_jax.models.model import Model
 from specdec_jax.paper import plots, printed, reproduce, tables
 from specdec_jax.paper.reproduce import ReproduceConfig
 from specdec_jax.partitioning import Placement
@@ -126,28 +124,24 @@ def test_bad_settings():
       ReproduceConfig(output_dir='x', **options)
 
 
-def test_without_matplotlib_nothing_is_measured(monkeypatch, tmp_path):
-  monkeypatch.setitem(sys.modules, 'matplotlib', None)
-  config = ReproduceConfig(['figure2'], str(tmp_path / 'out'))
-  with pytest.raises(ValueError, match='matplotlib.*plots'):
-    reproduce.reproduce(config, quiet())
-  assert not list(tmp_path.iterdir())
-
-
-def test_records_are_there_and_have_different_names(tmp_path):
-  config = ReproduceConfig(
-    ('table3',), str(tmp_path / 'out'), str(tmp_path / 'records'), False
-  )
-  with pytest.raises(ValueError, match='--records-dir.*records'):
-    reproduce.reproduce(config, quiet())
-  assert not (tmp_path / 'out').exists()
-
+def test_what_is_missing_is_said_before_anything_is_made(monkeypatch, tmp_path):
   def make():
     return acceptance.MeasureAlphaConfig({'x': lambda: None}, 'x')
 
-  config = ReproduceConfig(['table3'], str(tmp_path), alphas=[make, make])
-  with pytest.raises(ValueError, match='alphas.*different names'):
-    reproduce.reproduce(config, quiet())
+  out, records = str(tmp_path / 'out'), str(tmp_path / 'records')
+  for config, words in (
+    (ReproduceConfig(['figure2'], out), 'matplotlib.*plots'),
+    (
+      ReproduceConfig(['table3'], out, records, measure=False),
+      '--records-dir.*records',
+    ),
+    (ReproduceConfig(['table3'], out, alphas=[make] * 2), 'different names'),
+  ):
+    with monkeypatch.context() as patch:
+      patch.setitem(sys.modules, 'matplotlib', None)
+      with pytest.raises(ValueError, match=words):
+        reproduce.reproduce(config, quiet())
+  assert not list(tmp_path.glob('out/*'))
 
 
 def load(monkeypatch, output_dir, flags):
@@ -251,12 +245,11 @@ def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
   monkeypatch.setattr(
     reproduce, 'benchmark', lambda *_: records['ende-t5_small-T0']
   )
-  model = Model(network(1), network(1).init(jax.random.key(0)))
-  options = dict(gamma=2, max_input_len=32, max_decode_len=8)
+  engine = small_vocabulary.engine_with_itself(tokenizer)
   config = ReproduceConfig(
     ('figure1', 'figure5'),
     str(tmp_path),
-    engine=lambda: Engine(model, model, tokenizer=tokenizer, **options),
+    engine=lambda: engine,
     costs=BenchmarkConfig(network(1), network(1)),
     text='<b>the dog',
   )

@@ -1,6 +1,7 @@
 """One comparison of what a run finds with what it is."""
 
 import json
+import types
 
 import pytest
 
@@ -40,5 +41,6 @@ def test_what_a_file_cannot_tell_apart_is_the_same():
 def test_a_record_that_is_none_is_named(tmp_path, text):
   path = tmp_path / 'results.json'
   path.write_text(text)
-  with pytest.raises(ValueError, match='results.json.*Do that'):
-    record.earlier(path, 'alpha', {'a': 1}, 'Do that.')
+  config = types.SimpleNamespace(output_file=path, settings={'a': 1})
+  with pytest.raises(ValueError, match='results.json.*Remove it'):
+    record.earlier(config, 'alpha')

@@ -1,5 +1,7 @@
 """Appendix A.1 as an experiment: exact law, Monte Carlo, a wrong `verify`."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -53,17 +55,11 @@ def test_verify_agrees(lenience):
 
 
 def test_a_wrong_verify_is_reported(monkeypatch):
-  def wrong(draft, target_probs, num_accepted):
-    del draft
-    return target_probs[num_accepted]
-
-  monkeypatch.setattr(verify, 'next_token_weights', wrong)
-  shipped = simulation._count.__wrapped__
-
-  def anew(*args, chunk):
-    return shipped(*args, chunk=chunk)
-
+  monkeypatch.setattr(
+    verify, 'next_token_weights', lambda draft, target, count: target[count]
+  )
   # JAX knows what it has traced by the function: this one has the patch.
+  anew = functools.partial(simulation._count.__wrapped__)
   traced = jax.jit(anew, static_argnames='chunk')
   monkeypatch.setattr(simulation, '_count', traced)
   shown = simulation.simulate(TARGET, DRAFT, 50_000)

@@ -89,78 +89,74 @@ def test_g_runs_again_only_after_a_refusal():
 def test_threads_give_what_the_program_gives():
   keys = jax.random.split(jax.random.key(3), 8)
   want = jax.device_get(outcomes(TARGET, DRAFT, keys))
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    for i, key in enumerate(keys):
-      found = speculate_in_threads(
-        constant(TARGET), constant(DRAFT), lambda s: s**2, None, key, pool
-      )
-      assert found.sample == want.sample[i]
-      assert found.accepted == want.accepted[i]
-      assert found.value == want.value['square'][i]
+  for i, key in enumerate(keys):
+    found = speculate_in_threads(
+      constant(TARGET), constant(DRAFT), lambda s: s**2, None, key
+    )
+    assert (found.sample, found.accepted, found.value) == (
+      want.sample[i],
+      want.accepted[i],
+      want.value['square'][i],
+    )
   assert 0 < want.accepted.sum() < 8, 'both ways should be seen'
 
 
-def waiting_pair(patience):
-  """f, which ends only once g has begun, and g; and the events in order."""
+def run_waiting(law, executor=None):
+  """An f that ends only once g has begun: the outcome, and events in order."""
   begun, events = threading.Event(), []
 
   def f(x):
     events.append('f begins')
-    if not begun.wait(patience):
+    if not begun.wait(0 if executor else _PATIENCE):
       raise TimeoutError('g did not begin while f ran')
     events.append('f ends')
-    return x
+    return law
 
   def g(sample):
     events.append(f'g({sample}) begins')
     begun.set()
     return sample * 10
 
-  return f, g, events
+  key = jax.random.key(0)
+  made = speculate_in_threads(f, constant(ALWAYS), g, None, key, executor)
+  return made, events
 
 
 def test_g_begins_before_f_ends():
   """A saving without a clock: in any other order this pair never ends."""
-  key = jax.random.key(0)
-  f, g, events = waiting_pair(_PATIENCE)
-  found = speculate_in_threads(f, constant(ALWAYS), g, ALWAYS, key)
-  assert (found.value, found.sample, found.accepted) == (10, 1, True)
+  made, events = run_waiting(ALWAYS)
+  assert (made.value, made.sample, made.accepted) == (10, 1, True)
   assert events == ['f begins', 'g(1) begins', 'f ends']  # g once, no more
-  f, g, events = waiting_pair(_PATIENCE)
-  found = speculate_in_threads(f, constant(ALWAYS), g, NEVER, key)
-  assert (found.value, found.sample, found.accepted) == (0, 0, False)
+  made, events = run_waiting(NEVER)
+  assert (made.value, made.sample, made.accepted) == (0, 0, False)
   assert events == ['f begins', 'g(1) begins', 'f ends', 'g(0) begins']
 
 
 def test_control_one_after_the_other_does_not_pass():
-  f, g, _ = waiting_pair(0)
   with (
     concurrent.futures.ThreadPoolExecutor(1) as alone,
     pytest.raises(TimeoutError, match='g did not begin while f ran'),
   ):
-    speculate_in_threads(
-      f, constant(ALWAYS), g, ALWAYS, jax.random.key(0), alone
-    )
+    run_waiting(ALWAYS, alone)
 
 
 def test_errors_of_a_refused_start_are_dropped():
   def g(sample):
-    if sample == 1:
-      raise ZeroDivisionError
-    return 'fine'
-
-  key = jax.random.key(0)
-  run = functools.partial(speculate_in_threads, x=None, key=key)
-  assert run(constant(NEVER), constant(ALWAYS), g).value == 'fine'
-  with pytest.raises(ZeroDivisionError):
-    run(constant(ALWAYS), constant(ALWAYS), g)
+    return 1 // (1 - sample)  # an error for the sample 1 alone
 
   def broken(x):
     raise OverflowError
 
-  for functions in ((broken, constant(ALWAYS)), (constant(ALWAYS), broken)):
-    with pytest.raises(OverflowError):
-      run(*functions, lambda s: s)
+  run = functools.partial(speculate_in_threads, x=None, key=jax.random.key(0))
+  never, always = constant(NEVER), constant(ALWAYS)
+  assert run(never, always, g).value == 1
+  for error, f, approx in (
+    (ZeroDivisionError, always, always),
+    (OverflowError, broken, always),
+    (OverflowError, always, broken),
+  ):
+    with pytest.raises(error):
+      run(f, approx, g)
 
 
 @pytest.mark.parametrize(

@@ -80,23 +80,6 @@ def rule_of(confidence: Confidence, prices: Prices) -> LengthRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamChoice:
-  """The quickest beam search of a width, by measured times.
-
-  Attributes:
-    num_beams: K.
-    gamma: levels that are proposed in a round; 0 if no speculation pays.
-    draft_beams: U, beams of the drafter; 0 if no speculation pays.
-    speed_up: over the plain search; 1 at gamma 0.
-  """
-
-  num_beams: int
-  gamma: int
-  draft_beams: int
-  speed_up: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Choice:
   """The best gamma for a number of rows, and its expected speed-up.
 
@@ -156,7 +139,6 @@ class Calibration:
     confidence: confidence -> acceptance, of a drafter whose drafts can adapt.
     spread: standard deviation of the acceptance between texts; None if
       unknown.
-    beams: how a beam search is quickest; None where none was measured.
   """
 
   fingerprints: Mapping[str, str]
@@ -166,23 +148,6 @@ class Calibration:
   record: Mapping[str, Any]
   confidence: Confidence | None = None
   spread: float | None = None
-  beams: BeamChoice | None = None
-
-  def beams_of(self, num_beams: int | None) -> BeamChoice:
-    """How a beam search of this width is quickest.
-
-    Raises:
-      CalibrationError: the calibration has not measured it.
-    """
-    if self.beams is None or self.beams.num_beams != num_beams:
-      has = 'no beams'
-      if self.beams is not None:
-        has = f'a beam search of width {self.beams.num_beams} alone'
-      raise CalibrationError(
-        f'This calibration has measured {has}. Run `specdec calibrate'
-        f' --num-beams {num_beams}`, or leave the calibration out.'
-      )
-    return self.beams
 
   def usual(self, rows: int, adapts: bool) -> UsualAcceptance | None:
     """The acceptance of the texts that were measured; None if unknown.
@@ -238,11 +203,6 @@ class Calibration:
     """What was timed for a number of rows, as a benchmark's record has it."""
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
-
-  def first_calls(self, rows: int) -> float:
-    """What the drafter takes to read an input, in calls over one token."""
-    times = self.times_ms(rows)
-    return first_ms(times) / times['call_1']['median']
 
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
     """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
@@ -303,10 +263,14 @@ class Calibration:
         ' Run `specdec calibrate` with these models on this machine.'
       )
 
+  def to_json(self) -> dict[str, Any]:
+    """The calibration as its file has it."""
+    head = {'kind': _KIND, 'version': _VERSION}
+    return head | dataclasses.asdict(self)
+
   def save(self, path: str) -> None:
     """Writes the calibration as JSON; makes its folder."""
-    head = {'kind': _KIND, 'version': _VERSION}
-    files.write_json(path, head | dataclasses.asdict(self))
+    files.write_json(path, self.to_json())
 
 
 def device_name() -> str:
@@ -329,12 +293,8 @@ def least_length(
     speed_up: of a token.
   """
   won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
-  return max(1, math.ceil(first_ms(times_ms) / won))
-
-
-def first_ms(times_ms: Mapping[str, Mapping[str, float]]) -> float:
-  """What the drafter takes to read an input, in a benchmark's record."""
-  return times_ms.get('draft_encoder', {'median': 0.0})['median']
+  first = times_ms.get('draft_encoder', {'median': 0.0})['median']
+  return max(1, math.ceil(first / won))
 
 
 def load(path: str) -> Calibration:
@@ -352,8 +312,7 @@ def load(path: str) -> Calibration:
     content['choices'] = tuple(_choice(**one) for one in content['choices'])
     if content.get('confidence') is not None:
       content['confidence'] = _tuples(Confidence, content['confidence'])
-    if content.get('beams') is not None:
-      content['beams'] = BeamChoice(**content['beams'])
+    content.pop('beams', None)  # of files that were made before 0.3
     if not content['choices']:
       raise ValueError('no choices')
     return Calibration(**content)

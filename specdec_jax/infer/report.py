@@ -31,7 +31,7 @@ from specdec_jax.infer.data import (
   DecodeConfig,
   Example,
 )
-from specdec_jax.measure.record import Record
+from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import Column, Table, say
 
 _MOST_SHOWN = 10  # lines of a kind in the report
@@ -258,7 +258,7 @@ def summarise(
     summary['speed_up'] = ms[0] / ms[1] if all(ms) else None
     if greedy:
       summary['agreement'] = _agreement(ways[PLAIN], ways[SPECULATIVE])
-  return Record('decode', summary).to_json()
+  return new_record('decode', summary)
 
 
 def _way_summary(batches: Sequence[Batch]) -> dict[str, Any]:

@@ -175,10 +175,8 @@ class _Run:
     if config.calibration is not None:  # before any model is loaded
       measured = calibration.load(config.calibration)
       if config.searches and SPECULATIVE in config.ways:
-        best = measured.beams_of(config.options.num_beams)
-        width = config.options.draft_beams or best.draft_beams or None
-        run_options = dataclasses.replace(config.options, draft_beams=width)
-        config = dataclasses.replace(config, options=run_options)
+        expected = 'None with num_beams, for it is of single outputs'
+        raise unexpected('calibration', expected, config.calibration)
     options = self.data.engine_options(config)
     with progress.status(console, 'Loading models'):
       if config.drafter is not None and SPECULATIVE in config.ways:
@@ -426,11 +424,6 @@ def choose_gammas(
   if measured is None:
     return None
   measured.check(engine.fingerprints)
-  if config.searches:
-    best = measured.beams_of(options.num_beams)
-    engine.gamma = best.gamma or engine.gamma
-    _say_choice(console, best.gamma, best.speed_up, f'{best.num_beams} beams')
-    return {rows: Drafting(best.gamma)}
   same_temperature = measured.temperature == options.temperature
   if not same_temperature or rows > measured.choices[-1].rows:
     say(

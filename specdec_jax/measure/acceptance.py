@@ -46,12 +46,13 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.table import Column, Table, started
+from specdec_jax.measure.record import new as new_record
+from specdec_jax.measure.table import Column, Table, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.local_tasks import LocalTask
-from specdec_jax.types import Draft, FinishReason, Verdict
+from specdec_jax.types import FinishReason, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
 _NOT_FINITE = (
@@ -200,51 +201,47 @@ def decode(
 
 
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
+  """A step of the plain loop, beside a proposal that it does not see."""
   state = carry.state
-  keys = decode_state.round_keys(request, state)
   context = speculative.context_of(
     request,
     state.tokens,
     state.visible_length,
-    keys,
+    decode_state.round_keys(request, state),
     features=state.features,
     target=target,
     target_params=params.target,
   )
-  before = state.drafter_state
-  draft, drafter_state = drafter.propose(params.draft, before, context)
-  cache = target.rewind(state.target_cache, state.visible_length - 1)
-  features, cache = target.extend(
-    params.target, cache, state.last_token[:, None]
+  draft, drafter_state = drafter.propose(
+    params.draft, state.drafter_state, context
   )
-  logits = target.head(params.target, features)
-  adjusted = decode_state.forbid_early_stops(logits, request, state)
-  target_probs = probs.standardise_batch(adjusted, request.sampling)[:, 0]
-  beta = _beta(request, draft, adjusted, target_probs)
+  seen = {}
 
-  tokens = jax.vmap(probs.sample)(
-    target_probs, jax.vmap(probs.resample_key)(keys)
+  def judge(plain, nothing, logits, keys):
+    target_probs = probs.standardise_batch(logits, plain.sampling)[:, 0]
+    seen['beta'] = _beta(request, draft, logits, target_probs)
+    resample_keys = jax.vmap(probs.resample_key)(keys)
+    tokens = jax.vmap(probs.sample)(target_probs, resample_keys)
+    return Verdict(nothing.length, tokens)
+
+  after, _ = speculative.step(
+    target,
+    drafter,
+    params,
+    request.replace(gamma=0),
+    state.replace(drafter_state=drafter_state),
+    judge,
   )
   # One round per token, so the round's number is the token's place, whatever
   # the prompt is. A finished row writes past its end, or past the array.
-  place = jnp.arange(beta.shape[0]), state.stats.num_rounds
+  place = jnp.arange(len(state.length)), state.stats.num_rounds
   confidences = carry.confidences
   if drafter.adapts:
-    sure = _confidence(drafter, params, before, context)
+    sure = _confidence(drafter, params, state.drafter_state, context)
     confidences = confidences.at[place].set(sure, mode='drop')
-  zeros = jnp.zeros_like(tokens)
-  nothing = Draft(jnp.zeros((len(tokens), 0), jnp.int32), None, zeros)
-  after = decode_state.append(
-    request, state, nothing, Verdict(zeros, tokens), logits
-  )
-  after = after.replace(
-    target_cache=cache,
-    drafter_state=drafter.commit(drafter_state, after.visible_length),
-    features=speculative.features_at(drafter, features, zeros),
-  )
   return Overlap(
     after,
-    carry.betas.at[place].set(beta, mode='drop'),
+    carry.betas.at[place].set(seen['beta'], mode='drop'),
     carry.proposed.at[place].set(draft.length > 0, mode='drop'),
     confidences,
   )
@@ -500,21 +497,18 @@ def measure_alpha(
       be shown has other settings.
   """
   console = started(config, console)
-  record = None
   if config.reuse and config.output_file:
-    advice = 'Remove it, or name another output_file.'
-    record = earlier(config.output_file, 'alpha', config.settings, advice)
-  if record is None:
-    settings = len(config.temperatures) * len(config.leniences)
-    steps = len(config.engines) * settings * config.num_tokens
-    with bar(console, 'Tokens', steps) as advance:
-      rows = [
-        row for name in config.engines for row in _rows(config, name, advance)
-      ]
-    record = Record('alpha', {'settings': config.settings, 'rows': rows})
-    if config.output_file:
-      record.save(config.output_file)
-  console.print(table(record))
+    if (record := earlier(config, 'alpha')) is not None:
+      console.print(table(record))
+      return record
+  settings = len(config.temperatures) * len(config.leniences)
+  steps = len(config.engines) * settings * config.num_tokens
+  with bar(console, 'Tokens', steps) as advance:
+    rows = [
+      row for name in config.engines for row in _rows(config, name, advance)
+    ]
+  record = new_record('alpha', {'settings': config.settings, 'rows': rows})
+  finish(config, console, record, table(record))
   return record
 
 
@@ -557,26 +551,27 @@ def _rows(
 
 def table(record: Mapping[str, Any]) -> Table:
   """Rows as in the paper's Table 3, with errors, which the paper lacks."""
-  rows = []
-  for row in record['rows']:
-    alpha = None
-    if row['alpha'] is not None:
-      alpha = f'{row["alpha"]:.3f}'
-      if row['standard_error'] is not None:  # a single text gives no error
-        alpha += f' ± {row["standard_error"]:.3f}'
-    names = row['target'], row['draft'], row['temperature'], row['lenience']
-    rows.append([*names, alpha, row['proposes'], row['num_tokens']])
-  columns = (
-    'target',
-    'draft',
-    Column('T', 'g'),
-    Column('lenience', 'g'),
-    'alpha',
-    Column('proposes', '.3f'),
-    Column('tokens', ','),
+  return Table.of(
+    'Acceptance rates (Corollary 3.6)',
+    {
+      'target': 'target',
+      'draft': 'draft',
+      Column('T', 'g'): 'temperature',
+      Column('lenience', 'g'): 'lenience',
+      'alpha': _alpha_text,
+      Column('proposes', '.3f'): 'proposes',
+      Column('tokens', ','): 'num_tokens',
+    },
+    record['rows'],
+    (
+      'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
+      ' lenience 1 outputs are lossy.',
+    ),
   )
-  notes = [
-    'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
-    ' lenience 1 outputs are lossy.'
-  ]
-  return Table('Acceptance rates (Corollary 3.6)', columns, rows, notes)
+
+
+def _alpha_text(row: Mapping[str, Any]) -> str | None:
+  if row['alpha'] is None:
+    return None
+  error = row['standard_error']  # None of a single text
+  return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')

@@ -12,15 +12,12 @@ from specdec_jax import analysis
 from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
-  check_types,
   unexpected,
 )
 from specdec_jax.decoding import fallback
-from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.length import unsure_below
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import (
-  BeamChoice,
   Calibration,
   Choice,
   Confidence,
@@ -30,30 +27,17 @@ from specdec_jax.engine.calibration import (
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
 from specdec_jax.measure.acceptance import Output, Rates, rates, ratio
-from specdec_jax.measure.calls import (
-  LEAST_DECODE_LEN,
-  Pair,
-  Run,
-  call_runs,
-  in_ms,
-  interleave,
-  make_request,
-)
+from specdec_jax.measure.calls import Timing, call_runs, in_ms, interleave
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.record import load as load_record
-from specdec_jax.measure.table import Column, Table, say, started
+from specdec_jax.measure.table import Column, Table, finish, started
 from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
 
 # Rounds of these gammas say what a proposal takes, and what a round besides.
 _MAIN_GAMMA, _ROUND_GAMMAS = 4, (1, 8)
-# Of a beam search: levels, the drafter's beams in widths, lines, repetitions.
-_LEVELS = 1, 2, 3
-_DRAFT_FACTORS = 1, 2
-_BEAM_LINES = 16
-_BEAM_REPEATS = 3
 # Of the rule of a draft whose length adapts.
 _BINS = 10  # of confidence, with equally many tokens
 LEAST_GAMMA = 3  # that a calibration must have measured
@@ -63,20 +47,10 @@ _TINY = 1e-9
 # deciding takes time, and what was measured is not exact.
 _LEAST_GAIN = 1.02
 _TURNS = 4  # to find the rate that a rule itself reaches
-_DRAWS = 2000  # random draws for the interval of the speed-up
-_INTERVAL = (2.5, 97.5)  # percent
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-  """A value and its standard error."""
-
-  value: float
-  error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class CalibrateConfig:
+class CalibrateConfig(Timing):
   """A calibration.
 
   Attributes:
@@ -85,16 +59,8 @@ class CalibrateConfig:
     num_tokens: of the target's own, behind alpha.
     temperature: at which alpha and the costs are measured.
     batches: rows decoded together, in the costs; each has a gamma of its own.
-    input_len: E, tokens of an input, in the costs; without an encoder a
-      prompt's, behind the start token.
-    decode_len: tokens of an output, in the costs.
     max_gamma: the largest gamma considered; v(m) is measured to one more.
     repeats: timed rounds, interleaved.
-    calls_a_run: calls in one timed loop.
-    num_beams: width of a beam search that is timed as well, with several gammas
-      and numbers of the drafter's beams; None is none. For drafters that are a
-      small model.
-    seed: of the samples.
     output_file: JSON for decode.py; None writes nothing.
 
   Raises:
@@ -104,40 +70,15 @@ class CalibrateConfig:
   engine: Callable[[], Engine]
   input_file: str
   num_tokens: int = 2000
-  temperature: float = 0.0
   batches: Sequence[int] = (1,)
-  input_len: int = 32
-  decode_len: int = 120
   max_gamma: int = 16
-  repeats: int = 9
-  calls_a_run: int = 20
-  num_beams: int | None = None
-  seed: int = 0
   output_file: str | None = None
+  repeats: int = dataclasses.field(default=9, kw_only=True)
 
   def __post_init__(self):
-    check_types(self)
-    check_at_least(self, num_tokens=1, temperature=0.0, input_len=1)
+    super().__post_init__()
+    check_at_least(self, num_tokens=1, max_gamma=1)
     check_all_at_least(self, batches=1)
-    check_at_least(self, decode_len=LEAST_DECODE_LEN, max_gamma=1)
-    if self.num_beams is not None:
-      check_at_least(self, num_beams=1)
-      if self.temperature:
-        raise unexpected('temperature', '0 with num_beams', self.temperature)
-    # One round has no spread, and so no error.
-    check_at_least(self, repeats=2, calls_a_run=1)
-
-  def request(self, engine: Engine, batch: int, gamma: int) -> Request:
-    """What the costs are measured with."""
-    return make_request(
-      engine.target,
-      batch,
-      self.input_len,
-      self.decode_len,
-      self.temperature,
-      self.seed,
-      gamma,
-    )
 
 
 def calibrate(
@@ -159,15 +100,9 @@ def calibrate(
     raise unexpected(
       'input_file', 'two texts or more that can be decoded', config.input_file
     )
-  if config.num_beams is not None:  # what it refuses comes before the costs
-    widest = max(_DRAFT_FACTORS) * config.num_beams
-    beams = {'num_beams': config.num_beams, 'draft_beams': widest}
-    _ = engine.text_batch(texts[:1], True, gamma=max(_LEVELS), **beams).request
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
-    request = config.request(engine, batch, config.max_gamma)
-    slots, tokens = request.cache_slots, request.call_tokens
-    engine.room.check(batch, config.input_len, slots, tokens)
+    config.check_room(engine.room, engine.target, batch, config.max_gamma)
   with bar(console, 'Costs', len(batches) * config.repeats) as advance:
     costs = [_costs(config, engine, batch, advance) for batch in batches]
   with bar(console, 'Tokens', config.num_tokens) as advance:
@@ -180,14 +115,9 @@ def calibrate(
       advance=advance,
     )
   made = _conclude(config, engine, costs, measured)
-  if config.num_beams is not None:
-    best = _quickest_beams(config.num_beams, engine, texts, console)
-    made = dataclasses.replace(made, beams=best)
-  try:
-    if config.output_file:  # first: whoever reads stdout may leave early
-      made.save(config.output_file)
-  finally:
-    _print(console, made)
+  record = made.to_json()
+  shown: list[Table | str] = [*verdicts(made), *tables(record), *_basis(made)]
+  finish(config, console, record, *shown)
   return made
 
 
@@ -198,15 +128,14 @@ def _costs(
   advance: Callable[[], None],
 ) -> dict[str, Any]:
   """Times the calls of one number of rows."""
-  pair = Pair(engine.target, engine.drafter, engine.params)
   main = min(_MAIN_GAMMA, config.max_gamma)
   runs = call_runs(
-    pair,
-    functools.partial(config.request, engine, batch),
+    engine,
+    config,
+    batch,
     sizes=range(1, config.max_gamma + 2),
     gammas=[g for g in (main, *_ROUND_GAMMAS) if g <= config.max_gamma],
-    count=config.calls_a_run,
-    adapting=(main,) if pair.drafter.adapts else (),
+    adapting=(main,) if engine.drafter.adapts else (),
   )
   times = in_ms(interleave(runs, config.repeats, advance))
   return {'batch': batch, 'times_ms': times}
@@ -238,47 +167,6 @@ def _conclude(config, engine, costs, measured: Rates) -> Calibration:
   )
 
 
-def _quickest_beams(
-  width: int,
-  engine: Engine,
-  texts: Sequence[str],
-  console: rich.console.Console,
-) -> BeamChoice:
-  """The quickest beam search of a width, by times of whole outputs."""
-  texts = texts[:_BEAM_LINES]
-  settings = [
-    (gamma, factor * width) for gamma in _LEVELS for factor in _DRAFT_FACTORS
-  ]
-  methods: dict[Any, dict[str, Any]] = {None: {'speculative': False}} | {
-    (gamma, draft_beams): {'gamma': gamma, 'draft_beams': draft_beams}
-    for gamma, draft_beams in settings
-  }
-
-  def run(options: Mapping[str, Any], text: str) -> Run:
-    return Run(
-      lambda: functools.partial(
-        engine.generate, [text], num_beams=width, num_samples=width, **options
-      )
-    )
-
-  runs = {
-    (setting, number): run(options, text)
-    for number, text in enumerate(texts)
-    for setting, options in methods.items()
-  }
-  with bar(console, 'Beams', _BEAM_REPEATS) as advance:
-    times = interleave(runs, _BEAM_REPEATS, advance)
-  each = {
-    setting: np.sum([times[setting, i] for i in range(len(texts))], axis=0)
-    for setting in methods
-  }
-  speed_ups = {s: float(np.median(each[None] / each[s])) for s in settings}
-  gamma, draft_beams = best = max(settings, key=speed_ups.__getitem__)
-  if speed_ups[best] <= 1:
-    return BeamChoice(width, 0, 0, 1.0)
-  return BeamChoice(width, gamma, draft_beams, speed_ups[best])
-
-
 def _choice(config, costs, measured: Rates, confidence) -> Choice:
   """The gamma, and the prices, that the costs of one number of rows give."""
   times = {name: ms['median'] for name, ms in costs['times_ms'].items()}
@@ -298,14 +186,8 @@ def _choice(config, costs, measured: Rates, confidence) -> Choice:
     return choice
   main = min(_MAIN_GAMMA, config.max_gamma)
   more = times[f'adapting_{main}'] - times[f'round_{main}']
-  prices = best_prices(
-    confidence,
-    measured.outputs,
-    calls.cost_ratio,
-    calls.call_cost,
-    calls.round_cost,
-    max(0.0, more / times['call_1']),  # lost in noise it is nothing
-  )
+  more = max(0.0, more / times['call_1'])  # lost in noise it is nothing
+  prices = best_prices(confidence, measured.outputs, calls, more)
   return dataclasses.replace(choice, prices=prices)
 
 
@@ -325,6 +207,20 @@ class CallCosts(NamedTuple):
   round_cost: float = 0.0
   start: float = 0.0
   draft_start: float = 0.0
+
+  def speed_up(
+    self, lengths: Sequence[int], acceptance_rate: float, gamma: int
+  ) -> float:
+    """`analysis.speed_up_of_outputs` with these costs."""
+    a_round = self.call_cost[gamma] + gamma * self.cost_ratio + self.round_cost
+    return analysis.speed_up_of_outputs(
+      lengths,
+      min(1.0, max(0.0, acceptance_rate)),
+      gamma,
+      a_round,
+      self.start,
+      self.draft_start,
+    )
 
 
 def call_costs(times: Mapping[str, float]) -> CallCosts:
@@ -364,7 +260,7 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
 def choose_gamma(
   acceptance_rate: float, error: float, costs: CallCosts, length: int, rows: int
 ) -> Choice:
-  """The gamma with the largest speed-up, see `analysis.speed_up_of_outputs`.
+  """The gamma with the largest speed-up, see `CallCosts.speed_up`.
 
   Args:
     acceptance_rate: alpha.
@@ -373,26 +269,17 @@ def choose_gamma(
     length: tokens of an output.
     rows: the number of rows that these costs were measured with.
   """
-
-  def factor(gamma: int, alpha: float) -> float:
-    a_round = costs.call_cost[gamma] + gamma * costs.cost_ratio
-    return analysis.speed_up_of_outputs(
-      [length],
-      min(1.0, max(0.0, alpha)),
-      gamma,
-      a_round + costs.round_cost,
-      costs.start,
-      costs.draft_start,
-    )
-
-  gammas = range(1, len(costs.call_cost))
-  # Gamma 0 is the plain loop: its factor is 1 by definition.
-  factors = [1.0, *(factor(gamma, acceptance_rate) for gamma in gammas)]
+  factors = [1.0]  # of gamma 0, the plain loop
+  for gamma in range(1, len(costs.call_cost)):
+    factors.append(costs.speed_up([length], acceptance_rate, gamma))
   gamma = int(np.argmax(factors))
   interval = 1.0, 1.0
   if gamma:
     low, high = (acceptance_rate + sign * 1.96 * error for sign in (-1, 1))
-    interval = factor(gamma, low), factor(gamma, high)
+    interval = (
+      costs.speed_up([length], low, gamma),
+      costs.speed_up([length], high, gamma),
+    )
   return Choice(
     rows=rows,
     gamma=gamma,
@@ -412,33 +299,32 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
   Args:
     record: a calibration, as its file has it.
   """
-  chosen = []
-  columns: list[Column | str] = ['gamma']
-  by_gamma = [[gamma] for gamma in range(len(record['choices'][0]['factors']))]
-  for choice in record['choices']:
-    speed_up = _with_interval(choice['expected_speed_up'], choice['interval'])
-    costs = choice['cost_ratio'], choice['round_cost']
-    chosen.append([choice['rows'], *costs, choice['gamma'], speed_up])
-    name = _rows(choice['rows'])
-    columns += [
-      Column(f'v(gamma + 1), {name}', '.2f'),
-      Column(f'speed-up, {name}', '.2f'),
-    ]
-    for line, cost, factor in zip(
-      by_gamma, choice['call_cost'], choice['factors'], strict=True
-    ):
-      line += [cost, factor]
-  header = (
-    'rows at once',
-    Column('c', '.3f'),
-    Column('a round besides', '.3f'),
-    'gamma',
-    'expected speed-up',
+  choices = record['choices']
+  chosen = Table(
+    'Chosen here',
+    (
+      'rows at once',
+      Column('c', '.3f'),
+      Column('a round besides', '.3f'),
+      'gamma',
+      'expected speed-up',
+    ),
+    [
+      [
+        *(choice[x] for x in ('rows', 'cost_ratio', 'round_cost', 'gamma')),
+        _with_interval(choice['expected_speed_up'], choice['interval']),
+      ]
+      for choice in choices
+    ],
   )
-  return [
-    Table('Chosen here', header, chosen),
-    Table('What gamma is worth here', columns, by_gamma),
-  ]
+  columns: list[Column | str] = ['gamma']
+  cells: list[Sequence[Any]] = [range(len(choices[0]['factors']))]
+  for choice in choices:
+    for name, field in (('v(gamma + 1)', 'call_cost'), ('speed-up', 'factors')):
+      columns.append(Column(f'{name}, {_rows(choice["rows"])}', '.2f'))
+      cells.append(choice[field])
+  by_gamma = [list(row) for row in zip(*cells, strict=True)]
+  return [chosen, Table('What gamma is worth here', columns, by_gamma)]
 
 
 def _with_interval(value: float, interval: Sequence[float]) -> str:
@@ -447,7 +333,7 @@ def _with_interval(value: float, interval: Sequence[float]) -> str:
 
 
 def verdicts(made: Calibration) -> list[str]:
-  """Whether speculation pays: a sentence for each number of rows, and beams."""
+  """Whether speculation pays: a sentence for each number of rows."""
   sentences = []
   for choice in made.choices:
     rows = f'{_rows(choice.rows)}: '
@@ -470,28 +356,15 @@ def verdicts(made: Calibration) -> list[str]:
       f' speed-up {expected}, for outputs of {made.least_length(choice.rows)}'
       f' tokens or more.{adapts}'
     )
-  if made.beams is not None:
-    sentences.append(_beams_verdict(made.beams))
   return sentences
 
 
-def _beams_verdict(best: BeamChoice) -> str:
-  if not best.gamma:
-    return f'{best.num_beams} beams: speculation does not pay here.'
-  return (
-    f'{best.num_beams} beams: speculation pays here: gamma = {best.gamma} with'
-    f' {best.draft_beams} beams of the drafter, speed-up {best.speed_up:.2f}.'
-  )
-
-
-def _print(console: rich.console.Console, made: Calibration) -> None:
-  for verdict in verdicts(made):
-    say(console, verdict)
-  for table in tables(dataclasses.asdict(made)):
-    console.print(table)
+def _basis(made: Calibration) -> list[str]:
+  """What the verdicts rest on: times and acceptance."""
+  sentences = []
   for choice in made.choices:
     times = made.times_ms(choice.rows)
-    console.print(
+    sentences.append(
       f'{_rows(choice.rows)}: input {times["encoder"]["median"]:.2f} ms, a call'
       f' {times["call_1"]["median"]:.2f} ms'
     )
@@ -500,11 +373,11 @@ def _print(console: rich.console.Console, made: Calibration) -> None:
   if rate['proposes'] < 1:
     share = 1 - rate['proposes']
     unproposed = f', none where nothing is proposed ({share:.0%} of them)'
-  console.print(
+  acceptance = (
     f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
     f' {rate["num_tokens"]} tokens at temperature {made.temperature:g}'
-    f'{unproposed}'
   )
+  return [*sentences, acceptance + unproposed]
 
 
 def _rows(count: int) -> str:
@@ -520,9 +393,6 @@ def _rows(count: int) -> str:
 
 _HOST_SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
 _HOST_GAMMA = 7  # of the rounds
-_HOST_CALLS, _HOST_REPEATS = 10, 5
-# Caches have 128 slots, with any of the calls.
-_HOST_INPUT_LEN, _HOST_DECODE_LEN = 32, 112
 _HOST_TIMES = (
   'encoder',
   'draft_encoder',
@@ -601,22 +471,14 @@ def host_times(
   engine: Engine, rows: int, temperature: float
 ) -> dict[str, float]:
   """Milliseconds of each of `_HOST_TIMES`: medians of runs in turn."""
-  runs = call_runs(
-    Pair(engine.target, engine.drafter, engine.params),
-    functools.partial(
-      make_request,
-      engine.target,
-      rows,
-      _HOST_INPUT_LEN,
-      _HOST_DECODE_LEN,
-      temperature,
-      0,
-    ),
-    _HOST_SIZES,
-    (_HOST_GAMMA,),
-    _HOST_CALLS,
+  timing = Timing(
+    decode_len=112,  # 128 slots of a cache, with any of the calls
+    temperature=temperature,
+    calls_a_run=10,
+    repeats=5,
   )
-  times = in_ms(interleave(runs, _HOST_REPEATS))
+  runs = call_runs(engine, timing, rows, _HOST_SIZES, (_HOST_GAMMA,))
+  times = in_ms(interleave(runs, timing.repeats))
   return {name: times[name]['median'] for name in _HOST_TIMES}
 
 
@@ -638,19 +500,6 @@ def host_verdict(made: Calibration) -> str:
 # likely its next proposal is accepted: a table of confidence bins. Costs say
 # what a proposal must be worth. Both together are a `LengthRule`; what it
 # should gain is computed over the outputs that were measured.
-
-
-class Costs(NamedTuple):
-  """Times in calls of the target over one token.
-
-  Attributes:
-    cost_ratio: c.
-    calls: float[G + 1], of the round's call with 0..G proposals, and of what a
-      round takes besides.
-  """
-
-  cost_ratio: float
-  calls: np.ndarray
 
 
 class Expected(NamedTuple):
@@ -687,11 +536,9 @@ def confidence_table(outputs: Sequence[Output]) -> Confidence:
 
 
 def best_prices(
-  found: Confidence,
+  confidence: Confidence,
   outputs: Sequence[Output],
-  cost_ratio: float,
-  call_cost: Sequence[float],
-  round_cost: float = 0.0,
+  costs: CallCosts,
   adapting_cost: float = 0.0,
 ) -> Prices:
   """The prices that gain most over the outputs.
@@ -703,33 +550,30 @@ def best_prices(
   gamma, whose loop has less to do: they are taken unless others gain more.
 
   Args:
-    found: the table.
+    confidence: the table.
     outputs: what it was made of.
-    cost_ratio: c.
-    call_cost: v(1), v(2), ..., at least v(4).
-    round_cost: what a round takes besides its calls.
-    adapting_cost: what one whose drafts adapt takes more than that.
+    costs: of at least `LEAST_GAMMA` + 1 calls.
+    adapting_cost: what a round whose drafts adapt takes more than another.
   """
+  call_cost = costs.call_cost
   if len(call_cost) <= LEAST_GAMMA:
     raise unexpected(
       'call_cost', f'v(1) to v({LEAST_GAMMA + 1}) or more', call_cost
     )
+  valued = functools.partial(_valued, confidence, outputs, costs.cost_ratio)
   tried, fixed = [], []
   for most in range(1, min(_LONGEST, len(call_cost) - 1) + 1):
-    calls = costs_of_calls(call_cost, most) + round_cost
-    costs = Costs(cost_ratio, calls + adapting_cost)
+    calls = costs_of_calls(call_cost, most) + costs.round_cost
     shared = np.diff(_convex(calls))
     behind = np.append(shared[:1], np.diff(_convex(calls[1:])))
     for more in (shared, behind):
       rate = 1.0
       for _ in range(_TURNS):
-        prices = _valued(found, _prices(costs, more, rate), outputs, costs)
+        worth, asking = rate * more, rate * (costs.cost_ratio + more)
+        prices = valued(calls + adapting_cost, worth, asking)
         rate = prices.expected_speed_up
       tried.append(prices)
-    nothing = (0.0,) * most
-    free = Prices(nothing, nothing, 0.0, 0.0)
-    costs = Costs(cost_ratio, calls)
-    fixed.append(_valued(found, free, outputs, costs))
+    fixed.append(valued(calls, np.zeros(most), np.zeros(most)))
   best, best_fixed = (
     max(these, key=lambda prices: prices.expected_speed_up)
     for these in (tried, fixed)
@@ -739,10 +583,16 @@ def best_prices(
 
 
 def _valued(
-  found: Confidence, prices: Prices, outputs: Sequence[Output], costs: Costs
+  confidence: Confidence,
+  outputs: Sequence[Output],
+  cost_ratio: float,
+  calls: np.ndarray,
+  worth: np.ndarray,
+  asking: np.ndarray,
 ) -> Prices:
   """The prices, with what their rule should gain over the outputs."""
-  sums = expected(rule_of(found, prices), outputs, costs)
+  prices = Prices(tuple(worth.tolist()), tuple(asking.tolist()), 0.0, 0.0)
+  sums = expected(rule_of(confidence, prices), outputs, cost_ratio, calls)
   return dataclasses.replace(
     prices,
     expected_speed_up=sums.tokens / sums.time,
@@ -759,20 +609,6 @@ def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
   """
   sizes = fallback.widths(most, adapts=True, rests=False)
   return np.asarray([call_cost[size - 1] for size in sizes], np.float64)
-
-
-def _prices(costs: Costs, more: np.ndarray, rate: float) -> Prices:
-  """What a unit of time is worth, times what each proposal takes.
-
-  Args:
-    costs: of a round.
-    more: float[G], what each proposal adds to its call.
-    rate: tokens a unit of time.
-  """
-  asking = costs.cost_ratio + more
-  return Prices(
-    tuple((rate * more).tolist()), tuple((rate * asking).tolist()), rate, 0.0
-  )
 
 
 def _convex(values: np.ndarray) -> np.ndarray:
@@ -796,17 +632,29 @@ def _convex(values: np.ndarray) -> np.ndarray:
 
 
 def expected(
-  rule: LengthRule, outputs: Sequence[Output], costs: Costs
+  rule: LengthRule,
+  outputs: Sequence[Output],
+  cost_ratio: float,
+  calls: np.ndarray,
 ) -> Expected:
   """What a rule should gain over outputs whose tokens were measured.
 
   Rounds begin where the rounds before them end, each place by its probability:
   a round with n accepted proposals at place t ends at t + n + 1. The proposals
   are taken to be those tokens, as in Corollary 3.6.
+
+  Args:
+    rule: when a draft ends.
+    outputs: what was measured.
+    cost_ratio: c.
+    calls: float[G + 1], what the round's call with 0..G proposals takes, with
+      what a round takes besides, in calls of the target over one token.
   """
   total = np.zeros(4)
   for output in outputs:
-    total += _of_output(rule, output.betas, output.confidences, costs)
+    total += _of_output(
+      rule, output.betas, output.confidences, cost_ratio, calls
+    )
   return Expected(*total.tolist())
 
 
@@ -823,12 +671,11 @@ def acceptance_at(
     outputs: what was measured; may be empty.
     otherwise: what it is if nothing would be judged.
   """
-  costs = Costs(0.0, np.ones(gamma + 1))
-  found = expected(unsure_below(0.0, gamma), outputs, costs)
-  return found.accepted / found.tested if found.tested else otherwise
+  sums = expected(unsure_below(0.0, gamma), outputs, 0.0, np.ones(gamma + 1))
+  return sums.accepted / sums.tested if sums.tested else otherwise
 
 
-def _of_output(rule, betas, sure, costs: Costs) -> np.ndarray:
+def _of_output(rule, betas, sure, cost_ratio, calls) -> np.ndarray:
   count, most = len(betas), rule.most
   believed = np.asarray(rule.acceptance)[
     np.searchsorted(np.asarray(rule.confidences), sure, side='right')
@@ -858,7 +705,7 @@ def _of_output(rule, betas, sure, costs: Costs) -> np.ndarray:
   visits[0] = 1.0
   for start in range(count):
     visits[start + 1 : start + most + 2] += visits[start] * ends[start]
-  time = costs.cost_ratio * asked + costs.calls[length]
+  time = cost_ratio * asked + calls[length]
   sums = np.stack([accepted + 1, time, tested, accepted])
   return sums @ visits[:count]
 

@@ -20,34 +20,42 @@ import numpy as np
 import rich.console
 from jax import lax
 
-from specdec_jax import analysis, partitioning, probs
+from specdec_jax import analysis, probs
 from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
   check_types,
   unexpected,
 )
-from specdec_jax.checks.memory import device_bytes
+from specdec_jax.checks.memory import all_bytes, device_bytes
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.decoding.state import Request, example_keys, new_request
-from specdec_jax.drafters.base import Drafter, check_chain
+from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.length import unsure_below
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine.pair import Room
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
 from specdec_jax.measure import memory
 from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Table, started
+from specdec_jax.measure.record import new as new_record
+from specdec_jax.measure.table import Table, finish, started
 from specdec_jax.models import backend, integers
-from specdec_jax.models.base import START_ID, LanguageModel, Params
+from specdec_jax.models.base import (
+  START_ID,
+  LanguageModel,
+  Params,
+  param_shapes,
+)
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
 
 Name = TypeVar('Name', bound=Hashable)
+Pair = Engine | PlacedPair  # what is timed: target, drafter, params
 
 
 class Run(NamedTuple):
@@ -117,6 +125,22 @@ def summarise(values: Sequence[float]) -> dict[str, float]:
   }
 
 
+def random_model(network: LanguageModel, seed: int) -> Model:
+  """A model whose parameters are drawn when they are read.
+
+  Args:
+    network: the network; its `init` gives names and shapes.
+    seed: seed of the draw.
+  """
+
+  def read(dtype: str, sharding: Any) -> Params:
+    del sharding
+    floats = 'bfloat16' if integers.is_integers(dtype) else dtype
+    return random_params(network, seed, floats)
+
+  return Model(network, reader=read)
+
+
 def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
   """Draws parameters on the device, array by array, in their final dtype.
 
@@ -126,18 +150,13 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
   Args:
     network: the network; its `init` gives names and shapes.
     seed: seed of the draw.
-    dtype: 'float32' or 'bfloat16'; of 'int8' and 'int4' the kernels are drawn
-      in bfloat16 and rounded.
+    dtype: 'float32' or 'bfloat16'.
 
   Returns:
     A tree like that of `network.init`; matrices are normal with variance
     1 / rows, so that activations keep their size, and scales are 1.
   """
-  if integers.is_integers(dtype):
-    drawn = random_params(network, seed, 'bfloat16')
-    return integers.rounded(drawn, dtype)
-  shapes = jax.eval_shape(network.init, jax.random.key(0))
-  leaves, tree = jax.tree.flatten(shapes)
+  leaves, tree = jax.tree.flatten(param_shapes(network))
   keys = jax.random.split(jax.random.key(seed), len(leaves))
   pairs = zip(keys, leaves, strict=True)
   arrays = [_random(key, leaf.shape, dtype) for key, leaf in pairs]
@@ -151,14 +170,6 @@ def _random(key, shape, dtype):
 
 
 _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
-
-
-class Pair(NamedTuple):
-  """A target, a drafter, and their parameters on the device."""
-
-  target: LanguageModel
-  drafter: Drafter
-  params: PairParams
 
 
 def forced_judge(acceptance_rate: float) -> Judge:
@@ -318,12 +329,71 @@ def call_run(
   return Run(prepare, calls)
 
 
+LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+  """How calls are timed: over random tokens, in runs that take turns.
+
+  Attributes:
+    input_len: E, tokens of an input, in the costs; without an encoder those of
+      a prompt, behind the start token.
+    decode_len: tokens of an output, in the costs.
+    temperature: 0 is greedy.
+    calls_a_run: calls in one timed loop.
+    repeats: timed rounds, interleaved.
+    seed: seed of inputs and samples.
+
+  Raises:
+    ValueError: a number is out of its range.
+  """
+
+  input_len: int = 32
+  decode_len: int = 120
+  temperature: float = 0.0
+  calls_a_run: int = 20
+  repeats: int = 7
+  seed: int = 0
+
+  def __post_init__(self):
+    check_types(self)
+    check_at_least(self, input_len=1, temperature=0.0, calls_a_run=1)
+    # One round has no spread, and so no error.
+    check_at_least(self, decode_len=LEAST_DECODE_LEN, repeats=2)
+
+  def request(self, target: LanguageModel, batch: int, gamma: int) -> Request:
+    """What is decoded, with a number of rows and of proposals per round."""
+    return make_request(
+      target,
+      batch,
+      self.input_len,
+      self.decode_len,
+      self.temperature,
+      self.seed,
+      gamma,
+    )
+
+  def check_room(self, room: Room, target: LanguageModel, *sizes: int) -> None:
+    """Raises DoesNotFitError if a run of `request` does not fit.
+
+    Args:
+      room: checks the memory.
+      target: the target.
+      *sizes: B, and the largest gamma.
+    """
+    batch, gamma = sizes
+    request = jax.eval_shape(lambda: self.request(target, batch, gamma))
+    slots, tokens = request.cache_slots, request.call_tokens
+    room.check(batch, self.input_len, slots, tokens)
+
+
 def call_runs(
   pair: Pair,
-  request: Callable[[int], Request],
+  timing: Timing,
+  batch: int,
   sizes: Sequence[int],
   gammas: Sequence[int],
-  count: int,
   adapting: Sequence[int] = (),
 ) -> dict[str, Run]:
   """Prepares the calls and rounds of a pair, programs compiled side by side.
@@ -334,10 +404,10 @@ def call_runs(
 
   Args:
     pair: the pair.
-    request: gamma -> request.
+    timing: what is decoded, and how many calls, or rounds, a run has.
+    batch: B.
     sizes: m, tokens of a call.
     gammas: proposals of a round.
-    count: calls, or rounds, of a run.
     adapting: gammas of rounds whose drafts may end early, by a rule that ends
       none.
 
@@ -345,9 +415,12 @@ def call_runs(
     'encoder', the call that reads the input; 'start', the same of both models;
     'call_m' for each size, 'round_g' and 'adapting_g' for each gamma.
   """
-  check_chain(pair.drafter, 'The measurement of rounds')
+  drafter: Any = pair.drafter
+  check_chain(drafter, 'The measurement of rounds')
+  request = functools.partial(timing.request, pair.target, batch)
+  count = timing.calls_a_run
   plain = Loop(pair.target)
-  loop = Loop(pair.target, pair.drafter, forced_judge(0.0))
+  loop = Loop(pair.target, drafter, forced_judge(0.0))
   largest = request(max((*gammas, *(size - 1 for size in sizes))))
   start = jax.jit(loop.start)
   read = functools.partial(jax.jit(plain.start), pair.params, largest)
@@ -385,14 +458,9 @@ def in_ms(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
   return summaries | {'draft_encoder': summarise(first)}
 
 
-LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
-
-
 @dataclasses.dataclass(frozen=True)
-class BenchmarkConfig:
-  """What to measure, with random input tokens; no run stops before its budget.
-
-  Everything is timed in turn.
+class BenchmarkConfig(Timing):
+  """What to measure; no run stops before its budget.
 
   Attributes:
     target: the model to time; of a network alone random parameters are drawn
@@ -401,15 +469,9 @@ class BenchmarkConfig:
     placement: layout and dtype of both.
     gammas: proposals per round.
     batch: B.
-    input_len: E; without an encoder the prompt's tokens after the start token.
-    decode_len: tokens per run.
-    temperature: 0 is greedy.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
       accepted with this probability, see `forced_judge`.
     call_sizes: m, tokens per call, for v(m).
-    calls_a_run: calls in one timed loop.
-    repeats: timed rounds, interleaved.
-    seed: seed of parameters, inputs and sampling.
     output_file: JSON; None writes nothing.
     name: name of the record.
 
@@ -422,27 +484,31 @@ class BenchmarkConfig:
   placement: Placement = Placement()
   gammas: Sequence[int] = (4,)
   batch: int = 1
-  input_len: int = 32
-  decode_len: int = 120
-  temperature: float = 0.0
   forced_acceptance: float | None = None
   call_sizes: Sequence[int] = (1, 2, 4, 8)
-  calls_a_run: int = 20
-  repeats: int = 7
-  seed: int = 0
   output_file: str | None = None
   name: str = 'benchmark'
 
   def __post_init__(self):
-    check_types(self)
+    super().__post_init__()
     check_all_at_least(self, gammas=1, call_sizes=1)
-    check_at_least(self, batch=1, input_len=1, temperature=0.0)
-    check_at_least(self, decode_len=LEAST_DECODE_LEN, calls_a_run=1, repeats=1)
+    check_at_least(self, batch=1)
     rate = self.forced_acceptance
     if rate is not None and not 0.0 <= rate <= 1.0:
       raise unexpected('forced_acceptance', 'None or 0 to 1', rate)
     if 1 not in self.call_sizes:
       raise unexpected('call_sizes', '1 among them', self.call_sizes)
+
+  @functools.cached_property
+  def models(self) -> tuple[Model, Model]:
+    """Target and drafter."""
+    target, drafter = (
+      part
+      if isinstance(part, Model)
+      else random_model(part, self.seed + number)
+      for number, part in enumerate((self.target, self.drafter))
+    )
+    return target, drafter
 
   @property
   def settings(self) -> dict[str, Any]:
@@ -452,51 +518,28 @@ class BenchmarkConfig:
       for field in dataclasses.fields(self)
       if field.name != 'output_file'
     }
+    target, drafter = self.models
     return settings | {
       'gammas': list(self.gammas),
       'call_sizes': list(self.call_sizes),
-      'target': repr(_network(self.target)),
-      'drafter': repr(_network(self.drafter)),
+      'target': repr(target.network),
+      'drafter': repr(drafter.network),
       'placement': repr(self.placement),
     }
 
-  def request(self, target: LanguageModel, gamma: int) -> Request:
-    """What the loops decode, with a number of proposals per round."""
-    return make_request(
-      target,
-      self.batch,
-      self.input_len,
-      self.decode_len,
-      self.temperature,
-      self.seed,
-      gamma,
-    )
+  def check_memory(self) -> None:
+    """Raises DoesNotFitError if the pair does not fit."""
+    target, draft = self.models
+    free = device_bytes if self.placement.on_one_device else all_bytes
+    dtypes = (self.placement.param_dtype,) * 2
+    room = Room(target, small_model(draft), dtypes, free)
+    self.check_room(room, target.network, self.batch, max(self.gammas))
 
-
-def _network(model: Model | LanguageModel) -> Any:
-  return model.network if isinstance(model, Model) else model
-
-
-def make_pair(config: BenchmarkConfig) -> Pair:
-  """Places the models of a benchmark; draws the parameters of networks."""
-  placement = config.placement
-
-  def model(made: Model | LanguageModel, seed: int) -> Model:
-    if isinstance(made, Model):
-      return made
-    return Model(made, random_params(made, seed, placement.param_dtype))
-
-  def placed(model: Any) -> Any:
-    partitioning.check_dtypes(model, placement)
-    arrays = partitioning.read_parts(model, placement)
-    return partitioning.place_parts(arrays, placement, model)
-
-  drafter = small_model(model(config.drafter, config.seed + 1))
-  params = PairParams(
-    placed(model(config.target, config.seed)), placed(drafter.params)
-  )
-  drafter = drafter._replace(params=params.draft)
-  return Pair(_network(config.target), drafter, params)
+  def pair(self) -> PlacedPair:
+    """Places the models."""
+    placements = [self.placement.loaded(model) for model in self.models]
+    target, draft = self.models
+    return placed_pair(target, small_model(draft), *placements)
 
 
 def benchmark(
@@ -518,14 +561,18 @@ def benchmark(
     DoesNotFitError: memory is too small; raised before anything is made.
   """
   console = started(config, console)
-  check_memory(config)
+  config.check_memory()
   with bar(console, 'Compiling and timing', config.repeats) as advance:
-    pair = make_pair(config)
-    runs, counts = _prepare(config, pair)
-    runs['matvec'], matvec_bytes = matvec()
+    pair = config.pair()
+    sizes = {*config.call_sizes, *(gamma + 1 for gamma in config.gammas)}
+    batch = config.batch
+    runs = call_runs(pair, config, batch, sorted(sizes), config.gammas)
+    loops, counts = _loop_runs(config, pair)
+    matrix, matrix_bytes = matvec()
+    runs |= loops | {'matvec': matrix}
     times = in_ms(interleave(runs, config.repeats, advance))
   median = {name: value['median'] for name, value in times.items()}
-  plain = config.request(pair.target, 0)
+  plain = config.request(pair.target, batch, 0)
   call_bytes = memory.call_bytes(pair.target, pair.params.target, plain)
   reached = call_bytes / median['plain_loop']
   values = {
@@ -536,54 +583,28 @@ def benchmark(
       for name, value in median.items()
       if name.startswith('call_')
     },
-    'bandwidth_fraction': reached / (matvec_bytes / median['matvec']),
+    'bandwidth_fraction': reached / (matrix_bytes / median['matvec']),
     'gammas': [
       _of_gamma(config.decode_len, gamma, median, stats)
       for gamma, stats in counts.items()
     ],
   }
-  record = Record('benchmark', values)
-  console.print(table(record))
-  if config.output_file:
-    record.save(config.output_file)
+  record = new_record('benchmark', values)
+  finish(config, console, record, table(record))
   return record
 
 
-def check_memory(config: BenchmarkConfig) -> None:
-  """Raises DoesNotFitError if models that are drawn here do not fit.
-
-  Models that have parameters, or lie on several devices, are not counted.
-  """
-  models: Any = config.target, config.drafter
-  if any(isinstance(model, Model) for model in models):
-    return
-  if not config.placement.on_one_device:
-    return
-  target, draft = (Model(model) for model in models)
-  dtypes = (config.placement.param_dtype,) * 2
-  room = Room(target, small_model(draft), dtypes, device_bytes)
-  request = jax.eval_shape(
-    lambda: config.request(target.network, max(config.gammas))
-  )
-  slots = request.cache_slots
-  room.check(config.batch, config.input_len, slots, request.call_tokens)
-
-
-def _prepare(
+def _loop_runs(
   config: BenchmarkConfig, pair: Pair
 ) -> tuple[dict[str, Run], dict[int, Any]]:
-  """All runs of a benchmark; gamma -> what its loop counted."""
-  request = functools.partial(config.request, pair.target)
-  sizes = {*config.call_sizes, *(gamma + 1 for gamma in config.gammas)}
-  runs = call_runs(
-    pair, request, sorted(sizes), config.gammas, config.calls_a_run
-  )
+  """The whole loops of a benchmark; gamma -> what its loop counted."""
 
   def whole(loop: Loop, gamma: int) -> Run:
-    return loop_run(loop, jax.jit(loop.start), pair.params, request(gamma))
+    request = config.request(pair.target, config.batch, gamma)
+    return loop_run(loop, jax.jit(loop.start), pair.params, request)
 
   plain = whole(Loop(pair.target), 0)
-  runs['plain_loop'] = plain._replace(steps=config.decode_len)
+  runs = {'plain_loop': plain._replace(steps=config.decode_len)}
   judge: Judge = speculative.judge
   if config.forced_acceptance is not None:
     judge = forced_judge(config.forced_acceptance)

@@ -10,12 +10,11 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import rich.console
 
-from specdec_jax import analysis
 from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
@@ -24,20 +23,21 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
-from specdec_jax.engine.completion import CompletionStats, total
+from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import ADAPTIVE
-from specdec_jax.measure.calibrate import for_host
+from specdec_jax.measure.calibrate import call_costs, for_host
 from specdec_jax.measure.calls import Run, interleave
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
-from specdec_jax.measure.record import Record
+from specdec_jax.measure.record import Record, where
+from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import (
   PALETTE,
   Column,
   Table,
+  finish,
   save_plot,
-  show,
   started,
 )
 
@@ -131,22 +131,20 @@ class CompareConfig:
     return [*self.methods, *fixed]
 
 
-@dataclasses.dataclass
-class Timed:
-  """What one method took.
+class Timed(NamedTuple):
+  """What one method took for each part of the texts, summed over repetitions.
 
   Attributes:
-    ms: float[R, N], of each repetition and part of the texts.
-    stats: counts of each part, summed over repetitions.
+    ms: float[N], times.
+    tokens: int[N], tokens of the outputs.
+    calls: int[N], calls of the target.
+    acceptance_rate: of all parts; None if nothing was proposed.
   """
 
   ms: np.ndarray
-  stats: list[CompletionStats]
-
-  @property
-  def tokens(self) -> np.ndarray:
-    """Tokens of each part, summed over repetitions."""
-    return np.array([stats.num_tokens for stats in self.stats])
+  tokens: np.ndarray
+  calls: np.ndarray
+  acceptance_rate: float | None
 
 
 def compare(
@@ -196,7 +194,7 @@ def compare(
       for method in config.all_methods:
         gamma: Any = method.options.get('gamma')
         predicted = None
-        if gamma in config.gammas and rows == 1:
+        if gamma in config.gammas and rows == 1 and chosen is not None:
           lengths = plain.tokens // config.repeats
           predicted = _predicted(chosen, gamma, lengths)
         measured.append(
@@ -209,8 +207,16 @@ def compare(
             'predicted': predicted,
           }
         )
-  record = _record(config, measured, len(texts), engine, known.get(0.0))
-  show(console, record, config.output_file)
+  greedy = known.get(0.0)
+  shown = _table(config, measured, len(texts))
+  content = {
+    'pair': config.name,
+    'kernel_layout': engine.kernel_layout,
+    'chosen': None if greedy is None else greedy.at(1).gamma,
+    'rows_measured': measured,
+  }
+  record = new_record(KIND, shown.to_json() | content)
+  finish(config, console, record, shown)
   if config.plot_file:
     plot(config.plot_file, record)
   return record
@@ -278,12 +284,17 @@ def _timed(
   timed = {}
   for name in methods:
     places = [(name, place) for place in range(len(parts))]
-    counts = [
+    stats = [
       # The first one compiled.
       total([one.stats for done in outputs[place][1:] for one in done])
       for place in places
     ]
-    timed[name] = Timed(np.array([times[p] for p in places]).T, counts)
+    timed[name] = Timed(
+      np.array([sum(times[place]) for place in places]),
+      np.array([part.num_tokens for part in stats]),
+      np.array([part.num_target_calls for part in stats]),
+      total(stats).acceptance_rate,
+    )
   return timed
 
 
@@ -301,106 +312,77 @@ def _check_equal(name: str, outputs: Any, plain: Any) -> None:
 
 def _measured(timed: Timed, plain: Timed) -> dict[str, Any]:
   """The numbers of one method, with intervals over texts."""
-  count = len(timed.stats)
-  drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
-  calls = np.array([stats.num_target_calls for stats in timed.stats])
+  count = len(timed.ms)
+  every, drawn = [np.arange(count)], None
+  if count > 1:
+    drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
 
-  def interval(ratio: Callable[[Any], np.ndarray]) -> list[float] | None:
-    if count == 1:
-      return None
-    return np.percentile(ratio(drawn), _INTERVAL).tolist()
+  def ratio(over: np.ndarray, under: np.ndarray, texts: Any) -> np.ndarray:
+    return over[texts].sum(-1) / under[texts].sum(-1)
 
-  def per_call(texts):
-    return timed.tokens[texts].sum(-1) / calls[texts].sum(-1)
+  def numbers(texts: Any) -> dict[str, np.ndarray]:
+    ms = ratio(timed.ms, timed.tokens, texts)
+    plain_ms = ratio(plain.ms, plain.tokens, texts)
+    return {
+      'tokens_per_call': ratio(timed.tokens, timed.calls, texts),
+      'ms_per_token': ms,
+      'plain_ms_per_token': plain_ms,
+      'speed_up': plain_ms / ms,
+    }
 
-  def per_token(one, texts):
-    return one.ms.sum(0)[texts].sum(-1) / one.tokens[texts].sum(-1)
-
-  def speed_up(texts):
-    return per_token(plain, texts) / per_token(timed, texts)
-
-  every = slice(None)
-  return {
-    'tokens_per_call': float(per_call(every)),
-    'tokens_per_call_interval': interval(per_call),
-    'acceptance_rate': total(timed.stats).acceptance_rate,
-    'ms_per_token': float(per_token(timed, every)),
-    'speed_up': float(speed_up(every)),
-    'speed_up_interval': interval(speed_up),
-    'plain_ms_per_token': float(per_token(plain, every)),
+  measured: dict[str, Any] = {
+    name: value.item() for name, value in numbers(every).items()
   }
+  measured['acceptance_rate'] = timed.acceptance_rate
+  for name in ('tokens_per_call', 'speed_up'):
+    interval = None
+    if drawn is not None:
+      interval = np.percentile(numbers(drawn)[name], _INTERVAL).tolist()
+    measured[f'{name}_interval'] = interval
+  return measured
 
 
 def _predicted(
-  chosen: Calibration | None, gamma: int, lengths: np.ndarray
+  chosen: Calibration, gamma: int, lengths: np.ndarray
 ) -> float | None:
   """The speed-up of outputs by a calibration; None if it does not say."""
-  if chosen is None or gamma + 1 > len(chosen.at(1).call_cost):
+  times = chosen.times_ms(1).items()
+  costs = call_costs({name: ms['median'] for name, ms in times})
+  if gamma + 1 > len(costs.call_cost):
     return None
-  choice, times = chosen.at(1), chosen.times_ms(1)
-  return analysis.speed_up_of_outputs(
-    lengths.tolist(),
-    chosen.record['acceptance_rate']['alpha'],
-    gamma,
-    choice.call_cost[gamma] + gamma * choice.cost_ratio + choice.round_cost,
-    start=times['encoder']['median'] / times['call_1']['median'],
-    draft_start=chosen.first_calls(1),
-  )
+  alpha = chosen.record['acceptance_rate']['alpha']
+  return costs.speed_up(lengths.tolist(), alpha, gamma)
 
 
-def _record(
-  config: CompareConfig,
-  measured: Sequence[Mapping[str, Any]],
-  lines: int,
-  engine: Engine,
-  chosen: Calibration | None,
-) -> Record:
-  rows = []
-  for row in measured:
-    rows.append(
-      [
-        row['temperature'],
-        row['rows'],
-        row['method'],
-        row['tokens_per_call'],
-        _between(row['tokens_per_call_interval']),
-        row['ms_per_token'],
-        row['speed_up'],
-        _between(row['speed_up_interval']),
-        row['predicted'],
-      ]
-    )
-  columns = (
-    Column('T', 'g'),
-    'rows',
-    'method',
-    Column('tokens per call', '.2f'),
-    '95 %',
-    Column('ms per token', '.2f'),
-    Column('speed-up', '.2f'),
-    '95 % ',
-    Column('predicted', '.2f'),
-  )
-  table = Table(
+def _table(
+  config: CompareConfig, measured: Sequence[Mapping[str, Any]], lines: int
+) -> Table:
+  def between(name: str) -> Callable[[Any], str | None]:
+    def text(row: Mapping[str, Any]) -> str | None:
+      if row[name] is None:
+        return None
+      low, high = row[name]
+      return f'{low:.2f} to {high:.2f}'
+
+    return text
+
+  shown = Table.of(
     f'{config.name}: {lines} lines of {config.input_file}, {config.repeats}'
     ' repetitions; intervals over texts',
-    columns,
-    rows,
+    {
+      Column('T', 'g'): 'temperature',
+      'rows': 'rows',
+      'method': 'method',
+      Column('tokens per call', '.2f'): 'tokens_per_call',
+      '95 %': between('tokens_per_call_interval'),
+      Column('ms per token', '.2f'): 'ms_per_token',
+      Column('speed-up', '.2f'): 'speed_up',
+      '95 % ': between('speed_up_interval'),
+      Column('predicted', '.2f'): 'predicted',
+    },
+    measured,
   )
-  content = {
-    'pair': config.name,
-    'kernel_layout': engine.kernel_layout,
-    'chosen': None if chosen is None else chosen.at(1).gamma,
-    'rows_measured': list(measured),
-  }
-  return Record(KIND, table.without_empty().to_json() | content)
-
-
-def _between(interval: Sequence[float] | None) -> str | None:
-  if interval is None:
-    return None
-  low, high = interval
-  return f'{low:.2f} to {high:.2f}'
+  return shown.without_empty()
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
@@ -413,7 +395,7 @@ def side_by_side(records: Sequence[Record]) -> Table:
     chosen = by_gamma.get(record['chosen'], best)
     rows.append(
       [
-        record.where,
+        where(record),
         record['kernel_layout'],
         chosen['plain_ms_per_token'],
         chosen['gamma'],

@@ -14,7 +14,9 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pathlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +40,8 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.calls import make_request
 from specdec_jax.measure.memory import call_bytes, param_shapes
 from specdec_jax.measure.progress import bar
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, started
+from specdec_jax.measure.record import VERSION, Record
+from specdec_jax.measure.table import Column, Table, finish, started
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
@@ -74,48 +76,11 @@ class Device:
   numbers: str = ''
 
 
-_H200 = """
-  gpu_device_info {
-    cuda_compute_capability { major: 9 minor: 0 }
-    core_count: 132
-    fpus_per_core: 128
-    threads_per_block_limit: 1024
-    threads_per_warp: 32
-    threads_per_core_limit: 2048
-    shared_memory_per_block: 49152
-    shared_memory_per_core: 233472
-    shared_memory_per_block_optin: 232448
-    registers_per_core_limit: 65536
-    registers_per_block_limit: 65536
-    block_dim_limit_x: 2147483647
-    block_dim_limit_y: 65535
-    block_dim_limit_z: 65535
-    l2_cache_size: 62914560
-    clock_rate_ghz: 1.98
-    memory_bandwidth: 4800000000000
-    device_memory_size: 150000000000
-  }
-  platform_name: "CUDA"
-  dnn_version_info { major: 9 minor: 10 patch: 0 }
-  runtime_version { major: 12 minor: 9 patch: 0 }
-  device_description_str: "NVIDIA H200"
-"""
-# The numbers are NVIDIA's and Google's data sheets'. Another device is a line
-# here; of a GPU, whatever the CUDA samples' deviceQuery prints of it.
 KNOWN = {
-  'tpu_v4': Device(
-    'tpu', 'libtpu', 'tpu', 'v4:2x2x1', int(30.75 * GIB), 1.2e12
-  ),
-  'h200': Device(
-    platform='gpu',
-    compiler='jax_cuda12_plugin',
-    extra='cuda',
-    topology='1x1x1',
-    usable_bytes=150 * 10**9,
-    bytes_per_s=4.8e12,
-    name='NVIDIA H200',
-    numbers=_H200,
-  ),
+  name: Device(**device)
+  for name, device in tomllib.loads(
+    pathlib.Path(__file__).with_name('devices.toml').read_text('utf-8')
+  ).items()
 }
 # Without these, libtpu asks a cloud machine's metadata server for its machine.
 _TPU_DESCRIPTION = {
@@ -300,14 +265,12 @@ def check(
     'usable_bytes': known.usable_bytes,
     'bytes_per_s': known.bytes_per_s,
   }
-  values = {'settings': settings, 'rows': results}
-  record = Record(KIND, values, {})  # nothing ran on this machine
-  if config.output_file:
-    record.save(config.output_file)
-  console.print(conditions(record))
-  console.print(table(record))
-  for reason in {row['refused'] for row in results if row['refused']}:
-    console.print(f'Refused by the compiler: {reason}')
+  # Without a machine: nothing ran on this one.
+  record = {'kind': KIND, 'version': VERSION}
+  record |= {'settings': settings, 'rows': results}
+  reasons = {row['refused'] for row in results if row['refused']}
+  refused = [f'Refused by the compiler: {reason}' for reason in reasons]
+  finish(config, console, record, conditions(record), table(record), *refused)
   return record
 
 
@@ -385,28 +348,27 @@ def _peak_bytes(lowered: Any) -> int:
 
 def table(record: Mapping[str, Any]) -> Table:
   """A table of a record, with a line for each row of Table 2."""
-  columns: dict[Column, Callable[[Mapping[str, Any]], Any]] = {
-    Column('task'): lambda row: row['task'],
-    Column('draft'): lambda row: row['draft'],
-    Column('T', 'g'): lambda row: row['temperature'],
-    Column('gamma'): lambda row: row['gamma'],
-    Column('alpha', '.2f'): lambda row: row['acceptance_rate'],
-    Column('fits'): lambda row: 'yes' if row['fits'] else 'NO',
-    Column('peak, GiB', '.2f'): lambda row: (
-      row['peak_bytes'] and row['peak_bytes'] / GIB
-    ),
-    Column('a token reads, GB', '.2f'): lambda row: (
-      row['target_call_bytes'] / 1e9
-    ),
-    Column('ms', '.2f'): lambda row: row['target_call_ms'],
-    Column('c', '.3f'): lambda row: row['cost_ratio'],
-    Column('predicted', '.2f'): lambda row: row['walltime_factor'],
-    Column('paper', '.1f'): lambda row: row['speedup'],
-  }
-  return Table(
+  return Table.of(
     record['settings']['name'],
-    list(columns),
-    [[show(row) for show in columns.values()] for row in record['rows']],
+    {
+      'task': 'task',
+      'draft': 'draft',
+      Column('T', 'g'): 'temperature',
+      'gamma': 'gamma',
+      Column('alpha', '.2f'): 'acceptance_rate',
+      'fits': lambda row: 'yes' if row['fits'] else 'NO',
+      Column('peak, GiB', '.2f'): lambda row: (
+        row['peak_bytes'] and row['peak_bytes'] / GIB
+      ),
+      Column('a token reads, GB', '.2f'): lambda row: (
+        row['target_call_bytes'] / 1e9
+      ),
+      Column('ms', '.2f'): 'target_call_ms',
+      Column('c', '.3f'): 'cost_ratio',
+      Column('predicted', '.2f'): 'walltime_factor',
+      Column('paper', '.1f'): 'speedup',
+    },
+    record['rows'],
   )
 
 

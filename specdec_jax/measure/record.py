@@ -1,10 +1,12 @@
-"""Records: JSON files of measurements, with the machine that was measured."""
+"""Records: JSON files of measurements, with the machine that was measured.
 
-import dataclasses
+A record is a dict: `kind` and `version`, its results and settings, `machine`.
+"""
+
 import os
 import pathlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import same_run
 from specdec_jax.models import backend
 
+Record = dict[str, Any]
 # Version of the file format; files without a version are read as 1.
 VERSION = 1
 
@@ -49,57 +52,35 @@ def seconds_since_start() -> float | None:
   return float(uptime.read_text().split()[0]) - began
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Record(Mapping[str, Any]):
-  """One measurement; a mapping of everything in its file.
+def new(
+  kind: str,
+  values: Mapping[str, Any],
+  machine: Mapping[str, Any] | None = None,
+) -> Record:
+  """Returns a record of what was measured.
 
-  Attributes:
+  Args:
     kind: what was measured, such as 'alpha'.
-    content: name -> JSON value: results and settings.
-    machine: `describe()` of the machine.
+    values: name -> JSON value: results and settings.
+    machine: where it was measured; None is this machine.
   """
+  head = {'kind': kind, 'version': VERSION}
+  return head | dict(values) | {'machine': dict(machine or describe())}
 
-  kind: str
-  content: Mapping[str, Any]
-  machine: Mapping[str, Any] = dataclasses.field(default_factory=describe)
 
-  def to_json(self) -> dict[str, Any]:
-    """The whole record, as in its file."""
-    machine = {'machine': dict(self.machine)} if self.machine else {}
-    head = {'kind': self.kind, 'version': VERSION}
-    return head | dict(self.content) | machine
-
-  def __getitem__(self, name: str) -> Any:
-    return self.to_json()[name]
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self.to_json())
-
-  def __len__(self) -> int:
-    return len(self.to_json())
-
-  @property
-  def where(self) -> str:
-    """Device and versions on one line."""
-    of = self.machine
-    isa = f'{of["isa"]}, ' if 'isa' in of else ''
-    cores = f'{of["cores"]} core{"" if of["cores"] == 1 else "s"}'
-    return (
-      f'{of["device"]}, {isa}{cores}, JAX {of["jax"]}, Python {of["python"]}'
-    )
-
-  def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the record as JSON, whole or not at all; makes its folder.
-
-    Raises:
-      OSError: the folder cannot be made or written.
-      TypeError: a value is not JSON.
-    """
-    files.write_json(path, self.to_json())
+def where(record: Mapping[str, Any]) -> str:
+  """Device and versions of a record's machine on one line."""
+  machine = record['machine']
+  isa = f'{machine["isa"]}, ' if 'isa' in machine else ''
+  cores = f'{machine["cores"]} core{"" if machine["cores"] == 1 else "s"}'
+  return (
+    f'{machine["device"]}, {isa}{cores}, JAX {machine["jax"]}, Python'
+    f' {machine["python"]}'
+  )
 
 
 def load(path: str | os.PathLike[str], *kinds: str) -> Record:
-  """Reads a record that `Record.save` wrote.
+  """Reads the record in a file.
 
   Args:
     path: the file.
@@ -110,41 +91,35 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
   """
   path = os.fspath(path)
   try:
-    found = files.read_json(path)
+    record = files.read_json(path)
   except (OSError, ValueError) as error:
     raise ValueError(f'The record {path!r} cannot be read: {error}.') from error
-  kind = found.pop('kind', None) if isinstance(found, dict) else None
+  kind = record.get('kind') if isinstance(record, dict) else None
   if kind is None or (kinds and kind not in kinds):
     expected = f'one of {sorted(kinds)}' if kinds else 'one'
     raise unexpected(f'{path}: kind', expected, kind)
-  if (version := found.pop('version', VERSION)) != VERSION:
+  if (version := record.get('version', VERSION)) != VERSION:
     raise unexpected(
       f'{path}: version', str(VERSION), version, 'Measure it again.'
     )
-  machine = found.pop('machine', {})
-  return Record(kind, found, machine)
+  return record
 
 
-def earlier(
-  path: str | os.PathLike[str],
-  kind: str,
-  settings: Mapping[str, Any],
-  advice: str,
-) -> Record | None:
-  """The record that an earlier run with these settings left, or None.
+def earlier(config: Any, kind: str) -> Record | None:
+  """Returns the record that an earlier run with these settings left, or None.
 
   Args:
-    path: where the record would be.
+    config: has an `output_file`, where the record would be, and the `settings`
+      of this run; others of the record are ignored.
     kind: the kind that it must have.
-    settings: settings of this run; others of the record are ignored.
-    advice: a sentence that tells the user what to do with another file.
 
   Raises:
     ValueError: the file is not such a record, or has other settings.
   """
-  path = os.fspath(path)
+  path = os.fspath(config.output_file)
   if not os.path.exists(path):
     return None
+  advice = 'Remove it, or name another output_file.'
   try:
     record = load(path, kind)
   except ValueError as error:
@@ -152,7 +127,7 @@ def earlier(
   before = record.get('settings')
   if not isinstance(before, dict):
     raise unexpected(f'{path}: settings', 'those of a run', before, advice)
-  before = {name: before.get(name) for name in settings}
+  before = {name: before.get(name) for name in config.settings}
   what = f'{path!r} was measured with other settings'
-  same_run.check(before, settings, what, advice)
+  same_run.check(before, config.settings, what, advice)
   return record

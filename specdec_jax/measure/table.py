@@ -23,8 +23,7 @@ import rich.table
 import rich.text
 
 from specdec_jax import files
-from specdec_jax.checks.fields import unexpected
-from specdec_jax.measure.record import Record
+from specdec_jax.checks.fields import package, unexpected
 from specdec_jax.text.local_tasks import reading
 
 Cell = str | int | float | None
@@ -159,9 +158,27 @@ class Table:
     shown = {'title': self.title, 'columns': self.header, 'rows': self.texts}
     return shown | ({'notes': list(self.notes)} if self.notes else {})
 
-  def record(self, **measured: Any) -> Record:
-    """The table as a record, which documents can show, and what it is of."""
-    return Record('table', self.to_json() | measured)
+  @classmethod
+  def of(
+    cls,
+    title: str,
+    columns: Mapping[Column | str, str | Callable[[Any], Cell]],
+    rows: Sequence[Mapping[str, Any]],
+    notes: Sequence[str] = (),
+  ) -> 'Table':
+    """A table of what records say.
+
+    Args:
+      title: as for the class.
+      columns: each column, with the name of its values or a function of a row.
+      rows: mappings.
+      notes: as for the class.
+    """
+    cells = [
+      [row[of] if isinstance(of, str) else of(row) for of in columns.values()]
+      for row in rows
+    ]
+    return cls(title, list(columns), cells, notes)
 
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> 'Table':
@@ -214,19 +231,6 @@ def plain_markdown(text: str) -> str:
   return flat.replace('&', '&amp;').replace('<', '&lt;')
 
 
-def show(
-  console: rich.console.Console, record: Record, path: str | None
-) -> None:
-  """Prints the table of a record, and saves the record unless `path` is None.
-
-  Raises:
-    OSError: the file cannot be written.
-  """
-  console.print(Table.from_json(record))
-  if path:
-    record.save(path)
-
-
 def started(
   config: Any, shown: rich.console.Console | None = None
 ) -> rich.console.Console:
@@ -240,14 +244,48 @@ def started(
     The console.
 
   Raises:
-    ValueError: as for `check_outputs`.
+    ValueError: a file cannot be written, or matplotlib is not installed.
   """
-  check_outputs(config)
+  for name in ('output_file', 'plot_file'):
+    if path := getattr(config, name, None):
+      files.check_writable(path)
+  if getattr(config, 'plot_file', None):
+    load_matplotlib()
   shown = shown or console()
   path = getattr(config, 'input_file', None)
   if isinstance(path, str) and (sentence := reading(path)):
     say(shown, sentence)
   return shown
+
+
+def finish(
+  config: Any,
+  console: rich.console.Console,
+  record: Mapping[str, Any],
+  *shown: Table | str,
+) -> None:
+  """Ends a measurement: writes its record, and shows it.
+
+  The file comes first: who reads the output may leave early.
+
+  Args:
+    config: may have an `output_file`.
+    console: where it is shown.
+    record: what was measured.
+    *shown: tables and sentences.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  try:
+    if config.output_file:
+      files.write_json(config.output_file, record)
+  finally:
+    for part in shown:
+      if isinstance(part, str):
+        say(console, part)
+      else:
+        console.print(part)
 
 
 def say(console: rich.console.Console, sentence: str) -> None:
@@ -296,34 +334,11 @@ def save_plot(
   files.write_atomically(path, stream.getvalue())
 
 
-def check_outputs(config: Any) -> None:
-  """Checks before a run that its record and its picture can be written.
-
-  Args:
-    config: may have an `output_file` and a `plot_file`.
-
-  Raises:
-    ValueError: a file cannot be written, or matplotlib is not installed.
-  """
-  for name in ('output_file', 'plot_file'):
-    if path := getattr(config, name, None):
-      files.check_writable(path)
-  if getattr(config, 'plot_file', None):
-    load_matplotlib()
-
-
 def load_matplotlib() -> Any:
   """Returns the module matplotlib, with `matplotlib.figure` imported.
 
   Raises:
     ValueError: it is not installed.
   """
-  try:
-    import matplotlib
-    import matplotlib.figure
-  except ImportError as error:
-    raise ValueError(
-      'Plots need matplotlib, which is not installed. Install the extra:'
-      " pip install 'specdec_jax[plots]'"
-    ) from error
-  return matplotlib
+  package('A plot', 'matplotlib.figure', 'plots')
+  return package('A plot', 'matplotlib', 'plots')

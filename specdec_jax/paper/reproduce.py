@@ -19,8 +19,6 @@ from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.calls import (
   BenchmarkConfig,
   benchmark,
-  check_memory,
-  random_params,
 )
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
@@ -157,24 +155,25 @@ class _Work:
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
     self._used: list[Mapping[str, Any]] = []  # records
-    alphas = config.alphas if config.measure else ()
-    self._to_measure = [self._with_file(make()) for make in alphas]
+    alphas = [make() for make in config.alphas if config.measure]
+    self._to_measure = [
+      dataclasses.replace(
+        alpha,
+        output_file=alpha.output_file
+        or os.path.join(config.records, f'{alpha.name}.json'),
+      )
+      for alpha in alphas
+    ]
     paths = [alpha.output_file for alpha in self._to_measure]
     if len(set(paths)) < len(paths):
       raise unexpected('ReproduceConfig.alphas', 'different names', paths)
-
-  def _with_file(self, measured: MeasureAlphaConfig) -> MeasureAlphaConfig:
-    path = os.path.join(self.config.records, f'{measured.name}.json')
-    return dataclasses.replace(
-      measured, output_file=measured.output_file or path
-    )
 
   @functools.cached_property
   def _alphas(self) -> list[Record]:
     records = [measure_alpha(alpha, self.console) for alpha in self._to_measure]
     if not records:
       paths = sorted(pathlib.Path(self.config.records).glob('*.json'))
-      records = [r for r in map(record.load, paths) if r.kind == 'alpha']
+      records = [r for r in map(record.load, paths) if r['kind'] == 'alpha']
     self._used += records
     return records
 
@@ -286,19 +285,18 @@ def run_suite(config: ReproduceConfig, console: rich.console.Console) -> None:
     ValueError: the folder has a record with other settings.
   """
   records = read_suite(config)
-  todo = [row for row in config.rows if tables.row_name(row) not in records]
-  for row in todo:
-    check_memory(_benchmark(config, row))
+  rows = _benchmarks(config).items()
+  todo = [measured for name, measured in rows if name not in records]
+  for measured in todo:
+    measured.check_memory()
   if not todo:
     return
-  files.make_folder(config.records)
   suite: Any = config.suite
-  placement = suite.placement
-  drawn = random_params(suite.target, suite.seed, placement.param_dtype)
-  target = Model(suite.target, place(drawn, placement))
-  for row in todo:
-    measured = dataclasses.replace(_benchmark(config, row), target=target)
-    benchmark(measured, console)
+  (target, _), placement = suite.models, suite.placement
+  params = place(target.read(placement.param_dtype), placement)
+  target = Model(target.network, params)
+  for measured in todo:
+    benchmark(dataclasses.replace(measured, target=target), console)
 
 
 def read_suite(config: ReproduceConfig) -> dict[str, Record]:
@@ -307,32 +305,27 @@ def read_suite(config: ReproduceConfig) -> dict[str, Record]:
   Raises:
     ValueError: a record has other settings.
   """
-  records = {}
-  for row in config.rows:
-    measured = _benchmark(config, row)
-    earlier = record.earlier(
-      str(measured.output_file),
-      'benchmark',
-      measured.settings,
-      'Remove it, or choose another folder.',
-    )
-    if earlier is not None:
-      records[tables.row_name(row)] = earlier
-  return records
+  records = {
+    name: record.earlier(measured, 'benchmark')
+    for name, measured in _benchmarks(config).items()
+  }
+  return {name: found for name, found in records.items() if found is not None}
 
 
-def _benchmark(
-  config: ReproduceConfig, row: printed.Table2Row
-) -> BenchmarkConfig:
+def _benchmarks(config: ReproduceConfig) -> dict[str, BenchmarkConfig]:
+  """What measures each row, by `tables.row_name`."""
   suite: Any = config.suite
-  name = tables.row_name(row)
-  return dataclasses.replace(
-    suite,
-    drafter=config.drafts[row.draft],
-    gammas=(row.gamma,),
-    temperature=float(row.temperature),
-    forced_acceptance=row.acceptance_rate,
-    call_sizes=(1,),
-    output_file=os.path.join(config.records, f'{name}.json'),
-    name=f'{suite.name}, {name}',
-  )
+  named = {tables.row_name(row): row for row in config.rows}
+  return {
+    name: dataclasses.replace(
+      suite,
+      drafter=config.drafts[row.draft],
+      gammas=(row.gamma,),
+      temperature=float(row.temperature),
+      forced_acceptance=row.acceptance_rate,
+      call_sizes=(1,),
+      output_file=os.path.join(config.records, f'{name}.json'),
+      name=f'{suite.name}, {name}',
+    )
+    for name, row in named.items()
+  }

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import analysis, files
-from specdec_jax.measure.record import Record
+from specdec_jax.measure import record
 from specdec_jax.measure.table import Cell, Column, Table, plain_markdown
 from specdec_jax.paper import printed
 
@@ -165,7 +165,8 @@ def write(
     path = folder / f'{comparison.name}.csv'
     files.write_atomically(path, comparison.csv().encode())
     shown = path.with_suffix('.json')
-    Record('table', comparison.table().to_json(), machine).save(shown)
+    values = comparison.table().to_json()
+    files.write_json(shown, record.new('table', values, machine))
     written += [path, shown]
     parts.append(comparison.markdown())
   for name, meaning in figures.items():
