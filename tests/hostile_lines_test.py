@@ -26,7 +26,7 @@ from specdec_jax.infer import resume
 from specdec_jax.measure import record
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.serving.run import api_keys
-from specdec_jax.text.local_tasks import read_lines
+from specdec_jax.text import local_tasks
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import TokenPairs
 
@@ -258,7 +258,7 @@ def test_devices_are_refused(engine, tmp_path):
   with pytest.raises(ValueError, match='is a device'):
     decoded(engine, path, tmp_path / 'out', metrics=())
   for function in (
-    lambda path: list(read_lines(path)),
+    lambda path: list(local_tasks.read(path)),
     *(function for _, function in READERS.values()),
     api_keys,
     calibration.load,

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from specdec_jax import infer
+from specdec_jax import files, infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.infer import report
 from specdec_jax.infer.data import PREDICTIONS
-from specdec_jax.text.local_tasks import read_lines
 
 MAX_INPUT_LEN = 9
 COMPLETED = f'{PREDICTIONS}.COMPLETED'
@@ -229,7 +228,7 @@ def test_only_newlines_end_lines(monkeypatch):
     (b'a\x00b\n', ['a\x00b']),
   ):
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
-    assert [line.text for line in read_lines('-')] == texts
+    assert [line.text for line in files.lines('-')] == texts
 
 
 def test_bad_paths_are_refused_before_the_engine_is_made(tmp_path):
