@@ -12,7 +12,6 @@ import pytest
 import rich.console
 
 import small_vocabulary
-import tokenizer_bpe_test
 from hostile_lines_test import Reversing
 from specdec_jax import infer
 from specdec_jax.engine import scoring
@@ -283,7 +282,7 @@ def test_tasks_that_are_refused(tmp_path, tokenizer):
   with pytest.raises(ValueError, match='task'):
     tasks.find('wmt_ende', tokenizer)
   path = write(tmp_path, 'a.tsv', 'a\tb\n')
-  one, two = map(Tokenizer, tokenizer_bpe_test.train(tmp_path))
+  one, two = map(Tokenizer, small_vocabulary.byte_level(tmp_path))
   # The vocabulary of GPT-2, as files of either kind.
   own = LocalTask('own', {'test': path}, one.path)
   assert tasks.find(own, two) == [own]

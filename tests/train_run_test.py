@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import small_vocabulary
-import tokenizer_bpe_test
 from specdec_jax import checkpoints, training
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import gin_flags
@@ -234,7 +233,7 @@ def test_texts_become_pairs(tmp_path):
 
 def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
   """Of a BPE vocabulary by its end of sequence, not by id 0."""
-  folder, _ = tokenizer_bpe_test.train(
+  folder, _ = small_vocabulary.byte_level(
     tmp_path, special=('<x>', '<|endoftext|>')
   )
   tokenizer = Tokenizer(folder)
