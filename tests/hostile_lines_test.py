@@ -228,27 +228,20 @@ def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
   assert list(files.lines(tmp_path / 'a.gz')) == []
 
 
-# Training and measuring need every line: an error names file and line.
-READERS = {
-  'prompts': ('txt', lambda path: read_prompts(str(path), len)),
-}
-
-
-@pytest.mark.parametrize('reader', READERS)
-def test_readers_name_the_line(reader, tmp_path, monkeypatch):
+def test_readers_name_the_line(tmp_path, monkeypatch):
+  """Training and measuring need every line."""
   monkeypatch.setattr(files, 'MAX_LINE', LONG)
-  kind, function = READERS[reader]
+  (right, _) = RIGHT['txt']
   for case, packed in (('bytes', ''), ('long', '.gz')):
     _, bad, why = LINES[case]
-    path = tmp_path / f'own.{kind}{packed}'
-    write(path, b'\n'.join([RIGHT[kind][0], bad, RIGHT[kind][0]]))
+    path = write(tmp_path / f'own.txt{packed}', b'\n'.join([right, bad, right]))
     with pytest.raises(ValueError) as caught:
-      function(path)
-    assert f"{path.name}' line 2: " in str(caught.value)
+      read_prompts(path, len)
+    assert f"own.txt{packed}' line 2: " in str(caught.value)
     assert why.split(' at')[0] in str(caught.value)
-  path, _ = damaged(tmp_path, kind)
+  path, _ = damaged(tmp_path, 'txt')
   with pytest.raises(ValueError, match='could not be read on after line'):
-    function(path)
+    read_prompts(path, len)
 
 
 def test_devices_are_refused(engine, tmp_path):
@@ -259,7 +252,7 @@ def test_devices_are_refused(engine, tmp_path):
     decoded(engine, path, tmp_path / 'out', metrics=())
   for function in (
     lambda path: list(local_tasks.read(path)),
-    *(function for _, function in READERS.values()),
+    lambda path: read_prompts(path, len),
     api_keys,
     calibration.load,
     heads.load,

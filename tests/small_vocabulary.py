@@ -31,13 +31,13 @@ def train(folder):
   )
 
 
-def sentencepiece_of(path, **options):
-  """Writes a sentencepiece model of the sentences."""
+def sentencepiece_of(path, more=(), **options):
+  """Writes a sentencepiece model of the sentences, and of more."""
   import sentencepiece
 
   proto = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(sentences()),
+    sentence_iterator=iter([*sentences(), *more]),
     model_writer=proto,
     minloglevel=2,
     **options,
