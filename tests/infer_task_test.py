@@ -177,27 +177,6 @@ def test_prompt_with_targets(run, make, tokenizer):
   assert have != [r['prediction_tokens'] for r in run(out='none')[1]]
 
 
-def test_a_broken_example_stops_no_other(run, tmp_path):
-  """It is in its place and says what it lacks."""
-  lines = [json.dumps({'inputs': a, 'targets': b}) for a, b in LINES]
-  path = tmp_path / 'some.jsonl'
-  path.write_text('\n'.join(lines))
-  options = {'name': str(path), 'options': infer.Options(num_samples=2)}
-  options |= {'metrics': ('bleu',), 'decoding': 'both'}
-  whole_summary, whole, _ = run(**options)
-  path.write_text('\n'.join([*lines, '{"inputs": "cut o', '{"targets": "b"}']))
-  summary, records, _ = run(overwrite=True, **options)
-  assert records[: len(LINES)] == whole
-  first, second = records[len(LINES) :]
-  assert first['prediction'] == second['prediction'] == [None, None]
-  assert first['inputs']['inputs_pretokenized'] == '{"inputs": "cut o'
-  assert "no field 'inputs'" in second['error']
-  for number, error in enumerate(summary['errors'], len(LINES) + 1):
-    assert f'line {number}' in error
-  for name in ('metrics', 'agreement'):
-    assert summary[name] == whole_summary[name]
-
-
 def never(**options):
   raise AssertionError('the engine was made before the run was checked')
 

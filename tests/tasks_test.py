@@ -4,18 +4,26 @@ import dataclasses
 import gzip
 import importlib.util
 import json
+import os
+import pathlib
 import sys
 import types
 
 import numpy as np
 import pytest
 
-import task_files
 from specdec_jax.text import metrics, tasks
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import EOS_ID
-from task_files import DATA, ENDE, PAIRS, T5_VOCAB, same, with_end
 
+DATA = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
+T5_VOCAB = DATA / 'vocab' / 't5.spiece.model'
+ENDE = 'translate English to German: '
+PAIRS = [
+  ('the old house', 'das alte Haus'),
+  ('a red tree sleeps here', 'ein roter Baum schläft hier'),
+  ('a dog', ''),
+]
 HAS_SEQIO = importlib.util.find_spec('seqio') is not None
 needs_seqio = pytest.mark.skipif(
   not HAS_SEQIO, reason='needs seqio, the extra [tasks]'
@@ -25,8 +33,54 @@ quiet = pytest.mark.filterwarnings('ignore')
 
 
 @pytest.fixture
-def pairs(tokenizer, folder):
-  return task_files.pairs_task(folder, tokenizer)
+def pairs(folder, tokenizer):
+  """A task over a TSV file of `PAIRS`."""
+  path = folder / 'pairs.tsv'
+  path.write_text(''.join(f'{s}\t{t}\n' for s, t in PAIRS), 'utf-8')
+  return LocalTask('pairs', {'test': path}, tokenizer.path, prefix=ENDE)
+
+
+def to_seqio(task):
+  """The seqio task with the examples of a local one."""
+  import seqio
+  import tensorflow as tf
+
+  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec((), tf.string))
+
+  def read(split, shuffle_files, seed=None):
+    del shuffle_files, seed  # seqio shuffles examples itself
+
+    def generate():
+      for example in task.texts(split):
+        yield {feature: example[feature] for feature in signature}
+
+    return tf.data.Dataset.from_generator(generate, output_signature=signature)
+
+  vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
+  return seqio.Task(
+    task.name,
+    source=seqio.FunctionDataSource(read, splits=tuple(task.files)),
+    preprocessors=[
+      seqio.preprocessors.tokenize,
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={
+      feature: seqio.Feature(vocabulary, add_eos=True) for feature in signature
+    },
+    metric_fns=[metrics.METRICS[name] for name in task.metrics],
+  )
+
+
+def with_end(tokenizer, text):
+  """Ids of a side."""
+  return [*tokenizer.encode(text), EOS_ID]
+
+
+def same(first, second):
+  """Whether two examples have equal features."""
+  return first.keys() == second.keys() and all(
+    np.array_equal(first[key], second[key]) for key in first
+  )
 
 
 def test_a_tsv_task_has_prefix_text_ids_and_end(pairs, tokenizer):
@@ -131,7 +185,7 @@ def test_a_task_gives_the_ids_of_its_file(pairs, tokenizer, monkeypatch):
   task = LocalTask(
     'specdec_test', {'train': pairs.files['test']}, tokenizer.path
   )
-  seqio.TaskRegistry.add_provider(task.name, task_files.to_seqio(task))
+  seqio.TaskRegistry.add_provider(task.name, to_seqio(task))
   there = tasks.find_one(task.name)
   assert there.training_splits() == task.training_splits() == ['train']
   sources, targets = tasks.token_lists(there, 'train')
@@ -221,7 +275,7 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
     task = LocalTask(
       name, pairs.files, pairs.vocab_path, prefix=name, metrics=('bleu',)
     )
-    seqio.TaskRegistry.add_provider(name, task_files.to_seqio(task))
+    seqio.TaskRegistry.add_provider(name, to_seqio(task))
   seqio.MixtureRegistry.add(
     'specdec_both', [('specdec_one', 1), ('specdec_two', 1)]
   )
@@ -255,7 +309,7 @@ def test_a_seqio_task_keeps_texts_numbers_and_its_postprocessor(pairs):
   def share(targets, predictions):
     return {'share': sum(map(str.__eq__, targets, predictions)) / len(targets)}
 
-  inner = task_files.to_seqio(pairs)
+  inner = to_seqio(pairs)
   seqio.TaskRegistry.add(
     'specdec_labels',
     source=inner.source,

@@ -11,7 +11,7 @@ import parity
 import small_vocabulary
 from small_vocabulary import sentences
 from specdec_jax.text.tokenizer import Tokenizer
-from task_files import T5_VOCAB
+from tasks_test import T5_VOCAB
 
 pytestmark = parity.MARKS
 ADDED = ['<hl>', '<sep>', '{', '}', '<think>']

@@ -198,7 +198,10 @@ def _environment() -> Any:
     lstrip_blocks=True,
     extensions=[Generation, 'jinja2.ext.loopcontrols'],
   )
-  environment.filters |= {'tojson': _to_json, 'format': _format}
+  environment.filters |= {
+    'tojson': _to_json,
+    'format': lambda form, *args, **named: _modulo(str(form), named or args),
+  }
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
   environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
@@ -242,10 +245,6 @@ def _modulo(left: Any, right: Any) -> Any:
   if isinstance(left, str | bytes):
     _check_form(left, right if isinstance(right, tuple) else [right])
   return left % right
-
-
-def _format(form: Any, *args: Any, **kwargs: Any) -> Any:
-  return _modulo(str(form), kwargs or args)
 
 
 def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
