@@ -98,6 +98,14 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
     gin_flags.load(argv, command, name)
 
 
+def test_help_says_what_is_the_default(capsys):
+  out = ' '.join(run(capsys, 'decode', '--help')[1].split())
+  assert '(default: 4)' in out and '(default: speculative)' in out
+  assert 'default: None' not in out and 'REQUIRED' not in out
+  # No search is the default.
+  assert re.search(r'--num-beams N [^-(]* --alpha', out), out
+
+
 @pytest.mark.parametrize(
   'argv, words',
   [
@@ -148,8 +156,8 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
     'engine.Engine.gamma': 'adaptive',
     'infer.DecodeConfig.input_file': '-',
     'infer.DecodeConfig.overwrite': True,
-    'infer.RunOptions.num_samples': 2,
-    'infer.RunOptions.stop_strings': ('.', '%X', "it's"),
+    'infer.Options.num_samples': 2,
+    'infer.Options.stop_strings': ('.', '%X', "it's"),
     'target/engine.load.revision': 'v2',
   }
   flags = (

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import small_vocabulary
-import tokenizer_bpe_test
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax.engine.completion import Text, decode
 from specdec_jax.engine.engine import Engine
@@ -102,7 +101,7 @@ def vocabulary(request, tokenizer, folder):
   tokenizers = pytest.importorskip('tokenizers')
   if request.param == 'GPT-2':
     texts = ['the 🙂 語 🙃 grün 語語', 'a b', '🙂 🙂🙃']
-    return Tokenizer(tokenizer_bpe_test.train(folder, texts)[0])
+    return Tokenizer(small_vocabulary.byte_level(folder, texts)[0])
   strip = tokenizers.decoders.Strip(' ', 1, 0)
   path = folder / f'{request.param}.json'
   strips = [strip] if request.param == 'Llama 2' else []

@@ -10,7 +10,6 @@ import pytest
 import folders
 import small_vocabulary
 import specdec_jax
-import tokenizer_m2m_test
 from folders import LLAMA, NLLB, T5GEMMA, write_folder, write_vocabulary
 from languages_test import vocabulary
 from languages_test import write_vocabulary as write_nllb
@@ -139,7 +138,7 @@ def nllb(folder, vocabulary):
 
 def test_a_folder_with_m2m100s_own_vocabulary(tmp_path):
   """Without tokenizer.json; it has eight ids more than tokens."""
-  own = Tokenizer(tokenizer_m2m_test.write(tmp_path / 'm2m'))
+  own = Tokenizer(small_vocabulary.m2m(tmp_path / 'm2m'))
   size = own.vocab_size + 8
   config = dataclasses.replace(NLLB, vocab_size=size)
   write_folder(tmp_path / 'm2m', 'm2m_100', config=config, vocab_size=size)

@@ -135,9 +135,9 @@ def write_vocabulary(folder, prefix=None, **settings):
   """A BPE vocabulary whose texts begin with a token, or do not."""
   import tokenizers
 
-  import tokenizer_bpe_test
+  import small_vocabulary
 
-  place, _ = tokenizer_bpe_test.train(folder)
+  place, _ = small_vocabulary.byte_level(folder)
   made = tokenizers.Tokenizer.from_file(str(place / 'tokenizer.json'))
   made.add_special_tokens(['<bos>', '<turn>'])
   if prefix is not None:

@@ -152,7 +152,7 @@ INFER_OUTPUT_DIR = 'outputs'
     ('demo_target/T5Config.vocab_size', '1000000000000000', 'at most'),
     ('demo_target/T5Config.vocab_size', '2000000000', 'GiB'),
     ('demo_target/T5.config', '5', 'config'),
-    ('RunOptions.temperature', 'nan', 'temperature'),
+    ('Options.temperature', 'nan', 'temperature'),
     ('Engine.bos_id', 'x', 'bos_id'),
     ('DecodeConfig.shard_id', '-1', 'shard_id'),
     ('MIXTURE_OR_TASK_NAME', '5', 'mixture_or_task_name'),

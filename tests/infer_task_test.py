@@ -12,7 +12,6 @@ import pytest
 import rich.console
 
 import small_vocabulary
-import tokenizer_bpe_test
 from hostile_lines_test import Reversing
 from specdec_jax import infer
 from specdec_jax.engine import scoring
@@ -22,7 +21,7 @@ from specdec_jax.infer import data
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.model import Model
 from specdec_jax.text import local_tasks, metrics, tasks
-from specdec_jax.text.local_tasks import LocalTask, read_lines
+from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 
 LINES = [
@@ -178,27 +177,6 @@ def test_prompt_with_targets(run, make, tokenizer):
   assert have != [r['prediction_tokens'] for r in run(out='none')[1]]
 
 
-def test_a_broken_example_stops_no_other(run, tmp_path):
-  """It is in its place and says what it lacks."""
-  lines = [json.dumps({'inputs': a, 'targets': b}) for a, b in LINES]
-  path = tmp_path / 'some.jsonl'
-  path.write_text('\n'.join(lines))
-  options = {'name': str(path), 'options': infer.Options(num_samples=2)}
-  options |= {'metrics': ('bleu',), 'decoding': 'both'}
-  whole_summary, whole, _ = run(**options)
-  path.write_text('\n'.join([*lines, '{"inputs": "cut o', '{"targets": "b"}']))
-  summary, records, _ = run(overwrite=True, **options)
-  assert records[: len(LINES)] == whole
-  first, second = records[len(LINES) :]
-  assert first['prediction'] == second['prediction'] == [None, None]
-  assert first['inputs']['inputs_pretokenized'] == '{"inputs": "cut o'
-  assert "no field 'inputs'" in second['error']
-  for number, error in enumerate(summary['errors'], len(LINES) + 1):
-    assert f'line {number}' in error
-  for name in ('metrics', 'agreement'):
-    assert summary[name] == whole_summary[name]
-
-
 def never(**options):
   raise AssertionError('the engine was made before the run was checked')
 
@@ -243,7 +221,7 @@ def config_of(path, tokenizer, **options):
   config = infer.DecodeConfig(
     never, mixture_or_task_name=path, tokenizer=tokenizer, **options
   )
-  found = local_tasks.find_task(path, 'test', tokenizer)
+  (found,) = tasks.find(path, tokenizer)
   return dataclasses.replace(config, mixture_or_task_name=found)
 
 
@@ -259,7 +237,7 @@ def test_files_are_tasks(tmp_path, tokenizer, name):
   assert config.task_name in ('test.x', 'own', 'lines.de')
   examples = data.read(config).examples
   want = lines if 'lines' in name else ['a', 'a', 'd']
-  assert [line.text for line in read_lines(path)] == want
+  assert [one['inputs'] for one in local_tasks.read(path)] == want
   have = [one.features['inputs_pretokenized'] for one in examples]
   assert have == want
   assert read_prompts(path, len) == list(dict.fromkeys(want))
@@ -275,23 +253,22 @@ def test_files_are_tasks(tmp_path, tokenizer, name):
 
 
 def test_tasks_that_are_refused(tmp_path, tokenizer):
-  find = local_tasks.find_task
   for name in (str(tmp_path / 'none'), 'none.tsv', 'none.jsonl.gz'):
     with pytest.raises(ValueError, match='task: expected a file .*none'):
-      find(name, 'test', tokenizer)
+      tasks.find(name, tokenizer)
   with pytest.raises(ValueError, match='is a folder'):
-    find(str(tmp_path), 'test', tokenizer)
+    tasks.find(str(tmp_path), tokenizer)
   with pytest.raises(ValueError, match='task'):
-    data.read(config_of('wmt_ende', tokenizer))
+    tasks.find('wmt_ende', tokenizer)
   path = write(tmp_path, 'a.tsv', 'a\tb\n')
-  one, two = map(Tokenizer, tokenizer_bpe_test.train(tmp_path))
+  one, two = map(Tokenizer, small_vocabulary.byte_level(tmp_path))
   # The vocabulary of GPT-2, as files of either kind.
   own = LocalTask('own', {'test': path}, one.path)
-  assert find(own, 'test', two) == own
+  assert tasks.find(own, two) == [own]
   with pytest.raises(ValueError, match='fingerprint of'):
-    find(own, 'test', tokenizer)
+    tasks.find(own, tokenizer)
   with pytest.raises(ValueError, match='eos_id of'):
-    find(path, 'test', Tokenizer(one.path, eos_token='a'))
+    tasks.find(path, Tokenizer(one.path, eos_token='a'))
 
 
 def test_each_task_of_a_mixture_has_its_files(
@@ -303,7 +280,8 @@ def test_each_task_of_a_mixture_has_its_files(
     names.append(write(tmp_path, f'{name}.tsv', text))
   alone = [run(name=name, out='alone')[2] for name in names]
   asked, drafters = len(make.asked), []
-  monkeypatch.setattr(tasks, 'tasks_of', lambda name: names)
+  sources = [local for name in names for local in tasks.find(name, tokenizer)]
+  monkeypatch.setattr(tasks, 'find', lambda *_: sources)
 
   def decode(out, lengths):
     config = infer.DecodeConfig(

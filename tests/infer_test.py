@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from specdec_jax import infer
+from specdec_jax import files, infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.infer import report
 from specdec_jax.infer.data import PREDICTIONS
-from specdec_jax.text.local_tasks import read_lines
 
 MAX_INPUT_LEN = 9
 COMPLETED = f'{PREDICTIONS}.COMPLETED'
@@ -203,17 +202,15 @@ def test_disagreement_is_listed_and_can_fail_the_run(tmp_path):
 
 def test_bad_lines_stop_no_other(tmp_path):
   long = b' '.join(b'%d' % i for i in range(MAX_INPUT_LEN))
-  data = b'\n'.join([b'w x', b'ab\xffcd', long, b'broken', b'  '])
+  data = b'\n'.join([b'w x', long, b'broken', b'  '])
   engine = ReversingEngine(fail=['broken'])
   summary, records, printed = run(tmp_path, data, engine, batch_size=2)
-  assert summary['finish_reasons'] == {'empty': 1, 'error': 3, 'stop': 1}
-  utf8, too_long, broken = (r for r in records if 'error' in r)
-  assert 'line 2: not valid UTF-8' in utf8['error']
-  assert utf8['inputs'] == 'ab\ufffdcd' and utf8['prediction'] is None
-  assert too_long['error'].startswith('line 3: 10 tokens (its end included)')
+  assert summary['finish_reasons'] == {'empty': 1, 'error': 2, 'stop': 1}
+  too_long, broken = (r for r in records if 'error' in r)
+  assert too_long['error'].startswith('line 2: 10 tokens (its end included)')
   assert broken['error'] == 'NaN'
-  assert summary['errors'][2] == 'line 4: NaN'
-  assert 'could not be decoded: 3' in printed
+  assert summary['errors'][1] == 'line 3: NaN'
+  assert 'could not be decoded: 2' in printed
   options = {'overwrite': True, 'on_too_long': 'truncate'}
   _, (record,), _ = run(tmp_path, long, **options)
   assert record['prediction_tokens'] == [7, 6, 5, 4, 3, 2, 1, 0]
@@ -229,7 +226,7 @@ def test_only_newlines_end_lines(monkeypatch):
     (b'a\x00b\n', ['a\x00b']),
   ):
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
-    assert [line.text for line in read_lines('-')] == texts
+    assert [line.text for line in files.lines('-')] == texts
 
 
 def test_bad_paths_are_refused_before_the_engine_is_made(tmp_path):

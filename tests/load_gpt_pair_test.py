@@ -11,7 +11,6 @@ import pytest
 
 import small_vocabulary
 import specdec_jax
-import tokenizer_bpe_test
 from folders import write_folder
 from specdec_jax import notebook
 from specdec_jax.checkpoints import save_t5x
@@ -20,7 +19,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 from toy_families import GPT2, T5X
 
 LENGTHS = {'max_input_len': 32, 'max_decode_len': 12, 'gamma': 2}
-SIZE = 300  # of the vocabulary that tokenizer_bpe_test trains
+SIZE = 300  # of the vocabulary that `byte_level` trains
 END = 299
 
 needs_gpt2 = pytest.mark.skipif(
@@ -68,7 +67,7 @@ def test_models_trained_here_begin_with_id_0(trained_here, tokenizer):
 @pytest.fixture(scope='module')
 def vocabularies(folder):
   """Two folders with one vocabulary, whose files are of other kinds."""
-  return tokenizer_bpe_test.train(folder)
+  return small_vocabulary.byte_level(folder)
 
 
 def gpt2_folder(folder, vocabulary, **described):
@@ -111,7 +110,7 @@ def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
   # Another vocabulary, as many ids.
   other = tmp_path / 'other'
   other.mkdir()
-  words = tokenizer_bpe_test.train(other, ('lorem ipsum', 'dolor sit'))[0]
+  words = small_vocabulary.byte_level(other, ('lorem ipsum', 'dolor sit'))[0]
   shutil.rmtree(draft)
   gpt2_folder(draft, words)
   with pytest.raises(ValueError, match="draft's tokenizer: .*draft"):

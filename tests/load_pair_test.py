@@ -23,7 +23,6 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.notebook import Interactive
 from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import train_tokenizer
-from tokenizer_test import as_tokenizer_json
 
 TEXTS = ['the old house sings', 'a red dog', 'the tree']
 LENGTHS = {'max_input_len': 32, 'max_decode_len': 12}
@@ -105,7 +104,7 @@ def test_folders_describe_themselves(
 def test_a_folder_of_each_kind(tmp_path, networks, tokenizer):
   """What transformers 5 saves has tokenizer.json in spiece.model's place."""
   target = save_folder(tmp_path / 'new', networks[0], 0)
-  as_tokenizer_json(tokenizer.path, tmp_path / 'new')
+  small_vocabulary.as_tokenizer_json(tokenizer.path, tmp_path / 'new')
   small = save_folder(tmp_path / 'small', networks[1], 1, tokenizer.path)
   old = save_folder(tmp_path / 'old', networks[0], 0, tokenizer.path)
   found = notebook.load(target, small, gamma=3, **LENGTHS)

@@ -85,7 +85,7 @@ def test_a_folder_is_kept_and_shown_again(run, pair, folder, tmp_path):
   (record, *_) = [json.loads(line) for line in text.splitlines()]
   assert [' '.join(t.splitlines()) for t in record['prediction']] == out[:3]
   config = (tmp_path / 'out' / 'operative_config.gin').read_text()
-  assert 'RunOptions.num_samples = 3' in config
+  assert 'Options.num_samples = 3' in config
   again, same, err = run('decode', *flags)
   assert (again, same) == (0, out) and '--overwrite' in err
 

@@ -1,4 +1,4 @@
-"""Runs that several processes share, and how a process ends."""
+"""Runs, rows and servers that several processes or devices share."""
 
 import json
 import os
@@ -74,16 +74,30 @@ sys.exit(processes.run(decode) if count > 1 else decode())
 """
 
 
-def started(*argv, folder=None):
+def started(*argv, folder=None, devices=1):
+  """A process of Python, with so many devices."""
   path = f'{ROOT}{os.pathsep}{ROOT / "tests"}'
+  flags = os.environ.get('XLA_FLAGS', '')
+  if devices > 1:
+    flags += f' --xla_force_host_platform_device_count={devices}'
   return subprocess.Popen(
     [sys.executable, *map(str, argv)],
     cwd=folder,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    env=os.environ | {'PYTHONPATH': path},
+    env=os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': flags},
   )
+
+
+def ends_of(processes):
+  """Status, stdout and stderr of each, when all have ended."""
+  # The last one first, since it may die.
+  ends = [process.communicate() for process in processes[::-1]][::-1]
+  return [
+    (process.returncode, *end)
+    for process, end in zip(processes, ends, strict=True)
+  ]
 
 
 def free_address():
@@ -104,15 +118,12 @@ def run(folder, tokenizer):
     """Status, stdout and stderr of all; the last one dies at a batch."""
     argv = ['shared.py', folder, out, free_address(), count]
     fatal = [0] * (count - 1) + [fatal]
-    all_started = [
-      started(*argv, index, fatal[index], placed, folder=folder)
-      for index in range(count)
-    ]
-    ends = [process.communicate() for process in all_started[::-1]][::-1]
-    return [
-      (process.returncode, *end)
-      for process, end in zip(all_started, ends, strict=True)
-    ]
+    return ends_of(
+      [
+        started(*argv, index, fatal[index], placed, folder=folder)
+        for index in range(count)
+      ]
+    )
 
   return run
 
@@ -186,6 +197,108 @@ def test_a_killed_process_ends_the_others(run, whole, tmp_path):
   ((status, said, _),) = run(tmp_path, 1)
   assert status == 0 and num_batches(said) == 0
   assert 'is finished; it is kept' in said
+
+
+# What the host reads between rounds, and scores, of rows of two processes.
+ROWS = """
+import sys
+import small_vocabulary
+from specdec_jax import partitioning
+from specdec_jax.infer import processes
+from specdec_jax.engine import scoring
+from specdec_jax.text import tokenizer
+from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
+from specdec_jax.engine.scheduler import PoolSettings
+
+folder, address, count, index = sys.argv[1:]
+
+def decode():
+  placement = None
+  if int(count) > 1:
+    processes.join(processes.Meeting(address, int(count), int(index)))
+    placement = partitioning.Placement(data=2, across_hosts=True)
+  network = small_vocabulary.network(1)
+  weights = [small_vocabulary.weights(network, i) for i in range(2)]
+  models = [Model(network, one) for one in weights]
+  engine = Engine(
+    *models, tokenizer=tokenizer.Tokenizer(folder + '/vocab.model'), gamma=2,
+    max_input_len=32, max_decode_len=8, placement=placement,
+    cache_folder=folder + '/xla')
+  texts = ['the red dog runs', 'a cat']
+  said = engine.generate(texts, stop_ids=[])[0].text
+  letters = [one for one in said[1:] if one.isascii() and one.isprintable()]
+  options = {'stop_ids': [], 'stop_strings': letters[:1]}
+  for decoder in (engine, Continuous(engine, PoolSettings(rows=2))):
+    for done in decoder.generate(texts, **options):
+      print('found', done.tokens, done.finish_reason)
+  print('found', list(engine.stream(texts[1], **options)))
+  ids = [engine.input_ids(text) for text in texts]
+  for one in scoring.score(engine.target, engine.params.target, ids, ids):
+    print('found', round(one.total, 2))
+  return 0
+
+sys.exit(processes.run(decode) if int(count) > 1 else decode())
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_two_processes(tokenizer, folder):
+  def run(count):
+    argv = ['-c', ROWS, folder, free_address(), count]
+    ends = ends_of([started(*argv, index) for index in range(count)])
+    assert [status for status, *_ in ends] == [0] * count, ends
+    # Gloo speaks as well.
+    return [
+      [line for line in out.splitlines() if line.startswith('found')]
+      for _, out, _ in ends
+    ]
+
+  (alone,) = run(1)
+  assert len(alone) == 2 + 2 + 1 + 2 and 'stop_string' in ''.join(alone)
+  assert run(2) == [alone, alone]
+
+
+# A server whose target is split over both.
+SERVER = """
+import pathlib, sys, threading, warnings
+import small_vocabulary
+from scheduler_test import Heard, started
+from continuous_test import nothing_compiles
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
+from specdec_jax.partitioning import Placement
+
+warnings.simplefilter('error')
+folder = pathlib.Path(sys.argv[1])
+tokenizer = small_vocabulary.train(folder)
+network = small_vocabulary.network(1)
+weights = [small_vocabulary.weights(network, i) for i in range(2)]
+engine = Engine(
+  *(Model(network, one) for one in weights), tokenizer=tokenizer, gamma=2,
+  max_input_len=8, max_decode_len=12, placement=Placement(data=1, model=2),
+  cache_folder=folder / 'xla')
+texts = ['red', 'a cat', 'blue']
+kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
+want = [engine.generate([text], **kind)[0].tokens
+        for kind in kinds for text in texts]
+scheduler = started(engine, rows=2)
+with nothing_compiles():
+  heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
+  scheduler.take([one.row for one in heard])
+  assert [one.last.completion.tokens for one in heard] == want
+scheduler.stop()
+scheduler.join()
+print('the same')
+"""
+
+
+@pytest.mark.slow
+def test_a_server_whose_target_two_devices_share(tmp_path):
+  ((status, out, err),) = ends_of([started('-c', SERVER, tmp_path, devices=2)])
+  assert status == 0, err
+  assert out.strip() == 'the same'
 
 
 def test_processes_that_do_not_come():

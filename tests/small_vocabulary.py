@@ -1,6 +1,7 @@
-"""A small vocabulary and network."""
+"""Small vocabularies of every kind of file, and a small network."""
 
 import io
+import json
 
 import jax
 import numpy as np
@@ -30,20 +31,107 @@ def train(folder):
   )
 
 
-def train_as_madlad(path, **special):
-  """Writes a vocabulary with MADLAD-400's special ids, or with those given."""
+def sentencepiece_of(path, more=(), **options):
+  """Writes a sentencepiece model of the sentences, and of more."""
   import sentencepiece
 
   proto = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(sentences()),
+    sentence_iterator=iter([*sentences(), *more]),
     model_writer=proto,
-    vocab_size=VOCAB_SIZE,
-    byte_fallback=True,
     minloglevel=2,
-    **({'unk_id': 0, 'pad_id': 1, 'eos_id': 2, 'bos_id': -1} | special),
+    **options,
   )
   path.write_bytes(proto.getvalue())
+  return sentencepiece.SentencePieceProcessor(model_proto=proto.getvalue())
+
+
+def train_as_madlad(path, **special):
+  """Writes a vocabulary with MADLAD-400's special ids, or with those given."""
+  ids = {'unk_id': 0, 'pad_id': 1, 'eos_id': 2, 'bos_id': -1} | special
+  sentencepiece_of(path, vocab_size=VOCAB_SIZE, byte_fallback=True, **ids)
+
+
+def m2m(folder, **settings):
+  """A folder as transformers' `M2M100Tokenizer` reads it."""
+  folder.mkdir(exist_ok=True)
+  model = sentencepiece_of(
+    folder / 'sentencepiece.bpe.model',
+    model_type='bpe',
+    vocab_size=60,
+    hard_vocab_limit=False,
+  )
+  pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
+  special = ['<s>', '<pad>', '</s>', '<unk>']
+  # Another order than the model's, and one piece that has no id.
+  known = special + sorted({*pieces[:-1]} - {*special})
+  ids = {piece: number for number, piece in enumerate(known)}
+  (folder / 'vocab.json').write_text(json.dumps(ids))
+  named = {'language_codes': 'm2m100', 'tokenizer_class': 'M2M100Tokenizer'}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(named | settings))
+  return folder
+
+
+END = '<|endoftext|>'
+
+
+def byte_level(folder, texts=('the red dog', 'the red dogs'), special=(END,)):
+  """A folder with tokenizer.json, and one with the files of GPT-2."""
+  import tokenizers
+
+  made = tokenizers.Tokenizer(tokenizers.models.BPE())
+  level = tokenizers.pre_tokenizers.ByteLevel
+  made.pre_tokenizer = level(add_prefix_space=False)
+  made.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=300,
+    special_tokens=[*special],
+    initial_alphabet=level.alphabet(),
+    show_progress=False,
+  )
+  made.train_from_iterator([*texts] * 9, trainer)
+  one, two = folder / 'one', folder / 'two'
+  one.mkdir()
+  two.mkdir()
+  made.save(str(one / 'tokenizer.json'))
+  made.model.save(str(two))
+  return one, two
+
+
+def as_tokenizer_json(path, folder, added=()):
+  """The pieces of a T5's sentencepiece model as transformers 5 saves them."""
+  import sentencepiece
+  import tokenizers
+
+  model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+  pieces = [
+    (model.id_to_piece(i), model.get_score(i)) for i in range(len(model))
+  ]
+  names = [f'<extra_id_{i}>' for i in reversed(range(100))]
+  made = tokenizers.Tokenizer(
+    tokenizers.models.Unigram(
+      [*pieces, *((name, 0.0) for name in names)], 2, byte_fallback=True
+    )
+  )
+  space = tokenizers.pre_tokenizers.WhitespaceSplit()
+  blank = tokenizers.pre_tokenizers.Metaspace()
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([space, blank])
+  made.decoder = tokenizers.decoders.Sequence(
+    [
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Metaspace(),
+    ]
+  )
+  made.add_special_tokens(['<pad>', '</s>', '<unk>', *names])
+  made.add_tokens(
+    [tokenizers.AddedToken(name, normalized=False) for name in added]
+  )
+  made.post_processor = tokenizers.processors.TemplateProcessing(
+    '$A </s>', special_tokens=[('</s>', 1)]
+  )
+  folder.mkdir(exist_ok=True)
+  made.save(str(folder / 'tokenizer.json'))
+  return folder
 
 
 def byte_fallback(path, *decoders):

@@ -4,18 +4,26 @@ import dataclasses
 import gzip
 import importlib.util
 import json
+import os
+import pathlib
 import sys
 import types
 
 import numpy as np
 import pytest
 
-import task_files
 from specdec_jax.text import metrics, tasks
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import EOS_ID
-from task_files import DATA, ENDE, PAIRS, T5_VOCAB, same, with_end
 
+DATA = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
+T5_VOCAB = DATA / 'vocab' / 't5.spiece.model'
+ENDE = 'translate English to German: '
+PAIRS = [
+  ('the old house', 'das alte Haus'),
+  ('a red tree sleeps here', 'ein roter Baum schläft hier'),
+  ('a dog', ''),
+]
 HAS_SEQIO = importlib.util.find_spec('seqio') is not None
 needs_seqio = pytest.mark.skipif(
   not HAS_SEQIO, reason='needs seqio, the extra [tasks]'
@@ -24,18 +32,59 @@ needs_seqio = pytest.mark.skipif(
 quiet = pytest.mark.filterwarnings('ignore')
 
 
-@pytest.fixture(autouse=True)
-def no_registered_tasks(monkeypatch):
-  monkeypatch.setattr(tasks, '_local', {})
-
-
 @pytest.fixture
-def pairs(tokenizer, folder):
-  return task_files.pairs_task(folder, tokenizer)
+def pairs(folder, tokenizer):
+  """A task over a TSV file of `PAIRS`."""
+  path = folder / 'pairs.tsv'
+  path.write_text(''.join(f'{s}\t{t}\n' for s, t in PAIRS), 'utf-8')
+  return LocalTask('pairs', {'test': path}, tokenizer.path, prefix=ENDE)
+
+
+def to_seqio(task):
+  """The seqio task with the examples of a local one."""
+  import seqio
+  import tensorflow as tf
+
+  signature = dict.fromkeys(('inputs', 'targets'), tf.TensorSpec((), tf.string))
+
+  def read(split, shuffle_files, seed=None):
+    del shuffle_files, seed  # seqio shuffles examples itself
+
+    def generate():
+      for example in task.texts(split):
+        yield {feature: example[feature] for feature in signature}
+
+    return tf.data.Dataset.from_generator(generate, output_signature=signature)
+
+  vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
+  return seqio.Task(
+    task.name,
+    source=seqio.FunctionDataSource(read, splits=tuple(task.files)),
+    preprocessors=[
+      seqio.preprocessors.tokenize,
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={
+      feature: seqio.Feature(vocabulary, add_eos=True) for feature in signature
+    },
+    metric_fns=[metrics.METRICS[name] for name in task.metrics],
+  )
+
+
+def with_end(tokenizer, text):
+  """Ids of a side."""
+  return [*tokenizer.encode(text), EOS_ID]
+
+
+def same(first, second):
+  """Whether two examples have equal features."""
+  return first.keys() == second.keys() and all(
+    np.array_equal(first[key], second[key]) for key in first
+  )
 
 
 def test_a_tsv_task_has_prefix_text_ids_and_end(pairs, tokenizer):
-  made = list(tasks.examples(pairs, 'test'))
+  made = list(pairs.examples('test'))
   for example, (source, target) in zip(made, PAIRS, strict=True):
     assert example['inputs_pretokenized'] == ENDE + source
     assert example['targets_pretokenized'] == target
@@ -45,7 +94,7 @@ def test_a_tsv_task_has_prefix_text_ids_and_end(pairs, tokenizer):
     expected = with_end(tokenizer, target) if target else []
     assert example['targets'].tolist() == expected
   lengths = {'inputs': 6, 'targets': 4}
-  cut = tasks.examples(pairs, 'test', lengths)
+  cut = pairs.examples('test', lengths)
   for short, whole in zip(cut, made, strict=True):
     assert short['inputs'].tolist() == [*whole['inputs'][:5], EOS_ID]
     assert len(short['targets']) == min(4, len(whole['targets']))
@@ -71,14 +120,13 @@ def test_a_jsonl_task_takes_its_fields_and_keeps_the_others(
     targets_field='title',
     metrics=('rouge', 'bleu'),
   )
-  first, second = tasks.examples(task, 'test')
+  first, second = task.examples('test')
   assert first['inputs_pretokenized'] == 'summarize: a house'
   assert first['targets'].tolist() == with_end(tokenizer, 'house')
   assert (first['year'], first['id']) == (2018, 'x')
   assert not {'n', 'source', 'title', 'references'} & set(first)
   assert second['targets_pretokenized'] == 'tree'
   assert second['references'] == ['tree', 'a tree']
-  assert tasks.metrics(task) == [metrics.rouge, metrics.bleu]
 
 
 def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
@@ -89,7 +137,7 @@ def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
     (('test', {'inputs': True}), 'inputs.*got True'),
   ):
     with pytest.raises(ValueError, match=message):
-      tasks.examples(pairs, *arguments)
+      pairs.examples(*arguments)
   other = tmp_path / 'pairs.csv'
   other.write_text('a\tb\n')
   for changes, message in (
@@ -112,36 +160,19 @@ def test_t5_reads_the_bundled_pairs():
   """The ids that T5's own vocabulary gives, known from its publications."""
   file = DATA / 'ende' / 'tatoeba.test.tsv.gz'
   task = LocalTask('tatoeba', {'test': file}, T5_VOCAB, prefix=ENDE)
-  first = next(tasks.examples(task, 'test'))
+  first = next(task.examples('test'))
   # 'translate English to German:'
   assert first['inputs'][:5].tolist() == [13959, 1566, 12, 2968, 10]
   assert first['inputs'][-1] == first['targets'][-1] == EOS_ID
 
 
-def test_a_registered_task_goes_by_its_name(pairs):
-  tasks.register(pairs)
-  tasks.register(pairs)  # the same again is no conflict
-  by_name = list(tasks.examples('pairs', 'test'))
-  assert len(by_name) == len(PAIRS)
-  assert all(map(same, by_name, tasks.examples(pairs, 'test')))
-  for name in ('pairs', 'lm1b_v110'):
-    other = LocalTask(name, pairs.files, pairs.vocab_path)
-    with pytest.raises(ValueError, match=f'already is another task .{name}.'):
-      tasks.register(other)
-
-
-def test_without_seqio_the_error_says_what_to_do(monkeypatch, pairs):
+def test_without_seqio_the_error_says_what_to_do(monkeypatch):
   monkeypatch.setitem(sys.modules, 'seqio', None)
-  tasks.register(pairs)
-  for call in (tasks.splits, tasks.metrics):
-    with pytest.raises(ValueError, match=r'installed: .*specdec_jax\[tasks\]'):
-      call('any')
-  for name, near in (('pair', 'pairs'), ('lm1b_v11', 'lm1b_v110')):
-    with pytest.raises(ValueError, match=f"'{name}' is known.* {near}"):
-      tasks.examples(name, 'test')
-  monkeypatch.delitem(sys.modules, 'seqio')
-  assert tasks.metrics('wmt_t2t_ende_v003') == [metrics.t5_bleu]
-  assert len(list(tasks.examples('pairs', 'test'))) == len(PAIRS)
+  for name, near in (('any', 'None'), ('lm1b_v11', 'lm1b_v110')):
+    with pytest.raises(ValueError, match=f"'{name}'") as caught:
+      tasks.find_one(name)
+    assert 'specdec_jax[tasks]' in str(caught.value)
+    assert near == 'None' or near in str(caught.value)
 
 
 @quiet
@@ -154,21 +185,20 @@ def test_a_task_gives_the_ids_of_its_file(pairs, tokenizer, monkeypatch):
   task = LocalTask(
     'specdec_test', {'train': pairs.files['test']}, tokenizer.path
   )
-  seqio.TaskRegistry.add_provider(task.name, task_files.to_seqio(task))
-  assert tasks.splits('specdec_test') == ['train']
-  sources, targets = tasks.token_lists('specdec_test', 'train')
+  seqio.TaskRegistry.add_provider(task.name, to_seqio(task))
+  there = tasks.find_one(task.name)
+  assert there.training_splits() == task.training_splits() == ['train']
+  sources, targets = tasks.token_lists(there, 'train')
   encode = tokenizer.encode
   assert [x.tolist() for x in sources] == [encode(s) for s, _ in PAIRS]
   assert [x.tolist() for x in targets] == [encode(t) for _, t in PAIRS]
   for lengths in (None, {'inputs': 32, 'targets': 5}):
-    there = tasks.examples(task.name, 'train', lengths)
-    for first, second in zip(
-      there, tasks.examples(task, 'train', lengths), strict=True
-    ):
+    both = (one.examples('train', lengths) for one in (there, task))
+    for first, second in zip(*both, strict=True):
       assert same(first, {key: second[key] for key in first})
   for name, near in (('specdec_tset', task.name), ('lm1b_v11', 'lm1b_v110')):
     with pytest.raises(ValueError, match=f'{name}.*Nearest known: {near}'):
-      tasks.examples(name, 'train')
+      tasks.find(name)
 
 
 @pytest.fixture
@@ -196,6 +226,10 @@ def test_tasks_of_t5_over_prepared_data(
   inputs, targets = ENDE + example['en'], example['de']
   import seqio
 
+  def read(vocabulary, *arguments):
+    (task,) = tasks.find(name, vocabulary)
+    return task.examples(*arguments)
+
   nowhere = types.SimpleNamespace(path='nowhere.model')
   monkeypatch.setattr(seqio.utils.LazyTfdsLoader, '_MEMOIZED_BUILDERS', {})
   seqio.set_tfds_data_dir_override(str(tmp_path))
@@ -203,7 +237,7 @@ def test_tasks_of_t5_over_prepared_data(
     with pytest.raises(
       ValueError, match=f'are not in {tmp_path}/.*Get them by'
     ) as caught:
-      tasks.examples(name, 'test', None, tokenizer)
+      read(tokenizer, 'test')
     dataset = tasks.TASKS[name].tfds
     command = f"tfds.builder('{dataset}', data_dir='{tmp_path}').download_and_"
     assert command in str(caught.value)
@@ -212,11 +246,11 @@ def test_tasks_of_t5_over_prepared_data(
     with pytest.raises(
       ValueError, match="no split 'tset'. Nearest known: test"
     ):
-      tasks.examples(name, 'tset', None, tokenizer)
+      read(tokenizer, 'tset')
     with pytest.raises(ValueError, match="vocabulary 'nowhere.model'"):
-      tasks.examples(name, 'test', None, nowhere)
-    found = list(tasks.examples(name, 'test', {'targets': 4}, tokenizer))
-    by_slice = tasks.examples(name, 'test[:2]', None, tokenizer)
+      read(nowhere, 'test')
+    found = list(read(tokenizer, 'test', {'targets': 4}))
+    by_slice = read(tokenizer, 'test[:2]')
     assert (len(found), len(list(by_slice))) == (3, 2)
   finally:
     seqio.set_tfds_data_dir_override('')
@@ -225,8 +259,9 @@ def test_tasks_of_t5_over_prepared_data(
   assert found[0]['inputs'].tolist() == with_end(tokenizer, inputs)
   cut = [*tokenizer.encode(targets)[:3], EOS_ID]
   assert found[0]['targets'].tolist() == cut
-  names = tasks.TASKS[name].metrics
-  assert tasks.metrics(name) == [metrics.METRICS[metric] for metric in names]
+  (task,) = tasks.find(name, tokenizer)
+  known = [metrics.METRICS[metric] for metric in tasks.TASKS[name].metrics]
+  assert [one.keywords['metric'] for one in task.metric_functions()] == known
 
 
 @quiet
@@ -240,22 +275,22 @@ def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
     task = LocalTask(
       name, pairs.files, pairs.vocab_path, prefix=name, metrics=('bleu',)
     )
-    seqio.TaskRegistry.add_provider(name, task_files.to_seqio(task))
+    seqio.TaskRegistry.add_provider(name, to_seqio(task))
   seqio.MixtureRegistry.add(
     'specdec_both', [('specdec_one', 1), ('specdec_two', 1)]
   )
-  found = list(tasks.examples('specdec_both', 'test'))
+  both = tasks.find('specdec_both')
+  assert [task.name for task in both] == ['specdec_one', 'specdec_two']
+  found = [one for task in both for one in task.examples('test')]
   assert [e['inputs_pretokenized'] for e in found] == [
     name + source
     for name in ('specdec_one', 'specdec_two')
     for source, _ in PAIRS
   ]
-  assert tasks.tasks_of('specdec_both') == ['specdec_one', 'specdec_two']
-  for name in ('specdec_one', 'wmt_t2t_ende_v003', 'file.tsv', pairs):
-    assert tasks.tasks_of(name) == [name]
-  for function in (tasks.metrics, tasks.splits):
-    with pytest.raises(ValueError, match='specdec_both: .* specdec_one'):
-      function('specdec_both')
+  for name in ('specdec_one', 'wmt_t2t_ende_v003'):
+    assert tasks.find_one(name).name == name
+  with pytest.raises(ValueError, match='specdec_both: .* specdec_one'):
+    tasks.find_one('specdec_both')
 
 
 @quiet
@@ -274,7 +309,7 @@ def test_a_seqio_task_keeps_texts_numbers_and_its_postprocessor(pairs):
   def share(targets, predictions):
     return {'share': sum(map(str.__eq__, targets, predictions)) / len(targets)}
 
-  inner = task_files.to_seqio(pairs)
+  inner = to_seqio(pairs)
   seqio.TaskRegistry.add(
     'specdec_labels',
     source=inner.source,
@@ -284,8 +319,8 @@ def test_a_seqio_task_keeps_texts_numbers_and_its_postprocessor(pairs):
     postprocess_fn=lambda text, **_: text.strip().lower(),
   )
   try:
-    found = next(tasks.examples('specdec_labels', 'test'))
-    measure = tasks.metrics('specdec_labels')[0]
+    task = tasks.find_one('specdec_labels')
+    found, (measure,) = next(task.examples('test')), task.metric_functions()
   finally:
     seqio.TaskRegistry.remove('specdec_labels')
   assert found['answers'] == ['Häuser', 'b']

@@ -8,9 +8,10 @@ import shutil
 import pytest
 
 import parity
+import small_vocabulary
 from small_vocabulary import sentences
 from specdec_jax.text.tokenizer import Tokenizer
-from task_files import T5_VOCAB
+from tasks_test import T5_VOCAB
 
 pytestmark = parity.MARKS
 ADDED = ['<hl>', '<sep>', '{', '}', '<think>']
@@ -33,19 +34,11 @@ def texts():
 
 def spiece(folder, **options):
   """A sentencepiece model in a folder."""
-  import sentencepiece
-
   folder.mkdir(parents=True)
-  path = folder / 'spiece.model'
-  with open(path, 'wb') as file:
-    sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter([*sentences(), 'is { 1 } 2 3 4 5 x ,.']),
-      model_writer=file,
-      hard_vocab_limit=False,
-      minloglevel=2,
-      **{'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1},
-      **({'vocab_size': 70} | options),
-    )
+  ids = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
+  options = {'vocab_size': 70, 'hard_vocab_limit': False} | ids | options
+  more = ['is { 1 } 2 3 4 5 x ,.']
+  small_vocabulary.sentencepiece_of(folder / 'spiece.model', more, **options)
   return folder
 
 
@@ -141,33 +134,21 @@ def bpe(pre_tokenizer, normalizer=None, special=(), alphabet=()):
   made.pre_tokenizer = pre_tokenizer
   if normalizer is not None:
     made.normalizer = normalizer
-  made.train_from_iterator(
-    sentences() * 3,
-    tokenizers.trainers.BpeTrainer(
-      vocab_size=600,
-      special_tokens=[*special],
-      initial_alphabet=[*alphabet],
-      show_progress=False,
-    ),
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=600,
+    special_tokens=[*special],
+    initial_alphabet=[*alphabet],
+    show_progress=False,
   )
+  made.train_from_iterator(sentences() * 3, trainer)
   model = json.loads(made.to_str())['model']
-  return model['vocab'], [tuple(one) for one in model['merges']]
+  return model['vocab'], [tuple(merge) for merge in model['merges']]
 
 
-def byte_level(special=()):
-  from tokenizers import pre_tokenizers
-
-  parts = pre_tokenizers.ByteLevel
-  return bpe(parts(add_prefix_space=False), None, special, parts.alphabet())
-
-
-def written(folder, vocab, merges, model_type, **said):
-  """vocab.json and merges.txt."""
+def byte_level(folder, special=()):
+  """A folder with vocab.json and merges.txt."""
   folder.mkdir(parents=True)
-  (folder / 'vocab.json').write_text(json.dumps(vocab), 'utf-8')
-  lines = ['#version: 0.2', *(' '.join(one) for one in merges)]
-  (folder / 'merges.txt').write_text('\n'.join(lines), 'utf-8')
-  return settings(folder, model_type, **said)
+  return small_vocabulary.byte_level(folder, sentences(), special)[1]
 
 
 ROBERTA = dict(
@@ -179,7 +160,7 @@ ROBERTA = dict(
 
 def old_codet5(folder):
   names = ['<pad>', '<s>', '</s>', '<unk>', '<mask>']
-  return written(folder, *byte_level(names), 't5', **ROBERTA)
+  return settings(byte_level(folder, names), 't5', **ROBERTA)
 
 
 def codet5(folder):
@@ -191,16 +172,15 @@ def codet5(folder):
 
 
 def old_qwen(folder):
-  vocab, merges = byte_level()
+  folder = byte_level(folder)
+  size = len(json.loads((folder / 'vocab.json').read_text()))
   names = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
   decoder = {
-    len(vocab) + i: {'content': name, 'special': i < 3}
+    size + i: {'content': name, 'special': i < 3}
     for i, name in enumerate([*names, '<think>'])
   }
-  return written(
+  return settings(
     folder,
-    vocab,
-    merges,
     'qwen2',
     added_tokens_decoder=decoder,
     eos_token='<|im_end|>',
@@ -259,8 +239,9 @@ def llama(folder):
   import tokenizers
   import transformers
 
-  vocab, merges = byte_level()
-  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+  files = byte_level(folder / 'before')
+  paths = [str(files / name) for name in ('vocab.json', 'merges.txt')]
+  made = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*paths))
   parts = tokenizers.pre_tokenizers
   made.pre_tokenizer = parts.Sequence(
     [

@@ -1,104 +1,44 @@
-"""The tokenizer: special ids, round trips, broken model files."""
+"""Vocabularies: every kind of file, and what is no vocabulary."""
 
 import json
+import pathlib
 import shutil
+import types
 
 import pytest
 
 import small_vocabulary
+import specdec_jax
+from small_vocabulary import END, as_tokenizer_json
+from specdec_jax.checkpoints import huggingface
+from specdec_jax.checkpoints.config_json import SpecialIds
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.pair import check_vocabulary_size
+from specdec_jax.models.model import Model
 from specdec_jax.text import tokenizer
+from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer, contradiction
+from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
 
-WORDS = 'the a cat dog sees likes big small house tree and or runs to old new'
-SENTENCES = [
-  f'{a} {b} {c} {d}.'
-  for a in WORDS.split()[:2]
-  for b in WORDS.split()
-  for c in WORDS.split()
-  for d in WORDS.split()[::4]
-]
+SIZE = small_vocabulary.VOCAB_SIZE
+# T5's sentinels follow, and in the folders below two added tokens.
+FIRST, LAST = SIZE + 99, SIZE
 
 
 @pytest.fixture(scope='module')
-def path(tmp_path_factory):
-  path = tmp_path_factory.mktemp('vocabulary') / 'vocab.model'
-  tokenizer.train_tokenizer(SENTENCES, path, vocab_size=285)
-  return path
+def path(_tokenizer):
+  return pathlib.Path(_tokenizer.path)
 
 
-def test_round_trip_by_byte_fallback(path):
-  made = Tokenizer(path)
-  assert (made.pad_id, made.eos_id, made.unk_id) == (0, 1, 2)
-  assert made.vocab_size == 285
-  for text in ('the cat sees a tree.', 'Größe 雪 ☃', ''):
-    ids = made.encode(text)
-    assert made.decode([*ids, 1, 0, 0]) == text
-    assert not {0, 1, 2} & set(ids)
-    assert made.encode_batch([text, text]) == [ids, ids]
-  for token in (-1, 385):  # 285 to 384 are T5's sentinels
-    with pytest.raises(ValueError, match=f'{token} is outside .* of 285'):
-      made.decode([5, token])
+@pytest.fixture(scope='module')
+def bpe(folder):
+  """One vocabulary as tokenizer.json, and as the files of GPT-2."""
+  return small_vocabulary.byte_level(folder)
 
 
-def test_training_is_deterministic(path, tmp_path):
-  again = tokenizer.train_tokenizer(SENTENCES, tmp_path / 'v', vocab_size=285)
-  assert again.fingerprint == Tokenizer(path).fingerprint
-  with pytest.raises(ValueError, match='No vocabulary of 8000 pieces'):
-    tokenizer.train_tokenizer(SENTENCES, tmp_path / 'w')
-  assert not (tmp_path / 'w').exists()
-
-
-def test_special_ids_of_others(tmp_path):
-  """MADLAD-400's file calls its padding <s>."""
-  small_vocabulary.train_as_madlad(tmp_path / 'v', bos_id=1, pad_id=-1)
-  made = Tokenizer(tmp_path / 'v')
-  assert (made.pad_id, made.eos_id, made.unk_id) == (0, 2, 0)
-  ids = made.encode('the old house')
-  assert not {0, 1, 2} & set(ids)
-  assert made.decode([*ids, 2, 0, 0]) == 'the old house'
-  for special, words in (
-    ({'unk_id': 1, 'pad_id': -1}, r'id 0 .* got .*, 2\]'),
-    ({'eos_id': -1}, r'end of sequence.*, -1\]'),
-  ):
-    small_vocabulary.train_as_madlad(tmp_path / 'w', **special)
-    with pytest.raises(ValueError, match=words):
-      Tokenizer(tmp_path / 'w')
-
-
-def as_tokenizer_json(path, folder, added=()):
-  """The pieces of a T5's sentencepiece model as transformers 5 saves them."""
-  import sentencepiece
-  import tokenizers
-
-  model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-  pieces = [
-    (model.id_to_piece(i), model.get_score(i)) for i in range(len(model))
-  ]
-  names = [f'<extra_id_{i}>' for i in reversed(range(100))]
-  made = tokenizers.Tokenizer(
-    tokenizers.models.Unigram(
-      [*pieces, *((name, 0.0) for name in names)], 2, byte_fallback=True
-    )
-  )
-  space = tokenizers.pre_tokenizers.WhitespaceSplit()
-  blank = tokenizers.pre_tokenizers.Metaspace()
-  made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([space, blank])
-  made.decoder = tokenizers.decoders.Sequence(
-    [
-      tokenizers.decoders.ByteFallback(),
-      tokenizers.decoders.Metaspace(),
-    ]
-  )
-  made.add_special_tokens(['<pad>', '</s>', '<unk>', *names])
-  made.add_tokens(
-    [tokenizers.AddedToken(name, normalized=False) for name in added]
-  )
-  made.post_processor = tokenizers.processors.TemplateProcessing(
-    '$A </s>', special_tokens=[('</s>', 1)]
-  )
-  folder.mkdir(exist_ok=True)
-  made.save(str(folder / 'tokenizer.json'))
-  return folder
+@pytest.fixture(scope='module')
+def m2m(folder):
+  return small_vocabulary.m2m(folder / 'm2m')
 
 
 def as_folder(path, folder, **files):
@@ -114,31 +54,66 @@ def as_folder(path, folder, **files):
 def kinds(path, tmp_path_factory):
   """One vocabulary with two added tokens, in every kind of folder."""
   folder = tmp_path_factory.mktemp('kinds')
+  added = {'<hl>': FIRST + 1, '<sep>': FIRST + 2}
   decoder = {
-    385: {'content': '<hl>', 'special': False},
-    386: {'content': '<sep>', 'special': True},
+    i: {'content': name, 'special': name == '<sep>'}
+    for name, i in added.items()
   }
+  config = {'added_tokens_decoder': decoder, 'extra_ids': 100}
+  return (
+    as_tokenizer_json(path, folder / 'json', added),
+    as_folder(path, folder / 'added', added_tokens=added),
+    as_folder(path, folder / 'decoder', tokenizer_config=config),
+  )
+
+
+@pytest.fixture(scope='module')
+def vocabularies(path, kinds, bpe, m2m, folder):
+  """One of every kind -> its padding, end and unknown token."""
+  small_vocabulary.train_as_madlad(folder / 'v', bos_id=1, pad_id=-1)
   return {
-    'tokenizer.json': as_tokenizer_json(
-      path, folder / 'json', ['<hl>', '<sep>']
-    ),
-    'added_tokens.json': as_folder(
-      path, folder / 'added', added_tokens={'<hl>': 385, '<sep>': 386}
-    ),
-    'added_tokens_decoder': as_folder(
-      path,
-      folder / 'decoder',
-      tokenizer_config={'added_tokens_decoder': decoder, 'extra_ids': 100},
-    ),
+    path: (0, 1, 2),
+    **dict.fromkeys(kinds, (0, 1, None)),
+    folder / 'v': (0, 2, 0),  # MADLAD-400's file calls its padding <s>
+    **dict.fromkeys(bpe, (0, 0, 0)),
+    m2m: (0, 2, 3),
   }
+
+
+def test_every_kind_goes_there_and_back(vocabularies, m2m):
+  """Byte fallback, or bytes, have any text; M2M-100 has what it knows."""
+  for place, (pad, eos, unk) in vocabularies.items():
+    made = Tokenizer(place)
+    assert (made.pad_id, made.eos_id) == (pad, eos), place
+    assert unk is None or made.unk_id == unk
+    texts = ['the red dog', 'a cat', '']
+    if place != m2m:
+      texts += ['Größe 雪 ☃', 'grün 5€ 😀']
+    encoded = made.encode_batch(texts)
+    assert encoded == [made.encode(text) for text in texts]
+    for ids, text in zip(encoded, texts, strict=True):
+      assert made.decode([*ids, eos, *[pad] * 2]) == text, place
+      assert not {pad, eos, made.unk_id} & {*ids}
+    for token in (-1, made.vocab_size + 200):
+      words = f'{token} is outside .* of {made.vocab_size}'
+      with pytest.raises(ValueError, match=words):
+        made.decode([*encoded[0], token])
+
+
+def test_training_is_deterministic(path, tmp_path):
+  again = small_vocabulary.train(tmp_path)
+  assert again.fingerprint == Tokenizer(path).fingerprint
+  with pytest.raises(ValueError, match='No vocabulary of 8000 pieces'):
+    tokenizer.train_tokenizer(small_vocabulary.sentences(), tmp_path / 'w')
+  assert not (tmp_path / 'w').exists()
 
 
 @pytest.mark.parametrize(
   'text, want',
   [
-    ('the<hl> cat', ['the', 385, 'cat']),
-    ('a <sep>\nbig  <sep>', ['a', 386, 'big', 386]),
-    ('The <extra_id_0> dog <extra_id_99>', ['The', 384, 'dog', 285]),
+    ('the<hl> cat', ['the', FIRST + 1, 'cat']),
+    ('a <sep>\nbig  <sep>', ['a', FIRST + 2, 'big', FIRST + 2]),
+    ('The <extra_id_0> dog <extra_id_99>', ['The', FIRST, 'dog', LAST]),
     ('tree</s> the', ['tree', 1, 'the']),
     ('<pad>', [0]),
     ('<extra_id_100> <HL> \u2603', ['<extra_id_100> <HL> \u2603']),
@@ -152,7 +127,7 @@ def test_added_tokens_of_every_file(kinds, path, text, want):
     for part in want
     for token in (alone.encode(part) if isinstance(part, str) else [part])
   ]
-  for folder in kinds.values():
+  for folder in kinds:
     made = Tokenizer(folder)
     assert made.encode(text) == ids
     assert made.whole(text) == [*ids, 1]
@@ -161,32 +136,228 @@ def test_added_tokens_of_every_file(kinds, path, text, want):
 
 def test_kinds_of_files_mean_the_same_ids(kinds, path):
   alone = Tokenizer(path)
-  for folder in kinds.values():
+  for folder in kinds:
     made = Tokenizer(folder)
     assert made.fingerprint == alone.fingerprint
     assert not contradiction(made, alone)
-    assert (made.vocab_size, made.eos_id, made.pad_id) == (387, 1, 0)
-    ids = [*alone.encode('the cat'), 384, *alone.encode('sees'), 385, 386, 1]
-    hidden = '' if made.decode([386]) == '' else '<sep>'
+    assert (made.vocab_size, made.eos_id, made.pad_id) == (FIRST + 3, 1, 0)
+    ids = [*alone.encode('the cat'), FIRST, *alone.encode('sees')]
+    ids += [FIRST + 1, FIRST + 2, 1]
+    hidden = '' if made.decode([FIRST + 2]) == '' else '<sep>'
     assert made.decode(ids) == f'the cat<extra_id_0> sees<hl>{hidden}'
     every = Tokenizer(folder, skip_special_tokens=False)
     assert every.decode(ids) == 'the cat<extra_id_0> sees<hl><sep></s>'
     none = Tokenizer(folder, skip_special_tokens=True)
     assert none.decode(ids) == f'the cat sees<hl>{hidden}'
-    assert none.decode([384, *alone.encode('the cat')]) == 'the cat'
+    assert none.decode([FIRST, *alone.encode('the cat')]) == 'the cat'
 
 
 def test_sentinels_of_a_file_are_those_that_the_network_has(path):
   """Only the network says whether they are there, in T5X's checkpoints too."""
   made = Tokenizer(path)
   text = 'the <extra_id_0>'
-  assert made.encode(text)[-1] == 384 and made.vocab_size == 285
-  wide, narrow = made.for_network(512), made.for_network(285)
-  assert wide.encode(text)[-1] == 384 and wide.vocab_size == 385
+  assert made.encode(text)[-1] == FIRST and made.vocab_size == SIZE
+  wide, narrow = made.for_network(512), made.for_network(SIZE)
+  assert wide.encode(text)[-1] == FIRST and wide.vocab_size == FIRST + 1
   assert narrow.decode(narrow.encode(text)) == text
-  assert narrow.vocab_size == 285
+  assert narrow.vocab_size == SIZE
   # Its control tokens are none of a text, as in seqio.
   assert made.decode(made.encode('the </s>')) == 'the </s>'
+
+
+def test_names_of_bpe_are_tokens_or_text(bpe):
+  one, two = map(Tokenizer, bpe)
+  assert one.encode(END) == two.encode(END) == [one.eos_id]
+  for folder in bpe:
+    plain = Tokenizer(folder, split_special_tokens=True)
+    assert plain.eos_id not in plain.encode(END)
+    assert plain.decode(plain.encode(END)) == END
+  texts = ['the red dog', ' the dogs', 'a\n\tb']
+  assert one.encode_batch(texts) == two.encode_batch(texts)
+  assert len(one.encode(texts[0])) < len(texts[0])  # there are merges
+  file = pathlib.Path(one.path, 'tokenizer.json')
+  prints = {made.fingerprint for made in (one, two, Tokenizer(file))}
+  assert prints == {one.fingerprint}
+  with pytest.raises(ValueError, match="eos_token for .* got '<eos>'"):
+    Tokenizer(bpe[0], eos_token='<eos>')
+
+
+def edited(bpe, folder, change):
+  """The vocabulary with something changed in its tokenizer.json."""
+  content = json.loads((bpe[0] / 'tokenizer.json').read_text('utf-8'))
+  change(content)
+  path = folder / 'tokenizer.json'
+  path.write_text(json.dumps(content, indent=1), 'utf-8')
+  return Tokenizer(path)
+
+
+def rewrite(content):
+  """As other versions of the packages write the same."""
+  model = content['model']
+  model['vocab'] = dict(reversed(model['vocab'].items()))
+  model['continuing_subword_prefix'] = model['end_of_word_suffix'] = ''
+  content['added_tokens'][0]['normalized'] = True
+  content['decoder']['trim_offsets'] = False
+
+
+def swap_ids(content):
+  vocab = content['model']['vocab']
+  vocab['a'], vocab['b'] = vocab['b'], vocab['a']
+
+
+def lower(content):
+  content['normalizer'] = {'type': 'Lowercase'}
+
+
+def add_token(content):
+  first = content['added_tokens'][0]
+  content['added_tokens'].append(first | {'id': 268, 'content': '<hl>'})
+
+
+def end_last(content):
+  """Gives the end of sequence the last id, and '!' the first."""
+  vocab = content['model']['vocab']
+  vocab[END], vocab['!'] = vocab['!'], 0
+  content['added_tokens'][0]['id'] = vocab[END]
+
+
+def test_a_fingerprint_is_of_what_ids_mean(bpe, tmp_path):
+  first = Tokenizer(bpe[0])
+  for change in (rewrite, lower, add_token):
+    same = edited(bpe, tmp_path, change)
+    assert same.fingerprint == first.fingerprint, change
+    assert not contradiction(same, first)
+  other = edited(bpe, tmp_path, swap_ids)
+  assert other.fingerprint != first.fingerprint
+  assert "is 'a' and 'b'" in contradiction(first, other)
+
+
+def test_which_files_are_taken(bpe, path, tmp_path):
+  for place in (*bpe, str(bpe[0] / 'tokenizer.json')):
+    assert Tokenizer(place).path == str(place)
+  shutil.copy(path, tmp_path / 'spiece.model')
+  assert Tokenizer(tmp_path).fingerprint == Tokenizer(path).fingerprint
+  shutil.copy(bpe[0] / 'tokenizer.json', tmp_path)
+  with pytest.raises(ValueError, match='two vocabularies: id 0'):
+    Tokenizer(tmp_path)
+  for name in ('none.model', 'none.json'):
+    with pytest.raises(ValueError, match=f'could be read .*{name}'):
+      Tokenizer(tmp_path / name)
+
+
+def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
+  """CodeT5: what is around a text is the same at every door."""
+  names = ('<pad>', '<s>', '</s>', '<unk>', '<mask>')
+  _, folder = small_vocabulary.byte_level(tmp_path, special=names)
+  config = {'cls_token': '<s>', 'sep_token': '</s>', 'eos_token': '</s>'}
+  config |= {'tokenizer_class': 'RobertaTokenizer', 'pad_token': '<pad>'}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(config))
+  vocabulary = Tokenizer(folder)
+  network = small_vocabulary.network(1, vocabulary.vocab_size + 3)
+  params = small_vocabulary.weights(network, 0)
+  ids = SpecialIds(0, (2,), 0)
+  huggingface.save_huggingface(folder, network.config, params, ids=ids)
+  engine = Engine(specdec_jax.load(folder), max_input_len=32, max_decode_len=8)
+  inner = vocabulary.encode('the red dog')
+  whole = [1, *inner, 2]
+  assert engine.input_ids('the red dog') == whole
+  assert engine.input_ids(whole) == engine.input_ids(inner) == whole
+  assert engine.output_ids('the red dog') == whole
+  assert engine.score(['a'], ['the']) == engine.score(
+    ['a'], [[1, *vocabulary.encode('the'), 2]]
+  )
+  path = tmp_path / 'a.tsv'
+  path.write_text('the red dog\tthe dogs\n')
+  (example,) = LocalTask('a', {'test': path}, folder).examples('test')
+  assert example['inputs'].tolist() == whole
+  assert example['targets'].tolist() == engine.output_ids('the dogs')
+  pairs = TokenPairs.from_lists([whole[:-1]], [[3]])
+  packing = PackingConfig((1.0,), (32,), eos_id=vocabulary.eos_id)
+  (batch,) = PackedBatches(pairs, packing, keep_all=True).epoch()
+  assert batch.inputs[0, 0, : len(whole)].tolist() == whole
+
+
+def test_an_encoder_refuses_text_as_its_padding(bpe, tmp_path):
+  """T5's encoder skips id 0; a decoder-only model reads it."""
+  swapped = edited(bpe, tmp_path, end_last)
+  network = small_vocabulary.network(1, swapped.vocab_size)
+  model = Model(network, small_vocabulary.weights(network, 0))
+  with pytest.raises(ValueError, match="id 0 in .*got '!'"):
+    Engine(model, tokenizer=swapped)
+  decoder = small_vocabulary.decoder_only(1)
+  params = small_vocabulary.weights(decoder, 0)
+  Engine(Model(decoder, params), tokenizer=swapped)
+
+
+def test_m2m_ids_are_those_of_the_second_file(m2m):
+  import sentencepiece
+
+  made = Tokenizer(m2m)
+  ids = json.loads((m2m / 'vocab.json').read_text())
+  pieces = {number: piece for piece, number in ids.items()}
+  encoded = made.encode('the dog')
+  assert ''.join(pieces[i] for i in encoded) == '\u2581the\u2581dog'
+  model = sentencepiece.SentencePieceProcessor(
+    str(m2m / 'sentencepiece.bpe.model')
+  )
+  assert encoded != model.encode('the dog')  # Control: they are not its own.
+
+
+def test_m2m_languages_follow_and_have_no_text(m2m, tmp_path):
+  made = Tokenizer(m2m)
+  assert len(made.languages) == 100
+  first = min(made.languages.values())
+  assert made.languages['af'] == first
+  assert made.languages['zu'] == first + 99 == made.vocab_size - 1
+  english = made.languages['en']
+  assert made.decode([english, *made.encode('a cat')]) == 'a cat'
+  folder = small_vocabulary.m2m(tmp_path / 'wmt', language_codes='wmt21')
+  other = Tokenizer(folder)
+  assert list(other.languages) == 'en ha is ja cs ru zh de'.split()
+  assert other.fingerprint != made.fingerprint
+  with pytest.raises(ValueError, match="'m2m100', 'wmt21'"):
+    Tokenizer(small_vocabulary.m2m(tmp_path / 'x', language_codes='all'))
+
+
+def test_m2m_is_what_transformers_has(m2m):
+  transformers = pytest.importorskip('transformers')
+  made = Tokenizer(m2m)
+  languages = made.languages
+  theirs = transformers.M2M100Tokenizer.from_pretrained(
+    made.path,
+    src_lang='en',
+    tgt_lang='de',
+    additional_special_tokens=[f'__{name}__' for name in languages],
+  )
+  assert languages == {name: theirs.get_lang_id(name) for name in languages}
+  texts = ['The red dog sings here', '', 'a cat </s> __de__', 'no\u00ebl 12']
+  for text in [*texts, ' x  y']:
+    want = theirs(text).input_ids
+    have = [languages['en'], *made.encode(text), made.eos_id]
+    assert have == want, text
+    shown = theirs.decode(want, skip_special_tokens=True)  # and stripped
+    assert made.decode(want).strip() == shown
+
+
+@pytest.mark.parametrize(
+  ('pieces', 'ids', 'fits'),
+  [
+    (32_000, 32_128, True),  # T5
+    (256_000, 256_512, True),  # MADLAD-400
+    (50_257, 51_200, True),  # padded to a multiple of 1,024
+    (32_000, 250_112, False),  # T5's with mT5
+    (50_257, 32_128, False),  # GPT-2's with T5
+    (8_001, 8_000, False),
+  ],
+)
+def test_ids_of_a_network_for_a_vocabulary(pieces, ids, fits):
+  made = types.SimpleNamespace(vocab_size=pieces)
+  if fits:
+    check_vocabulary_size('draft', ids, made)
+    return
+  words = f"draft's vocabulary: .*'s {pieces} ids.* got {ids}"
+  with pytest.raises(ValueError, match=words):
+    check_vocabulary_size('draft', ids, made)
 
 
 PART, JSON = 'all', 'as JSON'
@@ -216,10 +387,10 @@ BAD = [
   (
     {
       'spiece.model': PART,
-      CONFIG: {DECODER: {385: {'content': 'x'}}},
-      ADDED: {'y': 385},
+      CONFIG: {DECODER: {400: {'content': 'x'}}},
+      ADDED: {'y': 400},
     },
-    "id 385 in added_tokens.json: expected 'x' .*, got 'y'",
+    "id 400 in added_tokens.json: expected 'x' .*, got 'y'",
   ),
   ({'tokenizer.json': '{"version": "1.0"'}, 'tokenizer.json'),
   ({'tokenizer.json': (JSON, 'model')}, "tokenizer.json.*field 'model'"),
@@ -231,6 +402,20 @@ BAD = [
     'vocab.json',
   ),
 ]
+
+
+# Special ids of a sentencepiece model that are refused.
+BAD_IDS = [
+  ({'unk_id': 1, 'pad_id': -1}, r'id 0 .* got .*, 2\]'),
+  ({'eos_id': -1}, r'end of sequence.*, -1\]'),
+]
+
+
+@pytest.mark.parametrize('special, words', BAD_IDS)
+def test_special_ids_that_are_refused(tmp_path, special, words):
+  small_vocabulary.train_as_madlad(tmp_path / 'w', **special)
+  with pytest.raises(ValueError, match=words):
+    Tokenizer(tmp_path / 'w')
 
 
 @pytest.mark.parametrize('bad, words', BAD)

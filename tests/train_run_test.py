@@ -19,7 +19,6 @@ import pytest
 
 import outputs_test
 import small_vocabulary
-import tokenizer_bpe_test
 from specdec_jax import checkpoints, training
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import gin_flags
@@ -228,7 +227,7 @@ def test_texts_become_pairs(tmp_path, tokenizer):
 
 def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
   """Of a BPE vocabulary by its end of sequence, not by id 0."""
-  folder, _ = tokenizer_bpe_test.train(
+  folder, _ = small_vocabulary.byte_level(
     tmp_path, special=('<x>', '<|endoftext|>')
   )
   tokenizer = Tokenizer(folder)

@@ -283,10 +283,7 @@ def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:
 
 
 _FILE = ('input',)
-_OF_TEXTS = {
-  '--input': {'STDOUT': 'outputs'},
-  '--num-beams': {'DECODER': 'beam'},
-}
+_OF_TEXTS = {'--input': {'STDOUT': 'outputs'}}
 # What the shipped pair needs, and others do not.
 _NO_DEMO = dict.fromkeys(
   ('DRAFT_CHECKPOINT_PATH', 'MODEL_NAME', 'TARGET', 'DRAFT', 'VOCAB_PATH')

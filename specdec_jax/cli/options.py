@@ -30,8 +30,8 @@ _RENAMED = {
   'ReplicaSettings.gpus': 'replica-gpus',
   'ReplicaSettings.most': 'max-replicas',
   # A run's languages are its engine's.
-  'RunOptions.source_lang': '',
-  'RunOptions.target_lang': '',
+  'Options.source_lang': '',
+  'Options.target_lang': '',
   'Tokenizer.path': 'vocab',
   'load.path': 'target',
   'open_tokenizer.path': 'vocab',

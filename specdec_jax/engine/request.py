@@ -98,7 +98,8 @@ class Options:
   """The options of `generate` and `stream`.
 
   Attributes:
-    temperature: one for all texts or one for each; 0 is greedy.
+    temperature: 0 is greedy; above it outputs are sampled. One for all texts
+      or one for each.
     top_k: samples only from the k likeliest tokens, see `SamplingConfig`; 0 is
       off.
     top_p: samples only from the likeliest tokens that together have this
@@ -134,14 +135,14 @@ class Options:
     length_penalty: of a beam search as transformers has it: score = log_prob /
       tokens ** length_penalty; below 0 shorter outputs score better.
     draft_beams: beams of the drafter; None is 2 * `num_beams`.
-    lenience: in (0, 1]; less than 1 accepts more of the drafter's proposals
-      and is lossy: a token may come up to 1 / lenience times as often as it
-      should; at temperature 0 a token may have only `lenience` times the
-      probability of the best token. See `verify`; the plain loop ignores it.
-    verification: how sampled drafts are judged, losslessly either way: 'token',
-      by the paper's Algorithm 1, or 'block', as a whole, which keeps more of
-      them (see `verify_block`). None is 'block', and 'token' where `lenience`
-      is below 1. At temperature 0 both are the same.
+    lenience: below 1 more proposals pass, and the output is lossy. A token may
+      come up to 1 / lenience times as often as it should; at temperature 0 a
+      token may have only `lenience` times the probability of the best token.
+      See `verify`; the plain loop ignores it.
+    verification: how sampled drafts are judged: 'token', by the paper's
+      Algorithm 1, or 'block', as a whole, which keeps more of them. Both are
+      lossless (see `verify_block`). None is 'block', and 'token' where
+      `lenience` is below 1. At temperature 0 both are the same.
 
   Raises:
     ValueError: a value is outside its range.

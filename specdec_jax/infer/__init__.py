@@ -5,18 +5,13 @@ moment and started again.
 """
 
 from specdec_jax.engine.request import Options
-from specdec_jax.infer.data import (
-  DecodeConfig,
-  RunOptions,
-  open_tokenizer,
-)
+from specdec_jax.infer.data import DecodeConfig, open_tokenizer
 from specdec_jax.infer.run import AllFailedError, decode
 
 __all__ = [
   'AllFailedError',
   'DecodeConfig',
   'Options',
-  'RunOptions',
   'decode',
   'open_tokenizer',
 ]

@@ -18,7 +18,6 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import (
   check_at_least,
-  check_choice,
   check_types,
   unexpected,
 )
@@ -34,7 +33,7 @@ from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import local_tasks, tasks
 from specdec_jax.text.chat import template_of
-from specdec_jax.text.local_tasks import BROKEN, LocalTask
+from specdec_jax.text.local_tasks import BROKEN
 from specdec_jax.text.tokenizer import Tokenizer
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
@@ -118,7 +117,7 @@ class DecodeConfig:
   input_file: str = '-'
   output_dir: str | None = None
   _: dataclasses.KW_ONLY
-  mixture_or_task_name: str | LocalTask | None = None
+  mixture_or_task_name: str | tasks.Task | None = None
   tokenizer: Tokenizer | None = None
   drafter: Callable[[], Drafter | Model] | None = None
   options: Options = Options()
@@ -245,9 +244,14 @@ class DecodeConfig:
   @property
   def task_name(self) -> str:
     """The name that a task's results have."""
+    return self.task.name.replace(os.sep, '_')
+
+  @property
+  def task(self) -> tasks.Task:
+    """The task, where `tasks.find` has found it."""
     task = self.mixture_or_task_name
-    name = task.name if isinstance(task, LocalTask) else str(task)
-    return name.replace(os.sep, '_')
+    assert task is not None and not isinstance(task, str)
+    return task
 
   def index(self, number: int) -> int:
     """The index in the task of the shard's example `number`."""
@@ -263,39 +267,6 @@ class DecodeConfig:
     if self.is_task:
       settings['task'] = self.task_name
     return settings
-
-
-@dataclasses.dataclass(frozen=True)
-class RunOptions(Options):
-  """The options of a run; `num_beams` counts where `decoder` is 'beam'.
-
-  Attributes:
-    temperature: 0 is greedy; above it outputs are sampled.
-    lenience: below 1 more proposals pass, and the output is lossy.
-    verification: how sampled drafts are judged, 'token' or 'block'; None is
-      'block' unless lenience is below 1.
-    num_beams: width of a beam search, 4 where only `decoder` asks for one.
-    decoder: 'beam'; or 'sample', which is greedy at temperature 0.
-    return_all_decodes: whether a beam search gives `num_samples` beams, or only
-      the best one.
-
-  Raises:
-    ValueError: an option is out of range.
-  """
-
-  decoder: str = 'sample'
-  return_all_decodes: bool = True
-
-  def __post_init__(self):
-    check_choice('decoder', self.decoder, ('sample', 'beam'))
-    if self.decoder == 'sample':
-      object.__setattr__(self, 'num_beams', None)
-    else:
-      if self.num_beams is None:
-        object.__setattr__(self, 'num_beams', 4)
-      if not self.return_all_decodes:
-        object.__setattr__(self, 'num_samples', 1)
-    super().__post_init__()
 
 
 def open_tokenizer(
@@ -423,8 +394,7 @@ class DataSet:
     Raises:
       ValueError: nothing says how long an output may be.
     """
-    task = config.mixture_or_task_name
-    if task is None:
+    if not config.is_task:
       return {}
     lengths = config.task_feature_lengths or {
       INPUTS: max((len(x.source) for x in self.examples), default=2),
@@ -444,11 +414,9 @@ class DataSet:
       'max_input_len': max(2, lengths[INPUTS] + more),
       'max_decode_len': max(1, lengths[TARGETS]),
     }
-    local = tasks.find_local(task)
-    for name in ('source_lang', 'target_lang'):
-      if getattr(local, name, None) is not None:
-        options[name] = getattr(local, name)
-    return options
+    languages = ('source_lang', 'target_lang')
+    of_task = {name: getattr(config.task, name) for name in languages}
+    return options | {k: v for k, v in of_task.items() if v is not None}
 
 
 def read(config: DecodeConfig) -> DataSet:
@@ -457,26 +425,27 @@ def read(config: DecodeConfig) -> DataSet:
   Raises:
     ValueError: they cannot be read, or all of them are broken.
   """
-  task = config.mixture_or_task_name
-  if task is None:
+  if not config.is_task:
     path = config.input_file
-    lines, broken_off = files.until_broken(local_tasks.read_lines(path))
+    reading = local_tasks.reading(path)
+    lines, broken_off = files.until_broken(
+      local_tasks.read(path, targets_field=None)
+    )
     examples = [
-      Example(x.text, x.text, skipped=_failed(x.error)) for x in lines
+      Example(x['inputs'], x['inputs'], skipped=_failed(x.get(BROKEN)))
+      for x in lines
     ]
-    reading, what = local_tasks.reading(path), f'{path!r}: '
   else:
-    features = tasks.examples(
-      task, config.split, config.task_feature_lengths, config.tokenizer, True
+    features = config.task.examples(
+      config.split, config.task_feature_lengths, True, config.tokenizer
     )
     shard = itertools.islice(features, config.shard_id, None, config.num_shards)
     of_shard, broken_off = files.until_broken(shard)
     examples = [_task_example(config, *pair) for pair in enumerate(of_shard)]
-    local = tasks.find_local(task)
-    reading, what = local.reading(config.split) if local else None, ''
+    reading = config.task.reading(config.split)
   if examples and all(example.skipped for example in examples):
     first = examples[0].skipped
-    raise ValueError(f'{what}{first and first.error}')
+    raise ValueError(first and first.error)
   return DataSet(examples, broken_off, reading)
 
 

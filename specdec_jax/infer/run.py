@@ -45,7 +45,6 @@ from specdec_jax.measure import calibrate, progress
 from specdec_jax.measure.record import seconds_since_start
 from specdec_jax.measure.table import say
 from specdec_jax.text import metrics, tasks
-from specdec_jax.text.local_tasks import find_task
 
 Beside = Mapping[str, Callable[[], str]]
 SUMMARY = 'summary.json'
@@ -102,22 +101,21 @@ def decode(
   if tokenizer is None:
     expected = 'the tokenizer of the models, for a task'
     raise unexpected('DecodeConfig.tokenizer', expected, None)
-  names = tasks.tasks_of(task)
-  if len(names) > 1:
+  sources = tasks.find(
+    task, tokenizer, config.split, config.prefix, config.distinct
+  )
+  if len(sources) > 1:
     make_drafter = config.drafter and functools.cache(config.drafter)
     config = dataclasses.replace(config, drafter=make_drafter)
     if config.task_feature_lengths is not None:  # of all tasks
       config = dataclasses.replace(config, engine=_once(config.engine))
   summaries = {}
-  for name in names:
-    if len(names) > 1:
-      say(console, f'Task {name}')
-    source = find_task(
-      name, config.split, tokenizer, config.prefix, config.distinct
-    )
+  for source in sources:
+    if len(sources) > 1:
+      say(console, f'Task {source.name}')
     of_task = dataclasses.replace(config, mixture_or_task_name=source)
-    summaries[str(name)] = _in_folder(of_task, beside, console)
-  if len(names) == 1:
+    summaries[source.name] = _in_folder(of_task, beside, console)
+  if len(sources) == 1:
     return summaries.popitem()[1]
   return {'kind': 'mixture', 'mixture': str(task), 'tasks': summaries}
 
@@ -649,14 +647,13 @@ def _metrics(
   Raises:
     ValueError: a metric that was named is unknown, or its package is missing.
   """
-  names, task = config.metrics, config.mixture_or_task_name
-  if task is None or config.mode == 'score' or names is None:
+  names = config.metrics
+  if not config.is_task or config.mode == 'score' or names is None:
     return [], None
   if names == 'task':
-    local = tasks.find_local(task)
-    if local is None:
-      return tasks.metrics(task), None
-    names = local.metrics
+    if isinstance(config.task, tasks.SeqioTask):
+      return config.task.metric_functions(), None
+    names = config.task.metrics
     if not names:
       missing = metrics.lack(metrics.bleu)
       if missing or not _references(data):

@@ -8,7 +8,7 @@ are their ids, cut so that the end-of-sequence id still fits into the length.
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
+TRAIN_SPLIT, EVAL_SPLIT = 'train', 'validation'
 BROKEN = '<broken>'  # key of an example: why its line is broken
 # Keys that this module sets; a line's fields with these names are left out.
 _OWN = frozenset((*FEATURES, 'references', BROKEN))
@@ -92,7 +93,7 @@ class LocalTask:
       check_choice('LocalTask.metrics', metric, metrics.METRICS)
 
   def _kind(self, path: str | os.PathLike[str]) -> str:
-    return self.kind or _ending(path)
+    return self.kind or ending_of(path)
 
   def reading(self, split: str) -> str | None:
     """How the file of a split is read, see `reading`."""
@@ -120,22 +121,17 @@ class LocalTask:
       files.BrokenOff: after the examples so far, the rest of the file cannot be
         read.
     """
-    if split not in self.files:
-      near = nearest(split, self.files)
-      raise ValueError(f'The task {self.name!r} has no split {split!r}.{near}')
+    check_split(self.name, split, self.files)
     path = os.fspath(self.files[split])
-    kind, fields = self._kind(path), (self.inputs_field, self.targets_field)
+    fields = (self.inputs_field, self.targets_field)
 
     def generate():
-      for number, line in enumerate(files.lines(path), 1):
-        try:
-          example = parse(line, kind, f'{path!r} line {number}', *fields)
-        except ValueError as error:
-          if not keep_broken:
-            raise
-          yield {'inputs': line.text, 'targets': '', BROKEN: str(error)}
-        else:
-          yield example | {'inputs': self.prefix + example['inputs']}
+      for example in read(path, self._kind(path), *fields):
+        if BROKEN not in example:
+          example['inputs'] = self.prefix + example['inputs']
+        elif not keep_broken:
+          raise ValueError(example[BROKEN])
+        yield example
 
     return _distinct(generate()) if self.distinct else generate()
 
@@ -146,7 +142,25 @@ class LocalTask:
     keep_broken: bool = False,
     tokenizer: Tokenizer | None = None,
   ) -> Iterator[dict[str, Any]]:
-    """The examples of a split; see `tasks.examples`."""
+    """The examples of a split, in their order, once.
+
+    Args:
+      split: such as 'test'.
+      task_feature_lengths: feature -> most ids, the end-of-sequence id
+        included; longer examples are cut. None, and features that are not
+        named, cut nothing.
+      keep_broken: as for `texts`.
+      tokenizer: None is the task's own.
+
+    Returns:
+      Dicts with 'inputs' and 'targets', int32[n], with an end-of-sequence id (a
+      target without text is int32[0]: there is nothing to compare a prediction
+      with); their texts 'inputs_pretokenized' and 'targets_pretokenized'; and
+      the task's other features that are text, numbers, or lists of text.
+
+    Raises:
+      ValueError: as for `texts`, or there is no such feature.
+    """
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
     vocabulary = tokenizer or Tokenizer(self.vocab_path)
@@ -167,6 +181,33 @@ class LocalTask:
 
     return generate()
 
+  def training_splits(self) -> list[str]:
+    """The training split and, if there is one, the held-out split.
+
+    Raises:
+      ValueError: there is no training split.
+    """
+    return training_splits(self.name, self.files)
+
+  def eos_ids(self) -> dict[str, int]:
+    """Feature -> the id of its end of sequence."""
+    return dict.fromkeys(FEATURES, Tokenizer(self.vocab_path).eos_id)
+
+
+def check_split(task: str, split: str, known: Collection[str]) -> None:
+  """Raises ValueError if a task has no such split."""
+  if split not in known:
+    near = nearest(split, known)
+    raise ValueError(f'The task {task!r} has no split {split!r}.{near}')
+
+
+def training_splits(task: str, known: Collection[str]) -> list[str]:
+  """Those of a task's splits that training reads: see `LocalTask`."""
+  if TRAIN_SPLIT not in known:
+    where = f'splits of the task {task!r}'
+    raise unexpected(where, f'{TRAIN_SPLIT!r} among them', sorted(known))
+  return [split for split in (TRAIN_SPLIT, EVAL_SPLIT) if split in known]
+
 
 def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
   """Yields an example for each input; its references are those of all lines."""
@@ -185,14 +226,15 @@ def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     raise broken_off
 
 
-def _ending(path: str | os.PathLike[str]) -> str:
+def ending_of(path: str | os.PathLike[str]) -> str:
+  """The ending of a file's name, without `.gz`."""
   ending = os.path.splitext(os.fspath(path).removesuffix('.gz'))[1]
   return ending.removeprefix('.')
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
   """What a line of a file is, by the file's ending: one of `KINDS`."""
-  ending = _ending(path)
+  ending = ending_of(path)
   return ending if ending in KINDS else 'txt'
 
 
@@ -214,41 +256,54 @@ def reading(
   return f'{path} was read as {how[kind]}.' if kind in how else None
 
 
-def parse(
-  text_line: TextLine,
-  kind: str,
-  place: str,
+def read(
+  path: str,
+  kind: str | None = None,
   inputs_field: str = 'inputs',
   targets_field: str | None = 'targets',
-) -> dict[str, Any]:
-  """The example of a line, whatever reads it; see `LocalTask.texts`.
+) -> Iterator[dict[str, Any]]:
+  """Yields the example of each line of a file; see `LocalTask.texts`.
+
+  A line with invalid UTF-8, too many bytes or another format than its file has
+  gives an example whose `BROKEN` says why, and whose 'inputs' is the line.
+  Empty lines are examples too.
 
   Args:
-    text_line: the line.
-    kind: one of `KINDS`.
-    place: where it is, for the message.
+    path: a file, plain or `.gz`, or a named pipe; '-' is stdin.
+    kind: one of `KINDS`; None is that of its ending.
     inputs_field: as of `LocalTask`.
     targets_field: as of `LocalTask`.
 
   Raises:
-    ValueError: the line has a wrong format.
+    ValueError: as for `files.lines`.
   """
-  try:
-    line, error = text_line
-    if error is not None:
-      raise ValueError(f'{place}: {error}.')
-    if kind == 'jsonl':
-      used = {'inputs': inputs_field, 'targets': targets_field}
-      return _of_object(json_object(line, place), place, used)
-    columns = line.split('\t') if kind == 'tsv' else [line]
-    if len(columns) > 2:
-      given = f'{len(columns)} columns'
-      raise unexpected(place, 'source<TAB>target', given)
-    return dict(zip(FEATURES, [*columns, ''], strict=False))
-  except ValueError as error:
-    # The message quotes parts of the line, such as names of fields.
-    why = files.writable(str(error)[:_MOST_SAID])
-    raise ValueError(why) from error
+  kind = kind or kind_of(path)
+  for number, line in enumerate(files.lines(path), 1):
+    place = f'{path!r} line {number}'
+    try:
+      yield _example(line, kind, place, inputs_field, targets_field)
+    except ValueError as error:
+      # The message quotes parts of the line, such as names of fields.
+      why = files.writable(str(error)[:_MOST_SAID])
+      yield {'inputs': line.text, 'targets': '', BROKEN: why}
+
+
+def _example(
+  line: TextLine,
+  kind: str,
+  place: str,
+  inputs_field: str,
+  targets_field: str | None,
+) -> dict[str, Any]:
+  if line.error is not None:
+    raise ValueError(f'{place}: {line.error}.')
+  if kind == 'jsonl':
+    used = {'inputs': inputs_field, 'targets': targets_field}
+    return _of_object(json_object(line.text, place), place, used)
+  columns = line.text.split('\t') if kind == 'tsv' else [line.text]
+  if len(columns) > 2:
+    raise unexpected(place, 'source<TAB>target', f'{len(columns)} columns')
+  return dict(zip(FEATURES, [*columns, ''], strict=False))
 
 
 def _of_object(
@@ -311,85 +366,18 @@ def json_object(line: str, place: str) -> dict[str, Any]:
   return value
 
 
-def read_lines(path: str) -> Iterator[TextLine]:
-  """Reads one input per line; raises the errors of `files.lines`.
-
-  A line with invalid UTF-8, too many bytes or another format than its file has
-  an error. Empty lines are inputs too. Targets are not looked at.
-
-  Args:
-    path: a file, plain or `.gz`, or a named pipe; '-' is stdin. Its ending says
-      what a line is: inputs<TAB>targets (.tsv), a JSON object with 'inputs'
-      (.jsonl), otherwise the input.
-  """
-  kind = kind_of(path)
-  for number, line in enumerate(files.lines(path), 1):
-    try:
-      example = parse(line, kind, f'line {number}', targets_field=None)
-    except ValueError as error:
-      yield TextLine(line.text, str(error).rstrip('.'))
-    else:
-      yield TextLine(example['inputs'])
-
-
 def read_inputs(path: str) -> list[str]:
-  """The texts of `read_lines`; every line must be usable.
+  """The inputs of `read`; every line must be usable.
 
   A source with several references is there several times in its file, and once
-  among these texts.
+  among these texts. Targets are not looked at.
 
   Raises:
     ValueError: as for `files.lines`; or a line cannot be used, with its number.
   """
   texts = []
-  for text, error in read_lines(path):
-    if error is not None:
-      raise ValueError(f'{path!r} {error}.')
-    texts.append(text)
+  for example in read(path, targets_field=None):
+    if BROKEN in example:
+      raise ValueError(example[BROKEN])
+    texts.append(example['inputs'])
   return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
-
-
-def find_task(
-  task: str | LocalTask,
-  split: str,
-  tokenizer: Tokenizer,
-  prefix: str = '',
-  distinct: bool = False,
-) -> str | LocalTask:
-  """Makes a local task for the path of a file; other tasks stay as they are.
-
-  Args:
-    task: the name of a task, a local task, or the path of a file: `.tsv`
-      (inputs<TAB>targets), `.jsonl` ('inputs' and 'targets'), otherwise one
-      input a line; each also as `.gz`.
-    split: the split that a file is used as.
-    tokenizer: the models' tokenizer.
-    prefix: put before each input of a file.
-    distinct: as of `LocalTask`, for a file.
-
-  Raises:
-    ValueError: there is no such file, or a local task has another vocabulary
-      than the models.
-  """
-  if isinstance(task, str):
-    path = shipped.find(task)
-    if not os.path.isfile(path):
-      if os.sep not in path and _ending(path) not in KINDS:
-        return task
-      files.check_regular(path)
-      kinds = 'a file (.tsv, .jsonl, or lines) or the name of a task'
-      raise unexpected('task', kinds, path, f'You are in {os.getcwd()}.')
-    name = os.path.basename(path).removesuffix('.gz')
-    if _ending(path) in KINDS:
-      name = os.path.splitext(name)[0]
-    vocabulary, kind = tokenizer.path, kind_of(path)
-    task = LocalTask(
-      name, {split: path}, vocabulary, kind, prefix, distinct=distinct
-    )
-  other = Tokenizer(task.vocab_path)
-  for field in ('fingerprint', 'eos_id'):
-    theirs, ours = getattr(other, field), getattr(tokenizer, field, None)
-    if theirs != ours:
-      where = f'{field} of {os.fspath(task.vocab_path)!r}, of {task.name!r}'
-      raise unexpected(where, f"{ours!r}, the models'", theirs)
-  return task

@@ -1,36 +1,42 @@
 """Tasks: named sources of examples, from seqio or from local files.
 
-T5's translation, its summarisation and lm1b are known by the names that T5's
-own code gives them, and read data that TensorFlow Datasets (TFDS) has prepared.
-If a module registers a seqio task of the same name, that task is used instead.
+A `SeqioTask` has the methods of a `LocalTask`. T5's translation, its
+summarisation and lm1b are known by the names that T5's own code gives them, and
+read data that TensorFlow Datasets (TFDS) has prepared. If a module registers a
+seqio task of the same name, that task is used instead.
 
 seqio brings TensorFlow: it is imported when a function here needs it, and
 nowhere else in the library. Names, prefixes and metrics of T5's tasks are those
 of T5's own task definitions (Raffel et al. 2020, appendix D).
 """
 
+import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec_jax import files
 from specdec_jax.checks.fields import nearest, package, unexpected
+from specdec_jax.files import shipped
 from specdec_jax.text import metrics as metrics_lib
 from specdec_jax.text.local_tasks import (
   FEATURES,
+  KINDS,
   LocalTask,
   check_feature_lengths,
+  check_split,
+  ending_of,
+  kind_of,
+  training_splits,
 )
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.vocabulary import SENTENCEPIECE
 
 VOCAB = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
 EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
-EVAL_SPLIT = 'validation'
-TRAIN_SPLIT = 'train'
 
 
 class T5Task(NamedTuple):
@@ -67,227 +73,205 @@ TASKS = {
   'lm1b_v110': T5Task('lm1b:1.1.0', None, 'text'),
 }
 
-_local: dict[str, LocalTask] = {}
 
+@dataclasses.dataclass(frozen=True)
+class SeqioTask:
+  """A task of seqio, with the methods of a `LocalTask`.
 
-def register(task: LocalTask) -> None:
-  """Makes a local task known by its name.
-
-  Raises:
-    ValueError: another local task or a task of T5 has that name.
+  Attributes:
+    task: a `seqio.Task`.
+    source_lang, target_lang: None: those of the engine.
   """
-  if task.name in TASKS or _local.get(task.name, task) != task:
-    raise ValueError(f'There already is another task {task.name!r}.')
-  _local[task.name] = task
 
+  task: Any
+  source_lang = target_lang = None
 
-def examples(
-  name: str | LocalTask,
-  split: str,
-  task_feature_lengths: Mapping[str, int] | None = None,
-  tokenizer: Tokenizer | None = None,
-  keep_broken: bool = False,
-) -> Iterator[dict[str, Any]]:
-  """The examples of a task or mixture, in its order, once.
+  @property
+  def name(self) -> str:
+    """The name of the task."""
+    return self.task.name
 
-  Args:
-    name: name of a seqio task or mixture, of a task of T5 or of a local task;
-      or a local task itself. A mixture's examples are those of its first task,
-      then those of its second, and so on.
-    split: such as 'test'.
-    task_feature_lengths: feature -> most ids, the end-of-sequence id included;
-      longer examples are cut. None, and features that are not named, cut
-      nothing.
-    tokenizer: for local tasks and those of T5: other tasks have their own.
-      None is a local task's own, and T5's, which is read over the network.
-    keep_broken: as for `LocalTask.texts`; only for local tasks.
+  def reading(self, split: str) -> str | None:
+    """None: no file is read by its ending."""
 
-  Returns:
-    Dicts with 'inputs' and 'targets', int32[n], with an end-of-sequence id if
-    the task adds one (a target without text is int32[0]: there is nothing to
-    compare a prediction with); their texts 'inputs_pretokenized' and
-    'targets_pretokenized'; and the task's other features that are text,
-    numbers, or lists of text.
+  def examples(
+    self,
+    split: str,
+    task_feature_lengths: Mapping[str, int] | None = None,
+    keep_broken: bool = False,
+    tokenizer: Tokenizer | None = None,
+  ) -> Iterator[dict[str, Any]]:
+    """The examples of a split, in the task's order; see `LocalTask.examples`.
 
-  Raises:
-    ValueError: there is no such task (with the nearest names), split or
-      feature; seqio is needed and not installed; TFDS has not prepared the data
-      (with the command that does).
-  """
-  lengths = dict(task_feature_lengths or {})
-  local = find_local(name)
-  if local is not None:
-    return local.examples(split, lengths, keep_broken, tokenizer)
-  subtasks = _subtasks(_find(str(name), tokenizer.path if tokenizer else None))
-  for task in subtasks:
-    check_feature_lengths(lengths, task.output_features, task.name)
+    Its vocabularies are its own, and no example is broken.
+
+    Raises:
+      ValueError: there is no such split or feature, a vocabulary cannot be
+        reached, or TFDS has not prepared the data (with the command that does).
+    """
+    del keep_broken, tokenizer
+    task, lengths = self.task, dict(task_feature_lengths or {})
+    check_feature_lengths(lengths, task.output_features, self.name)
     check_prepared(task.source)
-    check_split(task, split)
+    # TFDS reads the part in brackets, as in 'test[:1%]'.
+    check_split(self.name, split.split('[')[0], task.splits)
     check_vocabularies(task)
+    dataset = task.get_dataset(lengths or None, split, shuffle=False)
+    ends = {
+      key: feature.vocabulary.eos_id
+      for key, feature in task.output_features.items()
+    }
+    return (plain(example, ends) for example in dataset.as_numpy_iterator())
 
-  def generate():
-    for task in subtasks:
-      dataset = task.get_dataset(lengths or None, split, shuffle=False)
-      features = task.output_features
-      ends = {key: features[key].vocabulary.eos_id for key in features}
-      for example in dataset.as_numpy_iterator():
-        yield plain(example, ends)
+  def metric_functions(self) -> list[metrics_lib.Metric]:
+    """Functions of the targets' and the predictions' texts that return dicts.
 
-  return generate()
+    They first run the task's postprocessor, without an example.
+    """
+    after = functools.partial(self.task.postprocess_fn, example=None)
+
+    def measure(targets, predictions, metric):
+      return metric(
+        [after(text, is_target=True) for text in targets],
+        [after(text, is_target=False) for text in predictions],
+      )
+
+    metrics = self.task.predict_metric_fns
+    return [functools.partial(measure, metric=metric) for metric in metrics]
+
+  def training_splits(self) -> list[str]:
+    """The training split and, if there is one, the held-out split.
+
+    Raises:
+      ValueError: there is no training split, or TFDS has not prepared the data.
+    """
+    check_prepared(self.task.source)
+    return training_splits(self.name, self.task.splits)
+
+  def eos_ids(self) -> dict[str, int]:
+    """Feature -> the id of its end of sequence.
+
+    Raises:
+      ValueError: one of 'inputs' and 'targets' is missing.
+    """
+    features = self.task.output_features
+    if not {*FEATURES} <= {*features}:
+      where = f'features of the seqio task {self.name!r}'
+      raise unexpected(where, f'{FEATURES} among them', sorted(features))
+    return {key: features[key].vocabulary.eos_id for key in FEATURES}
 
 
-def tasks_of(name: str | LocalTask) -> list[str | LocalTask]:
-  """The names of a seqio mixture's tasks; else the given name or task alone."""
-  if find_local(name) is not None or not _is_registered(str(name)):
-    return [name]
-  seqio, _ = import_seqio()
-  return [task.name for task in _subtasks(seqio.get_mixture_or_task(name))]
+Task = LocalTask | SeqioTask
 
 
-def metrics(name: str | LocalTask) -> list[metrics_lib.Metric]:
-  """The metrics of a task.
+def find(
+  task: str | Task,
+  tokenizer: Tokenizer | None = None,
+  split: str = 'test',
+  prefix: str = '',
+  distinct: bool = False,
+) -> list[Task]:
+  """The task that is meant, or the tasks of a mixture.
 
   Args:
-    name: as for `examples`, but not a mixture of several tasks.
-
-  Returns:
-    Functions of the targets' and the predictions' texts that return dicts; for
-    a seqio task they first run its postprocessor, without an example.
+    task: name of a seqio task or mixture, or of a task of T5; a local task; or
+      the path of a file: `.tsv` (inputs<TAB>targets), `.jsonl` ('inputs' and
+      'targets'), otherwise one input a line; each also as `.gz`.
+    tokenizer: the models' tokenizer, that of a file and of T5's tasks too; None
+      is that of a local task, and T5's, which is read over the network.
+    split: the split that a file is used as.
+    prefix: put before each input of a file.
+    distinct: as of `LocalTask`, for a file.
 
   Raises:
-    ValueError: there is no such task, or seqio is needed and not installed.
+    ValueError: there is no such file or task (with the nearest names); seqio is
+      needed and not installed; or a local task has another vocabulary than the
+      models.
   """
-  local = find_local(name)
-  if local is not None:
-    return [metrics_lib.METRICS[metric] for metric in local.metrics]
-  if str(name) in TASKS and not _is_registered(str(name)):
-    return [metrics_lib.METRICS[m] for m in TASKS[str(name)].metrics]
-  task = _single(str(name))
-  after = functools.partial(task.postprocess_fn, example=None)
-
-  def measure(targets, predictions, metric):
-    return metric(
-      [after(text, is_target=True) for text in targets],
-      [after(text, is_target=False) for text in predictions],
+  if isinstance(task, SeqioTask):
+    return [task]
+  if isinstance(task, str):
+    path = shipped.find(task)
+    is_path = os.sep in path or ending_of(path) in KINDS
+    if tokenizer is None or not (is_path or os.path.isfile(path)):
+      return [*map(SeqioTask, _subtasks(task, tokenizer))]
+    if not os.path.isfile(path):
+      files.check_regular(path)
+      kinds = 'a file (.tsv, .jsonl, or lines) or the name of a task'
+      raise unexpected('task', kinds, path, f'You are in {os.getcwd()}.')
+    name = os.path.basename(path).removesuffix('.gz')
+    if ending_of(path) in KINDS:
+      name = os.path.splitext(name)[0]
+    vocabulary, kind = tokenizer.path, kind_of(path)
+    task = LocalTask(
+      name, {split: path}, vocabulary, kind, prefix, distinct=distinct
     )
+  if tokenizer is not None:
+    other = Tokenizer(task.vocab_path)
+    for field in ('fingerprint', 'eos_id'):
+      theirs, ours = getattr(other, field), getattr(tokenizer, field, None)
+      if theirs != ours:
+        where = f'{field} of {os.fspath(task.vocab_path)!r}, of {task.name!r}'
+        raise unexpected(where, f"{ours!r}, the models'", theirs)
+  return [task]
 
-  return [
-    functools.partial(measure, metric=metric)
-    for metric in task.predict_metric_fns
-  ]
 
-
-def splits(name: str | LocalTask) -> list[str]:
-  """The task's training split and, if it has one, its held-out split.
+def find_one(task: str | LocalTask) -> Task:
+  """`find` for a task by its name, not a mixture of several.
 
   Raises:
-    ValueError: seqio is needed and not installed, or there is no such task or
-      split.
+    ValueError: as for `find`, or it is a mixture.
   """
-  local = find_local(name)
-  known = local.files if local is not None else _task(_name(name)).splits
-  if TRAIN_SPLIT not in known:
-    where = f'splits of the task {_name(name)!r}'
-    raise unexpected(where, f'{TRAIN_SPLIT!r} among them', sorted(known))
-  return [s for s in (TRAIN_SPLIT, EVAL_SPLIT) if s in known]
+  first, *others = find(task)
+  if others:
+    names = [part.name for part in (first, *others)]
+    expected = f'one task, such as {names[0]}'
+    raise unexpected(str(task), expected, f'the tasks {names}')
+  return first
 
 
-def token_lists(
-  name: str | LocalTask, split: str
-) -> tuple[list[Any], list[Any]]:
+def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
   """Source and target ids of a split, in the task's order.
 
   Args:
-    name: a task with the features 'inputs' and 'targets'.
+    task: a task with the features 'inputs' and 'targets'.
     split: such as 'train'.
 
   Returns:
     Two lists of int32[n], without the end-of-sequence id.
 
   Raises:
-    ValueError: seqio is needed and not installed, or the task lacks one of the
-      two features.
+    ValueError: the task lacks one of the two features, or as for its examples.
   """
-  local = find_local(name)
-  if local is not None:
-    ends = dict.fromkeys(FEATURES, Tokenizer(local.vocab_path).eos_id)
-  else:
-    features = _task(_name(name)).output_features
-    if not set(FEATURES) <= set(features):
-      where = f'features of the seqio task {name!r}'
-      raise unexpected(where, f'{FEATURES} among them', sorted(features))
-    ends = {key: features[key].vocabulary.eos_id for key in FEATURES}
+  ends = task.eos_ids()
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
-  for example in examples(name, split):  # the caller decides about lengths
+  for example in task.examples(split):  # the caller decides about lengths
     for key, rows in sides.items():
       ids = example[key]
       rows.append(ids[:-1] if len(ids) and ids[-1] == ends[key] else ids)
   return sides['inputs'], sides['targets']
 
 
-def _name(name: str | LocalTask) -> str:
-  return name.name if isinstance(name, LocalTask) else name
-
-
-def _single(name: str) -> Any:
-  """The seqio task of that name; ValueError if it is a mixture of several."""
-  task, *others = _subtasks(_find(name, None))
-  if others:
-    names = [one.name for one in (task, *others)]
-    raise unexpected(
-      name, f'one task, such as {names[0]}', f'the tasks {names}'
-    )
-  return task
-
-
-def _task(name: str) -> Any:
-  task = _single(name)
-  check_prepared(task.source)
-  return task
-
-
-def find_local(name: str | LocalTask) -> LocalTask | None:
-  """The local task that is given, or has that name; None if there is none."""
-  return name if isinstance(name, LocalTask) else _local.get(name)
-
-
-def _find(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
-  """The seqio task or mixture of that name, tasks of T5 included."""
+def _subtasks(name: str, tokenizer: Tokenizer | None) -> list[Any]:
+  """The seqio tasks of that name, of a mixture its own, T5's included."""
   try:
     seqio, _ = import_seqio()
   except ValueError as error:
     if name in TASKS:
       raise
-    near = nearest(name, {*_local, *TASKS})
     raise ValueError(
-      f'No task {name!r} is known without seqio.{near} {error}'
+      f'No task {name!r} is known without seqio.{nearest(name, TASKS)} {error}'
     ) from error
-  if _is_registered(name):
-    return seqio.get_mixture_or_task(name)
+  known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+  if name in known:
+    return list(seqio.get_subtasks(seqio.get_mixture_or_task(name)))
   if name in TASKS:
-    return t5_task(name, vocab_path)
-  known = {
-    *_local,
-    *TASKS,
-    *seqio.TaskRegistry.names(),
-    *seqio.MixtureRegistry.names(),
-  }
+    return [t5_task(name, tokenizer.path if tokenizer else None)]
   raise ValueError(
-    f'There is no task {name!r}.{nearest(name, known)} Import the module that'
-    ' registers a task of your own first (`import my_tasks` in a gin file).'
+    f'There is no task {name!r}.{nearest(name, known | TASKS.keys())} Import'
+    ' the module that registers a task of your own first (`import my_tasks` in'
+    ' a gin file).'
   )
-
-
-def _is_registered(name: str) -> bool:
-  if 'seqio' not in sys.modules:
-    return False  # then nobody can have registered anything
-  seqio, _ = import_seqio()
-  return name in {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
-
-
-def _subtasks(task_or_mixture: Any) -> list[Any]:
-  seqio, _ = import_seqio()
-  return list(seqio.get_subtasks(task_or_mixture))
 
 
 def import_seqio() -> tuple[Any, Any]:
@@ -363,14 +347,6 @@ def check_prepared(source: Any) -> None:
     f"TensorFlow Datasets' {loader.name} {problem}. Get them by: {command}."
     ' TFDS_DATA_DIR in the environment names another folder.'
   )
-
-
-def check_split(task: Any, split: str) -> None:
-  """Raises ValueError if a seqio task has no such split."""
-  # TFDS reads the part in brackets, as in 'test[:1%]'.
-  if split.split('[')[0] not in task.splits:
-    near = nearest(split, task.splits)
-    raise ValueError(f'The task {task.name!r} has no split {split!r}.{near}')
 
 
 def check_vocabularies(task: Any) -> None:

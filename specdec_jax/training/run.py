@@ -37,6 +37,7 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.text import tasks
 from specdec_jax.text.local_tasks import (
   FEATURES,
+  TRAIN_SPLIT,
   LocalTask,
   check_feature_lengths,
   kind_of,
@@ -302,8 +303,8 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
     ValueError: it does not exist, and there is no text to train it on.
   """
   if run.vocab_path is None:
-    local = None if run.task is None else tasks.find_local(run.task)
-    return None if local is None else Tokenizer(local.vocab_path)
+    task = run.task
+    return Tokenizer(task.vocab_path) if isinstance(task, LocalTask) else None
   if os.path.exists(shipped.find(run.vocab_path)):
     return Tokenizer(run.vocab_path)
   if run.train_file is None or run.train_file.endswith('.npz'):
@@ -334,8 +335,8 @@ def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
     ValueError: data cannot be read, or has ids outside the model's vocabulary.
   """
   if run.task is not None:
-    task = run.task
-    parts = [_task_pairs(run, task, split) for split in tasks.splits(task)]
+    task = tasks.find_one(run.task)
+    parts = [_task_pairs(run, task, split) for split in task.training_splits()]
   else:
     paths = filter(None, (run.train_file, run.eval_file))
     parts = [_file_pairs(run, path) for path in paths]
@@ -354,9 +355,8 @@ def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
   kind = kind_of(path)
   if kind != 'jsonl':
     kind = 'tsv' if run.network.has_encoder else 'txt'
-  files_of = {tasks.TRAIN_SPLIT: path}
-  task = LocalTask(path, files_of, str(run.vocab_path), kind)
-  pairs = _task_pairs(run, task, tasks.TRAIN_SPLIT)
+  task = LocalTask(path, {TRAIN_SPLIT: path}, run.vocab_path, kind)
+  pairs = _task_pairs(run, task, TRAIN_SPLIT)
   sources, targets = map(np.diff, (pairs.inputs_offsets, pairs.targets_offsets))
   lacking = np.flatnonzero((sources > 0) & (targets == 0))
   if run.network.has_encoder and len(lacking):
@@ -364,10 +364,9 @@ def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
   return pairs
 
 
-def _task_pairs(run: TrainRun, task: str | LocalTask, split: str) -> TokenPairs:
+def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> TokenPairs:
   lengths = run.task_feature_lengths or {}
-  name = task.name if isinstance(task, LocalTask) else task
-  check_feature_lengths(lengths, FEATURES, name)
+  check_feature_lengths(lengths, FEATURES, task.name)
   inputs, targets = tasks.token_lists(task, split)
   # The end of sequence has the last place.
   inputs, targets = (
