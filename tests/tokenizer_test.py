@@ -273,7 +273,7 @@ def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
   assert example['targets'].tolist() == engine.output_ids('the dogs')
   pairs = TokenPairs.from_lists([whole[:-1]], [[3]])
   packing = PackingConfig((1.0,), (32,), eos_id=vocabulary.eos_id)
-  (batch,) = PackedBatches(pairs, packing, keep_all=True).epoch()
+  (batch,) = PackedBatches(pairs, packing).epoch()
   assert batch.inputs[0, 0, : len(whole)].tolist() == whole
 
 

@@ -16,16 +16,16 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.drafters.ngram_table import NGramTable, fit
-from specdec_jax.files import TextLine, text_lines, writable
+from specdec_jax.files import text_lines, writable
 from specdec_jax.measure.table import Table, started
-from specdec_jax.text.local_tasks import json_object, kind_of, parse
+from specdec_jax.text.local_tasks import BROKEN, json_object, kind_of, read
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import TokenPairs
 
 _OUTPUT_OF = {
   'txt': 'inputs',
   'tsv': 'targets',
-}  # kind -> what `parse` calls it
+}  # kind -> what `read` calls it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +135,7 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
       yield [*map(int, pairs[index][1]), tokenizer.eos_id]
     return
   kind = kind_of(name)
-  for number, line in enumerate(text_lines(path), 1):
-    place = f'{path!r} line {number}'
-    if kind == 'jsonl':
-      value = _field(place, line, field)
-    else:
-      value = parse(TextLine(line), kind, place)[_OUTPUT_OF[kind]]
+  for place, value in _values(path, kind, field):
     several = is_a(value, list) and not is_a(value, list[int])
     for output in value if several else [value]:
       if is_a(output, list[int]):
@@ -152,6 +147,19 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
         raise unexpected(f'{place}: {field!r}', 'text or ids', value)
       if ids:
         yield ids
+
+
+def _values(path: str, kind: str, field: str) -> Iterator[tuple[str, Any]]:
+  """Yields the place and the output, or outputs, of each line of a file."""
+  if kind == 'jsonl':
+    for number, line in enumerate(text_lines(path), 1):
+      place = f'{path!r} line {number}'
+      yield place, _field(place, line, field)
+    return
+  for number, example in enumerate(read(path, kind), 1):
+    if BROKEN in example:
+      raise ValueError(example[BROKEN])
+    yield f'{path!r} line {number}', example[_OUTPUT_OF[kind]]
 
 
 def _field(place: str, line: str, field: str) -> Any:

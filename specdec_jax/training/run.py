@@ -355,7 +355,7 @@ def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
   kind = kind_of(path)
   if kind != 'jsonl':
     kind = 'tsv' if run.network.has_encoder else 'txt'
-  task = LocalTask(path, {TRAIN_SPLIT: path}, run.vocab_path, kind)
+  task = LocalTask(path, {TRAIN_SPLIT: path}, str(run.vocab_path), kind)
   pairs = _task_pairs(run, task, TRAIN_SPLIT)
   sources, targets = map(np.diff, (pairs.inputs_offsets, pairs.targets_offsets))
   lacking = np.flatnonzero((sources > 0) & (targets == 0))
