@@ -143,3 +143,12 @@ def test_gamma_by_the_number_of_rows(rows, gamma, gammas):
   engine = types.SimpleNamespace(rule=None, drafting_of=Drafting)
   plan = make().plan(rows, engine)
   assert {size: one.gamma for size, one in plan.items()} == gammas
+
+
+@pytest.mark.parametrize('first, expected', [(0.0, 1), (2.0, 4), (3.1, 7)])
+def test_from_which_length_on_it_pays(first, expected):
+  """A call takes 1 ms: at a speed-up of 2 a token wins half of one."""
+  times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': first}}
+  of_two = Choice(1, 1, 2.0, (1.9, 2.1), (1.0, 2.0))
+  record = {'costs': [{'times_ms': times}]}
+  assert make(choices=[of_two], record=record).least_length(1) == expected

@@ -42,23 +42,15 @@ def make_t5(seed: int, layers: int = 1, vocab_size: int = VOCAB_SIZE) -> Model:
   return Model(network, network.init(jax.random.key(seed)))
 
 
-def make_chain(noise: int = 0) -> Model:
-  """A chain, whose programs are compiled in no time; noise makes a drafter."""
-  chain = toy_models.noisy_chain(VOCAB_SIZE, noise)
-  return Model(chain, chain.params)
-
-
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  models = make_chain(), make_chain(1)
-  return Engine(*models, tokenizer=tokenizer.path, gamma=3, **LENGTHS)
+  return toy_models.chain_engine(tokenizer, **LENGTHS)
 
 
 @pytest.fixture
 def chains(tokenizer):
   """An engine that has compiled nothing."""
-  model = make_chain()
-  return Engine(model, model, tokenizer=tokenizer, max_decode_len=9, gamma=2)
+  return toy_models.chain_engine(tokenizer, 0, max_decode_len=9, gamma=2)
 
 
 def tokens_of(completions):
@@ -222,7 +214,7 @@ BEAMS = {'num_beams': 2}
     ({'speculative': 'no'}, 'speculative'),
     ({'batch_size': 0}, 'batch_size'),
     ({'temperature': -0.1}, 'temperature'),
-    ({'temperature': [0.0, 1.0]}, 'each of 4 examples'),
+    ({'temperature': [0.0, 1.0]}, 'each of 4 texts'),
     ({'top_p': 0.0}, 'top_p'),
     ({'top_p': 1e-60}, 'top_p'),  # 0 in float32
     ({'lenience': HUGE}, 'lenience'),

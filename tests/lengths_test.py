@@ -9,7 +9,7 @@ from specdec_jax import analysis
 from specdec_jax.drafters.length import unsure_below
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, CalibrationError
-from specdec_jax.measure import acceptance, calibrate
+from specdec_jax.measure import calibrate
 from specdec_jax.measure.acceptance import Output
 from specdec_jax.models import backend
 from specdec_jax.types import LengthRule
@@ -110,16 +110,3 @@ def test_a_calibration_keeps_the_rule_and_needs_its_table(tmp_path):
   for without in (calibrated(None, TABLE), calibrated(prices, None)):
     with pytest.raises(CalibrationError, match='table of confidence'):
       without.rule(1)
-
-
-def test_the_spread_is_that_of_texts_and_not_of_chance():
-  """200 texts whose rates differ by .1 from their mean, or not at all."""
-  rng = np.random.default_rng(1)
-  for spread in (0.1, 0.0):
-    rates = 0.6 + spread * rng.choice([-1.0, 1.0], 200)
-    betas = (rng.random((200, 50)) < rates[:, None]).astype(float)
-    outputs = [Output(row, row, i) for i, row in enumerate(betas)]
-    found = acceptance._spread(outputs)
-    assert found == pytest.approx(spread, abs=0.03)
-  nothing = np.zeros(0)
-  assert acceptance._spread([Output(nothing, nothing, 'a')] * 3) == 0.0

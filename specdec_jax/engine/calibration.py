@@ -16,7 +16,6 @@ from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
-from specdec_jax.engine.completion import UsualAcceptance
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Drafting
 from specdec_jax.files import same_run
@@ -154,8 +153,6 @@ class Calibration:
       order.
     record: everything that was measured, for readers and reports.
     confidence: confidence -> acceptance, of a drafter whose drafts can adapt.
-    spread: standard deviation of the acceptance between texts; None if
-      unknown.
     beams: how a beam search is quickest; None where none was measured.
   """
 
@@ -165,7 +162,6 @@ class Calibration:
   choices: Sequence[Choice]
   record: Mapping[str, Any]
   confidence: Confidence | None = None
-  spread: float | None = None
   beams: BeamChoice | None = None
 
   def beams_of(self, num_beams: int | None) -> BeamChoice:
@@ -183,21 +179,6 @@ class Calibration:
         f' --num-beams {num_beams}`, or leave the calibration out.'
       )
     return self.beams
-
-  def usual(self, rows: int, adapts: bool) -> UsualAcceptance | None:
-    """The acceptance of the texts that were measured; None if unknown.
-
-    Args:
-      rows: rows that are decoded together.
-      adapts: whether drafts end early by `rule`.
-    """
-    choice = self.at(rows)
-    mean = choice.acceptance
-    if adapts:
-      mean = None if choice.prices is None else choice.prices.acceptance
-    if mean is None or self.spread is None:
-      return None
-    return UsualAcceptance(mean, self.spread)
 
   def rule(self, rows: int) -> LengthRule:
     """When a draft ends whose length adapts, with so many rows.
@@ -232,7 +213,9 @@ class Calibration:
     choice = self.at(rows)
     if not choice.gamma:
       return 0
-    return least_length(self.times_ms(rows), choice.expected_speed_up)
+    # The drafter reads the input first, which takes as long for any output.
+    won = 1 - 1 / choice.expected_speed_up
+    return max(1, math.ceil(self.first_calls(rows) / won))
 
   def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
     """What was timed for a number of rows, as a benchmark's record has it."""
@@ -242,7 +225,8 @@ class Calibration:
   def first_calls(self, rows: int) -> float:
     """What the drafter takes to read an input, in calls over one token."""
     times = self.times_ms(rows)
-    return first_ms(times) / times['call_1']['median']
+    first = times.get('draft_encoder', {'median': 0.0})['median']
+    return first / times['call_1']['median']
 
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
     """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
@@ -317,26 +301,6 @@ def device_name() -> str:
   return str(device.device_kind)
 
 
-def least_length(
-  times_ms: Mapping[str, Mapping[str, float]], speed_up: float
-) -> int:
-  """Tokens of an output from which on a speed-up above 1 pays.
-
-  The drafter reads the input first, which takes as long for any output.
-
-  Args:
-    times_ms: as a benchmark's record has them.
-    speed_up: of a token.
-  """
-  won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
-  return max(1, math.ceil(first_ms(times_ms) / won))
-
-
-def first_ms(times_ms: Mapping[str, Mapping[str, float]]) -> float:
-  """What the drafter takes to read an input, in a benchmark's record."""
-  return times_ms.get('draft_encoder', {'median': 0.0})['median']
-
-
 def load(path: str) -> Calibration:
   """Reads a calibration that `Calibration.save` wrote.
 
@@ -347,6 +311,7 @@ def load(path: str) -> Calibration:
     content = files.read_json(path)
     kind = content.pop('kind')
     version = content.pop('version', _VERSION)
+    content.pop('spread', None)  # between texts, in files of 0.2
     if (kind, version) != (_KIND, _VERSION):
       raise ValueError(f'{kind!r} of version {version!r}')
     content['choices'] = tuple(_choice(**one) for one in content['choices'])

@@ -100,7 +100,6 @@ class Answer:
     }
     self._num_choices = len(request.prompts) * request.n
     self._done: dict[int, Completion] = {}
-    self._num_drafted = 0
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     with naming_the_field():
       self.rows: list[ServedRow] = [
@@ -142,8 +141,7 @@ class Answer:
       if completion.finish_reason == 'error':
         message = str(completion.error)
         raise ApiError(message, status=500, kind='server_error')
-      self._metrics.ended(completion, update.num_drafted)
-    self._num_drafted += update.num_drafted * len(done)
+      self._metrics.ended(completion)
     self._done |= done
     return index, update
 
@@ -310,7 +308,7 @@ class Answer:
     speculates = any(len(counts.histogram) > 1 for counts in stats)
     if self.request.use_beam_search or not speculates:
       return {}
-    counts = speculative_metrics(self._done.values(), self._num_drafted)
+    counts = speculative_metrics(self._done.values())
     return {'metrics': {'speculative_decoding': counts}}
 
   def _counts(self) -> dict[str, Any]:
@@ -390,9 +388,7 @@ def _finite(value: float | None) -> float | None:
   return value if value is not None and math.isfinite(value) else None
 
 
-def speculative_metrics(
-  completions: Iterable[Completion], num_drafted: int
-) -> dict[str, Any]:
+def speculative_metrics(completions: Iterable[Completion]) -> dict[str, Any]:
   """What speculation did for a request, in the words of vLLM."""
   counts = total(done.stats for done in completions)
   steps, accepted = counts.num_target_calls, counts.num_accepted
@@ -403,9 +399,9 @@ def speculative_metrics(
     'acceptance_histogram': list(counts.histogram),
     'num_spec_steps': steps,
     'num_accepted_draft_tokens': accepted,
-    'num_draft_tokens': num_drafted,
+    'num_draft_tokens': counts.num_drafted,
     'num_tested': counts.num_tested,
-    'num_passed': counts.passed,
+    'num_passed': counts.num_passed,
     'num_spec_tokens': len(counts.histogram) - 1,
     **({'fallback_rounds': rested} if rested else {}),
   }
