@@ -17,7 +17,11 @@ from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import CalibrationError, Confidence, Prices
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import as_gamma
-from specdec_jax.engine.scheduler import Continuous, PoolSettings, Slots
+from specdec_jax.engine.scheduler import (
+  Continuous,
+  DraftPolicy,
+  PoolSettings,
+)
 from specdec_jax.infer import run
 from specdec_jax.infer.data import Example, Item
 from specdec_jax.measure import record
@@ -166,7 +170,6 @@ def test_what_a_run_with_a_calibration_does(tokenizer, tmp_path):
   assert engine.gamma == 2 and engine.rule is None
   engine = make(tokenizer)
   for changes, message in (
-    ({'fingerprints': {'target': 'x', 'draft': 'y'}}, 'draft was'),
     ({'device': 'abacus'}, "device was 'abacus'"),
     ({'confidence': None}, 'table of confidence'),
   ):
@@ -208,7 +211,7 @@ def test_a_gamma_that_the_rule_does_not_reach_is_refused(tokenizer):
     Continuous(engine, settings).generate(TEXTS)
 
 
-def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer, monkeypatch):
+def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer):
   costs = of_round_costs(np.ones(3))
   engine = make(tokenizer, gamma=2, fallback=costs)
   for gamma in (2, 4):  # a `Fallback` is of one gamma: others are guessed
@@ -217,15 +220,8 @@ def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer, monkeypatch):
     assert (request.fallback is costs) == (gamma == 2)
   plain = engine.text_batch(TEXTS[:1], speculative=False).request
   assert plain.fallback is None and plain.rule is None
-  seen = {}
-  run = Slots.run
-
-  def listen(slots, rounds, enough, drafting, simply):
-    seen[drafting.gamma] = drafting.fallback
-    return run(slots, rounds, enough, drafting, simply)
-
-  monkeypatch.setattr(Slots, 'run', listen)
-  pool = Continuous(engine, PoolSettings(gammas={2: 5, 1: 2}))
-  want = engine.generate(TEXTS, speculative=False)
-  assert [one.text for one in pool.generate(TEXTS)] == [o.text for o in want]
-  assert len(seen[5].costs) == 6 and seen[2] is costs
+  settings = PoolSettings(gammas={2: 5, 1: 2})
+  policy = DraftPolicy(engine, settings, engine.request(TEXTS[:2]))
+  large, small = (policy.of(rows, True, False) for rows in (2, 1))
+  assert (large.gamma, len(large.fallback.costs)) == (5, 6)
+  assert (small.gamma, small.fallback) == (2, costs)

@@ -88,8 +88,13 @@ def same(have, want):
     )
 
 
-def test_samples_do_not_depend_on_slots_or_neighbours(engine, decoder):
-  want = engine.generate(TEXTS, **SAMPLED)
+@pytest.fixture(scope='module')
+def want(engine):
+  """What the engine gives for `SAMPLED`, all together."""
+  return engine.generate(TEXTS, **SAMPLED)
+
+
+def test_samples_do_not_depend_on_slots_or_neighbours(decoder, want):
   have = decoder.generate(TEXTS, **SAMPLED)
   same(have, want)
   assert len({len(one.tokens) for one in want}) > 3
@@ -112,9 +117,8 @@ def test_completions_come_when_they_are_finished(decoder):
   assert len(jax.live_arrays()) == buffers
 
 
-def test_rows_come_while_others_run_and_are_cancelled(engine, decoder):
+def test_rows_come_while_others_run_and_are_cancelled(engine, decoder, want):
   """Waiting or running, those that nobody wants give nothing; others theirs."""
-  want = engine.generate(TEXTS, **SAMPLED)
   batch = engine.text_batch(TEXTS, True, **SAMPLED)
   rows = decoder._rows(batch)
   scheduler = decoder._scheduler(batch, rows)
@@ -133,11 +137,10 @@ def test_rows_come_while_others_run_and_are_cancelled(engine, decoder):
   assert not scheduler.has_work
 
 
-def test_bad_texts_are_reported_and_the_rest_goes_on(engine, decoder):
+def test_bad_texts_are_reported_and_the_rest_goes_on(engine, decoder, want):
   bad = {2: 'the dog ' * 90, 5: '', 7: [3, 999]}
   texts = [bad.get(i, text) for i, text in enumerate(TEXTS)]
   have = decoder.generate(texts, **SAMPLED)
-  want = engine.generate(TEXTS, **SAMPLED)
   rest = [i for i in range(len(TEXTS)) if i not in bad]
   same([have[i] for i in rest], [want[i] for i in rest])
   assert have[2].finish_reason == have[7].finish_reason == 'error'
@@ -198,11 +201,12 @@ def test_bad_settings(changes):
     PoolSettings(**changes)
 
 
-def test_samples_have_the_engines_gamma(engine):
+@pytest.mark.slow
+def test_samples_have_the_engines_gamma(engine, want):
   """Whatever greedy rows of that pool would have."""
   decoder = Continuous(engine, PoolSettings(gammas={4: 0}))
   have = decoder.generate(TEXTS, **SAMPLED)
-  same(have, engine.generate(TEXTS, **SAMPLED))
+  same(have, want)
   assert set(decoder.rounds) == {GAMMA}
 
 
@@ -241,7 +245,12 @@ def test_pools_are_multiples_of_the_devices(
   assert settings.pool_sizes(devices) == sizes
   engine = types.SimpleNamespace(drafting_of=Drafting, batch_multiple=devices)
   request = types.SimpleNamespace(gamma=2, rule=None, fallback=None)
-  assert DraftPolicy(engine, settings, request).gammas == become
+  policy = DraftPolicy(engine, settings, request)
+  assert policy.gammas == become
+  # A sample has the engine's gamma, whatever greedy rows of its pool have.
+  for size in sizes:
+    gammas = [policy.of(size, varies, False).gamma for varies in (True, False)]
+    assert gammas == [become.get(size, 2), 2]
 
 
 # A data set: bad lines, and going on after a kill.

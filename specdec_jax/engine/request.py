@@ -570,7 +570,7 @@ class TextBatch:
       if isinstance(values, float | int | None) or len(values) == num_texts:
         continue
       raise unexpected(name, f'one for each of {num_texts} texts', values)
-    ids = options.example_ids or ()
+    ids = () if options.example_ids is None else options.example_ids
     if any(not 0 <= number < 1 << _KEY_BITS for number in ids):
       raise unexpected('example_ids', 'numbers in [0, 2**32)', ids)
 
@@ -628,7 +628,6 @@ class TextBatch:
     example = number
     if options.example_ids is not None:
       example = options.example_ids[number]
-    max_length = options.max_length or self._engine.max_decode_len
     has_encoder = self._target.has_encoder
     prompt = self._prompt(number) if has_encoder else ids
     width = 1
@@ -641,15 +640,15 @@ class TextBatch:
     if not has_encoder:  # prompts are texts, limited as such
       prompt_width = min(prompt_width, most)
     return TextRow(
-      index,
-      ids if has_encoder else (),
-      prompt,
-      (width, prompt_width if self._has_prompts else 1),
-      options,
-      example_id(example, sample),
-      temperature,
-      self._stop_ids,
-      max_length,
+      index=index,
+      inputs=ids if has_encoder else (),
+      prompt=prompt,
+      widths=(width, prompt_width if self._has_prompts else 1),
+      options=options,
+      example_id=example_id(example, sample),
+      temperature=temperature,
+      stop_ids=self._stop_ids,
+      max_length=options.max_length or self._engine.max_decode_len,
     )
 
   @property
