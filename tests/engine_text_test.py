@@ -62,11 +62,11 @@ def test_stop_strings(scripted, stops):
   options = dict(stop_strings=stops)
   done = scripted.generate(['a'], **options)[0]
   pieces = list(scripted.stream('a', **options))
-  assert ''.join(pieces) == done.text and len(pieces) > 3
+  assert ''.join(pieces) == done.text
   assert list(scripted.stream('')) == []
   found = [text.find(stop) for stop in stops if stop in text]
   if not found:
-    assert done == whole
+    assert done == whole and len(pieces) > 3
     return
   assert done.finish_reason == 'stop_string'
   assert done.text == text[: min(found)]

@@ -13,14 +13,12 @@ import toy_models
 from continuous_test import make_texts, nothing_compiles
 from specdec_jax.engine.calibration import (
   Calibration,
-  CalibrationError,
   Choice,
 )
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import record
-from specdec_jax.serving import worker
 from specdec_jax.serving.settings import ServeSettings
-from specdec_jax.serving.worker import Busy, Stopped, Worker
+from specdec_jax.serving.worker import Stopped, Worker
 
 STOPS = tuple(range(3, small_vocabulary.VOCAB_SIZE, 36))
 TEXTS = [text for text in make_texts(24) if len(text) < 60]
@@ -161,6 +159,7 @@ def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
       have = [x for news in one.news for x in news.log_probs]
       np.testing.assert_allclose(have, want.log_probs, atol=1e-4)
   assert max(len(one.news) for one in heard) > 2, 'nothing was streamed'
+  assert ask(scheduler, '').finish_reason == 'empty'
 
 
 def wait_until(condition):
@@ -176,25 +175,6 @@ def test_deadlines_in_the_queue_and_in_a_slot(scheduler):
     one.row.deadline = 0.0
   scheduler.take([one.row for one in heard])
   assert [one.last.error for one in heard] == [None, 'deadline'] * 4
-
-
-def test_a_full_queue_refuses_and_a_stop_ends_what_waits(engine, monkeypatch):
-  small = started(engine, whole=False, rows=1, max_waiting=2)
-  rows = [Heard(small, text) for text in TEXTS[:4]]
-  with pytest.raises(Busy, match='more than 2'):
-    small.take([one.row for one in rows])
-  small.take([one.row for one in rows[:2]])
-  assert all(one.last.completion for one in rows[:2])
-  assert ask(small, '').finish_reason == 'empty'
-  # Told to stop, it takes nothing more; what it does not get to ends.
-  monkeypatch.setattr(small, '_fill', lambda: time.sleep(0.001))
-  small.take([one.row for one in rows[2:]])
-  small.refuse('The server is stopping.')
-  with pytest.raises(Stopped, match='stopping'):
-    small.take([rows[0].row])
-  small.stop()
-  small.join()
-  assert [one.last.error for one in rows[2:]] == ['stopped'] * 2
 
 
 def test_rows_are_themselves_whatever_is_compiled(simple, monkeypatch):
@@ -251,12 +231,6 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
   assert 'no device' in made.failure and not made.is_compiled
   with pytest.raises(Stopped, match='failed'):
     made.take([heard[0].row])
-
-
-def test_rows_over_devices_are_refused(engine, monkeypatch):
-  monkeypatch.setattr(Engine, 'batch_multiple', 2)
-  with pytest.raises(ValueError, match='Placement'):
-    Worker(engine, ServeSettings())
 
 
 # By a calibration, with drafts that adapt, with rests.
@@ -329,16 +303,19 @@ def test_where_no_draft_pays_the_drafter_is_left_out(simple):
   assert Worker(simple, told, never).speculates
 
 
-def test_calibrations_of_something_else_are_refused(simple, tokenizer):
-  measured = calibration_of(simple)
-  settings = ServeSettings(rows=2)
+def test_what_no_worker_can_do_is_refused(simple, tokenizer, monkeypatch):
+  settings, measured = ServeSettings(rows=2), calibration_of(simple)
   other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
-  with pytest.raises(CalibrationError, match='made for something else'):
-    worker.Worker(simple, settings, other)
   given = dataclasses.replace(settings, gammas={2: 3})
-  with pytest.raises(ValueError, match='gammas'):
-    worker.Worker(simple, given, measured)
   model = toy_models.chain_model(small_vocabulary.VOCAB_SIZE)
   alone = Engine(model, tokenizer=tokenizer)
-  with pytest.raises(ValueError, match='drafter'):
-    worker.Worker(alone, settings, measured)
+  for engine, asked, calibration, message in (
+    (simple, settings, other, 'made for something else'),
+    (simple, given, measured, 'gammas'),
+    (alone, settings, measured, 'drafter'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      Worker(engine, asked, calibration)
+  monkeypatch.setattr(Engine, 'batch_multiple', 2)
+  with pytest.raises(ValueError, match='Placement'):
+    Worker(simple, settings)

@@ -229,14 +229,14 @@ class Engine:
     self.source_lang, self.target_lang = source_lang, target_lang
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = models_of(target, drafter)
-    pair = placed_pair(target, drafter, placement, draft_placement)
+    self.target, drafter, self.params, self.fingerprints = placed_pair(
+      target, drafter, placement, draft_placement
+    )
     self.room.placed()
-    self.target, self.params = pair.target, pair.params
-    self.fingerprints = pair.fingerprints
     plain = PairParams(self.params.target, None)
     self._loops = {False: (Loop(self.target), plain)}
-    if pair.drafter is not None:
-      self._loops[True] = Loop(self.target, pair.drafter), self.params
+    if drafter is not None:
+      self._loops[True] = Loop(self.target, drafter), self.params
     self._programs = LoopPrograms(self._loops, self.room, partition)
     self._pools: dict[PoolSettings, Continuous] = {}
     self._pool_programs: dict[Any, PoolPrograms] = {}

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,33 +40,22 @@ _EXAMPLES = 3
 _PLAINLY = 'decode plainly (speculative=False; --mode plain)'
 
 
-class PlacedPair(NamedTuple):
-  """A target and its drafter on their devices, as the loops take them.
-
-  Attributes:
-    target: the target's network; over several devices, as `follow` gives it.
-    drafter: the drafter, or None.
-    params: the parameters of both, as they are placed; the drafter's are None
-      if there is no drafter.
-    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
-      loaded; that of a drafter that is not a small model ends with its name.
-  """
-
-  target: LanguageModel
-  drafter: Drafter | None
-  params: PairParams
-  fingerprints: dict[str, str]
-
-
 def placed_pair(
   target: Model,
   drafter: Drafter | None,
   placement: partitioning.Placement,
   draft_placement: partitioning.Placement,
-) -> PlacedPair:
+) -> tuple[LanguageModel, Drafter | None, PairParams, dict[str, str]]:
   """Reads parameters that have not been read, and puts all on the devices.
 
   The drafter comes first: it is read quickly, so its errors show early.
+
+  Returns:
+    The target's network, over several devices as `follow` gives it; the
+    drafter, or None; the parameters of both, as the loops take them (the
+    drafter's are None if there is none); and 'target' and 'draft' ->
+    `disk_arrays.fingerprint` of what was loaded, where that of a drafter that
+    is not a small model ends with its name.
 
   Raises:
     ValueError: a checkpoint is broken, or cannot be split as a placement says;
@@ -95,7 +84,7 @@ def placed_pair(
     _check_made_for(asked, target, read, prints['target'], dtype)
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
-  return PlacedPair(network, drafter, params, prints)
+  return network, drafter, params, prints
 
 
 def _check_made_for(

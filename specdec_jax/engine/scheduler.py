@@ -563,10 +563,11 @@ class Scheduler:
     self._fill()
     self._advance()
     # The device is busy from here until its answer.
-    updates = [(row, self._last_update(row, view, slot)) for row, slot in done]
-    for slot, row in self._streaming:
-      updates.append((row, self._next_update(row, view, slot)))
-    return updates
+    ended = [(row, self._update(row, view, slot, True)) for row, slot in done]
+    return ended + [
+      (row, self._update(row, view, slot, False))
+      for slot, row in self._streaming
+    ]
 
   def rehearse(
     self, rows: Sequence[Row], size: int, then: Sequence[int] = ()
@@ -727,28 +728,25 @@ class Scheduler:
 
   # What a step says of rows.
 
-  def _last_update(self, row: Row, view: PoolView, slot: int) -> Update:
-    """The whole output of a row."""
-    done = row.batch.completion(view.generation, slot)
-    log_probs = done.log_probs if row.batch.options.log_probs else []
-    return Update(
-      done.text[row.num_sent :],
-      done.tokens[row.num_told :],
-      log_probs[row.num_told :],
-      completion=done,
-      round=row.last_round(view, slot) if row.shows_rounds else None,
-    )
-
-  def _next_update(self, row: Row, view: PoolView, slot: int) -> Update:
-    """What is new of a row that streams, of the text that will not change."""
-    generation = view.generation
-    tokens: Any = generation.tokens[slot, : generation.length[slot]]
-    text = row.read(generation, slot).ready
-    log_probs: Any = generation.log_probs[slot, row.num_told : len(tokens)]
+  def _update(
+    self, row: Row, view: PoolView, slot: int, is_last: bool
+  ) -> Update:
+    """What is new of a row, of the text that will not change."""
+    generation, told = view.generation, row.num_told
+    done: Completion | None = None
+    if is_last:
+      done = row.batch.completion(generation, slot)
+      text, tokens, log_probs = done.text, done.tokens, done.log_probs
+    else:
+      length: Any = generation.length[slot]
+      text = row.read(generation, slot).ready
+      tokens = generation.tokens[slot, :length].tolist()
+      log_probs = generation.log_probs[slot, :length].tolist()
     update = Update(
       text[row.num_sent :],
-      tokens[row.num_told :].tolist(),
-      log_probs.tolist() if row.batch.options.log_probs else [],
+      tokens[told:],
+      log_probs[told:] if row.batch.options.log_probs else [],
+      completion=done,
       round=row.last_round(view, slot) if row.shows_rounds else None,
     )
     row.num_sent, row.num_told = len(text), len(tokens)
