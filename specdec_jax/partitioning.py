@@ -284,13 +284,6 @@ class Partition:
         )
 
 
-def described(tree: Any, shardings: Any = None) -> Any:
-  """`ShapeDtypeStruct`s of a tree of shapes, with a tree of shardings."""
-  if shardings is None:
-    return jax.tree.map(_described, tree)
-  return jax.tree.map(_described, tree, shardings)
-
-
 def shardings(tree: Any) -> Any:
   """The sharding of each array or shape in a tree."""
   return jax.tree.map(lambda leaf: leaf.sharding, tree)

@@ -126,50 +126,33 @@ class DecodeStats:
       and, in each round, the first that fails if there was any.
     num_accepted: int32[B], proposals accepted.
     histogram: int32[B, G + 1], how many rounds accepted 0, 1, ..., G proposals.
-    num_passed: int32[B], of drafts judged as a whole: proposals that pass
-      Algorithm 1's test. None is `num_accepted`: each was judged by itself.
-      Either way `num_passed` / `num_tested` estimates the acceptance rate.
-    fallback_rounds: int32[B], rounds in which the drafter rested; None where it
-      never does.
-    num_drafted: int32[B], proposals of all drafts, cut to a row's budget; None
-      where drafts have gamma tokens each.
+    num_passed: int32[B], proposals that pass Algorithm 1's test; more than
+      `num_accepted` only where drafts are judged as a whole. Either way
+      `num_passed` / `num_tested` estimates the acceptance rate.
+    fallback_rounds: int32[B], rounds in which the drafter rested.
+    num_drafted: int32[B], proposals of all drafts, cut to a row's budget.
   """
 
   num_rounds: jax.Array
   num_tested: jax.Array
   num_accepted: jax.Array
   histogram: jax.Array
-  num_passed: jax.Array | None = None
-  fallback_rounds: jax.Array | None = None
-  num_drafted: jax.Array | None = None
+  num_passed: jax.Array
+  fallback_rounds: jax.Array
+  num_drafted: jax.Array
 
   @classmethod
-  def none(
-    cls,
-    batch: int,
-    gamma: int,
-    as_blocks: bool = False,
-    falls_back: bool = False,
-    counts_drafted: bool = False,
-  ) -> 'DecodeStats':
-    """The counts before the first round.
-
-    Args:
-      batch: B.
-      gamma: G.
-      as_blocks: whether drafts are judged as a whole.
-      falls_back: whether the drafter may rest.
-      counts_drafted: whether drafts may have fewer than gamma tokens.
-    """
+  def none(cls, batch: int, gamma: int) -> 'DecodeStats':
+    """The counts before the first round, of B rows and drafts of G tokens."""
     zeros = jnp.zeros((batch,), jnp.int32)
     return cls(
       num_rounds=zeros,
       num_tested=zeros,
       num_accepted=zeros,
       histogram=jnp.zeros((batch, gamma + 1), jnp.int32),
-      num_passed=zeros if as_blocks else None,
-      fallback_rounds=zeros if falls_back else None,
-      num_drafted=zeros if counts_drafted else None,
+      num_passed=zeros,
+      fallback_rounds=zeros,
+      num_drafted=zeros,
     )
 
   def after_round(
@@ -185,16 +168,8 @@ class DecodeStats:
     counts = running.astype(jnp.int32)
     num_accepted = verdict.num_accepted
     passed = verdict.num_passed
-    tested = jnp.minimum(
-      (num_accepted if passed is None else passed) + 1, length
-    )
-    num_passed = self.num_passed
-    if num_passed is not None:
-      more = num_accepted if passed is None else passed
-      num_passed = num_passed + more * counts
-    drafted = self.num_drafted
-    if drafted is not None:
-      drafted = drafted + length * counts
+    passed = num_accepted if passed is None else passed
+    tested = jnp.minimum(passed + 1, length)
     rounds = jax.nn.one_hot(
       num_accepted, self.histogram.shape[1], dtype=jnp.int32
     )
@@ -203,9 +178,9 @@ class DecodeStats:
       num_tested=self.num_tested + tested * counts,
       num_accepted=self.num_accepted + num_accepted * counts,
       histogram=self.histogram + rounds * counts[:, None],
-      num_passed=num_passed,
+      num_passed=self.num_passed + passed * counts,
       fallback_rounds=self.fallback_rounds,
-      num_drafted=drafted,
+      num_drafted=self.num_drafted + length * counts,
     )
 
 

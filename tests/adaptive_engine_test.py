@@ -1,7 +1,6 @@
-"""gamma = 'adaptive', fallback and monitor, as users ask an engine for them."""
+"""gamma = 'adaptive', and fallback, as users ask an engine for them."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -16,24 +15,21 @@ from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import CalibrationError, Confidence, Prices
-from specdec_jax.engine.completion import (
-  CompletionStats,
-  UsualAcceptance,
-  passed_over,
-)
-from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import as_gamma
-from specdec_jax.engine.scheduler import PoolSettings, Slots
+from specdec_jax.engine.scheduler import (
+  Continuous,
+  DraftPolicy,
+  PoolSettings,
+)
 from specdec_jax.infer import run
 from specdec_jax.infer.data import Example, Item
 from specdec_jax.measure import record
 from specdec_jax.models.model import Model
 
 TEXTS = WORDS.split()[:7]
-CHAIN, NEAR = (toy_models.noisy_chain(VOCAB_SIZE, noise) for noise in (0, 1))
+TARGET, DRAFT = (toy_models.chain_model(VOCAB_SIZE, n) for n in (0, 1))
 NOISE = toy_models.random_markov(1, VOCAB_SIZE, scale=1.0)
-TARGET, DRAFT = Model(CHAIN, CHAIN.params), Model(NEAR, NEAR.params)
 
 
 def make(tokenizer, drafter=DRAFT, **options):
@@ -108,7 +104,6 @@ def calibration_of(engine, **changes):
     'choices': (choice,),
     'record': {},
     'confidence': TABLE,
-    'spread': 0.1,
   }
   return calibration.Calibration(**fields | changes)
 
@@ -152,7 +147,6 @@ def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   want = [1.1, 1.2, 1.5, 1.6]
   np.testing.assert_allclose(engine.fallback.costs, want, rtol=1e-6)
   assert summary['fallback'] == pytest.approx(want)
-  assert engine.usual == UsualAcceptance(0.7, 0.1)
   said = console.export_text()
   assert 'gamma = 3, expected speed-up 1.70' in said
   identity = run.engine_identity(engine)
@@ -174,60 +168,14 @@ def test_what_a_run_with_a_calibration_does(tokenizer, tmp_path):
 
   engine = run_by(make(tokenizer, gamma=5))  # a number: the best one
   assert engine.gamma == 2 and engine.rule is None
-  assert engine.usual == UsualAcceptance(0.6, 0.1)
-  # At another temperature acceptance is not compared.
-  assert run_by(make(tokenizer, gamma=5), temperature=1.0).usual is None
   engine = make(tokenizer)
   for changes, message in (
-    ({'fingerprints': {'target': 'x', 'draft': 'y'}}, 'draft was'),
     ({'device': 'abacus'}, "device was 'abacus'"),
     ({'confidence': None}, 'table of confidence'),
   ):
     with pytest.raises(CalibrationError, match=message):
       run_by(engine, **changes)
   assert engine.num_programs == 0
-
-
-# The monitor.
-
-
-def stats(accepted, tested):
-  return CompletionStats(num_tested=tested, num_accepted=accepted)
-
-
-def test_z_of_an_output():
-  """Long ones differ as texts do, short ones as chance does."""
-  usual = UsualAcceptance(0.75, 0.05)
-  assert usual.z_of(stats(0, 0)) is None
-  assert usual.z_of(stats(65_000, 100_000)) == pytest.approx(-2.0, abs=0.01)
-  assert usual.z_of(stats(0, 100_000)) == pytest.approx(-15.0, abs=0.1)
-  few = usual.z_of(stats(1, 4))
-  assert -3 < few < -0.8
-  assert usual.z_of(stats(75, 100)) == pytest.approx(0.0)
-  one = passed_over('empty')
-  assert not usual.judged(one).out_of_distribution
-  marked = usual.judged(dataclasses.replace(one, stats=stats(10, 60)))
-  assert marked.out_of_distribution and marked.acceptance_z < -3
-
-
-def test_a_run_counts_what_is_marked(tokenizer, tmp_path):
-  """A drafter that is far better in a calibration than on these texts."""
-  engine = make(tokenizer)
-  prices = Prices((-1.0,) * 3, (-1.0,) * 3, 1.7, 0.999)
-  choice = dataclasses.replace(calibration_of(engine).choices[0], prices=prices)
-  for spread, some in ((0.0, True),):
-    found = calibration_of(engine, choices=(choice,), spread=spread)
-    console, out = silent(), tmp_path / str(some)
-    config = config_of(tmp_path, engine, found, output_dir=str(out))
-    summary = infer.decode(config, console=console)
-    marked = summary['speculative']['out_of_distribution']
-    records = [
-      json.loads(line)['aux']['speculative']
-      for line in (out / 'predictions.jsonl').read_text().splitlines()
-    ]
-    assert marked == sum(one['out_of_distribution'] for one in records)
-    assert (marked > 0) == some
-    assert ('far from that of the calibration' in console.export_text()) == some
 
 
 # Pools that become smaller, each with a gamma of its own.
@@ -263,7 +211,7 @@ def test_a_gamma_that_the_rule_does_not_reach_is_refused(tokenizer):
     Continuous(engine, settings).generate(TEXTS)
 
 
-def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer, monkeypatch):
+def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer):
   costs = of_round_costs(np.ones(3))
   engine = make(tokenizer, gamma=2, fallback=costs)
   for gamma in (2, 4):  # a `Fallback` is of one gamma: others are guessed
@@ -272,15 +220,8 @@ def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer, monkeypatch):
     assert (request.fallback is costs) == (gamma == 2)
   plain = engine.text_batch(TEXTS[:1], speculative=False).request
   assert plain.fallback is None and plain.rule is None
-  seen = {}
-  run = Slots.run
-
-  def listen(slots, rounds, enough, drafting, simply):
-    seen[drafting.gamma] = drafting.fallback
-    return run(slots, rounds, enough, drafting, simply)
-
-  monkeypatch.setattr(Slots, 'run', listen)
-  pool = Continuous(engine, PoolSettings(gammas={2: 5, 1: 2}))
-  want = engine.generate(TEXTS, speculative=False)
-  assert [one.text for one in pool.generate(TEXTS)] == [o.text for o in want]
-  assert len(seen[5].costs) == 6 and seen[2] is costs
+  settings = PoolSettings(gammas={2: 5, 1: 2})
+  policy = DraftPolicy(engine, settings, engine.request(TEXTS[:2]))
+  large, small = (policy.of(rows, True, False) for rows in (2, 1))
+  assert (large.gamma, len(large.fallback.costs)) == (5, 6)
+  assert (small.gamma, small.fallback) == (2, costs)

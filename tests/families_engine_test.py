@@ -18,9 +18,8 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine import scoring
-from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import PoolSettings
+from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 from toy_families import DECODERS, GPT2, ONE, T5X, TWO
@@ -117,7 +116,7 @@ def logits_behind(network, params, read, outputs):
 
 
 @in_families(
-  'GPT-2', 'T5X', 'Gemma 3', 'T5Gemma', slow=('Llama 3', 'T5Gemma 2')
+  'GPT-2', 'Gemma 3', 'T5Gemma', slow=('T5X', 'Llama 3', 'T5Gemma 2')
 )
 def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   have = engine.generate(TEXTS)

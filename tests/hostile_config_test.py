@@ -17,9 +17,8 @@ from specdec_jax import infer
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import check_types
 from specdec_jax.cli import gin_flags
-from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import PoolSettings
+from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.measure import memory as counted
 from specdec_jax.models import sizes
 from specdec_jax.models.causal_lm import CausalLMConfig

@@ -46,7 +46,7 @@ class ReversingEngine:
 
   max_input_len = MAX_INPUT_LEN
   max_decode_len = 32
-  bos_id = rule = usual = source_lang = target_lang = drafter = None
+  bos_id = rule = source_lang = target_lang = drafter = None
   has_drafter = chooses_gamma = fallback = across_hosts = False
   kernel_layout, gamma = 'in_out', 1
   fingerprints = types.MappingProxyType({'target': 'reversal'})
@@ -86,7 +86,7 @@ class ReversingEngine:
     accepted = count - calls
     tested = calls if speculative else 0
     histogram = (calls - accepted, accepted)
-    stats = CompletionStats(count, calls, tested, accepted, histogram)
+    stats = CompletionStats(count, calls, tested, accepted, histogram, accepted)
     log_probs = [-0.5] * count
     done = Completion(text[::-1], tokens, log_probs, 'stop', stats)
     return dataclasses.replace(done, lossless=lossless)

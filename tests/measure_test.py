@@ -100,15 +100,6 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
     assert f'{name} speculation {said}' in text.partition('Chosen here')[0]
 
 
-@pytest.mark.parametrize(
-  'first, speed_up, expected', [(0.0, 1.5, 1), (2.0, 2.0, 4), (3.1, 2.0, 7)]
-)
-def test_from_which_length_on_it_pays(first, speed_up, expected):
-  """A call takes 1 ms: at a speed-up of 2 a token wins half of one."""
-  times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': first}}
-  assert calibration.least_length(times, speed_up) == expected
-
-
 def test_decode_takes_gammas_from_it(
   calibrated, make_engine, tokenizer, prompts, tmp_path
 ):

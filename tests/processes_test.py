@@ -207,7 +207,7 @@ from specdec_jax import partitioning
 from specdec_jax.infer import processes
 from specdec_jax.engine import scoring
 from specdec_jax.text import tokenizer
-from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.scheduler import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.engine.scheduler import PoolSettings

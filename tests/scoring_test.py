@@ -26,37 +26,6 @@ def params(network):
   return network.init(jax.random.key(0))
 
 
-def test_what_decoding_reports(network, params, tokenizer):
-  drafter = small_vocabulary.network(1)
-  engine = Engine(
-    Model(network, params),
-    Model(drafter, drafter.init(jax.random.key(1))),
-    tokenizer=tokenizer,
-    gamma=2,
-    max_input_len=24,
-    max_decode_len=20,
-  )
-  done = engine.generate(
-    TEXTS,
-    temperature=1.0,
-    seed=3,
-  )
-  inputs = [[*engine.tokenizer.encode(t), 1] for t in TEXTS]
-  outputs = [completion.tokens for completion in done]
-  # As the engine has placed them: the same joined kernels.
-  scores = scoring.score(engine.target, engine.params.target, inputs, outputs)
-  assert {len(tokens) for tokens in outputs} != {0}
-  for one, completion in zip(scores, done, strict=True):
-    np.testing.assert_allclose(one.log_probs, completion.log_probs, atol=1e-4)
-    assert one.total == pytest.approx(sum(completion.log_probs), abs=1e-3)
-  # Another output has another score.
-  size = engine.target.vocab_size
-  outputs[0] = [*outputs[0][:-1], (outputs[0][-1] + 1) % size]
-  other = scoring.score(engine.target, engine.params.target, inputs, outputs)
-  assert abs(other[0].log_probs[-1] - done[0].log_probs[-1]) > 1e-3
-  assert other[1] == scores[1]
-
-
 def test_what_a_decoder_only_model_reports(tokenizer):
   network = GPT(
     GPTConfig(small_vocabulary.VOCAB_SIZE, 16, 2, 1, 8, 32, use_bias=False)
@@ -69,6 +38,13 @@ def test_what_a_decoder_only_model_reports(tokenizer):
   scores = scoring.score(engine.target, engine.params.target, inputs, outputs)
   for one, completion in zip(scores, done, strict=True):
     np.testing.assert_allclose(one.log_probs, completion.log_probs, atol=1e-4)
+    assert one.total == pytest.approx(sum(completion.log_probs), abs=1e-3)
+  # Another output has another score.
+  size = engine.target.vocab_size
+  outputs[0] = [*outputs[0][:-1], (outputs[0][-1] + 1) % size]
+  other = scoring.score(engine.target, engine.params.target, inputs, outputs)
+  assert abs(other[0].log_probs[-1] - done[0].log_probs[-1]) > 1e-3
+  assert other[1] == scores[1]
   with pytest.raises(ValueError, match=r'inputs\[0\]'):
     scoring.score(network, params, [[]], [[5]])
 
@@ -121,12 +97,7 @@ def test_closed_form_of_a_markov_chain():
   ],
 )
 def test_the_likeliest_tokens_of_an_engines_outputs(tokenizer, options):
-  chains = (
-    toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE, noise)
-    for noise in (0, 1)
-  )
-  models = (Model(chain, chain.params) for chain in chains)
-  engine = Engine(*models, tokenizer=tokenizer, gamma=2, max_input_len=24)
+  engine = toy_models.chain_engine(tokenizer, gamma=2, max_input_len=24)
   options = {'max_length': 6} | options
   texts = ['the dog', '', 'a cat'] if 'prompts' not in options else TEXTS
   done = engine.generate(texts, top_log_probs=3, **options)

@@ -136,7 +136,8 @@ def test_answers_are_those_of_the_engine(client, engine):
   assert counts['num_spec_steps'] == sum(x.num_target_calls for x in stats)
   accepted = sum(x.num_accepted for x in stats)
   assert counts['num_accepted_draft_tokens'] == accepted
-  assert counts['num_draft_tokens'] == 3 * counts['num_spec_steps']
+  drafted = sum(x.num_drafted for x in stats)
+  assert counts['num_draft_tokens'] == drafted > accepted
   options = {'temperature': 1.1, 'seed': 7, 'top_p': 0.9}
   want = engine.generate(
     TEXTS[:2], num_samples=2, top_k=20, max_length=12, **options

@@ -147,9 +147,12 @@ def test_a_bar_is_for_a_terminal(is_terminal, capsys, monkeypatch):
 
 def test_totals_of_outputs():
   found = total(
-    [CompletionStats(5, 2, 4, 3, (0, 1, 1)), CompletionStats(3, 3, 2, 0, (2,))]
+    [
+      CompletionStats(5, 2, 4, 3, (0, 1, 1), 3),
+      CompletionStats(3, 3, 2, 0, (2,)),
+    ]
   )
-  assert found == CompletionStats(8, 5, 6, 3, (2, 1, 1))
+  assert found == CompletionStats(8, 5, 6, 3, (2, 1, 1), 3)
   assert (found.acceptance_rate, found.tokens_per_call) == (0.5, 1.6)
   assert total([]) == CompletionStats()
   assert total([]).acceptance_rate is total([]).tokens_per_call is None

@@ -21,6 +21,8 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.model import Model
 from specdec_jax.paper.simulation import chi_squared_p_value
 
 # A prefix of generated tokens -> float[V], the law of the next one.
@@ -236,6 +238,19 @@ def noisy_chain(vocab_size: int, noise: float = 0.0) -> MarkovModel:
   other = random_markov(1, vocab_size).params['table']
   table = chain.params['table'] + noise * other
   return MarkovModel(table, chain.params['offset'])
+
+
+def chain_model(vocab_size: int, noise: float = 0.0) -> Model:
+  """`noisy_chain` with its parameters."""
+  chain = noisy_chain(vocab_size, noise)
+  return Model(chain, chain.params)
+
+
+def chain_engine(tokenizer, noise: float = 1, **options) -> Engine:
+  """An engine of chains, whose drafter is often right; compiled in no time."""
+  size = tokenizer.vocab_size
+  target, draft = chain_model(size), chain_model(size, noise)
+  return Engine(target, draft, tokenizer=tokenizer, **{'gamma': 3} | options)
 
 
 def joint_law(

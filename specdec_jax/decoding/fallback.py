@@ -229,8 +229,8 @@ def after_round(
     count=count,
     left=jnp.where(begins, rest, jnp.maximum(rests.left - 1, 0)),
   )
-  before: Any = stats.fallback_rounds
-  return after, stats.replace(fallback_rounds=before + (running & rested))
+  fallback_rounds = stats.fallback_rounds + (running & rested)
+  return after, stats.replace(fallback_rounds=fallback_rounds)
 
 
 def unless_resting(rests: Rests | None, budget: jax.Array) -> jax.Array:

@@ -62,14 +62,11 @@ class PoolView:
   Attributes:
     generation: the output of the B rows so far, finished or not.
     num_rounds: int32[], rounds that ran.
-    live_rounds: int32[], the sum over these rounds of the rows that were not
-      finished.
     draft: what was judged in the last round; None if nothing is.
   """
 
   generation: Generation
   num_rounds: jax.Array
-  live_rounds: jax.Array
   draft: Draft | None = None
 
   @property
@@ -159,24 +156,22 @@ def run(
     return loop.step(params, request, state)
 
   def going_on(carry):
-    num_rounds, _, (state, _) = carry
+    num_rounds, (state, _) = carry
     finished = live_before - jnp.sum(state.running)
     return (num_rounds < max_rounds) & (finished < enough)
 
   def one_round(carry):
-    num_rounds, live_rounds, (state, _) = carry
-    live_rounds += jnp.sum(state.running, dtype=jnp.int32)
-    return num_rounds + 1, live_rounds, step(state)
+    num_rounds, (state, _) = carry
+    return num_rounds + 1, step(state)
 
-  zero = jnp.int32(0)
   nothing = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(step, pool.state)[1]
   )
-  num_rounds, live_rounds, (state, draft) = lax.while_loop(
-    going_on, one_round, (zero, zero, (pool.state, nothing))
+  num_rounds, (state, draft) = lax.while_loop(
+    going_on, one_round, (jnp.int32(0), (pool.state, nothing))
   )
   generation = decode_state.generation(pool.request, state)
-  view = PoolView(generation, num_rounds, live_rounds, draft)
+  view = PoolView(generation, num_rounds, draft)
   return pool.replace(state=state), view
 
 

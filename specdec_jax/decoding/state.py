@@ -359,13 +359,7 @@ def start(
     ).astype(jnp.int32),
     target_cache=target_cache,
     drafter_state=drafter_state,
-    stats=DecodeStats.none(
-      batch,
-      request.gamma,
-      as_blocks=request.judges_blocks,
-      falls_back=request.fallback is not None,
-      counts_drafted=request.rule is not None or request.fallback is not None,
-    ),
+    stats=DecodeStats.none(batch, request.gamma),
     rests=None if request.fallback is None else Rests.none(batch),
   )
 

@@ -16,7 +16,6 @@ from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
-from specdec_jax.engine.completion import UsualAcceptance
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Drafting
 from specdec_jax.files import same_run
@@ -137,8 +136,6 @@ class Calibration:
       order.
     record: everything that was measured, for readers and reports.
     confidence: confidence -> acceptance, of a drafter whose drafts can adapt.
-    spread: standard deviation of the acceptance between texts; None if
-      unknown.
   """
 
   fingerprints: Mapping[str, str]
@@ -147,22 +144,6 @@ class Calibration:
   choices: Sequence[Choice]
   record: Mapping[str, Any]
   confidence: Confidence | None = None
-  spread: float | None = None
-
-  def usual(self, rows: int, adapts: bool) -> UsualAcceptance | None:
-    """The acceptance of the texts that were measured; None if unknown.
-
-    Args:
-      rows: rows that are decoded together.
-      adapts: whether drafts end early by `rule`.
-    """
-    choice = self.at(rows)
-    mean = choice.acceptance
-    if adapts:
-      mean = None if choice.prices is None else choice.prices.acceptance
-    if mean is None or self.spread is None:
-      return None
-    return UsualAcceptance(mean, self.spread)
 
   def rule(self, rows: int) -> LengthRule:
     """When a draft ends whose length adapts, with so many rows.
@@ -197,12 +178,20 @@ class Calibration:
     choice = self.at(rows)
     if not choice.gamma:
       return 0
-    return least_length(self.times_ms(rows), choice.expected_speed_up)
+    # The drafter reads the input first, which takes as long for any output.
+    won = 1 - 1 / choice.expected_speed_up
+    return max(1, math.ceil(self.first_calls(rows) / won))
 
   def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
     """What was timed for a number of rows, as a benchmark's record has it."""
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
+
+  def first_calls(self, rows: int) -> float:
+    """What the drafter takes to read an input, in calls over one token."""
+    times = self.times_ms(rows)
+    first = times.get('draft_encoder', {'median': 0.0})['median']
+    return first / times['call_1']['median']
 
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
     """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
@@ -281,22 +270,6 @@ def device_name() -> str:
   return str(device.device_kind)
 
 
-def least_length(
-  times_ms: Mapping[str, Mapping[str, float]], speed_up: float
-) -> int:
-  """Tokens of an output from which on a speed-up above 1 pays.
-
-  The drafter reads the input first, which takes as long for any output.
-
-  Args:
-    times_ms: as a benchmark's record has them.
-    speed_up: of a token.
-  """
-  won = times_ms['call_1']['median'] * (1 - 1 / speed_up)
-  first = times_ms.get('draft_encoder', {'median': 0.0})['median']
-  return max(1, math.ceil(first / won))
-
-
 def load(path: str) -> Calibration:
   """Reads a calibration that `Calibration.save` wrote.
 
@@ -307,6 +280,7 @@ def load(path: str) -> Calibration:
     content = files.read_json(path)
     kind = content.pop('kind')
     version = content.pop('version', _VERSION)
+    content.pop('spread', None)  # between texts, in files of 0.2
     if (kind, version) != (_KIND, _VERSION):
       raise ValueError(f'{kind!r} of version {version!r}')
     content['choices'] = tuple(_choice(**one) for one in content['choices'])

@@ -1,9 +1,9 @@
 """From produced tokens to text: `Completion`, stop strings, safe prefixes."""
 
+import collections
 import copy
 import dataclasses
 import itertools
-import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -15,8 +15,6 @@ from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import DecodeStats, FinishReason, Generation
 
 _INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
-
-MOST_Z = 3.0  # standard deviations, beyond which a text is marked
 
 _REASONS = {
   FinishReason.STOP: 'stop',
@@ -37,10 +35,11 @@ class CompletionStats:
     num_tested: proposals that Algorithm 1 judges.
     num_accepted: proposals accepted.
     histogram: how many rounds accepted 0, 1, 2, ... proposals.
-    num_passed: where drafts were judged as a whole: of the tested proposals,
-      those that pass Algorithm 1's test; None elsewhere: `num_accepted`.
+    num_passed: of the tested proposals, those that pass Algorithm 1's test;
+      more than `num_accepted` only where drafts are judged as a whole.
     fallback_rounds: rounds in which the drafter rested, because its proposals
       were not worth their time.
+    num_drafted: proposals of all drafts, cut to what the output had room for.
   """
 
   num_tokens: int = 0
@@ -48,18 +47,14 @@ class CompletionStats:
   num_tested: int = 0
   num_accepted: int = 0
   histogram: tuple[int, ...] = ()
-  num_passed: int | None = None
+  num_passed: int = 0
   fallback_rounds: int = 0
-
-  @property
-  def passed(self) -> int:
-    """Of the tested proposals, those that pass Algorithm 1's test."""
-    return self.num_accepted if self.num_passed is None else self.num_passed
+  num_drafted: int = 0
 
   @property
   def acceptance_rate(self) -> float | None:
     """Passed / tested proposals: alpha; None if none was tested."""
-    return self.passed / self.num_tested if self.num_tested else None
+    return self.num_passed / self.num_tested if self.num_tested else None
 
   @property
   def tokens_per_call(self) -> float | None:
@@ -70,19 +65,17 @@ class CompletionStats:
 
 def total(stats: Iterable[CompletionStats]) -> CompletionStats:
   """The sum of the counts of several outputs."""
-  parts = list(stats)
-  histograms = (part.histogram for part in parts)
-  as_blocks = any(part.num_passed is not None for part in parts)
-  return CompletionStats(
-    num_tokens=sum(part.num_tokens for part in parts),
-    num_target_calls=sum(part.num_target_calls for part in parts),
-    num_tested=sum(part.num_tested for part in parts),
-    num_accepted=sum(part.num_accepted for part in parts),
+  sums: collections.Counter[str] = collections.Counter()
+  histogram: tuple[int, ...] = ()
+  for part in stats:
+    counts = dict(vars(part))
     # Histograms of different gammas have different widths.
-    histogram=tuple(map(sum, itertools.zip_longest(*histograms, fillvalue=0))),
-    num_passed=sum(part.passed for part in parts) if as_blocks else None,
-    fallback_rounds=sum(part.fallback_rounds for part in parts),
-  )
+    pairs = itertools.zip_longest(
+      histogram, counts.pop('histogram'), fillvalue=0
+    )
+    histogram = tuple(map(sum, pairs))
+    sums.update(counts)
+  return CompletionStats(histogram=histogram, **sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +96,6 @@ class Completion:
     score: of a beam: its log-probability with the length penalty; None of any
       other output. Where a search finished fewer beams than it was asked for,
       an output is empty, with the score -1e7.
-    acceptance_z: how many standard deviations the acceptance rate is above
-      that of the calibration's texts; None without a calibration.
-    out_of_distribution: whether that is more than 3, either way: the text is of
-      another kind than those of the calibration.
     top_log_probs: for each token the ids of the likeliest tokens at its place
       and their log-probabilities, the likeliest first; empty if not asked for.
   """
@@ -119,49 +108,7 @@ class Completion:
   error: str | None = None
   lossless: bool = True
   score: float | None = None
-  acceptance_z: float | None = None
-  out_of_distribution: bool = False
   top_log_probs: Top = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class UsualAcceptance:
-  """The acceptance of the texts that a calibration saw.
-
-  A drafter that was fitted to one kind of text may be poor at another. A text's
-  acceptance rate then lies further from the usual one than texts differ among
-  themselves.
-
-  Attributes:
-    mean: accepted / judged proposals.
-    spread: standard deviation between texts, of infinitely many tokens each.
-  """
-
-  mean: float
-  spread: float
-
-  def z_of(self, stats: CompletionStats) -> float | None:
-    """How many standard deviations a text's acceptance is above the mean.
-
-    Returns:
-      None if nothing was judged.
-    """
-    rate = stats.acceptance_rate
-    if rate is None:
-      return None
-    # That of one hit is added: an acceptance of 1 is not known without error.
-    by_chance = self.mean * (1 - self.mean) + 1 / stats.num_tested
-    error = math.sqrt(self.spread**2 + by_chance / stats.num_tested)
-    return (rate - self.mean) / error
-
-  def judged(self, completion: Completion) -> Completion:
-    """The completion, marked where its acceptance is not usual."""
-    z = self.z_of(completion.stats)
-    return dataclasses.replace(
-      completion,
-      acceptance_z=z,
-      out_of_distribution=z is not None and abs(z) > MOST_Z,
-    )
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
@@ -185,7 +132,6 @@ def from_generation(
   tokens = [int(token) for token in generation.tokens[row, :length]]
   reason = FinishReason(int(generation.finish_reason[row]))
   stats = generation.stats
-  passed = stats.num_passed
   error = score = None
   if generation.scores is not None:
     score = float(generation.scores[row])
@@ -202,10 +148,9 @@ def from_generation(
       num_tested=int(stats.num_tested[row]),
       num_accepted=int(stats.num_accepted[row]),
       histogram=tuple(int(count) for count in stats.histogram[row]),
-      num_passed=None if passed is None else int(passed[row]),
-      fallback_rounds=(
-        0 if stats.fallback_rounds is None else int(stats.fallback_rounds[row])
-      ),
+      num_passed=int(stats.num_passed[row]),
+      fallback_rounds=int(stats.fallback_rounds[row]),
+      num_drafted=int(stats.num_drafted[row]),
     ),
     error=error,
     score=score,
@@ -272,8 +217,6 @@ class Text:
     stop_end: where the first stop string ends in `whole`, None without one.
       Only stable text is searched, so it does not matter how many tokens arrive
       together.
-    pieces: with `with_pieces`, what each token adds, but for the last tokens
-      while their text may change. The texts of all pieces joined are the text.
   """
 
   def __init__(
@@ -281,8 +224,6 @@ class Text:
     tokenizer: Tokenizer,
     stop_strings: Sequence[str] = (),
     min_length: int = 0,
-    *,
-    with_pieces: bool = False,
   ):
     """Begins with no token.
 
@@ -290,9 +231,8 @@ class Text:
       tokenizer: the vocabulary.
       stop_strings: strings that end the output.
       min_length: tokens before a stop string counts: it must end behind them.
-      with_pieces: whether to say what each token adds.
     """
-    self._tokenizer, self._with_pieces = tokenizer, with_pieces
+    self._tokenizer = tokenizer
     self._stop_strings, self._min_length = stop_strings, min_length
     # The last byte of a character that no vocabulary has.
     self._byte = tokenizer.encode('\U0010ffff')[-1:]
@@ -301,26 +241,17 @@ class Text:
     self._settled = self._stable = self.whole = ''
     self._num_tokens = self._searched = self._stop_begin = 0
     self.stop_end: int | None = None
-    self.pieces: list[Piece] = []
-    self._unspelled: list[tuple[int, str]] = []  # tokens, the text after each
-    self._spelled = 0  # characters of the text that are in pieces
 
   def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
     """Takes the tokens that follow."""
     ids = [int(token) for token in tokens]
     first = max(self._min_length - self._num_tokens, 0)
-    together = [ids[:first], ids[first:]]
-    parts = [[token] for token in ids] if self._with_pieces else together
-    for part in filter(None, parts):
+    for part in filter(None, (ids[:first], ids[first:])):
       self._read(part)
       self._num_tokens += len(part)
       if self._num_tokens > self._min_length and self.stop_end is None:
         self._stop_begin, self.stop_end = self._stop_in(self._stable)
       self._searched = len(self._stable)
-      if self._with_pieces:
-        self._unspelled.append((part[-1], self.whole))
-        if not self._open:
-          self._spell()
 
   def _read(self, ids: list[int]) -> None:
     """Takes tokens whose texts settle together, or not yet."""
@@ -337,24 +268,6 @@ class Text:
       alone = decode(self._tokenizer, self._open).strip()
       self._context = self._open if alone else window
       self._open, self._settled = [], self.whole
-
-  def _spell(self) -> None:
-    """Divides the text among the tokens that have no piece yet."""
-    shared: list[int] = []
-    for token, text in self._unspelled:
-      shared.append(token)
-      if len(text) < self._spelled or not self.whole.startswith(text):
-        continue
-      added = text[self._spelled :]
-      parts = [b''] * len(shared)
-      if len(shared) > 1:
-        parts = [_bytes_of(self._tokenizer, part) for part in shared]
-      if b''.join(parts) != added.encode():  # bytes that are no character
-        parts = [b''] * len(shared)
-      self.pieces += [Piece('', self._spelled, part) for part in parts[:-1]]
-      self.pieces.append(Piece(added, len(text), parts[-1]))
-      self._spelled, shared = len(text), []
-    self._unspelled = []
 
   def _stop_in(self, text: str) -> tuple[int, int | None]:
     """Begin and end of the stop string that is complete first in new text."""
@@ -378,18 +291,38 @@ class Text:
       is_end: whether nothing follows them. Otherwise the last tokens have no
         piece while their text may still change.
     """
-    longer = copy.copy(self)
-    longer._with_pieces, longer._spelled = True, len(self._settled)
-    longer.pieces, longer._unspelled = [], []
-    longer.extend(tokens)
-    if is_end:
-      longer._spell()
-    return longer.pieces
+    longer, pieces = copy.copy(self), list[Piece]()
+    unspelled: list[tuple[int, str]] = []  # tokens, the text after each
+    begin = len(self._settled)  # of the text that is in no piece
+    for count, token in enumerate(tokens, 1):
+      longer.extend([token])
+      unspelled.append((token, longer.whole))
+      if longer._open and not (is_end and count == len(tokens)):
+        continue
+      shared: list[int] = []
+      for each, text in unspelled:
+        shared.append(each)
+        if len(text) >= begin and longer.whole.startswith(text):
+          pieces += self._pieces(shared, text, begin)
+          begin, shared = len(text), []
+      unspelled = []
+    return pieces
+
+  def _pieces(self, tokens: list[int], text: str, begin: int) -> list[Piece]:
+    """Those of tokens that share what a text has from `begin` on."""
+    added = text[begin:]
+    parts = [b''] * len(tokens)
+    if len(tokens) > 1:
+      parts = [_bytes_of(self._tokenizer, token) for token in tokens]
+    if b''.join(parts) != added.encode():  # bytes that are no character
+      parts = [b''] * len(tokens)
+    *first, last = parts
+    pieces = [Piece('', begin, part) for part in first]
+    return [*pieces, Piece(added, len(text), last)]
 
   def adds(self, token: int) -> Piece:
     """What one more token would add to `whole`."""
     longer = copy.copy(self)
-    longer._with_pieces = False
     longer.extend([token])
     whole = longer.whole
     completes = not whole.startswith(self.whole)  # a character before it
@@ -411,7 +344,6 @@ class Text:
 
   def end(self) -> str:
     """The text if nothing follows, which ends before a stop string."""
-    self._spell()
     if self.stop_end is None and self._num_tokens > self._min_length:
       self._stop_begin, self.stop_end = self._stop_in(self.whole)
     return self.whole if self.stop_end is None else self.ready

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import partitioning
@@ -16,13 +15,13 @@ from specdec_jax.checks import memory
 from specdec_jax.checks.fields import check_number, check_type, unexpected
 from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
+from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.engine import compilation_cache, scoring, trace
-from specdec_jax.engine.completion import Completion, UsualAcceptance
-from specdec_jax.engine.continuous import Continuous
+from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.pair import (
   Room,
   check_bos,
@@ -44,9 +43,8 @@ from specdec_jax.engine.request import (
   encoded,
   languages_of,
   options_of,
-  repeated,
 )
-from specdec_jax.engine.scheduler import PoolSettings, Update
+from specdec_jax.engine.scheduler import Continuous, PoolSettings, Update
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
 from specdec_jax.models.base import ends_inputs
@@ -97,8 +95,6 @@ class Engine:
     chooses_gamma: whether nobody has said what gamma is, so that a run may
       choose it.
     kernel_layout: how the target's kernels are stored, see `Placement`.
-    usual: the acceptance of a calibration's texts, which completions are
-      compared with; None does not compare.
   """
 
   def __init__(
@@ -182,7 +178,6 @@ class Engine:
     self.chooses_gamma = gamma is None
     self.gamma = _USUAL_GAMMA if gamma is None else gamma
     self.fallback = fallback
-    self.usual: UsualAcceptance | None = None
     check_number('max_input_len', max_input_len, 2)
     check_number('max_decode_len', max_decode_len, 1)
     check_number('batch_size', batch_size, 1)
@@ -236,16 +231,17 @@ class Engine:
     self.source_lang, self.target_lang = source_lang, target_lang
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = models_of(target, drafter)
-    pair = placed_pair(target, drafter, placement, draft_placement)
+    self.target, drafter, self.params, self.fingerprints = placed_pair(
+      target, drafter, placement, draft_placement
+    )
     self.room.placed()
-    self.target, self.params = pair.target, pair.params
-    self.fingerprints = pair.fingerprints
     plain = PairParams(self.params.target, None)
     self._loops = {False: (Loop(self.target), plain)}
-    if pair.drafter is not None:
-      self._loops[True] = Loop(self.target, pair.drafter), self.params
+    if drafter is not None:
+      self._loops[True] = Loop(self.target, drafter), self.params
     self._programs = LoopPrograms(self._loops, self.room, partition)
     self._pools: dict[PoolSettings, Continuous] = {}
+    self._pool_programs: dict[Any, PoolPrograms] = {}
 
   def __repr__(self) -> str:
     target: Any = self.models['target']
@@ -505,7 +501,7 @@ class Engine:
   def _with_top(
     self,
     outputs: Sequence[Completion],
-    sources: Sequence[tuple[list[int], list[int]]],
+    sources: Sequence[tuple[Sequence[int], Sequence[int]]],
     num_top: int,
   ) -> list[Completion]:
     """Outputs with `top_log_probs`, which the target scores."""
@@ -559,6 +555,21 @@ class Engine:
     if settings not in self._pools:
       self._pools[settings] = Continuous(self, settings)
     return self._pools[settings]
+
+  def pool_programs(self, example: Request, prompted: bool) -> PoolPrograms:
+    """Programs of the pools of a scheduler, compiled where they are used first.
+
+    Args:
+      example: rows without text, as many as are read together; with gamma 0
+        they are of the plain loop.
+      prompted: whether rows will have prompts.
+    """
+    key = prompted, jax.tree.structure(example), example.inputs.shape[0]
+    if key not in self._pool_programs:
+      loop, params = self.loop(example.gamma > 0)
+      made = PoolPrograms(loop, params, example, prompted)
+      self._pool_programs[key] = made
+    return self._pool_programs[key]
 
   def stream(
     self,
@@ -694,9 +705,6 @@ class Engine:
       most, rule = 0, None
     if asked.stop_ids is None:
       asked = dataclasses.replace(asked, stop_ids=self.stop_ids)
-    if asked.num_samples > 1 and asked.num_beams is None:
-      number, times = len(texts), asked.num_samples
-      texts, asked = repeated(texts, times), asked.of_samples(number)
     return TextBatch(self, texts, asked, self.drafting_of(most, rule))
 
   def search(
@@ -719,7 +727,7 @@ class Engine:
         return batch.completions()
       if state is None:
         state = self._programs.get('start', batch.request)(batch.request)
-      run = self._programs.get('run', batch.request)
+      run = self._programs.get('run', batch.request, state)
       state = run(batch.request, state, np.int32(rounds))
       reasons = partitioning.on_host(state.finish_reason)
       if np.any(reasons == FinishReason.RUNNING):
@@ -753,7 +761,6 @@ class LoopPrograms:
     self._loops, self._room, self._partition = loops, room, partition
     self._programs: dict[Any, Callable[..., Any]] = {}
     self._rows: set[int] = set()  # numbers of rows that have a program
-    self._states: dict[Any, DecodeState] = {}  # shapes only
 
   def __len__(self) -> int:
     return len(self._programs)
@@ -774,7 +781,9 @@ class LoopPrograms:
           batch.request = request
           return
 
-  def get(self, name: str, request: Request) -> Callable[..., Any]:
+  def get(
+    self, name: str, request: Request, state: DecodeState | None = None
+  ) -> Callable[..., Any]:
     """A compiled function of a loop, with the parameters bound.
 
     The loop is the plain one for a request with gamma 0.
@@ -782,38 +791,34 @@ class LoopPrograms:
     Args:
       name: a method of `Loop`: 'decode', or 'start' and after it 'run'.
       request: what it will be called with.
+      state: of 'run', what `start` gave.
 
     Raises:
       ValueError: no memory could hold it.
     """
-    key = _shapes(request)
-    if (name, key) not in self._programs:
+    key = name, _shapes(request)
+    if key not in self._programs:
       rows, width = request.inputs.shape
       self._room.check(rows, width, request.cache_slots, request.call_tokens)
-      self._programs[name, key] = self._compile(name, request, key)
+      self._programs[key] = self._compile(name, request, state)
       self._rows.add(rows)
-    return self._programs[name, key]
+    return self._programs[key]
 
-  def _compile(self, name: str, request: Request, key: Any):
+  def _compile(self, name: str, request: Request, state: DecodeState | None):
     loop, params = self._loops[request.gamma > 0]
     args: list[Any] = [params, request]
     options: dict[str, Any] = {}
-    if name == 'run':
-      args += [self._states[key], jax.ShapeDtypeStruct((), jnp.int32)]
-      # The state is donated: the caches are updated where they are.
-      options['donate_argnums'] = 2
     if self._partition is not None:
       args[1] = self._partition.request(request)
-      if name == 'run':
-        options['out_shardings'] = partitioning.shardings(args[2])
-      elif name == 'decode':  # the host reads it: the whole on each device
+      if name == 'decode':  # the host reads it: the whole on each device
         options['out_shardings'] = self._partition.sharding()
+    if name == 'run':
+      args += [state, np.int32(0)]
+      # The state is donated: the caches are updated where they are.
+      placed = partitioning.shardings(state)
+      options |= {'donate_argnums': 2, 'out_shardings': placed}
     lowered = jax.jit(getattr(loop, name), **options).lower(*args)
     compiled = lowered.compile(compiler_options=backend.compiler_options())
-    if name == 'start':
-      self._states[key] = partitioning.described(
-        lowered.out_info, self._partition and compiled.output_shardings
-      )
     return functools.partial(compiled, params)
 
 

@@ -9,10 +9,9 @@ translate between many.
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from specdec_jax.checks.fields import (
@@ -34,7 +33,7 @@ from specdec_jax.decoding.state import (
   BeamSettings,
   Request,
   Rule,
-  example_keys,
+  keys_of_rows,
   new_request,
 )
 from specdec_jax.drafters.length import ends_nothing, plain_rule
@@ -42,7 +41,6 @@ from specdec_jax.engine.completion import (
   Completion,
   Text,
   cut_at_stop_string,
-  decode,
   from_generation,
   passed_over,
 )
@@ -249,37 +247,6 @@ class Options:
     """Temperature, top-k and top-p."""
     return SamplingConfig(self.temperature, self.top_k, self.top_p)
 
-  def of_samples(self, num_texts: int) -> 'Options':
-    """The options for texts that are each repeated `num_samples` times.
-
-    Values that are given per text are repeated with them.
-
-    Raises:
-      ValueError: an index and a sample number do not fit into one example id.
-    """
-    if self.num_samples == 1:
-      return self
-    times = self.num_samples
-    ids = self.example_ids
-    changes: dict[str, Any] = {
-      'num_samples': 1,
-      'example_ids': [
-        example_id(index, sample)
-        for index in (range(num_texts) if ids is None else ids)
-        for sample in range(times)
-      ],
-    }
-    if self.prompts is not None:
-      changes['prompts'] = repeated(self.prompts, times)
-    if isinstance(self.sampling.temperature, tuple):
-      changes['temperature'] = repeated(self.sampling.temperature, times)
-    return dataclasses.replace(self, **changes)
-
-
-def repeated(values: Sequence[Any], times: int) -> list[Any]:
-  """Each value `times` times, before the next value: a, a, b, b, ..."""
-  return [value for value in values for _ in range(times)]
-
 
 def example_id(index: int, sample: int) -> int:
   """The id that the random numbers of one sample of one example derive from.
@@ -461,9 +428,83 @@ class Drafting(NamedTuple):
   rule: LengthRule | None = None
   fallback: Fallback | None = None
 
-  def __bool__(self) -> bool:
-    """Whether anything is proposed."""
-    return self.gamma > 0
+
+@dataclasses.dataclass(frozen=True)
+class TextRow:
+  """One output that is to be decoded, as a `Request` has it.
+
+  Attributes:
+    index: its place among all outputs of a batch.
+    inputs: ids that the encoder reads; none without an encoder.
+    prompt: ids that the decoder begins with.
+    widths: of the arrays that inputs and prompt are read in.
+    options: the caller's.
+    example_id: what its random numbers derive from, beside the seed.
+    temperature: its own.
+    stop_ids: ids that end it.
+    max_length: tokens after which it stops; 0 for a row without a text.
+  """
+
+  index: int = 0
+  inputs: Sequence[int] = ()
+  prompt: Sequence[int] = ()
+  widths: tuple[int, int] = (1, 1)
+  options: Options = Options()
+  example_id: int = 0
+  temperature: float = 0.0
+  stop_ids: Sequence[int] = ()
+  max_length: int = 0
+
+
+_NO_TEXT = TextRow()
+
+
+def joined(
+  rows: Sequence[TextRow], like: Request, least: tuple[int, int] = (1, 1)
+) -> Request:
+  """One request of all rows.
+
+  Args:
+    rows: the rows.
+    like: has what all rows share: static fields, and the values of which it has
+      one for all rows.
+    least: widths that inputs and prompts have at least.
+  """
+
+  def each(dtype: Any, values: Iterable[Any]) -> Any:
+    return np.fromiter(values, dtype, len(rows))
+
+  widths = zip(least, *(row.widths for row in rows), strict=True)
+  width, prompt_width = map(max, widths)
+  options = [row.options for row in rows]
+  temperatures = each(np.float32, (row.temperature for row in rows))
+  sampling = like.sampling.replace(temperature=temperatures)
+  inputs = [row.inputs for row in rows]
+  changes: dict[str, Any] = {}
+  changes['inputs'] = padded(inputs, len(rows), width, like.pad_id)[0]
+  if np.ndim(like.stop_ids) > 1:  # each row has values of its own
+    sampling = sampling.replace(
+      top_k=each(np.int32, (one.top_k for one in options)),
+      top_p=each(np.float32, (one.top_p for one in options)),
+    )
+    stop_ids = [row.stop_ids for row in rows]
+    most = like.stop_ids.shape[1]
+    changes['stop_ids'] = padded(stop_ids, len(rows), most, -1)[0]
+  if like.prompt is not None:
+    prompts = [row.prompt for row in rows]
+    prompt = padded(prompts, len(rows), prompt_width)
+    changes['prompt'], changes['prompt_length'] = prompt
+  return dataclasses.replace(
+    like,
+    keys=keys_of_rows(
+      each(np.uint32, (one.seed & 0xFFFFFFFF for one in options)),
+      each(np.uint32, (row.example_id for row in rows)),
+    ),
+    sampling=sampling,
+    min_length=each(np.int32, (one.min_length for one in options)),
+    max_length=each(np.int32, (row.max_length for row in rows)),
+    **changes,
+  )
 
 
 class TextBatch:
@@ -471,10 +512,10 @@ class TextBatch:
 
   Attributes:
     options: what the caller asked for.
-    rows: indices of the texts that are decoded.
-    request: what the loops are asked: one row for each of these texts, and
-      padding rows. There is no such attribute if no text is decoded.
-    passed_over: index -> completion of each text that is not decoded at all.
+    rows: the outputs that are decoded; of a beam search one for each text.
+    request: what the loops are asked: these rows, and padding rows. There is no
+      such attribute if no text is decoded.
+    passed_over: index -> completion of each output that is not decoded at all.
   """
 
   def __init__(
@@ -495,15 +536,23 @@ class TextBatch:
     self.options = options
     self._engine, self._target = engine, engine.target
     self._tokenizer = engine.tokenizer
-    self._num_texts = len(texts)
+    self._searches = options.num_beams is not None
+    samples = 1 if self._searches else options.num_samples
+    self._num_outputs = len(texts) * samples
     self._languages = engine.languages(options.source_lang, options.target_lang)
     self.passed_over: dict[int, Completion] = {}
-    inputs = [self._encode(i, text) for i, text in enumerate(texts)]
-    self.rows = [i for i, ids in enumerate(inputs) if ids]
+    self.rows: list[TextRow] = []
+    self._check_sizes(len(texts))
+    for number, text in enumerate(texts):
+      ids = self._encode(number, text)
+      for sample in range(samples):
+        index = number * samples + sample
+        if isinstance(ids, Completion):
+          self.passed_over[index] = ids
+        else:
+          self.rows.append(self._row(index, number, sample, ids))
     if self.rows:
-      self._inputs = [inputs[i] for i in self.rows]
-      self._prompts = self._prompts_of(self._inputs)
-      self._drafting = drafting
+      self._like = self._request_of_one(drafting)
       self.request = self.request_in(self.num_rows)
 
   @property
@@ -511,21 +560,38 @@ class TextBatch:
     """The least number of rows of the request."""
     return rounded_up(padded_rows(len(self.rows)), self._engine.batch_multiple)
 
-  def _encode(self, index: int, text: str | Sequence[int]) -> list[int]:
-    """Ids as the model reads them; empty if the text is not to be decoded."""
+  def _check_sizes(self, num_texts: int) -> None:
+    """Checks the options that have a value for each text."""
+    options = self.options
+    if options.prompts is not None and not self._target.has_encoder:
+      expected = 'None: texts are the prompts of a model without an encoder'
+      raise unexpected('prompts', expected, options.prompts)
+    for name in ('prompts', 'example_ids', 'temperature'):
+      values = getattr(options, name)
+      if isinstance(values, float | int | None) or len(values) == num_texts:
+        continue
+      raise unexpected(name, f'one for each of {num_texts} texts', values)
+    ids = () if options.example_ids is None else options.example_ids
+    if any(not 0 <= number < 1 << _KEY_BITS for number in ids):
+      raise unexpected('example_ids', 'numbers in [0, 2**32)', ids)
+
+  def _encode(
+    self, index: int, text: str | Sequence[int]
+  ) -> list[int] | Completion:
+    """Ids as the model reads them; or the completion of one that is not read.
+
+    Raises:
+      ValueError: it cannot be read, and `on_too_long` is not 'report'.
+    """
     limit = self._engine.max_input_len
     try:
       ids = self._engine.bare_ids(text)
       self._check_ids(f'Text {index}', ids)
-    except ValueError as wrong:
-      if self.options.on_too_long != 'report':
-        raise
-      self.passed_over[index] = passed_over('error', str(wrong))
-      return []
+    except ValueError as error:
+      return self._reported(error)
     first, last = self._engine.ids_around(text)
     if not ids and not first:
-      self.passed_over[index] = passed_over('empty')
-      return []
+      return passed_over('empty')
     first = [*first, *self._languages.before_text(ids)]
     room = limit - len(first) - len(last)
     if len(ids) > room and self.options.on_too_long != 'truncate':
@@ -534,12 +600,16 @@ class TextBatch:
       )
       count = len(ids) + limit - room
       advice = "Shorten it, or set on_too_long='truncate'."
-      error = unexpected(f'Text {index}', expected, count, advice)
-      if self.options.on_too_long == 'error':
-        raise error
-      self.passed_over[index] = passed_over('error', str(error))
-      return []
+      return self._reported(
+        unexpected(f'Text {index}', expected, count, advice)
+      )
     return [*first, *ids[:room], *last]
+
+  def _reported(self, error: ValueError) -> Completion:
+    """The completion of a text that cannot be read; or raises the error."""
+    if self.options.on_too_long != 'report':
+      raise error
+    return passed_over('error', str(error))
 
   def _check_ids(self, what: str, ids: Sequence[int]) -> None:
     """Raises ValueError for an id that is outside the vocabulary."""
@@ -548,102 +618,98 @@ class TextBatch:
       if not 0 <= token < size:
         raise unexpected(what, f'ids of the vocabulary of {size}', token)
 
-  def _prompts_of(self, inputs) -> list[list[int]] | None:
-    """Ids that each decoder row begins with; None is only the start token."""
-    prompts = self.options.prompts
-    if not self._target.has_encoder:
-      if prompts is not None:
-        expected = 'None: texts are the prompts of a model without an encoder'
-        raise unexpected('prompts', expected, prompts)
-      return inputs
-    languages = self._languages
-    if prompts is None:
-      if not languages.known:
-        return None
-      prompts = [()] * self._num_texts
-    if len(prompts) != self._num_texts:
-      raise unexpected('prompts', f'{self._num_texts}', len(prompts))
-    given = [[int(token) for token in prompts[i]] for i in self.rows]
-    for i, ids in zip(self.rows, given, strict=True):
-      self._check_ids(f'Prompt {i}', ids)
-    first = start_id(self._target)
-    return [[first, *languages.before_output(ids), *ids] for ids in given]
-
-  def widths(self, *rows: int) -> tuple[int, int]:
-    """Widths of the arrays that some rows' inputs and prompts are read in."""
-    has_encoder, most = self._target.has_encoder, self._engine.max_input_len
-    inputs = prompts = 1
+  def _row(
+    self, index: int, number: int, sample: int, ids: list[int]
+  ) -> TextRow:
+    """The row of a sample of a text."""
+    options, most = self.options, self._engine.max_input_len
+    temperature: Any = options.sampling.temperature
+    if isinstance(temperature, tuple):
+      temperature = temperature[number]
+    example = number
+    if options.example_ids is not None:
+      example = options.example_ids[number]
+    has_encoder = self._target.has_encoder
+    prompt = self._prompt(number) if has_encoder else ids
+    width = 1
     if has_encoder:
-      longest = max(len(self._inputs[row]) for row in rows)
-      inputs = min(max(SMALLEST_INPUT, next_power_of_two(longest)), most)
-    if self._prompts is not None:
-      # One more than a power of two: the last token is read by the first round.
-      longest = max(len(self._prompts[row]) for row in rows) - 1
-      # A language alone is all that most prompts of translations are.
-      smallest = 1 if self._languages.known else SMALLEST_PROMPT
-      prompts = 1 + max(smallest, next_power_of_two(longest))
-      if not has_encoder:  # prompts are texts, limited as such
-        prompts = min(prompts, most)
-    return inputs, prompts
+      width = min(max(SMALLEST_INPUT, next_power_of_two(len(ids))), most)
+    # A language alone is all that most prompts of translations are.
+    smallest = 1 if self._languages.known else SMALLEST_PROMPT
+    # One more than a power of two: the last token is read by the first round.
+    prompt_width = 1 + max(smallest, next_power_of_two(len(prompt) - 1))
+    if not has_encoder:  # prompts are texts, limited as such
+      prompt_width = min(prompt_width, most)
+    return TextRow(
+      index=index,
+      inputs=ids if has_encoder else (),
+      prompt=prompt,
+      widths=(width, prompt_width if self._has_prompts else 1),
+      options=options,
+      example_id=example_id(example, sample),
+      temperature=temperature,
+      stop_ids=self._stop_ids,
+      max_length=options.max_length or self._engine.max_decode_len,
+    )
 
-  def ids(self, row: int) -> tuple[list[int], list[int]]:
-    """What the encoder reads of a row, and what its decoder begins with."""
-    prompt = [] if self._prompts is None else self._prompts[row]
-    return self._inputs[row] if self._target.has_encoder else [], prompt
+  @property
+  def _has_prompts(self) -> bool:
+    """Whether decoders begin with more than the start token."""
+    has_encoder, prompts = self._target.has_encoder, self.options.prompts
+    return not has_encoder or prompts is not None or bool(self._languages.known)
 
-  def request_in(self, batch: int) -> Request:
-    """The request with `batch` rows: `num_rows` or more, the rest padding."""
-    engine, options = self._engine, self.options
-    drafting, gamma = self._drafting, self._drafting.gamma
-    padding = pad_id(self._target)
-    width, prompt_width = self.widths(*range(len(self.rows)))
-    # NumPy arrays: the call of a program moves them to the device together.
-    prompt: Any = None
-    prompt_length: Any = None
-    if self._prompts is not None:
-      prompt, prompt_length = padded(self._prompts, batch, prompt_width)
-    inputs: Any = np.zeros((batch, 1), np.int32)
-    if self._target.has_encoder:
-      inputs, _ = padded(self._inputs, batch, width, padding)
-    max_length = engine.max_decode_len
-    if options.max_length is not None:
-      if options.max_length > max_length:
-        expected = f'at most max_decode_len = {max_length}'
-        raise unexpected('max_length', expected, options.max_length)
-      max_length = options.max_length
+  def _prompt(self, number: int) -> list[int]:
+    """Ids that the decoder of a model with an encoder begins with."""
+    ids: list[int] = []
+    if self.options.prompts is not None:
+      ids = [int(token) for token in self.options.prompts[number]]
+      self._check_ids(f'Prompt {number}', ids)
+    return [start_id(self._target), *self._languages.before_output(ids), *ids]
+
+  def _request_of_one(self, drafting: Drafting) -> Request:
+    """A request with what all rows share."""
+    engine, options, gamma = self._engine, self.options, drafting.gamma
+    most = engine.max_decode_len
+    if options.max_length is not None and options.max_length > most:
+      expected = f'at most max_decode_len = {most}'
+      raise unexpected('max_length', expected, options.max_length)
+    max_length = self.rows[0].max_length
     if options.min_length > max_length:
       expected = f'at most max_length = {max_length}'
       raise unexpected('min_length', expected, options.min_length)
     lenience: Any = None  # its program differs from that of all numbers
     if gamma and options.lenience != 1:
       lenience = np.asarray(options.lenience, np.float32)
-    budgets = np.zeros((batch,), np.int32)
-    budgets[: len(self.rows)] = max_length
+    # NumPy arrays: the call of a program moves them to the device together.
+    nothing: Any = np.zeros((1, 1), np.int32)
     request = new_request(
-      inputs,
-      self._keys(batch),
-      self._sampling(batch),
-      slots=engine.max_decode_len,
+      nothing,
+      nothing,
+      dataclasses.replace(options.sampling, temperature=0.0),
+      slots=most,
       gamma=gamma,
-      stop_ids=self._stop_ids(),
+      stop_ids=self._stop_ids,
       min_length=options.min_length,
-      max_length=budgets,
       # From all texts, including those that are not decoded.
       greedy=options.sampling.greedy,
       with_log_probs=options.log_probs,
-      prompt=prompt,
-      prompt_length=prompt_length,
+      prompt=nothing if self._has_prompts else None,
       lenience=lenience,
       verification=self._verification,
       beams=self._beams(gamma),
       rule=drafting.rule,
       fallback=drafting.fallback,
       tree=engine.tree if gamma else None,
-      pad_id=padding,
+      pad_id=pad_id(self._target),
     )
     if request.tree is not None:
       tree_round.check(request, request.tree.cut(gamma))
     return request
+
+  def request_in(self, batch: int) -> Request:
+    """The request with `batch` rows: `num_rows` or more, the rest padding."""
+    padding = [_NO_TEXT] * (batch - len(self.rows))
+    return joined([*self.rows, *padding], self._like)
 
   @property
   def _verification(self) -> str:
@@ -655,7 +721,7 @@ class TextBatch:
     return BLOCK if as_blocks else TOKEN
 
   def _beams(self, gamma: int) -> BeamSettings | None:
-    settings = self.options.beam_settings(len(self._stop_ids()))
+    settings = self.options.beam_settings(len(self._stop_ids))
     if settings is None:
       return None
     size = self._target.vocab_size
@@ -667,54 +733,21 @@ class TextBatch:
     # One program for all plain searches.
     return settings if gamma else settings.replace(draft_width=settings.width)
 
-  def _keys(self, batch: int) -> jax.Array:
-    ids = self.options.example_ids
-    if ids is None:
-      ids = range(self._num_texts)
-    if len(ids) != self._num_texts:
-      raise unexpected('example_ids', f'{self._num_texts}', len(ids))
-    if any(not 0 <= number < 1 << 32 for number in ids):
-      raise unexpected('example_ids', 'numbers in [0, 2**32)', ids)
-    chosen = np.zeros((batch,), np.uint32)
-    chosen[: len(self.rows)] = [ids[i] for i in self.rows]
-    return example_keys(self.options.seed, chosen)
-
-  def _sampling(self, batch: int) -> SamplingConfig:
-    sampling = self.options.sampling
-    if isinstance(sampling.temperature, tuple):
-      if len(sampling.temperature) != self._num_texts:
-        sampling.params(self._num_texts)  # raises, naming both numbers
-      rows = [sampling.temperature[i] for i in self.rows]
-      rows += [0.0] * (batch - len(rows))
-      sampling = dataclasses.replace(sampling, temperature=rows)
-    return sampling
-
+  @functools.cached_property
   def _stop_ids(self) -> list[int]:
     assert self.options.stop_ids is not None  # `Engine.text_batch` gives them
     ids = [int(token) for token in self.options.stop_ids]
     self._check_ids('stop_ids', ids)
     return ids
 
-  def has_stop_string(self, tokens: np.ndarray) -> bool:
-    """Whether an output of these tokens ends at a stop string."""
-    shown = decode(self._tokenizer, tokens.tolist())
-    if not any(string in shown for string in self.options.stop_strings):
-      return False
-    text = self.text()
-    text.extend(tokens)
-    return text.stop_end is not None
-
   def parts(self, most: int) -> list['TextBatch']:
-    """Batches of at most `most` of the texts each; none if none is decoded."""
+    """Batches of at most `most` of the rows each; none if none is decoded."""
     if 0 < len(self.rows) <= most:
       return [self]
     batches = []
     for at in range(0, len(self.rows), most):
       part = copy.copy(self)
       part.rows = self.rows[at : at + most]
-      part._inputs = self._inputs[at : at + most]
-      if self._prompts is not None:
-        part._prompts = self._prompts[at : at + most]
       part.request = part.request_in(part.num_rows)
       batches.append(part)
     return batches
@@ -729,16 +762,15 @@ class TextBatch:
     Returns:
       A list of `Completion`s.
     """
-    searches = self.options.num_beams is not None
-    number = self.options.num_samples if searches else 1
+    number = self.options.num_samples if self._searches else 1
     outputs = {i: [output] * number for i, output in self.passed_over.items()}
     for part, generation in parts:
-      for row, index in enumerate(part.rows):
-        if searches:
-          outputs[index] = part._beams_of(generation, row)
+      for place, row in enumerate(part.rows):
+        if self._searches:
+          outputs[row.index] = part._beams_of(generation, place)
         else:
-          outputs[index] = [part.completion(generation, row)]
-    return [output for i in range(self._num_texts) for output in outputs[i]]
+          outputs[row.index] = [part.completion(generation, place)]
+    return [output for i in range(self._num_outputs) for output in outputs[i]]
 
   def _beams_of(self, generation: Generation, row: int) -> list[Completion]:
     """The best `num_samples` beams of a row, the best one last."""
@@ -753,30 +785,26 @@ class TextBatch:
     output = from_generation(generation, row, self._tokenizer)
     if self.request.lenience is not None:
       output = dataclasses.replace(output, lossless=False)
-    if self._engine.usual is not None and self._drafting.gamma:
-      output = self._engine.usual.judged(output)
     options = self.options
     return cut_at_stop_string(
       output, self._tokenizer, options.stop_strings, options.min_length
     )
 
-  def sources(self) -> list[tuple[list[int], list[int]]]:
+  def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
     """What each of the `completions` was decoded from.
 
     Returns:
       The ids of its input, and with an encoder those that the output begins
       with after the start token.
     """
-    options, start = self.options, start_id(self._target)
-    sources = [([start], list[int]())] * self._num_texts
-    if self.rows:
-      prompts = self._prompts if self._target.has_encoder else None
-      prompts = prompts or [[start]] * len(self.rows)
-      each = zip(self.rows, self._inputs, prompts, strict=True)
-      for index, ids, prompt in each:
-        sources[index] = ids, prompt[1:]
-    searches = options.num_beams is not None
-    return repeated(sources, options.num_samples if searches else 1)
+    nothing: tuple[Sequence[int], Sequence[int]] = [start_id(self._target)], ()
+    sources = [nothing] * self._num_outputs
+    for row in self.rows:
+      sources[row.index] = (row.inputs, row.prompt[1:])
+      if not self._target.has_encoder:
+        sources[row.index] = row.prompt, ()
+    number = self.options.num_samples if self._searches else 1
+    return [source for source in sources for _ in range(number)]
 
   def text(self) -> Text:
     """The text of an output of this batch, before its first token."""

@@ -10,6 +10,7 @@ answers, never from a clock, so that all processes of a run decide alike.
 """
 
 import collections
+import copy
 import dataclasses
 import threading
 import time
@@ -21,16 +22,18 @@ import numpy as np
 
 from specdec_jax.checks.fields import check_number, check_types, unexpected
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
-from specdec_jax.decoding.state import Request, keys_of_rows, whole_buckets
-from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.padding import padded, rounded_up
+from specdec_jax.decoding.state import Request, whole_buckets
+from specdec_jax.engine.completion import Completion, Text
+from specdec_jax.engine.padding import rounded_up
 from specdec_jax.engine.request import (
   Drafting,
   TextBatch,
+  TextRow,
   check_gamma,
+  joined,
 )
 from specdec_jax.engine.trace import Round
-from specdec_jax.types import FinishReason
+from specdec_jax.types import FinishReason, Generation
 
 # Rounds after which the host looks in any case, and where it looks for a stop
 # string.
@@ -38,10 +41,6 @@ _MAX_ROUNDS = 32
 _STOP_STRING_ROUNDS = 4
 _ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones are shorter
 _SHRINK_AFTER = 16  # steps with a pool that is larger than it need be
-
-# (rows without text, as many as are read together; whether rows have prompts)
-# -> the programs for these.
-Compiled = Callable[[Request, bool], PoolPrograms]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,46 +91,6 @@ class PoolSettings:
     return sorted({rounded_up(size, multiple) for size in sizes})
 
 
-@dataclasses.dataclass
-class PoolStats:
-  """Times and counts of one run through a pool, so far.
-
-  Attributes:
-    seconds: wall time.
-    host_seconds: the part of it in which the device had nothing to do: from
-      each answer of the device until the host gave it its next work.
-    rounds: gamma -> rounds that ran.
-    live_rounds: sum over rounds of the rows that were running.
-    slot_rounds: sum over rounds of the slots.
-    outputs: rows that were finished.
-    slot_seconds: sum over these rows of the time from getting a slot to the
-      output.
-  """
-
-  seconds: float = 0.0
-  host_seconds: float = 0.0
-  rounds: dict[int, int] = dataclasses.field(default_factory=dict)
-  live_rounds: int = 0
-  slot_rounds: int = 0
-  outputs: int = 0
-  slot_seconds: float = 0.0
-
-  @property
-  def occupancy(self) -> float:
-    """Running rows / slots, the mean over rounds; 1 before the first round."""
-    return self.live_rounds / self.slot_rounds if self.slot_rounds else 1.0
-
-  @property
-  def host_fraction(self) -> float:
-    """The part of the time in which the device waited for the host."""
-    return self.host_seconds / self.seconds if self.seconds else 0.0
-
-  @property
-  def in_slot(self) -> float:
-    """Mean seconds from when a row gets a slot until its output is known."""
-    return self.slot_seconds / self.outputs if self.outputs else 0.0
-
-
 class DraftPolicy:
   """How long drafts are, by the rows of the pool and what these ask for.
 
@@ -145,22 +104,16 @@ class DraftPolicy:
     least_length: see `PoolSettings`.
   """
 
-  def __init__(
-    self,
-    engine: Any,
-    settings: PoolSettings,
-    request: Request,
-    multiple: int = 1,
-  ):
+  def __init__(self, engine: Any, settings: PoolSettings, request: Request):
     """
     Args:
-      engine: says how drafts of each gamma end.
+      engine: says how drafts of each gamma end. Pools have a multiple of its
+        devices. Of pools that become one the larger one's gamma stays: it was
+        chosen for more rows, whose calls cost more, so it rather proposes too
+        few tokens.
       settings: `gammas` and `least_length`.
       request: has the gamma and the rule of sampled rows; gamma 0 decodes all
         rows plainly.
-      multiple: pools have a multiple of so many rows. Of pools that become one
-        the larger one's gamma stays: it was chosen for more rows, whose calls
-        cost more, so it rather proposes too few tokens.
 
     Raises:
       ValueError: gammas are longer than the drafts of a rule.
@@ -170,11 +123,9 @@ class DraftPolicy:
     if settings.gammas is not None and request.gamma:
       self._by_rows = {}
       for rows, gamma in sorted(settings.gammas.items()):
-        self._by_rows[rounded_up(rows, multiple)] = (
-          gamma
-          if isinstance(gamma, Drafting)
-          else engine.drafting_of(gamma, request.rule)
-        )
+        if not isinstance(gamma, Drafting):
+          gamma = engine.drafting_of(gamma, request.rule)
+        self._by_rows[rounded_up(rows, engine.batch_multiple)] = gamma
     gammas = [self._base.gamma, *(one.gamma for one in self._by_rows.values())]
     self.room = max(gammas)
     self.skips_rounds = self.room > 0 and 0 in gammas
@@ -204,8 +155,8 @@ class DraftPolicy:
 
   def is_too_short(self, batch: TextBatch) -> bool:
     """Whether rows end before their drafter pays."""
-    least = self.least_length if batch.rows else 0
-    return least > 0 and int(batch.request.max_length[0]) < least
+    rows = batch.rows
+    return bool(rows) and rows[0].max_length < self.least_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +168,6 @@ class Update:
     tokens: ids that are new.
     log_probs: of these, if the row wants them.
     completion: the whole output, at its end.
-    num_drafted: tokens that were proposed to the row so far.
     round: what became of the last draft, if the row shows rounds.
     beams: the outputs of a beam search instead, the best one first.
     error: why it ends without an output: 'deadline', 'stopped', 'failed', or
@@ -228,7 +178,6 @@ class Update:
   tokens: Sequence[int] = ()
   log_probs: Sequence[float] = ()
   completion: Completion | None = None
-  num_drafted: int = 0
   round: Round[int] | None = None
   beams: Sequence[Completion] = ()
   error: str | None = None
@@ -260,16 +209,15 @@ class Row:
   is_plain: bool = False
   shows_rounds: bool = False
   is_cancelled: bool = False
-  began: float = 0.0  # when it got its slot
-  num_rounds: int = 0
-  num_drafted: int = 0
   num_accepted: int = 0
   num_passed: int = 0
   num_told: int = 0  # tokens
   num_sent: int = 0  # characters
 
+  num_read: int = 0  # tokens that are in its text
+
   def __post_init__(self):
-    self.text = self.batch.text() if self.streams else None
+    self._text: Text | None = None
 
   @property
   def is_simple(self) -> bool:
@@ -279,16 +227,19 @@ class Row:
     return greedy and not options.log_probs
 
   @property
-  def widths(self) -> tuple[int, int]:
-    """Widths of the arrays that its input and its prompt are read in."""
-    return self.batch.widths(self.index)
+  def source(self) -> TextRow:
+    """What the row is made of."""
+    return self.batch.rows[self.index]
 
-  @property
-  def example_id(self) -> int:
-    """What its random numbers derive from, beside the seed."""
-    place = self.batch.rows[self.index]
-    ids = self.batch.options.example_ids
-    return place if ids is None else ids[place]
+  def read(self, generation: Generation, slot: int) -> Text:
+    """Its text so far."""
+    self._text = self._text or self.batch.text()
+    tokens: Any = generation.tokens[
+      slot, self.num_read : generation.length[slot]
+    ]
+    self._text.extend(tokens)
+    self.num_read += len(tokens)
+    return self._text
 
   def last_round(self, view: PoolView, slot: int) -> Round[int] | None:
     """The row's last round, if a chain was judged in it.
@@ -307,74 +258,15 @@ class Row:
     accepted = int(generation.stats.num_accepted[slot]) - self.num_accepted
     self.num_accepted += accepted
     after = new[accepted : accepted + 1].tolist()
-    passed = None
-    # Greedy drafts are judged token by token, whatever the others are.
-    if generation.stats.num_passed is not None:
-      passed = int(generation.stats.num_passed[slot]) - self.num_passed
-      self.num_passed += passed
-    is_sampled = not self.batch.options.sampling.greedy
+    passed = int(generation.stats.num_passed[slot]) - self.num_passed
+    self.num_passed += passed
+    as_block = self.batch.request.judges_blocks
     return Round(
       proposed.tolist(),
       accepted,
       after[0] if after else None,
-      passed if is_sampled else None,
+      passed if as_block else None,
     )
-
-
-def joined(
-  rows: Sequence[Row], like: Request, least: tuple[int, int] = (0, 0)
-) -> Request:
-  """One request of all rows.
-
-  Args:
-    rows: each with a text.
-    like: has what all rows share: static fields, and the values of which it has
-      one for all rows.
-    least: widths that inputs and prompts have at least.
-  """
-  places = [(row.batch.request, row.index) for row in rows]
-  width, prompt_width = (
-    max(sizes)
-    for sizes in zip(least, *(row.widths for row in rows), strict=True)
-  )
-
-  def each(name: str) -> Any:
-    return np.array([getattr(one, name)[i] for one, i in places], np.int32)
-
-  inputs, prompts = zip(*(r.batch.ids(r.index) for r in rows), strict=True)
-  sampling: Any = like.sampling.replace(
-    temperature=np.array(
-      [one.sampling.temperature[i] for one, i in places], np.float32
-    )
-  )
-  changes: dict[str, Any] = {
-    'inputs': padded(inputs, len(rows), width, like.pad_id)[0]
-  }
-  if np.ndim(like.stop_ids) > 1:  # each row has values of its own
-    options = [row.batch.options for row in rows]
-    sampling = sampling.replace(
-      top_k=np.array([one.sampling.top_k for one in options], np.int32),
-      top_p=np.array([one.sampling.top_p for one in options], np.float32),
-    )
-    stops: Any = np.full((len(rows), like.stop_ids.shape[1]), -1, np.int32)
-    for to, (request, _) in zip(stops, places, strict=True):
-      ids = request.stop_ids[request.stop_ids >= 0]
-      to[: len(ids)] = ids
-    changes['stop_ids'] = stops
-  if like.prompt is not None:
-    prompt = padded(prompts, len(rows), prompt_width)
-    changes['prompt'], changes['prompt_length'] = prompt
-  return dataclasses.replace(
-    like,
-    keys=keys_of_rows(
-      np.array([r.batch.options.seed & 0xFFFFFFFF for r in rows], np.uint32),
-      np.array([row.example_id for row in rows], np.uint32),
-    ),
-    sampling=sampling,
-    min_length=each('min_length'),
-    max_length=each('max_length'),
-    **changes,
-  )
 
 
 def widths_of(request: Request) -> tuple[int, int]:
@@ -392,7 +284,7 @@ class Slots:
 
   def __init__(
     self,
-    compiled: Compiled,
+    programs: Callable[[Request, bool], PoolPrograms],
     request: Request,
     num_slots: int,
     room: int,
@@ -401,7 +293,8 @@ class Slots:
     """Makes no slots; call `begin`.
 
     Args:
-      compiled: gives the programs.
+      programs: gives those of rows without text, as many as are read together;
+        and whether rows have prompts.
       request: any request of the kind that will be read, on the host.
       num_slots: T, slots of the caches.
       room: the largest gamma that the caches have slots for.
@@ -414,7 +307,7 @@ class Slots:
     self._empty_rows: dict[int, Pool] = {}
     self._unread: Request | None = None  # see `hold`
     example = self._example(request.inputs.shape[1])
-    self._programs = compiled(example, request.prompt is not None)
+    self._programs = programs(example, request.prompt is not None)
     self.owners: list[Row | None] = []
 
   def begin(self, size: int, width: int) -> None:
@@ -566,7 +459,7 @@ class Scheduler:
 
   Attributes:
     policy: how long drafts are.
-    stats: times and counts.
+    rounds: gamma -> rounds that ran.
     compiled: the uses that need no compilation; None allows all. What else a
       step would use is done by a program of larger arrays, or for more kinds of
       rows.
@@ -579,10 +472,8 @@ class Scheduler:
     engine: Any,
     settings: PoolSettings,
     request: Request,
-    compiled: Compiled,
     widest: tuple[int, int],
     first_width: int | None = None,
-    multiple: int = 1,
     counts: Sequence[int] | None = None,
   ):
     """Runs nothing.
@@ -591,18 +482,17 @@ class Scheduler:
       engine: the engine whose models decode.
       settings: of the pool.
       request: has what all rows share, see `joined`.
-      compiled: gives the programs of the pool.
       widest: widths of the widest inputs and prompts.
       first_width: of the inputs that the pool has room for at first, and grows
         from; None is the widest.
-      multiple: rows are split over so many devices.
       counts: numbers of rows that are read together, in order; None is
         `refill`.
 
     Raises:
       ValueError: the pool cannot fit into memory, or as `DraftPolicy`.
     """
-    self.policy = DraftPolicy(engine, settings, request, multiple)
+    self.policy = DraftPolicy(engine, settings, request)
+    multiple = engine.batch_multiple
     self._sizes = settings.pool_sizes(multiple)
     most = self._sizes[-1]
     self._refill = min(settings.refill or max(1, most // 8), most)
@@ -615,17 +505,17 @@ class Scheduler:
     draft_slots = dataclasses.replace(request, gamma=room).draft_slots
     num_slots = whole_buckets(widest[1] + engine.max_decode_len + draft_slots)
     engine.room.check(most, widest[0], num_slots, 1 + draft_slots)
-    self._slots = Slots(compiled, self._like, num_slots, room, self._counts[-1])
+    programs, most_read = engine.pool_programs, self._counts[-1]
+    self._slots = Slots(programs, self._like, num_slots, room, most_read)
     self._widest, self._first_width = widest, first_width or widest[0]
     self._waiting: collections.deque[Row] = collections.deque()
     self._lock = threading.Condition()  # of the queue
     self._coming: tuple[PoolView, int] | None = None  # with its gamma
-    self._answered: float | None = None
     self._too_large = 0  # steps since the pool had to be as large as it is
     self.compiled: set[Any] | None = None
     self.used: set[Any] = set()
     self.is_closed = False
-    self.stats = PoolStats()
+    self.rounds: collections.Counter[int] = collections.Counter()
 
   def submit(self, rows: Iterable[Row]) -> None:
     """Queues rows; any thread may call it."""
@@ -657,11 +547,9 @@ class Scheduler:
 
   def drain(self) -> Iterator[tuple[Row, Update]]:
     """Decodes all rows that were queued; yields what becomes of them."""
-    begin, before = time.perf_counter(), self.stats.seconds
     self.is_closed = True
     while self.has_work:
       yield from self.step()
-      self.stats.seconds = before + time.perf_counter() - begin
 
   def step(self) -> list[tuple[Row, Update]]:
     """Waits for the rounds of the last step, and starts the next ones.
@@ -675,10 +563,11 @@ class Scheduler:
     self._fill()
     self._advance()
     # The device is busy from here until its answer.
-    updates = [(row, self._last_update(row, view, slot)) for row, slot in done]
-    for slot, row in self._streaming:
-      updates.append((row, self._next_update(row, view, slot)))
-    return updates
+    ended = [(row, self._update(row, view, slot, True)) for row, slot in done]
+    return ended + [
+      (row, self._update(row, view, slot, False))
+      for slot, row in self._streaming
+    ]
 
   def rehearse(
     self, rows: Sequence[Row], size: int, then: Sequence[int] = ()
@@ -710,49 +599,32 @@ class Scheduler:
     coming, gamma = self._coming
     self._coming = None
     view = jax.device_get(coming)
-    self._answered = time.perf_counter()
-    view = self._with_reasons(view, gamma)
-    self._count(view, gamma)
+    self.rounds[gamma] += int(view.num_rounds)
+    view = self._with_reasons(view)
     done = self._slots.release(view)
-    self.stats.outputs += len(done)
-    for row, _ in done:
-      self.stats.slot_seconds += self._answered - row.began
     # Later they may be in other slots.
     for slot, owner in enumerate(self._slots.owners):
       if owner is not None and owner.streams and not owner.is_cancelled:
         self._streaming.append((slot, owner))
     return view, [(row, slot) for row, slot in done if not row.is_cancelled]
 
-  def _with_reasons(self, view: PoolView, gamma: int) -> PoolView:
+  def _with_reasons(self, view: PoolView) -> PoolView:
     """Ends rows that are cancelled, or whose text holds a stop string."""
     generation = view.generation
-    stats = generation.stats
     reasons: Any = np.array(generation.finish_reason)
     for slot, row in enumerate(self._slots.owners):
       if row is None:
         continue
-      rounds = int(stats.num_rounds[slot])
-      row.num_drafted += gamma * (rounds - row.num_rounds)
-      row.num_rounds = rounds
-      if stats.num_drafted is not None:
-        row.num_drafted = int(stats.num_drafted[slot])
       if row.is_cancelled:
         reasons[slot] = FinishReason.LENGTH
       elif row.batch.options.stop_strings and not view.is_free[slot]:
-        tokens: Any = generation.tokens[slot, : generation.length[slot]]
-        if row.batch.has_stop_string(tokens):
+        if row.read(generation, slot).stop_end is not None:
           reasons[slot] = FinishReason.STOP_STRING
     if np.array_equal(reasons, generation.finish_reason):
       return view
     self._slots.set_reasons(reasons)
     generation = dataclasses.replace(generation, finish_reason=reasons)
     return dataclasses.replace(view, generation=generation)
-
-  def _count(self, view: PoolView, gamma: int) -> None:
-    stats, rounds = self.stats, int(view.num_rounds)
-    stats.rounds[gamma] = stats.rounds.get(gamma, 0) + rounds
-    stats.live_rounds += int(view.live_rounds)
-    stats.slot_rounds += rounds * len(self._slots.owners)
 
   def _drop_cancelled(self) -> None:
     with self._lock:
@@ -793,12 +665,6 @@ class Scheduler:
       if not rows:
         return
       self._read(rows)
-      now = time.perf_counter()
-      if self._answered is not None:  # the device has something to do again
-        self.stats.host_seconds += now - self._answered
-        self._answered = None
-      for row in rows:
-        row.began = now
 
   def _read(self, rows: Sequence[Row]) -> None:
     """Reads rows into free slots; a row alone with its first rounds."""
@@ -806,7 +672,8 @@ class Scheduler:
     count = min(count for count in self._counts if count >= len(rows))
     # Filled up, so that there are few programs.
     filled = [*rows, *[rows[0]] * (count - len(rows))]
-    request = joined(filled, self._like)
+    sources = [row.source for row in filled]
+    request = joined(sources, self._like)
     widths = widths_of(request)
     is_alone = len(slots.owners) == 1 and (self._is_exact or rows[0].is_simple)
     if is_alone and self._may('alone', widths, rows[0].is_plain):
@@ -814,7 +681,7 @@ class Scheduler:
       slots.hold(request, rows[0])
       return
     if not self._may('read', count, widths):
-      request = joined(filled, self._like, self._widest)
+      request = joined(sources, self._like, self._widest)
     self.used.add(('read', count, widths))
     slots.admit(request, rows)
 
@@ -832,9 +699,6 @@ class Scheduler:
     gamma = drafting.gamma
     rounds, enough = self._max_rounds(rows, gamma), self._enough(len(rows))
     self._coming = self._slots.run(rounds, enough, drafting, simply), gamma
-    if self._answered is not None:
-      self.stats.host_seconds += time.perf_counter() - self._answered
-      self._answered = None
 
   def _max_rounds(self, rows: Sequence[Row], gamma: int) -> int:
     """Rounds until the next step, in which nobody who comes gets a slot."""
@@ -864,32 +728,173 @@ class Scheduler:
 
   # What a step says of rows.
 
-  def _last_update(self, row: Row, view: PoolView, slot: int) -> Update:
-    """The whole output of a row."""
-    done = row.batch.completion(view.generation, slot)
-    log_probs = done.log_probs if row.batch.options.log_probs else []
-    return Update(
-      done.text[row.num_sent :],
-      done.tokens[row.num_told :],
-      log_probs[row.num_told :],
-      completion=done,
-      num_drafted=row.num_drafted,
-      round=row.last_round(view, slot) if row.shows_rounds else None,
-    )
-
-  def _next_update(self, row: Row, view: PoolView, slot: int) -> Update:
-    """What is new of a row that streams, of the text that will not change."""
-    generation, output = view.generation, row.text
-    assert output is not None
-    tokens: Any = generation.tokens[slot, : generation.length[slot]]
-    output.extend(tokens[row.num_told :])
-    text = output.ready
-    log_probs: Any = generation.log_probs[slot, row.num_told : len(tokens)]
+  def _update(
+    self, row: Row, view: PoolView, slot: int, is_last: bool
+  ) -> Update:
+    """What is new of a row, of the text that will not change."""
+    generation, told = view.generation, row.num_told
+    done: Completion | None = None
+    if is_last:
+      done = row.batch.completion(generation, slot)
+      text, tokens, log_probs = done.text, done.tokens, done.log_probs
+    else:
+      length: Any = generation.length[slot]
+      text = row.read(generation, slot).ready
+      tokens = generation.tokens[slot, :length].tolist()
+      log_probs = generation.log_probs[slot, :length].tolist()
     update = Update(
       text[row.num_sent :],
-      tokens[row.num_told :].tolist(),
-      log_probs.tolist() if row.batch.options.log_probs else [],
+      tokens[told:],
+      log_probs[told:] if row.batch.options.log_probs else [],
+      completion=done,
       round=row.last_round(view, slot) if row.shows_rounds else None,
     )
     row.num_sent, row.num_told = len(text), len(tokens)
     return update
+
+
+class Continuous:
+  """Decodes any number of texts with an engine, `settings.rows` at a time.
+
+  Attributes:
+    engine: the engine whose models decode.
+    settings: how the texts go through the slots.
+    rounds: gamma -> rounds of the run that was started last.
+  """
+
+  def __init__(self, engine: Any, settings: PoolSettings | None = None):
+    """Takes an `Engine`, and the settings of the pool."""
+    self.engine = engine
+    self.settings = settings or PoolSettings()
+    self.rounds: Mapping[int, int] = {}
+    self._warm: set[Any] = set()
+
+  def generate(
+    self, texts: Sequence[Any] | TextBatch, **options: Any
+  ) -> list[Completion]:
+    """`Engine.generate` for any number of texts: one completion each, in order.
+
+    A text that cannot be decoded gives a completion with an error and the other
+    texts go on, as with `on_too_long='report'`. The only other value that
+    `on_too_long` can have here is 'truncate'.
+
+    Args:
+      texts: as for `Engine.generate`; or a batch that an engine has made.
+      **options: as for `Engine.generate`. Stop strings are looked for between
+        rounds.
+
+    Raises:
+      ValueError: an option is out of range.
+    """
+    done = dict(self.run(texts, **options))
+    return [done[index] for index in sorted(done)]
+
+  def run(
+    self, texts: Sequence[Any] | TextBatch, **options: Any
+  ) -> Iterator[tuple[int, Completion]]:
+    """Yields index and completion of each text as soon as it is finished.
+
+    A completion that has been yielded is not kept. Arguments and errors are
+    those of `generate`.
+    """
+    batch = self._batch(texts, options)
+    yield from sorted(batch.passed_over.items())
+    if not batch.rows:
+      return
+    rows = self._rows(batch)
+    scheduler = self._scheduler(batch, rows)
+    self.rounds = scheduler.rounds
+    scheduler.submit(rows)
+    for row, update in scheduler.drain():
+      if update.completion is not None:
+        yield row.source.index, update.completion
+
+  def stream(
+    self, batch: TextBatch, shows_rounds: bool = False
+  ) -> Iterator[Update]:
+    """Yields what each round brings the only text of a batch.
+
+    Raises:
+      ValueError: the target's logits became invalid.
+    """
+    if batch.rows:
+      row = Row(batch, streams=True, shows_rounds=shows_rounds)
+      scheduler = self._scheduler(batch, [row])
+      scheduler.submit([row])
+      for _, update in scheduler.drain():
+        done = update.completion
+        if done is not None and done.finish_reason == 'error':
+          raise ValueError(done.error)
+        yield update
+
+  def warmup(self, texts: Sequence[Any] | TextBatch, **options: Any) -> float:
+    """Compiles what `generate` needs for texts like these.
+
+    Returns the seconds that it took; 0.0 if everything had been compiled.
+    """
+    begin = time.perf_counter()
+    batch = self._batch(texts, options)
+    if not batch.rows:
+      return 0.0
+    rows = self._rows(batch)
+    by_width = {row.source.widths: row.index for row in rows}
+    sizes = self.settings.pool_sizes(self.engine.batch_multiple)
+    fits = [size for size in sizes if size >= len(rows)]
+    first = min(fits, default=sizes[-1])
+    key = jax.tree.structure(batch.request), first, *sorted(by_width)
+    if key in self._warm:
+      return 0.0
+    scheduler = self._scheduler(batch, rows)
+    short = _short(batch, scheduler.policy.room)
+    widths = sorted(by_width)
+    for width in widths:
+      scheduler.rehearse([Row(short, by_width[width], streams=True)], first)
+    smaller = [size for size in sizes[::-1] if size < first]
+    for size, then in zip([first, *smaller], smaller, strict=False):
+      row = Row(short, by_width[widths[-1]], streams=True)
+      scheduler.rehearse([row], size, [then])
+    self._warm.add(key)
+    return time.perf_counter() - begin
+
+  def _batch(
+    self, texts: Sequence[Any] | TextBatch, options: dict[str, Any]
+  ) -> TextBatch:
+    """The batch of texts that are decoded one by one; raises for beams."""
+    batch: Any = texts
+    if not isinstance(texts, TextBatch):
+      if options.get('on_too_long') != 'truncate':
+        options = {**options, 'on_too_long': 'report'}
+      batch = self.engine.text_batch(texts, **options)
+    if batch.options.num_beams is not None:
+      expected = 'None in a pool; Engine.generate searches'
+      raise unexpected('num_beams', expected, batch.options.num_beams)
+    return batch
+
+  def _rows(self, batch: TextBatch) -> list[Row]:
+    """The shortest first: rows that decode together are then alike."""
+
+    def size(row):
+      source = row.source
+      return source.widths, len(source.inputs) + len(source.prompt)
+
+    return sorted((Row(batch, i) for i in range(len(batch.rows))), key=size)
+
+  def _scheduler(self, batch: TextBatch, rows: Sequence[Row]) -> Scheduler:
+    widths = [row.source.widths for row in rows]
+    inputs, prompts = map(max, zip(*widths, strict=True))
+    return Scheduler(
+      self.engine,
+      self.settings,
+      batch.request,
+      (inputs, prompts),
+      widths[0][0],
+    )
+
+
+def _short(batch: TextBatch, gamma: int) -> TextBatch:
+  """The batch with outputs that end in their second round."""
+  short, length = copy.copy(batch), min(gamma + 2, batch.request.slots)
+  short.rows = [
+    dataclasses.replace(row, max_length=length) for row in batch.rows
+  ]
+  return short

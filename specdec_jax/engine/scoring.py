@@ -7,12 +7,11 @@ log-probability that decoding reports for the same tokens.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from specdec_jax import partitioning, probs
@@ -82,39 +81,20 @@ def score(
   _check(network, inputs, targets)
   if not inputs:
     return []
-  if not num_top:
-    found = _of_each(_log_prob, (network,), (params,), inputs, targets, prompt)
-    return [Score(tuple(row.tolist())) for row in found]
-  # Not a program for each number.
-  number = min(next_power_of_two(num_top), network.vocab_size)
-  measure = _with_top(number)
-  found = _of_each(measure, (network,), (params,), inputs, targets, prompt)
-  return [
-    Score(tuple(row['log_probs'].tolist()), _top(row, num_top)) for row in found
-  ]
-
-
-def _top(row: Mapping[str, np.ndarray], number: int) -> Top:
-  pairs = zip(row['ids'].tolist(), row['top'].tolist(), strict=True)
-  return [list(zip(ids, values, strict=True))[:number] for ids, values in pairs]
-
-
-def _of_each(measure, networks, params, inputs, targets, prompt) -> list[Any]:
-  """What `_measured` gives for the tokens of each target."""
-  network = networks[0]
   begins, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
   padded_inputs = _padded(encoded, pad=pad_id(network))
-  found = _measured(measure, networks, params, padded_inputs, _padded(rows, 1))
-  found = jax.tree.map(partitioning.on_host, found)
-
-  def of_target(row, begin, ids):
-    return jax.tree.map(lambda x: x[row, begin : begin + len(ids)], found)
-
-  return [
-    of_target(*each)
-    for each in zip(range(len(targets)), begins, targets, strict=True)
-  ]
+  # Not a program for each number.
+  number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
+  found = _measured(network, number, params, padded_inputs, _padded(rows, 1))
+  log_probs, *top = map(partitioning.on_host, found)
+  scores = []
+  for row, (begin, target) in enumerate(zip(begins, targets, strict=True)):
+    places = row, slice(begin, begin + len(target))
+    pairs = zip(*(x[places][:, :num_top].tolist() for x in top), strict=True)
+    likeliest = [list(zip(*pair, strict=True)) for pair in pairs]
+    scores.append(Score(tuple(log_probs[places].tolist()), likeliest or ()))
+  return scores
 
 
 def shapes(
@@ -149,67 +129,48 @@ def _rows(
   )
 
 
-def _log_prob(logits: Sequence[jax.Array], following: jax.Array) -> jax.Array:
-  """Log-probability of each id that followed, of one network's logits."""
-  (own,) = logits
-  log_probs = probs.log_prob_of(own, following)
-  return jnp.where(probs.valid_logits(own), log_probs, jnp.nan)
-
-
-@functools.cache
-def _with_top(number: int) -> Callable[..., dict[str, jax.Array]]:
-  """Measures `_log_prob`, and the log-probabilities of the likeliest ids."""
-
-  def measure(logits: Sequence[jax.Array], following: jax.Array):
-    _, ids = lax.top_k(logits[0], number)
-    each = jax.vmap(functools.partial(_log_prob, logits), -1, -1)(ids)
-    own = _log_prob(logits, following)
-    return {'log_probs': own, 'ids': ids, 'top': each}
-
-  return measure
+def _log_prob(logits: jax.Array, following: jax.Array) -> jax.Array:
+  """Log-probability of each id that followed; NaN without a distribution."""
+  log_probs = probs.log_prob_of(logits, following)
+  return jnp.where(probs.valid_logits(logits), log_probs, jnp.nan)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measured(
-  measure: Callable[[Sequence[jax.Array], jax.Array], Any],
-  networks: Sequence[LanguageModel],
-  params: Sequence[Params],
+  network: LanguageModel,
+  num_top: int,
+  params: Params,
   inputs: jax.Array,
   rows: jax.Array,
-) -> Any:
-  """What `measure` makes of the logits that predict each id of rows.
+) -> tuple[jax.Array, ...]:
+  """The log-probability of each id of rows int32[B, S + 1] but the first.
 
-  The rows are int32[B, S + 1]; the first id of each is not predicted. Results
-  are of [B, S, ...]. S is a power of two, `_SMALLEST` at least: a whole number
-  of blocks.
+  S is a power of two, `_SMALLEST` at least: a whole number of blocks.
+
+  Returns:
+    float32[B, S]; with `num_top` also the likeliest ids, int32[B, S, num_top],
+    and the log-probabilities of these.
   """
   batch, width = rows.shape[0], rows.shape[1] - 1
   block = min(width, _BLOCK)
 
-  def read(caches, pair):
-    each = [
-      network.extend(own, cache, pair[0])
-      for network, own, cache in zip(networks, params, caches, strict=True)
-    ]
-    features, caches = zip(*each, strict=True)
-    logits = [
-      network.head(own, feature)
-      for network, own, feature in zip(networks, params, features, strict=True)
-    ]
-    return caches, measure(logits, pair[1])
+  def read(cache, pair):
+    features, cache = network.extend(params, cache, pair[0])
+    logits = network.head(params, features)
+    log_prob = functools.partial(_log_prob, logits)
+    if not num_top:
+      return cache, (log_prob(pair[1]),)
+    _, ids = lax.top_k(logits, num_top)
+    return cache, (log_prob(pair[1]), ids, jax.vmap(log_prob, -1, -1)(ids))
 
   def in_blocks(tokens):
     return jnp.moveaxis(tokens.reshape(batch, width // block, block), 1, 0)
 
   slots = -(-width // _BLOCK) * _BLOCK
-  caches = tuple(
-    network.prefill(own, inputs, slots)
-    for network, own in zip(networks, params, strict=True)
-  )
   pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
-  _, found = lax.scan(read, caches, pairs)
-  return jax.tree.map(
-    lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]), found
+  _, found = lax.scan(read, network.prefill(params, inputs, slots), pairs)
+  return tuple(
+    jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]) for x in found
   )
 
 

@@ -182,11 +182,7 @@ def one_or_all(values: list[Any]) -> Any:
 def counts(output: Completion) -> dict[str, Any]:
   """What producing an output took, as JSON values."""
   values = dataclasses.asdict(output.stats)
-  values['num_passed'] = output.stats.passed
   values['acceptance_rate'] = output.stats.acceptance_rate
-  if output.acceptance_z is not None:
-    values['acceptance_z'] = output.acceptance_z
-    values['out_of_distribution'] = output.out_of_distribution
   return values
 
 
@@ -265,9 +261,6 @@ def _way_summary(batches: Sequence[Batch]) -> dict[str, Any]:
   outputs = completions_of(batches).values()
   took = total(output.stats for output in outputs)
   tokens, seconds = took.num_tokens, sum(batch.seconds for batch in batches)
-  marked = None
-  if any(output.acceptance_z is not None for output in outputs):
-    marked = sum(output.out_of_distribution for output in outputs)
   times = [batch.ms_per_token for batch in batches]
   starts = [batch.first_output_seconds for batch in batches]
   return {
@@ -277,7 +270,6 @@ def _way_summary(batches: Sequence[Batch]) -> dict[str, Any]:
     'acceptance_rate': took.acceptance_rate,
     'histogram': list(took.histogram),
     'fallback_rounds': took.fallback_rounds,
-    'out_of_distribution': marked,
     'ms_per_token': 1e3 * seconds / tokens if tokens else None,
     'ms_per_token_median': _median([ms for ms in times if ms]),
     'seconds': seconds,
@@ -428,12 +420,6 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     ]
   if summary.get('mean_score') is not None:
     notes.append(f'Mean log-probability: {summary["mean_score"]:.4f} nats.')
-  if marked := summary.get(SPECULATIVE, {}).get('out_of_distribution'):
-    notes.append(
-      f'Outputs whose acceptance is far from that of the calibration: {marked}.'
-      ' Their texts are of another kind: calibrate with such texts, or train'
-      ' the drafter on them.'
-    )
   if errors := summary.get('errors'):
     notes.append(f'Inputs that could not be decoded: {len(errors)}.')
     notes += [f'  {error}' for error in errors[:_MOST_SHOWN]]

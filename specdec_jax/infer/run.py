@@ -27,9 +27,9 @@ from specdec_jax.engine.completion import (
   no_distribution,
   passed_over,
 )
-from specdec_jax.engine.continuous import Continuous
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Drafting, Options
+from specdec_jax.engine.scheduler import Continuous
 from specdec_jax.infer import report
 from specdec_jax.infer.data import (
   SCORING,
@@ -438,8 +438,6 @@ def choose_gammas(
     if not adapts:
       engine.gamma = most
     measured.direct(engine, rows)
-  if same_temperature and options.lenience == 1:
-    engine.usual = measured.usual(rows, adapts and most > 0)
   for size, drafting in sorted(plan.items(), reverse=True):
     choice = measured.at(size)
     speed_up = choice.expected_speed_up

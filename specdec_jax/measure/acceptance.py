@@ -107,14 +107,12 @@ class Rates(NamedTuple):
       closed forms need this rate: they assume a proposal at every place.
     outputs: what was measured at each token; empty for a drafter that does not
       adapt.
-    spread: standard deviation of texts' own rates, of infinitely many tokens.
   """
 
   alpha: Rate | None
   proposes: Rate
   overall: Rate
   outputs: Sequence[Output] = ()
-  spread: float = 0.0
 
 
 def ratio(
@@ -320,7 +318,6 @@ def of_outputs(
     overall=ratio(hits, lengths, keys),
     alpha=ratio(hits, proposals, keys) if any(proposals) else None,
     outputs=outputs if drafter.adapts else (),
-    spread=_spread(outputs),
   )
 
 
@@ -337,25 +334,6 @@ def _outputs(texts: Sequence[Hashable], overlap: Overlap) -> Iterator[Output]:
       raise ValueError(_NOT_FINITE)
     confidences = np.asarray(overlap.confidences[row, :end][proposed])
     yield Output(betas, confidences, text, end)
-
-
-def _spread(outputs: Sequence[Output]) -> float:
-  """Standard deviation between texts, without what chance adds to each."""
-  by_text: dict[Hashable, list[np.ndarray]] = {}
-  for output in outputs:
-    by_text.setdefault(output.text, []).append(output.betas)
-  several = [np.concatenate(betas, dtype=float) for betas in by_text.values()]
-  several = [betas for betas in several if len(betas) > 1]
-  if len(several) < 2:
-    return 0.0
-  count = np.array([len(betas) for betas in several])
-  rates = np.array([betas.mean() for betas in several])
-  mean = rates @ count / count.sum()
-  seen = np.sum(count * (rates - mean) ** 2) / count.sum()
-  seen *= len(count) / (len(count) - 1)
-  # Of each text's mean, from how its own tokens vary; weighted likewise.
-  within = sum(betas.var(ddof=1) for betas in several) / count.sum()
-  return float(np.sqrt(max(0.0, seen - within)))
 
 
 def rates(

@@ -152,7 +152,6 @@ def _conclude(config, engine, costs, measured: Rates) -> Calibration:
     temperature=config.temperature,
     choices=tuple(_choice(config, one, measured, confidence) for one in costs),
     confidence=confidence,
-    spread=measured.spread,
     record={
       'acceptance_rate': {
         'alpha': rate.mean,

@@ -85,7 +85,6 @@ class Answer:
     }
     self._num_choices = len(request.prompts) * request.n
     self._done: dict[int, Completion] = {}
-    self._num_drafted = 0
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     with naming_the_field():
       self.rows: list[ServedRow] = [
@@ -126,8 +125,7 @@ class Answer:
     for completion in done.values():
       if completion.finish_reason == 'error':
         raise ApiError(str(completion.error), status=500)
-      self._metrics.ended(completion, update.num_drafted)
-    self._num_drafted += update.num_drafted * len(done)
+      self._metrics.ended(completion)
     self._done |= done
     return index, update
 
@@ -311,9 +309,9 @@ class Answer:
       'acceptance_histogram': list(counts.histogram),
       'num_spec_steps': steps,
       'num_accepted_draft_tokens': accepted,
-      'num_draft_tokens': self._num_drafted,
+      'num_draft_tokens': counts.num_drafted,
       'num_tested': counts.num_tested,
-      'num_passed': counts.passed,
+      'num_passed': counts.num_passed,
       'num_spec_tokens': most,
       **({'fallback_rounds': rested} if rested else {}),
     }

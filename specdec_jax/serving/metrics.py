@@ -83,19 +83,19 @@ class Metrics:
     """A request was taken."""
     self._counters['prompt_tokens'].inc(num_prompt_tokens)
 
-  def ended(self, done: Completion, num_drafted: int) -> None:
-    """An output is whole, for which so many tokens were proposed."""
+  def ended(self, done: Completion) -> None:
+    """An output is whole."""
     stats = done.stats
     rested = stats.fallback_rounds
     counts = {'generation_tokens': len(done.tokens)}
-    if num_drafted:
+    if stats.num_drafted:
       counts |= {
         'spec_decode_num_drafts': stats.num_target_calls - rested,
         'fallback_rounds': rested,
-        'spec_decode_num_draft_tokens': num_drafted,
+        'spec_decode_num_draft_tokens': stats.num_drafted,
         'spec_decode_num_accepted_tokens': stats.num_accepted,
         'spec_decode_num_tested_tokens': stats.num_tested,
-        'spec_decode_num_passed_tokens': stats.passed,
+        'spec_decode_num_passed_tokens': stats.num_passed,
       }
       for place in range(len(stats.histogram) - 1):
         rounds = sum(stats.histogram[place + 1 :])

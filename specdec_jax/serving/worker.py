@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.state import BLOCK, TOKEN, Request
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import Completion
@@ -120,12 +119,10 @@ class Worker(Scheduler):
     if engine.batch_multiple > 1:
       expected = '1: a pool of one row cannot be split'
       raise unexpected('Placement.data', expected, engine.batch_multiple)
-    self._pool_programs: PoolPrograms | None = None
     self._args: Mapping[str, Any] = {
       'engine': engine,
       'settings': pool,
       'request': self._of_any_kind(batch.request),
-      'compiled': self._programs,
       'widest': widths_of(batch.request),
       'counts': (1, _READ_TOGETHER)[: settings.rows],
     }
@@ -427,14 +424,7 @@ class Worker(Scheduler):
       name = f'a search of {width} beams, inputs of {len(text)}'
       yield name, functools.partial(search, 1)
 
-  # Requests and programs.
-
-  def _programs(self, example: Request, prompted: bool) -> PoolPrograms:
-    """The programs, which the schedulers of both threads share."""
-    if self._pool_programs is None:
-      loop, params = self.engine.loop(self.speculates)
-      self._pool_programs = PoolPrograms(loop, params, example, prompted)
-    return self._pool_programs
+  # Requests.
 
   def _batch(self, text: Any, **options: Any) -> TextBatch:
     speculative = self.speculates
