@@ -44,7 +44,7 @@ def test_gamma_is_the_best_of_all():
   assert chosen.interval == pytest.approx((low, high))
   # For long outputs it is the paper's closed form.
   (_, found, *_) = choose_gamma(0.8, 0.01, COSTS, 5000, 1).factors
-  want = analysis.measured_walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
+  want = analysis.walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
   assert found == pytest.approx(float(want), rel=1e-3)
 
 

@@ -66,7 +66,7 @@ def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation():
     calls = on('tpu', calibrate.costs_of_calls, V, gamma)
     costs = calibrate.Costs(cost, calls)
     found = calibrate.expected(fixed(gamma), even, costs)
-    want = analysis.measured_walltime_factor(rate, gamma, cost, V[gamma])
+    want = analysis.walltime_factor(rate, gamma, cost, V[gamma])
     assert found.tokens / found.time == pytest.approx(float(want), rel=1e-3)
     assert found.accepted / found.tested == pytest.approx(rate, rel=1e-3)
 

@@ -1,22 +1,19 @@
-"""N-gram tables: fitting, files, the look-up on the device, the script."""
+"""N-gram tables: fitting, files, the look-up on the device."""
 
 import collections
 import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import rich.console
 
 import toy_models
 from specdec_jax.drafters import ngram_table
-from specdec_jax.drafters.base import Context
 from specdec_jax.drafters.ngram import longest_known, ngram
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.training import ngram as fitting
+from toy_requests import context_of
 
 VOCAB = 40
 CORPUS = [
@@ -104,26 +101,6 @@ def test_search_among_many_children():
   np.testing.assert_array_equal(table.tokens[found], np.sort(known))
 
 
-def context_of(texts, sampling, gamma, min_length=0, stop=-1):
-  batch = len(texts)
-  tokens = np.full((batch, 40), 9, np.int32)  # behind its end: noise
-  for row, text in enumerate(texts):
-    tokens[row, : len(text)] = text
-  return Context(
-    tokens=jnp.asarray(tokens),
-    length=jnp.array([len(text) for text in texts], jnp.int32),
-    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-      jax.random.key(5), jnp.arange(batch)
-    ),
-    sampling=sampling.params(batch),
-    stop_ids=jnp.array([stop, -1]),
-    min_length=jnp.full((batch,), min_length, jnp.int32),
-    gamma=gamma,
-    greedy=sampling.greedy,
-    forbids_stops=min_length > 0,
-  )
-
-
 @jax.jit
 def propose(table, state, context):
   return ngram(table, VOCAB + 3).propose(table, state, context)
@@ -133,7 +110,7 @@ def test_greedy_proposals_follow_the_first_guess():
   """Across the empty context, and into what was proposed itself."""
   table = fit(CORPUS, 3, VOCAB)
   texts = [(0,), (0, 3), (0, 3, 2, 1), (0, 39, 39)]
-  draft, _ = propose(table, (), context_of(texts, SamplingConfig(0.0), 5))
+  draft, _ = propose(table, (), context_of(texts, 5, SamplingConfig(0.0)))
   assert draft.probs is None
   np.testing.assert_array_equal(draft.length, 5)
   for text, tokens in zip(texts, np.asarray(draft.tokens), strict=True):
@@ -147,7 +124,7 @@ def test_drawn_proposals_have_the_probabilities_they_state():
   table = fit(SKEWED, 2, VOCAB)
   rows, temperature = 4000, 0.7
   sampling = SamplingConfig(temperature, top_k=5, top_p=0.99)
-  context = context_of([(0, 2)] * rows, sampling, 2)
+  context = context_of([(0, 2)] * rows, 2, sampling)
   draft, _ = propose(table, (), context)
   tokens, stated = np.asarray(draft.tokens), np.asarray(draft.probs)
   assert stated.shape == (rows, 2, VOCAB + 3)
@@ -235,56 +212,3 @@ def test_broken_files(tmp_path):
     with pytest.raises(ValueError, match='n-gram table: expected a whole file'):
       ngram_table.load(path)
       pytest.fail(name)
-
-
-# The script's side.
-
-LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
-
-
-@pytest.fixture(scope='module')
-def files(folder, tokenizer):
-  """The same texts, as lines and as outputs; their ids."""
-  ids = [[*tokenizer.encode(text), tokenizer.eos_id] for text in LINES if text]
-  (folder / 'a.txt').write_text('\n'.join(LINES))
-  (folder / 'a.jsonl').write_text(
-    ''.join(
-      json.dumps({'prediction_tokens': row, 'target': text}) + '\n'
-      for row, text in zip(ids, filter(None, LINES), strict=True)
-    )
-  )
-  return ids
-
-
-def test_fit_ngram(folder, tokenizer, files):
-  console = rich.console.Console(record=True, width=100)
-  config = fitting.FitNgramConfig(
-    tokenizer,
-    train_files=[str(folder / 'a.txt')],
-    output_file=str(folder / 'out' / 'table.npz'),
-    order=4,
-  )
-  fitted = fitting.fit_ngram(config, console)
-  loaded = ngram_table.load(config.output_file, tokenizer)
-  jax.tree.map(np.testing.assert_array_equal, loaded, fitted)
-  assert 'contexts of 3 tokens' in console.export_text()
-
-
-@pytest.mark.parametrize(
-  ('field', 'value'),
-  [
-    ('order', 0),
-    ('train_files', []),
-    ('train_files', 'a.txt'),
-    ('start_id', '0'),
-    ('start_id', 0.5),
-    ('start_id', -1),
-    ('start_id', 288),
-    ('output_file', ''),
-    ('output_file', '.'),
-  ],
-)
-def test_bad_settings(tokenizer, field, value):
-  settings = {'train_files': ['a'], 'output_file': 'x'} | {field: value}
-  with pytest.raises(ValueError, match=field):
-    fitting.FitNgramConfig(tokenizer, **settings)

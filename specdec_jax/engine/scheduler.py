@@ -342,20 +342,16 @@ def joined(
     return np.array([getattr(one, name)[i] for one, i in places], np.int32)
 
   inputs, prompts = zip(*(r.batch.ids(r.index) for r in rows), strict=True)
-  sampling: Any = like.sampling.replace(
-    temperature=np.array(
-      [one.sampling.temperature[i] for one, i in places], np.float32
-    )
+  sampling = jax.tree.map(
+    lambda *leaves: np.array(
+      [leaf[i] for leaf, (_, i) in zip(leaves, places, strict=True)]
+    ),
+    *(one.sampling for one, _ in places),
   )
   changes: dict[str, Any] = {
     'inputs': padded(inputs, len(rows), width, like.pad_id)[0]
   }
   if np.ndim(like.stop_ids) > 1:  # each row has values of its own
-    options = [row.batch.options for row in rows]
-    sampling = sampling.replace(
-      top_k=np.array([one.sampling.top_k for one in options], np.int32),
-      top_p=np.array([one.sampling.top_p for one in options], np.float32),
-    )
     stops: Any = np.full((len(rows), like.stop_ids.shape[1]), -1, np.int32)
     for to, (request, _) in zip(stops, places, strict=True):
       ids = request.stop_ids[request.stop_ids >= 0]
