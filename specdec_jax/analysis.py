@@ -13,6 +13,7 @@ under a transformation they are not known, and so are not checked.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,10 @@ _COST: _Range = ('finite and >= 0', lambda x: (x >= 0) & (x < np.inf))
 _POSITIVE: _Range = ('finite and > 0', lambda x: (x > 0) & (x < np.inf))
 
 _INT32_MAX = np.iinfo(np.int32).max
+_WHOLE: _Range = (
+  f'that is whole, in [0, {_INT32_MAX}]',
+  lambda x: (x >= 0) & (x <= _INT32_MAX),
+)
 # How far from 1 a sum of probabilities, or a measured v(1), may be.
 _TOLERANCE = 1e-3
 
@@ -93,42 +98,31 @@ def divergence(target_probs: ArrayLike, draft_probs: ArrayLike) -> jax.Array:
 
 
 def acceptance_prob(
-  target_probs: ArrayLike, draft_probs: ArrayLike
+  target_probs: ArrayLike, draft_probs: ArrayLike, lenience: ArrayLike = 1.0
 ) -> jax.Array:
-  """beta: the probability that a proposal is accepted; Theorem 3.5.
+  """beta: the probability that a proposal is accepted; Theorem 3.5, A.5.
 
-  sum min(p, q). Its mean over prefixes is alpha (Corollary 3.6).
-
-  Args:
-    target_probs: float[..., V], standardised.
-    draft_probs: float[..., V], standardised in the same way.
-
-  Returns:
-    float[...] in [0, 1].
-
-  Raises:
-    ValueError: the vocabularies differ, or a row is not a distribution.
-  """
-  target, draft = _distributions(target_probs, draft_probs)
-  return _as_rate(jnp.sum(jnp.minimum(target, draft), axis=-1))
-
-
-def lenient_acceptance_prob(
-  target_probs: ArrayLike, draft_probs: ArrayLike, lenience: ArrayLike
-) -> jax.Array:
-  """beta with lenience, where p is compared with lenience * q; A.5.
-
-  sum min(p / l, q). Lenience 1 gives `acceptance_prob`; a smaller lenience
-  accepts more and is lossy: a token may be drawn with a probability of up to
-  p / l. Lenience 0 accepts all.
+  sum min(p, q). Its mean over prefixes is alpha (Corollary 3.6). With lenience,
+  where p is compared with l q, it is sum min(p / l, q): a smaller lenience
+  accepts more and is lossy, since a token may be drawn with a probability of up
+  to p / l. Lenience 0 accepts all.
 
   This is the form for sampling. For the one-hot rows of temperature 0, no
   lenience > 0 changes anything: there, the paper compares the target's
   probabilities before the argmax and accepts a token whose probability is at
   least l * max(p) (the inequality is printed the other way round).
 
-  Shapes and errors are those of `acceptance_prob`; lenience is float[...] in
-  [0, 1], or a ValueError.
+  Args:
+    target_probs: float[..., V], standardised.
+    draft_probs: float[..., V], standardised in the same way.
+    lenience: float[...] in [0, 1].
+
+  Returns:
+    float[...] in [0, 1].
+
+  Raises:
+    ValueError: the vocabularies differ, a row is not a distribution, or
+      lenience is out of range.
   """
   target, draft = _distributions(target_probs, draft_probs)
   leeway = _real('lenience', lenience, _RATE)[..., None]
@@ -136,7 +130,8 @@ def lenient_acceptance_prob(
   accepted = leeway * draft <= target
   # Where `accepted` is false, leeway is positive.
   kept = target / jnp.where(accepted, 1, leeway)
-  return _as_rate(jnp.sum(jnp.where(accepted, draft, kept), axis=-1))
+  total = jnp.sum(jnp.where(accepted, draft, kept), axis=-1)
+  return jnp.clip(total, 0, 1)  # which rounding may have left
 
 
 def speed_up_of_outputs(
@@ -172,38 +167,28 @@ def speed_up_of_outputs(
 
 
 def walltime_factor(
-  acceptance_rate: ArrayLike, gamma: ArrayLike, cost_ratio: ArrayLike
+  acceptance_rate: ArrayLike,
+  gamma: ArrayLike,
+  cost_ratio: ArrayLike,
+  call_cost: ArrayLike = 1.0,
 ) -> jax.Array:
-  """How many times faster decoding gets, E / (gamma c + 1); Theorem 3.8.
+  """How many times faster decoding gets, E / (v(gamma + 1) + gamma c).
 
-  Assumes that a target call over gamma + 1 tokens takes as long as one over 1;
-  `measured_walltime_factor` does not.
+  Theorem 3.8, which assumes that a target call over gamma + 1 tokens takes as
+  long as one over 1: that v is 1.
 
   Args:
     acceptance_rate: float[...] in [0, 1].
     gamma: int[...], >= 0.
     cost_ratio: float[...], >= 0, time of a draft call in target calls.
+    call_cost: v(gamma + 1), float[...] > 0: the time of a target call over
+      gamma + 1 tokens in calls over one token.
 
   Returns:
     float[...]: 1 at gamma = 0, less than 1 if speculation is slower.
 
   Raises:
     ValueError: a value is out of range, or gamma is not whole.
-  """
-  return measured_walltime_factor(acceptance_rate, gamma, cost_ratio, 1.0)
-
-
-def measured_walltime_factor(
-  acceptance_rate: ArrayLike,
-  gamma: ArrayLike,
-  cost_ratio: ArrayLike,
-  call_cost: ArrayLike,
-) -> jax.Array:
-  """Theorem 3.8 with the cost of a long call: E / (v(gamma + 1) + gamma c).
-
-  Arguments and errors are those of `walltime_factor`, and `call_cost` is
-  v(gamma + 1), float[...] > 0: the time of a target call over gamma + 1 tokens
-  in calls over one token.
   """
   tokens, steps, draft_cost, target_cost = _aligned(
     expected_tokens(acceptance_rate, gamma),
@@ -261,7 +246,7 @@ def optimal_gamma(
   gammas = np.arange(max_gamma + 1, dtype=np.int32)
   if call_cost is None:
     call_cost = np.ones(gammas.shape, np.float32)
-  factors = measured_walltime_factor(
+  factors = walltime_factor(
     _real('acceptance_rate', acceptance_rate, _RATE)[..., None],
     gammas,
     _real('cost_ratio', cost_ratio, _COST)[..., None],
@@ -331,29 +316,26 @@ def _known(value: ArrayLike) -> np.ndarray | None:
 
 def _real(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
   """`value` as float[...], checked where it is known."""
-  known = _known(value)
-  if known is not None:
-    words, in_range = allowed
-    if not _is(known, jnp.floating) and not _is(known, jnp.integer):
-      raise unexpected(name, f'a number {words}', value)
-    wrong = known[~in_range(known)].tolist()
-    if wrong:
-      raise unexpected(name, f'a number {words}', wrong[0])
-  array = jnp.asarray(value)
+  array = _checked(name, value, allowed, jnp.floating, jnp.integer)
   return array if _is(array, jnp.floating) else array.astype(float)
 
 
 def _whole(name: str, value: ArrayLike) -> jax.Array:
   """`value` as int32[...], checked where it is known."""
-  known = _known(value)
-  # The type of a tracer is known even if its value is not.
-  if not _is(jnp.asarray(value) if known is None else known, jnp.integer):
-    raise unexpected(name, 'a whole number >= 0', value)
+  return _checked(name, value, _WHOLE, jnp.integer).astype(jnp.int32)
+
+
+def _checked(name: str, value: ArrayLike, allowed: _Range, *kinds: Any):
+  """`value` as an array; of a tracer only the type is known."""
+  known, (words, in_range) = _known(value), allowed
+  array = jnp.asarray(value) if known is None else known
+  if not any(_is(array, kind) for kind in kinds):
+    raise unexpected(name, f'a number {words}', value)
   if known is not None:
-    wrong = known[(known < 0) | (known > _INT32_MAX)].tolist()
+    wrong = known[~in_range(known)].tolist()
     if wrong:
-      raise unexpected(name, f'a number in [0, {_INT32_MAX}]', wrong[0])
-  return jnp.asarray(value).astype(jnp.int32)
+      raise unexpected(name, f'a number {words}', wrong[0])
+  return jnp.asarray(value)
 
 
 def _is(array: np.ndarray | jax.Array, kind) -> bool:
@@ -394,8 +376,3 @@ def _distributions(
       if wrong:
         raise unexpected(name, 'a sum of 1 over the vocabulary', wrong[0])
   return _aligned(*arrays)
-
-
-def _as_rate(total: jax.Array) -> jax.Array:
-  """`total`, clipped to [0, 1], which rounding may have left."""
-  return jnp.clip(total, 0, 1)

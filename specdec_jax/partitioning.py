@@ -167,8 +167,6 @@ def axes_of_parameter(name: str) -> Axes:
 # Fields of a `Request` that are the same for all of its rows.
 _SHARED = (
   '.stop_ids',
-  '.top_k',
-  '.top_p',
   '.lenience',
   '.penalty',
   *(f'.rule.{field.name}' for field in dataclasses.fields(LengthRule)),

@@ -9,7 +9,7 @@ on a CPU that costs more than the rest of the sampling together.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax.checks.fields import is_a, unexpected
+from specdec_jax.types import Array
 
 _FLOAT32 = np.finfo(np.float32)
 
@@ -35,14 +36,13 @@ class SamplingParams:
 
   Attributes:
     temperature: float32[B], 0 is argmax.
-    top_k: int32[], shared by the batch, or int32[B]; 0 is off.
-    top_p: float32[], shared by the batch, or float32[B]; 1 is off. Either both
-      are shared or none is.
+    top_k: int32[B], 0 is off.
+    top_p: float32[B], 1 is off.
   """
 
-  temperature: jax.Array
-  top_k: jax.Array
-  top_p: jax.Array
+  temperature: Array
+  top_k: Array
+  top_p: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,22 +86,19 @@ class SamplingConfig:
     if temperature.ndim and temperature.size != batch:
       expected = f'one number, or one for each of {batch} examples'
       raise unexpected('temperature', expected, self.temperature)
-    # NumPy arrays: the call of a program moves them to the device together.
-    from_host: Any = SamplingParams
-    made: SamplingParams = from_host(
+    return SamplingParams(
       temperature=np.broadcast_to(temperature, (batch,)),
-      top_k=np.asarray(self.top_k, np.int32),
-      top_p=np.asarray(self.top_p, np.float32),
+      top_k=np.full((batch,), self.top_k, np.int32),
+      top_p=np.full((batch,), self.top_p, np.float32),
     )
-    return made
 
 
 def standardise(
   logits: jax.Array,
-  temperature: jax.Array,
-  top_k: jax.Array,
-  top_p: jax.Array,
-  asked: tuple[jax.Array | None, jax.Array | None] = (None, None),
+  temperature: Array,
+  top_k: Array,
+  top_p: Array,
+  filters: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
   """The distribution that tokens are drawn from, for one row of logits.
 
@@ -112,10 +109,10 @@ def standardise(
   Args:
     logits: float[V]; -inf masks a token.
     temperature: float32[], >= 0.
-    top_k: int32[]; 0 is off and costs nothing at run time.
-    top_p: float32[] in (0, 1]; 1 is off and costs nothing at run time.
-    asked: bool[], whether any row of a batch has top-k, and any top-p, where
-      they differ by row; None where they do not.
+    top_k: int32[]; 0 is off.
+    top_p: float32[] in (0, 1]; 1 is off.
+    filters: bool[] each, whether any row of the batch has top-k, and any top-p:
+      a filter that none has costs nothing at run time.
 
   Returns:
     float32[V] that sums to 1 within rounding; meaningless (mostly NaN) if
@@ -124,21 +121,28 @@ def standardise(
   logits = logits.astype(jnp.float32)
   # Only the threshold passes through the conditionals: a vocabulary-sized
   # result would be copied out of them even when they have nothing to do.
-  logit_threshold = _where_on(
-    (top_k > 0) & (top_k < logits.size),
-    lambda: largest_threshold(logits, jnp.ones_like(logits), top_k),
-    -jnp.inf,
-    asked[0],
+  by_rank, by_mass = filters
+  logit_threshold = lax.cond(
+    by_rank,
+    lambda: jnp.where(
+      (top_k > 0) & (top_k < logits.size),
+      largest_threshold(logits, jnp.ones_like(logits), top_k),
+      -jnp.inf,
+    ),
+    lambda: jnp.float32(-jnp.inf),
   )
   scaled = (logits - jnp.max(logits)) / jnp.where(
     temperature > 0, temperature, 1.0
   )
   weights = jnp.where(logits >= logit_threshold, jnp.exp(scaled), 0.0)
-  weight_threshold = _where_on(
-    top_p < 1,
-    lambda: largest_threshold(weights, weights, top_p * jnp.sum(weights)),
-    0.0,
-    asked[1],
+  weight_threshold = lax.cond(
+    by_mass,
+    lambda: jnp.where(
+      top_p < 1,
+      largest_threshold(weights, weights, top_p * jnp.sum(weights)),
+      0.0,
+    ),
+    lambda: jnp.float32(0.0),
   )
   weights = jnp.where(weights >= weight_threshold, weights, 0.0)
   argmax_one_hot = lax.iota(jnp.int32, logits.size) == greedy_token(logits)
@@ -149,44 +153,21 @@ def standardise(
   )
 
 
-def _where_on(
-  on: jax.Array,
-  threshold: Callable[[], jax.Array],
-  off: float,
-  asked: jax.Array | None,
-) -> jax.Array:
-  """`threshold()`, float32[], if bool[] is True, else `off`.
-
-  Where `on` differs by row, `asked` says whether it is True in any: a
-  conditional of one row would compute both of its sides for all rows.
-  """
-
-  def chosen():
-    return jnp.where(on, threshold(), jnp.float32(off))
-
-  if asked is None:
-    return lax.cond(on, threshold, lambda: jnp.float32(off))
-  return lax.cond(asked, chosen, lambda: jnp.float32(off))
-
-
 def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
-  """`standardise` over float[B, S, V]; each example has its own temperature.
+  """`standardise` over float[B, S, V]; each example has its own settings.
 
-  What the conditionals of top_k and top_p ask is not mapped over, so that they
-  stay conditionals; with a mapped predicate XLA would compute both branches.
+  `filters` is not mapped over, so that its conditionals stay conditionals; with
+  a mapped predicate XLA would compute both branches for all rows.
   """
-  top_k, top_p, by_row = params.top_k, params.top_p, None
-  asked: tuple[jax.Array | None, jax.Array | None] = None, None
-  if top_k.ndim:
-    by_row = 0
-    asked = jnp.any(top_k > 0), jnp.any(top_p < 1)
+  settings = params.temperature, params.top_k, params.top_p
+  filters = jnp.any(params.top_k > 0), jnp.any(params.top_p < 1)
   over_positions = jax.vmap(standardise, in_axes=(0, None, None, None, None))
-  over_examples = jax.vmap(over_positions, in_axes=(0, 0, by_row, by_row, None))
-  return over_examples(logits, params.temperature, top_k, top_p, asked)
+  over_examples = jax.vmap(over_positions, in_axes=(0, 0, 0, 0, None))
+  return over_examples(logits, *settings, filters)
 
 
 def largest_threshold(
-  values: jax.Array, weights: jax.Array, mass: jax.Array
+  values: jax.Array, weights: jax.Array, mass: Array
 ) -> jax.Array:
   """The largest element t of `values` with sum(weights[values >= t]) >= mass.
 

@@ -6,12 +6,15 @@ Dimension key, used in every docstring of the library:
 """
 
 import enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+# Arrays of a device, or of the host: a program's call moves them together.
+Array: TypeAlias = jax.Array | np.ndarray
 
 
 @struct.dataclass
@@ -69,11 +72,11 @@ class LengthRule:
     expected: float32[], acceptance probability where nothing is known yet.
   """
 
-  confidences: jax.Array
-  acceptance: jax.Array
-  worth: jax.Array
-  worth_asking: jax.Array
-  expected: jax.Array
+  confidences: Array
+  acceptance: Array
+  worth: Array
+  worth_asking: Array
+  expected: Array
 
   @property
   def most(self) -> int:

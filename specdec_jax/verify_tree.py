@@ -85,6 +85,7 @@ def walk(
   shape = shape_of(draft, target_probs.shape[0])
   children = jnp.asarray(shape.children)
   levels = jnp.asarray(np.append(0, shape.levels))  # the root first
+  size = target_probs.shape[1]
 
   def one(carry, trial):
     node, probs = carry
@@ -92,7 +93,8 @@ def walk(
     child = children[node + 1, rank]
     offered = (levels[node + 1] == level - 1) & (level <= draft.length)
     offered &= child >= 0
-    token, draft_row, draft_prob = _proposal(draft, child, probs.shape[0])
+    token, draft_row = draft.tokens[child], draft_rows(draft, child, size)
+    draft_prob = value_of(draft_row, token, 0.0)
     offered &= draft_prob > 0
     # Strictly less, as in `verify`: a uniform may be 0.
     target_prob = value_of(probs, token, 0.0)
@@ -168,10 +170,3 @@ def _residual(probs: jax.Array, row: jax.Array) -> jax.Array:
   residual = jnp.maximum(probs - row, 0.0)
   mass = jnp.sum(residual)
   return jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), probs)
-
-
-def _proposal(draft: Draft, node: jax.Array, vocab_size: int):
-  """A node's token, the row float32[V] it was drawn from, and its value."""
-  token = draft.tokens[node]
-  row = draft_rows(draft, node, vocab_size)
-  return token, row, value_of(row, token, 0.0)

@@ -44,7 +44,7 @@ def test_gamma_is_the_best_of_all():
   assert chosen.interval == pytest.approx((low, high))
   # For long outputs it is the paper's closed form.
   (_, found, *_) = choose_gamma(0.8, 0.01, COSTS, 5000, 1).factors
-  want = analysis.measured_walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
+  want = analysis.walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
   assert found == pytest.approx(float(want), rel=1e-3)
 
 
@@ -209,7 +209,7 @@ def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation():
   for gamma in (1, 5):
     calls = on('tpu', calibrate.costs_of_calls, V, gamma)
     found = calibrate.expected(fixed(gamma), even, cost, calls)
-    want = analysis.measured_walltime_factor(rate, gamma, cost, V[gamma])
+    want = analysis.walltime_factor(rate, gamma, cost, V[gamma])
     assert found.tokens / found.time == pytest.approx(float(want), rel=1e-3)
     assert found.accepted / found.tested == pytest.approx(rate, rel=1e-3)
 

@@ -80,7 +80,7 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path):
   # What a round takes beyond the target's call, for each proposal.
   more = max(0.0, median['round_3'] - median['call_4'])
   assert row['cost_ratio'] == pytest.approx(more / 3 / median['call_1'])
-  expected = analysis.measured_walltime_factor(
+  expected = analysis.walltime_factor(
     row['acceptance_rate'], 3, row['cost_ratio'], cost
   )
   assert row['expected_speed_up'] == pytest.approx(float(expected))

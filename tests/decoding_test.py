@@ -88,35 +88,6 @@ def cycle(period=10, scale=30.0):
   return toy_models.MarkovModel(table)
 
 
-@pytest.mark.parametrize('gamma', [0, 3])
-def test_greedy_equals_plain(gamma):
-  """Ragged rows, a budget each; at order 2 a stale cache would show."""
-  target = random_markov(1, VOCAB, order=2, scale=2.0, input_scale=1.0)
-  draft = random_markov(1, VOCAB, order=1, scale=2.0, input_scale=1.0)
-  inputs = np.random.default_rng(0).integers(1, VOCAB, (7, 5))
-  limits = [20, 1, 2, 7, 0, 19, 20]
-  options = dict(batch=7, inputs=inputs, max_length=limits)
-  want = plain(target, make_request(**options))
-  have = speculate(target, draft, make_request(gamma=gamma, **options))
-  np.testing.assert_array_equal(have.tokens, want.tokens)
-  np.testing.assert_array_equal(have.length, want.length)
-  np.testing.assert_array_equal(have.finish_reason, want.finish_reason)
-  np.testing.assert_allclose(have.log_probs, want.log_probs, atol=1e-5)
-
-
-def test_gamma_zero_is_the_baseline_bit_for_bit():
-  sampling = SamplingConfig(0.7, 4, 0.9)
-  target = random_markov(3, VOCAB, order=2)
-  options = dict(batch=5, sampling=sampling, seed=4)
-  want = plain(target, make_request(**options))
-  have = speculate(target, target, make_request(gamma=0, **options))
-  for name in ('tokens', 'length', 'log_probs', 'finish_reason'):
-    np.testing.assert_array_equal(getattr(have, name), getattr(want, name))
-
-
-# Each value of both in the quick run, and all pairs of them with the slow ones.
-
-
 def always(token_of):
   """A deterministic drafter that proposes token_of(last token)."""
 

@@ -20,7 +20,7 @@ import toy_requests
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.base import Context, Drafter, encoded_for
+from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.heads import Heads, heads
 from specdec_jax.drafters.ngram import ngram
@@ -187,8 +187,10 @@ def _begin(drafter):
   """Reads the inputs, or what the target's encoder says of them."""
 
   def begin(params, inputs, slots, prompt):
-    encoded = encoded_for(drafter, TARGET, TARGET.params, inputs)
-    return drafter.begin(params, inputs, slots, prompt, encoded)
+    encoded = None
+    if drafter.reads_encoder:
+      encoded = TARGET.encode(TARGET.params, inputs)
+    return drafter.init(params, inputs, slots, prompt, encoded)
 
   return toy_requests.quick_jit(begin, static_argnums=2)
 
@@ -210,6 +212,9 @@ every_drafter = _drafters(slow={'more_ids'})
 # state after every acceptance count and greedy equality in a ragged batch.
 _LONG = {
   'more_ids',
+  'fewer_ids',
+  'on_encoder',
+  'short_drafts',
   'cascade_of_models',
   'with_fallback_of_models',
   'with_fallback_on_encoder',
@@ -364,7 +369,7 @@ def _drops_a_drawn_token(drafter, params):
   init = _begin(drafter)
   state = init(params, inputs, 24, prompt)
   base = _context(request, jnp.pad(prompt, ((0, 0), (0, 19))), [1])
-  base = base.replace(greedy=False, forbids_stops=True)
+  base = base.replace(forbids_stops=True)
 
   def propose(length, min_length, key):
     context = base.replace(
@@ -536,16 +541,11 @@ def _is_cache(part):
 
 
 def _context(request, tokens, lengths):
-  return Context(
-    tokens=jnp.asarray(tokens),
-    length=jnp.array(lengths),
-    keys=request.keys,
-    sampling=request.sampling,
-    stop_ids=request.stop_ids,
-    min_length=request.min_length,
-    gamma=request.gamma,
-    greedy=True,
-    forbids_stops=False,
+  return speculative.context_of(
+    request,
+    jnp.asarray(tokens),
+    jnp.array(lengths),
+    request.keys,
     # Of heads: the last but one token, in the place of a feature.
     features=jax.nn.one_hot(_before_last(tokens, lengths), VOCAB),
     target=TARGET,

@@ -4,7 +4,6 @@ Laws and edges of the loops are tested in decoding_test and the conformance
 suite, text and streams in engine_text_test.
 """
 
-import dataclasses
 import importlib.metadata
 import pathlib
 import types
@@ -19,14 +18,8 @@ import specdec_jax
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import Engine, Model
-from specdec_jax.drafters.cascade import cascade
-from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_table import fit
-from specdec_jax.drafters.prompt_lookup import prompt_lookup
-from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.drafters.uniform import uniform
-from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.padding import padded_rows
 from specdec_jax.engine.request import Options, example_id, options_of
@@ -313,59 +306,6 @@ def test_bad_pairs(tokenizer, folder):
   with pytest.raises(ValueError, match='needs a drafter'):
     plain.generate(['a'], speculative=True)
   assert plain.num_programs == 0
-
-
-# Drafters of other kinds; their outputs are tested elsewhere.
-
-
-def drawn(network, seed: int = 0) -> Model:
-  """Weights that take no compilation."""
-  return Model(network, small_vocabulary.weights(network, seed))
-
-
-def test_a_drafter_is_checked_as_what_it_is_made_of(tokenizer):
-  target, draft = (drawn(small_vocabulary.network(1), i) for i in range(2))
-  decoder = small_vocabulary.decoder_only(1)
-  config = dataclasses.replace(decoder.config, vocab_size=VOCAB_SIZE + 2000)
-  wider = Model(small_vocabulary.network(1, VOCAB_SIZE + 1), {})
-  bigram, other = (
-    ngram(fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint=name))
-    for name in ('', 'another')
-  )
-  table = 'vocabulary of table of the draft'
-  for drafter, said in (
-    (Model(type(decoder)(config), {}), 'got 2288'),
-    (with_fallback(prompt_lookup(), wider), 'got 289'),
-    (other, table),
-    (cascade(draft, other), table),
-  ):
-    with pytest.raises(ValueError, match=said):
-      Engine(target, drafter, tokenizer=tokenizer)
-  with pytest.raises(ValueError, match='draft: expected a decoder-only'):
-    Engine(drawn(decoder), draft, tokenizer=tokenizer)
-  with pytest.warns(UserWarning, match='The draft is decoder-only'):
-    Engine(target, drawn(decoder), tokenizer=tokenizer)
-  # The controls; a small model is itself however it is given.
-  Engine(target, bigram, tokenizer=tokenizer)
-  given = draft, small_model(draft), with_fallback(prompt_lookup(), draft)
-  engines = (Engine(target, one, tokenizer=tokenizer) for one in given)
-  prints = [engine.fingerprints['draft'] for engine in engines]
-  assert prints[0] == prints[1] != prints[2]
-
-
-def test_heads_that_are_padded_differently(tokenizer):
-  """Target of 296 ids, drafter of 288; the target's outputs."""
-  target, draft = (
-    drawn(small_vocabulary.network(1, VOCAB_SIZE + more)) for more in (8, 0)
-  )
-  # The target likes an id that only padding has.
-  target.params['decoder']['logits_dense']['kernel'][:, -1] *= 3
-  engine = Engine(target, draft, tokenizer=tokenizer, gamma=3, **LENGTHS)
-  plain = engine.generate(TEXTS, speculative=False)
-  assert any(VOCAB_SIZE + 7 in one.tokens for one in plain)
-  found = engine.generate(TEXTS)
-  assert tokens_of(found) == tokens_of(plain)
-  assert sum(one.stats.num_tested for one in found) > 0
 
 
 # What is compiled.

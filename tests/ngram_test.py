@@ -1,20 +1,19 @@
-"""N-gram tables: fitting, files, the look-up on the device, the script."""
+"""N-gram tables: fitting, files, the look-up on the device."""
 
 import collections
 import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import toy_models
 from specdec_jax.drafters import ngram_table
-from specdec_jax.drafters.base import Context
 from specdec_jax.drafters.ngram import longest_known, ngram
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.probs import SamplingConfig
+from toy_requests import context_of
 
 VOCAB = 40
 CORPUS = [
@@ -102,26 +101,6 @@ def test_search_among_many_children():
   np.testing.assert_array_equal(table.tokens[found], np.sort(known))
 
 
-def context_of(texts, sampling, gamma, min_length=0, stop=-1):
-  batch = len(texts)
-  tokens = np.full((batch, 40), 9, np.int32)  # behind its end: noise
-  for row, text in enumerate(texts):
-    tokens[row, : len(text)] = text
-  return Context(
-    tokens=jnp.asarray(tokens),
-    length=jnp.array([len(text) for text in texts], jnp.int32),
-    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-      jax.random.key(5), jnp.arange(batch)
-    ),
-    sampling=sampling.params(batch),
-    stop_ids=jnp.array([stop, -1]),
-    min_length=jnp.full((batch,), min_length, jnp.int32),
-    gamma=gamma,
-    greedy=sampling.greedy,
-    forbids_stops=min_length > 0,
-  )
-
-
 @jax.jit
 def propose(table, state, context):
   return ngram(table, VOCAB + 3).propose(table, state, context)
@@ -131,7 +110,7 @@ def test_greedy_proposals_follow_the_first_guess():
   """Across the empty context, and into what was proposed itself."""
   table = fit(CORPUS, 3, VOCAB)
   texts = [(0,), (0, 3), (0, 3, 2, 1), (0, 39, 39)]
-  draft, _ = propose(table, (), context_of(texts, SamplingConfig(0.0), 5))
+  draft, _ = propose(table, (), context_of(texts, 5, SamplingConfig(0.0)))
   assert draft.probs is None
   np.testing.assert_array_equal(draft.length, 5)
   for text, tokens in zip(texts, np.asarray(draft.tokens), strict=True):
@@ -145,7 +124,7 @@ def test_drawn_proposals_have_the_probabilities_they_state():
   table = fit(SKEWED, 2, VOCAB)
   rows, temperature = 4000, 0.7
   sampling = SamplingConfig(temperature, top_k=5, top_p=0.99)
-  context = context_of([(0, 2)] * rows, sampling, 2)
+  context = context_of([(0, 2)] * rows, 2, sampling)
   draft, _ = propose(table, (), context)
   tokens, stated = np.asarray(draft.tokens), np.asarray(draft.probs)
   assert stated.shape == (rows, 2, VOCAB + 3)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import small_vocabulary
 import toy_requests
 from drafter_conformance_test import (
   DRAFT,
@@ -236,33 +235,6 @@ def test_rows_of_every_drafter_come_and_go():
     with_prompts(name)
   for name in ('cascade_of_models', 'prompt_lookup', 'with_fallback'):
     comes_later(name)
-
-
-def test_layout_of_a_network():
-  """A T5's position bias belongs to no row; its cross-attention is wide."""
-  network = small_vocabulary.network(1)
-  target = jax.eval_shape(network.init, jax.random.key(0))
-  loop, params = Loop(network), PairParams(target, None)
-  slots = slots_of(loop, params, request(0))
-  layout = slots._programs._layout
-  example = slots._example(3)
-  row = jax.eval_shape(
-    functools.partial(decode_pool.read, loop), params, example
-  )
-  named = {
-    jax.tree_util.keystr(path): layout.axes[i]
-    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(row))
-  }
-  shared = {name for name, axis in named.items() if axis is None}
-  assert shared == {
-    '.request.sampling.top_k',
-    '.request.sampling.top_p',
-    '.request.stop_ids',
-    '.state.target_cache.position_bias[0]',
-  }
-  assert set(named.values()) == {0, None}
-  cache = row.state.target_cache
-  assert sum(layout.empty) == len(cache.keys) + len(cache.values)
 
 
 def test_costs_of_another_gamma_are_refused():

@@ -5,35 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specdec_jax.drafters.base import Context
+import toy_requests
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.probs import SamplingConfig
 
-SLOTS, INPUT_LEN, GAMMA = 40, 14, 5
+INPUT_LEN, GAMMA = 14, 5
 
 
 def propose(drafter, inputs, texts, gamma=GAMMA):
   """The drafts of a ragged batch: a list of ids for each text."""
   batch = len(texts)
-  tokens = np.full((batch, SLOTS), 3, np.int32)  # behind its end: noise
-  for row, text in enumerate(texts):
-    tokens[row, : len(text)] = text
-  sampling = SamplingConfig(1.0)
-  context = Context(
-    tokens=jnp.asarray(tokens),
-    length=jnp.array([len(text) for text in texts], jnp.int32),
-    keys=jax.random.split(jax.random.key(0), batch),
-    sampling=sampling.params(batch),
-    stop_ids=jnp.array([1]),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    gamma=gamma,
-    greedy=False,
-    forbids_stops=False,
-  )
+  context = toy_requests.context_of(texts, gamma, SamplingConfig(1.0))
   padded = np.zeros((batch, INPUT_LEN), np.int32)
   for row, ids in enumerate(inputs):
     padded[row, : len(ids)] = ids
-  state = drafter.init((), jnp.asarray(padded), SLOTS, None)
+  state = drafter.init((), jnp.asarray(padded))
   draft, _ = jax.jit(drafter.propose)((), state, context)
   assert draft.probs is None and draft.tokens.shape == (batch, gamma)
   return [
@@ -91,7 +77,4 @@ def test_follows_the_rule(max_match, min_match):
 
 def test_a_decoder_only_model_copies_from_its_prompt():
   """Its inputs are one column of zeros; the prompt is in the context."""
-  drafter = prompt_lookup()
-  state = drafter.init((), jnp.zeros((1, 1), jnp.int32), SLOTS, None)
-  assert state.shape == (1, 1)
-  assert propose(drafter, [[]], [[5, 6, 7, 5]]) == [[6, 7, 5, 6, 7]]
+  assert propose(prompt_lookup(), [[]], [[5, 6, 7, 5]]) == [[6, 7, 5, 6, 7]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specdec_jax
-from small_vocabulary import network, train, weights
+from small_vocabulary import network, weights
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
@@ -27,13 +27,6 @@ TARGET = network(num_decoder_layers=2)
 ALONE = T5(
   dataclasses.replace(TARGET.config, num_encoder_layers=0, num_decoder_layers=1)
 )
-TEXTS = [
-  'the red house sleeps',
-  'a dog',
-  'blue tree sings here there a cat runs',
-  'old',
-  'there the cat',
-]
 
 
 @functools.cache
@@ -60,29 +53,16 @@ def request_of(gamma=3, rows=3, slots=12, **changes):
   )
 
 
-@pytest.fixture(scope='module')
-def vocabulary(tmp_path_factory):
-  return train(tmp_path_factory.mktemp('vocabulary'))
-
-
-@pytest.fixture(scope='module')
-def engine(vocabulary):
-  return engine_of(vocabulary, draft=Model(ALONE, draft_params()))
-
-
-def engine_of(vocabulary, draft, target=None):
+def engine_of(tokenizer, draft, target=None):
   return specdec_jax.Engine(
     target or Model(TARGET, target_params()),
     draft,
-    tokenizer=vocabulary,
+    tokenizer=tokenizer,
     gamma=3,
     max_input_len=24,
     max_decode_len=20,
     batch_size=4,
   )
-
-
-# --- The network --------------------------------------------------------------
 
 
 def products(start, params) -> int:
@@ -126,40 +106,20 @@ def test_needs_what_an_encoder_says():
     dataclasses.replace(TARGET.config, encoder_dim=8)
 
 
-# --- Its slice ----------------------------------------------------------------
-
-
-# --- In the loops -------------------------------------------------------------
-
-
-def test_greedy_equality_in_a_ragged_batch_and_a_pool(engine):
-  plain = engine.generate(TEXTS[:4], speculative=False)
-  have = engine.generate(TEXTS[:4])
-  assert [c.tokens for c in have] == [c.tokens for c in plain]
-  assert sum(c.stats.num_tested for c in have) > 0
-  # More texts than rows: each finished one makes room.
-  pooled = engine.generate(TEXTS, batch_size=2)
-  want = engine.generate(TEXTS, speculative=False, batch_size=2)
-  assert [c.tokens for c in pooled] == [c.tokens for c in want]
-
-
-# --- Another target is refused, before anything compiles ----------------------
-
-
-def test_another_target_is_refused(vocabulary):
+def test_another_target_is_refused(tokenizer):
   made = Model(
     ALONE,
     draft_params(),
     name='mine',
     made_for=fingerprint(target_params()),
   )
-  engine_of(vocabulary, made)
+  engine_of(tokenizer, made)
   other = Model(TARGET, target_params(2), name='other')
   with pytest.raises(ValueError, match='target: .*was made for.*other.*distil'):
-    engine_of(vocabulary, made, other)
+    engine_of(tokenizer, made, other)
 
 
-def test_a_target_without_an_encoder_is_refused(vocabulary):
+def test_a_target_without_an_encoder_is_refused(tokenizer):
   gpt = GPT(
     GPTConfig(
       vocab_size=288,
@@ -173,12 +133,9 @@ def test_a_target_without_an_encoder_is_refused(vocabulary):
   draft = Model(ALONE, draft_params())
   other = Model(gpt, weights(gpt, 0))
   with pytest.raises(ValueError, match='target: .*encoder'):
-    engine_of(vocabulary, draft, other)
+    engine_of(tokenizer, draft, other)
   own = uniform(288)._replace(reads_encoder=True)  # of somebody's own
   with pytest.raises(ValueError, match='target: .*encoder.*GPT'):
-    engine_of(vocabulary, own, other)
+    engine_of(tokenizer, own, other)
   with pytest.raises(ValueError, match='target: .*encoder of its own'):
-    engine_of(vocabulary, None, draft)
-
-
-# --- Distilled ----------------------------------------------------------------
+    engine_of(tokenizer, None, draft)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding.state import Request
+from specdec_jax.drafters.base import Context
 
 # Most of a toy's time is the compiler's; the code need not be quick.
 quick_jit = functools.partial(
@@ -38,6 +39,27 @@ def request_of(
     with_log_probs=False,
   )
   return request.replace(**changes)
+
+
+def context_of(texts, gamma, sampling, **changes):
+  """What a drafter sees of some texts, behind whose ends there is noise."""
+  batch = len(texts)
+  tokens = np.full((batch, 40), 9, np.int32)
+  for row, text in enumerate(texts):
+    tokens[row, : len(text)] = text
+  context = Context(
+    tokens=jnp.asarray(tokens),
+    length=jnp.array([len(text) for text in texts], jnp.int32),
+    keys=keys_of(jax.random.key(5), np.arange(batch, dtype=np.int32)),
+    sampling=sampling.params(batch),
+    stop_ids=jnp.array([-1]),
+    min_length=jnp.zeros((batch,), jnp.int32),
+    running=jnp.ones((batch,), bool),
+    gamma=gamma,
+    greedy=sampling.greedy,
+    forbids_stops=False,
+  )
+  return context.replace(**changes)
 
 
 def read(network, params, cache, tokens, tree=None):

@@ -5,20 +5,18 @@ and the shipped `verify_tree.walk` is measured over its uniforms; nothing here
 knows by which rule a child is accepted.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import verify_tree
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Draft
-from toy_models import NextProbs, joint_law
-from toy_requests import quick_jit
-from verify_laws import UNIFORM_GRID, grid_count, grid_value, sampler_law
+from toy_models import NextProbs
+from verify_laws import enumerated
 
 # (law of the next token float[V], elder siblings) -> what a child is drawn from
 Rows = Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
@@ -61,8 +59,8 @@ def drafts_of(shape: TreeShape, draft: NextProbs, rows: Rows, vocab_size: int):
       empty = row.sum() == 0
       mass *= float(token == 0) if empty else row[token] / row.sum()
       made.append(row)
-    if mass:
-      found.append((tokens, np.stack(made), mass))
+    # Also without a mass: all drafts of a shape are one program.
+    found.append((tokens, np.stack(made), mass))
   return found
 
 
@@ -74,7 +72,6 @@ def step_law(
   rows: Rows,
   *,
   length: int | None = None,
-  reported: bool = True,
   change=lambda tokens, rows: (tokens, rows),
 ) -> np.ndarray:
   """Joint law of D + 1 tokens of which one step made the first.
@@ -86,7 +83,6 @@ def step_law(
     vocab_size: V.
     rows: what each child is drawn from.
     length: levels that are proposed; None is all.
-    reported: False reports no rows, as of chosen children.
     change: what becomes of a draft that was drawn, tokens and rows; for
       controls.
   """
@@ -102,80 +98,35 @@ def step_law(
   count = len(made)
   drafts = Draft(
     jnp.asarray(made, jnp.int32),
-    jnp.asarray(np.stack([r for _, r in changed]), jnp.float32)
-    if reported
-    else None,
+    jnp.asarray(np.stack([r for _, r in changed]), jnp.float32),
     jnp.full((count,), depth if length is None else length, jnp.int32),
     shape.parents,
   )
-  target_rows = [[target(()), *map(target, path)] for path in paths]
-  chances, ends, laws = jax.device_get(
-    _pieces(
-      drafts,
-      jnp.asarray(np.array(target_rows), jnp.float32),
-      walk=verify_tree.walk,
-    )
-  )
-
-  @functools.cache
-  def rest_law(prefix):
-    rest = depth + 1 - len(prefix)
-    return joint_law(lambda later: target(prefix + later), rest, vocab_size)
-
-  law = np.zeros((vocab_size,) * (depth + 1))
-  for row in range(count):
-    for chance, end, next_law in zip(
-      chances[row], ends[row], laws[row], strict=True
-    ):
-      if chance:
-        before = () if end < 0 else paths[row][end]
-        for token in range(vocab_size):
-          prefix = (*before, token)
-          mass = masses[row] * chance * next_law[token]
-          if mass:
-            law[prefix] += mass * rest_law(prefix)
-  return law
+  rows = [[target(()), *map(target, path)] for path in paths]
+  return enumerated(
+    target,
+    Walk(verify_tree.walk),
+    drafts,
+    jnp.asarray(np.array(rows), jnp.float32),
+    [[(), *path] for path in paths],
+    masses,
+  )[0]
 
 
-@functools.partial(quick_jit, static_argnames='walk')
-def _pieces(drafts, target_probs, *, walk):
-  """Of each draft and each way through its trials: how likely, and its end.
+class Walk(NamedTuple):
+  """What `verify_tree` decides by its uniforms; see `verify_laws.Chain`."""
 
-  Returns:
-    Probabilities float32[M, 2^K], last nodes int32[M, 2^K], and the laws of the
-    next token float32[M, 2^K, V].
-  """
-  shape = TreeShape(drafts.parents)
-  trials = verify_tree.trials(shape)
-  ways = jnp.asarray(list(itertools.product((True, False), repeat=len(trials))))
-  paths, ranks = jnp.asarray(shape.paths), jnp.asarray(shape.ranks)
-  levels = jnp.asarray(shape.levels)
-  largest = grid_value(jnp.float32(UNIFORM_GRID - 1))
+  walk: Callable
 
-  def one(draft, rows):
-    def accepts(uniforms, trial):
-      last, _ = walk(draft, rows, uniforms)
-      level, rank = trial
-      node = paths[last, level - 1]
-      return (
-        (last >= 0)
-        & (levels[jnp.maximum(last, 0)] >= level)
-        & (ranks[node] == rank)
-      )
+  def num_trials(self, draft: Draft) -> int:
+    return len(verify_tree.trials(TreeShape(draft.parents)))
 
-    def one_way(way):
-      uniforms = jnp.where(way, 0.0, largest)
-      chance = jnp.float32(1)
-      for k, trial in enumerate(trials):
-
-        def holds(uniform, k=k, trial=trial):
-          return accepts(uniforms.at[k].set(uniform), trial)
-
-        share = grid_count(holds) / UNIFORM_GRID
-        chance *= jnp.where(way[k], share, 1 - share)
-      last, weights = walk(draft, rows, uniforms)
-      return chance, last, sampler_law(weights)
-
-    return jax.vmap(one_way)(ways)
-
-  return jax.vmap(one)(drafts, target_probs)
+  def __call__(self, draft: Draft, rows, uniforms, lenience):
+    """The node that is reached, from 1; what follows it; the trials held."""
+    del lenience
+    shape = TreeShape(draft.parents)
+    last, weights = self.walk(draft, rows, uniforms)
+    level, rank = verify_tree.trials(shape).T
+    reached = jnp.append(0, shape.levels)[last + 1] >= level
+    node = jnp.asarray(shape.paths)[last, level - 1]
+    return last + 1, weights, reached & (jnp.asarray(shape.ranks)[node] == rank)

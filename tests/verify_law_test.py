@@ -243,7 +243,7 @@ def test_law_of_lenience(lenience):
   # The first token alone: the closed form.
   closed = simulation.outcomes(target(()), draft(()), lenience)
   np.testing.assert_allclose(law.sum(axis=(1, 2)), closed.total, atol=1e-6)
-  beta = analysis.lenient_acceptance_prob(target(()), draft(()), lenience)
+  beta = analysis.acceptance_prob(target(()), draft(()), lenience)
   assert closed.acceptance_prob == pytest.approx(float(beta), abs=1e-6)
 
 

@@ -8,7 +8,8 @@ larger spaces see `testing.assert_chi_squared`.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import lax
 from specdec_jax import probs, verify
 from specdec_jax.types import Draft
 from toy_models import NextProbs, joint_law
+from toy_requests import quick_jit
 
 # `jax.random.uniform` in float32 returns k / 2^23 for integers k.
 UNIFORM_GRID = 2**23
@@ -164,51 +166,125 @@ def step_outcomes(
     [[target(t[:i]) for i in range(gamma + 1)] for t in proposals],
     jnp.float32,
   )
-  # Passed on, so that a test which replaces one of them is not served the
-  # compiled code of the other.
   assert lenience == 1 or not as_block
-  accepted, next_laws = _step_pieces(
-    drafts,
-    rows,
-    jnp.float32(lenience),
-    as_block=as_block,
-    count_accepted=(
-      verify.count_accepted_block if as_block else verify.count_accepted
-    ),
-    next_token_weights=verify.next_token_weights,
+  count = verify.count_accepted_block if as_block else verify.count_accepted
+  decide = Chain(as_block, count, verify.next_token_weights)
+  kept = [[tokens[:n] for n in range(gamma + 1)] for tokens in proposals]
+  return enumerated(target, decide, drafts, rows, kept, mass, lenience)
+
+
+class Chain(NamedTuple):
+  """What `verify` decides by its uniforms.
+
+  The functions are fields, so that a test which replaces one of them is not
+  served the compiled code of the other.
+  """
+
+  as_block: bool
+  count_accepted: Callable
+  next_token_weights: Callable
+
+  def num_trials(self, draft: Draft) -> int:
+    return draft.tokens.shape[-1]
+
+  def __call__(self, draft: Draft, rows, uniforms, lenience):
+    """The end n, what the next token is drawn from, and which trials held."""
+    shares = ()
+    if self.as_block:
+      shares = (verify.kept_shares(draft, rows),)
+    count = self.count_accepted(draft, rows, *shares, lenience * uniforms)
+    share = (each[count] for each in shares)
+    weights = self.next_token_weights(draft, rows, count, *share)
+    return count, weights, jnp.arange(len(uniforms)) < count
+
+
+def enumerated(
+  target: NextProbs,
+  decide: Callable,
+  drafts: Draft,
+  rows: jax.Array,
+  kept: Sequence[Sequence[tuple[int, ...]]],
+  mass: Sequence[float],
+  lenience: float = 1.0,
+) -> tuple[np.ndarray, float]:
+  """The joint law of a step and what the target adds, and the mean it keeps.
+
+  Args:
+    target: the target's law of the next token.
+    decide: (draft, rows, uniforms, lenience) -> the end that is reached, what
+      the next token is drawn from, and which trials held; as `Chain`.
+    drafts: N drafts.
+    rows: float32[N, R, V], the target's.
+    kept: of each draft and each end, the tokens that are kept.
+    mass: the probability of each draft.
+    lenience: l of Appendix A.5.
+  """
+  counts, ends, laws = jax.device_get(
+    _pieces(drafts, rows, jnp.float32(lenience), decide=decide)
   )
-  accepted = np.asarray(accepted, np.float64) / UNIFORM_GRID
-  next_laws = np.asarray(next_laws, np.float64)
-  ends_at = _last_holds(accepted) if as_block else _first_fails(accepted)
+  ways = np.array(_ways(counts.shape[2]), bool)
+  held = counts.astype(np.float64) / UNIFORM_GRID
+  chances = np.prod(np.where(ways, held, 1 - held), axis=2)
+  size, depth = rows.shape[-1], max(map(len, kept[0]))
 
   @functools.cache
   def rest_law(prefix):
-    rest = gamma + 1 - len(prefix)
-    return joint_law(lambda later: target(prefix + later), rest, vocab_size)
+    rest = depth + 1 - len(prefix)
+    return joint_law(lambda later: target(prefix + later), rest, size)
 
-  law = np.zeros((vocab_size,) * (gamma + 1))
-  for row, proposed in enumerate(proposals):
-    for kept in range(gamma + 1):
-      for token in range(vocab_size):
-        prefix = proposed[:kept] + (token,)
-        stops = mass[row] * ends_at[row, kept] * next_laws[row, kept, token]
-        law[prefix] += stops * rest_law(prefix) if stops else 0.0
-  mean = float(mass @ ends_at @ np.arange(gamma + 1))
+  law, mean = np.zeros((size,) * (depth + 1)), 0.0
+  for row, way in np.argwhere(chances * np.reshape(mass, (-1, 1))):
+    before = kept[row][ends[row, way]]
+    chance = mass[row] * chances[row, way]
+    mean += chance * len(before)
+    for token in np.flatnonzero(laws[row, way]).tolist():
+      prefix = (*before, token)
+      law[prefix] += (
+        chance * np.float64(laws[row, way, token]) * rest_law(prefix)
+      )
   return law, mean
 
 
-def _first_fails(accepted: np.ndarray) -> np.ndarray:
-  """Probability of each n, where it is what comes before the first failure."""
-  reached = np.cumprod(accepted, axis=1)
-  start, end = np.ones((len(accepted), 1)), np.zeros((len(accepted), 1))
-  return np.hstack([start, reached]) - np.hstack([reached, end])
+def _ways(num_trials: int) -> list[tuple[bool, ...]]:
+  """All that may come of some trials."""
+  return list(itertools.product((True, False), repeat=num_trials))
 
 
-def _last_holds(holds: np.ndarray) -> np.ndarray:
-  """Probability of each n, where it is the last test that holds."""
-  none_after = np.cumprod(1 - holds[:, ::-1], axis=1)[:, ::-1]
-  end = np.ones((len(holds), 1))
-  return np.hstack([none_after, end]) * np.hstack([end, holds])
+@functools.partial(quick_jit, static_argnames='decide')
+def _pieces(drafts, target_probs, lenience, *, decide):
+  """Of each draft and each way through its trials: how likely, and its end.
+
+  Returns:
+    int32[N, W, K], the uniforms of the grid with which each trial holds, after
+    the earlier ones of the way; the ends int32[N, W]; and the laws of the next
+    token, float32[N, W, V].
+  """
+  num_trials = decide.num_trials(drafts)
+  trials = jnp.arange(num_trials)
+  ways = jnp.asarray(_ways(num_trials), bool)
+  largest = grid_value(jnp.float32(UNIFORM_GRID - 1))
+
+  def one(draft, rows):
+    def one_way(way):
+      uniforms = jnp.where(way, 0.0, largest)
+
+      def count(trial):
+        def holds(uniform):
+          tried = jnp.where(trials < trial, uniforms, largest)
+          tried = jnp.where(trials == trial, uniform, tried)
+          return decide(draft, rows, tried, lenience)[2][trial]
+
+        return grid_count(holds)
+
+      end, weights, _ = decide(draft, rows, uniforms, lenience)
+      counts = jnp.zeros((0,), jnp.int32)
+      if num_trials:
+        counts = jax.vmap(count)(trials)
+      return counts, end, sampler_law(weights)
+
+    return jax.vmap(one_way)(ways)
+
+  return jax.vmap(one)(drafts, target_probs)
 
 
 def _draft_masses(proposals, drawn_from, drawn, vocab_size) -> np.ndarray:
@@ -241,50 +317,6 @@ def _drafts(proposals, reported: NextProbs | None, lengths) -> Draft:
     probs=rows,
     length=jnp.asarray(lengths, jnp.int32),
   )
-
-
-@functools.partial(
-  jax.jit, static_argnames=('as_block', 'count_accepted', 'next_token_weights')
-)
-def _step_pieces(
-  drafts,
-  target_probs,
-  lenience,
-  *,
-  as_block,
-  count_accepted,
-  next_token_weights,
-):
-  """int32[N, G] grid counts of acceptance; float32[N, G + 1, V] next laws.
-
-  Of a draft judged as a whole, test i alone decides whether n is i + 1 or 0.
-  """
-  gamma = drafts.tokens.shape[1]
-  # Whatever other token can be accepted is; of a block, what can fail fails.
-  others = jnp.float32(1 - 1 / UNIFORM_GRID if as_block else 0)
-
-  def one_draft(draft, rows):
-    shares = verify.kept_shares(draft, rows) if as_block else None
-
-    def through(position):
-      def accepts(uniform):
-        uniforms = jnp.full(gamma, others).at[position].set(uniform)
-        if as_block:
-          return count_accepted(draft, rows, shares, uniforms) > position
-        return count_accepted(draft, rows, lenience * uniforms) > position
-
-      return grid_count(accepts)
-
-    def next_law(num_accepted):
-      more = (shares[num_accepted],) if as_block else ()
-      return sampler_law(next_token_weights(draft, rows, num_accepted, *more))
-
-    next_laws = jax.vmap(next_law)(jnp.arange(gamma + 1))
-    if gamma == 0:
-      return jnp.zeros(0, jnp.int32), next_laws
-    return jax.vmap(through)(jnp.arange(gamma)), next_laws
-
-  return jax.vmap(one_draft)(drafts, target_probs)
 
 
 def grid_value(index: jax.Array) -> jax.Array:

@@ -67,33 +67,47 @@ class Known:
 
 
 @struct.dataclass
-class BeamState:
-  """The loop's carry; donated, so that it is updated in place.
+class Search:
+  """What a level changes.
 
   Attributes:
     live: the live beams; their last tokens have not been read yet.
     finished: the finished beams.
     ancestors: bool[B, K, T], the slots of all tokens of each live beam but its
       last.
-    used: int32[B], slots in use; the last tokens of the live beams come next.
-    places: int32[B, T], each slot's place in its sequence.
     previous: the level before that of the live beams. The drafter has not read
       it if all its proposals were accepted, and reads it again otherwise.
     known: what the drafter is told of the live beams.
     finish_reason: int32[B], a `FinishReason`.
-    target_cache: the target's cache.
-    draft_cache: the drafter's; None in the plain search.
-    stats: counts, of levels where those of `DecodeState` are of tokens.
   """
 
   live: Hypotheses
   finished: Hypotheses
   ancestors: jax.Array
-  used: jax.Array
-  places: jax.Array
   previous: Level
   known: Known
   finish_reason: jax.Array
+
+  @property
+  def running(self) -> jax.Array:
+    """bool[B], the rows whose search is not over."""
+    return self.finish_reason == FinishReason.RUNNING
+
+
+@struct.dataclass
+class BeamState:
+  """The loop's carry; donated, so that it is updated in place.
+
+  Attributes:
+    search: the beams.
+    used: int32[B], slots in use; the last tokens of the live beams come next.
+    target_cache: the target's cache.
+    draft_cache: the drafter's; None in the plain search.
+    stats: counts, of levels where those of `DecodeState` are of tokens.
+  """
+
+  search: Search
+  used: jax.Array
   target_cache: Any
   draft_cache: Any
   stats: DecodeStats
@@ -101,7 +115,12 @@ class BeamState:
   @property
   def running(self) -> jax.Array:
     """bool[B], the rows whose search is not over."""
-    return self.finish_reason == FinishReason.RUNNING
+    return self.search.running
+
+  @property
+  def finish_reason(self) -> jax.Array:
+    """int32[B], a `FinishReason`."""
+    return self.search.finish_reason
 
 
 @struct.dataclass
@@ -151,12 +170,10 @@ def start(
       model, model_params, inputs, slots, prompt, longest, encoded
     )
 
-  return BeamState(
+  search = Search(
     live=live,
     finished=beams.none_finished(live),
     ancestors=jnp.repeat(behind[:, None], width, axis=1),
-    used=used,
-    places=_places(request, slot),
     previous=Level(
       tokens=jnp.zeros((batch, width), jnp.int32),
       # Each its own slot: a softmax over nothing is not a number.
@@ -170,6 +187,10 @@ def start(
     finish_reason=jnp.where(
       request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
     ).astype(jnp.int32),
+  )
+  return BeamState(
+    search=search,
+    used=used,
     target_cache=read(target, params.target),
     draft_cache=None if drafter is None else read(drafter, params.draft),
     stats=DecodeStats.none(batch, request.gamma),
@@ -184,42 +205,51 @@ def step(
   state: BeamState,
 ) -> BeamState:
   """One round: 1 to gamma + 1 levels in every row whose search is not over."""
-  settings = request.search
+  search, width = state.search, request.search.width
   # Rows that are over work on their first slots, which nobody reads.
-  used = jnp.where(state.running, state.used, settings.width)
-  roots = _roots(request, state, used)
+  used = jnp.where(state.running, state.used, width)
+  # The live beams' last tokens are nodes in the next K slots.
+  visible = _with_own(search.ancestors, used, width)
+  roots = Level(search.live.last_token, visible)
 
   # The drafter's beam search from the live beams, gamma levels deep.
-  level, places = _levels(request, state, used)
-  state, draft = _propose(drafter, params, request, state, roots, used, places)
+  level, places = _levels(request, search, used)
+  draft_cache, draft = _propose(
+    drafter, params, request, state, roots, used, places
+  )
 
   # The target reads the live beams and the whole tree in one call.
   cache = target.rewind(state.target_cache, used)
   fed, visible = _nodes(roots, draft)
-  tree = Tree(state.live.length[:, :1] - 1 + level, places, visible)
+  tree = Tree(search.live.length[:, :1] - 1 + level, places, visible)
   features, cache = target.extend(params.target, cache, fed, tree)
   logits = target.head(params.target, features)
-  found = _candidates(request, state, logits, level)
+  found = _candidates(request, search, logits, level)
 
   # Its own search on its own scores, as far as its live beams are nodes.
-  state, chosen, num_held = _replay(request, state, draft, used, *found)
+  search, chosen, num_held = _replay(request, search, draft, used, found)
+  # Proposals behind the end of a search do not count.
+  ended = ~search.running & state.running
+  length = jnp.where(ended, num_held, request.gamma)
+  verdict = Verdict(num_held, next_token=num_held)
 
   # Both keep the nodes that were live beams.
-  kept = used + settings.width * (1 + num_held)
-  first = used + settings.width
+  kept = used + width * (1 + num_held)
+  first = used + width
 
   def keep(model, cache):
     if chosen.shape[1]:
       cache = model.keep(cache, first, used[:, None] + chosen)
     return model.rewind(cache, kept)
 
-  draft_cache = state.draft_cache
   if drafter is not None and request.gamma:
     draft_cache = keep(drafter, draft_cache)
-  return state.replace(
+  return BeamState(
+    search=search,
+    used=jnp.where(state.running, kept, state.used),
     target_cache=keep(target, cache),
     draft_cache=draft_cache,
-    used=jnp.where(state.running, kept, state.used),
+    stats=state.stats.after_round(state.running, length, verdict),
   )
 
 
@@ -232,7 +262,7 @@ def generation(request: Request, state: BeamState) -> Generation:
     finished beams, the first ones are empty and their score is `ABSENT`; where
     it has none, they are its live beams, and the scores have no length penalty.
   """
-  found = beams.result(state.live, state.finished)
+  found = beams.result(state.search.live, state.search.finished)
   batch, width, _ = found.tokens.shape
   first = request.first_length[:, None]
   length = jnp.where(found.exists, found.length - first, 0)
@@ -274,13 +304,6 @@ def _places(request: Request, slot: jax.Array) -> jax.Array:
   return jnp.where(slot < base, slot, base + level).astype(jnp.int32)
 
 
-def _roots(request: Request, state: BeamState, used: jax.Array) -> Level:
-  """The live beams' last tokens, as nodes in the next K slots."""
-  width = request.search.width
-  visible = _with_own(state.ancestors, used, width)
-  return Level(state.live.last_token, visible)
-
-
 def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
   """Adds to bool[B, N, T] each node's own slot, begin int32[B] and on."""
   own = begin[:, None] + jnp.arange(count)
@@ -290,15 +313,16 @@ def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
 def _propose(
   drafter, params, request: Request, state, roots: Level, used, places
 ):
-  """The drafter's search, and the state with the cache that it read into."""
-  settings = request.search
+  """The cache that the drafter's search read into, and its proposals."""
+  search, settings = state.search, request.search
   width, draft_width = settings.width, settings.draft_width
   batch, _, slots = roots.visible.shape
   if drafter is None or not request.gamma:
     shape = batch, 0, draft_width
     empty = jnp.zeros(shape, jnp.int32)
-    return state, DraftTree(empty, empty, jnp.zeros((*shape, slots), bool))
-  place = state.live.length[:, :1] - 1  # of the roots
+    draft = DraftTree(empty, empty, jnp.zeros((*shape, slots), bool))
+    return state.draft_cache, draft
+  place = search.live.length[:, :1] - 1  # of the roots
 
   def read(cache, tokens, positions, visible):
     tree = Tree(positions, places, visible)
@@ -316,14 +340,14 @@ def _propose(
   positions = jnp.concatenate([jnp.maximum(place - 1, 0), place], axis=1)
   logits, cache = read(
     cache,
-    jnp.concatenate([state.previous.tokens, roots.tokens], axis=1),
+    jnp.concatenate([search.previous.tokens, roots.tokens], axis=1),
     jnp.repeat(positions, width, axis=1),
-    jnp.concatenate([state.previous.visible, roots.visible], axis=1),
+    jnp.concatenate([search.previous.visible, roots.visible], axis=1),
   )
-  beaten = beams.is_beaten(request, state.live, state.finished)
-  score = jnp.where(beaten, beams.ABSENT, state.live.score)
+  beaten = beams.is_beaten(request, search.live, search.finished)
+  score = jnp.where(beaten, beams.ABSENT, search.live.score)
   guessed = guess(logits[:, width:])
-  values, ids = _told(state.known, guessed, request.stop_ids)
+  values, ids = _told(search.known, guessed, request.stop_ids)
   score, parents, tokens = beams.widen(score, values, ids, draft_width)
   visible = roots.visible
   levels = []
@@ -340,7 +364,7 @@ def _propose(
   draft = DraftTree(
     *(jnp.stack(part, axis=1) for part in zip(*levels, strict=True))
   )
-  return state.replace(draft_cache=cache), draft
+  return cache, draft
 
 
 def _told(known: Known, guessed, stop_ids: jax.Array):
@@ -361,7 +385,7 @@ def _told(known: Known, guessed, stop_ids: jax.Array):
   return values, chosen(said[1], guessed[1], 0)
 
 
-def _levels(request: Request, state: BeamState, used: jax.Array):
+def _levels(request: Request, search: Search, used: jax.Array):
   """Where the nodes of this round lie.
 
   Returns:
@@ -369,14 +393,15 @@ def _levels(request: Request, state: BeamState, used: jax.Array):
     int32[B, T], each slot's place in its sequence during the round.
   """
   settings = request.search
+  slot = jnp.arange(search.ancestors.shape[2])
   deeper = jnp.repeat(1 + jnp.arange(request.gamma), settings.draft_width)
   level = jnp.concatenate([jnp.zeros((settings.width,), jnp.int32), deeper])
-  number = jnp.arange(state.places.shape[1]) - used[:, None]
+  number = slot - used[:, None]
   is_node = (number >= 0) & (number < level.size)
   place = (
-    state.live.length[:, :1] - 1 + level[jnp.clip(number, 0, level.size - 1)]
+    search.live.length[:, :1] - 1 + level[jnp.clip(number, 0, level.size - 1)]
   )
-  return level, jnp.where(is_node, place, state.places)
+  return level, jnp.where(is_node, place, _places(request, slot))
 
 
 def _nodes(roots: Level, draft: DraftTree):
@@ -390,37 +415,32 @@ def _nodes(roots: Level, draft: DraftTree):
   )
 
 
-def _candidates(request: Request, state, logits: jax.Array, level: jax.Array):
+def _candidates(request: Request, search, logits: jax.Array, level: jax.Array):
   """`beams.candidates` of every node of the call."""
   count = request.search.num_candidates
-  produced = state.live.length[:, :1] - request.first_length[:, None]
+  produced = search.live.length[:, :1] - request.first_length[:, None]
   early = produced + level < request.min_length[:, None]
   return beams.candidates(logits, count, early, request.stop_ids)
 
 
-def _replay(
-  request: Request, state, draft: DraftTree, used, values, ids, valid
-):
+def _replay(request: Request, search: Search, draft: DraftTree, used, found):
   """The target's own search over the nodes that it has read.
 
   Args:
     request: the limits.
-    state: the state before.
+    search: the search before.
     draft: the nodes, G levels of U.
     used: int32[B], the slot of the first live beam's node.
-    values: float32[B, N, C], `candidates` of all nodes, the live beams first.
-    ids: int32[B, N, C].
-    valid: bool[B, N], whether a node's logits give probabilities.
+    found: `candidates` of all N nodes, the live beams first.
 
   Returns:
-    The state after it; int32[B, G K], the numbers of the nodes that were live
+    The search after it; int32[B, G K], the numbers of the nodes that were live
     beams in each level; int32[B], how many levels held.
   """
   settings = request.search
   width, draft_width = settings.width, settings.draft_width
   batch, gamma = used.shape[0], request.gamma
-  found = values, ids, valid
-  after, going_on = _search_of(state), state.running
+  after, going_on = search, search.running
   place = jnp.broadcast_to(jnp.arange(width), (batch, width))
   of_live = tuple(part[:, :width] for part in found)
   nodes, held_levels = [], []
@@ -459,55 +479,38 @@ def _replay(
     going_on = held
 
   num_held = sum(held_levels, jnp.zeros((batch,), jnp.int32))
-  # How far proposals counted: those behind the end of a search do not.
-  ended = ~after.running & state.running
-  length = jnp.where(ended, num_held, gamma)
-  verdict = Verdict(num_held, next_token=num_held)
-  state = after.replace(
-    target_cache=state.target_cache,
-    draft_cache=state.draft_cache,
-    places=state.places,
-    stats=state.stats.after_round(state.running, length, verdict),
-  )
   chosen = jnp.concatenate(nodes or [jnp.zeros((batch, 0), jnp.int32)], axis=1)
-  return state, chosen, num_held
+  return after, chosen, num_held
 
 
-def _next_level(request: Request, state: BeamState, of_live, first: jax.Array):
+def _next_level(request: Request, search: Search, of_live, first: jax.Array):
   """One level of the target's own search, of which the next one knows nothing.
 
   Args:
     request: width, rule, and where beams end.
-    state: the part of a state that a level changes.
+    search: the search before.
     of_live: `candidates` of the live beams, with what says whether these are
       probabilities.
     first: int32[B], the slot of the first live beam's last token.
 
   Returns:
-    The state after it, and the beams that the live ones continue, int32[B, K].
+    The search after it, and the beams that the live ones continue, int32[B, K].
   """
   values, ids, valid = of_live
   live, finished, parents = beams.advance(
-    request, state.live, state.finished, values, ids
+    request, search.live, search.finished, values, ids
   )
-  is_valid = jnp.all(valid | ~state.live.exists, axis=1)
+  is_valid = jnp.all(valid | ~search.live.exists, axis=1)
   over = beams.is_over(request, live, finished)
-  reason = jnp.where(over, FinishReason.STOP, state.finish_reason)
+  reason = jnp.where(over, FinishReason.STOP, search.finish_reason)
   reason = jnp.where(is_valid, reason, FinishReason.INVALID)
-  visible = _with_own(state.ancestors, first, request.search.width)
-  after = state.replace(
+  visible = _with_own(search.ancestors, first, request.search.width)
+  after = Search(
     live=live,
     finished=finished,
     ancestors=beams.gather(visible, parents),
-    previous=Level(state.live.last_token, visible),
-    known=state.known.replace(beams=jnp.zeros_like(state.known.beams)),
+    previous=Level(search.live.last_token, visible),
+    known=search.known.replace(beams=jnp.zeros_like(search.known.beams)),
     finish_reason=reason.astype(jnp.int32),
   )
   return after, parents
-
-
-def _search_of(state: BeamState) -> BeamState:
-  """The part of a state that a level changes."""
-  return state.replace(
-    target_cache=None, draft_cache=None, places=None, stats=None
-  )

@@ -25,7 +25,7 @@ from flax import struct
 from specdec_jax.drafters.base import ask_unless
 from specdec_jax.drafters.small_model import catch_up_calls
 from specdec_jax.models import backend
-from specdec_jax.types import DecodeStats, Draft, Verdict
+from specdec_jax.types import Array, DecodeStats, Draft, Verdict
 
 # Calls of the target over one token. With 1.5 a drafter that is right .7 of the
 # time would rest at once in one of eleven outputs, for nothing.
@@ -51,9 +51,9 @@ class Fallback:
     first_rest: int32[], rounds of a row's first rest.
   """
 
-  costs: jax.Array
-  patience: jax.Array
-  first_rest: jax.Array
+  costs: Array
+  patience: Array
+  first_rest: Array
 
 
 def of_costs(
@@ -75,66 +75,44 @@ def of_costs(
   asked = [max(i, 1) if adapts else gamma for i in range(gamma + 1)]
   costs: Any = np.asarray(calls, np.float32)
   costs += np.float32(cost_ratio) * np.asarray(asked, np.float32)
-  made = of_round_costs(costs)
-  rest = _FIRST_REST
-  while rest < _MOST_REST and not _is_cheap(made, cost_ratio):
-    rest *= 2
-    made = made.replace(first_rest=np.int32(rest))
-  return made
+  return of_round_costs(costs, first_rest=_enough_rest(costs, cost_ratio))
 
 
 def of_round_costs(
   costs: Any, patience: float = _PATIENCE, first_rest: int = _FIRST_REST
 ) -> Fallback:
   """A fallback of given numbers, see `Fallback`."""
-  made: Any = Fallback
-  found: Fallback = made(
-    np.asarray(costs, np.float32), np.float32(patience), np.int32(first_rest)
+  return Fallback(
+    np.asarray(costs, np.float32),
+    np.asarray(patience, np.float32),
+    np.asarray(first_rest, np.int32),
   )
-  return found
 
 
-def _is_cheap(fallback: Fallback, cost_ratio: float) -> bool:
-  """Whether a drafter that is always wrong takes few hundredths of any output.
+def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
+  """The least first rest with which a drafter may always be wrong.
 
   The longest outputs that are looked at have several probes; from then on the
-  share falls, or a rest is as good as for ever.
+  share falls, or a rest is as good as for ever. The calls that catch up make no
+  logits and are taken to cost two calls of the drafter each.
   """
-  lost = most_lost(fallback, cost_ratio, 32 * LEAST_OUTPUT)
-  tokens = np.maximum(np.arange(len(lost)), LEAST_OUTPUT)
-  return bool(np.all(lost <= _MOST_LOST * tokens))
+  loss = float(np.max(costs)) - 1  # of a round, the dearest
 
-
-def most_lost(
-  fallback: Fallback, cost_ratio: float, num_tokens: int
-) -> np.ndarray:
-  """What a drafter costs that is always wrong, whose rounds are the dearest.
-
-  Args:
-    fallback: the costs.
-    cost_ratio: c.
-    num_tokens: N, of the longest output.
-
-  Returns:
-    float64[N + 1], of outputs of 0..N tokens the time beyond that of plain
-    decoding, in calls of the target over one token; without what the drafter
-    takes to read the input. The calls that catch up make no logits and are
-    taken to cost two calls of the drafter each.
-  """
-  lost = np.zeros((num_tokens + 1,))
-  own = float(np.max(fallback.costs)) - 1
-  limit, rest = float(fallback.patience), int(fallback.first_rest)
-  if own <= 0:
-    return lost
-  loss, missed, token = 0.0, 0, 0
-  while token < num_tokens:
-    token += 1
-    lost[token:] += own + 2 * cost_ratio * catch_up_calls(missed)
-    loss, missed = loss + own, 0
-    if loss > limit:
-      loss, missed, token = limit, rest, token + rest
+  def is_enough(rest):
+    tokens = int(_PATIENCE // loss) + 1  # rounds before the first rest
+    lost = loss * tokens
+    while lost <= _MOST_LOST * max(tokens, LEAST_OUTPUT):
+      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # of a probe in vain
+      tokens += rest + 1
       rest = min(rest * _GROWTH, _MOST_REST)
-  return lost
+      if tokens > 32 * LEAST_OUTPUT:
+        return True
+    return False
+
+  rest = _FIRST_REST
+  while loss > 0 and rest < _MOST_REST and not is_enough(rest):
+    rest *= 2
+  return rest
 
 
 def to_json(fallback: bool | Fallback) -> Any:
@@ -219,8 +197,7 @@ def after_round(
   lost = fallback.costs[draft.length] - (verdict.num_accepted + 1)
   loss = jnp.where(rested, rests.loss, rests.loss + lost)
   begins = ~rested & (loss > limit)
-  first: Any = fallback.first_rest
-  rest = jnp.float32(first) * jnp.float32(_GROWTH) ** rests.count
+  rest = jnp.float32(fallback.first_rest) * jnp.float32(_GROWTH) ** rests.count
   rest = jnp.minimum(rest, _MOST_REST).astype(jnp.int32)
   count = jnp.where(loss <= 0, 0, rests.count + begins)
   after = Rests(

@@ -7,6 +7,8 @@ per token. It is the baseline that every speed-up is measured against.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from specdec_jax.decoding import beam_search, speculative
 from specdec_jax.decoding import state as decode_state
@@ -64,10 +66,15 @@ class Loop(NamedTuple):
   ) -> Any:
     """Runs rounds until all rows are finished, or `max_rounds` (int32[])."""
 
-    def one_round(state):
-      return self.step(params, request, state)[0]
+    def unfinished(carry):
+      num_rounds, state = carry
+      return (num_rounds < max_rounds) & jnp.any(state.running)
 
-    return decode_state.run_rounds(one_round, state, max_rounds)
+    def one_round(carry):
+      num_rounds, state = carry
+      return num_rounds + 1, self.step(params, request, state)[0]
+
+    return lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 
   def decode(self, params: PairParams, request: Request) -> Generation:
     """The whole generation: `start`, all rounds and the result together."""

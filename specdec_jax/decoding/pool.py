@@ -26,7 +26,7 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import BUCKET, DecodeState, Request
 from specdec_jax.models import backend
 from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
 
@@ -34,6 +34,7 @@ _SHARED = None  # the axis of a leaf that belongs to no row
 _BATCHED = (
   'inputs',
   'keys',
+  'sampling',
   'min_length',
   'max_length',
   'prompt',
@@ -77,17 +78,10 @@ class PoolView:
 
 def take_rows(request: Request, rows: np.ndarray) -> Request:
   """The request with only its rows int[K]; fields without rows stay as is."""
-  changes = {
-    name: getattr(request, name)[rows]
-    for name in _BATCHED
-    if getattr(request, name) is not None
-  }
+  changes = {name: getattr(request, name) for name in _BATCHED}
   if request.stop_ids.ndim > 1:
-    changes['stop_ids'] = request.stop_ids[rows]
-  sampling = jax.tree.map(
-    lambda leaf: leaf[rows] if leaf.ndim else leaf, request.sampling
-  )
-  return request.replace(**changes, sampling=sampling)
+    changes['stop_ids'] = request.stop_ids
+  return request.replace(**jax.tree.map(lambda leaf: leaf[rows], changes))
 
 
 def read(loop: Loop, params: PairParams, request: Request) -> Pool:
@@ -203,47 +197,21 @@ class RowLayout:
     Raises:
       ValueError: an array grows with the batch in two axes.
     """
-    size = request.inputs.shape[0]
-
-    def leaves(batch):
-      rows = take_rows(request, np.zeros((batch,), np.int32))
-      pool = jax.eval_shape(functools.partial(read, loop), params, rows)
-      return jax.tree.leaves(pool), pool
-
-    few, pool = leaves(size)
-    many, _ = leaves(2 * size)
-    self.axes = [_axis(a, b) for a, b in zip(few, many, strict=True)]
-    empty = Pool(
-      jax.tree.map(lambda _: False, pool.request),
-      jax.tree.map(lambda _: False, pool.state).replace(
-        target_cache=self._has_slots(loop, params, request)
-      ),
-    )
+    shapes = functools.partial(jax.eval_shape, functools.partial(read, loop))
+    few = shapes(params, request)
+    twice = np.zeros((2 * request.inputs.shape[0],), np.int32)
+    many = shapes(params, take_rows(request, twice))
+    longer = shapes(params, request.replace(slots=request.slots + BUCKET))
+    cache = {id(leaf) for leaf in jax.tree.leaves(few.state.target_cache)}
+    leaves = list(map(jax.tree.leaves, (few, many, longer)))
+    self.axes = [_axis(a, b) for a, b, _ in zip(*leaves, strict=True)]
     self.empty = [
-      is_empty and not prompted and axis is not _SHARED
-      for is_empty, axis in zip(jax.tree.leaves(empty), self.axes, strict=True)
+      id(a) in cache
+      and not prompted
+      and axis is not _SHARED
+      and a.shape != c.shape
+      for axis, a, _, c in zip(self.axes, *leaves, strict=True)
     ]
-
-  @staticmethod
-  def _has_slots(loop, params, request):
-    """Whether each leaf of the target's cache has an axis of slots."""
-
-    # Of a tree several nodes share a place of the sequence.
-    most = {} if request.tree is None else {'longest': request.longest}
-
-    def cache(size):
-      return jax.eval_shape(
-        lambda params, inputs: loop.target.prefill(
-          params, inputs, size, **most
-        ),
-        params.target,
-        request.inputs,
-      )
-
-    size = request.cache_slots
-    return jax.tree.map(
-      lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
-    )
 
   def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
     """The leaves that `admit` copies, as wide as those of `empty_row`."""

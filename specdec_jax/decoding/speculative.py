@@ -17,12 +17,7 @@ from specdec_jax import probs
 from specdec_jax.decoding import fallback, tree_round
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, PairParams, Request
-from specdec_jax.drafters.base import (
-  Context,
-  Drafter,
-  check_chain,
-  encoded_for,
-)
+from specdec_jax.drafters.base import Context, Drafter, check_chain
 from specdec_jax.models.base import LanguageModel, read_prompt, start_id
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import (
@@ -218,7 +213,7 @@ def context_of(
     skips_rounds=request.skips_rounds or request.fallback is not None,
     rule=request.rule,
     pad_id=request.pad_id,
-    **others,
+    **({'running': jnp.ones(length.shape, bool)} | others),
   )
 
 
@@ -226,11 +221,11 @@ def start(
   target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
 ) -> DecodeState:
   """Both sides read the inputs; returns the state before the first round."""
-  if drafter.tree is not None and request.gamma:
-    tree_round.check(request, drafter.tree.cut(request.gamma))
   slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
   longest = None if request.tree is None else request.longest
-  encoded = encoded_for(drafter, target, params.target, inputs)
+  encoded = None
+  if drafter.reads_encoder:  # it runs once for both
+    encoded = target.encode(params.target, inputs)
   cache = read_prompt(
     target, params.target, inputs, slots, None, longest, encoded
   )
@@ -242,7 +237,7 @@ def start(
       place = request.first_length - 2
       known: Any = features_at(drafter, read, jnp.maximum(place, 0))
       features = jnp.where(place[:, None] >= 0, known, features)
-  drafter_state = drafter.begin(params.draft, inputs, slots, prompt, encoded)
+  drafter_state = drafter.init(params.draft, inputs, slots, prompt, encoded)
   state = decode_state.start(request, start_id(target), cache, drafter_state)
   return state.replace(features=features)
 

@@ -27,6 +27,7 @@ from specdec_jax.types import (
 # How a draft is judged: token by token, or as a whole.
 VERIFICATIONS = TOKEN, BLOCK = 'token', 'block'
 NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
+BUCKET = 64  # slots, of which all caches have a multiple
 
 
 class PairParams(NamedTuple):
@@ -201,8 +202,8 @@ class Request:
 
 
 def whole_buckets(tokens: int) -> int:
-  """The least multiple of 64 that is not below `tokens`."""
-  return tokens + -tokens % 64
+  """The least multiple of `BUCKET` that is not below `tokens`."""
+  return tokens + -tokens % BUCKET
 
 
 def new_request(
@@ -260,19 +261,13 @@ def new_request(
 
 def example_keys(seed: int, ids: Any) -> jax.Array:
   """PRNG keys [B] from the seed and the examples' numbers, uint32[B]."""
-  return _fold_in_all(np.uint32(seed & 0xFFFFFFFF), ids)
+  return keys_of_rows(np.full(np.shape(ids), seed & 0xFFFFFFFF, np.uint32), ids)
 
 
 @jax.jit
 def keys_of_rows(seeds: Any, ids: Any) -> jax.Array:
   """`example_keys` of rows with a seed each: both are uint32[B]."""
   return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), ids)
-
-
-@jax.jit
-def _fold_in_all(seed, ids):
-  key = jax.random.key(seed)
-  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
 
 
 @struct.dataclass
@@ -484,29 +479,6 @@ def _log_probs(request: Request, logits: jax.Array, tokens: jax.Array):
   drawn_from = probs.standardise_batch(logits, request.sampling)
   index = tokens[..., None]
   return jnp.log(jnp.take_along_axis(drawn_from, index, axis=-1)[..., 0])
-
-
-def run_rounds(step, state: DecodeState, max_rounds: jax.Array | int):
-  """Repeats `step` until all rows are finished or `max_rounds` have run.
-
-  Args:
-    step: DecodeState -> DecodeState.
-    state: the state to start from.
-    max_rounds: int32[], for a caller that streams.
-
-  Returns:
-    The state after the last round.
-  """
-
-  def unfinished(carry):
-    num_rounds, state = carry
-    return (num_rounds < max_rounds) & jnp.any(state.running)
-
-  def body(carry):
-    num_rounds, state = carry
-    return num_rounds + 1, step(state)
-
-  return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
 
 
 def _write_rows(buffer, new, first):

@@ -60,7 +60,7 @@ class Context:
     target: static, the target's network, given with `features`.
     target_params: its parameters, given with `features`.
     pad_id: static, what inputs are padded with, see `Request`.
-    running: bool[B], the rows that are not finished; None is all.
+    running: bool[B], the rows that are not finished.
   """
 
   tokens: jax.Array
@@ -69,6 +69,7 @@ class Context:
   sampling: SamplingParams
   stop_ids: jax.Array
   min_length: jax.Array
+  running: jax.Array
   gamma: int = struct.field(pytree_node=False)
   greedy: bool = struct.field(pytree_node=False)
   forbids_stops: bool = struct.field(pytree_node=False)
@@ -79,14 +80,6 @@ class Context:
   target: LanguageModel | None = struct.field(pytree_node=False, default=None)
   target_params: Any = None
   pad_id: int = struct.field(pytree_node=False, default=0)
-  running: jax.Array | None = None
-
-  @property
-  def needs_draft(self) -> jax.Array:
-    """bool[B], `running`."""
-    if self.running is None:
-      return jnp.ones(self.length.shape, bool)
-    return self.running
 
   @property
   def num_slots(self) -> int:
@@ -98,12 +91,12 @@ class Drafter(NamedTuple):
   """A source of drafts.
 
   Attributes:
-    init: (params, inputs int32[B, E], max_length, prompt) -> state; see `begin`
-      for one more argument of some. Reads the inputs; `max_length` is the
-      number of decoder slots that the run may use;
-      `prompt`, int32[B, P] or None, is what the decoder begins with (see
-      `Request`). The first context holds the prompt too, so only a drafter with
-      a cache needs to read it here.
+    init: (params, inputs int32[B, E], max_length, prompt, encoded) -> state.
+      Reads the inputs; `max_length` is the number of decoder slots that the run
+      may use; `prompt`, int32[B, P] or None, is what the decoder begins with
+      (see `Request`). The first context holds the prompt too, so only a drafter
+      with a cache needs to read it here. `encoded`, float[B, E, M], is what the
+      target's encoder says of the inputs; None unless `reads_encoder`.
     propose: (params, state, context) -> (Draft, state). Called once per round
       with gamma >= 1. The `Draft` must keep the rule that its class states.
     commit: (state, length int32[B]) -> state. Called once per round after
@@ -124,9 +117,8 @@ class Drafter(NamedTuple):
       `Context.gamma` levels (`TreeShape.cut`); None is a chain. The caches have
       room for its nodes. After a round its drafter sees in `Context.tokens`
       which path was kept.
-    reads_encoder: whether `init` takes a fifth argument, `encoded` float[B, E,
-      M]: what the target's encoder says of the inputs. The encoder then runs
-      once for both.
+    reads_encoder: whether `init` needs `encoded`. The encoder then runs once
+      for both.
     adapts: whether it follows `Context.rule`.
     reads_features: whether it reads `Context.features`.
     made_for: fingerprints of the only target that the drafter, or a part of it,
@@ -146,35 +138,10 @@ class Drafter(NamedTuple):
   reads_features: bool = False
   made_for: tuple[str, ...] = ()
 
-  def begin(
-    self,
-    params: Any,
-    inputs: jax.Array,
-    max_length: int,
-    prompt: jax.Array | None = None,
-    encoded: jax.Array | None = None,
-  ) -> DrafterState:
-    """`init`, with `encoded` if this drafter reads it."""
-    more = (encoded,) if self.reads_encoder else ()
-    return self.init(params, inputs, max_length, prompt, *more)
-
 
 # The plain loop's: with a gamma of 0 it is never asked.
 _never: Any = None
 NO_DRAFTER = Drafter(lambda *_: (), _never, lambda state, _: state)
-
-
-def encoded_for(
-  drafter: 'Drafter | None', target: Any, params: Any, inputs: jax.Array
-) -> jax.Array | None:
-  """What the target's encoder says, if the drafter reads it; else None.
-
-  The target's own `prefill` takes it as well.
-  """
-  if drafter is None or not drafter.reads_encoder:
-    return None
-  encoded: jax.Array = target.encode(params, inputs)
-  return encoded
 
 
 def ask_unless(
@@ -275,6 +242,9 @@ def draw_next(
   index: jax.Array | int,
   uniforms: jax.Array | None,
 ):
-  """`draw` of the proposal `index`, in which stop ids may be forbidden."""
+  """`draw` of the proposal `index`, in which stop ids may be forbidden.
+
+  Here `uniforms` are those of all proposals, from `draft_uniforms`.
+  """
   logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
-  return draw(logits, context, uniforms)
+  return draw(logits, context, None if uniforms is None else uniforms[index])

@@ -60,16 +60,14 @@ class _Rounds:
     rows: float32[B, G + g + 1, V], distributions of the draft's tokens; None
       when greedy.
     done: int32[B], tokens of the draft so far.
-    cache: as in `CascadeState`.
-    drafter: as in `CascadeState`.
+    state: of both drafters.
   """
 
   number: jax.Array
   tokens: jax.Array
   rows: jax.Array | None
   done: jax.Array
-  cache: DrafterState
-  drafter: DrafterState
+  state: CascadeState
 
 
 def cascade(
@@ -100,13 +98,12 @@ def cascade(
     advice = 'Give it to the engine alone or in with_fallback.'
     raise unexpected('drafter of a cascade', expected, drafter.name, advice)
 
-  def init(params, inputs, max_length, prompt, encoded=None):
-    slots = (
-      max_length + gamma
-    )  # the last round of a draft may read past its end
+  def init(params, inputs, max_length, prompt, encoded):
+    # The last round of a draft may read past its end.
+    slots = max_length + gamma
     return CascadeState(
-      cache=own.begin(params[0], inputs, slots, prompt, encoded),
-      drafter=drafter.begin(params[1], inputs, slots, prompt, encoded),
+      own.init(params[0], inputs, slots, prompt, encoded),
+      drafter.init(params[1], inputs, slots, prompt, encoded),
     )
 
   def one_round(params, context: Context, goal: jax.Array, now: _Rounds):
@@ -123,7 +120,7 @@ def cascade(
       skips_rounds=True,
       rule=None,
     )
-    draft, drafter_state = drafter.propose(params[1], now.drafter, inner)
+    draft, cheaper = drafter.propose(params[1], now.state.drafter, inner)
     room = jnp.maximum(goal - now.done - 1, 0)
     draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
 
@@ -131,7 +128,7 @@ def cascade(
     write = jax.vmap(lax.dynamic_update_slice)
     tokens = write(now.tokens, draft.tokens, (length,))
     logits, cache = read_last(
-      network, params[0], now.cache, tokens, length, gamma
+      network, params[0], now.state.cache, tokens, length, gamma
     )
     verdict, rows = _judge(draft, forbid_early_stops(logits, inner), inner)
     accepted = verdict.num_accepted
@@ -145,14 +142,13 @@ def cascade(
       tokens=tokens,
       rows=rows,
       done=now.done + count,
-      cache=cache,
-      drafter=drafter.commit(drafter_state, length + count),
+      state=CascadeState(cache, drafter.commit(cheaper, length + count)),
     )
 
   def propose(params, state: CascadeState, context: Context):
     batch, size = context.length.size, context.gamma
     tokens, length = context.tokens, context.length
-    goal = jnp.where(context.needs_draft, size, 0)
+    goal = jnp.where(context.running, size, 0)
     cache = state.cache
     if context.skips_rounds:
       cache = catch_up(network, params[0], cache, tokens, length)
@@ -165,8 +161,7 @@ def cascade(
       tokens=jnp.pad(tokens, ((0, 0), (0, gamma))),
       rows=rows,
       done=jnp.zeros_like(goal),
-      cache=cache,
-      drafter=state.drafter,
+      state=CascadeState(cache, state.drafter),
     )
     last = lax.while_loop(
       lambda now: jnp.any(now.done < goal),
@@ -180,8 +175,8 @@ def cascade(
       goal,
     )
     # After the draft's last token but one come guesses that were rejected.
-    cache = network.rewind(last.cache, length + last.done - 1)
-    return draft, CascadeState(cache, last.drafter)
+    cache = network.rewind(last.state.cache, length + last.done - 1)
+    return draft, CascadeState(cache, last.state.drafter)
 
   def commit(state: CascadeState, length: jax.Array):
     return CascadeState(

@@ -151,10 +151,6 @@ def heads(
     count = min(network.num_heads, context.gamma)
     uniforms = draft_uniforms(context)
 
-    def drawn_by(index, logits):
-      own = None if uniforms is None else uniforms[index]
-      return draw_next(logits, context, index, own)
-
     place = context.length[:, None] - 1
     last = jnp.take_along_axis(context.tokens, place, axis=1)
     embedded = target.embed(context.target_params, last)
@@ -164,20 +160,20 @@ def heads(
       heads_now = range(first, first + together)
       each = [network.apply(params, i, features, embedded) for i in heads_now]
       logits = target.head(context.target_params, jnp.stack(each, axis=1))
-      drawn += [drawn_by(i, logits[:, i - first]) for i in heads_now]
+      drawn += [
+        draw_next(logits[:, i - first], context, i, uniforms) for i in heads_now
+      ]
       last = drawn[-1][0][:, None]
       embedded = jnp.concatenate(
         [embedded, target.embed(context.target_params, last)], axis=1
       )
     tokens = jnp.stack([token for token, _ in drawn], axis=1)
-    rows = None
+    # Places that no head is there for mean nothing.
+    more = 0, context.gamma - count
+    tokens, rows = jnp.pad(tokens, ((0, 0), more)), None
     if not context.greedy:
       rows = jnp.stack([row for _, row in drawn], axis=1)
-    # Places that no head is there for mean nothing.
-    more = context.gamma - count
-    tokens = jnp.pad(tokens, ((0, 0), (0, more)))
-    if rows is not None:
-      rows = jnp.pad(rows, ((0, 0), (0, more), (0, 0)))
+      rows = jnp.pad(rows, ((0, 0), more, (0, 0)))
     length = jnp.full(tokens.shape[:1], count, jnp.int32)
     return Draft(tokens, rows, length), state
 

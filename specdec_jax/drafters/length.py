@@ -96,9 +96,7 @@ def unsure_below(confidence: float, most: int = MOST) -> LengthRule:
 
 def _rule(*fields: Any) -> LengthRule:
   """A rule of float32 arrays on the host."""
-  made: Any = LengthRule
-  rule: LengthRule = made(*(np.asarray(field, np.float32) for field in fields))
-  return rule
+  return LengthRule(*(np.asarray(field, np.float32) for field in fields))
 
 
 def ends_nothing(rule: LengthRule) -> bool:

@@ -48,9 +48,9 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
     expected = '1 <= min_match <= max_match'
     raise unexpected('prompt_lookup', expected, (min_match, max_match))
 
-  def init(params, inputs, max_length, prompt):
-    del params, max_length, prompt  # the prompt is in the context
-    return inputs
+  def init(params, inputs, *_):
+    del params
+    return inputs  # the prompt is in the context
 
   def propose(params, inputs, context: Context):
     del params

@@ -10,6 +10,7 @@ missing, this writes the same values again. Inside another drafter a cache may
 lack more tokens: its length says how many, and they are read first.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -48,7 +49,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     made = small_model(model.network)
     return made._replace(params=model, models=(model.without_params(),))
 
-  def init(params, inputs, max_length, prompt=None, encoded=None):
+  def init(params, inputs, max_length, prompt, encoded):
     return read_prompt(
       model, params, inputs, max_length, prompt, encoded=encoded
     )
@@ -63,23 +64,23 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     if context.rule is not None:
       return length_rules.draft(logits[:, 0], cache, context, read)
     uniforms = draft_uniforms(context)
-    first, others = None, None
-    if uniforms is not None:
-      first, others = uniforms[0], uniforms[1:]
-    token, row = draw_next(logits[:, 0], context, 0, first)
+    drawn = draw_next(logits[:, 0], context, 0, uniforms)
 
-    def one_more(carry, place):
+    def one_more(carry, index):
       logits, cache = read(*carry)
-      token, row = draw_next(logits, context, *place)
+      token, row = draw_next(logits, context, index, uniforms)
       return (cache, token), (token, row)
 
-    (cache, _), (more_tokens, more_rows) = lax.scan(
-      one_more, (cache, token), (jnp.arange(1, context.gamma), others)
+    (cache, _), more = lax.scan(
+      one_more, (cache, drawn[0]), jnp.arange(1, context.gamma)
     )
-    tokens = jnp.concatenate([token[:, None], more_tokens.T], axis=1)
-    rows = None
-    if row is not None:
-      rows = jnp.concatenate([row[:, None], more_rows.swapaxes(0, 1)], axis=1)
+    tokens, rows = jax.tree.map(
+      lambda one, others: jnp.concatenate(
+        [one[:, None], others.swapaxes(0, 1)], axis=1
+      ),
+      drawn,
+      more,
+    )
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
 

@@ -58,7 +58,7 @@ def small_model_tree(
   chain = small_model(model)
   network = cast(LanguageModel, chain.network)
 
-  def init(params, inputs, max_length, prompt=None, encoded=None):
+  def init(params, inputs, max_length, prompt, encoded):
     # No sequence is as long as all nodes are.
     longest = max_length - shape.num_nodes + shape.depth
     return read_prompt(

@@ -16,6 +16,7 @@ from specdec_jax.drafters.base import (
 from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
+from specdec_jax.verify import draft_rows
 
 
 @struct.dataclass
@@ -53,11 +54,11 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   for drafter in (first, second):
     check_chain(drafter, 'with_fallback')
 
-  def init(params, inputs, max_length, prompt, encoded=None):
-    batch = inputs.shape[:1]
+  def init(params, *args):
+    batch = args[0].shape[:1]
     return FallbackState(
-      first=first.begin(params[0], inputs, max_length, prompt, encoded),
-      second=second.begin(params[1], inputs, max_length, prompt, encoded),
+      first=first.init(params[0], *args),
+      second=second.init(params[1], *args),
       length=jnp.zeros(batch, jnp.int32),
       by_first=jnp.zeros(batch, bool),
     )
@@ -69,7 +70,7 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
     other, second_state = ask_unless(
-      jnp.all(has_draft | ~context.needs_draft),
+      jnp.all(has_draft | ~context.running),
       lambda second_state: second.propose(params[1], second_state, context),
       state.second,
     )
@@ -114,18 +115,10 @@ def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:
   rows = None
   if known:
     size = known[0].shape[-1]
-    rows = jnp.where(
-      where[:, None, None], _dense(one, size), _dense(other, size)
-    )
+    left, right = (draft_rows(d, slice(None), size) for d in (one, other))
+    rows = jnp.where(where[:, None, None], left, right)
   return Draft(
     jnp.where(where[:, None], one.tokens, other.tokens),
     rows,
     jnp.where(where, one.length, other.length),
   )
-
-
-def _dense(draft: Draft, vocab_size: int) -> jax.Array:
-  """Probabilities float32[B, G, V]; one-hot for a deterministic drafter."""
-  if draft.probs is not None:
-    return draft.probs
-  return jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)

@@ -477,16 +477,15 @@ def joined(
   widths = zip(least, *(row.widths for row in rows), strict=True)
   width, prompt_width = map(max, widths)
   options = [row.options for row in rows]
-  temperatures = each(np.float32, (row.temperature for row in rows))
-  sampling = like.sampling.replace(temperature=temperatures)
+  sampling = like.sampling.replace(
+    temperature=each(np.float32, (row.temperature for row in rows)),
+    top_k=each(np.int32, (one.top_k for one in options)),
+    top_p=each(np.float32, (one.top_p for one in options)),
+  )
   inputs = [row.inputs for row in rows]
   changes: dict[str, Any] = {}
   changes['inputs'] = padded(inputs, len(rows), width, like.pad_id)[0]
   if np.ndim(like.stop_ids) > 1:  # each row has values of its own
-    sampling = sampling.replace(
-      top_k=each(np.int32, (one.top_k for one in options)),
-      top_p=each(np.float32, (one.top_p for one in options)),
-    )
     stop_ids = [row.stop_ids for row in rows]
     most = like.stop_ids.shape[1]
     changes['stop_ids'] = padded(stop_ids, len(rows), most, -1)[0]

@@ -263,7 +263,7 @@ def _beta(request, draft, logits, target_probs):
     beta = jnp.minimum(beta / lenience, 1.0)
   else:
     rows = draft.probs[:, 0]
-    beta = analysis.lenient_acceptance_prob(target_probs, rows, lenience)
+    beta = analysis.acceptance_prob(target_probs, rows, lenience)
   if request.lenience is None:
     return beta
   near = near_argmax(proposed, logits, request.lenience)[:, 0]

@@ -624,7 +624,7 @@ def _of_gamma(
   # A drafter whose cost is lost in the target's noise counts as 0, not less.
   cost_ratio = max(median[f'round_{gamma}'] - verify, 0.0) / gamma / one
   acceptance = stats.num_accepted.sum() / max(stats.num_tested.sum(), 1)
-  factor = analysis.measured_walltime_factor(
+  factor = analysis.walltime_factor(
     float(acceptance), gamma, cost_ratio, verify / one
   )
   plain = median['plain_loop'] * decode_len

@@ -106,7 +106,7 @@ def temperature_sample(
     eos_id,
     steps,
     keys=_keys(decode_rng, inputs.shape[0] * num_decodes),
-    sampling=sampling.replace(temperature=each(sampling.temperature)),
+    sampling=jax.tree.map(each, sampling),
     greedy=greedy,
     with_log_probs=not (greedy and rescale_log_probs),
     log_probs_as_drawn=rescale_log_probs,
@@ -244,8 +244,8 @@ def _sampling(batch: int, temperature, topk, topp):
   return (
     SamplingParams(
       temperature=jnp.broadcast_to(warm, (batch,)),
-      top_k=jnp.asarray(topk, jnp.int32),
-      top_p=jnp.where(top_p > 0, top_p, 1.0),
+      top_k=jnp.full((batch,), topk, jnp.int32),
+      top_p=jnp.broadcast_to(jnp.where(top_p > 0, top_p, 1.0), (batch,)),
     ),
     greedy,
   )
