@@ -151,6 +151,11 @@ WRONG = [  # files in place of run.gin, flags, and words of the error
   ({}, ['--gin.PATH=x', '--gin.targt/Size.width=1'], 'Nearest known: target'),
   ({}, ['--gin.PATH=x', '--gin.Size.widht=1'], 'widht.*known: width'),
   ({}, ['--gin.PATH=x', '--gin.Sise.width=1'], 'Sise.*Size'),
+  (
+    {},
+    ['--gin.PATH=x', '--gin.Size.width=9'],
+    'change nothing: give draft/Size.width, target/Size.width',
+  ),
   ({}, ['--gin.PATH=@Sizze()'], 'Sizze.*Size'),
   ({}, ['--gin.PATH'], '--gin.NAME=VALUE'),
   ({}, ['--gin.a b=x'], 'NAME=VALUE.*a b'),

@@ -15,7 +15,7 @@ import pytest
 
 from specdec_jax import infer
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
@@ -100,6 +100,11 @@ SIZES = {
   'head_dim': 4,
   'mlp_dim': 12,
 }
+
+
+def test_a_long_path_is_named_to_its_end():
+  path = f'/{"folder/" * 40}texts.txt'
+  assert path[-40:] in str(unexpected('shortlist', 'a file', path))
 
 
 _GPT = {k: v for k, v in SIZES.items() if 'coder' not in k} | {'num_layers': 3}

@@ -147,6 +147,30 @@ def check_name(name: str) -> None:
     )
 
 
+def check_effect(name: str) -> None:
+  """Raises ValueError if narrower scopes override `name` wherever it is used.
+
+  Called after the binding was made, so that gin has resolved its names.
+  """
+  scope, selector, parameter = gin.config_parser.parse_binding_key(name)
+  if not parameter:
+    return
+  full = gin.config.ParsedBindingKey.parse(name).complete_selector
+  inner = {
+    f'{other}/'
+    for (other, function), values in _config().items()
+    if function == full and parameter in values and other != scope
+    if f'{other}/'.startswith(f'{scope}/' if scope else '')
+  }
+  uses = [r.config_key[0] for r in _references() if r.config_key[1] == full]
+  if uses and all(f'{use}/'.startswith(tuple(inner)) for use in uses):
+    names = ', '.join(f'{i}{selector}.{parameter}' for i in sorted(inner))
+    raise ValueError(
+      f'--gin.{name} would change nothing: give {names}, which the gin files'
+      ' set and which goes before it.'
+    )
+
+
 def check_scopes() -> None:
   """Raises ValueError for a scope that is bound but never entered.
 

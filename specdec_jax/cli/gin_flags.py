@@ -202,6 +202,7 @@ def _bind(name: str, value: str) -> None:
   with _explained(f'--gin.{name}={shown}'):
     gin_checks.check_single(name, value)
     gin.parse_config(f'{name} = {value}')
+  gin_checks.check_effect(name)
 
 
 def _parsed(
