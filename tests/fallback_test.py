@@ -62,7 +62,7 @@ def account(costs, rests, accepted, length):
   """A row's account after a round that accepts so many of its proposals."""
   draft = Draft(jnp.zeros((1, GAMMA), jnp.int32), None, jnp.array([length]))
   verdict = Verdict(jnp.array([accepted]), jnp.array([0]))
-  stats = DecodeStats.none(1, GAMMA, falls_back=True)
+  stats = DecodeStats.none(1, GAMMA)
   running = jnp.array([True])
   after = fallback.after_round(costs, rests, stats, running, draft, verdict)
   return after[0]

@@ -251,18 +251,21 @@ def _described(configurable: Callable, field: str) -> str:
 
 
 class _Bind(argparse.Action):
-  """Keeps the value of an option, however often and by what it is given."""
+  """Keeps the last value of a flag, which a place may not contradict."""
 
   def __call__(self, parser, namespace, values, option_string=None):
     before = getattr(namespace, self.dest)
     if values is None:  # a place that was left out
       return
+    kinds = vars(namespace).setdefault('given as', {})
+    kind = bool(option_string)
     if before is not None and isinstance(values, tuple):
       values = before + values
-    elif before not in (None, values):
+    elif before not in (None, values) and kind != kinds[self.dest]:
       name = option_string or str(self.metavar)
       advice = f'Give one of them, not {before!r} too.'
       raise unexpected(name, 'one value', values, advice)
+    kinds[self.dest] = kind
     setattr(namespace, self.dest, values)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import rich.console
 from jax import lax
 
-from specdec_jax import analysis, probs
+from specdec_jax import analysis, partitioning, probs
 from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
@@ -537,7 +537,9 @@ class BenchmarkConfig(Timing):
 
   def pair(self) -> PlacedPair:
     """Places the models."""
-    placements = [self.placement.loaded(model) for model in self.models]
+    for model in self.models:
+      partitioning.check_dtypes(model, self.placement)
+    placements = [self.placement.of(model) for model in self.models]
     target, draft = self.models
     return placed_pair(target, small_model(draft), *placements)
 
