@@ -107,14 +107,14 @@ def test_decode_takes_gammas_from_it(
   measured = calibration.load(calibrated[0].output_file)
   path = str(tmp_path / 'changed.json')
 
-  def run(*gammas, name='out', rows=3):
+  def run(*gammas, name='out', rows=3, maker=make_engine):
     choices = [
       dataclasses.replace(one, gamma=gamma)
       for one, gamma in zip(measured.choices, gammas, strict=True)
     ]
     dataclasses.replace(measured, choices=choices).save(path)
     config = infer.DecodeConfig(
-      make_engine,
+      maker,
       tokenizer=tokenizer,
       mixture_or_task_name=prompts,
       output_dir=str(tmp_path / name),
@@ -131,6 +131,12 @@ def test_decode_takes_gammas_from_it(
   # Its path decides nothing, what it says does.
   with pytest.raises(ValueError, match='gammas'):
     run(1, 0)
+  network = small_vocabulary.network(1)
+  target = Model(network, make_engine().params.target)
+  drafter = Model(network, small_vocabulary.weights(network, 5))
+  other = Engine(target, drafter, tokenizer=tokenizer, max_input_len=24)
+  with pytest.raises(calibration.CalibrationError, match='draft was '):
+    run(1, 0, name='other', maker=lambda **_: other)
   summary = run(0, 0, name='plain')
   assert summary['gammas'] == {'1': 0, '3': 0} and 'plain' in summary
   alone = run(1, 2, name='alone', rows=1)

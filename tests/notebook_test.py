@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import html
 import io
 import json
@@ -149,12 +150,17 @@ def test_it_shows_what_is_loaded_and_the_last_trace(tokenizer):
     for part in (
       f'my_target: T5, {count:,} of float32',
       'my_draft',
+      'gamma',
+      str(small_vocabulary.VOCAB_SIZE),
       '12 tokens',
     ):
       assert part in text
     assert 'iframe' not in text
   trace = model.trace('<b>the & tree')
   assert model.last_trace is trace
+  lenient = dataclasses.replace(trace, lenience=0.5)
+  assert 'lossy (lenience 0.5)' in repr(lenient)
+  assert 'lossy' not in repr(trace)
   assert printed(model).endswith(printed(trace))
   shown = model._repr_html_()
   (page,) = re.findall(r'<iframe sandbox [^>]*srcdoc="([^"]*)"', shown)
