@@ -26,7 +26,7 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import BUCKET, DecodeState, Request
+from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.models import backend
 from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
 
@@ -201,17 +201,40 @@ class RowLayout:
     few = shapes(params, request)
     twice = np.zeros((2 * request.inputs.shape[0],), np.int32)
     many = shapes(params, take_rows(request, twice))
-    longer = shapes(params, request.replace(slots=request.slots + BUCKET))
-    cache = {id(leaf) for leaf in jax.tree.leaves(few.state.target_cache)}
-    leaves = list(map(jax.tree.leaves, (few, many, longer)))
-    self.axes = [_axis(a, b) for a, b, _ in zip(*leaves, strict=True)]
+    both = zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True)
+    self.axes = [_axis(a, b) for a, b in both]
+    empty = jax.tree.map(lambda _: False, few)
+    empty = empty.replace(
+      state=empty.state.replace(
+        target_cache=self._has_slots(loop, params, request)
+      )
+    )
     self.empty = [
-      id(a) in cache
-      and not prompted
-      and axis is not _SHARED
-      and a.shape != c.shape
-      for axis, a, _, c in zip(self.axes, *leaves, strict=True)
+      is_empty and not prompted and axis is not _SHARED
+      for is_empty, axis in zip(jax.tree.leaves(empty), self.axes, strict=True)
     ]
+
+  @staticmethod
+  def _has_slots(loop, params, request):
+    """Whether each leaf of the target's cache has an axis of slots."""
+
+    # Of a tree several nodes share a place of the sequence.
+    most = {} if request.tree is None else {'longest': request.longest}
+
+    def cache(size):
+      return jax.eval_shape(
+        lambda params, inputs: loop.target.prefill(
+          params, inputs, size, **most
+        ),
+        params.target,
+        request.inputs,
+      )
+
+    # One slot less: there may be no learned position for one more.
+    size = request.cache_slots
+    return jax.tree.map(
+      lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
+    )
 
   def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
     """The leaves that `admit` copies, as wide as those of `empty_row`."""

@@ -27,7 +27,6 @@ from specdec_jax.types import (
 # How a draft is judged: token by token, or as a whole.
 VERIFICATIONS = TOKEN, BLOCK = 'token', 'block'
 NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
-BUCKET = 64  # slots, of which all caches have a multiple
 
 
 class PairParams(NamedTuple):
@@ -202,8 +201,8 @@ class Request:
 
 
 def whole_buckets(tokens: int) -> int:
-  """The least multiple of `BUCKET` that is not below `tokens`."""
-  return tokens + -tokens % BUCKET
+  """The least multiple of 64 that is not below `tokens`."""
+  return tokens + -tokens % 64
 
 
 def new_request(
