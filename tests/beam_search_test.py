@@ -1,9 +1,7 @@
-"""Beam search beside an oracle in plain Python, and controls.
-
-`t5x_itself_test` has T5X's own results, `beam_parity_test` transformers'.
-"""
+"""Beam search: T5X's own results, an oracle in plain Python, and controls."""
 
 import functools
+import pathlib
 from typing import NamedTuple
 
 import jax
@@ -13,6 +11,7 @@ import pytest
 
 import beam_oracle
 import specdec_jax
+from specdec_jax import partitioning
 from specdec_jax.decoding import beams
 from specdec_jax.decoding.beams import ABSENT
 from specdec_jax.decoding.loop import Loop
@@ -24,10 +23,13 @@ from specdec_jax.decoding.state import (
   new_request,
 )
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import FinishReason
 from toy_models import random_markov
 from toy_requests import quick_jit
+
+FIXTURES = pathlib.Path(__file__).parents[2] / 'shared/fixtures/t5x'
 
 
 class Found(NamedTuple):
@@ -111,6 +113,107 @@ def check_counts(found, gamma):
   assert np.all(stats.num_accepted <= stats.num_tested)
   assert np.all(stats.num_tested <= gamma * stats.num_rounds)
 
+
+# --- What T5X gave ------------------------------------------------------------
+
+
+class T5X(NamedTuple):
+  """T5X's checkpoint, a drafter with other weights, and T5X's results."""
+
+  network: T5
+  params: PairParams
+  results: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope='module')
+def t5x():
+  if not FIXTURES.exists():
+    pytest.skip(f'{FIXTURES}, results of T5X, is not there')
+  network = T5(
+    T5Config(
+      vocab_size=128,
+      emb_dim=32,
+      num_heads=2,
+      head_dim=16,
+      num_encoder_layers=2,
+      num_decoder_layers=2,
+      mlp_dim=64,
+    )
+  )
+  model = specdec_jax.load(FIXTURES / 'tensorstore/checkpoint_0', network)
+  rng = np.random.default_rng(1)
+
+  def moved(leaf):
+    noise = rng.standard_normal(leaf.shape).astype(np.float32)
+    return leaf + 0.03 * noise * np.std(leaf)
+
+  drafts = jax.tree.map(moved, jax.device_get(model.params))
+  params = PairParams(*map(partitioning.place, (model.params, drafts)))
+  return T5X(network, params, dict(np.load(FIXTURES / 'beam_1_1.npz')))
+
+
+def t5x_search(t5x, name, gamma, draft_width):
+  """The search that T5X's result of this name is of."""
+  kind, eos, width, penalty = name.split('_')
+  width = int(width.removeprefix('beams'))
+  inputs = t5x.results['encoder_input_tokens']
+  slots = t5x.results[name].shape[-1]
+  # Without a prompt there is the start token: both are one program.
+  prompt = t5x.results['prompt']
+  length = np.ones((len(inputs),), np.int32)
+  if kind == 'prompted':
+    length += np.sum(prompt[:, 1:] > 0, axis=1, dtype=np.int32)
+  most = 1 + int(np.sum(prompt[:, 1:] > 0, axis=1).max())
+  return length, search(
+    t5x.network,
+    t5x.network,
+    t5x.params,
+    inputs,
+    settings_of(width, draft_width, penalty.removeprefix('alpha')),
+    gamma,
+    slots=slots,
+    stop_ids=[int(eos.removeprefix('eos'))],
+    max_length=slots - (length - 1),
+    prompt=prompt[:, :most],
+    prompt_length=length,
+  )
+
+
+@pytest.mark.parametrize(
+  ('width', 'gamma', 'draft_width'),
+  [
+    (4, 0, 4),
+    (2, 2, 2),
+  ],
+)
+def test_beams_are_those_of_t5x(t5x, width, gamma, draft_width):
+  names = [
+    name
+    for name in t5x.results
+    if f'_beams{width}_' in name and not name.endswith('_scores')
+  ]
+  assert len(names) == 10
+  run = program(t5x.network, t5x.network if gamma else None)
+  before = run._cache_size()
+  more = 0
+  for name in names:
+    begin, found = t5x_search(t5x, name, gamma, draft_width)
+    want = t5x.results[name]
+    # There a prompt is part of the result.
+    shifted = np.zeros_like(want)
+    for row, first in enumerate(begin - 1):
+      shifted[row, :, : want.shape[2] - first] = want[row, :, first:]
+    np.testing.assert_array_equal(found.tokens, shifted, err_msg=name)
+    scores = t5x.results[f'{name}_scores']
+    np.testing.assert_allclose(found.scores, scores, atol=1e-4, err_msg=name)
+    check_counts(found, gamma)
+    more += found.stats.num_accepted.sum()
+  assert (more > 0) == (gamma > 0)
+  # Exponents, ends and limits are arguments of one program, not parts of it.
+  assert run._cache_size() == before + 1
+
+
+# --- What plain Python gives --------------------------------------------------
 
 VOCAB = 9
 SLOTS = 12
