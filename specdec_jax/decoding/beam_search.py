@@ -224,29 +224,29 @@ def step(
   tree = Tree(search.live.length[:, :1] - 1 + level, places, visible)
   features, cache = target.extend(params.target, cache, fed, tree)
   logits = target.head(params.target, features)
-  found = _candidates(request, search, logits, level)
+  candidates = _candidates(request, search, logits, level)
 
   # Its own search on its own scores, as far as its live beams are nodes.
-  search, chosen, num_held = _replay(request, search, draft, used, found)
+  search, chosen, num_held = _replay(request, search, draft, used, candidates)
   # Proposals behind the end of a search do not count.
   ended = ~search.running & state.running
   length = jnp.where(ended, num_held, request.gamma)
   verdict = Verdict(num_held, next_token=num_held)
 
   # Both keep the nodes that were live beams.
-  kept = used + width * (1 + num_held)
+  num_kept = used + width * (1 + num_held)
   first = used + width
 
   def keep(model, cache):
     if chosen.shape[1]:
       cache = model.keep(cache, first, used[:, None] + chosen)
-    return model.rewind(cache, kept)
+    return model.rewind(cache, num_kept)
 
   if drafter is not None and request.gamma:
     draft_cache = keep(drafter, draft_cache)
   return BeamState(
     search=search,
-    used=jnp.where(state.running, kept, state.used),
+    used=jnp.where(state.running, num_kept, state.used),
     target_cache=keep(target, cache),
     draft_cache=draft_cache,
     stats=state.stats.after_round(state.running, length, verdict),

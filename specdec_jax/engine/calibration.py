@@ -280,13 +280,13 @@ def load(path: str) -> Calibration:
     content = files.read_json(path)
     kind = content.pop('kind')
     version = content.pop('version', _VERSION)
-    content.pop('spread', None)  # between texts, in files of 0.2
     if (kind, version) != (_KIND, _VERSION):
       raise ValueError(f'{kind!r} of version {version!r}')
     content['choices'] = tuple(_choice(**one) for one in content['choices'])
     if content.get('confidence') is not None:
       content['confidence'] = _tuples(Confidence, content['confidence'])
-    content.pop('beams', None)  # of files that were made before 0.3
+    for gone in ('beams', 'spread'):  # in files of 0.2
+      content.pop(gone, None)
     if not content['choices']:
       raise ValueError('no choices')
     return Calibration(**content)

@@ -86,8 +86,8 @@ def score(
   padded_inputs = _padded(encoded, pad=pad_id(network))
   # Not a program for each number.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
-  found = _measured(network, number, params, padded_inputs, _padded(rows, 1))
-  log_probs, *top = map(partitioning.on_host, found)
+  scores = _measured(network, number, params, padded_inputs, _padded(rows, 1))
+  log_probs, *top = map(partitioning.on_host, scores)
   scores = []
   for row, (begin, target) in enumerate(zip(begins, targets, strict=True)):
     places = row, slice(begin, begin + len(target))
@@ -168,9 +168,9 @@ def _measured(
 
   slots = -(-width // _BLOCK) * _BLOCK
   pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
-  _, found = lax.scan(read, network.prefill(params, inputs, slots), pairs)
+  _, scores = lax.scan(read, network.prefill(params, inputs, slots), pairs)
   return tuple(
-    jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]) for x in found
+    jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]) for x in scores
   )
 
 

@@ -374,15 +374,17 @@ class Timing:
       gamma,
     )
 
-  def check_room(self, room: Room, target: LanguageModel, *sizes: int) -> None:
+  def check_room(
+    self, room: Room, target: LanguageModel, batch: int, gamma: int
+  ) -> None:
     """Raises DoesNotFitError if a run of `request` does not fit.
 
     Args:
       room: checks the memory.
       target: the target.
-      *sizes: B, and the largest gamma.
+      batch: B.
+      gamma: the largest gamma.
     """
-    batch, gamma = sizes
     request = jax.eval_shape(lambda: self.request(target, batch, gamma))
     slots, tokens = request.cache_slots, request.call_tokens
     room.check(batch, self.input_len, slots, tokens)

@@ -354,14 +354,14 @@ def _restored(store: Any, state: TrainState) -> TrainState:
   if (step := store.latest_step()) is None:
     return state
   try:
-    found = store.restore(step, args=ocp.args.StandardRestore(state))
+    restored = store.restore(step, args=ocp.args.StandardRestore(state))
   except (ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f'{str(store.directory)!r}: the state of step {step} belongs to another'
       f' model or optimiser ({error}). Continue it with its own configuration.'
     ) from error
   # Orbax pins arrays to their device, for which jit would compile again.
-  return jax.tree.map(lambda x: jnp.array(np.asarray(x)), found)
+  return jax.tree.map(lambda x: jnp.array(np.asarray(x)), restored)
 
 
 def _batch_like(shapes: Batch) -> Batch:
