@@ -172,7 +172,6 @@ DRAFTERS = {
     (DRAFT.params, CHEAPER.params),
   ),
   'tree': (small_model_tree(DRAFT, TREE), DRAFT.params),
-  'tree_chosen': (small_model_tree(DRAFT, TREE, 'chosen'), DRAFT.params),
   # As parts of others.
   'with_fallback_on_encoder': (
     with_fallback(
@@ -218,7 +217,6 @@ _LONG = {
   'cascade_of_models',
   'with_fallback_of_models',
   'with_fallback_on_encoder',
-  'tree_chosen',
   'shortlist',
   'adaptive',  # its law is enumerated in a file of its own
 }

@@ -177,22 +177,15 @@ def _typed(leaf: jax.Array) -> jax.Array:
 
 
 class RowLayout:
-  """The axis of each leaf of a `Pool` that counts the rows.
+  """The axis of each leaf of a `Pool` that counts the rows."""
 
-  A target's cache that has read no prompt holds nothing in its slots: these
-  leaves are not copied from the rows that were read, but emptied.
-  """
-
-  def __init__(
-    self, loop: Loop, params: PairParams, request: Request, prompted: bool
-  ):
+  def __init__(self, loop: Loop, params: PairParams, request: Request):
     """Traces `read` on rows of a request without prompts; computes nothing.
 
     Args:
       loop: the loop whose state it is.
       params: the parameters of both models.
       request: a request of rows without text, as many as are read together.
-      prompted: whether rows will have prompts.
 
     Raises:
       ValueError: an array grows with the batch in two axes.
@@ -203,52 +196,11 @@ class RowLayout:
     many = shapes(params, take_rows(request, twice))
     both = zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True)
     self.axes = [_axis(a, b) for a, b in both]
-    empty = jax.tree.map(lambda _: False, few)
-    empty = empty.replace(
-      state=empty.state.replace(
-        target_cache=self._has_slots(loop, params, request)
-      )
-    )
-    self.empty = [
-      is_empty and not prompted and axis is not _SHARED
-      for is_empty, axis in zip(jax.tree.leaves(empty), self.axes, strict=True)
-    ]
-
-  @staticmethod
-  def _has_slots(loop, params, request):
-    """Whether each leaf of the target's cache has an axis of slots."""
-
-    # Of a tree several nodes share a place of the sequence.
-    most = {} if request.tree is None else {'longest': request.longest}
-
-    def cache(size):
-      return jax.eval_shape(
-        lambda params, inputs: loop.target.prefill(
-          params, inputs, size, **most
-        ),
-        params.target,
-        request.inputs,
-      )
-
-    # One slot less: there may be no learned position for one more.
-    size = request.cache_slots
-    return jax.tree.map(
-      lambda a, b: a.shape != b.shape, cache(size), cache(size - 1)
-    )
-
-  def staged(self, pool: Pool, empty_row: Pool) -> tuple[jax.Array, ...]:
-    """The leaves that `admit` copies, as wide as those of `empty_row`."""
-    wide = jax.tree.leaves(self.widened(pool, empty_row))
-    return tuple(
-      leaf
-      for leaf, axis, is_empty in zip(wide, self.axes, self.empty, strict=True)
-      if axis is not _SHARED and not is_empty
-    )
 
   def admit(
     self,
     pool: Pool,
-    staged: tuple[jax.Array, ...],
+    rows: Pool,
     empty_row: Pool,
     places: jax.Array,
     count: jax.Array,
@@ -257,28 +209,21 @@ class RowLayout:
 
     Args:
       pool: the pool; its rows in `places` are lost.
-      staged: leaves of K rows, from `staged`.
-      empty_row: a row that has read nothing.
+      rows: K rows that were read, at most as wide as the pool.
+      empty_row: a row that has read nothing, as wide as the pool.
       places: int32[B], the slots that the first rows of the K go to.
       count: int32[], how many rows to copy.
     """
-    leaves, tree = jax.tree.flatten(pool)
-    empty = jax.tree.leaves(empty_row)
+    wide = self.widened(rows, empty_row)
 
-    def one(index, leaves):
-      rest = iter(staged)
-      return [
-        leaf
-        if axis is _SHARED
-        else _copied(leaf, places[index], row, 0, axis)
-        if is_empty
-        else _copied(leaf, places[index], next(rest), index, axis)
-        for leaf, row, axis, is_empty in zip(
-          leaves, empty, self.axes, self.empty, strict=True
-        )
-      ]
+    def one(index, pool):
+      def copied(axis, leaf, source):
+        row = lax.dynamic_slice_in_dim(source, index, 1, axis)
+        return lax.dynamic_update_slice_in_dim(leaf, row, places[index], axis)
 
-    return tree.unflatten(lax.fori_loop(0, count, one, leaves))
+      return self._changed(copied, pool, wide)
+
+    return lax.fori_loop(0, count, one, pool)
 
   def repeated(self, empty_row: Pool, batch: int) -> Pool:
     """A pool of `batch` free slots."""
@@ -307,21 +252,20 @@ class RowLayout:
 class PoolPrograms:
   """Jitted functions of one loop, with their parameters bound.
 
-  `_hold` makes those that return a pool, once it is known where that is.
+  Those that return a pool leave it where `read` put it. Otherwise each program
+  might lay it out differently over the devices, and the next program would be
+  compiled for that layout; or, on one device, for each mixture of arrays that
+  the host has put there and others. The arrays that the host looks at are whole
+  on each device.
   """
 
-  def __init__(
-    self, loop: Loop, params: PairParams, example: Request, prompted: bool
-  ):
+  def __init__(self, loop: Loop, params: PairParams, example: Request):
     """Takes the arguments of `RowLayout`; `example` is its `request`."""
-    layout = RowLayout(loop, params, example, prompted)
+    self._layout = layout = RowLayout(loop, params, example)
     read_rows = functools.partial(read, loop)
     run_rounds = functools.partial(run, loop)
     # Traced once for both programs that run rounds.
     inner_run = jax.jit(run_rounds, static_argnums=(4, 5))
-
-    def staged(params, request, empty_row):
-      return layout.staged(read_rows(params, request), empty_row)
 
     def begun(params, request, max_rounds, gamma, simply, ends):
       pool, enough = read_rows(params, request), jnp.int32(1)
@@ -332,50 +276,29 @@ class PoolPrograms:
       jitted = jax.jit(function, compiler_options=told, **options)
       return functools.partial(jitted, params)
 
-    self.read = bound(staged)
-    self._only = jax.jit(layout.only)
-    self._read_rows = bound(read_rows)
-    self._layout, self._bound = layout, bound
-    self._run, self._begun = run_rounds, begun
-    self._held = False
-    device = jax.tree.leaves(params)[0].sharding
-    if not isinstance(device, NamedSharding):
-      self._hold(device, device)
-
-  def empty_row(self, request: Request) -> Pool:
-    """One row that has read nothing; `request` must be of rows without text."""
-    rows = self._read_rows(request)
-    placed = jax.tree.map(lambda leaf: leaf.sharding, rows)
-    kinds = [s for s in jax.tree.leaves(placed) if isinstance(s, NamedSharding)]
-    if kinds and not self._held:
-      self._hold(placed, NamedSharding(kinds[0].mesh, PartitionSpec()))
-    return self._only(rows, np.zeros((1,), np.int32))
-
-  def _hold(self, placed: Any, whole: Any) -> None:
-    """Makes the programs that return a pool leave it where it was.
-
-    Otherwise each program might lay the pool out differently over the devices,
-    and the next program would be compiled for that layout; or, on one device,
-    for each mixture of arrays that the host has put there and others. The
-    arrays that the host looks at are whole on each device.
-    """
-    self._held = True
+    self.read = bound(read_rows)
+    placed: Any = jax.tree.leaves(params)[0].sharding
+    whole = placed
+    if isinstance(placed, NamedSharding):
+      whole = NamedSharding(placed.mesh, PartitionSpec())
+      placed = jax.tree.map(lambda leaf: leaf.sharding, self.read(example))
     pool: dict[str, Any] = {'out_shardings': placed}
     both: dict[str, Any] = {'out_shardings': (placed, whole)}
-    layout = self._layout
+    self._only = jax.jit(layout.only)
     self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
     self.smaller = jax.jit(layout.only, **pool)
     self.widened = jax.jit(layout.widened, **pool)
     # The pool is donated, so that it is updated in place.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
-    self.run = self._bound(
-      self._run,
-      static_argnums=(4, 5),
-      donate_argnums=1,
-      **both,
+    self.run = bound(
+      run_rounds, static_argnums=(4, 5), donate_argnums=1, **both
     )
     # Reading and the first rounds of a row that has a pool of its own.
-    self.begin = self._bound(self._begun, static_argnums=(3, 4), **both)
+    self.begin = bound(begun, static_argnums=(3, 4), **both)
+
+  def empty_row(self, request: Request) -> Pool:
+    """One row that has read nothing; `request` must be of rows without text."""
+    return self._only(self.read(request), np.zeros((1,), np.int32))
 
 
 def _axis(few: Any, many: Any) -> int | None:
@@ -397,9 +320,3 @@ def _widened(axis: int, leaf: jax.Array, row: jax.Array) -> jax.Array:
   if whole.shape == leaf.shape:
     return leaf
   return lax.dynamic_update_slice(whole, leaf, (0,) * leaf.ndim)
-
-
-def _copied(leaf, slot, source, row, axis):
-  """`leaf` with its row `slot` replaced by a row of `source`."""
-  new = lax.dynamic_slice_in_dim(source, row, 1, axis)
-  return lax.dynamic_update_slice_in_dim(leaf, new, slot, axis)

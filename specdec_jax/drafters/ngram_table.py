@@ -22,7 +22,7 @@ import json
 import os
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,11 +31,11 @@ from flax import struct
 from specdec_jax import files
 from specdec_jax.checks.fields import check_number, unexpected
 
-_KIND = 'ngram table'
 _BROKEN = (
-  *(AttributeError, EOFError, KeyError, OSError, TypeError, ValueError),
+  *(EOFError, KeyError, OSError, TypeError, ValueError),
   zipfile.BadZipFile,
 )
+_ABOUT = 'order', 'vocab_size', 'fingerprint'
 _ARRAYS = {
   'tokens': np.int32,
   'children': np.int32,
@@ -43,15 +43,6 @@ _ARRAYS = {
   'ids': np.int32,
   'log_probs': np.float32,
 }
-
-
-class Vocabulary(Protocol):
-  """The vocabulary that a table is fitted with; a `Tokenizer` is one."""
-
-  vocab_size: int
-
-  @property
-  def fingerprint(self) -> str: ...
 
 
 @struct.dataclass
@@ -99,29 +90,20 @@ class NGramTable:
     Raises:
       OSError: the folder cannot be made or written, or the disk is full.
     """
-    about = {
-      'kind': _KIND,
-      'order': self.order,
-      'vocab_size': self.vocab_size,
-      'fingerprint': self.fingerprint,
-    }
-    arrays: dict[str, Any] = {
-      name: np.asarray(getattr(self, name)) for name in _ARRAYS
-    }
+    about = {name: getattr(self, name) for name in _ABOUT}
+    arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)
     os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
     files.write_atomically(path, buffer.getvalue())
 
 
-def load(
-  path: str | os.PathLike[str], vocabulary: Vocabulary | None = None
-) -> NGramTable:
+def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
   """Reads a table that `NGramTable.save` wrote; gives NumPy arrays.
 
   Args:
     path: path of the `.npz` file.
-    vocabulary: the vocabulary that the table must have been fitted with; None
+    vocabulary: the `Tokenizer` that the table must have been fitted with; None
       does not check it.
 
   Raises:
@@ -139,15 +121,14 @@ def load(
       with np.load(stream) as archive:
         about = json.loads(str(archive['about']))
         arrays = {name: archive[name] for name in _ARRAYS}
-    if about['kind'] != _KIND:
-      raise ValueError(f'its kind is {about["kind"]!r}')
-    table = from_arrays(arrays, about)
+    about = (about[name] for name in _ABOUT)
+    table = from_arrays(arrays, *about)
   except _BROKEN as error:
     reason = getattr(error, 'strerror', None) or error
     expected = 'a whole file that gin/runs/fit_ngram.gin wrote'
     raise unexpected('n-gram table', expected, path, f'{reason}.') from error
   if vocabulary is not None:
-    check_vocabulary(repr(os.fspath(path)), table, vocabulary)
+    check_vocabulary(repr(path), table, vocabulary)
   return table
 
 
@@ -160,62 +141,60 @@ def _edges(children: np.ndarray, order: int) -> list[int]:
 
 
 def from_arrays(
-  arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]
+  arrays: Mapping[str, np.ndarray],
+  order: int,
+  vocab_size: int,
+  fingerprint: str = '',
 ) -> NGramTable:
   """Makes a table, on the host, from the arrays that the module describes.
 
   Args:
     arrays: the five arrays, of any integer and floating types.
-    about: order, vocab_size and fingerprint.
+    order: n.
+    vocab_size: V.
+    fingerprint: fingerprint of the tokenizer.
 
   Raises:
     ValueError: the parts do not fit.
   """
-  order, vocab_size = int(about['order']), int(about['vocab_size'])
-  children, starts = arrays['children'], arrays['starts']
-  size = len(arrays['tokens'])
-  for name, first, end in (
-    ('children', 1, size),
-    ('starts', 0, len(arrays['ids'])),
-  ):
-    bounds = arrays[name]
-    fits = bounds.shape == (size + 1,) and bounds[0] == first
-    if not fits or bounds[-1] != end or np.any(np.diff(bounds) < 0):
-      raise ValueError(f'{name} does not divide up the array it points into')
-  if arrays['log_probs'].shape != arrays['ids'].shape:
-    raise ValueError('ids and log_probs differ in length')
-  for name in ('tokens', 'ids'):
-    if not 0 <= arrays[name].min() <= arrays[name].max() < vocab_size:
-      raise ValueError(f'{name} holds ids outside [0, {vocab_size})')
-  edges = _edges(children, order)
-  if edges[-1] != size or order < 1 or np.any(np.diff(edges) < 1):
-    raise ValueError(f'its contexts do not reach up to order {order}')
-  widths = np.diff(children)
   cast: dict[str, Any] = {
     name: arrays[name].astype(kind) for name, kind in _ARRAYS.items()
   }
+  tokens, ids, children = cast['tokens'], cast['ids'], cast['children']
+  for name, first, end in (
+    ('children', 1, len(tokens)),
+    ('starts', 0, len(ids)),
+  ):
+    bounds = cast[name]
+    fits = bounds.shape == (len(tokens) + 1,) and bounds[0] == first
+    if not fits or bounds[-1] != end or np.any(np.diff(bounds) < 0):
+      raise ValueError(f'{name} does not divide up the array it points into')
+  if cast['log_probs'].shape != ids.shape:
+    raise ValueError('ids and log_probs differ in length')
+  both = np.concatenate([tokens, ids])
+  if not 0 <= both.min() <= both.max() < vocab_size:
+    raise ValueError(f'it holds ids outside [0, {vocab_size})')
+  edges = _edges(children, order)
+  if edges[-1] != len(tokens) or np.any(np.diff(edges) < 1):
+    raise ValueError(f'its contexts do not reach up to order {order}')
+  fanouts = np.maximum.reduceat(np.diff(children), edges[:-1])[:-1]
   return NGramTable(
     **cast,
     order=order,
     vocab_size=vocab_size,
-    fanouts=tuple(
-      int(widths[low:high].max())
-      for low, high in zip(edges[:-2], edges[1:-1], strict=True)
-    ),
-    max_continuations=int(np.diff(starts).max()),
-    fingerprint=str(about['fingerprint']),
+    fanouts=tuple(fanouts.tolist()),
+    max_continuations=int(np.diff(cast['starts']).max()),
+    fingerprint=fingerprint,
   )
 
 
-def check_vocabulary(
-  which: str, table: NGramTable, vocabulary: Vocabulary
-) -> None:
+def check_vocabulary(which: str, table: NGramTable, vocabulary: Any) -> None:
   """Raises ValueError unless a table has the ids of a vocabulary.
 
   Args:
     which: name of the table, for the message.
     table: the table to be used.
-    vocabulary: vocabulary of the models that it is used with.
+    vocabulary: the `Tokenizer` of the models that it is used with.
   """
   same = table.fingerprint == vocabulary.fingerprint
   if not table.fingerprint:
@@ -268,127 +247,60 @@ def fit(
   check_number('vocab_size', vocab_size, 1)
   check_number('max_continuations', max_continuations, 1)
   check_number('min_count', min_count, 1)
-  tokens, position = _flatten(sequences, vocab_size)
-  # For each token that is predicted: its place in the corpus, and the number of
-  # its context within the current level, that is among the contexts of the
-  # current length. Level 0 is the empty context.
-  place = np.flatnonzero(position > 0)
-  node = np.zeros(len(place), np.int64)
-  level, parents = np.zeros((2, 1), np.int64)
-  levels, found = [], []
-  for depth in range(order):
-    if depth:
-      reaches = position[place] >= depth
-      level, parents, place, node = _deeper(
-        tokens, place[reaches], node[reaches], depth, min_count
-      )
-    if not len(place):
-      raise unexpected(
-        'sequences',
-        f'a token that follows {depth + 1} others {min_count} times',
-        f'{len(tokens)} tokens in {np.sum(position == 0)} sequences',
-        f'Give more text, a smaller min_count, or order {max(depth, 1)}.',
-      )
-    levels.append((level, parents))
-    found.append(
-      _continuations(tokens, place, node, len(level), max_continuations)
-    )
-  counts, ids, log_probs = map(np.concatenate, zip(*found, strict=True))
-  return from_arrays(
-    {
-      'tokens': np.concatenate([level for level, _ in levels]),
-      'children': _children([parents for _, parents in levels]),
-      'starts': np.cumsum(np.append(0, counts)),
-      'ids': ids,
-      'log_probs': log_probs,
-    },
-    {
-      'order': order,
-      'vocab_size': vocab_size,
-      'fingerprint': fingerprint,
-    },
-  )
-
-
-def _flatten(sequences, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-  """All tokens, int64[N], and the place of each in its sequence, int64[N]."""
   rows = [np.asarray(row, np.int64).reshape(-1) for row in sequences]
   tokens = np.concatenate([np.zeros(0, np.int64), *rows])
   if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
     given = int(tokens.min()), int(tokens.max())
     raise unexpected('sequences', f'ids in [0, {vocab_size})', given)
-  lengths = np.array([len(row) for row in rows], np.int64)
-  begins = np.cumsum(lengths) - lengths
-  return tokens, np.arange(len(tokens)) - np.repeat(begins, lengths)
+  position = np.concatenate([tokens[:0], *(np.arange(len(r)) for r in rows)])
 
+  # Each token that is predicted: its place, and the number of its context. The
+  # longest context of one place has a number for each of its lengths in turn.
+  place = np.flatnonzero(position > 0)
+  node = np.zeros(len(place), np.int64)
+  # Of each context its token and its parent, of each entry its context, token
+  # and count; level by level, and sorted.
+  contexts, entries = [(np.zeros(1, np.int64), np.full(1, -1))], []
+  number = 1
+  for depth in range(order):
+    if depth:
+      reaches = position[place] >= depth
+      place, node = place[reaches], node[reaches]
+      keys, index, counts = np.unique(
+        node * vocab_size + tokens[place - depth],
+        return_inverse=True,
+        return_counts=True,
+      )
+      kept = counts >= min_count
+      contexts.append((keys[kept] % vocab_size, keys[kept] // vocab_size))
+      node = (number + np.cumsum(kept) - 1)[index]
+      place, node = place[kept[index]], node[kept[index]]
+      number += np.sum(kept)
+    if not len(place):
+      raise unexpected(
+        'sequences',
+        f'a token that follows {depth + 1} others {min_count} times',
+        f'{len(tokens)} tokens in {len(rows)} sequences',
+        f'Give more text, a smaller min_count, or order {max(depth, 1)}.',
+      )
+    keys, counts = np.unique(
+      node * vocab_size + tokens[place], return_counts=True
+    )
+    entries.append((keys // vocab_size, keys % vocab_size, counts))
 
-def _deeper(
-  tokens: np.ndarray,
-  place: np.ndarray,
-  node: np.ndarray,
-  depth: int,
-  min_count: int,
-) -> tuple[np.ndarray, ...]:
-  """The contexts of `depth` tokens: shorter ones with one more token in front.
-
-  Args:
-    tokens: the corpus.
-    place: places of the tokens that have `depth` others before them.
-    node: for each of these tokens, the number of its shorter context.
-    depth: >= 1.
-    min_count: contexts seen less often are left out.
-
-  Returns:
-    The token and the parent of each new context, ordered by parent and then
-    token; and `place` and `node` of the tokens that have one.
-  """
-  base = int(tokens.max()) + 1
-  key = node * base + tokens[place - depth]
-  keys, node, counts = np.unique(key, return_inverse=True, return_counts=True)
-  kept = counts >= min_count
-  number = np.cumsum(kept) - 1
-  has_context = kept[node]
-  return (
-    keys[kept] % base,
-    keys[kept] // base,
-    place[has_context],
-    number[node[has_context]],
-  )
-
-
-def _continuations(
-  tokens: np.ndarray, place: np.ndarray, node: np.ndarray, size: int, most: int
-) -> tuple[np.ndarray, ...]:
-  """The most frequent tokens after each of `size` contexts.
-
-  Args:
-    tokens: the corpus.
-    place: places of the tokens that are predicted.
-    node: for each of them its context, 0..size - 1; every context has a token.
-    size: number of contexts.
-    most: entries kept per context.
-
-  Returns:
-    Entries of each context, [size]; their ids and log-probabilities.
-  """
-  base = int(tokens.max()) + 1
-  key, counts = np.unique(node * base + tokens[place], return_counts=True)
-  owner, ids = key // base, key % base
-  total = np.bincount(owner, weights=counts, minlength=size)
-  order = np.lexsort((ids, -counts, owner))
-  owner, ids, counts = owner[order], ids[order], counts[order]
-  per_node = np.bincount(owner, minlength=size)
-  first = np.cumsum(per_node) - per_node
-  kept = np.arange(len(owner)) - first[owner] < most
-  owner, ids, counts = owner[kept], ids[kept], counts[kept]
-  return np.minimum(per_node, most), ids, np.log(counts / total[owner])
-
-
-def _children(parents: Sequence[np.ndarray]) -> np.ndarray:
-  """int64[N + 1]: where each context's children begin; the last have none."""
-  sizes = [len(level) for level in parents]
-  begins = [1]
-  for above, level in zip(sizes, parents[1:], strict=False):
-    counts = np.bincount(level, minlength=above)
-    begins += (begins[-1] + np.cumsum(counts)).tolist()
-  return np.array(begins + [sum(sizes)] * sizes[-1])
+  fronts, parents = map(np.concatenate, zip(*contexts, strict=True))
+  owner, ids, counts = map(np.concatenate, zip(*entries, strict=True))
+  total = np.bincount(owner, weights=counts)
+  likeliest = np.lexsort((ids, -counts, owner))
+  rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
+  kept = likeliest[rank < max_continuations]
+  owner = owner[kept]
+  bounds = np.arange(number + 1)
+  arrays = {
+    'tokens': fronts,
+    'children': np.searchsorted(parents, bounds),
+    'starts': np.searchsorted(owner, bounds),
+    'ids': ids[kept],
+    'log_probs': np.log(counts[kept] / total[owner]),
+  }
+  return from_arrays(arrays, order, vocab_size, fingerprint)

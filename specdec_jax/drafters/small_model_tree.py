@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import probs
-from specdec_jax.checks.fields import check_choice
 from specdec_jax.drafters.base import Context, Drafter, forbid_early_stops
 from specdec_jax.drafters.small_model import read_committed, small_model
 from specdec_jax.models.base import LanguageModel, read_prompt
@@ -24,36 +23,24 @@ from specdec_jax.models.model import Model
 from specdec_jax.tree_shape import ROOT, TreeShape, static_tree
 from specdec_jax.types import Draft
 
-INDEPENDENT, CHOSEN = 'independent', 'chosen'
-CHILDREN = ('without_replacement', INDEPENDENT, CHOSEN)
 
-
-def small_model_tree(
-  model: Model | LanguageModel,
-  shape: TreeShape,
-  children: str = 'without_replacement',
-) -> Drafter:
+def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
   """Returns a drafter that proposes a tree of tokens from `model`.
 
   Made from a network instead of a `Model`, the drafter has no parameters, as
-  `small_model`. A draft is the tree's first gamma levels. At temperature 0 the
-  child of rank r is the r-th likeliest token after its parent.
+  `small_model`. A draft is the tree's first gamma levels. The children of a
+  node are drawn from the model, each without its elder siblings; at temperature
+  0 the child of rank r is the r-th likeliest token after its parent.
 
   The program grows with the number of levels, whose widths differ.
 
   Args:
     model: the model.
     shape: the tree, level by level (as `branching` makes it).
-    children: what the children of a node are where tokens are sampled:
-      'without_replacement', drawn from the model, each without its elder
-      siblings; 'independent', drawn from the model, so that siblings may be
-      equal; 'chosen', the likeliest tokens.
 
   Raises:
-    ValueError: the nodes are not in the order of their levels, or `children` is
-      not known.
+    ValueError: the nodes are not in the order of their levels.
   """
-  check_choice('children of a tree', children, CHILDREN)
   shape.check_by_level('small_model_tree')
   chain = small_model(model)
   network = cast(LanguageModel, chain.network)
@@ -72,7 +59,7 @@ def small_model_tree(
       network, params, cache, context, behind=proposed.depth + 1
     )
     uniforms = None
-    if not context.greedy and children != CHOSEN:
+    if not context.greedy:
       over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
       uniforms = over_rows(context.keys, proposed.num_nodes)  # [B, N, 2]
     inner, tree = _inner_nodes(proposed, context)
@@ -91,7 +78,7 @@ def small_model_tree(
       else:
         laws = probs.standardise_batch(logits, context.sampling)
         drawn, drawn_from = _draw_children(
-          laws, uniforms[:, nodes], column, ranks, children
+          laws, uniforms[:, nodes], column, ranks
         )
         made.append(drawn)
         rows.append(drawn_from)
@@ -121,7 +108,7 @@ def small_model_tree(
   return chain._replace(
     init=init,
     propose=propose,
-    name=f'small_model_tree({shape.parents}, {children})',
+    name=f'small_model_tree({shape.parents})',
     tree=shape,
     adapts=False,
   )
@@ -137,7 +124,7 @@ def _inner_nodes(shape: TreeShape, context: Context):
   return inner, static_tree(parents, context.length, context.num_slots)
 
 
-def _draw_children(laws, uniforms, column, ranks, children: str):
+def _draw_children(laws, uniforms, column, ranks):
   """Children of one level, int32[B, W], and the rows that they came from.
 
   Args:
@@ -145,7 +132,6 @@ def _draw_children(laws, uniforms, column, ranks, children: str):
     uniforms: float32[B, W, 2], for each child.
     column: int[W], which node above is the parent.
     ranks: int[W].
-    children: 'independent' or 'without_replacement'.
   """
   ids = jax.lax.iota(jnp.int32, laws.shape[-1])
   drawn = []
@@ -154,12 +140,11 @@ def _draw_children(laws, uniforms, column, ranks, children: str):
     rows = laws[:, column[places]]
     tokens = jax.vmap(jax.vmap(probs.inverse_cdf))(rows, uniforms[:, places])
     drawn.append((tokens, rows))
-    if children != INDEPENDENT:
-      # Without what was drawn; nothing but 0 where that was all.
-      left = jnp.where(ids == tokens[..., None], 0.0, rows)
-      mass = jnp.sum(left, axis=-1, keepdims=True)
-      left = left / jnp.where(mass > 0, mass, 1.0)
-      laws = laws.at[:, column[places]].set(left)
+    # Without what was drawn; nothing but 0 where that was all.
+    left = jnp.where(ids == tokens[..., None], 0.0, rows)
+    mass = jnp.sum(left, axis=-1, keepdims=True)
+    left = left / jnp.where(mass > 0, mass, 1.0)
+    laws = laws.at[:, column[places]].set(left)
   by_node = np.argsort(np.argsort(ranks, kind='stable'))
   return tuple(
     jnp.concatenate(parts, axis=1)[:, by_node]

@@ -556,19 +556,17 @@ class Engine:
       self._pools[settings] = Continuous(self, settings)
     return self._pools[settings]
 
-  def pool_programs(self, example: Request, prompted: bool) -> PoolPrograms:
+  def pool_programs(self, example: Request) -> PoolPrograms:
     """Programs of the pools of a scheduler, compiled where they are used first.
 
     Args:
       example: rows without text, as many as are read together; with gamma 0
         they are of the plain loop.
-      prompted: whether rows will have prompts.
     """
-    key = prompted, jax.tree.structure(example), example.inputs.shape[0]
+    key = jax.tree.structure(example), example.inputs.shape[0]
     if key not in self._pool_programs:
       loop, params = self.loop(example.gamma > 0)
-      made = PoolPrograms(loop, params, example, prompted)
-      self._pool_programs[key] = made
+      self._pool_programs[key] = PoolPrograms(loop, params, example)
     return self._pool_programs[key]
 
   def stream(

@@ -284,7 +284,7 @@ class Slots:
 
   def __init__(
     self,
-    programs: Callable[[Request, bool], PoolPrograms],
+    programs: Callable[[Request], PoolPrograms],
     request: Request,
     num_slots: int,
     room: int,
@@ -293,8 +293,7 @@ class Slots:
     """Makes no slots; call `begin`.
 
     Args:
-      programs: gives those of rows without text, as many as are read together;
-        and whether rows have prompts.
+      programs: gives those of rows without text, as many as are read together.
       request: any request of the kind that will be read, on the host.
       num_slots: T, slots of the caches.
       room: the largest gamma that the caches have slots for.
@@ -307,7 +306,7 @@ class Slots:
     self._empty_rows: dict[int, Pool] = {}
     self._unread: Request | None = None  # see `hold`
     example = self._example(request.inputs.shape[1])
-    self._programs = programs(example, request.prompt is not None)
+    self._programs = programs(example)
     self.owners: list[Row | None] = []
 
   def begin(self, size: int, width: int) -> None:
@@ -354,12 +353,12 @@ class Slots:
     programs = self._programs
     self._make()
     self._widen()
-    staged = programs.read(self._in_slots(request), empty)
+    read = programs.read(self._in_slots(request))
     free = self.free[: len(rows)]
     places = np.zeros((len(self.owners),), np.int32)
     places[: len(free)] = free
     self._pool = programs.admit(
-      self._pool, staged, empty, places, np.int32(len(free))
+      self._pool, read, empty, places, np.int32(len(free))
     )
     for slot, row in zip(free, rows, strict=True):
       self.owners[slot] = row
