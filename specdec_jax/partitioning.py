@@ -77,7 +77,6 @@ _RULES = tuple(
 CACHE: dict[str, Axes] = {
   'keys': ('batch', 'heads', 'kv', 'length'),
   'values': ('batch', 'heads', 'kv', 'length'),
-  'joined': (None, 'batch', 'heads', 'length', 'kv'),
   'cross_keys': ('batch', 'heads', 'kv', 'length'),
   'cross_values': ('batch', 'heads', 'kv', 'length'),
   'cross_bias': ('batch', None, None, 'length'),

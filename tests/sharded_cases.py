@@ -373,9 +373,7 @@ def test_each_device_reads_its_part(kind, tmp_path, monkeypatch):
     (columns, 2 * [[8, 6]]),
   ):
     reads.clear()
-    loaded = checkpoints.load(
-      tmp_path / kind, sharding={'x': {'w': sharding}, 's': None}
-    )
+    loaded = checkpoints.load(tmp_path / kind, sharding={'x/w': sharding}.get)
     np.testing.assert_array_equal(loaded['x']['w'], wide)
     assert reads == parts
   with pytest.raises(ValueError, match=r's \[3\] cannot be laid out by'):

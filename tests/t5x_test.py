@@ -13,7 +13,7 @@ import pytest
 
 from load_test import write_stored
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import disk_arrays, t5x
+from specdec_jax.checkpoints import t5x
 from specdec_jax.models import t5
 from specdec_jax.models.base import param_shapes
 from toy_families import TINY, assert_same, make
@@ -114,11 +114,9 @@ def test_files_that_are_broken_or_others(tmp_path, change, named):
   assert str(path) in str(caught.value) and named in str(caught.value)
 
 
-@pytest.mark.parametrize('piece', [16, 40, 1 << 20])
-def test_all_shapes_and_types(tmp_path, monkeypatch, piece):
+def test_all_shapes_and_types(tmp_path, monkeypatch):
   """Arrays above 1 GiB are written in parts, here above 64 bytes."""
   monkeypatch.setattr(flax.serialization, 'MAX_CHUNK_SIZE', 64)
-  monkeypatch.setattr(disk_arrays, 'PIECE_BYTES', piece)
   arrays = {
     'a': np.arange(3, dtype=np.float64),
     'b': np.float32(3.5),

@@ -1,15 +1,13 @@
-"""Arrays that are still on disk: read in pieces, straight to their places.
+"""Arrays that are still on disk: read one at a time, straight to their places.
 
-Besides the result, at most one piece of an array is held in memory: some
-100 MiB, or one chunk of a file whose chunks are larger.
+Of an array that is split over devices only the parts are read that are here.
 """
 
 import dataclasses
 import hashlib
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import flax.traverse_util
 import jax
@@ -29,7 +27,6 @@ from specdec_jax.files.locations import (
 )
 from specdec_jax.models import integers, sizes
 
-PIECE_BYTES = 128 << 20
 _SAMPLED = 64  # about how many values of an array its fingerprint uses
 # Errors of code that reads metadata of another kind than it expects.
 METADATA_ERRORS = (
@@ -43,11 +40,9 @@ METADATA_ERRORS = (
 Params = dict[str, Any]
 Index = tuple[slice, ...]
 Layout: TypeAlias = jax.Device | Sharding
-# One for all arrays; a function of an array's T5X name; or a nested dict like
-# the parameters. None leaves arrays on the host.
-Shardings: TypeAlias = (
-  Layout | Callable[[str], Layout | None] | Mapping[str, Any] | None
-)
+# One for all arrays, or a function of an array's T5X name. None leaves arrays on
+# the host.
+Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,20 +54,13 @@ class DiskArray:
     dtype: its dtype on disk.
     read: returns the part at an index, in that dtype or in float32; raises
       ValueError with the reason if the file is missing, cut short or corrupt.
-    chunk: shape of the smallest part worth reading; chunks begin at multiples.
-    order: the memory order that parts come in.
     where: its name and file, for messages.
-    cast: returns the array with the values in another dtype; None leaves that
-      to NumPy, when a part has been read.
   """
 
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[Index], np.ndarray]
-  chunk: tuple[int, ...]
-  order: Literal['C', 'F'] = 'C'
   where: str = ''
-  cast: Callable[[Any], 'DiskArray'] | None = None
 
 
 def load_arrays(
@@ -109,8 +97,6 @@ def load_arrays(
     memory.free_bytes if sharding is None else memory.all_bytes,
     'Take a smaller model, bfloat16, or more devices.',
   )
-  if isinstance(sharding, Mapping):
-    sharding = flax.traverse_util.flatten_dict(dict(sharding), sep='/')
   layouts = {n: _layout_of(sharding, n, a.shape) for n, a in arrays.items()}
   flat: dict[str, Any] = {}
   for name, array in arrays.items():
@@ -166,7 +152,7 @@ def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
     integers.check_scale(scale, f'{name}_scale')
     return kernel.read(index).astype(np.float32) * scale[index[1]]
 
-  return DiskArray(kernel.shape, np.dtype(np.float32), read, kernel.chunk)
+  return DiskArray(kernel.shape, np.dtype(np.float32), read)
 
 
 def _dtype_of(name: str, dtype: Any) -> Any:
@@ -216,7 +202,7 @@ def load_array(
     ValueError: the array cannot be read; the message says why.
   """
   if layout is None:
-    return _read(array, whole(array.shape), dtype)
+    return _read(array, tuple(slice(0, size) for size in array.shape), dtype)
   shards: dict[Any, np.ndarray] = {}
 
   def shard(index: Any) -> np.ndarray:
@@ -234,60 +220,9 @@ def load_array(
 
 
 def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
-  """Reads a part of an array, piece by piece."""
-  shape = [part.stop - part.start for part in index]
-  cuts = list(pieces(index, array.chunk, array.dtype.itemsize))
-  if dtype is not None and array.cast is not None:
-    array = array.cast(dtype)
-  dtype = array.dtype if dtype is None else dtype
-  if len(cuts) == 1:
-    part = np.asarray(array.read(*cuts))
-    return part.astype(dtype, copy=not part.flags.writeable)
-  out = np.empty(shape, dtype, array.order)
-  for piece in cuts:
-    there = tuple(
-      slice(part.start - first.start, part.stop - first.start)
-      for part, first in zip(piece, index, strict=True)
-    )
-    out[there] = array.read(piece)
-  return out
-
-
-def whole(shape: Sequence[int]) -> Index:
-  """The index of a whole array."""
-  return tuple(slice(0, size) for size in shape)
-
-
-def pieces(
-  index: Index, chunk: Sequence[int], itemsize: int
-) -> Iterator[Index]:
-  """Cuts a part of an array along chunks, so that no chunk is read twice.
-
-  Args:
-    index: the part.
-    chunk: shape of a chunk; chunks begin at multiples of it.
-    itemsize: bytes of an element.
-
-  Yields:
-    Parts of at most PIECE_BYTES, or of one chunk if that is larger.
-  """
-  shape = [max(1, size) for size in chunk]
-  for axis in reversed(range(len(shape))):
-    room = PIECE_BYTES // (math.prod(shape) * itemsize)
-    needed = -(-index[axis].stop // shape[axis])
-    shape[axis] *= max(1, min(room, needed))
-  cuts = []
-  for part, size in zip(index, shape, strict=True):
-    begin = range(part.start // size * size, part.stop, size)
-    cuts.append(
-      [slice(max(b, part.start), min(b + size, part.stop)) for b in begin]
-    )
-  return itertools.product(*cuts)
-
-
-def row_of(shape: Sequence[int]) -> tuple[int, ...]:
-  """The `chunk` of an array in C order: one of its rows."""
-  return (1, *shape[1:]) if shape else ()
+  """Reads a part of an array."""
+  part = np.asarray(array.read(index))
+  return part.astype(dtype or array.dtype, copy=not part.flags.writeable)
 
 
 def _layout_of(
@@ -296,16 +231,10 @@ def _layout_of(
   """Returns where the array `name` goes.
 
   Raises:
-    ValueError: `sharding` is of no known kind or lacks the name, or the shape
-      cannot be divided in this way.
+    ValueError: `sharding` is of no known kind, or the shape cannot be divided
+      in this way.
   """
-  layout: Any = sharding
-  if isinstance(sharding, Mapping):
-    if name not in sharding:
-      raise ValueError(f'The dict of shardings has none for {name}.')
-    layout = sharding[name]
-  elif callable(sharding):
-    layout = sharding(name)
+  layout: Any = sharding(name) if callable(sharding) else sharding
   if layout is None:
     return None
   if not isinstance(layout, jax.Device | Sharding):
@@ -386,7 +315,7 @@ def file_array(
         start -= length
     return parts[0] if len(parts) == 1 else b''.join(parts)
 
-  return DiskArray(shape, dtype, read, row_of(shape))
+  return DiskArray(shape, dtype, read)
 
 
 def _stored_array(store: Any) -> DiskArray:
@@ -404,12 +333,7 @@ def _stored_array(store: Any) -> DiskArray:
       raise ValueError(reason(error)) from error
 
   dtype = np.dtype(store.dtype.numpy_dtype)
-  chunk = tuple(store.chunk_layout.read_chunk.shape)
-
-  def cast(dtype: Any) -> DiskArray:
-    return _stored_array(ts.cast(store, ts.dtype(jnp.dtype(dtype))))
-
-  return DiskArray(tuple(store.shape), dtype, read, chunk, cast=cast)
+  return DiskArray(tuple(store.shape), dtype, read)
 
 
 def open_stored(

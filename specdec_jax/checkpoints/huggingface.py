@@ -23,8 +23,7 @@ from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   Params,
   check_config_fits,
-  pieces,
-  whole,
+  load_array,
 )
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.safetensors_files import (
@@ -221,10 +220,7 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   array, first = arrays[other], arrays.setdefault(name, arrays[other])
   equal = array is first or (
     array.shape == first.shape
-    and all(
-      np.array_equal(array.read(piece), first.read(piece))
-      for piece in pieces(whole(array.shape), array.chunk, 8)
-    )
+    and np.array_equal(load_array(array), load_array(first))
   )
   if equal:
     del arrays[other]

@@ -68,9 +68,8 @@ def load(
       'int4' are those of kernels, which come with their factors, see
       `models.integers`; those that `convert` wrote, of int8, are read as they
       are, or made into floats or int4.
-    sharding: None for NumPy arrays on the host; a JAX Device or Sharding; a
-      nested dict of these, or a function from names
-      ('decoder/layers_0/mlp/wo/kernel') to them.
+    sharding: None for NumPy arrays on the host; a JAX Device or Sharding, or a
+      function from names ('decoder/layers_0/mlp/wo/kernel') to them.
 
   Returns:
     Nested dict of arrays, with T5X's names.

@@ -389,7 +389,7 @@ def _layer(
   def read_part(index: Index) -> np.ndarray:
     return read(stack)[place].reshape(shape)[index]
 
-  return DiskArray(shape, stack.dtype, read_part, chunk=shape)
+  return DiskArray(shape, stack.dtype, read_part)
 
 
 def _check_shared(stack: DiskArray, axis: int, name: str, source: str) -> None:

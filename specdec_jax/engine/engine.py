@@ -818,8 +818,7 @@ class LoopPrograms:
       placed = partitioning.shardings(state)
       options |= {'donate_argnums': 2, 'out_shardings': placed}
     lowered = jax.jit(getattr(loop, name), **options).lower(*args)
-    compiled = lowered.compile(compiler_options=backend.compiler_options())
-    return functools.partial(compiled, params)
+    return functools.partial(lowered.compile(), params)
 
 
 def _shapes(request: Request):

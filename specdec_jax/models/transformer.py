@@ -18,7 +18,7 @@ from flax import linen as nn
 from jax import lax
 
 from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.models import backend, kv_cache, layers, products
+from specdec_jax.models import kv_cache, layers, products
 from specdec_jax.models.base import PAD_ID, START_ID, Params
 from specdec_jax.models.layers import Stack
 from specdec_jax.models.rope import rotate
@@ -308,11 +308,7 @@ class Decoder(_Layers):
       attention = layer.own_attention
       if self.shape.decoder.cross == 'apart':
         attention = layer.encoder_decoder_attention
-      pair = attention.project_kv(encoded)
-      if backend.kind() == 'gpu':
-        # Else XLA copies all layers' kernels into one array, for one product.
-        encoded, pair = lax.optimization_barrier((encoded, pair))
-      pairs.append(kv_cache.without_cache(*pair))
+      pairs.append(kv_cache.without_cache(*attention.project_kv(encoded)))
     keys, values = zip(*pairs, strict=True)
     return keys, values
 
