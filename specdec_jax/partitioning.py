@@ -540,23 +540,12 @@ class Placement:
     return partition.parameter
 
 
-def share_devices(
-  target: Placement, draft: Placement | None
-) -> tuple[Placement, Partition | None, Partition | None]:
-  """The placement of a drafter, on the devices of its target.
-
-  Args:
-    target: placement of the target.
-    draft: placement of the drafter; None is the whole drafter on each of the
-      target's devices.
-
-  Returns:
-    The drafter's placement, and the partition of each.
+def shared(target: Placement, draft: Placement) -> Partition | None:
+  """The partition of a target, on whose devices its drafter is.
 
   Raises:
     ValueError: the two placements are for different devices.
   """
-  draft = target.replicated() if draft is None else draft
   ours, theirs = target.partition(), draft.partition()
   meshes = [None if part is None else part.mesh for part in (ours, theirs)]
   if meshes[0] != meshes[1]:
@@ -566,7 +555,7 @@ def share_devices(
       f'data={draft.data}, model={draft.model}',
       'A drafter that is not to be split has axes=REPLICATED, or None here.',
     )
-  return draft, ours, theirs
+  return ours
 
 
 def place(params: Params, placement: Placement = Placement()) -> Params:

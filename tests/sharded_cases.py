@@ -403,7 +403,7 @@ def test_meshes_that_do_not_fit():
       Placement(**sizes).partition()
   assert Placement(model=2).partition().mesh.size == 2
   with pytest.raises(ValueError, match=r'data=1, model=8, got'):
-    partitioning.share_devices(PRESETS['tensor parallel'], Placement())
+    partitioning.shared(PRESETS['tensor parallel'], Placement())
 
 
 def test_arrays_that_do_not_fit(family):

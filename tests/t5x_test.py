@@ -221,8 +221,8 @@ def with_heads(name, kernel):
   return kernel.reshape(kernel.shape[0], TINY.num_heads, -1)
 
 
-def scan(flat, axis, module='layers', heads=False, bias=None):
-  """Stacks layers; `bias` changes the relative bias of the i-th layer."""
+def scan(flat, axis, module='layers', heads=False):
+  """Stacks layers."""
   stacked, layers = {}, {}
   for name, array in flat.items():
     found = re.fullmatch(r'(\w+)/layers_(\d+)/(.+)', name)
@@ -234,15 +234,6 @@ def scan(flat, axis, module='layers', heads=False, bias=None):
     if heads:
       array = with_heads(name, array)
     layers.setdefault(f'{stack}/{inside}/{inner}', []).append(array)
-  if bias is not None:
-    for stack in ('encoder', 'decoder'):
-      table = stacked.pop(f'{stack}/relpos_bias/rel_embedding')
-      norm = f'{stack}/layers_%d/pre_mlp_layer_norm/scale'
-      count = sum(norm % i in flat for i in range(9))
-      inside = stack if module == 'stack' else module
-      layers[f'{stack}/{inside}/relpos_bias/rel_embedding'] = [
-        bias(i, table) for i in range(count)
-      ]
   return stacked | {n: np.stack(arrays, axis) for n, arrays in layers.items()}
 
 
@@ -277,19 +268,6 @@ def test_unrolled_on_load(tmp_path, axis, module, heads, changes):
   path = save(tmp_path / 'model', stacked)
   assert_loads(path, model, flat)
   assert_loads(path, model, flat, sharding=jax.devices()[0])
-
-
-def test_bias_in_each_layer(tmp_path):
-  """The same one is one bias; others are those of another network."""
-  model = network()
-  stacked = scan(FLAT, 1, 'stack', bias=lambda i, table: table)
-  shape = stacked['encoder/encoder/relpos_bias/rel_embedding'].shape
-  assert shape == (2, 3, 32)
-  assert_loads(save(tmp_path / 'model', stacked), model, FLAT)
-  stacked = scan(FLAT, 1, 'stack', bias=lambda i, table: table + i)
-  path = save(tmp_path / 'model', stacked)
-  with pytest.raises(ValueError, match='rel_embedding.* bias_per_layer'):
-    checkpoints.load(path, model)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from specdec_jax.files.locations import (
   reading,
   reason,
 )
-from specdec_jax.models import integers, sizes
+from specdec_jax.models import integers
 
 _SAMPLED = 64  # about how many values of an array its fingerprint uses
 # Errors of code that reads metadata of another kind than it expects.
@@ -40,8 +40,7 @@ METADATA_ERRORS = (
 Params = dict[str, Any]
 Index = tuple[slice, ...]
 Layout: TypeAlias = jax.Device | Sharding
-# One for all arrays, or a function of an array's T5X name. None leaves arrays on
-# the host.
+# One for all arrays, or a function of an array's T5X name; None is the host.
 Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
 
 
@@ -252,20 +251,6 @@ def _layout_of(
 def _as_sharding(layout: Layout) -> Sharding:
   is_device = isinstance(layout, jax.Device)
   return SingleDeviceSharding(layout) if is_device else layout
-
-
-def check_config_fits(config: Any, what: str, dtype: Any = None) -> None:
-  """Raises ValueError if a network's parameters cannot fit into any memory.
-
-  It needs only the configuration, so that it can be called before any array is
-  made or found, and before it is known whether arrays go to the host or to the
-  devices.
-  """
-  # Before the file is opened a dtype is unknown, but takes at least two bytes.
-  bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
-  there = memory.host_bytes(), memory.all_bytes()
-  most = None if None in there else max(size or 0 for size in there)
-  sizes.check_params(config, bytes_each, lambda: most, what)
 
 
 def broken(source: str, name: str, why: str) -> ValueError:

@@ -22,7 +22,6 @@ from specdec_jax.checkpoints.config_json import SpecialIds
 from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   Params,
-  check_config_fits,
   load_array,
 )
 from specdec_jax.checkpoints.families import Described, Family
@@ -35,6 +34,7 @@ from specdec_jax.checkpoints.safetensors_files import (
 )
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.fields import package, unexpected
+from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5, T5Config
@@ -145,7 +145,8 @@ def open_huggingface(
   elif isinstance(config, T5GemmaConfig):
     start = special_ids(folder, described, None).decoder_start
     config = dataclasses.replace(config, start_id=start)
-  check_config_fits(config, f'The model of {source!r}', dtype)
+  itemsize = 2 if dtype is None else jax.numpy.dtype(dtype).itemsize
+  sizes.check_params(config, f'The model of {source!r}', itemsize)
   scales_head = config_json.scales_output(described) and not tied
   table = families.table(family, config, scales_head)
   expected = {

@@ -123,7 +123,6 @@ def opened(path: str) -> Iterator[Any]:
 
 def import_safetensors() -> Any:
   """Returns the package safetensors; ValueError if it is not installed."""
-  package('A Hugging Face folder', 'safetensors.numpy', 'huggingface')
   return package('A Hugging Face folder', 'safetensors', 'huggingface')
 
 

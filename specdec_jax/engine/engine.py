@@ -208,11 +208,8 @@ class Engine:
     placement = placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
     placement = placement.of(target)
-    if drafter is not None:
-      draft_placement = placement_of(drafter, placement, draft_placement)
-    draft_placement, partition, _ = partitioning.share_devices(
-      placement, draft_placement
-    )
+    draft_placement = placement_of(drafter, placement, draft_placement)
+    partition = partitioning.shared(placement, draft_placement)
     self._partition = partition
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout

@@ -106,18 +106,6 @@ class KVCache:
     return self.replace(keys=keys, values=values, length=length)
 
 
-def empty_slots(
-  stack: layers.Stack, batch: int, num_slots: int
-) -> dict[str, tuple[jax.Array, ...]]:
-  """The fields of a `KVCache` for keys and values that are not there yet."""
-  heads = stack.num_kv_heads or stack.num_heads
-  shape = batch, heads, stack.head_dim, num_slots
-  return {
-    name: tuple(jnp.zeros(shape, stack.dtype) for _ in range(stack.num_layers))
-    for name in ('keys', 'values')
-  }
-
-
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   """Writes S slots per row, each row at its own place; in place under jit.
 
@@ -177,7 +165,7 @@ def read_position_bias(
       position_bias, num_slots - 1 - position, num_slots, axis=1
     )
 
-  positions = length[:, None] + jnp.arange(num_queries)[None, :]
+  positions = length[:, None] + jnp.arange(num_queries)
   return jax.vmap(jax.vmap(one_query, out_axes=1))(positions)
 
 

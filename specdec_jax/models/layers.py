@@ -334,9 +334,13 @@ def attend(
   Returns:
     [B, S, H * D].
   """
-  if keys.shape[1] != queries.shape[2]:
-    return _attend_shared(queries, keys, values, bias, scale, softcap, beside)
-  exact = backend.precision(str(queries.dtype))
+  batch, num_queries, heads, head_dim = queries.shape
+  kept, exact = keys.shape[1], backend.precision(str(queries.dtype))
+  # Heads that share keys are as more queries of one head.
+  group = heads // kept
+  apart = (batch, num_queries, kept, group, head_dim)
+  queries = queries.reshape(apart).swapaxes(2, 3)
+  queries = queries.reshape(batch, -1, kept, head_dim)
 
   def scores_of(keys, bias):
     scores = jnp.einsum('bshd,bhdt->bhst', queries, keys, precision=exact)
@@ -345,7 +349,11 @@ def attend(
       scores = scores * scale
     if softcap:
       scores = softcap * jnp.tanh(scores / softcap)
-    return scores + bias
+    if bias.shape[1:3] == (1, 1):  # the same for all
+      return scores + bias
+    bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
+    bias = bias.reshape(len(bias), kept, group, *bias.shape[2:]).swapaxes(2, 3)
+    return scores + bias.reshape(len(bias), kept, -1, bias.shape[-1])
 
   def mixed_of(weights, values):
     return jnp.einsum('bhst,bhdt->bshd', weights, values, precision=exact)
@@ -361,23 +369,8 @@ def attend(
   mixed = mixed_of(weights[..., :count], values)
   if beside:
     mixed = mixed + mixed_of(weights[..., count:], more_values)
-  return mixed.reshape(*mixed.shape[:2], -1)
-
-
-def _attend_shared(queries, keys, values, bias, scale, softcap, beside):
-  """`attend` where several heads share keys: as more queries of one head."""
-  batch, num_queries, heads, head_dim = queries.shape
-  kept = keys.shape[1]
-  group = heads // kept
-  queries = queries.reshape(batch, num_queries, kept, group, head_dim)
-  queries = jnp.moveaxis(queries, 3, 1).reshape(batch, -1, kept, head_dim)
-  if bias.shape[1:3] == (1, num_queries):
-    bias = jnp.tile(bias, (1, 1, group, 1))
-  elif bias.shape[1] != 1:  # else it is the same for all queries
-    bias = bias.reshape(bias.shape[0], kept, -1, bias.shape[3])
-  mixed = attend(queries, keys, values, bias, scale, softcap, beside)
-  mixed = mixed.reshape(batch, group, num_queries, kept, head_dim)
-  return jnp.moveaxis(mixed, 1, 3).reshape(batch, num_queries, -1)
+  mixed = mixed.reshape(batch, num_queries, group, kept, head_dim)
+  return mixed.swapaxes(2, 3).reshape(batch, num_queries, -1)
 
 
 class Attention(nn.Module):

@@ -132,8 +132,7 @@ class Layer(nn.Module):
   @property
   def own_attention(self) -> layers.Attention:
     """The self-attention."""
-    attention: layers.Attention = getattr(self, self.stack.self_attention)
-    return attention
+    return getattr(self, self.stack.self_attention)
 
   def __call__(self, x, angles, remember, read, encoded, deterministic):
     """Maps [B, S, M] to [B, S, M], and says what was attended to.
@@ -316,8 +315,15 @@ class Decoder(_Layers):
     """A `KVCache` of `batch` rows that has read the inputs, and no token."""
     stack = self.shape.decoder
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    heads = stack.num_kv_heads or stack.num_heads
+    shape = batch, heads, stack.head_dim, num_slots
+
+    def empty():
+      return tuple(jnp.zeros(shape, stack.dtype) for _ in self.layers)
+
     return kv_cache.KVCache(
-      **kv_cache.empty_slots(stack, batch, num_slots),
+      keys=empty(),
+      values=empty(),
       cross_keys=keys,
       cross_values=values,
       cross_bias=bias,
@@ -471,8 +477,7 @@ class Transformer:
   @property
   def shape(self) -> Shape:
     """What the network is made of."""
-    shape: Shape = self.config.shape
-    return shape
+    return self.config.shape
 
   @property
   def module(self) -> Network:
@@ -528,7 +533,7 @@ class Transformer:
   def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
     """The encoder's output for inputs int32[B, E]: float[B, E, M]."""
     self._check_encoded(None)
-    return cast(jax.Array, self._apply(params, inputs, method='encode'))
+    return self._apply(params, inputs, method='encode')
 
   def logits(
     self,
@@ -571,7 +576,7 @@ class Transformer:
     """As `logits`; features [B, S, M] in the place of logits."""
     self._check_encoded(encoded)
     self._check_length(decoder_inputs.shape[1])
-    features = self._apply(
+    return self._apply(
       params,
       inputs,
       decoder_inputs,
@@ -580,7 +585,6 @@ class Transformer:
       rngs=None if dropout_key is None else {'dropout': dropout_key},
       method='features',
     )
-    return cast(jax.Array, features)
 
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
     """Runs the encoder once, unless `encoded` is what an encoder has said.
@@ -602,11 +606,11 @@ class Transformer:
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
     """Maps int32[...] to the decoder's embeddings [..., M], no positions."""
-    return cast(jax.Array, self._apply(params, tokens, method='embed'))
+    return self._apply(params, tokens, method='embed')
 
   def head(self, params: Params, features: jax.Array) -> jax.Array:
     """The output layer: maps [..., M] to logits float32[..., V]."""
-    return cast(jax.Array, self._apply(params, features, method='head'))
+    return self._apply(params, features, method='head')
 
   def rewind(self, cache, length):
     """Forgets all but the first `length` (int32[B]) tokens of each row."""
@@ -649,5 +653,4 @@ def _init(shape: Shape, key: jax.Array) -> Params:
   token, encoded = jnp.ones((1, 1), jnp.int32), None
   if shape.decoder.cross != 'none' and shape.encoder is None:
     encoded = jnp.ones((1, 1, shape.encoded_dim), jnp.float32)
-  made = Network(shape).init(key, token, token, encoded)
-  return cast(Params, made['params'])
+  return Network(shape).init(key, token, token, encoded)['params']

@@ -389,7 +389,7 @@ def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
     return sliced(objective.target_params, run.target.config, model.config), ''
   # Room for the parameters and their gradients.
   config, subject = getattr(model, 'config', None), 'The model to train'
-  sizes.check_params(config, 2 * 4, memory.free_bytes, subject)
+  sizes.check_params(config, subject, 2 * 4, memory.free_bytes)
   return model.init(jax.random.key(run.training.seed)), ''
 
 
