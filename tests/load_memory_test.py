@@ -12,12 +12,14 @@ MEASURE = """
   import json, re, sys
   import flax.serialization, jax, tensorstore
   from specdec_jax import checkpoints
+  from specdec_jax.checkpoints import disk_arrays
 
   def status(field):
     with open('/proc/self/status') as stream:
       return int(re.search(field + r':\\s+(\\d+) kB', stream.read())[1]) << 10
 
-  path, dtype, place = sys.argv[1:]
+  path, dtype, place, piece = sys.argv[1:]
+  disk_arrays.PIECE_BYTES = int(piece)
   device = jax.devices()[0]
   jax.block_until_ready(jax.numpy.ones(3))
   before = status('VmRSS')
@@ -45,8 +47,6 @@ def write_stored(folder, rows):
   """A T5X checkpoint of six arrays of TensorStore's, three in chunks."""
   import tensorstore as ts
 
-  rng = np.random.default_rng(0)
-  noise = rng.standard_normal((1024, 1024), np.float32)
   target = {}
   os.makedirs(folder)
   for name in 'abcdef':
@@ -55,7 +55,7 @@ def write_stored(folder, rows):
     full = {'driver': 'zarr', 'dtype': 'float32', 'metadata': metadata}
     kvstore = {'driver': 'file', 'path': f'{folder}/target.{name}/'}
     store = ts.open({**full, 'kvstore': kvstore}, create=True).result()
-    store.write(np.tile(noise, (rows // 1024, 1))).result()
+    store.write(np.ones((rows, 1024), np.float32)).result()
     kvstore = {'driver': 'gfile', 'path': f'target.{name}/'}
     target[name] = {**full, 'kvstore': kvstore}
   write_tree(folder, {'target': target, 'state': {}})
@@ -63,9 +63,7 @@ def write_stored(folder, rows):
 
 def write_file(path, rows):
   """A single file with the optimiser's state in it, which is not read."""
-  array = np.zeros((rows, 1024), np.float32)
-  array[:] = np.arange(rows)[:, None]
-  target = dict.fromkeys('abcdef', array)
+  target = dict.fromkeys('abcdef', np.ones((rows, 1024), np.float32))
   path.mkdir()
   write_tree(path, {'target': target, 'state': {'param_states': target}})
 
@@ -95,7 +93,7 @@ def test_memory(tmp_path, kind, dtype, place):
     write_stored(path, rows)
   else:
     write_file(path, rows)
-  peak, before, loaded = run(MEASURE, path, dtype, place)
+  peak, before, loaded = run(MEASURE, path, dtype, place, 4 * MIB)
   assert loaded == total // (1 if dtype == 'None' else 2)
   assert peak > before + loaded * 0.9  # it does measure
   on_its_way = 8 * MIB if place == 'device' else 0
@@ -103,5 +101,5 @@ def test_memory(tmp_path, kind, dtype, place):
   if kind == 'file':
     # The bound is one that flax's own reader does not keep.
     path = path / 'checkpoint'
-    peak, before, loaded = run(MEASURE, path, dtype, 'control')
+    peak, before, loaded = run(MEASURE, path, dtype, 'control', 4 * MIB)
     assert peak - before - loaded > 4 * 32 * MIB

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import toy_families as toys
-from specdec_jax import checkpoints, partitioning
+from specdec_jax import partitioning
 from specdec_jax.models import backend, kv_cache, sizes
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
 from specdec_jax.models.rope import Rope
-from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5 import T5Config
 from toy_families import extend, inputs_of, logits_of, make, prefill, tokens
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / 'golden_logits.npz')
@@ -38,10 +38,6 @@ NINE = {
   )
 }
 nine = pytest.mark.parametrize('config', NINE.values(), ids=NINE)
-FIXTURE = (
-  pathlib.Path(__file__).parents[2]
-  / 'shared/fixtures/t5x/legacy_msgpack.checkpoint_0'
-)
 
 
 def changed(config, stack=None, **fields):
@@ -266,14 +262,3 @@ def test_parameters_are_known_before_there_are_any(name):
   }
   assert sizes.num_params(config) == sum(leaf.size for leaf in flat.values())
   assert sizes.run_bytes(config, 2, 16, 32, 5) > 0
-
-
-def test_t5x_checkpoint_needs_no_renaming():
-  """T5X's own test checkpoint has exactly the names and shapes of `T5`."""
-  if not FIXTURE.exists():
-    pytest.skip("needs T5X's test checkpoint in ../shared/fixtures")
-  network = T5(T5Config(32128, 8, 4, 2, 2, 3, 16))
-  params = checkpoints.load(FIXTURE)
-  checkpoints.check_params(params, param_shapes(network))
-  logits = logits_of(network, params, tokens(1, 1, 5), tokens(2, 1, 4))
-  assert bool(jnp.all(jnp.isfinite(logits)))

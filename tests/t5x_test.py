@@ -207,6 +207,9 @@ def test_checkpoints_that_t5x_wrote():
   # One training state; its two copies differ in the last bit of some numbers.
   np.testing.assert_allclose(logits('orbax'), stored, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(logits('tensorstore', 'file://'), stored)
+  # A single file, of another model: it has the names and shapes of ours.
+  legacy = t5.T5(t5.T5Config(32128, 8, 4, 2, 2, 3, 16))
+  assert checkpoints.load(FIXTURES / 'legacy_msgpack.checkpoint_0', legacy)
 
 
 # Stacks that were trained as a scan.

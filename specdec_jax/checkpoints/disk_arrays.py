@@ -27,6 +27,7 @@ from specdec_jax.files.locations import (
 )
 from specdec_jax.models import integers
 
+PIECE_BYTES = 128 << 20  # that TensorStore reads at once, or one chunk
 _SAMPLED = 64  # about how many values of an array its fingerprint uses
 # Errors of code that reads metadata of another kind than it expects.
 METADATA_ERRORS = (
@@ -54,12 +55,15 @@ class DiskArray:
     read: returns the part at an index, in that dtype or in float32; raises
       ValueError with the reason if the file is missing, cut short or corrupt.
     where: its name and file, for messages.
+    cast: returns the array with the values in another dtype; None leaves that
+      to NumPy, when it has been read.
   """
 
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[Index], np.ndarray]
   where: str = ''
+  cast: Callable[[Any], 'DiskArray'] | None = None
 
 
 def load_arrays(
@@ -220,6 +224,8 @@ def load_array(
 
 def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
   """Reads a part of an array."""
+  if dtype is not None and array.cast is not None:
+    array = array.cast(dtype)
   part = np.asarray(array.read(index))
   return part.astype(dtype or array.dtype, copy=not part.flags.writeable)
 
@@ -308,17 +314,30 @@ def _stored_array(store: Any) -> DiskArray:
 
   import tensorstore as ts
 
+  shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
+  whole, store = store, store if shape else store[ts.newaxis]
+  rows = store.chunk_layout.read_chunk.shape[0]  # of a chunk
+
   def read(index: Index) -> np.ndarray:
-    out = np.empty([part.stop - part.start for part in index], dtype)
-    part = store[index].translate_to[0] if index else store
+    first, *rest = index or (slice(0, 1),)
+    sizes = [part.stop - part.start for part in (first, *rest)]
+    out = np.empty(sizes, dtype)
+    # TensorStore holds whole chunks beside `out`, all those of one request.
+    step = rows * max(1, PIECE_BYTES // max(1, rows * out[:1].nbytes))
     try:
-      ts.array(out).write(part).result(timeout=READ_SECONDS)
-      return out
+      for start in range(first.start // step * step, first.stop, step):
+        begin, end = max(start, first.start), min(start + step, first.stop)
+        there = ts.array(out[begin - first.start : end - first.start])
+        part = store[slice(begin, end), *rest].translate_to[0]
+        there.write(part).result(timeout=READ_SECONDS)
     except STORE_ERRORS as error:
       raise ValueError(reason(error)) from error
+    return out.reshape(sizes[: len(index)])
 
-  dtype = np.dtype(store.dtype.numpy_dtype)
-  return DiskArray(tuple(store.shape), dtype, read)
+  def cast(dtype: Any) -> DiskArray:
+    return _stored_array(ts.cast(whole, ts.dtype(jnp.dtype(dtype))))
+
+  return DiskArray(shape, dtype, read, cast=cast)
 
 
 def open_stored(

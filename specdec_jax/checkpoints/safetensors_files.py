@@ -20,7 +20,6 @@ from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
 from specdec_jax.checkpoints.families import Row
 from specdec_jax.checks.fields import check_type, package, unexpected
 
-_JSON_BYTES = 64 << 20  # limit; the index of the largest models has 1 MiB
 # safetensors' names of dtypes.
 _FLOATS: dict[str, Any] = {
   'F64': np.float64,
@@ -134,13 +133,13 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       something else.
   """
   try:
-    value = json.loads(files.read_small(path, _JSON_BYTES).decode())
+    value = files.read_json(path)
   except OSError as error:
     raise ValueError(
       f'{os.fspath(path)!r} cannot be read: {error.strerror}. Expected a'
       ' Hugging Face folder with config.json and safetensors in it.'
     ) from error
-  except (ValueError, RecursionError) as error:
+  except ValueError as error:
     raise ValueError(f'{os.fspath(path)!r} is not JSON: {error}.') from error
   check_type(os.fspath(path), value, Mapping)
   return value

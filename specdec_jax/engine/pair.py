@@ -363,7 +363,7 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
 
 def _encoded_dim(network: LanguageModel) -> int | None:
   """Width of an encoder's output; of somebody's own network it is unknown."""
-  return getattr(getattr(network, 'config', None), 'encoded_dim', None)
+  return getattr(getattr(network, 'shape', None), 'encoded_dim', None)
 
 
 def _check_encoded(target: Model, tokenizer: Tokenizer) -> None:

@@ -226,6 +226,14 @@ class _Layers(nn.Module):
       kept.append(memory)
     return x, kept
 
+  def run_whole(self, stack, norm, x, biases, cross, dropless):
+    """What all layers and a norm make of whole sequences x, [B, S, M]."""
+    reads = [kv_cache.reader(bias, stack.attend) for bias in biases]
+    remembers = [kv_cache.without_cache] * stack.num_layers
+    x, places = self.dropout(x, deterministic=dropless), jnp.arange(x.shape[1])
+    x, _ = self.run(stack, x, places, remembers, reads, cross, dropless)
+    return self.dropout(norm(x), deterministic=dropless)
+
 
 class Encoder(_Layers):
   """The encoder's layers and its final norm."""
@@ -243,13 +251,9 @@ class Encoder(_Layers):
       _of_pairs(bias)[None]
       for bias in self.relative_biases(stack, np.arange(1 - size, size))
     ] or [_mask(kind.hides(places - places[:, None])) for kind in stack.kinds]
-    reads = [
-      kv_cache.reader(bias + padding_bias, stack.attend) for bias in biases
-    ]
-    remembers = [kv_cache.without_cache] * stack.num_layers
-    x = self.dropout(x, deterministic=deterministic)
-    x, _ = self.run(stack, x, places, remembers, reads, (), deterministic)
-    return self.dropout(self.encoder_norm(x), deterministic=deterministic)
+    biases = [bias + padding_bias for bias in biases]
+    norm = self.encoder_norm
+    return self.run_whole(stack, norm, x, biases, (), deterministic)
 
 
 def _mask(unseen: Any) -> Any:
@@ -280,7 +284,10 @@ class Decoder(_Layers):
     if stack.cross == 'none':
       _add_tokens(self, tokens)
     if not tokens.logits_via_embedding:
-      self.logits_dense = products.head(tokens.vocab_size, tokens.dtype)
+      # In float32, as T5X's: bfloat16 would have ties that the model has not.
+      self.logits_dense = products.Dense(
+        tokens.vocab_size, tokens.dtype, result_dtype='float32'
+      )
 
   def biases(self, relative: np.ndarray) -> list[jax.Array]:
     """Causal masks and relative biases added together, float32[H or 1, ...].
@@ -335,16 +342,10 @@ class Decoder(_Layers):
     """Features [B, S, M] of embedded tokens [B, S, M], without a cache."""
     stack, size = self.shape.decoder, x.shape[1]
     position = np.arange(size)
-    reads = [
-      kv_cache.reader(bias[None], stack.attend)
-      for bias in self.biases(position[None, :] - position[:, None])
-    ]
-    remembers = [kv_cache.without_cache] * stack.num_layers
-    x = self.dropout(x, deterministic=deterministic)
-    x, _ = self.run(
-      stack, x, jnp.arange(size), remembers, reads, cross, deterministic
-    )
-    return self.dropout(self.decoder_norm(x), deterministic=deterministic)
+    biases = self.biases(position[None, :] - position[:, None])
+    biases = [bias[None] for bias in biases]
+    norm = self.decoder_norm
+    return self.run_whole(stack, norm, x, biases, cross, deterministic)
 
   def extend(self, x, cache, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
