@@ -510,7 +510,7 @@ def test_special_ids(tmp_path):
       (0, (1, 7), 0),
     ),
     ({'decoder_start_token_id': 2}, 'decoder_start_token_id: .* 0.* got 2'),
-    ({'eos_token_id': '</s>'}, "eos_token_id: .* '</s>'"),
+    ({'eos_token_id': '</s>'}, "eos_token_id: .*'</s>'"),
   ):
     (tmp_path / 'generation_config.json').write_text(json.dumps(ids))
     if isinstance(want, tuple):

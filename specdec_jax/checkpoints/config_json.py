@@ -538,10 +538,9 @@ def read_ids(
   start = values['decoder_start_token_id']
   start = pad if start is None else _single(start)  # as transformers does
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
-  named = ('pad_token_id', pad), ('decoder_start_token_id', start)
-  for name, value in (*named, *(('eos_token_id', end) for end in ends)):
-    if type(value) is not int:
-      raise unexpected(f'{where}: {name}', 'a whole number', value)
+  check_type(f'{where}: pad_token_id', pad, int)
+  check_type(f'{where}: decoder_start_token_id', start, int)
+  check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
   if start_id not in (None, start):
     only = f'{start_id}, as in every model of this family'
     raise unexpected(f'{where}: decoder_start_token_id', only, start)
