@@ -77,7 +77,6 @@ _RULES = tuple(
 CACHE: dict[str, Axes] = {
   'keys': ('batch', 'heads', 'kv', 'length'),
   'values': ('batch', 'heads', 'kv', 'length'),
-  'joined': (None, 'batch', 'heads', 'length', 'kv'),
   'cross_keys': ('batch', 'heads', 'kv', 'length'),
   'cross_values': ('batch', 'heads', 'kv', 'length'),
   'cross_bias': ('batch', None, None, 'length'),
@@ -218,15 +217,12 @@ class Partition:
 
   def check(self, network: LanguageModel) -> None:
     """Raises ValueError unless a network's arrays can be split in this way."""
-    config = getattr(network, 'config', None)
-    # The stacks of an encoder-decoder may have shapes of their own.
-    stacks = [getattr(config, name, None) for name in ('encoder', 'decoder')]
-    for stack in (config, *stacks):
+    shape: Any = getattr(network, 'shape', None)
+    for stack in (shape.encoder, shape.decoder) if shape else ():
       for name in ('num_heads', 'num_kv_heads'):
-        heads = getattr(stack, name, None)
-        if heads is not None:
-          # The devices may divide a kernel's H * D and yet not divide H.
-          self._check_shape(f'attention, {name}', ('heads',), (heads,))
+        # The devices may divide a kernel's H * D and yet not divide H.
+        heads = getattr(stack, name, 0)
+        self._check_shape(f'attention, {name}', ('heads',), (heads,))
     shapes = param_shapes(network)
     flat = flax.traverse_util.flatten_dict(shapes, sep='/')
     for name, leaf in flat.items():
@@ -258,10 +254,10 @@ class Partition:
 
     def placed(path, leaf):
       name = jax.tree_util.keystr(path)
-      if name.endswith(_SHARED):
-        return _described(leaf, self.sharding())
-      self._check_shape(f'Request{name}', ('batch',), leaf.shape)
-      return _described(leaf, self.sharding('batch'))
+      axes = () if name.endswith(_SHARED) else ('batch',)
+      self._check_shape(f'Request{name}', axes, leaf.shape)
+      where = self.sharding(*axes)
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     return jax.tree_util.tree_map_with_path(placed, request)
 
@@ -301,10 +297,6 @@ def on_host(tree: Any) -> Any:
     return jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
 
   return jax.device_get(jax.tree.map(whole, tree))
-
-
-def _described(leaf: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _put(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -348,9 +340,8 @@ class Following(NetworkWrapper):
 
   partition: Partition
 
-  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
-    more = {} if encoded is None else {'encoded': encoded}
-    cache = self.network.prefill(params, inputs, max_length, longest, **more)
+  def prefill(self, params, inputs, max_length, longest=None, **encoded):
+    cache = self.network.prefill(params, inputs, max_length, longest, **encoded)
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
@@ -541,23 +532,12 @@ class Placement:
     return partition.parameter
 
 
-def share_devices(
-  target: Placement, draft: Placement | None
-) -> tuple[Placement, Partition | None, Partition | None]:
-  """The placement of a drafter, on the devices of its target.
-
-  Args:
-    target: placement of the target.
-    draft: placement of the drafter; None is the whole drafter on each of the
-      target's devices.
-
-  Returns:
-    The drafter's placement, and the partition of each.
+def shared(target: Placement, draft: Placement) -> Partition | None:
+  """The partition of a target, on whose devices its drafter is.
 
   Raises:
     ValueError: the two placements are for different devices.
   """
-  draft = target.replicated() if draft is None else draft
   ours, theirs = target.partition(), draft.partition()
   meshes = [None if part is None else part.mesh for part in (ours, theirs)]
   if meshes[0] != meshes[1]:
@@ -567,7 +547,7 @@ def share_devices(
       f'data={draft.data}, model={draft.model}',
       'A drafter that is not to be split has axes=REPLICATED, or None here.',
     )
-  return draft, ours, theirs
+  return ours
 
 
 def place(params: Params, placement: Placement = Placement()) -> Params:
@@ -608,19 +588,16 @@ def place_parts(
   """
   partition = placement.partition()
 
-  def is_model(value):
-    return isinstance(value, Mapping)
-
   def part(model, value):
-    if is_model(value):
+    if isinstance(value, Mapping):
       return place(value, placement.of(model))
-    array = jnp.asarray(value)
-    if partition is None:
-      return array
-    return jax.device_put(array, partition.sharding())
+    where = partition and partition.sharding()
+    return jax.device_put(jnp.asarray(value), where)
 
   models = params if models is None else models
-  return jax.tree.map(part, models, params, is_leaf=is_model)
+  return jax.tree.map(
+    part, models, params, is_leaf=lambda value: isinstance(value, Mapping)
+  )
 
 
 def check_dtypes(params: Any, placement: Placement) -> None:
@@ -685,8 +662,10 @@ def _lay_out(
   if parts and params.keys() >= {*parts} and placement.joins(axis):
     kernels = [params[part] for part in parts]
     params = {n: value for n, value in params.items() if n not in parts}
+    leaves = jax.tree.leaves(kernels)
+    xp = np if all(isinstance(x, np.ndarray) for x in leaves) else jnp
     params[joined] = {
-      name: _concatenate([k[name] for k in kernels], _OUT_AXIS[name])
+      name: xp.concatenate([k[name] for k in kernels], _OUT_AXIS[name])
       for name in kernels[0]
     }
   laid_out: Params = {}
@@ -730,8 +709,3 @@ def _cast(value: Any, placement: Placement) -> Any:
   if placement.on_one_device:
     return jnp.asarray(value, dtype)
   return value.astype(dtype)
-
-
-def _concatenate(kernels: Sequence[Any], axis: int) -> Any:
-  on_host = all(isinstance(kernel, np.ndarray) for kernel in kernels)
-  return (np if on_host else jnp).concatenate(kernels, axis)

@@ -102,21 +102,6 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
   assert_same(checkpoints.load(out), make(TINY)[1])
 
 
-@pytest.mark.parametrize(
-  ('changes', 'words'),
-  [
-    (dict(format='safetensor'), "'safetensor', .* Nearest known: safetensors"),
-    (dict(dtype='bfloat61'), "dtype: .* 'bfloat61'"),
-    (dict(dtype='int4'), "dtype: .* 'int4'"),
-    (dict(dtype='int8', format='safetensors'), "dtype: .* 'int8'"),
-    (dict(output='gs://b/x'), 'output: .* on this machine'),
-  ],
-)
-def test_bad_input(changes, words):
-  with pytest.raises(ValueError, match=words):
-    convert.ConvertConfig(**{'checkpoint_path': 'a', 'output': 'b', **changes})
-
-
 def test_the_command(tmp_path, capsys):
   network, params = make(TINY)
   save(tmp_path / 'in', 't5x', TINY)

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_families as toys
 from specdec_jax import infer
+from specdec_jax.checkpoints.convert import ConvertConfig
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.cli import gin_flags
@@ -25,7 +28,9 @@ from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import network_of
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.model import Model
+from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.partitioning import LogicalAxes, Placement
 
 NAN = float('nan')
 
@@ -91,6 +96,11 @@ def test_types_of_fields(field, right, wrong):
       Fields(**{field: value})
 
 
+def test_a_long_path_is_named_to_its_end():
+  path = f'/{"folder/" * 40}texts.txt'
+  assert path[-40:] in str(unexpected('shortlist', 'a file', path))
+
+
 SIZES = {
   'vocab_size': 16,
   'emb_dim': 8,
@@ -100,32 +110,59 @@ SIZES = {
   'head_dim': 4,
   'mlp_dim': 12,
 }
-
-
-def test_a_long_path_is_named_to_its_end():
-  path = f'/{"folder/" * 40}texts.txt'
-  assert path[-40:] in str(unexpected('shortlist', 'a file', path))
-
-
 _GPT = {k: v for k, v in SIZES.items() if 'coder' not in k} | {'num_layers': 3}
 BAD_SIZES = ('x', 1.5, NAN, None, True, -1, 10**15)
 
 
-@pytest.mark.parametrize(
-  ('field', 'values'),
-  [
-    *((name, BAD_SIZES) for name in SIZES),
-    ('mlp_activations', ('gelu', [[]])),
-    ('dropout_rate', ('x',)),
-    ('logits_via_embedding', ('yes',)),
-    ('dtype', (['float32'],)),
-  ],
-)
-def test_fields_of_a_network(field, values):
+@pytest.mark.parametrize('field', SIZES)
+def test_sizes_of_a_network(field):
   for config, fields in ((T5Config, SIZES), (GPTConfig, _GPT)):
-    for value in values if field in fields or field not in SIZES else ():
+    for value in BAD_SIZES if field in fields else ():
       with pytest.raises(ValueError, match=f'{config.__name__}.{field}'):
         config(**{**fields, field: value})
+
+
+CONVERT = ConvertConfig('a', 'b')
+# What is configured, the fields that are wrong, and what the message names.
+REFUSED = [
+  (toys.T5_1_1, {'dtype': 'float16'}, "dtype.*'float16'"),
+  (toys.T5_1_1, {'dtype': ['float32']}, 'dtype'),
+  (toys.T5_1_1, {'dropout_rate': 'x'}, 'dropout_rate'),
+  (toys.T5_1_1, {'logits_via_embedding': 'yes'}, 'logits_via_embedding'),
+  (toys.T5_1_1, {'mlp_activations': ('swish',)}, 'mlp_activations.*swish'),
+  (toys.T5_1_1, {'mlp_activations': [[]]}, 'mlp_activations'),
+  (toys.GPT2, {'mlp_activations': 'gelu'}, 'mlp_activations'),
+  (toys.GPT2, {'norm': 'batch'}, "norm.*'batch'"),
+  (toys.GEMMA3, {'num_kv_heads': 4}, r'num_kv_heads.*\(6, 4'),
+  (toys.GEMMA3, {'window': 0}, 'window'),
+  (toys.GEMMA3, {'layer_kinds': ('far',)}, 'layer_kinds.*far'),
+  (toys.GEMMA3, {'norm_epsilon': 0.0}, 'norm_epsilon'),
+  (toys.GEMMA3, {'rope': {'base': 1e4}}, 'rope: expected Rope'),
+  (toys.NLLB, {'emb_dim': 25}, 'emb_dim.* got 25'),
+  (toys.ONE, {'encoder': replace(toys.GEMMA2, vocab_size=61)}, 'size.* .61'),
+  (toys.TWO, {'encoder': replace(toys.GEMMA3, emb_dim=20)}, 'emb_dim'),
+  (toys.ONE, {'start_id': 60}, 'start_id.* got 60'),
+  (toys.ONE, {'encoder': None}, 'encoder: expected CausalLMConfig'),
+  (Rope(), {'base': 1.0}, 'base'),
+  (Rope(), {'original_length': -1}, 'original_length'),
+  (LogicalAxes(), {'embed': 'model'}, 'token_embedder.*vocab.*embed'),
+  (LogicalAxes(), {'mlp': 'modell'}, 'LogicalAxes.mlp .* known: model'),
+  (Placement(), {'kernel_layout': 'columns'}, "kernel_layout.* 'columns'"),
+  (Placement(), {'dtype': 'float16'}, 'Placement.dtype'),
+  (Placement(model=2), {'kernel_layout': 'blocks'}, 'kernel_layout.*=2'),
+  (Placement(), {'data': 0, 'model': 0}, r'data and model: .*\[0, 0\]'),
+  (CONVERT, {'format': 'safetensor'}, 'Nearest known: safetensors'),
+  (CONVERT, {'dtype': 'bfloat61'}, "dtype: .* 'bfloat61'"),
+  (CONVERT, {'dtype': 'int4'}, "dtype: .* 'int4'"),
+  (CONVERT, {'dtype': 'int8', 'format': 'safetensors'}, "dtype: .* 'int8'"),
+  (CONVERT, {'output': 'gs://b/x'}, 'output: .* on this machine'),
+]
+
+
+@pytest.mark.parametrize(('config', 'change', 'words'), REFUSED)
+def test_configurations_that_are_refused(config, change, words):
+  with pytest.raises(ValueError, match=words):
+    replace(config, **change)
 
 
 DECODE = """

@@ -115,8 +115,8 @@ def test_read_from_a_file_or_rounded_in_memory(on_disk, layout, joins, dtype):
 
 
 def model(seed, dtype=None):
-  net = small_vocabulary.network(2)
-  return Model(net, net.init(jax.random.key(seed)), dtype=dtype)
+  net = small_vocabulary.network(1)
+  return Model(net, small_vocabulary.weights(net, seed), dtype=dtype)
 
 
 def test_each_of_a_pair_for_itself(tokenizer):
@@ -126,7 +126,7 @@ def test_each_of_a_pair_for_itself(tokenizer):
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=32,
-    max_decode_len=24,
+    max_decode_len=16,
   )
   for side, params in engine.params._asdict().items():
     names = flatten_dict(params, sep='/')

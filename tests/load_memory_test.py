@@ -47,8 +47,6 @@ def write_stored(folder, rows):
   """A T5X checkpoint of six arrays of TensorStore's, three in chunks."""
   import tensorstore as ts
 
-  rng = np.random.default_rng(0)
-  noise = rng.standard_normal((1024, 1024), np.float32)
   target = {}
   os.makedirs(folder)
   for name in 'abcdef':
@@ -57,7 +55,7 @@ def write_stored(folder, rows):
     full = {'driver': 'zarr', 'dtype': 'float32', 'metadata': metadata}
     kvstore = {'driver': 'file', 'path': f'{folder}/target.{name}/'}
     store = ts.open({**full, 'kvstore': kvstore}, create=True).result()
-    store.write(np.tile(noise, (rows // 1024, 1))).result()
+    store.write(np.ones((rows, 1024), np.float32)).result()
     kvstore = {'driver': 'gfile', 'path': f'target.{name}/'}
     target[name] = {**full, 'kvstore': kvstore}
   write_tree(folder, {'target': target, 'state': {}})
@@ -65,9 +63,7 @@ def write_stored(folder, rows):
 
 def write_file(path, rows):
   """A single file with the optimiser's state in it, which is not read."""
-  array = np.zeros((rows, 1024), np.float32)
-  array[:] = np.arange(rows)[:, None]
-  target = dict.fromkeys('abcdef', array)
+  target = dict.fromkeys('abcdef', np.ones((rows, 1024), np.float32))
   path.mkdir()
   write_tree(path, {'target': target, 'state': {'param_states': target}})
 

@@ -128,21 +128,10 @@ def test_device_bytes():
   assert device_bytes(device) is None
 
 
-STAT = 'active_file 1\ninactive_file 2\ntotal_active_file 30\n'
-# Version 1 has a folder for memory alone, and its own counts of pages.
-VERSIONS = {
-  '0::/job/step\n': ('', 'memory.max', 'memory.current', 3),
-  '3:cpu:/x\n2:memory:/job/step\n': (
-    'memory', 'memory.limit_in_bytes', 'memory.usage_in_bytes', 30,
-  ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize('own', VERSIONS)
-def test_free_bytes_are_what_nobody_uses(own, tmp_path, monkeypatch):
+def test_free_bytes_are_what_nobody_uses(tmp_path, monkeypatch):
   """Of the machine, or of the tightest control group above this process."""
-  folder, limit, used, pages = VERSIONS[own]
-  root = tmp_path / 'groups' / folder
+  limit, used = 'memory.max', 'memory.current'
+  root = tmp_path / 'groups'
   step = root / 'job' / 'step'
   step.mkdir(parents=True)
   monkeypatch.setattr(checks_memory, '_MACHINE', tmp_path / 'meminfo')
@@ -154,15 +143,16 @@ def test_free_bytes_are_what_nobody_uses(own, tmp_path, monkeypatch):
     'MemTotal:       9 kB\nMemAvailable:       2 kB\n'
   )
   assert checks_memory.free_bytes() == 2048
-  (tmp_path / 'cgroup').write_text(own)
+  (tmp_path / 'cgroup').write_text('0::/job/step\n')
   (step / limit).write_text('max\n')
   assert checks_memory.free_bytes() == 2048
   (root / 'job' / limit).write_text('1500\n')
   (root / 'job' / used).write_text('900\n')
   assert checks_memory.free_bytes() == 600
   assert checks_memory.host_bytes() == 1500
-  (root / 'job' / 'memory.stat').write_text(STAT)
-  assert checks_memory.free_bytes() == 600 + pages
+  stat = 'active_file 1\ninactive_file 2\nanon 30\n'
+  (root / 'job' / 'memory.stat').write_text(stat)
+  assert checks_memory.free_bytes() == 600 + 3
   (root / limit).write_text('700\n')  # in a container its own is the root
   (root / used).write_text('650\n')
   assert checks_memory.free_bytes() == 50

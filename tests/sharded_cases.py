@@ -360,9 +360,7 @@ def test_each_device_reads_its_part(kind, tmp_path, monkeypatch):
     (columns, 2 * [[8, 6]]),
   ):
     reads.clear()
-    loaded = checkpoints.load(
-      tmp_path / kind, sharding={'x': {'w': sharding}, 's': None}
-    )
+    loaded = checkpoints.load(tmp_path / kind, sharding={'x/w': sharding}.get)
     np.testing.assert_array_equal(loaded['x']['w'], wide)
     assert reads == parts
   with pytest.raises(ValueError, match=r's \[3\] cannot be laid out by'):
@@ -388,7 +386,7 @@ def test_meshes_that_do_not_fit():
       Placement(**sizes).partition()
   assert Placement(model=2).partition().mesh.size == 2
   with pytest.raises(ValueError, match=r'data=1, model=8, got'):
-    partitioning.share_devices(PRESETS['tensor parallel'], Placement())
+    partitioning.shared(PRESETS['tensor parallel'], Placement())
 
 
 def test_arrays_that_do_not_fit(family):

@@ -59,7 +59,7 @@ def reader(network):
 @pytest.mark.parametrize('name', NETWORKS)
 def test_ids_that_are_kept_have_the_logits_that_they_had(name):
   network = NETWORKS[name]
-  params = network.init(jax.random.key(0))
+  params = weights(network, 0)
   small = shortlisted(network, IDS)
   want = np.asarray(reader(network)(params))
   have = np.asarray(reader(small)(cut(params, IDS, VOCAB_SIZE)))
@@ -74,7 +74,7 @@ def test_ids_that_are_kept_have_the_logits_that_they_had(name):
 def test_the_output_layer_is_not_kept_twice(name):
   """Of a network whose layer is its embedding the cut one is beside it."""
   network = NETWORKS[name]
-  params = network.init(jax.random.key(0))
+  params = weights(network, 0)
   made = cut(params, IDS, VOCAB_SIZE)
   number = sum(leaf.size for leaf in jax.tree.leaves(params))
   width = network.config.emb_dim

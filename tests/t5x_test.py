@@ -13,7 +13,7 @@ import pytest
 
 from load_test import write_stored
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import disk_arrays, t5x
+from specdec_jax.checkpoints import t5x
 from specdec_jax.models import t5
 from specdec_jax.models.base import param_shapes
 from toy_families import TINY, assert_same, make
@@ -114,11 +114,9 @@ def test_files_that_are_broken_or_others(tmp_path, change, named):
   assert str(path) in str(caught.value) and named in str(caught.value)
 
 
-@pytest.mark.parametrize('piece', [16, 40, 1 << 20])
-def test_all_shapes_and_types(tmp_path, monkeypatch, piece):
+def test_all_shapes_and_types(tmp_path, monkeypatch):
   """Arrays above 1 GiB are written in parts, here above 64 bytes."""
   monkeypatch.setattr(flax.serialization, 'MAX_CHUNK_SIZE', 64)
-  monkeypatch.setattr(disk_arrays, 'PIECE_BYTES', piece)
   arrays = {
     'a': np.arange(3, dtype=np.float64),
     'b': np.float32(3.5),
@@ -209,6 +207,9 @@ def test_checkpoints_that_t5x_wrote():
   # One training state; its two copies differ in the last bit of some numbers.
   np.testing.assert_allclose(logits('orbax'), stored, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(logits('tensorstore', 'file://'), stored)
+  # A single file, of another model: it has the names and shapes of ours.
+  legacy = t5.T5(t5.T5Config(32128, 8, 4, 2, 2, 3, 16))
+  assert checkpoints.load(FIXTURES / 'legacy_msgpack.checkpoint_0', legacy)
 
 
 # Stacks that were trained as a scan.
@@ -223,8 +224,8 @@ def with_heads(name, kernel):
   return kernel.reshape(kernel.shape[0], TINY.num_heads, -1)
 
 
-def scan(flat, axis, module='layers', heads=False, bias=None):
-  """Stacks layers; `bias` changes the relative bias of the i-th layer."""
+def scan(flat, axis, module='layers', heads=False):
+  """Stacks layers."""
   stacked, layers = {}, {}
   for name, array in flat.items():
     found = re.fullmatch(r'(\w+)/layers_(\d+)/(.+)', name)
@@ -236,15 +237,6 @@ def scan(flat, axis, module='layers', heads=False, bias=None):
     if heads:
       array = with_heads(name, array)
     layers.setdefault(f'{stack}/{inside}/{inner}', []).append(array)
-  if bias is not None:
-    for stack in ('encoder', 'decoder'):
-      table = stacked.pop(f'{stack}/relpos_bias/rel_embedding')
-      norm = f'{stack}/layers_%d/pre_mlp_layer_norm/scale'
-      count = sum(norm % i in flat for i in range(9))
-      inside = stack if module == 'stack' else module
-      layers[f'{stack}/{inside}/relpos_bias/rel_embedding'] = [
-        bias(i, table) for i in range(count)
-      ]
   return stacked | {n: np.stack(arrays, axis) for n, arrays in layers.items()}
 
 
@@ -279,19 +271,6 @@ def test_unrolled_on_load(tmp_path, axis, module, heads, changes):
   path = save(tmp_path / 'model', stacked)
   assert_loads(path, model, flat)
   assert_loads(path, model, flat, sharding=jax.devices()[0])
-
-
-def test_bias_in_each_layer(tmp_path):
-  """The same one is one bias; others are those of another network."""
-  model = network()
-  stacked = scan(FLAT, 1, 'stack', bias=lambda i, table: table)
-  shape = stacked['encoder/encoder/relpos_bias/rel_embedding'].shape
-  assert shape == (2, 3, 32)
-  assert_loads(save(tmp_path / 'model', stacked), model, FLAT)
-  stacked = scan(FLAT, 1, 'stack', bias=lambda i, table: table + i)
-  path = save(tmp_path / 'model', stacked)
-  with pytest.raises(ValueError, match='rel_embedding.* bias_per_layer'):
-    checkpoints.load(path, model)
 
 
 @pytest.mark.parametrize(

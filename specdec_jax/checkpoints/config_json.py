@@ -241,6 +241,7 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
     known = f'one of {[*words]}, which transformers has'
     raise unexpected('mlp_activations', known, config.mlp_activations)
   name = 'UMT5' if config.bias_per_layer else 'T5'
+  encoded_dim = config.shape.encoded_dim
   return {
     'architectures': [f'{name}ForConditionalGeneration'],
     'model_type': name.lower(),
@@ -251,7 +252,7 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
     # Only this decides whether transformers scales the logits of a T5.
     'tie_word_embeddings': config.logits_via_embedding,
     **family.fixed,
-    **({} if config.num_encoder_layers else {ENCODER_DIM: config.encoded_dim}),
+    **({} if config.num_encoder_layers else {ENCODER_DIM: encoded_dim}),
   }
 
 
@@ -434,9 +435,9 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
     image_end_id=image_end,
   )
   width = decoder.get('cross_attention_hidden_size')
-  if width not in (None, config.encoded_dim):
+  if width not in (None, config.encoder.emb_dim):
     name = f'{where}: decoder.cross_attention_hidden_size'
-    raise unexpected(name, f"the encoder's {config.encoded_dim}", width)
+    raise unexpected(name, f"the encoder's {config.encoder.emb_dim}", width)
   return config
 
 
@@ -537,10 +538,9 @@ def read_ids(
   start = values['decoder_start_token_id']
   start = pad if start is None else _single(start)  # as transformers does
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
-  named = ('pad_token_id', pad), ('decoder_start_token_id', start)
-  for name, value in (*named, *(('eos_token_id', end) for end in ends)):
-    if type(value) is not int:
-      raise unexpected(f'{where}: {name}', 'a whole number', value)
+  check_type(f'{where}: pad_token_id', pad, int)
+  check_type(f'{where}: decoder_start_token_id', start, int)
+  check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
   if start_id not in (None, start):
     only = f'{start_id}, as in every model of this family'
     raise unexpected(f'{where}: decoder_start_token_id', only, start)

@@ -1,15 +1,13 @@
-"""Arrays that are still on disk: read in pieces, straight to their places.
+"""Arrays that are still on disk: read one at a time, straight to their places.
 
-Besides the result, at most one piece of an array is held in memory: some
-100 MiB, or one chunk of a file whose chunks are larger.
+Of an array that is split over devices only the parts are read that are here.
 """
 
 import dataclasses
 import hashlib
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import flax.traverse_util
 import jax
@@ -27,9 +25,9 @@ from specdec_jax.files.locations import (
   reading,
   reason,
 )
-from specdec_jax.models import integers, sizes
+from specdec_jax.models import integers
 
-PIECE_BYTES = 128 << 20
+PIECE_BYTES = 128 << 20  # that TensorStore reads at once, or one chunk
 _SAMPLED = 64  # about how many values of an array its fingerprint uses
 # Errors of code that reads metadata of another kind than it expects.
 METADATA_ERRORS = (
@@ -43,11 +41,8 @@ METADATA_ERRORS = (
 Params = dict[str, Any]
 Index = tuple[slice, ...]
 Layout: TypeAlias = jax.Device | Sharding
-# One for all arrays; a function of an array's T5X name; or a nested dict like
-# the parameters. None leaves arrays on the host.
-Shardings: TypeAlias = (
-  Layout | Callable[[str], Layout | None] | Mapping[str, Any] | None
-)
+# One for all arrays, or a function of an array's T5X name; None is the host.
+Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,18 +54,14 @@ class DiskArray:
     dtype: its dtype on disk.
     read: returns the part at an index, in that dtype or in float32; raises
       ValueError with the reason if the file is missing, cut short or corrupt.
-    chunk: shape of the smallest part worth reading; chunks begin at multiples.
-    order: the memory order that parts come in.
     where: its name and file, for messages.
     cast: returns the array with the values in another dtype; None leaves that
-      to NumPy, when a part has been read.
+      to NumPy, when it has been read.
   """
 
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[Index], np.ndarray]
-  chunk: tuple[int, ...]
-  order: Literal['C', 'F'] = 'C'
   where: str = ''
   cast: Callable[[Any], 'DiskArray'] | None = None
 
@@ -109,8 +100,6 @@ def load_arrays(
     memory.free_bytes if sharding is None else memory.all_bytes,
     'Take a smaller model, bfloat16, or more devices.',
   )
-  if isinstance(sharding, Mapping):
-    sharding = flax.traverse_util.flatten_dict(dict(sharding), sep='/')
   layouts = {n: _layout_of(sharding, n, a.shape) for n, a in arrays.items()}
   flat: dict[str, Any] = {}
   for name, array in arrays.items():
@@ -166,7 +155,7 @@ def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
     integers.check_scale(scale, f'{name}_scale')
     return kernel.read(index).astype(np.float32) * scale[index[1]]
 
-  return DiskArray(kernel.shape, np.dtype(np.float32), read, kernel.chunk)
+  return DiskArray(kernel.shape, np.dtype(np.float32), read)
 
 
 def _dtype_of(name: str, dtype: Any) -> Any:
@@ -216,7 +205,7 @@ def load_array(
     ValueError: the array cannot be read; the message says why.
   """
   if layout is None:
-    return _read(array, whole(array.shape), dtype)
+    return _read(array, tuple(slice(0, size) for size in array.shape), dtype)
   shards: dict[Any, np.ndarray] = {}
 
   def shard(index: Any) -> np.ndarray:
@@ -234,60 +223,11 @@ def load_array(
 
 
 def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
-  """Reads a part of an array, piece by piece."""
-  shape = [part.stop - part.start for part in index]
-  cuts = list(pieces(index, array.chunk, array.dtype.itemsize))
+  """Reads a part of an array."""
   if dtype is not None and array.cast is not None:
     array = array.cast(dtype)
-  dtype = array.dtype if dtype is None else dtype
-  if len(cuts) == 1:
-    part = np.asarray(array.read(*cuts))
-    return part.astype(dtype, copy=not part.flags.writeable)
-  out = np.empty(shape, dtype, array.order)
-  for piece in cuts:
-    there = tuple(
-      slice(part.start - first.start, part.stop - first.start)
-      for part, first in zip(piece, index, strict=True)
-    )
-    out[there] = array.read(piece)
-  return out
-
-
-def whole(shape: Sequence[int]) -> Index:
-  """The index of a whole array."""
-  return tuple(slice(0, size) for size in shape)
-
-
-def pieces(
-  index: Index, chunk: Sequence[int], itemsize: int
-) -> Iterator[Index]:
-  """Cuts a part of an array along chunks, so that no chunk is read twice.
-
-  Args:
-    index: the part.
-    chunk: shape of a chunk; chunks begin at multiples of it.
-    itemsize: bytes of an element.
-
-  Yields:
-    Parts of at most PIECE_BYTES, or of one chunk if that is larger.
-  """
-  shape = [max(1, size) for size in chunk]
-  for axis in reversed(range(len(shape))):
-    room = PIECE_BYTES // (math.prod(shape) * itemsize)
-    needed = -(-index[axis].stop // shape[axis])
-    shape[axis] *= max(1, min(room, needed))
-  cuts = []
-  for part, size in zip(index, shape, strict=True):
-    begin = range(part.start // size * size, part.stop, size)
-    cuts.append(
-      [slice(max(b, part.start), min(b + size, part.stop)) for b in begin]
-    )
-  return itertools.product(*cuts)
-
-
-def row_of(shape: Sequence[int]) -> tuple[int, ...]:
-  """The `chunk` of an array in C order: one of its rows."""
-  return (1, *shape[1:]) if shape else ()
+  part = np.asarray(array.read(index))
+  return part.astype(dtype or array.dtype, copy=not part.flags.writeable)
 
 
 def _layout_of(
@@ -296,16 +236,10 @@ def _layout_of(
   """Returns where the array `name` goes.
 
   Raises:
-    ValueError: `sharding` is of no known kind or lacks the name, or the shape
-      cannot be divided in this way.
+    ValueError: `sharding` is of no known kind, or the shape cannot be divided
+      in this way.
   """
-  layout: Any = sharding
-  if isinstance(sharding, Mapping):
-    if name not in sharding:
-      raise ValueError(f'The dict of shardings has none for {name}.')
-    layout = sharding[name]
-  elif callable(sharding):
-    layout = sharding(name)
+  layout: Any = sharding(name) if callable(sharding) else sharding
   if layout is None:
     return None
   if not isinstance(layout, jax.Device | Sharding):
@@ -323,20 +257,6 @@ def _layout_of(
 def _as_sharding(layout: Layout) -> Sharding:
   is_device = isinstance(layout, jax.Device)
   return SingleDeviceSharding(layout) if is_device else layout
-
-
-def check_config_fits(config: Any, what: str, dtype: Any = None) -> None:
-  """Raises ValueError if a network's parameters cannot fit into any memory.
-
-  It needs only the configuration, so that it can be called before any array is
-  made or found, and before it is known whether arrays go to the host or to the
-  devices.
-  """
-  # Before the file is opened a dtype is unknown, but takes at least two bytes.
-  bytes_each = 2 if dtype is None else jnp.dtype(dtype).itemsize
-  there = memory.host_bytes(), memory.all_bytes()
-  most = None if None in there else max(size or 0 for size in there)
-  sizes.check_params(config, bytes_each, lambda: most, what)
 
 
 def broken(source: str, name: str, why: str) -> ValueError:
@@ -386,7 +306,7 @@ def file_array(
         start -= length
     return parts[0] if len(parts) == 1 else b''.join(parts)
 
-  return DiskArray(shape, dtype, read, row_of(shape))
+  return DiskArray(shape, dtype, read)
 
 
 def _stored_array(store: Any) -> DiskArray:
@@ -394,22 +314,30 @@ def _stored_array(store: Any) -> DiskArray:
 
   import tensorstore as ts
 
+  shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
+  whole, store = store, store if shape else store[ts.newaxis]
+  rows = store.chunk_layout.read_chunk.shape[0]  # of a chunk
+
   def read(index: Index) -> np.ndarray:
-    out = np.empty([part.stop - part.start for part in index], dtype)
-    part = store[index].translate_to[0] if index else store
+    first, *rest = index or (slice(0, 1),)
+    sizes = [part.stop - part.start for part in (first, *rest)]
+    out = np.empty(sizes, dtype)
+    # TensorStore holds whole chunks beside `out`, all those of one request.
+    step = rows * max(1, PIECE_BYTES // max(1, rows * out[:1].nbytes))
     try:
-      ts.array(out).write(part).result(timeout=READ_SECONDS)
-      return out
+      for start in range(first.start // step * step, first.stop, step):
+        begin, end = max(start, first.start), min(start + step, first.stop)
+        there = ts.array(out[begin - first.start : end - first.start])
+        part = store[slice(begin, end), *rest].translate_to[0]
+        there.write(part).result(timeout=READ_SECONDS)
     except STORE_ERRORS as error:
       raise ValueError(reason(error)) from error
-
-  dtype = np.dtype(store.dtype.numpy_dtype)
-  chunk = tuple(store.chunk_layout.read_chunk.shape)
+    return out.reshape(sizes[: len(index)])
 
   def cast(dtype: Any) -> DiskArray:
-    return _stored_array(ts.cast(store, ts.dtype(jnp.dtype(dtype))))
+    return _stored_array(ts.cast(whole, ts.dtype(jnp.dtype(dtype))))
 
-  return DiskArray(tuple(store.shape), dtype, read, chunk, cast=cast)
+  return DiskArray(shape, dtype, read, cast=cast)
 
 
 def open_stored(

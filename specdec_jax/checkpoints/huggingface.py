@@ -22,9 +22,7 @@ from specdec_jax.checkpoints.config_json import SpecialIds
 from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   Params,
-  check_config_fits,
-  pieces,
-  whole,
+  load_array,
 )
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.safetensors_files import (
@@ -36,6 +34,7 @@ from specdec_jax.checkpoints.safetensors_files import (
 )
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.fields import package, unexpected
+from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5, T5Config
@@ -146,7 +145,8 @@ def open_huggingface(
   elif isinstance(config, T5GemmaConfig):
     start = special_ids(folder, described, None).decoder_start
     config = dataclasses.replace(config, start_id=start)
-  check_config_fits(config, f'The model of {source!r}', dtype)
+  itemsize = 2 if dtype is None else jax.numpy.dtype(dtype).itemsize
+  sizes.check_params(config, f'The model of {source!r}', itemsize)
   scales_head = config_json.scales_output(described) and not tied
   table = families.table(family, config, scales_head)
   expected = {
@@ -221,10 +221,7 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   array, first = arrays[other], arrays.setdefault(name, arrays[other])
   equal = array is first or (
     array.shape == first.shape
-    and all(
-      np.array_equal(array.read(piece), first.read(piece))
-      for piece in pieces(whole(array.shape), array.chunk, 8)
-    )
+    and np.array_equal(load_array(array), load_array(first))
   )
   if equal:
     del arrays[other]

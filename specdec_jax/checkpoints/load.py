@@ -15,7 +15,6 @@ from specdec_jax.checkpoints.disk_arrays import (
   DiskArray,
   Params,
   Shardings,
-  check_config_fits,
   fingerprint_on_disk,
   in_floats,
   is_rounded,
@@ -25,6 +24,7 @@ from specdec_jax.checkpoints.huggingface import CONFIG
 from specdec_jax.checkpoints.safetensors_files import read_json
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few, open_location
+from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config
 from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
@@ -68,9 +68,8 @@ def load(
       'int4' are those of kernels, which come with their factors, see
       `models.integers`; those that `convert` wrote, of int8, are read as they
       are, or made into floats or int4.
-    sharding: None for NumPy arrays on the host; a JAX Device or Sharding; a
-      nested dict of these, or a function from names
-      ('decoder/layers_0/mlp/wo/kernel') to them.
+    sharding: None for NumPy arrays on the host; a JAX Device or Sharding, or a
+      function from names ('decoder/layers_0/mlp/wo/kernel') to them.
 
   Returns:
     Nested dict of arrays, with T5X's names.
@@ -291,8 +290,9 @@ def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
   if not callable(getattr(network, 'init', None)):
     expected = 'a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL)'
     raise unexpected('network', expected, network)
+  itemsize = 2 if dtype is None else jnp.dtype(dtype).itemsize
   config = getattr(network, 'config', None)
-  check_config_fits(config, 'The network', dtype)
+  sizes.check_params(config, 'The network', itemsize)
 
 
 def _check_single(folder: Location) -> None:

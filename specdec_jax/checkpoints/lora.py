@@ -33,7 +33,6 @@ _READ: dict[str, Any] = {
   'peft_type': str,
   'r': int,
   'lora_alpha': float,
-  'alpha_pattern': Mapping[str, Any] | None,
   'use_rslora': bool | None,
 }
 # Fields that do not change what is merged: names, training, and which modules
@@ -130,7 +129,8 @@ def adapted(
     if rank != described['r'] and not described.get('rank_pattern'):
       expected = f'A [{described["r"]}, ...], as r of {CONFIG} says'
       raise unexpected(f'{source}: {module}', expected, shapes)
-    scale = _scale(described, module, rank)
+    divided = rank**0.5 if described.get('use_rslora') else rank
+    scale = float(described['lora_alpha'] / divided)
     adapted[name] = _merged(kernel, down, up, scale, is_turned)
   return adapted
 
@@ -165,23 +165,3 @@ def _check(described: Mapping[str, Any], where: str) -> None:
     check_type(f'{where}: {name}', described.get(name), kind)
   if described['r'] < 1:
     raise unexpected(f'{where}: r', 'a whole number from 1', described['r'])
-  for pattern, alpha in (described.get('alpha_pattern') or {}).items():
-    check_type(f'{where}: alpha_pattern: {pattern}', alpha, float)
-    try:
-      re.compile(pattern)
-    except re.error as error:
-      name = f'{where}: alpha_pattern'
-      raise unexpected(
-        name, f'regular expressions ({error})', pattern
-      ) from error
-
-
-def _scale(described: Mapping[str, Any], module: str, rank: int) -> float:
-  """s of a module."""
-  alpha = described['lora_alpha']
-  for pattern, value in (described.get('alpha_pattern') or {}).items():
-    if re.fullmatch(rf'(.*\.)?({pattern})', module):
-      alpha = value
-      break
-  divided = rank**0.5 if described.get('use_rslora') else rank
-  return float(alpha / divided)

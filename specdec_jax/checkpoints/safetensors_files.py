@@ -10,17 +10,16 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Index, row_of
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
 from specdec_jax.checkpoints.families import Row
 from specdec_jax.checks.fields import check_type, package, unexpected
 
-_JSON_BYTES = 64 << 20  # limit; the index of the largest models has 1 MiB
 # safetensors' names of dtypes.
 _FLOATS: dict[str, Any] = {
   'F64': np.float64,
@@ -34,7 +33,7 @@ def view(stored: DiskArray, row: Row) -> DiskArray:
   """A stored array with the shape and values of ours."""
 
   def read(index: Index) -> np.ndarray:
-    index = turned(index)
+    index = index[::-1] if row.transposed else index
     if row.third is not None:
       *rest, last = index
       first = row.third * row.shape[-1]
@@ -43,20 +42,14 @@ def view(stored: DiskArray, row: Row) -> DiskArray:
     part = part.T if row.transposed else part
     return part if row.scale == 1.0 else part.astype(np.float32) * row.scale
 
-  def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    return axes[::-1] if row.transposed else axes
-
-  # A chunk is a row in the file; if transposed, it is a column here.
-  chunk = turned(row_of(turned(row.shape)))
-  order: Literal['C', 'F'] = 'F' if row.transposed else 'C'
-  return DiskArray(row.shape, stored.dtype, read, chunk, order)
+  return DiskArray(row.shape, stored.dtype, read)
 
 
 def open_file(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
   """Returns name -> array of a safetensors file.
 
   The files are mapped into memory, and mapped pages count as this process's
-  memory until they are unmapped: so each piece opens its file again.
+  memory until they are unmapped: so each array opens its file again.
 
   Raises:
     ValueError: the file is missing or broken, or an array is not of floats.
@@ -78,8 +71,7 @@ def open_file(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
         shape,
         np.dtype(_FLOATS[kind]),
         functools.partial(read, name),
-        row_of(shape),
-        where=f'{name} in {os.path.basename(path)}',
+        f'{name} in {os.path.basename(path)}',
       )
   return arrays
 
@@ -130,7 +122,6 @@ def opened(path: str) -> Iterator[Any]:
 
 def import_safetensors() -> Any:
   """Returns the package safetensors; ValueError if it is not installed."""
-  package('A Hugging Face folder', 'safetensors.numpy', 'huggingface')
   return package('A Hugging Face folder', 'safetensors', 'huggingface')
 
 
@@ -142,13 +133,13 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       something else.
   """
   try:
-    value = json.loads(files.read_small(path, _JSON_BYTES).decode())
+    value = files.read_json(path)
   except OSError as error:
     raise ValueError(
       f'{os.fspath(path)!r} cannot be read: {error.strerror}. Expected a'
       ' Hugging Face folder with config.json and safetensors in it.'
     ) from error
-  except (ValueError, RecursionError) as error:
+  except ValueError as error:
     raise ValueError(f'{os.fspath(path)!r} is not JSON: {error}.') from error
   check_type(os.fspath(path), value, Mapping)
   return value

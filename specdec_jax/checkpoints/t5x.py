@@ -11,9 +11,8 @@ Stacks that were trained as a scan (`scalable_t5`) become single layers: there a
 stack's layers are one module, `encoder/encoder` or `encoder/layers`, and each
 parameter has one more axis, that of the layers: the second
 (`param_scan_axis=1`), or the first. Without it, kernels of attention are
-[M, H, D] and [H, D, M]. Each layer has its own relative bias there
-(`T5Config.bias_per_layer`); for a network with one bias per stack, all of them
-must be the same.
+[M, H, D] and [H, D, M]. Each layer has its own relative bias there, see
+`T5Config.bias_per_layer`.
 """
 
 import collections
@@ -22,7 +21,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.serialization
@@ -43,7 +42,7 @@ from specdec_jax.checkpoints.disk_arrays import (
   open_stored,
 )
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.files.locations import Location
+from specdec_jax.files.locations import Location, few
 from specdec_jax.models.t5 import T5Config
 
 Shape = tuple[int, ...]
@@ -51,7 +50,6 @@ Shapes = Mapping[str, Shape]
 
 VERSION = 3
 _READABLE = (2, 3)
-_SHOWN = 8
 _TENSORFLOW = b'model_checkpoint_path'
 # A stack that was trained as a scan: one array for all of its layers.
 _STACKED = re.compile(r'(encoder|decoder)/(?:layers|\1)/(.+)')
@@ -84,9 +82,8 @@ def save_t5x(
 
   def to_disk(leaf):
     array = np.asarray(leaf)
-    if dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
-      array = array.astype(dtype)
-    return array
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    return array.astype(dtype) if dtype is not None and is_float else array
 
   tree: dict[str, Any] = {
     'version': VERSION,
@@ -126,7 +123,11 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
     given = 'a TensorFlow checkpoint of T5'
     raise unexpected(source, "T5X's format", given, there)
   tree = read_tree(location)
-  leaves = dict(_leaves(_target(tree, source)))
+  leaves = flax.traverse_util.flatten_dict(
+    _target(tree, source),
+    sep='/',
+    is_leaf=lambda _, value: {'driver', 'kvstore'} <= value.keys(),
+  )
   if not leaves:
     raise unexpected(source, 'a T5X checkpoint with parameters', leaves)
   specs = {}
@@ -157,7 +158,7 @@ def _target(tree: Any, source: str) -> Mapping[str, Any]:
   optimizer = tree.get('optimizer') if isinstance(tree, dict) else None
   target = optimizer.get('target') if isinstance(optimizer, dict) else None
   if not isinstance(target, dict):
-    inside = sorted(tree)[:_SHOWN] if isinstance(tree, dict) else tree
+    inside = sorted(tree) if isinstance(tree, dict) else tree
     raise unexpected(
       source,
       'a whole T5X checkpoint, with a tree of parameters in optimizer/target',
@@ -166,17 +167,6 @@ def _target(tree: Any, source: str) -> Mapping[str, Any]:
   if (version := tree.get('version', 0)) not in _READABLE:
     raise unexpected(f'{source}: version', f'one of {_READABLE}', version)
   return target
-
-
-def _leaves(
-  tree: Mapping[str, Any], prefix: str = ''
-) -> Iterator[tuple[str, Any]]:
-  for name, value in tree.items():
-    is_spec = isinstance(value, Mapping) and {'driver', 'kvstore'} <= set(value)
-    if isinstance(value, Mapping) and not is_spec:
-      yield from _leaves(value, f'{prefix}{name}/')
-    else:
-      yield prefix + name, value
 
 
 def _resolve(
@@ -212,8 +202,8 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
   """
   have, want = shapes_of(params), shapes_of(expected)
   problems = {
-    'missing': sorted(want.keys() - have.keys()),
-    'unknown': sorted(have.keys() - want.keys()),
+    'missing': want.keys() - have.keys(),
+    'unknown': have.keys() - want.keys(),
     'wrong shape': [
       f'{name} is {list(have[name])}, expected {list(shape)}'
       for name, shape in want.items()
@@ -222,10 +212,7 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
   }
   if any(problems.values()):
     lists = [
-      f'{kind}: {", ".join(names[:_SHOWN])}'
-      + (f' and {len(names) - _SHOWN} more' if names[_SHOWN:] else '')
-      for kind, names in problems.items()
-      if names
+      f'{kind}: {few(names)}' for kind, names in problems.items() if names
     ]
     raise _another_model(source, have, want, '; '.join(lists))
 
@@ -354,8 +341,6 @@ def unroll(
     stack, inner = match.groups()
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
     layers = [f'{stack}/layers_{i}/{inner}' for i in range(count)]
-    if f'{stack}/{inner}' in expected:  # one relative bias for all layers
-      layers = [f'{stack}/{inner}']
     if not layers or layers[0] not in expected:
       unrolled[name] = array  # of which the check of names says more
       continue
@@ -371,8 +356,6 @@ def unroll(
       problem = f'{name} is {list(shape)}, expected {count} layers of {each}'
       problem += f' on axis {axis}, as in its norm'
       raise _another_model(repr(source), have, expected, problem)
-    if len(layers) < count:
-      _check_shared(array, axis, name, source)
     for number, layer in enumerate(layers):
       if layer in unrolled:
         raise ValueError(f'{source!r} has {layer} twice: alone, and in {name}.')
@@ -389,20 +372,7 @@ def _layer(
   def read_part(index: Index) -> np.ndarray:
     return read(stack)[place].reshape(shape)[index]
 
-  return DiskArray(shape, stack.dtype, read_part, chunk=shape)
-
-
-def _check_shared(stack: DiskArray, axis: int, name: str, source: str) -> None:
-  """Raises ValueError unless all layers have the same relative bias."""
-  try:
-    layers = np.moveaxis(np.asarray(load_array(stack)), axis, 0)
-  except ValueError as error:
-    raise broken(source, name, str(error)) from error
-  if not all(np.array_equal(layers[0], layer) for layer in layers):
-    raise ValueError(
-      f'{source!r}: {name}: each layer has another relative bias; set'
-      ' bias_per_layer of the configuration of the network.'
-    )
+  return DiskArray(shape, stack.dtype, read_part)
 
 
 def _as_stored(
@@ -424,7 +394,6 @@ def _as_stored(
 # extension types: (shape, name of the dtype, bytes), see `flax.serialization`.
 
 _WINDOW = 1 << 16
-_DEEPEST = 64
 _NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
 _CHUNKED = '__msgpack_chunked_array__'
 # First byte -> kind of the value, and the value or its size: it itself, or, as
@@ -468,7 +437,7 @@ def read_tree(location: Location) -> Any:
   """
   scanner = _Scanner(location)
   try:
-    tree = scanner.value(0)
+    tree = scanner.value()
     if scanner.position != scanner.size:
       raise ValueError(f'{scanner.size - scanner.position} bytes too many')
   except METADATA_ERRORS as error:
@@ -490,9 +459,7 @@ class _Scanner:
     self._location = location
     self._window = (0, b'')
 
-  def value(self, depth: int) -> Any:
-    if depth > _DEEPEST:
-      raise ValueError(f'more than {_DEEPEST} levels')
+  def value(self) -> Any:
     first = self._take(1)[0]
     if first not in _KINDS:
       raise ValueError(f'byte {first:#x} begins no value')
@@ -500,34 +467,34 @@ class _Scanner:
     if isinstance(size, str):
       (size,) = struct.unpack(size, self._take(struct.calcsize(size)))
     if kind == 'dict':
-      return self._dict(size, depth)
+      return self._dict(size)
     if kind == 'list':
-      return [self.value(depth + 1) for _ in range(size)]
+      return [self.value() for _ in range(size)]
     if kind == 'text':
       return self._take(size).decode()
     if kind == 'bytes':
       return self._skip(size)
-    return size if kind == 'value' else self._extension(size, depth)
+    return size if kind == 'value' else self._extension(size)
 
-  def _dict(self, size: int, depth: int) -> Any:
+  def _dict(self, size: int) -> Any:
     entries: dict[str, Any] = {}
     for _ in range(size):
-      name = str(self.value(depth + 1))
+      name = str(self.value())
       self.path.append(name)
-      value = self.value(depth + 1)
+      value = self.value()
       if name in entries:
         raise ValueError('it is there twice')
       entries[name] = value
       self.path.pop()
     return _joined(entries) if _CHUNKED in entries else entries
 
-  def _extension(self, size: int, depth: int) -> Any:
+  def _extension(self, size: int) -> Any:
     code = self._take(1)[0]
     end = self.position + size
     if code not in (_NDARRAY, _SCALAR):
       self._skip(size)
       return None
-    shape, name, span = self.value(depth + 1)
+    shape, name, span = self.value()
     if self.position != end:
       raise ValueError('an array of another length than its header says')
     return _array(shape, np.dtype(name), [span])
@@ -568,7 +535,9 @@ def _array(
 
 def _joined(chunked: dict[str, Any]) -> ArrayBytes:
   """An array that flax has cut into chunks: msgpack holds at most 2 GiB."""
-  shape = [chunked['shape'][str(i)] for i in range(len(chunked['shape']))]
-  parts = [chunked['chunks'][str(i)] for i in range(len(chunked['chunks']))]
+  shape, parts = (
+    [chunked[name][str(i)] for i in range(len(chunked[name]))]
+    for name in ('shape', 'chunks')
+  )
   spans = [span for part in parts for span in part.spans]
   return _array(shape, parts[0].dtype, spans)

@@ -16,6 +16,8 @@ GIB = 2**30
 _MACHINE = pathlib.Path('/proc/meminfo')
 _OWN_GROUPS = pathlib.Path('/proc/self/cgroup')
 _GROUPS = pathlib.Path('/sys/fs/cgroup')
+_BYTES = 'memory.max', 'memory.current'
+_CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)  # pages of files
 
 
 class DoesNotFitError(ValueError):
@@ -70,23 +72,17 @@ def free_bytes() -> int | None:
 def _groups() -> Iterator[tuple[int, int]]:
   """Limit and use, in bytes, of each control group that has a limit."""
   for line in _text(_OWN_GROUPS).splitlines():
-    _, controllers, path = line.split(':', 2)
-    if controllers not in ('', 'memory'):
+    number, _, path = line.split(':', 2)
+    if number != '0':  # of the first version of control groups
       continue
-    names, total = ('memory.max', 'memory.current'), ''
-    if controllers:  # the first version of control groups
-      names = ('memory.limit_in_bytes', 'memory.usage_in_bytes')
-      total = 'total_'
-    pages = re.compile(rf'^{total}(?:in)?active_file (\d+)$', re.M)
-    root = _GROUPS / controllers
-    group = root / path.strip('/')
+    group = _GROUPS / path.strip('/')
     # What is above a container it may not see; then its own group is the root.
     for folder in (group, *group.parents):
-      limit, used = (_text(folder / name).strip() for name in names)
+      limit, used = (_text(folder / name).strip() for name in _BYTES)
       if limit.isdigit() and used.isdigit():
-        files = sum(map(int, pages.findall(_text(folder / 'memory.stat'))))
-        yield int(limit), int(used) - files
-      if folder == root:
+        pages = _CACHED.findall(_text(folder / 'memory.stat'))
+        yield int(limit), int(used) - sum(map(int, pages))
+      if folder == _GROUPS:
         break
 
 
@@ -124,6 +120,12 @@ def all_bytes() -> int | None:
     return size and size * len({device.process_index for device in devices})
   sizes = [device_bytes(device) for device in devices]
   return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def most_bytes() -> int | None:
+  """Bytes of the host or of all devices, whichever has more; None: unknown."""
+  there = host_bytes(), all_bytes()
+  return None if None in there else max(size or 0 for size in there)
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:

@@ -27,7 +27,6 @@ from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
-from specdec_jax.models import backend
 from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
 
 _SHARED = None  # the axis of a leaf that belongs to no row
@@ -271,9 +270,7 @@ class PoolPrograms:
       return inner_run(params, pool, max_rounds, enough, gamma, simply, ends)
 
     def bound(function, **options):
-      told = backend.compiler_options()
-      jitted = jax.jit(function, compiler_options=told, **options)
-      return functools.partial(jitted, params)
+      return functools.partial(jax.jit(function, **options), params)
 
     # As wide as the pool, so that `admit` is one program for all widths.
     self.read = bound(read_wide)

@@ -208,11 +208,8 @@ class Engine:
     placement = placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
     placement = placement.of(target)
-    if drafter is not None:
-      draft_placement = placement_of(drafter, placement, draft_placement)
-    draft_placement, partition, _ = partitioning.share_devices(
-      placement, draft_placement
-    )
+    draft_placement = placement_of(drafter, placement, draft_placement)
+    partition = partitioning.shared(placement, draft_placement)
     self._partition = partition
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout
@@ -816,8 +813,7 @@ class LoopPrograms:
       placed = partitioning.shardings(state)
       options |= {'donate_argnums': 2, 'out_shardings': placed}
     lowered = jax.jit(getattr(loop, name), **options).lower(*args)
-    compiled = lowered.compile(compiler_options=backend.compiler_options())
-    return functools.partial(compiled, params)
+    return functools.partial(lowered.compile(), params)
 
 
 def _shapes(request: Request):

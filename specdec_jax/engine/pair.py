@@ -27,6 +27,7 @@ from specdec_jax.models.base import (
   start_id,
 )
 from specdec_jax.models.causal_lm import CausalLM
+from specdec_jax.models.families import Config
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import own_vocab_size
@@ -171,7 +172,7 @@ class Room:
     drafts = drafter.models if drafter else ()
     models = (target, *drafts)
     found = [getattr(model.network, 'config', None) for model in models]
-    self._configs = [config for config in found if sizes.is_known(config)]
+    self._configs = [one for one in found if isinstance(one, Config)]
     self._widened = sizes.widened_bytes(target.network, dtypes[0]) + sum(
       sizes.widened_bytes(one.network, one.dtype or dtypes[1]) for one in drafts
     )
@@ -227,7 +228,7 @@ def _unread_bytes(part: Any, dtype: str) -> int:
   if not isinstance(part, Model):
     return 0 if isinstance(part, jax.Array) else np.asarray(part).nbytes
   dtype = part.dtype or dtype
-  if not part.is_read:
+  if part.given is None:
     return sizes.held_bytes(part.num_params, dtype)
   leaves = jax.tree.leaves(part.params)
   count = sum(np.size(x) for x in leaves if not isinstance(x, jax.Array))
@@ -261,7 +262,7 @@ def fitted(target: Model, drafter: Drafter) -> Drafter:
 
 
 def placement_of(
-  drafter: Drafter,
+  drafter: Drafter | None,
   placement: partitioning.Placement,
   given: partitioning.Placement | None,
 ) -> partitioning.Placement:
@@ -273,7 +274,7 @@ def placement_of(
   Raises:
     ValueError: a model was loaded with another dtype than is `given`.
   """
-  if given is not None:
+  if given is not None and drafter is not None:
     partitioning.check_dtypes(drafter.params, given)
   where = given or placement.replicated()
   return dataclasses.replace(where, dtype=where.dtype or placement.dtype)
@@ -362,7 +363,7 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
 
 def _encoded_dim(network: LanguageModel) -> int | None:
   """Width of an encoder's output; of somebody's own network it is unknown."""
-  return getattr(getattr(network, 'config', None), 'encoded_dim', None)
+  return getattr(getattr(network, 'shape', None), 'encoded_dim', None)
 
 
 def _check_encoded(target: Model, tokenizer: Tokenizer) -> None:

@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from specdec_jax.files import read_small, write_json
+from specdec_jax.files import read_json, write_json
 from specdec_jax.files.locations import user_cache
 
 _Result = TypeVar('_Result')
-_MOST_BYTES = 1 << 20  # of a file
 
 
 def kept(
@@ -54,7 +53,7 @@ def kept(
 
 
 def _value(path: pathlib.Path, key: Mapping[str, Any]) -> Any:
-  content = json.loads(read_small(path, _MOST_BYTES))
+  content = read_json(path)
   if content['key'] != key:
     raise ValueError(f'expected the key {key}, got {content["key"]}')
   return content['value']

@@ -66,7 +66,7 @@ def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
     min(size for size in sizes if size > position)
     for position in range(first, first + request.slots)
   ]
-  slots = tree_bytes((cache.keys, cache.values, cache.joined))
+  slots = tree_bytes((cache.keys, cache.values))
   attention = slots * sum(attended) // (cache.num_slots * len(attended))
   cross_attention = tree_bytes((cache.cross_keys, cache.cross_values))
   return tree_bytes(_weights(params)) + attention + cross_attention

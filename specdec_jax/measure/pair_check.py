@@ -335,8 +335,7 @@ def _place(tree: Any, device: Any) -> Any:
 
 
 def _peak_bytes(lowered: Any) -> int:
-  compiled = lowered.compile(compiler_options=backend.compiler_options())
-  sizes = compiled.memory_analysis()
+  sizes = lowered.compile().memory_analysis()
   parts = (
     sizes.argument_size_in_bytes,
     sizes.output_size_in_bytes - sizes.alias_size_in_bytes,

@@ -8,7 +8,6 @@ the bytes of the compiled program show what it saves.
 """
 
 import contextlib
-import functools
 import os
 import pathlib
 import platform
@@ -21,7 +20,6 @@ import jax
 _described = jax.make_user_context('')
 _split = jax.make_user_context(False)
 
-_NO_SPLIT = {'xla_gpu_experimental_force_split_k': '1'}
 _CPUINFO = pathlib.Path('/proc/cpuinfo')
 
 
@@ -90,30 +88,6 @@ def precision(dtype: str) -> jax.lax.Precision:
   if dtype == 'float32':
     return jax.lax.Precision.HIGHEST
   return jax.lax.Precision.DEFAULT
-
-
-def compiler_options() -> dict[str, str | bool]:
-  """What XLA is told beside a program, for `jax.jit` or `Lowered.compile`.
-
-  On a GPU XLA would share the terms of a sum among several blocks where a
-  product has few rows, write partial sums in float32, and add them up in
-  another kernel. A product with a kernel of 4096 columns is 256 blocks without
-  that, enough for all cores of a GPU.
-  """
-  if kind() != 'gpu':
-    return {}
-  return dict(_NO_SPLIT) if _are_known(*_NO_SPLIT.items()) else {}
-
-
-@functools.cache
-def _are_known(*options: tuple[str, str | bool]) -> bool:
-  """Whether this jaxlib's XLA has such options; any compiler reads them."""
-  lowered = jax.jit(lambda: 0).lower()
-  try:
-    lowered.compile(compiler_options=dict(options))
-  except jax.errors.JaxRuntimeError:
-    return False
-  return True
 
 
 def compiled_for(described: str) -> contextlib.AbstractContextManager[object]:

@@ -7,8 +7,7 @@ recompiles. Each layer has its own array: XLA then updates it in place inside a
 Keys and values are stored (head, head_dim, slot). On a CPU the products of a
 few queries with that layout cost a quarter of those with (head, slot,
 head_dim), because the slots are the vector lanes; `specdec measure`
-measures it. On a GPU both are one array, (head, slot, head_dim): one write, and
-a token's numbers lie side by side.
+measures it.
 """
 
 import functools
@@ -16,15 +15,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
 from specdec_jax.models import backend, layers
 from specdec_jax.tree_shape import Tree
 
-# What a layer attends to: keys and values, or the one array of both.
-Kept = tuple[jax.Array, ...]
+Kept = tuple[jax.Array, jax.Array]  # keys and values that a layer attends to
 Attend = Callable[..., jax.Array]  # as `layers.attend`
 _AT_ONCE = 32  # rows that are written without a loop over them
 
@@ -34,9 +31,9 @@ class KVCache:
   """Everything a decoder remembers of a batch.
 
   Attributes:
-    keys: a tuple over layers of [B, H, D, T]; empty where they are joined. H
-      is the number of heads of keys here, which heads of queries may share.
-    values: likewise.
+    keys: a tuple over layers of [B, H, D, T]. H is the number of heads of keys
+      here, which heads of queries may share.
+    values: a tuple over layers of [B, H, D, T].
     cross_keys: a tuple over layers of [B, H, D, E]; empty in a decoder-only
       model.
     cross_values: a tuple over layers of [B, H, D, E]; empty in a decoder-only
@@ -50,8 +47,6 @@ class KVCache:
       query. The shape is [1, 2 * T] if it is the mask alone.
     length: int32[B], tokens held. Slots from `length` on are not in use: they
       are overwritten before any query can see them.
-    joined: on a GPU, keys and values in one array: a tuple over layers of
-      [2, B, H, T, D]; else empty.
   """
 
   keys: tuple[jax.Array, ...]
@@ -61,7 +56,6 @@ class KVCache:
   cross_bias: jax.Array | None
   position_bias: tuple[jax.Array, ...]
   length: jax.Array
-  joined: tuple[jax.Array, ...] = ()
 
   @property
   def num_slots(self) -> int:
@@ -83,32 +77,21 @@ class KVCache:
     Returns:
       The cache with `length` + N tokens in every row.
     """
-    last, before_last = slots[:, None, None], slots[:, None, :, None]
-    kept: list[Kept] = []
-    for both in self.joined:
-      # bhnd -> bnhd
-      keys, values = (
-        jnp.take_along_axis(one, before_last, axis=2).swapaxes(1, 2)
-        for one in both
-      )
-      kept.append((write_joined(both, keys, values, length),))
-    for pair in zip(self.keys, self.values, strict=True):
-      # bhdn -> bnhd
-      moved = (
-        jnp.take_along_axis(one, last, axis=3).transpose(0, 3, 1, 2)
-        for one in pair
-      )
-      kept.append(
-        tuple(write(*args, length) for args in zip(pair, moved, strict=True))
-      )
-    return self.replace(length=length).grown(kept, slots.shape[1])
+
+    def moved(buffer):
+      held = jnp.take_along_axis(buffer, slots[:, None, None], axis=3)
+      return write(buffer, held.transpose(0, 3, 1, 2), length)  # bhdn -> bnhd
+
+    return self.replace(
+      keys=tuple(map(moved, self.keys)),
+      values=tuple(map(moved, self.values)),
+      length=length + slots.shape[1],
+    )
 
   def remember(self, layer: int) -> Callable[..., Kept]:
     """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
 
     def written(keys, values):
-      if self.joined:
-        return (write_joined(self.joined[layer], keys, values, self.length),)
       return (
         write(self.keys[layer], keys, self.length),
         write(self.values[layer], values, self.length),
@@ -118,28 +101,9 @@ class KVCache:
 
   def grown(self, kept: Sequence[Kept], num_tokens: int) -> 'KVCache':
     """The cache after `remember` in each layer: S tokens longer per row."""
-    length = self.length + num_tokens
-    if self.joined:
-      (joined,) = zip(*kept, strict=True)
-      return self.replace(joined=joined, length=length)
     keys, values = zip(*kept, strict=True)
+    length = self.length + num_tokens
     return self.replace(keys=keys, values=values, length=length)
-
-
-def empty_slots(
-  stack: layers.Stack, batch: int, num_slots: int
-) -> dict[str, tuple[jax.Array, ...]]:
-  """The fields of a `KVCache` for keys and values that are not there yet."""
-  heads, size = stack.num_kv_heads or stack.num_heads, stack.head_dim
-  none: dict[str, Kept] = {'keys': (), 'values': ()}
-  shapes: dict[str, tuple[int, ...]]
-  shapes = dict.fromkeys(none, (batch, heads, size, num_slots))
-  if backend.kind() == 'gpu':
-    shapes = {'joined': (2, batch, heads, num_slots, size)}
-  return none | {
-    name: tuple(jnp.zeros(shape, stack.dtype) for _ in range(stack.num_layers))
-    for name, shape in shapes.items()
-  }
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
@@ -180,37 +144,6 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   return jax.vmap(one_row)(buffer, slots, start)
 
 
-def write_joined(
-  buffer: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array
-) -> jax.Array:
-  """`write` of keys and values, each [B, S, H, D], into [2, B, H, T, D]."""
-  zero = jnp.zeros((), start.dtype)
-  # bshd -> bhsd, behind which of both it is.
-  slots = jnp.stack([keys, values]).swapaxes(2, 3).astype(buffer.dtype)
-  # Rows of D numbers: one kernel, which cannot ask for another layout.
-  if backend.is_whole_on('gpu'):
-    both, batch, heads, num_slots, size = buffer.shape
-    rows = np.arange(batch * heads).reshape(batch, heads) * num_slots
-    begin = rows + start[:, None]
-    places = begin[..., None] + np.arange(slots.shape[3])
-    which = np.arange(both)[:, None, None, None]
-    # Behind a mapped slice update XLA would relay some layers' caches; and out
-    # of one array [2 * B * H * T, D] it would copy the keys before it reads.
-    flat = buffer.reshape(both, -1, size)
-    flat = flat.at[which, places].set(
-      slots, mode='promise_in_bounds', unique_indices=True
-    )
-    return flat.reshape(buffer.shape)
-  if buffer.shape[1] == 1:  # mapped over rows it would be a scatter
-    first = (zero, zero, zero, start[0], zero)
-    return lax.dynamic_update_slice(buffer, slots, first)
-
-  def one_row(row, slots, first):
-    return lax.dynamic_update_slice(row, slots, (zero, zero, first, zero))
-
-  return jax.vmap(one_row, (1, 1, 0), 1)(buffer, slots, start)
-
-
 def read_position_bias(
   position_bias: jax.Array, length: jax.Array, num_queries: int
 ) -> jax.Array:
@@ -232,7 +165,7 @@ def read_position_bias(
       position_bias, num_slots - 1 - position, num_slots, axis=1
     )
 
-  positions = length[:, None] + jnp.arange(num_queries)[None, :]
+  positions = length[:, None] + jnp.arange(num_queries)
   return jax.vmap(jax.vmap(one_query, out_axes=1))(positions)
 
 
@@ -322,9 +255,6 @@ def bucketed_reads(
       bias = read_position_bias(position_bias, cache.length, num_queries)
     else:
       bias = read_tree_bias(position_bias, tree)
-    if backend.kind() == 'gpu':
-      # Read once per call; else each layer has a kernel that reads it again.
-      bias = lax.optimization_barrier(bias)
     if len(branches) == 1:
       return reader(bias, attend)
     return lambda queries, kept, *beside: lax.switch(
@@ -337,23 +267,12 @@ def bucketed_reads(
 def reader(
   bias: jax.Array, attend: Attend = layers.attend
 ) -> Callable[..., jax.Array]:
-  """Attention over what a layer has kept, keys and values or both."""
-
-  def read(queries, kept, *beside):
-    if len(kept) == 1:
-      joined = kept[0]
-      return attend(queries, joined[0], joined[1], bias, 'td', beside=beside)
-    keys, values = kept
-    return attend(queries, keys, values, bias, beside=beside)
-
-  return read
-
-
-def slots_last(x: jax.Array) -> jax.Array:
-  """Maps [B, S, H, D] to the cache's [B, H, D, S]."""
-  return x.transpose(0, 2, 3, 1)
+  """Attention over the keys and values that a layer has kept."""
+  return lambda queries, kept, *beside: attend(
+    queries, *kept, bias, beside=beside
+  )
 
 
 def without_cache(keys: jax.Array, values: jax.Array) -> Kept:
   """`KVCache.remember` without a cache: only this call's keys and values."""
-  return slots_last(keys), slots_last(values)
+  return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 3, 1)

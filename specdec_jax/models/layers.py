@@ -315,7 +315,6 @@ def attend(
   keys: jax.Array,
   values: jax.Array,
   bias: jax.Array,
-  slots: str = 'dt',
   scale: float = 1.0,
   softcap: float = 0.0,
   beside: Sequence[jax.Array] = (),
@@ -327,7 +326,6 @@ def attend(
     keys: [B, K, D, T]; K divides H, and heads next to each other share keys.
     values: [B, K, D, T].
     bias: float32, broadcastable to [B, H, S, T], added to the scores.
-    slots: 'td' where keys and values are [B, K, T, D].
     scale: scores are multiplied by this.
     softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
     beside: keys [B, K, D, E], values [B, K, D, E] and bias [B, 1, 1, E] of more
@@ -336,57 +334,43 @@ def attend(
   Returns:
     [B, S, H * D].
   """
-  if keys.shape[1] != queries.shape[2]:
-    return _attend_shared(
-      queries, keys, values, bias, slots, scale, softcap, beside
-    )
-  exact = backend.precision(str(queries.dtype))
+  batch, num_queries, heads, head_dim = queries.shape
+  kept, exact = keys.shape[1], backend.precision(str(queries.dtype))
+  # Heads that share keys are as more queries of one head.
+  group = heads // kept
+  apart = (batch, num_queries, kept, group, head_dim)
+  queries = queries.reshape(apart).swapaxes(2, 3)
+  queries = queries.reshape(batch, -1, kept, head_dim)
 
-  def scores_of(keys, bias, slots):
-    scores = jnp.einsum(f'bshd,bh{slots}->bhst', queries, keys, precision=exact)
+  def scores_of(keys, bias):
+    scores = jnp.einsum('bshd,bhdt->bhst', queries, keys, precision=exact)
     scores = scores.astype(jnp.float32)
     if scale != 1.0:
       scores = scores * scale
     if softcap:
       scores = softcap * jnp.tanh(scores / softcap)
-    return scores + bias
+    if bias.shape[1:3] == (1, 1):  # the same for all
+      return scores + bias
+    bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
+    bias = bias.reshape(len(bias), kept, group, *bias.shape[2:]).swapaxes(2, 3)
+    return scores + bias.reshape(len(bias), kept, -1, bias.shape[-1])
 
-  def mixed_of(weights, values, slots):
-    return jnp.einsum(f'bhst,bh{slots}->bshd', weights, values, precision=exact)
+  def mixed_of(weights, values):
+    return jnp.einsum('bhst,bhdt->bshd', weights, values, precision=exact)
 
-  # Scores are put side by side, not keys: these would be copied at each call.
-  parts = [(keys, values, bias, slots)]
+  scores = scores_of(keys, bias)
   if beside:
+    # Scores are put side by side, not keys: these would be copied at each call.
     more_keys, more_values, more_bias = beside
-    parts.append((more_keys, more_values, more_bias, 'dt'))
-  scores = [scores_of(keys, bias, slots) for keys, _, bias, slots in parts]
-  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-  ends = [scores[0].shape[-1]] if beside else []
-  shares = jnp.split(weights.astype(values.dtype), ends, axis=-1)
-  mixed = functools.reduce(
-    jnp.add,
-    [
-      mixed_of(share, values, slots)
-      for share, (_, values, _, slots) in zip(shares, parts, strict=True)
-    ],
-  )
-  return mixed.reshape(*mixed.shape[:2], -1)
-
-
-def _attend_shared(queries, keys, values, bias, slots, scale, softcap, beside):
-  """`attend` where several heads share keys: as more queries of one head."""
-  batch, num_queries, heads, head_dim = queries.shape
-  kept = keys.shape[1]
-  group = heads // kept
-  queries = queries.reshape(batch, num_queries, kept, group, head_dim)
-  queries = jnp.moveaxis(queries, 3, 1).reshape(batch, -1, kept, head_dim)
-  if bias.shape[1:3] == (1, num_queries):
-    bias = jnp.tile(bias, (1, 1, group, 1))
-  elif bias.shape[1] != 1:  # else it is the same for all queries
-    bias = bias.reshape(bias.shape[0], kept, -1, bias.shape[3])
-  mixed = attend(queries, keys, values, bias, slots, scale, softcap, beside)
-  mixed = mixed.reshape(batch, group, num_queries, kept, head_dim)
-  return jnp.moveaxis(mixed, 1, 3).reshape(batch, num_queries, -1)
+    more = scores_of(more_keys, more_bias)
+    scores = jnp.concatenate([scores, more], axis=-1)
+  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+  count = keys.shape[-1]
+  mixed = mixed_of(weights[..., :count], values)
+  if beside:
+    mixed = mixed + mixed_of(weights[..., count:], more_values)
+  mixed = mixed.reshape(batch, num_queries, group, kept, head_dim)
+  return mixed.swapaxes(2, 3).reshape(batch, num_queries, -1)
 
 
 class Attention(nn.Module):

@@ -68,11 +68,6 @@ class M2M100Config:
       )
 
   @property
-  def encoded_dim(self) -> int:
-    """The width of the encoder's output."""
-    return self.emb_dim
-
-  @property
   def shape(self) -> Shape:
     """The network: two stacks that share one table of embeddings."""
     encoder = of_config(
@@ -89,7 +84,7 @@ class M2M100Config:
       encoder.as_decoder(self.num_decoder_layers),
       of_config(Tokens, self, divides_logits=False, first_sinusoid=first),
       encoder,
-      encoded_dim=self.encoded_dim,
+      encoded_dim=self.emb_dim,
       pad_id=self.pad_id,
     )
 

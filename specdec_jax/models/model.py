@@ -1,6 +1,6 @@
 """A network with its parameters; engines are made from these."""
 
-import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ from specdec_jax.models.base import LanguageModel, Params, param_shapes
 from specdec_jax.models.other_ids import Fitted, cut, shortlisted, unfitted
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Model:
   """A network, its parameters, and what is known about its text.
 
@@ -20,6 +21,8 @@ class Model:
 
   Attributes:
     network: a `LanguageModel`, such as `T5(config)`.
+    given: the parameters in memory, a nested dict of arrays, as a checkpoint
+      has them or placed; None: they are still to be read.
     tokenizer: the model's own tokenizer; None if it is unknown.
     name: where the model came from.
     dtype: dtype of the parameters on the device, if one was asked for; None
@@ -28,47 +31,29 @@ class Model:
       and the vocabulary, see `Engine`.
     stop_ids: ids that end an output, as the checkpoint says; () if it does not
       say.
+    made_for: of a drafter that reads the target's encoder, the fingerprint of
+      the target that it was made for, as the checkpoint says; '' is unknown.
     made_of: returns the `disk_arrays.fingerprint`s of the parameters before
       their kernels are rounded to eight bits, () if none is known; None if the
       parameters were given.
-    made_for: of a drafter that reads the target's encoder, the fingerprint of
-      the target that it was made for, as the checkpoint says; '' is unknown.
     unfollowed: a sentence on what the folder asks of transformers' `generate`
       and does not get here; '' for nothing.
+    reader: reads the parameters, `(dtype, sharding) -> params`, see
+      `checkpoints.load`; None if they were given.
   """
 
-  def __init__(
-    self,
-    network: LanguageModel,
-    params: Params | None = None,
-    tokenizer: Any = None,
-    *,
-    name: str = '',
-    dtype: str | None = None,
-    bos_id: int | None = None,
-    stop_ids: Sequence[int] = (),
-    made_for: str = '',
-    made_of: Callable[[], tuple[str, ...]] | None = None,
-    unfollowed: str = '',
-    reader: Callable[[Any, Any], Params] | None = None,
-  ):
-    """Stores its arguments, see the class; an engine checks them.
-
-    `params` is a nested dict of arrays, as a checkpoint has them or placed; in
-    its place `reader`, `(dtype, sharding) -> params`, reads them
-    (`checkpoints.load`).
-    """
-    self.network = network
-    self.tokenizer = tokenizer
-    self.name = name
-    self.dtype = dtype
-    self.bos_id = bos_id
-    self.stop_ids = tuple(stop_ids)
-    self.made_for = made_for
-    self.made_of = made_of
-    self.unfollowed = unfollowed
-    self._params = params
-    self._reader = reader
+  network: LanguageModel
+  given: Params | None = None
+  tokenizer: Any = None
+  _: dataclasses.KW_ONLY
+  name: str = ''
+  dtype: str | None = None
+  bos_id: int | None = None
+  stop_ids: tuple[int, ...] = ()
+  made_for: str = ''
+  made_of: Callable[[], tuple[str, ...]] | None = None
+  unfollowed: str = ''
+  reader: Callable[[Any, Any], Params] | None = None
 
   def __repr__(self) -> str:
     name = f', {self.name!r}' if self.name else ''
@@ -81,9 +66,9 @@ class Model:
     Raises:
       ValueError: as for `read`.
     """
-    if self._params is None:
-      self._params = self.read(self.dtype)
-    return self._params
+    if self.given is None:
+      self.given = self.read(self.dtype)
+    return self.given
 
   def read(self, dtype: Any = None, sharding: Any = None) -> Params:
     """The parameters that are there; else reads them without keeping them.
@@ -96,29 +81,24 @@ class Model:
     Raises:
       ValueError: there are no parameters, or the checkpoint is broken.
     """
-    if self._params is not None:
-      return self._params
-    if self._reader is None:
+    if self.given is not None:
+      return self.given
+    if self.reader is None:
       expected = 'Model(network, params), or a model from specdec_jax.load'
       raise unexpected('model with parameters', expected, self)
-    return self._reader(dtype, sharding)
-
-  @property
-  def is_read(self) -> bool:
-    """Whether the parameters are in memory."""
-    return self._params is not None
+    return self.reader(dtype, sharding)
 
   @property
   def num_params(self) -> int:
     """How many numbers the parameters have; reads nothing."""
-    params = self._params
+    params = self.given
     if params is None:
       params = param_shapes(self.network)
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
   def without_params(self) -> 'Model':
     """The same model without its parameters, to remember what it was."""
-    return self._with(self.network, None, None)
+    return dataclasses.replace(self, given=None, reader=None, made_of=None)
 
   def with_vocabulary(self, vocab_size: int) -> 'Model':
     """The same model for a target of `vocab_size` ids, see `models.other_ids`.
@@ -128,7 +108,7 @@ class Model:
     if vocab_size == self.network.vocab_size:
       return self
     fitted: Any = Fitted(unfitted(self.network), vocab_size)
-    return self._with(fitted, self._params, self._reader)
+    return dataclasses.replace(self, network=fitted)
 
   def with_shortlist(self, ids: Sequence[int]) -> 'Model':
     """The same model with an output layer of some ids, as a drafter.
@@ -145,7 +125,7 @@ class Model:
     """
     network: Any = unfitted(self.network)
     made: Any = shortlisted(network, ids)
-    given, reader = self._params, self._reader
+    given, reader = self.given, self.reader
 
     def read(dtype: Any, sharding: Any) -> Params:
       assert reader is not None
@@ -153,11 +133,6 @@ class Model:
 
     if given is not None:
       given = cut(given, ids, network.vocab_size)
-    return self._with(made, given, reader and read)
-
-  def _with(self, network: LanguageModel, params: Any, reader: Any) -> 'Model':
-    made = copy.copy(self)
-    made.network, made._params, made._reader = network, params, reader
-    if reader is None:
-      made.made_of = None
-    return made
+    return dataclasses.replace(
+      self, network=made, given=given, reader=reader and read
+    )

@@ -17,23 +17,22 @@ machine translation such a list is a shortlist.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from specdec_jax.checks.fields import check_type, unexpected
 from specdec_jax.models import integers, layers
 from specdec_jax.models.base import NetworkWrapper, Params
-from specdec_jax.models.families import Config, Network, network_of
-from specdec_jax.models.t5gemma import T5GemmaConfig
+from specdec_jax.models.transformer import Network, Transformer
 
 # Parts of the parameters; the network's own lie under 'network'.
 _HEAD = 'head'  # the modules that the output layer reads, cut
 _PLACE = 'place'  # int32[V], where the cut layer has an id; K if it has not
-_OUTPUT, _EMBEDDING = 'logits_dense', 'token_embedder'
 
 
 def unfitted(network: Any) -> Any:
@@ -87,12 +86,12 @@ class Shortlisted(NetworkWrapper):
   """A `LanguageModel`, see `models.base`, that gives logits of some ids.
 
   Attributes:
-    network: the network as it is, of V ids, one of `models.families`.
+    network: the network as it is, of V ids, one of this library's.
     num_ids: K, ids that its output layer keeps. The logits are of all V; those
       of the others are `layers.MASKED`.
   """
 
-  network: Network
+  network: Transformer
   num_ids: int
 
   @property
@@ -118,8 +117,10 @@ class Shortlisted(NetworkWrapper):
     return self.network.embed(params['network'], tokens)
 
   def head(self, params, features):
-    small = network_of(_of_size(self.config, self.num_ids))
-    logits = small.head(params[_HEAD], features)
+    shape = self.network.shape
+    tokens = dataclasses.replace(shape.tokens, vocab_size=self.num_ids)
+    small: Any = Network(dataclasses.replace(shape, tokens=tokens))
+    logits = small.apply({'params': params[_HEAD]}, features, method='head')
     # Finite, but of probability 0: where nothing else is allowed, as where all
     # of its ids are ends that come too early, there still is a distribution.
     none = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
@@ -133,14 +134,14 @@ def shortlisted(network: Any, ids: Sequence[int]) -> Shortlisted:
   """The network with these ids alone; see `cut` for its parameters.
 
   Args:
-    network: one of `models.families`.
+    network: one of this library's.
     ids: ids to keep, in any order.
 
   Raises:
     ValueError: the network is another one, or there is no id, or one is not
       below V.
   """
-  if not isinstance(network, Network):
+  if not isinstance(network, Transformer):
     expected = 'one of this library, whose output layer is known'
     raise unexpected('network of a shortlist', expected, type(network).__name__)
   check_type('shortlist', ids, Sequence[int])
@@ -160,46 +161,26 @@ def cut(params: Params, ids: Any, vocab_size: int) -> Params:
     vocab_size: V.
   """
   ids = np.unique(np.asarray(ids))
-  head, rest = _apart(params, _OUTPUT)
-  if not head:  # the output layer is the embedding, which stays whole beside it
-    head, rest = _apart(params, _EMBEDDING)[0], params
+  flat = flatten_dict(params)
+  head = _decoders(flat, 'logits_dense')
+  rest = {path: array for path, array in flat.items() if path not in head}
+  # Else the output layer is the embedding, which stays whole beside it.
+  head = head or _decoders(flat, 'token_embedder')
+  # A kernel is [M, V]; an embedding, and factors of integers, begin with V.
+  kept = {
+    path: array[:, ids] if path[-1] == integers.KERNEL else array[ids]
+    for path, array in head.items()
+  }
   place = np.full(vocab_size, len(ids), np.int32)
   place[ids] = np.arange(len(ids))
-  return {'network': rest, _HEAD: _kept(head, ids), _PLACE: place}
+  parts = {'network': unflatten_dict(rest), _HEAD: unflatten_dict(kept)}
+  return parts | {_PLACE: place}
 
 
-def _apart(params: Mapping[str, Any], module: str) -> tuple[Any, Any]:
-  """The modules of a name, where they lie, and all others; no encoder's."""
-  found, rest = {}, {}
-  for name, value in params.items():
-    if name == module:
-      found[name] = value
-    elif isinstance(value, Mapping) and name != 'encoder':
-      inner, rest[name] = _apart(value, module)
-      if inner:
-        found[name] = inner
-    else:
-      rest[name] = value
-  return found, rest
-
-
-def _kept(head: Params, ids: np.ndarray) -> Params:
-  """The output layer's arrays, of some ids alone."""
-
-  def of(path: Any, array: Any) -> Any:
-    # A kernel is [M, V]; an embedding, and factors of integers, begin with V.
-    return array[:, ids] if path[-1].key == integers.KERNEL else array[ids]
-
-  return jax.tree_util.tree_map_with_path(of, head)
-
-
-def _of_size(config: Config, size: int) -> Config:
-  """The configuration of a network of `size` ids."""
-  changes: dict[str, Any] = {'vocab_size': size}
-  if isinstance(config, T5GemmaConfig):
-    stacks = ('encoder', 'decoder')
-    changes = {
-      name: dataclasses.replace(getattr(config, name), vocab_size=size)
-      for name in stacks
-    } | {'start_id': 0, 'image_end_id': 0}
-  return cast(Config, dataclasses.replace(config, **changes))
+def _decoders(flat: Mapping[tuple[str, ...], Any], module: str) -> Any:
+  """The arrays of a module, which are not those of an encoder's."""
+  return {
+    path: array
+    for path, array in flat.items()
+    if module in path and path[0] != 'encoder'
+  }

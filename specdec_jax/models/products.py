@@ -186,11 +186,3 @@ class Dense(nn.Module):
       return product
     parts = jnp.split(product, len(self.activations), -1)
     return gated(parts, self.activations)
-
-
-def head(vocab_size: int, dtype: str) -> Dense:
-  """The output layer: operands of `dtype`, logits in float32, as T5X's.
-
-  Logits rounded to bfloat16 would have ties that the model does not have.
-  """
-  return Dense(vocab_size, dtype, result_dtype='float32')

@@ -1,7 +1,7 @@
 """The memory that a network takes, computed from its configuration alone."""
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -11,11 +11,6 @@ from specdec_jax.checks import memory
 from specdec_jax.models import backend, integers
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config, network_of
-
-
-def is_known(config: Any) -> TypeGuard[Config]:
-  """Whether this module can count the network of a configuration."""
-  return isinstance(config, Config)
 
 
 def num_params(config: Config) -> int:
@@ -84,21 +79,28 @@ def run_bytes(
 
 
 def check_params(
-  config: Any, bytes_each: int, free: Callable[[], int | None], what: str
+  config: Any,
+  what: str,
+  bytes_each: int = 2,
+  free: Callable[[], int | None] = memory.most_bytes,
 ) -> None:
   """Raises an error for a network whose parameters do not fit into memory.
 
+  It needs only the configuration, so that it can be called before any array is
+  made or found.
+
   Args:
-    config: configuration of the network; one that `is_known` does not know is
+    config: configuration of the network; others than those of this library are
       not checked.
-    bytes_each: bytes of one number.
-    free: returns the bytes of the memory, None if unknown.
     what: the network, for the message.
+    bytes_each: bytes of one number; 2 is the least of a dtype that is unknown.
+    free: returns the bytes of the memory, None if unknown. By default that of
+      the host or of all devices, whichever is larger.
 
   Raises:
     memory.DoesNotFitError: the parameters need more bytes than there are.
   """
-  if not is_known(config):
+  if not isinstance(config, Config):
     return
   count = num_params(config)
   memory.check_room(

@@ -60,11 +60,6 @@ class T5Config:
       )
 
   @property
-  def encoded_dim(self) -> int:
-    """The width of the encoder's output that cross-attention reads."""
-    return self.encoder_dim or self.emb_dim
-
-  @property
   def shape(self) -> Shape:
     """The network: two stacks that share one table of embeddings."""
 
@@ -79,7 +74,7 @@ class T5Config:
       encoder.as_decoder(self.num_decoder_layers),
       of_config(Tokens, self),
       encoder if self.num_encoder_layers else None,
-      encoded_dim=self.encoded_dim,
+      encoded_dim=self.encoder_dim or self.emb_dim,
     )
 
 

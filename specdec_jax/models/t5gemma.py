@@ -65,21 +65,6 @@ class T5GemmaConfig:
     return self.decoder.vocab_size
 
   @property
-  def emb_dim(self) -> int:
-    """M of the decoder."""
-    return self.decoder.emb_dim
-
-  @property
-  def encoded_dim(self) -> int:
-    """M of the encoder, the width of its output."""
-    return self.encoder.emb_dim
-
-  @property
-  def num_heads(self) -> int:
-    """The most heads of queries of a layer."""
-    return max(self.encoder.num_heads, self.decoder.num_heads)
-
-  @property
   def sides(self) -> tuple[int, int]:
     """Tokens that the encoder's local layers see before and after one."""
     window = self.encoder.window
@@ -96,7 +81,7 @@ class T5GemmaConfig:
       self.decoder.tokens(self.image_end_id),
       self.encoder.stack(self.sides),
       None if merged else self.encoder.tokens(),
-      self.encoded_dim,
+      self.encoder.emb_dim,
     )
 
 

@@ -18,7 +18,7 @@ from flax import linen as nn
 from jax import lax
 
 from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.models import backend, kv_cache, layers, products
+from specdec_jax.models import kv_cache, layers, products
 from specdec_jax.models.base import PAD_ID, START_ID, Params
 from specdec_jax.models.layers import Stack
 from specdec_jax.models.rope import rotate
@@ -132,8 +132,7 @@ class Layer(nn.Module):
   @property
   def own_attention(self) -> layers.Attention:
     """The self-attention."""
-    attention: layers.Attention = getattr(self, self.stack.self_attention)
-    return attention
+    return getattr(self, self.stack.self_attention)
 
   def __call__(self, x, angles, remember, read, encoded, deterministic):
     """Maps [B, S, M] to [B, S, M], and says what was attended to.
@@ -227,6 +226,14 @@ class _Layers(nn.Module):
       kept.append(memory)
     return x, kept
 
+  def run_whole(self, stack, norm, x, biases, cross, dropless):
+    """What all layers and a norm make of whole sequences x, [B, S, M]."""
+    reads = [kv_cache.reader(bias, stack.attend) for bias in biases]
+    remembers = [kv_cache.without_cache] * stack.num_layers
+    x, places = self.dropout(x, deterministic=dropless), jnp.arange(x.shape[1])
+    x, _ = self.run(stack, x, places, remembers, reads, cross, dropless)
+    return self.dropout(norm(x), deterministic=dropless)
+
 
 class Encoder(_Layers):
   """The encoder's layers and its final norm."""
@@ -244,13 +251,9 @@ class Encoder(_Layers):
       _of_pairs(bias)[None]
       for bias in self.relative_biases(stack, np.arange(1 - size, size))
     ] or [_mask(kind.hides(places - places[:, None])) for kind in stack.kinds]
-    reads = [
-      kv_cache.reader(bias + padding_bias, stack.attend) for bias in biases
-    ]
-    remembers = [kv_cache.without_cache] * stack.num_layers
-    x = self.dropout(x, deterministic=deterministic)
-    x, _ = self.run(stack, x, places, remembers, reads, (), deterministic)
-    return self.dropout(self.encoder_norm(x), deterministic=deterministic)
+    biases = [bias + padding_bias for bias in biases]
+    norm = self.encoder_norm
+    return self.run_whole(stack, norm, x, biases, (), deterministic)
 
 
 def _mask(unseen: Any) -> Any:
@@ -281,7 +284,10 @@ class Decoder(_Layers):
     if stack.cross == 'none':
       _add_tokens(self, tokens)
     if not tokens.logits_via_embedding:
-      self.logits_dense = products.head(tokens.vocab_size, tokens.dtype)
+      # In float32, as T5X's: bfloat16 would have ties that the model has not.
+      self.logits_dense = products.Dense(
+        tokens.vocab_size, tokens.dtype, result_dtype='float32'
+      )
 
   def biases(self, relative: np.ndarray) -> list[jax.Array]:
     """Causal masks and relative biases added together, float32[H or 1, ...].
@@ -308,11 +314,7 @@ class Decoder(_Layers):
       attention = layer.own_attention
       if self.shape.decoder.cross == 'apart':
         attention = layer.encoder_decoder_attention
-      pair = attention.project_kv(encoded)
-      if backend.kind() == 'gpu':
-        # Else XLA copies all layers' kernels into one array, for one product.
-        encoded, pair = lax.optimization_barrier((encoded, pair))
-      pairs.append(kv_cache.without_cache(*pair))
+      pairs.append(kv_cache.without_cache(*attention.project_kv(encoded)))
     keys, values = zip(*pairs, strict=True)
     return keys, values
 
@@ -320,8 +322,15 @@ class Decoder(_Layers):
     """A `KVCache` of `batch` rows that has read the inputs, and no token."""
     stack = self.shape.decoder
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    heads = stack.num_kv_heads or stack.num_heads
+    shape = batch, heads, stack.head_dim, num_slots
+
+    def empty():
+      return tuple(jnp.zeros(shape, stack.dtype) for _ in self.layers)
+
     return kv_cache.KVCache(
-      **kv_cache.empty_slots(stack, batch, num_slots),
+      keys=empty(),
+      values=empty(),
       cross_keys=keys,
       cross_values=values,
       cross_bias=bias,
@@ -333,16 +342,10 @@ class Decoder(_Layers):
     """Features [B, S, M] of embedded tokens [B, S, M], without a cache."""
     stack, size = self.shape.decoder, x.shape[1]
     position = np.arange(size)
-    reads = [
-      kv_cache.reader(bias[None], stack.attend)
-      for bias in self.biases(position[None, :] - position[:, None])
-    ]
-    remembers = [kv_cache.without_cache] * stack.num_layers
-    x = self.dropout(x, deterministic=deterministic)
-    x, _ = self.run(
-      stack, x, jnp.arange(size), remembers, reads, cross, deterministic
-    )
-    return self.dropout(self.decoder_norm(x), deterministic=deterministic)
+    biases = self.biases(position[None, :] - position[:, None])
+    biases = [bias[None] for bias in biases]
+    norm = self.decoder_norm
+    return self.run_whole(stack, norm, x, biases, cross, deterministic)
 
   def extend(self, x, cache, tree=None):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
@@ -475,8 +478,7 @@ class Transformer:
   @property
   def shape(self) -> Shape:
     """What the network is made of."""
-    shape: Shape = self.config.shape
-    return shape
+    return self.config.shape
 
   @property
   def module(self) -> Network:
@@ -532,7 +534,7 @@ class Transformer:
   def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
     """The encoder's output for inputs int32[B, E]: float[B, E, M]."""
     self._check_encoded(None)
-    return cast(jax.Array, self._apply(params, inputs, method='encode'))
+    return self._apply(params, inputs, method='encode')
 
   def logits(
     self,
@@ -575,7 +577,7 @@ class Transformer:
     """As `logits`; features [B, S, M] in the place of logits."""
     self._check_encoded(encoded)
     self._check_length(decoder_inputs.shape[1])
-    features = self._apply(
+    return self._apply(
       params,
       inputs,
       decoder_inputs,
@@ -584,7 +586,6 @@ class Transformer:
       rngs=None if dropout_key is None else {'dropout': dropout_key},
       method='features',
     )
-    return cast(jax.Array, features)
 
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
     """Runs the encoder once, unless `encoded` is what an encoder has said.
@@ -606,11 +607,11 @@ class Transformer:
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
     """Maps int32[...] to the decoder's embeddings [..., M], no positions."""
-    return cast(jax.Array, self._apply(params, tokens, method='embed'))
+    return self._apply(params, tokens, method='embed')
 
   def head(self, params: Params, features: jax.Array) -> jax.Array:
     """The output layer: maps [..., M] to logits float32[..., V]."""
-    return cast(jax.Array, self._apply(params, features, method='head'))
+    return self._apply(params, features, method='head')
 
   def rewind(self, cache, length):
     """Forgets all but the first `length` (int32[B]) tokens of each row."""
@@ -653,5 +654,4 @@ def _init(shape: Shape, key: jax.Array) -> Params:
   token, encoded = jnp.ones((1, 1), jnp.int32), None
   if shape.decoder.cross != 'none' and shape.encoder is None:
     encoded = jnp.ones((1, 1, shape.encoded_dim), jnp.float32)
-  made = Network(shape).init(key, token, token, encoded)
-  return cast(Params, made['params'])
+  return Network(shape).init(key, token, token, encoded)['params']

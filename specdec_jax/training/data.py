@@ -26,8 +26,8 @@ import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checks.fields import (
+  check_all_at_least,
   check_at_least,
-  check_increasing,
   check_types,
   unexpected,
 )
@@ -193,7 +193,10 @@ class PackingConfig:
     if not self.weights or min(self.weights) < 0 or sum(self.weights) <= 0:
       expected = 'weights >= 0, at least one of them > 0'
       raise unexpected('PackingConfig.weights', expected, self.weights)
-    check_increasing(self, buckets=1)
+    check_all_at_least(self, buckets=1)
+    if [*self.buckets] != sorted({*self.buckets}):
+      expected = 'increasing numbers'
+      raise unexpected('PackingConfig.buckets', expected, self.buckets)
     # A batch has room for one row, and a row for a token and its end.
     check_at_least(self, tokens_per_batch=self.buckets[-1], tokens_per_part=0)
     check_at_least(self, max_targets=2 if self.max_targets else 0)

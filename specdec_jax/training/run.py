@@ -212,8 +212,8 @@ class TrainRun:
       raise unexpected('FromTarget.target', expected, target.vocab_size)
     if not getattr(target, 'has_encoder', False) or reads_encoder(target):
       width = None  # of an encoder
-    if reads_encoder(model) and width != model.config.encoded_dim:
-      expected = f'FromTarget, an encoder of width {model.config.encoded_dim}'
+    if reads_encoder(model) and width != model.shape.encoded_dim:
+      expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
     if getattr(self.learning, 'slice_target', False) and not (
@@ -389,7 +389,7 @@ def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
     return sliced(objective.target_params, run.target.config, model.config), ''
   # Room for the parameters and their gradients.
   config, subject = getattr(model, 'config', None), 'The model to train'
-  sizes.check_params(config, 2 * 4, memory.free_bytes, subject)
+  sizes.check_params(config, subject, 2 * 4, memory.free_bytes)
   return model.init(jax.random.key(run.training.seed)), ''
 
 

@@ -152,7 +152,8 @@ def _check(target: T5Config, draft: T5Config) -> None:
   if not draft.num_encoder_layers:
     wanted['encoded_dim'] = target.emb_dim
   for name, most in wanted.items():
-    size = getattr(draft, name)
+    of = draft.shape if name == 'encoded_dim' else draft
+    size = getattr(of, name)
     if size > most if name in at_most else size != most:
       expected = f'at most {most}' if name in at_most else f'{most}'
       subject = f'FromTarget.slice_target: {name} of the slice'
