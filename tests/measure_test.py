@@ -97,7 +97,7 @@ def test_a_calibration_holds_what_it_was_made_of(calibrated):
     if one.gamma and one.interval[0] < 1:
       said = 'may pay here: gamma = '
     # The verdict comes before all tables.
-    assert f'{name} speculation {said}' in text.partition('Chosen here')[0]
+    assert f'{name} speculation {said}' in text.partition('What gamma')[0]
 
 
 def test_decode_takes_gammas_from_it(

@@ -6,7 +6,7 @@ models and the device that it was made with, and for nothing else.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,15 +36,11 @@ class Confidence:
   Attributes:
     bounds: between bins, ascending.
     acceptance: acceptance probability in each bin, one more than `bounds`.
-    errors: its standard errors, over texts; None where one text had them all.
-    tokens: how many were measured in each.
     overall: the acceptance probability of all.
   """
 
   bounds: tuple[float, ...]
   acceptance: tuple[float, ...]
-  errors: tuple[float | None, ...]
-  tokens: tuple[int, ...]
   overall: float
 
 
@@ -179,19 +175,15 @@ class Calibration:
     if not choice.gamma:
       return 0
     # The drafter reads the input first, which takes as long for any output.
+    times = self.times_ms(rows)
+    first = times.get('draft_encoder', {'median': 0.0})['median']
     won = 1 - 1 / choice.expected_speed_up
-    return max(1, math.ceil(self.first_calls(rows) / won))
+    return max(1, math.ceil(first / times['call_1']['median'] / won))
 
   def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
     """What was timed for a number of rows, as a benchmark's record has it."""
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
-
-  def first_calls(self, rows: int) -> float:
-    """What the drafter takes to read an input, in calls over one token."""
-    times = self.times_ms(rows)
-    first = times.get('draft_encoder', {'median': 0.0})['median']
-    return first / times['call_1']['median']
 
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
     """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
@@ -282,14 +274,19 @@ def load(path: str) -> Calibration:
     version = content.pop('version', _VERSION)
     if (kind, version) != (_KIND, _VERSION):
       raise ValueError(f'{kind!r} of version {version!r}')
-    content['choices'] = tuple(_choice(**one) for one in content['choices'])
-    if content.get('confidence') is not None:
-      content['confidence'] = _tuples(Confidence, content['confidence'])
-    for gone in ('beams', 'spread'):  # in files of 0.2
-      content.pop(gone, None)
     if not content['choices']:
       raise ValueError('no choices')
-    return Calibration(**content)
+    choices = []
+    for one in content['choices']:
+      prices = one.get('prices')
+      choices.append(
+        _made(Choice, one, prices=prices and _made(Prices, prices))
+      )
+    confidence = content.get('confidence')
+    confidence = confidence and _made(Confidence, confidence)
+    return _made(
+      Calibration, content, choices=tuple(choices), confidence=confidence
+    )
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise CalibrationError(
       f'{path!r} is not a calibration. Expected a file that `specdec calibrate`'
@@ -297,14 +294,10 @@ def load(path: str) -> Calibration:
     ) from error
 
 
-def _choice(prices=None, **rest) -> Choice:
-  if prices is not None:
-    prices = _tuples(Prices, prices)
-  return _tuples(Choice, rest | {'prices': prices})
-
-
-def _tuples(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-  """A dataclass from JSON, whose lists are tuples."""
+def _made(kind: Any, values: Mapping[str, Any], **changes: Any) -> Any:
+  """A dataclass from JSON, whose lists are tuples; fields of today only."""
+  names = [field.name for field in dataclasses.fields(kind)]
+  known = {name: values[name] for name in names if name in values} | changes
   return kind(
-    **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    **{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
   )

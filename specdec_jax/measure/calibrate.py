@@ -1,7 +1,11 @@
-"""Calibration: costs and acceptance of a pair here, and the gamma they give."""
+"""Calibration: costs and acceptance of a pair here, and the gamma they give.
+
+`calibrate` measures both, in minutes. `for_host` takes the acceptance from a
+record that is shipped with the drafter, since what the target accepts does not
+depend on the processor, and times a few calls, once on each host.
+"""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +30,7 @@ from specdec_jax.engine.calibration import (
 )
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
-from specdec_jax.measure.acceptance import Output, Rates, rates, ratio
+from specdec_jax.measure.acceptance import Output, Rates, rates
 from specdec_jax.measure.calls import Timing, call_runs, in_ms, interleave
 from specdec_jax.measure.progress import bar, status
 from specdec_jax.measure.prompts import read_prompts
@@ -40,7 +44,6 @@ from specdec_jax.types import LengthRule
 _MAIN_GAMMA, _ROUND_GAMMAS = 4, (1, 8)
 # Of the rule of a draft whose length adapts.
 _BINS = 10  # of confidence, with equally many tokens
-LEAST_GAMMA = 3  # that a calibration must have measured
 _LONGEST = 15  # proposals at most
 _TINY = 1e-9
 # What drafts that may end early must gain over those of a fixed gamma, because
@@ -115,9 +118,7 @@ def calibrate(
       advance=advance,
     )
   made = _conclude(config, engine, costs, measured)
-  record = made.to_json()
-  shown: list[Table | str] = [*verdicts(made), *tables(record), *_basis(made)]
-  finish(config, console, record, *shown)
+  finish(config, console, made.to_json(), *report(made))
   return made
 
 
@@ -144,8 +145,6 @@ def _costs(
 def _conclude(config, engine, costs, measured: Rates) -> Calibration:
   rate = measured.overall
   confidence = confidence_table(measured.outputs) if measured.outputs else None
-  if config.max_gamma < LEAST_GAMMA:
-    confidence = None  # the calls of a draft that adapts were not measured
   return Calibration(
     fingerprints=engine.fingerprints,
     device=calibration.device_name(),
@@ -177,17 +176,17 @@ def _choice(config, costs, measured: Rates, confidence) -> Choice:
     rate.mean, rate.standard_error, calls, config.decode_len, costs['batch']
   )
   alpha = rate if measured.alpha is None else measured.alpha
-  choice = dataclasses.replace(
+  prices = None
+  if confidence is not None:
+    main = min(_MAIN_GAMMA, config.max_gamma)
+    more = times[f'adapting_{main}'] - times[f'round_{main}']
+    more = max(0.0, more / times['call_1'])  # lost in noise it is nothing
+    prices = best_prices(confidence, measured.outputs, calls, more)
+  return dataclasses.replace(
     choice,
     acceptance=acceptance_at(choice.gamma, measured.outputs, alpha.mean),
+    prices=prices,
   )
-  if confidence is None:
-    return choice
-  main = min(_MAIN_GAMMA, config.max_gamma)
-  more = times[f'adapting_{main}'] - times[f'round_{main}']
-  more = max(0.0, more / times['call_1'])  # lost in noise it is nothing
-  prices = best_prices(confidence, measured.outputs, calls, more)
-  return dataclasses.replace(choice, prices=prices)
 
 
 class CallCosts(NamedTuple):
@@ -292,104 +291,67 @@ def choose_gamma(
   )
 
 
-def tables(record: Mapping[str, Any]) -> list[Table]:
-  """The gamma chosen for each number of rows, and the factor of every gamma.
+def report(made: Calibration) -> list[Table | str]:
+  """Whether speculation pays with each number of rows, and what that rests on.
 
-  Args:
-    record: a calibration, as its file has it.
+  Returns:
+    A sentence for each number of rows, the costs and factors of every gamma,
+    and a sentence on the acceptance rate.
   """
-  choices = record['choices']
-  chosen = Table(
-    'Chosen here',
-    (
-      'rows at once',
-      Column('c', '.3f'),
-      Column('a round besides', '.3f'),
-      'gamma',
-      'expected speed-up',
-    ),
-    [
-      [
-        *(choice[x] for x in ('rows', 'cost_ratio', 'round_cost', 'gamma')),
-        _with_interval(choice['expected_speed_up'], choice['interval']),
-      ]
-      for choice in choices
-    ],
-  )
+  verdicts = [_verdict(made, choice) for choice in made.choices]
   columns: list[Column | str] = ['gamma']
-  cells: list[Sequence[Any]] = [range(len(choices[0]['factors']))]
-  for choice in choices:
-    for name, field in (('v(gamma + 1)', 'call_cost'), ('speed-up', 'factors')):
-      columns.append(Column(f'{name}, {_rows(choice["rows"])}', '.2f'))
-      cells.append(choice[field])
-  by_gamma = [list(row) for row in zip(*cells, strict=True)]
-  return [chosen, Table('What gamma is worth here', columns, by_gamma)]
-
-
-def _with_interval(value: float, interval: Sequence[float]) -> str:
-  low, high = interval
-  return f'{value:.2f} ({low:.2f} to {high:.2f})'
-
-
-def verdicts(made: Calibration) -> list[str]:
-  """Whether speculation pays: a sentence for each number of rows."""
-  sentences = []
+  cells: list[Sequence[Any]] = [range(len(made.choices[0].factors))]
   for choice in made.choices:
-    rows = f'{_rows(choice.rows)}: '
-    if not choice.gamma:
-      sentences.append(
-        f'{rows}speculation does not pay here: no gamma is expected to be'
-        ' quicker than plain decoding.'
-      )
-      continue
-    adapts = ''
-    if choice.prices is not None:
-      adapts = (
-        " With gamma = 'adaptive' it is expected to be"
-        f' {choice.prices.expected_speed_up:.2f}.'
-      )
-    pays = 'pays' if choice.interval[0] >= 1.0 else 'may pay'
-    expected = _with_interval(choice.expected_speed_up, choice.interval)
-    sentences.append(
-      f'{rows}speculation {pays} here: gamma = {choice.gamma}, expected'
-      f' speed-up {expected}, for outputs of {made.least_length(choice.rows)}'
-      f' tokens or more.{adapts}'
-    )
-  return sentences
-
-
-def _basis(made: Calibration) -> list[str]:
-  """What the verdicts rest on: times and acceptance."""
-  sentences = []
-  for choice in made.choices:
-    times = made.times_ms(choice.rows)
-    sentences.append(
-      f'{_rows(choice.rows)}: input {times["encoder"]["median"]:.2f} ms, a call'
-      f' {times["call_1"]["median"]:.2f} ms'
-    )
+    for name, values in (
+      ('v(gamma + 1)', choice.call_cost),
+      ('speed-up', choice.factors),
+    ):
+      columns.append(Column(f'{name}, {_rows(choice.rows)}', '.2f'))
+      cells.append(values)
+  rows = [list(row) for row in zip(*cells, strict=True)]
   rate = made.record['acceptance_rate']
-  unproposed = ''
-  if rate['proposes'] < 1:
-    share = 1 - rate['proposes']
-    unproposed = f', none where nothing is proposed ({share:.0%} of them)'
   acceptance = (
-    f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
+    f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
     f' {rate["num_tokens"]} tokens at temperature {made.temperature:g}'
   )
-  return [*sentences, acceptance + unproposed]
+  if rate['proposes'] < 1:
+    share = 1 - rate['proposes']
+    acceptance += f', none where nothing is proposed ({share:.0%} of them)'
+  table = Table('What gamma is worth here', columns, rows)
+  return [*verdicts, table, f'{acceptance}.']
+
+
+def _verdict(made: Calibration, choice: Choice) -> str:
+  """Whether speculation pays with so many rows, and what calls cost."""
+  times = made.times_ms(choice.rows)
+  costs = (
+    f' An input takes {times["encoder"]["median"]:.2f} ms, a call of the target'
+    f' {times["call_1"]["median"]:.2f} ms, a proposal {choice.cost_ratio:.3f}'
+    f' calls (c), a round besides {choice.round_cost:.3f}.'
+  )
+  if not choice.gamma:
+    return (
+      f'{_rows(choice.rows)}: speculation does not pay here: no gamma is'
+      f' expected to be quicker than plain decoding.{costs}'
+    )
+  adapts = ''
+  if choice.prices is not None:
+    factor = choice.prices.expected_speed_up
+    adapts = f" With gamma = 'adaptive' it is expected to be {factor:.2f}."
+  low, high = choice.interval
+  return (
+    f'{_rows(choice.rows)}: speculation {"pays" if low >= 1 else "may pay"}'
+    f' here: gamma = {choice.gamma}, expected speed-up'
+    f' {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for outputs of'
+    f' {made.least_length(choice.rows)} tokens or more.{adapts}{costs}'
+  )
 
 
 def _rows(count: int) -> str:
   return f'{count} row{"s" * (count > 1)}'
 
 
-# The gamma that pays on a host, for a pair whose acceptance is known.
-#
-# What the target accepts does not depend on the processor, so a record of it
-# can be shipped with the drafter (`acceptance` writes it). What calls cost
-# does: a few of them are timed, in a second or two besides their compilation,
-# and kept. `calibrate` measures both, and more, in minutes.
-
+# What `for_host` times: a second or two besides compilation.
 _HOST_SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
 _HOST_GAMMA = 7  # of the rounds
 _HOST_TIMES = (
@@ -511,25 +473,17 @@ class Expected(NamedTuple):
 
 
 def confidence_table(outputs: Sequence[Output]) -> Confidence:
-  """The table of at least two outputs' tokens."""
-  betas, sure, texts = _joined(outputs)
+  """The table of the outputs' tokens."""
+  betas = np.concatenate([one.betas for one in outputs])
+  sure = np.concatenate([one.confidences for one in outputs])
   inner = np.quantile(sure, np.arange(1, _BINS) / _BINS)
   bounds = np.unique(inner.astype(np.float32))
   bounds = bounds[bounds > sure.min()]  # no bin is empty
-  chosen = np.searchsorted(bounds, sure, side='right')
-  bins = range(len(bounds) + 1)
-  rates = []
-  for one in bins:
-    inside = chosen == one
-    number = int(texts.max()) + 1
-    hits = np.bincount(texts[inside], betas[inside], number)
-    tries = np.bincount(texts[inside], minlength=number)
-    rates.append(ratio(list(hits), list(tries)))
+  bins = np.searchsorted(bounds, sure, side='right')
+  acceptance = np.bincount(bins, betas) / np.bincount(bins)
   return Confidence(
     bounds=tuple(bounds.tolist()),
-    acceptance=tuple(rate.mean for rate in rates),
-    errors=tuple(rate.standard_error for rate in rates),
-    tokens=tuple(rate.num_tokens for rate in rates),
+    acceptance=tuple(acceptance.tolist()),
     overall=float(betas.mean()),
   )
 
@@ -543,60 +497,49 @@ def best_prices(
   """The prices that gain most over the outputs.
 
   A proposal is worth its costs if they would not buy as many tokens elsewhere:
-  at the rate, in tokens a unit of time, that the rule itself reaches. Of what a
-  call with a draft takes more than one without, each proposal pays its share,
-  or those behind the first one pay nothing. Prices of 0 are those of a fixed
-  gamma, whose loop has less to do: they are taken unless others gain more.
+  at the rate, in tokens a unit of time, that the rule itself reaches. The first
+  proposal pays what a call over two tokens takes more than one; of what the
+  longest call takes more than that, the others pay the same share each. Prices
+  of 0 are those of a fixed gamma, whose loop has less to do: they are taken
+  unless others gain more.
 
   Args:
     confidence: the table.
     outputs: what it was made of.
-    costs: of at least `LEAST_GAMMA` + 1 calls.
+    costs: of calls over up to gamma + 1 tokens.
     adapting_cost: what a round whose drafts adapt takes more than another.
   """
-  call_cost = costs.call_cost
-  if len(call_cost) <= LEAST_GAMMA:
-    raise unexpected(
-      'call_cost', f'v(1) to v({LEAST_GAMMA + 1}) or more', call_cost
+
+  def valued(calls, worth, asking) -> Prices:
+    """The prices, with what their rule should gain over the outputs."""
+    prices = Prices(tuple(worth.tolist()), tuple(asking.tolist()), 0.0, 0.0)
+    rule = rule_of(confidence, prices)
+    sums = expected(rule, outputs, costs.cost_ratio, calls)
+    return dataclasses.replace(
+      prices,
+      expected_speed_up=sums.tokens / sums.time,
+      acceptance=sums.accepted / max(sums.tested, _TINY),
     )
-  valued = functools.partial(_valued, confidence, outputs, costs.cost_ratio)
-  tried, fixed = [], []
-  for most in range(1, min(_LONGEST, len(call_cost) - 1) + 1):
-    calls = costs_of_calls(call_cost, most) + costs.round_cost
-    shared = np.diff(_convex(calls))
-    behind = np.append(shared[:1], np.diff(_convex(calls[1:])))
-    for more in (shared, behind):
-      rate = 1.0
-      for _ in range(_TURNS):
-        worth, asking = rate * more, rate * (costs.cost_ratio + more)
-        prices = valued(calls + adapting_cost, worth, asking)
-        rate = prices.expected_speed_up
-      tried.append(prices)
+
+  adapting, fixed = [], []
+  for most in range(1, min(_LONGEST, len(costs.call_cost) - 1) + 1):
+    calls = costs_of_calls(costs.call_cost, most) + costs.round_cost
     fixed.append(valued(calls, np.zeros(most), np.zeros(most)))
+    more = np.full(most, calls[1] - calls[0])
+    more[1:] = (calls[-1] - calls[1]) / max(1, most - 1)
+    more = np.maximum(more, 0.0)
+    rate = 1.0
+    for _ in range(_TURNS):
+      asking = rate * (costs.cost_ratio + more)
+      prices = valued(calls + adapting_cost, rate * more, asking)
+      rate = prices.expected_speed_up
+    adapting.append(prices)
   best, best_fixed = (
     max(these, key=lambda prices: prices.expected_speed_up)
-    for these in (tried, fixed)
+    for these in (adapting, fixed)
   )
   least = _LEAST_GAIN * best_fixed.expected_speed_up
   return best if best.expected_speed_up > least else best_fixed
-
-
-def _valued(
-  confidence: Confidence,
-  outputs: Sequence[Output],
-  cost_ratio: float,
-  calls: np.ndarray,
-  worth: np.ndarray,
-  asking: np.ndarray,
-) -> Prices:
-  """The prices, with what their rule should gain over the outputs."""
-  prices = Prices(tuple(worth.tolist()), tuple(asking.tolist()), 0.0, 0.0)
-  sums = expected(rule_of(confidence, prices), outputs, cost_ratio, calls)
-  return dataclasses.replace(
-    prices,
-    expected_speed_up=sums.tokens / sums.time,
-    acceptance=sums.accepted / max(sums.tested, _TINY),
-  )
 
 
 def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
@@ -608,26 +551,6 @@ def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
   """
   sizes = fallback.widths(most, adapts=True, rests=False)
   return np.asarray([call_cost[size - 1] for size in sizes], np.float64)
-
-
-def _convex(values: np.ndarray) -> np.ndarray:
-  """The largest convex sequence below `values`, without a fall.
-
-  A call costs the same for all lengths up to its width: a draft must not end
-  before a step for what is cheap behind it.
-  """
-  values = np.maximum.accumulate(values)
-  hull = values.copy()
-  place = 0
-  while place < len(values) - 1:
-    slopes = (values[place + 1 :] - values[place]) / np.arange(
-      1, len(values) - place
-    )
-    step = int(np.argmin(slopes)) + 1
-    line = values[place] + slopes[step - 1] * np.arange(step + 1)
-    hull[place : place + step + 1] = line
-    place += step
-  return hull
 
 
 def expected(
@@ -707,19 +630,3 @@ def _of_output(rule, betas, sure, cost_ratio, calls) -> np.ndarray:
   time = cost_ratio * asked + calls[length]
   sums = np.stack([accepted + 1, time, tested, accepted])
   return sums @ visits[:count]
-
-
-def _joined(
-  outputs: Sequence[Output],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Betas, confidences and numbers of texts of all tokens."""
-  numbers: dict[Any, int] = {}
-  texts = [
-    np.full(len(one.betas), numbers.setdefault(one.text, len(numbers)))
-    for one in outputs
-  ]
-  return (
-    np.concatenate([one.betas for one in outputs]),
-    np.concatenate([one.confidences for one in outputs]),
-    np.concatenate(texts),
-  )
