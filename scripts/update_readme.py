@@ -121,7 +121,7 @@ def _decode(summary: Record, path: pathlib.Path) -> list[str | Table]:
 
 def _benchmark(found: Record, _: pathlib.Path) -> list[str | Table]:
   table = calls.table(found)
-  return [f'{table.title}; {where(found)}.', table]
+  return [f'{table.title}; {where(found)}.', table, *table.notes]
 
 
 def _calibration(found: Record, path: pathlib.Path) -> list[str | Table]:

@@ -82,7 +82,7 @@ def test_drafters_that_do_not_say_how_sure_they_are(tokenizer, drafter):
 # With a calibration.
 
 TABLE = Confidence((0.3,), (0.2, 0.8), (0.01, 0.01), (50, 50), 0.5)
-PRICES = Prices((0.1,) * 3, (0.25,) * 3, 1.7, 0.7)
+PRICES = Prices((0.1,) * 3, (0.25,) * 3, 1.7)
 
 
 def calibration_of(engine, **changes):
@@ -127,7 +127,7 @@ def silent():
 
 def test_a_rule_that_ends_no_draft_is_a_fixed_gamma(engine):
   measured = calibration_of(engine)
-  free = Prices((0.0,) * 3, (0.0,) * 3, 1.7, 0.7)
+  free = Prices((0.0,) * 3, (0.0,) * 3, 1.7)
   choice = dataclasses.replace(measured.choices[0], prices=free)
   free = dataclasses.replace(measured, choices=(choice,))
   assert as_gamma(free.rule(1)) == (3, None)
@@ -153,7 +153,7 @@ def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   assert identity['rule'] == summary['rule']
   assert identity['fallback'] == summary['fallback']
   (one,) = found.choices
-  longer = Prices((0.2,) * 4, (0.3,) * 4, 1.7, 0.7)
+  longer = Prices((0.2,) * 4, (0.3,) * 4, 1.7)
   two = dataclasses.replace(one, rows=2, prices=longer)
   found = calibration_of(engine, choices=(one, two))
   plan = found.plan(2, engine)

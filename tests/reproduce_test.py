@@ -9,7 +9,6 @@ import rich.console
 
 import small_vocabulary
 from small_vocabulary import network
-from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import gin_flags
 from specdec_jax.measure import acceptance, calls
 from specdec_jax.measure import table as measured_tables
@@ -29,18 +28,28 @@ def quiet():
 # --- Figures -------------------------------------------------------------
 
 
-TIMES = plots.CallTimes(3.0, 1.0, 0.5, {1: 4.0, 4: 5.0, 8: 6.0})
-RUNS = (
-  plots.Run(7, [8, 1, 3]),
-  plots.Run(3, [4, 4, 4]),
-  plots.Run(0, [1] * 12),
-)
-POINTS = [plots.Point(0.75, 3.0, 7, 0.1, forced_acceptance=0.75)]
+COSTS = {
+  'times_ms': {
+    name: {'median': ms}
+    for name, ms in {
+      **{'encoder': 3.0, 'draft_encoder': 1.0},
+      **{'call_1': 4.0, 'call_4': 5.0, 'call_8': 6.0},
+    }.items()
+  },
+  'gammas': [{'cost_ratio': 0.125}],
+}
+RUNS = {7: [8, 1, 3], 3: [4, 4, 4], 0: [1] * 12}
+POINT = {
+  'settings': {'forced_acceptance': 0.75},
+  'gammas': [
+    {'acceptance_rate': 0.75, 'speed_up': 3.0, 'gamma': 7, 'cost_ratio': 0.1}
+  ],
+}
 DRAW = {
   'figure2': plots.plot_figure2,
   'figure3': plots.plot_figure3,
-  'figure4': lambda path: plots.plot_figure4(path, POINTS),
-  'figure5': lambda path: plots.plot_figure5(path, RUNS, TIMES),
+  'figure4': lambda path: plots.plot_figure4(path, [POINT]),
+  'figure5': lambda path: plots.plot_figure5(path, RUNS, COSTS),
 }
 
 
@@ -85,17 +94,17 @@ def test_figures_2_to_4_are_the_same_whatever_the_user_set(drawn, tmp_path):
 
 
 def test_figure_5_draws_every_call_after_the_one_before(drawn, tmp_path):
-  row = plots.calls(RUNS[1], TIMES)
+  row = plots.calls(3, RUNS[3], COSTS)
   a_round = [plots.DRAFT] * 3 + [plots.TARGET]
   encoders = [plots.TARGET_ENCODER, plots.DRAFT_ENCODER]
   assert [call.kind for call in row] == encoders + a_round * 3
   assert all(a.end_ms == b.begin_ms for a, b in itertools.pairwise(row))
   assert row[-1].end_ms == 3 + 1 + 3 * (3 * 0.5 + 5)
-  plain = plots.calls(RUNS[2], TIMES)
+  plain = plots.calls(0, RUNS[0], COSTS)
   assert plain[-1].end_ms == 3 + 12 * 4 and len(plain) == 13
   axes = drawn('figure5', tmp_path / 'x.png').axes[0]
   bars = sum(len(bars.get_paths()) for bars in axes.collections)
-  assert bars == sum(len(plots.calls(run, TIMES)) for run in RUNS)
+  assert bars == sum(len(plots.calls(*run, COSTS)) for run in RUNS.items())
   texts = [text.get_text() for text in axes.texts]
   assert '12 tokens\n51 ms' in texts and '12 tokens\n23.5 ms' in texts
 
@@ -175,13 +184,11 @@ def test_shipped_records_are_shown_as_they_are(
   def measures(*_):
     raise AssertionError('measured')
 
-  monkeypatch.setattr(reproduce, 'run_suite', measures)
+  monkeypatch.setattr(reproduce, 'benchmark', measures)
   monkeypatch.setattr(reproduce, 'measure_alpha', measures)
   flags = [*flags, '--no-measure', f'--records-dir={RESULTS / records}']
   config = load(monkeypatch, tmp_path, flags)
   reproduce.reproduce(config, quiet())
-  for path in [*tmp_path.glob('*.json'), *tmp_path.glob('*.csv')]:
-    assert path.read_text() == (RESULTS / report / path.name).read_text()
   ours = (RESULTS / report / 'report.md').read_text()
   assert (tmp_path / 'report.md').read_text() == ours
   assert ours.count('not measured') <= 2
@@ -215,36 +222,44 @@ def suite(folder, **changes):
 
 @pytest.fixture(scope='module')
 def measured(tmp_path_factory):
-  """One row of Table 2, measured; what two runs said, and its record."""
+  """One row of Table 2, measured: its folder, its record, what was said."""
   folder = tmp_path_factory.mktemp('suite')
-  consoles = [rich.console.Console(record=True, width=150) for _ in range(2)]
+  console = rich.console.Console(record=True, width=150)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(printed, 'TABLE2', (ROW,))
-    for console in consoles:
-      reproduce.run_suite(suite(folder), console)
-    records = reproduce.read_suite(suite(folder))
-  return folder, records, *(console.export_text() for console in consoles)
+    records = reproduce.suite_records(suite(folder), console)
+  return folder, records['ende-t5_small-T0'], console.export_text()
 
 
-def test_a_row_is_measured_once(measured):
-  _, records, text, again = measured
+def test_a_row_is_measured_once(measured, monkeypatch):
+  folder, record, text = measured
   assert text.count('acceptance forced to 1.0') == 1
-  assert again == ''  # a suite that goes on does not measure it again
-  record = records['ende-t5_small-T0']
   assert record['settings']['forced_acceptance'] == 1.0
   row = tables.only(record)
   assert row['gamma'] == 2
   # Ten rounds of 3 tokens; one proposal fits before the last of all.
   assert row['histogram'] == [0, 1, 10] and row['acceptance_rate'] == 1.0
+  # A suite that goes on does not measure it again; other settings are refused.
+  monkeypatch.setattr(reproduce, 'benchmark', None)
+  monkeypatch.setattr(printed, 'TABLE2', (ROW,))
+  found = reproduce.suite_records(suite(folder), quiet())
+  assert found == {'ende-t5_small-T0': record}
+  for options, message in (
+    ({'decode_len': 48}, 'decode_len was 32, is 48'),
+    ({'target': network(2)}, 'target was'),
+    ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
+    ({}, r'gammas was \[2\], is \[3\]'),
+  ):
+    if not options:
+      monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=3),))
+    with pytest.raises(ValueError, match=message):
+      reproduce.suite_records(suite(folder, **options), quiet())
 
 
 def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
   """Figures 1 and 5 of one engine, with the costs that a row has measured."""
   pytest.importorskip('matplotlib', reason='needs the extra [plots]')
-  _, records, _, _ = measured
-  monkeypatch.setattr(
-    reproduce, 'benchmark', lambda *_: records['ende-t5_small-T0']
-  )
+  monkeypatch.setattr(reproduce, 'benchmark', lambda *_: measured[1])
   engine = small_vocabulary.engine_with_itself(tokenizer)
   config = ReproduceConfig(
     ('figure1', 'figure5'),
@@ -261,28 +276,9 @@ def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
   assert '![Figure 5: calls over time](figure5.png)' in text
 
 
-def test_a_record_of_other_settings_is_refused(measured, monkeypatch):
-  folder, records, _, _ = measured
-  monkeypatch.setattr(printed, 'TABLE2', (ROW,))
-  assert reproduce.read_suite(suite(folder)) == records  # the control
-  for options, message in (
-    ({'decode_len': 48}, 'decode_len was 32, is 48'),
-    ({'repeats': 3}, 'repeats was 2, is 3'),
-    ({'target': network(2)}, 'target was'),
-    ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
-  ):
-    with pytest.raises(ValueError, match=message):
-      reproduce.read_suite(suite(folder, **options))
-  monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=3),))
-  with pytest.raises(ValueError, match=r'gammas was \[2\], is \[3\]'):
-    reproduce.read_suite(suite(folder))
-
-
 def test_a_pair_that_does_not_fit_is_said_once(tmp_path, monkeypatch):
   monkeypatch.setattr(calls, 'device_bytes', lambda: 10_000)
   config = dataclasses.replace(suite(tmp_path), items=('table4',))
-  with pytest.raises(DoesNotFitError):
-    reproduce.run_suite(config, quiet())
   reproduce.reproduce(config, quiet())
   report = (tmp_path / 'report.md').read_text()
   # The small drafter's rows, all of them for one reason.

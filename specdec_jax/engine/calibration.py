@@ -52,13 +52,11 @@ class Prices:
     worth: the price of each proposal in the target's call.
     worth_asking: the price with that of asking the drafter.
     expected_speed_up: what the rule with these prices should gain.
-    acceptance: accepted / judged proposals of that rule.
   """
 
   worth: tuple[float, ...]
   worth_asking: tuple[float, ...]
   expected_speed_up: float
-  acceptance: float
 
 
 def rule_of(confidence: Confidence, prices: Prices) -> LengthRule:
@@ -89,7 +87,6 @@ class Choice:
     call_cost: v(1), v(2), ....
     round_cost: what a round takes besides its calls, in calls of the target
       over one token.
-    acceptance: accepted / judged proposals at that gamma; None if unknown.
   """
 
   rows: int
@@ -101,7 +98,6 @@ class Choice:
   cost_ratio: float = 0.0
   call_cost: tuple[float, ...] = ()
   round_cost: float = 0.0
-  acceptance: float | None = None
 
   def fallback(self, gamma: int, adapts: bool) -> Fallback | None:
     """When the drafter rests, by these costs; None if they do not say.

@@ -43,15 +43,13 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure.progress import bar
-from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
 from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, finish, started
+from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.local_tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import FinishReason, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
@@ -448,7 +446,7 @@ class MeasureAlphaConfig:
       'target': self.target,
       'drafts': list(self.engines),
       'input_file': os.fspath(
-        source if isinstance(source, str) else source.files[SPLIT]
+        source if isinstance(source, str) else source.files[PROMPTS_SPLIT]
       ),
       'truncate': self.truncate,
       'num_tokens': self.num_tokens,

@@ -19,7 +19,6 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.decoding import fallback
-from specdec_jax.drafters.length import unsure_below
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import (
   Calibration,
@@ -32,12 +31,18 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
 from specdec_jax.measure.acceptance import Output, Rates, rates
 from specdec_jax.measure.calls import Timing, call_runs, in_ms, interleave
-from specdec_jax.measure.progress import bar, status
-from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.record import load as load_record
-from specdec_jax.measure.table import Column, Table, finish, started
+from specdec_jax.measure.table import (
+  Column,
+  Table,
+  bar,
+  finish,
+  started,
+  status,
+)
 from specdec_jax.models import backend
+from specdec_jax.text.local_tasks import read_prompts
 from specdec_jax.types import LengthRule
 
 # Rounds of these gammas say what a proposal takes, and what a round besides.
@@ -45,7 +50,6 @@ _MAIN_GAMMA, _ROUND_GAMMAS = 4, (1, 8)
 # Of the rule of a draft whose length adapts.
 _BINS = 10  # of confidence, with equally many tokens
 _LONGEST = 15  # proposals at most
-_TINY = 1e-9
 # What drafts that may end early must gain over those of a fixed gamma, because
 # deciding takes time, and what was measured is not exact.
 _LEAST_GAIN = 1.02
@@ -175,18 +179,13 @@ def _choice(config, costs, measured: Rates, confidence) -> Choice:
   choice = choose_gamma(
     rate.mean, rate.standard_error, calls, config.decode_len, costs['batch']
   )
-  alpha = rate if measured.alpha is None else measured.alpha
   prices = None
   if confidence is not None:
     main = min(_MAIN_GAMMA, config.max_gamma)
     more = times[f'adapting_{main}'] - times[f'round_{main}']
     more = max(0.0, more / times['call_1'])  # lost in noise it is nothing
     prices = best_prices(confidence, measured.outputs, calls, more)
-  return dataclasses.replace(
-    choice,
-    acceptance=acceptance_at(choice.gamma, measured.outputs, alpha.mean),
-    prices=prices,
-  )
+  return dataclasses.replace(choice, prices=prices)
 
 
 class CallCosts(NamedTuple):
@@ -209,16 +208,26 @@ class CallCosts(NamedTuple):
   def speed_up(
     self, lengths: Sequence[int], acceptance_rate: float, gamma: int
   ) -> float:
-    """`analysis.speed_up_of_outputs` with these costs."""
+    """The expected speed-up of whole outputs, one at a time.
+
+    Unlike the factor of a token it counts what both loops begin with, and the
+    tokens of the last round that lie behind an output's end.
+
+    Args:
+      lengths: tokens of each output, its end included.
+      acceptance_rate: alpha, of independent proposals.
+      gamma: proposals per round.
+    """
+    alpha = min(1.0, max(0.0, acceptance_rate))
     a_round = self.call_cost[gamma] + gamma * self.cost_ratio + self.round_cost
-    return analysis.speed_up_of_outputs(
-      lengths,
-      min(1.0, max(0.0, acceptance_rate)),
-      gamma,
-      a_round,
-      self.start,
-      self.draft_start,
+    plain = sum(self.start + length for length in lengths)
+    speculative = sum(
+      self.start
+      + self.draft_start
+      + a_round * analysis.expected_rounds(alpha, gamma, length)
+      for length in lengths
     )
+    return plain / speculative
 
 
 def call_costs(times: Mapping[str, float]) -> CallCosts:
@@ -287,7 +296,6 @@ def choose_gamma(
     cost_ratio=costs.cost_ratio,
     call_cost=tuple(costs.call_cost),
     round_cost=costs.round_cost,
-    acceptance=acceptance_rate,
   )
 
 
@@ -452,7 +460,8 @@ def host_verdict(made: Calibration) -> str:
     'On this host a call of the target over one token takes'
     f' {made.times_ms(choice.rows)["call_1"]["median"]:.2f} ms, one over'
     f' {", ".join(map(str, sizes))} tokens {costs} times that, and a proposal'
-    f' {choice.cost_ratio:.2f}; {choice.acceptance:.0%} of the proposals are'
+    f' {choice.cost_ratio:.2f};'
+    f' {made.record["acceptance_rate"]["alpha"]:.0%} of the proposals are'
     ' accepted.'
   )
 
@@ -461,15 +470,6 @@ def host_verdict(made: Calibration) -> str:
 # likely its next proposal is accepted: a table of confidence bins. Costs say
 # what a proposal must be worth. Both together are a `LengthRule`; what it
 # should gain is computed over the outputs that were measured.
-
-
-class Expected(NamedTuple):
-  """Expected sums over rounds, from every place that a round may begin at."""
-
-  tokens: float
-  time: float
-  tested: float
-  accepted: float
 
 
 def confidence_table(outputs: Sequence[Output]) -> Confidence:
@@ -512,14 +512,10 @@ def best_prices(
 
   def valued(calls, worth, asking) -> Prices:
     """The prices, with what their rule should gain over the outputs."""
-    prices = Prices(tuple(worth.tolist()), tuple(asking.tolist()), 0.0, 0.0)
+    prices = Prices(tuple(worth.tolist()), tuple(asking.tolist()), 0.0)
     rule = rule_of(confidence, prices)
-    sums = expected(rule, outputs, costs.cost_ratio, calls)
-    return dataclasses.replace(
-      prices,
-      expected_speed_up=sums.tokens / sums.time,
-      acceptance=sums.accepted / max(sums.tested, _TINY),
-    )
+    gain = expected_speed_up(rule, outputs, costs.cost_ratio, calls)
+    return dataclasses.replace(prices, expected_speed_up=gain)
 
   adapting, fixed = [], []
   for most in range(1, min(_LONGEST, len(costs.call_cost) - 1) + 1):
@@ -553,12 +549,12 @@ def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
   return np.asarray([call_cost[size - 1] for size in sizes], np.float64)
 
 
-def expected(
+def expected_speed_up(
   rule: LengthRule,
   outputs: Sequence[Output],
   cost_ratio: float,
   calls: np.ndarray,
-) -> Expected:
+) -> float:
   """What a rule should gain over outputs whose tokens were measured.
 
   Rounds begin where the rounds before them end, each place by its probability:
@@ -572,32 +568,17 @@ def expected(
     calls: float[G + 1], what the round's call with 0..G proposals takes, with
       what a round takes besides, in calls of the target over one token.
   """
-  total = np.zeros(4)
+  tokens = time = 0.0
   for output in outputs:
-    total += _of_output(
+    more_tokens, more_time = _of_output(
       rule, output.betas, output.confidences, cost_ratio, calls
     )
-  return Expected(*total.tolist())
-
-
-def acceptance_at(
-  gamma: int, outputs: Sequence[Output], otherwise: float
-) -> float:
-  """Accepted / judged proposals of rounds of a fixed gamma.
-
-  Behind a rejection nothing is judged, so that this is not alpha where tokens
-  that are hard to guess follow one another.
-
-  Args:
-    gamma: proposals per round.
-    outputs: what was measured; may be empty.
-    otherwise: what it is if nothing would be judged.
-  """
-  sums = expected(unsure_below(0.0, gamma), outputs, 0.0, np.ones(gamma + 1))
-  return sums.accepted / sums.tested if sums.tested else otherwise
+    tokens, time = tokens + more_tokens, time + more_time
+  return tokens / time
 
 
 def _of_output(rule, betas, sure, cost_ratio, calls) -> np.ndarray:
+  """Expected tokens and time of an output's rounds, float[2]."""
   count, most = len(betas), rule.most
   believed = np.asarray(rule.acceptance)[
     np.searchsorted(np.asarray(rule.confidences), sure, side='right')
@@ -607,13 +588,12 @@ def _of_output(rule, betas, sure, cost_ratio, calls) -> np.ndarray:
   asks = room > 0
   survival, true = np.ones(count), np.ones(count)
   length, asked = np.zeros(count, int), np.ones(count)
-  tested, accepted = np.zeros(count), np.zeros(count)
+  accepted = np.zeros(count)
   ends = np.zeros((count, most + 1))  # probability of n accepted proposals
   for index in range(most):
     place = np.minimum(starts + index, count - 1)
     survival = survival * believed[place]
     makes = asks & (survival > rule.worth[index])
-    tested += makes * true
     ends[:, index] = np.where(makes, true * (1 - betas[place]), 0.0)
     true = np.where(makes, true * betas[place], true)
     accepted += makes * true
@@ -628,5 +608,4 @@ def _of_output(rule, betas, sure, cost_ratio, calls) -> np.ndarray:
   for start in range(count):
     visits[start + 1 : start + most + 2] += visits[start] * ends[start]
   time = cost_ratio * asked + calls[length]
-  sums = np.stack([accepted + 1, time, tested, accepted])
-  return sums @ visits[:count]
+  return np.stack([accepted + 1, time]) @ visits[:count]
