@@ -66,7 +66,13 @@ def tiny(**options):
 def test_a_whole_run_of_a_tiny_pair(tmp_path):
   path = tmp_path / 'out/record.json'
   console = rich.console.Console(record=True, width=120)
-  config = tiny(batch=2, gammas=(3,), calls_a_run=2, output_file=str(path))
+  config = tiny(
+    batch=2,
+    gammas=(3,),
+    forced_acceptance=1.0,
+    calls_a_run=2,
+    output_file=str(path),
+  )
   record = calls.benchmark(config, console)
   assert json.loads(path.read_text()) == record
   median = {name: ms['median'] for name, ms in record['times_ms'].items()}
@@ -75,8 +81,8 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path):
   assert record['call_cost'] == {'1': 1.0, '4': cost}
   (row,) = record['gammas']
   assert row['gamma'] == 3
-  emitted = sum(n * (i + 1) for i, n in enumerate(row['histogram']))
-  assert emitted == 32 * 2
+  # Eight rounds of four tokens in each row.
+  assert row['histogram'] == [0, 0, 0, 16] and row['acceptance_rate'] == 1.0
   # What a round takes beyond the target's call, for each proposal.
   more = max(0.0, median['round_3'] - median['call_4'])
   assert row['cost_ratio'] == pytest.approx(more / 3 / median['call_1'])
@@ -87,7 +93,7 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path):
   plain = 32 * median['plain_loop']
   assert row['speed_up'] == pytest.approx(plain / median['speculative_3'])
   text = console.export_text()
-  assert 'expected speed-up' in text and 'forced' not in text
+  assert 'expected speed-up' in text and 'acceptance forced to 1.0' in text
 
 
 def test_a_call_ends_with_the_output_layer(monkeypatch):

@@ -9,11 +9,12 @@ import rich.console
 
 import small_vocabulary
 from small_vocabulary import network
+from specdec_jax import files
 from specdec_jax.cli import gin_flags
-from specdec_jax.measure import acceptance, calls
+from specdec_jax.measure import acceptance, calls, record
 from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
-from specdec_jax.paper import plots, printed, reproduce, tables
+from specdec_jax.paper import plots, printed, reproduce
 from specdec_jax.paper.reproduce import ReproduceConfig
 from specdec_jax.partitioning import Placement
 
@@ -28,27 +29,27 @@ def quiet():
 # --- Figures -------------------------------------------------------------
 
 
-COSTS = {
-  'times_ms': {
-    name: {'median': ms}
-    for name, ms in {
-      **{'encoder': 3.0, 'draft_encoder': 1.0},
-      **{'call_1': 4.0, 'call_4': 5.0, 'call_8': 6.0},
-    }.items()
-  },
-  'gammas': [{'cost_ratio': 0.125}],
+TIMES = {
+  **{'encoder': 3.0, 'draft_encoder': 1.0, 'plain_loop': 4.0},
+  **{'call_1': 4.0, 'call_4': 5.0, 'call_8': 6.0},
 }
-RUNS = {7: [8, 1, 3], 3: [4, 4, 4], 0: [1] * 12}
-POINT = {
-  'settings': {'forced_acceptance': 0.75},
+COSTS = {
+  'times_ms': {name: {'median': ms} for name, ms in TIMES.items()},
+  'call_cost': {'1': 1.0, '4': 1.25, '8': 1.5},
   'gammas': [
-    {'acceptance_rate': 0.75, 'speed_up': 3.0, 'gamma': 7, 'cost_ratio': 0.1}
+    {
+      **{'gamma': 3, 'cost_ratio': 0.125, 'acceptance_rate': 0.75},
+      **{'speed_up': 3.0, 'expected_speed_up': 2.5},
+    }
   ],
 }
+RUNS = {7: [8, 1, 3], 3: [4, 4, 4], 0: [1] * 12}
 DRAW = {
   'figure2': plots.plot_figure2,
   'figure3': plots.plot_figure3,
-  'figure4': lambda path: plots.plot_figure4(path, [POINT]),
+  'figure4': lambda path: plots.plot_figure4(
+    path, [COSTS | {'settings': {'forced_acceptance': 0.75}}]
+  ),
   'figure5': lambda path: plots.plot_figure5(path, RUNS, COSTS),
 }
 
@@ -199,20 +200,13 @@ def test_shipped_records_are_shown_as_they_are(
 
 # --- The suite of Table 2 --------------------------------------------------
 
-# At this rate the loop's counts are known exactly.
-ROW = printed.Table2Row('ende', 't5_small', 0, 2, 1.0, 3.4)
-SUITE = BenchmarkConfig(
-  *(network(1), network(1)),
-  name='tiny',
-  decode_len=32,
-  repeats=2,
-  calls_a_run=2,
-)
+ROW = printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 3.4)
+SUITE = BenchmarkConfig(network(1), network(1), name='tiny', decode_len=32)
 
 
 def suite(folder, **changes):
   return ReproduceConfig(
-    ('table2', 'table4'),
+    ('table2', 'table4', 'figure4'),
     str(folder),
     records_dir=str(folder / 'records'),
     suite=dataclasses.replace(SUITE, **changes),
@@ -220,52 +214,46 @@ def suite(folder, **changes):
   )
 
 
-@pytest.fixture(scope='module')
-def measured(tmp_path_factory):
-  """One row of Table 2, measured: its folder, its record, what was said."""
-  folder = tmp_path_factory.mktemp('suite')
-  console = rich.console.Console(record=True, width=150)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(printed, 'TABLE2', (ROW,))
-    records = reproduce.suite_records(suite(folder), console)
-  return folder, records['ende-t5_small-T0'], console.export_text()
+def test_a_row_is_measured_once(tmp_path, monkeypatch):
+  pytest.importorskip('matplotlib', reason='needs the extra [plots]')
+  measured = []
 
+  def benchmark(config, console):
+    assert config.target.params is not None  # drawn once for all rows
+    measured.append(config.forced_acceptance)
+    made = record.new('benchmark', COSTS | {'settings': config.settings})
+    files.write_json(config.output_file, made)
+    return made
 
-def test_a_row_is_measured_once(measured, monkeypatch):
-  folder, record, text = measured
-  assert text.count('acceptance forced to 1.0') == 1
-  assert record['settings']['forced_acceptance'] == 1.0
-  row = tables.only(record)
-  assert row['gamma'] == 2
-  # Ten rounds of 3 tokens; one proposal fits before the last of all.
-  assert row['histogram'] == [0, 1, 10] and row['acceptance_rate'] == 1.0
-  # A suite that goes on does not measure it again; other settings are refused.
-  monkeypatch.setattr(reproduce, 'benchmark', None)
+  monkeypatch.setattr(reproduce, 'benchmark', benchmark)
   monkeypatch.setattr(printed, 'TABLE2', (ROW,))
-  found = reproduce.suite_records(suite(folder), quiet())
-  assert found == {'ende-t5_small-T0': record}
+  *_, report = reproduce.reproduce(suite(tmp_path), quiet())
+  assert measured == [0.75] and f'({FORCED})' in report.read_text()
+  # A suite that goes on does not measure it again.
+  found = reproduce.suite_records(suite(tmp_path), quiet())
+  assert list(found) == ['ende-t5_small-T0'] and len(measured) == 1
   for options, message in (
     ({'decode_len': 48}, 'decode_len was 32, is 48'),
     ({'target': network(2)}, 'target was'),
     ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
-    ({}, r'gammas was \[2\], is \[3\]'),
+    ({}, r'gammas was \[3\], is \[2\]'),
   ):
     if not options:
-      monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=3),))
+      monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=2),))
     with pytest.raises(ValueError, match=message):
-      reproduce.suite_records(suite(folder, **options), quiet())
+      reproduce.suite_records(suite(tmp_path, **options), quiet())
 
 
-def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
-  """Figures 1 and 5 of one engine, with the costs that a row has measured."""
+def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
+  """Figures 1 and 5 of one engine, with the costs of its pair."""
   pytest.importorskip('matplotlib', reason='needs the extra [plots]')
-  monkeypatch.setattr(reproduce, 'benchmark', lambda *_: measured[1])
+  monkeypatch.setattr(reproduce, 'benchmark', lambda *_: COSTS)
   engine = small_vocabulary.engine_with_itself(tokenizer)
   config = ReproduceConfig(
     ('figure1', 'figure5'),
     str(tmp_path),
     engine=lambda: engine,
-    costs=BenchmarkConfig(network(1), network(1)),
+    costs=SUITE,
     text='<b>the dog',
   )
   *figures, report = reproduce.reproduce(config, quiet())

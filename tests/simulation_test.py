@@ -48,7 +48,7 @@ def test_a_wrong_verify_is_reported(monkeypatch):
   )
   # JAX knows what it has traced by the function: this one has the patch.
   anew = functools.partial(simulation._count.__wrapped__)
-  traced = jax.jit(anew, static_argnames='chunk')
+  traced = jax.jit(anew, static_argnames='num_samples')
   monkeypatch.setattr(simulation, '_count', traced)
   shown = simulation.simulate(TARGET, DRAFT, 50_000)
   assert not shown.agrees and 'WRONG' in str(shown)

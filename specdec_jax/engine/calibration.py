@@ -16,6 +16,7 @@ from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
+from specdec_jax.drafters.length import plain_rule
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Drafting
 from specdec_jax.files import same_run
@@ -30,49 +31,6 @@ class CalibrationError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Confidence:
-  """Confidence of the drafter -> acceptance, as it was measured.
-
-  Attributes:
-    bounds: between bins, ascending.
-    acceptance: acceptance probability in each bin, one more than `bounds`.
-    overall: the acceptance probability of all.
-  """
-
-  bounds: tuple[float, ...]
-  acceptance: tuple[float, ...]
-  overall: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Prices:
-  """What a proposal must be worth; see `LengthRule` for the first two.
-
-  Attributes:
-    worth: the price of each proposal in the target's call.
-    worth_asking: the price with that of asking the drafter.
-    expected_speed_up: what the rule with these prices should gain.
-  """
-
-  worth: tuple[float, ...]
-  worth_asking: tuple[float, ...]
-  expected_speed_up: float
-
-
-def rule_of(confidence: Confidence, prices: Prices) -> LengthRule:
-  """The rule of a table and of prices, as NumPy arrays."""
-  made: Any = LengthRule
-  rule: LengthRule = made(
-    confidences=np.asarray(confidence.bounds, np.float32),
-    acceptance=np.asarray(confidence.acceptance, np.float32),
-    worth=np.asarray(prices.worth, np.float32),
-    worth_asking=np.asarray(prices.worth_asking, np.float32),
-    expected=np.float32(confidence.overall),
-  )
-  return rule
-
-
-@dataclasses.dataclass(frozen=True)
 class Choice:
   """The best gamma for a number of rows, and its expected speed-up.
 
@@ -82,7 +40,6 @@ class Choice:
     expected_speed_up: expected speed-up at that gamma; 1 at gamma 0.
     interval: 95 % interval of the expected speed-up.
     factors: the expected speed-up at gamma 0, 1, ....
-    prices: of a draft whose length adapts; None where the drafter does not.
     cost_ratio: c.
     call_cost: v(1), v(2), ....
     round_cost: what a round takes besides its calls, in calls of the target
@@ -94,7 +51,6 @@ class Choice:
   expected_speed_up: float
   interval: tuple[float, float]
   factors: tuple[float, ...]
-  prices: Prices | None = None
   cost_ratio: float = 0.0
   call_cost: tuple[float, ...] = ()
   round_cost: float = 0.0
@@ -127,7 +83,6 @@ class Calibration:
     choices: the choice for each number of rows that was measured, in ascending
       order.
     record: everything that was measured, for readers and reports.
-    confidence: confidence -> acceptance, of a drafter whose drafts can adapt.
   """
 
   fingerprints: Mapping[str, str]
@@ -135,21 +90,33 @@ class Calibration:
   temperature: float
   choices: Sequence[Choice]
   record: Mapping[str, Any]
-  confidence: Confidence | None = None
 
   def rule(self, rows: int) -> LengthRule:
     """When a draft ends whose length adapts, with so many rows.
 
+    It has at most as many proposals as the best gamma. A proposal is worth its
+    costs if they would not buy as many tokens at the expected speed-up. The
+    first one pays what a call over two tokens takes more than one; of what the
+    longest call takes more than that, the others pay the same share each.
+
     Raises:
       CalibrationError: the calibration does not know.
     """
-    prices = self.at(rows).prices
-    if self.confidence is None or prices is None:
+    choice = self.at(rows)
+    most = max(1, choice.gamma)
+    if most + 1 > len(choice.call_cost):
       raise CalibrationError(
-        "gamma = 'adaptive' needs a calibration with a table of confidence:"
-        ' calibrate with a small model as the drafter.'
+        f"gamma = 'adaptive' needs the costs of calls over 1 to {most + 1}"
+        f' tokens, and this calibration has {len(choice.call_cost)}: calibrate'
+        ' again.'
       )
-    return rule_of(self.confidence, prices)
+    sizes = fallback.widths(most, adapts=True, rests=False)
+    calls = np.asarray([choice.call_cost[size - 1] for size in sizes])
+    more = np.full(most, calls[1] - calls[0])
+    more[1:] = (calls[-1] - calls[1]) / max(1, most - 1)
+    worth = choice.expected_speed_up * np.maximum(more, 0.0)
+    asking = worth + choice.expected_speed_up * choice.cost_ratio
+    return plain_rule(worth, asking)
 
   def at(self, rows: int) -> Choice:
     """The choice for a number of rows.
@@ -272,17 +239,9 @@ def load(path: str) -> Calibration:
       raise ValueError(f'{kind!r} of version {version!r}')
     if not content['choices']:
       raise ValueError('no choices')
-    choices = []
-    for one in content['choices']:
-      prices = one.get('prices')
-      choices.append(
-        _made(Choice, one, prices=prices and _made(Prices, prices))
-      )
-    confidence = content.get('confidence')
-    confidence = confidence and _made(Confidence, confidence)
-    return _made(
-      Calibration, content, choices=tuple(choices), confidence=confidence
-    )
+    content['choices'] = [_made(Choice, one) for one in content['choices']]
+    made: Calibration = _made(Calibration, content)
+    return made
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise CalibrationError(
       f'{path!r} is not a calibration. Expected a file that `specdec calibrate`'
@@ -290,10 +249,13 @@ def load(path: str) -> Calibration:
     ) from error
 
 
-def _made(kind: Any, values: Mapping[str, Any], **changes: Any) -> Any:
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
   """A dataclass from JSON, whose lists are tuples; fields of today only."""
-  names = [field.name for field in dataclasses.fields(kind)]
-  known = {name: values[name] for name in names if name in values} | changes
+  names = {field.name for field in dataclasses.fields(kind)}
   return kind(
-    **{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
+    **{
+      name: tuple(value) if isinstance(value, list) else value
+      for name, value in values.items()
+      if name in names
+    }
   )

@@ -440,11 +440,8 @@ def choose_gammas(
     measured.direct(engine, rows)
   for size, drafting in sorted(plan.items(), reverse=True):
     choice = measured.at(size)
-    speed_up = choice.expected_speed_up
-    if drafting.rule is not None and choice.prices:
-      speed_up = choice.prices.expected_speed_up
     what = '1 row' if size == 1 else f'{size} rows'
-    _say_choice(console, drafting.gamma, speed_up, what)
+    _say_choice(console, drafting.gamma, choice.expected_speed_up, what)
   return plan
 
 

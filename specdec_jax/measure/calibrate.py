@@ -18,18 +18,11 @@ from specdec_jax.checks.fields import (
   check_at_least,
   unexpected,
 )
-from specdec_jax.decoding import fallback
 from specdec_jax.engine import calibration
-from specdec_jax.engine.calibration import (
-  Calibration,
-  Choice,
-  Confidence,
-  Prices,
-  rule_of,
-)
+from specdec_jax.engine.calibration import Calibration, Choice
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
-from specdec_jax.measure.acceptance import Output, Rates, rates
+from specdec_jax.measure.acceptance import rates
 from specdec_jax.measure.calls import Timing, call_runs, in_ms, interleave
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.record import load as load_record
@@ -43,17 +36,9 @@ from specdec_jax.measure.table import (
 )
 from specdec_jax.models import backend
 from specdec_jax.text.local_tasks import read_prompts
-from specdec_jax.types import LengthRule
 
 # Rounds of these gammas say what a proposal takes, and what a round besides.
-_MAIN_GAMMA, _ROUND_GAMMAS = 4, (1, 8)
-# Of the rule of a draft whose length adapts.
-_BINS = 10  # of confidence, with equally many tokens
-_LONGEST = 15  # proposals at most
-# What drafts that may end early must gain over those of a fixed gamma, because
-# deciding takes time, and what was measured is not exact.
-_LEAST_GAIN = 1.02
-_TURNS = 4  # to find the rate that a rule itself reaches
+_ROUND_GAMMAS = 1, 4, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +106,16 @@ def calibrate(
       seed=config.seed,
       advance=advance,
     )
-  made = _conclude(config, engine, costs, measured)
+  # The closed forms know of no place without a proposal: there beta is 0.
+  overall = measured.overall
+  rate = {
+    'alpha': overall.mean,
+    'standard_error': overall.standard_error,
+    'num_tokens': overall.num_tokens,
+    'num_outputs': overall.num_outputs,
+    'proposes': measured.proposes.mean,
+  }
+  made = _concluded(engine, config.temperature, config.decode_len, rate, costs)
   finish(config, console, made.to_json(), *report(made))
   return made
 
@@ -133,59 +127,37 @@ def _costs(
   advance: Callable[[], None],
 ) -> dict[str, Any]:
   """Times the calls of one number of rows."""
-  main = min(_MAIN_GAMMA, config.max_gamma)
-  runs = call_runs(
-    engine,
-    config,
-    batch,
-    sizes=range(1, config.max_gamma + 2),
-    gammas=[g for g in (main, *_ROUND_GAMMAS) if g <= config.max_gamma],
-    adapting=(main,) if engine.drafter.adapts else (),
-  )
+  gammas = {min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS}
+  sizes = range(1, config.max_gamma + 2)
+  runs = call_runs(engine, config, batch, sizes, sorted(gammas))
   times = in_ms(interleave(runs, config.repeats, advance))
   return {'batch': batch, 'times_ms': times}
 
 
-def _conclude(config, engine, costs, measured: Rates) -> Calibration:
-  rate = measured.overall
-  confidence = confidence_table(measured.outputs) if measured.outputs else None
+def _concluded(
+  engine: Engine,
+  temperature: float,
+  length: int,
+  rate: Mapping[str, Any],
+  costs: Sequence[Mapping[str, Any]],
+) -> Calibration:
+  """The gamma for each number of rows, by an acceptance rate and by costs."""
+  choices = []
+  for one in costs:
+    times = {name: ms['median'] for name, ms in one['times_ms'].items()}
+    alpha, error, rows = rate['alpha'], rate['standard_error'], one['batch']
+    choices.append(choose_gamma(alpha, error, call_costs(times), length, rows))
   return Calibration(
     fingerprints=engine.fingerprints,
     device=calibration.device_name(),
-    temperature=config.temperature,
-    choices=tuple(_choice(config, one, measured, confidence) for one in costs),
-    confidence=confidence,
+    temperature=temperature,
+    choices=tuple(choices),
     record={
-      'acceptance_rate': {
-        'alpha': rate.mean,
-        'standard_error': rate.standard_error,
-        'num_tokens': rate.num_tokens,
-        'num_outputs': rate.num_outputs,
-        'proposes': measured.proposes.mean,
-      },
+      'acceptance_rate': dict(rate),
       'costs': costs,
       'machine': describe(),
     },
   )
-
-
-def _choice(config, costs, measured: Rates, confidence) -> Choice:
-  """The gamma, and the prices, that the costs of one number of rows give."""
-  times = {name: ms['median'] for name, ms in costs['times_ms'].items()}
-  calls = call_costs(times)
-  # The closed forms know of no place without a proposal: there beta is 0.
-  rate = measured.overall
-  assert rate.standard_error is not None  # of two texts or more
-  choice = choose_gamma(
-    rate.mean, rate.standard_error, calls, config.decode_len, costs['batch']
-  )
-  prices = None
-  if confidence is not None:
-    main = min(_MAIN_GAMMA, config.max_gamma)
-    more = times[f'adapting_{main}'] - times[f'round_{main}']
-    more = max(0.0, more / times['call_1'])  # lost in noise it is nothing
-    prices = best_prices(confidence, measured.outputs, calls, more)
-  return dataclasses.replace(choice, prices=prices)
 
 
 class CallCosts(NamedTuple):
@@ -342,16 +314,12 @@ def _verdict(made: Calibration, choice: Choice) -> str:
       f'{_rows(choice.rows)}: speculation does not pay here: no gamma is'
       f' expected to be quicker than plain decoding.{costs}'
     )
-  adapts = ''
-  if choice.prices is not None:
-    factor = choice.prices.expected_speed_up
-    adapts = f" With gamma = 'adaptive' it is expected to be {factor:.2f}."
   low, high = choice.interval
   return (
     f'{_rows(choice.rows)}: speculation {"pays" if low >= 1 else "may pay"}'
     f' here: gamma = {choice.gamma}, expected speed-up'
     f' {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for outputs of'
-    f' {made.least_length(choice.rows)} tokens or more.{adapts}{costs}'
+    f' {made.least_length(choice.rows)} tokens or more.{costs}'
   )
 
 
@@ -415,25 +383,10 @@ def for_host(
     lambda: host_times(engine, rows, temperature),
     lambda value: {name: float(value[name]) for name in _HOST_TIMES},
   )
-  choice = choose_gamma(
-    rate['alpha'],
-    rate['standard_error'],
-    call_costs(times),
-    round(rate['num_tokens'] / rate['num_outputs']),
-    rows,
-  )
-  return Calibration(
-    fingerprints=engine.fingerprints,
-    device=calibration.device_name(),
-    temperature=temperature,
-    choices=(choice,),
-    record={  # as that of `calibrate`
-      'acceptance_rate': dict(rate),
-      'costs': [
-        {'times_ms': {name: {'median': ms} for name, ms in times.items()}}
-      ],
-    },
-  )
+  medians = {name: {'median': ms} for name, ms in times.items()}
+  length = round(rate['num_tokens'] / rate['num_outputs'])
+  costs = [{'batch': rows, 'times_ms': medians}]
+  return _concluded(engine, temperature, length, rate, costs)
 
 
 def host_times(
@@ -464,148 +417,3 @@ def host_verdict(made: Calibration) -> str:
     f' {made.record["acceptance_rate"]["alpha"]:.0%} of the proposals are'
     ' accepted.'
   )
-
-
-# The rule of a draft whose length adapts. A drafter's confidence says how
-# likely its next proposal is accepted: a table of confidence bins. Costs say
-# what a proposal must be worth. Both together are a `LengthRule`; what it
-# should gain is computed over the outputs that were measured.
-
-
-def confidence_table(outputs: Sequence[Output]) -> Confidence:
-  """The table of the outputs' tokens."""
-  betas = np.concatenate([one.betas for one in outputs])
-  sure = np.concatenate([one.confidences for one in outputs])
-  inner = np.quantile(sure, np.arange(1, _BINS) / _BINS)
-  bounds = np.unique(inner.astype(np.float32))
-  bounds = bounds[bounds > sure.min()]  # no bin is empty
-  bins = np.searchsorted(bounds, sure, side='right')
-  acceptance = np.bincount(bins, betas) / np.bincount(bins)
-  return Confidence(
-    bounds=tuple(bounds.tolist()),
-    acceptance=tuple(acceptance.tolist()),
-    overall=float(betas.mean()),
-  )
-
-
-def best_prices(
-  confidence: Confidence,
-  outputs: Sequence[Output],
-  costs: CallCosts,
-  adapting_cost: float = 0.0,
-) -> Prices:
-  """The prices that gain most over the outputs.
-
-  A proposal is worth its costs if they would not buy as many tokens elsewhere:
-  at the rate, in tokens a unit of time, that the rule itself reaches. The first
-  proposal pays what a call over two tokens takes more than one; of what the
-  longest call takes more than that, the others pay the same share each. Prices
-  of 0 are those of a fixed gamma, whose loop has less to do: they are taken
-  unless others gain more.
-
-  Args:
-    confidence: the table.
-    outputs: what it was made of.
-    costs: of calls over up to gamma + 1 tokens.
-    adapting_cost: what a round whose drafts adapt takes more than another.
-  """
-
-  def valued(calls, worth, asking) -> Prices:
-    """The prices, with what their rule should gain over the outputs."""
-    prices = Prices(tuple(worth.tolist()), tuple(asking.tolist()), 0.0)
-    rule = rule_of(confidence, prices)
-    gain = expected_speed_up(rule, outputs, costs.cost_ratio, calls)
-    return dataclasses.replace(prices, expected_speed_up=gain)
-
-  adapting, fixed = [], []
-  for most in range(1, min(_LONGEST, len(costs.call_cost) - 1) + 1):
-    calls = costs_of_calls(costs.call_cost, most) + costs.round_cost
-    fixed.append(valued(calls, np.zeros(most), np.zeros(most)))
-    more = np.full(most, calls[1] - calls[0])
-    more[1:] = (calls[-1] - calls[1]) / max(1, most - 1)
-    more = np.maximum(more, 0.0)
-    rate = 1.0
-    for _ in range(_TURNS):
-      asking = rate * (costs.cost_ratio + more)
-      prices = valued(calls + adapting_cost, rate * more, asking)
-      rate = prices.expected_speed_up
-    adapting.append(prices)
-  best, best_fixed = (
-    max(these, key=lambda prices: prices.expected_speed_up)
-    for these in (adapting, fixed)
-  )
-  least = _LEAST_GAIN * best_fixed.expected_speed_up
-  return best if best.expected_speed_up > least else best_fixed
-
-
-def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
-  """float[most + 1], the round's call with 0..most proposals, on this device.
-
-  Args:
-    call_cost: v(1), v(2), ..., at least v(most + 1).
-    most: proposals at most, of a draft that may end early.
-  """
-  sizes = fallback.widths(most, adapts=True, rests=False)
-  return np.asarray([call_cost[size - 1] for size in sizes], np.float64)
-
-
-def expected_speed_up(
-  rule: LengthRule,
-  outputs: Sequence[Output],
-  cost_ratio: float,
-  calls: np.ndarray,
-) -> float:
-  """What a rule should gain over outputs whose tokens were measured.
-
-  Rounds begin where the rounds before them end, each place by its probability:
-  a round with n accepted proposals at place t ends at t + n + 1. The proposals
-  are taken to be those tokens, as in Corollary 3.6.
-
-  Args:
-    rule: when a draft ends.
-    outputs: what was measured.
-    cost_ratio: c.
-    calls: float[G + 1], what the round's call with 0..G proposals takes, with
-      what a round takes besides, in calls of the target over one token.
-  """
-  tokens = time = 0.0
-  for output in outputs:
-    more_tokens, more_time = _of_output(
-      rule, output.betas, output.confidences, cost_ratio, calls
-    )
-    tokens, time = tokens + more_tokens, time + more_time
-  return tokens / time
-
-
-def _of_output(rule, betas, sure, cost_ratio, calls) -> np.ndarray:
-  """Expected tokens and time of an output's rounds, float[2]."""
-  count, most = len(betas), rule.most
-  believed = np.asarray(rule.acceptance)[
-    np.searchsorted(np.asarray(rule.confidences), sure, side='right')
-  ]
-  starts = np.arange(count)
-  room = np.minimum(most, count - starts - 1)  # the last is the target's own
-  asks = room > 0
-  survival, true = np.ones(count), np.ones(count)
-  length, asked = np.zeros(count, int), np.ones(count)
-  accepted = np.zeros(count)
-  ends = np.zeros((count, most + 1))  # probability of n accepted proposals
-  for index in range(most):
-    place = np.minimum(starts + index, count - 1)
-    survival = survival * believed[place]
-    makes = asks & (survival > rule.worth[index])
-    ends[:, index] = np.where(makes, true * (1 - betas[place]), 0.0)
-    true = np.where(makes, true * betas[place], true)
-    accepted += makes * true
-    length += makes
-    after = min(index + 1, most - 1)
-    asks = makes & (index + 1 < room)
-    asks &= survival * float(rule.expected) > rule.worth_asking[after]
-    asked += asks
-  ends[starts, length] += true
-  visits = np.zeros(count + most + 1)
-  visits[0] = 1.0
-  for start in range(count):
-    visits[start + 1 : start + most + 2] += visits[start] * ends[start]
-  time = cost_ratio * asked + calls[length]
-  return np.stack([accepted + 1, time]) @ visits[:count]

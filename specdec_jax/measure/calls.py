@@ -35,7 +35,6 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.drafters.base import check_chain
-from specdec_jax.drafters.length import unsure_below
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
@@ -270,8 +269,7 @@ def loop_run(
     rounds: how many rounds are run, in the middle of the output; None runs the
       whole loop.
   """
-  # A start is the same whatever ends a draft.
-  state = start(params, request.replace(rule=None))
+  state = start(params, request)
   limit = jnp.int32(decode_state.NO_ROUND_LIMIT)
   donating = jax.jit(loop.run, donate_argnums=2)
   compiled = donating.lower(params, request, state, limit).compile()
@@ -396,7 +394,6 @@ def call_runs(
   batch: int,
   sizes: Sequence[int],
   gammas: Sequence[int],
-  adapting: Sequence[int] = (),
 ) -> dict[str, Run]:
   """Prepares the calls and rounds of a pair, programs compiled side by side.
 
@@ -410,12 +407,10 @@ def call_runs(
     batch: B.
     sizes: m, tokens of a call.
     gammas: proposals of a round.
-    adapting: gammas of rounds whose drafts may end early, by a rule that ends
-      none.
 
   Returns:
     'encoder', the call that reads the input; 'start', the same of both models;
-    'call_m' for each size, 'round_g' and 'adapting_g' for each gamma.
+    'call_m' for each size, 'round_g' for each gamma.
   """
   drafter: Any = pair.drafter
   check_chain(drafter, 'The measurement of rounds')
@@ -430,14 +425,11 @@ def call_runs(
   runs = {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)}
   cache = read().target_cache
   jax.block_until_ready(read_both())
-  rounds = {f'round_{gamma}': request(gamma) for gamma in gammas}
-  for gamma in adapting:
-    adapts = request(gamma).replace(rule=unsure_below(0.0, gamma))
-    rounds[f'adapting_{gamma}'] = adapts
-  makers: dict[str, Callable[[], Run]] = {
-    name: functools.partial(loop_run, loop, start, pair.params, of, count)
-    for name, of in rounds.items()  # first: they are the longest to compile
-  }
+  makers: dict[str, Callable[[], Run]] = {}
+  for gamma in gammas:  # first: they are the longest to compile
+    makers[f'round_{gamma}'] = functools.partial(
+      loop_run, loop, start, pair.params, request(gamma), count
+    )
   for size in sizes:
     makers[f'call_{size}'] = functools.partial(
       call_run, pair, largest, cache, size, count

@@ -89,9 +89,8 @@ def _draw(
   for (label, heights), color, dashes in zip(
     curves.items(), PALETTE, _DASHES, strict=False
   ):
-    rates = RATES[: len(heights)]
-    style |= {'color': color, 'linestyle': dashes, 'label': label}
-    axes.plot(rates, heights, **style)
+    (line,) = axes.plot(RATES[: len(heights)], heights, label=label, **style)
+    line.set(color=color, linestyle=dashes)
   axes.set_xlabel(r'acceptance rate $\alpha$')
   axes.set_ylabel(unit)
   axes.set_xlim(0, 1)

@@ -133,9 +133,8 @@ def reproduce(
     getattr(work, item)()
   for compared in work.tables:
     console.print(compared.table())
-  report = tables.write(
-    config.output_dir, work.tables, work.machine(), work.figures
-  )
+  machines = list(dict.fromkeys(map(record.where, work.used)))
+  report = tables.write(config.output_dir, work.tables, machines, work.figures)
   return [*(work.path(name) for name in work.figures), report]
 
 
@@ -150,7 +149,7 @@ class _Work:
     self.console = console
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
-    self._used: list[Mapping[str, Any]] = []  # records
+    self.used: list[Record] = []
     alphas = [make() for make in config.alphas if config.measure]
     self._to_measure = [
       dataclasses.replace(
@@ -170,7 +169,7 @@ class _Work:
     if not records:
       paths = sorted(pathlib.Path(self.config.records).glob('*.json'))
       records = [r for r in map(record.load, paths) if r['kind'] == 'alpha']
-    self._used += records
+    self.used += records
     return records
 
   @functools.cached_property
@@ -183,7 +182,7 @@ class _Work:
       missing = str(error).rstrip('.')
       stored = dataclasses.replace(self.config, measure=False)
       records = suite_records(stored, self.console)
-    self._used += records.values()
+    self.used += records.values()
     return records, self.config.rows, missing
 
   @functools.cached_property
@@ -197,16 +196,6 @@ class _Work:
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
     self.figures[name] = meaning
     return self.path(name)
-
-  def machine(self) -> dict[str, Any]:
-    """The machines of the records; this machine if there are no records."""
-    machines = [record['machine'] for record in self._used]
-    combined = {}
-    for key in machines[0] if machines else ():
-      values = list(dict.fromkeys(machine.get(key) for machine in machines))
-      several = ' and '.join(map(str, values))
-      combined[key] = several if len(values) > 1 else values[0]
-    return combined or record.describe()
 
   def table1(self):
     self.tables += tables.table1()

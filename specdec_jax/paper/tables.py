@@ -130,7 +130,7 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
 def write(
   output_dir: str,
   comparisons: Sequence[Comparison],
-  machine: Mapping[str, Any],
+  machines: Sequence[str],
   figures: Mapping[str, str],
 ) -> pathlib.Path:
   """Writes report.md, whole or not at all; returns its path.
@@ -138,7 +138,7 @@ def write(
   Args:
     output_dir: the folder, which exists.
     comparisons: in the order of the report.
-    machine: `record.describe()` of the machine that measured.
+    machines: `record.where` of the machines that measured.
     figures: file name in `output_dir` -> what the figure shows.
 
   Raises:
@@ -150,8 +150,7 @@ def write(
     # Pictures are shown in the report; pages are linked.
     mark = '!' if name.endswith('.png') else ''
     parts.append(f'{mark}[{plain_markdown(meaning)}]({name})')
-  rows = [[str(key), str(value)] for key, value in machine.items()]
-  parts.append(Table('', ['machine', ''], rows).markdown())
+  parts += [f'Measured on {plain_markdown(machine)}.' for machine in machines]
   path = pathlib.Path(output_dir) / REPORT
   files.write_atomically(path, ('\n\n'.join(parts) + '\n').encode())
   return path
