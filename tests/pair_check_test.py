@@ -100,26 +100,23 @@ def test_what_is_told_of_a_pair(tmp_path, monkeypatch):
   assert not record['rows'][0]['fits'] and 'NO' in shown
 
 
-@pytest.mark.parametrize(
-  ('options', 'words'),
-  [
+def test_errors_name_the_field_and_the_value():
+  for options, words in (
     ({'device': 'h100'}, "device is 'h100', expected .*'h200', 'tpu_v4'"),
     ({'batch': 0}, 'batch: .* from 1, got 0'),
     ({'input_lens': {'ende': 0}}, r"input_lens\['ende'\].*0"),
     ({'drafts': {}}, "drafts is 't5_small'"),
     ({'decode_lens': {}}, "decode_lens is 'ende'"),
-  ],
-)
-def test_errors_name_the_field_and_the_value(options, words):
-  with pytest.raises(ValueError, match=words):
-    check(settings(**options))
+  ):
+    with pytest.raises(ValueError, match=words):
+      check(settings(**options))
 
 
-@pytest.mark.parametrize('device, extra', EXTRAS.items())
-def test_a_missing_compiler_is_named(monkeypatch, device, extra):
+def test_a_missing_compiler_is_named(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(ValueError, match=rf"install 'specdec_jax\[{extra}\]'"):
-    check(settings(device=device))
+  for device, extra in EXTRAS.items():
+    with pytest.raises(ValueError, match=rf"install 'specdec_jax\[{extra}\]'"):
+      check(settings(device=device))
 
 
 def test_the_run_file_has_every_pair_of_table_2():

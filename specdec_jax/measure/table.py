@@ -61,18 +61,16 @@ class Column:
     header: name of the column.
     form: format of numbers, such as '.2f'; '' shows three digits of a float.
     align: 'left' or 'right'; '' is right if all cells look like numbers.
-    missing: text shown for None.
   """
 
   header: str
   form: str = ''
   align: str = ''
-  missing: str = '-'
 
   def text(self, cell: Cell) -> str:
     """A cell as it is shown."""
     if cell is None:
-      return self.missing
+      return '-'
     if isinstance(cell, str):
       return cell
     if self.form:
