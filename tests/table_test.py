@@ -40,7 +40,7 @@ def shown(table: Table, width: int) -> str:
 def test_markdown():
   assert TABLE.markdown().splitlines() == [
     '| drafter | call, ms | rate | paper | notes |',
-    '| :-- | --: | --: | :-- | :-- |',
+    '| :-- | --: | --: | --: | :-- |',
     '| a \\| b | 1.23 | 50.0% | - |  |',
     '| [red]&lt;c> | 20.00 | - | - | x y |',
   ]

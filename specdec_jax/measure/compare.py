@@ -189,32 +189,7 @@ def compare(
   with bar(console, 'Compiling and timing', steps) as advance:
     for temperature, rows in settings:
       chosen = known.get(temperature)
-      methods: dict[str, tuple[Engine, dict[str, Any]]] = {
-        PLAIN: (engine, {'speculative': False})
-      }
-      for method in config.all_methods:
-        options = dict(method.options)
-        if options.get('gamma') == ADAPTIVE and chosen is not None:
-          options['gamma'] = chosen.rule(1)
-        methods[method.name] = made[method.engine or config.engine], options
-      timed = _timed(config, methods, texts, temperature, rows, advance)
-      plain = timed[PLAIN]
-      for method in config.all_methods:
-        gamma: Any = method.options.get('gamma')
-        predicted = None
-        if gamma in config.gammas and rows == 1 and chosen is not None:
-          lengths = plain.tokens // config.repeats
-          predicted = _predicted(chosen, gamma, lengths)
-        measured.append(
-          {
-            'method': method.name,
-            'temperature': temperature,
-            'rows': rows,
-            'gamma': gamma if isinstance(gamma, int) else None,
-            **_measured(timed[method.name], plain),
-            'predicted': predicted,
-          }
-        )
+      measured += _rows(config, made, chosen, texts, temperature, rows, advance)
   greedy = known.get(0.0)
   shown = _table(config, measured, len(texts))
   content = {
@@ -228,6 +203,44 @@ def compare(
   if config.plot_file:
     plot(config.plot_file, record)
   return record
+
+
+def _rows(
+  config: CompareConfig,
+  made: Mapping[Any, Engine],
+  chosen: Calibration | None,
+  texts: Sequence[str],
+  temperature: float,
+  rows: int,
+  advance: Callable[[], None],
+) -> list[dict[str, Any]]:
+  """What is measured of each method at one temperature and number of rows."""
+  methods: dict[str, tuple[Engine, dict[str, Any]]] = {
+    PLAIN: (made[config.engine], {'speculative': False})
+  }
+  for method in config.all_methods:
+    options = dict(method.options)
+    if options.get('gamma') == ADAPTIVE and chosen is not None:
+      options['gamma'] = chosen.rule(1)
+    methods[method.name] = made[method.engine or config.engine], options
+  timed = _timed(config, methods, texts, temperature, rows, advance)
+  plain, measured = timed[PLAIN], []
+  for method in config.all_methods:
+    gamma: Any = method.options.get('gamma')
+    predicted = None
+    if gamma in config.gammas and rows == 1 and chosen is not None:
+      predicted = _predicted(chosen, gamma, plain.tokens // config.repeats)
+    measured.append(
+      {
+        'method': method.name,
+        'temperature': temperature,
+        'rows': rows,
+        'gamma': gamma if isinstance(gamma, int) else None,
+        **_measured(timed[method.name], plain),
+        'predicted': predicted,
+      }
+    )
+  return measured
 
 
 def _timed(
