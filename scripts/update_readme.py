@@ -29,15 +29,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 from specdec_jax import files
+from specdec_jax.engine import calibration
 from specdec_jax.infer import report
 from specdec_jax.measure import (
   acceptance,
+  calibrate,
   calls,
   compare,
   pair_check,
   record,
 )
-from specdec_jax.measure.calibrate import tables as calibration_tables
 from specdec_jax.measure.record import Record, where
 from specdec_jax.measure.table import Table
 
@@ -83,9 +84,7 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
     hosts = [record.load(host, compare.KIND) for host in (path, *others)]
     return compare.side_by_side(hosts).markdown()
   found = record.load(path, *_RENDERERS)
-  parts = _RENDERERS[found['kind']](found)
-  if found['kind'] == 'decode':
-    parts += _examples(path.with_name('predictions.jsonl'))
+  parts = _RENDERERS[found['kind']](found, path)
   return '\n\n'.join(
     part.markdown() if isinstance(part, Table) else part for part in parts
   )
@@ -95,7 +94,7 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
 _TIMES = ('ms/', 'compile', 'start')
 
 
-def _decode(summary: Record) -> list[str | Table]:
+def _decode(summary: Record, path: pathlib.Path) -> list[str | Table]:
   table = report.table(summary)
   if 'speed_up' not in summary:  # quality, of one way
     rows = [x for x in table.rows if not str(x[0]).startswith(_TIMES)]
@@ -111,48 +110,40 @@ def _decode(summary: Record) -> list[str | Table]:
     parts.append(
       f'Outputs that agree token for token: {equal} of {agreement["compared"]}.'
     )
+  predictions = path.with_name('predictions.jsonl')
+  if predictions.exists():
+    lines = predictions.read_text('utf-8').rstrip('\n').split('\n')
+    outputs = map(json.loads, lines)
+    rows = [[r['inputs'], r['prediction']] for r in outputs if r['prediction']]
+    parts.append(Table('', ['input', 'output'], rows[:_NUM_EXAMPLES]))
   return parts
 
 
-def _examples(predictions: pathlib.Path) -> list[str | Table]:
-  if not predictions.exists():
-    return []
-  with predictions.open(encoding='utf-8') as lines:
-    outputs = [r for r in map(json.loads, lines) if r['prediction']]
-  rows = [[r['inputs'], r['prediction']] for r in outputs[:_NUM_EXAMPLES]]
-  return [Table('', ['input', 'output'], rows)]
-
-
-def _benchmark(found: Record) -> list[str | Table]:
+def _benchmark(found: Record, _: pathlib.Path) -> list[str | Table]:
   table = calls.table(found)
-  return [f'{table.title}; {where(found)}.', table]
+  return [f'{table.title}; {where(found)}.', table, *table.notes]
 
 
-def _calibration(found: Record) -> list[str | Table]:
-  measured = found['record']
-  rate = measured['acceptance_rate']
-  host = where(measured)
-  return [
-    f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f}; {host}.',
-    *calibration_tables(found),
-  ]
+def _calibration(found: Record, path: pathlib.Path) -> list[str | Table]:
+  parts = calibrate.report(calibration.load(str(path)))
+  return [f'{where(found["record"])}.', *parts]
 
 
-def _table(found: Record) -> list[str | Table]:
+def _table(found: Record, _: pathlib.Path) -> list[str | Table]:
   shown = Table.from_json(found)
   return [f'{shown.title} ({where(found)}):', shown, *shown.notes]
 
 
-def _alpha(found: Record) -> list[str | Table]:
+def _alpha(found: Record, _: pathlib.Path) -> list[str | Table]:
   return [f'{where(found)}.', acceptance.table(found)]
 
 
-def _pair_check(found: Record) -> list[str | Table]:
+def _pair_check(found: Record, _: pathlib.Path) -> list[str | Table]:
   return [pair_check.conditions(found), pair_check.table(found)]
 
 
 # Kind of a record -> the paragraphs that show it.
-_RENDERERS: dict[str, Callable[[Record], list[str | Table]]] = {
+_RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
   'decode': _decode,
   'table': _table,
   'methods': _table,

@@ -12,7 +12,7 @@ and differentiated. Values out of range raise a ValueError if they are known;
 under a transformation they are not known, and so are not checked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,15 +88,6 @@ def expected_rounds(
   return rounds[-1]
 
 
-def divergence(target_probs: ArrayLike, draft_probs: ArrayLike) -> jax.Array:
-  """D_LK(p, q) = 1 - sum min(p, q); Definition 3.2, Lemma 3.3.
-
-  Shapes and errors are those of `acceptance_prob`. Returns float[...] in
-  [0, 1]: 0 where both are equal, 1 where no token has a probability in both.
-  """
-  return 1 - acceptance_prob(target_probs, draft_probs)
-
-
 def acceptance_prob(
   target_probs: ArrayLike, draft_probs: ArrayLike, lenience: ArrayLike = 1.0
 ) -> jax.Array:
@@ -132,38 +123,6 @@ def acceptance_prob(
   kept = target / jnp.where(accepted, 1, leeway)
   total = jnp.sum(jnp.where(accepted, draft, kept), axis=-1)
   return jnp.clip(total, 0, 1)  # which rounding may have left
-
-
-def speed_up_of_outputs(
-  lengths: Sequence[int],
-  acceptance_rate: float,
-  gamma: int,
-  round_cost: float,
-  start: float = 0.0,
-  draft_start: float = 0.0,
-) -> float:
-  """The expected speed-up of whole outputs, one at a time.
-
-  Unlike the factor of a token it counts what both loops begin with, and the
-  tokens of the last round that lie behind an output's end. All costs are in
-  calls of the target over one token.
-
-  Args:
-    lengths: tokens of each output, its end included.
-    acceptance_rate: alpha.
-    gamma: proposals per round.
-    round_cost: v(gamma + 1) + gamma c + what a round takes besides.
-    start: the encoder, and all else that an output takes besides its tokens.
-    draft_start: what the drafter begins with.
-  """
-  plain = sum(start + length for length in lengths)
-  speculative = sum(
-    start
-    + draft_start
-    + round_cost * expected_rounds(acceptance_rate, gamma, length)
-    for length in lengths
-  )
-  return plain / speculative
 
 
 def walltime_factor(
@@ -219,10 +178,7 @@ def operations_factor(
 
 
 def optimal_gamma(
-  acceptance_rate: ArrayLike,
-  cost_ratio: ArrayLike,
-  max_gamma: int,
-  call_cost: ArrayLike | None = None,
+  acceptance_rate: ArrayLike, cost_ratio: ArrayLike, max_gamma: int
 ) -> jax.Array:
   """The gamma with the largest walltime factor; Section 3.5.
 
@@ -230,8 +186,6 @@ def optimal_gamma(
     acceptance_rate: float[...] in [0, 1].
     cost_ratio: float[...], >= 0.
     max_gamma: the largest gamma to consider.
-    call_cost: float[..., M], M > max_gamma; `call_cost[..., m - 1]` is v(m),
-      so the first value is 1. None is 1 for every m, as in Theorem 3.8.
 
   Returns:
     int32[...]: the smallest of the best gammas. 0 is plain decoding:
@@ -239,18 +193,13 @@ def optimal_gamma(
     still.
 
   Raises:
-    ValueError: a value is out of range, or `call_cost` is too short or not
-      relative to a call over one token.
+    ValueError: a value is out of range.
   """
   check_number('max_gamma', max_gamma, 0)
-  gammas = np.arange(max_gamma + 1, dtype=np.int32)
-  if call_cost is None:
-    call_cost = np.ones(gammas.shape, np.float32)
   factors = walltime_factor(
     _real('acceptance_rate', acceptance_rate, _RATE)[..., None],
-    gammas,
+    np.arange(max_gamma + 1, dtype=np.int32),
     _real('cost_ratio', cost_ratio, _COST)[..., None],
-    _cost_curve(call_cost, gammas.size),
   )
   return jnp.argmax(factors, axis=-1).astype(jnp.int32)
 
@@ -288,25 +237,6 @@ def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
     total = jnp.where(odd, 1 + rate * total, total)
     power = jnp.where(odd, rate * power, power)
   return total
-
-
-def _cost_curve(call_cost: ArrayLike, num_costs: int) -> jax.Array:
-  """v(1) ... v(num_costs), checked, from float[..., M]."""
-  costs = _real('call_cost', call_cost, _POSITIVE)
-  if costs.ndim == 0 or costs.shape[-1] < num_costs:
-    expected = f'v(1) ... v({num_costs}), max_gamma + 1 numbers'
-    raise unexpected('call_cost', expected, costs.shape)
-  known = _known(call_cost)
-  if known is not None:
-    first = np.atleast_1d(known[..., 0])
-    wrong = first[np.abs(first - 1) > _TOLERANCE].tolist()
-    if wrong:
-      raise unexpected(
-        'call_cost',
-        'calls over one token: its first value is 1',
-        wrong[0],
-      )
-  return costs[..., :num_costs]
 
 
 def _known(value: ArrayLike) -> np.ndarray | None:

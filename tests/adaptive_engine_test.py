@@ -10,11 +10,11 @@ import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import infer
 from specdec_jax.decoding.fallback import of_round_costs
-from specdec_jax.drafters.length import MOST, unsure_below
+from specdec_jax.drafters.length import MOST, plain_rule, unsure_below
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import calibration
-from specdec_jax.engine.calibration import CalibrationError, Confidence, Prices
+from specdec_jax.engine.calibration import CalibrationError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import as_gamma
 from specdec_jax.engine.scheduler import (
@@ -81,21 +81,16 @@ def test_drafters_that_do_not_say_how_sure_they_are(tokenizer, drafter):
 
 # With a calibration.
 
-TABLE = Confidence((0.3,), (0.2, 0.8), (0.01, 0.01), (50, 50), 0.5)
-PRICES = Prices((0.1,) * 3, (0.25,) * 3, 1.7, 0.7)
-
 
 def calibration_of(engine, **changes):
   choice = calibration.Choice(
     1,
-    2,
+    3,
     1.5,
     (1.4, 1.6),
-    (1.0, 1.3, 1.5),
-    prices=PRICES,
+    (1.0, 1.3, 1.4, 1.5),
     cost_ratio=0.1,
     call_cost=tuple(1 + 0.1 * i for i in range(9)),
-    acceptance=0.6,
   )
   fields = {
     'fingerprints': engine.fingerprints,
@@ -103,7 +98,6 @@ def calibration_of(engine, **changes):
     'temperature': 0.0,
     'choices': (choice,),
     'record': {},
-    'confidence': TABLE,
   }
   return calibration.Calibration(**fields | changes)
 
@@ -126,13 +120,9 @@ def silent():
 
 
 def test_a_rule_that_ends_no_draft_is_a_fixed_gamma(engine):
-  measured = calibration_of(engine)
-  free = Prices((0.0,) * 3, (0.0,) * 3, 1.7, 0.7)
-  choice = dataclasses.replace(measured.choices[0], prices=free)
-  free = dataclasses.replace(measured, choices=(choice,))
-  assert as_gamma(free.rule(1)) == (3, None)
+  assert as_gamma(plain_rule([0.0] * 3, [0.0] * 3)) == (3, None)
   # Controls: with a price, or where nothing is expected of unsure proposals.
-  for rule in (measured.rule(1), unsure_below(0.5, 3)):
+  for rule in (calibration_of(engine).rule(1), unsure_below(0.5, 3)):
     assert as_gamma(rule) == (3, rule)
 
 
@@ -148,13 +138,12 @@ def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   np.testing.assert_allclose(engine.fallback.costs, want, rtol=1e-6)
   assert summary['fallback'] == pytest.approx(want)
   said = console.export_text()
-  assert 'gamma = 3, expected speed-up 1.70' in said
+  assert 'gamma = 3, expected speed-up 1.50' in said
   identity = run.engine_identity(engine)
   assert identity['rule'] == summary['rule']
   assert identity['fallback'] == summary['fallback']
   (one,) = found.choices
-  longer = Prices((0.2,) * 4, (0.3,) * 4, 1.7, 0.7)
-  two = dataclasses.replace(one, rows=2, prices=longer)
+  two = dataclasses.replace(one, rows=2, gamma=4)
   found = calibration_of(engine, choices=(one, two))
   plan = found.plan(2, engine)
   assert {rows: one.rule.most for rows, one in plan.items()} == {1: 3, 2: 4}
@@ -167,11 +156,13 @@ def test_what_a_run_with_a_calibration_does(tokenizer, tmp_path):
     return engine
 
   engine = run_by(make(tokenizer, gamma=5))  # a number: the best one
-  assert engine.gamma == 2 and engine.rule is None
+  assert engine.gamma == 3 and engine.rule is None
   engine = make(tokenizer)
+  (bare,) = calibration_of(engine).choices
+  bare = dataclasses.replace(bare, call_cost=())
   for changes, message in (
     ({'device': 'abacus'}, "device was 'abacus'"),
-    ({'confidence': None}, 'table of confidence'),
+    ({'choices': (bare,)}, 'costs of calls'),
   ):
     with pytest.raises(CalibrationError, match=message):
       run_by(engine, **changes)
@@ -185,7 +176,7 @@ def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
   """Two rows cost nothing; one is dear, so that its drafter rests at once."""
   engine = make(tokenizer, Model(NOISE, NOISE.params), gamma=2, fallback=True)
   (dear,) = calibration_of(engine).choices
-  dear = dataclasses.replace(dear, call_cost=(1.0, 9.0, 9.0))
+  dear = dataclasses.replace(dear, gamma=2, call_cost=(1.0, 9.0, 9.0))
   free = dataclasses.replace(
     dear, rows=2, call_cost=(1.0,) * 4, cost_ratio=0.0, gamma=3
   )

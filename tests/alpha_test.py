@@ -80,41 +80,38 @@ def test_alpha_is_the_mean_overlap(temperature, lenience):
   assert abs(rate.mean - exact_alpha(OTHER, temperature)) > within
 
 
+def greedy(token, count, lenience=1.0):
+  """Whether each of the drafter's greedy choices is near the target's."""
+  near = []
+  for _ in range(count):
+    weights = np.exp(TARGET.logits_after([token]))
+    guess = np.argmax(DRAFT.logits_after([token]))
+    near.append(float(weights[guess] >= lenience * weights.max()))
+    token = np.argmax(weights)
+  return near
+
+
 def test_lenient_alpha_of_greedy_outputs():
   """The share of choices near the best."""
   request = make_request(0.0, rows=4).replace(lenience=jnp.float32(0.3))
-  token, near = 0, []
-  for _ in range(SLOTS):
-    weights = np.exp(TARGET.logits_after([token]))
-    guess = np.argmax(DRAFT.logits_after([token]))
-    near.append(weights[guess] >= 0.3 * weights.max())
-    token = np.argmax(weights)
-  assert rates_of(request).alpha.mean == pytest.approx(np.mean(near))
+  want = np.mean(greedy(0, SLOTS, 0.3))
+  assert rates_of(request).alpha.mean == pytest.approx(want)
 
 
 def test_behind_a_prompt_only_what_is_produced_counts():
   """Rows of one, two and four tokens, each followed for all its slots."""
-  prompt = np.array([[0, 5, 2, 3], [0, 4, 5, 5], [0, 2, 2, 2]])
-  length = np.array([1, 2, 4])
   request = make_request(0.0, rows=3).replace(
-    prompt=jnp.asarray(prompt),
-    prompt_length=jnp.asarray(length),
+    prompt=jnp.array([[0, 5, 2, 3], [0, 4, 5, 5], [0, 2, 2, 2]]),
+    prompt_length=jnp.array([1, 2, 4]),
     max_length=jnp.array([SLOTS, 9, SLOTS]),
   )
   overlap = decode(TARGET, DRAFTER, PARAMS, request)
-  for row, count in enumerate((SLOTS, 9, SLOTS)):
-    token, expected = prompt[row, length[row] - 1], []
-    for _ in range(count):
-      choice = np.argmax(TARGET.logits_after([token]))
-      guess = np.argmax(DRAFT.logits_after([token]))
-      expected.append(float(choice == guess))
-      token = choice
-    np.testing.assert_array_equal(overlap.betas[row, :count], expected)
-  rates = rates_of(request)
-  assert rates.proposes.num_tokens == 2 * SLOTS + 9
-  want = np.concatenate([overlap.betas[0], overlap.betas[1, :9]])
-  total = want.sum() + overlap.betas[2].sum()
-  assert rates.alpha.mean == pytest.approx(total / (2 * SLOTS + 9))
+  want = [greedy(0, SLOTS), greedy(4, 9), greedy(2, SLOTS)]
+  for row, betas in enumerate(want):
+    np.testing.assert_array_equal(overlap.betas[row, : len(betas)], betas)
+  alpha = rates_of(request).alpha
+  assert alpha.num_tokens == 2 * SLOTS + 9
+  assert alpha.mean == pytest.approx(np.mean(np.concatenate(want)))
 
 
 def proposing_where(is_place):
@@ -153,6 +150,8 @@ def test_a_drafter_that_never_proposes_has_no_alpha():
   rates = rates_of(make_request(1.0, rows=4), drafter=silent)
   assert rates.alpha is None
   assert (rates.proposes.mean, rates.overall.mean) == (0.0, 0.0)
+  with pytest.raises(ValueError, match='got 0 outputs of 0 tokens'):
+    rates_of()
 
 
 def test_batches_end_when_enough_was_generated():
@@ -173,8 +172,3 @@ def test_samples_of_one_text_are_one_observation():
   assert by_text.standard_error == pytest.approx(0.2)
   assert by_text.num_outputs == 100
   assert acceptance.ratio(hits, tries, ['a'] * 100).standard_error is None
-
-
-def test_nothing_generated_is_an_error():
-  with pytest.raises(ValueError, match='got 0 outputs of 0 tokens'):
-    rates_of()

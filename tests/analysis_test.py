@@ -47,34 +47,24 @@ def test_expected_tokens_keeps_its_digits_near_1():
   assert abs(quotient - right) > 5e-5 * right
 
 
-# --- Acceptance from two distributions --------------------------------------
-
-
 # --- Factors ----------------------------------------------------------------
 
 
-def brute_force(rate, cost, max_gamma, call_cost=None):
+def brute_force(rate, cost, max_gamma):
   """Walltime factors of gamma = 0 ... max_gamma in float64."""
-  costs = call_cost or [1.0] * (max_gamma + 1)
   return np.array(
     [
-      geometric_sum(rate, gamma) / (costs[gamma] + gamma * np.float64(cost))
+      geometric_sum(rate, gamma) / (1 + gamma * np.float64(cost))
       for gamma in range(max_gamma + 1)
     ]
   )
 
 
-def test_walltime_factor_by_the_cost_of_a_step():
+def test_factors_by_hand():
   for rate in RATES:
     for cost in COSTS:
-      np.testing.assert_allclose(
-        analysis.walltime_factor(rate, np.arange(9), cost),
-        brute_force(rate, cost, 8),
-        rtol=1e-6,
-      )
-
-
-def test_operations_factor_counts_the_drafter():
+      found = analysis.walltime_factor(rate, np.arange(9), cost)
+      np.testing.assert_allclose(found, brute_force(rate, cost, 8), rtol=1e-6)
   # 4 proposals of half a call each and 5 positions, for 1.9375 tokens.
   found = analysis.operations_factor(0.5, 4, 0.5)
   np.testing.assert_allclose(found, (4 * 0.5 + 5) / 1.9375, rtol=1e-6)
@@ -93,18 +83,6 @@ def test_optimal_gamma_by_brute_force():
   assert len(np.unique(found)) > 10
 
 
-def test_optimal_gamma_with_measured_calls():
-  call_cost = [1.0, 1.05, 1.1, 1.15, 2.0, 2.1, 2.2]
-  found = analysis.optimal_gamma(0.8, 0.02, 5, call_cost)
-  assert found == np.argmax(brute_force(0.8, 0.02, 5, call_cost)) == 3
-  assert analysis.optimal_gamma(0.8, 0.02, 5) == 5
-  # A curve for each cost; where a second token costs a second call, none pays.
-  curves = np.stack([np.ones(4), np.arange(1, 5)]).astype(np.float32)
-  found = analysis.optimal_gamma(0.9, np.float32([0.1, 0.1]), 3, curves)
-  np.testing.assert_array_equal(found, [3, 0])
-  assert analysis.optimal_gamma(0.9, 0.1, 0) == 0
-
-
 def test_oracle_is_above_every_fixed_gamma():
   rates, costs = RATES[:, None, None], COSTS[None, :, None]
   factors = analysis.walltime_factor(rates, np.arange(60), costs)
@@ -115,9 +93,6 @@ def test_oracle_is_above_every_fixed_gamma():
   assert (factors.max(-1) / bound[..., 0])[inner].min() > 0.8
   assert analysis.oracle_factor(1.0, 0.0) == np.inf
   assert analysis.oracle_factor(0.6, 3.0) == 1
-
-
-# --- Arrays, types, transformations -----------------------------------------
 
 
 # --- Errors -----------------------------------------------------------------
@@ -134,15 +109,9 @@ def test_oracle_is_above_every_fixed_gamma():
     ('operations_factor', (0.5, 3, -1.0), 'operations_ratio.* got -1.0'),
     ('walltime_factor', (0.5, 3, 0.1, 0.0), 'call_cost.* > 0, got 0'),
     ('optimal_gamma', (0.5, 0.1, -1), 'max_gamma.* got -1'),
-    ('optimal_gamma', (0.5, 0.1, 2, [1, 1.1]), r'v\(3\).* got \(2,\)'),
-    (
-      'optimal_gamma',
-      (0.5, 0.1, 1, [0.03, 0.04]),
-      'first value is 1, got 0.03',
-    ),
     ('acceptance_prob', (TARGET, DRAFT, 1.5), 'lenience.* got 1.5'),
     ('acceptance_prob', (TARGET, DRAFT[:4]), r'\(5,\), \(4,\)'),
-    ('divergence', (TARGET, 2 * DRAFT), 'draft_probs.* got 2'),
+    ('acceptance_prob', (TARGET, 2 * DRAFT), 'draft_probs.* got 2'),
   ],
 )
 def test_errors(name, arguments, message):
@@ -150,12 +119,10 @@ def test_errors(name, arguments, message):
     getattr(analysis, name)(*arguments)
 
 
-def test_errors_of_shape_are_found_under_jit():
+def test_errors_are_found_under_jit():
   with pytest.raises(ValueError, match='one vocabulary'):
     jax.jit(analysis.acceptance_prob)(TARGET, DRAFT[:4])
-  with pytest.raises(
-    ValueError, match='gamma: expected a number that is whole'
-  ):
+  with pytest.raises(ValueError, match='gamma: expected .* whole'):
     jax.jit(analysis.expected_tokens)(0.5, 2.0)
 
 

@@ -8,29 +8,21 @@ import numpy as np
 import pytest
 
 from specdec_jax import analysis
-from specdec_jax.drafters.length import unsure_below
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, CalibrationError, Choice
 from specdec_jax.engine.request import Drafting
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.acceptance import Output
 from specdec_jax.measure.calibrate import CallCosts, choose_gamma
 from specdec_jax.models import backend
-from specdec_jax.types import LengthRule
 
 COSTS = CallCosts([1 + 0.05 * size for size in range(9)], 0.1, 0.02, 2.0, 0.5)
 
 
-def factor(gamma, alpha, costs=COSTS, length=30):
-  a_round = costs.call_cost[gamma] + gamma * costs.cost_ratio
-  return analysis.speed_up_of_outputs(
-    [length],
-    alpha,
-    gamma,
-    a_round + costs.round_cost,
-    costs.start,
-    costs.draft_start,
-  )
+def factor(gamma, alpha, length=30):
+  """By hand: both loops read the input, and rounds take what they take."""
+  rounds = analysis.expected_rounds(alpha, gamma, length)
+  a_round = COSTS.call_cost[gamma] + gamma * 0.1 + 0.02
+  return (2.0 + length) / (2.0 + 0.5 + rounds * a_round)
 
 
 def test_gamma_is_the_best_of_all():
@@ -43,9 +35,9 @@ def test_gamma_is_the_best_of_all():
   low, high = (factor(chosen.gamma, 0.8 + x * 0.0196) for x in (-1, 1))
   assert chosen.interval == pytest.approx((low, high))
   # For long outputs it is the paper's closed form.
-  (_, found, *_) = choose_gamma(0.8, 0.01, COSTS, 5000, 1).factors
+  (_, found, *_) = choose_gamma(0.8, 0.01, COSTS, 1000, 1).factors
   want = analysis.walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
-  assert found == pytest.approx(float(want), rel=1e-3)
+  assert found == pytest.approx(float(want), rel=3e-3)
 
 
 def test_speculation_that_does_not_pay_is_gamma_0():
@@ -95,8 +87,10 @@ def test_a_file_comes_back_as_it_was(tmp_path):
   path = tmp_path / 'calibration.json'
   make().save(str(path))
   assert calibration.load(str(path)) == make()
-  # A file that knows of a search by beams, as older ones do.
-  path.write_text(json.dumps(make().to_json() | {'beams': None}))
+  # What older versions wrote besides is left out.
+  older = make().to_json() | {'beams': None, 'confidence': {'bounds': [0.5]}}
+  older['choices'] = [one | {'prices': None} for one in older['choices']]
+  path.write_text(json.dumps(older))
   assert calibration.load(str(path)) == make()
 
 
@@ -156,101 +150,25 @@ def test_from_which_length_on_it_pays(first, expected):
   assert make(choices=[of_two], record=record).least_length(1) == expected
 
 
-# The rule of a draft that adapts: its table, its prices, what it gains.
+# The rule of a draft that adapts.
 
 
-def outputs_of(rng, number=40, size=120):
-  """Texts of places that are sure (.95) or not (.35), in runs."""
-  made = []
-  for text in range(number):
-    sure = np.repeat(rng.random(size // 4) < 0.5, 4)
-    confidence = np.where(sure, 0.9, 0.3) + rng.uniform(-0.09, 0.09, size)
-    betas = (rng.random(size) < np.where(sure, 0.95, 0.35)).astype(float)
-    made.append(Output(betas, confidence, text))
-  return made
-
-
-OUTPUTS = outputs_of(np.random.default_rng(0))
-TABLE = calibrate.confidence_table(OUTPUTS)
-V = tuple(1 + 0.12 * size for size in range(16))
-
-
-def on(device, function, *args):
-  """What a function gives on a device: a TPU's calls are all as wide."""
-  with backend.compiled_for(device):
-    return function(*args)
-
-
-def stops_below(acceptance, most):
-  """The plain rule to compare with: stop where less acceptance is expected."""
-  rule = unsure_below(0.0, most)
-  kept = (np.asarray(TABLE.acceptance) >= acceptance).astype(np.float32)
-  bounds = np.asarray(TABLE.bounds, np.float32)
-  return dataclasses.replace(rule, confidences=bounds, acceptance=kept)
-
-
-def test_the_table_says_what_was_accepted():
-  assert TABLE.acceptance[0] == pytest.approx(0.35, abs=0.05)
-  assert TABLE.acceptance[-1] == pytest.approx(0.95, abs=0.03)
-  assert sum(TABLE.tokens) == 40 * 120
-  assert min(TABLE.tokens) > 400
-  assert max(error for error in TABLE.errors if error is not None) < 0.04
-  assert TABLE.overall == pytest.approx(0.65, abs=0.03)
-
-
-def fixed(gamma) -> LengthRule:
-  return unsure_below(0.0, gamma)
-
-
-def test_a_fixed_gamma_of_even_acceptance_is_the_papers_equation():
-  """Over long outputs of one beta: Eq. 1 and Theorem 3.8 with v."""
-  rate, cost = 0.7, 0.1
-  even = [Output(np.full(4000, rate), np.full(4000, 0.5), 0)]
-  for gamma in (1, 5):
-    calls = on('tpu', calibrate.costs_of_calls, V, gamma)
-    found = calibrate.expected(fixed(gamma), even, cost, calls)
-    want = analysis.walltime_factor(rate, gamma, cost, V[gamma])
-    assert found.tokens / found.time == pytest.approx(float(want), rel=1e-3)
-    assert found.accepted / found.tested == pytest.approx(rate, rel=1e-3)
-
-
-@pytest.mark.parametrize('device, call_cost', [('tpu', [1.0] * 16), ('cpu', V)])
-def test_adapting_gains_over_the_best_fixed_gamma(device, call_cost):
-  """And over the plain rule of 40 %, on texts that are sure and unsure."""
-  cost = 0.15
-  costs = CallCosts(call_cost, cost)
-  prices = on(device, calibrate.best_prices, TABLE, OUTPUTS, costs)
-
-  def rate(rule, device):
-    calls = on(device, calibrate.costs_of_calls, call_cost, rule.most)
-    found = calibrate.expected(rule, OUTPUTS, cost, calls)
-    return found.tokens / found.time
-
-  own = rate(calibration.rule_of(TABLE, prices), device)
-  assert own == pytest.approx(prices.expected_speed_up, rel=1e-3)
-  best = max(rate(fixed(gamma), 'tpu') for gamma in range(1, 9))
-  assert own > 1.05 * best
-  most = len(prices.worth)
-  assert own >= rate(stops_below(0.4, most), device)
-
-
-def with_rule(prices, confidence) -> Calibration:
-  choice = calibration.Choice(1, 4, 1.5, (1.4, 1.6), (1.0, 1.5), prices)
-  return Calibration(
-    {'target': 'a'}, 'cpu', 0.0, (choice,), {}, confidence=confidence
+def test_a_proposal_must_be_worth_its_costs():
+  """By hand, with the one width of a TPU and with a CPU's few."""
+  costs = (1.0, 1.1, 1.3, 1.4, 1.6)
+  four = dataclasses.replace(
+    choice(1, 4), expected_speed_up=2.0, cost_ratio=0.05, call_cost=costs
   )
-
-
-def test_a_calibration_keeps_the_rule_and_needs_its_table(tmp_path):
-  prices = calibrate.best_prices(TABLE, OUTPUTS, CallCosts(V, 0.15))
-  made = with_rule(prices, TABLE)
-  path = str(tmp_path / 'calibration.json')
-  made.save(path)
-  assert calibration.load(path) == made
-  rule = calibration.load(path).rule(1)
-  assert rule.most == len(prices.worth) == len(rule.worth_asking)
-  assert len(rule.acceptance) == len(rule.confidences) + 1
-  assert rule.to_json()['worth'] == pytest.approx(list(prices.worth))
-  for without in (with_rule(None, TABLE), with_rule(prices, None)):
-    with pytest.raises(CalibrationError, match='table of confidence'):
-      without.rule(1)
+  made = make(choices=(four,))
+  for device, more in (('tpu', [0.0] * 4), ('cpu', [0.1, *[0.5 / 3] * 3])):
+    with backend.compiled_for(device):
+      rule = made.rule(1)
+    assert rule.most == 4
+    np.testing.assert_allclose(rule.worth, 2 * np.array(more), rtol=1e-6)
+    want = 2 * (np.array(more) + 0.05)
+    np.testing.assert_allclose(rule.worth_asking, want, rtol=1e-6)
+  # Where no gamma pays, and only a draft's first proposal may.
+  never = dataclasses.replace(four, gamma=0, expected_speed_up=1.0)
+  assert make(choices=(never,)).rule(1).most == 1
+  with pytest.raises(CalibrationError, match='over 1 to 6 tokens'):
+    make().rule(1)

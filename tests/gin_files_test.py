@@ -89,16 +89,13 @@ def alone(folder):
   return read(folder, *PUBLISHED, *TENTHS, *ALIASES)
 
 
-def test_every_size_has_its_published_count():
+def test_every_size_has_its_published_count(alone):
   macros = {
     name.lower()
     for path in FILES
     for name in re.findall(r'^([A-Z]\w+) = ', path.read_text(), re.M)
   }
   assert macros == {*PUBLISHED, *TENTHS, *ALIASES}
-
-
-def test_sizes_of_one_shape_are_one_network(alone):
   for name, size in ALIASES.items():
     assert alone[name] == alone[size], name
   assert len({alone[name] for name in PUBLISHED}) == len(PUBLISHED)
@@ -106,28 +103,24 @@ def test_sizes_of_one_shape_are_one_network(alone):
 
 def counted(name, network):
   """Parameters in millions; LaMDA's without its embedding."""
-  config = network.config
   count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(network)))
+  assert sizes.num_params(network.config) == pytest.approx(count, rel=0.1)
   if name.startswith('lamda'):
-    count -= config.vocab_size * config.emb_dim
+    count -= network.config.vocab_size * network.config.emb_dim
   return count / 1e6
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name, alone):
-  network = alone[name]
   # Of the paper's drafter one digit is known.
   rel = 0.04 if name == 'gpt_6m' else 0.01
-  assert counted(name, network) == pytest.approx(PUBLISHED[name], rel=rel)
-  exact = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(network)))
-  assert sizes.num_params(network.config) == pytest.approx(exact, rel=0.1)
+  assert counted(name, alone[name]) == pytest.approx(PUBLISHED[name], rel=rel)
 
 
-@pytest.mark.parametrize('name', TENTHS)
-def test_a_tenth_of_a_published_size(name, alone):
-  share = counted(name, alone[name]) / PUBLISHED[TENTHS[name]]
-  assert 0.07 < share < 0.11
-  assert alone[name].vocab_size == alone[TENTHS[name]].vocab_size
+def test_a_tenth_of_a_published_size(alone):
+  for name, of in TENTHS.items():
+    assert 0.07 < counted(name, alone[name]) / PUBLISHED[of] < 0.11
+    assert alone[name].vocab_size == alone[of].vocab_size
 
 
 # Task: its seqio name.

@@ -24,9 +24,9 @@ from specdec_jax.engine import calibration
 from specdec_jax.engine.completion import Completion
 from specdec_jax.infer import resume
 from specdec_jax.measure import record
-from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.serving.run import api_keys
 from specdec_jax.text import local_tasks
+from specdec_jax.text.local_tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import TokenPairs
 

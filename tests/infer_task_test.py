@@ -18,10 +18,9 @@ from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.infer import data
-from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.models.model import Model
 from specdec_jax.text import local_tasks, metrics, tasks
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.local_tasks import LocalTask, read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 
 LINES = [

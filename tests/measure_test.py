@@ -1,6 +1,7 @@
 """Calibration and acceptance rates of a small random pair, end to end."""
 
 import dataclasses
+import json
 import types
 
 import pytest
@@ -8,15 +9,12 @@ import rich.console
 
 import small_vocabulary
 from specdec_jax import infer
+from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine import calibration
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import (
-  acceptance,
-  calibrate,
-  calls,
-  compare,
-)
+from specdec_jax.files import host_cache
+from specdec_jax.measure import acceptance, calibrate, calls, compare
 from specdec_jax.models.model import Model
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.training import ngram
@@ -44,10 +42,9 @@ def test_what_cannot_be_written_is_refused_first(measure, tmp_path):
 
 
 @pytest.fixture(scope='module')
-def make_engine(tokenizer):
-  """Makes one object, so that its programs are traced and compiled once."""
-  engine = small_vocabulary.engine_with_itself(tokenizer)
-  return lambda **_: engine
+def engine(tokenizer):
+  """One for all tests, so that its programs are compiled once."""
+  return small_vocabulary.engine_with_itself(tokenizer)
 
 
 @pytest.fixture(scope='module')
@@ -61,65 +58,53 @@ def quiet():
   return rich.console.Console(record=True, width=140)
 
 
-@pytest.fixture(scope='module')
-def calibrated(folder, make_engine, prompts):
-  """The file and what was printed of a calibration."""
+def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
   console = quiet()
   config = calibrate.CalibrateConfig(
-    engine=make_engine,
+    engine=lambda: engine,
     input_file=prompts,
     num_tokens=20,
     input_len=8,
     decode_len=32,
     max_gamma=1,
-    batches=(3, 1),
     repeats=2,
-    calls_a_run=2,
+    calls_a_run=1,
     output_file=str(folder / 'calibration.json'),
   )
   calibrate.calibrate(config, console)
-  return config, console.export_text()
-
-
-def test_a_calibration_holds_what_it_was_made_of(calibrated):
-  config, text = calibrated
   found = calibration.load(config.output_file)
-  assert [one.rows for one in found.choices] == [1, 3]
-  for one, costs in zip(found.choices, found.record['costs'], strict=True):
-    assert len(one.factors) == 2 and one.factors[0] == 1.0
-    assert one.gamma == one.factors.index(max(one.factors))
-    assert one.expected_speed_up == max(one.factors)
-    assert len(one.call_cost) == 2
-    assert costs['batch'] == one.rows
+  (one,), (costs,) = found.choices, found.record['costs']
+  assert one.rows == costs['batch'] == 1
+  assert len(one.factors) == len(one.call_cost) == 2 and one.factors[0] == 1.0
+  assert one.expected_speed_up == max(one.factors) == one.factors[one.gamma]
   assert found.record['acceptance_rate']['num_tokens'] >= 20
-  for one, name in zip(found.choices, ('1 row:', '3 rows:'), strict=True):
-    said = 'pays here: gamma = ' if one.gamma else 'does not pay'
-    if one.gamma and one.interval[0] < 1:
-      said = 'may pay here: gamma = '
-    # The verdict comes before all tables.
-    assert f'{name} speculation {said}' in text.partition('Chosen here')[0]
+  # The verdict comes before the table.
+  said = 'pay here: gamma = 1' if one.gamma else 'does not pay'
+  if one.gamma and one.interval[0] >= 1:
+    said = 'pays here: gamma = 1'
+  assert said in console.export_text().partition('What gamma')[0]
 
 
-def test_decode_takes_gammas_from_it(
-  calibrated, make_engine, tokenizer, prompts, tmp_path
+def test_decode_takes_gammas_from_a_calibration(
+  engine, tokenizer, prompts, tmp_path
 ):
-  """Had it chosen other gammas, which are what a run that goes on must have."""
-  measured = calibration.load(calibrated[0].output_file)
-  path = str(tmp_path / 'changed.json')
+  """Other gammas are other settings, which a run that goes on refuses."""
+  path = str(tmp_path / 'calibration.json')
 
-  def run(*gammas, name='out', rows=3, maker=make_engine):
+  def run(*gammas, name='out', rows=3, of=engine.fingerprints):
     choices = [
-      dataclasses.replace(one, gamma=gamma)
-      for one, gamma in zip(measured.choices, gammas, strict=True)
+      calibration.Choice(size, gamma, 1.5, (1.4, 1.6), (1.0, 1.5, 1.5))
+      for size, gamma in zip((1, 3), gammas, strict=True)
     ]
-    dataclasses.replace(measured, choices=choices).save(path)
+    device = calibration.device_name()
+    calibration.Calibration(of, device, 0.0, choices, {}).save(path)
     config = infer.DecodeConfig(
-      maker,
+      lambda **_: engine,
       tokenizer=tokenizer,
       mixture_or_task_name=prompts,
       output_dir=str(tmp_path / name),
       decoding='speculative',
-      task_feature_lengths={'inputs': 24, 'targets': 16},
+      task_feature_lengths={'inputs': 16, 'targets': 8},
       batch_size=rows,
       batching='continuous' if rows > 1 else 'fixed',
       calibration=path,
@@ -128,32 +113,103 @@ def test_decode_takes_gammas_from_it(
 
   summary = run(2, 0)
   assert summary['gammas'] == {'1': 2, '3': 0} and 'speculative' in summary
-  # Its path decides nothing, what it says does.
   with pytest.raises(ValueError, match='gammas'):
     run(1, 0)
-  network = small_vocabulary.network(1)
-  target = Model(network, make_engine().params.target)
-  drafter = Model(network, small_vocabulary.weights(network, 5))
-  other = Engine(target, drafter, tokenizer=tokenizer, max_input_len=24)
   with pytest.raises(calibration.CalibrationError, match='draft was '):
-    run(1, 0, name='other', maker=lambda **_: other)
-  summary = run(0, 0, name='plain')
-  assert summary['gammas'] == {'1': 0, '3': 0} and 'plain' in summary
-  alone = run(1, 2, name='alone', rows=1)
-  assert alone['gamma'] == 1 and alone['gammas'] == {'1': 1}
+    run(1, 0, name='other', of=engine.fingerprints | {'draft': 'another'})
+  alone = run(0, 2, name='alone', rows=1)
+  assert alone['gammas'] == {'1': 0} and 'plain' in alone
 
 
-def test_alpha_of_a_drafter_that_seldom_proposes(
-  make_engine, folder, tokenizer
-):
+# The gamma that pays on a host, from a pair's known acceptance.
+
+COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round_7': 2.7, 'call_1': 1.0}
+CHEAP = COSTS | {'call_2': 1.0, 'call_4': 1.1, 'call_5': 1.2, 'call_8': 2.0}
+DEAR = COSTS | {'call_2': 2.0, 'call_4': 4.0, 'call_5': 5.0, 'call_8': 8.0}
+
+
+@pytest.fixture
+def known(engine, tmp_path, monkeypatch):
+  """Writes a record of acceptance with changed rows; returns its path."""
+  monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'cache')
+  path = tmp_path / 'acceptance.json'
+
+  def write(**changes):
+    row = {'standard_error': 0.02, 'num_tokens': 1600, 'num_outputs': 100}
+    row |= {'fingerprints': dict(engine.fingerprints), 'lenience': 1.0}
+    rows = [
+      row | {'temperature': 0.0, 'alpha': 0.8} | changes,
+      row | {'temperature': 1.0, 'alpha': 0.01} | changes,
+    ]
+    path.write_text(json.dumps({'kind': 'alpha', 'version': 1, 'rows': rows}))
+    return str(path)
+
+  return write
+
+
+def test_costs_and_acceptance_decide(engine, known, monkeypatch):
+  path, runs = known(), []
+
+  def chosen(costs, rows=1, temperature=0.0):
+    monkeypatch.setattr(
+      calibrate, 'host_times', lambda *_: runs.append(1) or costs
+    )
+    return calibrate.for_host(engine, path, rows, temperature)
+
+  measured = chosen(CHEAP)
+  choice = measured.at(1)
+  assert 3 <= choice.gamma <= 5 and 1.5 < choice.expected_speed_up < 2.5
+  low, high = choice.interval
+  assert low < choice.expected_speed_up < high
+  measured.check(engine.fingerprints)
+  assert '1.20' in calibrate.host_verdict(measured)
+  # What an earlier start measured counts.
+  assert chosen(DEAR).at(1) == choice and len(runs) == 1
+  # Other rows are another measurement, and here nothing pays.
+  assert chosen(DEAR, rows=2).at(2).gamma == 0
+  # Nor with proposals that are hardly accepted.
+  assert chosen(CHEAP, temperature=1.0).at(1).gamma == 0 and len(runs) == 3
+  # A layout of kernels is another measurement.
+  for layout in ('in_out', 'out_in', 'out_in'):
+    monkeypatch.setattr(engine, 'kernel_layout', layout)
+    chosen(CHEAP)
+  assert len(runs) == 4
+  # The acceptance of another pair, or of lossy outputs, says nothing.
+  for change in ({'fingerprints': {'target': 'another'}}, {'lenience': 0.5}):
+    known(**change)
+    assert chosen(CHEAP) is None
+
+
+def test_calls_are_timed(engine):
+  times = calibrate.host_times(engine, 1, 0.0)
+  assert set(times) == set(CHEAP)
+  assert all(time >= 0 for time in times.values()) and times['call_1'] > 0
+
+
+def test_what_is_shipped_is_of_the_shipped_pair():
+  """And `demo_drafters.gin`, with another drafter, has no part in it."""
+  for run_file, is_of_pair in ('demo', True), ('demo_drafters', False):
+    gin_flags.load([f'--gin_file=gin/runs/{run_file}.gin'])
+    config = gin_flags.build(infer.DecodeConfig)
+    rows = json.loads((gin_flags.ROOT / config.acceptance).read_text())['rows']
+    made = config.engine()
+    assert made.chooses_gamma
+    assert all(
+      (row['fingerprints'] == made.fingerprints) == is_of_pair for row in rows
+    )
+
+
+# Acceptance rates.
+
+
+def test_alpha_of_a_drafter_that_seldom_proposes(engine, folder, tokenizer):
   """Over a task of a file; shown again by `reuse`."""
   path = folder / 'pairs.test.tsv'
   path.write_text('the red dog\tx\nthe red dog\ty\na cat sleeps here\tx\n')
 
   def copying():
-    drafts = make_engine()
     return Engine(
-      Model(drafts.target, drafts.params.target),
+      Model(engine.target, engine.params.target),
       prompt_lookup(),
       tokenizer=tokenizer,
       max_input_len=4,  # cuts both texts
@@ -188,24 +244,19 @@ def test_alpha_of_a_drafter_that_seldom_proposes(
     acceptance.measure_alpha(other, quiet())
 
 
-def test_one_text_has_no_error(make_engine, tmp_path):
+def test_one_text_has_no_error(engine, tmp_path):
   path = tmp_path / 'one.txt'
   path.write_text('the red dog\n' * 3)
   config = acceptance.MeasureAlphaConfig(
-    {'x': make_engine}, str(path), num_tokens=40, temperatures=(1.0,)
+    {'x': lambda: engine}, str(path), num_tokens=40, temperatures=(1.0,)
   )
   console = quiet()
   (row,) = acceptance.measure_alpha(config, console)['rows']
   assert row['standard_error'] is None
   assert row['num_outputs'] > 1 and '±' not in console.export_text()
   with pytest.raises(ValueError, match='input_file: expected two texts'):
-    calibrate.calibrate(
-      calibrate.CalibrateConfig(
-        engine=make_engine,
-        input_file=str(path),
-      ),
-      quiet(),
-    )
+    config = calibrate.CalibrateConfig(lambda: engine, str(path))
+    calibrate.calibrate(config, quiet())
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,30 @@
 import dataclasses
 import importlib.util
 import json
-import warnings
 
 import jax
 import pytest
 import rich.console
 
-from compiled_pair import DRAFT, TARGET
 from small_vocabulary import network
 from specdec_jax.cli import gin_flags
 from specdec_jax.measure import memory, pair_check
+from specdec_jax.models import t5
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
 
+CONFIG = t5.T5Config(
+  vocab_size=512,
+  emb_dim=256,
+  num_heads=2,
+  head_dim=64,
+  num_encoder_layers=1,
+  num_decoder_layers=2,
+  mlp_dim=512,
+  dtype='bfloat16',
+)
+TARGET = t5.T5(CONFIG)
+DRAFT = t5.T5(dataclasses.replace(CONFIG, num_decoder_layers=1))
 ROWS = [printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 3.4)]
 CPU_PAIR = {'target': network(1), 'drafts': {'t5_small': network(1)}}
 COMPILERS = {'h200': 'jax_cuda12_plugin', 'tpu_v4': 'libtpu'}
@@ -53,12 +64,11 @@ def _nothing_is_kept():
 
 @pytest.mark.usefixtures('_nothing_is_kept')
 @pytest.mark.parametrize('device', COMPILERS)
+@pytest.mark.filterwarnings('ignore')  # the compilers' own
 def test_a_small_pair_compiles(device):
   if importlib.util.find_spec(COMPILERS[device]) is None:
     pytest.skip(f"pip install 'specdec_jax[{EXTRAS[device]}]'")
-  with warnings.catch_warnings():
-    warnings.simplefilter('ignore')  # the compilers' own
-    record, _ = check(settings(device=device))
+  record, _ = check(settings(device=device))
   (row,) = record['rows']
   assert row['fits']
   placement = Placement('bfloat16')
@@ -90,26 +100,23 @@ def test_what_is_told_of_a_pair(tmp_path, monkeypatch):
   assert not record['rows'][0]['fits'] and 'NO' in shown
 
 
-@pytest.mark.parametrize(
-  ('options', 'words'),
-  [
+def test_errors_name_the_field_and_the_value():
+  for options, words in (
     ({'device': 'h100'}, "device is 'h100', expected .*'h200', 'tpu_v4'"),
     ({'batch': 0}, 'batch: .* from 1, got 0'),
     ({'input_lens': {'ende': 0}}, r"input_lens\['ende'\].*0"),
     ({'drafts': {}}, "drafts is 't5_small'"),
     ({'decode_lens': {}}, "decode_lens is 'ende'"),
-  ],
-)
-def test_errors_name_the_field_and_the_value(options, words):
-  with pytest.raises(ValueError, match=words):
-    check(settings(**options))
+  ):
+    with pytest.raises(ValueError, match=words):
+      check(settings(**options))
 
 
-@pytest.mark.parametrize('device, extra', EXTRAS.items())
-def test_a_missing_compiler_is_named(monkeypatch, device, extra):
+def test_a_missing_compiler_is_named(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-  with pytest.raises(ValueError, match=rf"install 'specdec_jax\[{extra}\]'"):
-    check(settings(device=device))
+  for device, extra in EXTRAS.items():
+    with pytest.raises(ValueError, match=rf"install 'specdec_jax\[{extra}\]'"):
+      check(settings(device=device))
 
 
 def test_the_run_file_has_every_pair_of_table_2():

@@ -9,12 +9,12 @@ import rich.console
 
 import small_vocabulary
 from small_vocabulary import network
-from specdec_jax.checks.memory import DoesNotFitError
+from specdec_jax import files
 from specdec_jax.cli import gin_flags
-from specdec_jax.measure import acceptance, calls
+from specdec_jax.measure import acceptance, calls, record
 from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
-from specdec_jax.paper import plots, printed, reproduce, tables
+from specdec_jax.paper import plots, printed, reproduce
 from specdec_jax.paper.reproduce import ReproduceConfig
 from specdec_jax.partitioning import Placement
 
@@ -29,18 +29,28 @@ def quiet():
 # --- Figures -------------------------------------------------------------
 
 
-TIMES = plots.CallTimes(3.0, 1.0, 0.5, {1: 4.0, 4: 5.0, 8: 6.0})
-RUNS = (
-  plots.Run(7, [8, 1, 3]),
-  plots.Run(3, [4, 4, 4]),
-  plots.Run(0, [1] * 12),
-)
-POINTS = [plots.Point(0.75, 3.0, 7, 0.1, forced_acceptance=0.75)]
+TIMES = {
+  **{'encoder': 3.0, 'draft_encoder': 1.0, 'plain_loop': 4.0},
+  **{'call_1': 4.0, 'call_4': 5.0, 'call_8': 6.0},
+}
+COSTS = {
+  'times_ms': {name: {'median': ms} for name, ms in TIMES.items()},
+  'call_cost': {'1': 1.0, '4': 1.25, '8': 1.5},
+  'gammas': [
+    {
+      **{'gamma': 3, 'cost_ratio': 0.125, 'acceptance_rate': 0.75},
+      **{'speed_up': 3.0, 'expected_speed_up': 2.5},
+    }
+  ],
+}
+RUNS = {7: [8, 1, 3], 3: [4, 4, 4], 0: [1] * 12}
 DRAW = {
   'figure2': plots.plot_figure2,
   'figure3': plots.plot_figure3,
-  'figure4': lambda path: plots.plot_figure4(path, POINTS),
-  'figure5': lambda path: plots.plot_figure5(path, RUNS, TIMES),
+  'figure4': lambda path: plots.plot_figure4(
+    path, [COSTS | {'settings': {'forced_acceptance': 0.75}}]
+  ),
+  'figure5': lambda path: plots.plot_figure5(path, RUNS, COSTS),
 }
 
 
@@ -85,17 +95,17 @@ def test_figures_2_to_4_are_the_same_whatever_the_user_set(drawn, tmp_path):
 
 
 def test_figure_5_draws_every_call_after_the_one_before(drawn, tmp_path):
-  row = plots.calls(RUNS[1], TIMES)
+  row = plots.calls(3, RUNS[3], COSTS)
   a_round = [plots.DRAFT] * 3 + [plots.TARGET]
   encoders = [plots.TARGET_ENCODER, plots.DRAFT_ENCODER]
   assert [call.kind for call in row] == encoders + a_round * 3
   assert all(a.end_ms == b.begin_ms for a, b in itertools.pairwise(row))
   assert row[-1].end_ms == 3 + 1 + 3 * (3 * 0.5 + 5)
-  plain = plots.calls(RUNS[2], TIMES)
+  plain = plots.calls(0, RUNS[0], COSTS)
   assert plain[-1].end_ms == 3 + 12 * 4 and len(plain) == 13
   axes = drawn('figure5', tmp_path / 'x.png').axes[0]
   bars = sum(len(bars.get_paths()) for bars in axes.collections)
-  assert bars == sum(len(plots.calls(run, TIMES)) for run in RUNS)
+  assert bars == sum(len(plots.calls(*run, COSTS)) for run in RUNS.items())
   texts = [text.get_text() for text in axes.texts]
   assert '12 tokens\n51 ms' in texts and '12 tokens\n23.5 ms' in texts
 
@@ -175,13 +185,11 @@ def test_shipped_records_are_shown_as_they_are(
   def measures(*_):
     raise AssertionError('measured')
 
-  monkeypatch.setattr(reproduce, 'run_suite', measures)
+  monkeypatch.setattr(reproduce, 'benchmark', measures)
   monkeypatch.setattr(reproduce, 'measure_alpha', measures)
   flags = [*flags, '--no-measure', f'--records-dir={RESULTS / records}']
   config = load(monkeypatch, tmp_path, flags)
   reproduce.reproduce(config, quiet())
-  for path in [*tmp_path.glob('*.json'), *tmp_path.glob('*.csv')]:
-    assert path.read_text() == (RESULTS / report / path.name).read_text()
   ours = (RESULTS / report / 'report.md').read_text()
   assert (tmp_path / 'report.md').read_text() == ours
   assert ours.count('not measured') <= 2
@@ -192,20 +200,13 @@ def test_shipped_records_are_shown_as_they_are(
 
 # --- The suite of Table 2 --------------------------------------------------
 
-# At this rate the loop's counts are known exactly.
-ROW = printed.Table2Row('ende', 't5_small', 0, 2, 1.0, 3.4)
-SUITE = BenchmarkConfig(
-  *(network(1), network(1)),
-  name='tiny',
-  decode_len=32,
-  repeats=2,
-  calls_a_run=2,
-)
+ROW = printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 3.4)
+SUITE = BenchmarkConfig(network(1), network(1), name='tiny', decode_len=32)
 
 
 def suite(folder, **changes):
   return ReproduceConfig(
-    ('table2', 'table4'),
+    ('table2', 'table4', 'figure4'),
     str(folder),
     records_dir=str(folder / 'records'),
     suite=dataclasses.replace(SUITE, **changes),
@@ -213,44 +214,46 @@ def suite(folder, **changes):
   )
 
 
-@pytest.fixture(scope='module')
-def measured(tmp_path_factory):
-  """One row of Table 2, measured; what two runs said, and its record."""
-  folder = tmp_path_factory.mktemp('suite')
-  consoles = [rich.console.Console(record=True, width=150) for _ in range(2)]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(printed, 'TABLE2', (ROW,))
-    for console in consoles:
-      reproduce.run_suite(suite(folder), console)
-    records = reproduce.read_suite(suite(folder))
-  return folder, records, *(console.export_text() for console in consoles)
-
-
-def test_a_row_is_measured_once(measured):
-  _, records, text, again = measured
-  assert text.count('acceptance forced to 1.0') == 1
-  assert again == ''  # a suite that goes on does not measure it again
-  record = records['ende-t5_small-T0']
-  assert record['settings']['forced_acceptance'] == 1.0
-  row = tables.only(record)
-  assert row['gamma'] == 2
-  # Ten rounds of 3 tokens; one proposal fits before the last of all.
-  assert row['histogram'] == [0, 1, 10] and row['acceptance_rate'] == 1.0
-
-
-def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
-  """Figures 1 and 5 of one engine, with the costs that a row has measured."""
+def test_a_row_is_measured_once(tmp_path, monkeypatch):
   pytest.importorskip('matplotlib', reason='needs the extra [plots]')
-  _, records, _, _ = measured
-  monkeypatch.setattr(
-    reproduce, 'benchmark', lambda *_: records['ende-t5_small-T0']
-  )
+  measured = []
+
+  def benchmark(config, console):
+    assert config.target.params is not None  # drawn once for all rows
+    measured.append(config.forced_acceptance)
+    made = record.new('benchmark', COSTS | {'settings': config.settings})
+    files.write_json(config.output_file, made)
+    return made
+
+  monkeypatch.setattr(reproduce, 'benchmark', benchmark)
+  monkeypatch.setattr(printed, 'TABLE2', (ROW,))
+  *_, report = reproduce.reproduce(suite(tmp_path), quiet())
+  assert measured == [0.75] and f'({FORCED})' in report.read_text()
+  # A suite that goes on does not measure it again.
+  found = reproduce.suite_records(suite(tmp_path), quiet())
+  assert list(found) == ['ende-t5_small-T0'] and len(measured) == 1
+  for options, message in (
+    ({'decode_len': 48}, 'decode_len was 32, is 48'),
+    ({'target': network(2)}, 'target was'),
+    ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
+    ({}, r'gammas was \[3\], is \[2\]'),
+  ):
+    if not options:
+      monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=2),))
+    with pytest.raises(ValueError, match=message):
+      reproduce.suite_records(suite(tmp_path, **options), quiet())
+
+
+def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
+  """Figures 1 and 5 of one engine, with the costs of its pair."""
+  pytest.importorskip('matplotlib', reason='needs the extra [plots]')
+  monkeypatch.setattr(reproduce, 'benchmark', lambda *_: COSTS)
   engine = small_vocabulary.engine_with_itself(tokenizer)
   config = ReproduceConfig(
     ('figure1', 'figure5'),
     str(tmp_path),
     engine=lambda: engine,
-    costs=BenchmarkConfig(network(1), network(1)),
+    costs=SUITE,
     text='<b>the dog',
   )
   *figures, report = reproduce.reproduce(config, quiet())
@@ -261,28 +264,9 @@ def test_one_generation_is_shown(measured, tokenizer, tmp_path, monkeypatch):
   assert '![Figure 5: calls over time](figure5.png)' in text
 
 
-def test_a_record_of_other_settings_is_refused(measured, monkeypatch):
-  folder, records, _, _ = measured
-  monkeypatch.setattr(printed, 'TABLE2', (ROW,))
-  assert reproduce.read_suite(suite(folder)) == records  # the control
-  for options, message in (
-    ({'decode_len': 48}, 'decode_len was 32, is 48'),
-    ({'repeats': 3}, 'repeats was 2, is 3'),
-    ({'target': network(2)}, 'target was'),
-    ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
-  ):
-    with pytest.raises(ValueError, match=message):
-      reproduce.read_suite(suite(folder, **options))
-  monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=3),))
-  with pytest.raises(ValueError, match=r'gammas was \[2\], is \[3\]'):
-    reproduce.read_suite(suite(folder))
-
-
 def test_a_pair_that_does_not_fit_is_said_once(tmp_path, monkeypatch):
   monkeypatch.setattr(calls, 'device_bytes', lambda: 10_000)
   config = dataclasses.replace(suite(tmp_path), items=('table4',))
-  with pytest.raises(DoesNotFitError):
-    reproduce.run_suite(config, quiet())
   reproduce.reproduce(config, quiet())
   report = (tmp_path / 'report.md').read_text()
   # The small drafter's rows, all of them for one reason.

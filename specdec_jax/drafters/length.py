@@ -66,21 +66,18 @@ class _Drafting:
   length: jax.Array
 
 
-def plain_rule() -> LengthRule:
-  """The rule without a calibration.
+def plain_rule(
+  worth: Any = (_WORTH,) * MOST, worth_asking: Any = (_WORTH_ASKING,) * MOST
+) -> LengthRule:
+  """The rule of a drafter that is right more often than it is sure.
 
-  A drafter is right more often than it is sure: a proposal is taken to be
-  accepted with the root of its confidence, or with .7 where that is not known.
-  It must be worth what it costs, by the costs above.
+  A proposal is taken to be accepted with the root of its confidence, or with .7
+  where that is not known. It must be worth what it costs: see `LengthRule` for
+  the arguments, which are the costs above without a calibration.
   """
   bins = np.arange(_BINS)
-  return _rule(
-    bins[1:] / _BINS,
-    np.sqrt((bins + 0.5) / _BINS),
-    np.full((MOST,), _WORTH),
-    np.full((MOST,), _WORTH_ASKING),
-    _EXPECTED,
-  )
+  acceptance = np.sqrt((bins + 0.5) / _BINS)
+  return _rule(bins[1:] / _BINS, acceptance, worth, worth_asking, _EXPECTED)
 
 
 def unsure_below(confidence: float, most: int = MOST) -> LengthRule:

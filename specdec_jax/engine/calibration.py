@@ -6,7 +6,7 @@ models and the device that it was made with, and for nothing else.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback
+from specdec_jax.drafters.length import plain_rule
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Drafting
 from specdec_jax.files import same_run
@@ -30,55 +31,6 @@ class CalibrationError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Confidence:
-  """Confidence of the drafter -> acceptance, as it was measured.
-
-  Attributes:
-    bounds: between bins, ascending.
-    acceptance: acceptance probability in each bin, one more than `bounds`.
-    errors: its standard errors, over texts; None where one text had them all.
-    tokens: how many were measured in each.
-    overall: the acceptance probability of all.
-  """
-
-  bounds: tuple[float, ...]
-  acceptance: tuple[float, ...]
-  errors: tuple[float | None, ...]
-  tokens: tuple[int, ...]
-  overall: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Prices:
-  """What a proposal must be worth; see `LengthRule` for the first two.
-
-  Attributes:
-    worth: the price of each proposal in the target's call.
-    worth_asking: the price with that of asking the drafter.
-    expected_speed_up: what the rule with these prices should gain.
-    acceptance: accepted / judged proposals of that rule.
-  """
-
-  worth: tuple[float, ...]
-  worth_asking: tuple[float, ...]
-  expected_speed_up: float
-  acceptance: float
-
-
-def rule_of(confidence: Confidence, prices: Prices) -> LengthRule:
-  """The rule of a table and of prices, as NumPy arrays."""
-  made: Any = LengthRule
-  rule: LengthRule = made(
-    confidences=np.asarray(confidence.bounds, np.float32),
-    acceptance=np.asarray(confidence.acceptance, np.float32),
-    worth=np.asarray(prices.worth, np.float32),
-    worth_asking=np.asarray(prices.worth_asking, np.float32),
-    expected=np.float32(confidence.overall),
-  )
-  return rule
-
-
-@dataclasses.dataclass(frozen=True)
 class Choice:
   """The best gamma for a number of rows, and its expected speed-up.
 
@@ -88,12 +40,10 @@ class Choice:
     expected_speed_up: expected speed-up at that gamma; 1 at gamma 0.
     interval: 95 % interval of the expected speed-up.
     factors: the expected speed-up at gamma 0, 1, ....
-    prices: of a draft whose length adapts; None where the drafter does not.
     cost_ratio: c.
     call_cost: v(1), v(2), ....
     round_cost: what a round takes besides its calls, in calls of the target
       over one token.
-    acceptance: accepted / judged proposals at that gamma; None if unknown.
   """
 
   rows: int
@@ -101,11 +51,9 @@ class Choice:
   expected_speed_up: float
   interval: tuple[float, float]
   factors: tuple[float, ...]
-  prices: Prices | None = None
   cost_ratio: float = 0.0
   call_cost: tuple[float, ...] = ()
   round_cost: float = 0.0
-  acceptance: float | None = None
 
   def fallback(self, gamma: int, adapts: bool) -> Fallback | None:
     """When the drafter rests, by these costs; None if they do not say.
@@ -135,7 +83,6 @@ class Calibration:
     choices: the choice for each number of rows that was measured, in ascending
       order.
     record: everything that was measured, for readers and reports.
-    confidence: confidence -> acceptance, of a drafter whose drafts can adapt.
   """
 
   fingerprints: Mapping[str, str]
@@ -143,21 +90,33 @@ class Calibration:
   temperature: float
   choices: Sequence[Choice]
   record: Mapping[str, Any]
-  confidence: Confidence | None = None
 
   def rule(self, rows: int) -> LengthRule:
     """When a draft ends whose length adapts, with so many rows.
 
+    It has at most as many proposals as the best gamma. A proposal is worth its
+    costs if they would not buy as many tokens at the expected speed-up. The
+    first one pays what a call over two tokens takes more than one; of what the
+    longest call takes more than that, the others pay the same share each.
+
     Raises:
       CalibrationError: the calibration does not know.
     """
-    prices = self.at(rows).prices
-    if self.confidence is None or prices is None:
+    choice = self.at(rows)
+    most = max(1, choice.gamma)
+    if most + 1 > len(choice.call_cost):
       raise CalibrationError(
-        "gamma = 'adaptive' needs a calibration with a table of confidence:"
-        ' calibrate with a small model as the drafter.'
+        f"gamma = 'adaptive' needs the costs of calls over 1 to {most + 1}"
+        f' tokens, and this calibration has {len(choice.call_cost)}: calibrate'
+        ' again.'
       )
-    return rule_of(self.confidence, prices)
+    sizes = fallback.widths(most, adapts=True, rests=False)
+    calls = np.asarray([choice.call_cost[size - 1] for size in sizes])
+    more = np.full(most, calls[1] - calls[0])
+    more[1:] = (calls[-1] - calls[1]) / max(1, most - 1)
+    worth = choice.expected_speed_up * np.maximum(more, 0.0)
+    asking = worth + choice.expected_speed_up * choice.cost_ratio
+    return plain_rule(worth, asking)
 
   def at(self, rows: int) -> Choice:
     """The choice for a number of rows.
@@ -179,19 +138,15 @@ class Calibration:
     if not choice.gamma:
       return 0
     # The drafter reads the input first, which takes as long for any output.
+    times = self.times_ms(rows)
+    first = times.get('draft_encoder', {'median': 0.0})['median']
     won = 1 - 1 / choice.expected_speed_up
-    return max(1, math.ceil(self.first_calls(rows) / won))
+    return max(1, math.ceil(first / times['call_1']['median'] / won))
 
   def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
     """What was timed for a number of rows, as a benchmark's record has it."""
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
-
-  def first_calls(self, rows: int) -> float:
-    """What the drafter takes to read an input, in calls over one token."""
-    times = self.times_ms(rows)
-    first = times.get('draft_encoder', {'median': 0.0})['median']
-    return first / times['call_1']['median']
 
   def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
     """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
@@ -282,14 +237,11 @@ def load(path: str) -> Calibration:
     version = content.pop('version', _VERSION)
     if (kind, version) != (_KIND, _VERSION):
       raise ValueError(f'{kind!r} of version {version!r}')
-    content['choices'] = tuple(_choice(**one) for one in content['choices'])
-    if content.get('confidence') is not None:
-      content['confidence'] = _tuples(Confidence, content['confidence'])
-    for gone in ('beams', 'spread'):  # in files of 0.2
-      content.pop(gone, None)
     if not content['choices']:
       raise ValueError('no choices')
-    return Calibration(**content)
+    content['choices'] = [_made(Choice, one) for one in content['choices']]
+    made: Calibration = _made(Calibration, content)
+    return made
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise CalibrationError(
       f'{path!r} is not a calibration. Expected a file that `specdec calibrate`'
@@ -297,14 +249,13 @@ def load(path: str) -> Calibration:
     ) from error
 
 
-def _choice(prices=None, **rest) -> Choice:
-  if prices is not None:
-    prices = _tuples(Prices, prices)
-  return _tuples(Choice, rest | {'prices': prices})
-
-
-def _tuples(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-  """A dataclass from JSON, whose lists are tuples."""
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+  """A dataclass from JSON, whose lists are tuples; fields of today only."""
+  names = {field.name for field in dataclasses.fields(kind)}
   return kind(
-    **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    **{
+      name: tuple(value) if isinstance(value, list) else value
+      for name, value in values.items()
+      if name in names
+    }
   )

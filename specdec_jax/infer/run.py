@@ -41,9 +41,9 @@ from specdec_jax.infer.data import (
 )
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder, NoFolder
-from specdec_jax.measure import calibrate, progress
+from specdec_jax.measure import calibrate
 from specdec_jax.measure.record import seconds_since_start
-from specdec_jax.measure.table import say
+from specdec_jax.measure.table import bar, say, status
 from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -176,7 +176,7 @@ class _Run:
         expected = 'None with num_beams, for it is of single outputs'
         raise unexpected('calibration', expected, config.calibration)
     options = self.data.engine_options(config)
-    with progress.status(console, 'Loading models'):
+    with status(console, 'Loading models'):
       if config.drafter is not None and SPECULATIVE in config.ways:
         options['drafter'] = config.drafter()  # first: it may be missing
       self.engine = config.engine(**options)
@@ -413,7 +413,7 @@ def choose_gammas(
   opens = engine.chooses_gamma and not config.searches
   if measured is None and opens and config.acceptance is not None:
     assert isinstance(options.temperature, float | int)  # a run has one
-    with progress.status(console, 'Timing calls on this host'):
+    with status(console, 'Timing calls on this host'):
       measured = calibrate.for_host(
         engine, config.acceptance, rows, options.temperature
       )
@@ -440,11 +440,8 @@ def choose_gammas(
     measured.direct(engine, rows)
   for size, drafting in sorted(plan.items(), reverse=True):
     choice = measured.at(size)
-    speed_up = choice.expected_speed_up
-    if drafting.rule is not None and choice.prices:
-      speed_up = choice.prices.expected_speed_up
     what = '1 row' if size == 1 else f'{size} rows'
-    _say_choice(console, drafting.gamma, speed_up, what)
+    _say_choice(console, drafting.gamma, choice.expected_speed_up, what)
   return plan
 
 
@@ -562,7 +559,7 @@ def run_items(
   pooled = config.slots is not None
   size = config.rows * (config.checkpoint_period if pooled else 1)
   done = {name: report.completions_of(x) for name, x in results.items()}
-  with progress.bar(console, 'Decoding', len(items)) as bar:
+  with bar(console, 'Decoding', len(items)) as advance:
     for begin in range(0, len(items), size):
       batch = items[begin : begin + size]
       for name, way in ways.items():
@@ -570,7 +567,7 @@ def run_items(
         for part in _run_batch(way, left, 0 if pooled else config.rows):
           results[name].append(part)
           keep({name: dataclasses.asdict(part)})
-      bar(len(batch))
+      advance(len(batch))
 
 
 def _run_batch(way: Way, batch: Sequence[Item], rows: int) -> Iterator[Batch]:

@@ -42,15 +42,12 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure.progress import bar
-from specdec_jax.measure.prompts import SPLIT, read_prompts
 from specdec_jax.measure.record import Record, earlier
 from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, finish, started
+from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
-from specdec_jax.probs import SamplingConfig
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.local_tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import FinishReason, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
@@ -79,22 +76,6 @@ class Rate:
   num_outputs: int
 
 
-class Output(NamedTuple):
-  """What was measured at each token of an output that had a proposal.
-
-  Attributes:
-    betas: float[N], acceptance probabilities.
-    confidences: float[N], how sure the drafter was.
-    text: identifies the text that it is of.
-    num_tokens: tokens of the whole output, also those without a proposal.
-  """
-
-  betas: np.ndarray
-  confidences: np.ndarray
-  text: Hashable
-  num_tokens: int = 0
-
-
 class Rates(NamedTuple):
   """Acceptance rates of a drafter, and how often it proposes.
 
@@ -104,14 +85,11 @@ class Rates(NamedTuple):
     proposes: share of all tokens that had a proposal.
     overall: mean beta of all tokens, 0 where nothing was proposed. The paper's
       closed forms need this rate: they assume a proposal at every place.
-    outputs: what was measured at each token; empty for a drafter that does not
-      adapt.
   """
 
   alpha: Rate | None
   proposes: Rate
   overall: Rate
-  outputs: Sequence[Output] = ()
 
 
 def ratio(
@@ -165,14 +143,11 @@ class Overlap:
     betas: float32[B, L], acceptance probability at each produced token;
       meaningless past a row's end and where nothing was proposed.
     proposed: bool[B, L], whether there was a proposal.
-    confidences: float32[B, L], the drafter's top probability at temperature 1,
-      see `drafters.length`; 0 for a drafter that does not adapt.
   """
 
   state: DecodeState
   betas: jax.Array
   proposed: jax.Array
-  confidences: jax.Array
 
 
 def decode(
@@ -188,8 +163,7 @@ def decode(
   """
   state = speculative.start(target, drafter, params, request)
   shape = request.inputs.shape[0], request.slots
-  zeros = jnp.zeros(shape)
-  first = Overlap(state, zeros, jnp.zeros(shape, bool), zeros)
+  first = Overlap(state, jnp.zeros(shape), jnp.zeros(shape, bool))
 
   def body(carry):
     return _step(target, drafter, params, request, carry)
@@ -224,25 +198,11 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   # One round per token, so the round's number is the token's place, whatever
   # the prompt is. A finished row writes past its end, or past the array.
   place = jnp.arange(len(state.length)), state.stats.num_rounds
-  confidences = carry.confidences
-  if drafter.adapts:
-    sure = _confidence(drafter, params, state.drafter_state, context)
-    confidences = confidences.at[place].set(sure, mode='drop')
   return Overlap(
     after,
     carry.betas.at[place].set(seen['beta'], mode='drop'),
     carry.proposed.at[place].set(draft.length > 0, mode='drop'),
-    confidences,
   )
-
-
-def _confidence(drafter, params, drafter_state, context):
-  """How sure the drafter is of its first proposal, whatever the sampling."""
-  batch = context.length.shape[0]
-  plainly = SamplingConfig(1.0).params(batch)
-  context = context.replace(sampling=plainly, greedy=False)
-  draft, _ = drafter.propose(params.draft, drafter_state, context)
-  return jnp.max(draft.probs[:, 0], axis=-1)
 
 
 def _beta(request, draft, logits, target_probs):
@@ -290,7 +250,7 @@ def of_outputs(
   """
   check_chain(drafter, 'The acceptance rate alpha')
   program: Any = jax.jit(functools.partial(decode, target, drafter))
-  outputs: list[Output] = []
+  outputs: list[tuple[Hashable, float, int, int]] = []
   count = 0
   for texts, request in batches:
     overlap = jax.device_get(program(params, request))
@@ -300,31 +260,29 @@ def of_outputs(
     advance(tokens)
     if count >= num_tokens:
       break
-  keys = [output.text for output in outputs]
-  hits = [float(output.betas.sum()) for output in outputs]
-  proposals = [len(output.betas) for output in outputs]
-  lengths = [output.num_tokens for output in outputs]
+  keys, hits, proposals, lengths = (
+    zip(*outputs, strict=True) if outputs else ((),) * 4
+  )
   return Rates(
     proposes=ratio(proposals, lengths, keys),
     overall=ratio(hits, lengths, keys),
     alpha=ratio(hits, proposals, keys) if any(proposals) else None,
-    outputs=outputs if drafter.adapts else (),
   )
 
 
-def _outputs(texts: Sequence[Hashable], overlap: Overlap) -> Iterator[Output]:
-  """What was measured of each text of a batch; rows behind them fill it up."""
+def _outputs(
+  texts: Sequence[Hashable], overlap: Overlap
+) -> Iterator[tuple[Hashable, float, int, int]]:
+  """Of each text: hits, proposals, tokens; rows behind them fill it up."""
   lengths: Any = overlap.state.stats.num_rounds
   for row, text in enumerate(texts):
     if not (end := int(lengths[row])):
       continue
-    proposed = overlap.proposed[row, :end]
-    betas = np.asarray(overlap.betas[row, :end][proposed])
+    betas = np.asarray(overlap.betas[row, :end][overlap.proposed[row, :end]])
     invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
     if invalid or not np.all(np.isfinite(betas)):
       raise ValueError(_NOT_FINITE)
-    confidences = np.asarray(overlap.confidences[row, :end][proposed])
-    yield Output(betas, confidences, text, end)
+    yield text, float(betas.sum()), len(betas), end
 
 
 def rates(
@@ -439,7 +397,7 @@ class MeasureAlphaConfig:
       'target': self.target,
       'drafts': list(self.engines),
       'input_file': os.fspath(
-        source if isinstance(source, str) else source.files[SPLIT]
+        source if isinstance(source, str) else source.files[PROMPTS_SPLIT]
       ),
       'truncate': self.truncate,
       'num_tokens': self.num_tokens,

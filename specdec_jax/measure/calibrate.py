@@ -1,7 +1,11 @@
-"""Calibration: costs and acceptance of a pair here, and the gamma they give."""
+"""Calibration: costs and acceptance of a pair here, and the gamma they give.
+
+`calibrate` measures both, in minutes. `for_host` takes the acceptance from a
+record that is shipped with the drafter, since what the target accepts does not
+depend on the processor, and times a few calls, once on each host.
+"""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,39 +18,27 @@ from specdec_jax.checks.fields import (
   check_at_least,
   unexpected,
 )
-from specdec_jax.decoding import fallback
-from specdec_jax.drafters.length import unsure_below
 from specdec_jax.engine import calibration
-from specdec_jax.engine.calibration import (
-  Calibration,
-  Choice,
-  Confidence,
-  Prices,
-  rule_of,
-)
+from specdec_jax.engine.calibration import Calibration, Choice
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
-from specdec_jax.measure.acceptance import Output, Rates, rates, ratio
+from specdec_jax.measure.acceptance import rates
 from specdec_jax.measure.calls import Timing, call_runs, in_ms, interleave
-from specdec_jax.measure.progress import bar, status
-from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.record import load as load_record
-from specdec_jax.measure.table import Column, Table, finish, started
+from specdec_jax.measure.table import (
+  Column,
+  Table,
+  bar,
+  finish,
+  started,
+  status,
+)
 from specdec_jax.models import backend
-from specdec_jax.types import LengthRule
+from specdec_jax.text.local_tasks import read_prompts
 
 # Rounds of these gammas say what a proposal takes, and what a round besides.
-_MAIN_GAMMA, _ROUND_GAMMAS = 4, (1, 8)
-# Of the rule of a draft whose length adapts.
-_BINS = 10  # of confidence, with equally many tokens
-LEAST_GAMMA = 3  # that a calibration must have measured
-_LONGEST = 15  # proposals at most
-_TINY = 1e-9
-# What drafts that may end early must gain over those of a fixed gamma, because
-# deciding takes time, and what was measured is not exact.
-_LEAST_GAIN = 1.02
-_TURNS = 4  # to find the rate that a rule itself reaches
+_ROUND_GAMMAS = 1, 4, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +106,17 @@ def calibrate(
       seed=config.seed,
       advance=advance,
     )
-  made = _conclude(config, engine, costs, measured)
-  record = made.to_json()
-  shown: list[Table | str] = [*verdicts(made), *tables(record), *_basis(made)]
-  finish(config, console, record, *shown)
+  # The closed forms know of no place without a proposal: there beta is 0.
+  overall = measured.overall
+  rate = {
+    'alpha': overall.mean,
+    'standard_error': overall.standard_error,
+    'num_tokens': overall.num_tokens,
+    'num_outputs': overall.num_outputs,
+    'proposes': measured.proposes.mean,
+  }
+  made = _concluded(engine, config.temperature, config.decode_len, rate, costs)
+  finish(config, console, made.to_json(), *report(made))
   return made
 
 
@@ -128,66 +127,37 @@ def _costs(
   advance: Callable[[], None],
 ) -> dict[str, Any]:
   """Times the calls of one number of rows."""
-  main = min(_MAIN_GAMMA, config.max_gamma)
-  runs = call_runs(
-    engine,
-    config,
-    batch,
-    sizes=range(1, config.max_gamma + 2),
-    gammas=[g for g in (main, *_ROUND_GAMMAS) if g <= config.max_gamma],
-    adapting=(main,) if engine.drafter.adapts else (),
-  )
+  gammas = {min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS}
+  sizes = range(1, config.max_gamma + 2)
+  runs = call_runs(engine, config, batch, sizes, sorted(gammas))
   times = in_ms(interleave(runs, config.repeats, advance))
   return {'batch': batch, 'times_ms': times}
 
 
-def _conclude(config, engine, costs, measured: Rates) -> Calibration:
-  rate = measured.overall
-  confidence = confidence_table(measured.outputs) if measured.outputs else None
-  if config.max_gamma < LEAST_GAMMA:
-    confidence = None  # the calls of a draft that adapts were not measured
+def _concluded(
+  engine: Engine,
+  temperature: float,
+  length: int,
+  rate: Mapping[str, Any],
+  costs: Sequence[Mapping[str, Any]],
+) -> Calibration:
+  """The gamma for each number of rows, by an acceptance rate and by costs."""
+  choices = []
+  for one in costs:
+    times = {name: ms['median'] for name, ms in one['times_ms'].items()}
+    alpha, error, rows = rate['alpha'], rate['standard_error'], one['batch']
+    choices.append(choose_gamma(alpha, error, call_costs(times), length, rows))
   return Calibration(
     fingerprints=engine.fingerprints,
     device=calibration.device_name(),
-    temperature=config.temperature,
-    choices=tuple(_choice(config, one, measured, confidence) for one in costs),
-    confidence=confidence,
+    temperature=temperature,
+    choices=tuple(choices),
     record={
-      'acceptance_rate': {
-        'alpha': rate.mean,
-        'standard_error': rate.standard_error,
-        'num_tokens': rate.num_tokens,
-        'num_outputs': rate.num_outputs,
-        'proposes': measured.proposes.mean,
-      },
+      'acceptance_rate': dict(rate),
       'costs': costs,
       'machine': describe(),
     },
   )
-
-
-def _choice(config, costs, measured: Rates, confidence) -> Choice:
-  """The gamma, and the prices, that the costs of one number of rows give."""
-  times = {name: ms['median'] for name, ms in costs['times_ms'].items()}
-  calls = call_costs(times)
-  # The closed forms know of no place without a proposal: there beta is 0.
-  rate = measured.overall
-  assert rate.standard_error is not None  # of two texts or more
-  choice = choose_gamma(
-    rate.mean, rate.standard_error, calls, config.decode_len, costs['batch']
-  )
-  alpha = rate if measured.alpha is None else measured.alpha
-  choice = dataclasses.replace(
-    choice,
-    acceptance=acceptance_at(choice.gamma, measured.outputs, alpha.mean),
-  )
-  if confidence is None:
-    return choice
-  main = min(_MAIN_GAMMA, config.max_gamma)
-  more = times[f'adapting_{main}'] - times[f'round_{main}']
-  more = max(0.0, more / times['call_1'])  # lost in noise it is nothing
-  prices = best_prices(confidence, measured.outputs, calls, more)
-  return dataclasses.replace(choice, prices=prices)
 
 
 class CallCosts(NamedTuple):
@@ -210,16 +180,26 @@ class CallCosts(NamedTuple):
   def speed_up(
     self, lengths: Sequence[int], acceptance_rate: float, gamma: int
   ) -> float:
-    """`analysis.speed_up_of_outputs` with these costs."""
+    """The expected speed-up of whole outputs, one at a time.
+
+    Unlike the factor of a token it counts what both loops begin with, and the
+    tokens of the last round that lie behind an output's end.
+
+    Args:
+      lengths: tokens of each output, its end included.
+      acceptance_rate: alpha, of independent proposals.
+      gamma: proposals per round.
+    """
+    alpha = min(1.0, max(0.0, acceptance_rate))
     a_round = self.call_cost[gamma] + gamma * self.cost_ratio + self.round_cost
-    return analysis.speed_up_of_outputs(
-      lengths,
-      min(1.0, max(0.0, acceptance_rate)),
-      gamma,
-      a_round,
-      self.start,
-      self.draft_start,
+    plain = sum(self.start + length for length in lengths)
+    speculative = sum(
+      self.start
+      + self.draft_start
+      + a_round * analysis.expected_rounds(alpha, gamma, length)
+      for length in lengths
     )
+    return plain / speculative
 
 
 def call_costs(times: Mapping[str, float]) -> CallCosts:
@@ -288,108 +268,66 @@ def choose_gamma(
     cost_ratio=costs.cost_ratio,
     call_cost=tuple(costs.call_cost),
     round_cost=costs.round_cost,
-    acceptance=acceptance_rate,
   )
 
 
-def tables(record: Mapping[str, Any]) -> list[Table]:
-  """The gamma chosen for each number of rows, and the factor of every gamma.
+def report(made: Calibration) -> list[Table | str]:
+  """Whether speculation pays with each number of rows, and what that rests on.
 
-  Args:
-    record: a calibration, as its file has it.
+  Returns:
+    A sentence for each number of rows, the costs and factors of every gamma,
+    and a sentence on the acceptance rate.
   """
-  choices = record['choices']
-  chosen = Table(
-    'Chosen here',
-    (
-      'rows at once',
-      Column('c', '.3f'),
-      Column('a round besides', '.3f'),
-      'gamma',
-      'expected speed-up',
-    ),
-    [
-      [
-        *(choice[x] for x in ('rows', 'cost_ratio', 'round_cost', 'gamma')),
-        _with_interval(choice['expected_speed_up'], choice['interval']),
-      ]
-      for choice in choices
-    ],
-  )
+  verdicts = [_verdict(made, choice) for choice in made.choices]
   columns: list[Column | str] = ['gamma']
-  cells: list[Sequence[Any]] = [range(len(choices[0]['factors']))]
-  for choice in choices:
-    for name, field in (('v(gamma + 1)', 'call_cost'), ('speed-up', 'factors')):
-      columns.append(Column(f'{name}, {_rows(choice["rows"])}', '.2f'))
-      cells.append(choice[field])
-  by_gamma = [list(row) for row in zip(*cells, strict=True)]
-  return [chosen, Table('What gamma is worth here', columns, by_gamma)]
-
-
-def _with_interval(value: float, interval: Sequence[float]) -> str:
-  low, high = interval
-  return f'{value:.2f} ({low:.2f} to {high:.2f})'
-
-
-def verdicts(made: Calibration) -> list[str]:
-  """Whether speculation pays: a sentence for each number of rows."""
-  sentences = []
+  cells: list[Sequence[Any]] = [range(len(made.choices[0].factors))]
   for choice in made.choices:
-    rows = f'{_rows(choice.rows)}: '
-    if not choice.gamma:
-      sentences.append(
-        f'{rows}speculation does not pay here: no gamma is expected to be'
-        ' quicker than plain decoding.'
-      )
-      continue
-    adapts = ''
-    if choice.prices is not None:
-      adapts = (
-        " With gamma = 'adaptive' it is expected to be"
-        f' {choice.prices.expected_speed_up:.2f}.'
-      )
-    pays = 'pays' if choice.interval[0] >= 1.0 else 'may pay'
-    expected = _with_interval(choice.expected_speed_up, choice.interval)
-    sentences.append(
-      f'{rows}speculation {pays} here: gamma = {choice.gamma}, expected'
-      f' speed-up {expected}, for outputs of {made.least_length(choice.rows)}'
-      f' tokens or more.{adapts}'
-    )
-  return sentences
-
-
-def _basis(made: Calibration) -> list[str]:
-  """What the verdicts rest on: times and acceptance."""
-  sentences = []
-  for choice in made.choices:
-    times = made.times_ms(choice.rows)
-    sentences.append(
-      f'{_rows(choice.rows)}: input {times["encoder"]["median"]:.2f} ms, a call'
-      f' {times["call_1"]["median"]:.2f} ms'
-    )
+    for name, values in (
+      ('v(gamma + 1)', choice.call_cost),
+      ('speed-up', choice.factors),
+    ):
+      columns.append(Column(f'{name}, {_rows(choice.rows)}', '.2f'))
+      cells.append(values)
+  rows = [list(row) for row in zip(*cells, strict=True)]
   rate = made.record['acceptance_rate']
-  unproposed = ''
-  if rate['proposes'] < 1:
-    share = 1 - rate['proposes']
-    unproposed = f', none where nothing is proposed ({share:.0%} of them)'
   acceptance = (
-    f'acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
+    f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
     f' {rate["num_tokens"]} tokens at temperature {made.temperature:g}'
   )
-  return [*sentences, acceptance + unproposed]
+  if rate['proposes'] < 1:
+    share = 1 - rate['proposes']
+    acceptance += f', none where nothing is proposed ({share:.0%} of them)'
+  table = Table('What gamma is worth here', columns, rows)
+  return [*verdicts, table, f'{acceptance}.']
+
+
+def _verdict(made: Calibration, choice: Choice) -> str:
+  """Whether speculation pays with so many rows, and what calls cost."""
+  times = made.times_ms(choice.rows)
+  costs = (
+    f' An input takes {times["encoder"]["median"]:.2f} ms, a call of the target'
+    f' {times["call_1"]["median"]:.2f} ms, a proposal {choice.cost_ratio:.3f}'
+    f' calls (c), a round besides {choice.round_cost:.3f}.'
+  )
+  if not choice.gamma:
+    return (
+      f'{_rows(choice.rows)}: speculation does not pay here: no gamma is'
+      f' expected to be quicker than plain decoding.{costs}'
+    )
+  low, high = choice.interval
+  return (
+    f'{_rows(choice.rows)}: speculation {"pays" if low >= 1 else "may pay"}'
+    f' here: gamma = {choice.gamma}, expected speed-up'
+    f' {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for outputs of'
+    f' {made.least_length(choice.rows)} tokens or more.{costs}'
+  )
 
 
 def _rows(count: int) -> str:
   return f'{count} row{"s" * (count > 1)}'
 
 
-# The gamma that pays on a host, for a pair whose acceptance is known.
-#
-# What the target accepts does not depend on the processor, so a record of it
-# can be shipped with the drafter (`acceptance` writes it). What calls cost
-# does: a few of them are timed, in a second or two besides their compilation,
-# and kept. `calibrate` measures both, and more, in minutes.
-
+# What `for_host` times: a second or two besides compilation.
 _HOST_SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
 _HOST_GAMMA = 7  # of the rounds
 _HOST_TIMES = (
@@ -445,25 +383,10 @@ def for_host(
     lambda: host_times(engine, rows, temperature),
     lambda value: {name: float(value[name]) for name in _HOST_TIMES},
   )
-  choice = choose_gamma(
-    rate['alpha'],
-    rate['standard_error'],
-    call_costs(times),
-    round(rate['num_tokens'] / rate['num_outputs']),
-    rows,
-  )
-  return Calibration(
-    fingerprints=engine.fingerprints,
-    device=calibration.device_name(),
-    temperature=temperature,
-    choices=(choice,),
-    record={  # as that of `calibrate`
-      'acceptance_rate': dict(rate),
-      'costs': [
-        {'times_ms': {name: {'median': ms} for name, ms in times.items()}}
-      ],
-    },
-  )
+  medians = {name: {'median': ms} for name, ms in times.items()}
+  length = round(rate['num_tokens'] / rate['num_outputs'])
+  costs = [{'batch': rows, 'times_ms': medians}]
+  return _concluded(engine, temperature, length, rate, costs)
 
 
 def host_times(
@@ -490,236 +413,7 @@ def host_verdict(made: Calibration) -> str:
     'On this host a call of the target over one token takes'
     f' {made.times_ms(choice.rows)["call_1"]["median"]:.2f} ms, one over'
     f' {", ".join(map(str, sizes))} tokens {costs} times that, and a proposal'
-    f' {choice.cost_ratio:.2f}; {choice.acceptance:.0%} of the proposals are'
+    f' {choice.cost_ratio:.2f};'
+    f' {made.record["acceptance_rate"]["alpha"]:.0%} of the proposals are'
     ' accepted.'
-  )
-
-
-# The rule of a draft whose length adapts. A drafter's confidence says how
-# likely its next proposal is accepted: a table of confidence bins. Costs say
-# what a proposal must be worth. Both together are a `LengthRule`; what it
-# should gain is computed over the outputs that were measured.
-
-
-class Expected(NamedTuple):
-  """Expected sums over rounds, from every place that a round may begin at."""
-
-  tokens: float
-  time: float
-  tested: float
-  accepted: float
-
-
-def confidence_table(outputs: Sequence[Output]) -> Confidence:
-  """The table of at least two outputs' tokens."""
-  betas, sure, texts = _joined(outputs)
-  inner = np.quantile(sure, np.arange(1, _BINS) / _BINS)
-  bounds = np.unique(inner.astype(np.float32))
-  bounds = bounds[bounds > sure.min()]  # no bin is empty
-  chosen = np.searchsorted(bounds, sure, side='right')
-  bins = range(len(bounds) + 1)
-  rates = []
-  for one in bins:
-    inside = chosen == one
-    number = int(texts.max()) + 1
-    hits = np.bincount(texts[inside], betas[inside], number)
-    tries = np.bincount(texts[inside], minlength=number)
-    rates.append(ratio(list(hits), list(tries)))
-  return Confidence(
-    bounds=tuple(bounds.tolist()),
-    acceptance=tuple(rate.mean for rate in rates),
-    errors=tuple(rate.standard_error for rate in rates),
-    tokens=tuple(rate.num_tokens for rate in rates),
-    overall=float(betas.mean()),
-  )
-
-
-def best_prices(
-  confidence: Confidence,
-  outputs: Sequence[Output],
-  costs: CallCosts,
-  adapting_cost: float = 0.0,
-) -> Prices:
-  """The prices that gain most over the outputs.
-
-  A proposal is worth its costs if they would not buy as many tokens elsewhere:
-  at the rate, in tokens a unit of time, that the rule itself reaches. Of what a
-  call with a draft takes more than one without, each proposal pays its share,
-  or those behind the first one pay nothing. Prices of 0 are those of a fixed
-  gamma, whose loop has less to do: they are taken unless others gain more.
-
-  Args:
-    confidence: the table.
-    outputs: what it was made of.
-    costs: of at least `LEAST_GAMMA` + 1 calls.
-    adapting_cost: what a round whose drafts adapt takes more than another.
-  """
-  call_cost = costs.call_cost
-  if len(call_cost) <= LEAST_GAMMA:
-    raise unexpected(
-      'call_cost', f'v(1) to v({LEAST_GAMMA + 1}) or more', call_cost
-    )
-  valued = functools.partial(_valued, confidence, outputs, costs.cost_ratio)
-  tried, fixed = [], []
-  for most in range(1, min(_LONGEST, len(call_cost) - 1) + 1):
-    calls = costs_of_calls(call_cost, most) + costs.round_cost
-    shared = np.diff(_convex(calls))
-    behind = np.append(shared[:1], np.diff(_convex(calls[1:])))
-    for more in (shared, behind):
-      rate = 1.0
-      for _ in range(_TURNS):
-        worth, asking = rate * more, rate * (costs.cost_ratio + more)
-        prices = valued(calls + adapting_cost, worth, asking)
-        rate = prices.expected_speed_up
-      tried.append(prices)
-    fixed.append(valued(calls, np.zeros(most), np.zeros(most)))
-  best, best_fixed = (
-    max(these, key=lambda prices: prices.expected_speed_up)
-    for these in (tried, fixed)
-  )
-  least = _LEAST_GAIN * best_fixed.expected_speed_up
-  return best if best.expected_speed_up > least else best_fixed
-
-
-def _valued(
-  confidence: Confidence,
-  outputs: Sequence[Output],
-  cost_ratio: float,
-  calls: np.ndarray,
-  worth: np.ndarray,
-  asking: np.ndarray,
-) -> Prices:
-  """The prices, with what their rule should gain over the outputs."""
-  prices = Prices(tuple(worth.tolist()), tuple(asking.tolist()), 0.0, 0.0)
-  sums = expected(rule_of(confidence, prices), outputs, cost_ratio, calls)
-  return dataclasses.replace(
-    prices,
-    expected_speed_up=sums.tokens / sums.time,
-    acceptance=sums.accepted / max(sums.tested, _TINY),
-  )
-
-
-def costs_of_calls(call_cost: Sequence[float], most: int) -> np.ndarray:
-  """float[most + 1], the round's call with 0..most proposals, on this device.
-
-  Args:
-    call_cost: v(1), v(2), ..., at least v(most + 1).
-    most: proposals at most, of a draft that may end early.
-  """
-  sizes = fallback.widths(most, adapts=True, rests=False)
-  return np.asarray([call_cost[size - 1] for size in sizes], np.float64)
-
-
-def _convex(values: np.ndarray) -> np.ndarray:
-  """The largest convex sequence below `values`, without a fall.
-
-  A call costs the same for all lengths up to its width: a draft must not end
-  before a step for what is cheap behind it.
-  """
-  values = np.maximum.accumulate(values)
-  hull = values.copy()
-  place = 0
-  while place < len(values) - 1:
-    slopes = (values[place + 1 :] - values[place]) / np.arange(
-      1, len(values) - place
-    )
-    step = int(np.argmin(slopes)) + 1
-    line = values[place] + slopes[step - 1] * np.arange(step + 1)
-    hull[place : place + step + 1] = line
-    place += step
-  return hull
-
-
-def expected(
-  rule: LengthRule,
-  outputs: Sequence[Output],
-  cost_ratio: float,
-  calls: np.ndarray,
-) -> Expected:
-  """What a rule should gain over outputs whose tokens were measured.
-
-  Rounds begin where the rounds before them end, each place by its probability:
-  a round with n accepted proposals at place t ends at t + n + 1. The proposals
-  are taken to be those tokens, as in Corollary 3.6.
-
-  Args:
-    rule: when a draft ends.
-    outputs: what was measured.
-    cost_ratio: c.
-    calls: float[G + 1], what the round's call with 0..G proposals takes, with
-      what a round takes besides, in calls of the target over one token.
-  """
-  total = np.zeros(4)
-  for output in outputs:
-    total += _of_output(
-      rule, output.betas, output.confidences, cost_ratio, calls
-    )
-  return Expected(*total.tolist())
-
-
-def acceptance_at(
-  gamma: int, outputs: Sequence[Output], otherwise: float
-) -> float:
-  """Accepted / judged proposals of rounds of a fixed gamma.
-
-  Behind a rejection nothing is judged, so that this is not alpha where tokens
-  that are hard to guess follow one another.
-
-  Args:
-    gamma: proposals per round.
-    outputs: what was measured; may be empty.
-    otherwise: what it is if nothing would be judged.
-  """
-  sums = expected(unsure_below(0.0, gamma), outputs, 0.0, np.ones(gamma + 1))
-  return sums.accepted / sums.tested if sums.tested else otherwise
-
-
-def _of_output(rule, betas, sure, cost_ratio, calls) -> np.ndarray:
-  count, most = len(betas), rule.most
-  believed = np.asarray(rule.acceptance)[
-    np.searchsorted(np.asarray(rule.confidences), sure, side='right')
-  ]
-  starts = np.arange(count)
-  room = np.minimum(most, count - starts - 1)  # the last is the target's own
-  asks = room > 0
-  survival, true = np.ones(count), np.ones(count)
-  length, asked = np.zeros(count, int), np.ones(count)
-  tested, accepted = np.zeros(count), np.zeros(count)
-  ends = np.zeros((count, most + 1))  # probability of n accepted proposals
-  for index in range(most):
-    place = np.minimum(starts + index, count - 1)
-    survival = survival * believed[place]
-    makes = asks & (survival > rule.worth[index])
-    tested += makes * true
-    ends[:, index] = np.where(makes, true * (1 - betas[place]), 0.0)
-    true = np.where(makes, true * betas[place], true)
-    accepted += makes * true
-    length += makes
-    after = min(index + 1, most - 1)
-    asks = makes & (index + 1 < room)
-    asks &= survival * float(rule.expected) > rule.worth_asking[after]
-    asked += asks
-  ends[starts, length] += true
-  visits = np.zeros(count + most + 1)
-  visits[0] = 1.0
-  for start in range(count):
-    visits[start + 1 : start + most + 2] += visits[start] * ends[start]
-  time = cost_ratio * asked + calls[length]
-  sums = np.stack([accepted + 1, time, tested, accepted])
-  return sums @ visits[:count]
-
-
-def _joined(
-  outputs: Sequence[Output],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Betas, confidences and numbers of texts of all tokens."""
-  numbers: dict[Any, int] = {}
-  texts = [
-    np.full(len(one.betas), numbers.setdefault(one.text, len(numbers)))
-    for one in outputs
-  ]
-  return (
-    np.concatenate([one.betas for one in outputs]),
-    np.concatenate([one.confidences for one in outputs]),
-    np.concatenate(texts),
   )

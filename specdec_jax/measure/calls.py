@@ -8,6 +8,7 @@ a whole loop. `interleave` times runs in turn, so that noise affects all alike.
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import math
 import statistics
 import time
@@ -34,15 +35,13 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.drafters.base import check_chain
-from specdec_jax.drafters.length import unsure_below
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
 from specdec_jax.measure import memory
-from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Table, finish, started
+from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend, integers
 from specdec_jax.models.base import (
   START_ID,
@@ -270,8 +269,7 @@ def loop_run(
     rounds: how many rounds are run, in the middle of the output; None runs the
       whole loop.
   """
-  # A start is the same whatever ends a draft.
-  state = start(params, request.replace(rule=None))
+  state = start(params, request)
   limit = jnp.int32(decode_state.NO_ROUND_LIMIT)
   donating = jax.jit(loop.run, donate_argnums=2)
   compiled = donating.lower(params, request, state, limit).compile()
@@ -396,7 +394,6 @@ def call_runs(
   batch: int,
   sizes: Sequence[int],
   gammas: Sequence[int],
-  adapting: Sequence[int] = (),
 ) -> dict[str, Run]:
   """Prepares the calls and rounds of a pair, programs compiled side by side.
 
@@ -410,12 +407,10 @@ def call_runs(
     batch: B.
     sizes: m, tokens of a call.
     gammas: proposals of a round.
-    adapting: gammas of rounds whose drafts may end early, by a rule that ends
-      none.
 
   Returns:
     'encoder', the call that reads the input; 'start', the same of both models;
-    'call_m' for each size, 'round_g' and 'adapting_g' for each gamma.
+    'call_m' for each size, 'round_g' for each gamma.
   """
   drafter: Any = pair.drafter
   check_chain(drafter, 'The measurement of rounds')
@@ -430,14 +425,11 @@ def call_runs(
   runs = {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)}
   cache = read().target_cache
   jax.block_until_ready(read_both())
-  rounds = {f'round_{gamma}': request(gamma) for gamma in gammas}
-  for gamma in adapting:
-    adapts = request(gamma).replace(rule=unsure_below(0.0, gamma))
-    rounds[f'adapting_{gamma}'] = adapts
-  makers: dict[str, Callable[[], Run]] = {
-    name: functools.partial(loop_run, loop, start, pair.params, of, count)
-    for name, of in rounds.items()  # first: they are the longest to compile
-  }
+  makers: dict[str, Callable[[], Run]] = {}
+  for gamma in gammas:  # first: they are the longest to compile
+    makers[f'round_{gamma}'] = functools.partial(
+      loop_run, loop, start, pair.params, request(gamma), count
+    )
   for size in sizes:
     makers[f'call_{size}'] = functools.partial(
       call_run, pair, largest, cache, size, count
@@ -515,19 +507,11 @@ class BenchmarkConfig(Timing):
   @property
   def settings(self) -> dict[str, Any]:
     """The settings as a record has them."""
-    settings = {
-      field.name: getattr(self, field.name)
-      for field in dataclasses.fields(self)
-      if field.name != 'output_file'
-    }
-    target, drafter = self.models
-    return settings | {
-      'gammas': list(self.gammas),
-      'call_sizes': list(self.call_sizes),
-      'target': repr(target.network),
-      'drafter': repr(drafter.network),
-      'placement': repr(self.placement),
-    }
+    names = [field.name for field in dataclasses.fields(self)]
+    values = {name: getattr(self, name) for name in names}
+    del values['output_file']
+    values['target'], values['drafter'] = (m.network for m in self.models)
+    return json.loads(json.dumps(values, default=repr))
 
   def check_memory(self) -> None:
     """Raises DoesNotFitError if the pair does not fit."""
@@ -643,29 +627,8 @@ def _of_gamma(
 
 
 def table(record: Mapping[str, Any]) -> Table:
-  """The costs, and the speed-up for each gamma."""
-  plain = record['times_ms']['plain_loop']['median']
-  rows = [
-    ['plain loop, ms per token', f'{plain:.2f}'],
-    [
-      "of a matrix-vector product's bandwidth",
-      f'{record["bandwidth_fraction"]:.0%}',
-    ],
-  ]
-  rows += [
-    [f'v({size})', f'{cost:.2f}']
-    for size, cost in record['call_cost'].items()
-    if size != '1'
-  ]
-  for row in record['gammas']:
-    name = f'gamma {row["gamma"]}: '
-    rows += [
-      [f'{name}c inside a round', f'{row["cost_ratio"]:.3f}'],
-      [f'{name}acceptance of the run', f'{row["acceptance_rate"]:.3f}'],
-      [f'{name}expected speed-up', f'{row["expected_speed_up"]:.2f}'],
-      [f'{name}speed-up', f'{row["speed_up"]:.2f}'],
-    ]
-  settings = record['settings']
+  """A row for each gamma, with notes on what is common to them."""
+  settings, call_cost = record['settings'], record['call_cost']
   forced = settings['forced_acceptance']
   note = '' if forced is None else f', acceptance forced to {forced}'
   title = (
@@ -673,4 +636,24 @@ def table(record: Mapping[str, Any]) -> Table:
     f' {settings["input_len"]}, output {settings["decode_len"]} tokens,'
     f' temperature {settings["temperature"]:g}'
   )
-  return Table(title, ['', 'measured'], rows)
+  plain = record['times_ms']['plain_loop']['median']
+  costs = (f'v({m}) {v:.2f}' for m, v in call_cost.items() if m != '1')
+  return Table.of(
+    title,
+    {
+      'gamma': 'gamma',
+      Column('v(gamma + 1)', '.2f'): lambda row: call_cost[
+        str(row['gamma'] + 1)
+      ],
+      Column('c inside a round', '.3f'): 'cost_ratio',
+      Column('acceptance of the run', '.3f'): 'acceptance_rate',
+      Column('expected speed-up', '.2f'): 'expected_speed_up',
+      Column('speed-up', '.2f'): 'speed_up',
+    },
+    record['gammas'],
+    (
+      f'Plain loop: {plain:.2f} ms per token, at'
+      f" {record['bandwidth_fraction']:.0%} of a matrix-vector product's"
+      f' bandwidth. Calls: {", ".join(costs)}.',
+    ),
+  )

@@ -28,18 +28,19 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import ADAPTIVE
 from specdec_jax.measure.calibrate import call_costs, for_host
 from specdec_jax.measure.calls import Run, interleave
-from specdec_jax.measure.progress import bar, status
-from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import Record, where
 from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import (
   PALETTE,
   Column,
   Table,
+  bar,
   finish,
   save_plot,
   started,
+  status,
 )
+from specdec_jax.text.local_tasks import read_prompts
 
 KIND = 'methods'  # of a record
 PLAIN = 'plain'
@@ -188,25 +189,7 @@ def compare(
   with bar(console, 'Compiling and timing', steps) as advance:
     for temperature, rows in settings:
       chosen = known.get(temperature)
-      methods = _options(config, made, chosen)
-      timed = _timed(config, methods, texts, temperature, rows, advance)
-      plain = timed[PLAIN]
-      for method in config.all_methods:
-        gamma: Any = method.options.get('gamma')
-        predicted = None
-        if gamma in config.gammas and rows == 1 and chosen is not None:
-          lengths = plain.tokens // config.repeats
-          predicted = _predicted(chosen, gamma, lengths)
-        measured.append(
-          {
-            'method': method.name,
-            'temperature': temperature,
-            'rows': rows,
-            'gamma': gamma if isinstance(gamma, int) else None,
-            **_measured(timed[method.name], plain),
-            'predicted': predicted,
-          }
-        )
+      measured += _rows(config, made, chosen, texts, temperature, rows, advance)
   greedy = known.get(0.0)
   shown = _table(config, measured, len(texts))
   content = {
@@ -222,12 +205,16 @@ def compare(
   return record
 
 
-def _options(
+def _rows(
   config: CompareConfig,
   made: Mapping[Any, Engine],
   chosen: Calibration | None,
-) -> dict[str, tuple[Engine, dict[str, Any]]]:
-  """Name of each method -> its engine and options; the plain loop is first."""
+  texts: Sequence[str],
+  temperature: float,
+  rows: int,
+  advance: Callable[[], None],
+) -> list[dict[str, Any]]:
+  """What is measured of each method at one temperature and number of rows."""
   methods: dict[str, tuple[Engine, dict[str, Any]]] = {
     PLAIN: (made[config.engine], {'speculative': False})
   }
@@ -236,7 +223,24 @@ def _options(
     if options.get('gamma') == ADAPTIVE and chosen is not None:
       options['gamma'] = chosen.rule(1)
     methods[method.name] = made[method.engine or config.engine], options
-  return methods
+  timed = _timed(config, methods, texts, temperature, rows, advance)
+  plain, measured = timed[PLAIN], []
+  for method in config.all_methods:
+    gamma: Any = method.options.get('gamma')
+    predicted = None
+    if gamma in config.gammas and rows == 1 and chosen is not None:
+      predicted = _predicted(chosen, gamma, plain.tokens // config.repeats)
+    measured.append(
+      {
+        'method': method.name,
+        'temperature': temperature,
+        'rows': rows,
+        'gamma': gamma if isinstance(gamma, int) else None,
+        **_measured(timed[method.name], plain),
+        'predicted': predicted,
+      }
+    )
+  return measured
 
 
 def _timed(
@@ -313,32 +317,24 @@ def _check_equal(name: str, outputs: Any, plain: Any) -> None:
 def _measured(timed: Timed, plain: Timed) -> dict[str, Any]:
   """The numbers of one method, with intervals over texts."""
   count = len(timed.ms)
-  every, drawn = [np.arange(count)], None
-  if count > 1:
-    drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
+  drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
+  picks = np.vstack([np.arange(count), drawn])  # first all texts, each once
 
-  def ratio(over: np.ndarray, under: np.ndarray, texts: Any) -> np.ndarray:
-    return over[texts].sum(-1) / under[texts].sum(-1)
+  def ratio(over: np.ndarray, under: np.ndarray) -> np.ndarray:
+    return over[picks].sum(-1) / under[picks].sum(-1)
 
-  def numbers(texts: Any) -> dict[str, np.ndarray]:
-    ms = ratio(timed.ms, timed.tokens, texts)
-    plain_ms = ratio(plain.ms, plain.tokens, texts)
-    return {
-      'tokens_per_call': ratio(timed.tokens, timed.calls, texts),
-      'ms_per_token': ms,
-      'plain_ms_per_token': plain_ms,
-      'speed_up': plain_ms / ms,
-    }
-
-  measured: dict[str, Any] = {
-    name: value.item() for name, value in numbers(every).items()
+  ms, plain_ms = (ratio(one.ms, one.tokens) for one in (timed, plain))
+  values = {
+    'tokens_per_call': ratio(timed.tokens, timed.calls),
+    'ms_per_token': ms,
+    'plain_ms_per_token': plain_ms,
+    'speed_up': plain_ms / ms,
   }
+  measured: dict[str, Any] = {n: value[0].item() for n, value in values.items()}
   measured['acceptance_rate'] = timed.acceptance_rate
   for name in ('tokens_per_call', 'speed_up'):
-    interval = None
-    if drawn is not None:
-      interval = np.percentile(numbers(drawn)[name], _INTERVAL).tolist()
-    measured[f'{name}_interval'] = interval
+    ends = np.percentile(values[name][1:], _INTERVAL).tolist()
+    measured[f'{name}_interval'] = ends if count > 1 else None
   return measured
 
 
@@ -357,14 +353,9 @@ def _predicted(
 def _table(
   config: CompareConfig, measured: Sequence[Mapping[str, Any]], lines: int
 ) -> Table:
-  def between(name: str) -> Callable[[Any], str | None]:
-    def text(row: Mapping[str, Any]) -> str | None:
-      if row[name] is None:
-        return None
-      low, high = row[name]
-      return f'{low:.2f} to {high:.2f}'
-
-    return text
+  def between(row: Mapping[str, Any], name: str) -> str | None:
+    ends = row[f'{name}_interval']
+    return ends and f'{ends[0]:.2f} to {ends[1]:.2f}'
 
   shown = Table.of(
     f'{config.name}: {lines} lines of {config.input_file}, {config.repeats}'
@@ -374,10 +365,10 @@ def _table(
       'rows': 'rows',
       'method': 'method',
       Column('tokens per call', '.2f'): 'tokens_per_call',
-      '95 %': between('tokens_per_call_interval'),
+      '95 %': lambda row: between(row, 'tokens_per_call'),
       Column('ms per token', '.2f'): 'ms_per_token',
       Column('speed-up', '.2f'): 'speed_up',
-      '95 % ': between('speed_up_interval'),
+      '95 % ': lambda row: between(row, 'speed_up'),
       Column('predicted', '.2f'): 'predicted',
     },
     measured,

@@ -7,7 +7,6 @@ Kernels of a GPU are chosen by rules instead of by trial: products that a GPU at
 hand would give to cuBLAS may come out as generated kernels.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -16,8 +15,9 @@ import logging
 import os
 import pathlib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +39,8 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.calls import make_request
 from specdec_jax.measure.memory import call_bytes, param_shapes
-from specdec_jax.measure.progress import bar
 from specdec_jax.measure.record import VERSION, Record
-from specdec_jax.measure.table import Column, Table, finish, started
+from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
@@ -132,35 +131,24 @@ def _described(known: Device) -> Any:
   flags = os.environ.get('XLA_FLAGS', '')
   if 'xla_gpu_autotune_level' not in flags:
     os.environ['XLA_FLAGS'] = f'{flags} {_NO_TRIALS}'.strip()
-  with _without_a_driver():
-    jax.devices('cpu')  # looks for plug-ins, unless told to keep to the CPU
-    if not xla_client.pjrt_plugin_loaded('cuda'):
-      xla_bridge.discover_pjrt_plugins()
-  _say_cuda()
-  return topologies.get_topology_desc(
-    platform='cuda', target_config=known.numbers, topology=known.topology
-  )
-
-
-@contextlib.contextmanager
-def _without_a_driver() -> Iterator[None]:
-  """Keeps the plug-in from asking one, and from telling that there is none."""
+  # Nor is one to be told that there is none.
   hidden = {
     'CUDA_VISIBLE_DEVICES': '-1',
     'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
   }
-  before = {name: os.environ.get(name) for name in hidden}
-  os.environ.update(hidden)
   disabled = logging.root.manager.disable
   logging.disable(logging.CRITICAL)
   try:
-    yield
+    with mock.patch.dict(os.environ, hidden):
+      jax.devices('cpu')  # looks for plug-ins, unless told to keep to the CPU
+      if not xla_client.pjrt_plugin_loaded('cuda'):
+        xla_bridge.discover_pjrt_plugins()
   finally:
     logging.disable(disabled)
-    for name, value in before.items():
-      os.environ.pop(name)
-      if value is not None:
-        os.environ[name] = value
+  _say_cuda()
+  return topologies.get_topology_desc(
+    platform='cuda', target_config=known.numbers, topology=known.topology
+  )
 
 
 def _say_cuda() -> None:
@@ -259,15 +247,18 @@ def check(
     for row in rows:
       results.append(row._asdict() | _checked(config, row, device))
       advance()
-  fields = 'name', 'batch', 'param_dtype', 'input_lens', 'decode_lens'
-  settings = {field: getattr(config, field) for field in fields} | versions
-  settings |= {
+  settings = versions | {
+    'name': config.name,
+    'batch': config.batch,
+    'param_dtype': config.param_dtype,
+    'input_lens': config.input_lens,
+    'decode_lens': config.decode_lens,
     'usable_bytes': known.usable_bytes,
     'bytes_per_s': known.bytes_per_s,
   }
   # Without a machine: nothing ran on this one.
-  record = {'kind': KIND, 'version': VERSION}
-  record |= {'settings': settings, 'rows': results}
+  head = {'kind': KIND, 'version': VERSION}
+  record = head | {'settings': settings, 'rows': results}
   reasons = {row['refused'] for row in results if row['refused']}
   refused = [f'Refused by the compiler: {reason}' for reason in reasons]
   finish(config, console, record, conditions(record), table(record), *refused)

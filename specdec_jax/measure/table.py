@@ -1,24 +1,28 @@
-"""One table class for all outputs: console, Markdown, CSV, JSON; and plots.
+"""One table class for all outputs: console, Markdown, JSON; and plots.
 
 A cell is text, a number, or None for a value that was not measured. Numbers
-stay numbers until they are shown: a column says how to show them, and the CSV
-has all their digits.
+stay numbers until they are shown, as their column says.
 
 Plots have one style, whatever the user's own matplotlib settings are: the same
-values give the same bytes.
+values give the same bytes. Progress is a bar on a terminal, and elsewhere a
+line on stderr now and then.
 """
 
-import csv
+import contextlib
 import dataclasses
 import io
 import os
 import re
+import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
 import rich.measure
+import rich.progress
 import rich.table
 import rich.text
 
@@ -46,6 +50,7 @@ _STYLE = {
 _DPI = 150
 _NUMBER = re.compile(r'[-+\d.,%]+')
 _NO_EDGE = 10_000  # characters; wider than any output
+EVERY_S = 20.0  # between two lines of progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +61,16 @@ class Column:
     header: name of the column.
     form: format of numbers, such as '.2f'; '' shows three digits of a float.
     align: 'left' or 'right'; '' is right if all cells look like numbers.
-    missing: text shown for None.
   """
 
   header: str
   form: str = ''
   align: str = ''
-  missing: str = '-'
 
   def text(self, cell: Cell) -> str:
     """A cell as it is shown."""
     if cell is None:
-      return self.missing
+      return '-'
     if isinstance(cell, str):
       return cell
     if self.form:
@@ -145,13 +148,6 @@ class Table:
       for row in (self.header, *self.texts)
     )
     return '\n'.join(f'| {" | ".join(row)} |' for row in (header, rule, *body))
-
-  def csv(self) -> str:
-    """The table as CSV, numbers unrounded; missing values are empty."""
-    stream = io.StringIO(newline='')
-    writer = csv.writer(stream, lineterminator='\n')
-    writer.writerows([self.header, *self.rows])
-    return stream.getvalue()
 
   def to_json(self) -> dict[str, Any]:
     """The table as it is shown, for `from_json`."""
@@ -303,6 +299,67 @@ def console() -> rich.console.Console:
   if not (shown.is_terminal or shown.is_jupyter or given):
     shown.width = _NO_EDGE
   return shown
+
+
+def status(
+  console: rich.console.Console, message: str
+) -> contextlib.AbstractContextManager[object]:
+  """Shows what is going on while a block runs."""
+  if console.is_terminal:
+    return console.status(message)
+  return _lines(lambda: message)
+
+
+@contextlib.contextmanager
+def _lines(describe: Callable[[], str]) -> Iterator[None]:
+  """Says what is going on each `EVERY_S`, while the block runs.
+
+  In a thread, because one step may be a compilation of minutes.
+  """
+  begin = time.monotonic()
+  ended = threading.Event()
+
+  def say() -> None:
+    while not ended.wait(EVERY_S):
+      elapsed = time.monotonic() - begin
+      print(f'{describe()}, {elapsed:.0f} s', file=sys.stderr, flush=True)
+
+  thread = threading.Thread(target=say, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
+
+
+@contextlib.contextmanager
+def bar(
+  console: rich.console.Console, label: str, total: int
+) -> Iterator[Callable[..., None]]:
+  """A bar of `total` steps, shown while the block runs.
+
+  Yields a function that moves it by a number of steps, one by default.
+  """
+  progress = rich.progress.Progress(
+    rich.progress.SpinnerColumn(),  # it moves while the first step compiles
+    *rich.progress.Progress.get_default_columns(),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  )
+  task = progress.add_task(label, total=total)
+
+  def advance(count: int = 1) -> None:
+    progress.advance(task, count)
+
+  def describe() -> str:
+    return f'{label}: {progress.tasks[0].completed:g} of {total}'
+
+  shown = progress if console.is_terminal else _lines(describe)
+  with shown:
+    yield advance
 
 
 def save_plot(

@@ -1,9 +1,9 @@
 """The paper's Figures 2 to 5, with measured points; Figure 1 is a `Trace`.
 
-The curves come from `specdec_jax.analysis`; `gamma_curves` and
-`optimal_gamma_curves` return them as numbers. Lines differ in their dashes as
-well as in their colours. All functions write a PNG, whole or not at all, and
-raise ValueError if matplotlib is not installed.
+The curves come from `specdec_jax.analysis`, all measured values from records of
+`measure.calls.benchmark`. Lines differ in their dashes as well as in their
+colours. All functions write a PNG, whole or not at all, and raise ValueError if
+matplotlib is not installed.
 """
 
 import itertools
@@ -15,123 +15,82 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax import analysis
+from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import PALETTE, save_plot
-from specdec_jax.paper.tables import titled
+from specdec_jax.paper.tables import only, titled
 
 Path = str | os.PathLike[str]
 
 _DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))
 GAMMAS = (1, 3, 5, 7, 10)
 RATES = np.linspace(0, 1, 201)  # alpha
-Curves = Mapping[float, np.ndarray]  # gamma, or c -> values over `RATES`
 COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 # Up to this rate the optimum is below `MAX_GAMMA` for all `COST_RATIOS`.
 MAX_RATE, MAX_GAMMA = 0.95, 64
 
 
-class Point(NamedTuple):
-  """One measured speed-up.
-
-  Attributes:
-    acceptance_rate: alpha.
-    speed_up: times faster than plain decoding.
-    gamma: proposals per round.
-    cost_ratio: c.
-    forced_acceptance: see `tables.Row`. Such a point is drawn hollow, and the
-      title says so.
-  """
-
-  acceptance_rate: float
-  speed_up: float
-  gamma: int
-  cost_ratio: float
-  forced_acceptance: float | None = None
-
-
-def gamma_curves(closed_form: Callable[..., Any], *ratio: float) -> Curves:
-  """A closed form over `RATES`, one curve for each of `GAMMAS`.
-
-  Args:
-    closed_form: a function of `analysis`: alpha, gamma, `ratio` -> value.
-    *ratio: c or c-hat, if the function takes one.
-  """
-  return {g: np.asarray(closed_form(RATES, g, *ratio)) for g in GAMMAS}
-
-
-def optimal_gamma_curves() -> Curves:
-  """The best gamma over `RATES` up to `MAX_RATE`, one curve for each c.
-
-  Section 3.5 of the paper; target calls of any length cost the same.
-  """
-  rates = RATES[RATES <= MAX_RATE]
-  return {
-    c: np.asarray(analysis.optimal_gamma(rates, c, MAX_GAMMA))
-    for c in COST_RATIOS
-  }
-
-
 def plot_figure2(path: Path) -> None:
   """Figure 2: expected tokens per round over alpha."""
-  curves = gamma_curves(analysis.expected_tokens)
+  curves = _by_gamma(analysis.expected_tokens)
   title = 'Figure 2: expected tokens, Eq. 1'
   unit = 'tokens per call of the target'
   save_plot(path, lambda figure: _draw(figure.subplots(), curves, unit, title))
 
 
 def plot_figure3(path: Path) -> None:
-  """Figure 3: the best gamma over alpha, for several c."""
-  curves, unit = optimal_gamma_curves(), r'optimal $\gamma$'
+  """Figure 3: the best gamma over alpha, for several c; Section 3.5."""
+  rates, unit = RATES[RATES <= MAX_RATE], r'optimal $\gamma$'
+  curves = {
+    f'c = {c:g}': analysis.optimal_gamma(rates, c, MAX_GAMMA)
+    for c in COST_RATIOS
+  }
   title = 'Figure 3: target calls of any length cost the same'
 
   def draw(figure):
-    _draw(figure.subplots(), curves, unit, title, 'c', drawstyle='steps-post')
+    _draw(figure.subplots(), curves, unit, title, drawstyle='steps-post')
 
   save_plot(path, draw)
 
 
-def plot_figure4(path: Path, points: Sequence[Point] = ()) -> None:
+def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
   """Figure 4: speed-up, and increase of arithmetic, over alpha; c = c-hat = 0.
 
   Args:
     path: path of the PNG.
-    points: measured speed-ups.
+    records: of one gamma each. A point whose acceptance was forced is drawn
+      hollow, and the title says so.
   """
   speed = 'Figure 4, speed: Theorem 3.8, c = 0'
-  if points:
+  if records:
     speed += '\npoints: measured, each with its own c'
-  speed = titled(speed, [point.forced_acceptance for point in points])
+  forced = [record['settings']['forced_acceptance'] for record in records]
   operations = r'Figure 4, operations: Theorem 3.11, $\hat{c}$ = 0'
 
   def draw(figure):
     left, right = figure.subplots(1, 2)
-    curves = gamma_curves(analysis.walltime_factor, 0.0)
-    _draw(left, curves, 'times faster than plain decoding', speed)
-    _draw_points(left, points)
-    curves = gamma_curves(analysis.operations_factor, 0.0)
+    curves = _by_gamma(analysis.walltime_factor, 0.0)
+    unit = 'times faster than plain decoding'
+    _draw(left, curves, unit, titled(speed, forced))
+    _draw_points(left, records)
+    curves = _by_gamma(analysis.operations_factor, 0.0)
     _draw(right, curves, 'times the arithmetic of plain decoding', operations)
 
   save_plot(path, draw, size=(10, 4.2))
 
 
+def _by_gamma(closed_form: Callable[..., Any], *ratio: float) -> dict[str, Any]:
+  """A closed form of alpha, gamma and `ratio`, a curve for each gamma."""
+  return {rf'$\gamma$ = {g}': closed_form(RATES, g, *ratio) for g in GAMMAS}
+
+
 def _draw(
-  axes: Any,
-  curves: Curves,
-  unit: str,
-  title: str,
-  parameter: str = r'$\gamma$',
-  **style: str,
+  axes: Any, curves: Mapping[str, Any], unit: str, title: str, **style: str
 ) -> None:
-  for (value, heights), color, dashes in zip(
+  for (label, heights), color, dashes in zip(
     curves.items(), PALETTE, _DASHES, strict=False
   ):
-    axes.plot(
-      RATES[: len(heights)],
-      heights,
-      color=color,
-      linestyle=dashes,
-      label=f'{parameter} = {value:g}',
-      **style,
-    )
+    (line,) = axes.plot(RATES[: len(heights)], heights, label=label, **style)
+    line.set(color=color, linestyle=dashes)
   axes.set_xlabel(r'acceptance rate $\alpha$')
   axes.set_ylabel(unit)
   axes.set_xlim(0, 1)
@@ -140,19 +99,21 @@ def _draw(
   axes.legend()
 
 
-def _draw_points(axes: Any, points: Sequence[Point]) -> None:
+def _draw_points(axes: Any, records: Sequence[Record]) -> None:
   """Draws points, hollow if they were forced, and legends that name them."""
   colors = dict(zip(GAMMAS, PALETTE, strict=False))
-  for point, marker in zip(points, itertools.cycle('osD^v<>ph*Xd')):
-    color = colors.get(point.gamma, '#222222')
-    forced = point.forced_acceptance is not None
+  for record, marker in zip(records, itertools.cycle('osD^v<>ph*Xd')):
+    run = only(record)
+    gamma, cost_ratio = run['gamma'], run['cost_ratio']
+    color = colors.get(gamma, '#222222')
+    forced = record['settings']['forced_acceptance'] is not None
     axes.plot(
-      point.acceptance_rate,
-      point.speed_up,
+      run['acceptance_rate'],
+      run['speed_up'],
       marker,
       color=color,
       markerfacecolor='white' if forced else color,
-      label=rf'measured, $\gamma$ = {point.gamma}, c = {point.cost_ratio:.2f}',
+      label=rf'measured, $\gamma$ = {gamma}, c = {cost_ratio:.2f}',
       zorder=3,
     )
   axes.legend(fontsize='x-small')
@@ -175,34 +136,6 @@ _DRAWN = 0.92  # drawn part of a call's time; the rest is a gap
 _MOST_COUNTS = 40  # most rounds of a row whose token counts are written
 
 
-class CallTimes(NamedTuple):
-  """Measured times of one pair on one machine, milliseconds.
-
-  Attributes:
-    target_encoder_ms: the target's encoder, once per input.
-    draft_encoder_ms: the drafter's encoder, once per input; 0 without one.
-    draft_ms: a draft call over one token.
-    target_ms: m -> a target call over m tokens.
-  """
-
-  target_encoder_ms: float
-  draft_encoder_ms: float
-  draft_ms: float
-  target_ms: Mapping[int, float]
-
-
-class Run(NamedTuple):
-  """One row of Figure 5.
-
-  Attributes:
-    gamma: proposals per round; 0 is plain decoding.
-    tokens_per_round: tokens that each round yielded, 1..gamma + 1.
-  """
-
-  gamma: int
-  tokens_per_round: Sequence[int]
-
-
 class Call(NamedTuple):
   """One call of a row.
 
@@ -219,25 +152,34 @@ class Call(NamedTuple):
   num_tokens: int = 0
 
 
-def calls(run: Run, times: CallTimes) -> list[Call]:
-  """The calls of a run, one after the other."""
-  row: list[Call] = []
+def calls(
+  gamma: int, tokens_per_round: Sequence[int], costs: Record
+) -> list[Call]:
+  """The calls of one generation, one after the other.
 
-  def add(kind: str, length_ms: float, num_tokens: int = 0) -> None:
-    begin = row[-1].end_ms if row else 0.0
-    row.append(Call(kind, begin, begin + length_ms, num_tokens))
-
-  add(TARGET_ENCODER, times.target_encoder_ms)
-  if run.gamma:
-    add(DRAFT_ENCODER, times.draft_encoder_ms)
-  for count in run.tokens_per_round:
-    for _ in range(run.gamma):
-      add(DRAFT, times.draft_ms)
-    add(TARGET, times.target_ms[run.gamma + 1], count)
+  Args:
+    gamma: proposals per round; 0 is plain decoding.
+    tokens_per_round: tokens that each round yielded, 1..gamma + 1.
+    costs: the record of a benchmark of the pair, with this gamma.
+  """
+  median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
+  draft_ms = costs['gammas'][0]['cost_ratio'] * median['call_1']
+  parts = [(TARGET_ENCODER, median['encoder'], 0)]
+  if gamma:
+    parts.append((DRAFT_ENCODER, median['draft_encoder'], 0))
+  for count in tokens_per_round:
+    parts += [(DRAFT, draft_ms, 0)] * gamma
+    parts.append((TARGET, median[f'call_{gamma + 1}'], count))
+  row, end = [], 0.0
+  for kind, length_ms, count in parts:
+    row.append(Call(kind, end, end + length_ms, count))
+    end += length_ms
   return row
 
 
-def plot_figure5(path: Path, runs: Sequence[Run], times: CallTimes) -> None:
+def plot_figure5(
+  path: Path, runs: Mapping[int, Sequence[int]], costs: Record
+) -> None:
   """Figure 5: a row for each run; the paper has gamma 7, gamma 3 and plain.
 
   The width of a call is its measured time. On each target call stands how many
@@ -246,18 +188,17 @@ def plot_figure5(path: Path, runs: Sequence[Run], times: CallTimes) -> None:
 
   Args:
     path: path of the PNG.
-    runs: from top to bottom; the legend has the kinds of the first row's calls.
-    times: the measured times of the pair.
+    runs: gamma -> tokens per round, from top to bottom; see `calls`. The legend
+      has the kinds of the first row's calls.
+    costs: as for `calls`.
   """
-  rows = [calls(run, times) for run in runs]
+  rows = [calls(gamma, counts, costs) for gamma, counts in runs.items()]
 
   def draw(figure):
     axes = figure.subplots()
     for at, row in enumerate(rows):
       _draw_calls(axes, at, row)
-    names = [
-      rf'$\gamma$ = {run.gamma}' if run.gamma else 'plain' for run in runs
-    ]
+    names = [rf'$\gamma$ = {gamma}' if gamma else 'plain' for gamma in runs]
     axes.set_yticks(range(len(runs)), names)
     axes.set_ylim(len(runs) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * max(row[-1].end_ms for row in rows))

@@ -16,10 +16,7 @@ from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import record
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
-from specdec_jax.measure.calls import (
-  BenchmarkConfig,
-  benchmark,
-)
+from specdec_jax.measure.calls import BenchmarkConfig, benchmark
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import load_matplotlib
@@ -46,8 +43,7 @@ class ReproduceConfig:
 
   Attributes:
     items: tables and figures, from `ITEMS`, in the order of the report.
-    output_dir: folder that gets report.md, a CSV for each table, pictures and
-      pages.
+    output_dir: folder that gets report.md, pictures and pages.
     records_dir: folder of the records of measurements: a file for each row of
       the suite, and for each of `alphas` that names no file of its own; None is
       `records` in output_dir.
@@ -137,10 +133,9 @@ def reproduce(
     getattr(work, item)()
   for compared in work.tables:
     console.print(compared.table())
-  written = tables.write(
-    config.output_dir, work.tables, work.machine(), work.figures
-  )
-  return [*(work.path(name) for name in work.figures), *written]
+  machines = list(dict.fromkeys(map(record.where, work.used)))
+  report = tables.write(config.output_dir, work.tables, machines, work.figures)
+  return [*(work.path(name) for name in work.figures), report]
 
 
 class _Work:
@@ -154,7 +149,7 @@ class _Work:
     self.console = console
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
-    self._used: list[Mapping[str, Any]] = []  # records
+    self.used: list[Record] = []
     alphas = [make() for make in config.alphas if config.measure]
     self._to_measure = [
       dataclasses.replace(
@@ -174,20 +169,20 @@ class _Work:
     if not records:
       paths = sorted(pathlib.Path(self.config.records).glob('*.json'))
       records = [r for r in map(record.load, paths) if r['kind'] == 'alpha']
-    self._used += records
+    self.used += records
     return records
 
   @functools.cached_property
   def _suite(self) -> tuple[dict[str, Record], list[printed.Table2Row], str]:
     """The suite's records, its rows, and why some of them have no record."""
     missing = 'there is no record of them'
-    if self.config.measure:
-      try:
-        run_suite(self.config, self.console)
-      except DoesNotFitError as error:
-        missing = str(error).rstrip('.')
-    records = read_suite(self.config)
-    self._used += records.values()
+    try:
+      records = suite_records(self.config, self.console)
+    except DoesNotFitError as error:
+      missing = str(error).rstrip('.')
+      stored = dataclasses.replace(self.config, measure=False)
+      records = suite_records(stored, self.console)
+    self.used += records.values()
     return records, self.config.rows, missing
 
   @functools.cached_property
@@ -201,16 +196,6 @@ class _Work:
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
     self.figures[name] = meaning
     return self.path(name)
-
-  def machine(self) -> dict[str, Any]:
-    """The machines of the records; this machine if there are no records."""
-    machines = [record['machine'] for record in self._used]
-    combined = {}
-    for key in machines[0] if machines else ():
-      values = list(dict.fromkeys(machine.get(key) for machine in machines))
-      several = ' and '.join(map(str, values))
-      combined[key] = several if len(values) > 1 else values[0]
-    return combined or record.describe()
 
   def table1(self):
     self.tables += tables.table1()
@@ -242,73 +227,53 @@ class _Work:
     plots.plot_figure3(self._figure('figure3.png', 'Figure 3: optimal gamma'))
 
   def figure4(self):
-    points = []
-    for measured in self._suite[0].values() if self.config.suite else ():
-      forced = measured['settings']['forced_acceptance']
-      values = tables.only(measured) | {'forced_acceptance': forced}
-      fields = plots.Point._fields
-      points.append(plots.Point(**{name: values[name] for name in fields}))
+    records = list(self._suite[0].values()) if self.config.suite else []
     path = self._figure('figure4.png', 'Figure 4: speed and operations')
-    plots.plot_figure4(path, points)
+    plots.plot_figure4(path, records)
 
   def figure5(self):
     costs = benchmark(self.config.costs, self.console)
-    runs = []
+    runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
       rounds = trace.record(self._engine, self.config.text, gamma=gamma)
-      runs.append(plots.Run(gamma, [len(shown.kept) for shown in rounds]))
-    plain = sum(runs[-1].tokens_per_round)
-    runs.append(plots.Run(0, [1] * plain))
-    median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
-    times = plots.CallTimes(
-      median['encoder'],
-      median['draft_encoder'],
-      costs['gammas'][0]['cost_ratio'] * median['call_1'],
-      {int(m): v * median['call_1'] for m, v in costs['call_cost'].items()},
-    )
+      runs[gamma] = [len(shown.kept) for shown in rounds]
+    runs[0] = [1] * sum(runs[gamma])
     path = self._figure('figure5.png', 'Figure 5: calls over time')
-    plots.plot_figure5(path, runs, times)
+    plots.plot_figure5(path, runs, costs)
 
 
-def run_suite(config: ReproduceConfig, console: rich.console.Console) -> None:
-  """Measures every row of the suite that has no record yet.
+def suite_records(
+  config: ReproduceConfig, console: rich.console.Console
+) -> dict[str, Record]:
+  """The records of the suite's rows, by `tables.row_name`.
 
-  The target's parameters are drawn once for all rows. A suite that was stopped
-  goes on where it was.
+  A row that has no record yet is measured, if `config.measure`; the target's
+  parameters are drawn once for all rows.
 
   Args:
-    config: has the suite, and the folder that gets a record a row.
-    console: gets a table for each row.
+    config: has the suite, and the folder of a record a row.
+    console: gets a table for each row that is measured.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
     ValueError: the folder has a record with other settings.
   """
-  records = read_suite(config)
-  rows = _benchmarks(config).items()
-  todo = [measured for name, measured in rows if name not in records]
-  for measured in todo:
-    measured.check_memory()
-  if not todo:
-    return
-  suite: Any = config.suite
-  (target, _), placement = suite.models, suite.placement
-  params = place(target.read(placement.param_dtype), placement)
-  target = Model(target.network, params)
-  for measured in todo:
-    benchmark(dataclasses.replace(measured, target=target), console)
-
-
-def read_suite(config: ReproduceConfig) -> dict[str, Record]:
-  """The records that the suite has in the folder, by `tables.row_name`.
-
-  Raises:
-    ValueError: a record has other settings.
-  """
+  benchmarks = _benchmarks(config)
   records = {
     name: record.earlier(measured, 'benchmark')
-    for name, measured in _benchmarks(config).items()
+    for name, measured in benchmarks.items()
   }
+  if config.measure and None in records.values():
+    todo = [name for name, found in records.items() if found is None]
+    for name in todo:
+      benchmarks[name].check_memory()
+    suite: Any = config.suite
+    (target, _), placement = suite.models, suite.placement
+    params = place(target.read(placement.param_dtype), placement)
+    target = Model(target.network, params)
+    for name in todo:
+      measured = dataclasses.replace(benchmarks[name], target=target)
+      records[name] = benchmark(measured, console)
   return {name: found for name, found in records.items() if found is not None}
 
 

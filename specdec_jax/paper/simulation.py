@@ -23,7 +23,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.paper.speculative_execution import settle
 from specdec_jax.verify import check_lenience
 
-MAX_SAMPLES = 10**9  # counts are int32
+MAX_SAMPLES = 10**8  # four bytes each
 # A correct `verify` fails the check for one seed in a million.
 ALPHA = 1e-6
 _CHUNK_ENTRIES = 1 << 21  # probabilities that are processed together
@@ -32,46 +32,23 @@ Probs = Sequence[float] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcomes:
-  """Probabilities of the outcomes of one proposal, for each token.
-
-  Attributes:
-    accepted: float64[V], probability that the token is proposed and kept.
-    resampled: float64[V], probability that the token replaces a rejected
-      proposal.
-  """
-
-  accepted: np.ndarray
-  resampled: np.ndarray
-
-  @property
-  def total(self) -> np.ndarray:
-    """float64[V], the distribution of the emitted token."""
-    return self.accepted + self.resampled
-
-  @property
-  def acceptance_prob(self) -> float:
-    """beta, the probability that the proposal is accepted."""
-    return float(self.accepted.sum())
-
-
-@dataclasses.dataclass(frozen=True)
 class Simulation:
   """The exact law beside the measured one; `str` is a table of both.
 
   Attributes:
-    exact: the exact probabilities.
-    measured: shares of `num_samples` runs of `verify`.
-    num_samples: number of runs.
+    law: float64[2, V], the exact probabilities, see `outcomes`.
+    counts: int64[2, V], the same outcomes in runs of `verify`.
     lenience: in (0, 1]; 1 is lossless.
-    p_value: chi-squared test of all measured outcomes against the exact ones.
   """
 
-  exact: Outcomes
-  measured: Outcomes
-  num_samples: int
+  law: np.ndarray
+  counts: np.ndarray
   lenience: float
-  p_value: float
+
+  @property
+  def p_value(self) -> float:
+    """Chi-squared test of all measured outcomes against the exact ones."""
+    return chi_squared_p_value(self.counts, self.law)
 
   @property
   def agrees(self) -> bool:
@@ -79,17 +56,17 @@ class Simulation:
     return self.p_value >= ALPHA
 
   def __str__(self) -> str:
-    exact, wrong = self.exact, '' if self.agrees else ', WRONG'
-    columns = exact.accepted, exact.resampled, exact.total, self.measured.total
+    runs, wrong = self.counts.sum(), '' if self.agrees else ', WRONG'
+    shares = self.counts / runs
+    columns = *self.law, self.law.sum(axis=0), shares.sum(axis=0)
     lines = ['token  accepted  resampled     total  measured']
     lines += [
       f'{token:5}  {row[0]:.6f}  {row[1]:9.6f}  {row[2]:.6f}  {row[3]:.6f}'
       for token, row in enumerate(zip(*columns, strict=True))
     ]
     lines.append(
-      f'Accepted: {exact.acceptance_prob:.6f} exactly,'
-      f' {self.measured.acceptance_prob:.6f} of {self.num_samples:,} runs.'
-      f' Chi-squared: p = {self.p_value:.3g}{wrong}.'
+      f'Accepted: {self.law[0].sum():.6f} exactly, {shares[0].sum():.6f} of'
+      f' {runs:,} runs. Chi-squared: p = {self.p_value:.3g}{wrong}.'
     )
     if self.lenience != 1:
       lines.append(
@@ -120,26 +97,24 @@ def simulate(
       number is out of range.
   """
   counts = sample(target_probs, draft_probs, num_samples, lenience, seed)
-  exact = outcomes(target_probs, draft_probs, lenience)
-  law = np.stack([exact.accepted, exact.resampled])
-  return Simulation(
-    exact,
-    Outcomes(*(counts / num_samples)),
-    num_samples,
-    lenience,
-    chi_squared_p_value(counts, law),
-  )
+  law = outcomes(target_probs, draft_probs, lenience)
+  return Simulation(law, counts, lenience)
 
 
 def outcomes(
   target_probs: Probs, draft_probs: Probs, lenience: float = 1.0
-) -> Outcomes:
+) -> np.ndarray:
   """The exact law of one proposal; Appendix A.1, and `verify` for lenience.
 
   Args:
     target_probs: float[V], normalised here.
     draft_probs: float[V], normalised here too.
     lenience: in (0, 1].
+
+  Returns:
+    float64[2, V]: the probabilities that a token is proposed and kept, whose
+    sum is beta, and that it replaces a rejected proposal. Both together are the
+    distribution of the emitted token.
   """
   target, draft = _normalised(target_probs), _normalised(draft_probs)
   accepted = np.minimum(draft, target / lenience)
@@ -147,7 +122,7 @@ def outcomes(
   mass = residual.sum()
   # Without a residual both distributions are equal, and nothing is rejected.
   rejected = max(1 - accepted.sum(), 0) if mass > 0 else 0.0
-  return Outcomes(accepted, residual * (rejected / (mass or 1.0)))
+  return np.stack([accepted, residual * (rejected / (mass or 1.0))])
 
 
 def sample(
@@ -169,21 +144,19 @@ def sample(
     raise unexpected('target_probs', 'an array of shape (V,)', shape)
   if not 1 <= num_samples <= MAX_SAMPLES:
     raise unexpected('num_samples', f'1 to {MAX_SAMPLES}', num_samples)
-  size = len(target_probs)
   counts = _count(
     _normalised(target_probs).astype(np.float32),
     _normalised(draft_probs).astype(np.float32),
     None if lenience == 1 else jnp.float32(lenience),
     jax.random.key(seed),
-    np.int32(num_samples),
-    chunk=max(1, min(_CHUNK_ENTRIES // size, 1 << 16)),
+    num_samples,
   )
-  return np.asarray(counts, np.int64)[: 2 * size].reshape(2, size)
+  return np.asarray(counts, np.int64)
 
 
-@functools.partial(jax.jit, static_argnames='chunk')
-def _count(target_probs, draft_probs, lenience, key, num_samples, chunk):
-  """Counts int32[2 V + 1]: accepted, resampled, padding of the last chunk."""
+@functools.partial(jax.jit, static_argnames='num_samples')
+def _count(target_probs, draft_probs, lenience, key, num_samples):
+  """Counts int32[2, V]: accepted, resampled."""
   size = target_probs.shape[0]
 
   def cell(index):
@@ -192,17 +165,11 @@ def _count(target_probs, draft_probs, lenience, key, num_samples, chunk):
     token, accepted = settle(
       guess, target_probs, draft_probs, run_key, lenience
     )
-    outcome = jnp.where(accepted, token, size + token)
-    return jnp.where(index < num_samples, outcome, 2 * size)
+    return jnp.where(accepted, token, size + token)
 
-  def add(number, counts):
-    index = number * chunk + jnp.arange(chunk, dtype=jnp.int32)
-    cells = jax.vmap(cell)(index)
-    return counts + jnp.bincount(cells, length=2 * size + 1)
-
-  num_chunks = (num_samples + chunk - 1) // chunk
-  zeros = jnp.zeros(2 * size + 1, jnp.int32)
-  return lax.fori_loop(0, num_chunks, add, zeros)
+  together = max(1, min(_CHUNK_ENTRIES // size, 1 << 16))
+  cells = lax.map(cell, jnp.arange(num_samples), batch_size=together)
+  return jnp.bincount(cells, length=2 * size).reshape(2, size)
 
 
 def _normalised(values: Probs) -> np.ndarray:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import analysis, files
-from specdec_jax.measure import record
 from specdec_jax.measure.table import Cell, Column, Table, plain_markdown
 from specdec_jax.paper import printed
 
@@ -35,46 +34,39 @@ class Comparison:
   """Rows of one quantity.
 
   Attributes:
-    name: name of its files, such as 'table2'.
     title: such as 'Table 2: speed-up'.
     caption: sentences under the title that say what the values are.
     rows: column -> value, as `compared` returns them; at least one row.
     missing: why rows have no measured value.
   """
 
-  name: str
   title: str
   caption: str
   rows: Sequence[Row]
   missing: str
 
   def table(self) -> Table:
-    """The measured rows, or all if there are none, as readers see them."""
+    """The measured rows, or all if there are none."""
     measured = [row for row in self.rows if row['measured'] is not None]
+    rows = measured or self.rows
     notes = []
     if others := len(self.rows) - len(measured):
       notes.append(
         f'{others} of {len(self.rows)} rows not measured: {self.missing}.'
       )
-    if ratios := [row[_RATIO] for row in measured if row[_RATIO] is not None]:
-      numbers: Any = ratios
+    ratios: list[Any] = [row[_RATIO] for row in measured if row[_RATIO]]
+    if ratios:
       notes.append(
         f'Measured over predicted, {len(ratios)} rows: median'
-        f' {statistics.median(numbers):.2f}, from {min(numbers):.2f} to'
-        f' {max(numbers):.2f}.'
+        f' {statistics.median(ratios):.2f}, from {min(ratios):.2f} to'
+        f' {max(ratios):.2f}.'
       )
-    return self._table(measured or self.rows, notes).without_empty()
-
-  def csv(self) -> str:
-    """All rows, with all digits."""
-    return self._table(self.rows).csv()
-
-  def _table(self, rows: Sequence[Row], notes: Sequence[str] = ()) -> Table:
     names = max(rows, key=len)  # a row may lack details
     columns = [Column(name, _FORMS.get(name, '')) for name in names]
     forced: list[Any] = [row[_FORCED] for row in rows]
     body = [[row.get(name) for name in names] for row in rows]
-    return Table(titled(self.title, forced), columns, body, notes)
+    title = titled(self.title, forced)
+    return Table(title, columns, body, notes).without_empty()
 
   def markdown(self) -> str:
     """The comparison's part of a report."""
@@ -85,7 +77,6 @@ class Comparison:
         plain_markdown(self.caption),
         shown.markdown(),
         *map(plain_markdown, shown.notes),
-        f'All rows, with all digits: [{self.name}.csv]({self.name}.csv)\n',
       ]
     )
 
@@ -139,45 +130,30 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
 def write(
   output_dir: str,
   comparisons: Sequence[Comparison],
-  machine: Mapping[str, Any],
+  machines: Sequence[str],
   figures: Mapping[str, str],
-) -> list[pathlib.Path]:
-  """Writes report.md, and a CSV and a JSON file for each comparison.
-
-  Each file is written whole or not at all.
+) -> pathlib.Path:
+  """Writes report.md, whole or not at all; returns its path.
 
   Args:
     output_dir: the folder, which exists.
     comparisons: in the order of the report.
-    machine: `record.describe()` of the machine that measured.
+    machines: `record.where` of the machines that measured.
     figures: file name in `output_dir` -> what the figure shows.
 
-  Returns:
-    The files; report.md is the last, so that all files it names exist.
-
   Raises:
-    OSError: a file cannot be written.
+    OSError: the file cannot be written.
   """
-  folder = pathlib.Path(output_dir)
-  parts = ['# The paper, what is predicted, what was measured\n']
-  written = []
-  for comparison in comparisons:
-    path = folder / f'{comparison.name}.csv'
-    files.write_atomically(path, comparison.csv().encode())
-    shown = path.with_suffix('.json')
-    values = comparison.table().to_json()
-    files.write_json(shown, record.new('table', values, machine))
-    written += [path, shown]
-    parts.append(comparison.markdown())
+  parts = ['# The paper, what is predicted, what was measured']
+  parts += [comparison.markdown() for comparison in comparisons]
   for name, meaning in figures.items():
     # Pictures are shown in the report; pages are linked.
     mark = '!' if name.endswith('.png') else ''
-    parts.append(f'{mark}[{plain_markdown(meaning)}]({name})\n')
-  rows = [[str(key), str(value)] for key, value in machine.items()]
-  parts.append(Table('', ['machine', ''], rows).markdown() + '\n')
-  path = folder / REPORT
-  files.write_atomically(path, '\n'.join(parts).encode())
-  return [*written, path]
+    parts.append(f'{mark}[{plain_markdown(meaning)}]({name})')
+  parts += [f'Measured on {plain_markdown(machine)}.' for machine in machines]
+  path = pathlib.Path(output_dir) / REPORT
+  files.write_atomically(path, ('\n\n'.join(parts) + '\n').encode())
+  return path
 
 
 def row_name(row: printed.Table2Row | printed.Table4Row) -> str:
@@ -207,15 +183,10 @@ def table1() -> list[Comparison]:
       )
       for row in printed.TABLE1
     ]
-    tables.append(
-      Comparison(
-        f'table1_{name}',
-        f'Table 1: {name.upper()}',
-        f'{factor.replace("_", " ")}, {cost} = 0',
-        rows,
-        'a closed form, nothing is run',
-      )
-    )
+    title = f'Table 1: {name.upper()}'
+    caption = f'{factor.replace("_", " ")}, {cost} = 0'
+    missing = 'a closed form, nothing is run'
+    tables.append(Comparison(title, caption, rows, missing))
   return tables
 
 
@@ -275,7 +246,6 @@ def tables_2_and_4(
     )
   return (
     Comparison(
-      'table2',
       'Table 2: speed-up',
       'Walltime of plain over speculative decoding. Predicted: E(gamma, alpha)'
       " / (v(gamma + 1) + gamma c) with the measured v and c, and the run's own"
@@ -286,7 +256,6 @@ def tables_2_and_4(
       missing,
     ),
     Comparison(
-      'table4',
       'Table 4: expected and empirical improvement',
       "Walltime factor. Paper: its EXP. Predicted: Theorem 3.8 with the paper's"
       ' alpha and c, which its table rounds to two decimals.',
@@ -304,21 +273,19 @@ def table3(records: Records) -> Comparison:
       the paper is shown with the paper's value.
   """
   values = {tuple(row[:3]): row.acceptance_rate for row in printed.TABLE3}
-  details = {
-    'error': 'standard_error',
-    'proposes': 'proposes',
-    'tokens': 'num_tokens',
-  }
   rows = [row for record in records for row in record['rows']]
-  lossless = [row for row in rows if row['lenience'] == 1]  # see Table 5
   return Comparison(
-    'table3',
     'Table 3: acceptance rates',
     "Alpha, Corollary 3.6. Paper: of the row that 'stands in for' names, whose"
     ' models and data are others. Measured: mean acceptance probability of'
     ' proposals; error: its standard error over texts; proposes: of the tokens,'
     ' the share that there was a proposal for.',
-    _rates(lossless, values, ('target', 'draft', 'T'), details),
+    _rates(
+      [row for row in rows if row['lenience'] == 1],  # see Table 5
+      values,
+      ('target', 'draft', 'T'),
+      {'proposes': 'proposes', 'tokens': 'num_tokens'},
+    ),
     _NO_CHECKPOINTS,
   )
 
@@ -335,17 +302,19 @@ def table5(records: Records) -> Comparison:
     for row in printed.TABLE5
   }
   rows = [row for record in records for row in record['rows']]
-  proposing = [row for row in rows if row['alpha'] is not None]
-  details = {'error': 'standard_error'}
   return Comparison(
-    'table5',
     'Table 5: acceptance rates by lenience',
     'Below lenience 1 the output is lossy: a token may come up to 1 / lenience'
     " times as often as the target would draw it. Alpha is over the target's"
     ' own tokens, sum min(p / l, q), and at temperature 0 the share of'
     " proposals with p >= l max(p). Paper: of the row that 'stands in for'"
     ' names, whose models and data are others.',
-    _rates(proposing, values, ('target', 'draft', 'T', 'lenience'), details),
+    _rates(
+      [row for row in rows if row['alpha'] is not None],
+      values,
+      ('target', 'draft', 'T', 'lenience'),
+      {},
+    ),
     _NO_CHECKPOINTS,
   )
 
@@ -362,7 +331,7 @@ def _rates(
     measured: rows of `acceptance.measure_alpha`'s records.
     values: the paper's values, by the values of the columns `names`.
     names: names of the columns that tell rows apart.
-    details: further columns, after 'stands in for': name -> the record's name.
+    details: further columns, after 'error': name -> the record's name.
   """
   rows, stood_in_for = [], set()
   for row in measured:
@@ -375,8 +344,11 @@ def _rates(
         dict(zip(names, keys, strict=True)),
         values.get(key),
         measured=row['alpha'],
-        details={'stands in for': ', '.join(pair) if key in values else None}
-        | {name: row.get(of) for name, of in details.items()},
+        details={
+          'stands in for': ', '.join(pair) if key in values else None,
+          'error': row.get('standard_error'),
+          **{name: row.get(of) for name, of in details.items()},
+        },
       )
     )
   return rows + [

@@ -7,8 +7,9 @@ are their ids, cut so that the end-of-sequence id still fits into the length.
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
-TRAIN_SPLIT, EVAL_SPLIT = 'train', 'validation'
+TRAIN_SPLIT, EVAL_SPLIT, PROMPTS_SPLIT = 'train', 'validation', 'test'
 BROKEN = '<broken>'  # key of an example: why its line is broken
 # Keys that this module sets; a line's fields with these names are left out.
 _OWN = frozenset((*FEATURES, 'references', BROKEN))
@@ -381,3 +382,40 @@ def read_inputs(path: str) -> list[str]:
       raise ValueError(example[BROKEN])
     texts.append(example['inputs'])
   return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
+
+
+def read_prompts(
+  source: str | LocalTask,
+  count: Callable[[str], int],
+  limit: int | None = None,
+) -> list[str]:
+  """Returns the texts that can be decoded, in their order.
+
+  Args:
+    source: path of UTF-8 text, one prompt per line, see `read`; or a task,
+      whose inputs of the split `PROMPTS_SPLIT` are taken, each text once.
+    count: counts the tokens of a text, such as `Engine.num_input_tokens`.
+    limit: the most tokens of a text; longer texts are left out. None: no limit.
+
+  Raises:
+    ValueError: the file cannot be read, a line of it is not UTF-8 or has more
+      than `files.MAX_LINE` bytes, or no line can be decoded.
+  """
+  if isinstance(source, str):
+    name, texts = source, read_inputs(source)
+  else:
+    name = str(source.files.get(PROMPTS_SPLIT))
+    # A text with several references is there several times.
+    inputs = [example['inputs'] for example in source.texts(PROMPTS_SPLIT)]
+    texts = list(dict.fromkeys(inputs))
+  # Empty texts are left out: any output may follow, which says little about a
+  # pair.
+  most = math.inf if limit is None else limit
+  usable = [text for text in texts if text and 0 < count(text) <= most]
+  if not usable:
+    short = '' if limit is None else f' of at most {limit} tokens per line'
+    raise ValueError(
+      f'{name!r} has no line that can be decoded: expected UTF-8 text{short},'
+      f' got {len(texts)} lines that are empty or too long.'
+    )
+  return usable

@@ -27,13 +27,13 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calls import LEAST_DECODE_LEN
-from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import say
 from specdec_jax.models.base import reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
+from specdec_jax.text.local_tasks import read_prompts
 from specdec_jax.training.data import PackingConfig, TokenPairs
 from specdec_jax.training.outputs import OutputsConfig
 from specdec_jax.training.run import (
