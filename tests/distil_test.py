@@ -19,7 +19,7 @@ from specdec_jax.engine.loading import load
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import Shortlisted
 from specdec_jax.training import DistilConfig, distil, own_drafter
-from specdec_jax.training.data import TokenPairs
+from specdec_jax.training.outputs import read_outputs
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
@@ -98,9 +98,9 @@ def test_from_texts_to_a_calibrated_pair(run, target, texts, tmp_path):
   held_out = (tmp_path / 'mine/held_out.txt').read_text().splitlines()
   assert 2 <= len(held_out) < len(set(TEXTS)) and set(held_out) < set(TEXTS)
   place = np.asarray(mine.params['place'])
-  outputs = TokenPairs.load('mine/training/outputs/train.npz').targets
+  outputs = read_outputs('mine/training/outputs/train.jsonl')
   listed = set(np.flatnonzero(place < mine.network.num_ids))
-  assert listed == {1, *outputs}
+  assert listed == {1}.union(*(ids for _, ids in outputs))
 
   # The pair decodes as the target does, and the calibration is this pair's.
   engine = Engine(load(target), mine, max_input_len=32, max_decode_len=14)

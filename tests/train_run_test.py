@@ -32,7 +32,6 @@ from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training import data, outputs, trainer
 from specdec_jax.training import run as training_run
-from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.losses import HeadDistillation
 from specdec_jax.training.trainer import OptimizerConfig
 from training_test import CONFIG, copy_pairs
@@ -43,39 +42,30 @@ MODEL = t5.T5(SMALL)
 OTHER_IDS = t5.T5(dataclasses.replace(SMALL, vocab_size=8))
 
 
-@pytest.fixture
-def arrays(tmp_path):
-  """A file of token pairs whose targets repeat their sources."""
-  copy_pairs(80).save(tmp_path / 'pairs.npz')
-  return str(tmp_path / 'pairs.npz')
+DATA = copy_pairs(80), copy_pairs(20)
 
 
-def make_run(tmp_path, arrays, **changes):
+def make_run(tmp_path, **changes):
   defaults = dict(
     model=MODEL,
     model_dir=str(tmp_path / 'model'),
-    train_file=arrays,
-    eval_file=arrays,
     packing=data.PackingConfig((1.0,), (16,), 64),
     training=trainer.TrainConfig(steps=4, log_every=2, eval_every=4),
   )
   return training.TrainRun(**(defaults | changes))
 
 
-def train(run):
+def train(run, data=DATA):
   lines = []
-  return training.train(run, log=lines.append), lines
+  return training.train(run, data, log=lines.append), lines
 
 
-def test_another_configuration_does_not_go_on_in_the_folder(tmp_path, arrays):
-  run = make_run(tmp_path, arrays)
+def test_another_configuration_does_not_go_on_in_the_folder(tmp_path):
+  run = make_run(tmp_path)
   _, lines = train(run)
   assert 'parameters after 4 steps' in lines[-1]
-  other = str(tmp_path / 'other.npz')
-  TokenPairs.from_lists([[3, 4]] * 9, [[5]] * 9).save(other)
   adamw = OptimizerConfig(learning_rate=0.5)
   for changes, name in (
-    (dict(train_file=other), 'train_data'),
     (dict(packing=data.PackingConfig((1.0,), (8,), 64)), 'packing.buckets'),
     (
       dict(training=dataclasses.replace(run.training, optimizer=adamw)),
@@ -85,6 +75,8 @@ def test_another_configuration_does_not_go_on_in_the_folder(tmp_path, arrays):
   ):
     with pytest.raises(ValueError, match=f'other settings.*{name}'):
       train(dataclasses.replace(run, **changes))
+  with pytest.raises(ValueError, match='other settings.*train_data'):
+    train(run, ([([3, 4], [5])] * 9, None))
   # A longer run is the same run.
   longer = dataclasses.replace(run.training, steps=6)
   _, lines = train(dataclasses.replace(run, training=longer))
@@ -92,14 +84,13 @@ def test_another_configuration_does_not_go_on_in_the_folder(tmp_path, arrays):
   assert 'parameters after 6 steps' in lines[-1]
 
 
-def test_a_run_begins_with_a_checkpoint(tmp_path, arrays):
+def test_a_run_begins_with_a_checkpoint(tmp_path):
   params = MODEL.init(jax.random.key(9))
   path = str(tmp_path / 'first.msgpack')
   checkpoints.save_t5x(path, params, step=0)
   slow = OptimizerConfig(learning_rate=1e-9)
   run = make_run(
     tmp_path,
-    arrays,
     init_checkpoint_path=path,
     training=trainer.TrainConfig(steps=1, optimizer=slow),
   )
@@ -112,21 +103,19 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, arrays):
 
 
 @pytest.mark.slow
-def test_distillation_from_sources_and_references(tmp_path, arrays):
+def test_distillation_from_sources_and_references(tmp_path):
   """`specdec distil`, which distil_test.py tests, takes no references."""
   target, params = t5.T5(CONFIG), outputs_test.target_params()
   checkpoints.save_t5x(tmp_path / 'target.msgpack', params, step=0)
   learning = training.FromTarget(
     target,
     str(tmp_path / 'target.msgpack'),
-    slice_target=True,
     with_references=True,
     outputs=outputs.OutputsConfig(temperatures=(1.0,), batch_size=8),
   )
-  # Of the width that a slice may have.
   model = t5.T5(dataclasses.replace(CONFIG, emb_dim=8))
-  _, lines = train(make_run(tmp_path, arrays, model=model, learning=learning))
-  made = len(TokenPairs.load(tmp_path / 'model/outputs/train.npz'))
+  _, lines = train(make_run(tmp_path, model=model, learning=learning))
+  made = len(outputs.read_outputs(tmp_path / 'model/outputs/train.jsonl'))
   assert 10 < made <= 80
   assert any(line.startswith(f'{made + 80} pairs') for line in lines)
   line = next(line for line in lines if line.startswith('eval step 4 '))
@@ -134,6 +123,9 @@ def test_distillation_from_sources_and_references(tmp_path, arrays):
 
 
 HEADS = Heads(2, 8, 8)
+LM = GPT(
+  GPTConfig(16, emb_dim=8, num_heads=1, num_layers=1, head_dim=8, mlp_dim=8)
+)
 
 
 def from_target(checkpoint_path='x', **changes):
@@ -144,11 +136,16 @@ def from_target(checkpoint_path='x', **changes):
   ('changes', 'field'),
   [
     (dict(train_file='nowhere.tsv'), "train_file: there is no file 'nowhere"),
-    (dict(task='t'), 'either a train_file or a task'),
+    (dict(), 'either a train_file or a task'),
     (dict(init_checkpoint_path='no'), "init_checkpoint_path: .* 'no'"),
     (dict(train_file=__file__), 'vocab_path: expected'),
     (dict(vocab_path='no.model'), 'vocab_path: .*no.model'),
-    (dict(model=OTHER_IDS), 'below 8.* 3 to 15'),
+    (
+      dict(
+        model=LM, train_file='demo/input.txt', vocab_path='demo/vocab.model'
+      ),
+      'below 16',
+    ),
     (dict(model=OTHER_IDS, learning=from_target()), 'target: .* of 8.* got 16'),
     (dict(model=HEADS), 'TrainRun.learning: .*FromTarget'),
     (
@@ -162,10 +159,10 @@ def from_target(checkpoint_path='x', **changes):
   ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
-  tmp_path, arrays, changes, field
+  tmp_path, changes, field
 ):
   with pytest.raises(ValueError, match=field):
-    train(make_run(tmp_path, arrays, **changes))
+    train(make_run(tmp_path, **changes), data=None)
   assert not (tmp_path / 'model').exists()
 
 
@@ -201,7 +198,7 @@ def test_texts_become_pairs(tmp_path, tokenizer):
     ('lines.txt', lm, [[0], ids[0]]),
   ):
     pairs, _ = training_run.pairs_of(run_of(name, model))
-    assert [[x.tolist() for x in pair] for pair in pairs] == [want]
+    assert [[list(x) for x in pair] for pair in pairs] == [want]
   with pytest.raises(ValueError, match='half.tsv.*example 2.*a target'):
     training_run.pairs_of(run_of('half.tsv'))
 
@@ -246,7 +243,7 @@ def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
       steps=40, optimizer=OptimizerConfig(learning_rate=0.03, warmup_steps=2)
     ),
   )
-  params, _ = train(run)
+  params, _ = train(run, data=None)
   engine = Engine(
     Model(network, params),
     tokenizer=tokenizer,
@@ -440,12 +437,11 @@ def test_heads_are_trained_from_a_target(tmp_path):
     np.arange(n, n + rng.integers(2, 6)).tolist()
     for n in rng.integers(3, 10, 60)
   ]
-  arrays, target = str(tmp_path / 'rows.npz'), str(tmp_path / 'target.msgpack')
-  TokenPairs.from_lists(rows, rows).save(arrays)
+  pairs = [(row, row) for row in rows]
+  target = str(tmp_path / 'target.msgpack')
   checkpoints.save_t5x(target, target_params(), 1)
   run = make_run(
     tmp_path,
-    arrays,
     model=HEADS,
     packing=data.PackingConfig((1.0,), (8,), 64),
     training=trainer.TrainConfig(
@@ -456,7 +452,7 @@ def test_heads_are_trained_from_a_target(tmp_path):
     ),
     learning=from_target(checkpoint_path=target),
   )
-  params, lines = train(run)
+  params, lines = train(run, (pairs, pairs))
   drafter = heads.load(tmp_path / 'model' / 'model.msgpack')
   assert drafter.made_for == (fingerprint(target_params()),)
   jax.tree.map(np.testing.assert_array_equal, drafter.params, params)

@@ -63,38 +63,6 @@ def teacher_forced(
   return fed, jnp.maximum(targets, 0), weights
 
 
-def cross_entropy(
-  logits: jax.Array,
-  targets: jax.Array,
-  label_smoothing: float = 0.0,
-  z_loss: float = 0.0,
-) -> jax.Array:
-  """Cross-entropy of each token, with label smoothing and z-loss.
-
-  With s = label_smoothing, the target distribution is (1 - s) on the target
-  plus s / V on every id (Szegedy et al. 2016), and z_loss * logsumexp^2 is
-  added (Mesh TensorFlow, T5X).
-
-  Args:
-    logits: float32[B, S, V].
-    targets: int32[B, S].
-    label_smoothing: s in [0, 1).
-    z_loss: weight of the squared log normaliser, e.g. 1e-4.
-
-  Returns:
-    float32[B, S], nats.
-  """
-  if label_smoothing:
-    one_hot = jax.nn.one_hot(targets, logits.shape[-1])
-    labels = optax.smooth_labels(one_hot, label_smoothing)
-    nats = optax.softmax_cross_entropy(logits, labels)
-  else:
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-  if z_loss:
-    nats += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
-  return nats
-
-
 def distillation(
   draft_logits: jax.Array,
   target_logits: jax.Array,
@@ -136,25 +104,25 @@ class CrossEntropy:
   Attributes:
     model: has `logits(params, inputs, decoder_inputs, dropout_key)`.
     start_id: see `teacher_forced`.
-    label_smoothing, z_loss: see `cross_entropy`; training only.
+    z_loss: weight of the squared log normaliser, such as 1e-4 (Mesh TensorFlow,
+      T5X); training only.
   """
 
   model: Any = _static()
   start_id: int | None = _static(default=0)
-  label_smoothing: float = _static(default=0.0)
   z_loss: float = _static(default=0.0)
 
   def sums(self, params, batch, key=None):
     fed, targets, weights = teacher_forced(batch.targets, self.start_id)
     logits = self.model.logits(params, batch.inputs, fed, dropout_key=key)
     logits = logits.astype(jnp.float32)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     sums = {'tokens': weights.sum()}
     if key is None:
-      nats = cross_entropy(logits, targets)
       hits = logits.argmax(axis=-1) == targets
       sums['accuracy'] = jnp.sum(hits * weights)
     else:
-      nats = cross_entropy(logits, targets, self.label_smoothing, self.z_loss)
+      nats += self.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     return sums | {'loss': jnp.sum(nats * weights)}
 
 

@@ -1,7 +1,7 @@
 """A drafter for a T5 of one's own, from texts alone: `specdec distil`.
 
 The target decodes the texts; some layers of its decoder become a drafter that
-reads its encoder (see `training.slicing`) and learns to say what it says; the
+reads its encoder (see `decoder_layers`) and learns to say what it says; the
 pair is calibrated on texts that were held out. Each step is resumed where it
 was stopped, by the rules of `training.train`.
 """
@@ -34,11 +34,11 @@ from specdec_jax.measure.table import say
 from specdec_jax.models.base import reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
-from specdec_jax.training.data import PackingConfig, TokenPairs
-from specdec_jax.training.outputs import OutputsConfig
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.training.data import PackingConfig
+from specdec_jax.training.outputs import OutputsConfig, read_outputs
 from specdec_jax.training.run import (
   MODEL_FILE,
-  OUTPUTS,
   Dtype,
   FromTarget,
   TrainRun,
@@ -64,8 +64,7 @@ class DistilConfig:
       gives it.
     texts: file of inputs as the target gets them, prefix included, one a line.
     output_dir: folder of the drafter; made if needed.
-    num_layers: of the target's decoder that become the drafter's, see
-      `slicing.sliced`.
+    num_layers: of the target's decoder that become the drafter's.
     max_input_len, max_decode_len: tokens of an input and of an output at most,
       their ends included; longer ones are left out.
     minutes: time of the whole run: a third at most to decode, the most of the
@@ -125,24 +124,33 @@ def distil(
   """
   console = console or terminal()
   draft = draft_network(config)
-  own_vocabulary(config.target)  # or an error that says what to do
+  tokenizer = own_vocabulary(config.target)  # or an error that says what to do
   huggingface.import_safetensors()
   _check_folder(config.output_dir)
-  learned, held_out, lengths = _texts(config)
+  learned, held_out = _texts(config, tokenizer)
+  ids = {text: tokenizer.whole(text)[:-1] for text in (*learned, *held_out)}
+  sizes = [1 + len(row) for row in ids.values()]
   say(
     console,
     f'{len(learned)} texts to learn from, {len(held_out)} held out; the drafter'
     f' is {config.num_layers} of the decoder layers of {config.target.name!r};'
     f' {config.minutes:g} minutes in all (0: no limit).',
   )
-  training = os.path.join(config.output_dir, _TRAINING)
-  files.make_folder(training)
-  texts = ''.join(f'{text}\n' for text in held_out)
+  run = _train_run(config, draft, tokenizer, max(sizes))
+  files.make_folder(run.model_dir)
+  lines = ''.join(f'{text}\n' for text in held_out)
   held_out_file = os.path.join(config.output_dir, HELD_OUT)
-  files.write_atomically(held_out_file, texts.encode())
-  train(_train_run(config, draft, training, learned, held_out, max(lengths)))
-  _export(config, draft, training)
-  calibrated = _calibrate(config, int(np.median(lengths)), console)
+  files.write_atomically(held_out_file, lines.encode())
+  # The targets are the target's own, which are made from these sources.
+  train(
+    run,
+    (
+      [(ids[text], ids[text]) for text in learned],
+      [(ids[text], ids[text]) for text in held_out],
+    ),
+  )
+  _export(config, draft, run.model_dir)
+  calibrated = _calibrate(config, int(np.median(sizes)), console)
   say(
     console,
     f'The drafter is in {config.output_dir}: specdec decode --target'
@@ -201,9 +209,10 @@ def _check_folder(folder: str) -> None:
     raise unexpected(f'DistilConfig.output_dir {folder!r}', expected, names)
 
 
-def _texts(config: DistilConfig) -> tuple[list[str], list[str], list[int]]:
-  """Texts to learn from, those held out, and the tokens of each of them."""
-  tokenizer = own_vocabulary(config.target)
+def _texts(
+  config: DistilConfig, tokenizer: Tokenizer
+) -> tuple[list[str], list[str]]:
+  """Texts to learn from, and those held out."""
 
   def count(text: str) -> int:
     return len(tokenizer.whole(text))
@@ -218,26 +227,13 @@ def _texts(config: DistilConfig) -> tuple[list[str], list[str], list[int]]:
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
   held_out = texts[:: len(texts) // number][:number]
   left_out = set(held_out)
-  learned = [text for text in texts if text not in left_out]
-  return learned, held_out, [count(text) for text in texts]
+  return [text for text in texts if text not in left_out], held_out
 
 
 def _train_run(
-  config: DistilConfig,
-  draft: T5,
-  folder: str,
-  learned: list[str],
-  held_out: list[str],
-  longest: int,
+  config: DistilConfig, draft: T5, tokenizer: Tokenizer, longest: int
 ) -> TrainRun:
-  tokenizer = own_vocabulary(config.target)
   decoding, learning = _shares(config.minutes)
-  paths = []
-  for name, texts in (('train', learned), ('held_out', held_out)):
-    ids = [tokenizer.whole(text)[:-1] for text in texts]
-    paths.append(os.path.join(folder, f'{name}.npz'))
-    # The targets are the target's own, which are made from these sources.
-    TokenPairs.from_lists(ids, ids).save(paths[-1])
   longest = max(longest, config.max_decode_len)
   # Powers of two from 16: a program is compiled for each.
   buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
@@ -249,9 +245,7 @@ def _train_run(
   )
   return TrainRun(
     model=draft,
-    model_dir=folder,
-    train_file=paths[0],
-    eval_file=paths[1],
+    model_dir=os.path.join(config.output_dir, _TRAINING),
     packing=PackingConfig(
       weights=(1.0,),
       buckets=buckets,
@@ -293,9 +287,11 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
   )
   tokenizer = own_vocabulary(config.target)
   size = tokenizer.vocab_size
-  tokens = TokenPairs.load(os.path.join(training, OUTPUTS, 'train.npz')).targets
+  said = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
+  # No padding of the output layer.
+  tokens = [token for _, ids in said for token in ids if token < size]
   table = fit(
-    [[0, *tokens[tokens < size]]],  # no padding of the output layer
+    [[0, *tokens]],
     1,
     size,
     max_continuations=size,

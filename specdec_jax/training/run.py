@@ -1,6 +1,7 @@
 """A training run: its settings, and the way from data to a checkpoint."""
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -47,24 +48,18 @@ from specdec_jax.training import losses
 from specdec_jax.training.data import (
   PackedBatches,
   PackingConfig,
-  TokenPairs,
+  Pairs,
+  digest,
 )
 from specdec_jax.training.outputs import (
   OutputsConfig,
   check_settings,
   generate_outputs,
 )
-from specdec_jax.training.slicing import sliced
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
-OUTPUTS = 'outputs'
-# Fields of `FromTarget` that a run that goes on must have as before.
-_DECIDES_LEARNING = (
-  *('target', 'total_variation', 'slice_target', 'with_references'),
-  'head_decay',
-)
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
@@ -73,9 +68,8 @@ _NUM_EVAL_OUTPUTS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-  """Learning from the data's own targets; see `losses.cross_entropy`."""
+  """Learning from the data's own targets; see `losses.CrossEntropy`."""
 
-  label_smoothing: float = 0.0
   z_loss: float = 0.0
 
 
@@ -88,8 +82,8 @@ class FromTarget:
     checkpoint_path: its parameters, a single-file T5X checkpoint.
     total_variation: weight of the probability that a proposal is rejected,
       beside the divergence; see `losses.distillation`.
-    slice_target: whether to begin with a slice of the target if there is no
-      checkpoint to begin with; see `slicing.sliced`.
+    slice_target: whether to begin with layers of the target's decoder if there
+      is no checkpoint to begin with; see `decoder_layers`.
     outputs: how the target's own outputs for the data's sources are made; None
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
@@ -120,7 +114,7 @@ class TrainRun:
 
   The data are a UTF-8 file (`.gz` or not) of source<TAB>target lines, or of
   lines of text for a decoder-only model; JSONL with 'inputs' and 'targets'
-  (`.jsonl`); a `.npz` file as `TokenPairs.save` writes it; or a task.
+  (`.jsonl`); or a task.
 
   Attributes:
     model: the network to train, such as a T5 or a GPT. A T5 without encoder
@@ -136,7 +130,7 @@ class TrainRun:
     task_feature_lengths: 'inputs', 'targets' -> length that a task's examples
       are cut to, their ends included; None cuts nothing.
     vocab_path: sentencepiece model. If it does not exist yet, it is trained on
-      both sides of `train_file`. Only text needs a vocabulary.
+      both sides of `train_file`. Files need a vocabulary.
     init_checkpoint_path: parameters to begin with, a single-file T5X
       checkpoint; None begins with random parameters.
     packing: how pairs become batches.
@@ -166,17 +160,12 @@ class TrainRun:
     if not self.model_dir:
       raise unexpected('TrainRun.model_dir', 'a folder', self.model_dir)
     self._check_networks()
-    sources = (self.train_file, self.task)
-    if (self.train_file is None) == (self.task is None):
-      raise unexpected('TrainRun', 'either a train_file or a task', sources)
     for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
       path = getattr(self, name)
       if path is not None and not os.path.isfile(shipped.find(path)):
         raise ValueError(f'TrainRun.{name}: there is no file {path!r}.')
-    texts = (self.train_file, self.eval_file)
-    if self.vocab_path is None and any(
-      path is not None and not path.endswith('.npz') for path in texts
-    ):
+    has_text = self.train_file is not None or self.eval_file is not None
+    if self.vocab_path is None and has_text:
       expected = 'a sentencepiece model, or a path where one is trained'
       raise unexpected('TrainRun.vocab_path', expected, None)
 
@@ -216,15 +205,13 @@ class TrainRun:
       expected = f'FromTarget, an encoder of width {model.config.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
-    if getattr(self.learning, 'slice_target', False) and not (
-      isinstance(model, T5) and isinstance(target, T5)
-    ):
-      expected = 'False, since only a T5 is cut out of another T5'
-      raise unexpected('FromTarget.slice_target', expected, True)
+    if getattr(self.learning, 'slice_target', False):
+      check_decoder_layers(target, model)
 
 
 def train(
   run: TrainRun,
+  data: tuple[Pairs, Pairs | None] | None = None,
   beside: Mapping[str, Callable[[], str]] | None = None,
   log: Callable[[str], None] | None = None,
 ) -> Params:
@@ -232,6 +219,7 @@ def train(
 
   Args:
     run: the run.
+    data: pairs to learn from and held-out ones, in place of those of the run.
     beside: more files to write to the folder: name -> function that returns its
       text.
     log: gets lines of progress; None is standard error.
@@ -251,30 +239,34 @@ def train(
   if tokenizer is not None:
     packing = dataclasses.replace(packing, eos_id=tokenizer.eos_id)
   first = first_token(run.network, tokenizer)
-  objective, settings = _objective(run, first)
+  objective = _objective(run, first)
   params, start = _first_params(run, objective)
-  pairs, held_out = pairs_of(run)
+  pairs, held_out = data or pairs_of(run)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
-  learning = run.learning
-  if isinstance(learning, FromTarget) and learning.outputs is not None:
-    pairs, held_out = _target_outputs(
-      run, objective, packing, pairs, held_out, log
-    )
-    # An output is one example: its source was joined before it was decoded.
-    packing = dataclasses.replace(packing, weights=(1.0,))
+  learning, decides = run.learning, vars(run.learning)
+  if isinstance(learning, FromTarget):
+    checkpoint = fingerprint(objective.target_params)
+    decides = decides | {'checkpoint_path': checkpoint}
+    decides |= {'outputs': None, 'outputs_folder': None}  # the data says it
+    if learning.outputs is not None:
+      pairs, held_out = _target_outputs(
+        run, objective, packing, pairs, held_out, log
+      )
+      # An output is one example: its source was joined before it was decoded.
+      packing = dataclasses.replace(packing, weights=(1.0,))
   training = run.training
   settings = {
     'model': repr(run.model),
     'init': start,
     'start_id': first,
-    'learning': settings,
+    'learning': decides,
     'optimizer': dataclasses.asdict(training.optimizer),
     'seed': training.seed,
     'packing': dataclasses.asdict(packing),
-    'train_data': pairs.digest,
+    'train_data': digest(pairs),
   }
   path = os.path.join(run.model_dir, 'settings.json')
   if os.path.exists(path):
@@ -307,7 +299,7 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
     return Tokenizer(task.vocab_path) if isinstance(task, LocalTask) else None
   if os.path.exists(shipped.find(run.vocab_path)):
     return Tokenizer(run.vocab_path)
-  if run.train_file is None or run.train_file.endswith('.npz'):
+  if run.train_file is None:
     expected = 'a vocabulary, or a train_file of text to train one on'
     raise unexpected('TrainRun.vocab_path', expected, run.vocab_path)
   os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
@@ -328,12 +320,15 @@ def first_token(
   return first_id(network, tokenizer, {})
 
 
-def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
+def pairs_of(run: TrainRun) -> tuple[Pairs, Pairs | None]:
   """Training and held-out pairs.
 
   Raises:
     ValueError: data cannot be read, or has ids outside the model's vocabulary.
   """
+  if (run.train_file is None) == (run.task is None):
+    sources = (run.train_file, run.task)
+    raise unexpected('TrainRun', 'either a train_file or a task', sources)
   if run.task is not None:
     task = tasks.find_one(run.task)
     parts = [_task_pairs(run, task, split) for split in task.training_splits()]
@@ -341,30 +336,25 @@ def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
     paths = filter(None, (run.train_file, run.eval_file))
     parts = [_file_pairs(run, path) for path in paths]
   size = run.network.vocab_size
-  for pairs in parts:
-    for ids in (pairs.inputs, pairs.targets):
-      if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-        got = f'from {ids.min()} to {ids.max()}'
-        raise unexpected('Ids of the data', f'ids below {size}', got)
+  for ids in itertools.chain(*itertools.chain(*parts)):
+    if len(ids) and not 0 <= min(ids) <= max(ids) < size:
+      raise unexpected('Ids of the data', f'ids below {size}', [*map(int, ids)])
   return parts[0], parts[1] if len(parts) > 1 else None
 
 
-def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
-  if path.endswith('.npz'):
-    return TokenPairs.load(path)
+def _file_pairs(run: TrainRun, path: str) -> Pairs:
   kind = kind_of(path)
   if kind != 'jsonl':
     kind = 'tsv' if run.network.has_encoder else 'txt'
   task = LocalTask(path, {TRAIN_SPLIT: path}, str(run.vocab_path), kind)
   pairs = _task_pairs(run, task, TRAIN_SPLIT)
-  sources, targets = map(np.diff, (pairs.inputs_offsets, pairs.targets_offsets))
-  lacking = np.flatnonzero((sources > 0) & (targets == 0))
-  if run.network.has_encoder and len(lacking):
-    raise unexpected(f'{path!r}, example {lacking[0] + 1}', 'a target', '')
+  for number, (source, target) in enumerate(pairs, 1):
+    if run.network.has_encoder and len(source) and not len(target):
+      raise unexpected(f'{path!r}, example {number}', 'a target', '')
   return pairs
 
 
-def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> TokenPairs:
+def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
   lengths = run.task_feature_lengths or {}
   check_feature_lengths(lengths, FEATURES, task.name)
   inputs, targets = tasks.token_lists(task, split)
@@ -376,7 +366,7 @@ def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> TokenPairs:
   if not run.network.has_encoder and not any(map(len, targets)):
     # Lines of text. A pair needs two sides; which id the source is, is nothing.
     inputs, targets = [[PAD_ID]] * len(inputs), inputs
-  return TokenPairs.from_lists(inputs, targets)
+  return list(zip(inputs, targets, strict=True))
 
 
 def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
@@ -386,50 +376,88 @@ def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
     return params, fingerprint(params)
   if getattr(run.learning, 'slice_target', False):
-    return sliced(objective.target_params, run.target.config, model.config), ''
+    return decoder_layers(objective.target_params, run.target, model), ''
   # Room for the parameters and their gradients.
   config, subject = getattr(model, 'config', None), 'The model to train'
   sizes.check_params(config, 2 * 4, memory.free_bytes, subject)
   return model.init(jax.random.key(run.training.seed)), ''
 
 
-def _objective(run: TrainRun, first: int | None) -> tuple[Any, dict[str, Any]]:
-  """The objective, and the settings that must be the same in a resumed run."""
+def decoder_layers(params: Params, target: T5, draft: T5) -> Params:
+  """Layers of a T5's decoder, evenly spaced, as a drafter to begin with.
+
+  It already knows the task, and reads the target's encoder; it only learns to
+  manage with fewer layers.
+
+  Args:
+    params: the target's parameters.
+    target: the network to take layers of.
+    draft: the drafter, see `check_decoder_layers`.
+  """
+  check_decoder_layers(target, draft)
+  theirs = params['decoder']
+  numbers = np.linspace(
+    *(0, target.config.num_decoder_layers - 1),
+    draft.config.num_decoder_layers,
+  )
+  layers = {
+    f'layers_{new}': theirs[f'layers_{old}']
+    for new, old in enumerate(numbers.round().astype(int))
+  }
+  others = {k: v for k, v in theirs.items() if not k.startswith('layers_')}
+  rest = {name: x for name, x in params.items() if name != 'encoder'}
+  return rest | {'decoder': others | layers}
+
+
+def check_decoder_layers(target: Any, draft: Any) -> None:
+  """Raises ValueError unless `draft` can be layers of the target's decoder."""
+  same = ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate')
+  if isinstance(target, T5) and isinstance(draft, T5):
+    changes = {name: getattr(draft.config, name) for name in same}
+    wanted = dataclasses.replace(target.config, **changes)
+    most = target.config.num_decoder_layers
+    if (
+      draft.config == wanted
+      and not draft.config.num_encoder_layers
+      and draft.config.num_decoder_layers <= most
+    ):
+      return
+  expected = "False, unless the model is layers of a T5's decoder"
+  raise unexpected('FromTarget.slice_target', expected, draft)
+
+
+def _objective(run: TrainRun, first: int | None) -> Any:
   learning, model = run.learning, run.model
-  if not isinstance(learning, FromTarget):
-    settings = dataclasses.asdict(learning)
-    return losses.CrossEntropy(model, first, **settings), settings
+  if isinstance(learning, Likelihood):
+    return losses.CrossEntropy(model, first, learning.z_loss)
   target = learning.target
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
-  settings = {
-    name: repr(getattr(learning, name)) for name in _DECIDES_LEARNING
-  } | {'target_params': fingerprint(params)}
   params = jax.tree.map(jnp.asarray, params)
   common = model, target, params, first, learning.total_variation
   if isinstance(model, Heads):
-    return losses.HeadDistillation(*common, learning.head_decay), settings
-  return losses.Distillation(*common), settings
+    return losses.HeadDistillation(*common, learning.head_decay)
+  return losses.Distillation(*common)
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):
   """What the target says to the training and to the held-out sources."""
   learning = run.learning
-  folder = learning.outputs_folder or os.path.join(run.model_dir, OUTPUTS)
+  folder = learning.outputs_folder or os.path.join(run.model_dir, 'outputs')
   files.make_folder(folder)
 
   def decoded(name, pairs, config):
-    sources = PackedBatches(pairs, packing).examples()
+    references = PackedBatches(pairs, packing).examples()
     outputs = generate_outputs(
       objective.target,
       objective.target_params,
-      sources,
-      os.path.join(folder, f'{name}.npz'),
+      [source for source, _ in references],
+      os.path.join(folder, f'{name}.jsonl'),
       config,
       objective.start_id,
       packing.eos_id,
       log,
     )
-    return outputs, sources
+    return outputs, references
 
   if held_out is not None:
     for_eval = dataclasses.replace(
@@ -439,11 +467,8 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
       temperatures=_EVAL_TEMPERATURES,
     )
     held_out, _ = decoded('eval', held_out, for_eval)
-  pairs, references = decoded('train', pairs, learning.outputs)
-  if learning.with_references:
-    both = zip(*pairs, *references, strict=True)
-    pairs = TokenPairs.from_lists(*both)
-  return pairs, held_out
+  outputs, references = decoded('train', pairs, learning.outputs)
+  return outputs + references * learning.with_references, held_out
 
 
 def _export(run, objective, path: str, params: Params, step: int) -> None:
