@@ -117,7 +117,7 @@ def test_help_says_what_is_the_default(capsys):
     (['distil', '--minutes', '1e999'], "--minutes: expected .* '1e999'"),
     (['decode', 'a.txt', 'b.txt'], "Unknown argument 'b.txt'"),
     (['decode', 'a.txt', '--input', 'b.txt'], "--input: .*'b.txt'.*'a.txt'"),
-    (['decode', '--input', 'b.txt', 'a.txt'], "'a.txt'.*'b.txt'"),
+    (['decode', '--input', 'b.txt', 'a.txt'], "--input: .*'b.txt'.*'a.txt'"),
     (['decode'], 'Required and not given: .*--target'),
     (['decode', '--gin.GAMMA=3'], 'GAMMA: no gin file has it'),
     (['measure'], 'No --gin_file was given'),

@@ -21,7 +21,7 @@ from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
-from specdec_jax.training.run import decoder_layers
+from specdec_jax.training.own_drafter import decoder_layers
 from specdec_jax.tree_shape import branching
 
 LIMITS = {'max_input_len': 32, 'max_decode_len': 24}
@@ -55,8 +55,7 @@ def on_encoder(target):
   config = dataclasses.replace(
     TARGET.config, num_encoder_layers=0, num_decoder_layers=1
   )
-  draft = T5(config)
-  return Model(draft, decoder_layers(target.params, TARGET, draft))
+  return Model(T5(config), decoder_layers(target.params, 1))
 
 
 def tree(target):

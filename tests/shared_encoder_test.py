@@ -21,7 +21,7 @@ from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.training.run import decoder_layers
+from specdec_jax.training.own_drafter import decoder_layers
 
 TARGET = network(num_decoder_layers=2)
 ALONE = T5(
@@ -35,7 +35,7 @@ def target_params(seed=1):
 
 
 def draft_params():
-  return decoder_layers(target_params(), TARGET, ALONE)
+  return decoder_layers(target_params(), 1)
 
 
 def request_of(gamma=3, rows=3, slots=12, **changes):

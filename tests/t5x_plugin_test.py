@@ -21,7 +21,8 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.t5x_plugin import decode_fns, drafter
+from specdec_jax.t5x_plugin import decode_fns
+from specdec_jax.t5x_plugin import model as plugin_model
 
 LENGTH, EOS = 12, 1
 
@@ -257,8 +258,6 @@ def test_samples_have_keys_an_order_and_scores():
   assert (tokens != predict(model, seed=2, **SAMPLES)[0]).any()
   assert len({tuple(row) for row in tokens.reshape(12, -1).tolist()}) > 6
   assert (np.diff(scores, axis=1) >= 0).all()  # the best one last
-  best, _ = predict(model, seed=1, num_decodes=4)
-  np.testing.assert_array_equal(best, tokens[:, -1])
   # Scores are of the distribution that was drawn from.
   flat = tokens.reshape(12, LENGTH)
   law = probs.standardise_batch(forced(flat), sampling.params(12))
@@ -301,7 +300,7 @@ BAD = {
   'decode_fn: .*@t5x_plugin.temp.* got .beam_search': lambda: plugged(
     functools.partial(beam_search, alpha=0.6)
   ),
-  'missing.*layers_0.*unknown.*scalable_t5': lambda: drafter.network_of(
+  'missing.*layers_0.*unknown.*scalable_t5': lambda: plugin_model.network_of(
     Transformer(TARGET, renamed=True)
   ),
   r'\[@t5x_plugin.restore_drafter\]': lambda: plugged().predict_batch(

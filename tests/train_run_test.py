@@ -30,10 +30,10 @@ from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training import data, outputs, trainer
+from specdec_jax.training import data, outputs
 from specdec_jax.training import run as training_run
 from specdec_jax.training.losses import HeadDistillation
-from specdec_jax.training.trainer import OptimizerConfig
+from specdec_jax.training.trainer import TrainConfig
 from training_test import CONFIG, copy_pairs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def make_run(tmp_path, **changes):
     model=MODEL,
     model_dir=str(tmp_path / 'model'),
     packing=data.PackingConfig((1.0,), (16,), 64),
-    training=trainer.TrainConfig(steps=4, log_every=2, eval_every=4),
+    training=TrainConfig(steps=4, log_every=2, eval_every=4),
   )
   return training.TrainRun(**(defaults | changes))
 
@@ -64,12 +64,11 @@ def test_another_configuration_does_not_go_on_in_the_folder(tmp_path):
   run = make_run(tmp_path)
   _, lines = train(run)
   assert 'parameters after 4 steps' in lines[-1]
-  adamw = OptimizerConfig(learning_rate=0.5)
   for changes, name in (
     (dict(packing=data.PackingConfig((1.0,), (8,), 64)), 'packing.buckets'),
     (
-      dict(training=dataclasses.replace(run.training, optimizer=adamw)),
-      'optimizer.learning_rate was 0.002, is 0.5',
+      dict(training=dataclasses.replace(run.training, learning_rate=0.5)),
+      'training.learning_rate was 0.002, is 0.5',
     ),
     (dict(learning=training.Likelihood(z_loss=0.5)), 'learning.z_loss'),
   ):
@@ -88,11 +87,10 @@ def test_a_run_begins_with_a_checkpoint(tmp_path):
   params = MODEL.init(jax.random.key(9))
   path = str(tmp_path / 'first.msgpack')
   checkpoints.save_t5x(path, params, step=0)
-  slow = OptimizerConfig(learning_rate=1e-9)
   run = make_run(
     tmp_path,
     init_checkpoint_path=path,
-    training=trainer.TrainConfig(steps=1, optimizer=slow),
+    training=TrainConfig(steps=1, learning_rate=1e-9),
   )
   trained, _ = train(run)
   close = functools.partial(np.testing.assert_allclose, atol=1e-6)
@@ -151,10 +149,6 @@ def from_target(checkpoint_path='x', **changes):
     (
       dict(model=Heads(2, 9, 8), learning=from_target()),
       'emb_dim: expected .*8, got 9',
-    ),
-    (
-      dict(model=HEADS, learning=from_target(slice_target=True)),
-      'FromTarget.slice_target',
     ),
   ],
 )
@@ -239,9 +233,7 @@ def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
     str(lines),
     vocab_path=str(folder),
     packing=data.PackingConfig((1.0,), (16,), 256),
-    training=trainer.TrainConfig(
-      steps=40, optimizer=OptimizerConfig(learning_rate=0.03, warmup_steps=2)
-    ),
+    training=TrainConfig(steps=40, learning_rate=0.03, warmup_steps=2),
   )
   params, _ = train(run, data=None)
   engine = Engine(
@@ -444,11 +436,12 @@ def test_heads_are_trained_from_a_target(tmp_path):
     tmp_path,
     model=HEADS,
     packing=data.PackingConfig((1.0,), (8,), 64),
-    training=trainer.TrainConfig(
+    training=TrainConfig(
       steps=40,
       eval_every=40,
       log_every=1,
-      optimizer=OptimizerConfig('muon', 0.05, warmup_steps=5),
+      learning_rate=0.05,
+      warmup_steps=5,
     ),
     learning=from_target(checkpoint_path=target),
   )
@@ -462,6 +455,6 @@ def test_heads_are_trained_from_a_target(tmp_path):
     if line.startswith(('step 1/', 'eval'))
   )
   assert last > first + 0.05
-  other = from_target(checkpoint_path=target, head_decay=0.5)
-  with pytest.raises(ValueError, match='head_decay'):
+  other = from_target(checkpoint_path=target, with_references=True)
+  with pytest.raises(ValueError, match='learning.with_references'):
     train(dataclasses.replace(run, learning=other))

@@ -190,20 +190,6 @@ def check_all_at_least(config: Any, **least: float) -> None:
       raise unexpected(name, f'one or more numbers from {minimum:g}', values)
 
 
-def check_increasing(config: Any, **least: int) -> None:
-  """Raises ValueError if a sequence is empty, too small, or not increasing.
-
-  Args:
-    config: a dataclass.
-    **least: field -> the least value of its first number; each further number
-      must be larger than the one before.
-  """
-  for field, minimum in least.items():
-    name, values = f'{type(config).__name__}.{field}', getattr(config, field)
-    if [*values] != sorted({*values}) or not values or values[0] < minimum:
-      raise unexpected(name, f'increasing numbers from {minimum}', values)
-
-
 # Names.
 
 

@@ -64,21 +64,18 @@ def teacher_forced(
 
 
 def distillation(
-  draft_logits: jax.Array,
-  target_logits: jax.Array,
-  total_variation: float = 1.0,
+  draft_logits: jax.Array, target_logits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """How far the drafter's distribution is from the target's, at each token.
 
-  The loss is the forward divergence D(target || draft) and, with a weight, the
-  total variation 1 - sum_x min(target(x), draft(x)), the probability that a
+  The loss is the forward divergence D(target || draft) and the total variation
+  1 - sum_x min(target(x), draft(x)), the probability that a
   proposal is rejected (Leviathan et al. 2023, Corollary 3.6). Only the
   drafter's logits have a gradient, and only through the first result.
 
   Args:
     draft_logits: float32[B, S, V].
     target_logits: float32[B, S, V].
-    total_variation: weight of the total variation.
 
   Returns:
     The loss, float32[B, S], nats; and alpha, float32[B, S], the probability
@@ -88,8 +85,7 @@ def distillation(
   target = jax.lax.stop_gradient(jax.nn.log_softmax(target_logits))
   alpha = jnp.sum(jnp.exp(jnp.minimum(draft, target)), axis=-1)
   divergence = optax.losses.kl_divergence_with_log_targets(draft, target)
-  loss = divergence + total_variation * (1.0 - alpha)
-  return loss, jax.lax.stop_gradient(alpha)
+  return divergence + 1.0 - alpha, jax.lax.stop_gradient(alpha)
 
 
 _static = functools.partial(flax.struct.field, pytree_node=False)
@@ -140,14 +136,12 @@ class Distillation:
     target: the model to follow, of the same vocabulary.
     target_params: the target's parameters, constant.
     start_id: see `teacher_forced`.
-    total_variation: see `distillation`.
   """
 
   draft: Any = flax.struct.field(pytree_node=False)
   target: Any = flax.struct.field(pytree_node=False)
   target_params: Any
   start_id: int | None = _static(default=0)
-  total_variation: float = _static(default=1.0)
 
   def sums(self, params, batch, key=None):
     fed, _, mask = teacher_forced(batch.targets, self.start_id)
@@ -167,7 +161,7 @@ class Distillation:
   def _compared(self, draft, target, mask, evaluates) -> Sums:
     """Sums of loss, alpha and, in an evaluation, agreement."""
     draft, target = draft.astype(jnp.float32), target.astype(jnp.float32)
-    nats, alpha = distillation(draft, target, self.total_variation)
+    nats, alpha = distillation(draft, target)
     sums = {'loss': jnp.sum(nats * mask), 'alpha': jnp.sum(alpha * mask)}
     if evaluates:
       agrees = draft.argmax(axis=-1) == target.argmax(axis=-1)

@@ -31,7 +31,7 @@ from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import say
-from specdec_jax.models.base import reads_encoder
+from specdec_jax.models.base import Params, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ from specdec_jax.training.run import (
   TrainRun,
   train,
 )
-from specdec_jax.training.trainer import OptimizerConfig, TrainConfig
+from specdec_jax.training.trainer import TrainConfig
 
 CALIBRATION = 'calibration.json'
 HELD_OUT = 'held_out.txt'
@@ -148,6 +148,7 @@ def distil(
       [(ids[text], ids[text]) for text in learned],
       [(ids[text], ids[text]) for text in held_out],
     ),
+    lambda params: decoder_layers(params, config.num_layers),
   )
   _export(config, draft, run.model_dir)
   calibrated = _calibrate(config, int(np.median(sizes)), console)
@@ -197,6 +198,26 @@ def draft_network(config: DistilConfig) -> T5:
       dropout_rate=0.0,
     )
   )
+
+
+def decoder_layers(params: Params, num_layers: int) -> Params:
+  """The parameters of a drafter that is layers of a T5's decoder.
+
+  Such a drafter already knows the task; it learns to manage with fewer layers.
+
+  Args:
+    params: a T5's parameters.
+    num_layers: layers to take, evenly spaced.
+  """
+  theirs = params['decoder']
+  others = {k: v for k, v in theirs.items() if not k.startswith('layers_')}
+  last = len(theirs) - len(others) - 1
+  layers = {
+    f'layers_{new}': theirs[f'layers_{round(old)}']
+    for new, old in enumerate(np.linspace(0, last, num_layers))
+  }
+  around = {name: x for name, x in params.items() if name != 'encoder'}
+  return around | {'decoder': others | layers}
 
 
 def _check_folder(folder: str) -> None:
@@ -260,14 +281,12 @@ def _train_run(
       eval_every=400,
       checkpoint_minutes=5.0,
       seed=config.seed,
-      optimizer=OptimizerConfig(
-        'muon', learning_rate=config.learning_rate, warmup_steps=50
-      ),
+      learning_rate=config.learning_rate,
+      warmup_steps=50,
     ),
     learning=FromTarget(
       target=config.target.network,
       checkpoint_path=config.target.name,
-      slice_target=True,
       outputs=outputs,
     ),
   )

@@ -9,17 +9,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import (
-  check_at_least,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
@@ -34,7 +29,6 @@ from specdec_jax.models.base import (
   reads_encoder,
   start_id,
 )
-from specdec_jax.models.t5 import T5
 from specdec_jax.text import tasks
 from specdec_jax.text.local_tasks import (
   FEATURES,
@@ -60,6 +54,8 @@ from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
+# Fields of `TrainConfig` that a run that goes on must have as before.
+_DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
@@ -80,32 +76,22 @@ class FromTarget:
   Attributes:
     target: the model to follow.
     checkpoint_path: its parameters, a single-file T5X checkpoint.
-    total_variation: weight of the probability that a proposal is rejected,
-      beside the divergence; see `losses.distillation`.
-    slice_target: whether to begin with layers of the target's decoder if there
-      is no checkpoint to begin with; see `decoder_layers`.
     outputs: how the target's own outputs for the data's sources are made; None
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
       outputs: more to learn from if there is no time for many outputs.
     outputs_folder: folder that outputs are written to, or found in; None is a
       folder in `TrainRun.model_dir`.
-    head_decay: of heads, the weight of each head's loss divided by that of the
-      head before it.
   """
 
   target: LanguageModel
   checkpoint_path: str
-  total_variation: float = 1.0
-  slice_target: bool = False
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
   outputs_folder: str | None = None
-  head_decay: float = 0.8
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, head_decay=0.0, total_variation=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,13 +191,12 @@ class TrainRun:
       expected = f'FromTarget, an encoder of width {model.config.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
-    if getattr(self.learning, 'slice_target', False):
-      check_decoder_layers(target, model)
 
 
 def train(
   run: TrainRun,
   data: tuple[Pairs, Pairs | None] | None = None,
+  begin: Callable[[Params], Params] | None = None,
   beside: Mapping[str, Callable[[], str]] | None = None,
   log: Callable[[str], None] | None = None,
 ) -> Params:
@@ -220,6 +205,8 @@ def train(
   Args:
     run: the run.
     data: pairs to learn from and held-out ones, in place of those of the run.
+    begin: makes the first parameters of the target's; None makes those that the
+      run describes.
     beside: more files to write to the folder: name -> function that returns its
       text.
     log: gets lines of progress; None is standard error.
@@ -240,7 +227,10 @@ def train(
     packing = dataclasses.replace(packing, eos_id=tokenizer.eos_id)
   first = first_token(run.network, tokenizer)
   objective = _objective(run, first)
-  params, start = _first_params(run, objective)
+  if begin is None:
+    params, start = _first_params(run)
+  else:
+    params, start = begin(objective.target_params), ''
   pairs, held_out = data or pairs_of(run)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
@@ -263,8 +253,7 @@ def train(
     'init': start,
     'start_id': first,
     'learning': decides,
-    'optimizer': dataclasses.asdict(training.optimizer),
-    'seed': training.seed,
+    'training': {name: getattr(training, name) for name in _DECIDES_LEARNING},
     'packing': dataclasses.asdict(packing),
     'train_data': digest(pairs),
   }
@@ -369,61 +358,16 @@ def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
   return list(zip(inputs, targets, strict=True))
 
 
-def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
+def _first_params(run: TrainRun) -> tuple[Params, str]:
   """Parameters to begin with, and the fingerprint of a checkpoint's."""
   model: Any = run.model
   if run.init_checkpoint_path is not None:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
     return params, fingerprint(params)
-  if getattr(run.learning, 'slice_target', False):
-    return decoder_layers(objective.target_params, run.target, model), ''
   # Room for the parameters and their gradients.
   config, subject = getattr(model, 'config', None), 'The model to train'
   sizes.check_params(config, 2 * 4, memory.free_bytes, subject)
   return model.init(jax.random.key(run.training.seed)), ''
-
-
-def decoder_layers(params: Params, target: T5, draft: T5) -> Params:
-  """Layers of a T5's decoder, evenly spaced, as a drafter to begin with.
-
-  It already knows the task, and reads the target's encoder; it only learns to
-  manage with fewer layers.
-
-  Args:
-    params: the target's parameters.
-    target: the network to take layers of.
-    draft: the drafter, see `check_decoder_layers`.
-  """
-  check_decoder_layers(target, draft)
-  theirs = params['decoder']
-  numbers = np.linspace(
-    *(0, target.config.num_decoder_layers - 1),
-    draft.config.num_decoder_layers,
-  )
-  layers = {
-    f'layers_{new}': theirs[f'layers_{old}']
-    for new, old in enumerate(numbers.round().astype(int))
-  }
-  others = {k: v for k, v in theirs.items() if not k.startswith('layers_')}
-  rest = {name: x for name, x in params.items() if name != 'encoder'}
-  return rest | {'decoder': others | layers}
-
-
-def check_decoder_layers(target: Any, draft: Any) -> None:
-  """Raises ValueError unless `draft` can be layers of the target's decoder."""
-  same = ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate')
-  if isinstance(target, T5) and isinstance(draft, T5):
-    changes = {name: getattr(draft.config, name) for name in same}
-    wanted = dataclasses.replace(target.config, **changes)
-    most = target.config.num_decoder_layers
-    if (
-      draft.config == wanted
-      and not draft.config.num_encoder_layers
-      and draft.config.num_decoder_layers <= most
-    ):
-      return
-  expected = "False, unless the model is layers of a T5's decoder"
-  raise unexpected('FromTarget.slice_target', expected, draft)
 
 
 def _objective(run: TrainRun, first: int | None) -> Any:
@@ -433,10 +377,9 @@ def _objective(run: TrainRun, first: int | None) -> Any:
   target = learning.target
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
   params = jax.tree.map(jnp.asarray, params)
-  common = model, target, params, first, learning.total_variation
-  if isinstance(model, Heads):
-    return losses.HeadDistillation(*common, learning.head_decay)
-  return losses.Distillation(*common)
+  is_heads = isinstance(model, Heads)
+  kind = losses.HeadDistillation if is_heads else losses.Distillation
+  return kind(model, target, params, first)
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):
