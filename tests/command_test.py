@@ -193,19 +193,16 @@ def test_a_target_brings_nothing_of_the_demo_pair():
   assert other['MODEL_NAME'] == 'x' and other['DRAFT'] is None
 
 
-@pytest.mark.parametrize(
-  ('flags', 'want'),
-  [
+def test_outputs_go_to_stdout_where_a_file_is_given_plainly():
+  for flags, want in (
     ((), 'report'),
     (('--gin.DecodeConfig.input_file=a',), 'report'),
     (('a', '--gin.STDOUT=report'), 'report'),
     (('a',), 'outputs'),
     (('--input=a',), 'outputs'),
     (('-', '--mode=plain'), 'outputs'),
-  ],
-)
-def test_outputs_go_to_stdout_where_a_file_is_given_plainly(flags, want):
-  assert macros('demo', *flags, names=['STDOUT']) == {'STDOUT': want}
+  ):
+    assert macros('demo', *flags, names=['STDOUT']) == {'STDOUT': want}, flags
 
 
 def test_t5x_names_stay():

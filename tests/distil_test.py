@@ -30,22 +30,10 @@ QUICK = {
   'max_input_length': 32,
   'max_length': 14,
   'steps': 3,
-  'tokens_per_batch': 256,
   'max_gamma': 1,
   'num_tokens': 20,
   'repeats': 2,
 }
-
-
-def save_target(folder, tokenizer, seed, layers=2):
-  """A T5 whose outputs end after some tokens, in a folder."""
-  network = small_vocabulary.network(layers)
-  params = network.init(jax.random.key(seed))
-  kernel = 6.0 * params['decoder']['logits_dense']['kernel']
-  params['decoder']['logits_dense']['kernel'] = kernel.at[:, 1].mul(4.0)
-  huggingface.save_huggingface(folder, network.config, params)
-  shutil.copy(tokenizer.path, folder / 'spiece.model')
-  return str(folder)
 
 
 def test_decoding_and_learning_leave_time_for_the_rest():
@@ -57,7 +45,14 @@ def test_decoding_and_learning_leave_time_for_the_rest():
 
 @pytest.fixture(scope='module')
 def target(folder, tokenizer):
-  return save_target(folder / 'target', tokenizer, 0)
+  """A T5 whose outputs end after some tokens, in a folder."""
+  network = small_vocabulary.network(2)
+  params = network.init(jax.random.key(0))
+  kernel = 6.0 * params['decoder']['logits_dense']['kernel']
+  params['decoder']['logits_dense']['kernel'] = kernel.at[:, 1].mul(4.0)
+  huggingface.save_huggingface(folder / 'target', network.config, params)
+  shutil.copy(tokenizer.path, folder / 'target' / 'spiece.model')
+  return str(folder / 'target')
 
 
 @pytest.fixture(scope='module')

@@ -50,7 +50,7 @@ def make_run(tmp_path, **changes):
     model=MODEL,
     model_dir=str(tmp_path / 'model'),
     packing=data.PackingConfig((1.0,), (16,), 64),
-    training=TrainConfig(steps=4, log_every=2, eval_every=4),
+    training=TrainConfig(steps=4, eval_every=4),
   )
   return training.TrainRun(**(defaults | changes))
 
@@ -60,44 +60,33 @@ def train(run, data=DATA):
   return training.train(run, data, log=lines.append), lines
 
 
-def test_another_configuration_does_not_go_on_in_the_folder(tmp_path):
-  run = make_run(tmp_path)
-  _, lines = train(run)
+def test_a_run_begins_with_a_checkpoint_and_goes_on(tmp_path):
+  """In its folder; another configuration does not."""
+  first = MODEL.init(jax.random.key(9))
+  path = str(tmp_path / 'first.msgpack')
+  checkpoints.save_t5x(path, first, step=0)
+  short = TrainConfig(steps=4, log_every=2, eval_every=4, learning_rate=1e-9)
+  run = make_run(tmp_path, init_checkpoint_path=path, training=short)
+  params, lines = train(run)
   assert 'parameters after 4 steps' in lines[-1]
-  for changes, name in (
+  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+  jax.tree.map(close, params, first)
+  quicker = dataclasses.replace(short, learning_rate=0.5)
+  for changes, words in (
     (dict(packing=data.PackingConfig((1.0,), (8,), 64)), 'packing.buckets'),
-    (
-      dict(training=dataclasses.replace(run.training, learning_rate=0.5)),
-      'training.learning_rate was 0.002, is 0.5',
-    ),
+    (dict(training=quicker), 'training.learning_rate was 1e-09, is 0.5'),
     (dict(learning=training.Likelihood(z_loss=0.5)), 'learning.z_loss'),
+    (dict(init_checkpoint_path=None), 'init was'),
+    (dict(model=OTHER_IDS), 'wrong shape: .*logits_dense'),
   ):
-    with pytest.raises(ValueError, match=f'other settings.*{name}'):
+    with pytest.raises(ValueError, match=words):
       train(dataclasses.replace(run, **changes))
   with pytest.raises(ValueError, match='other settings.*train_data'):
     train(run, ([([3, 4], [5])] * 9, None))
-  # A longer run is the same run.
-  longer = dataclasses.replace(run.training, steps=6)
+  longer = dataclasses.replace(short, steps=6)
   _, lines = train(dataclasses.replace(run, training=longer))
   assert any(line.startswith('resumed at step 4') for line in lines)
   assert 'parameters after 6 steps' in lines[-1]
-
-
-def test_a_run_begins_with_a_checkpoint(tmp_path):
-  params = MODEL.init(jax.random.key(9))
-  path = str(tmp_path / 'first.msgpack')
-  checkpoints.save_t5x(path, params, step=0)
-  run = make_run(
-    tmp_path,
-    init_checkpoint_path=path,
-    training=TrainConfig(steps=1, learning_rate=1e-9),
-  )
-  trained, _ = train(run)
-  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-  jax.tree.map(close, trained, params)
-  wider = t5.T5(dataclasses.replace(SMALL, vocab_size=32))
-  with pytest.raises(ValueError, match='wrong shape: .*logits_dense'):
-    train(dataclasses.replace(run, model=wider))
 
 
 @pytest.mark.slow

@@ -165,25 +165,6 @@ def _configurables() -> list[tuple[str, str, Callable]]:
   return entries
 
 
-def _value_of(macro: str) -> Any:
-  """Returns the value of a macro, through other macros; None for none."""
-  seen: set[str] = set()
-  value: Any = None
-  while macro and macro not in seen:
-    seen.add(macro)
-    value = bindings().get((macro, MACRO), {}).get('value')
-    macro = _macro_of(value)
-  return None if macro else value
-
-
-def _macro_of(value: Any) -> str:
-  """Returns the name of a value that is %MACRO and nothing else, or ''."""
-  if isinstance(value, gin.config.ConfigurableReference):
-    scope, selector = value.config_key
-    return scope if selector == MACRO else ''
-  return ''
-
-
 def flags(places: Sequence[str] = ()) -> list[Flag]:
   """Returns the flags of a command, once its gin files are loaded.
 
@@ -236,8 +217,10 @@ def _flag(
     return None
   binding = f'{scope}/{name}.{field}'.lstrip('/')
   value = bindings().get((scope, name), {}).get(field, parameter.default)
-  if macro := _macro_of(value):
-    binding, value = macro, _value_of(macro)
+  if isinstance(value, gin.config.ConfigurableReference):
+    macro, selector = value.config_key
+    if selector == MACRO:
+      binding, value = macro, bindings().get((macro, MACRO), {}).get('value')
   return Flag(
     names=tuple(names),
     place=_PLACES[flag] if flag in places else '',

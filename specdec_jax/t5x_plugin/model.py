@@ -67,26 +67,19 @@ def network_of(module: Any, what: str = 'module') -> T5:
     ValueError: it is another kind of module.
   """
   theirs = getattr(module, 'config', None)
-  fields = dataclasses.fields(T5Config)
   sizes = {
-    field.name: getattr(theirs, field.name)
-    for field in fields
-    if hasattr(theirs, field.name)
+    field.name: getattr(theirs, field.name, field.default)
+    for field in dataclasses.fields(T5Config)
   }
-  needed = {f.name for f in fields if f.default is dataclasses.MISSING}
-  if not needed | {'dtype'} <= sizes.keys():
+  sizes |= {'dtype': jnp.dtype(sizes['dtype']).name, 'dropout_rate': 0.0}
+  try:
+    network = T5(T5Config(**sizes))
+  except ValueError as error:
     expected = 'a t5x.examples.t5.network.Transformer, whose config has sizes'
-    raise unexpected(what, expected, type(module).__name__)
-  sizes['dtype'] = jnp.dtype(sizes['dtype']).name
-  sizes['dropout_rate'] = 0.0
-  network = T5(T5Config(**sizes))
-  token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-
-  def params(token):
-    key = jax.random.PRNGKey(0)
-    return module.init(key, token, token, token, enable_dropout=False)['params']
-
-  shapes = jax.eval_shape(params, token)
+    raise unexpected(what, expected, type(module).__name__) from error
+  key, token = jax.random.PRNGKey(0), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  init = functools.partial(module.init, key, enable_dropout=False)
+  shapes = jax.eval_shape(lambda ids: init(ids, ids, ids)['params'], token)
   try:
     checkpoints.check_params(shapes, param_shapes(network), what)
   except ValueError as error:

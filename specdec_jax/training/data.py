@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.fields import check_at_least, check_types, unexpected
+from specdec_jax.checks.fields import (
+  check_all_at_least,
+  check_at_least,
+  check_types,
+  unexpected,
+)
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 
 NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
@@ -84,8 +89,9 @@ class PackingConfig:
     if not self.weights or min(self.weights) < 0 or sum(self.weights) <= 0:
       expected = 'weights >= 0, at least one of them > 0'
       raise unexpected('PackingConfig.weights', expected, self.weights)
-    if not self.buckets or np.diff((0, *self.buckets)).min() <= 0:
-      expected = 'increasing numbers from 1'
+    check_all_at_least(self, buckets=1)
+    if [*self.buckets] != sorted({*self.buckets}):
+      expected = 'increasing numbers'
       raise unexpected('PackingConfig.buckets', expected, self.buckets)
     # A batch has room for one row, and a row for a token and its end.
     check_at_least(self, tokens_per_batch=self.buckets[-1], tokens_per_part=0)

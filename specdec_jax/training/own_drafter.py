@@ -10,6 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
+import jax
 import numpy as np
 import rich.console
 
@@ -39,7 +40,6 @@ from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
 from specdec_jax.training.run import (
   MODEL_FILE,
-  Dtype,
   FromTarget,
   TrainRun,
   train,
@@ -70,13 +70,8 @@ class DistilConfig:
     minutes: time of the whole run: a third at most to decode, the most of the
       rest to learn; 0 is no limit, and `steps` ends it.
     steps: ends the training as well.
-    learning_rate: at its peak.
-    tokens_per_batch, tokens_per_part: places of a batch on each side, and of
-      those that are computed at once; 0 is a whole batch, for a GPU or TPU.
-    export_dtype: dtype of the drafter's file.
     max_gamma, num_tokens, repeats: the calibration's largest gamma, tokens that
       it measures acceptance on, and timed rounds.
-    seed: seed of the training.
 
   Raises:
     ValueError: a value is outside its range.
@@ -90,14 +85,9 @@ class DistilConfig:
   max_decode_len: int = 120
   minutes: float = 90.0
   steps: int = 1_000_000
-  learning_rate: float = 2e-3
-  tokens_per_batch: int = 2048
-  tokens_per_part: int = 256
-  export_dtype: Dtype = 'float32'
   max_gamma: int = 16
   num_tokens: int = 2000
   repeats: int = 9
-  seed: int = 0
 
   def __post_init__(self):
     check_types(self)
@@ -262,7 +252,6 @@ def _train_run(
     max_minutes=decoding,
     max_ratio=0.0,
     max_extra=config.max_decode_len,
-    seed=config.seed,
   )
   return TrainRun(
     model=draft,
@@ -270,9 +259,8 @@ def _train_run(
     packing=PackingConfig(
       weights=(1.0,),
       buckets=buckets,
-      tokens_per_batch=max(config.tokens_per_batch, buckets[-1]),
-      tokens_per_part=config.tokens_per_part,
-      seed=config.seed,
+      tokens_per_batch=max(2048, buckets[-1]),
+      tokens_per_part=256 if jax.default_backend() == 'cpu' else 0,
       eos_id=tokenizer.eos_id,
     ),
     training=TrainConfig(
@@ -280,8 +268,6 @@ def _train_run(
       max_minutes=learning,
       eval_every=400,
       checkpoint_minutes=5.0,
-      seed=config.seed,
-      learning_rate=config.learning_rate,
       warmup_steps=50,
     ),
     learning=FromTarget(
@@ -301,7 +287,7 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
   huggingface.save_huggingface(
     config.output_dir,
     draft.config,
-    draft_model.read(config.export_dtype),
+    draft_model.read(),
     about={'target': draft_model.made_for} if draft_model.made_for else None,
   )
   tokenizer = own_vocabulary(config.target)
@@ -352,7 +338,6 @@ def _calibrate(
       decode_len=max(config.max_decode_len, LEAST_DECODE_LEN),
       max_gamma=config.max_gamma,
       repeats=config.repeats,
-      seed=config.seed,
       output_file=path,
     ),
     console,

@@ -325,7 +325,8 @@ def pairs_of(run: TrainRun) -> tuple[Pairs, Pairs | None]:
     paths = filter(None, (run.train_file, run.eval_file))
     parts = [_file_pairs(run, path) for path in paths]
   size = run.network.vocab_size
-  for ids in itertools.chain(*itertools.chain(*parts)):
+  flat = itertools.chain.from_iterable
+  for ids in flat(flat(parts)):
     if len(ids) and not 0 <= min(ids) <= max(ids) < size:
       raise unexpected('Ids of the data', f'ids below {size}', [*map(int, ids)])
   return parts[0], parts[1] if len(parts) > 1 else None

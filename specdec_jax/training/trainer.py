@@ -177,20 +177,16 @@ class Trainer:
 
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
-    key = jax.random.key(0)
+    given, key = (self._objective, state.params), jax.random.key(0)
     for shapes in self._train_data.shapes():
-      lowered = self._gradient.lower(
-        self._objective, state.params, _batch_like(shapes), key
-      )
+      lowered = self._gradient.lower(*given, _batch_like(shapes), key)
       lowered.compile()
     gradients = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info[0]
     )
     self._update.lower(state, gradients, np.float32(0)).compile()
-    if self._valid_data is not None:
-      for shapes in self._valid_data.shapes():
-        batch = _batch_like(shapes)
-        self._evaluate.lower(self._objective, state.params, batch).compile()
+    for shapes in self._valid_data.shapes() if self._valid_data else ():
+      self._evaluate.lower(*given, _batch_like(shapes)).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
     """Means over the held-out tokens; {} without held-out data."""
