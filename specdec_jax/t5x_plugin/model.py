@@ -67,7 +67,7 @@ def network_of(module: Any, what: str = 'module') -> T5:
     ValueError: it is another kind of module.
   """
   theirs = getattr(module, 'config', None)
-  sizes = {
+  sizes: dict[str, Any] = {
     field.name: getattr(theirs, field.name, field.default)
     for field in dataclasses.fields(T5Config)
   }
