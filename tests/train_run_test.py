@@ -75,7 +75,7 @@ def test_a_run_begins_with_a_checkpoint_and_goes_on(tmp_path):
   for changes, words in (
     (dict(packing=data.PackingConfig((1.0,), (8,), 64)), 'packing.buckets'),
     (dict(training=quicker), 'training.learning_rate was 1e-09, is 0.5'),
-    (dict(learning=training.Likelihood(z_loss=0.5)), 'learning.z_loss'),
+    (dict(z_loss=0.5), 'z_loss was 0.0, is 0.5'),
     (dict(init_checkpoint_path=None), 'init was'),
     (dict(model=OTHER_IDS), 'wrong shape: .*logits_dense'),
   ):

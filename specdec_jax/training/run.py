@@ -63,13 +63,6 @@ _NUM_EVAL_OUTPUTS = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Likelihood:
-  """Learning from the data's own targets; see `losses.CrossEntropy`."""
-
-  z_loss: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
 class FromTarget:
   """Learning from another model: distillation.
 
@@ -121,7 +114,8 @@ class TrainRun:
       checkpoint; None begins with random parameters.
     packing: how pairs become batches.
     training: length, optimiser, evaluation.
-    learning: what the model learns from: the data, or another model.
+    learning: the model to learn from, where it is not the data's own targets.
+    z_loss: of the latter, see `losses.CrossEntropy`.
     export_dtype: dtype of the parameters in model.msgpack.
 
   Raises:
@@ -138,7 +132,8 @@ class TrainRun:
   init_checkpoint_path: str | None = None
   packing: PackingConfig = PackingConfig()
   training: TrainConfig = TrainConfig()
-  learning: Likelihood | FromTarget = Likelihood()
+  learning: FromTarget | None = None
+  z_loss: float = 0.0
   export_dtype: Dtype = 'float32'
 
   def __post_init__(self):
@@ -236,10 +231,11 @@ def train(
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
-  learning, decides = run.learning, vars(run.learning)
-  if isinstance(learning, FromTarget):
+  learning = run.learning
+  decides: dict[str, Any] = {'z_loss': run.z_loss}
+  if learning is not None:
     checkpoint = fingerprint(objective.target_params)
-    decides = decides | {'checkpoint_path': checkpoint}
+    decides = vars(learning) | {'checkpoint_path': checkpoint}
     decides |= {'outputs': None, 'outputs_folder': None}  # the data says it
     if learning.outputs is not None:
       pairs, held_out = _target_outputs(
@@ -373,8 +369,8 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
 
 def _objective(run: TrainRun, first: int | None) -> Any:
   learning, model = run.learning, run.model
-  if isinstance(learning, Likelihood):
-    return losses.CrossEntropy(model, first, learning.z_loss)
+  if learning is None:
+    return losses.CrossEntropy(model, first, run.z_loss)
   target = learning.target
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
   params = jax.tree.map(jnp.asarray, params)
