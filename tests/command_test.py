@@ -164,7 +164,7 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
     *('--model', '%T', '--assistant-model=D', '-', '--max_new_tokens', '7'),
     *('--num-return-sequences=2', '--overwrite', '--stop', '.', '--stop', '%X'),
     *('--stop', "it's", '--gin.DTYPE=int8', '--dtype', 'x'),
-    *('--revision', 'v2', '--gamma', 'adaptive'),
+    *('--revision', 'v2', '--gamma', '2', '--gamma', 'adaptive'),  # the last
   )
   assert macros('decode', *flags, names=want) == want
   want = {'measure.calibrate.CalibrateConfig.batches': (1, 4)}
