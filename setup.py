@@ -53,7 +53,7 @@ setuptools.setup(
   package_dir=SHIPPED,
   package_data={
     **{name: ['**/*'] for name in SHIPPED},
-    'specdec_jax': ['py.typed'],
+    'specdec_jax': ['py.typed', '*.pyi'],
     'specdec_jax.checkpoints': ['families.toml'],
     'specdec_jax.engine': ['trace.html'],
     'specdec_jax.measure': ['devices.toml'],

@@ -2,7 +2,7 @@
 
 import sys
 
-from specdec_jax.cli import commands
+from specdec_jax.cli import main
 
 if __name__ == '__main__':
-  sys.exit(commands.run('train'))
+  sys.exit(main.script('train'))

@@ -19,7 +19,7 @@ from specdec_jax.engine.loading import load
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import Shortlisted
 from specdec_jax.training import DistilConfig, distil, own_drafter
-from specdec_jax.training.data import TokenPairs
+from specdec_jax.training.outputs import read_outputs
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
@@ -30,22 +30,10 @@ QUICK = {
   'max_input_length': 32,
   'max_length': 14,
   'steps': 3,
-  'tokens_per_batch': 256,
   'max_gamma': 1,
   'num_tokens': 20,
   'repeats': 2,
 }
-
-
-def save_target(folder, tokenizer, seed, layers=2):
-  """A T5 whose outputs end after some tokens, in a folder."""
-  network = small_vocabulary.network(layers)
-  params = network.init(jax.random.key(seed))
-  kernel = 6.0 * params['decoder']['logits_dense']['kernel']
-  params['decoder']['logits_dense']['kernel'] = kernel.at[:, 1].mul(4.0)
-  huggingface.save_huggingface(folder, network.config, params)
-  shutil.copy(tokenizer.path, folder / 'spiece.model')
-  return str(folder)
 
 
 def test_decoding_and_learning_leave_time_for_the_rest():
@@ -57,7 +45,14 @@ def test_decoding_and_learning_leave_time_for_the_rest():
 
 @pytest.fixture(scope='module')
 def target(folder, tokenizer):
-  return save_target(folder / 'target', tokenizer, 0)
+  """A T5 whose outputs end after some tokens, in a folder."""
+  network = small_vocabulary.network(2)
+  params = network.init(jax.random.key(0))
+  kernel = 6.0 * params['decoder']['logits_dense']['kernel']
+  params['decoder']['logits_dense']['kernel'] = kernel.at[:, 1].mul(4.0)
+  huggingface.save_huggingface(folder / 'target', network.config, params)
+  shutil.copy(tokenizer.path, folder / 'target' / 'spiece.model')
+  return str(folder / 'target')
 
 
 @pytest.fixture(scope='module')
@@ -98,9 +93,9 @@ def test_from_texts_to_a_calibrated_pair(run, target, texts, tmp_path):
   held_out = (tmp_path / 'mine/held_out.txt').read_text().splitlines()
   assert 2 <= len(held_out) < len(set(TEXTS)) and set(held_out) < set(TEXTS)
   place = np.asarray(mine.params['place'])
-  outputs = TokenPairs.load('mine/training/outputs/train.npz').targets
+  outputs = read_outputs('mine/training/outputs/train.jsonl')
   listed = set(np.flatnonzero(place < mine.network.num_ids))
-  assert listed == {1, *outputs}
+  assert listed == {1}.union(*(ids for _, ids in outputs))
 
   # The pair decodes as the target does, and the calibration is this pair's.
   engine = Engine(load(target), mine, max_input_len=32, max_decode_len=14)

@@ -31,7 +31,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.training.slicing import sliced
+from specdec_jax.training.own_drafter import decoder_layers
 from specdec_jax.tree_shape import branching
 
 TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
@@ -64,7 +64,7 @@ def without_encoder(target):
   config = dataclasses.replace(
     target.network.config, num_encoder_layers=0, num_decoder_layers=1
   )
-  params = sliced(target.params, target.network.config, config)
+  params = decoder_layers(target.params, 1)
   made_for = fingerprint(target.params)
   return Model(T5(config), params, name='mine', made_for=made_for)
 

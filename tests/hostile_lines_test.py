@@ -28,7 +28,6 @@ from specdec_jax.serving.run import api_keys
 from specdec_jax.text import local_tasks
 from specdec_jax.text.local_tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training.data import TokenPairs
 
 LENGTHS = {'inputs': 16, 'targets': 8}
 RIGHT = {
@@ -260,7 +259,6 @@ def test_devices_are_refused(engine, tmp_path):
     heads.load,
     ngram_table.load,
     Tokenizer,
-    TokenPairs.load,
     record.load,
   ):
     with pytest.raises(ValueError, match='is a device'):

@@ -10,7 +10,6 @@ import pytest
 
 from specdec_jax import partitioning
 from specdec_jax.training import data, losses, outputs, trainer
-from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.outputs import OutputsConfig
 from training_test import MODEL
 
@@ -52,17 +51,17 @@ def teacher_forced(source, tokens):
 
 def make_sources(number=30, seed=0):
   rng = np.random.default_rng(seed)
-  rows = [
-    rng.integers(3, MODEL.vocab_size, rng.integers(1, 8)) for _ in range(number)
+  return [
+    rng.integers(3, MODEL.vocab_size, rng.integers(1, 8)).tolist()
+    for _ in range(number)
   ]
-  return TokenPairs.from_lists(rows, [[3]] * number)
 
 
 def test_another_target_does_not_recompile():
   """Its parameters are arguments of the program, not a part of it."""
   packing = data.PackingConfig((1.0,), (20,), 320, 160)
   rows = [list(range(3, 9))] * 60
-  batches = data.PackedBatches(TokenPairs.from_lists(rows, rows), packing)
+  batches = data.PackedBatches([(row, row) for row in rows], packing)
   objective = losses.Distillation(MODEL, MODEL, target_params())
   config = trainer.TrainConfig()
   loop = trainer.Trainer(objective, config, batches, batches, [].append)
@@ -76,10 +75,9 @@ def test_another_target_does_not_recompile():
 
 
 def test_greedy_outputs_are_the_argmax_of_teacher_forced_logits():
-  pairs = make_sources()
   ended = 0
   for first in range(0, 28, 4):
-    sources = [pairs[i][0] for i in range(first, first + 4)]
+    sources = make_sources()[first : first + 4]
     for source, output in zip(sources, decode(sources, range(4)), strict=True):
       if output is not None:
         ended += 1
@@ -89,7 +87,7 @@ def test_greedy_outputs_are_the_argmax_of_teacher_forced_logits():
 
 
 def test_a_sample_depends_on_its_number_not_on_its_neighbours():
-  sources = [make_sources()[i][0] for i in range(4)]
+  sources = make_sources()[:4]
   made = decode(sources, [5, 6, 7, 8], 1.0)
   assert made == decode(sources[::-1], [8, 7, 6, 5], 1.0)[::-1]
   assert made != decode(sources, [15, 16, 17, 18], 1.0)
@@ -116,32 +114,29 @@ def batches(monkeypatch):
       raise Killed
     state.count += 1
     return [
-      [int(temperature), *source.tolist()] if len(source) > 2 else None
+      [int(temperature), *source] if len(source) > 2 else None
       for source in sources
     ]
 
   monkeypatch.setattr(outputs, 'decode', decode)
-  monkeypatch.setattr(outputs, '_SAVE_SECONDS', 0)
-  monkeypatch.setattr(outputs, '_MOST_SAVING', 0)
   return state
 
 
 def test_pairs_are_sources_with_outputs_that_ended(tmp_path):
-  path = tmp_path / 'outputs.npz'
+  path = tmp_path / 'outputs.jsonl'
   pairs = generate(path)
   assert 8 < len(pairs) < 30
-  sources = {tuple(source) for source, _ in make_sources()}
   for source, output in pairs:
-    assert tuple(source) in sources
+    assert source in make_sources()
     assert teacher_forced(source, [*output, 1]) == [*output, 1]
-  assert [file.name for file in tmp_path.iterdir()] == ['outputs.npz']
+  assert [file.name for file in tmp_path.iterdir()] == ['outputs.jsonl']
 
 
 def test_a_killed_run_goes_on(tmp_path, batches):
   config = dataclasses.replace(CONFIG, temperatures=(0.0, 1.0))
-  wanted = generate(tmp_path / 'whole.npz', config)
-  assert batches.count == 8 and set(wanted.targets) >= {0, 1}
-  path = tmp_path / 'outputs.npz'
+  wanted = generate(tmp_path / 'whole.jsonl', config)
+  assert batches.count == 8 and {output[0] for _, output in wanted} == {0, 1}
+  path = tmp_path / 'outputs.jsonl'
   batches.most = batches.count + 5
   with pytest.raises(Killed):
     generate(path, config)
@@ -152,25 +147,24 @@ def test_a_killed_run_goes_on(tmp_path, batches):
     with pytest.raises(ValueError, match='other settings: (outputs.seed|par)'):
       generate(path, *changes)
   batches.most = batches.count + 3  # of 8 batches, 5 were made before
-  pairs = generate(path, config)
-  np.testing.assert_array_equal(pairs.targets, wanted.targets)
-  np.testing.assert_array_equal(pairs.inputs, wanted.inputs)
-  # Now it is only read, or refused.
-  assert generate(path, config).targets.tolist() == pairs.targets.tolist()
-  whole = path.read_bytes()
-  for text in (b'', b'null', whole[: len(whole) // 2]):
-    path.write_bytes(text)
-    with pytest.raises(ValueError, match='outputs.npz.*whole .npz file'):
+  with path.open('a') as stream:
+    stream.write('[[[3, 4], [5')  # what a kill has cut
+  assert generate(path, config) == wanted
+  batches.most = batches.count  # now it is only read, or refused
+  assert generate(path, config) == outputs.read_outputs(path) == wanted
+  for text, words in (
+    ('', 'outputs.jsonl.*the first one with settings'),
+    ('null\n', 'outputs.jsonl.*other settings'),
+    ('[[1]\n', 'outputs.jsonl.*lines of JSON'),
+  ):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
       generate(path, config)
-  make_sources().save(path)  # it does not say whose it is
-  with pytest.raises(ValueError, match='outputs.npz.*other settings'):
-    generate(path, config)
 
 
 def test_sources_without_an_output(tmp_path, batches):
   config = dataclasses.replace(CONFIG, max_minutes=1e-9)
   with pytest.raises(ValueError, match='None of 30 outputs ended'):
-    generate(tmp_path / 'outputs.npz', config)
-  empty = TokenPairs.from_lists([[], []], [[3], [3]])
+    generate(tmp_path / 'outputs.jsonl', config)
   with pytest.raises(ValueError, match='2 empty'):
-    outputs.generate_outputs(MODEL, target_params(), empty, tmp_path / 'x')
+    outputs.generate_outputs(MODEL, target_params(), [[], []], tmp_path / 'x')

@@ -18,7 +18,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.text import tokenizer
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer, contradiction
-from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
+from specdec_jax.training.data import PackedBatches, PackingConfig
 
 SIZE = small_vocabulary.VOCAB_SIZE
 # T5's sentinels follow, and in the folders below two added tokens.
@@ -271,9 +271,8 @@ def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
   (example,) = LocalTask('a', {'test': path}, folder).examples('test')
   assert example['inputs'].tolist() == whole
   assert example['targets'].tolist() == engine.output_ids('the dogs')
-  pairs = TokenPairs.from_lists([whole[:-1]], [[3]])
   packing = PackingConfig((1.0,), (32,), eos_id=vocabulary.eos_id)
-  (batch,) = PackedBatches(pairs, packing).epoch()
+  (batch,) = PackedBatches([(whole[:-1], [3])], packing).epoch()
   assert batch.inputs[0, 0, : len(whole)].tolist() == whole
 
 

@@ -30,11 +30,10 @@ from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.text.local_tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training import data, outputs, trainer
+from specdec_jax.training import data, outputs
 from specdec_jax.training import run as training_run
-from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.losses import HeadDistillation
-from specdec_jax.training.trainer import OptimizerConfig
+from specdec_jax.training.trainer import TrainConfig
 from training_test import CONFIG, copy_pairs
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -43,90 +42,67 @@ MODEL = t5.T5(SMALL)
 OTHER_IDS = t5.T5(dataclasses.replace(SMALL, vocab_size=8))
 
 
-@pytest.fixture
-def arrays(tmp_path):
-  """A file of token pairs whose targets repeat their sources."""
-  copy_pairs(80).save(tmp_path / 'pairs.npz')
-  return str(tmp_path / 'pairs.npz')
+DATA = copy_pairs(80), copy_pairs(20)
 
 
-def make_run(tmp_path, arrays, **changes):
+def make_run(tmp_path, **changes):
   defaults = dict(
     model=MODEL,
     model_dir=str(tmp_path / 'model'),
-    train_file=arrays,
-    eval_file=arrays,
     packing=data.PackingConfig((1.0,), (16,), 64),
-    training=trainer.TrainConfig(steps=4, log_every=2, eval_every=4),
+    training=TrainConfig(steps=4, eval_every=4),
   )
   return training.TrainRun(**(defaults | changes))
 
 
-def train(run):
+def train(run, data=DATA):
   lines = []
-  return training.train(run, log=lines.append), lines
+  return training.train(run, data, log=lines.append), lines
 
 
-def test_another_configuration_does_not_go_on_in_the_folder(tmp_path, arrays):
-  run = make_run(tmp_path, arrays)
-  _, lines = train(run)
+def test_a_run_begins_with_a_checkpoint_and_goes_on(tmp_path):
+  """In its folder; another configuration does not."""
+  first = MODEL.init(jax.random.key(9))
+  path = str(tmp_path / 'first.msgpack')
+  checkpoints.save_t5x(path, first, step=0)
+  short = TrainConfig(steps=4, log_every=2, eval_every=4, learning_rate=1e-9)
+  run = make_run(tmp_path, init_checkpoint_path=path, training=short)
+  params, lines = train(run)
   assert 'parameters after 4 steps' in lines[-1]
-  other = str(tmp_path / 'other.npz')
-  TokenPairs.from_lists([[3, 4]] * 9, [[5]] * 9).save(other)
-  adamw = OptimizerConfig(learning_rate=0.5)
-  for changes, name in (
-    (dict(train_file=other), 'train_data'),
+  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+  jax.tree.map(close, params, first)
+  quicker = dataclasses.replace(short, learning_rate=0.5)
+  for changes, words in (
     (dict(packing=data.PackingConfig((1.0,), (8,), 64)), 'packing.buckets'),
-    (
-      dict(training=dataclasses.replace(run.training, optimizer=adamw)),
-      'optimizer.learning_rate was 0.002, is 0.5',
-    ),
-    (dict(learning=training.Likelihood(z_loss=0.5)), 'learning.z_loss'),
+    (dict(training=quicker), 'training.learning_rate was 1e-09, is 0.5'),
+    (dict(z_loss=0.5), 'z_loss was 0.0, is 0.5'),
+    (dict(init_checkpoint_path=None), 'init was'),
+    (dict(model=OTHER_IDS), 'wrong shape: .*logits_dense'),
   ):
-    with pytest.raises(ValueError, match=f'other settings.*{name}'):
+    with pytest.raises(ValueError, match=words):
       train(dataclasses.replace(run, **changes))
-  # A longer run is the same run.
-  longer = dataclasses.replace(run.training, steps=6)
+  with pytest.raises(ValueError, match='other settings.*train_data'):
+    train(run, ([([3, 4], [5])] * 9, None))
+  longer = dataclasses.replace(short, steps=6)
   _, lines = train(dataclasses.replace(run, training=longer))
   assert any(line.startswith('resumed at step 4') for line in lines)
   assert 'parameters after 6 steps' in lines[-1]
 
 
-def test_a_run_begins_with_a_checkpoint(tmp_path, arrays):
-  params = MODEL.init(jax.random.key(9))
-  path = str(tmp_path / 'first.msgpack')
-  checkpoints.save_t5x(path, params, step=0)
-  slow = OptimizerConfig(learning_rate=1e-9)
-  run = make_run(
-    tmp_path,
-    arrays,
-    init_checkpoint_path=path,
-    training=trainer.TrainConfig(steps=1, optimizer=slow),
-  )
-  trained, _ = train(run)
-  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-  jax.tree.map(close, trained, params)
-  wider = t5.T5(dataclasses.replace(SMALL, vocab_size=32))
-  with pytest.raises(ValueError, match='wrong shape: .*logits_dense'):
-    train(dataclasses.replace(run, model=wider))
-
-
 @pytest.mark.slow
-def test_distillation_from_sources_and_references(tmp_path, arrays):
+def test_distillation_from_sources_and_references(tmp_path):
   """`specdec distil`, which distil_test.py tests, takes no references."""
   target, params = t5.T5(CONFIG), outputs_test.target_params()
   checkpoints.save_t5x(tmp_path / 'target.msgpack', params, step=0)
   learning = training.FromTarget(
     target,
     str(tmp_path / 'target.msgpack'),
-    slice_target=True,
     with_references=True,
     outputs=outputs.OutputsConfig(temperatures=(1.0,), batch_size=8),
   )
-  # Of the width that a slice may have.
   model = t5.T5(dataclasses.replace(CONFIG, emb_dim=8))
-  _, lines = train(make_run(tmp_path, arrays, model=model, learning=learning))
-  made = len(TokenPairs.load(tmp_path / 'model/outputs/train.npz'))
+  _, lines = train(make_run(tmp_path, model=model, learning=learning))
+  made = len(outputs.read_outputs(tmp_path / 'model/outputs/train.jsonl'))
   assert 10 < made <= 80
   assert any(line.startswith(f'{made + 80} pairs') for line in lines)
   line = next(line for line in lines if line.startswith('eval step 4 '))
@@ -134,6 +110,9 @@ def test_distillation_from_sources_and_references(tmp_path, arrays):
 
 
 HEADS = Heads(2, 8, 8)
+LM = GPT(
+  GPTConfig(16, emb_dim=8, num_heads=1, num_layers=1, head_dim=8, mlp_dim=8)
+)
 
 
 def from_target(checkpoint_path='x', **changes):
@@ -144,28 +123,29 @@ def from_target(checkpoint_path='x', **changes):
   ('changes', 'field'),
   [
     (dict(train_file='nowhere.tsv'), "train_file: there is no file 'nowhere"),
-    (dict(task='t'), 'either a train_file or a task'),
+    (dict(), 'either a train_file or a task'),
     (dict(init_checkpoint_path='no'), "init_checkpoint_path: .* 'no'"),
     (dict(train_file=__file__), 'vocab_path: expected'),
     (dict(vocab_path='no.model'), 'vocab_path: .*no.model'),
-    (dict(model=OTHER_IDS), 'below 8.* 3 to 15'),
+    (
+      dict(
+        model=LM, train_file='demo/input.txt', vocab_path='demo/vocab.model'
+      ),
+      'below 16',
+    ),
     (dict(model=OTHER_IDS, learning=from_target()), 'target: .* of 8.* got 16'),
     (dict(model=HEADS), 'TrainRun.learning: .*FromTarget'),
     (
       dict(model=Heads(2, 9, 8), learning=from_target()),
       'emb_dim: expected .*8, got 9',
     ),
-    (
-      dict(model=HEADS, learning=from_target(slice_target=True)),
-      'FromTarget.slice_target',
-    ),
   ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
-  tmp_path, arrays, changes, field
+  tmp_path, changes, field
 ):
   with pytest.raises(ValueError, match=field):
-    train(make_run(tmp_path, arrays, **changes))
+    train(make_run(tmp_path, **changes), data=None)
   assert not (tmp_path / 'model').exists()
 
 
@@ -201,7 +181,7 @@ def test_texts_become_pairs(tmp_path, tokenizer):
     ('lines.txt', lm, [[0], ids[0]]),
   ):
     pairs, _ = training_run.pairs_of(run_of(name, model))
-    assert [[x.tolist() for x in pair] for pair in pairs] == [want]
+    assert [[list(x) for x in pair] for pair in pairs] == [want]
   with pytest.raises(ValueError, match='half.tsv.*example 2.*a target'):
     training_run.pairs_of(run_of('half.tsv'))
 
@@ -242,11 +222,9 @@ def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
     str(lines),
     vocab_path=str(folder),
     packing=data.PackingConfig((1.0,), (16,), 256),
-    training=trainer.TrainConfig(
-      steps=40, optimizer=OptimizerConfig(learning_rate=0.03, warmup_steps=2)
-    ),
+    training=TrainConfig(steps=40, learning_rate=0.03, warmup_steps=2),
   )
-  params, _ = train(run)
+  params, _ = train(run, data=None)
   engine = Engine(
     Model(network, params),
     tokenizer=tokenizer,
@@ -440,23 +418,23 @@ def test_heads_are_trained_from_a_target(tmp_path):
     np.arange(n, n + rng.integers(2, 6)).tolist()
     for n in rng.integers(3, 10, 60)
   ]
-  arrays, target = str(tmp_path / 'rows.npz'), str(tmp_path / 'target.msgpack')
-  TokenPairs.from_lists(rows, rows).save(arrays)
+  pairs = [(row, row) for row in rows]
+  target = str(tmp_path / 'target.msgpack')
   checkpoints.save_t5x(target, target_params(), 1)
   run = make_run(
     tmp_path,
-    arrays,
     model=HEADS,
     packing=data.PackingConfig((1.0,), (8,), 64),
-    training=trainer.TrainConfig(
+    training=TrainConfig(
       steps=40,
       eval_every=40,
       log_every=1,
-      optimizer=OptimizerConfig('muon', 0.05, warmup_steps=5),
+      learning_rate=0.05,
+      warmup_steps=5,
     ),
     learning=from_target(checkpoint_path=target),
   )
-  params, lines = train(run)
+  params, lines = train(run, (pairs, pairs))
   drafter = heads.load(tmp_path / 'model' / 'model.msgpack')
   assert drafter.made_for == (fingerprint(target_params()),)
   jax.tree.map(np.testing.assert_array_equal, drafter.params, params)
@@ -466,6 +444,6 @@ def test_heads_are_trained_from_a_target(tmp_path):
     if line.startswith(('step 1/', 'eval'))
   )
   assert last > first + 0.05
-  other = from_target(checkpoint_path=target, head_decay=0.5)
-  with pytest.raises(ValueError, match='head_decay'):
+  other = from_target(checkpoint_path=target, with_references=True)
+  with pytest.raises(ValueError, match='learning.with_references'):
     train(dataclasses.replace(run, learning=other))

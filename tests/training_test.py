@@ -13,16 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import rich.console
 
-from small_vocabulary import weights as random_weights
-from specdec_jax.drafters import ngram_table
 from specdec_jax.models import t5
 from specdec_jax.training import data, losses, ngram, trainer
-from specdec_jax.training.data import TokenPairs
 from specdec_jax.training.outputs import OutputsConfig
-from specdec_jax.training.slicing import sliced
-from specdec_jax.training.trainer import OptimizerConfig
+from specdec_jax.training.own_drafter import decoder_layers
+from specdec_jax.training.trainer import TrainConfig
 
 CONFIG = t5.T5Config(
   vocab_size=16,
@@ -42,21 +38,12 @@ def copy_pairs(number=400, seed=0):
   rows = [
     rng.integers(3, 16, rng.integers(1, 6)).tolist() for _ in range(number)
   ]
-  return TokenPairs.from_lists(rows, rows)
+  return [(row, row) for row in rows]
 
 
 def packing(**changes):
   defaults = dict(buckets=(6, 12), tokens_per_batch=192, weights=(0.5, 0.5))
   return data.PackingConfig(**(defaults | changes))
-
-
-def table_config(**changes):
-  defaults = dict(
-    tokenizer=types.SimpleNamespace(vocab_size=288),
-    train_files=['a'],
-    output_file='x',
-  )
-  return ngram.FitNgramConfig(**(defaults | changes))
 
 
 def assert_same(tree, other):
@@ -72,15 +59,10 @@ def assert_same(tree, other):
     (lambda: packing(max_targets=1), 'PackingConfig.max_targets'),
     (lambda: packing(weights=(0.0,)), 'PackingConfig.weights'),
     (lambda: packing(tokens_per_batch=11), 'PackingConfig.tokens_per_batch'),
-    (lambda: OptimizerConfig(learning_rate=0.0), 'learning_rate'),
-    (lambda: OptimizerConfig('sgd'), 'OptimizerConfig.name'),
+    (lambda: TrainConfig(learning_rate=0.0), 'TrainConfig.learning_rate'),
+    (lambda: TrainConfig(steps=0), 'TrainConfig.steps'),
     (lambda: OutputsConfig(temperatures=(-1.0,)), 'OutputsConfig.temper'),
     (lambda: OutputsConfig(max_extra=0), 'OutputsConfig.max_extra'),
-    (lambda: TokenPairs.from_lists([[1]], []), 'TokenPairs.targets'),
-    (lambda: table_config(order=0), 'FitNgramConfig.order'),
-    (lambda: table_config(train_files=[]), 'FitNgramConfig.train_files'),
-    (lambda: table_config(start_id=288), 'FitNgramConfig.start_id'),
-    (lambda: table_config(output_file='.'), 'FitNgramConfig.output_file'),
     (lambda: data.PackedBatches(copy_pairs(), packing(buckets=(1,))), '400'),
   ],
 )
@@ -90,28 +72,6 @@ def test_settings_that_cannot_be(make, field):
 
 
 class TestData:
-  def test_npz(self, tmp_path):
-    """A file comes back as it was; a broken one is named."""
-    path = tmp_path / 'pairs.npz'
-    pairs = TokenPairs.from_lists([[3, 4], [], [5]], [[6], [7, 8], [9]])
-    pairs.save(path)
-    loaded = TokenPairs.load(path)
-    assert [x.tolist() for x in loaded[1]] == [[], [7, 8]]
-    assert len(list(loaded)) == len(loaded) == 3
-    arrays = dataclasses.asdict(pairs)
-    for change, words in (
-      ({'targets': None}, 'Without targets'),
-      ({'inputs_offsets': pairs.inputs_offsets + 1}, 'TokenPairs.inputs'),
-      ({'targets_offsets': pairs.targets_offsets[:-1]}, 'TokenPairs.targets'),
-    ):
-      changed = {k: v for k, v in (arrays | change).items() if v is not None}
-      np.savez(path, **changed)
-      with pytest.raises(ValueError, match=f'pairs.npz.*{words}'):
-        TokenPairs.load(path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match='pairs.npz.*whole .npz'):
-      TokenPairs.load(path)
-
   def test_an_epoch_holds_each_pair_once(self):
     pairs = copy_pairs()
     batches = data.PackedBatches(pairs, packing())
@@ -122,10 +82,10 @@ class TestData:
       shapes.add(batch.inputs.shape)
     assert shapes == {shape.inputs for shape in batches.shapes()}
     texts = [[token for token in row if token > 1] for row in rows]
-    assert sum(map(len, texts)) == len(pairs.inputs)
+    assert sum(map(len, texts)) == sum(len(row) for row, _ in pairs)
     # Weights (.5, .5): two examples for three pairs, within sampling noise.
     assert 0.60 < sum(row.count(1) for row in rows) / len(pairs) < 0.75
-    examples = [source.tolist() for source, _ in batches.examples()]
+    examples = [source for source, _ in batches.examples()]
     assert sorted(examples) == sorted(text for text in texts if text)
 
   def test_batches_depend_on_seed_and_step_alone(self):
@@ -157,11 +117,9 @@ def test_outputs_that_a_table_is_fitted_to(tmp_path, tokenizer):
     ('a.jsonl-00000-of-00001', map(json.dumps, records)),
   ):
     (tmp_path / name).write_text('\n'.join(lines))
-  TokenPairs.from_lists([[3]] * 3, encoded).save(tmp_path / 'a.npz')
   for name, field, times in (
     ('a.txt', '', 1),
     ('a.tsv', '', 1),
-    ('a.npz', '', 1),
     ('a.jsonl-00000-of-00001', 'ids', 2),
     ('a.jsonl-00000-of-00001', 'text', 2),
   ):
@@ -169,28 +127,21 @@ def test_outputs_that_a_table_is_fitted_to(tmp_path, tokenizer):
     assert [*ngram.outputs(path, tokenizer, field)] == ids * times
   with pytest.raises(ValueError, match="line 1 has no field 'texts'.*: text"):
     next(ngram.outputs(path, tokenizer, 'texts'))
-  config = table_config(
-    tokenizer=tokenizer,
-    train_files=[str(tmp_path / 'a.txt')],
-    output_file=str(tmp_path / 'out' / 'table.npz'),
-    order=4,
-  )
-  console = rich.console.Console(record=True, width=100)
-  fitted = ngram.fit_ngram(config, console)
-  assert_same(ngram_table.load(config.output_file, tokenizer), fitted)
-  assert 'contexts of 3 tokens' in console.export_text()
 
 
 class TestLosses:
-  def test_cross_entropy_with_smoothing_and_z_loss(self):
+  def test_cross_entropy_and_z_loss(self):
+    """The latter is added in training alone."""
     logits = 3.0 * jax.random.normal(jax.random.key(0), (2, 3, 7))
     targets = jnp.array([[0, 6, 2], [3, 3, 5]])
+    model = types.SimpleNamespace(logits=lambda *args, **kwargs: logits)
+    objective = losses.CrossEntropy(model, z_loss=1e-2)
     logs = jax.nn.log_softmax(logits)
-    nats = -jnp.take_along_axis(logs, targets[..., None], -1)[..., 0]
-    squared = 1e-2 * jax.nn.logsumexp(logits, axis=-1) ** 2
-    for smoothing in (0.0, 0.1):
-      have = losses.cross_entropy(logits, targets, smoothing, 1e-2)
-      want = (1 - smoothing) * nats - smoothing * logs.mean(-1) + squared
+    nats = -jnp.take_along_axis(logs, targets[..., None], -1).sum()
+    squared = 1e-2 * jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    batch = data.Batch(targets, targets)
+    for key, want in ((None, nats), (0, nats + squared)):
+      have = objective.sums({}, batch, key)['loss']
       np.testing.assert_allclose(have, want, rtol=1e-5)
 
   def test_what_is_read_first_and_what_counts(self):
@@ -207,89 +158,35 @@ class TestLosses:
 
   def test_distillation_is_divergence_and_total_variation(self):
     logits = 3.0 * jax.random.normal(jax.random.key(0), (2, 2, 3, 7))
-    have, alpha = losses.distillation(*logits, 3.0)
+    have, alpha = losses.distillation(*logits)
     draft, target = jax.nn.softmax(logits)
     kl = jnp.sum(target * jnp.log(target / draft), axis=-1)
     distance = 0.5 * jnp.sum(jnp.abs(target - draft), axis=-1)
-    np.testing.assert_allclose(have, kl + 3.0 * distance, rtol=1e-4)
+    np.testing.assert_allclose(have, kl + distance, rtol=1e-4)
     np.testing.assert_allclose(alpha, 1 - distance, rtol=1e-4)
 
 
-WIDE = t5.T5Config(
-  vocab_size=40,
-  emb_dim=24,
-  num_heads=2,
-  head_dim=8,
-  num_encoder_layers=2,
-  num_decoder_layers=3,
-  mlp_dim=20,
-)
+def test_layers_of_a_decoder():
+  """All of them, beside the target's encoder, are the target."""
+  config = dataclasses.replace(CONFIG, num_decoder_layers=3)
+  target = t5.T5(config)
+  params = target.init(jax.random.key(0))
 
-
-class TestSlices:
-  """A drafter cut out of its target: exact where nothing is left out."""
-
-  def params(self, config):
-    """Parameters whose norm scales are not all 1, so that folding matters."""
-    rng = np.random.default_rng(0)
-
-    def other_scale(path, leaf):
-      if path[-1].key != 'scale':
-        return leaf
-      return jnp.asarray(rng.uniform(0.5, 2.0, leaf.shape), jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(
-      other_scale, random_weights(t5.T5(config), 0)
-    )
-
-  def assert_same_logits(self, config, params, other_config, other):
-    rng = np.random.default_rng(1)
-    inputs, targets = rng.integers(1, 40, (2, 7)), rng.integers(1, 40, (2, 5))
-    have, want = (
-      jax.jit(t5.T5(config).logits)(params, inputs, targets)
-      for config, params in ((config, params), (other_config, other))
-    )
-    np.testing.assert_allclose(have, want, rtol=1e-3, atol=1e-3)
-
-  def test_a_slice_of_everything_is_the_target(self):
-    params = self.params(WIDE)
-    self.assert_same_logits(WIDE, sliced(params, WIDE, WIDE), WIDE, params)
-
-  def test_a_stream_of_few_directions_loses_nothing(self):
-    """A target that uses only 10 of its 24 directions fits into 10."""
-    narrow = dataclasses.replace(WIDE, emb_dim=10)
-    # The same network in 24 dimensions: a random 10-dimensional subspace.
-    basis, _ = np.linalg.qr(np.random.default_rng(1).normal(size=(24, 10)))
-    folded = sliced(self.params(narrow), narrow, narrow)
-
-    def lift(path, leaf):
-      name = path[-1].key
-      if name == 'embedding':
-        return leaf @ basis.T
-      if name == 'scale':
-        # 10 squares spread over 24 places: the norm divides by less.
-        return jnp.full((24,), np.sqrt(10 / 24), jnp.float32)
-      if name == 'kernel':
-        writes = path[-2].key in ('out', 'wo')
-        return leaf @ basis.T if writes else basis @ leaf
-      return leaf
-
-    wide = jax.tree_util.tree_map_with_path(lift, folded)
-    self.assert_same_logits(narrow, sliced(wide, WIDE, narrow), WIDE, wide)
-
-  def test_sizes_that_cannot_be_cut(self):
-    for field, words in (('num_heads', 'expected 2'), ('emb_dim', 'at most 2')):
-      larger = dataclasses.replace(WIDE, **{field: 32})
-      with pytest.raises(ValueError, match=f'{field}.* {words}.* got 32'):
-        sliced(self.params(WIDE), WIDE, larger)
+  draft = t5.T5(dataclasses.replace(config, num_encoder_layers=0))
+  inputs = jnp.array([[3, 4, 1], [5, 1, 0]])
+  encoded = target.encode(params, inputs)
+  made = decoder_layers(params, 3)
+  have = draft.logits(made, inputs, inputs, encoded=encoded)
+  want = target.logits(params, inputs, inputs)
+  np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+  ends = decoder_layers(params, 2)['decoder']
+  assert ends['layers_1'] is params['decoder']['layers_2']
 
 
 @functools.cache
-def compiled_trainer(name):
-  """One trainer for each optimiser: its programs are compiled once."""
-  config = trainer.TrainConfig(
-    optimizer=OptimizerConfig(name, learning_rate=1e-2, warmup_steps=5),
-  )
+def compiled_trainer():
+  """A trainer whose programs are compiled once."""
+  config = TrainConfig(learning_rate=1e-2, warmup_steps=5)
   config_of_data = packing(buckets=(12,), tokens_per_part=96)
   batches = data.PackedBatches(copy_pairs(), config_of_data)
   held_out = data.PackedBatches(copy_pairs(50, 1), config_of_data)
@@ -306,12 +203,9 @@ class Killed(Exception):
   pass
 
 
-def train(folder, loop='adamw', params=None, die_at=None, **changes):
-  """The last state and the lines of a run, perhaps one that dies at a step.
-
-  `loop` is a trainer, or the name of an optimiser.
-  """
-  loop = copy.copy(compiled_trainer(loop) if isinstance(loop, str) else loop)
+def train(folder, loop=None, params=None, die_at=None, **changes):
+  """The last state and the lines of a run, perhaps one that dies at a step."""
+  loop = copy.copy(loop or compiled_trainer())
   defaults = dict(steps=12, eval_every=6, log_every=1, checkpoint_minutes=60.0)
   loop.config = dataclasses.replace(loop.config, **(defaults | changes))
   lines = []
@@ -327,7 +221,7 @@ def train(folder, loop='adamw', params=None, die_at=None, **changes):
 
 class TestTrainer:
   def test_learning_rate(self):
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=3)
+    config = TrainConfig(learning_rate=1.0, warmup_steps=3)
     steps = ((0, 0.0), (1, 0.0), (3, 0.0), (9, 0.5), (9, 1.0))
     rates = [trainer.learning_rate(config, *step) for step in steps]
     np.testing.assert_allclose(rates, [0.25, 0.5, 1.0, 0.5, 0.0], atol=1e-9)
@@ -335,19 +229,18 @@ class TestTrainer:
   def test_all_is_compiled_before_the_clock_starts(
     self, caplog, monkeypatch, tmp_path
   ):
-    loop = copy.copy(compiled_trainer('adamw'))
+    loop = copy.copy(compiled_trainer())
     loop._optimizer = optax.sgd(1.0)
     update = functools.partial(trainer._update, loop._optimizer)
     loop._update = jax.jit(update, donate_argnums=0)
-    before = []
+    before, compile_all = [], trainer.Trainer.compile
 
-    class Clock(trainer._Clock):
-      def __init__(self, already_s):
-        before.append(caplog.text)
-        caplog.clear()
-        super().__init__(already_s)
+    def compiled(self, state):
+      compile_all(self, state)
+      before.append(caplog.text)
+      caplog.clear()
 
-    monkeypatch.setattr(trainer, '_Clock', Clock)
+    monkeypatch.setattr(trainer.Trainer, 'compile', compiled)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
       with pytest.raises(Killed):
         train(tmp_path, loop, die_at=7, checkpoint_minutes=0.0)
@@ -358,7 +251,7 @@ class TestTrainer:
     assert 'compilation of jit(_' not in before[1] + caplog.text
 
   def test_parts_give_the_gradient_of_the_whole(self):
-    loop = compiled_trainer('adamw')
+    loop = compiled_trainer()
     batch = next(loop._train_data.epoch())
     assert batch.targets.shape[0] > 1
     whole = data.Batch(*(x.reshape(1, -1, x.shape[-1]) for x in batch))
@@ -372,17 +265,19 @@ class TestTrainer:
     )
 
   def test_resumed_run_equals_an_uninterrupted_one(self, tmp_path):
-    wanted, _ = train(tmp_path / 'whole', 'muon')
+    wanted, _ = train(tmp_path / 'whole')
     folder = tmp_path / 'killed'
     with pytest.raises(Killed):
-      train(folder, 'muon', die_at=7, checkpoint_minutes=0.0)
-    state, lines = train(folder, 'muon')
+      train(folder, die_at=7, checkpoint_minutes=0.0)
+    state, lines = train(folder)
     assert lines[0].startswith('resumed at step 6')
     assert int(state.step) == 12
     for name in ('step', 'params', 'opt_state'):
       assert_same(getattr(state, name), getattr(wanted, name))
+    loop = copy.copy(compiled_trainer())
+    loop._optimizer = optax.sgd(1.0, momentum=0.9)
     with pytest.raises(ValueError, match='belongs to another model or optim'):
-      train(folder, 'adamw')
+      train(folder, loop)
 
   def test_a_time_budget_ends_the_run_and_its_curve(
     self, monkeypatch, tmp_path

@@ -8,9 +8,7 @@ when it runs.
 
 import dataclasses
 import functools
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from specdec_jax.cli import Command
@@ -268,9 +266,9 @@ def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:
   Raises:
     ValueError: it is about none of them.
   """
-  from specdec_jax.cli import gin_checks
+  from specdec_jax.cli import gin_flags
 
-  roots = {root.rpartition('.')[2] for root in gin_checks.roots()}
+  roots = {root.rpartition('.')[2] for root in gin_flags.roots()}
   for config, function in functions.items():
     if config.__name__ in roots:
       function(_build(config))
@@ -310,37 +308,3 @@ SCRIPTS = {
   name: dataclasses.replace(COMMANDS[name], run_file=None)
   for name in ('decode', 'train')
 }
-
-
-def run(name: str, argv: Sequence[str] | None = None) -> int:
-  """Runs the command of a script with `argv`, or the process's; the status."""
-  from specdec_jax.cli import gin_flags
-
-  command = SCRIPTS[name]
-  return guarded(lambda: gin_flags.main(command, argv, name))
-
-
-def guarded(function: Callable[[], int]) -> int:
-  """Calls a function with open standard streams; returns the exit status."""
-  for number in range(3):
-    try:
-      os.fstat(number)
-    except OSError:  # a file would get this number, and what is printed
-      os.open(os.devnull, os.O_RDWR)
-  if sys.stderr is None:  # `print` would take stdout in its place
-    sys.stderr = open(2, 'w', closefd=False)
-  wrong = ''
-  if sys.stdout is None:
-    wrong = 'stdout is closed; send it to a file, a pipe or /dev/null'
-  try:
-    os.getcwd()
-  except OSError:
-    wrong = 'the working folder was removed; start in another one'
-  if wrong:
-    print(f'error: {wrong}', file=sys.stderr)
-    return 2
-  try:
-    return function()
-  except KeyboardInterrupt:  # perhaps while it was importing
-    print('interrupted', file=sys.stderr)
-    return 130

@@ -22,20 +22,19 @@ import argparse
 import ast
 import contextlib
 import functools
+import importlib.util  # noqa: F401  gin uses it for a missing include.
 import inspect
 import logging
-import os
 import re
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+import tokenize
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gin
 
 from specdec_jax.checks.fields import nearest, unexpected
-from specdec_jax.cli import Command, gin_checks, options
+from specdec_jax.cli import Command, options
+from specdec_jax.cli.options import MACRO, bindings, references
 from specdec_jax.files import shipped
 
 if TYPE_CHECKING:
@@ -44,115 +43,14 @@ if TYPE_CHECKING:
 ROOT = shipped.ROOT  # the folder that holds gin/
 
 _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
-_NO_BACKEND = 'Unable to initialize backend'  # JAX, of JAX_PLATFORMS
-_NO_PLUG_IN = (
-  'its plug-in for JAX is not installed. Install it, such as'
-  " pip install 'specdec_jax[cuda]', or set JAX_PLATFORMS=cpu."
-)
-# How errors begin that the machine is to blame for, not the program.
-_OF_MACHINE = (
-  'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
-  _NO_BACKEND,
-  'The scheduler failed',  # the server, which has logged why
-)
-
-_GIN, _MORE = 'gin, as with T5X', 'more'
-# The flags of all commands: group, name, argparse's action, what --help calls
-# the value, help.
-_COMMON = (
-  (_GIN, '--gin_file', 'append', 'FILE', 'a run file instead of the usual one'),
-  (_GIN, '--gin_bindings', 'append', 'NAME=VALUE', 'also --gin.NAME=VALUE'),
-  (_GIN, '--gin_search_paths', 'store', 'A,B', 'folders with gin files'),
-  (_MORE, '--traceback', 'store_true', '', 'show where an error came from'),
-  (_MORE, '--multiprocess', 'store_true', '', 'one process of a pod or Slurm'),
-  (_MORE, '--coordinator_address', 'store', 'HOST:PORT', 'of process 0'),
-  (_MORE, '--process_count', 'store', 'N', 'how many processes there are'),
-  (_MORE, '--process_index', 'store', 'N', 'which process this is, from 0'),
+_INVALID = (SyntaxError, tokenize.TokenError)
+_INTERNAL = (MACRO, 'gin.constant')
+_REQUIRED = '%gin.REQUIRED'
+_MISSING = re.compile(
+  r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
 )
 
 _T = TypeVar('_T')
-
-
-def main(
-  command: Command, argv: Sequence[str] | None = None, name: str = ''
-) -> int:
-  """Loads the configuration, runs a command and returns the exit status.
-
-  Bad input (ValueError, OSError) ends as one line on stderr and status 2, too
-  little memory, or a loss that diverges, as one line and status 1, an interrupt
-  as status 130; `--traceback` lets the exception through instead.
-  SIGTERM ends the process, as it does any.
-
-  Args:
-    command: what runs.
-    argv: arguments after the program's name; those of the process by default.
-    name: of the command, for --help.
-  """
-  warnings.formatwarning = _warning
-  argv = sys.argv[1:] if argv is None else list(argv)
-  raises = '--traceback' in argv
-
-  def run() -> int:
-    load(argv, command, name)
-    return command.function() or 0
-
-  def run_by_processes() -> int:
-    meeting = meeting_of(argv)
-    if meeting is None:
-      return run()
-    from specdec_jax.infer import processes
-
-    def join_and_run() -> int:
-      processes.join(meeting)
-      return run()
-
-    return processes.run(lambda: _complaining(join_and_run, raises))
-
-  return _complaining(run_by_processes, raises)
-
-
-def _complaining(function: Callable[[], int], raises: bool) -> int:
-  """Calls a function; what is no bug ends as one line."""
-  try:
-    return function()
-  except KeyboardInterrupt:
-    print('interrupted', file=sys.stderr)
-    return 130
-  except Exception as error:
-    if isinstance(error, AssertionError) and _lacks_devices(error):
-      name = os.environ.get('JAX_PLATFORMS')
-      error = RuntimeError(f'{_NO_BACKEND} {name!r}: {_NO_PLUG_IN}')
-    status = _status(error)
-    if raises or not status:
-      raise
-    print(f'error: {gin_checks.one_line(error)}', file=sys.stderr)
-    return status
-
-
-def _warning(message: Any, *args: Any, **kwargs: Any) -> str:
-  """A warning as a command shows it: a line, without a place in the code."""
-  del args, kwargs
-  return f'warning: {" ".join(str(message).split())}\n'
-
-
-def _lacks_devices(error: AssertionError) -> bool:
-  """Whether JAX asserted that it has a device, as it does for a missing one.
-
-  It does so where JAX_PLATFORMS names what JAX knows, and no plug-in for it is
-  installed; other names are RuntimeErrors with words.
-  """
-  *_, last = traceback.walk_tb(error.__traceback__)
-  return last[0].f_code.co_filename.endswith('xla_bridge.py')
-
-
-def _status(error: Exception) -> int:
-  """The exit status for an error; 0 if it may be a bug."""
-  if isinstance(error, ValueError | OSError) or gin_checks.is_unbound(error):
-    return 2
-  if isinstance(error, FloatingPointError | MemoryError):
-    return 1
-  of_machine = str(error).startswith(_OF_MACHINE)
-  return 1 if isinstance(error, RuntimeError) and of_machine else 0
 
 
 def load(
@@ -170,56 +68,135 @@ def load(
       flag or name, with the nearest known ones; a wrong value; a required macro
       without a value.
   """
-  argv = [_rewrite(arg) for arg in argv]
+  common, rest = _common(argv)
   run_file = command.run_file if command else None
-  files = _load_files(argv, [run_file] if run_file else [])
+  files = common.gin_file or ([run_file] if run_file else [])
+  if not files and not common.help:
+    raise ValueError(
+      'No --gin_file was given. Expected the path of a run, such as'
+      ' --gin_file=gin/runs/demo.gin.'
+    )
+  _load_files(files, (common.gin_search_paths or '').split(','))
   flags = options.flags(command.places if command else ())
-  args = _parsed(argv, command, name, flags, files)
+  parser = _parser(command, name, flags)
+  if common.help:
+    parser.print_help()
+    parser.exit()
+  args = _parsed(parser, rest, files)
+  given = options.given(args, flags)
+  macros = _macros()
   # Of two flags with one binding the first is the main one.
   names = {flag.binding: flag.names[0] for flag in reversed(flags)}
-  gin_checks.check_scopes()
-  macros = gin_checks.macros()
-  values = options.given(args, flags)
-  implied = command.implied if command else {}
-  for binding in values:
-    for macro, value in implied.get(names[binding], {}).items():
-      if macro in macros:
-        gin.parse_config(f'{macro} = {value!r}')
-  # gin keeps the last value of a name: explicit bindings go before flags.
-  for binding, value in values.items():
-    _bind(binding, repr(value))
-  for text in args.gin_bindings or ():
-    _bind(*_parse_binding(text))
-  gin_checks.check_complete(ROOT / 'gin', names)
+  for binding in given:
+    implied = command.implied.get(names[binding], {}) if command else {}
+    for macro in implied.keys() & macros:
+      _bind(macro, implied[macro])
+  # The last value of a name counts: explicit bindings go before flags.
+  for binding, value in given.items():
+    _bind(binding, value)
+  for text in common.gin_bindings or ():
+    binding, _, value = (part.strip() for part in text.partition('='))
+    if '=' not in text or not _NAME.fullmatch(binding):
+      expected = 'NAME=VALUE, a macro or scope/function.parameter and its value'
+      raise unexpected('--gin', expected, text)
+    with _explained(f'--gin.{binding}={value[:80]}'):
+      value = _value(binding, value)
+    _bind(binding, value)
+  _check_scopes()
+  _check_complete(names)
   with _explained('gin'):
     gin.finalize()
 
 
-def _bind(name: str, value: str) -> None:
-  """Binds a name to a value, which is gin's text for it."""
-  gin_checks.check_name(name)
-  shown = value if len(value) <= 80 else f'{value[:80]}...'
-  with _explained(f'--gin.{name}={shown}'):
-    gin_checks.check_single(name, value)
-    gin.parse_config(f'{name} = {value}')
-  gin_checks.check_effect(name)
+def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+  """The flags of all commands, of those that were given, and what is left."""
+  parser = _Parser()
+  parser.add_common()
+  return parser.parse_known_args([_rewrite(arg) for arg in argv])
 
 
-def _parsed(
-  argv: Sequence[str],
-  command: Command | None,
-  name: str,
-  flags: Sequence[options.Flag],
-  files: Sequence[str],
-) -> argparse.Namespace:
-  """The arguments by a command's flags and those of all commands."""
+def _rewrite(arg: str) -> str:
+  """Turns --gin.NAME=VALUE into --gin_bindings=NAME=VALUE."""
+  if not arg.startswith('--gin.'):
+    return arg
+  if '=' not in arg:
+    raise ValueError(f'{arg}: expected --gin.NAME=VALUE, but there is no =.')
+  return f'--gin_bindings={arg.removeprefix("--gin.")}'
+
+
+def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
+  """Loads gin files in place of what was loaded before.
+
+  They are looked up in the working folder, in the search paths and in the
+  repository, in this order.
+
+  Raises:
+    ValueError: a file is missing or not valid.
+  """
+  gin.clear_config()
+  logging.getLogger().addFilter(_is_no_place_of_many)
+  for folder in (*filter(None, paths), str(ROOT)):
+    gin.add_config_file_search_path(folder)
+  for gin_file in files:
+    with _explained(gin_file):
+      gin.parse_config_file(gin_file)
+
+
+def _is_no_place_of_many(record: logging.LogRecord) -> bool:
+  """False for an error that gin logs of each place but the right one."""
+  return record.msg != 'Path not found: %s'
+
+
+class _Parser(argparse.ArgumentParser):
+  """A parser whose errors are ValueErrors like all others."""
+
+  def __init__(self, **settings: Any):
+    shape = argparse.RawDescriptionHelpFormatter
+    super().__init__(
+      formatter_class=shape, add_help=False, allow_abbrev=False, **settings
+    )
+
+  def error(self, message: str) -> NoReturn:
+    raise ValueError(message)
+
+  def add_common(self) -> None:
+    """Adds the flags of all commands."""
+    add = self.add_argument_group('gin, as with T5X').add_argument
+    text = 'a run file instead of the usual one'
+    add('--gin_file', action='append', metavar='FILE', help=text)
+    text = 'also --gin.NAME=VALUE'
+    add('--gin_bindings', action='append', metavar='NAME=VALUE', help=text)
+    add('--gin_search_paths', metavar='A,B', help='folders with gin files')
+    add = self.add_argument_group('more').add_argument
+    text = 'show this and do nothing'
+    add('-h', '--help', action='store_true', help=text)
+    text = 'show where an error came from'
+    add('--traceback', action='store_true', help=text)
+    text = 'one process of a pod or Slurm'
+    add('--multiprocess', action='store_true', help=text)
+    add('--coordinator_address', metavar='HOST:PORT', help='of process 0')
+    text = 'how many processes there are'
+    add('--process_count', metavar='N', type=int, help=text)
+    text = 'which process this is, from 0'
+    add('--process_index', metavar='N', type=int, help=text)
+
+
+def _parser(
+  command: Command | None, name: str, flags: Sequence[options.Flag]
+) -> _Parser:
   places = ' '.join(f'[{flag.place}]' for flag in flags if flag.place)
   parser = _Parser(
     usage=' '.join(filter(None, ['specdec', name, places, '[FLAGS]'])),
     description=inspect.getdoc(command.function) if command else None,
   )
   options.add(parser, flags)
-  parser.add_common(with_help=True)
+  parser.add_common()
+  return parser
+
+
+def _parsed(
+  parser: _Parser, argv: Sequence[str], files: Sequence[str]
+) -> argparse.Namespace:
   known = parser._option_string_actions  # noqa: SLF001
   args, unknown = parser.parse_known_args([_dashed(arg, known) for arg in argv])
   if unknown:
@@ -244,7 +221,7 @@ def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
   Raises:
     ValueError: the flags about processes are wrong or do not go together.
   """
-  args = _common(argv)
+  args, _ = _common(argv)
   values = (args.coordinator_address, args.process_count, args.process_index)
   if args.multiprocess or any(value is not None for value in values):
     from specdec_jax.infer import processes
@@ -253,57 +230,125 @@ def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
   return None
 
 
-def _common(argv: Sequence[str]) -> argparse.Namespace:
-  """The flags of all commands, of those that were given."""
-  parser = _Parser()
-  parser.add_common()
-  return parser.parse_known_args(argv)[0]
+# Bindings.
 
 
-def _load_files(argv: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
-  """Loads gin files in place of what was loaded before; returns their names.
-
-  They are looked up in the working folder, in the search paths and in the
-  repository, in this order.
-
-  Args:
-    argv: the command line.
-    usual: files that are taken where it names none.
+def _value(name: str, text: str) -> Any:
+  """Returns what a text on the command line stands for: itself, or gin's value.
 
   Raises:
-    ValueError: there is none, or a file is missing or not valid.
+    ValueError: something follows the value; gin would take another line as a
+      statement, which may import.
+    SyntaxError, tokenize.TokenError: it is no value.
   """
-  common = _common(argv)
-  files = common.gin_file or usual
-  if not files and not {'-h', '--help'} & set(argv):
-    raise ValueError(
-      'No --gin_file was given. Expected the path of a run, such as'
-      ' --gin_file=gin/runs/demo.gin.'
-    )
-  gin.clear_config()
-  logging.getLogger().addFilter(_is_no_place_of_many)
-  paths = (common.gin_search_paths or '').split(',')
-  folders = [*filter(None, paths), str(ROOT)]
-  for folder in folders:
-    gin.add_config_file_search_path(folder)
-  for gin_file in files:
-    with _explained(gin_file):
-      gin.parse_config_file(gin_file)
-  return files
-
-
-@contextlib.contextmanager
-def _explained(where: str) -> Iterator[None]:
-  """Inside, what gin raises is a ValueError that says where."""
+  if text[:1] in tuple('\'"[({@%'):
+    parser = gin.config_parser.ConfigParser(text, gin.config.ParserDelegate())
+    value = parser.parse_value()
+    if parser.current_token.string:
+      raise ValueError('expected one value (a literal, @reference or %MACRO)')
+    return value
+  # As text, `false` would be true; gin's own spelling is Python's.
+  if text.lower() in ('true', 'false', 'none') and text != text.capitalize():
+    expected = f'{text.capitalize()}, or text in quotes'
+    raise unexpected(f'--gin.{name}', expected, text)
   try:
-    yield
-  except Exception as error:
-    raise ValueError(f'{where}: {gin_checks.explain(error)}') from error
+    # A `#` would start a comment inside a literal and cut the value short.
+    return text if '#' in text else ast.literal_eval(text)
+  except (SyntaxError, ValueError):
+    return text
 
 
-def _is_no_place_of_many(record: logging.LogRecord) -> bool:
-  """False for an error that gin logs of each place but the right one."""
-  return record.msg != 'Path not found: %s'
+def _bind(name: str, value: Any) -> None:
+  """Binds a macro or a parameter.
+
+  Raises:
+    ValueError: no gin file has the macro, gin does not know the parameter, or
+      narrower scopes override the binding wherever it is used.
+  """
+  scope, selector, parameter = gin.config_parser.parse_binding_key(name)
+  if not parameter:
+    if name not in (macros := _macros()):
+      known = nearest(name, macros)
+      raise ValueError(f'--gin.{name}: no gin file has it.{known}')
+    gin.bind_parameter((name, MACRO, 'value'), value)
+    return
+  with _explained(f'--gin.{name}'):
+    gin.bind_parameter(name, value)
+  full = gin.config.ParsedBindingKey.parse(name).complete_selector
+  inner = {
+    f'{other}/'
+    for (other, function), values in bindings().items()
+    if function == full and parameter in values and other != scope
+    if f'{other}/'.startswith(f'{scope}/' if scope else '')
+  }
+  uses = [r.config_key[0] for r in references() if r.config_key[1] == full]
+  if uses and all(f'{use}/'.startswith(tuple(inner)) for use in uses):
+    names = ', '.join(f'{i}{selector}.{parameter}' for i in sorted(inner))
+    raise ValueError(
+      f'--gin.{name} would change nothing: give {names}, which the gin files'
+      ' set and which goes before it.'
+    )
+
+
+def _macros() -> set[str]:
+  """Returns the macros that the gin files define or use."""
+  keys = [*bindings(), *(ref.config_key for ref in references())]
+  return {scope for scope, name in keys if name == MACRO}
+
+
+def roots() -> set[str]:
+  """Returns the full names of what is bound and nothing refers to."""
+  referred = {reference.config_key[1] for reference in references()}
+  return {name for _, name in bindings()} - referred - {*_INTERNAL}
+
+
+def _check_scopes() -> None:
+  """Raises ValueError for a scope that is bound but never entered.
+
+  Scopes are entered by references (`@scope/fn()`) alone: the library knows
+  nothing of gin.
+  """
+  paths = [r.scopes for r in references() if r.config_key[1] not in _INTERNAL]
+  # a/b enters a, and a/b.
+  entered = {'/'.join(p[: i + 1]) for p in paths for i in range(len(p))}
+  for scope, name in sorted(bindings()):
+    if name != MACRO and scope and scope not in entered:
+      raise ValueError(
+        f'{scope}/{name} is bound, but no reference @{scope}/... enters that'
+        f' scope.{nearest(scope, entered)}'
+      )
+
+
+def _check_complete(flags: Mapping[str, str]) -> None:
+  """Raises ValueError for macros and parameters without a value.
+
+  A required macro that nothing refers to any more, since a binding took its
+  place, may stay without a value: it is taken out.
+
+  Args:
+    flags: binding -> the flag that makes it.
+  """
+  used = {r.config_key[0] for r in references() if r.config_key[1] == MACRO}
+  required = []
+  for (scope, selector), values in sorted(bindings().items()):
+    for parameter in [k for k, v in values.items() if repr(v) == _REQUIRED]:
+      if selector != MACRO:
+        full = f'{scope}/{selector}' if scope else selector
+        required.append(f'{full}.{parameter}')
+      elif scope in used:
+        required.append(scope)
+      else:
+        del bindings()[scope, selector]
+  if required:
+    wanted = ' '.join(flags.get(n, f'--gin.{n}=...') for n in required)
+    raise ValueError(f'Required and not given: {wanted}')
+  defined = {scope for scope, selector in bindings() if selector == MACRO}
+  for macro in sorted(used - defined):
+    known = nearest(macro, defined)
+    raise ValueError(f'The macro %{macro} is used and has no value.{known}')
+
+
+# What the gin files describe.
 
 
 def build(cls: type[_T]) -> _T:
@@ -313,22 +358,20 @@ def build(cls: type[_T]) -> _T:
     ValueError: no gin file configures `cls`, a field has no value, or values
       need each other without end.
   """
+  name = f'{cls.__module__}.{cls.__qualname__}'
   try:
     configured = gin.get_configurable(cls)
   except ValueError as error:
-    names = ', '.join(gin_checks.configured()) or 'nothing'
-    name = f'{cls.__module__}.{cls.__qualname__}'
+    names = ', '.join(sorted(roots())) or 'nothing'
     raise ValueError(
       f'The gin files configure {names}, not {name}, which this command needs.'
     ) from error
   try:
     return configured()
   except (TypeError, RecursionError) as error:
-    if isinstance(error, RecursionError):
-      raise ValueError(gin_checks.explain(error)) from error
-    if not gin_checks.is_unbound(error):
+    if isinstance(error, TypeError) and not is_unbound(error):
       raise
-    raise ValueError(gin_checks.one_line(error)) from error
+    raise ValueError(_reason(error)) from error
 
 
 def builder(cls: type[_T]) -> Callable[[], _T]:
@@ -347,63 +390,41 @@ def operative_config() -> str:
   return gin.operative_config_str()
 
 
-class _Parser(argparse.ArgumentParser):
-  """A parser whose errors are ValueErrors like all others."""
-
-  def __init__(self, **options: Any):
-    shape = argparse.RawDescriptionHelpFormatter
-    super().__init__(
-      formatter_class=shape, add_help=False, allow_abbrev=False, **options
-    )
-
-  def error(self, message: str) -> NoReturn:
-    raise ValueError(message)
-
-  def add_common(self, with_help: bool = False) -> None:
-    """Adds the flags of all commands."""
-    groups = {name: self.add_argument_group(name) for name in (_GIN, _MORE)}
-    if with_help:
-      groups[_MORE].add_argument(
-        '-h', '--help', action='help', help='show this and do nothing'
-      )
-    for group, name, action, value, text in _COMMON:
-      settings: dict[str, Any] = {'action': action, 'help': text}
-      if value:
-        kind = int if value == 'N' else str
-        settings |= {'metavar': value, 'type': kind}
-      groups[group].add_argument(name, **settings)
+# Errors.
 
 
-def _rewrite(arg: str) -> str:
-  """Turns --gin.NAME=VALUE into --gin_bindings=NAME=VALUE."""
-  if not arg.startswith('--gin.'):
-    return arg
-  if '=' not in arg:
-    raise ValueError(f'{arg}: expected --gin.NAME=VALUE, but there is no =.')
-  return f'--gin_bindings={arg.removeprefix("--gin.")}'
-
-
-def _parse_binding(text: str) -> tuple[str, str]:
-  name, equals, value = (part.strip() for part in text.partition('='))
-  if not equals or not _NAME.fullmatch(name):
-    expected = 'NAME=VALUE, a macro or scope/function.parameter and its value'
-    raise unexpected('--gin', expected, text)
-  return name, _gin_value(name, value)
-
-
-def _gin_value(name: str, value: str) -> str:
-  """Returns `value` as gin text: as it is, or quoted if it is no literal."""
-  if value[:1] in tuple('\'"[({@%'):
-    return value
-  if value.lower() in ('true', 'false', 'none'):
-    # As text, `false` would be true; gin's own spelling is Python's.
-    if value not in ('True', 'False', 'None'):
-      expected = f'{value.capitalize()}, or text in quotes'
-      raise unexpected(f'--gin.{name}', expected, value)
-    return value
+@contextlib.contextmanager
+def _explained(where: str) -> Iterator[None]:
+  """Inside, what gin raises is a ValueError that says where."""
   try:
-    # A `#` would start a comment inside a literal and cut the value short.
-    is_literal = '#' not in value and ast.literal_eval(value) is not None
-  except (SyntaxError, ValueError):
-    is_literal = False
-  return value if is_literal else repr(value)
+    yield
+  except Exception as error:
+    raise ValueError(f'{where}: {_reason(error)}') from error
+
+
+def _reason(error: BaseException) -> str:
+  if isinstance(error, RecursionError | MemoryError):
+    return (
+      'not valid gin: brackets are nested too deeply, or values or includes'
+      ' need each other in a circle, or in too long a chain.'
+    )
+  prefix = 'not valid gin: ' if isinstance(error, _INVALID) else ''
+  return f'{prefix}{one_line(error).rstrip(".")}.'
+
+
+def is_unbound(error: BaseException) -> bool:
+  """Whether `error` says that gin had no value for an argument."""
+  text = str(error)
+  return 'In call to configurable' in text and bool(_MISSING.search(text))
+
+
+def one_line(error: BaseException) -> str:
+  """Returns the message without line breaks and without gin's call trail."""
+  text = str(error)
+  if is_unbound(error) and (missing := _MISSING.search(text)):
+    return f'{missing[1]} needs a value in the gin files for {missing[2]}.'
+  lines = (line.strip() for line in text.splitlines())
+  kept = [
+    line for line in lines if line and 'In call to configurable' not in line
+  ]
+  return ' '.join(kept) or type(error).__name__

@@ -1,15 +1,19 @@
-"""The command `specdec`, also `python -m specdec_jax`.
+"""The command `specdec`, also `python -m specdec_jax`, and its exit statuses.
 
 Nothing that takes long to import is imported before it is known that a command
 runs: --help and mistyped names answer at once.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import specdec_jax
 from specdec_jax.checks.fields import nearest
-from specdec_jax.cli import commands
+from specdec_jax.cli import Command, commands
 
 _HEAD = """\
 usage: specdec COMMAND ...
@@ -21,13 +25,29 @@ tokens in one call, and the output is exactly the large one's.
 _TAIL = """
 `specdec COMMAND --help` describes its flags and shows examples.
 """
+_NO_BACKEND = 'Unable to initialize backend'  # JAX, of JAX_PLATFORMS
+_NO_PLUG_IN = (
+  'its plug-in for JAX is not installed. Install it, such as'
+  " pip install 'specdec_jax[cuda]', or set JAX_PLATFORMS=cpu."
+)
+# How errors begin that the machine is to blame for, not the program.
+_OF_MACHINE = (
+  'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
+  _NO_BACKEND,
+  'The scheduler failed',  # the server, which has logged why
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line `argv`, or the process's; returns the exit status."""
-  return commands.guarded(
-    lambda: _main(sys.argv[1:] if argv is None else list(argv))
-  )
+  argv = sys.argv[1:] if argv is None else list(argv)
+  return _guarded(lambda: _main(argv))
+
+
+def script(name: str) -> int:
+  """Runs `scripts/NAME.py` by the process's arguments; the exit status."""
+  command = commands.SCRIPTS[name]
+  return _guarded(lambda: run(command, sys.argv[1:], name))
 
 
 def _main(argv: list[str]) -> int:
@@ -39,9 +59,7 @@ def _main(argv: list[str]) -> int:
     print(f'specdec_jax {specdec_jax.__version__}')
     return 0
   if name in commands.COMMANDS:
-    from specdec_jax.cli import gin_flags
-
-    return gin_flags.main(commands.COMMANDS[name], argv[1:], name)
+    return run(commands.COMMANDS[name], argv[1:], name)
   print(_unknown(name) if name else _help(), file=sys.stderr)
   return 2
 
@@ -59,6 +77,115 @@ def _unknown(name: str) -> str:
   else:
     hint = nearest(name, commands.COMMANDS)
   return f'error: there is no command {name!r}.{hint}'
+
+
+def _guarded(function: Callable[[], int]) -> int:
+  """Calls a function with open standard streams; returns the exit status."""
+  for number in range(3):
+    try:
+      os.fstat(number)
+    except OSError:  # a file would get this number, and what is printed
+      os.open(os.devnull, os.O_RDWR)
+  if sys.stderr is None:  # `print` would take stdout in its place
+    sys.stderr = open(2, 'w', closefd=False)
+  wrong = ''
+  if sys.stdout is None:
+    wrong = 'stdout is closed; send it to a file, a pipe or /dev/null'
+  try:
+    os.getcwd()
+  except OSError:
+    wrong = 'the working folder was removed; start in another one'
+  if wrong:
+    print(f'error: {wrong}', file=sys.stderr)
+    return 2
+  try:
+    return function()
+  except KeyboardInterrupt:  # perhaps while it was importing
+    print('interrupted', file=sys.stderr)
+    return 130
+
+
+def run(command: Command, argv: Sequence[str], name: str = '') -> int:
+  """Loads the configuration, runs a command and returns the exit status.
+
+  Bad input (ValueError, OSError) ends as one line on stderr and status 2, too
+  little memory, or a loss that diverges, as one line and status 1, an interrupt
+  as status 130; `--traceback` lets the exception through instead.
+  SIGTERM ends the process, as it does any.
+
+  Args:
+    command: what runs.
+    argv: arguments after the program's name.
+    name: of the command, for --help.
+  """
+  from specdec_jax.cli import gin_flags
+
+  warnings.formatwarning = _warning
+  raises = '--traceback' in argv
+
+  def load_and_run() -> int:
+    gin_flags.load(argv, command, name)
+    return command.function() or 0
+
+  def run_by_processes() -> int:
+    meeting = gin_flags.meeting_of(argv)
+    if meeting is None:
+      return load_and_run()
+    from specdec_jax.infer import processes
+
+    def join_and_run() -> int:
+      processes.join(meeting)
+      return load_and_run()
+
+    return processes.run(lambda: _complaining(join_and_run, raises))
+
+  return _complaining(run_by_processes, raises)
+
+
+def _complaining(function: Callable[[], int], raises: bool) -> int:
+  """Calls a function; what is no bug ends as one line."""
+  from specdec_jax.cli import gin_flags
+
+  try:
+    return function()
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    return 130
+  except Exception as error:
+    if isinstance(error, AssertionError) and _lacks_devices(error):
+      name = os.environ.get('JAX_PLATFORMS')
+      error = RuntimeError(f'{_NO_BACKEND} {name!r}: {_NO_PLUG_IN}')
+    status = 2 if gin_flags.is_unbound(error) else _status(error)
+    if raises or not status:
+      raise
+    print(f'error: {gin_flags.one_line(error)}', file=sys.stderr)
+    return status
+
+
+def _status(error: Exception) -> int:
+  """The exit status for an error; 0 if it may be a bug."""
+  if isinstance(error, ValueError | OSError):
+    return 2
+  if isinstance(error, FloatingPointError | MemoryError):
+    return 1
+  of_machine = str(error).startswith(_OF_MACHINE)
+  return 1 if isinstance(error, RuntimeError) and of_machine else 0
+
+
+def _warning(message: Any, *args: Any, **kwargs: Any) -> str:
+  """A warning as a command shows it: a line, without a place in the code."""
+  del args, kwargs
+  return f'warning: {" ".join(str(message).split())}\n'
+
+
+def _lacks_devices(error: AssertionError) -> bool:
+  """Whether JAX asserted that it has a device, as it does for a missing one.
+
+  It does so where JAX_PLATFORMS names what JAX knows, and no plug-in for it is
+  installed; other names are RuntimeErrors with words.
+  """
+  *_, last = traceback.walk_tb(error.__traceback__)
+  return last[0].f_code.co_filename.endswith('xla_bridge.py')
 
 
 if __name__ == '__main__':

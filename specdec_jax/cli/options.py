@@ -20,8 +20,11 @@ import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+import gin
+
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.cli import gin_checks
+
+MACRO = 'gin.macro'
 
 # Field, also CLASS.FIELD -> its flag, where that has another name.
 _RENAMED = {
@@ -58,6 +61,7 @@ _ALIASES = {
   'target': 'model',
   'vocab': 'tokenizer',
 }
+_PLACE = 'place of '  # before a binding: what was given by its place
 _PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
 _PLAIN = (int, float, str)
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
@@ -130,6 +134,37 @@ def _value(text: str, kinds: Sequence[type]) -> Any:
   raise ValueError(text)
 
 
+def bindings() -> dict[tuple[str, str], dict[str, Any]]:
+  """What gin has loaded: (scope, full name) -> parameter -> value."""
+  # gin shows its bindings only to finalize hooks, which is after the command
+  # line has been merged into them.
+  return gin.config._CONFIG  # noqa: SLF001
+
+
+def references() -> list[gin.config.ConfigurableReference]:
+  """All references in the values that gin has loaded."""
+  return list(gin.config.iterate_references(bindings()))
+
+
+def _configurables() -> list[tuple[str, str, Callable]]:
+  """Returns (scope, full name, class or function) of what is configured.
+
+  What nothing refers to comes first. Of scopes only `target` and `draft`
+  count; networks and what is no part of this library are left out.
+  """
+  referred = {reference.config_key for reference in references()}
+  keys = dict.fromkeys([*bindings(), *sorted(referred)])
+  entries = []
+  for scope, selector in sorted(keys, key=lambda key: key in referred):
+    reference = gin.config.ConfigurableReference(selector, evaluate=False)
+    made = reference.configurable.wrapped
+    room, _, inner = made.__module__.partition('.')
+    is_ours = room == 'specdec_jax' and not inner.startswith('models.')
+    if is_ours and scope in ('', 'target', 'draft'):
+      entries.append((scope, selector, made))
+  return entries
+
+
 def flags(places: Sequence[str] = ()) -> list[Flag]:
   """Returns the flags of a command, once its gin files are loaded.
 
@@ -141,23 +176,24 @@ def flags(places: Sequence[str] = ()) -> list[Flag]:
   """
   fields = [
     (scope, name, configurable, parameter)
-    for scope, name, configurable in gin_checks.configurables()
+    for scope, name, configurable in _configurables()
     for parameter in inspect.signature(configurable).parameters.values()
   ]
 
   def is_free(number: int) -> bool:
-    _, name, _, parameter = fields[number]
-    return gin_checks.bound(f'{name}.{parameter.name}') is gin_checks.UNBOUND
+    scope, name, _, parameter = fields[number]
+    return parameter.name not in bindings().get((scope, name), {})
 
   taken: set[str] = set()
-  by_field: dict[int, Flag] = {}
+  found: list[tuple[int, int, Flag]] = []  # with what it is sorted by
   for number in sorted(range(len(fields)), key=is_free):
     flag = _flag(*fields[number], taken=taken, places=places)
     if flag is not None:
-      taken |= set(flag.names)
-      by_field[number] = flag
-  in_order = [by_field[number] for number in sorted(by_field)]
-  return sorted(in_order, key=lambda flag: _order(flag, places))
+      taken |= {*flag.names}
+      name = flag.names[0].removeprefix('--')
+      place = places.index(name) if name in places else len(places)
+      found.append((place, number, flag))
+  return [flag for *_, flag in sorted(found, key=lambda entry: entry[:2])]
 
 
 def _flag(
@@ -179,10 +215,12 @@ def _flag(
   names = [name for name in names if name not in taken]
   if not kinds or not names:
     return None
-  binding = f'{name}.{field}'
-  value = gin_checks.bound(binding)
-  if macro := gin_checks.macro_of(value):
-    binding, value = macro, gin_checks.value_of(macro)
+  binding = f'{scope}/{name}.{field}'.lstrip('/')
+  value = bindings().get((scope, name), {}).get(field, parameter.default)
+  if isinstance(value, gin.config.ConfigurableReference):
+    macro, selector = value.config_key
+    if selector == MACRO:
+      binding, value = macro, bindings().get((macro, MACRO), {}).get('value')
   return Flag(
     names=tuple(names),
     place=_PLACES[flag] if flag in places else '',
@@ -190,7 +228,7 @@ def _flag(
     kinds=kinds,
     is_list=is_list,
     help=_described(configurable, field),
-    default=parameter.default if value is gin_checks.UNBOUND else value,
+    default=value,
   )
 
 
@@ -204,12 +242,6 @@ def _name(scope: str, class_name: str, field: str) -> str:
   if scope != 'draft' or not name:
     return name
   return 'draft' if name == 'target' else f'draft-{name}'
-
-
-def _order(flag: Flag, places: Sequence[str]) -> int:
-  """Puts what has a place first, in the order of the places."""
-  name = flag.names[0].removeprefix('--')
-  return places.index(name) if name in places else len(places)
 
 
 def _kinds(annotation: Any) -> tuple[tuple[type, ...], bool]:
@@ -250,45 +282,23 @@ def _described(configurable: Callable, field: str) -> str:
   return ''
 
 
-class _Bind(argparse.Action):
-  """Keeps the last value of a flag, which a place may not contradict."""
-
-  def __call__(self, parser, namespace, values, option_string=None):
-    before = getattr(namespace, self.dest)
-    if values is None:  # a place that was left out
-      return
-    kinds = vars(namespace).setdefault('given as', {})
-    kind = bool(option_string)
-    if before is not None and isinstance(values, tuple):
-      values = before + values
-    elif before not in (None, values) and kind != kinds[self.dest]:
-      name = option_string or str(self.metavar)
-      advice = f'Give one of them, not {before!r} too.'
-      raise unexpected(name, 'one value', values, advice)
-    kinds[self.dest] = kind
-    setattr(namespace, self.dest, values)
-
-
 def add(parser: argparse.ArgumentParser, known: Sequence[Flag]) -> None:
   """Adds the flags to a parser; `given` reads what was given."""
   places = parser.add_argument_group('inputs')
   group = parser.add_argument_group('options')
   for flag in known:
-    text, default = flag.help.replace('%', '%%'), _default(flag.default)
-    settings: dict[str, Any] = {
-      'action': _Bind,
-      'metavar': flag.metavar,
-      'type': flag.value,
-    }
+    text = flag.help.replace('%', '%%')
     if flag.place:
-      place = settings | {'metavar': flag.place, 'nargs': '?', 'help': text}
-      places.add_argument(flag.binding, **place)
+      place = f'{_PLACE}{flag.binding}'
+      places.add_argument(place, metavar=flag.place, nargs='?', help=text)
       text = f'the same as {flag.place}'
+    settings: dict[str, Any] = {'metavar': flag.metavar, 'type': flag.value}
+    if flag.is_list:
+      settings['action'] = 'extend'
     if flag.is_switch:
       settings = {'action': argparse.BooleanOptionalAction}
-    group.add_argument(
-      *flag.names, dest=flag.binding, help=f'{text}{default}', **settings
-    )
+    settings['help'] = f'{text}{_default(flag.default)}'
+    group.add_argument(*flag.names, dest=flag.binding, **settings)
 
 
 def _default(value: Any) -> str:
@@ -301,6 +311,19 @@ def _default(value: Any) -> str:
 
 
 def given(args: argparse.Namespace, known: Sequence[Flag]) -> dict[str, Any]:
-  """Returns binding -> its value, of the flags that were given."""
-  values = {flag.binding: getattr(args, flag.binding) for flag in known}
-  return {name: value for name, value in values.items() if value is not None}
+  """Returns binding -> its value, of the flags that were given.
+
+  Raises:
+    ValueError: a place and its flag contradict each other.
+  """
+  values = {}
+  for flag in known:
+    value = getattr(args, flag.binding)
+    place = getattr(args, f'{_PLACE}{flag.binding}', None)
+    if None not in (value, place) and value != place:
+      advice = f'Give one of them, not {flag.place} {place!r} too.'
+      raise unexpected(flag.names[0], 'one value', value, advice)
+    value = place if value is None else value
+    if value is not None:
+      values[flag.binding] = tuple(value) if flag.is_list else value
+  return values

@@ -9,11 +9,9 @@ classes derive from T5X's; T5X is imported when one of them is first used.
 import functools
 from typing import Any
 
-from specdec_jax.t5x_plugin.decode_fns import (
-  beam_search,
-  temperature_sample,
-)
-from specdec_jax.t5x_plugin.drafter import restore_drafter
+from specdec_jax.t5x_plugin import model
+from specdec_jax.t5x_plugin.decode_fns import beam_search, temperature_sample
+from specdec_jax.t5x_plugin.model import restore_drafter
 
 __all__ = [
   'EncoderDecoderModel',
@@ -24,20 +22,20 @@ __all__ = [
 ]
 
 
+_BASES = {
+  'EncoderDecoderModel': (model.Speculates, 'models'),
+  'InteractiveModel': (model.RestoresDrafter, 'interactive_model'),
+}
+
+
 def __getattr__(name: str) -> Any:
-  if name not in ('EncoderDecoderModel', 'InteractiveModel'):
+  if name not in _BASES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   return _class_of(name)
 
 
 @functools.cache
 def _class_of(name: str) -> Any:
-  from specdec_jax.t5x_plugin import model
-
-  bases = {
-    'EncoderDecoderModel': (model.Speculates, 'models'),
-    'InteractiveModel': (model.RestoresDrafter, 'interactive_model'),
-  }
-  ours, module = bases[name]
+  ours, module = _BASES[name]
   theirs = getattr(model.import_t5x(module), name)
   return type(name, (ours, theirs), {'__module__': __name__})

@@ -1,6 +1,21 @@
-"""What the classes of `t5x_plugin` add to T5X's of the same names."""
+"""What the classes of `t5x_plugin` add to T5X's of the same names.
+
+T5X gives its decoding functions the variables of a train state as arguments:
+the parameters, and `flax_mutables`, any further collections. The drafter's
+parameters are a collection of their own, `drafter`, with the logical axes of
+their module: T5X's partitioner splits them as it splits the target's, and the
+target's own tree, so its checkpoints, scores, losses and optimiser, does not
+know of them. A tree of both under `params` would change all of these.
+
+A target's checkpoint has no such collection. T5X lets a state be changed while
+it is restored (`RestoreCheckpointConfig.state_transformation_fns`), and then
+puts it in place: `restore_drafter` adds the drafter there. This is the only way
+that T5X's `infer.py` offers without a change: its own second checkpoint is
+`fallback_to_scratch`, which would also hide arrays that the target lacks.
+"""
 
 import copy
+import dataclasses
 import functools
 import importlib
 import os
@@ -9,16 +24,20 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 
+from specdec_jax import checkpoints
 from specdec_jax.checks.fields import check_number, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.t5x_plugin import drafter
+from specdec_jax.models.base import param_shapes
+from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.t5x_plugin.decode_fns import DECODE_FNS, Pair
 
 Variables = Mapping[str, Any]
-_AXES = f'{drafter.COLLECTION}_axes'
+COLLECTION = 'drafter'
+_AXES = f'{COLLECTION}_axes'
 
 
 def import_t5x(module: str) -> Any:
@@ -34,6 +53,70 @@ def import_t5x(module: str) -> Any:
       f't5x.{module} cannot be imported: {error}. The plug-in for T5X needs'
       ' T5X, which no registry has; see https://github.com/google-research/t5x.'
     ) from error
+
+
+def network_of(module: Any, what: str = 'module') -> T5:
+  """The network of this library with the parameters of a T5X module.
+
+  Args:
+    module: `Transformer` of T5X's `examples/t5`, or anything whose `config` has
+      its sizes and whose parameters have its names and shapes.
+    what: what the module is, for messages.
+
+  Raises:
+    ValueError: it is another kind of module.
+  """
+  theirs = getattr(module, 'config', None)
+  sizes: dict[str, Any] = {
+    field.name: getattr(theirs, field.name, field.default)
+    for field in dataclasses.fields(T5Config)
+  }
+  sizes |= {'dtype': jnp.dtype(sizes['dtype']).name, 'dropout_rate': 0.0}
+  try:
+    network = T5(T5Config(**sizes))
+  except ValueError as error:
+    expected = 'a t5x.examples.t5.network.Transformer, whose config has sizes'
+    raise unexpected(what, expected, type(module).__name__) from error
+  key, token = jax.random.PRNGKey(0), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  init = functools.partial(module.init, key, enable_dropout=False)
+  shapes = jax.eval_shape(lambda ids: init(ids, ids, ids)['params'], token)
+  try:
+    checkpoints.check_params(shapes, param_shapes(network), what)
+  except ValueError as error:
+    advice = "T5X's examples/t5 fits; examples/scalable_t5 has other shapes."
+    raise ValueError(f'{error} {advice}') from error
+  return network
+
+
+def restore_drafter(
+  state: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+  *,
+  checkpoint: str | os.PathLike[str],
+  module: Any,
+  dtype: Any = None,
+  is_resuming: bool = False,
+) -> dict[str, Any]:
+  """Adds the drafter's parameters to a state that T5X restores.
+
+  For `RestoreCheckpointConfig.state_transformation_fns`.
+
+  Args:
+    state: what the target's checkpoint has.
+    wanted: the state that is restored; not looked at.
+    checkpoint: the drafter's, of any kind that `specdec_jax.load` reads.
+    module: the drafter's, as `EncoderDecoderModel.draft_module`.
+    dtype: dtype of the parameters; None is the checkpoint's own.
+    is_resuming: whether T5X continues a run; the same is done then.
+
+  Raises:
+    ValueError: as for `network_of` and `specdec_jax.checkpoints.load`.
+  """
+  del wanted, is_resuming
+  network = network_of(module, 'draft_module')
+  params = checkpoints.load(checkpoint, network, dtype=dtype)
+  mutables = dict(state.get('flax_mutables', {}), **{COLLECTION: params})
+  return dict(state, flax_mutables=mutables)
 
 
 class Speculates:
@@ -64,8 +147,8 @@ class Speculates:
       raise unexpected('model', expected, type(model).__name__)
     check_number('gamma', gamma, 1)
     check_decode_fn(model.decode_fn)
-    target = drafter.network_of(model.module)
-    draft = drafter.network_of(draft_module, 'draft_module')
+    target = network_of(model.module)
+    draft = network_of(draft_module, 'draft_module')
     if target.vocab_size != draft.vocab_size:
       expected = f"the target's, {target.vocab_size}"
       raise unexpected("draft_module's vocab_size", expected, draft.vocab_size)
@@ -83,7 +166,7 @@ class Speculates:
       model.get_initial_variables(*args, **kwargs)
       for model in (self._model, of_drafter)
     )
-    names = {'params': drafter.COLLECTION, 'params_axes': _AXES}
+    names = {'params': COLLECTION, 'params_axes': _AXES}
     ours = {new: ours[old] for old, new in names.items() if old in ours}
     return flax.core.freeze({**theirs, **ours})
 
@@ -191,7 +274,7 @@ class RestoresDrafter:
       **kwargs: T5X's.
     """
     self._restore_drafter = functools.partial(
-      drafter.restore_drafter,
+      restore_drafter,
       checkpoint=draft_checkpoint,
       module=model.draft_module,
       dtype=kwargs.get('dtype'),
@@ -225,10 +308,10 @@ def check_decode_fn(decode_fn: Any) -> None:
 
 
 def _drafter_params(flax_mutables: Variables | None) -> Variables:
-  if not flax_mutables or drafter.COLLECTION not in flax_mutables:
+  if not flax_mutables or COLLECTION not in flax_mutables:
     advice = (
       'Restore it: utils.RestoreCheckpointConfig.state_transformation_fns ='
       ' [@t5x_plugin.restore_drafter].'
     )
     raise unexpected('flax_mutables', "the drafter's parameters", None, advice)
-  return flax_mutables[drafter.COLLECTION]
+  return flax_mutables[COLLECTION]

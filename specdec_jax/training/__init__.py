@@ -5,12 +5,11 @@
 """
 
 from specdec_jax.training.own_drafter import DistilConfig, distil
-from specdec_jax.training.run import FromTarget, Likelihood, TrainRun, train
+from specdec_jax.training.run import FromTarget, TrainRun, train
 
 __all__ = [
   'DistilConfig',
   'FromTarget',
-  'Likelihood',
   'TrainRun',
   'distil',
   'train',

@@ -1,30 +1,19 @@
 """What a training run sees: pairs of token sequences, joined into batches.
 
-A `.npz` file of pre-tokenised pairs holds four arrays:
-
-  inputs          int32[sum of source lengths]  all source ids in a row
-  inputs_offsets  int64[N + 1]                  pair i is inputs[o[i]:o[i + 1]]
-  targets         int32[sum of target lengths]
-  targets_offsets int64[N + 1]
-
-They have no end-of-sequence ids and no padding: an example may join several
-pairs, and gets one end-of-sequence id after it is joined. Reading such a file
-needs only NumPy.
+A pair has no end-of-sequence ids and no padding: an example may join several
+pairs, and gets one end-of-sequence id after it is joined.
 """
 
 import dataclasses
 import functools
 import hashlib
-import io
 import itertools
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax import files
 from specdec_jax.checks.fields import (
   check_all_at_least,
   check_at_least,
@@ -33,117 +22,24 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 
-Path = str | os.PathLike[str]
 NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
 
-
-@dataclasses.dataclass(frozen=True)
-class TokenPairs:
-  """N pairs of id sequences of any lengths in four flat arrays; see above.
-
-  Raises:
-    ValueError: the offsets do not fit the tokens, or one side has more
-      sequences than the other.
-  """
-
-  inputs: np.ndarray
-  inputs_offsets: np.ndarray
-  targets: np.ndarray
-  targets_offsets: np.ndarray
-
-  def __post_init__(self):
-    for name in ('inputs', 'targets'):
-      tokens, offsets = getattr(self, name), getattr(self, f'{name}_offsets')
-      fits = (
-        tokens.ndim == 1
-        and tokens.dtype.kind in 'iu'
-        and offsets.ndim == 1
-        and len(offsets) > 0
-        and offsets.shape == self.inputs_offsets.shape
-        and (offsets[0], offsets[-1]) == (0, len(tokens))
-        and not np.any(np.diff(offsets) < 0)
-      )
-      if not fits:
-        expected = 'ids and increasing offsets, as many on both sides'
-        raise unexpected(f'TokenPairs.{name}', expected, (tokens, offsets))
-
-  def __len__(self) -> int:
-    return len(self.inputs_offsets) - 1
-
-  def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target ids of one pair."""
-    source, target = self.inputs_offsets, self.targets_offsets
-    return (
-      self.inputs[source[index] : source[index + 1]],
-      self.targets[target[index] : target[index + 1]],
-    )
-
-  @property
-  def digest(self) -> str:
-    """sha256 (hex) of all ids and offsets."""
-    arrays = vars(self).values()
-    return hashlib.sha256(b''.join(map(np.ndarray.tobytes, arrays))).hexdigest()
-
-  @classmethod
-  def from_lists(
-    cls,
-    inputs: Sequence[Iterable[int]],
-    targets: Sequence[Iterable[int]],
-  ) -> 'TokenPairs':
-    """Flattens source and target sequences, as many of each."""
-    return cls(*_flatten(inputs), *_flatten(targets))
-
-  def save(self, path: Path, **others: Any) -> None:
-    """Writes the `.npz` file, whole or not at all, with other arrays."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **vars(self), **others)
-    files.write_atomically(path, buffer.getvalue())
-
-  @classmethod
-  def load(cls, path: Path) -> 'TokenPairs':
-    """Reads a `.npz` file.
-
-    Raises:
-      ValueError: the file is missing, cut short, lacks an array, or its
-        offsets do not fit its tokens.
-    """
-    arrays = read_arrays(path)
-    names = [field.name for field in dataclasses.fields(cls)]
-    if missing := [name for name in names if name not in arrays]:
-      expected = f'token pairs, the arrays {", ".join(names)}'
-      advice = f'Without {", ".join(missing)}.'
-      raise unexpected(os.fspath(path), expected, sorted(arrays), advice)
-    try:
-      return cls(**{name: arrays[name] for name in names})
-    except ValueError as error:
-      raise ValueError(f'{os.fspath(path)!r}: {error}') from error
+# Source and target ids of each pair.
+Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-  """All arrays of a `.npz` file.
-
-  Raises:
-    ValueError: the file is missing or damaged.
-  """
-  try:
-    # Opened here, because NumPy does not close a file that it refuses.
-    with files.open_regular(path) as stream, np.load(stream) as archive:
-      return dict(archive)
-  except Exception as error:  # NumPy and zipfile raise many for damaged files
-    raise ValueError(
-      f'{os.fspath(path)!r}: expected a whole .npz file of token pairs, got'
-      f' {type(error).__name__}: {error}.'
-    ) from error
+def lengths_of(pairs: Pairs) -> np.ndarray:
+  """The lengths of both sides of each pair: int64[2, N]."""
+  sizes = [(len(source), len(target)) for source, target in pairs]
+  return np.array(sizes, np.int64).reshape(-1, 2).T
 
 
-def _flatten(
-  sequences: Sequence[Iterable[int]],
-) -> tuple[np.ndarray, np.ndarray]:
-  """All ids in a row, and where each sequence begins."""
-  arrays = [np.asarray(ids, np.int32).reshape(-1) for ids in sequences]
-  offsets = np.zeros(len(arrays) + 1, np.int64)
-  np.cumsum([len(ids) for ids in arrays], out=offsets[1:])
-  return np.concatenate([np.empty(0, np.int32), *arrays]), offsets
+def digest(pairs: Pairs) -> str:
+  """sha256 (hex) of all ids and lengths."""
+  found = hashlib.sha256(lengths_of(pairs).tobytes())
+  for ids in itertools.chain.from_iterable(pairs):
+    found.update(np.asarray(ids, np.int32).tobytes())
+  return found.hexdigest()
 
 
 class Batch(NamedTuple):
@@ -225,7 +121,7 @@ class PackedBatches:
   the last batch has empty rows.
   """
 
-  def __init__(self, pairs: TokenPairs, config: PackingConfig):
+  def __init__(self, pairs: Pairs, config: PackingConfig):
     """Checks that there is something to train on.
 
     Raises:
@@ -233,15 +129,13 @@ class PackedBatches:
     """
     self._pairs = pairs
     self._config = config
-    self._source_lengths = np.diff(pairs.inputs_offsets)
-    self._target_lengths = np.diff(pairs.targets_offsets)
-    # An end-of-sequence id follows the last pair. Empty sides teach nothing.
-    shortest = np.minimum(self._source_lengths, self._target_lengths)
-    self._usable = np.flatnonzero(
-      (self._source_lengths < config.buckets[-1])
-      & (self._target_lengths < config.target_places(config.buckets[-1]))
-      & (shortest > 0)
-    )
+    self._lengths = lengths_of(pairs)
+    longest = config.buckets[-1]
+    # An end-of-sequence id follows the last pair.
+    self._most = np.array([[longest], [config.target_places(longest)]]) - 1
+    # Empty sides teach nothing.
+    is_usable = (self._lengths > 0) & (self._lengths <= self._most)
+    self._usable = np.flatnonzero(is_usable.all(0))
     self.num_dropped = len(pairs) - len(self._usable)
     if not len(self._usable):
       raise ValueError(
@@ -289,29 +183,24 @@ class PackedBatches:
       for index, batch in enumerate(self.epoch(number, begin), begin):
         yield number + index / size, batch
 
-  def examples(self) -> TokenPairs:
+  def examples(self) -> Pairs:
     """The examples of the first epoch in random order: the joined pairs."""
     plan = self._plan(0)
-    joined = [self._joined(plan, i) for i in range(len(plan.bounds) - 1)]
-    return TokenPairs.from_lists(*zip(*joined, strict=True))
+    return [self._joined(plan, i) for i in range(len(plan.bounds) - 1)]
 
-  def _joined(self, plan: _Plan, example: int) -> tuple[np.ndarray, ...]:
+  def _joined(self, plan: _Plan, example: int) -> tuple[list[int], list[int]]:
     """The source and the target of an example."""
     begin, end = plan.bounds[example : example + 2]
     pairs = [self._pairs[i] for i in plan.order[begin:end]]
-    return tuple(map(np.concatenate, zip(*pairs, strict=True)))
+    sources, targets = zip(*pairs, strict=True)
+    return [*itertools.chain(*sources)], [*itertools.chain(*targets)]
 
   def _make_plan(self, number: int) -> _Plan:
-    rng = np.random.Generator(
-      np.random.Philox(np.random.SeedSequence([self._config.seed, number]))
-    )
+    rng = np.random.default_rng([self._config.seed, number])
     order = rng.permutation(self._usable)
     bounds = self._join(order, rng)
-    lengths = np.maximum(
-      np.add.reduceat(self._source_lengths[order], bounds[:-1]),
-      np.add.reduceat(self._target_lengths[order], bounds[:-1]),
-    )
-    batches = self._fill(lengths + 1)
+    sizes = np.add.reduceat(self._lengths[:, order], bounds[:-1], axis=1)
+    batches = self._fill(sizes.max(0) + 1)
     rng.shuffle(batches)
     return _Plan(order, bounds, batches)
 
@@ -321,23 +210,14 @@ class PackedBatches:
     sizes = 1 + rng.choice(
       len(weights), size=len(order), p=weights / weights.sum()
     )
-    starts = np.zeros(len(order) + 1, bool)
     ends = np.cumsum(sizes)
-    starts[0] = starts[-1] = True
-    starts[ends[ends < len(order)]] = True
-    source = np.concatenate([[0], np.cumsum(self._source_lengths[order])])
-    target = np.concatenate([[0], np.cumsum(self._target_lengths[order])])
-    longest = self._config.buckets[-1]
-    room = longest - 1, self._config.target_places(longest) - 1
+    bounds = np.array([0, *ends[ends < len(order)], len(order)])
+    totals = np.pad(self._lengths[:, order].cumsum(1), ((0, 0), (1, 0)))
+    fits = (np.diff(totals[:, bounds]) <= self._most).all(0)
     # If joined pairs are too long, the example is split into its pairs again.
-    bounds = np.flatnonzero(starts)
-    for begin, end in itertools.pairwise(bounds):
-      if (
-        source[end] - source[begin] > room[0]
-        or target[end] - target[begin] > room[1]
-      ):
-        starts[begin:end] = True
-    return np.flatnonzero(starts)
+    starts = np.repeat(~fits, np.diff(bounds))
+    starts[bounds[:-1]] = True
+    return np.append(np.flatnonzero(starts), len(order))
 
   def _fill(self, lengths: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Groups examples (in random order) into batches of one bucket each."""

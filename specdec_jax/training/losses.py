@@ -63,54 +63,19 @@ def teacher_forced(
   return fed, jnp.maximum(targets, 0), weights
 
 
-def cross_entropy(
-  logits: jax.Array,
-  targets: jax.Array,
-  label_smoothing: float = 0.0,
-  z_loss: float = 0.0,
-) -> jax.Array:
-  """Cross-entropy of each token, with label smoothing and z-loss.
-
-  With s = label_smoothing, the target distribution is (1 - s) on the target
-  plus s / V on every id (Szegedy et al. 2016), and z_loss * logsumexp^2 is
-  added (Mesh TensorFlow, T5X).
-
-  Args:
-    logits: float32[B, S, V].
-    targets: int32[B, S].
-    label_smoothing: s in [0, 1).
-    z_loss: weight of the squared log normaliser, e.g. 1e-4.
-
-  Returns:
-    float32[B, S], nats.
-  """
-  if label_smoothing:
-    one_hot = jax.nn.one_hot(targets, logits.shape[-1])
-    labels = optax.smooth_labels(one_hot, label_smoothing)
-    nats = optax.softmax_cross_entropy(logits, labels)
-  else:
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-  if z_loss:
-    nats += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
-  return nats
-
-
 def distillation(
-  draft_logits: jax.Array,
-  target_logits: jax.Array,
-  total_variation: float = 1.0,
+  draft_logits: jax.Array, target_logits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """How far the drafter's distribution is from the target's, at each token.
 
-  The loss is the forward divergence D(target || draft) and, with a weight, the
-  total variation 1 - sum_x min(target(x), draft(x)), the probability that a
+  The loss is the forward divergence D(target || draft) and the total variation
+  1 - sum_x min(target(x), draft(x)), the probability that a
   proposal is rejected (Leviathan et al. 2023, Corollary 3.6). Only the
   drafter's logits have a gradient, and only through the first result.
 
   Args:
     draft_logits: float32[B, S, V].
     target_logits: float32[B, S, V].
-    total_variation: weight of the total variation.
 
   Returns:
     The loss, float32[B, S], nats; and alpha, float32[B, S], the probability
@@ -120,8 +85,7 @@ def distillation(
   target = jax.lax.stop_gradient(jax.nn.log_softmax(target_logits))
   alpha = jnp.sum(jnp.exp(jnp.minimum(draft, target)), axis=-1)
   divergence = optax.losses.kl_divergence_with_log_targets(draft, target)
-  loss = divergence + total_variation * (1.0 - alpha)
-  return loss, jax.lax.stop_gradient(alpha)
+  return divergence + 1.0 - alpha, jax.lax.stop_gradient(alpha)
 
 
 _static = functools.partial(flax.struct.field, pytree_node=False)
@@ -136,25 +100,25 @@ class CrossEntropy:
   Attributes:
     model: has `logits(params, inputs, decoder_inputs, dropout_key)`.
     start_id: see `teacher_forced`.
-    label_smoothing, z_loss: see `cross_entropy`; training only.
+    z_loss: weight of the squared log normaliser, such as 1e-4 (Mesh TensorFlow,
+      T5X); training only.
   """
 
   model: Any = _static()
   start_id: int | None = _static(default=0)
-  label_smoothing: float = _static(default=0.0)
   z_loss: float = _static(default=0.0)
 
   def sums(self, params, batch, key=None):
     fed, targets, weights = teacher_forced(batch.targets, self.start_id)
     logits = self.model.logits(params, batch.inputs, fed, dropout_key=key)
     logits = logits.astype(jnp.float32)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     sums = {'tokens': weights.sum()}
     if key is None:
-      nats = cross_entropy(logits, targets)
       hits = logits.argmax(axis=-1) == targets
       sums['accuracy'] = jnp.sum(hits * weights)
     else:
-      nats = cross_entropy(logits, targets, self.label_smoothing, self.z_loss)
+      nats += self.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
     return sums | {'loss': jnp.sum(nats * weights)}
 
 
@@ -172,14 +136,12 @@ class Distillation:
     target: the model to follow, of the same vocabulary.
     target_params: the target's parameters, constant.
     start_id: see `teacher_forced`.
-    total_variation: see `distillation`.
   """
 
   draft: Any = flax.struct.field(pytree_node=False)
   target: Any = flax.struct.field(pytree_node=False)
   target_params: Any
   start_id: int | None = _static(default=0)
-  total_variation: float = _static(default=1.0)
 
   def sums(self, params, batch, key=None):
     fed, _, mask = teacher_forced(batch.targets, self.start_id)
@@ -199,7 +161,7 @@ class Distillation:
   def _compared(self, draft, target, mask, evaluates) -> Sums:
     """Sums of loss, alpha and, in an evaluation, agreement."""
     draft, target = draft.astype(jnp.float32), target.astype(jnp.float32)
-    nats, alpha = distillation(draft, target, self.total_variation)
+    nats, alpha = distillation(draft, target)
     sums = {'loss': jnp.sum(nats * mask), 'alpha': jnp.sum(alpha * mask)}
     if evaluates:
       agrees = draft.argmax(axis=-1) == target.argmax(axis=-1)

@@ -20,12 +20,6 @@ from specdec_jax.files import text_lines, writable
 from specdec_jax.measure.table import Table, started
 from specdec_jax.text.local_tasks import BROKEN, json_object, kind_of, read
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training.data import TokenPairs
-
-_OUTPUT_OF = {
-  'txt': 'inputs',
-  'tsv': 'targets',
-}  # kind -> what `read` calls it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +29,7 @@ class FitNgramConfig:
   The ending of a file's name says what it is (with or without `.gz`): `.jsonl`
   has records, such as predictions.jsonl of `specdec decode` or the
   -predict.jsonl-00000-of-00001 of a task; `.tsv` has source<TAB>target lines,
-  and `.npz` arrays of `TokenPairs`, of which the targets are used; any other
-  file is text, one output per line.
+  of which the targets are used; any other file is text, one output per line.
 
   Attributes:
     tokenizer: the target's tokenizer.
@@ -128,14 +121,16 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
     ValueError: the file cannot be read, or a record lacks the field.
   """
   # The name of a task's results ends with the shard.
-  name = re.sub(r'-\d{5}-of-\d{5}$', '', path.removesuffix('.gz'))
-  if name.endswith('.npz'):
-    pairs = TokenPairs.load(path)
-    for index in range(len(pairs)):
-      yield [*map(int, pairs[index][1]), tokenizer.eos_id]
-    return
-  kind = kind_of(name)
-  for place, value in _values(path, kind, field):
+  kind = kind_of(re.sub(r'-\d{5}-of-\d{5}$', '', path.removesuffix('.gz')))
+  if kind == 'jsonl':
+    values = (
+      _field(f'{path!r} line {number}', line, field)
+      for number, line in enumerate(text_lines(path), 1)
+    )
+  else:
+    side = 'targets' if kind == 'tsv' else 'inputs'
+    values = (_text(example, side) for example in read(path, kind))
+  for number, value in enumerate(values, 1):
     several = is_a(value, list) and not is_a(value, list[int])
     for output in value if several else [value]:
       if is_a(output, list[int]):
@@ -144,22 +139,16 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
         ids = tokenizer.encode(output)
         ids += [tokenizer.eos_id] * bool(ids)
       else:
-        raise unexpected(f'{place}: {field!r}', 'text or ids', value)
+        place = f'{path!r} line {number}: {field!r}'
+        raise unexpected(place, 'text or ids', value)
       if ids:
         yield ids
 
 
-def _values(path: str, kind: str, field: str) -> Iterator[tuple[str, Any]]:
-  """Yields the place and the output, or outputs, of each line of a file."""
-  if kind == 'jsonl':
-    for number, line in enumerate(text_lines(path), 1):
-      place = f'{path!r} line {number}'
-      yield place, _field(place, line, field)
-    return
-  for number, example in enumerate(read(path, kind), 1):
-    if BROKEN in example:
-      raise ValueError(example[BROKEN])
-    yield f'{path!r} line {number}', example[_OUTPUT_OF[kind]]
+def _text(example: dict[str, Any], side: str) -> str:
+  if BROKEN in example:
+    raise ValueError(example[BROKEN])
+  return example[side]
 
 
 def _field(place: str, line: str, field: str) -> Any:

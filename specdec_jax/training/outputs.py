@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import partitioning
+from specdec_jax import files, partitioning
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks.fields import (
   check_all_at_least,
@@ -27,7 +27,7 @@ from specdec_jax.models import base
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
-from specdec_jax.training.data import TokenPairs, read_arrays
+from specdec_jax.training.data import Pairs, digest
 from specdec_jax.types import FinishReason
 
 # A call has dozens of rows, which share the cost of packing a kernel.
@@ -36,8 +36,8 @@ PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 # cut off: a row that repeats itself does not hold up the others.
 _MOST_UNFINISHED = 0.05
 _ROUNDS_A_LOOK = 4  # rounds between two looks of the host for unfinished rows
-_SAVE_SECONDS = 15  # between two times that outputs are written, at least
-_MOST_SAVING = 20  # times as long between them as writing takes
+_LOG_SECONDS = 15
+_COMPLETE = 'complete'  # the last line of a file of outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def decode(
   model: LanguageModel,
   params: Params,
   config: OutputsConfig,
-  sources: Sequence[np.ndarray],
+  sources: Sequence[Sequence[int]],
   ids: Sequence[int] | np.ndarray,
   width: int,
   temperature: float = 0.0,
@@ -95,7 +95,7 @@ def decode(
     model: the network.
     params: its parameters, as `partitioning.place` returns them.
     config: how outputs are generated.
-    sources: int32[n], at most `batch_size`, each without its end of sequence.
+    sources: ids, at most `batch_size`, each without its end of sequence.
     ids: the examples' numbers, from which their random numbers derive.
     width: places for a source and its end; a program is compiled for each.
     temperature: 0 is greedy.
@@ -151,25 +151,25 @@ _run = jax.jit(Loop.run, static_argnums=0, donate_argnums=3)
 def generate_outputs(
   model: LanguageModel,
   params: Params,
-  sources: TokenPairs,
+  sources: Sequence[Sequence[int]],
   path: str | os.PathLike[str],
   config: OutputsConfig = OutputsConfig(),
   start_id: int | None = None,
   eos_id: int = EOS_ID,
   log: Callable[[str], None] = print,
-) -> TokenPairs:
+) -> Pairs:
   """Makes pairs of each source with the model's own output for it.
 
-  The file is written again and again, whole each time, so that a run that was
-  killed goes on with the batches that it holds. An output that does not end by
-  itself is left out, so that every pair can get its end of sequence, as the
-  pairs of other data do.
+  The file is appended to: the first line has the settings, each other line the
+  pairs of a batch, the last one says that all is there. A run that was killed
+  goes on behind them. An output that does not end by itself is left out, so
+  that every pair can get its end of sequence, as the pairs of other data do.
 
   Args:
     model: a `LanguageModel`.
     params: its parameters, as a checkpoint has them.
-    sources: examples in random order; their targets are ignored.
-    path: the `.npz` file; if all outputs are in it, it is only read.
+    sources: the ids of examples, in random order.
+    path: the `.jsonl` file; if all outputs are in it, it is only read.
     config: how outputs are generated.
     start_id, eos_id: see `decode`.
     log: gets lines of progress.
@@ -181,73 +181,86 @@ def generate_outputs(
     ValueError: `path` was written with another model, other sources or another
       `config`, or is damaged; or no output ended by itself.
   """
-  path = os.fspath(path)
   batches = _batches(sources, config)
   settings = {
     'params': fingerprint(params),
-    'sources': sources.digest,
+    'sources': digest([(source, ()) for source in sources]),
     'start_id': start_id,
     'eos_id': eos_id,
     'outputs': dataclasses.asdict(config) | {'max_minutes': None},
   }
-  first = 0
-  done: list[tuple[Any, Any]] = []
-  if os.path.exists(path):
-    arrays = read_arrays(path)
-    before = str(arrays.get('settings', np.array('null')))
-    check_settings(path, json.loads(before), settings)
-    pairs = TokenPairs.load(path)
-    first = int(arrays['num_batches'])
-    done = [pairs[i] for i in range(len(pairs))]
-    if first == len(batches):
-      return pairs
-
-  def save(num_batches: int) -> TokenPairs:
-    pairs = TokenPairs.from_lists(*map(list, zip(*done, strict=True)))
-    pairs.save(
-      path,
-      settings=np.array(json.dumps(settings)),
-      num_batches=np.array(num_batches),
-    )
-    return pairs
-
-  placed = partitioning.place(params, PLACEMENT)
-  longest = 1 + int(np.diff(sources.inputs_offsets).max())
-  begin = time.monotonic()
-  end = begin + 60 * (config.max_minutes or math.inf)
-  due = begin + _SAVE_SECONDS
-  for number in range(first, len(batches)):
-    now = time.monotonic()
-    if now >= end:
-      break
-    if done and now >= due:
-      log(
-        f'outputs {number}/{len(batches)} batches, {(now - begin) / 60:.1f} min'
-      )
-      save(number)
-      # Of many outputs less often: it takes longer.
-      due = now + max(_SAVE_SECONDS, _MOST_SAVING * (time.monotonic() - now))
-    numbers = batches[number]
-    texts = [sources[i][0] for i in numbers]
-    widest = max(map(len, texts))
-    outputs = decode(
-      model,
-      placed,
-      config,
-      texts,
-      numbers,
-      min(1 << max(4, widest.bit_length()), longest),
-      config.temperatures[number % len(config.temperatures)],
-      start_id,
-      eos_id,
-    )
-    done += [pair for pair in zip(texts, outputs, strict=True) if pair[1]]
-  if not done:
+  done = _begun(os.fspath(path), settings)
+  if done[-1:] != [_COMPLETE]:
+    placed = partitioning.place(params, PLACEMENT)
+    longest = 1 + max(map(len, sources))
+    begin = due = time.monotonic()
+    end = begin + 60 * (config.max_minutes or math.inf)
+    with open(path, 'a', encoding='utf-8') as stream:
+      for number in range(len(done), len(batches)):
+        if (now := time.monotonic()) >= end:
+          break
+        if now >= due:
+          due = now + _LOG_SECONDS
+          log(f'outputs {number}/{len(batches)}, {(now - begin) / 60:.1f} min')
+        texts = [sources[i] for i in batches[number]]
+        widest = max(map(len, texts))
+        outputs = decode(
+          model,
+          placed,
+          config,
+          texts,
+          batches[number],
+          min(1 << max(4, widest.bit_length()), longest),
+          config.temperatures[number % len(config.temperatures)],
+          start_id,
+          eos_id,
+        )
+        made = [pair for pair in zip(texts, outputs, strict=True) if pair[1]]
+        print(json.dumps(made, default=int), file=stream, flush=True)
+        done.append(made)
+      if any(done):
+        print(json.dumps(_COMPLETE), file=stream)
+  pairs = read_outputs(os.fspath(path))
+  if not pairs:
     raise ValueError(
       f'None of {len(sources)} outputs ended by itself; is the model trained?'
     )
-  log(f'outputs: {len(done)} of {sum(map(len, batches))} ended by themselves')
-  return save(len(batches))
+  log(f'outputs: {len(pairs)} of {sum(map(len, batches))} ended by themselves')
+  return pairs
+
+
+def _begun(path: str, settings: dict[str, Any]) -> list[Any]:
+  """The lines behind the first one; writes that one if there is no file.
+
+  Raises:
+    ValueError: the file is of other settings, or damaged.
+  """
+  if not os.path.exists(path):
+    files.write_atomically(path, f'{json.dumps(settings)}\n'.encode())
+    return []
+  before, done, size = _read(path)
+  check_settings(path, before, settings)
+  os.truncate(path, size)
+  return done
+
+
+def _read(path: str) -> tuple[Any, list[Any], int]:
+  """The first line, the others, and where what a kill has cut begins."""
+  with files.open_regular(path) as stream:
+    text = stream.read()
+  size = text.rfind(b'\n') + 1
+  try:
+    before, *done = map(json.loads, text[:size].splitlines())
+  except ValueError as error:
+    expected = 'lines of JSON, the first one with settings'
+    raise unexpected(path, expected, text[:size]) from error
+  return before, done, size
+
+
+def read_outputs(path: str) -> Pairs:
+  """The pairs of a file that `generate_outputs` has written."""
+  _, done, _ = _read(path)
+  return [pair for made in done if made != _COMPLETE for pair in made]
 
 
 def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
@@ -260,9 +273,11 @@ def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
   )
 
 
-def _batches(sources: TokenPairs, config: OutputsConfig) -> list[np.ndarray]:
+def _batches(
+  sources: Sequence[Sequence[int]], config: OutputsConfig
+) -> list[np.ndarray]:
   """Numbers of sources of similar length, in batches in random order."""
-  lengths = np.diff(sources.inputs_offsets)
+  lengths = np.array([*map(len, sources)])
   usable = np.flatnonzero(lengths > 0)[: config.num_examples or None]
   if not len(usable):
     expected = 'a source that is not empty'

@@ -1,7 +1,7 @@
 """A drafter for a T5 of one's own, from texts alone: `specdec distil`.
 
 The target decodes the texts; some layers of its decoder become a drafter that
-reads its encoder (see `training.slicing`) and learns to say what it says; the
+reads its encoder (see `decoder_layers`) and learns to say what it says; the
 pair is calibrated on texts that were held out. Each step is resumed where it
 was stopped, by the rules of `training.train`.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
+import jax
 import numpy as np
 import rich.console
 
@@ -30,21 +31,20 @@ from specdec_jax.measure.calls import LEAST_DECODE_LEN
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import say
-from specdec_jax.models.base import reads_encoder
+from specdec_jax.models.base import Params, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.local_tasks import read_prompts
-from specdec_jax.training.data import PackingConfig, TokenPairs
-from specdec_jax.training.outputs import OutputsConfig
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.training.data import PackingConfig
+from specdec_jax.training.outputs import OutputsConfig, read_outputs
 from specdec_jax.training.run import (
   MODEL_FILE,
-  OUTPUTS,
-  Dtype,
   FromTarget,
   TrainRun,
   train,
 )
-from specdec_jax.training.trainer import OptimizerConfig, TrainConfig
+from specdec_jax.training.trainer import TrainConfig
 
 CALIBRATION = 'calibration.json'
 HELD_OUT = 'held_out.txt'
@@ -64,20 +64,14 @@ class DistilConfig:
       gives it.
     texts: file of inputs as the target gets them, prefix included, one a line.
     output_dir: folder of the drafter; made if needed.
-    num_layers: of the target's decoder that become the drafter's, see
-      `slicing.sliced`.
+    num_layers: of the target's decoder that become the drafter's.
     max_input_len, max_decode_len: tokens of an input and of an output at most,
       their ends included; longer ones are left out.
     minutes: time of the whole run: a third at most to decode, the most of the
       rest to learn; 0 is no limit, and `steps` ends it.
     steps: ends the training as well.
-    learning_rate: at its peak.
-    tokens_per_batch, tokens_per_part: places of a batch on each side, and of
-      those that are computed at once; 0 is a whole batch, for a GPU or TPU.
-    export_dtype: dtype of the drafter's file.
     max_gamma, num_tokens, repeats: the calibration's largest gamma, tokens that
       it measures acceptance on, and timed rounds.
-    seed: seed of the training.
 
   Raises:
     ValueError: a value is outside its range.
@@ -91,14 +85,9 @@ class DistilConfig:
   max_decode_len: int = 120
   minutes: float = 90.0
   steps: int = 1_000_000
-  learning_rate: float = 2e-3
-  tokens_per_batch: int = 2048
-  tokens_per_part: int = 256
-  export_dtype: Dtype = 'float32'
   max_gamma: int = 16
   num_tokens: int = 2000
   repeats: int = 9
-  seed: int = 0
 
   def __post_init__(self):
     check_types(self)
@@ -125,24 +114,34 @@ def distil(
   """
   console = console or terminal()
   draft = draft_network(config)
-  own_vocabulary(config.target)  # or an error that says what to do
+  tokenizer = own_vocabulary(config.target)  # or an error that says what to do
   huggingface.import_safetensors()
   _check_folder(config.output_dir)
-  learned, held_out, lengths = _texts(config)
+  learned, held_out = _texts(config, tokenizer)
+  ids = {text: tokenizer.whole(text)[:-1] for text in (*learned, *held_out)}
+  sizes = [1 + len(row) for row in ids.values()]
   say(
     console,
     f'{len(learned)} texts to learn from, {len(held_out)} held out; the drafter'
     f' is {config.num_layers} of the decoder layers of {config.target.name!r};'
     f' {config.minutes:g} minutes in all (0: no limit).',
   )
-  training = os.path.join(config.output_dir, _TRAINING)
-  files.make_folder(training)
-  texts = ''.join(f'{text}\n' for text in held_out)
+  run = _train_run(config, draft, tokenizer, max(sizes))
+  files.make_folder(run.model_dir)
+  lines = ''.join(f'{text}\n' for text in held_out)
   held_out_file = os.path.join(config.output_dir, HELD_OUT)
-  files.write_atomically(held_out_file, texts.encode())
-  train(_train_run(config, draft, training, learned, held_out, max(lengths)))
-  _export(config, draft, training)
-  calibrated = _calibrate(config, int(np.median(lengths)), console)
+  files.write_atomically(held_out_file, lines.encode())
+  # The targets are the target's own, which are made from these sources.
+  train(
+    run,
+    (
+      [(ids[text], ids[text]) for text in learned],
+      [(ids[text], ids[text]) for text in held_out],
+    ),
+    lambda params: decoder_layers(params, config.num_layers),
+  )
+  _export(config, draft, run.model_dir)
+  calibrated = _calibrate(config, int(np.median(sizes)), console)
   say(
     console,
     f'The drafter is in {config.output_dir}: specdec decode --target'
@@ -191,6 +190,26 @@ def draft_network(config: DistilConfig) -> T5:
   )
 
 
+def decoder_layers(params: Params, num_layers: int) -> Params:
+  """The parameters of a drafter that is layers of a T5's decoder.
+
+  Such a drafter already knows the task; it learns to manage with fewer layers.
+
+  Args:
+    params: a T5's parameters.
+    num_layers: layers to take, evenly spaced.
+  """
+  theirs = params['decoder']
+  others = {k: v for k, v in theirs.items() if not k.startswith('layers_')}
+  last = len(theirs) - len(others) - 1
+  layers = {
+    f'layers_{new}': theirs[f'layers_{round(old)}']
+    for new, old in enumerate(np.linspace(0, last, num_layers))
+  }
+  around = {name: x for name, x in params.items() if name != 'encoder'}
+  return around | {'decoder': others | layers}
+
+
 def _check_folder(folder: str) -> None:
   """Raises ValueError if something else than a drafter of ours is there."""
   names = [os.path.basename(folder)] if os.path.isfile(folder) else []
@@ -201,9 +220,10 @@ def _check_folder(folder: str) -> None:
     raise unexpected(f'DistilConfig.output_dir {folder!r}', expected, names)
 
 
-def _texts(config: DistilConfig) -> tuple[list[str], list[str], list[int]]:
-  """Texts to learn from, those held out, and the tokens of each of them."""
-  tokenizer = own_vocabulary(config.target)
+def _texts(
+  config: DistilConfig, tokenizer: Tokenizer
+) -> tuple[list[str], list[str]]:
+  """Texts to learn from, and those held out."""
 
   def count(text: str) -> int:
     return len(tokenizer.whole(text))
@@ -218,26 +238,13 @@ def _texts(config: DistilConfig) -> tuple[list[str], list[str], list[int]]:
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
   held_out = texts[:: len(texts) // number][:number]
   left_out = set(held_out)
-  learned = [text for text in texts if text not in left_out]
-  return learned, held_out, [count(text) for text in texts]
+  return [text for text in texts if text not in left_out], held_out
 
 
 def _train_run(
-  config: DistilConfig,
-  draft: T5,
-  folder: str,
-  learned: list[str],
-  held_out: list[str],
-  longest: int,
+  config: DistilConfig, draft: T5, tokenizer: Tokenizer, longest: int
 ) -> TrainRun:
-  tokenizer = own_vocabulary(config.target)
   decoding, learning = _shares(config.minutes)
-  paths = []
-  for name, texts in (('train', learned), ('held_out', held_out)):
-    ids = [tokenizer.whole(text)[:-1] for text in texts]
-    paths.append(os.path.join(folder, f'{name}.npz'))
-    # The targets are the target's own, which are made from these sources.
-    TokenPairs.from_lists(ids, ids).save(paths[-1])
   longest = max(longest, config.max_decode_len)
   # Powers of two from 16: a program is compiled for each.
   buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
@@ -245,19 +252,15 @@ def _train_run(
     max_minutes=decoding,
     max_ratio=0.0,
     max_extra=config.max_decode_len,
-    seed=config.seed,
   )
   return TrainRun(
     model=draft,
-    model_dir=folder,
-    train_file=paths[0],
-    eval_file=paths[1],
+    model_dir=os.path.join(config.output_dir, _TRAINING),
     packing=PackingConfig(
       weights=(1.0,),
       buckets=buckets,
-      tokens_per_batch=max(config.tokens_per_batch, buckets[-1]),
-      tokens_per_part=config.tokens_per_part,
-      seed=config.seed,
+      tokens_per_batch=max(2048, buckets[-1]),
+      tokens_per_part=256 if jax.default_backend() == 'cpu' else 0,
       eos_id=tokenizer.eos_id,
     ),
     training=TrainConfig(
@@ -265,15 +268,11 @@ def _train_run(
       max_minutes=learning,
       eval_every=400,
       checkpoint_minutes=5.0,
-      seed=config.seed,
-      optimizer=OptimizerConfig(
-        'muon', learning_rate=config.learning_rate, warmup_steps=50
-      ),
+      warmup_steps=50,
     ),
     learning=FromTarget(
       target=config.target.network,
       checkpoint_path=config.target.name,
-      slice_target=True,
       outputs=outputs,
     ),
   )
@@ -288,14 +287,16 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
   huggingface.save_huggingface(
     config.output_dir,
     draft.config,
-    draft_model.read(config.export_dtype),
+    draft_model.read(),
     about={'target': draft_model.made_for} if draft_model.made_for else None,
   )
   tokenizer = own_vocabulary(config.target)
   size = tokenizer.vocab_size
-  tokens = TokenPairs.load(os.path.join(training, OUTPUTS, 'train.npz')).targets
+  said = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
+  # No padding of the output layer.
+  tokens = [token for _, ids in said for token in ids if token < size]
   table = fit(
-    [[0, *tokens[tokens < size]]],  # no padding of the output layer
+    [[0, *tokens]],
     1,
     size,
     max_continuations=size,
@@ -337,7 +338,6 @@ def _calibrate(
       decode_len=max(config.max_decode_len, LEAST_DECODE_LEN),
       max_gamma=config.max_gamma,
       repeats=config.repeats,
-      seed=config.seed,
       output_file=path,
     ),
     console,

@@ -1,6 +1,7 @@
 """A training run: its settings, and the way from data to a checkpoint."""
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -8,17 +9,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import (
-  check_at_least,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
@@ -33,7 +29,6 @@ from specdec_jax.models.base import (
   reads_encoder,
   start_id,
 )
-from specdec_jax.models.t5 import T5
 from specdec_jax.text import tasks
 from specdec_jax.text.local_tasks import (
   FEATURES,
@@ -47,36 +42,24 @@ from specdec_jax.training import losses
 from specdec_jax.training.data import (
   PackedBatches,
   PackingConfig,
-  TokenPairs,
+  Pairs,
+  digest,
 )
 from specdec_jax.training.outputs import (
   OutputsConfig,
   check_settings,
   generate_outputs,
 )
-from specdec_jax.training.slicing import sliced
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
-OUTPUTS = 'outputs'
-# Fields of `FromTarget` that a run that goes on must have as before.
-_DECIDES_LEARNING = (
-  *('target', 'total_variation', 'slice_target', 'with_references'),
-  'head_decay',
-)
+# Fields of `TrainConfig` that a run that goes on must have as before.
+_DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Likelihood:
-  """Learning from the data's own targets; see `losses.cross_entropy`."""
-
-  label_smoothing: float = 0.0
-  z_loss: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,32 +69,22 @@ class FromTarget:
   Attributes:
     target: the model to follow.
     checkpoint_path: its parameters, a single-file T5X checkpoint.
-    total_variation: weight of the probability that a proposal is rejected,
-      beside the divergence; see `losses.distillation`.
-    slice_target: whether to begin with a slice of the target if there is no
-      checkpoint to begin with; see `slicing.sliced`.
     outputs: how the target's own outputs for the data's sources are made; None
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
       outputs: more to learn from if there is no time for many outputs.
     outputs_folder: folder that outputs are written to, or found in; None is a
       folder in `TrainRun.model_dir`.
-    head_decay: of heads, the weight of each head's loss divided by that of the
-      head before it.
   """
 
   target: LanguageModel
   checkpoint_path: str
-  total_variation: float = 1.0
-  slice_target: bool = False
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
   outputs_folder: str | None = None
-  head_decay: float = 0.8
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, head_decay=0.0, total_variation=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +93,7 @@ class TrainRun:
 
   The data are a UTF-8 file (`.gz` or not) of source<TAB>target lines, or of
   lines of text for a decoder-only model; JSONL with 'inputs' and 'targets'
-  (`.jsonl`); a `.npz` file as `TokenPairs.save` writes it; or a task.
+  (`.jsonl`); or a task.
 
   Attributes:
     model: the network to train, such as a T5 or a GPT. A T5 without encoder
@@ -136,12 +109,13 @@ class TrainRun:
     task_feature_lengths: 'inputs', 'targets' -> length that a task's examples
       are cut to, their ends included; None cuts nothing.
     vocab_path: sentencepiece model. If it does not exist yet, it is trained on
-      both sides of `train_file`. Only text needs a vocabulary.
+      both sides of `train_file`. Files need a vocabulary.
     init_checkpoint_path: parameters to begin with, a single-file T5X
       checkpoint; None begins with random parameters.
     packing: how pairs become batches.
     training: length, optimiser, evaluation.
-    learning: what the model learns from: the data, or another model.
+    learning: the model to learn from, where it is not the data's own targets.
+    z_loss: of the latter, see `losses.CrossEntropy`.
     export_dtype: dtype of the parameters in model.msgpack.
 
   Raises:
@@ -158,7 +132,8 @@ class TrainRun:
   init_checkpoint_path: str | None = None
   packing: PackingConfig = PackingConfig()
   training: TrainConfig = TrainConfig()
-  learning: Likelihood | FromTarget = Likelihood()
+  learning: FromTarget | None = None
+  z_loss: float = 0.0
   export_dtype: Dtype = 'float32'
 
   def __post_init__(self):
@@ -166,17 +141,12 @@ class TrainRun:
     if not self.model_dir:
       raise unexpected('TrainRun.model_dir', 'a folder', self.model_dir)
     self._check_networks()
-    sources = (self.train_file, self.task)
-    if (self.train_file is None) == (self.task is None):
-      raise unexpected('TrainRun', 'either a train_file or a task', sources)
     for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
       path = getattr(self, name)
       if path is not None and not os.path.isfile(shipped.find(path)):
         raise ValueError(f'TrainRun.{name}: there is no file {path!r}.')
-    texts = (self.train_file, self.eval_file)
-    if self.vocab_path is None and any(
-      path is not None and not path.endswith('.npz') for path in texts
-    ):
+    has_text = self.train_file is not None or self.eval_file is not None
+    if self.vocab_path is None and has_text:
       expected = 'a sentencepiece model, or a path where one is trained'
       raise unexpected('TrainRun.vocab_path', expected, None)
 
@@ -216,15 +186,12 @@ class TrainRun:
       expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
-    if getattr(self.learning, 'slice_target', False) and not (
-      isinstance(model, T5) and isinstance(target, T5)
-    ):
-      expected = 'False, since only a T5 is cut out of another T5'
-      raise unexpected('FromTarget.slice_target', expected, True)
 
 
 def train(
   run: TrainRun,
+  data: tuple[Pairs, Pairs | None] | None = None,
+  begin: Callable[[Params], Params] | None = None,
   beside: Mapping[str, Callable[[], str]] | None = None,
   log: Callable[[str], None] | None = None,
 ) -> Params:
@@ -232,6 +199,9 @@ def train(
 
   Args:
     run: the run.
+    data: pairs to learn from and held-out ones, in place of those of the run.
+    begin: makes the first parameters of the target's; None makes those that the
+      run describes.
     beside: more files to write to the folder: name -> function that returns its
       text.
     log: gets lines of progress; None is standard error.
@@ -251,30 +221,37 @@ def train(
   if tokenizer is not None:
     packing = dataclasses.replace(packing, eos_id=tokenizer.eos_id)
   first = first_token(run.network, tokenizer)
-  objective, settings = _objective(run, first)
-  params, start = _first_params(run, objective)
-  pairs, held_out = pairs_of(run)
+  objective = _objective(run, first)
+  if begin is None:
+    params, start = _first_params(run)
+  else:
+    params, start = begin(objective.target_params), ''
+  pairs, held_out = data or pairs_of(run)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
   learning = run.learning
-  if isinstance(learning, FromTarget) and learning.outputs is not None:
-    pairs, held_out = _target_outputs(
-      run, objective, packing, pairs, held_out, log
-    )
-    # An output is one example: its source was joined before it was decoded.
-    packing = dataclasses.replace(packing, weights=(1.0,))
+  decides: dict[str, Any] = {'z_loss': run.z_loss}
+  if learning is not None:
+    checkpoint = fingerprint(objective.target_params)
+    decides = vars(learning) | {'checkpoint_path': checkpoint}
+    decides |= {'outputs': None, 'outputs_folder': None}  # the data says it
+    if learning.outputs is not None:
+      pairs, held_out = _target_outputs(
+        run, objective, packing, pairs, held_out, log
+      )
+      # An output is one example: its source was joined before it was decoded.
+      packing = dataclasses.replace(packing, weights=(1.0,))
   training = run.training
   settings = {
     'model': repr(run.model),
     'init': start,
     'start_id': first,
-    'learning': settings,
-    'optimizer': dataclasses.asdict(training.optimizer),
-    'seed': training.seed,
+    'learning': decides,
+    'training': {name: getattr(training, name) for name in _DECIDES_LEARNING},
     'packing': dataclasses.asdict(packing),
-    'train_data': pairs.digest,
+    'train_data': digest(pairs),
   }
   path = os.path.join(run.model_dir, 'settings.json')
   if os.path.exists(path):
@@ -307,7 +284,7 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
     return Tokenizer(task.vocab_path) if isinstance(task, LocalTask) else None
   if os.path.exists(shipped.find(run.vocab_path)):
     return Tokenizer(run.vocab_path)
-  if run.train_file is None or run.train_file.endswith('.npz'):
+  if run.train_file is None:
     expected = 'a vocabulary, or a train_file of text to train one on'
     raise unexpected('TrainRun.vocab_path', expected, run.vocab_path)
   os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
@@ -328,12 +305,15 @@ def first_token(
   return first_id(network, tokenizer, {})
 
 
-def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
+def pairs_of(run: TrainRun) -> tuple[Pairs, Pairs | None]:
   """Training and held-out pairs.
 
   Raises:
     ValueError: data cannot be read, or has ids outside the model's vocabulary.
   """
+  if (run.train_file is None) == (run.task is None):
+    sources = (run.train_file, run.task)
+    raise unexpected('TrainRun', 'either a train_file or a task', sources)
   if run.task is not None:
     task = tasks.find_one(run.task)
     parts = [_task_pairs(run, task, split) for split in task.training_splits()]
@@ -341,30 +321,26 @@ def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
     paths = filter(None, (run.train_file, run.eval_file))
     parts = [_file_pairs(run, path) for path in paths]
   size = run.network.vocab_size
-  for pairs in parts:
-    for ids in (pairs.inputs, pairs.targets):
-      if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-        got = f'from {ids.min()} to {ids.max()}'
-        raise unexpected('Ids of the data', f'ids below {size}', got)
+  flat = itertools.chain.from_iterable
+  for ids in flat(flat(parts)):
+    if len(ids) and not 0 <= min(ids) <= max(ids) < size:
+      raise unexpected('Ids of the data', f'ids below {size}', [*map(int, ids)])
   return parts[0], parts[1] if len(parts) > 1 else None
 
 
-def _file_pairs(run: TrainRun, path: str) -> TokenPairs:
-  if path.endswith('.npz'):
-    return TokenPairs.load(path)
+def _file_pairs(run: TrainRun, path: str) -> Pairs:
   kind = kind_of(path)
   if kind != 'jsonl':
     kind = 'tsv' if run.network.has_encoder else 'txt'
   task = LocalTask(path, {TRAIN_SPLIT: path}, str(run.vocab_path), kind)
   pairs = _task_pairs(run, task, TRAIN_SPLIT)
-  sources, targets = map(np.diff, (pairs.inputs_offsets, pairs.targets_offsets))
-  lacking = np.flatnonzero((sources > 0) & (targets == 0))
-  if run.network.has_encoder and len(lacking):
-    raise unexpected(f'{path!r}, example {lacking[0] + 1}', 'a target', '')
+  for number, (source, target) in enumerate(pairs, 1):
+    if run.network.has_encoder and len(source) and not len(target):
+      raise unexpected(f'{path!r}, example {number}', 'a target', '')
   return pairs
 
 
-def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> TokenPairs:
+def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
   lengths = run.task_feature_lengths or {}
   check_feature_lengths(lengths, FEATURES, task.name)
   inputs, targets = tasks.token_lists(task, split)
@@ -376,60 +352,52 @@ def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> TokenPairs:
   if not run.network.has_encoder and not any(map(len, targets)):
     # Lines of text. A pair needs two sides; which id the source is, is nothing.
     inputs, targets = [[PAD_ID]] * len(inputs), inputs
-  return TokenPairs.from_lists(inputs, targets)
+  return list(zip(inputs, targets, strict=True))
 
 
-def _first_params(run: TrainRun, objective: Any) -> tuple[Params, str]:
+def _first_params(run: TrainRun) -> tuple[Params, str]:
   """Parameters to begin with, and the fingerprint of a checkpoint's."""
   model: Any = run.model
   if run.init_checkpoint_path is not None:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
     return params, fingerprint(params)
-  if getattr(run.learning, 'slice_target', False):
-    return sliced(objective.target_params, run.target.config, model.config), ''
   # Room for the parameters and their gradients.
   config, subject = getattr(model, 'config', None), 'The model to train'
   sizes.check_params(config, subject, 2 * 4, memory.free_bytes)
   return model.init(jax.random.key(run.training.seed)), ''
 
 
-def _objective(run: TrainRun, first: int | None) -> tuple[Any, dict[str, Any]]:
-  """The objective, and the settings that must be the same in a resumed run."""
+def _objective(run: TrainRun, first: int | None) -> Any:
   learning, model = run.learning, run.model
-  if not isinstance(learning, FromTarget):
-    settings = dataclasses.asdict(learning)
-    return losses.CrossEntropy(model, first, **settings), settings
+  if learning is None:
+    return losses.CrossEntropy(model, first, run.z_loss)
   target = learning.target
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
-  settings = {
-    name: repr(getattr(learning, name)) for name in _DECIDES_LEARNING
-  } | {'target_params': fingerprint(params)}
   params = jax.tree.map(jnp.asarray, params)
-  common = model, target, params, first, learning.total_variation
-  if isinstance(model, Heads):
-    return losses.HeadDistillation(*common, learning.head_decay), settings
-  return losses.Distillation(*common), settings
+  is_heads = isinstance(model, Heads)
+  kind = losses.HeadDistillation if is_heads else losses.Distillation
+  return kind(model, target, params, first)
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):
   """What the target says to the training and to the held-out sources."""
   learning = run.learning
-  folder = learning.outputs_folder or os.path.join(run.model_dir, OUTPUTS)
+  folder = learning.outputs_folder or os.path.join(run.model_dir, 'outputs')
   files.make_folder(folder)
 
   def decoded(name, pairs, config):
-    sources = PackedBatches(pairs, packing).examples()
+    references = PackedBatches(pairs, packing).examples()
     outputs = generate_outputs(
       objective.target,
       objective.target_params,
-      sources,
-      os.path.join(folder, f'{name}.npz'),
+      [source for source, _ in references],
+      os.path.join(folder, f'{name}.jsonl'),
       config,
       objective.start_id,
       packing.eos_id,
       log,
     )
-    return outputs, sources
+    return outputs, references
 
   if held_out is not None:
     for_eval = dataclasses.replace(
@@ -439,11 +407,8 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
       temperatures=_EVAL_TEMPERATURES,
     )
     held_out, _ = decoded('eval', held_out, for_eval)
-  pairs, references = decoded('train', pairs, learning.outputs)
-  if learning.with_references:
-    both = zip(*pairs, *references, strict=True)
-    pairs = TokenPairs.from_lists(*both)
-  return pairs, held_out
+  outputs, references = decoded('train', pairs, learning.outputs)
+  return outputs + references * learning.with_references, held_out
 
 
 def _export(run, objective, path: str, params: Params, step: int) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import flax.struct
 import jax
@@ -35,91 +35,6 @@ _NOT_MUON = (
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-  """How parameters follow gradients.
-
-  Attributes:
-    name: 'adamw', or 'muon' (orthogonalised momentum, Jordan et al. 2024) for
-      kernels with AdamW for embeddings, logits and norms.
-    learning_rate: peak, reached after `warmup_steps`.
-    curve: 'cosine' or 'linear' goes from the peak to zero over the run;
-      'constant' stays at the peak.
-    weight_decay: decoupled, on matrices only.
-    max_grad_norm: gradients are scaled down to this global norm; 0 is off.
-  """
-
-  name: Literal['adamw', 'muon'] = 'adamw'
-  learning_rate: float = 2e-3
-  warmup_steps: int = 200
-  curve: Literal['cosine', 'linear', 'constant'] = 'cosine'
-  weight_decay: float = 0.01
-  b1: float = 0.9
-  b2: float = 0.98
-  max_grad_norm: float = 1.0
-
-  def __post_init__(self):
-    check_types(self)
-    check_at_least(self, warmup_steps=0)
-    if self.learning_rate <= 0:
-      raise unexpected(
-        'OptimizerConfig.learning_rate', 'a number above 0', self.learning_rate
-      )
-
-
-def learning_rate(config: OptimizerConfig, step: int, progress: float) -> float:
-  """The rate for `step` (from 0); `progress` in [0, 1] of the run is done."""
-  warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
-  progress = min(max(progress, 0.0), 1.0)
-  if config.curve == 'cosine':
-    curve = 0.5 * (1.0 + math.cos(math.pi * progress))
-  elif config.curve == 'linear':
-    curve = 1.0 - progress
-  else:
-    curve = 1.0
-  return config.learning_rate * warm * curve
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """The update rule at learning rate 1.
-
-  The step scales the update by `learning_rate(config, step, progress)`, so that
-  the curve can follow the wall clock without recompiling.
-  """
-  if config.name == 'adamw':
-    rule = optax.adamw(
-      1.0,
-      b1=config.b1,
-      b2=config.b2,
-      weight_decay=config.weight_decay,
-      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-    )
-  else:
-    rule = optax.contrib.muon(
-      1.0,
-      weight_decay=config.weight_decay,
-      adam_b1=config.b1,
-      adam_b2=config.b2,
-      muon_weight_dimension_numbers=_muon_dimensions,
-      # Makes the root mean square of updates 0.2, as AdamW's: one peak rate
-      # then serves both kinds of parameters.
-      consistent_rms=0.2,
-    )
-  if config.max_grad_norm > 0:
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
-  return rule
-
-
-def _muon_dimensions(params: Any) -> Any:
-  def dimensions(path, leaf):
-    names = {getattr(key, 'key', None) for key in path}
-    if jnp.ndim(leaf) != 2 or names & set(_NOT_MUON):
-      return None
-    return optax.contrib.MuonDimensionNumbers()
-
-  return jax.tree_util.tree_map_with_path(dimensions, params)
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """The settings of a run of the training loop.
 
@@ -133,7 +48,10 @@ class TrainConfig:
     checkpoint_minutes: time between saved states; 0 saves each step's. The last
       state is always saved.
     seed: seed of initialisation and dropout.
-    optimizer: see `OptimizerConfig`.
+    learning_rate: peak, reached after `warmup_steps`; a cosine goes from there
+      to zero over the run.
+    warmup_steps: steps in which the learning rate rises.
+    weight_decay: decoupled from the gradient.
   """
 
   steps: int = 10_000
@@ -142,12 +60,57 @@ class TrainConfig:
   log_every: int = 50
   checkpoint_minutes: float = 10.0
   seed: int = 0
-  optimizer: OptimizerConfig = OptimizerConfig()
+  learning_rate: float = 2e-3
+  warmup_steps: int = 200
+  weight_decay: float = 0.01
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, steps=1, eval_every=1, log_every=1)
+    check_at_least(self, steps=1, eval_every=1, log_every=1, warmup_steps=0)
     check_at_least(self, max_minutes=0.0, checkpoint_minutes=0.0)
+    if self.learning_rate <= 0:
+      raise unexpected(
+        'TrainConfig.learning_rate', 'a number above 0', self.learning_rate
+      )
+
+
+def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
+  """The rate for `step` (from 0); `progress` in [0, 1] of the run is done."""
+  warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+  curve = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+  return config.learning_rate * warm * curve
+
+
+def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
+  """The update rule at learning rate 1.
+
+  Muon (orthogonalised momentum, Jordan et al. 2024) for kernels, AdamW for
+  embeddings, logits and norms. The step scales the update by `learning_rate`,
+  so that the curve can follow the wall clock without recompiling.
+  """
+  return optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.contrib.muon(
+      1.0,
+      weight_decay=weight_decay,
+      adam_b1=0.9,
+      adam_b2=0.98,
+      muon_weight_dimension_numbers=_muon_dimensions,
+      # Makes the root mean square of updates 0.2, as AdamW's: one peak rate
+      # then serves both kinds of parameters.
+      consistent_rms=0.2,
+    ),
+  )
+
+
+def _muon_dimensions(params: Any) -> Any:
+  def dimensions(path, leaf):
+    names = {getattr(key, 'key', None) for key in path}
+    if jnp.ndim(leaf) != 2 or names & set(_NOT_MUON):
+      return None
+    return optax.contrib.MuonDimensionNumbers()
+
+  return jax.tree_util.tree_map_with_path(dimensions, params)
 
 
 @flax.struct.dataclass
@@ -195,7 +158,7 @@ class Trainer:
     self._train_data = train_data
     self._valid_data = valid_data
     self._log = log
-    self._optimizer = make_optimizer(config.optimizer)
+    self._optimizer = make_optimizer(config.weight_decay)
     self._gradient = jax.jit(_gradient)
     self._evaluate = jax.jit(_evaluate)
     self._update = jax.jit(
@@ -214,20 +177,16 @@ class Trainer:
 
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
-    key = jax.random.key(0)
+    given, key = (self._objective, state.params), jax.random.key(0)
     for shapes in self._train_data.shapes():
-      lowered = self._gradient.lower(
-        self._objective, state.params, _batch_like(shapes), key
-      )
+      lowered = self._gradient.lower(*given, _batch_like(shapes), key)
       lowered.compile()
     gradients = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info[0]
     )
     self._update.lower(state, gradients, np.float32(0)).compile()
-    if self._valid_data is not None:
-      for shapes in self._valid_data.shapes():
-        batch = _batch_like(shapes)
-        self._evaluate.lower(self._objective, state.params, batch).compile()
+    for shapes in self._valid_data.shapes() if self._valid_data else ():
+      self._evaluate.lower(*given, _batch_like(shapes)).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
     """Means over the held-out tokens; {} without held-out data."""
@@ -257,19 +216,19 @@ class Trainer:
       state = _restored(store, self.init(params))
       step, elapsed = int(state.step), float(state.elapsed_s)
       self.compile(state)
-      clock = _Clock(elapsed)
+      start = time.monotonic() - elapsed  # of the training, over all resumes
       if step:
         self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
       saved_s = logged_s = elapsed
       sums: dict[str, float] = {}
       data = self._train_data.stream(step)
-      while (progress := self._progress(step, clock)) < 1.0:
-        rate = learning_rate(config.optimizer, step, progress)
+      while (progress := self._progress(step, time.monotonic() - start)) < 1.0:
+        rate = learning_rate(config, step, progress)
         epoch, batch = next(data)
         state, norm, added = self._one_step(state, step, batch, rate)
         _add(sums, added)
         step += 1
-        now = clock.elapsed_s
+        now = time.monotonic() - start
         if step % config.log_every == 0:
           speed = sums['tokens'] / max(now - logged_s, 1e-9)
           self._log(
@@ -287,14 +246,14 @@ class Trainer:
       if step % config.eval_every:
         self._report_eval(state, step)
       if store.latest_step() != step:
-        _save(store, state, clock.elapsed_s)
+        _save(store, state, time.monotonic() - start)
     return state
 
-  def _progress(self, step: int, clock: '_Clock') -> float:
+  def _progress(self, step: int, elapsed_s: float) -> float:
     """The share of the run that is done, by steps or by time."""
     done = step / self.config.steps
     if self.config.max_minutes > 0:
-      done = max(done, clock.elapsed_s / (60 * self.config.max_minutes))
+      done = max(done, elapsed_s / (60 * self.config.max_minutes))
     return done
 
   def _one_step(self, state: TrainState, step: int, batch: Batch, rate: float):
@@ -312,17 +271,6 @@ class Trainer:
   def _report_eval(self, state: TrainState, step: int) -> None:
     if means := self.evaluate(state.params):
       self._log(f'eval step {step} {_text(means)}')
-
-
-class _Clock:
-  """Training time in seconds, over all resumes."""
-
-  def __init__(self, already_s: float):
-    self._start = time.monotonic() - already_s
-
-  @property
-  def elapsed_s(self) -> float:
-    return time.monotonic() - self._start
 
 
 def _states(folder: str | os.PathLike[str]) -> Any:
