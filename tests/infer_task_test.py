@@ -101,7 +101,7 @@ def run(make, source, tokenizer, tmp_path):
 def test_predictions_as_t5x_writes_them(run, make, tmp_path):
   _, records, _ = run()
   name = 'pairs-predict.jsonl-00000-of-00001'
-  endings = 'COMPLETED config.json summary.json operative_config.gin'.split()
+  endings = 'COMPLETED summary.json operative_config.gin'.split()
   names = {path.name for path in (tmp_path / 'out').iterdir()}
   assert names == {name, *(f'{name}.{ending}' for ending in endings)}
   assert make.asked[-1] == {'max_input_len': 16, 'max_decode_len': 10}

@@ -131,7 +131,6 @@ def test_records_are_in_order_and_files_complete(tmp_path):
   assert {path.name for path in out.iterdir()} == {
     'predictions.jsonl',
     'predictions.jsonl.COMPLETED',
-    'predictions.jsonl.config.json',
     'operative_config.gin',
     'summary.json',
   }

@@ -193,6 +193,9 @@ class DecodeConfig:
       "'error' in a chat, whose messages end with what the template adds"
     )
     yield 'options.on_too_long', not cuts, expected
+    expected = 'None with num_beams, for it is of single outputs'
+    tries = self.searches and SPECULATIVE in self.ways
+    yield 'calibration', not (tries and self.calibration), expected
     fixed = not self.searches or self.batching == 'fixed'
     yield 'batching', fixed, "'fixed' with beams (--batching fixed)"
 
@@ -387,6 +390,12 @@ class DataSet:
       'examples': len(self.examples),
       'examples_sha256': digest.hexdigest(),
     }
+
+  @property
+  def references(self) -> dict[int, Any]:
+    """The number of each example that has a target -> the target."""
+    known = {n: example.reference for n, example in enumerate(self.examples)}
+    return {n: text for n, text in known.items() if text is not None}
 
   def engine_options(self, config: DecodeConfig) -> dict[str, Any]:
     """Lengths and languages for a task's engine.

@@ -102,15 +102,6 @@ def first_bleu(
   return {f'first_{name}': value for name, value in score.items()}
 
 
-def lack(metric: Metric) -> str | None:
-  """Why a metric is unavailable (its package is missing); None if it is not."""
-  try:
-    metric(['a'], ['a'])
-  except ValueError as error:
-    return str(error)
-  return None
-
-
 # The metrics that a configuration can name.
 METRICS: Mapping[str, Metric] = {
   'bleu': bleu,
