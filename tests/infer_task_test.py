@@ -7,7 +7,6 @@ import json
 import pathlib
 import sys
 
-import jax
 import pytest
 import rich.console
 
@@ -38,19 +37,14 @@ class Making:
   """Makes one engine, and says with what it was asked to."""
 
   def __init__(self, tokenizer):
-    self.models = []
-    for seed, layers in ((0, 2), (1, 1)):
-      network = small_vocabulary.network(layers)
-      weights = network.init(jax.random.key(seed))
-      self.models.append(Model(network, weights))
+    networks = [small_vocabulary.network(layers) for layers in (2, 1)]
+    self.models = [
+      Model(network, small_vocabulary.weights(network, seed))
+      for seed, network in enumerate(networks)
+    ]
     self.asked: list[dict] = []
-    self.engine = Engine(
-      *self.models,
-      tokenizer=tokenizer,
-      gamma=2,
-      max_input_len=LENGTHS['inputs'],
-      max_decode_len=LENGTHS['targets'],
-    )
+    limits = {'max_input_len': 16, 'max_decode_len': 10}
+    self.engine = Engine(*self.models, tokenizer=tokenizer, gamma=2, **limits)
 
   def __call__(self, **options):
     self.asked.append(options)

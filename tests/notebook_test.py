@@ -16,6 +16,7 @@ import pytest
 import rich.console
 
 import small_vocabulary
+import toy_models
 from specdec_jax import notebook
 from specdec_jax.models.model import Model
 
@@ -135,20 +136,19 @@ def printed(shown) -> str:
 
 
 def test_it_shows_what_is_loaded_and_the_last_trace(tokenizer):
-  network = small_vocabulary.network(1)
-  params = network.init(jax.random.key(0))
+  network = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
   model = notebook.Interactive(
-    Model(network, params, name='my_target'),
-    Model(network, params, name='my_draft'),
+    Model(network, network.params, name='my_target'),
+    Model(network, network.params, name='my_draft'),
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=32,
     max_decode_len=12,
   )
-  count = sum(leaf.size for leaf in jax.tree.leaves(params))
+  count = sum(leaf.size for leaf in jax.tree.leaves(network.params))
   for text in (printed(model), model._repr_html_()):
     for part in (
-      f'my_target: T5, {count:,} of float32',
+      f'my_target: MarkovModel, {count:,} of float32',
       'my_draft',
       'gamma',
       str(small_vocabulary.VOCAB_SIZE),

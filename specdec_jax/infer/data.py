@@ -398,7 +398,7 @@ class DataSet:
     return {n: text for n, text in known.items() if text is not None}
 
   def engine_options(self, config: DecodeConfig) -> dict[str, Any]:
-    """Lengths and languages for a task's engine.
+    """Lengths for a task's engine.
 
     Raises:
       ValueError: nothing says how long an output may be.
@@ -419,13 +419,10 @@ class DataSet:
       )
     # The token of a language stands before the text.
     more = 1 if getattr(config.tokenizer, 'languages', {}) else 0
-    options: dict[str, Any] = {
+    return {
       'max_input_len': max(2, lengths[INPUTS] + more),
       'max_decode_len': max(1, lengths[TARGETS]),
     }
-    languages = ('source_lang', 'target_lang')
-    of_task = {name: getattr(config.task, name) for name in languages}
-    return options | {k: v for k, v in of_task.items() if v is not None}
 
 
 def read(config: DecodeConfig) -> DataSet:

@@ -80,20 +80,20 @@ class Folder:
     """Reads a JSON file of finished results.
 
     Args:
-      name: the file.
+      name: the file, of one object.
       lines: whether there is a value on each line; then a list is returned.
 
     Raises:
-      ValueError: it cannot be read, or is not JSON.
+      ValueError: it cannot be read, or is not such JSON.
     """
     path = self.path / name
     try:
       with files.open_regular(path) as stream:
         data = stream.read()
       if not lines:
-        return json.loads(data)
+        return dict(json.loads(data))
       return [json.loads(line) for line in data.split(b'\n') if line]
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
       raise ValueError(
         f'{str(path)!r}, a finished result, cannot be read: {error}. Give'
         f' another folder, or {_OVERWRITE} to make all of them again.'

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import tempfile
@@ -56,10 +55,6 @@ SUMMARY = 'summary.json'
 _KEEP_SECONDS = 30.0
 
 
-class AllFailedError(ValueError):
-  """No example of a run could be decoded."""
-
-
 def decode(
   config: DecodeConfig,
   beside: Beside | None = None,
@@ -92,8 +87,8 @@ def decode(
       bad. Before anything is compiled: the models do not fit. After everything
       was written, also if the run is started again: the input broke off,
       greedy outputs differ although `config.require_agreement` is set, or a
-      metric failed. If nothing could be decoded, it is an AllFailedError, and
-      the records are written without the marker.
+      metric failed. If nothing could be decoded, the records are written, and
+      no marker.
     OSError: results could not be written; finished work is kept.
   """
   console = console or rich.console.Console(stderr=config.stdout == 'outputs')
@@ -124,11 +119,7 @@ def decode(
 
 
 def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
-  """Makes an engine for the first task, and returns it for the others.
-
-  Tasks of a mixture are seqio's: they name no languages, so that their engines
-  have the same options.
-  """
+  """Makes an engine for the first task, and returns it for the others."""
   made: list[Engine] = []
 
   def once(**options: Any) -> Engine:
@@ -238,19 +229,24 @@ class _Run:
     summary = report.summarise(
       results, config.options.sampling.greedy, self._context(outputs)
     )
-    failed = all_failed(outputs, config.output_dir)
+    failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
+    failed = failed and bool(summary['errors'])
     texts = {SUMMARY: report.json_text(summary, indent=2)}
     texts |= {name: text() for name, text in beside.items()}
     contents = {folder.name: ''.join(map(report.json_text, records))}
     contents |= {config.files_prefix + n: text for n, text in texts.items()}
-    folder.finish(contents, failed is not None)
+    folder.finish(contents, failed)
     if self._prints_outputs:
       report.print_outputs(records)
     elif not config.is_task:
       report.show_examples(console, self.data, outputs)
     report.show(console, summary, config)
     if failed:
-      raise failed
+      first = summary['errors'][0].rstrip('.')
+      message = f'No output could be decoded. The first: {first}.'
+      if config.output_dir is not None:
+        message += f' {config.output_dir!r} has the records, but no marker.'
+      raise ValueError(message)
     self._check_end(summary)
     return summary
 
@@ -590,29 +586,3 @@ def _metrics(
     check_choice('DecodeConfig.metrics', name, metrics.METRICS)
     metrics.METRICS[name](['a'], ['a'])
   return [metrics.METRICS[name] for name in names], None
-
-
-def all_failed(
-  outputs: Sequence[Outputs], output_dir: str | None
-) -> AllFailedError | None:
-  """The error to raise after all is written, if nothing could be decoded.
-
-  Args:
-    outputs: all outputs; those of empty inputs do not count.
-    output_dir: folder that the results were written to, or None.
-  """
-  errors = [
-    output.error
-    for made in outputs
-    for output in itertools.chain(*made.values())
-    if output.finish_reason != 'empty'
-  ]
-  if not errors or not all(errors):
-    return None
-  first = str(errors[0]).rstrip('.')
-  message = (
-    f'None of {len(errors)} outputs could be decoded. The first: {first}.'
-  )
-  if output_dir is not None:
-    message += f' {output_dir!r} has the records, and is not marked COMPLETED.'
-  return AllFailedError(message)

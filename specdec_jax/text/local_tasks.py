@@ -35,12 +35,38 @@ _MOST_SAID = 1000  # most characters of the reason why a line is broken
 _MOST_NAMES = 100  # most field names that are searched for the nearest one
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalTask:
-  """A task whose examples are the lines of files.
+class Task:
+  """What tasks of files and of seqio have in common.
 
   Attributes:
     name: name of the task; its output files are named after it.
+    splits: names of its splits.
+  """
+
+  name: str
+  splits: Collection[str]
+
+  def check_split(self, split: str) -> None:
+    """Raises ValueError if there is no such split."""
+    if split not in self.splits:
+      near = nearest(split, self.splits)
+      raise ValueError(f'The task {self.name!r} has no split {split!r}.{near}')
+
+  def training_splits(self) -> list[str]:
+    """The training split and, if there is one, the held-out split.
+
+    Raises:
+      ValueError: there is no training split.
+    """
+    self.check_split(TRAIN_SPLIT)
+    return [x for x in (TRAIN_SPLIT, EVAL_SPLIT) if x in self.splits]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTask(Task):
+  """A task whose examples are the lines of files.
+
+  Attributes:
     files: split -> UTF-8 file, plain or `.gz`.
     vocab_path: the vocabulary of both sides: a sentencepiece model, also
       `gs://bucket/file`, or a folder with GPT-2's vocabulary; see
@@ -54,9 +80,6 @@ class LocalTask:
       if there are no targets. The object's other texts and numbers are kept as
       they are, except fields named 'inputs', 'targets' or 'references'.
     metrics: names of `metrics.METRICS`.
-    source_lang: language of the inputs, of models that translate between many,
-      such as 'eng_Latn'; None is the engine's.
-    target_lang: that of the outputs, likewise.
     distinct: whether lines with the same input are one example, whose
       references are the targets of all.
 
@@ -72,8 +95,6 @@ class LocalTask:
   inputs_field: str = 'inputs'
   targets_field: str | None = 'targets'
   metrics: tuple[str, ...] = ()
-  source_lang: str | None = None
-  target_lang: str | None = None
   distinct: bool = False
 
   def __post_init__(self):
@@ -91,6 +112,11 @@ class LocalTask:
       check_choice(name, self._kind(path), KINDS)
     for metric in self.metrics:
       check_choice('LocalTask.metrics', metric, metrics.METRICS)
+
+  @property
+  def splits(self) -> Collection[str]:
+    """The keys of `files`."""
+    return self.files
 
   def _kind(self, path: str | os.PathLike[str]) -> str:
     return self.kind or ending_of(path)
@@ -121,7 +147,7 @@ class LocalTask:
       files.BrokenOff: after the examples so far, the rest of the file cannot be
         read.
     """
-    check_split(self.name, split, self.files)
+    self.check_split(split)
     path = os.fspath(self.files[split])
     fields = (self.inputs_field, self.targets_field)
 
@@ -181,32 +207,9 @@ class LocalTask:
 
     return generate()
 
-  def training_splits(self) -> list[str]:
-    """The training split and, if there is one, the held-out split.
-
-    Raises:
-      ValueError: there is no training split.
-    """
-    return training_splits(self.name, self.files)
-
   def eos_ids(self) -> dict[str, int]:
     """Feature -> the id of its end of sequence."""
     return dict.fromkeys(FEATURES, Tokenizer(self.vocab_path).eos_id)
-
-
-def check_split(task: str, split: str, known: Collection[str]) -> None:
-  """Raises ValueError if a task has no such split."""
-  if split not in known:
-    near = nearest(split, known)
-    raise ValueError(f'The task {task!r} has no split {split!r}.{near}')
-
-
-def training_splits(task: str, known: Collection[str]) -> list[str]:
-  """Those of a task's splits that training reads: see `LocalTask`."""
-  if TRAIN_SPLIT not in known:
-    where = f'splits of the task {task!r}'
-    raise unexpected(where, f'{TRAIN_SPLIT!r} among them', sorted(known))
-  return [split for split in (TRAIN_SPLIT, EVAL_SPLIT) if split in known]
 
 
 def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ of T5's own task definitions (Raffel et al. 2020, appendix D).
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +26,10 @@ from specdec_jax.text.local_tasks import (
   FEATURES,
   KINDS,
   LocalTask,
+  Task,
   check_feature_lengths,
-  check_split,
   ending_of,
   kind_of,
-  training_splits,
 )
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.vocabulary import SENTENCEPIECE
@@ -75,21 +74,25 @@ TASKS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class SeqioTask:
+class SeqioTask(Task):
   """A task of seqio, with the methods of a `LocalTask`.
 
   Attributes:
     task: a `seqio.Task`.
-    source_lang, target_lang: None: those of the engine.
   """
 
   task: Any
-  source_lang = target_lang = None
 
   @property
   def name(self) -> str:
     """The name of the task."""
     return self.task.name
+
+  @property
+  def splits(self) -> Collection[str]:
+    """The names of its splits; ValueError if TFDS has not prepared them."""
+    check_prepared(self.task.source)
+    return self.task.splits
 
   def reading(self, split: str) -> str | None:
     """None: no file is read by its ending."""
@@ -112,9 +115,8 @@ class SeqioTask:
     del keep_broken, tokenizer
     task, lengths = self.task, dict(task_feature_lengths or {})
     check_feature_lengths(lengths, task.output_features, self.name)
-    check_prepared(task.source)
     # TFDS reads the part in brackets, as in 'test[:1%]'.
-    check_split(self.name, split.split('[')[0], task.splits)
+    self.check_split(split.split('[')[0])
     check_vocabularies(task)
     dataset = task.get_dataset(lengths or None, split, shuffle=False)
     ends = {
@@ -139,15 +141,6 @@ class SeqioTask:
     metrics = self.task.predict_metric_fns
     return [functools.partial(measure, metric=metric) for metric in metrics]
 
-  def training_splits(self) -> list[str]:
-    """The training split and, if there is one, the held-out split.
-
-    Raises:
-      ValueError: there is no training split, or TFDS has not prepared the data.
-    """
-    check_prepared(self.task.source)
-    return training_splits(self.name, self.task.splits)
-
   def eos_ids(self) -> dict[str, int]:
     """Feature -> the id of its end of sequence.
 
@@ -161,11 +154,8 @@ class SeqioTask:
     return {key: features[key].vocabulary.eos_id for key in FEATURES}
 
 
-Task = LocalTask | SeqioTask
-
-
 def find(
-  task: str | Task,
+  task: str | LocalTask | SeqioTask,
   tokenizer: Tokenizer | None = None,
   split: str = 'test',
   prefix: str = '',
