@@ -6,27 +6,24 @@ decodes what is right.
 
 import gzip
 import io
-import json
 import os
 import sys
 import threading
-import types
 import zlib
 
 import numpy as np
 import pytest
-import rich.console
 
+import infer_test
 from infer_test import ReversingEngine
 from specdec_jax import files, infer
 from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine import calibration
-from specdec_jax.engine.completion import Completion
 from specdec_jax.infer import resume
 from specdec_jax.measure import record
 from specdec_jax.measure.prompts import read_prompts
 from specdec_jax.serving.run import api_keys
-from specdec_jax.text import local_tasks
+from specdec_jax.text import tasks
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import TokenPairs
 
@@ -57,31 +54,9 @@ LINES = [
 ]
 
 
-class Reversing(ReversingEngine):
-  """Reverses ids or texts."""
-
-  target = types.SimpleNamespace(vocab_size=1000)
-  across_hosts = False
-
-  def __init__(self, tokenizer):
-    self.tokenizer, self.batches = tokenizer, 0
-
-  def num_input_tokens(self, line):
-    return len(self.tokenizer.encode(line))
-
-  def warmup(self, sources, **options):
-    return 0.0
-
-  def generate(self, sources, **options):
-    self.batches += 1
-    return [
-      Completion(str(source)[::-1], [3], [-0.5], 'stop') for source in sources
-    ]
-
-
 @pytest.fixture
 def engine(tokenizer):
-  return Reversing(tokenizer)
+  return ReversingEngine(tokenizer=tokenizer)
 
 
 def write(path, content):
@@ -99,22 +74,10 @@ def decoded(engine, path, out, **options):
   else:
     options |= {'mixture_or_task_name': path, 'tokenizer': engine.tokenizer}
     options['task_feature_lengths'] = LENGTHS
-  config = infer.DecodeConfig(
-    lambda **_: engine, output_dir=str(out), decoding='plain', **options
+  summary, records, _ = infer_test.decoded(
+    out, lambda **_: engine, decoding='plain', **options
   )
-  console = rich.console.Console(file=io.StringIO(), width=100)
-  summary = infer.decode(config, console=console)
-  return read(out), summary
-
-
-def read(out):
-  """The records of a finished run: strict JSON."""
-  (marker,) = out.glob('*.COMPLETED')
-  text = marker.with_name(marker.name.removesuffix('.COMPLETED')).read_text()
-  return [
-    json.loads(line, parse_constant=pytest.fail)
-    for line in text.split('\n')[:-1]
-  ]
+  return records, summary
 
 
 @pytest.mark.parametrize('kind', ['txt', 'tsv.gz', 'jsonl'])
@@ -165,7 +128,7 @@ def test_what_goes_along_can_be_written(engine, tmp_path, monkeypatch):
     with pytest.raises(OSError):
       decoded(engine, path, tmp_path / 'out', **options)
   records, _ = decoded(engine, path, tmp_path / 'out', **options)
-  assert len(records) == engine.batches == 4
+  assert len(records) == 4 == len(engine.calls) - len(engine.warm)
   assert records[0]['prediction'] and 'error' not in records[0]
   inputs = records[0]['inputs']
   assert inputs['nan'] is inputs['inf'] is inputs['big'] is None
@@ -200,7 +163,8 @@ def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   for _ in range(1 if kind == 'txt' else 2):  # a finished run knows it too
     with pytest.raises(ValueError, match='could not be read on after line'):
       decoded(engine, path, out, **shards)
-  records = read(out)
+  (marker,) = out.glob('*.COMPLETED')
+  records = infer_test.records_of(marker.with_suffix(''))
   assert all(record['prediction'] for record in records)
   inputs = [record['inputs'] for record in records]
   if shards:
@@ -208,7 +172,7 @@ def test_what_came_before_a_break_counts(kind, engine, tmp_path):
     texts = texts[1::2]
   assert [one.encode() for one in inputs] == texts
   (summary,) = out.glob('*summary.json')
-  assert 'line' in json.loads(summary.read_text())['input_broken_off']
+  assert 'read on after line' in summary.read_text()
 
 
 def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
@@ -252,7 +216,7 @@ def test_devices_are_refused(engine, tmp_path):
   with pytest.raises(ValueError, match='is a device'):
     decoded(engine, path, tmp_path / 'out', metrics=())
   for function in (
-    lambda path: list(local_tasks.read(path)),
+    lambda path: list(tasks.read(path)),
     lambda path: read_prompts(path, len),
     api_keys,
     calibration.load,

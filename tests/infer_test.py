@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import sys
 import types
 
@@ -50,8 +51,8 @@ class ReversingEngine:
   models = types.MappingProxyType({})
   params = PairParams({'w': np.zeros(1, np.float32)}, None)
 
-  def __init__(self, differ=(), fail=()):
-    self.tokenizer = WordTokenizer()
+  def __init__(self, differ=(), fail=(), tokenizer=None):
+    self.tokenizer = tokenizer or WordTokenizer()
     self.differ, self.fail = differ, fail
     self.calls: list[tuple[bool, list[str], list[int]]] = []
     self.warm: list[tuple[bool, int]] = []
@@ -70,12 +71,13 @@ class ReversingEngine:
     assert options['batch_size'] == len(texts)
     lossless = options['lenience'] == 1 or not speculative
     self.calls.append((speculative, list(texts), list(example_ids)))
-    return [self._complete(text, speculative, lossless) for text in texts]
+    return [self.complete(text, speculative, lossless) for text in texts]
 
-  def _complete(self, text, speculative, lossless):
+  def complete(self, text, speculative, lossless):
     if text in self.fail:
       return Completion('', [], [], 'error', error='NaN')
-    tokens = self.tokenizer.encode(text)[: MAX_INPUT_LEN - 1][::-1]
+    ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+    tokens = ids[: MAX_INPUT_LEN - 1][::-1]
     if speculative and text in self.differ:
       tokens[-1] += 1000
     count = len(tokens)
@@ -84,31 +86,43 @@ class ReversingEngine:
     tested = calls if speculative else 0
     histogram = (calls - accepted, accepted)
     stats = CompletionStats(count, calls, tested, accepted, histogram, accepted)
-    log_probs = [-0.5] * count
-    done = Completion(text[::-1], tokens, log_probs, 'stop', stats)
-    return dataclasses.replace(done, lossless=lossless)
+    log_probs, text = [-0.5] * count, str(text)[::-1]
+    return Completion(text, tokens, log_probs, 'stop', stats, lossless=lossless)
 
 
 OPTIONS = {field.name for field in dataclasses.fields(infer.Options)}
 
 
-def run(tmp_path, data: bytes, engine=None, **options):
-  """Decodes `data`; returns (summary, records, printed text)."""
-  source, out = tmp_path / 'input.txt', tmp_path / 'out'
-  source.write_bytes(data)
-  engine = engine or ReversingEngine()
+def decoded(out, make, **options):
+  """Decodes into a folder; returns (summary, records, printed text)."""
   printed = io.StringIO()
-  options = {'output_dir': str(out), 'input_file': str(source)} | options
-  decoding = {name: options.pop(name) for name in OPTIONS & options.keys()}
-  config = infer.DecodeConfig(
-    lambda: engine, options=infer.Options(**decoding), **options
-  )
-  beside = {'operative_config.gin': lambda: 'A = 1\n'}
   console = rich.console.Console(file=printed, width=100)
+  config = infer.DecodeConfig(make, output_dir=str(out), **options)
+  beside = {'operative_config.gin': lambda: 'A = 1\n'}
   summary = infer.decode(config, beside, console)
-  text = (out / PREDICTIONS).read_text('utf-8')
-  records = [json.loads(line) for line in text.splitlines()]
-  return summary, records, printed.getvalue()
+  name = PREDICTIONS
+  if task := summary['task']:
+    shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
+    name = f'{task}-{config.mode}.jsonl-{shard}'
+  return summary, records_of(out / name), printed.getvalue()
+
+
+def records_of(path):
+  """Those of a file: strict JSON."""
+  return [
+    json.loads(line, parse_constant=pytest.fail)
+    for line in path.read_text('utf-8').split('\n')[:-1]
+  ]
+
+
+def run(tmp_path, data: bytes, engine=None, **options):
+  """`decoded` of the lines of `data`."""
+  (tmp_path / 'input.txt').write_bytes(data)
+  engine = engine or ReversingEngine()
+  options = {'input_file': str(tmp_path / 'input.txt')} | options
+  decoding = {name: options.pop(name) for name in OPTIONS & options.keys()}
+  options['options'] = infer.Options(**decoding)
+  return decoded(tmp_path / 'out', lambda: engine, **options)
 
 
 def test_records_are_in_order_and_files_complete(tmp_path):
@@ -216,13 +230,13 @@ def test_bad_lines_stop_no_other(tmp_path):
 
 
 def test_bad_paths_are_refused_before_the_engine_is_made(tmp_path):
-  (tmp_path / 'file').write_text('')
-  for options, words in (
-    ({'input_file': str(tmp_path / 'none.txt')}, 'none.txt.*could not be read'),
-    ({'output_dir': str(tmp_path / 'file' / 'out')}, 'cannot be written'),
-  ):
-    with pytest.raises(ValueError, match=words):
-      run(tmp_path, b'a b\n', engine=types.SimpleNamespace(), **options)
+  engine, path = types.SimpleNamespace(), str(tmp_path / 'none.txt')
+  with pytest.raises(ValueError, match='none.txt.*could not be read'):
+    run(tmp_path, b'', engine, input_file=path)
+  shutil.rmtree(tmp_path / 'out')
+  (tmp_path / 'out').write_text('')
+  with pytest.raises(ValueError, match='cannot be written'):
+    run(tmp_path, b'', engine)
 
 
 def test_finished_results_are_kept(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """The notebook: its cells run, and its engine shows itself."""
 
 import ast
-import contextlib
 import dataclasses
 import html
 import io
@@ -100,33 +99,6 @@ def test_it_runs_with_the_demo_pair(cells):
   # The stream, as it came, is the text of the same input above.
   (streamed,) = re.findall(r'^(.*\|)$', text, re.MULTILINE)
   assert f'  {streamed.replace("|", "")}\n' in text
-
-
-def test_set_up_of_a_fresh_runtime(cells, tmp_path, monkeypatch):
-  set_up = cells['setup']
-  monkeypatch.setattr(sys, 'path', [*sys.path])
-  calls = []
-
-  def run(command, check):
-    assert check
-    calls.append([str(word) for word in command])
-    if command[0] == 'git':
-      (command[-1] / 'specdec_jax').mkdir(parents=True)
-
-  monkeypatch.setattr(subprocess, 'run', run)
-  with contextlib.chdir(tmp_path):
-    with pytest.raises(ValueError, match='Fill in REPOSITORY'):
-      exec(set_up, {})
-    assert not calls
-    named = set_up.replace("REPOSITORY = ''", "REPOSITORY = 'somewhere'")
-    exec(named, {})
-    checkout = tmp_path / 'checkout'
-    assert pathlib.Path.cwd() == checkout and sys.path[0] == str(checkout)
-    clone, install = calls
-    assert clone == ['git', 'clone', 'somewhere', str(checkout)]
-    assert install[:4] == [sys.executable, '-m', 'pip', 'install']
-    exec(named, {})  # run again, it is a checkout
-    assert len(calls) == 2
 
 
 def printed(shown) -> str:

@@ -16,7 +16,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import check_vocabulary_size
 from specdec_jax.models.model import Model
 from specdec_jax.text import tokenizer
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer, contradiction
 from specdec_jax.training.data import PackedBatches, PackingConfig, TokenPairs
 

@@ -28,7 +28,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.models import t5
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.model import Model
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training import data, outputs, trainer
 from specdec_jax.training import run as training_run

@@ -31,9 +31,9 @@ from specdec_jax.engine.request import (
 )
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
-from specdec_jax.text import local_tasks, tasks
+from specdec_jax.text import tasks
 from specdec_jax.text.chat import template_of
-from specdec_jax.text.local_tasks import BROKEN
+from specdec_jax.text.tasks import BROKEN
 from specdec_jax.text.tokenizer import Tokenizer
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
@@ -77,7 +77,7 @@ class DecodeConfig:
       'inputs' and 'targets' are cut. None: the lengths of the longest example.
     split: split of the task; a file has only one.
     mode: 'predict', 'score' (the log-probability of the targets), or
-      'predict_with_aux' (predictions with scores and counts).
+      'predict_with_aux' (predictions with scores and counts, as of lines).
     decoding: 'speculative', 'plain', or 'both'. 'both' decodes each batch
       plainly and then speculatively, compares the two, and keeps the
       speculative outputs.
@@ -159,6 +159,8 @@ class DecodeConfig:
       }
       options = dataclasses.replace(self.options, **changes)
       object.__setattr__(self, 'options', options)
+    elif self.mode == 'predict':
+      object.__setattr__(self, 'mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
     """Yields a field, whether it is right, and what is expected of it."""
@@ -203,11 +205,6 @@ class DecodeConfig:
   def is_task(self) -> bool:
     """Whether the run is over a task, not over lines."""
     return self.mixture_or_task_name is not None
-
-  @property
-  def has_aux(self) -> bool:
-    """Whether records have scores and counts, beside the outputs."""
-    return self.mode == 'predict_with_aux' or not self.is_task
 
   @property
   def ways(self) -> tuple[str, ...]:
@@ -433,10 +430,8 @@ def read(config: DecodeConfig) -> DataSet:
   """
   if not config.is_task:
     path = config.input_file
-    reading = local_tasks.reading(path)
-    lines, broken_off = files.until_broken(
-      local_tasks.read(path, targets_field=None)
-    )
+    reading = tasks.reading(path)
+    lines, broken_off = files.until_broken(tasks.read(path, targets_field=None))
     examples = [
       Example(x['inputs'], x['inputs'], skipped=_failed(x.get(BROKEN)))
       for x in lines

@@ -125,7 +125,7 @@ def record(
     values['prediction_tokens'] = one_or_all(tokens)
     if not all(output.lossless for output in last):
       values['lossless'] = False
-  if config.has_aux and config.mode != 'score':
+  if config.mode == 'predict_with_aux':
     values['score'] = scores
     values['aux'] = {
       'scores': scores,

@@ -51,7 +51,7 @@ from specdec_jax.measure.table import Column, Table, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tasks import LocalTask
 from specdec_jax.types import FinishReason, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 

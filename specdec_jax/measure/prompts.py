@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from specdec_jax.text.local_tasks import LocalTask, read_inputs
+from specdec_jax.text.tasks import LocalTask, read_inputs
 
 SPLIT = 'test'  # the split of a task that is read
 
@@ -16,7 +16,7 @@ def read_prompts(
   """Returns the texts that can be decoded, in their order.
 
   Args:
-    source: path of UTF-8 text, one prompt per line, see `local_tasks.read`; or
+    source: path of UTF-8 text, one prompt per line, see `tasks.read`; or
       a task, whose inputs of the split 'test' are taken, each text once.
     count: counts the tokens of a text, such as `Engine.num_input_tokens`.
     limit: the most tokens of a text; longer texts are left out. None is no

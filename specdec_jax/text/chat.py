@@ -15,14 +15,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax import files
 from specdec_jax.checks.fields import package
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.vocabulary import (
   MARK,
-  MOST_BYTES,
   SETTINGS,
   content,
+  read_bytes,
   settings,
 )
 
@@ -130,10 +129,7 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
   file, name = folder / FILE, f'{str(folder / SETTINGS)!r}: {_ENTRY}'
   if file.exists():
     name = repr(str(file))
-    try:
-      source: Any = files.read_small(file, MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-      raise ValueError(f'{str(file)!r} cannot be read: {error}.') from error
+    source: Any = read_bytes(file).decode(errors='replace')
   else:
     source = config.get(_ENTRY)
     if isinstance(source, list):  # several by their names

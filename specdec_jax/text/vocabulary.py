@@ -263,9 +263,9 @@ class JsonBackend:
 
 def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
   """A processor of a tokenizer.json."""
-  text = _bytes(place)
+  data = read_bytes(place)
   try:
-    return tokenizers.Tokenizer.from_str(text.decode())
+    return tokenizers.Tokenizer.from_str(data.decode())
   # The package raises plain Exceptions.
   except Exception as error:
     # The package names its own types, such as PreTokenizerWrapper.
@@ -284,7 +284,7 @@ def _of_vocab(
   """A processor of vocab.json and merges.txt, as their tokenizer_class says."""
   paths = [os.fspath(place), os.fspath(place.with_name(MERGES))]
   for path in paths:
-    _bytes(path)
+    read_bytes(path)
   try:
     made = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*paths))
   except Exception as error:
@@ -321,11 +321,17 @@ def _of_vocab(
   return made
 
 
-def _bytes(path: str | os.PathLike[str]) -> bytes:
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+  """A file of a vocabulary, on this machine or `gs://bucket/file`.
+
+  Raises:
+    ValueError: it cannot be read.
+  """
+  path = os.fspath(path)
   try:
-    return files.read_small(path, MOST_BYTES)
+    return open_location(path).read_all(MOST_BYTES)
   except OSError as error:
-    where = f'No vocabulary could be read at {os.fspath(path)!r}'
+    where = f'No vocabulary could be read at {path!r}'
     raise ValueError(f'{where}: {error.strerror}.') from error
 
 
@@ -471,19 +477,14 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
   """A processor of a sentencepiece model."""
   import sentencepiece
 
-  path = os.fspath(path)
-  try:
-    proto = open_location(path).read_all(MOST_BYTES)
-  except OSError as error:
-    where = f'No tokenizer model could be read at {path!r}'
-    raise ValueError(f'{where}: {error.strerror}.') from error
+  proto = read_bytes(path)
   try:
     if not proto:
       raise RuntimeError('the file is empty')
     return sentencepiece.SentencePieceProcessor(model_proto=proto)
   except (RuntimeError, TypeError) as error:
     what = f'{len(proto)} bytes are not a whole sentencepiece model'
-    raise ValueError(f'{path!r}: {what}. {_COPY}') from error
+    raise ValueError(f'{os.fspath(path)!r}: {what}. {_COPY}') from error
 
 
 def m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:

@@ -35,7 +35,7 @@ from specdec_jax.models.base import (
 )
 from specdec_jax.models.t5 import T5
 from specdec_jax.text import tasks
-from specdec_jax.text.local_tasks import (
+from specdec_jax.text.tasks import (
   FEATURES,
   TRAIN_SPLIT,
   LocalTask,
