@@ -218,16 +218,3 @@ def test_a_stream_that_breaks_says_so(tokenizer):
   pieces = []
   with pytest.raises(ValueError, match=f'NaN.* token {len(ids) + 1}'):
     pieces.extend(engine.stream('a'))
-
-
-def test_what_one_more_token_adds(tokenizer):
-  """Bytes only where it is a part of a character."""
-  *_, first, second, third, last = tokenizer.encode('a 🙂')
-  (letter,) = tokenizer.encode('ab')[-1:]
-  output = Text(tokenizer)
-  assert output.adds(first).name == 'bytes:\\xf0'
-  output.extend([first])
-  assert output.adds(second).name == 'bytes:\\x9f'
-  assert output.adds(letter).name == tokenizer.decode([letter])
-  output.extend([second, third])
-  assert output.adds(last).name == 'bytes:\\x82'

@@ -380,7 +380,10 @@ class DataSet:
     for example in self.examples:
       shown = example.features
       if isinstance(shown, Mapping):
-        shown = sorted((key, _listed(value)) for key, value in shown.items())
+        shown = sorted(
+          (key, value.tolist() if isinstance(value, np.ndarray) else value)
+          for key, value in shown.items()
+        )
       error = example.skipped and example.skipped.error
       digest.update(repr((shown, error)).encode())
     return {
@@ -493,41 +496,26 @@ def _task_example(
   """An example of a task, with an error where it lacks what the run needs."""
   features = dict(features)
   error = features.pop(BROKEN, None)
-  is_scored = config.mode == 'score'
-  needed = [INPUTS, config.prompt_feature, TARGETS if is_scored else None]
-  for feature in filter(None, needed):
-    ids = features.get(feature, '')
-    scored = is_scored and feature == TARGETS
-    if not error and (not _is_ids(ids) or (scored and not len(ids))):
-      present = sorted(k for k, v in features.items() if _is_ids(v) and len(v))
-      error = (
-        f'{config.task_name!r}: example {config.index(number)} has no tokens'
-        f' {feature!r}, which this run needs; it has those of {present}.'
-      )
-      if scored:
-        error += ' A line is inputs<TAB>targets (.tsv), or has both (.jsonl).'
+  arrays = {k: v for k, v in features.items() if isinstance(v, np.ndarray)}
+  ids = {feature: array.tolist() for feature, array in arrays.items()}
+  prompt_feature = config.prompt_feature or INPUTS
+  missing = [x for x in (INPUTS, prompt_feature) if x not in ids]
+  if config.mode == 'score' and not ids.get(TARGETS):
+    missing = [TARGETS]
+  if missing and not error:
+    error = (
+      f'{config.task_name!r}: example {config.index(number)} has no tokens'
+      f' {missing[0]!r}, which this run needs; it has those of'
+      f' {sorted(x for x in ids if ids[x])}.'
+    )
+    if missing == [TARGETS]:
+      error += ' A line is inputs<TAB>targets (.tsv), or has both (.jsonl).'
   if error:
     return Example((), features, skipped=_failed(error))
   prompt = None
   if config.prompt_feature is not None:
-    prompt = _ids(features, config.prompt_feature)
+    prompt = ids[prompt_feature]
     # Without its end: an output that begins with it would be over.
     if config.tokenizer and prompt[-1:] == [config.tokenizer.eos_id]:
-      del prompt[-1]
-  target = _ids(features, TARGETS) if _is_ids(features.get(TARGETS, '')) else []
-  return Example(_ids(features, INPUTS), features, target, prompt)
-
-
-def _is_ids(value: Any) -> bool:
-  array = np.asarray(value)
-  return array.ndim == 1 and (
-    not array.size or np.issubdtype(array.dtype, np.integer)
-  )
-
-
-def _ids(features: Mapping[str, Any], feature: str) -> list[int]:
-  return [int(token) for token in features.get(feature, ())]
-
-
-def _listed(value: Any) -> Any:
-  return value.tolist() if isinstance(value, np.ndarray) else value
+      prompt = prompt[:-1]
+  return Example(ids[INPUTS], features, ids.get(TARGETS, []), prompt)

@@ -65,13 +65,10 @@ class Batch:
   def from_json(cls, value: Mapping[str, Any]) -> 'Batch':
     """The inverse of `dataclasses.asdict`, after a round trip through JSON."""
 
-    def completion(fields: Mapping[str, Any]) -> Completion:
-      stats = {**fields['stats']}
-      stats['histogram'] = tuple(stats['histogram'])
-      return Completion(**{**fields, 'stats': CompletionStats(**stats)})
-
     completions = {
-      int(number): completion(fields)
+      int(number): Completion(
+        **fields | {'stats': CompletionStats(**fields['stats'])}
+      )
       for number, fields in value['completions'].items()
     }
     return cls(**{**value, 'completions': completions})

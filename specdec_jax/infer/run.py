@@ -50,6 +50,7 @@ from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
 SUMMARY = 'summary.json'
+_OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
 # Continuous batching hands over what is finished after so long, so that a kill
 # costs no more than that.
 _KEEP_SECONDS = 30.0
@@ -316,7 +317,7 @@ class _Run:
       'sampling': dataclasses.asdict(options.sampling),
       'num_beams': options.num_beams,
       'lenience': options.lenience,
-      **{name: self.settings[name] for name in ('gamma', 'rule', 'fallback')},
+      **{name: self.settings[name] for name in _OF_SETTINGS},
       'kernel_layout': engine.kernel_layout,
       'models': {name: model.name for name, model in models.items()},
       'dtypes': {name: model.dtype for name, model in models.items()},

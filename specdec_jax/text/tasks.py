@@ -84,38 +84,12 @@ TASKS = {
 }
 
 
-class Task:
-  """What tasks of files and of seqio have in common.
-
-  Attributes:
-    name: name of the task; its output files are named after it.
-    splits: names of its splits.
-  """
-
-  name: str
-  splits: Collection[str]
-
-  def check_split(self, split: str) -> None:
-    """Raises ValueError if there is no such split."""
-    if split not in self.splits:
-      near = nearest(split, self.splits)
-      raise ValueError(f'The task {self.name!r} has no split {split!r}.{near}')
-
-  def training_splits(self) -> list[str]:
-    """The training split and, if there is one, the held-out split.
-
-    Raises:
-      ValueError: there is no training split.
-    """
-    self.check_split(TRAIN_SPLIT)
-    return [x for x in (TRAIN_SPLIT, EVAL_SPLIT) if x in self.splits]
-
-
 @dataclasses.dataclass(frozen=True)
-class LocalTask(Task):
+class LocalTask:
   """A task whose examples are the lines of files.
 
   Attributes:
+    name: name of the task; its output files are named after it.
     files: split -> UTF-8 file, plain or `.gz`.
     vocab_path: the vocabulary of both sides: a sentencepiece model, also
       `gs://bucket/file`, or a folder with GPT-2's vocabulary; see
@@ -196,7 +170,7 @@ class LocalTask(Task):
       files.BrokenOff: after the examples so far, the rest of the file cannot be
         read.
     """
-    self.check_split(split)
+    check_split(self, split)
     path = os.fspath(self.files[split])
     fields = (self.inputs_field, self.targets_field)
 
@@ -262,7 +236,7 @@ class LocalTask(Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class SeqioTask(Task):
+class SeqioTask:
   """A task of seqio, with the methods of a `LocalTask`.
 
   Attributes:
@@ -304,7 +278,7 @@ class SeqioTask(Task):
     task, lengths = self.task, dict(task_feature_lengths or {})
     check_feature_lengths(lengths, task.output_features, self.name)
     # TFDS reads the part in brackets, as in 'test[:1%]'.
-    self.check_split(split.split('[')[0])
+    check_split(self, split.split('[')[0])
     check_vocabularies(task)
     dataset = task.get_dataset(lengths or None, split, shuffle=False)
     ends = {
@@ -342,8 +316,28 @@ class SeqioTask(Task):
     return {key: features[key].vocabulary.eos_id for key in FEATURES}
 
 
+Task = LocalTask | SeqioTask
+
+
+def check_split(task: Task, split: str) -> None:
+  """Raises ValueError if a task has no such split."""
+  if split not in task.splits:
+    near = nearest(split, task.splits)
+    raise ValueError(f'The task {task.name!r} has no split {split!r}.{near}')
+
+
+def training_splits(task: Task) -> list[str]:
+  """The training split and, if there is one, the held-out split.
+
+  Raises:
+    ValueError: there is no training split.
+  """
+  check_split(task, TRAIN_SPLIT)
+  return [x for x in (TRAIN_SPLIT, EVAL_SPLIT) if x in task.splits]
+
+
 def find(
-  task: str | LocalTask | SeqioTask,
+  task: str | Task,
   tokenizer: Tokenizer | None = None,
   split: str = 'test',
   prefix: str = '',

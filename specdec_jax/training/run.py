@@ -336,7 +336,8 @@ def pairs_of(run: TrainRun) -> tuple[TokenPairs, TokenPairs | None]:
   """
   if run.task is not None:
     task = tasks.find_one(run.task)
-    parts = [_task_pairs(run, task, split) for split in task.training_splits()]
+    splits = tasks.training_splits(task)
+    parts = [_task_pairs(run, task, split) for split in splits]
   else:
     paths = filter(None, (run.train_file, run.eval_file))
     parts = [_file_pairs(run, path) for path in paths]
