@@ -30,7 +30,7 @@ from specdec_jax.cli import gin_flags
 from specdec_jax.measure import record
 from specdec_jax.measure.calls import summarise
 from specdec_jax.measure.table import Column, Table, console
-from specdec_jax.text.local_tasks import read_inputs
+from specdec_jax.text.tasks import read_inputs
 
 PLAIN = 'specdec_jax plain'
 PACKAGES = ('transformers', 'torch', 'ctranslate2', 'sentencepiece')

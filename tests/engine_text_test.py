@@ -178,7 +178,7 @@ def engine_of(vocabulary) -> Engine:
 def test_a_stream_is_what_generate_says(vocabulary):
   """Random outputs, cut by length or by a stop string."""
   engine = engine_of(vocabulary)
-  for seed in range(6):
+  for seed in range(3):
     options = dict(temperature=1.0, seed=seed, max_length=3 + 2 * seed)
     for stops in ((), ('a', '\n', ' ', '\ufffd')):
       options |= dict(stop_strings=stops, min_length=1 + seed % 3)
@@ -218,16 +218,3 @@ def test_a_stream_that_breaks_says_so(tokenizer):
   pieces = []
   with pytest.raises(ValueError, match=f'NaN.* token {len(ids) + 1}'):
     pieces.extend(engine.stream('a'))
-
-
-def test_what_one_more_token_adds(tokenizer):
-  """Bytes only where it is a part of a character."""
-  *_, first, second, third, last = tokenizer.encode('a 🙂')
-  (letter,) = tokenizer.encode('ab')[-1:]
-  output = Text(tokenizer)
-  assert output.adds(first).name == 'bytes:\\xf0'
-  output.extend([first])
-  assert output.adds(second).name == 'bytes:\\x9f'
-  assert output.adds(letter).name == tokenizer.decode([letter])
-  output.extend([second, third])
-  assert output.adds(last).name == 'bytes:\\x82'

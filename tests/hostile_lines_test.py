@@ -6,27 +6,24 @@ decodes what is right.
 
 import gzip
 import io
-import json
 import os
 import sys
 import threading
-import types
 import zlib
 
 import numpy as np
 import pytest
-import rich.console
 
+import infer_test
 from infer_test import ReversingEngine
 from specdec_jax import files, infer
 from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine import calibration
-from specdec_jax.engine.completion import Completion
 from specdec_jax.infer import resume
 from specdec_jax.measure import record
 from specdec_jax.serving.run import api_keys
-from specdec_jax.text import local_tasks
-from specdec_jax.text.local_tasks import read_prompts
+from specdec_jax.text import tasks
+from specdec_jax.text.tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 
 LENGTHS = {'inputs': 16, 'targets': 8}
@@ -38,52 +35,27 @@ RIGHT = {
     b'{"inputs": "a cat", "targets": "the dog"}',
   ),
 }
-LONG = 1 << 13  # bytes of a line, in place of `files.MAX_LINE`
+LONG = 1 << 17  # bytes of a line, in place of `files.MAX_LINE`
 # What is wrong with a line: the kinds of file, the line, what its error says.
-LINES = {
-  'bytes': ('txt tsv jsonl', b'ab\xff', 'not valid UTF-8 (byte 0xff at byte 3'),
-  'long': ('txt tsv jsonl', b'a ' * LONG, '16,384 bytes; a line has at most'),
-  'columns': ('tsv', b'a\tb\tc', '3 columns'),
-  'escaped': ('jsonl', rb'{"inputs": "a \ud800", "targets": ""}', 'surrogate'),
-  'one of': ('jsonl', rb'{"inputs": "", "targets": ["a", "\udc00"]}', 'surr'),
-  'name': ('jsonl', rb'{"\ud800": "a"}', "no field 'inputs'"),
-  'deep': ('jsonl', b'{"inputs": ' + b'[' * 100_000, 'nested too deep'),
-  'list': ('jsonl', b'{"inputs": [[]]}', "field 'inputs': expected text"),
-  'array': ('jsonl', b'["x"]', 'expected a JSON object'),
-  'digits': ('jsonl', b'{"inputs": ' + b'1' * 5000 + b'}', 'is not JSON'),
-}
-CASES = [
-  pytest.param(kind + packed, case, id=f'{case}-{kind}{packed}')
-  for case, (kinds, _, _) in LINES.items()
-  for kind, packed in zip(kinds.split(), ('', '.gz', ''), strict=False)
+BYTES = ('txt tsv jsonl', b'ab\xff', 'not valid UTF-8 (byte 0xff at byte 3')
+TOO_LONG = ('txt tsv jsonl', b'a ' * LONG, '262,144 bytes; a line has at most')
+LINES = [
+  BYTES,
+  TOO_LONG,
+  ('tsv', b'a\tb\tc', '3 columns'),
+  ('jsonl', rb'{"inputs": "a \ud800", "targets": ""}', 'surrogate'),
+  ('jsonl', rb'{"inputs": "", "targets": ["a", "\udc00"]}', 'surrogate'),
+  ('jsonl', rb'{"\ud800": "a"}', "no field 'inputs'"),
+  ('jsonl', b'{"inputs": ' + b'[' * 100_000, 'nested too deep'),
+  ('jsonl', b'{"inputs": [[]]}', "field 'inputs': expected text"),
+  ('jsonl', b'["x"]', 'expected a JSON object'),
+  ('jsonl', b'{"inputs": ' + b'1' * 5000 + b'}', 'is not JSON'),
 ]
-
-
-class Reversing(ReversingEngine):
-  """Reverses ids or texts."""
-
-  target = types.SimpleNamespace(vocab_size=1000)
-  across_hosts = False
-
-  def __init__(self, tokenizer):
-    self.tokenizer, self.batches = tokenizer, 0
-
-  def num_input_tokens(self, line):
-    return len(self.tokenizer.encode(line))
-
-  def warmup(self, sources, **options):
-    return 0.0
-
-  def generate(self, sources, **options):
-    self.batches += 1
-    return [
-      Completion(str(source)[::-1], [3], [-0.5], 'stop') for source in sources
-    ]
 
 
 @pytest.fixture
 def engine(tokenizer):
-  return Reversing(tokenizer)
+  return ReversingEngine(tokenizer=tokenizer)
 
 
 def write(path, content):
@@ -101,44 +73,35 @@ def decoded(engine, path, out, **options):
   else:
     options |= {'mixture_or_task_name': path, 'tokenizer': engine.tokenizer}
     options['task_feature_lengths'] = LENGTHS
-  config = infer.DecodeConfig(
-    lambda **_: engine, output_dir=str(out), decoding='plain', **options
+  summary, records, _ = infer_test.decoded(
+    out, lambda **_: engine, decoding='plain', **options
   )
-  console = rich.console.Console(file=io.StringIO(), width=100)
-  summary = infer.decode(config, console=console)
-  return read(out), summary
+  return records, summary
 
 
-def read(out):
-  """The records of a finished run: strict JSON."""
-  (marker,) = out.glob('*.COMPLETED')
-  text = marker.with_name(marker.name.removesuffix('.COMPLETED')).read_text()
-  return [
-    json.loads(line, parse_constant=pytest.fail)
-    for line in text.split('\n')[:-1]
-  ]
-
-
-@pytest.mark.parametrize('kind, case', CASES)
-def test_a_bad_line_stops_no_other(kind, case, engine, tmp_path, monkeypatch):
-  """Also where it is the last one; all lines like that are an error."""
+@pytest.mark.parametrize('kind', ['txt', 'tsv.gz', 'jsonl'])
+def test_bad_lines_stop_no_other(kind, engine, tmp_path, monkeypatch):
+  """Also where one is the last; only bad lines are an error."""
   monkeypatch.setattr(files, 'MAX_LINE', LONG)
-  if case.startswith('deep'):
-    monkeypatch.setattr(files, 'MAX_LINE', 1 << 20)
-  _, bad, message = LINES[case]
-  right = RIGHT[kind.removesuffix('.gz')]
-  name = f'a.{kind}'
-  lines = [right[0], bad, right[1], bad]
-  path = write(tmp_path / name, b'\n'.join(lines) + b'\n')
-  options, broken = {}, None
-  if 'txt' not in kind:  # examples have samples, each of which lacks a text
-    options, broken = {'options': infer.Options(num_samples=2)}, [None] * 2
+  kind_of_lines = kind.removesuffix('.gz')
+  right = RIGHT[kind_of_lines]
+  bad = [(x, why) for kinds, x, why in LINES if kind_of_lines in kinds]
+  lines = [right[0], *(x for x, _ in bad), right[1], bad[0][0]]
+  path = write(tmp_path / f'a.{kind}', b'\n'.join(lines) + b'\n')
+  options, nothing = {}, None
+  if kind != 'txt':  # examples have samples, each of which lacks a text
+    options, nothing = {'options': infer.Options(num_samples=2)}, [None] * 2
   records, summary = decoded(engine, path, tmp_path / 'out', **options)
-  assert ['error' in record for record in records] == [False, True] * 2
-  assert message in records[1]['error'] and 'line 2' in records[1]['error']
-  assert records[1]['prediction'] == broken and records[2]['prediction']
-  assert len(summary['errors']) == 2 and summary['input_broken_off'] is None
-  path = write(tmp_path / f'b.{kind}', bad + b'\n' + bad)
+  assert ['error' in record for record in records] == [
+    line not in right for line in lines
+  ]
+  for number, (_, why) in enumerate(bad, 1):
+    error = records[number]['error']
+    assert why in error and f'line {number + 1}' in error
+    assert records[number]['prediction'] == nothing
+  assert records[-2]['prediction'] and summary['input_broken_off'] is None
+  assert len(summary['errors']) == len(bad) + 1
+  path = write(tmp_path / f'b.{kind}', bad[0][0] + b'\n' + bad[0][0])
   with pytest.raises(ValueError) as caught:
     decoded(engine, path, tmp_path / 'other')
   assert 'line 1' in str(caught.value) and str(caught.value).count('\n') == 0
@@ -164,7 +127,7 @@ def test_what_goes_along_can_be_written(engine, tmp_path, monkeypatch):
     with pytest.raises(OSError):
       decoded(engine, path, tmp_path / 'out', **options)
   records, _ = decoded(engine, path, tmp_path / 'out', **options)
-  assert len(records) == engine.batches == 4
+  assert len(records) == 4 == len(engine.calls) - len(engine.warm)
   assert records[0]['prediction'] and 'error' not in records[0]
   inputs = records[0]['inputs']
   assert inputs['nan'] is inputs['inf'] is inputs['big'] is None
@@ -199,7 +162,8 @@ def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   for _ in range(1 if kind == 'txt' else 2):  # a finished run knows it too
     with pytest.raises(ValueError, match='could not be read on after line'):
       decoded(engine, path, out, **shards)
-  records = read(out)
+  (marker,) = out.glob('*.COMPLETED')
+  records = infer_test.records_of(marker.with_suffix(''))
   assert all(record['prediction'] for record in records)
   inputs = [record['inputs'] for record in records]
   if shards:
@@ -207,7 +171,7 @@ def test_what_came_before_a_break_counts(kind, engine, tmp_path):
     texts = texts[1::2]
   assert [one.encode() for one in inputs] == texts
   (summary,) = out.glob('*summary.json')
-  assert 'line' in json.loads(summary.read_text())['input_broken_off']
+  assert 'read on after line' in summary.read_text()
 
 
 def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
@@ -233,8 +197,7 @@ def test_readers_name_the_line(tmp_path, monkeypatch):
   """Training and measuring need every line."""
   monkeypatch.setattr(files, 'MAX_LINE', LONG)
   (right, _) = RIGHT['txt']
-  for case, packed in (('bytes', ''), ('long', '.gz')):
-    _, bad, why = LINES[case]
+  for (_, bad, why), packed in ((BYTES, ''), (TOO_LONG, '.gz')):
     path = write(tmp_path / f'own.txt{packed}', b'\n'.join([right, bad, right]))
     with pytest.raises(ValueError) as caught:
       read_prompts(path, len)
@@ -252,7 +215,7 @@ def test_devices_are_refused(engine, tmp_path):
   with pytest.raises(ValueError, match='is a device'):
     decoded(engine, path, tmp_path / 'out', metrics=())
   for function in (
-    lambda path: list(local_tasks.read(path)),
+    lambda path: list(tasks.read(path)),
     lambda path: read_prompts(path, len),
     api_keys,
     calibration.load,
@@ -315,7 +278,15 @@ def pipe(tmp_path):
   return str(tmp_path / 'pipe.txt')
 
 
-def test_stdin_that_is_closed(monkeypatch):
+def test_stdin(monkeypatch):
+  for data, texts in (
+    (b'', []),
+    (b'\n', ['']),
+    (b'a\r\nb\r\n', ['a', 'b']),
+    ('a\u2028b\x0bc\x85\n\0'.encode(), ['a\u2028b\x0bc\x85', '\0']),
+  ):
+    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
+    assert [line.text for line in files.lines('-')] == texts
   monkeypatch.setattr(sys, 'stdin', None)
   with pytest.raises(ValueError, match='stdin, which is closed'):
     list(files.lines('-'))

@@ -1,7 +1,6 @@
 """Runs that are killed and started again; the folder that makes it possible."""
 
 import errno
-import json
 import os
 import pathlib
 import shutil
@@ -74,7 +73,7 @@ def test_any_prefix_goes_on_to_the_same_records(
     left = [2, 2, 2, 2, 1, 1][done:]  # lines of each batch in turn
     assert len(calls) == sum(left), cut
     names = {path.name for path in (tmp_path / 'out').iterdir()}
-    assert len(names) == 5 and PARTIAL not in names
+    assert len(names) == 4 and PARTIAL not in names
   # The only cut to warn of is within the settings.
   assert set(capsys.readouterr().err.splitlines()) == {
     f'warning: {tmp_path / "out" / PARTIAL} is no work of a run: it is removed,'
@@ -106,8 +105,8 @@ def test_another_run_is_refused_or_replaced(partial, whole, tmp_path):
 def test_finished_results_that_cannot_be_used(tmp_path, whole):
   start(tmp_path)
   out = tmp_path / 'out'
-  for ending in ('', '.config.json'):
-    (out / f'{PREDICTIONS}{ending}').write_text('{')
+  for name in (PREDICTIONS, 'summary.json'):
+    (out / name).write_text('{')
     with pytest.raises(ValueError, match='--overwrite, in gin'):
       start(tmp_path, stdout='outputs')
     assert start(tmp_path, overwrite=True)[0] == whole
@@ -143,13 +142,13 @@ def test_a_kill_at_each_write_of_the_results(tmp_path, whole, partial):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(files, 'write_atomically', copying)
     start(tmp_path)
-  # Records, operative configuration, summary, settings, and the marker.
-  assert len(moments) == 5
+  # Records, operative configuration, summary, and the marker.
+  assert len(moments) == 4
   for out in moments:
     assert not (out / f'{PREDICTIONS}.COMPLETED').exists()
     records, calls = start(out.parent)
     assert records == whole and not calls
-    assert len(list(out.iterdir())) == 5
+    assert len(list(out.iterdir())) == 4
 
 
 def claim(folder):
@@ -215,9 +214,7 @@ def test_several_processes_share_a_folder(tmp_path):
     again = resume.Folder(str(tmp_path), 'a.jsonl')
     assert again.begin(settings, False) == work
     first.finish({'a.jsonl': ''})
-  found = json.loads((tmp_path / 'a.jsonl.config.json').read_text())
-  assert found == settings
-  assert second.finished and len(list(tmp_path.iterdir())) == 3
+  assert second.finished and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):

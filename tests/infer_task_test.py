@@ -2,25 +2,23 @@
 
 import dataclasses
 import gzip
-import io
 import json
-import pathlib
 import sys
 
-import jax
 import pytest
 import rich.console
 
 import small_vocabulary
-from hostile_lines_test import Reversing
+from infer_test import ReversingEngine, decoded, records_of
 from specdec_jax import infer
 from specdec_jax.engine import scoring
+from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.infer import data
 from specdec_jax.models.model import Model
-from specdec_jax.text import local_tasks, metrics, tasks
-from specdec_jax.text.local_tasks import LocalTask, read_prompts
+from specdec_jax.text import metrics, tasks
+from specdec_jax.text.tasks import LocalTask, read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 
 LINES = [
@@ -37,19 +35,14 @@ class Making:
   """Makes one engine, and says with what it was asked to."""
 
   def __init__(self, tokenizer):
-    self.models = []
-    for seed, layers in ((0, 2), (1, 1)):
-      network = small_vocabulary.network(layers)
-      weights = network.init(jax.random.key(seed))
-      self.models.append(Model(network, weights))
+    networks = [small_vocabulary.network(layers) for layers in (2, 1)]
+    self.models = [
+      Model(network, small_vocabulary.weights(network, seed))
+      for seed, network in enumerate(networks)
+    ]
     self.asked: list[dict] = []
-    self.engine = Engine(
-      *self.models,
-      tokenizer=tokenizer,
-      gamma=2,
-      max_input_len=LENGTHS['inputs'],
-      max_decode_len=LENGTHS['targets'],
-    )
+    limits = {'max_input_len': 16, 'max_decode_len': 10}
+    self.engine = Engine(*self.models, tokenizer=tokenizer, gamma=2, **limits)
 
   def __call__(self, **options):
     self.asked.append(options)
@@ -70,29 +63,13 @@ def source(tmp_path):
 
 @pytest.fixture
 def run(make, source, tokenizer, tmp_path):
-  """Runs a task; returns (summary, records, text of the file)."""
+  """Runs a task; see `decoded`."""
 
   def run(engine=make, name=source, out='out', **options):
-    options = {
-      'task_feature_lengths': LENGTHS,
-      'batch_size': 2,
-      'decoding': 'plain',
-    } | options
-    config = infer.DecodeConfig(
-      engine,
-      output_dir=str(tmp_path / out),
-      mixture_or_task_name=name,
-      tokenizer=tokenizer,
-      **options,
-    )
-    console = rich.console.Console(file=io.StringIO(), width=100)
-    beside = {'operative_config.gin': lambda: 'A = 1\n'}
-    summary = infer.decode(config, beside, console)
-    stem = pathlib.Path(name).stem
-    shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
-    path = tmp_path / out / f'{stem}-{config.mode}.jsonl-{shard}'
-    text = path.read_text('utf-8')
-    return summary, [json.loads(line) for line in text.splitlines()], text
+    few = {'task_feature_lengths': LENGTHS, 'batch_size': 2}
+    options = {'decoding': 'plain'} | few | options
+    options |= {'mixture_or_task_name': name, 'tokenizer': tokenizer}
+    return decoded(tmp_path / out, engine, **options)
 
   return run
 
@@ -100,7 +77,7 @@ def run(make, source, tokenizer, tmp_path):
 def test_predictions_as_t5x_writes_them(run, make, tmp_path):
   _, records, _ = run()
   name = 'pairs-predict.jsonl-00000-of-00001'
-  endings = 'COMPLETED config.json summary.json operative_config.gin'.split()
+  endings = 'COMPLETED summary.json operative_config.gin'.split()
   names = {path.name for path in (tmp_path / 'out').iterdir()}
   assert names == {name, *(f'{name}.{ending}' for ending in endings)}
   assert make.asked[-1] == {'max_input_len': 16, 'max_decode_len': 10}
@@ -236,12 +213,12 @@ def test_files_are_tasks(tmp_path, tokenizer, name):
   assert config.task_name in ('test.x', 'own', 'lines.de')
   examples = data.read(config).examples
   want = lines if 'lines' in name else ['a', 'a', 'd']
-  assert [one['inputs'] for one in local_tasks.read(path)] == want
+  assert [one['inputs'] for one in tasks.read(path)] == want
   have = [one.features['inputs_pretokenized'] for one in examples]
   assert have == want
   assert read_prompts(path, len) == list(dict.fromkeys(want))
   reading = data.read(config).reading
-  assert reading == local_tasks.reading(path)
+  assert reading == tasks.reading(path)
   assert (reading is None) == ('lines' in name)
   if 'lines' in name:
     assert examples[0].reference is None
@@ -277,7 +254,7 @@ def test_each_task_of_a_mixture_has_its_files(
   for name, lines in (('one', LINES[:2]), ('two', LINES[2:])):
     text = ''.join(f'{a}\t{b}\n' for a, b in lines)
     names.append(write(tmp_path, f'{name}.tsv', text))
-  alone = [run(name=name, out='alone')[2] for name in names]
+  alone = [run(name=name, out='alone')[1] for name in names]
   asked, drafters = len(make.asked), []
   sources = [local for name in names for local in tasks.find(name, tokenizer)]
   monkeypatch.setattr(tasks, 'find', lambda *_: sources)
@@ -299,9 +276,9 @@ def test_each_task_of_a_mixture_has_its_files(
   assert len(make.asked) == asked + 1 and drafters == [1]  # loaded once
   assert (summary['kind'], summary['mixture']) == ('mixture', 'both')
   assert [one['task'] for one in summary['tasks'].values()] == ['one', 'two']
-  for name, text in zip(('one', 'two'), alone, strict=True):
+  for name, records in zip(('one', 'two'), alone, strict=True):
     file = tmp_path / 'together' / f'{name}-predict.jsonl-00000-of-00001'
-    assert file.read_text() == text
+    assert records_of(file) == records
     assert file.with_name(f'{file.name}.COMPLETED').exists()
   # Where the longest example decides, each task may need its own engine.
   decode('longest', None)
@@ -309,13 +286,11 @@ def test_each_task_of_a_mixture_has_its_files(
   assert len(set(lengths)) == len(lengths) == 2
 
 
-class Knowing(Reversing):
+class Knowing(ReversingEngine):
   """Answers with the target of the file below."""
 
-  def generate(self, sources, **options):
-    found = super().generate(sources, **options)
-    text = 'the cat sat on the mat'
-    return [type(one)(text, [3], [-0.5], 'stop') for one in found]
+  def complete(self, *_):
+    return Completion('the cat sat on the mat', [3], [-0.5], 'stop')
 
 
 @pytest.fixture
@@ -323,7 +298,7 @@ def knows(run, tokenizer, tmp_path):
   """Summary and records of a file whose second example has no target."""
   text = 'a\tthe cat sat on the mat\nb\nc\tthe cat sat on the mat\n'
   path = write(tmp_path, 'knows.tsv', text)
-  engine = Knowing(tokenizer)
+  engine = Knowing(tokenizer=tokenizer)
   return lambda **options: run(
     lambda **_: engine, path, overwrite=True, **options
   )

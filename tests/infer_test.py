@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import sys
 import types
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from specdec_jax import files, infer
+from specdec_jax import infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.infer import report
@@ -28,13 +29,10 @@ class WordTokenizer:
   fingerprint = 'words'
 
   def __init__(self):
-    self.words: list[str] = []
+    self.ids: dict[str, int] = {}
 
   def encode(self, text):
-    for word in text.split():
-      if word not in self.words:
-        self.words.append(word)
-    return [self.words.index(word) for word in text.split()]
+    return [self.ids.setdefault(word, len(self.ids)) for word in text.split()]
 
 
 class ReversingEngine:
@@ -53,8 +51,8 @@ class ReversingEngine:
   models = types.MappingProxyType({})
   params = PairParams({'w': np.zeros(1, np.float32)}, None)
 
-  def __init__(self, differ=(), fail=()):
-    self.tokenizer = WordTokenizer()
+  def __init__(self, differ=(), fail=(), tokenizer=None):
+    self.tokenizer = tokenizer or WordTokenizer()
     self.differ, self.fail = differ, fail
     self.calls: list[tuple[bool, list[str], list[int]]] = []
     self.warm: list[tuple[bool, int]] = []
@@ -73,12 +71,13 @@ class ReversingEngine:
     assert options['batch_size'] == len(texts)
     lossless = options['lenience'] == 1 or not speculative
     self.calls.append((speculative, list(texts), list(example_ids)))
-    return [self._complete(text, speculative, lossless) for text in texts]
+    return [self.complete(text, speculative, lossless) for text in texts]
 
-  def _complete(self, text, speculative, lossless):
+  def complete(self, text, speculative, lossless):
     if text in self.fail:
       return Completion('', [], [], 'error', error='NaN')
-    tokens = self.tokenizer.encode(text)[: MAX_INPUT_LEN - 1][::-1]
+    ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+    tokens = ids[: MAX_INPUT_LEN - 1][::-1]
     if speculative and text in self.differ:
       tokens[-1] += 1000
     count = len(tokens)
@@ -87,38 +86,50 @@ class ReversingEngine:
     tested = calls if speculative else 0
     histogram = (calls - accepted, accepted)
     stats = CompletionStats(count, calls, tested, accepted, histogram, accepted)
-    log_probs = [-0.5] * count
-    done = Completion(text[::-1], tokens, log_probs, 'stop', stats)
-    return dataclasses.replace(done, lossless=lossless)
+    log_probs, text = [-0.5] * count, str(text)[::-1]
+    return Completion(text, tokens, log_probs, 'stop', stats, lossless=lossless)
 
 
 OPTIONS = {field.name for field in dataclasses.fields(infer.Options)}
 
 
-def run(tmp_path, data: bytes, engine=None, **options):
-  """Decodes `data`; returns (summary, records, printed text)."""
-  source, out = tmp_path / 'input.txt', tmp_path / 'out'
-  source.write_bytes(data)
-  engine = engine or ReversingEngine()
+def decoded(out, make, **options):
+  """Decodes into a folder; returns (summary, records, printed text)."""
   printed = io.StringIO()
-  options = {'output_dir': str(out), 'input_file': str(source)} | options
-  decoding = {name: options.pop(name) for name in OPTIONS & options.keys()}
-  config = infer.DecodeConfig(
-    lambda: engine, options=infer.Options(**decoding), **options
-  )
-  beside = {'operative_config.gin': lambda: 'A = 1\n'}
   console = rich.console.Console(file=printed, width=100)
+  config = infer.DecodeConfig(make, output_dir=str(out), **options)
+  beside = {'operative_config.gin': lambda: 'A = 1\n'}
   summary = infer.decode(config, beside, console)
-  text = (out / PREDICTIONS).read_text('utf-8')
-  records = [json.loads(line) for line in text.splitlines()]
-  return summary, records, printed.getvalue()
+  name = PREDICTIONS
+  if task := summary['task']:
+    shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
+    name = f'{task}-{config.mode}.jsonl-{shard}'
+  return summary, records_of(out / name), printed.getvalue()
+
+
+def records_of(path):
+  """Those of a file: strict JSON."""
+  return [
+    json.loads(line, parse_constant=pytest.fail)
+    for line in path.read_text('utf-8').split('\n')[:-1]
+  ]
+
+
+def run(tmp_path, data: bytes, engine=None, **options):
+  """`decoded` of the lines of `data`."""
+  (tmp_path / 'input.txt').write_bytes(data)
+  engine = engine or ReversingEngine()
+  options = {'input_file': str(tmp_path / 'input.txt')} | options
+  decoding = {name: options.pop(name) for name in OPTIONS & options.keys()}
+  options['options'] = infer.Options(**decoding)
+  return decoded(tmp_path / 'out', lambda: engine, **options)
 
 
 def test_records_are_in_order_and_files_complete(tmp_path):
-  data = 'eins zwei\n\nÄpfel für drei'.encode()
+  data = 'eins [bold]zwei\n\nÄpfel für drei'.encode()
   summary, records, printed = run(tmp_path, data)
-  assert [r['inputs'] for r in records] == ['eins zwei', '', 'Äpfel für drei']
-  outputs = ['iewz snie', '', 'ierd rüf lefpÄ']
+  assert [r['inputs'] for r in records] == data.decode().split('\n')
+  outputs = ['iewz]dlob[ snie', '', 'ierd rüf lefpÄ']
   assert [r['prediction'] for r in records] == outputs
   reasons = [record['aux']['finish_reason'] for record in records]
   assert reasons == ['stop', 'empty', 'stop']
@@ -131,7 +142,6 @@ def test_records_are_in_order_and_files_complete(tmp_path):
   assert {path.name for path in out.iterdir()} == {
     'predictions.jsonl',
     'predictions.jsonl.COMPLETED',
-    'predictions.jsonl.config.json',
     'operative_config.gin',
     'summary.json',
   }
@@ -147,6 +157,9 @@ def test_records_are_in_order_and_files_complete(tmp_path):
   assert summary['speed_up'] == pytest.approx(ratio)
   assert 'agree token for token: 2 of 2' in printed
   assert 'Kernels are stored as in_out.' in printed
+  # What is piped is plain text; markup in an input is shown as it is.
+  assert '\x1b' not in printed and 'Decoding ━' not in printed
+  assert '[bold]zwei' in printed
 
 
 def test_both_ways_take_turns_and_the_last_batch_keeps_its_shape(tmp_path):
@@ -216,29 +229,14 @@ def test_bad_lines_stop_no_other(tmp_path):
   assert record['prediction_tokens'] == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
-def test_only_newlines_end_lines(monkeypatch):
-  for data, texts in (
-    (b'', []),
-    (b'\n', ['']),
-    (b'a\r\nb\r\n', ['a', 'b']),
-    (b'\xef\xbb\xbfa\n', ['a']),
-    ('a\u2028b\x0bc\x85\n'.encode(), ['a\u2028b\x0bc\x85']),
-    (b'a\x00b\n', ['a\x00b']),
-  ):
-    monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(data)))
-    assert [line.text for line in files.lines('-')] == texts
-
-
 def test_bad_paths_are_refused_before_the_engine_is_made(tmp_path):
-  (tmp_path / 'file').write_text('')
-  for options, words in (
-    ({'input_file': str(tmp_path / 'none.txt')}, 'none.txt.*could not be read'),
-    ({'output_dir': str(tmp_path / 'file' / 'out')}, 'cannot be written'),
-  ):
-    engine = ReversingEngine()
-    with pytest.raises(ValueError, match=words):
-      run(tmp_path, b'a b\n', engine, **options)
-    assert not engine.warm
+  engine, path = types.SimpleNamespace(), str(tmp_path / 'none.txt')
+  with pytest.raises(ValueError, match='none.txt.*could not be read'):
+    run(tmp_path, b'', engine, input_file=path)
+  shutil.rmtree(tmp_path / 'out')
+  (tmp_path / 'out').write_text('')
+  with pytest.raises(ValueError, match='cannot be written'):
+    run(tmp_path, b'', engine)
 
 
 def test_finished_results_are_kept(tmp_path, capsys):
@@ -251,16 +249,6 @@ def test_finished_results_are_kept(tmp_path, capsys):
   assert capsys.readouterr().out == 'b a\n'
   with pytest.raises(ValueError, match='finished results of another'):
     run(tmp_path, b'c d\n')
-
-
-def test_nothing_is_kept_without_a_folder(tmp_path, capsys):
-  (tmp_path / 'in.txt').write_text('a b\n\nc')
-  config = infer.DecodeConfig(
-    ReversingEngine, str(tmp_path / 'in.txt'), stdout='outputs'
-  )
-  infer.decode(config, console=rich.console.Console(quiet=True))
-  assert capsys.readouterr().out == 'b a\n\nc\n'
-  assert [path.name for path in tmp_path.iterdir()] == ['in.txt']
 
 
 def test_full_disk_leaves_no_broken_output(tmp_path, monkeypatch):
@@ -277,13 +265,6 @@ def test_full_disk_leaves_no_broken_output(tmp_path, monkeypatch):
   assert not (out / COMPLETED).exists()
   assert json.loads((out / PREDICTIONS).read_text())['inputs'] == 'old'
   assert not [path for path in out.iterdir() if path.suffix == '.tmp']
-
-
-def test_piped_output_is_plain_text(tmp_path):
-  _, _, printed = run(tmp_path, b'[bold]a b[/bold]\n' * 30)
-  assert '\x1b' not in printed and '\r' not in printed
-  assert 'Decoding ━' not in printed
-  assert '[bold]a b[/bold]' in printed  # markup in a text is shown as it is
 
 
 def test_outputs_are_lines(monkeypatch, tmp_path, capsys):
@@ -309,10 +290,10 @@ def test_a_run_of_which_nothing_came_is_no_success(tmp_path):
   """Another start tries again."""
   engine, out = ReversingEngine(fail=['a', 'b']), tmp_path / 'out'
   for _ in range(2):
-    with pytest.raises(infer.AllFailedError) as caught:
+    with pytest.raises(ValueError) as caught:
       run(tmp_path, b'a\n\nb\n', engine)
     said = str(caught.value)
-    assert 'None of 4' in said and 'The first: NaN' in said and str(out) in said
+    assert 'The first: line 1: NaN' in said and str(out) in said
     assert not list(out.glob('*.COMPLETED')) + list(out.glob('*.partial*'))
     assert len((out / PREDICTIONS).read_text().splitlines()) == 3
   run(tmp_path, b'a\n\nb\n', ReversingEngine(fail=['a']))

@@ -55,21 +55,21 @@ def vocabulary(folder):
   return Tokenizer(write_vocabulary(folder / 'nllb'))
 
 
-def models(tokenizer):
+@pytest.fixture(scope='module')
+def models(vocabulary):
   """A target and a drafter that often agree, but not always."""
-  size = tokenizer.vocab_size + 2  # as NLLB has two ids more
+  size = vocabulary.vocab_size + 2  # as NLLB has two ids more
   config = dataclasses.replace(SMALL, vocab_size=size)
   network, target = make(config)
   _, other = make(config, seed=1)
   draft = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, target, other)
-  ends = dict(stop_ids=(2,), tokenizer=tokenizer)
+  ends = dict(stop_ids=(2,), tokenizer=vocabulary)
   return Model(network, target, **ends), Model(network, draft, **ends)
 
 
 @pytest.fixture(scope='module')
-def engine(vocabulary):
-  target, draft = models(vocabulary)
-  return Engine(target, draft, gamma=3, max_input_len=64, max_decode_len=LENGTH)
+def engine(models):
+  return Engine(*models, gamma=3, max_input_len=64, max_decode_len=LENGTH)
 
 
 @pytest.fixture(scope='module')
@@ -111,9 +111,8 @@ def test_texts_and_outputs_begin_with_their_language(engine, vocabulary):
   assert request.inputs[0, 0] == deu
 
 
-def forced(engine, text, output):
+def forced(engine, model, text, output):
   """The argmax after each token of an output, by teacher-forced logits."""
-  model = models(engine.tokenizer)[0]
   ids = engine.input_ids(text, 'eng_Latn')
   inputs = np.full((1, 16), 1, np.int32)
   inputs[0, : len(ids)] = ids
@@ -124,14 +123,14 @@ def forced(engine, text, output):
   return np.asarray(logits).argmax(-1)[1 : 1 + len(output)].tolist()
 
 
-def test_greedy_is_speculative_is_teacher_forced(engine):
+def test_greedy_is_speculative_is_teacher_forced(engine, models):
   have = engine.generate(TEXTS, **PAIR)
   want = engine.generate(TEXTS, speculative=False, **PAIR)
   assert [one.tokens for one in have] == [one.tokens for one in want]
   accepted = sum(one.stats.num_accepted for one in have)
   assert 0 < accepted < sum(one.stats.num_tested for one in have)
   for text, one in zip(TEXTS, have, strict=True):
-    assert one.tokens == forced(engine, text, one.tokens)
+    assert one.tokens == forced(engine, models[0], text, one.tokens)
   other = engine.generate(TEXTS, source_lang='eng_Latn', target_lang='zho_Hans')
   assert [one.tokens for one in other] != [one.tokens for one in have]
 
@@ -146,9 +145,8 @@ def test_scores_are_those_of_decoding(chains):
   assert others[0].log_probs != scores[0].log_probs
 
 
-def test_an_engine_may_have_languages_of_its_own(engine, vocabulary):
-  target, _ = models(vocabulary)
-  other = Engine(target, max_input_len=64, max_decode_len=LENGTH, **PAIR)
+def test_an_engine_may_have_languages_of_its_own(engine, models):
+  other = Engine(models[0], max_input_len=64, max_decode_len=LENGTH, **PAIR)
   request, same = other.request(['a cat']), engine.request(['a cat'], **PAIR)
   np.testing.assert_array_equal(request.inputs, same.inputs)
   np.testing.assert_array_equal(request.prompt, same.prompt)
@@ -197,8 +195,8 @@ def test_requests_name_their_languages(chains):
   assert answer.json()['error']['param'] == 'source_lang'
 
 
-def test_a_drafter_with_other_padding_is_refused(vocabulary):
-  target, draft = models(vocabulary)
+def test_a_drafter_with_other_padding_is_refused(models):
+  target, draft = models
   config = dataclasses.replace(draft.network.config, pad_id=0)
   other = Model(M2M100(config), draft.params)
   with pytest.raises(ValueError, match='draft: expected padding with id 1'):

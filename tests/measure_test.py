@@ -16,7 +16,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache
 from specdec_jax.measure import acceptance, calibrate, calls, compare
 from specdec_jax.models.model import Model
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tasks import LocalTask
 from specdec_jax.training import ngram
 
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']

@@ -1,7 +1,6 @@
 """The notebook: its cells run, and its engine shows itself."""
 
 import ast
-import contextlib
 import dataclasses
 import html
 import io
@@ -16,6 +15,7 @@ import pytest
 import rich.console
 
 import small_vocabulary
+import toy_models
 from specdec_jax import notebook
 from specdec_jax.models.model import Model
 
@@ -101,33 +101,6 @@ def test_it_runs_with_the_demo_pair(cells):
   assert f'  {streamed.replace("|", "")}\n' in text
 
 
-def test_set_up_of_a_fresh_runtime(cells, tmp_path, monkeypatch):
-  set_up = cells['setup']
-  monkeypatch.setattr(sys, 'path', [*sys.path])
-  calls = []
-
-  def run(command, check):
-    assert check
-    calls.append([str(word) for word in command])
-    if command[0] == 'git':
-      (command[-1] / 'specdec_jax').mkdir(parents=True)
-
-  monkeypatch.setattr(subprocess, 'run', run)
-  with contextlib.chdir(tmp_path):
-    with pytest.raises(ValueError, match='Fill in REPOSITORY'):
-      exec(set_up, {})
-    assert not calls
-    named = set_up.replace("REPOSITORY = ''", "REPOSITORY = 'somewhere'")
-    exec(named, {})
-    checkout = tmp_path / 'checkout'
-    assert pathlib.Path.cwd() == checkout and sys.path[0] == str(checkout)
-    clone, install = calls
-    assert clone == ['git', 'clone', 'somewhere', str(checkout)]
-    assert install[:4] == [sys.executable, '-m', 'pip', 'install']
-    exec(named, {})  # run again, it is a checkout
-    assert len(calls) == 2
-
-
 def printed(shown) -> str:
   stream = io.StringIO()
   rich.console.Console(file=stream, width=100).print(shown)
@@ -135,20 +108,19 @@ def printed(shown) -> str:
 
 
 def test_it_shows_what_is_loaded_and_the_last_trace(tokenizer):
-  network = small_vocabulary.network(1)
-  params = network.init(jax.random.key(0))
+  network = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
   model = notebook.Interactive(
-    Model(network, params, name='my_target'),
-    Model(network, params, name='my_draft'),
+    Model(network, network.params, name='my_target'),
+    Model(network, network.params, name='my_draft'),
     tokenizer=tokenizer,
     gamma=3,
     max_input_len=32,
     max_decode_len=12,
   )
-  count = sum(leaf.size for leaf in jax.tree.leaves(params))
+  count = sum(leaf.size for leaf in jax.tree.leaves(network.params))
   for text in (printed(model), model._repr_html_()):
     for part in (
-      f'my_target: T5, {count:,} of float32',
+      f'my_target: MarkovModel, {count:,} of float32',
       'my_draft',
       'gamma',
       str(small_vocabulary.VOCAB_SIZE),

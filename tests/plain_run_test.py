@@ -3,11 +3,11 @@
 import importlib.util
 import io
 import json
+import pathlib
 import shutil
 import sys
 
 import gin
-import jax
 import pytest
 
 import small_vocabulary
@@ -31,7 +31,7 @@ def pair(folder, tokenizer):
   """Flags of two folders that describe themselves, random weights in them."""
   for seed, (name, layers) in enumerate((('large', 2), ('small', 1))):
     network = small_vocabulary.network(layers)
-    params = network.init(jax.random.key(seed))
+    params = small_vocabulary.weights(network, seed)
     huggingface.save_huggingface(folder / name, network.config, params)
     shutil.copy(tokenizer.path, folder / name / 'spiece.model')
   (folder / 'in.txt').write_text('\n'.join(LINES) + '\n')
@@ -71,6 +71,7 @@ def test_outputs_are_lines_of_stdout(run, pair, folder, expected, monkeypatch):
   status, out, err = run('decode', *flags, '-', '--mode=both')
   assert status == 0 and out == expected
   assert 'speed-up' in err and '3 of 3' in err
+  assert not list(pathlib.Path().iterdir())  # nothing is kept
 
 
 def test_a_folder_is_kept_and_shown_again(run, pair, folder, tmp_path):

@@ -19,20 +19,43 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # By its own message, or aborted by JAX.
 ENDED = (processes.PEER_ENDED, -signal.SIGABRT)
 
-# Decodes a file with a small pair, sampled, as one of several processes; argv:
-# folder, out, address, count, index, the batch that it dies at or 0, placement.
-SCRIPT = """
+# How each script below begins; argv: folder, address, count, index, and more.
+BEGIN = """
 import os, signal, sys
 import jax
 import small_vocabulary
-from specdec_jax import infer, partitioning, probs
-from specdec_jax.infer import processes
-from specdec_jax.text import tokenizer as tokenizer_lib
+from specdec_jax import infer
+from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.scheduler import Continuous, PoolSettings
+from specdec_jax.infer import processes
 from specdec_jax.models.model import Model
+from specdec_jax.partitioning import Placement
+from specdec_jax.text.tokenizer import Tokenizer
 
-folder, out, address, count, index, fatal, placed = sys.argv[1:]
-count, index, fatal = int(count), int(index), int(fatal)
+folder, address, count, index, *more = sys.argv[1:]
+count, index = int(count), int(index)
+
+def small(kind=Engine, **options):
+  network = small_vocabulary.network(1)
+  weights = [small_vocabulary.weights(network, i) for i in range(2)]
+  return kind(
+    *(Model(network, one) for one in weights), gamma=2,
+    tokenizer=Tokenizer(folder + '/vocab.model'),
+    cache_folder=folder + '/xla', **options)
+
+def run(function):
+  def joined():
+    if count > 1:
+      processes.join(processes.Meeting(address, count, index))
+    function()
+    return 0
+  sys.exit(processes.run(joined) if count > 1 else joined())
+"""
+
+# Decodes a file, sampled; more: out, the batch that it dies at or 0, placement.
+SCRIPT = """
+out, fatal, placed = more
 jax.config.update('jax_num_cpu_devices', 2)
 jax.config.update('jax_compilation_cache_dir', folder + '/xla')
 batches = 0
@@ -41,48 +64,37 @@ class Counted(Engine):
   def generate(self, texts, **options):
     global batches
     batches += 1
-    if batches == fatal:
+    if batches == int(fatal):
       os.kill(os.getpid(), signal.SIGKILL)
     return super().generate(texts, **options)
 
-def small(**options):
-  def model(layers, seed):
-    network = small_vocabulary.network(layers)
-    return Model(network, small_vocabulary.weights(network, seed))
-  return Counted(model(1, 0), model(1, 1), tokenizer=tokenizer, gamma=2,
-                 cache_folder=folder + '/xla', placement=placement, **options)
-
 def decode():
-  if count > 1:
-    processes.join(processes.Meeting(address, count, index))
-    assert len(jax.local_devices()) == 2 and len(jax.devices()) == 2 * count
-  global tokenizer, placement
+  assert len(jax.local_devices()) == 2 and len(jax.devices()) == 2 * count
   placement = None
   if placed == 'split':
-    placement = partitioning.Placement(data=2, model=2, across_hosts=True)
-  tokenizer = tokenizer_lib.Tokenizer(folder + '/vocab.model')
+    placement = Placement(data=2, model=2, across_hosts=True)
   infer.decode(infer.DecodeConfig(
-    small, tokenizer=tokenizer, mixture_or_task_name=folder + '/texts.txt',
+    lambda **options: small(Counted, placement=placement, **options),
+    tokenizer=Tokenizer(folder + '/vocab.model'),
+    mixture_or_task_name=folder + '/texts.txt',
     output_dir=out, decoding='speculative',
     task_feature_lengths={'inputs': 24, 'targets': 12},
     mode='predict_with_aux', batch_size=2,
     options=infer.Options(temperature=1.0, num_samples=2)))
   print('batches', batches)
-  return 0
 
-sys.exit(processes.run(decode) if count > 1 else decode())
+run(decode)
 """
 
 
-def started(*argv, folder=None, devices=1):
+def started(code, *argv, devices=1):
   """A process of Python, with so many devices."""
   path = f'{ROOT}{os.pathsep}{ROOT / "tests"}'
   flags = os.environ.get('XLA_FLAGS', '')
   if devices > 1:
     flags += f' --xla_force_host_platform_device_count={devices}'
   return subprocess.Popen(
-    [sys.executable, *map(str, argv)],
-    cwd=folder,
+    [sys.executable, '-c', code, *map(str, argv)],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -90,8 +102,13 @@ def started(*argv, folder=None, devices=1):
   )
 
 
-def ends_of(processes):
-  """Status, stdout and stderr of each, when all have ended."""
+def ends_of(code, folder, *each, devices=1):
+  """Status, stdout and stderr of processes, from what each has as `more`."""
+  argv = BEGIN + code, folder, free_address(), len(each)
+  processes = [
+    started(*argv, index, *more, devices=devices)
+    for index, more in enumerate(each)
+  ]
   # The last one first, since it may die.
   ends = [process.communicate() for process in processes[::-1]][::-1]
   return [
@@ -109,21 +126,14 @@ def free_address():
 @pytest.fixture(scope='module')
 def run(folder, tokenizer):
   """Starts the script above, once for each process."""
-  (folder / 'shared.py').write_text(SCRIPT)
   words = 'the red blue old house tree dog cat runs sleeps'.split()
   lines = [' '.join(words[i % 7 : i % 7 + i % 4 + 1]) for i in range(11)]
   (folder / 'texts.txt').write_text('\n'.join(lines) + '\n')
 
   def run(out, count, fatal=0, placed='apart'):
     """Status, stdout and stderr of all; the last one dies at a batch."""
-    argv = ['shared.py', folder, out, free_address(), count]
     fatal = [0] * (count - 1) + [fatal]
-    return ends_of(
-      [
-        started(*argv, index, fatal[index], placed, folder=folder)
-        for index in range(count)
-      ]
-    )
+    return ends_of(SCRIPT, folder, *((out, one, placed) for one in fatal))
 
   return run
 
@@ -201,31 +211,11 @@ def test_a_killed_process_ends_the_others(run, whole, tmp_path):
 
 # What the host reads between rounds, and scores, of rows of two processes.
 ROWS = """
-import sys
-import small_vocabulary
-from specdec_jax import partitioning
-from specdec_jax.infer import processes
-from specdec_jax.engine import scoring
-from specdec_jax.text import tokenizer
-from specdec_jax.engine.scheduler import Continuous
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
-from specdec_jax.engine.scheduler import PoolSettings
-
-folder, address, count, index = sys.argv[1:]
-
 def decode():
   placement = None
-  if int(count) > 1:
-    processes.join(processes.Meeting(address, int(count), int(index)))
-    placement = partitioning.Placement(data=2, across_hosts=True)
-  network = small_vocabulary.network(1)
-  weights = [small_vocabulary.weights(network, i) for i in range(2)]
-  models = [Model(network, one) for one in weights]
-  engine = Engine(
-    *models, tokenizer=tokenizer.Tokenizer(folder + '/vocab.model'), gamma=2,
-    max_input_len=32, max_decode_len=8, placement=placement,
-    cache_folder=folder + '/xla')
+  if count > 1:
+    placement = Placement(data=2, across_hosts=True)
+  engine = small(max_input_len=32, max_decode_len=8, placement=placement)
   texts = ['the red dog runs', 'a cat']
   said = engine.generate(texts, stop_ids=[])[0].text
   letters = [one for one in said[1:] if one.isascii() and one.isprintable()]
@@ -237,17 +227,15 @@ def decode():
   ids = [engine.input_ids(text) for text in texts]
   for one in scoring.score(engine.target, engine.params.target, ids, ids):
     print('found', round(one.total, 2))
-  return 0
 
-sys.exit(processes.run(decode) if int(count) > 1 else decode())
+run(decode)
 """
 
 
 @pytest.mark.slow
 def test_rows_of_two_processes(tokenizer, folder):
   def run(count):
-    argv = ['-c', ROWS, folder, free_address(), count]
-    ends = ends_of([started(*argv, index) for index in range(count)])
+    ends = ends_of(ROWS, folder, *[()] * count)
     assert [status for status, *_ in ends] == [0] * count, ends
     # Gloo speaks as well.
     return [
@@ -262,23 +250,13 @@ def test_rows_of_two_processes(tokenizer, folder):
 
 # A server whose target is split over both.
 SERVER = """
-import pathlib, sys, threading, warnings
-import small_vocabulary
+import warnings
 from scheduler_test import Heard, started
 from continuous_test import nothing_compiles
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
-from specdec_jax.partitioning import Placement
 
 warnings.simplefilter('error')
-folder = pathlib.Path(sys.argv[1])
-tokenizer = small_vocabulary.train(folder)
-network = small_vocabulary.network(1)
-weights = [small_vocabulary.weights(network, i) for i in range(2)]
-engine = Engine(
-  *(Model(network, one) for one in weights), tokenizer=tokenizer, gamma=2,
-  max_input_len=8, max_decode_len=12, placement=Placement(data=1, model=2),
-  cache_folder=folder / 'xla')
+engine = small(
+  max_input_len=8, max_decode_len=12, placement=Placement(data=1, model=2))
 texts = ['red', 'a cat', 'blue']
 kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
 want = [engine.generate([text], **kind)[0].tokens
@@ -295,8 +273,8 @@ print('the same')
 
 
 @pytest.mark.slow
-def test_a_server_whose_target_two_devices_share(tmp_path):
-  ((status, out, err),) = ends_of([started('-c', SERVER, tmp_path, devices=2)])
+def test_a_server_whose_target_two_devices_share(tokenizer, folder):
+  ((status, out, err),) = ends_of(SERVER, folder, (), devices=2)
   assert status == 0, err
   assert out.strip() == 'the same'
 
@@ -307,7 +285,7 @@ def test_processes_that_do_not_come():
     f'meeting = processes.Meeting("{free_address()}", 2, 0, 2);'
     'sys.exit(processes.run(lambda: processes.join(meeting)))'
   )
-  with started('-c', code) as process:
+  with started(code) as process:
     text = process.communicate()[1]
   assert process.returncode in ENDED
   assert text.startswith('Waiting for the other processes, 2 s at most.')
@@ -344,16 +322,14 @@ WAITS = """
 import hashlib, sys
 from specdec_jax.infer import processes
 
-if sys.argv[1:]:
-  processes.join(processes.Meeting(sys.argv[1], 1, 0))
+processes.join(processes.Meeting(sys.argv[1], 1, 0))
 print('waiting', flush=True)
 hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
 """
 
 
-@pytest.mark.parametrize('joins', [False, True])
-def test_sigterm_ends_a_process_at_once(joins):
-  with started('-c', WAITS, *[free_address()] * joins) as process:
+def test_sigterm_ends_a_process_at_once():
+  with started(WAITS, free_address()) as process:
     try:
       assert process.stdout.readline() == 'waiting\n'
       process.terminate()

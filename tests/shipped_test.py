@@ -14,7 +14,7 @@ import pytest
 from specdec_jax import files
 from specdec_jax.files import shipped
 from specdec_jax.files.locations import open_location
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

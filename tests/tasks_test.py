@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.text import metrics, tasks
-from specdec_jax.text.local_tasks import LocalTask
+from specdec_jax.text.tasks import LocalTask
 from specdec_jax.text.tokenizer import EOS_ID
 
 DATA = pathlib.Path(__file__).resolve().parents[2] / 'shared' / 'data'
@@ -177,26 +177,40 @@ def test_without_seqio_the_error_says_what_to_do(monkeypatch):
 
 @quiet
 @needs_seqio
-def test_a_task_gives_the_ids_of_its_file(pairs, tokenizer, monkeypatch):
-  """As the reader here does; an unknown name says which is near."""
+def test_tasks_and_a_mixture_of_seqio(pairs, tokenizer, monkeypatch):
+  """Their ids are those of the file; an unknown name says which is near."""
   import seqio
 
-  monkeypatch.setattr(seqio.TaskRegistry, '_REGISTRY', {})
-  task = LocalTask(
-    'specdec_test', {'train': pairs.files['test']}, tokenizer.path
-  )
-  seqio.TaskRegistry.add_provider(task.name, to_seqio(task))
-  there = tasks.find_one(task.name)
-  assert there.training_splits() == task.training_splits() == ['train']
-  sources, targets = tasks.token_lists(there, 'train')
-  encode = tokenizer.encode
-  assert [x.tolist() for x in sources] == [encode(s) for s, _ in PAIRS]
-  assert [x.tolist() for x in targets] == [encode(t) for _, t in PAIRS]
-  for lengths in (None, {'inputs': 32, 'targets': 5}):
-    both = (one.examples('train', lengths) for one in (there, task))
-    for first, second in zip(*both, strict=True):
-      assert same(first, {key: second[key] for key in first})
-  for name, near in (('specdec_tset', task.name), ('lm1b_v11', 'lm1b_v110')):
+  for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
+    monkeypatch.setattr(registry, '_REGISTRY', {})
+  files = {'train': pairs.files['test']}
+  ours = [
+    LocalTask(name, files, tokenizer.path, prefix=name, metrics=('bleu',))
+    for name in ('specdec_one', 'specdec_two')
+  ]
+  for task in ours:
+    seqio.TaskRegistry.add_provider(task.name, to_seqio(task))
+  parts = [(task.name, 1) for task in ours]
+  seqio.MixtureRegistry.add('specdec_both', parts)
+  for there, task in zip(tasks.find('specdec_both'), ours, strict=True):
+    assert there.name == task.name == task.prefix
+    splits = [*map(tasks.training_splits, (there, task))]
+    assert splits == [['train']] * 2
+    sources, targets = tasks.token_lists(there, 'train')
+    encode = tokenizer.encode
+    assert [x.tolist() for x in sources] == [
+      encode(task.name + source) for source, _ in PAIRS
+    ]
+    assert [x.tolist() for x in targets] == [encode(t) for _, t in PAIRS]
+    for lengths in (None, {'inputs': 32, 'targets': 5}):
+      both = (one.examples('train', lengths) for one in (there, task))
+      for first, second in zip(*both, strict=True):
+        assert same(first, {key: second[key] for key in first})
+  for name in ('specdec_one', 'wmt_t2t_ende_v003'):
+    assert tasks.find_one(name).name == name
+  with pytest.raises(ValueError, match='specdec_both: .* specdec_one'):
+    tasks.find_one('specdec_both')
+  for name, near in (('specdec_on', 'specdec_one'), ('lm1b_v11', 'lm1b_v110')):
     with pytest.raises(ValueError, match=f'{name}.*Nearest known: {near}'):
       tasks.find(name)
 
@@ -262,35 +276,6 @@ def test_tasks_of_t5_over_prepared_data(
   (task,) = tasks.find(name, tokenizer)
   known = [metrics.METRICS[metric] for metric in tasks.TASKS[name].metrics]
   assert [one.keywords['metric'] for one in task.metric_functions()] == known
-
-
-@quiet
-@needs_seqio
-def test_a_mixture_gives_its_tasks_in_turn(pairs, monkeypatch):
-  import seqio
-
-  monkeypatch.setattr(seqio.TaskRegistry, '_REGISTRY', {})
-  monkeypatch.setattr(seqio.MixtureRegistry, '_REGISTRY', {})
-  for name in ('specdec_one', 'specdec_two'):
-    task = LocalTask(
-      name, pairs.files, pairs.vocab_path, prefix=name, metrics=('bleu',)
-    )
-    seqio.TaskRegistry.add_provider(name, to_seqio(task))
-  seqio.MixtureRegistry.add(
-    'specdec_both', [('specdec_one', 1), ('specdec_two', 1)]
-  )
-  both = tasks.find('specdec_both')
-  assert [task.name for task in both] == ['specdec_one', 'specdec_two']
-  found = [one for task in both for one in task.examples('test')]
-  assert [e['inputs_pretokenized'] for e in found] == [
-    name + source
-    for name in ('specdec_one', 'specdec_two')
-    for source, _ in PAIRS
-  ]
-  for name in ('specdec_one', 'wmt_t2t_ende_v003'):
-    assert tasks.find_one(name).name == name
-  with pytest.raises(ValueError, match='specdec_both: .* specdec_one'):
-    tasks.find_one('specdec_both')
 
 
 @quiet

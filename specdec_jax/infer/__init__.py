@@ -6,10 +6,9 @@ moment and started again.
 
 from specdec_jax.engine.request import Options
 from specdec_jax.infer.data import DecodeConfig, open_tokenizer
-from specdec_jax.infer.run import AllFailedError, decode
+from specdec_jax.infer.run import decode
 
 __all__ = [
-  'AllFailedError',
   'DecodeConfig',
   'Options',
   'decode',

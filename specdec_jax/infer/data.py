@@ -31,9 +31,9 @@ from specdec_jax.engine.request import (
 )
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
-from specdec_jax.text import local_tasks, tasks
+from specdec_jax.text import tasks
 from specdec_jax.text.chat import template_of
-from specdec_jax.text.local_tasks import BROKEN
+from specdec_jax.text.tasks import BROKEN
 from specdec_jax.text.tokenizer import Tokenizer
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
@@ -77,7 +77,7 @@ class DecodeConfig:
       'inputs' and 'targets' are cut. None: the lengths of the longest example.
     split: split of the task; a file has only one.
     mode: 'predict', 'score' (the log-probability of the targets), or
-      'predict_with_aux' (predictions with scores and counts).
+      'predict_with_aux' (predictions with scores and counts, as of lines).
     decoding: 'speculative', 'plain', or 'both'. 'both' decodes each batch
       plainly and then speculatively, compares the two, and keeps the
       speculative outputs.
@@ -159,6 +159,8 @@ class DecodeConfig:
       }
       options = dataclasses.replace(self.options, **changes)
       object.__setattr__(self, 'options', options)
+    elif self.mode == 'predict':
+      object.__setattr__(self, 'mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
     """Yields a field, whether it is right, and what is expected of it."""
@@ -193,6 +195,9 @@ class DecodeConfig:
       "'error' in a chat, whose messages end with what the template adds"
     )
     yield 'options.on_too_long', not cuts, expected
+    expected = 'None with num_beams, for it is of single outputs'
+    tries = self.searches and SPECULATIVE in self.ways
+    yield 'calibration', not (tries and self.calibration), expected
     fixed = not self.searches or self.batching == 'fixed'
     yield 'batching', fixed, "'fixed' with beams (--batching fixed)"
 
@@ -200,11 +205,6 @@ class DecodeConfig:
   def is_task(self) -> bool:
     """Whether the run is over a task, not over lines."""
     return self.mixture_or_task_name is not None
-
-  @property
-  def has_aux(self) -> bool:
-    """Whether records have scores and counts, beside the outputs."""
-    return self.mode == 'predict_with_aux' or not self.is_task
 
   @property
   def ways(self) -> tuple[str, ...]:
@@ -380,7 +380,10 @@ class DataSet:
     for example in self.examples:
       shown = example.features
       if isinstance(shown, Mapping):
-        shown = sorted((key, _listed(value)) for key, value in shown.items())
+        shown = sorted(
+          (key, value.tolist() if isinstance(value, np.ndarray) else value)
+          for key, value in shown.items()
+        )
       error = example.skipped and example.skipped.error
       digest.update(repr((shown, error)).encode())
     return {
@@ -388,8 +391,14 @@ class DataSet:
       'examples_sha256': digest.hexdigest(),
     }
 
+  @property
+  def references(self) -> dict[int, Any]:
+    """The number of each example that has a target -> the target."""
+    known = {n: example.reference for n, example in enumerate(self.examples)}
+    return {n: text for n, text in known.items() if text is not None}
+
   def engine_options(self, config: DecodeConfig) -> dict[str, Any]:
-    """Lengths and languages for a task's engine.
+    """Lengths for a task's engine.
 
     Raises:
       ValueError: nothing says how long an output may be.
@@ -410,13 +419,10 @@ class DataSet:
       )
     # The token of a language stands before the text.
     more = 1 if getattr(config.tokenizer, 'languages', {}) else 0
-    options: dict[str, Any] = {
+    return {
       'max_input_len': max(2, lengths[INPUTS] + more),
       'max_decode_len': max(1, lengths[TARGETS]),
     }
-    languages = ('source_lang', 'target_lang')
-    of_task = {name: getattr(config.task, name) for name in languages}
-    return options | {k: v for k, v in of_task.items() if v is not None}
 
 
 def read(config: DecodeConfig) -> DataSet:
@@ -427,10 +433,8 @@ def read(config: DecodeConfig) -> DataSet:
   """
   if not config.is_task:
     path = config.input_file
-    reading = local_tasks.reading(path)
-    lines, broken_off = files.until_broken(
-      local_tasks.read(path, targets_field=None)
-    )
+    reading = tasks.reading(path)
+    lines, broken_off = files.until_broken(tasks.read(path, targets_field=None))
     examples = [
       Example(x['inputs'], x['inputs'], skipped=_failed(x.get(BROKEN)))
       for x in lines
@@ -492,41 +496,26 @@ def _task_example(
   """An example of a task, with an error where it lacks what the run needs."""
   features = dict(features)
   error = features.pop(BROKEN, None)
-  is_scored = config.mode == 'score'
-  needed = [INPUTS, config.prompt_feature, TARGETS if is_scored else None]
-  for feature in filter(None, needed):
-    ids = features.get(feature, '')
-    scored = is_scored and feature == TARGETS
-    if not error and (not _is_ids(ids) or (scored and not len(ids))):
-      present = sorted(k for k, v in features.items() if _is_ids(v) and len(v))
-      error = (
-        f'{config.task_name!r}: example {config.index(number)} has no tokens'
-        f' {feature!r}, which this run needs; it has those of {present}.'
-      )
-      if scored:
-        error += ' A line is inputs<TAB>targets (.tsv), or has both (.jsonl).'
+  arrays = {k: v for k, v in features.items() if isinstance(v, np.ndarray)}
+  ids = {feature: array.tolist() for feature, array in arrays.items()}
+  prompt_feature = config.prompt_feature or INPUTS
+  missing = [x for x in (INPUTS, prompt_feature) if x not in ids]
+  if config.mode == 'score' and not ids.get(TARGETS):
+    missing = [TARGETS]
+  if missing and not error:
+    error = (
+      f'{config.task_name!r}: example {config.index(number)} has no tokens'
+      f' {missing[0]!r}, which this run needs; it has those of'
+      f' {sorted(x for x in ids if ids[x])}.'
+    )
+    if missing == [TARGETS]:
+      error += ' A line is inputs<TAB>targets (.tsv), or has both (.jsonl).'
   if error:
     return Example((), features, skipped=_failed(error))
   prompt = None
   if config.prompt_feature is not None:
-    prompt = _ids(features, config.prompt_feature)
+    prompt = ids[prompt_feature]
     # Without its end: an output that begins with it would be over.
     if config.tokenizer and prompt[-1:] == [config.tokenizer.eos_id]:
-      del prompt[-1]
-  target = _ids(features, TARGETS) if _is_ids(features.get(TARGETS, '')) else []
-  return Example(_ids(features, INPUTS), features, target, prompt)
-
-
-def _is_ids(value: Any) -> bool:
-  array = np.asarray(value)
-  return array.ndim == 1 and (
-    not array.size or np.issubdtype(array.dtype, np.integer)
-  )
-
-
-def _ids(features: Mapping[str, Any], feature: str) -> list[int]:
-  return [int(token) for token in features.get(feature, ())]
-
-
-def _listed(value: Any) -> Any:
-  return value.tolist() if isinstance(value, np.ndarray) else value
+      prompt = prompt[:-1]
+  return Example(ids[INPUTS], features, ids.get(TARGETS, []), prompt)

@@ -65,13 +65,10 @@ class Batch:
   def from_json(cls, value: Mapping[str, Any]) -> 'Batch':
     """The inverse of `dataclasses.asdict`, after a round trip through JSON."""
 
-    def completion(fields: Mapping[str, Any]) -> Completion:
-      stats = {**fields['stats']}
-      stats['histogram'] = tuple(stats['histogram'])
-      return Completion(**{**fields, 'stats': CompletionStats(**stats)})
-
     completions = {
-      int(number): completion(fields)
+      int(number): Completion(
+        **fields | {'stats': CompletionStats(**fields['stats'])}
+      )
       for number, fields in value['completions'].items()
     }
     return cls(**{**value, 'completions': completions})
@@ -125,7 +122,7 @@ def record(
     values['prediction_tokens'] = one_or_all(tokens)
     if not all(output.lossless for output in last):
       values['lossless'] = False
-  if config.has_aux and config.mode != 'score':
+  if config.mode == 'predict_with_aux':
     values['score'] = scores
     values['aux'] = {
       'scores': scores,

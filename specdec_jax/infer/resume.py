@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from jax.experimental import multihost_utils
 
@@ -34,30 +34,6 @@ _OVERWRITE = 'overwrite (--overwrite, in gin DecodeConfig.overwrite = True)'
 _LOOK_S = 0.2  # time between two looks whether another process has written
 # Longer than a program compiles, and than a batch or the metrics take.
 _MOST_SILENCE_S = 1800.0
-
-
-class NoFolder:
-  """Stands for the folder of a run that keeps nothing; see `Folder`."""
-
-  name = 'The run'
-  finished = False
-
-  def claimed(self) -> contextlib.AbstractContextManager[None]:
-    """Nothing is claimed."""
-    return contextlib.nullcontext()
-
-  def open(self, overwrite: bool) -> None:
-    """Nothing is there."""
-
-  def begin(self, settings: Any, overwrite: bool) -> list[dict[str, Any]]:
-    """No work was done."""
-    return []
-
-  def append(self, content: Any) -> None:
-    """Keeps nothing."""
-
-  def finish(self, contents: Any, failed: bool = False) -> None:
-    """Writes nothing."""
 
 
 class Folder:
@@ -79,7 +55,6 @@ class Folder:
     self._lock = self.path / f'.{name}{share}.lock'
     self._partial = self.path / f'{name}.partial{share}'
     self._marker = self.path / f'{name}.COMPLETED'
-    self._config = self.path / f'{name}.config.json'
     self._settings = ''  # of this run, as JSON
     # Where what was read of each file ends, or was written to the own one.
     self._ends: dict[pathlib.Path, int] = {}
@@ -101,40 +76,39 @@ class Folder:
     """Whether there are finished results."""
     return self._marker.exists() and (self.path / self.name).exists()
 
-  def open(self, overwrite: bool) -> None:
-    """Lets finished results count, or not, for all processes."""
-    if self.process == 0 and (overwrite or not self.finished):
-      self._marker.unlink(missing_ok=True)
-    multihost_utils.sync_global_devices(f'{self.name} is open')
-
   def read_json(self, name: str, lines: bool = False) -> Any:
     """Reads a JSON file of finished results.
 
     Args:
-      name: the file.
+      name: the file, of one object.
       lines: whether there is a value on each line; then a list is returned.
 
     Raises:
-      ValueError: it cannot be read, or is not JSON.
+      ValueError: it cannot be read, or is not such JSON.
     """
     path = self.path / name
     try:
       with files.open_regular(path) as stream:
         data = stream.read()
       if not lines:
-        return json.loads(data)
+        return dict(json.loads(data))
       return [json.loads(line) for line in data.split(b'\n') if line]
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
       raise ValueError(
         f'{str(path)!r}, a finished result, cannot be read: {error}. Give'
         f' another folder, or {_OVERWRITE} to make all of them again.'
       ) from error
 
-  def check_finished(self, settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if finished results come from other settings."""
-    if self._config.exists():
-      before = self.read_json(self._config.name)
-      self._check_same(before, settings, 'finished results')
+  def check_same(
+    self, before: Any, settings: Mapping[str, Any], kind: str
+  ) -> None:
+    """Raises ValueError if what is there comes from other settings."""
+    same_run.check(
+      before,
+      settings,
+      f'{str(self.path)!r} holds {kind} of another configuration ({self.name})',
+      f'Give another folder, the same configuration, or {_OVERWRITE}.',
+    )
 
   def begin(
     self, settings: Mapping[str, Any], overwrite: bool
@@ -153,36 +127,22 @@ class Folder:
       ValueError: an unfinished run of other settings is there.
       OSError: the folder could not be written.
     """
-    self._settings = json.dumps(settings, default=str, sort_keys=True)
+    self._settings = json.dumps(settings)
     if self.process == 0:
-      self._remove_others(overwrite)
+      self._marker.unlink(missing_ok=True)
+      for path in self._partials():
+        before = _header(path)
+        if before == json.loads(self._settings):
+          continue
+        if before is None:
+          _warn(f'{path} is no work of a run: it is removed, and made again')
+        elif not overwrite:
+          self.check_same(before, settings, 'an unfinished run')
+        path.unlink(missing_ok=True)
     multihost_utils.sync_global_devices(f'{self.name} begins')
     done = self.appended(own=True)
     multihost_utils.sync_global_devices(f'{self.name} was read')
     return done
-
-  def _remove_others(self, overwrite: bool) -> None:
-    """Removes partial files that are not of this run, or refuses them."""
-    settings = json.loads(self._settings)
-    for path in self._partials():
-      before = _header(path)
-      if before == settings:
-        continue
-      if before is None:
-        _warn(f'{path} is no work of a run: it is removed, and made again')
-      elif not overwrite:
-        self._check_same(before, settings, 'an unfinished run')
-      path.unlink(missing_ok=True)
-
-  def _check_same(
-    self, before: Any, settings: Mapping[str, Any], kind: str
-  ) -> None:
-    same_run.check(
-      before,
-      settings,
-      f'{str(self.path)!r} holds {kind} of another configuration ({self.name})',
-      f'Give another folder, the same configuration, or {_OVERWRITE}.',
-    )
 
   def _partials(self) -> list[pathlib.Path]:
     return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
@@ -239,12 +199,8 @@ class Folder:
     Raises:
       OSError: a file could not be written; then there is no marker.
     """
-    contents = dict(contents)
     if not failed:
-      settings = json.dumps(json.loads(self._settings), indent=1)
-      contents[self._config.name] = f'{settings}\n'
-      contents[self._marker.name] = ''
-    self._marker.unlink(missing_ok=True)  # while old files are replaced
+      contents = {**contents, self._marker.name: ''}
     for name, text in contents.items():
       with _explained(self.path / name):
         # What a kill has left of it.
@@ -325,19 +281,7 @@ def locked(path: pathlib.Path, subject: str) -> Iterator[None]:
   Raises:
     ValueError: another process has the lock; the message says which.
   """
-  with _open_locked(path, subject) as lock:
-    lock.truncate(0)
-    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
-    lock.flush()
-    try:
-      yield
-    finally:
-      path.unlink(missing_ok=True)
-
-
-def _open_locked(path: pathlib.Path, subject: str) -> TextIO:
-  while True:
-    lock = open(path, 'a+', encoding='utf-8')
+  with open(path, 'a+', encoding='utf-8') as lock:
     lock.seek(0)
     holder = lock.read() or 'another process'
     try:
@@ -345,7 +289,6 @@ def _open_locked(path: pathlib.Path, subject: str) -> TextIO:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      lock.close()
       raise ValueError(
         f'{subject} is being written by {holder}. Wait for it, or give another'
         ' folder.'
@@ -353,9 +296,10 @@ def _open_locked(path: pathlib.Path, subject: str) -> TextIO:
     except OSError as error:  # a file system without locks
       why = f'({error.strerror}), so {holder} may write it as well'
       _warn(f'{subject} cannot be locked {why}. Start one run at a time')
-      return lock
-    # The last holder may have removed the file after it was opened here.
-    with contextlib.suppress(FileNotFoundError):
-      if os.path.samestat(os.stat(path), os.fstat(lock.fileno())):
-        return lock
-    lock.close()
+    lock.truncate(0)
+    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
+    lock.flush()
+    try:
+      yield
+    finally:
+      path.unlink(missing_ok=True)

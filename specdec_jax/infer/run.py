@@ -6,10 +6,12 @@ is killed goes on when it is started again, see `resume`.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
-import itertools
+import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +30,7 @@ from specdec_jax.engine.completion import (
   passed_over,
 )
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Drafting, Options
+from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Continuous
 from specdec_jax.infer import report
 from specdec_jax.infer.data import (
@@ -40,7 +42,7 @@ from specdec_jax.infer.data import (
   read,
 )
 from specdec_jax.infer.report import Batch, Outputs
-from specdec_jax.infer.resume import Folder, NoFolder
+from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.record import seconds_since_start
 from specdec_jax.measure.table import bar, say, status
@@ -48,13 +50,10 @@ from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
 SUMMARY = 'summary.json'
+_OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
 # Continuous batching hands over what is finished after so long, so that a kill
 # costs no more than that.
 _KEEP_SECONDS = 30.0
-
-
-class AllFailedError(ValueError):
-  """No example of a run could be decoded."""
 
 
 def decode(
@@ -66,9 +65,9 @@ def decode(
 
   The results of lines are `predictions.jsonl` in `config.output_dir`; those of
   a task, or of each task of a mixture, `<task>-<mode>.jsonl-SSSSS-of-NNNNN`, as
-  in T5X, whose other files have that name with another ending: `.summary.json`,
-  `.config.json` (everything that decided the results), the files of `beside`,
-  and the marker `.COMPLETED`, which is written last. A run that was killed goes
+  in T5X, whose other files have that name with another ending: `.summary.json`
+  (with everything that decided the results), the files of `beside`, and the
+  marker `.COMPLETED`, which is written last. A run that was killed goes
   on, and finished results are kept. The models are loaded once, unless the
   lengths of a mixture's tasks differ.
 
@@ -89,8 +88,8 @@ def decode(
       bad. Before anything is compiled: the models do not fit. After everything
       was written, also if the run is started again: the input broke off,
       greedy outputs differ although `config.require_agreement` is set, or a
-      metric failed. If nothing could be decoded, it is an AllFailedError, and
-      the records are written without the marker.
+      metric failed. If nothing could be decoded, the records are written, and
+      no marker.
     OSError: results could not be written; finished work is kept.
   """
   console = console or rich.console.Console(stderr=config.stdout == 'outputs')
@@ -121,11 +120,7 @@ def decode(
 
 
 def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
-  """Makes an engine for the first task, and returns it for the others.
-
-  Tasks of a mixture are seqio's: they name no languages, so that their engines
-  have the same options.
-  """
+  """Makes an engine for the first task, and returns it for the others."""
   made: list[Engine] = []
 
   def once(**options: Any) -> Engine:
@@ -139,42 +134,37 @@ def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
 def _in_folder(
   config: DecodeConfig, beside: Beside, console: rich.console.Console
 ) -> dict[str, Any]:
-  """Claims the output folder and runs."""
+  """Claims the output folder, or one that is not kept, and runs."""
   process = jax.process_index()
   if jax.process_count() > 1 and not (config.is_task and config.output_dir):
     expected = 'a folder of a task (gin/runs/infer.gin) for several processes'
     raise unexpected('DecodeConfig.output_dir', expected, config.output_dir)
   console.quiet = console.quiet or process > 0
-  folder: Any = NoFolder()
-  if config.output_dir is not None:
-    folder = Folder(config.output_dir, config.results_name, process)
-  with folder.claimed():
-    folder.open(config.overwrite)
+  with contextlib.ExitStack() as stack:
+    path = config.output_dir
+    if path is None:
+      path = stack.enter_context(tempfile.TemporaryDirectory())
+    folder = Folder(path, config.results_name, process)
+    stack.enter_context(folder.claimed())
+    is_finished = folder.finished and not config.overwrite
     run = _Run(config, folder, console)
-    return run.earlier() if folder.finished else run.summary(beside)
+    return run.earlier() if is_finished else run.summary(beside)
 
 
 class _Run:
   """A run whose output folder is claimed."""
 
   def __init__(
-    self,
-    config: DecodeConfig,
-    folder: Any,
-    console: rich.console.Console,
+    self, config: DecodeConfig, folder: Folder, console: rich.console.Console
   ):
     """Reads the examples, and loads the models."""
     self.folder, self.console = folder, console
-    self.process = jax.process_index()
     self.data = read(config)
     self.metrics, self.unmeasured = _metrics(config, self.data)
     self.failed_metric: str | None = None
     measured = None
     if config.calibration is not None:  # before any model is loaded
       measured = calibration.load(config.calibration)
-      if config.searches and SPECULATIVE in config.ways:
-        expected = 'None with num_beams, for it is of single outputs'
-        raise unexpected('calibration', expected, config.calibration)
     options = self.data.engine_options(config)
     with status(console, 'Loading models'):
       if config.drafter is not None and SPECULATIVE in config.ways:
@@ -184,45 +174,45 @@ class _Run:
     # No more rows than there are examples: more would be padding.
     examples = max(1, len(self.items) // config.options.num_samples)
     rows = min(config.batch_size, examples)
-    self.config = dataclasses.replace(config, batch_size=rows)
-    plan = None
+    config = dataclasses.replace(config, batch_size=rows)
+    gammas = plan = None
     if SPECULATIVE in config.ways:
-      plan = choose_gammas(measured, self.config, self.engine, console)
-    self.gammas: dict[str, int] | None = None
+      plan = choose_gammas(measured, config, self.engine, console)
     if plan is not None:
-      self.gammas = {str(size): x.gamma for size, x in plan.items()}
-    if self.gammas is not None and not any(self.gammas.values()):
-      self.config = dataclasses.replace(self.config, decoding='plain')
+      gammas = {str(size): drafting.gamma for size, drafting in plan.items()}
+      if not any(gammas.values()):
+        config = dataclasses.replace(config, decoding='plain')
+    self.config = config
     self.ways = {
-      name: Way(self.engine, name, self.config, plan)
-      for name in self.config.ways
+      name: Way(self.engine, name, config, plan) for name in config.ways
     }
-    self.settings = {
-      **self.config.identity(),
+    settings = {
+      **config.identity(),
       **self.data.identity(),
       **engine_identity(self.engine),
-      'gammas': self.gammas,
+      'gammas': gammas,
     }
-    if folder.finished:
-      folder.check_finished(self.settings)
+    self.settings = json.loads(json.dumps(settings, default=str))
 
   @property
   def _prints_outputs(self) -> bool:
-    return self.config.stdout == 'outputs' and self.process == 0
+    return self.config.stdout == 'outputs' and self.folder.process == 0
 
   def earlier(self) -> dict[str, Any]:
     """Prints the finished results of an earlier run; their summary."""
     folder = self.folder
+    summary: dict[str, Any]
+    summary = folder.read_json(self.config.files_prefix + SUMMARY)
+    before = summary.get('settings')
+    folder.check_same(before, self.settings, 'finished results')
     say(
       self.console,
       f'{folder.name} is finished; it is kept. Overwrite it (--overwrite) to'
       ' make it again.',
     )
-    summary: dict[str, Any]
-    summary = folder.read_json(self.config.files_prefix + SUMMARY)
     if self._prints_outputs:
       report.print_outputs(folder.read_json(folder.name, lines=True))
-    if self.process == 0:
+    if folder.process == 0:
       folder.clean()
     self._check_end(summary)
     return summary
@@ -233,33 +223,37 @@ class _Run:
     results = self._results()
     if results is None:
       self._check_end({})
-      return {'kind': 'share', 'process': self.process}
+      return {'kind': 'share', 'process': folder.process}
     outputs = report.outputs_of(self.data, results, config.options.num_samples)
     pairs = zip(self.data.examples, outputs, strict=True)
     records = [report.record(*pair, config) for pair in pairs]
     summary = report.summarise(
       results, config.options.sampling.greedy, self._context(outputs)
     )
-    failed = all_failed(outputs, config.output_dir)
-    texts = {name: text() for name, text in beside.items()}
-    texts[SUMMARY] = report.json_text(summary, indent=2)
+    failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
+    failed = failed and bool(summary['errors'])
+    texts = {SUMMARY: report.json_text(summary, indent=2)}
+    texts |= {name: text() for name, text in beside.items()}
     contents = {folder.name: ''.join(map(report.json_text, records))}
     contents |= {config.files_prefix + n: text for n, text in texts.items()}
-    folder.finish(contents, failed is not None)
+    folder.finish(contents, failed)
     if self._prints_outputs:
       report.print_outputs(records)
     elif not config.is_task:
       report.show_examples(console, self.data, outputs)
     report.show(console, summary, config)
     if failed:
-      raise failed
+      first = summary['errors'][0].rstrip('.')
+      message = f'No output could be decoded. The first: {first}.'
+      if config.output_dir is not None:
+        message += f' {config.output_dir!r} has the records, but no marker.'
+      raise ValueError(message)
     self._check_end(summary)
     return summary
 
   def _results(self) -> report.Ways | None:
     """The batches of each way; None if another process writes them."""
-    folder, process, count = self.folder, self.process, jax.process_count()
-    items = self.items
+    folder, config = self.folder, self.config
     results: dict[str, list[Batch]] = {name: [] for name in self.ways}
 
     def add(works: Sequence[Mapping[str, Any]]) -> None:
@@ -267,29 +261,34 @@ class _Run:
         for name, part in work.items():
           results[name].append(Batch.from_json(part))
 
-    add(folder.begin(self.settings, self.config.overwrite))
+    add(folder.begin(self.settings, config.overwrite))
+    process, count = folder.process, jax.process_count()
     apart = count > 1 and not self.engine.across_hosts
+    items = self.items
     if apart:
       # Each process has its own models, and decodes every n-th example.
-      samples = self.config.options.num_samples
+      samples = config.options.num_samples
       items = [x for x in items if x.number // samples % count == process]
-    run_items(
-      items,
-      self.ways,
-      self.config,
-      self.console,
-      results,
-      folder.append if apart or process == 0 else NoFolder().append,
-    )
+    pooled = config.slots is not None
+    size = config.rows * (config.checkpoint_period if pooled else 1)
+    done = {name: report.completions_of(x) for name, x in results.items()}
+    with bar(self.console, 'Decoding', len(items)) as advance:
+      for begin in range(0, len(items), size):
+        batch = items[begin : begin + size]
+        for name, way in self.ways.items():
+          left = [item for item in batch if item.number not in done[name]]
+          for part in way.batches(left):
+            results[name].append(part)
+            if apart or process == 0:
+              folder.append({name: dataclasses.asdict(part)})
+        advance(len(batch))
     if process:
       folder.wait(lambda: folder.finished)
       return None
 
     def all_came() -> bool:
       add(folder.appended())
-      known = [
-        {n for x in way for n in x.completions} for way in results.values()
-      ]
+      known = map(report.completions_of, results.values())
       return min(map(len, known)) == len(self.items)
 
     if apart:
@@ -299,43 +298,31 @@ class _Run:
   def _context(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
     """The summary's entries besides its measurements."""
     config, engine = self.config, self.engine
-    models = engine.models
+    options, models = config.options, engine.models
     last = [x for made in outputs for x in list(made.values())[-1]]
     reasons = collections.Counter(output.finish_reason for output in last)
-    mean_score = None
-    if config.mode == 'score':
-      scores = [float(sum(x.log_probs)) for x in last if not x.error]
-      mean_score = float(np.mean(scores)) if scores else None
-    task: dict[str, Any] = {'input_file': config.input_file}
-    if config.is_task:
-      task = {
-        'task': config.task_name,
-        'split': config.split,
-        'mode': config.mode,
-        'shard': [config.shard_id, config.num_shards],
-        'metrics': self._measured(outputs),
-        'mean_score': mean_score,
-        'num_decodes': config.options.num_samples,
-        'unmeasured': self.unmeasured or self.failed_metric,
-      }
+    scores = [float(sum(x.log_probs)) for x in last if not x.error]
+    is_scored = config.mode == 'score' and scores
     return {
-      **task,
+      'input_file': None if config.is_task else config.input_file,
+      'task': config.task_name if config.is_task else None,
       'examples': len(self.data.examples),
+      'metrics': self._measured(outputs),
+      'unmeasured': self.unmeasured or self.failed_metric,
+      'mean_score': float(np.mean(scores)) if is_scored else None,
       'finish_reasons': dict(sorted(reasons.items())),
       'errors': report.errors_of(self.data, outputs, config),
       'reading': self.data.reading,
       'batch_size': config.batch_size,
-      'sampling': dataclasses.asdict(config.options.sampling),
-      'num_beams': config.options.num_beams,
-      'draft_beams': config.options.draft_beams,
-      'lenience': config.options.lenience,
-      'seed': config.options.seed,
-      **{name: self.settings[name] for name in _OF_ENGINE},
+      'sampling': dataclasses.asdict(options.sampling),
+      'num_beams': options.num_beams,
+      'lenience': options.lenience,
+      **{name: self.settings[name] for name in _OF_SETTINGS},
       'kernel_layout': engine.kernel_layout,
-      'gammas': self.gammas,
       'models': {name: model.name for name, model in models.items()},
       'dtypes': {name: model.dtype for name, model in models.items()},
       'input_broken_off': self.data.broken_off,
+      'settings': self.settings,
     }
 
   def _measured(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
@@ -344,7 +331,7 @@ class _Run:
     Of several samples the first counts, of beams the best one, which is last.
     Nothing is raised here, because the results must be written in any case.
     """
-    references = _references(self.data)
+    references = self.data.references
     if not references:
       return {}
     counted = -1 if self.config.searches else 0
@@ -406,53 +393,44 @@ def choose_gammas(
     calibration.CalibrationError: it is of other models or of another device.
   """
   _ = engine.drafter  # raises if there is none
-  options, rows = config.options, config.rows
+  temperature: Any = config.options.temperature  # a run has one
+  rows = config.rows
   if engine.fallback and config.searches:
     expected = 'False in a beam search, where no drafter rests'
     raise unexpected('fallback', expected, engine.fallback)
   opens = engine.chooses_gamma and not config.searches
   if measured is None and opens and config.acceptance is not None:
-    assert isinstance(options.temperature, float | int)  # a run has one
     with status(console, 'Timing calls on this host'):
       measured = calibrate.for_host(
-        engine, config.acceptance, rows, options.temperature
+        engine, config.acceptance, rows, temperature
       )
     if measured is not None:
       say(console, calibrate.host_verdict(measured))
   if measured is None:
     return None
   measured.check(engine.fingerprints)
-  same_temperature = measured.temperature == options.temperature
-  if not same_temperature or rows > measured.choices[-1].rows:
+  most_rows = measured.choices[-1].rows
+  if measured.temperature != temperature or rows > most_rows:
     say(
       console,
       f'The calibration was made at temperature {measured.temperature:g}, for'
-      f' up to {measured.choices[-1].rows} rows at once: its gamma may not be'
-      ' the best here.',
+      f' up to {most_rows} rows at once: its gamma may not be the best here.',
     )
   plan = measured.plan(rows, engine)
-  if config.slots is None or not options.sampling.greedy:
+  if config.slots is None or not config.options.sampling.greedy:
     plan = {rows: plan[rows]}
-  adapts = engine.rule is not None
   if most := max(drafting.gamma for drafting in plan.values()):
-    if not adapts:
+    if engine.rule is None:
       engine.gamma = most
     measured.direct(engine, rows)
-  for size, drafting in sorted(plan.items(), reverse=True):
+  for size, (gamma, _, _) in sorted(plan.items(), reverse=True):
     choice = measured.at(size)
+    said = f'gamma = {gamma}, expected speed-up {choice.expected_speed_up:.2f}'
+    if not gamma:
+      said = 'speculation does not pay here, decoding plainly'
     what = '1 row' if size == 1 else f'{size} rows'
-    _say_choice(console, drafting.gamma, choice.expected_speed_up, what)
+    say(console, f'By the calibration, for {what}: {said}.')
   return plan
-
-
-def _say_choice(
-  console: rich.console.Console, gamma: int, speed_up: float, what: str
-) -> None:
-  """Says which gamma a calibration has chosen."""
-  choice = f'gamma = {gamma}, expected speed-up {speed_up:.2f}'
-  if not gamma:
-    choice = 'speculation does not pay here, decoding plainly'
-  say(console, f'By the calibration, for {what}: {choice}.')
 
 
 class Way:
@@ -505,12 +483,40 @@ class Way:
       return self._decoder.run(sources, **options)
     return enumerate(self._decoder.generate(sources, **options))
 
+  def batches(self, items: Sequence[Item]) -> Iterator[Batch]:
+    """Runs items that belong together; yields their results.
+
+    With continuous batching they come in parts, one each half minute.
+    """
+    if not items:
+      return
+    rows = 0 if self._decoder is not self._engine else self._config.rows
+    # Filled up with its last item: a shorter batch would need another program.
+    padded = [*items] + [items[-1]] * (rows - len(items))
+    part = Batch(compile_seconds=self.warmup(padded))
+    if part.compile_seconds > 0 and rows:
+      # Not timed: the first run also compiles the code around the program.
+      for _ in self.run(padded):
+        pass
+    part.first_output_seconds = seconds_since_start()
+    begin, last = time.perf_counter(), len(padded) - 1
+    for count, (place, output) in enumerate(self.run(padded)):
+      if place < len(items):
+        part.completions[items[place].number] = output
+      seconds = time.perf_counter() - begin
+      is_due = not rows and seconds >= _KEEP_SECONDS
+      if part.completions and (count == last or is_due):
+        part.seconds = seconds
+        yield part
+        part, begin = Batch(), begin + seconds
+
   def _arguments(
     self, items: Sequence[Item]
   ) -> tuple[list[Any], dict[str, Any]]:
     """Texts and options for the decoder."""
-    names = [field.name for field in dataclasses.fields(Options)]
-    options = {x: getattr(self._config.options, x) for x in names}
+    of_run = self._config.options
+    names = [field.name for field in dataclasses.fields(of_run)]
+    options = {name: getattr(of_run, name) for name in names}
     samples = options.pop('num_samples')
     if self._config.searches:
       # One beam search gives all outputs of a source.
@@ -535,80 +541,6 @@ def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
   return Completion('', [*target], list(score.log_probs), 'scored', stats)
 
 
-def run_items(
-  items: Sequence[Item],
-  ways: Mapping[str, Way],
-  config: DecodeConfig,
-  console: rich.console.Console,
-  results: report.Ways,
-  keep: Callable[[Mapping[str, Any]], None],
-) -> None:
-  """Runs the items that have no result yet, batch by batch, ways in turn.
-
-  Args:
-    items: the items in order, which alone decides the batches.
-    ways: name -> way.
-    config: says how many items are a batch.
-    console: shows progress if it is a terminal.
-    results: name -> batches so far; new ones are added.
-    keep: keeps new results of a way, as JSON values.
-
-  Raises:
-    OSError: results could not be kept.
-  """
-  pooled = config.slots is not None
-  size = config.rows * (config.checkpoint_period if pooled else 1)
-  done = {name: report.completions_of(x) for name, x in results.items()}
-  with bar(console, 'Decoding', len(items)) as advance:
-    for begin in range(0, len(items), size):
-      batch = items[begin : begin + size]
-      for name, way in ways.items():
-        left = [item for item in batch if item.number not in done[name]]
-        for part in _run_batch(way, left, 0 if pooled else config.rows):
-          results[name].append(part)
-          keep({name: dataclasses.asdict(part)})
-      advance(len(batch))
-
-
-def _run_batch(way: Way, batch: Sequence[Item], rows: int) -> Iterator[Batch]:
-  """Runs one batch with one way; yields its results.
-
-  With continuous batching they come in parts, one each half minute.
-
-  Args:
-    way: the way.
-    batch: the items.
-    rows: rows of a fixed batch; 0 is continuous batching.
-  """
-  if not batch:
-    return
-  # Filled up with its last item: a shorter batch would need another program.
-  padded = [*batch] + [batch[-1]] * (rows - len(batch))
-  part = Batch(compile_seconds=way.warmup(padded))
-  if part.compile_seconds > 0 and rows:
-    # Not timed: the first run also compiles the code around the program.
-    for _ in way.run(padded):
-      pass
-  part.first_output_seconds = seconds_since_start()
-  begin = time.perf_counter()
-  due = time.monotonic() + _KEEP_SECONDS
-  last = len(padded) - 1
-  for count, (place, output) in enumerate(way.run(padded)):
-    if place < len(batch):
-      part.completions[batch[place].number] = output
-    is_due = not rows and time.monotonic() >= due
-    if part.completions and (count == last or is_due):
-      now = time.perf_counter()
-      part.seconds = now - begin
-      yield part
-      part, begin = Batch(), now
-      due = time.monotonic() + _KEEP_SECONDS
-
-
-# The properties of an engine that decide its outputs and are in a summary.
-_OF_ENGINE = ('gamma', 'rule', 'fallback', 'max_input_len', 'max_decode_len')
-
-
 def engine_identity(engine: Engine) -> dict[str, Any]:
   """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
@@ -628,12 +560,6 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
   }
 
 
-def _references(data: DataSet) -> dict[int, Any]:
-  """The number of each example that has a target -> the target."""
-  known = {n: example.reference for n, example in enumerate(data.examples)}
-  return {n: text for n, text in known.items() if text is not None}
-
-
 def _metrics(
   config: DecodeConfig, data: DataSet
 ) -> tuple[list[metrics.Metric], str | None]:
@@ -650,38 +576,14 @@ def _metrics(
       return config.task.metric_functions(), None
     names = config.task.metrics
     if not names:
-      missing = metrics.lack(metrics.bleu)
-      if missing or not _references(data):
-        return [], missing if _references(data) else None
+      if not data.references:
+        return [], None
+      try:
+        metrics.bleu(['a'], ['a'])
+      except ValueError as error:  # its package is missing
+        return [], str(error)
       names = ('bleu',)
   for name in names:
     check_choice('DecodeConfig.metrics', name, metrics.METRICS)
-    if missing := metrics.lack(metrics.METRICS[name]):
-      raise ValueError(missing)
+    metrics.METRICS[name](['a'], ['a'])
   return [metrics.METRICS[name] for name in names], None
-
-
-def all_failed(
-  outputs: Sequence[Outputs], output_dir: str | None
-) -> AllFailedError | None:
-  """The error to raise after all is written, if nothing could be decoded.
-
-  Args:
-    outputs: all outputs; those of empty inputs do not count.
-    output_dir: folder that the results were written to, or None.
-  """
-  errors = [
-    output.error
-    for made in outputs
-    for output in itertools.chain(*made.values())
-    if output.finish_reason != 'empty'
-  ]
-  if not errors or not all(errors):
-    return None
-  first = str(errors[0]).rstrip('.')
-  message = (
-    f'None of {len(errors)} outputs could be decoded. The first: {first}.'
-  )
-  if output_dir is not None:
-    message += f' {output_dir!r} has the records, and is not marked COMPLETED.'
-  return AllFailedError(message)

@@ -47,7 +47,7 @@ from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
-from specdec_jax.text.local_tasks import PROMPTS_SPLIT, LocalTask, read_prompts
+from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import FinishReason, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 

@@ -35,7 +35,7 @@ from specdec_jax.measure.table import (
   status,
 )
 from specdec_jax.models import backend
-from specdec_jax.text.local_tasks import read_prompts
+from specdec_jax.text.tasks import read_prompts
 
 # Rounds of these gammas say what a proposal takes, and what a round besides.
 _ROUND_GAMMAS = 1, 4, 8

@@ -40,7 +40,7 @@ from specdec_jax.measure.table import (
   started,
   status,
 )
-from specdec_jax.text.local_tasks import read_prompts
+from specdec_jax.text.tasks import read_prompts
 
 KIND = 'methods'  # of a record
 PLAIN = 'plain'

@@ -28,7 +28,7 @@ import rich.text
 
 from specdec_jax import files
 from specdec_jax.checks.fields import package, unexpected
-from specdec_jax.text.local_tasks import reading
+from specdec_jax.text.tasks import reading
 
 Cell = str | int | float | None
 

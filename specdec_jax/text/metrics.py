@@ -35,11 +35,10 @@ def bleu(
     {'bleu': 0 to 100, 'bleu_signature': sacrebleu's signature}.
 
   Raises:
-    ValueError: sacrebleu is not installed, there is nothing to score, or there
-      are not as many targets as predictions.
+    ValueError: sacrebleu is not installed.
   """
   sacrebleu = package('BLEU', 'sacrebleu.metrics', 'metrics')
-  references = _references(targets, predictions)
+  references = _references(targets)
   # sacrebleu takes the n-th references of all predictions, None where a
   # prediction has fewer.
   streams = [
@@ -72,12 +71,11 @@ def rouge(
     {'rouge1', 'rouge2', 'rougeL', 'rougeLsum'}, each 0 to 100.
 
   Raises:
-    ValueError: rouge_score is not installed, there is nothing to score, or
-      there are not as many targets as predictions.
+    ValueError: rouge_score is not installed.
   """
   scorer_module = package('ROUGE', 'rouge_score.rouge_scorer', 'metrics')
   scorer = scorer_module.RougeScorer(list(_ROUGE), use_stemmer=False)
-  references = _references(targets, predictions)
+  references = _references(targets)
   totals = dict.fromkeys(_ROUGE, 0.0)
   for texts, prediction in zip(references, predictions, strict=True):
     scores = scorer.score_multi([_lines(t) for t in texts], _lines(prediction))
@@ -97,18 +95,9 @@ def first_bleu(
   targets: Sequence[Target], predictions: Sequence[str]
 ) -> dict[str, Any]:
   """`bleu` with the first reference of each prediction alone."""
-  firsts = [texts[:1] for texts in _references(targets, predictions)]
+  firsts = [texts[:1] for texts in _references(targets)]
   score = bleu(firsts, predictions)
   return {f'first_{name}': value for name, value in score.items()}
-
-
-def lack(metric: Metric) -> str | None:
-  """Why a metric is unavailable (its package is missing); None if it is not."""
-  try:
-    metric(['a'], ['a'])
-  except ValueError as error:
-    return str(error)
-  return None
 
 
 # The metrics that a configuration can name.
@@ -120,21 +109,8 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-def _references(
-  targets: Sequence[Target], predictions: Sequence[str]
-) -> list[list[str]]:
-  if len(targets) != len(predictions):
-    raise ValueError(
-      f'Expected as many targets as predictions, got {len(targets)} and'
-      f' {len(predictions)}.'
-    )
-  if not targets:
-    raise ValueError('There is no prediction to score.')
-  references = [[t] if isinstance(t, str) else list(t) for t in targets]
-  for number, texts in enumerate(references):
-    if not texts:
-      raise ValueError(f'Prediction {number} has no target to compare it with.')
-  return references
+def _references(targets: Sequence[Target]) -> list[list[str]]:
+  return [[t] if isinstance(t, str) else list(t) for t in targets]
 
 
 def _lines(text: str) -> str:

@@ -8,7 +8,6 @@ import copy
 import functools
 import hashlib
 import io
-import itertools
 import json
 import os
 import pathlib
@@ -32,10 +31,12 @@ from specdec_jax.text.vocabulary import (
   VOCAB,
   JsonBackend,
   PiecesBackend,
+  added_token,
   added_tokens,
   content,
   m2m_backend,
   settings,
+  splitter,
 )
 
 PAD_ID = 0
@@ -221,7 +222,7 @@ class Tokenizer:
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Applies `encode` to each text, with several threads."""
+    """Applies `encode` to each text."""
     return self._backend.encode(list(texts), not self.split_special_tokens)
 
   def encode_marked(self, text: str) -> list[int]:
@@ -237,13 +238,18 @@ class Tokenizer:
 
   def hide_names(self, text: str) -> str:
     """Marks names of special tokens in a user's words, see `encode_marked`."""
-    return self._names.sub(rf'\1{MARK}', text.replace(MARK, ''))
+    text = text.replace(MARK, '')
+    found = self._names.encode(text)
+    parts = (
+      (i, text[slice(*span)])
+      for i, span in zip(found.ids, found.offsets, strict=True)
+    )
+    return ''.join(MARK.join([*part, '']) if i else part for i, part in parts)
 
   @functools.cached_property
-  def _names(self) -> re.Pattern[str]:
-    """Finds the first letter of each special token's name."""
-    names = _any_of({self.pieces[i] for i in self._special})
-    return re.compile(rf'(?={names})(.)', re.S)
+  def _names(self) -> Any:
+    """Finds the names of special tokens."""
+    return splitter(added_token(self.pieces[i]) for i in self._special)
 
   def whole(self, text: str, most: int | None = None) -> list[int]:
     """Ids of a whole input or output, cut so that its ends are in it.
@@ -278,17 +284,6 @@ class Tokenizer:
       if is_known and token not in self._hidden:
         shown.append(token)
     return self._backend.decode(shown)
-
-
-def _any_of(names: set[str]) -> str:
-  """A pattern of any of the names, which looks at each letter once."""
-  if '' in names or not names:
-    return '' if names else '(?!)'
-  groups = itertools.groupby(sorted(names), lambda name: name[0])
-  parts = (
-    re.escape(c) + _any_of({n[1:] for n in group}) for c, group in groups
-  )
-  return f'(?:{"|".join(parts)})'
 
 
 def contradiction(ours: Any, theirs: Any) -> str:

@@ -5,13 +5,12 @@ opened, so that work on token arrays needs neither.
 """
 
 import copy
-import dataclasses
 import functools
 import itertools
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
@@ -34,6 +33,7 @@ _COPY = 'Copy it again from its source.'
 END = '<|endoftext|>'  # GPT-2's, where a folder does not say
 _BLANK = '\u2581'  # sentencepiece's mark
 _REST = '\0'
+_FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
 _SENTINELS = 100  # of T5, in seqio and in transformers
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -54,19 +54,22 @@ _LANGUAGES = {
 _M2M = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
 
 
-@dataclasses.dataclass(frozen=True)
-class Added:
-  """A token that a text is split at before the rest is cut into pieces.
+def added_token(content: str, **fields: bool) -> Any:
+  """An `AddedToken`, which texts are split at; a special one by default."""
+  import tokenizers
 
-  The fields are those of the package tokenizers' `AddedToken`.
-  """
+  fields = {'special': True, 'normalized': False} | fields
+  return tokenizers.AddedToken(content, **fields)
 
-  content: str
-  single_word: bool = False
-  lstrip: bool = False
-  rstrip: bool = False
-  normalized: bool = False
-  special: bool = True
+
+def splitter(tokens: Iterable[Any]) -> Any:
+  """Finds added tokens in texts, as transformers does; the rest is id 0."""
+  import tokenizers
+
+  model = tokenizers.models.WordLevel({_REST: 0}, unk_token=_REST)
+  made = tokenizers.Tokenizer(model)
+  made.add_tokens([*tokens])
+  return made
 
 
 def is_vocabulary(folder: pathlib.Path) -> bool:
@@ -122,17 +125,16 @@ def added_tokens(folder: pathlib.Path, config: Mapping[str, Any]):
     config: its tokenizer_config.json.
 
   Returns:
-    id -> `Added`, by ids.
+    id -> `AddedToken`, by ids.
 
   Raises:
     ValueError: an entry is not of the right form, or both files name one id.
   """
   tokens = {}
-  names = {field.name for field in dataclasses.fields(Added)}
   for number, fields in (config.get('added_tokens_decoder') or {}).items():
     try:
-      fields = {name: fields[name] for name in names & fields.keys()}
-      tokens[int(number)] = Added(**{'special': False} | fields)
+      known = {name: fields[name] for name in _FIELDS & fields.keys()}
+      tokens[int(number)] = added_token(**{'special': False} | known)
     except (AttributeError, TypeError, ValueError) as error:
       where = f'{os.fspath(folder / SETTINGS)!r}: added_tokens_decoder'
       expected = 'ids, each with the fields of a token'
@@ -142,7 +144,9 @@ def added_tokens(folder: pathlib.Path, config: Mapping[str, Any]):
     if not isinstance(number, int):
       where = f'{os.fspath(folder / ADDED)!r}: {name!r}'
       raise unexpected(where, 'the id of a token', number)
-    other = tokens.setdefault(number, Added(name, special=name in special))
+    other = tokens.setdefault(
+      number, added_token(name, special=name in special)
+    )
     if other.content != name:
       where = f'{os.fspath(folder)!r}: id {number} in {ADDED}'
       ours = f'{other.content!r} as in {SETTINGS}'
@@ -155,7 +159,7 @@ class JsonBackend:
 
   Attributes:
     pieces: id -> text of each token.
-    added: id -> `Added`, the tokens that a text is split at.
+    added: id -> `AddedToken`, the tokens that a text is split at.
     before: ids that the vocabulary puts in front of a text.
     after: ids that it puts behind one.
     is_bpe: whether its model is BPE.
@@ -168,7 +172,7 @@ class JsonBackend:
     self,
     place: pathlib.Path,
     config: Mapping[str, Any],
-    added: Mapping[int, Added],
+    added: Mapping[int, Any],
   ):
     """Loads a vocabulary.
 
@@ -191,7 +195,7 @@ class JsonBackend:
     processor.no_truncation()
     for number, token in added.items():
       if processor.token_to_id(token.content) is None:
-        processor.add_tokens([tokenizers.AddedToken(**vars(token))])
+        processor.add_tokens([token])
       actual = processor.token_to_id(token.content)
       if actual != number:
         where = f'{os.fspath(place)!r}: {token.content!r}'
@@ -259,9 +263,9 @@ class JsonBackend:
 
 def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
   """A processor of a tokenizer.json."""
-  text = _bytes(place)
+  data = read_bytes(place)
   try:
-    return tokenizers.Tokenizer.from_str(text.decode())
+    return tokenizers.Tokenizer.from_str(data.decode())
   # The package raises plain Exceptions.
   except Exception as error:
     # The package names its own types, such as PreTokenizerWrapper.
@@ -280,7 +284,7 @@ def _of_vocab(
   """A processor of vocab.json and merges.txt, as their tokenizer_class says."""
   paths = [os.fspath(place), os.fspath(place.with_name(MERGES))]
   for path in paths:
-    _bytes(path)
+    read_bytes(path)
   try:
     made = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*paths))
   except Exception as error:
@@ -317,11 +321,17 @@ def _of_vocab(
   return made
 
 
-def _bytes(path: str | os.PathLike[str]) -> bytes:
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+  """A file of a vocabulary, on this machine or `gs://bucket/file`.
+
+  Raises:
+    ValueError: it cannot be read.
+  """
+  path = os.fspath(path)
   try:
-    return files.read_small(path, MOST_BYTES)
+    return open_location(path).read_all(MOST_BYTES)
   except OSError as error:
-    where = f'No vocabulary could be read at {os.fspath(path)!r}'
+    where = f'No vocabulary could be read at {path!r}'
     raise ValueError(f'{where}: {error.strerror}.') from error
 
 
@@ -333,7 +343,7 @@ class PiecesBackend:
 
   Attributes:
     size: pieces of the model.
-    control: id -> `Added`, the tokens without a text of their own.
+    control: id -> `AddedToken`, the tokens without a text of their own.
     unk_id, eos_id: ids of what is in no piece and of the end of sequence.
     sentinels: T5's vocabulary has 100 of them behind its pieces, in seqio and
       in transformers.
@@ -346,7 +356,7 @@ class PiecesBackend:
     self,
     path: str | os.PathLike[str],
     config: Mapping[str, Any] | None = None,
-    added: Mapping[int, Added] | None = None,
+    added: Mapping[int, Any] | None = None,
     numbers: dict[str, int] | None = None,
   ):
     """Loads a model.
@@ -371,11 +381,11 @@ class PiecesBackend:
     self.after = [self.eos_id]
     self.size, self._numbers = len(ids_of), numbers
     self.pieces = {i: piece for piece, i in ids_of.items()}
-    self.control = {i: Added(self.pieces[i]) for i in control}
+    self.control = {i: added_token(self.pieces[i]) for i in control}
     self.added = {} if config is None else dict(self.control)
     count = self._num_sentinels(config or {})
     for i in range(count):
-      self.added[self.size + count - 1 - i] = Added(f'<extra_id_{i}>')
+      self.added[self.size + count - 1 - i] = added_token(f'<extra_id_{i}>')
     self.sentinels: set[int] = set()
     if config is None or 'extra_ids' not in config:
       self.sentinels = {*self.added.keys() - self.pieces}
@@ -391,11 +401,11 @@ class PiecesBackend:
         )
       self.added[i] = token
       ids[token.content] = i
-    named_ids = {self.added[i].content for i in self.added}
+    known = {token.content for token in self.added.values()}
     for name in named_tokens(config or {}):
-      if name not in named_ids:
+      if name not in known:
         ids.setdefault(name, 1 + max(ids.values()))
-        self.added[ids[name]] = Added(name)
+        self.added[ids[name]] = added_token(name)
     self.sentinels -= {*(added or {})}
     self.pieces |= {i: token.content for i, token in self.added.items()}
     self._splitters: dict[bool, Any] = {}
@@ -420,49 +430,31 @@ class PiecesBackend:
 
   def encode(self, texts: Sequence[str], names: bool) -> list[list[int]]:
     """As of `JsonBackend`."""
-    import tokenizers
-
     if names not in self._splitters:
-      # Finds added tokens as transformers does; the rest is its unknown token.
-      model = tokenizers.models.WordLevel({_REST: 0}, unk_token=_REST)
-      splitter = tokenizers.Tokenizer(model)
-      splitter.add_tokens(
-        [
-          tokenizers.AddedToken(**vars(token) | {'normalized': False})
-          for token in self.added.values()
-          if names or not token.special
-        ]
+      tokens = self.added.values()
+      self._splitters[names] = splitter(
+        token for token in tokens if names or not token.special
       )
-      self._splitters[names] = splitter
     parts = self._splitters[names].encode_batch(list(texts))
-    rest = [
-      text[slice(*span)].replace(MARK, '')
-      for text, part in zip(texts, parts, strict=True)
-      for i, span in zip(part.ids, part.offsets, strict=True)
-      if i == 0
-    ]
-    ids = {token.content: [i] for i, token in self.added.items()}
-    of_rest = iter(self._encode(rest))
-    return [
-      [
-        token
-        for i, name in zip(part.ids, part.tokens, strict=True)
-        for token in (ids[name] if i else next(of_rest))
-      ]
-      for part in parts
-    ]
+    ids = {token.content: i for i, token in self.added.items()}
+    rows: list[list[int]] = [[] for _ in texts]
+    for row, text, part in zip(rows, texts, parts, strict=True):
+      for i, name, span in zip(
+        part.ids, part.tokens, part.offsets, strict=True
+      ):
+        rest = text[slice(*span)].replace(MARK, '')
+        row += [ids[name]] if i else self._encode(rest)
+    return rows
 
   def encode_marked(self, text: str) -> list[int]:
     """As of `JsonBackend`."""
     return self.encode([text], True)[0]
 
-  def _encode(self, texts: list[str]) -> list[list[int]]:
+  def _encode(self, text: str) -> list[int]:
     if self._numbers is None:
-      return self._processor.encode(texts)
-    rows = self._processor.encode(texts, out_type=str)
-    return [
-      [self._numbers.get(p, self.unk_id) for p in pieces] for pieces in rows
-    ]
+      return self._processor.encode(text)
+    pieces = self._processor.encode(text, out_type=str)
+    return [self._numbers.get(piece, self.unk_id) for piece in pieces]
 
   def decode(self, ids: Sequence[int]) -> str:
     """As of `JsonBackend`."""
@@ -485,19 +477,14 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
   """A processor of a sentencepiece model."""
   import sentencepiece
 
-  path = os.fspath(path)
-  try:
-    proto = open_location(path).read_all(MOST_BYTES)
-  except OSError as error:
-    where = f'No tokenizer model could be read at {path!r}'
-    raise ValueError(f'{where}: {error.strerror}.') from error
+  proto = read_bytes(path)
   try:
     if not proto:
       raise RuntimeError('the file is empty')
     return sentencepiece.SentencePieceProcessor(model_proto=proto)
   except (RuntimeError, TypeError) as error:
     what = f'{len(proto)} bytes are not a whole sentencepiece model'
-    raise ValueError(f'{path!r}: {what}. {_COPY}') from error
+    raise ValueError(f'{os.fspath(path)!r}: {what}. {_COPY}') from error
 
 
 def m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
@@ -519,6 +506,6 @@ def m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
     where = f'{os.fspath(folder)!r}: language_codes'
     raise unexpected(where, f'one of {sorted(_LANGUAGES)}', codes)
   names = [f'__{name}__' for name in _LANGUAGES[codes].split()]
-  added = {len(numbers) + i: Added(name) for i, name in enumerate(names)}
+  added = {len(numbers) + i: added_token(name) for i, name in enumerate(names)}
   added |= added_tokens(folder, config)
   return PiecesBackend(folder / PIECES, config, added, numbers)

@@ -34,7 +34,7 @@ from specdec_jax.measure.table import say
 from specdec_jax.models.base import Params, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
-from specdec_jax.text.local_tasks import read_prompts
+from specdec_jax.text.tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs

@@ -30,7 +30,7 @@ from specdec_jax.models.base import (
   start_id,
 )
 from specdec_jax.text import tasks
-from specdec_jax.text.local_tasks import (
+from specdec_jax.text.tasks import (
   FEATURES,
   TRAIN_SPLIT,
   LocalTask,
@@ -316,7 +316,8 @@ def pairs_of(run: TrainRun) -> tuple[Pairs, Pairs | None]:
     raise unexpected('TrainRun', 'either a train_file or a task', sources)
   if run.task is not None:
     task = tasks.find_one(run.task)
-    parts = [_task_pairs(run, task, split) for split in task.training_splits()]
+    splits = tasks.training_splits(task)
+    parts = [_task_pairs(run, task, split) for split in splits]
   else:
     paths = filter(None, (run.train_file, run.eval_file))
     parts = [_file_pairs(run, path) for path in paths]
