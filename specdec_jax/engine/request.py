@@ -40,7 +40,6 @@ from specdec_jax.drafters.length import ends_nothing, plain_rule
 from specdec_jax.engine.completion import (
   Completion,
   Text,
-  cut_at_stop_string,
   from_generation,
   passed_over,
 )
@@ -784,10 +783,7 @@ class TextBatch:
     output = from_generation(generation, row, self._tokenizer)
     if self.request.lenience is not None:
       output = dataclasses.replace(output, lossless=False)
-    options = self.options
-    return cut_at_stop_string(
-      output, self._tokenizer, options.stop_strings, options.min_length
-    )
+    return output
 
   def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
     """What each of the `completions` was decoded from.
