@@ -40,7 +40,7 @@ def _engine(tokenizer):
 
 @pytest.fixture(scope='module')
 def scheduler(engine):
-  made = started(engine, rows=2, gammas={2: 2, 1: 3})
+  made = started(engine, rows=2)
   yield made
   made.stop()
   made.join()
@@ -306,12 +306,10 @@ def test_where_no_draft_pays_the_drafter_is_left_out(simple):
 def test_what_no_worker_can_do_is_refused(simple, tokenizer, monkeypatch):
   settings, measured = ServeSettings(rows=2), calibration_of(simple)
   other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
-  given = dataclasses.replace(settings, gammas={2: 3})
   model = toy_models.chain_model(small_vocabulary.VOCAB_SIZE)
   alone = Engine(model, tokenizer=tokenizer)
   for engine, asked, calibration, message in (
     (simple, settings, other, 'made for something else'),
-    (simple, given, measured, 'gammas'),
     (alone, settings, measured, 'drafter'),
   ):
     with pytest.raises(ValueError, match=message):

@@ -31,7 +31,6 @@ _RENAMED = {
   'DecodeConfig.mode': 'task-mode',
   'ReplicaSettings.cpus': 'replica-cpus',
   'ReplicaSettings.gpus': 'replica-gpus',
-  'ReplicaSettings.most': 'max-replicas',
   # A run's languages are its engine's.
   'Options.source_lang': '',
   'Options.target_lang': '',

@@ -137,8 +137,11 @@ def from_generation(
     score = float(generation.scores[row])
   if reason == FinishReason.INVALID:
     error = no_distribution(f' at token {length}')
+  # The tokenizer does not always hide a stop id: one that the caller chose may
+  # be an ordinary word.
+  shown = tokens[:-1] if reason == FinishReason.STOP else tokens
   return Completion(
-    text=decode(tokenizer, without_stop_id(tokens, reason)),
+    text=decode(tokenizer, shown),
     tokens=tokens,
     log_probs=[float(x) for x in generation.log_probs[row, :length]],
     finish_reason=_REASONS[reason],
@@ -160,15 +163,6 @@ def from_generation(
 def _levels(stats: DecodeStats, row: int) -> int:
   """Levels of a beam search: one a call, and one for each that held."""
   return int(stats.num_rounds[row]) + int(stats.num_accepted[row])
-
-
-def without_stop_id(tokens, reason: int):
-  """The tokens to turn into text, without a final stop id.
-
-  The tokenizer does not always hide it: a stop id that the caller chose may be
-  an ordinary word.
-  """
-  return tokens[:-1] if reason == FinishReason.STOP else tokens
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
@@ -348,6 +342,27 @@ class Text:
       self._stop_begin, self.stop_end = self._stop_in(self.whole)
     return self.whole if self.stop_end is None else self.ready
 
+  def cut(self, completion: Completion) -> Completion:
+    """Ends a completion, whose tokens this text has read, at a stop string.
+
+    A round may produce tokens past it, so the tokens are cut to the fewest
+    whose text holds it. The counts stay: they say what was computed.
+    """
+    text = self.end()
+    if self.stop_end is None:
+      return completion
+    shown, length = Text(self._tokenizer), 0
+    while not shown.whole.startswith(self.whole[: self.stop_end]):
+      shown.extend(completion.tokens[length : length + 1])
+      length += 1
+    return dataclasses.replace(
+      completion,
+      text=text,
+      tokens=completion.tokens[:length],
+      log_probs=completion.log_probs[:length],
+      finish_reason=_REASONS[FinishReason.STOP_STRING],
+    )
+
 
 def pieces_of(completion: Completion, tokenizer: Tokenizer) -> list[Piece]:
   """What each token of a completion adds: joined they are its text.
@@ -386,37 +401,3 @@ def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
   if piece.startswith('<0x'):
     return bytes([int(piece[3:-1], 16)])
   return b''.join(_BYTES.get(char, char.encode()) for char in piece)
-
-
-def cut_at_stop_string(
-  completion: Completion,
-  tokenizer: Tokenizer,
-  stop_strings: Sequence[str],
-  min_length: int = 0,
-) -> Completion:
-  """Ends a completion at its first stop string behind `min_length` tokens.
-
-  A round may produce tokens past it, so the tokens are cut to the fewest whose
-  text holds it. The counts stay: they say what was computed.
-  """
-  if not stop_strings:
-    return completion
-  tokens = completion.tokens
-  if completion.finish_reason == _REASONS[FinishReason.STOP]:
-    tokens = without_stop_id(tokens, FinishReason.STOP)
-  output = Text(tokenizer, stop_strings, min_length)
-  output.extend(tokens)
-  text = output.end()
-  if output.stop_end is None:
-    return completion
-  shown, length = Text(tokenizer), 0
-  while not shown.whole.startswith(output.whole[: output.stop_end]):
-    shown.extend(tokens[length : length + 1])
-    length += 1
-  return dataclasses.replace(
-    completion,
-    text=text,
-    tokens=tokens[:length],
-    log_probs=completion.log_probs[:length],
-    finish_reason=_REASONS[FinishReason.STOP_STRING],
-  )

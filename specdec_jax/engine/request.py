@@ -40,7 +40,6 @@ from specdec_jax.drafters.length import ends_nothing, plain_rule
 from specdec_jax.engine.completion import (
   Completion,
   Text,
-  cut_at_stop_string,
   from_generation,
   passed_over,
 )
@@ -325,7 +324,6 @@ def check_gamma(gamma: int) -> None:
 # a prompt of the decoder, behind its start token, and no part of the output.
 
 _SHOWN = 3
-_ALIKE = 3  # letters
 
 
 class Languages(NamedTuple):
@@ -368,13 +366,6 @@ class Languages(NamedTuple):
     return [token]
 
 
-def _alike(language: str, known: Mapping[str, int]) -> str:
-  """Names that begin as an English word does: 'eng_Latn' for 'English'."""
-  first = language[:_ALIKE].lower()
-  names = [name for name in known if first and name.lower().startswith(first)]
-  return f' Nearest known: {", ".join(names[:_SHOWN])}.' if names else ''
-
-
 def languages_of(
   tokenizer: Any,
   has_encoder: bool,
@@ -391,8 +382,7 @@ def languages_of(
     target_lang: that of the outputs.
 
   Raises:
-    ValueError: a language is not known (the message has the nearest names), or
-      the model has none.
+    ValueError: a language is not known, or the model has none.
   """
   known = getattr(tokenizer, 'languages', {}) if has_encoder else {}
   names = {'source_lang': source_lang, 'target_lang': target_lang}
@@ -402,8 +392,8 @@ def languages_of(
       expected = 'None, for this model has no tokens of languages'
       raise unexpected(name, expected, language)
     if language is not None and language not in known:
-      near = nearest(language, known, or_all=False) or _alike(language, known)
-      advice = near.strip() or f'One is {next(iter(known))!r}.'
+      near = nearest(language, known, or_all=False).strip()
+      advice = near or f'One is {next(iter(known))!r}.'
       expected = f'one of the {len(known)} languages of {tokenizer.path!r}'
       raise unexpected(name, expected, language, advice)
   source, target = (
@@ -782,10 +772,7 @@ class TextBatch:
     output = from_generation(generation, row, self._tokenizer)
     if self.request.lenience is not None:
       output = dataclasses.replace(output, lossless=False)
-    options = self.options
-    return cut_at_stop_string(
-      output, self._tokenizer, options.stop_strings, options.min_length
-    )
+    return output
 
   def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
     """What each of the `completions` was decoded from.

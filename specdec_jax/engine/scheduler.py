@@ -232,14 +232,21 @@ class Row:
     return self.batch.rows[self.index]
 
   def read(self, generation: Generation, slot: int) -> Text:
-    """Its text so far."""
+    """Its text so far, without a stop id."""
     self._text = self._text or self.batch.text()
-    tokens: Any = generation.tokens[
-      slot, self.num_read : generation.length[slot]
-    ]
+    has_stop_id = generation.finish_reason[slot] == FinishReason.STOP
+    end: Any = generation.length[slot] - has_stop_id
+    tokens = generation.tokens[slot, self.num_read : end]
     self._text.extend(tokens)
     self.num_read += len(tokens)
     return self._text
+
+  def completion(self, generation: Generation, slot: int) -> Completion:
+    """The whole output, once it is finished."""
+    done = self.batch.completion(generation, slot)
+    if not self.batch.options.stop_strings:
+      return done
+    return self.read(generation, slot).cut(done)
 
   def last_round(self, view: PoolView, slot: int) -> Round[int] | None:
     """The row's last round, if a chain was judged in it.
@@ -732,7 +739,7 @@ class Scheduler:
     generation, told = view.generation, row.num_told
     done: Completion | None = None
     if is_last:
-      done = row.batch.completion(generation, slot)
+      done = row.completion(generation, slot)
       text, tokens, log_probs = done.text, done.tokens, done.log_probs
     else:
       length: Any = generation.length[slot]

@@ -6,7 +6,6 @@ between them: the address, who gets which request, how many there are, and that
 one that has failed is started anew.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import signal
@@ -41,8 +40,6 @@ class ReplicaSettings:
 
   Attributes:
     number: of replicas; 0 is one server without Ray.
-    most: of replicas, while more outputs are asked for than fewer can decode
-      together; None is `number`.
     cpus: cores of each, which may be a fraction.
     gpus: GPUs of each. JAX sees no others.
     resources: what else a machine must have for each, by Ray's names, such as
@@ -53,7 +50,6 @@ class ReplicaSettings:
   """
 
   number: int = 0
-  most: int | None = None
   cpus: float = 1.0
   gpus: float = 0.0
   resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -61,8 +57,6 @@ class ReplicaSettings:
   def __post_init__(self):
     check_types(self)
     check_at_least(self, number=0, cpus=0.0, gpus=0.0)
-    if self.most is not None:
-      check_at_least(self, most=max(self.number, 1))
 
 
 def run(
@@ -103,19 +97,14 @@ def run(
     ray.init(include_dashboard=False, configure_logging=False)
     ends.callback(say, 'stopped')
     ends.callback(ray.shutdown)
-    is_over = ends.enter_context(_end_by_signal())
+    ends.enter_context(_until_a_signal())
     ray_serve.start(http_options=address)
     say('listening', url=url, replicas=replicas.number)
     app = _deployment(ray_serve, make, settings, replicas, keys).bind()
     ends.callback(_end, ray_serve, settings)
-    started = _started(ray_serve, app)
-    while not (started.done() or is_over.wait(_LOOK_SECONDS)):
-      pass
-    if started.done():
-      started.result()  # raises if they do not start
-      say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
-    is_over.wait()
-    say('stopping')
+    ray_serve.run(app, name=NAME, route_prefix='/')
+    say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
+    threading.Event().wait()
 
 
 @contextlib.contextmanager
@@ -126,21 +115,6 @@ def _in_a_sentence(kind: type[Exception]) -> Iterator[None]:
   except (kind, RuntimeError) as error:
     line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     raise ReplicasError(f'Ray did not start the replicas: {line}') from error
-
-
-def _started(ray_serve: Any, app: Any) -> concurrent.futures.Future[None]:
-  """The start of an application; it is done once all replicas take requests."""
-  begun = concurrent.futures.Future[None]()
-
-  def start() -> None:
-    try:
-      ray_serve.run(app, name=NAME, route_prefix='/')
-      begun.set_result(None)
-    except BaseException as error:
-      begun.set_exception(error)
-
-  threading.Thread(target=start, daemon=True).start()
-  return begun
 
 
 def _end(ray_serve: Any, settings: ServeSettings) -> None:
@@ -213,18 +187,10 @@ def _deployment(
       """Ray calls it when what was taken is done, or its time is over."""
       self._ends.close()
 
-  amount: dict[str, Any] = {'num_replicas': replicas.number}
-  if replicas.most is not None and replicas.most > replicas.number:
-    amount = {
-      'autoscaling_config': {
-        'min_replicas': replicas.number,
-        'max_replicas': replicas.most,
-        'target_ongoing_requests': settings.rows,
-      }
-    }
   return ray_serve.deployment(
     ray_serve.ingress(lambda: made[0])(Replica),
     name=NAME,
+    num_replicas=replicas.number,
     # It says itself that its queue is full.
     max_ongoing_requests=settings.max_connections,
     graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
@@ -235,18 +201,24 @@ def _deployment(
       'num_gpus': replicas.gpus,
       'resources': dict(replicas.resources),
     },
-    **amount,
   )
 
 
 @contextlib.contextmanager
-def _end_by_signal() -> Iterator[threading.Event]:
-  """Inside, SIGTERM and SIGINT only set the event."""
-  is_over = threading.Event()
+def _until_a_signal() -> Iterator[None]:
+  """The first SIGTERM or SIGINT ends what is inside; others change nothing."""
   kinds = (signal.SIGTERM, signal.SIGINT)
-  before = [signal.signal(kind, lambda *_: is_over.set()) for kind in kinds]
+
+  def end(*_: Any) -> None:
+    for kind in kinds:
+      signal.signal(kind, signal.SIG_IGN)
+    say('stopping')
+    raise KeyboardInterrupt
+
+  before = [signal.signal(kind, end) for kind in kinds]
   try:
-    yield is_over
+    with contextlib.suppress(KeyboardInterrupt):
+      yield
   finally:
     for kind, handler in zip(kinds, before, strict=True):
       signal.signal(kind, handler)

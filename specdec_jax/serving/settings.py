@@ -2,7 +2,6 @@
 
 import dataclasses
 import socket
-from collections.abc import Mapping
 
 from specdec_jax.checks.fields import (
   check_at_least,
@@ -10,7 +9,6 @@ from specdec_jax.checks.fields import (
   check_types,
   unexpected,
 )
-from specdec_jax.engine.request import check_gamma
 
 _LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
 
@@ -24,10 +22,6 @@ class ServeSettings:
     port: its port; 0 is any that is free.
     model_name: what requests call the model; None is the target's name.
     rows: outputs that are decoded together.
-    gammas: rows -> gamma of greedy requests, by the rows of the pool; see
-      `Calibration.plan`. None is the engine's gamma, or a calibration's.
-      Samples always have the engine's, so that they do not depend on the
-      traffic.
     speculative: whether the drafter helps; None is yes if there is one.
     beams: widths of the beam searches that are served, as programs for them are
       compiled before. One runs at a time, beside the rows.
@@ -58,7 +52,6 @@ class ServeSettings:
   port: int = 8000
   model_name: str | None = None
   rows: int = 16
-  gammas: Mapping[int, int] | None = None
   speculative: bool | None = None
   beams: tuple[int, ...] = ()
   max_waiting: int = 256
@@ -84,10 +77,6 @@ class ServeSettings:
     for name, value in dataclasses.asdict(self).items():
       if name.endswith('_seconds') and value <= 0:
         raise unexpected(name, 'more than 0 seconds', value)
-    for rows, gamma in (self.gammas or {}).items():
-      check_number('rows of gammas', rows, 1)
-      check_gamma(gamma)
-      check_number('gamma of a server', gamma, 1)
 
   @property
   def most_outputs(self) -> int:

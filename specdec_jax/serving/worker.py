@@ -89,22 +89,16 @@ class Worker(Scheduler):
         or rests goes by its costs.
       settings: sizes and limits.
       measured: a calibration, which says how greedy rows are drafted for.
+        Samples have the engine's gamma, whatever else is asked for.
 
     Raises:
       ValueError: the slots cannot fit into memory, the engine splits rows over
-        devices, gammas are longer than the drafts of an engine that adapts, or
-        the calibration is of something else (`CalibrationError`) or beside
-        gammas.
+        devices, or the calibration is of something else (`CalibrationError`).
     """
     self.engine, self.settings = engine, settings
-    pool = PoolSettings(
-      rows=settings.rows, gammas=settings.gammas, sizes=settings.sizes
-    )
-    pays = any((settings.gammas or {1: 1}).values())
+    pool = PoolSettings(rows=settings.rows, sizes=settings.sizes)
+    pays = True
     if measured is not None:
-      if settings.gammas is not None:
-        expected = 'None beside a calibration, which chooses them'
-        raise unexpected('gammas', expected, dict(settings.gammas))
       measured.direct(engine, settings.rows)
       plan = measured.plan(settings.rows, engine)
       pays = any(drafting.gamma for drafting in plan.values())
