@@ -236,7 +236,7 @@ class Row:
     self._text = self._text or self.batch.text()
     has_stop_id = generation.finish_reason[slot] == FinishReason.STOP
     end: Any = generation.length[slot] - has_stop_id
-    tokens = generation.tokens[slot, self.num_read : end]
+    tokens: Any = generation.tokens[slot, self.num_read : end]
     self._text.extend(tokens)
     self.num_read += len(tokens)
     return self._text
