@@ -532,24 +532,6 @@ class Placement:
     return partition.parameter
 
 
-def shared(target: Placement, draft: Placement) -> Partition | None:
-  """The partition of a target, on whose devices its drafter is.
-
-  Raises:
-    ValueError: the two placements are for different devices.
-  """
-  ours, theirs = target.partition(), draft.partition()
-  meshes = [None if part is None else part.mesh for part in (ours, theirs)]
-  if meshes[0] != meshes[1]:
-    raise unexpected(
-      'draft_placement',
-      f'the mesh of the target, data={target.data}, model={target.model}',
-      f'data={draft.data}, model={draft.model}',
-      'A drafter that is not to be split has axes=REPLICATED, or None here.',
-    )
-  return ours
-
-
 def place(params: Params, placement: Placement = Placement()) -> Params:
   """Returns the parameters on their devices, in their dtype and layout.
 

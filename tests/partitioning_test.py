@@ -150,7 +150,6 @@ def _partition(**sizes):
 
 def test_one_device_has_no_mesh():
   assert Placement().partition() is None
-  assert partitioning.shared(Placement(), Placement()) is None
   model = network(1)
   assert partitioning.follow(model, None) is model
   # What is left is one device.
