@@ -412,8 +412,6 @@ class Placement:
       for those of a decoder in blocks of 64 outputs, 'auto' for what was
       measured on this processor for float32 on a CPU (or what
       SPECDEC_KERNEL_LAYOUT says in the environment), else in_out.
-    join_projections: whether query, key and value of self-attention, and both
-      input layers of a gated MLP, become one product each, unless it is split.
     data: devices that share the rows of a request; 0 is as many as `model`
       leaves.
     model: devices that share the weights; 0 is as many as `data` leaves.
@@ -428,7 +426,6 @@ class Placement:
 
   dtype: str | None = None
   kernel_layout: Literal['auto'] | Layout = 'auto'
-  join_projections: bool = True
   data: int = 1
   model: int = 1
   axes: LogicalAxes = LogicalAxes()
@@ -483,8 +480,7 @@ class Placement:
     """Returns whether kernels with this output axis are joined."""
     over = getattr(self.axes, axis)
     # 0 may turn out to be 1 device or more, so kernels stay apart then too.
-    whole = over is None or getattr(self, over) == 1
-    return self.join_projections and whole
+    return over is None or getattr(self, over) == 1
 
   def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
     """The mesh of these devices, and what is split over it.
@@ -530,24 +526,6 @@ class Placement:
       return None
     partition.check(network)
     return partition.parameter
-
-
-def shared(target: Placement, draft: Placement) -> Partition | None:
-  """The partition of a target, on whose devices its drafter is.
-
-  Raises:
-    ValueError: the two placements are for different devices.
-  """
-  ours, theirs = target.partition(), draft.partition()
-  meshes = [None if part is None else part.mesh for part in (ours, theirs)]
-  if meshes[0] != meshes[1]:
-    raise unexpected(
-      'draft_placement',
-      f'the mesh of the target, data={target.data}, model={target.model}',
-      f'data={draft.data}, model={draft.model}',
-      'A drafter that is not to be split has axes=REPLICATED, or None here.',
-    )
-  return ours
 
 
 def place(params: Params, placement: Placement = Placement()) -> Params:

@@ -443,7 +443,7 @@ def test_a_dtype_is_said_once(tokenizer):
     made = make_t5(seed)
     return Model(made.network, made.params, tokenizer, name='a', dtype=dtype)
 
-  half, full = Placement('bfloat16'), Placement('float32')
+  half = Placement('bfloat16')
   engine = Engine(model(0), model(1, 'float32'), placement=half, **LENGTHS)
   assert dtypes(engine, 'target') == {'bfloat16'}
   assert dtypes(engine) == {'float32'}
@@ -451,13 +451,6 @@ def test_a_dtype_is_said_once(tokenizer):
   assert dtypes(engine, 'target') == dtypes(engine) == {'bfloat16'}
   tree = small_model_tree(model(1, 'bfloat16'), TreeShape((-1, -1)))
   assert dtypes(Engine(model(0), tree, **LENGTHS)) == {'bfloat16'}
-  given = dict(draft_placement=half)
-  assert dtypes(Engine(model(0), model(1), **given)) == {'bfloat16'}
   message = "Placement.dtype: .*bfloat16.* 'a' .*'float32'"
-  for target, drafter, given in (
-    (model(0, 'bfloat16'), None, dict(placement=full)),
-    (model(0), model(1, 'bfloat16'), dict(draft_placement=full)),
-    (model(0), tree, dict(draft_placement=full)),
-  ):
-    with pytest.raises(ValueError, match=message):
-      Engine(target, drafter, **given)
+  with pytest.raises(ValueError, match=message):
+    Engine(model(0, 'bfloat16'), placement=Placement('float32'))

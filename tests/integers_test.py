@@ -89,16 +89,12 @@ def on_disk(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-  ('layout', 'joins', 'dtype'),
-  [
-    ('in_out', True, 'int4'),
-    ('out_in', False, 'int8'),
-    ('blocks', True, 'int8'),
-  ],
+  ('layout', 'dtype'),
+  [('in_out', 'int4'), ('out_in', 'int8'), ('blocks', 'int8')],
 )
-def test_read_from_a_file_or_rounded_in_memory(on_disk, layout, joins, dtype):
+def test_read_from_a_file_or_rounded_in_memory(on_disk, layout, dtype):
   path, net = on_disk
-  placement = Placement(dtype, kernel_layout=layout, join_projections=joins)
+  placement = Placement(dtype, kernel_layout=layout)
   read = load(path, net, dtype=dtype).read(dtype)
   kept = place(load(path, net).read('bfloat16'), placement)
   jax.tree.map(np.testing.assert_array_equal, place(read, placement), kept)

@@ -287,5 +287,5 @@ def test_ids_that_a_folder_names(tmp_path, vocabularies):
   (folder / 'generation_config.json').write_text(json.dumps(settings))
   assert notebook.load(folder, **LENGTHS).stop_ids == (9, eos)
   folder = gpt2_folder(tmp_path / 'text', one, eos_token_id='x')
-  with pytest.raises(ValueError, match="eos_token_id: .* 'x'"):
+  with pytest.raises(ValueError, match="eos_token_id: .*'x'"):
     notebook.load(folder)

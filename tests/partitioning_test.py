@@ -93,10 +93,6 @@ def test_projections_of_one_input_are_joined(layout):
     kernel = kernel.T
   np.testing.assert_array_equal(kernel, [[0, 0, 0, 1, 1, 1, 2, 2, 2]] * 2)
 
-  apart = Placement(kernel_layout='in_out', join_projections=False)
-  structure = jax.tree.structure(place(PROJECTIONS, apart))
-  assert structure == jax.tree.structure(PROJECTIONS)
-
 
 def test_placing_twice_changes_only_the_dtype():
   once = place(PROJECTIONS, Placement(kernel_layout='out_in'))
@@ -111,7 +107,7 @@ def test_placing_twice_changes_only_the_dtype():
 def test_every_parameter_has_its_axes(name, layout):
   """Each axis is as long as the sizes that its name stands for."""
   config = ALL[name]
-  placement = Placement(kernel_layout=layout, join_projections=False)
+  placement = Placement(kernel_layout=layout)
   placed = jax.eval_shape(
     lambda params: place(params, placement), make(config)[1]
   )
@@ -120,11 +116,13 @@ def test_every_parameter_has_its_axes(name, layout):
   sizes['vocab'], sizes['relpos_buckets'] = {shape.tokens.vocab_size}, {32}
   sizes['abspos_buckets'] = {shape.tokens.num_positions}
   for stack in filter(None, (shape.encoder, shape.decoder)):
-    heads = {stack.num_heads, stack.num_kv_heads or stack.num_heads}
+    heads = {stack.num_heads, kept := stack.num_kv_heads or stack.num_heads}
     sizes['embed'] |= {stack.emb_dim}
-    sizes['mlp'] |= {stack.mlp_dim}
+    joined = len(stack.mlp_activations) * stack.mlp_dim
+    sizes['mlp'] |= {stack.mlp_dim, joined}
     sizes['heads'] |= heads
     sizes['kv'] |= {stack.head_dim}
+    heads |= {stack.num_heads + 2 * kept}
     sizes['joined_kv'] |= {count * stack.head_dim for count in heads}
   for path, leaf in flax.traverse_util.flatten_dict(placed, sep='/').items():
     axes = axes_of_parameter(path)
@@ -150,7 +148,6 @@ def _partition(**sizes):
 
 def test_one_device_has_no_mesh():
   assert Placement().partition() is None
-  assert partitioning.shared(Placement(), Placement()) is None
   model = network(1)
   assert partitioning.follow(model, None) is model
   # What is left is one device.

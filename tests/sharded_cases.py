@@ -197,20 +197,6 @@ def test_samples_are_those_of_one_device(engines):
   assert tokens_of(have) == tokens_of(want)
 
 
-@pytest.mark.slow
-def test_a_drafter_may_be_split_as_well(family, tokenizer, engines, alone):
-  both = PRESETS['both']
-  engine = make_engine(family, tokenizer, both, draft_placement=both)
-  have = engine.generate(TEXTS, **GREEDY)
-  assert tokens_of(have) == tokens_of(alone['speculative'])
-  # Its gamma calls exchange as the target's one does.
-  split, whole = (
-    collectives.totals(exchanges(one))['round']['all-reduce']['count']
-    for one in (engine, engines('both'))
-  )
-  assert split > 2 * whole
-
-
 def program(engine, speculative=True, name='decode', **options):
   """The compiled program that `generate` runs, or `stream`."""
   gamma = engine.gamma if speculative else 0
@@ -395,8 +381,6 @@ def test_meshes_that_do_not_fit():
     with pytest.raises(ValueError, match='the 8 devices'):
       Placement(**sizes).partition()
   assert Placement(model=2).partition().mesh.size == 2
-  with pytest.raises(ValueError, match=r'data=1, model=8, got'):
-    partitioning.shared(PRESETS['tensor parallel'], Placement())
 
 
 def test_arrays_that_do_not_fit(family):

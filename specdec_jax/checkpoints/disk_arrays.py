@@ -167,12 +167,12 @@ def _dtype_of(name: str, dtype: Any) -> Any:
   return integers.computes_in() if is_table else 'float32'
 
 
-def _put(array: np.ndarray, layout: Layout | None) -> np.ndarray | jax.Array:
+def _put(array: np.ndarray, layout: Sharding | None) -> np.ndarray | jax.Array:
   """Moves an array of the host to its place."""
   if layout is None:
     return array
   return jax.make_array_from_callback(
-    array.shape, _as_sharding(layout), lambda index: array[index]
+    array.shape, layout, lambda index: array[index]
   )
 
 
@@ -181,7 +181,7 @@ def _load_named(
   name: str,
   source: str,
   dtype: Any = None,
-  layout: Layout | None = None,
+  layout: Sharding | None = None,
 ) -> Any:
   """`load_array`, whose error has the array's name."""
   try:
@@ -191,15 +191,15 @@ def _load_named(
 
 
 def load_array(
-  array: DiskArray, dtype: Any = None, layout: Layout | None = None
+  array: DiskArray, dtype: Any = None, layout: Sharding | None = None
 ) -> np.ndarray | jax.Array:
   """Reads an array to its place.
 
   Args:
     array: an array of any shape.
     dtype: dtype of the result; None keeps the file's.
-    layout: None for a NumPy array, or a JAX Device or Sharding. A shard that
-      several devices have is read once.
+    layout: None for a NumPy array. A shard that several devices have is read
+      once.
 
   Raises:
     ValueError: the array cannot be read; the message says why.
@@ -216,8 +216,7 @@ def load_array(
       shards[bounds] = _read(array, part, dtype)
     return shards[bounds]
 
-  sharding = _as_sharding(layout)
-  made = jax.make_array_from_callback(array.shape, sharding, shard)
+  made = jax.make_array_from_callback(array.shape, layout, shard)
   # Waits, so that the host never has copies of several arrays together.
   return jax.block_until_ready(made)
 
@@ -232,7 +231,7 @@ def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
 
 def _layout_of(
   sharding: Shardings, name: str, shape: tuple[int, ...]
-) -> Layout | None:
+) -> Sharding | None:
   """Returns where the array `name` goes.
 
   Raises:
@@ -242,21 +241,18 @@ def _layout_of(
   layout: Any = sharding(name) if callable(sharding) else sharding
   if layout is None:
     return None
-  if not isinstance(layout, jax.Device | Sharding):
+  if isinstance(layout, jax.Device):
+    layout = SingleDeviceSharding(layout)
+  if not isinstance(layout, Sharding):
     kinds = 'a jax Device or Sharding, a function from names to them, or None'
     raise unexpected(f'sharding of {name}', kinds, layout)
   try:
-    _as_sharding(layout).shard_shape(shape)
+    layout.shard_shape(shape)
   except ValueError as error:
     raise ValueError(
       f'{name} {list(shape)} cannot be laid out by {layout}: {error}'
     ) from error
   return layout
-
-
-def _as_sharding(layout: Layout) -> Sharding:
-  is_device = isinstance(layout, jax.Device)
-  return SingleDeviceSharding(layout) if is_device else layout
 
 
 def broken(source: str, name: str, why: str) -> ValueError:

@@ -32,7 +32,6 @@ from specdec_jax.engine.pair import (
   models_of,
   own_vocabulary,
   placed_pair,
-  placement_of,
 )
 from specdec_jax.engine.request import (
   Drafting,
@@ -109,7 +108,6 @@ class Engine:
     batch_size: int = 32,
     bos_id: int | None = None,
     placement: partitioning.Placement | None = None,
-    draft_placement: partitioning.Placement | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
     fallback: bool | Fallback = False,
     source_lang: str | None = None,
@@ -142,10 +140,8 @@ class Engine:
       placement: dtype and layout of the target's parameters, and the devices
         that they and the rows of a batch are split over. Its dtype is that
         which the target was loaded with, if it was; another is refused.
-      draft_placement: the same for the drafter's parameters, on the same
-        devices; None is the target's placement, except that each device holds
-        the whole drafter. A dtype that it does not give is that which the
-        drafter was loaded with, or else the target's.
+        Each device holds the whole drafter, in the dtype that it was loaded
+        with, or else the target's.
       cache_folder: folder of compiled programs; None is the user's cache
         folder.
       fallback: whether the drafter rests where a text's acceptance makes it
@@ -169,7 +165,6 @@ class Engine:
     for name, value, kind in (
       ('fallback', fallback, bool | Fallback),
       ('placement', placement, partitioning.Placement | None),
-      ('draft_placement', draft_placement, partitioning.Placement | None),
       ('split_special_tokens', split_special_tokens, bool | None),
       ('skip_special_tokens', skip_special_tokens, bool | None),
       ('cache_folder', cache_folder, str | os.PathLike | None),
@@ -208,15 +203,13 @@ class Engine:
     placement = placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
     placement = placement.of(target)
-    draft_placement = placement_of(drafter, placement, draft_placement)
-    partition = partitioning.shared(placement, draft_placement)
-    self._partition = partition
+    self._partition = partition = placement.partition()
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout
     self.room = Room(
       target,
       drafter,
-      (placement.param_dtype, draft_placement.param_dtype),
+      placement.param_dtype,
       memory.device_bytes if partition is None else memory.all_bytes,
     )
     self.room.check(1, 1, max_decode_len, 1 + self.gamma)
@@ -229,7 +222,7 @@ class Engine:
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = models_of(target, drafter)
     self.target, drafter, self.params, self.fingerprints = placed_pair(
-      target, drafter, placement, draft_placement
+      target, drafter, placement
     )
     self.room.placed()
     plain = PairParams(self.params.target, None)

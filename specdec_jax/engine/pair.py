@@ -1,6 +1,5 @@
 """Checks that target and drafter fit: each other, a tokenizer, the memory."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -63,7 +62,6 @@ def placed_pair(
   target: Model,
   drafter: Drafter | None,
   placement: partitioning.Placement,
-  draft_placement: partitioning.Placement,
 ) -> PlacedPair:
   """Reads parameters that have not been read, and puts all on the devices.
 
@@ -74,19 +72,19 @@ def placed_pair(
       or the drafter was made for another target.
   """
   params = PairParams(None, None)
-  prints = {}
+  prints, of_draft = {}, placement.replicated()
   asked: Any = drafter  # what it was made for is lost where it is made anew
   if drafter is not None:
-    read = partitioning.read_parts(drafter.params, draft_placement)
+    read = partitioning.read_parts(drafter.params, of_draft)
     prints['draft'] = fingerprint(read)
     small = alone(drafter)
     if small is None:
       # Drafters without parameters are told apart by what they do.
       prints['draft'] += f' {drafter.name or drafter.propose.__qualname__}'
     else:
-      follows = partitioning.follow(small.network, draft_placement.partition())
+      follows = partitioning.follow(small.network, of_draft.partition())
       drafter = small_model(follows)
-    read = partitioning.place_parts(read, draft_placement, asked.params)
+    read = partitioning.place_parts(read, of_draft, asked.params)
     drafter = drafter._replace(params=read)
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
@@ -157,15 +155,15 @@ class Room:
     self,
     target: Model,
     drafter: Drafter | None,
-    dtypes: tuple[str, str],
+    dtype: str,
     free: Callable[[], int | None],
   ):
     """
     Args:
       target: the target.
       drafter: the drafter, or None.
-      dtypes: those of the target's parameters on the devices, and of models of
-        the drafter that were not loaded with their own.
+      dtype: of the parameters on the devices, those of models of the drafter
+        excepted that were loaded with one of their own.
       free: returns the free bytes of all devices that the parameters go to;
         None is unknown.
     """
@@ -173,13 +171,11 @@ class Room:
     models = (target, *drafts)
     found = [getattr(model.network, 'config', None) for model in models]
     self._configs = [one for one in found if isinstance(one, Config)]
-    self._widened = sizes.widened_bytes(target.network, dtypes[0]) + sum(
-      sizes.widened_bytes(one.network, one.dtype or dtypes[1]) for one in drafts
+    self._widened = sizes.widened_bytes(target.network, dtype) + sum(
+      sizes.widened_bytes(one.network, one.dtype or dtype) for one in drafts
     )
-    self._unread = _unread_bytes(target, dtypes[0]) + sum(
-      _unread_bytes(part, dtypes[1])
-      for part in jax.tree.leaves(drafter.params if drafter else ())
-    )
+    parts = target, *jax.tree.leaves(drafter.params if drafter else ())
+    self._unread = sum(_unread_bytes(part, dtype) for part in parts)
     self._free = free
 
   def placed(self) -> None:
@@ -259,25 +255,6 @@ def fitted(target: Model, drafter: Drafter) -> Drafter:
   if small is None or abs(small.network.vocab_size - size) > _MOST_MORE_IDS:
     return drafter
   return small_model(small.with_vocabulary(size))
-
-
-def placement_of(
-  drafter: Drafter | None,
-  placement: partitioning.Placement,
-  given: partitioning.Placement | None,
-) -> partitioning.Placement:
-  """Where a drafter goes: by default whole, to each of the target's devices.
-
-  Its dtype is for models that were not loaded with one of their own, the
-  target's by default.
-
-  Raises:
-    ValueError: a model was loaded with another dtype than is `given`.
-  """
-  if given is not None and drafter is not None:
-    partitioning.check_dtypes(drafter.params, given)
-  where = given or placement.replicated()
-  return dataclasses.replace(where, dtype=where.dtype or placement.dtype)
 
 
 def check_pair(

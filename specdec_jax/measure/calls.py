@@ -517,17 +517,16 @@ class BenchmarkConfig(Timing):
     """Raises DoesNotFitError if the pair does not fit."""
     target, draft = self.models
     free = device_bytes if self.placement.on_one_device else all_bytes
-    dtypes = (self.placement.param_dtype,) * 2
-    room = Room(target, small_model(draft), dtypes, free)
+    room = Room(target, small_model(draft), self.placement.param_dtype, free)
     self.check_room(room, target.network, self.batch, max(self.gammas))
 
   def pair(self) -> PlacedPair:
     """Places the models."""
     for model in self.models:
       partitioning.check_dtypes(model, self.placement)
-    placements = [self.placement.of(model) for model in self.models]
     target, draft = self.models
-    return placed_pair(target, small_model(draft), *placements)
+    placement = self.placement.of(target)
+    return placed_pair(target, small_model(draft), placement)
 
 
 def benchmark(

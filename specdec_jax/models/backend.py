@@ -37,11 +37,16 @@ def num_cores() -> int:
 
 def cpu_name() -> str:
   """What the processor is called."""
-  if _CPUINFO.exists():
-    for line in _CPUINFO.read_text(errors='replace').splitlines():
-      if line.startswith('model name'):
-        return line.partition(':')[2].strip()
+  named = re.search(r'^model name\s*:(.*)$', _cpuinfo(), re.M)
+  if named:
+    return named[1].strip()
   return platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> str:
+  """What Linux says of the processor; '' on other systems."""
+  there = _CPUINFO.exists()
+  return _CPUINFO.read_text(errors='replace') if there else ''
 
 
 def instruction_set() -> str:
@@ -51,9 +56,7 @@ def instruction_set() -> str:
   """
   match = re.search(r'xla_cpu_max_isa=(\w+)', os.environ.get('XLA_FLAGS', ''))
   limit = match[1] if match else ''
-  text = ''
-  if _CPUINFO.exists():
-    text = _CPUINFO.read_text(errors='replace')
+  text = _cpuinfo()
   if ' avx512f' in text and limit in ('', 'AVX512'):
     return 'AVX-512'
   if ' avx2' in text and limit in ('', 'AVX2', 'AVX512'):

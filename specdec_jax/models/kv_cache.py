@@ -215,8 +215,8 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 def bucketed_reads(
   cache: KVCache,
   num_queries: int,
-  tree: Tree | None = None,
-  attend: Attend = layers.attend,
+  tree: Tree | None,
+  attend: Attend,
 ) -> list[Callable[..., jax.Array]]:
   """Attention over the shortest bucket with all slots in use.
 
@@ -228,7 +228,7 @@ def bucketed_reads(
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
     tree: how these hang together; None is one after another.
-    attend: `layers.attend`, or with a scale or a softcap of its own.
+    attend: `layers.attend` with the scale and softcap of the layers.
 
   Returns:
     For each array of `cache.position_bias` a function (queries [B, S, H, D],
@@ -264,9 +264,7 @@ def bucketed_reads(
   return [of_bias(position_bias) for position_bias in cache.position_bias]
 
 
-def reader(
-  bias: jax.Array, attend: Attend = layers.attend
-) -> Callable[..., jax.Array]:
+def reader(bias: jax.Array, attend: Attend) -> Callable[..., jax.Array]:
   """Attention over the keys and values that a layer has kept."""
   return lambda queries, kept, *beside: attend(
     queries, *kept, bias, beside=beside

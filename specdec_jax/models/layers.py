@@ -32,6 +32,7 @@ MOST_LAYERS = 1024
 MOST = 2**31 - 1  # ids and places in arrays are int32
 DTYPES = ('float32', 'bfloat16')  # dtypes that networks compute in
 PARAM_DTYPES = (*DTYPES, *INTEGERS)  # dtypes that parameters are kept in
+_BUCKETS, _MAX_DISTANCE = 32, 128  # of T5's relative biases
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 
@@ -441,19 +442,16 @@ class Attention(nn.Module):
 
 
 def relative_position_bucket(
-  relative_position: np.ndarray,
-  bidirectional: bool,
-  num_buckets: int = 32,
-  max_distance: int = 128,
+  relative_position: np.ndarray, bidirectional: bool
 ) -> np.ndarray:
   """Returns T5's bucket of each (key position - query position).
 
   Half of the buckets stand for one distance each, the others grow
-  logarithmically up to `max_distance`; a bidirectional stack splits the buckets
-  between the two signs. Computed with NumPy at trace time, since positions are
-  static.
+  logarithmically up to a distance of 128; a bidirectional stack splits the
+  buckets between the two signs. Computed with NumPy at trace time, since
+  positions are static.
   """
-  offset = np.zeros_like(relative_position)
+  num_buckets, offset = _BUCKETS, np.zeros_like(relative_position)
   distance = -relative_position
   if bidirectional:
     num_buckets //= 2
@@ -466,7 +464,7 @@ def relative_position_bucket(
   # exact branch, so its logarithm does not matter.
   ratio = np.maximum(distance, 1).astype(np.float32) / max_exact
   ratio += np.finfo(np.float32).eps
-  scale = (num_buckets - max_exact) / np.log(max_distance / max_exact)
+  scale = (num_buckets - max_exact) / np.log(_MAX_DISTANCE / max_exact)
   large = max_exact + (np.log(ratio) * scale).astype(np.int32)
   large = np.minimum(large, num_buckets - 1)
   return offset + np.where(distance < max_exact, distance, large)
@@ -477,8 +475,6 @@ class RelativeBias(nn.Module):
 
   num_heads: int
   bidirectional: bool
-  num_buckets: int = 32
-  max_distance: int = 128
 
   @nn.compact
   def __call__(self, relative_position: np.ndarray) -> jax.Array:
@@ -486,12 +482,7 @@ class RelativeBias(nn.Module):
     table = self.param(
       'rel_embedding',
       nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
-      (self.num_heads, self.num_buckets),
+      (self.num_heads, _BUCKETS),
     )
-    bucket = relative_position_bucket(
-      relative_position,
-      self.bidirectional,
-      self.num_buckets,
-      self.max_distance,
-    )
+    bucket = relative_position_bucket(relative_position, self.bidirectional)
     return jnp.take(table, bucket, axis=1).astype(jnp.float32)
