@@ -14,8 +14,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
   'pair_check'   as `specdec compile-check` writes it
   'methods'      as gin/runs/methods.gin and gamma_demo.gin have it written
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
-            as `specdec reproduce`, benchmarks/peers.py and benchmarks/serve.py
-            write it
+            as benchmarks/peers.py and benchmarks/serve.py write it
 
 Several FILEs of gin/runs/gamma_demo.gin, with commas between them, become one
 table; a row has the machine.

@@ -44,21 +44,10 @@ COSTS = {
   ],
 }
 RUNS = {7: [8, 1, 3], 3: [4, 4, 4], 0: [1] * 12}
-DRAW = {
-  'figure2': plots.plot_figure2,
-  'figure3': plots.plot_figure3,
-  'figure4': lambda path: plots.plot_figure4(
-    path, [COSTS | {'settings': {'forced_acceptance': 0.75}}]
-  ),
-  'figure5': lambda path: plots.plot_figure5(path, RUNS, COSTS),
-}
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-  """Draws a figure of `DRAW` into a PNG; returns matplotlib's object."""
-  reason = "matplotlib, the extra '[plots]', is not installed"
-  pytest.importorskip('matplotlib', reason=reason)
+def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
+  matplotlib = pytest.importorskip('matplotlib', reason='needs [plots]')
   figures = []
 
   def save(path, draw, **size):
@@ -67,47 +56,41 @@ def drawn(monkeypatch):
     )
 
   monkeypatch.setattr(plots, 'save_plot', save)
-
-  def draw(name, path):
-    DRAW[name](path)
-    data = path.read_bytes()
-    assert data.startswith(b'\x89PNG\r\n\x1a\n') and len(data) > 5000
-    return figures[-1]
-
-  return draw
-
-
-def test_figures_2_to_4_are_the_same_whatever_the_user_set(drawn, tmp_path):
-  import matplotlib
-
-  for name in ('figure2', 'figure3'):
-    drawn(name, tmp_path / f'{name}.png')
-  left, right = drawn('figure4', tmp_path / 'a.png').axes
-  with matplotlib.rc_context({'lines.linewidth': 9.0, 'font.size': 30.0}):
-    drawn('figure4', tmp_path / 'b.png')
-  first, second = (tmp_path / f'{name}.png' for name in 'ab')
-  assert first.read_bytes() == second.read_bytes()
-  # The point is marked as one of forced acceptance.
+  forced = COSTS | {'settings': {'forced_acceptance': 0.75}}
+  first, second = tmp_path / 'a.png', tmp_path / 'b.png'
+  for draw in (
+    plots.plot_figure2,
+    plots.plot_figure3,
+    lambda path: plots.plot_figure4(path, [forced]),
+    lambda path: plots.plot_figure5(path, RUNS, COSTS),
+  ):
+    draw(first)
+    with matplotlib.rc_context({'lines.linewidth': 9.0, 'font.size': 30.0}):
+      draw(second)
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes().startswith(b'\x89PNG\r\n\x1a\n')
+  # Figure 4's point is marked as one of forced acceptance.
+  left, right = figures[4].axes
   assert FORCED in left.get_title() and 'forced' not in right.get_title()
   point = left.lines[-1]
   assert (point.get_xdata(), point.get_ydata()) == ([0.75], [3.0])
   assert point.get_markerfacecolor() == 'white'
+  # Figure 5 has a bar for each call.
+  (axes,) = figures[6].axes
+  bars = sum(len(bars.get_paths()) for bars in axes.collections)
+  assert bars == sum(len(plots.calls(*run, COSTS)) for run in RUNS.items())
+  texts = [text.get_text() for text in axes.texts]
+  assert '12 tokens\n51 ms' in texts and '12 tokens\n23.5 ms' in texts
 
 
-def test_figure_5_draws_every_call_after_the_one_before(drawn, tmp_path):
+def test_a_call_begins_where_the_one_before_ends():
   row = plots.calls(3, RUNS[3], COSTS)
   a_round = [plots.DRAFT] * 3 + [plots.TARGET]
   encoders = [plots.TARGET_ENCODER, plots.DRAFT_ENCODER]
   assert [call.kind for call in row] == encoders + a_round * 3
   assert all(a.end_ms == b.begin_ms for a, b in itertools.pairwise(row))
   assert row[-1].end_ms == 3 + 1 + 3 * (3 * 0.5 + 5)
-  plain = plots.calls(0, RUNS[0], COSTS)
-  assert plain[-1].end_ms == 3 + 12 * 4 and len(plain) == 13
-  axes = drawn('figure5', tmp_path / 'x.png').axes[0]
-  bars = sum(len(bars.get_paths()) for bars in axes.collections)
-  assert bars == sum(len(plots.calls(*run, COSTS)) for run in RUNS.items())
-  texts = [text.get_text() for text in axes.texts]
-  assert '12 tokens\n51 ms' in texts and '12 tokens\n23.5 ms' in texts
+  assert plots.calls(0, RUNS[0], COSTS)[-1].end_ms == 3 + 12 * 4
 
 
 # --- Runs ----------------------------------------------------------------
