@@ -91,7 +91,7 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
     assert not re.search('likewise|as of|see ', flag.help), flag
     assert flag.names and all(option in out for option in flag.names)
     value = 'x' if str in flag.kinds else '1'
-    argv += [flag.names[0]] if flag.is_switch else [flag.names[0], value]
+    argv += [flag.names[0]] if flag.kinds == (bool,) else [flag.names[0], value]
   names = [spelling for flag in flags for spelling in flag.names]
   assert len(names) == len(set(names))
   if command.run_file:  # all together

@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import gin
@@ -90,19 +90,6 @@ class Flag:
   help: str
   default: Any
 
-  @property
-  def is_switch(self) -> bool:
-    """Whether it is given without a value."""
-    return self.kinds == (bool,)
-
-  @property
-  def metavar(self) -> str:
-    """What --help calls its value."""
-    if str in self.kinds:
-      return 'TEXT'
-    name = 'X' if float in self.kinds else 'N'
-    return f'{name},{name}' if self.is_list else name
-
   def value(self, text: str) -> Any:
     """Returns the value that a text on the command line stands for.
 
@@ -145,23 +132,24 @@ def references() -> list[gin.config.ConfigurableReference]:
   return list(gin.config.iterate_references(bindings()))
 
 
-def _configurables() -> list[tuple[str, str, Callable]]:
-  """Returns (scope, full name, class or function) of what is configured.
+def _fields() -> list[tuple[str, str, Callable, inspect.Parameter]]:
+  """Returns (scope, full name, class or function, field) of what is configured.
 
   What nothing refers to comes first. Of scopes only `target` and `draft`
   count; networks and what is no part of this library are left out.
   """
   referred = {reference.config_key for reference in references()}
   keys = dict.fromkeys([*bindings(), *sorted(referred)])
-  entries = []
+  fields = []
   for scope, selector in sorted(keys, key=lambda key: key in referred):
     reference = gin.config.ConfigurableReference(selector, evaluate=False)
     made = reference.configurable.wrapped
     room, _, inner = made.__module__.partition('.')
     is_ours = room == 'specdec_jax' and not inner.startswith('models.')
     if is_ours and scope in ('', 'target', 'draft'):
-      entries.append((scope, selector, made))
-  return entries
+      parameters = inspect.signature(made).parameters.values()
+      fields += [(scope, selector, made, parameter) for parameter in parameters]
+  return fields
 
 
 def flags(places: Sequence[str] = ()) -> list[Flag]:
@@ -173,61 +161,37 @@ def flags(places: Sequence[str] = ()) -> list[Flag]:
   Args:
     places: flags that may be given by their place on the command line.
   """
-  fields = [
-    (scope, name, configurable, parameter)
-    for scope, name, configurable in _configurables()
-    for parameter in inspect.signature(configurable).parameters.values()
+  fields = _fields()
+  bound = [
+    bindings().get((scope, selector), {}) for scope, selector, *_ in fields
   ]
-
-  def is_free(number: int) -> bool:
-    scope, name, _, parameter = fields[number]
-    return parameter.name not in bindings().get((scope, name), {})
-
+  found: dict[int, Flag] = {}
   taken: set[str] = set()
-  found: list[tuple[int, int, Flag]] = []  # with what it is sorted by
-  for number in sorted(range(len(fields)), key=is_free):
-    flag = _flag(*fields[number], taken=taken, places=places)
-    if flag is not None:
-      taken |= {*flag.names}
-      name = flag.names[0].removeprefix('--')
-      place = places.index(name) if name in places else len(places)
-      found.append((place, number, flag))
-  return [flag for *_, flag in sorted(found, key=lambda entry: entry[:2])]
-
-
-def _flag(
-  scope: str,
-  name: str,
-  configurable: Callable,
-  parameter: inspect.Parameter,
-  *,
-  taken: Collection[str],
-  places: Sequence[str],
-) -> Flag | None:
-  """Returns the flag of a field; None if it is of no plain type, or taken."""
-  field = parameter.name
-  is_class = inspect.isclass(configurable)
-  made = configurable.__init__ if is_class else configurable
-  kinds, is_list = _kinds(typing.get_type_hints(made).get(field))
-  flag = _name(scope, configurable.__name__, field)
-  names = [f'--{name}' for name in (flag, _ALIASES.get(flag)) if name]
-  names = [name for name in names if name not in taken]
-  if not kinds or not names:
-    return None
-  binding = f'{scope}/{name}.{field}'.lstrip('/')
-  value = bindings().get((scope, name), {}).get(field, parameter.default)
-  if isinstance(value, gin.config.ConfigurableReference):
-    macro, selector = value.config_key
-    if selector == MACRO:
-      binding, value = macro, bindings().get((macro, MACRO), {}).get('value')
-  return Flag(
-    names=tuple(names),
-    place=_PLACES[flag] if flag in places else '',
-    binding=binding,
-    kinds=kinds,
-    is_list=is_list,
-    help=_described(configurable, field),
-    default=value,
+  for number in sorted(
+    range(len(fields)), key=lambda i: fields[i][3].name not in bound[i]
+  ):
+    scope, selector, made, parameter = fields[number]
+    field = parameter.name
+    name = _name(scope, made.__name__, field)
+    spellings = (f'--{x}' for x in (name, _ALIASES.get(name)) if x)
+    names = tuple(x for x in spellings if x not in taken)
+    kinds, is_list = _kinds(made, field)
+    if not kinds or not names:
+      continue
+    binding = f'{scope}/{selector}.{field}'.lstrip('/')
+    value = bound[number].get(field, parameter.default)
+    if isinstance(value, gin.config.ConfigurableReference):
+      macro, kind = value.config_key
+      if kind == MACRO:
+        binding, value = macro, bindings().get((macro, MACRO), {}).get('value')
+    place = _PLACES[name] if name in places else ''
+    text = _described(made, field)
+    taken |= {*names}
+    found[number] = Flag(names, place, binding, kinds, is_list, text, value)
+  by_place = {_PLACES[name]: i for i, name in enumerate(places)}
+  return sorted(
+    (found[number] for number in sorted(found)),
+    key=lambda flag: by_place.get(flag.place, len(places)),
   )
 
 
@@ -243,9 +207,10 @@ def _name(scope: str, class_name: str, field: str) -> str:
   return 'draft' if name == 'target' else f'draft-{name}'
 
 
-def _kinds(annotation: Any) -> tuple[tuple[type, ...], bool]:
-  """Returns the plain types of an annotation, and whether it is of several."""
-  members = _members(annotation)
+def _kinds(made: Callable, field: str) -> tuple[tuple[type, ...], bool]:
+  """Returns the plain types of a field, and whether it is of several."""
+  function = made.__init__ if inspect.isclass(made) else made
+  members = _members(typing.get_type_hints(function).get(field))
   members = [str if typing.get_origin(m) is Literal else m for m in members]
   if bool in members:
     return (bool,), False
@@ -265,11 +230,11 @@ def _members(annotation: Any) -> list[Any]:
   return [annotation]
 
 
-def _described(configurable: Callable, field: str) -> str:
+def _described(made: Callable, field: str) -> str:
   """Returns the first sentence about a field in a docstring; '' is none."""
-  places: Sequence[Any] = [configurable]
-  if inspect.isclass(configurable):
-    places = [configurable.__init__, *configurable.__mro__]
+  places: Sequence[Any] = [made]
+  if inspect.isclass(made):
+    places = [made.__init__, *made.__mro__]
   for place in places:
     doc = inspect.cleandoc(place.__doc__ or '')
     pattern = rf'^  (?:\w+, )*{field}(?:, \w+)*: (.*(?:\n    .*)*)'
@@ -291,10 +256,14 @@ def add(parser: argparse.ArgumentParser, known: Sequence[Flag]) -> None:
       place = f'{_PLACE}{flag.binding}'
       places.add_argument(place, metavar=flag.place, nargs='?', help=text)
       text = f'the same as {flag.place}'
-    settings: dict[str, Any] = {'metavar': flag.metavar, 'type': flag.value}
-    if flag.is_list:
-      settings['action'] = 'extend'
-    if flag.is_switch:
+    number = 'X' if float in flag.kinds else 'N'
+    shown = f'{number},{number}' if flag.is_list else number
+    settings: dict[str, Any] = {
+      'metavar': 'TEXT' if str in flag.kinds else shown,
+      'type': flag.value,
+      'action': 'extend' if flag.is_list else 'store',
+    }
+    if flag.kinds == (bool,):
       settings = {'action': argparse.BooleanOptionalAction}
     settings['help'] = f'{text}{_default(flag.default)}'
     group.add_argument(*flag.names, dest=flag.binding, **settings)

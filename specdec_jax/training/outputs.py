@@ -201,7 +201,8 @@ def generate_outputs(
           break
         if now >= due:
           due = now + _LOG_SECONDS
-          log(f'outputs {number}/{len(batches)}, {(now - begin) / 60:.1f} min')
+          minutes = (now - begin) / 60
+          log(f'outputs {number}/{len(batches)} batches, {minutes:.1f} min')
         texts = [sources[i] for i in batches[number]]
         widest = max(map(len, texts))
         outputs = decode(
