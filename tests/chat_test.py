@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 import folders
+import infer_test
 import specdec_jax
 from engine_text_test import joined
 from specdec_jax import infer
@@ -240,30 +241,21 @@ def engine(tmp_path_factory):
 
 
 def test_lines_are_messages(engine, tmp_path):
-  lines = tmp_path / 'lines.txt'
-  lines.write_text('the red dog\n\ndogs\n')
-  config = dict(
-    engine=lambda **_: engine,
-    input_file=str(lines),
-    decoding='plain',
+  lines = ['the red dog', '', 'dogs']
+  (tmp_path / 'lines.txt').write_text('\n'.join(lines))
+  options = dict(input_file=str(tmp_path / 'lines.txt'), chat=True)
+  _, records, _ = infer_test.decoded(
+    tmp_path / 'out', lambda **_: engine, decoding='plain', **options
   )
-  infer.decode(
-    infer.DecodeConfig(**config, chat=True, output_dir=str(tmp_path / 'out'))
-  )
-  rows = (tmp_path / 'out' / 'predictions.jsonl').read_text().splitlines()
-  rows = [json.loads(row) for row in rows]
-  assert [row['inputs'] for row in rows] == ['the red dog', '', 'dogs']
+  assert [record['inputs'] for record in records] == lines
   template = template_of(engine.tokenizer)
-  for row in rows:
-    said = [{'role': 'user', 'content': row['inputs']}]
-    asked = template.ids(said)
-    (want,) = engine.generate([asked], speculative=False)
-    assert row['prediction'] == want.text
-    (other,) = engine.generate([row['inputs']], speculative=False)
-    assert other.tokens != want.tokens
+  for line, record in zip(lines, records, strict=True):
+    ids = template.ids([{'role': 'user', 'content': line}])
+    want, other = engine.generate([ids, line], speculative=False)
+    assert record['prediction'] == want.text and other.tokens != want.tokens
   with pytest.raises(ValueError, match="on_too_long: .*'error' in a chat"):
     truncate = infer.Options(on_too_long='truncate')
-    infer.DecodeConfig(**config, chat=True, options=truncate)
+    infer.DecodeConfig(lambda: engine, options=truncate, **options)
 
 
 def test_nothing_is_put_around_a_rendered_chat(engine):

@@ -242,18 +242,6 @@ def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
   assert len(list(files.lines(write(tmp_path / 'a.gz', lines)))) == 20_000
 
 
-def test_a_line_is_held_up_to_its_bound(tmp_path, monkeypatch):
-  monkeypatch.setattr(files, 'MAX_LINE', LONG)
-  monkeypatch.setattr(files, '_CHUNK', 1000)
-  lines = [b'a' * LONG, b'b' * (LONG + 1), b'', b'c' * 10 * LONG, b'd']
-  path = write(tmp_path / 'a.txt', b'\xef\xbb\xbf' + b'\r\n'.join(lines[1:]))
-  found = list(files.lines(path))
-  assert [line.error is None for line in found] == [False, True, False, True]
-  path = write(tmp_path / 'b.txt', b'\n'.join(lines[:2]))
-  first, second = files.lines(path)
-  assert first == (lines[0].decode(), None) and second.error
-
-
 def feed(path, content, times=1):
   """Writes to a pipe as long as somebody reads it."""
 

@@ -9,7 +9,6 @@ import pytest
 
 import small_vocabulary
 import toy_models
-from small_vocabulary import sentences
 from specdec_jax import training
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.m2m100 import M2M100
@@ -29,15 +28,14 @@ def write_vocabulary(folder, languages=LANGUAGES):
   """The files of a folder of NLLB-200, of few words: 0 <s>, 1 <pad>, 2 </s>."""
   import tokenizers
 
-  made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token='<unk>'))
-  made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-  made.decoder = tokenizers.decoders.Metaspace()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=80,
-    special_tokens=['<s>', '<pad>', '</s>', '<unk>'],
-    show_progress=False,
+  made = small_vocabulary.trained_bpe(
+    tokenizers.pre_tokenizers.Metaspace(),
+    small_vocabulary.sentences(),
+    ['<s>', '<pad>', '</s>', '<unk>'],
+    size=80,
+    unk_token='<unk>',
   )
-  made.train_from_iterator(sentences(), trainer)
+  made.decoder = tokenizers.decoders.Metaspace()
   made.add_special_tokens([*languages, '<mask>'])
   ends = [(name, made.token_to_id(name)) for name in (languages[0], '</s>')]
   made.post_processor = tokenizers.processors.TemplateProcessing(

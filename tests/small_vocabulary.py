@@ -75,21 +75,29 @@ def m2m(folder, **settings):
 END = '<|endoftext|>'
 
 
+def trained_bpe(pre_tokenizer, texts, special=(), alphabet=(), size=300, **bpe):
+  """A tokenizer of the package tokenizers."""
+  import tokenizers
+
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(**bpe))
+  made.pre_tokenizer = pre_tokenizer
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=size,
+    special_tokens=[*special],
+    initial_alphabet=[*alphabet],
+    show_progress=False,
+  )
+  made.train_from_iterator(texts, trainer)
+  return made
+
+
 def byte_level(folder, texts=('the red dog', 'the red dogs'), special=(END,)):
   """A folder with tokenizer.json, and one with the files of GPT-2."""
   import tokenizers
 
-  made = tokenizers.Tokenizer(tokenizers.models.BPE())
-  level = tokenizers.pre_tokenizers.ByteLevel
-  made.pre_tokenizer = level(add_prefix_space=False)
+  level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made = trained_bpe(level, [*texts] * 9, special, level.alphabet())
   made.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=300,
-    special_tokens=[*special],
-    initial_alphabet=level.alphabet(),
-    show_progress=False,
-  )
-  made.train_from_iterator([*texts] * 9, trainer)
   one, two = folder / 'one', folder / 'two'
   one.mkdir()
   two.mkdir()

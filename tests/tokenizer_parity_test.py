@@ -126,21 +126,11 @@ def umt5(folder):
   return settings(after, 'umt5', **said)
 
 
-def bpe(pre_tokenizer, normalizer=None, special=(), alphabet=()):
+def bpe(pre_tokenizer, special, alphabet):
   """A vocabulary and merges."""
-  import tokenizers
-
-  made = tokenizers.Tokenizer(tokenizers.models.BPE())
-  made.pre_tokenizer = pre_tokenizer
-  if normalizer is not None:
-    made.normalizer = normalizer
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=600,
-    special_tokens=[*special],
-    initial_alphabet=[*alphabet],
-    show_progress=False,
+  made = small_vocabulary.trained_bpe(
+    pre_tokenizer, sentences() * 3, special, alphabet, 600
   )
-  made.train_from_iterator(sentences() * 3, trainer)
   model = json.loads(made.to_str())['model']
   return model['vocab'], [tuple(merge) for merge in model['merges']]
 
@@ -205,8 +195,7 @@ def gemma(folder, model_type='gemma3_text'):
 
   names = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '<|im_end|>']
   vocab, merges = bpe(
-    tokenizers.pre_tokenizers.Split(' ', 'merged_with_previous'),
-    tokenizers.normalizers.Replace(' ', '\u2581'),
+    tokenizers.pre_tokenizers.Metaspace(),
     [*names, *(f'<0x{i:02X}>' for i in range(256))],
     [*'\u2581\n\t{}'],
   )
@@ -225,7 +214,6 @@ def nllb(folder):
 
   vocab, merges = bpe(
     tokenizers.pre_tokenizers.Metaspace(),
-    None,
     ['<s>', '<pad>', '</s>', '<unk>'],
     [*'\u2581.,'],
   )

@@ -77,7 +77,7 @@ class DecodeConfig:
       'inputs' and 'targets' are cut. None: the lengths of the longest example.
     split: split of the task; a file has only one.
     mode: 'predict', 'score' (the log-probability of the targets), or
-      'predict_with_aux' (predictions with scores and counts, as of lines).
+      'predict_with_aux' (predictions with scores and counts; lines too).
     decoding: 'speculative', 'plain', or 'both'. 'both' decodes each batch
       plainly and then speculatively, compares the two, and keeps the
       speculative outputs.

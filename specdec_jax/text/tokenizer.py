@@ -249,7 +249,8 @@ class Tokenizer:
   @functools.cached_property
   def _names(self) -> Any:
     """Finds the names of special tokens."""
-    return splitter(added_token(self.pieces[i]) for i in self._special)
+    special = self._special & self.pieces.keys()
+    return splitter(added_token(self.pieces[i]) for i in special)
 
   def whole(self, text: str, most: int | None = None) -> list[int]:
     """Ids of a whole input or output, cut so that its ends are in it.
