@@ -1,6 +1,7 @@
 """What all suites share: how programs are compiled, folders, a tokenizer."""
 
 import gc
+import importlib.metadata
 import os
 import pathlib
 import shutil
@@ -19,11 +20,16 @@ _QUICK_FLAGS = (
 )
 
 
-def _known_flags():
+def _known_flags(cache):
   """Returns the quick flags that the installed XLA knows.
 
   XLA ends a process that is given another flag; its message names them all.
+  The answer is kept in pytest's cache, if there is one.
   """
+  asked = [importlib.metadata.version('jaxlib'), *_QUICK_FLAGS]
+  for_whom, known = (cache and cache.get('xla_flags', None)) or (None, None)
+  if for_whom == asked:
+    return known
   process = subprocess.run(
     [sys.executable, '-c', 'import jax; jax.devices()'],
     env={
@@ -34,7 +40,10 @@ def _known_flags():
     stderr=subprocess.PIPE,
     text=True,
   )
-  return [flag for flag in _QUICK_FLAGS if flag not in process.stderr]
+  known = [flag for flag in _QUICK_FLAGS if flag not in process.stderr]
+  if cache:
+    cache.set('xla_flags', [asked, known])
+  return known
 
 
 def pytest_configure(config):
@@ -44,17 +53,46 @@ def pytest_configure(config):
   tests, compile what users run.
   """
   is_worker = hasattr(config, 'workerinput')  # xdist's; inherits them
+  cache = getattr(config, 'cache', None)  # none with -p no:cacheprovider
   if config.option.markexpr == 'not slow' and not is_worker:
     given = os.environ.get('XLA_FLAGS', '')  # the last of a kind counts
-    os.environ['XLA_FLAGS'] = ' '.join((*_known_flags(), given))
-  # What another engine, or a script, has compiled is read. A folder for each
-  # worker of xdist, since JAX writes entries in place; never the user's.
+    os.environ['XLA_FLAGS'] = ' '.join((*_known_flags(cache), given))
+  # Processes that tests start, and kill, have a folder of this run's.
   folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
   config.add_cleanup(folder.cleanup)
   os.environ['JAX_COMPILATION_CACHE_DIR'] = folder.name
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
   # Nothing is measured, and tests find the parameters that T5X has.
   os.environ['SPECDEC_KERNEL_LAYOUT'] = 'in_out'
+  if cache and (is_worker or not getattr(config.option, 'numprocesses', None)):
+    _keep_programs(cache.mkdir('xla'))
+
+
+_MAX_BYTES = 2 << 30  # of some runs of a code that changes
+
+
+def _keep_programs(folder):
+  """Programs that an earlier run, or another worker, has compiled are read.
+
+  `pytest --cache-clear` removes them. JAX writes an entry in place, so that
+  another process may read the half of it.
+  """
+  import jax
+  from jax._src import lru_cache
+
+  entries = list(folder.glob('*-cache'))
+  if sum(entry.stat().st_size for entry in entries) > _MAX_BYTES:
+    for entry in entries:
+      entry.unlink(missing_ok=True)
+
+  def put(cache, key, value):
+    entry = pathlib.Path(cache.path, f'{key}-cache')
+    part = entry.with_name(f'{key}.{os.getpid()}')
+    part.write_bytes(value)
+    part.replace(entry)
+
+  lru_cache.LRUCache.put = put
+  jax.config.update('jax_compilation_cache_dir', str(folder))
 
 
 # Group of slow tests -> how its files' names begin; the rest are `system`.

@@ -5,16 +5,15 @@ suite, text and streams in engine_text_test.
 """
 
 import importlib.metadata
-import types
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
 
 import small_vocabulary
 import specdec_jax
 import toy_models
+from continuous_test import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import Engine, Model
 from specdec_jax.drafters.small_model_tree import small_model_tree
@@ -30,14 +29,13 @@ from specdec_jax.tree_shape import TreeShape
 MAX_OUTPUT = 16
 LENGTHS = {'max_input_len': 24, 'max_decode_len': MAX_OUTPUT}
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
-POISON = 'Q'  # its embedding is NaN in the poisoned engine
 SAMPLED = dict(temperature=1.0)
 
 
 def make_t5(seed: int, layers: int = 1, vocab_size: int = VOCAB_SIZE) -> Model:
   """Random weights whose greedy output depends on the input."""
   network = small_vocabulary.network(layers, vocab_size)
-  return Model(network, network.init(jax.random.key(seed)))
+  return Model(network, small_vocabulary.weights(network, seed))
 
 
 @pytest.fixture(scope='module')
@@ -306,47 +304,33 @@ def test_bad_pairs(tokenizer, folder):
 # What is compiled.
 
 
-@pytest.fixture
-def compilations():
-  """Counts what XLA compiles while the test runs."""
-  seen = types.SimpleNamespace(count=0)
-
-  def listen(event, duration, **_):
-    del duration
-    seen.count += event == '/jax/core/compile/backend_compile_duration'
-
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  yield seen
-  jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def test_other_values_do_not_recompile(chains, compilations):
+def test_other_values_do_not_recompile(chains):
   def decode(texts, seed, **sampling):
     for speculative in (True, False):
       options = dict(sampling, seed=seed, speculative=speculative)
       chains.generate(texts, **options)
 
-  jax.jit(lambda x: x * 3.14159)(1.0)
-  assert compilations.count > 0, 'the counter should count'
+  with pytest.raises(AssertionError), nothing_compiles():  # control
+    jax.jit(lambda x: x * 3.14159)(1.0)
   decode(TEXTS, 0, temperature=0.9)
-  programs, before = chains.num_programs, compilations.count
-  decode(TEXTS[::-1], 1, temperature=0.5, top_k=7, top_p=0.8)
-  decode(['here', 'a dog', 'the the', 'x'], 2, temperature=[0, 1, 2, 0.1])
-  decode(['a', 'b', 'c'], 3, temperature=1.0, top_p=0.3)
+  programs = chains.num_programs
+  with nothing_compiles():
+    decode(TEXTS[::-1], 1, temperature=0.5, top_k=7, top_p=0.8)
+    decode(['here', 'a dog', 'the the', 'x'], 2, temperature=[0, 1, 2, 0.1])
+    decode(['a', 'b', 'c'], 3, temperature=1.0, top_p=0.3)
   assert chains.num_programs == programs
-  assert compilations.count == before
 
 
-def test_warmup(chains, compilations):
+def test_warmup(chains):
   assert chains.num_programs == 0
   assert chains.warmup(['a', 'b']) > 0
   assert chains.num_programs == 1
   assert chains.warmup(['the', 'dog']) == chains.warmup(['']) == 0.0
   assert chains.warmup(['the', 'dog'], speculative=False) > 0
   want = chains.generate(['the', 'dog'])
-  before = compilations.count
-  assert chains.generate(['the', 'dog']) == want
-  assert compilations.count == before and chains.num_programs == 2
+  with nothing_compiles():
+    assert chains.generate(['the', 'dog']) == want
+  assert chains.num_programs == 2
 
 
 def test_programs_for_other_numbers_of_texts(chains, tokenizer):

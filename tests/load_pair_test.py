@@ -33,7 +33,7 @@ LENGTHS = {'max_input_len': 32, 'max_decode_len': 12, 'gamma': 3}
 
 def save_folder(folder, network, seed, vocabulary=None, ids=config_json.T5_IDS):
   """A Hugging Face folder, with its vocabulary as its authors leave it."""
-  params = network.init(jax.random.key(seed))
+  params = small_vocabulary.weights(network, seed)
   huggingface.save_huggingface(folder, network.config, params, ids=ids)
   if vocabulary is not None:
     shutil.copy(vocabulary, folder / 'spiece.model')
@@ -50,7 +50,7 @@ def files(folder, networks):
   """The pair as T5X's files, which do not describe themselves."""
   names = ('target.msgpack', 'draft.msgpack')
   for seed, (network, name) in enumerate(zip(networks, names, strict=True)):
-    save_t5x(folder / name, network.init(jax.random.key(seed)), step=1)
+    save_t5x(folder / name, small_vocabulary.weights(network, seed), step=1)
   return [folder / name for name in names]
 
 
@@ -216,7 +216,7 @@ def test_models_trained_here_begin_with_id_0(folder, tokenizer):
   size = small_vocabulary.VOCAB_SIZE
   network = GPT(dataclasses.replace(T5X, vocab_size=size))
   path = folder / 'lm.msgpack'
-  save_t5x(path, network.init(jax.random.key(0)), step=1)
+  save_t5x(path, small_vocabulary.weights(network, 0), step=1)
   model = notebook.load(path, network=network, tokenizer=tokenizer, **LENGTHS)
   assert model.bos_id == 0 != tokenizer.eos_id
   # So it is without a notebook, wherever the vocabulary is given.

@@ -24,6 +24,7 @@ STOPS = tuple(range(3, small_vocabulary.VOCAB_SIZE, 36))
 TEXTS = [text for text in make_texts(24) if len(text) < 60]
 WORDS = {word for text in make_texts(40) for word in text.split()}
 SHORT_TEXTS = sorted(WORDS)[:10]
+POOLS = {'rows': 2}  # the server's suite has them too
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +41,7 @@ def _engine(tokenizer):
 
 @pytest.fixture(scope='module')
 def scheduler(engine):
-  made = started(engine, rows=2)
+  made = started(engine, **POOLS)
   yield made
   made.stop()
   made.join()

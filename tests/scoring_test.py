@@ -23,14 +23,14 @@ def network():
 
 @pytest.fixture(scope='module')
 def params(network):
-  return network.init(jax.random.key(0))
+  return small_vocabulary.weights(network, 0)
 
 
 def test_what_a_decoder_only_model_reports(tokenizer):
   network = GPT(
     GPTConfig(small_vocabulary.VOCAB_SIZE, 16, 2, 1, 8, 32, use_bias=False)
   )
-  params = network.init(jax.random.key(0))
+  params = small_vocabulary.weights(network, 0)
   engine = Engine(Model(network, params), tokenizer=tokenizer, bos_id=1)
   done = engine.generate(TEXTS, speculative=False, max_length=20)
   inputs = [[1, *tokenizer.encode(text)] for text in TEXTS]

@@ -204,7 +204,7 @@ def weights(network, seed: int):
 def engine_with_itself(tokenizer):
   """An engine whose target is its own drafter; outputs of 8 tokens."""
   own = network(1)
-  model = Model(own, own.init(jax.random.key(0)))
+  model = Model(own, weights(own, 0))
   return Engine(
     model, model, tokenizer=tokenizer, max_input_len=16, max_decode_len=8
   )
