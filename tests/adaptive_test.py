@@ -12,7 +12,6 @@ import numpy as np
 
 import toy_models
 import toy_requests
-import verify_controls
 from drafter_conformance_test import adaptive_rule
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import take_rows
@@ -20,7 +19,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters import length
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.probs import SamplingConfig
-from verify_laws import step_law
+from verify_laws import pair, step_law
 
 VOCAB, GAMMA, ROWS = 5, 3, 6
 TARGET = toy_models.random_markov(1, VOCAB, order=2, scale=1.2, input_scale=1)
@@ -79,7 +78,7 @@ def _lengths(draft, gamma, vocab_size, rule):
 def test_law_of_a_draft_that_ends_early():
   """The joint law of gamma + 1 tokens, over all drafts and random numbers."""
   vocab_size, gamma = 6, 2
-  target, draft = verify_controls.pair(20, vocab_size)
+  target, draft = pair(20, vocab_size)
   law = toy_models.joint_law(target, gamma + 1, vocab_size)
   seen = set()
   for rule in (adaptive_rule(gamma), length.unsure_below(0.4, gamma)):

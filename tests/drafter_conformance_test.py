@@ -539,11 +539,10 @@ def _is_cache(part):
 
 
 def _context(request, tokens, lengths):
-  return speculative.context_of(
+  return toy_requests.context_in(
     request,
-    jnp.asarray(tokens),
-    jnp.array(lengths),
-    request.keys,
+    tokens,
+    lengths,
     # Of heads: the last but one token, in the place of a feature.
     features=jax.nn.one_hot(_before_last(tokens, lengths), VOCAB),
     target=TARGET,

@@ -15,7 +15,6 @@ import pytest
 
 import toy_models
 import toy_requests
-from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
@@ -51,7 +50,6 @@ def request_of(rows, gamma, sampling, slots, inputs=(2, 3), **changes):
   )
 
 
-context_of = toy_requests.quick_jit(speculative.context_of)
 extend_draft = toy_requests.quick_jit(DRAFT.extend)
 rewind_draft = toy_requests.quick_jit(DRAFT.rewind)
 propose_small = toy_requests.quick_jit(small_model(DRAFT).propose)
@@ -146,7 +144,7 @@ def test_a_model_reads_what_it_missed(held):
   np.testing.assert_array_equal(
     reached.tokens, rewind_draft(full, reached.length).tokens
   )
-  context = context_of(request, tokens, length, request.keys)
+  context = toy_requests.context_in(request, tokens, length)
   missed_nothing = rewind_draft(full, length - 1)
   want, _ = propose_small(DRAFT.params, missed_nothing, context)
   context = context.replace(skips_rounds=True)

@@ -1,4 +1,4 @@
-"""Drafters through the engine: greedy outputs are the target's own.
+"""Drafters through the engine: greedy outputs, what does not fit, heads.
 
 In small in the conformance suite; here the models are real ones.
 """
@@ -6,10 +6,18 @@ In small in the conformance suite; here the models are real ones.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_models
+import toy_requests
 from small_vocabulary import VOCAB_SIZE, decoder_only, network, weights
+from specdec_jax import checkpoints
+from specdec_jax.checkpoints.disk_arrays import fingerprint
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.drafters import heads as heads_module
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.heads import Heads, heads
 from specdec_jax.drafters.ngram import ngram
@@ -17,17 +25,58 @@ from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
+from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
+from specdec_jax.probs import SamplingConfig
 from specdec_jax.training.slicing import sliced
 from specdec_jax.tree_shape import branching
 
-LIMITS = {'max_input_len': 32, 'max_decode_len': 24}
 TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
 # Its head is padded to more ids than the vocabulary has.
 TARGET = network(2, VOCAB_SIZE + 8)
+TREE = branching(3, (2, 1), 1)  # 9 nodes
+
+
+def engine_of(tokenizer, target, drafter, **changes):
+  options = {'gamma': 3, 'max_input_len': 32, 'max_decode_len': 24}
+  return Engine(target, drafter, tokenizer=tokenizer, **(options | changes))
+
+
+def random_model(net, seed=1, **fields):
+  return Model(net, weights(net, seed), **fields)
+
+
+def random_heads(num_heads, emb_dim, conditioned=True, scale=1.0):
+  """Heads that change the features, unlike untrained ones."""
+  made = Heads(num_heads, emb_dim, 4, conditioned)
+  params = made.init(jax.random.key(3))
+  for i, head in enumerate(params.values()):
+    shape = head['wo']['kernel'].shape
+    head['wo']['kernel'] = scale * jax.random.normal(jax.random.key(i), shape)
+    head['wi']['bias'] += 0.1
+  return made, params
+
+
+def without_encoder(target):
+  config = dataclasses.replace(
+    target.network.config, num_encoder_layers=0, num_decoder_layers=1
+  )
+  params = sliced(target.params, target.network.config, config)
+  made_for = fingerprint(target.params)
+  return Model(T5(config), params, name='mine', made_for=made_for)
+
+
+def tree(target):
+  """Often right, and often second or third."""
+  rng = np.random.default_rng(3)
+  params = jax.tree.map(
+    lambda leaf: leaf + 0.1 * np.std(leaf) * rng.normal(size=leaf.shape),
+    target.params,
+  )
+  return small_model_tree(Model(TARGET, params), TREE)
 
 
 @pytest.fixture(scope='module')
@@ -41,40 +90,9 @@ def target():
 @pytest.fixture(scope='module')
 def plain(target, tokenizer):
   """The target's own outputs."""
-  made = Engine(target, tokenizer=tokenizer, **LIMITS).generate(TEXTS)
+  made = engine_of(tokenizer, target, None).generate(TEXTS)
   assert any(VOCAB_SIZE + 7 in one.tokens for one in made)
   return [one.tokens for one in made]
-
-
-def random_model(net):
-  return Model(net, weights(net, 1))
-
-
-def on_encoder(target):
-  """It has no encoder of its own, and reads what the target's says."""
-  config = dataclasses.replace(
-    TARGET.config, num_encoder_layers=0, num_decoder_layers=1
-  )
-  return Model(T5(config), sliced(target.params, TARGET.config, config))
-
-
-def tree(target):
-  """Often right, and often second or third."""
-  rng = np.random.default_rng(3)
-  params = jax.tree.map(
-    lambda leaf: leaf + 0.1 * np.std(leaf) * rng.normal(size=leaf.shape),
-    target.params,
-  )
-  return small_model_tree(Model(TARGET, params), branching(3, (2, 1), 1))
-
-
-def random_heads(target):
-  made = Heads(2, TARGET.config.emb_dim, 4)
-  params = made.init(jax.random.key(3))
-  for i, head in enumerate(params.values()):
-    shape = head['wo']['kernel'].shape
-    head['wo']['kernel'] = 0.1 * jax.random.normal(jax.random.key(i), shape)
-  return heads(made, params)
 
 
 # What a drafter is -> how it is made for a target.
@@ -82,68 +100,235 @@ KINDS = {
   # Of an encoder-decoder target it sees the output alone.
   'decoder only': lambda _: random_model(decoder_only(1)),
   'shortlist': lambda _: random_model(network(1)).with_shortlist(range(5, 280)),
-  'on encoder': on_encoder,
+  'on encoder': without_encoder,
   'tree': tree,
-  'heads': random_heads,
+  'heads': lambda target: heads(
+    *random_heads(2, TARGET.config.emb_dim, scale=0.1)
+  ),
 }
 
 
 @pytest.mark.filterwarnings('ignore:The draft is decoder-only')
 @pytest.mark.parametrize('kind', KINDS)
 def test_greedy_outputs_are_the_targets_own(target, plain, tokenizer, kind):
-  drafter = KINDS[kind](target)
-  engine = Engine(target, drafter, tokenizer=tokenizer, gamma=3, **LIMITS)
-  found = engine.generate(TEXTS)
+  found = engine_of(tokenizer, target, KINDS[kind](target)).generate(TEXTS)
   assert [one.tokens for one in found] == plain
   assert sum(one.stats.num_tested for one in found) > 0
+
+
+# --- What does not fit --------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
 def parts(tokenizer):
   texts = [[0, *tokenizer.encode(text), 1] for text in TEXTS]
+  target = random_model(network(2))
   return {
-    'target': random_model(network(2)),
+    'target': target,
+    'other': random_model(network(2), seed=2, name='other'),
     'draft': random_model(network(1)),
     'decoder only': random_model(decoder_only(1)),
+    'on encoder': without_encoder(target),
     'bigram': fit(texts, 2, VOCAB_SIZE),
+    'table': ngram(fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint='another')),
+    'heads': heads(*random_heads(2, 16), (fingerprint(target.params),)),
+    'tree': small_model_tree(random_model(network(2), seed=3), TREE),
   }
 
 
 def test_what_does_not_fit(parts, tokenizer):
   """A drafter is checked as what it is made of."""
-
-  def make(drafter, target='target'):
-    return Engine(parts[target], drafter, tokenizer=tokenizer)
-
+  copies, draft, table = prompt_lookup(), parts['draft'], parts['table']
   with pytest.warns(UserWarning, match='The draft is decoder-only'):
-    make(with_fallback(prompt_lookup(), parts['decoder only']))
-  make(with_fallback(prompt_lookup(), parts['draft']))  # the controls
-  make(ngram(parts['bigram']))
-  network_of = decoder_only(1)
-  config = dataclasses.replace(network_of.config, vocab_size=VOCAB_SIZE + 2000)
+    engine_of(
+      tokenizer, parts['target'], with_fallback(copies, parts['decoder only'])
+    )
+  for fits in (  # the controls
+    with_fallback(copies, draft),
+    ngram(parts['bigram']),
+    parts['on encoder'],
+    parts['heads'],
+  ):
+    engine_of(tokenizer, parts['target'], fits)
+  small = decoder_only(1)
+  config = dataclasses.replace(small.config, vocab_size=VOCAB_SIZE + 2000)
   wider = Model(network(1, VOCAB_SIZE + 1), {})
-  other = fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint='another')
-  table = 'vocabulary of table of the draft'
-  for drafter, said in (
-    (Model(type(network_of)(config), {}), 'got 2288'),
-    (with_fallback(prompt_lookup(), wider), 'got 289'),
-    (ngram(other), table),
-    (cascade(parts['draft'], ngram(other)), table),
+  # What nothing in the library is: it reads the encoder, and is no model.
+  reads = uniform(VOCAB_SIZE)._replace(reads_encoder=True)
+  prints = [fingerprint(parts[name].params) for name in ('target', 'other')]
+  of_another = f'(?s){prints[0]}.*other.*{prints[1]}'
+  for of, drafter, said in (
+    ('target', Model(type(small)(config), {}), 'got 2288'),
+    ('target', with_fallback(copies, wider), 'got 289'),
+    ('target', table, 'vocabulary of table of the draft'),
+    ('target', cascade(draft, table), 'vocabulary of table of the draft'),
+    ('decoder only', draft, 'draft: expected a decoder-only'),
+    ('decoder only', parts['on encoder'], 'target: .*encoder'),
+    ('decoder only', reads, 'target: .*encoder'),
+    ('on encoder', None, 'target: .*encoder of its own'),
+    ('other', parts['on encoder'], 'target: .*was made for.*other.*distil'),
+    ('other', parts['heads'], of_another),
+    ('other', with_fallback(copies, parts['heads']), of_another),
   ):
     with pytest.raises(ValueError, match=said):
-      make(drafter)
-  with pytest.raises(ValueError, match='draft: expected a decoder-only'):
-    make(parts['draft'], 'decoder only')
+      engine_of(tokenizer, parts[of], drafter)
+  with pytest.raises(ValueError, match='cascade: .*without a tree'):
+    cascade(draft, parts['tree'])
+  for both in ((parts['tree'], draft), (copies, parts['tree'])):
+    with pytest.raises(ValueError, match='with_fallback: .*without a tree'):
+      with_fallback(*both)
 
 
 def test_a_small_model_is_itself_however_it_is_given(parts, tokenizer):
   """Its calibrations and runs are one drafter's; another's are not."""
+  draft = parts['draft']
   prints = [
-    Engine(parts['target'], given, tokenizer=tokenizer).fingerprints['draft']
+    engine_of(tokenizer, parts['target'], given).fingerprints['draft']
     for given in (
-      parts['draft'],
-      small_model(parts['draft']),
-      with_fallback(prompt_lookup(), parts['draft']),
+      draft,
+      small_model(draft),
+      with_fallback(prompt_lookup(), draft),
     )
   ]
   assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'lenience': 0.5}, 'lenience'),
+    ({'temperature': 1.0, 'verification': 'block'}, 'verification'),
+    ({'gamma': 'adaptive'}, 'gamma'),
+    ({'num_beams': 2, 'speculative': True}, 'drafter'),
+  ],
+)
+def test_what_is_for_chains_is_refused(parts, tokenizer, options, message):
+  made = engine_of(tokenizer, parts['target'], parts['tree'])
+  with pytest.raises(ValueError, match=message):
+    made.generate(TEXTS, **options)
+  with pytest.raises(ValueError, match='trace: .*without a tree'):
+    made.trace(TEXTS[0])
+  assert made.num_programs == 0
+
+
+def test_a_tree_that_its_drafter_does_not_announce(parts, tokenizer):
+  """There are no slots for its nodes."""
+  drafter = parts['tree']._replace(tree=None)
+  with pytest.raises(ValueError, match='9 nodes on 3 levels'):
+    engine_of(tokenizer, parts['target'], drafter).generate(TEXTS)
+
+
+# --- On the target's encoder --------------------------------------------------
+
+
+def test_the_encoder_runs_once(parts):
+  """A drafter adds two products a layer; one with an encoder adds that too."""
+  target = parts['target']
+  request = toy_requests.request_of(
+    3, 3, SamplingConfig(0.0), 12, inputs=(7, 8, 9, 0), seed=0
+  )
+
+  def products(function, *args) -> int:
+    text = jax.jit(function).lower(*args).as_text()
+    return text.count('stablehlo.dot_general')
+
+  def of(draft):
+    loop, gamma, params = Loop(target.network), 0, None
+    if draft is not None:
+      loop = Loop(target.network, small_model(draft.network))
+      gamma, params = request.gamma, draft.params
+    pair = PairParams(target.params, params)
+    return products(loop.start, pair, request.replace(gamma=gamma))
+
+  encoder = products(target.network.encode, target.params, request.inputs)
+  assert encoder > 0
+  assert of(parts['on encoder']) == of(None) + 2
+  assert of(parts['draft']) == of(None) + encoder + 2
+
+
+def test_needs_what_an_encoder_says(parts):
+  tokens = jnp.ones((1, 3), jnp.int32)
+  alone, params = parts['on encoder'].network, parts['on encoder'].params
+  with pytest.raises(ValueError, match='has no encoder.*can only draft'):
+    alone.prefill(params, tokens, 8)
+  with pytest.raises(ValueError, match='has no encoder'):
+    alone.encode(params, tokens)
+  with pytest.raises(ValueError, match='width of 16, got 12'):
+    alone.logits(params, tokens, tokens, encoded=jnp.ones((1, 3, 12)))
+  with pytest.raises(ValueError, match='encoder_dim'):
+    dataclasses.replace(network(1).config, encoder_dim=8)
+
+
+# --- Heads --------------------------------------------------------------------
+
+CHAIN = toy_models.random_markov(1, 3, order=2, scale=1.2)
+
+
+class Late(toy_models.MarkovModel):
+  """Its features are those of the token before."""
+
+  def extend(self, *args):
+    features, cache = super().extend(*args)
+    return jnp.roll(features, 1, axis=1), cache
+
+
+@pytest.mark.parametrize('is_late', [False, True])
+def test_features_gave_the_last_committed_token(is_late):
+  """After prompts of several lengths, none, and every acceptance.
+
+  A chain's features are its logits, known in closed form.
+  """
+  made, params = random_heads(2, 3)
+  request = toy_requests.request_of(
+    4,
+    2,
+    SamplingConfig(1.0),
+    9,
+    inputs=(1, 2, 0),
+    seed=5,
+    prompt=jnp.array([[0, 2, 1], [0, 0, 0], [0, 1, 0], [0, 2, 2]]),
+    prompt_length=jnp.array([3, 1, 2, 3]),
+    max_length=jnp.array([9, 9, 2, 9]),
+  )
+  target = Late(CHAIN.params['table']) if is_late else CHAIN
+  loop, pair = Loop(target, heads(made, ())), PairParams(CHAIN.params, params)
+  state = toy_requests.quick_jit(loop.start)(pair, request)
+  step = toy_requests.quick_jit(loop.step)
+  differences = []
+  for _ in range(4):
+    seen = jax.device_get(state)
+    for row in np.flatnonzero(seen.running):
+      tokens = seen.tokens[row, : seen.length[row]].tolist()
+      want = np.zeros(3)
+      if len(tokens) > 1:
+        want = CHAIN.logits_after(tokens[:-1], (1, 2))
+      differences.append(np.abs(seen.features[row] - want).max())
+    state, _ = step(pair, request, state)
+  assert len(differences) > 8
+  assert max(differences) > 0.1 if is_late else max(differences) < 1e-5
+
+
+@pytest.mark.parametrize('conditioned', [True, False])
+def test_a_file_says_its_sizes(tmp_path, conditioned):
+  made, params = random_heads(3, 16, conditioned)
+  path = tmp_path / 'heads.msgpack'
+  heads_module.save(path, params, 'abc', step=7)
+  loaded = heads_module.load(path)
+  assert loaded.made_for == ('abc',)
+  assert loaded.name == heads(made, params).name
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+
+
+def test_files_of_something_else(tmp_path):
+  path = tmp_path / 'model.msgpack'
+  checkpoints.save_t5x(path, network(1).init(jax.random.key(0)), 1)
+  with pytest.raises(ValueError, match='heads: expected a file'):
+    heads_module.load(path)
+  heads_module.save(path, {'other': {'kernel': np.zeros((2, 2))}}, 'abc')
+  with pytest.raises(ValueError, match='heads of .*expected heads_0'):
+    heads_module.load(path)
+  (tmp_path / 'checkpoint').write_bytes(path.read_bytes())
+  with pytest.raises(ValueError, match='a folder'):
+    heads_module.load(tmp_path)
+  with pytest.raises(ValueError, match='No checkpoint'):
+    heads_module.load(tmp_path / 'nothing.msgpack')

@@ -47,17 +47,23 @@ def context_of(texts, gamma, sampling, **changes):
   tokens = np.full((batch, 40), 9, np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
+  request = request_of(batch, gamma, sampling, 40, inputs=(0,), seed=5)
+  return context_in(request, tokens, [len(text) for text in texts], **changes)
+
+
+def context_in(request, tokens, length, **changes):
+  """What a drafter sees of a request's rows that have such tokens."""
   context = Context(
     tokens=jnp.asarray(tokens),
-    length=jnp.array([len(text) for text in texts], jnp.int32),
-    keys=keys_of(jax.random.key(5), np.arange(batch, dtype=np.int32)),
-    sampling=sampling.params(batch),
-    stop_ids=jnp.array([-1]),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    running=jnp.ones((batch,), bool),
-    gamma=gamma,
-    greedy=sampling.greedy,
-    forbids_stops=False,
+    length=jnp.asarray(np.array(length, np.int32)),
+    keys=request.keys,
+    sampling=request.sampling,
+    stop_ids=request.stop_ids,
+    min_length=request.min_length,
+    running=jnp.asarray(np.ones(len(tokens), bool)),
+    gamma=request.gamma,
+    greedy=request.greedy,
+    forbids_stops=request.forbids_stops,
   )
   return context.replace(**changes)
 

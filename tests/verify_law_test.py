@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import toy_models
-import verify_controls as controls
 from specdec_jax import analysis, verify
 from specdec_jax.paper import simulation
 from specdec_jax.probs import SamplingConfig
@@ -22,6 +21,7 @@ from verify_laws import (
   constant,
   law_error,
   length_while,
+  pair,
   step_law,
   step_outcomes,
 )
@@ -45,7 +45,7 @@ def is_exact(target, draft, gamma, vocab_size, as_block, **options):
 @pytest.mark.parametrize('vocab_size, gamma', [(1, 2), (6, 1), (4, 3)])
 def test_law_of_random_pairs(vocab_size, gamma, as_block):
   for seed in range(0, 4, 2):
-    target, draft = controls.pair(seed, vocab_size)
+    target, draft = pair(seed, vocab_size)
     assert is_exact(target, draft, gamma, vocab_size, as_block)
 
 
@@ -64,7 +64,7 @@ def test_law_of_random_pairs(vocab_size, gamma, as_block):
   ],
 )
 def test_law_of_standardised_pairs(target_config, draft_config, as_block):
-  target, draft = controls.pair(10, 6, draft_config, target_config)
+  target, draft = pair(10, 6, draft_config, target_config)
   assert is_exact(target, draft, 2, 6, as_block)
 
 
@@ -84,7 +84,7 @@ def test_law_of_adversarial_pairs(case, as_block):
 def test_law_of_a_draft_shorter_than_gamma(deterministic, as_block):
   """0 tokens of 2 or fewer; None and one-hot probabilities are one draft."""
   config = SamplingConfig(0.0) if deterministic else SamplingConfig()
-  target, draft = controls.pair(20, 4, config)
+  target, draft = pair(20, 4, config)
   for gamma, length in ((0, None), (2, 0), (2, 1), (2, None)):
     options = {'length': length, 'deterministic': deterministic}
     assert is_exact(target, draft, gamma, 4, as_block, **options)
@@ -93,7 +93,7 @@ def test_law_of_a_draft_shorter_than_gamma(deterministic, as_block):
 @both_rules
 @pytest.mark.parametrize('gamma', [1, 2])
 def test_law_of_a_drafter_that_decides_before_it_draws(gamma, as_block):
-  target, draft = controls.pair(20, 4)
+  target, draft = pair(20, 4)
   for rule in (
     # It stops where it is unsure, before it draws.
     lambda before: draft(before).max() > 0.5,
@@ -115,7 +115,7 @@ _DENIES = (
 
 @both_rules
 def test_law_of_a_drafter_that_denies_its_own_token(as_block):
-  target, _ = controls.pair(50, 6)
+  target, _ = pair(50, 6)
   for reported, drawn in (
     # Always: it reports one-hot of token 0 and proposes something else.
     (constant(np.eye(6)[0]), constant([0, 0.5, 0.5, 0, 0, 0])),
@@ -169,15 +169,15 @@ def _kept(target, draft, gamma, vocab_size):
 
 def test_a_block_keeps_no_fewer_tokens():
   # 10/9 of two proposals by tokens, 11/9 as a block.
-  pair = constant([1 / 3, 2 / 3]), constant([2 / 3, 1 / 3])
-  assert _kept(*pair, 2, 2) == pytest.approx([10 / 9, 11 / 9], abs=1e-5)
-  by_token, as_block = _kept(*controls.pair(0, 4), 3, 4)
+  laws = constant([1 / 3, 2 / 3]), constant([2 / 3, 1 / 3])
+  assert _kept(*laws, 2, 2) == pytest.approx([10 / 9, 11 / 9], abs=1e-5)
+  by_token, as_block = _kept(*pair(0, 4), 3, 4)
   assert as_block > by_token + _WRONG
   for case in ADVERSARIAL:
-    pair = (
+    laws = (
       constant(np.pad(row, (0, 6 - len(row)))) for row in ADVERSARIAL[case]
     )
-    by_token, as_block = _kept(*pair, 2, 6)
+    by_token, as_block = _kept(*laws, 2, 6)
     assert as_block > by_token - _EXACT[True]
 
 
@@ -226,7 +226,7 @@ def worst_ratio(law, target):
 
 @pytest.mark.parametrize('lenience', [1.0, 0.5, 0.3, 0.1])
 def test_law_of_lenience(lenience):
-  target, draft = controls.pair(2, _SIZE)
+  target, draft = pair(2, _SIZE)
   law = step_law(target, draft, _GAMMA, _SIZE, lenience=lenience)
   want = lenient_law(target, draft, lenience)
   assert want.sum() == pytest.approx(1)
@@ -249,42 +249,60 @@ def test_law_of_lenience(lenience):
 
 # --- Negative controls: each of these must be found out -------------------
 
+_right_weights = verify.next_token_weights
+
+
+def plain_target_as_residual(draft, target_probs, num_accepted):
+  """Resamples from the target itself after a rejection."""
+  return target_probs[num_accepted]
+
+
+def residual_of_single_tokens(draft, target_probs, num_accepted, share):
+  """The residual of Algorithm 1 after a draft that was judged as a whole."""
+  return _right_weights(draft, target_probs, num_accepted)
+
+
+def residual_after_short_draft(draft, target_probs, num_accepted):
+  """Forgets that `length` may be below G, and takes the end for a rejection."""
+  gamma = jnp.int32(draft.tokens.shape[0])
+  return _right_weights(draft.replace(length=gamma), target_probs, num_accepted)
+
 
 def test_control_plain_target_as_residual(monkeypatch):
-  controls.patch_weights(monkeypatch, controls.plain_target_as_residual)
-  target, draft = controls.pair(0, 6)
+  monkeypatch.setattr(verify, 'next_token_weights', plain_target_as_residual)
+  target, draft = pair(0, 6)
   assert law_error(target, draft, 2, 6) > _WRONG
-  target, draft = controls.pair(2, _SIZE)
+  target, draft = pair(2, _SIZE)
   law = step_law(target, draft, _GAMMA, _SIZE, lenience=0.5)
   assert np.abs(law - lenient_law(target, draft, 0.5)).max() > _WRONG
 
 
 @pytest.mark.parametrize('deterministic', [False, True])
 def test_control_residual_after_short_draft(monkeypatch, deterministic):
-  controls.patch_weights(monkeypatch, controls.residual_after_short_draft)
+  monkeypatch.setattr(verify, 'next_token_weights', residual_after_short_draft)
   config = SamplingConfig(0.0 if deterministic else 1.0)
-  target, draft = controls.pair(20, 6, config)
+  target, draft = pair(20, 6, config)
   error = law_error(target, draft, 2, 6, length=1, deterministic=deterministic)
   assert error > _WRONG
 
 
 def test_control_residual_of_single_tokens_in_a_block(monkeypatch):
-  controls.patch_weights(monkeypatch, controls.residual_of_single_tokens)
-  target, draft = controls.pair(0, 6)
+  monkeypatch.setattr(verify, 'next_token_weights', residual_of_single_tokens)
+  target, draft = pair(0, 6)
   assert law_error(target, draft, 2, 6, as_block=True) > _WRONG
 
 
 @both_rules
 def test_control_draft_reported_otherwise_than_drawn(as_block):
-  target, reported = controls.pair(0, 6)
-  _, drawn = controls.pair(0, 6, SamplingConfig(0.7))
+  target, reported = pair(0, 6)
+  _, drawn = pair(0, 6, SamplingConfig(0.7))
   options = {'drawn_from': drawn, 'as_block': as_block}
   assert law_error(target, reported, 2, 6, **options) > _WRONG
 
 
 @both_rules
 def test_control_a_drafter_that_drops_unlikely_tokens_or_stop_ids(as_block):
-  target, draft = controls.pair(20, 4)
+  target, draft = pair(20, 4)
   for rule in (
     lambda tokens: draft(tokens[:-1])[tokens[-1]] > 0.3,
     lambda tokens: 1 not in tokens,
@@ -295,7 +313,7 @@ def test_control_a_drafter_that_drops_unlikely_tokens_or_stop_ids(as_block):
 
 def test_control_denied_tokens_accepted_or_resampled(monkeypatch):
   # What the draft's own zero would do without its special case.
-  target, _ = controls.pair(50, 6)
+  target, _ = pair(50, 6)
   reported, drawn = _DENIES
 
   def accept(draft, target_probs, uniforms):

@@ -1,14 +1,15 @@
 """The exact distribution of one speculative step, by enumeration.
 
 For vocabularies of a few tokens. The laws are measured on the shipped functions
-of `speculative` and `probs`, by finding the very values of their uniform random
-numbers at which they change their mind; nothing here knows Algorithm 1. For
-larger spaces see `testing.assert_chi_squared`.
+of `verify`, `verify_tree` and `probs`, by finding the very values of their
+uniform random numbers at which they change their mind; nothing here knows by
+which rule a proposal is accepted. For larger spaces see
+`toy_models.assert_chi_squared`.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from specdec_jax import probs, verify
+from specdec_jax import probs, verify, verify_tree
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Draft
-from toy_models import NextProbs, joint_law
+from toy_models import NextProbs, joint_law, random_markov
 from toy_requests import quick_jit
 
 # `jax.random.uniform` in float32 returns k / 2^23 for integers k.
@@ -46,10 +49,42 @@ ADVERSARIAL = {
 }
 
 
+def pair(seed, vocab_size, draft_config=None, target_config=None):
+  """Target and draft laws of two unrelated order-2 chains."""
+  configs = target_config or SamplingConfig(), draft_config or SamplingConfig()
+  return [
+    random_markov(seed + i, vocab_size, order=2, scale=1.5).next_probs(config)
+    for i, config in enumerate(configs)
+  ]
+
+
 def constant(row) -> NextProbs:
   """The law that does not look at its prefix."""
   row = np.asarray(row, np.float32)
   return lambda prefix: row
+
+
+# What a child of a tree is drawn from: the drafter's law, and the child's elder
+# siblings. A chain has none of these.
+
+
+def independent(law: np.ndarray, elder: tuple[int, ...]) -> np.ndarray:
+  """SpecInfer's."""
+  del elder
+  return law
+
+
+def without_replacement(law: np.ndarray, elder: tuple[int, ...]) -> np.ndarray:
+  """Without the elder siblings; nothing where nothing is left."""
+  left = np.array(law, np.float64)
+  left[list(elder)] = 0
+  return left / left.sum() if left.sum() else left
+
+
+def likeliest(law: np.ndarray, elder: tuple[int, ...]) -> np.ndarray:
+  """One-hot, by rank."""
+  order = np.argsort(-np.asarray(law), kind='stable')
+  return np.eye(len(law))[order[len(elder)]]
 
 
 def length_while(rule, see=0):
@@ -119,58 +154,113 @@ def distance(law: np.ndarray, target: NextProbs) -> float:
 def step_outcomes(
   target: NextProbs,
   draft: NextProbs,
-  gamma: int,
+  shape: int | TreeShape,
   vocab_size: int,
   *,
+  rows: Callable = independent,
+  report: Callable = lambda rows: rows,
   drawn_from: NextProbs | None = None,
   length: int | Callable[[tuple[int, ...]], int] | None = None,
   deterministic: bool = False,
   lenience: float = 1.0,
   as_block: bool = False,
 ) -> tuple[np.ndarray, float]:
-  """Exact joint law of gamma + 1 tokens of which one step made the first.
+  """Exact joint law of D + 1 tokens of which one step made the first.
 
-  All V^gamma drafts are enumerated; for each, the shipped `count_accepted`,
-  `next_token_weights` and `inverse_cdf` are measured over their uniforms. What
-  one step leaves open, because it emitted fewer than gamma + 1 tokens, the
-  target then draws alone. The step is right if and only if the result is
-  `joint_law(target, gamma + 1, vocab_size)`.
+  All V^N drafts are enumerated; for each, the shipped functions are measured
+  over their uniforms. What one step leaves open, because it emitted fewer than
+  D + 1 tokens, the target then draws alone. The step is right if and only if
+  the result is `joint_law(target, D + 1, vocab_size)`.
 
   Args:
     target: the target's law of the next token.
     draft: the law that the drafter reports as `Draft.probs`.
-    gamma: G, the static maximum.
-    vocab_size: V; the work grows with V^gamma.
+    shape: gamma of a chain, or a tree of N nodes and D levels.
+    vocab_size: V; the work grows with V^N.
+    rows: what each node is drawn from, as `independent`.
+    report: what becomes of the rows of a draft, for controls.
     drawn_from: the law that proposals really come from; `draft` if None.
-    length: how many tokens are proposed, gamma if None; the positions behind
-      hold every possible value. Or (x_1, ... x_gamma), as a drafter drew them,
-      -> how many of these it proposes.
+    length: how many levels are proposed, all if None. Or the tokens of a chain,
+      as a drafter drew them, -> how many of these it proposes.
     deterministic: report None as `Draft.probs`; `draft` is then only drawn
       from, and one-hot if the drafter is honest.
     lenience: l of Appendix A.5; below 1 the result is another law.
     as_block: judge drafts as a whole, as `verify_block` does.
 
   Returns:
-    The law float64[V, ..., V], gamma + 1 axes, and the mean number of proposals
+    The law float64[V, ..., V], D + 1 axes, and the mean number of proposals
     that the step keeps.
   """
-  proposals = list(itertools.product(range(vocab_size), repeat=gamma))
-  drawn = lengths = [gamma] * len(proposals)
+  if isinstance(shape, int):
+    depth, parents, shown = shape, range(-1, shape - 1), None
+    count = verify.count_accepted_block if as_block else verify.count_accepted
+    decide: Callable = Chain(as_block, count, verify.next_token_weights)
+  else:
+    depth, parents, shown = shape.depth, shape.parents, shape.parents
+    decide = Walk(verify_tree.walk)
+  assert lenience == 1 or not as_block
+
+  def path_to(node):
+    return () if node < 0 else (*path_to(parents[node]), node)
+
+  proposals = list(itertools.product(range(vocab_size), repeat=len(parents)))
+  made, masses, kept = [], [], []
+  for tokens in proposals:
+    mass, reported, paths = 1.0, [], []
+    for node, token in enumerate(tokens):
+      paths.append(tuple(tokens[i] for i in path_to(node)))
+      elder = tuple(
+        tokens[i] for i in range(node) if parents[i] == parents[node]
+      )
+      reported.append(rows(draft(paths[-1][:-1]), elder))
+      row = rows((drawn_from or draft)(paths[-1][:-1]), elder)
+      row = np.asarray(row, np.float64)
+      # Where nothing is left to draw, one token stands for all.
+      mass *= row[token] / row.sum() if row.sum() else float(token == 0)
+    # Also without a mass: all drafts of a shape are one program.
+    masses.append(mass)
+    made.append(report(reported))
+    kept.append([(), *paths])
   if callable(length):
     lengths = [length(tokens) for tokens in proposals]
-  elif length is not None:
-    drawn = lengths = [length] * len(proposals)
-  mass = _draft_masses(proposals, drawn_from or draft, drawn, vocab_size)
-  drafts = _drafts(proposals, None if deterministic else draft, lengths)
-  rows = jnp.asarray(
-    [[target(t[:i]) for i in range(gamma + 1)] for t in proposals],
-    jnp.float32,
+  else:
+    lengths = [depth if length is None else length] * len(proposals)
+  known = len(parents) and not deterministic
+  drafts = Draft(
+    jnp.asarray(proposals, jnp.int32).reshape(len(proposals), len(parents)),
+    jnp.asarray(np.array(made), jnp.float32) if known else None,
+    jnp.asarray(lengths, jnp.int32),
+    shown,
   )
-  assert lenience == 1 or not as_block
-  count = verify.count_accepted_block if as_block else verify.count_accepted
-  decide = Chain(as_block, count, verify.next_token_weights)
-  kept = [[tokens[:n] for n in range(gamma + 1)] for tokens in proposals]
-  return enumerated(target, decide, drafts, rows, kept, mass, lenience)
+  target_rows = np.array([[*map(target, paths)] for paths in kept])
+  counts, ends, laws = jax.device_get(
+    _pieces(
+      drafts,
+      jnp.asarray(target_rows, jnp.float32),
+      jnp.float32(lenience),
+      decide=decide,
+    )
+  )
+  ways = np.array(_ways(counts.shape[2]), bool)
+  held = counts.astype(np.float64) / UNIFORM_GRID
+  chances = np.prod(np.where(ways, held, 1 - held), axis=2)
+
+  @functools.cache
+  def rest_law(prefix):
+    rest = depth + 1 - len(prefix)
+    return joint_law(lambda later: target(prefix + later), rest, vocab_size)
+
+  law, mean = np.zeros((vocab_size,) * (depth + 1)), 0.0
+  for row, way in np.argwhere(chances * np.reshape(masses, (-1, 1))):
+    before = kept[row][ends[row, way]]
+    chance = masses[row] * chances[row, way]
+    mean += chance * len(before)
+    for token in np.flatnonzero(laws[row, way]).tolist():
+      prefix = (*before, token)
+      law[prefix] += (
+        chance * np.float64(laws[row, way, token]) * rest_law(prefix)
+      )
+  return law, mean
 
 
 class Chain(NamedTuple):
@@ -198,51 +288,23 @@ class Chain(NamedTuple):
     return count, weights, jnp.arange(len(uniforms)) < count
 
 
-def enumerated(
-  target: NextProbs,
-  decide: Callable,
-  drafts: Draft,
-  rows: jax.Array,
-  kept: Sequence[Sequence[tuple[int, ...]]],
-  mass: Sequence[float],
-  lenience: float = 1.0,
-) -> tuple[np.ndarray, float]:
-  """The joint law of a step and what the target adds, and the mean it keeps.
+class Walk(NamedTuple):
+  """What `verify_tree` decides by its uniforms; see `Chain`."""
 
-  Args:
-    target: the target's law of the next token.
-    decide: (draft, rows, uniforms, lenience) -> the end that is reached, what
-      the next token is drawn from, and which trials held; as `Chain`.
-    drafts: N drafts.
-    rows: float32[N, R, V], the target's.
-    kept: of each draft and each end, the tokens that are kept.
-    mass: the probability of each draft.
-    lenience: l of Appendix A.5.
-  """
-  counts, ends, laws = jax.device_get(
-    _pieces(drafts, rows, jnp.float32(lenience), decide=decide)
-  )
-  ways = np.array(_ways(counts.shape[2]), bool)
-  held = counts.astype(np.float64) / UNIFORM_GRID
-  chances = np.prod(np.where(ways, held, 1 - held), axis=2)
-  size, depth = rows.shape[-1], max(map(len, kept[0]))
+  walk: Callable
 
-  @functools.cache
-  def rest_law(prefix):
-    rest = depth + 1 - len(prefix)
-    return joint_law(lambda later: target(prefix + later), rest, size)
+  def num_trials(self, draft: Draft) -> int:
+    return len(verify_tree.trials(TreeShape(draft.parents)))
 
-  law, mean = np.zeros((size,) * (depth + 1)), 0.0
-  for row, way in np.argwhere(chances * np.reshape(mass, (-1, 1))):
-    before = kept[row][ends[row, way]]
-    chance = mass[row] * chances[row, way]
-    mean += chance * len(before)
-    for token in np.flatnonzero(laws[row, way]).tolist():
-      prefix = (*before, token)
-      law[prefix] += (
-        chance * np.float64(laws[row, way, token]) * rest_law(prefix)
-      )
-  return law, mean
+  def __call__(self, draft: Draft, rows, uniforms, lenience):
+    """The node that is reached, from 1; what follows it; the trials held."""
+    del lenience
+    shape = TreeShape(draft.parents)
+    last, weights = self.walk(draft, rows, uniforms)
+    level, rank = verify_tree.trials(shape).T
+    reached = jnp.append(0, shape.levels)[last + 1] >= level
+    node = jnp.asarray(shape.paths)[last, level - 1]
+    return last + 1, weights, reached & (jnp.asarray(shape.ranks)[node] == rank)
 
 
 def _ways(num_trials: int) -> list[tuple[bool, ...]]:
@@ -285,38 +347,6 @@ def _pieces(drafts, target_probs, lenience, *, decide):
     return jax.vmap(one_way)(ways)
 
   return jax.vmap(one)(drafts, target_probs)
-
-
-def _draft_masses(proposals, drawn_from, drawn, vocab_size) -> np.ndarray:
-  """Probability of each draft; what lies behind the drawn tokens is uniform."""
-
-  def prob(tokens, position, count):
-    if position >= count:
-      return 1 / vocab_size
-    row = np.asarray(drawn_from(tokens[:position]), np.float64)
-    return row[tokens[position]] / row.sum()
-
-  return np.array(
-    [
-      np.prod([prob(tokens, i, count) for i in range(len(tokens))])
-      for tokens, count in zip(proposals, drawn, strict=True)
-    ]
-  )
-
-
-def _drafts(proposals, reported: NextProbs | None, lengths) -> Draft:
-  """The enumerated drafts as one batch of N."""
-  gamma = len(proposals[0])
-  rows = None
-  if reported is not None and gamma:
-    rows = jnp.asarray(
-      [[reported(t[:i]) for i in range(gamma)] for t in proposals], jnp.float32
-    )
-  return Draft(
-    tokens=jnp.asarray(proposals, jnp.int32).reshape(len(proposals), gamma),
-    probs=rows,
-    length=jnp.asarray(lengths, jnp.int32),
-  )
 
 
 def grid_value(index: jax.Array) -> jax.Array:

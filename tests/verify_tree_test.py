@@ -9,12 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import verify_controls as controls
 from specdec_jax import verify, verify_tree
 from specdec_jax.tree_shape import TreeShape, branching
 from specdec_jax.types import Draft
-from tree_laws import independent, likeliest, step_law, without_replacement
-from verify_laws import constant, distance
+from verify_laws import (
+  constant,
+  independent,
+  law_error,
+  likeliest,
+  pair,
+  step_law,
+  without_replacement,
+)
 
 _EXACT = 2e-6
 _WRONG = 1e-3
@@ -37,10 +43,6 @@ every_kind = pytest.mark.parametrize('kind', ROWS)
 every_shape = pytest.mark.parametrize('shape', SHAPES)
 
 
-def _error(target, *args, **options):
-  return distance(step_law(target, *args, **options), target)
-
-
 def a_third(cases, kinds):
   """A third of all pairs: each case, and each kind."""
   return pytest.mark.parametrize(
@@ -57,17 +59,18 @@ def a_third(cases, kinds):
 @a_third(SHAPES, ROWS)
 def test_law_of_random_pairs(case, kind):
   for seed in (0, 2):
-    target, draft = controls.pair(seed, 3)
-    assert _error(target, draft, SHAPES[case], 3, ROWS[kind]) < _EXACT
+    target, draft = pair(seed, 3)
+    error = law_error(target, draft, SHAPES[case], 3, rows=ROWS[kind])
+    assert error < _EXACT
 
 
 @every_kind
 @pytest.mark.parametrize('length', [0, 1])
 def test_law_of_fewer_levels_than_the_tree_has(kind, length):
-  target, draft = controls.pair(8, 3)
+  target, draft = pair(8, 3)
   shape = SHAPES['two levels']
-  error = _error(target, draft, shape, 3, ROWS[kind], length=length)
-  assert error < _EXACT
+  options = {'rows': ROWS[kind], 'length': length}
+  assert law_error(target, draft, shape, 3, **options) < _EXACT
 
 
 ADVERSARIAL = (
@@ -85,40 +88,27 @@ ADVERSARIAL = (
 def test_law_of_adversarial_pairs(case, kind):
   """Also where there are fewer tokens than children without replacement."""
   target, draft = ADVERSARIAL[case]
-  pair = constant(target), constant(draft)
+  laws = constant(target), constant(draft)
   for shape in (branching(3), branching(2, 1)):
-    assert _error(*pair, shape, 3, ROWS[kind]) < _EXACT
+    assert law_error(*laws, shape, 3, rows=ROWS[kind]) < _EXACT
 
 
 # --- Negative controls: each of these must be found out -------------------
 
 
 def test_control_chosen_children_taken_for_drawn_ones():
-  law = step_law(
-    constant(_P),
-    constant(_Q),
-    branching(2),
-    3,
-    likeliest,
-    change=lambda tokens, rows: (tokens, np.stack([_Q, _Q])),
-  )
-  np.testing.assert_allclose(law.sum(axis=1), (1 / 6, 0, 5 / 6), atol=1e-6)
-  right = step_law(constant(_P), constant(_Q), branching(2), 3, likeliest)
+  laws, options = (constant(_P), constant(_Q)), {'rows': likeliest}
+  right = step_law(*laws, branching(2), 3, **options)
   np.testing.assert_allclose(right.sum(axis=1), _P, atol=1e-6)
+  options['report'] = lambda rows: [_Q, _Q]
+  law = step_law(*laws, branching(2), 3, **options)
+  np.testing.assert_allclose(law.sum(axis=1), (1 / 6, 0, 5 / 6), atol=1e-6)
 
 
 def test_control_elder_siblings_left_in_the_row():
   """Drawn without replacement and reported as drawn independently."""
-  target, draft = controls.pair(0, 3)
-
-  def as_independent(tokens, rows):
-    return tokens, np.stack([rows[0], rows[0]])
-
-  shape = branching(2)
-  error = _error(
-    target, draft, shape, 3, without_replacement, change=as_independent
-  )
-  assert error > _WRONG
+  options = {'rows': without_replacement, 'report': lambda rows: rows[:1] * 2}
+  assert law_error(*pair(0, 3), branching(2), 3, **options) > _WRONG
 
 
 @every_kind
@@ -127,8 +117,9 @@ def test_control_no_residual(monkeypatch, kind):
   monkeypatch.setattr(
     verify_tree, 'walk', lambda *args, walk=verify_tree.walk: walk(*args)
   )  # another function: compiled with the patch
-  target, draft = controls.pair(0, 3)
-  assert _error(target, draft, branching(2), 3, ROWS[kind]) > _WRONG
+  target, draft = pair(0, 3)
+  error = law_error(target, draft, branching(2), 3, rows=ROWS[kind])
+  assert error > _WRONG
 
 
 # --- A chain, argmaxes, one row -------------------------------------------

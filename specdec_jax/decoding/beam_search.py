@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from specdec_jax import probs
 from specdec_jax.decoding import beams
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import Hypotheses
@@ -37,33 +37,18 @@ from specdec_jax.types import DecodeStats, FinishReason, Generation, Verdict
 
 @struct.dataclass
 class Level:
-  """K nodes at one place of a row's sequences, in K neighbouring slots.
+  """N nodes at one place of a row's sequences, in N neighbouring slots.
 
   Attributes:
-    tokens: int32[B, K].
-    visible: bool[B, K, T], the slots of each node's ancestors and its own.
+    tokens: int32[B, N].
+    visible: bool[B, N, T], the slots of each node's ancestors and its own.
+    parents: int32[B, N], of a proposed level: the number of each node's parent
+      in the level before; in the first one, of the live beam it continues.
   """
 
   tokens: jax.Array
   visible: jax.Array
-
-
-@struct.dataclass
-class Known:
-  """What the target has said of live beams that it has read already.
-
-  A level that does not hold mostly misses one beam. The others were nodes of
-  the tree, so the next draft need not guess what follows them.
-
-  Attributes:
-    beams: bool[B, K], which live beams these are.
-    values: float32[B, K, C], log-probabilities of their `candidates`.
-    ids: int32[B, K, C].
-  """
-
-  beams: jax.Array
-  values: jax.Array
-  ids: jax.Array
+  parents: jax.Array | None = None
 
 
 @struct.dataclass
@@ -77,7 +62,6 @@ class Search:
       last.
     previous: the level before that of the live beams. The drafter has not read
       it if all its proposals were accepted, and reads it again otherwise.
-    known: what the drafter is told of the live beams.
     finish_reason: int32[B], a `FinishReason`.
   """
 
@@ -85,7 +69,6 @@ class Search:
   finished: Hypotheses
   ancestors: jax.Array
   previous: Level
-  known: Known
   finish_reason: jax.Array
 
   @property
@@ -121,22 +104,6 @@ class BeamState:
   def finish_reason(self) -> jax.Array:
     """int32[B], a `FinishReason`."""
     return self.search.finish_reason
-
-
-@struct.dataclass
-class DraftTree:
-  """The drafter's proposals: `gamma` levels of U nodes.
-
-  Attributes:
-    tokens: int32[B, G, U].
-    parents: int32[B, G, U], the number of each node's parent in the level
-      before; in the first level, of the live beam that it continues.
-    visible: bool[B, G, U, T].
-  """
-
-  tokens: jax.Array
-  parents: jax.Array
-  visible: jax.Array
 
 
 def start(
@@ -179,11 +146,6 @@ def start(
       # Each its own slot: a softmax over nothing is not a number.
       visible=slot == (used[:, None] - width + jnp.arange(width))[..., None],
     ),
-    known=Known(
-      beams=jnp.zeros((batch, width), bool),
-      values=jnp.zeros((batch, width, settings.num_candidates), jnp.float32),
-      ids=jnp.zeros((batch, width, settings.num_candidates), jnp.int32),
-    ),
     finish_reason=jnp.where(
       request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
     ).astype(jnp.int32),
@@ -214,17 +176,25 @@ def step(
 
   # The drafter's beam search from the live beams, gamma levels deep.
   level, places = _levels(request, search, used)
-  draft_cache, draft = _propose(
-    drafter, params, request, state, roots, used, places
-  )
+  draft_cache, draft = state.draft_cache, []
+  if drafter is not None and request.gamma:
+    draft_cache, draft = _propose(
+      drafter, params.draft, request, state, roots, used, places
+    )
 
   # The target reads the live beams and the whole tree in one call.
   cache = target.rewind(state.target_cache, used)
-  fed, visible = _nodes(roots, draft)
+  tokens, visible = _joined([roots, *draft])
   tree = Tree(search.live.length[:, :1] - 1 + level, places, visible)
-  features, cache = target.extend(params.target, cache, fed, tree)
+  features, cache = target.extend(params.target, cache, tokens, tree)
   logits = target.head(params.target, features)
-  candidates = _candidates(request, search, logits, level)
+  produced = search.live.length[:, :1] - request.first_length[:, None] + level
+  candidates = beams.candidates(
+    logits,
+    request.search.num_candidates,
+    produced < request.min_length[:, None],
+    request.stop_ids,
+  )
 
   # Its own search on its own scores, as far as its live beams are nodes.
   search, chosen, num_held = _replay(request, search, draft, used, candidates)
@@ -242,7 +212,7 @@ def step(
       cache = model.keep(cache, first, used[:, None] + chosen)
     return model.rewind(cache, num_kept)
 
-  if drafter is not None and request.gamma:
+  if draft:
     draft_cache = keep(drafter, draft_cache)
   return BeamState(
     search=search,
@@ -295,15 +265,6 @@ def generation(request: Request, state: BeamState) -> Generation:
   )
 
 
-def _places(request: Request, slot: jax.Array) -> jax.Array:
-  """int32[B, T]: the prompt but its last token, then K slots a level."""
-  width = request.search.width
-  base = (request.first_length - 1)[:, None]
-  # The first K slots behind the prompt are nobody's.
-  level = (slot - base) // width - 1
-  return jnp.where(slot < base, slot, base + level).astype(jnp.int32)
-
-
 def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
   """Adds to bool[B, N, T] each node's own slot, begin int32[B] and on."""
   own = begin[:, None] + jnp.arange(count)
@@ -311,78 +272,51 @@ def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
 
 
 def _propose(
-  drafter, params, request: Request, state, roots: Level, used, places
-):
+  drafter: LanguageModel,
+  params: Any,
+  request: Request,
+  state: BeamState,
+  roots: Level,
+  used: jax.Array,
+  places: jax.Array,
+) -> tuple[Any, list[Level]]:
   """The cache that the drafter's search read into, and its proposals."""
   search, settings = state.search, request.search
   width, draft_width = settings.width, settings.draft_width
-  batch, _, slots = roots.visible.shape
-  if drafter is None or not request.gamma:
-    shape = batch, 0, draft_width
-    empty = jnp.zeros(shape, jnp.int32)
-    draft = DraftTree(empty, empty, jnp.zeros((*shape, slots), bool))
-    return state.draft_cache, draft
   place = search.live.length[:, :1] - 1  # of the roots
 
-  def read(cache, tokens, positions, visible):
-    tree = Tree(positions, places, visible)
-    features, cache = drafter.extend(params.draft, cache, tokens, tree)
-    return drafter.head(params.draft, features), cache
-
-  def guess(logits):
+  def guess(cache, score, tokens, positions, visible):
+    """The best continuations of the last beams that are read."""
+    tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
+    features, cache = drafter.extend(params, cache, tokens, tree)
+    logits = drafter.head(params, features[:, -score.shape[1] :])
     # A beam that ends is no live beam.
-    every = jnp.ones(logits.shape[:2], bool)
+    every = jnp.ones(score.shape, bool)
     count = min(draft_width, logits.shape[-1])
-    return beams.candidates(logits, count, every, request.stop_ids)[:2]
+    values, ids, _ = beams.candidates(logits, count, every, request.stop_ids)
+    return cache, *beams.widen(score, values, ids, draft_width)
 
   # The level before the roots too: nothing is owed then, see `small_model`.
   cache = drafter.rewind(state.draft_cache, used - width)
-  positions = jnp.concatenate([jnp.maximum(place - 1, 0), place], axis=1)
-  logits, cache = read(
-    cache,
-    jnp.concatenate([search.previous.tokens, roots.tokens], axis=1),
-    jnp.repeat(positions, width, axis=1),
-    jnp.concatenate([search.previous.visible, roots.visible], axis=1),
-  )
+  tokens, visible = _joined([search.previous, roots])
+  positions = jnp.repeat(place, 2 * width, axis=1)
+  positions = jnp.maximum(positions - (np.arange(2 * width) < width), 0)
   beaten = beams.is_beaten(request, search.live, search.finished)
   score = jnp.where(beaten, beams.ABSENT, search.live.score)
-  guessed = guess(logits[:, width:])
-  values, ids = _told(search.known, guessed, request.stop_ids)
-  score, parents, tokens = beams.widen(score, values, ids, draft_width)
-  visible = roots.visible
-  levels = []
+  cache, score, parents, tokens = guess(
+    cache, score, tokens, positions, visible
+  )
+  levels, visible = [], roots.visible
   # Unrolled: a loop would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
     begin = used + width + depth * draft_width
     visible = _with_own(beams.gather(visible, parents), begin, draft_width)
-    levels.append((tokens, parents, visible))
+    levels.append(Level(tokens, visible, parents))
     if depth + 1 < request.gamma:
-      positions = jnp.broadcast_to(place + 1 + depth, tokens.shape)
-      logits, cache = read(cache, tokens, positions, visible)
-      values, ids = guess(logits)
-      score, parents, tokens = beams.widen(score, values, ids, draft_width)
-  draft = DraftTree(
-    *(jnp.stack(part, axis=1) for part in zip(*levels, strict=True))
-  )
-  return cache, draft
-
-
-def _told(known: Known, guessed, stop_ids: jax.Array):
-  """`candidates` of the live beams: the target's where it has said them."""
-  ends = probs.is_one_of(known.ids, stop_ids)
-  said = jnp.where(ends, -jnp.inf, known.values), known.ids
-  count = max(guessed[0].shape[-1], said[0].shape[-1])
-
-  def padded(array, value):
-    missing = count - array.shape[-1]
-    return jnp.pad(array, ((0, 0), (0, 0), (0, missing)), constant_values=value)
-
-  def chosen(one, other, padding):
-    here = known.beams[..., None]
-    return jnp.where(here, padded(one, padding), padded(other, padding))
-
-  values = chosen(said[0], guessed[0], -jnp.inf)
-  return values, chosen(said[1], guessed[1], 0)
+      cache, score, parents, tokens = guess(
+        cache, score, tokens, place + 1 + depth, visible
+      )
+  return cache, levels
 
 
 def _levels(request: Request, search: Search, used: jax.Array):
@@ -392,71 +326,67 @@ def _levels(request: Request, search: Search, used: jax.Array):
     int32[N], the level of each node of the target's call, 0 the live beams; and
     int32[B, T], each slot's place in its sequence during the round.
   """
-  settings = request.search
+  settings, gamma = request.search, request.gamma
+  widths = [settings.width, *[settings.draft_width] * gamma]
+  level = np.repeat(np.arange(gamma + 1), widths)
   slot = jnp.arange(search.ancestors.shape[2])
-  deeper = jnp.repeat(1 + jnp.arange(request.gamma), settings.draft_width)
-  level = jnp.concatenate([jnp.zeros((settings.width,), jnp.int32), deeper])
+  base = (request.first_length - 1)[:, None]
+  # The prompt but its last token, K slots that are nobody's, K slots a level.
+  behind = base + (slot - base) // settings.width - 1
   number = slot - used[:, None]
-  is_node = (number >= 0) & (number < level.size)
-  place = (
-    search.live.length[:, :1] - 1 + level[jnp.clip(number, 0, level.size - 1)]
+  node = jnp.asarray(level)[jnp.clip(number, 0, level.size - 1)]
+  places = jnp.where(
+    (number >= 0) & (number < level.size),
+    search.live.length[:, :1] - 1 + node,
+    jnp.where(slot < base, slot, behind),
   )
-  return level, jnp.where(is_node, place, _places(request, slot))
+  return level, places.astype(jnp.int32)
 
 
-def _nodes(roots: Level, draft: DraftTree):
-  """Tokens, int32[B, N], and what they see, bool[B, N, T]; the roots first."""
-  batch, _, slots = roots.visible.shape
-  tokens = draft.tokens.reshape(batch, -1)
-  visible = draft.visible.reshape(batch, -1, slots)
+def _joined(levels: list[Level]) -> tuple[jax.Array, jax.Array]:
+  """Tokens, int32[B, N], and what they see, bool[B, N, T]."""
   return (
-    jnp.concatenate([roots.tokens, tokens], axis=1),
-    jnp.concatenate([roots.visible, visible], axis=1),
+    jnp.concatenate([level.tokens for level in levels], axis=1),
+    jnp.concatenate([level.visible for level in levels], axis=1),
   )
 
 
-def _candidates(request: Request, search, logits: jax.Array, level: jax.Array):
-  """`beams.candidates` of every node of the call."""
-  count = request.search.num_candidates
-  produced = search.live.length[:, :1] - request.first_length[:, None]
-  early = produced + level < request.min_length[:, None]
-  return beams.candidates(logits, count, early, request.stop_ids)
-
-
-def _replay(request: Request, search: Search, draft: DraftTree, used, found):
+def _replay(
+  request: Request,
+  search: Search,
+  draft: list[Level],
+  used: jax.Array,
+  candidates: tuple[jax.Array, ...],
+) -> tuple[Search, jax.Array, jax.Array]:
   """The target's own search over the nodes that it has read.
 
   Args:
     request: the limits.
     search: the search before.
-    draft: the nodes, G levels of U.
+    draft: the proposed nodes.
     used: int32[B], the slot of the first live beam's node.
-    found: `candidates` of all N nodes, the live beams first.
+    candidates: `beams.candidates` of all N nodes, the live beams first.
 
   Returns:
     The search after it; int32[B, G K], the numbers of the nodes that were live
     beams in each level; int32[B], how many levels held.
   """
-  settings = request.search
-  width, draft_width = settings.width, settings.draft_width
-  batch, gamma = used.shape[0], request.gamma
-  after, going_on = search, search.running
+  width, batch = request.search.width, used.shape[0]
+  going_on, num_held = search.running, jnp.zeros((batch,), jnp.int32)
   place = jnp.broadcast_to(jnp.arange(width), (batch, width))
-  of_live = tuple(part[:, :width] for part in found)
-  nodes, held_levels = [], []
-  for depth in range(gamma + 1):
+  of_live = [part[:, :width] for part in candidates]
+  chosen, begin = [jnp.zeros((batch, 0), jnp.int32)], width
+  for level in draft:
+    before = search
     # Behind the call the nodes that are kept lie level by level.
-    before, first = after, used + depth * width
-    after, parents = _next_level(request, before, of_live, first)
-    if depth == gamma:  # it has no children: no level after it can hold
-      after = beams.where(going_on, after, before)
-      break
-
+    after, parents = _next_level(
+      request, before, of_live, used + len(chosen[1:]) * width
+    )
     # Which nodes the next live beams are, if each that matters is one.
     live = after.live
-    same = draft.tokens[:, depth, None] == live.last_token[..., None]
+    same = level.tokens[:, None] == live.last_token[..., None]
     parent = beams.gather(place, parents)
-    same &= draft.parents[:, depth, None] == parent[..., None]
+    same &= level.parents[:, None] == parent[..., None]
     is_node = jnp.any(same, axis=2)
     beaten = beams.is_beaten(request, live, after.finished)
     held = going_on & jnp.all(is_node | beaten, axis=1) & after.running
@@ -467,20 +397,16 @@ def _replay(request: Request, search: Search, draft: DraftTree, used, found):
       exists=live.exists & ~dropped,
     )
     place = jnp.argmax(same, axis=2).astype(jnp.int32)
-    begin = width + depth * draft_width
-    of_live = tuple(
-      beams.gather(part[:, begin : begin + draft_width], place)
-      for part in found
-    )
-    after = after.replace(live=live, known=Known(is_node, *of_live[:2]))
-    after = beams.where(going_on, after, before)
-    nodes.append(begin + place)
-    held_levels.append(held)
-    going_on = held
-
-  num_held = sum(held_levels, jnp.zeros((batch,), jnp.int32))
-  chosen = jnp.concatenate(nodes or [jnp.zeros((batch, 0), jnp.int32)], axis=1)
-  return after, chosen, num_held
+    chosen.append(begin + place)
+    of_live = [beams.gather(part, chosen[-1]) for part in candidates]
+    search = beams.where(going_on, after.replace(live=live), before)
+    going_on, num_held = held, num_held + held
+    begin += request.search.draft_width
+  # No level after the last one can hold.
+  last = used + len(draft) * width
+  after, _ = _next_level(request, search, of_live, last)
+  search = beams.where(going_on, after, search)
+  return search, jnp.concatenate(chosen, axis=1), num_held
 
 
 def _next_level(request: Request, search: Search, of_live, first: jax.Array):
@@ -510,7 +436,6 @@ def _next_level(request: Request, search: Search, of_live, first: jax.Array):
     finished=finished,
     ancestors=beams.gather(visible, parents),
     previous=Level(search.live.last_token, visible),
-    known=search.known.replace(beams=jnp.zeros_like(search.known.beams)),
     finish_reason=reason.astype(jnp.int32),
   )
   return after, parents

@@ -210,11 +210,6 @@ def after_round(
   return after, stats.replace(fallback_rounds=fallback_rounds)
 
 
-def unless_resting(rests: Rests | None, budget: jax.Array) -> jax.Array:
-  """int32[B], proposals that each row may have: none while it rests."""
-  return budget if rests is None else jnp.where(rests.left > 0, 0, budget)
-
-
 def unless_all_rest(
   rests: Rests | None,
   running: jax.Array,

@@ -17,7 +17,12 @@ from specdec_jax import probs
 from specdec_jax.decoding import fallback, tree_round
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, PairParams, Request
-from specdec_jax.drafters.base import Context, Drafter, check_chain
+from specdec_jax.drafters.base import (
+  Context,
+  Drafter,
+  check_chain,
+  forbid_early_stops,
+)
 from specdec_jax.models.base import LanguageModel, read_prompt, start_id
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import (
@@ -78,9 +83,9 @@ def step(
   Returns:
     The state after it, and the draft that was judged, without probabilities.
   """
-  keys = decode_state.round_keys(request, state)
+  context = context_of(target, params, request, state)
   # Sample gamma guesses x_1..x_gamma from the drafter.
-  draft, drafter_state = propose(target, drafter, params, request, state, keys)
+  draft, drafter_state = propose(drafter, params.draft, request, state, context)
 
   def verify(state: DecodeState, draft: Draft) -> DecodeState:
     # Run the target on all of them in parallel, from where it was kept.
@@ -91,8 +96,8 @@ def step(
     logits = target.head(params.target, features)
     # Determine the number of accepted guesses n; draw t after them.
     places = tree_round.places_of(draft)
-    allowed = decode_state.forbid_early_stops(logits, request, state, places)
-    verdict = judge(request, draft, allowed, keys)
+    allowed = forbid_early_stops(logits, context, places=places)
+    verdict = judge(request, draft, allowed, context.keys)
     draft, verdict, logits, cache = tree_round.keep_path(
       target, request, state, draft, verdict, logits, cache
     )
@@ -108,12 +113,11 @@ def step(
 
 
 def propose(
-  target: LanguageModel,
   drafter: Drafter,
-  params: PairParams,
+  params: Any,
   request: Request,
   state: DecodeState,
-  keys: jax.Array,
+  context: Context,
 ) -> tuple[Draft, Any]:
   """The drafter's proposal, cut to the tokens that could still be used.
 
@@ -123,31 +127,56 @@ def propose(
   if request.gamma == 0:
     empty = jnp.zeros((state.length.shape[0], 0), jnp.int32)
     return Draft(empty, None, state.length * 0), state.drafter_state
-  # One token of the remaining budget is the target's own.
-  budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
-  budget = fallback.unless_resting(state.rests, budget)
-  room = None
-  if request.rule is not None:
-    room = jnp.where(state.running, budget, 0)
-  context = context_of(
-    request,
-    state.tokens,
-    state.visible_length,
-    keys,
-    room=room,
-    running=state.running,
-    features=state.features,
-    target=target,
-    target_params=params.target,
-  )
   draft, drafter_state = fallback.unless_all_rest(
     state.rests,
     state.running,
-    lambda drafter_state: drafter.propose(params.draft, drafter_state, context),
+    lambda drafter_state: drafter.propose(params, drafter_state, context),
     state.drafter_state,
   )
-  length = jnp.minimum(tree_round.usable_length(request, draft), budget)
+  usable = tree_round.usable_length(request, draft)
+  length = jnp.minimum(usable, _budget(request, state))
   return draft.replace(length=length.astype(jnp.int32)), drafter_state
+
+
+def context_of(
+  target: LanguageModel,
+  params: PairParams,
+  request: Request,
+  state: DecodeState,
+) -> Context:
+  """What a drafter sees before a round."""
+  room = None
+  if request.rule is not None:
+    room = jnp.where(state.running, _budget(request, state), 0)
+  return Context(
+    tokens=state.tokens,
+    length=state.visible_length,
+    # From seed, example and the row's own round.
+    keys=jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds),
+    sampling=request.sampling,
+    stop_ids=request.stop_ids,
+    min_length=request.min_length + request.first_length - 1,
+    running=state.running,
+    gamma=request.gamma,
+    greedy=request.greedy,
+    forbids_stops=request.forbids_stops,
+    skips_rounds=request.skips_rounds or request.fallback is not None,
+    rule=request.rule,
+    room=room,
+    features=state.features,
+    target=target,
+    target_params=params.target,
+    pad_id=request.pad_id,
+  )
+
+
+def _budget(request: Request, state: DecodeState) -> jax.Array:
+  """int32[B], proposals that a row may have: none while it rests."""
+  # One token of the remaining budget is the target's own.
+  budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
+  if state.rests is None:
+    return budget
+  return jnp.where(state.rests.left > 0, 0, budget)
 
 
 def in_narrowest_call(
@@ -190,31 +219,6 @@ def call_widths(request: Request) -> tuple[int, ...]:
   """Tokens per row of the calls of the target, one of which a round makes."""
   adapts, rests = request.rule is not None, request.fallback is not None
   return tuple(sorted(set(fallback.widths(request.gamma, adapts, rests))))
-
-
-def context_of(
-  request: Request,
-  tokens: jax.Array,
-  length: jax.Array,
-  keys: jax.Array,
-  **others: Any,
-) -> Context:
-  """The `Context` that a drafter sees; `others` are fields of it."""
-  return Context(
-    tokens=tokens,
-    length=length,
-    keys=keys,
-    sampling=request.sampling,
-    stop_ids=request.stop_ids,
-    min_length=request.min_length + request.first_length - 1,
-    gamma=request.gamma,
-    greedy=request.greedy,
-    forbids_stops=request.forbids_stops,
-    skips_rounds=request.skips_rounds or request.fallback is not None,
-    rule=request.rule,
-    pad_id=request.pad_id,
-    **({'running': jnp.ones(length.shape, bool)} | others),
-  )
 
 
 def start(

@@ -365,33 +365,6 @@ def first_tokens(request: Request, first: int, width: int) -> jax.Array:
   return tokens.at[:, : request.prompt_width].set(begin)
 
 
-def round_keys(request: Request, state: DecodeState) -> jax.Array:
-  """PRNG keys [B] of this round, from seed, example and the row's own round."""
-  return jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds)
-
-
-def forbid_early_stops(
-  logits: jax.Array,
-  request: Request,
-  state: DecodeState,
-  places: Any = None,
-) -> jax.Array:
-  """Masks stop ids in logits [B, S, V] where `min_length` is not reached.
-
-  Args:
-    logits: float[B, S, V].
-    request: the limits.
-    state: the state.
-    places: int[S] as in `probs.forbid_early_stops`.
-  """
-  if not request.forbids_stops:
-    return logits
-  produced = _produced(request, state)
-  return probs.forbid_early_stops(
-    logits, request.stop_ids, produced, request.min_length, places=places
-  )
-
-
 def remaining(request: Request, state: DecodeState) -> jax.Array:
   """int32[B], tokens that a row may still produce."""
   return request.max_length - _produced(request, state)

@@ -38,7 +38,6 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.decoding import speculative
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter, check_chain
@@ -201,15 +200,7 @@ def decode(
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   """A step of the plain loop, beside a proposal that it does not see."""
   state = carry.state
-  context = speculative.context_of(
-    request,
-    state.tokens,
-    state.visible_length,
-    decode_state.round_keys(request, state),
-    features=state.features,
-    target=target,
-    target_params=params.target,
-  )
+  context = speculative.context_of(target, params, request, state)
   draft, drafter_state = drafter.propose(
     params.draft, state.drafter_state, context
   )
