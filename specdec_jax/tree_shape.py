@@ -30,11 +30,12 @@ class TreeShape:
   """A tree of N nodes and D levels; arrays are NumPy's, made once.
 
   Attributes:
-    parents: of each node, the number of its parent; -1 is the root.
+    parents: of each node, the number of its parent; -1 is the root. They do not
+      fall, so that nodes come level by level, as `branching` makes them.
 
   Raises:
-    ValueError: a parent does not come before its child, or there are no nodes
-      or too many.
+    ValueError: a parent does not come before its child, or falls, or there are
+      no nodes or too many.
   """
 
   parents: tuple[int, ...]
@@ -45,8 +46,9 @@ class TreeShape:
     if not 1 <= len(parents) <= MAX_NODES:
       raise unexpected('a tree', f'1 to {MAX_NODES} nodes', len(parents))
     for child, parent in enumerate(parents):
-      if not ROOT <= parent < child:
-        expected = 'the number of an earlier node, or -1'
+      least = parents[child - 1] if child else ROOT
+      if not least <= parent < child:
+        expected = f'the number of an earlier node, {least} or more'
         raise unexpected(f'parent of node {child} of a tree', expected, parent)
 
   @property
@@ -96,22 +98,9 @@ class TreeShape:
       paths[node, : len(path)] = path
     return paths
 
-  def check_by_level(self, what: str) -> None:
-    """Raises ValueError unless a drafter can make the tree level by level."""
-    if not np.all(np.diff(self.levels) >= 0):
-      expected = 'parents in the order of their levels, as of branching()'
-      raise unexpected(f'the tree of {what}', expected, self.parents)
-
   def cut(self, depth: int) -> 'TreeShape':
-    """The first `depth` levels; the nodes that are left keep their order."""
-    return self if depth >= self.depth else _cut(self, depth)
-
-
-@functools.lru_cache(maxsize=256)
-def _cut(shape: TreeShape, depth: int) -> TreeShape:
-  kept = np.flatnonzero(shape.levels <= depth)
-  number = {ROOT: ROOT} | {int(old): new for new, old in enumerate(kept)}
-  return TreeShape(tuple(number[shape.parents[node]] for node in kept))
+    """The first `depth` levels."""
+    return TreeShape(self.parents[: np.sum(self.levels <= depth)])
 
 
 def branching(*counts: int | Sequence[int]) -> TreeShape:

@@ -5,6 +5,7 @@ Dimension key, used in every docstring of the library:
   V vocabulary, H heads, D head size, M model size, L output tokens.
 """
 
+import dataclasses
 import enum
 from typing import Any, TypeAlias
 
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+from specdec_jax.tree_shape import TreeShape
 
 # Arrays of a device, or of the host: a program's call moves them together.
 Array: TypeAlias = jax.Array | np.ndarray
@@ -38,19 +41,16 @@ class Draft:
       drafter, or greedy decoding).
     length: int32[B], how many of the G positions were really proposed, by the
       rule above; later positions are neither verified nor counted.
-    parents: static; None is a chain. Else the proposals branch, and G is the
-      number N of nodes of a tree (`tree_shape`), `parents` has each node's
-      parent, -1 for the last committed token, and `length` is the number of
-      levels that were proposed. A row of `probs` is what its node was drawn
-      from given its ancestors and its elder siblings, see `verify_tree`.
+    tree: static; None is a chain. Else the proposals branch, G is the number N
+      of nodes of the tree, and `length` the number of levels that were
+      proposed. A row of `probs` is what its node was drawn from given its
+      ancestors and its elder siblings, see `verify_tree`.
   """
 
   tokens: jax.Array
   probs: jax.Array | None
   length: jax.Array
-  parents: tuple[int, ...] | None = struct.field(
-    pytree_node=False, default=None
-  )
+  tree: TreeShape | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass
@@ -147,15 +147,10 @@ class DecodeStats:
   @classmethod
   def none(cls, batch: int, gamma: int) -> 'DecodeStats':
     """The counts before the first round, of B rows and drafts of G tokens."""
-    zeros = jnp.zeros((batch,), jnp.int32)
+    names = [field.name for field in dataclasses.fields(cls)]
+    zeros = dict.fromkeys(names, jnp.zeros((batch,), jnp.int32))
     return cls(
-      num_rounds=zeros,
-      num_tested=zeros,
-      num_accepted=zeros,
-      histogram=jnp.zeros((batch, gamma + 1), jnp.int32),
-      num_passed=zeros,
-      fallback_rounds=zeros,
-      num_drafted=zeros,
+      **zeros | {'histogram': jnp.zeros((batch, gamma + 1), jnp.int32)}
     )
 
   def after_round(

@@ -43,7 +43,7 @@ def verify_tree(draft: Draft, target_probs: jax.Array, key: jax.Array):
   """Decides which path of a tree is kept and draws the token after it.
 
   Args:
-    draft: draft of one sequence, with `parents`: tokens int32[N], probs
+    draft: draft of one sequence, with a `tree`: tokens int32[N], probs
       float32[N, V] or None for chosen ones, length int32[], the levels that are
       proposed.
     target_probs: float32[N + 1, V]: given the committed tokens, and given these
@@ -143,13 +143,13 @@ verify_tree_greedy_batch = jax.vmap(verify_tree_greedy)
 
 
 def shape_of(draft: Draft, num_rows: int) -> TreeShape:
-  """The shape of a draft of one sequence that has `parents`.
+  """The tree of a draft of one sequence.
 
   Raises:
-    ValueError: it has none, or not as many nodes as parents, or the target has
-      not one row more.
+    ValueError: it has not as many nodes, or the target has not one row more.
   """
-  shape = TreeShape(draft.parents or ())
+  shape = draft.tree
+  assert shape is not None
   count, given = shape.num_nodes, (draft.tokens.shape, num_rows)
   if given != ((count,), count + 1):
     expected = f'a draft of {count} tokens, {count + 1} rows of the target'

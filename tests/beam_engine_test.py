@@ -135,48 +135,41 @@ def test_what_knows_no_beams(engine, models, tokenizer):
   assert len(copies.generate(TEXTS, num_beams=2)) == len(TEXTS)
 
 
-def test_a_task(engine, beams, tokenizer, tmp_path):
-  lines = tmp_path / 'in.txt'
+def decode_lines(engine, folder, **changes):
+  """Decodes the texts as a task; returns the records."""
+  lines, out = folder / 'in.txt', folder / 'out'
   lines.write_text('\n'.join(TEXTS) + '\n')
-
-  def run(name, samples):
-    config = infer.DecodeConfig(
-      lambda **_: engine,
-      tokenizer=tokenizer,
-      mixture_or_task_name=str(lines),
-      output_dir=str(tmp_path / name),
-      task_feature_lengths={'inputs': 16, 'targets': 8},
-      decoding='plain',
-      mode='predict_with_aux',
-      batch_size=4,
-      options=infer.Options(num_beams=3, num_samples=samples),
-    )
-    console = rich.console.Console(file=io.StringIO())
-    infer.decode(config, console=console)
-    (path,) = (tmp_path / name).glob('*.jsonl-*-of-*1')
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-  best, every = run('best', 1), run('all', 3)
-  assert best[0]['prediction_tokens'] == beams[2].tokens
-  np.testing.assert_allclose(best[0]['score'], beams[2].score, atol=1e-4)
-  assert every[-1]['prediction_tokens'] == [one.tokens for one in beams[9:]]
-  np.testing.assert_allclose(
-    every[-1]['aux']['scores'], [one.score for one in beams[9:]], atol=1e-4
-  )
-
-
-def run_lines(engine, tmp_path, **changes):
-  path = tmp_path / 'in.txt'
-  path.write_text('\n'.join(TEXTS) + '\n')
-  options = {'num_beams': 3} | changes.pop('options', {})
+  options = {
+    'mixture_or_task_name': str(lines),
+    'output_dir': str(out),
+    'decoding': 'plain',
+    'mode': 'predict_with_aux',
+    'batch_size': 4,
+    'options': infer.Options(num_beams=3),
+  }
   config = infer.DecodeConfig(
-    engine=lambda **_: engine,
-    input_file=str(path),
-    batch_size=4,
-    options=infer.Options(**options),
-    **changes,
+    lambda **_: engine,
+    tokenizer=engine.tokenizer,
+    task_feature_lengths={'inputs': 16, 'targets': 8},
+    **(options | changes),
   )
-  return infer.decode(config, console=rich.console.Console(file=io.StringIO()))
+  infer.decode(config, console=rich.console.Console(file=io.StringIO()))
+  (path,) = out.glob('*.jsonl-*-of-*1')
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize('samples', [1, 3])
+def test_a_task(engine, beams, tmp_path, samples):
+  options = infer.Options(num_beams=3, num_samples=samples)
+  found = decode_lines(engine, tmp_path, options=options)
+  if samples == 1:
+    assert found[0]['prediction_tokens'] == beams[2].tokens
+    np.testing.assert_allclose(found[0]['score'], beams[2].score, atol=1e-4)
+    return
+  assert found[-1]['prediction_tokens'] == [one.tokens for one in beams[9:]]
+  np.testing.assert_allclose(
+    found[-1]['aux']['scores'], [one.score for one in beams[9:]], atol=1e-4
+  )
 
 
 def test_a_calibration_is_of_single_outputs(engine, tmp_path):
@@ -186,16 +179,16 @@ def test_a_calibration_is_of_single_outputs(engine, tmp_path):
     engine.fingerprints, describe()['device'], 0.0, (choice,), {}
   ).save(path)
   with pytest.raises(ValueError, match='calibration.*num_beams'):
-    run_lines(engine, tmp_path, calibration=path)
+    decode_lines(engine, tmp_path, calibration=path)
 
 
 def test_what_does_not_go_together(models, tokenizer, tmp_path, monkeypatch):
   limits = dict(tokenizer=tokenizer, max_input_len=16)
   rests = Engine(*models, fallback=True, max_decode_len=8, **limits)
   with pytest.raises(ValueError, match='fallback'):
-    run_lines(rests, tmp_path)
+    decode_lines(rests, tmp_path)
   with pytest.raises(ValueError, match='batching'):
-    run_lines(rests, tmp_path, batching='continuous')
+    decode_lines(rests, tmp_path, batching='continuous')
   with pytest.raises(ValueError, match='alpha'):
     infer.Options(alpha=4)
   # A width that no memory holds.

@@ -4,21 +4,14 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import parity
+from beam_search_test import near, program, settings_of
 from specdec_jax import partitioning
-from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import (
-  BeamSettings,
-  Rule,
-  example_keys,
-  new_request,
-)
-from specdec_jax.drafters.small_model import small_model
+from specdec_jax.decoding.state import Rule, example_keys, new_request
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.families import network_of
 from specdec_jax.models.t5 import T5
@@ -46,25 +39,10 @@ class Pair(NamedTuple):
 @functools.cache
 def pair_of(name):
   model, config, params = parity.loaded(name)
-  rows = parity.rows_of(network_of(config))
-  rng = np.random.default_rng(0)
-
-  def moved(leaf):
-    noise = rng.standard_normal(leaf.shape).astype(np.float32)
-    return leaf + 0.05 * noise * np.std(leaf)
-
-  drafts = jax.tree.map(moved, jax.device_get(params))
-  return Pair(
-    model,
-    network_of(config),
-    PairParams(*map(partitioning.place, (params, drafts))),
-    rows,
-  )
-
-
-@pytest.fixture
-def pair(request):
-  return pair_of(request.param)
+  network = network_of(config)
+  both = params, near(jax.device_get(params), 0.05)
+  placed = PairParams(*map(partitioning.place, both))
+  return Pair(model, network, placed, parity.rows_of(network))
 
 
 def their_beams(pair, width, penalty, ends, length, least):
@@ -95,12 +73,6 @@ def their_beams(pair, width, penalty, ends, length, least):
   return rows
 
 
-@functools.cache
-def program(network, is_speculative):
-  loop = Loop(network, small_model(network) if is_speculative else None)
-  return jax.jit(loop.decode)
-
-
 def our_beams(pair, width, penalty, ends, length, least, gamma):
   count = len(pair.rows)
   filled, lengths = padded(pair.rows, count, max(map(len, pair.rows)))
@@ -115,16 +87,16 @@ def our_beams(pair, width, penalty, ends, length, least, gamma):
     max_length=length,
     min_length=least,
     forbids_stops=True,
-    beams=BeamSettings(
-      penalty=jnp.float32(penalty),
-      width=width,
-      draft_width=width + 1,
+    beams=settings_of(
+      width,
+      width + 1,
+      penalty,
       num_ends=len(ends),
       rule=Rule.TRANSFORMERS,
     ),
     **({} if pair.is_t5 else prompts),
   )
-  run = program(pair.network, gamma > 0)
+  run = program(pair.network, pair.network if gamma else None)
   params = pair.params if gamma else pair.params._replace(draft=None)
   done = jax.device_get(run(params, request))
   beams = [
@@ -145,15 +117,16 @@ def likely_ends(rows):
 
 
 @pytest.mark.parametrize(
-  ('pair', 'width', 'gamma', 'num_ends'),
+  ('name', 'width', 'gamma', 'num_ends'),
   [
     ('T5 1.0', 2, 0, 1),
     ('T5 1.1', 4, 2, 1),
     ('GPT-2', 4, 2, 2),
   ],
-  indirect=['pair'],
 )
-def test_beams_are_those_of_transformers(pair, width, gamma, num_ends):
+def test_beams_are_those_of_transformers(name, width, gamma, num_ends):
+  pair = pair_of(name)
+
   def compare(penalty, ends, length=SLOTS, least=0):
     case = width, penalty, ends, length, least
     want = their_beams(pair, *case)

@@ -33,7 +33,7 @@ from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.other_ids import Fitted, cut, shortlisted
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.tree_shape import TreeShape, branching
+from specdec_jax.tree_shape import branching
 from specdec_jax.types import LengthRule
 
 VOCAB = 5
@@ -412,16 +412,16 @@ def _depends_on_its_own_token(drafts) -> bool:
 
 def _num_nodes(draft, length) -> int:
   """Proposals of `length` levels; of a chain, as many."""
-  if draft.parents is None:
+  if draft.tree is None:
     return int(length)
-  return int(np.sum(TreeShape(draft.parents).levels <= length))
+  return int(np.sum(draft.tree.levels <= length))
 
 
 def _path(draft, count) -> list[int]:
   """The first `count` proposals; of a tree, the last path of so many."""
-  if draft.parents is None or not count:
+  if draft.tree is None or not count:
     return list(range(count))
-  shape = TreeShape(draft.parents)
+  shape = draft.tree
   last = np.flatnonzero(shape.levels == count)[-1]
   return shape.paths[last][:count].tolist()
 

@@ -7,7 +7,6 @@ import math
 import jax
 import numpy as np
 import pytest
-import rich.console
 
 import toy_models
 from specdec_jax.drafters import ngram_table
@@ -214,20 +213,6 @@ def test_broken_files(tmp_path):
     with pytest.raises(ValueError, match='n-gram table: expected a whole file'):
       ngram_table.load(path)
       pytest.fail(name)
-
-
-def test_fit_ngram(folder, tokenizer):
-  """A table of lines, an empty one among them, is the one in the file."""
-  (folder / 'a.txt').write_text('the red dog runs\n\nthe old house sings here')
-  config = fitting.FitNgramConfig(
-    tokenizer,
-    train_files=[str(folder / 'a.txt')],
-    output_file=str(folder / 'out' / 'table.npz'),
-    order=4,
-  )
-  fitted = fitting.fit_ngram(config, rich.console.Console(quiet=True))
-  loaded = ngram_table.load(config.output_file, tokenizer)
-  jax.tree.map(np.testing.assert_array_equal, loaded, fitted)
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,11 @@ def step_outcomes(
     that the step keeps.
   """
   if isinstance(shape, int):
-    depth, parents, shown = shape, range(-1, shape - 1), None
+    depth, parents, tree = shape, range(-1, shape - 1), None
     count = verify.count_accepted_block if as_block else verify.count_accepted
     decide: Callable = Chain(as_block, count, verify.next_token_weights)
   else:
-    depth, parents, shown = shape.depth, shape.parents, shape.parents
+    depth, parents, tree = shape.depth, shape.parents, shape
     decide = Walk(verify_tree.walk)
   assert lenience == 1 or not as_block
 
@@ -230,7 +230,7 @@ def step_outcomes(
     jnp.asarray(proposals, jnp.int32).reshape(len(proposals), len(parents)),
     jnp.asarray(np.array(made), jnp.float32) if known else None,
     jnp.asarray(lengths, jnp.int32),
-    shown,
+    tree,
   )
   target_rows = np.array([[*map(target, paths)] for paths in kept])
   counts, ends, laws = jax.device_get(
@@ -294,12 +294,12 @@ class Walk(NamedTuple):
   walk: Callable
 
   def num_trials(self, draft: Draft) -> int:
-    return len(verify_tree.trials(TreeShape(draft.parents)))
+    return len(verify_tree.trials(draft.tree))
 
   def __call__(self, draft: Draft, rows, uniforms, lenience):
     """The node that is reached, from 1; what follows it; the trials held."""
     del lenience
-    shape = TreeShape(draft.parents)
+    shape = draft.tree
     last, weights = self.walk(draft, rows, uniforms)
     level, rank = verify_tree.trials(shape).T
     reached = jnp.append(0, shape.levels)[last + 1] >= level

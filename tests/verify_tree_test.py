@@ -31,8 +31,8 @@ SHAPES = {
   'two': branching(2),
   'three': branching(3),
   'two levels': branching(2, (1,)),
-  # The younger child's subtree, and nodes that are not in levels.
-  'deep': TreeShape((-1, 0, -1, 2)),
+  # The younger child's subtree.
+  'deep': TreeShape((-1, -1, 1, 2)),
 }
 ROWS = {
   'independent': independent,
@@ -133,7 +133,7 @@ def _random_draft(seed, shape, vocab_size, kind):
     jnp.asarray(rng.integers(0, vocab_size, shape.num_nodes), jnp.int32),
     None if kind == 'chosen' else jnp.asarray(probs, jnp.float32),
     jnp.int32(rng.integers(0, shape.depth + 1)),
-    shape.parents,
+    shape,
   )
   rows = rng.dirichlet(np.ones(vocab_size), shape.num_nodes + 1)
   return draft, jnp.asarray(rows, jnp.float32), jax.random.key(seed)
@@ -147,7 +147,7 @@ def test_a_chain_is_algorithm_1(kind):
   for seed in range(200):
     draft, rows, key = _random_draft(seed, branching(1, 1, 1, 1), 3, kind)
     have = one_tree(draft, rows, key)
-    want = one_chain(draft.replace(parents=None), rows, key)
+    want = one_chain(draft.replace(tree=None), rows, key)
     assert have.num_accepted == want.num_accepted
     assert have.next_token == want.next_token
     kept = int(have.num_accepted)
@@ -191,12 +191,8 @@ def test_a_shape_knows_its_nodes():
   assert shape.paths[7].tolist() == [0, 4, 7]
   assert shape.children[:3].tolist() == [[0, 1, 2], [3, 4, -1], [5, -1, -1]]
   assert shape.depth == 3
-  shape.check_by_level('a drafter')
   assert shape.cut(2).parents == (-1, -1, -1, 0, 0, 1)
-  assert shape.cut(3) is shape
-  with pytest.raises(ValueError, match='tree of a drafter: expected'):
-    TreeShape((-1, 0, -1)).check_by_level('a drafter')
-  assert TreeShape((-1, 0, -1)).cut(1).parents == (-1, -1)
+  assert shape.cut(3) == shape
   assert branching(1, 1, 1).parents == (-1, 0, 1)
 
 
@@ -205,6 +201,7 @@ def test_a_shape_knows_its_nodes():
   [
     ((), '1 to 256 nodes, got 0'),
     ((-1, -2), 'parent of node 1 .* got -2'),
+    ((-1, 0, -1), 'parent of node 2 .* 0 or more, got -1'),
   ],
 )
 def test_what_is_no_shape(parents, message):

@@ -41,7 +41,7 @@ def judge(
   request: Request, draft: Draft, logits: jax.Array, keys: jax.Array
 ) -> Verdict:
   """Number of accepted guesses n, and t drawn after them."""
-  if draft.parents is not None:
+  if draft.tree is not None:
     return tree_round.judge(request, draft, logits, keys)
   if request.greedy:
     return _judge_greedy(request, draft, logits)

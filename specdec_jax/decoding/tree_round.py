@@ -48,8 +48,8 @@ def usable_length(request: Request, draft: Draft) -> jax.Array:
   Proposals beyond that are cut off, and not counted anywhere. Where the paths
   of a tree end, its verdict shows: all levels are usable.
   """
-  if draft.parents is not None:
-    check(request, _shape(draft))
+  if draft.tree is not None:
+    check(request, draft.tree)
     return draft.length
   stops = decode_state.is_stop(request, draft.tokens)
   until_stop = jnp.where(
@@ -69,17 +69,17 @@ def tree_of(state: DecodeState, draft: Draft, cache: Any) -> Tree | None:
   Returns:
     What `LanguageModel.extend` takes; None of a chain.
   """
-  if draft.parents is None:
+  if draft.tree is None:
     return None
-  parents = (ROOT, *(parent + 1 for parent in draft.parents))
+  parents = (ROOT, *(parent + 1 for parent in draft.tree.parents))
   return static_tree(parents, cache.length, state.tokens.shape[1] - 1)
 
 
 def places_of(draft: Draft) -> np.ndarray | None:
   """int[N + 1], the levels of the root and of each node; None of a chain."""
-  if draft.parents is None:
+  if draft.tree is None:
     return None
-  return np.append(0, _shape(draft).levels)
+  return np.append(0, draft.tree.levels)
 
 
 def judge(
@@ -126,8 +126,8 @@ def _as_chain(
     The draft of D tokens, its verdict, and the logits [B, D + 1, V] before each
     of these and behind the last.
   """
-  shape, path = _shape(draft), verdict.path
-  assert path is not None  # it is the verdict of a tree
+  shape, path = draft.tree, verdict.path
+  assert shape is not None and path is not None
   tokens = jnp.take_along_axis(draft.tokens, path, axis=1)
   accepted = verdict.num_accepted
   stops = decode_state.is_stop(request, tokens)
@@ -145,7 +145,3 @@ def _as_chain(
   chain = Draft(tokens, None, length.astype(jnp.int32))
   verdict = verdict.replace(num_accepted=accepted.astype(jnp.int32))
   return chain, verdict, jnp.take_along_axis(logits, places, axis=1)
-
-
-def _shape(draft: Draft) -> TreeShape:
-  return TreeShape(draft.parents or ())

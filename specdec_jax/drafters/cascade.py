@@ -9,7 +9,7 @@ drafting itself takes time.
 """
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,19 +38,6 @@ from specdec_jax.verify import verify_batch, verify_greedy_batch
 
 
 @struct.dataclass
-class CascadeState:
-  """The state of a `cascade`.
-
-  Attributes:
-    cache: the model's cache.
-    drafter: the state of the cheaper drafter.
-  """
-
-  cache: DrafterState
-  drafter: DrafterState
-
-
-@struct.dataclass
 class _Rounds:
   """The carry of the rounds that make one draft.
 
@@ -60,14 +47,16 @@ class _Rounds:
     rows: float32[B, G + g + 1, V], distributions of the draft's tokens; None
       when greedy.
     done: int32[B], tokens of the draft so far.
-    state: of both drafters.
+    cache: the model's.
+    cheaper: the state of the cheaper drafter.
   """
 
   number: jax.Array
   tokens: jax.Array
   rows: jax.Array | None
   done: jax.Array
-  state: CascadeState
+  cache: Any
+  cheaper: DrafterState
 
 
 def cascade(
@@ -75,7 +64,8 @@ def cascade(
 ) -> Drafter:
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
-  Its parameters are the pair (the model's, the cheaper drafter's). Tokens that
+  Its parameters and its state are pairs (the model's, the cheaper drafter's).
+  Tokens that
   the target rejects were already committed to the cheaper drafter. It learns by
   `Context.skips_rounds` that this may happen, and by a `commit` of fewer tokens
   that it did.
@@ -101,7 +91,7 @@ def cascade(
   def init(params, inputs, max_length, prompt, encoded):
     # The last round of a draft may read past its end.
     slots = max_length + gamma
-    return CascadeState(
+    return (
       own.init(params[0], inputs, slots, prompt, encoded),
       drafter.init(params[1], inputs, slots, prompt, encoded),
     )
@@ -120,7 +110,7 @@ def cascade(
       skips_rounds=True,
       rule=None,
     )
-    draft, cheaper = drafter.propose(params[1], now.state.drafter, inner)
+    draft, cheaper = drafter.propose(params[1], now.cheaper, inner)
     room = jnp.maximum(goal - now.done - 1, 0)
     draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
 
@@ -128,7 +118,7 @@ def cascade(
     write = jax.vmap(lax.dynamic_update_slice)
     tokens = write(now.tokens, draft.tokens, (length,))
     logits, cache = read_last(
-      network, params[0], now.state.cache, tokens, length, gamma
+      network, params[0], now.cache, tokens, length, gamma
     )
     verdict, rows = _judge(draft, forbid_early_stops(logits, inner), inner)
     accepted = verdict.num_accepted
@@ -142,14 +132,15 @@ def cascade(
       tokens=tokens,
       rows=rows,
       done=now.done + count,
-      state=CascadeState(cache, drafter.commit(cheaper, length + count)),
+      cache=cache,
+      cheaper=drafter.commit(cheaper, length + count),
     )
 
-  def propose(params, state: CascadeState, context: Context):
+  def propose(params, state, context: Context):
     batch, size = context.length.size, context.gamma
     tokens, length = context.tokens, context.length
     goal = jnp.where(context.running, size, 0)
-    cache = state.cache
+    cache, cheaper = state
     if context.skips_rounds:
       cache = catch_up(network, params[0], cache, tokens, length)
     rows = None
@@ -161,7 +152,8 @@ def cascade(
       tokens=jnp.pad(tokens, ((0, 0), (0, gamma))),
       rows=rows,
       done=jnp.zeros_like(goal),
-      state=CascadeState(cache, state.drafter),
+      cache=cache,
+      cheaper=cheaper,
     )
     last = lax.while_loop(
       lambda now: jnp.any(now.done < goal),
@@ -175,14 +167,11 @@ def cascade(
       goal,
     )
     # After the draft's last token but one come guesses that were rejected.
-    cache = network.rewind(last.state.cache, length + last.done - 1)
-    return draft, CascadeState(cache, last.state.drafter)
+    cache = network.rewind(last.cache, length + last.done - 1)
+    return draft, (cache, last.cheaper)
 
-  def commit(state: CascadeState, length: jax.Array):
-    return CascadeState(
-      cache=own.commit(state.cache, length),
-      drafter=drafter.commit(state.drafter, length),
-    )
+  def commit(state, length: jax.Array):
+    return own.commit(state[0], length), drafter.commit(state[1], length)
 
   return Drafter(
     init,

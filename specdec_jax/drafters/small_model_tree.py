@@ -36,12 +36,8 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
 
   Args:
     model: the model.
-    shape: the tree, level by level (as `branching` makes it).
-
-  Raises:
-    ValueError: the nodes are not in the order of their levels.
+    shape: the tree.
   """
-  shape.check_by_level('small_model_tree')
   chain = small_model(model)
   network = cast(LanguageModel, chain.network)
 
@@ -101,7 +97,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
       jnp.concatenate(made, axis=1),
       jnp.concatenate(rows, axis=1) if rows else None,
       jnp.full(context.length.shape, proposed.depth, jnp.int32),
-      proposed.parents,
+      proposed,
     )
     return draft, network.rewind(cache, context.length)  # forgets the nodes
 

@@ -249,7 +249,7 @@ class Row:
       slot: the row's.
     """
     draft, generation = view.draft, view.generation
-    if draft is None or draft.parents is not None:
+    if draft is None or draft.tree is not None:
       return None
     length: Any = draft.length[slot]
     proposed: Any = draft.tokens[slot, :length]
