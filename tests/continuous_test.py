@@ -51,8 +51,18 @@ SAMPLED = {
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  limits = {'max_input_len': MAX_INPUT, 'max_decode_len': MAX_OUTPUT}
-  return toy_models.chain_engine(tokenizer, **limits)
+  """An input with `POISON` makes its target's logits NaN."""
+  chain = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
+  poison = tokenizer.encode(POISON)[-1]
+  offset = chain.params['offset'].at[poison].set(np.nan)
+  return Engine(
+    Model(chain, chain.params | {'offset': offset}),
+    toy_models.chain_model(small_vocabulary.VOCAB_SIZE, noise=1),
+    tokenizer=tokenizer,
+    gamma=GAMMA,
+    max_input_len=MAX_INPUT,
+    max_decode_len=MAX_OUTPUT,
+  )
 
 
 @pytest.fixture(scope='module')
@@ -201,15 +211,6 @@ def test_bad_settings(changes):
     PoolSettings(**changes)
 
 
-@pytest.mark.slow
-def test_samples_have_the_engines_gamma(engine, want):
-  """Whatever greedy rows of that pool would have."""
-  decoder = Continuous(engine, PoolSettings(gammas={4: 0}))
-  have = decoder.generate(TEXTS, **SAMPLED)
-  same(have, want)
-  assert set(decoder.rounds) == {GAMMA}
-
-
 def test_prompts_and_stop_strings(engine):
   texts = TEXTS[1:4]
   whole = engine.generate(texts, stop_ids=[])
@@ -259,19 +260,6 @@ LINES = [text for text in make_texts(16, 2) if len(text) < 60]
 TOO_LONG, EMPTY, INVALID = 3, 5, 7
 
 
-@pytest.fixture(scope='module')
-def poisoned(tokenizer):
-  """An input with `POISON` makes its target's logits NaN."""
-  chain = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
-  poison = tokenizer.encode(POISON)[-1]
-  params = chain.params | {
-    'offset': chain.params['offset'].at[poison].set(np.nan)
-  }
-  models = Model(chain, params), Model(chain, chain.params)
-  limits = {'max_input_len': 32, 'max_decode_len': MAX_OUTPUT}
-  return Engine(*models, tokenizer=tokenizer, gamma=GAMMA, **limits)
-
-
 def run(engine, folder, **changes):
   """The summary and the records."""
   lines = list(LINES)
@@ -297,12 +285,12 @@ def run(engine, folder, **changes):
 
 
 @pytest.fixture(scope='module')
-def whole(poisoned, folder):
+def whole(engine, folder):
   """The folder, the summary and the records of a run."""
-  return folder / 'whole', *run(poisoned, folder / 'whole')
+  return folder / 'whole', *run(engine, folder / 'whole')
 
 
-def test_bad_lines(poisoned, whole):
+def test_bad_lines(engine, whole):
   folder, summary, records = whole
   assert len(records) == len(LINES)
   errors = {i: x['error'] for i, x in enumerate(records) if 'error' in x}
@@ -315,11 +303,11 @@ def test_bad_lines(poisoned, whole):
   assert all(records[i]['prediction_tokens'] for i in good)
   # Another way of batching is another configuration.
   with pytest.raises(ValueError, match='finished results'):
-    run(poisoned, folder, batching='fixed')
+    run(engine, folder, batching='fixed')
 
 
 def test_a_pool_keeps_what_is_finished_while_it_runs(
-  poisoned, whole, tmp_path, monkeypatch
+  engine, whole, tmp_path, monkeypatch
 ):
   """By the clock; only the rest is decoded when it is started again."""
   monkeypatch.setattr(run_lib, '_KEEP_SECONDS', 0.0)
@@ -334,7 +322,7 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
   with monkeypatch.context() as patch:
     patch.setattr(resume.Folder, 'append', dies)
     with pytest.raises(KeyboardInterrupt):
-      run(poisoned, tmp_path / 'killed', checkpoint_period=100)
+      run(engine, tmp_path / 'killed', checkpoint_period=100)
   assert len(kept) == 3
   given, real = [], Continuous.run
 
@@ -343,5 +331,5 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
     return real(pool, texts, **options)
 
   monkeypatch.setattr(Continuous, 'run', counted)
-  _, records = run(poisoned, tmp_path / 'killed')
+  _, records = run(engine, tmp_path / 'killed')
   assert records == whole[2] and len(given) == len(LINES) - 2 - len(kept)

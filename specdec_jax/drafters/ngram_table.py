@@ -121,8 +121,7 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
       with np.load(stream) as archive:
         about = json.loads(str(archive['about']))
         arrays = {name: archive[name] for name in _ARRAYS}
-    about = (about[name] for name in _ABOUT)
-    table = from_arrays(arrays, *about)
+    table = from_arrays(arrays, **{name: about[name] for name in _ABOUT})
   except _BROKEN as error:
     reason = getattr(error, 'strerror', None) or error
     expected = 'a whole file that gin/runs/fit_ngram.gin wrote'
