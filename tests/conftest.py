@@ -60,8 +60,8 @@ def pytest_configure(config):
 # Group of slow tests -> how its files' names begin; the rest are `system`.
 _GROUPS = {
   'laws': (
-    *('adaptive', 'beam_equality', 'continuous', 'demo', 'drafter'),
-    *('engine', 'fallback', 'families', 'pool', 'shared', 'tree'),
+    *('adaptive', 'continuous', 'demo', 'drafter'),
+    *('engine', 'families', 'pool', 'shared', 'tree'),
   ),
   'parity': ('beam_parity', 'parity', 't5x', 'tokenizer_parity'),
   'documents': ('documents', 'notebook'),
