@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
+import rich.console
 
 import toy_models
 from specdec_jax.drafters import ngram_table
@@ -215,21 +216,28 @@ def test_broken_files(tmp_path):
       pytest.fail(name)
 
 
-@pytest.mark.parametrize(
-  ('field', 'value'),
-  [
-    ('order', 0),
-    ('train_files', []),
-    ('train_files', 'a.txt'),
-    ('start_id', '0'),
-    ('start_id', 0.5),
-    ('start_id', -1),
-    ('start_id', 288),
-    ('output_file', ''),
-    ('output_file', '.'),
-  ],
-)
-def test_bad_settings(tokenizer, field, value):
-  settings = {'train_files': ['a'], 'output_file': 'x'} | {field: value}
-  with pytest.raises(ValueError, match=field):
-    fitting.FitNgramConfig(tokenizer, **settings)
+def test_fit_ngram(folder, tokenizer):
+  """A table of lines, an empty one among them, is the one in the file."""
+  (folder / 'a.txt').write_text('the red dog runs\n\nthe old house sings here')
+  config = fitting.FitNgramConfig(
+    tokenizer,
+    train_files=[str(folder / 'a.txt')],
+    output_file=str(folder / 'out' / 'table.npz'),
+    order=4,
+  )
+  fitted = fitting.fit_ngram(config, rich.console.Console(quiet=True))
+  loaded = ngram_table.load(config.output_file, tokenizer)
+  jax.tree.map(np.testing.assert_array_equal, loaded, fitted)
+
+
+def test_bad_settings(tokenizer):
+  for field, values in (
+    ('order', [0]),
+    ('train_files', [[], 'a.txt']),
+    ('start_id', ['0', 0.5, -1, 288]),
+    ('output_file', ['', '.']),
+  ):
+    for value in values:
+      settings = {'train_files': ['a'], 'output_file': 'x'} | {field: value}
+      with pytest.raises(ValueError, match=field):
+        fitting.FitNgramConfig(tokenizer, **settings)
