@@ -232,7 +232,9 @@ def generation(request: Request, state: BeamState) -> Generation:
     finished beams, the first ones are empty and their score is `ABSENT`; where
     it has none, they are its live beams, and the scores have no length penalty.
   """
-  found = beams.result(state.search.live, state.search.finished)
+  live, finished = state.search.live, state.search.finished
+  has_finished = jnp.any(finished.exists, axis=1)
+  found = beams.where(has_finished, finished, live)
   batch, width, _ = found.tokens.shape
   first = request.first_length[:, None]
   length = jnp.where(found.exists, found.length - first, 0)
@@ -303,19 +305,14 @@ def _propose(
   positions = jnp.maximum(positions - (np.arange(2 * width) < width), 0)
   beaten = beams.is_beaten(request, search.live, search.finished)
   score = jnp.where(beaten, beams.ABSENT, search.live.score)
-  cache, score, parents, tokens = guess(
-    cache, score, tokens, positions, visible
-  )
-  levels, visible = [], roots.visible
+  fed, above, levels = (tokens, positions, visible), roots.visible, []
   # Unrolled: a loop would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
+    cache, score, parents, tokens = guess(cache, score, *fed)
     begin = used + width + depth * draft_width
-    visible = _with_own(beams.gather(visible, parents), begin, draft_width)
-    levels.append(Level(tokens, visible, parents))
-    if depth + 1 < request.gamma:
-      cache, score, parents, tokens = guess(
-        cache, score, tokens, place + 1 + depth, visible
-      )
+    above = _with_own(beams.gather(above, parents), begin, draft_width)
+    levels.append(Level(tokens, above, parents))
+    fed = tokens, place + 1 + depth, above
   return cache, levels
 
 
@@ -376,12 +373,11 @@ def _replay(
   place = jnp.broadcast_to(jnp.arange(width), (batch, width))
   of_live = [part[:, :width] for part in candidates]
   chosen, begin = [jnp.zeros((batch, 0), jnp.int32)], width
-  for level in draft:
+  for depth, level in enumerate(draft):
     before = search
     # Behind the call the nodes that are kept lie level by level.
-    after, parents = _next_level(
-      request, before, of_live, used + len(chosen[1:]) * width
-    )
+    first = used + depth * width
+    after, parents = _next_level(request, before, of_live, first)
     # Which nodes the next live beams are, if each that matters is one.
     live = after.live
     same = level.tokens[:, None] == live.last_token[..., None]
@@ -398,7 +394,7 @@ def _replay(
     )
     place = jnp.argmax(same, axis=2).astype(jnp.int32)
     chosen.append(begin + place)
-    of_live = [beams.gather(part, chosen[-1]) for part in candidates]
+    of_live = beams.gather(candidates, chosen[-1])
     search = beams.where(going_on, after.replace(live=live), before)
     going_on, num_held = held, num_held + held
     begin += request.search.draft_width

@@ -140,7 +140,7 @@ def advance(
     live.score, values, ids, request.search.num_candidates
   )
   alone = total - gather(live.score, parents)
-  longer = _gather(live, parents)
+  longer = gather(live, parents)
   place = jnp.arange(longer.tokens.shape[-1]) == longer.length[..., None]
   ends = probs.is_one_of(tokens, request.stop_ids)
   finishes = ends
@@ -157,7 +157,7 @@ def advance(
   )
   _, chosen = lax.top_k(longer.score, width)
   chosen = jnp.flip(chosen, axis=1)
-  next_live = _gather(longer, chosen)
+  next_live = gather(longer, chosen)
 
   score = total / _penalty(request, longer.length)
   ended = longer.replace(
@@ -168,7 +168,7 @@ def advance(
   )
   # By a penalty below 0, a score may be less than that of a free place.
   _, best = lax.top_k(jnp.where(both.exists, both.score, -jnp.inf), width)
-  finished = _gather(both, jnp.flip(best, axis=1))
+  finished = gather(both, jnp.flip(best, axis=1))
   return next_live, finished, gather(parents, chosen)
 
 
@@ -208,11 +208,6 @@ def is_over(
   return at_end | (jnp.all(finished.exists, axis=1) & (worst >= best))
 
 
-def result(live: Hypotheses, finished: Hypotheses) -> Hypotheses:
-  """The finished beams; of a row that has none, the live ones."""
-  return where(jnp.any(finished.exists, axis=1), finished, live)
-
-
 def where(condition: jax.Array, one: Tree, other: Tree) -> Tree:
   """Rows bool[B] of one pytree, the others of the other."""
 
@@ -237,12 +232,11 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
   return jnp.power(base, request.search.penalty)
 
 
-def gather(values: jax.Array, index: jax.Array) -> jax.Array:
-  """values[b, index[b, n]], for [B, K, ...] and int32[B, N]."""
-  place = index.reshape(*index.shape, *(1,) * (values.ndim - 2))
-  return jnp.take_along_axis(values, place, axis=1)
+def gather(values: Tree, index: jax.Array) -> Tree:
+  """values[b, index[b, n]] of each array [B, K, ...], for int32[B, N]."""
 
+  def taken(leaf):
+    place = index.reshape(*index.shape, *(1,) * (leaf.ndim - 2))
+    return jnp.take_along_axis(leaf, place, axis=1)
 
-def _gather(beams: Hypotheses, index: jax.Array) -> Hypotheses:
-  """The beams with numbers int32[B, N]."""
-  return jax.tree.map(lambda values: gather(values, index), beams)
+  return jax.tree.map(taken, values)
