@@ -176,7 +176,8 @@ def step(
 
   # The drafter's beam search from the live beams, gamma levels deep.
   level, places = _levels(request, search, used)
-  draft_cache, draft = state.draft_cache, []
+  draft_cache: Any = state.draft_cache
+  draft: list[Level] = []
   if drafter is not None and request.gamma:
     draft_cache, draft = _propose(
       drafter, params.draft, request, state, roots, used, places
@@ -371,7 +372,7 @@ def _replay(
   width, batch = request.search.width, used.shape[0]
   going_on, num_held = search.running, jnp.zeros((batch,), jnp.int32)
   place = jnp.broadcast_to(jnp.arange(width), (batch, width))
-  of_live = [part[:, :width] for part in candidates]
+  of_live = tuple(part[:, :width] for part in candidates)
   chosen, begin = [jnp.zeros((batch, 0), jnp.int32)], width
   for depth, level in enumerate(draft):
     before = search
@@ -382,6 +383,7 @@ def _replay(
     live = after.live
     same = level.tokens[:, None] == live.last_token[..., None]
     parent = beams.gather(place, parents)
+    assert level.parents is not None
     same &= level.parents[:, None] == parent[..., None]
     is_node = jnp.any(same, axis=2)
     beaten = beams.is_beaten(request, live, after.finished)

@@ -274,7 +274,7 @@ def fit(
       contexts.append((keys[kept] % vocab_size, keys[kept] // vocab_size))
       node = (number + np.cumsum(kept) - 1)[index]
       place, node = place[kept[index]], node[kept[index]]
-      number += np.sum(kept)
+      number += int(np.sum(kept))
     if not len(place):
       raise unexpected(
         'sequences',
@@ -292,14 +292,14 @@ def fit(
   total = np.bincount(owner, weights=counts)
   likeliest = np.lexsort((ids, -counts, owner))
   rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
-  kept = likeliest[rank < max_continuations]
-  owner = owner[kept]
+  best = likeliest[rank < max_continuations]
+  owner = owner[best]
   bounds = np.arange(number + 1)
   arrays = {
     'tokens': fronts,
     'children': np.searchsorted(parents, bounds),
     'starts': np.searchsorted(owner, bounds),
-    'ids': ids[kept],
-    'log_probs': np.log(counts[kept] / total[owner]),
+    'ids': ids[best],
+    'log_probs': np.log(counts[best] / total[owner]),
   }
   return from_arrays(arrays, order, vocab_size, fingerprint)
