@@ -176,13 +176,17 @@ def greedy(network: Any, params: Any, rows: list[np.ndarray]) -> list[list]:
   batch = len(rows)
   longest = max(map(len, rows))
   tokens, length = padded(rows, batch, longest, _pad_id(network))
-  given: dict[str, Any] = {'inputs': jnp.asarray(tokens)}
-  eos = 1
+  prompt, eos = np.zeros((batch, 1), np.int32), 1
+  given: dict[str, Any] = {
+    'inputs': jnp.asarray(tokens),
+    'prompt': jnp.asarray(prompt + getattr(network, 'start_id', 0)),
+    'prompt_length': jnp.ones((batch,), jnp.int32),
+  }
   if hasattr(network.config, 'pad_id'):
     eos = 2
     prompt = [[network.start_id, LANGUAGE]] * batch
     given['prompt'] = jnp.asarray(prompt, jnp.int32)
-    given['prompt_length'] = jnp.full((batch,), 2, jnp.int32)
+    given['prompt_length'] += 1
   elif not network.has_encoder:
     nothing = jnp.zeros((batch, 1), jnp.int32)
     given = {'inputs': nothing, 'prompt': tokens, 'prompt_length': length}

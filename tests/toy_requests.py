@@ -33,6 +33,8 @@ def request_of(
     stop_ids=jnp.asarray(np.array(stop_ids, np.int32)),
     min_length=jnp.asarray(np.zeros(rows, np.int32)),
     max_length=jnp.asarray(np.full(rows, slots, np.int32)),
+    prompt=jnp.asarray(np.zeros((rows, 1), np.int32)),
+    prompt_length=jnp.asarray(np.ones(rows, np.int32)),
     slots=slots,
     gamma=gamma,
     greedy=sampling.greedy,

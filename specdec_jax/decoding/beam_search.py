@@ -25,12 +25,7 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import Hypotheses
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import Request, is_stop
-from specdec_jax.models.base import (
-  LanguageModel,
-  read_prompt,
-  reads_encoder,
-  start_id,
-)
+from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
 from specdec_jax.tree_shape import Tree
 from specdec_jax.types import DecodeStats, FinishReason, Generation, Verdict
 
@@ -117,13 +112,13 @@ def start(
   width, slots = settings.width, request.cache_slots
   batch = request.inputs.shape[0]
   inputs, prompt = request.inputs, request.prompt
-  first = request.first_length
+  first = request.prompt_length
   # K slots that nobody sees stand for the level before the first one.
   used = first - 1 + width
   slot = jnp.arange(slots)
   behind = slot < (first - 1)[:, None]
   tokens = decode_state.first_tokens(
-    request, start_id(target), request.prompt_width + request.slots
+    request, request.prompt_width + request.slots
   )
   live = beams.start(tokens, first, width)
 
@@ -189,7 +184,7 @@ def step(
   tree = Tree(search.live.length[:, :1] - 1 + level, places, visible)
   features, cache = target.extend(params.target, cache, tokens, tree)
   logits = target.head(params.target, features)
-  produced = search.live.length[:, :1] - request.first_length[:, None] + level
+  produced = search.live.length[:, :1] - request.prompt_length[:, None] + level
   candidates = beams.candidates(
     logits,
     request.search.num_candidates,
@@ -237,7 +232,7 @@ def generation(request: Request, state: BeamState) -> Generation:
   has_finished = jnp.any(finished.exists, axis=1)
   found = beams.where(has_finished, finished, live)
   batch, width, _ = found.tokens.shape
-  first = request.first_length[:, None]
+  first = request.prompt_length[:, None]
   length = jnp.where(found.exists, found.length - first, 0)
   index = first[..., None] + jnp.arange(request.slots)
   index = jnp.broadcast_to(index, (batch, width, request.slots))
@@ -328,7 +323,7 @@ def _levels(request: Request, search: Search, used: jax.Array):
   widths = [settings.width, *[settings.draft_width] * gamma]
   level = np.repeat(np.arange(gamma + 1), widths)
   slot = jnp.arange(search.ancestors.shape[2])
-  base = (request.first_length - 1)[:, None]
+  base = (request.prompt_length - 1)[:, None]
   # The prompt but its last token, K slots that are nobody's, K slots a level.
   behind = base + (slot - base) // settings.width - 1
   number = slot - used[:, None]

@@ -145,7 +145,7 @@ def advance(
   ends = probs.is_one_of(tokens, request.stop_ids)
   finishes = ends
   if request.search.rule is Rule.TRANSFORMERS:
-    produced = live.length[:, :1] - request.first_length[:, None]
+    produced = live.length[:, :1] - request.prompt_length[:, None]
     ends = ends | (produced + 1 >= request.max_length[:, None])
     finishes = ends & (jnp.arange(request.search.num_candidates) < width)
   longer = longer.replace(
@@ -183,7 +183,7 @@ def is_beaten(
   do. Neither can any continuation that ranks below it, so the search finds the
   same finished beams whatever becomes of it.
   """
-  most = (request.first_length + request.max_length)[:, None]
+  most = (request.prompt_length + request.max_length)[:, None]
   if request.search.rule is Rule.T5X:
     most = most + 1  # T5X counts one more than a beam can have
   else:
@@ -200,7 +200,7 @@ def is_over(
   finished: Hypotheses,
 ) -> jax.Array:
   """bool[B], rows whose finished beams cannot change any more."""
-  at_end = live.length[:, 0] - request.first_length >= request.max_length
+  at_end = live.length[:, 0] - request.prompt_length >= request.max_length
   if request.search.rule is Rule.T5X:
     return at_end | is_beaten(request, live, finished)[:, -1]
   best = live.score[:, -1] / _penalty(request, live.length)[:, -1]
@@ -228,7 +228,7 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
   if request.search.rule is Rule.T5X:
     base = (5.0 + (length - 1)) / 6.0
   else:
-    base = (length - request.first_length[:, None]).astype(jnp.float32)
+    base = (length - request.prompt_length[:, None]).astype(jnp.float32)
   return jnp.power(base, request.search.penalty)
 
 

@@ -47,8 +47,8 @@ class Pool:
   """B rows that are being decoded.
 
   Attributes:
-    request: the request of each row; `prompt` is None, because prompts have
-      been read, but `prompt_length` is there.
+    request: the request of each row; `prompt` is one token wide, because
+      prompts have been read, whatever `prompt_length` is.
     state: how far the rows are.
   """
 
@@ -88,8 +88,7 @@ def read(loop: Loop, params: PairParams, request: Request) -> Pool:
   """Reads inputs and prompts; returns rows for `RowLayout.admit`."""
   state = loop.start(params, request)
   request = request.replace(
-    prompt=None,
-    prompt_length=jnp.zeros_like(request.max_length) + request.first_length,
+    prompt=request.prompt[:, :1],
     # The slots of the prompts count as room for tokens now.
     slots=request.slots + request.prompt_width - 1,
   )

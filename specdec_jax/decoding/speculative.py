@@ -23,7 +23,7 @@ from specdec_jax.drafters.base import (
   check_chain,
   forbid_early_stops,
 )
-from specdec_jax.models.base import LanguageModel, read_prompt, start_id
+from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import (
   near_argmax,
@@ -155,7 +155,7 @@ def context_of(
     keys=jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds),
     sampling=request.sampling,
     stop_ids=request.stop_ids,
-    min_length=request.min_length + request.first_length - 1,
+    min_length=request.min_length + request.prompt_length - 1,
     running=state.running,
     gamma=request.gamma,
     greedy=request.greedy,
@@ -234,15 +234,15 @@ def start(
     target, params.target, inputs, slots, None, longest, encoded
   )
   features = no_features(target, drafter, params.target, cache)
-  if prompt is not None and request.prompt_width > 1:
+  if request.prompt_width > 1:
     read, cache = target.extend(params.target, cache, prompt[:, :-1])
     if features is not None:
       # The logits of its last token but one would give a prompt's last token.
-      place = request.first_length - 2
+      place = request.prompt_length - 2
       known: Any = features_at(drafter, read, jnp.maximum(place, 0))
       features = jnp.where(place[:, None] >= 0, known, features)
   drafter_state = drafter.init(params.draft, inputs, slots, prompt, encoded)
-  state = decode_state.start(request, start_id(target), cache, drafter_state)
+  state = decode_state.start(request, cache, drafter_state)
   return state.replace(features=features)
 
 

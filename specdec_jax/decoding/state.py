@@ -94,6 +94,9 @@ class Request:
     min_length: int32[B], tokens before a stop id is allowed.
     max_length: int32[B], tokens after which a row stops; 0 for a row that
       only fills up the batch. At most `slots`.
+    prompt: int32[B, P], the tokens that the decoder begins with, the start
+      token first.
+    prompt_length: int32[B], 1..P, the start token counted.
     slots: static, the tokens that the state has room for.
     gamma: static, the most proposals per round; of a tree, its levels.
     greedy: static, every temperature is 0: no softmax, no noise.
@@ -102,9 +105,6 @@ class Request:
     log_probs_as_drawn: static, whether they are those of the distribution that
       tokens are drawn from, after temperature, top-k and top-p (0.0 where it is
       one-hot); otherwise those of the model itself.
-    prompt: int32[B, P], the tokens that the decoder begins with, the start
-      token first; None is the start token alone, which the target knows.
-    prompt_length: int32[B], 1..P; None if `prompt` is None.
     lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
     verification: static, 'token' (Algorithm 1) or 'block' (`verify_block`, for
       drafts that are sampled and lossless).
@@ -127,14 +127,14 @@ class Request:
   stop_ids: jax.Array
   min_length: jax.Array
   max_length: jax.Array
+  prompt: jax.Array
+  prompt_length: jax.Array
   slots: int = struct.field(pytree_node=False)
   gamma: int = struct.field(pytree_node=False)
   greedy: bool = struct.field(pytree_node=False)
   forbids_stops: bool = struct.field(pytree_node=False, default=False)
   with_log_probs: bool = struct.field(pytree_node=False, default=True)
   log_probs_as_drawn: bool = struct.field(pytree_node=False, default=False)
-  prompt: jax.Array | None = None
-  prompt_length: jax.Array | None = None
   lenience: jax.Array | None = None
   verification: str = struct.field(pytree_node=False, default=TOKEN)
   beams: BeamSettings | None = None
@@ -161,14 +161,7 @@ class Request:
   @property
   def prompt_width(self) -> int:
     """P, slots of the longest prompt, the start token counted."""
-    return 1 if self.prompt is None else self.prompt.shape[1]
-
-  @property
-  def first_length(self) -> jax.Array:
-    """Tokens of each row's prompt, int32[B]: its length before it produces."""
-    if self.prompt_length is None:
-      return jnp.ones_like(self.max_length)
-    return self.prompt_length
+    return self.prompt.shape[1]
 
   @property
   def search(self) -> BeamSettings:
@@ -215,6 +208,8 @@ def new_request(
   stop_ids: Sequence[int] = (),
   min_length: Any = 0,
   max_length: Any = None,
+  prompt: Any = None,
+  prompt_length: Any = 1,
   **others: Any,
 ) -> Request:
   """A `Request`, with NumPy arrays; values that all rows share are given once.
@@ -229,6 +224,8 @@ def new_request(
     min_length: as in `Request`: one number for all rows, or int[B].
     max_length: as in `Request`: one number for all rows, or int[B]; None is
       `slots`.
+    prompt: as in `Request`; None is the start token 0.
+    prompt_length: as in `Request`: one number for all rows, or int[B].
     **others: further fields, as they are; also `greedy` and `forbids_stops`,
       which otherwise follow from the arguments above.
   """
@@ -245,6 +242,8 @@ def new_request(
     'greedy': sampling.greedy,
     'forbids_stops': bool(np.any(np.asarray(min_length) > 0)),
   }
+  if prompt is None:
+    prompt = np.zeros((batch, 1), np.int32)
   return Request(
     inputs=inputs,
     keys=keys,
@@ -252,6 +251,8 @@ def new_request(
     stop_ids=stops,
     min_length=of_rows(min_length),
     max_length=of_rows(slots if max_length is None else max_length),
+    prompt=prompt,
+    prompt_length=of_rows(prompt_length),
     slots=slots,
     gamma=gamma,
     **(follows | others),
@@ -330,23 +331,21 @@ class DecodeState:
 
 
 def start(
-  request: Request, first: int, target_cache: Any, drafter_state: Any
+  request: Request, target_cache: Any, drafter_state: Any
 ) -> DecodeState:
   """The `DecodeState` before the first round: it holds the prompts.
 
   Args:
     request: what is asked for.
-    first: what rows without a prompt begin with, see `models.base.start_id`.
     target_cache: of the target, which has read inputs and prompts.
     drafter_state: of the drafter, likewise; None without one.
   """
   batch = request.inputs.shape[0]
   width = request.cache_slots + 1
-  tokens = first_tokens(request, first, width)
   return DecodeState(
-    tokens=tokens,
+    tokens=first_tokens(request, width),
     # A sum: a donated state must not share an array with the request.
-    length=jnp.zeros((batch,), jnp.int32) + request.first_length,
+    length=jnp.zeros((batch,), jnp.int32) + request.prompt_length,
     log_probs=jnp.zeros((batch, width if request.with_log_probs else 0)),
     finish_reason=jnp.where(
       request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
@@ -358,11 +357,10 @@ def start(
   )
 
 
-def first_tokens(request: Request, first: int, width: int) -> jax.Array:
-  """int32[B, width]: the prompts, or the id `first` where there are none."""
+def first_tokens(request: Request, width: int) -> jax.Array:
+  """int32[B, width]: the prompts."""
   tokens = jnp.zeros((request.inputs.shape[0], width), jnp.int32)
-  begin = first if request.prompt is None else request.prompt
-  return tokens.at[:, : request.prompt_width].set(begin)
+  return tokens.at[:, : request.prompt_width].set(request.prompt)
 
 
 def remaining(request: Request, state: DecodeState) -> jax.Array:
@@ -371,7 +369,7 @@ def remaining(request: Request, state: DecodeState) -> jax.Array:
 
 
 def _produced(request: Request, state: DecodeState) -> jax.Array:
-  return state.length - request.first_length
+  return state.length - request.prompt_length
 
 
 def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
@@ -476,7 +474,5 @@ def generation(request: Request, state: DecodeState) -> Generation:
 
 def _from(request: Request, buffer: jax.Array) -> jax.Array:
   """The part [B, slots] of `buffer` that follows each row's prompt."""
-  if request.prompt_length is None:
-    return buffer[:, 1 : request.slots + 1]
   index = request.prompt_length[:, None] + jnp.arange(request.slots)
   return jnp.take_along_axis(buffer, index, axis=1)

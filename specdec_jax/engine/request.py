@@ -489,10 +489,9 @@ def joined(
     stop_ids = [row.stop_ids for row in rows]
     most = like.stop_ids.shape[1]
     changes['stop_ids'] = padded(stop_ids, len(rows), most, -1)[0]
-  if like.prompt is not None:
-    prompts = [row.prompt for row in rows]
-    prompt = padded(prompts, len(rows), prompt_width)
-    changes['prompt'], changes['prompt_length'] = prompt
+  prompts = [row.prompt for row in rows]
+  prompt = padded(prompts, len(rows), prompt_width)
+  changes['prompt'], changes['prompt_length'] = prompt
   return dataclasses.replace(
     like,
     keys=keys_of_rows(
@@ -692,7 +691,6 @@ class TextBatch:
       # From all texts, including those that are not decoded.
       greedy=options.sampling.greedy,
       with_log_probs=options.log_probs,
-      prompt=nothing if self._has_prompts else None,
       lenience=lenience,
       verification=self._verification,
       beams=self._beams(gamma),

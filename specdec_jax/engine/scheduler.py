@@ -322,8 +322,8 @@ class Slots:
     return rows.replace(
       inputs=np.full((count, width), rows.pad_id, np.int32),
       max_length=np.zeros((count,), np.int32),
-      prompt=None,
-      prompt_length=None,
+      prompt=rows.prompt[:, :1],
+      prompt_length=np.ones((count,), np.int32),
       gamma=self._gamma,
       slots=self._tokens - 1,
     )

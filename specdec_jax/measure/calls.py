@@ -49,6 +49,7 @@ from specdec_jax.models.base import (
   LanguageModel,
   Params,
   param_shapes,
+  start_id,
 )
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
@@ -236,11 +237,9 @@ def make_request(
   """
   rng = np.random.default_rng(seed)
   inputs = rng.integers(3, network.vocab_size, (batch, input_len), np.int32)
-  prompts: dict[str, Any] = {}
+  prompt = np.full((batch, 1), start_id(network), np.int32)
   if not network.has_encoder:
-    prompt = np.pad(inputs, ((0, 0), (1, 0)), constant_values=START_ID)
-    prompts['prompt'] = prompt
-    prompts['prompt_length'] = np.full((batch,), 1 + input_len, np.int32)
+    prompt = np.append(np.full_like(prompt, START_ID), inputs, axis=1)
     inputs = np.zeros((batch, 1), np.int32)
   request = new_request(
     inputs,
@@ -248,7 +247,8 @@ def make_request(
     SamplingConfig(temperature=temperature),
     slots=slots,
     gamma=gamma,
-    **prompts,
+    prompt=prompt,
+    prompt_length=prompt.shape[1],
   )
   return jax.device_put(request)  # so that runs need no time to move it
 

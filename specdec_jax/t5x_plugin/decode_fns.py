@@ -197,10 +197,8 @@ def _decode(
   """
   length = prompt.shape[1]
   produced = jnp.zeros(prompt.shape[:1], jnp.int32)  # by the prompt
-  prompted: dict[str, Any] = {}
   if pair.has_prompt:
     produced = jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
-    prompted = {'prompt': prompt, 'prompt_length': produced + 1}
   request = Request(
     inputs=pair.inputs,
     stop_ids=jnp.array([eos_id], jnp.int32),
@@ -208,7 +206,8 @@ def _decode(
     max_length=jnp.minimum(steps, length - produced),
     slots=length,
     gamma=pair.gamma,
-    **prompted,
+    prompt=prompt if pair.has_prompt else jnp.zeros_like(prompt[:, :1]),
+    prompt_length=produced + 1,
     **settings,
   )
   done = pair.loop.decode(pair.params, request)

@@ -23,6 +23,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import example_keys, new_request
 from specdec_jax.files import same_run
+from specdec_jax.models import base
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
@@ -113,10 +114,7 @@ def decode(
     max_length[row] = config.limit(len(source))
   numbers = np.zeros(batch, np.uint32)
   numbers[: len(sources)] = ids
-  prompts: dict[str, Any] = {}
-  if not model.has_encoder:
-    prompts['prompt'] = np.full((batch, 1), start_id, np.int32)
-    prompts['prompt_length'] = np.ones(batch, np.int32)
+  first = base.start_id(model) if model.has_encoder else start_id
   request = new_request(
     inputs,
     example_keys(config.seed, numbers),
@@ -126,7 +124,7 @@ def decode(
     stop_ids=[eos_id],
     max_length=max_length,
     with_log_probs=False,
-    **prompts,
+    prompt=np.full((batch, 1), first, np.int32),
   )
   request = jax.device_put(request)  # it is used several times
   loop, pair = Loop(model), PairParams(params, None)
