@@ -142,7 +142,6 @@ def decode_lines(engine, folder, **changes):
   options = {
     'mixture_or_task_name': str(lines),
     'output_dir': str(out),
-    'decoding': 'plain',
     'mode': 'predict_with_aux',
     'batch_size': 4,
     'options': infer.Options(num_beams=3),
@@ -161,7 +160,7 @@ def decode_lines(engine, folder, **changes):
 @pytest.mark.parametrize('samples', [1, 3])
 def test_a_task(engine, beams, tmp_path, samples):
   options = infer.Options(num_beams=3, num_samples=samples)
-  found = decode_lines(engine, tmp_path, options=options)
+  found = decode_lines(engine, tmp_path, decoding='plain', options=options)
   if samples == 1:
     assert found[0]['prediction_tokens'] == beams[2].tokens
     np.testing.assert_allclose(found[0]['score'], beams[2].score, atol=1e-4)
