@@ -58,20 +58,29 @@ def _table(order: int) -> NGramTable:
   return fit(corpus, order, VOCAB, max_continuations=3, min_count=2)
 
 
+def _changed(drafter, context=None, draft=None) -> Drafter:
+  """A drafter with another context, or whose draft is changed."""
+
+  def propose(params, state, given):
+    asked = context(given) if context else given
+    made, state = drafter.propose(params, state, asked)
+    return draft(made, given) if draft else made, state
+
+  return drafter._replace(propose=propose)
+
+
 def _short_drafts(model, step=1) -> Drafter:
   """`small_model` that proposes 0, 1, ... gamma tokens, row by row.
 
   With another `step` only some of these: with 2 none or 2 of 3.
   """
-  drafter = small_model(model)
 
-  def propose(params, state, context):
-    draft, state = drafter.propose(params, state, context)
+  def shorter(draft, context):
     number = context.length + jnp.arange(len(context.length))
     length = number * step % (context.gamma + 1)
-    return draft.replace(length=length.astype(jnp.int32)), state
+    return draft.replace(length=length.astype(jnp.int32))
 
-  return drafter._replace(propose=propose)
+  return _changed(small_model(model), draft=shorter)
 
 
 def _shortlist(size: int) -> tuple[Drafter, Any]:
@@ -84,16 +93,10 @@ def _shortlist(size: int) -> tuple[Drafter, Any]:
   return small_model(shortlisted(network, ids)), params
 
 
-def _adaptive(model) -> Drafter:
-  """`small_model` whose draft ends where the rule of `adaptive_rule` says."""
-  drafter = small_model(model)
-
-  def propose(params, state, context):
-    room = jnp.full_like(context.length, context.gamma)
-    context = context.replace(rule=adaptive_rule(context.gamma), room=room)
-    return drafter.propose(params, state, context)
-
-  return drafter._replace(propose=propose)
+def _with_rule(context):
+  """Drafts end where `adaptive_rule` says."""
+  room = jnp.full_like(context.length, context.gamma)
+  return context.replace(rule=adaptive_rule(context.gamma), room=room)
 
 
 def adaptive_rule(gamma: int) -> LengthRule:
@@ -146,7 +149,7 @@ DRAFTERS = {
   'more_ids': (small_model(Fitted(WIDE, VOCAB)), WIDE.params),
   'shortlist': _shortlist(VOCAB - 2),
   'on_encoder': (small_model(ON_ENCODER), ON_ENCODER.params),
-  'adaptive': (_adaptive(DRAFT), DRAFT.params),
+  'adaptive': (_changed(small_model(DRAFT), _with_rule), DRAFT.params),
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
   'bigram': (table_drafter(TABLE), TABLE),
   'prompt_lookup': (prompt_lookup(), ()),
@@ -194,19 +197,14 @@ def _begin(drafter):
   return toy_requests.quick_jit(begin, static_argnums=2)
 
 
-def _drafters(slow, in_full=False):
-  """All drafters but the slow ones; in full, these in the slow run."""
-  return pytest.mark.parametrize(
-    'name',
-    [
-      pytest.param(name, marks=pytest.mark.slow if name in slow else ())
-      for name in DRAFTERS
-      if in_full or name not in slow
-    ],
-  )
+def _drafters(but, slow=()):
+  """All drafters but some, and some in the slow run."""
+  names = [name for name in DRAFTERS if name not in but]
+  names += [pytest.param(name, marks=pytest.mark.slow) for name in slow]
+  return pytest.mark.parametrize('name', names)
 
 
-every_drafter = _drafters(slow={'more_ids'})
+every_drafter = _drafters({'more_ids'})
 # What compiles longest. The quick run has their parts, and of themselves the
 # state after every acceptance count and greedy equality in a ragged batch.
 _LONG = {
@@ -220,8 +218,8 @@ _LONG = {
   'shortlist',
   'adaptive',  # its law is enumerated in a file of its own
 }
-every_kind = _drafters(slow=_LONG)
-every_law = _drafters(slow=_LONG, in_full=True)
+every_kind = _drafters(_LONG)
+every_law = _drafters(_LONG, slow=sorted(_LONG))
 
 
 def request_of(rows, gamma, sampling, slots=LENGTH, **changes):
@@ -232,7 +230,7 @@ def request_of(rows, gamma, sampling, slots=LENGTH, **changes):
 
 
 @functools.partial(toy_requests.quick_jit, static_argnums=0)
-def _decode(drafter, params, request, wrong=False):
+def _decode(drafter, params, request, wrong):
   """With `wrong`, each round keeps the proposal that it should reject."""
 
   def judge(request, draft, logits, keys):
@@ -247,22 +245,20 @@ def _decode(drafter, params, request, wrong=False):
   return Loop(TARGET, drafter, judge).decode(pair, request)
 
 
+def decode(name, request, wrong=False):
+  return jax.device_get(_decode(*DRAFTERS[name], request, wrong))
+
+
 @toy_requests.quick_jit
 def _plain(request):
   return Loop(TARGET).decode(PairParams(TARGET.params, None), request)
 
 
-def p_value(tokens, sampling) -> float:
+def p_value(result, sampling) -> float:
+  """chi-squared of the joint law of 4 tokens, stop id and ends included."""
   law = TARGET.law(LENGTH, sampling, inputs=INPUTS, stop_ids=(STOP,))
-  return toy_models.chi_squared_p_value(
-    toy_models.count_ngrams(tokens, VOCAB), law
-  )
-
-
-def decode_p_value(drafter, params, gamma, sampling, wrong=False) -> float:
-  request = request_of(ROWS, gamma, sampling)
-  result = _decode(drafter, params, request, wrong)
-  return p_value(jax.device_get(result.tokens), sampling)
+  counts = toy_models.count_ngrams(result.tokens, VOCAB)
+  return toy_models.chi_squared_p_value(counts, law)
 
 
 SAMPLINGS = {
@@ -273,45 +269,40 @@ SAMPLINGS = {
 
 @every_law
 def test_sampled_output_has_the_targets_law(name):
-  """chi-squared on the joint law of 4 tokens, stop id and ends included."""
-  drafter, params = DRAFTERS[name]
-  for name in ('t1', 'all'):
-    found = decode_p_value(drafter, params, GAMMA, SAMPLINGS[name])
-    assert found > ALPHA, name
+  for sampling in SAMPLINGS.values():
+    result = decode(name, request_of(ROWS, GAMMA, sampling))
+    assert p_value(result, sampling) > ALPHA, sampling
 
 
 @every_kind
 def test_control_every_drafter_is_rejected_often_enough(name):
   """The test above would see too kind a verdict, whatever the drafter."""
-  drafter, params = DRAFTERS[name]
-  found = decode_p_value(drafter, params, GAMMA, SAMPLINGS['t1'], wrong=True)
-  if name in ('small_model_is_target', 'tree'):
-    assert found > ALPHA  # nothing is rejected, or nothing was changed
-  else:
-    assert found < ALPHA
+  request = request_of(ROWS, GAMMA, SAMPLINGS['t1'])
+  result = decode(name, request, wrong=True)
+  # Of these nothing is rejected, or nothing was changed.
+  is_right = name in ('small_model_is_target', 'tree')
+  assert (p_value(result, SAMPLINGS['t1']) > ALPHA) == is_right
 
 
-@pytest.mark.parametrize('sampling', SAMPLINGS)
+@pytest.mark.parametrize('sampling', SAMPLINGS.values(), ids=SAMPLINGS)
 def test_plain_output_has_the_targets_law(sampling):
   """The oracle of the other tests is itself held against the closed form."""
-  sampling = SAMPLINGS[sampling]
   result = _plain(request_of(ROWS, 0, sampling))
-  assert p_value(jax.device_get(result.tokens), sampling) > ALPHA
+  assert p_value(result, sampling) > ALPHA
 
 
 # Negative controls: each of these is wrong, and the test above must see it.
 
 
-def _ends_where(drafter, fails) -> Drafter:
-  """`drafter`, whose draft ends at the first position that fails bool[B, G]."""
+def _ends_where(fails) -> Drafter:
+  """A draft that ends at the first position that fails bool[B, G]."""
 
-  def propose(params, state, context):
-    draft, state = drafter.propose(params, state, context)
+  def cut_off(draft, context):
     ends = jnp.pad(fails(draft), ((0, 0), (0, 1)), constant_values=True)
     length = jnp.minimum(draft.length, jnp.argmax(ends, axis=1))
-    return draft.replace(length=length.astype(jnp.int32)), state
+    return draft.replace(length=length.astype(jnp.int32))
 
-  return drafter._replace(propose=propose)
+  return _changed(small_model(DRAFT), draft=cut_off)
 
 
 def _unsure(draft):
@@ -325,13 +316,6 @@ def _unlikely(draft):
   return jnp.take_along_axis(draft.probs, place, axis=-1)[..., 0] < 0.3
 
 
-ENDS = {
-  rule.__name__: (_ends_where(small_model(DRAFT), rule), rule is not _unlikely)
-  for rule in (_unsure, _unlikely)
-}
-every_end = pytest.mark.parametrize('rule', ENDS)
-
-
 @every_kind
 def test_no_drafter_drops_what_it_has_drawn(name):
   """Nor are its probabilities those of a draw that it saw."""
@@ -342,11 +326,10 @@ def test_no_drafter_drops_what_it_has_drawn(name):
     assert len(lengths) > 1  # or nothing was looked at
 
 
-@every_end
-def test_control_the_check_sees_what_is_dropped(rule):
-  drafter, is_right = ENDS[rule]
-  drops, lengths = _drops_a_drawn_token(drafter, DRAFT.params)
-  assert drops != is_right
+@pytest.mark.parametrize('fails', [_unsure, _unlikely])
+def test_control_the_check_sees_what_is_dropped(fails):
+  drops, lengths = _drops_a_drawn_token(_ends_where(fails), DRAFT.params)
+  assert drops == (fails is _unlikely)
   assert len(lengths) > 1
 
 
@@ -442,31 +425,25 @@ def test_greedy_equality_in_a_ragged_batch(name):
   request = request_of(rows, 8, SamplingConfig(0.0), 52, **ragged)
   # The prompt, the output and a whole draft fill the cache to its last slot.
   assert 4 + 52 + 8 == request.cache_slots
-  # A drafter that never proposed would pass everything else.
-  assert _check_greedy(name, request).stats.num_tested.sum() > 0
-
-
-def _check_greedy(name, request):
-  drafter, params = DRAFTERS[name]
   want = jax.device_get(_plain(request.replace(gamma=0)))
-  have = jax.device_get(_decode(drafter, params, request))
+  have = decode(name, request)
   np.testing.assert_array_equal(have.tokens, want.tokens)
   np.testing.assert_array_equal(have.finish_reason, want.finish_reason)
-  return have
+  # A drafter that never proposed would pass everything else.
+  assert have.stats.num_tested.sum() > 0
 
 
 @every_kind
 def test_does_not_recompile(name):
   """Other temperatures, filters, budgets: the program of the law's tests."""
-  drafter, params = DRAFTERS[name]
   request = request_of(ROWS, GAMMA, SAMPLINGS['t1'])
-  _decode(drafter, params, request, False)
+  decode(name, request)
   size = _decode._cache_size()
   changed = SamplingConfig([0.5, 2.0, 0.0, 1.0] * (ROWS // 4), 2, 0.7)
   other = request.replace(
     sampling=changed.params(ROWS), max_length=request.max_length // 2
   )
-  jax.block_until_ready(_decode(drafter, params, other, False))
+  decode(name, other)
   assert _decode._cache_size() == size
 
 

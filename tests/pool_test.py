@@ -13,7 +13,6 @@ import pytest
 
 import toy_requests
 from drafter_conformance_test import (
-  DRAFT,
   DRAFTERS,
   GAMMA,
   TARGET,
@@ -25,7 +24,6 @@ from specdec_jax.decoding import pool as decode_pool
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Slots
 from specdec_jax.probs import SamplingConfig
@@ -76,8 +74,7 @@ def prompted(gamma):
 @functools.cache
 def sampled():
   """The pair, and what its rows are when all are in one batch."""
-  loop = Loop(TARGET, small_model(DRAFT))
-  params = PairParams(TARGET_PARAMS, heard(DRAFT.params))
+  loop, params = loop_of('small_model')
   return loop, params, fixed(loop, params, request(GAMMA))
 
 
@@ -145,10 +142,14 @@ def rounds_of(*numbers):
 _BY_PLACE = ('short_drafts', 'with_fallback_of_models')
 
 
-def come_and_go(name):
+def loop_of(name):
   drafter, draft = DRAFTERS[name]
-  loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
-  asked = request(GAMMA, tree=drafter.tree)
+  return Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
+
+
+def come_and_go(name):
+  loop, params = loop_of(name)
+  asked = request(GAMMA, tree=loop.drafter.tree)
   slots = slots_of(loop, params, asked)
   found = decode(slots, asked, [5, 0, 6, 1, 4, 2, 3], rounds_of(1, 5, 2))
   want = fixed(loop, params, asked)
@@ -157,8 +158,7 @@ def come_and_go(name):
 
 
 def with_prompts(name):
-  drafter, draft = DRAFTERS[name]
-  loop, params = Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
+  loop, params = loop_of(name)
   asked = prompted(GAMMA)
   slots = slots_of(loop, params, asked)
   found = decode(slots, asked, [6, 5, 4, 3, 2, 1, 0], rounds_of(3))
@@ -197,9 +197,7 @@ def test_control_a_row_that_is_not_copied_whole():
 
 def comes_later(name):
   """Plainly for some rounds, then with a drafter: the same greedy tokens."""
-  drafter, draft = DRAFTERS[name]
-  loop = Loop(TARGET, drafter)
-  params = PairParams(TARGET_PARAMS, heard(draft))
+  loop, params = loop_of(name)
   asked = request(GAMMA, skips_rounds=True, **GREEDY)
   slots = slots_of(loop, params, asked)
   admit(slots, asked, [0, 3])
