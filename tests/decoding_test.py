@@ -26,51 +26,39 @@ VOCAB = 12
 
 def make_request(
   batch=1,
-  slots=20,
   gamma=0,
   sampling=GREEDY,
-  max_length=None,
-  min_length=0,
-  stop_ids=(1,),
+  slots=20,
   seed=0,
   ids=None,
-  inputs=((1, 2, 3),),
+  inputs=(1, 2, 3),
+  **options,
 ):
   """One shape for all tests, so that they share programs."""
-  inputs = np.broadcast_to(np.asarray(inputs), (batch, np.shape(inputs)[-1]))
+  rows = np.zeros((batch, 5), np.int32)
+  rows[:, : np.shape(inputs)[-1]] = inputs
+  ids = np.asarray(range(batch) if ids is None else ids, np.int32)
+  keys = toy_requests.keys_of(jax.random.key(seed), ids)
   return decode_state.new_request(
-    np.pad(inputs, ((0, 0), (0, 5 - inputs.shape[1]))).astype(np.int32),
-    toy_requests.keys_of(
-      jax.random.key(seed),
-      np.asarray(range(batch) if ids is None else ids, np.int32),
-    ),
+    rows,
+    keys,
     sampling,
     slots=slots,
     gamma=gamma,
-    stop_ids=[one for one in stop_ids if one >= 0],
-    min_length=min_length,
-    max_length=max_length,
+    **{'stop_ids': [1]} | options,
   )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _plain(target, params, request):
-  return Loop(target).decode(PairParams(params, None), request)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _speculative(target, drafter, params, request):
+def _decode(target, drafter, params, request):
   return Loop(target, drafter).decode(params, request)
 
 
-def plain(target, request):
-  return jax.device_get(_plain(target, target.params, request))
-
-
 def speculate(target, draft, request, drafter=None):
+  """Plainly with a gamma of 0."""
   params = PairParams(target.params, draft.params)
-  drafter = drafter or model_drafter(draft)
-  return jax.device_get(_speculative(target, drafter, params, request))
+  drafter = (drafter or model_drafter(draft)) if request.gamma else None
+  return jax.device_get(_decode(target, drafter, params, request))
 
 
 # One object a model: a loop is compiled once for each, not once a test.
@@ -119,7 +107,7 @@ def test_stop_at_each_position_of_a_draft(perfect):
   drafter = None if perfect else mostly_wrong()
   stops = np.arange(2, 12)
   for stop in stops:
-    request = make_request(gamma=gamma, stop_ids=(int(stop), -1))
+    request = make_request(gamma=gamma, stop_ids=[int(stop)])
     result = speculate(target, target, request, drafter)
     expected = np.arange(2, stop + 1)
     assert result.length[0] == len(expected)
@@ -157,10 +145,7 @@ def test_min_length_holds_stops_back(gamma):
   options = dict(
     batch=6, sampling=SAMPLED, stop_ids=(1, 2, 3, 4), min_length=minimum
   )
-  if gamma:
-    result = speculate(target, target, make_request(gamma=gamma, **options))
-  else:
-    result = plain(target, make_request(**options))
+  result = speculate(target, target, make_request(gamma=gamma, **options))
   for row, least in enumerate(minimum):
     early = result.tokens[row, : min(least, result.length[row])]
     assert not np.isin(early, [1, 2, 3, 4]).any()
@@ -196,7 +181,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 def test_counts_add_up():
   target = random_markov(1, VOCAB, order=2, scale=2.0)
   draft = random_markov(4, VOCAB, order=1)
-  request = make_request(batch=6, gamma=3, sampling=SAMPLED, stop_ids=(-1,))
+  request = make_request(batch=6, gamma=3, sampling=SAMPLED, stop_ids=[])
   result = speculate(target, draft, request)
   stats = result.stats
   np.testing.assert_array_equal(stats.histogram.sum(axis=1), stats.num_rounds)

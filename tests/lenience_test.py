@@ -20,8 +20,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingConfig
 
 LEVELS = (1.0, 0.5, 0.3, 0.1)
-SIZE = 4
-GREEDY, SAMPLED = SamplingConfig(0.0), SamplingConfig(1.0)
+GREEDY = SamplingConfig(0.0)
 
 
 # --- Temperature 0 ------------------------------------------------------------
@@ -43,29 +42,18 @@ def test_near_argmax_is_the_text_with_its_inequality_turned(lenience):
 
 # --- The loop -----------------------------------------------------------------
 
-VOCAB, ROWS = 6, 10_000
-
-
-def request_of(sampling, lenience, *, batch=8, slots=12, gamma=3):
-  return toy_requests.request_of(
-    batch,
-    gamma,
-    sampling,
-    slots,
-    inputs=(1,),
-    seed=5,
-    lenience=None if lenience is None else jnp.float32(lenience),
-  )
-
-
+VOCAB = 6
 TARGET = toy_models.random_markov(0, VOCAB, scale=1.0)
 DRAFT = toy_models.random_markov(1, VOCAB, scale=1.0)
 PARAMS = PairParams(TARGET.params, DRAFT.params)
 _decode = jax.jit(Loop(TARGET, small_model(DRAFT)).decode)
 
 
-def decode(*args, **options):
-  return jax.device_get(_decode(PARAMS, request_of(*args, **options)))
+def decode(sampling, lenience):
+  request = toy_requests.request_of(8, 3, sampling, 12, inputs=(1,), seed=5)
+  if lenience is not None:
+    request = request.replace(lenience=jnp.float32(lenience))
+  return jax.device_get(_decode(PARAMS, request))
 
 
 def greedy_by_hand(lenience, slots=12, gamma=3):
