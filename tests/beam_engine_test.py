@@ -51,29 +51,26 @@ def test_beams_come_from_the_worst_to_the_best(engine, beams):
   for at in (0, 6, 9):
     scores = [one.score for one in beams[at : at + 3]]
     assert scores == sorted(scores)
-    found = {tuple(one.tokens) for one in beams[at : at + 3]}
-    assert len(found) == 3
+    assert len({tuple(one.tokens) for one in beams[at : at + 3]}) == 3
   for number in (1, 2):
     fewer = engine.generate(
       TEXTS, num_beams=3, num_samples=number, speculative=False
     )
-    best = [beams[at + 3 - number + i] for at in (0, 3, 6, 9)
-            for i in range(number)]  # fmt: skip
+    best = [one for i, one in enumerate(beams) if i % 3 >= 3 - number]
     assert outputs(fewer) == outputs(best)
 
 
 def test_the_score_is_the_log_probability_with_the_penalty(engine, beams):
   """Of a finished beam; the engine's own `score` says what its tokens have."""
   options = {'num_beams': 3, 'num_samples': 3, 'speculative': False}
-  texts = TEXTS  # the number for which there are programs
   for penalty, of in (
     ({'alpha': 0.0}, lambda n: 1.0),
     ({'alpha': 1.0}, lambda n: (5 + n) / 6),
     ({'length_penalty': 2.0}, lambda n: n**2.0),
     ({'length_penalty': -1.0}, lambda n: n**-1.0),
   ):
-    for one in engine.generate(texts, **options, **penalty)[:3]:
-      (scored,) = engine.score(texts[:1], [one.tokens])
+    for one in engine.generate(TEXTS, **options, **penalty)[:3]:
+      (scored,) = engine.score(TEXTS[:1], [one.tokens])
       np.testing.assert_allclose(one.log_probs, scored.log_probs, atol=1e-4)
       if 'alpha' in penalty and one.finish_reason != 'stop':
         continue  # T5X gives live beams their log-probability

@@ -200,7 +200,6 @@ class RowLayout:
     self,
     pool: Pool,
     rows: Pool,
-    empty_row: Pool,
     places: jax.Array,
     count: jax.Array,
   ) -> Pool:
@@ -208,19 +207,17 @@ class RowLayout:
 
     Args:
       pool: the pool; its rows in `places` are lost.
-      rows: K rows that were read, at most as wide as the pool.
-      empty_row: a row that has read nothing, as wide as the pool.
+      rows: K rows that were read, as wide as the pool.
       places: int32[B], the slots that the first rows of the K go to.
       count: int32[], how many rows to copy.
     """
-    wide = self.widened(rows, empty_row)
 
     def one(index, pool):
       def copied(axis, leaf, source):
         row = lax.dynamic_slice_in_dim(source, index, 1, axis)
         return lax.dynamic_update_slice_in_dim(leaf, row, places[index], axis)
 
-      return self._changed(copied, pool, wide)
+      return self._changed(copied, pool, rows)
 
     return lax.fori_loop(0, count, one, pool)
 
@@ -266,6 +263,9 @@ class PoolPrograms:
     # Traced once for both programs that run rounds.
     inner_run = jax.jit(run_rounds, static_argnums=(4, 5))
 
+    def read_wide(params, request, empty_row):
+      return layout.widened(read_rows(params, request), empty_row)
+
     def begun(params, request, max_rounds, gamma, simply, ends):
       pool, enough = read_rows(params, request), jnp.int32(1)
       return inner_run(params, pool, max_rounds, enough, gamma, simply, ends)
@@ -275,12 +275,16 @@ class PoolPrograms:
       jitted = jax.jit(function, compiler_options=told, **options)
       return functools.partial(jitted, params)
 
-    self.read = bound(read_rows)
+    # As wide as the pool, so that `admit` is one program for all widths.
+    self.read = bound(read_wide)
+    self._read_rows = bound(read_rows)
     placed: Any = jax.tree.leaves(params)[0].sharding
     whole = placed
     if isinstance(placed, NamedSharding):
       whole = NamedSharding(placed.mesh, PartitionSpec())
-      placed = jax.tree.map(lambda leaf: leaf.sharding, self.read(example))
+      placed = jax.tree.map(
+        lambda leaf: leaf.sharding, self._read_rows(example)
+      )
     pool: dict[str, Any] = {'out_shardings': placed}
     both: dict[str, Any] = {'out_shardings': (placed, whole)}
     self._only = jax.jit(layout.only)
@@ -297,7 +301,7 @@ class PoolPrograms:
 
   def empty_row(self, request: Request) -> Pool:
     """One row that has read nothing; `request` must be of rows without text."""
-    return self._only(self.read(request), np.zeros((1,), np.int32))
+    return self._only(self._read_rows(request), np.zeros((1,), np.int32))
 
 
 def _axis(few: Any, many: Any) -> int | None:

@@ -353,13 +353,11 @@ class Slots:
     programs = self._programs
     self._make()
     self._widen()
-    read = programs.read(self._in_slots(request))
+    read = programs.read(self._in_slots(request), empty)
     free = self.free[: len(rows)]
     places = np.zeros((len(self.owners),), np.int32)
     places[: len(free)] = free
-    self._pool = programs.admit(
-      self._pool, read, empty, places, np.int32(len(free))
-    )
+    self._pool = programs.admit(self._pool, read, places, np.int32(len(free)))
     for slot, row in zip(free, rows, strict=True):
       self.owners[slot] = row
 
