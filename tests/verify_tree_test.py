@@ -125,59 +125,56 @@ def test_control_no_residual(monkeypatch, kind):
 # --- A chain, argmaxes, one row -------------------------------------------
 
 
-def _random_draft(seed, shape, vocab_size, kind):
-  """A draft of one sequence, its target's rows, and a key."""
-  rng = np.random.default_rng(seed)
-  probs = rng.dirichlet(np.ones(vocab_size), shape.num_nodes)
-  draft = Draft(
-    jnp.asarray(rng.integers(0, vocab_size, shape.num_nodes), jnp.int32),
+def _random_drafts(batch, shape, vocab_size, kind):
+  """Drafts, the target's rows, and keys."""
+  rng = np.random.default_rng(0)
+  size, law = shape.num_nodes, np.ones(vocab_size)
+  probs = rng.dirichlet(law, (batch, size))
+  drafts = Draft(
+    jnp.asarray(rng.integers(0, vocab_size, (batch, size)), jnp.int32),
     None if kind == 'chosen' else jnp.asarray(probs, jnp.float32),
-    jnp.int32(rng.integers(0, shape.depth + 1)),
+    jnp.asarray(rng.integers(0, shape.depth + 1, batch), jnp.int32),
     shape,
   )
-  rows = rng.dirichlet(np.ones(vocab_size), shape.num_nodes + 1)
-  return draft, jnp.asarray(rows, jnp.float32), jax.random.key(seed)
+  rows = jnp.asarray(rng.dirichlet(law, (batch, size + 1)), jnp.float32)
+  return drafts, rows, jax.random.split(jax.random.key(0), batch)
+
+
+def _check_same(rows, have, want):
+  """Checks that the verdicts of these rows are the same."""
+  kept = np.arange(have.path.shape[1]) < have.num_accepted[:, None]
+  np.testing.assert_array_equal(
+    have.num_accepted[rows], want.num_accepted[rows]
+  )
+  np.testing.assert_array_equal(have.next_token[rows], want.next_token[rows])
+  np.testing.assert_array_equal(
+    np.where(kept, have.path, 0)[rows], np.where(kept, want.path, 0)[rows]
+  )
 
 
 @pytest.mark.parametrize('kind', ['drawn', 'chosen'])
 def test_a_chain_is_algorithm_1(kind):
   """Bit for bit, from the same random numbers."""
-  one_tree, one_chain = jax.jit(verify_tree.verify_tree), jax.jit(verify.verify)
-  counts = set()
-  for seed in range(200):
-    draft, rows, key = _random_draft(seed, branching(1, 1, 1, 1), 3, kind)
-    have = one_tree(draft, rows, key)
-    want = one_chain(draft.replace(tree=None), rows, key)
-    assert have.num_accepted == want.num_accepted
-    assert have.next_token == want.next_token
-    kept = int(have.num_accepted)
-    np.testing.assert_array_equal(have.path[:kept], np.arange(kept))
-    counts.add(kept)
-  assert counts >= {0, 1, 2}
+  drafts, rows, keys = _random_drafts(200, branching(1, 1, 1, 1), 3, kind)
+  have = jax.jit(verify_tree.verify_tree_batch)(drafts, rows, keys)
+  want = jax.jit(verify.verify_batch)(drafts.replace(tree=None), rows, keys)
+  _check_same(slice(None), have, want.replace(path=np.arange(4)[None]))
+  assert {*have.num_accepted.tolist()} >= {0, 1, 2}
 
 
 @every_shape
 def test_argmaxes_are_the_rows_at_temperature_0(shape):
   """The greedy walk is recursive rejection of one-hot rows."""
   shape = SHAPES[shape]
-  counts = set()
-  walk, greedy = map(
-    jax.jit, (verify_tree.verify_tree, verify_tree.verify_tree_greedy)
-  )
-  for seed in range(60):
-    draft, rows, key = _random_draft(seed, shape, 2, 'chosen')
-    one_hot = jax.nn.one_hot(jnp.argmax(rows, axis=1), 2)
-    want = walk(draft, one_hot, key)
-    have = greedy(draft, jnp.argmax(rows, axis=1))
-    levels = int(have.num_accepted)
-    counts.add(levels)
-    # Of equal siblings the greedy walk takes the one with the longer path.
-    assert levels >= want.num_accepted
-    if levels > want.num_accepted:
-      continue
-    assert have.next_token == want.next_token
-    np.testing.assert_array_equal(have.path[:levels], want.path[:levels])
-  assert counts == set(range(shape.depth + 1))
+  drafts, rows, keys = _random_drafts(60, shape, 2, 'chosen')
+  best = jnp.argmax(rows, axis=2)
+  walk = jax.jit(verify_tree.verify_tree_batch)
+  want = walk(drafts, jax.nn.one_hot(best, 2), keys)
+  have = jax.jit(verify_tree.verify_tree_greedy_batch)(drafts, best)
+  # Of equal siblings the greedy walk takes the one with the longer path.
+  assert np.all(have.num_accepted >= want.num_accepted)
+  _check_same(have.num_accepted == want.num_accepted, have, want)
+  assert {*have.num_accepted.tolist()} == set(range(shape.depth + 1))
 
 
 # --- The shape ------------------------------------------------------------
