@@ -57,6 +57,11 @@ class Search:
       last.
     previous: the level before that of the live beams. The drafter has not read
       it if all its proposals were accepted, and reads it again otherwise.
+    known_values: float32[B, K, C], log-probabilities of the `candidates` of
+      live beams that the target has read already; -inf of the others. A level
+      that does not hold mostly misses one beam. The others were nodes of the
+      tree, so the next draft need not guess what follows them.
+    known_ids: int32[B, K, C], these candidates.
     finish_reason: int32[B], a `FinishReason`.
   """
 
@@ -64,6 +69,8 @@ class Search:
   finished: Hypotheses
   ancestors: jax.Array
   previous: Level
+  known_values: jax.Array
+  known_ids: jax.Array
   finish_reason: jax.Array
 
   @property
@@ -111,6 +118,7 @@ def start(
   settings = request.search
   width, slots = settings.width, request.cache_slots
   batch = request.inputs.shape[0]
+  candidates = batch, width, settings.num_candidates
   inputs, prompt = request.inputs, request.prompt
   first = request.prompt_length
   # K slots that nobody sees stand for the level before the first one.
@@ -141,6 +149,8 @@ def start(
       # Each its own slot: a softmax over nothing is not a number.
       visible=slot == (used[:, None] - width + jnp.arange(width))[..., None],
     ),
+    known_values=jnp.full(candidates, -jnp.inf),
+    known_ids=jnp.zeros(candidates, jnp.int32),
     finish_reason=jnp.where(
       request.max_length > 0, FinishReason.RUNNING, FinishReason.LENGTH
     ).astype(jnp.int32),
@@ -283,8 +293,11 @@ def _propose(
   width, draft_width = settings.width, settings.draft_width
   place = search.live.length[:, :1] - 1  # of the roots
 
-  def guess(cache, score, tokens, positions, visible):
-    """The best continuations of the last beams that are read."""
+  def guess(cache, score, tokens, positions, visible, told=None):
+    """The best continuations of the last beams that are read.
+
+    Those that are told take the place of what is guessed.
+    """
     tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
     features, cache = drafter.extend(params, cache, tokens, tree)
     logits = drafter.head(params, features[:, -score.shape[1] :])
@@ -292,6 +305,11 @@ def _propose(
     every = jnp.ones(score.shape, bool)
     count = min(draft_width, logits.shape[-1])
     values, ids, _ = beams.candidates(logits, count, every, request.stop_ids)
+    if told is not None:
+      values = jnp.where(told[0][..., :1] > -jnp.inf, -jnp.inf, values)
+      ends = is_stop(request, told[1])
+      values = jnp.append(values, jnp.where(ends, -jnp.inf, told[0]), axis=2)
+      ids = jnp.append(ids, told[1], axis=2)
     return cache, *beams.widen(score, values, ids, draft_width)
 
   # The level before the roots too: nothing is owed then, see `small_model`.
@@ -301,7 +319,9 @@ def _propose(
   positions = jnp.maximum(positions - (np.arange(2 * width) < width), 0)
   beaten = beams.is_beaten(request, search.live, search.finished)
   score = jnp.where(beaten, beams.ABSENT, search.live.score)
-  fed, above, levels = (tokens, positions, visible), roots.visible, []
+  told = search.known_values, search.known_ids
+  fed: tuple[Any, ...] = tokens, positions, visible, told
+  above, levels = roots.visible, []
   # Unrolled: a loop would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
     cache, score, parents, tokens = guess(cache, score, *fed)
@@ -392,7 +412,12 @@ def _replay(
     place = jnp.argmax(same, axis=2).astype(jnp.int32)
     chosen.append(begin + place)
     of_live = beams.gather(candidates, chosen[-1])
-    search = beams.where(going_on, after.replace(live=live), before)
+    after = after.replace(
+      live=live,
+      known_values=jnp.where(is_node[..., None], of_live[0], -jnp.inf),
+      known_ids=of_live[1],
+    )
+    search = beams.where(going_on, after, before)
     going_on, num_held = held, num_held + held
     begin += request.search.draft_width
   # No level after the last one can hold.
@@ -429,6 +454,8 @@ def _next_level(request: Request, search: Search, of_live, first: jax.Array):
     finished=finished,
     ancestors=beams.gather(visible, parents),
     previous=Level(search.live.last_token, visible),
+    known_values=jnp.full_like(values, -jnp.inf),
+    known_ids=ids,
     finish_reason=reason.astype(jnp.int32),
   )
   return after, parents
