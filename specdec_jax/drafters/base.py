@@ -93,9 +93,9 @@ class Drafter(NamedTuple):
   Attributes:
     init: (params, inputs int32[B, E], max_length, prompt, encoded) -> state.
       Reads the inputs; `max_length` is the number of decoder slots that the run
-      may use; `prompt`, int32[B, P] or None, is what the decoder begins with
-      (see `Request`). The first context holds the prompt too, so only a drafter
-      with a cache needs to read it here. `encoded`, float[B, E, M], is what the
+      may use; `prompt`, int32[B, P], is what the decoder begins with (see
+      `Request`). The first context holds the prompt too, so only a drafter with
+      a cache needs to read it here. `encoded`, float[B, E, M], is what the
       target's encoder says of the inputs; None unless `reads_encoder`.
     propose: (params, state, context) -> (Draft, state). Called once per round
       with gamma >= 1. The `Draft` must keep the rule that its class states.
