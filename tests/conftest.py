@@ -61,7 +61,7 @@ def pytest_configure(config):
 _GROUPS = {
   'laws': (
     *('adaptive', 'continuous', 'demo', 'drafter'),
-    *('engine', 'families', 'pool', 'shared', 'tree'),
+    *('engine', 'families', 'pool'),
   ),
   'parity': ('beam_parity', 'parity', 't5x', 'tokenizer_parity'),
   'documents': ('documents', 'notebook'),
