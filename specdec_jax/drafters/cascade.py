@@ -65,10 +65,9 @@ def cascade(
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
   Its parameters and its state are pairs (the model's, the cheaper drafter's).
-  Tokens that
-  the target rejects were already committed to the cheaper drafter. It learns by
-  `Context.skips_rounds` that this may happen, and by a `commit` of fewer tokens
-  that it did.
+  Tokens that the target rejects were already committed to the cheaper drafter.
+  It learns by `Context.skips_rounds` that this may happen, and by a `commit` of
+  fewer tokens that it did.
 
   Args:
     model: the model that the draft is sampled from.
