@@ -179,21 +179,31 @@ def test_greedy_tokens_are_those_of_one_device(preset, way, engines, alone):
 
 
 @pytest.mark.slow
-def test_samples_and_other_drafters(family, tokenizer, engines, alone):
+def test_a_drafter_may_have_other_ids(family, tokenizer, alone):
+  """Heads of one tokenizer that are padded differently, on a mesh."""
+  network = network_of(family, vocab_size=VOCAB_SIZE + 8)
+  draft = Model(network, weights(network, 1))
+  placement = PRESETS['data parallel']
+  engine = make_engine(family, tokenizer, placement, draft)
+  found = engine.generate(TEXTS, **GREEDY)
+  assert tokens_of(found) == tokens_of(alone['plain'])
+  assert sum(one.stats.num_tested for one in found) > 0
+
+
+@pytest.mark.slow
+def test_samples_are_those_of_one_device(engines):
   want = engines().generate(TEXTS, **SAMPLED)
   have = engines('both').generate(TEXTS, **SAMPLED)
   assert tokens_of(have) == tokens_of(want)
-  # Heads of one tokenizer that are padded differently.
-  network = network_of(family, vocab_size=VOCAB_SIZE + 8)
-  draft, rows = Model(network, weights(network, 1)), PRESETS['data parallel']
-  have = make_engine(family, tokenizer, rows, draft).generate(TEXTS, **GREEDY)
-  assert tokens_of(have) == tokens_of(alone['plain'])
-  assert sum(one.stats.num_tested for one in have) > 0
-  # A drafter that is split as well: its gamma calls exchange as the one does.
+
+
+@pytest.mark.slow
+def test_a_drafter_may_be_split_as_well(family, tokenizer, engines, alone):
   both = PRESETS['both']
   engine = make_engine(family, tokenizer, both, draft_placement=both)
   have = engine.generate(TEXTS, **GREEDY)
   assert tokens_of(have) == tokens_of(alone['speculative'])
+  # Its gamma calls exchange as the target's one does.
   split, whole = (
     collectives.totals(exchanges(one))['round']['all-reduce']['count']
     for one in (engine, engines('both'))
