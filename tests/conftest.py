@@ -64,26 +64,27 @@ def pytest_configure(config):
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
   # Nothing is measured, and tests find the parameters that T5X has.
   os.environ['SPECDEC_KERNEL_LAYOUT'] = 'in_out'
-  if cache and (is_worker or not getattr(config.option, 'numprocesses', None)):
-    _keep_programs(cache.mkdir('xla'))
+  if cache:
+    programs = cache.mkdir('xla')
+    entries = [] if is_worker else list(programs.iterdir())
+    if sum(entry.stat().st_size for entry in entries) > _MAX_BYTES:
+      for entry in entries:
+        entry.unlink()
+    if is_worker or not getattr(config.option, 'numprocesses', None):
+      _keep_programs(programs)
 
 
-_MAX_BYTES = 2 << 30  # of some runs of a code that changes
+_MAX_BYTES = 1 << 29  # of some runs of a code that changes
 
 
 def _keep_programs(folder):
   """Programs that an earlier run, or another worker, has compiled are read.
 
-  `pytest --cache-clear` removes them. JAX writes an entry in place, so that
-  another process may read the half of it.
+  `pytest --cache-clear` removes them. JAX by itself writes an entry in place:
+  another process might read the half of it.
   """
   import jax
   from jax._src import lru_cache
-
-  entries = list(folder.glob('*-cache'))
-  if sum(entry.stat().st_size for entry in entries) > _MAX_BYTES:
-    for entry in entries:
-      entry.unlink(missing_ok=True)
 
   def put(cache, key, value):
     entry = pathlib.Path(cache.path, f'{key}-cache')
@@ -93,6 +94,7 @@ def _keep_programs(folder):
 
   lru_cache.LRUCache.put = put
   jax.config.update('jax_compilation_cache_dir', str(folder))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 
 
 # Group of slow tests -> how its files' names begin; the rest are `system`.

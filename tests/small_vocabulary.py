@@ -188,7 +188,7 @@ def decoder_only(num_layers: int) -> GPT:
 
 
 def weights(network, seed: int):
-  """Random ones for a process that is to start soon: nothing is compiled."""
+  """Random ones that NumPy draws: nothing is compiled."""
   rng = np.random.default_rng(seed)
 
   def draw(path, leaf):
