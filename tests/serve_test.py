@@ -549,7 +549,7 @@ def refuses(port):
 @contextlib.contextmanager
 def stopping(engine, drain_seconds):
   """A server of one row that a test stops, its address and its scheduler."""
-  limits = {'rows': 1, 'gammas': None, 'beams': ()}
+  limits = {'rows': 1, 'beams': ()}
   limits |= {'drain_seconds': drain_seconds}
   scheduler = Worker(engine, dataclasses.replace(LIMITS, **limits))
   with serving(Server(scheduler, NAME)) as made:
