@@ -6,7 +6,6 @@ endless file is kept in memory.
 
 import codecs
 import contextlib
-import gzip
 import json
 import os
 import stat
@@ -27,7 +26,7 @@ MAX_PIPE_LINES = 10_000_000
 MAX_RATIO = 200
 _FREE = 16 << 20  # up to so many unpacked bytes the ratio does not matter
 _CHUNK = 1 << 16
-_PIECE = 1 << 8  # compressed bytes that are unpacked at once
+_PIECE = 1 << 10  # compressed bytes that are unpacked at once
 _SHOWN = 200  # bytes kept of a line that is too long
 MOST_JSON = 256 << 20  # bytes
 _KINDS = {
@@ -80,7 +79,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
     with _opened(path) as (stream, is_pipe):
       chunks: Iterable[bytes] = iter(lambda: stream.read(_CHUNK), b'')
       if path.endswith('.gz'):
-        chunks = _unpacked(stream, path)
+        chunks = _unpacked(chunks, path)
       if is_pipe:
         chunks = _bounded(chunks, path)
       for number, (line, size) in enumerate(_split(chunks), 1):
@@ -176,30 +175,40 @@ def _endless(path: str, most: str) -> ValueError:
   )
 
 
-def _unpacked(stream: BinaryIO, path: str) -> Iterator[bytes]:
+def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
   """Unpacks gzip data, up to the place where they are damaged."""
-
-  class Pieces:
-    """Gives little at a time: what a damaged piece holds is lost."""
-
-    packed = 0
-
-    def read(self, size: int) -> bytes:
-      piece = stream.read(min(size, _PIECE))
-      self.packed += len(piece)
-      return piece
-
-  pieces: Any = Pieces()
-  unpacked = 0
-  with gzip.GzipFile(fileobj=pieces) as whole:
-    while data := whole.read1(_CHUNK):
-      unpacked += len(data)
-      if unpacked > _FREE + MAX_RATIO * pieces.packed:
+  inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
+  read, unpacked = 0, 0
+  # Little at a time: how much comes of it is bounded by gzip itself.
+  for data in (
+    chunk[at : at + _PIECE]
+    for chunk in chunks
+    for at in range(0, len(chunk), _PIECE)
+  ):
+    read += len(data)
+    while data:
+      if inflate.eof:
+        data = data.lstrip(b'\0')  # padding of a member
+        if not data:
+          break
+        inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
+      before = inflate.copy()
+      try:
+        piece = inflate.decompress(data)
+      except zlib.error:
+        for byte in data:  # raises it again, at the damaged one
+          yield before.decompress(bytes([byte]))
+        raise
+      unpacked += len(piece)
+      if unpacked > _FREE + MAX_RATIO * read:
         raise ValueError(
           f'{path!r} unpacks to more than {MAX_RATIO} times its size, which'
           ' text does not do; if the file is right, unpack it with gunzip.'
         )
-      yield data
+      yield piece
+      data = inflate.unused_data
+  if read and not inflate.eof:
+    raise EOFError('its compressed data have no end')
 
 
 def _split(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
