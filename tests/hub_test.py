@@ -9,6 +9,7 @@ import pytest
 import small_vocabulary
 from specdec_jax import notebook
 from specdec_jax.checkpoints import huggingface
+from specdec_jax.engine import loading
 
 LENGTHS = {'max_input_len': 16, 'max_decode_len': 8}
 
@@ -57,6 +58,13 @@ def test_a_model_of_the_hub(model, revisions):
   assert there.tokenizer.fingerprint == here.tokenizer.fingerprint
   huggingface.fetch('someone/tiny-t5@refs/pr/1')
   assert revisions == [None, 'refs/pr/1']
+
+
+def test_a_revision_of_what_has_none(model, revisions, tmp_path):
+  for path in (tmp_path, 'org/model@v2'):
+    with pytest.raises(ValueError, match="revision: .*, got 'main'"):
+      loading.load(path, revision='main')
+  assert not revisions
 
 
 def test_what_the_hub_does_not_have(model, revisions):

@@ -99,7 +99,7 @@ def convert(config: ConvertConfig) -> str:
     raise unexpected(f'output {config.output}', 'a new path', 'one that exists')
   files.make_folder(output.parent)
   path = config.checkpoint_path
-  location = locate(path + (f'@{config.revision}' if config.revision else ''))
+  location = locate(path, config.revision)
   opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
     raise unexpected(

@@ -186,13 +186,24 @@ def open_checkpoint(
   return Opened(str(location), arrays, config, known)
 
 
-def locate(path: str | os.PathLike[str]) -> Location:
+def locate(
+  path: str | os.PathLike[str], revision: str | None = None
+) -> Location:
   """Returns the file or folder of one checkpoint; fetches it if on the hub.
 
   Raises:
-    ValueError: there is no checkpoint, or there are several.
+    ValueError: there is no checkpoint, or there are several; or a revision is
+      given of what is not on the hub, or of an id that has one.
   """
   location = open_location(path)
+  if revision is not None:
+    if location.exists() or '@' in os.fspath(path):
+      expected = (
+        f'None: {os.fspath(path)!r} is no id of the hub, or has its own'
+      )
+      raise unexpected('revision', expected, revision)
+    path = f'{os.fspath(path)}@{revision}'
+    location = open_location(path)
   if not location.exists():
     missing = (
       f'No checkpoint could be read at {str(location)!r}: No such file or'

@@ -102,9 +102,7 @@ def load(
       'Or decode without a drafter: --mode plain.',
     )
   check_network(network, dtype)
-  if revision is not None:
-    path = f'{os.fspath(path)}@{revision}'
-  location = locate(path)
+  location = locate(path, revision)
   described: dict[str, Any] = {}
   config: Config | None = None
   if is_huggingface(location) and '://' not in location.path:
@@ -146,7 +144,7 @@ def load(
     network,
     None,
     tokenizer,
-    name=os.fspath(path),
+    name=os.fspath(path) + (f'@{revision}' if revision else ''),
     dtype=INT8 if opened.is_rounded and dtype is None else dtype,
     bos_id=first_id(network, tokenizer, described),
     stop_ids=() if config is None else _ends(folder, described, config),
