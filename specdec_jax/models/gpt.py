@@ -7,7 +7,7 @@ parameters that T5X has no name for have Flax's names. Two factors are applied
 as in T5X, in both families: the 1/sqrt(D) of attention scores is part of the
 query projection, and a shared embedding reads x / sqrt(M). For checkpoints of
 another convention the factors are moved into the weights
-(`checkpoints.gpt2_names`).
+(`checkpoints/families.toml`).
 """
 
 import dataclasses
