@@ -556,8 +556,13 @@ def stopping(engine, drain_seconds):
     yield made, f'http://127.0.0.1:{made.port}', scheduler
 
 
-def test_a_stop_finishes_what_was_taken(engine):
+def test_a_stop_finishes_what_was_taken(engine, monkeypatch):
   body = {'prompt': TEXTS[0], 'n': 3, 'max_tokens': 24}
+  # Programs that are kept compile at once: it is to be seen before.
+  may_compile, compile_all = threading.Event(), Worker._compile
+  monkeypatch.setattr(
+    Worker, '_compile', lambda made: may_compile.wait(60) and compile_all(made)
+  )
   with (
     stopping(engine, drain_seconds=60.0) as (made, address, scheduler),
     concurrent.futures.ThreadPoolExecutor(2) as pool,
@@ -566,6 +571,7 @@ def test_a_stop_finishes_what_was_taken(engine):
     assert early.status_code == 503 and 'not ready' in early.text
     ready = httpx.get(f'{address}/health/ready')
     assert ready.status_code == 503 and ready.json()['live']
+    may_compile.set()
     wait_until(lambda: scheduler.takes_rows)
     asked = [
       pool.submit(httpx.post, f'{address}{PATH}', json=body | more, timeout=300)

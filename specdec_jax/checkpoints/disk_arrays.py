@@ -305,12 +305,18 @@ def file_array(
   return DiskArray(shape, dtype, read)
 
 
-def _stored_array(store: Any) -> DiskArray:
-  """A TensorStore array, chunked or not."""
+def _stored_array(store: Any, bytes_each: int | None = None) -> DiskArray:
+  """A TensorStore array, chunked or not.
+
+  Args:
+    store: the array, which may be cast from another dtype.
+    bytes_each: of a number on disk; None: as many as the store's has.
+  """
 
   import tensorstore as ts
 
   shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
+  bytes_each = bytes_each or dtype.itemsize
   whole, store = store, store if shape else store[ts.newaxis]
   rows = store.chunk_layout.read_chunk.shape[0]  # of a chunk
 
@@ -319,7 +325,8 @@ def _stored_array(store: Any) -> DiskArray:
     sizes = [part.stop - part.start for part in (first, *rest)]
     out = np.empty(sizes, dtype)
     # TensorStore holds whole chunks beside `out`, all those of one request.
-    step = rows * max(1, PIECE_BYTES // max(1, rows * out[:1].nbytes))
+    each = max(1, rows * out[:1].size * bytes_each)
+    step = rows * max(1, PIECE_BYTES // each)
     try:
       for start in range(first.start // step * step, first.stop, step):
         begin, end = max(start, first.start), min(start + step, first.stop)
@@ -331,7 +338,8 @@ def _stored_array(store: Any) -> DiskArray:
     return out.reshape(sizes[: len(index)])
 
   def cast(dtype: Any) -> DiskArray:
-    return _stored_array(ts.cast(whole, ts.dtype(jnp.dtype(dtype))))
+    cast_to = ts.cast(whole, ts.dtype(jnp.dtype(dtype)))
+    return _stored_array(cast_to, bytes_each)
 
   return DiskArray(shape, dtype, read, cast=cast)
 
