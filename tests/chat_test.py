@@ -114,6 +114,22 @@ HOSTILE = {
   'loops': (f'{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}', '1 s'),
   'zero': ('{{ 1 / (messages | length - 2) }}', 'division by zero'),
   'itself': ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'recursion'),
+  'long': ("{{ 'ab' * 10**10 }}", '20000000000'),
+  'wide': ("{{ 'a' | center(1000000000) }}", '1000000000'),
+  'wider': ("{{ ['a'] | map('center', 10**9) | list }}", '1000000000'),
+  'method': ("{{ 'a'.rjust(10**9) }}", '1000000000'),
+  'digits': ("{{ '%1000000000d' % 1 }}", '1000000000'),
+  'stars': ("{{ '%*d' % (10**9, 1) }}", '1000000000'),
+  'filter': ("{{ '%1000000000d' | format(1) }}", '1000000000'),
+  'format': ("{{ '{:1000000000}'.format(1) }}", '1000000000'),
+  'nested': ("{{ '{:{}}'.format(1, 10**9) }}", '1000000000'),
+  'indent': ('{{ messages | tojson(indent=10**9) }}', '1000000000'),
+  'batch': ('{{ [1] | batch(10**9, 0) | list }}', '1000000000'),
+  'power': ('{{ 2 ** (10 ** 9) }}', '2000000000'),
+  'output': (
+    "{% for i in range(1000) %}{{ 'abc' * 100000 }}{% endfor %}",
+    '300000000',
+  ),
   'attack': ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'unsafe'),
 }
 
@@ -127,6 +143,13 @@ def test_a_template_is_kept_in_a_sandbox(name, tmp_path):
     template.text(SAID)
   assert 'chat_template.jinja' in str(caught.value)
   assert '\n' not in str(caught.value)
+
+
+def test_a_template_that_is_no_text(tmp_path):
+  folder = folder_of(tmp_path)
+  (folder / 'chat_template.jinja').write_bytes(b'{{ messages }}\xff')
+  with pytest.raises(ValueError, match='chat_template.jinja.* cannot be read'):
+    template_of(Tokenizer(folder))
 
 
 @pytest.mark.parametrize('normalizer', [None, {'type': 'NFC'}])

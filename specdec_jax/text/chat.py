@@ -10,24 +10,29 @@ import datetime
 import functools
 import json
 import pathlib
+import re
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from specdec_jax import files
 from specdec_jax.checks.fields import package
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.text.vocabulary import (
   MARK,
+  MOST_BYTES,
   SETTINGS,
   content,
-  read_bytes,
   settings,
 )
 
 FILE = 'chat_template.jinja'
 _ENTRY = 'chat_template'  # of tokenizer_config.json
 _SECONDS = 1.0  # of the processor, for one text
+_MOST = 1 << 23  # characters of a text, or bits of a number
+# Filters that are told a width or a count.
+_SIZED = ('batch', 'center', 'indent', 'round', 'slice', 'tojson')
 _END = contextvars.ContextVar[float]('_END')  # of the time for this text
 
 Messages = Sequence[Mapping[str, Any]]
@@ -91,6 +96,7 @@ class ChatTemplate:
         add_generation_prompt=True,
         **self._tokens,
       )
+      _check_size(len(text))
     except Exception as error:  # it is somebody else's program
       raise ValueError(
         f'{self._name} does not take these messages: {_why(error)}.'
@@ -129,7 +135,10 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
   file, name = folder / FILE, f'{str(folder / SETTINGS)!r}: {_ENTRY}'
   if file.exists():
     name = repr(str(file))
-    source: Any = read_bytes(file).decode(errors='replace')
+    try:
+      source: Any = files.read_small(file, MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+      raise ValueError(f'{str(file)!r} cannot be read: {error}.') from error
   else:
     source = config.get(_ENTRY)
     if isinstance(source, list):  # several by their names
@@ -149,7 +158,7 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 @functools.cache
 def _environment() -> Any:
-  """What transformers gives a template."""
+  """What transformers gives a template, and bounds of its own."""
   package('A chat template', 'jinja2', 'chat')
   from jinja2 import TemplateError, ext, nodes, sandbox
 
@@ -170,13 +179,34 @@ def _environment() -> Any:
   def refuse(message: str) -> None:
     raise TemplateError(message)
 
-  environment = sandbox.ImmutableSandboxedEnvironment(
+  class Bounded(sandbox.ImmutableSandboxedEnvironment):
+    """Refuses a product, a width or a count that makes a huge value."""
+
+    intercepted_binops = frozenset({'*', '**', '%'})
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any):
+      method = getattr(function, '__wrapped__', function)
+      text = getattr(method, '__self__', None)
+      if isinstance(text, str) and method.__name__.startswith('format'):
+        _check_form(text, [*args, *kwargs.values()])
+      elif isinstance(text, str | bytes):
+        _check_sizes([*args, *kwargs.values()])
+      return super().call(context, function, *args, **kwargs)
+
+  environment = Bounded(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[Generation, 'jinja2.ext.loopcontrols'],
   )
-  environment.filters['tojson'] = _to_json
+  environment.filters |= {
+    'tojson': _to_json,
+    'format': lambda form, *args, **named: _modulo(str(form), named or args),
+  }
+  for name in _SIZED:
+    environment.filters[name] = _sized(environment.filters[name])
   environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
+  del environment.globals['lipsum']  # which takes as long as it is told to
+  environment.binop_table |= {'*': _times, '**': _power, '%': _modulo}
   environment.extend(step=_step)
   return environment
 
@@ -196,6 +226,57 @@ def _compiled(environment: Any, source: str) -> Any:
 def _step() -> None:
   if time.thread_time() > _END.get():
     raise TimeoutError(f'it takes longer than {_SECONDS:g} s')
+
+
+def _times(left: Any, right: Any) -> Any:
+  for value, times in ((left, right), (right, left)):
+    if isinstance(times, int) and hasattr(value, '__len__'):
+      _check_size(len(value) * times)
+  return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+  if isinstance(left, int) and isinstance(right, int):
+    _check_size(left.bit_length() * right)
+  return left**right
+
+
+def _modulo(left: Any, right: Any) -> Any:
+  if isinstance(left, str | bytes):
+    _check_form(left, right if isinstance(right, tuple) else [right])
+  return left % right
+
+
+def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
+  """Checks the widths in a format, and those that its values are."""
+  text = str(form)
+  _check_sizes(map(int, re.findall('[0-9]{1,20}', text)))
+  if re.search(r'%[^a-zA-Z]*\*|:[^}]*\{', text):
+    for value in values:
+      parts = value.values() if isinstance(value, Mapping) else [value]
+      _check_sizes(parts)
+
+
+def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
+  """A filter whose arguments behind the value are checked."""
+
+  @functools.wraps(function)
+  def checked(*args: Any, **kwargs: Any) -> Any:
+    _check_sizes([*args[1:], *kwargs.values()])
+    return function(*args, **kwargs)
+
+  return checked
+
+
+def _check_sizes(values: Iterable[Any]) -> None:
+  for value in values:
+    if isinstance(value, int):
+      _check_size(value)
+
+
+def _check_size(size: int) -> None:
+  if size > _MOST:
+    raise OverflowError(f'a value of size {size}; {_MOST} at most')
 
 
 def _to_json(
