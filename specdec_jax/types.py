@@ -61,22 +61,15 @@ class LengthRule:
   the number of tokens that would be decoded meanwhile.
 
   Attributes:
-    confidences: float32[K], ascending, the bounds between bins of confidence,
-      the top probability of the drafter's distribution at temperature 1.
-    acceptance: float32[K + 1], acceptance probability in each bin.
     worth: float32[G], x_i is proposed if the probability that it is kept is
       above the i-th: what a longer call of the target costs.
     worth_asking: float32[G], the drafter is asked for x_i if the probability
       that it will be kept is expected to be above the i-th: what the drafter
       and the target cost. x_1 is always asked for.
-    expected: float32[], acceptance probability where nothing is known yet.
   """
 
-  confidences: Array
-  acceptance: Array
   worth: Array
   worth_asking: Array
-  expected: Array
 
   @property
   def most(self) -> int:

@@ -10,7 +10,7 @@ import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import infer
 from specdec_jax.decoding.fallback import of_round_costs
-from specdec_jax.drafters.length import MOST, plain_rule, unsure_below
+from specdec_jax.drafters.length import MOST, plain_rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import calibration
@@ -37,6 +37,11 @@ def make(tokenizer, drafter=DRAFT, **options):
   return Engine(TARGET, drafter, tokenizer=tokenizer, **options)
 
 
+def above(worth, most=MOST):
+  """Proposals are made while their draft is as likely to be kept."""
+  return plain_rule([worth] * most, [0.0] * most)
+
+
 @pytest.fixture(scope='module')
 def engine(tokenizer):
   return make(tokenizer)
@@ -45,7 +50,7 @@ def engine(tokenizer):
 @pytest.mark.slow
 def test_samples_do_not_depend_on_who_is_decoded_beside_them(tokenizer):
   """Alone, together, and in a pool that others enter and leave."""
-  engine = make(tokenizer, gamma=unsure_below(0.4, 3), fallback=True)
+  engine = make(tokenizer, gamma=above(0.6, 3), fallback=True)
   options = {'temperature': 1.0, 'seed': 3, 'min_length': 12}
   together = engine.generate(TEXTS, **options)
   pooled = engine.generate(TEXTS, batch_size=2, **options)
@@ -59,10 +64,10 @@ def test_samples_do_not_depend_on_who_is_decoded_beside_them(tokenizer):
 
 
 def test_another_rule_is_the_same_program(engine):
-  engine.generate(TEXTS[:2], gamma=unsure_below(0.4))
+  engine.generate(TEXTS[:2], gamma=above(0.6))
   programs = engine.num_programs
-  for confidence in (0.1, 0.9):
-    engine.generate(TEXTS[2:4], gamma=unsure_below(confidence))
+  for worth in (0.1, 0.9):
+    engine.generate(TEXTS[2:4], gamma=above(worth))
   assert engine.num_programs == programs
   engine.generate(TEXTS[:2], gamma=MOST)
   assert engine.num_programs == programs + 1
@@ -121,8 +126,8 @@ def silent():
 
 def test_a_rule_that_ends_no_draft_is_a_fixed_gamma(engine):
   assert as_gamma(plain_rule([0.0] * 3, [0.0] * 3)) == (3, None)
-  # Controls: with a price, or where nothing is expected of unsure proposals.
-  for rule in (calibration_of(engine).rule(1), unsure_below(0.5, 3)):
+  # Controls: with a price.
+  for rule in (calibration_of(engine).rule(1), above(0.5, 3)):
     assert as_gamma(rule) == (3, rule)
 
 

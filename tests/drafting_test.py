@@ -110,7 +110,7 @@ def test_law_of_a_draft_that_ends_early():
   """The joint law of gamma + 1 tokens, over all drafts and random numbers."""
   target, draft = pair(20, 6)
   seen = set()
-  for rule in (adaptive_rule(2), length.unsure_below(0.4, 2)):
+  for rule in (adaptive_rule(2), length.plain_rule([0.45] * 2, [0.0] * 2)):
     lengths = _lengths(draft, 2, 6, rule)
     seen |= set(lengths.values())
     assert law_error(target, draft, 2, 6, length=lengths.get) < 1e-6

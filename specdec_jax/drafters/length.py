@@ -1,10 +1,10 @@
 """A draft whose length is decided while it is made, in one device loop.
 
 How sure the drafter is, the top probability of its distribution, says how
-likely its next proposal is accepted (`LengthRule.acceptance`). A proposal is
-made only while it is worth its costs, and the drafter is asked for another one
-only while that one is expected to be worth its own. Each row stops for itself;
-the loop ends once all have stopped.
+likely its next proposal is accepted (`acceptance_of`). A proposal is made only
+while it is worth its costs, and the drafter is asked for another one only while
+that one is expected to be worth its own. Each row stops for itself; the loop
+ends once all have stopped.
 
 **Nothing is lost.** Whether x_i is proposed depends on x_1..x_{i-1} and the
 distributions up to i; whether the drafter is asked again depends on x_i too,
@@ -35,8 +35,8 @@ from specdec_jax.types import Draft, LengthRule
 # .1, and a call's time is worth 1.3 tokens.
 MOST = 5
 _WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
-_EXPECTED = 0.7
-_BINS = 10
+_EXPECTED = 0.7  # acceptance probability of a proposal that is not made yet
+_STEPS = 10  # of confidence
 
 # (cache, the tokens int32[B] to read) -> logits float[B, V] of what follows
 # them, the cache
@@ -69,37 +69,10 @@ class _Drafting:
 def plain_rule(
   worth: Any = (_WORTH,) * MOST, worth_asking: Any = (_WORTH_ASKING,) * MOST
 ) -> LengthRule:
-  """The rule of a drafter that is right more often than it is sure.
-
-  A proposal is taken to be accepted with the root of its confidence, or with .7
-  where that is not known. It must be worth what it costs: see `LengthRule` for
-  the arguments, which are the costs above without a calibration.
-  """
-  bins = np.arange(_BINS)
-  acceptance = np.sqrt((bins + 0.5) / _BINS)
-  return _rule(bins[1:] / _BINS, acceptance, worth, worth_asking, _EXPECTED)
-
-
-def unsure_below(confidence: float, most: int = MOST) -> LengthRule:
-  """The rule that ends a draft where the drafter is less sure than that.
-
-  Args:
-    confidence: in [0, 1]; 0 proposes `most` tokens each time.
-    most: G, proposals of a draft at most.
-  """
-  nothing = np.zeros((most,))
-  return _rule([confidence], [0.0, 1.0], nothing, nothing, 1.0)
-
-
-def _rule(*fields: Any) -> LengthRule:
-  """A rule of float32 arrays on the host."""
-  return LengthRule(*(np.asarray(field, np.float32) for field in fields))
-
-
-def ends_nothing(rule: LengthRule) -> bool:
-  """Whether all drafts of a rule are as long as they may be."""
-  free = not np.any(rule.worth) and not np.any(rule.worth_asking)
-  return free and bool(np.all(np.asarray(rule.acceptance) > 0))
+  """The rule of some costs, by default those above; see `LengthRule`."""
+  return LengthRule(
+    np.asarray(worth, np.float32), np.asarray(worth_asking, np.float32)
+  )
 
 
 def draft(
@@ -126,7 +99,7 @@ def draft(
   def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
     index = now.index
     logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
-    survival = now.survival * acceptance_of(rule, probs.top_prob(logits))
+    survival = now.survival * acceptance_of(probs.top_prob(logits))
     makes = now.asks & (survival > rule.worth[index])
     own = None if uniforms is None else uniforms[index]
     token, row = draw(logits, context, own)
@@ -136,7 +109,7 @@ def draft(
     length = now.length + makes
     # Nothing follows a stop id.
     ended = jnp.any(token[:, None] == context.stop_ids, axis=1)
-    expected = survival * rule.expected
+    expected = survival * _EXPECTED
     worth_asking = (
       expected > rule.worth_asking[jnp.minimum(index + 1, size - 1)]
     )
@@ -176,9 +149,11 @@ def draft(
   return Draft(last.tokens, last.rows, last.length), last.cache
 
 
-def acceptance_of(rule: LengthRule, confidence: jax.Array) -> jax.Array:
-  """The acceptance probability of float32[B] confidences by a rule's table."""
-  above = confidence[:, None] >= rule.confidences
-  # A sum over the few bins: a look-up would be an operation of its own.
-  chosen = jnp.sum(above, axis=1)[:, None] == jnp.arange(len(rule.acceptance))
-  return jnp.sum(jnp.where(chosen, rule.acceptance, 0.0), axis=1)
+def acceptance_of(confidence: jax.Array) -> jax.Array:
+  """The acceptance probability, float32[B], by the drafter's top probability.
+
+  The root of it: drafters are right more often than they are sure. In steps of
+  a tenth, as it is known no better.
+  """
+  step = jnp.minimum(jnp.floor(confidence * _STEPS), _STEPS - 1)
+  return jnp.sqrt((step + 0.5) / _STEPS)

@@ -36,7 +36,7 @@ from specdec_jax.decoding.state import (
   keys_of_rows,
   new_request,
 )
-from specdec_jax.drafters.length import ends_nothing, plain_rule
+from specdec_jax.drafters.length import plain_rule
 from specdec_jax.engine.completion import (
   Completion,
   Text,
@@ -299,7 +299,8 @@ def as_gamma(value: int | str | LengthRule) -> tuple[int, LengthRule | None]:
   """
   if isinstance(value, LengthRule):
     # The loop of a number has less to do.
-    return value.most, None if ends_nothing(value) else value
+    ends_nothing = not (np.any(value.worth) or np.any(value.worth_asking))
+    return value.most, None if ends_nothing else value
   if not isinstance(value, str):
     check_gamma(value)
     return value, None
