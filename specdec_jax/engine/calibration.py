@@ -163,12 +163,8 @@ class Calibration:
     for size in {rows, *(one.rows for one in self.choices if one.rows < rows)}:
       choice = self.at(size)
       rule = self.rule(size) if choice.gamma and adapts else None
-      gamma = choice.gamma if rule is None else rule.most
-      drafting = engine.drafting_of(gamma, rule)
-      if drafting.fallback is not None:
-        costs = choice.fallback(gamma, adapts) or drafting.fallback
-        drafting = drafting._replace(fallback=costs)
-      plan[size] = drafting
+      costs = choice.fallback(choice.gamma, adapts)
+      plan[size] = engine.drafting_of(choice.gamma, rule, costs)
     return plan
 
   def direct(self, engine: Engine, rows: int) -> None:

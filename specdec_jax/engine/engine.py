@@ -262,11 +262,19 @@ class Engine:
   def gamma(self, value: int | str | LengthRule) -> None:
     self._gamma, self._rule = as_gamma(value)
 
-  def drafting_of(self, gamma: int, rule: LengthRule | None) -> Drafting:
+  def drafting_of(
+    self,
+    gamma: int,
+    rule: LengthRule | None,
+    measured: Fallback | None = None,
+  ) -> Drafting:
     """How rows are drafted for with `gamma` proposals at most.
 
-    Measured costs of the engine's fallback are of its own gamma; another one
-    has guessed costs.
+    Args:
+      gamma: proposals at most; 0 decodes plainly.
+      rule: when a draft ends earlier.
+      measured: by which costs the drafter rests, if it does at all. None is
+        those of the engine, which are of its own gamma: others are guessed.
 
     Raises:
       ValueError: gamma is more than the rule's proposals.
@@ -274,11 +282,11 @@ class Engine:
     if rule is not None and gamma > rule.most:
       expected = f'at most {rule.most}, the longest draft of an adaptive gamma'
       raise unexpected('gammas', expected, gamma)
-    rests = self.fallback
     if not gamma:
       return Drafting()
-    if not rests:
+    if not self.fallback:
       return Drafting(gamma, rule)
+    rests = measured or self.fallback
     if rests is True or len(rests.costs) != gamma + 1:
       rests = guessed(gamma, rule is not None)
     return Drafting(gamma, rule, rests)
