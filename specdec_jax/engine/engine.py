@@ -12,7 +12,12 @@ import numpy as np
 
 from specdec_jax import partitioning
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import check_number, check_type, unexpected
+from specdec_jax.checks.fields import (
+  check_number,
+  check_type,
+  nearest,
+  unexpected,
+)
 from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.pool import PoolPrograms
@@ -40,7 +45,6 @@ from specdec_jax.engine.request import (
   as_gamma,
   check_texts,
   encoded,
-  languages_of,
   options_of,
 )
 from specdec_jax.engine.scheduler import Continuous, PoolSettings, Update
@@ -196,9 +200,9 @@ class Engine:
     if bos_id is None:
       bos_id = first_id(target.network, tokenizer, {})
     check_bos(bos_id, target.network)
-    languages_of(
-      tokenizer, target.network.has_encoder, source_lang, target_lang
-    )
+    self.tokenizer, self.target = tokenizer, target.network
+    self.source_lang, self.target_lang = source_lang, target_lang
+    self.languages()  # or an error
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
@@ -213,12 +217,10 @@ class Engine:
       memory.device_bytes if partition is None else memory.all_bytes,
     )
     self.room.check(1, 1, max_decode_len, 1 + self.gamma)
-    self.tokenizer = tokenizer
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
     self.batch_size = batch_size
     self.bos_id = bos_id
-    self.source_lang, self.target_lang = source_lang, target_lang
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = models_of(target, drafter)
     self.target, drafter, self.params, self.fingerprints = placed_pair(
@@ -339,12 +341,27 @@ class Engine:
     Raises:
       ValueError: a language is not known, or the target has none.
     """
-    return languages_of(
-      self.tokenizer,
-      self.target.has_encoder,
-      source_lang or self.source_lang,
-      target_lang or self.target_lang,
-    )
+    # A tokenizer of somebody's own need not have languages, and a model
+    # without an encoder has no use for them.
+    known: Mapping[str, int] = {}
+    if self.target.has_encoder:
+      known = getattr(self.tokenizer, 'languages', known)
+    asked = {
+      'source_lang': source_lang or self.source_lang,
+      'target_lang': target_lang or self.target_lang,
+    }
+    for name, language in asked.items():
+      check_type(name, language, str | None)
+      if language is not None and not known:
+        expected = 'None, for this model has no tokens of languages'
+        raise unexpected(name, expected, language)
+      if language is not None and language not in known:
+        near = nearest(language, known, or_all=False).strip()
+        advice = near or f'One is {next(iter(known))!r}.'
+        path = self.tokenizer.path
+        expected = f'one of the {len(known)} languages of {path!r}'
+        raise unexpected(name, expected, language, advice)
+    return Languages(known, *(known.get(name or '') for name in asked.values()))
 
   def ids_around(
     self, text: str | Sequence[int] = ''

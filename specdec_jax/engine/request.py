@@ -18,7 +18,6 @@ from specdec_jax.checks.fields import (
   check_at_least,
   check_choice,
   check_number,
-  check_type,
   check_types,
   is_a,
   nearest,
@@ -328,7 +327,7 @@ _SHOWN = 3
 
 
 class Languages(NamedTuple):
-  """Languages of a call.
+  """Languages of a call, see `Engine.languages`.
 
   Attributes:
     known: name -> token, of all languages; empty if the model has none.
@@ -365,42 +364,6 @@ class Languages(NamedTuple):
       some = ', '.join(map(repr, list(self.known)[:_SHOWN]))
       raise unexpected(name, f'the language of {whose}, such as {some}', None)
     return [token]
-
-
-def languages_of(
-  tokenizer: Any,
-  has_encoder: bool,
-  source_lang: str | None,
-  target_lang: str | None,
-) -> Languages:
-  """Looks up the languages of a call.
-
-  Args:
-    tokenizer: the engine's; one of somebody's own need not have `languages`.
-    has_encoder: whether the target has an encoder; a model that has none has no
-      use for languages.
-    source_lang: name of the texts' language, such as 'eng_Latn'.
-    target_lang: that of the outputs.
-
-  Raises:
-    ValueError: a language is not known, or the model has none.
-  """
-  known = getattr(tokenizer, 'languages', {}) if has_encoder else {}
-  names = {'source_lang': source_lang, 'target_lang': target_lang}
-  for name, language in names.items():
-    check_type(name, language, str | None)
-    if language is not None and not known:
-      expected = 'None, for this model has no tokens of languages'
-      raise unexpected(name, expected, language)
-    if language is not None and language not in known:
-      near = nearest(language, known, or_all=False).strip()
-      advice = near or f'One is {next(iter(known))!r}.'
-      expected = f'one of the {len(known)} languages of {tokenizer.path!r}'
-      raise unexpected(name, expected, language, advice)
-  source, target = (
-    None if language is None else known[language] for language in names.values()
-  )
-  return Languages(known, source, target)
 
 
 # Texts with options.
