@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_jax.engine.scoring import Top
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import DecodeStats, FinishReason, Generation
+from specdec_jax.types import FinishReason, Generation
 
 _INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
 
@@ -131,7 +131,6 @@ def from_generation(
   length = int(generation.length[row])
   tokens = [int(token) for token in generation.tokens[row, :length]]
   reason = FinishReason(int(generation.finish_reason[row]))
-  stats = generation.stats
   error = score = None
   if generation.scores is not None:
     score = float(generation.scores[row])
@@ -140,29 +139,21 @@ def from_generation(
   # The tokenizer does not always hide a stop id: one that the caller chose may
   # be an ordinary word.
   shown = tokens[:-1] if reason == FinishReason.STOP else tokens
+  counts = vars(generation.stats).items()
+  stats: Any = {name: np.asarray(of[row]).tolist() for name, of in counts}
+  stats['num_target_calls'] = calls = stats.pop('num_rounds')
+  stats['histogram'] = tuple(stats['histogram'])
+  # Levels of a beam search: one a call, and one for each that held.
+  levels = calls + stats['num_accepted']
   return Completion(
     text=decode(tokenizer, shown),
     tokens=tokens,
     log_probs=[float(x) for x in generation.log_probs[row, :length]],
     finish_reason=_REASONS[reason],
-    stats=CompletionStats(
-      num_tokens=length if score is None else _levels(stats, row),
-      num_target_calls=int(stats.num_rounds[row]),
-      num_tested=int(stats.num_tested[row]),
-      num_accepted=int(stats.num_accepted[row]),
-      histogram=tuple(int(count) for count in stats.histogram[row]),
-      num_passed=int(stats.num_passed[row]),
-      fallback_rounds=int(stats.fallback_rounds[row]),
-      num_drafted=int(stats.num_drafted[row]),
-    ),
+    stats=CompletionStats(length if score is None else levels, **stats),
     error=error,
     score=score,
   )
-
-
-def _levels(stats: DecodeStats, row: int) -> int:
-  """Levels of a beam search: one a call, and one for each that held."""
-  return int(stats.num_rounds[row]) + int(stats.num_accepted[row])
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

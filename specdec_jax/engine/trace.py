@@ -33,20 +33,14 @@ MEANING = {
   UNUSED: 'proposed after a rejection, so not judged',
   TARGET: "the target's own token",
 }
-_STYLE = {
-  ACCEPTED: 'green',
-  REJECTED: 'red strike',
-  UNUSED: 'dim strike',
-  TARGET: 'bold blue underline',
-}
-# Without colour: the notation of wdiff, and one mark more.
+# Without colour: the notation of wdiff, and one mark more; with it: the style;
+# in a page: the tag.
 _MARKS = {
-  ACCEPTED: ('', ''),
-  REJECTED: ('[-', '-]'),
-  UNUSED: ('[~', '~]'),
-  TARGET: ('{+', '+}'),
+  ACCEPTED: ('', '', 'green', 'span'),
+  REJECTED: ('[-', '-]', 'red strike', 'del'),
+  UNUSED: ('[~', '~]', 'dim strike', 'del'),
+  TARGET: ('{+', '+}', 'bold blue underline', 'ins'),
 }
-_TAGS = {ACCEPTED: 'span', REJECTED: 'del', UNUSED: 'del', TARGET: 'ins'}
 _INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
 _PAGE = string.Template(
   pathlib.Path(__file__).with_name('trace.html').read_text('utf-8')
@@ -252,9 +246,15 @@ class Trace:
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> rich.console.RenderResult:
     """A line for each round; with marks if the console shows no colour."""
-    show = _marked
-    if console.color_system is not None and not console.no_color:
-      show = _coloured
+    coloured = console.color_system is not None and not console.no_color
+
+    def show(kind: str, piece: str) -> rich.text.Text:
+      blank, word = shown(piece)
+      opening, closing, style, _ = _MARKS[kind]
+      if coloured:
+        return rich.text.Text(blank).append(word, style=style)
+      return rich.text.Text(f'{blank}{opening}{word}{closing}')
+
     grid = rich.table.Table.grid(padding=(0, 2))
     grid.add_column(justify='right')
     grid.add_column(overflow='fold')
@@ -302,18 +302,7 @@ class Trace:
     )
 
 
-def _coloured(kind: str, piece: str) -> rich.text.Text:
-  blank, word = shown(piece)
-  return rich.text.Text(blank).append(word, style=_STYLE[kind])
-
-
-def _marked(kind: str, piece: str) -> rich.text.Text:
-  blank, word = shown(piece)
-  opening, closing = _MARKS[kind]
-  return rich.text.Text(f'{blank}{opening}{word}{closing}')
-
-
 def _tagged(kind: str, piece: str) -> str:
   blank, word = shown(piece)
-  tag = _TAGS[kind]
+  tag = _MARKS[kind][-1]
   return f'{blank}<{tag} class="{kind}">{html.escape(word)}</{tag}>'
