@@ -166,14 +166,11 @@ class Engine:
         not known or the target has none, a checkpoint is broken, or devices or
         a model cannot be split as a placement says.
     """
-    for name, value, kind in (
-      ('fallback', fallback, bool | Fallback),
-      ('placement', placement, partitioning.Placement | None),
-      ('split_special_tokens', split_special_tokens, bool | None),
-      ('skip_special_tokens', skip_special_tokens, bool | None),
-      ('cache_folder', cache_folder, str | os.PathLike | None),
-    ):
-      check_type(name, value, kind)
+    check_type('fallback', fallback, bool | Fallback)
+    check_type('placement', placement, partitioning.Placement | None)
+    check_type('split_special_tokens', split_special_tokens, bool | None)
+    check_type('skip_special_tokens', skip_special_tokens, bool | None)
+    check_type('cache_folder', cache_folder, str | os.PathLike | None)
     self.chooses_gamma = gamma is None
     self.gamma = _USUAL_GAMMA if gamma is None else gamma
     self.fallback = fallback
@@ -232,7 +229,7 @@ class Engine:
     if drafter is not None:
       self._loops[True] = Loop(self.target, drafter), self.params
     self._programs = LoopPrograms(self._loops, self.room, partition)
-    self._pools: dict[PoolSettings, Continuous] = {}
+    self._pool_of = functools.cache(functools.partial(Continuous, self))
     self._pool_programs: dict[Any, PoolPrograms] = {}
 
   def __repr__(self) -> str:
@@ -558,18 +555,13 @@ class Engine:
     if batch.options.num_beams is not None or not batch.rows:
       return None
     if len(batch.rows) > rows:
-      return self._continuous(PoolSettings(rows=rows))
+      return self._pool_of(PoolSettings(rows=rows))
     return self._at_once(batch) if batch.options.stop_strings else None
 
   def _at_once(self, batch: TextBatch) -> Continuous:
     """A pool with a slot for each text, which are read together."""
     rows = batch.num_rows if batch.rows else 1
-    return self._continuous(PoolSettings(rows=rows, refill=rows))
-
-  def _continuous(self, settings: PoolSettings) -> Continuous:
-    if settings not in self._pools:
-      self._pools[settings] = Continuous(self, settings)
-    return self._pools[settings]
+    return self._pool_of(PoolSettings(rows=rows, refill=rows))
 
   def pool_programs(self, example: Request) -> PoolPrograms:
     """Programs of the pools of a scheduler, compiled where they are used first.

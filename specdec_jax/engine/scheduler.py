@@ -359,7 +359,6 @@ class Slots:
     empty = self._empty_row(self.width)
     programs = self._programs
     self._make()
-    self._widen()
     read = programs.read(self._in_slots(request), empty)
     free = self.free[: len(rows)]
     places = np.zeros((len(self.owners),), np.int32)
@@ -383,13 +382,10 @@ class Slots:
     self.owners = [owner]
 
   def _make(self) -> None:
-    """Makes the pool, unless there is one."""
+    """Makes the pool, unless there is one, with room for inputs of `width`."""
     if self._pool is None:
       empty = self._empty_row(self._pool_width)
       self._pool = self._programs.repeated(empty, len(self.owners))
-
-  def _widen(self) -> None:
-    """Makes room for inputs that are as wide as those that were read."""
     if self.width > self._pool_width:
       empty = self._empty_row(self.width)
       self._pool = self._programs.widened(self._pool, empty)
@@ -410,7 +406,6 @@ class Slots:
     if size == len(self.owners):
       return
     self._make()
-    self._widen()
     running = [slot for slot, row in enumerate(self.owners) if row is not None]
     free = size - len(running)
     places = np.array([*running, *[0] * free], np.int32)
@@ -538,11 +533,6 @@ class Scheduler:
   def has_work(self) -> bool:
     """Whether there is a row that waits or runs."""
     return bool(self._waiting or self._slots.rows or self._coming)
-
-  @property
-  def num_waiting(self) -> int:
-    """Rows without a slot."""
-    return len(self._waiting)
 
   @property
   def num_running(self) -> int:
