@@ -64,12 +64,26 @@ class SamplingConfig:
   top_p: float = 1.0
 
   def __post_init__(self):
+    given: Any = self.temperature
+    given = given.tolist() if hasattr(given, 'tolist') else given
+    several = is_a(given, Sequence[float])
+    numbers = list(given) if several else [given]
+    if not numbers or not all(map(_is_temperature, numbers)):
+      expected = 'a number >= 0 that float32 can hold, or one an example'
+      raise unexpected('temperature', expected, self.temperature)
+    most = np.iinfo(np.int32).max
+    if not is_a(self.top_k, int) or not 0 <= self.top_k <= most:
+      expected = f'a whole number from 0 (keeps every token) to {most}'
+      raise unexpected('top_k', expected, self.top_k)
+    # A float64 may be above 0 and yet 0 in float32.
+    if not is_a(self.top_p, float) or not _FLOAT32.tiny <= self.top_p <= 1:
+      expected = 'a number in (0, 1] (1 keeps every token)'
+      raise unexpected('top_p', expected, self.top_p)
     # Python numbers and tuples, so that configs compare and hash by value.
-    object.__setattr__(
-      self, 'temperature', _validate_temperature(self.temperature)
-    )
-    object.__setattr__(self, 'top_k', _validate_top_k(self.top_k))
-    object.__setattr__(self, 'top_p', _validate_top_p(self.top_p))
+    floats = tuple(map(float, numbers))
+    object.__setattr__(self, 'temperature', floats if several else floats[0])
+    object.__setattr__(self, 'top_k', int(self.top_k))
+    object.__setattr__(self, 'top_p', float(self.top_p))
 
   @property
   def greedy(self) -> bool:
@@ -498,31 +512,6 @@ def _ordered_float(image: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _validate_temperature(value) -> float | tuple[float, ...]:
-  given = value.tolist() if hasattr(value, 'tolist') else value
-  several = is_a(given, Sequence[float])
-  numbers = list(given) if several else [given]
-  if not numbers or not all(map(_is_temperature, numbers)):
-    expected = 'a number >= 0 that float32 can hold, or one an example'
-    raise unexpected('temperature', expected, value)
-  return tuple(map(float, numbers)) if several else float(given)
-
-
 def _is_temperature(value) -> bool:
   low, high = float(_FLOAT32.tiny), float(_FLOAT32.max)
   return is_a(value, float) and (value == 0 or low <= value <= high)
-
-
-def _validate_top_k(value) -> int:
-  most = np.iinfo(np.int32).max
-  if not is_a(value, int) or not 0 <= value <= most:
-    expected = f'a whole number from 0 (keeps every token) to {most}'
-    raise unexpected('top_k', expected, value)
-  return int(value)
-
-
-def _validate_top_p(value) -> float:
-  # A float64 may be above 0 and yet 0 in float32.
-  if not is_a(value, float) or not _FLOAT32.tiny <= value <= 1:
-    raise unexpected('top_p', 'a number in (0, 1] (1 keeps every token)', value)
-  return float(value)
