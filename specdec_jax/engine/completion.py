@@ -125,7 +125,7 @@ def no_distribution(place: str = '') -> str:
 
 
 def from_generation(
-  generation: Generation, row: int, tokenizer: Tokenizer
+  generation: Generation, row: int, tokenizer: Tokenizer, lossless: bool
 ) -> Completion:
   """Returns one row of a `Generation` on the host as a `Completion`."""
   length = int(generation.length[row])
@@ -152,6 +152,7 @@ def from_generation(
     finish_reason=_REASONS[reason],
     stats=CompletionStats(length if score is None else levels, **stats),
     error=error,
+    lossless=lossless,
     score=score,
   )
 

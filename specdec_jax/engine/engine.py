@@ -24,7 +24,7 @@ from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.drafters.small_model import as_drafter
+from specdec_jax.drafters.small_model import alone, as_drafter
 from specdec_jax.engine import compilation_cache, scoring, trace
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.pair import (
@@ -34,7 +34,6 @@ from specdec_jax.engine.pair import (
   check_pair,
   first_id,
   fitted,
-  models_of,
   own_vocabulary,
   placed_pair,
 )
@@ -219,7 +218,9 @@ class Engine:
     self.batch_size = batch_size
     self.bos_id = bos_id
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
-    self.models = models_of(target, drafter)
+    self.models = {'target': target.without_params()}
+    if drafter is not None and (small := alone(drafter)) is not None:
+      self.models['draft'] = small.without_params()
     self.target, drafter, self.params, self.fingerprints = placed_pair(
       target, drafter, placement
     )

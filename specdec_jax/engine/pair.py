@@ -133,17 +133,6 @@ def _made_of(target: Model) -> tuple[str, ...]:
   return () if rounded else (fingerprint(given),)
 
 
-def models_of(target: Model, drafter: Drafter | None) -> dict[str, Model]:
-  """The models without their parameters, by 'target' and 'draft'.
-
-  There is a 'draft' only if a small model alone is the drafter.
-  """
-  models = {'target': target.without_params()}
-  if drafter is not None and (small := alone(drafter)) is not None:
-    models['draft'] = small.without_params()
-  return models
-
-
 class Room:
   """Checks whether the arrays of a run fit into the memory that is free.
 
@@ -279,15 +268,14 @@ def check_pair(
     _check_encoder(target, drafter)
   for model in drafter.models:
     _check_draft(target, model)
-  for table in jax.tree.leaves(drafter.params, is_leaf=_is_table):
-    if _is_table(table):
-      check_vocabulary('of the draft', table, tokenizer)
-  for model in drafter.models:
     _check_side('draft', model, tokenizer)
+  def is_table(value: Any) -> bool:
+    return isinstance(value, NGramTable)
 
 
-def _is_table(value: Any) -> bool:
-  return isinstance(value, NGramTable)
+  for table in jax.tree.leaves(drafter.params, is_leaf=is_table):
+    if is_table(table):
+      check_vocabulary('of the draft', table, tokenizer)
 
 
 def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:

@@ -395,7 +395,6 @@ class TextRow:
     options: the caller's.
     example_id: what its random numbers derive from, beside the seed.
     temperature: its own.
-    stop_ids: ids that end it.
     max_length: tokens after which it stops; 0 for a row without a text.
   """
 
@@ -406,11 +405,10 @@ class TextRow:
   options: Options = Options()
   example_id: int = 0
   temperature: float = 0.0
-  stop_ids: Sequence[int] = ()
   max_length: int = 0
 
 
-_NO_TEXT = TextRow()
+_NO_TEXT = TextRow(options=Options(stop_ids=()))
 
 
 def joined(
@@ -436,18 +434,20 @@ def joined(
     top_k=each(np.int32, (one.top_k for one in options)),
     top_p=each(np.float32, (one.top_p for one in options)),
   )
-  inputs = [row.inputs for row in rows]
-  changes: dict[str, Any] = {}
-  changes['inputs'] = padded(inputs, len(rows), width, like.pad_id)[0]
-  if np.ndim(like.stop_ids) > 1:  # each row has values of its own
-    stop_ids = [row.stop_ids for row in rows]
-    most = like.stop_ids.shape[1]
-    changes['stop_ids'] = padded(stop_ids, len(rows), most, -1)[0]
   prompts = [row.prompt for row in rows]
-  prompt = padded(prompts, len(rows), prompt_width)
-  changes['prompt'], changes['prompt_length'] = prompt
-  return dataclasses.replace(
-    like,
+  prompt, prompt_length = padded(prompts, len(rows), prompt_width)
+  inputs, _ = padded(
+    [row.inputs for row in rows], len(rows), width, like.pad_id
+  )
+  stop_ids: Any = like.stop_ids
+  if np.ndim(stop_ids) > 1:  # each row has values of its own
+    own: Any = [one.stop_ids for one in options]
+    stop_ids, _ = padded(own, len(rows), stop_ids.shape[1], -1)
+  return like.replace(
+    inputs=inputs,
+    prompt=prompt,
+    prompt_length=prompt_length,
+    stop_ids=stop_ids,
     keys=keys_of_rows(
       each(np.uint32, (one.seed & 0xFFFFFFFF for one in options)),
       each(np.uint32, (row.example_id for row in rows)),
@@ -455,7 +455,6 @@ def joined(
     sampling=sampling,
     min_length=each(np.int32, (one.min_length for one in options)),
     max_length=each(np.int32, (row.max_length for row in rows)),
-    **changes,
   )
 
 
@@ -488,8 +487,9 @@ class TextBatch:
     self.options = options
     self._engine, self._target = engine, engine.target
     self._tokenizer = engine.tokenizer
-    self._searches = options.num_beams is not None
-    samples = 1 if self._searches else options.num_samples
+    # A beam search gives all outputs of its row.
+    self._per_row = 1 if options.num_beams is None else options.num_samples
+    samples = options.num_samples // self._per_row
     self._num_outputs = len(texts) * samples
     self._languages = engine.languages(options.source_lang, options.target_lang)
     self.passed_over: dict[int, Completion] = {}
@@ -600,7 +600,6 @@ class TextBatch:
       options=options,
       example_id=example_id(example, sample),
       temperature=temperature,
-      stop_ids=self._stop_ids,
       max_length=options.max_length or self._engine.max_decode_len,
     )
 
@@ -660,13 +659,13 @@ class TextBatch:
   def request_in(self, batch: int) -> Request:
     """The request with `batch` rows: `num_rows` or more, the rest padding."""
     padding = [_NO_TEXT] * (batch - len(self.rows))
+    # Greedy programs have no such choice: they stay the same ones.
+    as_blocks = options.judges_blocks and not options.sampling.greedy
     return joined([*self.rows, *padding], self._like)
 
   @property
   def _verification(self) -> str:
-    # Greedy programs have no such choice: they stay the same ones.
     options = self.options
-    as_blocks = options.judges_blocks and not options.sampling.greedy
     if self._engine.tree is not None and options.verification is None:
       return TOKEN  # blocks are chains
     return BLOCK if as_blocks else TOKEN
@@ -713,30 +712,21 @@ class TextBatch:
     Returns:
       A list of `Completion`s.
     """
-    number = self.options.num_samples if self._searches else 1
+    number, width = self._per_row, self.options.num_beams or 1
     outputs = {i: [output] * number for i, output in self.passed_over.items()}
     for part, generation in parts:
       for place, row in enumerate(part.rows):
-        if self._searches:
-          outputs[row.index] = part._beams_of(generation, place)
-        else:
-          outputs[row.index] = [part.completion(generation, place)]
+        # Of beams the best ones, which are last.
+        last = (place + 1) * width
+        outputs[row.index] = [
+          part.completion(generation, i) for i in range(last - number, last)
+        ]
     return [output for i in range(self._num_outputs) for output in outputs[i]]
-
-  def _beams_of(self, generation: Generation, row: int) -> list[Completion]:
-    """The best `num_samples` beams of a row, the best one last."""
-    width = self.options.num_beams or 1
-    number = self.options.num_samples
-    last = (row + 1) * width
-    rows = range(last - number, last)
-    return [from_generation(generation, i, self._tokenizer) for i in rows]
 
   def completion(self, generation: Generation, row: int) -> Completion:
     """The completion of one row of a `Generation` on the host."""
-    output = from_generation(generation, row, self._tokenizer)
-    if self.request.lenience is not None:
-      output = dataclasses.replace(output, lossless=False)
-    return output
+    lossless = self.request.lenience is None
+    return from_generation(generation, row, self._tokenizer, lossless)
 
   def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
     """What each of the `completions` was decoded from.
@@ -751,8 +741,7 @@ class TextBatch:
       sources[row.index] = (row.inputs, row.prompt[1:])
       if not self._target.has_encoder:
         sources[row.index] = row.prompt, ()
-    number = self.options.num_samples if self._searches else 1
-    return [source for source in sources for _ in range(number)]
+    return [source for source in sources for _ in range(self._per_row)]
 
   def text(self) -> Text:
     """The text of an output of this batch, before its first token."""

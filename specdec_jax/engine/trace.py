@@ -21,7 +21,6 @@ import rich.text
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters.base import check_chain
 from specdec_jax.engine.completion import Text
-from specdec_jax.engine.request import options_of
 from specdec_jax.text.tokenizer import Tokenizer
 
 Token = TypeVar('Token')
@@ -110,19 +109,15 @@ class Round(Generic[Token]):
 
 
 def record(
-  engine: Any,
-  text: str | Sequence[int],
-  gamma: int | None = None,
-  **options: Any,
+  engine: Any, text: str | Sequence[int], **options: Any
 ) -> list[Round[int]]:
   """Decodes one text speculatively and returns its rounds, as ids.
 
   Args:
     engine: an `Engine` with a drafter.
     text: the input, as text or as ids.
-    gamma: proposals per round; None is the engine's.
-    **options: as for `Engine.generate`. With `stop_strings` the last round
-      keeps the tokens that it produced past the string.
+    **options: as for `Engine.generate`, including `gamma`. With `stop_strings`
+      the last round keeps the tokens that it produced past the string.
 
   Returns:
     The rounds; their `kept` tokens, put together, are the output, a stop id
@@ -132,11 +127,10 @@ def record(
     ValueError: as for `Engine.generate`, there is no drafter, or the target's
       logits were invalid.
   """
-  num_beams = options_of(options).num_beams
-  if num_beams is not None:
-    raise unexpected('num_beams', 'None in a trace, of one output', num_beams)
   check_chain(engine.drafter, 'trace')
-  batch = engine.text_batch([text], True, gamma=gamma, **options)
+  batch = engine.text_batch([text], True, **options)
+  if (num_beams := batch.options.num_beams) is not None:
+    raise unexpected('num_beams', 'None in a trace, of one output', num_beams)
   return [
     # Without proposals the loop is the plain one, which has no drafts.
     update.round or Round((), 0, next(iter(update.tokens), None))
