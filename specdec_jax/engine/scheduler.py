@@ -68,7 +68,7 @@ class PoolSettings:
 
   rows: int = 16
   refill: int | None = None
-  gammas: Mapping[int, int | Drafting] | None = None
+  gammas: Mapping[int, Drafting] | None = None
   sizes: Sequence[int] | None = None
   least_length: int = 0
 
@@ -79,8 +79,8 @@ class PoolSettings:
         check_number(name, getattr(self, name), 1)
     if self.gammas is not None:
       if not self.gammas:
-        raise unexpected('gammas', 'rows -> gamma, or None', self.gammas)
-      for rows, gamma in self.gammas.items():
+        raise unexpected('gammas', 'rows -> Drafting, or None', self.gammas)
+      for rows in self.gammas:
         check_number('rows of gammas', rows, 1)
         if not isinstance(gamma, Drafting):
           check_gamma(gamma)
@@ -104,7 +104,7 @@ class DraftPolicy:
     least_length: see `PoolSettings`.
   """
 
-  def __init__(self, engine: Any, settings: PoolSettings, request: Request):
+  def __init__(self, settings: PoolSettings, request: Request, multiple: int):
     """
     Args:
       engine: says how drafts of each gamma end. Pools have a multiple of its
@@ -153,11 +153,6 @@ class DraftPolicy:
     larger = [rows for rows in self._by_rows if rows >= size]
     return self._by_rows[min(larger, default=max(self._by_rows))]
 
-  def is_too_short(self, batch: TextBatch) -> bool:
-    """Whether rows end before their drafter pays."""
-    rows = batch.rows
-    return bool(rows) and rows[0].max_length < self.least_length
-
 
 @dataclasses.dataclass(frozen=True)
 class Update:
@@ -202,7 +197,6 @@ class Row:
     shows_rounds: whether its updates have rounds; then it streams.
     is_cancelled: whether nobody wants it any more.
   """
-
   batch: TextBatch
   index: int = 0
   streams: bool = False

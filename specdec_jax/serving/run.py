@@ -107,7 +107,7 @@ def worker_of(config: ServeConfig) -> tuple[Worker, str]:
     'loaded',
     model=name,
     gammas=worker.policy.gammas,
-    least_length=worker.policy.least_length,
+    least_length=worker.least_length,
   )
   return worker, name
 

@@ -69,6 +69,8 @@ class Worker(Scheduler):
     engine: the engine whose models decode.
     settings: sizes and limits.
     speculates: whether a drafter helps.
+    least_length: greedy rows that may have fewer tokens are decoded plainly,
+      see `Calibration.least_length`.
     is_compiled: whether all programs are. Rows are taken once those for one row
       are; until the others are, pools are smaller and inputs read wider.
     failure: what ended the threads; None if it is well.
@@ -97,13 +99,13 @@ class Worker(Scheduler):
     """
     self.engine, self.settings = engine, settings
     pool = PoolSettings(rows=settings.rows, sizes=settings.sizes)
-    pays = True
+    pays, self.least_length = True, 0
     if measured is not None:
       measured.direct(engine, settings.rows)
       plan = measured.plan(settings.rows, engine)
       pays = any(drafting.gamma for drafting in plan.values())
-      least = measured.least_length(1)
-      pool = dataclasses.replace(pool, gammas=plan, least_length=least)
+      pool = dataclasses.replace(pool, gammas=plan)
+      self.least_length = measured.least_length(1)
     self.speculates: bool = engine.has_drafter and pays
     if settings.speculative is not None:
       self.speculates = settings.speculative
@@ -172,7 +174,8 @@ class Worker(Scheduler):
       deadline=time.monotonic() + self.settings.max_seconds,
       search=search,
     )
-    if row.is_simple and self.policy.is_too_short(batch):
+    is_short = any(each.max_length < self.least_length for each in batch.rows)
+    if row.is_simple and is_short:
       row.is_plain = True
     return row
 
