@@ -110,7 +110,6 @@ class Drafter(NamedTuple):
     params: the parameters that `init` and `propose` take: a table, a tuple of
       the parameters of its parts, or () if there are none. A `Model` stands for
       its parameters, which an engine reads and places.
-    models: the models that the drafter asks, to check that they fit a target.
     network: the one network whose likeliest tokens are proposed; None if the
       drafter is something else, which no beam search can use.
     tree: the tree that is proposed, of which each draft is the first
@@ -130,13 +129,21 @@ class Drafter(NamedTuple):
   commit: Callable[[DrafterState, jax.Array], DrafterState]
   name: str = ''
   params: Any = ()
-  models: tuple[Model, ...] = ()
   network: LanguageModel | None = None
   tree: TreeShape | None = None
   reads_encoder: bool = False
   adapts: bool = False
   reads_features: bool = False
   made_for: tuple[str, ...] = ()
+
+  @property
+  def models(self) -> list[Model]:
+    """The models that the drafter asks, to check that they fit a target.
+
+    Once an engine has placed the parameters, there are none among them.
+    """
+    leaves = jax.tree.leaves(self.params)
+    return [leaf for leaf in leaves if isinstance(leaf, Model)]
 
 
 # The plain loop's: with a gamma of 0 it is never asked.

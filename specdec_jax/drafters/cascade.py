@@ -178,7 +178,6 @@ def cascade(
     commit,
     f'cascade({drafter.name}, {gamma})',
     (own.params, drafter.params),
-    (*own.models, *drafter.models),
     reads_encoder=own.reads_encoder or drafter.reads_encoder,
   )
 

@@ -46,8 +46,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   produced, and nothing of the input.
   """
   if isinstance(model, Model):
-    made = small_model(model.network)
-    return made._replace(params=model, models=(model.without_params(),))
+    return small_model(model.network)._replace(params=model)
 
   def init(params, inputs, max_length, prompt, encoded):
     return read_prompt(

@@ -102,7 +102,6 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     commit,
     name,
     params=(first.params, second.params),
-    models=(*first.models, *second.models),
     reads_encoder=first.reads_encoder or second.reads_encoder,
     reads_features=first.reads_features or second.reads_features,
     made_for=(*first.made_for, *second.made_for),
