@@ -10,8 +10,9 @@ import rich.console
 import small_vocabulary
 from small_vocabulary import network
 from specdec_jax import files
+from specdec_jax.checks import memory
 from specdec_jax.cli import gin_flags
-from specdec_jax.measure import acceptance, calls, record
+from specdec_jax.measure import acceptance, record
 from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
 from specdec_jax.paper import plots, printed, reproduce
@@ -248,7 +249,7 @@ def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
 
 
 def test_a_pair_that_does_not_fit_is_said_once(tmp_path, monkeypatch):
-  monkeypatch.setattr(calls, 'device_bytes', lambda: 10_000)
+  monkeypatch.setattr(memory, 'device_bytes', lambda: 10_000)
   config = dataclasses.replace(suite(tmp_path), items=('table4',))
   reproduce.reproduce(config, quiet())
   report = (tmp_path / 'report.md').read_text()

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checks import memory
 from specdec_jax.checks.fields import (
   check_number,
   check_type,
@@ -206,12 +205,7 @@ class Engine:
     self._partition = partition = placement.partition()
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout
-    self.room = Room(
-      target,
-      drafter,
-      placement.param_dtype,
-      memory.device_bytes if partition is None else memory.all_bytes,
-    )
+    self.room = Room(target, drafter, placement)
     self.room.check(1, 1, max_decode_len, 1 + self.gamma)
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len

@@ -1,7 +1,7 @@
 """Checks that target and drafter fit: each other, a tokenizer, the memory."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -144,18 +144,16 @@ class Room:
     self,
     target: Model,
     drafter: Drafter | None,
-    dtype: str,
-    free: Callable[[], int | None],
+    placement: partitioning.Placement,
   ):
     """
     Args:
       target: the target.
       drafter: the drafter, or None.
-      dtype: of the parameters on the devices, those of models of the drafter
-        excepted that were loaded with one of their own.
-      free: returns the free bytes of all devices that the parameters go to;
-        None is unknown.
+      placement: says which devices the parameters go to, and in which dtype,
+        but for models of the drafter that were loaded with one of their own.
     """
+    dtype = placement.param_dtype
     drafts = drafter.models if drafter else ()
     models = (target, *drafts)
     found = [getattr(model.network, 'config', None) for model in models]
@@ -165,7 +163,8 @@ class Room:
     )
     parts = target, *jax.tree.leaves(drafter.params if drafter else ())
     self._unread = sum(_unread_bytes(part, dtype) for part in parts)
-    self._free = free
+    on_one = placement.on_one_device
+    self._free = memory.device_bytes if on_one else memory.all_bytes
 
   def placed(self) -> None:
     """Tells that the parameters are on the devices: they are free no more."""
@@ -269,9 +268,9 @@ def check_pair(
   for model in drafter.models:
     _check_draft(target, model)
     _check_side('draft', model, tokenizer)
+
   def is_table(value: Any) -> bool:
     return isinstance(value, NGramTable)
-
 
   for table in jax.tree.leaves(drafter.params, is_leaf=is_table):
     if is_table(table):

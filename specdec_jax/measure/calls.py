@@ -28,7 +28,6 @@ from specdec_jax.checks.fields import (
   check_types,
   unexpected,
 )
-from specdec_jax.checks.memory import all_bytes, device_bytes
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
@@ -516,8 +515,7 @@ class BenchmarkConfig(Timing):
   def check_memory(self) -> None:
     """Raises DoesNotFitError if the pair does not fit."""
     target, draft = self.models
-    free = device_bytes if self.placement.on_one_device else all_bytes
-    room = Room(target, small_model(draft), self.placement.param_dtype, free)
+    room = Room(target, small_model(draft), self.placement)
     self.check_room(room, target.network, self.batch, max(self.gammas))
 
   def pair(self) -> PlacedPair:
