@@ -1,6 +1,5 @@
 """Beam search through the engine, a run of lines, and a task: as people ask."""
 
-import io
 import json
 
 import jax
@@ -8,31 +7,26 @@ import numpy as np
 import pytest
 import rich.console
 
+import calibration_test
 import small_vocabulary
 import toy_models
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import infer
 from specdec_jax.checks import memory
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
-from specdec_jax.engine import calibration
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import Continuous
-from specdec_jax.measure.record import describe
 from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 
 
-@pytest.fixture(scope='module')
-def models():
-  return [toy_models.chain_model(VOCAB_SIZE, noise) for noise in (0, 1)]
+LIMITS = {'gamma': 2, 'max_input_len': 16, 'max_decode_len': 8}
 
 
 @pytest.fixture(scope='module')
-def engine(models, tokenizer):
-  return Engine(
-    *models, tokenizer=tokenizer, gamma=2, max_input_len=16, max_decode_len=8
-  )
+def engine(tokenizer):
+  return toy_models.chain_engine(tokenizer, **LIMITS)
 
 
 @pytest.fixture(scope='module')
@@ -114,7 +108,7 @@ def test_batches_do_not_change_beams(engine, beams):
   assert engine.num_programs == before
 
 
-def test_what_knows_no_beams(engine, models, tokenizer):
+def test_what_knows_no_beams(engine, tokenizer):
   for ask in (
     lambda **beams: list(engine.stream(TEXTS[0], **beams)),
     lambda **beams: engine.trace(TEXTS[0], **beams),
@@ -122,10 +116,8 @@ def test_what_knows_no_beams(engine, models, tokenizer):
   ):
     with pytest.raises(ValueError, match='num_beams'):
       ask(num_beams=2)
-  copies = Engine(
-    models[0], prompt_lookup(), tokenizer=tokenizer,
-    max_input_len=16, max_decode_len=8,
-  )  # fmt: skip
+  model = toy_models.chain_model(VOCAB_SIZE)
+  copies = Engine(model, prompt_lookup(), tokenizer=tokenizer, **LIMITS)
   with pytest.raises(ValueError, match='drafter'):
     copies.generate(TEXTS, num_beams=2, speculative=True)
   # On a CPU nobody asks the drafter unless told to.
@@ -149,7 +141,7 @@ def decode_lines(engine, folder, **changes):
     task_feature_lengths={'inputs': 16, 'targets': 8},
     **(options | changes),
   )
-  infer.decode(config, console=rich.console.Console(file=io.StringIO()))
+  infer.decode(config, console=rich.console.Console(quiet=True))
   (path,) = out.glob('*.jsonl-*-of-*1')
   return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -170,17 +162,13 @@ def test_a_task(engine, beams, tmp_path, samples):
 
 def test_a_calibration_is_of_single_outputs(engine, tmp_path):
   path = str(tmp_path / 'calibration.json')
-  choice = calibration.Choice(1, 2, 1.5, (1.4, 1.6), (1.0, 1.2, 1.5))
-  calibration.Calibration(
-    engine.fingerprints, describe()['device'], 0.0, (choice,), {}
-  ).save(path)
+  calibration_test.make(fingerprints=engine.fingerprints).save(path)
   with pytest.raises(ValueError, match='calibration.*num_beams'):
     decode_lines(engine, tmp_path, calibration=path)
 
 
-def test_what_does_not_go_together(models, tokenizer, tmp_path, monkeypatch):
-  limits = dict(tokenizer=tokenizer, max_input_len=16)
-  rests = Engine(*models, fallback=True, max_decode_len=8, **limits)
+def test_what_does_not_go_together(tokenizer, tmp_path, monkeypatch):
+  rests = toy_models.chain_engine(tokenizer, fallback=True, **LIMITS)
   with pytest.raises(ValueError, match='fallback'):
     decode_lines(rests, tmp_path)
   with pytest.raises(ValueError, match='batching'):
@@ -192,7 +180,7 @@ def test_what_does_not_go_together(models, tokenizer, tmp_path, monkeypatch):
   monkeypatch.setattr(memory, 'device_bytes', lambda *_: free[0])
   network = small_vocabulary.network(1)
   model = Model(network, network.init(jax.random.key(0)))
-  small = Engine(model, max_decode_len=512, **limits)
+  small = Engine(model, tokenizer=tokenizer, max_decode_len=512)
   free[0] = 2**16
   with pytest.raises(memory.DoesNotFitError, match='or fewer beams'):
     small.generate(TEXTS[:1], num_beams=12, speculative=False)

@@ -8,6 +8,7 @@ import pytest
 import rich.console
 
 import small_vocabulary
+import toy_models
 from specdec_jax import Engine
 from specdec_jax.engine.calibration import Calibration, Choice, device_name
 from specdec_jax.measure.compare import (
@@ -17,7 +18,6 @@ from specdec_jax.measure.compare import (
   plot,
   side_by_side,
 )
-from trace_test import chain
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def lines(tmp_path):
 
 
 def _engine(tokenizer, noise, target=0.0):
+  sides = (
+    toy_models.chain_model(small_vocabulary.VOCAB_SIZE, x)
+    for x in (target, noise)
+  )
   return Engine(
-    chain(target),
-    chain(noise),
-    tokenizer=tokenizer,
-    max_input_len=16,
-    max_decode_len=16,
+    *sides, tokenizer=tokenizer, max_input_len=16, max_decode_len=16
   )
 
 

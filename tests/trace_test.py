@@ -1,21 +1,18 @@
 """Figure 1: recorded rounds are those of the decode, and are shown safely."""
 
-import functools
 import html
 import io
 import itertools
 import re
 
-import numpy as np
 import pytest
 import rich.console
 
-import small_vocabulary
 import toy_models
+from small_vocabulary import VOCAB_SIZE
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.trace import Round
-from specdec_jax.models.model import Model
 
 GAMMA, MAX_OUTPUT = 3, 12
 TEXT = 'the old house sings'
@@ -28,25 +25,9 @@ ROUNDS = [
 ]
 
 
-@functools.cache
-def chain(noise: float) -> Model:
-  """A Markov chain; with noise it often, not always, agrees with the other."""
-  size = small_vocabulary.VOCAB_SIZE
-  rng = np.random.default_rng(0)
-  table = 4 * rng.normal(size=(size, size))
-  network = toy_models.MarkovModel(table + noise * rng.normal(size=table.shape))
-  return Model(network, network.params)
-
-
-def make_engine(tokenizer, noise=0.0, gamma=GAMMA) -> Engine:
-  return Engine(
-    chain(0.0),
-    chain(noise),
-    tokenizer=tokenizer,
-    gamma=gamma,
-    max_input_len=16,
-    max_decode_len=MAX_OUTPUT,
-  )
+def make_engine(tokenizer, noise=0, gamma=GAMMA) -> Engine:
+  limits = {'max_input_len': 16, 'max_decode_len': MAX_OUTPUT}
+  return toy_models.chain_engine(tokenizer, noise, gamma=gamma, **limits)
 
 
 def check(engine, text, **options) -> list[Round[int]]:
@@ -76,7 +57,7 @@ def check(engine, text, **options) -> list[Round[int]]:
 
 
 def test_sampled_rounds_are_those_of_the_decode(tokenizer):
-  engine = make_engine(tokenizer, noise=2.0)
+  engine = make_engine(tokenizer, noise=1)
   sampled = dict(temperature=1.0, verification='block')
   rounds = check(engine, TEXT, **sampled, seed=1, stop_ids=[])
   accepted = {one.num_accepted for one in rounds}
@@ -111,7 +92,7 @@ def test_no_tokens_no_drafter_and_gamma_0(tokenizer):
   rounds = check(engine, TEXT)
   assert all(not one.proposed and len(one.kept) == 1 for one in rounds)
   assert trace.record(engine, '') == []
-  alone = Engine(chain(0.0), tokenizer=tokenizer)
+  alone = Engine(toy_models.chain_model(VOCAB_SIZE), tokenizer=tokenizer)
   with pytest.raises(ValueError, match='needs a drafter'):
     trace.record(alone, TEXT)
   with pytest.raises(ValueError, match='num_accepted: .* from 0 to 2'):
