@@ -10,7 +10,6 @@ import dataclasses
 import json
 import re
 import secrets
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,20 +90,6 @@ class ApiError(Exception):
     kind = _KINDS.get(status, kind)
     error = {'message': message, 'type': kind, 'param': param, 'code': code}
     self.body: dict[str, Any] = {'error': error}
-
-
-class Busy(ApiError):
-  """The queue is full."""
-
-  def __init__(self, message: str):
-    super().__init__(message, None, 429, 'queue_full')
-
-
-class Stopped(ApiError):
-  """The server does not take requests: it is stopping, or has failed."""
-
-  def __init__(self, message: str):
-    super().__init__(message, None, 503)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -211,10 +196,10 @@ class CompletionRequest:
     ]
 
 
-_TYPES = {
-  name: hint
-  for name, hint in typing.get_type_hints(CompletionRequest).items()
-  if name not in ('is_chat', 'prompts', 'prompt_ids')
+_TYPES: dict[str, Any] = {
+  field.name: field.type
+  for field in dataclasses.fields(CompletionRequest)
+  if field.init
 }
 _KNOWN = {*_TYPES, *_EMPTY, *_NEUTRAL}
 
