@@ -60,7 +60,7 @@ def serving(made):
 
   def run():
     try:
-      asyncio.run(made.run())
+      asyncio.run(made.serve())
     except BaseException as error:
       failed.append(error)
       raise
@@ -70,7 +70,7 @@ def serving(made):
   try:
     yield made
   finally:
-    made.stop()
+    made.should_exit = True
     thread.join(600)
     assert not thread.is_alive() and not failed
 
@@ -580,7 +580,7 @@ def test_a_stop_finishes_what_was_taken(engine, monkeypatch):
     wait_until(
       lambda: scheduler.num_rows == 6 or all(one.done() for one in asked)
     )
-    made.stop()
+    made.should_exit = True
     whole, streamed = (one.result() for one in asked)
     # uvicorn sees the stop at its next look, a tenth of a second later at most.
     wait_until(lambda: refuses(made.port))
@@ -596,7 +596,7 @@ def test_a_stop_ends_what_takes_too_long(engine, monkeypatch):
     body = {'prompt': TEXTS[0], 'stream': True}
     url = f'{address}{PATH}'
     with httpx.stream('POST', url, json=body, timeout=300) as answer:
-      made.stop()
+      made.should_exit = True
       text = answer.read().decode()
   assert 'is stopping' in text and text.endswith('data: [DONE]\n\n')
 
