@@ -89,9 +89,8 @@ class Application:
       'speculates': worker.speculates,
     }
     self._template, self._no_chat = _template_of(self._engine, name)
-    errors = (ApiError, HTTPException, Exception)
+    errors = (ApiError, HTTPException, ClientDisconnect, Exception)
     handlers: Any = dict.fromkeys(errors, self._error)
-    handlers[ClientDisconnect] = self._left_early
     self._routes = Starlette(
       routes=[
         Route('/', self._page),
@@ -164,6 +163,8 @@ class Application:
   # Errors.
 
   async def _error(self, request: Request, error: Any) -> Response:
+    if isinstance(error, ClientDisconnect):
+      return Response(status_code=LEFT)
     if isinstance(error, HTTPException):
       message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
       error = ApiError(message, status=error.status_code)
@@ -172,9 +173,6 @@ class Application:
       error = ApiError(message, status=500)
     headers = _HEADERS.get(error.status)
     return JSONResponse(error.body, error.status, headers)
-
-  async def _left_early(self, request: Request, error: Exception) -> Any:
-    return Response(status_code=LEFT)
 
   # What is not decoded.
 
@@ -212,10 +210,14 @@ class Application:
         raise ApiError(self._no_chat)
     data = await self._body(request)
     loop = asyncio.get_running_loop()
-    if len(data) > _LARGE or template is not None:
-      answer = await asyncio.to_thread(self._answer, data, loop, template)
-    else:
-      answer = self._answer(data, loop, template)
+
+    def read() -> Answer:
+      limits = self._settings
+      asked = protocol.parse(data, self._engine, limits, self.name, template)
+      return Answer(asked, self._worker, self.metrics, self.name, loop)
+
+    is_long = len(data) > _LARGE or template is not None
+    answer = await asyncio.to_thread(read) if is_long else read()
     # Whatever happens, they end with the request.
     request.state.rows.extend(answer.rows)
     self._worker.take(answer.rows)
@@ -236,18 +238,6 @@ class Application:
     finally:
       whole.cancel()
       left.cancel()
-
-  def _answer(
-    self,
-    data: bytes,
-    loop: asyncio.AbstractEventLoop,
-    template: ChatTemplate | None,
-  ) -> Answer:
-    body = protocol.parse_json(data)
-    request = protocol.parse(
-      body, self._engine, self._settings, self.name, template
-    )
-    return Answer(request, self._worker, self.metrics, self.name, loop)
 
   async def _body(self, request: Request) -> bytes:
     most, seconds = self._settings.max_body, self._settings.body_seconds
