@@ -870,59 +870,50 @@ def test_overload(url, scheduler, want, held):
 # The shipped pair, as users serve it.
 
 
-def demo_texts():
-  lines = (ROOT / 'demo/input.txt').read_text('utf-8').splitlines()
-  return [line for line in lines if line.strip()]
-
-
 @pytest.mark.slow
-def test_ten_thousand_requests():
-  """All are answered, and as when they came alone; memory does not grow."""
-  texts = demo_texts()
-  with Served('--port', '0', '--rows', '16') as served:
+def test_ten_thousand_requests_and_a_stop():
+  """All are answered, and as when they came alone; memory does not grow.
+
+  At a stop who was taken is answered or, at the limit, told that it ends.
+  """
+  lines = (ROOT / 'demo/input.txt').read_text('utf-8').splitlines()
+  texts = [line for line in lines if line.strip()]
+
+  def asked(count, **options):
+    """Texts in turn, and their requests; each other one is a stream."""
+    some = [texts[i % len(texts)] for i in range(count)]
+    bodies = [load.body(t, i % 2 > 0, **options) for i, t in enumerate(some)]
+    return some, bodies
+
+  with Served('--port', '0', '--rows', '16', '--drain-seconds=0.1') as served:
     served.until(lambda: served.said('compiled'))
     replies, _ = load.closed(served.url, [*map(load.body, texts)], 1)
     outputs = {t: one.text for t, one in zip(texts, replies, strict=True)}
-
-    def ask(count):
-      asked = [texts[i % len(texts)] for i in range(count)]
-      bodies = [load.body(t, i % 2 > 0) for i, t in enumerate(asked)]
+    memory = []
+    for count in (1000, 10_000):
+      some, bodies = asked(count)
       replies, _ = load.closed(served.url, bodies, 64)
       assert not any(map(is_busy, replies))
-      check(asked, replies, outputs)
-      return counters(served.url)['process_resident_memory_bytes']
-
-    before = ask(1000)
-    after = ask(10_000)
-    assert after <= 1.02 * before, (before, after)
-    found = counters(served.url)
+      check(some, replies, outputs)
+      found = counters(served.url)
+      memory.append(found['process_resident_memory_bytes'])
+    assert memory[1] <= 1.02 * memory[0], memory
     for name in ('num_requests_running', 'num_requests_waiting'):
       assert found[f'specdec:{name}'] == 0
     assert found['specdec:compilations_total'] == 0
-
-
-@pytest.mark.slow
-def test_sigterm_under_load():
-  """Who was taken is answered or, at the limit, told that it ends."""
-  texts = demo_texts()
-  with Served('--port', '0', '--rows', '4', '--drain-seconds=0.5') as made:
-    made.until(lambda: made.said('compiled'))
-    bodies = [
-      load.body(texts[i % len(texts)], i % 2 > 0, max_tokens=100)
-      for i in range(4000)
-    ]
+    before = len(texts) + 11_000
+    _, bodies = asked(4000, max_tokens=100)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-      running = pool.submit(load.closed, made.url, bodies, 64)
-      wait_until(lambda: len(made.log) > 100)
-      assert made.end() == 0
+      running = pool.submit(load.closed, served.url, bodies, 64)
+      wait_until(lambda: len(served.lines) > before + 100)
+      assert served.end() == 0
       replies, _ = running.result()
-  rows = made.said('stopping')['rows']
-  assert rows > 32
+  assert served.said('stopping')['rows'] > 32
   # Who was taken hears why it ends; who came too late was not let in.
   errors = [x.error for x in replies if x.error and x.first is not None]
   assert errors and all('is stopping' in error for error in errors), errors
-  logged = [one['status'] for one in made.log if one.get('path') == PATH]
+  logged = [one['status'] for one in served.log if one.get('path') == PATH]
   assert set(logged) <= {200, 503}
   # Each answer that the server began has reached its client.
   begun = [reply.first is not None or reply.error is None for reply in replies]
-  assert logged.count(200) == sum(begun) > 64
+  assert logged.count(200) - before == sum(begun) > 64
