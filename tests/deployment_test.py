@@ -1,8 +1,8 @@
 """docs/Dockerfile and docs/specdec.service, by running what they run.
 
-There is neither Docker nor systemd where tests run: below a folder that stands
-for / the Dockerfile's files are copied and its commands run, and what both of
-them start is started, asked, and told to end as they do.
+There is neither Docker nor systemd where tests run: the Dockerfile becomes a
+script, below a folder that stands for /, and what both of them start is
+started, asked, and told to end as they do.
 """
 
 import json
@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
 import subprocess
 
 import pytest
@@ -66,54 +65,41 @@ def test_the_image_and_the_unit_start_the_same_as_nobody():
   assert unit['ProtectSystem'] == 'strict'
 
 
-def moved(text: str, root: pathlib.Path) -> str:
-  """The text, with the machine's folders below another root."""
-  return _OURS.sub(lambda found: f'{root}{found[0]}', text)
+@pytest.mark.slow
+def test_what_the_dockerfile_runs(tmp_path):
+  def below(text):
+    """The text, with the machine's folders below another root."""
+    return _OURS.sub(lambda found: f'{tmp_path}{found[0]}', text)
 
-
-@pytest.fixture(scope='module')
-def root(tmp_path_factory):
-  """The file system after the Dockerfile's COPY and RUN."""
-  made = tmp_path_factory.mktemp('root')
+  steps = []
   for name, text in instructions():
     if name == 'COPY':
-      *sources, target = shlex.split(text)
-      to = made / target.lstrip('/')
-      for source in sources:
-        path = ROOT / source
-        if path.is_dir():
-          shutil.copytree(path, to, ignore=lambda *_: {'__pycache__'})
-        else:
-          to.mkdir(parents=True, exist_ok=True)
-          shutil.copy(path, to)
-    if name == 'RUN':
-      # Only root gives files away; the test's user starts it.
-      command = moved(text, made).replace('chown', 'true')
-      done = subprocess.run(
-        ['bash', '-c', command], capture_output=True, text=True, cwd=made
-      )
-      if 'No matching distribution' in done.stderr:
-        pytest.skip('needs a package index')
-      assert done.returncode == 0, done.stderr
-  assert not (made / 'src').exists()
-  return made
-
-
-@pytest.mark.slow
-def test_what_the_dockerfile_runs(root):
-  pairs = [pair.partition('=') for pair in words('ENV')]
-  environment = {key: moved(value, root) for key, _, value in pairs}
-  command = [moved(word, root) for word in words('ENTRYPOINT')]
-  probe = [moved(word, root) for word in words('HEALTHCHECK')]
+      folder = os.path.dirname(text.split()[-1])
+      steps.append(f'mkdir -p {folder} && cp -r {text}')
+    if name == 'RUN':  # only root gives files away; the test's user starts it
+      steps.append(text.replace('chown', 'true'))
+  done = subprocess.run(
+    ['bash', '-c', below(' && '.join(steps))],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+  )
+  if 'No matching distribution' in done.stderr:
+    pytest.skip('needs a package index')
+  assert done.returncode == 0, done.stderr
+  assert not (tmp_path / 'src').exists()
+  pairs = [below(pair).partition('=') for pair in words('ENV')]
   with Served(
     *('--port', '0', '--rows', '1', '--max-input-length', '8'),
-    command=command,
-    env={'PATH': os.environ['PATH']} | environment,
-    cwd=root / 'var/cache/specdec',
+    command=[below(word) for word in words('ENTRYPOINT')],
+    env={'PATH': os.environ['PATH']} | {key: value for key, _, value in pairs},
+    cwd=tmp_path / 'var/cache/specdec',
   ) as served:
     port = served.url.rpartition(':')[2]
+    probe = [below(word) for word in words('HEALTHCHECK')]
     probe = [word.replace(f':{_FREE}/', f':{port}/') for word in probe]
     assert subprocess.run(probe).returncode == 0
     assert served.ask('Good!')
     assert served.end() == 0
-  assert any((root / 'var/cache/specdec/xla').iterdir()), 'nothing was kept'
+  kept = tmp_path / 'var/cache/specdec/xla'
+  assert any(kept.iterdir()), 'nothing was kept'

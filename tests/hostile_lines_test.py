@@ -214,16 +214,9 @@ def test_devices_are_refused(engine, tmp_path):
     pytest.skip(f'needs {path}')
   with pytest.raises(ValueError, match='is a device'):
     decoded(engine, path, tmp_path / 'out', metrics=())
-  for function in (
-    lambda path: list(tasks.read(path)),
-    lambda path: read_prompts(path, len),
-    api_keys,
-    calibration.load,
-    heads.load,
-    ngram_table.load,
-    Tokenizer,
-    record.load,
-  ):
+  of_texts = [lambda path: [*tasks.read(path)], lambda x: read_prompts(x, len)]
+  loads = [module.load for module in (calibration, heads, ngram_table, record)]
+  for function in (*of_texts, *loads, api_keys, Tokenizer):
     with pytest.raises(ValueError, match='is a device'):
       function(path)
 

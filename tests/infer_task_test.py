@@ -168,10 +168,7 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
     (dict(prompt_feature='prompt'), "example 0 has no tokens 'prompt'"),
     (dict(prompt_feature='targets_pretokenized'), 'has no tokens'),
     (dict(metrics=('blue',)), "metrics is 'blue'.*Nearest known: bleu"),
-    (
-      dict(name=lines, task_feature_lengths=None),
-      'has no targets',
-    ),
+    (dict(name=lines, task_feature_lengths=None), 'has no targets'),
   ):
     with pytest.raises(ValueError, match=message):
       run(never, **options)
@@ -228,22 +225,21 @@ def test_files_are_tasks(tmp_path, tokenizer, name):
 
 
 def test_tasks_that_are_refused(tmp_path, tokenizer):
-  for name in (str(tmp_path / 'none'), 'none.tsv', 'none.jsonl.gz'):
-    with pytest.raises(ValueError, match='task: expected a file .*none'):
-      tasks.find(name, tokenizer)
-  with pytest.raises(ValueError, match='is a folder'):
-    tasks.find(str(tmp_path), tokenizer)
-  with pytest.raises(ValueError, match='task'):
-    tasks.find('wmt_ende', tokenizer)
   path = write(tmp_path, 'a.tsv', 'a\tb\n')
   one, two = map(Tokenizer, small_vocabulary.byte_level(tmp_path))
   # The vocabulary of GPT-2, as files of either kind.
   own = LocalTask('own', {'test': path}, one.path)
   assert tasks.find(own, two) == [own]
-  with pytest.raises(ValueError, match='fingerprint of'):
-    tasks.find(own, tokenizer)
-  with pytest.raises(ValueError, match='eos_id of'):
-    tasks.find(path, Tokenizer(one.path, eos_token='a'))
+  for task, vocabulary, message in (
+    (str(tmp_path / 'none'), tokenizer, 'task: expected a file .*none'),
+    ('none.jsonl.gz', tokenizer, 'task: expected a file .*none'),
+    (str(tmp_path), tokenizer, 'is a folder'),
+    ('wmt_ende', tokenizer, 'task'),
+    (own, tokenizer, 'fingerprint of'),
+    (path, Tokenizer(one.path, eos_token='a'), 'eos_id of'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      tasks.find(task, vocabulary)
 
 
 def test_each_task_of_a_mixture_has_its_files(

@@ -46,21 +46,15 @@ def no_model(**_):
 
 
 @pytest.mark.parametrize(
-  ('name', 'extra', 'number'),
-  [
-    ('uvicorn', 'serve', 0),
-    ('prometheus_client', 'serve', 0),
-    ('ray', 'ray', 2),
-  ],
+  ('name', 'extra', 'number'), [('uvicorn', 'serve', 0), ('ray', 'ray', 2)]
 )
 def test_it_says_which_extra_is_missing(name, extra, number, monkeypatch):
   """Before a model is loaded."""
   for known in ('uvicorn', 'starlette', 'prometheus_client', 'httptools'):
     monkeypatch.setitem(sys.modules, known, types.ModuleType(known))
   monkeypatch.setitem(sys.modules, name, None)
-  config = serving.ServeConfig(
-    no_model, replicas=serving.ReplicaSettings(number)
-  )
+  replicas = serving.ReplicaSettings(number)
+  config = serving.ServeConfig(no_model, replicas=replicas)
   with pytest.raises(ValueError, match=rf'{name}.*specdec_jax\[{extra}\]'):
     serving.serve(config)
 
@@ -86,13 +80,17 @@ class RayError(Exception):
 
 
 @pytest.mark.parametrize('kind', [RayError, RuntimeError])
-def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind):
-  match = r'did not start the replicas: The actor died\.$'
-  with (
-    pytest.raises(replicas.ReplicasError, match=match),
-    replicas._in_a_sentence(RayError),
-  ):
+def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind, monkeypatch):
+  def init(**_):
     raise kind('The actor died.\nmore')
+
+  ray = types.SimpleNamespace(init=init, exceptions=sys.modules[__name__])
+  monkeypatch.setattr(replicas, 'package', lambda *_: ray)
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    settings = serving.ServeSettings(port=free.getsockname()[1])
+  match = r'did not start the replicas: The actor died\.$'
+  with pytest.raises(replicas.ReplicasError, match=match):
+    replicas.run(list, settings, serving.ReplicaSettings(2), [])
 
 
 def demo_engine():

@@ -17,8 +17,9 @@ from specdec_jax.engine.calibration import (
 )
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import record
+from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
-from specdec_jax.serving.worker import Stopped, Worker
+from specdec_jax.serving.worker import Worker
 
 STOPS = tuple(range(3, small_vocabulary.VOCAB_SIZE, 36))
 TEXTS = [text for text in make_texts(24) if len(text) < 60]
@@ -203,7 +204,7 @@ def test_rows_are_themselves_whatever_is_compiled(simple, monkeypatch):
   wait_until(lambda: all_runs)
   beams = Heard(made, SHORT_TEXTS[0], num_beams=2)
   for _ in all_runs:
-    with pytest.raises(Stopped, match='not ready'):  # nothing could search yet
+    with pytest.raises(ApiError, match='not ready'):  # nothing could search yet
       made.take([beams.row])
     turns[0].release()
     turns[1].acquire()
@@ -230,7 +231,7 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
   assert [one.last.error for one in heard] == ['failed'] * 3
   made.join()
   assert 'no device' in made.failure and not made.is_compiled
-  with pytest.raises(Stopped, match='failed'):
+  with pytest.raises(ApiError, match='failed'):
     made.take([heard[0].row])
 
 

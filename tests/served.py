@@ -36,15 +36,17 @@ class Served:
       text=True,
       **({'env': environment, 'cwd': ROOT} | options),
     )
-    self.lines, self.log = [], []
+    self.lines = []
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
 
   def _read(self):
     for line in self.process.stderr:
       self.lines.append(line)
-      if line.startswith('{'):
-        self.log.append(json.loads(line))
+
+  @property
+  def log(self):
+    return [json.loads(line) for line in self.lines if line.startswith('{')]
 
   def said(self, event):
     """The object of an event; None if it has not happened."""

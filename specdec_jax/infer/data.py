@@ -259,10 +259,8 @@ class DecodeConfig:
 
   def identity(self) -> dict[str, Any]:
     """The fields that decide the results, as JSON values."""
-    fields = (field.name for field in dataclasses.fields(self))
-    settings = {
-      name: getattr(self, name) for name in fields if name not in _NOT_DECIDING
-    }
+    fields = vars(self).items()
+    settings = {k: value for k, value in fields if k not in _NOT_DECIDING}
     settings['options'] = dataclasses.asdict(self.options)
     if self.is_task:
       settings['task'] = self.task_name

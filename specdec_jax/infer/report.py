@@ -5,7 +5,6 @@ result block is generated from, so every number has one source.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -293,27 +292,24 @@ def _agreement(
   plain: Sequence[Batch], speculative: Sequence[Batch]
 ) -> dict[str, Any]:
   """Compares the tokens of both ways, output by output."""
-  differences = []
   ours, theirs = completions_of(plain), completions_of(speculative)
-  for number, output in ours.items():
-    other = theirs[number]
-    if list(output.tokens) == list(other.tokens):
-      continue
-    pairs = zip(output.tokens, other.tokens, strict=False)
-    same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    differences.append(
-      {
-        'line': number + 1,
-        'position': len(same),
-        PLAIN: output.text,
-        SPECULATIVE: other.text,
-      }
-    )
+  pairs = [(number, one, theirs[number]) for number, one in ours.items()]
+  differences = [
+    {
+      'line': number + 1,
+      'position': len(os.path.commonprefix([one.tokens, other.tokens])),
+      PLAIN: one.text,
+      SPECULATIVE: other.text,
+    }
+    for number, one, other in pairs
+    if one.tokens != other.tokens
+  ]
   return {'compared': len(ours), 'disagreements': differences}
 
 
-# The rows of the table: title, key in the summary of a way, and format.
-_COUNTS = (
+# The rows of the table: title, key in the summary of a way, and format. Between
+# both stand the metrics.
+_FIRST = (
   ('tokens', 'tokens', ','),
   ('calls of the target', 'target_calls', ','),
   ('tokens per call', 'tokens_per_call', '.2f'),
@@ -321,7 +317,9 @@ _COUNTS = (
   ('ms/token, median', 'ms_per_token_median', '.2f'),
   ('ms/token, total', 'ms_per_token', '.2f'),
 )
-_STARTS = (
+_LAST = (
+  ('speed-up, median', 'speed_up_median', '.2f'),
+  ('speed-up, total', 'speed_up', '.2f'),
   ('compile, s (apart)', 'compile_seconds', '.1f'),
   ('start to first output, s', 'first_output_seconds', '.1f'),
 )
@@ -333,31 +331,28 @@ def table(summary: Mapping[str, Any]) -> Table:
   titles = list(names)
   if not summary.get('lossless', True):
     titles[-1] += ', lossy'
-  rows: list[list[str | None]] = []
-
-  def add(title: str, form: str, values: Sequence[Any]) -> None:
+  measured = summary.get('metrics') or {}
+  ways = [dict(summary[name]) for name in names]
+  for name, way in zip(names, ways, strict=True):
+    of_way = measured.get(name, {})
+    way.update({f'metrics.{key}': value for key, value in of_way.items()})
+  for key in ('speed_up_median', 'speed_up'):
+    if summary.get(key):
+      ways[0][key], ways[-1][key] = 1.0, summary[key]
+  metrics = [
+    (metric, f'metrics.{metric}', '.2f')
+    for metric, value in measured.get(names[0], {}).items()
+    # Other values, such as a signature, are in the summary only.
+    if isinstance(value, float | int)
+  ]
+  rows = []
+  for title, key, form in (*_FIRST, *metrics, *_LAST):
+    values = [way.get(key) for way in ways]
+    if summary.get('num_beams'):  # a level of a search is a token of each beam
+      title = title.replace('token', 'level')
     if any(value is not None for value in values):
       cells = [None if v is None else format(v, form) for v in values]
       rows.append([title, *cells])
-
-  def add_all(keys: Sequence[tuple[str, str, str]]) -> None:
-    for title, key, form in keys:
-      if summary.get(
-        'num_beams'
-      ):  # a level of a search is a token of each beam
-        title = title.replace('token', 'level')
-      add(title, form, [summary[name].get(key) for name in names])
-
-  add_all(_COUNTS)
-  measured = summary.get('metrics') or {}
-  for metric, value in measured.get(names[0], {}).items():
-    # Other values, such as a signature, are in the summary only.
-    if isinstance(value, float | int):
-      add(metric, '.2f', [measured[name].get(metric) for name in names])
-  for title, key in (('median', 'speed_up_median'), ('total', 'speed_up')):
-    if summary.get(key):
-      add(f'speed-up, {title}', '.2f', [1.0, summary[key]])
-  add_all(_STARTS)
   title = ' and '.join(titles)
   return Table(
     'Scoring' if title == SCORING else f'Decoding, {title}',
@@ -407,7 +402,7 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     differing = agreement['disagreements']
     compared = agreement['compared']
     notes.append(
-      f'{"Beams" if summary.get("beams") else "Greedy outputs"} that agree'
+      f'{"Beams" if summary.get("num_beams") else "Greedy outputs"} that agree'
       f' token for token: {compared - len(differing)} of {compared}.'
     )
     notes += [

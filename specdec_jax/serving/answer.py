@@ -30,22 +30,16 @@ from specdec_jax.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # OpenAI's logarithm of no probability
 _FINISH = {'stop_string': 'stop', 'empty': 'stop'}
-# `Update.error` -> status and message.
+# `Update.error` -> arguments of the error of an output that has no end.
 _ENDS = {
-  'deadline': (504, 'The time of the request is over.'),
-  'stopped': (503, 'The server is stopping. Try again later.'),
-  'failed': (500, 'The server has failed; see its log.'),
-  'search failed': (500, 'The beam search failed.'),
+  'deadline': ('The time of the request is over.', None, 504),
+  'stopped': ('The server is stopping. Try again later.', None, 503),
+  'failed': ('The server has failed; see its log.', None, 500),
+  'search failed': ('The beam search failed.', None, 500),
 }
 # The log-probability of a token, None of the first one of a prompt, and ids and
 # log-probabilities of the likeliest tokens at its place, the likeliest first.
 _LogProbs = tuple[float | None, Sequence[tuple[int, float]]]
-
-
-def _ended(why: str) -> ApiError:
-  """The error of an output that ended without a text."""
-  status, message = _ENDS[why]
-  return ApiError(message, status=status)
 
 
 class Answer:
@@ -116,12 +110,10 @@ class Answer:
     """
     index, update = await self._queue.get()
     if update.error is not None:
-      raise _ended(update.error)
-    if update.beams:
-      first = index * self.request.n
-      done = dict(enumerate(update.beams, first))
-    else:
-      done = {index: update.completion} if update.completion else {}
+      raise ApiError(*_ENDS[update.error])
+    done = dict(enumerate(update.beams, index * self.request.n))
+    if update.completion is not None:
+      done = {index: update.completion}
     for completion in done.values():
       if completion.finish_reason == 'error':
         raise ApiError(str(completion.error), status=500)
@@ -272,7 +264,7 @@ class Answer:
         async with self._worker.scoring:
           (score,) = await asyncio.to_thread(run)
     except TimeoutError:
-      raise _ended('deadline') from None
+      raise ApiError(*_ENDS['deadline']) from None
     first: list[_LogProbs] = [(None, ())] if request.echo else []
     tops = score.top or [()] * len(targets)
     return [*first, *zip(score.log_probs, tops, strict=True)][hidden:]

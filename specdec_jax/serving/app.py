@@ -6,18 +6,22 @@ Around starlette's routes are request ids, keys, the log and the counters.
 import asyncio
 import hashlib
 import hmac
-import json
 import pathlib
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import (
+  HTMLResponse,
+  JSONResponse,
+  Response,
+  StreamingResponse,
+)
 from starlette.routing import Route
 
 from specdec_jax.engine.engine import Engine
@@ -75,21 +79,28 @@ class Application:
     self._settings: ServeSettings = worker.settings
     self._keys = [_digest(key.encode()) for key in keys]
     self.metrics = Metrics(worker)
-    self._began = int(time.time())
+    self._card = {
+      'id': name,
+      'object': 'model',
+      'created': int(time.time()),
+      'owned_by': 'specdec_jax',
+      'max_input_len': self._engine.max_input_len,
+      'max_decode_len': self._engine.max_decode_len,
+      'speculates': worker.speculates,
+    }
     self._template, self._no_chat = _template_of(self._engine, name)
-    errors = (ApiError, HTTPException, Exception)
+    errors = (ApiError, HTTPException, ClientDisconnect, Exception)
     handlers: Any = dict.fromkeys(errors, self._error)
-    handlers[ClientDisconnect] = self._left_early
     self._routes = Starlette(
       routes=[
         Route('/', self._page),
-        Route('/v1/completions', self._completions, methods=['POST']),
-        Route('/v1/chat/completions', self._chat, methods=['POST']),
+        Route('/v1/completions', self._decoded, methods=['POST']),
+        Route('/v1/chat/completions', self._decoded, methods=['POST']),
         Route('/v1/models', self._models),
         Route('/v1/models/{name:path}', self._model),
-        Route('/health', self._ready),
-        Route('/health/live', self._live),
-        Route('/health/ready', self._ready),
+        Route('/health', self._health),
+        Route('/health/live', self._health),
+        Route('/health/ready', self._health),
         Route('/metrics', self._metrics),
       ],
       exception_handlers=handlers,
@@ -121,7 +132,7 @@ class Application:
     try:
       answer: Any = self._routes
       if not self._is_open(scope['path'], headers.get(b'authorization', b'')):
-        answer = _json(_NO_KEY.body, _NO_KEY.status)
+        answer = JSONResponse(_NO_KEY.body, _NO_KEY.status)
       await answer(scope, receive, send_noted)
     except Exception:
       # The application has answered as well as it can.
@@ -152,16 +163,16 @@ class Application:
   # Errors.
 
   async def _error(self, request: Request, error: Any) -> Response:
+    if isinstance(error, ClientDisconnect):
+      return Response(status_code=LEFT)
     if isinstance(error, HTTPException):
       message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
       error = ApiError(message, status=error.status_code)
     elif not isinstance(error, ApiError):
       message = 'The server could not answer; its log says why.'
       error = ApiError(message, status=500)
-    return _json(error.body, error.status, _HEADERS.get(error.status))
-
-  async def _left_early(self, request: Request, error: Exception) -> Any:
-    return Response(status_code=LEFT)
+    headers = _HEADERS.get(error.status)
+    return JSONResponse(error.body, error.status, headers)
 
   # What is not decoded.
 
@@ -170,34 +181,20 @@ class Application:
     return HTMLResponse(_PAGE.read_text('utf-8'), 200, headers)
 
   async def _models(self, request: Request) -> Response:
-    return _json({'object': 'list', 'data': [self._card]})
+    return JSONResponse({'object': 'list', 'data': [self._card]})
 
   async def _model(self, request: Request) -> Response:
     protocol.check_model(request.path_params['name'], self.name)
-    return _json(self._card)
+    return JSONResponse(self._card)
 
-  @property
-  def _card(self) -> dict[str, Any]:
-    return {
-      'id': self.name,
-      'object': 'model',
-      'created': self._began,
-      'owned_by': 'specdec_jax',
-      'max_input_len': self._engine.max_input_len,
-      'max_decode_len': self._engine.max_decode_len,
-      'speculates': self._worker.speculates,
+  async def _health(self, request: Request) -> Response:
+    body = {
+      'live': self._worker.failure is None,
+      'ready': self._worker.takes_rows,
+      'compiled': self._worker.is_compiled,
     }
-
-  async def _live(self, request: Request) -> Response:
-    live = self._worker.failure is None
-    return _json({'live': live}, 200 if live else 503)
-
-  async def _ready(self, request: Request) -> Response:
-    live = self._worker.failure is None
-    ready = self._worker.takes_rows
-    body = {'live': live, 'ready': ready}
-    body['compiled'] = self._worker.is_compiled
-    return _json(body, 200 if ready else 503)
+    asked_for = 'live' if request.url.path.endswith('/live') else 'ready'
+    return JSONResponse(body, 200 if body[asked_for] else 503)
 
   async def _metrics(self, request: Request) -> Response:
     kind = 'text/plain; version=0.0.4; charset=utf-8'
@@ -205,25 +202,24 @@ class Application:
 
   # Completions.
 
-  async def _chat(self, request: Request) -> Response:
-    if self._template is None:
-      raise ApiError(self._no_chat)
-    return await self._decoded(request, self._template)
-
-  async def _completions(self, request: Request) -> Response:
-    return await self._decoded(request, None)
-
-  async def _decoded(
-    self, request: Request, template: ChatTemplate | None
-  ) -> Response:
+  async def _decoded(self, request: Request) -> Response:
+    template = None
+    if request.url.path.endswith('/chat/completions'):
+      template = self._template
+      if template is None:
+        raise ApiError(self._no_chat)
     data = await self._body(request)
     loop = asyncio.get_running_loop()
-    if len(data) > _LARGE or template is not None:
-      answer = await asyncio.to_thread(self._answer, data, loop, template)
-    else:
-      answer = self._answer(data, loop, template)
+
+    def read() -> Answer:
+      limits = self._settings
+      asked = protocol.parse(data, self._engine, limits, self.name, template)
+      return Answer(asked, self._worker, self.metrics, self.name, loop)
+
+    is_long = len(data) > _LARGE or template is not None
+    answer = await asyncio.to_thread(read) if is_long else read()
     # Whatever happens, they end with the request.
-    request.scope['state']['rows'].extend(answer.rows)
+    request.state.rows.extend(answer.rows)
     self._worker.take(answer.rows)
     self.metrics.taken(answer.num_prompt_tokens)
     if answer.request.stream:
@@ -237,23 +233,11 @@ class Application:
     try:
       await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
       if whole.done():
-        return _json(whole.result())
+        return JSONResponse(whole.result())
       return Response(status_code=LEFT)  # nobody reads it
     finally:
       whole.cancel()
       left.cancel()
-
-  def _answer(
-    self,
-    data: bytes,
-    loop: asyncio.AbstractEventLoop,
-    template: ChatTemplate | None,
-  ) -> Answer:
-    body = protocol.parse_json(data)
-    request = protocol.parse(
-      body, self._engine, self._settings, self.name, template
-    )
-    return Answer(request, self._worker, self.metrics, self.name, loop)
 
   async def _body(self, request: Request) -> bytes:
     most, seconds = self._settings.max_body, self._settings.body_seconds
@@ -294,9 +278,3 @@ async def _left(request: Request) -> None:
 
 def _digest(key: bytes) -> bytes:
   return hashlib.sha256(key).digest()
-
-
-def _json(
-  body: Any, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-  return Response(json.dumps(body), status, headers, 'application/json')

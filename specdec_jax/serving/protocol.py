@@ -10,12 +10,12 @@ import dataclasses
 import json
 import re
 import secrets
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import (
   check_type,
+  is_a,
   nearest,
   shortened,
   unexpected,
@@ -91,20 +91,6 @@ class ApiError(Exception):
     kind = _KINDS.get(status, kind)
     error = {'message': message, 'type': kind, 'param': param, 'code': code}
     self.body: dict[str, Any] = {'error': error}
-
-
-class Busy(ApiError):
-  """The queue is full."""
-
-  def __init__(self, message: str):
-    super().__init__(message, None, 429, 'queue_full')
-
-
-class Stopped(ApiError):
-  """The server does not take requests: it is stopping, or has failed."""
-
-  def __init__(self, message: str):
-    super().__init__(message, None, 503)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -211,10 +197,10 @@ class CompletionRequest:
     ]
 
 
-_TYPES = {
-  name: hint
-  for name, hint in typing.get_type_hints(CompletionRequest).items()
-  if name not in ('is_chat', 'prompts', 'prompt_ids')
+_TYPES: dict[str, Any] = {
+  field.name: field.type
+  for field in dataclasses.fields(CompletionRequest)
+  if field.init
 }
 _KNOWN = {*_TYPES, *_EMPTY, *_NEUTRAL}
 
@@ -230,12 +216,11 @@ def naming_the_field(otherwise: str = 'prompt') -> Iterator[None]:
     yield
   except ValueError as error:
     message = str(error)[:500]
-    first = re.match(r'\w*', message)
-    name = first[0] if first else ''
+    name, *_ = re.split(r'\W', message)
     raise ApiError(message, name if name in _KNOWN else otherwise) from error
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
+def _parse_json(data: bytes) -> dict[str, Any]:
   """The object that a body holds, without its fields that are null.
 
   Raises:
@@ -266,17 +251,18 @@ def check_model(asked_for: str, name: str) -> None:
 
 
 def parse(
-  body: Mapping[str, Any],
+  data: bytes,
   engine: Engine,
   settings: ServeSettings,
   model: str,
   template: ChatTemplate | None = None,
 ) -> CompletionRequest:
-  """Checks a request for completions or, with a template, of a chat.
+  """Reads a body that asks for completions or, with a template, of a chat.
 
   Raises:
     ApiError: a field is wrong or unknown.
   """
+  body = _parse_json(data)
   with naming_the_field('messages' if template else 'prompt'):
     request = CompletionRequest(**_checked(body))
     request.is_chat = template is not None
@@ -290,10 +276,8 @@ def parse(
       request.stop = [request.stop]
     if template is not None:
       request.prompts = [_chat_ids(template, request.messages)]
-    elif isinstance(request.prompt, str) or _is_ids(request.prompt):
-      request.prompts = [request.prompt]
-    elif _is_several(request.prompt):
-      request.prompts = request.prompt
+    else:
+      request.prompts = _prompts(request.prompt)
     _check(body, request, engine, settings)
     request.prompt_ids = [
       engine.input_ids(prompt, request.source_lang)
@@ -402,15 +386,12 @@ def _check(
       raise unexpected(name, expected, body.get(name))
 
 
-def _is_ids(value: Any) -> bool:
-  ids = isinstance(value, list) and bool(value)
-  return ids and all(type(token) is int for token in value)
-
-
-def _is_several(value: Any) -> bool:
-  if not isinstance(value, list):
-    return False
-  return all(isinstance(v, str) for v in value) or all(map(_is_ids, value))
+def _prompts(value: Any) -> Sequence[Any]:
+  """The prompts of a field that is one of them or several; none if neither."""
+  if isinstance(value, str) or value and is_a(value, list[int]):
+    return [value]
+  are = is_a(value, list[str]) or is_a(value, list[list[int]]) and all(value)
+  return value if are else ()
 
 
 def _chat_ids(template: ChatTemplate, messages: Any) -> list[int]:

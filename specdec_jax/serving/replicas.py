@@ -92,27 +92,21 @@ def run(
   listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
-  with contextlib.ExitStack() as ends, _in_a_sentence(ray.exceptions.RayError):
-    # What JAX, the models and the drafter need is in the replicas alone.
-    ray.init(include_dashboard=False, configure_logging=False)
-    ends.callback(say, 'stopped')
-    ends.callback(ray.shutdown)
-    ends.enter_context(_until_a_signal())
-    ray_serve.start(http_options=address)
-    say('listening', url=url, replicas=replicas.number)
-    app = _deployment(ray_serve, make, settings, replicas, keys).bind()
-    ends.callback(_end, ray_serve, settings)
-    ray_serve.run(app, name=NAME, route_prefix='/')
-    say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
-    threading.Event().wait()
-
-
-@contextlib.contextmanager
-def _in_a_sentence(kind: type[Exception]) -> Iterator[None]:
-  """Inside, what Ray raises becomes a `ReplicasError`."""
   try:
-    yield
-  except (kind, RuntimeError) as error:
+    with contextlib.ExitStack() as ends:
+      # What JAX, the models and the drafter need is in the replicas alone.
+      ray.init(include_dashboard=False, configure_logging=False)
+      ends.callback(say, 'stopped')
+      ends.callback(ray.shutdown)
+      ends.enter_context(_until_a_signal())
+      ray_serve.start(http_options=address)
+      say('listening', url=url, replicas=replicas.number)
+      app = _deployment(ray_serve, make, settings, replicas, keys).bind()
+      ends.callback(_end, ray_serve, settings)
+      ray_serve.run(app, name=NAME, route_prefix='/')
+      say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
+      threading.Event().wait()
+  except (ray.exceptions.RayError, RuntimeError) as error:
     line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     raise ReplicasError(f'Ray did not start the replicas: {line}') from error
 

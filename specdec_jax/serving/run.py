@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types, package
+from specdec_jax.checks.fields import check_types, package, unexpected
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
@@ -87,7 +87,7 @@ def serve(
 
       server = Server(*worker_of(config), keys)
       with _sigterm_once():
-        asyncio.run(server.run())
+        asyncio.run(server.serve())
 
 
 def worker_of(config: ServeConfig) -> tuple[Worker, str]:
@@ -123,19 +123,19 @@ def api_keys(path: str | None) -> list[str]:
     ValueError: there is no such file, or no key in it; or the environment's
       text is not empty and holds no key.
   """
-  if path is None:
-    text = os.environ.get(_KEYS, '')
-    keys = [key.strip() for key in text.split(',') if key.strip()]
-    if text and not keys:  # somebody thinks that the server is locked
-      raise ValueError(f'Expected keys in {_KEYS}, found none; unset it.')
-    return keys
-  try:
-    lines = files.read_small(path, _MOST_KEYS).decode().splitlines()
-  except (OSError, ValueError) as error:
-    raise ValueError(f'No keys could be read from {path!r}: {error}') from error
-  keys = [line.strip() for line in lines if line.strip()]
-  if not keys:
-    raise ValueError(f'Expected a key on each line of {path!r}, found none.')
+  text = os.environ.get(_KEYS, '').replace(',', '\n')
+  if path is not None:
+    try:
+      text = files.read_small(path, _MOST_KEYS).decode()
+    except (OSError, ValueError) as error:
+      message = f'No keys could be read from {path!r}: {error}'
+      raise ValueError(message) from error
+  keys = [line.strip() for line in text.splitlines() if line.strip()]
+  if not keys and (path is not None or text):
+    # Somebody thinks that the server is locked.
+    raise unexpected(
+      path or _KEYS, 'one key or more', text, 'Give or unset it.'
+    )
   return keys
 
 

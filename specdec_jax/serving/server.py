@@ -34,8 +34,8 @@ _TOO_LATE, _TOO_LARGE = (
 )
 
 
-class Server:
-  """A worker behind HTTP.
+class Server(uvicorn.Server):
+  """A worker behind HTTP; `should_exit` ends it as a signal does.
 
   Attributes:
     application: what answers.
@@ -50,25 +50,25 @@ class Server:
     settings = dataclasses.replace(self._settings, max_connections=most)
     self._socket = listening_socket(settings)
     self.port: int = self._socket.getsockname()[1]
-    made: Any = uvicorn  # its types know less than it takes
-    self._uvicorn: Any = made.Server(
-      made.Config(
+    options: dict[str, Any] = {  # uvicorn's types know less than it takes
+      'http': functools.partial(Connection, settings, {}),
+      'timeout_keep_alive': settings.idle_seconds,
+      'timeout_graceful_shutdown': math.ceil(settings.end_seconds),
+    }
+    super().__init__(
+      uvicorn.Config(
         self.application,
         lifespan='off',
         log_config=None,
         access_log=False,
         server_header=False,
-        http=functools.partial(Connection, settings, {}),
         ws='none',
-        timeout_keep_alive=settings.idle_seconds,
-        timeout_graceful_shutdown=math.ceil(settings.end_seconds),
+        **options,
       )
     )
-    self._shutdown = self._uvicorn.shutdown
-    self._uvicorn.shutdown = self._drain
 
-  async def run(self) -> None:
-    """Serves until a signal, or `stop`.
+  async def serve(self, sockets: Any = None) -> None:
+    """Serves until a signal, or `should_exit`.
 
     Raises:
       RuntimeError: the scheduler failed.
@@ -78,7 +78,7 @@ class Server:
     self._worker.start()
     watch = asyncio.create_task(self._watch())
     try:
-      await self._uvicorn.serve([self._socket])
+      await super().serve([self._socket])
     finally:
       watch.cancel()
       self._worker.stop()
@@ -87,10 +87,6 @@ class Server:
       say('stopped')
     if self._worker.failure is not None:
       raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
-
-  def stop(self) -> None:
-    """Ends it as a signal does; any thread may call it."""
-    self._uvicorn.should_exit = True
 
   async def _watch(self) -> None:
     """Ends the server if the scheduler fails."""
@@ -103,15 +99,15 @@ class Server:
         gc.collect()
         gc.freeze()
       await asyncio.sleep(0.1)
-    self.stop()
+    self.should_exit = True
 
-  async def _drain(self, sockets: Any = None) -> None:
+  async def shutdown(self, sockets: Any = None) -> None:
     """Finishes what was taken, within a limit."""
     self._worker.refuse('The server is stopping. Try again later.')
     say('stopping', rows=self._worker.num_rows)
     loop = asyncio.get_running_loop()
     loop.call_later(self._settings.drain_seconds, self._worker.stop)
-    await self._shutdown(sockets)
+    await super().shutdown(sockets)
 
 
 def _connections(most: int) -> int:

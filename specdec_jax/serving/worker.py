@@ -31,10 +31,9 @@ from specdec_jax.engine.scheduler import (
   Update,
   widths_of,
 )
-from specdec_jax.models import backend
 from specdec_jax.probs import SamplingParams
 from specdec_jax.serving.log import say
-from specdec_jax.serving.protocol import Busy, Stopped
+from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
 
 _LOG = logging.getLogger(__name__)
@@ -109,6 +108,8 @@ class Worker(Scheduler):
     self.speculates: bool = engine.has_drafter and pays
     if settings.speculative is not None:
       self.speculates = settings.speculative
+    if self.speculates:
+      _ = engine.drafter  # raises if there is none
     self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
     self._texts = self._texts_of_all_widths()
     batch = self._some(self._texts[-1], max_length=1)
@@ -183,28 +184,30 @@ class Worker(Scheduler):
     """Queues rows, all of them or none; those without a text end at once.
 
     Raises:
-      Busy: there is no room for all of them.
-      Stopped: no rows are taken.
+      ApiError: there is no room for all of them, or no rows are taken.
     """
     decoded = [row for row in rows if row.batch.rows]
     with self._lock:
       if self._refuses is not None:
-        raise Stopped(self._refuses)
+        raise ApiError(self._refuses, status=503)
       if not self.is_compiled and any(row.search for row in rows):
-        raise Stopped(_NOT_READY)
+        raise ApiError(_NOT_READY, status=503)
       most, waiting = self.settings.max_waiting, self.num_waiting
       if waiting + len(rows) > most:
-        raise Busy(
+        message = (
           f'{waiting} outputs wait, and {len(rows)} more would be more than'
           f' {most}. Try again later.'
         )
+        raise ApiError(message, status=429, code='queue_full')
       self._taken.update(decoded)
       self._searches.extend(row for row in decoded if row.search is not None)
       self.submit(row for row in decoded if row.search is None)
     for row in rows:
       if not row.batch.rows:
-        nothing = Update(completion=row.batch.passed_over[0])
-        row.tell(Update(beams=row.search(0) or ()) if row.search else nothing)
+        done = row.batch.completions()
+        row.tell(
+          Update(beams=done) if row.search else Update(completion=done[0])
+        )
 
   def cancel(self, rows: Iterable[Any]) -> None:
     """Ends rows whose outputs nobody wants any more; they hear nothing."""
@@ -424,9 +427,8 @@ class Worker(Scheduler):
   # Requests.
 
   def _batch(self, text: Any, **options: Any) -> TextBatch:
-    speculative = self.speculates
-    if options.get('num_beams') is not None:
-      speculative = speculative and backend.kind() != 'cpu'
+    # The engine knows where beams are slower with a drafter.
+    speculative = None if self.speculates else False
     return self.engine.text_batch([text], speculative, **options)
 
   def _some(self, text: Any, **options: Any) -> TextBatch:
