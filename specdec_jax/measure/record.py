@@ -92,9 +92,9 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
   path = os.fspath(path)
   try:
     record = files.read_json(path)
-  except (OSError, ValueError) as error:
-    raise ValueError(f'The record {path!r} cannot be read: {error}.') from error
-  kind = record.get('kind') if isinstance(record, dict) else None
+  except ValueError as error:
+    raise ValueError(f'The record {path!r} cannot be read: {error}') from error
+  kind = record.get('kind')
   if kind is None or (kinds and kind not in kinds):
     expected = f'one of {sorted(kinds)}' if kinds else 'one'
     raise unexpected(f'{path}: kind', expected, kind)

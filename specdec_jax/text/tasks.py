@@ -16,7 +16,6 @@ of T5's own task definitions (Raffel et al. 2020, appendix D).
 
 import dataclasses
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -651,7 +650,7 @@ def _example(
     raise ValueError(f'{place}: {line.error}.')
   if kind == 'jsonl':
     used = {'inputs': inputs_field, 'targets': targets_field}
-    return _of_object(json_object(line.text, place), place, used)
+    return _of_object(files.json_object(line.text, place), place, used)
   columns = line.text.split('\t') if kind == 'tsv' else [line.text]
   if len(columns) > 2:
     raise unexpected(place, 'source<TAB>target', f'{len(columns)} columns')
@@ -699,23 +698,6 @@ def check_feature_lengths(
   for feature, length in lengths.items():
     check_choice(f'TASK_FEATURE_LENGTHS of task {task!r}', feature, features)
     check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
-
-
-def json_object(line: str, place: str) -> dict[str, Any]:
-  """The JSON object of a line.
-
-  Raises:
-    ValueError: the line is not a JSON object; the message names the place.
-  """
-  try:
-    value = json.loads(line)
-  except RecursionError as error:
-    raise ValueError(f'{place}: its JSON is nested too deep.') from error
-  except ValueError as error:
-    raise ValueError(f'{place} is not JSON: {error}.') from error
-  if not isinstance(value, dict):
-    raise unexpected(place, 'a JSON object', value)
-  return value
 
 
 def read_inputs(path: str) -> list[str]:
