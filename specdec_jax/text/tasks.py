@@ -281,10 +281,7 @@ class SeqioTask:
     check_split(self, split.split('[')[0])
     check_vocabularies(task)
     dataset = task.get_dataset(lengths or None, split, shuffle=False)
-    ends = {
-      key: feature.vocabulary.eos_id
-      for key, feature in task.output_features.items()
-    }
+    ends = self.eos_ids()
     return (plain(example, ends) for example in dataset.as_numpy_iterator())
 
   def metric_functions(self) -> list[metrics.Metric]:
@@ -304,16 +301,9 @@ class SeqioTask:
     return [functools.partial(measure, metric=metric) for metric in functions]
 
   def eos_ids(self) -> dict[str, int]:
-    """Feature -> the id of its end of sequence.
-
-    Raises:
-      ValueError: one of 'inputs' and 'targets' is missing.
-    """
-    features = self.task.output_features
-    if not {*FEATURES} <= {*features}:
-      where = f'features of the seqio task {self.name!r}'
-      raise unexpected(where, f'{FEATURES} among them', sorted(features))
-    return {key: features[key].vocabulary.eos_id for key in FEATURES}
+    """Feature -> the id of its end of sequence."""
+    features = self.task.output_features.items()
+    return {key: feature.vocabulary.eos_id for key, feature in features}
 
 
 Task = LocalTask | SeqioTask
@@ -416,6 +406,9 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
     ValueError: the task lacks one of the two features, or as for its examples.
   """
   ends = task.eos_ids()
+  if not {*FEATURES} <= ends.keys():
+    where = f'features of the task {task.name!r}'
+    raise unexpected(where, f'{FEATURES} among them', sorted(ends))
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
   for example in task.examples(split):  # the caller decides about lengths
     for key, rows in sides.items():
@@ -468,14 +461,12 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   if os.path.isdir(path):
     path = os.path.join(path, SENTENCEPIECE)
 
-  def two_sides(dataset):
-    def sides(example):
-      inputs = ''
-      if described.inputs is not None:
-        inputs = tf.strings.join([described.prefix, example[described.inputs]])
-      return {'inputs': inputs, 'targets': example[described.targets]}
-
-    return dataset.map(sides, num_parallel_calls=tf.data.AUTOTUNE)
+  @seqio.map_over_dataset
+  def two_sides(example):
+    inputs = ''
+    if described.inputs is not None:
+      inputs = tf.strings.join([described.prefix, example[described.inputs]])
+    return {'inputs': inputs, 'targets': example[described.targets]}
 
   # Otherwise seqio would begin to download data that are missing.
   source = seqio.TfdsDataSource(described.tfds, read_only=True)
@@ -718,9 +709,7 @@ def read_inputs(path: str) -> list[str]:
 
 
 def read_prompts(
-  source: str | LocalTask,
-  count: Callable[[str], int],
-  limit: int | None = None,
+  source: str | LocalTask, count: Callable[[str], int], limit: int | None = None
 ) -> list[str]:
   """Returns the texts that can be decoded, in their order.
 
