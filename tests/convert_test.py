@@ -76,7 +76,7 @@ def test_what_arrays_do_not_tell(tmp_path, source):
   out = converted(place, tmp_path / 'out', 'safetensors', model)
   assert folders.read(out)[0] == SILU
   if source == 'safetensors':
-    assert huggingface.special_ids(out) == ids
+    assert folders.special_ids(out) == ids
 
 
 @all_targets

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 import toy_families
-from specdec_jax.checkpoints import families
+from specdec_jax.checkpoints import families, huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.models.t5 import T5Config
 
@@ -119,6 +119,11 @@ def read(folder, dtype=None, sharding=None):
   """The configuration and the parameters of a folder."""
   opened = open_checkpoint(folder, dtype=dtype)
   return opened.config, opened.read(dtype, sharding)
+
+
+def special_ids(folder):
+  described = json.loads((folder / 'config.json').read_text())
+  return huggingface.special_ids(folder, described)
 
 
 def write_arrays(folder, arrays, described):

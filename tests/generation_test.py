@@ -7,7 +7,8 @@ import pytest
 
 import small_vocabulary
 import specdec_jax
-from specdec_jax.checkpoints import generation, huggingface
+from load_pair_test import save_folder
+from specdec_jax.checkpoints import generation
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Options
 from specdec_jax.models.model import Model
@@ -51,14 +52,13 @@ def test_options_are_those_of_an_engine():
 def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
   """Of its target alone; config.json counts where there is no other file."""
   network = small_vocabulary.network(1)
-  params = small_vocabulary.weights(network, 0)
-  huggingface.save_huggingface(tmp_path, network.config, params)
+  save_folder(tmp_path, network, 0)
   (tmp_path / 'generation_config.json').unlink()
   file = tmp_path / 'config.json'
   settings = {'num_beams': 4, 'no_repeat_ngram_size': 3}
   file.write_text(json.dumps(json.loads(file.read_text()) | settings))
   model = specdec_jax.load(tmp_path, tokenizer=tokenizer)
-  other = Model(network, params, tokenizer)
+  other = Model(network, small_vocabulary.weights(network, 0), tokenizer)
   limits = dict(max_input_len=8, max_decode_len=4)
   words = r'config.json.* num_beams=4, .*No option does: no_repeat_ngram_size'
   with pytest.warns(UserWarning, match=words) as told:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import small_vocabulary
 import toy_families as toys
 from specdec_jax import infer
 from specdec_jax.checkpoints.convert import ConvertConfig
@@ -29,14 +30,14 @@ from specdec_jax.models.families import network_of
 from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.models.rope import Rope
-from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.t5 import T5Config
 from specdec_jax.partitioning import LogicalAxes, Placement
 
 NAN = float('nan')
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def place(tmp_path, monkeypatch):
   """A working folder."""
   monkeypatch.chdir(tmp_path)
   return tmp_path
@@ -199,11 +200,11 @@ INFER_OUTPUT_DIR = 'outputs'
     ('MIXTURE_OR_TASK_NAME', '5', 'mixture_or_task_name'),
   ],
 )
-def test_values_of_a_run(folder, monkeypatch, macro, value, words):
+def test_values_of_a_run(place, monkeypatch, macro, value, words):
   """Each is an error before anything is compiled; without it all is well."""
   monkeypatch.setattr(jax.stages.Lowered, 'compile', None)
-  (folder / 'demo').symlink_to(gin_flags.ROOT / 'demo')
-  (folder / 'decode.gin').write_text(DECODE)
+  (place / 'demo').symlink_to(gin_flags.ROOT / 'demo')
+  (place / 'decode.gin').write_text(DECODE)
   gin_flags.load(['--gin_file=decode.gin'])
   gin_flags.build(infer.DecodeConfig)
   with pytest.raises(ValueError, match=words):
@@ -235,33 +236,18 @@ def test_bytes_of_a_run_are_those_of_the_cache(config):
   assert cache // 2 < found - in_a_call <= cache
 
 
-@pytest.fixture(scope='module')
-def pair():
-  network = T5(T5Config(**{**SIZES, 'vocab_size': 384}))
-  shapes = jax.eval_shape(network.init, jax.random.key(0))
-  zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-  return Model(network, zeros)
-
-
-class Bytes:
-  """A vocabulary of the 256 bytes."""
-
-  vocab_size, eos_id, path, fingerprint = 300, 1, 'bytes', 'bytes'
-
-  def encode(self, text):
-    return [3 + byte for byte in text.encode()]
-
-
-def test_a_run_that_no_memory_holds(pair, monkeypatch):
+def test_a_run_that_no_memory_holds(tokenizer, monkeypatch):
   """Refused by its bytes before it is compiled, whichever way it is decoded."""
   monkeypatch.setattr(memory, 'free_bytes', lambda: 1 << 20)
   monkeypatch.setattr(jax.stages.Lowered, 'compile', None)
-  engine = Engine(pair, pair, tokenizer=Bytes(), gamma=4)
+  network = small_vocabulary.network(1)
+  model = Model(network, small_vocabulary.weights(network, 0), tokenizer)
+  engine = Engine(model, model, gamma=4)
   for decode in (
     lambda: engine.generate(['a'] * 128, batch_size=128),
     lambda: engine.warmup(['a'] * 128, batch_size=128, speculative=False),
     lambda: Continuous(engine, PoolSettings(rows=4096)).generate(['a']),
-    lambda: Engine(pair, tokenizer=Bytes(), max_decode_len=10**9),
+    lambda: Engine(model, max_decode_len=10**9),
   ):
     with pytest.raises(memory.DoesNotFitError, match='of memory are needed'):
       decode()

@@ -7,6 +7,7 @@ import types
 import pytest
 
 import small_vocabulary
+from load_pair_test import save_folder
 from specdec_jax import notebook
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.engine import loading
@@ -18,10 +19,7 @@ LENGTHS = {'max_input_len': 16, 'max_decode_len': 8}
 def model(tmp_path, tokenizer):
   """A folder as it lies on the hub, with another framework's weights."""
   folder = tmp_path / 'model'
-  network = small_vocabulary.network(1)
-  params = small_vocabulary.weights(network, 0)
-  huggingface.save_huggingface(folder, network.config, params)
-  shutil.copy(tokenizer.path, folder / 'spiece.model')
+  save_folder(folder, small_vocabulary.network(1), 0, tokenizer.path)
   (folder / 'pytorch_model.bin').write_bytes(b'large')
   return folder
 

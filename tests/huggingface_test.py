@@ -1,6 +1,8 @@
 """Hugging Face folders: what is read, what is refused, what is written."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import warnings
@@ -19,33 +21,11 @@ from specdec_jax import checkpoints
 from specdec_jax.checkpoints import config_json, huggingface
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
-from toy_families import assert_same
+from toy_families import assert_same, make
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*arrays are for images')
 all_folders = pytest.mark.parametrize('name', FOLDERS)
 read = folders.read
-
-
-def draw_params(config):
-  """Random parameters; norms and tables differ, so that none can swap."""
-  rng = np.random.default_rng(0)
-
-  def draw(leaf):
-    noise = rng.standard_normal(leaf.shape).astype(np.float32)
-    return 1 + noise / 10 if len(leaf.shape) == 1 else noise / 4
-
-  return jax.tree.map(draw, param_shapes(network_of(config)))
-
-
-def edit(folder, change):
-  """Rewrites model.safetensors by `change`, which gets name -> array."""
-  from safetensors import numpy as safetensors_numpy
-
-  arrays = safetensors_numpy.load_file(folder / huggingface.WEIGHTS)
-  change(arrays)
-  described = json.loads((folder / 'config.json').read_text())
-  folders.write_arrays(folder, arrays, described)
-  return arrays
 
 
 # What is read.
@@ -111,10 +91,8 @@ def test_a_folder(name, tmp_path):
     warnings.simplefilter('always')
     found, params = read(tmp_path)
   assert found == config
-  messages = [str(warning.message) for warning in told]
-  assert any('2 arrays are for images' in text for text in messages) == (
-    name in folders.IMAGES
-  )
+  messages = ' '.join(str(warning.message) for warning in told)
+  assert ('2 arrays are for images' in messages) == (name in folders.IMAGES)
   network = network_of(config)
   checkpoints.check_params(params, param_shapes(network))
   flat = flax.traverse_util.flatten_dict(params, sep='/')
@@ -123,12 +101,8 @@ def test_a_folder(name, tmp_path):
     np.testing.assert_allclose(flat[ours], want, rtol=1e-6, err_msg=ours)
   loaded = specdec_jax.load(tmp_path)
   assert loaded.network == network
-  ends = described.get(
-    'eos_token_id', described.get('decoder', {}).get('eos_token_id', ())
-  )
-  assert loaded.stop_ids == tuple(
-    ends if isinstance(ends, list | tuple) else [ends]
-  )
+  ends = (described.get('decoder', {}) | described).get('eos_token_id', [])
+  assert [*loaded.stop_ids] == (ends if isinstance(ends, list) else [ends])
   placed = read(tmp_path, jnp.bfloat16, jax.devices()[0])[1]
   assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed))
   assert_same(placed, params, jnp.bfloat16)
@@ -292,11 +266,10 @@ def test_sizes_that_transformers_leaves_out():
   stack = {'model_type': 't5_gemma_module'}
   described = {'model_type': 't5gemma', 'encoder': stack, 'decoder': stack}
   found = config_json.read_config(described, 'config.json')
-  assert found.encoder == found.decoder
-  stack = dataclasses.asdict(found.decoder)
   wanted = dict(vocab_size=256_000, emb_dim=2304, num_layers=26, num_heads=8)
   wanted |= dict(num_kv_heads=4, window=4096, layer_kinds=('local', 'global'))
-  assert stack | wanted == stack
+  for stack in (found.encoder, found.decoder):
+    assert dataclasses.replace(stack, **wanted) == stack
 
 
 # What others write into a folder, and no model reads.
@@ -394,21 +367,15 @@ def test_configurations_that_are_refused(case):
 def test_values_of_another_kind(name):
   """A field is refused in a sentence, or does not matter."""
   described = FOLDERS[name][0]
-  parts = [('', described)]
-  parts += [
-    (part, value)
-    for part, value in described.items()
-    if isinstance(value, dict)
-  ]
-  for part, fields in parts:
-    for field in fields:
-      for value in WRONG:
-        changed = fields | {field: value}
-        try:
-          whole = described | {part: changed} if part else changed
-          config_json.read_config(whole, 'config.json')
-        except ValueError:
-          continue
+  inner = {
+    n: value for n, value in described.items() if isinstance(value, dict)
+  }
+  for part, fields in ({'': described} | inner).items():
+    for field, value in itertools.product(fields, WRONG):
+      changed = fields | {field: value}
+      with contextlib.suppress(ValueError):
+        whole = described | {part: changed} if part else changed
+        config_json.read_config(whole, 'config.json')
   with pytest.raises(ValueError, match='config.json: model_type'):
     config_json.read_config(described | {'model_type': None}, 'config.json')
 
@@ -418,10 +385,9 @@ def drop(name):
 
 
 def spoil(arrays):
-  arrays['encoder.block.9.extra.weight'] = np.zeros(3, np.float32)
-  del arrays['decoder.final_layer_norm.weight']
-  name = 'decoder.block.1.layer.1.EncDecAttention.k.weight'
-  arrays[name] = arrays[name].T
+  add('encoder.block.9.extra.weight', 3)(arrays)
+  drop('decoder.final_layer_norm.weight')(arrays)
+  add('decoder.block.1.layer.1.EncDecAttention.k.weight', 20, 12)(arrays)
 
 
 def quantise(arrays):
@@ -487,8 +453,8 @@ def test_broken_folders(tmp_path):
   [('safetensors', 'huggingface'), ('huggingface_hub', 'hub')],
 )
 def test_a_package_is_missing(name, extra, tmp_path, monkeypatch):
+  write_folder(tmp_path, 't5')
   monkeypatch.setitem(sys.modules, name, None)
-  (tmp_path / 'config.json').write_text(json.dumps(FOLDERS['t5'][0]))
   with pytest.raises(ValueError, match=rf'specdec_jax\[{extra}\]'):
     checkpoints.load(tmp_path if extra == 'huggingface' else 'a/b')
 
@@ -496,11 +462,10 @@ def test_a_package_is_missing(name, extra, tmp_path, monkeypatch):
 # Ids.
 
 
-def test_special_ids(tmp_path):
-  described = {'eos_token_id': 1, 'pad_token_id': 0}
-  (tmp_path / 'config.json').write_text(json.dumps(described))
-  assert huggingface.special_ids(tmp_path) == (0, (1,), 0)
-  for ids, want in (
+@pytest.mark.parametrize(
+  ('ids', 'want'),
+  [
+    (None, (0, (1,), 0)),
     (
       {
         'decoder_start_token_id': [0],
@@ -511,13 +476,18 @@ def test_special_ids(tmp_path):
     ),
     ({'decoder_start_token_id': 2}, 'decoder_start_token_id: .* 0.* got 2'),
     ({'eos_token_id': '</s>'}, "eos_token_id: .*'</s>'"),
-  ):
+  ],
+)
+def test_special_ids(ids, want, tmp_path):
+  """Those of generation_config.json go before config.json's."""
+  described = {'eos_token_id': 1, 'pad_token_id': 0}
+  if ids is not None:
     (tmp_path / 'generation_config.json').write_text(json.dumps(ids))
-    if isinstance(want, tuple):
-      assert huggingface.special_ids(tmp_path) == want
-      continue
-    with pytest.raises(ValueError, match=want):
-      huggingface.special_ids(tmp_path)
+  if isinstance(want, tuple):
+    assert huggingface.special_ids(tmp_path, described) == want
+    return
+  with pytest.raises(ValueError, match=want):
+    huggingface.special_ids(tmp_path, described)
 
 
 # What is written.
@@ -525,13 +495,13 @@ def test_special_ids(tmp_path):
 
 def test_round_trip_keeps_every_bit(tmp_path):
   config = folders.UMT5
-  folder, params = tmp_path / 'new' / 'folder', draw_params(config)
+  folder, params = tmp_path / 'new' / 'folder', make(config)[1]
   ids = config_json.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
   huggingface.save_huggingface(folder, config, params, ids=ids)
   found, loaded = read(folder)
   assert found == config
   assert_same(loaded, params)
-  assert huggingface.special_ids(folder) == ids
+  assert folders.special_ids(folder) == ids
   narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
   huggingface.save_huggingface(folder, config, narrow)
   assert_same(read(folder)[1], narrow)
@@ -564,7 +534,7 @@ def test_several_files(tmp_path):
   second.unlink()
   with pytest.raises(ValueError, match=f'{second.name}.* is missing'):
     read(tmp_path)
-  changed = draw_params(folders.T5)
+  changed = make(folders.T5)[1]
   huggingface.save_huggingface(tmp_path, folders.T5, changed)
   assert not list(tmp_path.glob('model-*')) + list(tmp_path.glob('*.index*'))
   assert_same(read(tmp_path)[1], changed)
@@ -578,6 +548,6 @@ def test_the_configuration_is_written_last(tmp_path, monkeypatch):
 
   monkeypatch.setattr('specdec_jax.files.os.fsync', full_disk)
   with pytest.raises(OSError, match='No space left'):
-    huggingface.save_huggingface(tmp_path, folders.T5, draw_params(folders.T5))
+    huggingface.save_huggingface(tmp_path, folders.T5, make(folders.T5)[1])
   with pytest.raises(ValueError, match='config.json'):
     read(tmp_path)

@@ -12,8 +12,7 @@ import specdec_jax
 from small_vocabulary import network as t5_of
 from specdec_jax.checkpoints import families
 
-# Modules that adapters are for, as PEFT calls them; those of GPT-2 have the
-# prefix all the same, and one is square.
+# Modules that adapters are for, as PEFT calls them; one of GPT-2's is square.
 MODULES = {
   't5': [
     'encoder.block.0.layer.0.SelfAttention.q',
@@ -34,29 +33,14 @@ def write(folder, family, arrays):
   folders.write_arrays(folder, arrays, folders.FOLDERS[family][0])
 
 
-def base_of(family, dtype=np.float32):
-  """The arrays of a file; GPT-2's without their prefix."""
-  arrays = folders.arrays_of(family, dtype=dtype)
-  return {n.removeprefix('transformer.'): a for n, a in arrays.items()}
-
-
-def kernel_name(family, module):
-  """What a module's kernel is called in the file of `base_of`."""
-  return f'{module.removeprefix("transformer.")}.weight'
-
-
 def adapter_of(family, base):
   """Module -> A [r, in] and B [out, r]."""
   rng = np.random.default_rng(1)
   found = {}
   for module in MODULES[family]:
-    shape = base[kernel_name(family, module)].shape
-    if family == 'gpt2':
-      shape = shape[::-1]
-    found[module] = (
-      rng.standard_normal((RANK, shape[1])).astype(np.float32),
-      rng.standard_normal((shape[0], RANK)).astype(np.float32),
-    )
+    out, into = base[f'{module}.weight'].shape[:: -1 if family == 'gpt2' else 1]
+    halves = rng.standard_normal((RANK, into)), rng.standard_normal((out, RANK))
+    found[module] = tuple(half.astype(np.float32) for half in halves)
   return found
 
 
@@ -87,12 +71,12 @@ def write_adapter(folder, adapter, said=SAID, **more):
   return folder
 
 
-def merged(family, base, adapter, scale_of):
+def merged(family, base, adapter, scale):
   """The arrays of a file after merging, in float64."""
   found = dict(base)
   for module, (down, up) in adapter.items():
-    name = kernel_name(family, module)
-    change = scale_of(module) * np.einsum('or,ri->oi', up, down, dtype=float)
+    name = f'{module}.weight'
+    change = scale * np.einsum('or,ri->oi', up, down, dtype=float)
     kernel = base[name] + (change.T if family == 'gpt2' else change)
     found[name] = kernel.astype(base[name].dtype)
   return found
@@ -102,7 +86,7 @@ def loaded(folder, adapter=None):
   return specdec_jax.load(folder, adapter=adapter).params
 
 
-def check_same(have, want, rtol=1e-5):
+def check_same(have, want, rtol):
   def compare(leaf, other):
     assert leaf.dtype == other.dtype
     leaf, other = (np.asarray(x, np.float32) for x in (leaf, other))
@@ -111,28 +95,26 @@ def check_same(have, want, rtol=1e-5):
   jax.tree.map(compare, have, want)
 
 
-_SCALES = {
-  'use_rslora': True,
-  'rank_pattern': {'wo': RANK},
-}
-
-
 @pytest.mark.parametrize(
-  ('family', 'dtype', 'said', 'scales'),
+  ('family', 'dtype', 'said', 'divided'),
   [
-    ('t5', np.float32, {}, [ALPHA / RANK] * 3),
-    ('t5', np.float32, _SCALES, [ALPHA / RANK**0.5] * 3),
-    ('gpt2', np.float32, {}, [ALPHA / RANK] * 3),
-    ('llama', jnp.bfloat16, {}, [ALPHA / RANK] * 2),
+    ('t5', np.float32, {}, RANK),
+    (
+      't5',
+      np.float32,
+      {'use_rslora': True, 'rank_pattern': {'wo': RANK}},
+      RANK**0.5,
+    ),
+    ('gpt2', np.float32, {}, RANK),
+    ('llama', jnp.bfloat16, {}, RANK),
   ],
 )
-def test_an_adapter_is_merged(family, dtype, said, scales, tmp_path):
-  base = base_of(family, dtype)
+def test_an_adapter_is_merged(family, dtype, said, divided, tmp_path):
+  base = folders.arrays_of(family, dtype=dtype)
   write(tmp_path / 'base', family, base)
   adapter = adapter_of(family, base)
   place = write_adapter(tmp_path / 'adapter', adapter, SAID | said)
-  scale_of = dict(zip(adapter, scales, strict=True))
-  want = merged(family, base, adapter, scale_of.get)
+  want = merged(family, base, adapter, ALPHA / divided)
   write(tmp_path / 'merged', family, want)
   have = loaded(tmp_path / 'base', place)
   rtol = 1e-5 if dtype == np.float32 else 2**-7
@@ -164,18 +146,13 @@ def _other(module=QUERY, down=20, up=12, rank=RANK, value=1.0):
     ({}, _other(rank=0), r'kernel \[12, 20\], got \[\[0, 20\], \[12, 0\]\]'),
     ({}, _other(value=np.nan), 'SelfAttention.q.* not finite'),
     ({}, {}, 'nothing'),
-    *(
-      ({}, {f'base_model.model.{name}': np.zeros(shape)}, words)
-      for name, shape, words in (
-        ('q.lora_magnitude_vector', (4,), 'q.lora_magnitude_vector'),
-        ('q.lora_A.weight', (3, 16), 'q: .*lora_A'),
-      )
-    ),
+    ({}, {'base_model.model.q.lora_magnitude_vector': np.zeros(4)}, 'q.lora_m'),
+    ({}, {'base_model.model.q.lora_A.weight': np.ones((3, 4))}, 'q: .*lora_A'),
   ],
   ids=str,
 )
 def test_adapters_that_are_refused(said, adapter, words, tmp_path):
-  write(tmp_path / 'base', 't5', base_of('t5'))
+  write(tmp_path / 'base', 't5', folders.arrays_of('t5'))
   arrays = {n: a for n, a in adapter.items() if n.startswith('base_model')}
   adapter = {n: a for n, a in adapter.items() if n not in arrays}
   place = write_adapter(tmp_path / 'adapter', adapter, SAID | said, **arrays)
@@ -194,7 +171,7 @@ def test_an_adapter_of_a_module_that_files_leave_out():
 
 
 def test_what_is_no_adapter_or_no_folder(tmp_path):
-  write(tmp_path / 'base', 't5', base_of('t5'))
+  write(tmp_path / 'base', 't5', folders.arrays_of('t5'))
   with pytest.raises(ValueError, match=f'adapter {tmp_path}'):
     specdec_jax.load(tmp_path / 'base', adapter=tmp_path)
   demo = 'demo/target.msgpack'

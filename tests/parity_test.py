@@ -7,12 +7,25 @@ import pytest
 
 import folders
 import parity
-from huggingface_test import draw_params, edit
 from specdec_jax import partitioning
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.models.families import network_of
+from toy_families import make
 
 pytestmark = parity.MARKS
+
+
+def edit(folder, change):
+  """Rewrites model.safetensors by `change`, which gets name -> array."""
+  from safetensors import numpy as safetensors_numpy
+
+  arrays = safetensors_numpy.load_file(folder / huggingface.WEIGHTS)
+  change(arrays)
+  described = json.loads((folder / 'config.json').read_text())
+  folders.write_arrays(folder, arrays, described)
+  return arrays
+
+
 # One of each family is quick.
 SLOW = {
   'UL2',
@@ -85,7 +98,7 @@ def test_padding_that_is_read_is_seen():
 @pytest.mark.parametrize('name', ['T5 1.0', 'T5 1.1', 'UMT5'])
 def test_transformers_reads_what_is_saved(name, tmp_path):
   model, config, _ = parity.loaded(name)
-  params = draw_params(config)
+  params = make(config)[1]
   huggingface.save_huggingface(tmp_path, config, params)
   loaded = type(model).from_pretrained(tmp_path)
   parity.check_logits(loaded.eval(), config, params)

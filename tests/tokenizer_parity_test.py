@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import random
 import shutil
 
@@ -11,9 +12,10 @@ import parity
 import small_vocabulary
 from small_vocabulary import sentences
 from specdec_jax.text.tokenizer import Tokenizer
-from tasks_test import T5_VOCAB
 
 pytestmark = parity.MARKS
+SHARED = pathlib.Path(__file__).resolve().parents[2] / 'shared'
+T5_VOCAB = SHARED / 'data' / 'vocab' / 't5.spiece.model'
 ADDED = ['<hl>', '<sep>', '{', '}', '<think>']
 # What public reports had in their texts.
 PARTS = [

@@ -120,10 +120,9 @@ def _fields_of(
     if name in known and name not in values:
       with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
         values[name] = derive(values)
-  sizes = {ours: values.get(theirs) for ours, theirs in family.fields.items()}
-  for ours, theirs in family.fields.items():
-    _check_size(sizes[ours], theirs, where)
-  return values, sizes
+  for name in family.fields.values():
+    _check_size(values.get(name), name, where)
+  return values, {ours: values[name] for ours, name in family.fields.items()}
 
 
 def _check_size(value: Any, name: str, where: str) -> None:
@@ -179,8 +178,7 @@ def _activation(values: Described, name: str, where: str) -> str:
 
 
 def _object(values: Described, name: str, where: str) -> Described:
-  if not isinstance(values.get(name), Mapping):
-    raise unexpected(f'{where}: {name}', 'an object', values.get(name))
+  check_type(f'{where}: {name}', values.get(name), Mapping)
   return values[name]
 
 

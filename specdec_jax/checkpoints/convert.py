@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,12 +22,10 @@ from specdec_jax.checkpoints.load import (
   TARGET,
   Opened,
   check_dtype,
-  is_huggingface,
   locate,
   open_checkpoint,
 )
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
-from specdec_jax.files.locations import Location
 from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -113,7 +110,16 @@ def convert(config: ConvertConfig) -> str:
     params = _as_on_disk(params, opened)
   about = _about(config, opened)
   if sizes is not None:
-    _save_safetensors(output, sizes, params, location, about)
+    ids = config_json.T5_IDS
+    if opened.described:
+      folder = pathlib.Path(location.path)
+      ids = huggingface.special_ids(folder, opened.described)
+    with tempfile.TemporaryDirectory(
+      dir=output.parent, prefix=f'.{output.name}.', ignore_cleanup_errors=True
+    ) as unfinished:
+      written = pathlib.Path(unfinished) / output.name
+      huggingface.save_huggingface(written, sizes, params, ids, about)
+      os.rename(written, output)
   elif config.format == 'orbax':
     orbax.save_orbax(output, params, about)
   else:
@@ -160,21 +166,3 @@ def _sizes(
   if not isinstance(sizes, T5Config):
     raise unexpected(source, 'a T5 for safetensors', type(sizes).__name__)
   return sizes
-
-
-def _save_safetensors(
-  output: pathlib.Path,
-  sizes: T5Config,
-  params: Params,
-  source: Location,
-  about: Mapping[str, str],
-) -> None:
-  ids = config_json.T5_IDS
-  if is_huggingface(source):
-    ids = huggingface.special_ids(source.path)
-  with tempfile.TemporaryDirectory(
-    dir=output.parent, prefix=f'.{output.name}.', ignore_cleanup_errors=True
-  ) as unfinished:
-    folder = pathlib.Path(unfinished) / output.name
-    huggingface.save_huggingface(folder, sizes, params, ids, about)
-    os.rename(folder, output)

@@ -122,11 +122,6 @@ def load_arrays(
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def is_rounded(arrays: Mapping[str, DiskArray]) -> bool:
-  """Whether kernels of these are of eight bits, as they are on disk."""
-  return any(array.dtype == integers.INT8 for array in arrays.values())
-
-
 def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
   """Arrays of a checkpoint, kernels of eight bits as float32.
 
@@ -136,8 +131,6 @@ def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
   Args:
     arrays: T5X's name, with slashes -> array; factors fit their kernels.
   """
-  if not is_rounded(arrays):
-    return dict(arrays)
   return {
     name: _product(name, array, arrays[f'{name}_scale'])
     if array.dtype == integers.INT8

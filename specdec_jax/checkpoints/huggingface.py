@@ -19,16 +19,10 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checkpoints import config_json, families, generation, lora
 from specdec_jax.checkpoints.config_json import SpecialIds
-from specdec_jax.checkpoints.disk_arrays import (
-  DiskArray,
-  Params,
-  load_array,
-)
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, load_array
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.safetensors_files import (
-  import_safetensors,
   open_file,
-  read_json,
   view,
   write_file,
 )
@@ -69,7 +63,6 @@ def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
   Raises:
     ValueError: a file is missing or broken, or two files have the same array.
   """
-  import_safetensors()
   arrays: dict[str, DiskArray] = {}
   for file_name in _weight_files(folder):
     opened = open_file(folder / file_name)
@@ -89,7 +82,7 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
       sorted(path.name for path in folder.iterdir())[:8],
       'Save the model with safe_serialization=True.',
     )
-  shards: Any = read_json(folder / INDEX).get('weight_map')
+  shards: Any = files.read_json(folder / INDEX).get('weight_map')
   for name, shard in shards.items() if isinstance(shards, dict) else [('', 0)]:
     # A path would lead out of the folder.
     if not isinstance(shard, str) or pathlib.Path(shard).name != shard:
@@ -108,21 +101,19 @@ def _twice(source: object, first: DiskArray, second: DiskArray) -> ValueError:
 def open_huggingface(
   folder: str | os.PathLike[str],
   network: LanguageModel | None = None,
-  described: Described | None = None,
   dtype: Any = None,
   adapter: str | os.PathLike[str] | None = None,
-) -> tuple[Config, dict[str, DiskArray]]:
+) -> tuple[Described, Config, dict[str, DiskArray]]:
   """Finds the arrays of a model without reading them.
 
   Args:
     folder: folder with config.json and model.safetensors (or its shards).
     network: network that the folder should hold.
-    described: config.json, if it has been read already.
     dtype: dtype that the arrays will have, to check that they fit in memory.
     adapter: folder of a LoRA adapter that is merged, see `lora`; None: none.
 
   Returns:
-    The model's shape, and its arrays by their T5X names.
+    config.json, the model's shape, and its arrays by their T5X names.
 
   Raises:
     ValueError: the package safetensors is missing; a file is missing or broken;
@@ -134,7 +125,7 @@ def open_huggingface(
   if '://' in source:
     raise unexpected(source, 'a folder on this machine', 'one in a bucket')
   folder = pathlib.Path(folder)
-  described = described or read_json(folder / CONFIG)
+  described = files.read_json(folder / CONFIG)
   family = families.family_of(described, source)
   stored, tied = _tidy(_open_files(folder), family, described, source)
   if adapter is not None:
@@ -159,9 +150,8 @@ def open_huggingface(
     config_json.check_config(config, known.config, source)
   elif network is not None:
     check_params(table, param_shapes(network), repr(source))
-  return config, {
-    name: view(stored[row.name], row) for name, row in table.items()
-  }
+  views = {name: view(stored[row.name], row) for name, row in table.items()}
+  return described, config, views
 
 
 def _tidy(
@@ -229,25 +219,21 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
 
 
 def special_ids(
-  folder: str | os.PathLike[str],
-  described: Described | None = None,
-  start_id: int | None = 0,
+  folder: pathlib.Path, described: Described, start_id: int | None = 0
 ) -> SpecialIds:
   """Reads which ids start, end and pad the sequences of a folder's model.
 
   Args:
-    folder: folder with config.json, and perhaps generation_config.json.
-    described: config.json, if it has been read already.
+    folder: where generation_config.json may be.
+    described: what its config.json says.
     start_id: the id that the decoder must start with; None: any.
 
   Raises:
-    ValueError: config.json is missing or broken, an id is not a number, or the
-      decoder starts with another id.
+    ValueError: a file is broken, an id is not a number, or the decoder starts
+      with another id.
   """
-  folder = pathlib.Path(folder)
-  described = described or read_json(folder / CONFIG)
   if (folder / generation.FILE).exists():
-    given = read_json(folder / generation.FILE)
+    given = files.read_json(folder / generation.FILE)
     # Its values take precedence for generation.
     given = {key: value for key, value in given.items() if value is not None}
     described = {**described, **given}
@@ -258,7 +244,7 @@ def unfollowed(folder: pathlib.Path, described: Described) -> str:
   """What a folder asks of `generate` in vain, see `generation.unfollowed`."""
   path = folder / generation.FILE
   if path.exists():
-    described = read_json(path)
+    described = files.read_json(path)
   else:
     path = folder / CONFIG  # as transformers reads it then
   return generation.unfollowed(described, os.fspath(path))

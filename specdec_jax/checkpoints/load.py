@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +16,9 @@ from specdec_jax.checkpoints.disk_arrays import (
   Shardings,
   fingerprint_on_disk,
   in_floats,
-  is_rounded,
   load_arrays,
 )
 from specdec_jax.checkpoints.huggingface import CONFIG
-from specdec_jax.checkpoints.safetensors_files import read_json
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models import sizes
@@ -92,20 +89,22 @@ class Opened:
   Attributes:
     source: where the checkpoint is.
     arrays: T5X's name -> array.
-    config: the shape of its model, if the checkpoint describes it.
+    described: config.json of a Hugging Face folder, {} for others.
+    config: the shape of the model that it describes.
     about: what the checkpoint says beside its arrays: `TARGET` and `MADE_OF`,
       each if it is known.
   """
 
   source: str
   arrays: Mapping[str, DiskArray]
+  described: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   config: Config | None = None
   about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def is_rounded(self) -> bool:
     """Whether its kernels are of eight bits on disk, by `convert`."""
-    return is_rounded(self.arrays)
+    return any(array.dtype == INT8 for array in self.arrays.values())
 
   @property
   def made_for(self) -> str:
@@ -128,7 +127,7 @@ class Opened:
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
     arrays = self.arrays
-    if dtype not in (None, INT8):
+    if self.is_rounded and dtype not in (None, INT8):
       arrays = in_floats(arrays)
     return load_arrays(arrays, self.source, dtype, sharding)
 
@@ -137,7 +136,6 @@ def open_checkpoint(
   path: str | os.PathLike[str],
   network: LanguageModel | None = None,
   *,
-  described: Mapping[str, Any] | None = None,
   dtype: Any = None,
   adapter: str | os.PathLike[str] | None = None,
 ) -> Opened:
@@ -146,7 +144,6 @@ def open_checkpoint(
   Args:
     path: as for `load`.
     network: as for `load`.
-    described: config.json of a Hugging Face folder, if it has been read.
     dtype: dtype that the arrays will have, to check that they fit in memory.
     adapter: folder of a LoRA adapter that is merged, see `lora`; None is none.
 
@@ -158,14 +155,13 @@ def open_checkpoint(
   check_network(network, dtype)
   location = locate(path)
   about: Any = None
+  described: Mapping[str, Any] = {}
   config, is_folder = None, location.is_folder()
   if is_huggingface(location):
-    config, arrays = huggingface.open_huggingface(
-      location.path, network, described, dtype, adapter
+    described, config, arrays = huggingface.open_huggingface(
+      location.path, network, dtype, adapter
     )
     if adapter is None:
-      folder = pathlib.Path(location.path)
-      described = described or read_json(folder / CONFIG)
       about = {name: described.get(field) for name, field in ABOUT.items()}
   elif adapter is not None:
     raise unexpected(
@@ -183,7 +179,7 @@ def open_checkpoint(
     arrays = _checked(arrays, network, str(location))
   about = about if isinstance(about, dict) else {}
   known = {n: about[n] for n in ABOUT if isinstance(about.get(n), str)}
-  return Opened(str(location), arrays, config, known)
+  return Opened(str(location), arrays, described, config, known)
 
 
 def locate(

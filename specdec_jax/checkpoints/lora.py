@@ -17,12 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
 from specdec_jax.checkpoints.families import Family
-from specdec_jax.checkpoints.safetensors_files import (
-  open_file,
-  read_json,
-)
+from specdec_jax.checkpoints.safetensors_files import open_file
 from specdec_jax.checks.fields import check_type, unexpected
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -108,9 +106,9 @@ def adapted(
   folder = pathlib.Path(adapter)
   source = os.fspath(folder)
   if not (folder / CONFIG).is_file():
-    files = f'the files {CONFIG} and {WEIGHTS} of PEFT, on this machine'
-    raise unexpected(f'adapter {source}', files, 'a path without')
-  described = read_json(folder / CONFIG)
+    both = f'the files {CONFIG} and {WEIGHTS} of PEFT, on this machine'
+    raise unexpected(f'adapter {source}', both, 'a path without')
+  described = files.read_json(folder / CONFIG)
   _check(described, os.fspath(folder / CONFIG))
   adapted = dict(stored)
   for module, (down, up) in _halves(folder).items():

@@ -1,4 +1,4 @@
-"""Arrays in safetensors files, and JSON beside them.
+"""Arrays in safetensors files.
 
 The package safetensors comes with the extra `[huggingface]`.
 """
@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
 from specdec_jax.checkpoints.families import Row
-from specdec_jax.checks.fields import check_type, package, unexpected
+from specdec_jax.checks.fields import package, unexpected
 
 # safetensors' names of dtypes.
 _FLOATS: dict[str, Any] = {
@@ -123,23 +122,3 @@ def opened(path: str) -> Iterator[Any]:
 def import_safetensors() -> Any:
   """Returns the package safetensors; ValueError if it is not installed."""
   return package('A Hugging Face folder', 'safetensors', 'huggingface')
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """Reads a JSON object.
-
-  Raises:
-    ValueError: the file is missing, not a regular file, too large, or holds
-      something else.
-  """
-  try:
-    value = files.read_json(path)
-  except OSError as error:
-    raise ValueError(
-      f'{os.fspath(path)!r} cannot be read: {error.strerror}. Expected a'
-      ' Hugging Face folder with config.json and safetensors in it.'
-    ) from error
-  except ValueError as error:
-    raise ValueError(f'{os.fspath(path)!r} is not JSON: {error}.') from error
-  check_type(os.fspath(path), value, Mapping)
-  return value

@@ -8,19 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.config_json import read_config
-from specdec_jax.checkpoints.huggingface import (
-  CONFIG,
-  special_ids,
-  unfollowed,
-)
+from specdec_jax.checkpoints.huggingface import special_ids, unfollowed
 from specdec_jax.checkpoints.load import (
   check_network,
   is_huggingface,
   locate,
   open_checkpoint,
 )
-from specdec_jax.checkpoints.safetensors_files import read_json
 from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.drafters import ngram_table
 from specdec_jax.engine.pair import check_ends, check_vocabulary_size, first_id
@@ -103,12 +97,14 @@ def load(
     )
   check_network(network, dtype)
   location = locate(path, revision)
-  described: dict[str, Any] = {}
-  config: Config | None = None
-  if is_huggingface(location) and '://' not in location.path:
-    folder = pathlib.Path(location.path)
-    described = read_json(folder / CONFIG)
-    config = read_config(described, os.fspath(folder / CONFIG))
+  folder = pathlib.Path(location.path)
+  if network is None and not is_huggingface(location):
+    expected = 'network=T5(T5Config(...)), or another, as it says no sizes'
+    advice = 'In gin: TARGET or DRAFT; gin/models has the published sizes.'
+    raise unexpected(os.fspath(path), expected, None, advice)
+  opened = open_checkpoint(location.path, network, adapter=adapter)
+  described, config = opened.described, opened.config
+  if config is not None:
     if tokenizer is None and is_vocabulary(folder):
       tokenizer = Tokenizer(folder)
     if shortlist is None and (folder / SHORTLIST).exists():
@@ -116,30 +112,20 @@ def load(
   elif shortlist is None:
     beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
     shortlist = beside if os.path.isfile(beside) else None
-  if network is None and not is_huggingface(location):
-    expected = 'network=T5(T5Config(...)), or another, as it says no sizes'
-    advice = 'In gin: TARGET or DRAFT; gin/models has the published sizes.'
-    raise unexpected(os.fspath(path), expected, None, advice)
   if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
     tokenizer = Tokenizer(tokenizer)
-  sizes = network or config
-  if tokenizer is not None and sizes is not None:
-    try:
-      check_vocabulary_size('model', sizes.vocab_size, tokenizer)
-    except ValueError as error:
-      raise ValueError(f'{tokenizer.path!r}: {error}') from error
-    tokenizer = tokenizer.for_network(sizes.vocab_size)
-  opened = open_checkpoint(
-    location.path, network, described=described, adapter=adapter
-  )
-  if network is None and opened.config is not None:
-    # The arrays themselves say whether the output layer is the embedding.
-    config = dataclasses.replace(opened.config, dtype=_computes_in(dtype))
-    network = network_of(config)
+  if network is None and config is not None:
+    network = network_of(dataclasses.replace(config, dtype=_computes_in(dtype)))
   elif dtype is not None and isinstance(network, Network):
     computes_in = _computes_in(dtype)
     network = network_of(dataclasses.replace(network.config, dtype=computes_in))
   assert network is not None
+  if tokenizer is not None:
+    try:
+      check_vocabulary_size('model', network.vocab_size, tokenizer)
+    except ValueError as error:
+      raise ValueError(f'{tokenizer.path!r}: {error}') from error
+    tokenizer = tokenizer.for_network(network.vocab_size)
   model = Model(
     network,
     None,

@@ -11,10 +11,12 @@ import os
 import stat
 import sys
 import tempfile
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 
 MAX_LINE = 4 << 20  # most bytes of a line; a longer line has an error
@@ -281,17 +283,41 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
   return open(path, 'rb')
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-  """The value of a JSON file of at most `MOST_JSON` bytes.
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """The object in a JSON file of at most `MOST_JSON` bytes.
 
   Raises:
-    ValueError: as for `read_small`; or it is not JSON.
-    OSError: it is missing or may not be read.
+    ValueError: the file is missing, is not a regular one, is too large, or
+      holds something else; the message names it.
   """
   try:
-    return json.loads(read_small(path, MOST_JSON))
+    data = read_small(path, MOST_JSON)
+  except OSError as error:
+    raise ValueError(
+      f'{os.fspath(path)!r} cannot be read: {error.strerror}.'
+    ) from error
+  return json_object(data, repr(os.fspath(path)))
+
+
+def json_object(text: str | bytes, place: str) -> dict[str, Any]:
+  """The JSON object in a text.
+
+  Args:
+    text: of a file or of a line.
+    place: where it stands, for the message.
+
+  Raises:
+    ValueError: it is no JSON object.
+  """
+  try:
+    value = json.loads(text)
   except RecursionError as error:
-    raise ValueError('its values are nested too deeply') from error
+    raise ValueError(f'{place}: its JSON is nested too deep.') from error
+  except ValueError as error:
+    raise ValueError(f'{place} is not JSON: {error}.') from error
+  if not isinstance(value, dict):
+    raise unexpected(place, 'a JSON object', value)
+  return value
 
 
 def read_small(path: str | os.PathLike[str], most: int) -> bytes:
@@ -366,23 +392,18 @@ def write_atomically(
     with open(path, 'wb') as stream:
       stream.writelines(parts)
     return
-  folder = os.path.dirname(path) or '.'
+  folder, name = os.path.split(path)
+  temporary = os.path.join(folder, f'.{name}.{uuid.uuid4().hex[:8]}.tmp')
   try:
-    handle, temporary = tempfile.mkstemp(
-      dir=folder, prefix=f'.{os.path.basename(path)}.', suffix='.tmp'
-    )
+    stream = open(temporary, 'xb')
   except OSError as error:
     error.filename = path  # nobody knows the temporary one
     raise
   try:
-    with os.fdopen(handle, 'wb') as stream:
+    with stream:
       stream.writelines(parts)
       stream.flush()
       os.fsync(stream.fileno())
-    # mkstemp makes files private; results should have the usual permissions.
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(temporary, 0o666 & ~umask)
     os.replace(temporary, path)
   except BaseException:
     with contextlib.suppress(FileNotFoundError):

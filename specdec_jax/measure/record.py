@@ -90,11 +90,8 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
     ValueError: the file is missing or broken, or of another kind or version.
   """
   path = os.fspath(path)
-  try:
-    record = files.read_json(path)
-  except (OSError, ValueError) as error:
-    raise ValueError(f'The record {path!r} cannot be read: {error}.') from error
-  kind = record.get('kind') if isinstance(record, dict) else None
+  record = files.read_json(path)
+  kind = record.get('kind')
   if kind is None or (kinds and kind not in kinds):
     expected = f'one of {sorted(kinds)}' if kinds else 'one'
     raise unexpected(f'{path}: kind', expected, kind)

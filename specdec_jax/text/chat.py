@@ -184,6 +184,10 @@ def _environment() -> Any:
 
     intercepted_binops = frozenset({'*', '**', '%'})
 
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any):
+      _check_operands(operator, left, right)
+      return super().call_binop(context, operator, left, right)
+
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any):
       method = getattr(function, '__wrapped__', function)
       text = getattr(method, '__self__', None)
@@ -198,15 +202,11 @@ def _environment() -> Any:
     lstrip_blocks=True,
     extensions=[Generation, 'jinja2.ext.loopcontrols'],
   )
-  environment.filters |= {
-    'tojson': _to_json,
-    'format': lambda form, *args, **named: _modulo(str(form), named or args),
-  }
+  environment.filters |= {'tojson': _to_json, 'format': _format}
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
   environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
   del environment.globals['lipsum']  # which takes as long as it is told to
-  environment.binop_table |= {'*': _times, '**': _power, '%': _modulo}
   environment.extend(step=_step)
   return environment
 
@@ -228,23 +228,22 @@ def _step() -> None:
     raise TimeoutError(f'it takes longer than {_SECONDS:g} s')
 
 
-def _times(left: Any, right: Any) -> Any:
-  for value, times in ((left, right), (right, left)):
-    if isinstance(times, int) and hasattr(value, '__len__'):
-      _check_size(len(value) * times)
-  return left * right
-
-
-def _power(left: Any, right: Any) -> Any:
-  if isinstance(left, int) and isinstance(right, int):
-    _check_size(left.bit_length() * right)
-  return left**right
-
-
-def _modulo(left: Any, right: Any) -> Any:
-  if isinstance(left, str | bytes):
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+  """Raises OverflowError if the two would make a huge value."""
+  if operator == '%' and isinstance(left, str | bytes):
     _check_form(left, right if isinstance(right, tuple) else [right])
-  return left % right
+  elif operator == '**' and isinstance(left, int) and isinstance(right, int):
+    _check_size(left.bit_length() * right)
+  elif operator == '*':
+    for value, times in ((left, right), (right, left)):
+      if isinstance(times, int) and hasattr(value, '__len__'):
+        _check_size(len(value) * times)
+
+
+def _format(form: Any, *args: Any, **named: Any) -> str:
+  values = named or args
+  _check_operands('%', str(form), values)
+  return str(form) % values
 
 
 def _check_form(form: str | bytes, values: Sequence[Any]) -> None:

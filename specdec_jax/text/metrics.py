@@ -17,9 +17,7 @@ _ROUGE = ('rouge1', 'rouge2', 'rougeL', 'rougeLsum')
 
 
 def bleu(
-  targets: Sequence[Target],
-  predictions: Sequence[str],
-  tokenize: str = '13a',
+  targets: Sequence[Target], predictions: Sequence[str], tokenize: str = '13a'
 ) -> dict[str, Any]:
   """Corpus BLEU by sacrebleu, with its default settings.
 

@@ -16,7 +16,6 @@ of T5's own task definitions (Raffel et al. 2020, appendix D).
 
 import dataclasses
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -282,10 +281,7 @@ class SeqioTask:
     check_split(self, split.split('[')[0])
     check_vocabularies(task)
     dataset = task.get_dataset(lengths or None, split, shuffle=False)
-    ends = {
-      key: feature.vocabulary.eos_id
-      for key, feature in task.output_features.items()
-    }
+    ends = self.eos_ids()
     return (plain(example, ends) for example in dataset.as_numpy_iterator())
 
   def metric_functions(self) -> list[metrics.Metric]:
@@ -305,16 +301,9 @@ class SeqioTask:
     return [functools.partial(measure, metric=metric) for metric in functions]
 
   def eos_ids(self) -> dict[str, int]:
-    """Feature -> the id of its end of sequence.
-
-    Raises:
-      ValueError: one of 'inputs' and 'targets' is missing.
-    """
-    features = self.task.output_features
-    if not {*FEATURES} <= {*features}:
-      where = f'features of the seqio task {self.name!r}'
-      raise unexpected(where, f'{FEATURES} among them', sorted(features))
-    return {key: features[key].vocabulary.eos_id for key in FEATURES}
+    """Feature -> the id of its end of sequence."""
+    features = self.task.output_features.items()
+    return {key: feature.vocabulary.eos_id for key, feature in features}
 
 
 Task = LocalTask | SeqioTask
@@ -417,6 +406,9 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
     ValueError: the task lacks one of the two features, or as for its examples.
   """
   ends = task.eos_ids()
+  if not {*FEATURES} <= ends.keys():
+    where = f'features of the task {task.name!r}'
+    raise unexpected(where, f'{FEATURES} among them', sorted(ends))
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
   for example in task.examples(split):  # the caller decides about lengths
     for key, rows in sides.items():
@@ -469,14 +461,12 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   if os.path.isdir(path):
     path = os.path.join(path, SENTENCEPIECE)
 
-  def two_sides(dataset):
-    def sides(example):
-      inputs = ''
-      if described.inputs is not None:
-        inputs = tf.strings.join([described.prefix, example[described.inputs]])
-      return {'inputs': inputs, 'targets': example[described.targets]}
-
-    return dataset.map(sides, num_parallel_calls=tf.data.AUTOTUNE)
+  @seqio.map_over_dataset
+  def two_sides(example):
+    inputs = ''
+    if described.inputs is not None:
+      inputs = tf.strings.join([described.prefix, example[described.inputs]])
+    return {'inputs': inputs, 'targets': example[described.targets]}
 
   # Otherwise seqio would begin to download data that are missing.
   source = seqio.TfdsDataSource(described.tfds, read_only=True)
@@ -651,7 +641,7 @@ def _example(
     raise ValueError(f'{place}: {line.error}.')
   if kind == 'jsonl':
     used = {'inputs': inputs_field, 'targets': targets_field}
-    return _of_object(json_object(line.text, place), place, used)
+    return _of_object(files.json_object(line.text, place), place, used)
   columns = line.text.split('\t') if kind == 'tsv' else [line.text]
   if len(columns) > 2:
     raise unexpected(place, 'source<TAB>target', f'{len(columns)} columns')
@@ -701,23 +691,6 @@ def check_feature_lengths(
     check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 
-def json_object(line: str, place: str) -> dict[str, Any]:
-  """The JSON object of a line.
-
-  Raises:
-    ValueError: the line is not a JSON object; the message names the place.
-  """
-  try:
-    value = json.loads(line)
-  except RecursionError as error:
-    raise ValueError(f'{place}: its JSON is nested too deep.') from error
-  except ValueError as error:
-    raise ValueError(f'{place} is not JSON: {error}.') from error
-  if not isinstance(value, dict):
-    raise unexpected(place, 'a JSON object', value)
-  return value
-
-
 def read_inputs(path: str) -> list[str]:
   """The inputs of `read`; every line must be usable.
 
@@ -736,9 +709,7 @@ def read_inputs(path: str) -> list[str]:
 
 
 def read_prompts(
-  source: str | LocalTask,
-  count: Callable[[str], int],
-  limit: int | None = None,
+  source: str | LocalTask, count: Callable[[str], int], limit: int | None = None
 ) -> list[str]:
   """Returns the texts that can be decoded, in their order.
 

@@ -80,25 +80,12 @@ def is_vocabulary(folder: pathlib.Path) -> bool:
 
 def settings(folder: pathlib.Path) -> dict[str, Any]:
   """What a folder's tokenizer_config.json says; {} without one."""
-  return read_object(folder / _NAMES) | read_object(folder / SETTINGS)
+  return _object_of(folder / _NAMES) | _object_of(folder / SETTINGS)
 
 
-def read_object(file: pathlib.Path) -> dict[str, Any]:
-  """The object of a JSON file; {} if there is no such file.
-
-  Raises:
-    ValueError: it is broken, or no object.
-  """
-  if not file.exists():
-    return {}
-  try:
-    value = files.read_json(file)
-    if not isinstance(value, dict):
-      raise ValueError('it is no JSON object')
-  except (OSError, ValueError) as error:
-    what = f'{os.fspath(file)!r} cannot be read ({error})'
-    raise ValueError(f'{what}. {_COPY}') from error
-  return value
+def _object_of(file: pathlib.Path) -> dict[str, Any]:
+  """The object of a JSON file; {} if there is no such file."""
+  return files.read_json(file) if file.exists() else {}
 
 
 def content(token: Any) -> str:
@@ -140,7 +127,7 @@ def added_tokens(folder: pathlib.Path, config: Mapping[str, Any]):
       expected = 'ids, each with the fields of a token'
       raise unexpected(where, expected, {number: fields}) from error
   special = {*named_tokens(config)}
-  for name, number in read_object(folder / ADDED).items():
+  for name, number in _object_of(folder / ADDED).items():
     if not isinstance(number, int):
       where = f'{os.fspath(folder / ADDED)!r}: {name!r}'
       raise unexpected(where, 'the id of a token', number)
@@ -493,7 +480,7 @@ def m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
   The languages' tokens follow, in an order that is in no file of the folder.
   """
   path = folder / VOCAB
-  numbers = read_object(path)
+  numbers = _object_of(path)
   # The languages follow, so that a part of it would give them other ids.
   is_whole = sorted(numbers.values(), key=str) == sorted(
     range(len(numbers)), key=str

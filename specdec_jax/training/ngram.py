@@ -16,9 +16,9 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.drafters.ngram_table import NGramTable, fit
-from specdec_jax.files import text_lines, writable
+from specdec_jax.files import json_object, text_lines, writable
 from specdec_jax.measure.table import Table, started
-from specdec_jax.text.tasks import BROKEN, json_object, kind_of, read
+from specdec_jax.text.tasks import BROKEN, kind_of, read
 from specdec_jax.text.tokenizer import Tokenizer
 
 

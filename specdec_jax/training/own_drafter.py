@@ -16,6 +16,7 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
+from specdec_jax.checkpoints.safetensors_files import import_safetensors
 from specdec_jax.checks.fields import (
   check_at_least,
   check_types,
@@ -115,7 +116,7 @@ def distil(
   console = console or terminal()
   draft = draft_network(config)
   tokenizer = own_vocabulary(config.target)  # or an error that says what to do
-  huggingface.import_safetensors()
+  import_safetensors()
   _check_folder(config.output_dir)
   learned, held_out = _texts(config, tokenizer)
   ids = {text: tokenizer.whole(text)[:-1] for text in (*learned, *held_out)}
