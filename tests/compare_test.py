@@ -95,11 +95,11 @@ def test_names(lines, names):
     CompareConfig(Engine, lines, [Method(name) for name in names])
 
 
-def calibrated(path, fingerprints):
+def calibrated(path, fingerprints, gamma=1):
   costs = {f'call_{size}': 0.9 + 0.1 * size for size in (1, 2, 3)}
   costs |= {'round_1': 1.2, 'encoder': 2.0, 'draft_encoder': 0.5}
   choice = Choice(
-    1, 1, 1.5, (1.4, 1.6), (1.0, 1.5, 1.25), None, 0.1, (1.0, 1.1, 1.2)
+    1, gamma, 1.5, (1.4, 1.6), (1.0, 1.5, 1.25), 0.1, (1.0, 1.1, 1.2)
   )
   times = {name: {'median': ms} for name, ms in costs.items()}
   record = {'acceptance_rate': {'alpha': 0.8}, 'costs': [{'times_ms': times}]}
@@ -130,6 +130,16 @@ def test_gammas_are_measured_beside_predicted(tokenizer, lines, tmp_path):
   known, unknown = (row['predicted'] for row in rows)
   # An output's start, in either way, leaves less than a token's factor.
   assert 1 < known < 1.8 / 1.2 and unknown is None
+  # Where no gamma pays, one that adapts is the plain loop.
+  adaptive = dataclasses.replace(
+    config,
+    methods=[Method('adaptive', {'gamma': 'adaptive'})],
+    gammas=(),
+    calibrations=calibrated(tmp_path / 'x.json', engine.fingerprints, gamma=0),
+    plot_file=None,
+  )
+  (row,) = compare(adaptive, rich.console.Console(quiet=True))['rows_measured']
+  assert row['acceptance_rate'] is None and row['tokens_per_call'] == 1
   (shown,) = side_by_side([record]).rows
   assert shown[3] == 1 and shown[4] == rows[0]['speed_up']
   before = picture.read_bytes()

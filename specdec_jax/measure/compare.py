@@ -83,8 +83,8 @@ class CompareConfig:
     num_lines: how many lines are decoded; None is all of them.
     repeats: timed repetitions; above temperature 0 each draws other samples.
     calibrations: files of `specdec calibrate`, one a temperature, by which a
-      gamma that is 'adaptive' ends and speed-ups are predicted; None is left
-      out.
+      gamma that is 'adaptive' ends and speed-ups are predicted; where one says
+      that no gamma pays, 'adaptive' decodes plainly. None is left out.
     acceptance: without a calibration, a record of the pair's acceptance: calls
       are timed here, see `calibrate.for_host`. None predicts nothing.
     output_file: path of the record, JSON; None writes none.
@@ -221,7 +221,10 @@ def _rows(
   for method in config.all_methods:
     options = dict(method.options)
     if options.get('gamma') == ADAPTIVE and chosen is not None:
-      options['gamma'] = chosen.rule(1)
+      if chosen.at(1).gamma:
+        options['gamma'] = chosen.rule(1)
+      else:
+        options['speculative'] = False
     methods[method.name] = made[method.engine or config.engine], options
   timed = _timed(config, methods, texts, temperature, rows, advance)
   plain, measured = timed[PLAIN], []
