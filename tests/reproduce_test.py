@@ -183,7 +183,7 @@ def test_shipped_records_are_shown_as_they_are(
 
 # --- The suite of Table 2 --------------------------------------------------
 
-ROW = printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 3.4)
+ROW = printed.Table2Row('ende', 't5_small', 0, 3, 0.75, 0.02, 2.6, 3.4)
 SUITE = BenchmarkConfig(network(1), network(1), name='tiny', decode_len=32)
 
 
