@@ -247,12 +247,9 @@ def check(
     for row in rows:
       results.append(row._asdict() | _checked(config, row, device))
       advance()
-  settings = versions | {
-    'name': config.name,
-    'batch': config.batch,
-    'param_dtype': config.param_dtype,
-    'input_lens': config.input_lens,
-    'decode_lens': config.decode_lens,
+  names = 'name', 'batch', 'param_dtype', 'input_lens', 'decode_lens'
+  settings = versions | {name: getattr(config, name) for name in names}
+  settings |= {
     'usable_bytes': known.usable_bytes,
     'bytes_per_s': known.bytes_per_s,
   }
@@ -275,19 +272,9 @@ def _checked(
   params = PairParams(
     *(place(param_shapes(network, placement)) for network in (target, draft))
   )
-  request = place(
-    jax.eval_shape(
-      lambda: make_request(
-        target,
-        config.batch,
-        config.input_lens[row.task],
-        config.decode_lens[row.task],
-        row.temperature,
-        0,
-        row.gamma,
-      )
-    )
-  )
+  lengths = config.input_lens[row.task], config.decode_lens[row.task]
+  args = target, config.batch, *lengths, row.temperature, 0, row.gamma
+  request = place(jax.eval_shape(functools.partial(make_request, *args)))
   loop = Loop(target, small_model(draft))
   limit = place(jax.ShapeDtypeStruct((), jnp.int32))
   # Unused arguments count too: both models stay loaded.
