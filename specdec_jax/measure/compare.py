@@ -256,9 +256,7 @@ def _timed(
 ) -> dict[str, Timed]:
   """Decodes the texts by each method in turn, after compiling."""
   numbers = range(len(texts))
-  parts: list[Sequence[int]] = [[number] for number in numbers]
-  if rows > 1:
-    parts = [numbers]
+  parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
   outputs: dict[tuple[str, int], list[Any]] = {}
 
   def run(name: str, place: int) -> Run:
@@ -293,7 +291,7 @@ def _timed(
     places = [(name, place) for place in range(len(parts))]
     stats = [
       # The first one compiled.
-      total([one.stats for done in outputs[place][1:] for one in done])
+      total(one.stats for done in outputs[place][1:] for one in done)
       for place in places
     ]
     timed[name] = Timed(
