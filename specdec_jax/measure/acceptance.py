@@ -175,11 +175,8 @@ def decode(
   state = speculative.start(target, drafter, params, request)
   shape = request.inputs.shape[0], request.slots
   first = Overlap(state, jnp.zeros(shape), jnp.zeros(shape, bool))
-
-  def body(carry):
-    return _step(target, drafter, params, request, carry)
-
-  return lax.while_loop(lambda carry: jnp.any(carry.state.running), body, first)
+  step = functools.partial(_step, target, drafter, params, request)
+  return lax.while_loop(lambda carry: jnp.any(carry.state.running), step, first)
 
 
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:

@@ -386,26 +386,23 @@ def side_by_side(records: Sequence[Record]) -> Table:
     by_gamma = {row['gamma']: row for row in measured}
     chosen = by_gamma.get(record['chosen'], best)
     rows.append(
-      [
-        where(record),
-        record['kernel_layout'],
-        chosen['plain_ms_per_token'],
-        chosen['gamma'],
-        chosen['speed_up'],
-        chosen['predicted'],
-        f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
-      ]
+      chosen
+      | {
+        'machine': where(record),
+        'kernels': record['kernel_layout'],
+        'best': f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
+      }
     )
-  columns = (
-    'machine',
-    'kernels',
-    Column('plain, ms/token', '.2f'),
-    'gamma chosen',
-    Column('speed-up', '.2f'),
-    Column('predicted', '.2f'),
-    'best gamma',
-  )
-  return Table('', columns, rows)
+  columns: dict[Column | str, str] = {
+    'machine': 'machine',
+    'kernels': 'kernels',
+    Column('plain, ms/token', '.2f'): 'plain_ms_per_token',
+    'gamma chosen': 'gamma',
+    Column('speed-up', '.2f'): 'speed_up',
+    Column('predicted', '.2f'): 'predicted',
+    'best gamma': 'best',
+  }
+  return Table.of('', columns, rows)
 
 
 def plot(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
