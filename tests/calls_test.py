@@ -59,17 +59,28 @@ def tiny(**options):
   return calls.BenchmarkConfig(NETWORK, NETWORK, **least | options)
 
 
-def test_a_whole_run_of_a_tiny_pair(tmp_path):
+def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
+  head, shapes = type(NETWORK).head, []
+
+  def heard(self, params, features):
+    shapes.append(features.shape[:2])
+    return head(self, params, features)
+
+  monkeypatch.setattr(type(NETWORK), 'head', heard)
   path = tmp_path / 'out/record.json'
   console = rich.console.Console(record=True, width=120)
   options = {'batch': 2, 'calls_a_run': 2, 'output_file': str(path)}
-  config = tiny(gammas=(3,), forced_acceptance=1.0, **options)
+  config = tiny(
+    gammas=(3,), call_sizes=(1, 3), forced_acceptance=1.0, **options
+  )
   record = calls.benchmark(config, console)
+  assert (2, 3) in shapes  # a call ends with the output layer
   assert json.loads(path.read_text()) == record
   median = {name: ms['median'] for name, ms in record['times_ms'].items()}
   assert min(median.values()) >= 0 and median['plain_loop'] > 0
   cost = median['call_4'] / median['call_1']
-  assert record['call_cost'] == {'1': 1.0, '4': cost}
+  three = median['call_3'] / median['call_1']
+  assert record['call_cost'] == {'1': 1.0, '3': three, '4': cost}
   (row,) = record['gammas']
   assert row['gamma'] == 3
   # Eight rounds of four tokens in each row.
@@ -83,23 +94,6 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path):
   assert row['speed_up'] == pytest.approx(plain / median['speculative_3'])
   text = console.export_text()
   assert 'expected speed-up' in text and 'acceptance forced to 1.0' in text
-
-
-def test_a_call_ends_with_the_output_layer(monkeypatch):
-  head, shapes = type(NETWORK).head, []
-
-  def heard(self, params, features):
-    shapes.append(features.shape)
-    return head(self, params, features)
-
-  config = tiny()
-  pair = config.pair()
-  request = config.request(pair.target, 1, 2)
-  start = toy_requests.quick_jit(Loop(pair.target).start)
-  cache = start(pair.params, request).target_cache
-  monkeypatch.setattr(type(NETWORK), 'head', heard)
-  calls.call_run(pair, request, cache, 3, 1)
-  assert [shape[:2] for shape in shapes] == [(1, 3)]
 
 
 def test_a_round_makes_proposals_that_are_not_accepted():

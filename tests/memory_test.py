@@ -3,7 +3,6 @@
 import dataclasses
 import types
 
-import gin
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,7 +12,6 @@ from specdec_jax import Engine, Model, load, partitioning
 from specdec_jax.checkpoints import save_t5x
 from specdec_jax.checks import memory as checks_memory
 from specdec_jax.checks.memory import GIB, DoesNotFitError
-from specdec_jax.cli import gin_flags
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
@@ -25,13 +23,11 @@ from specdec_jax.models.families import network_of
 from specdec_jax.partitioning import Placement
 from toy_families import GPT2, T5_1_1, T5X, make
 
-
-def published(size: str) -> t5.T5:
-  """T5 1.1 of a size as its gin file says, but in bfloat16."""
-  dtype = f'--gin.t5_1_1_{size}/t5.T5Config.dtype=bfloat16'
-  gin_flags.load(['--gin_file=gin/models/t5_1_1.gin', dtype])
-  macro = gin.query_parameter(f'T5_1_1_{size.upper()}/macro.value')
-  return macro.scoped_configurable_fn()
+# Sizes of T5 1.1 XXL and small.
+XXL, SMALL = (
+  (32128, 4096, 64, 24, 24, 64, 10240),
+  (32128, 512, 6, 8, 8, 64, 1024),
+)
 
 
 def nbytes(tree) -> int:
@@ -46,14 +42,16 @@ def request_shapes(network, batch, input_len, slots, gamma=0):
 
 def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip():
   """Counted on a machine that could not hold it: nothing is made."""
-  xxl = published('xxl')
+  xxl, small = (
+    t5.T5(t5.T5Config(*of, dtype='bfloat16')) for of in (XXL, SMALL)
+  )
   params = memory.param_shapes(xxl, Placement('bfloat16', 'in_out'))
   assert memory.tree_bytes(params) == 2 * 11_135_332_352  # as published
   request = request_shapes(xxl, 1, 128, 128, 7)
   caches = 24 * 2 * 4096 * 2 * (128 + 256)  # layers, k and v, H * D, bfloat16
   counted = memory.call_bytes(xxl, params, request)
   assert counted == pytest.approx(11.1e9 + caches, rel=0.005)
-  drafter = small_model(Model(published('small')))
+  drafter = small_model(Model(small))
   room = Room(Model(xxl), drafter, 'float32', lambda: 32 * GIB)
   # And not much more than the parameters of both.
   with pytest.raises(DoesNotFitError, match=r'41\.\d\d GiB of memory are need'):
