@@ -8,6 +8,7 @@ import toy_models
 import toy_requests
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine.pair import PlacedPair
 from specdec_jax.measure import acceptance
 from specdec_jax.measure.acceptance import decode as decode_with_betas
 from specdec_jax.probs import SamplingConfig
@@ -40,9 +41,8 @@ def rates_of(*requests, drafter=DRAFTER, num_tokens=1, **options):
     ([(number, row) for row in range(len(request.inputs))], request)
     for number, request in enumerate(requests)
   ]
-  return acceptance.of_outputs(
-    TARGET, drafter, PARAMS, batches, num_tokens, **options
-  )
+  pair = PlacedPair(TARGET, drafter, PARAMS, {})
+  return acceptance.of_outputs(pair, batches, num_tokens, **options)
 
 
 def rows_of(model, temperature):

@@ -7,7 +7,6 @@ import json
 import pytest
 import rich.console
 
-import small_vocabulary
 import toy_models
 from specdec_jax import Engine
 from specdec_jax.engine.calibration import Calibration, Choice, device_name
@@ -21,37 +20,22 @@ from specdec_jax.measure.compare import (
 
 
 @pytest.fixture
-def lines(tmp_path):
+def config(tokenizer, tmp_path) -> CompareConfig:
+  """A comparison of a drafter that is right with one that often is not."""
   path = tmp_path / 'lines.txt'
   path.write_text('one two\nthree\nfour five six\n')
-  return str(path)
-
-
-def _engine(tokenizer, noise, target=0.0):
-  sides = (
-    toy_models.chain_model(small_vocabulary.VOCAB_SIZE, x)
-    for x in (target, noise)
+  limits = {'max_input_len': 16, 'max_decode_len': 16}
+  good, bad = (
+    functools.partial(toy_models.chain_engine, tokenizer, noise, **limits)
+    for noise in (0.0, 5.0)
   )
-  return Engine(
-    *sides, tokenizer=tokenizer, max_input_len=16, max_decode_len=16
-  )
+  methods = [Method('good'), Method('bad', engine=bad)]
+  return CompareConfig(good, str(path), methods, repeats=2)
 
 
-def _config(tokenizer, lines, **changes) -> CompareConfig:
-  good = functools.partial(_engine, tokenizer, 0.0)
-  bad = functools.partial(_engine, tokenizer, 5.0)
-  config = CompareConfig(
-    engine=good,
-    methods=[Method('good', {'gamma': 3}), Method('bad', {'gamma': 3}, bad)],
-    input_file=lines,
-    repeats=2,
-  )
-  return dataclasses.replace(config, **changes)
-
-
-def test_a_better_drafter_has_more_tokens_a_call(tokenizer, lines, tmp_path):
+def test_a_better_drafter_has_more_tokens_a_call(config, tmp_path):
   path = tmp_path / 'record.json'
-  record = compare(_config(tokenizer, lines, output_file=str(path)))
+  record = compare(dataclasses.replace(config, output_file=str(path)))
   rows = {
     (row['method'], row['temperature']): row for row in record['rows_measured']
   }
@@ -69,12 +53,12 @@ def test_a_better_drafter_has_more_tokens_a_call(tokenizer, lines, tmp_path):
   assert [row[2] for row in shown['rows']] == ['good', 'bad'] * 2
 
 
-def test_many_texts_are_decoded_together(tokenizer, lines):
-  methods = [Method('good', {'gamma': 3})]
-  config = _config(
-    tokenizer, lines, methods=methods, temperatures=(0.0,), rows=(1, 2)
-  )
-  alone, together = compare(config)['rows_measured']
+def test_many_texts_are_decoded_together(config):
+  alone, together = compare(
+    dataclasses.replace(
+      config, methods=[Method('good')], temperatures=(0.0,), rows=(1, 2)
+    )
+  )['rows_measured']
   assert (alone['rows'], together['rows']) == (1, 2)
   # A greedy output is the same; all of them are one measurement.
   for name in ('acceptance_rate', 'tokens_per_call'):
@@ -82,24 +66,23 @@ def test_many_texts_are_decoded_together(tokenizer, lines):
   assert together['speed_up'] > 0 and together['speed_up_interval'] is None
 
 
-def test_a_way_with_other_outputs_is_found_out(tokenizer, lines):
-  other = functools.partial(_engine, tokenizer, 0.0, 5.0)
-  config = _config(tokenizer, lines, methods=[Method('other', {}, other)])
-  with pytest.raises(ValueError, match="greedy output of 'other'"):
-    compare(config)
+def test_a_way_with_other_outputs_is_found_out(config):
+  methods = [Method('shorter', {'max_length': 3})]
+  with pytest.raises(ValueError, match="greedy output of 'shorter'"):
+    compare(dataclasses.replace(config, methods=methods))
 
 
 @pytest.mark.parametrize('names', [[], ['plain'], ['a', 'a']])
-def test_names(lines, names):
+def test_names(names):
   with pytest.raises(ValueError, match='CompareConfig.methods'):
-    CompareConfig(Engine, lines, [Method(name) for name in names])
+    CompareConfig(Engine, 'lines', [Method(name) for name in names])
 
 
-def calibrated(path, fingerprints):
+def calibrated(path, fingerprints, gamma=1):
   costs = {f'call_{size}': 0.9 + 0.1 * size for size in (1, 2, 3)}
   costs |= {'round_1': 1.2, 'encoder': 2.0, 'draft_encoder': 0.5}
   choice = Choice(
-    1, 1, 1.5, (1.4, 1.6), (1.0, 1.5, 1.25), None, 0.1, (1.0, 1.1, 1.2)
+    1, gamma, 1.5, (1.4, 1.6), (1.0, 1.5, 1.25), 0.1, (1.0, 1.1, 1.2)
   )
   times = {name: {'median': ms} for name, ms in costs.items()}
   record = {'acceptance_rate': {'alpha': 0.8}, 'costs': [{'times_ms': times}]}
@@ -108,28 +91,28 @@ def calibrated(path, fingerprints):
   return [str(path)]
 
 
-def test_gammas_are_measured_beside_predicted(tokenizer, lines, tmp_path):
-  engine = small_vocabulary.engine_with_itself(tokenizer)
-  picture = tmp_path / 'curve.png'
-  config = CompareConfig(
-    lambda: engine,
-    lines,
-    gammas=(1, 3),
-    temperatures=(0.0,),
-    calibrations=calibrated(tmp_path / 'x.json', engine.fingerprints),
-    num_lines=2,
-    repeats=2,
-    plot_file=str(picture),
-  )
-  record = compare(config, rich.console.Console(quiet=True))
-  paths = calibrated(tmp_path / 'x.json', {'target': 'a', 'draft': 'b'})
+def test_gammas_are_measured_beside_predicted(config, tmp_path):
+  engine, picture = config.engine(), tmp_path / 'curve.png'
+  quiet = rich.console.Console(quiet=True)
+
+  def run(of=engine.fingerprints, gamma=1, **changes):
+    given = {'gammas': (1, 3), 'methods': (), 'num_lines': 2} | changes
+    given['calibrations'] = calibrated(tmp_path / 'x.json', of, gamma)
+    greedy = {'engine': lambda: engine, 'temperatures': (0.0,)}
+    return compare(dataclasses.replace(config, **greedy, **given), quiet)
+
+  record = run(plot_file=str(picture))
   with pytest.raises(ValueError, match='made for something else'):
-    compare(dataclasses.replace(config, calibrations=paths))
+    run({'target': 'a', 'draft': 'b'})
   rows = record['rows_measured']
   assert [row['gamma'] for row in rows] == [1, 3] and record['chosen'] == 1
   known, unknown = (row['predicted'] for row in rows)
   # An output's start, in either way, leaves less than a token's factor.
   assert 1 < known < 1.8 / 1.2 and unknown is None
+  # Where no gamma pays, one that adapts is the plain loop.
+  adaptive = [Method('adaptive', {'gamma': 'adaptive'})]
+  (row,) = run(gamma=0, gammas=(), methods=adaptive)['rows_measured']
+  assert row['acceptance_rate'] is None and row['tokens_per_call'] == 1
   (shown,) = side_by_side([record]).rows
   assert shown[3] == 1 and shown[4] == rows[0]['speed_up']
   before = picture.read_bytes()

@@ -45,8 +45,7 @@ class Block(NamedTuple):
 
   @property
   def name(self) -> str:
-    line = next(iter(self.text.split('\n')))
-    return f'{self.document.stem}: {line[:40]}'
+    return f'{self.document.stem}: {self.text[:40].splitlines()[0]}'
 
 
 # What a result block is made by: it writes numbers, and is not run again.
@@ -80,7 +79,7 @@ def commands_of(text: str) -> list[list[str]]:
 
 
 ALL_COMMANDS = [
-  pytest.param(words, id=' '.join(words)[:70])
+  words
   for path in DOCUMENTS
   for text in (
     *(b.text for b in BLOCKS if b.document == path and b.kind == 'bash'),
@@ -105,7 +104,7 @@ def test_a_block_says_whether_it_runs(block):
   assert re.fullmatch(MARKS, block.mark), 'see this file'
 
 
-@pytest.mark.parametrize('words', ALL_COMMANDS)
+@pytest.mark.parametrize('words', ALL_COMMANDS, ids=lambda x: ' '.join(x)[:70])
 def test_a_command_is_known(words, tmp_path, monkeypatch, capsys):
   """Its name, its run file, its flags and its macros."""
   program, *flags = words
@@ -114,19 +113,15 @@ def test_a_command_is_known(words, tmp_path, monkeypatch, capsys):
   if '--coordinator_address=HOST_OF_0:1234' in flags:
     flags = [flag.replace('=I', '=0') for flag in flags]
   if program == 'specdec':
-    assert flags, 'a command of specdec'
     name, *flags = flags
     if name == '--help':
-      return
-    if '--help' in flags or not flags:
-      assert name in commands.COMMANDS
       return
     command = commands.COMMANDS[name]
   else:
     name = pathlib.Path(program).stem
     assert (ROOT / program).is_file()
     command = commands.SCRIPTS[name]
-  if not flags:
+  if not flags or '--help' in flags:
     return
   monkeypatch.chdir(tmp_path)
   try:

@@ -3,7 +3,6 @@
 import dataclasses
 import types
 
-import gin
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,13 +11,7 @@ import small_vocabulary
 from specdec_jax import Engine, Model, load, partitioning
 from specdec_jax.checkpoints import save_t5x
 from specdec_jax.checks import memory as checks_memory
-from specdec_jax.checks.memory import (
-  GIB,
-  DoesNotFitError,
-  array_bytes,
-  device_bytes,
-)
-from specdec_jax.cli import gin_flags
+from specdec_jax.checks.memory import GIB, DoesNotFitError
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
@@ -30,16 +23,11 @@ from specdec_jax.models.families import network_of
 from specdec_jax.partitioning import Placement
 from toy_families import GPT2, T5_1_1, T5X, make
 
-
-def published(size: str) -> t5.T5:
-  """T5 1.1 of a size as its gin file says, but in bfloat16."""
-  flags = [
-    '--gin_file=gin/models/t5_1_1.gin',
-    f'--gin.t5_1_1_{size}/t5.T5Config.dtype=bfloat16',
-  ]
-  gin_flags.load(flags)
-  macro = gin.query_parameter(f'T5_1_1_{size.upper()}/macro.value')
-  return macro.scoped_configurable_fn()
+# Sizes of T5 1.1 XXL and small.
+XXL, SMALL = (
+  (32128, 4096, 64, 24, 24, 64, 10240),
+  (32128, 512, 6, 8, 8, 64, 1024),
+)
 
 
 def nbytes(tree) -> int:
@@ -54,14 +42,16 @@ def request_shapes(network, batch, input_len, slots, gamma=0):
 
 def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip(monkeypatch):
   """Counted on a machine that could not hold it: nothing is made."""
-  xxl = published('xxl')
+  xxl, small = (
+    t5.T5(t5.T5Config(*of, dtype='bfloat16')) for of in (XXL, SMALL)
+  )
   params = memory.param_shapes(xxl, Placement('bfloat16', 'in_out'))
   assert memory.tree_bytes(params) == 2 * 11_135_332_352  # as published
   request = request_shapes(xxl, 1, 128, 128, 7)
   caches = 24 * 2 * 4096 * 2 * (128 + 256)  # layers, k and v, H * D, bfloat16
   counted = memory.call_bytes(xxl, params, request)
   assert counted == pytest.approx(11.1e9 + caches, rel=0.005)
-  drafter = small_model(Model(published('small')))
+  drafter = small_model(Model(small))
   monkeypatch.setattr(checks_memory, 'device_bytes', lambda: 32 * GIB)
   room = Room(Model(xxl), drafter, Placement())
   # And not much more than the parameters of both.
@@ -106,15 +96,15 @@ def test_bytes_of_calls_by_hand(family):
 def test_bytes_of_an_array_and_of_a_device():
   sizes_of = {'float32': 60, 'bfloat16': 30, 'int8': 15, 'int4': 8}
   for dtype, size in sizes_of.items():
-    assert array_bytes((3, 5), dtype) == size
-    assert array_bytes((3, 5), jnp.dtype(dtype)) == size
-  assert device_bytes() > 1 << 28
+    assert checks_memory.array_bytes((3, 5), dtype) == size
+    assert checks_memory.array_bytes((3, 5), jnp.dtype(dtype)) == size
+  assert checks_memory.device_bytes() > 1 << 28
   device = types.SimpleNamespace(
     platform='gpu', memory_stats=lambda: {'bytes_limit': 7, 'bytes_in_use': 2}
   )
-  assert device_bytes(device) == 5
+  assert checks_memory.device_bytes(device) == 5
   device.memory_stats = lambda: None
-  assert device_bytes(device) is None
+  assert checks_memory.device_bytes(device) is None
 
 
 def test_free_bytes_are_what_nobody_uses(tmp_path, monkeypatch):
@@ -125,12 +115,10 @@ def test_free_bytes_are_what_nobody_uses(tmp_path, monkeypatch):
   step.mkdir(parents=True)
   monkeypatch.setattr(checks_memory, '_MACHINE', tmp_path / 'meminfo')
   monkeypatch.setattr(checks_memory, '_OWN_GROUPS', tmp_path / 'cgroup')
-  monkeypatch.setattr(checks_memory, '_GROUPS', tmp_path / 'groups')
+  monkeypatch.setattr(checks_memory, '_GROUPS', root)
   total = checks_memory.host_bytes()
   assert checks_memory.free_bytes() == total  # nothing says how much is free
-  (tmp_path / 'meminfo').write_text(
-    'MemTotal:       9 kB\nMemAvailable:       2 kB\n'
-  )
+  (tmp_path / 'meminfo').write_text('MemTotal:   9 kB\nMemAvailable:   2 kB\n')
   assert checks_memory.free_bytes() == 2048
   (tmp_path / 'cgroup').write_text('0::/job/step\n')
   (step / limit).write_text('max\n')
@@ -139,8 +127,8 @@ def test_free_bytes_are_what_nobody_uses(tmp_path, monkeypatch):
   (root / 'job' / used).write_text('900\n')
   assert checks_memory.free_bytes() == 600
   assert checks_memory.host_bytes() == 1500
-  stat = 'active_file 1\ninactive_file 2\nanon 30\n'
-  (root / 'job' / 'memory.stat').write_text(stat)
+  pages = 'active_file 1\ninactive_file 2\nanon 30\n'
+  (root / 'job' / 'memory.stat').write_text(pages)
   assert checks_memory.free_bytes() == 600 + 3
   (root / limit).write_text('700\n')  # in a container its own is the root
   (root / used).write_text('650\n')

@@ -22,24 +22,22 @@ from specdec_jax.models.model import Model
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / 'notebooks' / 'speculative_decoding.ipynb'
 
-# Runs cells as a kernel does: one namespace, and the value of a cell's last
-# expression is shown, here as both kinds that a notebook may choose.
+# Runs cells as a kernel does: one namespace, and the value of an expression is
+# shown, here as both kinds that a notebook may choose.
 RUNNER = """
 import ast, json, sys
 
-cells = json.loads(sys.argv[1])
+def show(value):
+  if value is not None:
+    print('HTML', len(value._repr_html_()))
+    import rich
+    rich.print(value)
+
+sys.displayhook = show
 namespace = {'__name__': '__main__'}
-for cell in cells:
-  tree = ast.parse(cell)
-  last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-  exec(compile(tree, '<cell>', 'exec'), namespace)
-  if last is not None:
-    last = compile(ast.Expression(last.value), '<cell>', 'eval')
-    value = eval(last, namespace)
-    if value is not None:
-      print('HTML', len(value._repr_html_()))
-      import rich
-      rich.print(value)
+for cell in json.loads(sys.argv[1]):
+  statements = ast.Interactive(ast.parse(cell).body)
+  exec(compile(statements, '<cell>', 'single'), namespace)
 """
 
 

@@ -19,12 +19,13 @@ FIELDS = {
   'alpha': 'acceptance_rate',
   'c': 'cost_ratio',
   'speed_factor': 'walltime_factor',
+  'empirical': 'speedup',
 }
 FILES = {
   'table1_ops_speed.csv': paper.TABLE1,
   'table2_walltime.csv': paper.TABLE2,
   'table3_alpha.csv': paper.TABLE3,
-  'table4_expected_vs_empirical.csv': paper.TABLE4,
+  'table4_expected_vs_empirical.csv': paper.TABLE2,
   'table5_lenience.csv': paper.TABLE5,
 }
 
@@ -37,19 +38,17 @@ def test_rows_are_those_of_the_file(name):
   with (TABLES / name).open(encoding='utf-8', newline='') as file:
     rows = list(csv.reader(file))
   table = FILES[name]
-  assert [FIELDS.get(column, column) for column in rows[0]] == list(
-    table[0]._fields
-  )
-  assert len(table) == len(rows) - 1
+  fields = [FIELDS.get(column, column) for column in rows[0]]
+  # Table 2's columns are a part of Table 4's.
+  assert fields == list(table[0]._fields) or name == 'table2_walltime.csv'
   for row, cells in zip(table, rows[1:], strict=True):
-    for value, cell in zip(row, cells, strict=True):
+    for field, cell in zip(fields, cells, strict=True):
       # As numbers where the row has numbers: 0.80 is 0.8.
+      value = getattr(row, field)
       assert value == (cell if isinstance(value, str) else float(cell))
 
 
 def test_tables_that_repeat_numbers_agree():
-  for second, fourth in zip(paper.TABLE2, paper.TABLE4, strict=True):
-    assert fourth[:5] == second[:5] and fourth.empirical == second.speedup
   rates = {row[:3]: row.acceptance_rate for row in paper.TABLE3}
   assert len(rates) == len(paper.TABLE3)
   for row in paper.TABLE2:
@@ -65,8 +64,7 @@ def test_tables_that_repeat_numbers_agree():
 
 def columns(table):
   """Each field of a table of the paper as one array."""
-  names = table[0]._fields
-  return dict(zip(names, map(np.array, zip(*table, strict=True)), strict=True))
+  return map(np.array, zip(*table, strict=True))
 
 
 def rounds_to(values, printed, decimals):
@@ -75,29 +73,24 @@ def rounds_to(values, printed, decimals):
 
 
 def test_table1_to_its_two_decimals():
-  t = columns(paper.TABLE1)
-  rate, gamma = t['acceptance_rate'], t['gamma']
-  speed = analysis.walltime_factor(rate, gamma, 0.0)
-  operations = analysis.operations_factor(rate, gamma, 0.0)
-  assert rounds_to(speed, t['walltime_factor'], 2).all()
-  assert rounds_to(operations, t['operations_factor'], 2).all()
-  # A step of gamma tokens, or one that counts the drafter, fits nowhere.
-  for factor, wrong in (
-    ('walltime_factor', analysis.walltime_factor(rate, gamma - 1, 0.0)),
-    ('walltime_factor', analysis.walltime_factor(rate, gamma, 0.02)),
-    ('operations_factor', analysis.operations_factor(rate, gamma, 0.02)),
+  rate, gamma, operations, speed = columns(paper.TABLE1)
+  for factor, printed in (
+    (analysis.walltime_factor, speed),
+    (analysis.operations_factor, operations),
   ):
-    assert not rounds_to(wrong, t[factor], 2).any()
+    assert rounds_to(factor(rate, gamma, 0.0), printed, 2).all()
+    # A step of gamma tokens, or one that counts the drafter, fits nowhere.
+    for wrong in factor(rate, gamma - 1, 0.0), factor(rate, gamma, 0.02):
+      assert not rounds_to(wrong, printed, 2).any()
 
 
 def within_rounding(factor):
   """Rows of Table 4 whose EXP some alpha and c, rounded as printed, give."""
-  t = columns(paper.TABLE4)
-  rate, gamma, cost = t['acceptance_rate'], t['gamma'], t['cost_ratio']
+  *_, gamma, rate, cost, expected, _ = columns(paper.TABLE2)
   # Factors grow with alpha and shrink with c: the corners are the extremes.
   low = factor(rate - 0.005, gamma, cost + 0.005)
   high = factor(rate + 0.005, gamma, cost - 0.005)
-  return (low <= t['expected'] + 0.05) & (high >= t['expected'] - 0.05)
+  return (low <= expected + 0.05) & (high >= expected - 0.05)
 
 
 def test_table4_expected_is_within_rounding():

@@ -13,10 +13,7 @@ import pytest
 import toy_models
 from specdec_jax import analysis
 from specdec_jax.paper import speculative_execution as module
-from specdec_jax.paper.speculative_execution import (
-  speculate,
-  speculate_in_threads,
-)
+from specdec_jax.paper.speculative_execution import speculate_in_threads
 
 TARGET = np.array([0.5, 0.3, 0.2], np.float32)
 DRAFT = np.array([0.2, 0.3, 0.5], np.float32)
@@ -40,7 +37,9 @@ def test_the_example_runs():
 @functools.partial(jax.vmap, in_axes=(None, None, 0))
 def outcomes(target, draft, key):
   pair = target, draft
-  return speculate(lambda x: x[0], lambda x: x[1], lambda s: s**2, pair, key)
+  return module.speculate(
+    lambda x: x[0], lambda x: x[1], lambda s: s**2, pair, key
+  )
 
 
 def test_sample_and_value():
@@ -68,7 +67,7 @@ def test_g_runs_again_only_after_a_refusal():
     return sample
 
   run = jax.jit(
-    lambda x, key: speculate(lambda x: x[0], lambda x: x[1], g, x, key)
+    lambda x, key: module.speculate(lambda x: x[0], lambda x: x[1], g, x, key)
   )
   for target, want in ((ALWAYS, [1]), (NEVER, [0, 1])):
     calls.clear()
@@ -137,18 +136,14 @@ def test_errors_of_a_refused_start_are_dropped():
     return 1 // (1 - sample)  # an error for the sample 1 alone
 
   def broken(x):
-    raise OverflowError
+    return 1 // 0
 
   run = functools.partial(speculate_in_threads, x=None, key=jax.random.key(0))
   never, always = constant(NEVER), constant(ALWAYS)
   assert run(never, always, g).value == 1
-  for error, f, approx in (
-    (ZeroDivisionError, always, always),
-    (OverflowError, broken, always),
-    (OverflowError, always, broken),
-  ):
-    with pytest.raises(error):
-      run(f, approx, g)
+  for pair in (always, always), (broken, always), (always, broken):
+    with pytest.raises(ZeroDivisionError):
+      run(*pair, g)
 
 
 @pytest.mark.parametrize(
@@ -166,4 +161,4 @@ def test_what_is_no_distribution_is_named(target, draft, message):
   if len(target) != len(draft):
     functions = [constant(jnp.array(law)) for law in (target, draft)]
     with pytest.raises(ValueError, match=r'f and f_approx.*\(2,\), \(3,\)'):
-      speculate(*functions, lambda s: s, None, jax.random.key(0))
+      module.speculate(*functions, lambda s: s, None, jax.random.key(0))

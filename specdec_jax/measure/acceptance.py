@@ -42,6 +42,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
+from specdec_jax.measure.calls import Pair
 from specdec_jax.measure.record import Record, earlier
 from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import Column, Table, bar, finish, started
@@ -90,6 +91,16 @@ class Rates(NamedTuple):
   alpha: Rate | None
   proposes: Rate
   overall: Rate
+
+  def as_record(self, rate: Rate | None) -> dict[str, Any]:
+    """`alpha` or `overall` as records have it, beside how often it proposes."""
+    return {
+      'alpha': rate and rate.mean,
+      'standard_error': rate and rate.standard_error,
+      'proposes': self.proposes.mean,
+      'num_tokens': self.proposes.num_tokens,
+      'num_outputs': self.proposes.num_outputs,
+    }
 
 
 def ratio(
@@ -164,11 +175,8 @@ def decode(
   state = speculative.start(target, drafter, params, request)
   shape = request.inputs.shape[0], request.slots
   first = Overlap(state, jnp.zeros(shape), jnp.zeros(shape, bool))
-
-  def body(carry):
-    return _step(target, drafter, params, request, carry)
-
-  return lax.while_loop(lambda carry: jnp.any(carry.state.running), body, first)
+  step = functools.partial(_step, target, drafter, params, request)
+  return lax.while_loop(lambda carry: jnp.any(carry.state.running), step, first)
 
 
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
@@ -226,9 +234,7 @@ Batch = tuple[Sequence[Hashable], Request]
 
 
 def of_outputs(
-  target: LanguageModel,
-  drafter: Drafter,
-  params: PairParams,
+  pair: Pair,
   batches: Iterable[Batch],
   num_tokens: int,
   advance: Callable[[int], None] = lambda count: None,
@@ -236,9 +242,7 @@ def of_outputs(
   """Alpha over at least `num_tokens` tokens that the target generates.
 
   Args:
-    target: as for `decode`.
-    drafter: as for `decode`.
-    params: as for `decode`.
+    pair: the pair, its drafter any that proposes a chain.
     batches: batches of one shape; they are decoded until there are enough
       tokens.
     num_tokens: once there are so many tokens, no further batch is begun.
@@ -248,12 +252,13 @@ def of_outputs(
     ValueError: nothing was generated, the target's logits were invalid, or the
       drafter proposes a tree.
   """
+  drafter: Any = pair.drafter
   check_chain(drafter, 'The acceptance rate alpha')
-  program: Any = jax.jit(functools.partial(decode, target, drafter))
+  program: Any = jax.jit(functools.partial(decode, pair.target, drafter))
   outputs: list[tuple[Hashable, float, int, int]] = []
   count = 0
   for texts, request in batches:
-    overlap = jax.device_get(program(params, request))
+    overlap = jax.device_get(program(pair.params, request))
     outputs += _outputs(texts, overlap)
     tokens = int(overlap.state.stats.num_rounds.sum())
     count += tokens
@@ -322,8 +327,7 @@ def rates(
       if temperature == 0:
         return
 
-  target, drafter, params = engine.target, engine.drafter, engine.params
-  return of_outputs(target, drafter, params, batches(), num_tokens, advance)
+  return of_outputs(engine, batches(), num_tokens, advance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,19 +396,15 @@ class MeasureAlphaConfig:
   @property
   def settings(self) -> dict[str, Any]:
     """The settings of a record as JSON, except the models."""
-    source = self.input_file
-    return {
-      'target': self.target,
+    path: Any = self.input_file
+    if isinstance(path, LocalTask):
+      path = path.files[PROMPTS_SPLIT]
+    names = 'target', 'truncate', 'num_tokens', 'batch_size', 'seed'
+    return {name: getattr(self, name) for name in names} | {
       'drafts': list(self.engines),
-      'input_file': os.fspath(
-        source if isinstance(source, str) else source.files[PROMPTS_SPLIT]
-      ),
-      'truncate': self.truncate,
-      'num_tokens': self.num_tokens,
+      'input_file': os.fspath(path),
       'temperatures': list(self.temperatures),
       'leniences': list(self.leniences),
-      'batch_size': self.batch_size,
-      'seed': self.seed,
     }
 
 
@@ -460,18 +460,13 @@ def _rows(
       lenience=lenience,
       on_too_long='truncate' if config.truncate else 'error',
     )
-    alpha = measured.alpha
     yield {
       'target': config.target,
       'draft': name,
       'fingerprints': dict(engine.fingerprints),
       'temperature': temperature,
       'lenience': lenience,
-      'alpha': alpha and alpha.mean,
-      'standard_error': alpha and alpha.standard_error,
-      'proposes': measured.proposes.mean,
-      'num_tokens': measured.proposes.num_tokens,
-      'num_outputs': measured.proposes.num_outputs,
+      **measured.as_record(measured.alpha),
       'paper': None if draft is None else [config.paper_target, draft],
     }
 

@@ -95,8 +95,14 @@ def calibrate(
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
     config.check_room(engine.room, engine.target, batch, config.max_gamma)
+  gammas = {min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS}
+  sizes = range(1, config.max_gamma + 2)
+  costs = []
   with bar(console, 'Costs', len(batches) * config.repeats) as advance:
-    costs = [_costs(config, engine, batch, advance) for batch in batches]
+    for batch in batches:
+      runs = call_runs(engine, config, batch, sizes, sorted(gammas))
+      times = in_ms(interleave(runs, config.repeats, advance))
+      costs.append({'batch': batch, 'times_ms': times})
   with bar(console, 'Tokens', config.num_tokens) as advance:
     measured = rates(
       engine,
@@ -107,31 +113,10 @@ def calibrate(
       advance=advance,
     )
   # The closed forms know of no place without a proposal: there beta is 0.
-  overall = measured.overall
-  rate = {
-    'alpha': overall.mean,
-    'standard_error': overall.standard_error,
-    'num_tokens': overall.num_tokens,
-    'num_outputs': overall.num_outputs,
-    'proposes': measured.proposes.mean,
-  }
+  rate = measured.as_record(measured.overall)
   made = _concluded(engine, config.temperature, config.decode_len, rate, costs)
   finish(config, console, made.to_json(), *report(made))
   return made
-
-
-def _costs(
-  config: CalibrateConfig,
-  engine: Engine,
-  batch: int,
-  advance: Callable[[], None],
-) -> dict[str, Any]:
-  """Times the calls of one number of rows."""
-  gammas = {min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS}
-  sizes = range(1, config.max_gamma + 2)
-  runs = call_runs(engine, config, batch, sizes, sorted(gammas))
-  times = in_ms(interleave(runs, config.repeats, advance))
-  return {'batch': batch, 'times_ms': times}
 
 
 def _concluded(
@@ -147,16 +132,13 @@ def _concluded(
     times = {name: ms['median'] for name, ms in one['times_ms'].items()}
     alpha, error, rows = rate['alpha'], rate['standard_error'], one['batch']
     choices.append(choose_gamma(alpha, error, call_costs(times), length, rows))
+  record = {'acceptance_rate': dict(rate), 'costs': costs}
   return Calibration(
     fingerprints=engine.fingerprints,
     device=calibration.device_name(),
     temperature=temperature,
     choices=tuple(choices),
-    record={
-      'acceptance_rate': dict(rate),
-      'costs': costs,
-      'machine': describe(),
-    },
+    record=record | {'machine': describe()},
   )
 
 
@@ -188,15 +170,16 @@ class CallCosts(NamedTuple):
     Args:
       lengths: tokens of each output, its end included.
       acceptance_rate: alpha, of independent proposals.
-      gamma: proposals per round.
+      gamma: proposals per round; 0 is the plain loop.
     """
+    if not gamma:
+      return 1.0
     alpha = min(1.0, max(0.0, acceptance_rate))
     a_round = self.call_cost[gamma] + gamma * self.cost_ratio + self.round_cost
     plain = sum(self.start + length for length in lengths)
+    starts = self.start + self.draft_start
     speculative = sum(
-      self.start
-      + self.draft_start
-      + a_round * analysis.expected_rounds(alpha, gamma, length)
+      starts + a_round * analysis.expected_rounds(alpha, gamma, length)
       for length in lengths
     )
     return plain / speculative
@@ -210,15 +193,14 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
   Neither is below 0: a drafter whose cost is lost in noise costs nothing. With
   one gamma all of it counts as the proposals'.
   """
-  one = times['call_1']
-  sizes = [int(n.removeprefix('call_')) for n in times if n.startswith('call')]
-  sizes.sort()
-  call_cost = np.interp(
-    range(1, sizes[-1] + 1), sizes, [times[f'call_{m}'] / one for m in sizes]
-  )
-  gammas = np.array(
-    [int(n.removeprefix('round_')) for n in times if n.startswith('round_')]
-  )
+
+  def numbers(kind: str) -> np.ndarray:
+    names = [name for name in times if name.startswith(kind)]
+    return np.array(sorted(int(name.removeprefix(kind)) for name in names))
+
+  one, sizes, gammas = times['call_1'], numbers('call_'), numbers('round_')
+  calls = [times[f'call_{size}'] / one for size in sizes]
+  call_cost = np.interp(range(1, sizes[-1] + 1), sizes, calls)
   more = np.array([times[f'round_{g}'] / one - call_cost[g] for g in gammas])
   slope, besides = 0.0, -1.0
   if len(gammas) > 1:
@@ -248,23 +230,18 @@ def choose_gamma(
     length: tokens of an output.
     rows: the number of rows that these costs were measured with.
   """
-  factors = [1.0]  # of gamma 0, the plain loop
-  for gamma in range(1, len(costs.call_cost)):
-    factors.append(costs.speed_up([length], acceptance_rate, gamma))
+
+  def speed_up(gamma: int, errors: float = 0.0) -> float:
+    return costs.speed_up([length], acceptance_rate + errors * error, gamma)
+
+  factors = tuple(map(speed_up, range(len(costs.call_cost))))
   gamma = int(np.argmax(factors))
-  interval = 1.0, 1.0
-  if gamma:
-    low, high = (acceptance_rate + sign * 1.96 * error for sign in (-1, 1))
-    interval = (
-      costs.speed_up([length], low, gamma),
-      costs.speed_up([length], high, gamma),
-    )
   return Choice(
     rows=rows,
     gamma=gamma,
     expected_speed_up=factors[gamma],
-    interval=interval,
-    factors=tuple(factors),
+    interval=(speed_up(gamma, -1.96), speed_up(gamma, 1.96)),
+    factors=factors,
     cost_ratio=costs.cost_ratio,
     call_cost=tuple(costs.call_cost),
     round_cost=costs.round_cost,
@@ -282,12 +259,9 @@ def report(made: Calibration) -> list[Table | str]:
   columns: list[Column | str] = ['gamma']
   cells: list[Sequence[Any]] = [range(len(made.choices[0].factors))]
   for choice in made.choices:
-    for name, values in (
-      ('v(gamma + 1)', choice.call_cost),
-      ('speed-up', choice.factors),
-    ):
+    for name in ('v(gamma + 1)', 'speed-up'):
       columns.append(Column(f'{name}, {_rows(choice.rows)}', '.2f'))
-      cells.append(values)
+    cells += [choice.call_cost, choice.factors]
   rows = [list(row) for row in zip(*cells, strict=True)]
   rate = made.record['acceptance_rate']
   acceptance = (

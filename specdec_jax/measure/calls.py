@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -91,11 +92,10 @@ def interleave(
   for run in runs.values():
     jax.block_until_ready(run.prepare()())
   times: dict[Name, list[float]] = {name: [] for name in runs}
-  names = list(runs)
-  rng = np.random.default_rng(0)
+  order, rng = list(runs.items()), random.Random(0)
   for _ in range(repeats):
-    for index in rng.permutation(len(names)).tolist():
-      name, run = names[index], runs[names[index]]
+    rng.shuffle(order)
+    for name, run in order:
       prepared = run.prepare()
       begin = time.perf_counter()
       jax.block_until_ready(prepared())
@@ -116,12 +116,7 @@ def summarise(values: Sequence[float]) -> dict[str, float]:
   deviation = statistics.median(abs(value - median) for value in values)
   # 1.4826 MAD estimates sigma; a median's error is sqrt(pi / 2) times a mean's.
   error = 1.2533 * 1.4826 * deviation / math.sqrt(len(values))
-  return {
-    'median': median,
-    'min': min(values),
-    'max': max(values),
-    'error': error,
-  }
+  return dict(median=median, min=min(values), max=max(values), error=error)
 
 
 def random_model(network: LanguageModel, seed: int) -> Model:
@@ -132,12 +127,9 @@ def random_model(network: LanguageModel, seed: int) -> Model:
     seed: seed of the draw.
   """
 
-  def read(dtype: str, sharding: Any) -> Params:
-    del sharding
-    floats = 'bfloat16' if integers.is_integers(dtype) else dtype
-    return random_params(network, seed, floats)
-
-  return Model(network, reader=read)
+  return Model(
+    network, reader=lambda dtype, _: random_params(network, seed, dtype)
+  )
 
 
 def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
@@ -149,12 +141,13 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
   Args:
     network: the network; its `init` gives names and shapes.
     seed: seed of the draw.
-    dtype: 'float32' or 'bfloat16'.
+    dtype: 'float32' or 'bfloat16', in which integers are drawn too.
 
   Returns:
     A tree like that of `network.init`; matrices are normal with variance
     1 / rows, so that activations keep their size, and scales are 1.
   """
+  dtype = 'bfloat16' if integers.is_integers(dtype) else dtype
   leaves, tree = jax.tree.flatten(param_shapes(network))
   keys = jax.random.split(jax.random.key(seed), len(leaves))
   pairs = zip(keys, leaves, strict=True)
@@ -361,15 +354,8 @@ class Timing:
 
   def request(self, target: LanguageModel, batch: int, gamma: int) -> Request:
     """What is decoded, with a number of rows and of proposals per round."""
-    return make_request(
-      target,
-      batch,
-      self.input_len,
-      self.decode_len,
-      self.temperature,
-      self.seed,
-      gamma,
-    )
+    shape = batch, self.input_len, self.decode_len
+    return make_request(target, *shape, self.temperature, self.seed, gamma)
 
   def check_room(
     self, room: Room, target: LanguageModel, batch: int, gamma: int
@@ -424,19 +410,18 @@ def call_runs(
   runs = {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)}
   cache = read().target_cache
   jax.block_until_ready(read_both())
-  makers: dict[str, Callable[[], Run]] = {}
-  for gamma in gammas:  # first: they are the longest to compile
-    makers[f'round_{gamma}'] = functools.partial(
-      loop_run, loop, start, pair.params, request(gamma), count
-    )
-  for size in sizes:
-    makers[f'call_{size}'] = functools.partial(
-      call_run, pair, largest, cache, size, count
-    )
   # XLA compiles without Python's lock, a program on each core.
   with concurrent.futures.ThreadPoolExecutor(backend.num_cores()) as pool:
-    made = pool.map(lambda make: make(), makers.values())
-    return runs | dict(zip(makers, made, strict=True))
+    made = {  # rounds first: they are the longest to compile
+      f'round_{gamma}': pool.submit(
+        loop_run, loop, start, pair.params, request(gamma), count
+      )
+      for gamma in gammas
+    }
+    for size in sizes:
+      args = pair, largest, cache, size, count
+      made[f'call_{size}'] = pool.submit(call_run, *args)
+  return runs | {name: future.result() for name, future in made.items()}
 
 
 def in_ms(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:

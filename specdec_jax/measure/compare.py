@@ -83,8 +83,8 @@ class CompareConfig:
     num_lines: how many lines are decoded; None is all of them.
     repeats: timed repetitions; above temperature 0 each draws other samples.
     calibrations: files of `specdec calibrate`, one a temperature, by which a
-      gamma that is 'adaptive' ends and speed-ups are predicted; None is left
-      out.
+      gamma that is 'adaptive' ends and speed-ups are predicted; where one says
+      that no gamma pays, 'adaptive' decodes plainly. None is left out.
     acceptance: without a calibration, a record of the pair's acceptance: calls
       are timed here, see `calibrate.for_host`. None predicts nothing.
     output_file: path of the record, JSON; None writes none.
@@ -221,7 +221,10 @@ def _rows(
   for method in config.all_methods:
     options = dict(method.options)
     if options.get('gamma') == ADAPTIVE and chosen is not None:
-      options['gamma'] = chosen.rule(1)
+      if chosen.at(1).gamma:
+        options['gamma'] = chosen.rule(1)
+      else:
+        options['speculative'] = False
     methods[method.name] = made[method.engine or config.engine], options
   timed = _timed(config, methods, texts, temperature, rows, advance)
   plain, measured = timed[PLAIN], []
@@ -253,9 +256,7 @@ def _timed(
 ) -> dict[str, Timed]:
   """Decodes the texts by each method in turn, after compiling."""
   numbers = range(len(texts))
-  parts: list[Sequence[int]] = [[number] for number in numbers]
-  if rows > 1:
-    parts = [numbers]
+  parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
   outputs: dict[tuple[str, int], list[Any]] = {}
 
   def run(name: str, place: int) -> Run:
@@ -290,7 +291,7 @@ def _timed(
     places = [(name, place) for place in range(len(parts))]
     stats = [
       # The first one compiled.
-      total([one.stats for done in outputs[place][1:] for one in done])
+      total(one.stats for done in outputs[place][1:] for one in done)
       for place in places
     ]
     timed[name] = Timed(
@@ -385,26 +386,23 @@ def side_by_side(records: Sequence[Record]) -> Table:
     by_gamma = {row['gamma']: row for row in measured}
     chosen = by_gamma.get(record['chosen'], best)
     rows.append(
-      [
-        where(record),
-        record['kernel_layout'],
-        chosen['plain_ms_per_token'],
-        chosen['gamma'],
-        chosen['speed_up'],
-        chosen['predicted'],
-        f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
-      ]
+      chosen
+      | {
+        'machine': where(record),
+        'kernels': record['kernel_layout'],
+        'best': f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
+      }
     )
-  columns = (
-    'machine',
-    'kernels',
-    Column('plain, ms/token', '.2f'),
-    'gamma chosen',
-    Column('speed-up', '.2f'),
-    Column('predicted', '.2f'),
-    'best gamma',
-  )
-  return Table('', columns, rows)
+  columns: dict[Column | str, str] = {
+    'machine': 'machine',
+    'kernels': 'kernels',
+    Column('plain, ms/token', '.2f'): 'plain_ms_per_token',
+    'gamma chosen': 'gamma',
+    Column('speed-up', '.2f'): 'speed_up',
+    Column('predicted', '.2f'): 'predicted',
+    'best gamma': 'best',
+  }
+  return Table.of('', columns, rows)
 
 
 def plot(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:

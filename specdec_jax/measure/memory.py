@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 
 from specdec_jax import partitioning
 from specdec_jax.checks.memory import array_bytes
@@ -22,12 +21,9 @@ _TABLE = 'embedder/embedding'  # tokens or positions; a call reads some rows
 
 
 def tree_bytes(tree: Any) -> int:
-  """Bytes of all leaves, arrays or `ShapeDtypeStruct`s, except PRNG keys."""
-  return sum(
-    array_bytes(leaf.shape, leaf.dtype)
-    for leaf in jax.tree.leaves(tree)
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-  )
+  """Bytes of all leaves, arrays or `ShapeDtypeStruct`s."""
+  leaves = jax.tree.leaves(tree)
+  return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def param_shapes(

@@ -15,7 +15,7 @@ import logging
 import os
 import pathlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -30,8 +30,8 @@ from specdec_jax import analysis
 from specdec_jax.checks.fields import (
   check_at_least,
   check_choice,
+  check_number,
   check_types,
-  unexpected,
 )
 from specdec_jax.checks.memory import GIB
 from specdec_jax.decoding.loop import Loop
@@ -204,20 +204,16 @@ class PairCheckConfig:
     check_at_least(self, batch=1)
     for name in ('input_lens', 'decode_lens'):
       for task, length in getattr(self, name).items():
-        if length < 1:
-          raise unexpected(f'{name}[{task!r}]', '1 or more', length)
+        check_number(f'{name}[{task!r}]', length, 1)
 
 
 def check(
-  config: PairCheckConfig,
-  rows: Sequence[printed.Table2Row],
-  console: rich.console.Console | None = None,
+  config: PairCheckConfig, console: rich.console.Console | None = None
 ) -> Record:
-  """Compiles every row; prints a table, writes the record.
+  """Compiles every row of Table 2; prints a table, writes the record.
 
   Args:
     config: what to compile for.
-    rows: rows of Table 2, such as `printed.TABLE2`.
     console: for the table; None is stdout.
 
   Returns:
@@ -232,7 +228,7 @@ def check(
     ValueError: the device's compiler is missing, or a row names a draft or task
       that `config` does not have.
   """
-  console = started(config, console)
+  console, rows = started(config, console), printed.TABLE2
   for row in rows:
     check_choice('drafts', row.draft, config.drafts)
     check_choice('input_lens', row.task, config.input_lens)
@@ -247,12 +243,9 @@ def check(
     for row in rows:
       results.append(row._asdict() | _checked(config, row, device))
       advance()
-  settings = versions | {
-    'name': config.name,
-    'batch': config.batch,
-    'param_dtype': config.param_dtype,
-    'input_lens': config.input_lens,
-    'decode_lens': config.decode_lens,
+  names = 'name', 'batch', 'param_dtype', 'input_lens', 'decode_lens'
+  settings = versions | {name: getattr(config, name) for name in names}
+  settings |= {
     'usable_bytes': known.usable_bytes,
     'bytes_per_s': known.bytes_per_s,
   }
@@ -275,19 +268,9 @@ def _checked(
   params = PairParams(
     *(place(param_shapes(network, placement)) for network in (target, draft))
   )
-  request = place(
-    jax.eval_shape(
-      lambda: make_request(
-        target,
-        config.batch,
-        config.input_lens[row.task],
-        config.decode_lens[row.task],
-        row.temperature,
-        0,
-        row.gamma,
-      )
-    )
-  )
+  lengths = config.input_lens[row.task], config.decode_lens[row.task]
+  args = target, config.batch, *lengths, row.temperature, 0, row.gamma
+  request = place(jax.eval_shape(functools.partial(make_request, *args)))
   loop = Loop(target, small_model(draft))
   limit = place(jax.ShapeDtypeStruct((), jnp.int32))
   # Unused arguments count too: both models stay loaded.

@@ -52,20 +52,15 @@ def seconds_since_start() -> float | None:
   return float(uptime.read_text().split()[0]) - began
 
 
-def new(
-  kind: str,
-  values: Mapping[str, Any],
-  machine: Mapping[str, Any] | None = None,
-) -> Record:
+def new(kind: str, values: Mapping[str, Any]) -> Record:
   """Returns a record of what was measured.
 
   Args:
     kind: what was measured, such as 'alpha'.
     values: name -> JSON value: results and settings.
-    machine: where it was measured; None is this machine.
   """
   head = {'kind': kind, 'version': VERSION}
-  return head | dict(values) | {'machine': dict(machine or describe())}
+  return head | dict(values) | {'machine': describe()}
 
 
 def where(record: Mapping[str, Any]) -> str:

@@ -123,17 +123,14 @@ class Table:
 
   def without_empty(self) -> 'Table':
     """The table without columns in which nothing was measured."""
-    columns = [
-      (column, cells)
-      for column, *cells in zip(self.columns, *self.rows, strict=True)
-      if not cells or any(cell is not None for cell in cells)
+    kept = [
+      index
+      for index in range(len(self.columns))
+      if not self.rows or any(row[index] is not None for row in self.rows)
     ]
-    rows = zip(*(cells for _, cells in columns), strict=True)
-    return dataclasses.replace(
-      self,
-      columns=[column for column, _ in columns],
-      rows=[list(row) for row in rows],
-    )
+    columns = [self.columns[index] for index in kept]
+    rows = [[row[index] for index in kept] for row in self.rows]
+    return dataclasses.replace(self, columns=columns, rows=rows)
 
   def _aligned(self, index: int) -> str:
     numbers = all(_NUMBER.fullmatch(row[index]) for row in self.texts)

@@ -17,7 +17,7 @@ import numpy as np
 from specdec_jax import analysis
 from specdec_jax.measure.record import Record
 from specdec_jax.measure.table import PALETTE, save_plot
-from specdec_jax.paper.tables import only, titled
+from specdec_jax.paper.tables import titled
 
 Path = str | os.PathLike[str]
 
@@ -103,7 +103,7 @@ def _draw_points(axes: Any, records: Sequence[Record]) -> None:
   """Draws points, hollow if they were forced, and legends that name them."""
   colors = dict(zip(GAMMAS, PALETTE, strict=False))
   for record, marker in zip(records, itertools.cycle('osD^v<>ph*Xd')):
-    run = only(record)
+    run = record['gammas'][0]
     gamma, cost_ratio = run['gamma'], run['cost_ratio']
     color = colors.get(gamma, '#222222')
     forced = record['settings']['forced_acceptance'] is not None

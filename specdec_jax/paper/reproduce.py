@@ -135,7 +135,7 @@ def reproduce(
     console.print(compared.table())
   machines = list(dict.fromkeys(map(record.where, work.used)))
   report = tables.write(config.output_dir, work.tables, machines, work.figures)
-  return [*(work.path(name) for name in work.figures), report]
+  return [*(report.with_name(name) for name in work.figures), report]
 
 
 class _Work:
@@ -164,13 +164,14 @@ class _Work:
       raise unexpected('ReproduceConfig.alphas', 'different names', paths)
 
   @functools.cached_property
-  def _alphas(self) -> list[Record]:
+  def _alphas(self) -> list[Any]:
+    """The rows of all records of acceptance rates."""
     records = [measure_alpha(alpha, self.console) for alpha in self._to_measure]
     if not records:
       paths = sorted(pathlib.Path(self.config.records).glob('*.json'))
       records = [r for r in map(record.load, paths) if r['kind'] == 'alpha']
     self.used += records
-    return records
+    return [row for made in records for row in made['rows']]
 
   @functools.cached_property
   def _suite(self) -> tuple[dict[str, Record], list[printed.Table2Row], str]:
@@ -189,13 +190,9 @@ class _Work:
   def _engine(self) -> Engine:
     return self.config.engine()
 
-  def path(self, name: str) -> pathlib.Path:
-    """The path of a file of the report."""
-    return pathlib.Path(self.config.output_dir) / name
-
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
     self.figures[name] = meaning
-    return self.path(name)
+    return pathlib.Path(self.config.output_dir) / name
 
   def table1(self):
     self.tables += tables.table1()
@@ -258,31 +255,11 @@ def suite_records(
     DoesNotFitError: memory is too small; raised before anything is made.
     ValueError: the folder has a record with other settings.
   """
-  benchmarks = _benchmarks(config)
-  records = {
-    name: record.earlier(measured, 'benchmark')
-    for name, measured in benchmarks.items()
-  }
-  if config.measure and None in records.values():
-    todo = [name for name, found in records.items() if found is None]
-    for name in todo:
-      benchmarks[name].check_memory()
-    suite: Any = config.suite
-    (target, _), placement = suite.models, suite.placement
-    params = place(target.read(placement.param_dtype), placement)
-    target = Model(target.network, params)
-    for name in todo:
-      measured = dataclasses.replace(benchmarks[name], target=target)
-      records[name] = benchmark(measured, console)
-  return {name: found for name, found in records.items() if found is not None}
-
-
-def _benchmarks(config: ReproduceConfig) -> dict[str, BenchmarkConfig]:
-  """What measures each row, by `tables.row_name`."""
   suite: Any = config.suite
-  named = {tables.row_name(row): row for row in config.rows}
-  return {
-    name: dataclasses.replace(
+  benchmarks, records = {}, {}
+  for row in config.rows:
+    name = tables.row_name(row)
+    benchmarks[name] = dataclasses.replace(
       suite,
       drafter=config.drafts[row.draft],
       gammas=(row.gamma,),
@@ -292,5 +269,15 @@ def _benchmarks(config: ReproduceConfig) -> dict[str, BenchmarkConfig]:
       output_file=os.path.join(config.records, f'{name}.json'),
       name=f'{suite.name}, {name}',
     )
-    for name, row in named.items()
-  }
+    records[name] = record.earlier(benchmarks[name], 'benchmark')
+  todo = [name for name, found in records.items() if found is None]
+  if config.measure and todo:
+    for name in todo:
+      benchmarks[name].check_memory()
+    (target, _), placement = suite.models, suite.placement
+    params = place(target.read(placement.param_dtype), placement)
+    target = Model(target.network, params)
+    for name in todo:
+      measured = dataclasses.replace(benchmarks[name], target=target)
+      records[name] = benchmark(measured, console)
+  return {name: found for name, found in records.items() if found is not None}

@@ -96,9 +96,22 @@ def simulate(
     ValueError: these are not two distributions over the same tokens, or a
       number is out of range.
   """
-  counts = sample(target_probs, draft_probs, num_samples, lenience, seed)
+  check_lenience(lenience)
+  analysis.acceptance_prob(np.asarray(target_probs), np.asarray(draft_probs))
+  if np.ndim(target_probs) != 1:
+    shape = np.shape(target_probs)
+    raise unexpected('target_probs', 'an array of shape (V,)', shape)
+  if not 1 <= num_samples <= MAX_SAMPLES:
+    raise unexpected('num_samples', f'1 to {MAX_SAMPLES}', num_samples)
+  counts = _count(
+    _normalised(target_probs).astype(np.float32),
+    _normalised(draft_probs).astype(np.float32),
+    None if lenience == 1 else jnp.float32(lenience),
+    jax.random.key(seed),
+    num_samples,
+  )
   law = outcomes(target_probs, draft_probs, lenience)
-  return Simulation(law, counts, lenience)
+  return Simulation(law, np.asarray(counts, np.int64), lenience)
 
 
 def outcomes(
@@ -123,35 +136,6 @@ def outcomes(
   # Without a residual both distributions are equal, and nothing is rejected.
   rejected = max(1 - accepted.sum(), 0) if mass > 0 else 0.0
   return np.stack([accepted, residual * (rejected / (mass or 1.0))])
-
-
-def sample(
-  target_probs: Probs,
-  draft_probs: Probs,
-  num_samples: int,
-  lenience: float = 1.0,
-  seed: int = 0,
-) -> np.ndarray:
-  """Runs `verify`; counts of accepted and resampled tokens, int64[2, V].
-
-  Raises:
-    ValueError: see `simulate`.
-  """
-  check_lenience(lenience)
-  analysis.acceptance_prob(np.asarray(target_probs), np.asarray(draft_probs))
-  if np.ndim(target_probs) != 1:
-    shape = np.shape(target_probs)
-    raise unexpected('target_probs', 'an array of shape (V,)', shape)
-  if not 1 <= num_samples <= MAX_SAMPLES:
-    raise unexpected('num_samples', f'1 to {MAX_SAMPLES}', num_samples)
-  counts = _count(
-    _normalised(target_probs).astype(np.float32),
-    _normalised(draft_probs).astype(np.float32),
-    None if lenience == 1 else jnp.float32(lenience),
-    jax.random.key(seed),
-    num_samples,
-  )
-  return np.asarray(counts, np.int64)
 
 
 @functools.partial(jax.jit, static_argnames='num_samples')
@@ -206,10 +190,8 @@ def chi_squared_p_value(observed, expected_probs) -> float:
   observed, expected = observed.ravel()[order], expected.ravel()[order]
   expected *= observed.sum() / expected.sum()
   # Pools all cells below 5, and as many of the least likely as reach 5.
-  pooled = max(
-    int(np.sum(expected < 5)),
-    int(np.searchsorted(np.cumsum(expected), 5)) + 1,
-  )
+  reaching = np.searchsorted(np.cumsum(expected), 5) + 1
+  pooled = max(np.sum(expected < 5), reaching)
   first = np.append(0, np.arange(pooled, len(expected)))
   observed = np.add.reduceat(observed, first)
   expected = np.add.reduceat(expected, first)

@@ -26,7 +26,7 @@ _FORMS = {
   'alpha of the run': '.3f',
 }
 Row = Mapping[str, Cell]
-Records = Sequence[Mapping[str, Any]]
+Measured = Sequence[Mapping[str, Any]]  # rows of records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +156,9 @@ def write(
   return path
 
 
-def row_name(row: printed.Table2Row | printed.Table4Row) -> str:
+def row_name(row: printed.Table2Row) -> str:
   """The name of a row of Tables 2 and 4, such as 'ende-t5_small-T0'."""
   return f'{row.task}-{row.draft}-T{row.temperature}'
-
-
-def only(record: Mapping[str, Any]) -> Any:
-  """What a benchmark's record has of its one gamma."""
-  (measured,) = record['gammas']
-  return measured
 
 
 def table1() -> list[Comparison]:
@@ -200,28 +194,18 @@ def tables_2_and_4(
     rows: rows of Table 2 to show.
     missing: why a row has no record.
   """
-  fourth_rows = {row_name(row): row for row in printed.TABLE4}
   second, fourth = [], []
   for row in rows:
     name = row_name(row)
-    in_fourth = fourth_rows[name]
-    keys: dict[str, Cell] = {
-      'task': row.task,
-      'draft': row.draft,
-      'T': row.temperature,
-      'gamma': row.gamma,
-      'alpha': row.acceptance_rate,
-    }
+    columns = 'task', 'draft', 'T', 'gamma', 'alpha'
+    keys: dict[str, Cell] = dict(zip(columns, row[:5], strict=True))
     theorem = float(
-      analysis.walltime_factor(
-        row.acceptance_rate, row.gamma, in_fourth.cost_ratio
-      )
+      analysis.walltime_factor(row.acceptance_rate, row.gamma, row.cost_ratio)
     )
     speed_up = forced = None
     predicted, details = theorem, {}
-    if name in records:
-      record = records[name]
-      run, settings = only(record), record['settings']
+    if record := records.get(name):
+      run, settings = record['gammas'][0], record['settings']
       speed_up, forced = run['speed_up'], settings['forced_acceptance']
       predicted = run['expected_speed_up']
       details = {
@@ -236,12 +220,12 @@ def tables_2_and_4(
     )
     fourth.append(
       compared(
-        {**keys, 'c of the paper': in_fourth.cost_ratio},
-        in_fourth.expected,
+        {**keys, 'c of the paper': row.cost_ratio},
+        row.expected,
         theorem,
         speed_up,
         forced,
-        {'EMP of the paper': in_fourth.empirical, 'c here': details.get('c')},
+        {'EMP of the paper': row.speedup, 'c here': details.get('c')},
       )
     )
   return (
@@ -265,43 +249,46 @@ def tables_2_and_4(
   )
 
 
-def table3(records: Records) -> Comparison:
+# Column of a table of rates -> what a row of a record has for it.
+_RATE_COLUMNS = {'target': 'target', 'draft': 'draft', 'T': 'temperature'}
+
+
+def table3(measured: Measured) -> Comparison:
   """Table 3: acceptance rates; those measured here, then the paper's others.
 
   Args:
-    records: records of `measure_alpha`. A row that stands in for a row of
+    measured: rows of `measure_alpha`'s records. One that stands in for a row of
       the paper is shown with the paper's value.
   """
-  values = {tuple(row[:3]): row.acceptance_rate for row in printed.TABLE3}
-  rows = [row for record in records for row in record['rows']]
+  rows = _rates(
+    [row for row in measured if row['lenience'] == 1],  # see Table 5
+    {tuple(row[:3]): row.acceptance_rate for row in printed.TABLE3},
+    _RATE_COLUMNS,
+    {'proposes': 'proposes', 'tokens': 'num_tokens'},
+  )
   return Comparison(
     'Table 3: acceptance rates',
     "Alpha, Corollary 3.6. Paper: of the row that 'stands in for' names, whose"
     ' models and data are others. Measured: mean acceptance probability of'
     ' proposals; error: its standard error over texts; proposes: of the tokens,'
     ' the share that there was a proposal for.',
-    _rates(
-      [row for row in rows if row['lenience'] == 1],  # see Table 5
-      values,
-      ('target', 'draft', 'T'),
-      {'proposes': 'proposes', 'tokens': 'num_tokens'},
-    ),
+    rows,
     _NO_CHECKPOINTS,
   )
 
 
-def table5(records: Records) -> Comparison:
+def table5(measured: Measured) -> Comparison:
   """Table 5: alpha by lenience; those measured here, then the paper's others.
 
   Args:
-    records: records of `measure_alpha`. The paper's table has only
+    measured: rows of `measure_alpha`'s records. The paper's table has only
       temperature 1; its text describes temperature 0 as well.
   """
   values = {
     ('t5_xxl_ende', row.draft, 1, row.lenience): row.acceptance_rate
     for row in printed.TABLE5
   }
-  rows = [row for record in records for row in record['rows']]
+  rows = [row for row in measured if row['alpha'] is not None]
   return Comparison(
     'Table 5: acceptance rates by lenience',
     'Below lenience 1 the output is lossy: a token may come up to 1 / lenience'
@@ -309,50 +296,40 @@ def table5(records: Records) -> Comparison:
     ' own tokens, sum min(p / l, q), and at temperature 0 the share of'
     " proposals with p >= l max(p). Paper: of the row that 'stands in for'"
     ' names, whose models and data are others.',
-    _rates(
-      [row for row in rows if row['alpha'] is not None],
-      values,
-      ('target', 'draft', 'T', 'lenience'),
-      {},
-    ),
+    _rates(rows, values, _RATE_COLUMNS | {'lenience': 'lenience'}, {}),
     _NO_CHECKPOINTS,
   )
 
 
 def _rates(
-  measured: Records,
+  measured: Measured,
   values: Mapping[tuple[Any, ...], float],
-  names: Sequence[str],
+  columns: Mapping[str, str],
   details: Mapping[str, str],
 ) -> list[Row]:
   """Rows of acceptance rates, then the paper's rows that have no stand-in.
 
   Args:
     measured: rows of `acceptance.measure_alpha`'s records.
-    values: the paper's values, by the values of the columns `names`.
-    names: names of the columns that tell rows apart.
-    details: further columns, after 'error': name -> the record's name.
+    values: the paper's values, by the values of the columns.
+    columns: what tells rows apart, from target and draft on: column -> the
+      record's name.
+    details: further columns, after 'error', in the same way.
   """
   rows, stood_in_for = [], set()
   for row in measured:
-    at = (row['temperature'], row['lenience'])[: len(names) - 2]
+    keys = {name: row[of] for name, of in columns.items()}
     pair = row.get('paper') or ()
-    stood_in_for.add(key := (*pair, *at))
-    keys = (row['target'], row['draft'], *at)
-    rows.append(
-      compared(
-        dict(zip(names, keys, strict=True)),
-        values.get(key),
-        measured=row['alpha'],
-        details={
-          'stands in for': ', '.join(pair) if key in values else None,
-          'error': row.get('standard_error'),
-          **{name: row.get(of) for name, of in details.items()},
-        },
-      )
-    )
+    key = (*pair, *list(keys.values())[2:])
+    stood_in_for.add(key)
+    more = {
+      'stands in for': ', '.join(pair) if key in values else None,
+      'error': row.get('standard_error'),
+    } | {name: row.get(of) for name, of in details.items()}
+    alpha = row['alpha']
+    rows.append(compared(keys, values.get(key), measured=alpha, details=more))
   return rows + [
-    compared(dict(zip(names, key, strict=True)), value)
+    compared(dict(zip(columns, key, strict=True)), value)
     for key, value in values.items()
     if key not in stood_in_for
   ]
