@@ -383,6 +383,21 @@ def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
   return probs.is_one_of(tokens, stop_ids)
 
 
+def up_to_stop(
+  request: Request, tokens: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Ends the first `count` (int32[B]) of tokens int32[B, S] at a stop id.
+
+  Returns:
+    int32[B], tokens up to the first stop id, itself counted, or `count`; and
+    bool[B], whether there is one.
+  """
+  counted = jnp.arange(tokens.shape[1]) < count[:, None]
+  stops = is_stop(request, tokens) & counted
+  stopped = jnp.any(stops, axis=1)
+  return jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count), stopped
+
+
 def append(
   request: Request,
   state: DecodeState,
@@ -413,10 +428,7 @@ def append(
   position = jnp.arange(padded.shape[1])
   at_end = position == verdict.num_accepted[:, None]
   tokens = jnp.where(at_end, verdict.next_token[:, None], padded)
-  stops = is_stop(request, tokens) & (position < count[:, None])
-  until_stop = jnp.argmax(stops, axis=1) + 1
-  stopped = jnp.any(stops, axis=1)
-  count = jnp.where(stopped, until_stop, count)
+  count, stopped = up_to_stop(request, tokens, count)
   left = remaining(request, state)
   stopped = stopped & (count <= left)
   count = jnp.where(state.running, jnp.minimum(count, left), 0)
