@@ -14,6 +14,7 @@ from continuous_test import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, weights
 from specdec_jax import checkpoints, partitioning
 from specdec_jax.checkpoints import disk_arrays
+from specdec_jax.decoding.fallback import guessed
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
@@ -397,3 +398,12 @@ def test_arrays_that_do_not_fit(family):
   request = make_request(network, 3, 16, LENGTH, 0.0, 0, 3)
   with pytest.raises(ValueError, match='Request.inputs: .* 2 devices .* got 3'):
     PRESETS['both'].partition().request(request)
+
+
+def test_what_all_rows_share_is_on_each_device(family):
+  request = make_request(models(family)[0].network, 4, 16, LENGTH, 0.0, 0, 3)
+  request = request.replace(fallback=guessed(3, False))
+  placed = PRESETS['both'].partition().request(request)
+  assert placed.inputs.sharding.spec == P('data')
+  for shared in (placed.stop_ids, *vars(placed.fallback).values()):
+    assert shared.sharding.spec == P()

@@ -145,6 +145,14 @@ class Request:
   pad_id: int = struct.field(pytree_node=False, default=0)
 
   @property
+  def rows(self) -> dict[str, Any]:
+    """The fields that have an entry for each row; the others belong to all."""
+    names = ['inputs', 'keys', 'sampling', 'min_length', 'max_length']
+    names += ['prompt', 'prompt_length']
+    names += ['stop_ids'] * (self.stop_ids.ndim > 1)
+    return {name: getattr(self, name) for name in names}
+
+  @property
   def draft_slots(self) -> int:
     """Slots that a whole draft takes."""
     if self.tree is None or not self.gamma:

@@ -91,17 +91,19 @@ def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
 
 def rounded(
   params: Mapping[str, Any], dtype: str = INT8, module: str = ''
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
   """Parameters whose kernels are integers; those that are already stay.
 
   Args:
     params: as a checkpoint has them, or as placed.
-    dtype: 'int8' or 'int4'.
+    dtype: 'int8' or 'int4'; with another nothing is rounded.
     module: name of the module, with a slash behind it, for messages.
 
   Raises:
     ValueError: as for `quantise`.
   """
+  if not is_integers(dtype):
+    return params
   found: dict[str, Any] = {
     name: rounded(value, dtype, f'{module}{name}/')
     if isinstance(value, Mapping)
