@@ -451,11 +451,8 @@ class Placement:
     """How kernels are stored: 'in_out', 'out_in' or 'blocks'."""
     if self.kernel_layout != 'auto':
       return self.kernel_layout
-    if (
-      backend.kind() == 'cpu'
-      and self.on_one_device
-      and self.dtype != 'bfloat16'
-    ):
+    on_cpu = backend.kind() == 'cpu' and self.on_one_device
+    if on_cpu and self.dtype != 'bfloat16':
       return cpu_layout.cpu_layout().kernel_layout
     return 'in_out'
 
