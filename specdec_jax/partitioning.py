@@ -42,7 +42,6 @@ from specdec_jax.models.cpu_layout import Layout
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
-from specdec_jax.types import LengthRule
 
 # The two axes of a mesh: requests are split over the first, weights over the
 # second.
@@ -68,9 +67,6 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
   ('place', (None,)),  # of `models.other_ids`
-)
-_RULES = tuple(
-  (re.compile(f'(.*/)?{ending}'), axes) for ending, axes in _PARAMETERS
 )
 
 # A field of `KVCache` -> the axes of its arrays; see `KVCache`.
@@ -156,23 +152,11 @@ def axes_of_parameter(name: str) -> Axes:
   if name.endswith('/kernel_scale'):
     return axes_of_parameter(name.removesuffix('_scale'))[-1:]
   stored, transposed = re.subn('kernel_out_in$', 'kernel', name)
-  for pattern, axes in _RULES:
-    if pattern.fullmatch(stored):
+  for ending, axes in _PARAMETERS:
+    if re.fullmatch(f'(.*/)?{ending}', stored):
       return axes[::-1] if transposed else axes
   endings = ', '.join(ending for ending, _ in _PARAMETERS)
   raise unexpected('parameter', f'a name that ends in {endings}', name)
-
-
-# Fields of a `Request` that are the same for all of its rows.
-_SHARED = (
-  '.stop_ids',
-  '.lenience',
-  '.penalty',
-  *(f'.rule.{field.name}' for field in dataclasses.fields(LengthRule)),
-  '.fallback.costs',
-  '.fallback.patience',
-)
-_JOINED_NAME = re.compile(r'(.*/)?(qkv|wi_joined)/\w+')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,14 +190,14 @@ class Partition:
       ValueError: no rule covers it, or it is a joined kernel that would be
         split.
     """
-    sharding = self.sharding(*axes_of_parameter(name))
-    if _JOINED_NAME.fullmatch(name) and self._sizes(axes_of_parameter(name)):
+    axes = axes_of_parameter(name)
+    if re.search(r'\b(qkv|wi_joined)/', name) and self._sizes(axes):
       raise unexpected(
         name,
         'parameters as the checkpoint has them',
         'several projections in one kernel, which cannot be split by heads',
       )
-    return sharding
+    return self.sharding(*axes)
 
   def check(self, network: LanguageModel) -> None:
     """Raises ValueError unless a network's arrays can be split in this way."""
@@ -254,7 +238,7 @@ class Partition:
 
     def placed(path, leaf):
       name = jax.tree_util.keystr(path)
-      axes = () if name.endswith(_SHARED) else ('batch',)
+      axes = ('batch',) if path[0].name in request.rows else ()
       self._check_shape(f'Request{name}', axes, leaf.shape)
       where = self.sharding(*axes)
       return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
@@ -397,7 +381,6 @@ _JOINED = {
   'mlp': ('wi_joined', ('wi_0', 'wi_1'), 'mlp'),
 }
 _NONE = '', (), ''
-_OUT_AXIS = {'kernel': 1, 'kernel_out_in': 0, 'bias': 0, integers.SCALE: 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,11 +451,8 @@ class Placement:
     """How kernels are stored: 'in_out', 'out_in' or 'blocks'."""
     if self.kernel_layout != 'auto':
       return self.kernel_layout
-    if (
-      backend.kind() == 'cpu'
-      and self.on_one_device
-      and self.dtype != 'bfloat16'
-    ):
+    on_cpu = backend.kind() == 'cpu' and self.on_one_device
+    if on_cpu and self.dtype != 'bfloat16':
       return cpu_layout.cpu_layout().kernel_layout
     return 'in_out'
 
@@ -498,34 +478,15 @@ class Placement:
       return None
     if devices is None:
       devices = jax.devices() if self.across_hosts else jax.local_devices()
-    sizes = {'data': self.data, 'model': self.model}
-    for name, other in (MESH_AXES, MESH_AXES[::-1]):
-      sizes[name] = sizes[name] or len(devices) // sizes[other]
-    size = sizes['data'] * sizes['model']
-    if size == 0 or len(devices) % size:
+    data = self.data or len(devices) // self.model
+    model = self.model or len(devices) // self.data
+    if data * model == 0 or len(devices) % (data * model):
       divides = f'a mesh that divides the {len(devices)} devices there are'
       raise unexpected('Placement', divides, [self.data, self.model])
-    mesh = jax.make_mesh(
-      tuple(sizes.values()),
-      tuple(sizes),
-      (AxisType.Auto,) * len(sizes),
-      devices=devices[:size],
-    )
+    devices = devices[: data * model]
+    automatic = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((data, model), MESH_AXES, automatic, devices=devices)
     return Partition(mesh, self.axes)
-
-  def shardings_of(self, network: LanguageModel) -> Any:
-    """Where `checkpoints.load` puts parameters; None leaves them on the host.
-
-    It is None for one device; `place` then moves the parameters to it.
-
-    Raises:
-      ValueError: the network cannot be split in this way.
-    """
-    partition = self.partition()
-    if partition is None:
-      return None
-    partition.check(network)
-    return partition.parameter
 
 
 def place(params: Params, placement: Placement = Placement()) -> Params:
@@ -545,13 +506,12 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
     ValueError: an array cannot be split as the placement says.
   """
   partition = placement.partition()
-  laid_out = _lay_out(_rounded(params, placement), placement)
+  rounded = integers.rounded(params, placement.param_dtype)
+  laid_out = _lay_out(rounded, placement)
   return laid_out if partition is None else partition.place(laid_out)
 
 
-def place_parts(
-  params: Any, placement: Placement = Placement(), models: Any = None
-) -> Any:
+def place_parts(params: Any, placement: Placement, models: Any) -> Any:
   """Applies `place` to each model in a pytree; other arrays keep their dtype.
 
   Args:
@@ -559,7 +519,7 @@ def place_parts(
       parameters, a table, or a tuple of these.
     placement: placement of the models; other arrays are whole on each device.
     models: `params` as they were before `read_parts`; a `Model` that was loaded
-      with a dtype keeps it. None is `params`.
+      with a dtype keeps it.
 
   Raises:
     ValueError: as for `place`.
@@ -572,7 +532,6 @@ def place_parts(
     where = partition and partition.sharding()
     return jax.device_put(jnp.asarray(value), where)
 
-  models = params if models is None else models
   return jax.tree.map(
     part, models, params, is_leaf=lambda value: isinstance(value, Mapping)
   )
@@ -608,22 +567,19 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
       says.
   """
 
+  partition = placement.partition()
+
   def part(value):
     if not isinstance(value, Model):
       return value
-    sharding = placement.shardings_of(value.network)
-    wanted = placement.of(value)
-    params = value.read(wanted.param_dtype, sharding)
+    if partition is not None:
+      partition.check(value.network)
+    dtype = placement.of(value).param_dtype
+    read = value.read(dtype, partition and partition.parameter)
     # What was given, and not read, is still as it was.
-    return _rounded(params, wanted)
+    return integers.rounded(read, dtype)
 
   return jax.tree.map(part, params)
-
-
-def _rounded(params: Params, placement: Placement) -> Params:
-  if not integers.is_integers(placement.dtype):
-    return params
-  return integers.rounded(params, placement.param_dtype)
 
 
 def _lay_out(
@@ -642,8 +598,8 @@ def _lay_out(
     params = {n: value for n, value in params.items() if n not in parts}
     leaves = jax.tree.leaves(kernels)
     xp = np if all(isinstance(x, np.ndarray) for x in leaves) else jnp
-    params[joined] = {
-      name: xp.concatenate([k[name] for k in kernels], _OUT_AXIS[name])
+    params[joined] = {  # [in, out], or of outputs alone or first
+      name: xp.concatenate([k[name] for k in kernels], int(name == 'kernel'))
       for name in kernels[0]
     }
   laid_out: Params = {}

@@ -269,18 +269,8 @@ def near_argmax(
   return jnp.exp(chosen - jnp.max(logits, axis=-1)) >= lenience
 
 
-def verify_batch(
-  draft: Draft,
-  target_probs: jax.Array,
-  keys: jax.Array,
-  lenience: jax.Array | None = None,
-) -> Verdict:
-  """`verify` for B sequences: target_probs float32[B, G + 1, V], keys [B]."""
-  over_rows = jax.vmap(verify, in_axes=(0, 0, 0, None))
-  return over_rows(draft, target_probs, keys, lenience)
-
-
-# For B sequences: each argument has one more axis in front.
+# For B sequences: each argument but the lenience has one more axis in front.
+verify_batch = jax.vmap(verify, in_axes=(0, 0, 0, None))
 verify_block_batch = jax.vmap(verify_block)
 verify_greedy_batch = jax.vmap(verify_greedy)
 

@@ -9,7 +9,7 @@ import rich.console
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import infer
-from specdec_jax.decoding.fallback import of_round_costs
+from specdec_jax.decoding.fallback import Fallback, of_round_costs
 from specdec_jax.drafters.length import MOST, plain_rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
@@ -208,7 +208,7 @@ def test_a_gamma_that_the_rule_does_not_reach_is_refused(tokenizer):
 
 
 def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer):
-  costs = of_round_costs(np.ones(3))
+  costs = Fallback(np.ones(3, np.float32), np.float32(2), np.int32(32))
   engine = make(tokenizer, gamma=2, fallback=costs)
   for gamma in (2, 4):  # a `Fallback` is of one gamma: others are guessed
     request = engine.request(TEXTS[:1], gamma=gamma)

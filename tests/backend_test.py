@@ -15,13 +15,7 @@ import small_vocabulary
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.models import (
-  backend,
-  cpu_layout,
-  kv_cache,
-  products,
-  t5,
-)
+from specdec_jax.models import backend, cpu_layout, kv_cache, products, t5
 from specdec_jax.probs import SamplingConfig
 from toy_families import T5_1_1
 from toy_requests import quick_jit, request_of

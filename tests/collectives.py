@@ -4,7 +4,7 @@ import collections
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.-]+) \(.*\{$')
 _CALLED = re.compile(
@@ -107,12 +107,14 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(sorted(size for size in shape if size > 1))
 
 
-def totals(exchanges: Iterable[Collective]) -> dict[str, dict[str, Any]]:
-  """Count and bytes by kind, outside of rounds ('once') and per round."""
-  sums: dict[str, dict[str, Any]] = {'once': {}, 'round': {}}
+def of_a_round(
+  exchanges: Iterable[Collective],
+) -> dict[str, collections.Counter[str]]:
+  """Count and bytes by kind of what is exchanged in each round."""
+  kinds: dict[str, collections.Counter[str]] = {}
   for exchange in exchanges:
-    kinds = sums['round' if exchange.looped else 'once']
-    kind = kinds.setdefault(exchange.op, collections.Counter())
-    kind['count'] += exchange.times
-    kind['bytes'] += exchange.times * exchange.bytes
-  return sums
+    if exchange.looped:
+      kind = kinds.setdefault(exchange.op, collections.Counter())
+      kind['count'] += exchange.times
+      kind['bytes'] += exchange.times * exchange.bytes
+  return kinds

@@ -463,7 +463,7 @@ def test_state_after_every_acceptance_count(name):
   def fresh(row, tokens, length):
     """One that saw only this row, and of it only committed tokens."""
     tokens = np.tile(tokens[row], (2, 1))
-    state = init(params, jnp.tile(inputs[row], (2, 1)), slots, None)
+    state = init(params, jnp.tile(inputs[row], (2, 1)), slots, request.prompt)
     for seen in range(1, length):
       context = _context(request, tokens, [seen] * 2)
       _, state = propose(params, state, context)
@@ -472,7 +472,7 @@ def test_state_after_every_acceptance_count(name):
 
   for count in range(GAMMA + 1):
     tokens = np.zeros((2, slots + 1), np.int32)
-    lengths, used = [1, 1], init(params, inputs, slots, None)
+    lengths, used = [1, 1], init(params, inputs, slots, request.prompt)
     for _ in range(4):
       context = _context(request, tokens, lengths)
       draft, used = propose(params, used, context)

@@ -16,7 +16,7 @@ import toy_models
 import toy_requests
 from drafter_conformance_test import adaptive_rule
 from specdec_jax.decoding import fallback, speculative
-from specdec_jax.decoding.fallback import Rests, of_round_costs
+from specdec_jax.decoding.fallback import Fallback, Rests
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import take_rows
 from specdec_jax.decoding.speculative import PairParams
@@ -39,7 +39,8 @@ DRAFTER = small_model(TARGET)
 INPUTS = np.random.default_rng(0).integers(1, VOCAB, (ROWS, 4))
 GREEDY = SamplingConfig(0.0)
 COSTS = jax.tree.map(
-  jnp.asarray, of_round_costs([1.0, 1.9, 1.9, 1.9], 1.5, first_rest=32)
+  jnp.asarray,
+  Fallback(np.float32([1, 1.9, 1.9, 1.9]), np.float32(1.5), np.int32(32)),
 )
 RULE = adaptive_rule(GAMMA)
 

@@ -19,8 +19,8 @@ from drafter_conformance_test import (
   VOCAB,
   request_of,
 )
-from specdec_jax.decoding import fallback
 from specdec_jax.decoding import pool as decode_pool
+from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
@@ -235,7 +235,7 @@ def test_rows_of_every_drafter_come_and_go():
 def test_costs_of_another_gamma_are_refused():
   """An index past their end would be clamped in silence."""
   loop, params, _ = sampled()
-  few = fallback.of_round_costs(np.ones(GAMMA))
+  few = Fallback(np.ones(GAMMA, np.float32), np.float32(2), np.int32(32))
   asked = request(GAMMA, fallback=few)
   with pytest.raises(ValueError, match=f'gamma: .* at most {GAMMA - 1}'):
     decode(slots_of(loop, params, asked), asked, [0], rounds_of(1))

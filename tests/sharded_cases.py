@@ -14,6 +14,7 @@ from continuous_test import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, weights
 from specdec_jax import checkpoints, partitioning
 from specdec_jax.checkpoints import disk_arrays
+from specdec_jax.decoding.fallback import guessed
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
@@ -49,11 +50,7 @@ CONFIGS = {
   't5gemma2': T5GemmaConfig(_GEMMA, _GEMMA, merged_attention=True),
 }
 # Each ends with a product that is split by its inputs.
-BLOCKS_A_LAYER = {'t5': 3, 'gpt': 2, 'causal': 2} | {
-  'm2m100': 3,
-  't5gemma': 3,
-  't5gemma2': 2,
-}
+BLOCKS_A_LAYER = dict(t5=3, gpt=2, causal=2, m2m100=3, t5gemma=3, t5gemma2=2)
 PRESETS = {
   'tensor parallel': Placement(model=8),
   'data parallel': Placement(data=8),
@@ -221,7 +218,7 @@ def weights_of(engine):
 def test_exchanges_of_a_round_are_few(preset, way, family, engines):
   engine = engines(preset)
   found = exchanges(engine, WAYS[way])
-  kinds = collectives.totals(found)['round']
+  kinds = collectives.of_a_round(found)
   split = PRESETS[preset].model != 1
   over_rows = PRESETS[preset].data != 1
   layers = 2 * BLOCKS_A_LAYER[family] if split else 0
@@ -248,12 +245,11 @@ def test_another_family(family, engines, alone):
   test_exchanges_of_a_round_are_few('both', 'speculative', family, engines)
 
 
-@pytest.mark.parametrize('family', ['t5'], indirect=True)
 def test_the_count_sees_a_rule_that_exchanges_more(family, tokenizer):
   """M split over 'data': every product of a layer is added up."""
   bad = Placement(data=2, model=4, axes=LogicalAxes(embed='data'))
   engine = make_engine(family, tokenizer, bad)
-  kinds = collectives.totals(exchanges(engine, speculative=False))['round']
+  kinds = collectives.of_a_round(exchanges(engine, speculative=False))
   assert kinds['all-reduce']['count'] > 2 * 2 * BLOCKS_A_LAYER[family]
 
 
@@ -273,7 +269,6 @@ def test_the_check_sees_a_gathered_weight(family, tokenizer, monkeypatch):
   assert sorted(*one.shapes) == [SIZES['emb_dim'], VOCAB_SIZE]
 
 
-@pytest.mark.parametrize('family', ['t5'], indirect=True)
 def test_caches_follow_their_models(family, engines, alone):
   """Over rows and heads the target's, over rows the drafter's."""
   engine = engines('both')
@@ -397,3 +392,12 @@ def test_arrays_that_do_not_fit(family):
   request = make_request(network, 3, 16, LENGTH, 0.0, 0, 3)
   with pytest.raises(ValueError, match='Request.inputs: .* 2 devices .* got 3'):
     PRESETS['both'].partition().request(request)
+
+
+def test_what_all_rows_share_is_on_each_device(family):
+  request = make_request(models(family)[0].network, 4, 16, LENGTH, 0.0, 0, 3)
+  request = request.replace(fallback=guessed(3, False))
+  placed = PRESETS['both'].partition().request(request)
+  assert placed.inputs.sharding.spec == P('data')
+  for shared in (placed.stop_ids, *vars(placed.fallback).values()):
+    assert shared.sharding.spec == P()

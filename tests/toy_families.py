@@ -40,14 +40,9 @@ TINY = T5Config(  # of checkpoints that are only written and read
   head_dim=5,
   mlp_dim=12,
 )
+_SIZES = dict(vocab_size=60, emb_dim=24, mlp_dim=40)
 GPT2 = GPTConfig(
-  vocab_size=60,
-  emb_dim=24,
-  num_heads=3,
-  num_layers=2,
-  head_dim=8,
-  mlp_dim=40,
-  num_positions=160,
+  **_SIZES, num_heads=3, num_layers=2, head_dim=8, num_positions=160
 )
 T5X = dataclasses.replace(
   GPT2,
@@ -59,13 +54,11 @@ T5X = dataclasses.replace(
 )
 UNTIED = dataclasses.replace(GPT2, logits_via_embedding=False)
 LLAMA = CausalLMConfig(
-  vocab_size=60,
-  emb_dim=24,
+  **_SIZES,
   num_heads=6,
   num_kv_heads=2,
   num_layers=3,
   head_dim=10,
-  mlp_dim=40,
   rope=Rope(5e5, factor=8.0, original_length=24),
   norm_epsilon=1e-5,
 )
@@ -101,13 +94,7 @@ GEMMA3 = dataclasses.replace(
   logit_softcap=0.0,
 )
 NLLB = M2M100Config(
-  vocab_size=60,
-  emb_dim=24,
-  num_heads=3,
-  num_encoder_layers=2,
-  num_decoder_layers=3,
-  head_dim=10,
-  mlp_dim=40,
+  **_SIZES, num_heads=3, num_encoder_layers=2, num_decoder_layers=3, head_dim=10
 )
 # The encoder is wider than the decoder and has other heads, as in 9B-2B.
 ONE = T5GemmaConfig(

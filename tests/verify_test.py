@@ -54,7 +54,7 @@ def test_without_proposals_it_is_the_plain_sample_bit_for_bit(gamma):
     draft, target_probs = _random_draft(9, deterministic, gamma)
     draft = draft.replace(length=np.zeros(_B, np.int32))
     keys = _keys(10)
-    verdict = _verify_batch(draft, target_probs, keys)
+    verdict = _verify_batch(draft, target_probs, keys, None)
     np.testing.assert_array_equal(
       verdict.next_token, _plain_tokens(target_probs[:, 0], keys)
     )
@@ -64,7 +64,7 @@ def test_without_proposals_it_is_the_plain_sample_bit_for_bit(gamma):
 def test_what_lies_behind_length_is_not_looked_at():
   draft, target_probs = _random_draft(11)
   keys = _keys(12)
-  verdict = _verify_batch(draft, target_probs, keys)
+  verdict = _verify_batch(draft, target_probs, keys, None)
   behind = np.arange(_G) >= draft.length[:, None]
   garbage = Draft(
     tokens=np.where(behind, np.int32(-7), draft.tokens),
@@ -73,7 +73,7 @@ def test_what_lies_behind_length_is_not_looked_at():
   )
   rows = np.arange(_G + 1) > draft.length[:, None]
   garbled = np.where(rows[..., None], np.float32(np.nan), target_probs)
-  again = _verify_batch(garbage, garbled, keys)
+  again = _verify_batch(garbage, garbled, keys, None)
   jax.tree.map(np.testing.assert_array_equal, again, verdict)
 
 
@@ -84,7 +84,7 @@ def test_an_id_outside_the_vocabulary_is_never_accepted(token):
   tokens = np.full((_B, _G), token, np.int32)
   for rows in (None, draft.probs):
     bad = Draft(tokens, rows, np.full(_B, _G, np.int32))
-    verdict = _verify_batch(bad, target_probs, keys)
+    verdict = _verify_batch(bad, target_probs, keys, None)
     np.testing.assert_array_equal(verdict.num_accepted, 0)
     np.testing.assert_array_equal(
       verdict.next_token, _plain_tokens(target_probs[:, 0], keys)
@@ -102,7 +102,7 @@ def test_greedy_is_verify_with_one_hots():
   greedy = jax.jit(shipped.verify_greedy_batch)(draft, target)
   # Whatever the drafter's distribution was.
   for either in (draft, _random_draft(15)[0]):
-    verdict = _verify_batch(either, one_hots, keys)
+    verdict = _verify_batch(either, one_hots, keys, None)
     jax.tree.map(np.testing.assert_array_equal, greedy, verdict)
   histogram = np.bincount(np.asarray(greedy.num_accepted), minlength=_G + 1)
   assert np.all(histogram > 0)

@@ -157,7 +157,8 @@ def test_a_chain_is_algorithm_1(kind):
   """Bit for bit, from the same random numbers."""
   drafts, rows, keys = _random_drafts(200, branching(1, 1, 1, 1), 3, kind)
   have = jax.jit(verify_tree.verify_tree_batch)(drafts, rows, keys)
-  want = jax.jit(verify.verify_batch)(drafts.replace(tree=None), rows, keys)
+  chains = drafts.replace(tree=None)
+  want = jax.jit(verify.verify_batch)(chains, rows, keys, None)
   _check_same(slice(None), have, want.replace(path=np.arange(4)[None]))
   assert {*have.num_accepted.tolist()} >= {0, 1, 2}
 

@@ -138,7 +138,7 @@ def start(
     longest = request.longest
     return read_prompt(
       model, model_params, inputs, slots, prompt, longest, encoded
-    )
+    )[1]
 
   search = Search(
     live=live,

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specdec_jax.drafters.base import ask_unless
 from specdec_jax.drafters.small_model import catch_up_calls
 from specdec_jax.models import backend
 from specdec_jax.types import Array, DecodeStats, Draft, Verdict
@@ -57,10 +56,7 @@ class Fallback:
 
 
 def of_costs(
-  cost_ratio: float,
-  call_cost: Callable[[int], float],
-  gamma: int,
-  adapts: bool,
+  cost_ratio: float, call_cost: Callable[[int], float], gamma: int, adapts: bool
 ) -> Fallback:
   """The fallback of a pair with known costs.
 
@@ -75,18 +71,8 @@ def of_costs(
   asked = [max(i, 1) if adapts else gamma for i in range(gamma + 1)]
   costs: Any = np.asarray(calls, np.float32)
   costs += np.float32(cost_ratio) * np.asarray(asked, np.float32)
-  return of_round_costs(costs, first_rest=_enough_rest(costs, cost_ratio))
-
-
-def of_round_costs(
-  costs: Any, patience: float = _PATIENCE, first_rest: int = _FIRST_REST
-) -> Fallback:
-  """A fallback of given numbers, see `Fallback`."""
-  return Fallback(
-    np.asarray(costs, np.float32),
-    np.asarray(patience, np.float32),
-    np.asarray(first_rest, np.int32),
-  )
+  first_rest = np.asarray(_enough_rest(costs, cost_ratio), np.int32)
+  return Fallback(costs, np.asarray(_PATIENCE, np.float32), first_rest)
 
 
 def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
@@ -208,16 +194,3 @@ def after_round(
   )
   fallback_rounds = stats.fallback_rounds + (running & rested)
   return after, stats.replace(fallback_rounds=fallback_rounds)
-
-
-def unless_all_rest(
-  rests: Rests | None,
-  running: jax.Array,
-  ask: Callable[[Any], tuple[Any, Any]],
-  drafter_state: Any,
-) -> tuple[Any, Any]:
-  """`ask(drafter_state)`, or an empty draft while all running rows rest."""
-  if rests is None:
-    return ask(drafter_state)
-  all_rest = ~jnp.any(running & (rests.left == 0))
-  return ask_unless(all_rest, ask, drafter_state)

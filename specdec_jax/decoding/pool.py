@@ -30,15 +30,6 @@ from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
 
 _SHARED = None  # the axis of a leaf that belongs to no row
-_BATCHED = (
-  'inputs',
-  'keys',
-  'sampling',
-  'min_length',
-  'max_length',
-  'prompt',
-  'prompt_length',
-)
 
 
 @struct.dataclass
@@ -77,10 +68,7 @@ class PoolView:
 
 def take_rows(request: Request, rows: np.ndarray) -> Request:
   """The request with only its rows int[K]; fields without rows stay as is."""
-  changes = {name: getattr(request, name) for name in _BATCHED}
-  if request.stop_ids.ndim > 1:
-    changes['stop_ids'] = request.stop_ids
-  return request.replace(**jax.tree.map(lambda leaf: leaf[rows], changes))
+  return request.replace(**jax.tree.map(lambda leaf: leaf[rows], request.rows))
 
 
 def read(loop: Loop, params: PairParams, request: Request) -> Pool:
@@ -303,11 +291,7 @@ class PoolPrograms:
 
 def _axis(few: Any, many: Any) -> int | None:
   """The axis in which two shapes differ; None if they are equal."""
-  differ = [
-    axis
-    for axis, sizes in enumerate(zip(few.shape, many.shape, strict=True))
-    if sizes[0] != sizes[1]
-  ]
+  differ = np.flatnonzero(np.not_equal(few.shape, many.shape)).tolist()
   if len(differ) > 1:
     expected = f'at most one axis of rows (twice as many: {many.shape})'
     raise unexpected('array of a state', expected, few.shape)

@@ -20,6 +20,7 @@ from specdec_jax.decoding.state import DecodeState, PairParams, Request
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
+  ask_unless,
   check_chain,
   forbid_early_stops,
 )
@@ -31,6 +32,7 @@ from specdec_jax.verify import (
   verify_block_batch,
   verify_greedy_batch,
 )
+from specdec_jax.verify_tree import verify_tree_batch, verify_tree_greedy_batch
 
 # (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict. Of a
 # tree the logits are those after the committed tokens and after each node.
@@ -41,11 +43,11 @@ def judge(
   request: Request, draft: Draft, logits: jax.Array, keys: jax.Array
 ) -> Verdict:
   """Number of accepted guesses n, and t drawn after them."""
-  if draft.tree is not None:
-    return tree_round.judge(request, draft, logits, keys)
   if request.greedy:
     return _judge_greedy(request, draft, logits)
   target_probs = probs.standardise_batch(logits, request.sampling)
+  if draft.tree is not None:
+    return verify_tree_batch(draft, target_probs, keys)
   if request.judges_blocks:
     return verify_block_batch(draft, target_probs, keys)
   verdict = verify_batch(draft, target_probs, keys, request.lenience)
@@ -58,6 +60,8 @@ def judge(
 
 
 def _judge_greedy(request: Request, draft: Draft, logits: jax.Array) -> Verdict:
+  if draft.tree is not None:
+    return verify_tree_greedy_batch(draft, probs.greedy_token(logits))
   near = None
   if request.lenience is not None:
     near = near_argmax(draft.tokens, logits[:, :-1], request.lenience)
@@ -127,12 +131,15 @@ def propose(
   if request.gamma == 0:
     empty = jnp.zeros((state.length.shape[0], 0), jnp.int32)
     return Draft(empty, None, state.length * 0), state.drafter_state
-  draft, drafter_state = fallback.unless_all_rest(
-    state.rests,
-    state.running,
-    lambda drafter_state: drafter.propose(params, drafter_state, context),
-    state.drafter_state,
-  )
+
+  def ask(drafter_state):
+    return drafter.propose(params, drafter_state, context)
+
+  if state.rests is None:
+    draft, drafter_state = ask(state.drafter_state)
+  else:
+    all_rest = ~jnp.any(state.running & (state.rests.left == 0))
+    draft, drafter_state = ask_unless(all_rest, ask, state.drafter_state)
   usable = tree_round.usable_length(request, draft)
   length = jnp.minimum(usable, _budget(request, state))
   return draft.replace(length=length.astype(jnp.int32)), drafter_state
@@ -230,17 +237,15 @@ def start(
   encoded = None
   if drafter.reads_encoder:  # it runs once for both
     encoded = target.encode(params.target, inputs)
-  cache = read_prompt(
-    target, params.target, inputs, slots, None, longest, encoded
+  read, cache = read_prompt(
+    target, params.target, inputs, slots, prompt, longest, encoded
   )
   features = no_features(target, drafter, params.target, cache)
-  if request.prompt_width > 1:
-    read, cache = target.extend(params.target, cache, prompt[:, :-1])
-    if features is not None:
-      # The logits of its last token but one would give a prompt's last token.
-      place = request.prompt_length - 2
-      known: Any = features_at(drafter, read, jnp.maximum(place, 0))
-      features = jnp.where(place[:, None] >= 0, known, features)
+  if features is not None and read is not None:
+    # The logits of its last token but one would give a prompt's last token.
+    place = request.prompt_length - 2
+    known: Any = features_at(drafter, read, jnp.maximum(place, 0))
+    features = jnp.where(place[:, None] >= 0, known, features)
   drafter_state = drafter.init(params.draft, inputs, slots, prompt, encoded)
   state = decode_state.start(request, cache, drafter_state)
   return state.replace(features=features)

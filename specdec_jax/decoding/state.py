@@ -145,6 +145,14 @@ class Request:
   pad_id: int = struct.field(pytree_node=False, default=0)
 
   @property
+  def rows(self) -> dict[str, Any]:
+    """The fields that have an entry for each row; the others belong to all."""
+    names = ['inputs', 'keys', 'sampling', 'min_length', 'max_length']
+    names += ['prompt', 'prompt_length']
+    names += ['stop_ids'] * (self.stop_ids.ndim > 1)
+    return {name: getattr(self, name) for name in names}
+
+  @property
   def draft_slots(self) -> int:
     """Slots that a whole draft takes."""
     if self.tree is None or not self.gamma:
@@ -383,6 +391,21 @@ def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
   return probs.is_one_of(tokens, stop_ids)
 
 
+def up_to_stop(
+  request: Request, tokens: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Ends the first `count` (int32[B]) of tokens int32[B, S] at a stop id.
+
+  Returns:
+    int32[B], tokens up to the first stop id, itself counted, or `count`; and
+    bool[B], whether there is one.
+  """
+  counted = jnp.arange(tokens.shape[1]) < count[:, None]
+  stops = is_stop(request, tokens) & counted
+  stopped = jnp.any(stops, axis=1)
+  return jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count), stopped
+
+
 def append(
   request: Request,
   state: DecodeState,
@@ -413,10 +436,7 @@ def append(
   position = jnp.arange(padded.shape[1])
   at_end = position == verdict.num_accepted[:, None]
   tokens = jnp.where(at_end, verdict.next_token[:, None], padded)
-  stops = is_stop(request, tokens) & (position < count[:, None])
-  until_stop = jnp.argmax(stops, axis=1) + 1
-  stopped = jnp.any(stops, axis=1)
-  count = jnp.where(stopped, until_stop, count)
+  count, stopped = up_to_stop(request, tokens, count)
   left = remaining(request, state)
   stopped = stopped & (count <= left)
   count = jnp.where(state.running, jnp.minimum(count, left), 0)

@@ -12,16 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax import probs
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import TOKEN, DecodeState, Request
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.tree_shape import ROOT, Tree, TreeShape, static_tree
 from specdec_jax.types import Draft, Verdict
-from specdec_jax.verify_tree import (
-  verify_tree_batch,
-  verify_tree_greedy_batch,
-)
 
 
 def check(request: Request, shape: TreeShape) -> None:
@@ -51,11 +46,7 @@ def usable_length(request: Request, draft: Draft) -> jax.Array:
   if draft.tree is not None:
     check(request, draft.tree)
     return draft.length
-  stops = decode_state.is_stop(request, draft.tokens)
-  until_stop = jnp.where(
-    jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, request.gamma
-  )
-  return jnp.minimum(draft.length, until_stop)
+  return decode_state.up_to_stop(request, draft.tokens, draft.length)[0]
 
 
 def tree_of(state: DecodeState, draft: Draft, cache: Any) -> Tree | None:
@@ -80,16 +71,6 @@ def places_of(draft: Draft) -> np.ndarray | None:
   if draft.tree is None:
     return None
   return np.append(0, draft.tree.levels)
-
-
-def judge(
-  request: Request, draft: Draft, logits: jax.Array, keys: jax.Array
-) -> Verdict:
-  """The path that is kept, and t drawn after it."""
-  if request.greedy:
-    return verify_tree_greedy_batch(draft, probs.greedy_token(logits))
-  target_probs = probs.standardise_batch(logits, request.sampling)
-  return verify_tree_batch(draft, target_probs, keys)
 
 
 def keep_path(
@@ -129,11 +110,9 @@ def _as_chain(
   shape, path = draft.tree, verdict.path
   assert shape is not None and path is not None
   tokens = jnp.take_along_axis(draft.tokens, path, axis=1)
-  accepted = verdict.num_accepted
-  stops = decode_state.is_stop(request, tokens)
-  stops &= np.arange(shape.depth) < accepted[:, None]
-  stopped = jnp.any(stops, axis=1)
-  accepted = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, accepted)
+  accepted, stopped = decode_state.up_to_stop(
+    request, tokens, verdict.num_accepted
+  )
   has_child = jnp.asarray(shape.children[:, 0] >= 0)
   last = jnp.take_along_axis(
     path, jnp.maximum(accepted - 1, 0)[:, None], axis=1

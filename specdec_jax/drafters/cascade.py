@@ -187,4 +187,4 @@ def _judge(draft: Draft, logits: jax.Array, context: Context):
   if context.greedy:
     return verify_greedy_batch(draft, probs.greedy_token(logits)), None
   rows = probs.standardise_batch(logits, context.sampling)
-  return verify_batch(draft, rows, context.keys), rows
+  return verify_batch(draft, rows, context.keys, None), rows

@@ -51,7 +51,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   def init(params, inputs, max_length, prompt, encoded):
     return read_prompt(
       model, params, inputs, max_length, prompt, encoded=encoded
-    )
+    )[1]
 
   def propose(params, cache, context: Context):
     logits, cache = read_committed(model, params, cache, context)

@@ -46,7 +46,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
     longest = max_length - shape.num_nodes + shape.depth
     return read_prompt(
       network, params, inputs, max_length, prompt, longest, encoded
-    )
+    )[1]
 
   def propose(params, cache, context: Context):
     proposed = shape.cut(context.gamma)

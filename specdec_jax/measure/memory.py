@@ -12,7 +12,7 @@ from specdec_jax import partitioning
 from specdec_jax.checks.memory import array_bytes
 from specdec_jax.decoding.state import Request
 from specdec_jax.models import kv_cache
-from specdec_jax.models.base import LanguageModel, Params, read_prompt
+from specdec_jax.models.base import LanguageModel, Params
 
 # Kernels of cross-attention's keys and values, which only `prefill` reads.
 _ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
@@ -50,8 +50,8 @@ def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
     request: batch, input or prompt, and slots of the run; arrays or shapes.
   """
   cache: kv_cache.KVCache = jax.eval_shape(
-    lambda params, inputs: read_prompt(
-      network, params, inputs, request.cache_slots, longest=request.longest
+    lambda params, inputs: network.prefill(
+      params, inputs, request.cache_slots, request.longest
     ),
     params,
     request.inputs,

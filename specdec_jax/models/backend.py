@@ -88,9 +88,8 @@ def precision(dtype: str) -> jax.lax.Precision:
 
   Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU.
   """
-  if dtype == 'float32':
-    return jax.lax.Precision.HIGHEST
-  return jax.lax.Precision.DEFAULT
+  kinds = jax.lax.Precision
+  return kinds.HIGHEST if dtype == 'float32' else kinds.DEFAULT
 
 
 def compiled_for(described: str) -> contextlib.AbstractContextManager[object]:

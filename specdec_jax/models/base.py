@@ -24,7 +24,6 @@ class LanguageModel(Protocol[Cache]):
   @property
   def vocab_size(self) -> int:
     """V, the width of the logits."""
-    ...
 
   @property
   def has_encoder(self) -> bool:
@@ -34,11 +33,9 @@ class LanguageModel(Protocol[Cache]):
     caller wants one, a prompt. A decoder-only model begins with its prompt,
     whose first token takes the place of the start token.
     """
-    ...
 
   def init(self, key: jax.Array) -> Params:
     """Random parameters, with the names and shapes that a checkpoint has."""
-    ...
 
   def prefill(
     self,
@@ -64,7 +61,6 @@ class LanguageModel(Protocol[Cache]):
     Returns:
       A cache with `length` 0 in every row.
     """
-    ...
 
   def extend(
     self,
@@ -89,22 +85,18 @@ class LanguageModel(Protocol[Cache]):
     Returns:
       Features, [B, S, M], and the cache with `length` grown by S.
     """
-    ...
 
   def head(self, params: Params, features: jax.Array) -> jax.Array:
     """The output layer: maps features [..., M] to logits float32[..., V]."""
-    ...
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
     """Maps tokens int32[...] to the decoder's embeddings [..., M].
 
     Only drafters that read features call it.
     """
-    ...
 
   def rewind(self, cache: Cache, length: jax.Array) -> Cache:
     """Forgets all but the first `length` (int32[B]) tokens per row, in O(1)."""
-    ...
 
   def keep(self, cache: Cache, length: jax.Array, slots: jax.Array) -> Cache:
     """Keeps the first `length` (int32[B]) slots per row and some later ones.
@@ -117,7 +109,6 @@ class LanguageModel(Protocol[Cache]):
     Returns:
       The cache with `length` + N tokens.
     """
-    ...
 
 
 def read_prompt(
@@ -125,10 +116,10 @@ def read_prompt(
   params: Params,
   inputs: jax.Array,
   max_length: int,
-  prompt: jax.Array | None = None,
+  prompt: jax.Array,
   longest: int | None = None,
   encoded: jax.Array | None = None,
-) -> Cache:
+) -> tuple[jax.Array | None, Cache]:
   """A cache that has read the inputs, and each prompt but its last token.
 
   The last token of a prompt is read by the first round, which needs its logits.
@@ -140,21 +131,22 @@ def read_prompt(
     params: its parameters.
     inputs: int32[B, E], `pad_id` past each row's end.
     max_length: T, the decoder slots to allocate.
-    prompt: int32[B, P], P < T; None is the start token alone.
+    prompt: int32[B, P], P < T.
     longest: as of `LanguageModel.prefill`.
     encoded: float[B, E, M], what an encoder has said of the inputs; None leaves
       it to the model.
 
   Returns:
-    A cache with `length` P - 1 in every row.
+    The features of what was read of the prompts, [B, P - 1, M], None of
+    nothing; and a cache with `length` P - 1 in every row.
   """
   # A network that knows none of these need not take the argument.
   given: dict[str, Any] = {'longest': longest, 'encoded': encoded}
   known = {name: value for name, value in given.items() if value is not None}
   cache = model.prefill(params, inputs, max_length, **known)
-  if prompt is not None and prompt.shape[1] > 1:
-    _, cache = model.extend(params, cache, prompt[:, :-1])
-  return cache
+  if prompt.shape[1] == 1:
+    return None, cache
+  return model.extend(params, cache, prompt[:, :-1])
 
 
 def reads_encoder(network: Any) -> bool:

@@ -10,15 +10,11 @@ and kernels are those of Hugging Face's files, no factor is moved into them.
 import dataclasses
 from typing import Literal
 
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import check_at_least, unexpected
 from specdec_jax.models import layers
 from specdec_jax.models.layers import Kind, Stack, of_config
 from specdec_jax.models.rope import Rope
-from specdec_jax.models.transformer import (
-  Shape,
-  Tokens,
-  Transformer,
-)
+from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 LayerKind = Literal['local', 'global']
 
@@ -99,15 +95,10 @@ class CausalLMConfig:
         'a window with local layers, and none without',
         (self.layer_kinds, self.window),
       )
-    for name in ('query_scalar', 'score_softcap', 'logit_softcap'):
-      if getattr(self, name) < 0:
-        raise unexpected(
-          f'CausalLMConfig.{name}', 'at least 0', getattr(self, name)
-        )
+    check_at_least(self, query_scalar=0.0, score_softcap=0.0, logit_softcap=0.0)
     if self.norm_epsilon <= 0:
-      raise ValueError(
-        f'CausalLMConfig.norm_epsilon must be above 0, got {self.norm_epsilon}.'
-      )
+      name = 'CausalLMConfig.norm_epsilon'
+      raise unexpected(name, 'a number above 0', self.norm_epsilon)
 
   def stack(
     self, sides: tuple[int, int] | None = None, cross: str = 'none'

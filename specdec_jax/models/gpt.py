@@ -15,12 +15,7 @@ from typing import Literal
 
 from specdec_jax.models import layers
 from specdec_jax.models.layers import Stack, of_config
-from specdec_jax.models.transformer import (
-  LAYER_NORM_EPSILON,
-  Shape,
-  Tokens,
-  Transformer,
-)
+from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +68,7 @@ class GPTConfig:
       Stack,
       self,
       relative_bias='none' if self.num_positions else 'stack',
-      norm_epsilon=LAYER_NORM_EPSILON if self.norm == 'layer' else 1e-6,
+      norm_epsilon=layers.LAYER_NORM_EPSILON if self.norm == 'layer' else 1e-6,
     )
     return Shape(stack, of_config(Tokens, self))
 

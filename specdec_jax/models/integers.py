@@ -68,40 +68,40 @@ def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
   Raises:
     ValueError: a number is not finite; those of a traced array are not seen.
   """
-  on_host = isinstance(kernel, np.ndarray)
-  xp: Any = np if on_host else jnp
+  xp: Any = np
   step = max(1, _ROWS_BYTES // (4 * max(1, kernel.shape[1])))
-  starts = range(0, len(kernel), step) if on_host else (0,)
-
-  def pieces():
-    for i in starts:
-      piece = kernel[i : i + step] if on_host else kernel
-      yield piece.astype(xp.float32)
-
+  if not isinstance(kernel, np.ndarray):
+    xp, step = jnp, len(kernel)
+  pieces = [kernel[i : i + step] for i in range(0, len(kernel), step)]
   largest = functools.reduce(
-    xp.maximum, (xp.abs(piece).max(0) for piece in pieces())
+    xp.maximum, (xp.abs(piece.astype(xp.float32)).max(0) for piece in pieces)
   )
   if not isinstance(largest, jax.core.Tracer):
     _check_finite(np.asarray(largest), name)
   scale = xp.where(largest > 0, largest / np.float32(_MOST[dtype]), 1.0)
   scale = scale.astype(xp.float32)
-  rows = [xp.rint(piece / scale).astype(jnp.dtype(dtype)) for piece in pieces()]
+  rows = [
+    xp.rint(piece.astype(xp.float32) / scale).astype(jnp.dtype(dtype))
+    for piece in pieces
+  ]
   return xp.concatenate(rows), scale
 
 
 def rounded(
   params: Mapping[str, Any], dtype: str = INT8, module: str = ''
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
   """Parameters whose kernels are integers; those that are already stay.
 
   Args:
     params: as a checkpoint has them, or as placed.
-    dtype: 'int8' or 'int4'.
+    dtype: 'int8' or 'int4'; with another nothing is rounded.
     module: name of the module, with a slash behind it, for messages.
 
   Raises:
     ValueError: as for `quantise`.
   """
+  if not is_integers(dtype):
+    return params
   found: dict[str, Any] = {
     name: rounded(value, dtype, f'{module}{name}/')
     if isinstance(value, Mapping)

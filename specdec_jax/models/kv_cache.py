@@ -204,19 +204,12 @@ def buckets(num_slots: int) -> tuple[int, ...]:
   """
   if backend.kind() != 'cpu':
     return (num_slots,)
-  sizes = []
-  size = 128
-  while size < num_slots:
-    sizes.append(size)
-    size *= 2
-  return (*sizes, num_slots)
+  doubled = (128 << i for i in range(num_slots.bit_length()))
+  return (*(size for size in doubled if size < num_slots), num_slots)
 
 
 def bucketed_reads(
-  cache: KVCache,
-  num_queries: int,
-  tree: Tree | None,
-  attend: Attend,
+  cache: KVCache, num_queries: int, tree: Tree | None, attend: Attend
 ) -> list[Callable[..., jax.Array]]:
   """Attention over the shortest bucket with all slots in use.
 
@@ -240,13 +233,8 @@ def bucketed_reads(
   index = jnp.sum(jnp.asarray(sizes) < needed)
 
   def attend_prefix(size, queries, keys, values, bias, *beside):
-    return attend(
-      queries,
-      keys[..., :size],
-      values[..., :size],
-      bias[..., :size],
-      beside=beside,
-    )
+    keys, values, bias = (part[..., :size] for part in (keys, values, bias))
+    return attend(queries, keys, values, bias, beside=beside)
 
   branches = [functools.partial(attend_prefix, size) for size in sizes]
 

@@ -33,6 +33,7 @@ MOST = 2**31 - 1  # ids and places in arrays are int32
 DTYPES = ('float32', 'bfloat16')  # dtypes that networks compute in
 PARAM_DTYPES = (*DTYPES, *INTEGERS)  # dtypes that parameters are kept in
 _BUCKETS, _MAX_DISTANCE = 32, 128  # of T5's relative biases
+LAYER_NORM_EPSILON = 1e-5  # GPT-2's and M2M-100's
 MASKED = -1e10  # added to a score that must not be attended to, as in T5X
 
 

@@ -14,12 +14,7 @@ from typing import ClassVar
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
 from specdec_jax.models.layers import Stack, of_config
-from specdec_jax.models.transformer import (
-  LAYER_NORM_EPSILON,
-  Shape,
-  Tokens,
-  Transformer,
-)
+from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +70,7 @@ class M2M100Config:
       self,
       num_layers=self.num_encoder_layers,
       norm='layer',
-      norm_epsilon=LAYER_NORM_EPSILON,
+      norm_epsilon=layers.LAYER_NORM_EPSILON,
       use_bias=True,
       self_attention='attention',
     )

@@ -42,8 +42,7 @@ def unfitted(network: Any) -> Any:
 
 def own_vocab_size(network: Any) -> int:
   """Ids that a network has by itself."""
-  size: int = unfitted(network).vocab_size
-  return size
+  return int(unfitted(network).vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,9 +45,7 @@ def gated(
 
 
 def dense_out_in(
-  kernel: jax.Array,
-  x: jax.Array,
-  result_dtype: str | None = None,
+  kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
 ) -> jax.Array:
   """Returns x @ kernel.T; on a CPU as `cpu_layout.product_out_in`.
 
@@ -76,6 +74,14 @@ def dense_out_in(
   return product[:count].reshape(*x.shape[:-1], kernel.shape[0])
 
 
+def _matmul(x: jax.Array, result_dtype: str | None) -> Callable[..., jax.Array]:
+  """`jnp.matmul` in the precision of x's dtype."""
+  exact = backend.precision(str(x.dtype))
+  return functools.partial(
+    jnp.matmul, precision=exact, preferred_element_type=result_dtype
+  )
+
+
 def dense_in_out(
   kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
 ) -> jax.Array:
@@ -89,12 +95,7 @@ def dense_in_out(
   Returns:
     [..., out].
   """
-  return jnp.matmul(
-    x,
-    kernel,
-    precision=backend.precision(str(x.dtype)),
-    preferred_element_type=result_dtype,
-  )
+  return _matmul(x, result_dtype)(x, kernel)
 
 
 def dense_blocks(
@@ -116,11 +117,7 @@ def dense_blocks(
     [..., out], of N times as many numbers as a block has outputs.
   """
   rows = x.reshape(-1, x.shape[-1])
-  matmul = functools.partial(
-    jnp.matmul,
-    precision=backend.precision(str(x.dtype)),
-    preferred_element_type=result_dtype,
-  )
+  matmul = _matmul(x, result_dtype)
   is_few = len(rows) <= MOST_COPIED_ROWS
   if is_few or len(kernel) * rows.size <= _MOST_COPIED:
     parts = cpu_layout.product_of_blocks(kernel, rows, matmul)

@@ -46,11 +46,7 @@ def widened_bytes(network: LanguageModel, dtype: str) -> int:
 
 
 def run_bytes(
-  config: Config,
-  batch: int,
-  input_len: int,
-  num_slots: int,
-  num_tokens: int,
+  config: Config, batch: int, input_len: int, num_slots: int, num_tokens: int
 ) -> int:
   """The least bytes that a run of a network holds beside its parameters.
 

@@ -9,7 +9,7 @@ weights at each step.
 """
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from specdec_jax.models.layers import Stack
 from specdec_jax.models.rope import rotate
 from specdec_jax.tree_shape import Tree
 
-LAYER_NORM_EPSILON = 1e-5  # GPT-2's and M2M-100's
 _LONGEST_WAVE = 10000.0  # of sinusoids
 
 
@@ -181,28 +180,28 @@ def _relative_bias(stack: Stack) -> layers.RelativeBias:
 class _Layers(nn.Module):
   """The layers of a stack, and its final norm."""
 
-  shape: Shape
+  stack: Stack
+  tokens: Tokens | None  # whose embeddings lie here, if any do
 
-  def add_layers(self, stack: Stack, norm: str) -> None:
+  def add_layers(self, norm: str) -> None:
     """Makes them, in `setup`; the norm has a name of its own, as in T5X."""
-    if stack.relative_bias == 'stack':
-      self.relpos_bias = _relative_bias(stack)
-    self.layers = [Layer(stack) for _ in range(stack.num_layers)]
-    setattr(self, norm, stack.make_norm())
-    self.dropout = layers.dropout(stack.dropout_rate)
+    if self.stack.relative_bias == 'stack':
+      self.relpos_bias = _relative_bias(self.stack)
+    self.layers = [Layer(self.stack) for _ in range(self.stack.num_layers)]
+    setattr(self, norm, self.stack.make_norm())
+    self.dropout = layers.dropout(self.stack.dropout_rate)
 
-  def relative_biases(self, stack: Stack, relative: np.ndarray):
+  def relative_biases(self, relative: np.ndarray):
     """Each table's bias of int[...] (key - query), float32[H, ...]; or ()."""
-    if stack.relative_bias == 'none':
+    if self.stack.relative_bias == 'none':
       return ()
-    owners = self.layers if stack.relative_bias == 'layer' else [self]
+    owners = self.layers if self.stack.relative_bias == 'layer' else [self]
     return [owner.relpos_bias(relative) for owner in owners]
 
-  def run(self, stack: Stack, x, places, remembers, reads, cross, dropless):
+  def run(self, x, places, remembers, reads, cross, dropless):
     """Runs the layers; returns what they make of x, and what each has kept.
 
     Args:
-      stack: what they are.
       x: [B, S, M].
       places: int[S] or int[B, S], the tokens' places.
       remembers: of each layer, see `Layer`.
@@ -210,6 +209,7 @@ class _Layers(nn.Module):
       cross: keys and values of an encoder's output by layer, and their bias.
       dropless: whether dropout is off.
     """
+    stack = self.stack
     kept, angles = [], stack.angles(places)
     for i, layer in enumerate(self.layers):
       encoded: tuple[Any, ...] = ()
@@ -226,12 +226,12 @@ class _Layers(nn.Module):
       kept.append(memory)
     return x, kept
 
-  def run_whole(self, stack, norm, x, biases, cross, dropless):
+  def run_whole(self, norm, x, biases, cross, dropless):
     """What all layers and a norm make of whole sequences x, [B, S, M]."""
-    reads = [kv_cache.reader(bias, stack.attend) for bias in biases]
-    remembers = [kv_cache.without_cache] * stack.num_layers
+    reads = [kv_cache.reader(bias, self.stack.attend) for bias in biases]
+    remembers = [kv_cache.without_cache] * self.stack.num_layers
     x, places = self.dropout(x, deterministic=dropless), jnp.arange(x.shape[1])
-    x, _ = self.run(stack, x, places, remembers, reads, cross, dropless)
+    x, _ = self.run(x, places, remembers, reads, cross, dropless)
     return self.dropout(norm(x), deterministic=dropless)
 
 
@@ -239,21 +239,20 @@ class Encoder(_Layers):
   """The encoder's layers and its final norm."""
 
   def setup(self):
-    if self.shape.encoder_tokens is not None:
-      self.token_embedder = self.shape.encoder_tokens.make_table()
-    self.add_layers(cast(Stack, self.shape.encoder), 'encoder_norm')
+    if self.tokens is not None:
+      self.token_embedder = self.tokens.make_table()
+    self.add_layers('encoder_norm')
 
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
-    stack, size = cast(Stack, self.shape.encoder), x.shape[1]
+    size, kinds = x.shape[1], self.stack.kinds
     places = jnp.arange(size)
     biases = [
       _of_pairs(bias)[None]
-      for bias in self.relative_biases(stack, np.arange(1 - size, size))
-    ] or [_mask(kind.hides(places - places[:, None])) for kind in stack.kinds]
+      for bias in self.relative_biases(np.arange(1 - size, size))
+    ] or [_mask(kind.hides(places - places[:, None])) for kind in kinds]
     biases = [bias + padding_bias for bias in biases]
-    norm = self.encoder_norm
-    return self.run_whole(stack, norm, x, biases, (), deterministic)
+    return self.run_whole(self.encoder_norm, x, biases, (), deterministic)
 
 
 def _mask(unseen: Any) -> Any:
@@ -278,10 +277,12 @@ def _of_pairs(of_distances: jax.Array) -> jax.Array:
 class Decoder(_Layers):
   """The decoder's layers, its final norm and its output layer."""
 
+  tokens: Tokens
+
   def setup(self):
-    stack, tokens = self.shape.decoder, self.shape.tokens
-    self.add_layers(stack, 'decoder_norm')
-    if stack.cross == 'none':
+    tokens = self.tokens
+    self.add_layers('decoder_norm')
+    if self.stack.cross == 'none':
       _add_tokens(self, tokens)
     if not tokens.logits_via_embedding:
       # In float32, as T5X's: bfloat16 would have ties that the model has not.
@@ -298,13 +299,12 @@ class Decoder(_Layers):
     Returns:
       An array for each number of `Stack.bias_of`.
     """
-    stack = self.shape.decoder
-    tables = self.relative_biases(stack, np.minimum(relative, 0))
+    tables = self.relative_biases(np.minimum(relative, 0))
     return [
       jnp.where(relative > 0, layers.MASKED, bias) for bias in tables
     ] or [
       _mask(dataclasses.replace(kind, after=0).hides(relative))
-      for kind in stack.kinds
+      for kind in self.stack.kinds
     ]
 
   def cross_kv(self, encoded) -> tuple[tuple[jax.Array, ...], ...]:
@@ -312,7 +312,7 @@ class Decoder(_Layers):
     pairs = []
     for layer in self.layers:
       attention = layer.own_attention
-      if self.shape.decoder.cross == 'apart':
+      if self.stack.cross == 'apart':
         attention = layer.encoder_decoder_attention
       pairs.append(kv_cache.without_cache(*attention.project_kv(encoded)))
     keys, values = zip(*pairs, strict=True)
@@ -320,7 +320,7 @@ class Decoder(_Layers):
 
   def empty_cache(self, batch, num_slots, keys=(), values=(), bias=None):
     """A `KVCache` of `batch` rows that has read the inputs, and no token."""
-    stack = self.shape.decoder
+    stack = self.stack
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
     heads = stack.num_kv_heads or stack.num_heads
     shape = batch, heads, stack.head_dim, num_slots
@@ -340,21 +340,18 @@ class Decoder(_Layers):
 
   def teacher_forced(self, x, cross, deterministic):
     """Features [B, S, M] of embedded tokens [B, S, M], without a cache."""
-    stack, size = self.shape.decoder, x.shape[1]
-    position = np.arange(size)
+    position = np.arange(x.shape[1])
     biases = self.biases(position[None, :] - position[:, None])
     biases = [bias[None] for bias in biases]
-    norm = self.decoder_norm
-    return self.run_whole(stack, norm, x, biases, cross, deterministic)
+    return self.run_whole(self.decoder_norm, x, biases, cross, deterministic)
 
-  def extend(self, x, cache, tree=None):
+  def extend(self, x, places, cache, tree):
     """Features [B, S, M] and the cache grown by S embedded tokens."""
-    stack, num_queries = self.shape.decoder, x.shape[1]
+    stack, num_queries = self.stack, x.shape[1]
     reads = kv_cache.bucketed_reads(cache, num_queries, tree, stack.attend)
     remembers = [cache.remember(i) for i in range(stack.num_layers)]
-    places = kv_cache.positions(cache, num_queries, tree)
     cross = cache.cross_keys, cache.cross_values, cache.cross_bias
-    x, kept = self.run(stack, x, places, remembers, reads, cross, True)
+    x, kept = self.run(x, places, remembers, reads, cross, True)
     return self.decoder_norm(x), cache.grown(kept, num_queries)
 
 
@@ -367,11 +364,12 @@ class Network(nn.Module):
   shape: Shape
 
   def setup(self):
-    if self.shape.decoder.cross != 'none':
-      _add_tokens(self, self.shape.tokens)
-    if self.shape.encoder is not None:
-      self.encoder = Encoder(self.shape)
-    self.decoder = Decoder(self.shape)
+    shape = self.shape
+    if shape.decoder.cross != 'none':
+      _add_tokens(self, shape.tokens)
+    if shape.encoder is not None:
+      self.encoder = Encoder(shape.encoder, shape.encoder_tokens)
+    self.decoder = Decoder(shape.decoder, shape.tokens)
 
   @property
   def _owner(self):
@@ -385,7 +383,7 @@ class Network(nn.Module):
   def extend(self, cache, tokens, tree=None):
     """Features [B, S, M] and the grown cache."""
     places = kv_cache.positions(cache, tokens.shape[1], tree)
-    return self.decoder.extend(self._at(tokens, places), cache, tree)
+    return self.decoder.extend(self._at(tokens, places), places, cache, tree)
 
   def embed(self, tokens):
     """Maps int32[...] to embeddings [..., M], without positions."""
