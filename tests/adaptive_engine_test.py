@@ -9,7 +9,7 @@ import rich.console
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import infer
-from specdec_jax.decoding.fallback import Fallback, of_round_costs
+from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.drafters.length import MOST, plain_rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback

@@ -1,5 +1,6 @@
 """The command `specdec`: its names, its flags, and what they bind."""
 
+import argparse
 import os
 import pathlib
 import re
@@ -85,15 +86,14 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
   assert len(examples) >= 2
   assert max(map(len, out.splitlines())) <= 80
   command, argv = commands.COMMANDS[name], []
-  flags = options.flags(command.places)
-  for flag in flags:
+  parser = argparse.ArgumentParser(add_help=False)
+  options.add(parser, command.places)
+  for flag in parser._actions:
     assert len(flag.help) > 5, flag
     assert not re.search('likewise|as of|see ', flag.help), flag
-    assert flag.names and all(option in out for option in flag.names)
-    value = 'x' if str in flag.kinds else '1'
-    argv += [flag.names[0]] if flag.kinds == (bool,) else [flag.names[0], value]
-  names = [spelling for flag in flags for spelling in flag.names]
-  assert len(names) == len(set(names))
+    assert all(option in out for option in flag.option_strings)
+    value = [] if flag.nargs == 0 else ['x' if flag.metavar == 'TEXT' else '1']
+    argv += [*flag.option_strings[:1], *value] if flag.option_strings else []
   if command.run_file:  # all together
     gin_flags.load(argv, command, name)
 

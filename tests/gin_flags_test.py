@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import gin
 import jax
 import pytest
 
@@ -125,7 +126,7 @@ def test_files_are_found_in_search_paths_and_repository(
 
 def test_operative_config_holds_defaults_and_can_be_read_back(folder):
   run = load('--gin.PATH=x')
-  text = gin_flags.operative_config()
+  text = gin.operative_config_str()
   assert 'toy.Run.flag = False' in text and 'draft/toy.Size.depth = 1' in text
   (folder / 'again.gin').write_text(text)
   assert load(gin_file='again.gin') == run

@@ -80,7 +80,9 @@ class TestData:
       np.testing.assert_array_equal(batch.inputs, np.maximum(batch.targets, 0))
       rows += batch.inputs.reshape(-1, batch.inputs.shape[-1]).tolist()
       shapes.add(batch.inputs.shape)
-    assert shapes == {shape.inputs for shape in batches.shapes()}
+    empty = batches.empty_batches()
+    assert shapes == {batch.inputs.shape for batch in empty}
+    assert not any(batch.inputs.any() for batch in empty)
     texts = [[token for token in row if token > 1] for row in rows]
     assert sum(map(len, texts)) == sum(len(row) for row, _ in pairs)
     # Weights (.5, .5): two examples for three pairs, within sampling noise.

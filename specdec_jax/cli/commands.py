@@ -241,9 +241,7 @@ def try_() -> None:
   A first look: is it quicker here, how much is accepted, do all outputs agree,
   and how good are they? FILE may have examples of your own.
   """
-  from specdec_jax import infer
-
-  infer.decode(_build(infer.DecodeConfig))
+  decode()
 
 
 def _build(cls: type) -> Any:
@@ -254,9 +252,9 @@ def _build(cls: type) -> Any:
 
 def _beside() -> dict[str, Callable[[], str]]:
   """What goes into an output folder beside the results."""
-  from specdec_jax.cli import gin_flags
+  import gin
 
-  return {'operative_config.gin': gin_flags.operative_config}
+  return {'operative_config.gin': gin.operative_config_str}
 
 
 def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:

@@ -50,17 +50,18 @@ _MISSING = re.compile(
   r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
 )
 
+_NO_COMMAND = Command(lambda: None)  # without flags of its own
 _T = TypeVar('_T')
 
 
 def load(
-  argv: Sequence[str], command: Command | None = None, name: str = ''
+  argv: Sequence[str], command: Command = _NO_COMMAND, name: str = ''
 ) -> None:
   """Loads the gin files of a command line, and binds what its flags say.
 
   Args:
     argv: arguments after the program's name.
-    command: that they are of; None has no flags of its own.
+    command: that they are of.
     name: of the command, for --help.
 
   Raises:
@@ -69,26 +70,21 @@ def load(
       without a value.
   """
   common, rest = _common(argv)
-  run_file = command.run_file if command else None
-  files = common.gin_file or ([run_file] if run_file else [])
+  files = common.gin_file or [*filter(None, [command.run_file])]
   if not files and not common.help:
     raise ValueError(
       'No --gin_file was given. Expected the path of a run, such as'
       ' --gin_file=gin/runs/demo.gin.'
     )
   _load_files(files, (common.gin_search_paths or '').split(','))
-  flags = options.flags(command.places if command else ())
-  parser = _parser(command, name, flags)
+  parser, flags = _parser(command, name)
   if common.help:
     parser.print_help()
     parser.exit()
-  args = _parsed(parser, rest, files)
-  given = options.given(args, flags)
+  given = options.given(_parsed(parser, rest, files), flags)
   macros = _macros()
-  # Of two flags with one binding the first is the main one.
-  names = {flag.binding: flag.names[0] for flag in reversed(flags)}
   for binding in given:
-    implied = command.implied.get(names[binding], {}) if command else {}
+    implied = command.implied.get(flags[binding], {})
     for macro in implied.keys() & macros:
       _bind(macro, implied[macro])
   # The last value of a name counts: explicit bindings go before flags.
@@ -103,7 +99,7 @@ def load(
       value = _value(binding, value)
     _bind(binding, value)
   _check_scopes()
-  _check_complete(names)
+  _check_complete(flags)
   with _explained('gin'):
     gin.finalize()
 
@@ -181,17 +177,17 @@ class _Parser(argparse.ArgumentParser):
     add('--process_index', metavar='N', type=int, help=text)
 
 
-def _parser(
-  command: Command | None, name: str, flags: Sequence[options.Flag]
-) -> _Parser:
-  places = ' '.join(f'[{flag.place}]' for flag in flags if flag.place)
+def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
+  """The parser of a command, and what `options.add` says of its flags."""
+  places = [f'[{options.PLACES[name]}]' for name in command.places]
   parser = _Parser(
-    usage=' '.join(filter(None, ['specdec', name, places, '[FLAGS]'])),
-    description=inspect.getdoc(command.function) if command else None,
+    usage=' '.join(filter(None, ['specdec', name, *places, '[FLAGS]'])),
+    description=inspect.getdoc(command.function),
+    argument_default=argparse.SUPPRESS,
   )
-  options.add(parser, flags)
+  flags = options.add(parser, command.places)
   parser.add_common()
-  return parser
+  return parser, flags
 
 
 def _parsed(
@@ -355,8 +351,9 @@ def build(cls: type[_T]) -> _T:
   """Returns the instance of `cls` that the loaded gin files describe.
 
   Raises:
-    ValueError: no gin file configures `cls`, a field has no value, or values
-      need each other without end.
+    ValueError: no gin file configures `cls`, or values need each other without
+      end.
+    TypeError: a field has no value, see `is_unbound`.
   """
   name = f'{cls.__module__}.{cls.__qualname__}'
   try:
@@ -368,9 +365,7 @@ def build(cls: type[_T]) -> _T:
     ) from error
   try:
     return configured()
-  except (TypeError, RecursionError) as error:
-    if isinstance(error, TypeError) and not is_unbound(error):
-      raise
+  except RecursionError as error:
     raise ValueError(_reason(error)) from error
 
 
@@ -383,11 +378,6 @@ def _built(cls: type[_T], config: str) -> _T:
   gin.clear_config()
   gin.parse_config(config)
   return build(cls)
-
-
-def operative_config() -> str:
-  """Returns every value that was in force, defaults included, as gin text."""
-  return gin.operative_config_str()
 
 
 # Errors.

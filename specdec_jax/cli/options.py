@@ -11,18 +11,18 @@ else that refers to it follows.
 import argparse
 import collections.abc
 import contextlib
-import dataclasses
+import functools
 import inspect
-import math
+import itertools
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import gin
 
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import is_a, unexpected
 
 MACRO = 'gin.macro'
 
@@ -60,64 +60,27 @@ _ALIASES = {
   'target': 'model',
   'vocab': 'tokenizer',
 }
+PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
 _PLACE = 'place of '  # before a binding: what was given by its place
-_PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
 _PLAIN = (int, float, str)
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
 _EXPECTED = {int: 'a whole number', float: 'a finite number', str: 'text'}
 
 
-@dataclasses.dataclass(frozen=True)
-class Flag:
-  """A flag of a command.
+class _Flag(NamedTuple):
+  """What a field could be on the command line.
 
   Attributes:
     names: its spellings, the main one first.
-    place: what it is called where it may be given by its place; '' may not.
     binding: what gin binds: a macro, or 'scope/class.field'.
-    kinds: the types that its text may stand for; (bool,) is a switch.
-    is_list: whether the value is a tuple: of texts, where the flag is given
-      again for each, or of numbers with commas between them.
-    help: its line in --help.
-    default: its value in the run file.
+    is_bound: whether the gin files bind the field.
+    settings: of `add_argument`.
   """
 
-  names: tuple[str, ...]
-  place: str
+  names: list[str]
   binding: str
-  kinds: tuple[type, ...]
-  is_list: bool
-  help: str
-  default: Any
-
-  def value(self, text: str) -> Any:
-    """Returns the value that a text on the command line stands for.
-
-    Raises:
-      argparse.ArgumentTypeError: the text is none of the flag's kinds.
-    """
-    parts = [text]
-    if self.is_list and str not in self.kinds:
-      parts = text.split(',')
-    try:
-      values = tuple(_value(part, self.kinds) for part in parts)
-    except ValueError as error:
-      expected = ' or '.join(_EXPECTED[kind] for kind in self.kinds)
-      between = ', with commas between several' if self.is_list else ''
-      raise argparse.ArgumentTypeError(
-        f'expected {expected}{between}, got {text!r}'
-      ) from error
-    return values if self.is_list else values[0]
-
-
-def _value(text: str, kinds: Sequence[type]) -> Any:
-  for kind in _PLAIN:
-    if kind in kinds:
-      with contextlib.suppress(ValueError):
-        value = kind(text)
-        if not isinstance(value, float) or math.isfinite(value):
-          return value
-  raise ValueError(text)
+  is_bound: bool
+  settings: dict[str, Any]
 
 
 def bindings() -> dict[tuple[str, str], dict[str, Any]]:
@@ -132,95 +95,131 @@ def references() -> list[gin.config.ConfigurableReference]:
   return list(gin.config.iterate_references(bindings()))
 
 
-def _fields() -> list[tuple[str, str, Callable, inspect.Parameter]]:
-  """Returns (scope, full name, class or function, field) of what is configured.
+def add(
+  parser: argparse.ArgumentParser, places: Sequence[str] = ()
+) -> dict[str, str]:
+  """Adds the flags of a command, once its gin files are loaded.
+
+  Where two classes have fields of one name, the flag is that of the field that
+  the gin files bind, of two that they bind the first one's.
+
+  Args:
+    parser: gets the flags, for `given`.
+    places: flags that may be given by their place on the command line.
+
+  Returns:
+    What gin binds (a macro, or 'scope/class.field') -> the flag that binds it;
+    of two flags the first one.
+  """
+  by_place = parser.add_argument_group('inputs')
+  group = parser.add_argument_group('options')
+  flags = _flags()
+  owners: dict[str, _Flag] = {}
+  for flag in sorted(flags, key=lambda flag: not flag.is_bound):
+    for name in flag.names:
+      owners.setdefault(name, flag)
+  main: dict[str, str] = {}
+  actions: dict[str, argparse.Action] = {}
+  for flag in flags:
+    names = [name for name in flag.names if owners[name] is flag]
+    if names:
+      main.setdefault(flag.binding, names[0])
+      action = group.add_argument(*names, dest=flag.binding, **flag.settings)
+      actions[names[0]] = action
+  for action in filter(None, [actions.get(f'--{name}') for name in places]):
+    place = PLACES[action.option_strings[0][2:]]
+    shown: Any = {'metavar': place, 'help': action.help}
+    by_place.add_argument(f'{_PLACE}{action.dest}', nargs='?', **shown)
+    action.help = f'the same as {place}'
+  return main
+
+
+def given(args: argparse.Namespace, main: Mapping[str, str]) -> dict[str, Any]:
+  """Returns binding -> its value, of the flags that were given.
+
+  Args:
+    args: what a parser has read that leaves out what was not given.
+    main: as `add` returned it.
+
+  Raises:
+    ValueError: a place and its flag contradict each other.
+  """
+  values = {
+    name: tuple(value) if isinstance(value, list) else value
+    for name, value in vars(args).items()
+  }
+  for name in [name for name in values if name.startswith(_PLACE)]:
+    binding, place = name.removeprefix(_PLACE), values.pop(name)
+    if (value := values.setdefault(binding, place)) != place:
+      advice = f'Give one of them, not {place!r} by its place too.'
+      raise unexpected(main[binding], 'one value', value, advice)
+  return values
+
+
+def _flags() -> list[_Flag]:
+  """Returns the flags of the fields of what is configured.
 
   What nothing refers to comes first. Of scopes only `target` and `draft`
   count; networks and what is no part of this library are left out.
   """
   referred = {reference.config_key for reference in references()}
   keys = dict.fromkeys([*bindings(), *sorted(referred)])
-  fields = []
+  flags = []
   for scope, selector in sorted(keys, key=lambda key: key in referred):
     reference = gin.config.ConfigurableReference(selector, evaluate=False)
     made = reference.configurable.wrapped
     room, _, inner = made.__module__.partition('.')
     is_ours = room == 'specdec_jax' and not inner.startswith('models.')
-    if is_ours and scope in ('', 'target', 'draft'):
-      parameters = inspect.signature(made).parameters.values()
-      fields += [(scope, selector, made, parameter) for parameter in parameters]
-  return fields
-
-
-def flags(places: Sequence[str] = ()) -> list[Flag]:
-  """Returns the flags of a command, once its gin files are loaded.
-
-  Where two classes have fields of one name, the flag is that of the field that
-  the gin files bind, of two that they bind the first one's.
-
-  Args:
-    places: flags that may be given by their place on the command line.
-  """
-  fields = _fields()
-  bound = [
-    bindings().get((scope, selector), {}) for scope, selector, *_ in fields
-  ]
-  found: dict[int, Flag] = {}
-  taken: set[str] = set()
-  for number in sorted(
-    range(len(fields)), key=lambda i: fields[i][3].name not in bound[i]
-  ):
-    scope, selector, made, parameter = fields[number]
-    field = parameter.name
-    name = _name(scope, made.__name__, field)
-    spellings = (f'--{x}' for x in (name, _ALIASES.get(name)) if x)
-    names = tuple(x for x in spellings if x not in taken)
-    kinds, is_list = _kinds(made, field)
-    if not kinds or not names:
+    if not is_ours or scope not in ('', 'target', 'draft'):
       continue
-    binding = f'{scope}/{selector}.{field}'.lstrip('/')
-    value = bound[number].get(field, parameter.default)
-    if isinstance(value, gin.config.ConfigurableReference):
-      macro, kind = value.config_key
-      if kind == MACRO:
-        binding, value = macro, bindings().get((macro, MACRO), {}).get('value')
-    place = _PLACES[name] if name in places else ''
-    text = _described(made, field)
-    taken |= {*names}
-    found[number] = Flag(names, place, binding, kinds, is_list, text, value)
-  by_place = {_PLACES[name]: i for i, name in enumerate(places)}
-  return sorted(
-    (found[number] for number in sorted(found)),
-    key=lambda flag: by_place.get(flag.place, len(places)),
-  )
+    bound = bindings().get((scope, selector), {})
+    for field, parameter in inspect.signature(made).parameters.items():
+      names, settings = _names(scope, made, field), _settings(made, field)
+      if not (names and settings):
+        continue
+      binding = f'{scope}/{selector}.{field}'.lstrip('/')
+      value = bound.get(field, parameter.default)
+      is_reference = isinstance(value, gin.config.ConfigurableReference)
+      if is_reference and value.config_key[1] == MACRO:
+        binding = value.config_key[0]
+        value = bindings().get(value.config_key, {}).get('value')
+      text = f'{_described(made, field)}{_default(value)}'.replace('%', '%%')
+      settings['help'] = text
+      flags.append(_Flag(names, binding, field in bound, settings))
+  return flags
 
 
-def _name(scope: str, class_name: str, field: str) -> str:
-  """Returns the flag of a field, without dashes in front."""
+def _names(scope: str, made: Callable, field: str) -> list[str]:
+  """Returns the spellings of the flag of a field; [] if it has none."""
   general = _RENAMED.get(field, field.replace('_', '-'))
-  name = _RENAMED.get(f'{class_name}.{field}', general)
+  name = _RENAMED.get(f'{made.__name__}.{field}', general)
   # A target must be able to say everything; a drafter has its vocabulary.
   if (scope, field) in (('target', 'shortlist'), ('draft', 'tokenizer')):
-    return ''
-  if scope != 'draft' or not name:
-    return name
-  return 'draft' if name == 'target' else f'draft-{name}'
+    name = ''
+  if scope == 'draft' and name:
+    name = 'draft' if name == 'target' else f'draft-{name}'
+  return [f'--{x}' for x in (name, _ALIASES.get(name)) if x]
 
 
-def _kinds(made: Callable, field: str) -> tuple[tuple[type, ...], bool]:
-  """Returns the plain types of a field, and whether it is of several."""
+def _settings(made: Callable, field: str) -> dict[str, Any]:
+  """Returns how argparse reads a field; {} for one that is of no plain type."""
   function = made.__init__ if inspect.isclass(made) else made
   members = _members(typing.get_type_hints(function).get(field))
-  members = [str if typing.get_origin(m) is Literal else m for m in members]
   if bool in members:
-    return (bool,), False
-  if kinds := tuple(kind for kind in _PLAIN if kind in members):
-    return kinds, False
+    return {'action': argparse.BooleanOptionalAction}
+  kinds, is_list = _plain(members), False
   for member in members:
-    if typing.get_origin(member) in _SEQUENCES:
-      inner = [k for part in typing.get_args(member) for k in _members(part)]
-      return tuple(kind for kind in _PLAIN if kind in inner), True
-  return (), False
+    if not kinds and typing.get_origin(member) in _SEQUENCES:
+      inner = map(_members, typing.get_args(member))
+      kinds, is_list = _plain([*itertools.chain(*inner)]), True
+  number = 'X' if float in kinds else 'N'
+  shown = f'{number},{number}' if is_list else number
+  settings = {
+    'metavar': 'TEXT' if str in kinds else shown,
+    'type': functools.partial(_value, kinds=kinds, is_list=is_list),
+    'action': 'extend' if is_list else 'store',
+  }
+  return settings if kinds else {}
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -228,6 +227,43 @@ def _members(annotation: Any) -> list[Any]:
   if typing.get_origin(annotation) in (types.UnionType, typing.Union):
     return list(typing.get_args(annotation))
   return [annotation]
+
+
+def _plain(members: Sequence[Any]) -> list[type]:
+  """Returns the types among these that the text of a flag may stand for."""
+  found = {str if typing.get_origin(m) is Literal else m for m in members}
+  return [kind for kind in _PLAIN if kind in found]
+
+
+def _value(text: str, kinds: Sequence[type], is_list: bool) -> Any:
+  """Returns the value that a text on the command line stands for.
+
+  That of a list is a tuple: of texts, where the flag is given again for each,
+  or of numbers with commas between them.
+
+  Raises:
+    argparse.ArgumentTypeError: the text is none of these kinds.
+  """
+  parts = [text]
+  if is_list and str not in kinds:
+    parts = text.split(',')
+  try:
+    values = tuple(_number_or_text(part, kinds) for part in parts)
+  except ValueError as error:
+    expected = ' or '.join(_EXPECTED[kind] for kind in kinds)
+    between = ', with commas between several' if is_list else ''
+    raise argparse.ArgumentTypeError(
+      f'expected {expected}{between}, got {text!r}'
+    ) from error
+  return values if is_list else values[0]
+
+
+def _number_or_text(text: str, kinds: Sequence[type]) -> Any:
+  for kind in kinds:
+    with contextlib.suppress(ValueError):
+      if is_a(value := kind(text), kind):
+        return value
+  raise ValueError(text)
 
 
 def _described(made: Callable, field: str) -> str:
@@ -246,52 +282,8 @@ def _described(made: Callable, field: str) -> str:
   return ''
 
 
-def add(parser: argparse.ArgumentParser, known: Sequence[Flag]) -> None:
-  """Adds the flags to a parser; `given` reads what was given."""
-  places = parser.add_argument_group('inputs')
-  group = parser.add_argument_group('options')
-  for flag in known:
-    text = flag.help.replace('%', '%%')
-    if flag.place:
-      place = f'{_PLACE}{flag.binding}'
-      places.add_argument(place, metavar=flag.place, nargs='?', help=text)
-      text = f'the same as {flag.place}'
-    number = 'X' if float in flag.kinds else 'N'
-    shown = f'{number},{number}' if flag.is_list else number
-    settings: dict[str, Any] = {
-      'metavar': 'TEXT' if str in flag.kinds else shown,
-      'type': flag.value,
-      'action': 'extend' if flag.is_list else 'store',
-    }
-    if flag.kinds == (bool,):
-      settings = {'action': argparse.BooleanOptionalAction}
-    settings['help'] = f'{text}{_default(flag.default)}'
-    group.add_argument(*flag.names, dest=flag.binding, **settings)
-
-
 def _default(value: Any) -> str:
   """Returns ' (default: VALUE)' for a value that says something."""
-  if not isinstance(value, int | float | str | tuple):
-    return ''
-  if value in (False, (), ''):
-    return ''
-  return f' (default: {value})'.replace('%', '%%')
-
-
-def given(args: argparse.Namespace, known: Sequence[Flag]) -> dict[str, Any]:
-  """Returns binding -> its value, of the flags that were given.
-
-  Raises:
-    ValueError: a place and its flag contradict each other.
-  """
-  values = {}
-  for flag in known:
-    value = getattr(args, flag.binding)
-    place = getattr(args, f'{_PLACE}{flag.binding}', None)
-    if None not in (value, place) and value != place:
-      advice = f'Give one of them, not {flag.place} {place!r} too.'
-      raise unexpected(flag.names[0], 'one value', value, advice)
-    value = place if value is None else value
-    if value is not None:
-      values[flag.binding] = tuple(value) if flag.is_list else value
-  return values
+  is_plain = isinstance(value, int | float | str | tuple)
+  says = is_plain and value not in (False, (), '')
+  return f' (default: {value})' if says else ''

@@ -188,29 +188,6 @@ def heads(
   )
 
 
-def save(
-  path: str | os.PathLike[str],
-  params: Params,
-  target_fingerprint: str,
-  step: int = 0,
-  dtype: Any = None,
-) -> None:
-  """Writes heads to a single file, as `checkpoints.save_t5x` does.
-
-  Args:
-    path: the file.
-    params: the heads' parameters.
-    target_fingerprint: `disk_arrays.fingerprint` of the target's parameters.
-    step: number of updates that the parameters have had.
-    dtype: dtype on disk; None keeps the arrays'.
-
-  Raises:
-    OSError: the file cannot be written.
-  """
-  about = {'kind': KIND, 'target': target_fingerprint}
-  t5x.save_t5x(path, params, step, dtype, about)
-
-
 def load(path: str | os.PathLike[str]) -> Drafter:
   """Reads heads that `specdec train` wrote; their file says their sizes.
 

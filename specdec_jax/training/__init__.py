@@ -7,10 +7,4 @@
 from specdec_jax.training.own_drafter import DistilConfig, distil
 from specdec_jax.training.run import FromTarget, TrainRun, train
 
-__all__ = [
-  'DistilConfig',
-  'FromTarget',
-  'TrainRun',
-  'distil',
-  'train',
-]
+__all__ = ['DistilConfig', 'FromTarget', 'TrainRun', 'distil', 'train']

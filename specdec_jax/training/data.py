@@ -146,13 +146,14 @@ class PackedBatches:
     # One plan is a few MB; it is enough to keep the first and the current one.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
 
-  def shapes(self) -> list[Batch]:
-    """Shapes of both sides of the first epoch's batches, one per bucket.
+  def empty_batches(self) -> list[Batch]:
+    """A batch of padding for each bucket of the first epoch.
 
     A later epoch may have a bucket that the first one does not use.
     """
-    lengths = {length for length, _ in self._plan(0).batches}
-    return [self._shapes(length) for length in sorted(lengths)]
+    plan = self._plan(0)
+    lengths = sorted({length for length, _ in plan.batches})
+    return [self._gather(plan, length, plan.order[:0]) for length in lengths]
 
   def _shapes(self, length: int) -> Batch:
     """The shapes (N, B, L) and (N, B, S) of a bucket's batch."""

@@ -147,8 +147,7 @@ class Distillation:
     fed, _, mask = teacher_forced(batch.targets, self.start_id)
     encoded = {}
     if reads_encoder(self.draft):
-      states = self.target.encode(self.target_params, batch.inputs)
-      encoded = {'encoded': jax.lax.stop_gradient(states)}
+      encoded['encoded'] = self.target.encode(self.target_params, batch.inputs)
     draft = self.draft.logits(
       params, batch.inputs, fed, dropout_key=key, **encoded
     )
@@ -191,9 +190,6 @@ class HeadDistillation(Distillation):
     features = self.target.features(self.target_params, batch.inputs, fed)
     wanted = self.target.head(self.target_params, features)
     embedded = self.target.embed(self.target_params, fed)
-    features, wanted, embedded = jax.lax.stop_gradient(
-      (features, wanted, embedded)
-    )
     before = jnp.pad(features[:, :-1], ((0, 0), (1, 0), (0, 0)))
     sums = {'loss': jnp.float32(0), 'tokens': mask.sum()}
     places = mask.shape[1]

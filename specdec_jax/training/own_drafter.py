@@ -17,11 +17,7 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.safetensors_files import import_safetensors
-from specdec_jax.checks.fields import (
-  check_at_least,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_at_least, check_types, unexpected
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration
@@ -39,12 +35,7 @@ from specdec_jax.text.tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
-from specdec_jax.training.run import (
-  MODEL_FILE,
-  FromTarget,
-  TrainRun,
-  train,
-)
+from specdec_jax.training.run import MODEL_FILE, FromTarget, TrainRun, train
 from specdec_jax.training.trainer import TrainConfig
 
 CALIBRATION = 'calibration.json'
@@ -289,7 +280,7 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
     config.output_dir,
     draft.config,
     draft_model.read(),
-    about={'target': draft_model.made_for} if draft_model.made_for else None,
+    about={'target': draft_model.made_for},
   )
   tokenizer = own_vocabulary(config.target)
   size = tokenizer.vocab_size

@@ -1,6 +1,7 @@
 """A training run: its settings, and the way from data to a checkpoint."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -164,10 +165,9 @@ class TrainRun:
     model: Any = self.model
     target = self.target
     for name, network in (('model', model), ('target', target)):
-      if pad_id(network) != PAD_ID:
+      if (padding := pad_id(network)) != PAD_ID:
         expected = f'a network that pads with id {PAD_ID}, as batches do'
-        got = f'{type(network).__name__}, which pads with {pad_id(network)}'
-        raise unexpected(f'TrainRun: {name}', expected, got)
+        raise unexpected(f'TrainRun: {name}', expected, padding)
     config = getattr(target, 'config', None)
     width = getattr(config, 'emb_dim', None)
     if isinstance(model, Heads):
@@ -214,7 +214,7 @@ def train(
       anything is compiled); or the folder holds a run with other settings.
     FloatingPointError: the loss is no longer finite.
   """
-  log = log or _to_stderr
+  log = log or functools.partial(print, file=sys.stderr, flush=True)
   compilation_cache.enable()
   tokenizer = tokenizer_of(run)
   packing = run.packing
@@ -231,11 +231,11 @@ def train(
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
-  learning = run.learning
+  learning, made_for = run.learning, ''
   decides: dict[str, Any] = {'z_loss': run.z_loss}
   if learning is not None:
-    checkpoint = fingerprint(objective.target_params)
-    decides = vars(learning) | {'checkpoint_path': checkpoint}
+    made_for = fingerprint(objective.target_params)
+    decides = vars(learning) | {'checkpoint_path': made_for}
     decides |= {'outputs': None, 'outputs_folder': None}  # the data says it
     if learning.outputs is not None:
       pairs, held_out = _target_outputs(
@@ -268,7 +268,11 @@ def train(
   state = loop.train(params, os.path.join(run.model_dir, 'train_states'))
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
-  _export(run, objective, path, params, step)
+  about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
+  if about or reads_encoder(run.model):
+    about['target'] = made_for
+  dtype = jnp.dtype(run.export_dtype)
+  t5x.save_t5x(path, params, step, dtype, about or None)
   log(f'{path}: parameters after {step} steps')
   return params
 
@@ -410,20 +414,3 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
     held_out, _ = decoded('eval', held_out, for_eval)
   outputs, references = decoded('train', pairs, learning.outputs)
   return outputs + references * learning.with_references, held_out
-
-
-def _export(run, objective, path: str, params: Params, step: int) -> None:
-  """Writes the parameters, with the fingerprint of a target they belong to."""
-  dtype = jnp.dtype(run.export_dtype)
-  if isinstance(run.model, Heads):
-    target = fingerprint(objective.target_params)
-    heads.save(path, params, target, step, dtype)
-    return
-  about = None
-  if reads_encoder(run.model):
-    about = {'target': fingerprint(objective.target_params)}
-  t5x.save_t5x(path, params, step, dtype, about)
-
-
-def _to_stderr(line: str) -> None:
-  print(line, file=sys.stderr, flush=True)

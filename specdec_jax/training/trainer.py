@@ -14,11 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specdec_jax.checks.fields import (
-  check_at_least,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_at_least, check_types, unexpected
 from specdec_jax.models.base import Params
 from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective
@@ -178,15 +174,12 @@ class Trainer:
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
     given, key = (self._objective, state.params), jax.random.key(0)
-    for shapes in self._train_data.shapes():
-      lowered = self._gradient.lower(*given, _batch_like(shapes), key)
-      lowered.compile()
-    gradients = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info[0]
-    )
-    self._update.lower(state, gradients, np.float32(0)).compile()
-    for shapes in self._valid_data.shapes() if self._valid_data else ():
-      self._evaluate.lower(*given, _batch_like(shapes)).compile()
+    for batch in self._train_data.empty_batches():
+      self._gradient.lower(*given, batch, key).compile()
+    # Gradients have the shapes of the parameters.
+    self._update.lower(state, state.params, np.float32(0)).compile()
+    for batch in self._valid_data.empty_batches() if self._valid_data else ():
+      self._evaluate.lower(*given, batch).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
     """Means over the held-out tokens; {} without held-out data."""
@@ -281,7 +274,6 @@ def _states(folder: str | os.PathLike[str]) -> Any:
     os.path.abspath(folder),
     options=ocp.CheckpointManagerOptions(
       max_to_keep=_STATES,
-      create=True,
       cleanup_tmp_directories=True,
       enable_async_checkpointing=False,
     ),
@@ -310,10 +302,6 @@ def _restored(store: Any, state: TrainState) -> TrainState:
     ) from error
   # Orbax pins arrays to their device, for which jit would compile again.
   return jax.tree.map(lambda x: jnp.array(np.asarray(x)), restored)
-
-
-def _batch_like(shapes: Batch) -> Batch:
-  return Batch(*(jax.ShapeDtypeStruct(shape, np.int32) for shape in shapes))
 
 
 def _gradient(objective, params, batch, key):
