@@ -8,9 +8,4 @@ from specdec_jax.engine.request import Options
 from specdec_jax.infer.data import DecodeConfig, open_tokenizer
 from specdec_jax.infer.run import decode
 
-__all__ = [
-  'DecodeConfig',
-  'Options',
-  'decode',
-  'open_tokenizer',
-]
+__all__ = ['DecodeConfig', 'Options', 'decode', 'open_tokenizer']

@@ -16,19 +16,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.fields import (
-  check_at_least,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_at_least, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.completion import Completion, passed_over
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import (
-  MOST_ROWS,
-  Options,
-  example_id,
-)
+from specdec_jax.engine.request import MOST_ROWS, Options, example_id
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import tasks

@@ -17,11 +17,7 @@ import numpy as np
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.engine.completion import (
-  Completion,
-  CompletionStats,
-  total,
-)
+from specdec_jax.engine.completion import Completion, CompletionStats, total
 from specdec_jax.infer.data import (
   PLAIN,
   SCORING,
@@ -254,21 +250,20 @@ def summarise(
 
 
 def _way_summary(batches: Sequence[Batch]) -> dict[str, Any]:
-  outputs = completions_of(batches).values()
-  took = total(output.stats for output in outputs)
-  tokens, seconds = took.num_tokens, sum(batch.seconds for batch in batches)
+  whole = Batch(completions_of(batches), sum(x.seconds for x in batches))
+  took = total(output.stats for output in whole.completions.values())
   times = [batch.ms_per_token for batch in batches]
   starts = [batch.first_output_seconds for batch in batches]
   return {
-    'tokens': tokens,
+    'tokens': took.num_tokens,
     'target_calls': took.num_target_calls,
     'tokens_per_call': took.tokens_per_call,
     'acceptance_rate': took.acceptance_rate,
     'histogram': list(took.histogram),
     'fallback_rounds': took.fallback_rounds,
-    'ms_per_token': 1e3 * seconds / tokens if tokens else None,
+    'ms_per_token': whole.ms_per_token,
     'ms_per_token_median': _median([ms for ms in times if ms]),
-    'seconds': seconds,
+    'seconds': whole.seconds,
     'compile_seconds': sum(batch.compile_seconds for batch in batches),
     'first_output_seconds': next(filter(None, starts), None),
   }

@@ -515,21 +515,20 @@ class Way:
   ) -> tuple[list[Any], dict[str, Any]]:
     """Texts and options for the decoder."""
     of_run = self._config.options
-    names = [field.name for field in dataclasses.fields(of_run)]
-    options = {name: getattr(of_run, name) for name in names}
-    samples = options.pop('num_samples')
-    if self._config.searches:
-      # One beam search gives all outputs of a source.
-      items = items[::samples]
-      options['num_samples'] = samples
+    # One beam search gives all outputs of a source.
+    outputs = of_run.num_samples if self._config.searches else 1
+    items = items[::outputs]
+    options = dataclasses.asdict(of_run) | {
+      'num_samples': outputs,
+      'speculative': self._name == SPECULATIVE,
+      'example_ids': [item.example_id for item in items],
+    }
     if options['on_too_long'] == 'error':
       options['on_too_long'] = 'report'
     if self._decoder is self._engine:
       options['batch_size'] = max(1, len(items))
     if any(item.example.prompt is not None for item in items):
       options['prompts'] = [item.example.prompt or [] for item in items]
-    options['speculative'] = self._name == SPECULATIVE
-    options['example_ids'] = [item.example_id for item in items]
     return [item.example.source for item in items], options
 
 

@@ -183,12 +183,8 @@ class Answer:
     """One choice, or a piece of it, whose tokens come with the last piece."""
     request, prompt = self.request, index // self.request.n
     is_first = index not in self._tokens
-    choice: dict[str, Any] = {
-      'index': index,
-      'text': text,
-      'logprobs': None,
-      'finish_reason': None,
-    }
+    choice: dict[str, Any] = {'index': index, 'text': text}
+    choice |= {'logprobs': None, 'finish_reason': None}
     if done is not None:
       reason = done.finish_reason
       choice['finish_reason'] = _FINISH.get(reason, reason)

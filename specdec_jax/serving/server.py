@@ -28,10 +28,8 @@ _MOST_PIPELINED = 64  # requests that a client may send before it has an answer
 _PROBE_SECONDS = 1.0
 # Clients overlook both: an interim answer, and a comment in a stream.
 _INTERIM, _COMMENT = b'HTTP/1.1 100 Continue\r\n\r\n', b'3\r\n:\n\n\r\n'
-_TOO_LATE, _TOO_LARGE = (
-  (408, 'Request Timeout'),
-  (431, 'Request Header Fields Too Large'),
-)
+_TOO_LATE = 408, 'Request Timeout'
+_TOO_LARGE = 431, 'Request Header Fields Too Large'
 
 
 class Server(uvicorn.Server):
