@@ -1,7 +1,6 @@
 """Chat templates: text, ids, lines of a file, and the server's chats."""
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 
@@ -18,11 +17,8 @@ from specdec_jax.text.chat import ChatTemplate, template_of
 from specdec_jax.text.tokenizer import Tokenizer
 from toy_families import LLAMA
 
-_NEEDED = ('jinja2', 'tokenizers', 'safetensors')
-pytestmark = pytest.mark.skipif(
-  any(importlib.util.find_spec(name) is None for name in _NEEDED),
-  reason="needs all of: pip install 'specdec_jax[huggingface,chat]'",
-)
+for name in ('jinja2', 'tokenizers', 'safetensors'):
+  pytest.importorskip(name, reason='needs the extras [huggingface,chat]')
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
   {% if message.role == 'system' and not loop.first %}
@@ -204,25 +200,19 @@ def test_a_vocabulary_that_reads_a_special_token_out_of_letters(tmp_path):
 
 
 def test_where_a_template_is_found(tmp_path):
-  for i, entry in enumerate(
-    (TEMPLATE, [{'name': 'default', 'template': TEMPLATE}])
-  ):
-    files = folder_of(tmp_path / str(i), None, chat_template=entry)
+  for entry in TEMPLATE, [{'name': 'default', 'template': TEMPLATE}]:
+    folder = tmp_path / type(entry).__name__
+    files = folder_of(folder, None, chat_template=entry)
     assert template_of(Tokenizer(files)).text(SAID) == TEXT
   assert template_of(Tokenizer(folder_of(tmp_path / 'none', None))) is None
   with pytest.raises(ValueError, match='no template'):
     template_of(Tokenizer(folder_of(tmp_path / 'wrong', '{% if %}')))
 
 
-@pytest.mark.skipif(
-  importlib.util.find_spec('transformers') is None,
-  reason="needs transformers: pip install 'specdec_jax[parity]'",
-)
 @pytest.mark.filterwarnings('ignore')  # those of transformers
 @pytest.mark.parametrize('name', ['own', 'training', 'loops'])
 def test_ids_are_those_of_transformers(name, tmp_path):
-  import transformers
-
+  transformers = pytest.importorskip('transformers')
   source = TEMPLATE if name == 'own' else SHIPPED[name][0]
   files = folder_of(tmp_path, source)
   theirs = transformers.PreTrainedTokenizerFast(
@@ -236,28 +226,19 @@ def test_ids_are_those_of_transformers(name, tmp_path):
   options = {'add_generation_prompt': True, 'return_dict': False}
   assert template.ids(said) == theirs.apply_chat_template(said, **options)
   said = [SAID[0], {'role': 'user', 'content': 'a <turn>\n<bos> b'}]
-  want = theirs.apply_chat_template(
-    said, sanitize_control_tokens=True, **options
-  )
-  special = set(theirs.all_special_ids)
-  assert [one for one in template.ids(said) if one in special] == [
-    one for one in want if one in special
-  ]
+  options['sanitize_control_tokens'] = True
+  want = theirs.apply_chat_template(said, **options)
+  special = {*theirs.all_special_ids}.__contains__
+  assert [*filter(special, template.ids(said))] == [*filter(special, want)]
 
 
 @pytest.fixture(scope='module')
 def engine(tmp_path_factory):
-  folder = tmp_path_factory.mktemp('chat')
-  files = folder_of(folder)
-  size = Tokenizer(files).vocab_size
-  config = dataclasses.replace(LLAMA, vocab_size=size, num_layers=1)
+  files = folder_of(tmp_path_factory.mktemp('chat'))
+  config = dataclasses.replace(LLAMA, vocab_size=268, num_layers=1)
+  described = {'num_hidden_layers': 1, 'eos_token_id': [267, 3]}
   folders.write_folder(
-    files,
-    'llama',
-    config=config,
-    vocab_size=size,
-    eos_token_id=[267, 3],
-    num_hidden_layers=1,
+    files, 'llama', config=config, vocab_size=268, **described
   )
   model = specdec_jax.load(files)
   return Engine(model, model, gamma=2, max_input_len=64, max_decode_len=8)
@@ -307,6 +288,18 @@ def server(engine):
     yield serve_test, ask
 
 
+def choices_of(server, path, kind, asked):
+  """The choices of an answer of a kind, or of the events of a stream."""
+  serve_test, ask = server
+  answer = ask(path, asked)
+  if asked.get('stream'):
+    events = serve_test.events_of(answer.text)
+  else:
+    events = [answer.json()]
+  assert {one['object'] for one in events} == {kind}
+  return [one['choices'][0] for one in events if one['choices']]
+
+
 def body(**changes):
   return {'messages': SAID, 'temperature': 0, 'max_tokens': 6} | changes
 
@@ -341,19 +334,13 @@ def test_the_next_message(server, engine):
 @pytest.mark.parametrize('most', [0, 1, 3])
 def test_scores_by_echo(server, engine, most):
   """As EleutherAI's lm-evaluation-harness scores a text."""
-  serve_test, ask = server
   cat = [engine.bos_id, *engine.tokenizer.encode('a cat')]
   for prompt in ('the red dog', cat, ''):
     is_ids = isinstance(prompt, list)
     ids = prompt if is_ids else engine.tokenizer.encode(prompt)
     asked = {'prompt': prompt, 'temperature': 0, 'max_tokens': most}
     asked |= {'logprobs': 1, 'echo': True, 'stream': most > 1}
-    answers = [ask('/v1/completions', asked)]
-    if most > 1:
-      answers = serve_test.events_of(answers[0].text)
-    else:
-      answers = [answers[0].json()]
-    choices = [one['choices'][0] for one in answers if one['choices']]
+    choices = choices_of(server, '/v1/completions', 'text_completion', asked)
     text = ''.join(one['text'] for one in choices)
     probs = choices[-1]['logprobs']
     if not ids and not most:
@@ -378,14 +365,12 @@ def test_scores_by_echo(server, engine, most):
 @pytest.mark.parametrize('top', [0, 2])
 def test_log_probs(server, engine, top):
   """Of a stream too, as OpenAI's chats have them: tokens with their bytes."""
-  serve_test, ask = server
   ids = template_of(engine.tokenizer).ids(SAID)
   (want,) = engine.generate([ids], max_length=6, top_log_probs=2)
   asked = body(logprobs=True, top_logprobs=top)
-  (choice,) = ask(CHATS, asked).json()['choices']
-  events = serve_test.events_of(ask(CHATS, asked | {'stream': True}).text)
-  assert {one['object'] for one in events} == {'chat.completion.chunk'}
-  parts = [one['choices'][0] for one in events]
+  (choice,) = choices_of(server, CHATS, 'chat.completion', asked)
+  asked = asked | {'stream': True}
+  parts = choices_of(server, CHATS, 'chat.completion.chunk', asked)
   deltas = [one['delta'] for one in parts]
   assert deltas[0]['role'] == 'assistant'
   assert all('role' not in delta for delta in deltas[1:])
@@ -394,13 +379,11 @@ def test_log_probs(server, engine, top):
   content = choice['logprobs']['content']
   text = bytes(byte for one in content for byte in one['bytes']).decode()
   assert text == choice['message']['content'] == want.text
-  for one, value, pairs in zip(
-    content, want.log_probs, want.top_log_probs, strict=True
-  ):
-    assert one['logprob'] == pytest.approx(value, abs=1e-4)
-    assert [other['logprob'] for other in one['top_logprobs']] == [
-      pytest.approx(x, abs=1e-4) for _, x in pairs[:top]
-    ]
+  have = [one['logprob'] for one in content]
+  assert have == pytest.approx(want.log_probs, abs=1e-4)
+  for one, pairs in zip(content, want.top_log_probs, strict=True):
+    have = [other['logprob'] for other in one['top_logprobs']]
+    assert have == pytest.approx([x for _, x in pairs[:top]], abs=1e-4)
 
 
 @pytest.mark.parametrize(

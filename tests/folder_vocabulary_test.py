@@ -1,9 +1,7 @@
 """Hugging Face folders with their vocabularies: how texts begin and end."""
 
 import dataclasses
-import importlib.util
 import json
-import shutil
 
 import pytest
 
@@ -19,13 +17,8 @@ from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.text.tokenizer import Tokenizer
 
 __all__ = ['vocabulary']  # a fixture
-pytestmark = pytest.mark.skipif(
-  any(
-    importlib.util.find_spec(name) is None
-    for name in ('safetensors', 'tokenizers')
-  ),
-  reason="needs safetensors and tokenizers: pip install 'specdec_jax[hub]'",
-)
+for name in ('safetensors', 'tokenizers'):
+  pytest.importorskip(name, reason='needs the extra [huggingface]')
 
 
 @pytest.mark.parametrize(
@@ -48,11 +41,16 @@ def test_begins_and_ends(prefix, settings, begins, ends, tmp_path):
   assert tokenizer.vocab_size == 268
 
 
+def sized(folder, name, config, size, **described):
+  """A folder of a family whose network has so many ids."""
+  config = dataclasses.replace(config, vocab_size=size)
+  write_folder(folder, name, config=config, vocab_size=size, **described)
+  return config
+
+
 def test_an_added_token_that_the_network_lacks_is_named(tmp_path):
-  folder = tmp_path / 'model'
-  config = dataclasses.replace(LLAMA, vocab_size=268)
-  write_folder(folder, 'llama', config=config, vocab_size=268)
-  shutil.copytree(write_vocabulary(tmp_path), folder, dirs_exist_ok=True)
+  folder = write_vocabulary(tmp_path)
+  sized(folder, 'llama', LLAMA, 268)
   (folder / 'added_tokens.json').write_text('{"<far>": 268}')
   words = f"'{folder}'.*'<far>': 268"
   with pytest.raises(ValueError, match=words):
@@ -60,38 +58,26 @@ def test_an_added_token_that_the_network_lacks_is_named(tmp_path):
 
 
 def test_a_folder_with_its_vocabulary(tmp_path):
-  files = write_vocabulary(tmp_path, '<bos>', eos_token='<turn>')
-  folder = tmp_path / 'model'
-  # One id less: the last special token is no text (Gemma's images).
-  for size, ok in ((267, True), (266, False)):
-    config = dataclasses.replace(LLAMA, vocab_size=size)
-    sizes = dict(vocab_size=size, bos_token_id=7)
-    write_folder(folder, 'llama', config=config, **sizes)
-    shutil.copytree(files, folder, dirs_exist_ok=True)
-    settings = json.dumps({'eos_token': '<|endoftext|>'})
-    (folder / 'tokenizer_config.json').write_text(settings)
-    if not ok:
-      with pytest.raises(ValueError, match='got 266'):
-        specdec_jax.load(folder)
-      return
-    (folder / 'generation_config.json').write_text(
-      json.dumps({'eos_token_id': [3, 5]})
-    )
-    model = specdec_jax.load(folder)
-    assert model.bos_id == 266 and model.stop_ids == (3, 5)
+  """One id less is enough: the last special token is no text."""
+  settings = {'eos_token': '<|endoftext|>'}
+  folder = write_vocabulary(tmp_path, '<bos>', **settings)
+  ends = json.dumps({'eos_token_id': [3, 5]})
+  (folder / 'generation_config.json').write_text(ends)
+  sized(folder, 'llama', LLAMA, 267, bos_token_id=7)
+  model = specdec_jax.load(folder)
+  assert model.bos_id == 266 and model.stop_ids == (3, 5)
+  sized(folder, 'llama', LLAMA, 266, bos_token_id=7)
+  with pytest.raises(ValueError, match='got 266'):
+    specdec_jax.load(folder)
 
 
 @pytest.mark.parametrize('begins', ['<bos>', None])
 def test_a_text_begins_as_the_vocabulary_says(begins, tmp_path):
   """Without a config.json, or with one that names another id."""
   files = write_vocabulary(tmp_path, begins)
-  config = dataclasses.replace(LLAMA, vocab_size=268)
-  path = tmp_path / 'model.msgpack'
-  network = CausalLM(config)
+  alone, path = tmp_path / 'alone', tmp_path / 'model.msgpack'
+  network = CausalLM(sized(alone, 'llama', LLAMA, 268, bos_token_id=7))
   checkpoints.save_t5x(path, small_vocabulary.weights(network, 0), step=1)
-  alone = tmp_path / 'alone'
-  sizes = dict(vocab_size=268, bos_token_id=7)
-  write_folder(alone, 'llama', config=config, **sizes)
   engines = [
     Engine(specdec_jax.load(path, network, tokenizer=files)),
     Engine(specdec_jax.load(alone), tokenizer=files),
@@ -102,18 +88,15 @@ def test_a_text_begins_as_the_vocabulary_says(begins, tmp_path):
 
 def test_texts_of_a_t5gemma(tmp_path):
   """Texts begin as tokenizer.json says, and have no end of sequence."""
-  folder = tmp_path / 'model'
-  described, stacks = {}, {}
+  folder = write_vocabulary(tmp_path, '<bos>', eos_token='<turn>')
+  described = {'bos_token_id': 266, 'eos_token_id': [267, 3]}
+  stacks = {}
   for name in ('encoder', 'decoder'):
-    stack = dataclasses.replace(getattr(T5GEMMA, name), vocab_size=300)
-    stacks[name] = stack
+    stacks[name] = dataclasses.replace(getattr(T5GEMMA, name), vocab_size=300)
     fields = folders.FOLDERS['t5gemma'][0][name]
     described[name] = fields | {'vocab_size': 300}
   config = dataclasses.replace(T5GEMMA, **stacks)
-  ids = {'bos_token_id': 266, 'eos_token_id': [267, 3]}
-  write_folder(folder, 't5gemma', config=config, **described, **ids)
-  files = write_vocabulary(tmp_path, '<bos>', eos_token='<turn>')
-  shutil.copytree(files, folder, dirs_exist_ok=True)
+  write_folder(folder, 't5gemma', config=config, **described)
   model = specdec_jax.load(folder)
   assert model.bos_id == model.network.start_id == 266
   engine = Engine(model, max_input_len=16, max_decode_len=4)
@@ -128,21 +111,16 @@ def test_texts_of_a_t5gemma(tmp_path):
 
 @pytest.fixture(scope='module')
 def nllb(folder, vocabulary):
-  place = folder / 'nllb'
-  size = vocabulary.vocab_size + 2
-  write_nllb(place)
-  config = dataclasses.replace(NLLB, vocab_size=size)
-  write_folder(place, 'm2m_100', config=config, vocab_size=size)
+  place = write_nllb(folder / 'nllb')
+  sized(place, 'm2m_100', NLLB, vocabulary.vocab_size + 2)
   return place
 
 
 def test_a_folder_with_m2m100s_own_vocabulary(tmp_path):
   """Without tokenizer.json; it has eight ids more than tokens."""
-  own = Tokenizer(small_vocabulary.m2m(tmp_path / 'm2m'))
-  size = own.vocab_size + 8
-  config = dataclasses.replace(NLLB, vocab_size=size)
-  write_folder(tmp_path / 'm2m', 'm2m_100', config=config, vocab_size=size)
-  model = specdec_jax.load(tmp_path / 'm2m')
+  own = Tokenizer(small_vocabulary.m2m(tmp_path))
+  sized(tmp_path, 'm2m_100', NLLB, own.vocab_size + 8)
+  model = specdec_jax.load(tmp_path)
   assert model.tokenizer.fingerprint == own.fingerprint
   engine = Engine(model, max_input_len=32, max_decode_len=16)
   ids = own.encode('the red dog')

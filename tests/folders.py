@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 
 import toy_families
-from specdec_jax.checkpoints import families, huggingface
+from specdec_jax.checkpoints import config_json, families
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.models.t5 import T5Config
 
@@ -58,14 +58,9 @@ LLAMA_3_1 = _CONFIGS['llama']['rope_scaling']
 # What stands before all names in a file, the output layer's excepted.
 PREFIXES = {
   'gpt2': 'transformer.',
-  'llama': 'model.',
-  'qwen2': 'model.',
-  'qwen3': 'model.',
-  'gemma2': 'model.',
-  'gemma3_text': 'model.',
   'gemma3': 'language_model.model.',
-  't5gemma': 'model.',
-  't5gemma2': 'model.',
+  **dict.fromkeys(('llama', 'qwen2', 'qwen3', 'gemma2'), 'model.'),
+  **dict.fromkeys(('gemma3_text', 't5gemma', 't5gemma2'), 'model.'),
 }
 # Arrays that only images go through.
 IMAGES = {
@@ -123,7 +118,7 @@ def read(folder, dtype=None, sharding=None):
 
 def special_ids(folder):
   described = json.loads((folder / 'config.json').read_text())
-  return huggingface.special_ids(folder, described)
+  return config_json.special_ids(folder, described)
 
 
 def write_arrays(folder, arrays, described):

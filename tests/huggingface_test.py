@@ -484,10 +484,10 @@ def test_special_ids(ids, want, tmp_path):
   if ids is not None:
     (tmp_path / 'generation_config.json').write_text(json.dumps(ids))
   if isinstance(want, tuple):
-    assert huggingface.special_ids(tmp_path, described) == want
+    assert config_json.special_ids(tmp_path, described) == want
     return
   with pytest.raises(ValueError, match=want):
-    huggingface.special_ids(tmp_path, described)
+    config_json.special_ids(tmp_path, described)
 
 
 # What is written.

@@ -1,10 +1,12 @@
 """Tiny models of transformers beside ours, for suites that have torch."""
 
+import contextlib
 import functools
 import importlib.util
 import pathlib
 import tempfile
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +17,11 @@ import folders
 from specdec_jax.checkpoints import families
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.families import network_of
 from specdec_jax.probs import SamplingConfig
+from toy_requests import request_of
 
 MARKS = [
   pytest.mark.skipif(
@@ -190,17 +192,9 @@ def greedy(network: Any, params: Any, rows: list[np.ndarray]) -> list[list]:
   elif not network.has_encoder:
     nothing = jnp.zeros((batch, 1), jnp.int32)
     given = {'inputs': nothing, 'prompt': tokens, 'prompt_length': length}
-  request = Request(
-    keys=jax.random.split(jax.random.key(0), batch),
-    sampling=SamplingConfig(0.0).params(batch),
-    min_length=jnp.zeros((batch,), jnp.int32),
-    max_length=jnp.full((batch,), BUDGET, jnp.int32),
-    slots=BUDGET,
-    gamma=0,
-    greedy=True,
-    stop_ids=jnp.full((4,), eos, jnp.int32),
-    **given,
-  )
+  sampling = SamplingConfig(0.0)
+  settings: dict[str, Any] = {'inputs': (0,), 'seed': 0, 'stop_ids': (eos,)}
+  request = request_of(batch, 0, sampling, BUDGET, **settings).replace(**given)
   done = jax.device_get(_decode(network)(PairParams(params, None), request))
   outputs = zip(done.tokens, done.length, strict=True)
   return [row[:length].tolist() for row, length in outputs]
@@ -211,21 +205,16 @@ def generate(model: Any, inputs: Any, **options: Any) -> Any:
   import torch
 
   # Version 5.23 sizes the cache of a T5's decoder by the encoder's layers.
-  config, changed = model.config, getattr(model.config, 'num_decoder_layers', 0)
-  before = config.num_layers if changed else 0
-  if changed:
-    config.num_layers = changed
-  try:
-    tokens = torch.tensor(inputs).long()
-    pad = config.pad_token_id if config.is_encoder_decoder else None
-    mask = torch.ones_like(tokens)
-    mask = mask if pad is None else (tokens != pad).long()
+  patched: Any = contextlib.nullcontext()
+  if layers := getattr(model.config, 'num_decoder_layers', None):
+    patched = mock.patch.object(model.config, 'num_layers', layers)
+  tokens = torch.tensor(inputs).long()
+  pad = model.config.pad_token_id if model.config.is_encoder_decoder else -1
+  mask = (tokens != pad).long()
+  with patched:
     return model.generate(
       input_ids=tokens, attention_mask=mask, do_sample=False, **options
     )
-  finally:
-    if changed:
-      config.num_layers = before
 
 
 def their_greedy(

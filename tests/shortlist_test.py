@@ -103,38 +103,35 @@ def test_parameters_of_another_dtype(tokenizer):
   assert place.dtype == jnp.int32 and int(place[271]) == 271
 
 
-class TestLoad:
-  """What `load` takes for a shortlist."""
+@pytest.fixture
+def path(tmp_path):
+  path = tmp_path / 'draft.msgpack'
+  checkpoints.save_t5x(path, pair()[1].params, step=0)
+  return path
 
-  @pytest.fixture
-  def path(self, tmp_path):
-    path = tmp_path / 'draft.msgpack'
-    checkpoints.save_t5x(path, pair()[1].params, step=0)
-    return path
 
-  def _ids(self, model) -> set[int]:
-    place = np.asarray(model.params['place'])
-    return set(np.flatnonzero(place < place.max()).tolist())
+def ids_of(path, **options) -> set[int]:
+  """The ids of a drafter as `load` makes it."""
+  place = np.asarray(load(path, NETWORKS['t5'], **options).params['place'])
+  return {*np.flatnonzero(place < place.max()).tolist()}
 
-  def test_ids(self, path, tokenizer):
-    model = load(path, NETWORKS['t5'], tokenizer=tokenizer, shortlist=[5, 9])
-    assert self._ids(model) == {5, 9, tokenizer.eos_id}
 
-  def test_texts(self, path, tokenizer, tmp_path):
-    texts = tmp_path / 'texts.txt'
-    texts.write_text('\n'.join(TEXTS))
-    model = load(path, NETWORKS['t5'], tokenizer=tokenizer, shortlist=texts)
-    wanted = {token for text in TEXTS for token in tokenizer.encode(text)}
-    assert self._ids(model) == wanted | {tokenizer.eos_id}
+def test_ids_and_texts_are_a_shortlist(path, tokenizer, tmp_path):
+  texts = tmp_path / 'texts.txt'
+  texts.write_text('\n'.join(TEXTS))
+  wanted = {token for text in TEXTS for token in tokenizer.encode(text)}
+  for shortlist, ids in (([5, 9], {5, 9}), (texts, wanted)):
+    found = ids_of(path, tokenizer=tokenizer, shortlist=shortlist)
+    assert found == ids | {tokenizer.eos_id}
 
-  def test_a_table_beside_the_checkpoint(self, path, tmp_path):
-    table = ngram_table.fit([[0, 5, 9, 1]], 1, VOCAB_SIZE, max_continuations=3)
-    table.save(tmp_path / 'another.shortlist.npz')  # control: of another file
-    assert 'place' not in load(path, NETWORKS['t5']).params
-    table.save(tmp_path / 'draft.shortlist.npz')
-    assert self._ids(load(path, NETWORKS['t5'])) == {1, 5, 9}
-    given = load(path, NETWORKS['t5'], shortlist=[7])
-    assert self._ids(given) == {7}
+
+def test_a_table_beside_the_checkpoint_is_one(path, tmp_path):
+  table = ngram_table.fit([[0, 5, 9, 1]], 1, VOCAB_SIZE, max_continuations=3)
+  table.save(tmp_path / 'another.shortlist.npz')  # control: of another file
+  assert 'place' not in load(path, NETWORKS['t5']).params
+  table.save(tmp_path / 'draft.shortlist.npz')
+  assert ids_of(path) == {1, 5, 9}
+  assert ids_of(path, shortlist=[7]) == {7}
 
 
 @pytest.mark.parametrize('ids', [[], [-1, 3], [3, VOCAB_SIZE]])

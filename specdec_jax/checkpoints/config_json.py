@@ -7,14 +7,17 @@ refused by its name.
 
 import contextlib
 import dataclasses
+import os
+import pathlib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.traverse_util
 
+from specdec_jax import files
 from specdec_jax.checkpoints.families import Described, Family, family_of
-from specdec_jax.checkpoints.generation import SETTINGS
+from specdec_jax.checkpoints.generation import FILE, SETTINGS
 from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
@@ -109,7 +112,7 @@ def _fields_of(
   """config.json with defaults, and sizes by our configuration's names."""
   known = {*family.fields.values(), *family.defaults, *family.read}
   check_fields(described, known, where, family.fixed, family.same)
-  values = {name: v for name, v in described.items() if v is not None}
+  values = _given(described)
   defaults = {
     name: value
     for name, value in family.defaults.items()
@@ -398,7 +401,7 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
   word = settings.get('rope_type', settings.get('type', 'default'))
   check_choice(f'{where}: rope_type', word, _ROPES)
   fields = _ROPES[word]
-  settings = {name: v for name, v in settings.items() if v is not None}
+  settings = _given(settings)
   others = settings.keys() - {'rope_type', 'type', 'rope_theta'}
   if differing := others ^ {*fields.values()}:
     expected = f'only {", ".join(fields.values()) or "its type and base"}'
@@ -514,28 +517,34 @@ def describe_ids(ids: SpecialIds) -> dict[str, Any]:
   }
 
 
-def read_ids(
-  described: Described, where: str, start_id: int | None = 0
+def special_ids(
+  folder: pathlib.Path, described: Described, start_id: int | None = 0
 ) -> SpecialIds:
-  """Returns the special ids that config.json names; T5's if it names none.
+  """Which ids start, end and pad the sequences of a folder's model.
+
+  They are T5's where neither of its files names them.
 
   Args:
-    described: config.json, updated by generation_config.json.
-    where: their folder, for messages.
+    folder: where generation_config.json may be.
+    described: what its config.json says.
     start_id: the id that the decoder must start with; None: any.
 
   Raises:
-    ValueError: an id is not a whole number, or the decoder starts with another
-      id.
+    ValueError: a file is broken, an id is not a whole number, or the decoder
+      starts with another id.
   """
   values = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
-  values |= {name: v for name, v in described.items() if v is not None}
-  if described.get('model_type') in ('t5gemma', 't5gemma2'):
-    values |= _t5gemma_ids(described)
+  said = described
+  if (folder / FILE).exists():  # it goes first
+    said = {**described, **_given(files.read_json(folder / FILE))}
+  values |= _given(said)
+  if said.get('model_type') in ('t5gemma', 't5gemma2'):
+    values |= _t5gemma_ids(said)
   pad, ends = values['pad_token_id'], values['eos_token_id']
   start = values['decoder_start_token_id']
   start = pad if start is None else _single(start)  # as transformers does
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
+  where = os.fspath(folder)
   check_type(f'{where}: pad_token_id', pad, int)
   check_type(f'{where}: decoder_start_token_id', start, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
@@ -543,6 +552,11 @@ def read_ids(
     only = f'{start_id}, as in every model of this family'
     raise unexpected(f'{where}: decoder_start_token_id', only, start)
   return SpecialIds(start, ends, pad)
+
+
+def _given(described: Described) -> dict[str, Any]:
+  """The fields that are not null."""
+  return {name: v for name, v in described.items() if v is not None}
 
 
 def _single(value: Any) -> Any:

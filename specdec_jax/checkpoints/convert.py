@@ -113,7 +113,7 @@ def convert(config: ConvertConfig) -> str:
     ids = config_json.T5_IDS
     if opened.described:
       folder = pathlib.Path(location.path)
-      ids = huggingface.special_ids(folder, opened.described)
+      ids = config_json.special_ids(folder, opened.described)
     with tempfile.TemporaryDirectory(
       dir=output.parent, prefix=f'.{output.name}.', ignore_cleanup_errors=True
     ) as unfinished:

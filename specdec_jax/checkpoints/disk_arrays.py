@@ -18,13 +18,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from specdec_jax import files
 from specdec_jax.checks import memory
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.files.locations import (
-  READ_SECONDS,
-  STORE_ERRORS,
-  Location,
-  reading,
-  reason,
-)
+from specdec_jax.files import locations
+from specdec_jax.files.locations import Location
 from specdec_jax.models import integers
 
 PIECE_BYTES = 128 << 20  # that TensorStore reads at once, or one chunk
@@ -325,9 +320,9 @@ def _stored_array(store: Any, bytes_each: int | None = None) -> DiskArray:
         begin, end = max(start, first.start), min(start + step, first.stop)
         there = ts.array(out[begin - first.start : end - first.start])
         part = store[slice(begin, end), *rest].translate_to[0]
-        there.write(part).result(timeout=READ_SECONDS)
-    except STORE_ERRORS as error:
-      raise ValueError(reason(error)) from error
+        there.write(part).result(timeout=locations.READ_SECONDS)
+    except locations.STORE_ERRORS as error:
+      raise ValueError(locations.reason(error)) from error
     return out.reshape(sizes[: len(index)])
 
   def cast(dtype: Any) -> DiskArray:
@@ -338,18 +333,16 @@ def _stored_array(store: Any, bytes_each: int | None = None) -> DiskArray:
 
 
 def open_stored(
-  specs: Mapping[str, Mapping[str, Any]],
-  complain: Callable[[str, str], ValueError],
+  specs: Mapping[str, Mapping[str, Any]], source: str
 ) -> dict[str, DiskArray]:
   """Opens TensorStore arrays, all at the same time, without reading them.
 
   Args:
     specs: name -> driver and kvstore.
-    complain: makes an error from an array's name and what is wrong with it.
+    source: where the arrays come from, for messages.
 
   Raises:
-    ValueError: the error from `complain`, for the first array that cannot be
-      opened.
+    ValueError: one cannot be opened; the message names it.
   """
   import tensorstore as ts
 
@@ -363,7 +356,7 @@ def open_stored(
     try:
       files.check_all_regular(folder)  # TensorStore would wait for a pipe
     except ValueError as error:
-      raise complain(name, str(error).rstrip('.')) from error
+      raise broken(source, name, str(error).rstrip('.')) from error
   # By default a missing chunk would read as zeros. T5X and Orbax write all
   # chunks, also those of zeros, so a missing one is an error.
   strict = {'fill_missing_data_reads': False}
@@ -371,15 +364,19 @@ def open_stored(
   for name, spec in specs.items():
     try:
       opening[name] = ts.open(
-        {**spec, **strict}, open=True, read=True, context=reading()
+        {**spec, **strict}, open=True, read=True, context=locations.reading()
       )
-    except STORE_ERRORS as error:  # a path that leads out of the checkpoint
-      raise complain(name, reason(error)) from error
+    except (
+      locations.STORE_ERRORS
+    ) as error:  # a path that leads out of the checkpoint
+      raise broken(source, name, locations.reason(error)) from error
   for name, future in opening.items():
     try:
-      arrays[name] = _stored_array(future.result(timeout=READ_SECONDS))
-    except STORE_ERRORS as error:
-      raise complain(name, reason(error)) from error
+      arrays[name] = _stored_array(
+        future.result(timeout=locations.READ_SECONDS)
+      )
+    except locations.STORE_ERRORS as error:
+      raise broken(source, name, locations.reason(error)) from error
   return arrays
 
 

@@ -17,15 +17,16 @@ import jax
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints import config_json, families, generation, lora
+from specdec_jax.checkpoints import (
+  config_json,
+  families,
+  generation,
+  lora,
+  safetensors_files,
+)
 from specdec_jax.checkpoints.config_json import SpecialIds
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, load_array
 from specdec_jax.checkpoints.families import Described, Family
-from specdec_jax.checkpoints.safetensors_files import (
-  open_file,
-  view,
-  write_file,
-)
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.fields import package, unexpected
 from specdec_jax.models import sizes
@@ -65,7 +66,7 @@ def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
   """
   arrays: dict[str, DiskArray] = {}
   for file_name in _weight_files(folder):
-    opened = open_file(folder / file_name)
+    opened = safetensors_files.open_file(folder / file_name)
     for name in arrays.keys() & opened.keys():
       raise _twice(folder, arrays[name], opened[name])
     arrays |= opened
@@ -132,10 +133,10 @@ def open_huggingface(
     stored = lora.adapted(stored, adapter, family)
   config = config_json.read_config(described, os.fspath(folder / CONFIG), tied)
   if isinstance(config, T5Config):
-    special_ids(folder, described)  # the decoder begins as T5's do
+    config_json.special_ids(folder, described)  # the decoder begins as T5's do
   elif isinstance(config, T5GemmaConfig):
-    start = special_ids(folder, described, None).decoder_start
-    config = dataclasses.replace(config, start_id=start)
+    ids = config_json.special_ids(folder, described, None)
+    config = dataclasses.replace(config, start_id=ids.decoder_start)
   itemsize = 2 if dtype is None else jax.numpy.dtype(dtype).itemsize
   sizes.check_params(config, f'The model of {source!r}', itemsize)
   scales_head = config_json.scales_output(described) and not tied
@@ -150,7 +151,10 @@ def open_huggingface(
     config_json.check_config(config, known.config, source)
   elif network is not None:
     check_params(table, param_shapes(network), repr(source))
-  views = {name: view(stored[row.name], row) for name, row in table.items()}
+  views = {
+    name: safetensors_files.view(stored[row.name], row)
+    for name, row in table.items()
+  }
   return described, config, views
 
 
@@ -218,28 +222,6 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   return equal
 
 
-def special_ids(
-  folder: pathlib.Path, described: Described, start_id: int | None = 0
-) -> SpecialIds:
-  """Reads which ids start, end and pad the sequences of a folder's model.
-
-  Args:
-    folder: where generation_config.json may be.
-    described: what its config.json says.
-    start_id: the id that the decoder must start with; None: any.
-
-  Raises:
-    ValueError: a file is broken, an id is not a number, or the decoder starts
-      with another id.
-  """
-  if (folder / generation.FILE).exists():
-    given = files.read_json(folder / generation.FILE)
-    # Its values take precedence for generation.
-    given = {key: value for key, value in given.items() if value is not None}
-    described = {**described, **given}
-  return config_json.read_ids(described, os.fspath(folder), start_id)
-
-
 def unfollowed(folder: pathlib.Path, described: Described) -> str:
   """What a folder asks of `generate` in vain, see `generation.unfollowed`."""
   path = folder / generation.FILE
@@ -289,7 +271,7 @@ def save_huggingface(
     row.name: flat[name].T if row.transposed else flat[name]
     for name, row in families.table(family, config).items()
   }
-  write_file(folder / WEIGHTS, arrays)
+  safetensors_files.write_file(folder / WEIGHTS, arrays)
   # Files of an earlier save would be read instead of these, or besides them.
   for old in folder.glob('model*.safetensors*'):
     if old.name != WEIGHTS:

@@ -8,16 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints import huggingface, orbax, t5x
+from specdec_jax.checkpoints import disk_arrays, huggingface, orbax, t5x
 from specdec_jax.checkpoints.config_json import ABOUT
-from specdec_jax.checkpoints.disk_arrays import (
-  DiskArray,
-  Params,
-  Shardings,
-  fingerprint_on_disk,
-  in_floats,
-  load_arrays,
-)
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, Shardings
 from specdec_jax.checkpoints.huggingface import CONFIG
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few, open_location
@@ -122,14 +115,14 @@ class Opened:
     before = (self.about[MADE_OF],) if MADE_OF in self.about else ()
     if self.is_rounded:
       return before
-    return (fingerprint_on_disk(self.arrays), *before)
+    return (disk_arrays.fingerprint_on_disk(self.arrays), *before)
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; arguments, result and errors are those of `load`."""
     arrays = self.arrays
     if self.is_rounded and dtype not in (None, INT8):
-      arrays = in_floats(arrays)
-    return load_arrays(arrays, self.source, dtype, sharding)
+      arrays = disk_arrays.in_floats(arrays)
+    return disk_arrays.load_arrays(arrays, self.source, dtype, sharding)
 
 
 def open_checkpoint(
@@ -191,24 +184,23 @@ def locate(
     ValueError: there is no checkpoint, or there are several; or a revision is
       given of what is not on the hub, or of an id that has one.
   """
-  location = open_location(path)
+  location, name = open_location(path), os.fspath(path)
   if revision is not None:
-    if location.exists() or '@' in os.fspath(path):
-      expected = (
-        f'None: {os.fspath(path)!r} is no id of the hub, or has its own'
-      )
+    if location.exists() or '@' in name:
+      expected = f'None: {name!r} is no id of the hub, or has its own'
       raise unexpected('revision', expected, revision)
-    path = f'{os.fspath(path)}@{revision}'
-    location = open_location(path)
+    name = f'{name}@{revision}'
+    location = open_location(name)
   if not location.exists():
     missing = (
       f'No checkpoint could be read at {str(location)!r}: No such file or'
       ' folder'
     )
-    if not _may_be_on_the_hub(path):
+    is_text = isinstance(path, str) or revision is not None
+    if not is_text or not _may_be_on_the_hub(name):
       raise ValueError(f'{missing}.')
     try:
-      return Location(os.fspath(huggingface.fetch(os.fspath(path))))
+      return Location(os.fspath(huggingface.fetch(name)))
     except ValueError as error:
       raise ValueError(
         f'{missing}; and on the Hugging Face hub: {error}'
@@ -320,9 +312,9 @@ def _check_single(folder: Location) -> None:
   raise unexpected(str(folder), f'{kinds} {CONFIG!r} in it', few(names))
 
 
-def _may_be_on_the_hub(path: str | os.PathLike[str]) -> bool:
+def _may_be_on_the_hub(path: str) -> bool:
   """Whether a path that does not exist looks like an id of the hub."""
-  match = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
+  match = _HUB_ID.fullmatch(path)
   if not match:
     return False
   hub_id = match[1]

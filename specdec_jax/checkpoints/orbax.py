@@ -13,13 +13,8 @@ from typing import Any
 
 import jax
 
-from specdec_jax.checkpoints.disk_arrays import (
-  METADATA_ERRORS,
-  DiskArray,
-  Params,
-  broken,
-  open_stored,
-)
+from specdec_jax.checkpoints import disk_arrays
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Params
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location
 
@@ -97,7 +92,7 @@ def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
     if in_one_store:
       kvstore = {'driver': 'ocdbt', 'base': root, 'path': f'{key}/'}
     specs[name] = {'driver': driver, 'kvstore': kvstore}
-  arrays = open_stored(specs, lambda n, why: broken(source, n, why))
+  arrays = disk_arrays.open_stored(specs, source)
   return arrays, described.get('custom_metadata')
 
 
@@ -125,7 +120,7 @@ def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
     if not all(keys):
       raise ValueError('an array without a name')
     return described, keys
-  except METADATA_ERRORS as error:
+  except disk_arrays.METADATA_ERRORS as error:
     raise ValueError(
       f'{str(location)!r} is cut short or not what Orbax writes'
       f' ({type(error).__name__}: {error}); copy it again.'

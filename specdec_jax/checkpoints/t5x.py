@@ -31,16 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checkpoints.disk_arrays import (
-  METADATA_ERRORS,
-  DiskArray,
-  Index,
-  Params,
-  broken,
-  file_array,
-  load_array,
-  open_stored,
-)
+from specdec_jax.checkpoints import disk_arrays
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Index, Params
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few
 from specdec_jax.models.t5 import T5Config
@@ -135,19 +127,19 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
     if isinstance(leaf, Mapping):
       specs[name] = _resolve(leaf, location.parent(), name, source)
     elif not isinstance(leaf, ArrayBytes):
-      raise broken(source, name, f'it is of type {type(leaf).__name__}')
-  stored = {}
-  if specs:
-    stored = open_stored(specs, lambda n, why: broken(source, n, why))
+      raise disk_arrays.broken(
+        source, name, f'it is of type {type(leaf).__name__}'
+      )
+  stored = disk_arrays.open_stored(specs, source) if specs else {}
   for name, array in stored.items():
     metadata = leaves[name].get('metadata') or {}
     is_known = isinstance(metadata, Mapping)
     shape = metadata.get('shape') if is_known else metadata
     if shape is not None and shape != list(array.shape):
       why = f'its folder has {list(array.shape)}, the file says {shape!r}'
-      raise broken(source, name, why)
+      raise disk_arrays.broken(source, name, why)
   arrays = {
-    name: stored.get(name) or file_array(location, *leaf)
+    name: stored.get(name) or disk_arrays.file_array(location, *leaf)
     for name, leaf in leaves.items()
   }
   return arrays, tree.get('about')
@@ -332,7 +324,7 @@ def unroll(
       array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  read = functools.lru_cache(1)(load_array)  # the last one, whole
+  read = functools.lru_cache(1)(disk_arrays.load_array)  # the last one, whole
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
     match = _STACKED.fullmatch(name)
@@ -440,7 +432,7 @@ def read_tree(location: Location) -> Any:
     tree = scanner.value()
     if scanner.position != scanner.size:
       raise ValueError(f'{scanner.size - scanner.position} bytes too many')
-  except METADATA_ERRORS as error:
+  except disk_arrays.METADATA_ERRORS as error:
     place = '/'.join(scanner.path)
     raise ValueError(
       f'{str(location)!r} ({scanner.size} bytes) is cut short or not a T5X'

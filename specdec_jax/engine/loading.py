@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.huggingface import special_ids, unfollowed
+from specdec_jax.checkpoints.config_json import special_ids
+from specdec_jax.checkpoints.huggingface import unfollowed
 from specdec_jax.checkpoints.load import (
   check_network,
   is_huggingface,

@@ -18,14 +18,8 @@ from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checks.fields import package
+from specdec_jax.text import vocabulary
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.text.vocabulary import (
-  MARK,
-  MOST_BYTES,
-  SETTINGS,
-  content,
-  settings,
-)
 
 FILE = 'chat_template.jinja'
 _ENTRY = 'chat_template'  # of tokenizer_config.json
@@ -131,12 +125,12 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
     return None
   path = pathlib.Path(tokenizer.path)
   folder = path if path.is_dir() else path.parent
-  config = settings(folder)
-  file, name = folder / FILE, f'{str(folder / SETTINGS)!r}: {_ENTRY}'
+  config = vocabulary.settings(folder)
+  file, name = folder / FILE, f'{str(folder / vocabulary.SETTINGS)!r}: {_ENTRY}'
   if file.exists():
     name = repr(str(file))
     try:
-      source: Any = files.read_small(file, MOST_BYTES).decode()
+      source: Any = files.read_small(file, vocabulary.MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
       raise ValueError(f'{str(file)!r} cannot be read: {error}.') from error
   else:
@@ -149,9 +143,9 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
   if not isinstance(source, str):
     return None
   tokens = {
-    name: content(value)
+    name: vocabulary.content(value)
     for name, value in config.items()
-    if name.endswith('_token') and content(value)
+    if name.endswith('_token') and vocabulary.content(value)
   }
   return ChatTemplate(source, tokenizer, tokens, name)
 
@@ -293,7 +287,7 @@ def _to_json(
     separators=separators,
     sort_keys=sort_keys,
   )
-  return text.replace(json.dumps(MARK)[1:-1], MARK)
+  return text.replace(json.dumps(vocabulary.MARK)[1:-1], vocabulary.MARK)
 
 
 def _now(form: str) -> str:

@@ -479,10 +479,9 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
       seqio.preprocessors.tokenize,
       seqio.preprocessors.append_eos_after_trim,
     ],
-    output_features={
-      feature: seqio.Feature(vocabulary, add_eos=True)
-      for feature in ('inputs', 'targets')
-    },
+    output_features=dict.fromkeys(
+      FEATURES, seqio.Feature(vocabulary, add_eos=True)
+    ),
     metric_fns=[metrics.METRICS[metric] for metric in described.metrics],
   )
 

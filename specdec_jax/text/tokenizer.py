@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,30 +18,13 @@ from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 from specdec_jax.files.locations import check_path
-from specdec_jax.text.vocabulary import (
-  ADDED,
-  END,
-  MARK,
-  PIECES,
-  SENTENCEPIECE,
-  SENTINEL,
-  SETTINGS,
-  TOKENIZER,
-  VOCAB,
-  JsonBackend,
-  PiecesBackend,
-  added_token,
-  added_tokens,
-  content,
-  m2m_backend,
-  settings,
-  splitter,
-)
+from specdec_jax.text import vocabulary
+from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend
 
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
-_ENDS = (END, '</s>')  # where no file says which
+_ENDS = (vocabulary.END, '</s>')  # where no file says which
 # Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
 _LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
@@ -103,7 +85,7 @@ class Tokenizer:
     self.path = os.fspath(path)
     self.split_special_tokens = split_special_tokens
     self.skip_special_tokens = skip_special_tokens
-    self._backend, config = _open(shipped.find(self.path))
+    self._backend, config = vocabulary.open_backend(shipped.find(self.path))
     self._set_ids(config, eos_token)
 
   def _set_ids(self, config: dict[str, Any], eos_token: str | None) -> None:
@@ -112,7 +94,7 @@ class Tokenizer:
     if eos_token is not None and eos_token not in ids:
       where = f'eos_token for {self.path!r}'
       raise unexpected(where, 'a token of this vocabulary', eos_token)
-    eos_token = eos_token or content(config.get('eos_token'))
+    eos_token = eos_token or vocabulary.content(config.get('eos_token'))
     ends = [ids.get(eos_token or ''), *backend.after[-1:]]
     ends += [ids.get(name) for name in _ENDS]
     eos_id = next((i for i in ends if i is not None), None)
@@ -120,9 +102,11 @@ class Tokenizer:
       where, known = f'{self.path!r}: eos_token', f'one of {[*_ENDS]}'
       raise unexpected(where, known, eos_token, 'Give it as eos_token.')
     self.eos_id: int = eos_id
-    pad_token = content(config.get('pad_token')) or '<pad>'
+    pad_token = vocabulary.content(config.get('pad_token')) or '<pad>'
     self.pad_id: int = ids.get(pad_token, eos_id)
-    self.unk_id: int = ids.get(content(config.get('unk_token')), eos_id)
+    self.unk_id: int = ids.get(
+      vocabulary.content(config.get('unk_token')), eos_id
+    )
     self._special = {i for i, token in backend.added.items() if token.special}
     if isinstance(backend, PiecesBackend):
       self.unk_id = backend.unk_id
@@ -160,7 +144,8 @@ class Tokenizer:
     self._hidden = {
       i
       for i in self._special & backend.pieces.keys()
-      if skip or (skip is None and not SENTINEL.fullmatch(backend.pieces[i]))
+      if skip
+      or (skip is None and not vocabulary.SENTINEL.fullmatch(backend.pieces[i]))
     }
 
   def is_text(self, token: int) -> bool:
@@ -212,7 +197,7 @@ class Tokenizer:
     pieces = sorted(
       (i, piece)
       for i, piece in self.pieces.items()
-      if i not in added and not SENTINEL.fullmatch(piece)
+      if i not in added and not vocabulary.SENTINEL.fullmatch(piece)
     )
     text = json.dumps([pieces, sorted(self.languages.items())])
     return hashlib.sha256(text.encode()).hexdigest()
@@ -238,19 +223,23 @@ class Tokenizer:
 
   def hide_names(self, text: str) -> str:
     """Marks names of special tokens in a user's words, see `encode_marked`."""
-    text = text.replace(MARK, '')
+    text = text.replace(vocabulary.MARK, '')
     found = self._names.encode(text)
     parts = (
       (i, text[slice(*span)])
       for i, span in zip(found.ids, found.offsets, strict=True)
     )
-    return ''.join(MARK.join([*part, '']) if i else part for i, part in parts)
+    return ''.join(
+      vocabulary.MARK.join([*part, '']) if i else part for i, part in parts
+    )
 
   @functools.cached_property
   def _names(self) -> Any:
     """Finds the names of special tokens."""
     special = self._special & self.pieces.keys()
-    return splitter(added_token(self.pieces[i]) for i in special)
+    return vocabulary.splitter(
+      vocabulary.added_token(self.pieces[i]) for i in special
+    )
 
   def whole(self, text: str, most: int | None = None) -> list[int]:
     """Ids of a whole input or output, cut so that its ends are in it.
@@ -304,56 +293,8 @@ def contradiction(ours: Any, theirs: Any) -> str:
   return ''
 
 
-def _open(path: str) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
-  """A vocabulary's backend, and the tokenizer_config.json beside it."""
-  place = pathlib.Path(path)
-  is_folder = '://' not in path and place.is_dir()
-  folder = place if is_folder else place.parent
-  names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
-  if is_folder:
-    name = next((name for name in names if (folder / name).exists()), '')
-  else:
-    beside = any((folder / name).exists() for name in (SETTINGS, ADDED))
-    name = place.name if place.name in names[:2] and beside else ''
-  if name:
-    config = settings(folder)
-    if name == PIECES:
-      return m2m_backend(folder, config), config
-    added = added_tokens(folder, config)
-    if name == SENTENCEPIECE:
-      return PiecesBackend(folder / name, config, added), config
-    backend = JsonBackend(folder / name, config, added)
-    if is_folder and name == TOKENIZER:
-      _check_same(folder, backend)
-    return backend, config
-  if is_folder:
-    expected = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
-    raise unexpected(f'vocabulary {path!r}', expected, 'a folder without')
-  if place.suffix == '.json' and '://' not in path:
-    return JsonBackend(place, {}, {}), {}
-  return PiecesBackend(path), {}
-
-
-def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
-  """Raises ValueError if spiece.model has other pieces than tokenizer.json."""
-  if not (folder / SENTENCEPIECE).exists():
-    return
-  pieces = PiecesBackend(folder / SENTENCEPIECE).pieces
-  for i, piece in pieces.items():
-    other = backend.pieces.get(i, piece)
-    if other != piece and not SENTINEL.fullmatch(other):
-      raise unexpected(
-        f'{os.fspath(folder)!r} has two vocabularies: id {i}',
-        f'{other!r} as in {TOKENIZER}',
-        piece,
-        f'Remove it, or {SENTENCEPIECE}: what the weights do not belong to.',
-      )
-
-
 def train_tokenizer(
-  sentences: Iterable[str],
-  path: str | os.PathLike[str],
-  vocab_size: int = 8000,
+  sentences: Iterable[str], path: str | os.PathLike[str], vocab_size: int = 8000
 ) -> Tokenizer:
   """Trains a unigram vocabulary with byte fallback and writes it to `path`.
 

@@ -220,14 +220,10 @@ class JsonBackend:
     encoded = self._marked.encode(text, add_special_tokens=False)
     for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
       added = self.added.get(token)
-      if (
-        added is not None
-        and added.special
-        and (
-          text[start:end].strip() != added.content.strip()
-          or text[end : end + 1] == MARK
-        )
-      ):
+      if added is None or not added.special:
+        continue
+      is_name = text[start:end].strip() == added.content.strip()
+      if not is_name or text[end : end + 1] == MARK:
         raise ValueError(
           f'The vocabulary reads {added.content!r} out of plain text.'
         )
@@ -277,10 +273,8 @@ def _of_vocab(
   except Exception as error:
     what = f'with {MERGES} it is not a whole vocabulary of byte-level BPE'
     raise ValueError(f'{paths[0]!r}: {what} ({error}). {_COPY}') from error
-  parts, kind = (
-    tokenizers.pre_tokenizers,
-    content(config.get('tokenizer_class')),
-  )
+  parts = tokenizers.pre_tokenizers
+  kind = content(config.get('tokenizer_class'))
   prefix = config.get('add_prefix_space') is True
   made.pre_tokenizer = parts.ByteLevel(add_prefix_space=prefix)
   made.decoder = tokenizers.decoders.ByteLevel()
@@ -474,7 +468,7 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
     raise ValueError(f'{os.fspath(path)!r}: {what}. {_COPY}') from error
 
 
-def m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
+def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
   """M2M-100's: a sentencepiece model whose pieces vocab.json numbers.
 
   The languages' tokens follow, in an order that is in no file of the folder.
@@ -496,3 +490,51 @@ def m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
   added = {len(numbers) + i: added_token(name) for i, name in enumerate(names)}
   added |= added_tokens(folder, config)
   return PiecesBackend(folder / PIECES, config, added, numbers)
+
+
+def open_backend(
+  path: str,
+) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
+  """A vocabulary's backend, and the tokenizer_config.json beside it."""
+  place = pathlib.Path(path)
+  is_folder = '://' not in path and place.is_dir()
+  folder = place if is_folder else place.parent
+  names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
+  if is_folder:
+    name = next((name for name in names if (folder / name).exists()), '')
+  else:
+    beside = any((folder / name).exists() for name in (SETTINGS, ADDED))
+    name = place.name if place.name in names[:2] and beside else ''
+  if name:
+    config = settings(folder)
+    if name == PIECES:
+      return _m2m_backend(folder, config), config
+    added = added_tokens(folder, config)
+    if name == SENTENCEPIECE:
+      return PiecesBackend(folder / name, config, added), config
+    backend = JsonBackend(folder / name, config, added)
+    if is_folder and name == TOKENIZER:
+      _check_same(folder, backend)
+    return backend, config
+  if is_folder:
+    expected = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
+    raise unexpected(f'vocabulary {path!r}', expected, 'a folder without')
+  if place.suffix == '.json' and '://' not in path:
+    return JsonBackend(place, {}, {}), {}
+  return PiecesBackend(path), {}
+
+
+def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
+  """Raises ValueError if spiece.model has other pieces than tokenizer.json."""
+  if not (folder / SENTENCEPIECE).exists():
+    return
+  pieces = PiecesBackend(folder / SENTENCEPIECE).pieces
+  for i, piece in pieces.items():
+    other = backend.pieces.get(i, piece)
+    if other != piece and not SENTINEL.fullmatch(other):
+      raise unexpected(
+        f'{os.fspath(folder)!r} has two vocabularies: id {i}',
+        f'{other!r} as in {TOKENIZER}',
+        piece,
+        f'Remove it, or {SENTENCEPIECE}: what the weights do not belong to.',
+      )
