@@ -269,13 +269,7 @@ class Engine:
       rule: when a draft ends earlier.
       measured: by which costs the drafter rests, if it does at all. None is
         those of the engine, which are of its own gamma: others are guessed.
-
-    Raises:
-      ValueError: gamma is more than the rule's proposals.
     """
-    if rule is not None and gamma > rule.most:
-      expected = f'at most {rule.most}, the longest draft of an adaptive gamma'
-      raise unexpected('gammas', expected, gamma)
     if not gamma:
       return Drafting()
     if not self.fallback:
