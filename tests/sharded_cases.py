@@ -202,7 +202,7 @@ def program(engine, speculative=True, name='decode', **options):
   """The compiled program that `generate` runs, or `stream`."""
   gamma = engine.gamma if speculative else 0
   request = engine.request(TEXTS, gamma, **(GREEDY | options))
-  return engine._programs.get(name, request).func
+  return engine._program(name, request).func
 
 
 def exchanges(engine, speculative=True):
