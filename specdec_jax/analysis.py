@@ -13,7 +13,6 @@ under a transformation they are not known, and so are not checked.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +54,8 @@ def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
     ValueError: a value is out of range, or gamma is not whole.
   """
   rate, steps = jnp.broadcast_arrays(
-    _real('acceptance_rate', acceptance_rate, _RATE), _whole('gamma', gamma)
+    _checked('acceptance_rate', acceptance_rate, _RATE),
+    _checked('gamma', gamma, _WHOLE),
   )
   return 1 + rate * _power_sum(rate, steps, _num_bits(gamma))
 
@@ -116,7 +116,7 @@ def acceptance_prob(
       lenience is out of range.
   """
   target, draft = _distributions(target_probs, draft_probs)
-  leeway = _real('lenience', lenience, _RATE)[..., None]
+  leeway = _checked('lenience', lenience, _RATE)[..., None]
   target, draft, leeway = _aligned(target, draft, leeway)
   accepted = leeway * draft <= target
   # Where `accepted` is false, leeway is positive.
@@ -151,9 +151,9 @@ def walltime_factor(
   """
   tokens, steps, draft_cost, target_cost = _aligned(
     expected_tokens(acceptance_rate, gamma),
-    _whole('gamma', gamma),
-    _real('cost_ratio', cost_ratio, _COST),
-    _real('call_cost', call_cost, _POSITIVE),
+    _checked('gamma', gamma, _WHOLE),
+    _checked('cost_ratio', cost_ratio, _COST),
+    _checked('call_cost', call_cost, _POSITIVE),
   )
   return tokens / (target_cost + steps * draft_cost)
 
@@ -171,8 +171,8 @@ def operations_factor(
   """
   tokens, steps, ratio = _aligned(
     expected_tokens(acceptance_rate, gamma),
-    _whole('gamma', gamma),
-    _real('operations_ratio', operations_ratio, _COST),
+    _checked('gamma', gamma, _WHOLE),
+    _checked('operations_ratio', operations_ratio, _COST),
   )
   return (steps * ratio + steps + 1) / tokens
 
@@ -197,9 +197,9 @@ def optimal_gamma(
   """
   check_number('max_gamma', max_gamma, 0)
   factors = walltime_factor(
-    _real('acceptance_rate', acceptance_rate, _RATE)[..., None],
+    _checked('acceptance_rate', acceptance_rate, _RATE)[..., None],
     np.arange(max_gamma + 1, dtype=np.int32),
-    _real('cost_ratio', cost_ratio, _COST)[..., None],
+    _checked('cost_ratio', cost_ratio, _COST)[..., None],
   )
   return jnp.argmax(factors, axis=-1).astype(jnp.int32)
 
@@ -218,8 +218,8 @@ def oracle_factor(
   infinite at alpha = 1, c = 0.
   """
   rate, cost = _aligned(
-    _real('acceptance_rate', acceptance_rate, _RATE),
-    _real('cost_ratio', cost_ratio, _COST),
+    _checked('acceptance_rate', acceptance_rate, _RATE),
+    _checked('cost_ratio', cost_ratio, _COST),
   )
   return 1 / (1 - rate + rate * jnp.minimum(cost, 1))
 
@@ -244,28 +244,22 @@ def _known(value: ArrayLike) -> np.ndarray | None:
   return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
 
 
-def _real(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
-  """`value` as float[...], checked where it is known."""
-  array = _checked(name, value, allowed, jnp.floating, jnp.integer)
-  return array if _is(array, jnp.floating) else array.astype(float)
+def _checked(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
+  """`value` as float[...], or as int32[...] where whole numbers are allowed.
 
-
-def _whole(name: str, value: ArrayLike) -> jax.Array:
-  """`value` as int32[...], checked where it is known."""
-  return _checked(name, value, _WHOLE, jnp.integer).astype(jnp.int32)
-
-
-def _checked(name: str, value: ArrayLike, allowed: _Range, *kinds: Any):
-  """`value` as an array; of a tracer only the type is known."""
+  It is checked where it is known; of a tracer only the type is.
+  """
   known, (words, in_range) = _known(value), allowed
   array = jnp.asarray(value) if known is None else known
-  if not any(_is(array, kind) for kind in kinds):
+  is_float, is_whole = _is(array, jnp.floating), _is(array, jnp.integer)
+  if not (is_whole or is_float and allowed is not _WHOLE):
     raise unexpected(name, f'a number {words}', value)
   if known is not None:
     wrong = known[~in_range(known)].tolist()
     if wrong:
       raise unexpected(name, f'a number {words}', wrong[0])
-  return jnp.asarray(value)
+  kind = jnp.int32 if allowed is _WHOLE else float
+  return jnp.asarray(value) if is_float else jnp.asarray(value).astype(kind)
 
 
 def _is(array: np.ndarray | jax.Array, kind) -> bool:
@@ -293,7 +287,7 @@ def _distributions(
 ) -> list[jax.Array]:
   """Both as float[..., V] of one shape, checked where they are known."""
   named = {'target_probs': target_probs, 'draft_probs': draft_probs}
-  arrays = [_real(name, value, _COST) for name, value in named.items()]
+  arrays = [_checked(name, value, _COST) for name, value in named.items()]
   sizes = [array.shape[-1:] for array in arrays]
   if sizes[0] != sizes[1] or sizes[0] in ((), (0,)):
     shapes = [array.shape for array in arrays]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import rich.console
 
+import calibration_test
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import infer
@@ -13,18 +14,12 @@ from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.drafters.length import MOST, plain_rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
-from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import CalibrationError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import as_gamma
-from specdec_jax.engine.scheduler import (
-  Continuous,
-  DraftPolicy,
-  PoolSettings,
-)
+from specdec_jax.engine.scheduler import DraftPolicy, PoolSettings
 from specdec_jax.infer import run
 from specdec_jax.infer.data import Example, Item
-from specdec_jax.measure import record
 from specdec_jax.models.model import Model
 
 TEXTS = WORDS.split()[:7]
@@ -87,24 +82,17 @@ def test_drafters_that_do_not_say_how_sure_they_are(tokenizer, drafter):
 # With a calibration.
 
 
-def calibration_of(engine, **changes):
-  choice = calibration.Choice(
-    1,
-    3,
-    1.5,
-    (1.4, 1.6),
-    (1.0, 1.3, 1.4, 1.5),
-    cost_ratio=0.1,
-    call_cost=tuple(1 + 0.1 * i for i in range(9)),
-  )
-  fields = {
-    'fingerprints': engine.fingerprints,
-    'device': record.describe()['device'],
-    'temperature': 0.0,
-    'choices': (choice,),
-    'record': {},
-  }
-  return calibration.Calibration(**fields | changes)
+CHOICE = dataclasses.replace(
+  calibration_test.choice(1, 3),
+  expected_speed_up=1.5,
+  cost_ratio=0.1,
+  call_cost=tuple(1 + 0.1 * i for i in range(9)),
+)
+
+
+def calibration_of(engine, *choices, **changes):
+  changes |= {'choices': choices or (CHOICE,)}
+  return calibration_test.make(fingerprints=engine.fingerprints, **changes)
 
 
 def config_of(tmp_path, engine, found, **changes):
@@ -147,30 +135,26 @@ def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   identity = run.engine_identity(engine)
   assert identity['rule'] == summary['rule']
   assert identity['fallback'] == summary['fallback']
-  (one,) = found.choices
-  two = dataclasses.replace(one, rows=2, gamma=4)
-  found = calibration_of(engine, choices=(one, two))
-  plan = found.plan(2, engine)
+  two = dataclasses.replace(CHOICE, rows=2, gamma=4)
+  plan = calibration_of(engine, CHOICE, two).plan(2, engine)
   assert {rows: one.rule.most for rows, one in plan.items()} == {1: 3, 2: 4}
 
 
 def test_what_a_run_with_a_calibration_does(tokenizer, tmp_path):
-  def run_by(engine, **changes):
-    config = config_of(tmp_path, engine, calibration_of(engine, **changes))
-    infer.decode(config, console=silent())
-    return engine
+  def run_by(engine, found):
+    infer.decode(config_of(tmp_path, engine, found), console=silent())
 
-  engine = run_by(make(tokenizer, gamma=5))  # a number: the best one
+  engine = make(tokenizer, gamma=5)  # a number: the best one
+  run_by(engine, calibration_of(engine))
   assert engine.gamma == 3 and engine.rule is None
   engine = make(tokenizer)
-  (bare,) = calibration_of(engine).choices
-  bare = dataclasses.replace(bare, call_cost=())
-  for changes, message in (
-    ({'device': 'abacus'}, "device was 'abacus'"),
-    ({'choices': (bare,)}, 'costs of calls'),
+  bare = dataclasses.replace(CHOICE, call_cost=())
+  for found, message in (
+    (calibration_of(engine, device='abacus'), "device was 'abacus'"),
+    (calibration_of(engine, bare), 'costs of calls'),
   ):
     with pytest.raises(CalibrationError, match=message):
-      run_by(engine, **changes)
+      run_by(engine, found)
   assert engine.num_programs == 0
 
 
@@ -180,12 +164,11 @@ def test_what_a_run_with_a_calibration_does(tokenizer, tmp_path):
 def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
   """Two rows cost nothing; one is dear, so that its drafter rests at once."""
   engine = make(tokenizer, Model(NOISE, NOISE.params), gamma=2, fallback=True)
-  (dear,) = calibration_of(engine).choices
-  dear = dataclasses.replace(dear, gamma=2, call_cost=(1.0, 9.0, 9.0))
+  dear = dataclasses.replace(CHOICE, gamma=2, call_cost=(1.0, 9.0, 9.0))
   free = dataclasses.replace(
     dear, rows=2, call_cost=(1.0,) * 4, cost_ratio=0.0, gamma=3
   )
-  measured = calibration_of(engine, choices=(dear, free))
+  measured = calibration_of(engine, dear, free)
   config = config_of(
     tmp_path, engine, measured, batching='continuous', batch_size=2
   )
@@ -200,13 +183,6 @@ def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
   assert sum(rested) == len(TEXTS) % 2 == 1
 
 
-def test_a_gamma_that_the_rule_does_not_reach_is_refused(tokenizer):
-  engine = make(tokenizer)
-  settings = PoolSettings(gammas={2: MOST + 1, 1: MOST})
-  with pytest.raises(ValueError, match=f'gammas: .* at most {MOST}'):
-    Continuous(engine, settings).generate(TEXTS)
-
-
 def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer):
   costs = Fallback(np.ones(3, np.float32), np.float32(2), np.int32(32))
   engine = make(tokenizer, gamma=2, fallback=costs)
@@ -216,8 +192,9 @@ def test_costs_are_made_for_the_gamma_of_each_pool(tokenizer):
     assert (request.fallback is costs) == (gamma == 2)
   plain = engine.text_batch(TEXTS[:1], speculative=False).request
   assert plain.fallback is None and plain.rule is None
-  settings = PoolSettings(gammas={2: 5, 1: 2})
-  policy = DraftPolicy(engine, settings, engine.request(TEXTS[:2]))
+  plan = {2: engine.drafting_of(5, None), 1: engine.drafting_of(2, None)}
+  settings = PoolSettings(gammas=plan)
+  policy = DraftPolicy(settings, engine.request(TEXTS[:2]), 1)
   large, small = (policy.of(rows, True, False) for rows in (2, 1))
   assert (large.gamma, len(large.fallback.costs)) == (5, 6)
   assert (small.gamma, small.fallback) == (2, costs)

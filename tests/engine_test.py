@@ -21,7 +21,6 @@ from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.padding import padded_rows
 from specdec_jax.engine.request import Options, example_id, options_of
-from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.partitioning import Placement
 from specdec_jax.text import tokenizer as tokenizer_lib
 from specdec_jax.tree_shape import TreeShape
@@ -239,8 +238,6 @@ def test_bad_options_come_before_compilation(engine, options, field):
   if 'gamma' in options and not options.keys() & BEAMS.keys():
     with pytest.raises(ValueError, match=field):
       engine.gamma = options['gamma']
-    with pytest.raises(ValueError, match=field):
-      PoolSettings(gammas={4: options['gamma']})
 
 
 @pytest.mark.parametrize('text', ['a \ud800 dog', ['text'], [5.5], 5])
@@ -356,14 +353,6 @@ def test_programs_for_other_numbers_of_texts(chains, tokenizer):
   assert jax.tree.structure(chains.request(texts)) == jax.tree.structure(
     chains.request(texts, 3)
   )
-
-
-def test_streams_take_programs_that_there_are(chains):
-  options = SAMPLED | {'stop_strings': ['q'], 'speculative': False}
-  done = chains.generate(TEXTS[2:], **options)
-  count = chains.num_programs
-  assert ''.join(chains.stream(TEXTS[2], **options)) == done[0].text
-  assert chains.num_programs == count
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def slots_of(loop, params, asked):
   slots = Slots(
     lambda example: PoolPrograms(loop, params, example),
     asked,
-    asked.cache_slots,
+    asked.cache_slots - asked.draft_slots,
     asked.gamma,
     GROUP,
   )

@@ -10,13 +10,9 @@ import pytest
 
 import small_vocabulary
 import toy_models
+from calibration_test import choice, make
 from continuous_test import make_texts, nothing_compiles
-from specdec_jax.engine.calibration import (
-  Calibration,
-  Choice,
-)
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import record
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.serving.worker import Worker
@@ -48,14 +44,10 @@ def scheduler(engine):
   made.join()
 
 
-def made(tokenizer, noise=1, **options):
-  sizes = {'max_input_len': 8, 'max_decode_len': 24}
-  return toy_models.chain_engine(tokenizer, noise, **sizes, **options)
-
-
 @pytest.fixture(scope='module')
 def simple(tokenizer):
-  return made(tokenizer, gamma=2)
+  limits = {'max_input_len': 8, 'max_decode_len': 24}
+  return toy_models.chain_engine(tokenizer, gamma=2, **limits)
 
 
 def started(engine, measured=None, whole=True, **settings):
@@ -240,21 +232,15 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
 SHORT = 4  # tokens, from which on the calibration says that a draft pays
 
 
-def calibration_of(engine, **changes):
+def calibration_of(engine):
   """At one row three proposals pay, at two none; the drafter's start costs."""
   times = {'call_1': {'median': 1.0}, 'draft_encoder': {'median': 2.0}}
-  choices = [
-    Choice(rows, gamma, speed_up, (1.0, 2.0), (1.0, speed_up))
-    for rows, gamma, speed_up in ((1, 3, 2.0), (2, 0, 1.0))
-  ]
-  values = {
-    'fingerprints': engine.fingerprints,
-    'device': record.describe()['device'],
-    'temperature': 0.0,
-    'choices': tuple(choices),
-    'record': {'costs': [{'times_ms': times}] * 2},
-  }
-  return Calibration(**(values | changes))
+  pays = dataclasses.replace(choice(1, 3), expected_speed_up=2.0)
+  return make(
+    fingerprints=engine.fingerprints,
+    choices=(pays, choice(2, 0)),
+    record={'costs': [{'times_ms': times}] * 2},
+  )
 
 
 def test_a_calibration_says_what_is_drafted_for(simple):
@@ -307,7 +293,7 @@ def test_where_no_draft_pays_the_drafter_is_left_out(simple):
 
 def test_what_no_worker_can_do_is_refused(simple, tokenizer, monkeypatch):
   settings, measured = ServeSettings(rows=2), calibration_of(simple)
-  other = calibration_of(simple, fingerprints={'target': 'a', 'draft': 'b'})
+  other = make()
   model = toy_models.chain_model(small_vocabulary.VOCAB_SIZE)
   alone = Engine(model, tokenizer=tokenizer)
   for engine, asked, calibration, message in (

@@ -17,6 +17,7 @@ from specdec_jax.checkpoints import disk_arrays
 from specdec_jax.decoding.fallback import guessed
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
+from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.measure.calls import make_request
 from specdec_jax.models import backend, families
@@ -198,7 +199,7 @@ def program(engine, speculative=True, name='decode', **options):
   """The compiled program that `generate` runs, or `stream`."""
   gamma = engine.gamma if speculative else 0
   request = engine.request(TEXTS, gamma, **(GREEDY | options))
-  return engine._programs.get(name, request).func
+  return engine._program(name, request).func
 
 
 def exchanges(engine, speculative=True):
@@ -294,7 +295,7 @@ def test_caches_follow_their_models(family, engines, alone):
   [
     ('tensor parallel', {'rows': 4}, {3}),
     # Pools of one row and of three, which two devices do not divide.
-    ('both', {'gammas': {3: 0, 1: 2}}, {0, 2}),
+    ('both', {'gammas': {3: Drafting(), 1: Drafting(2)}}, {0, 2}),
   ],
 )
 def test_slots(preset, settings, gammas, engines, alone):

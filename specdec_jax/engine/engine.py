@@ -202,7 +202,7 @@ class Engine:
     placement = placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
     placement = placement.of(target)
-    self._partition = partition = placement.partition()
+    self._partition = placement.partition()
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout
     self.room = Room(target, drafter, placement)
@@ -223,7 +223,9 @@ class Engine:
     self._loops = {False: (Loop(self.target), plain)}
     if drafter is not None:
       self._loops[True] = Loop(self.target, drafter), self.params
-    self._programs = LoopPrograms(self._loops, self.room, partition)
+    # Of each loop and kind and shape of request, and the rows that these have.
+    self._programs: dict[Any, Callable[..., Any]] = {}
+    self._program_rows: set[int] = set()
     self._pool_of = functools.cache(functools.partial(Continuous, self))
     self._pool_programs: dict[Any, PoolPrograms] = {}
 
@@ -269,13 +271,7 @@ class Engine:
       rule: when a draft ends earlier.
       measured: by which costs the drafter rests, if it does at all. None is
         those of the engine, which are of its own gamma: others are guessed.
-
-    Raises:
-      ValueError: gamma is more than the rule's proposals.
     """
-    if rule is not None and gamma > rule.most:
-      expected = f'at most {rule.most}, the longest draft of an adaptive gamma'
-      raise unexpected('gammas', expected, gamma)
     if not gamma:
       return Drafting()
     if not self.fallback:
@@ -456,11 +452,11 @@ class Engine:
     """
     begin, before = time.perf_counter(), self.num_programs
     batch = self.text_batch(texts, **options)
-    pool = self._pool(batch, batch_size)
+    pool, rows = self._pool(batch, batch_size)
     if pool is not None:
       return pool.warmup(batch)
-    for part in batch.parts(self._rows_of(batch_size)):
-      self._programs.get('decode', part.request)
+    for part in batch.parts(rows):
+      self._program('decode', part.request)
     return time.perf_counter() - begin if self.num_programs > before else 0.0
 
   def generate(
@@ -490,7 +486,7 @@ class Engine:
         `max_input_len` and `on_too_long` is 'error'.
     """
     batch = self.text_batch(texts, **options)
-    pool, rows = self._pool(batch, batch_size), self._rows_of(batch_size)
+    pool, rows = self._pool(batch, batch_size)
     if pool is not None:
       done = pool.generate(batch)
     else:
@@ -531,27 +527,27 @@ class Engine:
 
   def _decoded(self, batch: TextBatch) -> Generation:
     """What came of a batch that is decoded together, on the host."""
-    self._programs.fit(batch)
-    decode = self._programs.get('decode', batch.request)
+    self._fit(batch)
+    decode = self._program('decode', batch.request)
     return partitioning.on_host(decode(batch.request))
 
-  def _rows_of(self, asked: int | None) -> int:
+  def _pool(
+    self, batch: TextBatch, asked: int | None
+  ) -> tuple[Continuous | None, int]:
+    """The scheduler of a batch; the rows that are decoded together.
+
+    It is None if one program decodes them as a whole. That is quicker where no
+    text waits for another's slot and the host need not look for stop strings.
+    Of beam searches, one batch follows another.
+    """
     rows = self.batch_size if asked is None else asked
     check_number('batch_size', rows, 1)
-    return rows
-
-  def _pool(self, batch: TextBatch, rows: int | None) -> Continuous | None:
-    """The scheduler of a batch; None if one program decodes it as a whole.
-
-    That is quicker where no text waits for another's slot and the host need not
-    look for stop strings. Of beam searches, one batch follows another.
-    """
-    rows = self._rows_of(rows)
+    pool = self._at_once(batch) if batch.options.stop_strings else None
     if batch.options.num_beams is not None or not batch.rows:
-      return None
-    if len(batch.rows) > rows:
-      return self._pool_of(PoolSettings(rows=rows))
-    return self._at_once(batch) if batch.options.stop_strings else None
+      pool = None
+    elif len(batch.rows) > rows:
+      pool = self._pool_of(PoolSettings(rows=rows))
+    return pool, rows
 
   def _at_once(self, batch: TextBatch) -> Continuous:
     """A pool with a slot for each text, which are read together."""
@@ -726,8 +722,8 @@ class Engine:
       if not batch.rows:
         return batch.completions()
       if state is None:
-        state = self._programs.get('start', batch.request)(batch.request)
-      run = self._programs.get('run', batch.request, state)
+        state = self._program('start', batch.request)(batch.request)
+      run = self._program('run', batch.request, state)
       state = run(batch.request, state, np.int32(rounds))
       reasons = partitioning.on_host(state.finish_reason)
       if np.any(reasons == FinishReason.RUNNING):
@@ -737,35 +733,7 @@ class Engine:
 
     return advance
 
-
-# Jitted: run one by one, its operations took milliseconds per call.
-_generation = jax.jit(generation)
-
-
-class LoopPrograms:
-  """What has been compiled, for each loop and kind and shape of request."""
-
-  def __init__(
-    self,
-    loops: Mapping[bool, tuple[Loop, PairParams]],
-    room: Room,
-    partition: partitioning.Partition | None,
-  ):
-    """
-    Args:
-      loops: speculative or not -> a loop, and its parameters as placed.
-      room: the memory that a program must fit into.
-      partition: how rows and parameters are split over devices; None is one
-        device.
-    """
-    self._loops, self._room, self._partition = loops, room, partition
-    self._programs: dict[Any, Callable[..., Any]] = {}
-    self._rows: set[int] = set()  # numbers of rows that have a program
-
-  def __len__(self) -> int:
-    return len(self._programs)
-
-  def fit(self, batch: TextBatch) -> None:
+  def _fit(self, batch: TextBatch) -> None:
     """Gives a batch as many rows as a compiled program has, if one is near.
 
     That is the smallest program of at least as many rows as the batch needs
@@ -774,14 +742,14 @@ class LoopPrograms:
     least = batch.num_rows
     if ('decode', _shapes(batch.request)) in self._programs:
       return
-    for rows in sorted(self._rows):
+    for rows in sorted(self._program_rows):
       if least < rows <= 2 * least:
         request = batch.request_in(rows)
         if ('decode', _shapes(request)) in self._programs:
           batch.request = request
           return
 
-  def get(
+  def _program(
     self, name: str, request: Request, state: DecodeState | None = None
   ) -> Callable[..., Any]:
     """A compiled function of a loop, with the parameters bound.
@@ -799,13 +767,13 @@ class LoopPrograms:
     key = name, _shapes(request)
     if key not in self._programs:
       rows, width = request.inputs.shape
-      self._room.check(rows, width, request.cache_slots, request.call_tokens)
+      self.room.check(rows, width, request.cache_slots, request.call_tokens)
       self._programs[key] = self._compile(name, request, state)
-      self._rows.add(rows)
+      self._program_rows.add(rows)
     return self._programs[key]
 
   def _compile(self, name: str, request: Request, state: DecodeState | None):
-    loop, params = self._loops[request.gamma > 0]
+    loop, params = self.loop(request.gamma > 0)
     args: list[Any] = [params, request]
     options: dict[str, Any] = {}
     if self._partition is not None:
@@ -819,6 +787,10 @@ class LoopPrograms:
       options |= {'donate_argnums': 2, 'out_shardings': placed}
     lowered = jax.jit(getattr(loop, name), **options).lower(*args)
     return functools.partial(lowered.compile(), params)
+
+
+# Jitted: run one by one, its operations took milliseconds per call.
+_generation = jax.jit(generation)
 
 
 def _shapes(request: Request):

@@ -301,22 +301,15 @@ def as_gamma(value: int | str | LengthRule) -> tuple[int, LengthRule | None]:
     ends_nothing = not (np.any(value.worth) or np.any(value.worth_asking))
     return value.most, None if ends_nothing else value
   if not isinstance(value, str):
-    check_gamma(value)
+    check_number('gamma', value, 0)
+    # Caches and logits grow with gamma, and more gain nothing.
+    if value > MAX_GAMMA:
+      raise unexpected('gamma', f'at most {MAX_GAMMA}', value)
     return value, None
   if value != ADAPTIVE:
     raise unexpected('gamma', f'a whole number or {ADAPTIVE!r}', value)
   rule = plain_rule()
   return rule.most, rule
-
-
-def check_gamma(gamma: int) -> None:
-  """Raises ValueError unless a round may have `gamma` proposals.
-
-  Caches and logits grow with gamma, and more than `MAX_GAMMA` gain nothing.
-  """
-  check_number('gamma', gamma, 0)
-  if gamma > MAX_GAMMA:
-    raise unexpected('gamma', f'at most {MAX_GAMMA}', gamma)
 
 
 # Languages of translation models: the vocabulary has a token for each. That of
@@ -659,8 +652,6 @@ class TextBatch:
   def request_in(self, batch: int) -> Request:
     """The request with `batch` rows: `num_rows` or more, the rest padding."""
     padding = [_NO_TEXT] * (batch - len(self.rows))
-    # Greedy programs have no such choice: they stay the same ones.
-    as_blocks = options.judges_blocks and not options.sampling.greedy
     return joined([*self.rows, *padding], self._like)
 
   @property
@@ -668,6 +659,8 @@ class TextBatch:
     options = self.options
     if self._engine.tree is not None and options.verification is None:
       return TOKEN  # blocks are chains
+    # Greedy programs have no such choice: they stay the same ones.
+    as_blocks = options.judges_blocks and not options.sampling.greedy
     return BLOCK if as_blocks else TOKEN
 
   def _beams(self, gamma: int) -> BeamSettings | None:

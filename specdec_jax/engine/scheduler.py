@@ -12,6 +12,7 @@ answers, never from a clock, so that all processes of a run decide alike.
 import collections
 import copy
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,6 @@ from specdec_jax.engine.request import (
   Drafting,
   TextBatch,
   TextRow,
-  check_gamma,
   joined,
 )
 from specdec_jax.engine.trace import Round
@@ -52,15 +52,13 @@ class PoolSettings:
     refill: the host looks earlier once this many rows have finished; None is an
       eighth of the rows. A smaller number keeps the slots fuller and takes more
       of the host's time.
-    gammas: rows -> gamma of greedy rows in a pool of so many or fewer rows, or
-      a `Drafting` as `Calibration.plan` has it; 0 decodes plainly. The largest
-      number of rows replaces `rows`. Sampled rows have the engine's gamma, so
-      that a sample does not depend on how many other rows are running. None is
-      the engine's gamma for all.
+    gammas: rows -> how greedy rows in a pool of so many or fewer rows are
+      drafted for, as `Calibration.plan` has it. The largest number of rows
+      replaces `rows`. Sampled rows have the engine's gamma, so that a sample
+      does not depend on how many other rows are running. None is the engine's
+      gamma for all.
     sizes: rows of the pools that rows may be moved to when fewer are left; None
       is the rows of `gammas`, or `rows` alone.
-    least_length: greedy rows that may have fewer tokens are decoded plainly,
-      see `Calibration.least_length`.
 
   Raises:
     ValueError: a value is outside its range.
@@ -70,7 +68,6 @@ class PoolSettings:
   refill: int | None = None
   gammas: Mapping[int, Drafting] | None = None
   sizes: Sequence[int] | None = None
-  least_length: int = 0
 
   def __post_init__(self):
     check_types(self)
@@ -82,8 +79,6 @@ class PoolSettings:
         raise unexpected('gammas', 'rows -> Drafting, or None', self.gammas)
       for rows in self.gammas:
         check_number('rows of gammas', rows, 1)
-        if not isinstance(gamma, Drafting):
-          check_gamma(gamma)
 
   def pool_sizes(self, multiple: int) -> list[int]:
     """Rows of the pools, in order; multiples of the devices that split rows."""
@@ -101,35 +96,26 @@ class DraftPolicy:
   Attributes:
     room: the longest draft.
     skips_rounds: whether rows go on without the drafter in some pools.
-    least_length: see `PoolSettings`.
   """
 
   def __init__(self, settings: PoolSettings, request: Request, multiple: int):
     """
     Args:
-      engine: says how drafts of each gamma end. Pools have a multiple of its
-        devices. Of pools that become one the larger one's gamma stays: it was
-        chosen for more rows, whose calls cost more, so it rather proposes too
-        few tokens.
-      settings: `gammas` and `least_length`.
+      settings: has `gammas`.
       request: has the gamma and the rule of sampled rows; gamma 0 decodes all
         rows plainly.
-
-    Raises:
-      ValueError: gammas are longer than the drafts of a rule.
+      multiple: pools have a multiple of so many rows. Of pools that become one
+        the larger one's gamma stays: it was chosen for more rows, whose calls
+        cost more, so it rather proposes too few tokens.
     """
     self._base = Drafting(request.gamma, request.rule, request.fallback)
     self._by_rows = {settings.rows: self._base}
     if settings.gammas is not None and request.gamma:
-      self._by_rows = {}
-      for rows, gamma in sorted(settings.gammas.items()):
-        if not isinstance(gamma, Drafting):
-          gamma = engine.drafting_of(gamma, request.rule)
-        self._by_rows[rounded_up(rows, engine.batch_multiple)] = gamma
+      plan = sorted(settings.gammas.items())
+      self._by_rows = {rounded_up(rows, multiple): one for rows, one in plan}
     gammas = [self._base.gamma, *(one.gamma for one in self._by_rows.values())]
     self.room = max(gammas)
     self.skips_rounds = self.room > 0 and 0 in gammas
-    self.least_length = settings.least_length
 
   @property
   def gammas(self) -> dict[int, int]:
@@ -197,6 +183,7 @@ class Row:
     shows_rounds: whether its updates have rounds; then it streams.
     is_cancelled: whether nobody wants it any more.
   """
+
   batch: TextBatch
   index: int = 0
   streams: bool = False
@@ -207,11 +194,7 @@ class Row:
   num_passed: int = 0
   num_told: int = 0  # tokens
   num_sent: int = 0  # characters
-
   num_read: int = 0  # tokens that are in its text
-
-  def __post_init__(self):
-    self._text: Text | None = None
 
   @property
   def is_simple(self) -> bool:
@@ -225,9 +208,12 @@ class Row:
     """What the row is made of."""
     return self.batch.rows[self.index]
 
+  @functools.cached_property
+  def _text(self) -> Text:
+    return self.batch.text()
+
   def read(self, generation: Generation, slot: int) -> Text:
     """Its text so far, without a stop id."""
-    self._text = self._text or self.batch.text()
     has_stop_id = generation.finish_reason[slot] == FinishReason.STOP
     end: Any = generation.length[slot] - has_stop_id
     tokens: Any = generation.tokens[slot, self.num_read : end]
@@ -287,7 +273,7 @@ class Slots:
     self,
     programs: Callable[[Request], PoolPrograms],
     request: Request,
-    num_slots: int,
+    tokens: int,
     room: int,
     read_rows: int,
   ):
@@ -296,18 +282,15 @@ class Slots:
     Args:
       programs: gives those of rows without text, as many as are read together.
       request: any request of the kind that will be read, on the host.
-      num_slots: T, slots of the caches.
-      room: the largest gamma that the caches have slots for.
+      tokens: slots of the caches for prompts and outputs.
+      room: the largest gamma, for whose draft they have more.
       read_rows: rows that are read together, for tracing.
     """
     self._request, self._read_rows = request, read_rows
-    # These give all requests without prompts the same number of slots.
-    draft_slots: int = request.replace(gamma=room).draft_slots
-    self._gamma, self._tokens = room, num_slots - draft_slots
-    self._empty_rows: dict[int, Pool] = {}
+    self._gamma, self._tokens = room, tokens
     self._unread: Request | None = None  # see `hold`
-    example = self._example(request.inputs.shape[1])
-    self._programs = programs(example)
+    self._programs = programs(self._example(request.inputs.shape[1]))
+    self._empty_rows: dict[int, Pool] = {}
     self.owners: list[Row | None] = []
 
   def begin(self, size: int, width: int) -> None:
@@ -416,9 +399,8 @@ class Slots:
     """Starts the next rounds on the device, see `decoding.pool.run`."""
     rounds, finished = np.int32(max_rounds), np.int32(enough)
     gamma, rule, fallback = drafting
-    of_rows = self._request.rule, self._request.fallback
-    # Those of the rows are on the device.
-    is_theirs = rule is of_rows[0] and fallback is of_rows[1]
+    like = self._request  # what its rows have is on the device
+    is_theirs = rule is like.rule and fallback is like.fallback
     how = gamma, simply, None if is_theirs else (rule, fallback)
     if self._unread is not None:
       request, self._unread = self._unread, None
@@ -435,12 +417,13 @@ class Slots:
 
   def release(self, view: PoolView) -> list[tuple[Row, int]]:
     """Frees the slots of finished rows; returns (owner, slot) of each."""
-    done = []
-    for slot, is_free in enumerate(view.is_free):
-      row = self.owners[slot]
-      if is_free and row is not None:
-        done.append((row, slot))
-        self.owners[slot] = None
+    done = [
+      (row, slot)
+      for slot, row in enumerate(self.owners)
+      if row is not None and view.is_free[slot]
+    ]
+    for _, slot in done:
+      self.owners[slot] = None
     return done
 
 
@@ -482,24 +465,23 @@ class Scheduler:
         `refill`.
 
     Raises:
-      ValueError: the pool cannot fit into memory, or as `DraftPolicy`.
+      ValueError: the pool cannot fit into memory.
     """
-    self.policy = DraftPolicy(engine, settings, request)
     multiple = engine.batch_multiple
+    self.policy = DraftPolicy(settings, request, multiple)
     self._sizes = settings.pool_sizes(multiple)
     most = self._sizes[-1]
     self._refill = min(settings.refill or max(1, most // 8), most)
     self._counts = counts or [rounded_up(self._refill, multiple)]
-    self._like = dataclasses.replace(
-      request, skips_rounds=self.policy.skips_rounds
-    )
+    self._like = request.replace(skips_rounds=self.policy.skips_rounds)
     self._is_exact = np.ndim(request.stop_ids) == 1  # of one kind of rows
     room = self.policy.room
-    draft_slots = dataclasses.replace(request, gamma=room).draft_slots
+    draft_slots = request.replace(gamma=room).draft_slots
     num_slots = whole_buckets(widest[1] + engine.max_decode_len + draft_slots)
     engine.room.check(most, widest[0], num_slots, 1 + draft_slots)
-    programs, most_read = engine.pool_programs, self._counts[-1]
-    self._slots = Slots(programs, self._like, num_slots, room, most_read)
+    # So that requests with prompts and without have as many slots.
+    programs, tokens = engine.pool_programs, num_slots - draft_slots
+    self._slots = Slots(programs, self._like, tokens, room, self._counts[-1])
     self._widest, self._first_width = widest, first_width or widest[0]
     self._waiting: collections.deque[Row] = collections.deque()
     self._lock = threading.Condition()  # of the queue
@@ -545,16 +527,15 @@ class Scheduler:
     Returns:
       What the last rounds brought, for rows that have finished or stream.
     """
-    view, done = self._collect()
+    view, told = self._collect()
     self._drop_cancelled()
     self._resize()
     self._fill()
     self._advance()
     # The device is busy from here until its answer.
-    ended = [(row, self._update(row, view, slot, True)) for row, slot in done]
-    return ended + [
-      (row, self._update(row, view, slot, False))
-      for slot, row in self._streaming
+    return [
+      (row, self._update(row, view, slot, is_last))
+      for row, slot, is_last in told
     ]
 
   def rehearse(
@@ -579,9 +560,11 @@ class Scheduler:
 
   # The parts of a step.
 
-  def _collect(self) -> tuple[Any, list[tuple[Row, int]]]:
-    """The device's answer, and the finished rows with the slots they had."""
-    self._streaming: list[tuple[int, Row]] = []
+  def _collect(self) -> tuple[Any, list[tuple[Row, int, bool]]]:
+    """The device's answer; rows that hear of it, their slots, whether it ends.
+
+    Later the rows may be in other slots.
+    """
     if self._coming is None:
       return None, []
     coming, gamma = self._coming
@@ -589,12 +572,11 @@ class Scheduler:
     view = jax.device_get(coming)
     self.rounds[gamma] += int(view.num_rounds)
     view = self._with_reasons(view)
-    done = self._slots.release(view)
-    # Later they may be in other slots.
-    for slot, owner in enumerate(self._slots.owners):
-      if owner is not None and owner.streams and not owner.is_cancelled:
-        self._streaming.append((slot, owner))
-    return view, [(row, slot) for row, slot in done if not row.is_cancelled]
+    told = [(row, slot, True) for row, slot in self._slots.release(view)]
+    for slot, row in enumerate(self._slots.owners):
+      if row is not None and row.streams:
+        told.append((row, slot, False))
+    return view, [each for each in told if not each[0].is_cancelled]
 
   def _with_reasons(self, view: PoolView) -> PoolView:
     """Ends rows that are cancelled, or whose text holds a stop string."""
@@ -616,9 +598,8 @@ class Scheduler:
 
   def _drop_cancelled(self) -> None:
     with self._lock:
-      if any(row.is_cancelled for row in self._waiting):
-        left = [row for row in self._waiting if not row.is_cancelled]
-        self._waiting = collections.deque(left)
+      left = (row for row in self._waiting if not row.is_cancelled)
+      self._waiting = collections.deque(left)
 
   def _resize(self) -> None:
     """Takes the smallest pool that is enough; a smaller one after a while."""
@@ -870,13 +851,8 @@ class Continuous:
   def _scheduler(self, batch: TextBatch, rows: Sequence[Row]) -> Scheduler:
     widths = [row.source.widths for row in rows]
     inputs, prompts = map(max, zip(*widths, strict=True))
-    return Scheduler(
-      self.engine,
-      self.settings,
-      batch.request,
-      (inputs, prompts),
-      widths[0][0],
-    )
+    how = self.settings, batch.request, (inputs, prompts), widths[0][0]
+    return Scheduler(self.engine, *how)
 
 
 def _short(batch: TextBatch, gamma: int) -> TextBatch:
