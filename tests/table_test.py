@@ -106,7 +106,7 @@ def test_a_bar_is_for_a_terminal(is_terminal, capsys, monkeypatch):
   console = rich.console.Console(
     file=stream, width=100, force_terminal=is_terminal
   )
-  with tables.status(console, 'Loading'):
+  with tables.bar(console, 'Loading'):
     time.sleep(0.1)
   with tables.bar(console, 'Costs', 3) as advance:
     advance(2)

@@ -45,7 +45,7 @@ from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.record import seconds_since_start
-from specdec_jax.measure.table import bar, say, status
+from specdec_jax.measure.table import bar, say
 from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -166,7 +166,7 @@ class _Run:
     if config.calibration is not None:  # before any model is loaded
       measured = calibration.load(config.calibration)
     options = self.data.engine_options(config)
-    with status(console, 'Loading models'):
+    with bar(console, 'Loading models'):
       if config.drafter is not None and SPECULATIVE in config.ways:
         options['drafter'] = config.drafter()  # first: it may be missing
       self.engine = config.engine(**options)
@@ -400,7 +400,7 @@ def choose_gammas(
     raise unexpected('fallback', expected, engine.fallback)
   opens = engine.chooses_gamma and not config.searches
   if measured is None and opens and config.acceptance is not None:
-    with status(console, 'Timing calls on this host'):
+    with bar(console, 'Timing calls on this host'):
       measured = calibrate.for_host(
         engine, config.acceptance, rows, temperature
       )

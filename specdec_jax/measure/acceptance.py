@@ -12,14 +12,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import (
-  Callable,
-  Hashable,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,7 +99,7 @@ class Rates(NamedTuple):
 def ratio(
   hits: Sequence[float],
   tries: Sequence[float],
-  texts: Sequence[Hashable] | None = None,
+  texts: Sequence[Any] | None = None,
 ) -> Rate:
   """Returns sum(hits) / sum(tries), with its standard error.
 
@@ -133,7 +126,7 @@ def ratio(
   mean = tops.sum() / total
   outputs = int(np.sum(bottoms > 0))
   if texts is not None:
-    numbers: dict[Hashable, int] = {}
+    numbers: dict[Any, int] = {}
     text = [numbers.setdefault(one, len(numbers)) for one in texts]
     tops = np.bincount(text, tops).astype(np.float64)
     bottoms = np.bincount(text, bottoms).astype(np.float64)
@@ -230,7 +223,7 @@ def _beta(request, draft, logits, target_probs):
 
 
 # Texts of a batch, which tell outputs apart, and their request.
-Batch = tuple[Sequence[Hashable], Request]
+Batch = tuple[Sequence[Any], Request]
 
 
 def of_outputs(
@@ -255,7 +248,7 @@ def of_outputs(
   drafter: Any = pair.drafter
   check_chain(drafter, 'The acceptance rate alpha')
   program: Any = jax.jit(functools.partial(decode, pair.target, drafter))
-  outputs: list[tuple[Hashable, float, int, int]] = []
+  outputs: list[tuple[Any, float, int, int]] = []
   count = 0
   for texts, request in batches:
     overlap = jax.device_get(program(pair.params, request))
@@ -276,8 +269,8 @@ def of_outputs(
 
 
 def _outputs(
-  texts: Sequence[Hashable], overlap: Overlap
-) -> Iterator[tuple[Hashable, float, int, int]]:
+  texts: Sequence[Any], overlap: Overlap
+) -> Iterator[tuple[Any, float, int, int]]:
   """Of each text: hits, proposals, tokens; rows behind them fill it up."""
   lengths: Any = overlap.state.stats.num_rounds
   for row, text in enumerate(texts):

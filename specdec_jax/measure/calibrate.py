@@ -26,14 +26,7 @@ from specdec_jax.measure.acceptance import rates
 from specdec_jax.measure.calls import Timing, call_runs, in_ms, interleave
 from specdec_jax.measure.record import describe
 from specdec_jax.measure.record import load as load_record
-from specdec_jax.measure.table import (
-  Column,
-  Table,
-  bar,
-  finish,
-  started,
-  status,
-)
+from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend
 from specdec_jax.text.tasks import read_prompts
 
@@ -82,7 +75,7 @@ def calibrate(
     ValueError: the pair does not fit, or no prompt can be decoded.
   """
   console = started(config, console)
-  with status(console, 'Loading the models'):
+  with bar(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len

@@ -43,13 +43,7 @@ from specdec_jax.measure.record import Record
 from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend, integers
-from specdec_jax.models.base import (
-  START_ID,
-  LanguageModel,
-  Params,
-  param_shapes,
-  start_id,
-)
+from specdec_jax.models.base import LanguageModel, param_shapes, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
@@ -132,7 +126,7 @@ def random_model(network: LanguageModel, seed: int) -> Model:
   )
 
 
-def random_params(network: LanguageModel, seed: int, dtype: str) -> Params:
+def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
   """Draws parameters on the device, array by array, in their final dtype.
 
   So a T5-XXL in bfloat16 never exists in float32: besides the result, at most
@@ -230,7 +224,7 @@ def make_request(
   inputs = rng.integers(3, network.vocab_size, (batch, input_len), np.int32)
   prompt = np.full((batch, 1), start_id(network), np.int32)
   if not network.has_encoder:
-    prompt = np.append(np.full_like(prompt, START_ID), inputs, axis=1)
+    prompt = np.append(prompt, inputs, axis=1)
     inputs = np.zeros((batch, 1), np.int32)
   request = new_request(
     inputs,

@@ -38,7 +38,6 @@ from specdec_jax.measure.table import (
   finish,
   save_plot,
   started,
-  status,
 )
 from specdec_jax.text.tasks import read_prompts
 
@@ -177,7 +176,7 @@ def compare(
     one.temperature: one for one in loaded
   }
   if config.acceptance and not loaded:
-    with status(console, 'Timing calls on this host'):
+    with bar(console, 'Timing calls on this host'):
       for temperature in config.temperatures:
         known[temperature] = for_host(engine, config.acceptance, 1, temperature)
   texts = read_prompts(

@@ -298,15 +298,6 @@ def console() -> rich.console.Console:
   return shown
 
 
-def status(
-  console: rich.console.Console, message: str
-) -> contextlib.AbstractContextManager[object]:
-  """Shows what is going on while a block runs."""
-  if console.is_terminal:
-    return console.status(message)
-  return _lines(lambda: message)
-
-
 @contextlib.contextmanager
 def _lines(describe: Callable[[], str]) -> Iterator[None]:
   """Says what is going on each `EVERY_S`, while the block runs.
@@ -332,15 +323,17 @@ def _lines(describe: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(
-  console: rich.console.Console, label: str, total: int
+  console: rich.console.Console, label: str, total: int = 0
 ) -> Iterator[Callable[..., None]]:
-  """A bar of `total` steps, shown while the block runs.
+  """A bar of `total` steps, or only the label, while the block runs.
 
   Yields a function that moves it by a number of steps, one by default.
   """
+  text, *steps = rich.progress.Progress.get_default_columns()
   progress = rich.progress.Progress(
     rich.progress.SpinnerColumn(),  # it moves while the first step compiles
-    *rich.progress.Progress.get_default_columns(),
+    text,
+    *(steps if total else ()),
     rich.progress.TimeElapsedColumn(),
     console=console,
     transient=True,
@@ -352,7 +345,8 @@ def bar(
     progress.advance(task, count)
 
   def describe() -> str:
-    return f'{label}: {progress.tasks[0].completed:g} of {total}'
+    done = progress.tasks[0].completed
+    return f'{label}: {done:g} of {total}' if total else label
 
   shown = progress if console.is_terminal else _lines(describe)
   with shown:
