@@ -88,11 +88,7 @@ def our_beams(pair, width, penalty, ends, length, least, gamma):
     min_length=least,
     forbids_stops=True,
     beams=settings_of(
-      width,
-      width + 1,
-      penalty,
-      num_ends=len(ends),
-      rule=Rule.TRANSFORMERS,
+      width, width + 1, penalty, num_ends=len(ends), rule=Rule.TRANSFORMERS
     ),
     **({} if pair.is_t5 else prompts),
   )
@@ -118,11 +114,7 @@ def likely_ends(rows):
 
 @pytest.mark.parametrize(
   ('name', 'width', 'gamma', 'num_ends'),
-  [
-    ('T5 1.0', 2, 0, 1),
-    ('T5 1.1', 4, 2, 1),
-    ('GPT-2', 4, 2, 2),
-  ],
+  [('T5 1.0', 2, 0, 1), ('T5 1.1', 4, 2, 1), ('GPT-2', 4, 2, 2)],
 )
 def test_beams_are_those_of_transformers(name, width, gamma, num_ends):
   pair = pair_of(name)

@@ -13,15 +13,11 @@ import beam_oracle
 import specdec_jax
 from specdec_jax import partitioning
 from specdec_jax.decoding import beams
+from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import ABSENT
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import (
-  BeamSettings,
-  Rule,
-  example_keys,
-  new_request,
-)
+from specdec_jax.decoding.state import BeamSettings, Rule
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.probs import SamplingConfig
@@ -41,9 +37,9 @@ def program(target, drafter):
 def search(target, drafter, params, inputs, settings, gamma, **options):
   """A `Generation` of arrays [B, K, ...], whose counts are [B, ...]."""
   batch = len(inputs)
-  request = new_request(
+  request = decode_state.new_request(
     inputs,
-    example_keys(0, np.arange(batch, dtype=np.uint32)),
+    decode_state.example_keys(0, np.arange(batch, dtype=np.uint32)),
     SamplingConfig(0.0),
     gamma=gamma,
     beams=settings,
@@ -84,12 +80,7 @@ def near(params, noise):
 
 
 def settings_of(width, draft_width, penalty, **others):
-  return BeamSettings(
-    penalty=jnp.float32(penalty),
-    width=width,
-    draft_width=draft_width,
-    **others,
-  )
+  return BeamSettings(jnp.float32(penalty), width, draft_width, **others)
 
 
 def check_same(have, want, rows=slice(None)):
@@ -216,13 +207,8 @@ PENALTIES = {
 
 
 def toy_search(one, penalty=0.6, drafts=None, params=None, **changes):
-  settings = settings_of(
-    one.width,
-    one.draft_width,
-    penalty,
-    rule=one.rule,
-    num_ends=len(one.stop_ids),
-  )
+  ends = dict(rule=one.rule, num_ends=len(one.stop_ids))
+  settings = settings_of(one.width, one.draft_width, penalty, **ends)
   options = dict(
     slots=SLOTS,
     stop_ids=one.stop_ids,
@@ -285,17 +271,6 @@ def test_beams_are_those_of_the_oracle(one):
       changed = one._replace(stop_ids=stop_ids)
       found = toy_search(changed, penalty)
       ended += check_oracle(one, found, penalty, stop_ids)
-      # A beam's score is made of its tokens' log-probabilities.
-      best = found.log_probs[0, -1].sum()
-      assert best == pytest.approx(
-        found.scores[0, -1]
-        * (
-          ((5 + found.length[0, -1]) / 6) ** penalty
-          if one.rule is Rule.T5X
-          else found.length[0, -1] ** penalty
-        ),
-        abs=1e-4,
-      )
   assert ended > len(INPUTS)
 
 

@@ -151,10 +151,7 @@ DRAFTERS = {
   'uniform': (uniform(VOCAB), ()),
   # Two heads for a gamma of three.
   'heads': _heads(),
-  'cascade': (
-    cascade(DRAFT, table_drafter(TABLE)),
-    (DRAFT.params, TABLE),
-  ),
+  'cascade': (cascade(DRAFT, table_drafter(TABLE)), (DRAFT.params, TABLE)),
   'cascade_of_models': (
     cascade(DRAFT, small_model(CHEAPER), gamma=3),
     (DRAFT.params, CHEAPER.params),

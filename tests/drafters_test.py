@@ -15,6 +15,7 @@ import pytest
 
 import toy_models
 import toy_requests
+from decoding_test import VOCAB, cycle
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
@@ -25,7 +26,6 @@ from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
 
-VOCAB = 6
 CALLS = collections.Counter()  # of `Counted` models, at run time
 
 
@@ -69,15 +69,6 @@ def decode(drafter, params, request):
   return result
 
 
-def repeating():
-  """A target that goes through its inputs again and again: all is copied."""
-  table = np.full((VOCAB,) * 2, -30.0)
-  cycle = [0, 2, 3, 4, 5]
-  for here, after in zip(cycle, [*cycle[1:], 2], strict=True):
-    table[here, after] = 30.0
-  return toy_models.MarkovModel(table)
-
-
 def silent() -> Drafter:
   """Never proposes anything."""
 
@@ -116,7 +107,7 @@ def test_no_call_of_a_cascade_is_wasted_either():
 
 def test_with_fallback_skips_the_model_where_all_rows_copy():
   """Once the text is in its cycle, the model is not called any more."""
-  target = repeating()
+  target = cycle(4)  # it goes through its inputs again and again
   drafter = with_fallback(prompt_lookup(), small_model(DRAFT))
   params = PairParams(target.params, ((), DRAFT.params))
   request = request_of(2, 3, SamplingConfig(0.0), 56, inputs=(2, 3, 4, 5))

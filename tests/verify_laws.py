@@ -4,7 +4,7 @@ For vocabularies of a few tokens. The laws are measured on the shipped functions
 of `verify`, `verify_tree` and `probs`, by finding the very values of their
 uniform random numbers at which they change their mind; nothing here knows by
 which rule a proposal is accepted. For larger spaces see
-`toy_models.assert_chi_squared`.
+`toy_models.chi_squared_p_value`.
 """
 
 import functools
@@ -360,10 +360,7 @@ def grid_count(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
     low, high = bracket
     middle = (low + high + 1) // 2
     enough = holds(grid_value(middle - 1))
-    return (
-      jnp.where(enough, middle, low),
-      jnp.where(enough, high, middle - 1),
-    )
+    return (jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1))
 
   bracket = (jnp.int32(0), jnp.int32(UNIFORM_GRID))
   return lax.fori_loop(0, 24, halve, bracket)[0]

@@ -43,7 +43,7 @@ class Level:
 
   tokens: jax.Array
   visible: jax.Array
-  parents: jax.Array | None = None
+  parents: Any = None
 
 
 @struct.dataclass
@@ -195,12 +195,9 @@ def step(
   features, cache = target.extend(params.target, cache, tokens, tree)
   logits = target.head(params.target, features)
   produced = search.live.length[:, :1] - request.prompt_length[:, None] + level
-  candidates = beams.candidates(
-    logits,
-    request.search.num_candidates,
-    produced < request.min_length[:, None],
-    request.stop_ids,
-  )
+  forbidden = produced < request.min_length[:, None]
+  count = request.search.num_candidates
+  candidates = beams.candidates(logits, count, forbidden, request.stop_ids)
 
   # Its own search on its own scores, as far as its live beams are nodes.
   search, chosen, num_held = _replay(request, search, draft, used, candidates)
@@ -398,7 +395,6 @@ def _replay(
     live = after.live
     same = level.tokens[:, None] == live.last_token[..., None]
     parent = beams.gather(place, parents)
-    assert level.parents is not None
     same &= level.parents[:, None] == parent[..., None]
     is_node = jnp.any(same, axis=2)
     beaten = beams.is_beaten(request, live, after.finished)

@@ -173,9 +173,7 @@ def advance(
 
 
 def is_beaten(
-  request: Request,
-  live: Hypotheses,
-  finished: Hypotheses,
+  request: Request, live: Hypotheses, finished: Hypotheses
 ) -> jax.Array:
   """Live beams that no longer matter, bool[B, K].
 
@@ -195,9 +193,7 @@ def is_beaten(
 
 
 def is_over(
-  request: Request,
-  live: Hypotheses,
-  finished: Hypotheses,
+  request: Request, live: Hypotheses, finished: Hypotheses
 ) -> jax.Array:
   """bool[B], rows whose finished beams cannot change any more."""
   at_end = live.length[:, 0] - request.prompt_length >= request.max_length

@@ -47,14 +47,10 @@ class Loop(NamedTuple):
     self, params: PairParams, request: Request, state: Any
   ) -> tuple[Any, Draft | None]:
     """Runs one round; returns the state, and the draft if one was judged."""
+    given, drafter = (params, request, state), self.drafter or NO_DRAFTER
     if request.beams is not None:
-      return beam_search.step(
-        self.target, self._network, params, request, state
-      ), None
-    drafter = self.drafter or NO_DRAFTER
-    state, draft = speculative.step(
-      self.target, drafter, params, request, state, self.judge
-    )
+      return beam_search.step(self.target, self._network, *given), None
+    state, draft = speculative.step(self.target, drafter, *given, self.judge)
     return state, draft if self.drafter else None
 
   def run(

@@ -27,6 +27,7 @@ from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.partitioning import shardings
 from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
 
 _SHARED = None  # the axis of a leaf that belongs to no row
@@ -184,11 +185,7 @@ class RowLayout:
     self.axes = [_axis(a, b) for a, b in both]
 
   def admit(
-    self,
-    pool: Pool,
-    rows: Pool,
-    places: jax.Array,
-    count: jax.Array,
+    self, pool: Pool, rows: Pool, places: jax.Array, count: jax.Array
   ) -> Pool:
     """Copies rows into slots, in place if the pool is donated.
 
@@ -267,9 +264,7 @@ class PoolPrograms:
     whole = placed
     if isinstance(placed, NamedSharding):
       whole = NamedSharding(placed.mesh, PartitionSpec())
-      placed = jax.tree.map(
-        lambda leaf: leaf.sharding, self._read_rows(example)
-      )
+      placed = shardings(self._read_rows(example))
     pool: dict[str, Any] = {'out_shardings': placed}
     both: dict[str, Any] = {'out_shardings': (placed, whole)}
     self._only = jax.jit(layout.only)

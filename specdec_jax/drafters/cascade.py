@@ -96,15 +96,13 @@ def cascade(
     )
 
   def one_round(params, context: Context, goal: jax.Array, now: _Rounds):
-    keys = jax.vmap(probs.draft_key, in_axes=(0, None))(
-      context.keys, now.number
-    )
+    keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
     inner = dataclasses.replace(
       context,
       tokens=now.tokens,
       length=length,
-      keys=keys,
+      keys=keys_of_rows(context.keys, now.number),
       gamma=gamma,
       skips_rounds=True,
       rule=None,

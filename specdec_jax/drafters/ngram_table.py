@@ -31,18 +31,11 @@ from flax import struct
 from specdec_jax import files
 from specdec_jax.checks.fields import check_number, unexpected
 
-_BROKEN = (
-  *(EOFError, KeyError, OSError, TypeError, ValueError),
-  zipfile.BadZipFile,
-)
+_BROKEN = EOFError, KeyError, OSError, TypeError, ValueError, zipfile.BadZipFile
 _ABOUT = 'order', 'vocab_size', 'fingerprint'
-_ARRAYS = {
-  'tokens': np.int32,
-  'children': np.int32,
-  'starts': np.int32,
-  'ids': np.int32,
-  'log_probs': np.float32,
-}
+_INTEGERS = 'tokens', 'children', 'starts', 'ids'
+_ARRAYS: dict[str, type] = dict.fromkeys(_INTEGERS, np.int32)
+_ARRAYS['log_probs'] = np.float32
 
 
 @struct.dataclass

@@ -87,9 +87,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
         cache,
         made[-1][:, np.searchsorted(nodes, above)],
         dataclasses.replace(
-          tree,
-          positions=tree.positions[:, now],
-          visible=tree.visible[:, now],
+          tree, positions=tree.positions[:, now], visible=tree.visible[:, now]
         ),
       )
       logits = network.head(params, features)

@@ -74,12 +74,8 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
       lambda second_state: second.propose(params[1], second_state, context),
       state.second,
     )
-    state = FallbackState(
-      first=first_state,
-      second=second_state,
-      length=context.length,
-      by_first=has_draft,
-    )
+    length = context.length
+    state = FallbackState(first_state, second_state, length, has_draft)
     return _choose(has_draft, draft, other), state
 
   def commit(state: FallbackState, length: jax.Array):
@@ -87,12 +83,12 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     # draft of its own. Its state is then right only up to the token that was
     # the last one before the round.
     known = jnp.minimum(length, state.length + 1)
+    of_first = jnp.where(state.by_first, length, known)
+    of_second = jnp.where(state.by_first, known, length)
     return dataclasses.replace(
       state,
-      first=first.commit(state.first, jnp.where(state.by_first, length, known)),
-      second=second.commit(
-        state.second, jnp.where(state.by_first, known, length)
-      ),
+      first=first.commit(state.first, of_first),
+      second=second.commit(state.second, of_second),
     )
 
   name = f'with_fallback({first.name}, {second.name})'
