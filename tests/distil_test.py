@@ -18,7 +18,8 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import Shortlisted
-from specdec_jax.training import DistilConfig, distil, own_drafter
+from specdec_jax.models.t5 import T5
+from specdec_jax.training import DistilConfig, distil
 from specdec_jax.training.outputs import read_outputs
 
 pytestmark = pytest.mark.skipif(
@@ -26,21 +27,8 @@ pytestmark = pytest.mark.skipif(
   reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 TEXTS = small_vocabulary.sentences()[:40]
-QUICK = {
-  'max_input_length': 32,
-  'max_length': 14,
-  'steps': 3,
-  'max_gamma': 1,
-  'num_tokens': 20,
-  'repeats': 2,
-}
-
-
-def test_decoding_and_learning_leave_time_for_the_rest():
-  for minutes in (0, 1, 30, 90):
-    decoding, learning = own_drafter._shares(minutes)
-    assert decoding + learning <= minutes - min(minutes / 3, 10) + 1e-9
-    assert learning >= decoding or not minutes
+QUICK = {'max_input_length': 32, 'max_length': 14, 'steps': 3}
+QUICK |= {'max_gamma': 1, 'num_tokens': 20, 'repeats': 2}
 
 
 @pytest.fixture(scope='module')
@@ -63,26 +51,23 @@ def texts(folder):
 
 
 @pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
+def run(capsys, target, texts, tmp_path, monkeypatch):
+  """Status, stdout and stderr of `specdec distil` with flags, in `tmp_path`."""
   monkeypatch.chdir(tmp_path)
 
-  def run(*argv):
-    status = main.main(list(argv))
+  def run(*argv, **changes):
+    flags = [f'--{name}={value}' for name, value in (QUICK | changes).items()]
+    given = ['--target', target, '--texts', texts, '--output-dir', 'mine']
+    status = main.main(['distil', *given, *flags, *argv])
     shown = capsys.readouterr()
     gin.clear_config()
     return status, shown.out, shown.err
 
-  yield run
-  gin.clear_config()
+  return run
 
 
-def quick(**changes):
-  return [f'--{name}={value}' for name, value in (QUICK | changes).items()]
-
-
-def test_from_texts_to_a_calibrated_pair(run, target, texts, tmp_path):
-  flags = ['--target', target, '--texts', texts, '--output-dir', 'mine']
-  status, out, err = run('distil', *flags, *quick())
+def test_from_texts_to_a_calibrated_pair(run, target, tmp_path):
+  status, out, err = run()
   assert status == 0, err
   assert 'speculation' in out and 'specdec decode --target' in out
   mine = load('mine')
@@ -107,38 +92,36 @@ def test_from_texts_to_a_calibrated_pair(run, target, texts, tmp_path):
 
   # Again: nothing is trained or measured twice.
   before = (tmp_path / 'mine/model.safetensors').read_bytes()
-  status, out, err = run('distil', *flags, *quick())
+  status, out, err = run()
   assert status == 0, err
   assert 'of this pair already' in out and 'resumed at step 3' in err
   assert (tmp_path / 'mine/model.safetensors').read_bytes() == before
   # With other settings it is another run.
-  status, _, err = run('distil', *flags, *quick(num_layers=2))
+  status, _, err = run(num_layers=2)
   assert status == 2 and 'other settings' in err
 
 
 def test_bad_input_is_seen_first(run, target, texts, tmp_path):
-  def fails(*changes, **settings):
-    flags = ['--target', target, '--texts', texts, '--output-dir', 'new']
-    status, _, err = run('distil', *flags, *changes, *quick(**settings))
-    assert status == 2
-    assert not (tmp_path / 'new').exists()
-    return err
-
   (tmp_path / 'few.txt').write_text('a dog\n' * 20)
-  assert 'few.txt' in fails('--texts', 'few.txt')
-  assert 'no line that can be decoded' in fails(max_input_length=2)
-  assert 'num_layers: expected at most 2' in fails('--num-layers', '3')
-  assert 'output_dir' in fails('--output-dir', target)
-  assert 'output_dir' in fails('--output-dir', texts)
+  for flag, words in (
+    ('--texts=few.txt', 'few.txt'),
+    ('--max-input-length=2', 'no line that can be decoded'),
+    ('--num-layers=3', 'num_layers: expected at most 2'),
+    (f'--output-dir={target}', 'output_dir'),
+    (f'--output-dir={texts}', 'output_dir'),
+  ):
+    status, _, err = run(flag)
+    assert status == 2 and words in err
+    assert not (tmp_path / 'mine').exists()
 
 
 def test_targets_that_have_no_such_drafter(target, texts, tmp_path):
-  found = load(target)
-  alone = dataclasses.replace(found.network.config, num_encoder_layers=0)
+  network = load(target).network
+  alone = dataclasses.replace(network.config, num_encoder_layers=0)
   for model, words in (
-    (Model(type(found.network)(alone), {}, name='x'), 'T5 with an encoder'),
-    (Model(found.network, {}), 'loaded from a checkpoint'),
-    (Model(found.network, {}, name='x'), 'vocabulary'),
+    (Model(T5(alone), {}, name='x'), 'T5 with an encoder'),
+    (Model(network, {}), 'loaded from a checkpoint'),
+    (Model(network, {}, name='x'), 'vocabulary'),
   ):
     config = DistilConfig(model, texts, str(tmp_path / 'new'))
     with pytest.raises(ValueError, match=words):

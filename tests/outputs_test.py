@@ -11,7 +11,7 @@ import pytest
 from specdec_jax import partitioning
 from specdec_jax.training import data, losses, outputs, trainer
 from specdec_jax.training.outputs import OutputsConfig
-from training_test import MODEL
+from training_test import MODEL, Killed
 
 CONFIG = OutputsConfig(batch_size=4)  # 8 batches of 30 sources
 
@@ -24,16 +24,6 @@ def target_params(seed=1):
   # About as often the likeliest as any other id.
   params['decoder']['logits_dense']['kernel'] = kernel.at[:, 1].mul(1.5)
   return params
-
-
-@functools.cache
-def placed_params():
-  return partitioning.place(target_params(), outputs.PLACEMENT)
-
-
-def decode(sources, ids, temperature=0.0, config=CONFIG):
-  arguments = config, sources, ids, 8, temperature
-  return outputs.decode(MODEL, placed_params(), *arguments)
 
 
 @jax.jit
@@ -60,11 +50,9 @@ def make_sources(number=30, seed=0):
 def test_another_target_does_not_recompile():
   """Its parameters are arguments of the program, not a part of it."""
   packing = data.PackingConfig((1.0,), (20,), 320, 160)
-  rows = [list(range(3, 9))] * 60
-  batches = data.PackedBatches([(row, row) for row in rows], packing)
+  batches = data.PackedBatches([(range(3, 9), range(3, 9))] * 60, packing)
   objective = losses.Distillation(MODEL, MODEL, target_params())
-  config = trainer.TrainConfig()
-  loop = trainer.Trainer(objective, config, batches, batches, [].append)
+  loop = trainer.Trainer(objective, trainer.TrainConfig(), batches, batches)
   best = loop.evaluate(target_params())  # the target itself, as a drafter
   assert best['alpha'] == pytest.approx(1.0, abs=1e-5)
   assert best['agreement'] == 1.0
@@ -74,27 +62,16 @@ def test_another_target_does_not_recompile():
   assert loop._evaluate._cache_size() == compiled
 
 
-def test_greedy_outputs_are_the_argmax_of_teacher_forced_logits():
-  ended = 0
-  for first in range(0, 28, 4):
-    sources = make_sources()[first : first + 4]
-    for source, output in zip(sources, decode(sources, range(4)), strict=True):
-      if output is not None:
-        ended += 1
-        assert teacher_forced(source, [*output, 1]) == [*output, 1]
-        assert len(output) < CONFIG.limit(len(source))
-  assert 8 < ended < 28  # both kinds are there
-
-
 def test_a_sample_depends_on_its_number_not_on_its_neighbours():
+  params = partitioning.place(target_params(), outputs.PLACEMENT)
+
+  def decode(sources, ids):
+    return outputs.decode(MODEL, params, CONFIG, sources, ids, 8, 1.0)
+
   sources = make_sources()[:4]
-  made = decode(sources, [5, 6, 7, 8], 1.0)
-  assert made == decode(sources[::-1], [8, 7, 6, 5], 1.0)[::-1]
-  assert made != decode(sources, [15, 16, 17, 18], 1.0)
-
-
-class Killed(Exception):
-  pass
+  made = decode(sources, [5, 6, 7, 8])
+  assert made == decode(sources[::-1], [8, 7, 6, 5])[::-1]
+  assert made != decode(sources, [15, 16, 17, 18])
 
 
 def generate(path, config=CONFIG, params=None):
@@ -122,13 +99,15 @@ def batches(monkeypatch):
   return state
 
 
-def test_pairs_are_sources_with_outputs_that_ended(tmp_path):
+def test_pairs_are_sources_with_greedy_outputs_that_ended(tmp_path):
+  """Each token is the argmax of teacher-forced logits."""
   path = tmp_path / 'outputs.jsonl'
   pairs = generate(path)
-  assert 8 < len(pairs) < 30
+  assert 8 < len(pairs) < 30  # both kinds are there
   for source, output in pairs:
     assert source in make_sources()
     assert teacher_forced(source, [*output, 1]) == [*output, 1]
+    assert len(output) < CONFIG.limit(len(source))
   assert [file.name for file in tmp_path.iterdir()] == ['outputs.jsonl']
 
 

@@ -121,15 +121,11 @@ def network(num_decoder_layers):
 @pytest.fixture(scope='module')
 def files(folder):
   """A vocabulary, a task, a drafter, and gin files of both runs."""
-  import sentencepiece
-
   sentences = small_vocabulary.sentences()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(sentences),
-    model_prefix=str(folder / 'vocab'),
+  small_vocabulary.sentencepiece_of(
+    folder / 'vocab.model',
     vocab_size=60,
     hard_vocab_limit=False,
-    minloglevel=2,
     **{'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1},
   )
   pairs = zip(sentences[:10], sentences[1:11], strict=True)
@@ -143,11 +139,7 @@ def files(folder):
   sizes = '\n'.join(
     f'network.T5Config.{name} = {value!r}' for name, value in SIZES.items()
   )
-  runs = {
-    'stock': STOCK,
-    'speculative': SPECULATIVE,
-  }
-  for name, run in runs.items():
+  for name, run in (('stock', STOCK), ('speculative', SPECULATIVE)):
     text = (MODEL + run + TASK_OF_RUN).format(
       folder=folder,
       root=ROOT,
@@ -163,10 +155,7 @@ def infer(files, name, mode, *bindings, **env):
   """Runs t5x.infer, once; returns the files that it wrote, by name."""
   output = files / '_'.join([name, mode, *env])
   command = [sys.executable, '-m', 't5x.infer', f'--gin_file={name}.gin']
-  command += [
-    f"--gin.INFER_OUTPUT_DIR='{output}'",
-    f"--gin.infer.mode='{mode}'",
-  ]
+  bindings += f"INFER_OUTPUT_DIR='{output}'", f"infer.mode='{mode}'"
   command += [f'--gin.{binding}' for binding in bindings]
   paths = [str(files), *filter(None, sys.path)]
   env = os.environ | {'PYTHONPATH': os.pathsep.join(paths)} | env
@@ -209,17 +198,10 @@ def test_infer_splits_both_models(files):
 
 @pytest.fixture(scope='module')
 def modules():
-  names = (
-    'seqio',
-    't5x.adafactor',
-    't5x.decoding',
-    't5x.interactive_model',
-    't5x.models',
-    't5x.partitioning',
-    't5x.utils',
-    't5x.examples.t5.network',
-  )
-  return {name.split('.')[-1]: importlib.import_module(name) for name in names}
+  names = 'seqio t5x.adafactor t5x.decoding t5x.interactive_model t5x.models'
+  names += ' t5x.partitioning t5x.examples.t5.network'
+  imported = map(importlib.import_module, names.split())
+  return {module.__name__.split('.')[-1]: module for module in imported}
 
 
 @pytest.fixture(scope='module')
@@ -275,11 +257,12 @@ def batch():
   return {'encoder_input_tokens': inputs, 'decoder_input_tokens': prompt}
 
 
-def predict(model, variables, **settings):
+def predict(model, variables, read=None, **settings):
   params, mutables = variables
   if isinstance(model, t5x_plugin.EncoderDecoderModel):
     settings['flax_mutables'] = mutables
-  tokens, aux = model.predict_batch_with_aux(params, batch(), **settings)
+  read = read or batch()
+  tokens, aux = model.predict_batch_with_aux(params, read, **settings)
   return np.asarray(tokens), np.asarray(aux['scores'])
 
 
@@ -394,7 +377,6 @@ def test_the_interactive_model(make, modules, files):
 
 def test_beams_of_prompts_and_of_other_lengths(modules, make, variables):
   """T5X's own function beside ours, in the same model."""
-  params, mutables = variables
   read = batch()
   read['decoder_input_tokens'][1, 31] = 0  # see `t5x_plugin.beam_search`
   for options in (
@@ -408,15 +390,9 @@ def test_beams_of_prompts_and_of_other_lengths(modules, make, variables):
     ours = make(speculates=False)
     ours._decode_fn = t5x_plugin.beam_search
     ours = t5x_plugin.EncoderDecoderModel(ours, make().draft_module, gamma=3)
-    want, aux = theirs.predict_batch_with_aux(
-      params, read, return_all_decodes=True, **options
+    options['return_all_decodes'] = True
+    want, have = (
+      predict(model, variables, read, **options) for model in (theirs, ours)
     )
-    have, own = ours.predict_batch_with_aux(
-      params,
-      read,
-      return_all_decodes=True,
-      flax_mutables=mutables,
-      **options,
-    )
-    np.testing.assert_array_equal(have, want)
-    np.testing.assert_allclose(own['scores'], aux['scores'], atol=1e-4)
+    np.testing.assert_array_equal(have[0], want[0])
+    np.testing.assert_allclose(have[1], want[1], atol=1e-4)

@@ -91,15 +91,11 @@ class InteractiveModel:
 
 @pytest.fixture(autouse=True)
 def t5x(monkeypatch):
-  package = types.ModuleType('t5x')
-  for name, made in (
-    ('models', EncoderDecoderModel),
-    ('interactive_model', InteractiveModel),
-  ):
-    module = types.ModuleType(f't5x.{name}')
-    setattr(module, made.__name__, made)
-    monkeypatch.setitem(sys.modules, f't5x.{name}', module)
-  monkeypatch.setitem(sys.modules, 't5x', package)
+  module = types.ModuleType('t5x')
+  module.EncoderDecoderModel = EncoderDecoderModel
+  module.InteractiveModel = InteractiveModel
+  for name in ('t5x', 't5x.models', 't5x.interactive_model'):
+    monkeypatch.setitem(sys.modules, name, module)
   t5x_plugin._class_of.cache_clear()
   yield
   t5x_plugin._class_of.cache_clear()
@@ -137,23 +133,20 @@ def batch():
   return {'encoder_input_tokens': inputs, 'decoder_input_tokens': prompt}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _predict(model, rng, variables, settings):
-  return model.predict_batch_with_aux(
-    variables[0],
-    variables[2],
-    rng,
-    flax_mutables=variables[1],
-    **dict(settings),
-  )
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _predict(model, variables, rng, decoder_params, settings):
+  target, mutables, read = variables
+  given = {'decoder_params': decoder_params, 'flax_mutables': mutables}
+  return model.predict_batch_with_aux(target, read, rng, **given, **settings)
 
 
-def predict(model, seed=0, **settings):
+def predict(model, seed=None, decoder_params=None, **settings):
   mutables = flax.core.freeze({'drafter': weights('draft')})
   variables = flax.core.freeze(weights('target')), mutables, batch()
-  key = jax.random.PRNGKey(seed)
-  tokens, aux = _predict(model, key, variables, tuple(settings.items()))
-  return np.asarray(tokens), np.asarray(aux['scores'])
+  rng = None if seed is None else jax.random.PRNGKey(seed)
+  settings = flax.core.freeze(settings)
+  tokens, scores = _predict(model, variables, rng, decoder_params, settings)
+  return np.asarray(tokens), np.asarray(scores['scores'])
 
 
 def forced(tokens):
@@ -232,15 +225,13 @@ def test_an_output_begins_with_its_prompt():
   assert not scores.any()  # T5X's scores of a greedy output, rescaled
 
 
-SAMPLES = {'num_decodes': 4, 'return_all_decodes': True}
-
-
 def test_samples_have_keys_an_order_and_scores():
   sampling = probs.SamplingConfig(0.7, top_k=5)
   model = plugged(greedy(temperature=0.7, topk=5))
-  tokens, scores = predict(model, seed=1, **SAMPLES)
+  all_of_four = {'num_decodes': 4, 'return_all_decodes': True}
+  tokens, scores = predict(model, seed=1, **all_of_four)
   assert tokens.shape == (3, 4, LENGTH) and scores.shape == (3, 4)
-  assert (tokens != predict(model, seed=2, **SAMPLES)[0]).any()
+  assert (tokens != predict(model, seed=2, **all_of_four)[0]).any()
   assert len({tuple(row) for row in tokens.reshape(12, -1).tolist()}) > 6
   assert (np.diff(scores, axis=1) >= 0).all()  # the best one last
   # Scores are of the distribution that was drawn from.
@@ -255,15 +246,7 @@ def test_samples_have_keys_an_order_and_scores():
 def test_decoder_params_reach_the_decode_function():
   """Up to 1e-4 a temperature is the argmax, as for T5X; one a row."""
   warm = {'temperature': np.array([1e-4, 2.0, 0.0], np.float32)}
-
-  @jax.jit
-  def tokens_of(warm):
-    mutables = {'drafter': weights('draft')}
-    return plugged().predict_batch_with_aux(
-      weights('target'), batch(), decoder_params=warm, flax_mutables=mutables
-    )[0]
-
-  tokens = np.asarray(tokens_of(warm))
+  tokens, _ = predict(plugged(), decoder_params=warm)
   check_greedy(tokens, rows=(0, 2))
   with pytest.raises(AssertionError):
     check_greedy(tokens, rows=(1,))

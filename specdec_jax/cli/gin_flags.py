@@ -157,6 +157,8 @@ class _Parser(argparse.ArgumentParser):
 
   def add_common(self) -> None:
     """Adds the flags of all commands."""
+    switch: Any = {'action': 'store_true'}
+    number: Any = {'type': int, 'metavar': 'N'}
     add = self.add_argument_group('gin, as with T5X').add_argument
     text = 'a run file instead of the usual one'
     add('--gin_file', action='append', metavar='FILE', help=text)
@@ -164,17 +166,12 @@ class _Parser(argparse.ArgumentParser):
     add('--gin_bindings', action='append', metavar='NAME=VALUE', help=text)
     add('--gin_search_paths', metavar='A,B', help='folders with gin files')
     add = self.add_argument_group('more').add_argument
-    text = 'show this and do nothing'
-    add('-h', '--help', action='store_true', help=text)
-    text = 'show where an error came from'
-    add('--traceback', action='store_true', help=text)
-    text = 'one process of a pod or Slurm'
-    add('--multiprocess', action='store_true', help=text)
+    add('-h', '--help', help='show this and do nothing', **switch)
+    add('--traceback', help='show where an error came from', **switch)
+    add('--multiprocess', help='one process of a pod or Slurm', **switch)
     add('--coordinator_address', metavar='HOST:PORT', help='of process 0')
-    text = 'how many processes there are'
-    add('--process_count', metavar='N', type=int, help=text)
-    text = 'which process this is, from 0'
-    add('--process_index', metavar='N', type=int, help=text)
+    add('--process_count', help='how many processes there are', **number)
+    add('--process_index', help='which process this is, from 0', **number)
 
 
 def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
@@ -329,8 +326,7 @@ def _check_complete(flags: Mapping[str, str]) -> None:
   for (scope, selector), values in sorted(bindings().items()):
     for parameter in [k for k, v in values.items() if repr(v) == _REQUIRED]:
       if selector != MACRO:
-        full = f'{scope}/{selector}' if scope else selector
-        required.append(f'{full}.{parameter}')
+        required.append(f'{scope}/{selector}.{parameter}'.lstrip('/'))
       elif scope in used:
         required.append(scope)
       else:

@@ -95,6 +95,7 @@ def temperature_sample(
   del cache, cache_offset  # arguments that T5X gives to any decode function
   pair = tokens_to_logits
   sampling, greedy = _sampling(inputs.shape[0], temperature, topk, topp)
+  has_scores = not (greedy and rescale_log_probs)
   steps = _steps(inputs.shape[1], max_decode_steps, max_decode_steps_hard_limit)
 
   def each(rows):
@@ -108,12 +109,12 @@ def temperature_sample(
     keys=_keys(decode_rng, inputs.shape[0] * num_decodes),
     sampling=jax.tree.map(each, sampling),
     greedy=greedy,
-    with_log_probs=not (greedy and rescale_log_probs),
+    with_log_probs=has_scores,
     log_probs_as_drawn=rescale_log_probs,
   )
   shape = (inputs.shape[0], num_decodes)
   scores = jnp.zeros(shape)
-  if not (greedy and rescale_log_probs):
+  if has_scores:
     scores = jnp.sum(done.log_probs, axis=1).reshape(shape)
   order = jnp.argsort(scores, axis=1)
   return (
@@ -229,14 +230,10 @@ def _sampling(batch: int, temperature, topk, topp):
 
   Arguments may be traced; whether they are 0 is then known only in the run.
   """
-  known = [not isinstance(value, jax.core.Tracer) for value in (topk, topp)]
-  if all(known) and topk and topp:
-    raise unexpected(
-      'topk', f'0 beside topp = {topp} (it is 1 by default)', topk
-    )
-  greedy = False
-  if not isinstance(temperature, jax.core.Tracer):
-    greedy = bool(np.all(np.asarray(temperature) <= MIN_TEMPERATURE))
+  if _known(topk, topp) and topk and topp:
+    expected = f'0 beside topp = {topp} (it is 1 by default)'
+    raise unexpected('topk', expected, topk)
+  known = np.asarray(temperature) if _known(temperature) else np.inf
   warm = jnp.asarray(temperature, jnp.float32)
   warm = jnp.where(warm > MIN_TEMPERATURE, warm, 0.0)
   top_p = jnp.asarray(topp, jnp.float32)
@@ -246,8 +243,13 @@ def _sampling(batch: int, temperature, topk, topp):
       top_k=jnp.full((batch,), topk, jnp.int32),
       top_p=jnp.broadcast_to(jnp.where(top_p > 0, top_p, 1.0), (batch,)),
     ),
-    greedy,
+    bool(np.all(known <= MIN_TEMPERATURE)),
   )
+
+
+def _known(*values: Any) -> bool:
+  """Whether none of the arguments is traced."""
+  return not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def _steps(length: int, steps, hard_limit):
@@ -256,7 +258,7 @@ def _steps(length: int, steps, hard_limit):
     return length
   if hard_limit:
     steps = jnp.minimum(steps, hard_limit)
-  if not isinstance(steps, jax.core.Tracer) and np.any(steps > length):
+  if _known(steps) and np.any(steps > length):
     expected = f'{length} at most, the tokens of the targets'
     raise unexpected('max_decode_steps', expected, steps)
   return steps

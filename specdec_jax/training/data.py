@@ -229,12 +229,9 @@ class PackedBatches:
     for index, length in enumerate(self._config.buckets[: last + 1]):
       rows = math.prod(self._shapes(length).inputs[:2])
       waiting = np.concatenate([waiting, np.flatnonzero(bucket_of == index)])
-      full = len(waiting) if index == last else len(waiting) // rows * rows
-      batches += [
-        (length, waiting[at : min(at + rows, full)])
-        for at in range(0, full, rows)
-      ]
-      waiting = waiting[full:]
+      size = len(waiting) if index == last else len(waiting) // rows * rows
+      full, waiting = waiting[:size], waiting[size:]
+      batches += [(length, full[i : i + rows]) for i in range(0, size, rows)]
     return batches
 
   def _gather(self, plan: _Plan, length: int, examples: np.ndarray) -> Batch:

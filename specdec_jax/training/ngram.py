@@ -8,13 +8,7 @@ from typing import Any
 
 import rich.console
 
-from specdec_jax.checks.fields import (
-  check_at_least,
-  check_types,
-  is_a,
-  nearest,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import json_object, text_lines, writable
 from specdec_jax.measure.table import Table, started
@@ -44,7 +38,7 @@ class FitNgramConfig:
     min_count: contexts seen less often are left out.
 
   Raises:
-    ValueError: a number is too small, or there is no file.
+    ValueError: there is no file, or no such id.
   """
 
   tokenizer: Tokenizer
@@ -58,16 +52,13 @@ class FitNgramConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, order=1, max_continuations=1, min_count=1)
-    if not self.train_files:
-      raise unexpected('FitNgramConfig.train_files', 'a file', self.train_files)
+    for name in ('train_files', 'output_file'):
+      if not (value := getattr(self, name)):
+        raise unexpected(f'FitNgramConfig.{name}', 'a file', value)
     size, first = self.tokenizer.vocab_size, self.start_id
     if first is not None and not 0 <= first < size:
       expected = f'None or an id below {size}'
       raise unexpected('FitNgramConfig.start_id', expected, first)
-    if not self.output_file or os.path.isdir(self.output_file):
-      expected = 'the path of a file'
-      raise unexpected('FitNgramConfig.output_file', expected, self.output_file)
 
 
 def fit_ngram(
@@ -76,8 +67,9 @@ def fit_ngram(
   """Fits a table, writes it, and prints what it holds.
 
   Raises:
-    ValueError: a file is missing or broken, an id is outside the vocabulary,
-      or the corpus is too small for the order.
+    ValueError: a number is too small or the output cannot be written (before a
+      file is read); a file is missing or broken, an id is outside the
+      vocabulary, or the corpus is too small for the order.
   """
   console = started(config, console)
   first = [] if config.start_id is None else [config.start_id]

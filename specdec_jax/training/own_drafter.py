@@ -143,16 +143,6 @@ def distil(
   return calibrated
 
 
-def _shares(minutes: float) -> tuple[float, float]:
-  """Minutes of decoding at most, and of training, that leave room for the rest.
-
-  Compilation and the calibration are not of one length; a third, or
-  `_REST_MINUTES` of many, is enough for the pairs that were tried.
-  """
-  third = minutes / 3
-  return third, minutes - third - min(third, _REST_MINUTES)
-
-
 def draft_network(config: DistilConfig) -> T5:
   """The drafter's network.
 
@@ -236,14 +226,15 @@ def _texts(
 def _train_run(
   config: DistilConfig, draft: T5, tokenizer: Tokenizer, longest: int
 ) -> TrainRun:
-  decoding, learning = _shares(config.minutes)
+  # Compilation and the calibration are not of one length; a third, or
+  # `_REST_MINUTES` of many, is enough for the pairs that were tried.
+  third = config.minutes / 3
+  learning = 2 * third - min(third, _REST_MINUTES)
   longest = max(longest, config.max_decode_len)
   # Powers of two from 16: a program is compiled for each.
   buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
   outputs = OutputsConfig(
-    max_minutes=decoding,
-    max_ratio=0.0,
-    max_extra=config.max_decode_len,
+    max_minutes=third, max_ratio=0.0, max_extra=config.max_decode_len
   )
   return TrainRun(
     model=draft,
@@ -299,9 +290,7 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
 
 
 def _calibrate(
-  config: DistilConfig,
-  input_len: int,
-  console: rich.console.Console,
+  config: DistilConfig, input_len: int, console: rich.console.Console
 ) -> Calibration:
   """Measures the pair; one that has been measured on this device is not."""
   target = config.target
