@@ -400,10 +400,10 @@ def up_to_stop(
     int32[B], tokens up to the first stop id, itself counted, or `count`; and
     bool[B], whether there is one.
   """
-  counted = jnp.arange(tokens.shape[1]) < count[:, None]
-  stops = is_stop(request, tokens) & counted
-  stopped = jnp.any(stops, axis=1)
-  return jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count), stopped
+  stops, behind_all = is_stop(request, tokens), tokens.shape[1] + 1
+  until = jnp.argmax(stops, axis=1) + 1
+  until = jnp.where(jnp.any(stops, axis=1), until, behind_all)
+  return jnp.minimum(until, count), until <= count
 
 
 def append(
