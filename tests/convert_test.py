@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import typing
 
 import jax
 import numpy as np
@@ -26,8 +27,8 @@ TIED = dataclasses.replace(
   TINY, mlp_activations=('relu',), logits_via_embedding=True
 )
 NET = network(2)
-all_sources = pytest.mark.parametrize('source', convert.FORMATS)
-all_targets = pytest.mark.parametrize('target', convert.FORMATS)
+all_sources = pytest.mark.parametrize('source', typing.get_args(convert.Format))
+all_targets = pytest.mark.parametrize('target', typing.get_args(convert.Format))
 
 
 def save(path, kind, config, params=None):
@@ -193,7 +194,7 @@ def test_floats_of_eight_bits_as_other_formats(tmp_path):
   _, made = written(tmp_path, draw(), 't5x')
   want = checkpoints.load(made, NET, dtype='float32')
   source = made
-  for number, kind in enumerate(convert.FORMATS):
+  for number, kind in enumerate(typing.get_args(convert.Format)):
     # Each is made of the one before.
     source = converted(source, tmp_path / f'{number}', kind, NET, 'float32')
     assert_same(checkpoints.load(source, NET), want)

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import tempfile
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -25,11 +25,11 @@ from specdec_jax.checkpoints.load import (
   locate,
   open_checkpoint,
 )
-from specdec_jax.checks.fields import check_choice, check_types, unexpected
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
 
-FORMATS = ('orbax', 'safetensors', 't5x')
+Format = Literal['orbax', 'safetensors', 't5x']
 # Dtypes that leave a `fingerprint` of floats as it is.
 _AS_BEFORE = (None, 'float32', 'bfloat16')
 
@@ -57,14 +57,13 @@ class ConvertConfig:
 
   checkpoint_path: str
   output: str
-  format: str = 'orbax'
+  format: Format = 'orbax'
   network: T5 | None = None
   dtype: str | None = None
   revision: str | None = None
 
   def __post_init__(self):
     check_types(self)
-    check_choice('ConvertConfig.format', self.format, FORMATS)
     check_dtype(self.dtype)
     if self.dtype == INT4 or (
       self.dtype == INT8 and self.format == 'safetensors'

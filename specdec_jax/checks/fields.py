@@ -10,7 +10,7 @@ import os
 import types
 import typing
 from collections.abc import Collection, Iterable
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, NamedTuple, Union
 
 _WORDS = {
   bool: 'True or False',
@@ -22,12 +22,29 @@ _WORDS = {
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
 
 
+class Bound(NamedTuple):
+  """The least value of an annotated field; of a sequence, how many items.
+
+  Example: `lengths: Annotated[Sequence[Positive], Bound(2)]` has two or more
+  numbers from 1.
+  """
+
+  least: float
+  is_open: bool = False  # whether the value must be above it
+
+
+Count = Annotated[int, Bound(0)]
+Positive = Annotated[int, Bound(1)]
+Amount = Annotated[float, Bound(0)]
+Above0 = Annotated[float, Bound(0, is_open=True)]
+
+
 def check_types(config: Any) -> None:
   """Checks the fields of a dataclass by their annotations.
 
   A whole number counts as a number; True, NaN and infinity do not. A list or an
-  array is accepted for a tuple. Not checked are the contents of mappings, and
-  classes that are neither built in nor dataclasses: these may be protocols.
+  array is accepted for a tuple. An annotation may have a `Bound`. Not checked
+  are classes that are neither built in nor records: these may be protocols.
 
   Args:
     config: an instance; call this from its `__post_init__`.
@@ -36,7 +53,7 @@ def check_types(config: Any) -> None:
     ValueError: a field has another type; the message names the field, the
       expected type and the value.
   """
-  hints = typing.get_type_hints(type(config))
+  hints = typing.get_type_hints(type(config), include_extras=True)
   for field in dataclasses.fields(config):
     name = f'{type(config).__name__}.{field.name}'
     check_type(name, getattr(config, field.name), hints[field.name])
@@ -72,6 +89,8 @@ def unexpected(
 def is_a(value: Any, hint: Any) -> bool:
   """Whether a value has the type of an annotation, see `check_types`."""
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
+  if origin is Annotated:
+    return is_a(value, inside[0]) and _is_within(value, inside[1])
   if origin in (Union, types.UnionType):
     return any(is_a(value, option) for option in inside)
   if origin is Literal:
@@ -80,7 +99,9 @@ def is_a(value: Any, hint: Any) -> bool:
   if kind is collections.abc.Callable:
     return callable(value)
   if kind is collections.abc.Mapping:
-    return isinstance(value, collections.abc.Mapping)
+    is_mapping = isinstance(value, collections.abc.Mapping)
+    pairs = value.items() if is_mapping and inside else ()
+    return is_mapping and all(all(map(is_a, pair, inside)) for pair in pairs)
   if kind in _SEQUENCES:
     return _is_sequence(value, inside)
   if kind is bool:
@@ -89,9 +110,15 @@ def is_a(value: Any, hint: Any) -> bool:
     number = numbers.Integral if kind is int else numbers.Real
     is_number = isinstance(value, number) and not isinstance(value, bool)
     return is_number and (kind is int or is_finite(value))
-  if kind in _WORDS or kind is os.PathLike or dataclasses.is_dataclass(kind):
+  is_record = dataclasses.is_dataclass(kind) or hasattr(kind, '_fields')
+  if kind in _WORDS or kind is os.PathLike or is_record:
     return isinstance(value, kind)
   return True
+
+
+def _is_within(value: Any, bound: Bound) -> bool:
+  size = len(value) if hasattr(value, '__len__') else value
+  return size > bound.least if bound.is_open else size >= bound.least
 
 
 def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
@@ -108,6 +135,11 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
 
 def _described(hint: Any) -> str:
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
+  if origin is Annotated:
+    what, (least, is_open) = inside[0], inside[1]
+    if what not in (int, float):
+      return f'{_described(what)}, {least:g} or more of them'
+    return f'{_described(what)} {"above" if is_open else "from"} {least:g}'
   if origin in (Union, types.UnionType):
     return _either([_described(option) for option in inside])
   if origin is Literal:
@@ -116,7 +148,8 @@ def _described(hint: Any) -> str:
   if kind is collections.abc.Callable:
     return 'a function'
   if kind is collections.abc.Mapping:
-    return 'a dict'
+    kinds = [_described(item) for item in inside if item is not Any]
+    return f'a dict ({" -> ".join(kinds)})' if len(kinds) > 1 else 'a dict'
   if kind in _SEQUENCES:
     items = [_described(item) for item in inside if item is not Ellipsis]
     if len(items) == 1:
@@ -167,27 +200,6 @@ def check_number(
   if not is_a(value, type(least)) or value < least:
     kind = _WORDS[type(least)]
     raise unexpected(name, f'{kind} from {least:g}', value, instead)
-
-
-def check_at_least(config: Any, **least: float) -> None:
-  """Raises ValueError if a number of `config` is too small.
-
-  Args:
-    config: a dataclass.
-    **least: field -> its least value; if that is an int, only whole numbers
-      are allowed.
-  """
-  for field, minimum in least.items():
-    name = f'{type(config).__name__}.{field}'
-    check_number(name, getattr(config, field), minimum)
-
-
-def check_all_at_least(config: Any, **least: float) -> None:
-  """Raises ValueError if a sequence is empty or has too small a number."""
-  for field, minimum in least.items():
-    name, values = f'{type(config).__name__}.{field}', getattr(config, field)
-    if not values or not all(value >= minimum for value in values):
-      raise unexpected(name, f'one or more numbers from {minimum:g}', values)
 
 
 # Names.

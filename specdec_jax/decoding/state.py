@@ -25,7 +25,7 @@ from specdec_jax.types import (
 )
 
 # How a draft is judged: token by token, or as a whole.
-VERIFICATIONS = TOKEN, BLOCK = 'token', 'block'
+TOKEN, BLOCK = 'token', 'block'
 NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
 
 

@@ -25,7 +25,7 @@ from flax import linen as nn
 
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.load import locate, open_checkpoint
-from specdec_jax.checks.fields import check_at_least, check_types, unexpected
+from specdec_jax.checks.fields import Positive, check_types, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -72,14 +72,13 @@ class Heads:
     ValueError: a number is below 1.
   """
 
-  num_heads: int = 4
-  emb_dim: int = 512
-  hidden_dim: int = 512
+  num_heads: Positive = 4
+  emb_dim: Positive = 512
+  hidden_dim: Positive = 512
   conditioned: bool = True
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, num_heads=1, emb_dim=1, hidden_dim=1)
 
   @property
   def _head(self) -> _Head:

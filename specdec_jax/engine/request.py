@@ -10,13 +10,14 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from specdec_jax.checks.fields import (
-  check_at_least,
-  check_choice,
+  Amount,
+  Count,
+  Positive,
   check_number,
   check_types,
   is_a,
@@ -28,7 +29,6 @@ from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.state import (
   BLOCK,
   TOKEN,
-  VERIFICATIONS,
   BeamSettings,
   Request,
   Rule,
@@ -57,7 +57,6 @@ from specdec_jax.types import Generation, LengthRule
 from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
-ON_TOO_LONG = ('error', 'truncate', 'report')
 MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
 ADAPTIVE = 'adaptive'  # a draft ends where its drafter is not sure enough
 _KEY_BITS = 32  # of the number that an example's random numbers derive from
@@ -147,21 +146,21 @@ class Options:
   temperature: float | Sequence[float] = 0.0
   top_k: int = 0
   top_p: float = 1.0
-  max_length: int | None = None
-  min_length: int = 0
-  num_samples: int = 1
+  max_length: Positive | None = None
+  min_length: Count = 0
+  num_samples: Positive = 1
   stop_strings: Sequence[str] = ()
   stop_ids: Sequence[int] | None = None
   seed: int = 0
   example_ids: Sequence[int] | None = None
   prompts: Sequence[Sequence[int]] | None = None
-  on_too_long: str = 'error'
+  on_too_long: Literal['error', 'truncate', 'report'] = 'error'
   log_probs: bool = True
-  top_log_probs: int = 0
+  top_log_probs: Count = 0
   lenience: float = 1.0
-  verification: str | None = None
+  verification: Literal['token', 'block'] | None = None
   num_beams: int | None = None
-  alpha: float | None = None
+  alpha: Amount | None = None
   length_penalty: float | None = None
   draft_beams: int | None = None
   source_lang: str | None = None
@@ -174,16 +173,10 @@ class Options:
       object.__setattr__(self, 'stop_strings', (self.stop_strings,))
     check_lenience(self.lenience)
     check_types(self)
-    check_at_least(self, min_length=0, top_log_probs=0, num_samples=1)
     if self.num_samples > MOST_ROWS:
       raise unexpected('num_samples', f'at most {MOST_ROWS}', self.num_samples)
-    if self.max_length is not None:
-      check_number('max_length', self.max_length, 1)
-    check_choice('on_too_long', self.on_too_long, ON_TOO_LONG)
     if '' in self.stop_strings:
       raise unexpected('stop_strings', 'no empty string', self.stop_strings)
-    if self.verification is not None:
-      check_choice('verification', self.verification, VERIFICATIONS)
     if self.judges_blocks and self.lenience != 1:
       expected = "'token' with a lenience below 1, a rule for single tokens"
       raise unexpected('verification', expected, self.verification)
@@ -204,8 +197,6 @@ class Options:
           raise unexpected(name, 'None without num_beams', value)
       return
     check_number('num_beams', width, 1, 'Leave it out to search nothing.')
-    if self.alpha is not None:
-      check_number('alpha', self.alpha, 0.0)
     if self.draft_beams is not None:
       check_number('draft_beams', self.draft_beams, width)
     rules = (self.alpha, self.length_penalty)

@@ -16,12 +16,12 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from specdec_jax.checks.fields import check_number, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Positive, check_types, unexpected
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.decoding.state import Request, whole_buckets
 from specdec_jax.engine.completion import Completion, Text
@@ -64,21 +64,13 @@ class PoolSettings:
     ValueError: a value is outside its range.
   """
 
-  rows: int = 16
-  refill: int | None = None
-  gammas: Mapping[int, Drafting] | None = None
+  rows: Positive = 16
+  refill: Positive | None = None
+  gammas: Annotated[Mapping[Positive, Drafting], Bound(1)] | None = None
   sizes: Sequence[int] | None = None
 
   def __post_init__(self):
     check_types(self)
-    for name in ('rows', 'refill'):
-      if getattr(self, name) is not None:
-        check_number(name, getattr(self, name), 1)
-    if self.gammas is not None:
-      if not self.gammas:
-        raise unexpected('gammas', 'rows -> Drafting, or None', self.gammas)
-      for rows in self.gammas:
-        check_number('rows of gammas', rows, 1)
 
   def pool_sizes(self, multiple: int) -> list[int]:
     """Rows of the pools, in order; multiples of the devices that split rows."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_at_least, check_types, unexpected
+from specdec_jax.checks.fields import Count, Positive, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.completion import Completion, passed_over
 from specdec_jax.engine.engine import Engine
@@ -117,12 +117,12 @@ class DecodeConfig:
   split: str = 'test'
   mode: Literal['predict', 'score', 'predict_with_aux'] = 'predict'
   decoding: Literal['both', 'plain', 'speculative'] = 'both'
-  batch_size: int = 1
+  batch_size: Positive = 1
   batching: Literal['fixed', 'continuous'] = 'fixed'
   prompt_feature: str | None = None
-  shard_id: int = 0
-  num_shards: int = 1
-  checkpoint_period: int = 100
+  shard_id: Count = 0
+  num_shards: Positive = 1
+  checkpoint_period: Positive = 100
   include_all_inputs: bool = False
   prefix: str = ''
   distinct: bool = False
@@ -138,8 +138,6 @@ class DecodeConfig:
     check_types(self)
     if isinstance(self.metrics, list):
       object.__setattr__(self, 'metrics', tuple(self.metrics))
-    check_at_least(self, batch_size=1, checkpoint_period=1)
-    check_at_least(self, num_shards=1, shard_id=0)
     for name, is_right, expected in self._conditions():
       if not is_right:
         value = operator.attrgetter(name)(self)

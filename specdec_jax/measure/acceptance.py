@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ from jax import lax
 
 from specdec_jax import analysis, probs
 from specdec_jax.checks.fields import (
-  check_all_at_least,
-  check_at_least,
+  Amount,
+  Bound,
+  Positive,
   check_choice,
   check_types,
-  unexpected,
 )
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
@@ -357,15 +357,15 @@ class MeasureAlphaConfig:
       the paper's table.
   """
 
-  engines: Mapping[str, Callable[[], Engine]]
+  engines: Annotated[Mapping[str, Callable[[], Engine]], Bound(1)]
   input_file: str | LocalTask
   target: str = 'target'
   name: str = 'alpha'
   truncate: bool = False
-  num_tokens: int = 10_000
-  temperatures: Sequence[float] = (0.0, 1.0)
+  num_tokens: Positive = 10_000
+  temperatures: Annotated[Sequence[Amount], Bound(1)] = (0.0, 1.0)
   leniences: Sequence[float] = (1.0,)
-  batch_size: int = 16
+  batch_size: Positive = 16
   seed: int = 0
   output_file: str | None = None
   reuse: bool = False
@@ -374,12 +374,8 @@ class MeasureAlphaConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, num_tokens=1, batch_size=1)
-    check_all_at_least(self, temperatures=0)
     for lenience in self.leniences:
       check_lenience(lenience)
-    if not self.engines:
-      raise unexpected('engines', 'one or more', self.engines)
     pairs = {(row.target, row.draft) for row in printed.TABLE3}
     for name, draft in self.paper_drafts.items():
       check_choice('paper_drafts', name, self.engines)

@@ -7,17 +7,13 @@ depend on the processor, and times a few calls, once on each host.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import rich.console
 
 from specdec_jax import analysis
-from specdec_jax.checks.fields import (
-  check_all_at_least,
-  check_at_least,
-  unexpected,
-)
+from specdec_jax.checks.fields import Bound, Positive, unexpected
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, Choice
 from specdec_jax.engine.engine import Engine
@@ -54,16 +50,11 @@ class CalibrateConfig(Timing):
 
   engine: Callable[[], Engine]
   input_file: str
-  num_tokens: int = 2000
-  batches: Sequence[int] = (1,)
-  max_gamma: int = 16
+  num_tokens: Positive = 2000
+  batches: Annotated[Sequence[Positive], Bound(1)] = (1,)
+  max_gamma: Positive = 16
   output_file: str | None = None
-  repeats: int = dataclasses.field(default=9, kw_only=True)
-
-  def __post_init__(self):
-    super().__post_init__()
-    check_at_least(self, num_tokens=1, max_gamma=1)
-    check_all_at_least(self, batches=1)
+  repeats: Annotated[int, Bound(2)] = dataclasses.field(default=9, kw_only=True)
 
 
 def calibrate(

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,9 @@ from jax import lax
 
 from specdec_jax import analysis, partitioning, probs
 from specdec_jax.checks.fields import (
-  check_all_at_least,
-  check_at_least,
+  Amount,
+  Bound,
+  Positive,
   check_types,
   unexpected,
 )
@@ -333,18 +334,16 @@ class Timing:
     ValueError: a number is out of its range.
   """
 
-  input_len: int = 32
-  decode_len: int = 120
-  temperature: float = 0.0
-  calls_a_run: int = 20
-  repeats: int = 7
+  input_len: Positive = 32
+  decode_len: Annotated[int, Bound(LEAST_DECODE_LEN)] = 120
+  temperature: Amount = 0.0
+  calls_a_run: Positive = 20
+  # One round has no spread, and so no error.
+  repeats: Annotated[int, Bound(2)] = 7
   seed: int = 0
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, input_len=1, temperature=0.0, calls_a_run=1)
-    # One round has no spread, and so no error.
-    check_at_least(self, decode_len=LEAST_DECODE_LEN, repeats=2)
 
   def request(self, target: LanguageModel, batch: int, gamma: int) -> Request:
     """What is decoded, with a number of rows and of proposals per round."""
@@ -454,17 +453,15 @@ class BenchmarkConfig(Timing):
   target: Model | LanguageModel
   drafter: Model | LanguageModel
   placement: Placement = Placement()
-  gammas: Sequence[int] = (4,)
-  batch: int = 1
+  gammas: Annotated[Sequence[Positive], Bound(1)] = (4,)
+  batch: Positive = 1
   forced_acceptance: float | None = None
-  call_sizes: Sequence[int] = (1, 2, 4, 8)
+  call_sizes: Sequence[Positive] = (1, 2, 4, 8)
   output_file: str | None = None
   name: str = 'benchmark'
 
   def __post_init__(self):
     super().__post_init__()
-    check_all_at_least(self, gammas=1, call_sizes=1)
-    check_at_least(self, batch=1)
     rate = self.forced_acceptance
     if rate is not None and not 0.0 <= rate <= 1.0:
       raise unexpected('forced_acceptance', 'None or 0 to 1', rate)

@@ -10,14 +10,15 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import rich.console
 
 from specdec_jax.checks.fields import (
-  check_all_at_least,
-  check_at_least,
+  Amount,
+  Bound,
+  Positive,
   check_types,
   unexpected,
 )
@@ -97,11 +98,11 @@ class CompareConfig:
   engine: Callable[[], Engine]
   input_file: str
   methods: Sequence[Method] = ()
-  gammas: Sequence[int] = ()
-  temperatures: Sequence[float] = (0.0, 1.0)
-  rows: Sequence[int] = (1,)
-  num_lines: int | None = None
-  repeats: int = 3
+  gammas: Sequence[Positive] = ()
+  temperatures: Annotated[Sequence[Amount], Bound(1)] = (0.0, 1.0)
+  rows: Annotated[Sequence[Positive], Bound(1)] = (1,)
+  num_lines: Annotated[int, Bound(2)] | None = None
+  repeats: Positive = 3
   calibrations: Sequence[str | None] = ()
   acceptance: str | None = None
   output_file: str | None = None
@@ -110,12 +111,6 @@ class CompareConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, repeats=1)
-    check_all_at_least(self, temperatures=0, rows=1)
-    if self.gammas:
-      check_all_at_least(self, gammas=1)
-    if self.num_lines is not None:
-      check_at_least(self, num_lines=2)
     names = [PLAIN, *(method.name for method in self.all_methods)]
     if len(names) < 2 or len(set(names)) < len(names):
       expected = f'different names, none of them {PLAIN!r}'

@@ -10,7 +10,7 @@ and kernels are those of Hugging Face's files, no factor is moved into them.
 import dataclasses
 from typing import Literal
 
-from specdec_jax.checks.fields import check_at_least, unexpected
+from specdec_jax.checks.fields import Above0, Amount, unexpected
 from specdec_jax.models import layers
 from specdec_jax.models.layers import Kind, Stack, of_config
 from specdec_jax.models.rope import Rope
@@ -67,14 +67,14 @@ class CausalLMConfig:
   local_rope: Rope | None = None
   layer_kinds: tuple[LayerKind, ...] = ('global',)
   window: int = 0
-  norm_epsilon: float = 1e-6
+  norm_epsilon: Above0 = 1e-6
   norm_offset: float = 0.0
   qk_norm: bool = False
   post_norms: bool = False
   qkv_bias: bool = False
-  query_scalar: float = 0.0
-  score_softcap: float = 0.0
-  logit_softcap: float = 0.0
+  query_scalar: Amount = 0.0
+  score_softcap: Amount = 0.0
+  logit_softcap: Amount = 0.0
   scale_embeddings: bool = False
   logits_via_embedding: bool = False
   dtype: str = 'float32'
@@ -95,10 +95,6 @@ class CausalLMConfig:
         'a window with local layers, and none without',
         (self.layer_kinds, self.window),
       )
-    check_at_least(self, query_scalar=0.0, score_softcap=0.0, logit_softcap=0.0)
-    if self.norm_epsilon <= 0:
-      name = 'CausalLMConfig.norm_epsilon'
-      raise unexpected(name, 'a number above 0', self.norm_epsilon)
 
   def stack(
     self, sides: tuple[int, int] | None = None, cross: str = 'none'

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checks.fields import check_at_least, check_types, unexpected
+from specdec_jax.checks.fields import Count, check_types, unexpected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Rope:
 
   base: float = 10_000.0
   factor: float = 1.0
-  original_length: int = 0
+  original_length: Count = 0
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
 
@@ -46,7 +46,6 @@ class Rope:
     if not (self.base > 1 <= self.factor and 0 < low < high):
       expected = 'base > 1, factor >= 1, 0 < low_freq_factor < high_freq_factor'
       raise unexpected('Rope', expected, self)
-    check_at_least(self, original_length=0)
 
   def frequencies(self, head_dim: int) -> np.ndarray:
     """Radians per position of each plane, float32[D / 2]."""

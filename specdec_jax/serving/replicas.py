@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import (
-  check_at_least,
+  Amount,
+  Count,
   check_types,
   package,
   unexpected,
@@ -49,14 +50,13 @@ class ReplicaSettings:
     ValueError: a value is outside its range.
   """
 
-  number: int = 0
-  cpus: float = 1.0
-  gpus: float = 0.0
+  number: Count = 0
+  cpus: Amount = 1.0
+  gpus: Amount = 0.0
   resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, number=0, cpus=0.0, gpus=0.0)
 
 
 def run(

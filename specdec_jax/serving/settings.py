@@ -4,8 +4,9 @@ import dataclasses
 import socket
 
 from specdec_jax.checks.fields import (
-  check_at_least,
-  check_number,
+  Above0,
+  Count,
+  Positive,
   check_types,
   unexpected,
 )
@@ -49,34 +50,27 @@ class ServeSettings:
   """
 
   host: str = '127.0.0.1'
-  port: int = 8000
+  port: Count = 8000
   model_name: str | None = None
-  rows: int = 16
+  rows: Positive = 16
   speculative: bool | None = None
-  beams: tuple[int, ...] = ()
-  max_waiting: int = 256
-  max_outputs: int = 64
-  max_connections: int = 1024
-  max_seconds: float = 60.0
-  max_header: int = 1 << 15
-  header_seconds: float = 10.0
-  max_body: int = 1 << 20
-  body_seconds: float = 10.0
-  idle_seconds: float = 75.0
-  drain_seconds: float = 30.0
+  beams: tuple[Positive, ...] = ()
+  max_waiting: Positive = 256
+  max_outputs: Positive = 64
+  max_connections: Positive = 1024
+  max_seconds: Above0 = 60.0
+  max_header: Positive = 1 << 15
+  header_seconds: Above0 = 10.0
+  max_body: Positive = 1 << 20
+  body_seconds: Above0 = 10.0
+  idle_seconds: Above0 = 75.0
+  drain_seconds: Above0 = 30.0
   api_key_file: str | None = None
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, rows=1, max_waiting=1, max_outputs=1, max_header=1)
-    check_at_least(self, max_connections=1, max_body=1, port=0)
-    for width in self.beams:
-      check_number('a width of beams', width, 1)
     if self.port >= 1 << 16:
       raise unexpected('port', 'a number in [0, 65535]', self.port)
-    for name, value in dataclasses.asdict(self).items():
-      if name.endswith('_seconds') and value <= 0:
-        raise unexpected(name, 'more than 0 seconds', value)
 
   @property
   def most_outputs(self) -> int:

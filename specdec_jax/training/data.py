@@ -10,13 +10,16 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from specdec_jax.checks.fields import (
-  check_all_at_least,
-  check_at_least,
+  Amount,
+  Bound,
+  Count,
+  Positive,
+  check_number,
   check_types,
   unexpected,
 )
@@ -76,26 +79,37 @@ class PackingConfig:
     eos_id: the end of sequence; of a run over text, its vocabulary's.
   """
 
-  weights: tuple[float, ...] = (0.4, 0.25, 0.2, 0.15)
-  buckets: tuple[int, ...] = (12, 16, 20, 26, 32, 40, 52, 68, 96)
+  weights: tuple[Amount, ...] = (0.4, 0.25, 0.2, 0.15)
+  buckets: Annotated[tuple[Positive, ...], Bound(1)] = (
+    12,
+    16,
+    20,
+    26,
+    32,
+    40,
+    52,
+    68,
+    96,
+  )
   tokens_per_batch: int = 4096
-  tokens_per_part: int = 0
+  tokens_per_part: Count = 0
   max_targets: int = 0
   seed: int = 0
   eos_id: int = EOS_ID
 
   def __post_init__(self):
     check_types(self)
-    if not self.weights or min(self.weights) < 0 or sum(self.weights) <= 0:
-      expected = 'weights >= 0, at least one of them > 0'
+    if not any(self.weights):
+      expected = 'weights, at least one of them above 0'
       raise unexpected('PackingConfig.weights', expected, self.weights)
-    check_all_at_least(self, buckets=1)
     if [*self.buckets] != sorted({*self.buckets}):
       expected = 'increasing numbers'
       raise unexpected('PackingConfig.buckets', expected, self.buckets)
     # A batch has room for one row, and a row for a token and its end.
-    check_at_least(self, tokens_per_batch=self.buckets[-1], tokens_per_part=0)
-    check_at_least(self, max_targets=2 if self.max_targets else 0)
+    least = {'tokens_per_batch': self.buckets[-1]}
+    least['max_targets'] = 2 if self.max_targets else 0
+    for name, number in least.items():
+      check_number(f'PackingConfig.{name}', getattr(self, name), number)
 
   def target_places(self, length: int) -> int:
     """Places on the target side of a bucket."""

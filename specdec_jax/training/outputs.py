@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -14,8 +14,10 @@ import numpy as np
 from specdec_jax import files, partitioning
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks.fields import (
-  check_all_at_least,
-  check_at_least,
+  Amount,
+  Bound,
+  Count,
+  Positive,
   check_types,
   unexpected,
 )
@@ -56,19 +58,16 @@ class OutputsConfig:
       example's number.
   """
 
-  num_examples: int = 0
-  max_minutes: float = 0.0
-  temperatures: tuple[float, ...] = (0.0,)
-  batch_size: int = 64
-  max_ratio: float = 1.25
-  max_extra: int = 8
+  num_examples: Count = 0
+  max_minutes: Amount = 0.0
+  temperatures: Annotated[tuple[Amount, ...], Bound(1)] = (0.0,)
+  batch_size: Positive = 64
+  max_ratio: Amount = 1.25
+  max_extra: Positive = 8
   seed: int = 0
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, num_examples=0, max_minutes=0.0, batch_size=1)
-    check_at_least(self, max_ratio=0.0, max_extra=1)
-    check_all_at_least(self, temperatures=0)
 
   def limit(self, source_length: int) -> int:
     """Tokens that the output of a source may have, its end included."""

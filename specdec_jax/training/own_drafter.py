@@ -8,7 +8,7 @@ was stopped, by the rules of `training.train`.
 
 import dataclasses
 import os
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -17,7 +17,13 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.safetensors_files import import_safetensors
-from specdec_jax.checks.fields import check_at_least, check_types, unexpected
+from specdec_jax.checks.fields import (
+  Amount,
+  Bound,
+  Positive,
+  check_types,
+  unexpected,
+)
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration
@@ -72,20 +78,17 @@ class DistilConfig:
   target: Model
   texts: str
   output_dir: str
-  num_layers: int = 1
-  max_input_len: int = 128
-  max_decode_len: int = 120
-  minutes: float = 90.0
-  steps: int = 1_000_000
-  max_gamma: int = 16
-  num_tokens: int = 2000
-  repeats: int = 9
+  num_layers: Positive = 1
+  max_input_len: Annotated[int, Bound(2)] = 128
+  max_decode_len: Annotated[int, Bound(2)] = 120
+  minutes: Amount = 90.0
+  steps: Positive = 1_000_000
+  max_gamma: Positive = 16
+  num_tokens: Positive = 2000
+  repeats: Annotated[int, Bound(2)] = 9
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, num_layers=1, max_input_len=2, max_decode_len=2)
-    check_at_least(self, minutes=0.0, steps=1)
-    check_at_least(self, max_gamma=1, num_tokens=1, repeats=2)
 
 
 def distil(

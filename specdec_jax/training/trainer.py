@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specdec_jax.checks.fields import check_at_least, check_types, unexpected
+from specdec_jax.checks.fields import (
+  Above0,
+  Amount,
+  Count,
+  Positive,
+  check_types,
+)
 from specdec_jax.models.base import Params
 from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective
@@ -50,24 +56,18 @@ class TrainConfig:
     weight_decay: decoupled from the gradient.
   """
 
-  steps: int = 10_000
-  max_minutes: float = 0.0
-  eval_every: int = 500
-  log_every: int = 50
-  checkpoint_minutes: float = 10.0
+  steps: Positive = 10_000
+  max_minutes: Amount = 0.0
+  eval_every: Positive = 500
+  log_every: Positive = 50
+  checkpoint_minutes: Amount = 10.0
   seed: int = 0
-  learning_rate: float = 2e-3
-  warmup_steps: int = 200
+  learning_rate: Above0 = 2e-3
+  warmup_steps: Count = 200
   weight_decay: float = 0.01
 
   def __post_init__(self):
     check_types(self)
-    check_at_least(self, steps=1, eval_every=1, log_every=1, warmup_steps=0)
-    check_at_least(self, max_minutes=0.0, checkpoint_minutes=0.0)
-    if self.learning_rate <= 0:
-      raise unexpected(
-        'TrainConfig.learning_rate', 'a number above 0', self.learning_rate
-      )
 
 
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
