@@ -7,17 +7,23 @@ Dimension key, used in every docstring of the library:
 
 import dataclasses
 import enum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from specdec_jax.checks.fields import Bound
 from specdec_jax.tree_shape import TreeShape
 
 # Arrays of a device, or of the host: a program's call moves them together.
 Array: TypeAlias = jax.Array | np.ndarray
+# Numbers that a field may be, see `checks.fields.check_types`.
+Count = Annotated[int, Bound(0)]
+Positive = Annotated[int, Bound(1)]
+Amount = Annotated[float, Bound(0)]
+Above0 = Annotated[float, Bound(0, is_open=True)]
 
 
 @struct.dataclass

@@ -33,12 +33,6 @@ class Bound(NamedTuple):
   is_open: bool = False  # whether the value must be above it
 
 
-Count = Annotated[int, Bound(0)]
-Positive = Annotated[int, Bound(1)]
-Amount = Annotated[float, Bound(0)]
-Above0 = Annotated[float, Bound(0, is_open=True)]
-
-
 def check_types(config: Any) -> None:
   """Checks the fields of a dataclass by their annotations.
 

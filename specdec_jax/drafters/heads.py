@@ -25,7 +25,7 @@ from flax import linen as nn
 
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.load import locate, open_checkpoint
-from specdec_jax.checks.fields import Positive, check_types, unexpected
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -34,7 +34,7 @@ from specdec_jax.drafters.base import (
 )
 from specdec_jax.models import products
 from specdec_jax.models.base import Params
-from specdec_jax.types import Draft
+from specdec_jax.types import Draft, Positive
 
 KIND = 'heads'
 _MADE_BY = '`specdec train --gin_file=gin/runs/train_heads.gin`'

@@ -15,9 +15,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specdec_jax.checks.fields import (
-  Amount,
-  Count,
-  Positive,
   check_number,
   check_types,
   is_a,
@@ -53,7 +50,7 @@ from specdec_jax.engine.padding import (
 from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import Generation, LengthRule
+from specdec_jax.types import Amount, Count, Generation, LengthRule, Positive
 from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from specdec_jax.checks.fields import Bound, Positive, check_types, unexpected
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.decoding.state import Request, whole_buckets
 from specdec_jax.engine.completion import Completion, Text
@@ -33,7 +33,7 @@ from specdec_jax.engine.request import (
   joined,
 )
 from specdec_jax.engine.trace import Round
-from specdec_jax.types import FinishReason, Generation
+from specdec_jax.types import FinishReason, Generation, Positive
 
 # Rounds after which the host looks in any case, and where it looks for a stop
 # string.

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.fields import Count, Positive, check_types, unexpected
+from specdec_jax.checks.fields import check_types, unexpected
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.completion import Completion, passed_over
 from specdec_jax.engine.engine import Engine
@@ -27,6 +27,7 @@ from specdec_jax.text import tasks
 from specdec_jax.text.chat import template_of
 from specdec_jax.text.tasks import BROKEN
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.types import Count, Positive
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
 # Decoding -> the ways that run, in turn.

@@ -23,13 +23,7 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import analysis, probs
-from specdec_jax.checks.fields import (
-  Amount,
-  Bound,
-  Positive,
-  check_choice,
-  check_types,
-)
+from specdec_jax.checks.fields import Bound, check_choice, check_types
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
@@ -42,7 +36,7 @@ from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
-from specdec_jax.types import FinishReason, Verdict
+from specdec_jax.types import Amount, FinishReason, Positive, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
 _NOT_FINITE = (

@@ -13,7 +13,7 @@ import numpy as np
 import rich.console
 
 from specdec_jax import analysis
-from specdec_jax.checks.fields import Bound, Positive, unexpected
+from specdec_jax.checks.fields import Bound, unexpected
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, Choice
 from specdec_jax.engine.engine import Engine
@@ -25,6 +25,7 @@ from specdec_jax.measure.record import load as load_record
 from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend
 from specdec_jax.text.tasks import read_prompts
+from specdec_jax.types import Positive
 
 # Rounds of these gammas say what a proposal takes, and what a round besides.
 _ROUND_GAMMAS = 1, 4, 8

@@ -23,13 +23,7 @@ import rich.console
 from jax import lax
 
 from specdec_jax import analysis, partitioning, probs
-from specdec_jax.checks.fields import (
-  Amount,
-  Bound,
-  Positive,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
@@ -48,6 +42,7 @@ from specdec_jax.models.base import LanguageModel, param_shapes, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.types import Amount, Positive
 
 Name = TypeVar('Name', bound=Hashable)
 Pair = Engine | PlacedPair  # what is timed: target, drafter, params

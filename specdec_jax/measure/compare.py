@@ -15,13 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import rich.console
 
-from specdec_jax.checks.fields import (
-  Amount,
-  Bound,
-  Positive,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import total
@@ -41,6 +35,7 @@ from specdec_jax.measure.table import (
   started,
 )
 from specdec_jax.text.tasks import read_prompts
+from specdec_jax.types import Amount, Positive
 
 KIND = 'methods'  # of a record
 PLAIN = 'plain'

@@ -27,7 +27,7 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 
 from specdec_jax import analysis
-from specdec_jax.checks.fields import Positive, check_choice, check_types
+from specdec_jax.checks.fields import check_choice, check_types
 from specdec_jax.checks.memory import GIB
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
@@ -40,6 +40,7 @@ from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
+from specdec_jax.types import Positive
 
 KIND = 'pair_check'  # of the record
 

@@ -10,11 +10,12 @@ and kernels are those of Hugging Face's files, no factor is moved into them.
 import dataclasses
 from typing import Literal
 
-from specdec_jax.checks.fields import Above0, Amount, unexpected
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
 from specdec_jax.models.layers import Kind, Stack, of_config
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
+from specdec_jax.types import Above0, Amount
 
 LayerKind = Literal['local', 'global']
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checks.fields import Count, check_types, unexpected
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.types import Count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,16 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.checks.fields import (
-  Amount,
-  Count,
-  check_types,
-  package,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_types, package, unexpected
 from specdec_jax.serving.log import logging_to_stderr, say
 from specdec_jax.serving.settings import ServeSettings, listening_socket
 from specdec_jax.serving.worker import Worker
+from specdec_jax.types import Amount, Count
 
 NAME = 'specdec'  # of the application and its deployment, as Ray shows them
 _HEALTH_SECONDS = 2.0  # between two questions whether a replica is well

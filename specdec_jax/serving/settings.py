@@ -3,13 +3,8 @@
 import dataclasses
 import socket
 
-from specdec_jax.checks.fields import (
-  Above0,
-  Count,
-  Positive,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.types import Above0, Count, Positive
 
 _LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
 

@@ -15,15 +15,13 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from specdec_jax.checks.fields import (
-  Amount,
   Bound,
-  Count,
-  Positive,
   check_number,
   check_types,
   unexpected,
 )
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
+from specdec_jax.types import Amount, Count, Positive
 
 NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
 

@@ -13,14 +13,7 @@ import numpy as np
 
 from specdec_jax import files, partitioning
 from specdec_jax.checkpoints.disk_arrays import fingerprint
-from specdec_jax.checks.fields import (
-  Amount,
-  Bound,
-  Count,
-  Positive,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import example_keys, new_request
@@ -30,7 +23,7 @@ from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.data import Pairs, digest
-from specdec_jax.types import FinishReason
+from specdec_jax.types import Amount, Count, FinishReason, Positive
 
 # A call has dozens of rows, which share the cost of packing a kernel.
 PLACEMENT = partitioning.Placement(kernel_layout='in_out')

@@ -17,13 +17,7 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.safetensors_files import import_safetensors
-from specdec_jax.checks.fields import (
-  Amount,
-  Bound,
-  Positive,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration
@@ -43,6 +37,7 @@ from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
 from specdec_jax.training.run import MODEL_FILE, FromTarget, TrainRun, train
 from specdec_jax.training.trainer import TrainConfig
+from specdec_jax.types import Amount, Positive
 
 CALIBRATION = 'calibration.json'
 HELD_OUT = 'held_out.txt'

@@ -14,16 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specdec_jax.checks.fields import (
-  Above0,
-  Amount,
-  Count,
-  Positive,
-  check_types,
-)
+from specdec_jax.checks.fields import check_types
 from specdec_jax.models.base import Params
 from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective
+from specdec_jax.types import Above0, Amount, Count, Positive
 
 _STATES = 2  # how many of the latest states are kept
 # Parameters that muon leaves to AdamW: its update is for matrices that map
