@@ -259,10 +259,7 @@ class Engine:
     self._gamma, self._rule = as_gamma(value)
 
   def drafting_of(
-    self,
-    gamma: int,
-    rule: LengthRule | None,
-    measured: Fallback | None = None,
+    self, gamma: int, rule: LengthRule | None, measured: Fallback | None = None
   ) -> Drafting:
     """How rows are drafted for with `gamma` proposals at most.
 
@@ -567,11 +564,7 @@ class Engine:
       self._pool_programs[key] = PoolPrograms(loop, params, example)
     return self._pool_programs[key]
 
-  def stream(
-    self,
-    text: str | Sequence[int],
-    **options: Any,
-  ) -> Iterator[str]:
+  def stream(self, text: str | Sequence[int], **options: Any) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.
 
     Text that has been yielded never changes: a piece ends before a character

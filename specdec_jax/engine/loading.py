@@ -191,9 +191,7 @@ def _computes_in(dtype: str | None) -> str:
 
 
 def _ends(
-  folder: pathlib.Path,
-  described: Mapping[str, Any],
-  config: Config,
+  folder: pathlib.Path, described: Mapping[str, Any], config: Config
 ) -> tuple[int, ...]:
   """Ids that end an output; a decoder-only model may have none."""
   if isinstance(config, T5Config | T5GemmaConfig | M2M100Config):

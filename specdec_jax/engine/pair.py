@@ -59,9 +59,7 @@ class PlacedPair(NamedTuple):
 
 
 def placed_pair(
-  target: Model,
-  drafter: Drafter | None,
-  placement: partitioning.Placement,
+  target: Model, drafter: Drafter | None, placement: partitioning.Placement
 ) -> PlacedPair:
   """Reads parameters that have not been read, and puts all on the devices.
 

@@ -26,12 +26,7 @@ from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.decoding.state import Request, whole_buckets
 from specdec_jax.engine.completion import Completion, Text
 from specdec_jax.engine.padding import rounded_up
-from specdec_jax.engine.request import (
-  Drafting,
-  TextBatch,
-  TextRow,
-  joined,
-)
+from specdec_jax.engine.request import Drafting, TextBatch, TextRow, joined
 from specdec_jax.engine.trace import Round
 from specdec_jax.types import FinishReason, Generation, Positive
 
