@@ -54,7 +54,7 @@ setuptools.setup(
   package_data={
     **{name: ['**/*'] for name in SHIPPED},
     'specdec_jax': ['py.typed', '*.pyi'],
-    'specdec_jax.checkpoints': ['families.toml'],
+    'specdec_jax.checkpoints': ['*.toml'],
     'specdec_jax.engine': ['trace.html'],
     'specdec_jax.measure': ['devices.toml'],
     'specdec_jax.paper': ['printed.json'],

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 
 from specdec_jax import files
-from specdec_jax.checkpoints.families import Described, Family, family_of
+from specdec_jax.checkpoints.families import (
+  WORDS,
+  Described,
+  Family,
+  family_of,
+)
 from specdec_jax.checkpoints.generation import FILE, SETTINGS
 from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.models.causal_lm import CausalLMConfig
@@ -33,39 +38,10 @@ ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
 # The entry of a decoder that reads its target's encoder: that one's width.
 ENCODER_DIM = 'specdec_encoder_dim'
 
-# Fields that change no output, in no family: names, ids and settings of
-# `generate`, which are read elsewhere, training, and how transformers computes.
-_NO_MATTER = re.compile(
-  '|'.join(
-    r"""
-    _.* unsloth_.* tokenizer_.* summary_.* init(ializer)?_(factor|range|std)
-    .*(dropout|dropout_rate|pdrop|layerdrop)
-    (bos|decoder_start|eos|pad)_token_id architectures
-    (attn|cache)_implementation auto_map chunk_size_feed_forward dtype
-    finetuning_task gradient_checkpointing id2label is_decoder
-    is_encoder_decoder label2id max_position_embeddings model_max_length
-    model_type n_ctx n_positions name_or_path num_labels
-    output_(attentions|hidden_states|past|scores) prefix pretraining_tp
-    problem_type reorder_and_upcast_attn return_dict(_in_generate)?
-    sep_token_id task_specific_params tie_word_embeddings torch_dtype
-    torchscript transformers\.js_config transformers_version use_bfloat16
-    use_cache
-    """.split()
-  )
-)
-_FIXED_IN_ALL = {
-  'add_cross_attention': False,
-  'pruned_heads': {},
-  'tie_encoder_decoder': False,
-}
-# Fields whose null turns something off; null elsewhere means the default.
-_OFF_BY_NULL = frozenset(
-  """
-  attn_logit_softcapping final_logit_softcapping max_window_layers
-  query_pre_attn_scalar rope_local_base_freq sliding_window
-  sliding_window_pattern
-  """.split()
-)
+_WORDS = WORDS['config']
+_NO_MATTER = re.compile('|'.join(_WORDS['no_matter']))
+_AROUND_TEXT = {*_WORDS['around_text']}
+_KINDS: Mapping[str, Any] = _WORDS['layers']
 # Fields that are made of others where config.json leaves them out.
 _DERIVED = {
   'head_dim': lambda values: (
@@ -74,16 +50,6 @@ _DERIVED = {
   'n_inner': lambda values: 4 * values['n_embd'],
   'num_decoder_layers': lambda values: values['num_layers'],
   'num_key_value_heads': lambda values: values['num_attention_heads'],
-}
-# Fields that may be 0: the encoder of a decoder that reads its target's.
-_MAY_BE_ZERO = ('max_window_layers', 'num_layers')
-# transformers' names of activations: ours. Its `gelu` is another function.
-_ACTIVATIONS = {
-  'relu': 'relu',
-  'silu': 'silu',
-  'swish': 'silu',
-  'gelu_new': 'gelu',
-  'gelu_pytorch_tanh': 'gelu',
 }
 
 
@@ -116,7 +82,7 @@ def _fields_of(
   defaults = {
     name: value
     for name, value in family.defaults.items()
-    if name not in described or name not in _OFF_BY_NULL
+    if name not in described or name not in _WORDS['off_by_null']
   }
   values = defaults | values
   for name, derive in _DERIVED.items():
@@ -129,7 +95,7 @@ def _fields_of(
 
 
 def _check_size(value: Any, name: str, where: str) -> None:
-  least = 0 if name in _MAY_BE_ZERO else 1
+  least = 0 if name in _WORDS['may_be_zero'] else 1
   if type(value) is not int or value < least:
     raise unexpected(f'{where}: {name}', f'a whole number from {least}', value)
 
@@ -158,7 +124,7 @@ def check_fields(
   for name in ('tie_word_embeddings', 'scale_decoder_outputs'):
     check_type(f'{where}: {name}', described.get(name), bool | None)
   others = {name: described.get(other) for name, other in (same or {}).items()}
-  expected = {**_FIXED_IN_ALL, **(fixed or {}), **others}
+  expected = {**_WORDS['fixed'], **(fixed or {}), **others}
   for name, value in described.items():
     if value is None or name in read:
       continue
@@ -176,8 +142,9 @@ def check_fields(
 
 
 def _activation(values: Described, name: str, where: str) -> str:
-  check_choice(f'{where}: {name}', values[name], _ACTIVATIONS)
-  return _ACTIVATIONS[values[name]]
+  activations: Mapping[str, str] = _WORDS['activations']
+  check_choice(f'{where}: {name}', values[name], activations)
+  return activations[values[name]]
 
 
 def _object(values: Described, name: str, where: str) -> Described:
@@ -196,16 +163,6 @@ def _head_dim(family: Family, sizes: Described, where: str) -> int:
 
 # T5, T5 1.1, Flan-T5, ByT5, CodeT5, UL2 and MADLAD-400 ('t5'), mT5, UMT5.
 
-# feed_forward_proj of config.json -> T5Config.mlp_activations.
-_FEED_FORWARD: dict[str, tuple[str, ...]] = {
-  'relu': ('relu',),
-  'silu': ('silu',),
-  'gelu_new': ('gelu',),
-  'gated-relu': ('relu', 'linear'),
-  'gated-silu': ('silu', 'linear'),
-  'gated-gelu': ('gelu', 'linear'),
-}
-
 
 def _t5(family: Family, described: Described, where: str, tied: bool):
   values, sizes = _fields_of(family, described, where)
@@ -213,8 +170,8 @@ def _t5(family: Family, described: Described, where: str, tied: bool):
   if width != sizes['emb_dim']:
     sizes['encoder_dim'] = width
   word = values['feed_forward_proj']
-  check_choice(f'{where}: feed_forward_proj', word, _FEED_FORWARD)
-  first, *gate = _FEED_FORWARD[word]
+  check_choice(f'{where}: feed_forward_proj', word, _WORDS['feed_forward'])
+  first, *gate = _WORDS['feed_forward'][word]
   # transformers follows these two where they are there.
   if 'dense_act_fn' in values:
     first = _activation(values, 'dense_act_fn', where)
@@ -237,7 +194,8 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
   Raises:
     ValueError: transformers has no T5 with its activations.
   """
-  words = {value: word for word, value in _FEED_FORWARD.items()}
+  known = _WORDS['feed_forward']
+  words = {tuple(value): word for word, value in known.items()}
   if config.mlp_activations not in words:
     known = f'one of {[*words]}, which transformers has'
     raise unexpected('mlp_activations', known, config.mlp_activations)
@@ -288,29 +246,6 @@ def _m2m100(family: Family, described: Described, where: str, tied: bool):
 
 
 # Llama, Qwen and Gemma.
-
-_KINDS = {'full_attention': 'global', 'sliding_attention': 'local'}
-_LINEAR = {'factor': 'factor'}
-# Type of RoPE -> `Rope`'s fields -> config.json's.
-_ROPES: dict[str, dict[str, str]] = {
-  'default': {},
-  'linear': _LINEAR,
-  'llama3': _LINEAR
-  | {
-    'original_length': 'original_max_position_embeddings',
-    'low_freq_factor': 'low_freq_factor',
-    'high_freq_factor': 'high_freq_factor',
-  },
-}
-# Fields around `text_config` in folders of models that read images too.
-_AROUND_TEXT = {
-  'boi_token_index',
-  'eoi_token_index',
-  'image_token_index',
-  'mm_tokens_per_image',
-  'text_config',
-  'vision_config',
-}
 
 
 def _causal(
@@ -399,8 +334,8 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
   elif 'rope_scaling' in values:
     settings |= _object(values, 'rope_scaling', where)
   word = settings.get('rope_type', settings.get('type', 'default'))
-  check_choice(f'{where}: rope_type', word, _ROPES)
-  fields = _ROPES[word]
+  check_choice(f'{where}: rope_type', word, _WORDS['ropes'])
+  fields = _WORDS['ropes'][word]
   settings = _given(settings)
   others = settings.keys() - {'rope_type', 'type', 'rope_theta'}
   if differing := others ^ {*fields.values()}:

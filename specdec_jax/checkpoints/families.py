@@ -25,6 +25,11 @@ from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import Config, network_of
 
 Described = Mapping[str, Any]  # config.json, or a part of it
+_HERE = pathlib.Path(__file__)
+# Words of a folder's files that are the same in all families.
+WORDS: dict[str, Any] = tomllib.loads(
+  _HERE.with_name('transformers.toml').read_text('utf-8')
+)
 
 
 class Family(NamedTuple):
@@ -120,9 +125,7 @@ def _family(table: Any) -> Family:
 
 FAMILIES = {
   name: _family(table)
-  for name, table in read_tables(
-    pathlib.Path(__file__).with_name('families.toml')
-  ).items()
+  for name, table in read_tables(_HERE.with_name('families.toml')).items()
 }
 
 

@@ -9,50 +9,15 @@ the same here.
 from collections.abc import Mapping
 from typing import Any
 
+from specdec_jax.checkpoints.families import WORDS
 from specdec_jax.checks.fields import shortened
 
 FILE = 'generation_config.json'
-# Settings of `generate` that change outputs, by the value that asks for
-# nothing. Others change how it computes or what it returns, and special ids are
-# read elsewhere.
-_NEUTRAL: tuple[tuple[Any, str], ...] = (
-  (False, 'do_sample early_stopping token_healing'),
-  (0, 'min_length min_new_tokens no_repeat_ngram_size'),
-  (0, 'encoder_no_repeat_ngram_size diversity_penalty'),
-  (0, 'epsilon_cutoff eta_cutoff min_p'),
-  (1, 'num_beam_groups num_beams num_return_sequences'),
-  (1, 'encoder_repetition_penalty guidance_scale length_penalty'),
-  (1, 'repetition_penalty temperature top_h top_p typical_p'),
-  (50, 'top_k'),
-  (None, 'max_length max_new_tokens max_time penalty_alpha stop_strings'),
-  (None, 'forced_bos_token_id forced_eos_token_id force_words_ids'),
-  (None, 'bad_words_ids begin_suppress_tokens suppress_tokens sequence_bias'),
-  (None, 'constraints dola_layers exponential_decay_length_penalty'),
-  (None, 'watermarking_config'),
-)
-SETTINGS = {name: none for none, names in _NEUTRAL for name in names.split()}
-# Settings that change nothing unless outputs are sampled, or searched for.
-_OF_SAMPLES = (
-  'epsilon_cutoff eta_cutoff min_p temperature top_h top_k top_p typical_p'
-).split()
-_OF_BEAMS = (
-  'diversity_penalty early_stopping length_penalty num_beam_groups'
-).split()
+_WORDS = WORDS['generation']
+# Settings that change outputs -> the value that asks for nothing.
+SETTINGS: dict[str, Any] = _WORDS['neutral'] | dict.fromkeys(_WORDS['unset'])
 # Settings -> the options of `Engine.generate` that do the same.
-OPTIONS = {
-  'do_sample': 'temperature',
-  'length_penalty': 'length_penalty',
-  'max_length': 'max_length',
-  'max_new_tokens': 'max_length',
-  'min_length': 'min_length',
-  'min_new_tokens': 'min_length',
-  'num_beams': 'num_beams',
-  'num_return_sequences': 'num_samples',
-  'stop_strings': 'stop_strings',
-  'temperature': 'temperature',
-  'top_k': 'top_k',
-  'top_p': 'top_p',
-}
+OPTIONS: dict[str, str] = _WORDS['options']
 
 
 def unfollowed(described: Mapping[str, Any], where: str) -> str:
@@ -73,8 +38,8 @@ def unfollowed(described: Mapping[str, Any], where: str) -> str:
     name: shortened(value)
     for name, value in values.items()
     if value not in (SETTINGS[name], [])
-    and (samples or name not in _OF_SAMPLES)
-    and (searches or name not in _OF_BEAMS)
+    and (samples or name not in _WORDS['of_samples'])
+    and (searches or name not in _WORDS['of_beams'])
   }
   if not settings:
     return ''

@@ -19,7 +19,7 @@ import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
-from specdec_jax.checkpoints.families import Family
+from specdec_jax.checkpoints.families import WORDS, Family
 from specdec_jax.checkpoints.safetensors_files import open_file
 from specdec_jax.checks.fields import check_type, unexpected
 
@@ -33,17 +33,7 @@ _READ: dict[str, Any] = {
   'lora_alpha': float,
   'use_rslora': bool | None,
 }
-# Fields that do not change what is merged: names, training, and which modules
-# were chosen, which the file itself shows.
-_NO_MATTER = frozenset(
-  """
-  auto_mapping base_model_name_or_path corda_config eva_config exclude_modules
-  fan_in_fan_out inference_mode init_lora_weights layers_pattern
-  layers_to_transform loftq_config lora_dropout megatron_config megatron_core
-  peft_version qalora_group_size rank_pattern revision runtime_config
-  target_modules task_type
-  """.split()
-)
+_NO_MATTER = {*WORDS['adapter']['no_matter']}
 # Ways to begin that leave W as it is. Others (pissa, olora, loftq, ...) change
 # it, and the adapter is a difference from what they made of it.
 _KNOWN: dict[str, tuple[Any, ...]] = {
