@@ -152,7 +152,7 @@ REFUSED = [
   (Placement(), {'dtype': 'float16'}, 'Placement.dtype'),
   (Placement(model=2), {'kernel_layout': 'blocks'}, 'kernel_layout.*=2'),
   (Placement(), {'data': 0, 'model': 0}, r'data and model: .*\[0, 0\]'),
-  (CONVERT, {'format': 'safetensor'}, 'Nearest known: safetensors'),
+  (CONVERT, {'format': 'safetensor'}, "got 'safetensor'"),
   (CONVERT, {'dtype': 'bfloat61'}, "dtype: .* 'bfloat61'"),
   (CONVERT, {'dtype': 'int4'}, "dtype: .* 'int4'"),
   (CONVERT, {'dtype': 'int8', 'format': 'safetensors'}, "dtype: .* 'int8'"),

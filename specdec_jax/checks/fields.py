@@ -53,6 +53,17 @@ def check_types(config: Any) -> None:
     check_type(name, getattr(config, field.name), hints[field.name])
 
 
+class Checked:
+  """A dataclass whose fields are checked by their annotations when it is made.
+
+  Raises:
+    ValueError: as `check_types`.
+  """
+
+  def __post_init__(self):
+    check_types(self)
+
+
 def check_type(name: str, value: Any, hint: Any) -> None:
   """Raises ValueError unless a value has the type of an annotation."""
   if is_a(value, hint):

@@ -25,7 +25,7 @@ from flax import linen as nn
 
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.load import locate, open_checkpoint
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import Checked, unexpected
 from specdec_jax.drafters.base import (
   Context,
   Drafter,
@@ -59,7 +59,7 @@ class _Head(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
+class Heads(Checked):
   """The shape of some heads; their parameters are a nested dict.
 
   Attributes:
@@ -76,9 +76,6 @@ class Heads:
   emb_dim: Positive = 512
   hidden_dim: Positive = 512
   conditioned: bool = True
-
-  def __post_init__(self):
-    check_types(self)
 
   @property
   def _head(self) -> _Head:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from specdec_jax.checks.fields import Bound, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.decoding.state import Request, whole_buckets
 from specdec_jax.engine.completion import Completion, Text
@@ -39,7 +39,7 @@ _SHRINK_AFTER = 16  # steps with a pool that is larger than it need be
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolSettings:
+class PoolSettings(Checked):
   """How rows go through the slots; no setting changes a greedy output.
 
   Attributes:
@@ -63,9 +63,6 @@ class PoolSettings:
   refill: Positive | None = None
   gammas: Annotated[Mapping[Positive, Drafting], Bound(1)] | None = None
   sizes: Sequence[int] | None = None
-
-  def __post_init__(self):
-    check_types(self)
 
   def pool_sizes(self, multiple: int) -> list[int]:
     """Rows of the pools, in order; multiples of the devices that split rows."""

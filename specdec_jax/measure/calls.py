@@ -23,7 +23,7 @@ import rich.console
 from jax import lax
 
 from specdec_jax import analysis, partitioning, probs
-from specdec_jax.checks.fields import Bound, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
@@ -313,7 +313,7 @@ LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
+class Timing(Checked):
   """How calls are timed: over random tokens, in runs that take turns.
 
   Attributes:
@@ -336,9 +336,6 @@ class Timing:
   # One round has no spread, and so no error.
   repeats: Annotated[int, Bound(2)] = 7
   seed: int = 0
-
-  def __post_init__(self):
-    check_types(self)
 
   def request(self, target: LanguageModel, batch: int, gamma: int) -> Request:
     """What is decoded, with a number of rows and of proposals per round."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import rich.console
 
-from specdec_jax.checks.fields import Bound, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import total
@@ -44,7 +44,7 @@ _INTERVAL = (2.5, 97.5)  # percent
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class Method(Checked):
   """One way to decode.
 
   Attributes:
@@ -57,9 +57,6 @@ class Method:
   name: str
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   engine: Callable[[], Engine] | None = None
-
-  def __post_init__(self):
-    check_types(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import Checked, unexpected
 from specdec_jax.models import kv_cache, layers, products
 from specdec_jax.models.base import PAD_ID, START_ID, Params
 from specdec_jax.models.layers import Stack
@@ -460,7 +460,7 @@ def _add_tokens(module: Any, tokens: Tokens) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer:
+class Transformer(Checked):
   """A `LanguageModel`, see `models.base`; families add their configuration.
 
   Attributes:
@@ -469,9 +469,6 @@ class Transformer:
 
   config: Any
   ends_inputs = True  # whether the end of sequence follows an encoder's text
-
-  def __post_init__(self):
-    check_types(self)
 
   @property
   def shape(self) -> Shape:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.checks.fields import check_types, package, unexpected
+from specdec_jax.checks.fields import Checked, package, unexpected
 from specdec_jax.serving.log import logging_to_stderr, say
 from specdec_jax.serving.settings import ServeSettings, listening_socket
 from specdec_jax.serving.worker import Worker
@@ -31,7 +31,7 @@ class ReplicasError(OSError):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplicaSettings:
+class ReplicaSettings(Checked):
   """How many replicas there are, and what Ray reserves for each.
 
   Attributes:
@@ -49,9 +49,6 @@ class ReplicaSettings:
   cpus: Amount = 1.0
   gpus: Amount = 0.0
   resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-  def __post_init__(self):
-    check_types(self)
 
 
 def run(

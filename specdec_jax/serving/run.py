@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types, package, unexpected
+from specdec_jax.checks.fields import Checked, package, unexpected
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
@@ -25,7 +25,7 @@ _MOST_KEYS = 1 << 20  # bytes of a file of keys
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Checked):
   """What `specdec serve` is configured by.
 
   Attributes:
@@ -48,9 +48,6 @@ class ServeConfig:
   draft_path: str | None = None
   calibration: str | None = None
   replicas: ReplicaSettings = ReplicaSettings()
-
-  def __post_init__(self):
-    check_types(self)
 
 
 def serve(

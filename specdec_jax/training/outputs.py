@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec_jax import files, partitioning
 from specdec_jax.checkpoints.disk_arrays import fingerprint
-from specdec_jax.checks.fields import Bound, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import example_keys, new_request
@@ -36,7 +36,7 @@ _COMPLETE = 'complete'  # the last line of a file of outputs
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputsConfig:
+class OutputsConfig(Checked):
   """How outputs are generated.
 
   Attributes:
@@ -58,9 +58,6 @@ class OutputsConfig:
   max_ratio: Amount = 1.25
   max_extra: Positive = 8
   seed: int = 0
-
-  def __post_init__(self):
-    check_types(self)
 
   def limit(self, source_length: int) -> int:
     """Tokens that the output of a source may have, its end included."""

@@ -17,7 +17,7 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.safetensors_files import import_safetensors
-from specdec_jax.checks.fields import Bound, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration
@@ -49,7 +49,7 @@ _SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
 
 
 @dataclasses.dataclass(frozen=True)
-class DistilConfig:
+class DistilConfig(Checked):
   """What a drafter is made of.
 
   Attributes:
@@ -81,9 +81,6 @@ class DistilConfig:
   max_gamma: Positive = 16
   num_tokens: Positive = 2000
   repeats: Annotated[int, Bound(2)] = 9
-
-  def __post_init__(self):
-    check_types(self)
 
 
 def distil(

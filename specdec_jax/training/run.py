@@ -15,7 +15,7 @@ from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import Checked, check_types, unexpected
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
@@ -64,7 +64,7 @@ _NUM_EVAL_OUTPUTS = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTarget:
+class FromTarget(Checked):
   """Learning from another model: distillation.
 
   Attributes:
@@ -83,9 +83,6 @@ class FromTarget:
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
   outputs_folder: str | None = None
-
-  def __post_init__(self):
-    check_types(self)
 
 
 @dataclasses.dataclass(frozen=True)

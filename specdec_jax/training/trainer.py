@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import Checked
 from specdec_jax.models.base import Params
 from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective
@@ -32,7 +32,7 @@ _NOT_MUON = (
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
   """The settings of a run of the training loop.
 
   Attributes:
@@ -60,9 +60,6 @@ class TrainConfig:
   learning_rate: Above0 = 2e-3
   warmup_steps: Count = 200
   weight_decay: float = 0.01
-
-  def __post_init__(self):
-    check_types(self)
 
 
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
