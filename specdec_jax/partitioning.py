@@ -31,13 +31,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
-from specdec_jax.models import backend, cpu_layout, integers
-from specdec_jax.models.base import (
-  LanguageModel,
-  NetworkWrapper,
-  Params,
-  param_shapes,
-)
+from specdec_jax.models import backend, base, cpu_layout, integers
+from specdec_jax.models.base import LanguageModel, NetworkWrapper, Params
 from specdec_jax.models.cpu_layout import Layout
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.models.layers import PARAM_DTYPES
@@ -207,7 +202,7 @@ class Partition:
         # The devices may divide a kernel's H * D and yet not divide H.
         heads = getattr(stack, name, 0)
         self._check_shape(f'attention, {name}', ('heads',), (heads,))
-    shapes = param_shapes(network)
+    shapes = base.param_shapes(network)
     flat = flax.traverse_util.flatten_dict(shapes, sep='/')
     for name, leaf in flat.items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)

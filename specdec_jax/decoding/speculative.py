@@ -17,13 +17,8 @@ from specdec_jax import probs
 from specdec_jax.decoding import fallback, tree_round
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, PairParams, Request
-from specdec_jax.drafters.base import (
-  Context,
-  Drafter,
-  ask_unless,
-  check_chain,
-  forbid_early_stops,
-)
+from specdec_jax.drafters import base
+from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import (
@@ -100,7 +95,7 @@ def step(
     logits = target.head(params.target, features)
     # Determine the number of accepted guesses n; draw t after them.
     places = tree_round.places_of(draft)
-    allowed = forbid_early_stops(logits, context, places=places)
+    allowed = base.forbid_early_stops(logits, context, places=places)
     verdict = judge(request, draft, allowed, context.keys)
     draft, verdict, logits, cache = tree_round.keep_path(
       target, request, state, draft, verdict, logits, cache
@@ -139,7 +134,7 @@ def propose(
     draft, drafter_state = ask(state.drafter_state)
   else:
     all_rest = ~jnp.any(state.running & (state.rests.left == 0))
-    draft, drafter_state = ask_unless(all_rest, ask, state.drafter_state)
+    draft, drafter_state = base.ask_unless(all_rest, ask, state.drafter_state)
   usable = tree_round.usable_length(request, draft)
   length = jnp.minimum(usable, _budget(request, state))
   return draft.replace(length=length.astype(jnp.int32)), drafter_state
@@ -257,7 +252,7 @@ def no_features(
   """Zeros [B, M], of the features' dtype; None if the drafter reads none."""
   if not drafter.reads_features:
     return None
-  check_chain(drafter, 'What reads features of the target')
+  base.check_chain(drafter, 'What reads features of the target')
   token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
   shape, _ = jax.eval_shape(target.extend, params, cache, token)
   return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)

@@ -18,13 +18,8 @@ from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.checks.fields import check_number, unexpected
-from specdec_jax.drafters.base import (
-  Context,
-  Drafter,
-  DrafterState,
-  check_chain,
-  forbid_early_stops,
-)
+from specdec_jax.drafters import base
+from specdec_jax.drafters.base import Context, Drafter, DrafterState
 from specdec_jax.drafters.small_model import (
   as_drafter,
   catch_up,
@@ -81,7 +76,7 @@ def cascade(
   check_number('gamma of a cascade', gamma, 1)
   own, drafter = small_model(model), as_drafter(drafter)
   network = cast(LanguageModel, own.network)
-  check_chain(drafter, 'cascade')
+  base.check_chain(drafter, 'cascade')
   if drafter.reads_features:
     expected = 'a drafter that does not read features of the target'
     advice = 'Give it to the engine alone or in with_fallback.'
@@ -117,7 +112,7 @@ def cascade(
     logits, cache = read_last(
       network, params[0], now.cache, tokens, length, gamma
     )
-    verdict, rows = _judge(draft, forbid_early_stops(logits, inner), inner)
+    verdict, rows = _judge(draft, base.forbid_early_stops(logits, inner), inner)
     accepted = verdict.num_accepted
     tokens = write(tokens, verdict.next_token[:, None], (length + accepted,))
     count = jnp.where(now.done < goal, accepted + 1, 0)

@@ -26,12 +26,8 @@ from flax import linen as nn
 from specdec_jax.checkpoints import t5x
 from specdec_jax.checkpoints.load import locate, open_checkpoint
 from specdec_jax.checks.fields import Checked, unexpected
-from specdec_jax.drafters.base import (
-  Context,
-  Drafter,
-  draft_uniforms,
-  draw_next,
-)
+from specdec_jax.drafters import base
+from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models import products
 from specdec_jax.models.base import Params
 from specdec_jax.types import Draft, Positive
@@ -145,7 +141,7 @@ def heads(
       advice = f'Train heads for it, with {_MADE_BY}.'
       raise unexpected('heads', expected, network.emb_dim, advice)
     count = min(network.num_heads, context.gamma)
-    uniforms = draft_uniforms(context)
+    uniforms = base.draft_uniforms(context)
 
     place = context.length[:, None] - 1
     last = jnp.take_along_axis(context.tokens, place, axis=1)
@@ -157,7 +153,8 @@ def heads(
       each = [network.apply(params, i, features, embedded) for i in heads_now]
       logits = target.head(context.target_params, jnp.stack(each, axis=1))
       drawn += [
-        draw_next(logits[:, i - first], context, i, uniforms) for i in heads_now
+        base.draw_next(logits[:, i - first], context, i, uniforms)
+        for i in heads_now
       ]
       last = drawn[-1][0][:, None]
       embedded = jnp.concatenate(

@@ -22,12 +22,8 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.drafters.base import (
-  Context,
-  draft_uniforms,
-  draw,
-  forbid_early_stops,
-)
+from specdec_jax.drafters import base
+from specdec_jax.drafters.base import Context
 from specdec_jax.types import Draft, LengthRule
 
 # Without a calibration: a draft has at most so many proposals; a call of the
@@ -94,15 +90,15 @@ def draft(
     raise ValueError('length.draft needs a context with a rule, got none.')
   batch, vocab_size = logits.shape
   size = context.gamma
-  uniforms = draft_uniforms(context)
+  uniforms = base.draft_uniforms(context)
 
   def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
     index = now.index
-    logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
+    logits = base.forbid_early_stops(logits[:, None], context, index)[:, 0]
     survival = now.survival * acceptance_of(probs.top_prob(logits))
     makes = now.asks & (survival > rule.worth[index])
     own = None if uniforms is None else uniforms[index]
-    token, row = draw(logits, context, own)
+    token, row = base.draw(logits, context, own)
     rows = now.rows
     if rows is not None:
       rows = lax.dynamic_update_slice_in_dim(rows, row[:, None], index, 1)

@@ -11,13 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.drafters.base import (
-  Context,
-  Drafter,
-  draft_uniforms,
-  draw,
-  forbid_early_stops,
-)
+from specdec_jax.drafters import base
+from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.types import Draft
 
@@ -57,18 +52,18 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
       known = context.length + index
       node = longest_known(table, recent, known)
       ids, logits = continuations(table, node, most)
-      logits = forbid_early_stops(
+      logits = base.forbid_early_stops(
         logits[:, None], context, index, ids[:, None]
       )[:, 0]
       possible = jnp.max(logits, axis=1) > -jnp.inf
       # A row without any entry proposes nothing; this only avoids NaN there.
       logits = jnp.where(possible[:, None], logits, 0.0)
-      choice, rows = draw(logits, context, uniforms)
+      choice, rows = base.draw(logits, context, uniforms)
       token = jnp.take_along_axis(ids, choice[:, None], axis=1)
       recent = jnp.concatenate([token, recent], axis=1)[:, :size]
       return recent, (token[:, 0], ids, rows, possible)
 
-    steps = jnp.arange(context.gamma), draft_uniforms(context)
+    steps = jnp.arange(context.gamma), base.draft_uniforms(context)
     _, (tokens, ids, rows, possible) = lax.scan(one, recent, steps)
     dense = None if rows is None else _dense(ids, rows, width)
     # The draft ends before its first impossible proposal.

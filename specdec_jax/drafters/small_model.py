@@ -15,13 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax.checks.fields import unexpected
+from specdec_jax.drafters import base
 from specdec_jax.drafters import length as length_rules
-from specdec_jax.drafters.base import (
-  Context,
-  Drafter,
-  draft_uniforms,
-  draw_next,
-)
+from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
@@ -62,12 +58,12 @@ def small_model(model: Model | LanguageModel) -> Drafter:
 
     if context.rule is not None:
       return length_rules.draft(logits[:, 0], cache, context, read)
-    uniforms = draft_uniforms(context)
-    drawn = draw_next(logits[:, 0], context, 0, uniforms)
+    uniforms = base.draft_uniforms(context)
+    drawn = base.draw_next(logits[:, 0], context, 0, uniforms)
 
     def one_more(carry, index):
       logits, cache = read(*carry)
-      token, row = draw_next(logits, context, index, uniforms)
+      token, row = base.draw_next(logits, context, index, uniforms)
       return (cache, token), (token, row)
 
     (cache, _), more = lax.scan(

@@ -6,13 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specdec_jax.drafters.base import (
-  Context,
-  Drafter,
-  DrafterState,
-  ask_unless,
-  check_chain,
-)
+from specdec_jax.drafters import base
+from specdec_jax.drafters.base import Context, Drafter, DrafterState
 from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
@@ -52,7 +47,7 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   """
   second = as_drafter(second)
   for drafter in (first, second):
-    check_chain(drafter, 'with_fallback')
+    base.check_chain(drafter, 'with_fallback')
 
   def init(params, *args):
     batch = args[0].shape[:1]
@@ -69,7 +64,7 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     context = dataclasses.replace(context, skips_rounds=True)
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
-    other, second_state = ask_unless(
+    other, second_state = base.ask_unless(
       jnp.all(has_draft | ~context.running),
       lambda second_state: second.propose(params[1], second_state, context),
       state.second,

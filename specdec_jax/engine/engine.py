@@ -24,18 +24,9 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import alone, as_drafter
-from specdec_jax.engine import compilation_cache, scoring, trace
+from specdec_jax.engine import compilation_cache, pair, scoring, trace
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.pair import (
-  Room,
-  check_bos,
-  check_drafts,
-  check_pair,
-  first_id,
-  fitted,
-  own_vocabulary,
-  placed_pair,
-)
+from specdec_jax.engine.pair import Room
 from specdec_jax.engine.request import (
   Drafting,
   Languages,
@@ -179,22 +170,22 @@ class Engine:
       expected = 'a Model, such as specdec_jax.load or Model(network, params)'
       raise unexpected('target', expected, target)
     if drafter is not None:
-      drafter = fitted(target, as_drafter(drafter))
+      drafter = pair.fitted(target, as_drafter(drafter))
     if tokenizer is None:
-      tokenizer = own_vocabulary(target)
+      tokenizer = pair.own_vocabulary(target)
     elif isinstance(tokenizer, str | os.PathLike):
       tokenizer = Tokenizer(tokenizer)
     if not hasattr(tokenizer, 'encode'):  # somebody's own has it
       raise unexpected('tokenizer', 'a Tokenizer or a path', tokenizer)
-    check_pair(target, drafter, tokenizer)
+    pair.check_pair(target, drafter, tokenizer)
     if isinstance(tokenizer, Tokenizer):
       tokenizer = tokenizer.for_network(
         target.network.vocab_size, split_special_tokens, skip_special_tokens
       )
     bos_id = target.bos_id if bos_id is None else bos_id
     if bos_id is None:
-      bos_id = first_id(target.network, tokenizer, {})
-    check_bos(bos_id, target.network)
+      bos_id = pair.first_id(target.network, tokenizer, {})
+    pair.check_bos(bos_id, target.network)
     self.tokenizer, self.target = tokenizer, target.network
     self.source_lang, self.target_lang = source_lang, target_lang
     self.languages()  # or an error
@@ -215,7 +206,7 @@ class Engine:
     self.models = {'target': target.without_params()}
     if drafter is not None and (small := alone(drafter)) is not None:
       self.models['draft'] = small.without_params()
-    self.target, drafter, self.params, self.fingerprints = placed_pair(
+    self.target, drafter, self.params, self.fingerprints = pair.placed_pair(
       target, drafter, placement
     )
     self.room.placed()
@@ -689,7 +680,7 @@ class Engine:
       as_gamma(gamma) if gamma is not None else (self._gamma, self._rule)
     )
     if speculative:
-      check_drafts(self.drafter, rule is not None, asked.num_beams)
+      pair.check_drafts(self.drafter, rule is not None, asked.num_beams)
     else:
       most, rule = 0, None
     if asked.stop_ids is None:

@@ -15,16 +15,8 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
-from specdec_jax.models import sizes
-from specdec_jax.models.base import (
-  START_ID,
-  LanguageModel,
-  Params,
-  ends_inputs,
-  pad_id,
-  reads_encoder,
-  start_id,
-)
+from specdec_jax.models import base, sizes
+from specdec_jax.models.base import START_ID, LanguageModel, Params
 from specdec_jax.models.causal_lm import CausalLM
 from specdec_jax.models.families import Config
 from specdec_jax.models.integers import in_floats, is_integers
@@ -253,7 +245,7 @@ def check_pair(
   """
   if target.unfollowed:
     warnings.warn(target.unfollowed, stacklevel=3)
-  if reads_encoder(target.network):
+  if base.reads_encoder(target.network):
     expected = 'a model with an encoder of its own, which only a draft may lack'
     raise unexpected('target', expected, target.name)
   _check_side('target', target, tokenizer)
@@ -294,7 +286,7 @@ def _check_draft(target: Model, draft: Model) -> None:
   if draft.network.has_encoder and not target.network.has_encoder:
     expected = 'a decoder-only model, for the target has no encoder'
     raise unexpected('draft', expected, draft.name)
-  pads = pad_id(draft.network), pad_id(target.network)
+  pads = base.pad_id(draft.network), base.pad_id(target.network)
   if draft.network.has_encoder and pads[0] != pads[1]:
     expected = f"padding with id {pads[1]}, as in the target's family"
     raise unexpected('draft', expected, f'id {pads[0]}')
@@ -316,7 +308,7 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
   width = _encoded_dim(network)
   for model in drafter.models:
     wanted = _encoded_dim(model.network)
-    if reads_encoder(model.network) and None not in (wanted, width):
+    if base.reads_encoder(model.network) and None not in (wanted, width):
       if wanted != width:
         expected = f'one that reads an encoder of width {width}'
         advice = 'Distil a drafter for this target (specdec distil).'
@@ -335,7 +327,7 @@ def _check_encoded(target: Model, tokenizer: Tokenizer) -> None:
     ends = ' or '.join(map(str, target.stop_ids))
     expected = f"id {ends}, the eos_token_id in the target's folder"
     raise unexpected(f'end in {tokenizer.path}', expected, tokenizer.eos_id)
-  padding = pad_id(target.network)
+  padding = base.pad_id(target.network)
   # A tokenizer of somebody's own need not know what is text.
   if isinstance(tokenizer, Tokenizer) and tokenizer.is_text(padding):
     expected = 'what the target reads as padding, no text'
@@ -422,7 +414,7 @@ def first_id(
       then asks again.
     described: config.json of its folder; {} if it has none.
   """
-  if network.has_encoder and ends_inputs(network):
+  if network.has_encoder and base.ends_inputs(network):
     return None
   by_vocabulary = isinstance(network, CausalLM | T5Gemma)
   # A tokenizer of somebody's own need not know what its texts begin with.
@@ -430,7 +422,7 @@ def first_id(
     bos_id: int | None = getattr(tokenizer, 'bos_id', None)
     return bos_id  # Qwen's config.json names one that it never reads
   if network.has_encoder:
-    return start_id(network)
+    return base.start_id(network)
   named = described.get('bos_token_id')
   if type(named) is int and 0 <= named < network.vocab_size:
     if tokenizer is not None or not by_vocabulary:
@@ -445,8 +437,10 @@ def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   """Raises ValueError if the target's texts cannot begin with `bos_id`."""
   if bos_id is None:
     return
-  if network.has_encoder and ends_inputs(network):
-    expected = f'None: the target begins with id {start_id(network)} by itself'
+  if network.has_encoder and base.ends_inputs(network):
+    expected = (
+      f'None: the target begins with id {base.start_id(network)} by itself'
+    )
     raise unexpected('bos_id', expected, bos_id)
   if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
     expected = f'None or an id below {network.vocab_size}'

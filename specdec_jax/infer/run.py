@@ -22,13 +22,8 @@ import rich.console
 
 from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.decoding import fallback
-from specdec_jax.engine import calibration, scoring
-from specdec_jax.engine.completion import (
-  Completion,
-  CompletionStats,
-  no_distribution,
-  passed_over,
-)
+from specdec_jax.engine import calibration, completion, scoring
+from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Continuous
@@ -535,7 +530,7 @@ class Way:
 def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
   """A scored target in the form of a decoded output."""
   if math.isnan(score.total):
-    return passed_over('error', no_distribution())
+    return completion.passed_over('error', completion.no_distribution())
   stats = CompletionStats(num_tokens=len(target), num_target_calls=1)
   return Completion('', [*target], list(score.log_probs), 'scored', stats)
 

@@ -21,19 +21,12 @@ from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import ADAPTIVE
+from specdec_jax.measure import table
 from specdec_jax.measure.calibrate import call_costs, for_host
 from specdec_jax.measure.calls import Run, interleave
 from specdec_jax.measure.record import Record, where
 from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import (
-  PALETTE,
-  Column,
-  Table,
-  bar,
-  finish,
-  save_plot,
-  started,
-)
+from specdec_jax.measure.table import PALETTE, Column, Table
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Amount, Positive
 
@@ -151,7 +144,7 @@ def compare(
       calibration is of another pair or machine, or a greedy output differs from
       the plain one.
   """
-  console = started(config, console)
+  console = table.started(config, console)
   loaded = [calibration.load(path) for path in config.calibrations if path]
   # Engines that are equal are made once.
   makers = [method.engine for method in config.all_methods]
@@ -163,7 +156,7 @@ def compare(
     one.temperature: one for one in loaded
   }
   if config.acceptance and not loaded:
-    with bar(console, 'Timing calls on this host'):
+    with table.bar(console, 'Timing calls on this host'):
       for temperature in config.temperatures:
         known[temperature] = for_host(engine, config.acceptance, 1, temperature)
   texts = read_prompts(
@@ -172,7 +165,7 @@ def compare(
   settings = list(itertools.product(config.temperatures, config.rows))
   measured = []
   steps = len(settings) * config.repeats
-  with bar(console, 'Compiling and timing', steps) as advance:
+  with table.bar(console, 'Compiling and timing', steps) as advance:
     for temperature, rows in settings:
       chosen = known.get(temperature)
       measured += _rows(config, made, chosen, texts, temperature, rows, advance)
@@ -185,7 +178,7 @@ def compare(
     'rows_measured': measured,
   }
   record = new_record(KIND, shown.to_json() | content)
-  finish(config, console, record, shown)
+  table.finish(config, console, record, shown)
   if config.plot_file:
     plot(config.plot_file, record)
   return record
@@ -438,4 +431,4 @@ def plot(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
     axes.legend(loc='upper left', bbox_to_anchor=(1, 1))  # covers no bar
     axes.set_title(record['machine']['device'])
 
-  save_plot(path, draw, (7.2, 1.6 + 0.5 * len(names)))
+  table.save_plot(path, draw, (7.2, 1.6 + 0.5 * len(names)))

@@ -21,15 +21,8 @@ from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.pair import first_id
 from specdec_jax.files import shipped
-from specdec_jax.models import sizes
-from specdec_jax.models.base import (
-  PAD_ID,
-  LanguageModel,
-  Params,
-  pad_id,
-  reads_encoder,
-  start_id,
-)
+from specdec_jax.models import base, sizes
+from specdec_jax.models.base import PAD_ID, LanguageModel, Params
 from specdec_jax.text import tasks
 from specdec_jax.text.tasks import (
   FEATURES,
@@ -162,7 +155,7 @@ class TrainRun:
     model: Any = self.model
     target = self.target
     for name, network in (('model', model), ('target', target)):
-      if (padding := pad_id(network)) != PAD_ID:
+      if (padding := base.pad_id(network)) != PAD_ID:
         expected = f'a network that pads with id {PAD_ID}, as batches do'
         raise unexpected(f'TrainRun: {name}', expected, padding)
     config = getattr(target, 'config', None)
@@ -177,9 +170,9 @@ class TrainRun:
     elif target is not None and target.vocab_size != model.vocab_size:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
-    if not getattr(target, 'has_encoder', False) or reads_encoder(target):
+    if not getattr(target, 'has_encoder', False) or base.reads_encoder(target):
       width = None  # of an encoder
-    if reads_encoder(model) and width != model.shape.encoded_dim:
+    if base.reads_encoder(model) and width != model.shape.encoded_dim:
       expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
@@ -266,7 +259,7 @@ def train(
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
   about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
-  if about or reads_encoder(run.model):
+  if about or base.reads_encoder(run.model):
     about['target'] = made_for
   dtype = jnp.dtype(run.export_dtype)
   t5x.save_t5x(path, params, step, dtype, about or None)
@@ -301,8 +294,8 @@ def first_token(
 
   None: texts of this network begin with nothing.
   """
-  if network.has_encoder or reads_encoder(network) or tokenizer is None:
-    return start_id(network)
+  if network.has_encoder or base.reads_encoder(network) or tokenizer is None:
+    return base.start_id(network)
   return first_id(network, tokenizer, {})
 
 
