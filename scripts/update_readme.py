@@ -60,19 +60,13 @@ def fill(document: str, root: pathlib.Path, name: str = 'README.md') -> str:
     name: of the file, for messages.
 
   Raises:
-    ValueError: there is no block, or a file is not of a known kind.
+    ValueError: there is no block, or a file is missing or of no known kind.
   """
   if not _BLOCK.search(document):
     raise ValueError(f'{name} has no line <!-- results: FILE | COMMAND -->')
 
   def block(match: re.Match[str]) -> str:
-    paths = [root / name for name in match['file'].split(',')]
-    if all(path.exists() for path in paths):
-      text = _render(*paths)
-    else:
-      text = (
-        f'Nothing has been measured yet; this fills it:\n`{match["command"]}`'
-      )
+    text = _render(*(root / name for name in match['file'].split(',')))
     return f'{match[1]}\n{text}\n\n{match["end"]}'
 
   return _BLOCK.sub(block, document)

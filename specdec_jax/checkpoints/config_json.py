@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 
 from specdec_jax import files
-from specdec_jax.checkpoints.families import (
-  WORDS,
-  Described,
-  Family,
-  family_of,
-)
+from specdec_jax.checkpoints import families
+from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.generation import FILE, SETTINGS
-from specdec_jax.checks.fields import check_choice, check_type, unexpected
+from specdec_jax.checks.fields import (
+  check_choice,
+  check_number,
+  check_type,
+  unexpected,
+)
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
@@ -38,7 +39,7 @@ ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
 # The entry of a decoder that reads its target's encoder: that one's width.
 ENCODER_DIM = 'specdec_encoder_dim'
 
-_WORDS = WORDS['config']
+_WORDS = families.WORDS['config']
 _NO_MATTER = re.compile('|'.join(_WORDS['no_matter']))
 _AROUND_TEXT = {*_WORDS['around_text']}
 _KINDS: Mapping[str, Any] = _WORDS['layers']
@@ -96,8 +97,7 @@ def _fields_of(
 
 def _check_size(value: Any, name: str, where: str) -> None:
   least = 0 if name in _WORDS['may_be_zero'] else 1
-  if type(value) is not int or value < least:
-    raise unexpected(f'{where}: {name}', f'a whole number from {least}', value)
+  check_number(f'{where}: {name}', value, least)
 
 
 def check_fields(
@@ -414,7 +414,7 @@ def read_config(
       differs from what the network here has, or is not known and might change
       what the model says.
   """
-  family = family_of(described, where)
+  family = families.family_of(described, where)
   tied = is_tied(family, described) if tied is None else tied
   return _MAKERS[family.make](family, described, where, tied)
 

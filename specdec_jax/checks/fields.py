@@ -30,7 +30,8 @@ class Bound(NamedTuple):
   """
 
   least: float
-  is_open: bool = False  # whether the value must be above it
+  most: float = math.inf
+  is_open: bool = False  # whether the value must be above the least
 
 
 def check_types(config: Any) -> None:
@@ -123,7 +124,8 @@ def is_a(value: Any, hint: Any) -> bool:
 
 def _is_within(value: Any, bound: Bound) -> bool:
   size = len(value) if hasattr(value, '__len__') else value
-  return size > bound.least if bound.is_open else size >= bound.least
+  least = size > bound.least if bound.is_open else size >= bound.least
+  return least and size <= bound.most
 
 
 def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
@@ -141,10 +143,11 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
 def _described(hint: Any) -> str:
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
-    what, (least, is_open) = inside[0], inside[1]
+    what, (least, most, is_open) = inside[0], inside[1]
     if what not in (int, float):
       return f'{_described(what)}, {least:g} or more of them'
-    return f'{_described(what)} {"above" if is_open else "from"} {least:g}'
+    end = f' to {most:.15g}' if math.isfinite(most) else ''
+    return f'{_described(what)} {"above" if is_open else "from"} {least:g}{end}'
   if origin in (Union, types.UnionType):
     return _either([_described(option) for option in inside])
   if origin is Literal:

@@ -1,17 +1,16 @@
 """Heads on the target's last hidden state as a drafter; no network of its own.
 
-Blockwise parallel decoding (Stern et al. 2018) and Medusa (Cai et al. 2024):
-head i predicts the token i places after the last committed one, from the hidden
-state that gave that token, and from the token itself. Conditioned heads also
-read the proposals before their own (Hydra, Ankner et al. 2024).
+Blockwise parallel decoding (Stern et al. 2018), Medusa (Cai et al. 2024) and
+Hydra (Ankner et al. 2024): head i predicts the token i places after the last
+committed one, from the hidden state that gave that token, from the token
+itself, and, as in Hydra, from the proposals before its own.
 
 Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), whose result
 goes through the target's own output layer. That layer and the embeddings e are
 the target's, read from its parameters and not copied. So heads of M = H add
 (3 M^2 + M) numbers each, where a matrix of its own would add M * V: at T5-XXL's
-size 50 million and 132 million. What is read in a round is another matter:
-heads that do not wait for each other read the output layer once for all,
-conditioned heads once for each, as a small model of that width would.
+size 50 million and 132 million. A round reads the output layer once for each
+head, as a small model of that width would.
 """
 
 import dataclasses
@@ -62,7 +61,6 @@ class Heads(Checked):
     num_heads: the most tokens that they propose.
     emb_dim: M, the target's.
     hidden_dim: H, width inside a head.
-    conditioned: whether a head reads the proposals of those before it.
 
   Raises:
     ValueError: a number is below 1.
@@ -71,7 +69,6 @@ class Heads(Checked):
   num_heads: Positive = 4
   emb_dim: Positive = 512
   hidden_dim: Positive = 512
-  conditioned: bool = True
 
   @property
   def _head(self) -> _Head:
@@ -83,14 +80,10 @@ class Heads(Checked):
       f'heads_{i}': self._head.init(
         jax.random.fold_in(key, i),
         jnp.zeros((1, self.emb_dim)),
-        jnp.zeros((1, self.num_read(i) * self.emb_dim)),
+        jnp.zeros((1, (1 + i) * self.emb_dim)),
       )['params']
       for i in range(self.num_heads)
     }
-
-  def num_read(self, index: int) -> int:
-    """How many tokens head `index` reads: the committed one and proposals."""
-    return 1 + index if self.conditioned else 1
 
   def apply(
     self, params: Params, index: int, features: jax.Array, embedded: jax.Array
@@ -101,14 +94,13 @@ class Heads(Checked):
       params: as of `init`.
       index: static, number of the head, from 0.
       features: [..., M].
-      embedded: [..., n, M], n >= `num_read(index)`: embeddings of the last
-        committed token and of the proposals so far.
+      embedded: [..., 1 + index, M], embeddings of the last committed token and
+        of the proposals so far.
 
     Returns:
       [..., M].
     """
-    size = self.num_read(index)
-    read = embedded[..., :size, :].reshape(*features.shape[:-1], -1)
+    read = embedded.reshape(*features.shape[:-1], -1)
     own = {'params': params[f'heads_{index}']}
     made: Any = self._head.apply(own, features, read)
     return made
@@ -147,15 +139,10 @@ def heads(
     last = jnp.take_along_axis(context.tokens, place, axis=1)
     embedded = target.embed(context.target_params, last)
     drawn: list[Any] = []
-    together = 1 if network.conditioned else count
-    for first in range(0, count, together):
-      heads_now = range(first, first + together)
-      each = [network.apply(params, i, features, embedded) for i in heads_now]
-      logits = target.head(context.target_params, jnp.stack(each, axis=1))
-      drawn += [
-        base.draw_next(logits[:, i - first], context, i, uniforms)
-        for i in heads_now
-      ]
+    for i in range(count):
+      own = network.apply(params, i, features, embedded)
+      logits = target.head(context.target_params, own[:, None])[:, 0]
+      drawn.append(base.draw_next(logits, context, i, uniforms))
       last = drawn[-1][0][:, None]
       embedded = jnp.concatenate(
         [embedded, target.embed(context.target_params, last)], axis=1
@@ -174,7 +161,7 @@ def heads(
     lambda *_: (),
     propose,
     lambda state, _: state,
-    f'heads({network.num_heads}{", conditioned" * network.conditioned})',
+    f'heads({network.num_heads})',
     params,
     reads_features=True,
     made_for=made_for,
@@ -213,8 +200,7 @@ def _shape_of(params: Params, source: str) -> Heads:
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   try:
     hidden, width = flat['heads_0/wo/kernel'].shape
-    last = flat[f'heads_{len(params) - 1}/wi/kernel'].shape[0]
   except (KeyError, ValueError) as error:
     expected = 'heads_0/wo/kernel [H, M] and so on'
     raise unexpected(f'heads of {source!r}', expected, sorted(flat)) from error
-  return Heads(len(params), width, hidden, last > 2 * width)
+  return Heads(len(params), width, hidden)

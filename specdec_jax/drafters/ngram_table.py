@@ -72,11 +72,6 @@ class NGramTable:
     edges = _edges(np.asarray(self.children), self.order)
     return tuple(int(size) for size in np.diff(edges))
 
-  @property
-  def num_bytes(self) -> int:
-    """Bytes of the arrays on the device."""
-    return sum(getattr(self, name).nbytes for name in _ARRAYS)
-
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes an `.npz` file, whole or not at all; makes its folder.
 

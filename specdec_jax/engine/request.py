@@ -10,11 +10,12 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from specdec_jax.checks.fields import (
+  Bound,
   check_number,
   check_types,
   is_a,
@@ -145,7 +146,7 @@ class Options:
   top_p: float = 1.0
   max_length: Positive | None = None
   min_length: Count = 0
-  num_samples: Positive = 1
+  num_samples: Annotated[int, Bound(1, MOST_ROWS)] = 1
   stop_strings: Sequence[str] = ()
   stop_ids: Sequence[int] | None = None
   seed: int = 0
@@ -170,8 +171,6 @@ class Options:
       object.__setattr__(self, 'stop_strings', (self.stop_strings,))
     check_lenience(self.lenience)
     check_types(self)
-    if self.num_samples > MOST_ROWS:
-      raise unexpected('num_samples', f'at most {MOST_ROWS}', self.num_samples)
     if '' in self.stop_strings:
       raise unexpected('stop_strings', 'no empty string', self.stop_strings)
     if self.judges_blocks and self.lenience != 1:

@@ -11,12 +11,12 @@ import itertools
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.engine.completion import Completion, passed_over
 from specdec_jax.engine.engine import Engine
@@ -118,7 +118,7 @@ class DecodeConfig:
   split: str = 'test'
   mode: Literal['predict', 'score', 'predict_with_aux'] = 'predict'
   decoding: Literal['both', 'plain', 'speculative'] = 'both'
-  batch_size: Positive = 1
+  batch_size: Annotated[int, Bound(1, MOST_ROWS)] = 1
   batching: Literal['fixed', 'continuous'] = 'fixed'
   prompt_feature: str | None = None
   shard_id: Count = 0
@@ -127,7 +127,7 @@ class DecodeConfig:
   include_all_inputs: bool = False
   prefix: str = ''
   distinct: bool = False
-  metrics: tuple[str, ...] | str | None = 'task'
+  metrics: tuple[str, ...] | Literal['task'] | None = 'task'
   chat: bool = False
   calibration: str | None = None
   acceptance: str | None = None
@@ -159,12 +159,8 @@ class DecodeConfig:
     for name in _PATHS:
       path = getattr(self, name)
       yield name, path is None or (path and '://' not in path), local
-    rows, shards = self.batch_size, self.num_shards
-    yield 'batch_size', rows <= MOST_ROWS, f'at most {MOST_ROWS}'
+    shards = self.num_shards
     yield 'shard_id', self.shard_id < shards, f'less than {shards} (num_shards)'
-    names = "names, as ('bleu',), 'task' (the task's own), or () for none"
-    is_text = isinstance(self.metrics, str)
-    yield 'metrics', not is_text or self.metrics == 'task', names
     lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
     sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
     are_sizes = all(type(size) is int for size in sizes)

@@ -325,7 +325,8 @@ def _check(
   settings: ServeSettings,
 ) -> None:
   """Raises ValueError for a field that does not fit, alone or with others."""
-  n, count, most = request.n, len(request.prompts), settings.most_outputs
+  n, count = request.n, len(request.prompts)
+  most = min(settings.max_outputs, settings.max_waiting)
   longest, stops = engine.max_decode_len, request.stop
   search, beams = request.use_beam_search, list(settings.beams)
   scores = request.num_top is not None

@@ -2,15 +2,16 @@
 
 import dataclasses
 import socket
+from typing import Annotated
 
-from specdec_jax.checks.fields import check_types, unexpected
-from specdec_jax.types import Above0, Count, Positive
+from specdec_jax.checks.fields import Bound, Checked
+from specdec_jax.types import Above0, Positive
 
 _LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeSettings:
+class ServeSettings(Checked):
   """How requests are taken and decoded.
 
   Attributes:
@@ -45,7 +46,7 @@ class ServeSettings:
   """
 
   host: str = '127.0.0.1'
-  port: Count = 8000
+  port: Annotated[int, Bound(0, 65535)] = 8000
   model_name: str | None = None
   rows: Positive = 16
   speculative: bool | None = None
@@ -61,16 +62,6 @@ class ServeSettings:
   idle_seconds: Above0 = 75.0
   drain_seconds: Above0 = 30.0
   api_key_file: str | None = None
-
-  def __post_init__(self):
-    check_types(self)
-    if self.port >= 1 << 16:
-      raise unexpected('port', 'a number in [0, 65535]', self.port)
-
-  @property
-  def most_outputs(self) -> int:
-    """Outputs that a request may ask for, and that may wait."""
-    return min(self.max_outputs, self.max_waiting)
 
   @property
   def end_seconds(self) -> float:

@@ -174,9 +174,8 @@ class HeadDistillation(Distillation):
 
   All places of a sequence are taken at once, teacher forced: at the place of
   its token d_s, heads read the feature whose logits gave d_s (zeros for the
-  start token) and the embedding of d_s, conditioned heads those of the tokens
-  after it as well. 'alpha_i' and 'agreement_i' are those of head i, behind
-  accepted proposals.
+  start token) and the embeddings of d_s and of the tokens after it. 'alpha_i'
+  and 'agreement_i' are those of head i, behind accepted proposals.
 
   Attributes:
     draft: a `drafters.heads.Heads`; the target is a network of this library.
@@ -197,7 +196,7 @@ class HeadDistillation(Distillation):
       # Head i at place s is to say what the target says at place s + i.
       count = places - i
       read = jnp.stack(
-        [embedded[:, j : j + count] for j in range(self.draft.num_read(i))],
+        [embedded[:, j : j + count] for j in range(1 + i)],
         axis=2,
       )
       states = self.draft.apply(params, i, before[:, :count], read)

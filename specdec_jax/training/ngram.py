@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import rich.console
 
 from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
@@ -93,7 +94,8 @@ def fit_ngram(
     for length, number in enumerate(table.num_contexts)
   ]
   rows.append(['continuations', f'{len(table.ids):,}'])
-  rows.append(['MiB on the device', f'{table.num_bytes / 2**20:.2f}'])
+  size = sum(array.nbytes for array in jax.tree.leaves(table))
+  rows.append(['MiB on the device', f'{size / 2**20:.2f}'])
   console.print(Table(os.fspath(config.output_file), ['what', ''], rows))
   return table
 
