@@ -21,7 +21,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import flax.traverse_util
 import jax
@@ -40,8 +40,9 @@ from specdec_jax.models.model import Model
 
 # The two axes of a mesh: requests are split over the first, weights over the
 # second.
-DATA, MODEL = 'data', 'model'
-MESH_AXES = (DATA, MODEL)
+DATA: Final = 'data'
+MODEL: Final = 'model'
+MeshAxis = Literal['data', 'model']
 
 Axes = tuple[str | None, ...]
 
@@ -111,16 +112,14 @@ class LogicalAxes:
       the same one.
   """
 
-  batch: str | None = DATA
-  embed: str | None = None
-  heads: str | None = MODEL
-  mlp: str | None = MODEL
-  vocab: str | None = MODEL
+  batch: MeshAxis | None = DATA
+  embed: MeshAxis | None = None
+  heads: MeshAxis | None = MODEL
+  mlp: MeshAxis | None = MODEL
+  vocab: MeshAxis | None = MODEL
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      if (value := getattr(self, field.name)) is not None:
-        check_choice(f'LogicalAxes.{field.name}', value, MESH_AXES)
+    check_types(self)
     for name, axes in (*_PARAMETERS, *CACHE.items()):
       split = [mesh_axis for mesh_axis in self.split(axes) if mesh_axis]
       if len(set(split)) < len(split):
@@ -479,8 +478,8 @@ class Placement:
       divides = f'a mesh that divides the {len(devices)} devices there are'
       raise unexpected('Placement', divides, [self.data, self.model])
     devices = devices[: data * model]
-    automatic = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((data, model), MESH_AXES, automatic, devices=devices)
+    names, automatic = (DATA, MODEL), (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((data, model), names, automatic, devices=devices)
     return Partition(mesh, self.axes)
 
 

@@ -21,18 +21,12 @@ from specdec_jax import files
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Index
 from specdec_jax.checkpoints.families import WORDS, Family
 from specdec_jax.checkpoints.safetensors_files import open_file
-from specdec_jax.checks.fields import check_type, unexpected
+from specdec_jax.checks.fields import check_number, check_type, unexpected
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 _PREFIX = 'base_model.model.'  # before all names, by PEFT
 _HALF = re.compile(r'(.+)\.lora_([AB])(?:\.\w+)?\.weight')
-# Fields that are read -> their types.
-_READ: dict[str, Any] = {
-  'peft_type': str,
-  'r': int,
-  'lora_alpha': float,
-  'use_rslora': bool | None,
-}
+_READ = {'peft_type', 'r', 'lora_alpha', 'use_rslora'}
 _NO_MATTER = {*WORDS['adapter']['no_matter']}
 # Ways to begin that leave W as it is. Others (pissa, olora, loftq, ...) change
 # it, and the adapter is a difference from what they made of it.
@@ -144,12 +138,12 @@ def _halves(folder: pathlib.Path) -> dict[str, tuple[DiskArray, DiskArray]]:
 def _check(described: Mapping[str, Any], where: str) -> None:
   """Raises ValueError for a field that is not known and asks for something."""
   neutral: tuple[Any, ...] = (None, False, '', [], {})
-  others = described.keys() - _READ.keys() - _NO_MATTER - _KNOWN.keys()
+  others = described.keys() - _READ - _NO_MATTER - _KNOWN.keys()
   values = dict.fromkeys(sorted(others), neutral) | _KNOWN
   for name, known in values.items():
     if (value := described.get(name)) not in known:
       raise unexpected(f'{where}: {name}', f'one of {known}', value, _MERGE)
-  for name, kind in _READ.items():
-    check_type(f'{where}: {name}', described.get(name), kind)
-  if described['r'] < 1:
-    raise unexpected(f'{where}: r', 'a whole number from 1', described['r'])
+  check_number(f'{where}: r', described.get('r'), 1)
+  check_type(f'{where}: lora_alpha', described.get('lora_alpha'), float)
+  rescaled = described.get('use_rslora')
+  check_type(f'{where}: use_rslora', rescaled, bool | None)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
+from specdec_jax.checkpoints.families import WORDS
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import open_location
 
@@ -39,18 +40,6 @@ _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
-# M2M-100's, by `language_codes` of its tokenizer_config.json: in no file of the
-# folder, but in transformers' `M2M100Tokenizer` and fairseq.
-_LANGUAGES = {
-  'm2m100': (
-    'af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi'
-    ' fr fy ga gd gl gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn'
-    ' ko lb lg ln lo lt lv mg mk ml mn mr ms my ne nl no ns oc or pa pl ps pt'
-    ' ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk ur uz vi wo xh'
-    ' yi yo zh zu'
-  ),
-  'wmt21': 'en ha is ja cs ru zh de',
-}
 _M2M = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
 
 
@@ -483,10 +472,11 @@ def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
     what = f'pieces of M2M-100 with {[*_M2M]}, numbered from 0'
     raise unexpected(repr(os.fspath(path)), what, numbers, _COPY)
   codes = content(config.get('language_codes')) or 'm2m100'
-  if codes not in _LANGUAGES:
+  languages = WORDS['languages']
+  if codes not in languages:
     where = f'{os.fspath(folder)!r}: language_codes'
-    raise unexpected(where, f'one of {sorted(_LANGUAGES)}', codes)
-  names = [f'__{name}__' for name in _LANGUAGES[codes].split()]
+    raise unexpected(where, f'one of {sorted(languages)}', codes)
+  names = [f'__{name}__' for name in languages[codes].split()]
   added = {len(numbers) + i: added_token(name) for i, name in enumerate(names)}
   added |= added_tokens(folder, config)
   return PiecesBackend(folder / PIECES, config, added, numbers)
