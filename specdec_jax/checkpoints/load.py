@@ -71,8 +71,7 @@ def load(
       names it, and the sizes in which the model differs); `dtype` is not a
       floating-point type, or `sharding` does not fit.
   """
-  opened = open_checkpoint(path, network, dtype=dtype)
-  return opened.read(dtype, sharding)
+  return open_checkpoint(path, network, dtype=dtype).read(dtype, sharding)
 
 
 @dataclasses.dataclass(frozen=True)

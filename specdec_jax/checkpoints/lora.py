@@ -145,5 +145,4 @@ def _check(described: Mapping[str, Any], where: str) -> None:
       raise unexpected(f'{where}: {name}', f'one of {known}', value, _MERGE)
   check_number(f'{where}: r', described.get('r'), 1)
   check_type(f'{where}: lora_alpha', described.get('lora_alpha'), float)
-  rescaled = described.get('use_rslora')
-  check_type(f'{where}: use_rslora', rescaled, bool | None)
+  check_type(f'{where}: use_rslora', described.get('use_rslora'), bool | None)

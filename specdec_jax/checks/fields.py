@@ -194,20 +194,17 @@ def shortened(value: Any) -> str:
 # Numbers.
 
 
-def check_number(
-  name: str, value: Any, least: float, instead: str = ''
-) -> None:
+def check_number(name: str, value: Any, least: float) -> None:
   """Raises ValueError if a value is no number, or too small.
 
   Args:
     name: name of the value, for the message.
     value: the value that was given.
     least: the least value allowed; if it is an int, only whole numbers are.
-    instead: what to do where it is too small, a sentence.
   """
   if not is_a(value, type(least)) or value < least:
     kind = _WORDS[type(least)]
-    raise unexpected(name, f'{kind} from {least:g}', value, instead)
+    raise unexpected(name, f'{kind} from {least:g}', value)
 
 
 # Names.

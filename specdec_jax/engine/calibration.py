@@ -205,8 +205,7 @@ class Calibration:
 
   def to_json(self) -> dict[str, Any]:
     """The calibration as its file has it."""
-    head = {'kind': _KIND, 'version': _VERSION}
-    return head | dataclasses.asdict(self)
+    return {'kind': _KIND, 'version': _VERSION} | dataclasses.asdict(self)
 
   def save(self, path: str) -> None:
     """Writes the calibration as JSON; makes its folder."""

@@ -16,12 +16,8 @@ from specdec_jax.types import FinishReason, Generation
 
 _INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
 
-_REASONS = {
-  FinishReason.STOP: 'stop',
-  FinishReason.LENGTH: 'length',
-  FinishReason.STOP_STRING: 'stop_string',
-  FinishReason.INVALID: 'error',
-}
+_REASONS = {reason: reason.name.lower() for reason in FinishReason}
+_REASONS[FinishReason.INVALID] = 'error'
 
 
 @dataclasses.dataclass(frozen=True)

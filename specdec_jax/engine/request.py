@@ -157,7 +157,7 @@ class Options:
   top_log_probs: Count = 0
   lenience: float = 1.0
   verification: Literal['token', 'block'] | None = None
-  num_beams: int | None = None
+  num_beams: Positive | None = None
   alpha: Amount | None = None
   length_penalty: float | None = None
   draft_beams: int | None = None
@@ -192,7 +192,6 @@ class Options:
         if (value := getattr(self, name)) is not None:
           raise unexpected(name, 'None without num_beams', value)
       return
-    check_number('num_beams', width, 1, 'Leave it out to search nothing.')
     if self.draft_beams is not None:
       check_number('draft_beams', self.draft_beams, width)
     rules = (self.alpha, self.length_penalty)

@@ -137,8 +137,6 @@ class DecodeConfig:
 
   def __post_init__(self):
     check_types(self)
-    if isinstance(self.metrics, list):
-      object.__setattr__(self, 'metrics', tuple(self.metrics))
     for name, is_right, expected in self._conditions():
       if not is_right:
         value = operator.attrgetter(name)(self)

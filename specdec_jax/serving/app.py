@@ -171,8 +171,7 @@ class Application:
     elif not isinstance(error, ApiError):
       message = 'The server could not answer; its log says why.'
       error = ApiError(message, status=500)
-    headers = _HEADERS.get(error.status)
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
 
   # What is not decoded.
 

@@ -19,9 +19,7 @@ _COUNTERS = {
   'spec_decode_num_draft_tokens': 'Tokens that were proposed.',
   'spec_decode_num_accepted_tokens': 'Those that were accepted.',
   'spec_decode_num_tested_tokens': 'Those that were judged.',
-  'spec_decode_num_passed_tokens': (
-    'Those that passed; by those that were judged, the acceptance rate.'
-  ),
+  'spec_decode_num_passed_tokens': 'Those that passed, each by itself.',
   'fallback_rounds': 'Rounds in which the drafter rested.',
   'generation_tokens': 'Tokens of outputs.',
   'prompt_tokens': 'Tokens of prompts.',

@@ -466,6 +466,5 @@ class Worker(Scheduler):
     most = engine.max_input_len - len(nothing)
     for length in sorted({most, *(1 << n for n in range(most.bit_length()))}):
       text = [some_id] * length
-      batch = self._some(text, max_length=1)
-      texts[widths_of(batch.request)] = text
+      texts[widths_of(self._some(text, max_length=1).request)] = text
     return list(texts.values())

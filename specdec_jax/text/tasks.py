@@ -122,7 +122,6 @@ class LocalTask:
 
   def __post_init__(self):
     check_types(self)
-    object.__setattr__(self, 'metrics', tuple(self.metrics))
     paths = [shipped.find(path) for path in self.files.values()]
     missing = [path for path in paths if not os.path.isfile(path)]
     vocabulary = shipped.find(self.vocab_path)
