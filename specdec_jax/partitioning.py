@@ -383,8 +383,9 @@ class Placement:
 
   Attributes:
     dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
-      'int8' or 'int4', which are those of kernels; the rest is then float32.
-      None is the dtype that a model was loaded with, or else float32.
+      'int8' or 'int4' for kernels; embeddings then have the dtype of the
+      computation (`integers.computes_in`), all else float32. None is the dtype
+      that a model was loaded with, or else float32.
     kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'blocks'
       for those of a decoder in blocks of 64 outputs, 'auto' for what was
       measured on this processor for float32 on a CPU (or what

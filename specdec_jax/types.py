@@ -113,7 +113,7 @@ class FinishReason(enum.IntEnum):
 
   RUNNING = 0
   STOP = 1  # one of the stop ids was produced
-  LENGTH = 2  # max_decode_len tokens were produced
+  LENGTH = 2  # its own max_length; also of no text, or cancelled
   STOP_STRING = 3  # the caller saw one of its stop strings
   INVALID = 4  # the target's logits were NaN, infinite or all masked
 

@@ -1,8 +1,7 @@
 """Converts a checkpoint of any kind to one of three formats.
 
-Kernels of eight bits are written in Orbax's alone, whose arrays have any name
-and dtype. T5X's own format stays what T5X reads, and transformers has no T5
-whose kernels have factors of outputs.
+Kernels of eight bits are written in Orbax's and T5X's formats, for this library
+alone; transformers has no T5 whose kernels have factors of outputs.
 """
 
 import dataclasses

@@ -13,9 +13,9 @@ class Command:
     function: takes nothing and returns a status, None for 0; it fetches what it
       needs by `build`. Its docstring is the --help.
     run_file: which it takes where no --gin_file is given; None requires one.
-    places: flags that may be given by their place on the command line.
-    implied: flag -> macro -> the value that the macro has where the flag is
-      given, the run file has the macro, and nobody says otherwise.
+    places: flags that may be given as positional arguments, in this order.
+    implied: values of macros that a flag brings along: flag -> macro -> value.
+      They hold if the run file has the macro; --gin.MACRO goes before them.
   """
 
   function: Callable[[], int | None]

@@ -26,7 +26,8 @@ from specdec_jax.checks.fields import is_a, unexpected
 
 MACRO = 'gin.macro'
 
-# Field, also CLASS.FIELD -> its flag, where that has another name.
+# Field, also CLASS.FIELD -> its flag, where that has another name; '' is none.
+# A field without a class is renamed in every class.
 _RENAMED = {
   'DecodeConfig.mode': 'task-mode',
   'ReplicaSettings.cpus': 'replica-cpus',

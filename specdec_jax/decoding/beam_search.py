@@ -309,7 +309,7 @@ def _propose(
       ids = jnp.append(ids, told[1], axis=2)
     return cache, *beams.widen(score, values, ids, draft_width)
 
-  # The level before the roots too: nothing is owed then, see `small_model`.
+  # The level before the roots too, which it may not have read, see `Search`.
   cache = drafter.rewind(state.draft_cache, used - width)
   tokens, visible = _joined([search.previous, roots])
   positions = jnp.repeat(place, 2 * width, axis=1)

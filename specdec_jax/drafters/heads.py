@@ -7,10 +7,10 @@ itself, and, as in Hydra, from the proposals before its own.
 
 Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), whose result
 goes through the target's own output layer. That layer and the embeddings e are
-the target's, read from its parameters and not copied. So heads of M = H add
-(3 M^2 + M) numbers each, where a matrix of its own would add M * V: at T5-XXL's
-size 50 million and 132 million. A round reads the output layer once for each
-head, as a small model of that width would.
+the target's, read from its parameters and not copied. So with a hidden width of
+M head i, from 0, adds (3 + i) M^2 + M numbers, where a matrix of its own would
+add M * V: at T5-XXL's size the first one 50 million, and 132 million. A round
+reads the output layer once for each head, as a small model of that width would.
 """
 
 import dataclasses

@@ -26,9 +26,9 @@ from specdec_jax.drafters import base
 from specdec_jax.drafters.base import Context
 from specdec_jax.types import Draft, LengthRule
 
-# Without a calibration: a draft has at most so many proposals; a call of the
-# drafter is taken to cost .2 calls of the target, a token more in one of these
-# .1, and a call's time is worth 1.3 tokens.
+# Without a calibration, guesses in units of a call of the target: a call of the
+# drafter costs .2, one token more in the target's call .1, and the time of a
+# call is worth 1.3 tokens. A draft has at most `MOST` proposals.
 MOST = 5
 _WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
 _EXPECTED = 0.7  # acceptance probability of a proposal that is not made yet

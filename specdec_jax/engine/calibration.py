@@ -168,10 +168,10 @@ class Calibration:
     return plan
 
   def direct(self, engine: Engine, rows: int) -> None:
-    """Makes an engine that adapts, or whose drafter rests, go by these costs.
+    """Sets `gamma` of an engine that adapts, and `fallback` of one that rests.
 
     Args:
-      engine: its `gamma` and `fallback` are set where they follow costs.
+      engine: what follows no costs stays as it is.
       rows: rows that are decoded together.
 
     Raises:

@@ -31,10 +31,10 @@ from specdec_jax.engine.trace import Round
 from specdec_jax.types import FinishReason, Generation, Positive
 
 # Rounds after which the host looks in any case, and where it looks for a stop
-# string.
+# string or others may come.
 _MAX_ROUNDS = 32
-_STOP_STRING_ROUNDS = 4
-_ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones are shorter
+_FEW_ROUNDS = 4
+_ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones: 3 times
 _SHRINK_AFTER = 16  # steps with a pool that is larger than it need be
 
 
@@ -420,9 +420,9 @@ class Scheduler:
   Attributes:
     policy: how long drafts are.
     rounds: gamma -> rounds that ran.
-    compiled: the uses that need no compilation; None allows all. What else a
-      step would use is done by a program of larger arrays, or for more kinds of
-      rows.
+    compiled: the uses that need no compilation; None allows all. A step that
+      would use another program takes one of these with larger arrays or for
+      more kinds of rows instead.
     used: the uses so far.
     is_closed: whether no row will come that is not queued.
   """
@@ -658,15 +658,19 @@ class Scheduler:
     if any(row.streams for row in rows):
       return 1  # somebody watches
     if any(row.batch.options.stop_strings for row in rows):
-      return _STOP_STRING_ROUNDS
+      return _FEW_ROUNDS
     if self.is_closed:
       return _MAX_ROUNDS
     if len(rows) + len(self._waiting) > 1:
-      return _STOP_STRING_ROUNDS
+      return _FEW_ROUNDS
     return _ALONE_ROUNDS if gamma else 3 * _ALONE_ROUNDS
 
   def _enough(self, running: int) -> int:
-    """Rows whose end is worth a step: all that come are waited for."""
+    """How many rows must finish before the host looks.
+
+    One while others may still come; `refill` while some wait; else as many as
+    let the pool become a smaller one.
+    """
     if not self.is_closed:
       return 1
     if self._waiting:

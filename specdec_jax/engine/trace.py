@@ -85,7 +85,7 @@ class Round(Generic[Token]):
 
   @property
   def num_tested(self) -> int:
-    """Those and the first that fails, if any, as in `CompletionStats`."""
+    """Proposals that Algorithm 1 would test: `passed`, and the next, if any."""
     return min(self.passed + 1, len(self.proposed))
 
   @property

@@ -43,7 +43,7 @@ class CalibrateConfig(Timing):
     batches: rows decoded together, in the costs; each has a gamma of its own.
     max_gamma: the largest gamma considered; v(m) is measured to one more.
     repeats: timed rounds, interleaved.
-    output_file: JSON for decode.py; None writes nothing.
+    output_file: JSON for `specdec decode`; None writes nothing.
 
   Raises:
     ValueError: a number is out of its range.
@@ -173,10 +173,10 @@ class CallCosts(NamedTuple):
 def call_costs(times: Mapping[str, float]) -> CallCosts:
   """Costs from times, see `calls.in_ms`; sizes of calls are interpolated.
 
-  What rounds of several gammas take besides the target's call lies about on a
-  line: its slope is c, and what is left for gamma 0 a round takes besides.
-  Neither is below 0: a drafter whose cost is lost in noise costs nothing. With
-  one gamma all of it counts as the proposals'.
+  A line is fitted to (round minus the target's call) over gamma: its slope is
+  c, its value at gamma 0 is what a round takes besides. Neither is below 0: a
+  drafter whose cost is lost in noise costs nothing. With one gamma all of it
+  counts as the proposals'.
   """
 
   def numbers(kind: str) -> np.ndarray:
@@ -342,6 +342,8 @@ def for_host(
     lambda: host_times(engine, rows, temperature),
     lambda value: {name: float(value[name]) for name in _HOST_TIMES},
   )
+  # The closed forms know of no place without a proposal: there beta is 0.
+  rate = rate | {'alpha': (rate['alpha'] or 0.0) * rate['proposes']}
   medians = {name: {'median': ms} for name, ms in times.items()}
   length = round(rate['num_tokens'] / rate['num_outputs'])
   costs = [{'batch': rows, 'times_ms': medians}]

@@ -160,10 +160,11 @@ def calls(
   Args:
     gamma: proposals per round; 0 is plain decoding.
     tokens_per_round: tokens that each round yielded, 1..gamma + 1.
-    costs: the record of a benchmark of the pair, with this gamma.
+    costs: the record of a benchmark of the pair; it has this gamma, unless 0.
   """
   median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
-  draft_ms = costs['gammas'][0]['cost_ratio'] * median['call_1']
+  ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
+  draft_ms = ratios.get(gamma, 0.0) * median['call_1']
   parts = [(TARGET_ENCODER, median['encoder'], 0)]
   if gamma:
     parts.append((DRAFT_ENCODER, median['draft_encoder'], 0))

@@ -361,8 +361,8 @@ class Worker(Scheduler):
   ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Short decodes that together use all programs, the most needed first.
 
-    What is compiled depends on where arrays come from, so pools come from and
-    go to each smaller one, twice.
+    A program is compiled anew for arrays that another program has placed. So
+    each pool is filled afresh and from each smaller one, twice.
 
     Args:
       scheduler: decodes them; nobody else's.

@@ -1,7 +1,7 @@
 """Turns text into token ids and back, for every kind of vocabulary.
 
-Rows of ids are padded with 0 whatever a vocabulary's own padding id is, and
-encoders ignore id 0, as in T5X: so id 0 must not be text.
+An encoder's inputs are padded with its network's `pad_id` (0, as in T5X; 1 in
+M2M-100), which it ignores: that id must not be text.
 """
 
 import copy
@@ -277,7 +277,7 @@ class Tokenizer:
 
 
 def contradiction(ours: Any, theirs: Any) -> str:
-  """Says which id means another token in `other`; '' if all are the same.
+  """Says which id is one token in `ours` and another in `theirs`; '' if none.
 
   Of two vocabularies one may have tokens more, such as those that a fine-tune
   added. Of a tokenizer of somebody's own only the fingerprint is known.

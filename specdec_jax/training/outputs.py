@@ -41,8 +41,9 @@ class OutputsConfig(Checked):
 
   Attributes:
     num_examples: the most sources to decode; 0 is all.
-    max_minutes: if > 0, no batch is begun after this time. Batches come in
-      random order, so that the outputs made until then are a fair sample.
+    max_minutes: if > 0, no batch is begun after this time, which a run that
+      goes on has anew. Batches come in random order, so that the outputs made
+      until then are a fair sample.
     temperatures: batches take these alternately; 0 is greedy.
     batch_size: rows decoded together, of similar source lengths.
     max_ratio, max_extra: an output may have max_ratio tokens per token of its
@@ -150,9 +151,10 @@ def generate_outputs(
   """Makes pairs of each source with the model's own output for it.
 
   The file is appended to: the first line has the settings, each other line the
-  pairs of a batch, the last one says that all is there. A run that was killed
-  goes on behind them. An output that does not end by itself is left out, so
-  that every pair can get its end of sequence, as the pairs of other data do.
+  pairs of a batch, the last one says that no more is to be decoded: all sources
+  are done, or `max_minutes` was over. A run that was killed goes on behind
+  them. An output that does not end by itself is left out, so that every pair
+  can get its end of sequence, as the pairs of other data do.
 
   Args:
     model: a `LanguageModel`.
