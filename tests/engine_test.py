@@ -167,8 +167,6 @@ def test_names():
   for name in specdec_jax.__all__:
     assert getattr(specdec_jax, name) is not None
   assert specdec_jax.__version__ == importlib.metadata.version('specdec_jax')
-  with pytest.raises(AttributeError, match='no attribute'):
-    _ = specdec_jax.generate
 
 
 # What is wrong.
