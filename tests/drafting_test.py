@@ -119,18 +119,21 @@ def test_law_of_a_draft_that_ends_early():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-  """Alone it makes narrower calls, and its loop ends earlier."""
-  request = _request(40, rule=RULE)
+  """Alone it makes narrower calls, and its loop ends earlier.
+
+  Rows are drawn, their drafts adapt, and some of their rounds rest.
+  """
+  changes = {'rule': RULE, 'fallback': COSTS.replace(patience=np.float32(0.01))}
+  sampling = SamplingConfig(1.0).params(ROWS)
+  request = _request(40, **changes, sampling=sampling, greedy=False)
   together = _decode(request, NEAR)
   alone = [
     _decode(take_rows(request, np.array([i])), NEAR) for i in range(ROWS)
   ]
   alone = jax.tree.map(lambda *rows: np.concatenate(rows), *alone)
   np.testing.assert_array_equal(together.tokens, alone.tokens)
-  for name in ('num_rounds', 'num_tested', 'num_accepted'):
-    np.testing.assert_array_equal(
-      getattr(together.stats, name), getattr(alone.stats, name)
-    )
+  jax.tree.map(np.testing.assert_array_equal, together.stats, alone.stats)
+  assert np.any(together.stats.fallback_rounds)
 
 
 def test_each_price_ends_a_draft():
@@ -189,18 +192,13 @@ def test_a_drafter_that_is_always_wrong_takes_a_twentieth(cost, slope, gamma):
   assert np.any(most_lost(patient) > 0.05 * lengths)
 
 
-@pytest.mark.parametrize('rule', [None, RULE])
-def test_a_wrong_drafter_rests_and_the_output_is_the_plain_one(rule):
-  request = _request(200, rule=rule, fallback=COSTS)
+def test_a_wrong_drafter_rests_and_the_output_is_the_plain_one():
+  request = _request(200, fallback=COSTS)
   have, want = _decode(request, WRONG), _plain(request)
   np.testing.assert_array_equal(have.tokens, want.tokens)
   rested, rounds = have.stats.fallback_rounds, have.stats.num_rounds
   np.testing.assert_array_less(rested, rounds)  # it probes
   np.testing.assert_array_less(0.95 * np.asarray(rounds), rested)
-  # What was lost in all, in calls of the target, is under 5 %.
-  drafted = np.asarray(rounds - rested)
-  lost = np.asarray(rounds) + 0.9 * drafted - np.asarray(have.length)
-  assert np.all(lost < 0.05 * 200)
 
 
 def test_a_right_drafter_never_rests():
@@ -271,9 +269,3 @@ def test_calls_of_a_round_that_rests():
   assert speculative.call_widths(request.replace(rule=RULE)) == (1, 2, 4)
   with backend.compiled_for('gpu'):
     assert speculative.call_widths(request) == (GAMMA + 1,)
-  for adapts, costs in (
-    (False, [1.7, 2.0, 2.0, 2.0]),
-    (True, [1.3, 1.4, 1.8, 2.0]),
-  ):
-    made = fallback.of_costs(0.2, lambda size: 1 + size / 10, 3, adapts)
-    np.testing.assert_allclose(made.costs, costs, rtol=1e-6)

@@ -17,7 +17,6 @@ from continuous_test import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import Engine, Model
 from specdec_jax.drafters.small_model_tree import small_model_tree
-from specdec_jax.drafters.uniform import uniform
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.padding import padded_rows
 from specdec_jax.engine.request import Options, example_id, options_of
@@ -31,9 +30,9 @@ TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 SAMPLED = dict(temperature=1.0)
 
 
-def make_t5(seed: int, layers: int = 1, vocab_size: int = VOCAB_SIZE) -> Model:
+def make_t5(seed: int, vocab_size: int = VOCAB_SIZE) -> Model:
   """Random weights whose greedy output depends on the input."""
-  network = small_vocabulary.network(layers, vocab_size)
+  network = small_vocabulary.network(1, vocab_size)
   return Model(network, small_vocabulary.weights(network, seed))
 
 
@@ -107,13 +106,9 @@ def test_prompts(engine):
   for one, other, n in zip(whole, have, kept, strict=True):
     assert len(other.tokens) == MAX_OUTPUT, 'a prompt costs no budget'
     assert other.tokens[: MAX_OUTPUT - n] == one.tokens[n:]
-  # Neither is it streamed, nor does it count for the least length.
-  early = whole[2].tokens[8]
-  options |= dict(prompts=prompts[2:], min_length=3)
-  (done,) = engine.generate(texts[2:], **options | dict(stop_ids=[early]))
-  assert early not in done.tokens[:3]
-  done = engine.generate(texts[2:], **options)[0]
-  assert ''.join(engine.stream(texts[2], **options)) == done.text
+  # Nor is it streamed.
+  options |= dict(prompts=prompts[2:])
+  assert ''.join(engine.stream(texts[2], **options)) == have[2].text
 
 
 def test_stop_ids(engine):
@@ -126,9 +121,9 @@ def test_stop_ids(engine):
   assert stopped.finish_reason == 'stop'
   # The text does not hold what stopped it, though it is no end of sequence.
   assert stopped.text == engine.tokenizer.decode(stopped.tokens[:-1])
-  options['min_length'] = whole.index(later) + 2
-  longer = engine.generate(TEXTS, **options)[0]
-  assert later not in longer.tokens[: options['min_length']]
+  # A least length holds it back; what a prompt has does not count for it.
+  options |= dict(min_length=3, prompts=[whole[: whole.index(later)]] * 4)
+  assert later not in engine.generate(TEXTS, **options)[0].tokens[:3]
 
 
 def test_a_sample_depends_on_its_id_alone(engine):
@@ -139,6 +134,8 @@ def test_a_sample_depends_on_its_id_alone(engine):
   assert tokens_of(together) == tokens_of(turned)[::-1]
   alone = engine.generate([TEXTS[2]], example_ids=[12], **options)
   assert alone[0].tokens == together[2].tokens
+  (streamed,) = engine.generate([TEXTS[2]], **options)
+  assert ''.join(engine.stream(TEXTS[2], **options)) == streamed.text
   for other in (dict(example_ids=[13]), dict(example_ids=[12], seed=6)):
     (done,) = engine.generate([TEXTS[2]], **options | other)
     assert done.tokens != alone[0].tokens
@@ -146,8 +143,7 @@ def test_a_sample_depends_on_its_id_alone(engine):
 
 def test_samples_of_each_text(engine):
   """Together, or one by one as examples of their own: the same."""
-  texts = TEXTS[2:]
-  options = dict(temperature=1.0, seed=4, stop_ids=[])
+  texts, options = TEXTS[2:], dict(SAMPLED, seed=4, stop_ids=[])
   found = engine.generate(texts, num_samples=2, **options)
   ids = [example_id(index, sample) for index in range(2) for sample in range(2)]
   repeated = [text for text in texts for _ in range(2)]
@@ -171,8 +167,6 @@ def test_names():
   for name in specdec_jax.__all__:
     assert getattr(specdec_jax, name) is not None
   assert specdec_jax.__version__ == importlib.metadata.version('specdec_jax')
-  with pytest.raises(AttributeError, match='no attribute'):
-    _ = specdec_jax.generate
 
 
 # What is wrong.
@@ -184,7 +178,6 @@ BEAMS = {'num_beams': 2}
 @pytest.mark.parametrize(
   ('options', 'field'),
   [
-    ({'temprature': 1.0}, 'temprature'),
     ({'min_lenght': 1}, 'Nearest known: min_length'),
     ({'max_tokens': 5, 'max_length': 6}, 'max_length'),
     ({'do_sample': True}, 'temperature'),
@@ -207,11 +200,9 @@ BEAMS = {'num_beams': 2}
     ({'batch_size': 0}, 'batch_size'),
     ({'temperature': -0.1}, 'temperature'),
     ({'temperature': [0.0, 1.0]}, 'each of 4 texts'),
-    ({'top_p': 0.0}, 'top_p'),
     ({'top_p': 1e-60}, 'top_p'),  # 0 in float32
     ({'lenience': HUGE}, 'lenience'),
     ({'verification': 'block', 'lenience': 0.5}, 'verification'),
-    ({'gamma': -1}, 'gamma'),
     ({'gamma': '4'}, 'gamma'),
     ({'gamma': 257}, 'gamma'),
     ({'num_beams': 0}, 'num_beams'),
@@ -221,7 +212,6 @@ BEAMS = {'num_beams': 2}
     (BEAMS | {'num_samples': 3}, 'num_samples'),
     (BEAMS | {'stop_strings': 'x'}, 'stop_strings'),
     (BEAMS | {'draft_beams': 1}, 'draft_beams'),
-    (BEAMS | {'draft_beams': 4000}, 'draft_beams'),
     (BEAMS | {'alpha': -1.0}, 'alpha'),
     (BEAMS | {'length_penalty': float('nan')}, 'length_penalty'),
     (BEAMS | {'alpha': 1.0, 'length_penalty': 1.0}, 'length_penalty'),
@@ -272,12 +262,9 @@ def test_bad_pairs(tokenizer, folder):
     [WORDS, WORDS[::-1]], folder / 'foreign.model', 280
   )
   of_foreign = Model(target.network, target.params, foreign)
-  other = make_t5(0, vocab_size=VOCAB_SIZE + 2000)
-  small = make_t5(0, vocab_size=VOCAB_SIZE - 8)
   for models, options, field in (
-    ((target, other), {}, "draft's vocabulary .* 288 ids, got 2288"),
-    ((small,), {}, "target's vocabulary: .* got 280"),
     ((target, of_foreign), {}, "draft's tokenizer: .*foreign.model"),
+    ((make_t5(0, VOCAB_SIZE - 8),), {}, "target's vocabulary: .* got 280"),
     ((target, target.network), {}, 'drafter: expected a Drafter'),
     ((target.network,), {}, 'target'),
     ((target,), {'tokenizer': None}, 'tokenizer: .* beside'),
@@ -290,8 +277,6 @@ def test_bad_pairs(tokenizer, folder):
   ):
     with pytest.raises(ValueError, match=field):
       Engine(*models, **{'tokenizer': tokenizer} | options)
-  plain = Engine(target, uniform(VOCAB_SIZE), tokenizer=tokenizer)
-  assert "draft='uniform'" in repr(plain)
   plain = Engine(target, tokenizer=tokenizer)
   with pytest.raises(ValueError, match='needs a drafter'):
     plain.generate(['a'], speculative=True)
@@ -302,6 +287,8 @@ def test_bad_pairs(tokenizer, folder):
 
 
 def test_other_values_do_not_recompile(chains):
+  """`warmup` compiles a program of each kind, for all texts and values."""
+
   def decode(texts, seed, **sampling):
     for speculative in (True, False):
       options = dict(sampling, seed=seed, speculative=speculative)
@@ -309,28 +296,19 @@ def test_other_values_do_not_recompile(chains):
 
   with pytest.raises(AssertionError), nothing_compiles():  # control
     jax.jit(lambda x: x * 3.14159)(1.0)
-  decode(TEXTS, 0, temperature=0.9)
-  programs = chains.num_programs
+  for number, speculative in enumerate((True, False)):
+    options = dict(speculative=speculative, temperature=0.9)
+    assert chains.num_programs == number
+    assert chains.warmup(TEXTS, **options) > 0
+    assert chains.warmup(['a', 'b', 'c', 'd'], **options) == 0.0
   with nothing_compiles():
     decode(TEXTS[::-1], 1, temperature=0.5, top_k=7, top_p=0.8)
     decode(['here', 'a dog', 'the the', 'x'], 2, temperature=[0, 1, 2, 0.1])
     decode(['a', 'b', 'c'], 3, temperature=1.0, top_p=0.3)
-  assert chains.num_programs == programs
-
-
-def test_warmup(chains):
-  assert chains.num_programs == 0
-  assert chains.warmup(['a', 'b']) > 0
-  assert chains.num_programs == 1
-  assert chains.warmup(['the', 'dog']) == chains.warmup(['']) == 0.0
-  assert chains.warmup(['the', 'dog'], speculative=False) > 0
-  want = chains.generate(['the', 'dog'])
-  with nothing_compiles():
-    assert chains.generate(['the', 'dog']) == want
   assert chains.num_programs == 2
 
 
-def test_programs_for_other_numbers_of_texts(chains, tokenizer):
+def test_programs_for_other_numbers_of_texts(chains):
   sizes = [padded_rows(number) for number in range(1, 65)]
   assert sorted(set(sizes)) == [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]
   assert all(size < 1.5 * n for n, size in enumerate(sizes, 1) if size > 2)
@@ -342,32 +320,22 @@ def test_programs_for_other_numbers_of_texts(chains, tokenizer):
     found[number] = chains.generate(texts[:number], **plain)
     assert chains.num_programs == programs
     assert tokens_of(found[number]) == tokens_of(found[8][:number])
-  # What was there before does not change a sample.
-  model = Model(chains.target, chains.params.target)
-  alone = Engine(model, model, tokenizer=tokenizer, max_decode_len=9)
-  assert alone.generate(texts[:3], **plain) == found[3]
   # Who measures gets the rows that were asked for.
   assert chains.warmup(texts[:5], **plain) > 0
   assert chains.warmup(texts[:5], **plain) == 0.0
-  chains.gamma = np.int64(3)
-  assert jax.tree.structure(chains.request(texts)) == jax.tree.structure(
-    chains.request(texts, 3)
-  )
+
+
+FOLDER = 'jax_compilation_cache_dir'
+LEAST_SECONDS = 'jax_persistent_cache_min_compile_time_secs'
 
 
 @pytest.fixture
 def cache_settings():
   """Settings of JAX's cache of programs, which come back."""
-  before = {
-    name: jax.config.values[name]
-    for name in (
-      'jax_compilation_cache_dir',
-      'jax_persistent_cache_min_compile_time_secs',
-    )
-  }
+  before = dict(jax.config.values)
   yield
-  for name, value in before.items():
-    jax.config.update(name, value)
+  for name in (FOLDER, LEAST_SECONDS):
+    jax.config.update(name, before[name])
   compilation_cache.compilation_cache.reset_cache()
 
 
@@ -377,7 +345,7 @@ def test_a_damaged_compiled_program_is_replaced(tmp_path, cache_settings):
     return jax.jit(lambda x: x @ x)(np.ones((3, 3)))
 
   compilation_cache.enable(tmp_path)
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+  jax.config.update(LEAST_SECONDS, 0)
   compiled()
   (entry,) = tmp_path.glob('jit__lambda*-cache')
   entry.write_bytes(entry.read_bytes()[:50])
@@ -390,12 +358,12 @@ def test_a_damaged_compiled_program_is_replaced(tmp_path, cache_settings):
 def test_compilation_cache_folder(monkeypatch, tmp_path, cache_settings):
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   default = tmp_path / 'specdec_jax' / 'xla'
-  jax.config.update('jax_compilation_cache_dir', None)
+  jax.config.update(FOLDER, None)
   assert compilation_cache.default_folder() == default
   assert compilation_cache.enable() == default and default.is_dir()
-  assert jax.config.values['jax_compilation_cache_dir'] == str(default)
+  assert jax.config.values[FOLDER] == str(default)
   # One that the user chose for JAX stays, unless asked for another.
-  jax.config.update('jax_compilation_cache_dir', str(tmp_path / 'own'))
+  jax.config.update(FOLDER, str(tmp_path / 'own'))
   assert compilation_cache.enable() == tmp_path / 'own'
   assert compilation_cache.enable(tmp_path / 'given') == tmp_path / 'given'
   (tmp_path / 'file').write_text('')

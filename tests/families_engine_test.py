@@ -14,7 +14,7 @@ from small_vocabulary import VOCAB_SIZE
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.models.model import Model
-from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
+from specdec_jax.models.t5gemma import T5GemmaConfig
 from toy_families import DECODERS, GPT2, ONE, T5X, TWO
 
 FAMILIES = DECODERS | {
@@ -113,14 +113,18 @@ def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
     assert out == best[: len(out)].tolist()
 
 
-@in_families('T5Gemma')
+@in_families('GPT-2', 'T5Gemma')
 def test_scores_are_those_of_decoding(name, engine):
-  outputs = engine.generate(TEXTS)
-  scores = engine.score(TEXTS, [c.tokens for c in outputs])
-  for output, score in zip(outputs, scores, strict=True):
-    np.testing.assert_allclose(
-      score.log_probs, output.log_probs, rtol=1e-3, atol=1e-4
-    )
+  done = engine.generate(TEXTS)
+  outputs = [one.tokens for one in done]
+  for one, score in zip(done, engine.score(TEXTS, outputs), strict=True):
+    close = {'rtol': 1e-3, 'atol': 1e-4}
+    np.testing.assert_allclose(score.log_probs, one.log_probs, **close)
+    assert score.total == pytest.approx(sum(one.log_probs), abs=1e-3)
+  # Another output has another score.
+  outputs[0][-1] = (outputs[0][-1] + 1) % VOCAB_SIZE
+  other = engine.score(TEXTS, outputs)[0]
+  assert abs(other.log_probs[-1] - done[0].log_probs[-1]) > 1e-3
 
 
 @in_families(slow=('T5Gemma 2',))
@@ -140,29 +144,11 @@ def test_rows_that_come_and_go(name, engine):
   assert [c.tokens for c in have] == [c.tokens for c in want]
 
 
-@in_families('T5Gemma')
-def test_another_start_id_is_another_output(name, engine, tokenizer):
-  """The negative control: what the decoder begins with matters."""
-  network, params = make(name)
-  config = dataclasses.replace(network.config, start_id=0)
-  other = Engine(
-    Model(T5Gemma(config), params, bos_id=BOS), tokenizer=tokenizer,
-    max_input_len=24, max_decode_len=LENGTH,
-  )  # fmt: skip
-  have, want = (
-    [c.tokens for c in one.generate(TEXTS, speculative=False)]
-    for one in (other, engine)
-  )
-  assert have != want
-
-
 @in_families('GPT-2')
 def test_given_ids_begin_once(name, engine, tokenizer):
   ids = engine.input_ids('the red dog')
   assert ids[0] == BOS != ids[1]
   assert engine.input_ids(ids) == engine.input_ids(ids[1:]) == ids
-  whole, bare = engine.generate([ids, ids[1:]])
-  assert whole.tokens == bare.tokens
   # A begin alone is an empty text.
   assert engine.input_ids([BOS]) == [BOS]
   # A text begins with id 0 unless another is given.

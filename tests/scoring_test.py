@@ -8,16 +8,12 @@ import small_vocabulary
 import toy_models
 from specdec_jax import probs
 from specdec_jax.engine import scoring
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.gpt import GPT, GPTConfig
-from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog runs', 'a cat', 'the old house sings here there the dog']
 
 
-@pytest.fixture(scope='module')
-def network():
-  return small_vocabulary.network(2)
+NETWORK = small_vocabulary.network(2)
+PARAMS = small_vocabulary.weights(NETWORK, 0)
 
 
 @pytest.fixture(scope='module')
@@ -25,48 +21,16 @@ def engine(tokenizer):
   return toy_models.chain_engine(tokenizer, gamma=2, max_input_len=24)
 
 
-@pytest.fixture(scope='module')
-def params(network):
-  return small_vocabulary.weights(network, 0)
-
-
-def test_what_a_decoder_only_model_reports(tokenizer):
-  network = GPT(
-    GPTConfig(small_vocabulary.VOCAB_SIZE, 16, 2, 1, 8, 32, use_bias=False)
-  )
-  params = small_vocabulary.weights(network, 0)
-  engine = Engine(Model(network, params), tokenizer=tokenizer, bos_id=1)
-  done = engine.generate(TEXTS, speculative=False, max_length=20)
-  inputs = [[1, *tokenizer.encode(text)] for text in TEXTS]
-  outputs = [completion.tokens for completion in done]
-  scores = scoring.score(engine.target, engine.params.target, inputs, outputs)
-  for one, completion in zip(scores, done, strict=True):
-    np.testing.assert_allclose(one.log_probs, completion.log_probs, atol=1e-4)
-    assert one.total == pytest.approx(sum(completion.log_probs), abs=1e-3)
-  # Another output has another score.
-  size = engine.target.vocab_size
-  outputs[0] = [*outputs[0][:-1], (outputs[0][-1] + 1) % size]
-  other = scoring.score(engine.target, engine.params.target, inputs, outputs)
-  assert abs(other[0].log_probs[-1] - done[0].log_probs[-1]) > 1e-3
-  assert other[1] == scores[1]
-  with pytest.raises(ValueError, match=r'inputs\[0\]'):
-    scoring.score(network, params, [[]], [[5]])
-
-
 def test_closed_form_of_a_markov_chain():
   model = toy_models.random_markov(seed=1, vocab_size=5, order=2)
   tokens = np.random.default_rng(0).integers(0, 5, 150).tolist()  # 3 blocks
   (one,) = scoring.score(model, model.params, [[2, 3]], [tokens])
-  next_probs = model.next_probs(probs.SamplingConfig(), inputs=[2, 3])
-  expected = [
-    np.log(next_probs(tuple(tokens[:at]))[token])
-    for at, token in enumerate(tokens)
-  ]
-  np.testing.assert_allclose(one.log_probs, expected, atol=1e-5)
   (more,) = scoring.score(model, model.params, [[2, 3]], [tokens], num_top=3)
   assert more.log_probs == one.log_probs
+  next_probs = model.next_probs(probs.SamplingConfig(), inputs=[2, 3])
   for at, (top, token) in enumerate(zip(more.top, tokens, strict=True)):
     row = np.log(next_probs(tuple(tokens[:at])))
+    np.testing.assert_allclose(one.log_probs[at], row[token], atol=1e-5)
     ids = [number for number, _ in top]
     assert ids == np.argsort(-row, kind='stable')[:3].tolist()
     np.testing.assert_allclose([x for _, x in top], row[ids], atol=1e-5)
@@ -101,10 +65,10 @@ def test_the_likeliest_tokens_of_an_engines_outputs(engine, options):
   assert plain[0].top_log_probs == ()
 
 
-def test_lengths_share_programs(network, params):
+def test_lengths_share_programs():
   def score(*lengths):
     rows = [[5] * n for n in lengths]
-    scoring.score(network, params, rows, rows)
+    scoring.score(NETWORK, PARAMS, rows, rows)
 
   score(3, 9, 16)
   before = scoring._measured._cache_size()
@@ -112,17 +76,20 @@ def test_lengths_share_programs(network, params):
   assert scoring._measured._cache_size() == before
   score(17)
   assert scoring._measured._cache_size() == before + 1
-  assert scoring.shapes(network, [[5] * 17], [[5]]) == (1, 32, 16)
+  assert scoring.shapes(NETWORK, [[5] * 17], [[5]]) == (1, 32, 16)
 
 
-def test_edges(network, params):
-  assert scoring.score(network, params, [], []) == []
-  assert scoring.score(network, params, [[5, 1]], [[]])[0].total == 0.0
-  broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
-  (one,) = scoring.score(network, broken, [[5, 1]], [[7, 1]])
+def test_edges():
+  assert scoring.score(NETWORK, PARAMS, [], []) == []
+  assert scoring.score(NETWORK, PARAMS, [[5, 1]], [[]])[0].total == 0.0
+  broken = jax.tree.map(lambda leaf: leaf * np.nan, PARAMS)
+  (one,) = scoring.score(NETWORK, broken, [[5, 1]], [[7, 1]])
   assert np.isnan(one.total)
-  size = network.vocab_size
-  with pytest.raises(ValueError, match='targets: expected 1'):
-    scoring.score(network, params, [[5]], [[5], [6]])
-  with pytest.raises(ValueError, match=rf'targets\[1\]: .*{size}'):
-    scoring.score(network, params, [[5], [5]], [[5], [6, size]])
+  size, decoder = NETWORK.vocab_size, small_vocabulary.decoder_only(1)
+  for network, inputs, targets, words in (
+    (NETWORK, [[5]], [[5], [6]], 'targets: expected 1'),
+    (NETWORK, [[5], [5]], [[5], [6, size]], rf'targets\[1\]: .*{size}'),
+    (decoder, [[]], [[5]], r'inputs\[0\]'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      scoring.score(network, PARAMS, inputs, targets)
