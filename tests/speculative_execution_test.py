@@ -6,12 +6,10 @@ import functools
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import toy_models
-from specdec_jax import analysis
 from specdec_jax.paper import speculative_execution as module
 from specdec_jax.paper.speculative_execution import speculate_in_threads
 
@@ -47,14 +45,8 @@ def test_sample_and_value():
   found = jax.device_get(outcomes(TARGET, DRAFT, keys))
   counts = np.bincount(found.sample, minlength=3)
   assert toy_models.chi_squared_p_value(counts, TARGET) > 1e-3
-  # Control: a guess that is always kept has another law.
-  guesses = jax.vmap(lambda key: module._guess(DRAFT, key))(keys)
-  counts = np.bincount(guesses, minlength=3)
-  assert toy_models.chi_squared_p_value(counts, TARGET) < 1e-9
-  # Kept with probability sum min(f, f_approx), to four standard errors.
-  beta = float(analysis.acceptance_prob(TARGET, DRAFT))
-  error = np.sqrt(beta * (1 - beta) / len(keys))
-  assert abs(found.accepted.mean() - beta) < 4 * error
+  # Control: the law of the guesses.
+  assert toy_models.chi_squared_p_value(counts, DRAFT) < 1e-9
   np.testing.assert_array_equal(found.value, found.sample**2)
 
 
@@ -146,19 +138,10 @@ def test_errors_of_a_refused_start_are_dropped():
       run(*pair, g)
 
 
-@pytest.mark.parametrize(
-  'target, draft, message',
-  [
-    ([0.5, 0.4], [0.5, 0.5], 'f gives target_probs.*0.9'),
-    ([1.5, -0.5], [0.5, 0.5], 'target_probs.*-0.5'),
-    ([0.5, 0.5], [0.2, 0.3, 0.5], r'\(2,\), \(3,\)'),
-  ],
-)
-def test_what_is_no_distribution_is_named(target, draft, message):
-  functions = constant(target), constant(draft), lambda s: s
-  with pytest.raises(ValueError, match=message):
+def test_what_is_no_distribution_is_named():
+  functions = constant(0.9 * TARGET), constant(DRAFT), lambda s: s
+  with pytest.raises(ValueError, match='f gives target_probs'):
     speculate_in_threads(*functions, None, jax.random.key(0))
-  if len(target) != len(draft):
-    functions = [constant(jnp.array(law)) for law in (target, draft)]
-    with pytest.raises(ValueError, match=r'f and f_approx.*\(2,\), \(3,\)'):
-      module.speculate(*functions, lambda s: s, None, jax.random.key(0))
+  functions = constant(TARGET), constant(NEVER), lambda s: s
+  with pytest.raises(ValueError, match=r'f and f_approx.*\(3,\), \(2,\)'):
+    module.speculate(*functions, None, jax.random.key(0))
