@@ -169,18 +169,6 @@ def test_table4_expected_is_within_rounding():
   assert (~within_rounding(no_last_token)).sum() >= 3
 
 
-def test_factors_printed_in_the_text():
-  """Section 4.2, bigrams; A.5, lenience at temperature 0."""
-  for rate, gamma, cost, printed, decimals in (
-    (0.20, 3, 0, 1.25, 2),
-    (0.75, 8, 0.015, 3.3, 1),
-    (0.80, 8, 0.015, 3.9, 1),
-    (0.87, 8, 0.015, 4.9, 1),
-  ):
-    factor = analysis.walltime_factor(rate, gamma, cost)
-    assert rounds_to(factor, printed, decimals)
-
-
 def test_oracle_gains_up_to_60_percent():
   """Section 3.5: "up to ~60%" over a fixed gamma for typical alpha and c."""
   rate = np.linspace(0.5, 0.95, 46, dtype=np.float32)[None]

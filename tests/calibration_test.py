@@ -95,12 +95,8 @@ def test_a_file_comes_back_as_it_was(tmp_path):
 def test_what_a_calibration_is_not_of():
   models = {'target': 'aa', 'draft': 'bb'}
   make().check(models)
-  for made, given, said in (
-    (make(), models | {'draft': 'cc'}, "draft was 'bb', is 'cc'"),
-    (make(device='abacus'), models, "device was 'abacus', is"),
-  ):
-    with pytest.raises(CalibrationError, match=said):
-      made.check(given)
+  with pytest.raises(CalibrationError, match="draft was 'bb', is 'cc'"):
+    make().check(models | {'draft': 'cc'})
 
 
 def test_what_is_no_calibration_is_refused(tmp_path):

@@ -74,7 +74,6 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   assert (2, 3) in shapes  # a call ends with the output layer
   assert json.loads(path.read_text()) == record
   median = {name: ms['median'] for name, ms in record['times_ms'].items()}
-  assert min(median.values()) >= 0 and median['plain_loop'] > 0
   cost = median['call_4'] / median['call_1']
   three = median['call_3'] / median['call_1']
   assert record['call_cost'] == {'1': 1.0, '3': three, '4': cost}
@@ -87,8 +86,6 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   assert row['cost_ratio'] == pytest.approx(more / 3 / median['call_1'])
   expected = analysis.walltime_factor(1.0, 3, row['cost_ratio'], cost)
   assert row['expected_speed_up'] == pytest.approx(float(expected))
-  plain = 32 * median['plain_loop']
-  assert row['speed_up'] == pytest.approx(plain / median['speculative_3'])
   text = console.export_text()
   assert 'expected speed-up' in text and 'acceptance forced to 1.0' in text
 

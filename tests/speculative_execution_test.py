@@ -1,6 +1,10 @@
-"""Speculative execution of two functions: law, threads, order of events."""
+"""Speculative execution of two functions: law, threads, order of events.
+
+And the simulation of one proposal, which has its rule.
+"""
 
 import concurrent.futures
+import dataclasses
 import doctest
 import functools
 import threading
@@ -10,6 +14,7 @@ import numpy as np
 import pytest
 
 import toy_models
+from specdec_jax.paper import simulation
 from specdec_jax.paper import speculative_execution as module
 from specdec_jax.paper.speculative_execution import speculate_in_threads
 
@@ -145,3 +150,38 @@ def test_what_is_no_distribution_is_named():
   functions = constant(TARGET), constant(NEVER), lambda s: s
   with pytest.raises(ValueError, match=r'f and f_approx.*\(3,\), \(2,\)'):
     module.speculate(*functions, None, jax.random.key(0))
+
+
+# The experiment of Appendix A.1: exact law, Monte Carlo, a wrong law.
+
+
+@pytest.mark.parametrize('lenience', [1.0, 0.1])
+def test_verify_agrees(lenience):
+  """50,000 proposals: the exact law of `verify`, its keys and its sampler."""
+  shown = simulation.simulate(TARGET, DRAFT, 50_000, lenience)
+  assert shown.p_value > 1e-3 and shown.agrees
+  assert shown.counts.sum() == 50_000
+  text = str(shown)
+  assert ('Lossy' in text) == (lenience != 1) and 'WRONG' not in text
+  # Control: the law of another lenience.
+  law = simulation.outcomes(TARGET, DRAFT, 0.7)
+  wrong = dataclasses.replace(shown, law=law)
+  assert wrong.p_value < 1e-9 and 'WRONG' in str(wrong)
+
+
+def test_pairs_that_are_equal_or_have_nothing_in_common():
+  for pair in (TARGET, TARGET), ((1, 0), (0, 1)), ((0, 1), (0, 1)):
+    assert simulation.simulate(*pair, 1000).agrees
+
+
+@pytest.mark.parametrize(
+  'target, draft, options, words',
+  [
+    (np.ones((1, 1)), np.ones((1, 1)), {}, r'target_probs.*\(1, 1\)'),
+    ((1,), (1,), {'lenience': 2.0}, 'lenience.*2.0'),
+    ((1,), (1,), {'num_samples': 0}, 'num_samples.*0'),
+  ],
+)
+def test_bad_input(target, draft, options, words):
+  with pytest.raises(ValueError, match=words):
+    simulation.simulate(target, draft, **options)

@@ -40,8 +40,11 @@ def test_markdown():
 def test_a_console_gets_what_says_something():
   text = shown(TABLE, 100)
   assert 'Costs [bold]' in text and '[red]<c>' in text
-  assert 'paper' not in text
-  assert '20.00' in text and text.rstrip().endswith('A note.')
+  assert (
+    'paper' not in text
+    and '20.00' in text
+    and text.rstrip().endswith('A note.')
+  )
   many = Table('', ['text', *['some number'] * 5], [['x' * 60, *[1.25] * 5]])
   narrow = shown(many, 60)
   assert max(map(len, narrow.splitlines())) <= 60
@@ -116,6 +119,5 @@ def test_totals_of_outputs():
   first = CompletionStats(5, 2, 4, 3, (0, 1, 1), 3)
   found = total([first, CompletionStats(3, 3, 2, 0, (2,))])
   assert found == CompletionStats(8, 5, 6, 3, (2, 1, 1), 3)
-  assert (found.acceptance_rate, found.tokens_per_call) == (0.5, 1.6)
   assert total([]) == CompletionStats()
   assert total([]).acceptance_rate is total([]).tokens_per_call is None
