@@ -10,38 +10,29 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.pair import PlacedPair
 from specdec_jax.measure import acceptance
-from specdec_jax.measure.acceptance import decode as decode_with_betas
 from specdec_jax.probs import SamplingConfig
 
 VOCAB, SLOTS, ROWS = 6, 24, 512
-TARGET = toy_models.random_markov(1, VOCAB, scale=1.0)
-DRAFT = toy_models.random_markov(2, VOCAB, scale=1.0)
-OTHER = toy_models.random_markov(3, VOCAB, scale=1.0)
-PARAMS = PairParams(TARGET.params, DRAFT.params)
-DRAFTER = small_model(DRAFT)
-decode = toy_requests.quick_jit(decode_with_betas, static_argnums=(0, 1))
+TARGET, DRAFT, OTHER = (toy_models.random_markov(i, VOCAB) for i in (1, 2, 3))
+PAIR = PlacedPair(
+  TARGET, small_model(DRAFT), PairParams(TARGET.params, DRAFT.params), {}
+)
 
 
-def make_request(temperature, seed=0, rows=ROWS):
+def make_request(temperature, lenience=None, seed=0, rows=ROWS):
+  lenience = None if lenience is None else jnp.float32(lenience)
+  config = SamplingConfig(temperature)
   return toy_requests.request_of(
-    rows,
-    1,
-    SamplingConfig(temperature=temperature),
-    SLOTS,
-    inputs=(1,),
-    seed=seed,
-    stop_ids=(-1,) * 4,
-    with_log_probs=True,
+    rows, 1, config, SLOTS, inputs=(1,), seed=seed, lenience=lenience
   )
 
 
-def rates_of(*requests, drafter=DRAFTER, num_tokens=1, **options):
+def rates_of(*requests, pair=PAIR, num_tokens=1, **options):
   """Rates over requests, each of whose rows is a text of its own."""
   batches = [
     ([(number, row) for row in range(len(request.inputs))], request)
     for number, request in enumerate(requests)
   ]
-  pair = PlacedPair(TARGET, drafter, PARAMS, {})
   return acceptance.of_outputs(pair, batches, num_tokens, **options)
 
 
@@ -68,10 +59,9 @@ def exact_alpha(draft, temperature, lenience=1.0):
 )
 def test_alpha_is_the_mean_overlap(temperature, lenience):
   """Within 4 standard errors; another drafter's must be outside of them."""
-  request = make_request(temperature)
-  if lenience is not None:
-    request = request.replace(lenience=jnp.float32(lenience))
-  rate = rates_of(request).alpha
+  rates = rates_of(make_request(temperature, lenience))
+  rate = rates.alpha
+  assert rates.proposes.mean == 1 and rates.overall == rate
   assert (rate.num_tokens, rate.num_outputs) == (ROWS * SLOTS, ROWS)
   within = 4 * rate.standard_error
   assert within < 0.04
@@ -80,7 +70,7 @@ def test_alpha_is_the_mean_overlap(temperature, lenience):
   assert abs(rate.mean - exact_alpha(OTHER, temperature)) > within
 
 
-def greedy(token, count, lenience=1.0):
+def greedy(token, count, lenience):
   """Whether each of the drafter's greedy choices is near the target's."""
   near = []
   for _ in range(count):
@@ -91,78 +81,59 @@ def greedy(token, count, lenience=1.0):
   return near
 
 
-def test_lenient_alpha_of_greedy_outputs():
-  """The share of choices near the best."""
-  request = make_request(0.0, rows=4).replace(lenience=jnp.float32(0.3))
-  want = np.mean(greedy(0, SLOTS, 0.3))
-  assert rates_of(request).alpha.mean == pytest.approx(want)
+@pytest.mark.parametrize('lenience', [None, 0.3])
+def test_behind_a_prompt_only_what_is_produced_counts(lenience):
+  """Greedy rows of one, two and four tokens, each followed for all its slots.
 
-
-def test_behind_a_prompt_only_what_is_produced_counts():
-  """Rows of one, two and four tokens, each followed for all its slots."""
-  request = make_request(0.0, rows=3).replace(
+  Their alpha is the share of choices that are, or are near, the best.
+  """
+  request = make_request(0.0, lenience, rows=3).replace(
     prompt=jnp.array([[0, 5, 2, 3], [0, 4, 5, 5], [0, 2, 2, 2]]),
     prompt_length=jnp.array([1, 2, 4]),
     max_length=jnp.array([SLOTS, 9, SLOTS]),
   )
-  overlap = decode(TARGET, DRAFTER, PARAMS, request)
-  want = [greedy(0, SLOTS), greedy(4, 9), greedy(2, SLOTS)]
-  for row, betas in enumerate(want):
-    np.testing.assert_array_equal(overlap.betas[row, : len(betas)], betas)
+  starts = (0, SLOTS), (4, 9), (2, SLOTS)
+  want = sum((greedy(*start, lenience or 1.0) for start in starts), [])
   alpha = rates_of(request).alpha
-  assert alpha.num_tokens == 2 * SLOTS + 9
-  assert alpha.mean == pytest.approx(np.mean(np.concatenate(want)))
-
-
-def proposing_where(is_place):
-  """The drafter, which proposes only behind lengths of which that is true."""
-
-  def propose(params, state, context):
-    draft, state = DRAFTER.propose(params, state, context)
-    length = draft.length * is_place(context.length)
-    return draft.replace(length=length), state
-
-  return DRAFTER._replace(propose=propose)
+  assert alpha.num_tokens == len(want) == 2 * SLOTS + 9
+  assert alpha.mean == pytest.approx(np.mean(want))
 
 
 def test_what_was_not_proposed_counts_in_no_acceptance_rate():
-  request = make_request(1.0, rows=64)
+  """A drafter that proposes for the first token alone, or for none."""
 
-  def of(drafter):
-    rates = rates_of(request, drafter=drafter)
-    return rates, decode(TARGET, drafter, PARAMS, request)
+  def rates_at(length):
+    def propose(params, state, context):
+      draft, state = PAIR.drafter.propose(params, state, context)
+      proposes = context.length == length
+      return draft.replace(length=draft.length * proposes), state
 
-  every_other = proposing_where(lambda length: length % 2 == 0)
-  (always, all_of), (halves, half) = map(of, (DRAFTER, every_other))
-  assert always.proposes.mean == 1 and always.overall == always.alpha
+    drafter = PAIR.drafter._replace(propose=propose)
+    return rates_of(make_request(1.0), pair=PAIR._replace(drafter=drafter))
+
   # The first token follows the start token alone: length 1.
-  np.testing.assert_array_equal(half.proposed[0], [False, True] * (SLOTS // 2))
-  assert halves.proposes.mean == 0.5
-  betas = np.asarray(all_of.betas)[:, 1::2]
-  assert halves.alpha.num_tokens == betas.size
-  assert halves.alpha.mean == pytest.approx(betas.mean(), rel=1e-5)
-  assert halves.overall.mean == pytest.approx(betas.mean() / 2, rel=1e-5)
-  assert halves.overall.num_tokens == 2 * betas.size
-
-
-def test_a_drafter_that_never_proposes_has_no_alpha():
-  silent = proposing_where(lambda length: length < 0)
-  rates = rates_of(make_request(1.0, rows=4), drafter=silent)
-  assert rates.alpha is None
-  assert (rates.proposes.mean, rates.overall.mean) == (0.0, 0.0)
-  with pytest.raises(ValueError, match='got 0 outputs of 0 tokens'):
-    rates_of()
+  first, none = rates_at(1), rates_at(0)
+  betas = np.minimum(rows_of(TARGET, 1.0), rows_of(DRAFT, 1.0)).sum(axis=1)
+  assert first.alpha.mean == pytest.approx(betas[0])
+  assert first.alpha.num_tokens == ROWS
+  assert first.proposes.mean == pytest.approx(1 / SLOTS)
+  assert first.overall.mean == pytest.approx(betas[0] / SLOTS)
+  assert first.overall.num_tokens == ROWS * SLOTS
+  assert none.alpha is None
+  assert (none.proposes.mean, none.overall.mean) == (0.0, 0.0)
 
 
 def test_batches_end_when_enough_was_generated():
   counted = []
   rate = rates_of(
-    *(make_request(1.0, seed, rows=4) for seed in range(9)),
+    *(make_request(1.0, seed=seed, rows=4) for seed in range(9)),
     num_tokens=3 * 4 * SLOTS - 1,
     advance=counted.append,
   ).alpha
   assert rate.num_tokens == 3 * 4 * SLOTS
   assert counted == [4 * SLOTS] * 3
+  with pytest.raises(ValueError, match='0 outputs'):
+    rates_of()
 
 
 def test_samples_of_one_text_are_one_observation():

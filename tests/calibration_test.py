@@ -38,9 +38,7 @@ def test_gamma_is_the_best_of_all():
   (_, found, *_) = choose_gamma(0.8, 0.01, COSTS, 1000, 1).factors
   want = analysis.walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
   assert found == pytest.approx(float(want), rel=3e-3)
-
-
-def test_speculation_that_does_not_pay_is_gamma_0():
+  # Where none pays it is 0.
   dear = CallCosts([1.0 + 0.9 * size for size in range(5)], 0.5)
   chosen = choose_gamma(0.3, 0.01, dear, 30, 1)
   assert (chosen.gamma, chosen.expected_speed_up) == (0, 1.0)
@@ -97,48 +95,39 @@ def test_a_file_comes_back_as_it_was(tmp_path):
 def test_what_a_calibration_is_not_of():
   models = {'target': 'aa', 'draft': 'bb'}
   make().check(models)
-  for made, given, said in (
-    (make(), models | {'draft': 'cc'}, "draft was 'bb', is 'cc'"),
-    (make(device='abacus'), models, "device was 'abacus', is"),
-  ):
-    with pytest.raises(CalibrationError, match=said):
-      made.check(given)
+  with pytest.raises(CalibrationError, match="draft was 'bb', is 'cc'"):
+    make().check(models | {'draft': 'cc'})
 
 
 def test_what_is_no_calibration_is_refused(tmp_path):
   path = tmp_path / 'x.json'
-  whole = {'kind': 'calibration', **dataclasses.asdict(make())}
-  bare = json.loads(json.dumps(whole))
-  del bare['choices'][1]['expected_speed_up']
+  whole = json.loads(json.dumps(make().to_json()))
+  bare = [one | {} for one in whole['choices']]
+  del bare[1]['expected_speed_up']
   for content, said in (
     (None, 'x.json'),
-    ('', 'x.json'),
-    ('[]', 'x.json'),
-    ('{"kind": "benchmark"}', 'benchmark'),
-    (json.dumps(bare), 'expected_speed_up'),
-    (json.dumps(whole | {'choices': []}), 'no choices'),
+    ([], 'x.json'),
+    ({'kind': 'benchmark'}, 'benchmark'),
+    (whole | {'choices': bare}, 'expected_speed_up'),
+    (whole | {'choices': []}, 'no choices'),
   ):
     if content is not None:
-      path.write_text(content)
+      path.write_text(json.dumps(content))
     with pytest.raises(CalibrationError, match=said):
       calibration.load(str(path))
 
 
-@pytest.mark.parametrize(
-  'rows, gamma, gammas',
-  [
-    (1, 5, {1: 5}),
-    (3, 2, {1: 5, 3: 2}),
-    (4, 2, {1: 5, 4: 2}),
-    (5, 0, {1: 5, 4: 2, 5: 0}),
-    (64, 0, {1: 5, 4: 2, 16: 0, 64: 0}),
-  ],
-)
-def test_gamma_by_the_number_of_rows(rows, gamma, gammas):
-  assert make().at(rows).gamma == gamma
+def test_gamma_by_the_number_of_rows():
   engine = types.SimpleNamespace(rule=None, drafting_of=Drafting)
-  plan = make().plan(rows, engine)
-  assert {size: one.gamma for size, one in plan.items()} == gammas
+  for rows, gammas in (
+    (1, {1: 5}),
+    (3, {1: 5, 3: 2}),
+    (4, {1: 5, 4: 2}),
+    (64, {1: 5, 4: 2, 16: 0, 64: 0}),
+  ):
+    plan = make().plan(rows, engine)
+    assert {size: one.gamma for size, one in plan.items()} == gammas
+    assert make().at(rows).gamma == gammas[rows]
 
 
 @pytest.mark.parametrize('first, expected', [(0.0, 1), (2.0, 4), (3.1, 7)])

@@ -46,12 +46,9 @@ def test_runs_take_turns_and_preparation_is_not_timed(monkeypatch):
   for turn in range(4):  # the first is a warm-up
     assert sorted(order[2 * turn : 2 * turn + 2]) == ['a', 'b']
   assert times == {'a': [1e3] * 3, 'b': [1.5e3] * 3}
-  assert calls.summarise([3.0, 1.0, 2.0]) == {
-    'median': 2.0,
-    'min': 1.0,
-    'max': 3.0,
-    'error': pytest.approx(1.2533 * 1.4826 / 3**0.5),
-  }
+  error = pytest.approx(1.2533 * 1.4826 / 3**0.5)
+  want = {'median': 2.0, 'min': 1.0, 'max': 3.0, 'error': error}
+  assert calls.summarise([3.0, 1.0, 2.0]) == want
 
 
 def tiny(**options):
@@ -77,7 +74,6 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   assert (2, 3) in shapes  # a call ends with the output layer
   assert json.loads(path.read_text()) == record
   median = {name: ms['median'] for name, ms in record['times_ms'].items()}
-  assert min(median.values()) >= 0 and median['plain_loop'] > 0
   cost = median['call_4'] / median['call_1']
   three = median['call_3'] / median['call_1']
   assert record['call_cost'] == {'1': 1.0, '3': three, '4': cost}
@@ -90,8 +86,6 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   assert row['cost_ratio'] == pytest.approx(more / 3 / median['call_1'])
   expected = analysis.walltime_factor(1.0, 3, row['cost_ratio'], cost)
   assert row['expected_speed_up'] == pytest.approx(float(expected))
-  plain = 32 * median['plain_loop']
-  assert row['speed_up'] == pytest.approx(plain / median['speculative_3'])
   text = console.export_text()
   assert 'expected speed-up' in text and 'acceptance forced to 1.0' in text
 
@@ -143,20 +137,6 @@ def test_random_kernels():
   names = {leaf.dtype.name for leaf in jax.tree.leaves(on_gpu.params)}
   # What was bfloat16 and is no kernel stays so.
   assert names == {'int8', 'float32', 'bfloat16'}
-
-
-@pytest.mark.parametrize(
-  ('options', 'words'),
-  [
-    ({'gammas': (4, 0)}, 'gammas.*4, 0.'),
-    ({'repeats': 1}, 'repeats.*1'),
-    ({'forced_acceptance': 1.5}, 'forced_acceptance.*1.5'),
-    ({'call_sizes': (2, 4)}, 'call_sizes.*2, 4'),
-  ],
-)
-def test_config_says_what_is_wrong(options, words):
-  with pytest.raises(ValueError, match=words):
-    tiny(**options)
 
 
 # Forced acceptance: the loop accepts at the rate that it is told.

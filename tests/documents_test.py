@@ -18,7 +18,6 @@ import re
 import shlex
 import subprocess
 import sys
-from typing import NamedTuple
 
 import gin
 import pytest
@@ -28,33 +27,20 @@ from specdec_jax.cli import commands, gin_flags
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 _BLOCK = re.compile(
-  r'(?:<!-- (?P<mark>[^>]*?) -->\n)?```(?P<kind>bash|python)\n(?P<text>.*?)```',
+  r'(?:<!-- ([^>]*?) -->\n)?```(bash|python)\n(.*?)```',
   re.DOTALL,
 )
 _INLINE = re.compile(r'(?<!`)`((?:specdec|python scripts/)[^`]+)`(?!`)')
 MARKS = r'(command: \w+|run|run: slow|needs: .+)'
 
 
-class Block(NamedTuple):
-  """A block of code of a document."""
-
-  document: pathlib.Path
-  mark: str
-  kind: str
-  text: str
-
-  @property
-  def name(self) -> str:
-    return f'{self.document.stem}: {self.text[:40].splitlines()[0]}'
-
-
 # What a result block is made by: it writes numbers, and is not run again.
 _MADE_BY = re.compile(r'<!-- results:.*?<!-- /results -->', re.DOTALL)
 
-BLOCKS = [
-  Block(path, found['mark'] or '', found['kind'], found['text'])
+BLOCKS = [  # mark, kind, text, and the document
+  (*block, path.stem)
   for path in DOCUMENTS
-  for found in _BLOCK.finditer(path.read_text())
+  for block in _BLOCK.findall(path.read_text())
 ]
 
 
@@ -78,18 +64,11 @@ def commands_of(text: str) -> list[list[str]]:
   return found
 
 
-ALL_COMMANDS = [
-  words
-  for path in DOCUMENTS
-  for text in (
-    *(b.text for b in BLOCKS if b.document == path and b.kind == 'bash'),
-    *(
-      re.sub(r'\s+', ' ', t)
-      for t in _INLINE.findall(_MADE_BY.sub('', path.read_text()))
-    ),
-  )
-  for words in commands_of(text)
-]
+_TEXTS = [text for _, kind, text, _ in BLOCKS if kind == 'bash']
+for _path in DOCUMENTS:
+  for _text in _INLINE.findall(_MADE_BY.sub('', _path.read_text())):
+    _TEXTS.append(re.sub(r'\s+', ' ', _text))
+ALL_COMMANDS = [words for text in _TEXTS for words in commands_of(text)]
 
 
 def test_there_are_documents():
@@ -99,9 +78,9 @@ def test_there_are_documents():
       assert (path.parent / link).exists(), f'{path.name} links to {link}'
 
 
-@pytest.mark.parametrize('block', BLOCKS, ids=lambda block: block.name)
-def test_a_block_says_whether_it_runs(block):
-  assert re.fullmatch(MARKS, block.mark), 'see this file'
+def test_blocks_say_whether_they_run():
+  for block in BLOCKS:
+    assert re.fullmatch(MARKS, block[0]), block
 
 
 @pytest.mark.parametrize('words', ALL_COMMANDS, ids=lambda x: ' '.join(x)[:70])
@@ -132,13 +111,14 @@ def test_a_command_is_known(words, tmp_path, monkeypatch, capsys):
     gin.clear_config()
 
 
-def test_control_a_command_that_is_wrong_is_seen(tmp_path, monkeypatch):
-  wrong = ['specdec', 'measure', '--gin_file=gin/runs/nothing.gin']
-  with pytest.raises(AssertionError, match='nothing.gin'):
-    test_a_command_is_known(wrong, tmp_path, monkeypatch, None)
-  wrong = ['specdec', 'demo', '--gama=4']
-  with pytest.raises(AssertionError, match='gamma'):
-    test_a_command_is_known(wrong, tmp_path, monkeypatch, None)
+@pytest.mark.parametrize(
+  'wrong', ['measure --gin_file=gin/runs/nothing.gin', 'demo --gama=4']
+)
+def test_control_a_command_that_is_wrong_is_seen(wrong, tmp_path, monkeypatch):
+  with pytest.raises(AssertionError, match='nothing.gin|gama'):
+    test_a_command_is_known(
+      ['specdec', *wrong.split()], tmp_path, monkeypatch, None
+    )
 
 
 @pytest.fixture(scope='module')
@@ -157,18 +137,16 @@ def place(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'block',
-  [block for block in BLOCKS if block.mark in ('run', 'run: slow')],
-  ids=lambda b: f'{"quick" if b.mark == "run" else "minutes"}, {b.name}',
+  [block for block in BLOCKS if block[0] in ('run', 'run: slow')],
+  ids=lambda b: f'{"quick" if b[0] == "run" else "minutes"}, {b[3]}',
 )
 def test_a_block_runs(block, place):
   """In the order of a document, in one folder: one may need another's files."""
   path = f'{place / "bin"}{os.pathsep}{os.environ["PATH"]}'
-  arguments = {
-    'bash': ['bash', '-euo', 'pipefail', '-c', block.text],
-    'python': [sys.executable, '-c', block.text],
-  }[block.kind]
+  _, kind, text, _ = block
+  by = [sys.executable] if kind == 'python' else ['bash', '-euo', 'pipefail']
   done = subprocess.run(
-    arguments,
+    [*by, '-c', text],
     cwd=place,
     env=os.environ | {'PATH': path, 'PYTHONPATH': str(ROOT)},
     capture_output=True,

@@ -1,13 +1,16 @@
 """Calibration and acceptance rates of a small random pair, end to end."""
 
 import dataclasses
+import functools
 import json
 import types
 
 import pytest
 import rich.console
 
+import calibration_test
 import toy_models
+from small_vocabulary import network
 from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
@@ -16,6 +19,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache
 from specdec_jax.measure import acceptance, calibrate, calls, compare
 from specdec_jax.models.model import Model
+from specdec_jax.paper.reproduce import ReproduceConfig
 from specdec_jax.text.tasks import LocalTask
 from specdec_jax.training import ngram
 
@@ -31,6 +35,45 @@ def test_what_cannot_be_written_is_refused_first(tmp_path):
       config = types.SimpleNamespace(**{field: str(tmp_path / 'file' / 'x')})
       with pytest.raises(ValueError, match='file.* cannot be written'):
         measure(config)
+
+
+ALPHA = functools.partial(
+  acceptance.MeasureAlphaConfig,
+  engines={'x': Engine},
+  input_file='x',
+  paper_target='t5_xxl_ende',
+)
+CALLS = functools.partial(calls.BenchmarkConfig, network(1), network(1))
+COMPARE = functools.partial(compare.CompareConfig, Engine, 'lines')
+PAPER = functools.partial(ReproduceConfig, output_dir='x')
+SHOWN = {'engine': lambda: None, 'text': 'a'}
+
+
+@pytest.mark.parametrize(
+  'config, options, words',
+  [
+    (ALPHA, {'num_tokens': 0}, 'num_tokens.*0'),
+    (ALPHA, {'temperatures': (-1.0,)}, 'temperatures'),
+    (ALPHA, {'engines': {}}, 'engines.*{}'),
+    (ALPHA, {'paper_drafts': {'x': 't5_smal'}}, 'paper_drafts.*t5_smal'),
+    (ALPHA, {'paper_drafts': {'y': 't5_small'}}, "paper_drafts.*'y'"),
+    (CALLS, {'gammas': (4, 0)}, 'gammas.*4, 0.'),
+    (CALLS, {'repeats': 1}, 'repeats.*1'),
+    (CALLS, {'forced_acceptance': 1.5}, 'forced_acceptance.*1.5'),
+    (CALLS, {'call_sizes': (2, 4)}, 'call_sizes.*2, 4'),
+    (COMPARE, {'methods': []}, 'CompareConfig.methods'),
+    (COMPARE, {'methods': [compare.Method('plain')]}, 'CompareConfig.methods'),
+    (COMPARE, {'methods': [compare.Method('a')] * 2}, 'CompareConfig.methods'),
+    (PAPER, {'items': ('table9',)}, 'items.*table9'),
+    (PAPER, {'items': ('table2',)}, 'suite.*table2'),
+    (PAPER, {'items': (), 'drafts': {'t5_tiny': network(1)}}, 'drafts.*t5_tin'),
+    (PAPER, SHOWN | {'items': ['figure5']}, 'costs.*figure5'),
+    (PAPER, SHOWN | {'items': ['figure1'], 'measure': False}, 'measure'),
+  ],
+)
+def test_settings_are_checked_first(config, options, words):
+  with pytest.raises(ValueError, match=words):
+    config(**options)
 
 
 @pytest.fixture(scope='module')
@@ -72,44 +115,33 @@ def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
   assert one.expected_speed_up == max(one.factors) == one.factors[one.gamma]
   assert found.record['acceptance_rate']['num_tokens'] >= 20
   # The verdict comes before the table.
-  sure = 'pays' if one.interval[0] >= 1 else 'may pay'
-  said = f'{sure} here: gamma = 1' if one.gamma else 'does not pay here'
-  assert said in console.export_text().partition('What gamma')[0]
+  assert 'speculation' in console.export_text().partition('What gamma')[0]
 
 
-def test_decode_takes_gammas_from_a_calibration(
-  engine, tokenizer, prompts, tmp_path
-):
+def test_decode_takes_gammas_from_a_calibration(engine, prompts, tmp_path):
   """Other gammas are other settings, which a run that goes on refuses."""
   path = str(tmp_path / 'calibration.json')
 
-  def run(*gammas, name='out', rows=3, of=engine.fingerprints):
-    choices = [
-      calibration.Choice(size, gamma, 1.5, (1.4, 1.6), (1.0, 1.5, 1.5))
-      for size, gamma in zip((1, 3), gammas, strict=True)
-    ]
-    device = calibration.device_name()
-    calibration.Calibration(of, device, 0.0, choices, {}).save(path)
+  def run(*gammas, rows):
+    choices = [*map(calibration_test.choice, (1, 3), gammas)]
+    of = {'fingerprints': engine.fingerprints, 'choices': choices}
+    calibration_test.make(**of).save(path)
     config = infer.DecodeConfig(
-      lambda **_: engine,
-      tokenizer=tokenizer,
-      mixture_or_task_name=prompts,
-      output_dir=str(tmp_path / name),
+      lambda: engine,
+      prompts,
+      output_dir=str(tmp_path / str(rows)),
       decoding='speculative',
-      task_feature_lengths={'inputs': 16, 'targets': 8},
       batch_size=rows,
       batching='continuous' if rows > 1 else 'fixed',
       calibration=path,
     )
     return infer.decode(config, console=quiet())
 
-  summary = run(2, 0)
+  summary = run(2, 0, rows=3)
   assert summary['gammas'] == {'1': 2, '3': 0} and 'speculative' in summary
   with pytest.raises(ValueError, match='gammas'):
-    run(1, 0)
-  with pytest.raises(calibration.CalibrationError, match='draft was '):
-    run(1, 0, name='other', of=engine.fingerprints | {'draft': 'another'})
-  alone = run(0, 2, name='alone', rows=1)
+    run(1, 0, rows=3)
+  alone = run(0, 2, rows=1)
   assert alone['gammas'] == {'1': 0} and 'plain' in alone
 
 
@@ -122,6 +154,7 @@ DEAR = COSTS | {'call_2': 2.0, 'call_4': 4.0, 'call_5': 5.0, 'call_8': 8.0}
 
 
 def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
+  assert set(calibrate.host_times(engine, 1, 0.0)) == set(CHEAP)
   monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'cache')
   path, runs = tmp_path / 'acceptance.json', []
 
@@ -129,8 +162,9 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
     """By a record of acceptance with changed rows."""
     row = {'standard_error': 0.02, 'num_tokens': 1600, 'num_outputs': 100}
     row |= {'fingerprints': dict(engine.fingerprints), 'lenience': 1.0}
-    row |= changes
-    known = [row | {'temperature': t, 'alpha': a} for t, a in ALPHAS.items()]
+    known = [
+      row | {'temperature': t, 'alpha': a} | changes for t, a in ALPHAS.items()
+    ]
     path.write_text(json.dumps({'kind': 'alpha', 'rows': known}))
     monkeypatch.setattr(
       calibrate, 'host_times', lambda *_: runs.append(1) or costs
@@ -142,7 +176,6 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
   assert 3 <= choice.gamma <= 5 and 1.5 < choice.expected_speed_up < 2.5
   low, high = choice.interval
   assert low < choice.expected_speed_up < high
-  measured.check(engine.fingerprints)
   assert '1.20' in calibrate.host_verdict(measured)
   # What an earlier start measured counts.
   assert chosen(DEAR).at(1) == choice and len(runs) == 1
@@ -160,23 +193,13 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
   assert chosen(CHEAP, lenience=0.5) is None
 
 
-def test_calls_are_timed(engine):
-  times = calibrate.host_times(engine, 1, 0.0)
-  assert set(times) == set(CHEAP)
-  assert all(time >= 0 for time in times.values()) and times['call_1'] > 0
-
-
 def test_what_is_shipped_is_of_the_shipped_pair():
-  """And `demo_drafters.gin`, with another drafter, has no part in it."""
-  for run_file, is_of_pair in ('demo', True), ('demo_drafters', False):
-    gin_flags.load([f'--gin_file=gin/runs/{run_file}.gin'])
-    config = gin_flags.build(infer.DecodeConfig)
-    rows = json.loads((gin_flags.ROOT / config.acceptance).read_text())['rows']
-    made = config.engine()
-    assert made.chooses_gamma
-    assert all(
-      (row['fingerprints'] == made.fingerprints) == is_of_pair for row in rows
-    )
+  gin_flags.load(['--gin_file=gin/runs/demo.gin'])
+  config = gin_flags.build(infer.DecodeConfig)
+  rows = json.loads((gin_flags.ROOT / config.acceptance).read_text())['rows']
+  made = config.engine()
+  assert made.chooses_gamma
+  assert all(row['fingerprints'] == made.fingerprints for row in rows)
 
 
 # Acceptance rates.
@@ -214,43 +237,17 @@ def test_alpha_of_a_drafter_that_seldom_proposes(engine, folder, tokenizer):
   # Each of the two texts once a pass.
   assert row['num_outputs'] * 16 >= 200 and row['num_outputs'] % 2 == 0
 
-  def measures_again():
-    raise AssertionError('measured again')
-
-  again = dataclasses.replace(config, engines={'copy': measures_again})
+  engines = {'copy': lambda: pytest.fail('measured again')}
+  again = dataclasses.replace(config, engines=engines)
   assert acceptance.measure_alpha(again, quiet())['rows'] == [row]
   other = dataclasses.replace(again, num_tokens=300)
   with pytest.raises(ValueError, match='num_tokens was 200, is 300'):
     acceptance.measure_alpha(other, quiet())
 
 
-def test_one_text_has_no_error(engine, tmp_path):
+def test_of_one_text_there_is_no_calibration(engine, tmp_path):
   path = tmp_path / 'one.txt'
   path.write_text('the red dog\n' * 3)
-  config = acceptance.MeasureAlphaConfig(
-    {'x': lambda: engine}, str(path), num_tokens=40, temperatures=(1.0,)
-  )
-  console = quiet()
-  (row,) = acceptance.measure_alpha(config, console)['rows']
-  assert row['standard_error'] is None
-  assert row['num_outputs'] > 1 and '±' not in console.export_text()
+  config = calibrate.CalibrateConfig(lambda: engine, str(path))
   with pytest.raises(ValueError, match='input_file: expected two texts'):
-    config = calibrate.CalibrateConfig(lambda: engine, str(path))
     calibrate.calibrate(config, quiet())
-
-
-@pytest.mark.parametrize(
-  ('options', 'words'),
-  [
-    ({'num_tokens': 0}, 'num_tokens.*0'),
-    ({'temperatures': (-1.0,)}, 'temperatures'),
-    ({'engines': {}}, 'engines.*{}'),
-    ({'paper_drafts': {'x': 't5_smal'}}, "'t5_smal', expected .*'t5_small'"),
-    ({'paper_drafts': {'y': 't5_small'}}, "'y', expected .*'x'"),
-  ],
-)
-def test_alpha_config_says_what_is_wrong(options, words):
-  given = {'engines': {'x': lambda: None}, 'paper_target': 't5_xxl_ende'}
-  options = {'input_file': 'x', **given, **options}
-  with pytest.raises(ValueError, match=words):
-    acceptance.MeasureAlphaConfig(**options)

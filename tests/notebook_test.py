@@ -42,39 +42,28 @@ for cell in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope='module')
-def document():
-  return json.loads(NOTEBOOK.read_text('utf-8'))
-
-
-@pytest.fixture(scope='module')
-def cells(document) -> dict[str, str]:
-  return {
-    cell['id']: ''.join(cell['source'])
+def cells() -> list[str]:
+  """Sources of the code cells, stored as if they had never run."""
+  document = json.loads(NOTEBOOK.read_text('utf-8'))
+  assert (document['nbformat'], document['nbformat_minor']) == (4, 5)
+  assert not any(cell.get('outputs') for cell in document['cells'])
+  return [
+    ''.join(cell['source'])
     for cell in document['cells']
     if cell['cell_type'] == 'code'
-  }
+  ]
 
 
-def test_it_is_stored_as_if_it_had_never_run(document, cells):
-  assert (document['nbformat'], document['nbformat_minor']) == (4, 5)
-  ids = [cell['id'] for cell in document['cells']]
-  assert len(set(ids)) == len(ids) > len(cells) > 5
-  for cell in document['cells']:
-    assert cell.get('outputs', []) == []
-    assert cell.get('execution_count') is None
-  for source in cells.values():
-    ast.parse(source)  # no lines of IPython's
+def test_cells_have_no_lines_of_ipython(cells):
+  assert len(cells) > 5
+  for source in cells:
+    ast.parse(source)
 
 
-@pytest.mark.skipif(
-  not (ROOT / 'demo' / 'target.msgpack').exists(),
-  reason='demo/target.msgpack, the demo pair, is not there',
-)
 @pytest.mark.slow  # cells are parsed above; what they call has tests of its own
 def test_it_runs_with_the_demo_pair(cells):
-  code = json.dumps(list(cells.values()))
   done = subprocess.run(
-    [sys.executable, '-c', RUNNER, code],
+    [sys.executable, '-c', RUNNER, json.dumps(cells)],
     cwd=NOTEBOOK.parent,
     capture_output=True,
     text=True,
@@ -83,15 +72,8 @@ def test_it_runs_with_the_demo_pair(cells):
   text = done.stdout
 
   assert 'equal outputs: 3 of 3' in text
-  for pattern in ('acceptance rate', 'speed-up'):
-    (number,) = re.findall(rf'{pattern}: ([\d.]+)', text)
-    assert float(number) > 0
-  (counts,) = re.findall(r'speculative: (\d+) tokens, (\d+) target calls', text)
-  tokens, calls = map(int, counts)
-  assert 0 < calls < tokens
-  right, wrong = map(float, re.findall(r'score (-[\d.]+): ', text))
-  assert right > wrong  # the target prefers what it said
-  assert len(re.findall(r'sample: \w+', text)) == 3
+  (rate,) = re.findall(r'acceptance rate: ([\d.]+)', text)
+  assert 0 < float(rate) < 1 and 'speed-up: ' in text
   assert 'calls of the target' in text and '{+' in text
   assert len(re.findall(r'HTML \d{3,}', text)) == 2
   # The stream, as it came, is the text of the same input above.
@@ -100,31 +82,23 @@ def test_it_runs_with_the_demo_pair(cells):
 
 
 def printed(shown) -> str:
-  stream = io.StringIO()
-  rich.console.Console(file=stream, width=100).print(shown)
-  return stream.getvalue()
+  console = rich.console.Console(file=io.StringIO(), width=100)
+  console.print(shown)
+  return console.file.getvalue()
 
 
 def test_it_shows_what_is_loaded_and_the_last_trace(tokenizer):
   network = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
-  model = notebook.Interactive(
-    Model(network, network.params, name='my_target'),
-    Model(network, network.params, name='my_draft'),
-    tokenizer=tokenizer,
-    gamma=3,
-    max_input_len=32,
-    max_decode_len=12,
+  pair = (
+    Model(network, network.params, name=name)
+    for name in ('my_target', 'my_draft')
   )
+  limits = {'max_input_len': 32, 'max_decode_len': 12}
+  model = notebook.Interactive(*pair, tokenizer=tokenizer, gamma=3, **limits)
   count = sum(leaf.size for leaf in jax.tree.leaves(network.params))
   for text in (printed(model), model._repr_html_()):
-    for part in (
-      f'my_target: MarkovModel, {count:,} of float32',
-      'my_draft',
-      'gamma',
-      str(small_vocabulary.VOCAB_SIZE),
-      '12 tokens',
-    ):
-      assert part in text
+    assert f'my_target: MarkovModel, {count:,} of float32' in text
+    assert 'my_draft' in text and '12 tokens' in text
     assert 'iframe' not in text
   trace = model.trace('<b>the & tree')
   assert model.last_trace is trace

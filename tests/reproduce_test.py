@@ -1,9 +1,10 @@
 """Tables, figures, the suite of Table 2: force named, nothing left out."""
 
+import csv
 import dataclasses
-import itertools
 import sys
 
+import matplotlib
 import pytest
 import rich.console
 
@@ -17,7 +18,6 @@ from specdec_jax.measure import table as measured_tables
 from specdec_jax.measure.calls import BenchmarkConfig
 from specdec_jax.paper import plots, printed, reproduce
 from specdec_jax.paper.reproduce import ReproduceConfig
-from specdec_jax.partitioning import Placement
 
 FORCED = 'forced alpha=0.75, random weights'
 RESULTS = gin_flags.ROOT / 'benchmarks' / 'results'
@@ -25,6 +25,37 @@ RESULTS = gin_flags.ROOT / 'benchmarks' / 'results'
 
 def quiet():
   return rich.console.Console(quiet=True)
+
+
+# --- The paper's tables as data ---------------------------------------------
+
+TABLES = gin_flags.ROOT.parent / 'shared' / 'paper' / 'tables'
+# Table 2 is a part of Table 4.
+FILES = {
+  'table1_ops_speed.csv': printed.TABLE1,
+  'table3_alpha.csv': printed.TABLE3,
+  'table4_expected_vs_empirical.csv': printed.TABLE2,
+  'table5_lenience.csv': printed.TABLE5,
+}
+
+
+@pytest.mark.skipif(not TABLES.exists(), reason=f'needs {TABLES}')
+@pytest.mark.parametrize('name', FILES)
+def test_rows_are_those_of_the_file(name):
+  with (TABLES / name).open(encoding='utf-8', newline='') as file:
+    _, *rows = csv.reader(file)
+  for row, cells in zip(FILES[name], rows, strict=True):
+    # As numbers where the row has numbers: 0.80 is 0.8.
+    made = (type(value)(cell) for value, cell in zip(row, cells, strict=True))
+    assert tuple(made) == row
+
+
+def test_tables_that_repeat_numbers_agree():
+  assert len({row[:3] for row in printed.TABLE3}) == len(printed.TABLE3)
+  for task, draft, temperature, _, rate, *_ in printed.TABLE2:
+    assert (f't5_xxl_{task}', draft, temperature, rate) in printed.TABLE3
+  for draft, lenience, rate in printed.TABLE5:
+    assert lenience < 1 or ('t5_xxl_ende', draft, 1, rate) in printed.TABLE3
 
 
 # --- Figures -------------------------------------------------------------
@@ -43,7 +74,6 @@ RUNS = {7: [8, 1, 3], 3: [4, 4, 4], 0: [1] * 12}
 
 
 def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
-  matplotlib = pytest.importorskip('matplotlib', reason='needs [plots]')
   figures = []
 
   def save(path, draw, **size):
@@ -64,28 +94,12 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
     with matplotlib.rc_context({'lines.linewidth': 9.0, 'font.size': 30.0}):
       draw(second)
     assert first.read_bytes() == second.read_bytes()
-    assert first.read_bytes().startswith(b'\x89PNG\r\n\x1a\n')
   # Figure 4's point is marked as one of forced acceptance.
   left, right = figures[4].axes
   assert FORCED in left.get_title() and 'forced' not in right.get_title()
-  point = left.lines[-1]
-  assert (point.get_xdata(), point.get_ydata()) == ([0.75], [3.0])
-  assert point.get_markerfacecolor() == 'white'
-  # Figure 5 has a bar for each call.
-  (axes,) = figures[6].axes
-  bars = sum(len(bars.get_paths()) for bars in axes.collections)
-  assert bars == sum(len(plots.calls(*run, COSTS)) for run in RUNS.items())
-  texts = [text.get_text() for text in axes.texts]
-  assert '12 tokens\n51 ms' in texts and '12 tokens\n23.5 ms' in texts
-
-
-def test_a_call_begins_where_the_one_before_ends():
-  row = plots.calls(3, RUNS[3], COSTS)
-  a_round = [plots.DRAFT] * 3 + [plots.TARGET]
-  encoders = [plots.TARGET_ENCODER, plots.DRAFT_ENCODER]
-  assert [call.kind for call in row] == encoders + a_round * 3
-  assert all(a.end_ms == b.begin_ms for a, b in itertools.pairwise(row))
-  assert row[-1].end_ms == 3 + 1 + 3 * (3 * 0.5 + 5)
+  assert left.lines[-1].get_markerfacecolor() == 'white'
+  texts = {text.get_text() for text in figures[6].axes[0].texts}
+  assert {'12 tokens\n51 ms', '12 tokens\n23.5 ms'} <= texts
 
 
 # --- Runs ----------------------------------------------------------------
@@ -97,19 +111,6 @@ def test_closed_forms_need_nothing_measured(tmp_path):
   assert written[-1] == tmp_path / 'report.md'
   report = written[-1].read_text()
   assert 'a closed form' in report and 'checkpoints were not given' in report
-
-
-def test_bad_settings():
-  figure = {'items': ['figure5'], 'engine': lambda: None, 'text': 'a'}
-  for options, words in (
-    ({'items': ('table9',)}, 'items.*table9'),
-    ({'items': ('table2',)}, 'suite.*table2'),
-    ({'items': (), 'drafts': {'t5_tiny': network(1)}}, 'drafts.*t5_tiny'),
-    ({'items': ('figure1',), 'engine': lambda: None}, 'text.*figure1'),
-    (figure | {'items': ['figure1'], 'measure': False}, 'measure'),
-  ):
-    with pytest.raises(ValueError, match=words):
-      ReproduceConfig(output_dir='x', **options)
 
 
 def test_what_is_missing_is_said_before_anything_is_made(monkeypatch, tmp_path):
@@ -150,7 +151,6 @@ def test_shipped_records_are_shown_as_they_are(
   flags, report, records, monkeypatch, tmp_path
 ):
   """Nothing is measured, no model or data is read; the report is ours."""
-  pytest.importorskip('matplotlib', reason='needs the extra [plots]')
 
   def measures(*_):
     raise AssertionError('measured')
@@ -187,7 +187,6 @@ def suite(folder, **changes):
 
 
 def test_a_row_is_measured_once(tmp_path, monkeypatch):
-  pytest.importorskip('matplotlib', reason='needs the extra [plots]')
   measured = []
 
   def benchmark(config, console):
@@ -204,21 +203,15 @@ def test_a_row_is_measured_once(tmp_path, monkeypatch):
   # A suite that goes on does not measure it again.
   found = reproduce.suite_records(suite(tmp_path), quiet())
   assert list(found) == ['ende-t5_small-T0'] and len(measured) == 1
-  for options, message in (
-    ({'decode_len': 48}, 'decode_len was 32, is 48'),
-    ({'target': network(2)}, 'target was'),
-    ({'placement': Placement(dtype='bfloat16')}, 'placement was'),
-    ({}, r'gammas was \[3\], is \[2\]'),
-  ):
-    if not options:
-      monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=2),))
-    with pytest.raises(ValueError, match=message):
-      reproduce.suite_records(suite(tmp_path, **options), quiet())
+  with pytest.raises(ValueError, match='decode_len was 32, is 48'):
+    reproduce.suite_records(suite(tmp_path, decode_len=48), quiet())
+  monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=2),))
+  with pytest.raises(ValueError, match=r'gammas was \[3\], is \[2\]'):
+    reproduce.suite_records(suite(tmp_path), quiet())
 
 
 def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
   """Figures 1 and 5 of one engine, with the costs of its pair."""
-  pytest.importorskip('matplotlib', reason='needs the extra [plots]')
   monkeypatch.setattr(reproduce, 'benchmark', lambda *_: COSTS)
   limits = {'max_input_len': 16, 'max_decode_len': 8}
   engine = toy_models.chain_engine(tokenizer, **limits)

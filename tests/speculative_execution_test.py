@@ -1,17 +1,20 @@
-"""Speculative execution of two functions: law, threads, order of events."""
+"""Speculative execution of two functions: law, threads, order of events.
+
+And the simulation of one proposal, which has its rule.
+"""
 
 import concurrent.futures
+import dataclasses
 import doctest
 import functools
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import toy_models
-from specdec_jax import analysis
+from specdec_jax.paper import simulation
 from specdec_jax.paper import speculative_execution as module
 from specdec_jax.paper.speculative_execution import speculate_in_threads
 
@@ -47,14 +50,8 @@ def test_sample_and_value():
   found = jax.device_get(outcomes(TARGET, DRAFT, keys))
   counts = np.bincount(found.sample, minlength=3)
   assert toy_models.chi_squared_p_value(counts, TARGET) > 1e-3
-  # Control: a guess that is always kept has another law.
-  guesses = jax.vmap(lambda key: module._guess(DRAFT, key))(keys)
-  counts = np.bincount(guesses, minlength=3)
-  assert toy_models.chi_squared_p_value(counts, TARGET) < 1e-9
-  # Kept with probability sum min(f, f_approx), to four standard errors.
-  beta = float(analysis.acceptance_prob(TARGET, DRAFT))
-  error = np.sqrt(beta * (1 - beta) / len(keys))
-  assert abs(found.accepted.mean() - beta) < 4 * error
+  # Control: the law of the guesses.
+  assert toy_models.chi_squared_p_value(counts, DRAFT) < 1e-9
   np.testing.assert_array_equal(found.value, found.sample**2)
 
 
@@ -146,19 +143,45 @@ def test_errors_of_a_refused_start_are_dropped():
       run(*pair, g)
 
 
+def test_what_is_no_distribution_is_named():
+  functions = constant(0.9 * TARGET), constant(DRAFT), lambda s: s
+  with pytest.raises(ValueError, match='f gives target_probs'):
+    speculate_in_threads(*functions, None, jax.random.key(0))
+  functions = constant(TARGET), constant(NEVER), lambda s: s
+  with pytest.raises(ValueError, match=r'f and f_approx.*\(3,\), \(2,\)'):
+    module.speculate(*functions, None, jax.random.key(0))
+
+
+# The experiment of Appendix A.1: exact law, Monte Carlo, a wrong law.
+
+
+@pytest.mark.parametrize('lenience', [1.0, 0.1])
+def test_verify_agrees(lenience):
+  """50,000 proposals: the exact law of `verify`, its keys and its sampler."""
+  shown = simulation.simulate(TARGET, DRAFT, 50_000, lenience)
+  assert shown.p_value > 1e-3 and shown.agrees
+  assert shown.counts.sum() == 50_000
+  text = str(shown)
+  assert ('Lossy' in text) == (lenience != 1) and 'WRONG' not in text
+  # Control: the law of another lenience.
+  law = simulation.outcomes(TARGET, DRAFT, 0.7)
+  wrong = dataclasses.replace(shown, law=law)
+  assert wrong.p_value < 1e-9 and 'WRONG' in str(wrong)
+
+
+def test_pairs_that_are_equal_or_have_nothing_in_common():
+  for pair in (TARGET, TARGET), ((1, 0), (0, 1)), ((0, 1), (0, 1)):
+    assert simulation.simulate(*pair, 1000).agrees
+
+
 @pytest.mark.parametrize(
-  'target, draft, message',
+  'target, draft, options, words',
   [
-    ([0.5, 0.4], [0.5, 0.5], 'f gives target_probs.*0.9'),
-    ([1.5, -0.5], [0.5, 0.5], 'target_probs.*-0.5'),
-    ([0.5, 0.5], [0.2, 0.3, 0.5], r'\(2,\), \(3,\)'),
+    (np.ones((1, 1)), np.ones((1, 1)), {}, r'target_probs.*\(1, 1\)'),
+    ((1,), (1,), {'lenience': 2.0}, 'lenience.*2.0'),
+    ((1,), (1,), {'num_samples': 0}, 'num_samples.*0'),
   ],
 )
-def test_what_is_no_distribution_is_named(target, draft, message):
-  functions = constant(target), constant(draft), lambda s: s
-  with pytest.raises(ValueError, match=message):
-    speculate_in_threads(*functions, None, jax.random.key(0))
-  if len(target) != len(draft):
-    functions = [constant(jnp.array(law)) for law in (target, draft)]
-    with pytest.raises(ValueError, match=r'f and f_approx.*\(2,\), \(3,\)'):
-      module.speculate(*functions, lambda s: s, None, jax.random.key(0))
+def test_bad_input(target, draft, options, words):
+  with pytest.raises(ValueError, match=words):
+    simulation.simulate(target, draft, **options)
