@@ -43,33 +43,26 @@ needs_proc = pytest.mark.skipif(
 )
 
 
-def write_stored(folder, rows):
-  """A T5X checkpoint of six arrays of TensorStore's, three in chunks."""
+def write(folder, rows, stored):
+  """Six arrays of T5X's: in TensorStore's folders, of which three in chunks.
+
+  Or all in one file, beside an optimiser's state that is not read.
+  """
   import tensorstore as ts
 
-  target = {}
-  os.makedirs(folder)
-  for name in 'abcdef':
+  target = dict.fromkeys('abcdef', np.ones((rows, 1024), np.float32))
+  state = {} if stored else {'param_states': dict(target)}
+  folder.mkdir()
+  for name in target if stored else ():
     chunks = [1024 if name in 'abc' else rows, 1024]
     metadata = {'chunks': chunks, 'compressor': None, 'shape': [rows, 1024]}
     full = {'driver': 'zarr', 'dtype': 'float32', 'metadata': metadata}
     kvstore = {'driver': 'file', 'path': f'{folder}/target.{name}/'}
     store = ts.open({**full, 'kvstore': kvstore}, create=True).result()
-    store.write(np.ones((rows, 1024), np.float32)).result()
+    store.write(target[name]).result()
     kvstore = {'driver': 'gfile', 'path': f'target.{name}/'}
     target[name] = {**full, 'kvstore': kvstore}
-  write_tree(folder, {'target': target, 'state': {}})
-
-
-def write_file(path, rows):
-  """A single file with the optimiser's state in it, which is not read."""
-  target = dict.fromkeys('abcdef', np.ones((rows, 1024), np.float32))
-  path.mkdir()
-  write_tree(path, {'target': target, 'state': {'param_states': target}})
-
-
-def write_tree(folder, optimizer):
-  tree = {'version': 3, 'optimizer': optimizer}
+  tree = {'version': 3, 'optimizer': {'target': target, 'state': state}}
   data = flax.serialization.msgpack_serialize(tree)
   (folder / 'checkpoint').write_bytes(data)
 
@@ -77,10 +70,7 @@ def write_tree(folder, optimizer):
 @needs_proc
 @pytest.mark.parametrize(
   ('kind', 'dtype', 'place'),
-  [
-    ('stored', 'bfloat16', 'device'),
-    ('file', 'None', 'host'),
-  ],
+  [('stored', 'bfloat16', 'device'), ('file', 'None', 'host')],
 )
 def test_memory(tmp_path, kind, dtype, place):
   """Six arrays of 32 MiB: no more than two of them beside what is loaded.
@@ -89,10 +79,7 @@ def test_memory(tmp_path, kind, dtype, place):
   """
   path = tmp_path / 'checkpoint_1'
   rows, total = 8 * 1024, 6 * 32 * MIB
-  if kind == 'stored':
-    write_stored(path, rows)
-  else:
-    write_file(path, rows)
+  write(path, rows, kind == 'stored')
   peak, before, loaded = run(MEASURE, path, dtype, place, 4 * MIB)
   assert loaded == total // (1 if dtype == 'None' else 2)
   assert peak > before + loaded * 0.9  # it does measure
