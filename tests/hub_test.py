@@ -58,10 +58,15 @@ def test_a_model_of_the_hub(model, revisions):
   assert revisions == [None, 'refs/pr/1']
 
 
-def test_a_revision_of_what_has_none(model, revisions, tmp_path):
+def test_paths_are_not_asked_of_the_hub(model, revisions, tmp_path):
+  """Not those that are mistyped, nor one with a revision."""
   for path in (tmp_path, 'org/model@v2'):
     with pytest.raises(ValueError, match="revision: .*, got 'main'"):
       loading.load(path, revision='main')
+  (tmp_path / 'hf').mkdir()
+  for path in ('hf/modle', 'model.msgpack', '/a/b', './x/y', 'a/b/c@v1'):
+    with pytest.raises(ValueError, match=f"{path}': No such file or folder."):
+      loading.load(path)
   assert not revisions
 
 

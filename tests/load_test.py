@@ -158,29 +158,6 @@ def run(code, *arguments, **environment):
   return json.loads(done.stdout)
 
 
-def test_id_of_the_hub(saved, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / 'hf').mkdir()
-  fetched = []
-
-  def fetch(hub_id):
-    fetched.append(hub_id)
-    if hub_id == 'someone/no-such-t5':
-      raise ValueError('The hub has no such model.')
-    return saved / 'huggingface'
-
-  monkeypatch.setattr(huggingface, 'fetch', fetch)
-  ids = ['someone/t5', 'someone/t5@refs/pr/1', 'someone/no-such-t5']
-  for hub_id in ids[:2]:
-    assert_same(checkpoints.load(hub_id, NETWORK), PARAMS)
-  refused(ids[2], ids[2], 'The hub has no such model')
-  assert fetched == ids
-  # These are mistyped paths.
-  for path in ('hf/modle', 'model.msgpack', '/a/b', './x/y', 'a/b/c@v1'):
-    refused(path, f"{path}': No such file or folder.")
-  assert fetched == ids
-
-
 # What is refused, before anything is read.
 
 
