@@ -107,11 +107,8 @@ CONVERT = ConvertConfig('a', 'b')
 # What is configured, the fields that are wrong, and what the message names.
 REFUSED = [
   (toys.T5_1_1, {'dtype': 'float16'}, "dtype.*'float16'"),
-  (toys.T5_1_1, {'dtype': ['float32']}, 'dtype'),
   (toys.T5_1_1, {'dropout_rate': 'x'}, 'dropout_rate'),
-  (toys.T5_1_1, {'logits_via_embedding': 'yes'}, 'logits_via_embedding'),
   (toys.T5_1_1, {'mlp_activations': ('swish',)}, 'mlp_activations.*swish'),
-  (toys.T5_1_1, {'mlp_activations': [[]]}, 'mlp_activations'),
   (toys.GPT2, {'mlp_activations': 'gelu'}, 'mlp_activations'),
   (toys.GPT2, {'norm': 'batch'}, "norm.*'batch'"),
   (toys.GEMMA3, {'num_kv_heads': 4}, r'num_kv_heads.*\(6, 4'),
@@ -123,9 +120,7 @@ REFUSED = [
   (toys.ONE, {'encoder': replace(toys.GEMMA2, vocab_size=61)}, 'size.* .61'),
   (toys.TWO, {'encoder': replace(toys.GEMMA3, emb_dim=20)}, 'emb_dim'),
   (toys.ONE, {'start_id': 60}, 'start_id.* got 60'),
-  (toys.ONE, {'encoder': None}, 'encoder: expected CausalLMConfig'),
   (Rope(), {'base': 1.0}, 'base'),
-  (Rope(), {'original_length': -1}, 'original_length'),
   (LogicalAxes(), {'embed': 'model'}, 'token_embedder.*vocab.*embed'),
   (LogicalAxes(), {'mlp': 'modell'}, 'LogicalAxes.mlp .* known: model'),
   (Placement(), {'kernel_layout': 'columns'}, "kernel_layout.* 'columns'"),
@@ -133,7 +128,6 @@ REFUSED = [
   (Placement(model=2), {'kernel_layout': 'blocks'}, 'kernel_layout.*=2'),
   (Placement(), {'data': 0, 'model': 0}, r'data and model: .*\[0, 0\]'),
   (CONVERT, {'format': 'safetensor'}, 'Nearest known: safetensors'),
-  (CONVERT, {'dtype': 'bfloat61'}, "dtype: .* 'bfloat61'"),
   (CONVERT, {'dtype': 'int4'}, "dtype: .* 'int4'"),
   (CONVERT, {'dtype': 'int8', 'format': 'safetensors'}, "dtype: .* 'int8'"),
   (CONVERT, {'output': 'gs://b/x'}, 'output: .* on this machine'),
@@ -179,7 +173,6 @@ INFER_OUTPUT_DIR = 'outputs'
 def test_values_of_a_run(place, monkeypatch, macro, value, words):
   """Each is an error before anything is compiled; without it all is well."""
   monkeypatch.setattr(jax.stages.Lowered, 'compile', None)
-  (place / 'demo').symlink_to(gin_flags.ROOT / 'demo')
   (place / 'decode.gin').write_text(DECODE)
   gin_flags.load(['--gin_file=decode.gin'])
   gin_flags.build(infer.DecodeConfig)
