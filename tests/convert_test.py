@@ -23,7 +23,6 @@ from toy_families import TINY, assert_same, make
 
 SILU = dataclasses.replace(TINY, mlp_activations=('silu', 'linear'))
 NET = network(2)
-all_sources = pytest.mark.parametrize('source', convert.FORMATS)
 all_targets = pytest.mark.parametrize('target', convert.FORMATS)
 
 
@@ -46,7 +45,7 @@ def converted(source, output, *options, **more):
   return output
 
 
-@all_sources
+@pytest.mark.parametrize('source', convert.FORMATS)
 @all_targets
 def test_every_kind_to_every_kind(tmp_path, source, target):
   """Activations come from the network, or from config.json; ids go along."""
