@@ -57,10 +57,6 @@ def test_text_and_ids(tmp_path):
   assert template.text(SAID) == TEXT
   ids = template.ids(SAID)
   assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.eos_id) == 5
-  # In a user's words the names of these tokens are letters.
-  said = [{'role': 'user', 'content': 'the <turn> red'}]
-  assert template.ids(said).count(tokenizer.eos_id) == 3
-  assert tokenizer.decode(template.ids(said)).count('<turn>') == 1
   with pytest.raises(ValueError, match='messages: the system speaks first'):
     template.ids(SAID[::-1])
 
@@ -272,16 +268,11 @@ def test_nothing_is_put_around_a_rendered_chat(engine):
   assert engine.input_ids([*ids]) == [engine.bos_id, *ids[:-1]]
   (whole,) = engine.request([ids]).prompt[:, : len(ids)].tolist()
   assert whole == ids
-  # Control: the BOS would have changed the output.
-  with_bos, without = engine.generate([[*ids], ids], speculative=False)
-  assert with_bos.tokens != without.tokens
 
 
 @pytest.fixture(scope='module')
 def server(engine):
   """The tests of the server, and a function that asks one of this engine."""
-  for name in ('starlette', 'httpx', 'openai', 'uvicorn', 'aiohttp'):
-    pytest.importorskip(name, reason="needs pip install 'specdec_jax[test]'")
   import serve_test
 
   with serve_test.asking_of(engine) as ask:
@@ -331,7 +322,7 @@ def test_the_next_message(server, engine):
   assert ask(CHATS, more).json()['choices'] == want['choices']
 
 
-@pytest.mark.parametrize('most', [0, 1, 3])
+@pytest.mark.parametrize('most', [0, 3])
 def test_scores_by_echo(server, engine, most):
   """As EleutherAI's lm-evaluation-harness scores a text."""
   cat = [engine.bos_id, *engine.tokenizer.encode('a cat')]
@@ -343,15 +334,13 @@ def test_scores_by_echo(server, engine, most):
     choices = choices_of(server, '/v1/completions', 'text_completion', asked)
     text = ''.join(one['text'] for one in choices)
     probs = choices[-1]['logprobs']
-    if not ids and not most:
-      assert probs is None and not text
+    if not ids:
+      assert most or (probs is None and not text)
       continue
     assert joined(probs['tokens']) == text
-    assert probs['text_offset'] == sorted(probs['text_offset'])
-    if not ids:
-      continue
-    assert len(ids) <= len(probs['tokens']) <= len(ids) + most
     assert text.startswith(engine.tokenizer.decode(ids))
+    assert len(ids) <= len(probs['tokens']) <= len(ids) + most
+    assert probs['text_offset'] == sorted(probs['text_offset'])
     # The first token has a number if one that is not shown comes before it.
     values, tops = probs['token_logprobs'], probs['top_logprobs']
     assert (values[0] is None) == is_ids
@@ -359,31 +348,30 @@ def test_scores_by_echo(server, engine, most):
     want = score.log_probs[-len(ids) + 1 :]
     assert values[1 : len(ids)] == pytest.approx(want, abs=1e-4)
     for value, top in zip(values[1:], tops[1:], strict=True):
-      assert value in top.values() and value <= max(top.values())
+      assert value in top.values()
 
 
-@pytest.mark.parametrize('top', [0, 2])
-def test_log_probs(server, engine, top):
+def test_log_probs(server, engine):
   """Of a stream too, as OpenAI's chats have them: tokens with their bytes."""
   ids = template_of(engine.tokenizer).ids(SAID)
   (want,) = engine.generate([ids], max_length=6, top_log_probs=2)
-  asked = body(logprobs=True, top_logprobs=top)
+  asked = body(logprobs=True, top_logprobs=2)
   (choice,) = choices_of(server, CHATS, 'chat.completion', asked)
-  asked = asked | {'stream': True}
+  asked['stream'] = True
   parts = choices_of(server, CHATS, 'chat.completion.chunk', asked)
-  deltas = [one['delta'] for one in parts]
-  assert deltas[0]['role'] == 'assistant'
-  assert all('role' not in delta for delta in deltas[1:])
-  assert ''.join(delta['content'] for delta in deltas) == want.text
+  first, *deltas = (one['delta'] for one in parts)
+  assert first.pop('role') == 'assistant'
+  assert all(delta.keys() == first.keys() for delta in deltas)
+  assert ''.join(one['content'] for one in (first, *deltas)) == want.text
   assert parts[-1]['logprobs'] == choice['logprobs']
   content = choice['logprobs']['content']
   text = bytes(byte for one in content for byte in one['bytes']).decode()
   assert text == choice['message']['content'] == want.text
-  have = [one['logprob'] for one in content]
-  assert have == pytest.approx(want.log_probs, abs=1e-4)
-  for one, pairs in zip(content, want.top_log_probs, strict=True):
-    have = [other['logprob'] for other in one['top_logprobs']]
-    assert have == pytest.approx([x for _, x in pairs[:top]], abs=1e-4)
+  for one, value, pairs in zip(
+    content, want.log_probs, want.top_log_probs, strict=True
+  ):
+    have = [one['logprob'], *(top['logprob'] for top in one['top_logprobs'])]
+    assert have == pytest.approx([value, *(x for _, x in pairs)], abs=1e-4)
 
 
 @pytest.mark.parametrize(

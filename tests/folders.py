@@ -75,18 +75,13 @@ IMAGES = {
 }
 
 
-def rows(name, config=None):
-  """Our name -> where it is in a file, of a folder of `FOLDERS`."""
-  described, own = FOLDERS[name]
-  family = families.FAMILIES[described['model_type']]
-  return families.table(family, config or own)
-
-
 def arrays_of(name, config=None, dtype=np.float32):
   """The arrays of a file, by the names that they have there."""
   rng = np.random.default_rng(0)
   arrays = {}
-  for row in rows(name, config).values():
+  described, own = FOLDERS[name]
+  family = families.FAMILIES[described['model_type']]
+  for row in families.table(family, config or own).values():
     prefix = '' if row.name.startswith('lm_head') else PREFIXES.get(name, '')
     values = rng.standard_normal(row.stored_shape).astype(dtype)
     arrays[prefix + row.name] = values

@@ -149,7 +149,6 @@ def test_an_engine_may_have_languages_of_its_own(engine, models):
   np.testing.assert_array_equal(request.inputs, same.inputs)
   np.testing.assert_array_equal(request.prompt, same.prompt)
   assert other.num_input_tokens('') == 0
-  assert other.generate([''])[0].finish_reason == 'empty'
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,6 @@ def test_an_engine_may_have_languages_of_its_own(engine, models):
     ({'source_lang': 'eng_Latn'}, "target_lang: expected .*'deu_Latn'"),
     ({'target_lang': 'eng_Latn'}, 'source_lang: expected the'),
     (PAIR | {'target_lang': 'deu_latn'}, 'Nearest known: deu_Latn'),
-    (PAIR | {'source_lang': 'x'}, "one of the 3 languages .*'deu_Latn'"),
     (PAIR | {'source_lang': ['eng_Latn']}, 'source_lang: expected text'),
   ],
   ids=str,
@@ -173,13 +171,9 @@ def test_models_without_languages(tokenizer):
   model = Model(network, small_vocabulary.weights(network, 0), tokenizer)
   with pytest.raises(ValueError, match='source_lang: .*no tokens'):
     Engine(model, source_lang='eng_Latn')
-  with pytest.raises(ValueError, match='target_lang: .*no tokens'):
-    Engine(model, max_decode_len=4).generate(['a'], target_lang='deu_Latn')
 
 
 def test_requests_name_their_languages(chains):
-  for package in ('httpx', 'starlette', 'openai'):
-    pytest.importorskip(package)
   import serve_test
 
   want = chains.generate(TEXTS[:1], **PAIR)[0].tokens
@@ -203,5 +197,5 @@ def test_a_drafter_with_other_padding_is_refused(models):
 
 def test_training_pads_otherwise(tmp_path):
   inputs = dict(train_file='demo/input.txt', vocab_path='demo/vocab.model')
-  with pytest.raises(ValueError, match='pads with id 0.*pads with 1'):
+  with pytest.raises(ValueError, match='model: .*pads with id 0.* got 1'):
     training.TrainRun(make(SMALL)[0], str(tmp_path), **inputs)

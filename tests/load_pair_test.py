@@ -1,31 +1,36 @@
-"""Pairs from folders and files: what is loaded, and what is refused."""
+"""Folders, of the hub too, and pairs of them: what is loaded, or refused."""
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import shutil
+import types
 
 import jax
-import numpy as np
 import pytest
 
+import folders
 import small_vocabulary
 import specdec_jax
-from folders import write_folder
-from specdec_jax import notebook
+from folders import LLAMA, NLLB, T5GEMMA, write_folder, write_vocabulary
+from languages_test import write_vocabulary as write_nllb
+from specdec_jax import Engine, notebook
 from specdec_jax.checkpoints import (
   config_json,
+  generation,
   huggingface,
   save_t5x,
 )
 from specdec_jax.checks import memory
 from specdec_jax.checks.memory import DoesNotFitError
-from specdec_jax.models.gpt import GPT
+from specdec_jax.cli import main
+from specdec_jax.models.causal_lm import CausalLM
+from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
-from specdec_jax.notebook import Interactive
 from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
-from toy_families import GPT2, T5X
+from toy_families import GPT2
 
 TEXTS = ['the old house sings', 'a red dog', 'the tree']
 LENGTHS = {'max_input_len': 32, 'max_decode_len': 12, 'gamma': 3}
@@ -54,23 +59,12 @@ def files(folder, networks):
   return [folder / name for name in names]
 
 
-@pytest.fixture(scope='module')
-def model(files, networks, tokenizer) -> Interactive:
-  return notebook.load(
-    *files,
-    network=networks[0],
-    draft_network=networks[1],
-    tokenizer=tokenizer.path,
-    **LENGTHS,
-  )
-
-
 @pytest.mark.parametrize(
   'options',
   [{}, {'dtype': 'bfloat16'}, {'placement': Placement('bfloat16')}],
 )
 def test_folders_describe_themselves(
-  tmp_path, networks, tokenizer, model, options
+  tmp_path, networks, tokenizer, files, options
 ):
   paths = [
     save_folder(tmp_path / str(seed), network, seed, tokenizer.path)
@@ -78,36 +72,18 @@ def test_folders_describe_themselves(
   ]
   found = notebook.load(*paths, **options, **LENGTHS)
   want = 'bfloat16' if options else 'float32'
-  if 'placement' not in options:
-    for side, network in zip(('target', 'draft'), networks, strict=True):
-      config = dataclasses.replace(network.config, dtype=want)
-      assert found.models[side].network == T5(config)
+  for side, network in zip(('target', 'draft'), networks, strict=True):
+    config = dataclasses.replace(network.config, dtype=want)
+    assert found.models[side].network == T5(config)
   leaves = jax.tree.leaves(found.params.target)
   assert {str(leaf.dtype) for leaf in leaves} == {want}
-  assert found.models['target'].network.config.dtype == want
   assert found.tokenizer.fingerprint == tokenizer.fingerprint
   if not options:  # the same weights as T5X's files
+    sides = dict(zip(('network', 'draft_network'), networks, strict=True))
+    other = notebook.load(*files, **sides, tokenizer=tokenizer, **LENGTHS)
     outputs = found.generate(TEXTS)
-    assert outputs == model.generate(TEXTS)
-    assert len(outputs) == len(TEXTS) and all(done.tokens for done in outputs)
-
-
-def test_a_folder_of_each_kind(tmp_path, networks, tokenizer):
-  """What transformers 5 saves has tokenizer.json in spiece.model's place."""
-  target = save_folder(tmp_path / 'new', networks[0], 0)
-  small_vocabulary.as_tokenizer_json(tokenizer.path, tmp_path / 'new')
-  small = save_folder(tmp_path / 'small', networks[1], 1, tokenizer.path)
-  old = save_folder(tmp_path / 'old', networks[0], 0, tokenizer.path)
-  found, other = (
-    notebook.load(path, small, **LENGTHS) for path in (target, old)
-  )
-  for text in TEXTS:
-    ids = other.input_ids(text)
-    assert found.input_ids(text) == ids
-    assert found.tokenizer.decode(ids) == other.tokenizer.decode(ids) == text
-  # A sentinel that the network has no row for is never lost in silence.
-  (done,) = found.generate(['the <extra_id_0>'], on_too_long='report')
-  assert 'vocabulary of 288, got 387' in done.error
+    assert outputs == other.generate(TEXTS)
+    assert all(done.tokens for done in outputs)
 
 
 def test_what_a_folder_names_and_lacks(tmp_path, networks, tokenizer):
@@ -125,12 +101,6 @@ def test_what_a_folder_names_and_lacks(tmp_path, networks, tokenizer):
 
 def test_a_drafter_of_another_vocabulary(tmp_path, networks, tokenizer):
   target = save_folder(tmp_path / 'large', networks[0], 0, tokenizer.path)
-  size = small_vocabulary.VOCAB_SIZE + 2000
-  wider = small_vocabulary.network(1, size)
-  small = save_folder(tmp_path / 'small', wider, 1, tokenizer.path)
-  with pytest.raises(ValueError, match=f"model's vocabulary: .* got {size}"):
-    notebook.load(target, small)
-
   # As many ids, and other pieces.
   words = itertools.permutations('lorem ipsum dolor sit amet'.split(), 3)
   other = train_tokenizer(map(' '.join, words), tmp_path / 'other.model', 272)
@@ -155,7 +125,6 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
   ]
   found = notebook.load(*paths, **LENGTHS)
   assert found.input_ids(TEXTS[0])[-1] == 2
-  fast = [one.tokens for one in found.generate(TEXTS)]
   (score,) = found.score(TEXTS[:1], ['the tree'])
   ends = [*found.tokenizer.encode('the tree'), 2]
   assert found.score(TEXTS[:1], [ends]) == [score]
@@ -164,18 +133,6 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
   with pytest.raises(ValueError, match='end in .* id 2, .* got 1'):
     notebook.load(paths[0], tokenizer=tokenizer)
 
-  # Where several ids end an output, each does.
-  tokens = fast[0]
-  stop = next(t for t in tokens[1:] if t != tokens[0])
-  settings = tmp_path / '0' / huggingface.generation.FILE
-  settings.write_text(json.dumps({'eos_token_id': [2, stop]}))
-  found = notebook.load(paths[0], **LENGTHS)
-  done = found.generate(TEXTS)[0]
-  assert done.tokens == tokens[: tokens.index(stop) + 1]
-  assert done.finish_reason == 'stop'
-  plain = found.generate(TEXTS, stop_ids=[2])
-  assert [one.tokens for one in plain] == fast
-
 
 def test_a_folder_without_its_vocabulary(tmp_path, networks, tokenizer):
   folder = save_folder(tmp_path / 'alone', networks[0], 0)
@@ -183,11 +140,12 @@ def test_a_folder_without_its_vocabulary(tmp_path, networks, tokenizer):
     notebook.load(folder)
   model = notebook.load(folder, tokenizer=tokenizer, **LENGTHS)
   assert model.tokenizer.path == tokenizer.path
-  # Without a drafter, decoding is plain unless it is asked for.
-  (done,) = model.generate(TEXTS[:1])
-  assert done.stats.num_target_calls == done.stats.num_tokens
-  with pytest.raises(ValueError, match='needs a drafter'):
-    model.trace(TEXTS[0])
+  # transformers 5 saves tokenizer.json; a sentinel that the network has no
+  # row for is never lost in silence.
+  small_vocabulary.as_tokenizer_json(tokenizer.path, tmp_path / 'alone')
+  model = notebook.load(folder, **LENGTHS)
+  (done,) = model.generate(['the <extra_id_0>'], on_too_long='report')
+  assert 'vocabulary of 288, got 387' in done.error
 
 
 def test_bad_input(files, networks, tokenizer, tmp_path, monkeypatch):
@@ -214,26 +172,6 @@ def test_bad_input(files, networks, tokenizer, tmp_path, monkeypatch):
 # Decoder-only models: how their texts begin and end.
 
 
-def test_models_trained_here_begin_with_id_0(folder, tokenizer):
-  size = small_vocabulary.VOCAB_SIZE
-  network = GPT(dataclasses.replace(T5X, vocab_size=size))
-  path = folder / 'lm.msgpack'
-  save_t5x(path, small_vocabulary.weights(network, 0), step=1)
-  model = notebook.load(path, network=network, tokenizer=tokenizer, **LENGTHS)
-  assert model.bos_id == 0 != tokenizer.eos_id
-  # So it is without a notebook, wherever the vocabulary is given.
-  loaded = specdec_jax.load(path, network)
-  assert specdec_jax.Engine(loaded, tokenizer=tokenizer).bos_id == 0
-  assert model.input_ids('a dog') == [0, *tokenizer.encode('a dog')]
-  (score,) = model.score([''], [[5, 6]])
-  for first in (0, 1):  # control: of texts that begin otherwise
-    read = np.array([[first, 5]])
-    logits = jax.jit(network.logits)(model.params.target, None, read)
-    want = jax.nn.log_softmax(logits[0])[(0, 1), (5, 6)]
-    near = score.log_probs == pytest.approx(want.tolist(), abs=1e-3)
-    assert near == (not first)
-
-
 @pytest.fixture(scope='module')
 def vocabularies(folder):
   """Two folders with one vocabulary of 300 ids, in files of other kinds."""
@@ -242,31 +180,19 @@ def vocabularies(folder):
 
 def gpt2_folder(folder, vocabulary, **described):
   """A folder as transformers writes it, with a vocabulary."""
-  folder.mkdir()
-  config = dataclasses.replace(GPT2, vocab_size=300)
-  write_folder(folder, 'gpt2', config=config, vocab_size=300, **described)
-  shutil.copytree(vocabulary, folder, dirs_exist_ok=True)
+  shutil.copytree(vocabulary, folder)
+  sized(folder, 'gpt2', GPT2, 300, **described)
   return folder
 
 
 def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
+  paths = [
+    gpt2_folder(tmp_path / str(kind), vocabulary)
+    for kind, vocabulary in enumerate(vocabularies)
+  ]
+  model = notebook.load(*paths, **LENGTHS)
   own = Tokenizer(vocabularies[0])
-  ids = {'eos_token_id': own.eos_id, 'bos_token_id': own.eos_id}
-  model = notebook.load(
-    *(
-      gpt2_folder(tmp_path / str(kind), vocabulary, **ids)
-      for kind, vocabulary in enumerate(vocabularies)
-    ),
-    **LENGTHS,
-  )
-  assert model.bos_id == own.eos_id and model.stop_ids == (own.eos_id,)
   assert model.tokenizer.fingerprint == own.fingerprint
-  ids = [own.eos_id, *own.encode('the red dog')]
-  assert model.input_ids('the red dog') == ids
-  texts = ['the red dog', '']
-  tokens = [done.tokens for done in model.generate(texts)]
-  plain = model.generate(texts, speculative=False)
-  assert tokens == [done.tokens for done in plain] and all(tokens)
 
 
 def test_ids_that_a_folder_names(tmp_path, vocabularies):
@@ -291,3 +217,203 @@ def test_ids_that_a_folder_names(tmp_path, vocabularies):
   folder = gpt2_folder(tmp_path / 'text', one, eos_token_id='x')
   with pytest.raises(ValueError, match="eos_token_id: .*'x'"):
     notebook.load(folder)
+
+
+# How the texts of a folder begin and end.
+
+
+@pytest.mark.parametrize(
+  ('prefix', 'settings', 'begins', 'ends'),
+  [
+    (None, {}, None, '<|endoftext|>'),
+    (None, {'eos_token': {'content': '<turn>'}}, None, '<turn>'),
+    # transformers 5 looks at the post-processor alone.
+    (None, {'add_bos_token': True, 'bos_token': '<bos>'}, None, None),
+    ('<bos>', {'add_bos_token': False, 'bos_token': '<bos>'}, '<bos>', None),
+  ],
+)
+def test_begins_and_ends(prefix, settings, begins, ends, tmp_path):
+  tokenizer = Tokenizer(write_vocabulary(tmp_path, prefix, **settings))
+  ids = {piece: i for i, piece in tokenizer.pieces.items()}
+  assert tokenizer.bos_id == (begins and ids[begins])
+  assert tokenizer.eos_id == ids[ends or '<|endoftext|>']
+  # What is encoded has neither.
+  assert tokenizer.bos_id not in tokenizer.encode('the red')
+  assert tokenizer.vocab_size == 268
+
+
+def sized(folder, name, config, size, **described):
+  """A folder of a family whose network has so many ids."""
+  config = dataclasses.replace(config, vocab_size=size)
+  write_folder(folder, name, config=config, vocab_size=size, **described)
+  return config
+
+
+def test_a_folder_with_its_vocabulary(tmp_path):
+  """One id less is enough: the last special token is no text."""
+  settings = {'eos_token': '<|endoftext|>'}
+  folder = write_vocabulary(tmp_path, '<bos>', **settings)
+  ends = json.dumps({'eos_token_id': [3, 5]})
+  (folder / 'generation_config.json').write_text(ends)
+  sized(folder, 'llama', LLAMA, 267, bos_token_id=7)
+  model = specdec_jax.load(folder)
+  assert model.bos_id == 266 and model.stop_ids == (3, 5)
+
+
+@pytest.mark.parametrize('begins', ['<bos>', None])
+def test_a_text_begins_as_the_vocabulary_says(begins, tmp_path):
+  """Without a config.json, or with one that names another id."""
+  files = write_vocabulary(tmp_path, begins)
+  alone, path = tmp_path / 'alone', tmp_path / 'model.msgpack'
+  network = CausalLM(sized(alone, 'llama', LLAMA, 268, bos_token_id=7))
+  save_t5x(path, small_vocabulary.weights(network, 0), step=1)
+  engines = [
+    Engine(specdec_jax.load(path, network, tokenizer=files)),
+    Engine(specdec_jax.load(alone), tokenizer=files),
+  ]
+  assert {engine.bos_id for engine in engines} == {begins and 266}
+  assert engines[0].num_input_tokens('') == (begins is not None)
+
+
+def test_texts_of_a_t5gemma(tmp_path):
+  """Texts begin as tokenizer.json says, and have no end of sequence."""
+  folder = write_vocabulary(tmp_path, '<bos>', eos_token='<turn>')
+  described = {'bos_token_id': 266, 'eos_token_id': [267, 3]}
+  stacks = {}
+  for name in ('encoder', 'decoder'):
+    stacks[name] = dataclasses.replace(getattr(T5GEMMA, name), vocab_size=300)
+    fields = folders.FOLDERS['t5gemma'][0][name]
+    described[name] = fields | {'vocab_size': 300}
+  config = dataclasses.replace(T5GEMMA, **stacks)
+  write_folder(folder, 't5gemma', config=config, **described)
+  model = specdec_jax.load(folder)
+  assert model.bos_id == model.network.start_id == 266
+  engine = Engine(model, max_input_len=16, max_decode_len=4)
+  assert engine.stop_ids == (267, 3)
+  pieces = engine.tokenizer.encode('the red')
+  request = engine.request(['the red', [5, 6]])
+  assert request.inputs[0, : len(pieces) + 2].tolist() == [266, *pieces, 0]
+  assert request.inputs[1, :4].tolist() == [266, 5, 6, 0]
+  # Nothing at all is a text as well.
+  assert all(one.tokens for one in engine.generate(['', 'the red']))
+
+
+def test_the_command(tmp_path, capsys):
+  nllb = write_nllb(tmp_path / 'nllb')
+  sized(nllb, 'm2m_100', NLLB, Tokenizer(nllb).vocab_size + 2)
+  file = tmp_path / 'texts.txt'
+  file.write_text('the red dog\na cat\n')
+  flags = ['decode', '--target', str(nllb), '--mode', 'plain', str(file)]
+  flags += ['--max-length', '4', '--max-input-length', '16']
+  assert main.main(flags)
+  assert 'source_lang: expected the language' in capsys.readouterr().err
+  main.main([*flags, '--source_lang', 'eng_Latn', '--target-lang', 'deu_Latn'])
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2 and any(lines)
+
+
+# What a folder asks of `generate`.
+
+
+# A folder's settings: the options that do the same, and what none does.
+SETTINGS = [
+  # Nothing is sampled or searched for, and these decide nothing.
+  ({'num_beams': 1, 'do_sample': False, 'temperature': 0.6}, '', ''),
+  ({'do_sample': True, 'temperature': 0.6}, 'temperature', ''),
+  ({'num_beams': 4, 'early_stopping': True}, 'num_beams', 'early_stopping'),
+  ({'max_new_tokens': 9, 'min_length': 5}, 'max_length, min_length', ''),
+  ({'forced_eos_token_id': [1]}, '', 'forced_eos_token_id'),
+]
+
+
+@pytest.mark.parametrize(('settings', 'options', 'others'), SETTINGS)
+def test_what_a_folder_asks_of_generate(settings, options, others):
+  text = generation.unfollowed(settings, 'x.json')
+  assert bool(text) == bool(options or others)
+  assert f'do so: {options}.' in text or not options
+  assert f'does: {others}.' in text or not others
+
+
+def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
+  """Of its target alone; config.json counts where there is no other file."""
+  network = small_vocabulary.network(1)
+  save_folder(tmp_path, network, 0)
+  (tmp_path / 'generation_config.json').unlink()
+  file = tmp_path / 'config.json'
+  settings = {'num_beams': 4, 'no_repeat_ngram_size': 3}
+  file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+  model = specdec_jax.load(tmp_path, tokenizer=tokenizer)
+  other = Model(network, small_vocabulary.weights(network, 0), tokenizer)
+  limits = dict(max_input_len=8, max_decode_len=4)
+  words = r'config.json.* num_beams=4, .*No option does: no_repeat_ngram_size'
+  with pytest.warns(UserWarning, match=words) as told:
+    Engine(model, other, **limits)
+  assert len(told) == 1
+  Engine(other, model, **limits)
+
+
+# Folders of the hub.
+
+
+@pytest.fixture
+def on_hub(tmp_path, tokenizer):
+  """A folder as it lies on the hub, with another framework's weights."""
+  folder = tmp_path / 'model'
+  save_folder(folder, small_vocabulary.network(1), 0, tokenizer.path)
+  (folder / 'pytorch_model.bin').write_bytes(b'large')
+  return folder
+
+
+@pytest.fixture
+def revisions(on_hub, tmp_path, monkeypatch):
+  """Puts a hub with one model in place; returns the revisions asked for."""
+  revisions = []
+
+  def snapshot_download(hub_id, revision, allow_patterns):
+    if hub_id != 'someone/tiny-t5':
+      raise RuntimeError(f'404 \n for {hub_id}')
+    revisions.append(revision)
+    folder = tmp_path / f'cache{len(revisions)}'
+    folder.mkdir()
+    for path in on_hub.iterdir():
+      if any(fnmatch.fnmatch(path.name, p) for p in allow_patterns):
+        shutil.copy(path, folder)
+    return str(folder)
+
+  hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+  monkeypatch.setattr(huggingface, 'package', lambda *_: hub)
+  monkeypatch.chdir(tmp_path)
+  return revisions
+
+
+def test_a_model_of_the_hub(on_hub, revisions):
+  there = notebook.load('someone/tiny-t5', **LENGTHS)
+  names = {path.name for path in (on_hub.parent / 'cache1').iterdir()}
+  assert {'config.json', 'model.safetensors', 'spiece.model'} <= names
+  assert 'pytorch_model.bin' not in names
+  here = notebook.load(on_hub, **LENGTHS)
+  assert there.fingerprints == here.fingerprints
+  assert there.tokenizer.fingerprint == here.tokenizer.fingerprint
+  huggingface.fetch('someone/tiny-t5@refs/pr/1')
+  assert revisions == [None, 'refs/pr/1']
+
+
+def test_paths_are_not_asked_of_the_hub(on_hub, revisions, tmp_path):
+  """Not those that are mistyped, nor one with a revision."""
+  for path in (tmp_path, 'org/model@v2'):
+    with pytest.raises(ValueError, match="revision: .*, got 'main'"):
+      specdec_jax.load(path, revision='main')
+  (tmp_path / 'hf').mkdir()
+  for path in ('hf/modle', 'model.msgpack', '/a/b', './x/y', 'a/b/c@v1'):
+    with pytest.raises(ValueError, match=f"{path}': No such file or folder."):
+      specdec_jax.load(path)
+  assert not revisions
+
+
+def test_what_the_hub_does_not_have(on_hub, revisions):
+  words = r"'someone/other' could not be fetched .*RuntimeError: 404 for"
+  with pytest.raises(ValueError, match=words):
+    notebook.load('someone/other', **LENGTHS)
+  (on_hub / 'model.safetensors').unlink()
+  with pytest.raises(ValueError, match="tiny-t5' .* no model.*@refs/pr"):
+    huggingface.fetch('someone/tiny-t5')

@@ -12,7 +12,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import textwrap
 
 import flax.serialization
 import jax
@@ -143,42 +142,6 @@ def test_device_and_rule(saved):
   refused(path, 'sharding', "'cpu'", sharding='cpu')
   for dtype in ('int16', np.int8, 'int2', 'flot32', bool):
     refused(path, 'dtype', dtype=dtype)
-
-
-def run(code, *arguments, **environment):
-  """The JSON that a fresh process prints."""
-  done = subprocess.run(
-    [sys.executable, '-c', textwrap.dedent(code), *map(str, arguments)],
-    cwd=ROOT,
-    env={**os.environ, **environment},
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout)
-
-
-def test_id_of_the_hub(saved, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / 'hf').mkdir()
-  fetched = []
-
-  def fetch(hub_id):
-    fetched.append(hub_id)
-    if hub_id == 'someone/no-such-t5':
-      raise ValueError('The hub has no such model.')
-    return saved / 'huggingface'
-
-  monkeypatch.setattr(huggingface, 'fetch', fetch)
-  ids = ['someone/t5', 'someone/t5@refs/pr/1', 'someone/no-such-t5']
-  for hub_id in ids[:2]:
-    assert_same(checkpoints.load(hub_id, NETWORK), PARAMS)
-  refused(ids[2], ids[2], 'The hub has no such model')
-  assert fetched == ids
-  # These are mistyped paths.
-  for path in ('hf/modle', 'model.msgpack', '/a/b', './x/y', 'a/b/c@v1'):
-    refused(path, f"{path}': No such file or folder.")
-  assert fetched == ids
 
 
 # What is refused, before anything is read.
@@ -319,3 +282,92 @@ def test_a_chunk_of_zeros_is_no_missing_chunk(tmp_path):
   zeros = jax.tree.map(np.zeros_like, PARAMS)
   write_stored(tmp_path, zeros)
   assert_same(checkpoints.load(tmp_path), zeros)
+
+
+# How much memory a load takes beside what it returns.
+
+MIB = 1 << 20
+
+
+MEASURE = """
+import json, re, sys
+import flax.serialization, jax, tensorstore
+from specdec_jax import checkpoints
+from specdec_jax.checkpoints import disk_arrays
+
+def status(field):
+  with open('/proc/self/status') as stream:
+    return int(re.search(field + r':\\s+(\\d+) kB', stream.read())[1]) << 10
+
+path, dtype, place = sys.argv[1:]
+disk_arrays.PIECE_BYTES = 4 << 20
+device = jax.devices()[0]
+jax.block_until_ready(jax.numpy.ones(3))
+before = status('VmRSS')
+if place == 'control':
+  with open(path, 'rb') as stream:
+    tree = flax.serialization.msgpack_restore(stream.read())
+  params = tree['optimizer']['target']
+else:
+  sharding = device if place == 'device' else None
+  params = checkpoints.load(path, dtype=dtype, sharding=sharding)
+loaded = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+print(json.dumps([status('VmHWM'), before, loaded]))
+"""
+
+
+def measured(*arguments):
+  """The peak of a fresh process, what it had before, and what it loaded."""
+  command = [sys.executable, '-c', MEASURE, *map(str, arguments)]
+  return json.loads(subprocess.check_output(command, cwd=ROOT))
+
+
+def write_large(folder, rows, stored):
+  """Six arrays of T5X's: in TensorStore's folders, of which three in chunks.
+
+  Or all in one file, beside an optimiser's state that is not read.
+  """
+  import tensorstore as ts
+
+  target = dict.fromkeys('abcdef', np.ones((rows, 1024), np.float32))
+  state = {} if stored else {'param_states': dict(target)}
+  folder.mkdir()
+  for name in target if stored else ():
+    chunks = [1024 if name in 'abc' else rows, 1024]
+    metadata = {'chunks': chunks, 'compressor': None, 'shape': [rows, 1024]}
+    full = {'driver': 'zarr', 'dtype': 'float32', 'metadata': metadata}
+    kvstore = {'driver': 'file', 'path': f'{folder}/target.{name}/'}
+    store = ts.open({**full, 'kvstore': kvstore}, create=True).result()
+    store.write(target[name]).result()
+    kvstore = {'driver': 'gfile', 'path': f'target.{name}/'}
+    target[name] = {**full, 'kvstore': kvstore}
+  tree = {'version': 3, 'optimizer': {'target': target, 'state': state}}
+  data = flax.serialization.msgpack_serialize(tree)
+  (folder / 'checkpoint').write_bytes(data)
+
+
+@pytest.mark.skipif(
+  not os.path.exists('/proc/self/status'), reason='measures memory there'
+)
+@pytest.mark.parametrize(
+  ('kind', 'dtype', 'place'),
+  [('stored', 'bfloat16', 'device'), ('file', 'float32', 'host')],
+)
+def test_memory(tmp_path, kind, dtype, place):
+  """Six arrays of 32 MiB: no more than two of them beside what is loaded.
+
+  To a device some pieces are on their way, too.
+  """
+  path = tmp_path / 'checkpoint_1'
+  rows, total = 8 * 1024, 6 * 32 * MIB
+  write_large(path, rows, kind == 'stored')
+  peak, before, loaded = measured(path, dtype, place)
+  assert loaded == total // (1 if dtype == 'float32' else 2)
+  assert peak > before + loaded * 0.9  # it does measure
+  on_its_way = 8 * MIB if place == 'device' else 0
+  assert peak - before - loaded < 2 * 32 * MIB + on_its_way
+  if kind == 'file':
+    # The bound is one that flax's own reader does not keep.
+    path = path / 'checkpoint'
+    peak, before, loaded = measured(path, dtype, 'control')
+    assert peak - before - loaded > 4 * 32 * MIB

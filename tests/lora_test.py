@@ -10,7 +10,6 @@ import pytest
 import folders
 import specdec_jax
 from small_vocabulary import network as t5_of
-from specdec_jax.checkpoints import families
 
 # Modules that adapters are for, as PEFT calls them; one of GPT-2's is square.
 MODULES = {
@@ -158,16 +157,6 @@ def test_adapters_that_are_refused(said, adapter, words, tmp_path):
   place = write_adapter(tmp_path / 'adapter', adapter, SAID | said, **arrays)
   with pytest.raises(ValueError, match=words):
     loaded(tmp_path / 'base', place)
-
-
-def test_an_adapter_of_a_module_that_files_leave_out():
-  """T5Gemma 2's encoder for texts, beside that for images."""
-  name_of = families.FAMILIES['t5gemma2'].name_of
-  kernel = 'layers.0.mlp.up_proj.weight'
-  for place in ('model.encoder.text_model', 'model.encoder'):
-    assert name_of(f'{place}.{kernel}') == f'encoder.{kernel}'
-  # Control: of another encoder.
-  assert name_of(f'model.encoder.vision.{kernel}') != f'encoder.{kernel}'
 
 
 def test_what_is_no_adapter_or_no_folder(tmp_path):

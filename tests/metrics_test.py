@@ -6,11 +6,12 @@ import pytest
 
 from specdec_jax.text import metrics
 
+for name in ('sacrebleu', 'rouge_score'):
+  pytest.importorskip(name, reason='needs the extra [metrics]')
 SENTENCE = 'the cat sat on the mat'
 
 
 def test_bleu_of_a_known_pair():
-  pytest.importorskip('sacrebleu')
   same = metrics.bleu([SENTENCE], [SENTENCE])
   assert same['bleu'] == pytest.approx(100)
   assert 'tok:13a' in same['bleu_signature']
@@ -23,14 +24,12 @@ def test_bleu_of_a_known_pair():
 
 def test_bleu_of_lines_that_are_too_short_for_its_order():
   """None has four words, so the defaults say 0."""
-  pytest.importorskip('sacrebleu')
   targets = ['Guten Abend!', 'Danke.']
   scores = metrics.bleu(targets, ['Abend!', 'Danke.'])
   assert 0 < scores['bleu'] < 100 and 'eff:yes' in scores['bleu_signature']
 
 
 def test_bleu_takes_the_references_that_each_prediction_has():
-  pytest.importorskip('sacrebleu')
   targets = [['a red house', SENTENCE], 'one reference only here']
   outputs = [SENTENCE, 'one reference only here']
   assert metrics.bleu(targets, outputs)['bleu'] == pytest.approx(100)
@@ -42,7 +41,6 @@ def test_bleu_takes_the_references_that_each_prediction_has():
 
 
 def test_rouge_of_a_known_pair():
-  pytest.importorskip('rouge_score')
   # 6 words and 4: 4 in common, in order; 1 pair of 5 and 3 in common.
   short = 'the cat on mat'
   rouge = metrics.rouge([SENTENCE], [short])

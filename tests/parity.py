@@ -94,15 +94,10 @@ def folder_of(name: str) -> tuple[Any, str]:
   return model, folder
 
 
-@functools.cache
-def _loaded(name: str) -> Any:
-  return folders.read(folder_of(name)[1])
-
-
 def loaded(name: str) -> tuple[Any, Any, Any]:
   """A model, and the configuration and parameters read from its folder."""
-  config, params = _loaded(name)
-  return folder_of(name)[0], config, jax.tree.map(lambda leaf: leaf, params)
+  model, folder = folder_of(name)
+  return model, *folders.read(folder)
 
 
 def rows_of(network: Any, seed: int = 1) -> list[np.ndarray]:
@@ -119,12 +114,6 @@ def rows_of(network: Any, seed: int = 1) -> list[np.ndarray]:
 
 def _pad_id(network: Any) -> int:
   return getattr(network.config, 'pad_id', 0)
-
-
-def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-  """The largest difference, relative to the largest value."""
-  assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
-  return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 def check_logits(
@@ -164,7 +153,8 @@ def check_logits(
   with torch.no_grad():
     want = model(**given).logits.numpy()
   have = jax.jit(network.logits)(params, inputs, jnp.asarray(fed, jnp.int32))
-  found = difference(np.asarray(have), want)
+  assert have.shape == want.shape
+  found = float(np.abs(have - want).max() / np.abs(want).max())
   assert found < TOLERANCE, f'Logits differ by {found:.2g}.'
 
 
@@ -176,25 +166,19 @@ def _decode(network: LanguageModel) -> Any:
 def greedy(network: Any, params: Any, rows: list[np.ndarray]) -> list[list]:
   """Tokens of the plain loop over a ragged batch, a list a row."""
   batch = len(rows)
-  longest = max(map(len, rows))
-  tokens, length = padded(rows, batch, longest, _pad_id(network))
-  prompt, eos = np.zeros((batch, 1), np.int32), 1
-  given: dict[str, Any] = {
-    'inputs': jnp.asarray(tokens),
-    'prompt': jnp.asarray(prompt + getattr(network, 'start_id', 0)),
-    'prompt_length': jnp.ones((batch,), jnp.int32),
-  }
+  tokens, length = padded(rows, batch, max(map(len, rows)), _pad_id(network))
+  nothing, ones = np.zeros((batch, 1), np.int32), np.ones(batch, np.int32)
+  eos, given = 1, (tokens, nothing + getattr(network, 'start_id', 0), ones)
   if hasattr(network.config, 'pad_id'):
-    eos = 2
-    prompt = [[network.start_id, LANGUAGE]] * batch
-    given['prompt'] = jnp.asarray(prompt, jnp.int32)
-    given['prompt_length'] += 1
+    prompt = np.array([[network.start_id, LANGUAGE]] * batch, np.int32)
+    eos, given = 2, (tokens, prompt, ones + 1)
   elif not network.has_encoder:
-    nothing = jnp.zeros((batch, 1), jnp.int32)
-    given = {'inputs': nothing, 'prompt': tokens, 'prompt_length': length}
-  sampling = SamplingConfig(0.0)
-  settings: dict[str, Any] = {'inputs': (0,), 'seed': 0, 'stop_ids': (eos,)}
-  request = request_of(batch, 0, sampling, BUDGET, **settings).replace(**given)
+    given = (nothing, tokens, length)
+  names = ('inputs', 'prompt', 'prompt_length')
+  changes: Any = dict(zip(names, map(jnp.asarray, given), strict=True))
+  request = request_of(
+    batch, 0, SamplingConfig(0.0), BUDGET, inputs=(0,), seed=0, stop_ids=(eos,)
+  ).replace(**changes)
   done = jax.device_get(_decode(network)(PairParams(params, None), request))
   outputs = zip(done.tokens, done.length, strict=True)
   return [row[:length].tolist() for row, length in outputs]

@@ -6,9 +6,7 @@ import json
 import jax
 import numpy as np
 
-from specdec_jax.engine.engine import Engine
 from specdec_jax.models.gpt import GPT, GPTConfig
-from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.text import tokenizer as tokenizer_lib
 
@@ -116,20 +114,13 @@ def as_tokenizer_json(path, folder, added=()):
     (model.id_to_piece(i), model.get_score(i)) for i in range(len(model))
   ]
   names = [f'<extra_id_{i}>' for i in reversed(range(100))]
-  made = tokenizers.Tokenizer(
-    tokenizers.models.Unigram(
-      [*pieces, *((name, 0.0) for name in names)], 2, byte_fallback=True
-    )
-  )
-  space = tokenizers.pre_tokenizers.WhitespaceSplit()
-  blank = tokenizers.pre_tokenizers.Metaspace()
-  made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([space, blank])
-  made.decoder = tokenizers.decoders.Sequence(
-    [
-      tokenizers.decoders.ByteFallback(),
-      tokenizers.decoders.Metaspace(),
-    ]
-  )
+  pieces += [(name, 0.0) for name in names]
+  unigram = tokenizers.models.Unigram(pieces, 2, byte_fallback=True)
+  made = tokenizers.Tokenizer(unigram)
+  parts, kinds = tokenizers.pre_tokenizers, tokenizers.decoders
+  blanks = [parts.WhitespaceSplit(), parts.Metaspace()]
+  made.pre_tokenizer = parts.Sequence(blanks)
+  made.decoder = kinds.Sequence([kinds.ByteFallback(), kinds.Metaspace()])
   made.add_special_tokens(['<pad>', '</s>', '<unk>', *names])
   made.add_tokens(
     [tokenizers.AddedToken(name, normalized=False) for name in added]
@@ -169,17 +160,8 @@ def byte_fallback(path, *decoders):
 
 def network(num_decoder_layers: int, vocab_size: int = VOCAB_SIZE) -> T5:
   """A T5 1.1 that compiles in no time."""
-  return T5(
-    T5Config(
-      vocab_size=vocab_size,
-      emb_dim=16,
-      num_heads=2,
-      head_dim=8,
-      num_encoder_layers=1,
-      num_decoder_layers=num_decoder_layers,
-      mlp_dim=32,
-    )
-  )
+  layers = {'num_encoder_layers': 1, 'num_decoder_layers': num_decoder_layers}
+  return T5(T5Config(vocab_size, 16, 2, **layers, head_dim=8, mlp_dim=32))
 
 
 def decoder_only(num_layers: int) -> GPT:
@@ -199,12 +181,3 @@ def weights(network, seed: int):
 
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-def engine_with_itself(tokenizer):
-  """An engine whose target is its own drafter; outputs of 8 tokens."""
-  own = network(1)
-  model = Model(own, weights(own, 0))
-  return Engine(
-    model, model, tokenizer=tokenizer, max_input_len=16, max_decode_len=8
-  )

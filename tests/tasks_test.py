@@ -186,30 +186,13 @@ def test_tasks_and_a_mixture_of_seqio(pairs, tokenizer, monkeypatch):
       tasks.find(name)
 
 
-@pytest.fixture
-def prepared(tmp_path):
-  """Writes a small TFDS data set, with the features of the real one."""
-  import tensorflow_datasets as tfds
-
-  def write(name, examples):
-    builder = tfds.builder(name, data_dir=tmp_path)
-    (tmp_path / builder.data_path).mkdir(parents=True)
-    writer = tfds.core.SequentialWriter(builder.info, 100)
-    writer.initialize_splits(['test'])
-    writer.add_examples({'test': examples})
-    writer.close_all()
-
-  return write
-
-
 @quiet
 @needs_seqio
-def test_tasks_of_t5_over_prepared_data(
-  prepared, tokenizer, tmp_path, monkeypatch
-):
+def test_tasks_of_t5_over_prepared_data(tokenizer, tmp_path, monkeypatch):
   name, example = 'wmt_t2t_ende_v003', {'en': 'a house', 'de': 'ein rotes Haus'}
   inputs, targets = ENDE + example['en'], example['de']
   import seqio
+  import tensorflow_datasets as tfds
 
   def read(vocabulary, *arguments):
     (task,) = tasks.find(name, vocabulary)
@@ -224,9 +207,13 @@ def test_tasks_of_t5_over_prepared_data(
     with pytest.raises(ValueError, match=f'are not in {tmp_path}/.*{command}'):
       read(tokenizer, 'test')
     seqio.utils.LazyTfdsLoader._MEMOIZED_BUILDERS.clear()  # noqa: SLF001
-    prepared(dataset, [example] * 3)
-    with pytest.raises(ValueError, match="'tset'. Nearest known: test"):
-      read(tokenizer, 'tset')
+    # A small data set, with the features of the real one.
+    builder = tfds.builder(dataset, data_dir=tmp_path)
+    (tmp_path / builder.data_path).mkdir(parents=True)
+    writer = tfds.core.SequentialWriter(builder.info, 100)
+    writer.initialize_splits(['test'])
+    writer.add_examples({'test': [example] * 3})
+    writer.close_all()
     with pytest.raises(ValueError, match="vocabulary 'nowhere.model'"):
       read(nowhere, 'test')
     found = list(read(tokenizer, 'test', {'targets': 4}))
@@ -239,9 +226,6 @@ def test_tasks_of_t5_over_prepared_data(
   assert found[0]['inputs'].tolist() == with_end(tokenizer, inputs)
   cut = [*tokenizer.encode(targets)[:3], EOS_ID]
   assert found[0]['targets'].tolist() == cut
-  (task,) = tasks.find(name, tokenizer)
-  known = [metrics.METRICS[metric] for metric in tasks.TASKS[name].metrics]
-  assert [one.keywords['metric'] for one in task.metric_functions()] == known
 
 
 @quiet

@@ -10,6 +10,7 @@ import pytest
 
 import parity
 import small_vocabulary
+from folders import write_vocabulary
 from small_vocabulary import sentences
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -48,8 +49,9 @@ def t5(folder):
   if os.path.exists(T5_VOCAB):
     folder.mkdir(parents=True)
     shutil.copy(T5_VOCAB, folder / 'spiece.model')
-    return settings(folder, 't5')
-  return settings(spiece(folder), 't5')
+  else:
+    spiece(folder)
+  return settings(folder, 't5')
 
 
 def settings(folder, model_type, **said):
@@ -63,13 +65,6 @@ def saved(folder, tokenizer, model_type):
   """What `save_pretrained` writes."""
   tokenizer.save_pretrained(folder)
   return settings(folder, model_type)
-
-
-def saved_t5(folder):
-  import transformers
-
-  made = transformers.AutoTokenizer.from_pretrained(t5(folder / 'before'))
-  return saved(folder / 'after', made, 't5')
 
 
 def flan(folder):
@@ -191,7 +186,7 @@ def qwen(folder):
   return saved(folder / 'after', made, 'qwen3')
 
 
-def gemma(folder, model_type='gemma3_text'):
+def gemma(folder):
   import tokenizers
   import transformers
 
@@ -203,11 +198,7 @@ def gemma(folder, model_type='gemma3_text'):
   )
   made = transformers.GemmaTokenizer(vocab, merges, add_bos_token=True)
   made.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
-  return saved(folder / 'one', made, model_type)
-
-
-def t5gemma(folder):
-  return gemma(folder, 't5gemma')
+  return saved(folder / 'one', made, 'gemma3_text')
 
 
 def nllb(folder):
@@ -226,32 +217,14 @@ def nllb(folder):
 
 
 def llama(folder):
-  import tokenizers
-  import transformers
-
-  files = byte_level(folder / 'before')
-  paths = [str(files / name) for name in ('vocab.json', 'merges.txt')]
-  made = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*paths))
-  parts = tokenizers.pre_tokenizers
-  made.pre_tokenizer = parts.Sequence(
-    [
-      parts.Split(tokenizers.Regex(r'\p{N}{1,3}|\s+|[^\s\p{N}]+'), 'isolated'),
-      parts.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
-  made.decoder = tokenizers.decoders.ByteLevel()
-  made.add_special_tokens(['<bos>', '<|im_end|>'])
-  made.post_processor = tokenizers.processors.TemplateProcessing(
-    '<bos> $A', special_tokens=[('<bos>', made.token_to_id('<bos>'))]
-  )
-  wrapped = transformers.TokenizersBackend(
-    tokenizer_object=made, bos_token='<bos>', eos_token='<|im_end|>'
-  )
-  return saved(folder / 'one', wrapped, 'llama')
+  folder.mkdir(parents=True)
+  said = {'bos_token': '<bos>', 'eos_token': '<turn>'}
+  said['tokenizer_class'] = 'PreTrainedTokenizerFast'
+  return settings(write_vocabulary(folder, '<bos>', **said), 'llama', **said)
 
 
 FAMILIES = [
-  *(t5, saved_t5, flan, old_flan, mt5, umt5, codet5, old_codet5, t5gemma),
+  *(t5, flan, old_flan, mt5, umt5, codet5, old_codet5),
   *(gemma, nllb, llama, qwen, old_qwen),
 ]
 
@@ -274,3 +247,21 @@ def test_ids_and_texts(family, tmp_path):
     for skip, made in kinds.items():
       said = theirs.decode(want, skip_special_tokens=skip)
       assert made.decode(want) == said, (text, skip)
+
+
+def test_m2m_without_a_tokenizer_json(tmp_path):
+  import transformers
+
+  made = Tokenizer(small_vocabulary.m2m(tmp_path))
+  known = made.languages
+  theirs = transformers.M2M100Tokenizer.from_pretrained(
+    made.path,
+    src_lang='en',
+    additional_special_tokens=[f'__{name}__' for name in known],
+  )
+  assert known == {name: theirs.get_lang_id(name) for name in known}
+  for text in texts():
+    want = theirs(text).input_ids
+    assert [known['en'], *made.encode(text), made.eos_id] == want, text
+    shown = theirs.decode(want, skip_special_tokens=True)  # and stripped
+    assert made.decode(want).strip() == shown
