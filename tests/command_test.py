@@ -43,15 +43,6 @@ def test_help_names_each_command_on_a_line(capsys):
   assert run(capsys)[0] == 2  # nothing was asked
 
 
-SLOW = """
-import sys
-from specdec_jax.cli import main
-assert main.main(['--help']) == 0
-slow = {'jax', 'numpy', 'rich', 'gin', 'flax'} & set(sys.modules)
-assert not slow, slow
-"""
-
-
 @pytest.mark.parametrize(
   'line, status, words',
   [
@@ -59,8 +50,6 @@ assert not slow, slow
     ('specdec decod 2>&-', 2, ''),  # and not on stdout in its place
     ('python scripts/decode.py >&-', 2, 'stdout is closed'),
     ('mkdir a && cd a && rmdir ../a && specdec demo', 2, 'working folder'),
-    # --help needs nothing that takes long to import.
-    (f'{sys.executable} -c "{SLOW}" > help', 0, ''),
     pytest.param(
       'JAX_PLATFORMS=cuda specdec demo',
       1,
@@ -106,13 +95,10 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
     argv += [*flag.option_strings[:1], *value] if flag.option_strings else []
   if command.run_file:  # all together
     gin_flags.load(argv, command, name)
-
-
-def test_help_says_what_is_the_default(capsys):
-  out = ' '.join(run(capsys, 'decode', '--help')[1].split())
-  assert '(default: 4)' in out and '(default: speculative)' in out
-  # No search is the default.
-  assert re.search(r'--num-beams N [^-(]* --alpha', out), out
+  if name == 'decode':  # a number, a word, and no default
+    out = ' '.join(out.split())
+    assert '(default: 4)' in out and '(default: speculative)' in out
+    assert re.search(r'--num-beams N [^-(]* --alpha', out), out
 
 
 @pytest.mark.parametrize(
@@ -125,16 +111,10 @@ def test_help_says_what_is_the_default(capsys):
     (['calibrate', '--batch-sizes', '1,x'], 'whole number, with commas'),
     (['distil', '--minutes', '1e999'], "--minutes: expected .* '1e999'"),
     (['decode', 'a.txt', 'b.txt'], "Unknown argument 'b.txt'"),
-    (['decode', 'a.txt', '--input', 'b.txt'], "--input: .*'b.txt'.*'a.txt'"),
     (['decode', '--input', 'b.txt', 'a.txt'], "--input: .*'b.txt'.*'a.txt'"),
     (['decode'], 'Required and not given: .*--target'),
-    (['decode', '--gin.GAMMA=3'], 'GAMMA: no gin file has it'),
     (['measure'], 'No --gin_file was given'),
-    (['demo', '--port', '2'], "Unknown argument '--port'"),
-    (
-      ['measure', '--gin_file=gin/runs/demo.gin'],
-      'configure .*DecodeConfig.* needs one of MeasureAlphaConfig',
-    ),
+    (['measure', '--gin_file=gin/runs/demo.gin'], 'needs one of MeasureAlpha'),
     (['demo', '--alpha', '0.6'], 'alpha.*num_beams'),
   ],
 )
@@ -154,6 +134,9 @@ def macros(command, *argv, names=()):
     )
     for name in names
   }
+
+
+BATCHES = {'measure.calibrate.CalibrateConfig.batches': (1, 4)}
 
 
 def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
@@ -176,13 +159,13 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
     *('--revision', 'v2', '--gamma', '2', '--gamma', 'adaptive'),  # the last
   )
   assert macros('decode', *flags, names=want) == want
-  want = {'measure.calibrate.CalibrateConfig.batches': (1, 4)}
-  flags = ('a.txt', '--target=T', '--draft=D', '--batch-sizes=1,4')
-  assert macros('calibrate', *flags, names=want) == want
-  want = {'serving.ServeSettings.speculative': False}
-  assert macros('serve', '--no-speculative', names=want) == want
-  want = {'CHECKPOINT_PATH': 'T', 'MIXTURE_OR_TASK_NAME': 'pairs.tsv'}
-  assert macros('score', 'pairs.tsv', '--target=T', names=want) == want
+  pair = '--target=T', '--draft=D'
+  for name, flags, want in (
+    ('calibrate', ('a.txt', *pair, '--batch-sizes=1,4'), BATCHES),
+    ('serve', ('--no-speculative',), {'serving.ServeSettings.speculative': 0}),
+    ('score', ('a.tsv', *pair[:1]), {'MIXTURE_OR_TASK_NAME': 'a.tsv'}),
+  ):
+    assert macros(name, *flags, names=want) == want
 
 
 PAIR = ('CHECKPOINT_PATH', 'DRAFT_CHECKPOINT_PATH', 'VOCAB_PATH', 'TARGET',
