@@ -9,7 +9,6 @@ import pytest
 import rich.console
 
 import toy_models
-from small_vocabulary import VOCAB_SIZE
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.trace import Round
@@ -74,40 +73,13 @@ def test_a_stop_id_inside_a_draft_and_the_budget_end_it(tokenizer):
   assert last.proposed[-1] == stop and last.next_token is None
 
 
-def test_a_stop_string_ends_it(tokenizer):
-  engine = make_engine(tokenizer)
-  whole = trace.record(engine, TEXT, stop_ids=[])
-  text = tokenizer.decode([*whole[0].kept, *whole[1].kept])
-  text = text.rstrip('\ufffd')  # a byte whose character is not complete
-  part = trace.record(engine, TEXT, stop_ids=[], stop_strings=[text])
-  # The round that completes it is shown as it was computed.
-  assert part == whole[:2] and len(whole) > 2
-
-
 def test_no_tokens_no_drafter_and_gamma_0(tokenizer):
   engine = make_engine(tokenizer, gamma=0)
   rounds = check(engine, TEXT)
   assert all(not one.proposed and len(one.kept) == 1 for one in rounds)
   assert trace.record(engine, '') == []
-  alone = Engine(toy_models.chain_model(VOCAB_SIZE), tokenizer=tokenizer)
-  with pytest.raises(ValueError, match='needs a drafter'):
-    trace.record(alone, TEXT)
   with pytest.raises(ValueError, match='num_accepted: .* from 0 to 2'):
     Round([1, 2], 3, None)
-
-
-def test_bytes_of_a_character_are_spelled_once_it_is_whole(tokenizer):
-  ids = [*tokenizer.encode('the dog Ω'), tokenizer.eos_id]
-  *_, before, last, _ = ids
-  rounds = [Round(ids[:3], 3, ids[3]), Round(ids[4:], len(ids) - 4, None)]
-  spelled = trace.spell(rounds, tokenizer)
-  pieces = [piece for one in spelled for piece in one.kept]
-  assert ''.join(pieces) == 'the dog Ω</s>'
-  assert pieces[-3:] == ['', 'Ω', '</s>'] and before != last
-  other = Round([before, ids[0]], 0, last)  # no character of its own
-  assert trace.spell([other], tokenizer)[0].next_token == '\ufffd'
-  (one,) = trace.spell([other], tokenizer, is_whole=False)
-  assert one.next_token == ''
 
 
 def printed(**options) -> str:
