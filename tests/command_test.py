@@ -43,15 +43,6 @@ def test_help_names_each_command_on_a_line(capsys):
   assert run(capsys)[0] == 2  # nothing was asked
 
 
-SLOW = """
-import sys
-from specdec_jax.cli import main
-assert main.main(['--help']) == 0
-slow = {'jax', 'numpy', 'rich', 'gin', 'flax'} & set(sys.modules)
-assert not slow, slow
-"""
-
-
 @pytest.mark.parametrize(
   'line, status, words',
   [
@@ -59,17 +50,9 @@ assert not slow, slow
     ('specdec decod 2>&-', 2, ''),  # and not on stdout in its place
     ('python scripts/decode.py >&-', 2, 'stdout is closed'),
     ('mkdir a && cd a && rmdir ../a && specdec demo', 2, 'working folder'),
-    # --help needs nothing that takes long to import.
-    (f'{sys.executable} -c "{SLOW}" > help', 0, ''),
-    pytest.param(
-      'JAX_PLATFORMS=cuda specdec demo',
-      1,
-      "error: Unable to initialize backend 'cuda'",
-      marks=pytest.mark.skipif(
-        importlib.util.find_spec('jax_plugins') is not None,
-        reason='the plug-in may be installed here',
-      ),
-    ),
+    # Unless JAX's plug-in for it is installed here.
+    *[('JAX_PLATFORMS=cuda specdec demo', 1, 'error: Unable to initialize')]
+    * (importlib.util.find_spec('jax_plugins') is None),
   ],
 )
 def test_what_a_shell_may_take_away(folder, line, status, words):
@@ -100,19 +83,15 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
   options.add(parser, command.places)
   for flag in parser._actions:
     assert len(flag.help) > 5, flag
-    assert not re.search('likewise|as of|see ', flag.help), flag
     assert all(option in out for option in flag.option_strings)
     value = [] if flag.nargs == 0 else ['x' if flag.metavar == 'TEXT' else '1']
     argv += [*flag.option_strings[:1], *value] if flag.option_strings else []
   if command.run_file:  # all together
     gin_flags.load(argv, command, name)
-
-
-def test_help_says_what_is_the_default(capsys):
-  out = ' '.join(run(capsys, 'decode', '--help')[1].split())
-  assert '(default: 4)' in out and '(default: speculative)' in out
-  # No search is the default.
-  assert re.search(r'--num-beams N [^-(]* --alpha', out), out
+  if name == 'decode':  # a number, a word, and no default
+    out = ' '.join(out.split())
+    assert '(default: 4)' in out and '(default: speculative)' in out
+    assert re.search(r'--num-beams N [^-(]* --alpha', out), out
 
 
 @pytest.mark.parametrize(
@@ -125,16 +104,10 @@ def test_help_says_what_is_the_default(capsys):
     (['calibrate', '--batch-sizes', '1,x'], 'whole number, with commas'),
     (['distil', '--minutes', '1e999'], "--minutes: expected .* '1e999'"),
     (['decode', 'a.txt', 'b.txt'], "Unknown argument 'b.txt'"),
-    (['decode', 'a.txt', '--input', 'b.txt'], "--input: .*'b.txt'.*'a.txt'"),
     (['decode', '--input', 'b.txt', 'a.txt'], "--input: .*'b.txt'.*'a.txt'"),
     (['decode'], 'Required and not given: .*--target'),
-    (['decode', '--gin.GAMMA=3'], 'GAMMA: no gin file has it'),
     (['measure'], 'No --gin_file was given'),
-    (['demo', '--port', '2'], "Unknown argument '--port'"),
-    (
-      ['measure', '--gin_file=gin/runs/demo.gin'],
-      'configure .*DecodeConfig.* needs one of MeasureAlphaConfig',
-    ),
+    (['measure', '--gin_file=gin/runs/demo.gin'], 'needs one of MeasureAlpha'),
     (['demo', '--alpha', '0.6'], 'alpha.*num_beams'),
   ],
 )
@@ -176,42 +149,38 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
     *('--revision', 'v2', '--gamma', '2', '--gamma', 'adaptive'),  # the last
   )
   assert macros('decode', *flags, names=want) == want
-  want = {'measure.calibrate.CalibrateConfig.batches': (1, 4)}
-  flags = ('a.txt', '--target=T', '--draft=D', '--batch-sizes=1,4')
-  assert macros('calibrate', *flags, names=want) == want
-  want = {'serving.ServeSettings.speculative': False}
-  assert macros('serve', '--no-speculative', names=want) == want
-  want = {'CHECKPOINT_PATH': 'T', 'MIXTURE_OR_TASK_NAME': 'pairs.tsv'}
-  assert macros('score', 'pairs.tsv', '--target=T', names=want) == want
 
 
-PAIR = ('CHECKPOINT_PATH', 'DRAFT_CHECKPOINT_PATH', 'VOCAB_PATH', 'TARGET',
-        'DRAFT', 'MODEL_NAME')  # fmt: skip
+PAIR = 'CHECKPOINT_PATH DRAFT_CHECKPOINT_PATH VOCAB_PATH TARGET DRAFT'.split()
+NONE = dict.fromkeys([*PAIR, 'MODEL_NAME'])  # of the demo pair
+MINE = {'CHECKPOINT_PATH': 'mine'}
+DRAFT = {'DRAFT_CHECKPOINT_PATH': 'small', 'MODEL_NAME': 'x'}
 
 
-def test_a_target_brings_nothing_of_the_demo_pair():
-  demo = macros('serve', names=PAIR)
-  assert demo['CHECKPOINT_PATH'] == 'demo/target.msgpack'
-  assert demo['MODEL_NAME'] == 'specdec-demo'
-  other = macros('serve', '--target', 'mine', names=PAIR)
-  assert other.pop('CHECKPOINT_PATH') == 'mine'
-  assert set(other.values()) == {None}
-  flags = ('--target', 'mine', '--draft', 'small', '--model-name', 'x')
-  other = macros('serve', *flags, names=PAIR)
-  assert other['DRAFT_CHECKPOINT_PATH'] == 'small'
-  assert other['MODEL_NAME'] == 'x' and other['DRAFT'] is None
-
-
-def test_outputs_go_to_stdout_where_a_file_is_given_plainly():
-  for flags, want in (
-    ((), 'report'),
-    (('--gin.DecodeConfig.input_file=a',), 'report'),
-    (('a', '--gin.STDOUT=report'), 'report'),
-    (('a',), 'outputs'),
-    (('--input=a',), 'outputs'),
-    (('-', '--mode=plain'), 'outputs'),
-  ):
-    assert macros('demo', *flags, names=['STDOUT']) == {'STDOUT': want}, flags
+@pytest.mark.parametrize(
+  ('line', 'want'),
+  [
+    (
+      'calibrate a.txt --target=T --draft=D --batch-sizes=1,4',
+      {'measure.calibrate.CalibrateConfig.batches': (1, 4)},
+    ),
+    ('serve --no-speculative', {'serving.ServeSettings.speculative': False}),
+    ('score a.tsv --target=T', {'MIXTURE_OR_TASK_NAME': 'a.tsv'}),
+    # A target brings nothing of the demo pair.
+    ('serve', {PAIR[0]: 'demo/target.msgpack', 'MODEL_NAME': 'specdec-demo'}),
+    ('serve --target mine', NONE | MINE),
+    ('serve --target mine --draft small --model-name x', NONE | MINE | DRAFT),
+    # Outputs go to stdout where a file is given plainly.
+    ('demo', {'STDOUT': 'report'}),
+    ('demo --gin.DecodeConfig.input_file=a', {'STDOUT': 'report'}),
+    ('demo a --gin.STDOUT=report', {'STDOUT': 'report'}),
+    ('demo a', {'STDOUT': 'outputs'}),
+    ('demo --input=a', {'STDOUT': 'outputs'}),
+    ('demo - --mode=plain', {'STDOUT': 'outputs'}),
+  ],
+)
+def test_what_else_a_line_binds(line, want):
+  assert macros(*line.split(), names=want) == want
 
 
 def test_t5x_names_stay():

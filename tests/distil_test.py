@@ -1,7 +1,6 @@
 """`specdec distil`: from a T5 and texts to a calibrated drafter."""
 
 import dataclasses
-import importlib.util
 import shutil
 
 import gin
@@ -22,10 +21,7 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.training import DistilConfig, distil
 from specdec_jax.training.outputs import read_outputs
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
-)
+pytest.importorskip('safetensors')
 TEXTS = small_vocabulary.sentences()[:40]
 QUICK = {'max_input_length': 32, 'max_length': 14, 'steps': 3}
 QUICK |= {'max_gamma': 1, 'num_tokens': 20, 'repeats': 2}
@@ -33,31 +29,26 @@ QUICK |= {'max_gamma': 1, 'num_tokens': 20, 'repeats': 2}
 
 @pytest.fixture(scope='module')
 def target(folder, tokenizer):
-  """A T5 whose outputs end after some tokens, in a folder."""
+  """A T5 whose outputs end after some tokens, in a folder; texts beside it."""
   network = small_vocabulary.network(2)
   params = network.init(jax.random.key(0))
   kernel = 6.0 * params['decoder']['logits_dense']['kernel']
   params['decoder']['logits_dense']['kernel'] = kernel.at[:, 1].mul(4.0)
   huggingface.save_huggingface(folder / 'target', network.config, params)
   shutil.copy(tokenizer.path, folder / 'target' / 'spiece.model')
+  (folder / 'target' / 'texts.txt').write_text('\n'.join(TEXTS) + '\n')
   return str(folder / 'target')
 
 
-@pytest.fixture(scope='module')
-def texts(folder):
-  path = folder / 'texts.txt'
-  path.write_text('\n'.join(TEXTS) + '\n')
-  return str(path)
-
-
 @pytest.fixture
-def run(capsys, target, texts, tmp_path, monkeypatch):
+def run(capsys, target, tmp_path, monkeypatch):
   """Status, stdout and stderr of `specdec distil` with flags, in `tmp_path`."""
   monkeypatch.chdir(tmp_path)
 
   def run(*argv, **changes):
     flags = [f'--{name}={value}' for name, value in (QUICK | changes).items()]
-    given = ['--target', target, '--texts', texts, '--output-dir', 'mine']
+    given = ['--target', target, '--texts', f'{target}/texts.txt']
+    given += ['--output-dir', 'mine']
     status = main.main(['distil', *given, *flags, *argv])
     shown = capsys.readouterr()
     gin.clear_config()
@@ -70,11 +61,11 @@ def test_from_texts_to_a_calibrated_pair(run, target, tmp_path):
   status, out, err = run()
   assert status == 0, err
   assert 'speculation' in out and 'specdec decode --target' in out
+  assert 'agreement' in err  # of the held-out texts
   mine = load('mine')
   assert mine.network.reads_encoder
   assert isinstance(mine.network, Shortlisted)
   assert mine.made_for == fingerprint(load(target).params)
-  assert 'agreement' in err  # of the held-out texts
   held_out = (tmp_path / 'mine/held_out.txt').read_text().splitlines()
   assert 2 <= len(held_out) < len(set(TEXTS)) and set(held_out) < set(TEXTS)
   place = np.asarray(mine.params['place'])
@@ -101,21 +92,21 @@ def test_from_texts_to_a_calibrated_pair(run, target, tmp_path):
   assert status == 2 and 'other settings' in err
 
 
-def test_bad_input_is_seen_first(run, target, texts, tmp_path):
+def test_bad_input_is_seen_first(run, target, tmp_path):
   (tmp_path / 'few.txt').write_text('a dog\n' * 20)
   for flag, words in (
     ('--texts=few.txt', 'few.txt'),
     ('--max-input-length=2', 'no line that can be decoded'),
     ('--num-layers=3', 'num_layers: expected at most 2'),
     (f'--output-dir={target}', 'output_dir'),
-    (f'--output-dir={texts}', 'output_dir'),
+    (f'--output-dir={target}/texts.txt', 'output_dir'),
   ):
     status, _, err = run(flag)
     assert status == 2 and words in err
     assert not (tmp_path / 'mine').exists()
 
 
-def test_targets_that_have_no_such_drafter(target, texts, tmp_path):
+def test_targets_that_have_no_such_drafter(target, tmp_path):
   network = load(target).network
   alone = dataclasses.replace(network.config, num_encoder_layers=0)
   for model, words in (
@@ -123,6 +114,6 @@ def test_targets_that_have_no_such_drafter(target, texts, tmp_path):
     (Model(network, {}), 'loaded from a checkpoint'),
     (Model(network, {}, name='x'), 'vocabulary'),
   ):
-    config = DistilConfig(model, texts, str(tmp_path / 'new'))
+    texts = f'{target}/texts.txt'
     with pytest.raises(ValueError, match=words):
-      distil(config)
+      distil(DistilConfig(model, texts, str(tmp_path / 'new')))

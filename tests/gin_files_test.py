@@ -1,6 +1,6 @@
 """Gin files: their headers, published sizes, and the paper's runs."""
 
-import dataclasses
+import copy
 import pathlib
 import re
 
@@ -8,7 +8,7 @@ import gin
 import jax
 import pytest
 
-from specdec_jax import infer
+from specdec_jax import infer, training
 from specdec_jax.cli import gin_flags
 from specdec_jax.models import sizes
 from specdec_jax.models.base import param_shapes
@@ -27,53 +27,35 @@ TENTHS = {
 # of mT5 (the sizes of their weights), for UL2 the count that the Open LLM
 # Leaderboard has, of the paper's GPT-like models what their names say, LaMDA's
 # without the embedding (Thoppilan et al. 2022).
-_T5_1_1 = {'small': 77, 'base': 247.6, 'large': 783.2, 'xl': 2850, 'xxl': 11135}
+PUBLISHED_TEXT = """
+t5_small 60.5, t5_base 222.9, t5_large 737.7, t5_3b 2852, t5_11b 11307
+t5_1_1_small 77, t5_1_1_base 247.6, t5_1_1_large 783.2
+t5_1_1_xl 2850, t5_1_1_xxl 11135
+mt5_small 300.2, mt5_base 582.4, mt5_large 1230, mt5_xl 3743, mt5_xxl 12921
+ul2_20b 19460, gpt_97m 97, gpt_6m 6
+lamda_137b 137400, lamda_8b 8590, lamda_2b 2100, lamda_100m 105
+"""
 PUBLISHED = {
-  't5_small': 60.5,
-  't5_base': 222.9,
-  't5_large': 737.7,
-  't5_3b': 2852,
-  't5_11b': 11307,
-  'mt5_small': 300.2,
-  'mt5_base': 582.4,
-  'mt5_large': 1230,
-  'mt5_xl': 3743,
-  'mt5_xxl': 12921,
-  'ul2_20b': 19460,
-  'gpt_97m': 97,
-  'gpt_6m': 6,
-  'lamda_137b': 137.4e3,
-  'lamda_8b': 8590,
-  'lamda_2b': 2100,
-  'lamda_100m': 105,
-} | {f't5_1_1_{size}': count for size, count in _T5_1_1.items()}
+  name: float(count)
+  for name, count in re.findall(r'(\w+) ([\d.]+)', PUBLISHED_TEXT)
+}
 # Other names for those of the same shape.
-ALIASES = {f'flan_t5_{size}': f't5_1_1_{size}' for size in _T5_1_1}
-ALIASES |= {f't5_1_1_lm100k_{size}': f't5_1_1_{size}' for size in _T5_1_1}
-
-
-@dataclasses.dataclass(frozen=True)
-class Networks:
-  """What a test's gin file fills in."""
-
-  named: dict
-
-
-def read(folder, *names):
-  """The networks of these names, all families included together."""
-  lines = ['from __gin__ import dynamic_registration', 'import gin_files_test']
-  lines += [f"include '{path.relative_to(ROOT)}'" for path in FILES]
-  macros = ', '.join(f"'{name}': %{name.upper()}" for name in names)
-  lines.append(f'gin_files_test.Networks.named = {{{macros}}}')
-  path = folder / 'networks.gin'
-  path.write_text('\n'.join(lines))
-  gin_flags.load([f'--gin_file={path}'])
-  return gin_flags.build(Networks).named
+ALIASES = {
+  f'{name}_{size}': f't5_1_1_{size}'
+  for name in ('flan_t5', 't5_1_1_lm100k')
+  for size in ('small', 'base', 'large', 'xl', 'xxl')
+}
 
 
 @pytest.fixture(scope='module')
-def alone(folder):
-  return read(folder, *PUBLISHED, *TENTHS, *ALIASES)
+def alone():
+  """The networks of all names, all families loaded together."""
+  gin_flags.load([f'--gin_file={path}' for path in FILES])
+  names = [*PUBLISHED, *TENTHS, *ALIASES]
+  macros = (f'{name.upper()}/gin.macro.value' for name in names)
+  # A copy of what gin refers to is the thing itself.
+  made = map(copy.deepcopy, map(gin.query_parameter, macros))
+  return dict(zip(names, made, strict=True))
 
 
 def test_every_size_has_its_published_count(alone):
@@ -102,16 +84,11 @@ def test_parameter_counts_are_the_published_ones(name, alone):
   # Of the paper's drafter one digit is known.
   rel = 0.04 if name == 'gpt_6m' else 0.01
   assert counted(name, alone[name]) == pytest.approx(PUBLISHED[name], rel=rel)
+  for tenth in [tenth for tenth, of in TENTHS.items() if of == name]:
+    assert 0.07 < counted(tenth, alone[tenth]) / PUBLISHED[name] < 0.11
+    assert alone[tenth].vocab_size == alone[name].vocab_size
 
 
-def test_a_tenth_of_a_published_size(alone):
-  for name, of in TENTHS.items():
-    assert 0.07 < counted(name, alone[name]) / PUBLISHED[of] < 0.11
-    assert alone[name].vocab_size == alone[of].vocab_size
-
-
-# Task: its seqio name.
-TASK_NAMES = {'ende': 'wmt_t2t_ende_v003', 'cnndm': 'cnn_dailymail_v002'}
 PATHS = 'gs://t5-data/pretrained_models/t5x'
 
 
@@ -140,12 +117,12 @@ def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
     flags.append(f'--gin.TASK_FEATURE_LENGTHS={lengths}')
   gin_flags.load(flags)
   config = gin_flags.build(infer.DecodeConfig)
-  assert config.mixture_or_task_name == TASK_NAMES[row.task]
+  names_of_tasks = {'ende': 'wmt_t2t_ende_v003', 'cnndm': 'cnn_dailymail_v002'}
+  assert config.mixture_or_task_name == names_of_tasks[row.task]
   assert config.options.temperature == row.temperature
-  assert (config.split, config.decoding) == ('test', 'both')
-  assert config.batch_size == 1
-  gamma = gin.query_parameter('specdec_jax.engine.Engine.gamma')
-  assert gamma == row.gamma
+  settings = config.split, config.decoding, config.batch_size
+  assert settings == ('test', 'both', 1)
+  assert gin.query_parameter('engine.Engine.gamma') == row.gamma
   for scope, name in zip(('target', 'draft'), names, strict=True):
     side = gin.get_bindings(f'{scope}/engine.load')
     assert side['network'].config == alone[name].config
@@ -156,26 +133,34 @@ def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
 # Headers.
 
 RUNS = sorted((ROOT / 'gin' / 'runs').glob('*.gin'))
+TRAIN = {'train', 'distill', 'train_lm', 'finetune', 'train_heads'}
+TRAIN_MACROS = 'MODEL_DIR TRAIN_FILE EVAL_FILE VOCAB_PATH CHECKPOINT_PATH'
 
 
 @pytest.mark.parametrize('path', RUNS, ids=lambda path: path.stem)
-def test_a_header_has_the_command_and_what_is_required(path):
+def test_a_run_file(path):
+  """Its header has the command, and all that is required."""
   text = path.read_text('utf-8')
   header, _, command = text.partition('from __gin__')[0].partition('# Command')
   for part in ('# Purpose: ', '# Required:', '# Expected time:'):
     assert part in header
   assert f'--gin_file={path.relative_to(ROOT)}' in command
-  for macro in re.findall(r'^(\w+) = %gin\.REQUIRED$', text, re.M):
-    assert re.search(rf'\b{macro}\b', header[header.index('# Required:') :])
+  macros = re.findall(r'^(\w+) = %gin\.REQUIRED$', text, re.M)
+  needed = header[header.index('# Required:') :]
+  assert all(re.search(rf'\b{macro}\b', needed) for macro in macros)
+  if path.stem in TRAIN:
+    pairs = str(ROOT / 'demo' / 'sample.tsv')
+    given = [f'--gin.{macro}={pairs}' for macro in TRAIN_MACROS.split()]
+    gin_flags.load([f'--gin_file={path}', *given])
+    run = gin_flags.build(training.TrainRun)
+    assert run.model_dir == pairs and run.network.vocab_size == 8000
 
 
 def test_files_that_are_named_are_there():
   """In gin files, documents and scripts."""
-  paths = {*(ROOT / 'gin').glob('**/*.gin'), *(ROOT / 'scripts').glob('*.py')}
-  for pattern in ('*.md', 'docs/*.md', '*/README.md'):
-    paths |= {*ROOT.glob(pattern)} - {ROOT / 'CHANGELOG.md'}
-  named = set()
-  for path in paths:
-    named |= {*re.findall(r'gin/(?:\w+/)*\w+\.gin', path.read_text('utf-8'))}
+  patterns = 'gin/**/*.gin scripts/*.py [!C]*.md docs/*.md */README.md'
+  paths = [path for pattern in patterns.split() for path in ROOT.glob(pattern)]
+  text = '\n'.join(path.read_text('utf-8') for path in paths)
+  named = {*re.findall(r'gin/(?:\w+/)*\w+\.gin', text)}
   missing = {name for name in named if not (ROOT / name).is_file()}
   assert not missing and len(named) >= 15

@@ -6,7 +6,6 @@ are compared with those with it; see docs/from-t5x.md for how to run this.
 
 import functools
 import importlib
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -18,27 +17,19 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import t5x_plugin_test
 from specdec_jax import checkpoints, t5x_plugin
 from specdec_jax.models.t5 import T5, T5Config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / '../shared/fixtures/t5x/tensorstore/checkpoint_0'
 LENGTHS = {'inputs': 24, 'targets': 32}
-SIZES = {
-  'vocab_size': 128,
-  'emb_dim': 32,
-  'num_heads': 2,
-  'head_dim': 16,
-  'num_encoder_layers': 2,
-  'num_decoder_layers': 2,
-  'mlp_dim': 64,
-  'mlp_activations': ('gelu', 'linear'),
-}
+SIZES = dict(vocab_size=128, emb_dim=32, num_heads=2, head_dim=16, mlp_dim=64)
+SIZES |= dict(num_encoder_layers=2, num_decoder_layers=2)
+SIZES |= dict(mlp_activations=('gelu', 'linear'))
 
+pytest.importorskip('t5x')
 pytestmark = [
-  pytest.mark.skipif(
-    not importlib.util.find_spec('t5x'), reason='T5X is not installed'
-  ),
   pytest.mark.skipif(not CHECKPOINT.exists(), reason='no T5X checkpoint'),
   # Those of T5X, TensorFlow and seqio are not ours.
   pytest.mark.filterwarnings('ignore'),
@@ -102,20 +93,18 @@ decoding.temperature_sample.temperature = 0.0
 
 SPECULATIVE = """
 include '{root}/gin/t5x/speculative.gin'
-draft/network.T5Config:
-  emb_dim = 32
-  num_heads = 2
-  head_dim = 16
-  num_encoder_layers = 2
-  num_decoder_layers = 1
-  mlp_dim = 64
+{draft_sizes}
 DRAFT_CHECKPOINT_PATH = '{folder}/draft'
 DRAFT_DTYPE = 'float32'
 """
 
 
-def network(num_decoder_layers):
-  return T5(T5Config(**SIZES | {'num_decoder_layers': num_decoder_layers}))
+DRAFT_SIZES = SIZES | {'num_decoder_layers': 1}
+
+
+def bindings(scope, sizes):
+  lines = [f'{scope}network.T5Config.{x} = {y!r}' for x, y in sizes.items()]
+  return '\n'.join(lines)
 
 
 @pytest.fixture(scope='module')
@@ -126,7 +115,7 @@ def files(folder):
     folder / 'vocab.model',
     vocab_size=60,
     hard_vocab_limit=False,
-    **{'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1},
+    **dict(pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
   )
   pairs = zip(sentences[:10], sentences[1:11], strict=True)
   lines = ''.join('\t'.join(pair) + '\n' for pair in pairs)
@@ -136,14 +125,12 @@ def files(folder):
   params = checkpoints.load(CHECKPOINT)
   del params['decoder']['layers_1']
   checkpoints.save_t5x(folder / 'draft', params, 0)
-  sizes = '\n'.join(
-    f'network.T5Config.{name} = {value!r}' for name, value in SIZES.items()
-  )
   for name, run in (('stock', STOCK), ('speculative', SPECULATIVE)):
     text = (MODEL + run + TASK_OF_RUN).format(
       folder=folder,
       root=ROOT,
-      sizes=sizes,
+      sizes=bindings('', SIZES),
+      draft_sizes=bindings('draft/', DRAFT_SIZES),
       lengths=LENGTHS,
       checkpoint=CHECKPOINT.resolve(),
     )
@@ -196,38 +183,32 @@ def test_infer_splits_both_models(files):
   assert ours[name] == infer(files, 'stock', 'predict')[name]
 
 
-@pytest.fixture(scope='module')
-def modules():
-  names = 'seqio t5x.adafactor t5x.decoding t5x.interactive_model t5x.models'
-  names += ' t5x.partitioning t5x.examples.t5.network'
-  imported = map(importlib.import_module, names.split())
-  return {module.__name__.split('.')[-1]: module for module in imported}
+def t5x(module):
+  return importlib.import_module(f't5x.{module}')
 
 
 @pytest.fixture(scope='module')
-def make(files, modules):
+def make(files):
   """(decode_fn, speculates) -> a model of the checkpoint."""
+  import seqio
 
-  def module(num_decoder_layers):
-    sizes = SIZES | {'num_decoder_layers': num_decoder_layers}
-    config = modules['network'].T5Config(**sizes, dtype=jnp.float32)
-    return modules['network'].Transformer(config)
+  def module(sizes):
+    config = t5x('examples.t5.network').T5Config(**sizes, dtype=jnp.float32)
+    return t5x('examples.t5.network').Transformer(config)
 
-  vocabulary = modules['seqio'].SentencePieceVocabulary(
-    str(files / 'vocab.model')
-  )
-
+  path = str(files / 'vocab.model')
+  vocabulary = seqio.SentencePieceVocabulary(path)
   # T5X's notebooks have one, although nothing is trained.
-  adafactor = modules['adafactor']
+  adafactor = t5x('adafactor')
   rules = adafactor.standard_logical_factor_rules()
   optimizer = adafactor.Adafactor(decay_rate=0.8, logical_factor_rules=rules)
 
   def made(speculates=True, **values):
     values = {'temperature': 0.0, 'topk': 0} | values
-    theirs = modules['decoding'].temperature_sample
+    theirs = t5x('decoding').temperature_sample
     decode_fn = t5x_plugin.temperature_sample if speculates else theirs
-    model = modules['models'].EncoderDecoderModel(
-      module=module(2),
+    model = t5x('models').EncoderDecoderModel(
+      module=module(SIZES),
       input_vocabulary=vocabulary,
       output_vocabulary=vocabulary,
       optimizer_def=optimizer,
@@ -235,26 +216,19 @@ def make(files, modules):
     )
     if not speculates:
       return model
-    return t5x_plugin.EncoderDecoderModel(model, module(1))
+    return t5x_plugin.EncoderDecoderModel(model, module(DRAFT_SIZES))
 
   return made
 
 
 @pytest.fixture(scope='module')
 def variables(files):
-  draft = checkpoints.load(files / 'draft', network(1))
-  return checkpoints.load(CHECKPOINT, network(2)), {'drafter': draft}
+  draft = checkpoints.load(files / 'draft', T5(T5Config(**DRAFT_SIZES)))
+  target = checkpoints.load(CHECKPOINT, T5(T5Config(**SIZES)))
+  return target, {'drafter': draft}
 
 
-def batch():
-  rng = np.random.default_rng(0)
-  inputs = rng.integers(2, 128, (5, 24), np.int32)
-  inputs[1, 9:] = 0
-  prompt = np.zeros((5, 32), np.int32)
-  prompt[0, 1:4] = 17, 30, 1
-  prompt[1, 1:] = rng.integers(2, 128, 31)
-  prompt[2, 1:13] = rng.integers(2, 128, 12)
-  return {'encoder_input_tokens': inputs, 'decoder_input_tokens': prompt}
+batch = functools.partial(t5x_plugin_test.batch, 5, 24, 32, SIZES['vocab_size'])
 
 
 def predict(model, variables, read=None, **settings):
@@ -268,16 +242,13 @@ def predict(model, variables, read=None, **settings):
 
 @pytest.mark.parametrize('prompted', [False, True])
 def test_greedy_outputs_with_prompts_and_ends(make, variables, prompted):
+  settings = {'num_decodes': 2, 'return_all_decodes': True}
+  settings['prompt_with_targets'] = prompted
   for given, values in (
     ({}, {}),
     ({'eos_id': 100}, {}),
     ({'eos_id': 100}, {'max_decode_steps': 7, 'rescale_log_probs': False}),
   ):
-    settings = {
-      'prompt_with_targets': prompted,
-      'num_decodes': 2,
-      'return_all_decodes': True,
-    }
     stock, ours = (
       predict(model, variables, decoder_params=dict(given), **settings)
       for model in (make(speculates=False, **values), make(**values))
@@ -293,13 +264,8 @@ PLACES = 3  # tokens of each sample
 
 
 def sample(model, variables):
-  return predict(
-    model,
-    variables,
-    num_decodes=NUM_SAMPLES,
-    return_all_decodes=True,
-    rng=jax.random.PRNGKey(5),
-  )
+  settings = {'num_decodes': NUM_SAMPLES, 'return_all_decodes': True}
+  return predict(model, variables, rng=jax.random.PRNGKey(5), **settings)
 
 
 def difference(first, second):
@@ -307,16 +273,13 @@ def difference(first, second):
 
   It counts, for each example and place, the tokens that came up 20 times.
   """
-  square, cells = 0.0, 0
-  for place in range(PLACES):
-    one, other = (
-      np.stack([np.bincount(row, minlength=128) for row in each[..., place]])
-      for each in (first, second)
-    )
-    common = one + other >= 20
-    square += np.sum(((one - other) ** 2)[common] / (one + other)[common])
-    cells += common.sum()
-  return (square - cells) / np.sqrt(2 * cells)
+  one, other = (
+    np.array([[np.bincount(at, minlength=128) for at in row.T] for row in each])
+    for each in (first[..., :PLACES], second[..., :PLACES])
+  )
+  common = one + other >= 20
+  square = np.sum(((one - other) ** 2)[common] / (one + other)[common])
+  return (square - common.sum()) / np.sqrt(2 * common.sum())
 
 
 @pytest.mark.parametrize('values', [{'topk': 6}, {'topp': 0.7}, {'topk': 0}])
@@ -333,13 +296,13 @@ def test_samples_are_from_t5xs_distribution(make, variables, values):
   assert difference(other[0], stock[0]) > 5
 
 
-def test_the_interactive_model(make, modules, files):
+def test_the_interactive_model(make, files):
   def interactive(cls, name, model, **settings):
     return cls(
       batch_size=2,
       task_feature_lengths=LENGTHS,
       output_dir=str(files / name),
-      partitioner=modules['partitioning'].PjitPartitioner(num_partitions=1),
+      partitioner=t5x('partitioning').PjitPartitioner(num_partitions=1),
       model=model,
       dtype='float32',
       restore_mode='specific',
@@ -351,31 +314,25 @@ def test_the_interactive_model(make, modules, files):
       **settings,
     )
 
-  stock = modules['interactive_model'].InteractiveModel
+  stock = t5x('interactive_model').InteractiveModel
   theirs = interactive(stock, 'theirs', make(speculates=False))
-  ours = interactive(
-    t5x_plugin.InteractiveModel,
-    'ours',
-    make(),
-    draft_checkpoint=files / 'draft',
+  draft = {'draft_checkpoint': files / 'draft'}
+  ours = interactive(t5x_plugin.InteractiveModel, 'ours', make(), **draft)
+  texts = [('the red dog', 'a cat'), ('a tree', 'sleeps here')]
+  texts.append(('old', 'house'))
+  examples = [{'input': text, 'target': other} for text, other in texts]
+  want, have = (
+    [
+      [text for _, text in model.predict_with_aux(examples)[0]],
+      [score for _, score in model.score(examples)],
+    ]
+    for model in (theirs, ours)
   )
-  examples = [
-    {'input': 'the red dog', 'target': 'a cat'},
-    {'input': 'a tree', 'target': 'sleeps here'},
-    {'input': 'old', 'target': 'house'},
-  ]
-
-  def texts(model):
-    return [text for _, text in model.predict_with_aux(examples)[0]]
-
-  expected = texts(theirs)
-  assert len(expected) == 3 and texts(ours) == expected
-  scores = [each.score(examples) for each in (theirs, ours)]
-  values = [[score for _, score in each] for each in scores]
-  np.testing.assert_array_equal(*values)
+  assert len(want[0]) == 3
+  np.testing.assert_equal(have, want)
 
 
-def test_beams_of_prompts_and_of_other_lengths(modules, make, variables):
+def test_beams_of_prompts_and_of_other_lengths(make, variables):
   """T5X's own function beside ours, in the same model."""
   read = batch()
   read['decoder_input_tokens'][1, 31] = 0  # see `t5x_plugin.beam_search`
@@ -386,7 +343,7 @@ def test_beams_of_prompts_and_of_other_lengths(modules, make, variables):
     {'num_decodes': 3, 'decoder_params': {'max_decode_len': 9}},
   ):
     theirs = make(speculates=False)
-    theirs._decode_fn = modules['decoding'].beam_search
+    theirs._decode_fn = t5x('decoding').beam_search
     ours = make(speculates=False)
     ours._decode_fn = t5x_plugin.beam_search
     ours = t5x_plugin.EncoderDecoderModel(ours, make().draft_module, gamma=3)

@@ -22,7 +22,6 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.t5x_plugin import decode_fns
-from specdec_jax.t5x_plugin import model as plugin_model
 
 LENGTH, EOS = 12, 1
 
@@ -37,19 +36,16 @@ def ours(num_decoder_layers=2, **changes) -> T5:
 class Transformer:
   """A module of T5X: a config, and variables with T5X's names."""
 
-  def __init__(self, network: T5, renamed: bool = False):
+  def __init__(self, network: T5, **changes):
     self.network = network
-    self.renamed = renamed
     sizes = dataclasses.asdict(network.config) | {'dropout_rate': 0.1}
     del sizes['bias_per_layer'], sizes['encoder_dim']  # T5X has none
     sizes |= {'dtype': jnp.float32, 'float32_attention_logits': False}
-    self.config = types.SimpleNamespace(**sizes)
+    self.config = types.SimpleNamespace(**sizes | changes)
 
   def init(self, key, encoder, decoder, targets, enable_dropout=True):
     del encoder, decoder, targets, enable_dropout
     params = self.network.init(key)
-    if self.renamed:
-      params['decoder']['decoder'] = params['decoder'].pop('layers_0')
     axes = jax.tree.map(lambda leaf: f'axes of {leaf.shape}', params)
     return {'params': params, 'params_axes': axes}
 
@@ -57,12 +53,12 @@ class Transformer:
 class EncoderDecoderModel:
   """T5X's model, as far as the plug-in needs it."""
 
-  def __init__(self, module, decode_fn, num_decodes=1):
+  def __init__(self, module, decode_fn):
     self.module = module
     self._decode_fn = decode_fn
     self.output_vocabulary = types.SimpleNamespace(eos_id=EOS)
     self._default_decoder_params = types.SimpleNamespace(
-      return_all_decodes=False, num_decodes=num_decodes
+      return_all_decodes=False, num_decodes=1
     )
 
   @property
@@ -118,18 +114,21 @@ def greedy(**values):
   return functools.partial(t5x_plugin.temperature_sample, **settings)
 
 
-def plugged(decode_fn=None, draft: Any = DRAFT, **settings):
+def plugged(decode_fn=None, draft: Any = None, **settings):
   theirs = EncoderDecoderModel(Transformer(TARGET), decode_fn or greedy())
-  return t5x_plugin.EncoderDecoderModel(theirs, Transformer(draft), **settings)
+  draft = draft or Transformer(DRAFT)
+  return t5x_plugin.EncoderDecoderModel(theirs, draft, **settings)
 
 
-def batch():
+def batch(rows=3, num_inputs=7, length=LENGTH, vocab_size=40):
+  """One short input; an ended prompt, one of L - 1 tokens, and a part."""
   rng = np.random.default_rng(0)
-  inputs = rng.integers(2, 40, (3, 7), np.int32)
-  inputs[0, 4:] = 0
-  prompt = np.zeros((3, LENGTH), np.int32)
-  prompt[0, 1:4] = 5, 9, EOS
-  prompt[1, 1:] = rng.integers(2, 40, LENGTH - 1)
+  inputs = rng.integers(2, vocab_size, (rows, num_inputs), np.int32)
+  inputs[1, 3 * num_inputs // 8 :] = 0
+  prompt, part = np.zeros((rows, length), np.int32), 3 * length // 8
+  prompt[0, 1:4] = 17, 30, EOS
+  prompt[1, 1:] = rng.integers(2, vocab_size, length - 1)
+  prompt[2, 1 : part + 1] = rng.integers(2, vocab_size, part)
   return {'encoder_input_tokens': inputs, 'decoder_input_tokens': prompt}
 
 
@@ -154,12 +153,7 @@ def forced(tokens):
   shifted = np.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
   inputs = batch()['encoder_input_tokens']
   inputs = np.repeat(inputs, len(tokens) // 3, axis=0)
-  return _logits(TARGET, weights('target'), inputs, shifted)
-
-
-_logits = jax.jit(
-  lambda network, *args: network.logits(*args), static_argnums=0
-)
+  return jax.jit(TARGET.logits)(weights('target'), inputs, shifted)
 
 
 def ends(tokens):
@@ -168,15 +162,20 @@ def ends(tokens):
   return np.where(at.any(1), at.argmax(1) + 1, tokens.shape[1])
 
 
+def sums(logits, tokens):
+  """Of each row's log-probabilities, up to its end."""
+  each = np.asarray(probs.log_prob_of(logits, jnp.asarray(tokens)))
+  live = np.arange(LENGTH) < ends(tokens)[:, None]
+  return np.where(live, each, 0.0).sum(1)
+
+
 def check_greedy(tokens, first=(0, 0, 0), last=LENGTH, rows=range(3)):
   """Each token is the target's argmax, from `first` up to the end."""
   best = np.asarray(jnp.argmax(forced(tokens), -1))
   for row in rows:
-    start = first[row]
-    stop = min(ends(tokens)[row], start + last)
-    np.testing.assert_array_equal(
-      tokens[row, start:stop], best[row, start:stop]
-    )
+    stop = min(ends(tokens)[row], first[row] + last)
+    place = slice(first[row], stop)
+    np.testing.assert_array_equal(tokens[row, place], best[row, place])
     assert not tokens[row, stop:].any()
 
 
@@ -185,9 +184,7 @@ def test_greedy_tokens_are_the_targets():
   tokens, scores = predict(plugged(greedy(rescale_log_probs=False)))
   assert tokens.shape == (3, LENGTH) and scores.shape == (3,)
   check_greedy(tokens)
-  every = probs.log_prob_of(forced(tokens), jnp.asarray(tokens))
-  live = np.arange(LENGTH) < ends(tokens)[:, None]
-  np.testing.assert_allclose(scores, np.sum(every * live, 1), rtol=1e-4)
+  np.testing.assert_allclose(scores, sums(forced(tokens), tokens), rtol=1e-4)
   assert (scores < -0.1).all()
 
 
@@ -218,10 +215,10 @@ def test_an_output_begins_with_its_prompt():
   """As T5X returns it, without the prompt's end; steps count behind it."""
   model = plugged(greedy(max_decode_steps=4, max_decode_steps_hard_limit=3))
   tokens, scores = predict(model, prompt_with_targets=True)
-  assert tokens[0, :2].tolist() == [5, 9]
+  assert tokens[0, :2].tolist() == [17, 30]
   prompt = batch()['decoder_input_tokens']
   np.testing.assert_array_equal(tokens[1, :-1], prompt[1, 1:])
-  check_greedy(tokens, first=(2, LENGTH - 1, 0), last=3)
+  check_greedy(tokens, first=(2, LENGTH - 1, 4), last=3)
   assert not scores.any()  # T5X's scores of a greedy output, rescaled
 
 
@@ -232,15 +229,12 @@ def test_samples_have_keys_an_order_and_scores():
   tokens, scores = predict(model, seed=1, **all_of_four)
   assert tokens.shape == (3, 4, LENGTH) and scores.shape == (3, 4)
   assert (tokens != predict(model, seed=2, **all_of_four)[0]).any()
-  assert len({tuple(row) for row in tokens.reshape(12, -1).tolist()}) > 6
   assert (np.diff(scores, axis=1) >= 0).all()  # the best one last
   # Scores are of the distribution that was drawn from.
   flat = tokens.reshape(12, LENGTH)
   law = probs.standardise_batch(forced(flat), sampling.params(12))
-  each = np.asarray(probs.log_prob_of(jnp.log(law), jnp.asarray(flat)))
-  live = np.arange(LENGTH) < ends(flat)[:, None]
-  expected = np.where(live, each, 0.0).sum(1).reshape(3, 4)
-  np.testing.assert_allclose(scores, expected, rtol=1e-3)
+  want = sums(jnp.log(law), flat).reshape(3, 4)
+  np.testing.assert_allclose(scores, want, rtol=1e-3)
 
 
 def test_decoder_params_reach_the_decode_function():
@@ -252,45 +246,35 @@ def test_decoder_params_reach_the_decode_function():
     check_greedy(tokens, rows=(1,))
 
 
-def beam_search(inputs):
-  del inputs
+def test_bad_input(monkeypatch):
+  model, key = plugged(), jax.random.PRNGKey(0)
+  wide = Transformer(ours(1, vocab_size=41))
+  deep = Transformer(TARGET, num_decoder_layers=3)
 
+  def predicted(**values):
+    return predict(plugged(greedy(**values)))
 
-BAD = {
-  'model: .*t5x.models.Enc.*Transformer': lambda: (
-    t5x_plugin.EncoderDecoderModel(Transformer(TARGET), Transformer(DRAFT))
-  ),
-  'vocab_size: .*40, got 41': lambda: plugged(draft=ours(1, vocab_size=41)),
-  'gamma: .* from 1': lambda: plugged(gamma=0),
-  'draft_module: ': lambda: t5x_plugin.EncoderDecoderModel(
-    EncoderDecoderModel(Transformer(TARGET), greedy()),
-    types.SimpleNamespace(config=types.SimpleNamespace(hidden=3)),
-  ),
-  'decode_fn: .*@t5x_plugin.temp.* got .beam_search': lambda: plugged(
-    functools.partial(beam_search, alpha=0.6)
-  ),
-  'missing.*layers_0.*unknown.*scalable_t5': lambda: plugin_model.network_of(
-    Transformer(TARGET, renamed=True)
-  ),
-  r'\[@t5x_plugin.restore_drafter\]': lambda: plugged().predict_batch(
-    {}, batch()
-  ),
-  'topk: .* got 3': lambda: predict(
-    plugged(greedy(temperature=1.0, topk=3, topp=0.5))
-  ),
-  'max_decode_steps: .* got 13': lambda: predict(
-    plugged(greedy(max_decode_steps=LENGTH + 1))
-  ),
-  'one PRNG key': lambda: plugged().predict_batch_with_aux(
-    {}, batch(), jax.random.PRNGKey(0), decoder_params={'decode_rng': 1}
-  ),
-}
-
-
-def test_bad_input():
-  for words, function in BAD.items():
+  for words, function in (
+    ('model: .*t5x.models.Enc', lambda: type(model)(deep, deep)),
+    ('vocab_size: .*40, got 41', lambda: plugged(draft=wide)),
+    ('gamma: .* from 1', lambda: plugged(gamma=0)),
+    ('draft_module: ', lambda: plugged(draft=types.SimpleNamespace())),
+    ('missing.*layers_2.*scalable_t5', lambda: plugged(draft=deep)),
+    ('decode_fn: .* got .print', lambda: plugged(functools.partial(print))),
+    ('.@t5x_plugin.restore_drafter', lambda: model.predict_batch({}, batch())),
+    ('topk: .* got 3', lambda: predicted(temperature=1.0, topk=3, topp=0.5)),
+    ('max_decode_steps: .* got 13', lambda: predicted(max_decode_steps=13)),
+    (
+      'one PRNG key',
+      lambda: model.predict_batch_with_aux({}, batch(), key, {'decode_rng': 1}),
+    ),
+  ):
     with pytest.raises(ValueError, match=words):
       function()
+  t5x_plugin._class_of.cache_clear()
+  monkeypatch.setitem(sys.modules, 't5x.models', None)
+  with pytest.raises(ValueError, match='no registry has'):
+    plugged()
 
 
 def test_it_is_t5xs_model_and_a_collection_of_the_drafter():
@@ -313,25 +297,14 @@ def test_restoring_adds_the_drafter(folder):
   assert {name: restored[name] for name in state} == state
   drafter_params = restored['flax_mutables']['drafter']
   jax.tree.map(np.testing.assert_array_equal, drafter_params, weights('draft'))
-  settings['module'] = Transformer(TARGET)
-  with pytest.raises(ValueError, match='num_decoder_layers'):
-    t5x_plugin.restore_drafter(state, {}, **settings)
   model = t5x_plugin.InteractiveModel(
     model=plugged(),
     draft_checkpoint=folder / 'draft',
     dtype='bfloat16',
     checkpoint_path='target',
   )
-  assert isinstance(model, InteractiveModel)
   first, second = model.restored
-  assert first == 'first'
+  assert isinstance(model, InteractiveModel) and first == 'first'
   made = second({}, {}, is_resuming=True)['flax_mutables']['drafter']
   kernel = made['decoder']['logits_dense']['kernel']
   assert kernel.dtype == jnp.dtype('bfloat16')
-
-
-def test_without_t5x(monkeypatch):
-  t5x_plugin._class_of.cache_clear()
-  monkeypatch.setitem(sys.modules, 't5x.models', None)
-  with pytest.raises(ValueError, match='no registry has'):
-    plugged()
