@@ -253,13 +253,10 @@ texts = ['red', 'a cat', 'blue']
 kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
 want = [engine.generate([text], **kind)[0].tokens
         for kind in kinds for text in texts]
-scheduler = started(engine, rows=2)
-with nothing_compiles():
+with started(engine, rows=2) as scheduler, nothing_compiles():
   heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
   scheduler.take([one.row for one in heard])
   assert [one.last.completion.tokens for one in heard] == want
-scheduler.stop()
-scheduler.join()
 print('the same')
 """
 

@@ -585,11 +585,11 @@ def test_a_stop_ends_what_takes_too_long(engine, monkeypatch):
 @contextlib.contextmanager
 def asking_of(engine):
   """`asking` of a scheduler of its own, of which a part is compiled."""
-  scheduler = started(engine, whole=False, rows=1)
-  with asking(scheduler) as ask:
+  with (
+    started(engine, whole=False, rows=1) as scheduler,
+    asking(scheduler) as ask,
+  ):
     yield ask
-  scheduler.stop()
-  scheduler.join()
 
 
 def events_of(text):
