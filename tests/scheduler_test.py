@@ -20,8 +20,7 @@ from specdec_jax.serving.worker import Worker
 
 STOPS = tuple(range(3, small_vocabulary.VOCAB_SIZE, 36))
 TEXTS = [text for text in make_texts(24) if len(text) < 60]
-WORDS = {word for text in make_texts(40) for word in text.split()}
-SHORT_TEXTS = sorted(WORDS)[:10]
+SHORT_TEXTS = sorted(small_vocabulary.WORDS.split())[:6]
 POOLS = {'rows': 2}  # the server's suite has them too
 
 
