@@ -27,6 +27,7 @@ class Served:
     environment = os.environ | {
       'PYTHONPATH': os.pathsep.join(paths),
       'RAY_USAGE_STATS_ENABLED': '0',
+      'RAY_DEDUP_LOGS': '0',  # lines that differ in numbers are one else
     }
     self.process = subprocess.Popen(
       [*(command or (sys.executable, '-m', 'specdec_jax', 'serve')), *flags],
