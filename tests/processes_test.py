@@ -161,10 +161,6 @@ def predictions(files):
   return [json.loads(line)['prediction_tokens'] for line in lines.splitlines()]
 
 
-def num_batches(said):
-  return int(said.split()[-1])
-
-
 @pytest.mark.slow  # one process that is killed goes on in infer_resume_test
 @pytest.mark.parametrize('placed', ['apart', 'split'])
 def test_a_killed_process_ends_the_others(run, whole, tmp_path, placed):
@@ -184,7 +180,7 @@ def test_a_killed_process_ends_the_others(run, whole, tmp_path, placed):
   )
   ends = run(tmp_path, 2, placed=placed)
   assert [status for status, *_ in ends] == [0, 0], ends
-  again = [num_batches(said) for _, said, _ in ends]
+  again = [int(said.split()[-1]) for _, said, _ in ends]
   if placed == 'split':
     # Six batches, of which the one before the kill was kept.
     assert again == [5 + 1, 5 + 1]
@@ -195,18 +191,12 @@ def test_a_killed_process_ends_the_others(run, whole, tmp_path, placed):
   assert again[1] == 2 + 1 and kept >= 1
   assert again[0] == (4 - kept + 1 if kept < 4 else 0)
   assert results(tmp_path) == whole
-  # Started again, whether by as many or by one, it is known to be finished.
-  ((status, said, _),) = run(tmp_path, 1)
-  assert status == 0 and num_batches(said) == 0
-  assert 'is finished; it is kept' in said
 
 
 # What the host reads between rounds, and scores, of rows of two processes.
 ROWS = """
 def decode():
-  placement = None
-  if count > 1:
-    placement = Placement(data=2, across_hosts=True)
+  placement = Placement(data=2, across_hosts=True) if count > 1 else None
   engine = small(max_input_len=32, max_decode_len=8, placement=placement)
   texts = ['the red dog runs', 'a cat']
   said = engine.generate(texts, stop_ids=[])[0].text
@@ -253,13 +243,10 @@ texts = ['red', 'a cat', 'blue']
 kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
 want = [engine.generate([text], **kind)[0].tokens
         for kind in kinds for text in texts]
-scheduler = started(engine, rows=2)
-with nothing_compiles():
+with started(engine, rows=2) as scheduler, nothing_compiles():
   heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
   scheduler.take([one.row for one in heard])
   assert [one.last.completion.tokens for one in heard] == want
-scheduler.stop()
-scheduler.join()
 print('the same')
 """
 
@@ -271,16 +258,36 @@ def test_a_server_whose_target_two_devices_share(tokenizer, folder):
   assert out.strip() == 'the same'
 
 
+# It waits for two seconds, then in C code that looks for no signal, as a
+# compiled program does; argv: address, count.
+WAITS = """
+import hashlib, sys
+from specdec_jax.infer import processes
+
+def waits():
+  processes.join(processes.Meeting(sys.argv[1], int(sys.argv[2]), 0, 2))
+  print('waiting', flush=True)
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+
+sys.exit(processes.run(waits))
+"""
+
+
 def test_processes_that_do_not_come():
-  code = (
-    'import sys; from specdec_jax.infer import processes;'
-    f'meeting = processes.Meeting("{free_address()}", 2, 0, 2);'
-    'sys.exit(processes.run(lambda: processes.join(meeting)))'
-  )
-  with started(code) as process:
+  with started(WAITS, free_address(), 2) as process:
     text = process.communicate()[1]
   assert process.returncode in ENDED
   assert text.startswith('Waiting for the other processes, 2 s at most.')
+
+
+def test_sigterm_ends_a_process_at_once():
+  with started(WAITS, free_address(), 1) as process:
+    try:
+      assert process.stdout.readline() == 'waiting\n'
+      process.terminate()
+      assert process.wait(20) == -signal.SIGTERM
+    finally:
+      process.kill()
 
 
 @pytest.mark.parametrize(
@@ -304,27 +311,5 @@ def test_bad_flags(count, index, address, message):
 def test_flags():
   assert gin_flags.meeting_of(['--gin_file=a.gin']) is None
   assert gin_flags.meeting_of(['--multiprocess']) == Meeting()
-  flags = ['--coordinator_address=10.0.0.1:1234']
-  flags += ['--process_count=4', '--process_index=3']
-  assert gin_flags.meeting_of(flags) == Meeting('10.0.0.1:1234', 4, 3)
-
-
-# It waits in C code that looks for no signal, as a compiled program does.
-WAITS = """
-import hashlib, sys
-from specdec_jax.infer import processes
-
-processes.join(processes.Meeting(sys.argv[1], 1, 0))
-print('waiting', flush=True)
-hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
-"""
-
-
-def test_sigterm_ends_a_process_at_once():
-  with started(WAITS, free_address()) as process:
-    try:
-      assert process.stdout.readline() == 'waiting\n'
-      process.terminate()
-      assert process.wait(20) == -signal.SIGTERM
-    finally:
-      process.kill()
+  flags = '--coordinator_address=a.b:1234 --process_count=4 --process_index=3'
+  assert gin_flags.meeting_of(flags.split()) == Meeting('a.b:1234', 4, 3)

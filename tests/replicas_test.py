@@ -3,11 +3,10 @@
 import concurrent.futures
 import importlib.util
 import os
-import pathlib
 import pickle
+import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,6 @@ from specdec_jax import serving
 from specdec_jax.cli import commands, gin_flags
 from specdec_jax.serving import replicas
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 SERVE = commands.COMMANDS['serve']
 PROMPTS = ('Good morning!', 'Where is it?', 'Thank you.')
 
@@ -75,22 +73,23 @@ def test_what_cannot_be_is_said_before_a_model_or_ray(tmp_path, monkeypatch):
         replicas.run(list, serving.ServeSettings(port=number), two, [])
 
 
-class RayError(Exception):
-  """In the place of Ray's."""
-
-
-@pytest.mark.parametrize('kind', [RayError, RuntimeError])
+@pytest.mark.parametrize('kind', [ArithmeticError, RuntimeError])
 def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind, monkeypatch):
   def init(**_):
     raise kind('The actor died.\nmore')
 
-  ray = types.SimpleNamespace(init=init, exceptions=sys.modules[__name__])
+  errors = types.SimpleNamespace(RayError=ArithmeticError)
+  ray = types.SimpleNamespace(init=init, exceptions=errors)
   monkeypatch.setattr(replicas, 'package', lambda *_: ray)
-  with socket.create_server(('127.0.0.1', 0)) as free:
-    settings = serving.ServeSettings(port=free.getsockname()[1])
+  settings = serving.ServeSettings(port=free_port())
   match = r'did not start the replicas: The actor died\.$'
   with pytest.raises(replicas.ReplicasError, match=match):
     replicas.run(list, settings, serving.ReplicaSettings(2), [])
+
+
+def free_port():
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    return free.getsockname()[1]
 
 
 def demo_engine():
@@ -107,34 +106,14 @@ class Replicas(Served):
   """`specdec serve --replicas 2`."""
 
   def __init__(self, *more):
-    with socket.create_server(('127.0.0.1', 0)) as free:
-      port = free.getsockname()[1]
-    flags = f'--replicas 2 --port {port} --rows 1 --max-input-length 8'
+    flags = f'--replicas 2 --port {free_port()} --rows 1 --max-input-length 8'
     super().__init__(*flags.split(), '--replica-cpus=0.5', *more)
 
   @property
-  def num_started(self):
-    """Replicas that were ready at some time."""
-    return sum('ServeReplica' in x and '"compiled"' in x for x in self.lines)
-
-  @property
   def replicas(self):
-    """The ids of their processes, which are this process's grandchildren."""
-    told = subprocess.run(
-      ['ps', '-eo', 'pid=,ppid=,args='], capture_output=True, text=True
-    ).stdout
-    rows = [line.split(None, 2) for line in told.splitlines()]
-    parents = {int(pid): int(parent) for pid, parent, *_ in rows}
-
-    def is_ours(pid):
-      while pid in parents:
-        if pid == self.process.pid:
-          return True
-        pid = parents[pid]
-      return False
-
-    found = [int(row[0]) for row in rows if 'ray::ServeReplica' in row[-1]]
-    return [pid for pid in found if is_ours(pid)]
+    """The ids of the processes that were ready at some time, by Ray's log."""
+    ready = r'ServeReplica.* pid=(\d+)\).*"compiled"'
+    return [int(one) for one in re.findall(ready, ''.join(self.lines))]
 
 
 @pytest.mark.slow
@@ -153,7 +132,7 @@ def test_two_replicas_one_of_which_is_killed():
 
   with Replicas('--drain-seconds=3.0') as served:
     assert served.url
-    assert len(served.replicas) == 2
+    served.until(lambda: len(served.replicas) == 2)
     assert {one: served.ask(one) for one in PROMPTS} == want
     found = {served.ask(PROMPTS[0], **sampled) for _ in range(6)}
     assert found == {drawn}, 'a sample is the same, whoever draws it'
@@ -165,10 +144,11 @@ def test_two_replicas_one_of_which_is_killed():
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         # The other one goes on while a third is made.
-        served.until(lambda: served.num_started > 2)
+        served.until(lambda: len(served.replicas) > 2)
         back = time.monotonic()
         served.until(lambda: any(t > back + 2 for t, _ in answers))
-        assert other in served.replicas and len(served.replicas) == 2
+        os.kill(other, 0)  # it lives
+        assert len(served.replicas) == 3
       finally:
         stop.set()
       for client in clients:

@@ -1,5 +1,6 @@
 """Requests that come at any time; whoever shares the slots, a row is itself."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -19,29 +20,17 @@ from specdec_jax.serving.worker import Worker
 
 STOPS = tuple(range(3, small_vocabulary.VOCAB_SIZE, 36))
 TEXTS = [text for text in make_texts(24) if len(text) < 60]
-WORDS = {word for text in make_texts(40) for word in text.split()}
-SHORT_TEXTS = sorted(WORDS)[:10]
+SHORT_TEXTS = sorted(small_vocabulary.WORDS.split())[:6]
 POOLS = {'rows': 2}  # the server's suite has them too
+
+
+# The suites of the server share it: what one has compiled is there for all.
+_engine = functools.cache(toy_models.chain_engine)
 
 
 @pytest.fixture(scope='module')
 def engine(tokenizer):
-  return _engine(tokenizer)
-
-
-# The suites of the server share it: what one has compiled is there for all.
-@functools.cache
-def _engine(tokenizer):
-  limits = {'max_input_len': 32, 'max_decode_len': 24}
-  return toy_models.chain_engine(tokenizer, **limits)
-
-
-@pytest.fixture(scope='module')
-def scheduler(engine):
-  made = started(engine, **POOLS)
-  yield made
-  made.stop()
-  made.join()
+  return _engine(tokenizer, max_input_len=32, max_decode_len=24)
 
 
 @pytest.fixture(scope='module')
@@ -50,6 +39,7 @@ def simple(tokenizer):
   return toy_models.chain_engine(tokenizer, gamma=2, **limits)
 
 
+@contextlib.contextmanager
 def started(engine, measured=None, whole=True, **settings):
   """A worker that has compiled all programs, or enough of them to begin."""
   made = Worker(engine, ServeSettings(**settings), measured)
@@ -58,7 +48,11 @@ def started(engine, measured=None, whole=True, **settings):
     lambda: made.failure or (made.is_compiled or not whole) and made.takes_rows
   )
   assert made.failure is None, made.failure
-  return made
+  try:
+    yield made
+  finally:
+    made.stop()
+    made.join()
 
 
 class Heard:
@@ -77,14 +71,6 @@ class Heard:
   def last(self):
     assert self._end.wait(60)
     return self.news[-1]
-
-  @property
-  def text(self):
-    return ''.join(one.text for one in self.news)
-
-  @property
-  def tokens(self):
-    return [token for one in self.news for token in one.tokens]
 
 
 def ask(scheduler, text, **options):
@@ -117,11 +103,6 @@ def traffic_of(engine, every, kinds=KINDS):
   return [found[i] for i in sorted(found)]
 
 
-@pytest.fixture(scope='module')
-def traffic(engine):
-  return traffic_of(engine, TEXTS)
-
-
 def same(have, want):
   plain = dataclasses.replace
   assert plain(have, log_probs=[], stats=want.stats) == plain(
@@ -129,11 +110,12 @@ def same(have, want):
   )
 
 
-def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
+def test_alone_and_under_traffic_and_as_the_engine(engine):
   """Greedy, drawn, short, long, with stops of their own, in one pool."""
+  traffic = traffic_of(engine, TEXTS)
   reasons = {one.finish_reason for _, _, one in traffic}
   assert reasons >= {'stop', 'length', 'stop_string'}
-  with nothing_compiles():
+  with started(engine, **POOLS) as scheduler, nothing_compiles():
     for text, asked, want in traffic[:6]:
       same(ask(scheduler, text, **asked), want)
     heard = [
@@ -146,14 +128,15 @@ def test_alone_and_under_traffic_and_as_the_engine(scheduler, traffic):
       time.sleep(0.005)
     for one in heard:
       assert one.last.completion
+    assert ask(scheduler, '').finish_reason == 'empty'
   for one, (_, asked, want) in zip(heard, traffic, strict=True):
     same(one.last.completion, want)
-    assert (one.text, one.tokens) == (want.text, want.tokens)
+    assert ''.join(news.text for news in one.news) == want.text
+    assert sum((news.tokens for news in one.news), []) == want.tokens
     if asked.get('log_probs', True):
       have = [x for news in one.news for x in news.log_probs]
       np.testing.assert_allclose(have, want.log_probs, atol=1e-4)
   assert max(len(one.news) for one in heard) > 2, 'nothing was streamed'
-  assert ask(scheduler, '').finish_reason == 'empty'
 
 
 def wait_until(condition):
@@ -161,14 +144,6 @@ def wait_until(condition):
   while not condition():
     assert time.monotonic() < end
     time.sleep(0.005)
-
-
-def test_deadlines_in_the_queue_and_in_a_slot(scheduler):
-  heard = [Heard(scheduler, text, stop_ids=()) for text in TEXTS[:8]]
-  for one in heard[1::2]:
-    one.row.deadline = 0.0
-  scheduler.take([one.row for one in heard])
-  assert [one.last.error for one in heard] == [None, 'deadline'] * 4
 
 
 def test_rows_are_themselves_whatever_is_compiled(simple, monkeypatch):
@@ -188,11 +163,7 @@ def test_rows_are_themselves_whatever_is_compiled(simple, monkeypatch):
   monkeypatch.setattr(Worker, '_rehearsals', one_by_one)
   made = Worker(simple, ServeSettings(rows=2))
   made.start()
-  asked = (
-    {'stop_ids': STOPS, 'log_probs': False},
-    {'temperature': 1.0, 'stop_ids': STOPS, 'log_probs': False},
-  )
-  traffic = traffic_of(simple, SHORT_TEXTS[:6], asked)
+  traffic = traffic_of(simple, SHORT_TEXTS[:6], KINDS[:2])
   wait_until(lambda: all_runs)
   beams = Heard(made, SHORT_TEXTS[0], num_beams=2)
   for _ in all_runs:
@@ -206,25 +177,23 @@ def test_rows_are_themselves_whatever_is_compiled(simple, monkeypatch):
       made.take([one.row for one in heard])
       for one, (_, _, want) in zip(heard, traffic, strict=True):
         same(one.last.completion, want)
-      same(ask(made, traffic[0][0], **traffic[0][1]), traffic[0][2])
   made.stop()
   made.join()
 
 
 def test_a_failure_ends_all_rows(engine, monkeypatch):
-  made = started(engine, whole=False, rows=1)
-
   def fail(*_):
     raise RuntimeError('no device')
 
-  monkeypatch.setattr(made, '_collect', fail)
-  heard = [Heard(made, text) for text in TEXTS[:3]]
-  made.take([one.row for one in heard])
-  assert [one.last.error for one in heard] == ['failed'] * 3
-  made.join()
-  assert 'no device' in made.failure and not made.is_compiled
-  with pytest.raises(ApiError, match='failed'):
-    made.take([heard[0].row])
+  with started(engine, whole=False, rows=1) as made:
+    monkeypatch.setattr(made, '_collect', fail)
+    heard = [Heard(made, text) for text in TEXTS[:3]]
+    made.take([one.row for one in heard])
+    assert [one.last.error for one in heard] == ['failed'] * 3
+    made.join()
+    assert 'no device' in made.failure and not made.is_compiled
+    with pytest.raises(ApiError, match='failed'):
+      made.take([heard[0].row])
 
 
 # By a calibration, with drafts that adapt, with rests.
@@ -246,39 +215,31 @@ def calibration_of(engine):
 def test_a_calibration_says_what_is_drafted_for(simple):
   measured = calibration_of(simple)
   assert measured.least_length(1) == SHORT and measured.least_length(2) == 0
-  scheduler = started(simple, measured=measured, rows=2)
   greedy = {'log_probs': False, 'stop_ids': ()}
-  long = greedy | {'max_length': 16}
-  try:
-    with nothing_compiles():
-      short = Heard(scheduler, SHORT_TEXTS[0], max_length=SHORT - 1, **greedy)
-      scheduler.take([short.row])
-      assert short.last.completion.stats.num_drafted == 0
-      enough = Heard(scheduler, SHORT_TEXTS[0], max_length=SHORT, **greedy)
-      scheduler.take([enough.row])
-      assert enough.last.completion.stats.num_drafted > 0
-      # Two at a time are not drafted for; the one that is left is.
-      both = [Heard(scheduler, text, **long) for text in SHORT_TEXTS[:2]]
-      longest = Heard(
-        scheduler, SHORT_TEXTS[2], **(greedy | {'max_length': 24})
-      )
-      scheduler.take([one.row for one in (*both, longest)])
-      ends = [one.last for one in (*both, longest)]
-      assert [one.completion.stats.num_drafted for one in ends[:2]] == [0, 0]
-      # A sample has the engine's gamma.
-      sampled = Heard(scheduler, SHORT_TEXTS[3], temperature=1.0, stop_ids=())
-      scheduler.take([sampled.row])
-      counts = sampled.last.completion.stats
-      assert counts.num_drafted > counts.num_target_calls
-      assert len(counts.histogram) == 4  # of the largest gamma of all pools
-    want = simple.generate(SHORT_TEXTS[:3], max_length=16, **greedy)
-    for heard, one in zip(both, want[:2], strict=True):
-      same(heard.last.completion, one)
-    assert ends[2].completion.tokens[:16] == want[2].tokens
-    assert short.last.completion.tokens == want[0].tokens[: SHORT - 1]
-  finally:
-    scheduler.stop()
-    scheduler.join()
+  with started(simple, measured, rows=2) as scheduler, nothing_compiles():
+    short, enough = (
+      ask(scheduler, SHORT_TEXTS[0], max_length=most, **greedy)
+      for most in (SHORT - 1, SHORT)
+    )
+    assert short.stats.num_drafted == 0 < enough.stats.num_drafted
+    # Two at a time are not drafted for; the one that is left is.
+    heard = [
+      Heard(scheduler, text, max_length=most, **greedy)
+      for text, most in zip(SHORT_TEXTS, (16, 16, 24), strict=False)
+    ]
+    scheduler.take([one.row for one in heard])
+    *both, longest = (one.last.completion for one in heard)
+    assert [one.stats.num_drafted for one in both] == [0, 0]
+    # A sample has the engine's gamma.
+    sampled = ask(scheduler, SHORT_TEXTS[3], temperature=1.0, stop_ids=())
+    assert sampled.stats.num_drafted > sampled.stats.num_target_calls
+    # Of the largest gamma of all pools.
+    assert len(sampled.stats.histogram) == 4
+  want = simple.generate(SHORT_TEXTS[:3], max_length=16, **greedy)
+  for have, one in zip(both, want, strict=False):
+    same(have, one)
+  assert longest.tokens[:16] == want[2].tokens
+  assert short.tokens == want[0].tokens[: SHORT - 1]
 
 
 def test_where_no_draft_pays_the_drafter_is_left_out(simple):
@@ -292,16 +253,14 @@ def test_where_no_draft_pays_the_drafter_is_left_out(simple):
 
 
 def test_what_no_worker_can_do_is_refused(simple, tokenizer, monkeypatch):
-  settings, measured = ServeSettings(rows=2), calibration_of(simple)
-  other = make()
   model = toy_models.chain_model(small_vocabulary.VOCAB_SIZE)
-  alone = Engine(model, tokenizer=tokenizer)
-  for engine, asked, calibration, message in (
-    (simple, settings, other, 'made for something else'),
-    (alone, settings, measured, 'drafter'),
+  alone, settings = Engine(model, tokenizer=tokenizer), ServeSettings(rows=2)
+  for engine, calibration, message in (
+    (simple, make(), 'made for something else'),
+    (alone, calibration_of(simple), 'drafter'),
   ):
     with pytest.raises(ValueError, match=message):
-      Worker(engine, asked, calibration)
+      Worker(engine, settings, calibration)
   monkeypatch.setattr(Engine, 'batch_multiple', 2)
   with pytest.raises(ValueError, match='Placement'):
     Worker(simple, settings)

@@ -20,7 +20,6 @@ class Served:
 
   Attributes:
     lines: what it has said so far on stderr.
-    log: the lines that are objects.
   """
 
   def __init__(self, *flags, command=None, **options):
@@ -28,6 +27,7 @@ class Served:
     environment = os.environ | {
       'PYTHONPATH': os.pathsep.join(paths),
       'RAY_USAGE_STATS_ENABLED': '0',
+      'RAY_DEDUP_LOGS': '0',  # lines that differ in numbers are one else
     }
     self.process = subprocess.Popen(
       [*(command or (sys.executable, '-m', 'specdec_jax', 'serve')), *flags],
@@ -44,13 +44,10 @@ class Served:
     for line in self.process.stderr:
       self.lines.append(line)
 
-  @property
-  def log(self):
-    return [json.loads(line) for line in self.lines if line.startswith('{')]
-
   def said(self, event):
     """The object of an event; None if it has not happened."""
-    return next((one for one in self.log if one['event'] == event), None)
+    found = (json.loads(line) for line in self.lines if line.startswith('{'))
+    return next((one for one in found if one['event'] == event), None)
 
   def until(self, condition):
     """Waits for a condition while it runs."""
