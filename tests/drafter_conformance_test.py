@@ -42,7 +42,7 @@ ALPHA = 1e-3  # of a false alarm, once and for all with the seed below
 SEED = 20
 GAMMA = 3
 STOP = 1
-INPUTS = (2, 3, 4, 2, 3, 3, 0)  # something to copy from, and padding
+INPUTS = (4, 2, 3, 4, 2, 4, 0)  # something to copy from, and padding
 
 # Order 2: one stale, skipped or doubled slot changes the distribution.
 _chain = functools.partial(
