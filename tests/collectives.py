@@ -3,7 +3,7 @@
 import collections
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _HEAD = re.compile(r'^(ENTRY )?%?([\w.-]+) \(.*\{$')
@@ -84,25 +84,7 @@ def _collective(match: re.Match, times: int, looped: bool) -> Collective:
   return Collective(match[2], tuple(shapes), int(size), times, looped)
 
 
-def of_weights(
-  exchanges: Iterable[Collective], weights: Collection[tuple[int, ...]]
-) -> list[Collective]:
-  """The exchanges that put a whole weight together.
-
-  Args:
-    exchanges: from `find`.
-    weights: whole shapes of the parameters that are split.
-  """
-  known = {_trimmed(shape) for shape in weights}
-  return [
-    exchange
-    for exchange in exchanges
-    if exchange.op != 'all-reduce'
-    and any(_trimmed(shape) in known for shape in exchange.shapes)
-  ]
-
-
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
   """The sizes in sorted order: a weight may be gathered as its transpose."""
   return tuple(sorted(size for size in shape if size > 1))
 

@@ -1,6 +1,4 @@
-"""What is particular to uniform, combined and cascaded drafters.
-
-And to a small model, which inside of others is not asked every round.
+"""What is particular to small, combined and cascaded models, and to copies.
 
 What all drafters have in common is in drafter_conformance_test.py.
 """
@@ -21,7 +19,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
-from specdec_jax.drafters.small_model import catch_up, small_model
+from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
@@ -51,9 +49,7 @@ def request_of(rows, gamma, sampling, slots, inputs=(2, 3), **changes):
 
 
 extend_draft = toy_requests.quick_jit(DRAFT.extend)
-rewind_draft = toy_requests.quick_jit(DRAFT.rewind)
 propose_small = toy_requests.quick_jit(small_model(DRAFT).propose)
-catch_up_draft = toy_requests.quick_jit(functools.partial(catch_up, DRAFT))
 
 
 @functools.partial(toy_requests.quick_jit, static_argnums=0)
@@ -129,16 +125,74 @@ def test_a_model_reads_what_it_missed(held):
   request = request_of(rows, 3, SamplingConfig(1.0), 55)
   empty = DRAFT.prefill(DRAFT.params, request.inputs, 59)
   _, full = extend_draft(DRAFT.params, empty, tokens[:, :57])
-  late = rewind_draft(full, jnp.minimum(held, length - 1))
-  reached = catch_up_draft(DRAFT.params, late, tokens, length)
-  assert (length - 2 <= reached.length).all()
-  np.testing.assert_array_equal(
-    reached.tokens, rewind_draft(full, reached.length).tokens
-  )
   context = toy_requests.context_in(request, tokens, length)
-  missed_nothing = rewind_draft(full, length - 1)
-  want, _ = propose_small(DRAFT.params, missed_nothing, context)
-  context = context.replace(skips_rounds=True)
-  have, _ = propose_small(DRAFT.params, late, context)
+  want, _ = propose_small(DRAFT.params, DRAFT.rewind(full, length - 1), context)
+  have, reached = propose_small(
+    DRAFT.params,
+    DRAFT.rewind(full, jnp.minimum(held, length - 1)),
+    context.replace(skips_rounds=True),
+  )
   np.testing.assert_array_equal(have.tokens, want.tokens)
   assert np.isfinite(have.probs).all()
+  for row, end in enumerate(length):
+    np.testing.assert_array_equal(reached.tokens[row, :end], tokens[row, :end])
+
+
+# --- Copying: which match is continued, and how far -------------------------
+
+INPUT_LEN, GAMMA = 14, 5
+
+
+def propose_copies(drafter, inputs, texts):
+  """The drafts of a ragged batch: a list of ids for each text."""
+  context = toy_requests.context_of(texts, GAMMA, SamplingConfig(1.0))
+  padded = np.zeros((len(texts), INPUT_LEN), np.int32)
+  for row, ids in enumerate(inputs):
+    padded[row, : len(ids)] = ids
+  state = drafter.init((), jnp.asarray(padded))
+  draft = jax.device_get(jax.jit(drafter.propose)((), state, context)[0])
+  assert draft.probs is None and draft.tokens.shape == (len(texts), GAMMA)
+  return [
+    row[:length].tolist()
+    for row, length in zip(draft.tokens, draft.length, strict=True)
+  ]
+
+
+def reference(inputs, text, max_match, min_match):
+  """The rule, place by place."""
+  best, own, found = 0, False, []
+  after_one = set()
+  for source in (inputs, text):
+    for place in range(1, len(source)):
+      match = 0
+      for back in range(1, min(max_match, place, len(text)) + 1):
+        if source[place - back] != text[-back]:
+          break
+        match = back
+      if match == 1:
+        after_one.add(source[place])
+      # The first place of the input goes before all others; of the output a
+      # later one replaces an earlier one that it found itself.
+      better = match > best or (match == best and source is text and own)
+      if match >= min_match and better:
+        best, own = match, source is text
+        found = source[place : place + GAMMA]
+        if own:
+          found = (text[place:] * GAMMA)[:GAMMA]
+  return [] if best == 1 and len(after_one) > 1 else found
+
+
+@pytest.mark.parametrize(('max_match', 'min_match'), [(1, 1), (3, 1), (4, 2)])
+def test_copies_follow_the_rule(max_match, min_match):
+  rng = np.random.default_rng(max_match)
+  # Of few ids and of many: a token with several followers, and with one. Some
+  # inputs are empty, as a decoder-only model's.
+  limits = rng.integers(5, 20, 300)
+  inputs = [rng.integers(2, n, rng.integers(0, INPUT_LEN + 1)) for n in limits]
+  texts = [
+    np.append(0, rng.integers(2, n, rng.integers(0, 30))) for n in limits
+  ]
+  found = propose_copies(prompt_lookup(max_match, min_match), inputs, texts)
+  for row, ids, text in zip(found, inputs, texts, strict=True):
+    assert row == reference(ids.tolist(), text.tolist(), max_match, min_match)
+  assert {*map(len, found)} == {*range(GAMMA + 1)} and not all(map(len, inputs))

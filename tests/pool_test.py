@@ -30,38 +30,16 @@ GREEDY = {'sampling': SamplingConfig(0.0).params(ROWS), 'greedy': True}
 BUDGETS = jnp.array([12, 1, 7, 12, 12, 2, 9])
 
 
-def heard(params, seed=0):
-  """The same chains, but now their inputs change what they say."""
-
-  def is_chain(part):
-    return isinstance(part, dict) and 'offset' in part
-
-  def one(part):
-    if not is_chain(part):
-      return jnp.asarray(part)
-    shape = np.shape(part['offset'])  # a drafter may have other ids
-    noise = np.random.default_rng(seed).normal(size=shape)
-    return part | {'offset': jnp.asarray(noise, jnp.float32)}
-
-  return jax.tree.map(one, params, is_leaf=is_chain)
-
-
-TARGET_PARAMS = heard(TARGET.params)
-
-
 def request(gamma, **changes):
+  """Rows that differ in all that they read."""
   made = request_of(ROWS, gamma, SAMPLING, LENGTH, max_length=BUDGETS)
-  # Rows that differ in what they read.
-  inputs = made.inputs.at[3:, 2].set(4).at[5:, 0].set(3)
-  return made.replace(inputs=inputs, **changes)
-
-
-def prompted(gamma):
   tokens = np.random.default_rng(3).integers(2, VOCAB, (ROWS, 4))
   tokens[:, 0] = 0
-  lengths = jnp.array([4, 1, 2, 3, 4, 1, 2])
-  return request(
-    gamma, prompt=jnp.asarray(tokens, jnp.int32), prompt_length=lengths
+  return made.replace(
+    inputs=made.inputs.at[3:, 2].set(4).at[5:, 0].set(3),
+    prompt=jnp.asarray(tokens, jnp.int32),
+    prompt_length=jnp.array([4, 1, 2, 3, 4, 1, 2]),
+    **changes,
   )
 
 
@@ -109,8 +87,7 @@ def decode(slots, asked, order, rounds):
   return found
 
 
-def check(found, want):
-  assert sorted(found) == list(range(ROWS))
+def check(found, want, with_stats=True):
   for row, (have, slot) in found.items():
     length = want.length[row]
     assert have.length[slot] == length
@@ -118,10 +95,11 @@ def check(found, want):
     np.testing.assert_array_equal(
       have.tokens[slot, :length], want.tokens[row, :length]
     )
-    for one, other in zip(
-      jax.tree.leaves(have.stats), jax.tree.leaves(want.stats), strict=True
-    ):
-      np.testing.assert_array_equal(one[slot], other[row])
+    if with_stats:
+      for name, counts in vars(want.stats).items():
+        np.testing.assert_array_equal(
+          getattr(have.stats, name)[slot], counts[row]
+        )
 
 
 def rounds_of(*numbers):
@@ -131,59 +109,39 @@ def rounds_of(*numbers):
 
 # What these propose depends on the place in the batch, on purpose.
 _BY_PLACE = ('short_drafts', 'with_fallback_of_models')
+PLAIN = Loop(TARGET), PairParams(TARGET.params, None)
 
 
 def loop_of(name):
   drafter, draft = DRAFTERS[name]
-  return Loop(TARGET, drafter), PairParams(TARGET_PARAMS, heard(draft))
+  draft = jax.tree.map(jnp.asarray, draft)
+  return Loop(TARGET, drafter), PairParams(TARGET.params, draft)
 
 
-def come_and_go(name):
-  loop, params = loop_of(name)
-  asked = request(GAMMA, tree=loop.drafter.tree)
+def come_and_go(loop, params, gamma=GAMMA):
+  tree = loop.drafter and loop.drafter.tree
+  asked = request(gamma, tree=tree)
   slots = slots_of(loop, params, asked)
   found = decode(slots, asked, [5, 0, 6, 1, 4, 2, 3], rounds_of(1, 5, 2))
   want = fixed(loop, params, asked)
-  check(found, want)
+  assert sorted(found) == list(range(ROWS))
   assert len(set(want.length.tolist())) > 2, 'rows should end apart'
+  check(found, want)
+  return found
 
 
-def with_prompts(name):
-  loop, params = loop_of(name)
-  asked = prompted(GAMMA)
-  slots = slots_of(loop, params, asked)
-  found = decode(slots, asked, [6, 5, 4, 3, 2, 1, 0], rounds_of(3))
-  check(found, fixed(loop, params, asked))
-
-
-def test_the_plain_loop():
-  loop, params = Loop(TARGET), PairParams(TARGET_PARAMS, None)
-  asked = request(0)
-  slots = slots_of(loop, params, asked)
-  found = decode(slots, asked, range(ROWS), rounds_of(4, 1))
-  check(found, fixed(loop, params, asked))
-
-
-def test_control_a_row_that_is_not_copied_whole():
-  """The comparison sees a drafter's cache that stays behind."""
+def test_rows_come_and_go():
+  come_and_go(*PLAIN, gamma=0)
   loop, params = loop_of('small_model')
-  asked = request(GAMMA)
-  slots = slots_of(loop, params, asked)
-  slots._make()
-  state = slots._pool.state
-  stale = jax.tree.map(jnp.ones_like, state.drafter_state)
-  leaves = {id(leaf) for leaf in jax.tree.leaves(stale)}
-  marked = slots._pool.replace(state=state.replace(drafter_state=stale))
-  kept = [id(leaf) in leaves for leaf in jax.tree.leaves(marked)]
-  assert any(kept)
-  layout = slots._programs._layout
-  layout.axes = [
-    None if is_kept else axis
-    for axis, is_kept in zip(layout.axes, kept, strict=True)
-  ]
-  found = decode(slots, asked, range(ROWS), rounds_of(2))
+  found = come_and_go(loop, params)
+
+  def init(params, inputs, *rest):
+    return loop.drafter.init(params, 0 * inputs, *rest)
+
+  # Control: the comparison sees a drafter that has read something else.
+  other = loop._replace(drafter=loop.drafter._replace(init=init))
   with pytest.raises(AssertionError):
-    check(found, fixed(loop, params, asked))
+    check(found, fixed(other, params, request(GAMMA)))
 
 
 def comes_later(name):
@@ -194,39 +152,31 @@ def comes_later(name):
   admit(slots, asked, [0, 3])
   slots.run(3, SIZE, Drafting(), False)
   view = jax.device_get(slots.run(100, SIZE, Drafting(GAMMA), False))
-  plain = PairParams(TARGET_PARAMS, None)
-  want = fixed(Loop(TARGET), plain, request(0, **GREEDY))
-  for row, slot in slots.release(view):
-    length = want.length[row]
-    assert view.generation.length[slot] == length
-    np.testing.assert_array_equal(
-      view.generation.tokens[slot, :length], want.tokens[row, :length]
-    )
+  found = {row: (view.generation, slot) for row, slot in slots.release(view)}
+  check(found, fixed(*PLAIN, request(0, **GREEDY)), with_stats=False)
+  for _, slot in found.values():
     rounds = view.generation.stats.num_rounds[slot]
     assert view.generation.stats.histogram[slot].sum() == rounds
-  if name == 'small_model':
-    assert view.num_rounds < LENGTH - 3, 'nothing was accepted'
+  return view.num_rounds
 
 
-@pytest.mark.parametrize('law', [come_and_go, with_prompts, comes_later])
-def test_rows_are_themselves(law):
-  law('small_model')
+def test_a_drafter_comes_later():
+  # What it missed it reads: all of its proposals are accepted.
+  assert comes_later('small_model_is_target') == (LENGTH - 3 + GAMMA) // 4
 
 
 @pytest.mark.slow
 def test_rows_of_every_drafter_come_and_go():
   for name in DRAFTERS.keys() - {*_BY_PLACE, 'small_model'}:
-    come_and_go(name)
-  for name in ('cascade_of_models', 'with_fallback'):
-    with_prompts(name)
+    come_and_go(*loop_of(name))
   for name in ('cascade_of_models', 'prompt_lookup', 'with_fallback'):
     comes_later(name)
 
 
 def test_costs_of_another_gamma_are_refused():
   """An index past their end would be clamped in silence."""
-  loop, params = loop_of('small_model')
   few = Fallback(np.ones(GAMMA, np.float32), np.float32(2), np.int32(32))
   asked = request(GAMMA, fallback=few)
   with pytest.raises(ValueError, match=f'gamma: .* at most {GAMMA - 1}'):
-    decode(slots_of(loop, params, asked), asked, [0], rounds_of(1))
+    slots = slots_of(*loop_of('small_model'), asked)
+    decode(slots, asked, [0], rounds_of(1))
