@@ -179,3 +179,17 @@ def test_oracle_gains_up_to_60_percent():
   assert 1.5 < gain.max() < 1.65
   # An oracle whose drafts cost nothing is far beyond.
   assert (1 / (1 - rate) / best).max() > 2
+
+
+@pytest.mark.parametrize(
+  ('rate', 'gamma', 'cost', 'printed', 'decimals'),
+  [
+    (0.20, 3, 0, 1.25, 2),  # Section 4.2, bigrams
+    (0.75, 8, 0.015, 3.3, 1),  # A.5, lenience at temperature 0
+    (0.80, 8, 0.015, 3.9, 1),
+    (0.87, 8, 0.015, 4.9, 1),
+  ],
+)
+def test_factors_printed_in_the_text(rate, gamma, cost, printed, decimals):
+  factor = analysis.walltime_factor(rate, gamma, cost)
+  assert rounds_to(factor, printed, decimals)
