@@ -20,7 +20,7 @@ from specdec_jax.decoding.fallback import Fallback, Rests
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import take_rows
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters import length
+from specdec_jax.drafters import base, length
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import catch_up_calls, small_model
 from specdec_jax.drafters.with_fallback import with_fallback
@@ -97,7 +97,7 @@ def _lengths(draft, gamma, vocab_size, rule):
   # In place of random numbers, where they would be used.
   places = jnp.tile(jnp.arange(gamma)[:, None], (1, batch))
   with mock.patch.multiple(
-    length, draft_uniforms=lambda context: places, draw=draw
+    base, draft_uniforms=lambda context: places, draw=draw
   ):
     made = toy_requests.quick_jit(
       lambda context: length.draft(logits[:, 0], 0, context, read)[0]

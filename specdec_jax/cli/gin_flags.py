@@ -52,6 +52,8 @@ _MISSING = re.compile(
 
 _NO_COMMAND = Command(lambda: None)  # without flags of its own
 _T = TypeVar('_T')
+# gin would look as often in a folder as it was told to, and list it so.
+_search_too = functools.cache(gin.add_config_file_search_path)
 
 
 def load(
@@ -132,7 +134,7 @@ def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
   gin.clear_config()
   logging.getLogger().addFilter(_is_no_place_of_many)
   for folder in (*filter(None, paths), str(ROOT)):
-    gin.add_config_file_search_path(folder)
+    _search_too(folder)
   for gin_file in files:
     with _explained(gin_file):
       gin.parse_config_file(gin_file)

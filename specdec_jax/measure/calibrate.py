@@ -343,8 +343,7 @@ def for_host(
     lambda value: {name: float(value[name]) for name in _HOST_TIMES},
   )
   # The closed forms know of no place without a proposal: there beta is 0.
-  share = rate.get('proposes', 1.0)
-  rate = rate | {'alpha': share * (rate['alpha'] or 0.0)}
+  rate = rate | {'alpha': rate.get('proposes', 1.0) * (rate['alpha'] or 0.0)}
   medians = {name: {'median': ms} for name, ms in times.items()}
   length = round(rate['num_tokens'] / rate['num_outputs'])
   costs = [{'batch': rows, 'times_ms': medians}]
