@@ -280,8 +280,7 @@ def _causal(
 def _with_images(family: Family, described: Described, where: str, tied: bool):
   """The configuration of the model of texts."""
   check_fields(described, _AROUND_TEXT, where)
-  text = _object(described, 'text_config', where)
-  return _causal(family, text, where, tied)
+  return _causal(family, _object(described, 'text_config', where), where, tied)
 
 
 def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:

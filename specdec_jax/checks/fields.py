@@ -23,7 +23,7 @@ _SEQUENCES = (tuple, list, collections.abc.Sequence)
 
 
 class Bound(NamedTuple):
-  """The least value of an annotated field; of a sequence, how many items.
+  """What an annotated number may be; of a sequence, how many items it has.
 
   Example: `lengths: Annotated[Sequence[Positive], Bound(2)]` has two or more
   numbers from 1.
@@ -56,6 +56,8 @@ def check_types(config: Any) -> None:
 
 class Checked:
   """A dataclass whose fields are checked by their annotations when it is made.
+
+  One that has more to check calls `check_types` in its own `__post_init__`.
 
   Raises:
     ValueError: as `check_types`.
@@ -137,7 +139,10 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
     return False
   if len(inside) > 1 and inside[1] is not Ellipsis:
     return len(value) == len(inside) and all(map(is_a, value, inside))
-  return not inside or all(is_a(item, inside[0]) for item in value)
+  kinds = set(map(type, value))
+  if not inside or (kinds <= {int, str} and kinds == {inside[0]}):
+    return True  # of long prompts this is seen at once
+  return all(is_a(item, inside[0]) for item in value)
 
 
 def _described(hint: Any) -> str:

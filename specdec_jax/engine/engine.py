@@ -530,12 +530,11 @@ class Engine:
     """
     rows = self.batch_size if asked is None else asked
     check_number('batch_size', rows, 1)
-    pool = self._at_once(batch) if batch.options.stop_strings else None
     if batch.options.num_beams is not None or not batch.rows:
-      pool = None
-    elif len(batch.rows) > rows:
-      pool = self._pool_of(PoolSettings(rows=rows))
-    return pool, rows
+      return None, rows
+    if len(batch.rows) > rows:
+      return self._pool_of(PoolSettings(rows=rows)), rows
+    return self._at_once(batch) if batch.options.stop_strings else None, rows
 
   def _at_once(self, batch: TextBatch) -> Continuous:
     """A pool with a slot for each text, which are read together."""

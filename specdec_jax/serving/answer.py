@@ -94,8 +94,7 @@ class Answer:
       ]
     if not request.max_tokens:  # only the prompt is wanted
       for index in range(len(self.rows)):
-        nothing = Completion('', [], [], 'length')
-        self._tell(index, Update(completion=nothing))
+        self._tell(index, Update(completion=Completion('', [], [], 'length')))
       self.rows = []
 
   def _tell(self, index: int, update: Update) -> None:

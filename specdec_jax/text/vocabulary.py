@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.families import WORDS
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import open_location
 
@@ -471,6 +470,8 @@ def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
   if not is_whole or not {*_M2M} <= numbers.keys():
     what = f'pieces of M2M-100 with {[*_M2M]}, numbered from 0'
     raise unexpected(repr(os.fspath(path)), what, numbers, _COPY)
+  from specdec_jax.checkpoints.families import WORDS  # brings JAX
+
   codes = content(config.get('language_codes')) or 'm2m100'
   languages = WORDS['languages']
   if codes not in languages:
