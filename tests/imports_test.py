@@ -123,6 +123,8 @@ from specdec_jax.cli import main
 assert main.main(['--help']) == 0
 slow = {{'jax', 'numpy', 'rich', 'gin', 'flax'}} & {{*sys.modules}}
 assert not slow, 'a command must answer --help at once'
+import specdec_jax.text.tokenizer
+assert 'jax' not in sys.modules, 'text needs no JAX'
 import specdec_jax.infer
 assert 'optax' not in sys.modules, 'to decode nothing that trains is needed'
 for name in {names!r}:
