@@ -38,22 +38,26 @@ class SamplingParams:
     temperature: float32[B], 0 is argmax.
     top_k: int32[B], 0 is off.
     top_p: float32[B], 1 is off.
+    min_p: float32[B]; None is off, and no part of the program.
   """
 
   temperature: Array
   top_k: Array
   top_p: Array
+  min_p: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """How tokens are drawn: temperature, then top-k, then top-p.
+  """How tokens are drawn: temperature, then top-k, top-p and min-p.
 
   Attributes:
     temperature: one number for all examples or one for each; 0 is argmax.
     top_k: keeps the k likeliest tokens and those tied with the k-th; 0 is off.
     top_p: keeps the likeliest tokens that together reach this probability after
       top-k, and those tied with the last of them; 1 is off.
+    min_p: keeps tokens with at least this part of the likeliest one's
+      probability; 0 is off.
 
   Raises:
     ValueError: a value is of the wrong type or outside its range.
@@ -62,6 +66,7 @@ class SamplingConfig:
   temperature: float | Sequence[float] = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  min_p: float = 0.0
 
   def __post_init__(self):
     given: Any = self.temperature
@@ -79,6 +84,9 @@ class SamplingConfig:
     if not is_a(self.top_p, float) or not _FLOAT32.tiny <= self.top_p <= 1:
       expected = 'a number in (0, 1] (1 keeps every token)'
       raise unexpected('top_p', expected, self.top_p)
+    if not is_a(self.min_p, float) or not 0 <= self.min_p <= 1:
+      expected = 'a number from 0 (keeps every token) to 1'
+      raise unexpected('min_p', expected, self.min_p)
     # Python numbers and tuples, so that configs compare and hash by value.
     floats = tuple(map(float, numbers))
     object.__setattr__(self, 'temperature', floats if several else floats[0])
@@ -104,6 +112,7 @@ class SamplingConfig:
       temperature=np.broadcast_to(temperature, (batch,)),
       top_k=np.full((batch,), self.top_k, np.int32),
       top_p=np.full((batch,), self.top_p, np.float32),
+      min_p=np.full((batch,), self.min_p, np.float32) if self.min_p else None,
     )
 
 
@@ -113,6 +122,7 @@ def standardise(
   top_k: Array,
   top_p: Array,
   filters: tuple[jax.Array, jax.Array],
+  min_p: Array | None = None,
 ) -> jax.Array:
   """The distribution that tokens are drawn from, for one row of logits.
 
@@ -127,6 +137,7 @@ def standardise(
     top_p: float32[] in (0, 1]; 1 is off.
     filters: bool[] each, whether any row of the batch has top-k, and any top-p:
       a filter that none has costs nothing at run time.
+    min_p: float32[] in [0, 1]; None is off.
 
   Returns:
     float32[V] that sums to 1 within rounding; meaningless (mostly NaN) if
@@ -159,6 +170,8 @@ def standardise(
     lambda: jnp.float32(0.0),
   )
   weights = jnp.where(weights >= weight_threshold, weights, 0.0)
+  if min_p is not None:  # the largest weight is 1
+    weights = jnp.where(weights >= min_p, weights, 0.0)
   argmax_one_hot = lax.iota(jnp.int32, logits.size) == greedy_token(logits)
   return jnp.where(
     temperature > 0,
@@ -175,9 +188,9 @@ def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
   """
   settings = params.temperature, params.top_k, params.top_p
   filters = jnp.any(params.top_k > 0), jnp.any(params.top_p < 1)
-  over_positions = jax.vmap(standardise, in_axes=(0, None, None, None, None))
-  over_examples = jax.vmap(over_positions, in_axes=(0, 0, 0, 0, None))
-  return over_examples(logits, *settings, filters)
+  over_positions = jax.vmap(standardise, in_axes=(0, *[None] * 5))
+  over_examples = jax.vmap(over_positions, in_axes=(0, 0, 0, 0, None, 0))
+  return over_examples(logits, *settings, filters, params.min_p)
 
 
 def largest_threshold(

@@ -13,6 +13,7 @@ plain one whatever the drafter proposes; a round without proposals is the plain
 search itself.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -39,11 +40,13 @@ class Level:
     visible: bool[B, N, T], the slots of each node's ancestors and its own.
     parents: int32[B, N], of a proposed level: the number of each node's parent
       in the level before; in the first one, of the live beam it continues.
+    prefix: what rules see of each node, its token included; None without rules.
   """
 
   tokens: jax.Array
   visible: jax.Array
   parents: Any = None
+  prefix: Any = None
 
 
 @struct.dataclass
@@ -128,7 +131,7 @@ def start(
   tokens = decode_state.first_tokens(
     request, request.prompt_width + request.slots
   )
-  live = beams.start(tokens, first, width)
+  live = beams.start(request, tokens)
 
   encoded = None
   if drafter is not None and reads_encoder(drafter):
@@ -177,7 +180,8 @@ def step(
   used = jnp.where(state.running, state.used, width)
   # The live beams' last tokens are nodes in the next K slots.
   visible = _with_own(search.ancestors, used, width)
-  roots = Level(search.live.last_token, visible)
+  prefix = search.live.prefix if request.ruling else None
+  roots = Level(search.live.last_token, visible, prefix=prefix)
 
   # The drafter's beam search from the live beams, gamma levels deep.
   level, places = _levels(request, search, used)
@@ -190,14 +194,16 @@ def step(
 
   # The target reads the live beams and the whole tree in one call.
   cache = target.rewind(state.target_cache, used)
-  tokens, visible = _joined([roots, *draft])
+  tokens, visible, prefix = _joined([roots, *draft])
   tree = Tree(search.live.length[:, :1] - 1 + level, places, visible)
   features, cache = target.extend(params.target, cache, tokens, tree)
   logits = target.head(params.target, features)
   produced = search.live.length[:, :1] - request.prompt_length[:, None] + level
   forbidden = produced < request.min_length[:, None]
   count = request.search.num_candidates
-  candidates = beams.candidates(logits, count, forbidden, request.stop_ids)
+  candidates = beams.candidates(
+    logits, count, forbidden, request.stop_ids, _rules(request, prefix)
+  )
 
   # Its own search on its own scores, as far as its live beams are nodes.
   search, chosen, num_held = _replay(request, search, draft, used, candidates)
@@ -290,7 +296,7 @@ def _propose(
   width, draft_width = settings.width, settings.draft_width
   place = search.live.length[:, :1] - 1  # of the roots
 
-  def guess(cache, score, tokens, positions, visible, told=None):
+  def guess(cache, score, tokens, positions, visible, prefix, told=None):
     """The best continuations of the last beams that are read.
 
     Those that are told take the place of what is guessed.
@@ -301,7 +307,9 @@ def _propose(
     # A beam that ends is no live beam.
     every = jnp.ones(score.shape, bool)
     count = min(draft_width, logits.shape[-1])
-    values, ids, _ = beams.candidates(logits, count, every, request.stop_ids)
+    values, ids, _ = beams.candidates(
+      logits, count, every, request.stop_ids, _rules(request, prefix)
+    )
     if told is not None:
       values = jnp.where(told[0][..., :1] > -jnp.inf, -jnp.inf, values)
       ends = is_stop(request, told[1])
@@ -311,21 +319,23 @@ def _propose(
 
   # The level before the roots too, which it may not have read, see `Search`.
   cache = drafter.rewind(state.draft_cache, used - width)
-  tokens, visible = _joined([search.previous, roots])
+  tokens, visible, _ = _joined([search.previous, roots.replace(prefix=None)])
   positions = jnp.repeat(place, 2 * width, axis=1)
   positions = jnp.maximum(positions - (np.arange(2 * width) < width), 0)
   beaten = beams.is_beaten(request, search.live, search.finished)
   score = jnp.where(beaten, beams.ABSENT, search.live.score)
   told = search.known_values, search.known_ids
-  fed: tuple[Any, ...] = tokens, positions, visible, told
-  above, levels = roots.visible, []
+  fed: tuple[Any, ...] = tokens, positions, visible, roots.prefix, told
+  above, prefix, levels = roots.visible, roots.prefix, []
   # Unrolled: a loop would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
     cache, score, parents, tokens = guess(cache, score, *fed)
     begin = used + width + depth * draft_width
     above = _with_own(beams.gather(above, parents), begin, draft_width)
-    levels.append(Level(tokens, above, parents))
-    fed = tokens, place + 1 + depth, above
+    if request.ruling is not None:
+      prefix = request.ruling.longer(beams.gather(prefix, parents), tokens)
+    levels.append(Level(tokens, above, parents, prefix))
+    fed = tokens, place + 1 + depth, above, prefix
   return cache, levels
 
 
@@ -353,12 +363,16 @@ def _levels(request: Request, search: Search, used: jax.Array):
   return level, places.astype(jnp.int32)
 
 
-def _joined(levels: list[Level]) -> tuple[jax.Array, jax.Array]:
-  """Tokens, int32[B, N], and what they see, bool[B, N, T]."""
-  return (
-    jnp.concatenate([level.tokens for level in levels], axis=1),
-    jnp.concatenate([level.visible for level in levels], axis=1),
-  )
+def _joined(levels: list[Level]) -> tuple[jax.Array, jax.Array, Any]:
+  """Tokens, int32[B, N], what they see, bool[B, N, T], and their prefixes."""
+  parts = [(level.tokens, level.visible, level.prefix) for level in levels]
+  return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *parts)
+
+
+def _rules(request: Request, prefix: Any):
+  """What adjusts the log-probabilities behind N nodes; None without rules."""
+  ruling = request.ruling
+  return ruling and functools.partial(ruling.adjust, prefix)
 
 
 def _replay(

@@ -7,6 +7,7 @@ the others are the next live beams. `transformers` differs in four things, see
 `Rule`.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -15,7 +16,8 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.decoding.state import Request, Rule
+from specdec_jax.decoding.state import Request, Rule, first_states
+from specdec_jax.rules.tokens import Prefix
 
 Tree = TypeVar('Tree')
 
@@ -34,6 +36,7 @@ class Hypotheses:
     score: float32[B, K]: of live beams the log-probability of all tokens behind
       the prompt, of finished ones that with the length penalty.
     exists: bool[B, K], whether there is such a sequence.
+    automaton: int32[B, K], the states of a constraint; None without any.
   """
 
   tokens: jax.Array
@@ -41,6 +44,12 @@ class Hypotheses:
   length: jax.Array
   score: jax.Array
   exists: jax.Array
+  automaton: jax.Array | None = None
+
+  @property
+  def prefix(self) -> Prefix:
+    """What rules see of each sequence."""
+    return Prefix(self.tokens, self.length, self.automaton)
 
   @property
   def last_token(self) -> jax.Array:
@@ -49,9 +58,10 @@ class Hypotheses:
     return jnp.take_along_axis(self.tokens, index, axis=2)[..., 0]
 
 
-def start(tokens: jax.Array, length: jax.Array, width: int) -> Hypotheses:
+def start(request: Request, tokens: jax.Array) -> Hypotheses:
   """K live beams, of which one is there: the prompt, int32[B, W]."""
-  batch = tokens.shape[0]
+  width, batch = request.search.width, tokens.shape[0]
+  length, states = request.prompt_length, first_states(request)
   repeated = jnp.repeat(tokens[:, None], width, axis=1)
   first = jnp.full((width,), ABSENT, jnp.float32).at[-1].set(0.0)
   return Hypotheses(
@@ -60,6 +70,9 @@ def start(tokens: jax.Array, length: jax.Array, width: int) -> Hypotheses:
     length=jnp.broadcast_to(length[:, None], (batch, width)),
     score=jnp.broadcast_to(first, (batch, width)),
     exists=jnp.broadcast_to(first == 0, (batch, width)),
+    automaton=None
+    if states is None
+    else jnp.repeat(states[:, None], width, axis=1),
   )
 
 
@@ -70,7 +83,11 @@ def none_finished(live: Hypotheses) -> Hypotheses:
 
 
 def candidates(
-  logits: jax.Array, count: int, forbidden: jax.Array, stop_ids: jax.Array
+  logits: jax.Array,
+  count: int,
+  forbidden: jax.Array,
+  stop_ids: jax.Array,
+  adjust: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The likeliest tokens after each of N nodes, and their log-probabilities.
 
@@ -80,12 +97,18 @@ def candidates(
     forbidden: bool[B, N], the nodes after which no beam may end. The other
       tokens keep their probabilities, as in transformers.
     stop_ids: int32[K].
+    adjust: rules on the log-probabilities, which then need not sum to 1, as in
+      transformers; None is none.
 
   Returns:
     float32[B, N, C] and int32[B, N, C], from the likeliest on; and bool[B, N],
     whether the logits can be turned into probabilities, as by
     `probs.valid_logits`.
   """
+  if adjust is not None:
+    adjusted = jnp.maximum(adjust(jax.nn.log_softmax(logits)), ABSENT)
+    values, ids, _ = probs.top_tokens(adjusted, count, stop_ids, forbidden)
+    return values, ids, probs.valid_logits(logits)
   values, ids, maximum = probs.top_tokens(logits, count, stop_ids, forbidden)
   # NaN where a logit is, where one is +inf, and where all are -inf.
   total = jnp.sum(jnp.exp(logits - maximum[..., None]), axis=-1)
@@ -152,6 +175,8 @@ def advance(
     tokens=jnp.where(place, tokens[..., None], longer.tokens),
     log_probs=jnp.where(place, alone[..., None], longer.log_probs),
     length=longer.length + 1,
+    automaton=request.ruling
+    and request.ruling.next_state(longer.automaton, tokens),
     score=total + ends * ABSENT,
     exists=total > ABSENT / 2,
   )

@@ -93,6 +93,9 @@ def step(
     tree = tree_round.tree_of(state, draft, cache)
     features, cache = target.extend(params.target, cache, fed, tree)
     logits = target.head(params.target, features)
+    if request.ruling is not None:  # each place has a prefix of its own
+      places = request.ruling.along(state.prefix, draft)
+      logits = request.ruling.adjust(places, logits)
     # Determine the number of accepted guesses n; draw t after them.
     places = tree_round.places_of(draft)
     allowed = base.forbid_early_stops(logits, context, places=places)
@@ -164,6 +167,8 @@ def context_of(
     forbids_stops=request.forbids_stops,
     skips_rounds=request.skips_rounds or request.fallback is not None,
     rule=request.rule,
+    ruling=request.ruling,
+    prefix=None if request.ruling is None else state.prefix,
     room=room,
     features=state.features,
     target=target,

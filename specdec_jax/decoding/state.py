@@ -14,6 +14,8 @@ from specdec_jax import probs
 from specdec_jax.decoding import fallback
 from specdec_jax.decoding.fallback import Fallback, Rests
 from specdec_jax.probs import SamplingConfig, SamplingParams
+from specdec_jax.rules.automata import Automata
+from specdec_jax.rules.tokens import Prefix, Rules, Ruling
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import (
   DecodeStats,
@@ -119,6 +121,8 @@ class Request:
       reason than `fallback`: it then reads what it missed.
     pad_id: static, what inputs are padded with: `models.base.pad_id` of the
       target.
+    rules: of tokens, of each row; None is none, and no part of the program.
+    automata: of the rows' constraints; None without any.
   """
 
   inputs: jax.Array
@@ -143,11 +147,18 @@ class Request:
   skips_rounds: bool = struct.field(pytree_node=False, default=False)
   tree: TreeShape | None = struct.field(pytree_node=False, default=None)
   pad_id: int = struct.field(pytree_node=False, default=0)
+  rules: Rules | None = None
+  automata: Automata | None = None
+
+  @property
+  def ruling(self) -> Ruling | None:
+    """The rules of all rows; None is none."""
+    return self.rules and Ruling(self.rules, self.automata)
 
   @property
   def rows(self) -> dict[str, Any]:
     """The fields that have an entry for each row; the others belong to all."""
-    names = ['inputs', 'keys', 'sampling', 'min_length', 'max_length']
+    names = ['inputs', 'keys', 'sampling', 'min_length', 'max_length', 'rules']
     names += ['prompt', 'prompt_length']
     names += ['stop_ids'] * (self.stop_ids.ndim > 1)
     return {name: getattr(self, name) for name in names}
@@ -295,6 +306,7 @@ class DecodeState:
     features: [B, M], the target's features for a drafter that reads them, see
       `Context`; None for all others.
     rests: whose drafter rests; None where none ever does.
+    automaton: int32[B], the state of each row's constraint; None without any.
   """
 
   tokens: jax.Array
@@ -306,6 +318,7 @@ class DecodeState:
   stats: DecodeStats
   features: jax.Array | None = None
   rests: Rests | None = None
+  automaton: jax.Array | None = None
 
   @property
   def running(self) -> jax.Array:
@@ -327,6 +340,11 @@ class DecodeState:
     """int32[B], the token that the target has not read yet."""
     index = self.visible_length[:, None] - 1
     return jnp.take_along_axis(self.tokens, index, axis=1)[:, 0]
+
+  @property
+  def prefix(self) -> Prefix:
+    """What rules see before a round."""
+    return Prefix(self.tokens, self.visible_length, self.automaton)
 
   def with_reasons(self, reasons: np.ndarray) -> 'DecodeState':
     """The state with the host's finish reasons, int32[B].
@@ -362,7 +380,16 @@ def start(
     drafter_state=drafter_state,
     stats=DecodeStats.none(batch, request.gamma),
     rests=None if request.fallback is None else Rests.none(batch),
+    automaton=first_states(request),
   )
+
+
+def first_states(request: Request) -> jax.Array | None:
+  """int32[B], the states in which constraints begin; None without any."""
+  if request.rules is None or request.rules.automaton is None:
+    return None
+  # A sum: a donated state must not share an array with the request.
+  return jnp.zeros((), jnp.int32) + request.rules.automaton
 
 
 def first_tokens(request: Request, width: int) -> jax.Array:
@@ -447,6 +474,15 @@ def append(
   reason = jnp.where(count == left, FinishReason.LENGTH, reason)
   reason = jnp.where(stopped, FinishReason.STOP, reason)
   reason = jnp.where(invalid, FinishReason.INVALID, reason)
+  automaton = state.automaton
+  if automaton is not None:
+    ruling: Any = request.ruling
+
+    def read(place, before):
+      after = ruling.next_state(before, tokens[:, place])
+      return jnp.where(place < count, after, before)
+
+    automaton = lax.fori_loop(0, tokens.shape[1], read, automaton)
   log_probs = state.log_probs
   if request.with_log_probs:
     new = _log_probs(request, logits, tokens)
@@ -459,6 +495,7 @@ def append(
     finish_reason=jnp.where(state.running, reason, state.finish_reason),
     rests=rests,
     stats=stats,
+    automaton=automaton,
   )
 
 

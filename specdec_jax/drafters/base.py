@@ -19,6 +19,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.probs import SamplingParams
+from specdec_jax.rules.tokens import Prefix, Ruling
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Draft, LengthRule
 
@@ -52,6 +53,9 @@ class Context:
     rule: when a draft ends, of a drafter that `adapts`; None is after gamma
       tokens.
     room: int32[B], proposals that each row has a use for; None where `rule` is.
+    ruling: rules on tokens, which a drafter may follow, see `ruled`; None is
+      none.
+    prefix: what rules see of the committed tokens; None is none.
     features: [B, M], for a drafter that reads them: the target's last hidden
       state whose logits gave the last committed token. The target has not read
       that token itself yet: it is the end of `tokens` that the feature does not
@@ -76,10 +80,18 @@ class Context:
   skips_rounds: bool = struct.field(pytree_node=False, default=False)
   rule: LengthRule | None = None
   room: jax.Array | None = None
+  ruling: Ruling | None = None
+  prefix: Prefix | None = None
   features: jax.Array | None = None
   target: LanguageModel | None = struct.field(pytree_node=False, default=None)
   target_params: Any = None
   pad_id: int = struct.field(pytree_node=False, default=0)
+
+  def after(self, token: jax.Array) -> Prefix | None:
+    """The prefix with a proposal, int32[B], behind it."""
+    if self.ruling is None or self.prefix is None:
+      return None
+    return self.ruling.longer(self.prefix, token)
 
   @property
   def num_slots(self) -> int:
@@ -206,6 +218,20 @@ def forbid_early_stops(
   )
 
 
+def ruled(
+  logits: jax.Array, context: Context, index: jax.Array | int
+) -> jax.Array:
+  """The logits float[B, V] of proposal `index`, as the target's rules have it.
+
+  Where there are rules, `Context.prefix` must be that of the proposal.
+  """
+  logits = logits[:, None]
+  if context.ruling is not None and context.prefix is not None:
+    here = jax.tree.map(lambda leaf: leaf[:, None], context.prefix)
+    logits = context.ruling.adjust(here, logits)
+  return forbid_early_stops(logits, context, index)[:, 0]
+
+
 def check_chain(drafter: Drafter, where: str) -> None:
   """Raises ValueError if a drafter proposes a tree where that does not fit."""
   if drafter.tree is not None:
@@ -249,9 +275,9 @@ def draw_next(
   index: jax.Array | int,
   uniforms: jax.Array | None,
 ):
-  """`draw` of the proposal `index`, in which stop ids may be forbidden.
+  """`draw` of the proposal `index`, `ruled`.
 
   Here `uniforms` are those of all proposals, from `draft_uniforms`.
   """
-  logits = forbid_early_stops(logits[:, None], context, index)[:, 0]
+  logits = ruled(logits, context, index)
   return draw(logits, context, None if uniforms is None else uniforms[index])

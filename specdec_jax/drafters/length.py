@@ -24,6 +24,7 @@ from jax import lax
 from specdec_jax import probs
 from specdec_jax.drafters import base
 from specdec_jax.drafters.base import Context
+from specdec_jax.rules.tokens import Prefix
 from specdec_jax.types import Draft, LengthRule
 
 # Without a calibration, guesses in units of a call of the target: a call of the
@@ -51,6 +52,7 @@ class _Drafting:
     tokens: int32[B, G].
     rows: float32[B, G, V]; None when greedy.
     length: int32[B], proposals that were made.
+    prefix: of the next one, see `Context`.
   """
 
   index: jax.Array
@@ -60,6 +62,7 @@ class _Drafting:
   tokens: jax.Array
   rows: jax.Array | None
   length: jax.Array
+  prefix: Prefix | None
 
 
 def plain_rule(
@@ -94,7 +97,8 @@ def draft(
 
   def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
     index = now.index
-    logits = base.forbid_early_stops(logits[:, None], context, index)[:, 0]
+    current = context.replace(prefix=now.prefix)
+    logits = base.ruled(logits, current, index)
     survival = now.survival * acceptance_of(probs.top_prob(logits))
     makes = now.asks & (survival > rule.worth[index])
     own = None if uniforms is None else uniforms[index]
@@ -119,6 +123,7 @@ def draft(
       ),
       rows=rows,
       length=length,
+      prefix=current.after(token),
     )
 
   def one_more(now: _Drafting) -> _Drafting:
@@ -136,6 +141,7 @@ def draft(
     if context.greedy
     else jnp.zeros((batch, size, vocab_size), jnp.float32),
     length=jnp.zeros((batch,), jnp.int32),
+    prefix=context.prefix,
   )
   last = lax.while_loop(
     lambda now: (now.index < size) & jnp.any(now.asks),

@@ -62,13 +62,14 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     drawn = base.draw_next(logits[:, 0], context, 0, uniforms)
 
     def one_more(carry, index):
-      logits, cache = read(*carry)
-      token, row = base.draw_next(logits, context, index, uniforms)
-      return (cache, token), (token, row)
+      cache, token, prefix = carry
+      logits, cache = read(cache, token)
+      now = context.replace(prefix=prefix)
+      token, row = base.draw_next(logits, now, index, uniforms)
+      return (cache, token, now.after(token)), (token, row)
 
-    (cache, _), more = lax.scan(
-      one_more, (cache, drawn[0]), jnp.arange(1, context.gamma)
-    )
+    first = cache, drawn[0], context.after(drawn[0])
+    (cache, *_), more = lax.scan(one_more, first, jnp.arange(1, context.gamma))
     tokens, rows = jax.tree.map(
       lambda one, others: jnp.concatenate(
         [one[:, None], others.swapaxes(0, 1)], axis=1

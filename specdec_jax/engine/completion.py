@@ -372,20 +372,10 @@ def pieces_of(completion: Completion, tokenizer: Tokenizer) -> list[Piece]:
   return cut + [Piece('', size)] * has_stop_id
 
 
-# How vocabularies of bytes write them: visible characters of Latin-1 as they
-# are, the others in their order as characters from U+0100 on.
-_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
-_BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
-_BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
-
-
 def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
   """The bytes of a token that is a part of a character."""
   if not decode(tokenizer, [token]):
     return b''  # a special token between two parts
   # A tokenizer of somebody's own need not have pieces.
-  piece = getattr(tokenizer, 'pieces', {}).get(token, '')
-  if piece.startswith('<0x'):
-    return bytes([int(piece[3:-1], 16)])
-  return b''.join(_BYTES.get(char, char.encode()) for char in piece)
+  of = getattr(tokenizer, 'bytes_of', None)
+  return of(token) if of else b''

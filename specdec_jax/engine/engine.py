@@ -41,6 +41,7 @@ from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
 from specdec_jax.models.base import ends_inputs
 from specdec_jax.models.model import Model
+from specdec_jax.rules.options import RuleBook
 from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.tree_shape import TreeShape
@@ -217,6 +218,7 @@ class Engine:
     # Of each loop and kind and shape of request, and the rows that these have.
     self._programs: dict[Any, Callable[..., Any]] = {}
     self._program_rows: set[int] = set()
+    self.rule_book = RuleBook(tokenizer, self.target.vocab_size)
     self._pool_of = functools.cache(functools.partial(Continuous, self))
     self._pool_programs: dict[Any, PoolPrograms] = {}
 
@@ -457,7 +459,8 @@ class Engine:
         sequence.
       batch_size: texts that are decoded together; None is the engine's. If
         there are more, each finished text makes room for the next.
-      **options: fields of `Options`, such as `temperature`, `top_k`, `top_p`,
+      **options: fields of `Options` and `RuleOptions`, such as `temperature`,
+        `top_k`, `top_p`,
         `max_length`, `min_length`, `num_samples`, `stop_strings`, `stop_ids`,
         `num_beams`, `seed` and `example_ids`; names from other libraries, such
         as `max_new_tokens`, `num_return_sequences` and `stop`; and `gamma` and

@@ -50,6 +50,7 @@ from specdec_jax.engine.padding import (
 )
 from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.rules.options import NO_RULES, RowRules, RuleOptions, ruling_of
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import Amount, Count, Generation, LengthRule, Positive
 from specdec_jax.verify import check_lenience
@@ -87,8 +88,8 @@ ALPHA = 0.6  # of T5's papers and of T5X
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-  """The options of `generate` and `stream`.
+class Options(RuleOptions):
+  """The options of `generate` and `stream`; also those of `RuleOptions`.
 
   Attributes:
     temperature: 0 is greedy; above it outputs are sampled. One for all texts
@@ -97,6 +98,8 @@ class Options:
       off.
     top_p: samples only from the likeliest tokens that together have this
       probability; 1 is off.
+    min_p: samples only from tokens with this part of the likeliest one's
+      probability; 0 is off.
     max_length: the most tokens of an output; None is the engine's maximum.
     min_length: tokens that an output must have before a stop id is allowed, or
       behind which a stop string must end.
@@ -144,6 +147,7 @@ class Options:
   temperature: float | Sequence[float] = 0.0
   top_k: int = 0
   top_p: float = 1.0
+  min_p: float = 0.0
   max_length: Positive | None = None
   min_length: Count = 0
   num_samples: Annotated[int, Bound(1, MOST_ROWS)] = 1
@@ -171,6 +175,7 @@ class Options:
       object.__setattr__(self, 'stop_strings', (self.stop_strings,))
     check_lenience(self.lenience)
     check_types(self)
+    self.check_rules()
     if '' in self.stop_strings:
       raise unexpected('stop_strings', 'no empty string', self.stop_strings)
     if self.judges_blocks and self.lenience != 1:
@@ -228,8 +233,10 @@ class Options:
 
   @functools.cached_property
   def sampling(self) -> SamplingConfig:
-    """Temperature, top-k and top-p."""
-    return SamplingConfig(self.temperature, self.top_k, self.top_p)
+    """Temperature, top-k, top-p and min-p."""
+    return SamplingConfig(
+      self.temperature, self.top_k, self.top_p, self.min_p
+    )
 
 
 def example_id(index: int, sample: int) -> int:
@@ -375,6 +382,7 @@ class TextRow:
     example_id: what its random numbers derive from, beside the seed.
     temperature: its own.
     max_length: tokens after which it stops; 0 for a row without a text.
+    rules: on its tokens.
   """
 
   index: int = 0
@@ -385,6 +393,7 @@ class TextRow:
   example_id: int = 0
   temperature: float = 0.0
   max_length: int = 0
+  rules: RowRules = NO_RULES
 
 
 _NO_TEXT = TextRow(options=Options(stop_ids=()))
@@ -408,10 +417,12 @@ def joined(
   widths = zip(least, *(row.widths for row in rows), strict=True)
   width, prompt_width = map(max, widths)
   options = [row.options for row in rows]
+  min_p = each(np.float32, (one.min_p for one in options))
   sampling = like.sampling.replace(
     temperature=each(np.float32, (row.temperature for row in rows)),
     top_k=each(np.int32, (one.top_k for one in options)),
     top_p=each(np.float32, (one.top_p for one in options)),
+    min_p=min_p if np.any(min_p) else None,
   )
   prompts = [row.prompt for row in rows]
   prompt, prompt_length = padded(prompts, len(rows), prompt_width)
@@ -422,6 +433,13 @@ def joined(
   if np.ndim(stop_ids) > 1:  # each row has values of its own
     own: Any = [one.stop_ids for one in options]
     stop_ids, _ = padded(own, len(rows), stop_ids.shape[1], -1)
+  max_length = each(np.int32, (row.max_length for row in rows))
+  rules, automata = ruling_of(
+    [row.rules for row in rows],
+    prompt_length,
+    prompt_length + max_length,
+    np.where(inputs == like.pad_id, -1, inputs),
+  )
   return like.replace(
     inputs=inputs,
     prompt=prompt,
@@ -433,7 +451,9 @@ def joined(
     ),
     sampling=sampling,
     min_length=each(np.int32, (one.min_length for one in options)),
-    max_length=each(np.int32, (row.max_length for row in rows)),
+    max_length=max_length,
+    rules=rules,
+    automata=automata,
   )
 
 
@@ -473,6 +493,7 @@ class TextBatch:
     self._languages = engine.languages(options.source_lang, options.target_lang)
     self.passed_over: dict[int, Completion] = {}
     self.rows: list[TextRow] = []
+    self._rules = engine.rule_book.rules_of(options, self._stop_ids)
     self._check_sizes(len(texts))
     for number, text in enumerate(texts):
       ids = self._encode(number, text)
@@ -580,6 +601,7 @@ class TextBatch:
       example_id=example_id(example, sample),
       temperature=temperature,
       max_length=options.max_length or self._engine.max_decode_len,
+      rules=self._rules,
     )
 
   @property

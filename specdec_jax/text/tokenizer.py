@@ -26,6 +26,13 @@ EOS_ID = 1
 UNK_ID = 2
 _ENDS = (vocabulary.END, '</s>')  # where no file says which
 # Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
+_BYTE = re.compile('<0x([0-9A-F]{2})>')
+# How vocabularies of bytes write them: visible characters of Latin-1 as they
+# are, the others in their order as characters from U+0100 on.
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
+_BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
 _LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
 
@@ -155,6 +162,34 @@ class Tokenizer:
       or token in self._backend.added
       or token in (self.pad_id, self.unk_id, self.eos_id)
     )
+
+  def bytes_of(self, token: int) -> bytes:
+    """The bytes of a piece of text, of which characters may have several."""
+    piece = self.pieces.get(token, '')
+    if match := _BYTE.fullmatch(piece):
+      return bytes([int(match[1], 16)])
+    if self._backend.is_byte_level:
+      return b''.join(_BYTES.get(char, char.encode()) for char in piece)
+    return piece.replace(vocabulary.BLANK, ' ').encode()
+
+  def spellings(self, size: int) -> tuple[dict[bytes, list[int]], bool]:
+    """The bytes of all pieces of text among `size` ids -> their ids.
+
+    Returns:
+      These; and whether the blank that an output begins with is no text, as in
+      sentencepiece's vocabularies.
+    """
+    found: dict[bytes, list[int]] = {}
+    for token in range(min(size, self.vocab_size)):
+      if self.is_text(token) and token not in self._hidden:
+        found.setdefault(self.bytes_of(token), []).append(token)
+    blank = next(iter(found.get(b' ', ())), None)
+    begins = blank is not None and not self.decode([blank])
+    if begins:  # a byte of its own is no blank that is left out
+      left_out = [t for t in found[b' '] if self.decode([t])]
+      found[b' '] = [t for t in found[b' '] if t not in left_out]
+    found.pop(b'', None)
+    return found, begins
 
   @property
   def pieces(self) -> dict[int, str]:

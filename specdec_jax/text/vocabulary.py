@@ -31,7 +31,7 @@ MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
 END = '<|endoftext|>'  # GPT-2's, where a folder does not say
-_BLANK = '\u2581'  # sentencepiece's mark
+BLANK = '\u2581'  # sentencepiece's mark
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
 _SENTINELS = 100  # of T5, in seqio and in transformers
@@ -138,6 +138,7 @@ class JsonBackend:
     before: ids that the vocabulary puts in front of a text.
     after: ids that it puts behind one.
     is_bpe: whether its model is BPE.
+    is_byte_level: whether its pieces are of bytes, as GPT-2's.
     sentinels: ids of T5's sentinels that no file names.
   """
 
@@ -185,6 +186,7 @@ class JsonBackend:
     self._processor = processor
     self._plain: Any = None
     self.is_bpe = type(processor.model).__name__ == 'BPE'
+    self.is_byte_level = 'ByteLevel' in repr(processor.decoder)
     self.added = processor.get_added_tokens_decoder()
     self.pieces = {i: piece for piece, i in processor.get_vocab().items()}
     marked = processor.encode('a', add_special_tokens=True)
@@ -319,7 +321,7 @@ class PiecesBackend:
   """
 
   before: list[int] = []
-  is_bpe = False
+  is_bpe = is_byte_level = False
 
   def __init__(
     self,
@@ -437,7 +439,7 @@ class PiecesBackend:
       # The package takes all blanks that a text begins with for its own, and
       # transformers the first one.
       part = self._processor.decode(['a', *pieces])[1:]
-      is_first = not text and pieces[0].startswith(_BLANK)
+      is_first = not text and pieces[0].startswith(BLANK)
       text += part[1:] if is_first else part
     return text
 

@@ -1,0 +1,1 @@
+"""Rules on tokens, exact under speculation: penalties, bans, constraints."""

@@ -1,0 +1,289 @@
+"""What a caller may ask of the tokens of an output, and the `Ruling` of rows."""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+from specdec_jax.checks.fields import Bound, is_a, unexpected
+from specdec_jax.rules import automata, constraints
+from specdec_jax.rules.automata import Automata, Automaton
+from specdec_jax.rules.tokens import Rules
+from specdec_jax.types import Above0, Count
+
+_REMEMBERED = 64  # constraints of an engine
+_OFF = {
+  'repetition_penalty': 1.0,
+  'presence_penalty': 0.0,
+  'frequency_penalty': 0.0,
+  'no_repeat_ngram_size': 0,
+  'encoder_no_repeat_ngram_size': 0,
+}
+_CONSTRAINTS = ('choices', 'regex', 'json_schema')
+_LEAST_WIDTH = 4  # of sequences, and of lists of them
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleOptions:
+  """Rules on the tokens of an output; by default none.
+
+  They are applied in this order, as in transformers: of the logits before
+  temperature, in a beam search of the log-probabilities.
+
+  Attributes:
+    logit_bias: id -> what is added to its logit, from -100 to 100.
+    sequence_bias: pairs of a sequence of ids and what is added to the logit of
+      its last id where the others were said.
+    bad_words: words that no output has, as text or as ids.
+    suppress_tokens: ids that no output has.
+    allowed_token_ids: the only ids that an output may have, beside what ends
+      it; None is all.
+    repetition_penalty: divides positive and multiplies negative logits of
+      tokens that were said; above 1 they come less often.
+    presence_penalty: is subtracted from logits of tokens of the output.
+    frequency_penalty: likewise, as often as they were said.
+    no_repeat_ngram_size: no output says so many tokens a second time; 0 is off.
+    encoder_no_repeat_ngram_size: nor so many tokens of its input.
+    begin_suppress_tokens: ids that no output begins with.
+    forced_eos_token_id: the last id of an output of full length; None is any.
+    choices: the only outputs, as texts or as ids; None is all.
+    regex: what the whole text of an output matches.
+    json_schema: what the JSON of an output is like.
+  """
+
+  logit_bias: Mapping[int, Annotated[float, Bound(-100, 100)]] | None = None
+  sequence_bias: Sequence[tuple[Sequence[int], float]] = ()
+  bad_words: Sequence[str | Sequence[int]] = ()
+  suppress_tokens: Sequence[int] = ()
+  allowed_token_ids: Sequence[int] | None = None
+  repetition_penalty: Above0 = 1.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  no_repeat_ngram_size: Count = 0
+  encoder_no_repeat_ngram_size: Count = 0
+  begin_suppress_tokens: Sequence[int] = ()
+  forced_eos_token_id: int | None = None
+  choices: Sequence[str | Sequence[int]] | None = None
+  regex: str | None = None
+  json_schema: Mapping[str, Any] | str | None = None
+
+  def check_rules(self) -> None:
+    """Raises ValueError if some of them contradict each other."""
+    given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+    if len(given) > 1:
+      expected = f'None beside {given[0]}'
+      raise unexpected(given[1], expected, getattr(self, given[1]))
+    for name in ('choices', 'bad_words', 'allowed_token_ids'):
+      values = getattr(self, name)
+      if values is None or name == 'bad_words' and not len(values):
+        continue
+      if not len(values) or not all(len(v) for v in values if is_a(v, Sequence)):
+        raise unexpected(name, 'no empty entry, and at least one', values)
+
+  @property
+  def has_rules(self) -> bool:
+    """Whether any of them is on."""
+    fields = dataclasses.fields(RuleOptions)
+    return any(getattr(self, f.name) != f.default for f in fields)
+
+
+class RowRules(NamedTuple):
+  """The rules of one row on the host.
+
+  Attributes:
+    vocab_size: V.
+    numbers: name -> value of those that are numbers and on.
+    bias: float32[V]; None is none.
+    sequences: pairs as of `RuleOptions.sequence_bias`.
+    begin_suppress: ids.
+    forced_end: an id; -1 is none.
+    automaton: of its constraint; None is none.
+  """
+
+  vocab_size: int = 0
+  numbers: Mapping[str, float] = {}
+  bias: np.ndarray | None = None
+  sequences: Sequence[tuple[Sequence[int], float]] = ()
+  begin_suppress: Sequence[int] = ()
+  forced_end: int = -1
+  automaton: Automaton | None = None
+
+
+NO_RULES = RowRules()
+
+
+class RuleBook:
+  """Turns options into rules, and remembers the automata of the last ones."""
+
+  def __init__(self, tokenizer: Any, vocab_size: int):
+    """Takes the vocabulary of outputs, and the target's number of ids."""
+    self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    self._automata: collections.OrderedDict[str, Automaton]
+    self._automata = collections.OrderedDict()
+
+  def rules_of(self, options: RuleOptions, stop_ids: Sequence[int]) -> RowRules:
+    """The rules of a row.
+
+    Args:
+      options: what is asked for.
+      stop_ids: ids that end its output.
+
+    Raises:
+      ValueError: an id is outside the vocabulary, or a constraint cannot be
+        followed.
+    """
+    if not options.has_rules:
+      return NO_RULES
+    sequences = [(self._ids('bad_words', w), -np.inf) for w in self._words(options)]
+    sequences += [
+      (self._ids('sequence_bias', ids), bias)
+      for ids, bias in options.sequence_bias
+    ]
+    forced = options.forced_eos_token_id
+    if forced is not None:
+      self._ids('forced_eos_token_id', [forced])
+    return RowRules(
+      self._vocab_size,
+      numbers={
+        name: getattr(options, name)
+        for name, off in _OFF.items()
+        if getattr(options, name) != off
+      },
+      bias=self._bias(options, stop_ids),
+      sequences=sequences,
+      begin_suppress=self._ids(
+        'begin_suppress_tokens', options.begin_suppress_tokens
+      ),
+      forced_end=-1 if forced is None else forced,
+      automaton=self._constraint(options, stop_ids),
+    )
+
+  def _ids(self, name: str, ids: Sequence[int]) -> list[int]:
+    size = self._vocab_size
+    for token in ids:
+      if not 0 <= token < size:
+        raise unexpected(name, f'ids of the vocabulary of {size}', token)
+    return [int(token) for token in ids]
+
+  def _words(self, options: RuleOptions) -> list[Sequence[int]]:
+    """Ids of the bad words; a word behind a blank is another one."""
+    encode = getattr(self._tokenizer, 'encode', None)
+    words: list[Sequence[int]] = []
+    for word in options.bad_words:
+      if not isinstance(word, str):
+        words.append(word)
+        continue
+      spelled = {tuple(encode(blank + word)) for blank in ('', ' ')}
+      words += sorted(spelled - {()})
+    return words
+
+  def _bias(
+    self, options: RuleOptions, stop_ids: Sequence[int]
+  ) -> np.ndarray | None:
+    suppressed, allowed = options.suppress_tokens, options.allowed_token_ids
+    if not options.logit_bias and not len(suppressed) and allowed is None:
+      return None
+    bias = np.zeros((self._vocab_size,), np.float32)
+    if allowed is not None:
+      bias[:] = -np.inf
+      bias[[*self._ids('allowed_token_ids', allowed), *stop_ids]] = 0.0
+    for token, value in (options.logit_bias or {}).items():
+      bias[self._ids('logit_bias', [token])] += value
+    bias[self._ids('suppress_tokens', suppressed)] = -np.inf
+    return bias
+
+  def _constraint(
+    self, options: RuleOptions, stop_ids: Sequence[int]
+  ) -> Automaton | None:
+    asked = [getattr(options, name) for name in _CONSTRAINTS]
+    if asked == [None] * len(asked):
+      return None
+    if not stop_ids:
+      expected = 'an id that ends an output beside choices, regex, json_schema'
+      raise unexpected('stop_ids', expected, stop_ids)
+    key = json.dumps([*asked, stop_ids], default=lambda array: array.tolist())
+    if key not in self._automata:
+      self._automata[key] = self._made(options, stop_ids)
+      if len(self._automata) > _REMEMBERED:
+        self._automata.popitem(last=False)
+    self._automata.move_to_end(key)
+    return self._automata[key]
+
+  def _made(self, options: RuleOptions, stop_ids: Sequence[int]) -> Automaton:
+    if options.choices is not None:
+      encode = self._tokenizer.encode
+      choices = [
+        self._ids('choices', encode(one) if isinstance(one, str) else one)
+        for one in options.choices
+      ]
+      return constraints.of_choices(choices, stop_ids)
+    name, pattern = 'regex', options.regex
+    if options.json_schema is not None:
+      name, pattern = 'json_schema', constraints.pattern_of(options.json_schema)
+    spellings, begins_blank = self._tokenizer.spellings(self._vocab_size)
+    return constraints.of_regex(
+      name, pattern or '', spellings, begins_blank, stop_ids
+    )
+
+
+def ruling_of(
+  rows: Sequence[RowRules], begin: Any, end: Any, inputs: Any
+) -> tuple[Rules | None, Automata | None]:
+  """The rules of a batch, and the automata that they share; None is off.
+
+  A rule is on if any row has it; sizes are powers of two.
+
+  Args:
+    rows: the rules of each row.
+    begin: int32[B], see `Rules`.
+    end: int32[B].
+    inputs: int32[B, E], -1 past their ends.
+  """
+  if all(row is NO_RULES for row in rows):
+    return None, None
+  vocab_size = max(row.vocab_size for row in rows)
+  found: dict[str, Any] = {}
+  for name, off in _OFF.items():
+    if any(name in row.numbers for row in rows):
+      dtype = np.int32 if isinstance(off, int) else np.float32
+      values = [row.numbers.get(name, off) for row in rows]
+      found[name] = np.asarray(values, dtype)
+  if 'encoder_no_repeat_ngram_size' in found:
+    found['inputs'] = inputs
+  if any(row.bias is not None for row in rows):
+    nothing = np.zeros((vocab_size,), np.float32)
+    found['bias'] = np.stack(
+      [nothing if row.bias is None else row.bias for row in rows]
+    )
+  if any(row.sequences for row in rows):
+    width = _power(max(len(ids) for row in rows for ids, _ in row.sequences))
+    count = _power(max(len(row.sequences) for row in rows))
+    sequences = np.full((len(rows), count, width), -1, np.int32)
+    bias = np.zeros((len(rows), count), np.float32)
+    for i, row in enumerate(rows):
+      for k, (ids, value) in enumerate(row.sequences):
+        sequences[i, k, width - len(ids) :], bias[i, k] = ids, value
+    found |= {'sequences': sequences, 'sequence_bias': bias}
+  if any(row.begin_suppress for row in rows):
+    width = _power(max(len(row.begin_suppress) for row in rows))
+    suppress = np.full((len(rows), width), -1, np.int32)
+    for i, row in enumerate(rows):
+      suppress[i, : len(row.begin_suppress)] = row.begin_suppress
+    found['begin_suppress'] = suppress
+  if any(row.forced_end >= 0 for row in rows):
+    found['forced_end'] = np.array([r.forced_end for r in rows], np.int32)
+  parts = {id(r.automaton): r.automaton for r in rows if r.automaton is not None}
+  tables = None
+  if parts:
+    tables, starts = automata.joined([*parts.values()], vocab_size)
+    start_of = dict(zip(parts, starts, strict=True))
+    states = [start_of.get(id(row.automaton), automata.FREE) for row in rows]
+    found['automaton'] = np.array(states, np.int32)
+  return Rules(begin, end, **found), tables
+
+
+def _power(size: int) -> int:
+  return max(_LEAST_WIDTH, 1 << (size - 1).bit_length())

@@ -1,0 +1,221 @@
+"""What rules do to the logits of a token, given the tokens before it.
+
+A rule is a function of the committed prefix and the logits. Applied to the
+target's logits at every place of a call, each place with **its own** prefix,
+the committed tokens and the draft before it, speculation keeps the law: what is
+verified is the adjusted target. A drafter that follows the rules keeps its
+acceptance; one that does not is still exact.
+
+The order is that of transformers: bias and sequences, repetition, presence and
+frequency, bans, a forced end, and last the automaton.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from specdec_jax.rules.automata import Automata
+from specdec_jax.types import Array, Draft
+
+
+@struct.dataclass
+class Rules:
+  """The rules of B rows; None is off, and no part of the program.
+
+  Attributes:
+    begin: int32[B], tokens before the output, the start token counted.
+    end: int32[B], the most tokens, these counted.
+    inputs: int32[B, E], what the encoder reads; -1 past its end.
+    bias: float32[B, V], added to the logits.
+    sequences: int32[B, K, L], sequences whose last token is biased where the
+      others were said; -1 in front of shorter ones.
+    sequence_bias: float32[B, K], the bias of each; -inf forbids it.
+    repetition_penalty: float32[B], divides positive and multiplies negative
+      logits of tokens that were said; a prompt's count.
+    presence_penalty: float32[B], is subtracted once from logits of tokens of
+      the output.
+    frequency_penalty: float32[B], likewise, as often as they were said.
+    no_repeat_ngram_size: int32[B]; 0 is off.
+    encoder_no_repeat_ngram_size: int32[B], the same with ngrams of `inputs`.
+    begin_suppress: int32[B, K], no output begins with these; -1 is none.
+    forced_end: int32[B], the last token of an output of full length; -1 is any.
+    automaton: int32[B], the state of the `Automata` in which each row begins.
+  """
+
+  begin: Array
+  end: Array
+  inputs: Array | None = None
+  bias: Array | None = None
+  sequences: Array | None = None
+  sequence_bias: Array | None = None
+  repetition_penalty: Array | None = None
+  presence_penalty: Array | None = None
+  frequency_penalty: Array | None = None
+  no_repeat_ngram_size: Array | None = None
+  encoder_no_repeat_ngram_size: Array | None = None
+  begin_suppress: Array | None = None
+  forced_end: Array | None = None
+  automaton: Array | None = None
+
+
+@struct.dataclass
+class Prefix:
+  """The tokens before a place.
+
+  Attributes:
+    tokens: int32[..., W]; past `length` they mean nothing.
+    length: int32[...].
+    state: int32[...], the automaton's; None without one.
+  """
+
+  tokens: jax.Array
+  length: jax.Array
+  state: jax.Array | None = None
+
+
+@struct.dataclass
+class Ruling:
+  """The rules of a batch, and the automata that its rows share.
+
+  Attributes:
+    rules: of each row.
+    automata: the tables of all constraints; None without any.
+  """
+
+  rules: Rules
+  automata: Automata | None = None
+
+  def adjust(self, prefix: Prefix, logits: jax.Array) -> jax.Array:
+    """The logits float32[B, N, V] of the tokens behind N prefixes of a row."""
+    of_places = jax.vmap(adjust, in_axes=(None, None, 0, 0))
+    of_rows = jax.vmap(of_places, in_axes=(0, None, 0, 0))
+    return of_rows(self.rules, self.automata, prefix, logits)
+
+  def longer(self, prefix: Prefix, token: jax.Array) -> Prefix:
+    """Prefixes of any shape with one token more each, int32[...]."""
+    is_place = jnp.arange(prefix.tokens.shape[-1]) == prefix.length[..., None]
+    tokens = jnp.where(is_place, token[..., None], prefix.tokens)
+    state = self.next_state(prefix.state, token)
+    return Prefix(tokens, prefix.length + 1, state)
+
+  def next_state(self, state: Any, token: jax.Array) -> Any:
+    """The automata's states after tokens int32[...]."""
+    if self.automata is None:
+      return None
+    step = jnp.vectorize(self.automata.next_state)
+    return step(state, token)
+
+  def along(self, prefix: Prefix, draft: Draft) -> Prefix:
+    """The prefixes of all places of a call, [B, G + 1].
+
+    Args:
+      prefix: [B], the committed tokens.
+      draft: a chain of G proposals, or a tree of G nodes.
+    """
+
+    def one(prefix, token):
+      return (longer := self.longer(prefix, token)), longer
+
+    if draft.tree is None:
+      _, more = lax.scan(one, prefix, draft.tokens.T)
+      places = jax.tree.map(
+        lambda first, others: jnp.append(first[None], others, axis=0),
+        prefix,
+        more,
+      )
+    else:
+      nodes = [prefix]
+      for node, parent in enumerate(draft.tree.parents):
+        nodes.append(self.longer(nodes[parent + 1], draft.tokens[:, node]))
+      places = jax.tree.map(lambda *each: jnp.stack(each), *nodes)
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), places)
+
+
+def adjust(
+  rules: Rules, automata: Automata | None, prefix: Prefix, logits: jax.Array
+) -> jax.Array:
+  """The logits float32[V] of one place of one row, see `Rules`."""
+  size, length = logits.shape[-1], prefix.length
+  logits = logits.astype(jnp.float32)
+  place = jnp.arange(prefix.tokens.shape[0])
+  # An id of V is none: it is dropped.
+  ids = jnp.where(place < length, prefix.tokens, size)
+  if rules.bias is not None:
+    logits += rules.bias
+  if rules.sequences is not None:
+    is_here = jax.vmap(_ends_with, (None, 0))(prefix, rules.sequences[:, :-1])
+    last = jnp.where(is_here, rules.sequences[:, -1], size)
+    logits = logits.at[last].add(rules.sequence_bias, mode='drop')
+  if rules.repetition_penalty is not None:
+    penalty = rules.repetition_penalty
+    known = logits.at[ids].get(mode='fill', fill_value=0.0)
+    known = jnp.where(known < 0, known * penalty, known / penalty)
+    logits = logits.at[ids].set(known, mode='drop')
+  presence, frequency = rules.presence_penalty, rules.frequency_penalty
+  if presence is not None or frequency is not None:
+    produced = jnp.where(place >= rules.begin, ids, size)
+    counts = jnp.zeros_like(logits).at[produced].add(1.0, mode='drop')
+    if presence is not None:
+      logits -= presence * (counts > 0)
+    if frequency is not None:
+      logits -= frequency * counts
+  for forbidden in _forbidden(rules, prefix):
+    nothing = jnp.where(forbidden < 0, size, forbidden)
+    logits = logits.at[nothing].set(-jnp.inf, mode='drop')
+  if rules.forced_end is not None:
+    at_end = (length == rules.end - 1) & (rules.forced_end >= 0)
+    is_end = jnp.arange(size) == rules.forced_end
+    logits = jnp.where(at_end, jnp.where(is_end, 0.0, -jnp.inf), logits)
+  if automata is not None:
+    allowed = automata.allowed(prefix.state, size)
+    logits = jnp.where(allowed, logits, -jnp.inf)
+  return logits
+
+
+def _forbidden(rules: Rules, prefix: Prefix) -> list[jax.Array]:
+  """Ids int32[K] that must not follow; -1 is none."""
+  forbidden, length = [], prefix.length
+  if rules.no_repeat_ngram_size is not None:
+    forbidden.append(
+      _continued(prefix.tokens, length, prefix, rules.no_repeat_ngram_size)
+    )
+  if rules.encoder_no_repeat_ngram_size is not None:
+    source: Any = rules.inputs
+    size = rules.encoder_no_repeat_ngram_size
+    forbidden.append(_continued(source, source.shape[0], prefix, size))
+  if rules.begin_suppress is not None:
+    forbidden.append(jnp.where(length == rules.begin, rules.begin_suppress, -1))
+  return forbidden
+
+
+def _ends_with(prefix: Prefix, ids: jax.Array) -> jax.Array:
+  """bool[], whether the prefix ends with ids int32[L], -1 in front of them."""
+  count = ids.shape[0]
+  place = prefix.length - count + jnp.arange(count)
+  same = prefix.tokens[jnp.maximum(place, 0)] == ids
+  return jnp.all((ids < 0) | (same & (place >= 0)))
+
+
+def _continued(
+  source: jax.Array, length: Any, prefix: Prefix, size: Any
+) -> jax.Array:
+  """The ids that would say an ngram of `source` again, int32[W]; -1 is none.
+
+  Args:
+    source: int32[W], `length` tokens.
+    length: int32[].
+    prefix: the last of its tokens begin the ngram.
+    size: int32[], tokens of an ngram; 0 is off.
+  """
+  place = jnp.arange(source.shape[0])
+
+  def compare(back, same):
+    before = prefix.tokens[jnp.maximum(prefix.length - back, 0)]
+    return same & (jnp.roll(source, back) == before) & (place >= back)
+
+  is_on = (size > 0) & (prefix.length + 1 >= size)
+  same = lax.fori_loop(1, size, compare, (place < length) & is_on)
+  return jnp.where(same, source, -1)
