@@ -17,6 +17,7 @@ LIBRARY = ROOT / 'specdec_jax'
 ROOMS = """
 types tree_shape checks files paper.printed models.backend
 probs verify verify_tree analysis
+rules
 models
 partitioning
 checkpoints

@@ -1,9 +1,9 @@
 """What a Hugging Face folder asks of transformers' `generate`.
 
-The defaults of this library hold at every door, whatever a folder asks for:
-outputs are greedy and end at the engine's length. What a folder asks for beside
-that is said once, when an engine is made of its model, with the options that do
-the same here.
+Its rules on tokens are followed, unless a call gives others. For the rest the
+defaults of this library hold at every door: outputs are greedy and end at the
+engine's length. What a folder asks for beside that is said once, when an engine
+is made of its model, with the options that do the same here.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,20 @@ SETTINGS: dict[str, Any] = _WORDS['neutral'] | dict.fromkeys(_WORDS['unset'])
 OPTIONS: dict[str, str] = _WORDS['options']
 
 
-def unfollowed(described: Mapping[str, Any], where: str) -> str:
-  """A sentence on what a folder asks for and does not get; '' for nothing.
+_RULES: dict[str, str] = _WORDS['rules']
+
+
+def asked(
+  described: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], str]:
+  """What a folder asks for: what it gets, and what it does not.
 
   Args:
     described: generation_config.json; config.json where there is none.
     where: the path of that file, for messages.
+
+  Returns:
+    Options of `Engine.generate`; and a sentence on the rest, '' for nothing.
   """
   values = {
     name: value
@@ -34,19 +42,22 @@ def unfollowed(described: Mapping[str, Any], where: str) -> str:
   }
   samples = values.get('do_sample', False)
   searches = values.get('num_beams', 1) != 1
-  settings = {
-    name: shortened(value)
+  wanted = {
+    name: value
     for name, value in values.items()
     if value not in (SETTINGS[name], [])
     and (samples or name not in _WORDS['of_samples'])
     and (searches or name not in _WORDS['of_beams'])
   }
-  if not settings:
-    return ''
+  rules = {_RULES[n]: wanted.pop(n) for n in _RULES.keys() & wanted.keys()}
+  if not wanted:
+    return rules, ''
+  settings = {name: shortened(value) for name, value in wanted.items()}
   listed = ', '.join(f'{name}={value}' for name, value in settings.items())
   options = {OPTIONS[name] for name in settings if name in OPTIONS}
   others = [name for name in settings if name not in OPTIONS]
   text = f'{where} asks for {listed}: not followed.'
   if options:
     text += f' Options that do so: {", ".join(sorted(options))}.'
-  return text + (f' No option does: {", ".join(others)}.' if others else '')
+  text += f' No option does: {", ".join(others)}.' if others else ''
+  return rules, text

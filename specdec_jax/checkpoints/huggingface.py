@@ -222,14 +222,18 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   return equal
 
 
-def unfollowed(folder: pathlib.Path, described: Described) -> str:
-  """What a folder asks of `generate` in vain, see `generation.unfollowed`."""
+def asked_of_generate(
+  folder: pathlib.Path, described: Described
+) -> tuple[dict[str, Any], str]:
+  """What a folder asks of `generate`, see `generation.asked`."""
+  if not described:
+    return {}, ''
   path = folder / generation.FILE
   if path.exists():
     described = files.read_json(path)
   else:
     path = folder / CONFIG  # as transformers reads it then
-  return generation.unfollowed(described, os.fspath(path))
+  return generation.asked(described, os.fspath(path))
 
 
 # Writing a folder.

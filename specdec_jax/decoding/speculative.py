@@ -94,8 +94,8 @@ def step(
     features, cache = target.extend(params.target, cache, fed, tree)
     logits = target.head(params.target, features)
     if request.ruling is not None:  # each place has a prefix of its own
-      places = request.ruling.along(state.prefix, draft)
-      logits = request.ruling.adjust(places, logits)
+      prefixes = request.ruling.along(state.prefix, draft)
+      logits = request.ruling.adjust(prefixes, logits)
     # Determine the number of accepted guesses n; draw t after them.
     places = tree_round.places_of(draft)
     allowed = base.forbid_early_stops(logits, context, places=places)

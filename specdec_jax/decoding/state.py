@@ -153,7 +153,7 @@ class Request:
   @property
   def ruling(self) -> Ruling | None:
     """The rules of all rows; None is none."""
-    return self.rules and Ruling(self.rules, self.automata)
+    return None if self.rules is None else Ruling(self.rules, self.automata)
 
   @property
   def rows(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def draft(
 
   def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
     index = now.index
-    current = context.replace(prefix=now.prefix)
+    current = dataclasses.replace(context, prefix=now.prefix)
     logits = base.ruled(logits, current, index)
     survival = now.survival * acceptance_of(probs.top_prob(logits))
     makes = now.asks & (survival > rule.worth[index])

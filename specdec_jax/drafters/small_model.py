@@ -10,6 +10,9 @@ missing, this writes the same values again. Inside another drafter a cache may
 lack more tokens: its length says how many, and they are read first.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -64,11 +67,11 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     def one_more(carry, index):
       cache, token, prefix = carry
       logits, cache = read(cache, token)
-      now = context.replace(prefix=prefix)
+      now = dataclasses.replace(context, prefix=prefix)
       token, row = base.draw_next(logits, now, index, uniforms)
       return (cache, token, now.after(token)), (token, row)
 
-    first = cache, drawn[0], context.after(drawn[0])
+    first: Any = cache, drawn[0], context.after(drawn[0])
     (cache, *_), more = lax.scan(one_more, first, jnp.arange(1, context.gamma))
     tokens, rows = jax.tree.map(
       lambda one, others: jnp.concatenate(

@@ -25,6 +25,7 @@ from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.small_model import alone, as_drafter
 from specdec_jax.engine import compilation_cache, pair, scoring, trace
+from specdec_jax.engine.classification import classify
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.pair import Room
 from specdec_jax.engine.request import (
@@ -39,7 +40,7 @@ from specdec_jax.engine.request import (
 from specdec_jax.engine.scheduler import Continuous, PoolSettings, Update
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
-from specdec_jax.models.base import ends_inputs
+from specdec_jax.models.base import ends_inputs, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.text.chat import RenderedIds
@@ -633,6 +634,49 @@ class Engine:
       self.target, self.params.target, inputs, outputs, begin
     )
 
+  def classify(
+    self,
+    texts: Texts,
+    labels: Texts,
+    *,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+  ) -> np.ndarray:
+    """How likely the target says each of some labels of a text, and no other.
+
+    Example: `engine.classify(['I liked it.'], ['positive', 'negative'])`.
+
+    Args:
+      texts: strings, or ids with or without their end of sequence.
+      labels: strings, or ids without their end of sequence.
+      source_lang: as for `generate`.
+      target_lang: as for `generate`.
+
+    Returns:
+      float64[texts, labels]; a row sums to 1. They are in the proportions of
+      the probabilities that `score` gives to the labels.
+
+    Raises:
+      ValueError: as for `score`, or as for `classification.classify`.
+    """
+    check_texts(texts)
+    check_texts(labels, 'labels')
+    outputs = [
+      self.output_ids(label)
+      if isinstance(label, str)
+      else [*map(int, label), self.output_ids('')[-1]]
+      for label in labels
+    ]
+    read = [self.input_ids(text, source_lang) for text in texts]
+    begin = self.languages(target_lang=target_lang).before_output(())
+    inputs: Any = [[]] * len(read)
+    prompts = read
+    if self.target.has_encoder:
+      inputs, prompts = read, [[start_id(self.target), *begin]] * len(read)
+    scoring.check_ids(self.target, inputs=read, labels=outputs)
+    params = self.params.target
+    return classify(self.target, params, inputs, prompts, outputs)
+
   def trace(self, text: str | Sequence[int], **options: Any) -> Trace:
     """Decodes one text and says what became of each proposal.
 
@@ -672,7 +716,7 @@ class Engine:
     Raises:
       ValueError: as for `generate`.
     """
-    asked = options_of(options)
+    asked = options_of(options, self.models['target'].rules)
     check_texts(texts)
     check_type('speculative', speculative, bool | None)
     if speculative is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checkpoints.config_json import special_ids
-from specdec_jax.checkpoints.huggingface import unfollowed
+from specdec_jax.checkpoints.huggingface import asked_of_generate
 from specdec_jax.checkpoints.load import (
   check_network,
   is_huggingface,
@@ -127,6 +127,7 @@ def load(
     except ValueError as error:
       raise ValueError(f'{tokenizer.path!r}: {error}') from error
     tokenizer = tokenizer.for_network(network.vocab_size)
+  rules, unfollowed = asked_of_generate(folder, described)
   model = Model(
     network,
     None,
@@ -137,7 +138,8 @@ def load(
     stop_ids=() if config is None else _ends(folder, described, config),
     made_for=opened.made_for,
     made_of=opened.made_of,
-    unfollowed=unfollowed(folder, described) if described else '',
+    rules=rules,
+    unfollowed=unfollowed,
     reader=opened.read,
   )
   check_ends(model)

@@ -69,6 +69,7 @@ _USUAL_NAMES = {
   'num_return_sequences': 'num_samples',
   'num_decodes': 'num_samples',
   'n': 'num_samples',
+  'bad_words_ids': 'bad_words',
   'stop': 'stop_strings',
   'stop_token_ids': 'stop_ids',
   'beam_size': 'num_beams',
@@ -81,6 +82,8 @@ _USUAL_NAMES = {
 _INSTEAD = {
   'sampling': 'give temperature, top_k and top_p by themselves.',
   'do_sample': 'temperature says it; 0 is greedy, anything above samples.',
+  'forced_bos_token_id': 'prompts says it: [[id]] * len(texts).',
+  'prefix_allowed_tokens_fn': 'choices, regex and json_schema say it.',
   'early_stopping': 'a beam search ends as T5X ends it, or with length_penalty'
   ' as transformers does where early_stopping is False.',
 }
@@ -171,6 +174,9 @@ class Options(RuleOptions):
   def __post_init__(self):
     for name, value in dataclasses.asdict(self.sampling).items():
       object.__setattr__(self, name, value)
+    if isinstance(self.sequence_bias, Mapping):  # as transformers has it
+      pairs = tuple(self.sequence_bias.items())
+      object.__setattr__(self, 'sequence_bias', pairs)
     if isinstance(self.stop_strings, str):
       object.__setattr__(self, 'stop_strings', (self.stop_strings,))
     check_lenience(self.lenience)
@@ -234,9 +240,7 @@ class Options(RuleOptions):
   @functools.cached_property
   def sampling(self) -> SamplingConfig:
     """Temperature, top-k, top-p and min-p."""
-    return SamplingConfig(
-      self.temperature, self.top_k, self.top_p, self.min_p
-    )
+    return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 def example_id(index: int, sample: int) -> int:
@@ -256,8 +260,14 @@ def example_id(index: int, sample: int) -> int:
   return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
 
 
-def options_of(named: Mapping[str, Any]) -> Options:
+def options_of(
+  named: Mapping[str, Any], otherwise: Mapping[str, Any] | None = None
+) -> Options:
   """Makes `Options`; accepts the names that other libraries use as well.
+
+  Args:
+    named: what is asked for.
+    otherwise: options that hold where nothing else is asked for.
 
   Raises:
     ValueError: a name is unknown, an option is given twice, or a value is out
@@ -276,7 +286,7 @@ def options_of(named: Mapping[str, Any]) -> Options:
     if values.get(field, defaults[field]) != defaults[field]:
       raise unexpected(name, f'none beside {field}, its name here', named[name])
     values[field] = named[name]
-  return Options(**values)
+  return Options(**{**(otherwise or {}), **values})
 
 
 def as_gamma(value: int | str | LengthRule) -> tuple[int, LengthRule | None]:

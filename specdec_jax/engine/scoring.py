@@ -78,7 +78,9 @@ def score(
     ValueError: the numbers of inputs and outputs differ, an id is outside the
       vocabulary, or a decoder-only model's input is empty.
   """
-  _check(network, inputs, targets)
+  if len(inputs) != len(targets):
+    raise unexpected('targets', f'{len(inputs)}, as inputs', len(targets))
+  check_ids(network, inputs=inputs, targets=targets)
   if not inputs:
     return []
   begins, rows = _rows(network, inputs, targets, prompt)
@@ -184,15 +186,10 @@ def _width(rows: Sequence[Sequence[int]], begin: int = 0) -> int:
   return max(_SMALLEST, next_power_of_two(max(map(len, rows)) - begin))
 
 
-def _check(
-  network: LanguageModel,
-  inputs: Sequence[Sequence[int]],
-  targets: Sequence[Sequence[int]],
-) -> None:
-  if len(inputs) != len(targets):
-    raise unexpected('targets', f'{len(inputs)}, as inputs', len(targets))
+def check_ids(network: LanguageModel, **named: Sequence[Sequence[int]]) -> None:
+  """Raises ValueError for ids, `inputs` or outputs, that it cannot read."""
   size = network.vocab_size
-  for name, rows in (('inputs', inputs), ('targets', targets)):
+  for name, rows in named.items():
     for index, ids in enumerate(rows):
       wrong = [token for token in ids if not 0 <= token < size]
       if wrong:

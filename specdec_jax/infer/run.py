@@ -513,12 +513,13 @@ class Way:
     # One beam search gives all outputs of a source.
     outputs = of_run.num_samples if self._config.searches else 1
     items = items[::outputs]
-    options = dataclasses.asdict(of_run) | {
+    # What a run leaves open, the target's folder may say.
+    options = of_run.given | {
       'num_samples': outputs,
       'speculative': self._name == SPECULATIVE,
       'example_ids': [item.example_id for item in items],
     }
-    if options['on_too_long'] == 'error':
+    if of_run.on_too_long == 'error':
       options['on_too_long'] = 'report'
     if self._decoder is self._engine:
       options['batch_size'] = max(1, len(items))

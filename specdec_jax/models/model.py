@@ -1,7 +1,7 @@
 """A network with its parameters; engines are made from these."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,8 @@ class Model:
     made_of: returns the `disk_arrays.fingerprint`s of the parameters before
       their kernels are rounded to eight bits, () if none is known; None if the
       parameters were given.
+    rules: on tokens, as the folder asks transformers' `generate` for: options
+      of an engine's calls unless they give others.
     unfollowed: a sentence on what the folder asks of transformers' `generate`
       and does not get here; '' for nothing.
     reader: reads the parameters, `(dtype, sharding) -> params`, see
@@ -52,6 +54,7 @@ class Model:
   stop_ids: tuple[int, ...] = ()
   made_for: str = ''
   made_of: Callable[[], tuple[str, ...]] | None = None
+  rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   unfollowed: str = ''
   reader: Callable[[Any, Any], Params] | None = None
 

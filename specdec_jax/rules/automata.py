@@ -7,7 +7,7 @@ token: it is that of rows without a constraint.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +98,9 @@ class Automaton:
     return self.first.size - 1
 
 
+@functools.lru_cache(maxsize=8)  # rows of one constraint come again and again
 def joined(
-  parts: Sequence[Automaton], vocab_size: int
+  parts: tuple[Automaton, ...], vocab_size: int
 ) -> tuple[Automata, list[int]]:
   """The tables of some automata, and the state in which each begins."""
   starts = np.cumsum([1, *(part.num_states for part in parts)]).tolist()

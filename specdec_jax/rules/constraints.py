@@ -138,7 +138,7 @@ def _alive(edges: np.ndarray, finals: np.ndarray) -> np.ndarray:
   size = 1 + int(max(edges.max(initial=0), finals.max(initial=0)))
   is_alive = np.zeros((size,), bool)
   is_alive[finals] = True
-  count = -1
+  count: Any = -1
   while count < (count := np.count_nonzero(is_alive)):
     is_alive[edges[0, is_alive[edges[2]]]] = True
   return np.flatnonzero(is_alive)
@@ -165,7 +165,10 @@ def _automaton(
   Raises:
     ValueError: it is too large.
   """
-  sources, tokens = np.repeat(finals, len(stop_ids)), np.tile(stop_ids, finals.size)
+  sources, tokens = (
+    np.repeat(finals, len(stop_ids)),
+    np.tile(stop_ids, finals.size),
+  )
   targets = sources if end is None else np.full_like(sources, end)
   edges = np.append(edges, [sources, tokens, targets], axis=1)
   if edges.shape[1] > MOST_EDGES:

@@ -1,4 +1,4 @@
-"""What a caller may ask of the tokens of an output, and the `Ruling` of rows."""
+"""What a caller may ask of an output's tokens, and the rules of a batch."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.fields import Bound, is_a, unexpected
+from specdec_jax.checks.fields import Bound, unexpected
 from specdec_jax.rules import automata, constraints
 from specdec_jax.rules.automata import Automata, Automaton
 from specdec_jax.rules.tokens import Rules
@@ -71,7 +71,14 @@ class RuleOptions:
   json_schema: Mapping[str, Any] | str | None = None
 
   def check_rules(self) -> None:
-    """Raises ValueError if some of them contradict each other."""
+    """Makes lists of arrays, and checks what the fields' types do not say.
+
+    Raises:
+      ValueError: two of them contradict each other, or one is empty.
+    """
+    for field in dataclasses.fields(RuleOptions):
+      if hasattr(value := getattr(self, field.name), 'tolist'):
+        object.__setattr__(self, field.name, value.tolist())
     given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
     if len(given) > 1:
       expected = f'None beside {given[0]}'
@@ -80,14 +87,15 @@ class RuleOptions:
       values = getattr(self, name)
       if values is None or name == 'bad_words' and not len(values):
         continue
-      if not len(values) or not all(len(v) for v in values if is_a(v, Sequence)):
+      if not len(values) or not all(map(len, filter(_has_length, values))):
         raise unexpected(name, 'no empty entry, and at least one', values)
 
   @property
-  def has_rules(self) -> bool:
-    """Whether any of them is on."""
-    fields = dataclasses.fields(RuleOptions)
-    return any(getattr(self, f.name) != f.default for f in fields)
+  def given(self) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    defaults = {f.name: f.default for f in dataclasses.fields(self)}
+    return {name: v for name, v in values.items() if v != defaults[name]}
 
 
 class RowRules(NamedTuple):
@@ -120,7 +128,8 @@ class RuleBook:
 
   def __init__(self, tokenizer: Any, vocab_size: int):
     """Takes the vocabulary of outputs, and the target's number of ids."""
-    self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    self._tokenizer: Any = tokenizer
+    self._vocab_size = vocab_size
     self._automata: collections.OrderedDict[str, Automaton]
     self._automata = collections.OrderedDict()
 
@@ -135,9 +144,12 @@ class RuleBook:
       ValueError: an id is outside the vocabulary, or a constraint cannot be
         followed.
     """
-    if not options.has_rules:
+    names = {field.name for field in dataclasses.fields(RuleOptions)}
+    if not names & options.given.keys():
       return NO_RULES
-    sequences = [(self._ids('bad_words', w), -np.inf) for w in self._words(options)]
+    sequences = [
+      (self._ids('bad_words', w), -np.inf) for w in self._words(options)
+    ]
     sequences += [
       (self._ids('sequence_bias', ids), bias)
       for ids, bias in options.sequence_bias
@@ -176,7 +188,9 @@ class RuleBook:
       if not isinstance(word, str):
         words.append(word)
         continue
-      spelled = {tuple(encode(blank + word)) for blank in ('', ' ')}
+      spelled = {
+        tuple(self._tokenizer.encode(blank + word)) for blank in ('', ' ')
+      }
       words += sorted(spelled - {()})
     return words
 
@@ -275,14 +289,20 @@ def ruling_of(
     found['begin_suppress'] = suppress
   if any(row.forced_end >= 0 for row in rows):
     found['forced_end'] = np.array([r.forced_end for r in rows], np.int32)
-  parts = {id(r.automaton): r.automaton for r in rows if r.automaton is not None}
+  parts = {
+    id(r.automaton): r.automaton for r in rows if r.automaton is not None
+  }
   tables = None
   if parts:
-    tables, starts = automata.joined([*parts.values()], vocab_size)
+    tables, starts = automata.joined(tuple(parts.values()), vocab_size)
     start_of = dict(zip(parts, starts, strict=True))
     states = [start_of.get(id(row.automaton), automata.FREE) for row in rows]
     found['automaton'] = np.array(states, np.int32)
   return Rules(begin, end, **found), tables
+
+
+def _has_length(value: Any) -> bool:
+  return hasattr(value, '__len__')
 
 
 def _power(size: int) -> int:

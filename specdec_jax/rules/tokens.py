@@ -47,9 +47,9 @@ class Rules:
 
   begin: Array
   end: Array
-  inputs: Array | None = None
+  inputs: Any = None
   bias: Array | None = None
-  sequences: Array | None = None
+  sequences: Any = None
   sequence_bias: Array | None = None
   repetition_penalty: Array | None = None
   presence_penalty: Array | None = None
@@ -169,7 +169,7 @@ def adjust(
     at_end = (length == rules.end - 1) & (rules.forced_end >= 0)
     is_end = jnp.arange(size) == rules.forced_end
     logits = jnp.where(at_end, jnp.where(is_end, 0.0, -jnp.inf), logits)
-  if automata is not None:
+  if automata is not None and prefix.state is not None:
     allowed = automata.allowed(prefix.state, size)
     logits = jnp.where(allowed, logits, -jnp.inf)
   return logits

@@ -96,6 +96,7 @@ class Application:
         Route('/', self._page),
         Route('/v1/completions', self._decoded, methods=['POST']),
         Route('/v1/chat/completions', self._decoded, methods=['POST']),
+        Route('/v1/classify', self._classified, methods=['POST']),
         Route('/v1/models', self._models),
         Route('/v1/models/{name:path}', self._model),
         Route('/health', self._health),
@@ -216,6 +217,7 @@ class Application:
       return Answer(asked, self._worker, self.metrics, self.name, loop)
 
     is_long = len(data) > _LARGE or template is not None
+    is_long |= b'structured_outputs' in data or b'response_format' in data
     answer = await asyncio.to_thread(read) if is_long else read()
     # Whatever happens, they end with the request.
     request.state.rows.extend(answer.rows)
@@ -237,6 +239,23 @@ class Application:
     finally:
       whole.cancel()
       left.cancel()
+
+  async def _classified(self, request: Request) -> Response:
+    data = await self._body(request)
+    texts, labels = protocol.parse_labels(data, self.name)
+    async with self._worker.scoring:
+      with protocol.naming_the_field('input'):
+        rows = await asyncio.to_thread(self._engine.classify, texts, labels)
+    found = [
+      {
+        'index': index,
+        'label': labels[row.argmax()],
+        'probs': row.tolist(),
+        'num_classes': len(labels),
+      }
+      for index, row in enumerate(rows)
+    ]
+    return JSONResponse({'object': 'list', 'model': self.name, 'data': found})
 
   async def _body(self, request: Request) -> bytes:
     most, seconds = self._settings.max_body, self._settings.body_seconds

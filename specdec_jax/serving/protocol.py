@@ -32,17 +32,16 @@ _MOST_TOP = 20  # log-probabilities of a place
 # Fields of OpenAI and vLLM that are not supported. Those of the first kind may
 # be there if they are empty, zero or false, the others with these values.
 _EMPTY = set(
-  'suffix logit_bias allowed_token_ids bad_words min_p presence_penalty'
-  ' frequency_penalty stop_token_ids include_stop_str_in_output'
+  'suffix stop_token_ids include_stop_str_in_output'
   ' return_tokens_as_token_ids tools functions store metadata priority'
   ' prompt_cache_options vllm_xargs documents continue_final_message'
   ' add_special_tokens chat_template_kwargs'.split()
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-  'repetition_penalty': (1,), 'length_penalty': (1,),
+  'length_penalty': (1,),
   'skip_special_tokens': (True,), 'spaces_between_special_tokens': (True,),
   'tool_choice': ('none', 'auto'), 'function_call': ('none', 'auto'),
-  'parallel_tool_calls': (True, False), 'response_format': ({'type': 'text'},),
+  'parallel_tool_calls': (True, False),
   'modalities': (['text'],), 'reasoning_effort': ('none',),
   'include_reasoning': (True,), 'verbosity': ('medium',),
   'prompt_cache_retention': ('in_memory',), 'service_tier': ('auto', 'default'),
@@ -50,10 +49,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # The only values in a beam search.
 _OF_A_SEARCH = {
-  'temperature': 0, 'top_p': 1, 'top_k': 0, 'stop': [], 'min_tokens': 0,
+  'temperature': 0, 'top_p': 1, 'top_k': 0, 'min_p': 0, 'stop': [],
+  'min_tokens': 0,
   'ignore_eos': False, 'stream': False, 'speculative': True,
 }  # fmt: skip
-
+# Rules on tokens that have the names of `Options`.
+_RULES = (
+  'presence_penalty', 'frequency_penalty', 'repetition_penalty',
+  'no_repeat_ngram_size', 'bad_words', 'allowed_token_ids',
+)  # fmt: skip
+# vLLM's words of `structured_outputs` -> the options.
+_STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
+_ANY_OBJECT = {'type': 'object'}
 
 # Status of HTTP -> OpenAI's type of the error.
 _KINDS = {
@@ -116,6 +123,18 @@ class CompletionRequest:
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = 0
+  min_p: float = 0.0
+  logit_bias: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  repetition_penalty: float = 1.0
+  no_repeat_ngram_size: int = 0
+  bad_words: list[str] = dataclasses.field(default_factory=list)
+  allowed_token_ids: list[int] | None = None
+  structured_outputs: Mapping[str, Any] = dataclasses.field(
+    default_factory=dict
+  )
+  response_format: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   seed: int | None = None
   stop: str | list[str] = dataclasses.field(default_factory=list)
   stream: bool = False
@@ -165,6 +184,37 @@ class CompletionRequest:
     """Whether a stream ends with the counts of tokens."""
     return any(self.stream_options.values())
 
+  def _rules(self) -> dict[str, Any]:
+    """Rules on tokens, of `Engine.generate`; those that a body asks for.
+
+    Raises:
+      ValueError: one is in no form that is known.
+    """
+    rules: dict[str, Any] = {}
+    for name in _RULES:
+      if (value := getattr(self, name)) != getattr(CompletionRequest, name, []):
+        rules[name] = value
+    if self.logit_bias:
+      if not all(token.isdecimal() for token in self.logit_bias):
+        raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
+      rules['logit_bias'] = {int(i): b for i, b in self.logit_bias.items()}
+    asked: Any = {
+      _STRUCTURED.get(k): v for k, v in self.structured_outputs.items()
+    }
+    if len(asked) > 1 or None in asked:
+      expected = f'one of {[*_STRUCTURED]}'
+      raise unexpected('structured_outputs', expected, self.structured_outputs)
+    form: Any = self.response_format
+    match form.get('type', 'text'):
+      case 'text':
+        return rules | asked
+      case 'json_object':
+        return rules | {'json_schema': _ANY_OBJECT}
+      case 'json_schema' if is_a(form.get('json_schema'), Mapping):
+        return rules | {'json_schema': form['json_schema'].get('schema')}
+    expected = 'text, json_object, or json_schema with a schema'
+    raise unexpected('response_format', expected, form)
+
   def of_each(self) -> list[tuple[int, dict[str, Any]]]:
     """Index of the prompt and `Engine.generate`'s options of each row.
 
@@ -175,6 +225,7 @@ class CompletionRequest:
       'source_lang': self.source_lang,
       'target_lang': self.target_lang,
       'max_length': max(1, self.max_tokens),
+      **self._rules(),
     }
     indices = range(len(self.prompts))
     if self.use_beam_search:
@@ -184,6 +235,7 @@ class CompletionRequest:
       'temperature': float(self.temperature),
       'top_k': max(0, self.top_k),
       'top_p': float(self.top_p),
+      'min_p': float(self.min_p),
       'min_length': self.min_tokens,
       'stop_strings': self.stop,
       'stop_ids': () if self.ignore_eos else None,
@@ -215,8 +267,10 @@ def naming_the_field(otherwise: str = 'prompt') -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    message = str(error)[:500]
+    message = str(error)[:500].removeprefix('Options.')
     name, *_ = re.split(r'\W', message)
+    if name in _STRUCTURED.values():
+      name = 'structured_outputs'
     raise ApiError(message, name if name in _KNOWN else otherwise) from error
 
 
@@ -293,6 +347,28 @@ def parse(
         code='context_length_exceeded',
       )
   return request
+
+
+def parse_labels(
+  data: bytes, model: str
+) -> tuple[Sequence[Any], Sequence[Any]]:
+  """The texts and the labels of a body that asks to classify.
+
+  Raises:
+    ApiError: a field is wrong or unknown.
+  """
+  body = _parse_json(data)
+  with naming_the_field('input'):
+    unknown = body.keys() - {'model', 'input', 'labels'}
+    if unknown:
+      raise unexpected('input', 'model, input and labels', min(unknown))
+    check_model(body.get('model', model), model)
+    check_type('labels', body.get('labels'), list[str] | list[list[int]])
+    texts = _prompts(body.get('input'))
+    if not texts:
+      expected = 'a text, ids, or a list of either'
+      raise unexpected('input', expected, body.get('input'))
+  return texts, body['labels']
 
 
 def _checked(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specdec_jax.checks.fields import unexpected
@@ -40,6 +41,8 @@ _LOG = logging.getLogger(__name__)
 _NOT_READY = 'The server is not ready yet: it compiles.'
 _READ_TOGETHER = 4  # rows, where several wait
 _SEARCH_ROUNDS = 4  # of a beam search, between two steps of the rows
+_RULED_ROWS = 4  # of a pool of rows with the same rules
+_MOST_POOLS = 4  # of these
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 # Kinds of rows for which rounds have programs of their own.
 _SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
@@ -129,6 +132,8 @@ class Worker(Scheduler):
     self.failure: str | None = None
     self.scoring = asyncio.Lock()
     self._searches: collections.deque[ServedRow] = collections.deque()
+    self._ruled: list[ServedRow] = []  # that have no scheduler yet
+    self._pools: dict[Any, Scheduler] = {}
     self._taken: set[ServedRow] = set()  # that have not heard their last update
     self._refuses: str | None = _NOT_READY
     self._ends = False
@@ -201,7 +206,11 @@ class Worker(Scheduler):
         raise ApiError(message, status=429, code='queue_full')
       self._taken.update(decoded)
       self._searches.extend(row for row in decoded if row.search is not None)
-      self.submit(row for row in decoded if row.search is None)
+      rows_of = {True: self._ruled, False: list[ServedRow]()}
+      for row in decoded:
+        if row.search is None:
+          rows_of[_has_rules(row.batch.request)].append(row)
+      self.submit(rows_of[False])
     for row in rows:
       if not row.batch.rows:
         done = row.batch.completions()
@@ -242,7 +251,15 @@ class Worker(Scheduler):
   @property
   def num_waiting(self) -> int:
     """Rows without a slot, and beam searches."""
-    return len(self._waiting) + len(self._searches)
+    waiting: list[Any] = [self._waiting, self._searches, self._ruled]
+    waiting += [pool._waiting for pool in [*self._pools.values()]]
+    return sum(map(len, waiting))
+
+  @property
+  def num_running(self) -> int:
+    """Rows that have a slot."""
+    pools = [*self._pools.values()]
+    return super().num_running + sum(pool.num_running for pool in pools)
 
   @property
   def num_rows(self) -> int:
@@ -255,13 +272,14 @@ class Worker(Scheduler):
     try:
       while True:
         with self._lock:
-          while not (self.has_work or self._searches or self._ends):
+          while not (self._has_any_work or self._ends):
             self._lock.wait()
         if self._ends:
           break
         self._end_late()
         for row, update in self.step():
           self._tell(row, update)
+        self._step_ruled()
         self._search()
     except Exception as failure:
       self._fail(failure)
@@ -269,6 +287,7 @@ class Worker(Scheduler):
     with self._lock:
       self._waiting.clear()
       self._searches.clear()
+      self._ruled.clear()
       left = list(self._taken)
     for row in left:
       self._tell(row, Update(error='failed' if self.failure else 'stopped'))
@@ -290,6 +309,38 @@ class Worker(Scheduler):
     for row in late:
       self._tell(row, Update(error='deadline'))
     self.cancel(late)
+
+  @property
+  def _has_any_work(self) -> bool:
+    return bool(self.has_work or self._searches or self._ruled or self._pools)
+
+  def _step_ruled(self) -> None:
+    """A step of the rows with rules on tokens.
+
+    Those whose rules are on the same and have the same constraint share a pool,
+    whose programs are compiled when they are first needed.
+    """
+    with self._lock:
+      rows = self._ruled.copy()
+      self._ruled.clear()
+    for row in rows:
+      request, source = row.batch.request, row.source
+      sizes = map(np.shape, jax.tree.leaves((request.rules, request.stop_ids)))
+      ends = request.stop_ids.tobytes(), id(source.rules.automaton)
+      key = jax.tree.structure(request), source.widths, *sizes, *ends
+      if key not in self._pools:
+        if len(self._pools) == _MOST_POOLS:
+          self._ruled.append(row)
+          continue
+        pool = PoolSettings(rows=min(_RULED_ROWS, self.settings.rows))
+        how = pool, request, source.widths
+        self._pools[key] = Scheduler(self.engine, *how)
+      self._pools[key].submit([row])
+    for key, scheduler in list(self._pools.items()):
+      for done, update in scheduler.step():
+        self._tell(done, update)
+      if not scheduler.has_work:
+        del self._pools[key]
 
   def _search(self) -> None:
     """Runs some levels of the beam search that came first.
@@ -468,3 +519,8 @@ class Worker(Scheduler):
       text = [some_id] * length
       texts[widths_of(self._some(text, max_length=1).request)] = text
     return list(texts.values())
+
+
+def _has_rules(request: Request) -> bool:
+  """Whether a request needs other programs than all others share."""
+  return request.rules is not None or request.sampling.min_p is not None

@@ -183,12 +183,16 @@ class Tokenizer:
     for token in range(min(size, self.vocab_size)):
       if self.is_text(token) and token not in self._hidden:
         found.setdefault(self.bytes_of(token), []).append(token)
-    blank = next(iter(found.get(b' ', ())), None)
-    begins = blank is not None and not self.decode([blank])
-    if begins:  # a byte of its own is no blank that is left out
-      left_out = [t for t in found[b' '] if self.decode([t])]
-      found[b' '] = [t for t in found[b' '] if t not in left_out]
     found.pop(b'', None)
+    shows = {
+      token: self.decode([token]).startswith(' ')
+      for spelling, tokens in found.items()
+      if spelling.startswith(b' ')
+      for token in tokens
+    }
+    begins = not all(shows.values())
+    if begins:  # a blank that is shown, such as a byte, is not the first one
+      found[b' '] = [t for t in found.get(b' ', ()) if not shows[t]]
     return found, begins
 
   @property

@@ -1,0 +1,144 @@
+"""Classification: how likely a target says each of some labels, and no other.
+
+Labels that begin alike share these tokens: the target reads all of them as one
+tree behind an input, in one call. The log-probability of a label is that which
+`scoring.score` gives it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax import partitioning, probs
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.engine.padding import (
+  SMALLEST_PROMPT,
+  next_power_of_two,
+  padded,
+  padded_rows,
+)
+from specdec_jax.models.base import LanguageModel, Params, pad_id, read_prompt
+from specdec_jax.tree_shape import ROOT, Tree, static_tree
+
+MOST_NODES = 1024  # beginnings of labels
+_NODES_AT_ONCE = 1024  # of all rows of a call: each has V logits
+
+
+def classify(
+  network: LanguageModel,
+  params: Params,
+  inputs: Sequence[Sequence[int]],
+  prompts: Sequence[Sequence[int]],
+  labels: Sequence[Sequence[int]],
+) -> np.ndarray:
+  """The probabilities of labels, float64[B, L]; each row sums to 1.
+
+  Args:
+    network: such as `T5(config)`.
+    params: its parameters, as a checkpoint has them or placed.
+    inputs: ids that the encoder reads; empty ones without an encoder.
+    prompts: ids that the decoder begins with, one or more each.
+    labels: ids of each label, with what ends it.
+
+  Raises:
+    ValueError: there are no labels, one is there twice, or there are too many.
+  """
+  if not labels or len({tuple(ids) for ids in labels}) < len(labels):
+    raise unexpected('labels', 'one or more, each once', labels)
+  trie = _trie(labels)
+  number = len(trie.parents)
+  if number > MOST_NODES:
+    advice = 'Give them as choices of generate.'
+    expected = f'at most {MOST_NODES} different beginnings of labels'
+    raise unexpected('labels', expected, number, advice)
+  step = max(1, _NODES_AT_ONCE // number)
+  totals = [np.zeros((0, len(labels)))]
+  for at in range(0, len(prompts), step):
+    some = slice(at, at + step)
+    rows = padded_rows(len(prompts[some]))
+    texts, _ = _padded(inputs[some], rows, pad_id(network))
+    prompt, length = _padded(prompts[some], rows)
+    slots = prompt.shape[1] + number
+    tree = static_tree(trie.parents, jnp.asarray(length - 1), slots)
+    found = _log_probs(
+      network, params, texts, prompt, length, tree, trie.tokens, trie.edges
+    )
+    edges = partitioning.on_host(found)[: len(prompts[some])]
+    totals.append(edges.astype(np.float64) @ trie.belongs)
+  logits = np.concatenate(totals)
+  weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+  return weights / weights.sum(axis=1, keepdims=True)
+
+
+class _Trie(NamedTuple):
+  """N beginnings of labels, the empty one first, and E steps from one to more.
+
+  Attributes:
+    parents: of each beginning, that with one token less.
+    tokens: int32[N], the last token of each.
+    edges: int32[2, E], a beginning and a token that follows it.
+    belongs: float64[E, L], whether a label takes a step.
+  """
+
+  parents: list[int]
+  tokens: np.ndarray
+  edges: np.ndarray
+  belongs: np.ndarray
+
+
+def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
+  nodes, edges = {(ROOT, 0): 0}, dict[tuple[int, int], int]()
+  taken: list[tuple[int, int]] = []
+  for label, ids in enumerate(labels):
+    node = 0
+    for place, token in enumerate(ids):
+      step = node, int(token)
+      taken.append((edges.setdefault(step, len(edges)), label))
+      if place + 1 < len(ids):
+        node = nodes.setdefault(step, len(nodes))
+  # Few sizes, so that other labels need no other program.
+  size, steps = map(next_power_of_two, (len(nodes), len(edges)))
+  belongs = np.zeros((steps, len(labels)))
+  belongs[tuple(np.transpose(taken))] = 1
+  parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
+  pairs = [*edges, *[(0, 0)] * (steps - len(edges))]
+  tokens = np.array([token for _, token in parents], np.int32)
+  following: Any = np.array(pairs, np.int32).T
+  return _Trie([node for node, _ in parents], tokens, following, belongs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(
+  network: LanguageModel,
+  params: Params,
+  inputs: jax.Array,
+  prompt: jax.Array,
+  length: jax.Array,
+  tree: Tree,
+  tokens: jax.Array,
+  edges: jax.Array,
+) -> jax.Array:
+  """The log-probability of each edge, float32[B, E]; NaN without any."""
+  slots = tree.slot_positions.shape[1]
+  args = network, params, inputs, slots, prompt, slots
+  cache = network.rewind(read_prompt(*args)[1], length - 1)
+  last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)
+  below = jnp.broadcast_to(tokens[1:], (len(prompt), len(tokens) - 1))
+  fed = jnp.append(last, below, axis=1)
+  features, _ = network.extend(params, cache, fed, tree)
+  logits = network.head(params, features).astype(jnp.float32)
+  total = jax.nn.logsumexp(logits, axis=-1)
+  valid = probs.valid_logits(logits)
+  chosen = logits[:, edges[0], edges[1]] - total[:, edges[0]]
+  return jnp.where(valid[:, edges[0]], chosen, jnp.nan)
+
+
+def _padded(
+  ids: Sequence[Sequence[int]], rows: int, pad: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+  width = next_power_of_two(max(SMALLEST_PROMPT, *map(len, ids)))
+  return padded(ids, rows, width, pad)
