@@ -182,7 +182,6 @@ class RuleBook:
 
   def _words(self, options: RuleOptions) -> list[Sequence[int]]:
     """Ids of the bad words; a word behind a blank is another one."""
-    encode = getattr(self._tokenizer, 'encode', None)
     words: list[Sequence[int]] = []
     for word in options.bad_words:
       if not isinstance(word, str):
@@ -256,8 +255,6 @@ def ruling_of(
     end: int32[B].
     inputs: int32[B, E], -1 past their ends.
   """
-  if all(row is NO_RULES for row in rows):
-    return None, None
   vocab_size = max(row.vocab_size for row in rows)
   found: dict[str, Any] = {}
   for name, off in _OFF.items():
@@ -298,6 +295,8 @@ def ruling_of(
     start_of = dict(zip(parts, starts, strict=True))
     states = [start_of.get(id(row.automaton), automata.FREE) for row in rows]
     found['automaton'] = np.array(states, np.int32)
+  if not found:
+    return None, None
   return Rules(begin, end, **found), tables
 
 

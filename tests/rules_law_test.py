@@ -1,0 +1,185 @@
+"""Rules on tokens are exact: laws of rows with a rule each, by enumeration.
+
+All rows are of one batch, so that they have one program whatever their rules.
+The law that they must have is that of logits adjusted here, by itself, token by
+token, in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import toy_models
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import DecodeState
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.drafters.small_model_tree import small_model_tree
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.rules import constraints
+from specdec_jax.rules.options import NO_RULES, ruling_of
+from specdec_jax.rules.tokens import Prefix, Ruling
+from specdec_jax.tree_shape import branching
+from toy_requests import quick_jit, request_of
+
+VOCAB, LENGTH, STOP = 5, 4, 1
+ROWS = 6000  # of each rule
+INPUTS = (2, 3, 4)
+SAMPLING = SamplingConfig(0.8)
+TARGET = toy_models.noisy_chain(VOCAB)
+DRAFT = toy_models.noisy_chain(VOCAB, 0.7)
+INF = np.inf
+CHOICES = [(3, 2), (2, 2, 4), (4,), (3, 4, 2)]
+RULES = {
+  'none': {},
+  'bias': {'bias': np.array([0, 0, 1.5, -INF, -1], np.float32)},
+  'sequence': {'sequences': [((2, 3), 2.0), ((4,), -1.0), ((2, 2, 2), -INF)]},
+  'bad word': {'sequences': [((3, 3), -INF), ((3, 2, 4), -INF)]},
+  'repetition': {'numbers': {'repetition_penalty': 1.7}},
+  'presence': {'numbers': {'presence_penalty': 0.9}},
+  'frequency': {'numbers': {'frequency_penalty': 0.7}},
+  'no ngram': {'numbers': {'no_repeat_ngram_size': 2}},
+  'no token': {'numbers': {'no_repeat_ngram_size': 1}},
+  'no ngram of the input': {'numbers': {'encoder_no_repeat_ngram_size': 2}},
+  'begin': {'begin_suppress': [2, STOP]},
+  'end': {'forced_end': 4},
+  'choices': {'automaton': constraints.of_choices(CHOICES, [STOP])},
+  'pair': {
+    'numbers': {'frequency_penalty': -0.5, 'repetition_penalty': 1.4},
+    'bias': np.array([0, -2, 0, 0, 0.5], np.float32),
+  },
+  'another pair': {
+    'numbers': {'no_repeat_ngram_size': 2, 'presence_penalty': -0.4},
+    'sequences': [((3,), 0.6)],
+  },
+}
+
+
+def adjusted(rules, prefix, logits) -> np.ndarray:
+  """The weights of the next token, from the target's logits."""
+  numbers, sequences = rules.get('numbers', {}), rules.get('sequences', ())
+  said, logits = (0, *prefix), logits + np.float64(rules.get('bias', 0))
+  for (*before, last), bias in sequences:
+    if not before or said[-len(before) :] == tuple(before):
+      logits[last] += bias
+  for token in {*said} if 'repetition_penalty' in numbers else ():
+    penalty = numbers['repetition_penalty']
+    logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+  for token in {*prefix}:
+    logits[token] -= numbers.get('presence_penalty', 0)
+    logits[token] -= numbers.get('frequency_penalty', 0) * prefix.count(token)
+  for name, source in {
+    'no_repeat_ngram_size': said,
+    'encoder_no_repeat_ngram_size': INPUTS,
+  }.items():
+    size = numbers.get(name, 0)
+    for at in range(len(source) - size + 1) if size else ():
+      *first, last = source[at : at + size]
+      if size == 1 or said[1 - size :] == tuple(first):
+        logits[last] = -INF
+  if not prefix:
+    logits[rules.get('begin_suppress', [])] = -INF
+  if 'forced_end' in rules and len(prefix) == LENGTH - 1:
+    logits = np.where(np.arange(VOCAB) == rules['forced_end'], 0.0, -INF)
+  if 'automaton' in rules:
+    ends = [(*one, STOP) for one in CHOICES if one[: len(prefix)] == prefix]
+    after = {one[len(prefix)] for one in ends if one[: len(prefix)] == prefix}
+    logits[[token for token in range(VOCAB) if token not in after]] = -INF
+  return np.exp(logits / SAMPLING.temperature)
+
+
+@functools.cache
+def law_of(name: str) -> np.ndarray:
+  def next_probs(prefix):
+    logits = TARGET.logits_after((0, *prefix), INPUTS)
+    return adjusted(RULES[name], prefix, logits)
+
+  return toy_models.joint_law(next_probs, LENGTH, VOCAB, (STOP,))
+
+
+def ignorant(model):
+  """A drafter that does not know the rules."""
+  knows = small_model(model)
+
+  def propose(params, state, context):
+    return knows.propose(params, state, context.replace(ruling=None))
+
+  return knows._replace(propose=propose)
+
+
+def chain(drafter=None, **changes):
+  return Loop(TARGET, drafter), 2 if drafter else 0, changes
+
+
+WAYS = {
+  'plain': chain(),
+  'token': chain(small_model(DRAFT)),
+  'block': chain(small_model(DRAFT), verification='block'),
+  'ignorant': chain(ignorant(DRAFT)),
+  'tree': chain(small_model_tree(DRAFT, branching(2, 2)), tree=branching(2, 2)),
+}
+
+
+def p_values(loop, gamma, changes) -> dict[str, float]:
+  """Of each rule's rows, whether they have its law."""
+  rows = len(RULES) * ROWS
+  request = request_of(
+    rows, gamma, SAMPLING, LENGTH, inputs=INPUTS, seed=3, stop_ids=(STOP,)
+  )
+  each = [NO_RULES._replace(vocab_size=VOCAB, **r) for r in RULES.values()]
+  rules, tables = ruling_of(each, 1, 1, np.tile(INPUTS, (len(each), 1)))
+  ends = {'begin': np.ones(rows, np.int32), 'end': np.full(rows, 1 + LENGTH)}
+  rules = jax.tree.map(
+    lambda leaf: np.repeat(leaf, ROWS, axis=0),
+    rules.replace(begin=None, end=None),
+  ).replace(**ends)
+  request = request.replace(rules=rules, automata=tables, **changes)
+  params = PairParams(TARGET.params, DRAFT.params)
+  tokens = quick_jit(loop.decode)(params, request).tokens
+  tokens = np.asarray(tokens).reshape(len(RULES), ROWS, LENGTH)
+  return {
+    name: toy_models.chi_squared_p_value(
+      toy_models.count_ngrams(some, VOCAB), law_of(name)
+    )
+    for name, some in zip(RULES, tokens, strict=True)
+  }
+
+
+@pytest.mark.parametrize('way', WAYS)
+def test_each_rule_has_its_law(way):
+  found = p_values(*WAYS[way])
+  assert min(found.values()) > 1e-5, found
+
+
+def start_of_round(ruling, prefix, draft):
+  """Wrong: all places have the prefix that the round began with."""
+  return jax.tree.map(
+    lambda leaf: jnp.repeat(leaf[:, None], draft.tokens.shape[1] + 1, axis=1),
+    prefix,
+  )
+
+
+def with_rejected(state):
+  """Wrong: what was written behind the last committed token counts too."""
+  length = state.visible_length
+  return Prefix(state.tokens, length + (length > 1), state.automaton)
+
+
+@pytest.mark.parametrize(
+  ('where', 'name', 'wrong'),
+  [
+    (Ruling, 'along', start_of_round),
+    (DecodeState, 'prefix', property(with_rejected)),
+  ],
+)
+def test_what_goes_wrong_elsewhere_is_seen(monkeypatch, where, name, wrong):
+  """Negative controls: the counts of a round's start; of rejected tokens."""
+  monkeypatch.setattr(where, name, wrong)
+  found = p_values(*WAYS['ignorant'])
+  assert found['none'] > 1e-5
+  print({k: v for k, v in found.items()})
+  for name in ('bad word', 'repetition', 'no token'):
+    assert found[name] < 1e-9, found

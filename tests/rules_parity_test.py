@@ -1,0 +1,144 @@
+"""Rules on tokens are transformers' own: greedy outputs and beams of models."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import parity
+from beam_parity_test import pair_of
+from beam_search_test import settings_of
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.decoding.state import Rule, example_keys, new_request
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine.padding import padded
+from specdec_jax.models.base import pad_id, start_id
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.rules.options import NO_RULES, ruling_of
+
+pytestmark = parity.MARKS
+
+SLOTS, WIDTH, GAMMA, END = 64, 3, 3, 1
+# transformers' arguments, and our rules.
+NUMBERS = [
+  {'repetition_penalty': 1.4},
+  {'no_repeat_ngram_size': 2},
+  {'encoder_no_repeat_ngram_size': 2},
+  {'repetition_penalty': 0.8, 'no_repeat_ngram_size': 3},
+  {'repetition_penalty': 1.2, 'encoder_no_repeat_ngram_size': 3},
+]
+
+
+def cases(likely, vocab_size, has_encoder):
+  """Of each case transformers' arguments and our rules; `likely` are tokens."""
+  one, two, three, *_ = likely
+  pairs = [((one,), -2.5), ((two, three), 4.0), ((one, two), -4.0)]
+  words = [[two], [one, three]]
+  bans = [([*ids], -np.inf) for ids in words]
+  for numbers in NUMBERS:
+    if has_encoder or not any('encoder' in name for name in numbers):
+      yield numbers, {'numbers': numbers}
+  yield {'sequence_bias': dict(pairs)}, {'sequences': pairs}
+  yield {'bad_words_ids': words}, {'sequences': bans}
+  suppressed = np.zeros((vocab_size,), np.float32)
+  suppressed[[one, two]] = -np.inf
+  yield {'suppress_tokens': [one, two]}, {'bias': suppressed}
+  yield (
+    {'begin_suppress_tokens': [one, two], 'no_repeat_ngram_size': 2},
+    {'begin_suppress': [one, two], 'numbers': {'no_repeat_ngram_size': 2}},
+  )
+  yield (
+    {'forced_eos_token_id': END, 'bad_words_ids': words},
+    {'forced_end': END, 'sequences': bans},
+  )
+
+
+def theirs(pair, rule, width):
+  """Of each row the tokens of its outputs, the best last."""
+  options = dict(
+    num_beams=width,
+    num_return_sequences=width,
+    early_stopping=False,
+    eos_token_id=END,
+    max_new_tokens=SLOTS,
+    pad_token_id=0,
+    **rule,
+  )
+  rows = []
+  for row in pair.rows:
+    made = parity.generate(pair.theirs, row[None], **options).tolist()
+    begin = 1 if pair.network.has_encoder else len(row)
+    ends = [[*tokens[begin:], END].index(END) + 1 for tokens in made]
+    rows.append(
+      [t[begin : begin + n] for t, n in zip(made, ends, strict=True)][::-1]
+    )
+  return rows
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decode(loop, params, request):
+  return loop.decode(params, request)
+
+
+def ours(pair, rows, rule, width, gamma):
+  """As `theirs`."""
+  count = len(rows)
+  network, width_of = pair.network, max(map(len, rows))
+  inputs, _ = padded(rows, count, width_of, pad_id(network))
+  prompt, lengths = padded([[start_id(network)]] * count, count, 1)
+  if not network.has_encoder:
+    prompt, lengths = padded(rows, count, width_of)
+    inputs = np.zeros((count, 1), np.int32)
+  size = network.vocab_size
+  rules, automata = ruling_of(
+    [NO_RULES._replace(vocab_size=size, **rule)] * count,
+    lengths,
+    lengths + SLOTS,
+    np.where(inputs == pad_id(network), -1, inputs),
+  )
+  request = new_request(
+    inputs,
+    example_keys(0, np.arange(count, dtype=np.uint32)),
+    SamplingConfig(0.0),
+    slots=SLOTS,
+    gamma=gamma,
+    stop_ids=(END,),
+    rules=rules,
+    automata=automata,
+    beams=settings_of(width, width + 1, 1.0, rule=Rule.TRANSFORMERS)
+    if width > 1
+    else None,
+    prompt=prompt,
+    prompt_length=lengths,
+    pad_id=pad_id(network),
+  )
+  loop = Loop(pair.network, small_model(pair.network) if gamma else None)
+  params = pair.params if gamma else pair.params._replace(draft=None)
+  done = jax.device_get(decode(loop, params, request))
+  tokens = [
+    t[:n].tolist() for t, n in zip(done.tokens, done.length, strict=True)
+  ]
+  return [tokens[i * width : (i + 1) * width] for i in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('width', [1, WIDTH])
+@pytest.mark.parametrize('name', ['T5 1.1', 'GPT-2', 'T5Gemma'])
+def test_outputs_are_those_of_transformers(name, width):
+  pair = pair_of(name)
+  plain = theirs(pair, {}, width)
+  found = np.unique(np.concatenate(plain[0]), return_counts=True)
+  likely = found[0][np.argsort(-found[1], kind='stable')].tolist()
+  likely = [token for token in likely if token != END]
+  changed = 0
+  for rule, rules in cases(
+    likely, pair.network.vocab_size, pair.network.has_encoder
+  ):
+    want = theirs(pair, rule, width)
+    changed += want != plain
+    for gamma in (0, GAMMA):
+      assert ours(pair, pair.rows, rules, width, gamma) == want, (rule, gamma)
+    alone = ours(pair, pair.rows[:1], rules, width, GAMMA)
+    assert alone == want[:1], rule
+  assert changed > 7  # all but rules that such outputs do not meet
