@@ -6,6 +6,7 @@ import setuptools
 
 PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
+RULES = ['outlines-core>=0.2.11']
 METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
 SERVE = [
@@ -15,7 +16,7 @@ SERVE = [
   'uvicorn>=0.30',
 ]
 TEST = [
-  *('pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE),
+  *('pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE, *RULES),
   # The server and its clients.
   *('aiohttp>=3.10', 'httpx>=0.27', 'openai>=1.40', *SERVE),
 ]
@@ -81,6 +82,7 @@ setuptools.setup(
     'tpu': ['jax[tpu]>=0.10.2'],
     'cuda': ['jax[cuda12]>=0.10.2'],
     'plots': PLOTS,
+    'rules': RULES,  # regexes and JSON schemas
     'huggingface': HUGGINGFACE,
     'chat': ['jinja2>=3.1'],  # chat templates
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from continuous_test import nothing_compiles
@@ -161,6 +162,65 @@ def test_streams_are_whole_and_never_taken_back(client, url):
   # Without usage the last chunk has what speculation did.
   *_, last = create(client, TEXTS[0], stream=True, temperature=0)
   assert last.choices[0].finish_reason and last.metrics
+
+
+LABELS = ['red', 'the dog', 'a']
+SCHEMA = {'type': 'object', 'properties': {'a': {'type': 'integer'}}}
+RULES = (
+  ({'structured_outputs': {'choice': LABELS}}, {'choices': LABELS}),
+  (
+    {'min_p': 0.2, 'presence_penalty': 1},
+    {'min_p': 0.2, 'presence_penalty': 1.0},
+  ),
+  ({'structured_outputs': {'json': SCHEMA}}, {'json_schema': SCHEMA}),
+  ({'structured_outputs': {'regex': 'a'}}, {'regex': 'a'}),
+  ({'response_format': {'type': 'text'}}, {}),
+  (
+    {'response_format': {'type': 'json_object'}},
+    {'json_schema': {'type': 'object'}},
+  ),
+  (
+    {'response_format': {'type': 'json_schema', 'json_schema': {'schema': {}}}},
+    {'json_schema': {}},
+  ),
+  ({'logit_bias': {'7': -100}}, {'logit_bias': {7: -100}}),
+  ({'bad_words': ['a'], 'top_k': 3}, {'bad_words': ['a']}),
+)
+
+
+def test_rules_are_those_of_the_engine(client, engine, url):
+  """Of streams and samples, too, beside rows that have none."""
+  for fields, options in RULES[:2]:
+    shared = {'temperature': 0.7, 'seed': 2}
+    asked = shared | fields | {'max_tokens': 16, 'n': 2}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      plain = pool.submit(create, client, TEXTS[1], temperature=0)
+      parts = [*create(client, TEXTS[0], stream=True, **asked)]
+      have = create(client, TEXTS[0], **asked)
+    want = engine.generate(
+      TEXTS[:1], num_samples=2, max_length=16, **shared, **options
+    )
+    assert texts_of(have) == [one.text for one in want], fields
+    found = {0: '', 1: ''}
+    for choice in (part.choices[0] for part in parts if part.choices):
+      found[choice.index] += choice.text
+    assert [*found.values()] == texts_of(have)
+    same = engine.generate(TEXTS[1:2], max_length=16)[0].text
+    assert texts_of(plain.result()) == [same]
+  body = {'input': TEXTS[:2], 'labels': LABELS}
+  found = httpx.post(f'{url}/v1/classify', json=body, timeout=60).json()['data']
+  rows = engine.classify(TEXTS[:2], LABELS)
+  np.testing.assert_allclose([one['probs'] for one in found], rows, rtol=1e-5)
+  assert found[0]['label'] == LABELS[rows[0].argmax()]
+  wrong = httpx.post(f'{url}/v1/classify', json=body | {'labels': ['a', 'a']})
+  assert wrong.status_code == 400 and 'labels' in wrong.text
+
+
+def test_the_words_of_rules():
+  for fields, options in RULES:
+    have = protocol.CompletionRequest(**fields).rules()
+    have |= {'min_p': fields['min_p']} if 'min_p' in fields else {}
+    assert have == options
 
 
 @pytest.fixture(scope='module')
@@ -333,8 +393,12 @@ USAGE = {'include_usage': True}
 BAD = (  # the field that is named, and the body
   ('model', {'model': 'gpt-5'}),
   ('temprature', {'temprature': 0}),
-  ('logit_bias', {'logit_bias': {'5': 1}}),
-  ('response_format', {'response_format': {'type': 'json_object'}}),
+  ('logit_bias', {'logit_bias': {'5': 101}}),
+  ('logit_bias', {'logit_bias': {'x': 1}}),
+  ('repetition_penalty', {'repetition_penalty': 0}),
+  ('response_format', {'response_format': {'type': 'grammar'}}),
+  ('structured_outputs', {'structured_outputs': {'choice': []}}),
+  ('structured_outputs', {'structured_outputs': {'grammar': 'a'}}),
   ('use_beam_search', {'use_beam_search': True, 'n': 3}),
   ('temperature', BEAMS | {'temperature': 1}),
   ('stream', BEAMS | {'stream': True}),

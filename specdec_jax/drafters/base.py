@@ -132,6 +132,7 @@ class Drafter(NamedTuple):
       for both.
     adapts: whether it follows `Context.rule`.
     reads_features: whether it reads `Context.features`.
+    follows_rules: whether its proposals follow `Context.ruling`.
     made_for: fingerprints of the only target that the drafter, or a part of it,
       was made for, see `disk_arrays.fingerprint`.
   """
@@ -146,6 +147,7 @@ class Drafter(NamedTuple):
   reads_encoder: bool = False
   adapts: bool = False
   reads_features: bool = False
+  follows_rules: bool = False
   made_for: tuple[str, ...] = ()
 
   @property

@@ -96,6 +96,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     network=model,
     reads_encoder=reads_encoder(model),
     adapts=True,
+    follows_rules=True,
   )
 
 

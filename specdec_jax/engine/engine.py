@@ -23,7 +23,9 @@ from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.only_token import only_token
 from specdec_jax.drafters.small_model import alone, as_drafter
+from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import compilation_cache, pair, scoring, trace
 from specdec_jax.engine.classification import classify
 from specdec_jax.engine.completion import Completion
@@ -53,6 +55,7 @@ _NO_DRAFTER = (
   ' speculative=False.'
 )
 _USUAL_GAMMA = 4
+_CONSTRAINED = 'constrained'  # the loop where a drafter does not know rules
 Texts = Sequence[str | Sequence[int]]
 Gamma = int | str | LengthRule | None  # None is the engine's
 
@@ -213,9 +216,15 @@ class Engine:
     )
     self.room.placed()
     plain = PairParams(self.params.target, None)
-    self._loops = {False: (Loop(self.target), plain)}
+    self._loops: dict[Any, tuple[Loop, PairParams]] = {
+      False: (Loop(self.target), plain)
+    }
     if drafter is not None:
       self._loops[True] = Loop(self.target, drafter), self.params
+      if drafter.tree is None and not drafter.follows_rules:
+        params = PairParams(self.params.target, ((), self.params.draft))
+        ahead = Loop(self.target, with_fallback(only_token(), drafter))
+        self._loops[_CONSTRAINED] = ahead, params
     # Of each loop and kind and shape of request, and the rows that these have.
     self._programs: dict[Any, Callable[..., Any]] = {}
     self._program_rows: set[int] = set()
@@ -311,6 +320,12 @@ class Engine:
     if speculative not in self._loops:
       raise ValueError(_NO_DRAFTER)
     return self._loops[speculative]
+
+  def loop_of(self, request: Request) -> tuple[Loop, PairParams]:
+    """The loop that decodes a request: without proposals the plain one."""
+    if request.gamma and request.automata and _CONSTRAINED in self._loops:
+      return self._loops[_CONSTRAINED]
+    return self.loop(request.gamma > 0)
 
   def languages(
     self, source_lang: str | None = None, target_lang: str | None = None
@@ -554,7 +569,7 @@ class Engine:
     """
     key = jax.tree.structure(example), example.inputs.shape[0]
     if key not in self._pool_programs:
-      loop, params = self.loop(example.gamma > 0)
+      loop, params = self.loop_of(example)
       self._pool_programs[key] = PoolPrograms(loop, params, example)
     return self._pool_programs[key]
 
@@ -803,7 +818,7 @@ class Engine:
     return self._programs[key]
 
   def _compile(self, name: str, request: Request, state: DecodeState | None):
-    loop, params = self.loop(request.gamma > 0)
+    loop, params = self.loop_of(request)
     args: list[Any] = [params, request]
     options: dict[str, Any] = {}
     if self._partition is not None:

@@ -184,7 +184,7 @@ class CompletionRequest:
     """Whether a stream ends with the counts of tokens."""
     return any(self.stream_options.values())
 
-  def _rules(self) -> dict[str, Any]:
+  def rules(self) -> dict[str, Any]:
     """Rules on tokens, of `Engine.generate`; those that a body asks for.
 
     Raises:
@@ -225,7 +225,7 @@ class CompletionRequest:
       'source_lang': self.source_lang,
       'target_lang': self.target_lang,
       'max_length': max(1, self.max_tokens),
-      **self._rules(),
+      **self.rules(),
     }
     indices = range(len(self.prompts))
     if self.use_beam_search:
