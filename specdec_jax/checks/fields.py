@@ -22,7 +22,7 @@ _WORDS = {
 }
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
 # Of a class once: a server checks options with each request.
-_hints_of = functools.cache(typing.get_type_hints)
+_hints_of: Any = functools.cache(typing.get_type_hints)
 
 
 class Bound(NamedTuple):
