@@ -3,6 +3,7 @@
 import collections.abc
 import dataclasses
 import difflib
+import functools
 import importlib
 import math
 import numbers
@@ -20,6 +21,8 @@ _WORDS = {
   type(None): 'None',
 }
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
+# Of a class once: a server checks options with each request.
+_hints_of: Any = functools.cache(typing.get_type_hints)
 
 
 class Bound(NamedTuple):
@@ -48,7 +51,7 @@ def check_types(config: Any) -> None:
     ValueError: a field has another type; the message names the field, the
       expected type and the value.
   """
-  hints = typing.get_type_hints(type(config), include_extras=True)
+  hints = _hints_of(type(config), include_extras=True)
   for field in dataclasses.fields(config):
     name = f'{type(config).__name__}.{field.name}'
     check_type(name, getattr(config, field.name), hints[field.name])

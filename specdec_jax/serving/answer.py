@@ -64,7 +64,7 @@ class Answer:
       ApiError: the engine cannot decode it.
     """
     self.request, self._worker, self._metrics = request, worker, metrics
-    self._loop, self._engine = loop, worker.engine
+    self._engine = worker.engine
     self._begin, self._heard = time.perf_counter(), 0.0
     self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
     self.num_prompt_tokens = sum(map(len, request.prompt_ids))
@@ -80,11 +80,12 @@ class Answer:
     self._num_choices = len(request.prompts) * request.n
     self._done: dict[int, Completion] = {}
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
+    tell = functools.partial(_tell, loop, self._queue)
     with naming_the_field():
       self.rows: list[ServedRow] = [
         worker.row(
           request.prompts[prompt],
-          functools.partial(self._tell, index),
+          functools.partial(tell, index),
           request.stream,
           not request.speculative,
           request.return_rounds,
@@ -94,12 +95,8 @@ class Answer:
       ]
     if not request.max_tokens:  # only the prompt is wanted
       for index in range(len(self.rows)):
-        self._tell(index, Update(completion=Completion('', [], [], 'length')))
+        tell(index, Update(completion=Completion('', [], [], 'length')))
       self.rows = []
-
-  def _tell(self, index: int, update: Update) -> None:
-    """Called by the scheduler's thread."""
-    self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, update))
 
   async def _next(self) -> tuple[int, Update]:
     """The next update.
@@ -307,12 +304,18 @@ class Answer:
   def _counts(self) -> dict[str, Any]:
     inputs = self.num_prompt_tokens
     outputs = sum(len(done.tokens) for done in self._done.values())
-    usage = {
-      'prompt_tokens': inputs,
-      'completion_tokens': outputs,
-      'total_tokens': inputs + outputs,
-    }
+    usage = {'prompt_tokens': inputs, 'completion_tokens': outputs}
+    usage['total_tokens'] = inputs + outputs
     return {'usage': usage} | self._speculation()
+
+
+def _tell(loop: Any, queue: Any, index: int, update: Update) -> None:
+  """Called by the scheduler's thread.
+
+  It does not know the answer, which has the rows that call it: a request that
+  is over is freed at once, and not when Python looks for cycles.
+  """
+  loop.call_soon_threadsafe(queue.put_nowait, (index, update))
 
 
 def _event(body: Any) -> bytes:
