@@ -328,7 +328,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(('settings', 'options', 'others'), SETTINGS)
 def test_what_a_folder_asks_of_generate(settings, options, others):
-  text = generation.unfollowed(settings, 'x.json')
+  _, text = generation.asked(settings, 'x.json')
   assert bool(text) == bool(options or others)
   assert f'do so: {options}.' in text or not options
   assert f'does: {others}.' in text or not others
@@ -340,15 +340,16 @@ def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
   save_folder(tmp_path, network, 0)
   (tmp_path / 'generation_config.json').unlink()
   file = tmp_path / 'config.json'
-  settings = {'num_beams': 4, 'no_repeat_ngram_size': 3}
+  settings = {'num_beams': 4, 'no_repeat_ngram_size': 3, 'guidance_scale': 2}
   file.write_text(json.dumps(json.loads(file.read_text()) | settings))
   model = specdec_jax.load(tmp_path, tokenizer=tokenizer)
   other = Model(network, small_vocabulary.weights(network, 0), tokenizer)
   limits = dict(max_input_len=8, max_decode_len=4)
-  words = r'config.json.* num_beams=4, .*No option does: no_repeat_ngram_size'
+  words = r'config.json.* num_beams=4, .*No option does: guidance_scale'
   with pytest.warns(UserWarning, match=words) as told:
-    Engine(model, other, **limits)
+    engine = Engine(model, other, **limits)
   assert len(told) == 1
+  assert engine.request(['a']).rules.no_repeat_ngram_size[0] == 3
   Engine(other, model, **limits)
 
 

@@ -6,11 +6,13 @@ engine's length. What a folder asks for beside that is said once, when an engine
 is made of its model, with the options that do the same here.
 """
 
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from specdec_jax.checkpoints.families import WORDS
-from specdec_jax.checks.fields import shortened
+from specdec_jax.checks.fields import is_a, shortened
+from specdec_jax.rules.options import RuleOptions
 
 FILE = 'generation_config.json'
 _WORDS = WORDS['generation']
@@ -49,7 +51,12 @@ def asked(
     and (samples or name not in _WORDS['of_samples'])
     and (searches or name not in _WORDS['of_beams'])
   }
-  rules = {_RULES[n]: wanted.pop(n) for n in _RULES.keys() & wanted.keys()}
+  hints = typing.get_type_hints(RuleOptions, include_extras=True)
+  rules = {
+    option: wanted.pop(name)
+    for name, option in _RULES.items()
+    if name in wanted and is_a(wanted[name], hints[option])
+  }
   if not wanted:
     return rules, ''
   settings = {name: shortened(value) for name, value in wanted.items()}
