@@ -86,7 +86,7 @@ KINDS = (
   {'temperature': 0.7, 'top_k': 9, 'min_length': 5, 'stop_ids': STOPS},
   {'temperature': 1.3, 'top_p': 0.5, 'stop_strings': ['a', 'e']},
   {'max_length': 7, 'stop_ids': ()},
-  {'temperature': 1.0, 'max_length': 11, 'stop_ids': ()},
+  {'temperature': 1.0, 'max_length': 11, 'stop_ids': STOPS},
 )
 
 
