@@ -99,6 +99,7 @@ def want(engine):
   return engine.generate(TEXTS, **SAMPLED)
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_slots_or_neighbours(decoder, want):
   """They come when they are finished."""
   found = dict(decoder.run(TEXTS, **SAMPLED))

@@ -119,6 +119,7 @@ def test_law_of_a_draft_that_ends_early():
   assert len(seen) > 1  # or no draft ended early
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_neighbours():
   """Alone it makes narrower calls, and its loop ends earlier.
 

@@ -101,7 +101,7 @@ def logits_behind(network, params, read, outputs):
 
 
 @in_families(
-  'GPT-2', 'Gemma 3', 'T5Gemma', slow=('T5X', 'Llama 3', 'T5Gemma 2')
+  'GPT-2', 'T5Gemma', slow=('T5X', 'Llama 3', 'Gemma 3', 'T5Gemma 2')
 )
 def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   have = engine.generate(TEXTS)

@@ -271,6 +271,7 @@ def test_the_loss_sees_what_the_drafter_will_see():
   assert first < half == pytest.approx((first + whole) / 2)
 
 
+@pytest.mark.slow
 def test_heads_are_trained_from_a_target(tmp_path):
   """By its outputs, and by what the data say; their file names its target."""
   rows = [range(n, n + size) for n in range(3, 10) for size in range(2, 6)]
