@@ -102,14 +102,20 @@ def test_behind_a_prompt_only_what_is_produced_counts(lenience):
 def test_what_was_not_proposed_counts_in_no_acceptance_rate():
   """A drafter that proposes for the first token alone, or for none."""
 
-  def rates_at(length):
-    def propose(params, state, context):
-      draft, state = PAIR.drafter.propose(params, state, context)
-      proposes = context.length == length
-      return draft.replace(length=draft.length * proposes), state
+  def init(params, *rest):
+    return PAIR.drafter.init(params[1], *rest)
 
-    drafter = PAIR.drafter._replace(propose=propose)
-    return rates_of(make_request(1.0), pair=PAIR._replace(drafter=drafter))
+  def propose(params, state, context):
+    draft, state = PAIR.drafter.propose(params[1], state, context)
+    proposes = context.length == params[0]
+    return draft.replace(length=draft.length * proposes), state
+
+  drafter = PAIR.drafter._replace(init=init, propose=propose)
+
+  def rates_at(length):
+    params = PairParams(TARGET.params, (jnp.int32(length), DRAFT.params))
+    pair = PAIR._replace(drafter=drafter, params=params)
+    return rates_of(make_request(1.0), pair=pair)
 
   # The first token follows the start token alone: length 1.
   first, none = rates_at(1), rates_at(0)

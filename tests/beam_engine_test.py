@@ -80,6 +80,7 @@ def test_speculation_finds_the_same_beams(engine, beams):
   assert found[1].stats.num_target_calls == 0  # one search, counted once
 
 
+@pytest.mark.slow
 def test_batches_do_not_change_beams(engine, beams):
   found = engine.generate(TEXTS, **PLAIN_BEAMS, batch_size=2)
   assert outputs(found) == outputs(beams)

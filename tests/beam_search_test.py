@@ -198,7 +198,7 @@ SEARCHES = [
   Search(3, 2, 3),
   Search(2, 3, 4, stop_ids=(1, 4)),
   Search(3, 0, 3, Rule.TRANSFORMERS, (5,)),
-  Search(3, 3, 5, Rule.TRANSFORMERS, (5,)),
+  Search(3, 2, 5, Rule.TRANSFORMERS, (5,)),
 ]
 PENALTIES = {
   Rule.T5X: (0.0, 0.6, 1.0),

@@ -140,9 +140,8 @@ PARAMS = {'a': {'kernel': np.arange(15.0).reshape(5, 3)}, 'scale': np.ones(4)}
 
 
 @needs_fixtures
-@pytest.mark.parametrize(
-  'kind', ['tensorstore', pytest.param('orbax', marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('kind', ['tensorstore', 'orbax'])
+@pytest.mark.slow
 def test_what_t5x_wrote(monkeypatch, kind):
   path = FIXTURES / kind / 'checkpoint_0'
   with serve(FIXTURES, monkeypatch) as server:

@@ -56,6 +56,7 @@ def tiny(**options):
   return calls.BenchmarkConfig(NETWORK, NETWORK, **least | options)
 
 
+@pytest.mark.slow
 def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   head, shapes = type(NETWORK).head, []
 

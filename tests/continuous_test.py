@@ -99,6 +99,7 @@ def want(engine):
   return engine.generate(TEXTS, **SAMPLED)
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_slots_or_neighbours(decoder, want):
   """They come when they are finished."""
   found = dict(decoder.run(TEXTS, **SAMPLED))
@@ -186,13 +187,14 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
   """By the clock; only the rest is decoded when it is started again."""
   lines = [text for text in make_texts(16, 2) if len(text) < 60]
   data = '\n'.join(lines).encode()
-  options = {'decoding': 'speculative', 'temperature': 1.0, 'batch_size': 2}
+  options = {'decoding': 'speculative', 'temperature': 1.0, 'batch_size': 4}
   options |= {'batching': 'continuous', 'checkpoint_period': 100}
+  options |= {'stop_ids': STOPS}  # the programs of the tests above
   monkeypatch.setattr(run_lib, '_KEEP_SECONDS', 0.0)
   append, kept, bounds = resume.Folder.append, [], [3, 1 << 20]
 
   def counted(folder, work):
-    if len(kept) == bounds[0]:
+    if len(kept) >= bounds[0]:
       raise KeyboardInterrupt
     append(folder, work)
     kept.extend(work['speculative']['completions'])
@@ -200,7 +202,7 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
   monkeypatch.setattr(resume.Folder, 'append', counted)
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path, data, engine, **options)
-  assert len(kept) == bounds.pop(0)
+  assert bounds.pop(0) <= len(kept) < len(lines)
   _, records, _ = run(tmp_path, data, engine, **options)
   assert len(kept) == len(lines)
   # Another way of batching is another configuration.

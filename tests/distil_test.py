@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import calibration_test
 import small_vocabulary
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.disk_arrays import fingerprint
@@ -18,7 +19,7 @@ from specdec_jax.engine.loading import load
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import Shortlisted
 from specdec_jax.models.t5 import T5
-from specdec_jax.training import DistilConfig, distil
+from specdec_jax.training import DistilConfig, distil, own_drafter
 from specdec_jax.training.outputs import read_outputs
 
 pytest.importorskip('safetensors')
@@ -57,10 +58,8 @@ def run(capsys, target, tmp_path, monkeypatch):
   return run
 
 
-def test_from_texts_to_a_calibrated_pair(run, target, tmp_path):
-  status, out, err = run()
-  assert status == 0, err
-  assert 'speculation' in out and 'specdec decode --target' in out
+def check_drafter(target, tmp_path, err):
+  """What is in its folder, for this target and of these texts."""
   assert 'agreement' in err  # of the held-out texts
   mine = load('mine')
   assert mine.network.reads_encoder
@@ -72,7 +71,38 @@ def test_from_texts_to_a_calibrated_pair(run, target, tmp_path):
   outputs = read_outputs('mine/training/outputs/train.jsonl')
   listed = set(np.flatnonzero(place < mine.network.num_ids))
   assert listed == {1}.union(*(ids for _, ids in outputs))
+  return mine
 
+
+def check_again(run, tmp_path, said):
+  """Nothing is trained or measured twice."""
+  before = (tmp_path / 'mine/model.safetensors').read_bytes()
+  status, out, err = run()
+  assert status == 0, err
+  assert said in out and 'resumed at step 3' in err
+  assert (tmp_path / 'mine/model.safetensors').read_bytes() == before
+  # With other settings it is another run.
+  status, _, err = run(num_layers=2)
+  assert status == 2 and 'other settings' in err
+
+
+def test_from_texts_to_a_drafter(run, target, tmp_path, monkeypatch):
+  """All but the calibration, of which `measure_test` has a quick one."""
+  made = calibration_test.make()
+  monkeypatch.setattr(own_drafter, '_calibrate', lambda *_: made)
+  status, out, err = run()
+  assert status == 0, err
+  assert 'specdec decode --target' in out
+  check_drafter(target, tmp_path, err)
+  check_again(run, tmp_path, '')
+
+
+@pytest.mark.slow
+def test_from_texts_to_a_calibrated_pair(run, target, tmp_path):
+  status, out, err = run()
+  assert status == 0, err
+  assert 'speculation' in out and 'specdec decode --target' in out
+  mine = check_drafter(target, tmp_path, err)
   # The pair decodes as the target does, and the calibration is this pair's.
   engine = Engine(load(target), mine, max_input_len=32, max_decode_len=14)
   made = calibration.load('mine/calibration.json')
@@ -80,16 +110,7 @@ def test_from_texts_to_a_calibrated_pair(run, target, tmp_path):
   have = engine.generate(TEXTS[:5])
   want = engine.generate(TEXTS[:5], speculative=False)
   assert [c.tokens for c in have] == [c.tokens for c in want]
-
-  # Again: nothing is trained or measured twice.
-  before = (tmp_path / 'mine/model.safetensors').read_bytes()
-  status, out, err = run()
-  assert status == 0, err
-  assert 'of this pair already' in out and 'resumed at step 3' in err
-  assert (tmp_path / 'mine/model.safetensors').read_bytes() == before
-  # With other settings it is another run.
-  status, _, err = run(num_layers=2)
-  assert status == 2 and 'other settings' in err
+  check_again(run, tmp_path, 'of this pair already')
 
 
 def test_bad_input_is_seen_first(run, target, tmp_path):

@@ -42,7 +42,8 @@ COSTS = jax.tree.map(
   jnp.asarray,
   Fallback(np.float32([1, 1.9, 1.9, 1.9]), np.float32(1.5), np.int32(32)),
 )
-RULE = adaptive_rule(GAMMA)
+# Of one dtype that is not weak, as all that replaces a part of it: one program.
+RULE = jax.tree.map(np.float32, adaptive_rule(GAMMA))
 
 
 def _request(slots, **changes):
@@ -118,6 +119,7 @@ def test_law_of_a_draft_that_ends_early():
   assert len(seen) > 1  # or no draft ended early
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_neighbours():
   """Alone it makes narrower calls, and its loop ends earlier.
 
@@ -143,7 +145,7 @@ def test_each_price_ends_a_draft():
     found = _decode(_request(40, rule=RULE.replace(**changes)), NEAR)
     return np.asarray(found.stats.num_tested)
 
-  never, always = jnp.ones((GAMMA,)), jnp.full((GAMMA,), -1.0)
+  never, always = (np.full(GAMMA, worth, np.float32) for worth in (1, -1))
   assert not accepted(worth=never).any()
   first = accepted(worth=always, worth_asking=never)
   every = accepted(worth=always, worth_asking=always)
@@ -202,7 +204,7 @@ def test_a_wrong_drafter_rests_and_the_output_is_the_plain_one():
 
 
 def test_a_right_drafter_never_rests():
-  request = _request(100, fallback=COSTS)
+  request = _request(200, fallback=COSTS)
   stats = _decode(request, TARGET.params).stats
   without = _decode(request.replace(fallback=None), TARGET.params).stats
   assert not np.any(stats.fallback_rounds)
@@ -224,7 +226,7 @@ def test_the_drafter_that_comes_back_knows_what_it_missed():
     state = loop.start(both, request).replace(rests=rests)
     return loop.run(both, request, state)
 
-  stats = run(_request(100, fallback=COSTS)).stats
+  stats = run(_request(200, fallback=COSTS)).stats
   np.testing.assert_array_equal(stats.fallback_rounds, left)
   # Order 2: with a slot missing it would be wrong, or not a number.
   np.testing.assert_array_equal(stats.num_tested, stats.num_accepted)
@@ -232,7 +234,7 @@ def test_the_drafter_that_comes_back_knows_what_it_missed():
 
 def test_any_drafter_may_rest():
   """With no patience each round that accepts little ends in a rest."""
-  request = _request(100, fallback=COSTS.replace(patience=np.float32(0.01)))
+  request = _request(200, fallback=COSTS.replace(patience=np.float32(0.01)))
   loop = Loop(TARGET, with_fallback(prompt_lookup(), DRAFTER))
   params = PairParams(TARGET.params, ((), WRONG))
   found = toy_requests.quick_jit(loop.decode)(params, request)

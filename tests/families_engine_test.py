@@ -15,12 +15,17 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5gemma import T5GemmaConfig
-from toy_families import DECODERS, GPT2, ONE, T5X, TWO
+from toy_families import DECODERS, GEMMA3, GPT2, ONE, T5X, TWO
 
+# A layer of each kind is enough, `model_conformance_test` has more.
+_KINDS = {'num_layers': 2, 'layer_kinds': ('local', 'global')}
 FAMILIES = DECODERS | {
+  'Gemma 3': dataclasses.replace(GEMMA3, **_KINDS),
   'GPT-2': dataclasses.replace(GPT2, num_positions=128),
   'T5X': T5X,
-  'T5Gemma': ONE,
+  'T5Gemma': dataclasses.replace(
+    ONE, decoder=dataclasses.replace(ONE.decoder, **_KINDS)
+  ),
   'T5Gemma 2': TWO,
 }
 # Texts and ids of several lengths; nothing at all is a text as well.
@@ -96,7 +101,7 @@ def logits_behind(network, params, read, outputs):
 
 
 @in_families(
-  'GPT-2', 'Gemma 3', 'T5Gemma', slow=('T5X', 'Llama 3', 'T5Gemma 2')
+  'GPT-2', 'T5Gemma', slow=('T5X', 'Llama 3', 'Gemma 3', 'T5Gemma 2')
 )
 def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   have = engine.generate(TEXTS)

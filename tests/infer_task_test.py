@@ -7,14 +7,13 @@ from unittest import mock
 import pytest
 
 import small_vocabulary
+import toy_models
 from hostile_lines_test import write
 from infer_test import ReversingEngine, decoded, records_of
 from specdec_jax import infer
 from specdec_jax.engine import scoring
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.engine import Engine
 from specdec_jax.infer import data
-from specdec_jax.models.model import Model
 from specdec_jax.text import metrics, tasks
 from specdec_jax.text.tasks import LocalTask, read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
@@ -32,13 +31,10 @@ LENGTHS = {'inputs': 16, 'targets': 10}
 @pytest.fixture(scope='module')
 def make(tokenizer):
   """Makes one engine, whatever it is asked for."""
-  network = small_vocabulary.network(1)
-  models = [
-    Model(network, small_vocabulary.weights(network, seed)) for seed in (0, 1)
-  ]
   limits = {'max_input_len': 16, 'max_decode_len': 10}
-  engine = Engine(*models, tokenizer=tokenizer, gamma=2, **limits)
-  return mock.Mock(return_value=engine, draft=models[1])
+  engine = toy_models.chain_engine(tokenizer, gamma=2, **limits)
+  draft = toy_models.chain_model(tokenizer.vocab_size, noise=1)
+  return mock.Mock(return_value=engine, draft=draft)
 
 
 @pytest.fixture

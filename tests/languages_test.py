@@ -121,6 +121,7 @@ def forced(engine, model, text, output):
   return np.asarray(logits).argmax(-1)[1 : 1 + len(output)].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_is_speculative_is_teacher_forced(engine, models):
   have = engine.generate(TEXTS, **PAIR)
   want = engine.generate(TEXTS, speculative=False, **PAIR)

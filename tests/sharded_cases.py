@@ -260,7 +260,7 @@ def test_the_check_sees_a_gathered_weight(family, tokenizer, monkeypatch):
   assert gathered_weights(engine, found) == {(SIZES['emb_dim'], VOCAB_SIZE)}
 
 
-def test_caches_follow_their_models(family, engines, alone):
+def test_caches_follow_their_models(engines):
   """Over rows and heads the target's, over rows the drafter's."""
   engine = engines('both')
   state = program(engine, name='start', stop_strings=['!?']).output_shardings
@@ -271,6 +271,12 @@ def test_caches_follow_their_models(family, engines, alone):
   ):
     for sharding in (*cache.keys, *cache.values):
       assert sharding.shard_shape(shape) == part
+
+
+@pytest.mark.slow
+def test_a_state_is_passed_on(engines, alone):
+  """From program to program, as each takes it."""
+  engine = engines('both')
   have = engine.generate(TEXTS, stop_strings=['!?'], **GREEDY)
   assert tokens_of(have) == tokens_of(alone['speculative'])
   # The state left each program as the next takes it: nothing was compiled anew.

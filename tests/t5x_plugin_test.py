@@ -222,6 +222,7 @@ def test_an_output_begins_with_its_prompt():
   assert not scores.any()  # T5X's scores of a greedy output, rescaled
 
 
+@pytest.mark.slow
 def test_samples_have_keys_an_order_and_scores():
   sampling = probs.SamplingConfig(0.7, top_k=5)
   model = plugged(greedy(temperature=0.7, topk=5))
@@ -237,6 +238,7 @@ def test_samples_have_keys_an_order_and_scores():
   np.testing.assert_allclose(scores, want, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_decoder_params_reach_the_decode_function():
   """Up to 1e-4 a temperature is the argmax, as for T5X; one a row."""
   warm = {'temperature': np.array([1e-4, 2.0, 0.0], np.float32)}

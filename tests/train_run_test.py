@@ -59,7 +59,7 @@ def train(run, data=DATA):
 
 def test_a_run_begins_with_a_checkpoint_and_goes_on(tmp_path):
   """In its folder; another configuration does not."""
-  first = MODEL.init(jax.random.key(9))
+  first = small_vocabulary.weights(MODEL, 9)
   path = str(tmp_path / 'first.msgpack')
   checkpoints.save_t5x(path, first, step=0)
   short = TrainConfig(steps=4, log_every=2, eval_every=4, learning_rate=1e-9)
@@ -271,6 +271,7 @@ def test_the_loss_sees_what_the_drafter_will_see():
   assert first < half == pytest.approx((first + whole) / 2)
 
 
+@pytest.mark.slow
 def test_heads_are_trained_from_a_target(tmp_path):
   """By its outputs, and by what the data say; their file names its target."""
   rows = [range(n, n + size) for n in range(3, 10) for size in range(2, 6)]

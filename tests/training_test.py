@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+import small_vocabulary
 from specdec_jax.models import t5
 from specdec_jax.training import data, losses, trainer
 from specdec_jax.training.outputs import OutputsConfig
@@ -121,7 +122,7 @@ def test_layers_of_a_decoder():
   config = dataclasses.replace(CONFIG, num_decoder_layers=3)
   alone = dataclasses.replace(config, num_encoder_layers=0)
   target, draft = t5.T5(config), t5.T5(alone)
-  params = target.init(jax.random.key(0))
+  params = small_vocabulary.weights(target, 0)
   ids = jnp.array([[3, 4, 1], [5, 1, 0]])
   encoded = target.encode(params, ids)
   have = draft.logits(decoder_layers(params, 3), ids, ids, encoded=encoded)
