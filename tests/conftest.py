@@ -101,9 +101,11 @@ def _keep_programs(folder):
 _GROUPS = {
   'laws': (
     *('adaptive', 'continuous', 'demo', 'drafter'),
-    *('engine', 'families', 'pool'),
+    *('engine', 'families', 'pool', 'rules_law', 'rules_test'),
   ),
-  'parity': ('beam_parity', 'parity', 't5x', 'tokenizer_parity'),
+  'parity': (
+    *('beam_parity', 'parity', 'rules_parity', 't5x', 'tokenizer_parity'),
+  ),
   'documents': ('documents', 'notebook'),
 }
 

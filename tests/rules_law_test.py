@@ -148,7 +148,12 @@ def p_values(loop, gamma, changes) -> dict[str, float]:
   }
 
 
-@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize(
+  'way',
+  [
+    w if w == 'block' else pytest.param(w, marks=pytest.mark.slow) for w in WAYS
+  ],
+)
 def test_each_rule_has_its_law(way):
   found = p_values(*WAYS[way])
   assert min(found.values()) > 1e-5, found
@@ -172,7 +177,9 @@ def with_rejected(state):
   ('where', 'name', 'wrong'),
   [
     (Ruling, 'along', start_of_round),
-    (DecodeState, 'prefix', property(with_rejected)),
+    pytest.param(
+      *(DecodeState, 'prefix', property(with_rejected)), marks=pytest.mark.slow
+    ),
   ],
 )
 def test_what_goes_wrong_elsewhere_is_seen(monkeypatch, where, name, wrong):
@@ -180,6 +187,5 @@ def test_what_goes_wrong_elsewhere_is_seen(monkeypatch, where, name, wrong):
   monkeypatch.setattr(where, name, wrong)
   found = p_values(*WAYS['ignorant'])
   assert found['none'] > 1e-5
-  print({k: v for k, v in found.items()})
   for name in ('bad word', 'repetition', 'no token'):
     assert found[name] < 1e-9, found

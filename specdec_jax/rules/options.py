@@ -1,7 +1,7 @@
 """What a caller may ask of an output's tokens, and the rules of a batch."""
 
-import collections
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -130,8 +130,7 @@ class RuleBook:
     """Takes the vocabulary of outputs, and the target's number of ids."""
     self._tokenizer: Any = tokenizer
     self._vocab_size = vocab_size
-    self._automata: collections.OrderedDict[str, Automaton]
-    self._automata = collections.OrderedDict()
+    self._remembered = functools.lru_cache(_REMEMBERED)(self._made)
 
   def rules_of(self, options: RuleOptions, stop_ids: Sequence[int]) -> RowRules:
     """The rules of a row.
@@ -217,29 +216,25 @@ class RuleBook:
     if not stop_ids:
       expected = 'an id that ends an output beside choices, regex, json_schema'
       raise unexpected('stop_ids', expected, stop_ids)
-    key = json.dumps([*asked, stop_ids], default=lambda array: array.tolist())
-    if key not in self._automata:
-      self._automata[key] = self._made(options, stop_ids)
-      if len(self._automata) > _REMEMBERED:
-        self._automata.popitem(last=False)
-    self._automata.move_to_end(key)
-    return self._automata[key]
+    listed = [*asked, stop_ids]
+    return self._remembered(json.dumps(listed, default=lambda x: x.tolist()))
 
-  def _made(self, options: RuleOptions, stop_ids: Sequence[int]) -> Automaton:
-    if options.choices is not None:
+  def _made(self, asked: str) -> Automaton:
+    """The automaton of the JSON of a constraint and the stop ids."""
+    choices, pattern, schema, stop_ids = json.loads(asked)
+    if choices is not None:
       encode = self._tokenizer.encode
-      choices = [
-        self._ids('choices', encode(one) if isinstance(one, str) else one)
-        for one in options.choices
-      ]
-      return constraints.of_choices(choices, stop_ids)
-    name, pattern = 'regex', options.regex
-    if options.json_schema is not None:
-      name, pattern = 'json_schema', constraints.pattern_of(options.json_schema)
-    spellings, begins_blank = self._tokenizer.spellings(self._vocab_size)
-    return constraints.of_regex(
-      name, pattern or '', spellings, begins_blank, stop_ids
-    )
+      ids = [encode(one) if isinstance(one, str) else one for one in choices]
+      checked = [self._ids('choices', one) for one in ids]
+      return constraints.of_choices(checked, stop_ids)
+    name = 'regex' if schema is None else 'json_schema'
+    if schema is not None:
+      pattern = constraints.pattern_of(schema)
+    return constraints.of_regex(name, pattern, *self._spellings, stop_ids)
+
+  @functools.cached_property
+  def _spellings(self) -> tuple[dict[bytes, list[int]], bool]:
+    return self._tokenizer.spellings(self._vocab_size)
 
 
 def ruling_of(

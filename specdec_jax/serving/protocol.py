@@ -210,8 +210,8 @@ class CompletionRequest:
         return rules | asked
       case 'json_object':
         return rules | {'json_schema': _ANY_OBJECT}
-      case 'json_schema' if is_a(form.get('json_schema'), Mapping):
-        return rules | {'json_schema': form['json_schema'].get('schema')}
+      case 'json_schema' if 'schema' in (form.get('json_schema') or ()):
+        return rules | {'json_schema': form['json_schema']['schema']}
     expected = 'text, json_object, or json_schema with a schema'
     raise unexpected('response_format', expected, form)
 
