@@ -705,6 +705,7 @@ def test_malformed_bodies(url, scheduler, want):
   odd = [
     json.dumps({'prompt': TEXTS[0], name: value}).encode()
     for name, _ in BAD
+    if name != 'repetition_penalty'  # a good one is compiled
     for value in ODD
   ]
   with (

@@ -41,6 +41,7 @@ from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.record import seconds_since_start
 from specdec_jax.measure.table import bar, say
+from specdec_jax.rules.options import RuleOptions
 from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -513,8 +514,11 @@ class Way:
     # One beam search gives all outputs of a source.
     outputs = of_run.num_samples if self._config.searches else 1
     items = items[::outputs]
-    # What a run leaves open, the target's folder may say.
-    options = of_run.given | {
+    # Rules that a run leaves open, the target's folder may say.
+    rules = {field.name for field in dataclasses.fields(RuleOptions)}
+    named = dataclasses.asdict(of_run).items()
+    options = {name: value for name, value in named if name not in rules}
+    options |= of_run.rules | {
       'num_samples': outputs,
       'speculative': self._name == SPECULATIVE,
       'example_ids': [item.example_id for item in items],

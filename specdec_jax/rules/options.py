@@ -26,7 +26,7 @@ _CONSTRAINTS = ('choices', 'regex', 'json_schema')
 _LEAST_WIDTH = 4  # of sequences, and of lists of them
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleOptions:
   """Rules on the tokens of an output; by default none.
 
@@ -91,11 +91,11 @@ class RuleOptions:
         raise unexpected(name, 'no empty entry, and at least one', values)
 
   @property
-  def given(self) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
-    values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    defaults = {f.name: f.default for f in dataclasses.fields(self)}
-    return {name: v for name, v in values.items() if v != defaults[name]}
+  def rules(self) -> dict[str, Any]:
+    """Those of these fields that differ from their defaults."""
+    fields = dataclasses.fields(RuleOptions)
+    values = ((field, getattr(self, field.name)) for field in fields)
+    return {f.name: value for f, value in values if value != f.default}
 
 
 class RowRules(NamedTuple):
@@ -143,8 +143,7 @@ class RuleBook:
       ValueError: an id is outside the vocabulary, or a constraint cannot be
         followed.
     """
-    names = {field.name for field in dataclasses.fields(RuleOptions)}
-    if not names & options.given.keys():
+    if not options.rules:
       return NO_RULES
     sequences = [
       (self._ids('bad_words', w), -np.inf) for w in self._words(options)
