@@ -22,7 +22,10 @@ outlines_core = pytest.importorskip('outlines_core')
 TEXTS = ['the red dog runs', 'a cat', 'the old house']
 SCHEMA = {
   'type': 'object',
-  'properties': {'name': {'type': 'string'}, 'age': {'type': 'integer'}},
+  'properties': {
+    'name': {'type': 'string', 'maxLength': 3},
+    'age': {'enum': [7, 80]},
+  },
   'required': ['name', 'age'],
 }
 REGEXES = [
@@ -30,7 +33,7 @@ REGEXES = [
   '[a-c]{3,5}',
   '(the|a) [a-z]+ runs',
   'x?y?z[0-9]{2}',
-  '\\d+(\\.\\d+)?',
+  '-?[0-9]{1,9}',
 ]
 SCHEMAS = [
   SCHEMA,

@@ -30,7 +30,7 @@ def only_token() -> Drafter:
       is_run &= is_only
       return (step(at, token), length + is_run, is_run), token
 
-    at = context.prefix.state
+    at: Any = context.prefix.state
     first = at, jnp.zeros_like(at), context.running
     (_, length, _), tokens = lax.scan(one, first, length=context.gamma)
     return Draft(tokens.T, None, length), state
