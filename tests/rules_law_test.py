@@ -26,7 +26,7 @@ from specdec_jax.tree_shape import branching
 from toy_requests import quick_jit, request_of
 
 VOCAB, LENGTH, STOP = 5, 4, 1
-ROWS = 6000  # of each rule
+ROWS = 3000  # of each rule
 INPUTS = (2, 3, 4)
 SAMPLING = SamplingConfig(0.8)
 TARGET = toy_models.noisy_chain(VOCAB)

@@ -191,7 +191,7 @@ RULES = (
 
 def test_rules_are_those_of_the_engine(client, engine, url):
   """Of streams and samples, too, beside rows that have none."""
-  for fields, options in RULES[:2]:
+  for fields, options in RULES[:1]:
     shared = {'temperature': 0.7, 'seed': 2}
     asked = shared | fields | {'max_tokens': 16, 'n': 2}
     with concurrent.futures.ThreadPoolExecutor() as pool:
