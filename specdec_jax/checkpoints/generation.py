@@ -20,8 +20,7 @@ _WORDS = WORDS['generation']
 SETTINGS: dict[str, Any] = _WORDS['neutral'] | dict.fromkeys(_WORDS['unset'])
 # Settings -> the options of `Engine.generate` that do the same.
 OPTIONS: dict[str, str] = _WORDS['options']
-
-
+# Rules on tokens -> the options that they are.
 _RULES: dict[str, str] = _WORDS['rules']
 
 

@@ -215,6 +215,13 @@ def check_number(name: str, value: Any, least: float) -> None:
     raise unexpected(name, f'{kind} from {least:g}', value)
 
 
+def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+  """Raises ValueError for an id that is outside the vocabulary."""
+  for token in ids:
+    if not 0 <= token < vocab_size:
+      raise unexpected(name, f'ids of the vocabulary of {vocab_size}', token)
+
+
 # Names.
 
 

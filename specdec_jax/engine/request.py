@@ -16,6 +16,7 @@ import numpy as np
 
 from specdec_jax.checks.fields import (
   Bound,
+  check_ids,
   check_number,
   check_types,
   is_a,
@@ -575,10 +576,7 @@ class TextBatch:
 
   def _check_ids(self, what: str, ids: Sequence[int]) -> None:
     """Raises ValueError for an id that is outside the vocabulary."""
-    size = self._target.vocab_size
-    for token in ids:
-      if not 0 <= token < size:
-        raise unexpected(what, f'ids of the vocabulary of {size}', token)
+    check_ids(what, ids, self._target.vocab_size)
 
   def _row(
     self, index: int, number: int, sample: int, ids: list[int]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax import partitioning, probs
+from specdec_jax.checks import fields
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
 from specdec_jax.models.base import LanguageModel, Params, pad_id, start_id
@@ -188,13 +189,9 @@ def _width(rows: Sequence[Sequence[int]], begin: int = 0) -> int:
 
 def check_ids(network: LanguageModel, **named: Sequence[Sequence[int]]) -> None:
   """Raises ValueError for ids, `inputs` or outputs, that it cannot read."""
-  size = network.vocab_size
   for name, rows in named.items():
     for index, ids in enumerate(rows):
-      wrong = [token for token in ids if not 0 <= token < size]
-      if wrong:
-        expected = f'ids of the vocabulary of {size}'
-        raise unexpected(f'{name}[{index}]', expected, wrong[0])
+      fields.check_ids(f'{name}[{index}]', ids, network.vocab_size)
       if name == 'inputs' and not network.has_encoder and not len(ids):
         expected = 'a token that a model without an encoder begins with'
         raise unexpected(f'inputs[{index}]', expected, ids)

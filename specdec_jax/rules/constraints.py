@@ -82,10 +82,6 @@ def of_regex(
     expected = 'a regex that outlines_core takes and some tokens match'
     raise unexpected(name, expected, pattern, f'({error})') from error
   transitions = index.get_transitions()
-  size = sum(map(len, transitions.values()))
-  if size > MOST_EDGES:
-    expected = f'an automaton of at most {MOST_EDGES} edges'
-    raise unexpected(name, expected, size)
   edges = np.fromiter(
     (
       (state, token, target)
@@ -93,7 +89,6 @@ def of_regex(
       for token, target in following.items()
     ),
     np.dtype((np.int64, 3)),
-    size,
   ).T
   edges = edges[:, ~np.isin(edges[1], stop_ids)]
   finals = np.fromiter(index.get_final_states(), np.int64)
@@ -165,10 +160,8 @@ def _automaton(
   Raises:
     ValueError: it is too large.
   """
-  sources, tokens = (
-    np.repeat(finals, len(stop_ids)),
-    np.tile(stop_ids, finals.size),
-  )
+  sources = np.repeat(finals, len(stop_ids))
+  tokens = np.tile(stop_ids, finals.size)
   targets = sources if end is None else np.full_like(sources, end)
   edges = np.append(edges, [sources, tokens, targets], axis=1)
   if edges.shape[1] > MOST_EDGES:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.fields import Bound, unexpected
+from specdec_jax.checks.fields import Bound, check_ids, unexpected
 from specdec_jax.rules import automata, constraints
 from specdec_jax.rules.automata import Automata, Automaton
 from specdec_jax.rules.tokens import Rules
@@ -172,10 +172,7 @@ class RuleBook:
     )
 
   def _ids(self, name: str, ids: Sequence[int]) -> list[int]:
-    size = self._vocab_size
-    for token in ids:
-      if not 0 <= token < size:
-        raise unexpected(name, f'ids of the vocabulary of {size}', token)
+    check_ids(name, ids, self._vocab_size)
     return [int(token) for token in ids]
 
   def _words(self, options: RuleOptions) -> list[Sequence[int]]:

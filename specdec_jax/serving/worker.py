@@ -206,11 +206,9 @@ class Worker(Scheduler):
         raise ApiError(message, status=429, code='queue_full')
       self._taken.update(decoded)
       self._searches.extend(row for row in decoded if row.search is not None)
-      rows_of = {True: self._ruled, False: list[ServedRow]()}
-      for row in decoded:
-        if row.search is None:
-          rows_of[_has_rules(row.batch.request)].append(row)
-      self.submit(rows_of[False])
+      outputs = [row for row in decoded if row.search is None]
+      self._ruled += [r for r in outputs if _has_rules(r.batch.request)]
+      self.submit(r for r in outputs if not _has_rules(r.batch.request))
     for row in rows:
       if not row.batch.rows:
         done = row.batch.completions()

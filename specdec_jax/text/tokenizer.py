@@ -25,7 +25,6 @@ PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
 _ENDS = (vocabulary.END, '</s>')  # where no file says which
-# Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
 _BYTE = re.compile('<0x([0-9A-F]{2})>')
 # How vocabularies of bytes write them: visible characters of Latin-1 as they
 # are, the others in their order as characters from U+0100 on.
@@ -33,6 +32,7 @@ _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 _BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
 _BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
+# Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
 _LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
 
