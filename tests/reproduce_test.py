@@ -218,7 +218,8 @@ def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
   shown = {'engine': lambda: engine, 'costs': SUITE, 'text': '<b>the dog'}
   config = ReproduceConfig(['figure1', 'figure5'], str(tmp_path), **shown)
   *figures, report = reproduce.reproduce(config, quiet())
-  assert [path.name for path in figures] == ['figure1.html', 'figure5.png']
+  names = ['figure1.html', 'figure1.svg', 'figure5.png']
+  assert [path.name for path in figures] == names
   assert '&lt;b&gt;the dog' in figures[0].read_text('utf-8')
   text = report.read_text('utf-8')
   assert '\n[Figure 1: one generation, as a page](figure1.html)' in text
