@@ -1,9 +1,10 @@
 """Figure 1: which proposals of one generation were accepted, round by round.
 
 `record` decodes one text and keeps what the drafter proposed, `spell` turns the
-ids into text, and a `Trace` shows itself on a terminal, as an HTML page and as an
-SVG picture. No mark is by colour alone: rejected tokens are struck through, those of the target
-are underlined, and without colour there are brackets.
+ids into text, and a `Trace` shows itself on a terminal, as an HTML page and
+as an SVG picture. No mark is by colour alone: rejected tokens are struck
+through, those of the target are underlined, and without colour there are
+brackets.
 """
 
 import dataclasses
