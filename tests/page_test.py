@@ -89,7 +89,7 @@ def test_an_error_is_shown(browser):
   write(browser, 'text', 'Q' * 99)
   at(browser, 'go').click()
   wait_until(lambda: at(browser, 'message').text)
-  assert '40 at most' in at(browser, 'message').text
+  assert '32 at most' in at(browser, 'message').text
   assert at(browser, 'go').is_enabled()
   script = 'return document.documentElement.scrollWidth - innerWidth'
   assert browser.execute_script(script) <= 0, 'it is too wide'

@@ -309,7 +309,8 @@ class Trace:
     counted = summary(self.rounds).partition(';')[0]  # the rest is longer
     source = shown(self.source)[1]
     said = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
-    body, right = [], 0.0
+    body: list[str] = []
+    right = 0.0
     for row, parts in enumerate([*said, *lines, [*MEANING.items()]]):
       widths = [
         _width(text) for _, text in (longest if parts in lines else parts)
