@@ -45,7 +45,10 @@ from specdec_jax.measure.table import Table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = (
-  *('README.md', 'demo/README.md', 'benchmarks/README.md', 'docs/models.md'),
+  'README.md',
+  'demo/README.md',
+  'benchmarks/README.md',
+  'docs/models.md',
 )
 _BLOCK = re.compile(
   r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'

@@ -213,19 +213,20 @@ def plot_figure5(
 
 def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
   for kind, (color, height) in _CALLS.items():
+    # A gap shows where a call ends. White edges of a fixed width would hide
+    # short calls completely.
+    spans = [
+      (call.begin_ms, _DRAWN * (call.end_ms - call.begin_ms))
+      for call in row
+      if call.kind == kind
+    ]
     axes.broken_barh(
-      # A gap shows where a call ends. White edges of a fixed width would hide
-      # short calls completely.
-      [
-        (call.begin_ms, _DRAWN * (call.end_ms - call.begin_ms))
-        for call in row
-        if call.kind == kind
-      ],
+      spans,
       (at - height / 2, height),
       facecolor=color,
       linewidth=0,
       snap=False,  # with it, some of several equal calls are a pixel wider
-      label=None if at else kind,
+      label=kind if spans and not at else None,
     )
   counted = [call for call in row if call.num_tokens]
   for call in counted if len(counted) <= _MOST_COUNTS else ():
