@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -42,6 +43,35 @@ def test_another_target_does_not_recompile():
   loop._objective = objective.replace(target_params=target_params(2))
   assert loop.evaluate(target_params())['agreement'] < 0.9
   assert loop._evaluate._cache_size() == compiled
+
+
+def test_what_the_target_says_is_computed_once(tmp_path):
+  """Every epoch has the batches of the first one, in another order."""
+  rng = np.random.default_rng(1)
+  pairs = [(rng.integers(3, 16, 6), rng.integers(3, 16, 6)) for _ in range(60)]
+  packing = data.PackingConfig((1.0,), (20,), 320, 160)
+
+  def ids(batches, number):
+    return [batch.targets.tobytes() for batch in batches.epoch(number)]
+
+  anew = data.PackedBatches(pairs, packing)
+  same = data.PackedBatches(pairs, packing, regroups=False)
+  assert ids(same, 0) == ids(anew, 0) and len(ids(same, 0)) == 4
+  assert {*ids(same, 0)} == {*ids(same, 1)} and ids(same, 0) != ids(same, 1)
+  assert {*ids(anew, 0)} != {*ids(anew, 1)}
+  objective = losses.Distillation(MODEL, MODEL, target_params())
+  config = trainer.TrainConfig(steps=9)
+  loop = trainer.Trainer(objective, config, same, log=str, keeps_known=True)
+  with mock.patch.object(loop, '_know', wraps=loop._know) as know:
+    loop.train(target_params(2), tmp_path)
+  assert know.call_count == 4 + 1  # an empty one, which is compiled for
+  for batch in same.epoch():
+    kept, read = (
+      loop._gradient(objective, target_params(2), one, jax.random.key(0))[1]
+      for one in (loop._with_known(batch), batch)
+    )
+    for name in read:
+      assert float(kept[name]) == pytest.approx(float(read[name]), rel=1e-2)
 
 
 def _next_law(params, inputs, fed):

@@ -193,24 +193,44 @@ class Distillation:
   eos_id: int = _static(default=EOS_ID)
   own_share: float = _static(default=0.0)
 
+  def known(self, batch: Batch) -> dict[str, jax.Array]:
+    """What does not change while the drafter learns, to be computed once.
+
+    Returns:
+      float16[B, S, M], the target's 'features' along the targets, and
+      float16[B, E, M], its 'encoded' inputs for a drafter that reads them.
+    """
+    return jax.tree.map(lambda x: x.astype(jnp.float16), self._read(batch))
+
+  def _read(self, batch):
+    fed, _, _ = teacher_forced(batch.targets, self.start_id)
+    encoded = self._encoded(batch)
+    args = self.target_params, batch.inputs, fed
+    return encoded | {'features': self.target.features(*args, **encoded)}
+
+  def _encoded(self, batch):
+    if not reads_encoder(self.draft):
+      return {}
+    return {'encoded': self.target.encode(self.target_params, batch.inputs)}
+
   def sums(self, params, batch, key=None):
-    encoded = {}
-    if reads_encoder(self.draft):
-      encoded['encoded'] = self.target.encode(self.target_params, batch.inputs)
+    known = batch.known
     if key is not None and self.own_share:
       key, which, own_key = jax.random.split(key, 3)
       args = self.draft, params, batch, own_key, self.start_id, self.eos_id
-      own = own_outputs(*args, **encoded)
+      own = own_outputs(*args, **self._encoded(batch))
       is_own = jax.random.bernoulli(which, self.own_share, (len(own), 1))
       # A row that is all padding has none.
       is_own &= batch.targets[:, :1] != NO_TOKEN
       batch = batch._replace(targets=jnp.where(is_own, own, batch.targets))
+      known = None
+    if known is None:
+      known = self._read(batch)
+    known = jax.tree.map(lambda x: x.astype(jnp.float32), known)
+    target = self.target.head(self.target_params, known.pop('features'))
     fed, _, mask = teacher_forced(batch.targets, self.start_id)
     draft = self.draft.logits(
-      params, batch.inputs, fed, dropout_key=key, **encoded
-    )
-    target = self.target.logits(
-      self.target_params, batch.inputs, fed, **encoded
+      params, batch.inputs, fed, dropout_key=key, **known
     )
     compared = self._compared(draft, target, mask, key is None)
     return compared | {'tokens': mask.sum()}

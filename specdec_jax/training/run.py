@@ -54,6 +54,9 @@ _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
+# The part of the host's memory that the target's features may take. Not of what
+# is free: a run that goes on must have the same order of batches.
+_KEPT_PART = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,12 +255,15 @@ def train(
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
   batches = PackedBatches(pairs, packing)
+  keeps = _keeps_known(run, objective, batches)
+  if keeps:
+    batches = PackedBatches(pairs, packing, regroups=False)
   valid = None if held_out is None else PackedBatches(held_out, packing)
   log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
   )
-  loop = Trainer(objective, training, batches, valid, log)
+  loop = Trainer(objective, training, batches, valid, log, keeps)
   state = loop.train(params, os.path.join(run.model_dir, 'train_states'))
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
@@ -376,6 +382,20 @@ def _objective(run: TrainRun, first: int | None, eos_id: int) -> Any:
     return losses.HeadDistillation(model, target, params, first)
   own_share = learning.own_share
   return losses.Distillation(model, target, params, first, eos_id, own_share)
+
+
+def _keeps_known(run: TrainRun, objective: Any, batches: PackedBatches) -> bool:
+  """Whether what the target says of all batches is computed once and kept.
+
+  It must be the same in every epoch, and fit into a part of the memory.
+  """
+  if type(objective) is not losses.Distillation or objective.own_share:
+    return False
+  width = getattr(getattr(objective.target, 'config', None), 'emb_dim', None)
+  host = memory.host_bytes()
+  if width is None or host is None:
+    return False
+  return batches.num_places * width * 2 <= _KEPT_PART * host
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):
