@@ -48,8 +48,11 @@ def test_another_target_does_not_recompile():
 def test_what_the_target_says_is_computed_once(tmp_path):
   """Every epoch has the batches of the first one, in another order."""
   rng = np.random.default_rng(1)
-  pairs = [(rng.integers(3, 16, 6), rng.integers(3, 16, 6)) for _ in range(60)]
-  packing = data.PackingConfig((1.0,), (20,), 320, 160)
+  pairs = [
+    (rng.integers(3, 16, n), rng.integers(3, 16, n)) for n in [6, 12] * 40
+  ]
+  # Batches of both lengths have as many ids.
+  packing = data.PackingConfig((1.0,), (10, 20), 320, 160)
 
   def ids(batches, number):
     return [batch.targets.tobytes() for batch in batches.epoch(number)]
@@ -64,7 +67,7 @@ def test_what_the_target_says_is_computed_once(tmp_path):
   loop = trainer.Trainer(objective, config, same, log=str, keeps_known=True)
   with mock.patch.object(loop, '_know', wraps=loop._know) as know:
     loop.train(target_params(2), tmp_path)
-  assert know.call_count == 4 + 1  # an empty one, which is compiled for
+  assert know.call_count == 4 + 2  # two empty ones, which are compiled for
   for batch in same.epoch():
     kept, read = (
       loop._gradient(objective, target_params(2), one, jax.random.key(0))[1]

@@ -153,7 +153,7 @@ class Trainer:
     self._gradient = jax.jit(_gradient)
     self._evaluate = jax.jit(_evaluate)
     self._know = jax.jit(_know) if keeps_known else None
-    self._known: dict[bytes, Any] = {}  # by the ids of a batch
+    self._known: dict[Any, Any] = {}  # by the shape and the ids of a batch
     self._update = jax.jit(
       functools.partial(_update, self._optimizer), donate_argnums=0
     )
@@ -250,11 +250,12 @@ class Trainer:
   def _with_known(self, batch: Batch) -> Batch:
     if self._know is None:
       return batch
-    ids = batch.inputs.tobytes() + batch.targets.tobytes()
-    if ids not in self._known:
+    sides = batch.inputs, batch.targets
+    key = sides[0].shape, *(side.tobytes() for side in sides)
+    if key not in self._known:
       known = self._know(self._objective, batch)
-      self._known[ids] = jax.device_get(known)
-    return batch._replace(known=self._known[ids])
+      self._known[key] = jax.device_get(known)
+    return batch._replace(known=self._known[key])
 
   def _one_step(self, state: TrainState, step: int, batch: Batch, rate: float):
     """The next state, the gradient's norm, and the step's sums."""
