@@ -58,6 +58,13 @@ class Tokenizer:
     languages: name -> id of the token of each language, of the vocabularies of
       translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
     split_special_tokens, skip_special_tokens: as for `__init__`.
+
+  Examples:
+    >>> tokenizer = sd.Tokenizer('demo/vocab.model')
+    >>> tokenizer.encode('Good morning!')
+    [5382, 902, 303]
+    >>> tokenizer.decode(tokenizer.encode('Good morning!'))
+    'Good morning!'
   """
 
   def __init__(
