@@ -91,6 +91,8 @@ setuptools.setup(
     'ray': [*SERVE, 'ray[serve]>=2.44'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
+    # The documents as a site, see mkdocs.yml.
+    'docs': ['mkdocs-material>=9.6', 'mkdocstrings[python]>=0.29'],
     # The server's page in Debian's Chromium.
     'browser': ['selenium>=4.20'],
     'test': TEST,

@@ -20,7 +20,7 @@ gin.parse_config_file('gin/models/demo_pair.gin')
 with gin.config_scope('target'):  # of yours: sd.load('MY_T5')
   target = gin.get_configurable(sd.load)(tokenizer='demo/vocab.model')
 
-calibration = training.distil(
+training.distil(
   training.DistilConfig(
     target=target,
     texts='demo/input.txt',

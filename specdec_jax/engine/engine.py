@@ -494,7 +494,7 @@ class Engine:
         `speculative` of `text_batch`.
 
     Returns:
-      A `Completion` for each sample of each text, in order: with `num_samples`
+      A `Completion` for each sample of each text, in order; with `num_samples`
       = 2, both of the first text, then both of the second. An empty text gives
       an empty completion. Of a beam search the `num_samples` best beams, from
       the worst to the best, as T5X sorts them.
