@@ -27,7 +27,7 @@ training.distil(
     output_dir='outputs/my_drafter',
     max_input_len=32,
     max_decode_len=32,
-    steps=20,
+    steps=10,
     max_gamma=1,
     num_tokens=100,
     repeats=2,
