@@ -92,7 +92,7 @@ setuptools.setup(
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
     # The documents as a site, see mkdocs.yml.
-    'docs': ['mkdocs-material>=9.6', 'mkdocstrings[python]>=0.29'],
+    'docs': ['mkdocs-material>=9.7', 'mkdocstrings[python]>=1.0'],
     # The server's page in Debian's Chromium.
     'browser': ['selenium>=4.20'],
     'test': TEST,
