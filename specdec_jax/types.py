@@ -124,7 +124,14 @@ class Verdict:
 
 
 class FinishReason(enum.IntEnum):
-  """Why a row stopped; RUNNING while it has not.
+  """Why a row stopped.
+
+  Attributes:
+    RUNNING: it has not stopped.
+    STOP: one of the stop ids was produced.
+    LENGTH: its own max_length was reached; also of no text, or cancelled.
+    STOP_STRING: the caller saw one of its stop strings.
+    INVALID: the target's logits were NaN, infinite or all masked.
 
   Examples:
     >>> sd.FinishReason.STOP.name, sd.FinishReason(2).name
@@ -132,10 +139,10 @@ class FinishReason(enum.IntEnum):
   """
 
   RUNNING = 0
-  STOP = 1  # one of the stop ids was produced
-  LENGTH = 2  # its own max_length; also of no text, or cancelled
-  STOP_STRING = 3  # the caller saw one of its stop strings
-  INVALID = 4  # the target's logits were NaN, infinite or all masked
+  STOP = 1
+  LENGTH = 2
+  STOP_STRING = 3
+  INVALID = 4
 
 
 @struct.dataclass

@@ -44,6 +44,9 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   decoder-only drafter of an encoder-decoder target sees what the decoder has
   produced, and nothing of the input.
 
+  Args:
+    model: the model, as `load` gives it, or a network.
+
   Examples:
     >>> sd.Engine(target, sd.small_model(draft))  # as Engine(target, draft)
     Engine(target=..., draft=Model(...), gamma=4, ...)
