@@ -56,7 +56,7 @@ setuptools.setup(
     **{name: ['**/*'] for name in SHIPPED},
     'specdec_jax': ['py.typed', '*.pyi'],
     'specdec_jax.checkpoints': ['*.toml'],
-    'specdec_jax.engine': ['trace.html'],
+    'specdec_jax.engine': ['trace.html', 'trace.svg'],
     'specdec_jax.measure': ['devices.toml'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],

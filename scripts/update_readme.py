@@ -17,7 +17,8 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
             as benchmarks/peers.py and benchmarks/serve.py write it
 
 Several FILEs of gin/runs/gamma_demo.gin, with commas between them, become one
-table; a row has the machine.
+table; a row has the machine. tests/support.toml, through which the tests go, is
+the table of docs/models.md.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from specdec_jax import files
+from specdec_jax.checkpoints import families
 from specdec_jax.engine import calibration
 from specdec_jax.infer import report
 from specdec_jax.measure import (
@@ -42,7 +44,12 @@ from specdec_jax.measure.record import Record, where
 from specdec_jax.measure.table import Table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTS = ('README.md', 'demo/README.md', 'benchmarks/README.md')
+DOCUMENTS = (
+  'README.md',
+  'demo/README.md',
+  'benchmarks/README.md',
+  'docs/models.md',
+)
 _BLOCK = re.compile(
   r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
   r'.*?(?P<end><!-- /results -->)',
@@ -76,11 +83,30 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
   if others:
     hosts = [record.load(host, compare.KIND) for host in (path, *others)]
     return compare.side_by_side(hosts).markdown()
+  if path.suffix == '.toml':
+    return _support(path).markdown()
   found = record.load(path, *_RENDERERS)
   parts = _RENDERERS[found['kind']](found, path)
   return '\n\n'.join(
     part.markdown() if isinstance(part, Table) else part for part in parts
   )
+
+
+_FEATURES = ('greedy', 'samples', 'beams', 'trees', 'int8', 'lora', 'server')
+
+
+def _support(path: pathlib.Path) -> Table:
+  """What was tried of each family; an empty cell was not."""
+  header = ['family', '`model_type`', *_FEATURES, 'as transformers']
+  rows = []
+  for family, row in families.read_tables(path).items():
+    types, pair = (
+      ', '.join(f'`{word}`' for word in row[name])
+      for name in ('model_type', 'pair')
+    )
+    tried = ['yes' if name in row['features'] else '' for name in _FEATURES]
+    rows.append([family, types, *tried, ', '.join(row['compared']), pair])
+  return Table('', [*header, 'target, drafter'], rows)
 
 
 # Rows of a table that are of the machine, not of the models.

@@ -16,6 +16,11 @@ from specdec_jax.drafters.small_model import small_model as small_model
 from specdec_jax.drafters.small_model_tree import (
   small_model_tree as small_model_tree,
 )
+from specdec_jax.drafters.translation_memory import Memory as Memory
+from specdec_jax.drafters.translation_memory import remember as remember
+from specdec_jax.drafters.translation_memory import (
+  translation_memory as translation_memory,
+)
 from specdec_jax.drafters.uniform import uniform as uniform
 from specdec_jax.drafters.with_fallback import with_fallback as with_fallback
 from specdec_jax.engine.completion import Completion as Completion

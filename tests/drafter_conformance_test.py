@@ -27,6 +27,10 @@ from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
+from specdec_jax.drafters.translation_memory import (
+  remember,
+  translation_memory,
+)
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -136,6 +140,20 @@ NARROW, WIDE = _chain(4, VOCAB - 1), _chain(5, VOCAB + 2)
 
 ON_ENCODER = toy_models.MarkovOnEncoder(np.asarray(DRAFT.params['table']))
 
+
+def _noise(rows: int) -> np.ndarray:
+  return np.random.default_rng(rows).integers(0, VOCAB, (rows, 9))
+
+
+# Texts of noise, each behind the input of the suite.
+MEMORY = remember([[*INPUTS[:-1], *row] for row in _noise(20)], max_match=4)
+
+
+def _memory(min_match: int) -> Drafter:
+  """Without the texts, which are given apart."""
+  return translation_memory(MEMORY, min_match)._replace(params=())
+
+
 # name -> (drafter, its parameters)
 DRAFTERS = {
   'small_model': (_SMALL, DRAFT.params),
@@ -148,6 +166,7 @@ DRAFTERS = {
   'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
   'bigram': (table_drafter(TABLE), TABLE),
   'prompt_lookup': (prompt_lookup(), ()),
+  'translation_memory': (_memory(1), MEMORY),
   'uniform': (uniform(VOCAB), ()),
   # Two heads for a gamma of three.
   'heads': _heads(),

@@ -20,6 +20,10 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.drafters.translation_memory import (
+  remember,
+  translation_memory,
+)
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
@@ -149,8 +153,10 @@ def propose_copies(drafter, inputs, texts):
   padded = np.zeros((len(texts), INPUT_LEN), np.int32)
   for row, ids in enumerate(inputs):
     padded[row, : len(ids)] = ids
-  state = drafter.init((), jnp.asarray(padded))
-  draft = jax.device_get(jax.jit(drafter.propose)((), state, context)[0])
+  start = jnp.zeros((len(texts), 1), jnp.int32)
+  state = drafter.init((), jnp.asarray(padded), None, start, None)
+  propose = jax.jit(drafter.propose)
+  draft = jax.device_get(propose(drafter.params, state, context)[0])
   assert draft.probs is None and draft.tokens.shape == (len(texts), GAMMA)
   return [
     row[:length].tolist()
@@ -196,3 +202,56 @@ def test_copies_follow_the_rule(max_match, min_match):
   for row, ids, text in zip(found, inputs, texts, strict=True):
     assert row == reference(ids.tolist(), text.tolist(), max_match, min_match)
   assert {*map(len, found)} == {*range(GAMMA + 1)} and not all(map(len, inputs))
+
+
+# --- A translation memory -----------------------------------------------------
+
+
+@pytest.mark.parametrize(('max_match', 'min_match'), [(2, 1), (8, 2), (16, 5)])
+def test_a_memory_goes_on_from_the_longest_match(max_match, min_match):
+  """Beside a search of all places, token by token."""
+  rng = np.random.default_rng(max_match)
+  # A row's text is often a text of the memory, or the end of one.
+  texts = [rng.integers(1, 6, rng.integers(2, 12)) for _ in range(60)]
+  inputs = [rng.permutation(texts[i])[: rng.integers(0, 9)] for i in range(60)]
+  inputs[::2] = [text[: rng.integers(1, len(text))] for text in texts[::2]]
+  outputs = [np.append(0, text[: len(text) // 2]) for text in texts[:60]]
+  memory = remember(texts, max_match)
+  drafter = translation_memory(memory, min_match)
+  found = propose_copies(drafter, inputs, outputs)
+
+  def match(place, said):
+    agrees = 0
+    for back in range(1, min(max_match, place, len(said)) + 1):
+      if memory.tokens[place - back] != said[-back]:
+        break
+      agrees = back
+    return agrees
+
+  number = memory.tokens.size
+  seen = set()
+  for row, ids, text in zip(found, inputs, outputs, strict=True):
+    said = [*ids, *text[len(ids) > 0 :]]
+    matches = [match(place, said) for place in range(number)]
+    best = max(matches)
+    at_best = [place for place in range(number) if matches[place] == best]
+    if best == max_match:  # the newest of equals
+      at_best = at_best[-1:]
+    following = [memory.tokens[i : i + GAMMA].tolist() for i in at_best]
+    assert row in (following if best >= min_match else [[]])
+    seen.add(len(row) > 0)
+  assert seen == {True, False} or min_match == 1
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: remember([]), 'translation memory.*two tokens or more.* 0'),
+    (lambda: remember([[4]]), 'two tokens or more.* 1'),
+    (lambda: remember([[4, 5]], 0), 'max_match'),
+    (lambda: translation_memory(remember([[4, 5]], 4), 5), 'min_match.*1 to 4'),
+  ],
+)
+def test_a_memory_that_is_none(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()

@@ -4,6 +4,7 @@ In small in the conformance suite; here the models are real ones.
 """
 
 import dataclasses
+import json
 from unittest import mock
 
 import jax
@@ -27,6 +28,10 @@ from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
+from specdec_jax.drafters.translation_memory import (
+  remember,
+  translation_memory,
+)
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.engine import Engine
@@ -113,6 +118,53 @@ def test_greedy_outputs_are_the_targets_own(target, plain, tokenizer, kind):
   found = engine_of(tokenizer, target, KINDS[kind](target)).generate(TEXTS)
   assert [one.tokens for one in found] == plain
   assert sum(one.stats.num_tested for one in found) > 0
+
+
+# --- A translation memory -----------------------------------------------------
+
+
+def test_what_was_said_before_costs_few_calls(target, plain, tokenizer):
+  reads = engine_of(tokenizer, target, None).input_ids
+  said = [[*reads(t), *ids] for t, ids in zip(TEXTS, plain, strict=True)]
+  drafter = translation_memory(remember(said[:2]), min_match=4)
+  found = engine_of(tokenizer, target, drafter).generate(TEXTS)
+  assert [one.tokens for one in found] == plain
+  calls = [one.stats.num_target_calls for one in found]
+  fewest = [-(-len(ids) // 4) for ids in plain]  # gamma is 3
+  assert calls[:2] == fewest[:2] and calls[2:] > fewest[2:]
+
+
+def test_a_memory_is_read_from_what_a_user_has(target, tokenizer, tmp_path):
+  pairs = [('a cat', 'the dog'), ('the red house', 'here')]
+  files = {
+    'pairs.tsv': '\n'.join('\t'.join(pair) for pair in [*pairs, ('a', '')]),
+    'task.jsonl': _records('inputs', 'targets', pairs),
+    'predictions.jsonl': _records('inputs', 'prediction', pairs),
+    'outputs.txt': '\n'.join(said for _, said in pairs),
+  }
+  for name, text in files.items():
+    path = tmp_path / name
+    path.write_text(text)
+    engine = engine_of(tokenizer, target, None, memory=str(path))
+    wanted = []
+    for source, said in pairs:
+      wanted += engine.input_ids(source) if name != 'outputs.txt' else []
+      wanted += engine.output_ids(said)
+    assert engine.drafter.params.tokens.tolist() == wanted
+  for text, message in (
+    ('', 'two tokens or more.* 0'),
+    ('a\tb\tc\n', 'line 1'),
+    (b'a\t\xff\n', 'line 1.*UTF-8'),
+  ):
+    path = tmp_path / 'broken.tsv'
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message):
+      engine_of(tokenizer, target, None, memory=str(path))
+
+
+def _records(source, target, pairs):
+  lines = (json.dumps({source: one, target: two}) for one, two in pairs)
+  return ''.join(f'{line}\n' for line in lines)
 
 
 # --- What does not fit --------------------------------------------------------

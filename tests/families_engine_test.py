@@ -1,6 +1,6 @@
-"""GPT, Llama, Qwen, Gemma and T5Gemma in the engine: one suite for all.
+"""All families in the engine: the features that `support.toml` says they have.
 
-Greedy, beams, pools, scores; what a decoder's texts begin with.
+Also scores, and what a decoder's texts begin with.
 """
 
 import dataclasses
@@ -11,27 +11,37 @@ import pytest
 
 import toy_families
 from small_vocabulary import VOCAB_SIZE
+from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
+from specdec_jax.models import base
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5gemma import T5GemmaConfig
-from toy_families import DECODERS, GEMMA3, GPT2, ONE, T5X, TWO
+from specdec_jax.tree_shape import branching
+from toy_families import DECODERS, GEMMA3, GPT2, NLLB, ONE, SUPPORT
 
 # A layer of each kind is enough, `model_conformance_test` has more.
 _KINDS = {'num_layers': 2, 'layer_kinds': ('local', 'global')}
-FAMILIES = DECODERS | {
+FAMILIES = toy_families.ALL | {
+  **{
+    name: dataclasses.replace(config, num_layers=2)
+    for name, config in DECODERS.items()
+  },
   'Gemma 3': dataclasses.replace(GEMMA3, **_KINDS),
   'GPT-2': dataclasses.replace(GPT2, num_positions=128),
-  'T5X': T5X,
+  # The vocabulary's padding; its end begins an output.
+  'NLLB': dataclasses.replace(NLLB, num_decoder_layers=2, pad_id=0, start_id=1),
   'T5Gemma': dataclasses.replace(
     ONE, decoder=dataclasses.replace(ONE.decoder, **_KINDS)
   ),
-  'T5Gemma 2': TWO,
 }
 # Texts and ids of several lengths; nothing at all is a text as well.
 TEXTS = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house sings here']
 LENGTH = 20  # more than twice Gemma's window
 BOS = 2
+# A target's parameters are multiplied by the first number, and a drafter's are
+# the target's by the second and others by the rest: it is to agree, not always.
+_SCALES = {'T5Gemma': (0.75, 0.93), 'T5Gemma 2': (0.75, 0.93)}
 
 
 def make(name, seed=0):
@@ -45,23 +55,25 @@ def make(name, seed=0):
   else:
     config = dataclasses.replace(config, **size)
   network, params = toy_families.make(config, seed)
-  if network.has_encoder:  # smaller: a drafter is to agree with its target
-    params = jax.tree.map(lambda leaf: 0.75 * leaf, params)
-  return network, params
+  scale, _ = _SCALES.get(name, (1.0, 0.0))
+  return network, jax.tree.map(lambda leaf: scale * leaf, params)
 
 
 def models(name):
   """A target and a drafter that often agree, but not always."""
   network, target = make(name)
   _, other = make(name, seed=1)
-  near = 0.93 if network.has_encoder else 0.9
+  _, near = _SCALES.get(name, (1.0, 0.9))
   draft = jax.tree.map(lambda a, b: near * a + (1 - near) * b, target, other)
-  return Model(network, target, bos_id=BOS), Model(network, draft)
+  reads_bos = not (network.has_encoder and base.ends_inputs(network))
+  bos_id = BOS if reads_bos else None
+  return Model(network, target, bos_id=bos_id), Model(network, draft)
 
 
 def make_engine(name, tokenizer, **changes):
   settings = {'gamma': 3, 'max_input_len': 24, 'max_decode_len': LENGTH}
-  return Engine(*models(name), tokenizer=tokenizer, **settings | changes)
+  pair = dict(zip(('target', 'drafter'), models(name), strict=True))
+  return Engine(**pair | settings | changes, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope='module')
@@ -70,11 +82,17 @@ def engine(request, tokenizer):
   return make_engine(request.param, tokenizer)
 
 
-def in_families(*quick, slow=()):
-  """A test of several families, of which the quick run has some."""
-  cases = [pytest.param(name, name, id=name) for name in quick]
-  cases += [
-    pytest.param(name, name, id=name, marks=pytest.mark.slow) for name in slow
+def in_families(*quick, feature=None):
+  """A test of some families, and slowly of all that have the feature."""
+  have = [
+    row['network'] for row in SUPPORT.values() if feature in row['features']
+  ]
+  assert {*quick} <= {*have} or feature is None
+  cases = [
+    pytest.param(
+      name, name, id=name, marks=[pytest.mark.slow] * (name not in quick)
+    )
+    for name in dict.fromkeys((*quick, *have))
   ]
   return pytest.mark.parametrize(('name', 'engine'), cases, indirect=['engine'])
 
@@ -100,9 +118,7 @@ def logits_behind(network, params, read, outputs):
   return np.asarray(logits)[:, begin : begin + length]
 
 
-@in_families(
-  'GPT-2', 'T5Gemma', slow=('T5X', 'Llama 3', 'Gemma 3', 'T5Gemma 2')
-)
+@in_families('GPT-2', 'T5Gemma', feature='greedy')
 def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   have = engine.generate(TEXTS)
   want = engine.generate(TEXTS, speculative=False)
@@ -110,11 +126,14 @@ def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   accepted = sum(c.stats.num_accepted for c in have)
   assert 0 < accepted < sum(c.stats.num_tested for c in have)
   for item, completion in zip(TEXTS, have, strict=True):
-    ids = tokenizer.encode(item) if isinstance(item, str) else item
-    out = completion.tokens
+    out, ids = completion.tokens, engine.input_ids(item)
+    if not out:  # nothing begins an empty text
+      assert item == '' and engine.bos_id is None
+      continue
     assert len(out) == LENGTH or out[-1] == tokenizer.eos_id
     padded = np.array([out + [0] * (LENGTH - len(out))])
-    best = logits_behind(*make(name), [BOS, *ids], padded)[0].argmax(-1)
+    best = logits_behind(*make(name), ids, padded)
+    best = best[0].argmax(-1)
     assert out == best[: len(out)].tolist()
 
 
@@ -132,15 +151,30 @@ def test_scores_are_those_of_decoding(name, engine):
   assert abs(other.log_probs[-1] - done[0].log_probs[-1]) > 1e-3
 
 
-@in_families(slow=('T5Gemma 2',))
+@in_families('GPT-2', feature='trees')
+def test_trees(name, engine, tokenizer):
+  """More of a tree is kept than of a chain that is as deep."""
+  _, draft = models(name)
+  shape = branching(3, 1, 1)
+  tree = make_engine(name, tokenizer, drafter=small_model_tree(draft, shape))
+  have, chain = tree.generate(TEXTS), engine.generate(TEXTS)
+  assert [c.tokens for c in have] == [c.tokens for c in chain]
+  calls = [
+    sum(c.stats.num_target_calls for c in done) for done in (have, chain)
+  ]
+  assert calls[0] < calls[1]
+
+
+@in_families(feature='beams')
 def test_beams(name, engine):
   have = engine.generate(TEXTS, num_beams=3, speculative=True)
   want = engine.generate(TEXTS, num_beams=3, speculative=False)
   assert [c.tokens for c in have] == [c.tokens for c in want]
 
 
-@in_families(slow=('Gemma 3',))
+@in_families(feature='server')
 def test_rows_that_come_and_go(name, engine):
+  """Greedy ones and samples, as the server has them in its slots."""
   sampling = [0.0, 1.0, 0.0, 1.0, 0.0]
   want = engine.generate(TEXTS, temperature=sampling)
   have = Continuous(engine, PoolSettings(rows=2)).generate(

@@ -10,33 +10,40 @@ import pytest
 import folders
 import specdec_jax
 from small_vocabulary import network as t5_of
+from specdec_jax.checkpoints import families
+from toy_families import SUPPORT
 
-# Modules that adapters are for, as PEFT calls them; one of GPT-2's is square.
-MODULES = {
-  't5': [
-    'encoder.block.0.layer.0.SelfAttention.q',
-    'decoder.block.1.layer.1.EncDecAttention.v',
-    'decoder.block.0.layer.2.DenseReluDense.wo',
-  ],
-  'llama': ['model.layers.0.self_attn.q_proj', 'model.layers.2.mlp.down_proj'],
-  'gpt2': [
-    'transformer.h.0.attn.c_attn',
-    'transformer.h.1.attn.c_proj',
-    'transformer.h.1.mlp.c_proj',
-  ],
-}
 RANK, ALPHA = 3, 7
+MERGED = {
+  name
+  for row in SUPPORT.values()
+  for name in row['model_type']
+  if 'lora' in row['features']
+}
 
 
 def write(folder, family, arrays):
   folders.write_arrays(folder, arrays, folders.FOLDERS[family][0])
 
 
+def modules_of(family):
+  """Modules that an adapter is for, as PEFT calls them: some of each kind."""
+  described, config = folders.FOLDERS[family]
+  rows = families.table(families.FAMILIES[described['model_type']], config)
+  kernels = [
+    row.name.removesuffix('.weight')
+    for name, row in rows.items()
+    if name.endswith('/kernel') and 'logits' not in name
+  ]
+  prefix = folders.PREFIXES.get(family, '')
+  return [prefix + name for name in dict.fromkeys(kernels)][::2]
+
+
 def adapter_of(family, base):
   """Module -> A [r, in] and B [out, r]."""
   rng = np.random.default_rng(1)
   found = {}
-  for module in MODULES[family]:
+  for module in modules_of(family):
     out, into = base[f'{module}.weight'].shape[:: -1 if family == 'gpt2' else 1]
     halves = rng.standard_normal((RANK, into)), rng.standard_normal((out, RANK))
     found[module] = tuple(half.astype(np.float32) for half in halves)
@@ -104,10 +111,11 @@ def check_same(have, want, rtol):
       {'use_rslora': True, 'rank_pattern': {'wo': RANK}},
       RANK**0.5,
     ),
-    ('gpt2', np.float32, {}, RANK),
     ('llama', jnp.bfloat16, {}, RANK),
+    *((name, np.float32, {}, RANK) for name in sorted(MERGED - {'t5'})),
   ],
 )
+@pytest.mark.filterwarnings('ignore:.*arrays are for images')
 def test_an_adapter_is_merged(family, dtype, said, divided, tmp_path):
   base = folders.arrays_of(family, dtype=dtype)
   write(tmp_path / 'base', family, base)

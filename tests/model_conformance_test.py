@@ -15,7 +15,7 @@ import pytest
 
 import toy_families as toys
 from specdec_jax import partitioning
-from specdec_jax.models import backend, sizes
+from specdec_jax.models import backend, integers, sizes
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
 from specdec_jax.models.rope import Rope
@@ -191,6 +191,30 @@ def test_bfloat16_stays_close(config):
   # T5's scores are not scaled: with such parameters a softmax is sharp.
   bound = 0.2 if isinstance(config, T5Config) else 0.05
   assert 0 < error < bound * want.std()
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(
+      name, marks=[pytest.mark.slow] * (name not in ('T5 1.1', 'GPT-2'))
+    )
+    for name in toys.ALL
+  ],
+)
+def test_kernels_of_eight_bits(name):
+  """Logits are those of the rounded numbers as floats."""
+  config = toys.ALL[name]
+  network, params = make(config)
+  rounded = integers.rounded(params)
+  placed = partitioning.place(params, partitioning.Placement(dtype='int8'))
+  given = inputs_of(config), tokens(2, 3, 40)
+  have, want, floats = (
+    np.asarray(logits_of(network, one, *given))
+    for one in (placed, integers.in_floats(rounded), params)
+  )
+  near(have, want, 1e-4)
+  assert differs(floats, want)
 
 
 def test_a_scale_near_one_is_not_rounded():

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import types
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+import toy_models
 from specdec_jax import partitioning
 from specdec_jax.training import data, losses, outputs, trainer
 from specdec_jax.training.outputs import OutputsConfig
@@ -41,6 +43,79 @@ def test_another_target_does_not_recompile():
   loop._objective = objective.replace(target_params=target_params(2))
   assert loop.evaluate(target_params())['agreement'] < 0.9
   assert loop._evaluate._cache_size() == compiled
+
+
+def test_what_the_target_says_is_computed_once(tmp_path):
+  """Every epoch has the batches of the first one, in another order."""
+  rng = np.random.default_rng(1)
+  pairs = [(rng.integers(3, 16, 6), rng.integers(3, 16, 6)) for _ in range(60)]
+  packing = data.PackingConfig((1.0,), (20,), 320, 160)
+
+  def ids(batches, number):
+    return [batch.targets.tobytes() for batch in batches.epoch(number)]
+
+  anew = data.PackedBatches(pairs, packing)
+  same = data.PackedBatches(pairs, packing, regroups=False)
+  assert ids(same, 0) == ids(anew, 0) and len(ids(same, 0)) == 4
+  assert {*ids(same, 0)} == {*ids(same, 1)} and ids(same, 0) != ids(same, 1)
+  assert {*ids(anew, 0)} != {*ids(anew, 1)}
+  objective = losses.Distillation(MODEL, MODEL, target_params())
+  config = trainer.TrainConfig(steps=9)
+  loop = trainer.Trainer(objective, config, same, log=str, keeps_known=True)
+  with mock.patch.object(loop, '_know', wraps=loop._know) as know:
+    loop.train(target_params(2), tmp_path)
+  assert know.call_count == 4 + 1  # an empty one, which is compiled for
+  for batch in same.epoch():
+    kept, read = (
+      loop._gradient(objective, target_params(2), one, jax.random.key(0))[1]
+      for one in (loop._with_known(batch), batch)
+    )
+    for name in read:
+      assert float(kept[name]) == pytest.approx(float(read[name]), rel=1e-2)
+
+
+def _next_law(params, inputs, fed):
+  return jax.nn.softmax(MODEL.logits(params, inputs, fed)[0, -1])
+
+
+def test_a_drafter_learns_along_outputs_of_its_own():
+  """They follow its distribution, and are what a batch then is made of."""
+  rows, places = 3000, 3
+  inputs = np.tile(np.array([5, 9, 1], np.int32), (rows, 1))
+  # The last row is all padding.
+  targets = np.full((rows, places), 7, np.int32)
+  targets[-1] = data.NO_TOKEN
+  batch, key = data.Batch(inputs, targets), jax.random.key(0)
+  params = target_params(2)
+  _, _, own_key = jax.random.split(key, 3)
+  law_after = functools.partial(jax.jit(_next_law), inputs=inputs[:1])
+  end = int(np.argsort(law_after(params, fed=np.zeros((1, 1), int)))[-2])
+  own = np.asarray(
+    losses.own_outputs(MODEL, params, batch, own_key, start_id=0, eos_id=end)
+  )
+  is_end = own == end
+  behind = np.cumsum(is_end, axis=1) - is_end > 0
+  assert ((own == data.NO_TOKEN) == behind).all() and behind.any()
+  # The first token, and the one behind the most frequent first one.
+  often = np.bincount(own[:, 0]).argmax()
+  for said, fed in (
+    (own[:, 0], [[0]]),
+    (own[own[:, 0] == often, 1], [[0, often]]),
+  ):
+    counts = np.bincount(said, minlength=16)
+    law = np.asarray(law_after(params, fed=np.array(fed)))
+    warmer = law**0.8  # the control: another temperature
+    assert toy_models.chi_squared_p_value(counts, law) > 1e-4
+    assert toy_models.chi_squared_p_value(counts, warmer / warmer.sum()) < 1e-9
+  objective = losses.Distillation(MODEL, MODEL, target_params(), 0, end, 1.0)
+  made = jax.tree.map(float, objective.sums(params, batch, key))
+  own = np.array(own)
+  own[-1] = data.NO_TOKEN
+  plain = objective.replace(own_share=0.0)
+  own_batch = batch._replace(targets=own)
+  wanted = jax.tree.map(float, plain.sums(params, own_batch, key))
+  assert made == pytest.approx(wanted, rel=1e-5)
+  assert objective.sums(params, batch) == plain.sums(params, batch)
 
 
 def test_a_sample_depends_on_its_number_not_on_its_neighbours():

@@ -89,8 +89,15 @@ def test_an_error_is_shown(browser):
   write(browser, 'text', 'Q' * 99)
   at(browser, 'go').click()
   wait_until(lambda: at(browser, 'message').text)
-  assert '40 at most' in at(browser, 'message').text
+  assert '32 at most' in at(browser, 'message').text
   assert at(browser, 'go').is_enabled()
   script = 'return document.documentElement.scrollWidth - innerWidth'
   assert browser.execute_script(script) <= 0, 'it is too wide'
+  # Nothing makes a telephone zoom, and a finger meets each field.
+  for field in browser.find_elements('css selector', '.row *, textarea'):
+    if (
+      field.tag_name in ('input', 'textarea', 'button') and field.is_displayed()
+    ):
+      assert float(field.value_of_css_property('font-size')[:-2]) >= 16
+      assert field.rect['height'] >= 44
   assert not at(browser, 'key').is_displayed()  # none is needed

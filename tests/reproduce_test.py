@@ -83,12 +83,15 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
 
   monkeypatch.setattr(plots, 'save_plot', save)
   forced = COSTS | {'settings': {'forced_acceptance': 0.75}}
+  nothing_read = {'draft_encoder': {'median': 0.0}}
+  without = COSTS | {'times_ms': COSTS['times_ms'] | nothing_read}
   first, second = tmp_path / 'a.png', tmp_path / 'b.png'
   for draw in (
     plots.plot_figure2,
     plots.plot_figure3,
     lambda path: plots.plot_figure4(path, [forced]),
     lambda path: plots.plot_figure5(path, RUNS, COSTS),
+    lambda path: plots.plot_figure5(path, RUNS, without),
   ):
     draw(first)
     with matplotlib.rc_context({'lines.linewidth': 9.0, 'font.size': 30.0}):
@@ -100,6 +103,12 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
   assert left.lines[-1].get_markerfacecolor() == 'white'
   texts = {text.get_text() for text in figures[6].axes[0].texts}
   assert {'12 tokens\n51 ms', '12 tokens\n23.5 ms'} <= texts
+  # A drafter that reads nothing has no such call, nor a name for it.
+  legends = [
+    [text.get_text() for text in figure.axes[0].get_legend().texts]
+    for figure in (figures[6], figures[8])
+  ]
+  assert plots.DRAFT_START in legends[0] and plots.DRAFT_START not in legends[1]
 
 
 # --- Runs ----------------------------------------------------------------
@@ -218,7 +227,8 @@ def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
   shown = {'engine': lambda: engine, 'costs': SUITE, 'text': '<b>the dog'}
   config = ReproduceConfig(['figure1', 'figure5'], str(tmp_path), **shown)
   *figures, report = reproduce.reproduce(config, quiet())
-  assert [path.name for path in figures] == ['figure1.html', 'figure5.png']
+  names = ['figure1.html', 'figure1.svg', 'figure5.png']
+  assert [path.name for path in figures] == names
   assert '&lt;b&gt;the dog' in figures[0].read_text('utf-8')
   text = report.read_text('utf-8')
   assert '\n[Figure 1: one generation, as a page](figure1.html)' in text

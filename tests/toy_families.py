@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ from specdec_jax import (
   T5Config,
   T5GemmaConfig,
 )
+from specdec_jax.checkpoints import families
 from specdec_jax.models.families import network_of
 
+# What docs/models.md says of each family.
+SUPPORT = families.read_tables(pathlib.Path(__file__).with_name('support.toml'))
 T5_1_1 = T5Config(
   vocab_size=60,
   emb_dim=32,

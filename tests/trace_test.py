@@ -4,6 +4,7 @@ import html
 import io
 import itertools
 import re
+from xml.etree import ElementTree
 
 import pytest
 import rich.console
@@ -117,3 +118,25 @@ def test_page_is_whole_escaped_and_self_contained():
   rows = re.findall(r'<td>(\d+ of \d+)</td>', text)
   assert rows == ['3 of 3', '0 of 1', '1 of 2', '2 of 2']
   assert '6 of 8 judged' in text  # their sums
+
+
+def test_picture_is_escaped_aligned_and_has_no_empty_margin():
+  picture = ElementTree.fromstring(trace.Trace('<img> & \x1b', ROUNDS).svg())
+  texts = list(picture.iter('{http://www.w3.org/2000/svg}text'))
+  said = [text.text for text in texts]
+  assert said[0] == '<img> & \ufffd' and '<script>x</script>' in said
+  assert said[-4:] == list(trace.MEANING.values())
+  kinds = [kind for one in ROUNDS for kind, _ in one.parts]
+  assert [t.get('class') for t in texts if t.get('class') in kinds][
+    :-4
+  ] == kinds
+  starts = [float(text.get('x')) for text in texts]
+  ends = [
+    x + float(t.get('textLength')) for x, t in zip(starts, texts, strict=True)
+  ]
+  assert 0 < float(picture.get('width')) - max(ends) < 40
+  first, second = (starts[said.index(word)] for word in (' 1', ' 2'))
+  assert (
+    first == second
+    and starts[said.index('alte')] == starts[said.index('"laut"')]
+  )

@@ -25,6 +25,11 @@ from specdec_jax.decoding.state import DecodeState, Request
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.only_token import only_token
 from specdec_jax.drafters.small_model import alone, as_drafter
+from specdec_jax.drafters.translation_memory import (
+  Memory,
+  remember,
+  translation_memory,
+)
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import compilation_cache, pair, scoring, trace
 from specdec_jax.engine.classification import classify
@@ -46,6 +51,7 @@ from specdec_jax.models.base import ends_inputs, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.text.chat import RenderedIds
+from specdec_jax.text.tasks import read_pairs
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import FinishReason, Generation, LengthRule
@@ -118,6 +124,7 @@ class Engine:
     target_lang: str | None = None,
     split_special_tokens: bool | None = None,
     skip_special_tokens: bool | None = None,
+    memory: str | None = None,
   ):
     """Checks that the pair fits and puts its parameters on the device.
 
@@ -158,6 +165,9 @@ class Engine:
         see `Tokenizer`, whose own setting is taken if it is None.
       skip_special_tokens: whether special tokens have no text in an output;
         None takes the tokenizer's own setting.
+      memory: file of texts of before, which propose first, see
+        `translation_memory`: pairs (.tsv), records of `specdec decode`
+        (predictions.jsonl) or of a task (.jsonl), or lines of outputs.
 
     Raises:
       ValueError: vocabularies or tokenizers differ, a number is too small,
@@ -171,6 +181,7 @@ class Engine:
     check_type('split_special_tokens', split_special_tokens, bool | None)
     check_type('skip_special_tokens', skip_special_tokens, bool | None)
     check_type('cache_folder', cache_folder, str | os.PathLike | None)
+    check_type('memory', memory, str | None)
     self.chooses_gamma = gamma is None
     self.gamma = _USUAL_GAMMA if gamma is None else gamma
     self.fallback = fallback
@@ -200,6 +211,11 @@ class Engine:
     self.tokenizer, self.target = tokenizer, target.network
     self.source_lang, self.target_lang = source_lang, target_lang
     self.languages()  # or an error
+    self.bos_id = bos_id
+    self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
+    if memory is not None:
+      first = translation_memory(self._memory(memory))
+      drafter = first if drafter is None else with_fallback(first, drafter)
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
@@ -212,8 +228,6 @@ class Engine:
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
     self.batch_size = batch_size
-    self.bos_id = bos_id
-    self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     self.models = {'target': target.without_params()}
     if drafter is not None and (small := alone(drafter)) is not None:
       self.models['draft'] = small.without_params()
@@ -414,6 +428,18 @@ class Engine:
     begins = self.target.has_encoder and ends_inputs(self.target)
     first = self.ids_around()[0] if begins else []
     return [*first, *encoded(self.tokenizer, text), end]
+
+  def _memory(self, path: str) -> Memory:
+    """A memory of the texts of a file, as this engine reads and says them."""
+    end = self.output_ids('')[-1]
+    return remember(
+      [
+        *(self.input_ids(source) if source else ()),
+        *encoded(self.tokenizer, target),
+        end,
+      ]
+      for source, target in read_pairs(path)
+    )
 
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.

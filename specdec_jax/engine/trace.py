@@ -1,9 +1,10 @@
 """Figure 1: which proposals of one generation were accepted, round by round.
 
 `record` decodes one text and keeps what the drafter proposed, `spell` turns the
-ids into text, and a `Trace` shows itself on a terminal and as an HTML page. No
-mark is by colour alone: rejected tokens are struck through, those of the target
-are underlined, and without colour there are brackets.
+ids into text, and a `Trace` shows itself on a terminal, as an HTML page and
+as an SVG picture. No mark is by colour alone: rejected tokens are struck
+through, those of the target are underlined, and without colour there are
+brackets.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import string
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+import rich.cells
 import rich.console
 import rich.table
 import rich.text
@@ -27,10 +29,10 @@ Token = TypeVar('Token')
 
 ACCEPTED, REJECTED, UNUSED, TARGET = 'accepted', 'rejected', 'unused', 'target'
 MEANING = {
-  ACCEPTED: 'proposed by the drafter and accepted',
+  ACCEPTED: 'proposed and kept',
+  TARGET: "the target's own",
   REJECTED: 'proposed and rejected',
-  UNUSED: 'proposed after a rejection, so not judged',
-  TARGET: "the target's own token",
+  UNUSED: 'not judged',
 }
 # Without colour: the notation of wdiff, and one mark more; with it: the style;
 # in a page: the tag.
@@ -41,9 +43,12 @@ _MARKS = {
   TARGET: ('{+', '+}', 'bold blue underline', 'ins'),
 }
 _INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
-_PAGE = string.Template(
-  pathlib.Path(__file__).with_name('trace.html').read_text('utf-8')
+_PAGE, _PICTURE = (
+  string.Template(pathlib.Path(__file__).with_name(name).read_text('utf-8'))
+  for name in ('trace.html', 'trace.svg')
 )
+# Of a picture, in pixels: a character, a line, and what is around all of it.
+_CHARACTER, _LINE, _MARGIN = 8.4, 30, 16
 # Heights of a trace's frame: one row, everything around the rows, the maximum.
 _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
 
@@ -287,6 +292,39 @@ class Trace:
       rows='\n'.join(rows),
     )
 
+  def svg(self) -> str:
+    """A picture, for a light or a dark page: a line for each round.
+
+    Tokens that have one place in their round stand below each other.
+    """
+    lines = [
+      [('quiet', f'{number:>2}')]
+      + [(kind, shown(piece)[1]) for kind, piece in step.parts]
+      for number, step in enumerate(self.rounds, start=1)
+    ]
+    columns = itertools.zip_longest(*lines, fillvalue=(UNUSED, ''))
+    longest = [
+      max(column, key=lambda part: _width(part[1])) for column in columns
+    ]
+    counted = summary(self.rounds).partition(';')[0]  # the rest is longer
+    source = shown(self.source)[1]
+    said = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
+    body: list[str] = []
+    right = 0.0
+    for row, parts in enumerate([*said, *lines, [*MEANING.items()]]):
+      widths = [
+        _width(text) for _, text in (longest if parts in lines else parts)
+      ]
+      places = itertools.accumulate(widths, initial=_MARGIN)
+      body += map(_drawn, parts, places, itertools.repeat(row))
+      right = max(right, sum(widths))
+    return _PICTURE.substitute(
+      title=html.escape(f'{self._title}: {source}'),
+      width=round(right + _MARGIN),
+      height=_LINE * (len(lines) + 3) + _MARGIN,
+      body='\n'.join(body),
+    )
+
   def _repr_html_(self) -> str:
     """The page, in a frame that keeps its style to itself."""
     height = min(_AROUND_REM + _ROW_REM * len(self.rounds), _MOST_REM)
@@ -294,6 +332,25 @@ class Trace:
       f'<iframe sandbox title="Trace" srcdoc="{html.escape(self.page())}"'
       f' style="width: 100%; height: {height:g}rem; border: 0"></iframe>'
     )
+
+
+def _width(text: str) -> float:
+  """Pixels that a text takes in a picture, a gap behind it included."""
+  return _CHARACTER * rich.cells.cell_len(text) + _MARGIN
+
+
+def _drawn(part: tuple[str, str], x: float, row: int) -> str:
+  """A text of a kind in a picture; without one of `MEANING` it has no box."""
+  kind, text = part
+  y, width = _MARGIN + _LINE * row, _width(text) - _MARGIN
+  box = (
+    f'<rect x="{x - 4:g}" y="{y:g}" width="{width + 8:g}" height="22" rx="4"/>'
+  )
+  return (
+    f'<g class="{kind}">{box if kind in MEANING else ""}<text class="{kind}"'
+    f' x="{x:g}" y="{y + 16:g}" textLength="{width:g}"'
+    f' lengthAdjust="spacingAndGlyphs">{html.escape(text)}</text></g>'
+  )
 
 
 def _tagged(kind: str, piece: str) -> str:

@@ -211,7 +211,8 @@ def _rows(
     gamma: Any = method.options.get('gamma')
     predicted = None
     if gamma in config.gammas and rows == 1 and chosen is not None:
-      predicted = _predicted(chosen, gamma, plain.tokens // config.repeats)
+      lengths, ms = plain.tokens // config.repeats, plain.ms / config.repeats
+      predicted = _predicted(chosen, gamma, lengths, ms)
     measured.append(
       {
         'method': method.name,
@@ -319,13 +320,25 @@ def _measured(timed: Timed, plain: Timed) -> dict[str, Any]:
 
 
 def _predicted(
-  chosen: Calibration, gamma: int, lengths: np.ndarray
+  chosen: Calibration, gamma: int, lengths: np.ndarray, plain_ms: np.ndarray
 ) -> float | None:
-  """The speed-up of outputs by a calibration; None if it does not say."""
-  times = chosen.times_ms(1).items()
-  costs = call_costs({name: ms['median'] for name, ms in times})
+  """The speed-up of outputs by a calibration; None if it does not say.
+
+  Whatever plain decoding takes besides its calls, such as the encoder, the
+  tokenizer and the way to the device, speculation is taken to need as well.
+
+  Args:
+    chosen: the calibration.
+    gamma: proposals per round.
+    lengths: tokens of each output.
+    plain_ms: what plain decoding took for each.
+  """
+  times = {name: ms['median'] for name, ms in chosen.times_ms(1).items()}
+  costs = call_costs(times)
   if gamma + 1 > len(costs.call_cost):
     return None
+  besides = (plain_ms / times['call_1'] - lengths).mean().item()
+  costs = costs._replace(start=max(costs.start, besides))
   alpha = chosen.record['acceptance_rate']['alpha']
   return costs.speed_up(lengths.tolist(), alpha, gamma)
 
@@ -402,33 +415,34 @@ def plot(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
     at_once = f', {row["rows"]} rows' if row.get('rows', 1) > 1 else ''
     label = f'temperature {row["temperature"]:g}{at_once}'
     series.setdefault(label, []).append(row)
-  height = 0.8 / len(series)
+  height = 0.6 / len(series)
 
   def draw(figure):
     axes = figure.subplots()
     for i, (label, shown) in enumerate(series.items()):
       places = [names.index(row['method']) + i * height for row in shown]
-      color = PALETTE[i % len(PALETTE)]
-      axes.barh(
-        places,
-        [row['speed_up'] for row in shown],
-        height * 0.9,
-        color=color,
-        label=label,
+      measured, predicted, *ends = (
+        np.array([row.get(name) for row in shown], float)  # None is NaN
+        # Records of before had the extremes of the repetitions.
+        for name in ('speed_up', 'predicted', 'least', 'most')
       )
-      for place, row in zip(places, shown, strict=True):
-        if row['speed_up_interval'] is not None:
-          axes.plot(row['speed_up_interval'], [place] * 2, 'k-', linewidth=1)
-        if row['predicted'] is not None:
-          axes.plot(row['predicted'], place, 'kx')
+      for place, row in enumerate(shown):
+        if interval := row.get('speed_up_interval'):
+          ends[0][place], ends[1][place] = interval
+      style: Any = {'color': PALETTE[i % len(PALETTE)]}
+      errors = np.abs(ends - measured)
+      axes.errorbar(
+        measured, places, None, errors, 'o', capsize=3, **style, label=label
+      )
+      if not np.isnan(predicted).all():
+        axes.plot(predicted, places, 'x', **style, label=f'{label}, predicted')
     middle = height * (len(series) - 1) / 2
     axes.set_yticks([i + middle for i in range(len(names))], names)
     axes.invert_yaxis()
-    axes.axvline(1, color='#888888', linewidth=1)
-    axes.set_xlabel(
-      'speed-up over plain decoding, 95 % interval over texts; x: predicted'
-    )
-    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))  # covers no bar
-    axes.set_title(record['machine']['device'])
+    axes.axvline(1, color='#888888', label='plain decoding')
+    axes.set_xlabel('times as fast as plain decoding, and its interval')
+    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))  # covers no point
+    pair = record.get('pair', 'Demo pair')
+    figure.suptitle(f'{pair} on {where(record)}', fontsize='small')
 
-  table.save_plot(path, draw, (7.2, 1.6 + 0.5 * len(names)))
+  table.save_plot(path, draw, (7.2, 1.2 + 0.35 * len(names)))

@@ -122,13 +122,13 @@ def _draw_points(axes: Any, records: Sequence[Record]) -> None:
 # --- Figure 5: when the encoders, the drafter and the target run ------------
 
 TARGET_ENCODER = "target's encoder"
-DRAFT_ENCODER = "drafter's encoder"
+DRAFT_START = 'drafter reads the input'
 DRAFT = 'draft call, one token'
 TARGET = 'target call'
 # The paper's colours, as near as the palette has them, and heights.
 _CALLS = {
   TARGET_ENCODER: ('#F0E442', 0.7),
-  DRAFT_ENCODER: ('#E69F00', 0.42),
+  DRAFT_START: ('#E69F00', 0.42),
   DRAFT: ('#0072B2', 0.42),
   TARGET: ('#CC79A7', 0.7),
 }
@@ -140,7 +140,7 @@ class Call(NamedTuple):
   """One call of a row.
 
   Attributes:
-    kind: TARGET_ENCODER, DRAFT_ENCODER, DRAFT or TARGET.
+    kind: TARGET_ENCODER, DRAFT_START, DRAFT or TARGET.
     begin_ms: when the call begins, since the start.
     end_ms: when it ends.
     num_tokens: tokens by which the output grew; 0 for all but target calls.
@@ -166,8 +166,8 @@ def calls(
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
   draft_ms = ratios.get(gamma, 0.0) * median['call_1']
   parts = [(TARGET_ENCODER, median['encoder'], 0)]
-  if gamma:
-    parts.append((DRAFT_ENCODER, median['draft_encoder'], 0))
+  if gamma and median['draft_encoder']:  # none: there is nothing to read
+    parts.append((DRAFT_START, median['draft_encoder'], 0))
   for count in tokens_per_round:
     parts += [(DRAFT, draft_ms, 0)] * gamma
     parts.append((TARGET, median[f'call_{gamma + 1}'], count))
@@ -213,19 +213,20 @@ def plot_figure5(
 
 def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
   for kind, (color, height) in _CALLS.items():
+    # A gap shows where a call ends. White edges of a fixed width would hide
+    # short calls completely.
+    spans = [
+      (call.begin_ms, _DRAWN * (call.end_ms - call.begin_ms))
+      for call in row
+      if call.kind == kind
+    ]
     axes.broken_barh(
-      # A gap shows where a call ends. White edges of a fixed width would hide
-      # short calls completely.
-      [
-        (call.begin_ms, _DRAWN * (call.end_ms - call.begin_ms))
-        for call in row
-        if call.kind == kind
-      ],
+      spans,
       (at - height / 2, height),
       facecolor=color,
       linewidth=0,
       snap=False,  # with it, some of several equal calls are a pixel wider
-      label=None if at else kind,
+      label=kind if spans and not at else None,
     )
   counted = [call for call in row if call.num_tokens]
   for call in counted if len(counted) <= _MOST_COUNTS else ():

@@ -215,6 +215,8 @@ class _Work:
     self.console.print(figure)
     path = self._figure('figure1.html', 'Figure 1: one generation, as a page')
     files.write_atomically(path, figure.page().encode())
+    path = self._figure('figure1.svg', 'Figure 1: one generation')
+    files.write_atomically(path, figure.svg().encode())
 
   def figure2(self):
     path = self._figure('figure2.png', 'Figure 2: expected tokens per round')

@@ -148,7 +148,7 @@ def write(
   parts += [comparison.markdown() for comparison in comparisons]
   for name, meaning in figures.items():
     # Pictures are shown in the report; pages are linked.
-    mark = '!' if name.endswith('.png') else ''
+    mark = '!' if name.endswith(('.png', '.svg')) else ''
     parts.append(f'{mark}[{plain_markdown(meaning)}]({name})')
   parts += [f'Measured on {plain_markdown(machine)}.' for machine in machines]
   path = pathlib.Path(output_dir) / REPORT

@@ -706,6 +706,30 @@ def read_inputs(path: str) -> list[str]:
   return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
 
 
+def read_pairs(path: str) -> Iterator[tuple[str, str]]:
+  """Yields the source and the target of each line that has a target.
+
+  A line of text is a target, whose source is ''. The targets of what `specdec
+  decode` has written, predictions.jsonl, are its predictions.
+
+  Raises:
+    ValueError: as for `files.lines`; or a line cannot be used, with its number.
+  """
+  kind, field = kind_of(path), 'targets'
+  if kind == 'jsonl':
+    first = next(iter(files.text_lines(path)), '{}')
+    field = (
+      'prediction' if 'prediction' in files.json_object(first, path) else field
+    )
+  for example in read(path, kind, targets_field=field):
+    if BROKEN in example:
+      raise ValueError(example[BROKEN])
+    texts = example['inputs'], example['targets']
+    source, target = ('', texts[0]) if kind == 'txt' else texts
+    if target:
+      yield source, target
+
+
 def read_prompts(
   source: str | LocalTask, count: Callable[[str], int], limit: int | None = None
 ) -> list[str]:

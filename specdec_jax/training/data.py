@@ -49,10 +49,13 @@ class Batch(NamedTuple):
   Attributes:
     inputs: int32[N, B, L], source ids, end of sequence, `PAD_ID`.
     targets: int32[N, B, S], target ids, end of sequence, `NO_TOKEN`.
+    known: what an objective has computed of the batch before, see
+      `losses.Distillation.known`; None is nothing.
   """
 
   inputs: Any
   targets: Any
+  known: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +136,23 @@ class PackedBatches:
   the last batch has empty rows.
   """
 
-  def __init__(self, pairs: Pairs, config: PackingConfig):
+  def __init__(
+    self, pairs: Pairs, config: PackingConfig, regroups: bool = True
+  ):
     """Checks that there is something to train on.
+
+    Args:
+      pairs: the data.
+      config: how they become batches.
+      regroups: whether an epoch makes batches anew; if not, it shuffles those
+        of the first one.
 
     Raises:
       ValueError: no pair fits the longest bucket.
     """
     self._pairs = pairs
     self._config = config
+    self._regroups = regroups
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
     # An end-of-sequence id follows the last pair.
@@ -157,6 +169,12 @@ class PackedBatches:
       )
     # One plan is a few MB; it is enough to keep the first and the current one.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
+
+  @property
+  def num_places(self) -> int:
+    """Places of all inputs and targets of the first epoch, padding included."""
+    sides = [self._shapes(length)[:2] for length, _ in self._plan(0).batches]
+    return sum(math.prod(shape) for both in sides for shape in both)
 
   def empty_batches(self) -> list[Batch]:
     """A batch of padding for each bucket of the first epoch.
@@ -210,6 +228,10 @@ class PackedBatches:
 
   def _make_plan(self, number: int) -> _Plan:
     rng = np.random.default_rng([self._config.seed, number])
+    if number and not self._regroups:
+      plan = self._plan(0)
+      shuffled = rng.permutation(len(plan.batches))
+      return plan._replace(batches=[plan.batches[i] for i in shuffled])
     order = rng.permutation(self._usable)
     bounds = self._join(order, rng)
     sizes = np.add.reduceat(self._lengths[:, order], bounds[:-1], axis=1)
@@ -247,7 +269,7 @@ class PackedBatches:
     return batches
 
   def _gather(self, plan: _Plan, length: int, examples: np.ndarray) -> Batch:
-    shapes = self._shapes(length)
+    shapes = self._shapes(length)[:2]
     batch = [
       np.full((math.prod(shape[:2]), shape[2]), padding, np.int32)
       for shape, padding in zip(shapes, (PAD_ID, NO_TOKEN), strict=True)

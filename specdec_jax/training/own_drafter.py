@@ -229,7 +229,10 @@ def _train_run(
   # Powers of two from 16: a program is compiled for each.
   buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
   outputs = OutputsConfig(
-    max_minutes=third, max_ratio=0.0, max_extra=config.max_decode_len
+    max_minutes=third,
+    temperatures=(0.0, 1.0),
+    max_ratio=0.0,
+    max_extra=config.max_decode_len,
   )
   return TrainRun(
     model=draft,

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import Checked, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
@@ -54,6 +54,9 @@ _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
+# The part of the host's memory that the target's features may take. Not of what
+# is free: a run that goes on must have the same order of batches.
+_KEPT_PART = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,8 @@ class FromTarget(Checked):
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
       outputs: more to learn from if there is no time for many outputs.
+    own_share: of the rows of a batch, those whose outputs the drafter samples
+      itself, see `losses.Distillation`; not of heads.
     outputs_folder: folder that outputs are written to, or found in; None is a
       folder in `TrainRun.model_dir`.
   """
@@ -75,6 +80,7 @@ class FromTarget(Checked):
   checkpoint_path: str
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
+  own_share: Annotated[float, Bound(0, 1)] = 0.0
   outputs_folder: str | None = None
 
 
@@ -211,7 +217,7 @@ def train(
   if tokenizer is not None:
     packing = dataclasses.replace(packing, eos_id=tokenizer.eos_id)
   first = first_token(run.network, tokenizer)
-  objective = _objective(run, first)
+  objective = _objective(run, first, packing.eos_id)
   if begin is None:
     params, start = _first_params(run)
   else:
@@ -249,12 +255,15 @@ def train(
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
   batches = PackedBatches(pairs, packing)
+  keeps = _keeps_known(run, objective, batches)
+  if keeps:
+    batches = PackedBatches(pairs, packing, regroups=False)
   valid = None if held_out is None else PackedBatches(held_out, packing)
   log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
   )
-  loop = Trainer(objective, training, batches, valid, log)
+  loop = Trainer(objective, training, batches, valid, log, keeps)
   state = loop.train(params, os.path.join(run.model_dir, 'train_states'))
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
@@ -362,16 +371,31 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
   return model.init(jax.random.key(run.training.seed)), ''
 
 
-def _objective(run: TrainRun, first: int | None) -> Any:
+def _objective(run: TrainRun, first: int | None, eos_id: int) -> Any:
   learning, model = run.learning, run.model
   if learning is None:
     return losses.CrossEntropy(model, first, run.z_loss)
   target = learning.target
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
   params = jax.tree.map(jnp.asarray, params)
-  is_heads = isinstance(model, Heads)
-  kind = losses.HeadDistillation if is_heads else losses.Distillation
-  return kind(model, target, params, first)
+  if isinstance(model, Heads):
+    return losses.HeadDistillation(model, target, params, first)
+  own_share = learning.own_share
+  return losses.Distillation(model, target, params, first, eos_id, own_share)
+
+
+def _keeps_known(run: TrainRun, objective: Any, batches: PackedBatches) -> bool:
+  """Whether what the target says of all batches is computed once and kept.
+
+  It must be the same in every epoch, and fit into a part of the memory.
+  """
+  if type(objective) is not losses.Distillation or objective.own_share:
+    return False
+  width = getattr(getattr(objective.target, 'config', None), 'emb_dim', None)
+  host = memory.host_bytes()
+  if width is None or host is None:
+    return False
+  return batches.num_places * width * 2 <= _KEPT_PART * host
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):

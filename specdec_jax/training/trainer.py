@@ -132,6 +132,7 @@ class Trainer:
     train_data: PackedBatches,
     valid_data: PackedBatches | None = None,
     log: Callable[[str], None] = print,
+    keeps_known: bool = False,
   ):
     """
     Args:
@@ -140,6 +141,8 @@ class Trainer:
       train_data: batches to learn from.
       valid_data: held-out batches.
       log: gets each line.
+      keeps_known: whether what the objective knows of a batch is computed once
+        and kept on the host, see `losses.Distillation.known`.
     """
     self.config = config
     self._objective = objective
@@ -149,6 +152,8 @@ class Trainer:
     self._optimizer = make_optimizer(config.weight_decay)
     self._gradient = jax.jit(_gradient)
     self._evaluate = jax.jit(_evaluate)
+    self._know = jax.jit(_know) if keeps_known else None
+    self._known: dict[bytes, Any] = {}  # by the ids of a batch
     self._update = jax.jit(
       functools.partial(_update, self._optimizer), donate_argnums=0
     )
@@ -166,11 +171,12 @@ class Trainer:
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
     given, key = (self._objective, state.params), jax.random.key(0)
-    for batch in self._train_data.empty_batches():
+    for batch in map(self._with_known, self._train_data.empty_batches()):
       self._gradient.lower(*given, batch, key).compile()
     # Gradients have the shapes of the parameters.
     self._update.lower(state, state.params, np.float32(0)).compile()
-    for batch in self._valid_data.empty_batches() if self._valid_data else ():
+    held_out = self._valid_data.empty_batches() if self._valid_data else ()
+    for batch in map(self._with_known, held_out):
       self._evaluate.lower(*given, batch).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
@@ -178,7 +184,7 @@ class Trainer:
     if self._valid_data is None:
       return {}
     total: dict[str, float] = {}
-    for batch in self._valid_data.epoch(0):
+    for batch in map(self._with_known, self._valid_data.epoch(0)):
       _add(total, self._evaluate(self._objective, params, batch))
     return _means(total)
 
@@ -241,8 +247,18 @@ class Trainer:
       done = max(done, elapsed_s / (60 * self.config.max_minutes))
     return done
 
+  def _with_known(self, batch: Batch) -> Batch:
+    if self._know is None:
+      return batch
+    ids = batch.inputs.tobytes() + batch.targets.tobytes()
+    if ids not in self._known:
+      known = self._know(self._objective, batch)
+      self._known[ids] = jax.device_get(known)
+    return batch._replace(known=self._known[ids])
+
   def _one_step(self, state: TrainState, step: int, batch: Batch, rate: float):
     """The next state, the gradient's norm, and the step's sums."""
+    batch = self._with_known(batch)
     key = jax.random.fold_in(jax.random.key(self.config.seed), step)
     gradients, sums = self._gradient(self._objective, state.params, batch, key)
     state, norm = self._update(state, gradients, np.float32(rate))
@@ -314,6 +330,10 @@ def _gradient(objective, params, batch, key):
   (gradients, sums), _ = jax.lax.scan(one_part, zeros, parts)
   scale = 1.0 / jnp.maximum(sums['tokens'], 1.0)
   return optax.tree.scale(scale, gradients), sums
+
+
+def _know(objective, batch):
+  return jax.lax.map(objective.known, batch)
 
 
 def _evaluate(objective, params, batch):
