@@ -3,6 +3,7 @@
 A translation model reads sentences; of a longer text it loses some. So the text
 is split, all sentences are decoded together, and lines and paragraphs stay.
 
+  pip install 'specdec_jax[split]'
   python examples/translate_a_document.py
 """
 
@@ -11,13 +12,13 @@ import gin
 import specdec_jax as sd
 
 DOCUMENT = """\
-A day in town
+The trip
 
-We took the train early in the morning. It was cold, but the sun was shining.
-The museum was still closed, so we drank a cup of coffee. My sister bought a
-book.
+We arrived in the city yesterday. The train was late, but we were not tired.
+The hotel is near the river. The food is good, and the weather is beautiful.
 
-In the evening it rained. We were tired, and nobody wanted to walk home.
+Tomorrow we want to visit the museum. Where will you be next week?
+Please write to me soon.
 """
 
 # The shipped pair. With one of yours:
@@ -26,5 +27,5 @@ gin.parse_config_file('gin/models/demo_pair.gin')
 engine = gin.get_configurable(sd.Engine)()
 
 [done] = engine.generate([DOCUMENT], split='sentences')
-print(done.text)
+print(done.text, end='')
 print(f'{done.stats.tokens_per_call:.2f} tokens a call of the large model')
