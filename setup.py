@@ -91,6 +91,8 @@ setuptools.setup(
     'ray': [*SERVE, 'ray[serve]>=2.44'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
+    # The documents as a site, see mkdocs.yml; Ruff formats signatures.
+    'docs': ['mkdocs-material>=9.7', 'mkdocstrings[python]>=1.0', 'ruff>=0.6'],
     # The server's page in Debian's Chromium.
     'browser': ['selenium>=4.20'],
     'test': TEST,

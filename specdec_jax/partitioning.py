@@ -400,6 +400,11 @@ class Placement:
 
   Raises:
     ValueError: a value is unknown, or a number is too small.
+
+  Examples:
+    >>> placement = sd.Placement(model=0)  # over all devices
+    >>> sd.Engine(target, draft, placement=placement)
+    Engine(target=..., draft=..., gamma=4, devices=...)
   """
 
   dtype: str | None = None

@@ -61,6 +61,13 @@ class SamplingConfig:
 
   Raises:
     ValueError: a value is of the wrong type or outside its range.
+
+  Examples:
+    >>> sampling = sd.SamplingConfig(temperature=0.7, top_k=40, top_p=0.9)
+    >>> sampling.greedy
+    False
+    >>> sd.SamplingConfig(temperature=0).greedy
+    True
   """
 
   temperature: float | Sequence[float] = 1.0

@@ -36,6 +36,13 @@ class TreeShape:
   Raises:
     ValueError: a parent does not come before its child, or falls, or there are
       no nodes or too many.
+
+  Examples:
+    >>> shape = sd.TreeShape((-1, -1, 0, 0))  # two children; two of the first
+    >>> shape.num_nodes, shape.depth
+    (4, 2)
+    >>> shape.cut(1)
+    TreeShape(parents=(-1, -1))
   """
 
   parents: tuple[int, ...]
@@ -115,6 +122,10 @@ def branching(*counts: int | Sequence[int]) -> TreeShape:
 
   Returns:
     The shape, level by level.
+
+  Examples:
+    >>> sd.branching(3, (2, 1), 1).parents
+    (-1, -1, -1, 0, 0, 1, 3, 4, 5)
   """
   parents: list[int] = []
   above = [(ROOT, 0)]  # number and rank

@@ -51,6 +51,12 @@ class Draft:
       of nodes of the tree, and `length` the number of levels that were
       proposed. A row of `probs` is what its node was drawn from given its
       ancestors and its elder siblings, see `verify_tree`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> draft = sd.Draft(jnp.array([[5, 6, 7]]), None, jnp.array([2]))
+    >>> draft.length.tolist()  # 5 and 6 are proposed
+    [2]
   """
 
   tokens: jax.Array
@@ -100,6 +106,15 @@ class Verdict:
       first on; meaningless past `num_accepted`. None of a chain.
     num_passed: int32[B], of a draft judged as a whole: the leading proposals
       that pass when each is judged by itself; None is `num_accepted`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from specdec_jax.verify import verify
+    >>> draft = sd.Draft(jnp.array([1, 2]), None, jnp.array(2))
+    >>> target_probs = jax.nn.one_hot(jnp.array([1, 0, 3]), 4)
+    >>> verdict = verify(draft, target_probs, jax.random.key(0))
+    >>> int(verdict.num_accepted), int(verdict.next_token)
+    (1, 0)
   """
 
   num_accepted: jax.Array
@@ -109,13 +124,25 @@ class Verdict:
 
 
 class FinishReason(enum.IntEnum):
-  """Why a row stopped; RUNNING while it has not."""
+  """Why a row stopped.
+
+  Attributes:
+    RUNNING: it has not stopped.
+    STOP: one of the stop ids was produced.
+    LENGTH: its own max_length was reached; also of no text, or cancelled.
+    STOP_STRING: the caller saw one of its stop strings.
+    INVALID: the target's logits were NaN, infinite or all masked.
+
+  Examples:
+    >>> sd.FinishReason.STOP.name, sd.FinishReason(2).name
+    ('STOP', 'LENGTH')
+  """
 
   RUNNING = 0
-  STOP = 1  # one of the stop ids was produced
-  LENGTH = 2  # its own max_length; also of no text, or cancelled
-  STOP_STRING = 3  # the caller saw one of its stop strings
-  INVALID = 4  # the target's logits were NaN, infinite or all masked
+  STOP = 1
+  LENGTH = 2
+  STOP_STRING = 3
+  INVALID = 4
 
 
 @struct.dataclass
@@ -133,6 +160,11 @@ class DecodeStats:
       `num_passed` / `num_tested` estimates the acceptance rate.
     fallback_rounds: int32[B], rounds in which the drafter rested.
     num_drafted: int32[B], proposals of all drafts, cut to a row's budget.
+
+  Examples:
+    >>> stats = sd.DecodeStats.none(batch=2, gamma=4)
+    >>> stats.histogram.shape, stats.num_accepted.tolist()
+    ((2, 5), [0, 0])
   """
 
   num_rounds: jax.Array
@@ -195,6 +227,18 @@ class Generation:
     finish_reason: int32[B], a `FinishReason`.
     stats: the counts.
     scores: float32[B], of beams only: what they are sorted by.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> generation = sd.Generation(
+    ...   tokens=jnp.array([[5, 6, 1, 0]]),
+    ...   length=jnp.array([3]),
+    ...   log_probs=jnp.array([[-0.5, -0.1, -0.2, 0.0]]),
+    ...   finish_reason=jnp.array([sd.FinishReason.STOP]),
+    ...   stats=sd.DecodeStats.none(batch=1, gamma=4),
+    ... )
+    >>> generation.tokens[0, : int(generation.length[0])].tolist()
+    [5, 6, 1]
   """
 
   tokens: jax.Array

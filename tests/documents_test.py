@@ -1,4 +1,4 @@
-"""Every command in README and docs/ is run, or says what it needs.
+"""Every command and every example is run, or says what it needs.
 
 A block of bash or Python stands under one of these lines:
 
@@ -9,9 +9,15 @@ A block of bash or Python stands under one of these lines:
   <!-- needs: WHAT -->    not run: it needs what is not everywhere
 
 The gin files and macros of all commands are looked up, whatever is marked, and
-also those inside of a sentence.
+also those inside of a sentence. Each public name is on a page of docs/api and
+has an example in its docstring. Examples of the demo pair, and the files of
+examples/, are in the slow suite; .ci/run runs those named 'quick'.
 """
 
+import ast
+import contextlib
+import doctest
+import inspect
 import os
 import pathlib
 import re
@@ -22,10 +28,17 @@ import sys
 import gin
 import pytest
 
+import specdec_jax
 from specdec_jax.cli import commands, gin_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+DOCUMENTS = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+REFERENCE = ROOT / 'docs' / 'api' / 'README.md'
+FILES = sorted((ROOT / 'examples').glob('*.py'))
+QUICK_FILES = (
+  *('constrain_an_output', 'table_1', 'translate_a_document'),
+  'write_a_drafter',
+)
 _BLOCK = re.compile(
   r'(?:<!-- ([^>]*?) -->\n)?```(bash|python)\n(.*?)```',
   re.DOTALL,
@@ -68,6 +81,9 @@ _TEXTS = [text for _, kind, text, _ in BLOCKS if kind == 'bash']
 for _path in DOCUMENTS:
   for _text in _INLINE.findall(_MADE_BY.sub('', _path.read_text())):
     _TEXTS.append(re.sub(r'\s+', ' ', _text))
+_OF_FILE = re.compile('^  (specdec .+)$', re.MULTILINE)
+for _path in FILES:
+  _TEXTS += _OF_FILE.findall(_path.read_text())
 ALL_COMMANDS = [words for text in _TEXTS for words in commands_of(text)]
 
 
@@ -125,13 +141,28 @@ def test_control_a_command_that_is_wrong_is_seen(wrong, tmp_path, monkeypatch):
 def place(tmp_path_factory):
   """A folder with what a reader has: the repository's, and the command."""
   folder = tmp_path_factory.mktemp('reader')
-  for name in ('demo', 'gin', 'benchmarks', 'scripts'):
+  for name in ('demo', 'gin', 'benchmarks', 'scripts', 'examples'):
     (folder / name).symlink_to(ROOT / name)
   (folder / 'bin').mkdir()
   command = folder / 'bin' / 'specdec'
   command.write_text(f'#!/bin/sh\nexec {sys.executable} -m specdec_jax "$@"\n')
   command.chmod(0o755)
   return folder
+
+
+def run(words, place):
+  """What a command printed, in the folder of a reader."""
+  path = f'{place / "bin"}{os.pathsep}{os.environ["PATH"]}'
+  done = subprocess.run(
+    words,
+    cwd=place,
+    env=os.environ | {'PATH': path, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    stdin=subprocess.DEVNULL,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
 
 
 @pytest.mark.slow
@@ -142,15 +173,107 @@ def place(tmp_path_factory):
 )
 def test_a_block_runs(block, place):
   """In the order of a document, in one folder: one may need another's files."""
-  path = f'{place / "bin"}{os.pathsep}{os.environ["PATH"]}'
   _, kind, text, _ = block
   by = [sys.executable] if kind == 'python' else ['bash', '-euo', 'pipefail']
-  done = subprocess.run(
-    [*by, '-c', text],
-    cwd=place,
-    env=os.environ | {'PATH': path, 'PYTHONPATH': str(ROOT)},
-    capture_output=True,
-    text=True,
-    stdin=subprocess.DEVNULL,
+  run([*by, '-c', text], place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'path',
+  FILES,
+  ids=lambda path: (
+    f'{"quick" if path.stem in QUICK_FILES else "minutes"}, {path.stem}'
+  ),
+)
+def test_a_file_of_examples_runs(path, place):
+  assert run([sys.executable, '-W', 'error', f'examples/{path.name}'], place)
+
+
+def test_files_of_examples_are_short_and_listed():
+  listed = (ROOT / 'docs' / 'examples.md').read_text()
+  names = re.findall(r'\(\.\./examples/(\w+\.py)\)', listed)
+  assert sorted(names) == [path.name for path in FILES] and len(FILES) <= 8
+  for path in FILES:
+    assert len(path.read_text().splitlines()) <= 60, path
+
+
+def of_docstrings():
+  """Name -> examples: each public name, and methods that have some."""
+  parser = doctest.DocTestParser()
+  for name in specdec_jax.__all__:
+    value = getattr(specdec_jax, name)
+    yield name, parser.get_examples(inspect.getdoc(value) or '')
+    for member, method in vars(value).items() if inspect.isclass(value) else ():
+      if not member.startswith('_') and inspect.isfunction(method):
+        if found := parser.get_examples(inspect.getdoc(method) or ''):
+          yield f'{name}.{member}', found
+
+
+DOCSTRINGS = dict(of_docstrings())
+
+
+def needs_pair(examples):
+  """Whether names are used that the page before the reference makes."""
+  code = ast.parse(''.join(example.source for example in examples))
+  names = [node for node in ast.walk(code) if isinstance(node, ast.Name)]
+  used = {'target', 'draft', 'engine'} & {name.id for name in names}
+  return bool(used - {n.id for n in names if isinstance(n.ctx, ast.Store)})
+
+
+def check(name, names):
+  """Runs the examples of a docstring, with these names at hand."""
+  test = doctest.DocTest(
+    DOCSTRINGS[name], {'sd': specdec_jax} | names, name, None, None, None
   )
-  assert done.returncode == 0, done.stderr
+  said = []
+  flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+  result = doctest.DocTestRunner(optionflags=flags).run(test, out=said.append)
+  assert result.attempted and not result.failed, ''.join(said)
+
+
+def test_pages_and_docstrings_have_all_public_names():
+  assert specdec_jax.__all__ == sorted(
+    name
+    for page in REFERENCE.parent.glob('*.md')
+    for name in re.findall(r'^::: specdec_jax\.(\w+)$', page.read_text(), re.M)
+  )
+  assert not [name for name, examples in DOCSTRINGS.items() if not examples]
+
+
+@pytest.mark.parametrize(
+  'name', [name for name, found in DOCSTRINGS.items() if not needs_pair(found)]
+)
+def test_an_example_runs(name, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  check(name, {})
+
+
+@pytest.fixture(scope='module')
+def pair(place):
+  """The names of the demo pair, made as the reference says."""
+  (text,) = [text for _, _, text in _BLOCK.findall(REFERENCE.read_text())]
+  names = {}
+  gin.clear_config()
+  with contextlib.chdir(place):
+    exec(text, names)
+  yield names
+  gin.clear_config()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'name',
+  [name for name, found in DOCSTRINGS.items() if needs_pair(found)],
+  ids='quick, {}'.format,
+)
+def test_an_example_of_the_pair_runs(name, pair, place, monkeypatch):
+  monkeypatch.chdir(place)
+  check(name, dict(pair))
+
+
+def test_control_a_wrong_example_is_seen(monkeypatch):
+  wrong = doctest.DocTestParser().get_examples('>>> 1 + 1\n3\n')
+  monkeypatch.setitem(DOCSTRINGS, 'wrong', wrong)
+  with pytest.raises(AssertionError, match='Expected'):
+    check('wrong', {})

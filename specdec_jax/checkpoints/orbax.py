@@ -44,6 +44,21 @@ def save_orbax(
   Raises:
     ValueError: the folder holds something, or there are no parameters.
     OSError: the disk is full or the folder not writable.
+
+  Examples:
+    >>> import jax
+    >>> sizes = sd.GPTConfig(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ... )
+    >>> network = sd.GPT(sizes)
+    >>> sd.save_orbax('toy', network.init(jax.random.key(0)))
+    >>> sd.load('toy', network)
+    Model(GPT, 'toy')
   """
   if not jax.tree.leaves(params):
     raise unexpected('params', 'arrays', params)

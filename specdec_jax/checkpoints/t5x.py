@@ -191,6 +191,24 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
     ValueError: they differ; the message has each parameter that is missing,
       unknown, or of another shape, with both shapes, and the sizes of a T5 that
       differ.
+
+  Examples:
+    >>> import jax
+    >>> sizes = sd.GPTConfig(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ... )
+    >>> network = sd.GPT(sizes)
+    >>> expected = jax.eval_shape(network.init, jax.random.key(0))
+    >>> sd.check_params(expected, expected, 'mine')
+    >>> sd.check_params({}, expected, 'mine')
+    Traceback (most recent call last):
+      ...
+    ValueError: The parameters of mine are not those of this model ...
   """
   have, want = shapes_of(params), shapes_of(expected)
   problems = {

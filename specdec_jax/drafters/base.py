@@ -65,6 +65,24 @@ class Context:
     target_params: its parameters, given with `features`.
     pad_id: static, what inputs are padded with, see `Request`.
     running: bool[B], the rows that are not finished.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> context = sd.Context(  # of one row that has committed 0, 5 and 6
+    ...   tokens=jnp.array([[0, 5, 6, 0]]),
+    ...   length=jnp.array([3]),
+    ...   keys=jax.random.split(jax.random.key(0), 1),
+    ...   sampling=sd.SamplingConfig(temperature=1.0).params(batch=1),
+    ...   stop_ids=jnp.array([1]),
+    ...   min_length=jnp.array([0]),
+    ...   running=jnp.array([True]),
+    ...   gamma=4,
+    ...   greedy=False,
+    ...   forbids_stops=False,
+    ... )
+    >>> proposed, _ = sd.uniform(8).propose((), (), context)
+    >>> proposed.tokens.shape, proposed.probs.shape
+    ((1, 4), (1, 4, 8))
   """
 
   tokens: jax.Array
@@ -135,6 +153,20 @@ class Drafter(NamedTuple):
     follows_rules: whether its proposals follow `Context.ruling`.
     made_for: fingerprints of the only target that the drafter, or a part of it,
       was made for, see `disk_arrays.fingerprint`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> def propose(params, state, context):  # the last token again
+    ...   at = context.length[:, None] - 1
+    ...   last = jnp.take_along_axis(context.tokens, at, axis=1)
+    ...   tokens = jnp.repeat(last, context.gamma, axis=1)
+    ...   length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
+    ...   return sd.Draft(tokens, None, length), state
+    >>> drafter = sd.Drafter(
+    ...   lambda *_: (), propose, lambda state, _: state, name='repeats'
+    ... )
+    >>> sd.Engine(target, drafter)
+    Engine(target=..., draft='repeats', gamma=4, ...)
   """
 
   init: Callable[..., DrafterState]

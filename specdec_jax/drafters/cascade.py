@@ -72,6 +72,13 @@ def cascade(
   Raises:
     ValueError: gamma is below 1, or `drafter` reads the target's features or
       proposes a tree.
+
+  Examples:
+    >>> drafter = sd.cascade(draft, sd.prompt_lookup(), gamma=2)
+    >>> drafter.name
+    'cascade(prompt_lookup(4, 1), 2)'
+    >>> sd.Engine(target, drafter).has_drafter
+    True
   """
   check_number('gamma of a cascade', gamma, 1)
   own, drafter = small_model(model), as_drafter(drafter)

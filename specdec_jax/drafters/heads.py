@@ -178,6 +178,16 @@ def load(path: str | os.PathLike[str]) -> Drafter:
 
   Raises:
     ValueError: the file is missing, broken, or holds something else.
+
+  Examples:
+    >>> import jax
+    >>> from specdec_jax.checkpoints.t5x import save_t5x
+    >>> from specdec_jax.drafters.heads import KIND, Heads
+    >>> params = Heads(num_heads=3, emb_dim=256).init(jax.random.key(0))
+    >>> about = {'kind': KIND, 'target': engine.fingerprints['target']}
+    >>> save_t5x('heads.msgpack', params, step=0, about=about)  # untrained
+    >>> sd.Engine(target, sd.load_heads('heads.msgpack'), gamma=3)
+    Engine(target=..., draft='heads(...)', gamma=3, ...)
   """
   location, source = locate(path), os.fspath(path)
   expected = f'a file of heads that {_MADE_BY} wrote'

@@ -32,6 +32,13 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
 
   Raises:
     ValueError: the table's vocabulary is larger than `vocab_size`.
+
+  Examples:
+    >>> texts = ['Guten Morgen!', 'Guten Abend!']
+    >>> rows = [[0, *ids] for ids in target.tokenizer.encode_batch(texts)]
+    >>> table = sd.fit_ngram_table(rows, order=2, vocab_size=8000)
+    >>> sd.Engine(target, sd.ngram(table))
+    Engine(target=..., draft='ngram', gamma=4, ...)
   """
   width = table.vocab_size if vocab_size is None else vocab_size
   if table.vocab_size > width:

@@ -53,6 +53,14 @@ class NGramTable:
     fanouts: static, the most children of a context of 0, 1, ... n - 2 tokens.
     max_continuations: static, the most entries of a context.
     fingerprint: static, fingerprint of the tokenizer; '' if there was none.
+
+  Examples:
+    >>> table = sd.fit_ngram_table(
+    ...   [[0, 5, 6], [0, 5, 7]], order=2, vocab_size=8
+    ... )
+    >>> table.num_contexts  # the empty one; after 0 and after 5
+    (1, 2)
+    >>> table.save('bigram.npz')
   """
 
   tokens: jax.Array
@@ -97,6 +105,14 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
   Raises:
     ValueError: the file is missing or broken, or belongs to another
       vocabulary.
+
+  Examples:
+    >>> table = sd.fit_ngram_table(
+    ...   [[0, 5, 6], [0, 5, 7]], order=2, vocab_size=8
+    ... )
+    >>> table.save('bigram.npz')
+    >>> sd.load_ngram_table('bigram.npz').order
+    2
   """
   path = os.fspath(path)
   try:
@@ -229,6 +245,15 @@ def fit(
   Raises:
     ValueError: a number is below 1, an id is outside the vocabulary, or the
       corpus is too small: for some length no context is left.
+
+  Examples:
+    >>> table = sd.fit_ngram_table(
+    ...   [[0, 5, 6], [0, 5, 6]], order=2, vocab_size=8
+    ... )
+    >>> table.ids[
+    ...   table.starts[1] :
+    ... ].tolist()  # after 0 comes 5, after 5 comes 6
+    [5, 6]
   """
   check_number('order', order, 1)
   check_number('vocab_size', vocab_size, 1)

@@ -43,6 +43,10 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
 
   Raises:
     ValueError: not 1 <= min_match <= max_match.
+
+  Examples:
+    >>> sd.Engine(target, sd.prompt_lookup(max_match=3))
+    Engine(target=..., draft='prompt_lookup(3, 1)', gamma=4, ...)
   """
   if not 1 <= min_match <= max_match:
     expected = '1 <= min_match <= max_match'

@@ -43,6 +43,13 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   may be of another kind than the target, as long as both have one vocabulary: a
   decoder-only drafter of an encoder-decoder target sees what the decoder has
   produced, and nothing of the input.
+
+  Args:
+    model: the model, as `load` gives it, or a network.
+
+  Examples:
+    >>> sd.Engine(target, sd.small_model(draft))  # as Engine(target, draft)
+    Engine(target=..., draft=Model(...), gamma=4, ...)
   """
   if isinstance(model, Model):
     return small_model(model.network)._replace(params=model)

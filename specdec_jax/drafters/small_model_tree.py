@@ -37,6 +37,12 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
   Args:
     model: the model.
     shape: the tree.
+
+  Examples:
+    >>> drafter = sd.small_model_tree(draft, sd.branching(3, (2, 1), 1))
+    >>> engine = sd.Engine(target, drafter, gamma=3)
+    >>> engine.tree.num_nodes, engine.tree.depth
+    (9, 3)
   """
   chain = small_model(model)
   network = cast(LanguageModel, chain.network)

@@ -30,6 +30,11 @@ class Memory:
     order: int32[N], the places of `tokens`, sorted by the `max_match` tokens
       before them, the nearest first; among equals the older text comes first.
     max_match: static, tokens before a place that are compared.
+
+  Examples:
+    >>> memory = sd.remember([[5, 6, 1, 8, 9, 1]], max_match=4)
+    >>> memory.order.shape, memory.max_match
+    ((6,), 4)
   """
 
   tokens: Array
@@ -48,8 +53,8 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
   Raises:
     ValueError: the texts have fewer than two tokens, or `max_match` is below 1.
 
-  Example:
-    >>> memory = specdec_jax.remember([[5, 6, 1, 8, 9, 1]])
+  Examples:
+    >>> memory = sd.remember([[5, 6, 1, 8, 9, 1]])
     >>> memory.tokens.tolist()
     [5, 6, 1, 8, 9, 1]
   """
@@ -90,6 +95,14 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
 
   Raises:
     ValueError: not 1 <= min_match <= memory.max_match.
+
+  Examples:
+    >>> whole = target.tokenizer.whole  # ids of a text, with its end
+    >>> pair = whole('Good morning!') + whole('Guten Morgen!')
+    >>> memory = sd.translation_memory(sd.remember([pair]), min_match=4)
+    >>> engine = sd.Engine(target, sd.with_fallback(memory, draft))
+    >>> engine.drafter.name
+    'with_fallback(translation_memory(4), small_model)'
   """
   if not 1 <= min_match <= memory.max_match:
     expected = f'1 to {memory.max_match}, the tokens that are compared'

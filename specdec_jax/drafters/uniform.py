@@ -21,6 +21,10 @@ def uniform(vocab_size: int) -> Drafter:
 
   Raises:
     ValueError: `vocab_size` is below 1.
+
+  Examples:
+    >>> sd.Engine(target, sd.uniform(vocab_size=8000))
+    Engine(target=..., draft='uniform', gamma=4, ...)
   """
   check_number('vocab_size', vocab_size, 1)
 

@@ -44,6 +44,13 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
 
   Raises:
     ValueError: one of them proposes a tree.
+
+  Examples:
+    >>> drafter = sd.with_fallback(sd.prompt_lookup(), draft)
+    >>> drafter.name
+    'with_fallback(prompt_lookup(4, 1), small_model)'
+    >>> sd.Engine(target, drafter).has_drafter
+    True
   """
   second = as_drafter(second)
   for drafter in (first, second):

@@ -36,6 +36,13 @@ class CompletionStats:
     fallback_rounds: rounds in which the drafter rested, because its proposals
       were not worth their time.
     num_drafted: proposals of all drafts, cut to what the output had room for.
+
+  Examples:
+    >>> stats = sd.CompletionStats(
+    ...   num_tokens=5, num_target_calls=2, num_tested=4, num_passed=3
+    ... )
+    >>> stats.acceptance_rate, stats.tokens_per_call
+    (0.75, 2.5)
   """
 
   num_tokens: int = 0
@@ -94,6 +101,13 @@ class Completion:
       an output is empty, with the score -1e7.
     top_log_probs: for each token the ids of the likeliest tokens at its place
       and their log-probabilities, the likeliest first; empty if not asked for.
+
+  Examples:
+    >>> [done] = engine.generate(['Good morning!'])
+    >>> done.text, done.finish_reason, done.lossless
+    ('Guten Morgen!', 'stop', True)
+    >>> sum(done.log_probs) < 0
+    True
   """
 
   text: str

@@ -98,6 +98,12 @@ class Engine:
     chooses_gamma: whether nobody has said what gamma is, so that a run may
       choose it.
     kernel_layout: how the target's kernels are stored, see `Placement`.
+
+  Examples:
+    >>> engine = sd.Engine(target, draft, gamma=4)
+    >>> [done] = engine.generate(['Good morning!'])
+    >>> done.text
+    'Guten Morgen!'
   """
 
   def __init__(
@@ -481,6 +487,11 @@ class Engine:
 
     Returns:
       Seconds that it took; 0.0 if everything had been compiled.
+
+    Examples:
+      >>> seconds = engine.warmup(['Good morning!'])
+      >>> engine.warmup(['Good night!'])  # of the same shape
+      0.0
     """
     begin, before = time.perf_counter(), self.num_programs
     batch = self.text_batch(texts, **options)
@@ -509,7 +520,7 @@ class Engine:
         `speculative` of `text_batch`.
 
     Returns:
-      A `Completion` for each sample of each text, in order: with `num_samples`
+      A `Completion` for each sample of each text, in order; with `num_samples`
       = 2, both of the first text, then both of the second. An empty text gives
       an empty completion. Of a beam search the `num_samples` best beams, from
       the worst to the best, as T5X sorts them.
@@ -517,6 +528,11 @@ class Engine:
     Raises:
       ValueError: an option is out of range or unknown, or a text is longer than
         `max_input_len` and `on_too_long` is 'error'.
+
+    Examples:
+      >>> texts = ['Good morning!', 'Where is the station?']
+      >>> [done.text for done in engine.generate(texts)]
+      ['Guten Morgen!', 'Wo ist der Bahnhof?']
     """
     batch = self.text_batch(texts, **options)
     pool, rows = self._pool(batch, batch_size)
@@ -613,6 +629,10 @@ class Engine:
     Raises:
       ValueError: as for `generate`, several samples are asked for, or the
         target's logits became invalid.
+
+    Examples:
+      >>> ''.join(engine.stream('Good morning!'))
+      'Guten Morgen!'
     """
     batch = self.text_batch([text], **options)
     if batch.options.num_beams is not None:
@@ -660,6 +680,12 @@ class Engine:
 
     Raises:
       ValueError: as for `scoring.score`, or an example is neither text nor ids.
+
+    Examples:
+      >>> texts = ['Good morning!', 'Good morning!']
+      >>> good, bad = engine.score(texts, ['Guten Morgen!', 'Gute Nacht!'])
+      >>> good.total > bad.total
+      True
     """
     check_texts(texts)
     check_texts(targets, 'targets')
@@ -685,8 +711,6 @@ class Engine:
   ) -> np.ndarray:
     """How likely the target says each of some labels of a text, and no other.
 
-    Example: `engine.classify(['I liked it.'], ['positive', 'negative'])`.
-
     Args:
       texts: strings, or ids with or without their end of sequence.
       labels: strings, or ids without their end of sequence.
@@ -699,6 +723,13 @@ class Engine:
 
     Raises:
       ValueError: as for `score`, or as for `classification.classify`.
+
+    Examples:
+      >>> probs = engine.classify(
+      ...   ['Good morning!'], ['Guten Morgen!', 'Danke!']
+      ... )
+      >>> probs.shape, bool(probs[0, 0] > 0.5)
+      ((1, 2), True)
     """
     check_texts(texts)
     check_texts(labels, 'labels')
@@ -730,6 +761,10 @@ class Engine:
 
     Raises:
       ValueError: as for `generate`, or there is no drafter.
+
+    Examples:
+      >>> engine.trace('Good morning!')
+      Trace('Good morning!': 5 tokens in ... calls of the target; ...)
     """
     rounds = trace.record(self, text, **options)
     spelled = trace.spell(rounds, self.tokenizer)

@@ -52,8 +52,8 @@ def load(
   and holds its vocabulary. For other checkpoints give the network, and a
   tokenizer here or to the engine:
 
-    load('google/flan-t5-xl', dtype='bfloat16')
-    load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
+      load('google/flan-t5-xl', dtype='bfloat16')
+      load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
 
   Arrays are found and checked here. They are read when an engine is made of the
   model, straight to its devices.
@@ -85,6 +85,13 @@ def load(
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
       `network`; it does not describe itself and no network was given; its
       vocabulary cannot be read; or the shortlist cannot be used.
+
+  Examples:
+    >>> sizes = sd.T5Config(8000, 256, 4, 3, 6, 64, 1664)
+    >>> sd.load(
+    ...   'demo/target.msgpack', sd.T5(sizes), tokenizer='demo/vocab.model'
+    ... )
+    Model(T5, 'demo/target.msgpack')
   """
   if dtype is not None:
     check_choice('dtype', dtype, PARAM_DTYPES)

@@ -19,6 +19,28 @@ class LanguageModel(Protocol[Cache]):
 
   A cache is opaque to the loops except for `length`: int32[B], the tokens that
   each row's cache holds. Slots past `length` are never read.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> sizes = sd.GPTConfig(
+    ...   vocab_size=50,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ... )
+    >>> network = sd.GPT(sizes)
+    >>> params = network.init(jax.random.key(0))
+    >>> cache = network.prefill(
+    ...   params, jnp.ones((2, 1), jnp.int32), max_length=8
+    ... )
+    >>> tokens = jnp.array([[3, 4, 5], [6, 7, 8]])
+    >>> features, cache = network.extend(params, cache, tokens)
+    >>> network.head(params, features).shape
+    (2, 3, 50)
+    >>> network.rewind(cache, jnp.array([1, 2])).length.tolist()
+    [1, 2]
   """
 
   @property

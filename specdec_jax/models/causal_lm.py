@@ -54,6 +54,22 @@ class CausalLMConfig:
   Raises:
     ValueError: a size is too small or does not fit another, or a name is
       unknown.
+
+  Examples:
+    >>> scaled = sd.Rope(500_000.0, factor=32.0, original_length=8192)
+    >>> llama = sd.CausalLMConfig(  # Llama 3.2 1B
+    ...   vocab_size=128256,
+    ...   emb_dim=2048,
+    ...   num_heads=32,
+    ...   num_kv_heads=8,
+    ...   num_layers=16,
+    ...   head_dim=64,
+    ...   mlp_dim=8192,
+    ...   rope=scaled,
+    ...   logits_via_embedding=True,
+    ... )
+    >>> f'{sd.Model(sd.CausalLM(llama)).num_params:,}'
+    '1,235,814,400'
   """
 
   vocab_size: int
@@ -138,6 +154,20 @@ class CausalLMConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CausalLM(Transformer):
-  """A decoder-only model as a `LanguageModel`; see `models.base`."""
+  """A decoder-only model as a `LanguageModel`; see `models.base`.
+
+  Examples:
+    >>> sizes = sd.CausalLMConfig(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_kv_heads=1,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ... )
+    >>> sd.CausalLM(sizes).vocab_size
+    100
+  """
 
   config: CausalLMConfig

@@ -42,6 +42,18 @@ class GPTConfig:
 
   Raises:
     ValueError: a size is too small, or a name is unknown.
+
+  Examples:
+    >>> small = sd.GPTConfig(  # GPT-2 small
+    ...   vocab_size=50257,
+    ...   emb_dim=768,
+    ...   num_heads=12,
+    ...   num_layers=12,
+    ...   head_dim=64,
+    ...   mlp_dim=3072,
+    ... )
+    >>> f'{sd.Model(sd.GPT(small)).num_params:,}'
+    '124,439,808'
   """
 
   vocab_size: int
@@ -75,6 +87,19 @@ class GPTConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GPT(Transformer):
-  """A decoder-only model as a `LanguageModel`; see `models.base`."""
+  """A decoder-only model as a `LanguageModel`; see `models.base`.
+
+  Examples:
+    >>> sizes = sd.GPTConfig(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ... )
+    >>> sd.GPT(sizes).has_encoder
+    False
+  """
 
   config: GPTConfig

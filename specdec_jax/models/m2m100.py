@@ -38,6 +38,19 @@ class M2M100Config:
 
   Raises:
     ValueError: a size is too small or odd, or a name is unknown.
+
+  Examples:
+    >>> small = sd.M2M100Config(  # M2M-100 418M
+    ...   vocab_size=128112,
+    ...   emb_dim=1024,
+    ...   num_heads=16,
+    ...   num_encoder_layers=12,
+    ...   num_decoder_layers=12,
+    ...   head_dim=64,
+    ...   mlp_dim=4096,
+    ... )
+    >>> f'{sd.Model(sd.M2M100(small)).num_params:,}'
+    '483,905,536'
   """
 
   vocab_size: int
@@ -86,6 +99,20 @@ class M2M100Config:
 
 @dataclasses.dataclass(frozen=True)
 class M2M100(Transformer):
-  """A model as a `LanguageModel`; see `models.base` for the contract."""
+  """A model as a `LanguageModel`; see `models.base` for the contract.
+
+  Examples:
+    >>> sizes = sd.M2M100Config(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_encoder_layers=1,
+    ...   num_decoder_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ... )
+    >>> sd.M2M100(sizes).has_encoder
+    True
+  """
 
   config: M2M100Config

@@ -42,6 +42,22 @@ class Model:
       and does not get here; '' for nothing.
     reader: reads the parameters, `(dtype, sharding) -> params`, see
       `checkpoints.load`; None if they were given.
+
+  Examples:
+    >>> import jax
+    >>> sizes = sd.GPTConfig(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ... )
+    >>> network = sd.GPT(sizes)
+    >>> sd.Model(network, network.init(jax.random.key(0)), name='a toy')
+    Model(GPT, 'a toy')
+    >>> sd.Model(network).num_params
+    9608
   """
 
   network: LanguageModel

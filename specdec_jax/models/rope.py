@@ -33,6 +33,10 @@ class Rope:
 
   Raises:
     ValueError: a number is too small.
+
+  Examples:
+    >>> sd.Rope().frequencies(head_dim=4).tolist()
+    [1.0, 0.009999999776482582]
   """
 
   base: float = 10_000.0

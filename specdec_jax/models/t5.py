@@ -36,6 +36,19 @@ class T5Config:
   Raises:
     ValueError: a size is not positive, or a name is unknown; or `encoder_dim`
       is given beside an encoder.
+
+  Examples:
+    >>> small = sd.T5Config(  # T5 1.1 small
+    ...   vocab_size=32128,
+    ...   emb_dim=512,
+    ...   num_heads=6,
+    ...   num_encoder_layers=8,
+    ...   num_decoder_layers=8,
+    ...   head_dim=64,
+    ...   mlp_dim=1024,
+    ... )
+    >>> f'{sd.Model(sd.T5(small)).num_params:,}'
+    '76,961,152'
   """
 
   vocab_size: int
@@ -80,6 +93,13 @@ class T5Config:
 
 @dataclasses.dataclass(frozen=True)
 class T5(Transformer):
-  """A T5 as a `LanguageModel`; see `models.base` for the contract."""
+  """A T5 as a `LanguageModel`; see `models.base` for the contract.
+
+  Examples:
+    >>> sizes = sd.T5Config(8000, 256, 4, 3, 6, 64, 1664)
+    >>> network = sd.T5(sizes)
+    >>> network.vocab_size, network.has_encoder
+    (8000, True)
+  """
 
   config: T5Config

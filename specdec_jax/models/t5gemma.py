@@ -33,6 +33,22 @@ class T5GemmaConfig:
 
   Raises:
     ValueError: the stacks do not fit each other, or a value is unknown.
+
+  Examples:
+    >>> stack = sd.CausalLMConfig(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_kv_heads=1,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ...   norm_offset=1.0,
+    ...   post_norms=True,
+    ... )
+    >>> sizes = sd.T5GemmaConfig(encoder=stack, decoder=stack)
+    >>> sizes.vocab_size
+    100
   """
 
   encoder: CausalLMConfig
@@ -87,7 +103,24 @@ class T5GemmaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class T5Gemma(Transformer):
-  """A T5Gemma as a `LanguageModel`; see `models.base` for the contract."""
+  """A T5Gemma as a `LanguageModel`; see `models.base` for the contract.
+
+  Examples:
+    >>> stack = sd.CausalLMConfig(
+    ...   vocab_size=100,
+    ...   emb_dim=8,
+    ...   num_heads=2,
+    ...   num_kv_heads=1,
+    ...   num_layers=1,
+    ...   head_dim=4,
+    ...   mlp_dim=16,
+    ...   norm_offset=1.0,
+    ...   post_norms=True,
+    ... )
+    >>> network = sd.T5Gemma(sd.T5GemmaConfig(encoder=stack, decoder=stack))
+    >>> network.has_encoder
+    True
+  """
 
   config: T5GemmaConfig
   # Texts begin with an id (`Engine.bos_id`), and have no end.

@@ -46,10 +46,12 @@ class Tokenizer:
     vocab_size: V, the largest id that the vocabulary's files name plus one.
     least_size: the least V of a network of this vocabulary: special tokens past
       it are none that a text must have (Gemma's place of an image).
-    pad_id, eos_id, unk_id: special ids. Where the vocabulary has no padding or
-      no unknown token, `pad_id` and `unk_id` are the end of sequence.
-    before, after: ids that the vocabulary puts around a text, such as `<s>` and
-      `</s>` in CodeT5, except languages.
+    pad_id: padding; the end of sequence where the vocabulary has none.
+    eos_id: the end of sequence.
+    unk_id: the unknown token; the end of sequence where there is none.
+    before: ids that the vocabulary puts in front of a text, such as `<s>` in
+      CodeT5, except languages.
+    after: ids that it puts behind a text, such as `</s>`, except languages.
     says_ends: whether the vocabulary's own files say what is in them.
     bos_id: the id in `before`; None is none, as in T5, GPT-2 and Qwen.
     start_id: what the texts of a decoder-only model begin with where no file
@@ -57,7 +59,15 @@ class Tokenizer:
       were trained here and in T5X's.
     languages: name -> id of the token of each language, of the vocabularies of
       translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
-    split_special_tokens, skip_special_tokens: as for `__init__`.
+    split_special_tokens: as for `__init__`.
+    skip_special_tokens: as for `__init__`.
+
+  Examples:
+    >>> tokenizer = sd.Tokenizer('demo/vocab.model')
+    >>> tokenizer.encode('Good morning!')
+    [5382, 902, 303]
+    >>> tokenizer.decode(tokenizer.encode('Good morning!'))
+    'Good morning!'
   """
 
   def __init__(
