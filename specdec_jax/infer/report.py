@@ -17,7 +17,12 @@ import numpy as np
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.engine.completion import Completion, CompletionStats, total
+from specdec_jax.engine.completion import (
+  Completion,
+  CompletionStats,
+  joined,
+  total,
+)
 from specdec_jax.infer.data import (
   PLAIN,
   SCORING,
@@ -84,16 +89,25 @@ def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
 def outputs_of(data: DataSet, ways: Ways, num_samples: int) -> list[Outputs]:
   """The outputs of each example, in the order of the data."""
   completions = {name: completions_of(way) for name, way in ways.items()}
-  return [
-    {
-      name: [
-        example.skipped or of_way[index * num_samples + sample]
-        for sample in range(num_samples)
-      ]
-      for name, of_way in completions.items()
-    }
-    for index, example in enumerate(data.examples)
-  ]
+  outputs, begin = list[Outputs](), 0
+
+  def of(example: Example, way: Mapping[int, Completion], first: int, end: int):
+    if example.skipped or example.sentences is None:
+      return example.skipped or way[first]
+    return joined(
+      example.sentences, [way[i] for i in range(first, end, num_samples)]
+    )
+
+  for example in data.examples:
+    end = begin + len(example.parts) * num_samples
+    outputs.append(
+      {
+        name: [of(example, way, begin + i, end) for i in range(num_samples)]
+        for name, way in completions.items()
+      }
+    )
+    begin = end
+  return outputs
 
 
 def record(
@@ -125,6 +139,9 @@ def record(
     }
     for name, made in outputs.items():
       values['aux'][name] = one_or_all([counts(output) for output in made])
+  if example.sentences is not None:
+    values['sentences'] = last[0].num_sentences
+    values['cut'] = last[0].num_cut
   if error := error_of(outputs):
     values['error'] = error
   return values
