@@ -523,6 +523,8 @@ class Way:
     options = {name: value for name, value in named if name not in rules}
     options |= of_run.rules | {
       'num_samples': outputs,
+      'split': None,  # items are sentences
+      'split_lang': None,
       'speculative': self._name == SPECULATIVE,
       'example_ids': [item.example_id for item in items],
     }

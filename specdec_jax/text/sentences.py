@@ -24,8 +24,8 @@ _LANGUAGES = dict(
   ).split()
 )
 _OTHERWISE = 'en'
-# Characters that sentencex is given at once: texts without spaces, and quotation
-# marks that are not closed, take it quadratic time.
+# Characters that sentencex is given at once: texts without spaces, and
+# quotation marks that are not closed, take it quadratic time.
 _BLOCK = 1 << 11
 _MOST_CHARACTERS = 64  # a token; longer texts are too long without counting
 _COUNTS = 1 << 12  # texts whose counts are kept: the same words come again
