@@ -70,47 +70,41 @@ class LongTexts:
       ValueError: as for `Engine.generate`, a text is not a string, or the
         package that splits is not installed.
     """
-    of_calls = ('speculative', 'gamma')
-    more = {name: options[name] for name in of_calls if name in options}
-    named = {k: v for k, v in options.items() if k not in of_calls}
+    calls = {x: options[x] for x in ('speculative', 'gamma') if x in options}
+    named = {k: v for k, v in options.items() if k not in calls}
     asked = options_of(named, engine.models['target'].rules)
     if not is_a(texts, Sequence[str]) or isinstance(texts, str):
       raise unexpected('texts', 'a sequence of strings with split', texts)
-    ids = asked.example_ids
-    ids = range(len(texts)) if ids is None else ids
-    heats = asked.temperature
-    for name, values in (('example_ids', ids), ('temperature', heats)):
-      if not isinstance(values, int | float) and len(values) != len(texts):
-        raise unexpected(name, f'one for each of {len(texts)} texts', values)
+    if not isinstance(asked.temperature, int | float):
+      expected = 'one number with split'
+      raise unexpected('temperature', expected, asked.temperature)
+    ids = asked.example_ids or range(len(texts))
+    if len(ids) != len(texts):
+      raise unexpected('example_ids', f'{len(texts)} with split', ids)
     # One beam search gives all outputs of a sentence.
     self._each = 1 if asked.num_beams is None else asked.num_samples
     samples = range(asked.num_samples // self._each)
-    self._texts = [*map(splitter(engine, asked), texts)]
-    self._outputs = [(i, s) for i in range(len(texts)) for s in samples]
-    self.parts = [x for i, _ in self._outputs for x in self._texts[i].parts]
-    places = [
-      (i, sentence_id(example_id(ids[i], sample), place))
-      for i, sample in self._outputs
-      for place in range(len(self._texts[i].spans))
-    ]
-    if not isinstance(heats, int | float):
-      heats = [heats[i] for i, _ in places]
-    options_here = dataclasses.replace(
-      asked,
-      split=None,
-      split_lang=None,
-      num_samples=self._each,
-      example_ids=[id_ for _, id_ in places],
-      temperature=heats,
-    )
+    whole = [*map(splitter(engine, asked), texts)]
+    self._outputs = [sentences for sentences in whole for _ in samples]
+    self.parts = [part for output in self._outputs for part in output.parts]
+    values: dict[str, Any] = {
+      'split': None,
+      'split_lang': None,
+      'num_samples': self._each,
+      'example_ids': [
+        sentence_id(example_id(number, sample), place)
+        for number, sentences in zip(ids, whole, strict=True)
+        for sample in samples
+        for place in range(len(sentences.spans))
+      ],
+    }
     fields = [field.name for field in dataclasses.fields(Options)]
-    self.options = {x: getattr(options_here, x) for x in fields} | more
+    self.options = {x: getattr(asked, x) for x in fields} | values | calls
 
   def joined(self, done: Sequence[Completion]) -> Iterator[Completion]:
     """Yields the outputs of the texts, of those of `parts`."""
     begin = 0
-    for text, _ in self._outputs:
-      sentences = self._texts[text]
+    for sentences in self._outputs:
       end = begin + len(sentences.spans) * self._each
       for place in range(begin, begin + self._each):
         yield joined(sentences, done[place : end : self._each])
