@@ -125,7 +125,9 @@ def _sentences(line: str, language: str) -> Iterator[str]:
   at, held = 0, list[str]()  # blocks that are the begin of a sentence
   while at < len(line):
     block = line[at : at + _BLOCK]
-    found = sentencex.get_sentence_boundaries(language, block)
+    # sentencex 1.0.32 panics at wide blanks behind an initial.
+    plain = re.sub(r'\s', ' ', block)
+    found = sentencex.get_sentence_boundaries(language, plain)
     # The last sentence of a block may go on behind it.
     ends, begin = [sentence['end_index'] for sentence in found[:-1]], 0
     if at + _BLOCK >= len(line):
