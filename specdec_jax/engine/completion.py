@@ -127,11 +127,6 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
   """
   reasons = [output.finish_reason for output in outputs]
   last = reasons[-1] if reasons else 'empty'
-  errors = [
-    f'sentence {number}: {output.error}'
-    for number, output in enumerate(outputs, 1)
-    if output.error
-  ]
   scores = [output.score for output in outputs if output.score is not None]
   return Completion(
     text=sentences.joined([output.text for output in outputs]),
@@ -139,7 +134,7 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
     log_probs=[value for output in outputs for value in output.log_probs],
     finish_reason=next((r for r in ('error', 'length') if r in reasons), last),
     stats=total(output.stats for output in outputs),
-    error=next(iter(errors), None),
+    error=next((x.error for x in outputs if x.error), None),
     lossless=all(output.lossless for output in outputs),
     score=sum(scores) if scores else None,
     top_log_probs=[top for output in outputs for top in output.top_log_probs],

@@ -483,9 +483,6 @@ class Engine:
     Returns:
       Seconds that it took; 0.0 if everything had been compiled.
     """
-    if options.get('split') is not None:
-      long = LongTexts(self, texts, options)
-      return self.warmup(long.parts, batch_size=batch_size, **long.options)
     begin, before = time.perf_counter(), self.num_programs
     batch = self.text_batch(texts, **options)
     pool, rows = self._pool(batch, batch_size)

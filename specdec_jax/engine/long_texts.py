@@ -75,9 +75,6 @@ class LongTexts:
     asked = options_of(named, engine.models['target'].rules)
     if not is_a(texts, Sequence[str]) or isinstance(texts, str):
       raise unexpected('texts', 'a sequence of strings with split', texts)
-    if not isinstance(asked.temperature, int | float):
-      expected = 'one number with split'
-      raise unexpected('temperature', expected, asked.temperature)
     ids = asked.example_ids or range(len(texts))
     if len(ids) != len(texts):
       raise unexpected('example_ids', f'{len(texts)} with split', ids)

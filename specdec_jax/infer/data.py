@@ -314,6 +314,12 @@ class Example(NamedTuple):
       return [self]
     return [self._replace(source=source) for source in self.sources]
 
+  def whole(self, outputs: Sequence[Any]) -> Completion:
+    """The output of the example, of those of its parts."""
+    if self.sentences is not None:
+      return joined(self.sentences, outputs)
+    return self.skipped or outputs[0]
+
   @property
   def reference(self) -> Any:
     """The correct text, or a list of several; None without one."""
@@ -346,11 +352,13 @@ class DataSet:
     examples: the examples of the run's shard, in order.
     broken_off: why the file could not be read to its end, or None.
     reading: a sentence on how the file is read; None for lines of text.
+    lines: the index of the example of each part, once they are prepared.
   """
 
   examples: list[Example]
   broken_off: str | None
   reading: str | None
+  lines: Sequence[int] = ()
 
   def prepare(self, config: DecodeConfig, engine: Engine) -> list[Item]:
     """Checks the examples with an engine; the items of those to decode.
@@ -369,14 +377,20 @@ class DataSet:
     samples = config.options.num_samples
     if self.examples:  # the largest number first: there may be very many
       example_id(config.index(len(self.examples) - 1), samples - 1)
+    parts = [
+      (number, place, part)
+      for number, example in enumerate(self.examples)
+      for place, part in enumerate(example.parts)
+    ]
+    self.lines = [number for number, _, _ in parts]
     return [
       Item(
-        part * samples + sample,
+        index * samples + sample,
         sentence_id(example_id(config.index(number), sample), place),
-        example,
+        part,
       )
-      for part, (number, place, example) in enumerate(self._parts())
-      if example.skipped is None
+      for index, (number, place, part) in enumerate(parts)
+      if part.skipped is None
       for sample in range(samples)
     ]
 
@@ -386,21 +400,13 @@ class DataSet:
     if not split:
       return self.reading
     count, cut = sum(len(x.spans) for x in split), sum(x.num_cut for x in split)
-    said = f'{len(split)} lines were split into {count} sentences.'
+    said = f'Lines that were split: {len(split)}, into {count} parts.'
     if cut:
-      said += f' {cut} sentences had more than {engine.max_input_len} tokens'
-      said += ' and were cut at clauses or words.'
+      said += (
+        f' Sentences of more than {engine.max_input_len} tokens, which were'
+      )
+      said += f' cut at clauses or words: {cut}.'
     return ' '.join(filter(None, (self.reading, said)))
-
-  def line_of(self, number: int) -> int:
-    """The index of the example of the part `number`."""
-    return next(itertools.islice(self._parts(), number, None))[0]
-
-  def _parts(self) -> Iterator[tuple[int, int, Example]]:
-    """Yields each part, the number of its example and its place in that."""
-    for number, example in enumerate(self.examples):
-      for place, part in enumerate(example.parts):
-        yield number, place, part
 
   def identity(self) -> dict[str, Any]:
     """What tells this data set from others, as JSON values."""

@@ -17,12 +17,7 @@ import numpy as np
 import rich.console
 
 from specdec_jax import files
-from specdec_jax.engine.completion import (
-  Completion,
-  CompletionStats,
-  joined,
-  total,
-)
+from specdec_jax.engine.completion import Completion, CompletionStats, total
 from specdec_jax.infer.data import (
   PLAIN,
   SCORING,
@@ -90,23 +85,17 @@ def outputs_of(data: DataSet, ways: Ways, num_samples: int) -> list[Outputs]:
   """The outputs of each example, in the order of the data."""
   completions = {name: completions_of(way) for name, way in ways.items()}
   outputs, begin = list[Outputs](), 0
-
-  def of(example: Example, way: Mapping[int, Completion], first: int, end: int):
-    if example.skipped or example.sentences is None:
-      return example.skipped or way[first]
-    return joined(
-      example.sentences, [way[i] for i in range(first, end, num_samples)]
-    )
-
   for example in data.examples:
-    end = begin + len(example.parts) * num_samples
-    outputs.append(
-      {
-        name: [of(example, way, begin + i, end) for i in range(num_samples)]
-        for name, way in completions.items()
-      }
-    )
-    begin = end
+    numbers = range(begin, begin + len(example.parts) * num_samples)
+    begin = numbers.stop
+    made = {
+      name: [
+        example.whole([way.get(i) for i in numbers[sample::num_samples]])
+        for sample in range(num_samples)
+      ]
+      for name, way in completions.items()
+    }
+    outputs.append(made)
   return outputs
 
 

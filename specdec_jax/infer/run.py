@@ -228,7 +228,7 @@ class _Run:
     )
     for differing in summary.get('agreement', {}).get('disagreements', ()):
       number = (differing['line'] - 1) // config.options.num_samples
-      differing['line'] = 1 + self.data.line_of(number)
+      differing['line'] = 1 + self.data.lines[number]
     failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
     failed = failed and bool(summary['errors'])
     texts = {SUMMARY: report.json_text(summary, indent=2)}

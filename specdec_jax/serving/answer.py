@@ -110,14 +110,15 @@ class Answer:
     Raises:
       ValueError: a prompt has too many sentences.
     """
-    rows = [(self.request.prompts[i], own) for i, own in self.request.of_each()]
-    if not self.request.split:
-      yield from rows
+    request = self.request
+    rows = request.of_each()
+    if not request.split:
+      yield from (
+        (request.prompts[prompt], options) for prompt, options in rows
+      )
       return
-    options = dict(rows[0][1])
-    if 'example_ids' in options:
-      options['example_ids'] = [own['example_ids'][0] for _, own in rows]
-    long = self._long = LongTexts(self._engine, [x for x, _ in rows], options)
+    options = rows[0][1] | {'example_ids': None, 'num_samples': request.n}
+    long = self._long = LongTexts(self._engine, request.prompts, options)
     most = self._worker.settings.max_waiting
     if len(long.parts) > most:
       expected = f'at most {most} sentences (max_waiting)'

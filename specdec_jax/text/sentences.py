@@ -16,12 +16,10 @@ from specdec_jax.checks.fields import package
 # its own.
 _LANGUAGES = dict(
   pair.split('=')
-  for pair in (
-    'amh=am arb=ar bul=bg ben=bn cat=ca dan=da deu=de ell=el eng=en spa=es'
-    ' fin=fi fra=fr guj=gu hin=hi hye=hy ita=it jpn=ja kaz=kk kan=kn mal=ml'
-    ' mar=mr mya=my nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te'
-    ' ukr=uk'
-  ).split()
+  for pair in """
+    amh=am arb=ar bul=bg ben=bn cat=ca dan=da deu=de ell=el eng=en spa=es fin=fi
+    fra=fr guj=gu hin=hi hye=hy ita=it jpn=ja kaz=kk kan=kn mal=ml mar=mr mya=my
+    nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te ukr=uk""".split()
 )
 _OTHERWISE = 'en'
 # Characters that sentencex is given at once: texts without spaces, and
