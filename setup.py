@@ -6,6 +6,7 @@ import setuptools
 
 PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
+SPLIT = ['sentencex>=1.0']
 RULES = ['outlines-core>=0.2.11']
 METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
@@ -16,7 +17,15 @@ SERVE = [
   'uvicorn>=0.30',
 ]
 TEST = [
-  *('pytest>=8', 'pytest-xdist>=3.5', *METRICS, *PLOTS, *HUGGINGFACE, *RULES),
+  *(
+    'pytest>=8',
+    'pytest-xdist>=3.5',
+    *METRICS,
+    *PLOTS,
+    *HUGGINGFACE,
+    *RULES,
+    *SPLIT,
+  ),
   # The server and its clients.
   *('aiohttp>=3.10', 'httpx>=0.27', 'openai>=1.40', *SERVE),
 ]
@@ -83,6 +92,7 @@ setuptools.setup(
     'cuda': ['jax[cuda12]>=0.10.2'],
     'plots': PLOTS,
     'rules': RULES,  # regexes and JSON schemas
+    'split': SPLIT,  # texts as sentences
     'huggingface': HUGGINGFACE,
     'chat': ['jinja2>=3.1'],  # chat templates
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],

@@ -471,6 +471,30 @@ def test_neutral_values_pass(client):
   assert empty.choices[0].finish_reason == 'stop'
 
 
+def test_a_prompt_is_split(client, engine):
+  pytest.importorskip('sentencex', reason='needs the extra [split]')
+  prompts = ['a b! c.\n\n d e.', '', 'a b.']
+  options = {'split': 'sentences', 'temperature': 1.1, 'seed': 7}
+  want = engine.generate(prompts, num_samples=2, **options)
+  have = create(client, prompts, n=2, **options)
+  assert texts_of(have) == [one.text for one in want]
+  assert [x.sentences for x in have.choices] == [3, 3, 0, 0, 1, 1]
+  best = engine.generate(prompts[:1], split='sentences', num_beams=2, n=2)
+  search = {'use_beam_search': True, 'n': 2, 'temperature': 0}
+  have = create(client, prompts[0], split='sentences', **search)
+  assert texts_of(have) == [one.text for one in best[::-1]]
+  for param, more in {
+    'prompt': {'prompt': 'the cat! ' * 9},  # more sentences than may wait
+    'stream': {'stream': True},
+    'logprobs': {'logprobs': 1},
+    'split': {'split': 'words'},
+    'split_lang': {'split': None, 'split_lang': 'de'},
+  }.items():
+    with pytest.raises(openai.BadRequestError) as caught:
+      create(client, **{'prompt': 'a.', 'split': 'sentences'} | more)
+    assert caught.value.body['param'] == param
+
+
 def test_what_is_no_request(client, url):
   with pytest.raises(openai.BadRequestError, match='no chat template'):
     client.chat.completions.create(

@@ -30,6 +30,7 @@ MACRO = 'gin.macro'
 # A field without a class is renamed in every class.
 _RENAMED = {
   'DecodeConfig.mode': 'task-mode',
+  'DecodeConfig.split': 'task-split',
   'ReplicaSettings.cpus': 'replica-cpus',
   'ReplicaSettings.gpus': 'replica-gpus',
   # A run's languages are its engine's.

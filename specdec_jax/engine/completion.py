@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax.engine.scoring import Top
+from specdec_jax.text.sentences import Sentences
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import FinishReason, Generation
 
@@ -101,6 +102,10 @@ class Completion:
       an output is empty, with the score -1e7.
     top_log_probs: for each token the ids of the likeliest tokens at its place
       and their log-probabilities, the likeliest first; empty if not asked for.
+    num_sentences: parts of a split text that were decoded one by one; None of
+      a text that was not split.
+    num_cut: sentences of a split text that were longer than the model reads, so
+      that they were cut.
 
   Examples:
     >>> [done] = engine.generate(['Good morning!'])
@@ -119,11 +124,37 @@ class Completion:
   lossless: bool = True
   score: float | None = None
   top_log_probs: Top = ()
+  num_sentences: int | None = None
+  num_cut: int = 0
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
   """The completion of a text that was not decoded."""
   return Completion('', [], [], reason, error=error)
+
+
+def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
+  """The completion of a text, of those of its sentences, in order.
+
+  Tokens, log-probabilities and counts are those of all sentences. It ends by
+  'length' if any of them does.
+  """
+  reasons = [output.finish_reason for output in outputs]
+  last = reasons[-1] if reasons else 'empty'
+  scores = [output.score for output in outputs if output.score is not None]
+  return Completion(
+    text=sentences.joined([output.text for output in outputs]),
+    tokens=[token for output in outputs for token in output.tokens],
+    log_probs=[value for output in outputs for value in output.log_probs],
+    finish_reason=next((r for r in ('error', 'length') if r in reasons), last),
+    stats=total(output.stats for output in outputs),
+    error=next((x.error for x in outputs if x.error), None),
+    lossless=all(output.lossless for output in outputs),
+    score=sum(scores) if scores else None,
+    top_log_probs=[top for output in outputs for top in output.top_log_probs],
+    num_sentences=len(outputs),
+    num_cut=sentences.num_cut,
+  )
 
 
 def no_distribution(place: str = '') -> str:

@@ -34,6 +34,7 @@ from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import compilation_cache, pair, scoring, trace
 from specdec_jax.engine.classification import classify
 from specdec_jax.engine.completion import Completion
+from specdec_jax.engine.long_texts import LongTexts
 from specdec_jax.engine.pair import Room
 from specdec_jax.engine.request import (
   Drafting,
@@ -515,9 +516,9 @@ class Engine:
       **options: fields of `Options` and `RuleOptions`, such as `temperature`,
         `top_k`, `top_p`,
         `max_length`, `min_length`, `num_samples`, `stop_strings`, `stop_ids`,
-        `num_beams`, `seed` and `example_ids`; names from other libraries, such
-        as `max_new_tokens`, `num_return_sequences` and `stop`; and `gamma` and
-        `speculative` of `text_batch`.
+        `num_beams`, `seed`, `example_ids` and `split`; names from other
+        libraries, such as `max_new_tokens`, `num_return_sequences` and `stop`;
+        and `gamma` and `speculative` of `text_batch`.
 
     Returns:
       A `Completion` for each sample of each text, in order; with `num_samples`
@@ -534,6 +535,10 @@ class Engine:
       >>> [done.text for done in engine.generate(texts)]
       ['Guten Morgen!', 'Wo ist der Bahnhof?']
     """
+    if options.get('split') is not None:
+      long = LongTexts(self, texts, options)
+      done = self.generate(long.parts, batch_size=batch_size, **long.options)
+      return [*long.joined(done)]
     batch = self.text_batch(texts, **options)
     pool, rows = self._pool(batch, batch_size)
     if pool is not None:
@@ -793,6 +798,9 @@ class Engine:
       ValueError: as for `generate`.
     """
     asked = options_of(options, self.models['target'].rules)
+    if asked.split is not None:
+      expected = 'None: only Engine.generate and a run split texts'
+      raise unexpected('split', expected, asked.split)
     check_texts(texts)
     check_type('speculative', speculative, bool | None)
     if speculative is None:

@@ -9,6 +9,7 @@ translate between many.
 import copy
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -120,6 +121,11 @@ class Options(RuleOptions):
     source_lang: language of the texts, of a model that translates between many,
       such as 'eng_Latn'; None is the engine's.
     target_lang: language of the outputs, such as 'deu_Latn'.
+    split: 'sentences' decodes each sentence of a text by itself, and puts the
+      outputs together as lines and paragraphs were, see `text.sentences`. All
+      other options are those of a sentence.
+    split_lang: language whose rules find the sentences, such as 'de'; None is
+      `source_lang`, or English.
     on_too_long: what happens to an input that is too long: 'error' raises,
       'truncate' keeps its beginning, 'report' gives a completion with an error
       (and does so for ids outside the vocabulary too).
@@ -171,6 +177,8 @@ class Options(RuleOptions):
   draft_beams: int | None = None
   source_lang: str | None = None
   target_lang: str | None = None
+  split: Literal['sentences'] | None = None
+  split_lang: str | None = None
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self.sampling).items():
@@ -188,6 +196,10 @@ class Options(RuleOptions):
     if self.judges_blocks and self.lenience != 1:
       expected = "'token' with a lenience below 1, a rule for single tokens"
       raise unexpected('verification', expected, self.verification)
+    if self.split and self.prompts is not None:
+      raise unexpected('prompts', 'None with split', self.prompts)
+    if self.split_lang is not None and not self.split:
+      raise unexpected('split_lang', 'None without split', self.split_lang)
     self._check_beams()
 
   @property
@@ -259,6 +271,18 @@ def example_id(index: int, sample: int) -> int:
     advice = 'Ask for fewer samples (gin: NUM_DECODES), or take another seed.'
     raise unexpected('num_samples', expected, sample, advice)
   return index | int(f'{sample:0{_KEY_BITS}b}'[::-1], 2)
+
+
+def sentence_id(example: int, sentence: int) -> int:
+  """The id that the random numbers of a sentence of an example derive from.
+
+  That of the first one is the example's own: a text of one sentence is decoded
+  as it is without a split.
+  """
+  if not sentence:
+    return example
+  digest = hashlib.blake2b(f'{example} {sentence}'.encode(), digest_size=4)
+  return int.from_bytes(digest.digest())
 
 
 def options_of(
@@ -767,12 +791,17 @@ def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
   check_texts([text])
   if not isinstance(text, str):
     return [int(token) for token in text]
+  check_unicode(text)
+  return tokenizer.encode(text)
+
+
+def check_unicode(text: str) -> None:
+  """Raises ValueError for a text with half a character."""
   try:
     text.encode()
   except UnicodeEncodeError as error:
     expected = f'no lone surrogate (it has one at place {error.start})'
     raise unexpected('text', expected, text, 'Read it as UTF-8.') from error
-  return tokenizer.encode(text)
 
 
 def check_texts(texts: Any, name: str = 'texts') -> None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 
-MAX_LINE = 4 << 20  # most bytes of a line; a longer line has an error
+MAX_LINE = 16 << 20  # most bytes of a line; a longer line has an error
 # Limits of a pipe, which may have no end (a file has one).
 MAX_PIPE = 1 << 30  # bytes
 MAX_PIPE_LINES = 10_000_000

@@ -18,13 +18,20 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.engine.completion import Completion, passed_over
+from specdec_jax.engine.completion import Completion, joined, passed_over
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import MOST_ROWS, Options, example_id
+from specdec_jax.engine.long_texts import splitter
+from specdec_jax.engine.request import (
+  MOST_ROWS,
+  Options,
+  example_id,
+  sentence_id,
+)
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import tasks
 from specdec_jax.text.chat import template_of
+from specdec_jax.text.sentences import Sentences
 from specdec_jax.text.tasks import BROKEN
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import Count, Positive
@@ -171,6 +178,8 @@ class DecodeConfig:
     yield 'options.seed', options.seed >= 0, 'a whole number >= 0'
     yield 'options.example_ids', options.example_ids is None, 'None'
     yield 'options.prompts', options.prompts is None, 'None'
+    unsplit = options.split is None or not self.is_task
+    yield 'options.split', unsplit, 'None for a task, but for lines'
     differ = self.is_task or self.searches or not options.sampling.greedy
     may_differ = samples == 1 or (differ and self.mode != 'score')
     expected = "1 in the mode 'score' and for lines at temperature 0"
@@ -209,7 +218,8 @@ class DecodeConfig:
   @property
   def slots(self) -> PoolSettings | None:
     """Settings of continuous batching; None where batches are fixed."""
-    if self.batching == 'fixed' or self.mode == 'score':
+    pooled = self.batching == 'continuous' or self.options.split is not None
+    if self.searches or self.mode == 'score' or not pooled:
       return None
     return PoolSettings(rows=self.rows)
 
@@ -285,6 +295,8 @@ class Example(NamedTuple):
     prompt: ids that the output begins with; None: no prompt.
     skipped: the completion of an example that is not decoded, because it is
       broken or empty; else None.
+    sentences: those of a text that is split; None of others.
+    sources: the sentences as the model reads them.
   """
 
   source: str | Sequence[int]
@@ -292,6 +304,21 @@ class Example(NamedTuple):
   target: Sequence[int] = ()
   prompt: Sequence[int] | None = None
   skipped: Completion | None = None
+  sentences: Sentences | None = None
+  sources: Sequence[str | Sequence[int]] = ()
+
+  @property
+  def parts(self) -> list['Example']:
+    """What is decoded one by one: its sentences, or itself."""
+    if self.sentences is None:
+      return [self]
+    return [self._replace(source=source) for source in self.sources]
+
+  def whole(self, outputs: Sequence[Any]) -> Completion:
+    """The output of the example, of those of its parts."""
+    if self.sentences is not None:
+      return joined(self.sentences, outputs)
+    return self.skipped or outputs[0]
 
   @property
   def reference(self) -> Any:
@@ -306,7 +333,8 @@ class Item(NamedTuple):
   """One output to decode, or one target to score.
 
   Attributes:
-    number: its place among the outputs; those of an example lie together.
+    number: its place among the outputs; those of an example, and of each of its
+      sentences, lie together.
     example_id: its random numbers derive from this and the seed.
     example: the example that it is of.
   """
@@ -324,11 +352,13 @@ class DataSet:
     examples: the examples of the run's shard, in order.
     broken_off: why the file could not be read to its end, or None.
     reading: a sentence on how the file is read; None for lines of text.
+    lines: the index of the example of each part, once they are prepared.
   """
 
   examples: list[Example]
   broken_off: str | None
   reading: str | None
+  lines: Sequence[int] = ()
 
   def prepare(self, config: DecodeConfig, engine: Engine) -> list[Item]:
     """Checks the examples with an engine; the items of those to decode.
@@ -340,22 +370,43 @@ class DataSet:
     of_task, of_engine = config.tokenizer, engine.tokenizer
     if not config.is_task:
       self.examples = _checked_lines(config, engine, self.examples)
+      self.reading = self._splitting(engine)
     elif of_task and of_task.fingerprint != of_engine.fingerprint:
       expected = f"the engine's vocabulary, {of_engine.path!r}"
       raise unexpected('DecodeConfig.tokenizer', expected, of_task.path)
     samples = config.options.num_samples
     if self.examples:  # the largest number first: there may be very many
       example_id(config.index(len(self.examples) - 1), samples - 1)
+    parts = [
+      (number, place, part)
+      for number, example in enumerate(self.examples)
+      for place, part in enumerate(example.parts)
+    ]
+    self.lines = [number for number, _, _ in parts]
     return [
       Item(
-        number * samples + sample,
-        example_id(config.index(number), sample),
-        example,
+        index * samples + sample,
+        sentence_id(example_id(config.index(number), sample), place),
+        part,
       )
-      for number, example in enumerate(self.examples)
-      if example.skipped is None
+      for index, (number, place, part) in enumerate(parts)
+      if part.skipped is None
       for sample in range(samples)
     ]
+
+  def _splitting(self, engine: Engine) -> str | None:
+    """What was split, in a sentence or two; None if nothing was."""
+    split = [x.sentences for x in self.examples if x.sentences is not None]
+    if not split:
+      return self.reading
+    count, cut = sum(len(x.spans) for x in split), sum(x.num_cut for x in split)
+    said = f'Lines that were split: {len(split)}, into {count} parts.'
+    if cut:
+      said += (
+        f' Sentences of more than {engine.max_input_len} tokens, which were'
+      )
+      said += f' cut at clauses or words: {cut}.'
+    return ' '.join(filter(None, (self.reading, said)))
 
   def identity(self) -> dict[str, Any]:
     """What tells this data set from others, as JSON values."""
@@ -455,12 +506,27 @@ def _checked_lines(
         'Leave --chat out, or take a model that was trained on chats.',
       )
   truncates = config.options.on_too_long == 'truncate'
+
+  def as_input(text: Any) -> Any:
+    if template is None:
+      return text
+    return template.ids([{'role': 'user', 'content': text}])
+
+  splits = config.options.split and splitter(engine, config.options, as_input)
   checked = []
   for number, example in enumerate(examples, 1):
     source, skipped = example.source, example.skipped
+    if skipped is None and splits:
+      of = splits(str(source))
+      example = example._replace(
+        skipped=None if of.spans else joined(of, ()),
+        sentences=of if of.spans else None,
+        sources=[as_input(part) for part in of.parts],
+      )
+      checked.append(example)
+      continue
     if skipped is None:
-      if template is not None:
-        source = template.ids([{'role': 'user', 'content': source}])
+      source = as_input(source)
       count = engine.num_input_tokens(source)
       if not count:
         skipped = passed_over('empty')

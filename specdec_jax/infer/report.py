@@ -84,16 +84,19 @@ def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
 def outputs_of(data: DataSet, ways: Ways, num_samples: int) -> list[Outputs]:
   """The outputs of each example, in the order of the data."""
   completions = {name: completions_of(way) for name, way in ways.items()}
-  return [
-    {
+  outputs, begin = list[Outputs](), 0
+  for example in data.examples:
+    numbers = range(begin, begin + len(example.parts) * num_samples)
+    begin = numbers.stop
+    made = {
       name: [
-        example.skipped or of_way[index * num_samples + sample]
+        example.whole([way.get(i) for i in numbers[sample::num_samples]])
         for sample in range(num_samples)
       ]
-      for name, of_way in completions.items()
+      for name, way in completions.items()
     }
-    for index, example in enumerate(data.examples)
-  ]
+    outputs.append(made)
+  return outputs
 
 
 def record(
@@ -125,6 +128,9 @@ def record(
     }
     for name, made in outputs.items():
       values['aux'][name] = one_or_all([counts(output) for output in made])
+  if example.sentences is not None:
+    values['sentences'] = last[0].num_sentences
+    values['cut'] = last[0].num_cut
   if error := error_of(outputs):
     values['error'] = error
   return values

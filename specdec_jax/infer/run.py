@@ -226,6 +226,9 @@ class _Run:
     summary = report.summarise(
       results, config.options.sampling.greedy, self._context(outputs)
     )
+    for differing in summary.get('agreement', {}).get('disagreements', ()):
+      number = (differing['line'] - 1) // config.options.num_samples
+      differing['line'] = 1 + self.data.lines[number]
     failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
     failed = failed and bool(summary['errors'])
     texts = {SUMMARY: report.json_text(summary, indent=2)}
@@ -520,6 +523,8 @@ class Way:
     options = {name: value for name, value in named if name not in rules}
     options |= of_run.rules | {
       'num_samples': outputs,
+      'split': None,  # items are sentences
+      'split_lang': None,
       'speculative': self._name == SPECULATIVE,
       'example_ids': [item.example_id for item in items],
     }

@@ -6,9 +6,10 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import scoring, trace
 from specdec_jax.engine.completion import (
   Completion,
@@ -18,6 +19,7 @@ from specdec_jax.engine.completion import (
   pieces_of,
   total,
 )
+from specdec_jax.engine.long_texts import LongTexts
 from specdec_jax.engine.scheduler import Update
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import (
@@ -81,22 +83,48 @@ class Answer:
     self._done: dict[int, Completion] = {}
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     tell = functools.partial(_tell, loop, self._queue)
+    self._long: LongTexts | None = None
     with naming_the_field():
       self.rows: list[ServedRow] = [
         worker.row(
-          request.prompts[prompt],
+          text,
           functools.partial(tell, index),
           request.stream,
           not request.speculative,
           request.return_rounds,
           **options,
         )
-        for index, (prompt, options) in enumerate(request.of_each())
+        for index, (text, options) in enumerate(self._texts())
       ]
+    if self._long is not None:
+      searches = request.use_beam_search
+      self._num_choices = len(self.rows) * (request.n if searches else 1)
     if not request.max_tokens:  # only the prompt is wanted
       for index in range(len(self.rows)):
         tell(index, Update(completion=Completion('', [], [], 'length')))
       self.rows = []
+
+  def _texts(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields the text and the options of each row.
+
+    Raises:
+      ValueError: a prompt has too many sentences.
+    """
+    request = self.request
+    rows = request.of_each()
+    if not request.split:
+      yield from (
+        (request.prompts[prompt], options) for prompt, options in rows
+      )
+      return
+    options = rows[0][1] | {'example_ids': None, 'num_samples': request.n}
+    long = self._long = LongTexts(self._engine, request.prompts, options)
+    most = self._worker.settings.max_waiting
+    if len(long.parts) > most:
+      expected = f'at most {most} sentences (max_waiting)'
+      raise unexpected('prompt', expected, len(long.parts))
+    for part, own in zip(long.parts, long.options['example_ids'], strict=True):
+      yield part, long.options | {'example_ids': [own]}
 
   async def _next(self) -> tuple[int, Update]:
     """The next update.
@@ -129,6 +157,9 @@ class Answer:
     """
     while not self._is_over:
       await self._next()
+    if self._long is not None:
+      parts = [done for _, done in sorted(self._done.items())]
+      self._done = dict(enumerate(self._long.joined(parts)))
     self._metrics.whole.observe(time.perf_counter() - self._begin)
     choices = [
       await self._choice(index, done.text, done)
@@ -188,6 +219,8 @@ class Answer:
       if request.return_token_ids:
         choice['token_ids'] = done.tokens
         choice['prompt_token_ids'] = request.prompt_ids[prompt]
+      if request.split:
+        choice |= {'sentences': done.num_sentences, 'cut': done.num_cut}
     if request.echo and is_first:
       choice['text'] = self._prompt_text(prompt) + text
     if request.is_chat:

@@ -53,6 +53,8 @@ _OF_A_SEARCH = {
   'min_tokens': 0,
   'ignore_eos': False, 'stream': False, 'speculative': True,
 }  # fmt: skip
+# The only values with `split`, whose answer is put together at its end.
+_OF_A_SPLIT = {'stream': False, 'echo': False, 'logprobs': None}
 # Rules on tokens that have the names of `Options`.
 _RULES = (
   'presence_penalty', 'frequency_penalty', 'repetition_penalty',
@@ -149,6 +151,8 @@ class CompletionRequest:
   return_token_ids: bool = False
   source_lang: str | None = None
   target_lang: str | None = None
+  split: str | None = None
+  split_lang: str | None = None
   user: str | None = None
   safety_identifier: str | None = None
   prompt_cache_key: str | None = None
@@ -224,6 +228,8 @@ class CompletionRequest:
     options: dict[str, Any] = {
       'source_lang': self.source_lang,
       'target_lang': self.target_lang,
+      'split': self.split,
+      'split_lang': self.split_lang,
       'max_length': max(1, self.max_tokens),
       **self.rules(),
     }
@@ -323,7 +329,8 @@ def parse(
     check_model(request.model or model, model)
     longest = engine.max_decode_len
     if 'max_tokens' not in body:
-      request.max_tokens = longest if template else min(_MAX_TOKENS, longest)
+      given = longest if template or request.split else _MAX_TOKENS
+      request.max_tokens = min(given, longest)
     if request.max_completion_tokens is not None:
       request.max_tokens = request.max_completion_tokens
     if isinstance(request.stop, str):
@@ -339,7 +346,7 @@ def parse(
     ]
   most = engine.max_input_len
   for index, ids in enumerate(request.prompt_ids):
-    if len(ids) > most:
+    if len(ids) > most and not request.split:
       raise ApiError(
         f'prompt {index} has {len(ids)} tokens (its end or start included); the'
         f' model reads {most} at most. Shorten it.',
@@ -457,6 +464,12 @@ def _check(
       for name, only in _OF_A_SEARCH.items()
       if search
     ),
+    *(
+      (name, body.get(name, only) == only, f'{json.dumps(only)} with split')
+      for name, only in _OF_A_SPLIT.items()
+      if request.split
+    ),
+    ('split', not (request.is_chat and request.split), 'null in a chat'),
   ]
   for name, holds, expected in rules:
     if not holds:

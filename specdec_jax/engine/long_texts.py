@@ -1,0 +1,108 @@
+"""Texts that are decoded sentence by sentence, with `split='sentences'`."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from specdec_jax.checks.fields import is_a, unexpected
+from specdec_jax.engine.completion import Completion, joined
+from specdec_jax.engine.request import (
+  Options,
+  check_unicode,
+  example_id,
+  options_of,
+  sentence_id,
+)
+from specdec_jax.text.sentences import Sentences, language_of, split
+
+
+def splitter(
+  engine: Any,
+  options: Options,
+  as_input: Callable[[str], Any] = lambda text: text,
+) -> Callable[[str], Sentences]:
+  """Makes what splits a text into sentences that the engine can read.
+
+  Args:
+    engine: the engine.
+    options: has the languages.
+    as_input: makes of a sentence what the engine reads; by default itself.
+  """
+  source = options.source_lang or engine.source_lang
+  language = language_of(options.split_lang or source)
+
+  def count(text: str) -> int:
+    return len(engine.input_ids(as_input(text), source)) - around
+
+  around = 0
+  around = count('')  # tokens before and after each sentence
+  most = engine.max_input_len - around
+  if most < 1:
+    expected = f'more than the {around} tokens around each sentence'
+    raise unexpected('max_input_len', expected, engine.max_input_len)
+
+  def of(text: str) -> Sentences:
+    check_unicode(text)
+    return split(text, language, count, most)
+
+  return of
+
+
+class LongTexts:
+  """Texts as sentences, for whatever decodes many short texts.
+
+  Attributes:
+    parts: the sentences of all outputs in order, those of each sample together.
+    options: for `Engine.generate`, of these.
+  """
+
+  def __init__(
+    self, engine: Any, texts: Sequence[Any], options: Mapping[str, Any]
+  ):
+    """Splits the texts.
+
+    Args:
+      engine: the `Engine` that decodes them.
+      texts: the texts.
+      options: of `Engine.generate`, with `split`.
+
+    Raises:
+      ValueError: as for `Engine.generate`, a text is not a string, or the
+        package that splits is not installed.
+    """
+    calls = {x: options[x] for x in ('speculative', 'gamma') if x in options}
+    named = {k: v for k, v in options.items() if k not in calls}
+    asked = options_of(named, engine.models['target'].rules)
+    if not is_a(texts, Sequence[str]) or isinstance(texts, str):
+      raise unexpected('texts', 'a sequence of strings with split', texts)
+    ids = asked.example_ids or range(len(texts))
+    if len(ids) != len(texts):
+      raise unexpected('example_ids', f'{len(texts)} with split', ids)
+    # One beam search gives all outputs of a sentence.
+    self._each = 1 if asked.num_beams is None else asked.num_samples
+    samples = range(asked.num_samples // self._each)
+    whole = [*map(splitter(engine, asked), texts)]
+    self._outputs = [sentences for sentences in whole for _ in samples]
+    self.parts = [part for output in self._outputs for part in output.parts]
+    values: dict[str, Any] = {
+      'split': None,
+      'split_lang': None,
+      'num_samples': self._each,
+      'example_ids': [
+        sentence_id(example_id(number, sample), place)
+        for number, sentences in zip(ids, whole, strict=True)
+        for sample in samples
+        for place in range(len(sentences.spans))
+      ],
+    }
+    fields = [field.name for field in dataclasses.fields(Options)]
+    self.options = {x: getattr(asked, x) for x in fields} | values | calls
+
+  def joined(self, done: Sequence[Completion]) -> Iterator[Completion]:
+    """Yields the outputs of the texts, of those of `parts`."""
+    begin = 0
+    for sentences in self._outputs:
+      end = begin + len(sentences.spans) * self._each
+      for place in range(begin, begin + self._each):
+        yield joined(sentences, done[place : end : self._each])
+      begin = end

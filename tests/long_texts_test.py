@@ -1,0 +1,215 @@
+"""Long texts: split, decoded by sentence, and put together; nothing is lost."""
+
+import gzip
+import itertools
+import json
+import random
+import re
+import sys
+import warnings
+
+import pytest
+
+from demo_test import ROOT, TEST_SPLIT
+from demo_test import engine as demo_engine
+from specdec_jax.cli import main
+from specdec_jax.text import sentences
+from specdec_jax.text.sentences import language_of, split
+from toy_models import chain_engine
+
+sentencex = pytest.importorskip('sentencex', reason='needs the extra [split]')
+ABSTRACTS = ROOT.parent / 'shared/data/summ/acl_title.test.jsonl.gz'
+demo_engine = demo_engine  # a fixture
+DOCUMENT = '  a b! c.\n\n\td e? A b.  \r\n \nc, a.'
+
+
+def words(text):
+  return len(text.split())
+
+
+def test_any_text_comes_back():
+  chance = random.Random(0)
+  alphabet = 'ab C.?!,; \n\t"“”()é…。你\u3000\u2028-1👍' + 'e' * 9
+  for size in [*range(40)] * 20 + [5000] * 6:
+    text = ''.join(chance.choices(alphabet, k=size))
+    whole = split(text, 'en', len, 30)
+    assert whole.joined(whole.parts) == text
+    assert ''.join(''.join(whole.parts).split()) == ''.join(text.split())
+    assert all(0 < len(part) <= 30 for part in whole.parts)
+    assert not any(set(part) & set('\n\u2028') for part in whole.parts)
+
+
+def test_sentences_and_cuts():
+  text = 'Mr. A came. He saw.\n  "No!" he said. It is 5 p.m. now.'
+  found = ['Mr. A came.', 'He saw.', '"No!" he said.', 'It is 5 p.m. now.']
+  assert split(text, 'en', words, 9).parts == found
+  long = 'One, two; three and four five six, seven: eight. Nine.'
+  whole = split(long, 'en', words, 3)
+  cut = 'One, two;|three and four|five six,|seven: eight.|Nine.'.split('|')
+  assert whole.parts == cut and whole.num_cut == 1
+  assert split('abcdefgh', 'en', len, 3).parts == ['ab', 'cd', 'ef', 'gh']
+  # What sentencex reads at once neither ends nor begins a sentence.
+  far = 'x ' * sentences._BLOCK + 'end. Mr. B. ' + 'y ' * sentences._BLOCK
+  assert split(far, 'en', words, 1 << 20).parts == [
+    far[: far.index(' Mr.')],
+    far[far.index('Mr.') :].strip(),
+  ]
+  # Line breaks of an output are none of the text.
+  assert whole.joined(['1\n2', ' 3 ', '4', '5', '6']) == '1 2 3 4 5 6'
+
+
+@pytest.mark.parametrize(
+  'name, want',
+  [(None, 'en'), ('deu_Latn', 'de'), ('FR', 'fr'), ('de-AT', 'de')],
+)
+def test_languages(name, want):
+  assert language_of(name) == want
+
+
+def test_an_unknown_language_is_said_once():
+  with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter('default')
+    assert [language_of('tlh_Latn') for _ in range(3)] == ['tlh'] * 3
+  (one,) = said
+  assert "'tlh_Latn'" in str(one.message) and 'English' in str(one.message)
+  assert split('Hi. You!', 'tlh', len, 9).parts == ['Hi.', 'You!']
+
+
+@pytest.fixture(scope='module')
+def toy(tokenizer):
+  return chain_engine(tokenizer, max_input_len=8, max_decode_len=12)
+
+
+def expected(engine, text, alone):
+  """The text with each part replaced by what came of it alone."""
+  at, pieces = 0, []
+  for part, done in alone:
+    begin = text.index(part, at)
+    pieces += text[at:begin], done.text
+    at = begin + len(part)
+  return ''.join(pieces) + text[at:]
+
+
+def test_outputs_are_those_of_the_sentences(toy):
+  (whole,) = toy.generate([DOCUMENT], split='sentences')
+  parts = ['a b!', 'c.', 'd e?', 'A b.', 'c, a.']
+  alone = toy.generate(parts)
+  assert whole.num_sentences == 5 and not whole.num_cut
+  pairs = [*zip(parts, alone, strict=True)]
+  assert whole.text == expected(toy, DOCUMENT, pairs)
+  assert whole.tokens == [token for one in alone for token in one.tokens]
+  assert len(whole.log_probs) == len(whole.tokens) == whole.stats.num_tokens
+  calls = [one.stats.num_target_calls for one in alone]
+  assert whole.stats.num_target_calls == sum(calls)
+  reasons = {one.finish_reason for one in alone}
+  assert (whole.finish_reason == 'length') == ('length' in reasons)
+  # A sentence that is lost is seen.
+  assert whole.text != expected(toy, DOCUMENT, pairs[:2] + pairs[3:])
+
+
+def test_samples_beams_and_texts_without_a_word(toy):
+  ask = {'split': 'sentences', 'temperature': 1.0, 'seed': 4, 'num_samples': 2}
+  texts = ['', DOCUMENT, ' \n', 'c.', 'a ' * 30]
+  many = toy.generate(texts, **ask)
+  assert [one.text for one in many[:2] + many[4:6]] == ['', '', ' \n', ' \n']
+  assert {one.finish_reason for one in many[:2]} == {'empty'}
+  few = toy.generate(texts[1:2], batch_size=1, example_ids=[1], **ask)
+  assert [x.tokens for x in many[2:4]] == [x.tokens for x in few]
+  assert few[0].text != few[1].text
+  del ask['split']  # a text of one sentence is decoded as ever
+  (one, two) = toy.generate(['c.'], example_ids=[3], **ask)
+  assert [one.tokens, two.tokens] == [x.tokens for x in many[6:8]]
+  assert many[8].num_cut == 1 and many[8].num_sentences > 1
+  best = toy.generate(['a b! c.'], split='sentences', num_beams=2, n=2)
+  apart = toy.generate(['a b!', 'c.'], num_beams=2, n=2)
+  for whole, *parts in zip(best, apart[:2], apart[2:], strict=True):
+    assert whole.text == ' '.join(part.text for part in parts)
+    assert whole.score == sum(part.score for part in parts)
+
+
+@pytest.mark.parametrize(
+  'field, text, more',
+  [
+    ('split', 'a', {'split': 'words'}),
+    ('split_lang', 'a', {'split': None, 'split_lang': 'de'}),
+    ('prompts', 'a', {'prompts': [[5]]}),
+    ('texts', [5, 6], {}),
+    ('text', 'a \ud800', {}),
+    ('example_ids', 'a', {'example_ids': [1, 2]}),
+    ('temperature', 'a', {'temperature': [1.0]}),
+  ],
+)
+def test_what_does_not_go_together(toy, field, text, more):
+  with pytest.raises(ValueError, match=rf'^(Options\.)?{field}'):
+    toy.generate([text], **{'split': 'sentences'} | more)
+  with pytest.raises(ValueError, match='^split: expected None'):
+    next(toy.stream('a', split='sentences'))
+
+
+def test_without_the_package(toy, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'sentencex', None)
+  with pytest.raises(ValueError, match=r'specdec_jax\[split\]'):
+    toy.generate(['a. b.'], split='sentences')
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TEST_SPLIT.exists(), reason='needs ../shared/data')
+def test_no_sentence_of_300_documents_is_missing(demo_engine):
+  """Each sentence's translation stands in the output, in order."""
+  with gzip.open(TEST_SPLIT, 'rt', encoding='utf-8') as stream:
+    gold = [line.split('\t')[0] for line in stream]
+  chance, source = random.Random(1), iter(gold)
+  documents, inside = [], []
+  for _ in range(300):
+    own = [*itertools.islice(source, chance.randint(1, 9))]
+    gaps = chance.choices([' ', '  ', '\n', '\n\n', '\n\n  '], k=len(own))
+    documents.append(''.join(map(''.join, zip(own, gaps, strict=True))))
+    inside.append(own)
+  engine = demo_engine(max_decode_len=48)
+  done = engine.generate(documents, split='sentences')
+  parts = [split(text, 'en', words, 99).parts for text in documents]
+  flat = [part for one in parts for part in one]
+  of = dict(zip(flat, engine.generate(flat), strict=True))
+  for text, own, one in zip(documents, parts, done, strict=True):
+    assert ''.join(''.join(own).split()) == ''.join(text.split())
+    assert len(one.text.splitlines()) == len(text.splitlines())
+    pairs = [(part, of[part]) for part in own]
+    assert one.text == expected(engine, text, pairs)
+    if len(own) > 1:
+      assert one.text != expected(engine, text, pairs[1:])
+  known = [x in own for x, own in zip(inside, parts, strict=True) for x in x]
+  assert sum(known) > 0.95 * len(known)
+
+
+@pytest.mark.skipif(not ABSTRACTS.exists(), reason='needs ../shared/data')
+def test_abstracts_lose_nothing():
+  with gzip.open(ABSTRACTS, 'rt', encoding='utf-8') as stream:
+    texts = [json.loads(line)['source'] for line in stream][:300]
+  for text in texts:
+    whole = split(text, 'en', words, 20)
+    assert whole.joined(whole.parts) == text
+    assert ''.join(''.join(whole.parts).split()) == ''.join(text.split())
+    assert max(map(words, whole.parts)) <= 20
+
+
+@pytest.mark.slow
+def test_a_file_of_documents(tmp_path, capsys):
+  """Lines stay lines; one that is not UTF-8, or endless, stops no other."""
+  lines = ['Hello! I am here.', '', '  Who? Me.', '\t', 'x' * 300 + '. Bye!']
+  data = b'\xff\xfe\n' + '\n'.join(lines).encode() + b'\n'
+  (tmp_path / 'in.txt').write_bytes(data)
+  out = tmp_path / 'out'
+  flags = '--mode speculative --split sentences --gamma 3 --batch-size 2'
+  path = str(tmp_path / 'in.txt')
+  main.main(['demo', *flags.split(), '--output-dir', str(out), path])
+  lines_out = (out / 'predictions.jsonl').read_text().splitlines()
+  records = [*map(json.loads, lines_out)]
+  assert [x['inputs'] for x in records[1:]] == lines
+  assert 'UTF-8' in records[0]['error'] and records[0]['prediction'] is None
+  first, empty, indented, blank, cut = (x['prediction'] for x in records[1:])
+  assert re.fullmatch(r'\S.*[!.] \S.*', first) and indented.startswith('  ')
+  assert (empty, blank) == ('', '\t') and cut
+  assert [x.get('cut') for x in records[1:]] == [0, None, 0, None, 1]
+  assert records[1]['sentences'] == 2
+  said = ' '.join(capsys.readouterr().out.split())
+  assert 'were split: 3, into' in said and 'cut at clauses or words: 1.' in said
