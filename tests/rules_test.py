@@ -251,6 +251,15 @@ def test_a_schema_of_itself_says_its_depth(caplog):
   assert str(constraints.MOST_RECURSION) in caplog.text
 
 
+def test_a_schema_says_which_of_its_words_are_not_followed(caplog):
+  number = {'type': 'integer', 'minimum': 0, 'exclusiveMaximum': 120}
+  names = {'type': 'object', 'properties': {'minimum': {'type': 'integer'}}}
+  constraints.pattern_of(names)
+  assert not caplog.text
+  constraints.pattern_of(number)
+  assert 'minimum, exclusiveMaximum of numbers are not' in caplog.text
+
+
 def test_rules_of_a_folder(tokenizer):
   """They are followed, unless a call says otherwise."""
   settings = {

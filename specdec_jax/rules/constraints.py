@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from specdec_jax.checks.fields import package, unexpected
 from specdec_jax.rules.automata import MOST_EDGES, Automaton
 
 MOST_RECURSION = 3  # of a schema that refers to itself
+_BOUNDS = re.compile(
+  r'"((?:exclusive)?(?:[Mm]in|[Mm]ax)imum|multipleOf)":\s*-?[0-9]'
+)
 
 
 def of_choices(
@@ -103,7 +107,8 @@ def of_regex(
 def pattern_of(schema: Mapping[str, Any] | str) -> str:
   """The regex of JSON that a schema describes.
 
-  A schema that refers to itself is followed `MOST_RECURSION` levels deep.
+  A schema that refers to itself is followed `MOST_RECURSION` levels deep;
+  bounds of numbers are not followed. Both are said in the log.
 
   Args:
     schema: the schema, or JSON of it.
@@ -124,6 +129,10 @@ def pattern_of(schema: Mapping[str, Any] | str) -> str:
   if pattern != deeper:
     logging.getLogger(__name__).warning(
       'json_schema refers to itself: %d levels are taken.', MOST_RECURSION
+    )
+  if bounds := _BOUNDS.findall(text):
+    logging.getLogger(__name__).warning(
+      'json_schema: %s of numbers are not followed.', ', '.join(bounds)
     )
   return pattern
 
