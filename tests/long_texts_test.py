@@ -9,10 +9,13 @@ import sys
 import warnings
 
 import pytest
+import rich.console
 
 from demo_test import ROOT, TEST_SPLIT
 from demo_test import engine as demo_engine
+from specdec_jax import infer
 from specdec_jax.cli import main
+from specdec_jax.infer.resume import Folder
 from specdec_jax.text import sentences
 from specdec_jax.text.sentences import language_of, split
 from toy_models import chain_engine
@@ -152,6 +155,41 @@ def test_without_the_package(toy, monkeypatch):
     toy.generate(['a. b.'], split='sentences')
 
 
+def test_a_killed_run_goes_on(toy, tmp_path, monkeypatch):
+  """Finished sentences are kept; a record stays one line of the file."""
+  lines = ['a b! c.', '', ' d e? A b. a c.', 'c']
+  (tmp_path / 'in.txt').write_text('\n'.join(lines) + '\n')
+
+  def run(name):
+    options = infer.Options(split='sentences', temperature=1.0, num_samples=2)
+    config = infer.DecodeConfig(
+      lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / name),
+      options=options, decoding='speculative', batch_size=2,
+    )  # fmt: skip
+    infer.decode(config, console=rich.console.Console(quiet=True))
+    return (tmp_path / name / 'predictions.jsonl').read_text()
+
+  whole, kept = run('whole'), []
+  append = Folder.append
+
+  def killed(folder, content):
+    append(folder, content)
+    kept.append(content)
+    if len(kept) == 2:
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr('specdec_jax.infer.run._KEEP_SECONDS', 0.0)
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(Folder, 'append', killed)
+    run('killed')
+  assert run('killed') == whole
+  records = [*map(json.loads, whole.splitlines())]
+  assert [one['inputs'] for one in records] == lines
+  want = toy.generate(lines, split='sentences', temperature=1.0, num_samples=2)
+  have = [text for one in records for text in one['prediction']]
+  assert have == [one.text for one in want]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not TEST_SPLIT.exists(), reason='needs ../shared/data')
 def test_no_sentence_of_300_documents_is_missing(demo_engine):
@@ -211,5 +249,5 @@ def test_a_file_of_documents(tmp_path, capsys):
   assert (empty, blank) == ('', '\t') and cut
   assert [x.get('cut') for x in records[1:]] == [0, None, 0, None, 1]
   assert records[1]['sentences'] == 2
-  said = ' '.join(capsys.readouterr().out.split())
+  said = ' '.join(capsys.readouterr().err.split())
   assert 'were split: 3, into' in said and 'cut at clauses or words: 1.' in said

@@ -76,8 +76,12 @@ class LongTexts:
     if not is_a(texts, Sequence[str]) or isinstance(texts, str):
       raise unexpected('texts', 'a sequence of strings with split', texts)
     ids = asked.example_ids or range(len(texts))
-    if len(ids) != len(texts):
-      raise unexpected('example_ids', f'{len(texts)} with split', ids)
+    for name, fits, expected in (
+      ('temperature', isinstance(asked.temperature, float | int), 'one number'),
+      ('example_ids', len(ids) == len(texts), f'{len(texts)} numbers'),
+    ):
+      if not fits:
+        raise unexpected(name, f'{expected} with split', getattr(asked, name))
     # One beam search gives all outputs of a sentence.
     self._each = 1 if asked.num_beams is None else asked.num_samples
     samples = range(asked.num_samples // self._each)
