@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-import toy_models
 from specdec_jax import partitioning
 from specdec_jax.training import data, losses, outputs, trainer
 from specdec_jax.training.outputs import OutputsConfig
@@ -75,50 +74,6 @@ def test_what_the_target_says_is_computed_once(tmp_path):
     )
     for name in read:
       assert float(kept[name]) == pytest.approx(float(read[name]), rel=1e-2)
-
-
-def _next_law(params, inputs, fed):
-  return jax.nn.softmax(MODEL.logits(params, inputs, fed)[0, -1])
-
-
-def test_a_drafter_learns_along_outputs_of_its_own():
-  """They follow its distribution, and are what a batch then is made of."""
-  rows, places = 3000, 3
-  inputs = np.tile(np.array([5, 9, 1], np.int32), (rows, 1))
-  # The last row is all padding.
-  targets = np.full((rows, places), 7, np.int32)
-  targets[-1] = data.NO_TOKEN
-  batch, key = data.Batch(inputs, targets), jax.random.key(0)
-  params = target_params(2)
-  _, _, own_key = jax.random.split(key, 3)
-  law_after = functools.partial(jax.jit(_next_law), inputs=inputs[:1])
-  end = int(np.argsort(law_after(params, fed=np.zeros((1, 1), int)))[-2])
-  own = np.asarray(
-    losses.own_outputs(MODEL, params, batch, own_key, start_id=0, eos_id=end)
-  )
-  is_end = own == end
-  behind = np.cumsum(is_end, axis=1) - is_end > 0
-  assert ((own == data.NO_TOKEN) == behind).all() and behind.any()
-  # The first token, and the one behind the most frequent first one.
-  often = np.bincount(own[:, 0]).argmax()
-  for said, fed in (
-    (own[:, 0], [[0]]),
-    (own[own[:, 0] == often, 1], [[0, often]]),
-  ):
-    counts = np.bincount(said, minlength=16)
-    law = np.asarray(law_after(params, fed=np.array(fed)))
-    warmer = law**0.8  # the control: another temperature
-    assert toy_models.chi_squared_p_value(counts, law) > 1e-4
-    assert toy_models.chi_squared_p_value(counts, warmer / warmer.sum()) < 1e-9
-  objective = losses.Distillation(MODEL, MODEL, target_params(), 0, end, 1.0)
-  made = jax.tree.map(float, objective.sums(params, batch, key))
-  own = np.array(own)
-  own[-1] = data.NO_TOKEN
-  plain = objective.replace(own_share=0.0)
-  own_batch = batch._replace(targets=own)
-  wanted = jax.tree.map(float, plain.sums(params, own_batch, key))
-  assert made == pytest.approx(wanted, rel=1e-5)
-  assert objective.sums(params, batch) == plain.sums(params, batch)
 
 
 def test_a_sample_depends_on_its_number_not_on_its_neighbours():

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from specdec_jax.models.base import Params, reads_encoder
-from specdec_jax.text.tokenizer import EOS_ID
 from specdec_jax.training.data import NO_TOKEN, Batch
 
 Sums = dict[str, jax.Array]
@@ -89,50 +88,6 @@ def distillation(
   return divergence + 1.0 - alpha, jax.lax.stop_gradient(alpha)
 
 
-def own_outputs(
-  draft: Any,
-  params: Params,
-  batch: Batch,
-  key: jax.Array,
-  start_id: int | None,
-  eos_id: int,
-  **encoded: jax.Array,
-) -> jax.Array:
-  """Samples a drafter's own output for each input, at temperature 1.
-
-  Args:
-    draft: the network.
-    params: its parameters; no gradient goes through the samples.
-    batch: inputs, and targets int32[B, S]: an output has S tokens at most.
-    key: consumed.
-    start_id: see `teacher_forced`. Without one, an output begins with the first
-      token of its target.
-    eos_id: the last token of an output.
-    encoded: what the target's encoder says, of a drafter that reads it.
-
-  Returns:
-    Outputs int32[B, S], `NO_TOKEN` past each row's end.
-  """
-  params = jax.lax.stop_gradient(params)
-  rows, places = batch.targets.shape
-  cache = draft.prefill(params, batch.inputs, places, **encoded)
-  given = batch.targets[:, : start_id is None]
-  first = given if start_id is None else jnp.full((rows, 1), start_id)
-
-  def say(carry, key):
-    cache, token, is_over = carry
-    features, cache = draft.extend(params, cache, token)
-    logits = draft.head(params, features)[:, 0]
-    said = jax.random.categorical(key, logits).astype(jnp.int32)
-    carry = cache, said[:, None], is_over | (said == eos_id)
-    return carry, jnp.where(is_over, NO_TOKEN, said)
-
-  begin = cache, first.astype(jnp.int32), jnp.zeros(rows, bool)
-  keys = jax.random.split(key, places - given.shape[1])
-  _, said = jax.lax.scan(say, begin, keys)
-  return jnp.concatenate([given, said.T], axis=1)
-
-
 _static = functools.partial(flax.struct.field, pytree_node=False)
 
 
@@ -181,17 +136,12 @@ class Distillation:
     target: the model to follow, of the same vocabulary.
     target_params: the target's parameters, constant.
     start_id: see `teacher_forced`.
-    eos_id: ends an output of the drafter.
-    own_share: of the rows of a training batch, those whose outputs the drafter
-      samples itself (on-policy; Agarwal et al. 2024, Zhou et al. 2024).
   """
 
   draft: Any = flax.struct.field(pytree_node=False)
   target: Any = flax.struct.field(pytree_node=False)
   target_params: Any
   start_id: int | None = _static(default=0)
-  eos_id: int = _static(default=EOS_ID)
-  own_share: float = _static(default=0.0)
 
   def known(self, batch: Batch) -> dict[str, jax.Array]:
     """What does not change while the drafter learns, to be computed once.
@@ -204,28 +154,14 @@ class Distillation:
 
   def _read(self, batch):
     fed, _, _ = teacher_forced(batch.targets, self.start_id)
-    encoded = self._encoded(batch)
+    known = {}
+    if reads_encoder(self.draft):
+      known['encoded'] = self.target.encode(self.target_params, batch.inputs)
     args = self.target_params, batch.inputs, fed
-    return encoded | {'features': self.target.features(*args, **encoded)}
-
-  def _encoded(self, batch):
-    if not reads_encoder(self.draft):
-      return {}
-    return {'encoded': self.target.encode(self.target_params, batch.inputs)}
+    return known | {'features': self.target.features(*args, **known)}
 
   def sums(self, params, batch, key=None):
-    known = batch.known
-    if key is not None and self.own_share:
-      key, which, own_key = jax.random.split(key, 3)
-      args = self.draft, params, batch, own_key, self.start_id, self.eos_id
-      own = own_outputs(*args, **self._encoded(batch))
-      is_own = jax.random.bernoulli(which, self.own_share, (len(own), 1))
-      # A row that is all padding has none.
-      is_own &= batch.targets[:, :1] != NO_TOKEN
-      batch = batch._replace(targets=jnp.where(is_own, own, batch.targets))
-      known = None
-    if known is None:
-      known = self._read(batch)
+    known = self._read(batch) if batch.known is None else batch.known
     known = jax.tree.map(lambda x: x.astype(jnp.float32), known)
     target = self.target.head(self.target_params, known.pop('features'))
     fed, _, mask = teacher_forced(batch.targets, self.start_id)

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
+from specdec_jax.checks.fields import Checked, check_types, unexpected
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
@@ -70,8 +70,6 @@ class FromTarget(Checked):
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
       outputs: more to learn from if there is no time for many outputs.
-    own_share: of the rows of a batch, those whose outputs the drafter samples
-      itself, see `losses.Distillation`; not of heads.
     outputs_folder: folder that outputs are written to, or found in; None is a
       folder in `TrainRun.model_dir`.
   """
@@ -80,7 +78,6 @@ class FromTarget(Checked):
   checkpoint_path: str
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
-  own_share: Annotated[float, Bound(0, 1)] = 0.0
   outputs_folder: str | None = None
 
 
@@ -217,7 +214,7 @@ def train(
   if tokenizer is not None:
     packing = dataclasses.replace(packing, eos_id=tokenizer.eos_id)
   first = first_token(run.network, tokenizer)
-  objective = _objective(run, first, packing.eos_id)
+  objective = _objective(run, first)
   if begin is None:
     params, start = _first_params(run)
   else:
@@ -255,7 +252,7 @@ def train(
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
   batches = PackedBatches(pairs, packing)
-  keeps = _keeps_known(run, objective, batches)
+  keeps = _keeps_known(objective, batches)
   if keeps:
     batches = PackedBatches(pairs, packing, regroups=False)
   valid = None if held_out is None else PackedBatches(held_out, packing)
@@ -371,25 +368,24 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
   return model.init(jax.random.key(run.training.seed)), ''
 
 
-def _objective(run: TrainRun, first: int | None, eos_id: int) -> Any:
+def _objective(run: TrainRun, first: int | None) -> Any:
   learning, model = run.learning, run.model
   if learning is None:
     return losses.CrossEntropy(model, first, run.z_loss)
   target = learning.target
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
   params = jax.tree.map(jnp.asarray, params)
-  if isinstance(model, Heads):
-    return losses.HeadDistillation(model, target, params, first)
-  own_share = learning.own_share
-  return losses.Distillation(model, target, params, first, eos_id, own_share)
+  is_heads = isinstance(model, Heads)
+  kind = losses.HeadDistillation if is_heads else losses.Distillation
+  return kind(model, target, params, first)
 
 
-def _keeps_known(run: TrainRun, objective: Any, batches: PackedBatches) -> bool:
+def _keeps_known(objective: Any, batches: PackedBatches) -> bool:
   """Whether what the target says of all batches is computed once and kept.
 
   It must be the same in every epoch, and fit into a part of the memory.
   """
-  if type(objective) is not losses.Distillation or objective.own_share:
+  if type(objective) is not losses.Distillation:
     return False
   width = getattr(getattr(objective.target, 'config', None), 'emb_dim', None)
   host = memory.host_bytes()
