@@ -4,7 +4,7 @@ The output has the model's distribution under the rule, whatever the drafter
 proposes. The demo pair only translates: it keeps to the forms, and fills them
 as a translator would.
 
-  pip install 'specdec_jax[rules]'
+  pip install -e '.[rules]'
   python examples/constrain_an_output.py
 """
 

@@ -1,6 +1,6 @@
 """Serves the demo pair by HTTP, and asks it with OpenAI's client.
 
-  pip install 'specdec_jax[serve]' openai
+  pip install -e '.[serve]' openai
   python examples/serve_and_ask.py
 
 A server of yours runs by `specdec serve --target MODEL --draft SMALL_MODEL`.

@@ -6,7 +6,7 @@ hour make a drafter that is worth its time. A command for any T5:
 
   specdec distil --target MY_T5 --texts inputs.txt --output-dir my_drafter
 
-This file does the same in Python (`pip install 'specdec_jax[huggingface]'`):
+This file does the same in Python (`pip install -e '.[huggingface]'`):
 
   python examples/train_a_drafter.py
 """

@@ -3,7 +3,7 @@
 A translation model reads sentences; of a longer text it loses some. So the text
 is split, all sentences are decoded together, and lines and paragraphs stay.
 
-  pip install 'specdec_jax[split]'
+  pip install -e '.[split]'
   python examples/translate_a_document.py
 """
 

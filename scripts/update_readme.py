@@ -97,7 +97,7 @@ _FEATURES = ('greedy', 'samples', 'beams', 'trees', 'int8', 'lora', 'server')
 
 def _support(path: pathlib.Path) -> Table:
   """What was tried of each family; an empty cell was not."""
-  header = ['family', '`model_type`', *_FEATURES, 'as transformers']
+  header = ['family', '`model_type`', 'target, drafter', *_FEATURES]
   rows = []
   for family, row in families.read_tables(path).items():
     types, pair = (
@@ -105,8 +105,8 @@ def _support(path: pathlib.Path) -> Table:
       for name in ('model_type', 'pair')
     )
     tried = ['yes' if name in row['features'] else '' for name in _FEATURES]
-    rows.append([family, types, *tried, ', '.join(row['compared']), pair])
-  return Table('', [*header, 'target, drafter'], rows)
+    rows.append([family, types, pair, *tried, ', '.join(row['compared'])])
+  return Table('', [*header, 'as transformers'], rows)
 
 
 # Rows of a table that are of the machine, not of the models.
