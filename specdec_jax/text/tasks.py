@@ -718,9 +718,8 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   kind, field = kind_of(path), 'targets'
   if kind == 'jsonl':
     first = next(iter(files.text_lines(path)), '{}')
-    field = (
-      'prediction' if 'prediction' in files.json_object(first, path) else field
-    )
+    if 'prediction' in files.json_object(first, path):
+      field = 'prediction'
   for example in read(path, kind, targets_field=field):
     if BROKEN in example:
       raise ValueError(example[BROKEN])
