@@ -295,9 +295,9 @@ def _check_single(folder: Location) -> None:
   steps = sorted(int(m[1]) for name in names if (m := _STEP.fullmatch(name)))
   if steps:
     checkpoints = [f'checkpoint_{step}' for step in steps]
-    names = ', '.join(checkpoints)
+    several = ', '.join(checkpoints)
     advice = f'The newest is {str(folder.child(checkpoints[-1]))!r}.'
-    raise unexpected(str(folder), 'one checkpoint', names, advice)
+    raise unexpected(str(folder), 'one checkpoint', several, advice)
   kinds = f"T5X's {T5X_FILE!r}, Orbax's {orbax.METADATA!r} or Hugging Face's"
   raise unexpected(str(folder), f'{kinds} {CONFIG!r} in it', few(names))
 
