@@ -186,11 +186,9 @@ class Partition:
     """
     axes = axes_of_parameter(name)
     if re.search(r'\b(qkv|wi_joined)/', name) and self._sizes(axes):
-      raise unexpected(
-        name,
-        'parameters as the checkpoint has them',
-        'several projections in one kernel, which cannot be split by heads',
-      )
+      expected = 'parameters as the checkpoint has them'
+      got = 'several projections in one kernel, which cannot be split by heads'
+      raise unexpected(name, expected, got)
     return self.sharding(*axes)
 
   def check(self, network: LanguageModel) -> None:

@@ -41,6 +41,7 @@ BYTES = ('txt tsv jsonl', b'ab\xff', 'not valid UTF-8 (byte 0xff at byte 3')
 TOO_LONG = ('txt tsv jsonl', b'a ' * LONG, '262,144 bytes; a line has at most')
 LINES = [
   BYTES,
+  ('txt tsv jsonl', 'ab'.encode('utf-16-le'), 'it holds NUL bytes, as UTF-16'),
   TOO_LONG,
   ('tsv', b'a\tb\tc', '3 columns'),
   ('jsonl', rb'{"inputs": "a \ud800", "targets": ""}', 'surrogate'),

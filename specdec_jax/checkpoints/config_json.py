@@ -133,12 +133,9 @@ def check_fields(
         only = f'{expected[name]}, as the network here has it'
         raise unexpected(f'{where}: {name}', only, value)
     elif name not in SETTINGS and not _NO_MATTER.fullmatch(name):
-      raise unexpected(
-        f'{where}: {name}',
-        'no such field, which may change what the model says',
-        value,
-        'If it does not, remove it from config.json.',
-      )
+      nothing = 'no such field, which may change what the model says'
+      advice = 'If it does not, remove it from config.json.'
+      raise unexpected(f'{where}: {name}', nothing, value, advice)
 
 
 def _activation(values: Described, name: str, where: str) -> str:

@@ -67,12 +67,11 @@ class ConvertConfig:
     if self.dtype == INT4 or (
       self.dtype == INT8 and self.format == 'safetensors'
     ):
-      raise unexpected(
-        'ConvertConfig.dtype',
-        "one of floats, or 'int8' for 'orbax' and 't5x'",
-        self.dtype,
-        f'Floats are rounded when a model is loaded (--dtype {self.dtype}).',
+      expected = "one of floats, or 'int8' for 'orbax' and 't5x'"
+      advice = (
+        f'Floats are rounded when a model is loaded (--dtype {self.dtype}).'
       )
+      raise unexpected('ConvertConfig.dtype', expected, self.dtype, advice)
     if '://' in self.output:
       raise unexpected('output', 'a path on this machine', self.output)
 
@@ -97,11 +96,9 @@ def convert(config: ConvertConfig) -> str:
   location = locate(path, config.revision)
   opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
-    raise unexpected(
-      f'dtype of {location}, whose kernels have eight bits',
-      'a dtype of floats, such as float32',
-      config.dtype,
-    )
+    field = f'dtype of {location}, whose kernels have eight bits'
+    expected = 'a dtype of floats, such as float32'
+    raise unexpected(field, expected, config.dtype)
   sizes = _sizes(config, opened, str(location))
   params = opened.read(config.dtype)
   if config.dtype == INT8:

@@ -77,12 +77,10 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
   if (folder / WEIGHTS).exists():
     return [WEIGHTS]
   if not (folder / INDEX).exists():
-    raise unexpected(
-      os.fspath(folder),
-      f'{WEIGHTS} or {INDEX}',
-      sorted(path.name for path in folder.iterdir())[:8],
-      'Save the model with safe_serialization=True.',
-    )
+    expected = f'{WEIGHTS} or {INDEX}'
+    names = sorted(path.name for path in folder.iterdir())[:8]
+    advice = 'Save the model with safe_serialization=True.'
+    raise unexpected(os.fspath(folder), expected, names, advice)
   shards: Any = files.read_json(folder / INDEX).get('weight_map')
   for name, shard in shards.items() if isinstance(shards, dict) else [('', 0)]:
     # A path would lead out of the folder.

@@ -156,12 +156,9 @@ def open_checkpoint(
     if adapter is None:
       about = {name: described.get(field) for name, field in ABOUT.items()}
   elif adapter is not None:
-    raise unexpected(
-      str(location),
-      'a Hugging Face folder, whose names an adapter goes by',
-      'another checkpoint',
-      'Write one first (specdec convert --format safetensors).',
-    )
+    expected = 'a Hugging Face folder, whose names an adapter goes by'
+    advice = 'Write one first (specdec convert --format safetensors).'
+    raise unexpected(str(location), expected, 'another checkpoint', advice)
   elif is_folder and orbax.is_orbax(location):
     arrays, about = orbax.open_orbax(location)
     arrays = _checked(arrays, network, str(location))
@@ -252,12 +249,9 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
       factor = arrays.get(f'{name}_scale')
       shape = None if factor is None else list(factor.shape)
       if shape != list(array.shape[1:]):
-        raise unexpected(
-          f'{source}: {name}_scale',
-          f'{list(array.shape[1:])} beside its kernel of eight bits',
-          shape,
-          'Convert the checkpoint of floats again.',
-        )
+        expected = f'{list(array.shape[1:])} beside its kernel of eight bits'
+        advice = 'Convert the checkpoint of floats again.'
+        raise unexpected(f'{source}: {name}_scale', expected, shape, advice)
     elif not jnp.issubdtype(array.dtype, jnp.floating):
       floats = 'floating-point numbers'
       raise unexpected(f'{source}: {name}', floats, str(array.dtype))
@@ -301,12 +295,9 @@ def _check_single(folder: Location) -> None:
   steps = sorted(int(m[1]) for name in names if (m := _STEP.fullmatch(name)))
   if steps:
     checkpoints = [f'checkpoint_{step}' for step in steps]
-    raise unexpected(
-      str(folder),
-      'one checkpoint',
-      f'{", ".join(checkpoints)}',
-      f'The newest is {str(folder.child(checkpoints[-1]))!r}.',
-    )
+    several = ', '.join(checkpoints)
+    advice = f'The newest is {str(folder.child(checkpoints[-1]))!r}.'
+    raise unexpected(str(folder), 'one checkpoint', several, advice)
   kinds = f"T5X's {T5X_FILE!r}, Orbax's {orbax.METADATA!r} or Hugging Face's"
   raise unexpected(str(folder), f'{kinds} {CONFIG!r} in it', few(names))
 

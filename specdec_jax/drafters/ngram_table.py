@@ -289,12 +289,10 @@ def fit(
       place, node = place[kept[index]], node[kept[index]]
       number += int(np.sum(kept))
     if not len(place):
-      raise unexpected(
-        'sequences',
-        f'a token that follows {depth + 1} others {min_count} times',
-        f'{len(tokens)} tokens in {len(rows)} sequences',
-        f'Give more text, a smaller min_count, or order {max(depth, 1)}.',
-      )
+      expected = f'a token that follows {depth + 1} others {min_count} times'
+      got = f'{len(tokens)} tokens in {len(rows)} sequences'
+      advice = f'Give more text, a smaller min_count, or order {max(depth, 1)}.'
+      raise unexpected('sequences', expected, got, advice)
     keys, counts = np.unique(
       node * vocab_size + tokens[place], return_counts=True
     )

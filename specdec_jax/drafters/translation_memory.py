@@ -68,9 +68,8 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
   rank = np.append(0, tokens[:-1].astype(np.int64) + 1)
   reach = 1
   while reach < max_match:
-    further = np.append(
-      np.zeros(min(reach, rank.size), np.int64), rank[:-reach]
-    )
+    further = np.zeros_like(rank)
+    further[reach:] = rank[:-reach]
     keys = rank * (1 + max(rank.max(), 1)) + further
     rank = 1 + np.unique(keys, return_inverse=True)[1]
     reach *= 2

@@ -15,12 +15,7 @@ import numpy as np
 
 from specdec_jax import partitioning, probs
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.engine.padding import (
-  SMALLEST_PROMPT,
-  next_power_of_two,
-  padded,
-  padded_rows,
-)
+from specdec_jax.engine import padding
 from specdec_jax.models.base import LanguageModel, Params, pad_id, read_prompt
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
@@ -59,7 +54,7 @@ def classify(
   totals = [np.zeros((0, len(labels)))]
   for at in range(0, len(prompts), step):
     some = slice(at, at + step)
-    rows = padded_rows(len(prompts[some]))
+    rows = padding.padded_rows(len(prompts[some]))
     texts, _ = _padded(inputs[some], rows, pad_id(network))
     prompt, length = _padded(prompts[some], rows)
     slots = prompt.shape[1] + number
@@ -101,7 +96,7 @@ def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
       if place + 1 < len(ids):
         node = nodes.setdefault(step, len(nodes))
   # Few sizes, so that other labels need no other program.
-  size, steps = map(next_power_of_two, (len(nodes), len(edges)))
+  size, steps = map(padding.next_power_of_two, (len(nodes), len(edges)))
   belongs = np.zeros((steps, len(labels)))
   belongs[tuple(np.transpose(taken))] = 1
   parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
@@ -140,5 +135,5 @@ def _log_probs(
 def _padded(
   ids: Sequence[Sequence[int]], rows: int, pad: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-  width = next_power_of_two(max(SMALLEST_PROMPT, *map(len, ids)))
-  return padded(ids, rows, width, pad)
+  longest = max(padding.SMALLEST_PROMPT, *map(len, ids))
+  return padding.padded(ids, rows, padding.next_power_of_two(longest), pad)

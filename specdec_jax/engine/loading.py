@@ -97,12 +97,9 @@ def load(
     check_choice('dtype', dtype, PARAM_DTYPES)
   check_type('adapter', adapter, str | os.PathLike | None)
   if path is None:
-    raise unexpected(
-      'checkpoint of the drafter',
-      'its path (--draft, in gin DRAFT_CHECKPOINT_PATH)',
-      None,
-      'Or decode without a drafter: --mode plain.',
-    )
+    expected = 'its path (--draft, in gin DRAFT_CHECKPOINT_PATH)'
+    advice = 'Or decode without a drafter: --mode plain.'
+    raise unexpected('checkpoint of the drafter', expected, None, advice)
   check_network(network, dtype)
   location = locate(path, revision)
   folder = pathlib.Path(location.path)

@@ -5,14 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import is_a, unexpected
+from specdec_jax.engine import request
 from specdec_jax.engine.completion import Completion, joined
-from specdec_jax.engine.request import (
-  Options,
-  check_unicode,
-  example_id,
-  options_of,
-  sentence_id,
-)
+from specdec_jax.engine.request import Options
 from specdec_jax.text.sentences import Sentences, language_of, split
 
 
@@ -42,7 +37,7 @@ def splitter(
     raise unexpected('max_input_len', expected, engine.max_input_len)
 
   def of(text: str) -> Sentences:
-    check_unicode(text)
+    request.check_unicode(text)
     return split(text, language, count, most)
 
   return of
@@ -72,7 +67,7 @@ class LongTexts:
     """
     calls = {x: options[x] for x in ('speculative', 'gamma') if x in options}
     named = {k: v for k, v in options.items() if k not in calls}
-    asked = options_of(named, engine.models['target'].rules)
+    asked = request.options_of(named, engine.models['target'].rules)
     if not is_a(texts, Sequence[str]) or isinstance(texts, str):
       raise unexpected('texts', 'a sequence of strings with split', texts)
     ids = asked.example_ids or range(len(texts))
@@ -93,7 +88,7 @@ class LongTexts:
       'split_lang': None,
       'num_samples': self._each,
       'example_ids': [
-        sentence_id(example_id(number, sample), place)
+        request.sentence_id(request.example_id(number, sample), place)
         for number, sentences in zip(ids, whole, strict=True)
         for sample in samples
         for place in range(len(sentences.spans))

@@ -371,9 +371,8 @@ def check_ends(model: Model) -> None:
   if missing:
     expected = f'an id of {model.tokenizer.path!r}, which has {size}'
     advice = 'Added tokens (tokenizer_config.json, added_tokens.json) may miss.'
-    raise unexpected(
-      f'eos_token_id of {model.name}', expected, missing[0], advice
-    )
+    field = f'eos_token_id of {model.name}'
+    raise unexpected(field, expected, missing[0], advice)
 
 
 def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:

@@ -36,20 +36,14 @@ from specdec_jax.decoding.state import (
   new_request,
 )
 from specdec_jax.drafters.length import plain_rule
+from specdec_jax.engine import padding
 from specdec_jax.engine.completion import (
   Completion,
   Text,
   from_generation,
   passed_over,
 )
-from specdec_jax.engine.padding import (
-  SMALLEST_INPUT,
-  SMALLEST_PROMPT,
-  next_power_of_two,
-  padded,
-  padded_rows,
-  rounded_up,
-)
+from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.rules.options import NO_RULES, RowRules, RuleOptions, ruling_of
@@ -298,9 +292,7 @@ def options_of(
     ValueError: a name is unknown, an option is given twice, or a value is out
       of range.
   """
-  defaults = {
-    option.name: option.default for option in dataclasses.fields(Options)
-  }
+  defaults = {x.name: x.default for x in dataclasses.fields(Options)}
   values = {name: named[name] for name in defaults if name in named}
   for name in named.keys() - defaults.keys():
     if name in _INSTEAD:
@@ -460,14 +452,14 @@ def joined(
     min_p=min_p if np.any(min_p) else None,
   )
   prompts = [row.prompt for row in rows]
-  prompt, prompt_length = padded(prompts, len(rows), prompt_width)
-  inputs, _ = padded(
+  prompt, prompt_length = padding.padded(prompts, len(rows), prompt_width)
+  inputs, _ = padding.padded(
     [row.inputs for row in rows], len(rows), width, like.pad_id
   )
   stop_ids: Any = like.stop_ids
   if np.ndim(stop_ids) > 1:  # each row has values of its own
     own: Any = [one.stop_ids for one in options]
-    stop_ids, _ = padded(own, len(rows), stop_ids.shape[1], -1)
+    stop_ids, _ = padding.padded(own, len(rows), stop_ids.shape[1], -1)
   max_length = each(np.int32, (row.max_length for row in rows))
   rules, automata = ruling_of(
     [row.rules for row in rows],
@@ -545,7 +537,8 @@ class TextBatch:
   @property
   def num_rows(self) -> int:
     """The least number of rows of the request."""
-    return rounded_up(padded_rows(len(self.rows)), self._engine.batch_multiple)
+    least = padding.padded_rows(len(self.rows))
+    return padding.rounded_up(least, self._engine.batch_multiple)
 
   def _check_sizes(self, num_texts: int) -> None:
     """Checks the options that have a value for each text."""
@@ -617,9 +610,10 @@ class TextBatch:
     prompt = self._prompt(number) if has_encoder else ids
     width = 1
     if has_encoder:
-      width = min(max(SMALLEST_INPUT, next_power_of_two(len(ids))), most)
+      width = max(padding.SMALLEST_INPUT, next_power_of_two(len(ids)))
+      width = min(width, most)
     # A language alone is all that most prompts of translations are.
-    smallest = 1 if self._languages.known else SMALLEST_PROMPT
+    smallest = 1 if self._languages.known else padding.SMALLEST_PROMPT
     # One more than a power of two: the last token is read by the first round.
     prompt_width = 1 + max(smallest, next_power_of_two(len(prompt) - 1))
     if not has_encoder:  # prompts are texts, limited as such
@@ -691,8 +685,8 @@ class TextBatch:
 
   def request_in(self, batch: int) -> Request:
     """The request with `batch` rows: `num_rows` or more, the rest padding."""
-    padding = [_NO_TEXT] * (batch - len(self.rows))
-    return joined([*self.rows, *padding], self._like)
+    empty = [_NO_TEXT] * (batch - len(self.rows))
+    return joined([*self.rows, *empty], self._like)
 
   @property
   def _verification(self) -> str:

@@ -261,9 +261,7 @@ class Trace:
       line = rich.text.Text().join(show(*part) for part in step.parts)
       grid.add_row(str(number), line)
     yield rich.text.Text(self._title, style='bold')
-    yield rich.text.Text('  ').join(
-      show(kind, text) for kind, text in MEANING.items()
-    )
+    yield rich.text.Text('  ').join(show(*part) for part in MEANING.items())
     yield grid
     yield rich.text.Text(summary(self.rounds))
 

@@ -235,13 +235,13 @@ def _text_line(line: bytes, size: int) -> TextLine:
     )
   line = line.removesuffix(b'\r')
   try:
-    return TextLine(line.decode('utf-8'))
+    if b'\0' not in line:
+      return TextLine(line.decode('utf-8'))
+    why = 'it holds NUL bytes, as UTF-16 text does; expected UTF-8'
   except UnicodeDecodeError as error:
-    return TextLine(
-      line.decode('utf-8', errors='replace'),
-      f'not valid UTF-8 (byte 0x{line[error.start]:02x} at byte'
-      f' {error.start + 1} of the line)',
-    )
+    place = f'byte 0x{line[error.start]:02x} at byte {error.start + 1}'
+    why = f'not valid UTF-8 ({place} of the line)'
+  return TextLine(line.decode('utf-8', errors='replace'), why)
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:

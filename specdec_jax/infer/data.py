@@ -18,21 +18,16 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine import request
 from specdec_jax.engine.completion import Completion, joined, passed_over
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.long_texts import splitter
-from specdec_jax.engine.request import (
-  MOST_ROWS,
-  Options,
-  example_id,
-  sentence_id,
-)
+from specdec_jax.engine.request import MOST_ROWS, Options, example_id
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import tasks
 from specdec_jax.text.chat import template_of
 from specdec_jax.text.sentences import Sentences
-from specdec_jax.text.tasks import BROKEN
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import Count, Positive
 
@@ -386,7 +381,7 @@ class DataSet:
     return [
       Item(
         index * samples + sample,
-        sentence_id(example_id(config.index(number), sample), place),
+        request.sentence_id(example_id(config.index(number), sample), place),
         part,
       )
       for index, (number, place, part) in enumerate(parts)
@@ -445,12 +440,9 @@ class DataSet:
     }
     if self.examples and not lengths[TARGETS] and config.mode != 'score':
       expected = f'lengths, because {config.task_name!r} has no targets'
-      raise unexpected(
-        'DecodeConfig.task_feature_lengths (gin: TASK_FEATURE_LENGTHS)',
-        expected,
-        config.task_feature_lengths,
-        "Write {'inputs': 512, 'targets': 128}.",
-      )
+      field = 'DecodeConfig.task_feature_lengths (gin: TASK_FEATURE_LENGTHS)'
+      advice = "Write {'inputs': 512, 'targets': 128}."
+      raise unexpected(field, expected, config.task_feature_lengths, advice)
     # The token of a language stands before the text.
     more = 1 if getattr(config.tokenizer, 'languages', {}) else 0
     return {
@@ -470,7 +462,7 @@ def read(config: DecodeConfig) -> DataSet:
     reading = tasks.reading(path)
     lines, broken_off = files.until_broken(tasks.read(path, targets_field=None))
     examples = [
-      Example(x['inputs'], x['inputs'], skipped=_failed(x.get(BROKEN)))
+      Example(x['inputs'], x['inputs'], skipped=_failed(x.get(tasks.BROKEN)))
       for x in lines
     ]
   else:
@@ -499,12 +491,10 @@ def _checked_lines(
   if config.chat:
     template = template_of(engine.tokenizer)
     if template is None:
-      raise unexpected(
-        'chat',
-        f'a chat template beside the vocabulary {engine.tokenizer.path!r}',
-        None,
-        'Leave --chat out, or take a model that was trained on chats.',
-      )
+      path = engine.tokenizer.path
+      expected = f'a chat template beside the vocabulary {path!r}'
+      advice = 'Leave --chat out, or take a model that was trained on chats.'
+      raise unexpected('chat', expected, None, advice)
   truncates = config.options.on_too_long == 'truncate'
 
   def as_input(text: Any) -> Any:
@@ -544,7 +534,7 @@ def _task_example(
 ) -> Example:
   """An example of a task, with an error where it lacks what the run needs."""
   features = dict(features)
-  error = features.pop(BROKEN, None)
+  error = features.pop(tasks.BROKEN, None)
   arrays = {k: v for k, v in features.items() if isinstance(v, np.ndarray)}
   ids = {feature: array.tolist() for feature, array in arrays.items()}
   prompt_feature = config.prompt_feature or INPUTS

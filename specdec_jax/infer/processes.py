@@ -118,9 +118,6 @@ def join(meeting: Meeting) -> None:
     signal.signal(signal.SIGINT, handler)
   count = jax.process_count()
   if meeting.process_count not in (None, count):
-    raise unexpected(
-      '--process_count',
-      f'{count}, as many as have joined',
-      meeting.process_count,
-      'Give each process the same number.',
-    )
+    expected = f'{count}, as many as have joined'
+    advice = 'Give each process the same number.'
+    raise unexpected('--process_count', expected, meeting.process_count, advice)

@@ -208,9 +208,8 @@ def plain(value: Any) -> Any:
 def json_text(value: Any, indent: int | None = None) -> str:
   """Strict JSON of any value and a line feed; see `plain`."""
   shown = plain(value)
-  return (
-    json.dumps(shown, ensure_ascii=False, allow_nan=False, indent=indent) + '\n'
-  )
+  text = json.dumps(shown, ensure_ascii=False, allow_nan=False, indent=indent)
+  return f'{text}\n'
 
 
 def print_outputs(made: Sequence[Mapping[str, Any]]) -> None:

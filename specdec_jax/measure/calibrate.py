@@ -74,9 +74,8 @@ def calibrate(
   )
   if len(set(texts)) < 2:
     # Of one there is no telling how sure its acceptance rate is.
-    raise unexpected(
-      'input_file', 'two texts or more that can be decoded', config.input_file
-    )
+    expected = 'two texts or more that can be decoded'
+    raise unexpected('input_file', expected, config.input_file)
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
     config.check_room(engine.room, engine.target, batch, config.max_gamma)

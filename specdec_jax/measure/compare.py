@@ -285,14 +285,12 @@ def _timed(
 
 def _check_equal(name: str, outputs: Any, plain: Any) -> None:
   """Raises ValueError if a method's greedy output is not the plain loop's."""
-  for output, expected in zip(outputs, plain, strict=True):
-    if output.tokens != expected.tokens:
-      raise unexpected(
-        f'The greedy output of {name!r}',
-        f"the plain loop's, {expected.tokens}",
-        output.tokens,
-        'A near tie of two logits can do so; anything else is a defect.',
-      )
+  for output, right in zip(outputs, plain, strict=True):
+    if output.tokens != right.tokens:
+      field = f'The greedy output of {name!r}'
+      expected = f"the plain loop's, {right.tokens}"
+      advice = 'A near tie of two logits can do so; anything else is a defect.'
+      raise unexpected(field, expected, output.tokens, advice)
 
 
 def _measured(timed: Timed, plain: Timed) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import importlib.util
 import logging
 import os
 import pathlib
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -27,6 +26,7 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 
 from specdec_jax import analysis
+from specdec_jax.checkpoints.families import read_tables
 from specdec_jax.checks.fields import check_choice, check_types
 from specdec_jax.checks.memory import GIB
 from specdec_jax.decoding.loop import Loop
@@ -71,12 +71,8 @@ class Device:
   numbers: str = ''
 
 
-KNOWN = {
-  name: Device(**device)
-  for name, device in tomllib.loads(
-    pathlib.Path(__file__).with_name('devices.toml').read_text('utf-8')
-  ).items()
-}
+_DEVICES = read_tables(pathlib.Path(__file__).with_name('devices.toml'))
+KNOWN = {name: Device(**device) for name, device in _DEVICES.items()}
 # Without these, libtpu asks a cloud machine's metadata server for its machine.
 _TPU_DESCRIPTION = {
   'TPU_SKIP_MDS_QUERY': '1',
@@ -237,10 +233,7 @@ def check(
       advance()
   names = 'name', 'batch', 'param_dtype', 'input_lens', 'decode_lens'
   settings = versions | {name: getattr(config, name) for name in names}
-  settings |= {
-    'usable_bytes': known.usable_bytes,
-    'bytes_per_s': known.bytes_per_s,
-  }
+  settings |= {x: getattr(known, x) for x in ('usable_bytes', 'bytes_per_s')}
   # Without a machine: nothing ran on this one.
   head = {'kind': KIND, 'version': VERSION}
   record = head | {'settings': settings, 'rows': results}

@@ -152,9 +152,8 @@ def check_scale(scale: np.ndarray, name: str) -> None:
 def _check_finite(largest: np.ndarray, name: str) -> None:
   bad = np.flatnonzero(~np.isfinite(largest))
   if bad.size:
-    raise unexpected(
-      name or 'kernel',
-      'finite numbers',
-      f'not finite in output {bad[0]} ({bad.size} of {largest.size} outputs)',
-      'The checkpoint is broken, or training diverged.',
+    got = (
+      f'not finite in output {bad[0]} ({bad.size} of {largest.size} outputs)'
     )
+    advice = 'The checkpoint is broken, or training diverged.'
+    raise unexpected(name or 'kernel', 'finite numbers', got, advice)

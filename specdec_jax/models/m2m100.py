@@ -71,9 +71,8 @@ class M2M100Config:
   def __post_init__(self):
     layers.check_config(self, may_be_zero=('pad_id', 'start_id'))
     if self.emb_dim % 2 or self.emb_dim < 4:
-      raise unexpected(
-        'M2M100Config.emb_dim', 'an even number from 4', self.emb_dim
-      )
+      expected = 'an even number from 4'
+      raise unexpected('M2M100Config.emb_dim', expected, self.emb_dim)
 
   @property
   def shape(self) -> Shape:

@@ -68,9 +68,8 @@ class T5Config:
   def __post_init__(self):
     layers.check_config(self, ('num_encoder_layers', 'encoder_dim'))
     if self.num_encoder_layers and self.encoder_dim:
-      raise unexpected(
-        'T5Config.encoder_dim', '0 beside an encoder', self.encoder_dim
-      )
+      expected = '0 beside an encoder'
+      raise unexpected('T5Config.encoder_dim', expected, self.encoder_dim)
 
   @property
   def shape(self) -> Shape:

@@ -630,19 +630,16 @@ class Transformer(Checked):
       )
     if encoded.shape[-1] != width:
       advice = 'Take the target that it was made for.'
-      raise unexpected(
-        "encoder's output", f'a width of {width}', encoded.shape[-1], advice
-      )
+      expected, got = f'a width of {width}', encoded.shape[-1]
+      raise unexpected("encoder's output", expected, got, advice)
 
   def _check_length(self, length: int) -> None:
     limit = self.shape.tokens.num_positions
     if limit and length > limit:
-      raise unexpected(
-        'slots of prompt, output and a draft (in multiples of 64)',
-        f'at most the learned {limit} positions',
-        length,
-        'They must fit: lower max_input_len, max_decode_len or gamma.',
-      )
+      field = 'slots of prompt, output and a draft (in multiples of 64)'
+      expected = f'at most the learned {limit} positions'
+      advice = 'They must fit: lower max_input_len, max_decode_len or gamma.'
+      raise unexpected(field, expected, length, advice)
 
 
 def _init(shape: Shape, key: jax.Array) -> Params:

@@ -120,11 +120,9 @@ def reproduce(
   measures = config.measure and (config.alphas or config.suite)
   paths = list(pathlib.Path(config.records).glob('*.json'))
   if config.records_dir is not None and not measures and not paths:
-    raise unexpected(
-      'ReproduceConfig.records_dir (--records-dir)',
-      'a folder with records of measurements (NAME.json)',
-      config.records,
-    )
+    field = 'ReproduceConfig.records_dir (--records-dir)'
+    expected = 'a folder with records of measurements (NAME.json)'
+    raise unexpected(field, expected, config.records)
   if _PICTURES & set(config.items):
     load_matplotlib()  # fails now, not after hours of measuring
   files.make_folder(config.output_dir)

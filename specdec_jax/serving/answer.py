@@ -10,23 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.engine import scoring, trace
-from specdec_jax.engine.completion import (
-  Completion,
-  Piece,
-  Text,
-  decode,
-  pieces_of,
-  total,
-)
+from specdec_jax.engine import completion, scoring, trace
+from specdec_jax.engine.completion import Completion, Piece, Text
 from specdec_jax.engine.long_texts import LongTexts
 from specdec_jax.engine.scheduler import Update
+from specdec_jax.serving import protocol
 from specdec_jax.serving.metrics import Metrics
-from specdec_jax.serving.protocol import (
-  ApiError,
-  CompletionRequest,
-  naming_the_field,
-)
+from specdec_jax.serving.protocol import ApiError, CompletionRequest
 from specdec_jax.serving.worker import ServedRow, Worker
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -84,7 +74,7 @@ class Answer:
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
-    with naming_the_field():
+    with protocol.naming_the_field():
       self.rows: list[ServedRow] = [
         worker.row(
           text,
@@ -113,9 +103,8 @@ class Answer:
     request = self.request
     rows = request.of_each()
     if not request.split:
-      yield from (
-        (request.prompts[prompt], options) for prompt, options in rows
-      )
+      for prompt, options in rows:
+        yield request.prompts[prompt], options
       return
     options = rows[0][1] | {'example_ids': None, 'num_samples': request.n}
     long = self._long = LongTexts(self._engine, request.prompts, options)
@@ -138,10 +127,10 @@ class Answer:
     done = dict(enumerate(update.beams, index * self.request.n))
     if update.completion is not None:
       done = {index: update.completion}
-    for completion in done.values():
-      if completion.finish_reason == 'error':
-        raise ApiError(str(completion.error), status=500)
-      self._metrics.ended(completion)
+    for output in done.values():
+      if output.finish_reason == 'error':
+        raise ApiError(str(output.error), status=500)
+      self._metrics.ended(output)
     self._done |= done
     return index, update
 
@@ -252,7 +241,7 @@ class Answer:
       entries = _entries(tokenizer, shown, pieces, values)
       values = values[len(shown) :]
       shift = len(self._prompt_text(prompt))
-    pieces = pieces_of(done, tokenizer)
+    pieces = completion.pieces_of(done, tokenizer)
     entries += _entries(tokenizer, done.tokens, pieces, values, shift)
     if not entries:
       return None
@@ -308,13 +297,13 @@ class Answer:
     text = self.request.prompts[prompt]
     if isinstance(text, str) and self.request.num_top is None:
       return text
-    return decode(self._engine.tokenizer, self._echoed(prompt)[1])
+    return completion.decode(self._engine.tokenizer, self._echoed(prompt)[1])
 
   # Counts.
 
   def _speculation(self) -> dict[str, Any]:
     """What speculation did for the request, in the words of vLLM."""
-    counts = total(done.stats for done in self._done.values())
+    counts = completion.total(done.stats for done in self._done.values())
     most = len(counts.histogram) - 1
     if self.request.use_beam_search or most < 1:
       return {}

@@ -32,7 +32,6 @@ from specdec_jax.engine.scheduler import (
   Update,
   widths_of,
 )
-from specdec_jax.probs import SamplingParams
 from specdec_jax.serving.log import say
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
@@ -331,8 +330,7 @@ class Worker(Scheduler):
           self._ruled.append(row)
           continue
         pool = PoolSettings(rows=min(_RULED_ROWS, self.settings.rows))
-        how = pool, request, source.widths
-        self._pools[key] = Scheduler(self.engine, *how)
+        self._pools[key] = Scheduler(self.engine, pool, request, source.widths)
       self._pools[key].submit([row])
     for key, scheduler in list(self._pools.items()):
       for done, update in scheduler.step():
@@ -490,11 +488,9 @@ class Worker(Scheduler):
     """A request like this one, whose rows have values of their own."""
     engine = self.engine
     branches = engine.has_drafter and engine.drafter.tree is not None
-    from_host: Any = SamplingParams
-    sampling = from_host(
-      temperature=request.sampling.temperature,
-      top_k=np.zeros((1,), np.int32),
-      top_p=np.ones((1,), np.float32),
+    shared: Any = request.sampling
+    sampling = shared.replace(
+      top_k=np.zeros((1,), np.int32), top_p=np.ones((1,), np.float32)
     )
     stop_ids: Any = np.full((1, self._num_stops), -1, np.int32)
     return dataclasses.replace(

@@ -604,9 +604,9 @@ def read(
 ) -> Iterator[dict[str, Any]]:
   """Yields the example of each line of a file; see `LocalTask.texts`.
 
-  A line with invalid UTF-8, too many bytes or another format than its file has
-  gives an example whose `BROKEN` says why, and whose 'inputs' is the line.
-  Empty lines are examples too.
+  A line with invalid UTF-8, NUL bytes, too many bytes or another format than
+  its file has gives an example whose `BROKEN` says why, and whose 'inputs' is
+  the line. Empty lines are examples too.
 
   Args:
     path: a file, plain or `.gz`, or a named pipe; '-' is stdin.
@@ -718,9 +718,8 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   kind, field = kind_of(path), 'targets'
   if kind == 'jsonl':
     first = next(iter(files.text_lines(path)), '{}')
-    field = (
-      'prediction' if 'prediction' in files.json_object(first, path) else field
-    )
+    if 'prediction' in files.json_object(first, path):
+      field = 'prediction'
   for example in read(path, kind, targets_field=field):
     if BROKEN in example:
       raise ValueError(example[BROKEN])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -24,13 +25,7 @@ from specdec_jax.files import shipped
 from specdec_jax.models import base, sizes
 from specdec_jax.models.base import PAD_ID, LanguageModel, Params
 from specdec_jax.text import tasks
-from specdec_jax.text.tasks import (
-  FEATURES,
-  TRAIN_SPLIT,
-  LocalTask,
-  check_feature_lengths,
-  kind_of,
-)
+from specdec_jax.text.tasks import FEATURES, TRAIN_SPLIT, LocalTask
 from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
 from specdec_jax.training import losses
 from specdec_jax.training.data import (
@@ -330,7 +325,7 @@ def pairs_of(run: TrainRun) -> tuple[Pairs, Pairs | None]:
 
 
 def _file_pairs(run: TrainRun, path: str) -> Pairs:
-  kind = kind_of(path)
+  kind = tasks.kind_of(path)
   if kind != 'jsonl':
     kind = 'tsv' if run.network.has_encoder else 'txt'
   task = LocalTask(path, {TRAIN_SPLIT: path}, str(run.vocab_path), kind)
@@ -343,7 +338,7 @@ def _file_pairs(run: TrainRun, path: str) -> Pairs:
 
 def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
   lengths = run.task_feature_lengths or {}
-  check_feature_lengths(lengths, FEATURES, task.name)
+  tasks.check_feature_lengths(lengths, FEATURES, task.name)
   inputs, targets = tasks.token_lists(task, split)
   # The end of sequence has the last place.
   inputs, targets = (
@@ -387,11 +382,10 @@ def _keeps_known(objective: Any, batches: PackedBatches) -> bool:
   """
   if type(objective) is not losses.Distillation:
     return False
-  width = getattr(getattr(objective.target, 'config', None), 'emb_dim', None)
-  host = memory.host_bytes()
-  if width is None or host is None:
-    return False
-  return batches.num_places * width * 2 <= _KEPT_PART * host
+  config = getattr(objective.target, 'config', None)
+  width = getattr(config, 'emb_dim', math.inf)
+  most = _KEPT_PART * (memory.host_bytes() or 0)
+  return batches.num_places * width * 2 <= most
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):
