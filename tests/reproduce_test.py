@@ -142,13 +142,8 @@ def test_what_is_missing_is_said_before_anything_is_made(monkeypatch, tmp_path):
   assert not list(tmp_path.glob('out/*'))
 
 
-DEMO = [
-  *('table2_cpu', '--gin.TARGET=%DEMO_TARGET', '--gin.DRAFT=%DEMO_DRAFT'),
-  *('--repeats=15', "--name=the demo pair's sizes, float32, random weights"),
-]
 # Flags, folder of the report, folder of its records.
 SHIPPED = [
-  (DEMO, 'table2_demo', 'table2_demo/records'),
   (['table2_cpu'], 'table2_base', 'table2_base/records'),
   (['table3_stand_in'], 'table3', 'table3'),
   (['table3_stand_in', '--items=table5'], 'table5', 'table5'),
