@@ -54,7 +54,7 @@ def test_a_feature_that_is_not_tried_is_an_empty_cell(tmp_path):
     'pair = ["a/large", "a/small"]\n'
   )
   text = update_readme.fill(BLOCK.format('support.toml'), tmp_path)
-  assert '| New | `new` |  |  | yes |  |  |  |  |  | `a/large`, `a/s' in text
+  assert '| New | `new` | `a/large`, `a/small` |  |  | yes |' in text
 
 
 def test_main(tmp_path, monkeypatch, capsys):
