@@ -88,7 +88,7 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
   tokens, and no call of the model.
 
   Args:
-    memory: from `remember`, or `load_memory` for a file.
+    memory: from `remember`; `Engine(memory=...)` makes one of a file.
     min_match: tokens that must agree. A source that was seen agrees from its
       first token on; a lower number also proposes after phrases that are known.
 

@@ -699,11 +699,17 @@ def read_inputs(path: str) -> list[str]:
     ValueError: as for `files.lines`; or a line cannot be used, with its number.
   """
   texts = []
-  for example in read(path, targets_field=None):
-    if BROKEN in example:
-      raise ValueError(example[BROKEN])
+  for example in _usable(path, None):
     texts.append(example['inputs'])
   return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
+
+
+def _usable(path: str, targets_field: str | None) -> Iterator[dict[str, Any]]:
+  """As `read`; raises ValueError at a line that cannot be used."""
+  for example in read(path, targets_field=targets_field):
+    if BROKEN in example:
+      raise ValueError(example[BROKEN])
+    yield example
 
 
 def read_pairs(path: str) -> Iterator[tuple[str, str]]:
@@ -720,9 +726,7 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
     first = next(iter(files.text_lines(path)), '{}')
     if 'prediction' in files.json_object(first, path):
       field = 'prediction'
-  for example in read(path, kind, targets_field=field):
-    if BROKEN in example:
-      raise ValueError(example[BROKEN])
+  for example in _usable(path, field):
     texts = example['inputs'], example['targets']
     source, target = ('', texts[0]) if kind == 'txt' else texts
     if target:
