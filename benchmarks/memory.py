@@ -18,11 +18,9 @@ import statistics
 import tempfile
 import time
 
-import gin
+from common import demo_pair, report
 
-from specdec_jax import Engine, files, load
-from specdec_jax.cli import gin_flags
-from specdec_jax.measure import record
+from specdec_jax import Engine
 from specdec_jax.text.tasks import read_pairs
 
 TEXTS, TURNS, GAMMAS = 150, 5, (4, 7)
@@ -34,19 +32,13 @@ def main() -> None:
   parser.add_argument('pairs')
   parser.add_argument('--output')
   flags = parser.parse_args()
-  gin_flags.load(['--gin_file=gin/models/demo_pair.gin'])
-  with gin.config_scope('target'):
-    target = gin.get_configurable(load)()
-  with gin.config_scope('draft'):
-    draft = gin.get_configurable(load)()
-  gin.clear_config()
+  target, draft = demo_pair()
   by_people = dict(reversed([*read_pairs(flags.pairs)]))
   sources = [*reversed(by_people)]
   texts, others = sources[:TEXTS], sources[TEXTS:]
 
   def engine(memory=None):
-    vocabulary = 'demo/vocab.model'
-    return Engine(target, draft, tokenizer=vocabulary, memory=memory)
+    return Engine(target, draft, memory=memory)
 
   def decode(made, gamma):
     options = {'gamma': gamma, 'log_probs': False}
@@ -93,11 +85,8 @@ def main() -> None:
     ]
     for name, gamma in cases
   ]
-  print('\n'.join(' | '.join(row) for row in [COLUMNS, *rows]))
-  if flags.output:
-    title = f'Translation memories, demo pair, {len(texts)} sentences'
-    content = {'title': title, 'columns': COLUMNS, 'rows': rows}
-    files.write_json(flags.output, record.new('table', content))
+  title = f'Translation memories, demo pair, {len(texts)} sentences'
+  report(title, COLUMNS, rows, flags.output)
 
 
 if __name__ == '__main__':

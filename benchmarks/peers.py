@@ -19,14 +19,13 @@ import tempfile
 import time
 
 import ctranslate2
-import gin
 import torch
 import transformers
+from common import demo_pair
 from ctranslate2.converters import TransformersConverter
 
-from specdec_jax import Engine, files, load
+from specdec_jax import Engine, files
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.cli import gin_flags
 from specdec_jax.measure import record
 from specdec_jax.measure.calls import summarise
 from specdec_jax.measure.table import Column, Table, console
@@ -54,14 +53,6 @@ class Vocabulary:
 
   def convert_ids_to_tokens(self, token):
     return self.pieces[token]
-
-
-def demo():
-  """The shipped pair: its engine, and the target as its file has it."""
-  gin_flags.load(['--gin_file=gin/runs/demo.gin', '--gamma=4'])
-  engine = gin_flags.build(Engine)
-  with gin.config_scope('target'):
-    return engine, gin.get_configurable(load)()
 
 
 def ours(engine: Engine, speculative: bool):
@@ -188,7 +179,8 @@ def main() -> None:
   args = parser.parse_args()
   threads = record.describe()['cores']
   texts = [text for text in read_inputs(args.file) if text.strip()]
-  engine, model = demo()
+  model, draft = demo_pair()
+  engine = Engine(model, draft, max_decode_len=120, gamma=4)
   with tempfile.TemporaryDirectory() as folder:
     systems = decoders(engine, model, pathlib.Path(folder), threads)
     outputs, seconds = measure(systems, texts, args.repeats)

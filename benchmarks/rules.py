@@ -14,13 +14,11 @@ import pathlib
 import statistics
 import time
 
-import gin
+from common import demo_pair, report
 
-from specdec_jax import Engine, files, load
-from specdec_jax.cli import gin_flags
+from specdec_jax import Engine
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import as_drafter
-from specdec_jax.measure import record
 
 SCHEMA = {
   'type': 'object',
@@ -53,18 +51,12 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--output')
   flags = parser.parse_args()
-  gin_flags.load(['--gin_file=gin/models/demo_pair.gin'])
-  with gin.config_scope('target'):
-    target = gin.get_configurable(load)()
-  with gin.config_scope('draft'):
-    draft = gin.get_configurable(load)()
-  gin.clear_config()
+  target, draft = demo_pair()
   lines = pathlib.Path('demo/input.txt').read_text('utf-8').splitlines()
   texts = list(filter(None, lines))[:8]
 
   def engine(drafter):
-    vocabulary = 'demo/vocab.model'
-    return Engine(target, drafter, tokenizer=vocabulary, gamma=4)
+    return Engine(target, drafter, gamma=4)
 
   knows, not_knows, copies = map(
     engine, (draft, ignorant(draft), prompt_lookup())
@@ -103,11 +95,8 @@ def main() -> None:
     ]
     for way, rate, median in zip(ways, rates, medians, strict=True)
   ]
-  print('\n'.join(' | '.join(row) for row in [COLUMNS, *rows]))
-  if flags.output:
-    title = f'Rules on tokens, demo pair, gamma 4, {len(texts)} texts'
-    content = {'title': title, 'columns': COLUMNS, 'rows': rows}
-    files.write_json(flags.output, record.new('table', content))
+  title = f'Rules on tokens, demo pair, gamma 4, {len(texts)} texts'
+  report(title, COLUMNS, rows, flags.output)
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ from demo_test import ROOT, TEST_SPLIT
 from demo_test import engine as demo_engine
 from specdec_jax import infer
 from specdec_jax.cli import main
+from specdec_jax.engine.long_texts import splitter
 from specdec_jax.infer.resume import Folder
 from specdec_jax.text import sentences
 from specdec_jax.text.sentences import language_of, split
@@ -110,6 +111,30 @@ def test_outputs_are_those_of_the_sentences(toy):
   assert whole.text != expected(toy, DOCUMENT, pairs[:2] + pairs[3:])
 
 
+def test_each_sentence_gets_the_prefix(toy):
+  ask = {'split': 'sentences', 'split_prefix': 'd '}
+  (whole,) = toy.generate(['a b!\n c.'], **ask)
+  parts = toy.generate(['d a b!', 'd c.'])
+  assert whole.text == '\n '.join(one.text for one in parts)
+  (other,) = toy.generate(['d a b!\n c.'], split='sentences')
+  assert whole.text != other.text
+  # As many tokens fewer fit beside it, and it is cut off from no part.
+  (long,) = toy.generate(['a ' * 30], **ask)
+  (short,) = toy.generate(['a ' * 30], split='sentences')
+  assert long.num_sentences > short.num_sentences
+
+
+@pytest.mark.parametrize('prefix', ['<2de> ', 'Translate to German: '])
+def test_a_prefix_of_the_first_sentence_alone_is_said(tokenizer, prefix):
+  ask = {'split': 'sentences'}
+  engine = chain_engine(tokenizer, max_input_len=99, max_decode_len=12)
+  split_up = splitter(engine, infer.Options(**ask))
+  with pytest.warns(UserWarning, match=f"'{prefix}'.*split_prefix"):
+    split_up(f'{prefix}a! b!')
+  split_up(f'{prefix}a!')  # has no other sentence
+  splitter(engine, infer.Options(**ask, split_prefix=prefix))('a! b!')
+
+
 def test_samples_beams_and_texts_without_a_word(toy):
   ask = {'split': 'sentences', 'temperature': 1.0, 'seed': 4, 'num_samples': 2}
   texts = ['', DOCUMENT, ' \n', 'c.', 'a ' * 30]
@@ -135,6 +160,7 @@ def test_samples_beams_and_texts_without_a_word(toy):
   [
     ('split', 'a', {'split': 'words'}),
     ('split_lang', 'a', {'split': None, 'split_lang': 'de'}),
+    ('split_prefix', 'a', {'split': None, 'split_prefix': 'd '}),
     ('prompts', 'a', {'prompts': [[5]]}),
     ('texts', [5, 6], {}),
     ('text', 'a \ud800', {}),
@@ -158,10 +184,12 @@ def test_without_the_package(toy, monkeypatch):
 def test_a_killed_run_goes_on(toy, tmp_path, monkeypatch):
   """Finished sentences are kept; a record stays one line of the file."""
   lines = ['a b! c.', '', ' d e? A b. a c.', 'c']
+  asked = {'split': 'sentences', 'split_prefix': 'e '}
+  asked |= {'temperature': 1.0, 'num_samples': 2}
   (tmp_path / 'in.txt').write_text('\n'.join(lines) + '\n')
 
   def run(name):
-    options = infer.Options(split='sentences', temperature=1.0, num_samples=2)
+    options = infer.Options(**asked)
     config = infer.DecodeConfig(
       lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / name),
       options=options, decoding='speculative', batch_size=2,
@@ -185,7 +213,7 @@ def test_a_killed_run_goes_on(toy, tmp_path, monkeypatch):
   assert run('killed') == whole
   records = [*map(json.loads, whole.splitlines())]
   assert [one['inputs'] for one in records] == lines
-  want = toy.generate(lines, split='sentences', temperature=1.0, num_samples=2)
+  want = toy.generate(lines, **asked)
   have = [text for one in records for text in one['prediction']]
   assert have == [one.text for one in want]
 

@@ -475,6 +475,7 @@ def test_a_prompt_is_split(client, engine):
   pytest.importorskip('sentencex', reason='needs the extra [split]')
   prompts = ['a b! c.\n\n d e.', '', 'a b.']
   options = {'split': 'sentences', 'temperature': 1.1, 'seed': 7}
+  options['split_prefix'] = 'd '
   want = engine.generate(prompts, num_samples=2, **options)
   have = create(client, prompts, n=2, **options)
   assert texts_of(have) == [one.text for one in want]

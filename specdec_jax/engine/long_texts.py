@@ -1,6 +1,8 @@
 """Texts that are decoded sentence by sentence, with `split='sentences'`."""
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,11 @@ from specdec_jax.engine import request
 from specdec_jax.engine.completion import Completion, joined
 from specdec_jax.engine.request import Options
 from specdec_jax.text.sentences import Sentences, language_of, split
+
+# What T5 and MADLAD-400 expect before each input.
+_PREFIX = re.compile(
+  r'<2\w+>\s*|(translate|summarize)\b[^.:\n]*:\s*', re.IGNORECASE
+)
 
 
 def splitter(
@@ -20,14 +27,16 @@ def splitter(
 
   Args:
     engine: the engine.
-    options: has the languages.
-    as_input: makes of a sentence what the engine reads; by default itself.
+    options: has the languages, and what is put before each sentence.
+    as_input: makes of a sentence with its prefix what the engine reads; by
+      default itself.
   """
+  prefix = options.split_prefix or ''
   source = options.source_lang or engine.source_lang
   language = language_of(options.split_lang or source)
 
   def count(text: str) -> int:
-    return len(engine.input_ids(as_input(text), source)) - around
+    return len(engine.input_ids(as_input(prefix + text), source)) - around
 
   around = 0
   around = count('')  # tokens before and after each sentence
@@ -38,7 +47,14 @@ def splitter(
 
   def of(text: str) -> Sentences:
     request.check_unicode(text)
-    return split(text, language, count, most)
+    whole = split(text, language, count, most)
+    if len(whole.spans) > 1 and not prefix and (found := _PREFIX.match(text)):
+      warnings.warn(
+        f'split: only the first sentence of a text begins with {found[0]!r}.'
+        ' Give it as split_prefix, and leave it out of the text.',
+        stacklevel=2,
+      )
+    return whole
 
   return of
 
@@ -47,7 +63,8 @@ class LongTexts:
   """Texts as sentences, for whatever decodes many short texts.
 
   Attributes:
-    parts: the sentences of all outputs in order, those of each sample together.
+    parts: the sentences of all outputs in order, each with its prefix, those of
+      each sample together.
     options: for `Engine.generate`, of these.
   """
 
@@ -82,10 +99,12 @@ class LongTexts:
     samples = range(asked.num_samples // self._each)
     whole = [*map(splitter(engine, asked), texts)]
     self._outputs = [sentences for sentences in whole for _ in samples]
-    self.parts = [part for output in self._outputs for part in output.parts]
+    prefix = asked.split_prefix or ''
+    self.parts = [prefix + part for x in self._outputs for part in x.parts]
     values: dict[str, Any] = {
       'split': None,
       'split_lang': None,
+      'split_prefix': None,
       'num_samples': self._each,
       'example_ids': [
         request.sentence_id(request.example_id(number, sample), place)

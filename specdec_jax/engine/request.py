@@ -120,6 +120,8 @@ class Options(RuleOptions):
       other options are those of a sentence.
     split_lang: language whose rules find the sentences, such as 'de'; None is
       `source_lang`, or English.
+    split_prefix: put before each sentence, such as 'translate English to
+      German: ' of a T5 or '<2de> ' of MADLAD-400.
     on_too_long: what happens to an input that is too long: 'error' raises,
       'truncate' keeps its beginning, 'report' gives a completion with an error
       (and does so for ids outside the vocabulary too).
@@ -173,6 +175,7 @@ class Options(RuleOptions):
   target_lang: str | None = None
   split: Literal['sentences'] | None = None
   split_lang: str | None = None
+  split_prefix: str | None = None
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self.sampling).items():
@@ -192,8 +195,9 @@ class Options(RuleOptions):
       raise unexpected('verification', expected, self.verification)
     if self.split and self.prompts is not None:
       raise unexpected('prompts', 'None with split', self.prompts)
-    if self.split_lang is not None and not self.split:
-      raise unexpected('split_lang', 'None without split', self.split_lang)
+    for name in ('split_lang', 'split_prefix'):
+      if getattr(self, name) is not None and not self.split:
+        raise unexpected(name, 'None without split', getattr(self, name))
     self._check_beams()
 
   @property

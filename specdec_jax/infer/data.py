@@ -503,6 +503,7 @@ def _checked_lines(
     return template.ids([{'role': 'user', 'content': text}])
 
   splits = config.options.split and splitter(engine, config.options, as_input)
+  prefix = config.options.split_prefix or ''
   checked = []
   for number, example in enumerate(examples, 1):
     source, skipped = example.source, example.skipped
@@ -511,7 +512,7 @@ def _checked_lines(
       example = example._replace(
         skipped=None if of.spans else joined(of, ()),
         sentences=of if of.spans else None,
-        sources=[as_input(part) for part in of.parts],
+        sources=[as_input(prefix + part) for part in of.parts],
       )
       checked.append(example)
       continue

@@ -153,6 +153,7 @@ class CompletionRequest:
   target_lang: str | None = None
   split: str | None = None
   split_lang: str | None = None
+  split_prefix: str | None = None
   user: str | None = None
   safety_identifier: str | None = None
   prompt_cache_key: str | None = None
@@ -230,6 +231,7 @@ class CompletionRequest:
       'target_lang': self.target_lang,
       'split': self.split,
       'split_lang': self.split_lang,
+      'split_prefix': self.split_prefix,
       'max_length': max(1, self.max_tokens),
       **self.rules(),
     }
