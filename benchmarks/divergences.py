@@ -43,29 +43,32 @@ def _jensen_shannon(draft, target):
   return (_forward(middle, target) + _forward(middle, draft)) / 2
 
 
-# Of log-probabilities of the drafter and of the target, [..., V].
+# Of log-probabilities of the drafter and of the target, [..., V]; with weights.
 DIVERGENCES = {
-  'forward + total variation (as `specdec distil`)': None,
-  'forward': _forward,
-  'total variation': _total_variation,
-  'reverse': _reverse,
-  'Jensen-Shannon': _jensen_shannon,
-  'forward + 3 x total variation': lambda draft, target: (
-    _forward(draft, target) + 3 * _total_variation(draft, target)
-  ),
+  'forward + total variation': {_forward: 1, _total_variation: 1},
+  'forward': {_forward: 1},
+  'total variation': {_total_variation: 1},
+  'reverse': {_reverse: 1},
+  'Jensen-Shannon': {_jensen_shannon: 1},
+  'forward + 3 x total variation': {_forward: 1, _total_variation: 3},
+  'forward + reverse + total variation': {
+    _forward: 1,
+    _reverse: 1,
+    _total_variation: 1,
+  },
+  'forward + reverse': {_forward: 1, _reverse: 1},
 }
 
 
-def instead(divergence):
-  """A `losses.distillation` that minimises another divergence."""
+def instead(weights):
+  """A `losses.distillation` that minimises other divergences."""
   theirs = losses.distillation
 
   def distillation(draft_logits, target_logits):
-    loss, alpha = theirs(draft_logits, target_logits)
-    if divergence:
-      draft, target = map(jax.nn.log_softmax, (draft_logits, target_logits))
-      loss = divergence(draft, jax.lax.stop_gradient(target))
-    return loss, alpha
+    _, alpha = theirs(draft_logits, target_logits)
+    draft, target = map(jax.nn.log_softmax, (draft_logits, target_logits))
+    target = jax.lax.stop_gradient(target)
+    return sum(x * of(draft, target) for of, x in weights.items()), alpha
 
   return distillation
 
@@ -96,7 +99,7 @@ def main() -> None:
   flags = parser.parse_args()
   target, _ = demo_pair()
   rows, outputs = [], None
-  for number, (name, divergence) in enumerate(DIVERGENCES.items()):
+  for number, (name, weights) in enumerate(DIVERGENCES.items()):
     folder = pathlib.Path(flags.folder, str(number))
     theirs, outputs = outputs, folder / 'training' / 'outputs'
     if theirs and not outputs.exists():
@@ -105,7 +108,7 @@ def main() -> None:
       target, flags.texts, str(folder), minutes=0.0, steps=flags.steps
     )
     with (
-      mock.patch.object(losses, 'distillation', instead(divergence)),
+      mock.patch.object(losses, 'distillation', instead(weights)),
       mock.patch.object(own_drafter, '_calibrate'),
     ):
       own_drafter.distil(config)

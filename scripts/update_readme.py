@@ -48,7 +48,9 @@ DOCUMENTS = (
   'README.md',
   'demo/README.md',
   'benchmarks/README.md',
+  'docs/decode-your-data.md',
   'docs/models.md',
+  'docs/your-own-drafter.md',
 )
 _BLOCK = re.compile(
   r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'

@@ -100,4 +100,6 @@ def test_gammas_are_measured_beside_predicted(config, tmp_path):
   assert row['acceptance_rate'] is None and row['tokens_per_call'] == 1
   (shown,) = side_by_side([record]).rows
   assert shown[3] == 1 and shown[4] == rows[0]['speed_up']
+  with pytest.raises(ValueError, match=r'chosen gamma, 2, .*\[1, 3\]'):
+    side_by_side([record | {'chosen': 2}])
   assert picture.read_bytes().startswith(b'\x89PNG')

@@ -153,7 +153,7 @@ def propose_copies(drafter, inputs, texts):
   padded = np.zeros((len(texts), INPUT_LEN), np.int32)
   for row, ids in enumerate(inputs):
     padded[row, : len(ids)] = ids
-  start = jnp.zeros((len(texts), 1), jnp.int32)
+  start = jnp.zeros((len(texts), 4), jnp.int32)  # a prompt's room counts not
   state = drafter.init((), jnp.asarray(padded), None, start, None)
   propose = jax.jit(drafter.propose)
   draft = jax.device_get(propose(drafter.params, state, context)[0])

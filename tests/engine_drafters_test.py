@@ -136,10 +136,15 @@ def test_what_was_said_before_costs_few_calls(target, plain, tokenizer):
 
 def test_a_memory_is_read_from_what_a_user_has(target, tokenizer, tmp_path):
   pairs = [('a cat', 'the dog'), ('the red house', 'here')]
+  beams = [(source, ['a', said]) for source, said in pairs]
   files = {
     'pairs.tsv': '\n'.join('\t'.join(pair) for pair in [*pairs, ('a', '')]),
     'task.jsonl': _records('inputs', 'targets', pairs),
     'predictions.jsonl': _records('inputs', 'prediction', pairs),
+    'beams.jsonl': _records('inputs', 'prediction', beams),
+    # A text with an error, and one that was split.
+    'split.jsonl': _records('inputs', 'prediction', [('a', None)])
+    + json.dumps({'inputs': 'all', 'prediction': 'all', 'parts': pairs}),
     'outputs.txt': '\n'.join(said for _, said in pairs),
   }
   for name, text in files.items():
@@ -203,11 +208,13 @@ def test_what_does_not_fit(parts, tokenizer):
   ):
     engine_of(tokenizer, parts['target'], fits)
   wider = Model(network(1, VOCAB_SIZE + 2000), {})
+  beyond = remember([[5, VOCAB_SIZE]])
   # What nothing in the library is: it reads the encoder, and is no model.
   reads = uniform(VOCAB_SIZE)._replace(reads_encoder=True)
   prints = [fingerprint(parts[name].params) for name in ('target', 'other')]
   of_another = f'(?s){prints[0]}.*other.*{prints[1]}'
   for of, drafter, said in (
+    ('target', translation_memory(beyond), 'memory: .*below 288, got 288'),
     ('target', wider, "draft's vocabulary .* 288 ids, got 2288"),
     ('target', with_fallback(copies, wider), 'got 2288'),
     ('target', cascade(draft, table), 'vocabulary of table of the draft'),

@@ -37,7 +37,11 @@ def test_any_text_comes_back():
   for size in [*range(40)] * 20 + [5000] * 6:
     text = ''.join(chance.choices(alphabet, k=size))
     whole = split(text, 'en', len, 30)
-    assert whole.joined(whole.parts) == text
+    back = whole.joined(whole.parts)
+    if all(a[1] < b[0] for a, b in itertools.pairwise(whole.spans)):
+      assert back == text
+    assert ''.join(back.split()) == ''.join(text.split())
+    assert len(back.splitlines()) == len(text.splitlines())
     assert ''.join(''.join(whole.parts).split()) == ''.join(text.split())
     assert all(0 < len(part) <= 30 for part in whole.parts)
     assert not any(set(part) & set('\n\u2028') for part in whole.parts)
@@ -58,6 +62,13 @@ def test_sentences_and_cuts():
     far[: far.index(' Mr.')],
     far[far.index('Mr.') :].strip(),
   ]
+  assert len(split('—' * 100_000, 'en', len, 64).parts) > 1500  # not for hours
+  # No accent is cut off.
+  assert split('e\u0301' * 4, 'en', len, 3).parts == ['e\u0301'] * 4
+  # Where nothing stands between two parts, outputs have a blank if others do.
+  chinese = split('你好。今天很好!', 'zh', len, 9)
+  assert chinese.joined(['Hello.', 'Nice!']) == 'Hello. Nice!'
+  assert chinese.joined(chinese.parts) == chinese.text
   # Line breaks of an output are none of the text.
   assert whole.joined(['1\n2', ' 3 ', '4', '5', '6']) == '1 2 3 4 5 6'
 
@@ -184,15 +195,14 @@ def test_without_the_package(toy, monkeypatch):
 def test_a_killed_run_goes_on(toy, tmp_path, monkeypatch):
   """Finished sentences are kept; a record stays one line of the file."""
   lines = ['a b! c.', '', ' d e? A b. a c.', 'c']
-  asked = {'split': 'sentences', 'split_prefix': 'e '}
-  asked |= {'temperature': 1.0, 'num_samples': 2}
+  asked = {'split': 'sentences', 'temperature': 1.0, 'num_samples': 2}
   (tmp_path / 'in.txt').write_text('\n'.join(lines) + '\n')
 
   def run(name):
     options = infer.Options(**asked)
     config = infer.DecodeConfig(
       lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / name),
-      options=options, decoding='speculative', batch_size=2,
+      options=options, decoding='speculative', batch_size=2, prefix='e ',
     )  # fmt: skip
     infer.decode(config, console=rich.console.Console(quiet=True))
     return (tmp_path / name / 'predictions.jsonl').read_text()
@@ -213,9 +223,34 @@ def test_a_killed_run_goes_on(toy, tmp_path, monkeypatch):
   assert run('killed') == whole
   records = [*map(json.loads, whole.splitlines())]
   assert [one['inputs'] for one in records] == lines
-  want = toy.generate(lines, **asked)
+  want = toy.generate(lines, **asked, split_prefix='e ')
   have = [text for one in records for text in one['prediction']]
   assert have == [one.text for one in want]
+  sources, outputs = zip(*records[2]['parts'], strict=True)
+  assert sources == ('e d e?', 'e A b.', 'e a c.')
+  assert '  '.join(outputs).split() == have[5].split()
+  assert [one['sentences'] for one in records] == [2, 0, 3, 1]
+
+
+def test_a_run_of_other_sentences_is_another_run(toy):
+  example = infer.data.Example('a b. c', 'a b. c')
+  splits = [split('a b. c', 'en', words, most) for most in (1, 9)]
+  examples = [example._replace(sentences=one) for one in [None, *splits]]
+  runs = [infer.data.DataSet([one], None, None) for one in examples]
+  assert len({str(run.identity()) for run in runs}) == 3
+
+
+def test_a_prefix_of_lines(toy, tmp_path):
+  (tmp_path / 'in.txt').write_text('a b\n\nc\n')
+  config = infer.DecodeConfig(
+    lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / 'out'),
+    decoding='plain', prefix='d ',
+  )  # fmt: skip
+  infer.decode(config, console=rich.console.Console(quiet=True))
+  written = (tmp_path / 'out' / 'predictions.jsonl').read_text().splitlines()
+  have = [json.loads(line)['prediction'] for line in written]
+  first, last = toy.generate(['d a b', 'd c'], speculative=False)
+  assert have == [first.text, '', last.text]
 
 
 @pytest.mark.slow
@@ -253,8 +288,9 @@ def test_abstracts_lose_nothing():
     texts = [json.loads(line)['source'] for line in stream][:300]
   for text in texts:
     whole = split(text, 'en', words, 20)
-    assert whole.joined(whole.parts) == text
-    assert ''.join(''.join(whole.parts).split()) == ''.join(text.split())
+    # Where a text lacks the blank behind a sentence, it is put there.
+    back = [whole.joined(whole.parts), ''.join(whole.parts), text]
+    assert len({''.join(one.split()) for one in back}) == 1
     assert max(map(words, whole.parts)) <= 20
 
 
@@ -275,7 +311,7 @@ def test_a_file_of_documents(tmp_path, capsys):
   first, empty, indented, blank, cut = (x['prediction'] for x in records[1:])
   assert re.fullmatch(r'\S.*[!.] \S.*', first) and indented.startswith('  ')
   assert (empty, blank) == ('', '\t') and cut
-  assert [x.get('cut') for x in records[1:]] == [0, None, 0, None, 1]
+  assert [x['cut'] for x in records] == [0, 0, 0, 0, 0, 1]
   assert records[1]['sentences'] == 2
   said = ' '.join(capsys.readouterr().err.split())
-  assert 'were split: 3, into' in said and 'cut at clauses or words: 1.' in said
+  assert 'were split: 3, into' in said and 'and were cut: 1.' in said

@@ -36,6 +36,7 @@ _RENAMED = {
   # A run's languages are its engine's.
   'Options.source_lang': '',
   'Options.target_lang': '',
+  'Options.split_prefix': '',  # `DecodeConfig.prefix`
   'Tokenizer.path': 'vocab',
   'load.path': 'target',
   'open_tokenizer.path': 'vocab',

@@ -48,7 +48,8 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
   Args:
     texts: ids of each text, the newest last. A pair is one text: the ids of its
       source, with the end of sequence, and of its target, with its end.
-    max_match: the most tokens that are compared; longer matches count as equal.
+    max_match: the most tokens that are compared, rounded up to a power of two;
+      longer matches count as equal.
 
   Raises:
     ValueError: the texts have fewer than two tokens, or `max_match` is below 1.
@@ -89,8 +90,9 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
 
   Args:
     memory: from `remember`; `Engine(memory=...)` makes one of a file.
-    min_match: tokens that must agree. A source that was seen agrees from its
-      first token on; a lower number also proposes after phrases that are known.
+    min_match: tokens that must agree. A source of so many tokens that was seen
+      agrees from the output's first token on; a lower number also proposes
+      after phrases that are known.
 
   Raises:
     ValueError: not 1 <= min_match <= memory.max_match.
@@ -108,8 +110,10 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
     raise unexpected('translation_memory: min_match', expected, min_match)
 
   def init(params, inputs, max_length, prompt, encoded):
-    # What a decoder behind an encoder is given to begin with is in no text.
-    return inputs, jnp.full(len(inputs), prompt.shape[1])
+    # What a decoder behind an encoder is given to begin with is in no text: the
+    # start token, and tokens behind which is padding.
+    places = jnp.arange(1, prompt.shape[1] + 1)
+    return inputs, jnp.max(jnp.where(prompt != 0, places, 1), axis=1)
 
   def propose(memory: Memory, state, context: Context):
     inputs, given = state
@@ -159,9 +163,8 @@ def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
     tokens = past(jnp.minimum(middle, size - 1))
     first = jnp.argmax(tokens != recent)
     is_after = (tokens[first] > recent[first]) | (middle >= size)
-    return jnp.where(is_after, low, middle + 1), jnp.where(
-      is_after, middle, high
-    )
+    high = jnp.where(is_after, middle, high)
+    return jnp.where(is_after, low, middle + 1), high
 
   # The first place that is sorted behind the row's own past.
   bracket = jnp.int32(0), jnp.int32(size)

@@ -106,6 +106,7 @@ class Completion:
       a text that was not split.
     num_cut: sentences of a split text that were longer than the model reads, so
       that they were cut.
+    parts: what came of each part of a split text.
 
   Examples:
     >>> [done] = engine.generate(['Good morning!'])
@@ -126,6 +127,7 @@ class Completion:
   top_log_probs: Top = ()
   num_sentences: int | None = None
   num_cut: int = 0
+  parts: Sequence[str] = ()
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
@@ -140,10 +142,11 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
   'length' if any of them does.
   """
   reasons = [output.finish_reason for output in outputs]
-  last = reasons[-1] if reasons else 'empty'
+  last = next((x for x in reversed(reasons) if x != 'empty'), 'empty')
   scores = [output.score for output in outputs if output.score is not None]
+  parts = [output.text for output in outputs]
   return Completion(
-    text=sentences.joined([output.text for output in outputs]),
+    text=sentences.joined(parts),
     tokens=[token for output in outputs for token in output.tokens],
     log_probs=[value for output in outputs for value in output.log_probs],
     finish_reason=next((r for r in ('error', 'length') if r in reasons), last),
@@ -154,6 +157,7 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
     top_log_probs=[top for output in outputs for top in output.top_log_probs],
     num_sentences=len(outputs),
     num_cut=sentences.num_cut,
+    parts=parts,
   )
 
 

@@ -125,7 +125,7 @@ class Engine:
     target_lang: str | None = None,
     split_special_tokens: bool | None = None,
     skip_special_tokens: bool | None = None,
-    memory: str | None = None,
+    memory: str | os.PathLike[str] | None = None,
   ):
     """Checks that the pair fits and puts its parameters on the device.
 
@@ -182,7 +182,7 @@ class Engine:
     check_type('split_special_tokens', split_special_tokens, bool | None)
     check_type('skip_special_tokens', skip_special_tokens, bool | None)
     check_type('cache_folder', cache_folder, str | os.PathLike | None)
-    check_type('memory', memory, str | None)
+    check_type('memory', memory, str | os.PathLike | None)
     self.chooses_gamma = gamma is None
     self.gamma = _USUAL_GAMMA if gamma is None else gamma
     self.fallback = fallback
@@ -215,7 +215,8 @@ class Engine:
     self.bos_id = bos_id
     self.stop_ids = target.stop_ids or (tokenizer.eos_id,)
     if memory is not None:
-      first = translation_memory(self._memory(memory))
+      first = translation_memory(self._memory(os.fspath(memory)))
+      pair.check_tables(target, first, tokenizer)
       drafter = first if drafter is None else with_fallback(first, drafter)
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
@@ -432,13 +433,8 @@ class Engine:
 
   def _memory(self, path: str) -> Memory:
     """A memory of the texts of a file, as this engine reads and says them."""
-    end = self.output_ids('')[-1]
     return remember(
-      [
-        *(self.input_ids(source) if source else ()),
-        *encoded(self.tokenizer, target),
-        end,
-      ]
+      [*(self.input_ids(source) if source else ()), *self.output_ids(target)]
       for source, target in read_pairs(path)
     )
 

@@ -31,7 +31,7 @@ def splitter(
     as_input: makes of a sentence with its prefix what the engine reads; by
       default itself.
   """
-  prefix = options.split_prefix or ''
+  prefix = options.split_prefix
   source = options.source_lang or engine.source_lang
   language = language_of(options.split_lang or source)
 
@@ -51,7 +51,7 @@ def splitter(
     if len(whole.spans) > 1 and not prefix and (found := _PREFIX.match(text)):
       warnings.warn(
         f'split: only the first sentence of a text begins with {found[0]!r}.'
-        ' Give it as split_prefix, and leave it out of the text.',
+        ' Leave it out, and give it as split_prefix (--prefix).',
         stacklevel=2,
       )
     return whole
@@ -99,12 +99,12 @@ class LongTexts:
     samples = range(asked.num_samples // self._each)
     whole = [*map(splitter(engine, asked), texts)]
     self._outputs = [sentences for sentences in whole for _ in samples]
-    prefix = asked.split_prefix or ''
-    self.parts = [prefix + part for x in self._outputs for part in x.parts]
+    parts = [part for output in self._outputs for part in output.parts]
+    self.parts = [asked.split_prefix + part for part in parts]
     values: dict[str, Any] = {
       'split': None,
       'split_lang': None,
-      'split_prefix': None,
+      'split_prefix': '',
       'num_samples': self._each,
       'example_ids': [
         request.sentence_id(request.example_id(number, sample), place)
@@ -113,8 +113,8 @@ class LongTexts:
         for place in range(len(sentences.spans))
       ],
     }
-    fields = [field.name for field in dataclasses.fields(Options)]
-    self.options = {x: getattr(asked, x) for x in fields} | values | calls
+    named = {x.name: getattr(asked, x.name) for x in dataclasses.fields(asked)}
+    self.options = named | values | calls
 
   def joined(self, done: Sequence[Completion]) -> Iterator[Completion]:
     """Yields the outputs of the texts, of those of `parts`."""

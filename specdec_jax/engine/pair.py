@@ -15,6 +15,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
+from specdec_jax.drafters.translation_memory import Memory
 from specdec_jax.models import base, sizes
 from specdec_jax.models.base import START_ID, LanguageModel, Params
 from specdec_jax.models.causal_lm import CausalLM
@@ -258,13 +259,23 @@ def check_pair(
   for model in drafter.models:
     _check_draft(target, model)
     _check_side('draft', model, tokenizer)
+  check_tables(target, drafter, tokenizer)
+
+
+def check_tables(target: Model, drafter: Drafter, tokenizer: Tokenizer) -> None:
+  """Raises ValueError if a drafter has a table of other ids."""
 
   def is_table(value: Any) -> bool:
-    return isinstance(value, NGramTable)
+    return isinstance(value, NGramTable | Memory)
 
+  size = target.network.vocab_size
   for table in jax.tree.leaves(drafter.params, is_leaf=is_table):
-    if is_table(table):
+    if isinstance(table, NGramTable):
       check_vocabulary('of the draft', table, tokenizer)
+    elif (
+      isinstance(table, Memory) and (most := int(table.tokens.max())) >= size
+    ):
+      raise unexpected('translation memory', f'ids below {size}', most)
 
 
 def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:

@@ -175,7 +175,7 @@ class Options(RuleOptions):
   target_lang: str | None = None
   split: Literal['sentences'] | None = None
   split_lang: str | None = None
-  split_prefix: str | None = None
+  split_prefix: str = ''
 
   def __post_init__(self):
     for name, value in dataclasses.asdict(self.sampling).items():
@@ -196,8 +196,8 @@ class Options(RuleOptions):
     if self.split and self.prompts is not None:
       raise unexpected('prompts', 'None with split', self.prompts)
     for name in ('split_lang', 'split_prefix'):
-      if getattr(self, name) is not None and not self.split:
-        raise unexpected(name, 'None without split', getattr(self, name))
+      if getattr(self, name) and not self.split:
+        raise unexpected(name, 'nothing without split', getattr(self, name))
     self._check_beams()
 
   @property

@@ -301,18 +301,14 @@ class Trace:
       for number, step in enumerate(self.rounds, start=1)
     ]
     columns = itertools.zip_longest(*lines, fillvalue=(UNUSED, ''))
-    longest = [
-      max(column, key=lambda part: _width(part[1])) for column in columns
-    ]
+    longest = [max(x, key=lambda part: _width(part[1])) for x in columns]
     counted = summary(self.rounds).partition(';')[0]  # the rest is longer
     source = shown(self.source)[1]
     said = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
-    body: list[str] = []
-    right = 0.0
+    body, right = list[str](), 0.0
     for row, parts in enumerate([*said, *lines, [*MEANING.items()]]):
-      widths = [
-        _width(text) for _, text in (longest if parts in lines else parts)
-      ]
+      measured = longest if parts in lines else parts
+      widths = [_width(text) for _, text in measured]
       places = itertools.accumulate(widths, initial=_MARGIN)
       body += map(_drawn, parts, places, itertools.repeat(row))
       right = max(right, sum(widths))

@@ -85,8 +85,8 @@ class DecodeConfig:
     num_shards: number of shards that the examples are split into.
     checkpoint_period: batches that continuous batching takes together.
     include_all_inputs: whether records hold all features, not only texts.
-    prefix: text before each input of a file of examples, such as
-      'summarize: '.
+    prefix: text before each input of a file, such as 'summarize: '; before each
+      sentence of a text that is split.
     distinct: whether lines of a file of examples that have the same input are
       one example, whose references are the targets of all.
     metrics: names of functions of `text.metrics`; 'task' is what the task
@@ -161,6 +161,8 @@ class DecodeConfig:
       yield name, path is None or (path and '://' not in path), local
     shards = self.num_shards
     yield 'shard_id', self.shard_id < shards, f'less than {shards} (num_shards)'
+    whole = '1 for lines (gin/runs/infer.gin takes a file in shards)'
+    yield 'num_shards', self.is_task or shards == 1, whole
     lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
     sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
     are_sizes = all(type(size) is int for size in sizes)
@@ -365,7 +367,7 @@ class DataSet:
     of_task, of_engine = config.tokenizer, engine.tokenizer
     if not config.is_task:
       self.examples = _checked_lines(config, engine, self.examples)
-      self.reading = self._splitting(engine)
+      self.reading = self._splitting()
     elif of_task and of_task.fingerprint != of_engine.fingerprint:
       expected = f"the engine's vocabulary, {of_engine.path!r}"
       raise unexpected('DecodeConfig.tokenizer', expected, of_task.path)
@@ -389,18 +391,16 @@ class DataSet:
       for sample in range(samples)
     ]
 
-  def _splitting(self, engine: Engine) -> str | None:
+  def _splitting(self) -> str | None:
     """What was split, in a sentence or two; None if nothing was."""
-    split = [x.sentences for x in self.examples if x.sentences is not None]
+    every = [x.sentences for x in self.examples]
+    split = [one for one in every if one and one.spans]
     if not split:
       return self.reading
     count, cut = sum(len(x.spans) for x in split), sum(x.num_cut for x in split)
     said = f'Lines that were split: {len(split)}, into {count} parts.'
     if cut:
-      said += (
-        f' Sentences of more than {engine.max_input_len} tokens, which were'
-      )
-      said += f' cut at clauses or words: {cut}.'
+      said += f' Sentences that were too long, and were cut: {cut}.'
     return ' '.join(filter(None, (self.reading, said)))
 
   def identity(self) -> dict[str, Any]:
@@ -414,7 +414,8 @@ class DataSet:
           for key, value in shown.items()
         )
       error = example.skipped and example.skipped.error
-      digest.update(repr((shown, error)).encode())
+      spans = example.sentences and example.sentences.spans
+      digest.update(repr((shown, error, spans)).encode())
     return {
       'examples': len(self.examples),
       'examples_sha256': digest.hexdigest(),
@@ -498,28 +499,24 @@ def _checked_lines(
   truncates = config.options.on_too_long == 'truncate'
 
   def as_input(text: Any) -> Any:
+    text = config.prefix + text
     if template is None:
       return text
     return template.ids([{'role': 'user', 'content': text}])
 
   splits = config.options.split and splitter(engine, config.options, as_input)
-  prefix = config.options.split_prefix or ''
   checked = []
   for number, example in enumerate(examples, 1):
     source, skipped = example.source, example.skipped
     if skipped is None and splits:
       of = splits(str(source))
-      example = example._replace(
-        skipped=None if of.spans else joined(of, ()),
-        sentences=of if of.spans else None,
-        sources=[as_input(prefix + part) for part in of.parts],
-      )
-      checked.append(example)
-      continue
-    if skipped is None:
-      source = as_input(source)
+      before = config.options.split_prefix
+      sources = [as_input(before + part) for part in of.parts]
+      example = example._replace(sentences=of, sources=sources)
+    elif skipped is None:
+      bare, source = source, as_input(source)
       count = engine.num_input_tokens(source)
-      if not count:
+      if not count or config.prefix and not engine.num_input_tokens(bare):
         skipped = passed_over('empty')
       elif not truncates and count > engine.max_input_len:
         skipped = _failed(

@@ -128,9 +128,10 @@ def record(
     }
     for name, made in outputs.items():
       values['aux'][name] = one_or_all([counts(output) for output in made])
-  if example.sentences is not None:
-    values['sentences'] = last[0].num_sentences
-    values['cut'] = last[0].num_cut
+  if config.options.split:
+    # A memory of this file reads the pairs, see `tasks.read_pairs`.
+    pairs = [*zip(example.sources, last[-1].parts, strict=True)]
+    values |= {'sentences': len(pairs), 'cut': last[0].num_cut, 'parts': pairs}
   if error := error_of(outputs):
     values['error'] = error
   return values

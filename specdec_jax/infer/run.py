@@ -525,7 +525,7 @@ class Way:
       'num_samples': outputs,
       'split': None,  # items are sentences
       'split_lang': None,
-      'split_prefix': None,
+      'split_prefix': '',
       'speculative': self._name == SPECULATIVE,
       'example_ids': [item.example_id for item in items],
     }

@@ -368,15 +368,22 @@ def _table(
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
-  """A row a machine: its best gamma, and the one that was chosen for it."""
+  """A row a machine: its best gamma, and the one that was chosen for it.
+
+  Raises:
+    ValueError: a record lacks the gamma that was chosen.
+  """
   rows = []
   for record in records:
     measured = [row for row in record['rows_measured'] if row['gamma']]
     best = max(measured, key=lambda row: row['speed_up'])
     by_gamma = {row['gamma']: row for row in measured}
-    chosen = by_gamma.get(record['chosen'], best)
+    gamma = record['chosen']
+    if gamma not in by_gamma:
+      expected = f'the chosen gamma, {gamma}, among those that were measured'
+      raise unexpected('gammas', expected, [*by_gamma])
     rows.append(
-      chosen
+      by_gamma[gamma]
       | {
         'machine': where(record),
         'kernels': record['kernel_layout'],

@@ -153,7 +153,7 @@ class CompletionRequest:
   target_lang: str | None = None
   split: str | None = None
   split_lang: str | None = None
-  split_prefix: str | None = None
+  split_prefix: str = ''
   user: str | None = None
   safety_identifier: str | None = None
   prompt_cache_key: str | None = None

@@ -6,6 +6,7 @@ always ends one. A sentence that is too long for a model is cut.
 
 import functools
 import re
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -29,8 +30,13 @@ _MOST_CHARACTERS = 64  # a token; longer texts are too long without counting
 _COUNTS = 1 << 12  # texts whose counts are kept: the same words come again
 # Where a sentence that is too long is cut: behind clauses, then behind words.
 _CUTS = (
-  re.compile(r'.+?(?:[;:,–—]+\s+|[，、；：،؛]+\s*|\Z)', re.DOTALL),
+  re.compile(r'.+?(?:[;:,–—]\s+|[，、；：،؛]+\s*|\Z)', re.DOTALL),
   re.compile(r'\s*\S+\s*'),
+)
+# Writing without blanks between words, from Thai to Chinese.
+_UNSPACED = re.compile(
+  '[\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\ufe30-\uffef'
+  '\U00020000-\U0003ffff]'
 )
 
 
@@ -56,11 +62,17 @@ class Sentences(NamedTuple):
   def joined(self, outputs: Sequence[str]) -> str:
     """Puts an output in the place of each part.
 
-    A line break within an output becomes a space: lines stay as many.
+    A line break within an output becomes a space: lines stay as many. Where
+    nothing stands between two parts, as in Chinese, their outputs get a space,
+    unless they are written without.
     """
-    pieces, at = list[str](), 0
+    pieces, at = [''], 0
     for (begin, end), output in zip(self.spans, outputs, strict=True):
-      pieces += self.text[at:begin], ' '.join(output.strip().splitlines())
+      output = ' '.join(output.strip().splitlines())
+      gap, ends = self.text[at:begin], pieces[-1][-1:] + output[:1]
+      if not gap and len(ends) == 2 and not _UNSPACED.search(ends):
+        gap = ' '
+      pieces += gap, output
       at = end
     return ''.join(pieces) + self.text[at:]
 
@@ -155,6 +167,8 @@ def _cut(
     return [text]
   if not cuts:
     half = len(text) // 2
+    while half < len(text) - 1 and _joins(text[half - 1 : half + 1]):
+      half += 1
     halves = text[:half], text[half:]
     return [x for piece in halves for x in _cut(piece, count, most, ())]
   groups, room = list[list[str]](), -1
@@ -166,3 +180,8 @@ def _cut(
     groups[-1].append(piece)
   wholes = map(''.join, groups)
   return [x for whole in wholes for x in _cut(whole, count, most, cuts[1:])]
+
+
+def _joins(pair: str) -> bool:
+  """Whether two characters are parts of one: accents, families of emoji."""
+  return '\u200d' in pair or unicodedata.category(pair[-1])[0] == 'M'

@@ -698,15 +698,15 @@ def read_inputs(path: str) -> list[str]:
   Raises:
     ValueError: as for `files.lines`; or a line cannot be used, with its number.
   """
-  texts = []
-  for example in _usable(path, None):
-    texts.append(example['inputs'])
+  texts = [example['inputs'] for example in usable(path, None)]
   return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
 
 
-def _usable(path: str, targets_field: str | None) -> Iterator[dict[str, Any]]:
+def usable(
+  path: str, targets_field: str | None = 'targets', kind: str | None = None
+) -> Iterator[dict[str, Any]]:
   """As `read`; raises ValueError at a line that cannot be used."""
-  for example in read(path, targets_field=targets_field):
+  for example in read(path, kind, targets_field=targets_field):
     if BROKEN in example:
       raise ValueError(example[BROKEN])
     yield example
@@ -716,21 +716,33 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   """Yields the source and the target of each line that has a target.
 
   A line of text is a target, whose source is ''. The targets of what `specdec
-  decode` has written, predictions.jsonl, are its predictions.
+  decode` has written, predictions.jsonl, are its predictions, the last one of
+  several; those of a text that was split are its sentences'.
 
   Raises:
     ValueError: as for `files.lines`; or a line cannot be used, with its number.
   """
-  kind, field = kind_of(path), 'targets'
-  if kind == 'jsonl':
-    first = next(iter(files.text_lines(path)), '{}')
-    if 'prediction' in files.json_object(first, path):
-      field = 'prediction'
-  for example in _usable(path, field):
+  kind = kind_of(path)
+  first = next(iter(files.text_lines(path)), '') if kind == 'jsonl' else ''
+  if first and 'prediction' in files.json_object(first, path):
+    yield from _said(path)
+    return
+  for example in usable(path):
     texts = example['inputs'], example['targets']
     source, target = ('', texts[0]) if kind == 'txt' else texts
     if target:
       yield source, target
+
+
+def _said(path: str) -> Iterator[tuple[str, str]]:
+  """The pairs of records of `specdec decode`; one with an error has none."""
+  for number, line in enumerate(files.text_lines(path), 1):
+    record = files.json_object(line, f'{path!r} line {number}')
+    whole = [(record.get('inputs'), record.get('prediction'))]
+    for source, said in record.get('parts', whole):
+      said = said[-1] if isinstance(said, list) else said
+      if source and said:
+        yield source, said
 
 
 def read_prompts(

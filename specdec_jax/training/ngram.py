@@ -13,7 +13,7 @@ from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import json_object, text_lines, writable
 from specdec_jax.measure.table import Table, started
-from specdec_jax.text.tasks import BROKEN, kind_of, read
+from specdec_jax.text.tasks import kind_of, usable
 from specdec_jax.text.tokenizer import Tokenizer
 
 
@@ -123,7 +123,7 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
     )
   else:
     side = 'targets' if kind == 'tsv' else 'inputs'
-    values = (_text(example, side) for example in read(path, kind))
+    values = (example[side] for example in usable(path, kind=kind))
   for number, value in enumerate(values, 1):
     several = is_a(value, list) and not is_a(value, list[int])
     for output in value if several else [value]:
@@ -137,12 +137,6 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
         raise unexpected(place, 'text or ids', value)
       if ids:
         yield ids
-
-
-def _text(example: dict[str, Any], side: str) -> str:
-  if BROKEN in example:
-    raise ValueError(example[BROKEN])
-  return example[side]
 
 
 def _field(place: str, line: str, field: str) -> Any:
