@@ -393,8 +393,7 @@ class DataSet:
 
   def _splitting(self) -> str | None:
     """What was split, in a sentence or two; None if nothing was."""
-    every = [x.sentences for x in self.examples]
-    split = [one for one in every if one and one.spans]
+    split = [x.sentences for x in self.examples if x.sentences and x.sources]
     if not split:
       return self.reading
     count, cut = sum(len(x.spans) for x in split), sum(x.num_cut for x in split)
