@@ -70,9 +70,10 @@ def distillation(
 
   The loss is Jeffreys' divergence, D(target || draft) + D(draft || target): the
   forward part alone is as good for greedy proposals, the reverse part gains for
-  sampled ones (`benchmarks/divergences.py`). alpha is
-  sum_x min(target(x), draft(x)) (Leviathan et al. 2023, Corollary 3.6). Only
-  the drafter's logits have a gradient, and only through the first result.
+  sampled ones (`benchmarks/divergences.py`), and is slower in the first
+  thousand steps of random parameters. alpha is sum_x min(target(x), draft(x))
+  (Leviathan et al. 2023, Corollary 3.6). Only the drafter's logits have a
+  gradient, and only through the first result.
 
   Args:
     draft_logits: float32[B, S, V].
