@@ -136,12 +136,14 @@ def test_what_was_said_before_costs_few_calls(target, plain, tokenizer):
 
 def test_a_memory_is_read_from_what_a_user_has(target, tokenizer, tmp_path):
   pairs = [('a cat', 'the dog'), ('the red house', 'here')]
+  features = [({'inputs_pretokenized': one}, two) for one, two in pairs]
   beams = [(source, ['a', said]) for source, said in pairs]
   files = {
     'pairs.tsv': '\n'.join('\t'.join(pair) for pair in [*pairs, ('a', '')]),
     'task.jsonl': _records('inputs', 'targets', pairs),
     'predictions.jsonl': _records('inputs', 'prediction', pairs),
     'beams.jsonl': _records('inputs', 'prediction', beams),
+    'task.jsonl-00000-of-00001': _records('inputs', 'prediction', features),
     # A text with an error, and one that was split.
     'split.jsonl': _records('inputs', 'prediction', [('a', None)])
     + json.dumps({'inputs': 'all', 'prediction': 'all', 'parts': pairs}),

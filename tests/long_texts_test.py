@@ -65,6 +65,7 @@ def test_sentences_and_cuts():
   assert len(split('—' * 100_000, 'en', len, 64).parts) > 1500  # not for hours
   # No accent is cut off.
   assert split('e\u0301' * 4, 'en', len, 3).parts == ['e\u0301'] * 4
+  assert len(split('e' + '\u0301' * 5000, 'en', len, 3).parts) > 1600
   # Where nothing stands between two parts, outputs have a blank if others do.
   chinese = split('你好。今天很好!', 'zh', len, 9)
   assert chinese.joined(['Hello.', 'Nice!']) == 'Hello. Nice!'

@@ -161,8 +161,7 @@ class DecodeConfig:
       yield name, path is None or (path and '://' not in path), local
     shards = self.num_shards
     yield 'shard_id', self.shard_id < shards, f'less than {shards} (num_shards)'
-    whole = '1 for lines (gin/runs/infer.gin takes a file in shards)'
-    yield 'num_shards', self.is_task or shards == 1, whole
+    yield 'num_shards', self.is_task or shards == 1, '1, but for tasks'
     lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
     sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
     are_sizes = all(type(size) is int for size in sizes)

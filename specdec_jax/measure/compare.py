@@ -378,8 +378,7 @@ def side_by_side(records: Sequence[Record]) -> Table:
     measured = [row for row in record['rows_measured'] if row['gamma']]
     best = max(measured, key=lambda row: row['speed_up'])
     by_gamma = {row['gamma']: row for row in measured}
-    gamma = record['chosen']
-    if gamma not in by_gamma:
+    if (gamma := record['chosen']) not in by_gamma:
       expected = f'the chosen gamma, {gamma}, among those that were measured'
       raise unexpected('gammas', expected, [*by_gamma])
     rows.append(

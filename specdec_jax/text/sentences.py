@@ -166,9 +166,9 @@ def _cut(
   if len(text) == 1 or size(text.strip()) <= most:
     return [text]
   if not cuts:
-    half = len(text) // 2
-    while half < len(text) - 1 and _joins(text[half - 1 : half + 1]):
-      half += 1
+    middle = len(text) // 2
+    near = range(middle, min(middle + 16, len(text)))
+    half = next((i for i in near if not _joins(text[i - 1 : i + 1])), middle)
     halves = text[:half], text[half:]
     return [x for piece in halves for x in _cut(piece, count, most, ())]
   groups, room = list[list[str]](), -1

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -567,9 +568,9 @@ def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def ending_of(path: str | os.PathLike[str]) -> str:
-  """The ending of a file's name, without `.gz`."""
-  ending = os.path.splitext(os.fspath(path).removesuffix('.gz'))[1]
-  return ending.removeprefix('.')
+  """The ending of a file's name, without `.gz` and a shard's number."""
+  name = re.sub(r'(-\d{5}-of-\d{5})?(\.gz)?$', '', os.fspath(path))
+  return os.path.splitext(name)[1].removeprefix('.')
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
@@ -741,6 +742,8 @@ def _said(path: str) -> Iterator[tuple[str, str]]:
     whole = [(record.get('inputs'), record.get('prediction'))]
     for source, said in record.get('parts', whole):
       said = said[-1] if isinstance(said, list) else said
+      if isinstance(source, dict):  # the features of a task's example
+        source = source.get('inputs_pretokenized')
       if source and said:
         yield source, said
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -114,8 +113,7 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
   Raises:
     ValueError: the file cannot be read, or a record lacks the field.
   """
-  # The name of a task's results ends with the shard.
-  kind = kind_of(re.sub(r'-\d{5}-of-\d{5}$', '', path.removesuffix('.gz')))
+  kind = kind_of(path)
   if kind == 'jsonl':
     values = (
       _field(f'{path!r} line {number}', line, field)
