@@ -16,7 +16,7 @@ import rich.console
 
 import small_vocabulary
 import toy_models
-from specdec_jax import notebook
+from specdec_jax import load, notebook
 from specdec_jax.models.model import Model
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -58,6 +58,15 @@ def test_cells_have_no_lines_of_ipython(cells):
   assert len(cells) > 5
   for source in cells:
     ast.parse(source)
+
+
+def test_the_demo_pair_has_the_sizes_of_its_cell(cells):
+  (cell,) = [source for source in cells if 'PAIRS = {' in source]
+  names = {}
+  exec(cell, names)
+  pair = names['PAIRS']['demo']
+  for of, network in ('target', 'network'), ('draft', 'draft_network'):
+    load(ROOT / pair[of], pair[network])  # or an error
 
 
 @pytest.mark.slow  # cells are parsed above; what they call has tests of its own
