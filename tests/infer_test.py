@@ -276,6 +276,7 @@ WRONG = {
   'batch_size': 1 << 40,
   'checkpoint_period': 0,
   'shard_id': 2,
+  'num_shards': 2,  # for lines
   'task_feature_lengths': {'inputs': 5, 'targets': '8'},
   'metrics': 'bleu',
   'options.temperature': infer.Options(temperature=[0.0, 1.0]),

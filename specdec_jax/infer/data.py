@@ -161,7 +161,6 @@ class DecodeConfig:
       yield name, path is None or (path and '://' not in path), local
     shards = self.num_shards
     yield 'shard_id', self.shard_id < shards, f'less than {shards} (num_shards)'
-    yield 'num_shards', self.is_task or shards == 1, '1, but for tasks'
     lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
     sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
     are_sizes = all(type(size) is int for size in sizes)
@@ -190,6 +189,7 @@ class DecodeConfig:
     yield 'calibration', not (tries and self.calibration), expected
     fixed = not self.searches or self.batching == 'fixed'
     yield 'batching', fixed, "'fixed' with beams (--batching fixed)"
+    yield 'num_shards', self.is_task or shards == 1, '1, but for tasks'
 
   @property
   def is_task(self) -> bool:
