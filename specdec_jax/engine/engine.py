@@ -420,7 +420,7 @@ class Engine:
     """
     first, last = self.ids_around(text)
     ids = self.bare_ids(text)
-    language = self.languages(source_lang).before_text(ids)
+    language = self.languages(source_lang).before_text(text, ids)
     return [*first, *language, *ids, *last]
 
   def output_ids(self, text: str) -> list[int]:

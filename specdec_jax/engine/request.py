@@ -356,13 +356,25 @@ class Languages(NamedTuple):
   source: int | None
   target: int | None
 
-  def before_text(self, ids: Sequence[int]) -> list[int]:
-    """Tokens to put before the ids of a text.
+  def before_text(
+    self, text: str | Sequence[int], ids: Sequence[int]
+  ) -> list[int]:
+    """Returns the tokens to put before the ids of a text.
+
+    Words of a text that look like a language's token are text where its
+    language is known, as in transformers: 'deu_Latn' in English is English.
+    Ids that begin with a language say it themselves.
+
+    Args:
+      text: what the caller gave, a text or its ids.
+      ids: the ids of the text.
 
     Raises:
       ValueError: `source_lang` is missing, and the ids do not begin with a
         language.
     """
+    if isinstance(text, str) and self.source is not None:
+      return [self.source]
     return self._before(ids, self.source, 'source_lang', 'the texts')
 
   def before_output(self, ids: Sequence[int]) -> list[int]:
@@ -576,7 +588,7 @@ class TextBatch:
     first, last = self._engine.ids_around(text)
     if not ids and not first:
       return passed_over('empty')
-    first = [*first, *self._languages.before_text(ids)]
+    first = [*first, *self._languages.before_text(text, ids)]
     room = limit - len(first) - len(last)
     if len(ids) > room and self.options.on_too_long != 'truncate':
       expected = (
