@@ -41,7 +41,9 @@ def on_page_markdown(markdown: str, page: Page, **_) -> str | None:
   # Or it would be the first result of most searches.
   page.meta['search'] = {'exclude': page.file.src_uri == 'CHANGELOG.md'}
   if page.file.src_uri.startswith('docs/api/'):
-    markdown = re.sub(r'<!-- site\n(.*?\n)-->', r'\1', markdown, flags=re.DOTALL)
+    markdown = re.sub(
+      r'<!-- site\n(.*?\n)-->', r'\1', markdown, flags=re.DOTALL
+    )
     module = re.compile(r'(\[`(\S+)`\])\(\.\./\.\./specdec_jax/\S+\.py\)')
     return module.sub(r'\1(#specdec_jax.\2)', markdown)
   if page.file.src_uri != 'docs/examples.md':
