@@ -18,7 +18,7 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
 
 Several FILEs of gin/runs/gamma_demo.gin, with commas between them, become one
 table; a row has the machine. tests/support.toml, through which the tests go, is
-the table of docs/models.md. A page of docs/api/ is the table of the names in it.
+the table of docs/models.md. A page of docs/api/ is a table of its own names.
 """
 
 import dataclasses

@@ -61,7 +61,7 @@ def test_main(tmp_path, monkeypatch, capsys):
   """Each document is filled; --check only says which would be."""
   monkeypatch.setattr(update_readme, 'ROOT', tmp_path)
   for name in update_readme.DOCUMENTS:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(BLOCK.format('table.json'))
   (tmp_path / 'r').mkdir()
   (tmp_path / 'r' / 'table.json').write_text(json.dumps(TABLE))
