@@ -131,7 +131,7 @@ def _names(page: pathlib.Path) -> Table:
   rows = []
   for name, members in _SHOWN.findall(page.read_text('utf-8')):
     whole = pkgutil.resolve_name(f'specdec_jax.{name}')
-    module = pathlib.Path(inspect.getfile(whole)).relative_to(ROOT).as_posix()
+    module = whole.__module__.replace('.', '/') + '.py'
     for member in ('', *re.findall(r'\w+', members)):
       value = getattr(whole, member) if member else whole
       text = f'[`{name}{"." * bool(member)}{member}`](../../{module})'
