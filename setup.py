@@ -69,6 +69,7 @@ setuptools.setup(
     'specdec_jax.measure': ['devices.toml'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
+    'specdec_jax.text': ['abbreviations.toml'],
   },
   entry_points={'console_scripts': ['specdec=specdec_jax.cli.main:main']},
   install_requires=[
