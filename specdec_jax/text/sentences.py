@@ -211,9 +211,9 @@ class _Rules(NamedTuple):
 def _rules_of(language: str) -> _Rules:
   tables = _TABLES['abbreviations']
   words = frozenset(f'{tables["any"]} {tables.get(language, "")}'.split())
-  ordinal = r'(?<![\w.,:%–-])(\d{1,2}|[IVX]+)\.(?= )'
+  ordinals = {r'(?<![\w.,:%–-])(\d{1,2}|[IVX]+)\.(?= )': r'\1_'}
   if language not in _TABLES['ordinals'].split():
-    ordinal = '(?!)'  # nothing
+    ordinals = {}
 
   def of_word(match: re.Match) -> str:
     is_known = match[1] in words or match[1].lower() in words
@@ -230,7 +230,7 @@ def _rules_of(language: str) -> _Rules:
     '[។៕།༎]': '。',  # of Khmer and Tibetan
     r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': of_word,
     r'^([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
-    ordinal: r'\1_',
+    **ordinals,
     r'([\dIVX])\.(?= \W*(\w))': of_number,
     # Initials of all scripts; sentencex knows those from A to Z.
     r'(?<!\w)([^\W\d_A-Z])\.(?= )': of_initial,
@@ -244,11 +244,11 @@ def _rules_of(language: str) -> _Rules:
 
 def ends(text: str, language: str) -> Iterator[int]:
   """Yields where each sentence of a line ends, blanks behind it included."""
-  what = 'Splitting texts into sentences'
-  sentencex = package(what, 'sentencex', 'split')
   if _PLAIN.fullmatch(text):
     yield len(text)
     return
+  what = 'Splitting texts into sentences'
+  sentencex = package(what, 'sentencex', 'split')
   plain, at, last = text, 0, 0
   for pattern, to in _rules_of(language).changes:
     plain = pattern.sub(to, plain)
