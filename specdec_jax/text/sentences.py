@@ -75,9 +75,7 @@ _MARK = re.compile(
   """,
   re.VERBOSE,
 )
-# Around a place that sentencex takes for an end, and that is none: full stops
-# need a blank behind them, but for those of some scripts.
-_IN_A_WORD = re.compile(r"""[^\s።፧।॥۔؟։]\S""")
+_STOPS = '።፧।॥۔؟։'  # which need no blank behind them, as '.' does
 _OPENING = re.compile(r"""\s["'“”«„‘(\[]+\Z""")
 
 
@@ -111,9 +109,9 @@ class Sentences(NamedTuple):
     for (begin, end), output in zip(self.spans, outputs, strict=True):
       output = ' '.join(output.strip().splitlines())
       gap, ends = self.text[at:begin], pieces[-1][-1:] + output[:1]
-      unspaced = not gap and _UNSPACED.search(self.text[at - 1 : at + 1])
-      if unspaced and len(ends) == 2 and not _UNSPACED.search(ends):
-        gap = ' '
+      is_new = len(ends) == 2 and ends != self.text[at - 1 : at + 1]
+      if not gap and is_new and _goes_without_blank(self.text, at):
+        gap = '' if _UNSPACED.search(ends) else ' '
       pieces += gap, output
       at = end
     return ''.join(pieces) + self.text[at:]
@@ -160,7 +158,7 @@ def split(
       pieces, begin = _cut(line[begin:end], count, most), at + begin
       num_cut += len(pieces) > 1
       for piece in pieces:
-        if _LETTER.search(core := piece.strip()):
+        if core := piece.strip():
           first = begin + piece.find(core)
           spans.append((first, first + len(core)))
         begin += len(piece)
@@ -219,7 +217,7 @@ def _rules_of(language: str) -> _Rules:
     is_known = match[1] in words or match[1].lower() in words
     return match[1] + '_' if is_known else match[0]
 
-  def of_number(match: re.Match) -> str:
+  def before_small(match: re.Match) -> str:
     return match[1] + '_' if match[2].islower() else match[0]
 
   def of_initial(match: re.Match) -> str:
@@ -231,7 +229,7 @@ def _rules_of(language: str) -> _Rules:
     r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': of_word,
     r'^([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
     **ordinals,
-    r'([\dIVX])\.(?= \W*(\w))': of_number,
+    r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': before_small,
     # Initials of all scripts; sentencex knows those from A to Z.
     r'(?<!\w)([^\W\d_A-Z])\.(?= )': of_initial,
     r'(?<=[A-Z]\.-)([A-Z])\.(?= )': r'\1_',
@@ -258,8 +256,8 @@ def ends(text: str, language: str) -> Iterator[int]:
     # The last sentence of a block may go on behind it.
     places = [at + sentence['end_index'] for sentence in found[:-1]]
     for place in places:
-      around = plain[place - 1 : place + 1]
-      if _IN_A_WORD.fullmatch(around) and not _UNSPACED.search(around):
+      is_blank = ' ' in plain[place - 1 : place + 1]
+      if not is_blank and not _goes_without_blank(plain, place):
         # Within a word nothing ends, but before a quotation something may.
         opening = _OPENING.search(plain, max(last, place - 4), place)
         if not opening:
@@ -271,6 +269,11 @@ def ends(text: str, language: str) -> Iterator[int]:
       yield len(text)
       return
     at = max(places, default=at + (block.rfind(' ') + 1 or len(block)))
+
+
+def _goes_without_blank(text: str, at: int) -> bool:
+  """Whether a sentence may end at a place without a blank."""
+  return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 
 def _cut(
