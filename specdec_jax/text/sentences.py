@@ -207,8 +207,7 @@ class _Rules(NamedTuple):
 
 @functools.cache
 def _rules_of(language: str) -> _Rules:
-  tables = _TABLES['abbreviations']
-  words = frozenset(f'{tables["any"]} {tables.get(language, "")}'.split())
+  words = frozenset(_TABLES['abbreviations'].get(language, '').split())
   ordinals = {r'(?<![\w.,:%–-])(\d{1,2}|[IVX]+)\.(?= )': r'\1_'}
   if language not in _TABLES['ordinals'].split():
     ordinals = {}
@@ -233,6 +232,7 @@ def _rules_of(language: str) -> _Rules:
     # Initials of all scripts; sentencex knows those from A to Z.
     r'(?<!\w)([^\W\d_A-Z])\.(?= )': of_initial,
     r'(?<=[A-Z]\.-)([A-Z])\.(?= )': r'\1_',
+    r'(?<= al)\.(?= [(\[])': '_',  # 'et al. [2004]'
     # With a digit sentencex begins no sentence.
     r'(?<=[^\W\d_]{4}\. )\d': 'X',
     rf'(?<=[。！？])[\da-zA-Z]|(?<={_UNSPACED.pattern}[!?])[\da-zA-Z]': '一',
