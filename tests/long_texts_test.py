@@ -145,7 +145,10 @@ def test_sentences_and_cuts():
 
 @pytest.mark.parametrize(
   'name, want',
-  [(None, 'en'), ('deu_Latn', 'de'), ('FR', 'fr'), ('de-AT', 'de')],
+  [
+    *((None, 'en'), ('deu_Latn', 'de'), ('FR', 'fr'), ('de-AT', 'de')),
+    *(('tur_Latn', 'tr'), ('nb', 'no')),
+  ],
 )
 def test_languages(name, want):
   assert language_of(name) == want

@@ -2,9 +2,9 @@
 
 A line break always ends a sentence. sentencex finds the others; it comes with
 the extra `[split]`. Where it errs, it is given other characters to read
-(`_read_as`), or an end is moved. Marks of lists, headings, quotations and
-tables, links, code, and what has no letter are no sentences. A sentence that is
-too long for a model is cut.
+(`_Rules`), or its end is left out or moved. Marks of lists, headings,
+quotations and tables, links, code, and what has no letter are no sentences. A
+sentence that is too long for a model is cut.
 """
 
 import functools
@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import package
 
-# Languages that sentencex has rules for: the names that NLLB begins with, and
-# its own.
+# Languages that sentencex or abbreviations.toml has rules for: the names that
+# NLLB begins with, and theirs.
 _LANGUAGES = dict(
   pair.split('=')
   for pair in """
     amh=am arb=ar bul=bg ben=bn cat=ca dan=da deu=de ell=el eng=en spa=es fin=fi
     fra=fr guj=gu hin=hi hye=hy ita=it jpn=ja kaz=kk kan=kn mal=ml mar=mr mya=my
-    nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te ukr=uk""".split()
+    nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te ukr=uk bos=bs ces=cs
+    est=et hrv=hr hun=hu ind=id lit=lt ltz=lb lvs=lv nb=no nob=no ron=ro slv=sl
+    srp=sr swe=sv tur=tr""".split()
 )
 _OTHERWISE = 'en'
 # Characters that sentencex is given at once: texts without spaces, and
@@ -49,7 +51,7 @@ _LETTER = re.compile(r'[^\W\d_]')
 _TABLES = tomllib.loads(
   pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
 )
-# What is kept inside of a line, with the text of a link left between two.
+# What is kept inside of a line; the text of a link lies between two of these.
 _KEPT = r"""
   [^\S\r\n]{3,} | \t
   | (?<!\S)\|+ | \|+(?!\S)
@@ -85,7 +87,7 @@ class Sentences(NamedTuple):
   Attributes:
     text: the whole text.
     spans: begin and end of each sentence, or of each part of one that was cut,
-      without the whitespace around it.
+      without the whitespace and the marks around it.
     num_cut: sentences that were cut.
   """
 
@@ -127,7 +129,7 @@ def language_of(name: str | None) -> str:
   language = _LANGUAGES.get(first, first)
   if language not in _LANGUAGES.values():
     warnings.warn(
-      f'split_lang: sentencex has no rules of its own for {name!r}. Sentences'
+      f'split_lang: there are no rules of its own for {name!r}. Sentences'
       ' are split by those of a related language or of English.',
       stacklevel=2,
     )
