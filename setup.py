@@ -73,6 +73,7 @@ setuptools.setup(
     'specdec_jax.measure': ['devices.toml'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
+    'specdec_jax.text': ['abbreviations.toml'],
   },
   entry_points={
     'console_scripts': [

@@ -473,7 +473,7 @@ def test_neutral_values_pass(client):
 
 def test_a_prompt_is_split(client, engine):
   pytest.importorskip('sentencex', reason='needs the extra [split]')
-  prompts = ['a b! c.\n\n d e.', '', 'a b.']
+  prompts = ['a b! A c.\n\n d e.', '', 'a b.']
   options = {'split': 'sentences', 'temperature': 1.1, 'seed': 7}
   options['split_prefix'] = 'd '
   want = engine.generate(prompts, num_samples=2, **options)
