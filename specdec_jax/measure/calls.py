@@ -31,6 +31,7 @@ from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine.calibration import contradiction
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
 from specdec_jax.measure import memory
@@ -65,6 +66,7 @@ def interleave(
   runs: Mapping[Name, Run],
   repeats: int,
   advance: Callable[[], None] = lambda: None,
+  until: float = math.inf,
 ) -> dict[Name, list[float]]:
   """Times every run once per round, in `repeats` rounds, after a warm-up.
 
@@ -75,6 +77,8 @@ def interleave(
     runs: name -> run.
     repeats: timed rounds.
     advance: called after each round, to move a progress bar.
+    until: no third round, or a later one, begins after this time
+      (`time.monotonic()`).
 
   Returns:
     Name -> milliseconds in each round.
@@ -83,7 +87,9 @@ def interleave(
     jax.block_until_ready(run.prepare()())
   times: dict[Name, list[float]] = {name: [] for name in runs}
   order, rng = list(runs.items()), random.Random(0)
-  for _ in range(repeats):
+  for number in range(repeats):
+    if number > 1 and time.monotonic() > until:
+      break
     rng.shuffle(order)
     for name, run in order:
       prepared = run.prepare()
@@ -309,6 +315,7 @@ def call_run(
   return Run(prepare, calls)
 
 
+_ATTEMPTS = 3  # at times that do not contradict themselves
 LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
 
 
@@ -421,6 +428,36 @@ def in_ms(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
   return summaries | {'draft_encoder': summarise(first)}
 
 
+def steady_ms(
+  runs: Mapping[str, Run],
+  repeats: int,
+  advance: Callable[[], None] = lambda: None,
+  until: float = math.inf,
+) -> tuple[dict[str, dict[str, float]], str]:
+  """Times runs in turn, and again where the times contradict themselves.
+
+  Args:
+    runs: those of `call_runs`, and others.
+    repeats, advance, until: as of `interleave`.
+
+  Returns:
+    What `in_ms` makes of all rounds, and what is still wrong with it, see
+    `calibration.contradiction`; '' for nothing.
+  """
+  times: dict[str, list[float]] = {name: [] for name in runs}
+  for attempt in range(_ATTEMPTS):
+    if attempt and time.monotonic() > until:
+      break
+    for name, more in interleave(runs, repeats, advance, until).items():
+      times[name] += more
+    advance = lambda: None  # noqa: E731  the bar has reached its end
+    summaries = in_ms(times)
+    wrong = contradiction({name: x['median'] for name, x in summaries.items()})
+    if not wrong:
+      break
+  return summaries, wrong
+
+
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig(Timing):
   """What to measure; no run stops before its budget.
@@ -508,7 +545,8 @@ def benchmark(
     which is c, the cost of one proposal inside a round, in calls of the target
     over one token; acceptance_rate and histogram of the timed loop; speed_up
     against the plain loop; and expected_speed_up by
-    E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance.
+    E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance. It
+    is None if the times contradict themselves: `contradiction` says how.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
@@ -523,7 +561,7 @@ def benchmark(
     loops, counts = _loop_runs(config, pair)
     matrix, matrix_bytes = matvec()
     runs |= loops | {'matvec': matrix}
-    times = in_ms(interleave(runs, config.repeats, advance))
+    times, wrong = steady_ms(runs, config.repeats, advance)
   median = {name: value['median'] for name, value in times.items()}
   plain = config.request(pair.target, batch, 0)
   call_bytes = memory.call_bytes(pair.target, pair.params.target, plain)
@@ -537,13 +575,17 @@ def benchmark(
       if name.startswith('call_')
     },
     'bandwidth_fraction': reached / (matrix_bytes / median['matvec']),
+    'contradiction': wrong,
     'gammas': [
       _of_gamma(config.decode_len, gamma, median, stats)
+      | ({'expected_speed_up': None} if wrong else {})
       for gamma, stats in counts.items()
     ],
   }
   record = new_record('benchmark', values)
-  finish(config, console, record, table(record))
+  # Of a forced acceptance there is a suite, whose tables have their own words.
+  words = _EXPLAINED if config.forced_acceptance is None else ()
+  finish(config, console, record, table(record), *words)
   return record
 
 
@@ -603,6 +645,13 @@ def table(record: Mapping[str, Any]) -> Table:
   )
   plain = record['times_ms']['plain_loop']['median']
   costs = (f'v({m}) {v:.2f}' for m, v in call_cost.items() if m != '1')
+  notes = [
+    f'Plain loop: {plain:.2f} ms per token, at'
+    f" {record['bandwidth_fraction']:.0%} of a matrix-vector product's"
+    f' bandwidth. Calls: {", ".join(costs)}.',
+  ]
+  if wrong := record.get('contradiction'):
+    notes.insert(0, f'No speed-up is predicted: {wrong}.')
   return Table.of(
     title,
     {
@@ -616,9 +665,17 @@ def table(record: Mapping[str, Any]) -> Table:
       Column('speed-up', '.2f'): 'speed_up',
     },
     record['gammas'],
-    (
-      f'Plain loop: {plain:.2f} ms per token, at'
-      f" {record['bandwidth_fraction']:.0%} of a matrix-vector product's"
-      f' bandwidth. Calls: {", ".join(costs)}.',
-    ),
+    notes,
   )
+
+
+# Sentences under the table of a benchmark.
+_EXPLAINED = (
+  'v(m): time of a call of the target over m tokens, in calls over one token.'
+  ' c: time of a proposal, in the same unit, inside a round, where each model'
+  " finds the other's weights in the caches.",
+  'Bandwidth: bytes of weights and caches that a token needs, by time. More'
+  ' than 100 % means that they stayed in the caches of the processor.',
+  'The inputs are random ids, of which a drafter guesses fewer tokens than of'
+  ' texts: the speed-up on texts is another, see `specdec calibrate`.',
+)
