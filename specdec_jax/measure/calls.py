@@ -669,11 +669,14 @@ def table(record: Mapping[str, Any]) -> Table:
   )
 
 
-# Sentences under the table of a benchmark.
-_EXPLAINED = (
+# Sentences under tables.
+COSTS_EXPLAINED = (
   'v(m): time of a call of the target over m tokens, in calls over one token.'
   ' c: time of a proposal, in the same unit, inside a round, where each model'
-  " finds the other's weights in the caches.",
+  " finds the other's weights in the caches."
+)
+_EXPLAINED = (
+  COSTS_EXPLAINED,
   'Bandwidth: bytes of weights and caches that a token needs, by time. More'
   ' than 100 % means that they stayed in the caches of the processor.',
   'The inputs are random ids, of which a drafter guesses fewer tokens than of'

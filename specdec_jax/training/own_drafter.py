@@ -28,7 +28,7 @@ from specdec_jax.checks.fields import (
   check_types,
   unexpected,
 )
-from specdec_jax.drafters.ngram_table import NgramTable, fit
+from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration, CalibrationError
 from specdec_jax.engine.engine import Engine
@@ -54,7 +54,11 @@ _TRAINING = 'training'
 _LEAST_TEXTS = 8
 _MOST_HELD_OUT = 512
 _LEAST_MINUTES, _WEEK = 2.0, 7 * 24 * 60.0
-_DECODING = 0.25  # of the time, besides the held-out texts
+# Shares of the time: at most for decoding texts, besides the held-out ones, and
+# for timing calls; at least for learning.
+_DECODING, _TIMING, _LEARNING = 0.25, 0.2, 0.05
+_MOST_LATE = 0.7  # of the time for measuring: with less it is left out
+_SAVING_S = 8.0  # what writing the drafter takes, and its last evaluation
 _STARTED_S = 5.0  # what a process takes to get here
 _SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
 
@@ -105,24 +109,18 @@ class _Budget:
   """The time of a run.
 
   Attributes:
+    seconds: all of it; infinite without a limit.
     end: when it is over (`time.monotonic()`).
-    closing_s: seconds to keep for what follows the training.
   """
 
   def __init__(self, minutes: float):
     self.seconds = 60 * minutes or math.inf
     self.end = time.monotonic() - _STARTED_S + self.seconds
-    # What is kept until it is known how long calls take here.
-    self.closing_s = 0.2 * min(self.seconds, 60.0)
 
   @property
   def left(self) -> float:
-    """Seconds that are left of the whole."""
+    """Seconds that are left."""
     return self.end - time.monotonic()
-
-  def part(self, share: float) -> float:
-    """When a share of the time is left (`time.monotonic()`)."""
-    return math.inf if math.isinf(self.end) else self.end - share * self.seconds
 
 
 def distil(
@@ -172,7 +170,7 @@ def distil(
     if is_trained:
       return time.monotonic()
     measured.time_calls(draft, params)
-    return budget.end - budget.closing_s
+    return budget.end - measured.closing_s()
 
   # The targets are the target's own, which are made from these sources.
   train(
@@ -321,7 +319,7 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
     table.save(os.path.join(config.output_dir, loading.SHORTLIST))
 
 
-def _shortlist(config: DistilConfig) -> NgramTable | None:
+def _shortlist(config: DistilConfig) -> NGramTable | None:
   """What the target said, if that is a small part of the vocabulary."""
   training = os.path.join(config.output_dir, _TRAINING)
   tokenizer = own_vocabulary(config.target)
@@ -352,7 +350,8 @@ class _Measured:
     self._config, self._budget, self._console = config, budget, console
     self._path = os.path.join(config.output_dir, CALIBRATION)
     self._costs: calibrate.Costs | None = None
-    self._refused = ''
+    self._closing_s = 0.0  # what measuring takes behind the training
+    self._refused = ''  # why it is not measured
     self._calibration = calibrate.CalibrateConfig(
       engine=lambda: self._engine(
         loading.load(config.output_dir, dtype=config.target.dtype)
@@ -375,26 +374,48 @@ class _Measured:
     )
 
   def time_calls(self, draft: T5, params: Params) -> None:
-    """Times calls with a drafter that has not learned, of the same shape.
-
-    What follows the training is taken to last as long: fewer programs are
-    compiled, and more is decoded.
-    """
-    budget = self._budget
-    begin = time.monotonic()
-    if begin > budget.part(0.5):
-      self._refused = 'The time is over before the calls could be timed.'
+    """Times calls with a drafter that has not learned, of the same shape."""
+    begin, budget = time.monotonic(), self._budget
+    if budget.left < 0.4 * budget.seconds:
+      self._closing_s = budget.seconds  # there is no time for it
       return
     model = Model(draft, params, dtype=self._config.target.dtype)
     if (table := _shortlist(self._config)) is not None:
       model = model.with_shortlist([int(token) for token in table.ids])
     try:
       self._costs = calibrate.time_calls(
-        self._calibration, self._engine(model), self._console, budget.part(0.4)
+        self._calibration,
+        self._engine(model),
+        self._console,
+        begin + _TIMING * budget.seconds,
       )
     except CalibrationError as error:
       self._refused = str(error)
-    budget.closing_s = min(time.monotonic() - begin, 0.4 * budget.seconds)
+    # Behind the training fewer programs are compiled and more is decoded, which
+    # takes about as long; calls whose times were refused are timed again.
+    again = 1.2 if self._costs else 2.4
+    self._closing_s = again * (time.monotonic() - begin)
+
+  def closing_s(self) -> float:
+    """Seconds to keep for what follows the training.
+
+    Where that leaves too little to learn in, the drafter is not measured.
+
+    Raises:
+      ValueError: nothing is left to learn in.
+    """
+    left = self._budget.left - _SAVING_S
+    least = _LEARNING * self._budget.seconds
+    if left - self._closing_s >= least:
+      self._refused = ''
+      return _SAVING_S + self._closing_s
+    self._refused = self._refused or 'The time is over.'
+    if left < least:
+      minutes = self._config.minutes
+      expected = f'more than {minutes:g} on this machine'
+      advice = 'What the target said is kept: the same command goes on.'
+      raise unexpected('DistilConfig.minutes', expected, minutes, advice)
+    return _SAVING_S
 
   def calibrated(self) -> Calibration | None:
     """The calibration of the pair; one of before counts."""
@@ -407,13 +428,12 @@ class _Measured:
       except CalibrationError as error:
         say(self._console, f'{error} It is measured again.')
         os.remove(self._path)
-    budget = self._budget
-    if not self._refused and budget.left < budget.closing_s / 2:
-      self._refused = 'The time is over.'
+    if self._budget.left < _MOST_LATE * self._closing_s:
+      self._refused = self._refused or 'The time is over.'
     if not self._refused:
       try:
         return calibrate.calibrate(
-          self._calibration, self._console, self._costs, budget.end
+          self._calibration, self._console, self._costs, self._budget.end
         )
       except CalibrationError as error:
         self._refused = str(error)
