@@ -4,6 +4,10 @@ import pathlib
 
 import setuptools
 
+# Tried: 0.10.1, the last for Python 3.11 but one, and 0.12 on 3.12 and 3.13.
+# 0.10.2 gives wrong numbers on CPUs, jax-ml/jax issue 39103; 0.11.0 crashes
+# there, 39257; 0.11 gives wrong numbers on some GPUs, 40633.
+JAX = 'jax>=0.10.1,!=0.10.2,!=0.11.*'
 PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
 SPLIT = ['sentencex>=1.0']
@@ -70,12 +74,17 @@ setuptools.setup(
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
   },
-  entry_points={'console_scripts': ['specdec=specdec_jax.cli.main:main']},
+  entry_points={
+    'console_scripts': [
+      f'{name}=specdec_jax.cli.main:main'
+      # PyPI has another `specdec`, whose command has the shorter name too.
+      for name in ('specdec', 'specdec-jax')
+    ]
+  },
   install_requires=[
     'flax>=0.12',
     'gin-config>=0.5',
-    # Tried: 0.10.2, the last for Python 3.11, and 0.12.0 on 3.12 and 3.13.
-    'jax>=0.10.2',
+    JAX,
     'msgpack>=1.0',
     'numpy>=2.0',
     'optax>=0.2.5',
@@ -88,8 +97,8 @@ setuptools.setup(
   extras_require={
     # seqio brings TensorFlow (about 3 GB); only text/tasks.py needs it.
     'tasks': ['seqio>=0.0.18', 'tensorflow>=2.16', 'tensorflow-text>=2.16'],
-    'tpu': ['jax[tpu]>=0.10.2'],
-    'cuda': ['jax[cuda12]>=0.10.2'],
+    'tpu': ['jax[tpu]'],
+    'cuda': ['jax[cuda12]'],
     'plots': PLOTS,
     'rules': RULES,  # regexes and JSON schemas
     'split': SPLIT,  # texts as sentences

@@ -1,21 +1,12 @@
 """What the scripts beside this file have in common."""
 
-import gin
-
 from specdec_jax import files, load
-from specdec_jax.cli import gin_flags
 from specdec_jax.measure import record
 
 
 def demo_pair():
   """The demo's target and its drafter, with their vocabulary."""
-  gin_flags.load(['--gin_file=gin/models/demo_pair.gin'])
-  models = []
-  for scope in ('target', 'draft'):
-    with gin.config_scope(scope):
-      models.append(gin.get_configurable(load)(tokenizer='demo/vocab.model'))
-  gin.clear_config()
-  return models
+  return load('demo'), load('demo-draft')
 
 
 def report(title, columns, rows, output=None) -> None:

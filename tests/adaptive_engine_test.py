@@ -10,7 +10,6 @@ import calibration_test
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import infer
-from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.drafters.length import MOST, plain_rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
@@ -20,6 +19,7 @@ from specdec_jax.engine.request import as_gamma
 from specdec_jax.infer import run
 from specdec_jax.infer.data import Example, Item
 from specdec_jax.models.model import Model
+from specdec_jax.request import Drafting, RestPolicy
 
 TEXTS = WORDS.split()[:7]
 TARGET, DRAFT = (toy_models.chain_model(VOCAB_SIZE, n) for n in (0, 1))
@@ -134,11 +134,11 @@ def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
 
 
 def test_costs_are_made_for_the_gamma_of_each_request(tokenizer):
-  costs = Fallback(np.ones(3, np.float32), np.float32(2), np.int32(32))
+  costs = RestPolicy(np.ones(3, np.float32), np.float32(2), np.int32(32))
   engine = make(tokenizer, gamma=2, fallback=costs)
   for gamma in (2, 4):  # a `Fallback` is of one gamma: others are guessed
     request = engine.request(TEXTS[:1], gamma=gamma)
-    assert request.fallback.costs.shape == (gamma + 1,)
-    assert (request.fallback is costs) == (gamma == 2)
+    assert request.drafting.rests.costs.shape == (gamma + 1,)
+    assert (request.drafting.rests is costs) == (gamma == 2)
   plain = engine.text_batch(TEXTS[:1], speculative=False).request
-  assert plain.fallback is None and plain.rule is None
+  assert plain.drafting == Drafting()

@@ -4,7 +4,10 @@ It runs on the CPU here: the programs differ, not what they mean.
 """
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -105,3 +108,19 @@ def test_a_token_copies_no_cache_on_a_cpu():
   assert not copied_in_loops(TARGET, split=False)
   # Written outside of a branch they are, several times.
   assert copied_in_loops(TARGET, split=True)
+
+
+# jax-ml/jax issue 39103; 1,065,369,600 on JAX 0.10.2.
+_SUMS = """
+import jax, jax.numpy as jnp
+rows = jnp.zeros((32_769, 3)).at[:, 0].set(jnp.arange(32_769.0))
+sums = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(rows)
+print(int(sums[-1]))
+"""
+
+
+def test_this_jax_multiplies_rightly():
+  """Compiled as for users: the quick tests have another XLA_FLAGS."""
+  env = os.environ | {'XLA_FLAGS': '', 'JAX_PLATFORMS': 'cpu'}
+  command = [sys.executable, '-c', _SUMS]
+  assert int(subprocess.check_output(command, env=env)) == 32_768**2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specdec_jax.decoding.state import Rule
+from specdec_jax.request import BeamScoring
 
 # A prefix, the start token and the prompt first -> log-probabilities, [V].
 NextLogProbs = Callable[[tuple[int, ...]], np.ndarray]
@@ -22,7 +22,7 @@ def beam_search(
   stop_ids: Sequence[int],
   max_length: int,
   min_length: int = 0,
-  rule: Rule = Rule.T5X,
+  scoring: BeamScoring = BeamScoring.T5X,
 ) -> tuple[list[tuple[float, tuple[int, ...]]], int]:
   """The best beams, and how many levels the search went.
 
@@ -34,14 +34,14 @@ def beam_search(
     stop_ids: ids that end a beam.
     max_length: tokens behind the prompt.
     min_length: tokens before a beam may end.
-    rule: whose search.
+    scoring: whose search.
 
   Returns:
     At most K (score, tokens behind the prompt), from the worst to the best,
     and the number of levels.
   """
   first = len(prompt)
-  is_t5x = rule is Rule.T5X
+  is_t5x = scoring is BeamScoring.T5X
 
   def divisor(produced: int) -> float:
     # T5X counts the prompt, not the start token.

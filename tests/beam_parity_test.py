@@ -11,11 +11,11 @@ import parity
 from beam_search_test import near, program, settings_of
 from specdec_jax import partitioning
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Rule, example_keys, new_request
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.families import network_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import BeamScoring, example_keys, new_request
 
 pytestmark = parity.MARKS
 
@@ -88,7 +88,11 @@ def our_beams(pair, width, penalty, ends, length, least, gamma):
     min_length=least,
     forbids_stops=True,
     beams=settings_of(
-      width, width + 1, penalty, num_ends=len(ends), rule=Rule.TRANSFORMERS
+      width,
+      width + 1,
+      penalty,
+      num_ends=len(ends),
+      scoring=BeamScoring.TRANSFORMERS,
     ),
     **({} if pair.is_t5 else prompts),
   )

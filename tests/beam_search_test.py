@@ -13,14 +13,18 @@ import beam_oracle
 import specdec_jax
 from specdec_jax import partitioning
 from specdec_jax.decoding import beams
-from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import ABSENT
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import BeamSettings, Rule
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import (
+  BeamScoring,
+  BeamSettings,
+  example_keys,
+  new_request,
+)
 from specdec_jax.types import FinishReason
 from toy_models import random_markov
 
@@ -37,9 +41,9 @@ def program(target, drafter):
 def search(target, drafter, params, inputs, settings, gamma, **options):
   """A `Generation` of arrays [B, K, ...], whose counts are [B, ...]."""
   batch = len(inputs)
-  request = decode_state.new_request(
+  request = new_request(
     inputs,
-    decode_state.example_keys(0, np.arange(batch, dtype=np.uint32)),
+    example_keys(0, np.arange(batch, dtype=np.uint32)),
     SamplingConfig(0.0),
     gamma=gamma,
     beams=settings,
@@ -188,7 +192,7 @@ class Search(NamedTuple):
   width: int
   gamma: int
   draft_width: int
-  rule: Rule = Rule.T5X
+  scoring: BeamScoring = BeamScoring.T5X
   stop_ids: tuple[int, ...] = (1,)
 
 
@@ -197,17 +201,17 @@ SEARCHES = [
   Search(3, 0, 3),
   Search(3, 2, 3),
   Search(2, 3, 4, stop_ids=(1, 4)),
-  Search(3, 0, 3, Rule.TRANSFORMERS, (5,)),
-  Search(3, 2, 5, Rule.TRANSFORMERS, (5,)),
+  Search(3, 0, 3, BeamScoring.TRANSFORMERS, (5,)),
+  Search(3, 2, 5, BeamScoring.TRANSFORMERS, (5,)),
 ]
 PENALTIES = {
-  Rule.T5X: (0.0, 0.6, 1.0),
-  Rule.TRANSFORMERS: (0.0, 1.0, 2.0, -1.5),
+  BeamScoring.T5X: (0.0, 0.6, 1.0),
+  BeamScoring.TRANSFORMERS: (0.0, 1.0, 2.0, -1.5),
 }
 
 
 def toy_search(one, penalty=0.6, drafts=None, params=None, **changes):
-  ends = dict(rule=one.rule, num_ends=len(one.stop_ids))
+  ends = dict(scoring=one.scoring, num_ends=len(one.stop_ids))
   settings = settings_of(one.width, one.draft_width, penalty, **ends)
   options = dict(
     slots=SLOTS,
@@ -241,7 +245,7 @@ def check_oracle(one, found, penalty, stop_ids):
       stop_ids=stop_ids,
       max_length=MAX_LENGTH[row],
       min_length=MIN_LENGTH[row],
-      rule=one.rule,
+      scoring=one.scoring,
     )
     tokens = [
       tuple(ids[:count].tolist())
@@ -266,7 +270,7 @@ def check_oracle(one, found, penalty, stop_ids):
 def test_beams_are_those_of_the_oracle(one):
   """Ragged rows: prompts, limits, least lengths, a row that fills up."""
   ended = 0
-  for penalty in PENALTIES[one.rule]:
+  for penalty in PENALTIES[one.scoring]:
     for stop_ids in (one.stop_ids, tuple(2 + i for i in one.stop_ids)):
       changed = one._replace(stop_ids=stop_ids)
       found = toy_search(changed, penalty)

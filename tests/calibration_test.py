@@ -11,10 +11,10 @@ import pytest
 from specdec_jax import analysis
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, CalibrationError, Choice
-from specdec_jax.engine.request import Drafting
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calibrate import CallCosts, choose_gamma
 from specdec_jax.models import backend
+from specdec_jax.request import Drafting
 
 COSTS = CallCosts([1 + 0.05 * size for size in range(9)], 0.1, 0.02, 2.0, 0.5)
 

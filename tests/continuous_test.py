@@ -13,11 +13,11 @@ import toy_models
 from infer_test import run
 from small_vocabulary import WORDS
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.infer import resume
 from specdec_jax.infer import run as run_lib
 from specdec_jax.models.model import Model
+from specdec_jax.request import Drafting
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
 POISON = 'Q'

@@ -40,10 +40,13 @@ def save(path, kind, config, params=None):
 
 
 def converted(source, output, *options, **more):
-  """Converts; returns the path that was written."""
+  """Converts; returns the checkpoint that was written."""
   settings = convert.ConvertConfig(str(source), str(output), *options, **more)
-  assert f'{output}: ' in convert.convert(settings)
-  return output
+  # As T5X looks for one: checkpoint_N in a MODEL_DIR, the file in it.
+  path = output / 'checkpoint_0' if settings.format == 't5x' else output
+  assert f'{path}: ' in convert.convert(settings)
+  assert settings.format != 't5x' or (path / 'checkpoint').is_file()
+  return path
 
 
 @pytest.mark.parametrize('source', typing.get_args(convert.Format))
@@ -57,7 +60,7 @@ def test_every_kind_to_every_kind(tmp_path, source, target):
     huggingface.save_huggingface(place, SILU, params, ids=ids)
   model = None if source == 'safetensors' else network
   out = converted(place, tmp_path / 'new' / 'out', target, model)
-  assert os.listdir(out.parent) == ['out']
+  assert os.listdir(tmp_path / 'new') == ['out']
   assert_same(checkpoints.load(out, network), params)
   if target == 'safetensors':
     assert folders.read(out)[0] == SILU
@@ -85,8 +88,7 @@ def test_a_failed_write_leaves_no_output(tmp_path, monkeypatch, target):
     with pytest.raises(ValueError):
       checkpoints.load(left)
   monkeypatch.undo()
-  converted(place, out, target)
-  assert_same(checkpoints.load(out), make(TINY)[1])
+  assert_same(checkpoints.load(converted(place, out, target)), make(TINY)[1])
 
 
 def test_the_command(tmp_path, capsys):

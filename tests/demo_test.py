@@ -9,7 +9,7 @@ import gin
 import numpy as np
 import pytest
 
-from specdec_jax import Engine, Tokenizer, load
+from specdec_jax import Engine, load
 from specdec_jax.cli import gin_flags
 from specdec_jax.partitioning import Placement
 
@@ -22,14 +22,17 @@ RAGGED = 7  # rows of different lengths that finish at their own times
 @pytest.fixture(scope='module')
 def engine():
   """Makes an engine of the pair, with options."""
+  return functools.partial(Engine, load('demo'), load('demo-draft'))
+
+
+def test_arrays_show_the_sizes_that_gin_has():
   gin_flags.load(['--gin_file=gin/models/demo_pair.gin'])
-  pair = []
-  for scope in ('target', 'draft'):
+  for scope, name in (('target', 'demo'), ('draft', 'demo-draft')):
     with gin.config_scope(scope):
-      pair.append(gin.get_configurable(load)())
+      described = gin.get_configurable(load)()
+    assert described.network == load(name).network
+    assert described.dtype == load(name).dtype
   gin.clear_config()
-  tokenizer = Tokenizer(DEMO / 'vocab.model')
-  return functools.partial(Engine, *pair, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope='module')

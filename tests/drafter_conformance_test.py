@@ -100,8 +100,10 @@ def _shortlist(size: int) -> tuple[Drafter, Any]:
 
 def _with_rule(context):
   """Drafts end where `adaptive_rule` says."""
-  room = jnp.full_like(context.length, context.gamma)
-  return context.replace(rule=adaptive_rule(context.gamma), room=room)
+  request = context.request
+  request = request.with_drafting(draft_rule=adaptive_rule(request.gamma))
+  budget = jnp.full_like(context.length, request.gamma)
+  return context.replace(request=request, budget=budget)
 
 
 def adaptive_rule(gamma: int) -> LengthRule:
@@ -316,7 +318,7 @@ def test_control_every_drafter_is_rejected_often_enough(name):
 @pytest.mark.parametrize('sampling', SAMPLINGS)
 def test_plain_output_has_the_targets_law(sampling):
   """The oracle of the other tests is itself held against the closed form."""
-  result = _plain(sampled(sampling).replace(gamma=0))
+  result = _plain(sampled(sampling).with_drafting(gamma=0))
   assert p_value(result, sampling) > ALPHA
 
 
@@ -387,7 +389,7 @@ def test_greedy_equality_in_a_ragged_batch(name):
   request = request_of(rows, 8, SamplingConfig(0.0), 52, **ragged)
   # The prompt, the output and a whole draft fill the cache to its last slot.
   assert 4 + 52 + 8 == request.cache_slots
-  want = jax.device_get(_plain(request.replace(gamma=0)))
+  want = jax.device_get(_plain(request.with_drafting(gamma=0)))
   have = decode(name, request)
   np.testing.assert_array_equal(have.tokens, want.tokens)
   np.testing.assert_array_equal(have.finish_reason, want.finish_reason)

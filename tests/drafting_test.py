@@ -15,10 +15,10 @@ import pytest
 import toy_models
 import toy_requests
 from drafter_conformance_test import adaptive_rule
-from specdec_jax.decoding import fallback, speculative
-from specdec_jax.decoding.fallback import Fallback, Rests
+from specdec_jax.decoding import resting, speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import take_rows
+from specdec_jax.decoding.resting import Rests
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters import base, length
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
@@ -26,6 +26,7 @@ from specdec_jax.drafters.small_model import catch_up_calls, small_model
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.models import backend
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import Drafting, RestPolicy
 from specdec_jax.types import DecodeStats, Draft, Verdict
 from verify_laws import law_error, pair
 
@@ -40,7 +41,7 @@ INPUTS = np.random.default_rng(0).integers(1, VOCAB, (ROWS, 4))
 GREEDY = SamplingConfig(0.0)
 COSTS = jax.tree.map(
   jnp.asarray,
-  Fallback(np.float32([1, 1.9, 1.9, 1.9]), np.float32(1.5), np.int32(32)),
+  RestPolicy(np.float32([1, 1.9, 1.9, 1.9]), np.float32(1.5), np.int32(32)),
 )
 # Of one dtype that is not weak, as all that replaces a part of it: one program.
 RULE = jax.tree.map(np.float32, adaptive_rule(GAMMA))
@@ -48,9 +49,9 @@ RULE = jax.tree.map(np.float32, adaptive_rule(GAMMA))
 
 def _request(slots, **changes):
   request = toy_requests.request_of(
-    ROWS, GAMMA, GREEDY, slots, inputs=(0,), seed=3
+    ROWS, GAMMA, GREEDY, slots, inputs=(0,), seed=3, **changes
   )
-  return request.replace(**{'inputs': jnp.asarray(INPUTS)} | changes)
+  return request.replace(inputs=jnp.asarray(INPUTS))
 
 
 @toy_requests.quick_jit
@@ -61,7 +62,7 @@ def _decode(request, draft):
 
 @toy_requests.quick_jit
 def _plain(request):
-  request = request.replace(gamma=0, rule=None, fallback=None)
+  request = request.replace(drafting=Drafting())
   return Loop(TARGET).decode(PairParams(TARGET.params, None), request)
 
 
@@ -83,9 +84,10 @@ def _lengths(draft, gamma, vocab_size, rule):
     [(0,)] * batch,
     gamma,
     SamplingConfig(1.0),
-    rule=jax.tree.map(jnp.asarray, rule),
-    room=jnp.full((batch,), gamma),
+    budget=jnp.full((batch,), gamma),
   )
+  rule = jax.tree.map(jnp.asarray, rule)
+  context = context.within(drafting=Drafting(gamma, rule))
 
   def draw(logits, context, place):
     drawn = jnp.take_along_axis(tokens, place[:, None], axis=1)[:, 0]
@@ -125,7 +127,10 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
   Rows are drawn, their drafts adapt, and some of their rounds rest.
   """
-  changes = {'rule': RULE, 'fallback': COSTS.replace(patience=np.float32(0.01))}
+  changes = {
+    'draft_rule': RULE,
+    'rests': COSTS.replace(patience=np.float32(0.01)),
+  }
   sampling = SamplingConfig(1.0).params(ROWS)
   request = _request(40, **changes, sampling=sampling, greedy=False)
   together = _decode(request, NEAR)
@@ -142,7 +147,7 @@ def test_each_price_ends_a_draft():
   """What is worth less than it costs is not proposed, or not asked for."""
 
   def accepted(**changes):
-    found = _decode(_request(40, rule=RULE.replace(**changes)), NEAR)
+    found = _decode(_request(40, draft_rule=RULE.replace(**changes)), NEAR)
     return np.asarray(found.stats.num_tested)
 
   never, always = (np.full(GAMMA, worth, np.float32) for worth in (1, -1))
@@ -162,7 +167,7 @@ def account(costs, rests, accepted, length):
   verdict = Verdict(jnp.array([accepted]), jnp.array([0]))
   stats = DecodeStats.none(1, GAMMA)
   running = jnp.array([True])
-  after = fallback.after_round(costs, rests, stats, running, draft, verdict)
+  after = resting.after_round(costs, rests, stats, running, draft, verdict)
   return after[0]
 
 
@@ -173,10 +178,10 @@ def account(costs, rests, accepted, length):
 )
 def test_a_drafter_that_is_always_wrong_takes_a_twentieth(cost, slope, gamma):
   """At most, of any output of 128 tokens and more, its catching up counted."""
-  made = fallback.of_costs(
+  made = resting.of_costs(
     cost, lambda size: 1 + slope * (size - 1), gamma, adapts=False
   )
-  lengths = np.arange(fallback.LEAST_OUTPUT, 512)
+  lengths = np.arange(resting.LEAST_OUTPUT, 512)
 
   def most_lost(made):
     lost, rests, missed = [0.0], Rests.none(1), 0
@@ -195,7 +200,7 @@ def test_a_drafter_that_is_always_wrong_takes_a_twentieth(cost, slope, gamma):
 
 
 def test_a_wrong_drafter_rests_and_the_output_is_the_plain_one():
-  request = _request(200, fallback=COSTS)
+  request = _request(200, rests=COSTS)
   have, want = _decode(request, WRONG), _plain(request)
   np.testing.assert_array_equal(have.tokens, want.tokens)
   rested, rounds = have.stats.fallback_rounds, have.stats.num_rounds
@@ -204,9 +209,9 @@ def test_a_wrong_drafter_rests_and_the_output_is_the_plain_one():
 
 
 def test_a_right_drafter_never_rests():
-  request = _request(200, fallback=COSTS)
+  request = _request(200, rests=COSTS)
   stats = _decode(request, TARGET.params).stats
-  without = _decode(request.replace(fallback=None), TARGET.params).stats
+  without = _decode(request.with_drafting(rests=None), TARGET.params).stats
   assert not np.any(stats.fallback_rounds)
   jax.tree.map(np.testing.assert_array_equal, stats, without)
 
@@ -226,7 +231,7 @@ def test_the_drafter_that_comes_back_knows_what_it_missed():
     state = loop.start(both, request).replace(rests=rests)
     return loop.run(both, request, state)
 
-  stats = run(_request(200, fallback=COSTS)).stats
+  stats = run(_request(200, rests=COSTS)).stats
   np.testing.assert_array_equal(stats.fallback_rounds, left)
   # Order 2: with a slot missing it would be wrong, or not a number.
   np.testing.assert_array_equal(stats.num_tested, stats.num_accepted)
@@ -234,7 +239,7 @@ def test_the_drafter_that_comes_back_knows_what_it_missed():
 
 def test_any_drafter_may_rest():
   """With no patience each round that accepts little ends in a rest."""
-  request = _request(200, fallback=COSTS.replace(patience=np.float32(0.01)))
+  request = _request(200, rests=COSTS.replace(patience=np.float32(0.01)))
   loop = Loop(TARGET, with_fallback(prompt_lookup(), DRAFTER))
   params = PairParams(TARGET.params, ((), WRONG))
   found = toy_requests.quick_jit(loop.decode)(params, request)
@@ -266,8 +271,12 @@ def test_the_account_of_a_row():
 
 def test_calls_of_a_round_that_rests():
   """One token on a CPU; elsewhere there is one width."""
-  request = _request(10, fallback=COSTS)
+  request = _request(10, rests=COSTS)
   assert speculative.call_widths(request) == (1, GAMMA + 1)
-  assert speculative.call_widths(request.replace(rule=RULE)) == (1, 2, 4)
+  assert speculative.call_widths(request.with_drafting(draft_rule=RULE)) == (
+    1,
+    2,
+    4,
+  )
   with backend.compiled_for('gpu'):
     assert speculative.call_widths(request) == (GAMMA + 1,)

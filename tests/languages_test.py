@@ -95,8 +95,13 @@ def test_texts_and_outputs_begin_with_their_language(engine, vocabulary):
   eng, deu = known['eng_Latn'], known['deu_Latn']
   ids = vocabulary.encode('the dog')
   assert engine.input_ids('the dog', 'eng_Latn') == [eng, *ids, 2]
-  # Ids that begin with a language say it themselves.
+  # Ids that begin with a language say it themselves; words of a text do not,
+  # as in transformers.
   assert engine.input_ids([eng, *ids, 2]) == [eng, *ids, 2]
+  said = 'deu_Latn the dog'
+  assert engine.input_ids(said, 'eng_Latn')[:2] == [eng, deu]
+  assert engine.request([said], **PAIR).inputs[0, :2].tolist() == [eng, deu]
+  assert engine.input_ids(said)[0] == deu  # no other language is known
   request = engine.request(['the dog'], **PAIR)
   assert request.inputs[0, : len(ids) + 3].tolist() == [eng, *ids, 2, 1]
   assert request.prompt[0].tolist() == [2, deu]

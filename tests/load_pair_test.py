@@ -349,7 +349,7 @@ def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
   with pytest.warns(UserWarning, match=words) as told:
     engine = Engine(model, other, **limits)
   assert len(told) == 1
-  assert engine.request(['a']).rules.no_repeat_ngram_size[0] == 3
+  assert engine.request(['a']).token_rules.no_repeat_ngram_size[0] == 3
   Engine(other, model, **limits)
 
 

@@ -14,13 +14,12 @@ import pytest
 import toy_requests
 from drafter_conformance_test import DRAFTERS, GAMMA, TARGET, VOCAB, request_of
 from specdec_jax.decoding import pool as decode_pool
-from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Slots
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import Drafting, RestPolicy
 
 ROWS, SIZE, GROUP = 7, 3, 2
 LENGTH = 12
@@ -76,7 +75,7 @@ def admit(slots, asked, rows):
 
 def decode(slots, asked, order, rounds):
   """Row -> (generation, slot) of its end; rows enter in this order."""
-  drafting = Drafting(asked.gamma, asked.rule, asked.fallback)
+  drafting = asked.drafting
   waiting, found = list(order), {}
   while waiting or slots.rows:
     while slots.free and waiting:
@@ -174,8 +173,8 @@ def test_rows_of_every_drafter_come_and_go():
 
 def test_costs_of_another_gamma_are_refused():
   """An index past their end would be clamped in silence."""
-  few = Fallback(np.ones(GAMMA, np.float32), np.float32(2), np.int32(32))
-  asked = request(GAMMA, fallback=few)
+  few = RestPolicy(np.ones(GAMMA, np.float32), np.float32(2), np.int32(32))
+  asked = request(GAMMA).with_drafting(rests=few)
   with pytest.raises(ValueError, match=f'gamma: .* at most {GAMMA - 1}'):
     slots = slots_of(*loop_of('small_model'), asked)
     decode(slots, asked, [0], rounds_of(1))

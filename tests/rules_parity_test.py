@@ -10,11 +10,11 @@ import parity
 from beam_parity_test import pair_of
 from beam_search_test import settings_of
 from specdec_jax.decoding.loop import Loop
-from specdec_jax.decoding.state import Rule, example_keys, new_request
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import BeamScoring, example_keys, new_request
 from specdec_jax.rules.options import NO_RULES, ruling_of
 
 pytestmark = parity.MARKS
@@ -112,7 +112,7 @@ def ours(pair, rows, rules, width, gamma):
     stop_ids=(END,),
     rules=made,
     automata=automata,
-    beams=settings_of(width, width + 1, 1.0, rule=Rule.TRANSFORMERS)
+    beams=settings_of(width, width + 1, 1.0, scoring=BeamScoring.TRANSFORMERS)
     if width > 1
     else None,
     prompt=prompt,

@@ -273,5 +273,5 @@ def test_rules_of_a_folder(tokenizer):
   made = toy_models.chain_engine(tokenizer)
   made.models['target'].rules = rules
   followed = made.request(TEXTS)
-  assert followed.rules.no_repeat_ngram_size[:3].tolist() == [2, 2, 2]
-  assert made.request(TEXTS, no_repeat_ngram_size=0).rules is None
+  assert followed.token_rules.no_repeat_ngram_size[:3].tolist() == [2, 2, 2]
+  assert made.request(TEXTS, no_repeat_ngram_size=0).token_rules is None

@@ -14,10 +14,9 @@ from continuous_test import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, weights
 from specdec_jax import checkpoints, partitioning
 from specdec_jax.checkpoints import disk_arrays
-from specdec_jax.decoding.fallback import guessed
+from specdec_jax.decoding.resting import guessed
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Continuous, PoolSettings
 from specdec_jax.measure.calls import make_request
 from specdec_jax.models import backend, families
@@ -28,6 +27,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.partitioning import Following, LogicalAxes, Placement
+from specdec_jax.request import Drafting
 
 SIZES = dict(
   vocab_size=VOCAB_SIZE, emb_dim=48, num_heads=8, head_dim=4, mlp_dim=80
@@ -387,8 +387,8 @@ def test_arrays_that_do_not_fit(family):
 
 def test_what_all_rows_share_is_on_each_device(family):
   request = make_request(models(family)[0].network, 4, 16, LENGTH, 0.0, 0, 3)
-  request = request.replace(fallback=guessed(3, False))
+  request = request.with_drafting(rests=guessed(3, False))
   placed = PRESETS['both'].partition().request(request)
   assert placed.inputs.sharding.spec == P('data')
-  for shared in (placed.stop_ids, *vars(placed.fallback).values()):
+  for shared in (placed.stop_ids, *vars(placed.drafting.rests).values()):
     assert shared.sharding.spec == P()

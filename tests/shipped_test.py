@@ -51,6 +51,10 @@ assert gin_flags.ROOT.name == 'shipped', gin_flags.ROOT
 gin_flags.load(['--gin_file=gin/runs/demo.gin'])
 found = shipped.find('demo/vocab.model')
 assert found == str(shipped.ROOT / 'demo' / 'vocab.model')
+import specdec_jax
+target, draft = specdec_jax.load('demo'), specdec_jax.load('demo-draft')
+assert target.tokenizer.vocab_size == draft.network.vocab_size == 8000
+assert specdec_jax.Engine(target, draft).has_drafter
 """
 
 

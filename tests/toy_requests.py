@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.decoding.state import Request
 from specdec_jax.drafters.base import Context
+from specdec_jax.request import Drafting, Request
 
 # Most of a toy's time is the compiler's; the code need not be quick.
 quick_jit = functools.partial(
@@ -36,11 +36,16 @@ def request_of(
     prompt=jnp.asarray(np.zeros((rows, 1), np.int32)),
     prompt_length=jnp.asarray(np.ones(rows, np.int32)),
     slots=slots,
-    gamma=gamma,
+    drafting=Drafting(gamma),
     greedy=sampling.greedy,
     with_log_probs=False,
   )
-  return request.replace(**changes)
+  drafting = {
+    name: changes.pop(name)
+    for name in ('draft_rule', 'rests')
+    if name in changes
+  }
+  return request.with_drafting(**drafting).replace(**changes)
 
 
 def context_of(texts, gamma, sampling, **changes):
@@ -56,16 +61,11 @@ def context_of(texts, gamma, sampling, **changes):
 def context_in(request, tokens, length, **changes):
   """What a drafter sees of a request's rows that have such tokens."""
   context = Context(
+    request=request,
     tokens=jnp.asarray(tokens),
     length=jnp.asarray(np.array(length, np.int32)),
     keys=request.keys,
-    sampling=request.sampling,
-    stop_ids=request.stop_ids,
-    min_length=request.min_length,
     running=jnp.asarray(np.ones(len(tokens), bool)),
-    gamma=request.gamma,
-    greedy=request.greedy,
-    forbids_stops=request.forbids_stops,
   )
   return context.replace(**changes)
 

@@ -29,6 +29,9 @@ from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
 
 Format = Literal['orbax', 'safetensors', 't5x']
+# In the output folder. T5X's infer.py and InteractiveModel know a checkpoint by
+# the name of its folder.
+_T5X_FILE = pathlib.Path('checkpoint_0', 'checkpoint')
 # Dtypes that leave a `fingerprint` of floats as it is.
 _AS_BEFORE = (None, 'float32', 'bfloat16')
 
@@ -39,9 +42,10 @@ class ConvertConfig:
 
   Attributes:
     checkpoint_path: anything that `checkpoints.load` reads.
-    output: a new folder; a new file for 't5x'.
+    output: a new folder. For 't5x' it is a MODEL_DIR as T5X has it: the
+      checkpoint is its folder `checkpoint_0`.
     format: 'orbax' for this library, 'safetensors' for Hugging Face's, 't5x'
-      for a single msgpack file.
+      for T5X's, in a single msgpack file.
     network: `T5(config)` of the checkpoint. Needed for scanned stacks, and if
       the activations are not those of T5 1.0 or 1.1; None reads the sizes from
       the checkpoint.
@@ -104,26 +108,29 @@ def convert(config: ConvertConfig) -> str:
   if config.dtype == INT8:
     params = _as_on_disk(params, opened)
   about = _about(config, opened)
-  if sizes is not None:
-    ids = config_json.T5_IDS
-    if opened.described:
-      folder = pathlib.Path(location.path)
-      ids = config_json.special_ids(folder, opened.described)
+  if config.format == 'orbax':
+    orbax.save_orbax(output, params, about)
+  else:
     with tempfile.TemporaryDirectory(
       dir=output.parent, prefix=f'.{output.name}.', ignore_cleanup_errors=True
     ) as unfinished:
       written = pathlib.Path(unfinished) / output.name
-      huggingface.save_huggingface(written, sizes, params, ids, about)
+      if sizes is None:
+        t5x.save_t5x(written / _T5X_FILE, params, step=0, about=about or None)
+      else:
+        ids = config_json.T5_IDS
+        if opened.described:
+          folder = pathlib.Path(location.path)
+          ids = config_json.special_ids(folder, opened.described)
+        huggingface.save_huggingface(written, sizes, params, ids, about)
       os.rename(written, output)
-  elif config.format == 'orbax':
-    orbax.save_orbax(output, params, about)
-  else:
-    t5x.save_t5x(output, params, step=0, about=about or None)
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
   total = sum(math.prod(shape) for shape in counted)
   of = f' of {sizes}' if sizes else ''
+  if config.format == 't5x':
+    output /= _T5X_FILE.parent
   count = len(jax.tree.leaves(params))
-  return f'{config.output}: {count} arrays, {total:,} parameters{of}'
+  return f'{output}: {count} arrays, {total:,} parameters{of}'
 
 
 def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:

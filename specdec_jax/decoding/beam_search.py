@@ -25,8 +25,9 @@ from specdec_jax.decoding import beams
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import Hypotheses
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request, is_stop
+from specdec_jax.decoding.state import is_stop
 from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
+from specdec_jax.request import Request
 from specdec_jax.tree_shape import Tree
 from specdec_jax.types import DecodeStats, FinishReason, Generation, Verdict
 
@@ -441,7 +442,7 @@ def _next_level(request: Request, search: Search, of_live, first: jax.Array):
   """One level of the target's own search, of which the next one knows nothing.
 
   Args:
-    request: width, rule, and where beams end.
+    request: width, scoring, and where beams end.
     search: the search before.
     of_live: `candidates` of the live beams, with what says whether these are
       probabilities.

@@ -4,7 +4,7 @@ T5X keeps K live beams, sorted from the worst to the best, and the K best
 finished ones. Of all continuations of the live beams it takes the 2 K best:
 those that end compete with the finished ones, by their score, and the K best of
 the others are the next live beams. `transformers` differs in four things, see
-`Rule`.
+`BeamScoring`.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.decoding.state import Request, Rule, first_states
+from specdec_jax.decoding.state import first_states
+from specdec_jax.request import BeamScoring, Request
 from specdec_jax.rules.tokens import Prefix
 
 Tree = TypeVar('Tree')
@@ -148,7 +149,7 @@ def advance(
   """One level: every live beam of a row becomes one token longer.
 
   Args:
-    request: width, rule, and where beams end.
+    request: width, scoring, and where beams end.
     live: the live beams, all of a row equally long.
     finished: the finished beams.
     values: float32[B, K, C], log-probabilities of each beam's `candidates`.
@@ -167,7 +168,7 @@ def advance(
   place = jnp.arange(longer.tokens.shape[-1]) == longer.length[..., None]
   ends = probs.is_one_of(tokens, request.stop_ids)
   finishes = ends
-  if request.search.rule is Rule.TRANSFORMERS:
+  if request.search.scoring is BeamScoring.TRANSFORMERS:
     produced = live.length[:, :1] - request.prompt_length[:, None]
     ends = ends | (produced + 1 >= request.max_length[:, None])
     finishes = ends & (jnp.arange(request.search.num_candidates) < width)
@@ -207,7 +208,7 @@ def is_beaten(
   same finished beams whatever becomes of it.
   """
   most = (request.prompt_length + request.max_length)[:, None]
-  if request.search.rule is Rule.T5X:
+  if request.search.scoring is BeamScoring.T5X:
     most = most + 1  # T5X counts one more than a beam can have
   else:
     # By a penalty below 0 a beam scores best as short as it is.
@@ -222,7 +223,7 @@ def is_over(
 ) -> jax.Array:
   """bool[B], rows whose finished beams cannot change any more."""
   at_end = live.length[:, 0] - request.prompt_length >= request.max_length
-  if request.search.rule is Rule.T5X:
+  if request.search.scoring is BeamScoring.T5X:
     return at_end | is_beaten(request, live, finished)[:, -1]
   best = live.score[:, -1] / _penalty(request, live.length)[:, -1]
   worst = jnp.min(finished.score, axis=1)
@@ -243,10 +244,10 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
   """What a log-probability is divided by, float32[B, ...].
 
   Args:
-    request: rule and exponent, and how long the prompts are.
+    request: scoring and exponent, and how long the prompts are.
     length: int32[B, ...], tokens of the beams, start token and prompt counted.
   """
-  if request.search.rule is Rule.T5X:
+  if request.search.scoring is BeamScoring.T5X:
     base = (5.0 + (length - 1)) / 6.0
   else:
     base = (length - request.prompt_length[:, None]).astype(jnp.float32)

@@ -13,9 +13,10 @@ from jax import lax
 from specdec_jax.decoding import beam_search, speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.speculative import Judge
-from specdec_jax.decoding.state import PairParams, Request
+from specdec_jax.decoding.state import PairParams
 from specdec_jax.drafters.base import NO_DRAFTER, Drafter
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import Request
 from specdec_jax.types import Draft, Generation
 
 

@@ -23,12 +23,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.fallback import Fallback
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import DecodeState
 from specdec_jax.partitioning import shardings
-from specdec_jax.types import Draft, FinishReason, Generation, LengthRule
+from specdec_jax.request import Drafting, Request
+from specdec_jax.types import Draft, FinishReason, Generation
 
 _SHARED = None  # the axis of a leaf that belongs to no row
 
@@ -89,9 +89,8 @@ def run(
   pool: Pool,
   max_rounds: jax.Array,
   enough: jax.Array,
-  gamma: int,
-  simply: bool = False,
-  ends: tuple[LengthRule | None, Fallback | None] | None = None,
+  drafting: Drafting,
+  greedy_only: bool = False,
 ) -> tuple[Pool, PoolView]:
   """Runs rounds of the loop's step, for as long as the host is not needed.
 
@@ -102,31 +101,19 @@ def run(
     max_rounds: int32[], rounds after which the host looks in any case.
     enough: int32[], the host looks once this many rows have finished. If fewer
       rows are running, it looks once all of them have.
-    gamma: static, proposals per round; at most as many as the pool has room
-      for.
-    simply: static, every running row is greedy, has no `min_length`, and its
-      log-probabilities are not wanted, whatever the pool has room for.
-    ends: the rule and the fallback of these rounds, made for `gamma`; None is
-      those of the rows, made for theirs.
+    drafting: of these rounds; its gamma is at most that of the pool's request.
+    greedy_only: static, every running row is greedy, has no `min_length`, and
+      its log-probabilities are not wanted, whatever the pool has room for.
 
   Returns:
     The pool after the last round, and what the host sees of it.
 
   Raises:
-    ValueError: the rule or the fallback was made for another gamma, so that it
-      would be read past its end.
+    ValueError: the drafting's rules were made for a smaller gamma.
   """
-  request = pool.request.replace(gamma=gamma)
-  if ends is not None:
-    rule, fallback = ends
-    request = request.replace(rule=rule, fallback=fallback)
-  most = request.rule.most if request.rule is not None else gamma
-  if request.fallback is not None:
-    most = min(most, len(request.fallback.costs) - 1)
-  if gamma > most:
-    expected = f'at most {most}, as the rule and the fallback were made for'
-    raise unexpected('gamma', expected, gamma, 'Give `ends` of this gamma.')
-  if simply:
+  drafting.check()
+  request = pool.request.replace(drafting=drafting)
+  if greedy_only:
     request = request.replace(
       greedy=True, forbids_stops=False, with_log_probs=False
     )
@@ -245,14 +232,14 @@ class PoolPrograms:
     read_rows = functools.partial(read, loop)
     run_rounds = functools.partial(run, loop)
     # Traced once for both programs that run rounds.
-    inner_run = jax.jit(run_rounds, static_argnums=(4, 5))
+    inner_run = jax.jit(run_rounds, static_argnums=5)
 
     def read_wide(params, request, empty_row):
       return layout.widened(read_rows(params, request), empty_row)
 
-    def begun(params, request, max_rounds, gamma, simply, ends):
+    def begun(params, request, max_rounds, drafting, greedy_only):
       pool, enough = read_rows(params, request), jnp.int32(1)
-      return inner_run(params, pool, max_rounds, enough, gamma, simply, ends)
+      return inner_run(params, pool, max_rounds, enough, drafting, greedy_only)
 
     def bound(function, **options):
       return functools.partial(jax.jit(function, **options), params)
@@ -273,11 +260,9 @@ class PoolPrograms:
     self.widened = jax.jit(layout.widened, **pool)
     # The pool is donated, so that it is updated in place.
     self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
-    self.run = bound(
-      run_rounds, static_argnums=(4, 5), donate_argnums=1, **both
-    )
+    self.run = bound(run_rounds, static_argnums=5, donate_argnums=1, **both)
     # Reading and the first rounds of a row that has a pool of its own.
-    self.begin = bound(begun, static_argnums=(3, 4), **both)
+    self.begin = bound(begun, static_argnums=4, **both)
 
   def empty_row(self, request: Request) -> Pool:
     """One row that has read nothing; `request` must be of rows without text."""

@@ -1,25 +1,27 @@
 """Speculative decoding: Algorithm 1, batched, in one jitted `while_loop`.
 
-`step` is one round. What it calls knows the details: `propose` cuts a draft to
-what can be used, `fallback` lets a drafter rest, `tree_round` turns a tree's
-verdict into that of a chain, `judge` chooses how a draft is verified.
+`step` is one round: it proposes, reads the draft, judges it and commits. The
+functions below it know the details: when the drafter rests and what of a draft
+is usable (`propose`), trees, rules on tokens and early stops (`read_draft`),
+temperature, blocks and lenience (`judge`), paths and features (`commit`).
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.decoding import fallback, tree_round
+from specdec_jax.decoding import resting, tree_round
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.state import DecodeState, PairParams, Request
+from specdec_jax.decoding.state import DecodeState, PairParams
 from specdec_jax.drafters import base
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
+from specdec_jax.request import Request
 from specdec_jax.types import Draft, Verdict
 from specdec_jax.verify import (
   near_argmax,
@@ -84,48 +86,32 @@ def step(
   """
   context = context_of(target, params, request, state)
   # Sample gamma guesses x_1..x_gamma from the drafter.
-  draft, drafter_state = propose(drafter, params.draft, request, state, context)
+  draft, drafter_state = propose(drafter, params.draft, state, context)
 
-  def verify(state: DecodeState, draft: Draft) -> DecodeState:
-    # Run the target on all of them in parallel, from where it was kept.
-    cache = target.rewind(state.target_cache, state.visible_length - 1)
-    fed = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
-    tree = tree_round.tree_of(state, draft, cache)
-    features, cache = target.extend(params.target, cache, fed, tree)
-    logits = target.head(params.target, features)
-    if request.ruling is not None:  # each place has a prefix of its own
-      prefixes = request.ruling.along(state.prefix, draft)
-      logits = request.ruling.adjust(prefixes, logits)
+  def check(state: DecodeState, draft: Draft) -> DecodeState:
+    # Run the target on all of them in parallel.
+    reading = read_draft(target, params.target, context, state, draft)
     # Determine the number of accepted guesses n; draw t after them.
-    places = tree_round.places_of(draft)
-    allowed = base.forbid_early_stops(logits, context, places=places)
-    verdict = judge(request, draft, allowed, context.keys)
-    draft, verdict, logits, cache = tree_round.keep_path(
-      target, request, state, draft, verdict, logits, cache
-    )
+    verdict = judge(request, draft, reading.allowed, context.keys)
     # Append x_1..x_n, t.
-    state = decode_state.append(request, state, draft, verdict, logits)
-    kept = features_at(drafter, features, verdict.num_accepted)
-    return state.replace(target_cache=cache, features=kept)
+    return commit(target, drafter, request, state, draft, verdict, reading)
 
-  state = in_narrowest_call(verify, request, state, draft)
-  # Both sides have forgotten what they read beyond the kept tokens.
-  kept = drafter.commit(drafter_state, state.visible_length)
-  return state.replace(drafter_state=kept), draft.replace(probs=None)
+  state = in_narrowest_call(check, request, state, draft)
+  # The drafter's cache goes back to the committed tokens; the target's goes
+  # back when it reads the next draft.
+  drafter_state = drafter.commit(drafter_state, state.visible_length)
+  return state.replace(drafter_state=drafter_state), draft.replace(probs=None)
 
 
 def propose(
-  drafter: Drafter,
-  params: Any,
-  request: Request,
-  state: DecodeState,
-  context: Context,
+  drafter: Drafter, params: Any, state: DecodeState, context: Context
 ) -> tuple[Draft, Any]:
-  """The drafter's proposal, cut to the tokens that could still be used.
+  """Asks the drafter, unless all rows rest; cuts its draft to what is usable.
 
   Returns:
     The draft, and the drafter's state, which has read it.
   """
+  request = context.request
   if request.gamma == 0:
     empty = jnp.zeros((state.length.shape[0], 0), jnp.int32)
     return Draft(empty, None, state.length * 0), state.drafter_state
@@ -143,37 +129,84 @@ def propose(
   return draft.replace(length=length.astype(jnp.int32)), drafter_state
 
 
+class Reading(NamedTuple):
+  """What the target says of a draft; for a chain, N is gamma.
+
+  Attributes:
+    cache: of the committed tokens and the draft.
+    features: [B, N + 1, M], the hidden states whose logits these are.
+    logits: float32[B, N + 1, V], after the last committed token and after each
+      proposal, adjusted by the rules on tokens.
+    allowed: the same, without stop ids before `min_length`.
+  """
+
+  cache: Any
+  features: jax.Array
+  logits: jax.Array
+  allowed: jax.Array
+
+
+def read_draft(
+  target: LanguageModel,
+  params: Any,
+  context: Context,
+  state: DecodeState,
+  draft: Draft,
+) -> Reading:
+  """Calls the target on the last committed token and all proposals."""
+  cache = target.rewind(state.target_cache, state.visible_length - 1)
+  tokens = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
+  tree = tree_round.tree_of(state, draft, cache)
+  features, cache = target.extend(params, cache, tokens, tree)
+  logits = target.head(params, features)
+  ruling = context.request.ruling
+  if ruling is not None:  # each place has a prefix of its own
+    logits = ruling.adjust(ruling.along(state.prefix, draft), logits)
+  places = tree_round.places_of(draft)
+  allowed = base.forbid_early_stops(logits, context, places=places)
+  return Reading(cache, features, logits, allowed)
+
+
+def commit(
+  target: LanguageModel,
+  drafter: Drafter,
+  request: Request,
+  state: DecodeState,
+  draft: Draft,
+  verdict: Verdict,
+  reading: Reading,
+) -> DecodeState:
+  """Appends what the verdict keeps; the kept path of a tree becomes a chain."""
+  draft, verdict, logits, cache = tree_round.keep_path(
+    target, request, state, draft, verdict, reading.logits, reading.cache
+  )
+  state = decode_state.append(request, state, draft, verdict, logits)
+  features = features_at(drafter, reading.features, verdict.num_accepted)
+  return state.replace(target_cache=cache, features=features)
+
+
 def context_of(
   target: LanguageModel,
   params: PairParams,
   request: Request,
   state: DecodeState,
 ) -> Context:
-  """What a drafter sees before a round."""
-  room = None
-  if request.rule is not None:
-    room = jnp.where(state.running, _budget(request, state), 0)
+  """Returns what a drafter sees before a round."""
+  budget = None
+  if request.drafting.adapts:
+    budget = jnp.where(state.running, _budget(request, state), 0)
   return Context(
+    request=request,
     tokens=state.tokens,
     length=state.visible_length,
     # From seed, example and the row's own round.
     keys=jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds),
-    sampling=request.sampling,
-    stop_ids=request.stop_ids,
-    min_length=request.min_length + request.prompt_length - 1,
     running=state.running,
-    gamma=request.gamma,
-    greedy=request.greedy,
-    forbids_stops=request.forbids_stops,
-    skips_rounds=request.skips_rounds or request.fallback is not None,
-    rule=request.rule,
-    ruling=request.ruling,
+    budget=budget,
     prefix=None if request.ruling is None else state.prefix,
-    room=room,
     features=state.features,
     target=target,
     target_params=params.target,
-    pad_id=request.pad_id,
   )
 
 
@@ -224,8 +257,10 @@ def in_narrowest_call(
 
 def call_widths(request: Request) -> tuple[int, ...]:
   """Tokens per row of the calls of the target, one of which a round makes."""
-  adapts, rests = request.rule is not None, request.fallback is not None
-  return tuple(sorted(set(fallback.widths(request.gamma, adapts, rests))))
+  drafting = request.drafting
+  rests = drafting.rests is not None
+  widths = resting.widths(drafting.gamma, drafting.adapts, rests)
+  return tuple(sorted(set(widths)))
 
 
 def start(
@@ -266,7 +301,10 @@ def no_features(
 def features_at(
   drafter: Drafter, features: jax.Array, place: jax.Array
 ) -> jax.Array | None:
-  """Of each row's features [B, S, M] one, [B, M]; None as `no_features`."""
+  """Selects each row's place, int32[B], of features [B, S, M]: [B, M].
+
+  None if the drafter reads no features.
+  """
   if not drafter.reads_features:
     return None
   return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]

@@ -1,7 +1,5 @@
 """The state that a decode carries from round to round; when a row stops."""
 
-import enum
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,23 +9,18 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.decoding import fallback
-from specdec_jax.decoding.fallback import Fallback, Rests
-from specdec_jax.probs import SamplingConfig, SamplingParams
-from specdec_jax.rules.automata import Automata
-from specdec_jax.rules.tokens import Prefix, Rules, Ruling
-from specdec_jax.tree_shape import TreeShape
+from specdec_jax.decoding import resting
+from specdec_jax.decoding.resting import Rests
+from specdec_jax.request import Request
+from specdec_jax.rules.tokens import Prefix
 from specdec_jax.types import (
   DecodeStats,
   Draft,
   FinishReason,
   Generation,
-  LengthRule,
   Verdict,
 )
 
-# How a draft is judged: token by token, or as a whole.
-TOKEN, BLOCK = 'token', 'block'
 NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
 
 
@@ -36,257 +29,6 @@ class PairParams(NamedTuple):
 
   target: Any
   draft: Any
-
-
-class Rule(enum.Enum):
-  """Whose beam search it is.
-
-  With T5X's, a finished beam of n tokens, its prompt and its end counted, has
-  the score log_prob / ((5 + n) / 6) ** penalty. Any of the 2 K best
-  continuations may end a beam, a beam that is cut off has not finished, and the
-  search goes on until no live beam could still beat a finished one, however
-  long it became.
-
-  With that of Hugging Face's transformers (`early_stopping=False`), the score
-  is log_prob / n ** penalty, n without the prompt. Only the K best
-  continuations may end a beam, a beam that is cut off counts as finished, and
-  the search goes on until no live beam, as long as it is now, beats a finished
-  one.
-  """
-
-  T5X = 't5x'
-  TRANSFORMERS = 'transformers'
-
-
-@struct.dataclass
-class BeamSettings:
-  """What a beam search is asked for, beside its `Request`.
-
-  Attributes:
-    penalty: float32[], the exponent of the `Rule`'s length penalty; >= 0 where
-      it is T5X's.
-    width: static, K, live beams.
-    draft_width: static, U, beams of the drafter.
-    num_ends: static, how many ids end a beam.
-    rule: static, whose beam search it is.
-  """
-
-  penalty: jax.Array
-  width: int = struct.field(pytree_node=False)
-  draft_width: int = struct.field(pytree_node=False)
-  num_ends: int = struct.field(pytree_node=False, default=1)
-  rule: Rule = struct.field(pytree_node=False, default=Rule.T5X)
-
-  @property
-  def num_candidates(self) -> int:
-    """C, continuations that are looked at: K of them do not end a beam."""
-    return max(2, 1 + self.num_ends) * self.width
-
-
-@struct.dataclass
-class Request:
-  """What a decode is asked for. Changing the arrays' values does not recompile.
-
-  Attributes:
-    inputs: int32[B, E], `pad_id` past each row's end.
-    keys: PRNG keys [B], made from (seed, example); each round's are derived
-      from them.
-    sampling: temperature, top-k, top-p.
-    stop_ids: int32[K], ids that end a row, or int32[B, K]; padded with -1.
-    min_length: int32[B], tokens before a stop id is allowed.
-    max_length: int32[B], tokens after which a row stops; 0 for a row that
-      only fills up the batch. At most `slots`.
-    prompt: int32[B, P], the tokens that the decoder begins with, the start
-      token first.
-    prompt_length: int32[B], 1..P, the start token counted.
-    slots: static, the tokens that the state has room for.
-    gamma: static, the most proposals per round; of a tree, its levels.
-    greedy: static, every temperature is 0: no softmax, no noise.
-    forbids_stops: static, whether `min_length` is in use.
-    with_log_probs: static, whether log-probabilities are wanted.
-    log_probs_as_drawn: static, whether they are those of the distribution that
-      tokens are drawn from, after temperature, top-k and top-p (0.0 where it is
-      one-hot); otherwise those of the model itself.
-    lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
-    verification: static, 'token' (Algorithm 1) or 'block' (`verify_block`, for
-      drafts that are sampled and lossless).
-    beams: what a beam search is asked for; None is none. Keys and sampling then
-      do not matter.
-    tree: static, the tree that the drafter proposes (`Drafter.tree`), of which
-      a draft is the first `gamma` levels; None is a chain.
-    rule: when a draft ends whose length adapts, made for `gamma`; None is after
-      gamma tokens.
-    fallback: when the drafter rests, made for `gamma`; None is never.
-    skips_rounds: static, whether a drafter may have missed rounds for another
-      reason than `fallback`: it then reads what it missed.
-    pad_id: static, what inputs are padded with: `models.base.pad_id` of the
-      target.
-    rules: of tokens, of each row; None is none, and no part of the program.
-    automata: of the rows' constraints; None without any.
-  """
-
-  inputs: jax.Array
-  keys: jax.Array
-  sampling: SamplingParams
-  stop_ids: jax.Array
-  min_length: jax.Array
-  max_length: jax.Array
-  prompt: jax.Array
-  prompt_length: jax.Array
-  slots: int = struct.field(pytree_node=False)
-  gamma: int = struct.field(pytree_node=False)
-  greedy: bool = struct.field(pytree_node=False)
-  forbids_stops: bool = struct.field(pytree_node=False, default=False)
-  with_log_probs: bool = struct.field(pytree_node=False, default=True)
-  log_probs_as_drawn: bool = struct.field(pytree_node=False, default=False)
-  lenience: jax.Array | None = None
-  verification: str = struct.field(pytree_node=False, default=TOKEN)
-  beams: BeamSettings | None = None
-  rule: LengthRule | None = None
-  fallback: Fallback | None = None
-  skips_rounds: bool = struct.field(pytree_node=False, default=False)
-  tree: TreeShape | None = struct.field(pytree_node=False, default=None)
-  pad_id: int = struct.field(pytree_node=False, default=0)
-  rules: Rules | None = None
-  automata: Automata | None = None
-
-  @property
-  def ruling(self) -> Ruling | None:
-    """The rules of all rows; None is none."""
-    return None if self.rules is None else Ruling(self.rules, self.automata)
-
-  @property
-  def rows(self) -> dict[str, Any]:
-    """The fields that have an entry for each row; the others belong to all."""
-    names = ['inputs', 'keys', 'sampling', 'min_length', 'max_length', 'rules']
-    names += ['prompt', 'prompt_length']
-    names += ['stop_ids'] * (self.stop_ids.ndim > 1)
-    return {name: getattr(self, name) for name in names}
-
-  @property
-  def draft_slots(self) -> int:
-    """Slots that a whole draft takes."""
-    if self.tree is None or not self.gamma:
-      return self.gamma
-    return self.tree.cut(self.gamma).num_nodes
-
-  @property
-  def call_tokens(self) -> int:
-    """Tokens of a row that a call of the target reads, with a whole draft."""
-    if self.beams is not None:
-      return self.beams.width + self.beams.draft_width * self.gamma
-    return 1 + self.draft_slots
-
-  @property
-  def prompt_width(self) -> int:
-    """P, slots of the longest prompt, the start token counted."""
-    return self.prompt.shape[1]
-
-  @property
-  def search(self) -> BeamSettings:
-    """`beams` of a request for a beam search."""
-    assert self.beams is not None
-    return self.beams
-
-  @property
-  def judges_blocks(self) -> bool:
-    """Whether drafts are judged as a whole."""
-    return self.gamma > 0 and self.verification == BLOCK and not self.greedy
-
-  @property
-  def longest(self) -> int:
-    """Tokens of the longest sequence: prompt, output and a whole draft."""
-    return self.prompt_width + self.slots + self.gamma
-
-  @property
-  def cache_slots(self) -> int:
-    """T: slots for prompt, output, and a whole draft past the last token.
-
-    In a beam search each position has a slot for every beam, and so has the
-    last of the prompt's. Rounded up to a multiple of 64, see `whole_buckets`.
-    """
-    needed = self.longest - self.gamma + self.draft_slots
-    if self.beams is not None:
-      levels = self.beams.width * (self.slots + 1)
-      needed = self.prompt_width + levels + self.beams.draft_width * self.gamma
-    return whole_buckets(needed)
-
-
-def whole_buckets(tokens: int) -> int:
-  """The least multiple of 64 that is not below `tokens`."""
-  return tokens + -tokens % 64
-
-
-def new_request(
-  inputs: Any,
-  keys: jax.Array,
-  sampling: SamplingConfig,
-  *,
-  slots: int,
-  gamma: int,
-  stop_ids: Sequence[int] = (),
-  min_length: Any = 0,
-  max_length: Any = None,
-  prompt: Any = None,
-  prompt_length: Any = 1,
-  **others: Any,
-) -> Request:
-  """A `Request`, with NumPy arrays; values that all rows share are given once.
-
-  Args:
-    inputs: int32[B, E], `pad_id` past each row's end.
-    keys: PRNG keys [B], see `example_keys`.
-    sampling: sampling of all rows; its temperature may be one for each row.
-    slots: the tokens that the state has room for.
-    gamma: the most proposals per round; 0 for the plain loop.
-    stop_ids: ids that end a row.
-    min_length: as in `Request`: one number for all rows, or int[B].
-    max_length: as in `Request`: one number for all rows, or int[B]; None is
-      `slots`.
-    prompt: as in `Request`; None is the start token 0.
-    prompt_length: as in `Request`: one number for all rows, or int[B].
-    **others: further fields, as they are; also `greedy` and `forbids_stops`,
-      which otherwise follow from the arguments above.
-  """
-  batch = inputs.shape[0]
-  # Few widths, so that few programs are compiled.
-  width = max(4, 1 << max(len(stop_ids) - 1, 0).bit_length())
-  stops: Any = np.full((width,), -1, np.int32)
-  stops[: len(stop_ids)] = stop_ids
-
-  def of_rows(value: Any) -> Any:
-    return np.broadcast_to(np.asarray(value, np.int32), (batch,))
-
-  follows = {
-    'greedy': sampling.greedy,
-    'forbids_stops': bool(np.any(np.asarray(min_length) > 0)),
-  }
-  if prompt is None:
-    prompt = np.zeros((batch, 1), np.int32)
-  return Request(
-    inputs=inputs,
-    keys=keys,
-    sampling=sampling.params(batch),
-    stop_ids=stops,
-    min_length=of_rows(min_length),
-    max_length=of_rows(slots if max_length is None else max_length),
-    prompt=prompt,
-    prompt_length=of_rows(prompt_length),
-    slots=slots,
-    gamma=gamma,
-    **(follows | others),
-  )
-
-
-def example_keys(seed: int, ids: Any) -> jax.Array:
-  """PRNG keys [B] from the seed and the examples' numbers, uint32[B]."""
-  return keys_of_rows(np.full(np.shape(ids), seed & 0xFFFFFFFF, np.uint32), ids)
-
-
-@jax.jit
-def keys_of_rows(seeds: Any, ids: Any) -> jax.Array:
-  """`example_keys` of rows with a seed each: both are uint32[B]."""
-  return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), ids)
 
 
 @struct.dataclass
@@ -379,17 +121,17 @@ def start(
     target_cache=target_cache,
     drafter_state=drafter_state,
     stats=DecodeStats.none(batch, request.gamma),
-    rests=None if request.fallback is None else Rests.none(batch),
+    rests=None if request.drafting.rests is None else Rests.none(batch),
     automaton=first_states(request),
   )
 
 
 def first_states(request: Request) -> jax.Array | None:
   """int32[B], the states in which constraints begin; None without any."""
-  if request.rules is None or request.rules.automaton is None:
+  if request.token_rules is None or request.token_rules.automaton is None:
     return None
   # A sum: a donated state must not share an array with the request.
-  return jnp.zeros((), jnp.int32) + request.rules.automaton
+  return jnp.zeros((), jnp.int32) + request.token_rules.automaton
 
 
 def first_tokens(request: Request, width: int) -> jax.Array:
@@ -455,8 +197,13 @@ def append(
   Returns:
     The state after it; caches and features are the caller's.
   """
-  rests, stats = fallback.after_round(
-    request.fallback, state.rests, state.stats, state.running, draft, verdict
+  rests, stats = resting.after_round(
+    request.drafting.rests,
+    state.rests,
+    state.stats,
+    state.running,
+    draft,
+    verdict,
   )
   count = verdict.num_accepted + 1
   padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.decoding import state as decode_state
-from specdec_jax.decoding.state import TOKEN, DecodeState, Request
+from specdec_jax.decoding.state import DecodeState
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.request import TOKEN, Request
 from specdec_jax.tree_shape import ROOT, Tree, TreeShape, static_tree
 from specdec_jax.types import Draft, Verdict
 
@@ -30,8 +31,8 @@ def check(request: Request, shape: TreeShape) -> None:
   for name, fits, expected in (
     ('lenience', request.lenience is None, '1'),
     ('verification', not request.judges_blocks, repr(TOKEN)),
-    ('gamma', request.rule is None, 'a number of levels'),
-    ('fallback', request.fallback is None, 'False'),
+    ('gamma', not request.drafting.adapts, 'a number of levels'),
+    ('fallback', request.drafting.rests is None, 'False'),
   ):
     if not fits:  # they are rules for one proposal a place
       raise ValueError(f'{name}: expected {expected} with a tree of proposals.')

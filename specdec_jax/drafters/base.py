@@ -6,6 +6,7 @@ that it drew from, and never drops a token because of what was drawn. Apart from
 that, a new drafter only needs to be fast and often right.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,19 +19,23 @@ from specdec_jax import probs
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
-from specdec_jax.probs import SamplingParams
-from specdec_jax.rules.tokens import Prefix, Ruling
+from specdec_jax.request import Request
+from specdec_jax.rules.tokens import Prefix
 from specdec_jax.tree_shape import TreeShape
-from specdec_jax.types import Draft, LengthRule
+from specdec_jax.types import Draft
 
 DrafterState = Any  # a pytree that only its drafter understands
 
 
 @struct.dataclass
 class Context:
-  """What a drafter may look at when it proposes.
+  """What a drafter may look at when it proposes: a request, and its round.
 
   Attributes:
+    request: the batch, with its sampling, stop ids, limits and rules on tokens.
+      A drafter may sample differently as long as it returns the probabilities
+      it really drew from. `request.prompt` may be cut to the start token;
+      `tokens` has all of it.
     tokens: int32[B, T + 1], the decoder's committed tokens: the start token,
       the rest of the prompt, the output so far. Past `length` they mean
       nothing.
@@ -38,24 +43,11 @@ class Context:
       at least 1. A finished row has 1 here.
     keys: PRNG keys [B] of each row in this round; `probs.draft_key` derives the
       key of each proposal.
-    sampling: how the target is sampled; a drafter may sample differently as
-      long as it returns the probabilities it really drew from.
-    stop_ids: int32[K], ids that end a row, or int32[B, K]; padded with -1.
-    min_length: int32[B], tokens after the start token, the prompt's included,
-      before a stop id is allowed.
-    gamma: static, the most tokens to propose; of a tree, the most levels.
-    greedy: static, every row takes the argmax: no probabilities are needed.
-    forbids_stops: static, whether `min_length` is in use.
-    skips_rounds: static, whether there may have been rounds in which the
-      drafter was not asked: `cascade` and `with_fallback` set it for the
-      drafters that they are made of. A drafter with a cache then first reads
-      the committed tokens that its cache lacks.
-    rule: when a draft ends, of a drafter that `adapts`; None is after gamma
-      tokens.
-    room: int32[B], proposals that each row has a use for; None where `rule` is.
-    ruling: rules on tokens, which a drafter may follow, see `ruled`; None is
-      none.
-    prefix: what rules see of the committed tokens; None is none.
+    running: bool[B], the rows that are not finished.
+    budget: int32[B], proposals that each row has a use for; None unless drafts
+      adapt (`Drafting.adapts`).
+    prefix: what rules on tokens see of the committed ones; None without rules.
+      A drafter may follow the rules, see `ruled`.
     features: [B, M], for a drafter that reads them: the target's last hidden
       state whose logits gave the last committed token. The target has not read
       that token itself yet: it is the end of `tokens` that the feature does not
@@ -63,53 +55,48 @@ class Context:
       token, and in a row that was decoded plainly so far.
     target: static, the target's network, given with `features`.
     target_params: its parameters, given with `features`.
-    pad_id: static, what inputs are padded with, see `Request`.
-    running: bool[B], the rows that are not finished.
 
   Examples:
     >>> import jax, jax.numpy as jnp
+    >>> request = sd.Engine(target, gamma=4).request(['a text'])
     >>> context = sd.Context(  # of one row that has committed 0, 5 and 6
+    ...   request=request,
     ...   tokens=jnp.array([[0, 5, 6, 0]]),
     ...   length=jnp.array([3]),
     ...   keys=jax.random.split(jax.random.key(0), 1),
-    ...   sampling=sd.SamplingConfig(temperature=1.0).params(batch=1),
-    ...   stop_ids=jnp.array([1]),
-    ...   min_length=jnp.array([0]),
     ...   running=jnp.array([True]),
-    ...   gamma=4,
-    ...   greedy=False,
-    ...   forbids_stops=False,
     ... )
     >>> proposed, _ = sd.uniform(8).propose((), (), context)
-    >>> proposed.tokens.shape, proposed.probs.shape
-    ((1, 4), (1, 4, 8))
+    >>> proposed.tokens.shape
+    (1, 4)
   """
 
+  request: Request
   tokens: jax.Array
   length: jax.Array
   keys: jax.Array
-  sampling: SamplingParams
-  stop_ids: jax.Array
-  min_length: jax.Array
   running: jax.Array
-  gamma: int = struct.field(pytree_node=False)
-  greedy: bool = struct.field(pytree_node=False)
-  forbids_stops: bool = struct.field(pytree_node=False)
-  skips_rounds: bool = struct.field(pytree_node=False, default=False)
-  rule: LengthRule | None = None
-  room: jax.Array | None = None
-  ruling: Ruling | None = None
+  budget: jax.Array | None = None
   prefix: Prefix | None = None
   features: jax.Array | None = None
   target: LanguageModel | None = struct.field(pytree_node=False, default=None)
   target_params: Any = None
-  pad_id: int = struct.field(pytree_node=False, default=0)
+
+  @property
+  def gamma(self) -> int:
+    """The most tokens to propose; of a tree, the most levels."""
+    return self.request.gamma
+
+  def within(self, **changes: Any) -> 'Context':
+    """Returns the context of another drafter inside: its request is changed."""
+    return dataclasses.replace(self, request=self.request.replace(**changes))
 
   def after(self, token: jax.Array) -> Prefix | None:
-    """The prefix with a proposal, int32[B], behind it."""
-    if self.ruling is None or self.prefix is None:
+    """The prefix with one proposal more, int32[B]."""
+    ruling = self.request.ruling
+    if ruling is None or self.prefix is None:
       return None
-    return self.ruling.longer(self.prefix, token)
+    return ruling.longer(self.prefix, token)
 
   @property
   def num_slots(self) -> int:
@@ -132,7 +119,7 @@ class Drafter(NamedTuple):
     commit: (state, length int32[B]) -> state. Called once per round after
       `propose`, with the verdict: `length` tokens are committed now (the start
       token counted), and whatever was read of a longer draft must be forgotten.
-      Inside another drafter (see `Context.skips_rounds`) `length` may be
+      Inside another drafter (see `Request.catches_up`) `length` may be
       smaller than before, and there may have been no proposal before it.
     name: what the drafter does, and its settings. It tells apart drafters with
       the same parameters: a run is not resumed, and a calibration is not used,
@@ -148,9 +135,9 @@ class Drafter(NamedTuple):
       which path was kept.
     reads_encoder: whether `init` needs `encoded`. The encoder then runs once
       for both.
-    adapts: whether it follows `Context.rule`.
+    adapts: whether it follows `Drafting.draft_rule`.
     reads_features: whether it reads `Context.features`.
-    follows_rules: whether its proposals follow `Context.ruling`.
+    follows_rules: whether its proposals follow `Request.ruling`.
     made_for: fingerprints of the only target that the drafter, or a part of it,
       was made for, see `disk_arrays.fingerprint`.
 
@@ -160,7 +147,7 @@ class Drafter(NamedTuple):
     ...   at = context.length[:, None] - 1
     ...   last = jnp.take_along_axis(context.tokens, at, axis=1)
     ...   tokens = jnp.repeat(last, context.gamma, axis=1)
-    ...   length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
+    ...   length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     ...   return sd.Draft(tokens, None, length), state
     >>> drafter = sd.Drafter(
     ...   lambda *_: (), propose, lambda state, _: state, name='repeats'
@@ -192,7 +179,7 @@ class Drafter(NamedTuple):
     return [leaf for leaf in leaves if isinstance(leaf, Model)]
 
 
-# The plain loop's: with a gamma of 0 it is never asked.
+# Stands in for a drafter in the plain loop, which asks for no proposals.
 _never: Any = None
 NO_DRAFTER = Drafter(lambda *_: (), _never, lambda state, _: state)
 
@@ -244,11 +231,12 @@ def forbid_early_stops(
   Returns:
     float[B, S, V].
   """
-  if not context.forbids_stops:
+  request = context.request
+  if not request.forbids_stops:
     return logits
-  produced = context.length - 1 + index
+  produced = context.length - request.prompt_length + index
   return probs.forbid_early_stops(
-    logits, context.stop_ids, produced, context.min_length, ids, places
+    logits, request.stop_ids, produced, request.min_length, ids, places
   )
 
 
@@ -259,10 +247,10 @@ def ruled(
 
   Where there are rules, `Context.prefix` must be that of the proposal.
   """
-  logits = logits[:, None]
-  if context.ruling is not None and context.prefix is not None:
+  logits, ruling = logits[:, None], context.request.ruling
+  if ruling is not None and context.prefix is not None:
     here = jax.tree.map(lambda leaf: leaf[:, None], context.prefix)
-    logits = context.ruling.adjust(here, logits)
+    logits = ruling.adjust(here, logits)
   return forbid_early_stops(logits, context, index)[:, 0]
 
 
@@ -279,7 +267,7 @@ def draft_uniforms(context: Context) -> jax.Array | None:
   Returns:
     float32[G, B, 2]; None when greedy.
   """
-  if context.greedy:
+  if context.request.greedy:
     return None
   over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None), out_axes=1)
   return over_rows(context.keys, context.gamma)
@@ -299,7 +287,9 @@ def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
   """
   if uniforms is None:
     return probs.greedy_token(logits), None
-  rows = probs.standardise_batch(logits[:, None], context.sampling)[:, 0]
+  rows = probs.standardise_batch(logits[:, None], context.request.sampling)[
+    :, 0
+  ]
   return jax.vmap(probs.inverse_cdf)(rows, uniforms), rows
 
 

@@ -28,6 +28,7 @@ from specdec_jax.drafters.small_model import (
 )
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
+from specdec_jax.request import Drafting
 from specdec_jax.types import Draft
 from specdec_jax.verify import verify_batch, verify_greedy_batch
 
@@ -61,7 +62,7 @@ def cascade(
 
   Its parameters and its state are pairs (the model's, the cheaper drafter's).
   Tokens that the target rejects were already committed to the cheaper drafter.
-  It learns by `Context.skips_rounds` that this may happen, and by a `commit` of
+  It learns by `Request.catches_up` that this may happen, and by a `commit` of
   fewer tokens that it did.
 
   Args:
@@ -100,14 +101,19 @@ def cascade(
   def one_round(params, context: Context, goal: jax.Array, now: _Rounds):
     keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
+    # Without rules on tokens: their prefix is that of the round's start.
     inner = dataclasses.replace(
-      context,
+      context.within(
+        drafting=Drafting(gamma),
+        skips_rounds=True,
+        token_rules=None,
+        automata=None,
+      ),
       tokens=now.tokens,
       length=length,
       keys=keys_of_rows(context.keys, now.number),
-      gamma=gamma,
-      skips_rounds=True,
-      rule=None,
+      prefix=None,
+      budget=None,
     )
     draft, cheaper = drafter.propose(params[1], now.cheaper, inner)
     room = jnp.maximum(goal - now.done - 1, 0)
@@ -140,10 +146,10 @@ def cascade(
     tokens, length = context.tokens, context.length
     goal = jnp.where(context.running, size, 0)
     cache, cheaper = state
-    if context.skips_rounds:
+    if context.request.catches_up:
       cache = catch_up(network, params[0], cache, tokens, length)
     rows = None
-    if not context.greedy:
+    if not context.request.greedy:
       width = size + gamma + 1
       rows = jnp.zeros((batch, width, network.vocab_size), jnp.float32)
     first = _Rounds(
@@ -184,7 +190,7 @@ def cascade(
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):
   """The verdict, and the distributions float32[B, g + 1, V] behind it."""
-  if context.greedy:
+  if context.request.greedy:
     return verify_greedy_batch(draft, probs.greedy_token(logits)), None
-  rows = probs.standardise_batch(logits, context.sampling)
+  rows = probs.standardise_batch(logits, context.request.sampling)
   return verify_batch(draft, rows, context.keys, None), rows

@@ -151,7 +151,7 @@ def heads(
     # Places that no head is there for mean nothing.
     more = 0, context.gamma - count
     tokens, rows = jnp.pad(tokens, ((0, 0), more)), None
-    if not context.greedy:
+    if not context.request.greedy:
       rows = jnp.stack([row for _, row in drawn], axis=1)
       rows = jnp.pad(rows, ((0, 0), more, (0, 0)))
     length = jnp.full(tokens.shape[:1], count, jnp.int32)

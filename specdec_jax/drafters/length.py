@@ -41,7 +41,7 @@ Read = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
 @struct.dataclass
-class _Drafting:
+class _Progress:
   """The carry of the loop.
 
   Attributes:
@@ -77,25 +77,24 @@ def plain_rule(
 def draft(
   logits: jax.Array, cache: Any, context: Context, read: Read
 ) -> tuple[Draft, Any]:
-  """Proposes tokens for as long as `context.rule` says.
+  """Proposes tokens for as long as the draft rule says.
 
   Args:
     logits: float[B, V] of the first proposal.
     cache: of the drafter, which has read all committed tokens.
-    context: with a `rule` and `room`.
+    context: with a `draft_rule` and a `budget`.
     read: reads a proposal; returns the logits of the next one.
 
   Returns:
     The draft; the cache, which has read all of it but perhaps the last token.
   """
-  rule, room = context.rule, context.room
-  if rule is None or room is None:
-    raise ValueError('length.draft needs a context with a rule, got none.')
+  rule, budget = context.request.drafting.draft_rule, context.budget
+  assert rule is not None and budget is not None
   batch, vocab_size = logits.shape
   size = context.gamma
   uniforms = base.draft_uniforms(context)
 
-  def propose(now: _Drafting, logits: jax.Array) -> _Drafting:
+  def propose(now: _Progress, logits: jax.Array) -> _Progress:
     index = now.index
     current = dataclasses.replace(context, prefix=now.prefix)
     logits = base.ruled(logits, current, index)
@@ -108,14 +107,14 @@ def draft(
       rows = lax.dynamic_update_slice_in_dim(rows, row[:, None], index, 1)
     length = now.length + makes
     # Nothing follows a stop id.
-    ended = jnp.any(token[:, None] == context.stop_ids, axis=1)
+    ended = jnp.any(token[:, None] == context.request.stop_ids, axis=1)
     expected = survival * _EXPECTED
     worth_asking = (
       expected > rule.worth_asking[jnp.minimum(index + 1, size - 1)]
     )
-    return _Drafting(
+    return _Progress(
       index=index + 1,
-      asks=makes & ~ended & (length < room) & worth_asking,
+      asks=makes & ~ended & (length < budget) & worth_asking,
       survival=survival,
       cache=now.cache,
       tokens=lax.dynamic_update_slice_in_dim(
@@ -126,19 +125,19 @@ def draft(
       prefix=current.after(token),
     )
 
-  def one_more(now: _Drafting) -> _Drafting:
+  def one_more(now: _Progress) -> _Progress:
     last = lax.dynamic_slice_in_dim(now.tokens, now.index - 1, 1, 1)[:, 0]
     logits, cache = read(now.cache, last)
     return propose(dataclasses.replace(now, cache=cache), logits)
 
-  first = _Drafting(
+  first = _Progress(
     index=jnp.int32(0),
-    asks=room > 0,
+    asks=budget > 0,
     survival=jnp.ones((batch,), jnp.float32),
     cache=cache,
     tokens=jnp.zeros((batch, size), jnp.int32),
     rows=None
-    if context.greedy
+    if context.request.greedy
     else jnp.zeros((batch, size, vocab_size), jnp.float32),
     length=jnp.zeros((batch,), jnp.int32),
     prefix=context.prefix,

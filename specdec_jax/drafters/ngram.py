@@ -48,7 +48,7 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
   def propose(table: NGramTable, state, context: Context):
     size = table.order - 1  # of a context
     most = table.max_continuations
-    if context.greedy and not context.forbids_stops:
+    if context.request.greedy and not context.request.forbids_stops:
       most = 1  # they are sorted
     # Nearest token first, as the table is read.
     index = context.length[:, None] - 1 - jnp.arange(size)

@@ -19,7 +19,7 @@ def only_token() -> Drafter:
 
   def propose(params, state, context: Context):
     del params
-    automata: Any = context.ruling and context.ruling.automata
+    automata: Any = context.request.ruling and context.request.ruling.automata
     assert automata is not None and context.prefix is not None
     look = jax.vmap(automata.only_token)
     step = jax.vmap(automata.next_state)

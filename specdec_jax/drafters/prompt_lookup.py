@@ -71,7 +71,7 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
 def ends_of(inputs: jax.Array, context: Context) -> jax.Array:
   """Tokens of each row's input, int32[B]; what follows is padding."""
   places = jnp.arange(1, inputs.shape[1] + 1)
-  return jnp.max(jnp.where(inputs != context.pad_id, places, 0), axis=1)
+  return jnp.max(jnp.where(inputs != context.request.pad_id, places, 0), axis=1)
 
 
 def _propose(max_match, min_match, gamma, inputs, end, tokens, length):

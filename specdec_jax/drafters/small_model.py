@@ -66,7 +66,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
       features, cache = model.extend(params, cache, token[:, None])
       return model.head(params, features)[:, 0], cache
 
-    if context.rule is not None:
+    if context.request.drafting.adapts:
       return length_rules.draft(logits[:, 0], cache, context, read)
     uniforms = base.draft_uniforms(context)
     drawn = base.draw_next(logits[:, 0], context, 0, uniforms)
@@ -132,7 +132,7 @@ def read_committed(model: LanguageModel, params, cache, context, behind=2):
   Arguments are those of `read_last`; first what the cache lacks is read.
   """
   tokens, length = context.tokens, context.length
-  if context.skips_rounds:
+  if context.request.catches_up:
     cache = catch_up(model, params, cache, tokens, length)
   return read_last(model, params, cache, tokens, length, behind=behind)
 

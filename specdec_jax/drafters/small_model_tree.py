@@ -61,7 +61,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
       network, params, cache, context, behind=proposed.depth + 1
     )
     uniforms = None
-    if not context.greedy:
+    if not context.request.greedy:
       over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
       uniforms = over_rows(context.keys, proposed.num_nodes)  # [B, N, 2]
     inner, tree = _inner_nodes(proposed, context)
@@ -78,7 +78,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
         _, likeliest, _ = probs.top_tokens(logits, int(ranks.max()) + 1)
         made.append(likeliest[:, column, ranks])
       else:
-        laws = probs.standardise_batch(logits, context.sampling)
+        laws = probs.standardise_batch(logits, context.request.sampling)
         drawn, drawn_from = _draw_children(
           laws, uniforms[:, nodes], column, ranks
         )

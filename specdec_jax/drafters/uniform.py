@@ -39,7 +39,7 @@ def uniform(vocab_size: int) -> Drafter:
     steps = jnp.arange(context.gamma)
     tokens = jax.vmap(over_gamma, in_axes=(0, None))(context.keys, steps)
     rows = None
-    if not context.greedy:
+    if not context.request.greedy:
       rows = jnp.full((*tokens.shape, vocab_size), 1 / vocab_size, jnp.float32)
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), state

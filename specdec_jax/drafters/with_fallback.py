@@ -68,7 +68,7 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   def propose(params, state: FallbackState, context: Context):
     # The second drafter is not asked every round, and the first one's draft is
     # not always the one that is verified.
-    context = dataclasses.replace(context, skips_rounds=True)
+    context = context.within(skips_rounds=True)
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
     other, second_state = base.ask_unless(

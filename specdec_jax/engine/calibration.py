@@ -14,13 +14,12 @@ import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
-from specdec_jax.decoding import fallback
-from specdec_jax.decoding.fallback import Fallback
+from specdec_jax.decoding import resting
 from specdec_jax.drafters.length import plain_rule
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Drafting
 from specdec_jax.files import same_run
 from specdec_jax.models import backend
+from specdec_jax.request import Drafting, RestPolicy
 from specdec_jax.types import Above0, Amount, Count, LengthRule, Positive
 
 _KIND, _VERSION = 'calibration', 1  # of the file
@@ -124,7 +123,7 @@ class Choice(Checked):
     if wrong := contradiction(calls):
       raise ValueError(f'Choice.call_cost: {wrong}.')
 
-  def fallback(self, gamma: int, adapts: bool) -> Fallback | None:
+  def rests(self, gamma: int, adapts: bool) -> RestPolicy | None:
     """When the drafter rests, by these costs; None if they do not say.
 
     Args:
@@ -137,7 +136,7 @@ class Choice(Checked):
     def call_cost(size: int) -> float:
       return self.call_cost[size - 1] + self.round_cost
 
-    return fallback.of_costs(self.cost_ratio, call_cost, gamma, adapts)
+    return resting.of_costs(self.cost_ratio, call_cost, gamma, adapts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +178,7 @@ class Calibration:
         f' tokens, and this calibration has {len(choice.call_cost)}: calibrate'
         ' again.'
       )
-    sizes = fallback.widths(most, adapts=True, rests=False)
+    sizes = resting.widths(most, adapts=True, rests=False)
     calls = np.asarray([choice.call_cost[size - 1] for size in sizes])
     more = np.full(most, calls[1] - calls[0])
     more[1:] = (calls[-1] - calls[1]) / max(1, most - 1)
@@ -232,7 +231,7 @@ class Calibration:
     for size in {rows, *(one.rows for one in self.choices if one.rows < rows)}:
       choice = self.at(size)
       rule = self.rule(size) if choice.gamma and adapts else None
-      costs = choice.fallback(choice.gamma, adapts)
+      costs = choice.rests(choice.gamma, adapts)
       plan[size] = engine.drafting_of(choice.gamma, rule, costs)
     return plan
 
@@ -256,7 +255,7 @@ class Calibration:
     if adapts:
       engine.gamma = self.rule(rows)
     if engine.fallback:
-      costs = self.at(rows).fallback(engine.gamma, adapts)
+      costs = self.at(rows).rests(engine.gamma, adapts)
       engine.fallback = costs or True
 
   def check(self, fingerprints: Mapping[str, str]) -> None:

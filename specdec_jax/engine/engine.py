@@ -17,11 +17,11 @@ from specdec_jax.checks.fields import (
   nearest,
   unexpected,
 )
-from specdec_jax.decoding.fallback import Fallback, guessed
 from specdec_jax.decoding.loop import Loop, generation
 from specdec_jax.decoding.pool import PoolPrograms
+from specdec_jax.decoding.resting import guessed
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.only_token import only_token
 from specdec_jax.drafters.small_model import alone, as_drafter
@@ -37,7 +37,6 @@ from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.long_texts import LongTexts
 from specdec_jax.engine.pair import Room
 from specdec_jax.engine.request import (
-  Drafting,
   Languages,
   TextBatch,
   as_gamma,
@@ -50,6 +49,7 @@ from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
 from specdec_jax.models.base import ends_inputs, start_id
 from specdec_jax.models.model import Model
+from specdec_jax.request import Drafting, Request, RestPolicy
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tasks import read_pairs
@@ -120,7 +120,7 @@ class Engine:
     bos_id: int | None = None,
     placement: partitioning.Placement | None = None,
     cache_folder: str | os.PathLike[str] | None = None,
-    fallback: bool | Fallback = False,
+    fallback: bool | RestPolicy = False,
     source_lang: str | None = None,
     target_lang: str | None = None,
     split_special_tokens: bool | None = None,
@@ -157,8 +157,8 @@ class Engine:
       cache_folder: folder of compiled programs; None is the user's cache
         folder.
       fallback: whether the drafter rests where a text's acceptance makes it
-        slower than plain decoding, see `decoding.fallback`. True goes by
-        guessed costs, a `Fallback` (of `Choice.fallback`) by measured ones.
+        slower than plain decoding, see `decoding.resting`. True goes by
+        guessed costs, a `RestPolicy` (of `Choice.rests`) by measured ones.
       source_lang: language of the texts, such as 'eng_Latn', of a model that
         translates between many, unless a call gives another.
       target_lang: language of the outputs, such as 'deu_Latn'.
@@ -177,7 +177,7 @@ class Engine:
         not known or the target has none, a checkpoint is broken, or devices or
         a model cannot be split as a placement says.
     """
-    check_type('fallback', fallback, bool | Fallback)
+    check_type('fallback', fallback, bool | RestPolicy)
     check_type('placement', placement, partitioning.Placement | None)
     check_type('split_special_tokens', split_special_tokens, bool | None)
     check_type('skip_special_tokens', skip_special_tokens, bool | None)
@@ -284,7 +284,10 @@ class Engine:
     self._gamma, self._rule = as_gamma(value)
 
   def drafting_of(
-    self, gamma: int, rule: LengthRule | None, measured: Fallback | None = None
+    self,
+    gamma: int,
+    rule: LengthRule | None,
+    measured: RestPolicy | None = None,
   ) -> Drafting:
     """How rows are drafted for with `gamma` proposals at most.
 
@@ -420,7 +423,7 @@ class Engine:
     """
     first, last = self.ids_around(text)
     ids = self.bare_ids(text)
-    language = self.languages(source_lang).before_text(ids)
+    language = self.languages(source_lang).before_text(text, ids)
     return [*first, *language, *ids, *last]
 
   def output_ids(self, text: str) -> list[int]:

@@ -16,6 +16,7 @@ from specdec_jax.checkpoints.load import (
   locate,
   open_checkpoint,
 )
+from specdec_jax.checkpoints.t5x import infer_config
 from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.drafters import ngram_table
 from specdec_jax.engine.pair import check_ends, check_vocabulary_size, first_id
@@ -34,6 +35,12 @@ from specdec_jax.text.vocabulary import is_vocabulary
 Path = str | os.PathLike[str]
 # In the folder of a drafter; of draft.msgpack it is draft.shortlist.npz.
 SHORTLIST = 'shortlist.npz'
+# The models that are shipped -> checkpoint and dtype. The target's kernels have
+# eight bits in the file alone.
+_DEMO = {
+  'demo': ('demo/target.msgpack', 'float32'),
+  'demo-draft': ('demo/draft.msgpack', None),
+}
 
 
 def load(
@@ -54,6 +61,8 @@ def load(
 
       load('google/flan-t5-xl', dtype='bfloat16')
       load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
+
+  The demo pair, English to German, is shipped: 'demo' and 'demo-draft'.
 
   Arrays are found and checked here. They are read when an engine is made of the
   model, straight to its devices.
@@ -87,10 +96,7 @@ def load(
       vocabulary cannot be read; or the shortlist cannot be used.
 
   Examples:
-    >>> sizes = sd.T5Config(8000, 256, 4, 3, 6, 64, 1664)
-    >>> sd.load(
-    ...   'demo/target.msgpack', sd.T5(sizes), tokenizer='demo/vocab.model'
-    ... )
+    >>> sd.load('demo')
     Model(T5, 'demo/target.msgpack')
   """
   if dtype is not None:
@@ -100,13 +106,18 @@ def load(
     expected = 'its path (--draft, in gin DRAFT_CHECKPOINT_PATH)'
     advice = 'Or decode without a drafter: --mode plain.'
     raise unexpected('checkpoint of the drafter', expected, None, advice)
+  path = os.fspath(path)
+  if path in _DEMO and not os.path.exists(os.path.join(path, 'config.json')):
+    path, usual_dtype = _DEMO[path]
+    network = network or _demo_network(path)
+    tokenizer, dtype = tokenizer or 'demo/vocab.model', dtype or usual_dtype
   check_network(network, dtype)
   location = locate(path, revision)
   folder = pathlib.Path(location.path)
   if network is None and not is_huggingface(location):
     expected = 'network=T5(T5Config(...)), or another, as it says no sizes'
     advice = 'In gin: TARGET or DRAFT; gin/models has the published sizes.'
-    raise unexpected(os.fspath(path), expected, None, advice)
+    raise unexpected(path, expected, None, advice)
   opened = open_checkpoint(location.path, network, adapter=adapter)
   described, config = opened.described, opened.config
   if config is not None:
@@ -136,7 +147,7 @@ def load(
     network,
     None,
     tokenizer,
-    name=os.fspath(path) + (f'@{revision}' if revision else ''),
+    name=path + (f'@{revision}' if revision else ''),
     dtype=INT8 if opened.is_rounded and dtype is None else dtype,
     bos_id=first_id(network, tokenizer, described),
     stop_ids=() if config is None else _ends(folder, described, config),
@@ -150,6 +161,13 @@ def load(
   if shortlist is None:
     return model
   return model.with_shortlist(_ids(shortlist, tokenizer, model.stop_ids))
+
+
+def _demo_network(path: str) -> LanguageModel:
+  """Returns the network of a demo checkpoint, whose arrays show its sizes."""
+  arrays = open_checkpoint(path).arrays
+  shapes = {name: array.shape for name, array in arrays.items()}
+  return network_of(infer_config(shapes, path))
 
 
 def _ids(

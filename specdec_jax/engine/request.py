@@ -25,16 +25,6 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.decoding import tree_round
-from specdec_jax.decoding.fallback import Fallback
-from specdec_jax.decoding.state import (
-  BLOCK,
-  TOKEN,
-  BeamSettings,
-  Request,
-  Rule,
-  keys_of_rows,
-  new_request,
-)
 from specdec_jax.drafters.length import plain_rule
 from specdec_jax.engine import padding
 from specdec_jax.engine.completion import (
@@ -46,6 +36,16 @@ from specdec_jax.engine.completion import (
 from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import (
+  BLOCK,
+  TOKEN,
+  BeamScoring,
+  BeamSettings,
+  Drafting,
+  Request,
+  keys_of_rows,
+  new_request,
+)
 from specdec_jax.rules.options import NO_RULES, RowRules, RuleOptions, ruling_of
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.types import Amount, Count, Generation, LengthRule, Positive
@@ -236,16 +236,17 @@ class Options(RuleOptions):
     """
     if self.num_beams is None:
       return None
-    rule, penalty = Rule.TRANSFORMERS, self.length_penalty
+    scoring, penalty = BeamScoring.TRANSFORMERS, self.length_penalty
     if penalty is None:
-      rule, penalty = Rule.T5X, ALPHA if self.alpha is None else self.alpha
+      scoring = BeamScoring.T5X
+      penalty = ALPHA if self.alpha is None else self.alpha
     number: Any = np.float32(penalty)
     return BeamSettings(
       penalty=number,
       width=self.num_beams,
       draft_width=self.draft_beams or 2 * self.num_beams,
       num_ends=num_ends,
-      rule=rule,
+      scoring=scoring,
     )
 
   @functools.cached_property
@@ -356,13 +357,25 @@ class Languages(NamedTuple):
   source: int | None
   target: int | None
 
-  def before_text(self, ids: Sequence[int]) -> list[int]:
-    """Tokens to put before the ids of a text.
+  def before_text(
+    self, text: str | Sequence[int], ids: Sequence[int]
+  ) -> list[int]:
+    """Returns the tokens to put before the ids of a text.
+
+    Words of a text that look like a language's token are text where its
+    language is known, as in transformers: 'deu_Latn' in English is English.
+    Ids that begin with a language say it themselves.
+
+    Args:
+      text: what the caller gave, a text or its ids.
+      ids: the ids of the text.
 
     Raises:
       ValueError: `source_lang` is missing, and the ids do not begin with a
         language.
     """
+    if isinstance(text, str) and self.source is not None:
+      return [self.source]
     return self._before(ids, self.source, 'source_lang', 'the texts')
 
   def before_output(self, ids: Sequence[int]) -> list[int]:
@@ -384,20 +397,6 @@ class Languages(NamedTuple):
 
 
 # Texts with options.
-
-
-class Drafting(NamedTuple):
-  """How rows are drafted for; by default not at all.
-
-  Attributes:
-    gamma: proposals at most; 0 decodes plainly.
-    rule: where drafts end before gamma; None: they do not.
-    fallback: when the drafter rests; None: never.
-  """
-
-  gamma: int = 0
-  rule: LengthRule | None = None
-  fallback: Fallback | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -483,7 +482,7 @@ def joined(
     sampling=sampling,
     min_length=each(np.int32, (one.min_length for one in options)),
     max_length=max_length,
-    rules=rules,
+    token_rules=rules,
     automata=automata,
   )
 
@@ -576,7 +575,7 @@ class TextBatch:
     first, last = self._engine.ids_around(text)
     if not ids and not first:
       return passed_over('empty')
-    first = [*first, *self._languages.before_text(ids)]
+    first = [*first, *self._languages.before_text(text, ids)]
     room = limit - len(first) - len(last)
     if len(ids) > room and self.options.on_too_long != 'truncate':
       expected = (
@@ -669,7 +668,6 @@ class TextBatch:
       nothing,
       dataclasses.replace(options.sampling, temperature=0.0),
       slots=most,
-      gamma=gamma,
       stop_ids=self._stop_ids,
       min_length=options.min_length,
       # From all texts, including those that are not decoded.
@@ -678,8 +676,7 @@ class TextBatch:
       lenience=lenience,
       verification=self._verification,
       beams=self._beams(gamma),
-      rule=drafting.rule,
-      fallback=drafting.fallback,
+      drafting=drafting,
       tree=engine.tree if gamma else None,
       pad_id=pad_id(self._target),
     )

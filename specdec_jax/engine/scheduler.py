@@ -23,11 +23,11 @@ import numpy as np
 
 from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
-from specdec_jax.decoding.state import Request, whole_buckets
 from specdec_jax.engine.completion import Completion, Text
 from specdec_jax.engine.padding import rounded_up
-from specdec_jax.engine.request import Drafting, TextBatch, TextRow, joined
+from specdec_jax.engine.request import TextBatch, TextRow, joined
 from specdec_jax.engine.trace import Round
+from specdec_jax.request import Drafting, Request, whole_buckets
 from specdec_jax.types import FinishReason, Generation, Positive
 
 # Rounds after which the host looks in any case, and where it looks for a stop
@@ -86,13 +86,13 @@ class DraftPolicy:
     """
     Args:
       settings: has `gammas`.
-      request: has the gamma and the rule of sampled rows; gamma 0 decodes all
-        rows plainly.
+      request: has the drafting of sampled rows; gamma 0 decodes all rows
+        plainly.
       multiple: pools have a multiple of so many rows. Of pools that become one
         the larger one's gamma stays: it was chosen for more rows, whose calls
         cost more, so it rather proposes too few tokens.
     """
-    self._base = Drafting(request.gamma, request.rule, request.fallback)
+    self._base = request.drafting
     self._by_rows = {settings.rows: self._base}
     if settings.gammas is not None and request.gamma:
       plan = sorted(settings.gammas.items())
@@ -292,7 +292,7 @@ class Slots:
       max_length=np.zeros((count,), np.int32),
       prompt=rows.prompt[:, :1],
       prompt_length=np.ones((count,), np.int32),
-      gamma=self._gamma,
+      drafting=rows.drafting.replace(gamma=self._gamma),
       slots=self._tokens - 1,
     )
 
@@ -305,7 +305,8 @@ class Slots:
   def _in_slots(self, request: Request) -> Request:
     """The request, with the cache slots that all others have."""
     return request.replace(
-      gamma=self._gamma, slots=self._tokens - request.prompt_width
+      drafting=request.drafting.replace(gamma=self._gamma),
+      slots=self._tokens - request.prompt_width,
     )
 
   def admit(self, request: Request, rows: Sequence[Row]) -> None:
@@ -382,16 +383,14 @@ class Slots:
   ) -> PoolView:
     """Starts the next rounds on the device, see `decoding.pool.run`."""
     rounds, finished = np.int32(max_rounds), np.int32(enough)
-    gamma, rule, fallback = drafting
-    like = self._request  # what its rows have is on the device
-    is_theirs = rule is like.rule and fallback is like.fallback
-    how = gamma, simply, None if is_theirs else (rule, fallback)
     if self._unread is not None:
       request, self._unread = self._unread, None
-      self._pool, view = self._programs.begin(request, rounds, *how)
+      self._pool, view = self._programs.begin(request, rounds, drafting, simply)
       self._pool_width = request.inputs.shape[1]
       return view
-    self._pool, view = self._programs.run(self._pool, rounds, finished, *how)
+    self._pool, view = self._programs.run(
+      self._pool, rounds, finished, drafting, simply
+    )
     return view
 
   def set_reasons(self, reasons: np.ndarray) -> None:
@@ -460,7 +459,7 @@ class Scheduler:
     self._like = request.replace(skips_rounds=self.policy.skips_rounds)
     self._is_exact = np.ndim(request.stop_ids) == 1  # of one kind of rows
     room = self.policy.room
-    draft_slots = request.replace(gamma=room).draft_slots
+    draft_slots = request.with_drafting(gamma=room).draft_slots
     num_slots = whole_buckets(widest[1] + engine.max_decode_len + draft_slots)
     engine.room.check(most, widest[0], num_slots, 1 + draft_slots)
     # So that requests with prompts and without have as many slots.

@@ -21,11 +21,10 @@ import numpy as np
 import rich.console
 
 from specdec_jax.checks.fields import check_choice, unexpected
-from specdec_jax.decoding import fallback
+from specdec_jax.decoding import resting
 from specdec_jax.engine import calibration, completion, scoring
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Drafting
 from specdec_jax.engine.scheduler import Continuous
 from specdec_jax.infer import report
 from specdec_jax.infer.data import (
@@ -41,6 +40,7 @@ from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.record import seconds_since_start
 from specdec_jax.measure.table import bar, say
+from specdec_jax.request import Drafting
 from specdec_jax.rules.options import RuleOptions
 from specdec_jax.text import metrics, tasks
 
@@ -422,8 +422,10 @@ def choose_gammas(
     if engine.rule is None:
       engine.gamma = most
     measured.direct(engine, rows)
-  for size, (gamma, _, _) in sorted(plan.items(), reverse=True):
-    choice = measured.at(size)
+  for size, drafting in sorted(
+    plan.items(), key=lambda pair: pair[0], reverse=True
+  ):
+    gamma, choice = drafting.gamma, measured.at(size)
     said = f'gamma = {gamma}, expected speed-up {choice.expected_speed_up:.2f}'
     if not gamma:
       said = 'speculation does not pay here, decoding plainly'
@@ -560,7 +562,7 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
     'max_decode_len': engine.max_decode_len,
     'bos_id': engine.bos_id,
     'rule': None if engine.rule is None else engine.rule.to_json(),
-    'fallback': fallback.to_json(engine.fallback),
+    'fallback': resting.to_json(engine.fallback),
     'languages': [engine.source_lang, engine.target_lang],
   }
 

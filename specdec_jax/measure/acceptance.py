@@ -28,7 +28,7 @@ from specdec_jax import analysis, probs
 from specdec_jax.checks.fields import Bound, check_choice, check_types
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import DecodeState, Request
+from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.calls import Pair
@@ -37,6 +37,7 @@ from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
+from specdec_jax.request import Request
 from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import Amount, FinishReason, Positive, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
@@ -188,7 +189,7 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
     target,
     drafter,
     params,
-    request.replace(gamma=0),
+    request.with_drafting(gamma=0),
     state.replace(drafter_state=drafter_state),
     judge,
   )

@@ -28,7 +28,6 @@ from specdec_jax.decoding import speculative
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import Judge, PairParams
-from specdec_jax.decoding.state import Request, example_keys, new_request
 from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.calibration import contradiction
@@ -43,6 +42,7 @@ from specdec_jax.models.base import LanguageModel, param_shapes, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import Request, example_keys, new_request
 from specdec_jax.types import Amount, Positive
 
 Name = TypeVar('Name', bound=Hashable)

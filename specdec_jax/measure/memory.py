@@ -10,9 +10,9 @@ import jax
 
 from specdec_jax import partitioning
 from specdec_jax.checks.memory import array_bytes
-from specdec_jax.decoding.state import Request
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.request import Request
 
 # Kernels of cross-attention's keys and values, which only `prefill` reads.
 _ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.decoding.state import BLOCK, TOKEN, Request
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
@@ -32,6 +31,7 @@ from specdec_jax.engine.scheduler import (
   Update,
   widths_of,
 )
+from specdec_jax.request import BLOCK, TOKEN, Request
 from specdec_jax.serving.log import say
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
@@ -322,7 +322,9 @@ class Worker(Scheduler):
       self._ruled.clear()
     for row in rows:
       request, source = row.batch.request, row.source
-      sizes = map(np.shape, jax.tree.leaves((request.rules, request.stop_ids)))
+      sizes = map(
+        np.shape, jax.tree.leaves((request.token_rules, request.stop_ids))
+      )
       ends = request.stop_ids.tobytes(), id(source.rules.automaton)
       key = jax.tree.structure(request), source.widths, *sizes, *ends
       if key not in self._pools:
@@ -517,4 +519,4 @@ class Worker(Scheduler):
 
 def _has_rules(request: Request) -> bool:
   """Whether a request needs other programs than all others share."""
-  return request.rules is not None or request.sampling.min_p is not None
+  return request.token_rules is not None or request.sampling.min_p is not None

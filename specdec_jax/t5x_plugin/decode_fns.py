@@ -17,9 +17,9 @@ import numpy as np
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import Request
 from specdec_jax.engine.request import Options
 from specdec_jax.probs import SamplingConfig, SamplingParams
+from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Generation
 
 MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to here
@@ -206,7 +206,7 @@ def _decode(
     min_length=jnp.zeros_like(produced),
     max_length=jnp.minimum(steps, length - produced),
     slots=length,
-    gamma=pair.gamma,
+    drafting=Drafting(pair.gamma),
     prompt=prompt if pair.has_prompt else jnp.zeros_like(prompt[:, :1]),
     prompt_length=produced + 1,
     **settings,

@@ -16,11 +16,11 @@ from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.decoding.state import example_keys, new_request
 from specdec_jax.files import same_run
 from specdec_jax.models import base
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import example_keys, new_request
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.data import Pairs, digest
 from specdec_jax.types import Amount, Count, FinishReason, Positive

@@ -24,41 +24,26 @@ from flax import struct
 
 from specdec_jax.drafters.small_model import catch_up_calls
 from specdec_jax.models import backend
-from specdec_jax.types import Array, DecodeStats, Draft, Verdict
+from specdec_jax.request import RestPolicy
+from specdec_jax.types import DecodeStats, Draft, Verdict
 
 # Calls of the target over one token. With 1.5 a drafter that is right .7 of the
 # time would rest at once in one of eleven outputs, for nothing.
 _PATIENCE = 2.0
 _FIRST_REST = 32  # rounds, at least
 _GROWTH = 4  # of a rest, after a probe in vain
-_MOST_REST = 1 << 20  # as good as for ever
-_CREDIT = 4.0  # limits; what earlier gains are remembered of
+_MOST_REST = 1 << 20  # rounds: in effect for ever
+_CREDIT = 4.0  # the most gains that are saved up, in multiples of patience
 # What a drafter that is always wrong may take of an output's time; a hundredth
 # more is left for its reading of the input.
 _MOST_LOST = 0.04
 LEAST_OUTPUT = 128  # tokens, from which on that holds
 
 
-@struct.dataclass
-class Fallback:
-  """What speculation costs, and how much may be lost; values recompile nothing.
-
-  Attributes:
-    costs: float32[G + 1], time of a round with 0..G proposals, in calls of the
-      target over one token.
-    patience: float32[], the limit of a row's loss.
-    first_rest: int32[], rounds of a row's first rest.
-  """
-
-  costs: Array
-  patience: Array
-  first_rest: Array
-
-
 def of_costs(
   cost_ratio: float, call_cost: Callable[[int], float], gamma: int, adapts: bool
-) -> Fallback:
-  """The fallback of a pair with known costs.
+) -> RestPolicy:
+  """Returns the policy of a pair with known costs.
 
   Args:
     cost_ratio: c.
@@ -72,7 +57,7 @@ def of_costs(
   costs: Any = np.asarray(calls, np.float32)
   costs += np.float32(cost_ratio) * np.asarray(asked, np.float32)
   first_rest = np.asarray(_enough_rest(costs, cost_ratio), np.int32)
-  return Fallback(costs, np.asarray(_PATIENCE, np.float32), first_rest)
+  return RestPolicy(costs, np.asarray(_PATIENCE, np.float32), first_rest)
 
 
 def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
@@ -101,15 +86,15 @@ def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
   return rest
 
 
-def to_json(fallback: bool | Fallback) -> Any:
-  """What an engine's fallback is, as JSON can hold it."""
-  if isinstance(fallback, bool):
-    return fallback
-  return np.asarray(fallback.costs).tolist()
+def to_json(policy: bool | RestPolicy) -> Any:
+  """Returns `Engine.fallback` as JSON can hold it."""
+  if isinstance(policy, bool):
+    return policy
+  return np.asarray(policy.costs).tolist()
 
 
-def guessed(gamma: int, adapts: bool) -> Fallback:
-  """The fallback without a calibration.
+def guessed(gamma: int, adapts: bool) -> RestPolicy:
+  """Returns the policy of guessed costs, without a calibration.
 
   A call of the drafter takes a fifth of one of the target; a token more in a
   call a tenth of a call on a CPU, and nothing elsewhere.
@@ -158,7 +143,7 @@ class Rests:
 
 
 def after_round(
-  fallback: Fallback | None,
+  policy: RestPolicy | None,
   rests: Rests | None,
   stats: DecodeStats,
   running: jax.Array,
@@ -168,7 +153,7 @@ def after_round(
   """The accounts and the counts after a round.
 
   Args:
-    fallback: the costs; None leaves the accounts as they are.
+    policy: the costs; None leaves the accounts as they are.
     rests: the accounts before; None where no drafter ever rests.
     stats: the counts before.
     running: bool[B], rows that were unfinished before the round.
@@ -176,14 +161,14 @@ def after_round(
     verdict: which of them were accepted.
   """
   stats = stats.after_round(running, draft.length, verdict)
-  if fallback is None or rests is None:
+  if policy is None or rests is None:
     return rests, stats
-  limit = fallback.patience
+  limit = policy.patience
   rested = rests.left > 0
-  lost = fallback.costs[draft.length] - (verdict.num_accepted + 1)
+  lost = policy.costs[draft.length] - (verdict.num_accepted + 1)
   loss = jnp.where(rested, rests.loss, rests.loss + lost)
   begins = ~rested & (loss > limit)
-  rest = jnp.float32(fallback.first_rest) * jnp.float32(_GROWTH) ** rests.count
+  rest = jnp.float32(policy.first_rest) * jnp.float32(_GROWTH) ** rests.count
   rest = jnp.minimum(rest, _MOST_REST).astype(jnp.int32)
   count = jnp.where(loss <= 0, 0, rests.count + begins)
   after = Rests(
