@@ -80,7 +80,9 @@ class CalibrateConfig(Timing):
   batches: Annotated[Sequence[Positive], Bound(1)] = (1,)
   max_gamma: Annotated[int, Bound(1, MOST_GAMMA)] = 16
   output_file: str | None = None
-  repeats: Annotated[int, Bound(2)] = dataclasses.field(default=9, kw_only=True)
+  repeats: Annotated[int, Bound(2, 10_000)] = dataclasses.field(
+    default=9, kw_only=True
+  )
 
 
 # Of each number of rows: 'batch', and 'times_ms' as of `calls.in_ms`.

@@ -316,6 +316,7 @@ def call_run(
 
 
 _ATTEMPTS = 3  # at times that do not contradict themselves
+MOST_LEN, _MOST_RUNS = 1 << 17, 10_000
 LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
 
 
@@ -336,12 +337,12 @@ class Timing(Checked):
     ValueError: a number is out of its range.
   """
 
-  input_len: Positive = 32
-  decode_len: Annotated[int, Bound(LEAST_DECODE_LEN)] = 120
+  input_len: Annotated[int, Bound(1, MOST_LEN)] = 32
+  decode_len: Annotated[int, Bound(LEAST_DECODE_LEN, MOST_LEN)] = 120
   temperature: Amount = 0.0
-  calls_a_run: Positive = 20
+  calls_a_run: Annotated[int, Bound(1, _MOST_RUNS)] = 20
   # One round has no spread, and so no error.
-  repeats: Annotated[int, Bound(2)] = 7
+  repeats: Annotated[int, Bound(2, _MOST_RUNS)] = 7
   seed: int = 0
 
   def request(self, target: LanguageModel, batch: int, gamma: int) -> Request:

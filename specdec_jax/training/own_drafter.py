@@ -34,7 +34,7 @@ from specdec_jax.engine.calibration import Calibration, CalibrationError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.calls import LEAST_DECODE_LEN
+from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import say
 from specdec_jax.models.base import Params, reads_encoder
@@ -75,9 +75,9 @@ class DistilConfig:
     num_layers: of the target's decoder that become the drafter's.
     max_input_len, max_decode_len: tokens of an input and of an output at most,
       their ends included; longer ones are left out.
-    minutes: time of the whole run, from the start of a process to its end: a
-      third at most to decode, the rest to learn and to measure; 0 is no limit,
-      and `steps` ends it. Not less than 2: compilation alone takes so long.
+    minutes: time of the whole run, from the start of a process to its end:
+      three tenths at most to decode, the rest to learn and to measure; 2 or
+      more, as compilation alone takes a minute. 0 is no limit: `steps` ends it.
     steps: ends the training as well.
     max_gamma, num_tokens, repeats: the calibration's largest gamma, tokens that
       it measures acceptance on, and timed rounds.
@@ -90,13 +90,13 @@ class DistilConfig:
   texts: str
   output_dir: str
   num_layers: Positive = 1
-  max_input_len: Annotated[int, Bound(2)] = 128
-  max_decode_len: Annotated[int, Bound(2)] = 120
+  max_input_len: Annotated[int, Bound(2, MOST_LEN)] = 128
+  max_decode_len: Annotated[int, Bound(2, MOST_LEN)] = 120
   minutes: Annotated[float, Bound(0, _WEEK)] = 90.0
   steps: Annotated[int, Bound(1, 10**9)] = 1_000_000
   max_gamma: Annotated[int, Bound(1, calibrate.MOST_GAMMA)] = 8
   num_tokens: Positive = 2000
-  repeats: Annotated[int, Bound(2)] = 9
+  repeats: Annotated[int, Bound(2, 10_000)] = 9
 
   def __post_init__(self):
     check_types(self)
@@ -351,7 +351,7 @@ class _Measured:
     self._path = os.path.join(config.output_dir, CALIBRATION)
     self._costs: calibrate.Costs | None = None
     self._closing_s = 0.0  # what measuring takes behind the training
-    self._refused = ''  # why it is not measured
+    self._why_not = 'The time is over.'
     self._calibration = calibrate.CalibrateConfig(
       engine=lambda: self._engine(
         loading.load(config.output_dir, dtype=config.target.dtype)
@@ -390,7 +390,7 @@ class _Measured:
         begin + _TIMING * budget.seconds,
       )
     except CalibrationError as error:
-      self._refused = str(error)
+      self._why_not = str(error)
     # Behind the training fewer programs are compiled and more is decoded, which
     # takes about as long; calls whose times were refused are timed again.
     again = 1.2 if self._costs else 2.4
@@ -407,9 +407,7 @@ class _Measured:
     left = self._budget.left - _SAVING_S
     least = _LEARNING * self._budget.seconds
     if left - self._closing_s >= least:
-      self._refused = ''
       return _SAVING_S + self._closing_s
-    self._refused = self._refused or 'The time is over.'
     if left < least:
       minutes = self._config.minutes
       expected = f'more than {minutes:g} on this machine'
@@ -428,17 +426,15 @@ class _Measured:
       except CalibrationError as error:
         say(self._console, f'{error} It is measured again.')
         os.remove(self._path)
-    if self._budget.left < _MOST_LATE * self._closing_s:
-      self._refused = self._refused or 'The time is over.'
-    if not self._refused:
+    if self._budget.left >= _MOST_LATE * self._closing_s:
       try:
         return calibrate.calibrate(
           self._calibration, self._console, self._costs, self._budget.end
         )
       except CalibrationError as error:
-        self._refused = str(error)
+        self._why_not = str(error)
     say(
       self._console,
-      f'No calibration: {self._refused} `specdec calibrate` makes one.',
+      f'No calibration: {self._why_not} `specdec calibrate` makes one.',
     )
     return None
