@@ -1,6 +1,7 @@
 """`specdec distil`: from a T5 and texts to a calibrated drafter."""
 
 import dataclasses
+import math
 import re
 import shlex
 import shutil
@@ -177,6 +178,21 @@ def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
     assert closing == 8 and not measures and words in text
   with pytest.raises(ValueError, match='minutes: expected more than 3'):
     left(100, 70)
+
+
+def test_what_has_learned_nothing_is_no_drafter(run, monkeypatch, tmp_path):
+  """It is said, and the same command goes on."""
+  refused = Mock(side_effect=CalibrationError('a call took less'))
+  for name in ('calibrate', 'time_calls'):
+    monkeypatch.setattr(own_drafter.calibrate, name, refused)
+  with monkeypatch.context() as patched:
+    patched.setattr(own_drafter._Measured, 'closing_s', lambda _: math.inf)
+    status, _, err = run()
+    assert status == 2 and 'minutes: expected more than 90' in err
+    assert not (tmp_path / 'mine/model.safetensors').exists()
+  status, _, err = run()
+  assert status == 0, err
+  assert 'parameters after 3 steps' in err
 
 
 @pytest.mark.slow

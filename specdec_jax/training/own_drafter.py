@@ -44,7 +44,13 @@ from specdec_jax.text.tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
-from specdec_jax.training.run import MODEL_FILE, FromTarget, TrainRun, train
+from specdec_jax.training.run import (
+  MODEL_FILE,
+  STATES,
+  FromTarget,
+  TrainRun,
+  train,
+)
 from specdec_jax.training.trainer import TrainConfig
 from specdec_jax.types import Positive
 
@@ -164,7 +170,10 @@ def distil(
   held_out_file = os.path.join(config.output_dir, HELD_OUT)
   files.write_atomically(held_out_file, lines.encode())
   measured = _Measured(config, int(np.median(sizes)), budget, console)
-  is_trained = os.path.exists(os.path.join(run.model_dir, MODEL_FILE))
+  # Where the time was over before the first step, it goes on.
+  is_trained = _num_steps(run.model_dir) > 0 and os.path.exists(
+    os.path.join(run.model_dir, MODEL_FILE)
+  )
 
   def until(params: Params) -> float:
     if is_trained:
@@ -182,6 +191,8 @@ def distil(
     lambda params: decoder_layers(params, config.num_layers),
     until=until,
   )
+  if not _num_steps(run.model_dir):
+    raise measured.too_short()
   _export(config, draft, run.model_dir)
   calibrated = measured.calibrated()
   say(console, f'The drafter is in {config.output_dir}.')
@@ -303,6 +314,13 @@ def _train_run(
   )
 
 
+def _num_steps(training: str) -> int:
+  """Steps of the newest state of a training."""
+  folder = os.path.join(training, STATES)
+  names = os.listdir(folder) if os.path.isdir(folder) else []
+  return max((int(name) for name in names if name.isdigit()), default=0)
+
+
 def _export(config: DistilConfig, draft: T5, training: str) -> None:
   """Writes a folder that describes itself, names its target, and lists tokens.
 
@@ -350,6 +368,7 @@ class _Measured:
     self._config, self._budget, self._console = config, budget, console
     self._path = os.path.join(config.output_dir, CALIBRATION)
     self._costs: calibrate.Costs | None = None
+    self._calls_s = 0.0  # what timing the calls took
     self._closing_s = 0.0  # what measuring takes behind the training
     self._why_not = 'The time is over.'
     self._calibration = calibrate.CalibrateConfig(
@@ -392,9 +411,10 @@ class _Measured:
     except CalibrationError as error:
       self._why_not = str(error)
     # Behind the training fewer programs are compiled and more is decoded, which
-    # takes about as long; calls whose times were refused are timed again.
-    again = 1.2 if self._costs else 2.4
-    self._closing_s = again * (time.monotonic() - begin)
+    # takes about as long; calls whose times were refused are timed again. The
+    # training's own programs take less than half of it.
+    self._calls_s = time.monotonic() - begin
+    self._closing_s = (1.2 if self._costs else 2.4) * self._calls_s
 
   def closing_s(self) -> float:
     """Seconds to keep for what follows the training.
@@ -406,14 +426,18 @@ class _Measured:
     """
     left = self._budget.left - _SAVING_S
     least = _LEARNING * self._budget.seconds
-    if left - self._closing_s >= least:
+    if left - self._closing_s >= least + 0.5 * self._calls_s:
       return _SAVING_S + self._closing_s
     if left < least:
-      minutes = self._config.minutes
-      expected = f'more than {minutes:g} on this machine'
-      advice = 'What the target said is kept: the same command goes on.'
-      raise unexpected('DistilConfig.minutes', expected, minutes, advice)
+      raise self.too_short()
     return _SAVING_S
+
+  def too_short(self) -> ValueError:
+    """The error of a run without time to learn in."""
+    minutes = self._config.minutes
+    expected = f'more than {minutes:g} on this machine'
+    advice = 'What the target said is kept: the same command goes on.'
+    return unexpected('DistilConfig.minutes', expected, minutes, advice)
 
   def calibrated(self) -> Calibration | None:
     """The calibration of the pair; one of before counts."""

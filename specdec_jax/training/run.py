@@ -43,6 +43,7 @@ from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
+STATES = 'train_states'  # folder
 # Fields of `TrainConfig` that a run that goes on must have as before.
 _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
@@ -261,7 +262,7 @@ def train(
   )
   loop = Trainer(objective, training, batches, valid, log, keeps)
   end = math.inf if until is None else until(params)
-  state = loop.train(params, os.path.join(run.model_dir, 'train_states'), end)
+  state = loop.train(params, os.path.join(run.model_dir, STATES), end)
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
   about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
