@@ -120,6 +120,8 @@ def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
     calls_a_run=1,
     output_file=str(folder / 'calibration.json'),
   )
+  with pytest.raises(CalibrationError, match='time is over'):
+    calibrate.calibrate(config, console, until=0.0)
   calibrate.calibrate(config, console)
   found = calibration.load(config.output_file)
   (one,), (costs,) = found.choices, found.record['costs']

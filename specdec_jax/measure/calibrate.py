@@ -159,7 +159,7 @@ def time_calls(
 
   Raises:
     ValueError: the pair does not fit.
-    CalibrationError: the timings contradict themselves.
+    CalibrationError: the timings contradict themselves, or the time is over.
   """
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
@@ -169,7 +169,7 @@ def time_calls(
   costs = []
   with bar(console, 'Costs', len(batches) * config.repeats) as advance:
     for batch in batches:
-      runs = call_runs(engine, config, batch, sizes, sorted(gammas))
+      runs = call_runs(engine, config, batch, sizes, sorted(gammas), until)
       times, wrong = steady_ms(runs, config.repeats, advance, until)
       if wrong:
         raise _contradictory(wrong)

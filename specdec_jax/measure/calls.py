@@ -30,7 +30,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine.calibration import contradiction
+from specdec_jax.engine.calibration import CalibrationError, contradiction
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
 from specdec_jax.measure import memory
@@ -372,6 +372,7 @@ def call_runs(
   batch: int,
   sizes: Sequence[int],
   gammas: Sequence[int],
+  until: float = math.inf,
 ) -> dict[str, Run]:
   """Prepares the calls and rounds of a pair, programs compiled side by side.
 
@@ -385,10 +386,14 @@ def call_runs(
     batch: B.
     sizes: m, tokens of a call.
     gammas: proposals of a round.
+    until: no program is compiled after this time (`time.monotonic()`).
 
   Returns:
     'encoder', the call that reads the input; 'start', the same of both models;
     'call_m' for each size, 'round_g' for each gamma.
+
+  Raises:
+    CalibrationError: the time is over.
   """
   drafter: Any = pair.drafter
   check_chain(drafter, 'The measurement of rounds')
@@ -403,17 +408,23 @@ def call_runs(
   runs = {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)}
   cache = read().target_cache
   jax.block_until_ready(read_both())
+
+  def made_in_time(make: Callable[..., Run], *args: Any) -> Run:
+    if time.monotonic() > until:
+      raise CalibrationError('The time is over.')
+    return make(*args)
+
   # XLA compiles without Python's lock, a program on each core.
   with concurrent.futures.ThreadPoolExecutor(backend.num_cores()) as pool:
     made = {  # rounds first: they are the longest to compile
       f'round_{gamma}': pool.submit(
-        loop_run, loop, start, pair.params, request(gamma), count
+        made_in_time, loop_run, loop, start, pair.params, request(gamma), count
       )
       for gamma in gammas
     }
     for size in sizes:
       args = pair, largest, cache, size, count
-      made[f'call_{size}'] = pool.submit(call_run, *args)
+      made[f'call_{size}'] = pool.submit(made_in_time, call_run, *args)
   return runs | {name: future.result() for name, future in made.items()}
 
 
