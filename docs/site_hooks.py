@@ -1,7 +1,8 @@
 """mkdocs reads the documents under the paths that they have in the repository.
 
 So a link such as ../benchmarks/README.md leads to the same document on a page
-of the repository and in the site. The page of examples shows the files too.
+of the repository and in the site. The page of examples shows the files too, and
+pages of the reference show what a repository's viewer would not understand.
 """
 
 import pathlib
@@ -36,9 +37,15 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **_) -> str | None:
-  """Puts the files of examples/ below the table that lists them."""
+  """Shows the files of examples/, and the docstrings of the reference."""
   # Or it would be the first result of most searches.
   page.meta['search'] = {'exclude': page.file.src_uri == 'CHANGELOG.md'}
+  if page.file.src_uri.startswith('docs/api/'):
+    markdown = re.sub(
+      r'<!-- site\n(.*?\n)-->', r'\1', markdown, flags=re.DOTALL
+    )
+    module = re.compile(r'(\[`(\S+)`\])\(\.\./\.\./specdec_jax/\S+\.py\)')
+    return module.sub(r'\1(#specdec_jax.\2)', markdown)
   if page.file.src_uri != 'docs/examples.md':
     return None
   link = re.compile(r'\(\.\./examples/(\w+)\.py\)')

@@ -18,12 +18,14 @@ writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
 
 Several FILEs of gin/runs/gamma_demo.gin, with commas between them, become one
 table; a row has the machine. tests/support.toml, through which the tests go, is
-the table of docs/models.md.
+the table of docs/models.md. A page of docs/api/ is a table of its own names.
 """
 
 import dataclasses
+import inspect
 import json
 import pathlib
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -48,6 +50,10 @@ DOCUMENTS = (
   'README.md',
   'demo/README.md',
   'benchmarks/README.md',
+  'docs/api/decode.md',
+  'docs/api/drafters.md',
+  'docs/api/networks.md',
+  'docs/api/round.md',
   'docs/decode-your-data.md',
   'docs/models.md',
   'docs/your-own-drafter.md',
@@ -87,6 +93,8 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
     return compare.side_by_side(hosts).markdown()
   if path.suffix == '.toml':
     return _support(path).markdown()
+  if path.suffix == '.md':
+    return _names(path).markdown()
   found = record.load(path, *_RENDERERS)
   parts = _RENDERERS[found['kind']](found, path)
   return '\n\n'.join(
@@ -98,17 +106,37 @@ _FEATURES = ('greedy', 'samples', 'beams', 'trees', 'int8', 'lora', 'server')
 
 
 def _support(path: pathlib.Path) -> Table:
-  """What was tried of each family; an empty cell was not."""
-  header = ['family', '`model_type`', 'target, drafter', *_FEATURES]
+  """The features of each family that the tests run."""
+  header = ['family', '`model_type`', 'target, drafter', 'tested']
   rows = []
   for family, row in families.read_tables(path).items():
     types, pair = (
       ', '.join(f'`{word}`' for word in row[name])
       for name in ('model_type', 'pair')
     )
-    tried = ['yes' if name in row['features'] else '' for name in _FEATURES]
-    rows.append([family, types, pair, *tried, ', '.join(row['compared'])])
+    tested = ', '.join(name for name in _FEATURES if name in row['features'])
+    tested = 'all' if tested == ', '.join(_FEATURES) else tested
+    rows.append([family, types, pair, tested, ', '.join(row['compared'])])
   return Table('', [*header, 'as transformers'], rows)
+
+
+_SHOWN = re.compile(
+  r'^::: specdec_jax\.(\S+)(?:\n    options:\n      members: \[(.*?)\])?',
+  re.DOTALL | re.MULTILINE,
+)
+
+
+def _names(page: pathlib.Path) -> Table:
+  """The names that a page of the reference shows, and where they are."""
+  rows = []
+  for name, members in _SHOWN.findall(page.read_text('utf-8')):
+    whole = pkgutil.resolve_name(f'specdec_jax.{name}')
+    module = whole.__module__.replace('.', '/') + '.py'
+    for member in ('', *re.findall(r'\w+', members)):
+      value = getattr(whole, member) if member else whole
+      text = f'[`{name}{"." * bool(member)}{member}`](../../{module})'
+      rows.append([text, (inspect.getdoc(value) or '').partition('\n')[0]])
+  return Table('', ['name', 'what it is'], rows)
 
 
 # Rows of a table that are of the machine, not of the models.

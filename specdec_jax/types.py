@@ -124,7 +124,7 @@ class Verdict:
 
 
 class FinishReason(enum.IntEnum):
-  """Why a row stopped.
+  """The reason why a row stopped.
 
   Attributes:
     RUNNING: it has not stopped.
@@ -215,7 +215,7 @@ class DecodeStats:
 
 @struct.dataclass
 class Generation:
-  """What a decoding loop returns.
+  """The output of a decoding loop: tokens, log-probabilities and counts.
 
   Attributes:
     tokens: int32[B, L], the produced tokens, a stop id included; 0 past

@@ -101,3 +101,8 @@ def test_an_error_is_shown(browser):
       assert float(field.value_of_css_property('font-size')[:-2]) >= 16
       assert field.rect['height'] >= 44
   assert not at(browser, 'key').is_displayed()  # none is needed
+  browser.set_window_size(1280, 844)  # the legend's boxes are as high as words
+  assert all(
+    span.rect['height'] < 30
+    for span in browser.find_elements('css selector', '.legend span')
+  )

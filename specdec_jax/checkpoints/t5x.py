@@ -179,7 +179,7 @@ def _resolve(
 
 
 def check_params(params: Params, expected: Any, source: str = 'params') -> None:
-  """Compares names and shapes with what a model expects.
+  """Checks that parameters have the names and shapes of a model.
 
   Args:
     params: nested dict of arrays, or of anything with a shape.

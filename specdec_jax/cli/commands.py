@@ -192,9 +192,7 @@ def score() -> None:
 
     specdec score --target google/flan-t5-xl pairs.tsv
 
-    specdec score --gin_file=gin/models/demo.gin \\
-      --gin_file=gin/runs/score.gin --gin.TARGET=%DEMO_TARGET \\
-      --target demo/target.msgpack --vocab demo/vocab.model pairs.tsv
+    specdec score --target demo pairs.tsv
 
   FILE has an example per line. The scores, in nats, go to stdout in the same
   order, a line for each, and the report to stderr; with --output-dir all of it

@@ -105,7 +105,7 @@ class Context:
 
 
 class Drafter(NamedTuple):
-  """A source of drafts.
+  """A source of proposals: three functions and their parameters.
 
   Attributes:
     init: (params, inputs int32[B, E], max_length, prompt, encoded) -> state.

@@ -670,7 +670,7 @@ class Engine:
     source_lang: str | None = None,
     target_lang: str | None = None,
   ) -> list[scoring.Score]:
-    """The target's log-probability of each output, given its text.
+    """Returns the target's log-probability of each output, given its text.
 
     Args:
       texts: strings, or ids with or without their end of sequence.
@@ -713,7 +713,7 @@ class Engine:
     source_lang: str | None = None,
     target_lang: str | None = None,
   ) -> np.ndarray:
-    """How likely the target says each of some labels of a text, and no other.
+    """Returns the probability of each label of a text, no other allowed.
 
     Args:
       texts: strings, or ids with or without their end of sequence.

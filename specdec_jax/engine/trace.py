@@ -306,7 +306,8 @@ class Trace:
     source = shown(self.source)[1]
     said = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
     body, right = list[str](), 0.0
-    for row, parts in enumerate([*said, *lines, [*MEANING.items()]]):
+    rows = [*enumerate([*said, *lines]), (len(lines) + 2.4, [*MEANING.items()])]
+    for row, parts in rows:
       measured = longest if parts in lines else parts
       widths = [_width(text) for _, text in measured]
       places = itertools.accumulate(widths, initial=_MARGIN)
@@ -315,7 +316,7 @@ class Trace:
     return _PICTURE.substitute(
       title=html.escape(f'{self._title}: {source}'),
       width=round(right + _MARGIN),
-      height=_LINE * (len(lines) + 3) + _MARGIN,
+      height=round(_LINE * (len(lines) + 3.6)) + _MARGIN,
       body='\n'.join(body),
     )
 
@@ -333,7 +334,7 @@ def _width(text: str) -> float:
   return _CHARACTER * rich.cells.cell_len(text) + _MARGIN
 
 
-def _drawn(part: tuple[str, str], x: float, row: int) -> str:
+def _drawn(part: tuple[str, str], x: float, row: float) -> str:
   """A text of a kind in a picture; without one of `MEANING` it has no box."""
   kind, text = part
   y, width = _MARGIN + _LINE * row, _width(text) - _MARGIN

@@ -15,7 +15,7 @@ PAD_ID = 0  # what inputs are padded with, see `pad_id`
 
 
 class LanguageModel(Protocol[Cache]):
-  """Pure functions over explicit pytrees; nothing is kept between calls.
+  """The contract of a network: pure functions over explicit pytrees.
 
   A cache is opaque to the loops except for `length`: int32[B], the tokens that
   each row's cache holds. Slots past `length` are never read.

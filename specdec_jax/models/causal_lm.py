@@ -22,7 +22,7 @@ LayerKind = Literal['local', 'global']
 
 @dataclasses.dataclass(frozen=True)
 class CausalLMConfig:
-  """Shape of a model; the defaults are what most of these models have.
+  """The sizes of a `CausalLM`; most models have the defaults.
 
   Attributes:
     vocab_size: V, rows of the embedding.
@@ -154,7 +154,7 @@ class CausalLMConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CausalLM(Transformer):
-  """A decoder-only model as a `LanguageModel`; see `models.base`.
+  """The network of Llama 3, Qwen 2 and 3, Gemma 2 and 3.
 
   Examples:
     >>> sizes = sd.CausalLMConfig(

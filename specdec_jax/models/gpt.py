@@ -20,7 +20,7 @@ from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-  """Shape of a decoder-only model; the defaults are GPT-2's.
+  """The sizes of a `GPT`; the defaults are those of GPT-2.
 
   Attributes:
     vocab_size: V, rows of the embedding.
@@ -87,7 +87,7 @@ class GPTConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GPT(Transformer):
-  """A decoder-only model as a `LanguageModel`; see `models.base`.
+  """The network of GPT-2, and of T5X's decoders of LaMDA's shapes.
 
   Examples:
     >>> sizes = sd.GPTConfig(

@@ -19,7 +19,7 @@ from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 @dataclasses.dataclass(frozen=True)
 class M2M100Config:
-  """Shape of a model; the defaults are what all published ones have.
+  """The sizes of an `M2M100`; all published ones have the defaults.
 
   Attributes:
     vocab_size: V, rows of the embedding.
@@ -98,7 +98,7 @@ class M2M100Config:
 
 @dataclasses.dataclass(frozen=True)
 class M2M100(Transformer):
-  """A model as a `LanguageModel`; see `models.base` for the contract.
+  """The network of M2M-100 and of NLLB-200 without experts.
 
   Examples:
     >>> sizes = sd.M2M100Config(

@@ -18,7 +18,7 @@ from specdec_jax.types import Count
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """The frequencies of one kind of layer.
+  """The rotary position embedding of one kind of layer.
 
   Attributes:
     base: the larger, the slower the slow planes turn.

@@ -13,7 +13,7 @@ from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-  """Shape of a T5; the fields are T5X's.
+  """The sizes of a `T5`; the fields are those of T5X.
 
   Attributes:
     vocab_size: V, rows of the embedding (T5's own are padded to 32128).
@@ -92,7 +92,7 @@ class T5Config:
 
 @dataclasses.dataclass(frozen=True)
 class T5(Transformer):
-  """A T5 as a `LanguageModel`; see `models.base` for the contract.
+  """The network of T5 and its kin: Flan-T5, mT5, UMT5, MADLAD-400, UL2.
 
   Examples:
     >>> sizes = sd.T5Config(8000, 256, 4, 3, 6, 64, 1664)

@@ -17,7 +17,7 @@ from specdec_jax.models.transformer import Shape, Transformer
 
 @dataclasses.dataclass(frozen=True)
 class T5GemmaConfig:
-  """Shape of a model.
+  """The sizes of a `T5Gemma`.
 
   Attributes:
     encoder: shape of the encoder's stack. What a local layer of it sees is no
@@ -103,7 +103,7 @@ class T5GemmaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class T5Gemma(Transformer):
-  """A T5Gemma as a `LanguageModel`; see `models.base` for the contract.
+  """The network of T5Gemma and of the text model of T5Gemma 2.
 
   Examples:
     >>> stack = sd.CausalLMConfig(
