@@ -8,6 +8,7 @@ depend on the processor, and times a few calls, once on each host.
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -121,8 +122,9 @@ def calibrate(
     # Of one there is no telling how sure its acceptance rate is.
     expected = 'two texts or more that can be decoded'
     raise unexpected('input_file', expected, config.input_file)
-  if costs is None:
-    costs = time_calls(config, engine, console, until)
+  if costs is None:  # in half of the time at most
+    now = time.monotonic()
+    costs = time_calls(config, engine, console, now + (until - now) / 2)
   with bar(console, 'Tokens', config.num_tokens) as advance:
     measured = rates(
       engine,
