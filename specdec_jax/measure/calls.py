@@ -315,7 +315,7 @@ def call_run(
   return Run(prepare, calls)
 
 
-_ATTEMPTS = 3  # at times that do not contradict themselves
+_ATTEMPTS = 5  # at times that do not contradict themselves
 MOST_LEN, _MOST_RUNS = 1 << 17, 10_000
 LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
 
