@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import numpy as np
@@ -65,6 +66,30 @@ def test_costs_of_rounds_are_told_from_those_of_proposals(gammas, slope, want):
   assert (found.start, found.draft_start) == (2.0, 0.5)
 
 
+NOISY = [1.0, 0.9, 0.89, 0.93, 1.02, 1.33]  # of an idle machine
+FALLING = [1.0, 1.2, 1.4, 0.51]
+
+
+@pytest.mark.parametrize(
+  'calls, rounds, words',
+  [
+    (NOISY, {1: 1.0, 4: 1.3}, ''),
+    (FALLING, {}, 'a call over 4 tokens took 0.36 .* over 3'),
+    ([2.0, 1.1, 1.2, 1.3], {}, 'a call over 2 tokens took 0.55 .* over 1'),
+    (NOISY, {1: 2.0, 4: 1.3}, 'a round over 4 proposals took 0.65'),
+    (NOISY, {1: 0.5, 4: 1.3}, 'a round with 1 proposals took 0.56 .* call in'),
+  ],
+)
+def test_more_is_never_cheaper(calls, rounds, words):
+  times = {f'call_{size}': ms for size, ms in enumerate(calls, 1)}
+  times |= {f'round_{gamma}': ms for gamma, ms in rounds.items()}
+  wrong = calibration.contradiction(times | {'encoder': 9.0})
+  assert re.search(words, wrong) and bool(wrong) == bool(words)
+  if not wrong:  # what noise is left does not reach a prediction
+    costs = calibrate.call_costs(times | {'encoder': 1.0, 'draft_encoder': 0.0})
+    assert costs.call_cost == pytest.approx((1.0,) * 4 + (1.02, 1.33))
+
+
 def choice(rows, gamma):
   factors = tuple(1 + 0.1 * g for g in range(gamma + 1))
   return Choice(rows, gamma, factors[-1], (factors[-1] - 0.1, 9.0), factors)
@@ -102,6 +127,11 @@ def test_what_a_calibration_is_not_of():
 def test_what_is_no_calibration_is_refused(tmp_path):
   path = tmp_path / 'x.json'
   whole = json.loads(json.dumps(make().to_json()))
+  times = {'call_1': {'median': 2.0}, 'call_2': {'median': 1.0}}
+
+  def with_choice(**changes):
+    return whole | {'choices': [whole['choices'][0] | changes]}
+
   bare = [one | {} for one in whole['choices']]
   del bare[1]['expected_speed_up']
   for content, said in (
@@ -110,6 +140,12 @@ def test_what_is_no_calibration_is_refused(tmp_path):
     ({'kind': 'benchmark'}, 'benchmark'),
     (whole | {'choices': bare}, 'expected_speed_up'),
     (whole | {'choices': []}, 'no choices'),
+    (with_choice(rows=0), 'rows'),
+    (with_choice(gamma=10**9), 'gamma'),
+    (with_choice(expected_speed_up=float('nan')), 'expected_speed_up'),
+    (with_choice(cost_ratio=-1.0), 'cost_ratio'),
+    (with_choice(call_cost=FALLING), 'a call over 4 tokens took 0.36'),
+    (whole | {'record': {'costs': [{'times_ms': times}]}}, 'call over 2'),
   ):
     if content is not None:
       path.write_text(json.dumps(content))

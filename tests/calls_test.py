@@ -51,6 +51,28 @@ def test_runs_take_turns_and_preparation_is_not_timed(monkeypatch):
   assert calls.summarise([3.0, 1.0, 2.0]) == want
 
 
+def test_times_that_cannot_be_are_measured_again(monkeypatch):
+  """Some times, and then it is said."""
+  start = {'encoder': [1.0] * 3, 'start': [1.0] * 3}
+  right, wrong = (
+    start | {'call_1': [1.0] * 3, 'call_2': [ms] * 3} for ms in (1.4, 0.5)
+  )
+  for series, said, want in (
+    ([right], '', 1.4),
+    # Of the rounds of both times.
+    ([wrong, right], '', 0.95),
+    ([wrong] * calls._ATTEMPTS, 'a call over 2 tokens took 0.50', 0.5),
+  ):
+    left = iter(series)
+    monkeypatch.setattr(calls, 'interleave', lambda *_, of=left: next(of))
+    times, found = calls.steady_ms(dict.fromkeys(right), 3)
+    assert found.startswith(said) and bool(found) == bool(said)
+    assert times['call_2']['median'] == want and not [*left]
+  # When the time is over it is not measured again.
+  monkeypatch.setattr(calls, 'interleave', lambda *_: wrong)
+  assert len(calls.steady_ms(dict.fromkeys(right), 3, until=0.0)) == 2
+
+
 def tiny(**options):
   least = {'call_sizes': (1,), 'decode_len': 32, 'input_len': 8, 'repeats': 2}
   return calls.BenchmarkConfig(NETWORK, NETWORK, **least | options)

@@ -3,8 +3,12 @@
 import dataclasses
 import functools
 import json
+import math
+import re
 import types
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import rich.console
 
@@ -15,6 +19,7 @@ from specdec_jax import infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import CalibrationError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache
 from specdec_jax.measure import acceptance, calibrate, calls, compare
@@ -94,6 +99,14 @@ def quiet():
   return rich.console.Console(record=True, width=140)
 
 
+@pytest.fixture
+def noise_is_allowed(monkeypatch):
+  """The calls of a toy take microseconds."""
+  monkeypatch.setattr(calls, 'contradiction', lambda _: '')
+  monkeypatch.setattr(calibration, 'contradiction', lambda _: '')
+
+
+@pytest.mark.usefixtures('noise_is_allowed')
 def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
   console = quiet()
   config = calibrate.CalibrateConfig(
@@ -107,12 +120,18 @@ def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
     calls_a_run=1,
     output_file=str(folder / 'calibration.json'),
   )
+  with pytest.raises(CalibrationError, match='time is over'):
+    calibrate.calibrate(config, console, until=0.0)
   calibrate.calibrate(config, console)
   found = calibration.load(config.output_file)
   (one,), (costs,) = found.choices, found.record['costs']
   assert one.rows == costs['batch'] == 1
   assert len(one.factors) == len(one.call_cost) == 2 and one.factors[0] == 1.0
-  assert one.expected_speed_up == max(one.factors) == one.factors[one.gamma]
+  # Where a gamma was chosen, a run of it counts too.
+  run = found.record.get('run', {'speed_up': 1.0, 'predicted': 1.0})
+  worth = min(run['speed_up'], run['predicted'])
+  assert one.expected_speed_up == max(1.0, worth)
+  assert (one.gamma > 0) == (worth > 1)
   assert found.record['acceptance_rate']['num_tokens'] >= 20
   # The verdict comes before the table.
   assert 'speculation' in console.export_text().partition('What gamma')[0]
@@ -150,13 +169,24 @@ def test_decode_takes_gammas_from_a_calibration(engine, prompts, tmp_path):
 COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round_7': 2.7, 'call_1': 1.0}
 CHEAP = COSTS | {'call_2': 1.0, 'call_4': 1.1, 'call_5': 1.2, 'call_8': 2.0}
 ALPHAS = {0.0: 0.8, 1.0: 0.01}  # by temperature
-DEAR = COSTS | {'call_2': 2.0, 'call_4': 4.0, 'call_5': 5.0, 'call_8': 8.0}
+DEAR = COSTS | {
+  'round_7': 9.0,
+  'call_2': 2.0,
+  'call_4': 4.0,
+  'call_5': 5.0,
+  'call_8': 8.0,
+}
 
 
 def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
-  assert set(calibrate.host_times(engine, 1, 0.0)) == set(CHEAP)
+  with monkeypatch.context() as patched:
+    patched.setattr(calls, 'contradiction', lambda _: '')
+    assert set(calibrate.host_times(engine, 1, 0.0)) == set(CHEAP)
+    patched.setattr(calls, 'contradiction', lambda _: 'a call took less')
+    with pytest.raises(CalibrationError, match='a call took less'):
+      calibrate.host_times(engine, 1, 0.0)
   monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'cache')
-  path, runs = tmp_path / 'acceptance.json', []
+  path, runs, console = tmp_path / 'acceptance.json', [], quiet()
 
   def chosen(costs, rows=1, temperature=0.0, **changes):
     """By a record of acceptance with changed rows."""
@@ -169,7 +199,7 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(
       calibrate, 'host_times', lambda *_: runs.append(1) or costs
     )
-    return calibrate.for_host(engine, str(path), rows, temperature)
+    return calibrate.for_host(engine, str(path), rows, temperature, console)
 
   measured = chosen(CHEAP)
   choice = measured.at(1)
@@ -191,6 +221,52 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
   # The acceptance of another pair, or of lossy outputs, says nothing.
   assert chosen(CHEAP, fingerprints={'target': 'another'}) is None
   assert chosen(CHEAP, lenience=0.5) is None
+  # What was kept and cannot be is measured again.
+  for kept in (tmp_path / 'cache').glob('calls-*'):
+    content = json.loads(kept.read_text())
+    content['value'] |= {'call_8': 0.1}
+    kept.write_text(json.dumps(content))
+  monkeypatch.setattr(engine, 'kernel_layout', 'in_out')
+  with pytest.warns(UserWarning, match='a call over 8 .* measured again'):
+    assert chosen(CHEAP).at(1).gamma == choice.gamma and len(runs) == 5
+  # Times that contradict themselves are said, and not kept.
+  before = sorted((tmp_path / 'cache').iterdir())
+  wrong = CalibrationError('a call took less')
+  monkeypatch.setattr(calibrate, 'host_times', Mock(side_effect=wrong))
+  found = calibrate.for_host(engine, str(path), 3, 0.0, console)
+  assert found is None and 'a call took less' in console.export_text()
+  assert sorted((tmp_path / 'cache').iterdir()) == before
+
+
+def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
+  costs = [
+    {'batch': 1, 'times_ms': {n: {'median': x} for n, x in CHEAP.items()}}
+  ]
+  rate = {'alpha': 0.8, 'standard_error': 0.02, 'proposes': 1.0}
+  rate |= {'num_tokens': 1600, 'num_outputs': 100}
+  pair = types.SimpleNamespace(fingerprints={}, num_input_tokens=len)
+  made = calibrate._concluded(pair, 0.0, rate, costs)
+  texts = [f'text {number}' for number in range(40)]
+  predicted = made.at(1).expected_speed_up
+  for run, gamma, words in (
+    (predicted, made.at(1).gamma, 'pays here'),
+    (0.9 * predicted, made.at(1).gamma, 'pays here'),
+    (3.0, made.at(1).gamma, 'busy'),  # it is not worth more than predicted
+    (0.43, 0, 'does not pay.* 0.43 times.* busy'),
+  ):
+
+    def decoded(engine, part, *_, run=run):
+      each = np.full(len(part), 18.0)
+      return {'plain': each, 'speculative': each / run}, each.astype(int) - 2
+
+    monkeypatch.setattr(calibrate, '_run_ms', decoded)
+    checked = calibrate._with_run(made, pair, texts, math.inf)
+    choice = checked.at(1)
+    assert choice.gamma == gamma and choice.factors == made.at(1).factors
+    assert choice.expected_speed_up <= max(1.0, min(run, 1.01 * predicted))
+    low, high = choice.interval
+    assert low <= choice.expected_speed_up <= high
+    assert re.search(words, calibrate.report(checked)[0])
 
 
 def test_what_is_shipped_is_of_the_shipped_pair():

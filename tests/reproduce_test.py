@@ -221,7 +221,15 @@ def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
   engine = toy_models.chain_engine(tokenizer, **limits)
   shown = {'engine': lambda: engine, 'costs': SUITE, 'text': '<b>the dog'}
   config = ReproduceConfig(['figure1', 'figure5'], str(tmp_path), **shown)
-  *figures, report = reproduce.reproduce(config, quiet())
+  console = rich.console.Console(record=True, width=120)
+  *figures, report = reproduce.reproduce(config, console)
+  # One speed-up: that of the picture.
+  figure5 = reproduce.figure5_table(RUNS, COSTS)
+  rows = {row[0]: row[3:] for row in figure5.rows}
+  assert rows['plain'] == [12, 12, 51.0, 1.0]
+  assert rows[3] == [12, 3, 23.5, 51 / 23.5]
+  shown = console.export_text()
+  assert 'speed-up' in shown and 'v(m): time of a call' in shown
   names = ['figure1.html', 'figure1.svg', 'figure5.png']
   assert [path.name for path in figures] == names
   assert '&lt;b&gt;the dog' in figures[0].read_text('utf-8')

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import re
 import types
 
@@ -153,7 +154,9 @@ class Killed(Exception):
   pass
 
 
-def train(folder, loop=None, params=None, die_at=None, **changes):
+def train(
+  folder, loop=None, params=None, die_at=None, until=math.inf, **changes
+):
   """The last state and the lines of a run, perhaps one that dies at a step."""
   loop = copy.copy(loop or compiled_trainer())
   defaults = dict(steps=12, eval_every=6, log_every=1, checkpoint_minutes=60.0)
@@ -166,7 +169,7 @@ def train(folder, loop=None, params=None, die_at=None, **changes):
       raise Killed
 
   loop._log = log
-  return loop.train(params or first_params(), folder), lines
+  return loop.train(params or first_params(), folder, until), lines
 
 
 class TestTrainer:
@@ -229,15 +232,16 @@ class TestTrainer:
     with pytest.raises(ValueError, match='belongs to another model or optim'):
       train(folder, loop)
 
+  @pytest.mark.parametrize('limit', [{'max_minutes': 0.03}, {'until': 1.8}])
   def test_a_time_budget_ends_the_run_and_its_curve(
-    self, monkeypatch, tmp_path
+    self, monkeypatch, tmp_path, limit
   ):
     # Each look at this clock takes 0.1 s, whatever else the machine does.
     ticks = itertools.count()
     clock = types.SimpleNamespace(monotonic=lambda: 0.1 * next(ticks))
     monkeypatch.setattr(trainer, 'time', clock)
     never = dict.fromkeys(('steps', 'eval_every'), 10**9)
-    state, lines = train(tmp_path, max_minutes=0.03, **never)
+    state, lines = train(tmp_path, **limit, **never)
     assert 0 < int(state.step) <= 18  # 1.8 s, a look or more a step
     rates = [*map(float, re.findall(r' lr (\S+)', '\n'.join(lines)))]
     assert rates[-1] < 0.3 * max(rates)

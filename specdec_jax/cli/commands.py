@@ -8,6 +8,8 @@ when it runs.
 
 import dataclasses
 import functools
+import os
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -117,11 +119,22 @@ def distil() -> None:
   The target decodes the texts, one a line; a part of its decoder, which reads
   its encoder, learns what it said; and the pair is calibrated on texts that
   were held out. The same command goes on where one was stopped. What the
-  drafter is worth goes to stdout, progress to stderr.
+  drafter is worth goes to stdout, progress to stderr; the last line is a
+  command that decodes with it.
   """
   from specdec_jax import training
+  from specdec_jax.cli import gin_flags
+  from specdec_jax.training.own_drafter import CALIBRATION, HELD_OUT
 
-  training.distil(_build(training.DistilConfig))
+  config = _build(training.DistilConfig)
+  calibrated = training.distil(config)
+  folder = config.output_dir
+  argv = ['decode', *gin_flags.of_models('gin/runs/decode.gin')]
+  argv += ['--draft', folder]
+  if calibrated is not None:
+    argv += ['--calibration', os.path.join(folder, CALIBRATION)]
+  argv.append(os.path.join(folder, HELD_OUT))
+  print(f'specdec {shlex.join(argv)}')
 
 
 def measure() -> None:

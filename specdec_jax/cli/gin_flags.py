@@ -52,6 +52,12 @@ _MISSING = re.compile(
 
 _NO_COMMAND = Command(lambda: None)  # without flags of its own
 _T = TypeVar('_T')
+# Flags that say what a model is and how long its texts are.
+_MODEL_FLAGS = frozenset(
+  '--target --vocab --dtype --adapter --revision --max-input-length'
+  ' --max-length'.split()
+)
+_of_models: list[str] = []  # see `of_models`
 # gin would look as often in a folder as it was told to, and list it so.
 _search_too = functools.cache(gin.add_config_file_search_path)
 
@@ -84,6 +90,13 @@ def load(
     parser.print_help()
     parser.exit()
   given = options.given(_parsed(parser, rest, files), flags)
+  _of_models[:] = [
+    *(
+      f'--gin_file={f}' for f in files if not f.endswith(command.run_file or f)
+    ),
+    *(f'--gin.{x}' for x in common.gin_bindings or () if '/' not in x),
+    *(f'{flags[x]}={given[x]}' for x in given if flags[x] in _MODEL_FLAGS),
+  ]
   macros = _macros()
   for binding in given:
     implied = command.implied.get(flags[binding], {})
@@ -104,6 +117,18 @@ def load(
   _check_complete(flags)
   with _explained('gin'):
     gin.finalize()
+
+
+def of_models(run_file: str) -> list[str]:
+  """Arguments that give another command the models of what was loaded.
+
+  Args:
+    run_file: of that command.
+  """
+  files = [arg for arg in _of_models if arg.startswith('--gin_file=')]
+  # With a gin file of its own a command does not take its usual run file.
+  run_files = [f'--gin_file={run_file}'] if files else []
+  return [*files, *run_files, *_of_models[len(files) :]]
 
 
 def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

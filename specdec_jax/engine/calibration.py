@@ -7,30 +7,86 @@ models and the device that it was made with, and for nothing else.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.fields import unexpected
+from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
 from specdec_jax.decoding import resting
 from specdec_jax.drafters.length import plain_rule
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import same_run
 from specdec_jax.models import backend
 from specdec_jax.request import Drafting, RestPolicy
-from specdec_jax.types import LengthRule
+from specdec_jax.types import Above0, Amount, Count, LengthRule, Positive
 
 _KIND, _VERSION = 'calibration', 1  # of the file
+# How far noise may move the time of a call. Kernels of their own for one row
+# made calls over two to four tokens .9 of one over one, on an idle machine.
+_NOISE = 0.15
 
 
 class CalibrationError(ValueError):
   """A calibration is broken, or was made for something else."""
 
 
+def contradiction(times: Mapping[str, float]) -> str:
+  """What cannot be in the times of calls and rounds; '' if all of it may be.
+
+  A call over more tokens is never cheaper than one over fewer, nor is a round
+  cheaper than the target's call in it, except for noise.
+
+  Args:
+    times: 'call_m' -> time of a call of the target over m tokens, 'round_g' ->
+      of a round with g proposals; others are not looked at.
+  """
+  for kind, unit in (('call_', 'tokens'), ('round_', 'proposals')):
+    sizes, costs = numbered(times, kind)
+    if not len(sizes):
+      continue
+    worst = int(np.argmin(costs / rising(costs)))
+    if costs[worst] < (1 - _NOISE) * rising(costs)[worst]:
+      dearest = int(np.argmax(costs[:worst]))
+      return (
+        f'a {kind[:-1]} over {sizes[worst]} {unit} took'
+        f' {costs[worst] / costs[dearest]:.2f} of the time of one over'
+        f' {sizes[dearest]}'
+      )
+  for gamma, cost in zip(*numbered(times, 'round_'), strict=True):
+    call = times.get(f'call_{gamma + 1}', 0.0)
+    if cost < (1 - _NOISE) * call:
+      return (
+        f'a round with {gamma} proposals took {cost / call:.2f} of the time of'
+        ' the call in it'
+      )
+  return ''
+
+
+def numbered(
+  times: Mapping[str, float], kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """Of the times whose names begin with `kind`: numbers and values, sorted."""
+  pairs = sorted(
+    (int(name.removeprefix(kind)), float(time))
+    for name, time in times.items()
+    if name.startswith(kind)
+  )
+  sizes, values = zip(*pairs, strict=True) if pairs else ((), ())
+  return np.array(sizes, int), np.array(values, float)
+
+
+def rising(costs: np.ndarray) -> np.ndarray:
+  """The costs that never fall and are nearest to those that were measured."""
+  from scipy import optimize  # takes a third of a second
+
+  fitted: np.ndarray = optimize.isotonic_regression(costs).x
+  return fitted
+
+
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(Checked):
   """The best gamma for a number of rows, and its expected speed-up.
 
   Attributes:
@@ -38,21 +94,34 @@ class Choice:
     gamma: the gamma with the largest expected speed-up; 0 if none is above 1.
     expected_speed_up: expected speed-up at that gamma; 1 at gamma 0.
     interval: 95 % interval of the expected speed-up.
-    factors: the expected speed-up at gamma 0, 1, ....
+    factors: the speed-up that costs and acceptance predict at gamma 0, 1, ....
     cost_ratio: c.
     call_cost: v(1), v(2), ....
     round_cost: what a round takes besides its calls, in calls of the target
       over one token.
+
+  Raises:
+    ValueError: a number is out of its range, or the costs contradict
+      themselves, see `contradiction`.
   """
 
-  rows: int
-  gamma: int
-  expected_speed_up: float
-  interval: tuple[float, float]
-  factors: tuple[float, ...]
-  cost_ratio: float = 0.0
-  call_cost: tuple[float, ...] = ()
-  round_cost: float = 0.0
+  rows: Positive
+  gamma: Count
+  expected_speed_up: Above0
+  interval: tuple[Amount, Amount]
+  factors: Annotated[tuple[Amount, ...], Bound(1)]
+  cost_ratio: Amount = 0.0
+  call_cost: tuple[Above0, ...] = ()
+  round_cost: Amount = 0.0
+
+  def __post_init__(self):
+    check_types(self)
+    if self.gamma >= len(self.factors):
+      expected = f'less than {len(self.factors)}, the number of its factors'
+      raise unexpected('Choice.gamma', expected, self.gamma)
+    calls = {f'call_{size}': v for size, v in enumerate(self.call_cost, 1)}
+    if wrong := contradiction(calls):
+      raise ValueError(f'Choice.call_cost: {wrong}.')
 
   def rests(self, gamma: int, adapts: bool) -> RestPolicy | None:
     """When the drafter rests, by these costs; None if they do not say.
@@ -235,6 +304,10 @@ def load(path: str) -> Calibration:
       raise ValueError('no choices')
     content['choices'] = [_made(Choice, one) for one in content['choices']]
     made: Calibration = _made(Calibration, content)
+    for costs in made.record.get('costs', ()):
+      times = {name: ms['median'] for name, ms in costs['times_ms'].items()}
+      if wrong := contradiction(times):
+        raise ValueError(f'{wrong}; more is never cheaper')
     return made
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise CalibrationError(

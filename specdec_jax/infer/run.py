@@ -401,7 +401,7 @@ def choose_gammas(
   if measured is None and opens and config.acceptance is not None:
     with bar(console, 'Timing calls on this host'):
       measured = calibrate.for_host(
-        engine, config.acceptance, rows, temperature
+        engine, config.acceptance, rows, temperature, console
       )
     if measured is not None:
       say(console, calibrate.host_verdict(measured))

@@ -11,7 +11,9 @@ places do not count in acceptance rates; how many there are is a separate rate.
 import dataclasses
 import functools
 import itertools
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -226,6 +228,7 @@ def of_outputs(
   batches: Iterable[Batch],
   num_tokens: int,
   advance: Callable[[int], None] = lambda count: None,
+  until: float = math.inf,
 ) -> Rates:
   """Alpha over at least `num_tokens` tokens that the target generates.
 
@@ -235,6 +238,7 @@ def of_outputs(
       tokens.
     num_tokens: once there are so many tokens, no further batch is begun.
     advance: called with the number of tokens of each batch, for a progress bar.
+    until: no further batch is begun after this time (`time.monotonic()`).
 
   Raises:
     ValueError: nothing was generated, the target's logits were invalid, or the
@@ -251,7 +255,7 @@ def of_outputs(
     tokens = int(overlap.state.stats.num_rounds.sum())
     count += tokens
     advance(tokens)
-    if count >= num_tokens:
+    if count >= num_tokens or time.monotonic() > until:
       break
   keys, hits, proposals, lengths = (
     zip(*outputs, strict=True) if outputs else ((),) * 4
@@ -287,6 +291,7 @@ def rates(
   batch_size: int = 8,
   seed: int = 0,
   advance: Callable[[int], None] = lambda count: None,
+  until: float = math.inf,
   **options: Any,
 ) -> Rates:
   """`of_outputs` of an engine's pair.
@@ -299,7 +304,7 @@ def rates(
     num_tokens: as of `of_outputs`.
     batch_size: texts decoded together; no rate depends on it.
     seed: seed of the samples.
-    advance: as of `of_outputs`.
+    advance, until: as of `of_outputs`.
     **options: further options of `Engine.request`.
   """
   options |= {'temperature': temperature, 'seed': seed}
@@ -315,7 +320,7 @@ def rates(
       if temperature == 0:
         return
 
-  return of_outputs(engine, batches(), num_tokens, advance)
+  return of_outputs(engine, batches(), num_tokens, advance, until)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine.calibration import CalibrationError, contradiction
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
 from specdec_jax.measure import memory
@@ -65,6 +66,7 @@ def interleave(
   runs: Mapping[Name, Run],
   repeats: int,
   advance: Callable[[], None] = lambda: None,
+  until: float = math.inf,
 ) -> dict[Name, list[float]]:
   """Times every run once per round, in `repeats` rounds, after a warm-up.
 
@@ -75,6 +77,8 @@ def interleave(
     runs: name -> run.
     repeats: timed rounds.
     advance: called after each round, to move a progress bar.
+    until: no third round, or a later one, begins after this time
+      (`time.monotonic()`).
 
   Returns:
     Name -> milliseconds in each round.
@@ -83,7 +87,9 @@ def interleave(
     jax.block_until_ready(run.prepare()())
   times: dict[Name, list[float]] = {name: [] for name in runs}
   order, rng = list(runs.items()), random.Random(0)
-  for _ in range(repeats):
+  for number in range(repeats):
+    if number > 1 and time.monotonic() > until:
+      break
     rng.shuffle(order)
     for name, run in order:
       prepared = run.prepare()
@@ -309,6 +315,8 @@ def call_run(
   return Run(prepare, calls)
 
 
+_ATTEMPTS = 5  # at times that do not contradict themselves
+MOST_LEN, _MOST_RUNS = 1 << 17, 10_000
 LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
 
 
@@ -329,12 +337,12 @@ class Timing(Checked):
     ValueError: a number is out of its range.
   """
 
-  input_len: Positive = 32
-  decode_len: Annotated[int, Bound(LEAST_DECODE_LEN)] = 120
+  input_len: Annotated[int, Bound(1, MOST_LEN)] = 32
+  decode_len: Annotated[int, Bound(LEAST_DECODE_LEN, MOST_LEN)] = 120
   temperature: Amount = 0.0
-  calls_a_run: Positive = 20
+  calls_a_run: Annotated[int, Bound(1, _MOST_RUNS)] = 20
   # One round has no spread, and so no error.
-  repeats: Annotated[int, Bound(2)] = 7
+  repeats: Annotated[int, Bound(2, _MOST_RUNS)] = 7
   seed: int = 0
 
   def request(self, target: LanguageModel, batch: int, gamma: int) -> Request:
@@ -364,6 +372,7 @@ def call_runs(
   batch: int,
   sizes: Sequence[int],
   gammas: Sequence[int],
+  until: float = math.inf,
 ) -> dict[str, Run]:
   """Prepares the calls and rounds of a pair, programs compiled side by side.
 
@@ -377,10 +386,14 @@ def call_runs(
     batch: B.
     sizes: m, tokens of a call.
     gammas: proposals of a round.
+    until: no program is compiled after this time (`time.monotonic()`).
 
   Returns:
     'encoder', the call that reads the input; 'start', the same of both models;
     'call_m' for each size, 'round_g' for each gamma.
+
+  Raises:
+    CalibrationError: the time is over.
   """
   drafter: Any = pair.drafter
   check_chain(drafter, 'The measurement of rounds')
@@ -395,17 +408,23 @@ def call_runs(
   runs = {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)}
   cache = read().target_cache
   jax.block_until_ready(read_both())
+
+  def made_in_time(make: Callable[..., Run], *args: Any) -> Run:
+    if time.monotonic() > until:
+      raise CalibrationError('The time is over.')
+    return make(*args)
+
   # XLA compiles without Python's lock, a program on each core.
   with concurrent.futures.ThreadPoolExecutor(backend.num_cores()) as pool:
     made = {  # rounds first: they are the longest to compile
       f'round_{gamma}': pool.submit(
-        loop_run, loop, start, pair.params, request(gamma), count
+        made_in_time, loop_run, loop, start, pair.params, request(gamma), count
       )
       for gamma in gammas
     }
     for size in sizes:
       args = pair, largest, cache, size, count
-      made[f'call_{size}'] = pool.submit(call_run, *args)
+      made[f'call_{size}'] = pool.submit(made_in_time, call_run, *args)
   return runs | {name: future.result() for name, future in made.items()}
 
 
@@ -419,6 +438,36 @@ def in_ms(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
   both = zip(times['encoder'], times['start'], strict=True)
   first = [max(0.0, start - encoder) for encoder, start in both]
   return summaries | {'draft_encoder': summarise(first)}
+
+
+def steady_ms(
+  runs: Mapping[str, Run],
+  repeats: int,
+  advance: Callable[[], None] = lambda: None,
+  until: float = math.inf,
+) -> tuple[dict[str, dict[str, float]], str]:
+  """Times runs in turn, and again where the times contradict themselves.
+
+  Args:
+    runs: those of `call_runs`, and others.
+    repeats, advance, until: as of `interleave`.
+
+  Returns:
+    What `in_ms` makes of all rounds, and what is still wrong with it, see
+    `calibration.contradiction`; '' for nothing.
+  """
+  times: dict[str, list[float]] = {name: [] for name in runs}
+  for attempt in range(_ATTEMPTS):
+    if attempt and time.monotonic() > until:
+      break
+    for name, more in interleave(runs, repeats, advance, until).items():
+      times[name] += more
+    advance = lambda: None  # noqa: E731  the bar has reached its end
+    summaries = in_ms(times)
+    wrong = contradiction({name: x['median'] for name, x in summaries.items()})
+    if not wrong:
+      break
+  return summaries, wrong
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,7 +557,8 @@ def benchmark(
     which is c, the cost of one proposal inside a round, in calls of the target
     over one token; acceptance_rate and histogram of the timed loop; speed_up
     against the plain loop; and expected_speed_up by
-    E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance.
+    E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance. It
+    is None if the times contradict themselves: `contradiction` says how.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
@@ -523,7 +573,7 @@ def benchmark(
     loops, counts = _loop_runs(config, pair)
     matrix, matrix_bytes = matvec()
     runs |= loops | {'matvec': matrix}
-    times = in_ms(interleave(runs, config.repeats, advance))
+    times, wrong = steady_ms(runs, config.repeats, advance)
   median = {name: value['median'] for name, value in times.items()}
   plain = config.request(pair.target, batch, 0)
   call_bytes = memory.call_bytes(pair.target, pair.params.target, plain)
@@ -537,13 +587,17 @@ def benchmark(
       if name.startswith('call_')
     },
     'bandwidth_fraction': reached / (matrix_bytes / median['matvec']),
+    'contradiction': wrong,
     'gammas': [
       _of_gamma(config.decode_len, gamma, median, stats)
+      | ({'expected_speed_up': None} if wrong else {})
       for gamma, stats in counts.items()
     ],
   }
   record = new_record('benchmark', values)
-  finish(config, console, record, table(record))
+  # Of a forced acceptance there is a suite, whose tables have their own words.
+  words = _EXPLAINED if config.forced_acceptance is None else ()
+  finish(config, console, record, table(record), *words)
   return record
 
 
@@ -603,6 +657,13 @@ def table(record: Mapping[str, Any]) -> Table:
   )
   plain = record['times_ms']['plain_loop']['median']
   costs = (f'v({m}) {v:.2f}' for m, v in call_cost.items() if m != '1')
+  notes = [
+    f'Plain loop: {plain:.2f} ms per token, at'
+    f" {record['bandwidth_fraction']:.0%} of a matrix-vector product's"
+    f' bandwidth. Calls: {", ".join(costs)}.',
+  ]
+  if wrong := record.get('contradiction'):
+    notes.insert(0, f'No speed-up is predicted: {wrong}.')
   return Table.of(
     title,
     {
@@ -616,9 +677,20 @@ def table(record: Mapping[str, Any]) -> Table:
       Column('speed-up', '.2f'): 'speed_up',
     },
     record['gammas'],
-    (
-      f'Plain loop: {plain:.2f} ms per token, at'
-      f" {record['bandwidth_fraction']:.0%} of a matrix-vector product's"
-      f' bandwidth. Calls: {", ".join(costs)}.',
-    ),
+    notes,
   )
+
+
+# Sentences under tables.
+COSTS_EXPLAINED = (
+  'v(m): time of a call of the target over m tokens, in calls over one token.'
+  ' c: time of a proposal, in the same unit, inside a round, where each model'
+  " finds the other's weights in the caches."
+)
+_EXPLAINED = (
+  COSTS_EXPLAINED,
+  'Bandwidth: bytes of weights and caches that a token needs, by time. More'
+  ' than 100 % means that they stayed in the caches of the processor.',
+  'The inputs are random ids, of which a drafter guesses fewer tokens than of'
+  ' texts: the speed-up on texts is another, see `specdec calibrate`.',
+)

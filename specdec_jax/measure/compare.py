@@ -22,7 +22,7 @@ from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import ADAPTIVE
 from specdec_jax.measure import table
-from specdec_jax.measure.calibrate import call_costs, for_host
+from specdec_jax.measure.calibrate import for_host, predicted_speed_up
 from specdec_jax.measure.calls import Run, interleave
 from specdec_jax.measure.record import Record, where
 from specdec_jax.measure.record import new as new_record
@@ -158,7 +158,9 @@ def compare(
   if config.acceptance and not loaded:
     with table.bar(console, 'Timing calls on this host'):
       for temperature in config.temperatures:
-        known[temperature] = for_host(engine, config.acceptance, 1, temperature)
+        known[temperature] = for_host(
+          engine, config.acceptance, 1, temperature, console
+        )
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.max_input_len
   )[: config.num_lines]
@@ -212,7 +214,7 @@ def _rows(
     predicted = None
     if gamma in config.gammas and rows == 1 and chosen is not None:
       lengths, ms = plain.tokens // config.repeats, plain.ms / config.repeats
-      predicted = _predicted(chosen, gamma, lengths, ms)
+      predicted = predicted_speed_up(chosen, gamma, lengths, ms)
     measured.append(
       {
         'method': method.name,
@@ -315,30 +317,6 @@ def _measured(timed: Timed, plain: Timed) -> dict[str, Any]:
     ends = np.percentile(values[name][1:], _INTERVAL).tolist()
     measured[f'{name}_interval'] = ends if count > 1 else None
   return measured
-
-
-def _predicted(
-  chosen: Calibration, gamma: int, lengths: np.ndarray, plain_ms: np.ndarray
-) -> float | None:
-  """The speed-up of outputs by a calibration; None if it does not say.
-
-  Whatever plain decoding takes besides its calls, such as the encoder, the
-  tokenizer and the way to the device, speculation is taken to need as well.
-
-  Args:
-    chosen: the calibration.
-    gamma: proposals per round.
-    lengths: tokens of each output.
-    plain_ms: what plain decoding took for each.
-  """
-  times = {name: ms['median'] for name, ms in chosen.times_ms(1).items()}
-  costs = call_costs(times)
-  if gamma + 1 > len(costs.call_cost):
-    return None
-  besides = (plain_ms / times['call_1'] - lengths).mean().item()
-  costs = costs._replace(start=max(costs.start, besides))
-  alpha = chosen.record['acceptance_rate']['alpha']
-  return costs.speed_up(lengths.tolist(), alpha, gamma)
 
 
 def _table(

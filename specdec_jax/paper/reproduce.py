@@ -16,10 +16,14 @@ from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import record
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
-from specdec_jax.measure.calls import BenchmarkConfig, benchmark
+from specdec_jax.measure.calls import (
+  COSTS_EXPLAINED,
+  BenchmarkConfig,
+  benchmark,
+)
 from specdec_jax.measure.record import Record
+from specdec_jax.measure.table import Column, Table, load_matplotlib
 from specdec_jax.measure.table import console as terminal
-from specdec_jax.measure.table import load_matplotlib
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
@@ -229,7 +233,9 @@ class _Work:
     plots.plot_figure4(path, records)
 
   def figure5(self):
-    costs = benchmark(self.config.costs, self.console)
+    # Its own table is of random ids; the figure is of the text.
+    quiet = rich.console.Console(quiet=True)
+    costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
       rounds = trace.record(self._engine, self.config.text, gamma=gamma)
@@ -237,6 +243,32 @@ class _Work:
     runs[0] = [1] * sum(runs[gamma])
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, costs)
+    self.console.print(figure5_table(runs, costs))
+
+
+def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
+  """What Figure 5 shows, in numbers; see `plots.plot_figure5`."""
+  ends = {g: plots.calls(g, runs[g], costs)[-1].end_ms for g in runs}
+  ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
+  notes = [COSTS_EXPLAINED, 'ms and speed-up: of what is drawn, for this text.']
+  if wrong := costs.get('contradiction'):
+    notes.insert(0, f'These times contradict themselves: {wrong}.')
+  rows = [
+    [
+      gamma or 'plain',
+      costs['call_cost'][str(gamma + 1)],
+      ratios.get(gamma),
+      sum(counts),
+      len(counts),
+      ends[gamma],
+      None if wrong else ends[0] / ends[gamma],
+    ]
+    for gamma, counts in runs.items()
+  ]
+  columns: list[Column | str] = ['gamma', Column('v(gamma + 1)', '.2f')]
+  columns += [Column('c', '.3f'), 'tokens', 'calls of the target']
+  columns += [Column('ms', '.1f'), Column('speed-up', '.2f')]
+  return Table('Figure 5: calls over time', columns, rows, notes)
 
 
 def suite_records(

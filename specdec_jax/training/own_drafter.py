@@ -4,10 +4,16 @@ The target decodes the texts; some layers of its decoder become a drafter that
 reads its encoder (see `decoder_layers`) and learns to say what it says; the
 pair is calibrated on texts that were held out. Each step is resumed where it
 was stopped, by the rules of `training.train`.
+
+All of it has one budget of time. What calls cost does not depend on what the
+drafter has learned, so they are timed before it learns; how long that takes
+here says how much time is left for the measurements behind the training.
 """
 
 import dataclasses
+import math
 import os
+import time
 from typing import Annotated, Any
 
 import jax
@@ -17,15 +23,18 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.safetensors_files import import_safetensors
-from specdec_jax.checks.fields import Bound, Checked, unexpected
-from specdec_jax.drafters.ngram_table import fit
+from specdec_jax.checks.fields import (
+  Bound,
+  check_types,
+  unexpected,
+)
+from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.engine import calibration, loading
-from specdec_jax.engine.calibration import Calibration
+from specdec_jax.engine.calibration import Calibration, CalibrationError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.calls import LEAST_DECODE_LEN
-from specdec_jax.measure.record import describe
+from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import say
 from specdec_jax.models.base import Params, reads_encoder
@@ -35,21 +44,33 @@ from specdec_jax.text.tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
-from specdec_jax.training.run import MODEL_FILE, FromTarget, TrainRun, train
+from specdec_jax.training.run import (
+  MODEL_FILE,
+  STATES,
+  FromTarget,
+  TrainRun,
+  train,
+)
 from specdec_jax.training.trainer import TrainConfig
-from specdec_jax.types import Amount, Positive
+from specdec_jax.types import Positive
 
 CALIBRATION = 'calibration.json'
 HELD_OUT = 'held_out.txt'
 _TRAINING = 'training'
 _LEAST_TEXTS = 8
-_REST_MINUTES = 10
 _MOST_HELD_OUT = 512
+_LEAST_MINUTES, _WEEK = 2.0, 7 * 24 * 60.0
+# Shares of the time: at most for decoding texts, besides the held-out ones, and
+# for timing calls; at least for learning.
+_DECODING, _TIMING, _LEARNING = 0.25, 0.2, 0.05
+_MOST_LATE = 0.7  # of the time for measuring: with less it is left out
+_SAVING_S = 8.0  # what writing the drafter takes, and its last evaluation
+_STARTED_S = 5.0  # what a process takes to get here
 _SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
 
 
 @dataclasses.dataclass(frozen=True)
-class DistilConfig(Checked):
+class DistilConfig:
   """What a drafter is made of.
 
   Attributes:
@@ -60,8 +81,9 @@ class DistilConfig(Checked):
     num_layers: of the target's decoder that become the drafter's.
     max_input_len, max_decode_len: tokens of an input and of an output at most,
       their ends included; longer ones are left out.
-    minutes: time of the whole run: a third at most to decode, the most of the
-      rest to learn; 0 is no limit, and `steps` ends it.
+    minutes: time of the whole run, from the start of a process to its end:
+      three tenths at most to decode, the rest to learn and to measure; 2 or
+      more, as compilation alone takes a minute. 0 is no limit: `steps` ends it.
     steps: ends the training as well.
     max_gamma, num_tokens, repeats: the calibration's largest gamma, tokens that
       it measures acceptance on, and timed rounds.
@@ -74,18 +96,42 @@ class DistilConfig(Checked):
   texts: str
   output_dir: str
   num_layers: Positive = 1
-  max_input_len: Annotated[int, Bound(2)] = 128
-  max_decode_len: Annotated[int, Bound(2)] = 120
-  minutes: Amount = 90.0
-  steps: Positive = 1_000_000
-  max_gamma: Positive = 16
+  max_input_len: Annotated[int, Bound(2, MOST_LEN)] = 128
+  max_decode_len: Annotated[int, Bound(2, MOST_LEN)] = 120
+  minutes: Annotated[float, Bound(0, _WEEK)] = 90.0
+  steps: Annotated[int, Bound(1, 10**9)] = 1_000_000
+  max_gamma: Annotated[int, Bound(1, calibrate.MOST_GAMMA)] = 8
   num_tokens: Positive = 2000
-  repeats: Annotated[int, Bound(2)] = 9
+  repeats: Annotated[int, Bound(2, 10_000)] = 9
+
+  def __post_init__(self):
+    check_types(self)
+    if 0 < self.minutes < _LEAST_MINUTES:
+      expected = f'0 (no limit), or {_LEAST_MINUTES:g} minutes or more'
+      raise unexpected('DistilConfig.minutes', expected, self.minutes)
+
+
+class _Budget:
+  """The time of a run.
+
+  Attributes:
+    seconds: all of it; infinite without a limit.
+    end: when it is over (`time.monotonic()`).
+  """
+
+  def __init__(self, minutes: float):
+    self.seconds = 60 * minutes or math.inf
+    self.end = time.monotonic() - _STARTED_S + self.seconds
+
+  @property
+  def left(self) -> float:
+    """Seconds that are left."""
+    return self.end - time.monotonic()
 
 
 def distil(
   config: DistilConfig, console: rich.console.Console | None = None
-) -> Calibration:
+) -> Calibration | None:
   """Makes the drafter, and says what it is worth here.
 
   Leaves in `output_dir`: config.json and model.safetensors, which
@@ -94,11 +140,16 @@ def distil(
   calibration.json; held_out.txt, the texts that were not learned from; the
   training's files in training/. The same call goes on where one was stopped.
 
+  Returns:
+    The calibration. None: the time was over, or the timings contradict
+    themselves, as is then said; no calibration.json is left.
+
   Raises:
     ValueError: the target, the texts or the folder are not what is needed
       (raised before anything is compiled); or a run with other settings began
       in the folder.
   """
+  budget = _Budget(config.minutes)
   console = console or terminal()
   draft = draft_network(config)
   tokenizer = own_vocabulary(config.target)  # or an error that says what to do
@@ -118,6 +169,18 @@ def distil(
   lines = ''.join(f'{text}\n' for text in held_out)
   held_out_file = os.path.join(config.output_dir, HELD_OUT)
   files.write_atomically(held_out_file, lines.encode())
+  measured = _Measured(config, int(np.median(sizes)), budget, console)
+  # Where the time was over before the first step, it goes on.
+  is_trained = _num_steps(run.model_dir) > 0 and os.path.exists(
+    os.path.join(run.model_dir, MODEL_FILE)
+  )
+
+  def until(params: Params) -> float:
+    if is_trained:
+      return time.monotonic()
+    measured.time_calls(draft, params)
+    return budget.end - measured.closing_s()
+
   # The targets are the target's own, which are made from these sources.
   train(
     run,
@@ -126,15 +189,13 @@ def distil(
       [(ids[text], ids[text]) for text in held_out],
     ),
     lambda params: decoder_layers(params, config.num_layers),
+    until=until,
   )
+  if not _num_steps(run.model_dir):
+    raise measured.too_short()
   _export(config, draft, run.model_dir)
-  calibrated = _calibrate(config, int(np.median(sizes)), console)
-  say(
-    console,
-    f'The drafter is in {config.output_dir}: specdec decode --target'
-    f' {config.target.name} --draft {config.output_dir} --calibration'
-    f' {os.path.join(config.output_dir, CALIBRATION)}',
-  )
+  calibrated = measured.calibrated()
+  say(console, f'The drafter is in {config.output_dir}.')
   return calibrated
 
 
@@ -220,15 +281,11 @@ def _texts(
 def _train_run(
   config: DistilConfig, draft: T5, tokenizer: Tokenizer, longest: int
 ) -> TrainRun:
-  # Compilation and the calibration are not of one length; a third, or
-  # `_REST_MINUTES` of many, is enough for the pairs that were tried.
-  third = config.minutes / 3
-  learning = 2 * third - min(third, _REST_MINUTES)
   longest = max(longest, config.max_decode_len)
   # Powers of two from 16: a program is compiled for each.
   buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
   outputs = OutputsConfig(
-    max_minutes=third,
+    max_minutes=_DECODING * config.minutes,
     temperatures=(0.0, 1.0),
     max_ratio=0.0,
     max_extra=config.max_decode_len,
@@ -245,7 +302,6 @@ def _train_run(
     ),
     training=TrainConfig(
       steps=config.steps,
-      max_minutes=learning,
       eval_every=400,
       checkpoint_minutes=5.0,
       warmup_steps=50,
@@ -256,6 +312,13 @@ def _train_run(
       outputs=outputs,
     ),
   )
+
+
+def _num_steps(training: str) -> int:
+  """Steps of the newest state of a training."""
+  folder = os.path.join(training, STATES)
+  names = os.listdir(folder) if os.path.isdir(folder) else []
+  return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def _export(config: DistilConfig, draft: T5, training: str) -> None:
@@ -270,6 +333,13 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
     draft_model.read(),
     about={'target': draft_model.made_for},
   )
+  if (table := _shortlist(config)) is not None:
+    table.save(os.path.join(config.output_dir, loading.SHORTLIST))
+
+
+def _shortlist(config: DistilConfig) -> NGramTable | None:
+  """What the target said, if that is a small part of the vocabulary."""
+  training = os.path.join(config.output_dir, _TRAINING)
   tokenizer = own_vocabulary(config.target)
   size = tokenizer.vocab_size
   said = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
@@ -282,41 +352,113 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
     max_continuations=size,
     fingerprint=tokenizer.fingerprint,
   )
-  if len(table.ids) <= size * _SMALL_PART:
-    table.save(os.path.join(config.output_dir, loading.SHORTLIST))
+  return table if len(table.ids) <= size * _SMALL_PART else None
 
 
-def _calibrate(
-  config: DistilConfig, input_len: int, console: rich.console.Console
-) -> Calibration:
-  """Measures the pair; one that has been measured on this device is not."""
-  target = config.target
-  path = os.path.join(config.output_dir, CALIBRATION)
+class _Measured:
+  """What the pair is worth, measured before and after the drafter learns."""
 
-  def engine() -> Engine:
-    return Engine(
-      target,
-      loading.load(config.output_dir, dtype=target.dtype),
-      max_input_len=config.max_input_len,
-      max_decode_len=config.max_decode_len,
-    )
-
-  if os.path.exists(path):
-    earlier = calibration.load(path)
-    here = engine().fingerprints, describe()['device']
-    if (earlier.fingerprints, earlier.device) == here:
-      say(console, f'{path} is of this pair already.')
-      return earlier
-  return calibrate.calibrate(
-    calibrate.CalibrateConfig(
-      engine=engine,
+  def __init__(
+    self,
+    config: DistilConfig,
+    input_len: int,
+    budget: _Budget,
+    console: rich.console.Console,
+  ):
+    self._config, self._budget, self._console = config, budget, console
+    self._path = os.path.join(config.output_dir, CALIBRATION)
+    self._costs: calibrate.Costs | None = None
+    self._calls_s = 0.0  # what timing the calls took
+    self._closing_s = 0.0  # what measuring takes behind the training
+    self._why_not = 'The time is over.'
+    self._calibration = calibrate.CalibrateConfig(
+      engine=lambda: self._engine(
+        loading.load(config.output_dir, dtype=config.target.dtype)
+      ),
       input_file=os.path.join(config.output_dir, HELD_OUT),
       num_tokens=config.num_tokens,
       input_len=input_len,
       decode_len=max(config.max_decode_len, LEAST_DECODE_LEN),
       max_gamma=config.max_gamma,
       repeats=config.repeats,
-      output_file=path,
-    ),
-    console,
-  )
+      output_file=self._path,
+    )
+
+  def _engine(self, drafter: Model) -> Engine:
+    return Engine(
+      self._config.target,
+      drafter,
+      max_input_len=self._config.max_input_len,
+      max_decode_len=self._config.max_decode_len,
+    )
+
+  def time_calls(self, draft: T5, params: Params) -> None:
+    """Times calls with a drafter that has not learned, of the same shape."""
+    begin, budget = time.monotonic(), self._budget
+    if budget.left < 0.4 * budget.seconds:
+      self._closing_s = budget.seconds  # there is no time for it
+      return
+    model = Model(draft, params, dtype=self._config.target.dtype)
+    if (table := _shortlist(self._config)) is not None:
+      model = model.with_shortlist([int(token) for token in table.ids])
+    try:
+      self._costs = calibrate.time_calls(
+        self._calibration,
+        self._engine(model),
+        self._console,
+        begin + _TIMING * budget.seconds,
+      )
+    except CalibrationError as error:
+      self._why_not = str(error)
+    # Behind the training fewer programs are compiled and more is decoded, which
+    # takes about as long; calls whose times were refused are timed again. The
+    # training's own programs take less than half of it.
+    self._calls_s = time.monotonic() - begin
+    self._closing_s = (1.2 if self._costs else 2.4) * self._calls_s
+
+  def closing_s(self) -> float:
+    """Seconds to keep for what follows the training.
+
+    Where that leaves too little to learn in, the drafter is not measured.
+
+    Raises:
+      ValueError: nothing is left to learn in.
+    """
+    left = self._budget.left - _SAVING_S
+    least = _LEARNING * self._budget.seconds
+    if left - self._closing_s >= least + 0.5 * self._calls_s:
+      return _SAVING_S + self._closing_s
+    if left < least:
+      raise self.too_short()
+    return _SAVING_S
+
+  def too_short(self) -> ValueError:
+    """The error of a run without time to learn in."""
+    minutes = self._config.minutes
+    expected = f'more than {minutes:g} on this machine'
+    advice = 'What the target said is kept: the same command goes on.'
+    return unexpected('DistilConfig.minutes', expected, minutes, advice)
+
+  def calibrated(self) -> Calibration | None:
+    """The calibration of the pair; one of before counts."""
+    if os.path.exists(self._path):
+      try:
+        earlier = calibration.load(self._path)
+        earlier.check(self._calibration.engine().fingerprints)
+        say(self._console, f'{self._path} is of this pair already.')
+        return earlier
+      except CalibrationError as error:
+        say(self._console, f'{error} It is measured again.')
+        os.remove(self._path)
+    if self._budget.left >= _MOST_LATE * self._closing_s:
+      try:
+        return calibrate.calibrate(
+          self._calibration, self._console, self._costs, self._budget.end
+        )
+      except CalibrationError as error:
+        self._why_not = str(error)
+    say(
+      self._console,
+      f'No calibration: {self._why_not} `specdec calibrate` makes one.',
+    )
+    return None

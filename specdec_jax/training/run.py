@@ -43,12 +43,14 @@ from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
+STATES = 'train_states'  # folder
 # Fields of `TrainConfig` that a run that goes on must have as before.
 _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
+_EVAL_PART = 0.2  # of the minutes for outputs, besides these
 # The part of the host's memory that the target's features may take. Not of what
 # is free: a run that goes on must have the same order of batches.
 _KEPT_PART = 0.25
@@ -182,6 +184,7 @@ def train(
   begin: Callable[[Params], Params] | None = None,
   beside: Mapping[str, Callable[[], str]] | None = None,
   log: Callable[[str], None] | None = None,
+  until: Callable[[Params], float] | None = None,
 ) -> Params:
   """Trains; if an earlier run in the same folder was killed, it is resumed.
 
@@ -193,6 +196,8 @@ def train(
     beside: more files to write to the folder: name -> function that returns its
       text.
     log: gets lines of progress; None is standard error.
+    until: called with the first parameters once the data are there; returns
+      when learning ends at the latest (`time.monotonic()`).
 
   Returns:
     The parameters, which are also in `model_dir`.
@@ -256,7 +261,8 @@ def train(
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
   )
   loop = Trainer(objective, training, batches, valid, log, keeps)
-  state = loop.train(params, os.path.join(run.model_dir, 'train_states'))
+  end = math.inf if until is None else until(params)
+  state = loop.train(params, os.path.join(run.model_dir, STATES), end)
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
   about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
@@ -412,7 +418,7 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
     for_eval = dataclasses.replace(
       learning.outputs,
       num_examples=_NUM_EVAL_OUTPUTS,
-      max_minutes=0.0,
+      max_minutes=_EVAL_PART * learning.outputs.max_minutes,
       temperatures=_EVAL_TEMPERATURES,
     )
     held_out, _ = decoded('eval', held_out, for_eval)

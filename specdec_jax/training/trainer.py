@@ -188,12 +188,19 @@ class Trainer:
       _add(total, self._evaluate(self._objective, params, batch))
     return _means(total)
 
-  def train(self, params: Params, folder: str | os.PathLike[str]) -> TrainState:
+  def train(
+    self,
+    params: Params,
+    folder: str | os.PathLike[str],
+    until: float = math.inf,
+  ) -> TrainState:
     """Runs to the end, from the last saved state in `folder` if there is one.
 
     Args:
       params: the parameters that a new run starts with.
       folder: folder of saved states.
+      until: the run also ends at this time (`time.monotonic()`), and the
+        curve follows it.
 
     Returns:
       The final state.
@@ -206,14 +213,18 @@ class Trainer:
     with _states(folder) as store:
       state = _restored(store, self.init(params))
       step, elapsed = int(state.step), float(state.elapsed_s)
-      self.compile(state)
-      start = time.monotonic() - elapsed  # of the training, over all resumes
       if step:
         self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
+      if time.monotonic() < until:
+        self.compile(state)
+      start = time.monotonic() - elapsed  # of the training, over all resumes
+      most_s = until - start
+      if self.config.max_minutes > 0:
+        most_s = min(most_s, 60 * self.config.max_minutes)
       saved_s = logged_s = elapsed
       sums: dict[str, float] = {}
       data = self._train_data.stream(step)
-      while (progress := self._progress(step, time.monotonic() - start)) < 1.0:
+      while (progress := self._progress(step, start, most_s)) < 1.0:
         rate = learning_rate(config, step, progress)
         epoch, batch = next(data)
         state, norm, added = self._one_step(state, step, batch, rate)
@@ -240,12 +251,11 @@ class Trainer:
         _save(store, state, time.monotonic() - start)
     return state
 
-  def _progress(self, step: int, elapsed_s: float) -> float:
+  def _progress(self, step: int, start: float, most_s: float) -> float:
     """The share of the run that is done, by steps or by time."""
-    done = step / self.config.steps
-    if self.config.max_minutes > 0:
-      done = max(done, elapsed_s / (60 * self.config.max_minutes))
-    return done
+    elapsed_s = time.monotonic() - start
+    by_time = elapsed_s / most_s if elapsed_s < most_s else 1.0
+    return max(step / self.config.steps, by_time)
 
   def _with_known(self, batch: Batch) -> Batch:
     if self._know is None:
