@@ -7,11 +7,10 @@ when it runs.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from specdec_jax.cli import Command
+from specdec_jax.cli import Command, resumable
 
 
 def calibrate() -> None:
@@ -86,7 +85,9 @@ def decode() -> None:
   """
   from specdec_jax import infer
 
-  infer.decode(_build(infer.DecodeConfig), _beside())
+  config = _build(infer.DecodeConfig)
+  with resumable(config.output_dir):
+    infer.decode(config, _beside())
 
 
 def demo() -> None:
@@ -121,7 +122,9 @@ def distil() -> None:
   """
   from specdec_jax import training
 
-  training.distil(_build(training.DistilConfig))
+  config = _build(training.DistilConfig)
+  with resumable(config.output_dir):
+    training.distil(config)
 
 
 def measure() -> None:
@@ -225,7 +228,10 @@ def train() -> None:
   from specdec_jax import training
   from specdec_jax.training import ngram
 
-  train = functools.partial(training.train, beside=_beside())
+  def train(run: training.TrainRun) -> None:
+    with resumable(run.model_dir):
+      training.train(run, beside=_beside())
+
   _chosen(
     'train', {training.TrainRun: train, ngram.FitNgramConfig: ngram.fit_ngram}
   )
