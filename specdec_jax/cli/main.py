@@ -131,8 +131,8 @@ def _as_process(function: Callable[[], int]) -> int:
   signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
 
   def watch() -> None:
-    while True:
-      number = ours.recv(1)[0]
+    while data := ours.recv(1):  # until `pythons` is closed
+      (number,) = data
       # A server handles it itself.
       python_raises = signal.getsignal(number) is signal.default_int_handler
       if number == signal.SIGINT and python_raises:

@@ -793,6 +793,17 @@ def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
   return tokenizer.encode(text)
 
 
+def encoded_texts(
+  tokenizer: Tokenizer, texts: Sequence[str]
+) -> list[list[int]]:
+  """`encoded` of many texts, in less time than of each by itself."""
+  for text in texts:
+    check_unicode(text)
+  # A tokenizer of somebody's own need not have it.
+  encode_batch = getattr(tokenizer, 'encode_batch', None)
+  return (encode_batch or (lambda _: [*map(tokenizer.encode, texts)]))(texts)
+
+
 def check_unicode(text: str) -> None:
   """Raises ValueError for a text with half a character."""
   try:

@@ -162,7 +162,7 @@ class _Run:
     if config.calibration is not None:  # before any model is loaded
       measured = calibration.load(config.calibration)
     options = self.data.engine_options(config)
-    with bar(console, 'Loading models'):
+    with bar(console, 'Loading models, vocabulary and memory'):
       if config.drafter is not None and SPECULATIVE in config.ways:
         options['drafter'] = config.drafter()  # first: it may be missing
       self.engine = config.engine(**options)
