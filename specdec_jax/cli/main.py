@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import specdec_jax
@@ -89,8 +89,11 @@ def _unknown(name: str) -> str:
   return f'error: there is no command {name!r}.{hint}'
 
 
-def _guarded(function: Callable[[], int]) -> int:
-  """Calls a function with open standard streams; returns the exit status."""
+def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
+  """Calls a function with open standard streams; returns the exit status.
+
+  If `is_process`, an interrupt ends the process soon.
+  """
   for number in range(3):
     try:
       os.fstat(number)
@@ -112,7 +115,8 @@ def _guarded(function: Callable[[], int]) -> int:
     if isinstance(stream, io.TextIOWrapper):  # all files are UTF-8, too
       stream.reconfigure(encoding='utf-8', errors=stream.errors)
   try:
-    return function()
+    with _watched() if is_process else contextlib.nullcontext():
+      return function()
   except KeyboardInterrupt:  # perhaps while it was importing
     return _interrupted()
 
@@ -121,14 +125,22 @@ def _guarded(function: Callable[[], int]) -> int:
 
 
 def _as_process(function: Callable[[], int]) -> int:
-  """`_guarded`, of a process that ends soon after SIGINT, whatever it does.
+  """`_guarded` of a process, which ends soon after SIGINT, whatever it does.
 
   Python would interrupt a program that is being compiled when that is done, and
   at its end wait for those that other threads compile: a minute or more.
   """
+  status = _guarded(function, is_process=True)
+  if status == _INTERRUPTED:
+    _leave(status)
+  return status
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+  """Leaves the process if SIGINT does not end the block within `_UNWIND_S`."""
   ours, pythons = socket.socketpair()
   pythons.setblocking(False)
-  signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
 
   def watch() -> None:
     while data := ours.recv(1):  # until `pythons` is closed
@@ -140,10 +152,12 @@ def _as_process(function: Callable[[], int]) -> int:
         _leave(_interrupted())
 
   threading.Thread(target=watch, daemon=True).start()
-  status = _guarded(function)
-  if status == _INTERRUPTED:
-    _leave(status)
-  return status
+  with pythons:
+    signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
+    try:
+      yield
+    finally:
+      signal.set_wakeup_fd(-1)
 
 
 def _leave(status: int) -> None:

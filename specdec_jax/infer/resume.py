@@ -11,6 +11,7 @@ however that ends.
 import contextlib
 import errno
 import glob
+import hashlib
 import json
 import os
 import pathlib
@@ -139,7 +140,15 @@ class Folder:
         elif not overwrite:
           self.check_same(before, settings, 'an unfinished run')
         path.unlink(missing_ok=True)
-    multihost_utils.sync_global_devices(f'{self.name} begins')
+    digest = hashlib.sha256(self._settings.encode()).hexdigest()
+    try:
+      multihost_utils.sync_global_devices(f'{self.name} begins {digest}')
+    except AssertionError as error:
+      raise ValueError(
+        f'Process {self.process} reads other inputs, or has other settings,'
+        ' than process 0: give all of them the same command, and files that'
+        ' nobody changes. Finished work is kept.'
+      ) from error
     done = self.appended(own=True)
     multihost_utils.sync_global_devices(f'{self.name} was read')
     return done

@@ -59,11 +59,12 @@ def decode(
 ) -> dict[str, Any]:
   """Decodes or scores lines or a task, writes the results, prints a report.
 
-  The results of lines are `predictions.jsonl` in `config.output_dir`; those of
-  a task, or of each task of a mixture, `<task>-<mode>.jsonl-SSSSS-of-NNNNN`, as
-  in T5X, whose other files have that name with another ending: `.summary.json`
-  (with everything that decided the results), the files of `beside`, and the
-  marker `.COMPLETED`, which is written last. A run that was killed goes
+  The results of lines are `predictions.jsonl` in `config.output_dir`, with
+  shards `predictions.jsonl-SSSSS-of-NNNNN`; those of a task, or of each task of
+  a mixture, `<task>-<mode>.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
+  a task or a shard have that name with another ending: `.summary.json` (with
+  everything that decided the results), the files of `beside`, and the marker
+  `.COMPLETED`, which is written last. A run that was killed goes
   on, and finished results are kept. The models are loaded once, unless the
   lengths of a mixture's tasks differ.
 
@@ -132,8 +133,8 @@ def _in_folder(
 ) -> dict[str, Any]:
   """Claims the output folder, or one that is not kept, and runs."""
   process = jax.process_index()
-  if jax.process_count() > 1 and not (config.is_task and config.output_dir):
-    expected = 'a folder of a task (gin/runs/infer.gin) for several processes'
+  if jax.process_count() > 1 and not config.output_dir:
+    expected = 'a folder that all processes see (--output-dir)'
     raise unexpected('DecodeConfig.output_dir', expected, config.output_dir)
   console.quiet = console.quiet or process > 0
   with contextlib.ExitStack() as stack:
@@ -228,7 +229,7 @@ class _Run:
     )
     for differing in summary.get('agreement', {}).get('disagreements', ()):
       number = (differing['line'] - 1) // config.options.num_samples
-      differing['line'] = 1 + self.data.lines[number]
+      differing['line'] = 1 + config.index(self.data.lines[number])
     failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
     failed = failed and bool(summary['errors'])
     texts = {SUMMARY: report.json_text(summary, indent=2)}
@@ -271,16 +272,17 @@ class _Run:
     pooled = config.slots is not None
     size = config.rows * (config.checkpoint_period if pooled else 1)
     done = {name: report.completions_of(x) for name, x in results.items()}
-    with bar(self.console, 'Decoding', len(items)) as advance:
+    before = sum(x.number in way for x in items for way in done.values())
+    share = 1 / len(self.ways)  # of an item, which each way decodes
+    with bar(self.console, 'Decoding', len(items), before * share) as advance:
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         for name, way in self.ways.items():
           left = [item for item in batch if item.number not in done[name]]
-          for part in way.batches(left):
+          for part in way.batches(left, lambda: advance(share)):
             results[name].append(part)
             if apart or process == 0:
               folder.append({name: dataclasses.asdict(part)})
-        advance(len(batch))
     if process:
       folder.wait(lambda: folder.finished)
       return None
@@ -482,10 +484,16 @@ class Way:
       return self._decoder.run(sources, **options)
     return enumerate(self._decoder.generate(sources, **options))
 
-  def batches(self, items: Sequence[Item]) -> Iterator[Batch]:
+  def batches(
+    self, items: Sequence[Item], advance: Callable[[], None] = lambda: None
+  ) -> Iterator[Batch]:
     """Runs items that belong together; yields their results.
 
     With continuous batching they come in parts, one each half minute.
+
+    Args:
+      items: the items.
+      advance: called when an item is finished.
     """
     if not items:
       return
@@ -502,6 +510,7 @@ class Way:
     for count, (place, output) in enumerate(self.run(padded)):
       if place < len(items):
         part.completions[items[place].number] = output
+        advance()
       seconds = time.perf_counter() - begin
       is_due = not rows and seconds >= _KEEP_SECONDS
       if part.completions and (count == last or is_due):

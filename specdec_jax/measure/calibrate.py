@@ -9,8 +9,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import numpy as np
 import rich.console
+from jax.experimental import multihost_utils
 
 from specdec_jax import analysis
 from specdec_jax.checks.fields import Bound, unexpected
@@ -341,6 +343,9 @@ def for_host(
     lambda: host_times(engine, rows, temperature),
     lambda value: {name: float(value[name]) for name in _HOST_TIMES},
   )
+  if jax.process_count() > 1:  # all of them choose by the times of the first
+    agreed = multihost_utils.broadcast_one_to_all([*times.values()])
+    times = dict(zip(times, map(float, agreed), strict=True))
   # The closed forms know of no place without a proposal: there beta is 0.
   rate = rate | {'alpha': rate.get('proposes', 1.0) * (rate['alpha'] or 0.0)}
   medians = {name: {'median': ms} for name, ms in times.items()}

@@ -10,6 +10,7 @@ line on stderr now and then.
 
 import contextlib
 import dataclasses
+import datetime
 import io
 import os
 import re
@@ -323,30 +324,46 @@ def _lines(describe: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(
-  console: rich.console.Console, label: str, total: int = 0
+  console: rich.console.Console, label: str, total: int = 0, done: float = 0
 ) -> Iterator[Callable[..., None]]:
   """A bar of `total` steps, or only the label, while the block runs.
 
+  It says how many steps are done, how many a second, and the time that is left.
+  `done` steps were made before.
+
   Yields a function that moves it by a number of steps, one by default.
   """
-  text, *steps = rich.progress.Progress.get_default_columns()
+  text, steps, *_ = rich.progress.Progress.get_default_columns()
   progress = rich.progress.Progress(
     rich.progress.SpinnerColumn(),  # it moves while the first step compiles
     text,
-    *(steps if total else ()),
+    *(
+      (steps, rich.progress.TextColumn('{task.fields[pace]}')) if total else ()
+    ),
     rich.progress.TimeElapsedColumn(),
     console=console,
     transient=True,
     disable=not console.is_terminal,
   )
-  task = progress.add_task(label, total=total)
+  number = progress.add_task(label, total=total, completed=done, pace='')
 
-  def advance(count: int = 1) -> None:
-    progress.advance(task, count)
+  def pace() -> str:
+    (task,) = progress.tasks
+    counted = f'{task.completed:.0f} of {total}'
+    if not (task.elapsed and task.completed > done):
+      return counted
+    rate = (task.completed - done) / task.elapsed
+    left = datetime.timedelta(seconds=round((total - task.completed) / rate))
+    return f'{counted}, {rate:.3g} a second, {left} left'
+
+  def advance(count: float = 1) -> None:
+    progress.advance(number, count)
+    progress.update(number, pace=pace())
+
+  progress.update(number, pace=pace())
 
   def describe() -> str:
-    done = progress.tasks[0].completed
-    return f'{label}: {done:g} of {total}' if total else label
+    return f'{label}: {pace()}' if total else label
 
   shown = progress if console.is_terminal else _lines(describe)
   with shown:

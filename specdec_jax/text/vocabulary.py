@@ -64,7 +64,8 @@ def splitter(tokens: Iterable[Any]) -> Any:
 def is_vocabulary(folder: pathlib.Path) -> bool:
   """Whether a folder holds the files of a vocabulary."""
   kinds = ((TOKENIZER,), (SENTENCEPIECE,), (PIECES,), (VOCAB, MERGES))
-  return any(all((folder / file).exists() for file in kind) for kind in kinds)
+  paths = [[folder / file for file in kind] for kind in kinds]
+  return any(all(map(os.path.lexists, kind)) for kind in paths)
 
 
 def settings(folder: pathlib.Path) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def settings(folder: pathlib.Path) -> dict[str, Any]:
 
 def _object_of(file: pathlib.Path) -> dict[str, Any]:
   """The object of a JSON file; {} if there is no such file."""
-  return files.read_json(file) if file.exists() else {}
+  return files.read_json(file) if os.path.lexists(file) else {}
 
 
 def content(token: Any) -> str:
@@ -500,9 +501,9 @@ def open_backend(
   folder = place if is_folder else place.parent
   names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
   if is_folder:
-    name = next((name for name in names if (folder / name).exists()), '')
+    name = next((name for name in names if os.path.lexists(folder / name)), '')
   else:
-    beside = any((folder / name).exists() for name in (SETTINGS, ADDED))
+    beside = any(os.path.lexists(folder / name) for name in (SETTINGS, ADDED))
     name = place.name if place.name in names[:2] and beside else ''
   if name:
     config = settings(folder)
@@ -525,7 +526,7 @@ def open_backend(
 
 def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
   """Raises ValueError if spiece.model has other pieces than tokenizer.json."""
-  if not (folder / SENTENCEPIECE).exists():
+  if not os.path.lexists(folder / SENTENCEPIECE):
     return
   pieces = PiecesBackend(folder / SENTENCEPIECE).pieces
   for i, piece in pieces.items():
