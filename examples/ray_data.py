@@ -18,18 +18,19 @@ from ray.data.checkpoint import CheckpointConfig
 
 import specdec_jax as sd
 
-NUM_ENGINES = int(os.environ.get('NUM_ENGINES', 2))
+NUM_ENGINES = 2
+EACH = {'num_cpus': 0}  # on a cluster what each needs: {'num_gpus': 1}
 file, out = sys.argv[1:] or ('demo/input.txt', 'outputs/ray')
-out = pathlib.Path(out).resolve()
-folder = pathlib.Path().resolve()  # has the demo pair
+file, out = pathlib.Path(file).resolve(), pathlib.Path(out).resolve()
+folder = pathlib.Path().resolve()  # has gin/ and demo/
 
 
 class Translate:
   """An engine, which lives as long as its actor."""
 
   def __init__(self):
-    # With a pair of yours: sd.Engine(sd.load('MY_TARGET'), sd.load('MY_DRAFT'))
     os.chdir(folder)
+    # With a pair of yours: sd.Engine(sd.load('MY_TARGET'), sd.load('MY_DRAFT'))
     gin.parse_config_file('gin/models/demo_pair.gin')
     self.engine = gin.get_configurable(sd.Engine)(batch_size=16)
 
@@ -41,21 +42,18 @@ class Translate:
 ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
   'text', str(out / 'checkpoint'), delete_checkpoint_on_success=False
 )
-lines = pathlib.Path(file).read_text('utf-8').split('\n')
-ray.data.read_text(
-  os.path.abspath(file), override_num_blocks=1 + len(lines) // 256
-).map_batches(
-  Translate,
-  batch_size=256,
-  compute=ray.data.ActorPoolStrategy(size=NUM_ENGINES),
-  num_cpus=0.5,  # reading needs some too; or num_gpus=1
-).write_json(str(out / 'parts'))
+lines = file.read_text('utf-8').splitlines()
+blocks = max(2 * NUM_ENGINES, len(lines) // 256)
+actors = ray.data.ActorPoolStrategy(size=NUM_ENGINES)
+texts = ray.data.read_text(str(file), override_num_blocks=blocks)
+made = texts.map_batches(Translate, batch_size=256, compute=actors, **EACH)
+made.write_json(str(out / 'parts'))
 
 # The parts come in any order; equal texts have equal (greedy) translations.
-texts = {}
+german = {}
 for part in (out / 'parts').glob('*.json'):
   records = map(json.loads, part.read_text('utf-8').splitlines())
-  texts |= {record['text']: record['translation'] for record in records}
-german = ''.join(f'{texts.get(line, "")}\n' for line in lines[:-1])
-(out / 'german.txt').write_text(german, 'utf-8')
-print(f'{len(texts)} texts, {len(lines) - 1} lines: {out / "german.txt"}')
+  german |= {record['text']: record['translation'] for record in records}
+text = ''.join(f'{german.get(line, "")}\n' for line in lines)
+(out / 'german.txt').write_text(text, 'utf-8')
+print(f'{len(german)} texts of {len(lines)} lines are in {out / "german.txt"}')

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 import types
 
@@ -106,13 +107,18 @@ def test_a_bar_is_for_a_terminal(is_terminal, capsys, monkeypatch):
   )
   with tables.bar(console, 'Loading'):
     time.sleep(0.1)
-  with tables.bar(console, 'Costs', 3) as advance:
+  with tables.bar(console, 'Costs', 9, 3) as advance:
+    time.sleep(0.1)
     advance(2)
     time.sleep(0.1)
-  assert ('Costs' in stream.getvalue()) == is_terminal
-  err = capsys.readouterr().err
-  for line in ('Loading, 0 s\n', 'Costs: 2 of 3, 0 s\n'):
-    assert (line in err) != is_terminal
+  shown, err = stream.getvalue(), capsys.readouterr().err
+  assert ('Costs' in shown) == is_terminal
+  if not is_terminal:
+    assert 'Loading, 0 s\n' in err and 'Costs: 3 of 9, 0 s\n' in err
+  # Steps that were made before are not of this run's pace.
+  pace = r'5 of 9, (\d+(\.\d+)?) a second, 0:00:00 left'
+  (rate, _), *_ = re.findall(pace, shown if is_terminal else err)
+  assert 1 < float(rate) < 2 / 0.1
 
 
 def test_totals_of_outputs():

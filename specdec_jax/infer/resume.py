@@ -104,11 +104,14 @@ class Folder:
     self, before: Any, settings: Mapping[str, Any], kind: str
   ) -> None:
     """Raises ValueError if what is there comes from other settings."""
+    name, other, same = 'examples_sha256', 'configuration', 'configuration'
+    if isinstance(before, dict) and before.get(name) != settings.get(name):
+      other, same = 'input, or of the file before it was changed', 'input'
     same_run.check(
       before,
       settings,
-      f'{str(self.path)!r} holds {kind} of another configuration ({self.name})',
-      f'Give another folder, the same configuration, or {_OVERWRITE}.',
+      f'{str(self.path)!r} holds {kind} of another {other} ({self.name})',
+      f'Give another folder, the same {same}, or {_OVERWRITE}.',
     )
 
   def begin(

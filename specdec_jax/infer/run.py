@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import rich.console
 
+from specdec_jax import files
 from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.decoding import fallback
 from specdec_jax.engine import calibration, completion, scoring
@@ -156,6 +157,7 @@ class _Run:
   ):
     """Reads the examples, and loads the models."""
     self.folder, self.console = folder, console
+    self.input_state = files.state(config.input_file)
     self.data = read(config)
     self.metrics, self.unmeasured = _metrics(config, self.data)
     self.failed_metric: str | None = None
@@ -355,6 +357,12 @@ class _Run:
     if self.data.broken_off is not None:
       raise ValueError(
         f'{self.data.broken_off} Everything before that is {where}.'
+      )
+    path = config.input_file
+    if not config.is_task and files.state(path) != self.input_state:
+      raise ValueError(
+        f'{path!r} was changed while it was decoded. All of what it was before'
+        f' is {where}.'
       )
     if self.failed_metric is not None:
       raise ValueError(f'{self.failed_metric}. Everything is {where}.')
