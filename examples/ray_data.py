@@ -42,11 +42,11 @@ class Translate:
 ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
   'text', str(out / 'checkpoint'), delete_checkpoint_on_success=False
 )
-lines = file.read_text('utf-8').splitlines()
+lines = file.read_bytes().decode().removesuffix('\n').split('\n')
 blocks = max(2 * NUM_ENGINES, len(lines) // 256)
 actors = ray.data.ActorPoolStrategy(size=NUM_ENGINES)
 texts = ray.data.read_text(str(file), override_num_blocks=blocks)
-made = texts.map_batches(Translate, batch_size=256, compute=actors, **EACH)
+made = texts.map_batches(Translate, batch_size=None, compute=actors, **EACH)
 made.write_json(str(out / 'parts'))
 
 # The parts come in any order; equal texts have equal (greedy) translations.
