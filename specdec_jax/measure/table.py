@@ -345,7 +345,8 @@ def bar(
     transient=True,
     disable=not console.is_terminal,
   )
-  number = progress.add_task(label, total=total, completed=done, pace='')
+  number = progress.add_task(label, total=total, pace='')
+  progress.update(number, completed=done)
 
   def pace() -> str:
     (task,) = progress.tasks
