@@ -51,6 +51,7 @@ _STYLE = {
 _DPI = 150
 _NUMBER = re.compile(r'[-+\d.,%]+')
 _NO_EDGE = 10_000  # characters; wider than any output
+_TOGETHER_S = 0.1  # so near are steps that come together
 EVERY_S = 20.0  # between two lines of progress
 
 
@@ -347,18 +348,24 @@ def bar(
   )
   number = progress.add_task(label, total=total, pace='')
   progress.update(number, completed=done)
+  first_time, first_steps = 0.0, float(total)
 
   def pace() -> str:
     (task,) = progress.tasks
     counted = f'{task.completed:.0f} of {total}'
-    if not (task.elapsed and task.completed > done):
+    if task.completed <= first_steps:
       return counted
-    rate = (task.completed - done) / task.elapsed
+    rate = (task.completed - first_steps) / (time.monotonic() - first_time)
     left = datetime.timedelta(seconds=round((total - task.completed) / rate))
     return f'{counted}, {rate:.3g} a second, {left} left'
 
   def advance(count: float = 1) -> None:
+    nonlocal first_time, first_steps
     progress.advance(number, count)
+    # Before the first steps, which may come together, programs are compiled.
+    first_time = first_time or time.monotonic()
+    if time.monotonic() - first_time < _TOGETHER_S:
+      first_steps = progress.tasks[0].completed
     progress.update(number, pace=pace())
 
   progress.update(number, pace=pace())
