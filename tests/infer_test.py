@@ -293,10 +293,17 @@ def test_full_disk_leaves_no_broken_output(tmp_path, monkeypatch):
   assert not [*out.glob('*.tmp'), *out.glob('*.COMPLETED')]
 
 
-def test_outputs_are_lines(monkeypatch, capsys):
+def test_outputs_are_lines(tmp_path, monkeypatch, capsys):
   records = [{'prediction': ['a\nb', None]}, {'prediction': ''}, {'score': 1.5}]
   report.print_outputs(records)
   assert capsys.readouterr().out == 'a b\n\n\n1.5\n'
+  engine = ReversingEngine()
+  stream = io.TextIOWrapper(io.BytesIO(), 'ascii')
+  with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
+    patch.setattr(sys, 'stdout', stream)
+    run(tmp_path, 'Ä'.encode(), engine, stdout='outputs')
+  assert "expected 'utf-8', got 'ascii'" in str(error.value)
+  assert not engine.calls, 'before anything is decoded'
   # A reader that has seen enough, as `| head -1`: no error, no trace.
   reader, writer = os.pipe()
   os.close(reader)

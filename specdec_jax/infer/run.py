@@ -5,12 +5,14 @@ yet, batch by batch and with all ways in turn, and write the results. A run that
 is killed goes on when it is started again, see `resume`.
 """
 
+import codecs
 import collections
 import contextlib
 import dataclasses
 import functools
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,7 +92,14 @@ def decode(
       no marker.
     OSError: results could not be written; finished work is kept.
   """
-  console = console or rich.console.Console(stderr=config.stdout == 'outputs')
+  prints = config.stdout == 'outputs'
+  encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+  if prints and codecs.lookup(encoding).name != 'utf-8':
+    advice = (
+      "Call sys.stdout.reconfigure(encoding='utf-8'), or set PYTHONUTF8=1."
+    )
+    raise unexpected('sys.stdout.encoding', "'utf-8'", encoding, advice)
+  console = console or rich.console.Console(stderr=prints)
   beside = beside or {}
   task, tokenizer = config.mixture_or_task_name, config.tokenizer
   if task is None:
