@@ -108,7 +108,7 @@ setuptools.setup(
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
     'serve': SERVE,
-    'ray': [*SERVE, 'ray[serve]>=2.44'],
+    'ray': [*SERVE, 'ray[data,serve]>=2.54'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
     # The documents as a site, see mkdocs.yml; Ruff formats signatures.

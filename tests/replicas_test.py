@@ -87,6 +87,17 @@ def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind, monkeypatch):
     replicas.run(list, settings, serving.ReplicaSettings(2), [])
 
 
+@pytest.mark.parametrize('scheme', ['', 'ray://'])
+def test_a_cluster_that_is_not_there_is_said_at_once(scheme, monkeypatch):
+  ray = types.SimpleNamespace(init=lambda **_: pytest.fail('Ray looks for it'))
+  monkeypatch.setattr(replicas, 'package', lambda *_: ray)
+  address = f'{scheme}127.0.0.1:{free_port()}'
+  monkeypatch.setenv('RAY_ADDRESS', address)
+  settings = serving.ServeSettings(port=free_port())
+  with pytest.raises(replicas.ReplicasError, match=f'{address}.*refused'):
+    replicas.run(list, settings, serving.ReplicaSettings(2), [])
+
+
 def free_port():
   with socket.create_server(('127.0.0.1', 0)) as free:
     return free.getsockname()[1]

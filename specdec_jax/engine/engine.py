@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from specdec_jax.engine.request import (
   as_gamma,
   check_texts,
   encoded,
+  encoded_texts,
   options_of,
 )
 from specdec_jax.engine.scheduler import Continuous, PoolSettings, Update
@@ -57,6 +59,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import FinishReason, Generation, LengthRule
 
+_PAIRS = 1 << 14  # of a memory that are tokenised together
 _NO_DRAFTER = (
   'Speculative decoding needs a drafter: Engine(target, drafter), or call with'
   ' speculative=False.'
@@ -436,10 +439,21 @@ class Engine:
 
   def _memory(self, path: str) -> Memory:
     """A memory of the texts of a file, as this engine reads and says them."""
-    return remember(
-      [*(self.input_ids(source) if source else ()), *self.output_ids(target)]
-      for source, target in read_pairs(path)
-    )
+    first, last = self.ids_around()
+    languages = self.languages()
+    *begin, end = self.output_ids('')
+
+    def texts(pairs: Iterator[tuple[str, str]]) -> Iterator[list[int]]:
+      while some := [*itertools.islice(pairs, _PAIRS)]:
+        sources, targets = zip(*some, strict=True)
+        reads = encoded_texts(self.tokenizer, sources)
+        says = encoded_texts(self.tokenizer, targets)
+        for source, read, said in zip(sources, reads, says, strict=True):
+          if source:
+            read = [*first, *languages.before_text(read), *read, *last]
+          yield [*read, *begin, *said, end]
+
+    return remember(texts(read_pairs(path)))
 
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.

@@ -8,7 +8,9 @@ one that has failed is started anew.
 
 import contextlib
 import dataclasses
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from specdec_jax.types import Amount, Count
 NAME = 'specdec'  # of the application and its deployment, as Ray shows them
 _HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
 _LOOK_SECONDS = 0.1
+_CONNECT_SECONDS = 5.0  # that a cluster may take to answer
 _LAST_SECONDS = 5.0  # that Ray takes to see that a replica has ended
 
 
@@ -80,6 +83,7 @@ def run(
   begin = time.perf_counter()
   if not settings.port:
     raise unexpected('port', 'one that each machine has', settings.port)
+  _check_cluster(os.environ.get('RAY_ADDRESS', ''))
   # Ray would say it in many lines, of a process of its own.
   listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
@@ -101,6 +105,23 @@ def run(
   except (ray.exceptions.RayError, RuntimeError) as error:
     line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     raise ReplicasError(f'Ray did not start the replicas: {line}') from error
+
+
+def _check_cluster(address: str) -> None:
+  """Raises ReplicasError if nothing listens where a cluster should be.
+
+  Ray would look for it for minutes.
+  """
+  host, _, port = address.rpartition('://')[2].rpartition(':')
+  if not (host and port.isdigit()):  # none, or words of Ray's
+    return
+  try:
+    socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+  except OSError as error:
+    raise ReplicasError(
+      f'No Ray cluster is at RAY_ADDRESS={address!r}: {error}. Start one (`ray'
+      ' start --head`), or unset it for one of this machine alone.'
+    ) from error
 
 
 def _end(ray_serve: Any, settings: ServeSettings) -> None:
