@@ -46,12 +46,8 @@ def classify(
     raise unexpected('labels', 'one or more, each once', labels)
   trie = _trie(labels)
   number = len(trie.parents)
-  if number > MOST_NODES:
-    advice = 'Give them as choices of generate.'
-    expected = f'at most {MOST_NODES} different beginnings of labels'
-    raise unexpected('labels', expected, number, advice)
   step = max(1, _NODES_AT_ONCE // number)
-  totals = [np.zeros((0, len(labels)))]
+  totals = list[np.ndarray]()
   for at in range(0, len(prompts), step):
     some = slice(at, at + step)
     rows = padding.padded_rows(len(prompts[some]))
@@ -63,8 +59,11 @@ def classify(
       network, params, texts, prompt, length, tree, trie.tokens, trie.edges
     )
     edges = partitioning.on_host(found)[: len(prompts[some])]
-    totals.append(edges.astype(np.float64) @ trie.belongs)
-  logits = np.concatenate(totals)
+    step_of, label_of = trie.taken
+    totals += [
+      np.bincount(label_of, row[step_of], len(labels)) for row in edges
+    ]
+  logits = np.reshape(totals, (len(prompts), len(labels)))
   weights = np.exp(logits - logits.max(axis=1, keepdims=True))
   return weights / weights.sum(axis=1, keepdims=True)
 
@@ -76,13 +75,13 @@ class _Trie(NamedTuple):
     parents: of each beginning, that with one token less.
     tokens: int32[N], the last token of each.
     edges: int32[2, E], a beginning and a token that follows it.
-    belongs: float64[E, L], whether a label takes a step.
+    taken: int[2, N], a step and a label that takes it.
   """
 
   parents: list[int]
   tokens: np.ndarray
   edges: np.ndarray
-  belongs: np.ndarray
+  taken: np.ndarray
 
 
 def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
@@ -95,15 +94,19 @@ def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
       taken.append((edges.setdefault(step, len(edges)), label))
       if place + 1 < len(ids):
         node = nodes.setdefault(step, len(nodes))
+    if len(nodes) > MOST_NODES:  # before arrays are made of them
+      advice = 'Give them as choices of generate.'
+      expected = f'labels with at most {MOST_NODES} different beginnings'
+      raise unexpected('labels', expected, f'{len(labels)} labels', advice)
   # Few sizes, so that other labels need no other program.
   size, steps = map(padding.next_power_of_two, (len(nodes), len(edges)))
-  belongs = np.zeros((steps, len(labels)))
-  belongs[tuple(np.transpose(taken))] = 1
   parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
   pairs = [*edges, *[(0, 0)] * (steps - len(edges))]
   tokens = np.array([token for _, token in parents], np.int32)
   following: Any = np.array(pairs, np.int32).T
-  return _Trie([node for node, _ in parents], tokens, following, belongs)
+  return _Trie(
+    [node for node, _ in parents], tokens, following, np.transpose(taken)
+  )
 
 
 @functools.partial(jax.jit, static_argnums=0)
