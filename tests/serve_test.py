@@ -524,7 +524,7 @@ def asking(scheduler, keys=()):
 
   async def answer(path, body=None, headers=None):
     transport = httpx.ASGITransport(application)
-    address = {'transport': transport, 'base_url': 'http://x'}
+    address = {'transport': transport, 'base_url': 'http://localhost'}
     async with httpx.AsyncClient(**address) as http:
       method = 'GET' if body is None else 'POST'
       return await http.request(method, path, json=body, headers=headers)
@@ -711,7 +711,9 @@ def test_clients_that_leave(url, scheduler, want):
   wait_until(lambda: answered(url, 499) > after[0])
 
 
-BEGIN = f'POST {PATH} HTTP/1.1\r\nHost: x\r\n'.encode()
+JSON = {'content-type': 'application/json'}
+FIELDS = 'Host: localhost\r\nContent-Type: application/json\r\n'
+BEGIN = f'POST {PATH} HTTP/1.1\r\n{FIELDS}'.encode()
 UNFINISHED = BEGIN + b'Content-Length: 99\r\n\r\n{"prompt": '
 
 
@@ -742,10 +744,12 @@ def test_malformed_bodies(url, scheduler, want):
     for _ in range(2):
       # It may be refused before all of it is sent.
       with contextlib.suppress(httpx.WriteError, httpx.ReadError):
-        answer = httpx.post(f'{url}{PATH}', content=large, timeout=300)
+        answer = httpx.post(
+          f'{url}{PATH}', content=large, headers=JSON, timeout=300
+        )
         assert answer.status_code == 413
     for data in (*BROKEN, *odd):
-      answer = http.post(f'{url}{PATH}', content=data)
+      answer = http.post(f'{url}{PATH}', content=data, headers=JSON)
       # Some say nothing wrong after all; the queue may be full of others.
       known = (400,) if data in BROKEN else (200, 400, 404, 429)
       assert answer.status_code in known, (data[:300], answer.text)
@@ -783,7 +787,7 @@ def everything(connection):
 
 def test_a_header_is_bounded(url, want):
   """One field or many, at once or in parts; behind a body too."""
-  begin = b'GET /health HTTP/1.1\r\nHost: x\r\n'
+  begin = b'GET /health HTTP/1.1\r\nHost: localhost\r\n'
   chunked = b'POST /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n'
   fields = b'a: b\r\n' * 7000
   with others(url, want):
@@ -827,7 +831,7 @@ def test_connections_that_do_nothing(url, want, monkeypatch):
 def test_a_client_that_does_not_read(url, want, monkeypatch):
   """It is closed, and costs no more than its buffers."""
   limit(monkeypatch, idle_seconds=2.0)
-  page = b'GET / HTTP/1.1\r\nHost: x\r\n\r\n'
+  page = b'GET / HTTP/1.1\r\nHost: localhost\r\n\r\n'
   with connected(url) as (one,):
     with others(url, want), contextlib.suppress(ConnectionError):
       begin = time.monotonic()
@@ -843,7 +847,7 @@ def test_a_client_that_ended_its_half(url, want, version):
   """It gets its answer; HTTP/1.0, as of some proxies, gets no chunks."""
   (text, *_) = want
   for stream in (False, True):
-    head = f'POST {PATH} HTTP/{version}\r\nHost: x\r\nContent-Length: '
+    head = f'POST {PATH} HTTP/{version}\r\n{FIELDS}Content-Length: '
     data = json.dumps(load.body(text, stream))
     asked = f'{head}{len(data)}\r\n\r\n{data}'
     with connected(url, asked.encode()) as (one,):

@@ -207,6 +207,7 @@ class Application:
       'live': self._worker.failure is None,
       'ready': self._worker.takes_rows,
       'compiled': self._worker.is_compiled,
+      'compiling': self._worker.compiling,
     }
     asked_for = 'live' if request.url.path.endswith('/live') else 'ready'
     return JSONResponse(body, 200 if body[asked_for] else 503)
