@@ -88,7 +88,9 @@ class SamplingConfig:
       expected = f'a whole number from 0 (keeps every token) to {most}'
       raise unexpected('top_k', expected, self.top_k)
     # A float64 may be above 0 and yet 0 in float32.
-    if not is_a(self.top_p, float) or not float(_FLOAT32.tiny) <= self.top_p <= 1:
+    if (
+      not is_a(self.top_p, float) or not float(_FLOAT32.tiny) <= self.top_p <= 1
+    ):
       expected = 'a number in (0, 1] (1 keeps every token)'
       raise unexpected('top_p', expected, self.top_p)
     if not is_a(self.min_p, float) or not 0 <= self.min_p <= 1:

@@ -70,16 +70,21 @@ class ServeSettings(Checked):
   drain_seconds: Above0 = 30.0
   api_key_file: str | None = None
 
+  @property
+  def is_local(self) -> bool:
+    """Whether the server listens to this machine alone."""
+    address = _address(self.host)
+    return self.host == 'localhost' or bool(address and address.is_loopback)
+
   def answers_to(self, host: str) -> bool:
     """Whether a request with this Host header, perhaps '', is answered.
 
     An address or localhost always is: no other site can have it as its name.
     """
-    name, own = _name_of(host), _address(self.host)
-    is_for_all = self.host != 'localhost' and not (own and own.is_loopback)
-    if not host or is_for_all and not self.allowed_hosts:
+    if not host or not (self.is_local or self.allowed_hosts):
       return True
-    names = 'localhost', self.host, *map(_name_of, self.allowed_hosts)
+    name = _name_of(host)
+    names = map(_name_of, ('localhost', self.host, *self.allowed_hosts))
     return _address(name) is not None or name in names
 
   @property

@@ -418,8 +418,12 @@ class Worker(Scheduler):
     if key not in self._pools:
       if len(self._pools) == _MOST_POOLS:
         return False
-      self._pools[key] = self._pool_of(row)
-      self._pools[key].compiled = lane.uses
+      try:
+        pool = self._pool_of(row)
+      except Exception:  # such as too little memory just now
+        self._fail_alone(lane)
+        return True
+      pool.compiled, self._pools[key] = lane.uses, pool
     self._pools[key].submit([row])
     return True
 
