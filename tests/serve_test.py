@@ -560,6 +560,115 @@ def test_keys_and_request_ids(scheduler, server, tmp_path, monkeypatch):
     assert ask('/health').status_code == 200
 
 
+# What browsers send to other sites without asking these first, whatever a page
+# of theirs does: these methods with these types of bodies. A blob of
+# `sendBeacon` has its own type, or one of these.
+SIMPLE = [
+  (method, kind)
+  for method in ('GET', 'HEAD', 'POST')
+  for kind in (
+    *(None, '', 'text/plain', 'text/plain;charset=UTF-8', 'TEXT/PLAIN'),
+    *('application/x-www-form-urlencoded', 'multipart/form-data; boundary=x'),
+    *(
+      'text/plain; a=application/json',
+      'application/jsonp',
+      ',application/json',
+    ),
+  )
+]
+ACTING = (PATH, '/v1/chat/completions', '/v1/classify')
+HEARD = json.dumps({'prompt': TEXTS[0], 'input': 'a', 'labels': ['a', 'b']})
+
+
+@pytest.mark.parametrize(('method', 'kind'), SIMPLE)
+def test_simple_requests_do_nothing(scheduler, url, monkeypatch, method, kind):
+  monkeypatch.setattr(scheduler, 'take', lambda rows: pytest.fail('taken'))
+  monkeypatch.setattr(scheduler.engine, 'classify', scheduler.take)
+  headers = {} if kind is None else {'content-type': kind}
+  if kind == 'multipart/form-data; boundary=x':
+    body = f'--x\r\ncontent-disposition: form-data\r\n\r\n{HEARD}\r\n--x--'
+  else:
+    body = HEARD
+  for path in ACTING:
+    answer = httpx.request(
+      method, f'{url}{path}', content=body.encode(), headers=headers
+    )
+    known = {415, 400} if 'chat' in path else {415}  # it has no template
+    assert answer.status_code in (known if method == 'POST' else {405})
+    assert not any('access-control' in name for name in answer.headers)
+
+
+@pytest.mark.parametrize(
+  ('headers', 'is_ours'),
+  [
+    ({}, True),  # curl, and OpenAI's client
+    ({'content-type': 'Application/JSON ; charset=utf-8'}, True),
+    ({'sec-fetch-site': 'same-origin', 'origin': 'https://a.proxy'}, True),
+    ({'sec-fetch-site': 'none'}, True),
+    ({'sec-fetch-site': 'cross-site'}, False),
+    ({'sec-fetch-site': 'same-site', 'origin': 'http://localhost:3'}, False),
+    ({'sec-fetch-site': 'cross-site', 'origin': 'http://localhost'}, False),
+    ({'origin': 'http://localhost'}, True),
+    ({'origin': 'http://LOCALHOST'}, True),
+    ({'origin': 'http://localhost:3'}, False),
+    ({'origin': 'http://localhost.evil.example'}, False),
+    ({'origin': 'null'}, False),
+    ({'origin': ''}, False),
+    ({'origin': 'file://'}, False),
+  ],
+)
+def test_pages_of_other_sites_do_nothing(scheduler, server, headers, is_ours):
+  with asking(scheduler) as ask:
+    body = {'prompt': TEXTS[0], 'max_tokens': 2}
+    answer = ask(PATH, body, headers)
+    assert answer.status_code == (200 if is_ours else 403), answer.text
+    assert ask('/health', None, headers).status_code == 200
+
+
+def test_it_does_not_ask_browsers_to_go_on(url):
+  """Their question before JSON, which a page of another site may send."""
+  for path in ACTING:
+    asked = {'origin': 'http://evil.example'}
+    asked['access-control-request-method'] = 'POST'
+    asked['access-control-request-headers'] = 'content-type'
+    answer = httpx.options(f'{url}{path}', headers=asked)
+    assert answer.status_code == 405
+    assert not any('access-control' in name for name in answer.headers)
+
+
+HOSTS = {  # -> whether a server is called so: alone, for all, for all by name
+  '': (True, True, True),
+  'localhost:80': (True, True, True),
+  'LOCALHOST': (True, True, True),
+  '127.0.0.1:8000': (True, True, True),
+  '[::1]:8000': (True, True, True),
+  '192.168.0.9:8000': (True, True, True),
+  'chat.example:443': (False, True, True),
+  'Chat.Example': (False, True, True),
+  'evil.example': (False, True, False),
+  'localhost.evil.example': (False, True, False),
+  '127.0.0.1.evil.example:8000': (False, True, False),
+  'evil.example:127.0.0.1': (False, True, False),
+  'chat.example.evil.example': (False, True, False),
+  '[': (False, True, False),
+}
+
+
+def test_names_that_lead_here_are_not_enough(scheduler, monkeypatch):
+  for host, expected in HOSTS.items():
+    for here in ('127.0.0.1', 'localhost', '::1', '127.0.0.2'):
+      assert ServeSettings(host=here).answers_to(host) == expected[0], host
+    for_all = {'host': '0.0.0.0'}
+    assert ServeSettings(**for_all).answers_to(host) == expected[1]
+    named = ServeSettings(**for_all, allowed_hosts=('chat.Example:80',))
+    assert named.answers_to(host) == expected[2]
+  with asking(scheduler) as ask:
+    for path in ('/', '/metrics', '/v1/models', '/health', PATH):
+      body = {'prompt': 'a'} if path == PATH else None
+      answer = ask(path, body, {'host': 'evil.example'})
+      assert answer.status_code == 403 and 'allowed-hosts' in answer.text
+
+
 def refuses(port):
   """Whether nothing listens there any more."""
   with socket.socket() as one:

@@ -85,7 +85,7 @@ class ServeSettings(Checked):
       return True
     name = _name_of(host)
     names = map(_name_of, ('localhost', self.host, *self.allowed_hosts))
-    return _address(name) is not None or name in names
+    return bool(name) and (_address(name) is not None or name in names)
 
   @property
   def end_seconds(self) -> float:
