@@ -16,6 +16,7 @@ import numpy as np
 from specdec_jax import partitioning, probs
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import padding
+from specdec_jax.engine.compilation_cache import few_programs
 from specdec_jax.models.base import LanguageModel, Params, pad_id, read_prompt
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
@@ -55,9 +56,10 @@ def classify(
     prompt, length = _padded(prompts[some], rows)
     slots = prompt.shape[1] + number
     tree = static_tree(trie.parents, jnp.asarray(length - 1), slots)
-    found = _log_probs(
-      network, params, texts, prompt, length, tree, trie.tokens, trie.edges
-    )
+    with few_programs(_log_probs):
+      found = _log_probs(
+        network, params, texts, prompt, length, tree, trie.tokens, trie.edges
+      )
     edges = partitioning.on_host(found)[: len(prompts[some])]
     step_of, label_of = trie.taken
     totals += [

@@ -23,6 +23,7 @@ import numpy as np
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.state import BLOCK, TOKEN, Request
+from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
@@ -508,6 +509,7 @@ class Worker(Scheduler):
           self._compile_lane(lane)
       with self._lock:
         self.is_compiled = not self._ends
+      compilation_cache.give_back()
       say_since('compiled')
     except Exception as failure:
       self._fail(failure)
@@ -523,6 +525,7 @@ class Worker(Scheduler):
         self._rehearse_lane(lane)
       except Exception:
         self._fail_alone(lane)
+      compilation_cache.give_back()
       seconds = round(time.perf_counter() - begin, 3)
       say('compiled a lane', what=lane.name, seconds=seconds)
     with self._lock:
