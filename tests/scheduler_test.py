@@ -280,7 +280,7 @@ def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
 
 def test_lanes_are_forgotten(simple, monkeypatch):
   """The one that was used first, with its programs; not one in use."""
-  monkeypatch.setattr(worker, '_MOST_LANES', 2)
+  monkeypatch.setattr(worker, '_IDLE_LANES', 2)
   before = len(simple._pool_programs), len(simple._programs)
   with started(simple, rows=2) as made:
     kinds = (*LANES, {'presence_penalty': 1.0})

@@ -46,7 +46,8 @@ _READ_TOGETHER = 4  # rows, where several wait
 _SEARCH_ROUNDS = 4  # of a beam search, between two steps of the rows
 _RULED_ROWS = 4  # of a pool of rows with the same rules
 _MOST_POOLS = 4  # of these
-_MOST_LANES = 4  # whose programs are kept, beside those of the start
+_IDLE_LANES = 4  # whose programs are kept, beside those of the start
+_MOST_LANES = 16  # if all are in use
 _LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 # Kinds of rows for which rounds have programs of their own.
@@ -553,25 +554,25 @@ class Worker(Scheduler):
     lane.uses = pool.used | {('rounds', size, False, False)}
 
   def _forget_lanes(self) -> None:
-    """Makes room for a lane: frees the programs of one that nobody uses.
+    """Makes room for a lane: frees programs that were used longest ago.
 
-    If all are in use, it waits.
+    Where too many are in use, it waits.
     """
     while not self._ends:
       with self._lock:
-        lanes = [lane for lane in self._lanes.values() if lane.uses is not None]
-        lanes = [lane for lane in lanes if not lane.is_kept]
-        if len(lanes) < _MOST_LANES:
-          return
+        ready = [lane for lane in self._lanes.values() if lane.uses is not None]
+        ready = [lane for lane in ready if not lane.is_kept]
         busy = {row.lane for row in [*self._taken]}
         busy |= {lane for lane, *_ in self._pools}
-        idle = next((lane for lane in lanes if lane not in busy), None)
-        if idle is not None:
-          self._drop(idle)
-      if idle is None:
+        idle = [lane for lane in ready if lane not in busy]
+        if len(idle) < _IDLE_LANES and len(ready) < _MOST_LANES:
+          return
+        for lane in idle[:1]:
+          self._drop(lane)
+      for lane in idle[:1]:
+        self.engine.forget(lane.programs or lane.batch.request)
+      if not idle:
         time.sleep(_LOOK_SECONDS)
-      else:
-        self.engine.forget(idle.programs or idle.batch.request)
 
   def _drop(self, lane: Lane) -> None:
     for kind, other in list(self._lanes.items()):
