@@ -181,6 +181,11 @@ def test_labels_cost_no_more_than_their_tokens(engine, monkeypatch):
   found = engine.classify([TEXT], labels)
   assert max((made.size for made in largest), default=0) < 10 * len(labels)
   np.testing.assert_allclose(found.sum(axis=1), 1)
+  some, end = [0, 333, 639], engine.output_ids('')[-1]  # of several blocks
+  scored = [[*labels[i], end] for i in some]
+  want = np.exp([x.total for x in engine.score([TEXT] * 3, scored)])
+  have = found[0, some]
+  np.testing.assert_allclose(have / have.sum(), want / want.sum(), rtol=1e-4)
   with pytest.raises(ValueError, match='beginnings'):
     engine.classify([TEXT], [[3 + i // 30, i % 30] * 9 for i in range(900)])
 

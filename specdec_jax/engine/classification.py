@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from specdec_jax import partitioning, probs
 from specdec_jax.checks.fields import unexpected
@@ -21,7 +22,7 @@ from specdec_jax.models.base import LanguageModel, Params, pad_id, read_prompt
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
 MOST_NODES = 1024  # beginnings of labels
-_NODES_AT_ONCE = 1024  # of all rows of a call: each has V logits
+_NODES_AT_ONCE = 256  # of all rows: each has V logits
 
 
 def classify(
@@ -130,11 +131,23 @@ def _log_probs(
   below = jnp.broadcast_to(tokens[1:], (len(prompt), len(tokens) - 1))
   fed = jnp.append(last, below, axis=1)
   features, _ = network.extend(params, cache, fed, tree)
-  logits = network.head(params, features).astype(jnp.float32)
-  total = jax.nn.logsumexp(logits, axis=-1)
-  valid = probs.valid_logits(logits)
-  chosen = logits[:, edges[0], edges[1]] - total[:, edges[0]]
-  return jnp.where(valid[:, edges[0]], chosen, jnp.nan)
+  size = min(features.shape[1], _NODES_AT_ONCE)
+
+  def add_block(found, block):
+    """Adds the edges that begin in one block of nodes, [B, `size`, M]."""
+    number, features = block
+    logits = network.head(params, features).astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    total = jnp.where(probs.valid_logits(logits), total, jnp.nan)
+    is_here, node = edges[0] // size == number, edges[0] % size
+    log_prob = logits[:, node, edges[1]] - total[:, node]
+    return jnp.where(is_here, log_prob, found), None
+
+  blocks = features.reshape(len(prompt), -1, size, features.shape[-1])
+  blocks = jnp.moveaxis(blocks, 1, 0)
+  nothing = jnp.zeros((len(prompt), edges.shape[1]), jnp.float32)
+  numbers = jnp.arange(len(blocks))
+  return lax.scan(add_block, nothing, (numbers, blocks))[0]
 
 
 def _padded(
