@@ -8,11 +8,13 @@ import json
 import math
 import typing
 
+import jax
 import numpy as np
 import pytest
 
 import toy_models
 from specdec_jax.checks.fields import is_a
+from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.request import Options
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.rules.options import RuleBook
@@ -188,6 +190,16 @@ def test_labels_cost_no_more_than_their_tokens(engine, monkeypatch):
   np.testing.assert_allclose(have / have.sum(), want / want.sum(), rtol=1e-4)
   with pytest.raises(ValueError, match='beginnings'):
     engine.classify([TEXT], [[3 + i // 30, i % 30] * 9 for i in range(900)])
+
+
+def test_programs_of_many_shapes_are_forgotten(monkeypatch):
+  monkeypatch.setattr(compilation_cache, '_MOST_PROGRAMS', 3)
+  twice, sizes = jax.jit(lambda x: 2 * x), []
+  for number in range(1, 8):
+    with compilation_cache.few_programs(twice):
+      twice(np.zeros(number))
+    sizes.append(twice._cache_size())
+  assert sizes == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_a_rule_of_many_texts_is_there_once(engine):

@@ -96,8 +96,8 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
   long, for as many requests as there are new kinds.
   """
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))
-  flags = '--port', '0', '--beams', '2', '--max-seconds', '600', '--rows', '4'
-  with Served(*flags) as served, contextlib.ExitStack() as stack:
+  flags = '--port 0 --beams 2 --max-seconds 600 --rows 2 --max-input-length 16'
+  with Served(*flags.split()) as served, contextlib.ExitStack() as stack:
     served.until(lambda: served.said('compiled'))
     http = stack.enter_context(httpx.Client(base_url=served.url))
     pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
@@ -113,7 +113,7 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
         while not running.done():
           found += ordinary(http, 1)
         seconds, status = running.result()
-        print(f'{seconds:7.2f} s, {max(found):.3f} others, {str(body)[:60]}')
+        print(f'{seconds:.2f} s, {max(found):.3f} others, {str(body)[:60]}')
         assert status == want, body
         beside += found
       beside += ordinary(http, 200 - len(beside))
