@@ -37,7 +37,7 @@ HOSTILE = (  # path, body, and the status of its answer
   (COMPLETIONS, {'logprobs': 5}, 200),
   (COMPLETIONS, {'seed': 10**400}, 400),
   (CLASSIFY, {'input': 'a', 'labels': MANY}, 400),
-  (CLASSIFY, {'input': ['a'] * 64, 'labels': MANY[:300]}, 200),
+  (CLASSIFY, {'input': ['a'] * 4, 'labels': MANY[:20]}, 200),
   (COMPLETIONS, 'prompt=a', 415),
 )
 
@@ -116,7 +116,7 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
         print(f'{seconds:.2f} s, {max(found):.3f} others, {str(body)[:60]}')
         assert status == want, body
         beside += found
-      beside += ordinary(http, 200 - len(beside))
+      beside += ordinary(http, max(1, 200 - len(beside)))
     begin, end, most = memory.all[0], memory.now, max(memory.all)
     for name, found in (('alone', alone), ('beside', beside)):
       middle = statistics.median(found)
