@@ -6,15 +6,12 @@ compiles what is not compiled yet. Nothing here knows of HTTP.
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import math
-import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +48,6 @@ _RULED_ROWS = 4  # of a pool of rows with the same rules
 _MOST_POOLS = 4  # of these
 _IDLE_LANES = 4  # whose programs are kept, beside those of the start
 _MOST_LANES = 16  # if all are in use
-_NICE = 10  # of the thread that compiles, on Linux
 _LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 # Kinds of rows for which rounds have programs of their own.
@@ -506,7 +502,6 @@ class Worker(Scheduler):
         self.compiled = scheduler.used.copy()
         if number == 1:
           self._thread.start()
-          _give_way()
           with self._lock:
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
@@ -701,14 +696,3 @@ class Worker(Scheduler):
       text = [some_id] * length
       texts[widths_of(self._some(text, max_length=1).request)] = text
     return list(texts.values())
-
-
-def _give_way() -> None:
-  """Lowers the priority of this thread below those that decode.
-
-  Only Linux knows priorities of threads. On two busy cores the median request
-  beside a compilation took 42 ms with it and 71 ms without; alone, 32 ms.
-  """
-  if sys.platform == 'linux':
-    with contextlib.suppress(OSError):
-      os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
