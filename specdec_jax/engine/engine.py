@@ -450,7 +450,7 @@ class Engine:
         says = encoded_texts(self.tokenizer, targets)
         for source, read, said in zip(sources, reads, says, strict=True):
           if source:
-            read = [*first, *languages.before_text(read), *read, *last]
+            read = [*first, *languages.before_text(source, read), *read, *last]
           yield [*read, *begin, *said, end]
 
     return remember(texts(read_pairs(path)))
@@ -627,11 +627,25 @@ class Engine:
       example: rows without text, as many as are read together; with gamma 0
         they are of the plain loop.
     """
-    key = jax.tree.structure(example), example.inputs.shape[0]
+    # All widths of inputs have the same programs' functions.
+    key = len(example.inputs), _shapes(example.replace(inputs=None))
     if key not in self._pool_programs:
       loop, params = self.loop_of(example)
       self._pool_programs[key] = PoolPrograms(loop, params, example)
     return self._pool_programs[key]
+
+  def forget(self, programs: PoolPrograms | Request) -> None:
+    """Frees programs of pools, or those of beam searches of such requests.
+
+    No other thread may compile meanwhile.
+    """
+    if isinstance(programs, PoolPrograms):
+      for key, made in list(self._pool_programs.items()):
+        if made is programs:
+          del self._pool_programs[key]
+    else:
+      for name in ('start', 'run'):
+        self._programs.pop((name, _shapes(programs)), None)
 
   def stream(self, text: str | Sequence[int], **options: Any) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.
