@@ -24,7 +24,7 @@ from specdec_jax.rules.subschemas import Schema
 
 MOST_RECURSION = 3  # times that `$ref` enters a schema within itself
 MOST_NESTING = 4  # of arrays and objects where any value may be
-MOST_UNORDERED = 4_000  # states of an object whose keys have any order
+MOST_UNORDERED = 5_000  # states of an object whose keys have any order
 # What is behind a comma and a colon, and what is around these and in brackets.
 BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
 
@@ -366,7 +366,7 @@ class _Texts:
     most = min(_numbers(schemas, 'maxProperties'), default=math.inf)
     enough = least if most == math.inf else most
     required = {name for x in schemas for name in x.get('required', ())}
-    members, others = self._members(schemas, entered)
+    members, others = self._members(schemas, required, entered)
     count = len(members)
     size, rest = (
       sum(len(value.dfa.step) for _, value in each) << min(count, 20)
@@ -389,20 +389,20 @@ class _Texts:
           graph.add(node, key, value, (after, more, True), is_behind)
         if not is_free and i == seen and name not in required:
           graph.skip(node, (i + 1, number, is_behind))
-      for key, value in others if number < most and (is_mixed or is_last) else ():
+      for key, value in (
+        others if number < most and (is_mixed or is_last) else ()
+      ):
         after = seen if is_mixed else every
         graph.add(node, key, value, (after, more, True), is_behind)
     return graph.language
 
   def _members(
-    self, schemas: tuple[Schema, ...], entered: _Entered
+    self, schemas: tuple[Schema, ...], required: set[str], entered: _Entered
   ) -> tuple[dict[str, _Member], list[_Member]]:
     """The members with a name that is in the schemas, and all others."""
     names = dict.fromkeys(
-      name
-      for schema in schemas
-      for name in (*schema.get('properties', ()), *schema.get('required', ()))
-    )
+      name for schema in schemas for name in schema.get('properties', ())
+    ) | dict.fromkeys(sorted(required))
     allowed = languages.EVERY
     for schema in schemas:
       if 'propertyNames' in schema:
@@ -412,7 +412,9 @@ class _Texts:
       parts = (part for x in schemas for part in self._parts_of(x, name))
       items = tuple((part, True) for part in (allowed.matches(name), *parts))
       key = self._string(languages.literal(name)) + self._colon
-      named[name] = (key, self.language(items, entered))
+      value = self.language(items, entered)
+      if name in required or not value.is_empty:
+        named[name] = key, value
     others = allowed - languages.words([*names]) if names else allowed
     groups: list[tuple[Language, _Items]] = [(others, ())]
     for schema in schemas:
