@@ -6,7 +6,7 @@ from decimal import Decimal
 from specdec_jax.rules import languages
 from specdec_jax.rules.languages import Language
 
-MOST_RESIDUES = 2_000  # of a `multipleOf`
+MOST_RESIDUES = 2_000  # of a `multipleOf`, for each digit behind the point
 
 # Numbers as `json.dumps` writes them: exponents of floats from 1e16 on, which
 # are whole, and below 1e-4.
@@ -172,15 +172,14 @@ def _plain_above(bound: Decimal) -> Language:
 
 
 def residues(divisor: Decimal) -> tuple[int, int] | None:
-  """n and k, where a divisor is n / 10^k; None: n is above `MOST_RESIDUES`."""
-  if abs(divisor.adjusted()) > 100:
-    return None
+  """n and k, where a divisor is n / 10^k; None: too many."""
   _, digits, exponent = divisor.as_tuple()
   number = int(''.join(map(str, digits)))
   while number % 10 == 0:
     number, exponent = number // 10, exponent + 1
   number *= 10 ** max(exponent, 0)
-  return (number, max(-exponent, 0)) if number <= MOST_RESIDUES else None
+  places = max(-exponent, 0)
+  return (number, places) if number * (places + 1) <= MOST_RESIDUES else None
 
 
 def multiples(number: int, places: int) -> Language:

@@ -15,6 +15,7 @@ from specdec_jax.checks.fields import is_a, unexpected
 from specdec_jax.rules import scalars
 from specdec_jax.rules.languages import check_time
 
+MOST_CHARACTERS = 1 << 22  # of the JSON of a schema
 MOST_SUBSCHEMAS = 10_000
 MOST_LENGTH = 100_000  # that maxLength and its like may be
 
@@ -39,7 +40,7 @@ _WITHOUT_MEANING |= {*'contentEncoding contentMediaType contentSchema'.split()}
 _WITHOUT_MEANING |= {'discriminator', '$schema', '$id', '$anchor'}
 _WITHOUT_MEANING |= _DEFINITIONS
 _DRAFTS = ('draft/2020-12', 'draft/2019-09', 'draft-07', 'draft-06')
-_MOST_DIGITS = 400  # of a bound
+_MOST_DIGITS = 400
 
 
 class Schema(dict):
@@ -71,7 +72,9 @@ class Schema(dict):
   ) -> ValueError:
     """The error of a keyword whose value is not followed."""
     name = f'json_schema: {keyword} at {self.at}'
-    return unexpected(name, expected, self[keyword], advice)
+    value = self[keyword]
+    value = float(value) if isinstance(value, Decimal) else value
+    return unexpected(name, expected, value, advice)
 
 
 def checked(text: str) -> Schema | bool:
@@ -80,9 +83,15 @@ def checked(text: str) -> Schema | bool:
   Raises:
     ValueError: it is none, or it has what is not followed.
   """
-  root = json.loads(
-    text, object_hook=Schema, parse_float=Decimal, parse_constant=_no_number
-  )
+  if len(text) > MOST_CHARACTERS:
+    expected = f'at most {MOST_CHARACTERS} characters'
+    raise unexpected('json_schema', expected, text)
+  try:
+    root = json.loads(
+      text, object_hook=Schema, parse_float=_number, parse_constant=_number
+    )
+  except ValueError as error:
+    raise unexpected('json_schema', 'JSON', text, f'({error})') from error
   places: dict[str, Any] = {}
   todo = [(root, '#')]
   while todo:
@@ -91,9 +100,6 @@ def checked(text: str) -> Schema | bool:
     if not isinstance(schema, bool | Schema):
       raise unexpected(f'json_schema at {at}', 'a schema', schema)
     places[at] = schema
-    if len(places) > MOST_SUBSCHEMAS:
-      expected = f'at most {MOST_SUBSCHEMAS} subschemas'
-      raise unexpected('json_schema', expected, text)
     if isinstance(schema, Schema):
       schema.at = at
       for keyword, value in schema.items():
@@ -103,12 +109,18 @@ def checked(text: str) -> Schema | bool:
       below = list(_below(schema))
       schema.parts = tuple((keyword, part) for keyword, part, _ in below)
       todo += [(part, at) for _, part, at in below]
+    if len(places) + len(todo) > MOST_SUBSCHEMAS:
+      expected = f'at most {MOST_SUBSCHEMAS} subschemas'
+      raise unexpected('json_schema', expected, text)
   _follow_references(root, places)
   return root
 
 
-def _no_number(text: str) -> None:
-  raise ValueError(f'{text} is no JSON')
+def _number(text: str) -> Decimal:
+  number = Decimal(text)
+  if not number.is_finite() or abs(number.adjusted()) > _MOST_DIGITS:
+    raise ValueError(f'{text} is no number of {_MOST_DIGITS} digits')
+  return number
 
 
 def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
@@ -138,11 +150,10 @@ def _expected(schema: Schema, keyword: str, value: Any) -> tuple[Any, str]:
     is_count = 0 <= number <= MOST_LENGTH and number % 1 == 0
     return is_count, f'a whole number from 0 to {MOST_LENGTH}'
   if keyword in _BOUNDS:
-    is_bound = is_number and abs(number.adjusted()) <= _MOST_DIGITS
-    return is_bound, f'a number of at most {_MOST_DIGITS} digits'
+    return is_number, 'a number'
   if keyword == 'multipleOf':
     is_divisor = number > 0 and scalars.residues(number) is not None
-    return is_divisor, f'n / 10^k, n up to {scalars.MOST_RESIDUES}'
+    return is_divisor, f'n / 10^k, n * (k + 1) up to {scalars.MOST_RESIDUES}'
   if keyword == 'type':
     names = value if is_list else [value]
     known = names and all(name in (*TYPES, 'integer') for name in names)
@@ -165,7 +176,7 @@ def _expected(schema: Schema, keyword: str, value: Any) -> tuple[Any, str]:
     is_one = value is True and schema.get('maxItems', 2) in (0, 1)
     return value is False or is_one, 'False, or maxItems of 1 beside it'
   known = {'const'} | _SCHEMAS | _WITHOUT_MEANING
-  return keyword in known, 'no such keyword, because it is not followed'
+  return keyword in known, 'only keywords that are followed'
 
 
 def _follow_references(root: Any, places: dict[str, Any]) -> None:
