@@ -5,6 +5,7 @@ needed. The bounds are checked while an expression grows and while its automaton
 is made, so that no pattern takes more memory or time than they allow.
 """
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -204,6 +205,14 @@ class Language:
         # What follows is not part of the loop.
         nfa.empty[end].append(nfa.new())
         end += len(nfa.edges) - 1 - end
+    elif self.kind == 'graph':
+      edges, start, finals = self.parts
+      states: Any = collections.defaultdict(nfa.new)
+      nfa.empty[state].append(states[start])
+      for source, part, target in edges:
+        nfa.empty[part._emit(nfa, states[source])].append(states[target])
+      for final in finals:
+        nfa.empty[states[final]].append(end)
     else:
       self._emit_dfa(nfa, state, end)
     return end
@@ -257,6 +266,21 @@ def union(parts: Iterable[Language]) -> Language:
   """Texts of any of them."""
   listed = tuple(parts)
   return Language('union', listed, 1 + sum(part.size for part in listed))
+
+
+def graph(
+  edges: Iterable[tuple[int, Language, int]], start: int, finals: Iterable[int]
+) -> Language:
+  """Texts along the paths from a state to one of the final ones.
+
+  Args:
+    edges: a state, the texts that lead from it, and the state behind them.
+    start: the state in which a text begins.
+    finals: the states in which it may end.
+  """
+  listed = tuple(edges)
+  size = 1 + sum(1 + part.size for _, part, _ in listed)
+  return Language('graph', (listed, start, tuple(finals)), size)
 
 
 def literal(text: str) -> Language:

@@ -1,0 +1,659 @@
+"""The JSON texts that a JSON schema describes, as a `Language`.
+
+A stated part of draft 2020-12, see docs/rules.md. Texts are written as
+`json.dumps` writes them, with `ensure_ascii` or without. What a schema says is
+split into branches without alternatives. In a branch, what is said of strings
+and numbers is a `Language`; arrays and objects are graphs whose edges are their
+items and members. `not` is moved inwards to where it is exact. What cannot be
+followed is refused by name.
+"""
+
+import collections
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from specdec_jax.checks.fields import check_choice, unexpected
+from specdec_jax.rules import languages, scalars, subschemas
+from specdec_jax.rules.languages import EMPTY, NOTHING, Language
+from specdec_jax.rules.subschemas import Schema
+
+MOST_RECURSION = 3  # times that `$ref` enters a schema within itself
+MOST_NESTING = 4  # of arrays and objects where any value may be
+MOST_UNORDERED = 5_000  # states of an object whose keys have any order
+# What is behind a comma and a colon, and what is around these and in brackets.
+BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
+
+_ANYTHING = '{}'  # among the schemas entered: one that says nothing
+_POSSIBLY = '?'  # what is cut off counts as possible
+_ARRAY = {*'items prefixItems minItems maxItems contains'.split()}
+_OBJECT = {*'properties patternProperties additionalProperties'.split()}
+_OBJECT |= {*'propertyNames required minProperties maxProperties'.split()}
+_DENIED = ' within not, if, or alternatives of oneOf that overlap'
+
+
+class _Kinds(dict[str, Language]):
+  """What is possible of each type, nothing of others; a schema that says it."""
+
+  __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
+
+
+_FULL = _Kinds(
+  {
+    'null': languages.literal('null'),
+    'boolean': languages.words(['false', 'true']),
+    'number': scalars.NUMBER,
+    'string': languages.EVERY,  # the values
+    'array': languages.EVERY,  # a mark
+    'object': languages.EVERY,
+  }
+)
+
+# A schema, and whether a value is to be one of it or none of it.
+_Item = tuple[Any, bool]
+_Items = tuple[_Item, ...]
+_Entered = tuple[str, ...]  # what was entered on the path to a value, sorted
+_Member = tuple[Language, Language]  # key and value
+
+
+class _Branch(NamedTuple):
+  """What is said of a value, without alternatives.
+
+  Attributes:
+    kinds: what is possible of each type.
+    schemas: those that say something of items or members.
+    entered: what was entered on the path to it.
+  """
+
+  kinds: _Kinds
+  schemas: tuple[Schema, ...]
+  entered: _Entered
+
+
+def language_of(
+  schema: Mapping[str, Any] | str | bool, blanks: str = 'one'
+) -> Language:
+  """The JSON texts of the values that a schema describes.
+
+  Args:
+    schema: the schema, or JSON of it.
+    blanks: the blanks between the parts of a text: 'one' behind each comma and
+      colon, as `json.dumps` writes them; 'none'; or 'any'.
+
+  Raises:
+    ValueError: it is no schema, or it has what is not followed; or no text, or
+      an automaton that is too large, belongs to it.
+  """
+  check_choice('blanks', blanks, BLANKS)
+  try:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    text.encode()
+    root = subschemas.checked(text)
+    language = _Texts(blanks).language(((root, True),), ())
+    is_empty = language.is_empty
+  except RecursionError:
+    raise unexpected('json_schema', 'less nesting', schema) from None
+  except (TypeError, UnicodeEncodeError, json.JSONDecodeError) as error:
+    raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
+  if is_empty:
+    raise unexpected('json_schema', 'a schema that has a value', schema)
+  return language
+
+
+class _Texts:
+  """Makes the languages of one schema; what was made once is kept."""
+
+  def __init__(self, blanks: str):
+    behind, around = BLANKS[blanks]
+    pad = languages.regex(around)
+    self._comma = pad + languages.literal(',' + behind) + pad
+    self._colon = pad + languages.literal(':' + behind) + pad
+    self._open = {x: languages.literal(x) + pad for x in '[{'}
+    self._close = {x: pad + languages.literal(x) for x in ']}'}
+    self._regex = functools.cache(languages.regex)
+    for name in (
+      *('language', '_choices', '_denials', '_names', '_string', '_kinds'),
+    ):
+      setattr(self, name, functools.cache(getattr(self, name)))
+
+  def language(self, items: _Items, entered: _Entered) -> Language:
+    """The texts of values of which some schemas hold, others do not."""
+    items = tuple(x for x in items if not (x[1] and _is_open(x[0])))
+    if not items:
+      if entered.count(_ANYTHING) >= MOST_NESTING:
+        return _FULL['null'] if _POSSIBLY in entered else NOTHING
+      entered = _with(entered, _ANYTHING)
+    parts = []
+    for kinds, schemas, inside in self._branches(items, entered):
+      number = kinds.get('number', NOTHING)
+      parts += [kinds[kind] for kind in ('null', 'boolean') if kind in kinds]
+      parts.append(scalars.ANY_NUMBER if number is scalars.NUMBER else number)
+      if 'string' in kinds:
+        parts.append(self._string(kinds['string']))
+      if 'array' in kinds:
+        parts.append(self._array(schemas, inside))
+      if 'object' in kinds:
+        parts.append(self._object(schemas, inside))
+    return languages.union(dict.fromkeys(parts))
+
+  def _string(self, values: Language) -> Language:
+    return languages.json_string(values)
+
+  # Branches.
+
+  def _branches(self, items: _Items, entered: _Entered) -> Iterator[_Branch]:
+    """What is said of a value, without alternatives."""
+    start = (items, _FULL, (), (), entered, frozenset[_Item]())
+    stack: list[tuple[Any, ...]] = [start]
+    while stack:
+      items, kinds, schemas, choices, entered, done = stack.pop()
+      todo = list(items)
+      while todo and kinds:
+        languages.check_time()
+        schema, holds = item = todo.pop(0)
+        if item in done:
+          continue
+        done |= {item}
+        if isinstance(schema, bool):
+          kinds = kinds if schema is holds else {}
+        elif isinstance(schema, _Kinds):
+          kinds = _both(kinds, schema)
+        elif not holds:
+          choices = (*choices, self._denials(schema))
+        else:
+          kinds = _both(kinds, self._kinds(schema))
+          schemas = (*schemas, schema)
+          choices = (*choices, *self._choices(schema))
+          target = schema.target
+          if target is None:
+            continue
+          if isinstance(target, Schema) and target.is_recursive:
+            if entered.count(target.at) < MOST_RECURSION:
+              entered = _with(entered, target.at)
+            elif _POSSIBLY in entered:
+              continue
+            else:
+              kinds = {}
+          todo.append((target, True))
+      if kinds and choices:
+        first, *rest = sorted(choices, key=len)
+        stack += (
+          (alternative, kinds, schemas, tuple(rest), entered, done)
+          for alternative in reversed(first)
+        )
+      elif kinds:
+        yield _Branch(kinds, schemas, entered)
+
+  def _choices(self, schema: Schema) -> list[list[_Items]]:
+    """Of what a schema says the alternatives, of which one holds."""
+    choices = [[((part, True),)] for part in schema.get('allOf', ())]
+    if 'not' in schema:
+      choices.append([((schema['not'], False),)])
+    if 'anyOf' in schema:
+      choices.append([((part, True),) for part in schema['anyOf']])
+    if 'oneOf' in schema:
+      parts = schema['oneOf']
+      choices.append(
+        [
+          (
+            (part, True),
+            *(
+              (x, False)
+              for x in parts[:i] + parts[i + 1 :]
+              if self._may_meet(part, x)
+            ),
+          )
+          for i, part in enumerate(parts)
+        ]
+      )
+    for values in _constants(schema):
+      kinds, others = _equals(schema, values)
+      choices.append([((kinds, True),), *(((x, True),) for x in others)])
+    if 'if' in schema:
+      condition = schema['if']
+      choices.append(
+        [
+          ((condition, True), (schema.get('then', True), True)),
+          ((condition, False), (schema.get('else', True), True)),
+        ]
+      )
+    for key, part in _dependents(schema):
+      without = _made(schema, type='object', properties={key: False})
+      choices.append([((without, True),), ((part, True),)])
+    return choices
+
+  def _may_meet(self, one: Any, other: Any) -> bool:
+    """Whether a value may be of both schemas."""
+    both = ((one, True), (other, True))
+    return not self.language(both, (_POSSIBLY,)).is_empty
+
+  def _denials(self, schema: Schema) -> list[_Items]:
+    """Of what is the case where a schema does not hold the alternatives."""
+    kinds, made = self._kinds(schema), functools.partial(_made, schema)
+    size, places = scalars.residues(Decimal(schema.get('multipleOf', 1))) or (
+      1,
+      0,
+    )
+    if 10**places % size:
+      raise schema.refusal('multipleOf', f'none{_DENIED}')
+    denials: list[_Items] = [((_rest(schema, kinds), True),)]
+    for values in _constants(schema):
+      kinds, parts = _equals(schema, values)
+      rest = ((part, False) for part in parts)
+      denials.append(((_rest(schema, kinds), True), *rest))
+    if schema.target is not None:
+      if isinstance(schema.target, Schema) and schema.target.is_recursive:
+        raise schema.refusal('$ref', f'no recursion{_DENIED}')
+      denials.append(((schema.target, False),))
+    denials += [((part, False),) for part in schema.get('allOf', ())]
+    if 'anyOf' in schema:
+      denials.append(tuple((part, False) for part in schema['anyOf']))
+    if 'oneOf' in schema:
+      parts = schema['oneOf']
+      denials.append(tuple((part, False) for part in parts))
+      pairs = itertools.combinations(parts, 2)
+      denials += [((one, True), (other, True)) for one, other in pairs]
+    if 'not' in schema:
+      denials.append(((schema['not'], True),))
+    if 'if' in schema:
+      for keyword, holds in (('then', True), ('else', False)):
+        part = schema.get(keyword, True)
+        denials.append(((schema['if'], holds), (part, False)))
+    for key, part in _dependents(schema):
+      has_key = made(type='object', required=[key])
+      denials.append(((has_key, True), (part, False)))
+    return denials + [((part, True),) for part in _counterparts(schema)]
+
+  def _kinds(self, schema: Schema) -> _Kinds:
+    """What a schema says of each type."""
+    names = schema.get('type', subschemas.TYPES)
+    names = [names] if isinstance(names, str) else names
+    kinds = _Kinds({name: x for name, x in _FULL.items() if name in names})
+    if 'integer' in names and 'number' not in names:
+      kinds['number'] = scalars.INTEGER
+    strings, numbers = self._strings(schema), self._numbers(schema)
+    for kind, languages_ in (('string', strings), ('number', numbers)):
+      for language in languages_:
+        kinds = _both(kinds, _Kinds({**_FULL, kind: language}))
+    return kinds
+
+  def _strings(self, schema: Schema) -> Iterator[Language]:
+    if 'pattern' in schema:
+      yield self._search(schema, 'pattern', schema['pattern'])
+    if 'format' in schema:
+      yield self._regex(scalars.FORMATS[schema['format']])
+    if 'minLength' in schema or 'maxLength' in schema:
+      least, most = int(schema.get('minLength', 0)), schema.get('maxLength')
+      if most is not None and most < least:
+        yield NOTHING
+      else:
+        yield languages.ANY.repeat(least, None if most is None else int(most))
+
+  def _numbers(self, schema: Schema) -> Iterator[Language]:
+    number = scalars.NUMBER
+    if 'minimum' in schema:
+      bound = Decimal(schema['minimum'])
+      yield scalars.above(bound) | scalars.equal_to([bound])
+    if 'exclusiveMinimum' in schema:
+      yield scalars.above(Decimal(schema['exclusiveMinimum']))
+    if 'maximum' in schema:
+      yield number - scalars.above(Decimal(schema['maximum']))
+    if 'exclusiveMaximum' in schema:
+      bound = Decimal(schema['exclusiveMaximum'])
+      yield number - (scalars.above(bound) | scalars.equal_to([bound]))
+    if 'multipleOf' in schema:
+      divisor = Decimal(schema['multipleOf'])
+      size, places = scalars.residues(divisor) or (1, 0)
+      if 10**places % size == 0 and schema.get('type') == 'integer':
+        return
+      if divisor < scalars.LEAST:
+        expected = f'{scalars.LEAST} or more, or the type integer beside it'
+        raise schema.refusal('multipleOf', expected)
+      yield scalars.multiples(size, places)
+
+  def _search(self, schema: Schema, keyword: str, pattern: str) -> Language:
+    """The texts in which a pattern is."""
+    try:
+      return self._regex(pattern, True)
+    except languages.TooLarge:
+      raise
+    except ValueError as error:
+      expected = f'regexes that are followed ({error})'
+      raise schema.refusal(keyword, expected) from None
+
+  # Arrays and objects.
+
+  def _array(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
+    """Arrays; a state is the place and how many items of each `contains`."""
+    least = max(_numbers(schemas, 'minItems'), default=0)
+    most = min(_numbers(schemas, 'maxItems'), default=math.inf)
+    counters = [_Counter(schema) for schema in schemas if 'contains' in schema]
+    last = max(
+      *(len(schema.get('prefixItems', ())) for schema in schemas),
+      *(counter.begin for counter in counters),
+      *(1, least if most == math.inf else int(most)),
+    )
+    graph = _Graph(self._open['['], self._comma, self._close[']'])
+    for place, counts in graph.nodes((0, (0,) * len(counters))):
+      enough = all(n >= c.least for c, n in zip(counters, counts, strict=True))
+      if place >= least and enough:
+        graph.end((place, counts))
+      if place >= most:
+        continue
+      items = tuple((_at(schema, place), True) for schema in schemas)
+      following = (
+        counter.following(count, place)
+        for counter, count in zip(counters, counts, strict=True)
+      )
+      for options in itertools.product(*following):
+        target = min(place + 1, last), tuple(count for _, count in options)
+        value = self.language(items + tuple(x for x, _ in options), entered)
+        graph.add((place, counts), EMPTY, value, target, place > 0)
+    return graph.language
+
+  def _object(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
+    """Objects; a state is which keys there are, and how many.
+
+    Keys have any order. In a large object those that are not in the schema are
+    behind the others, and in a larger one these have the order of the schema;
+    then a state is the place in it.
+    """
+    least = max(_numbers(schemas, 'minProperties'), default=0)
+    most = min(_numbers(schemas, 'maxProperties'), default=math.inf)
+    enough = least if most == math.inf else most
+    required = {name for x in schemas for name in x.get('required', ())}
+    members, others = self._members(schemas, required, entered)
+    count = len(members)
+    size, rest = (
+      sum(len(value.dfa.step) for _, value in each) << min(count, 20)
+      for each in (members.values(), others)
+    )
+    is_free = size // 2 <= MOST_UNORDERED
+    is_mixed = is_free and size // 2 + rest <= MOST_UNORDERED
+    needed = sum(1 << i for i, name in enumerate(members) if name in required)
+    every = (1 << count) - 1 if is_free else count
+    graph = _Graph(self._open['{'], self._comma, self._close['}'])
+    for node in graph.nodes((0, 0, False)):
+      seen, number, is_behind = node
+      is_last = seen & needed == needed if is_free else seen == every
+      if is_last and number >= least:
+        graph.end(node)
+      more = min(number + 1, enough)
+      for i, (name, (key, value)) in enumerate(members.items()):
+        if number < most and (not seen >> i & 1 if is_free else i == seen):
+          after = seen | 1 << i if is_free else i + 1
+          graph.add(node, key, value, (after, more, True), is_behind)
+        if not is_free and i == seen and name not in required:
+          graph.skip(node, (i + 1, number, is_behind))
+      for key, value in (
+        others if number < most and (is_mixed or is_last) else ()
+      ):
+        after = seen if is_mixed else every
+        graph.add(node, key, value, (after, more, True), is_behind)
+    return graph.language
+
+  def _members(
+    self, schemas: tuple[Schema, ...], required: set[str], entered: _Entered
+  ) -> tuple[dict[str, _Member], list[_Member]]:
+    """The members with a name that is in the schemas, and all others."""
+    names = dict.fromkeys(
+      name for schema in schemas for name in schema.get('properties', ())
+    ) | dict.fromkeys(sorted(required))
+    allowed = languages.EVERY
+    for schema in schemas:
+      if 'propertyNames' in schema:
+        allowed = allowed & self._names(schema['propertyNames'])
+    named = {}
+    for name in names:
+      parts = (part for x in schemas for part in self._parts_of(x, name))
+      items = tuple((part, True) for part in (allowed.matches(name), *parts))
+      key = self._string(languages.literal(name)) + self._colon
+      value = self.language(items, entered)
+      if name in required or not value.is_empty:
+        named[name] = key, value
+    others = allowed - languages.words([*names]) if names else allowed
+    groups: list[tuple[Language, _Items]] = [(others, ())]
+    for schema in schemas:
+      split = [(keys, items, False) for keys, items in groups]
+      for pattern, part in schema.get('patternProperties', {}).items():
+        search = self._search(schema, 'patternProperties', pattern)
+        split = [
+          group
+          for keys, items, is_found in split
+          for group in (
+            (keys & search, (*items, (part, True)), True),
+            (keys - search, items, is_found),
+          )
+        ]
+      rest = ((schema.get('additionalProperties', True), True),)
+      groups = [
+        (keys, items if is_found else items + rest)
+        for keys, items, is_found in split
+        if not keys.is_empty
+      ]
+    return named, [
+      (self._string(keys) + self._colon, self.language(items, entered))
+      for keys, items in groups
+      if (False, True) not in items
+    ]
+
+  def _parts_of(self, schema: Schema, name: str) -> list[Any]:
+    """What a schema says of the value of a key."""
+    parts = (
+      [schema['properties'][name]]
+      if name in schema.get('properties', ())
+      else []
+    )
+    parts += (
+      part
+      for pattern, part in schema.get('patternProperties', {}).items()
+      if self._search(schema, 'patternProperties', pattern).matches(name)
+    )
+    return parts or [schema.get('additionalProperties', True)]
+
+  def _names(self, schema: Any) -> Language:
+    """The values of strings that a schema describes."""
+    branches = self._branches(((schema, True),), ())
+    return languages.union(x.kinds.get('string', NOTHING) for x in branches)
+
+
+class _Graph:
+  """The texts of an array or an object; nodes have any hashable names."""
+
+  def __init__(self, begin: Language, comma: Language, end: Language):
+    self._numbers: Any = collections.defaultdict(itertools.count().__next__)
+    self._begin, self._comma, self._end = begin, comma, end
+    self._edges: list[tuple[int, Language, int]] = []
+    self._nodes: list[Any] = []
+
+  def nodes(self, start: Any) -> Iterator[Any]:
+    """The start and, as they are added, all that can be reached from it."""
+    self._edge('begin', self._begin, start)
+    for node in self._nodes:  # it grows
+      languages.check_time()
+      yield node
+
+  def add(
+    self, node: Any, key: Language, value: Language, target: Any, behind: bool
+  ) -> None:
+    """Adds an item or a member; it has a comma if it is behind another."""
+    entry = ('value', id(value), target)  # which many of them may share
+    is_new = entry not in self._numbers
+    head = self._comma + key if behind else key
+    self._edges.append((self._numbers[node], head, self._numbers[entry]))
+    if is_new:
+      self._edge(entry, value, target)
+
+  def skip(self, node: Any, target: Any) -> None:
+    """Lets the target follow without an item or a member."""
+    self._edge(node, EMPTY, target)
+
+  def end(self, node: Any) -> None:
+    """Lets the text end behind a node."""
+    self._edges.append((self._numbers[node], self._end, self._numbers['end']))
+
+  def _edge(self, node: Any, part: Language, target: Any) -> None:
+    if target not in self._numbers:
+      self._nodes.append(target)
+    self._edges.append((self._numbers[node], part, self._numbers[target]))
+
+  @property
+  def language(self) -> Language:
+    """The texts."""
+    ends = (self._numbers['begin'], [self._numbers['end']])
+    return languages.graph(self._edges, *ends)
+
+
+class _Counter:
+  """Counts the items of an array that a schema describes."""
+
+  def __init__(self, schema: Schema):
+    self.part = schema['contains']
+    self.least = int(schema.get('minContains', 1))
+    self.most = int(schema['maxContains']) if 'maxContains' in schema else None
+    self.begin = schema.get('begin', 0)  # items before are not counted
+
+  def following(self, count: int, place: int) -> list[tuple[_Item, int]]:
+    """What may be said of the item at a place, and the count behind it."""
+    ignored = ((True, True), count)
+    counted = ((self.part, True), count + 1)
+    if place < self.begin:
+      return [ignored]
+    if self.most is None:
+      return [ignored, counted] if count < self.least else [ignored]
+    others = ((self.part, False), count)
+    return [others, counted] if count < self.most else [others]
+
+
+def _is_open(schema: Any) -> bool:
+  """Whether a schema says nothing of values."""
+  return schema is True or isinstance(schema, Schema) and schema.says_nothing
+
+
+def _with(entered: _Entered, name: str) -> _Entered:
+  return tuple(sorted((*entered, name)))
+
+
+def _numbers(schemas: Iterable[Schema], keyword: str) -> list[int]:
+  return [int(schema[keyword]) for schema in schemas if keyword in schema]
+
+
+def _at(schema: Schema, place: int) -> Any:
+  """What a schema says of the item at a place."""
+  first = schema.get('prefixItems', ())
+  return first[place] if place < len(first) else schema.get('items', True)
+
+
+def _made(of: Schema, **keywords: Any) -> Schema:
+  """A schema that is not written, but follows from another one."""
+  made = Schema(keywords)
+  made.at = of.at
+  return made
+
+
+def _constants(schema: Schema) -> list[list[Any]]:
+  """Lists of values, one of each of which a value is."""
+  constant = [[schema['const']]] if 'const' in schema else []
+  return constant + ([schema['enum']] if 'enum' in schema else [])
+
+
+def _equals(of: Schema, values: list[Any]) -> tuple[_Kinds, list[Schema]]:
+  """What equals one of some values: of each type, and arrays and objects."""
+  texts = [value for value in values if isinstance(value, str)]
+  flags = [json.dumps(value) for value in values if isinstance(value, bool)]
+  numbers = [
+    Decimal(value)
+    for value in values
+    if isinstance(value, int | Decimal) and not isinstance(value, bool)
+  ]
+  kinds = {
+    'null': _FULL['null'] if None in values else None,
+    'boolean': languages.words(flags) if flags else None,
+    'number': scalars.equal_to(numbers) if numbers else None,
+    'string': languages.words(texts) if texts else None,
+  }
+  others = []
+  for value in values:
+    if isinstance(value, list):
+      items = [_made(of, const=item) for item in value]
+      lengths = {'prefixItems': items, 'minItems': len(items), 'items': False}
+      others.append(_made(of, type='array', **lengths))
+    elif isinstance(value, dict):
+      parts = {key: _made(of, const=part) for key, part in value.items()}
+      keys = {'required': list(value), 'additionalProperties': False}
+      others.append(_made(of, type='object', properties=parts, **keys))
+  return _Kinds({k: x for k, x in kinds.items() if x is not None}), others
+
+
+def _both(kinds: _Kinds, others: _Kinds) -> _Kinds:
+  """What is possible of each type by both."""
+  both = _Kinds()
+  for kind in kinds.keys() & others.keys():
+    one, other, full = kinds[kind], others[kind], _FULL[kind]
+    if one is full or other is full:
+      both[kind] = other if one is full else one
+    elif not (met := one & other).is_empty:
+      both[kind] = met
+  return both
+
+
+def _rest(schema: Schema, kinds: _Kinds) -> _Kinds:
+  """What is possible of each type where none of some kinds is."""
+  rest = _Kinds()
+  for kind, full in _FULL.items():
+    if kind not in kinds:
+      rest[kind] = full
+    elif kinds[kind] is not full and not (left := full - kinds[kind]).is_empty:
+      rest[kind] = left
+  return rest
+
+
+def _dependents(schema: Schema) -> list[tuple[str, Any]]:
+  """Keys, and what is said of objects that have them."""
+  lists = schema.get('dependentRequired', {})
+  parts = [(key, _made(schema, required=keys)) for key, keys in lists.items()]
+  return parts + list(schema.get('dependentSchemas', {}).items())
+
+
+def _counterparts(schema: Schema) -> list[Schema]:
+  """Schemas of arrays and objects of which a schema does not hold."""
+  array = functools.partial(_made, schema, type='array')
+  object_ = functools.partial(_made, schema, type='object')
+
+  def denied(part: Any) -> Schema:
+    return _made(schema, **{'not': part})
+
+  parts = [
+    object_(properties={key: False}) for key in schema.get('required', ())
+  ]
+  parts += (
+    object_(properties={key: denied(part)}, required=[key])
+    for key, part in schema.get('properties', {}).items()
+    if part is not True
+  )
+  first = schema.get('prefixItems', [])
+  for place, part in enumerate(first):
+    items = [True] * place + [denied(part)]
+    parts.append(array(prefixItems=items, minItems=place + 1))
+  if schema.get('items', True) is not True:
+    parts.append(array(contains=denied(schema['items']), begin=len(first)))
+  if 'contains' in schema:
+    counter = _Counter(schema)
+    counted = functools.partial(array, contains=schema['contains'])
+    if counter.least:
+      parts.append(counted(minContains=0, maxContains=counter.least - 1))
+    if counter.most is not None:
+      parts.append(counted(minContains=counter.most + 1))
+  for make, of in ((array, 'Items'), (object_, 'Properties')):
+    if schema.get(f'min{of}', 0) > 0:
+      parts.append(make(**{f'max{of}': schema[f'min{of}'] - 1}))
+    if f'max{of}' in schema:
+      parts.append(make(**{f'min{of}': schema[f'max{of}'] + 1}))
+  for keyword in ('additionalProperties', 'patternProperties', 'propertyNames'):
+    if schema.get(keyword, True) not in (True, {}):
+      raise schema.refusal(keyword, f'nothing of this kind{_DENIED}')
+  return parts
