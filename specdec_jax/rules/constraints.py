@@ -1,25 +1,24 @@
-"""Automata of what an output may be: one of some choices, a regex, JSON."""
+"""Automata over tokens: of choices, and of the texts of a language."""
 
-import json
-import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.sparse import csgraph, csr_array
 
-from specdec_jax.checks.fields import package, unexpected
-from specdec_jax.rules.automata import MOST_EDGES, Automaton
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.rules import languages
+from specdec_jax.rules.automata import Spelled, Trie
+from specdec_jax.rules.languages import Language
 
-MOST_RECURSION = 3  # of a schema that refers to itself
-_BOUNDS = re.compile(
-  r'"((?:exclusive)?(?:[Mm]in|[Mm]ax)imum|multipleOf)":\s*-?[0-9]'
-)
+SECONDS = 4.0  # that an automaton may take to make
+_MOST_BITS = 1 << 31  # states that differ in what they allow, times ids
+_CHUNK = 1 << 25
 
 
 def of_choices(
   choices: Sequence[Sequence[int]], stop_ids: Sequence[int]
-) -> Automaton:
+) -> Trie:
   """A trie of outputs, each of which ends with a stop id.
 
   Args:
@@ -53,138 +52,170 @@ def of_choices(
   leaves = nodes[np.arange(len(rows)), sizes - 1]
   end = int(before[-1]) + 1
   edges = np.stack([parents[is_new], rows[is_new], nodes[is_new]])
-  return _automaton('choices', edges, np.append(leaves, end), stop_ids, end)
+  ends = [np.repeat(leaves, len(stop_ids)), np.tile(stop_ids, len(leaves))]
+  edges = np.append(edges, [*ends, np.full_like(ends[0], end)], axis=1)
+  edges = edges[:, np.lexsort((edges[1], edges[0]))].astype(np.int32)
+  first = np.cumsum([0, *np.bincount(edges[0], minlength=end + 1)])
+  return Trie(first.astype(np.int32), *edges[1:])
 
 
-def of_regex(
-  name: str,
-  pattern: str,
-  spellings: Mapping[bytes, Sequence[int]],
-  begins_blank: bool,
-  stop_ids: Sequence[int],
-) -> Automaton:
-  """An automaton of the outputs whose whole text a regex matches.
+class Vocabulary:
+  """The tokens that are text, by their bytes.
 
-  Args:
-    name: the option that it comes from, for messages.
-    pattern: the regex, as the Rust package `regex` has them.
-    spellings: the bytes of tokens -> the ids of these.
+  Attributes:
     begins_blank: whether outputs begin with a blank that is no text.
-    stop_ids: ids that end an output.
-
-  Raises:
-    ValueError: the package outlines_core is not installed or does not take the
-      regex, no sequence of tokens matches it, or its automaton is too large.
   """
-  core = package('Constraints on text', 'outlines_core', 'rules')
-  begin = ' ' if begins_blank else ''
-  # Which id it takes for the end of sequence does not matter.
-  vocabulary = core.Vocabulary(stop_ids[0], dict(spellings))
-  try:
-    index = core.Index(f'{begin}(?:{pattern})', vocabulary)
-  except ValueError as error:
-    expected = 'a regex that outlines_core takes and some tokens match'
-    raise unexpected(name, expected, pattern, f'({error})') from error
-  transitions = index.get_transitions()
-  edges = np.fromiter(
-    (
-      (state, token, target)
-      for state, following in transitions.items()
-      for token, target in following.items()
-    ),
-    np.dtype((np.int64, 3)),
-  ).T
-  edges = edges[:, ~np.isin(edges[1], stop_ids)]
-  finals = np.fromiter(index.get_final_states(), np.int64)
-  edges = edges[:, np.isin(edges[2], _alive(edges, finals))]
-  start = index.get_initial_state()
-  if start not in edges[0] and start not in finals:
-    expected = 'a regex that some sequence of tokens matches'
-    raise unexpected(name, expected, pattern)
-  return _automaton(name, edges, finals, stop_ids, None, start)
 
-
-def pattern_of(schema: Mapping[str, Any] | str) -> str:
-  """The regex of JSON that a schema describes.
-
-  A schema that refers to itself is followed `MOST_RECURSION` levels deep;
-  bounds of numbers are not followed. Both are said in the log.
-
-  Args:
-    schema: the schema, or JSON of it.
-
-  Raises:
-    ValueError: it is none that the package outlines_core takes.
-  """
-  core = package('Constraints on text', 'outlines_core', 'rules')
-  try:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    pattern, deeper = (
-      core.json_schema.build_regex_from_schema(text, None, MOST_RECURSION + i)
-      for i in (0, 1)
+  def __init__(
+    self,
+    spellings: Mapping[bytes, Sequence[int]],
+    begins_blank: bool,
+    vocab_size: int,
+  ):
+    """Takes the bytes of tokens -> the ids of these, and V."""
+    self.begins_blank, self._size = begins_blank, vocab_size
+    words = [word for word, ids in spellings.items() if len(ids)]
+    self._lengths = np.fromiter(map(len, words), np.int64, len(words))
+    flat = np.frombuffer(b''.join(words), np.uint8)
+    self._bytes = np.zeros((len(words), int(self._lengths.max())), np.uint8)
+    inside = np.arange(self._bytes.shape[1]) < self._lengths[:, None]
+    self._bytes[inside] = flat
+    self._word_of = np.full((vocab_size,), len(words))
+    for index, word in enumerate(words):
+      self._word_of[spellings[word]] = index
+    lengths = np.append(self._lengths, 0)[self._word_of]
+    self._spans = np.cumsum([0, *lengths]).astype(np.int32)
+    ids = np.flatnonzero(lengths)
+    rows = self._word_of[ids]
+    self._spelled = self._bytes[rows][inside[rows]]
+    self._words = {*words}
+    # Words that others are made of: characters, or bytes of them.
+    self._elements = np.array(
+      [
+        index
+        for index, word in enumerate(words)
+        for parts in [_characters(word)]
+        if len(word) == 1 or word in parts or not parts <= self._words
+      ]
     )
-  except (TypeError, ValueError) as error:
-    expected = 'a JSON schema that outlines_core takes'
-    raise unexpected('json_schema', expected, schema, f'({error})') from error
-  if pattern != deeper:
-    logging.getLogger(__name__).warning(
-      'json_schema refers to itself: %d levels are taken.', MOST_RECURSION
+
+  def automaton(
+    self, name: str, language: Language, stop_ids: Sequence[int]
+  ) -> Spelled:
+    """The automaton of the outputs whose text is one of a language.
+
+    Args:
+      name: the option that it comes from, for messages.
+      language: the texts.
+      stop_ids: ids that end an output.
+
+    Raises:
+      ValueError: no sequence of tokens spells one of the texts.
+      TooLarge: it has too many states, or takes too long.
+    """
+    begin = languages.literal(' ' if self.begins_blank else '')
+    dfa = languages.in_bytes(begin + language)
+    kinds = dfa.classes[np.searchsorted(dfa.cuts, range(256), 'right') - 1]
+    is_alive = self._alive(dfa, kinds)
+    if not is_alive[dfa.start]:
+      raise self._unwritable(name, language)
+    # States of one block allow the same tokens.
+    block = languages.blocks(
+      dfa.step.T, is_alive.astype(np.int64), self._bytes.shape[1]
     )
-  if bounds := _BOUNDS.findall(text):
-    logging.getLogger(__name__).warning(
-      'json_schema: %s of numbers are not followed.', ', '.join(bounds)
+    _, states, bits_of = np.unique(2 * block + dfa.accepting, True, True)
+    languages.check_size(len(states) * self._size, _MOST_BITS, 'bits')
+    rows = []
+    for part in np.array_split(states, 1 + len(states) * self._size // _CHUNK):
+      flags = np.zeros((len(self._lengths) + 1, len(part)), bool)
+      for words, nodes, reached in self._walk(dfa, kinds, part):
+        flags[words] = is_alive[reached][nodes]
+      allowed = flags[self._word_of].T
+      allowed[:, stop_ids] = dfa.accepting[part, None]
+      rows.append(allowed)
+      languages.check_time()
+    counts = [row.sum(axis=1) for row in rows]
+    is_one = np.concatenate(counts) == 1
+    firsts = np.concatenate([row.argmax(axis=1) for row in rows])
+    packed = [np.packbits(row, axis=1, bitorder='little') for row in rows]
+    bits = np.concatenate(packed)
+    bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))
+    return Spelled(
+      self._spelled,
+      self._spans,
+      dfa.step[:, kinds],
+      bits_of,
+      np.ascontiguousarray(bits).view('<u4'),
+      np.where(is_one, firsts, -1).astype(np.int32),
+      dfa.start,
     )
-  return pattern
+
+  def _walk(
+    self, dfa: Any, kinds: np.ndarray, states: np.ndarray, words: Any = None
+  ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Walks all words from some states at once, byte by byte.
+
+    Args:
+      dfa: the automaton.
+      kinds: int[256], the class of each byte.
+      states: int[R], where the walks begin.
+      words: the indices of the words; None is all.
+
+    Yields:
+      For each length the words of it, the node of each, and the states of each
+      node, int32[nodes, R]. Words that lead to no state are left out.
+    """
+    words = np.arange(len(self._lengths)) if words is None else words
+    nodes, reached = np.zeros_like(words), states[None]
+    for depth, column in enumerate(self._bytes.T):
+      # Words whose bytes are of the same classes so far share a node.
+      keys = nodes * dfa.step.shape[1] + kinds[column[words]]
+      keys, nodes = np.unique(keys, return_inverse=True)
+      before, kind = np.divmod(keys, dfa.step.shape[1])
+      reached = dfa.step[reached[before], kind[:, None]]
+      is_end = self._lengths[words] == depth + 1
+      yield words[is_end], nodes[is_end], reached
+      goes_on = ~is_end & reached.any(axis=1)[nodes]
+      words, nodes = words[goes_on], nodes[goes_on]
+      if not words.size:
+        return
+
+  def _alive(self, dfa: Any, kinds: np.ndarray) -> np.ndarray:
+    """bool[N], the states from which some tokens lead to an accepting one."""
+    size = len(dfa.step)
+    if np.count_nonzero(self._lengths[self._elements] == 1) == 256:
+      return np.arange(size) > 0
+    accepting = np.flatnonzero(dfa.accepting)
+    # From the end to accepting states, and from each state to those before it.
+    edges = [(np.full_like(accepting, size), accepting)]
+    walks = self._walk(dfa, kinds, np.arange(size), self._elements)
+    for _, nodes, reached in walks:
+      languages.check_time()
+      places, sources = np.nonzero(reached[np.unique(nodes)])
+      edges.append((reached[np.unique(nodes)][places, sources], sources))
+    before, behind = np.concatenate(edges, axis=1)
+    weights = np.ones(before.shape, np.float32)
+    graph = csr_array((weights, (before, behind)), shape=(size + 1, size + 1))
+    order = csgraph.breadth_first_order(graph, size, return_predecessors=False)
+    return np.isin(np.arange(size), order)
+
+  def _unwritable(self, name: str, language: Language) -> ValueError:
+    """The error of a language of which no text can be written."""
+    text = language.shortest()
+    expected = 'what tokens of this vocabulary can write'
+    if text is None:
+      return unexpected(name, 'a text that matches', 'none')
+    missing = sorted(char for char in {*text} if not self._writes(char))
+    advice = f'It has no token for {" ".join(missing)}.' if missing else ''
+    return unexpected(name, expected, text, advice)
+
+  def _writes(self, char: str) -> bool:
+    spelled = char.encode()
+    parts = {bytes([byte]) for byte in spelled}
+    return spelled in self._words or parts <= self._words
 
 
-def _alive(edges: np.ndarray, finals: np.ndarray) -> np.ndarray:
-  """The states from which an output can still end."""
-  size = 1 + int(max(edges.max(initial=0), finals.max(initial=0)))
-  is_alive = np.zeros((size,), bool)
-  is_alive[finals] = True
-  count: Any = -1
-  while count < (count := np.count_nonzero(is_alive)):
-    is_alive[edges[0, is_alive[edges[2]]]] = True
-  return np.flatnonzero(is_alive)
-
-
-def _automaton(
-  name: str,
-  edges: np.ndarray,
-  finals: np.ndarray,
-  stop_ids: Sequence[int],
-  end: int | None,
-  start: int = 0,
-) -> Automaton:
-  """An automaton in whose final states alone an output may end.
-
-  Args:
-    name: the option that it comes from, for the message.
-    edges: int[3, E], state, token and the state after it, of any numbers.
-    finals: the final states.
-    stop_ids: ids that end an output.
-    end: the state after the end; None is the final state itself.
-    start: the state in which it begins.
-
-  Raises:
-    ValueError: it is too large.
-  """
-  sources = np.repeat(finals, len(stop_ids))
-  tokens = np.tile(stop_ids, finals.size)
-  targets = sources if end is None else np.full_like(sources, end)
-  edges = np.append(edges, [sources, tokens, targets], axis=1)
-  if edges.shape[1] > MOST_EDGES:
-    expected = f'an automaton of at most {MOST_EDGES} edges'
-    raise unexpected(name, expected, edges.shape[1])
-  states = np.unique(np.append(edges[[0, 2]], start))
-  # The first state is the one in which it begins.
-  states = np.append(start, states[states != start])
-  order = np.argsort(states)
-  sources, targets = (
-    order[np.searchsorted(states, of, sorter=order)] for of in edges[[0, 2]]
-  )
-  by_state = np.lexsort((edges[1], sources))
-  counts = np.bincount(sources, minlength=states.size)
-  first = np.cumsum([0, *counts]).astype(np.int32)
-  table = np.stack([edges[1], targets]).astype(np.int32)[:, by_state]
-  return Automaton(first, *table)
+def _characters(word: bytes) -> set[bytes]:
+  """The characters of a word, and the bytes that are parts of others."""
+  text = word.decode('utf-8', 'surrogateescape')
+  return {char.encode('utf-8', 'surrogateescape') for char in text}

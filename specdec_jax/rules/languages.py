@@ -21,7 +21,7 @@ import numpy as np
 
 MOST_STATES = 1 << 16
 MOST_POSITIONS = 1 << 17  # characters of an expression, repetitions written out
-_MOST_CELLS = 1 << 25  # states times classes of symbols
+_MOST_CELLS = 1 << 23  # states times classes of symbols
 _MOST_MEMBERS = 1 << 21  # positions in the sets that become states
 
 Intervals = tuple[tuple[int, int], ...]  # of code points, ends included
@@ -161,6 +161,21 @@ class Language:
       place = np.searchsorted(self.dfa.cuts, char, 'right') - 1
       state = self.dfa.step[state, self.dfa.classes[place]]
     return bool(self.dfa.accepting[state])
+
+  def shortest(self) -> str | None:
+    """One of its shortest texts; None if it has none."""
+    dfa, reached = self.dfa, [self.dfa.accepting]
+    while not reached[-1][dfa.start]:
+      check_time()
+      reached.append(reached[-1] | reached[-1][dfa.step].any(axis=1))
+      if len(reached) > len(dfa.step):
+        return None
+    state, text = dfa.start, ''
+    firsts = [intervals[0][0] for intervals in dfa.intervals()]
+    for is_near in reached[-2::-1]:
+      kind = int(np.argmax(is_near[dfa.step[state]]))
+      state, text = dfa.step[state, kind], text + chr(firsts[kind])
+    return text
 
   def _emit(self, nfa: _Nfa, state: int) -> int:
     """Adds what leads from a state to the state that is returned."""
@@ -386,35 +401,26 @@ def _closures(nfa: _Nfa, end: int) -> Any:
 
 def _minimal(dfa: Dfa) -> Dfa:
   """The automaton with the fewest states of the same language."""
+  rng = np.random.default_rng(1)
+  numbers = rng.integers(1 << 63, size=len(dfa.step), dtype=np.uint64)
+  # Symbols that lead everywhere to the same states are of one class.
   _, kinds, classes = np.unique(
-    dfa.step, axis=1, return_index=True, return_inverse=True
+    numbers @ dfa.step.astype(np.uint64), True, True
   )
-  classes = classes.reshape(-1)[dfa.classes]
+  classes = classes[dfa.classes]
   columns = np.ascontiguousarray(dfa.step.T[kinds])
-  rng = np.random.default_rng(0)
-  hashes = rng.integers(1 << 63, size=len(dfa.step), dtype=np.uint64)
-  weights = rng.integers(1 << 63, size=1 + len(columns), dtype=np.uint64) | 1
-  block, size = dfa.accepting.astype(np.int64), 0
-  while True:
-    check_time()
-    of_blocks = hashes[block]
-    mixed = of_blocks * weights[-1]
-    for weight, column in zip(weights, columns, strict=False):
-      mixed += of_blocks[column] * weight
-    _, first, block = np.unique(mixed, return_index=True, return_inverse=True)
-    if len(first) == size:
-      break
-    size = len(first)
+  block = blocks(columns, dfa.accepting)
+  _, first = np.unique(block, return_index=True)
   # Numbered as they are reached, the dead one first.
   step = block[columns[:, first]].T
-  order, reached = [block[0]], np.zeros((size,), bool)
+  order, reached = [block[0]], np.zeros((len(first),), bool)
   reached[block[0]] = True
   todo = np.unique(block[[dfa.start]])
   while (todo := todo[~reached[todo]]).size:
     reached[todo] = True
     order += todo.tolist()
     todo = np.unique(step[todo])
-  numbers = np.zeros((size,), np.int32)
+  numbers = np.zeros((len(first),), np.int32)
   numbers[order] = np.arange(len(order))
   keep = np.flatnonzero(np.diff(classes, prepend=-1) | (dfa.cuts == _MARK))
   return Dfa(
@@ -424,6 +430,57 @@ def _minimal(dfa: Dfa) -> Dfa:
     dfa.accepting[first[order]],
     int(numbers[block[dfa.start]]),
   )
+
+
+def blocks(
+  columns: np.ndarray, kinds: np.ndarray, most: int | None = None
+) -> np.ndarray:
+  """Numbers of states, int[N], that are the same where states are equal.
+
+  States are told apart by where they lead; only those that lead to a state
+  whose number has changed are looked at again.
+
+  Args:
+    columns: int[C, N], the state behind each, by the class of the symbol.
+    kinds: int[N], 0 or 1; states of two kinds differ. That of state 0 is 0.
+    most: how many symbols may be read to tell two states apart.
+  """
+  symbols, sources = np.nonzero(columns)  # the dead one's number never changes
+  targets = columns[symbols, sources]
+  before = sources[np.argsort(targets, kind='stable')]
+  bounds = np.cumsum([0, *np.bincount(targets, minlength=kinds.size)])
+  rng = np.random.default_rng(0)
+  hashes = rng.integers(1 << 63, size=kinds.size + 2, dtype=np.uint64)
+  weights = rng.integers(1 << 63, size=(len(columns), 1), dtype=np.uint64)
+  block = kinds.astype(np.int64)
+  totals = np.bincount(block, minlength=kinds.size + 2)
+  size, todo = 2, np.arange(kinds.size)
+  for _ in range(kinds.size if most is None else most):
+    if not todo.size:
+      break
+    check_time()
+    mixed = (hashes[block[columns[:, todo]]] * weights).sum(axis=0)
+    _, at, group, counts = np.unique(
+      mixed + hashes[block[todo]], True, True, True
+    )
+    owner = block[todo[at]]
+    is_dead = np.isin(np.arange(counts.size), group[todo == 0])
+    ranked = np.lexsort((-counts, ~is_dead, owner))
+    largest = ranked[np.unique(owner[ranked], return_index=True)[1]]
+    # Of a block the states that are not looked at keep the number, else the
+    # largest part, or that of the dead state.
+    sums = np.bincount(owner, counts)
+    is_new = np.ones(counts.shape, bool)
+    is_new[largest] = sums[owner[largest]] < totals[owner[largest]]
+    numbers = np.where(is_new, size + np.cumsum(is_new) - 1, owner)
+    np.subtract.at(totals, owner[is_new], counts[is_new])
+    size += np.count_nonzero(is_new)
+    totals[numbers[is_new]] = counts[is_new]
+    block[todo] = numbers[group]
+    moved = todo[is_new[group]]
+    spans = [before[bounds[state] : bounds[state + 1]] for state in moved]
+    todo = np.unique(np.concatenate([*spans, moved[:0]]))
+  return block
 
 
 # Spelling symbols by others: characters in bytes, or in a string of JSON.
