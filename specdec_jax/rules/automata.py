@@ -21,7 +21,7 @@ FREE = 0
 _FEW = 32  # edges of a state that has no row of bits
 _WORD = 32
 _NONE = -1
-_LEAST_STATES, _LEAST_EDGES, _LEAST_ROWS = 1 << 10, 1 << 18, 1 << 6
+_LEAST_STATES, _LEAST_EDGES, _LEAST_ROWS = 1 << 12, 1 << 18, 1 << 8
 _STEP = 4  # between two sizes of a table
 
 
@@ -147,6 +147,11 @@ class Trie:
     """States that it has."""
     return self.first.size - 1
 
+  def first_tokens(self, vocab_size: int) -> np.ndarray:
+    """The ids that an output may begin with."""
+    del vocab_size
+    return self.tokens[: self.first[1]]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Spelled:
@@ -169,6 +174,12 @@ class Spelled:
   bits: np.ndarray
   only: np.ndarray
   start: int
+
+  def first_tokens(self, vocab_size: int) -> np.ndarray:
+    """The ids that an output may begin with."""
+    row = self.bits[self.bits_of[self.start]].view(np.uint8)
+    flags = np.unpackbits(row, bitorder='little')[:vocab_size]
+    return np.flatnonzero(flags)
 
 
 Automaton = Trie | Spelled
@@ -199,7 +210,7 @@ def joined(
     missing = _size(size, _LEAST_STATES) - size
     steps.append(np.zeros((missing, 256), np.int32))
     rows_of.append(np.zeros((missing,), np.int32))
-    step = np.concatenate(steps)
+    step = np.concatenate(steps).astype(np.int32)
     spelled, size = [step, texts[0].spelled, texts[0].spans], len(step)
   edges, more = [None] * 3, {}
   if tries:
@@ -211,9 +222,8 @@ def joined(
   missing = _size(num_rows + len(more), _LEAST_ROWS) - num_rows - len(more)
   words = np.pad(np.concatenate([*bits, words]), ((0, missing), (0, 0)))
   only.append(np.full((len(more) + missing,), _NONE, np.int32))
-  tables = Automata(
-    *spelled, *edges, np.concatenate(rows_of), words, np.concatenate(only)
-  )
+  states = np.concatenate(rows_of).astype(np.int32)
+  tables = Automata(*spelled, *edges, states, words, np.concatenate(only))
   return tables, [starts[part] for part in parts]
 
 

@@ -1,7 +1,7 @@
 """Automata over tokens: of choices, and of the texts of a language."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csgraph, csr_array
@@ -59,6 +59,71 @@ def of_choices(
   return Trie(first.astype(np.int32), *edges[1:])
 
 
+class _Level(NamedTuple):
+  """The nodes of a tree of words that are one byte longer.
+
+  Attributes:
+    before: int[N], the node of the level before.
+    kinds: int[N], the class of the last byte.
+    words: the tokens that end here.
+    nodes: the node of each of these.
+  """
+
+  before: np.ndarray
+  kinds: np.ndarray
+  words: np.ndarray
+  nodes: np.ndarray
+
+
+class _Walks(NamedTuple):
+  """Walks that are at a node each; those of a node follow one another.
+
+  Attributes:
+    bounds: int[N + 1], the first walk of each node.
+    origins: int[W], which of the states each began in.
+    states: int[W], where it is.
+  """
+
+  bounds: np.ndarray
+  origins: np.ndarray
+  states: np.ndarray
+
+
+def _walked(
+  dfa: Any, tree: list[_Level], states: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, _Walks]]:
+  """Walks all words of a tree from some states at once, byte by byte.
+
+  Walks that cannot reach an accepting state end.
+
+  Yields:
+    For each level the words that end there, the node of each, and the walks.
+  """
+  walks = _Walks(np.array([0, len(states)]), np.arange(len(states)), states)
+  for level in tree:
+    languages.check_time()
+    place, node = _spans(walks.bounds, level.before)
+    reached = dfa.step[walks.states[place], level.kinds[node]]
+    keep = np.flatnonzero(reached)
+    counts = np.bincount(node[keep], minlength=len(level.before))
+    walks = _Walks(
+      np.append(0, np.cumsum(counts)),
+      walks.origins[place[keep]],
+      reached[keep],
+    )
+    yield level.words, level.nodes, walks
+
+
+def _spans(
+  bounds: np.ndarray, nodes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """The places of the walks of some nodes, and which of these each is at."""
+  counts = bounds[nodes + 1] - bounds[nodes]
+  which = np.repeat(np.arange(len(nodes)), counts)
+  skipped = bounds[nodes] - np.append(0, np.cumsum(counts)[:-1])
+  return np.arange(len(which)) + skipped[which], which
+
+
 class Vocabulary:
   """The tokens that are text, by their bytes.
 
@@ -74,28 +139,24 @@ class Vocabulary:
   ):
     """Takes the bytes of tokens -> the ids of these, and V."""
     self.begins_blank, self._size = begins_blank, vocab_size
-    words = [word for word, ids in spellings.items() if len(ids)]
-    self._lengths = np.fromiter(map(len, words), np.int64, len(words))
-    flat = np.frombuffer(b''.join(words), np.uint8)
-    self._bytes = np.zeros((len(words), int(self._lengths.max())), np.uint8)
+    words: list[bytes] = [b''] * vocab_size
+    for word, ids in spellings.items():
+      for token in ids:
+        words[token] = word
+    self._lengths = np.fromiter(map(len, words), np.int32, vocab_size)
+    self._spans = np.cumsum([0, *self._lengths]).astype(np.int32)
+    self._spelled = np.frombuffer(b''.join(words), np.uint8)
+    self._bytes = np.zeros((vocab_size, int(self._lengths.max())), np.uint8)
     inside = np.arange(self._bytes.shape[1]) < self._lengths[:, None]
-    self._bytes[inside] = flat
-    self._word_of = np.full((vocab_size,), len(words))
-    for index, word in enumerate(words):
-      self._word_of[spellings[word]] = index
-    lengths = np.append(self._lengths, 0)[self._word_of]
-    self._spans = np.cumsum([0, *lengths]).astype(np.int32)
-    ids = np.flatnonzero(lengths)
-    rows = self._word_of[ids]
-    self._spelled = self._bytes[rows][inside[rows]]
-    self._words = {*words}
+    self._bytes[inside] = self._spelled
+    self._words = {*words} - {b''}
     # Words that others are made of: characters, or bytes of them.
     self._elements = np.array(
       [
         index
         for index, word in enumerate(words)
         for parts in [_characters(word)]
-        if len(word) == 1 or word in parts or not parts <= self._words
+        if word in parts or not parts <= self._words
       ]
     )
 
@@ -125,74 +186,58 @@ class Vocabulary:
     )
     _, states, bits_of = np.unique(2 * block + dfa.accepting, True, True)
     languages.check_size(len(states) * self._size, _MOST_BITS, 'bits')
-    rows = []
+    tree = self._tree(kinds, np.flatnonzero(self._lengths))
+    bits, only = [], []
     for part in np.array_split(states, 1 + len(states) * self._size // _CHUNK):
-      flags = np.zeros((len(self._lengths) + 1, len(part)), bool)
-      for words, nodes, reached in self._walk(dfa, kinds, part):
-        flags[words] = is_alive[reached][nodes]
-      allowed = flags[self._word_of].T
-      allowed[:, stop_ids] = dfa.accepting[part, None]
-      rows.append(allowed)
-      languages.check_time()
-    counts = [row.sum(axis=1) for row in rows]
-    is_one = np.concatenate(counts) == 1
-    firsts = np.concatenate([row.argmax(axis=1) for row in rows])
-    packed = [np.packbits(row, axis=1, bitorder='little') for row in rows]
-    bits = np.concatenate(packed)
-    bits = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))
+      flags = np.zeros((-(-self._size // 32) * 32, len(part)), bool)
+      for tokens, nodes, walks in _walked(dfa, tree, part):
+        place, which = _spans(walks.bounds, nodes)
+        is_kept = is_alive[walks.states[place]]
+        flags[tokens[which], walks.origins[place]] = is_kept
+      flags[stop_ids] = dfa.accepting[part]
+      is_one = np.count_nonzero(flags, axis=0) == 1
+      one = np.full((len(part),), -1)
+      one[is_one] = flags[:, is_one].argmax(axis=0)
+      only.append(one)
+      bits.append(np.packbits(flags, axis=0, bitorder='little').T)
     return Spelled(
       self._spelled,
       self._spans,
       dfa.step[:, kinds],
       bits_of,
-      np.ascontiguousarray(bits).view('<u4'),
-      np.where(is_one, firsts, -1).astype(np.int32),
+      np.ascontiguousarray(np.concatenate(bits)).view('<u4'),
+      np.concatenate(only).astype(np.int32),
       dfa.start,
     )
 
-  def _walk(
-    self, dfa: Any, kinds: np.ndarray, states: np.ndarray, words: Any = None
-  ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Walks all words from some states at once, byte by byte.
+  def _tree(self, kinds: np.ndarray, words: np.ndarray) -> list[_Level]:
+    """The tree of words by the classes of their bytes, int[256].
 
     Args:
-      dfa: the automaton.
       kinds: int[256], the class of each byte.
-      states: int[R], where the walks begin.
-      words: the indices of the words; None is all.
-
-    Yields:
-      For each length the words of it, the node of each, and the states of each
-      node, int32[nodes, R]. Words that lead to no state are left out.
+      words: the indices of the words.
     """
-    words = np.arange(len(self._lengths)) if words is None else words
-    nodes, reached = np.zeros_like(words), states[None]
+    levels, nodes = [], np.zeros_like(words)
     for depth, column in enumerate(self._bytes.T):
-      # Words whose bytes are of the same classes so far share a node.
-      keys = nodes * dfa.step.shape[1] + kinds[column[words]]
+      keys = nodes * 256 + kinds[column[words]]
       keys, nodes = np.unique(keys, return_inverse=True)
-      before, kind = np.divmod(keys, dfa.step.shape[1])
-      reached = dfa.step[reached[before], kind[:, None]]
       is_end = self._lengths[words] == depth + 1
-      yield words[is_end], nodes[is_end], reached
-      goes_on = ~is_end & reached.any(axis=1)[nodes]
-      words, nodes = words[goes_on], nodes[goes_on]
-      if not words.size:
-        return
+      levels.append(_Level(*np.divmod(keys, 256), words[is_end], nodes[is_end]))
+      words, nodes = words[~is_end], nodes[~is_end]
+    return levels
 
   def _alive(self, dfa: Any, kinds: np.ndarray) -> np.ndarray:
     """bool[N], the states from which some tokens lead to an accepting one."""
     size = len(dfa.step)
-    if np.count_nonzero(self._lengths[self._elements] == 1) == 256:
+    if len([word for word in self._words if len(word) == 1]) == 256:
       return np.arange(size) > 0
     accepting = np.flatnonzero(dfa.accepting)
     # From the end to accepting states, and from each state to those before it.
     edges = [(np.full_like(accepting, size), accepting)]
-    walks = self._walk(dfa, kinds, np.arange(size), self._elements)
-    for _, nodes, reached in walks:
-      languages.check_time()
-      places, sources = np.nonzero(reached[np.unique(nodes)])
-      edges.append((reached[np.unique(nodes)][places, sources], sources))
+    tree = self._tree(kinds, self._elements)
+    for _, nodes, walks in _walked(dfa, tree, np.arange(size)):
+      place, _ = _spans(walks.bounds, np.unique(nodes))
+      edges.append((walks.states[place], walks.origins[place]))
     before, behind = np.concatenate(edges, axis=1)
     weights = np.ones(before.shape, np.float32)
     graph = csr_array((weights, (before, behind)), shape=(size + 1, size + 1))

@@ -171,7 +171,7 @@ class Language:
       if len(reached) > len(dfa.step):
         return None
     state, text = dfa.start, ''
-    firsts = [intervals[0][0] for intervals in dfa.intervals()]
+    firsts = [(*ranges, (0, 0))[0][0] for ranges in dfa.intervals()]
     for is_near in reached[-2::-1]:
       kind = int(np.argmax(is_near[dfa.step[state]]))
       state, text = dfa.step[state, kind], text + chr(firsts[kind])

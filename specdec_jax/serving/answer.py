@@ -74,7 +74,7 @@ class Answer:
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
-    with protocol.naming_the_field():
+    with protocol.naming_the_field(constraint=request.constraint[0]):
       self.rows: list[ServedRow] = [
         worker.row(
           text,
