@@ -1,6 +1,7 @@
 """Strings and numbers that keywords of a JSON schema describe."""
 
 import itertools
+import re
 from decimal import Decimal
 
 from specdec_jax.rules import languages
@@ -96,6 +97,37 @@ FORMATS = {
 }
 _EXPONENTS = (*range(-323, -4), *range(16, 309))
 _MANTISSA = languages.regex(r'[1-9](?:\.[0-9]{1,16})?')
+
+
+# What these mean in a pattern is not what they mean in Python.
+_BLANKS = r'\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff'
+_NO_BLANKS = (
+  r'\0-\x08\x0e-\x1f!-\x9f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e'
+  r'\u2030-\u205e\u2060-\u2fff\u3001-\ufefe\uff00-\U0010ffff'
+)
+_CLASSES = {r'\s': _BLANKS, r'\S': _NO_BLANKS}
+
+
+def pattern(text: str) -> Language:
+  r"""The texts in which a pattern of ECMA-262 matches somewhere.
+
+  Python's parser reads it. `\d`, `\w` and `\b` are of ASCII in both, `$` is the
+  end alone, and `\s` and `.` are replaced by what they mean.
+
+  Raises:
+    ValueError: it has what `languages.regex` does not follow.
+  """
+  parts, is_class = [], False
+  for part in re.findall(r'\\.|.', text, re.DOTALL):
+    within = _CLASSES.get(part)
+    if within is not None:
+      part = within if is_class else f'[{within}]'
+    elif part == '.' and not is_class:
+      part = r'[^\n\r\u2028\u2029]'
+    elif part in '[]':
+      is_class = part == '['
+    parts.append(part)
+  return languages.regex(''.join(parts), search=True)
 
 
 def equal_to(values: list[Decimal]) -> Language:

@@ -113,7 +113,7 @@ class _Texts:
     self._colon = pad + languages.literal(':' + behind) + pad
     self._open = {x: languages.literal(x) + pad for x in '[{'}
     self._close = {x: pad + languages.literal(x) for x in ']}'}
-    self._regex = functools.cache(languages.regex)
+    self._pattern = functools.cache(scalars.pattern)
     for name in (
       *('language', '_choices', '_denials', '_names', '_string', '_kinds'),
     ):
@@ -284,7 +284,7 @@ class _Texts:
     if 'pattern' in schema:
       yield self._search(schema, 'pattern', schema['pattern'])
     if 'format' in schema:
-      yield self._regex(scalars.FORMATS[schema['format']])
+      yield languages.regex(scalars.FORMATS[schema['format']])
     if 'minLength' in schema or 'maxLength' in schema:
       least, most = int(schema.get('minLength', 0)), schema.get('maxLength')
       if most is not None and most < least:
@@ -317,7 +317,7 @@ class _Texts:
   def _search(self, schema: Schema, keyword: str, pattern: str) -> Language:
     """The texts in which a pattern is."""
     try:
-      return self._regex(pattern, True)
+      return self._pattern(pattern)
     except languages.TooLarge:
       raise
     except ValueError as error:
@@ -364,7 +364,9 @@ class _Texts:
     least = max(_numbers(schemas, 'minProperties'), default=0)
     most = min(_numbers(schemas, 'maxProperties'), default=math.inf)
     enough = least if most == math.inf else most
-    required = {name for x in schemas for name in x.get('required', ())}
+    required = dict.fromkeys(
+      name for schema in schemas for name in schema.get('required', ())
+    )
     members, others = self._members(schemas, required, entered)
     count = len(members)
     size, rest = (
@@ -396,12 +398,18 @@ class _Texts:
     return graph.language
 
   def _members(
-    self, schemas: tuple[Schema, ...], required: set[str], entered: _Entered
+    self,
+    schemas: tuple[Schema, ...],
+    required: dict[str, None],
+    entered: _Entered,
   ) -> tuple[dict[str, _Member], list[_Member]]:
     """The members with a name that is in the schemas, and all others."""
-    names = dict.fromkeys(
-      name for schema in schemas for name in schema.get('properties', ())
-    ) | dict.fromkeys(sorted(required))
+    names = (
+      dict.fromkeys(
+        name for schema in schemas for name in schema.get('properties', ())
+      )
+      | required
+    )
     allowed = languages.EVERY
     for schema in schemas:
       if 'propertyNames' in schema:
