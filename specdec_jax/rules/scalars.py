@@ -1,5 +1,6 @@
 """Strings and numbers that keywords of a JSON schema describe."""
 
+import functools
 import itertools
 import re
 from decimal import Decimal
@@ -156,6 +157,7 @@ def equal_to(values: list[Decimal]) -> Language:
   return languages.union(plain + others) & NUMBER
 
 
+@functools.lru_cache
 def above(bound: Decimal) -> Language:
   """Texts of the numbers above a bound."""
   if bound < 0:
@@ -172,15 +174,21 @@ def _sizes_above(bound: Decimal) -> Language:
       languages.literal('-') + languages.EVERY | equal_to([bound])
     )
   place = bound.adjusted()
-  ends = [f'e{n:+03d}' for n in _EXPONENTS if n > place]
   same = _MANTISSA & _plain_above(bound.scaleb(-place))
-  return languages.union(
-    [
-      _plain_above(bound),
-      _MANTISSA + languages.words(ends),
-      same + languages.literal(f'e{place:+03d}'),
-    ]
-  )
+  parts = [
+    _plain_above(bound),
+    _exponents_above(max(place, 15) if place > -5 else place),
+  ]
+  if place in _EXPONENTS:
+    parts.append(same + languages.literal(f'e{place:+03d}'))
+  return languages.union(parts)
+
+
+@functools.lru_cache
+def _exponents_above(place: int) -> Language:
+  """Texts with an exponent that is higher, as automaton."""
+  ends = [f'e{n:+03d}' for n in _EXPONENTS if n > place]
+  return (_MANTISSA + languages.words(ends)) & NUMBER
 
 
 def _plain_above(bound: Decimal) -> Language:
