@@ -109,6 +109,7 @@ _NO_BLANKS = (
 _CLASSES = {r'\s': _BLANKS, r'\S': _NO_BLANKS}
 
 
+@functools.lru_cache
 def pattern(text: str) -> Language:
   r"""The texts in which a pattern of ECMA-262 matches somewhere.
 
@@ -211,9 +212,9 @@ def _plain_above(bound: Decimal) -> Language:
   )
 
 
-def residues(divisor: Decimal) -> tuple[int, int] | None:
+def residues(divisor: int | Decimal) -> tuple[int, int] | None:
   """n and k, where a divisor is n / 10^k; None: too many."""
-  _, digits, exponent = divisor.as_tuple()
+  _, digits, exponent = Decimal(divisor).as_tuple()
   number = int(''.join(map(str, digits)))
   while number % 10 == 0:
     number, exponent = number // 10, exponent + 1
