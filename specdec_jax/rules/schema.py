@@ -32,9 +32,7 @@ _ANYTHING = '{}'  # among the schemas entered: one that says nothing
 _POSSIBLY = '?'  # what is cut off counts as possible
 _TYPE_OF = {type(None): 'null', bool: 'boolean', str: 'string', list: 'array'}
 _TYPE_OF[Schema] = 'object'
-_ARRAY = {*'items prefixItems minItems maxItems contains'.split()}
-_OBJECT = {*'properties patternProperties additionalProperties'.split()}
-_OBJECT |= {*'propertyNames required minProperties maxProperties'.split()}
+_OF_ALL_KEYS = {'additionalProperties', 'patternProperties', 'propertyNames'}
 _DENIED = ' within not, if, or alternatives of oneOf that overlap'
 
 
@@ -93,13 +91,14 @@ def language_of(
   check_choice('blanks', blanks, BLANKS)
   try:
     text = schema if isinstance(schema, str) else json.dumps(schema)
+  except (TypeError, RecursionError) as error:
+    raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
+  try:
     root = subschemas.checked(text)
     language = _Texts(blanks).language(((root, True),), ())
     is_empty = language.is_empty
   except RecursionError:
     raise unexpected('json_schema', 'less nesting', schema) from None
-  except TypeError as error:
-    raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
   if is_empty:
     raise unexpected('json_schema', 'a schema that has a value', schema)
   return language
@@ -115,7 +114,8 @@ class _Texts:
     self._colon = pad + languages.literal(':' + behind) + pad
     self._open = {x: languages.literal(x) + pad for x in '[{'}
     self._close = {x: pad + languages.literal(x) for x in ']}'}
-    for name in (*('language', '_conjuncts', '_denials', '_names', '_string'),):
+    self._string = functools.cache(languages.json_string)
+    for name in ('language', '_conjuncts', '_denials', '_names'):
       setattr(self, name, functools.cache(getattr(self, name)))
 
   def language(self, items: _Items, entered: _Entered) -> Language:
@@ -137,9 +137,6 @@ class _Texts:
       if 'object' in kinds:
         parts.append(self._object(schemas, inside))
     return languages.union(dict.fromkeys(parts))
-
-  def _string(self, values: Language) -> Language:
-    return languages.json_string(values)
 
   # Branches.
 
@@ -191,13 +188,7 @@ class _Texts:
     if 'anyOf' in schema:
       said.append(tuple((part, True) for part in schema['anyOf']))
     if 'oneOf' in schema:
-      said.append(
-        tuple(
-          map(
-            self._alone, itertools.repeat(schema), range(len(schema['oneOf']))
-          )
-        )
-      )
+      said.append(tuple((part, True) for part in self._alone(schema)))
     if 'if' in schema:
       said.append(((schema['if'], False), (schema.get('then', True), True)))
       said.append(((schema['if'], True), (schema.get('else', True), True)))
@@ -211,32 +202,25 @@ class _Texts:
       said.append(((without, True), (part, True)))
     return said
 
-  def _alone(self, schema: Schema, place: int) -> _Item:
-    """That one alternative of oneOf holds, and no other one."""
-    part = schema['oneOf'][place]
-    others = [
-      _made(schema, **{'not': other})
-      for i, other in enumerate(schema['oneOf'])
-      if i != place and self._may_meet(part, other)
-    ]
-    return _made(schema, allOf=[part, *others]), True
+  def _alone(self, schema: Schema) -> Iterator[Schema]:
+    """Of each part of oneOf that it holds and no other one."""
 
-  def _may_meet(self, one: Any, other: Any) -> bool:
-    """Whether a value may be of both schemas."""
-    both = ((one, True), (other, True))
-    return not self.language(both, (_POSSIBLY,)).is_empty
+    def may_meet(*parts: Any) -> bool:
+      items = tuple((part, True) for part in parts)
+      return not self.language(items, (_POSSIBLY,)).is_empty
+
+    for i, part in enumerate(parts := schema['oneOf']):
+      others = [x for x in parts[:i] + parts[i + 1 :] if may_meet(part, x)]
+      denied = [_made(schema, **{'not': other}) for other in others]
+      yield _made(schema, allOf=[part, *denied])
 
   def _denials(self, schema: Schema) -> list[_Items]:
     """Of what is the case where a schema does not hold the alternatives."""
     size, places = scalars.residues(schema.get('multipleOf', 1)) or (1, 0)
     if 10**places % size:
       raise schema.refusal('multipleOf', f'none{_DENIED}')
-    for keyword in (
-      'additionalProperties',
-      'patternProperties',
-      'propertyNames',
-    ):
-      if schema.get(keyword, True) not in (True, {}):
+    for keyword in _OF_ALL_KEYS & schema.keys():
+      if not _is_open(schema[keyword]) or keyword == 'patternProperties':
         raise schema.refusal(keyword, f'none{_DENIED}')
     for keyword, part in schema.parts:
       if keyword == '$ref' and isinstance(part, Schema) and part.is_recursive:
