@@ -12,7 +12,7 @@ from specdec_jax.rules.automata import Spelled, Trie
 from specdec_jax.rules.languages import Language
 
 SECONDS = 4.0  # that an automaton may take to make
-_MOST_BITS = 1 << 31  # states that differ in what they allow, times ids
+_MOST_BITS = 1 << 30  # states that differ in what they allow, times ids
 _CHUNK = 1 << 25
 
 
@@ -187,25 +187,23 @@ class Vocabulary:
     _, states, bits_of = np.unique(2 * block + dfa.accepting, True, True)
     languages.check_size(len(states) * self._size, _MOST_BITS, 'bits')
     tree = self._tree(kinds, np.flatnonzero(self._lengths))
-    bits, only = [], []
+    rows, only = [], []
     for part in np.array_split(states, 1 + len(states) * self._size // _CHUNK):
-      flags = np.zeros((-(-self._size // 32) * 32, len(part)), bool)
+      flags = np.zeros((len(part), -(-self._size // 32) * 32), bool)
       for tokens, nodes, walks in _walked(dfa, tree, part):
         place, which = _spans(walks.bounds, nodes)
         is_kept = is_alive[walks.states[place]]
-        flags[tokens[which], walks.origins[place]] = is_kept
-      flags[stop_ids] = dfa.accepting[part]
-      is_one = np.count_nonzero(flags, axis=0) == 1
-      one = np.full((len(part),), -1)
-      one[is_one] = flags[:, is_one].argmax(axis=0)
-      only.append(one)
-      bits.append(np.packbits(flags, axis=0, bitorder='little').T)
+        flags[walks.origins[place], tokens[which]] = is_kept
+      flags[:, stop_ids] = dfa.accepting[part, None]
+      rows.append(np.packbits(flags, axis=1, bitorder='little').view('<u4'))
+      is_one = np.bitwise_count(rows[-1]).sum(axis=1) == 1
+      only.append(np.where(is_one, flags.argmax(axis=1), -1))
     return Spelled(
       self._spelled,
       self._spans,
       dfa.step[:, kinds],
       bits_of,
-      np.ascontiguousarray(np.concatenate(bits)).view('<u4'),
+      np.concatenate(rows),
       np.concatenate(only).astype(np.int32),
       dfa.start,
     )

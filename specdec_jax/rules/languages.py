@@ -37,8 +37,8 @@ class TooLarge(ValueError):
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-  """Inside, what takes longer than this to make is `TooLarge`."""
-  token = _deadline.set(time.monotonic() + seconds)
+  """Inside, what takes this thread longer to make is `TooLarge`."""
+  token = _deadline.set(time.thread_time() + seconds)
   try:
     yield
   finally:
@@ -47,7 +47,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 def check_time() -> None:
   """Raises TooLarge if the time of `deadline` is over."""
-  if time.monotonic() > _deadline.get():
+  if time.thread_time() > _deadline.get():
     raise TooLarge('its automaton takes too long to make')
 
 

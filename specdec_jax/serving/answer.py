@@ -264,6 +264,13 @@ class Answer:
     if not read:
       return []
     languages = engine.languages(target_lang=request.target_lang)
+    place = prompt if request.use_beam_search else index
+    before = len(targets) - len(tokens)
+    ruled = [
+      one._replace(before=before)
+      for row in self.rows[place : place + 1]
+      for one in row.batch.ruled()[:1]
+    ]
     run = functools.partial(
       scoring.score,
       engine.target,
@@ -272,6 +279,7 @@ class Answer:
       [targets],
       languages.before_output(()),
       num_top=request.num_top or 0,
+      ruled=ruled,
     )
     try:
       async with asyncio.timeout(self._worker.settings.max_seconds):
