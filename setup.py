@@ -25,6 +25,7 @@ TEST = [
     *HUGGINGFACE,
     *RULES,
     *SPLIT,
+    'jsonschema>=4.20',
   ),
   # The server and its clients.
   *('aiohttp>=3.10', 'httpx>=0.27', 'openai>=1.40', *SERVE),

@@ -1,12 +1,14 @@
 """Strings and numbers that keywords of a JSON schema describe."""
 
+import functools
 import itertools
+import re
 from decimal import Decimal
 
 from specdec_jax.rules import languages
 from specdec_jax.rules.languages import Language
 
-MOST_RESIDUES = 2_000  # of a `multipleOf`
+MOST_RESIDUES = 2_000  # of a `multipleOf`, for each digit behind the point
 
 # Numbers as `json.dumps` writes them: exponents of floats from 1e16 on, which
 # are whole, and below 1e-4.
@@ -98,6 +100,38 @@ _EXPONENTS = (*range(-323, -4), *range(16, 309))
 _MANTISSA = languages.regex(r'[1-9](?:\.[0-9]{1,16})?')
 
 
+# What these mean in a pattern is not what they mean in Python.
+_BLANKS = r'\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff'
+_NO_BLANKS = (
+  r'\0-\x08\x0e-\x1f!-\x9f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e'
+  r'\u2030-\u205e\u2060-\u2fff\u3001-\ufefe\uff00-\U0010ffff'
+)
+_CLASSES = {r'\s': _BLANKS, r'\S': _NO_BLANKS}
+
+
+@functools.lru_cache
+def pattern(text: str) -> Language:
+  r"""The texts in which a pattern of ECMA-262 matches somewhere.
+
+  Python's parser reads it. `\d`, `\w` and `\b` are of ASCII in both, `$` is the
+  end alone, and `\s` and `.` are replaced by what they mean.
+
+  Raises:
+    ValueError: it has what `languages.regex` does not follow.
+  """
+  parts, is_class = [], False
+  for part in re.findall(r'\\.|.', text, re.DOTALL):
+    within = _CLASSES.get(part)
+    if within is not None:
+      part = within if is_class else f'[{within}]'
+    elif part == '.' and not is_class:
+      part = r'[^\n\r\u2028\u2029]'
+    elif part in '[]':
+      is_class = part == '['
+    parts.append(part)
+  return languages.regex(''.join(parts), search=True)
+
+
 def equal_to(values: list[Decimal]) -> Language:
   """Texts of numbers, each of which equals one of some values."""
   texts: dict[str, list[str]] = {r'(?:\.0+)?': [], '0*': []}
@@ -124,6 +158,7 @@ def equal_to(values: list[Decimal]) -> Language:
   return languages.union(plain + others) & NUMBER
 
 
+@functools.lru_cache
 def above(bound: Decimal) -> Language:
   """Texts of the numbers above a bound."""
   if bound < 0:
@@ -140,15 +175,21 @@ def _sizes_above(bound: Decimal) -> Language:
       languages.literal('-') + languages.EVERY | equal_to([bound])
     )
   place = bound.adjusted()
-  ends = [f'e{n:+03d}' for n in _EXPONENTS if n > place]
   same = _MANTISSA & _plain_above(bound.scaleb(-place))
-  return languages.union(
-    [
-      _plain_above(bound),
-      _MANTISSA + languages.words(ends),
-      same + languages.literal(f'e{place:+03d}'),
-    ]
-  )
+  parts = [
+    _plain_above(bound),
+    _exponents_above(max(place, 15) if place > -5 else place),
+  ]
+  if place in _EXPONENTS:
+    parts.append(same + languages.literal(f'e{place:+03d}'))
+  return languages.union(parts)
+
+
+@functools.lru_cache
+def _exponents_above(place: int) -> Language:
+  """Texts with an exponent that is higher, as automaton."""
+  ends = [f'e{n:+03d}' for n in _EXPONENTS if n > place]
+  return (_MANTISSA + languages.words(ends)) & NUMBER
 
 
 def _plain_above(bound: Decimal) -> Language:
@@ -171,16 +212,15 @@ def _plain_above(bound: Decimal) -> Language:
   )
 
 
-def residues(divisor: Decimal) -> tuple[int, int] | None:
-  """n and k, where a divisor is n / 10^k; None: n is above `MOST_RESIDUES`."""
-  if abs(divisor.adjusted()) > 100:
-    return None
-  _, digits, exponent = divisor.as_tuple()
+def residues(divisor: int | Decimal) -> tuple[int, int] | None:
+  """n and k, where a divisor is n / 10^k; None: too many."""
+  _, digits, exponent = Decimal(divisor).as_tuple()
   number = int(''.join(map(str, digits)))
   while number % 10 == 0:
     number, exponent = number // 10, exponent + 1
   number *= 10 ** max(exponent, 0)
-  return (number, max(-exponent, 0)) if number <= MOST_RESIDUES else None
+  places = max(-exponent, 0)
+  return (number, places) if number * (places + 1) <= MOST_RESIDUES else None
 
 
 def multiples(number: int, places: int) -> Language:

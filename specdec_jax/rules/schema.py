@@ -30,9 +30,9 @@ BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
 
 _ANYTHING = '{}'  # among the schemas entered: one that says nothing
 _POSSIBLY = '?'  # what is cut off counts as possible
-_ARRAY = {*'items prefixItems minItems maxItems contains'.split()}
-_OBJECT = {*'properties patternProperties additionalProperties'.split()}
-_OBJECT |= {*'propertyNames required minProperties maxProperties'.split()}
+_TYPE_OF = {type(None): 'null', bool: 'boolean', str: 'string', list: 'array'}
+_TYPE_OF[Schema] = 'object'
+_OF_ALL_KEYS = {'additionalProperties', 'patternProperties', 'propertyNames'}
 _DENIED = ' within not, if, or alternatives of oneOf that overlap'
 
 
@@ -91,14 +91,14 @@ def language_of(
   check_choice('blanks', blanks, BLANKS)
   try:
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    text.encode()
+  except (TypeError, RecursionError) as error:
+    raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
+  try:
     root = subschemas.checked(text)
     language = _Texts(blanks).language(((root, True),), ())
     is_empty = language.is_empty
   except RecursionError:
     raise unexpected('json_schema', 'less nesting', schema) from None
-  except (TypeError, UnicodeEncodeError, json.JSONDecodeError) as error:
-    raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
   if is_empty:
     raise unexpected('json_schema', 'a schema that has a value', schema)
   return language
@@ -114,10 +114,8 @@ class _Texts:
     self._colon = pad + languages.literal(':' + behind) + pad
     self._open = {x: languages.literal(x) + pad for x in '[{'}
     self._close = {x: pad + languages.literal(x) for x in ']}'}
-    self._regex = functools.cache(languages.regex)
-    for name in (
-      *('language', '_choices', '_denials', '_names', '_string', '_kinds'),
-    ):
+    self._string = functools.cache(languages.json_string)
+    for name in ('language', '_conjuncts', '_denials', '_names'):
       setattr(self, name, functools.cache(getattr(self, name)))
 
   def language(self, items: _Items, entered: _Entered) -> Language:
@@ -140,9 +138,6 @@ class _Texts:
         parts.append(self._object(schemas, inside))
     return languages.union(dict.fromkeys(parts))
 
-  def _string(self, values: Language) -> Language:
-    return languages.json_string(values)
-
   # Branches.
 
   def _branches(self, items: _Items, entered: _Entered) -> Iterator[_Branch]:
@@ -159,26 +154,20 @@ class _Texts:
           continue
         done |= {item}
         if isinstance(schema, bool):
-          kinds = kinds if schema is holds else {}
+          kinds = kinds if schema is holds else _Kinds()
         elif isinstance(schema, _Kinds):
-          kinds = _both(kinds, schema)
+          kinds = _both(kinds, schema if holds else _rest(schema))
         elif not holds:
-          choices = (*choices, self._denials(schema))
+          choices += (self._denials(schema),)
+        elif schema.is_recursive and entered.count(schema.at) >= MOST_RECURSION:
+          kinds = kinds if _POSSIBLY in entered else _Kinds()
         else:
-          kinds = _both(kinds, self._kinds(schema))
+          if schema.is_recursive:
+            entered = _with(entered, schema.at)
           schemas = (*schemas, schema)
-          choices = (*choices, *self._choices(schema))
-          target = schema.target
-          if target is None:
-            continue
-          if isinstance(target, Schema) and target.is_recursive:
-            if entered.count(target.at) < MOST_RECURSION:
-              entered = _with(entered, target.at)
-            elif _POSSIBLY in entered:
-              continue
-            else:
-              kinds = {}
-          todo.append((target, True))
+          for said in self._conjuncts(schema):
+            todo += said if len(said) == 1 else ()
+            choices += ([(item,) for item in said],) if len(said) > 1 else ()
       if kinds and choices:
         first, *rest = sorted(choices, key=len)
         stack += (
@@ -188,84 +177,56 @@ class _Texts:
       elif kinds:
         yield _Branch(kinds, schemas, entered)
 
-  def _choices(self, schema: Schema) -> list[list[_Items]]:
-    """Of what a schema says the alternatives, of which one holds."""
-    choices = [[((part, True),)] for part in schema.get('allOf', ())]
+  def _conjuncts(self, schema: Schema) -> list[_Items]:
+    """What a schema says of the value itself: of each list one item holds."""
+    made = functools.partial(_made, schema)
+    said: list[_Items] = [((self._kinds(schema), True),)]
+    said += (((part, True),) for part in schema.get('allOf', ()))
+    said += (((target, True),) for key, target in schema.parts if key == '$ref')
     if 'not' in schema:
-      choices.append([((schema['not'], False),)])
+      said.append(((schema['not'], False),))
     if 'anyOf' in schema:
-      choices.append([((part, True),) for part in schema['anyOf']])
+      said.append(tuple((part, True) for part in schema['anyOf']))
     if 'oneOf' in schema:
-      parts = schema['oneOf']
-      choices.append(
-        [
-          (
-            (part, True),
-            *(
-              (x, False)
-              for x in parts[:i] + parts[i + 1 :]
-              if self._may_meet(part, x)
-            ),
-          )
-          for i, part in enumerate(parts)
-        ]
-      )
-    for values in _constants(schema):
-      kinds, others = _equals(schema, values)
-      choices.append([((kinds, True),), *(((x, True),) for x in others)])
+      said.append(tuple((part, True) for part in self._alone(schema)))
     if 'if' in schema:
-      condition = schema['if']
-      choices.append(
-        [
-          ((condition, True), (schema.get('then', True), True)),
-          ((condition, False), (schema.get('else', True), True)),
-        ]
-      )
-    for key, part in _dependents(schema):
-      without = _made(schema, type='object', properties={key: False})
-      choices.append([((without, True),), ((part, True),)])
-    return choices
+      said.append(((schema['if'], False), (schema.get('then', True), True)))
+      said.append(((schema['if'], True), (schema.get('else', True), True)))
+    for keyword in {'const', 'enum'} & schema.keys():
+      values = schema[keyword] if keyword == 'enum' else [schema[keyword]]
+      said.append(tuple((part, True) for part in _equals(schema, values)))
+    lists = schema.get('dependentRequired', {}).items()
+    dependents = [(key, made(required=names)) for key, names in lists]
+    for key, part in (*dependents, *schema.get('dependentSchemas', {}).items()):
+      without = made(type='object', properties={key: False})
+      said.append(((without, True), (part, True)))
+    return said
 
-  def _may_meet(self, one: Any, other: Any) -> bool:
-    """Whether a value may be of both schemas."""
-    both = ((one, True), (other, True))
-    return not self.language(both, (_POSSIBLY,)).is_empty
+  def _alone(self, schema: Schema) -> Iterator[Schema]:
+    """Of each part of oneOf that it holds and no other one."""
+
+    def may_meet(*parts: Any) -> bool:
+      items = tuple((part, True) for part in parts)
+      return not self.language(items, (_POSSIBLY,)).is_empty
+
+    for i, part in enumerate(parts := schema['oneOf']):
+      others = [x for x in parts[:i] + parts[i + 1 :] if may_meet(part, x)]
+      denied = [_made(schema, **{'not': other}) for other in others]
+      yield _made(schema, allOf=[part, *denied])
 
   def _denials(self, schema: Schema) -> list[_Items]:
     """Of what is the case where a schema does not hold the alternatives."""
-    kinds, made = self._kinds(schema), functools.partial(_made, schema)
-    size, places = scalars.residues(Decimal(schema.get('multipleOf', 1))) or (
-      1,
-      0,
-    )
+    size, places = scalars.residues(schema.get('multipleOf', 1)) or (1, 0)
     if 10**places % size:
       raise schema.refusal('multipleOf', f'none{_DENIED}')
-    denials: list[_Items] = [((_rest(schema, kinds), True),)]
-    for values in _constants(schema):
-      kinds, parts = _equals(schema, values)
-      rest = ((part, False) for part in parts)
-      denials.append(((_rest(schema, kinds), True), *rest))
-    if schema.target is not None:
-      if isinstance(schema.target, Schema) and schema.target.is_recursive:
+    for keyword in _OF_ALL_KEYS & schema.keys():
+      if not _is_open(schema[keyword]) or keyword == 'patternProperties':
+        raise schema.refusal(keyword, f'none{_DENIED}')
+    for keyword, part in schema.parts:
+      if keyword == '$ref' and isinstance(part, Schema) and part.is_recursive:
         raise schema.refusal('$ref', f'no recursion{_DENIED}')
-      denials.append(((schema.target, False),))
-    denials += [((part, False),) for part in schema.get('allOf', ())]
-    if 'anyOf' in schema:
-      denials.append(tuple((part, False) for part in schema['anyOf']))
-    if 'oneOf' in schema:
-      parts = schema['oneOf']
-      denials.append(tuple((part, False) for part in parts))
-      pairs = itertools.combinations(parts, 2)
-      denials += [((one, True), (other, True)) for one, other in pairs]
-    if 'not' in schema:
-      denials.append(((schema['not'], True),))
-    if 'if' in schema:
-      for keyword, holds in (('then', True), ('else', False)):
-        part = schema.get(keyword, True)
-        denials.append(((schema['if'], holds), (part, False)))
-    for key, part in _dependents(schema):
-      has_key = made(type='object', required=[key])
-      denials.append(((has_key, True), (part, False)))
+    said = self._conjuncts(schema)
+    denials = [tuple((part, not holds) for part, holds in x) for x in said]
     return denials + [((part, True),) for part in _counterparts(schema)]
 
   def _kinds(self, schema: Schema) -> _Kinds:
@@ -275,62 +236,17 @@ class _Texts:
     kinds = _Kinds({name: x for name, x in _FULL.items() if name in names})
     if 'integer' in names and 'number' not in names:
       kinds['number'] = scalars.INTEGER
-    strings, numbers = self._strings(schema), self._numbers(schema)
-    for kind, languages_ in (('string', strings), ('number', numbers)):
-      for language in languages_:
+    for kind, said in (('string', _strings), ('number', _numbers)):
+      for language in said(schema) if kind in kinds else ():
         kinds = _both(kinds, _Kinds({**_FULL, kind: language}))
     return kinds
-
-  def _strings(self, schema: Schema) -> Iterator[Language]:
-    if 'pattern' in schema:
-      yield self._search(schema, 'pattern', schema['pattern'])
-    if 'format' in schema:
-      yield self._regex(scalars.FORMATS[schema['format']])
-    if 'minLength' in schema or 'maxLength' in schema:
-      least, most = int(schema.get('minLength', 0)), schema.get('maxLength')
-      if most is not None and most < least:
-        yield NOTHING
-      else:
-        yield languages.ANY.repeat(least, None if most is None else int(most))
-
-  def _numbers(self, schema: Schema) -> Iterator[Language]:
-    number = scalars.NUMBER
-    if 'minimum' in schema:
-      bound = Decimal(schema['minimum'])
-      yield scalars.above(bound) | scalars.equal_to([bound])
-    if 'exclusiveMinimum' in schema:
-      yield scalars.above(Decimal(schema['exclusiveMinimum']))
-    if 'maximum' in schema:
-      yield number - scalars.above(Decimal(schema['maximum']))
-    if 'exclusiveMaximum' in schema:
-      bound = Decimal(schema['exclusiveMaximum'])
-      yield number - (scalars.above(bound) | scalars.equal_to([bound]))
-    if 'multipleOf' in schema:
-      divisor = Decimal(schema['multipleOf'])
-      size, places = scalars.residues(divisor) or (1, 0)
-      if 10**places % size == 0 and schema.get('type') == 'integer':
-        return
-      if divisor < scalars.LEAST:
-        expected = f'{scalars.LEAST} or more, or the type integer beside it'
-        raise schema.refusal('multipleOf', expected)
-      yield scalars.multiples(size, places)
-
-  def _search(self, schema: Schema, keyword: str, pattern: str) -> Language:
-    """The texts in which a pattern is."""
-    try:
-      return self._regex(pattern, True)
-    except languages.TooLarge:
-      raise
-    except ValueError as error:
-      expected = f'regexes that are followed ({error})'
-      raise schema.refusal(keyword, expected) from None
 
   # Arrays and objects.
 
   def _array(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
     """Arrays; a state is the place and how many items of each `contains`."""
-    least = max(_numbers(schemas, 'minItems'), default=0)
-    most = min(_numbers(schemas, 'maxItems'), default=math.inf)
+    least = max(_counts(schemas, 'minItems'), default=0)
+    most = min(_counts(schemas, 'maxItems'), default=math.inf)
     counters = [_Counter(schema) for schema in schemas if 'contains' in schema]
     last = max(
       *(len(schema.get('prefixItems', ())) for schema in schemas),
@@ -362,10 +278,12 @@ class _Texts:
     behind the others, and in a larger one these have the order of the schema;
     then a state is the place in it.
     """
-    least = max(_numbers(schemas, 'minProperties'), default=0)
-    most = min(_numbers(schemas, 'maxProperties'), default=math.inf)
+    least = max(_counts(schemas, 'minProperties'), default=0)
+    most = min(_counts(schemas, 'maxProperties'), default=math.inf)
     enough = least if most == math.inf else most
-    required = {name for x in schemas for name in x.get('required', ())}
+    required = dict.fromkeys(
+      name for schema in schemas for name in schema.get('required', ())
+    )
     members, others = self._members(schemas, required, entered)
     count = len(members)
     size, rest = (
@@ -397,12 +315,18 @@ class _Texts:
     return graph.language
 
   def _members(
-    self, schemas: tuple[Schema, ...], required: set[str], entered: _Entered
+    self,
+    schemas: tuple[Schema, ...],
+    required: dict[str, None],
+    entered: _Entered,
   ) -> tuple[dict[str, _Member], list[_Member]]:
     """The members with a name that is in the schemas, and all others."""
-    names = dict.fromkeys(
-      name for schema in schemas for name in schema.get('properties', ())
-    ) | dict.fromkeys(sorted(required))
+    names = (
+      dict.fromkeys(
+        name for schema in schemas for name in schema.get('properties', ())
+      )
+      | required
+    )
     allowed = languages.EVERY
     for schema in schemas:
       if 'propertyNames' in schema:
@@ -420,7 +344,7 @@ class _Texts:
     for schema in schemas:
       split = [(keys, items, False) for keys, items in groups]
       for pattern, part in schema.get('patternProperties', {}).items():
-        search = self._search(schema, 'patternProperties', pattern)
+        search = _search(schema, 'patternProperties', pattern)
         split = [
           group
           for keys, items, is_found in split
@@ -451,7 +375,7 @@ class _Texts:
     parts += (
       part
       for pattern, part in schema.get('patternProperties', {}).items()
-      if self._search(schema, 'patternProperties', pattern).matches(name)
+      if _search(schema, 'patternProperties', pattern).matches(name)
     )
     return parts or [schema.get('additionalProperties', True)]
 
@@ -513,8 +437,8 @@ class _Counter:
 
   def __init__(self, schema: Schema):
     self.part = schema['contains']
-    self.least = int(schema.get('minContains', 1))
-    self.most = int(schema['maxContains']) if 'maxContains' in schema else None
+    self.least = schema.get('minContains', 1)
+    self.most = schema.get('maxContains')
     self.begin = schema.get('begin', 0)  # items before are not counted
 
   def following(self, count: int, place: int) -> list[tuple[_Item, int]]:
@@ -538,8 +462,8 @@ def _with(entered: _Entered, name: str) -> _Entered:
   return tuple(sorted((*entered, name)))
 
 
-def _numbers(schemas: Iterable[Schema], keyword: str) -> list[int]:
-  return [int(schema[keyword]) for schema in schemas if keyword in schema]
+def _counts(schemas: Iterable[Schema], keyword: str) -> list[int]:
+  return [schema[keyword] for schema in schemas if keyword in schema]
 
 
 def _at(schema: Schema, place: int) -> Any:
@@ -555,38 +479,70 @@ def _made(of: Schema, **keywords: Any) -> Schema:
   return made
 
 
-def _constants(schema: Schema) -> list[list[Any]]:
-  """Lists of values, one of each of which a value is."""
-  constant = [[schema['const']]] if 'const' in schema else []
-  return constant + ([schema['enum']] if 'enum' in schema else [])
-
-
-def _equals(of: Schema, values: list[Any]) -> tuple[_Kinds, list[Schema]]:
-  """What equals one of some values: of each type, and arrays and objects."""
-  texts = [value for value in values if isinstance(value, str)]
-  flags = [json.dumps(value) for value in values if isinstance(value, bool)]
-  numbers = [
-    Decimal(value)
-    for value in values
-    if isinstance(value, int | Decimal) and not isinstance(value, bool)
-  ]
-  kinds = {
-    'null': _FULL['null'] if None in values else None,
-    'boolean': languages.words(flags) if flags else None,
-    'number': scalars.equal_to(numbers) if numbers else None,
-    'string': languages.words(texts) if texts else None,
-  }
-  others = []
+def _equals(of: Schema, values: list[Any]) -> list[Any]:
+  """Schemas of which a value is one if it equals one of some values."""
+  groups: dict[str, list[Any]] = collections.defaultdict(list)
   for value in values:
-    if isinstance(value, list):
-      items = [_made(of, const=item) for item in value]
-      lengths = {'prefixItems': items, 'minItems': len(items), 'items': False}
-      others.append(_made(of, type='array', **lengths))
-    elif isinstance(value, dict):
-      parts = {key: _made(of, const=part) for key, part in value.items()}
-      keys = {'required': list(value), 'additionalProperties': False}
-      others.append(_made(of, type='object', properties=parts, **keys))
-  return _Kinds({k: x for k, x in kinds.items() if x is not None}), others
+    groups[_TYPE_OF.get(type(value), 'number')].append(value)
+  others = []
+  for value in groups.pop('array', []):
+    items = [_made(of, const=item) for item in value]
+    lengths = {'minItems': len(items), 'items': False}
+    others.append(_made(of, type='array', prefixItems=items, **lengths))
+  for value in groups.pop('object', []):
+    parts = {key: _made(of, const=part) for key, part in value.items()}
+    keys = {'required': list(value), 'additionalProperties': False}
+    others.append(_made(of, type='object', properties=parts, **keys))
+  kinds = _Kinds()
+  if numbers := groups.pop('number', []):
+    kinds['number'] = scalars.equal_to([*map(Decimal, numbers)])
+  for kind, of_kind in groups.items():
+    texts = of_kind if kind == 'string' else [*map(json.dumps, of_kind)]
+    kinds[kind] = languages.words(texts)
+  return [kinds, *others]
+
+
+def _strings(schema: Schema) -> Iterator[Language]:
+  """What a schema says of strings."""
+  if 'pattern' in schema:
+    yield _search(schema, 'pattern', schema['pattern'])
+  if 'format' in schema:
+    yield languages.regex(scalars.FORMATS[schema['format']])
+  least, most = schema.get('minLength', 0), schema.get('maxLength')
+  if most is not None and most < least:
+    yield NOTHING
+  elif least or most is not None:
+    yield languages.ANY.repeat(least, most)
+
+
+def _numbers(schema: Schema) -> Iterator[Language]:
+  """What a schema says of numbers."""
+  for keyword in subschemas.BOUNDS & schema.keys():
+    bound = Decimal(schema[keyword])
+    numbers = scalars.above(bound)
+    if keyword in ('minimum', 'exclusiveMaximum'):
+      numbers |= scalars.equal_to([bound])
+    is_least = keyword in ('minimum', 'exclusiveMinimum')
+    yield numbers if is_least else scalars.NUMBER - numbers
+  if 'multipleOf' in schema:
+    size, places = scalars.residues(schema['multipleOf']) or (1, 0)
+    if 10**places % size == 0 and schema.get('type') == 'integer':
+      return
+    if schema['multipleOf'] < scalars.LEAST:
+      expected = f'{scalars.LEAST} or more, or the type integer beside it'
+      raise schema.refusal('multipleOf', expected)
+    yield scalars.multiples(size, places)
+
+
+def _search(schema: Schema, keyword: str, pattern: str) -> Language:
+  """The texts in which a pattern is."""
+  try:
+    return scalars.pattern(pattern)
+  except languages.TooLarge:
+    raise
+  except ValueError as error:
+    expected = f'regexes that are followed ({error})'
+    raise schema.refusal(keyword, expected) from None
 
 
 def _both(kinds: _Kinds, others: _Kinds) -> _Kinds:
@@ -601,7 +557,7 @@ def _both(kinds: _Kinds, others: _Kinds) -> _Kinds:
   return both
 
 
-def _rest(schema: Schema, kinds: _Kinds) -> _Kinds:
+def _rest(kinds: _Kinds) -> _Kinds:
   """What is possible of each type where none of some kinds is."""
   rest = _Kinds()
   for kind, full in _FULL.items():
@@ -610,13 +566,6 @@ def _rest(schema: Schema, kinds: _Kinds) -> _Kinds:
     elif kinds[kind] is not full and not (left := full - kinds[kind]).is_empty:
       rest[kind] = left
   return rest
-
-
-def _dependents(schema: Schema) -> list[tuple[str, Any]]:
-  """Keys, and what is said of objects that have them."""
-  lists = schema.get('dependentRequired', {})
-  parts = [(key, _made(schema, required=keys)) for key, keys in lists.items()]
-  return parts + list(schema.get('dependentSchemas', {}).items())
 
 
 def _counterparts(schema: Schema) -> list[Schema]:
@@ -653,7 +602,4 @@ def _counterparts(schema: Schema) -> list[Schema]:
       parts.append(make(**{f'max{of}': schema[f'min{of}'] - 1}))
     if f'max{of}' in schema:
       parts.append(make(**{f'min{of}': schema[f'max{of}'] + 1}))
-  for keyword in ('additionalProperties', 'patternProperties', 'propertyNames'):
-    if schema.get(keyword, True) not in (True, {}):
-      raise schema.refusal(keyword, f'nothing of this kind{_DENIED}')
   return parts
