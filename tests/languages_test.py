@@ -200,8 +200,3 @@ def test_training_pads_otherwise(tmp_path):
   inputs = dict(train_file='demo/input.txt', vocab_path='demo/vocab.model')
   with pytest.raises(ValueError, match='model: .*pads with id 0.* got 1'):
     training.TrainRun(make(SMALL)[0], str(tmp_path), **inputs)
-
-
-def test_what_no_text_reaches_is_empty():
-  rest = languages.literal('foo') - languages.regex('oo', search=True)
-  assert rest.is_empty and rest.shortest() is None

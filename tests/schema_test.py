@@ -295,6 +295,11 @@ def test_walks_validate(name):
   assert errors_of(SCHEMAS[name], walks(made(SCHEMAS[name]), 1000)) == []
 
 
+def test_a_difference_without_texts_is_empty():
+  rest = languages.literal('foo') - languages.regex('oo', search=True)
+  assert rest.is_empty and rest.shortest() is None
+
+
 def nested(depth, keyword):
   return f'{{"{keyword}":' * depth + '{}' + '}' * depth
 
