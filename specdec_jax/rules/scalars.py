@@ -1,5 +1,6 @@
 """Strings and numbers that keywords of a JSON schema describe."""
 
+import fractions
 import functools
 import itertools
 import re
@@ -144,7 +145,7 @@ def equal_to(values: list[Decimal]) -> Language:
     end, text = ('0*', f'{whole}.{part}') if part else (r'(?:\.0+)?', whole)
     texts[end] += [sign + text for sign in signs]
     if value and value.adjusted() in _EXPONENTS:
-      first, *rest = (whole + part).strip('0')
+      first, *rest = [*(whole + part).strip('0')]
       mantissa = (
         f'{first}\\.{"".join(rest)}0*' if rest else rf'{first}(?:\.0+)?'
       )
@@ -214,13 +215,11 @@ def _plain_above(bound: Decimal) -> Language:
 
 def residues(divisor: int | Decimal) -> tuple[int, int] | None:
   """n and k, where a divisor is n / 10^k; None: too many."""
-  _, digits, exponent = Decimal(divisor).as_tuple()
-  number = int(''.join(map(str, digits)))
-  while number % 10 == 0:
-    number, exponent = number // 10, exponent + 1
-  number *= 10 ** max(exponent, 0)
-  places = max(-exponent, 0)
-  return (number, places) if number * (places + 1) <= MOST_RESIDUES else None
+  number, places = fractions.Fraction(divisor), 0
+  while number.denominator > 1:
+    number, places = number * 10, places + 1
+  size = number.numerator
+  return (size, places) if size * (places + 1) <= MOST_RESIDUES else None
 
 
 def multiples(number: int, places: int) -> Language:
