@@ -7,7 +7,6 @@ import setuptools
 PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
 SPLIT = ['sentencex>=1.0']
-RULES = ['outlines-core>=0.2.11']
 METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
 SERVE = [
@@ -23,7 +22,6 @@ TEST = [
     *METRICS,
     *PLOTS,
     *HUGGINGFACE,
-    *RULES,
     *SPLIT,
     'jsonschema>=4.20',
   ),
@@ -92,7 +90,6 @@ setuptools.setup(
     'tpu': ['jax[tpu]>=0.10.2'],
     'cuda': ['jax[cuda12]>=0.10.2'],
     'plots': PLOTS,
-    'rules': RULES,  # regexes and JSON schemas
     'split': SPLIT,  # texts as sentences
     'huggingface': HUGGINGFACE,
     'chat': ['jinja2>=3.1'],  # chat templates

@@ -11,7 +11,7 @@ from specdec_jax.rules import languages
 from specdec_jax.rules.automata import Spelled, Trie
 from specdec_jax.rules.languages import Language
 
-SECONDS = 4.0  # that an automaton may take to make
+SECONDS = 3.5  # of a thread, that an automaton may take
 _MOST_BITS = 1 << 30  # states that differ in what they allow, times ids
 _CHUNK = 1 << 25
 

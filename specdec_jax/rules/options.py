@@ -276,11 +276,20 @@ class RuleBook:
         if schema is not None:
           language = language_of(schema)
         else:
-          language = languages.regex(pattern)
+          language = self._regex(pattern)
         return self._vocabulary.automaton(name, language, stop_ids)
     except languages.TooLarge as error:
       expected = 'what makes a smaller automaton'
       raise unexpected(name, expected, given, f'({error})') from error
+
+  def _regex(self, pattern: str) -> languages.Language:
+    try:
+      return languages.regex(pattern)
+    except languages.TooLarge:
+      raise
+    except ValueError as error:
+      expected = 'a regex of Python that an automaton can follow'
+      raise unexpected('regex', expected, pattern, f'({error})') from error
 
   def _encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
     """The ids of a text, or ids that are checked.
