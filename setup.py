@@ -11,7 +11,6 @@ JAX = 'jax>=0.10.1,!=0.10.2,!=0.11.*'
 PLOTS = ['matplotlib>=3.8']
 HUGGINGFACE = ['safetensors>=0.4.3']
 SPLIT = ['sentencex>=1.0']
-RULES = ['outlines-core>=0.2.11']
 METRICS = ['sacrebleu>=2.4', 'rouge_score>=0.1.2']
 PARITY = [*HUGGINGFACE, 'torch>=2.4', 'transformers>=4.46']
 SERVE = [
@@ -27,8 +26,8 @@ TEST = [
     *METRICS,
     *PLOTS,
     *HUGGINGFACE,
-    *RULES,
     *SPLIT,
+    'jsonschema>=4.20',
   ),
   # The server and its clients.
   *('aiohttp>=3.10', 'httpx>=0.27', 'openai>=1.40', *SERVE),
@@ -101,7 +100,6 @@ setuptools.setup(
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda12]'],
     'plots': PLOTS,
-    'rules': RULES,  # regexes and JSON schemas
     'split': SPLIT,  # texts as sentences
     'huggingface': HUGGINGFACE,
     'chat': ['jinja2>=3.1'],  # chat templates

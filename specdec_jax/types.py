@@ -134,6 +134,7 @@ class FinishReason(enum.IntEnum):
     LENGTH: its own max_length was reached; also of no text, or cancelled.
     STOP_STRING: the caller saw one of its stop strings.
     INVALID: the target's logits were NaN, infinite or all masked.
+    RULES: its rules left no token that may follow.
 
   Examples:
     >>> sd.FinishReason.STOP.name, sd.FinishReason(2).name
@@ -145,6 +146,7 @@ class FinishReason(enum.IntEnum):
   LENGTH = 2
   STOP_STRING = 3
   INVALID = 4
+  RULES = 5
 
 
 @struct.dataclass

@@ -6,6 +6,8 @@ token, in float64.
 """
 
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.rules import constraints
+from specdec_jax.rules import constraints, languages
 from specdec_jax.rules.options import NO_RULES, ruling_of
 from specdec_jax.rules.tokens import Prefix, Ruling
 from specdec_jax.tree_shape import branching
@@ -33,6 +35,16 @@ TARGET = toy_models.noisy_chain(VOCAB)
 DRAFT = toy_models.noisy_chain(VOCAB, 0.7)
 INF = np.inf
 CHOICES = [(3, 2), (2, 2, 4), (4,), (3, 4, 2)]
+# Texts that match begin others that do.
+SPELLED = {2: 'a', 3: 'b', 4: 'ab'}
+REGEXES = {
+  'regex': 'a|ab|b(ab)?',
+  'longer regex': 'a+(b|bab)?|b*a?',
+  'a regex and a penalty': '[ab]{1,3}|(ab){2,}',
+}
+VOCABULARY = constraints.Vocabulary(
+  {text.encode(): [token] for token, text in SPELLED.items()}, False, VOCAB
+)
 RULES = {
   'none': {},
   'bias': {'bias': np.array([0, 0, 1.5, -INF, -1], np.float32)},
@@ -47,6 +59,12 @@ RULES = {
   'begin': {'begin_suppress': [2, STOP]},
   'end': {'forced_end': 4},
   'choices': {'automaton': constraints.of_choices(CHOICES, [STOP])},
+  **{
+    name: {
+      'automaton': VOCABULARY.automaton(name, languages.regex(one), [STOP])
+    }
+    for name, one in REGEXES.items()
+  },
   'pair': {
     'numbers': {'frequency_penalty': -0.5, 'repetition_penalty': 1.4},
     'bias': np.array([0, -2, 0, 0, 0.5], np.float32),
@@ -58,8 +76,35 @@ RULES = {
 }
 
 
-def adjusted(rules, prefix, logits) -> np.ndarray:
+RULES['a regex and a penalty']['numbers'] = {'presence_penalty': 0.8}
+
+
+@functools.cache
+def begins(pattern: str) -> set[str]:
+  """What texts that match begin with."""
+  texts = (
+    ''.join(letters)
+    for size in range(12)
+    for letters in itertools.product('ab', repeat=size)
+  )
+  matching = [text for text in texts if re.fullmatch(pattern, text)]
+  return {text[:size] for text in matching for size in range(len(text) + 1)}
+
+
+def after(name: str, prefix: tuple[int, ...]) -> set[int]:
+  """The tokens that may follow where an automaton is."""
+  if name not in REGEXES:
+    ends = [(*one, STOP) for one in CHOICES if one[: len(prefix)] == prefix]
+    return {one[len(prefix)] for one in ends if one[: len(prefix)] == prefix}
+  text = ''.join(SPELLED.get(token, '') for token in prefix)
+  longer = {token: text + more for token, more in SPELLED.items()}
+  allowed = {t for t, one in longer.items() if one in begins(REGEXES[name])}
+  return allowed | {STOP} if re.fullmatch(REGEXES[name], text) else allowed
+
+
+def adjusted(name, prefix, logits) -> np.ndarray:
   """The weights of the next token, from the target's logits."""
+  rules = RULES[name]
   numbers, sequences = rules.get('numbers', {}), rules.get('sequences', ())
   said, logits = (0, *prefix), logits + np.float64(rules.get('bias', 0))
   for (*before, last), bias in sequences:
@@ -71,11 +116,11 @@ def adjusted(rules, prefix, logits) -> np.ndarray:
   for token in {*prefix}:
     logits[token] -= numbers.get('presence_penalty', 0)
     logits[token] -= numbers.get('frequency_penalty', 0) * prefix.count(token)
-  for name, source in {
+  for rule, source in {
     'no_repeat_ngram_size': said,
     'encoder_no_repeat_ngram_size': INPUTS,
   }.items():
-    size = numbers.get(name, 0)
+    size = numbers.get(rule, 0)
     for at in range(len(source) - size + 1) if size else ():
       *first, last = source[at : at + size]
       if size == 1 or said[1 - size :] == tuple(first):
@@ -85,9 +130,8 @@ def adjusted(rules, prefix, logits) -> np.ndarray:
   if 'forced_end' in rules and len(prefix) == LENGTH - 1:
     logits = np.where(np.arange(VOCAB) == rules['forced_end'], 0.0, -INF)
   if 'automaton' in rules:
-    ends = [(*one, STOP) for one in CHOICES if one[: len(prefix)] == prefix]
-    after = {one[len(prefix)] for one in ends if one[: len(prefix)] == prefix}
-    logits[[token for token in range(VOCAB) if token not in after]] = -INF
+    allowed = after(name, prefix)
+    logits[[token for token in range(VOCAB) if token not in allowed]] = -INF
   return np.exp(logits / SAMPLING.temperature)
 
 
@@ -95,7 +139,7 @@ def adjusted(rules, prefix, logits) -> np.ndarray:
 def law_of(name: str) -> np.ndarray:
   def next_probs(prefix):
     logits = TARGET.logits_after((0, *prefix), INPUTS)
-    return adjusted(RULES[name], prefix, logits)
+    return adjusted(name, prefix, logits)
 
   return toy_models.joint_law(next_probs, LENGTH, VOCAB, (STOP,))
 

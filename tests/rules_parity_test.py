@@ -30,15 +30,14 @@ NUMBERS = [
 ]
 
 
-def cases(likely, vocab_size, has_encoder):
+def cases(likely, vocab_size):
   """Of each case transformers' arguments and our rules; `likely` are tokens."""
   one, two, three, *_ = likely
   pairs = [((one,), -2.5), ((two, three), 4.0), ((one, two), -4.0)]
   words = [[two], [one, three]]
   bans = [([*ids], -np.inf) for ids in words]
   for numbers in NUMBERS:
-    if has_encoder or not any('encoder' in name for name in numbers):
-      yield numbers, {'numbers': numbers}
+    yield numbers, {'numbers': numbers}
   yield {'sequence_bias': dict(pairs)}, {'sequences': pairs}
   yield {'bad_words_ids': words}, {'sequences': bans}
   suppressed = np.zeros((vocab_size,), np.float32)
@@ -91,17 +90,17 @@ def decode(loop, params, request):
 def ours(pair, rows, rules, width, gamma):
   """As `theirs`, of rows with a rule each: all of one batch, one program."""
   count, width_of, network = len(rows), max(map(len, rows)), pair.network
-  inputs, _ = padded(rows, count, width_of, pad_id(network))
+  read = inputs = padded(rows, count, width_of, pad_id(network))[0]
   prompt, lengths = padded([[start_id(network)]] * count, count, 1)
   if not network.has_encoder:
     prompt, lengths = padded(rows, count, width_of)
-    inputs = np.zeros((count, 1), np.int32)
+    read, inputs = prompt, np.zeros((count, 1), np.int32)
   size = network.vocab_size
   made, automata = ruling_of(
     [NO_RULES._replace(vocab_size=size, **rule) for rule in rules],
     lengths,
     lengths + SLOTS,
-    np.where(inputs == pad_id(network), -1, inputs),
+    np.where(read == pad_id(network), -1, read),
   )
   request = new_request(
     inputs,
@@ -140,10 +139,7 @@ def check(pair, width):
   ids, counts = np.unique(said, return_counts=True)
   likely = ids[np.argsort(-counts, kind='stable')].tolist()
   likely = [token for token in likely if token != END]
-  named, rules = zip(
-    *cases(likely, pair.network.vocab_size, pair.network.has_encoder),
-    strict=True,
-  )
+  named, rules = zip(*cases(likely, pair.network.vocab_size), strict=True)
   want = [theirs(pair, one, width) for one in named]
   assert sum(rows != plain for rows in want) > 5
   each = [rule for rule in rules for _ in pair.rows]

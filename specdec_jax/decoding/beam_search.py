@@ -260,6 +260,9 @@ def generation(request: Request, state: BeamState) -> Generation:
   reason = jnp.where(stopped, FinishReason.STOP, FinishReason.LENGTH)
   invalid = state.finish_reason == FinishReason.INVALID
   reason = jnp.where(invalid[:, None], FinishReason.INVALID, reason)
+  if request.token_rules is not None:
+    has_none = ~jnp.any(found.exists, axis=1, keepdims=True)
+    reason = jnp.where(has_none, FinishReason.RULES, reason)
 
   def of_best(count):
     shape = batch, width, *count.shape[1:]

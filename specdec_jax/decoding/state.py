@@ -140,6 +140,19 @@ def first_tokens(request: Request, width: int) -> jax.Array:
   return tokens.at[:, : request.prompt_width].set(request.prompt)
 
 
+def _after_none(
+  request: Request, state: DecodeState, logits: jax.Array
+) -> jax.Array:
+  """bool[B, S], the places from the first one on that allows no token."""
+  if request.forbids_stops:
+    produced = _produced(request, state)
+    logits = probs.forbid_early_stops(
+      logits, request.stop_ids, produced, request.min_length
+    )
+  allows_none = jnp.max(logits, axis=-1) <= jnp.finfo(jnp.float32).min
+  return jnp.cumsum(allows_none, axis=1) > 0
+
+
 def remaining(request: Request, state: DecodeState) -> jax.Array:
   """int32[B], tokens that a row may still produce."""
   return request.max_length - _produced(request, state)
@@ -215,12 +228,18 @@ def append(
   stopped = stopped & (count <= left)
   count = jnp.where(state.running, jnp.minimum(count, left), 0)
   used = position < count[:, None]
+  if request.token_rules is not None:
+    used &= ~_after_none(request, state, logits)
+    is_cut = jnp.sum(used, axis=1) < count
+    count = jnp.sum(used, axis=1)
   invalid = jnp.any(used & ~probs.valid_logits(logits), axis=1)
 
   reason = state.finish_reason
   reason = jnp.where(count == left, FinishReason.LENGTH, reason)
   reason = jnp.where(stopped, FinishReason.STOP, reason)
   reason = jnp.where(invalid, FinishReason.INVALID, reason)
+  if request.token_rules is not None:
+    reason = jnp.where(is_cut, FinishReason.RULES, reason)
   automaton = state.automaton
   if automaton is not None:
     ruling: Any = request.ruling

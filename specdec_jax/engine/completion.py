@@ -92,7 +92,8 @@ class Completion:
     log_probs: the target's log-probability of each token, natural logarithm,
       temperature 1, nothing filtered; empty if not asked for.
     finish_reason: 'stop' (a stop id), 'length', 'stop_string', 'empty' (there
-      was no input), or 'error'.
+      was no input), 'rules' (they left no token that may follow), or
+      'error'.
     stats: the counts.
     error: what went wrong, with finish_reason 'error'.
     lossless: whether the output has the target's own distribution; False if
@@ -149,7 +150,9 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
     text=sentences.joined(parts),
     tokens=[token for output in outputs for token in output.tokens],
     log_probs=[value for output in outputs for value in output.log_probs],
-    finish_reason=next((r for r in ('error', 'length') if r in reasons), last),
+    finish_reason=next(
+      (r for r in ('error', 'rules', 'length') if r in reasons), last
+    ),
     stats=total(output.stats for output in outputs),
     error=next((x.error for x in outputs if x.error), None),
     lossless=all(output.lossless for output in outputs),

@@ -565,7 +565,8 @@ class Engine:
       for at in range(0, len(done), rows):
         part = slice(at, at + rows)
         number = batch.options.top_log_probs
-        done[part] = self._with_top(done[part], sources[part], number)
+        ruled = batch.ruled()[part]
+        done[part] = self._with_top(done[part], sources[part], number, ruled)
     return done
 
   def _with_top(
@@ -573,6 +574,7 @@ class Engine:
     outputs: Sequence[Completion],
     sources: Sequence[tuple[Sequence[int], Sequence[int]]],
     num_top: int,
+    ruled: Sequence[scoring.Ruled],
   ) -> list[Completion]:
     """Outputs with `top_log_probs`, which the target scores."""
     pairs = list(zip(outputs, sources, strict=True))
@@ -582,6 +584,7 @@ class Engine:
       [source for source, _ in sources],
       [[*begin, *one.tokens] for one, (_, begin) in pairs],
       num_top=num_top,
+      ruled=ruled,
     )
     return [
       dataclasses.replace(

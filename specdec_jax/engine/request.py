@@ -34,6 +34,7 @@ from specdec_jax.engine.completion import (
   passed_over,
 )
 from specdec_jax.engine.padding import next_power_of_two
+from specdec_jax.engine.scoring import Ruled
 from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import (
@@ -464,11 +465,14 @@ def joined(
     own: Any = [one.stop_ids for one in options]
     stop_ids, _ = padding.padded(own, len(rows), stop_ids.shape[1], -1)
   max_length = each(np.int32, (row.max_length for row in rows))
+  # Without an encoder the prompt is the input.
+  read = [row.inputs if len(row.inputs) else row.prompt for row in rows]
+  widest = max(width, prompt_width)
   rules, automata = ruling_of(
     [row.rules for row in rows],
     prompt_length,
     prompt_length + max_length,
-    np.where(inputs == like.pad_id, -1, inputs),
+    padding.padded(read, len(rows), widest, -1)[0],
   )
   return like.replace(
     inputs=inputs,
@@ -771,6 +775,16 @@ class TextBatch:
       if not self._target.has_encoder:
         sources[row.index] = row.prompt, ()
     return [source for source in sources for _ in range(self._per_row)]
+
+  def ruled(self) -> list[Ruled]:
+    """The rules that each of the `completions` was decoded by."""
+    nothing = Ruled(NO_RULES, 0, 1)
+    ruled = [nothing] * self._num_outputs
+    for row in self.rows:
+      before = len(row.prompt) - 1 if self._target.has_encoder else 0
+      is_beam = self.options.num_beams is not None
+      ruled[row.index] = Ruled(row.rules, before, row.max_length, is_beam)
+    return [one for one in ruled for _ in range(self._per_row)]
 
   def text(self) -> Text:
     """The text of an output of this batch, before its first token."""

@@ -8,10 +8,11 @@ log-probability that decoding reports for the same tokens.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from specdec_jax import partitioning, probs
@@ -20,6 +21,8 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.compilation_cache import few_programs
 from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
 from specdec_jax.models.base import LanguageModel, Params, pad_id, start_id
+from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
+from specdec_jax.rules.tokens import Prefix, Ruling
 
 # For each token of an output: the likeliest ids and their log-probabilities.
 Top = Sequence[Sequence[tuple[int, float]]]
@@ -27,6 +30,22 @@ _SMALLEST = 16  # tokens of the shortest program
 # Positions read in one call. Not all of them together: the logits of a batch of
 # long outputs would take gigabytes.
 _BLOCK = 64
+
+
+class Ruled(NamedTuple):
+  """Rules by which an output was decoded.
+
+  Attributes:
+    rules: on its tokens.
+    before: how many tokens of the scored ones it begins behind.
+    max_length: the most tokens that it could have.
+    is_beam: whether a beam search found it: then they adjust log-probabilities.
+  """
+
+  rules: RowRules
+  before: int
+  max_length: int
+  is_beam: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +76,7 @@ def score(
   prompt: Sequence[int] = (),
   *,
   num_top: int = 0,
+  ruled: Sequence[Ruled] = (),
 ) -> list[Score]:
   """Scores each output given its input: log prob(targets | inputs).
 
@@ -72,6 +92,7 @@ def score(
     prompt: with an encoder, ids that every output begins with and that are not
       scored, such as the token of a language.
     num_top: how many of the likeliest tokens at each place are wanted.
+    ruled: the rules of each output; () if there are none.
 
   Returns:
     A `Score` for each example. Logits that are not a distribution give NaN.
@@ -90,8 +111,13 @@ def score(
   padded_inputs = _padded(encoded, pad=pad_id(network))
   # Not a program for each number.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
+  tokens = _padded(rows, 1)
+  ruling = _ruling(network, ruled, inputs, rows, begins, len(tokens))
+  is_beam = ruling is not None and ruled[0].is_beam
   with few_programs(_measured):
-    scores = _measured(network, number, params, padded_inputs, _padded(rows, 1))
+    scores = _measured(
+      network, number, is_beam, params, padded_inputs, tokens, ruling
+    )
   log_probs, *top = map(partitioning.on_host, scores)
   scores = []
   for row, (begin, target) in enumerate(zip(begins, targets, strict=True)):
@@ -134,19 +160,71 @@ def _rows(
   )
 
 
+def _ruling(
+  network: LanguageModel,
+  ruled: Sequence[Ruled],
+  inputs: Sequence[Sequence[int]],
+  rows: Sequence[Sequence[int]],
+  begins: Sequence[int],
+  batch: int,
+) -> Ruling | None:
+  """The rules of a padded batch; None if no row has any."""
+  each = [one.rules for one in ruled] + [NO_RULES] * (batch - len(ruled))
+  begin = np.ones((batch,), np.int32)
+  most = np.ones((batch,), np.int32)
+  for row, one in enumerate(ruled):
+    begin[row] = begins[row] + 1 + one.before
+    most[row] = one.max_length
+  # Without an encoder the prompt is the input.
+  read = inputs if network.has_encoder else map(_first, rows, begin.tolist())
+  ids = _padded([*read], pad=-1)
+  rules, automata = ruling_of(each, begin, begin + most, ids)
+  return None if rules is None else Ruling(rules, automata)
+
+
+def _first(ids: Sequence[int], size: int) -> Sequence[int]:
+  return ids[:size]
+
+
+def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
+  """The tokens up to each place of rows int32[B, W], [B, W]."""
+  batch, width = rows.shape
+  states, first = None, ruling.rules.automaton
+  if first is not None:
+
+    def step(state, at):
+      place, token = at
+      after = ruling.next_state(state, token)
+      after = jnp.where(place >= ruling.rules.begin, after, first)
+      return after, after
+
+    first = jnp.asarray(first)
+    _, states = lax.scan(step, first, (jnp.arange(width), rows.T))
+    states = states.T
+  length = jnp.broadcast_to(jnp.arange(width) + 1, (batch, width))
+  repeated = jnp.broadcast_to(rows[:, None], (batch, width, width))
+  return Prefix(repeated, length, states)
+
+
 def _log_prob(logits: jax.Array, following: jax.Array) -> jax.Array:
   """Log-probability of each id that followed; NaN without a distribution."""
   log_probs = probs.log_prob_of(logits, following)
   return jnp.where(probs.valid_logits(logits), log_probs, jnp.nan)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+def _value(values: jax.Array, following: jax.Array) -> jax.Array:
+  return jnp.take_along_axis(values, following[..., None], axis=-1)[..., 0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _measured(
   network: LanguageModel,
   num_top: int,
+  is_beam: bool,
   params: Params,
   inputs: jax.Array,
   rows: jax.Array,
+  ruling: Ruling | None = None,
 ) -> tuple[jax.Array, ...]:
   """The log-probability of each id of rows int32[B, S + 1] but the first.
 
@@ -159,20 +237,28 @@ def _measured(
   batch, width = rows.shape[0], rows.shape[1] - 1
   block = min(width, _BLOCK)
 
-  def read(cache, pair):
-    features, cache = network.extend(params, cache, pair[0])
+  def read(cache, part):
+    tokens, following, prefix = part
+    features, cache = network.extend(params, cache, tokens)
     logits = network.head(params, features)
     log_prob = functools.partial(_log_prob, logits)
+    if ruling is not None:
+      if is_beam:
+        logits = jax.nn.log_softmax(logits)
+      logits = ruling.adjust(prefix, logits)
+      log_prob = functools.partial(_value if is_beam else _log_prob, logits)
     if not num_top:
-      return cache, (log_prob(pair[1]),)
+      return cache, (log_prob(following),)
     _, ids = lax.top_k(logits, num_top)
-    return cache, (log_prob(pair[1]), ids, jax.vmap(log_prob, -1, -1)(ids))
+    return cache, (log_prob(following), ids, jax.vmap(log_prob, -1, -1)(ids))
 
-  def in_blocks(tokens):
-    return jnp.moveaxis(tokens.reshape(batch, width // block, block), 1, 0)
+  def in_blocks(leaf):
+    shape = batch, width // block, block, *leaf.shape[2:]
+    return jnp.moveaxis(leaf.reshape(shape), 1, 0)
 
   slots = -(-width // _BLOCK) * _BLOCK
-  pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
+  prefixes = None if ruling is None else _prefixes(ruling, rows[:, :-1])
+  pairs = jax.tree.map(in_blocks, (rows[:, :-1], rows[:, 1:], prefixes))
   _, scores = lax.scan(read, network.prefill(params, inputs, slots), pairs)
   return tuple(
     jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]) for x in scores

@@ -1,25 +1,24 @@
-"""Automata of what an output may be: one of some choices, a regex, JSON."""
+"""Automata over tokens: of choices, and of the texts of a language."""
 
-import json
-import logging
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.sparse import csgraph, csr_array
 
-from specdec_jax.checks.fields import package, unexpected
-from specdec_jax.rules.automata import MOST_EDGES, Automaton
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.rules import languages
+from specdec_jax.rules.automata import Spelled, Trie
+from specdec_jax.rules.languages import Language
 
-MOST_RECURSION = 3  # of a schema that refers to itself
-_BOUNDS = re.compile(
-  r'"((?:exclusive)?(?:[Mm]in|[Mm]ax)imum|multipleOf)":\s*-?[0-9]'
-)
+SECONDS = 3.5  # of a thread, that an automaton may take
+_MOST_BITS = 1 << 30  # states that differ in what they allow, times ids
+_CHUNK = 1 << 25
 
 
 def of_choices(
   choices: Sequence[Sequence[int]], stop_ids: Sequence[int]
-) -> Automaton:
+) -> Trie:
   """A trie of outputs, each of which ends with a stop id.
 
   Args:
@@ -53,138 +52,213 @@ def of_choices(
   leaves = nodes[np.arange(len(rows)), sizes - 1]
   end = int(before[-1]) + 1
   edges = np.stack([parents[is_new], rows[is_new], nodes[is_new]])
-  return _automaton('choices', edges, np.append(leaves, end), stop_ids, end)
+  ends = [np.repeat(leaves, len(stop_ids)), np.tile(stop_ids, len(leaves))]
+  edges = np.append(edges, [*ends, np.full_like(ends[0], end)], axis=1)
+  edges = edges[:, np.lexsort((edges[1], edges[0]))].astype(np.int32)
+  first = np.cumsum([0, *np.bincount(edges[0], minlength=end + 1)])
+  return Trie(first.astype(np.int32), *edges[1:])
 
 
-def of_regex(
-  name: str,
-  pattern: str,
-  spellings: Mapping[bytes, Sequence[int]],
-  begins_blank: bool,
-  stop_ids: Sequence[int],
-) -> Automaton:
-  """An automaton of the outputs whose whole text a regex matches.
+class _Level(NamedTuple):
+  """The nodes of a tree of words that are one byte longer.
 
-  Args:
-    name: the option that it comes from, for messages.
-    pattern: the regex, as the Rust package `regex` has them.
-    spellings: the bytes of tokens -> the ids of these.
+  Attributes:
+    before: int[N], the node of the level before.
+    kinds: int[N], the class of the last byte.
+    words: the tokens that end here.
+    nodes: the node of each of these.
+  """
+
+  before: np.ndarray
+  kinds: np.ndarray
+  words: np.ndarray
+  nodes: np.ndarray
+
+
+class _Walks(NamedTuple):
+  """Walks that are at a node each; those of a node follow one another.
+
+  Attributes:
+    bounds: int[N + 1], the first walk of each node.
+    origins: int[W], which of the states each began in.
+    states: int[W], where it is.
+  """
+
+  bounds: np.ndarray
+  origins: np.ndarray
+  states: np.ndarray
+
+
+def _walked(
+  dfa: Any, tree: list[_Level], states: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, _Walks]]:
+  """Walks all words of a tree from some states at once, byte by byte.
+
+  Walks that cannot reach an accepting state end.
+
+  Yields:
+    For each level the words that end there, the node of each, and the walks.
+  """
+  walks = _Walks(np.array([0, len(states)]), np.arange(len(states)), states)
+  for level in tree:
+    languages.check_time()
+    place, node = _spans(walks.bounds, level.before)
+    reached = dfa.step[walks.states[place], level.kinds[node]]
+    keep = np.flatnonzero(reached)
+    counts = np.bincount(node[keep], minlength=len(level.before))
+    walks = _Walks(
+      np.append(0, np.cumsum(counts)),
+      walks.origins[place[keep]],
+      reached[keep],
+    )
+    yield level.words, level.nodes, walks
+
+
+def _spans(
+  bounds: np.ndarray, nodes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """The places of the walks of some nodes, and which of these each is at."""
+  counts = bounds[nodes + 1] - bounds[nodes]
+  which = np.repeat(np.arange(len(nodes)), counts)
+  skipped = bounds[nodes] - np.append(0, np.cumsum(counts)[:-1])
+  return np.arange(len(which)) + skipped[which], which
+
+
+class Vocabulary:
+  """The tokens that are text, by their bytes.
+
+  Attributes:
     begins_blank: whether outputs begin with a blank that is no text.
-    stop_ids: ids that end an output.
-
-  Raises:
-    ValueError: the package outlines_core is not installed or does not take the
-      regex, no sequence of tokens matches it, or its automaton is too large.
   """
-  core = package('Constraints on text', 'outlines_core', 'rules')
-  begin = ' ' if begins_blank else ''
-  # Which id it takes for the end of sequence does not matter.
-  vocabulary = core.Vocabulary(stop_ids[0], dict(spellings))
-  try:
-    index = core.Index(f'{begin}(?:{pattern})', vocabulary)
-  except ValueError as error:
-    expected = 'a regex that outlines_core takes and some tokens match'
-    raise unexpected(name, expected, pattern, f'({error})') from error
-  transitions = index.get_transitions()
-  edges = np.fromiter(
-    (
-      (state, token, target)
-      for state, following in transitions.items()
-      for token, target in following.items()
-    ),
-    np.dtype((np.int64, 3)),
-  ).T
-  edges = edges[:, ~np.isin(edges[1], stop_ids)]
-  finals = np.fromiter(index.get_final_states(), np.int64)
-  edges = edges[:, np.isin(edges[2], _alive(edges, finals))]
-  start = index.get_initial_state()
-  if start not in edges[0] and start not in finals:
-    expected = 'a regex that some sequence of tokens matches'
-    raise unexpected(name, expected, pattern)
-  return _automaton(name, edges, finals, stop_ids, None, start)
 
-
-def pattern_of(schema: Mapping[str, Any] | str) -> str:
-  """The regex of JSON that a schema describes.
-
-  A schema that refers to itself is followed `MOST_RECURSION` levels deep;
-  bounds of numbers are not followed. Both are said in the log.
-
-  Args:
-    schema: the schema, or JSON of it.
-
-  Raises:
-    ValueError: it is none that the package outlines_core takes.
-  """
-  core = package('Constraints on text', 'outlines_core', 'rules')
-  try:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    pattern, deeper = (
-      core.json_schema.build_regex_from_schema(text, None, MOST_RECURSION + i)
-      for i in (0, 1)
+  def __init__(
+    self,
+    spellings: Mapping[bytes, Sequence[int]],
+    begins_blank: bool,
+    vocab_size: int,
+  ):
+    """Takes the bytes of tokens -> the ids of these, and V."""
+    self.begins_blank, self._size = begins_blank, vocab_size
+    words: list[bytes] = [b''] * vocab_size
+    for word, ids in spellings.items():
+      for token in ids:
+        words[token] = word
+    self._lengths = np.fromiter(map(len, words), np.int32, vocab_size)
+    self._spans = np.cumsum([0, *self._lengths]).astype(np.int32)
+    self._spelled = np.frombuffer(b''.join(words), np.uint8)
+    self._bytes = np.zeros((vocab_size, int(self._lengths.max())), np.uint8)
+    inside = np.arange(self._bytes.shape[1]) < self._lengths[:, None]
+    self._bytes[inside] = self._spelled
+    self._words = {*words} - {b''}
+    # Words that others are made of: characters, or bytes of them.
+    self._elements = np.array(
+      [
+        index
+        for index, word in enumerate(words)
+        for parts in [_characters(word)]
+        if word in parts or not parts <= self._words
+      ]
     )
-  except (TypeError, ValueError) as error:
-    expected = 'a JSON schema that outlines_core takes'
-    raise unexpected('json_schema', expected, schema, f'({error})') from error
-  if pattern != deeper:
-    logging.getLogger(__name__).warning(
-      'json_schema refers to itself: %d levels are taken.', MOST_RECURSION
+
+  def automaton(
+    self, name: str, language: Language, stop_ids: Sequence[int]
+  ) -> Spelled:
+    """The automaton of the outputs whose text is one of a language.
+
+    Args:
+      name: the option that it comes from, for messages.
+      language: the texts.
+      stop_ids: ids that end an output.
+
+    Raises:
+      ValueError: no sequence of tokens spells one of the texts.
+      TooLarge: it has too many states, or takes too long.
+    """
+    begin = languages.literal(' ' if self.begins_blank else '')
+    dfa = languages.in_bytes(begin + language)
+    kinds = dfa.classes[np.searchsorted(dfa.cuts, range(256), 'right') - 1]
+    is_alive = self._alive(dfa, kinds)
+    if not is_alive[dfa.start]:
+      raise self._unwritable(name, language)
+    # States of one block allow the same tokens.
+    block = languages.blocks(
+      dfa.step.T, is_alive.astype(np.int64), self._bytes.shape[1]
     )
-  if bounds := _BOUNDS.findall(text):
-    logging.getLogger(__name__).warning(
-      'json_schema: %s of numbers are not followed.', ', '.join(bounds)
+    _, states, bits_of = np.unique(2 * block + dfa.accepting, True, True)
+    languages.check_size(len(states) * self._size, _MOST_BITS, 'bits')
+    tree = self._tree(kinds, np.flatnonzero(self._lengths))
+    rows, only = [], []
+    for part in np.array_split(states, 1 + len(states) * self._size // _CHUNK):
+      flags = np.zeros((len(part), -(-self._size // 32) * 32), bool)
+      for tokens, nodes, walks in _walked(dfa, tree, part):
+        place, which = _spans(walks.bounds, nodes)
+        is_kept = is_alive[walks.states[place]]
+        flags[walks.origins[place], tokens[which]] = is_kept
+      flags[:, stop_ids] = dfa.accepting[part, None]
+      rows.append(np.packbits(flags, axis=1, bitorder='little').view('<u4'))
+      is_one = np.bitwise_count(rows[-1]).sum(axis=1) == 1
+      only.append(np.where(is_one, flags.argmax(axis=1), -1))
+    return Spelled(
+      self._spelled,
+      self._spans,
+      dfa.step[:, kinds],
+      bits_of,
+      np.concatenate(rows),
+      np.concatenate(only).astype(np.int32),
+      dfa.start,
     )
-  return pattern
+
+  def _tree(self, kinds: np.ndarray, words: np.ndarray) -> list[_Level]:
+    """The tree of words by the classes of their bytes, int[256].
+
+    Args:
+      kinds: int[256], the class of each byte.
+      words: the indices of the words.
+    """
+    levels, nodes = [], np.zeros_like(words)
+    for depth, column in enumerate(self._bytes.T):
+      keys = nodes * 256 + kinds[column[words]]
+      keys, nodes = np.unique(keys, return_inverse=True)
+      is_end = self._lengths[words] == depth + 1
+      levels.append(_Level(*np.divmod(keys, 256), words[is_end], nodes[is_end]))
+      words, nodes = words[~is_end], nodes[~is_end]
+    return levels
+
+  def _alive(self, dfa: Any, kinds: np.ndarray) -> np.ndarray:
+    """bool[N], the states from which some tokens lead to an accepting one."""
+    size = len(dfa.step)
+    if len([word for word in self._words if len(word) == 1]) == 256:
+      return np.arange(size) > 0
+    accepting = np.flatnonzero(dfa.accepting)
+    # From the end to accepting states, and from each state to those before it.
+    edges = [(np.full_like(accepting, size), accepting)]
+    tree = self._tree(kinds, self._elements)
+    for _, nodes, walks in _walked(dfa, tree, np.arange(size)):
+      place, _ = _spans(walks.bounds, np.unique(nodes))
+      edges.append((walks.states[place], walks.origins[place]))
+    before, behind = np.concatenate(edges, axis=1)
+    weights = np.ones(before.shape, np.float32)
+    graph = csr_array((weights, (before, behind)), shape=(size + 1, size + 1))
+    order = csgraph.breadth_first_order(graph, size, return_predecessors=False)
+    return np.isin(np.arange(size), order)
+
+  def _unwritable(self, name: str, language: Language) -> ValueError:
+    """The error of a language of which no text can be written."""
+    text = language.shortest()
+    expected = 'what tokens of this vocabulary can write'
+    if text is None:
+      return unexpected(name, 'a text that matches', 'none')
+    missing = sorted(char for char in {*text} if not self._writes(char))
+    advice = f'It has no token for {" ".join(missing)}.' if missing else ''
+    return unexpected(name, expected, text, advice)
+
+  def _writes(self, char: str) -> bool:
+    spelled = char.encode()
+    parts = {bytes([byte]) for byte in spelled}
+    return spelled in self._words or parts <= self._words
 
 
-def _alive(edges: np.ndarray, finals: np.ndarray) -> np.ndarray:
-  """The states from which an output can still end."""
-  size = 1 + int(max(edges.max(initial=0), finals.max(initial=0)))
-  is_alive = np.zeros((size,), bool)
-  is_alive[finals] = True
-  count: Any = -1
-  while count < (count := np.count_nonzero(is_alive)):
-    is_alive[edges[0, is_alive[edges[2]]]] = True
-  return np.flatnonzero(is_alive)
-
-
-def _automaton(
-  name: str,
-  edges: np.ndarray,
-  finals: np.ndarray,
-  stop_ids: Sequence[int],
-  end: int | None,
-  start: int = 0,
-) -> Automaton:
-  """An automaton in whose final states alone an output may end.
-
-  Args:
-    name: the option that it comes from, for the message.
-    edges: int[3, E], state, token and the state after it, of any numbers.
-    finals: the final states.
-    stop_ids: ids that end an output.
-    end: the state after the end; None is the final state itself.
-    start: the state in which it begins.
-
-  Raises:
-    ValueError: it is too large.
-  """
-  sources = np.repeat(finals, len(stop_ids))
-  tokens = np.tile(stop_ids, finals.size)
-  targets = sources if end is None else np.full_like(sources, end)
-  edges = np.append(edges, [sources, tokens, targets], axis=1)
-  if edges.shape[1] > MOST_EDGES:
-    expected = f'an automaton of at most {MOST_EDGES} edges'
-    raise unexpected(name, expected, edges.shape[1])
-  states = np.unique(np.append(edges[[0, 2]], start))
-  # The first state is the one in which it begins.
-  states = np.append(start, states[states != start])
-  order = np.argsort(states)
-  sources, targets = (
-    order[np.searchsorted(states, of, sorter=order)] for of in edges[[0, 2]]
-  )
-  by_state = np.lexsort((edges[1], sources))
-  counts = np.bincount(sources, minlength=states.size)
-  first = np.cumsum([0, *counts]).astype(np.int32)
-  table = np.stack([edges[1], targets]).astype(np.int32)[:, by_state]
-  return Automaton(first, *table)
+def _characters(word: bytes) -> set[bytes]:
+  """The characters of a word, and the bytes that are parts of others."""
+  text = word.decode('utf-8', 'surrogateescape')
+  return {char.encode('utf-8', 'surrogateescape') for char in text}

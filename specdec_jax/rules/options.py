@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -10,12 +11,13 @@ import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
-from specdec_jax.rules import automata, constraints
+from specdec_jax.rules import automata, constraints, languages
 from specdec_jax.rules.automata import Automata, Automaton
+from specdec_jax.rules.schema import language_of
 from specdec_jax.rules.tokens import Rules
 from specdec_jax.types import Count
 
-_REMEMBERED = 64  # constraints of an engine
+_REMEMBERED = 16  # constraints of an engine
 _OFF = {
   'repetition_penalty': 1.0,
   'presence_penalty': 0.0,
@@ -76,7 +78,7 @@ class RuleOptions:
   forced_eos_token_id: int | None = None
   choices: Sequence[str | Sequence[int]] | None = None
   regex: str | None = None
-  json_schema: Mapping[str, Any] | str | None = None
+  json_schema: Mapping[str, Any] | str | bool | None = None
 
   def check_rules(self) -> None:
     """Makes lists of arrays, and checks what the fields' types do not say.
@@ -127,6 +129,22 @@ class RowRules(NamedTuple):
   forced_end: int = -1
   automaton: Automaton | None = None
 
+  def allows(self, ids: Sequence[int]) -> bool:
+    """Whether an output may begin with these ids, its automaton aside."""
+    size = self.numbers.get('no_repeat_ngram_size', 0)
+    grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
+    bans = [tuple(banned) for banned, bias in self.sequences if bias == -np.inf]
+    return (
+      (self.bias is None or bool(np.all(self.bias[ids] > -np.inf)))
+      and (not size or len(grams) == len({*grams}))
+      and not any(
+        tuple(ids[i : i + len(banned)]) == banned
+        for banned in bans
+        for i in range(len(ids))
+      )
+      and ids[0] not in self.begin_suppress
+    )
+
 
 NO_RULES = RowRules()
 
@@ -140,6 +158,8 @@ class RuleBook:
     self._vocab_size = vocab_size
     self._remembered = functools.lru_cache(_REMEMBERED)(self._made)
     self._spelled = functools.lru_cache(2 * _MOST_WORDS)(self._spell)
+    # One automaton at a time: together they would take the memory of all.
+    self._lock = threading.Lock()
 
   def rules_of(self, options: RuleOptions, stop_ids: Sequence[int]) -> RowRules:
     """The rules of a row.
@@ -169,7 +189,7 @@ class RuleBook:
     forced = options.forced_eos_token_id
     if forced is not None:
       self._ids('forced_eos_token_id', [forced])
-    return RowRules(
+    row = RowRules(
       self._vocab_size,
       numbers={
         name: getattr(options, name)
@@ -184,6 +204,32 @@ class RuleBook:
       forced_end=-1 if forced is None else forced,
       automaton=self._constraint(options, stop_ids),
     )
+    self._check_possible(options, row, stop_ids)
+    return row
+
+  def _check_possible(
+    self, options: RuleOptions, row: RowRules, stop_ids: Sequence[int]
+  ) -> None:
+    """Raises ValueError for rules that leave no output, where that is known.
+
+    Of choices each is looked at as a whole, else the first token.
+    """
+    given = [name for name in options.rules if name not in _CONSTRAINTS]
+    if not given:
+      return
+    choices = options.choices
+    if choices is not None:
+      ids = [self._encoded('choices', choice) for choice in choices]
+      is_possible = any(row.allows([*one, *stop_ids[:1]]) for one in ids)
+    else:
+      firsts = np.arange(self._vocab_size)
+      if row.automaton is not None:
+        firsts = row.automaton.first_tokens(self._vocab_size)
+      is_possible = any(row.allows([token]) for token in firsts.tolist())
+    if not is_possible:
+      (name,) = [n for n in _CONSTRAINTS if n in options.rules] or given[:1]
+      expected = f'what {" and ".join(given)} leave possible'
+      raise unexpected(name, expected, getattr(options, name))
 
   def _ids(self, name: str, ids: Sequence[int]) -> list[int]:
     check_ids(name, ids, self._vocab_size)
@@ -228,24 +274,63 @@ class RuleBook:
       expected = 'an id that ends an output beside choices, regex, json_schema'
       raise unexpected('stop_ids', expected, stop_ids)
     listed = [*asked, stop_ids]
-    return self._remembered(json.dumps(listed, default=lambda x: x.tolist()))
+    with self._lock:
+      return self._remembered(json.dumps(listed, default=lambda x: x.tolist()))
 
   def _made(self, asked: str) -> Automaton:
     """The automaton of the JSON of a constraint and the stop ids."""
     choices, pattern, schema, stop_ids = json.loads(asked)
     if choices is not None:
-      encode = self._tokenizer.encode
-      ids = [encode(one) if isinstance(one, str) else one for one in choices]
-      checked = [self._ids('choices', one) for one in ids]
-      return constraints.of_choices(checked, stop_ids)
-    name = 'regex' if schema is None else 'json_schema'
-    if schema is not None:
-      pattern = constraints.pattern_of(schema)
-    return constraints.of_regex(name, pattern, *self._spellings, stop_ids)
+      ids = [self._encoded('choices', one) for one in choices]
+      return constraints.of_choices(ids, stop_ids)
+    name, given = 'regex', pattern
+    if pattern is None:
+      name, given = 'json_schema', schema
+    try:
+      with languages.deadline(constraints.SECONDS):
+        if schema is not None:
+          language = language_of(schema)
+        else:
+          language = self._regex(pattern)
+        return self._vocabulary.automaton(name, language, stop_ids)
+    except languages.TooLarge as error:
+      expected = 'what makes a smaller automaton'
+      raise unexpected(name, expected, given, f'({error})') from error
+
+  def _regex(self, pattern: str) -> languages.Language:
+    try:
+      return languages.regex(pattern)
+    except languages.TooLarge:
+      raise
+    except ValueError as error:
+      expected = 'a regex of Python that an automaton can follow'
+      raise unexpected('regex', expected, pattern, f'({error})') from error
+
+  def _encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
+    """The ids of a text, or ids that are checked.
+
+    Raises:
+      ValueError: the vocabulary has no tokens for some of its characters.
+    """
+    if not isinstance(text, str):
+      return self._ids(name, text)
+    ids = self._tokenizer.encode(text)
+    missing = [char for char in dict.fromkeys(text) if not self._writes(char)]
+    if missing and not {*missing} <= {*self._tokenizer.decode(ids)}:
+      expected = f'a vocabulary with a token for {" ".join(missing)}'
+      raise unexpected(name, expected, text, 'Its text cannot be written.')
+    return ids
+
+  @functools.cache  # noqa: B019
+  def _writes(self, char: str) -> bool:
+    """Whether a character has tokens of its own."""
+    ids = self._tokenizer.encode(char)
+    return char.isspace() or bool(ids) and self._tokenizer.unk_id not in ids
 
   @functools.cached_property
-  def _spellings(self) -> tuple[dict[bytes, list[int]], bool]:
-    return self._tokenizer.spellings(self._vocab_size)
+  def _vocabulary(self) -> constraints.Vocabulary:
+    spellings = self._tokenizer.spellings(self._vocab_size)
+    return constraints.Vocabulary(*spellings, self._vocab_size)
 
 
 def ruling_of(

@@ -78,7 +78,7 @@ class Answer:
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
-    with protocol.naming_the_field():
+    with protocol.naming_the_field(constraint=request.constraint[0]):
       self.rows: list[ServedRow] = [
         worker.row(
           text,
@@ -268,6 +268,13 @@ class Answer:
     if not read:
       return []
     languages = engine.languages(target_lang=request.target_lang)
+    place = prompt if request.use_beam_search else index
+    before = len(targets) - len(tokens)
+    ruled = [
+      one._replace(before=before)
+      for row in self.rows[place : place + 1]
+      for one in row.batch.ruled()[:1]
+    ]
     run = functools.partial(
       scoring.score,
       engine.target,
@@ -276,6 +283,7 @@ class Answer:
       [targets],
       languages.before_output(()),
       num_top=request.num_top or 0,
+      ruled=ruled,
     )
     try:
       async with asyncio.timeout(self._worker.settings.max_seconds):

@@ -233,7 +233,9 @@ class Application:
       return Answer(asked, self._worker, self.metrics, self.name, loop)
 
     is_long = len(data) > _LARGE or template is not None
-    is_long |= b'structured_outputs' in data or b'response_format' in data
+    # What may say what an output is, whose automaton takes time to make.
+    words = b'structured_outputs', b'response_format', b'guided_', b'\\u'
+    is_long |= any(word in data for word in words)
     answer = await asyncio.to_thread(read) if is_long else read()
     # Whatever happens, they end with the request.
     request.state.rows.extend(answer.rows)

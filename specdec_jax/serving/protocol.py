@@ -40,7 +40,7 @@ _EMPTY = set(
   'suffix stop_token_ids include_stop_str_in_output'
   ' return_tokens_as_token_ids tools functions store metadata priority'
   ' prompt_cache_options vllm_xargs documents continue_final_message'
-  ' add_special_tokens chat_template_kwargs'.split()
+  ' chat_template_kwargs guided_grammar guided_whitespace_pattern'.split()
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
   'length_penalty': (1,),
@@ -50,7 +50,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   'modalities': (['text'],), 'reasoning_effort': ('none',),
   'include_reasoning': (True,), 'verbosity': ('medium',),
   'prompt_cache_retention': ('in_memory',), 'service_tier': ('auto', 'default'),
-  'add_generation_prompt': (True,),
+  'add_generation_prompt': (True,), 'guided_decoding_backend': ('auto',),
+  'add_special_tokens': (True, False),
 }  # fmt: skip
 # The only values in a beam search.
 _OF_A_SEARCH = {
@@ -65,7 +66,7 @@ _RULES = (
   'presence_penalty', 'frequency_penalty', 'repetition_penalty',
   'no_repeat_ngram_size', 'bad_words', 'allowed_token_ids',
 )  # fmt: skip
-# vLLM's words of `structured_outputs` -> the options.
+# vLLM's words of `structured_outputs`, and behind 'guided_' -> the options.
 _STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
 _ANY_OBJECT = {'type': 'object'}
 
@@ -142,6 +143,9 @@ class CompletionRequest:
     default_factory=dict
   )
   response_format: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  guided_choice: list[str] | None = None
+  guided_regex: str | None = None
+  guided_json: Mapping[str, Any] | str | None = None
   seed: int | None = None
   stop: str | list[str] = dataclasses.field(default_factory=list)
   stream: bool = False
@@ -208,22 +212,44 @@ class CompletionRequest:
       if not all(map(_ID.fullmatch, self.logit_bias)):
         raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
       rules['logit_bias'] = {int(i): b for i, b in self.logit_bias.items()}
-    asked: Any = {
-      _STRUCTURED.get(k): v for k, v in self.structured_outputs.items()
-    }
-    if len(asked) > 1 or None in asked:
-      expected = f'one of {[*_STRUCTURED]}'
-      raise unexpected('structured_outputs', expected, self.structured_outputs)
+    return rules | self.constraint[1]
+
+  @property
+  def constraint(self) -> tuple[str, dict[str, Any]]:
+    """The field that says what an output is, and its option; '' if none does.
+
+    Raises:
+      ValueError: two fields say it, or one in no form that is known.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    for word, option in _STRUCTURED.items():
+      if (value := getattr(self, f'guided_{word}')) is not None:
+        found.append((f'guided_{word}', {option: value}))
+    for name, value in self.structured_outputs.items():
+      if name not in {*_STRUCTURED, 'json_object'} and value:
+        expected = f'one of {[*_STRUCTURED, "json_object"]}'
+        raise unexpected('structured_outputs', expected, {name: value})
+      if name == 'json_object' and value:
+        found.append(('structured_outputs', {'json_schema': _ANY_OBJECT}))
+      elif name in _STRUCTURED and value is not None:
+        found.append(('structured_outputs', {_STRUCTURED[name]: value}))
     form: Any = self.response_format
+    schema = form.get('schema') or _ANY_OBJECT
     match form.get('type', 'text'):
       case 'text':
-        return rules | asked
+        pass
       case 'json_object':
-        return rules | {'json_schema': _ANY_OBJECT}
+        found.append(('response_format', {'json_schema': schema}))
       case 'json_schema' if 'schema' in (form.get('json_schema') or ()):
-        return rules | {'json_schema': form['json_schema']['schema']}
-    expected = 'text, json_object, or json_schema with a schema'
-    raise unexpected('response_format', expected, form)
+        schema = form['json_schema']['schema']
+        found.append(('response_format', {'json_schema': schema}))
+      case _:
+        expected = 'text, json_object, or json_schema with a schema'
+        raise unexpected('response_format', expected, form)
+    if len(found) > 1:
+      expected = f'nothing beside {found[0][0]}'
+      raise unexpected(found[1][0], expected, found[1][1])
+    return found[0] if found else ('', {})
 
   def of_each(self) -> list[tuple[int, dict[str, Any]]]:
     """Index of the prompt and `Engine.generate`'s options of each row.
@@ -271,11 +297,14 @@ _KNOWN = {*_TYPES, *_EMPTY, *_NEUTRAL}
 
 
 @contextlib.contextmanager
-def naming_the_field(otherwise: str = 'prompt') -> Iterator[None]:
+def naming_the_field(
+  otherwise: str = 'prompt', constraint: str = ''
+) -> Iterator[None]:
   """Inside, a ValueError becomes an ApiError; it begins with the field.
 
   Args:
     otherwise: the field, where it begins with none.
+    constraint: the field that says what an output is.
   """
   try:
     yield
@@ -283,7 +312,8 @@ def naming_the_field(otherwise: str = 'prompt') -> Iterator[None]:
     message = str(error)[:500].removeprefix('Options.')
     name, *_ = re.split(r'\W', message)
     if name in _STRUCTURED.values():
-      name = 'structured_outputs'
+      name = constraint
+    name = 'ignore_eos' if name == 'stop_ids' else name
     raise ApiError(message, name if name in _KNOWN else otherwise) from error
 
 
@@ -442,6 +472,11 @@ def _check(
       for name, low, high in ranges
       for value in [getattr(request, name)]
     ),
+    (
+      'add_special_tokens',
+      body.get('add_special_tokens') in (None, not request.is_chat),
+      'false in a chat, else true: prompts have what the vocabulary puts there',
+    ),
     ('prompt', count, 'a text, ids, or a list of either'),
     ('prompt', count * n <= most, f'{most} outputs (prompts * n) at most'),
     ('prompt', not (request.is_chat and request.prompt), 'none in a chat'),
@@ -481,6 +516,7 @@ def _check(
   for name, holds, expected in rules:
     if not holds:
       raise unexpected(name, expected, body.get(name))
+  request.rules()  # they have a form that is known
 
 
 def _prompts(value: Any) -> Sequence[Any]:

@@ -1,0 +1,252 @@
+"""Strings and numbers that keywords of a JSON schema describe."""
+
+import fractions
+import functools
+import itertools
+import re
+from decimal import Decimal
+
+from specdec_jax.rules import languages
+from specdec_jax.rules.languages import Language
+
+MOST_RESIDUES = 2_000  # of a `multipleOf`, for each digit behind the point
+
+# Numbers as `json.dumps` writes them: exponents of floats from 1e16 on, which
+# are whole, and below 1e-4.
+_LARGE = (
+  r'(?:[1-9](?:\.[0-9]{1,16})?e\+(?:1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-7])'
+  r'|1(?:\.[0-6][0-9]{0,15})?e\+308)'
+)
+_SMALL = (
+  r'[1-9](?:\.[0-9]{1,16})?e-(?:0[5-9]|[1-9][0-9]|[12][0-9]{2}|3[01][0-9]'
+  r'|32[0-3])'
+)
+_WHOLE = r'(?:0|[1-9][0-9]*)'
+LEAST = Decimal('0.0001')  # of a number without an exponent, as of floats
+NUMBER = languages.regex(rf'-?(?:{_WHOLE}(?:\.[0-9]+)?|{_LARGE}|{_SMALL})')
+INTEGER = languages.regex(rf'-?(?:{_WHOLE}(?:\.0+)?|{_LARGE})')
+# Those of JSON, where nothing is said of their values.
+ANY_NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?')
+
+_YEAR = r'[0-9]{4}'
+_LEAP = (
+  r'(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])'
+  r'|(?:[02468][048]|[13579][26])00)'
+)
+_DATE = (
+  rf'(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])'
+  r'|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))'
+  rf'|{_LEAP}-02-29)'
+)
+_HOUR = r'(?:[01][0-9]|2[0-3])'
+_TIME = (
+  rf'(?:{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?'
+  rf'(?:[zZ]|[+-]{_HOUR}:[0-5][0-9])'
+  r'|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))'
+)
+_DAYS = r'(?:[0-9]+D|[0-9]+M(?:[0-9]+D)?|[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?)'
+_HOURS = r'T(?:[0-9]+S|[0-9]+M(?:[0-9]+S)?|[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?)'
+_BYTE = r'(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])'
+_IPV4 = rf'{_BYTE}(?:\.{_BYTE}){{3}}'
+_GROUP = '[0-9A-Fa-f]{1,4}'
+_PAIR = rf'(?:{_GROUP}:{_GROUP}|{_IPV4})'
+_IPV6 = (
+  rf'(?:(?:{_GROUP}:){{6}}{_PAIR}|::(?:{_GROUP}:){{5}}{_PAIR}'
+  + ''.join(
+    rf'|(?:(?:{_GROUP}:){{0,{n}}}{_GROUP})?::(?:{_GROUP}:){{{4 - n}}}{_PAIR}'
+    for n in range(5)
+  )
+  + rf'|(?:(?:{_GROUP}:){{0,5}}{_GROUP})?::{_GROUP}'
+  + rf'|(?:(?:{_GROUP}:){{0,6}}{_GROUP})?::)'
+)
+_LABEL = r'[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?'
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_EMAIL = (
+  rf'(?:{_ATOM}(?:\.{_ATOM})*|"(?:[ !#-\[\]-~]|\\[ -~])*")@'
+  rf'(?:{_LABEL}(?:\.{_LABEL})*|\[(?:{_IPV4}|IPv6:{_IPV6})\])'
+)
+_PCT = '%[0-9A-Fa-f]{2}'
+_USER = rf"(?:[A-Za-z0-9._~!$&'()*+,;=-]|{_PCT})"
+_PCHAR = rf'(?:{_USER}|[:@])'
+_HOST = (
+  rf"(?:\[(?:{_IPV6}|[vV][0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+)\]"
+  rf'|{_USER}*)'
+)
+_URI_REST = rf'(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?'
+_AUTHORITY = rf'//(?:(?:{_USER}|:)*@)?{_HOST}(?::[0-9]*)?(?:/{_PCHAR}*)*'
+_ABSOLUTE = rf'/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?'
+_ROOTLESS = rf'{_PCHAR}+(?:/{_PCHAR}*)*'
+_POINTER = '(?:/(?:[^~/]|~[01])*)*'
+FORMATS = {
+  'date': _DATE,
+  'time': _TIME,
+  'date-time': f'{_DATE}[tT]{_TIME}',
+  'duration': rf'P(?:[0-9]+W|{_DAYS}(?:{_HOURS})?|{_HOURS})',
+  'uuid': r'[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}',
+  'ipv4': _IPV4,
+  'ipv6': _IPV6,
+  'email': _EMAIL,
+  'uri': (
+    rf'[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|{_ABSOLUTE}|{_ROOTLESS})?'
+    rf'{_URI_REST}'
+  ),
+  'uri-reference': (
+    rf'(?:[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|{_ABSOLUTE}|{_ROOTLESS})?'
+    rf'|{_AUTHORITY}|{_ABSOLUTE}|(?:{_USER}|@)+(?:/{_PCHAR}*)*)?{_URI_REST}'
+  ),
+  'json-pointer': _POINTER,
+  'relative-json-pointer': rf'(?:0|[1-9][0-9]*)(?:#|{_POINTER})',
+}
+_EXPONENTS = (*range(-323, -4), *range(16, 309))
+_MANTISSA = languages.regex(r'[1-9](?:\.[0-9]{1,16})?')
+
+
+# What these mean in a pattern is not what they mean in Python.
+_BLANKS = r'\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff'
+_NO_BLANKS = (
+  r'\0-\x08\x0e-\x1f!-\x9f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e'
+  r'\u2030-\u205e\u2060-\u2fff\u3001-\ufefe\uff00-\U0010ffff'
+)
+_CLASSES = {r'\s': _BLANKS, r'\S': _NO_BLANKS}
+
+
+@functools.lru_cache
+def pattern(text: str) -> Language:
+  r"""The texts in which a pattern of ECMA-262 matches somewhere.
+
+  Python's parser reads it. `\d`, `\w` and `\b` are of ASCII in both, `$` is the
+  end alone, and `\s` and `.` are replaced by what they mean.
+
+  Raises:
+    ValueError: it has what `languages.regex` does not follow.
+  """
+  parts, is_class = [], False
+  for part in re.findall(r'\\.|.', text, re.DOTALL):
+    within = _CLASSES.get(part)
+    if within is not None:
+      part = within if is_class else f'[{within}]'
+    elif part == '.' and not is_class:
+      part = r'[^\n\r\u2028\u2029]'
+    elif part in '[]':
+      is_class = part == '['
+    parts.append(part)
+  return languages.regex(''.join(parts), search=True)
+
+
+def equal_to(values: list[Decimal]) -> Language:
+  """Texts of numbers, each of which equals one of some values."""
+  texts: dict[str, list[str]] = {r'(?:\.0+)?': [], '0*': []}
+  others = []
+  for value in values:
+    languages.check_time()
+    whole, _, part = f'{abs(value):f}'.partition('.')
+    part = part.rstrip('0')
+    signs = ['', '-'] if not value else ['-'] if value < 0 else ['']
+    end, text = ('0*', f'{whole}.{part}') if part else (r'(?:\.0+)?', whole)
+    texts[end] += [sign + text for sign in signs]
+    if value and value.adjusted() in _EXPONENTS:
+      first, *rest = [*(whole + part).strip('0')]
+      mantissa = (
+        f'{first}\\.{"".join(rest)}0*' if rest else rf'{first}(?:\.0+)?'
+      )
+      exponent = f'e{value.adjusted():+03d}'.replace('+', r'\+')
+      others.append(languages.regex(signs[0] + mantissa + exponent))
+  plain = [
+    languages.words(words) + languages.regex(end)
+    for end, words in texts.items()
+    if words
+  ]
+  return languages.union(plain + others) & NUMBER
+
+
+@functools.lru_cache
+def above(bound: Decimal) -> Language:
+  """Texts of the numbers above a bound."""
+  if bound < 0:
+    size = abs(bound)
+    below = _sizes_above(size) | equal_to([size])
+    return NUMBER - (languages.literal('-') + below)
+  return _sizes_above(bound) & NUMBER
+
+
+def _sizes_above(bound: Decimal) -> Language:
+  """Texts of the numbers above a bound from 0, and some that are no numbers."""
+  if not bound:
+    return NUMBER - (
+      languages.literal('-') + languages.EVERY | equal_to([bound])
+    )
+  place = bound.adjusted()
+  same = _MANTISSA & _plain_above(bound.scaleb(-place))
+  parts = [
+    _plain_above(bound),
+    _exponents_above(max(place, 15) if place > -5 else place),
+  ]
+  if place in _EXPONENTS:
+    parts.append(same + languages.literal(f'e{place:+03d}'))
+  return languages.union(parts)
+
+
+@functools.lru_cache
+def _exponents_above(place: int) -> Language:
+  """Texts with an exponent that is higher, as automaton."""
+  ends = [f'e{n:+03d}' for n in _EXPONENTS if n > place]
+  return (_MANTISSA + languages.words(ends)) & NUMBER
+
+
+def _plain_above(bound: Decimal) -> Language:
+  """Texts without exponent of the numbers above a bound from 0."""
+  whole, _, part = f'{bound:f}'.partition('.')
+  part = part.rstrip('0')
+
+  def higher(digits: str, each: str) -> list[str]:
+    """Digits of which one is higher where those before are the same."""
+    return [
+      f'{digits[:i]}[{int(digit) + 1}-9]{each.format(len(digits) - i - 1)}'
+      for i, digit in enumerate(digits)
+      if digit != '9'
+    ]
+
+  wholes = [f'[1-9][0-9]{{{len(whole)},}}', *higher(whole, '[0-9]{{{}}}')]
+  parts = [*higher(part, '[0-9]*'), f'{part}[0-9]*[1-9][0-9]*']
+  return languages.regex(
+    rf'(?:{"|".join(wholes)})(?:\.[0-9]+)?|{whole}\.(?:{"|".join(parts)})'
+  )
+
+
+def residues(divisor: int | Decimal) -> tuple[int, int] | None:
+  """n and k, where a divisor is n / 10^k; None: too many."""
+  number, places = fractions.Fraction(divisor), 0
+  while number.denominator > 1:
+    number, places = number * 10, places + 1
+  size = number.numerator
+  return (size, places) if size * (places + 1) <= MOST_RESIDUES else None
+
+
+def multiples(number: int, places: int) -> Language:
+  """Texts of the multiples of number / 10^places.
+
+  Of floats that are written with an exponent there are all or none. A state is
+  the residue of the digits, and how many are behind the point (-1: no point).
+  """
+  last = max(places, 1)
+  edges, finals = [], []
+  for residue, place in itertools.product(range(number), range(-1, last + 1)):
+    languages.check_time()
+    node = residue + number * place
+    scale = 10 ** (places - min(max(place, 0), places))
+    if place and residue * scale % number == 0:
+      finals.append(node)
+    if place == -1:
+      edges.append((node, languages.literal('.'), residue))
+    behind = min(place + 1, last) if place >= 0 else -1
+    digits = '0123456789' if place < places else '0'
+    for digit in digits:
+      value = residue * 10 + int(digit) if place < places else residue
+      target = value % number + number * behind
+      edges.append((node, languages.literal(digit), target))
+  plain = languages.graph(edges, -number, finals)
+  sign = languages.literal('-').repeat(0, 1)
+  texts = sign + plain
+  if 10**places % number == 0:
+    texts |= languages.regex(f'-?{_LARGE}')
+  return texts & NUMBER

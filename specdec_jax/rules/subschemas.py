@@ -1,0 +1,214 @@
+"""A JSON schema whose keywords and references are checked.
+
+Each keyword is one that is followed, or one that says nothing of values.
+Whatever else a schema has is refused by its JSON pointer.
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+from specdec_jax.checks.fields import Bound, check_type, unexpected
+from specdec_jax.rules import scalars
+from specdec_jax.rules.languages import check_time
+
+MOST_CHARACTERS = 1 << 22  # of the JSON of a schema
+MOST_SUBSCHEMAS = 10_000
+MOST_LENGTH = 100_000  # that maxLength and its like may be
+_MOST_DIGITS = 400
+
+TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
+# About the same value, about its items and members, and about nothing.
+_SAME = 'not if then else allOf anyOf oneOf dependentSchemas $ref'.split()
+_WITHIN = (
+  'items contains additionalProperties propertyNames prefixItems'.split()
+)
+_WITHIN += ['properties', 'patternProperties']
+_DEFINITIONS = ['$defs', 'definitions']
+_LISTS = 'allOf anyOf oneOf prefixItems'.split()
+_DICTS = 'properties patternProperties dependentSchemas'.split() + _DEFINITIONS
+_COUNTS = [f'{a}{b}' for a in ('min', 'max') for b in ('Length', 'Items')]
+_COUNTS += [
+  f'{a}{b}' for a in ('min', 'max') for b in ('Contains', 'Properties')
+]
+BOUNDS = {*'minimum maximum exclusiveMinimum exclusiveMaximum'.split()}
+_TEXTS = ['pattern', '$ref', '$anchor', '$id', '$schema']
+_NOTES = {
+  *'$comment title description default example examples deprecated'.split(),
+  *'readOnly writeOnly contentEncoding contentMediaType'.split(),
+  *('contentSchema', 'discriminator', '$anchor', '$id', '$schema'),
+  *_DEFINITIONS,
+}
+_HINTS: dict[str, Any] = {
+  **dict.fromkeys({*_SAME, *_WITHIN, *_NOTES, 'const'}, Any),
+  **dict.fromkeys(_LISTS, Annotated[Sequence[Any], Bound(1)]),
+  **dict.fromkeys(_DICTS, Mapping[str, Any]),
+  **dict.fromkeys(_COUNTS, Annotated[int, Bound(0, MOST_LENGTH)]),
+  **dict.fromkeys(_TEXTS, str),
+  **dict.fromkeys([*BOUNDS, 'multipleOf'], Any),
+  'type': str | Annotated[Sequence[str], Bound(1)],
+  'format': str,
+  'enum': Sequence[Any],
+  'required': Sequence[str],
+  'dependentRequired': Mapping[str, Sequence[str]],
+  'uniqueItems': bool,
+}
+_DRAFTS = ('draft/2020-12', 'draft/2019-09', 'draft-07', 'draft-06')
+
+
+class Schema(dict):
+  """A schema that is no boolean; it is compared by identity.
+
+  Attributes:
+    at: its JSON pointer.
+    parts: pairs of a keyword and a subschema; of `$ref`, of what it means.
+    is_recursive: whether it is within itself.
+  """
+
+  __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
+  at = '#'
+  parts: tuple[tuple[str, Any], ...] = ()
+  is_recursive = False
+
+  @property
+  def says_nothing(self) -> bool:
+    """Whether it has no keyword that says something of values."""
+    return self.keys() <= _NOTES
+
+  def refusal(self, keyword: str, expected: str) -> ValueError:
+    """The error of a keyword whose value is not followed."""
+    value = self[keyword]
+    value = float(value) if isinstance(value, Decimal) else value
+    return unexpected(f'json_schema: {keyword} at {self.at}', expected, value)
+
+
+def checked(text: str) -> Schema | bool:
+  """The schema of a JSON text.
+
+  Raises:
+    ValueError: it is none, or it has what is not followed.
+  """
+  if len(text) > MOST_CHARACTERS:
+    expected = f'at most {MOST_CHARACTERS} characters'
+    raise unexpected('json_schema', expected, text)
+  try:
+    root = json.loads(
+      text, object_hook=Schema, parse_float=_number, parse_constant=_number
+    )
+  except ValueError as error:
+    raise unexpected('json_schema', 'JSON', text, f'({error})') from error
+  places: dict[str, Any] = {}
+  todo = [(root, '#')]
+  while todo:
+    check_time()
+    schema, at = todo.pop()
+    places[at] = schema
+    if not isinstance(schema, bool | Schema):
+      raise unexpected(f'json_schema at {at}', 'a schema', schema)
+    if isinstance(schema, Schema):
+      schema.at = at
+      for keyword in schema:
+        _check(schema, keyword)
+      below = list(_below(schema))
+      schema.parts = tuple((keyword, part) for keyword, part, _ in below)
+      todo += [(part, at) for _, part, at in below]
+    if len(places) + len(todo) > MOST_SUBSCHEMAS:
+      expected = f'at most {MOST_SUBSCHEMAS} subschemas'
+      raise unexpected('json_schema', expected, text)
+  if isinstance(root, Schema):
+    _follow_references(root, places)
+  return root
+
+
+def _number(text: str) -> int | Decimal:
+  number = Decimal(text)
+  if not number.is_finite() or abs(number.adjusted()) > _MOST_DIGITS:
+    raise ValueError(f'{text} is no number of {_MOST_DIGITS} digits')
+  return int(number) if number == number.to_integral_value() else number
+
+
+def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
+  """Keyword, schema and JSON pointer of the subschemas of a schema."""
+  for keyword, value in schema.items():
+    at = f'{schema.at}/{keyword}'
+    if keyword in _LISTS:
+      yield from ((keyword, part, f'{at}/{i}') for i, part in enumerate(value))
+    elif keyword in _DICTS:
+      for key, part in value.items():
+        key = key.replace('~', '~0').replace('/', '~1')
+        yield keyword, part, f'{at}/{key}'
+    elif keyword in {*_SAME, *_WITHIN} - {'$ref'}:
+      yield keyword, value, at
+
+
+def _check(schema: Schema, keyword: str) -> None:
+  """Raises ValueError for a keyword or a value that is not followed."""
+  value = schema[keyword]
+  if keyword not in _HINTS:
+    raise schema.refusal(keyword, 'only keywords that are followed')
+  check_type(f'json_schema: {keyword} at {schema.at}', value, _HINTS[keyword])
+  is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
+  followed, expected = True, ''
+  if keyword == 'type':
+    names, types = (
+      value if isinstance(value, list) else [value],
+      (*TYPES, 'integer'),
+    )
+    followed, expected = {*names} <= {*types}, f'some of {", ".join(types)}'
+  elif keyword == 'format':
+    formats = ', '.join(scalars.FORMATS)
+    followed, expected = value in scalars.FORMATS, f'one of {formats}'
+  elif keyword == '$schema':
+    followed = any(f'json-schema.org/{draft}/' in value for draft in _DRAFTS)
+    expected = f'one of {", ".join(_DRAFTS)} of json-schema.org'
+  elif keyword == 'uniqueItems':
+    followed = not value or schema.get('maxItems') in (0, 1)
+    expected = 'False, or maxItems of 1 beside it'
+  elif keyword == 'multipleOf':
+    followed = is_number and value > 0 and scalars.residues(value) is not None
+    expected = f'n / 10^k, n * (k + 1) up to {scalars.MOST_RESIDUES}'
+  elif keyword in BOUNDS:
+    followed, expected = is_number, 'a number'
+  if not followed:
+    raise schema.refusal(keyword, expected)
+
+
+def _follow_references(root: Schema, places: dict[str, Any]) -> None:
+  """Adds to the parts what references mean, and says which are recursive."""
+  schemas = [each for each in places.values() if isinstance(each, Schema)]
+  anchors = {f'#{x["$anchor"]}': x for x in schemas if '$anchor' in x}
+  is_old = any(x in root.get('$schema', '') for x in _DRAFTS[2:])
+  for schema in schemas:
+    if '$id' in schema and schema is not root:
+      raise schema.refusal('$id', 'none below the root')
+    if '$ref' in schema:
+      place = unquote(schema['$ref'].removeprefix(root.get('$id', '')))
+      if place not in places and place not in anchors:
+        raise schema.refusal('$ref', 'a part of this schema, as "#/$defs/name"')
+      if is_old and schema.keys() - _NOTES != {'$ref'}:
+        raise schema.refusal('$ref', 'nothing beside it in this draft')
+      target = anchors.get(place, places.get(place))
+      schema.parts = (*schema.parts, ('$ref', target))
+  is_within = functools.cache(_is_within)
+  for schema in schemas:
+    for keyword, target in schema.parts:
+      if keyword == '$ref' and isinstance(target, Schema):
+        if is_within(target, frozenset(_SAME)):
+          raise schema.refusal('$ref', 'no circle of references')
+        target.is_recursive = is_within(target, frozenset(_SAME + _WITHIN))
+
+
+def _is_within(schema: Schema, keywords: frozenset[str]) -> bool:
+  """Whether a schema is below itself by some keywords."""
+  known: set[Schema] = set()
+  todo = [schema]
+  while todo:
+    check_time()
+    for keyword, part in todo.pop().parts:
+      if keyword in keywords and isinstance(part, Schema) and part not in known:
+        known.add(part)
+        todo.append(part)
+  return schema in known

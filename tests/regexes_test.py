@@ -1,0 +1,232 @@
+"""Regexes as automata: those of `re.fullmatch`, as texts and through tokens."""
+
+import itertools
+import os
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from specdec_jax.rules import automata, languages
+from specdec_jax.rules.constraints import SECONDS, Vocabulary
+from specdec_jax.text.tokenizer import Tokenizer
+
+LONGEST = 6
+# Alphabets, and regexes that are tried on all texts of them.
+REGEXES = {
+  'abc': [
+    'a|ab', 'ab|a', '(a|ab)(c|bc)', '(a|ab|abc)*', 'a*', 'a+b?', '(ab)+c*',
+    'a{2}', 'a{2,}', 'a{,2}b', 'a{1,3}?b', '(a{1,2}){2}', '((a|b)?c){0,2}',
+    '[ab]', '[^a]', '[^ab]+', '[a-b]{2,4}', '.', '.*b.*', '.{3}', '',
+    '(|a)b', '(a|)(b|)(c|)', 'a??b*?c+?', '(?:a(?:b(?:c)?)?)?', '(?P<x>a)b',
+    '(a|b)*a(a|b)', '((a*)*b)*', 'a|b|c|aa|bb|cc', '(a|b|c){6}',
+    '(?i)AB', '(?i:A)b', 'a(?i:B|C)', '(?s).', '(?x) a  b # c', 'ab*(?=)' [:3],
+  ],
+  'ab\n': [
+    '^a', 'a$', '^a$', '^a|b$', '(^a|b$)+', 'a^b', 'a$b', '\\Aa\\Z', 'a\\Zb?',
+    '(^|b)a($|b)', 'a$\n', 'a$\n?', '(?m)^a$\n^b$', '(?m)a$\n?b?', '(?m)^a',
+    '(?m)(^a\n?)*', '$', '^', '^$', '(a?^b|$)*', 'a.b', '(?s)a.b', '(a$|b)*',
+    '(?:a\\Z|b)*\\Z', '(?m:^b$)|a\n$',
+  ],
+  'a -': [
+    'a\\b.*', '\\ba\\b', '\\Ba|a\\B', 'a\\b-a', 'a\\Ba', '\\b', '\\B', '.\\b.',
+    '(\\ba\\b ?)*', '\\w+', '\\W', '\\s*a\\S*', '[\\w-]+', '[^\\W]',
+  ],
+  '1.eé٣': [
+    '\\d+', '[0-9]+(\\.[0-9]+)?', '\\d+(\\.\\d+)?(e1)?', '(?a)\\w+', '\\w+é?',
+    '[^\\d]', '(?i)É', 'é|1é', '[\x80-\uffff]+', '(1|1\\.1)(e|\\.)?',
+  ],
+}  # fmt: skip
+PAIRS = [(alphabet, one) for alphabet, each in REGEXES.items() for one in each]
+T5 = os.path.join(
+  os.path.dirname(__file__), '..', '..', 'shared/data/vocab/t5.spiece.model'
+)
+VOCABULARIES = {'bytes': None, 'demo': 'demo/vocab.model', 't5': T5}
+
+
+def test_there_are_enough():
+  assert len(PAIRS) >= 80
+
+
+def accepted(language, alphabet):
+  """Of all texts in the order of `itertools.product`, whether it has them."""
+  dfa, found = language.dfa, []
+  places = np.searchsorted(dfa.cuts, [*map(ord, alphabet)], 'right') - 1
+  states = np.array([dfa.start])
+  for _ in range(LONGEST + 1):
+    found.append(dfa.accepting[states])
+    states = dfa.step[states[:, None], dfa.classes[places]].reshape(-1)
+  return np.concatenate(found)
+
+
+def texts_of(alphabet):
+  return [
+    ''.join(text)
+    for size in range(LONGEST + 1)
+    for text in itertools.product(alphabet, repeat=size)
+  ]
+
+
+def matched(pattern, alphabet, search=False):
+  compiled = re.compile(pattern, re.ASCII if search else 0)
+  matches = compiled.search if search else compiled.fullmatch
+  return np.array([matches(text) is not None for text in texts_of(alphabet)])
+
+
+@pytest.mark.parametrize('alphabet', REGEXES)
+def test_texts_are_those_of_fullmatch(alphabet):
+  for pattern in REGEXES[alphabet]:
+    want = matched(pattern, alphabet)
+    language = languages.regex(pattern)
+    have = accepted(language, alphabet)
+    np.testing.assert_array_equal(have, want, err_msg=pattern)
+    # Negative control: one text less is seen.
+    if want.any():
+      text = texts_of(alphabet)[np.flatnonzero(want)[-1]]
+      less = accepted(language - languages.literal(text), alphabet)
+      assert np.count_nonzero(less != want) == 1, pattern
+
+
+def test_a_search_is_that_of_ecma():
+  for alphabet in ('ab\n', 'a -', '1.eé٣'):
+    for pattern in REGEXES[alphabet]:
+      if '(?' in pattern:
+        continue
+      have = accepted(languages.regex(pattern, search=True), alphabet)
+      want = matched(pattern.replace('$', '\\Z'), alphabet, search=True)
+      np.testing.assert_array_equal(have, want, err_msg=pattern)
+
+
+def test_sets_and_strings_of_json():
+  import json
+
+  some, other = languages.regex('a*b?c*'), languages.regex('[ab]*')
+  for language, holds in (
+    (some & other, lambda x, y: x & y),
+    (some - other, lambda x, y: x & ~y),
+    (some | other, lambda x, y: x | y),
+  ):
+    want = holds(matched('a*b?c*', 'abc'), matched('[ab]*', 'abc'))
+    np.testing.assert_array_equal(accepted(language, 'abc'), want)
+  strings = languages.json_string(languages.regex('[^a]{0,2}|aé|\U0001f600'))
+  for value in ('', 'b"', '\\\n', '\x00\x7f', 'aé', '\U0001f600', 'é\u2028'):
+    for ensure_ascii in (True, False):
+      text = json.dumps(value, ensure_ascii=ensure_ascii)
+      assert strings.matches(text), text
+  for text in ('"a"', 'bb', '"b', '"\n"', '"\\x"', '"\\ud83d"', '"bbb"', '"""'):
+    assert not strings.matches(text), text
+
+
+def vocabulary_of(name):
+  """A `Vocabulary`, and an id that ends outputs."""
+  path = VOCABULARIES[name]
+  if path is None:
+    return Vocabulary({bytes([b]): [b + 3] for b in range(256)}, False, 259), 1
+  if not os.path.exists(path):
+    pytest.skip(f'there is no {path}')
+  tokenizer = Tokenizer(path)
+  size = tokenizer.vocab_size
+  spellings = tokenizer.spellings(size)
+  return Vocabulary(*spellings, size), tokenizer.eos_id
+
+
+def laid(vocabulary, pattern, stop):
+  with languages.deadline(60):
+    return vocabulary.automaton('regex', languages.regex(pattern), [stop])
+
+
+def next_states(made):
+  """int[T, V]: the state behind each state and token, byte by byte."""
+  starts, ends = made.spans[:-1], made.spans[1:]
+  states = np.tile(np.arange(len(made.step))[:, None], len(starts))
+  for place in range(int((ends - starts).max())):
+    at = np.minimum(starts + place, ends[-1] - 1)
+    longer = made.step[states, made.spelled[at]]
+    states = np.where(starts + place < ends, longer, states)
+  return states, ends > starts
+
+
+@pytest.mark.parametrize(
+  ('name', 'every'),
+  [
+    ('bytes', 1),
+    ('demo', 8),
+    *(
+      pytest.param(name, 1, marks=[pytest.mark.slow, pytest.mark.system])
+      for name in ('demo', 't5')
+    ),
+  ],
+)
+def test_tokens_are_those_that_texts_need(name, every):
+  """All states: a token is allowed if some tokens behind it end a text."""
+  vocabulary, stop = vocabulary_of(name)
+  for alphabet, pattern in PAIRS[::every]:
+    want = matched(pattern, alphabet)
+    if not want.any():
+      continue
+    try:
+      made = laid(vocabulary, pattern, stop)
+    except ValueError as error:
+      assert name == 't5' and 'no token' in str(error), pattern
+      continue
+    bits = made.bits.view(np.uint8)
+    allowed = np.unpackbits(bits, axis=1, bitorder='little')[made.bits_of]
+    allowed = allowed[1:, : len(made.spans) - 1] > 0
+    following, is_text = next_states(made)
+    ends, alive = allowed[:, stop], np.zeros((len(made.step),), bool)
+    alive[1:] = ends
+    for _ in made.step:
+      alive |= (alive[following] & is_text).any(axis=1) & (following[:, 0] > 0)
+    want_allowed = (alive[following] & is_text)[1:]
+    want_allowed[:, stop] = ends
+    np.testing.assert_array_equal(allowed, want_allowed, err_msg=pattern)
+    begin = b' ' if vocabulary.begins_blank else b''
+    for text, is_match in [*zip(texts_of(alphabet), want, strict=True)][:400]:
+      state = made.start
+      for byte in begin + text.encode():
+        state = made.step[state, byte]
+      assert bool(state and ends[state - 1]) == is_match, (pattern, text)
+
+
+def test_states_on_the_device_are_those_of_the_bytes():
+  vocabulary, stop = vocabulary_of('demo')
+  made = [
+    laid(vocabulary, one, stop) for one in ('a|ab+', '[0-9]+(\\.[0-9]+)?')
+  ]
+  size = len(made[0].spans) - 1
+  tables, starts = automata.joined(tuple(made), size)
+  tables = jax.device_put(tables)
+  step = jax.jit(jax.vmap(tables.next_state, in_axes=(None, 0)))
+  for one, start in zip(made, starts, strict=True):
+    states, _ = next_states(one)
+    want = states[one.start]
+    want = np.where(want > 0, want + start - one.start, automata.FREE)
+    have = np.asarray(step(np.int32(start), np.arange(size)))
+    np.testing.assert_array_equal(have, want)
+
+
+REFUSED = [
+  ('(?=a)b', 'lookarounds'),
+  ('(?<!a)b', 'lookarounds'),
+  ('(a)\\1', 'backreferences'),
+  ('(a)?(?(1)b|c)', 'conditions'),
+  ('a++', 'possessive'),
+  ('(?>a|ab)c', 'atomic'),
+  ('[', 'no regex'),
+  ('(' * 5000 + ')' * 5000, 'no regex'),
+  ('((((a{1,99}){1,99}){1,99}){1,99})', 'positions'),
+  ('(a?){60000}', 'positions'),
+  ('|'.join(map(str, range(10**6))), 'characters'),
+  ('(a|b)*a(a|b){30}', 'states'),
+  ('(.{0,200}a){0,200}', None),
+]
+
+
+@pytest.mark.parametrize(('pattern', 'why'), REFUSED)
+def test_what_is_refused_is_refused_soon(pattern, why):
+  with (
+    languages.deadline(SECONDS),
+    pytest.raises(ValueError, match=why),
+  ):
+    languages.in_bytes(languages.regex(pattern))

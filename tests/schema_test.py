@@ -1,0 +1,379 @@
+"""JSON schemas: the official suite, walks of what people write, refusals."""
+
+import contextlib
+import decimal
+import json
+import pathlib
+import random
+import time
+
+import numpy as np
+import pytest
+
+from specdec_jax.rules import languages
+from specdec_jax.rules.schema import language_of
+
+HERE = pathlib.Path(__file__).parent
+
+
+def lines_of(name):
+  return map(json.loads, (HERE / name).read_text().splitlines())
+
+
+SCHEMAS = dict(lines_of('json_schemas.jsonl'))
+# Its licence is beside it; made from the commit 44401e0 of the suite.
+SUITE = list(lines_of('json_schema_suite.jsonl'))
+OBJECT = {
+  'type': 'object',
+  'properties': {'name': {'type': 'string'}, 'age': {'type': 'integer'}},
+  'required': ['name'],
+  'additionalProperties': False,
+}
+
+
+def made(schema, blanks='one'):
+  with languages.deadline(60):
+    return language_of(schema, blanks)
+
+
+def accepted(schema, values):
+  """The values that are accepted, however `json.dumps` writes them."""
+  language = made(schema)
+  texts = ([json.dumps(x), json.dumps(x, ensure_ascii=False)] for x in values)
+  answers = [{language.matches(text) for text in pair} for pair in texts]
+  return [
+    x for x, answer in zip(values, answers, strict=True) if True in answer
+  ]
+
+
+# A schema, values that it has, and values that it does not have.
+CASES = [
+  (
+    {'allOf': [{'required': ['a']}, {'required': ['b']}]},
+    [{'b': 1, 'a': []}],
+    [{'a': 1}],
+  ),
+  (
+    {'properties': {'a': {}}, 'required': ['a']},
+    [{'a': [{}]}, {'b': 1, 'a': 2}, 0],
+    [{}, {'b': 1}],
+  ),
+  ({'title': 'A'}, [0, None, 'x', [[{'a': 1.5}]], -1.5e-7, 1e22], []),
+  ({'pattern': '^[^a]$'}, ['"', '\n', '\\', 'é', '😀', 5], ['a', '', 'bb']),
+  ({'pattern': '^a|b$'}, ['a', 'ax', 'xb'], ['xa', 'bx', '']),
+  ({'pattern': 'b'}, ['abc'], ['ac']),
+  (
+    {'pattern': r'^[\s\S].\d\w\S$'},
+    ['\n?0_-'],
+    ['\n\r0_-', '\n?٠_-', '\n?0é-', '\n?0_\u00a0'],
+  ),
+  ({'required': ['a"\n\\é']}, [{'a"\n\\é': 1}], [{'a': 1}]),
+  (
+    {'format': 'time'},
+    ['10:00:00Z', '23:59:60+00:00'],
+    ['10:00:00\\x5', '10:00:00', '24:00:00Z'],
+  ),
+  (
+    {'pattern': '^a+$', 'minLength': 2, 'maxLength': 3},
+    ['aa', 'aaa'],
+    ['a', 'aaaa', 'ab'],
+  ),
+  (
+    {'format': 'date', 'pattern': '^20'},
+    ['2024-02-29'],
+    ['1999-01-01', '2023-02-29'],
+  ),
+  ({'type': 'string', 'enum': ['a', 1, None]}, ['a'], [1, None]),
+  (
+    {'enum': [1, 100, [1, {'a': 0}]]},
+    [1, 1.0, 100, [1.0, {'a': -0.0}]],
+    [10, 1.5, [1], [1, {}]],
+  ),
+  ({'not': {'required': ['a']}}, [{}, {'b': 1}], [{'a': 1}, 3]),
+  (
+    {'type': 'object', 'minProperties': 1, 'maxProperties': 2},
+    [{'a': 1}],
+    [{}, {'a': 1, 'b': 1, 'c': 1}],
+  ),
+  ({'contains': {'const': 1}, 'maxContains': 1}, [[0, 1], [1]], [[], [1, 1.0]]),
+  (
+    {
+      'properties': {'a': {'type': 'null'}},
+      'anyOf': [{'required': ['a']}, {'required': ['b']}],
+    },
+    [{'a': None}, {'b': 1}],
+    [{}, {'a': 1}],
+  ),
+  ({'type': 'number'}, [0, 1.5, -1e-9, 1e100], ['1']),
+  (
+    {'type': 'integer'},
+    [0, -3, 2.0, 1e16, 12345678901234567890],
+    [1.5, 1e-5, True],
+  ),
+  (
+    {'minimum': -1.5, 'exclusiveMaximum': 1e17},
+    [-1.5, 0.00001, 1e16, 99999999999999999],
+    [-1.51, 1e17, -1e-4 - 2, 2e300],
+  ),
+  (
+    {'exclusiveMinimum': 1e-7, 'maximum': 0.5},
+    [2e-7, 0.5, 0.0001],
+    [1e-7, 0, -1, 9e-8, 0.51],
+  ),
+  ({'multipleOf': 0.25}, [1.75, -3, 1e16, 0.0], [0.1, 1e-5]),
+  ({'type': 'integer', 'multipleOf': 7}, [49, -7, 0], [48]),
+  (
+    {'oneOf': [{'type': 'integer'}, {'minimum': 2}]},
+    [1, 2.5, 'x'][:2],
+    [3, 1.5],
+  ),
+  (
+    OBJECT,
+    [{'age': 1, 'name': ''}, {'name': 'x'}],
+    [{'age': 1}, {'name': '', 'b': 1}],
+  ),
+]
+
+
+@pytest.mark.parametrize('schema, good, bad', CASES, ids=lambda x: None)
+def test_values(schema, good, bad):
+  assert accepted(schema, [*good, *bad]) == good
+
+
+def test_a_key_is_there_once_and_texts_are_those_of_json_dumps():
+  language = made(OBJECT)
+  assert language.matches('{"name": "\\u00e9é"}')
+  for text in (
+    '{"name": "", "name": ""}',
+    '{"name":""}',
+    ' {"name": ""}',
+    '{"name": "\\u0041"}',
+    '{"name": "\\/"}',
+    '{"name": "\x01"}',
+    '{"name": "", "age": 01}',
+    '{"name": "", }',
+  ):
+    assert not language.matches(text), text
+  assert made({'type': 'number'}).matches('1E+5')
+
+
+@pytest.mark.parametrize(
+  'blanks, texts',
+  [
+    ('one', ['[1, {"a": 2}]']),
+    ('none', ['[1,{"a":2}]']),
+    ('any', ['[1, {"a": 2}]', '[1,{"a":2}]', '[\n 1,\n\t{ "a" : 2 } ]']),
+  ],
+)
+def test_blanks(blanks, texts):
+  language = made({'const': [1, {'a': 2}]}, blanks)
+  every = {'[1, {"a": 2}]', '[1,{"a":2}]', '[\n 1,\n\t{ "a" : 2 } ]', '[1 2]'}
+  assert [text for text in sorted(every) if language.matches(text)] == sorted(
+    texts
+  )
+
+
+def test_recursion_ends_in_json():
+  leaf = {'v': 1}
+  node = {
+    'type': 'object',
+    'properties': {'v': {'type': 'integer'}, 'next': {'$ref': '#'}},
+    'required': ['v'],
+    'additionalProperties': False,
+  }
+  values = [leaf]
+  for _ in range(5):
+    values.append({'v': 1, 'next': values[-1]})
+  assert accepted(node, values) == values[:3]
+  for text in walks(made(node), 200):
+    json.loads(text)
+
+
+def wrong_of_suite(groups, language_of=made):
+  """Instances that are accepted and not valid, or the reverse; refused ones."""
+  wrong, refused = [], []
+  for keyword, schema, instances in groups:
+    try:
+      language = language_of(schema)
+    except ValueError as error:
+      assert str(error).startswith('json_schema')
+      if 'a schema that has a value' not in str(error):
+        refused.append(keyword)
+      elif any(is_valid for _, is_valid in instances):
+        wrong.append((schema, str(error)))
+      continue
+    for value, is_valid in instances:
+      if 'time' in keyword and ':60' in str(value):  # of UTC alone, as stated
+        is_valid = is_valid and value.endswith(('Z', '+00:00'))
+      for flag in (True, False):
+        text = json.dumps(value, ensure_ascii=flag)
+        if language.matches(text) != is_valid:
+          wrong.append((keyword, schema, text))
+  return wrong, refused
+
+
+def test_some_of_the_official_suite():
+  groups = SUITE[::11]
+  assert wrong_of_suite(groups)[0] == []
+  # Control: an automaton of any value is wrong.
+  anything = made({})
+  assert len(wrong_of_suite(groups, lambda _: anything)[0]) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_the_official_suite():
+  wrong, refused = wrong_of_suite(SUITE)
+  assert wrong == []
+  assert len(refused) < len(SUITE) / 10
+
+
+def walks(language, count, seed=0):
+  """Random texts: any character that may follow, then the nearest end."""
+  dfa, rng = language.dfa, random.Random(seed)
+  following, characters = dfa.step, dfa.intervals()
+  far = np.where(dfa.accepting, 0, len(following))
+  for _ in following:
+    steps = np.where(following > 0, far[following], len(following))
+    if (far == (far := np.minimum(far, 1 + steps.min(1)))).all():
+      break
+  for _ in range(count):
+    state, text, most = dfa.start, '', rng.choice([0, 10, 40, 150])
+    while len(text) < most or not dfa.accepting[state]:
+      kinds = np.flatnonzero(following[state])
+      if not kinds.size or dfa.accepting[state] and rng.random() < 0.2:
+        break
+      near = kinds[np.argmin(far[following[state, kinds]])]
+      kind = rng.choice(kinds.tolist()) if len(text) < most else near
+      text += chr(rng.randint(*rng.choice(characters[kind])))
+      state = following[state, kind]
+    yield text
+
+
+def number_of(text):
+  with contextlib.suppress(decimal.InvalidOperation):
+    return decimal.Decimal(text)
+  return 1.5  # no number of this size is whole, or bounded
+
+
+def errors_of(schema, texts):
+  """Texts that the package jsonschema does not take, with exact decimals."""
+  jsonschema = pytest.importorskip('jsonschema')
+
+  def is_whole(_, value):
+    if isinstance(value, decimal.Decimal) and abs(value.adjusted()) < 400:
+      return value == value.to_integral_value()
+    is_large = isinstance(value, decimal.Decimal) and value.adjusted() > 0
+    return is_large or isinstance(value, int) and not isinstance(value, bool)
+
+  draft = jsonschema.Draft202012Validator
+  checker = draft.TYPE_CHECKER.redefine('integer', is_whole)
+  exact = jsonschema.validators.extend(draft, type_checker=checker)
+  parsed = json.loads(json.dumps(schema), parse_float=decimal.Decimal)
+  validator = exact(parsed, format_checker=draft.FORMAT_CHECKER)
+  context = decimal.Context(1000, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+  with decimal.localcontext(context):
+    return [
+      text
+      for text in texts
+      if not validator.is_valid(json.loads(text, parse_float=number_of))
+    ]
+
+
+def test_some_walks_validate():
+  for name in [*SCHEMAS][::9]:
+    assert errors_of(SCHEMAS[name], walks(made(SCHEMAS[name]), 20)) == [], name
+  # Control: walks of a schema that says less.
+  less = OBJECT | {'required': []}
+  assert errors_of(OBJECT, walks(made(less), 50))
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize('name', SCHEMAS)
+def test_walks_validate(name):
+  assert errors_of(SCHEMAS[name], walks(made(SCHEMAS[name]), 1000)) == []
+
+
+def test_a_difference_without_texts_is_empty():
+  rest = languages.literal('foo') - languages.regex('oo', search=True)
+  assert rest.is_empty and rest.shortest() is None
+
+
+def nested(depth, keyword):
+  return f'{{"{keyword}":' * depth + '{}' + '}' * depth
+
+
+@pytest.mark.parametrize(
+  'schema, named',
+  [
+    ({'items': {'uniqueItems': True}}, ['uniqueItems at #/items', 'True']),
+    ({'$defs': {'a/b': {'maxLenght': 3}}}, ['maxLenght at #/$defs/a~1b', '3']),
+    ({'type': 'string', 'nullable': True}, ['nullable at #']),
+    ({'format': 'hostname'}, ['format at #', 'uuid', 'hostname']),
+    ({'pattern': '(?=a)'}, ['pattern at #', '(?=a)']),
+    ({'items': [{}]}, ['#/items']),
+    ({'minimum': 1, 'exclusiveMinimum': True}, ['exclusiveMinimum at #']),
+    ({'$ref': 'https://a.b/c.json'}, ['$ref at #', 'a.b']),
+    ({'$ref': '#/$defs/a'}, ['$ref at #']),
+    ({'allOf': [{'$ref': '#'}]}, ['$ref at #/allOf/0', 'circle']),
+    (
+      {'not': {'additionalProperties': False}},
+      ['additionalProperties at #/not'],
+    ),
+    ({'$schema': 'http://json-schema.org/draft-04/schema#'}, ['$schema at #']),
+    (
+      {
+        '$schema': 'http://json-schema.org/draft-07/schema#',
+        '$defs': {'a': True},
+        'items': {'$ref': '#/$defs/a', 'type': 'null'},
+      },
+      ['$ref at #/items'],
+    ),
+    ({'multipleOf': 1e-7}, ['multipleOf at #']),
+    ({'const': float('nan')}, ['NaN']),
+    ({'const': object()}, ['object']),
+    ('{"maximum": 1e9999999}', ['1e9999999']),
+    ('{', ['JSON']),
+    ([1], ['a schema at #', '[1]'][1:]),
+    ({'type': 'string', 'minLength': 2, 'maxLength': 1}, ['a value']),
+    (False, ['a value']),
+    (
+      {'type': 'object', 'properties': {'a': {'$ref': '#'}}, 'required': ['a']},
+      ['a value'],
+    ),
+    ({'maxLength': 10**9}, ['maxLength at #']),
+    ({'type': 'array', 'maxItems': 99_999}, ['positions']),
+    ({'enum': [f'word {i}' for i in range(10**5)]}, ['positions']),
+    ({'anyOf': [{'type': 'string'}] * 20_000}, ['10000 subschemas']),
+    (nested(300, 'items'), ['']),
+    (nested(20_000, 'items'), ['nesting']),
+  ],
+  ids=lambda x: None,
+)
+def test_refusals(schema, named):
+  with languages.deadline(5), pytest.raises(ValueError) as error:
+    language_of(schema)
+  assert all(name in str(error.value) for name in named), error.value
+
+
+@pytest.mark.parametrize(
+  'schema',
+  [
+    {'anyOf': [{'const': i} for i in range(9000)]},
+    {
+      'allOf': [
+        {'anyOf': [{'required': [f'a{i}']}, {'required': [f'b{i}']}]}
+        for i in range(30)
+      ]
+    },
+    {'oneOf': [{'type': 'string', 'minLength': i} for i in range(300)]},
+    {'properties': {f'a{i}': {} for i in range(3000)}},
+  ],
+  ids=['alternatives', 'product', 'overlap', 'wide'],
+)
+def test_what_takes_long_ends(schema):
+  began = time.monotonic()
+  with languages.deadline(0.5), pytest.raises(languages.TooLarge):
+    language_of(schema)
+  assert time.monotonic() - began < 5
