@@ -73,6 +73,7 @@ setuptools.setup(
     'specdec_jax.measure': ['devices.toml'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
+    'specdec_jax.text': ['abbreviations.toml'],
   },
   entry_points={
     'console_scripts': [
@@ -107,7 +108,7 @@ setuptools.setup(
     'hub': [*HUGGINGFACE, 'huggingface_hub>=0.25'],
     'metrics': METRICS,
     'serve': SERVE,
-    'ray': [*SERVE, 'ray[serve]>=2.44'],
+    'ray': [*SERVE, 'ray[data,serve]>=2.54'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
     # The documents as a site, see mkdocs.yml; Ruff formats signatures.

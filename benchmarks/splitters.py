@@ -4,10 +4,11 @@
   python benchmarks/splitters.py en=FILE de=FILE... \
     --output benchmarks/results/splitters.json
 
-FILE has sentences of the language before it, one a line, or in the last column
-of a `.tsv`; `.gz` or not. Five are joined by spaces, and a library is to find
-where they end: F1. Seconds are for one line of the first file's sentences.
-sentencex is called by `text.sentences`, as `--split` does.
+FILE has sentences of the language before it, one a line, in the last column of
+a `.tsv`, or in a `.conllu` of Universal Dependencies; `.gz` or not. Five are
+joined by spaces, if the language writes them, and a library is to find where
+they end: F1. Seconds, of the processor, are for one line of the first file's
+sentences; with `--only` nothing is timed.
 """
 
 import argparse
@@ -20,18 +21,22 @@ import time
 from common import report
 
 from specdec_jax import files
-from specdec_jax.text import sentences
 
 PARAGRAPHS, EACH = 300, 5
 CHARACTERS, PATIENCE = (100_000, 10_000_000), 60
+ENDS = tuple('.!?"”)“»…。！？」』।॥؟۔։።')
+UNSPACED = ('zh', 'ja')
 
 
-def ends_of_sentencex(_, language):
-  def ends(text):
-    spans = sentences.split(text, language, len, 1 << 30).spans
-    return [end for _, end in spans]
+def ends_of_split(sentences, language):
+  return lambda text: sentences.ends(text, language)
 
-  return ends
+
+def ends_of_sentencex(sentencex, language):
+  return lambda text: [
+    one['end_index']
+    for one in sentencex.get_sentence_boundaries(language, text)
+  ]
 
 
 def ends_of_pysbd(pysbd, language):
@@ -73,7 +78,9 @@ def ends_of_sentence_splitter(module, language):
 
 
 # Name of a package -> its module, and what makes of it the ends of sentences.
+SPLIT = 'specdec_jax'  # what `--split` does: sentencex, corrected
 LIBRARIES = {
+  SPLIT: ('specdec_jax.text.sentences', ends_of_split),
   'sentencex': ('sentencex', ends_of_sentencex),
   'pysbd': ('pysbd', ends_of_pysbd),
   'syntok': ('syntok.segmenter', ends_of_syntok),
@@ -83,13 +90,13 @@ LIBRARIES = {
 }
 
 
-def f1(ends, paragraphs):
+def f1(ends, paragraphs, blank):
   """The harmonic mean of precision and recall of the ends."""
   right = wrong = 0
   for own in paragraphs:
-    text = ' '.join(own)
-    gold = {*itertools.accumulate(len(one) + 1 for one in own)}
-    found = {len(text[:end].rstrip()) + 1 for end in ends(text)}
+    text, more = blank.join(own), len(blank)
+    gold = {*itertools.accumulate(len(one) + more for one in own)}
+    found = {len(text[:end].rstrip()) + more for end in ends(text)}
     right += len(gold & found)
     wrong += len(gold ^ found)
   return 2 * right / (2 * right + wrong)
@@ -112,42 +119,49 @@ def made(name, language):
 
 def timed(name, language, text):
   ends = made(name, language)
-  ends('One. Two.')
-  begin = time.perf_counter()
-  ends(text)
-  return time.perf_counter() - begin
+  list(ends('One. Two.'))
+  begin = time.process_time()
+  list(ends(text))
+  return time.process_time() - begin
+
+
+def lines_of(path):
+  """The sentences of a file."""
+  if path.endswith('.conllu'):
+    of = '# text = '
+    return [x.removeprefix(of) for x in files.text_lines(path) if of in x]
+  return [line.split('\t')[-1] for line in files.text_lines(path)]
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('files', nargs='+', metavar='LANGUAGE=FILE')
+  parser.add_argument('--only', nargs='+', choices=LIBRARIES)
   parser.add_argument('--output')
   flags = parser.parse_args()
-  sets = {}
+  names = flags.only or LIBRARIES
+  versions = {x: importlib.metadata.version(x) for x in names if x != SPLIT}
+  columns = [f'{x} {versions.get(x, "")}'.strip() for x in names]
+  rows, first = [], None
   for named in flags.files:
     language, path = named.split('=', 1)
-    lines = [line.split('\t')[-1].strip() for line in files.text_lines(path)]
     # Of five that are joined, a reader must see the ends too.
-    whole = [line for line in lines if line and line[-1] in '.!?"”)']
+    whole = [x.strip() for x in lines_of(path) if x.strip()[-1:] in ENDS]
     begins = range(0, len(whole) - EACH + 1, EACH)[:PARAGRAPHS]
+    paragraphs = [whole[i : i + EACH] for i in begins]
+    first = first or (language, ' '.join(map(' '.join, paragraphs)))
+    blank = '' if language in UNSPACED else ' '
+    of = [f1(made(x, language), paragraphs, blank) for x in names]
     name = path.rsplit('/', 1)[-1].split('.')[0]
-    sets[name] = language, [whole[i : i + EACH] for i in begins]
-  language, paragraphs = next(iter(sets.values()))
-  every = ' '.join(map(' '.join, paragraphs))
-  rows = []
-  for name in LIBRARIES:
-    version = importlib.metadata.version(name)
-    found = [f1(made(name, of), texts) for of, texts in sets.values()]
-    times = [
-      seconds(name, language, (every * (most // len(every) + 1))[:most])
-      for most in CHARACTERS
-    ]
-    rows.append([f'{name} {version}', *(f'{x:.3f}' for x in found), *times])
+    rows.append([f'{name} ({language})', *(f'{x:.4f}' for x in of)])
     print(' | '.join(rows[-1]), flush=True)
-  columns = [f'{name} ({of})' for name, (of, _) in sets.items()]
-  sizes = [f's, {most / 1e6:g} MB' for most in CHARACTERS]
+  language, text = first
+  for most in () if flags.only else CHARACTERS:
+    long = (text * (most // len(text) + 1))[:most]
+    times = [seconds(x, language, long) for x in names]
+    rows.append([f's, {most / 1e6:g} MB', *times])
   title = f'Ends of sentences, F1; paragraphs of {EACH} sentences'
-  report(title, ['library', *columns, *sizes], rows, flags.output)
+  report(title, ['text', *columns], rows, flags.output)
 
 
 if __name__ == '__main__':

@@ -22,6 +22,7 @@ from specdec_jax.checks.fields import is_a, unexpected
 from specdec_jax.types import Array
 
 _FLOAT32 = np.finfo(np.float32)
+_TINY = float(_FLOAT32.tiny)
 
 _FEW_IDS = 16  # that tokens are compared with one by one
 _BLOCK, _LEAST_BLOCK = 128, 32  # logits that `top_tokens` looks at together
@@ -88,7 +89,7 @@ class SamplingConfig:
       expected = f'a whole number from 0 (keeps every token) to {most}'
       raise unexpected('top_k', expected, self.top_k)
     # A float64 may be above 0 and yet 0 in float32.
-    if not is_a(self.top_p, float) or not _FLOAT32.tiny <= self.top_p <= 1:
+    if not is_a(self.top_p, float) or not _TINY <= self.top_p <= 1:
       expected = 'a number in (0, 1] (1 keeps every token)'
       raise unexpected('top_p', expected, self.top_p)
     if not is_a(self.min_p, float) or not 0 <= self.min_p <= 1:
@@ -533,5 +534,5 @@ def _ordered_float(image: jax.Array) -> jax.Array:
 
 
 def _is_temperature(value) -> bool:
-  low, high = float(_FLOAT32.tiny), float(_FLOAT32.max)
+  low, high = _TINY, float(_FLOAT32.max)
   return is_a(value, float) and (value == 0 or low <= value <= high)

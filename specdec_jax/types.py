@@ -19,11 +19,13 @@ from specdec_jax.tree_shape import TreeShape
 
 # Arrays of a device, or of the host: a program's call moves them together.
 Array: TypeAlias = jax.Array | np.ndarray
-# Numbers that a field may be, see `checks.fields.check_types`.
-Count = Annotated[int, Bound(0)]
-Positive = Annotated[int, Bound(1)]
-Amount = Annotated[float, Bound(0)]
-Above0 = Annotated[float, Bound(0, is_open=True)]
+# Numbers that a field may be, see `checks.fields.check_types`: int32 holds the
+# whole ones, and float32 the others, with products of a few of them.
+_MOST, _MOST_FLOAT = np.iinfo(np.int32).max, 1e9
+Count = Annotated[int, Bound(0, _MOST)]
+Positive = Annotated[int, Bound(1, _MOST)]
+Amount = Annotated[float, Bound(0, _MOST_FLOAT)]
+Above0 = Annotated[float, Bound(0, _MOST_FLOAT, is_open=True)]
 
 
 @struct.dataclass

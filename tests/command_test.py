@@ -5,6 +5,8 @@ import importlib.util
 import os
 import pathlib
 import re
+import shlex
+import signal
 import subprocess
 import sys
 
@@ -69,6 +71,55 @@ def test_what_a_shell_may_take_away(folder, line, status, words):
   err = done.stderr.decode()
   assert (done.returncode, done.stdout) == (status, b''), err
   assert words in err and err.count('\n') == bool(words)
+
+
+# Hashes in C code that looks for no signal, as a compilation does; argv: where.
+BUSY = """
+import hashlib, sys, threading, time
+from specdec_jax.cli import main, resumable
+
+def busy():
+  print('busy', flush=True)
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+
+def function():
+  with resumable('my out'):
+    threading.Thread(target=busy).start()
+    if sys.argv[1] == 'here':
+      busy()
+    time.sleep(600)
+
+sys.exit(main._as_process(function))
+"""
+
+
+@pytest.mark.parametrize('where', ['here', 'in a thread'])
+def test_an_interrupt_ends_what_is_busy_and_says_how_to_go_on(where, tmp_path):
+  """Neither a thread nor a program that is being compiled is waited for."""
+  (tmp_path / 'busy.py').write_text(BUSY)
+  argv = [sys.executable, 'busy.py', where]
+  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  environment = os.environ | {'PYTHONPATH': str(ROOT)}
+  with subprocess.Popen(
+    argv, cwd=tmp_path, env=environment, **pipes
+  ) as process:
+    try:
+      assert process.stdout.readline() == 'busy\n'
+      process.send_signal(signal.SIGINT)
+      assert process.wait(20) == 130
+      err = process.stderr.read()
+    finally:
+      process.kill()
+  assert err.startswith("interrupted. 'my out' has what was finished; to go on")
+  assert err.endswith(f':\n  {shlex.join(argv)}\n')
+
+
+def test_output_is_utf_8_whatever_the_locale_is():
+  code = "from specdec_jax.cli import main; main._guarded(lambda: print('ä'))"
+  environment = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONPATH': str(ROOT)}
+  argv = [sys.executable, '-c', code.replace('ä', '\\xe4')]
+  out = subprocess.check_output(argv, env=os.environ | environment)
+  assert out == 'ä\n'.encode()
 
 
 @pytest.mark.parametrize('name', commands.COMMANDS)

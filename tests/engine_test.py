@@ -203,6 +203,7 @@ BEAMS = {'num_beams': 2}
     ({'batch_size': 0}, 'batch_size'),
     ({'temperature': -0.1}, 'temperature'),
     ({'temperature': [0.0, 1.0]}, 'each of 4 texts'),
+    ({'top_p': 1e300}, 'top_p'),
     ({'top_p': 1e-60}, 'top_p'),  # 0 in float32
     ({'lenience': HUGE}, 'lenience'),
     ({'verification': 'block', 'lenience': 0.5}, 'verification'),
@@ -216,6 +217,7 @@ BEAMS = {'num_beams': 2}
     (BEAMS | {'stop_strings': 'x'}, 'stop_strings'),
     (BEAMS | {'draft_beams': 1}, 'draft_beams'),
     (BEAMS | {'alpha': -1.0}, 'alpha'),
+    (BEAMS | {'alpha': 1e300}, 'alpha'),
     (BEAMS | {'length_penalty': float('nan')}, 'length_penalty'),
     (BEAMS | {'alpha': 1.0, 'length_penalty': 1.0}, 'length_penalty'),
     (BEAMS | {'gamma': 'adaptive', 'speculative': True}, 'gamma'),

@@ -138,9 +138,7 @@ def damaged(folder, kind):
 @pytest.mark.parametrize('kind', ['txt', 'jsonl'])
 def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   path, texts = damaged(tmp_path, kind)
-  out, shards = tmp_path / 'out', {}
-  if kind != 'txt':
-    shards = {'shard_id': 1, 'num_shards': 2}
+  out, shards = tmp_path / 'out', {'shard_id': 1, 'num_shards': 2}
   for _ in range(2):  # a finished run knows it too
     with pytest.raises(ValueError, match='could not be read on after line'):
       decoded(engine, path, out, **shards)
@@ -148,10 +146,9 @@ def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   records = infer_test.records_of(marker.with_suffix(''))
   assert all(record['prediction'] for record in records)
   inputs = [record['inputs'] for record in records]
-  if shards:
+  if isinstance(inputs[0], dict):
     inputs = [one['inputs_pretokenized'] for one in inputs]
-    texts = texts[1::2]
-  assert [one.encode() for one in inputs] == texts
+  assert [one.encode() for one in inputs] == texts[1::2]
   (summary,) = out.glob('*summary.json')
   assert 'read on after line' in summary.read_text()
 

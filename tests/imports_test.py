@@ -127,6 +127,8 @@ from specdec_jax.cli import main
 assert main.main(['--help']) == 0
 slow = {{'jax', 'numpy', 'rich', 'gin', 'flax'}} & {{*sys.modules}}
 assert not slow, 'a command must answer --help at once'
+public = [name for name in dir(specdec_jax) if name[0] != '_']
+assert public == specdec_jax.__all__, 'of the module itself nothing is shown'
 import specdec_jax.text.tokenizer
 assert 'jax' not in sys.modules, 'text needs no JAX'
 import specdec_jax.infer

@@ -1,5 +1,6 @@
 """Lines in, records out: `infer` with an engine of plain Python."""
 
+import contextlib
 import dataclasses
 import errno
 import io
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from specdec_jax import infer
+from specdec_jax import files, infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.infer import report
+from specdec_jax.infer import run as infer_run
 from specdec_jax.infer.data import PREDICTIONS
 
 MAX_INPUT_LEN = 9
@@ -104,9 +106,11 @@ def decoded(out, make, **options):
   beside = {'operative_config.gin': lambda: 'A = 1\n'}
   summary = infer.decode(config, beside, console)
   name = PREDICTIONS
+  shard = f'-{config.shard_id:05}-of-{config.num_shards:05}'
   if task := summary.get('task'):
-    shard = f'{config.shard_id:05}-of-{config.num_shards:05}'
-    name = f'{task}-{config.mode}.jsonl-{shard}'
+    name = f'{task}-{config.mode}.jsonl{shard}'
+  elif config.num_shards > 1:
+    name += shard
   records = records_of(out / name) if (out / name).exists() else []
   return summary, records, printed.getvalue()
 
@@ -121,6 +125,7 @@ def records_of(path):
 
 def run(tmp_path, data: bytes, engine=None, **options):
   """`decoded` of the lines of `data`."""
+  tmp_path.mkdir(exist_ok=True)
   (tmp_path / 'input.txt').write_bytes(data)
   engine = engine or ReversingEngine()
   options = {'input_file': str(tmp_path / 'input.txt')} | options
@@ -177,6 +182,58 @@ def test_both_ways_take_turns_and_the_last_batch_keeps_its_shape(tmp_path):
   assert summary['batch_size'] == 2
   assert not {'agreement', 'speed_up'} & set(summary)
   assert run(tmp_path, b'', overwrite=True)[1] == []
+
+
+def test_shards_of_lines_are_the_whole_in_turn(tmp_path):
+  """Side by side in one folder, also where there are more than lines."""
+  lines = ['a b', 'c d', '', ' '.join('long' for _ in range(MAX_INPUT_LEN))]
+  data, engine = '\n'.join(lines).encode(), ReversingEngine(differ=['c d'])
+  _, whole, _ = run(tmp_path / 'whole', data, engine)
+  for number in (0, 1):
+    shard = {'num_shards': 2, 'shard_id': number}
+    summary, records, _ = run(tmp_path, data, engine, **shard)
+    assert records == whole[number::2]
+  assert summary['agreement']['disagreements'][0]['line'] == 2
+  assert records[1]['error'].startswith('line 4: ')
+  assert run(tmp_path, data, engine, num_shards=5, shard_id=4)[1] == []
+  assert len(list((tmp_path / 'out').glob(f'{PREDICTIONS}-*.COMPLETED'))) == 3
+
+
+def test_a_file_that_another_process_changes(tmp_path, monkeypatch):
+  """While it is read, while it is decoded, and before a run goes on."""
+  data, path = b'a b\nc d\n', tmp_path / 'input.txt'
+
+  class Changed(ReversingEngine):
+    def generate(self, texts, **options):
+      path.write_bytes(b'a b\nc d\ne\n')
+      return super().generate(texts, **options)
+
+  with pytest.raises(ValueError, match="input.txt' was changed while it was d"):
+    run(tmp_path, data, Changed())
+  assert len(records_of(tmp_path / 'out' / PREDICTIONS)) == 2
+  with pytest.raises(
+    ValueError, match=r'of another input.*examples was 2, is 3'
+  ):
+    run(tmp_path, path.read_bytes())
+  assert (tmp_path / 'out' / COMPLETED).exists()
+  states = iter([(1, 2), (3, 4)])
+  monkeypatch.setattr(files, 'state', lambda _: next(states))
+  with pytest.raises(ValueError, match="input.txt' was changed while it was r"):
+    list(files.lines(path))
+
+
+def test_a_bar_moves_by_what_is_decoded(tmp_path, monkeypatch):
+  """By sentences, each way in turn; what was done before is done."""
+  moves, before = [], []
+
+  @contextlib.contextmanager
+  def bar(console, label, total=0, done=0):
+    before.append((total, done))
+    yield lambda count=1: moves.append(count)
+
+  monkeypatch.setattr(infer_run, 'bar', bar)
+  run(tmp_path, b'a\nb\n\nc', batch_size=2)
+  assert before[-1] == (3, 0) and moves == [0.5] * 6
 
 
 def test_disagreement_is_listed_and_can_fail_the_run(tmp_path):
@@ -236,10 +293,17 @@ def test_full_disk_leaves_no_broken_output(tmp_path, monkeypatch):
   assert not [*out.glob('*.tmp'), *out.glob('*.COMPLETED')]
 
 
-def test_outputs_are_lines(monkeypatch, capsys):
+def test_outputs_are_lines(tmp_path, monkeypatch, capsys):
   records = [{'prediction': ['a\nb', None]}, {'prediction': ''}, {'score': 1.5}]
   report.print_outputs(records)
   assert capsys.readouterr().out == 'a b\n\n\n1.5\n'
+  engine = ReversingEngine()
+  stream = io.TextIOWrapper(io.BytesIO(), 'ascii')
+  with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
+    patch.setattr(sys, 'stdout', stream)
+    run(tmp_path, 'Ä'.encode(), engine, stdout='outputs')
+  assert "expected 'utf-8', got 'ascii'" in str(error.value)
+  assert not engine.calls, 'before anything is decoded'
   # A reader that has seen enough, as `| head -1`: no error, no trace.
   reader, writer = os.pipe()
   os.close(reader)
@@ -276,7 +340,7 @@ WRONG = {
   'batch_size': 1 << 40,
   'checkpoint_period': 0,
   'shard_id': 2,
-  'num_shards': 2,  # for lines
+  'num_shards': 0,
   'task_feature_lengths': {'inputs': 5, 'targets': '8'},
   'metrics': 'bleu',
   'options.temperature': infer.Options(temperature=[0.0, 1.0]),

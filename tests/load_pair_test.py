@@ -322,7 +322,6 @@ SETTINGS = [
   ({'do_sample': True, 'temperature': 0.6}, 'temperature', ''),
   ({'num_beams': 4, 'early_stopping': True}, 'num_beams', 'early_stopping'),
   ({'max_new_tokens': 9, 'min_length': 5}, 'max_length, min_length', ''),
-  ({'forced_eos_token_id': [1]}, '', 'forced_eos_token_id'),
 ]
 
 
@@ -332,6 +331,22 @@ def test_what_a_folder_asks_of_generate(settings, options, others):
   assert bool(text) == bool(options or others)
   assert f'do so: {options}.' in text or not options
   assert f'does: {others}.' in text or not others
+
+
+@pytest.mark.parametrize(
+  ('name', 'value', 'expected'),
+  [
+    ('repetition_penalty', 'x', 'a finite number above 0'),
+    ('no_repeat_ngram_size', 1.5, 'a whole number from 0'),
+    ('forced_eos_token_id', [1], 'a whole number or None'),
+    ('suppress_tokens', 'all', 'a sequence, each a whole number'),
+  ],
+)
+def test_a_rule_of_another_type_is_named(name, value, expected):
+  settings = {name: value, 'num_beams': 4}
+  rules, text = generation.asked(settings, 'x.json')
+  assert not rules and 'x.json asks for num_beams=4' in text
+  assert f'x.json: {name}: expected {expected}, got {value!r}' in text
 
 
 def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):

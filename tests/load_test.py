@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specdec_jax
 import toy_families
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import huggingface
@@ -214,6 +215,25 @@ def test_only_regular_files(saved, tmp_path, kind):
           read(path)
     else:
       refused(folder / name.split('/')[0], str(folder))
+
+
+@pytest.mark.parametrize('to', ['itself', 'gone'])
+@pytest.mark.parametrize(
+  'name',
+  """
+  config.json model.safetensors generation_config.json shortlist.npz
+  tokenizer.json spiece.model
+  """.split(),
+)
+def test_a_link_that_leads_nowhere_is_named(saved, tmp_path, name, to):
+  """Not taken for a file that is not there, which says another one's name."""
+  folder = shutil.copytree(saved / 'huggingface', tmp_path / 'a')
+  (folder / name).unlink(missing_ok=True)
+  (folder / name).symlink_to(name if to == 'itself' else to)
+  with pytest.raises(
+    ValueError, match=f'{name}.*(No such file|Too many levels)'
+  ):
+    specdec_jax.load(folder)
 
 
 # Metadata of other kinds.

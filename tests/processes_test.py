@@ -73,10 +73,14 @@ def decode():
   placement = None
   if placed == 'split':
     placement = Placement(data=2, model=2, across_hosts=True)
+  sources = {'lines': 'input_file', 'other lines': 'input_file'}
+  lengths = {'max_input_len': 24, 'max_decode_len': 12}
+  file = 'other.txt' if index and placed == 'other lines' else 'texts.txt'
   infer.decode(infer.DecodeConfig(
-    lambda **options: small(Counted, placement=placement, **options),
+    lambda **options: small(
+      Counted, placement=placement, **(lengths | options)),
     tokenizer=Tokenizer(folder + '/vocab.model'),
-    mixture_or_task_name=folder + '/texts.txt',
+    **{sources.get(placed, 'mixture_or_task_name'): folder + '/' + file},
     output_dir=out, decoding='speculative',
     task_feature_lengths={'inputs': 24, 'targets': 12},
     mode='predict_with_aux', batch_size=2,
@@ -129,6 +133,7 @@ def run(folder, tokenizer):
   words = 'the red blue old house tree dog cat runs sleeps'.split()
   lines = [' '.join(words[i % 7 : i % 7 + i % 4 + 1]) for i in range(11)]
   (folder / 'texts.txt').write_text('\n'.join(lines) + '\n')
+  (folder / 'other.txt').write_text('\n'.join(lines[:-1]) + '\n')
 
   def run(out, count, fatal=0, placed='apart'):
     """Status, stdout and stderr of all; the last one dies at a batch."""
@@ -191,6 +196,19 @@ def test_a_killed_process_ends_the_others(run, whole, tmp_path, placed):
   assert again[1] == 2 + 1 and kept >= 1
   assert again[0] == (4 - kept + 1 if kept < 4 else 0)
   assert results(tmp_path) == whole
+
+
+@pytest.mark.slow
+def test_lines_of_two_processes(run, tmp_path):
+  """They are those of one; a process that reads another file is refused."""
+  for count in (1, 2):
+    ends = run(tmp_path / f'{count}', count, placed='lines')
+    assert [status for status, *_ in ends] == [0] * count, ends
+  assert results(tmp_path / '2') == results(tmp_path / '1')
+  ends = run(tmp_path / 'other', 2, placed='other lines')
+  assert [bool(status) for status, *_ in ends] == [True, True], ends
+  assert 'Process 1 reads other inputs' in ends[1][2]
+  assert not list((tmp_path / 'other').glob('*.COMPLETED'))
 
 
 # What the host reads between rounds, and scores, of rows of two processes.

@@ -1,8 +1,10 @@
 """Several servers behind one address, by Ray Serve."""
 
 import concurrent.futures
+import contextlib
 import importlib.util
 import os
+import pathlib
 import pickle
 import re
 import signal
@@ -87,6 +89,72 @@ def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind, monkeypatch):
     replicas.run(list, settings, serving.ReplicaSettings(2), [])
 
 
+@pytest.mark.parametrize('scheme', ['', 'ray://'])
+def test_a_cluster_that_is_not_there_is_said_at_once(scheme, monkeypatch):
+  ray = types.SimpleNamespace(init=lambda **_: pytest.fail('Ray looks for it'))
+  monkeypatch.setattr(replicas, 'package', lambda *_: ray)
+  address = f'{scheme}127.0.0.1:{free_port()}'
+  monkeypatch.setenv('RAY_ADDRESS', address)
+  settings = serving.ServeSettings(port=free_port())
+  with pytest.raises(replicas.ReplicasError, match=f'{address}.*refused'):
+    replicas.run(list, settings, serving.ReplicaSettings(2), [])
+
+
+@pytest.mark.parametrize('host', ['127.0.0.1', '0.0.0.0'])
+@pytest.mark.parametrize('named', [True, False])
+def test_ray_listens_where_the_server_does(host, named, monkeypatch):
+  """A cluster that is there is taken; one that is not there is not made."""
+  started, alone = [], 'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'
+
+  def init(address, **how):
+    if address == 'auto':
+      raise ConnectionError('There is no Ray at 10.0.0.1:6379.\nmore')
+    started.append((address, how['include_dashboard'], os.environ.get(alone)))
+    raise ArithmeticError('enough')
+
+  constants = types.SimpleNamespace(ENABLE_RAY_CLUSTER=True)
+  ray = types.SimpleNamespace(
+    init=init,
+    exceptions=types.SimpleNamespace(RayError=ArithmeticError),
+    _private=types.SimpleNamespace(ray_constants=constants),
+  )
+  monkeypatch.setattr(replicas, 'package', lambda *_: ray)
+  monkeypatch.setenv(alone, 'unset')
+  monkeypatch.delenv(alone)
+  monkeypatch.setenv('RAY_ADDRESS', 'cluster' if named else '')
+  settings = serving.ServeSettings(host=host, port=free_port())
+  with pytest.raises(
+    replicas.ReplicasError, match='no Ray at' if named else 'enough'
+  ):
+    replicas.run(list, settings, serving.ReplicaSettings(2), [])
+  is_local = host == '127.0.0.1'
+  want = [] if named else [('local', False, '0' if is_local else None)]
+  assert started == want
+  assert constants.ENABLE_RAY_CLUSTER == (named or not is_local)
+
+
+def listening(process):
+  """Addresses, as Linux writes them, at which a tree of processes listens."""
+  parents, proc = {}, pathlib.Path('/proc')
+  for stat in proc.glob('[0-9]*/stat'):
+    with contextlib.suppress(OSError):
+      fields = stat.read_text().rpartition(')')[2].split()
+      parents[int(stat.parent.name)] = int(fields[1])
+  tree = {process}
+  while more := {k for k, v in parents.items() if v in tree} - tree:
+    tree |= more
+  files = set()
+  for number in tree:
+    for file in (proc / str(number) / 'fd').glob('*'):
+      with contextlib.suppress(OSError):
+        files.add(os.readlink(file))
+  for name in ('tcp', 'tcp6'):
+    for line in (proc / 'net' / name).read_text().splitlines()[1:]:
+      fields = line.split()
+      if fields[3] == '0A' and f'socket:[{fields[9]}]' in files:
+        yield fields[1].partition(':')[0]
+
+
 def free_port():
   with socket.create_server(('127.0.0.1', 0)) as free:
     return free.getsockname()[1]
@@ -134,6 +202,8 @@ def test_two_replicas_one_of_which_is_killed():
     assert served.url
     served.until(lambda: len(served.replicas) == 2)
     assert {one: served.ask(one) for one in PROMPTS} == want
+    if pathlib.Path('/proc/net/tcp').exists():  # 127.0.0.1, also as of IPv6
+      assert {at[-8:] for at in listening(served.process.pid)} == {'0100007F'}
     found = {served.ask(PROMPTS[0], **sampled) for _ in range(6)}
     assert found == {drawn}, 'a sample is the same, whoever draws it'
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:

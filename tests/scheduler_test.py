@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ import toy_models
 from calibration_test import choice, make
 from continuous_test import make_texts, nothing_compiles
 from specdec_jax.engine.engine import Engine
+from specdec_jax.serving import worker
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.serving.worker import Worker
@@ -166,10 +168,10 @@ def test_rows_are_themselves_whatever_is_compiled(simple, monkeypatch):
   made.start()
   traffic = traffic_of(simple, SHORT_TEXTS[:6], KINDS[:2])
   wait_until(lambda: all_runs)
-  beams = Heard(made, SHORT_TEXTS[0], num_beams=2)
+  early = Heard(made, SHORT_TEXTS[0])
+  with pytest.raises(ApiError, match='not ready'):
+    made.take([early.row])
   for _ in all_runs:
-    with pytest.raises(ApiError, match='not ready'):  # nothing could search yet
-      made.take([beams.row])
     turns[0].release()
     turns[1].acquire()
     wait_until(lambda: made.takes_rows)
@@ -195,6 +197,107 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
     assert 'no device' in made.failure and not made.is_compiled
     with pytest.raises(ApiError, match='failed'):
       made.take([heard[0].row])
+
+
+# Kinds of rows that need programs of their own.
+
+
+RULED = {'no_repeat_ngram_size': 2, 'seed': 1}
+LANES = (RULED, {'temperature': 1.0, 'min_p': 0.3}, {'num_beams': 2})
+
+
+@contextlib.contextmanager
+def only_the_compiler_compiles(made):
+  threads = []
+
+  def listen(event, duration, **_):
+    del duration
+    if event == '/jax/core/compile/backend_compile_duration':
+      threads.append(threading.current_thread())
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert made._compiler in threads and made._thread not in threads
+
+
+def hold(monkeypatch):
+  """Lanes are compiled once the result is set."""
+  over, real = threading.Event(), Worker._rehearse_lane
+
+  def held(self, lane):
+    assert over.wait(60)
+    real(self, lane)
+
+  monkeypatch.setattr(Worker, '_rehearse_lane', held)
+  return over
+
+
+def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
+  """Late rows and those that are cancelled, too; then it is there."""
+  over = hold(monkeypatch)
+  plain = simple.generate(SHORT_TEXTS[1:2])[0]
+  with started(simple, rows=2) as made, only_the_compiler_compiles(made):
+    for options in LANES:
+      want = simple.generate(SHORT_TEXTS[:1], **options)[-1]
+      ruled = [Heard(made, SHORT_TEXTS[0], **options) for _ in range(3)]
+      ruled[2].row.deadline = time.monotonic() + 0.05
+      made.take([one.row for one in ruled])
+      same(ask(made, SHORT_TEXTS[1]), plain)
+      assert ruled[2].last.error == 'deadline'
+      made.cancel([ruled[1].row])
+      (name,) = made.compiling
+      assert any(word in name for word in (*options, 'search of 2 beams'))
+      assert made.num_rows == made.num_waiting == 1 and not ruled[0].news
+      over.set()
+      last = ruled[0].last
+      same((last.beams or [last.completion])[0], want)
+      over.clear()
+      wait_until(lambda: not made.num_rows)
+      with nothing_compiles():  # the second one of a kind
+        again = Heard(made, SHORT_TEXTS[0], **options)
+        made.take([again.row])
+        last = again.last
+      same((last.beams or [last.completion])[0], want)
+      assert not made.compiling and not ruled[1].news
+
+
+def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
+  real = Worker._pool_of
+  with started(simple, rows=2) as made:
+    for _ in ('when it is compiled', 'when it is decoded'):
+      monkeypatch.setattr(Worker, '_pool_of', lambda *_: 1 / 0)
+      ruled = Heard(made, SHORT_TEXTS[0], **RULED)
+      made.take([ruled.row])
+      assert ruled.last.error == 'failed alone'
+      assert ask(made, SHORT_TEXTS[1]).tokens and not made.num_rows
+      monkeypatch.setattr(Worker, '_pool_of', real)
+      assert ask(made, SHORT_TEXTS[0], **RULED).tokens
+    assert made.failure is None
+
+
+def test_lanes_are_forgotten(simple, monkeypatch):
+  """The one that was used first, with its programs; not one in use."""
+  monkeypatch.setattr(worker, '_IDLE_LANES', 2)
+  before = len(simple._pool_programs), len(simple._programs)
+  with started(simple, rows=2) as made:
+    kinds = (*LANES, {'presence_penalty': 1.0})
+    for options in kinds:
+      heard = Heard(made, SHORT_TEXTS[0], **options)
+      made.take([heard.row])
+      assert heard.last.error is None
+    assert [lane.name for lane in made._lanes.values()] == [
+      'a search of 2 beams',
+      'presence_penalty',
+    ]
+    wait_until(lambda: not made._pools)
+    pools, programs = len(simple._pool_programs), len(simple._programs)
+    assert pools <= before[0] + 2 and programs <= before[1] + 2
+    heard = [Heard(made, SHORT_TEXTS[0], **one) for one in kinds]
+    made.take([one.row for one in heard])  # all in use at once
+    assert all(one.last.error is None for one in heard)
 
 
 # By a calibration, with drafts that adapt, with rests.

@@ -327,7 +327,7 @@ def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
     raise RuntimeError('no memory')
 
   monkeypatch.setattr(engine, 'search', lambda *_: fail)
-  with pytest.raises(openai.InternalServerError, match='search'):
+  with pytest.raises(openai.InternalServerError, match='kind'):
     create(client, TEXTS[0], **asked)
   monkeypatch.setattr(engine, 'search', slow)
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -352,7 +352,8 @@ def test_models_health_and_metrics(client, url):
   assert not re.search(r'(src|href)="(?!data:)', page.text)
   health = httpx.get(f'{url}/health')
   assert health.status_code == 200
-  assert health.json() == {'live': True, 'ready': True, 'compiled': True}
+  is_well = dict.fromkeys(('live', 'ready', 'compiled'), True)
+  assert health.json() == is_well | {'compiling': []}
   before = counters(url)
   with nothing_compiles():
     create(client, TEXTS[0], temperature=0)
@@ -473,7 +474,7 @@ def test_neutral_values_pass(client):
 
 def test_a_prompt_is_split(client, engine):
   pytest.importorskip('sentencex', reason='needs the extra [split]')
-  prompts = ['a b! c.\n\n d e.', '', 'a b.']
+  prompts = ['a b! A c.\n\n d e.', '', 'a b.']
   options = {'split': 'sentences', 'temperature': 1.1, 'seed': 7}
   options['split_prefix'] = 'd '
   want = engine.generate(prompts, num_samples=2, **options)
@@ -524,7 +525,7 @@ def asking(scheduler, keys=()):
 
   async def answer(path, body=None, headers=None):
     transport = httpx.ASGITransport(application)
-    address = {'transport': transport, 'base_url': 'http://x'}
+    address = {'transport': transport, 'base_url': 'http://localhost'}
     async with httpx.AsyncClient(**address) as http:
       method = 'GET' if body is None else 'POST'
       return await http.request(method, path, json=body, headers=headers)
@@ -557,6 +558,115 @@ def test_keys_and_request_ids(scheduler, server, tmp_path, monkeypatch):
     other = ask('/v1/models', None, known | {'x-request-id': 'a b'})
     assert re.fullmatch(r'[0-9a-f]{16}', other.headers['x-request-id'])
     assert ask('/health').status_code == 200
+
+
+# What browsers send to other sites without asking these first, whatever a page
+# of theirs does: these methods with these types of bodies. A blob of
+# `sendBeacon` has its own type, or one of these.
+SIMPLE = [
+  (method, kind)
+  for method in ('GET', 'HEAD', 'POST')
+  for kind in (
+    *(None, '', 'text/plain', 'text/plain;charset=UTF-8', 'TEXT/PLAIN'),
+    *('application/x-www-form-urlencoded', 'multipart/form-data; boundary=x'),
+    *(
+      'text/plain; a=application/json',
+      'application/jsonp',
+      ',application/json',
+    ),
+  )
+]
+ACTING = (PATH, '/v1/chat/completions', '/v1/classify')
+HEARD = json.dumps({'prompt': TEXTS[0], 'input': 'a', 'labels': ['a', 'b']})
+
+
+@pytest.mark.parametrize(('method', 'kind'), SIMPLE)
+def test_simple_requests_do_nothing(scheduler, url, monkeypatch, method, kind):
+  monkeypatch.setattr(scheduler, 'take', lambda rows: pytest.fail('taken'))
+  monkeypatch.setattr(scheduler.engine, 'classify', scheduler.take)
+  headers = {} if kind is None else {'content-type': kind}
+  if kind == 'multipart/form-data; boundary=x':
+    body = f'--x\r\ncontent-disposition: form-data\r\n\r\n{HEARD}\r\n--x--'
+  else:
+    body = HEARD
+  for path in ACTING:
+    answer = httpx.request(
+      method, f'{url}{path}', content=body.encode(), headers=headers
+    )
+    known = {415, 400} if 'chat' in path else {415}  # it has no template
+    assert answer.status_code in (known if method == 'POST' else {405})
+    assert not any('access-control' in name for name in answer.headers)
+
+
+@pytest.mark.parametrize(
+  ('headers', 'is_ours'),
+  [
+    ({}, True),  # curl, and OpenAI's client
+    ({'content-type': 'Application/JSON ; charset=utf-8'}, True),
+    ({'sec-fetch-site': 'same-origin', 'origin': 'https://a.proxy'}, True),
+    ({'sec-fetch-site': 'none'}, True),
+    ({'sec-fetch-site': 'cross-site'}, False),
+    ({'sec-fetch-site': 'same-site', 'origin': 'http://localhost:3'}, False),
+    ({'sec-fetch-site': 'cross-site', 'origin': 'http://localhost'}, False),
+    ({'origin': 'http://localhost'}, True),
+    ({'origin': 'http://LOCALHOST'}, True),
+    ({'origin': 'http://localhost:3'}, False),
+    ({'origin': 'http://localhost.evil.example'}, False),
+    ({'origin': 'null'}, False),
+    ({'origin': ''}, False),
+    ({'origin': 'file://'}, False),
+  ],
+)
+def test_pages_of_other_sites_do_nothing(scheduler, server, headers, is_ours):
+  with asking(scheduler) as ask:
+    body = {'prompt': TEXTS[0], 'max_tokens': 2}
+    answer = ask(PATH, body, headers)
+    assert answer.status_code == (200 if is_ours else 403), answer.text
+    assert ask('/health', None, headers).status_code == 200
+
+
+def test_it_does_not_ask_browsers_to_go_on(url):
+  """Their question before JSON, which a page of another site may send."""
+  for path in ACTING:
+    asked = {'origin': 'http://evil.example'}
+    asked['access-control-request-method'] = 'POST'
+    asked['access-control-request-headers'] = 'content-type'
+    answer = httpx.options(f'{url}{path}', headers=asked)
+    assert answer.status_code == 405
+    assert not any('access-control' in name for name in answer.headers)
+
+
+HOSTS = {  # -> whether a server is called so: alone, for all, for all by name
+  '': (True, True, True),
+  'localhost:80': (True, True, True),
+  'LOCALHOST': (True, True, True),
+  '127.0.0.1:8000': (True, True, True),
+  '[::1]:8000': (True, True, True),
+  '192.168.0.9:8000': (True, True, True),
+  'chat.example:443': (False, True, True),
+  'Chat.Example': (False, True, True),
+  'evil.example': (False, True, False),
+  'localhost.evil.example': (False, True, False),
+  '127.0.0.1.evil.example:8000': (False, True, False),
+  'evil.example:127.0.0.1': (False, True, False),
+  'chat.example.evil.example': (False, True, False),
+  '[': (False, True, False),
+}
+
+
+def test_names_that_lead_here_are_not_enough(scheduler, monkeypatch):
+  for host, expected in HOSTS.items():
+    for here in ('127.0.0.1', 'localhost', '::1', '127.0.0.2'):
+      assert ServeSettings(host=here).answers_to(host) == expected[0], host
+    for_all = {'host': '0.0.0.0'}
+    assert ServeSettings(**for_all).answers_to(host) == expected[1]
+    named = ServeSettings(**for_all, allowed_hosts=('chat.Example:80',))
+    assert named.answers_to(host) == expected[2]
+  with asking(scheduler) as ask:
+    for path in ('/', '/metrics', '/v1/models', '/health', PATH):
+      body = {'prompt': 'a'} if path == PATH else None
+      answer = ask(path, body, {'host': 'evil.example'})
+      assert answer.status_code == 403 and 'allowed-hosts' in answer.text
 
 
 def refuses(port):
@@ -711,7 +821,9 @@ def test_clients_that_leave(url, scheduler, want):
   wait_until(lambda: answered(url, 499) > after[0])
 
 
-BEGIN = f'POST {PATH} HTTP/1.1\r\nHost: x\r\n'.encode()
+JSON = {'content-type': 'application/json'}
+FIELDS = 'Host: localhost\r\nContent-Type: application/json\r\n'
+BEGIN = f'POST {PATH} HTTP/1.1\r\n{FIELDS}'.encode()
 UNFINISHED = BEGIN + b'Content-Length: 99\r\n\r\n{"prompt": '
 
 
@@ -742,10 +854,12 @@ def test_malformed_bodies(url, scheduler, want):
     for _ in range(2):
       # It may be refused before all of it is sent.
       with contextlib.suppress(httpx.WriteError, httpx.ReadError):
-        answer = httpx.post(f'{url}{PATH}', content=large, timeout=300)
+        answer = httpx.post(
+          f'{url}{PATH}', content=large, headers=JSON, timeout=300
+        )
         assert answer.status_code == 413
     for data in (*BROKEN, *odd):
-      answer = http.post(f'{url}{PATH}', content=data)
+      answer = http.post(f'{url}{PATH}', content=data, headers=JSON)
       # Some say nothing wrong after all; the queue may be full of others.
       known = (400,) if data in BROKEN else (200, 400, 404, 429)
       assert answer.status_code in known, (data[:300], answer.text)
@@ -783,7 +897,7 @@ def everything(connection):
 
 def test_a_header_is_bounded(url, want):
   """One field or many, at once or in parts; behind a body too."""
-  begin = b'GET /health HTTP/1.1\r\nHost: x\r\n'
+  begin = b'GET /health HTTP/1.1\r\nHost: localhost\r\n'
   chunked = b'POST /health HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n'
   fields = b'a: b\r\n' * 7000
   with others(url, want):
@@ -827,7 +941,7 @@ def test_connections_that_do_nothing(url, want, monkeypatch):
 def test_a_client_that_does_not_read(url, want, monkeypatch):
   """It is closed, and costs no more than its buffers."""
   limit(monkeypatch, idle_seconds=2.0)
-  page = b'GET / HTTP/1.1\r\nHost: x\r\n\r\n'
+  page = b'GET / HTTP/1.1\r\nHost: localhost\r\n\r\n'
   with connected(url) as (one,):
     with others(url, want), contextlib.suppress(ConnectionError):
       begin = time.monotonic()
@@ -843,7 +957,7 @@ def test_a_client_that_ended_its_half(url, want, version):
   """It gets its answer; HTTP/1.0, as of some proxies, gets no chunks."""
   (text, *_) = want
   for stream in (False, True):
-    head = f'POST {PATH} HTTP/{version}\r\nHost: x\r\nContent-Length: '
+    head = f'POST {PATH} HTTP/{version}\r\n{FIELDS}Content-Length: '
     data = json.dumps(load.body(text, stream))
     asked = f'{head}{len(data)}\r\n\r\n{data}'
     with connected(url, asked.encode()) as (one,):

@@ -67,9 +67,12 @@ class Served:
     """The text of an answer, or the status of an error."""
     body = {'prompt': prompt, 'temperature': 0, 'max_tokens': 12} | options
     try:
-      with urllib.request.urlopen(
-        f'{self.url}/v1/completions', json.dumps(body).encode()
-      ) as answer:
+      request = urllib.request.Request(
+        f'{self.url}/v1/completions',
+        json.dumps(body).encode(),
+        {'content-type': 'application/json'},
+      )
+      with urllib.request.urlopen(request) as answer:
         return json.load(answer)['choices'][0]['text']
     except urllib.error.HTTPError as error:
       with error:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 import types
 
@@ -106,13 +107,21 @@ def test_a_bar_is_for_a_terminal(is_terminal, capsys, monkeypatch):
   )
   with tables.bar(console, 'Loading'):
     time.sleep(0.1)
-  with tables.bar(console, 'Costs', 3) as advance:
-    advance(2)
+  with tables.bar(console, 'Costs', 9, 3) as advance:
     time.sleep(0.1)
-  assert ('Costs' in stream.getvalue()) == is_terminal
-  err = capsys.readouterr().err
-  for line in ('Loading, 0 s\n', 'Costs: 2 of 3, 0 s\n'):
-    assert (line in err) != is_terminal
+    advance(0.5)
+    advance(0.5)
+    time.sleep(0.2)
+    advance()
+    time.sleep(0.1)
+  shown, err = stream.getvalue(), capsys.readouterr().err
+  assert ('Costs' in shown) == is_terminal
+  if not is_terminal:
+    assert 'Loading, 0 s\n' in err and 'Costs: 3 of 9, 0 s\n' in err
+  # What was made before, and what came together at first, is no pace.
+  pace = r'5 of 9, (\d+(\.\d+)?) a second, 0:00:\d\d left'
+  (rate, _), *_ = re.findall(pace, shown if is_terminal else err)
+  assert 0.1 < float(rate) < 1 / 0.2
 
 
 def test_totals_of_outputs():

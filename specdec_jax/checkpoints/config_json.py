@@ -466,7 +466,7 @@ def special_ids(
   """
   values = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
   said = described
-  if (folder / FILE).exists():  # it goes first
+  if os.path.lexists(folder / FILE):  # it goes first
     said = {**described, **_given(files.read_json(folder / FILE))}
   values |= _given(said)
   if said.get('model_type') in ('t5gemma', 't5gemma2'):

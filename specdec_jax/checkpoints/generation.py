@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec_jax.checkpoints.families import WORDS
-from specdec_jax.checks.fields import is_a, shortened
+from specdec_jax.checks.fields import check_type, shortened
 from specdec_jax.rules.options import RuleOptions
 
 FILE = 'generation_config.json'
@@ -51,13 +51,16 @@ def asked(
     and (searches or name not in _WORDS['of_beams'])
   }
   hints = typing.get_type_hints(RuleOptions, include_extras=True)
-  rules = {
-    option: wanted.pop(name)
-    for name, option in _RULES.items()
-    if name in wanted and is_a(wanted[name], hints[option])
-  }
+  rules, wrong = {}, ''
+  for name in [name for name in _RULES if name in wanted]:
+    option, value = _RULES[name], wanted.pop(name)
+    try:
+      check_type(f'{where}: {name}', value, hints[option])
+      rules[option] = value
+    except ValueError as error:
+      wrong += f' {error} It is not followed.'
   if not wanted:
-    return rules, ''
+    return rules, wrong.strip()
   settings = {name: shortened(value) for name, value in wanted.items()}
   listed = ', '.join(f'{name}={value}' for name, value in settings.items())
   options = {OPTIONS[name] for name in settings if name in OPTIONS}
@@ -66,4 +69,4 @@ def asked(
   if options:
     text += f' Options that do so: {", ".join(sorted(options))}.'
   text += f' No option does: {", ".join(others)}.' if others else ''
-  return rules, text
+  return rules, text + wrong

@@ -74,9 +74,9 @@ def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
 
 
 def _weight_files(folder: pathlib.Path) -> list[str]:
-  if (folder / WEIGHTS).exists():
+  if os.path.lexists(folder / WEIGHTS):
     return [WEIGHTS]
-  if not (folder / INDEX).exists():
+  if not os.path.lexists(folder / INDEX):
     expected = f'{WEIGHTS} or {INDEX}'
     names = sorted(path.name for path in folder.iterdir())[:8]
     advice = 'Save the model with safe_serialization=True.'
@@ -227,7 +227,7 @@ def asked_of_generate(
   if not described:
     return {}, ''
   path = folder / generation.FILE
-  if path.exists():
+  if os.path.lexists(path):
     described = files.read_json(path)
   else:
     path = folder / CONFIG  # as transformers reads it then
@@ -323,7 +323,7 @@ def fetch(name: str) -> pathlib.Path:
       ' Expected an id that it has, and `hf auth login` where it is private.'
     ) from error
   folder = pathlib.Path(fetched)
-  if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
+  if not any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX)):
     raise ValueError(
       f'{at} of the hub has no {WEIGHTS} and no {INDEX}. Try another revision,'
       f" such as '{hub_id}@refs/pr/1', or save it with safe_serialization=True."

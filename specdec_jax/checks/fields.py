@@ -153,7 +153,8 @@ def _described(hint: Any) -> str:
   if origin is Annotated:
     what, (least, most, is_open) = inside[0], inside[1]
     if what not in (int, float):
-      return f'{_described(what)}, {least:g} or more of them'
+      number = f'{least:g} or more' if math.isinf(most) else f'{most:g} at most'
+      return f'{_described(what)}, {number} of them'
     end = f' to {most:.15g}' if math.isfinite(most) else ''
     return f'{_described(what)} {"above" if is_open else "from"} {least:g}{end}'
   if origin in (Union, types.UnionType):

@@ -1,8 +1,24 @@
 """The command line: what can be run, gin's flags, and checks of their names."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+# Folders of runs that go on where they are when they are started again.
+unfinished: list[str] = []
+
+
+@contextlib.contextmanager
+def resumable(folder: str | None) -> Iterator[None]:
+  """Has a folder in `unfinished` inside, and behind an interrupt too."""
+  unfinished[:] = [folder] if folder else []
+  try:
+    yield
+  except Exception:
+    unfinished.clear()
+    raise
+  unfinished.clear()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,12 @@ when it runs.
 """
 
 import dataclasses
-import functools
 import os
 import shlex
 from collections.abc import Callable
 from typing import Any
 
-from specdec_jax.cli import Command
+from specdec_jax.cli import Command, resumable
 
 
 def calibrate() -> None:
@@ -88,7 +87,9 @@ def decode() -> None:
   """
   from specdec_jax import infer
 
-  infer.decode(_build(infer.DecodeConfig), _beside())
+  config = _build(infer.DecodeConfig)
+  with resumable(config.output_dir):
+    infer.decode(config, _beside())
 
 
 def demo() -> None:
@@ -127,8 +128,9 @@ def distil() -> None:
   from specdec_jax.training.own_drafter import CALIBRATION, HELD_OUT
 
   config = _build(training.DistilConfig)
-  calibrated = training.distil(config)
   folder = config.output_dir
+  with resumable(folder):
+    calibrated = training.distil(config)
   argv = ['decode', *gin_flags.of_models('gin/runs/decode.gin')]
   argv += ['--draft', folder]
   if calibrated is not None:
@@ -236,7 +238,10 @@ def train() -> None:
   from specdec_jax import training
   from specdec_jax.training import ngram
 
-  train = functools.partial(training.train, beside=_beside())
+  def train(run: training.TrainRun) -> None:
+    with resumable(run.model_dir):
+      training.train(run, beside=_beside())
+
   _chosen(
     'train', {training.TrainRun: train, ngram.FitNgramConfig: ngram.fit_ngram}
   )

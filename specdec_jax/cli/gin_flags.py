@@ -49,6 +49,9 @@ _REQUIRED = '%gin.REQUIRED'
 _MISSING = re.compile(
   r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
 )
+# Python's words, which show an object, and a tuple.
+_NO_LITERAL = re.compile(r'malformed node or string.*?: <ast\..+?>')
+_OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 
 _NO_COMMAND = Command(lambda: None)  # without flags of its own
 _T = TypeVar('_T')
@@ -422,7 +425,11 @@ def _reason(error: BaseException) -> str:
       ' need each other in a circle, or in too long a chain.'
     )
   prefix = 'not valid gin: ' if isinstance(error, _INVALID) else ''
-  return f'{prefix}{one_line(error).rstrip(".")}.'
+  text = _NO_LITERAL.sub(
+    'expected a literal, @reference or %MACRO.', one_line(error)
+  )
+  text = _OF_TUPLE.sub(r'\1', text)
+  return f'{prefix}{text.rstrip(".")}.'
 
 
 def is_unbound(error: BaseException) -> bool:

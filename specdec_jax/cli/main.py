@@ -4,16 +4,23 @@ Nothing that takes long to import is imported before it is known that a command
 runs: --help and mistyped names answer at once.
 """
 
+import contextlib
+import io
 import os
+import shlex
+import signal
+import socket
 import sys
+import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import specdec_jax
 from specdec_jax.checks.fields import nearest
-from specdec_jax.cli import Command, commands
+from specdec_jax.cli import Command, commands, unfinished
 
 _HEAD = """\
 usage: specdec COMMAND ...
@@ -36,18 +43,21 @@ _OF_MACHINE = (
   _NO_BACKEND,
   'The scheduler failed',  # the server, which has logged why
 )
+_INTERRUPTED = 130
+_UNWIND_S = 1.0  # that an interrupted command has to end by itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line `argv`, or the process's; returns the exit status."""
-  argv = sys.argv[1:] if argv is None else list(argv)
-  return _guarded(lambda: _main(argv))
+  if argv is None:
+    return _as_process(lambda: _main(sys.argv[1:]))
+  return _guarded(lambda: _main(list(argv)))
 
 
 def script(name: str) -> int:
   """Runs `scripts/NAME.py` by the process's arguments; the exit status."""
   command = commands.SCRIPTS[name]
-  return _guarded(lambda: run(command, sys.argv[1:], name))
+  return _as_process(lambda: run(command, sys.argv[1:], name))
 
 
 def _main(argv: list[str]) -> int:
@@ -79,8 +89,11 @@ def _unknown(name: str) -> str:
   return f'error: there is no command {name!r}.{hint}'
 
 
-def _guarded(function: Callable[[], int]) -> int:
-  """Calls a function with open standard streams; returns the exit status."""
+def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
+  """Calls a function with open standard streams; returns the exit status.
+
+  If `is_process`, an interrupt ends the process soon.
+  """
   for number in range(3):
     try:
       os.fstat(number)
@@ -98,11 +111,77 @@ def _guarded(function: Callable[[], int]) -> int:
   if wrong:
     print(f'error: {wrong}', file=sys.stderr)
     return 2
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):  # all files are UTF-8, too
+      stream.reconfigure(encoding='utf-8', errors=stream.errors)
   try:
-    return function()
+    with _watched() if is_process else contextlib.nullcontext():
+      return function()
   except KeyboardInterrupt:  # perhaps while it was importing
-    print('interrupted', file=sys.stderr)
-    return 130
+    return _interrupted()
+
+
+# Interrupts.
+
+
+def _as_process(function: Callable[[], int]) -> int:
+  """`_guarded` of a process, which ends soon after SIGINT, whatever it does.
+
+  Python would interrupt a program that is being compiled when that is done, and
+  at its end wait for those that other threads compile: a minute or more.
+  """
+  status = _guarded(function, is_process=True)
+  if status == _INTERRUPTED:
+    _leave(status)
+  return status
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+  """Leaves the process if SIGINT does not end the block within `_UNWIND_S`."""
+  ours, pythons = socket.socketpair()
+  pythons.setblocking(False)
+
+  def watch() -> None:
+    while data := ours.recv(1):  # until `pythons` is closed
+      (number,) = data
+      # A server handles it itself.
+      python_raises = signal.getsignal(number) is signal.default_int_handler
+      if number == signal.SIGINT and python_raises:
+        time.sleep(_UNWIND_S)
+        _leave(_interrupted())
+
+  threading.Thread(target=watch, daemon=True).start()
+  with pythons:
+    signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
+    try:
+      yield
+    finally:
+      signal.set_wakeup_fd(-1)
+
+
+def _leave(status: int) -> None:
+  """Ends the process without waiting for its threads."""
+  if sys.stdout and sys.stdout.isatty():
+    print('\x1b[?25h', end='')  # the cursor, which a bar hides
+  for stream in filter(None, (sys.stdout, sys.stderr)):
+    with contextlib.suppress(OSError):
+      stream.flush()
+  os._exit(status)
+
+
+def _interrupted() -> int:
+  """Says that, and how an unfinished run goes on; returns the exit status."""
+  said = 'interrupted'
+  if unfinished:
+    words = sys.orig_argv
+    if words[1:] == sys.argv and not words[1].endswith('.py'):
+      words = words[1:]  # `specdec`, which names its Python itself
+    said += f'. {unfinished[0]!r} has what was finished; to go on'
+    said += ', with the same input' * ('-' in words)
+    said += f':\n  {shlex.join(words)}'
+  print(said, file=sys.stderr)
+  return _INTERRUPTED
 
 
 def run(command: Command, argv: Sequence[str], name: str = '') -> int:
@@ -149,8 +228,7 @@ def _complaining(function: Callable[[], int], raises: bool) -> int:
   try:
     return function()
   except KeyboardInterrupt:
-    print('interrupted', file=sys.stderr)
-    return 130
+    return _interrupted()
   except Exception as error:
     if isinstance(error, AssertionError) and _lacks_devices(error):
       name = os.environ.get('JAX_PLATFORMS')

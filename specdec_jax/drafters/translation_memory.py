@@ -7,6 +7,7 @@ whose past agrees longest with what the row has read and said.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -19,6 +20,8 @@ from specdec_jax.checks.fields import check_number, unexpected
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.prompt_lookup import ends_of
 from specdec_jax.types import Array, Draft
+
+_MOST_RANK = 1 << 31  # of which two fit in an int64
 
 
 @struct.dataclass
@@ -60,22 +63,24 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
     [5, 6, 1, 8, 9, 1]
   """
   check_number('max_match', max_match, 1)
-  rows = [np.asarray(text, np.int32).reshape(-1) for text in texts]
-  tokens = np.concatenate([np.zeros(0, np.int32), *rows])
+  tokens = np.fromiter(itertools.chain.from_iterable(texts), np.int32)
   if tokens.size < 2:
     expected = 'texts of two tokens or more'
     raise unexpected('translation memory', expected, tokens.size)
   # Ranks by the tokens before a place: by one, by two, by four, ...
-  rank = np.append(0, tokens[:-1].astype(np.int64) + 1)
-  reach = 1
+  rank, reach = np.append(0, tokens[:-1].astype(np.int64) + 1), 1
   while reach < max_match:
+    if (most := int(rank.max()) + 1) > _MOST_RANK:
+      order = np.argsort(rank)
+      rank = rank[order]
+      rank[order] = np.cumsum(np.append(True, rank[1:] != rank[:-1]))
+      most = tokens.size + 1
     further = np.zeros_like(rank)
     further[reach:] = rank[:-reach]
-    keys = rank * (1 + max(rank.max(), 1)) + further
-    rank = 1 + np.unique(keys, return_inverse=True)[1]
+    rank = rank * most + further
     reach *= 2
-  order = np.argsort(rank, kind='stable').astype(np.int32)
-  return Memory(tokens, order, reach)
+  order = np.argsort(rank, kind='stable')
+  return Memory(tokens, order.astype(np.int32), reach)
 
 
 def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:

@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from specdec_jax import partitioning, probs
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import padding
+from specdec_jax.engine.compilation_cache import few_programs
 from specdec_jax.models.base import LanguageModel, Params, pad_id, read_prompt
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
 MOST_NODES = 1024  # beginnings of labels
-_NODES_AT_ONCE = 1024  # of all rows of a call: each has V logits
+_NODES_AT_ONCE = 256  # of all rows: each has V logits
 
 
 def classify(
@@ -46,12 +48,8 @@ def classify(
     raise unexpected('labels', 'one or more, each once', labels)
   trie = _trie(labels)
   number = len(trie.parents)
-  if number > MOST_NODES:
-    advice = 'Give them as choices of generate.'
-    expected = f'at most {MOST_NODES} different beginnings of labels'
-    raise unexpected('labels', expected, number, advice)
   step = max(1, _NODES_AT_ONCE // number)
-  totals = [np.zeros((0, len(labels)))]
+  totals = list[np.ndarray]()
   for at in range(0, len(prompts), step):
     some = slice(at, at + step)
     rows = padding.padded_rows(len(prompts[some]))
@@ -59,12 +57,16 @@ def classify(
     prompt, length = _padded(prompts[some], rows)
     slots = prompt.shape[1] + number
     tree = static_tree(trie.parents, jnp.asarray(length - 1), slots)
-    found = _log_probs(
-      network, params, texts, prompt, length, tree, trie.tokens, trie.edges
-    )
+    with few_programs(_log_probs):
+      found = _log_probs(
+        network, params, texts, prompt, length, tree, trie.tokens, trie.edges
+      )
     edges = partitioning.on_host(found)[: len(prompts[some])]
-    totals.append(edges.astype(np.float64) @ trie.belongs)
-  logits = np.concatenate(totals)
+    step_of, label_of = trie.taken
+    totals += [
+      np.bincount(label_of, row[step_of], len(labels)) for row in edges
+    ]
+  logits = np.reshape(totals, (len(prompts), len(labels)))
   weights = np.exp(logits - logits.max(axis=1, keepdims=True))
   return weights / weights.sum(axis=1, keepdims=True)
 
@@ -76,13 +78,13 @@ class _Trie(NamedTuple):
     parents: of each beginning, that with one token less.
     tokens: int32[N], the last token of each.
     edges: int32[2, E], a beginning and a token that follows it.
-    belongs: float64[E, L], whether a label takes a step.
+    taken: int[2, N], a step and a label that takes it.
   """
 
   parents: list[int]
   tokens: np.ndarray
   edges: np.ndarray
-  belongs: np.ndarray
+  taken: np.ndarray
 
 
 def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
@@ -95,15 +97,19 @@ def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
       taken.append((edges.setdefault(step, len(edges)), label))
       if place + 1 < len(ids):
         node = nodes.setdefault(step, len(nodes))
+    if len(nodes) > MOST_NODES:  # before arrays are made of them
+      advice = 'Give them as choices of generate.'
+      expected = f'labels with at most {MOST_NODES} different beginnings'
+      raise unexpected('labels', expected, f'{len(labels)} labels', advice)
   # Few sizes, so that other labels need no other program.
   size, steps = map(padding.next_power_of_two, (len(nodes), len(edges)))
-  belongs = np.zeros((steps, len(labels)))
-  belongs[tuple(np.transpose(taken))] = 1
   parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
   pairs = [*edges, *[(0, 0)] * (steps - len(edges))]
   tokens = np.array([token for _, token in parents], np.int32)
   following: Any = np.array(pairs, np.int32).T
-  return _Trie([node for node, _ in parents], tokens, following, belongs)
+  return _Trie(
+    [node for node, _ in parents], tokens, following, np.transpose(taken)
+  )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -125,11 +131,23 @@ def _log_probs(
   below = jnp.broadcast_to(tokens[1:], (len(prompt), len(tokens) - 1))
   fed = jnp.append(last, below, axis=1)
   features, _ = network.extend(params, cache, fed, tree)
-  logits = network.head(params, features).astype(jnp.float32)
-  total = jax.nn.logsumexp(logits, axis=-1)
-  valid = probs.valid_logits(logits)
-  chosen = logits[:, edges[0], edges[1]] - total[:, edges[0]]
-  return jnp.where(valid[:, edges[0]], chosen, jnp.nan)
+  size = min(features.shape[1], _NODES_AT_ONCE)
+
+  def add_block(found, block):
+    """Adds the edges that begin in one block of nodes, [B, `size`, M]."""
+    number, features = block
+    logits = network.head(params, features).astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    total = jnp.where(probs.valid_logits(logits), total, jnp.nan)
+    is_here, node = edges[0] // size == number, edges[0] % size
+    log_prob = logits[:, node, edges[1]] - total[:, node]
+    return jnp.where(is_here, log_prob, found), None
+
+  blocks = features.reshape(len(prompt), -1, size, features.shape[-1])
+  blocks = jnp.moveaxis(blocks, 1, 0)
+  nothing = jnp.zeros((len(prompt), edges.shape[1]), jnp.float32)
+  numbers = jnp.arange(len(blocks))
+  return lax.scan(add_block, nothing, (numbers, blocks))[0]
 
 
 def _padded(

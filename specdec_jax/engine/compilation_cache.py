@@ -1,9 +1,11 @@
 """JAX's persistent compilation cache, on by default in the user's folder."""
 
 import contextlib
+import ctypes
 import functools
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ from jax._src import compilation_cache as jax_cache
 from jax.experimental.compilation_cache import compilation_cache
 
 from specdec_jax.files.locations import user_cache
+
+_MOST_PROGRAMS = 32  # of a function whose shapes clients choose
 
 
 def default_folder() -> pathlib.Path:
@@ -46,6 +50,30 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   # JAX looks only once, at the first compilation, whether there is a cache.
   compilation_cache.reset_cache()
   return path
+
+
+@contextlib.contextmanager
+def few_programs(jitted: Any) -> Iterator[None]:
+  """Bounds what a jitted function remembers, for a call inside the block.
+
+  Its shapes are chosen by clients, who may send any number of them.
+  """
+  if jitted._cache_size() >= _MOST_PROGRAMS:
+    jitted.clear_cache()
+  before = jitted._cache_size()
+  yield
+  if jitted._cache_size() > before:
+    give_back()
+
+
+def give_back() -> None:
+  """Gives memory that a compilation has freed back to the system.
+
+  glibc keeps it, some 100 MB of each program; other allocators have no such
+  function, or no need of it.
+  """
+  with contextlib.suppress(AttributeError, OSError, TypeError):
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from specdec_jax.engine.request import (
   as_gamma,
   check_texts,
   encoded,
+  encoded_texts,
   options_of,
 )
 from specdec_jax.engine.scheduler import Continuous, PoolSettings, Update
@@ -57,6 +59,7 @@ from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import FinishReason, Generation, LengthRule
 
+_PAIRS = 1 << 14  # of a memory that are tokenised together
 _NO_DRAFTER = (
   'Speculative decoding needs a drafter: Engine(target, drafter), or call with'
   ' speculative=False.'
@@ -436,10 +439,21 @@ class Engine:
 
   def _memory(self, path: str) -> Memory:
     """A memory of the texts of a file, as this engine reads and says them."""
-    return remember(
-      [*(self.input_ids(source) if source else ()), *self.output_ids(target)]
-      for source, target in read_pairs(path)
-    )
+    first, last = self.ids_around()
+    languages = self.languages()
+    *begin, end = self.output_ids('')
+
+    def texts(pairs: Iterator[tuple[str, str]]) -> Iterator[list[int]]:
+      while some := [*itertools.islice(pairs, _PAIRS)]:
+        sources, targets = zip(*some, strict=True)
+        reads = encoded_texts(self.tokenizer, sources)
+        says = encoded_texts(self.tokenizer, targets)
+        for source, read, said in zip(sources, reads, says, strict=True):
+          if source:
+            read = [*first, *languages.before_text(source, read), *read, *last]
+          yield [*read, *begin, *said, end]
+
+    return remember(texts(read_pairs(path)))
 
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Tokens of a text as the target reads it; 0 if there is nothing to read.
@@ -613,11 +627,25 @@ class Engine:
       example: rows without text, as many as are read together; with gamma 0
         they are of the plain loop.
     """
-    key = jax.tree.structure(example), example.inputs.shape[0]
+    # All widths of inputs have the same programs' functions.
+    key = len(example.inputs), _shapes(example.replace(inputs=None))
     if key not in self._pool_programs:
       loop, params = self.loop_of(example)
       self._pool_programs[key] = PoolPrograms(loop, params, example)
     return self._pool_programs[key]
+
+  def forget(self, programs: PoolPrograms | Request) -> None:
+    """Frees programs of pools, or those of beam searches of such requests.
+
+    No other thread may compile meanwhile.
+    """
+    if isinstance(programs, PoolPrograms):
+      for key, made in list(self._pool_programs.items()):
+        if made is programs:
+          del self._pool_programs[key]
+    else:
+      for name in ('start', 'run'):
+        self._programs.pop((name, _shapes(programs)), None)
 
   def stream(self, text: str | Sequence[int], **options: Any) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.

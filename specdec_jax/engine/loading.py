@@ -123,7 +123,7 @@ def load(
   if config is not None:
     if tokenizer is None and is_vocabulary(folder):
       tokenizer = Tokenizer(folder)
-    if shortlist is None and (folder / SHORTLIST).exists():
+    if shortlist is None and os.path.lexists(folder / SHORTLIST):
       shortlist = folder / SHORTLIST
   elif shortlist is None:
     beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'

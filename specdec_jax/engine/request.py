@@ -48,7 +48,7 @@ from specdec_jax.request import (
 )
 from specdec_jax.rules.options import NO_RULES, RowRules, RuleOptions, ruling_of
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.types import Amount, Count, Generation, LengthRule, Positive
+from specdec_jax.types import Count, Generation, LengthRule, Positive
 from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
@@ -159,7 +159,7 @@ class Options(RuleOptions):
   num_samples: Annotated[int, Bound(1, MOST_ROWS)] = 1
   stop_strings: Sequence[str] = ()
   stop_ids: Sequence[int] | None = None
-  seed: int = 0
+  seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)] = 0
   example_ids: Sequence[int] | None = None
   prompts: Sequence[Sequence[int]] | None = None
   on_too_long: Literal['error', 'truncate', 'report'] = 'error'
@@ -168,9 +168,9 @@ class Options(RuleOptions):
   lenience: float = 1.0
   verification: Literal['token', 'block'] | None = None
   num_beams: Positive | None = None
-  alpha: Amount | None = None
-  length_penalty: float | None = None
-  draft_beams: int | None = None
+  alpha: Annotated[float, Bound(0, 10)] | None = None
+  length_penalty: Annotated[float, Bound(-10, 10)] | None = None
+  draft_beams: Positive | None = None
   source_lang: str | None = None
   target_lang: str | None = None
   split: Literal['sentences'] | None = None
@@ -686,8 +686,9 @@ class TextBatch:
 
   def request_in(self, batch: int) -> Request:
     """The request with `batch` rows: `num_rows` or more, the rest padding."""
-    empty = [_NO_TEXT] * (batch - len(self.rows))
-    return joined([*self.rows, *empty], self._like)
+    empty = dataclasses.replace(_NO_TEXT, rules=self._rules)
+    padding_rows = [empty] * (batch - len(self.rows))
+    return joined([*self.rows, *padding_rows], self._like)
 
   @property
   def _verification(self) -> str:
@@ -788,6 +789,17 @@ def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
     return [int(token) for token in text]
   check_unicode(text)
   return tokenizer.encode(text)
+
+
+def encoded_texts(
+  tokenizer: Tokenizer, texts: Sequence[str]
+) -> list[list[int]]:
+  """`encoded` of many texts, in less time than of each by itself."""
+  for text in texts:
+    check_unicode(text)
+  # A tokenizer of somebody's own need not have it.
+  encode_batch = getattr(tokenizer, 'encode_batch', None)
+  return (encode_batch or (lambda _: [*map(tokenizer.encode, texts)]))(texts)
 
 
 def check_unicode(text: str) -> None:

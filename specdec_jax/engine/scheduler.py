@@ -62,7 +62,7 @@ class PoolSettings(Checked):
   rows: Positive = 16
   refill: Positive | None = None
   gammas: Annotated[Mapping[Positive, Drafting], Bound(1)] | None = None
-  sizes: Sequence[int] | None = None
+  sizes: Sequence[Positive] | None = None
 
   def pool_sizes(self, multiple: int) -> list[int]:
     """Rows of the pools, in order; multiples of the devices that split rows."""
@@ -136,7 +136,7 @@ class Update:
     round: what became of the last draft, if the row shows rounds.
     beams: the outputs of a beam search instead, the best one first.
     error: why it ends without an output: 'deadline', 'stopped', 'failed', or
-      'search failed'.
+      'failed alone'.
   """
 
   text: str = ''
@@ -250,6 +250,7 @@ class Slots:
 
   Attributes:
     owners: the owner of each slot; None if it is free.
+    programs: what runs on the device.
     width: width of the inputs that rows are read with; it only grows.
   """
 
@@ -273,7 +274,7 @@ class Slots:
     self._request, self._read_rows = request, read_rows
     self._gamma, self._tokens = room, tokens
     self._unread: Request | None = None  # see `hold`
-    self._programs = programs(self._example(request.inputs.shape[1]))
+    self.programs = programs(self._example(request.inputs.shape[1]))
     self._empty_rows: dict[int, Pool] = {}
     self.owners: list[Row | None] = []
 
@@ -298,7 +299,7 @@ class Slots:
 
   def _empty_row(self, width: int) -> Pool:
     if width not in self._empty_rows:
-      row = self._programs.empty_row(self._example(width))
+      row = self.programs.empty_row(self._example(width))
       self._empty_rows[width] = row
     return self._empty_rows[width]
 
@@ -319,7 +320,7 @@ class Slots:
     """
     self.width = max(self.width, request.inputs.shape[1])
     empty = self._empty_row(self.width)
-    programs = self._programs
+    programs = self.programs
     self._make()
     read = programs.read(self._in_slots(request), empty)
     free = self.free[: len(rows)]
@@ -347,10 +348,10 @@ class Slots:
     """Makes the pool, unless there is one, with room for inputs of `width`."""
     if self._pool is None:
       empty = self._empty_row(self._pool_width)
-      self._pool = self._programs.repeated(empty, len(self.owners))
+      self._pool = self.programs.repeated(empty, len(self.owners))
     if self.width > self._pool_width:
       empty = self._empty_row(self.width)
-      self._pool = self._programs.widened(self._pool, empty)
+      self._pool = self.programs.widened(self._pool, empty)
       self._pool_width = self.width
 
   @property
@@ -371,7 +372,7 @@ class Slots:
     running = [slot for slot, row in enumerate(self.owners) if row is not None]
     free = size - len(running)
     places = np.array([*running, *[0] * free], np.int32)
-    self._pool = self._programs.smaller(self._pool, places)
+    self._pool = self.programs.smaller(self._pool, places)
     self.owners = [*self.rows, *[None] * free]
     # The new slots hold copies of another row.
     reasons = np.full((size,), FinishReason.RUNNING, np.int32)
@@ -385,10 +386,10 @@ class Slots:
     rounds, finished = np.int32(max_rounds), np.int32(enough)
     if self._unread is not None:
       request, self._unread = self._unread, None
-      self._pool, view = self._programs.begin(request, rounds, drafting, simply)
+      self._pool, view = self.programs.begin(request, rounds, drafting, simply)
       self._pool_width = request.inputs.shape[1]
       return view
-    self._pool, view = self._programs.run(
+    self._pool, view = self.programs.run(
       self._pool, rounds, finished, drafting, simply
     )
     return view
@@ -497,6 +498,11 @@ class Scheduler:
   def num_running(self) -> int:
     """Rows that have a slot."""
     return len(self._slots.rows)
+
+  @property
+  def programs(self) -> PoolPrograms:
+    """The programs of its pools, which all schedulers of their kind share."""
+    return self._slots.programs
 
   def drain(self) -> Iterator[tuple[Row, Update]]:
     """Decodes all rows that were queued; yields what becomes of them."""
@@ -801,7 +807,7 @@ class Continuous:
     if key in self._warm:
       return 0.0
     scheduler = self._scheduler(batch, rows)
-    short = _short(batch, scheduler.policy.room)
+    short = shortened(batch, scheduler.policy.room)
     widths = sorted(by_width)
     for width in widths:
       scheduler.rehearse([Row(short, by_width[width], streams=True)], first)
@@ -842,10 +848,11 @@ class Continuous:
     return Scheduler(self.engine, *how)
 
 
-def _short(batch: TextBatch, gamma: int) -> TextBatch:
-  """The batch with outputs that end in their second round."""
+def shortened(batch: TextBatch, gamma: int) -> TextBatch:
+  """A copy of a batch, for a warm-up: its outputs end in their second round."""
   short, length = copy.copy(batch), min(gamma + 2, batch.request.slots)
   short.rows = [
     dataclasses.replace(row, max_length=length) for row in batch.rows
   ]
+  short.request = short.request_in(short.num_rows)
   return short

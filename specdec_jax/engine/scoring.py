@@ -17,6 +17,7 @@ from jax import lax
 from specdec_jax import partitioning, probs
 from specdec_jax.checks import fields
 from specdec_jax.checks.fields import unexpected
+from specdec_jax.engine.compilation_cache import few_programs
 from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
 from specdec_jax.models.base import LanguageModel, Params, pad_id, start_id
 
@@ -89,7 +90,8 @@ def score(
   padded_inputs = _padded(encoded, pad=pad_id(network))
   # Not a program for each number.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
-  scores = _measured(network, number, params, padded_inputs, _padded(rows, 1))
+  with few_programs(_measured):
+    scores = _measured(network, number, params, padded_inputs, _padded(rows, 1))
   log_probs, *top = map(partitioning.on_host, scores)
   scores = []
   for row, (begin, target) in enumerate(zip(begins, targets, strict=True)):

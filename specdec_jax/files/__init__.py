@@ -70,13 +70,14 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
     path: a file or a named pipe; '-' is stdin.
 
   Raises:
-    ValueError: nothing can be read there, or it is more than the limits allow.
+    ValueError: nothing can be read there, or it is more than the limits allow,
+      or the file was changed while it was read.
     BrokenOff: after the lines so far the rest cannot be read, for example
       because compressed data are damaged or cut short; the line in which the
       file breaks off is lost.
   """
   path = os.fspath(path)
-  number = 0
+  before, number = state(path), 0
   try:
     with _opened(path) as (stream, is_pipe):
       chunks: Iterable[bytes] = iter(lambda: stream.read(_CHUNK), b'')
@@ -90,6 +91,11 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
         if number == 1:
           line = line.removeprefix(codecs.BOM_UTF8)
         yield _text_line(line, size)
+    if state(path) != before:
+      raise ValueError(
+        f'{path!r} was changed while it was read. Run again when nobody writes'
+        ' it.'
+      )
   except (OSError, EOFError, zlib.error) as error:
     why = getattr(error, 'strerror', None) or error
     if number:
@@ -101,6 +107,16 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
       f'{path!r} could not be read as text: {why}. Expected UTF-8 text, plain'
       f" or .gz, or '-' for stdin; paths are relative to {os.getcwd()}"
     ) from error
+
+
+def state(path: str) -> tuple[int, int] | None:
+  """What changes with a file: its size and time; None of what is no file."""
+  try:
+    found = os.stat(shipped.find(path))
+  except OSError:
+    return None
+  is_file = path != '-' and stat.S_ISREG(found.st_mode)
+  return (found.st_size, found.st_mtime_ns) if is_file else None
 
 
 def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:

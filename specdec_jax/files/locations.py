@@ -75,7 +75,7 @@ class Location:
     return self.path
 
   def exists(self) -> bool:
-    return os.path.exists(self.path)
+    return os.path.lexists(self.path)
 
   def is_folder(self) -> bool:
     return os.path.isdir(self.path)

@@ -58,7 +58,8 @@ class DecodeConfig:
       task it is given `max_input_len` and `max_decode_len`.
     input_file: UTF-8 text, one input a line, plain or `.gz`, or a named pipe;
       '-' is stdin. It is read where there is no `mixture_or_task_name`.
-    output_dir: folder of the results; None writes none.
+    output_dir: folder of the results; None writes none. Several processes, and
+      shards, may share it.
     mixture_or_task_name: name of a task or a mixture, a local task, or the path
       of a file of examples.
     tokenizer: the models' tokenizer; a task needs it.
@@ -189,7 +190,6 @@ class DecodeConfig:
     yield 'calibration', not (tries and self.calibration), expected
     fixed = not self.searches or self.batching == 'fixed'
     yield 'batching', fixed, "'fixed' with beams (--batching fixed)"
-    yield 'num_shards', self.is_task or shards == 1, '1, but for tasks'
 
   @property
   def is_task(self) -> bool:
@@ -222,15 +222,16 @@ class DecodeConfig:
   @property
   def results_name(self) -> str:
     """The name of the file of records; for a task it is T5X's."""
-    if not self.is_task:
-      return PREDICTIONS
     shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
+    if not self.is_task:
+      return PREDICTIONS if self.num_shards == 1 else f'{PREDICTIONS}-{shard}'
     return f'{self.task_name}-{self.mode}.jsonl-{shard}'
 
   @property
   def files_prefix(self) -> str:
     """What the names of all other files begin with."""
-    return f'{self.results_name}.' if self.is_task else ''
+    name = self.results_name
+    return '' if name == PREDICTIONS else f'{name}.'
 
   @property
   def task_name(self) -> str:
@@ -245,7 +246,7 @@ class DecodeConfig:
     return task
 
   def index(self, number: int) -> int:
-    """The index in the task of the shard's example `number`."""
+    """The index in the task or file of the shard's example `number`."""
     return number * self.num_shards + self.shard_id
 
   def identity(self) -> dict[str, Any]:
@@ -456,10 +457,12 @@ def read(config: DecodeConfig) -> DataSet:
   Raises:
     ValueError: they cannot be read, or all of them are broken.
   """
+  shard = config.shard_id, None, config.num_shards
   if not config.is_task:
     path = config.input_file
     reading = tasks.reading(path)
-    lines, broken_off = files.until_broken(tasks.read(path, targets_field=None))
+    read_all = tasks.read(path, targets_field=None)
+    lines, broken_off = files.until_broken(itertools.islice(read_all, *shard))
     examples = [
       Example(x['inputs'], x['inputs'], skipped=_failed(x.get(tasks.BROKEN)))
       for x in lines
@@ -468,8 +471,9 @@ def read(config: DecodeConfig) -> DataSet:
     features = config.task.examples(
       config.split, config.task_feature_lengths, True, config.tokenizer
     )
-    shard = itertools.islice(features, config.shard_id, None, config.num_shards)
-    of_shard, broken_off = files.until_broken(shard)
+    of_shard, broken_off = files.until_broken(
+      itertools.islice(features, *shard)
+    )
     examples = [_task_example(config, *pair) for pair in enumerate(of_shard)]
     reading = config.task.reading(config.split)
   if examples and all(example.skipped for example in examples):
@@ -504,7 +508,7 @@ def _checked_lines(
 
   splits = config.options.split and splitter(engine, config.options, as_input)
   checked = []
-  for number, example in enumerate(examples, 1):
+  for number, example in enumerate(examples):
     source, skipped = example.source, example.skipped
     if skipped is None and splits:
       of = splits(str(source))
@@ -518,8 +522,9 @@ def _checked_lines(
         skipped = passed_over('empty')
       elif not truncates and count > engine.max_input_len:
         skipped = _failed(
-          f'line {number}: {count} tokens (its end included), at most'
-          f" {engine.max_input_len}. Shorten it, or set on_too_long='truncate'"
+          f'line {1 + config.index(number)}: {count} tokens (its end'
+          f' included), at most {engine.max_input_len}. Shorten it, or set'
+          " on_too_long='truncate'"
         )
     checked.append(example._replace(source=source, skipped=skipped))
   return checked

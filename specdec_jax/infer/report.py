@@ -156,7 +156,7 @@ def errors_of(
   """The error of each example that has one, with its place."""
   errors = []
   for i, (example, made) in enumerate(zip(data.examples, outputs, strict=True)):
-    error, place = error_of(made), f'line {i + 1}'
+    error, place = error_of(made), f'line {1 + config.index(i)}'
     if config.is_task:
       place = f'example {config.index(i)}'
     if error is not None:

@@ -11,6 +11,7 @@ however that ends.
 import contextlib
 import errno
 import glob
+import hashlib
 import json
 import os
 import pathlib
@@ -103,11 +104,14 @@ class Folder:
     self, before: Any, settings: Mapping[str, Any], kind: str
   ) -> None:
     """Raises ValueError if what is there comes from other settings."""
+    name, other, same = 'examples_sha256', 'configuration', 'configuration'
+    if isinstance(before, dict) and before.get(name) != settings.get(name):
+      other, same = 'input, or of the file before it was changed', 'input'
     same_run.check(
       before,
       settings,
-      f'{str(self.path)!r} holds {kind} of another configuration ({self.name})',
-      f'Give another folder, the same configuration, or {_OVERWRITE}.',
+      f'{str(self.path)!r} holds {kind} of another {other} ({self.name})',
+      f'Give another folder, the same {same}, or {_OVERWRITE}.',
     )
 
   def begin(
@@ -139,7 +143,15 @@ class Folder:
         elif not overwrite:
           self.check_same(before, settings, 'an unfinished run')
         path.unlink(missing_ok=True)
-    multihost_utils.sync_global_devices(f'{self.name} begins')
+    digest = hashlib.sha256(self._settings.encode()).hexdigest()
+    try:
+      multihost_utils.sync_global_devices(f'{self.name} begins {digest}')
+    except AssertionError as error:
+      raise ValueError(
+        f'Process {self.process} reads other inputs, or has other settings,'
+        ' than process 0: give all of them the same command, and files that'
+        ' nobody changes. Finished work is kept.'
+      ) from error
     done = self.appended(own=True)
     multihost_utils.sync_global_devices(f'{self.name} was read')
     return done

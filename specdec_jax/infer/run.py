@@ -5,12 +5,14 @@ yet, batch by batch and with all ways in turn, and write the results. A run that
 is killed goes on when it is started again, see `resume`.
 """
 
+import codecs
 import collections
 import contextlib
 import dataclasses
 import functools
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ import jax
 import numpy as np
 import rich.console
 
+from specdec_jax import files
 from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.decoding import resting
 from specdec_jax.engine import calibration, completion, scoring
@@ -59,11 +62,12 @@ def decode(
 ) -> dict[str, Any]:
   """Decodes or scores lines or a task, writes the results, prints a report.
 
-  The results of lines are `predictions.jsonl` in `config.output_dir`; those of
-  a task, or of each task of a mixture, `<task>-<mode>.jsonl-SSSSS-of-NNNNN`, as
-  in T5X, whose other files have that name with another ending: `.summary.json`
-  (with everything that decided the results), the files of `beside`, and the
-  marker `.COMPLETED`, which is written last. A run that was killed goes
+  The results of lines are `predictions.jsonl` in `config.output_dir`, with
+  shards `predictions.jsonl-SSSSS-of-NNNNN`; those of a task, or of each task of
+  a mixture, `<task>-<mode>.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
+  a task or a shard have that name with another ending: `.summary.json` (with
+  everything that decided the results), the files of `beside`, and the marker
+  `.COMPLETED`, which is written last. A run that was killed goes
   on, and finished results are kept. The models are loaded once, unless the
   lengths of a mixture's tasks differ.
 
@@ -88,7 +92,14 @@ def decode(
       no marker.
     OSError: results could not be written; finished work is kept.
   """
-  console = console or rich.console.Console(stderr=config.stdout == 'outputs')
+  prints = config.stdout == 'outputs'
+  encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+  if prints and codecs.lookup(encoding).name != 'utf-8':
+    advice = (
+      "Call sys.stdout.reconfigure(encoding='utf-8'), or set PYTHONUTF8=1."
+    )
+    raise unexpected('sys.stdout.encoding', "'utf-8'", encoding, advice)
+  console = console or rich.console.Console(stderr=prints)
   beside = beside or {}
   task, tokenizer = config.mixture_or_task_name, config.tokenizer
   if task is None:
@@ -132,8 +143,8 @@ def _in_folder(
 ) -> dict[str, Any]:
   """Claims the output folder, or one that is not kept, and runs."""
   process = jax.process_index()
-  if jax.process_count() > 1 and not (config.is_task and config.output_dir):
-    expected = 'a folder of a task (gin/runs/infer.gin) for several processes'
+  if jax.process_count() > 1 and not config.output_dir:
+    expected = 'a folder that all processes see (--output-dir)'
     raise unexpected('DecodeConfig.output_dir', expected, config.output_dir)
   console.quiet = console.quiet or process > 0
   with contextlib.ExitStack() as stack:
@@ -155,6 +166,7 @@ class _Run:
   ):
     """Reads the examples, and loads the models."""
     self.folder, self.console = folder, console
+    self.input_state = files.state(config.input_file)
     self.data = read(config)
     self.metrics, self.unmeasured = _metrics(config, self.data)
     self.failed_metric: str | None = None
@@ -162,7 +174,7 @@ class _Run:
     if config.calibration is not None:  # before any model is loaded
       measured = calibration.load(config.calibration)
     options = self.data.engine_options(config)
-    with bar(console, 'Loading models'):
+    with bar(console, 'Loading models, vocabulary and memory'):
       if config.drafter is not None and SPECULATIVE in config.ways:
         options['drafter'] = config.drafter()  # first: it may be missing
       self.engine = config.engine(**options)
@@ -228,7 +240,7 @@ class _Run:
     )
     for differing in summary.get('agreement', {}).get('disagreements', ()):
       number = (differing['line'] - 1) // config.options.num_samples
-      differing['line'] = 1 + self.data.lines[number]
+      differing['line'] = 1 + config.index(self.data.lines[number])
     failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
     failed = failed and bool(summary['errors'])
     texts = {SUMMARY: report.json_text(summary, indent=2)}
@@ -271,16 +283,17 @@ class _Run:
     pooled = config.slots is not None
     size = config.rows * (config.checkpoint_period if pooled else 1)
     done = {name: report.completions_of(x) for name, x in results.items()}
-    with bar(self.console, 'Decoding', len(items)) as advance:
+    before = sum(x.number in way for x in items for way in done.values())
+    share = 1 / len(self.ways)  # of an item, which each way decodes
+    with bar(self.console, 'Decoding', len(items), before * share) as advance:
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         for name, way in self.ways.items():
           left = [item for item in batch if item.number not in done[name]]
-          for part in way.batches(left):
+          for part in way.batches(left, lambda: advance(share)):
             results[name].append(part)
             if apart or process == 0:
               folder.append({name: dataclasses.asdict(part)})
-        advance(len(batch))
     if process:
       folder.wait(lambda: folder.finished)
       return None
@@ -353,6 +366,12 @@ class _Run:
     if self.data.broken_off is not None:
       raise ValueError(
         f'{self.data.broken_off} Everything before that is {where}.'
+      )
+    path = config.input_file
+    if not config.is_task and files.state(path) != self.input_state:
+      raise ValueError(
+        f'{path!r} was changed while it was decoded. All of what it was before'
+        f' is {where}.'
       )
     if self.failed_metric is not None:
       raise ValueError(f'{self.failed_metric}. Everything is {where}.')
@@ -484,10 +503,16 @@ class Way:
       return self._decoder.run(sources, **options)
     return enumerate(self._decoder.generate(sources, **options))
 
-  def batches(self, items: Sequence[Item]) -> Iterator[Batch]:
+  def batches(
+    self, items: Sequence[Item], advance: Callable[[], None] = lambda: None
+  ) -> Iterator[Batch]:
     """Runs items that belong together; yields their results.
 
     With continuous batching they come in parts, one each half minute.
+
+    Args:
+      items: the items.
+      advance: called when an item is finished.
     """
     if not items:
       return
@@ -504,6 +529,7 @@ class Way:
     for count, (place, output) in enumerate(self.run(padded)):
       if place < len(items):
         part.completions[items[place].number] = output
+        advance()
       seconds = time.perf_counter() - begin
       is_due = not rows and seconds >= _KEEP_SECONDS
       if part.completions and (count == last or is_due):

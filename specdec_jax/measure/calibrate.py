@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import numpy as np
 import rich.console
+from jax.experimental import multihost_utils
 
 from specdec_jax import analysis
 from specdec_jax.checks.fields import Bound, unexpected
@@ -520,12 +522,19 @@ def for_host(
     'greedy': temperature == 0,
     'times': list(_HOST_TIMES),
   }
+  times: dict[str, float] | None = None
   try:
     times = host_cache.kept(
       'calls', key, lambda: host_times(engine, rows, temperature), _read_times
     )
   except CalibrationError as error:
     say(console, f'No gamma is chosen by timing. {error}')
+  if jax.process_count() > 1:  # all of them choose by the times of the first
+    mine = times or dict.fromkeys(_HOST_TIMES, math.nan)
+    numbers = [mine[name] for name in _HOST_TIMES]
+    agreed = map(float, multihost_utils.broadcast_one_to_all(numbers))
+    times = dict(zip(_HOST_TIMES, agreed, strict=True))
+  if times is None or math.isnan(min(times.values())):
     return None
   # The closed forms know of no place without a proposal: there beta is 0.
   rate = rate | {'alpha': rate.get('proposes', 1.0) * (rate['alpha'] or 0.0)}

@@ -10,6 +10,7 @@ line on stderr now and then.
 
 import contextlib
 import dataclasses
+import datetime
 import io
 import os
 import re
@@ -50,6 +51,7 @@ _STYLE = {
 _DPI = 150
 _NUMBER = re.compile(r'[-+\d.,%]+')
 _NO_EDGE = 10_000  # characters; wider than any output
+_TOGETHER_S = 0.1  # so near are steps that come together
 EVERY_S = 20.0  # between two lines of progress
 
 
@@ -323,30 +325,53 @@ def _lines(describe: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(
-  console: rich.console.Console, label: str, total: int = 0
+  console: rich.console.Console, label: str, total: int = 0, done: float = 0
 ) -> Iterator[Callable[..., None]]:
   """A bar of `total` steps, or only the label, while the block runs.
 
+  It says how many steps are done, how many a second, and the time that is left.
+  `done` steps were made before.
+
   Yields a function that moves it by a number of steps, one by default.
   """
-  text, *steps = rich.progress.Progress.get_default_columns()
+  text, steps, *_ = rich.progress.Progress.get_default_columns()
   progress = rich.progress.Progress(
     rich.progress.SpinnerColumn(),  # it moves while the first step compiles
     text,
-    *(steps if total else ()),
+    *(
+      (steps, rich.progress.TextColumn('{task.fields[pace]}')) if total else ()
+    ),
     rich.progress.TimeElapsedColumn(),
     console=console,
     transient=True,
     disable=not console.is_terminal,
   )
-  task = progress.add_task(label, total=total)
+  number = progress.add_task(label, total=total, pace='')
+  progress.update(number, completed=done)
+  first_time, first_steps = 0.0, float(total)
 
-  def advance(count: int = 1) -> None:
-    progress.advance(task, count)
+  def pace() -> str:
+    (task,) = progress.tasks
+    counted = f'{task.completed:.0f} of {total}'
+    if task.completed <= first_steps:
+      return counted
+    rate = (task.completed - first_steps) / (time.monotonic() - first_time)
+    left = datetime.timedelta(seconds=round((total - task.completed) / rate))
+    return f'{counted}, {rate:.3g} a second, {left} left'
+
+  def advance(count: float = 1) -> None:
+    nonlocal first_time, first_steps
+    progress.advance(number, count)
+    # Before the first steps, which may come together, programs are compiled.
+    first_time = first_time or time.monotonic()
+    if time.monotonic() - first_time < _TOGETHER_S:
+      first_steps = progress.tasks[0].completed
+    progress.update(number, pace=pace())
+
+  progress.update(number, pace=pace())
 
   def describe() -> str:
-    done = progress.tasks[0].completed
-    return f'{label}: {done:g} of {total}' if total else label
+    return f'{label}: {pace()}' if total else label
 
   shown = progress if console.is_terminal else _lines(describe)
   with shown:

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
 from specdec_jax.rules import automata, constraints
 from specdec_jax.rules.automata import Automata, Automaton
 from specdec_jax.rules.tokens import Rules
-from specdec_jax.types import Above0, Count
+from specdec_jax.types import Count
 
 _REMEMBERED = 64  # constraints of an engine
 _OFF = {
@@ -24,6 +25,9 @@ _OFF = {
 }
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
 _LEAST_WIDTH = 4  # of sequences, and of lists of them
+_MOST_WORDS = 4096  # and sequences with a bias
+_MOST_IN_WORDS = 1 << 16  # ids of a row's words, each as long as the longest
+_Added = Annotated[float, Bound(-100, 100)]  # to a logit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,14 +58,18 @@ class RuleOptions:
     json_schema: what the JSON of an output is like.
   """
 
-  logit_bias: Mapping[int, Annotated[float, Bound(-100, 100)]] | None = None
-  sequence_bias: Sequence[tuple[Sequence[int], float]] = ()
-  bad_words: Sequence[str | Sequence[int]] = ()
+  logit_bias: Mapping[int, _Added] | None = None
+  sequence_bias: Annotated[
+    Sequence[tuple[Sequence[int], _Added]], Bound(0, _MOST_WORDS)
+  ] = ()
+  bad_words: Annotated[
+    Sequence[str | Sequence[int]], Bound(0, _MOST_WORDS)
+  ] = ()
   suppress_tokens: Sequence[int] = ()
   allowed_token_ids: Sequence[int] | None = None
-  repetition_penalty: Above0 = 1.0
-  presence_penalty: float = 0.0
-  frequency_penalty: float = 0.0
+  repetition_penalty: Annotated[float, Bound(0.01, 100)] = 1.0
+  presence_penalty: _Added = 0.0
+  frequency_penalty: _Added = 0.0
   no_repeat_ngram_size: Count = 0
   encoder_no_repeat_ngram_size: Count = 0
   begin_suppress_tokens: Sequence[int] = ()
@@ -131,6 +139,7 @@ class RuleBook:
     self._tokenizer: Any = tokenizer
     self._vocab_size = vocab_size
     self._remembered = functools.lru_cache(_REMEMBERED)(self._made)
+    self._spelled = functools.lru_cache(2 * _MOST_WORDS)(self._spell)
 
   def rules_of(self, options: RuleOptions, stop_ids: Sequence[int]) -> RowRules:
     """The rules of a row.
@@ -152,6 +161,11 @@ class RuleBook:
       (self._ids('sequence_bias', ids), bias)
       for ids, bias in options.sequence_bias
     ]
+    width = _power(max((len(ids) for ids, _ in sequences), default=0))
+    if width * _power(len(sequences)) > _MOST_IN_WORDS:
+      name = 'bad_words' if options.bad_words else 'sequence_bias'
+      expected = f'at most {_MOST_IN_WORDS} ids, each as long as the longest'
+      raise unexpected(name, expected, f'{len(sequences)} of up to {width} ids')
     forced = options.forced_eos_token_id
     if forced is not None:
       self._ids('forced_eos_token_id', [forced])
@@ -173,20 +187,21 @@ class RuleBook:
 
   def _ids(self, name: str, ids: Sequence[int]) -> list[int]:
     check_ids(name, ids, self._vocab_size)
+    if len(ids) > self._vocab_size:
+      expected = f'each id of {self._vocab_size} once'
+      raise unexpected(name, expected, f'{len(ids)} ids')
     return [int(token) for token in ids]
 
   def _words(self, options: RuleOptions) -> list[Sequence[int]]:
     """Ids of the bad words; a word behind a blank is another one."""
     words: list[Sequence[int]] = []
     for word in options.bad_words:
-      if not isinstance(word, str):
-        words.append(word)
-        continue
-      spelled = {
-        tuple(self._tokenizer.encode(blank + word)) for blank in ('', ' ')
-      }
-      words += sorted(spelled - {()})
+      words += self._spelled(word) if isinstance(word, str) else [word]
     return words
+
+  def _spell(self, word: str) -> list[tuple[int, ...]]:
+    encode = self._tokenizer.encode
+    return sorted({tuple(encode(blank + word)) for blank in ('', ' ')} - {()})
 
   def _bias(
     self, options: RuleOptions, stop_ids: Sequence[int]
@@ -198,8 +213,8 @@ class RuleBook:
     if allowed is not None:
       bias[:] = -np.inf
       bias[[*self._ids('allowed_token_ids', allowed), *stop_ids]] = 0.0
-    for token, value in (options.logit_bias or {}).items():
-      bias[self._ids('logit_bias', [token])] += value
+    added = options.logit_bias or {}
+    bias[self._ids('logit_bias', [*added])] += [*added.values()]
     bias[self._ids('suppress_tokens', suppressed)] = -np.inf
     return bias
 
@@ -246,6 +261,19 @@ def ruling_of(
     end: int32[B].
     inputs: int32[B, E], -1 past their ends.
   """
+  if len(rows) > 1 and all(row is rows[0] for row in rows):
+    # Views of one row: memory does not grow with the texts of a call.
+    like = np.zeros((1,), np.int32)
+    rules, tables = ruling_of(rows[:1], like, like, inputs[:1])
+    if rules is None:
+      return None, None
+    size = len(rows)
+    rules = jax.tree.map(
+      lambda x: np.broadcast_to(x, (size, *x.shape[1:])), rules
+    )
+    if rules.inputs is not None:
+      rules = rules.replace(inputs=inputs)
+    return rules.replace(begin=begin, end=end), tables
   vocab_size = max(row.vocab_size for row in rows)
   found: dict[str, Any] = {}
   for name, off in _OFF.items():

@@ -217,5 +217,7 @@ def _continued(
     return same & (jnp.roll(source, back) == before) & (place >= back)
 
   is_on = (size > 0) & (prefix.length + 1 >= size)
-  same = lax.fori_loop(1, size, compare, (place < length) & is_on)
+  # A long ngram that cannot have been said costs nothing.
+  end = jnp.where(is_on, size, 0)
+  same = lax.fori_loop(1, end, compare, (place < length) & is_on)
   return jnp.where(same, source, -1)

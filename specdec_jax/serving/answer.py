@@ -27,7 +27,11 @@ _ENDS = {
   'deadline': ('The time of the request is over.', None, 504),
   'stopped': ('The server is stopping. Try again later.', None, 503),
   'failed': ('The server has failed; see its log.', None, 500),
-  'search failed': ('The beam search failed.', None, 500),
+  'failed alone': (
+    'Requests of this kind fail; the log of the server says why.',
+    None,
+    500,
+  ),
 }
 # The log-probability of a token, None of the first one of a prompt, and ids and
 # log-probabilities of the likeliest tokens at its place, the likeliest first.

@@ -10,7 +10,7 @@ import pathlib
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -50,6 +50,18 @@ _NO_KEY = ApiError(
   'Expected a key of this server, as "Authorization: Bearer KEY".',
   status=401,
   code='invalid_api_key',
+)
+_WRONG_HOST = ApiError(
+  'The Host header does not name this server. Start it with --allowed-hosts and'
+  ' the names that clients call it by.',
+  status=403,
+)
+_OTHER_SITE = ApiError(
+  "A page of another site may not use this server's models.", status=403
+)
+_NO_JSON = ApiError(
+  'Expected a body with the header "content-type: application/json".',
+  status=415,
 )
 # Status of an error -> header fields of its answer.
 _HEADERS = {
@@ -132,7 +144,10 @@ class Application:
 
     try:
       answer: Any = self._routes
-      if not self._is_open(scope['path'], headers.get(b'authorization', b'')):
+      host = headers.get(b'host', b'').decode('latin-1')
+      if not self._settings.answers_to(host):
+        answer = JSONResponse(_WRONG_HOST.body, _WRONG_HOST.status)
+      elif not self._is_open(scope['path'], headers.get(b'authorization', b'')):
         answer = JSONResponse(_NO_KEY.body, _NO_KEY.status)
       await answer(scope, receive, send_noted)
     except Exception:
@@ -192,6 +207,7 @@ class Application:
       'live': self._worker.failure is None,
       'ready': self._worker.takes_rows,
       'compiled': self._worker.is_compiled,
+      'compiling': self._worker.compiling,
     }
     asked_for = 'live' if request.url.path.endswith('/live') else 'ready'
     return JSONResponse(body, 200 if body[asked_for] else 503)
@@ -242,7 +258,7 @@ class Application:
 
   async def _classified(self, request: Request) -> Response:
     data = await self._body(request)
-    texts, labels = protocol.parse_labels(data, self.name)
+    texts, labels = protocol.parse_labels(data, self.name, self._settings)
     async with self._worker.scoring:
       with protocol.naming_the_field('input'):
         rows = await asyncio.to_thread(self._engine.classify, texts, labels)
@@ -258,6 +274,20 @@ class Application:
     return JSONResponse({'object': 'list', 'model': self.name, 'data': found})
 
   async def _body(self, request: Request) -> bytes:
+    """The body of a request that is to do something.
+
+    Browsers send bodies of a few types to other sites without asking these
+    first, but not JSON.
+
+    Raises:
+      ApiError: a page of another site sends it, it is not said to be JSON, it
+        is too large or comes too late.
+    """
+    if _is_of_another_site(request.headers):
+      raise _OTHER_SITE
+    kind, *_ = request.headers.get('content-type', '').split(';')
+    if kind.strip().lower() != 'application/json':
+      raise _NO_JSON
     most, seconds = self._settings.max_body, self._settings.body_seconds
     data = bytearray()
     try:
@@ -286,6 +316,20 @@ def _template_of(engine: Engine, name: str) -> tuple[ChatTemplate | None, str]:
     f'{name!r} has no chat template, so it cannot answer a chat. Send the text'
     ' itself to /v1/completions.'
   )
+
+
+def _is_of_another_site(headers: Mapping[str, str]) -> bool:
+  """Whether a browser sends a request for a page that is not the server's.
+
+  A proxy may change the Host header, so the browser's own word comes first.
+  """
+  site, origin = headers.get('sec-fetch-site'), headers.get('origin')
+  if site is not None:
+    return site not in ('same-origin', 'none')
+  if origin is None:
+    return False
+  _, _, host = origin.partition('://')
+  return host.lower() != headers.get('host', '').lower()
 
 
 async def _left(request: Request) -> None:

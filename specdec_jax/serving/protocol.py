@@ -11,15 +11,17 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from specdec_jax.checks.fields import (
+  Bound,
   check_type,
   is_a,
   nearest,
   shortened,
   unexpected,
 )
+from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import example_id
 from specdec_jax.serving.settings import ServeSettings
@@ -27,7 +29,10 @@ from specdec_jax.text.chat import ChatTemplate
 
 _MAX_TOKENS = 16  # OpenAI's default
 _MOST_STOPS, _LONGEST_STOP = 16, 256
+# Each has a beginning of its own.
+_Labels = Annotated[list[str] | list[list[int]], Bound(1, MOST_NODES)]
 _MOST_TOP = 20  # log-probabilities of a place
+_ID = re.compile(r'[0-9]{1,9}', re.ASCII)
 
 # Fields of OpenAI and vLLM that are not supported. Those of the first kind may
 # be there if they are empty, zero or false, the others with these values.
@@ -200,7 +205,7 @@ class CompletionRequest:
       if (value := getattr(self, name)) != getattr(CompletionRequest, name, []):
         rules[name] = value
     if self.logit_bias:
-      if not all(token.isdecimal() for token in self.logit_bias):
+      if not all(map(_ID.fullmatch, self.logit_bias)):
         raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
       rules['logit_bias'] = {int(i): b for i, b in self.logit_bias.items()}
     asked: Any = {
@@ -359,7 +364,7 @@ def parse(
 
 
 def parse_labels(
-  data: bytes, model: str
+  data: bytes, model: str, settings: ServeSettings
 ) -> tuple[Sequence[Any], Sequence[Any]]:
   """The texts and the labels of a body that asks to classify.
 
@@ -372,10 +377,10 @@ def parse_labels(
     if unknown:
       raise unexpected('input', 'model, input and labels', min(unknown))
     check_model(body.get('model', model), model)
-    check_type('labels', body.get('labels'), list[str] | list[list[int]])
+    check_type('labels', body.get('labels'), _Labels)
     texts = _prompts(body.get('input'))
-    if not texts:
-      expected = 'a text, ids, or a list of either'
+    if not 1 <= len(texts) <= settings.max_outputs:
+      expected = f'1 to {settings.max_outputs} texts, or ids of each'
       raise unexpected('input', expected, body.get('input'))
   return texts, body['labels']
 

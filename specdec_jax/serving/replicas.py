@@ -8,7 +8,9 @@ one that has failed is started anew.
 
 import contextlib
 import dataclasses
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from specdec_jax.types import Amount, Count
 NAME = 'specdec'  # of the application and its deployment, as Ray shows them
 _HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
 _LOOK_SECONDS = 0.1
+_CONNECT_SECONDS = 5.0  # that a cluster may take to answer
 _LAST_SECONDS = 5.0  # that Ray takes to see that a replica has ended
 
 
@@ -61,7 +64,8 @@ def run(
 
   They are in the Ray cluster that there is (`RAY_ADDRESS`, or one that was
   started on this machine); if there is none, Ray starts one of this machine
-  alone, which ends with this process.
+  alone, which ends with this process and listens to this machine alone if the
+  server does.
 
   Args:
     make: makes a scheduler and the model's name, in the process of a replica;
@@ -73,13 +77,14 @@ def run(
   Raises:
     ValueError: Ray Serve is not installed, or the port is 0.
     OSError: the port is taken on this machine; a `ReplicasError` where Ray, or
-      a replica, did not start.
+      a replica, did not start, or the cluster of `RAY_ADDRESS` is not there.
   """
   ray = package('A server with replicas', 'ray', 'ray')
   ray_serve = package('A server with replicas', 'ray.serve', 'ray')
   begin = time.perf_counter()
   if not settings.port:
     raise unexpected('port', 'one that each machine has', settings.port)
+  _check_cluster(os.environ.get('RAY_ADDRESS', ''))
   # Ray would say it in many lines, of a process of its own.
   listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
@@ -87,20 +92,73 @@ def run(
   try:
     with contextlib.ExitStack() as ends:
       # What JAX, the models and the drafter need is in the replicas alone.
-      ray.init(include_dashboard=False, configure_logging=False)
+      is_alone = _connect(ray, settings)
       ends.callback(say, 'stopped')
       ends.callback(ray.shutdown)
       ends.enter_context(_until_a_signal())
       ray_serve.start(http_options=address)
       say('listening', url=url, replicas=replicas.number)
-      app = _deployment(ray_serve, make, settings, replicas, keys).bind()
+      made = _deployment(ray_serve, make, settings, replicas, keys, is_alone)
+      app = made.bind()
       ends.callback(_end, ray_serve, settings)
       ray_serve.run(app, name=NAME, route_prefix='/')
       say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
       threading.Event().wait()
-  except (ray.exceptions.RayError, RuntimeError) as error:
+  except (ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
     line, *_ = str(error).strip().splitlines() or [type(error).__name__]
     raise ReplicasError(f'Ray did not start the replicas: {line}') from error
+
+
+def _check_cluster(address: str) -> None:
+  """Raises ReplicasError if nothing listens where a cluster should be.
+
+  Ray would look for it for minutes.
+  """
+  host, _, port = address.rpartition('://')[2].rpartition(':')
+  if not (host and port.isdigit()):  # none, or words of Ray's
+    return
+  try:
+    socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+  except OSError as error:
+    raise ReplicasError(
+      f'No Ray cluster is at RAY_ADDRESS={address!r}: {error}. Start one (`ray'
+      ' start --head`), or unset it for one of this machine alone.'
+    ) from error
+
+
+def _connect(ray: Any, settings: ServeSettings) -> bool:
+  """Connects to the cluster that there is, or starts one.
+
+  Returns:
+    Whether it is one of this machine, to which alone it listens.
+
+  Raises:
+    ConnectionError: `RAY_ADDRESS` names one that is not there.
+  """
+  how = {'include_dashboard': False, 'configure_logging': False}
+  try:
+    ray.init(address='auto', configure_logging=False)
+    return False
+  except ConnectionError:
+    if os.environ.get('RAY_ADDRESS'):
+      raise
+  if settings.is_local:
+    # What Ray does on other systems than Linux: its address is 127.0.0.1.
+    # Otherwise its ports are open to all networks, whatever address it is told.
+    os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+  ray.init(address='local', **how)
+  return settings.is_local
+
+
+def _listen_to_this_machine() -> None:
+  """Binds the port by which replicas would call each other; Ray's is open."""
+  from ray.serve._private import replica
+
+  add_port = replica.add_port_to_grpc_server
+  replica.add_port_to_grpc_server = lambda server, address: add_port(
+    server, address.replace('[::]', '127.0.0.1')
+  )
 
 
 def _end(ray_serve: Any, settings: ServeSettings) -> None:
@@ -128,6 +186,7 @@ def _deployment(
   settings: ServeSettings,
   replicas: ReplicaSettings,
   keys: Sequence[str],
+  is_alone: bool,
 ) -> Any:
   """What Ray keeps running; it is sent to the machines as it is."""
   made: list[Any] = []  # in a replica: the application, for Ray's builder
@@ -139,6 +198,8 @@ def _deployment(
       """Returns when everything is compiled: then Ray sends it requests."""
       self._ends = contextlib.ExitStack()
       self._ends.enter_context(logging_to_stderr())
+      if is_alone:
+        _listen_to_this_machine()
       from specdec_jax.serving.app import Application  # needs the extra
 
       self._worker, name = make()

@@ -1,8 +1,10 @@
 """What a server is told: its address, sizes and limits."""
 
 import dataclasses
+import ipaddress
 import socket
-from typing import Annotated
+import urllib.parse
+from typing import Annotated, Any
 
 from specdec_jax.checks.fields import Bound, Checked
 from specdec_jax.types import Above0, Positive
@@ -17,6 +19,10 @@ class ServeSettings(Checked):
   Attributes:
     host: the address to listen at; this machine alone unless told otherwise.
     port: its port; 0 is any that is free.
+    allowed_hosts: names by which clients call the server, beside addresses,
+      localhost and `host`. A request with another Host header is refused: a
+      site could let its own name lead here. Without any, all names are
+      allowed, unless the server listens to this machine alone.
     model_name: what requests call the model; None is the target's name.
     rows: outputs that are decoded together.
     speculative: whether the drafter helps; None is yes if there is one.
@@ -47,6 +53,7 @@ class ServeSettings(Checked):
 
   host: str = '127.0.0.1'
   port: Annotated[int, Bound(0, 65535)] = 8000
+  allowed_hosts: tuple[str, ...] = ()
   model_name: str | None = None
   rows: Positive = 16
   speculative: bool | None = None
@@ -62,6 +69,23 @@ class ServeSettings(Checked):
   idle_seconds: Above0 = 75.0
   drain_seconds: Above0 = 30.0
   api_key_file: str | None = None
+
+  @property
+  def is_local(self) -> bool:
+    """Whether the server listens to this machine alone."""
+    address = _address(self.host)
+    return self.host == 'localhost' or bool(address and address.is_loopback)
+
+  def answers_to(self, host: str) -> bool:
+    """Whether a request with this Host header, perhaps '', is answered.
+
+    An address or localhost always is: no other site can have it as its name.
+    """
+    if not host or not (self.is_local or self.allowed_hosts):
+      return True
+    name = _name_of(host)
+    names = map(_name_of, ('localhost', self.host, *self.allowed_hosts))
+    return bool(name) and (_address(name) is not None or name in names)
 
   @property
   def end_seconds(self) -> float:
@@ -80,6 +104,22 @@ class ServeSettings(Checked):
       sizes.append(size)
       size *= 4
     return tuple(sorted(sizes))
+
+
+def _name_of(host: str) -> str:
+  """The name or address in a Host header, without its port."""
+  try:
+    return urllib.parse.urlsplit(f'//{host}').hostname or ''
+  except ValueError:  # '[' alone
+    return ''
+
+
+def _address(name: str) -> Any:
+  """The IP address that a text is; None if it is none."""
+  try:
+    return ipaddress.ip_address(name)
+  except ValueError:
+    return None
 
 
 def listening_socket(settings: ServeSettings) -> socket.socket:

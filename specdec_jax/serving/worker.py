@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ import jax
 import numpy as np
 
 from specdec_jax.checks.fields import unexpected
+from specdec_jax.decoding.pool import PoolPrograms
+from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
@@ -29,6 +32,7 @@ from specdec_jax.engine.scheduler import (
   Row,
   Scheduler,
   Update,
+  shortened,
   widths_of,
 )
 from specdec_jax.request import BLOCK, TOKEN, Request
@@ -42,9 +46,47 @@ _READ_TOGETHER = 4  # rows, where several wait
 _SEARCH_ROUNDS = 4  # of a beam search, between two steps of the rows
 _RULED_ROWS = 4  # of a pool of rows with the same rules
 _MOST_POOLS = 4  # of these
+_IDLE_LANES = 4  # whose programs are kept, beside those of the start
+_MOST_LANES = 16  # if all are in use
+_LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
 _STOP_IDS = 8  # that each row has room for, if the engine has no more
 # Kinds of rows for which rounds have programs of their own.
 _SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
+
+
+@dataclasses.dataclass(eq=False)
+class Lane:
+  """Rows of one kind, which need programs that other rows do not.
+
+  Attributes:
+    batch: of one of them.
+    is_plain: `Row.is_plain` of all.
+    waiting: rows that wait for the programs, or for a pool.
+    uses: `Scheduler.used` once the programs are compiled; None before.
+    programs: these, of rows in pools.
+    is_kept: whether they are never forgotten.
+  """
+
+  batch: TextBatch
+  is_plain: bool = False
+  waiting: list['ServedRow'] = dataclasses.field(default_factory=list)
+  uses: set[Any] | None = None
+  programs: PoolPrograms | None = None
+  is_kept: bool = False
+
+  @property
+  def is_wanted(self) -> bool:
+    """Whether a row waits that nobody has cancelled."""
+    return any(not row.is_cancelled for row in self.waiting)
+
+  @property
+  def name(self) -> str:
+    """What is special about its rows."""
+    options = self.batch.options
+    names = [*options.rules, *['min_p'] * bool(options.min_p)]
+    if options.num_beams is not None:
+      names.insert(0, f'a search of {options.num_beams} beams')
+    return ', '.join(names)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -56,11 +98,25 @@ class ServedRow(Row):
     deadline: `time.monotonic()` at which it ends in any case.
     search: runs more rounds of a beam search, see `Engine.search`; None for
       other rows.
+    lane: of a row that needs programs of its own; None for others.
   """
 
   tell: Callable[[Update], None]
   deadline: float = math.inf
   search: Callable[[int], list[Completion] | None] | None = None
+  lane: Lane | None = None
+
+  @property
+  def kind(self) -> Any:
+    """What the programs depend on; None if those of all rows do."""
+    request = self.batch.request
+    has_rules = (
+      request.token_rules is not None or request.sampling.min_p is not None
+    )
+    if self.search is None and not has_rules:
+      return None
+    leaves, tree = jax.tree.flatten(request)
+    return tree, self.is_plain, self.source.widths, *map(np.shape, leaves)
 
 
 class Worker(Scheduler):
@@ -112,6 +168,7 @@ class Worker(Scheduler):
       self.speculates = settings.speculative
     if self.speculates:
       _ = engine.drafter  # raises if there is none
+    self._lane_rows = min(_RULED_ROWS, settings.rows)
     self._num_stops = max(_STOP_IDS, len(engine.stop_ids))
     self._texts = self._texts_of_all_widths()
     batch = self._some(self._texts[-1], max_length=1)
@@ -131,7 +188,8 @@ class Worker(Scheduler):
     self.failure: str | None = None
     self.scoring = asyncio.Lock()
     self._searches: collections.deque[ServedRow] = collections.deque()
-    self._ruled: list[ServedRow] = []  # that have no scheduler yet
+    self._lanes: dict[Any, Lane] = {}  # the one that was used last is last
+    self._to_compile = queue.SimpleQueue[Lane | None]()
     self._pools: dict[Any, Scheduler] = {}
     self._taken: set[ServedRow] = set()  # that have not heard their last update
     self._refuses: str | None = _NOT_READY
@@ -180,7 +238,7 @@ class Worker(Scheduler):
       search=search,
     )
     is_short = any(each.max_length < self.least_length for each in batch.rows)
-    if row.is_simple and is_short:
+    if is_short and row.is_simple and row.kind is None:
       row.is_plain = True
     return row
 
@@ -194,8 +252,6 @@ class Worker(Scheduler):
     with self._lock:
       if self._refuses is not None:
         raise ApiError(self._refuses, status=503)
-      if not self.is_compiled and any(row.search for row in rows):
-        raise ApiError(_NOT_READY, status=503)
       most, waiting = self.settings.max_waiting, self.num_waiting
       if waiting + len(rows) > most:
         message = (
@@ -204,10 +260,11 @@ class Worker(Scheduler):
         )
         raise ApiError(message, status=429, code='queue_full')
       self._taken.update(decoded)
-      self._searches.extend(row for row in decoded if row.search is not None)
-      outputs = [row for row in decoded if row.search is None]
-      self._ruled += [r for r in outputs if _has_rules(r.batch.request)]
-      self.submit(r for r in outputs if not _has_rules(r.batch.request))
+      kinds = [row.kind for row in decoded]
+      for row, kind in zip(decoded, kinds, strict=True):
+        if kind is not None:
+          self._give_lane(row, kind)
+      self.submit(row for row in decoded if row.lane is None)
     for row in rows:
       if not row.batch.rows:
         done = row.batch.completions()
@@ -233,6 +290,7 @@ class Worker(Scheduler):
     with self._lock:
       self._ends = True
       self._lock.notify()
+    self._to_compile.put(None)
 
   def join(self) -> None:
     """Waits for the threads to end."""
@@ -246,11 +304,19 @@ class Worker(Scheduler):
     return self._refuses is None
 
   @property
+  def compiling(self) -> list[str]:
+    """What kinds of rows wait for their programs."""
+    lanes = [*self._lanes.values()]
+    return [lane.name for lane in lanes if lane.uses is None]
+
+  @property
   def num_waiting(self) -> int:
     """Rows without a slot, and beam searches."""
-    waiting: list[Any] = [self._waiting, self._searches, self._ruled]
-    waiting += [pool._waiting for pool in [*self._pools.values()]]
-    return sum(map(len, waiting))
+    lanes = [lane.waiting for lane in [*self._lanes.values()]]
+    special = itertools.chain(self._searches.copy(), *lanes)
+    waiting = sum(not row.is_cancelled for row in special)
+    pools = [*self._pools.values()]
+    return waiting + sum(len(pool._waiting) for pool in [self, *pools])
 
   @property
   def num_running(self) -> int:
@@ -267,16 +333,15 @@ class Worker(Scheduler):
 
   def _run(self) -> None:
     try:
-      while True:
+      while not self._ends:
         with self._lock:
-          while not (self._has_any_work or self._ends):
-            self._lock.wait()
-        if self._ends:
-          break
+          if not (self._has_any_work or self._ends):
+            # Rows that wait for programs have no work, but a time that ends.
+            self._lock.wait(_LOOK_SECONDS if self._taken else None)
         self._end_late()
         for row, update in self.step():
           self._tell(row, update)
-        self._step_ruled()
+        self._step_lanes()
         self._search()
     except Exception as failure:
       self._fail(failure)
@@ -284,7 +349,7 @@ class Worker(Scheduler):
     with self._lock:
       self._waiting.clear()
       self._searches.clear()
-      self._ruled.clear()
+      self._lanes.clear()
       left = list(self._taken)
     for row in left:
       self._tell(row, Update(error='failed' if self.failure else 'stopped'))
@@ -297,6 +362,7 @@ class Worker(Scheduler):
       self._refuses = 'The server has failed; see its log.'
       self._ends, self.is_compiled = True, False
       self._lock.notify()
+    self._to_compile.put(None)
 
   def _end_late(self) -> None:
     """Ends the rows whose time is over."""
@@ -309,36 +375,76 @@ class Worker(Scheduler):
 
   @property
   def _has_any_work(self) -> bool:
-    return bool(self.has_work or self._searches or self._ruled or self._pools)
+    ready = any(x.waiting for x in self._lanes.values() if x.uses is not None)
+    return bool(self.has_work or self._searches or self._pools or ready)
 
-  def _step_ruled(self) -> None:
-    """A step of the rows with rules on tokens.
+  def _give_lane(self, row: ServedRow, kind: Any) -> None:
+    """Puts a row into the lane of its kind; a new one is to be compiled."""
+    lane = self._lanes.pop(kind, None)
+    if lane is None:
+      lane = Lane(row.batch, row.is_plain)
+      self._to_compile.put(lane)
+    self._lanes[kind] = row.lane = lane
+    lane.waiting.append(row)
 
-    Those whose rules are on the same and have the same constraint share a pool,
-    whose programs are compiled when they are first needed.
+  def _step_lanes(self) -> None:
+    """A step of each pool of rows whose lanes are compiled.
+
+    Rows of a lane share a pool if they have the same stop ids and constraint.
     """
     with self._lock:
-      rows = self._ruled.copy()
-      self._ruled.clear()
-    for row in rows:
-      request, source = row.batch.request, row.source
-      sizes = map(
-        np.shape, jax.tree.leaves((request.token_rules, request.stop_ids))
-      )
-      ends = request.stop_ids.tobytes(), id(source.rules.automaton)
-      key = jax.tree.structure(request), source.widths, *sizes, *ends
-      if key not in self._pools:
-        if len(self._pools) == _MOST_POOLS:
-          self._ruled.append(row)
-          continue
-        pool = PoolSettings(rows=min(_RULED_ROWS, self.settings.rows))
-        self._pools[key] = Scheduler(self.engine, pool, request, source.widths)
-      self._pools[key].submit([row])
-    for key, scheduler in list(self._pools.items()):
-      for done, update in scheduler.step():
-        self._tell(done, update)
-      if not scheduler.has_work:
+      for lane in self._lanes.values():
+        if lane.uses is not None:
+          rows, lane.waiting = lane.waiting, []
+          lane.waiting = [r for r in rows if not self._gets_turns(lane, r)]
+    for key, pool in list(self._pools.items()):
+      lane, *_ = key
+      try:
+        updates = pool.step()
+      except Exception:
+        self._fail_alone(lane)
         del self._pools[key]
+        continue
+      for row, update in updates:
+        self._tell(row, update)
+      if not pool.has_work:
+        del self._pools[key]
+
+  def _gets_turns(self, lane: Lane, row: ServedRow) -> bool:
+    """Gives a row of a compiled lane to what decodes it; False: it waits."""
+    if row.is_cancelled:
+      return True
+    if row.search is not None:
+      self._searches.append(row)
+      return True
+    request, automaton = row.batch.request, row.source.rules.automaton
+    key = lane, request.stop_ids.tobytes(), id(automaton)
+    if key not in self._pools:
+      if len(self._pools) == _MOST_POOLS:
+        return False
+      try:
+        pool = self._pool_of(row)
+      except Exception:  # such as too little memory just now
+        self._fail_alone(lane)
+        return True
+      pool.compiled, self._pools[key] = lane.uses, pool
+    self._pools[key].submit([row])
+    return True
+
+  def _pool_of(self, row: Row) -> Scheduler:
+    """A scheduler of a pool for rows like this one."""
+    settings = PoolSettings(rows=self._lane_rows)
+    request, widths = row.batch.request, row.source.widths
+    return Scheduler(self.engine, settings, request, widths)
+
+  def _fail_alone(self, lane: Lane) -> None:
+    """Ends the rows of a lane, and no others, by the exception of now."""
+    _LOG.exception('Rows of a kind failed: %s', lane.name)
+    with self._lock:
+      rows = [row for row in [*self._taken] if row.lane is lane]
+    for row in rows:
+      self._tell(row, Update(error='failed alone'))
+    self.cancel(rows)
 
   def _search(self) -> None:
     """Runs some levels of the beam search that came first.
@@ -356,7 +462,7 @@ class Worker(Scheduler):
       beams = search(_SEARCH_ROUNDS)
     except Exception:
       _LOG.exception('A beam search failed.')
-      update = Update(error='search failed')
+      update = Update(error='failed alone')
     else:
       if beams is None:
         return
@@ -378,7 +484,10 @@ class Worker(Scheduler):
   # What the thread that compiles does.
 
   def _compile(self) -> None:
-    """Compiles all programs; with the first ones there, rows are taken."""
+    """Compiles all programs; with the first ones there, rows are taken.
+
+    Then it compiles those of lanes, whose rows wait meanwhile.
+    """
     begin = time.perf_counter()
 
     def say_since(event: str) -> None:
@@ -399,11 +508,78 @@ class Worker(Scheduler):
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
           say_since('ready')
+        if not self._to_compile.empty() and (lane := self._to_compile.get()):
+          self._compile_lane(lane)
       with self._lock:
         self.is_compiled = not self._ends
+      compilation_cache.give_back()
       say_since('compiled')
     except Exception as failure:
       self._fail(failure)
+    while not self._ends and (lane := self._to_compile.get()) is not None:
+      self._compile_lane(lane)
+
+  def _compile_lane(self, lane: Lane) -> None:
+    """Compiles the programs of a lane, unless nobody wants them any more."""
+    begin = time.perf_counter()
+    if lane.uses is None and lane.is_wanted:
+      self._forget_lanes()
+      try:
+        self._rehearse_lane(lane)
+      except Exception:
+        self._fail_alone(lane)
+      compilation_cache.give_back()
+      seconds = round(time.perf_counter() - begin, 3)
+      say('compiled a lane', what=lane.name, seconds=seconds)
+    with self._lock:
+      if lane.uses is None and lane.is_wanted:  # by rows that have just come
+        self._to_compile.put(lane)
+      elif lane.uses is None:
+        self._drop(lane)
+      self._lock.notify()
+
+  def _rehearse_lane(self, lane: Lane) -> None:
+    """Decodes short outputs with all programs of a lane."""
+    short = shortened(lane.batch, self.policy.room)
+    if lane.batch.options.num_beams is not None:
+      search = self.engine.search(short)
+      while search(_SEARCH_ROUNDS) is None:
+        pass
+      lane.uses = set()
+      return
+    row = Row(short, streams=True, is_plain=lane.is_plain)
+    pool, size = self._pool_of(row), self._lane_rows
+    for _ in range(2):  # see `_rehearsals`
+      rows = [dataclasses.replace(row) for _ in range(min(2, size))]
+      pool.rehearse(rows, size)
+    lane.programs = pool.programs
+    lane.uses = pool.used | {('rounds', size, False, False)}
+
+  def _forget_lanes(self) -> None:
+    """Makes room for a lane: frees programs that were used longest ago.
+
+    Where too many are in use, it waits.
+    """
+    while not self._ends:
+      with self._lock:
+        ready = [lane for lane in self._lanes.values() if lane.uses is not None]
+        ready = [lane for lane in ready if not lane.is_kept]
+        busy = {row.lane for row in [*self._taken]}
+        busy |= {lane for lane, *_ in self._pools}
+        idle = [lane for lane in ready if lane not in busy]
+        if len(idle) < _IDLE_LANES and len(ready) < _MOST_LANES:
+          return
+        for lane in idle[:1]:
+          self._drop(lane)
+      for lane in idle[:1]:
+        self.engine.forget(lane.programs or lane.batch.request)
+      if not idle:
+        time.sleep(_LOOK_SECONDS)
+
+  def _drop(self, lane: Lane) -> None:
+    for kind, other in list(self._lanes.items()):
+      if other is lane:
+        del self._lanes[kind]
 
   def _rehearsals(
     self, scheduler: Scheduler
@@ -467,11 +643,18 @@ class Worker(Scheduler):
 
   def _short_searches(self) -> Iterator[tuple[str, Callable[[], object]]]:
     """A short beam search of each width, of texts of each width."""
+
+    def compiled(batch: TextBatch) -> None:
+      row = ServedRow(batch, tell=print, search=self.engine.search(batch))
+      with self._lock:
+        lane = self._lanes.setdefault(row.kind, Lane(batch))
+        lane.is_kept = True
+      self._rehearse_lane(lane)
+
     for width, text in itertools.product(self.settings.beams, self._texts):
       batch = self._some(text, num_beams=width, num_samples=width, max_length=1)
-      search = self.engine.search(batch)
       name = f'a search of {width} beams, inputs of {len(text)}'
-      yield name, functools.partial(search, 1)
+      yield name, functools.partial(compiled, batch)
 
   # Requests.
 
@@ -515,8 +698,3 @@ class Worker(Scheduler):
       text = [some_id] * length
       texts[widths_of(self._some(text, max_length=1).request)] = text
     return list(texts.values())
-
-
-def _has_rules(request: Request) -> bool:
-  """Whether a request needs other programs than all others share."""
-  return request.token_rules is not None or request.sampling.min_p is not None

@@ -9,6 +9,7 @@ import contextvars
 import datetime
 import functools
 import json
+import os
 import pathlib
 import re
 import time
@@ -127,7 +128,7 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
   folder = path if path.is_dir() else path.parent
   config = vocabulary.settings(folder)
   file, name = folder / FILE, f'{str(folder / vocabulary.SETTINGS)!r}: {_ENTRY}'
-  if file.exists():
+  if os.path.lexists(file):
     name = repr(str(file))
     try:
       source: Any = files.read_small(file, vocabulary.MOST_BYTES).decode()

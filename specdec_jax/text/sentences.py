@@ -1,26 +1,34 @@
-"""A long text as sentences, and back, with all whitespace where it was.
+"""A long text as sentences, and back, with all else where it was.
 
-sentencex finds the sentences; it comes with the extra `[split]`. A line break
-always ends one. A sentence that is too long for a model is cut.
+A line break always ends a sentence. sentencex finds the others; it comes with
+the extra `[split]`. Where it errs, it is given other characters to read
+(`_Rules`), or its end is left out or moved. Marks of lists, headings,
+quotations and tables, links, code, and what has no letter are no sentences. A
+sentence that is too long for a model is cut.
 """
 
 import functools
+import itertools
+import pathlib
 import re
+import tomllib
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import package
 
-# Languages that sentencex has rules for: the names that NLLB begins with, and
-# its own.
+# Languages that sentencex or abbreviations.toml has rules for: the names that
+# NLLB begins with, and theirs.
 _LANGUAGES = dict(
   pair.split('=')
   for pair in """
     amh=am arb=ar bul=bg ben=bn cat=ca dan=da deu=de ell=el eng=en spa=es fin=fi
     fra=fr guj=gu hin=hi hye=hy ita=it jpn=ja kaz=kk kan=kn mal=ml mar=mr mya=my
-    nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te ukr=uk""".split()
+    nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te ukr=uk bos=bs ces=cs
+    est=et hrv=hr hun=hu ind=id lit=lt ltz=lb lvs=lv nb=no nob=no ron=ro slv=sl
+    srp=sr swe=sv tur=tr""".split()
 )
 _OTHERWISE = 'en'
 # Characters that sentencex is given at once: texts without spaces, and
@@ -38,6 +46,39 @@ _UNSPACED = re.compile(
   '[\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\ufe30-\uffef'
   '\U00020000-\U0003ffff]'
 )
+_PLAIN = re.compile(r'[\w\s,]*')  # has no sign that ends a sentence
+_LETTER = re.compile(r'[^\W\d_]')
+_TABLES = tomllib.loads(
+  pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
+)
+# What is kept inside of a line; the text of a link lies between two of these.
+_KEPT = r"""
+  [^\S\r\n]{3,} | \t
+  | (?<!\S)\|+ | \|+(?!\S)
+  | \s\#+\s*$ | ^\s*(?:`{3}|~{3})[^`]*$
+  | [(<"']{0,2} (?:https?://|ftp://|\bwww\.) [^\s\u2e80-\u9fff\uff00-\uffef]+
+  | (?<!\S) [^\s@]* @ [^\s@]+ \. [^\s@]+
+  | (?<!`) `(?![`\s]) [^`]* (?<!\s)` (?![`\w])
+  | !?\[(?=[^][]*\]\() | \]\([^()\s]*\)
+"""
+_IN_LINE = re.compile(_KEPT, re.VERBOSE)
+_IN_TABLE = re.compile(rf'\| | {_KEPT}', re.VERBOSE)  # lines that begin with |
+_NUMERALS = '一二三四五六七八九十百'
+# What is kept at the begin of a sentence, one after the other.
+_MARK = re.compile(
+  rf"""
+  \s+ | (?:[^\w\s]|_)+(?=\s) | >+ | [—–―]+(?!\d)
+  | \[[\sxX\d^.:]{{1,8}}\]:?(?=\s)
+  | \d{{1,3}}(?:\.\d{{1,3}})+ (?:[.)](?=\s) | (?=\s+(?![a-z])[^\W\d_]))
+  | [(（[]? (?:\d{{1,3}}|[{_NUMERALS}]{{1,3}})
+    (?:\.?[])](?=\s) | \.(?=\s) | [）．] | 、(?![\d{_NUMERALS}数]))
+  | [([]? (?P<word>[^\W\d_]|[ivx]{{1,5}}|[IVXLC]{{1,6}})
+    (?:\.?[])](?=\s) | \.(?=\s)(?!\s+(?:\d|[^\W\d_]\.)))
+  """,
+  re.VERBOSE,
+)
+_STOPS = '።፧।॥۔؟։'  # which need no blank behind them, as '.' does
+_OPENING = re.compile(r"""\s["'“”«„‘(\[]+\Z""")
 
 
 class Sentences(NamedTuple):
@@ -46,7 +87,7 @@ class Sentences(NamedTuple):
   Attributes:
     text: the whole text.
     spans: begin and end of each sentence, or of each part of one that was cut,
-      without the whitespace around it.
+      without the whitespace and the marks around it.
     num_cut: sentences that were cut.
   """
 
@@ -63,15 +104,16 @@ class Sentences(NamedTuple):
     """Puts an output in the place of each part.
 
     A line break within an output becomes a space: lines stay as many. Where
-    nothing stands between two parts, as in Chinese, their outputs get a space,
-    unless they are written without.
+    nothing stands between two parts, since they are in Chinese, their outputs
+    get a space, unless they are written without.
     """
     pieces, at = [''], 0
     for (begin, end), output in zip(self.spans, outputs, strict=True):
       output = ' '.join(output.strip().splitlines())
       gap, ends = self.text[at:begin], pieces[-1][-1:] + output[:1]
-      if not gap and len(ends) == 2 and not _UNSPACED.search(ends):
-        gap = ' '
+      is_new = len(ends) == 2 and ends != self.text[at - 1 : at + 1]
+      if not gap and is_new and _goes_without_blank(self.text, at):
+        gap = '' if _UNSPACED.search(ends) else ' '
       pieces += gap, output
       at = end
     return ''.join(pieces) + self.text[at:]
@@ -87,7 +129,7 @@ def language_of(name: str | None) -> str:
   language = _LANGUAGES.get(first, first)
   if language not in _LANGUAGES.values():
     warnings.warn(
-      f'split_lang: sentencex has no rules of its own for {name!r}. Sentences'
+      f'split_lang: there are no rules of its own for {name!r}. Sentences'
       ' are split by those of a related language or of English.',
       stacklevel=2,
     )
@@ -114,41 +156,126 @@ def split(
   count = functools.lru_cache(_COUNTS)(count)
   spans, num_cut, at = list[tuple[int, int]](), 0, 0
   for line in text.splitlines(keepends=True):
-    for sentence in _sentences(line, language):
-      pieces = _cut(sentence, count, most)
+    for begin, end in _sentences(line, language):
+      pieces, begin = _cut(line[begin:end], count, most), at + begin
       num_cut += len(pieces) > 1
       for piece in pieces:
         if core := piece.strip():
-          begin = at + piece.find(core)
-          spans.append((begin, begin + len(core)))
-        at += len(piece)
+          first = begin + piece.find(core)
+          spans.append((first, first + len(core)))
+        begin += len(piece)
+    at += len(line)
   return Sentences(text, spans, num_cut)
 
 
-def _sentences(line: str, language: str) -> Iterator[str]:
-  """Yields the sentences of a line; joined they are the line."""
-  if not line.strip():
-    yield line
+def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
+  """Yields begin and end of each sentence of a line, without its marks."""
+  if not _LETTER.search(line):
+    return
+  kept = _IN_TABLE if line.lstrip().startswith('|') else _IN_LINE
+  abbreviations = _rules_of(language).abbreviations
+
+  def behind_marks(begin: int, end: int) -> int:
+    while mark := _MARK.match(line, begin, end):
+      if mark['word'] in abbreviations:
+        break
+      begin = mark.end()
+    return begin
+
+  begin = 0
+  for match in itertools.chain(kept.finditer(line), [None]):
+    end = match.start() if match else len(line)
+    first = begin = behind_marks(begin, end)
+    for size in ends(line[first:end], language):
+      begin = behind_marks(begin, first + size)
+      if _LETTER.search(line, begin, first + size):
+        yield begin, first + size
+      begin = first + size
+    begin = match.end() if match else end
+
+
+class _Rules(NamedTuple):
+  """What is particular to a language.
+
+  Attributes:
+    abbreviations: words whose full stop ends no sentence.
+    changes: patterns, and what sentencex reads in the place of what they match,
+      as many characters: `_` for a full stop that ends nothing.
+  """
+
+  abbreviations: frozenset[str]
+  changes: Sequence[tuple[re.Pattern, Any]]
+
+
+@functools.cache
+def _rules_of(language: str) -> _Rules:
+  words = frozenset(_TABLES['abbreviations'].get(language, '').split())
+  ordinals = {r'(?<![\w.,:%–-])(\d{1,2}|[IVX]+)\.(?= )': r'\1_'}
+  if language not in _TABLES['ordinals'].split():
+    ordinals = {}
+
+  def of_word(match: re.Match) -> str:
+    is_known = match[1] in words or match[1].lower() in words
+    return match[1] + '_' if is_known else match[0]
+
+  def before_small(match: re.Match) -> str:
+    return match[1] + '_' if match[2].islower() else match[0]
+
+  def of_initial(match: re.Match) -> str:
+    return match[1] + '_' if match[1].isupper() else match[0]
+
+  changes: dict[str, Any] = {
+    r'\s': ' ',  # sentencex 1.0.32 panics at wide blanks behind an initial
+    '[។៕།༎]': '。',  # of Khmer and Tibetan
+    r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': of_word,
+    r'^([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
+    **ordinals,
+    r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': before_small,
+    # Initials of all scripts; sentencex knows those from A to Z.
+    r'(?<!\w)([^\W\d_A-Z])\.(?= )': of_initial,
+    r'(?<=[A-Z]\.-)([A-Z])\.(?= )': r'\1_',
+    r'(?<= al)\.(?= [(\[])': '_',  # 'et al. [2004]'
+    # With a digit sentencex begins no sentence.
+    r'(?<=[^\W\d_]{4}\. )\d': 'X',
+    rf'(?<=[。！？])[\da-zA-Z]|(?<={_UNSPACED.pattern}[!?])[\da-zA-Z]': '一',
+  }
+  return _Rules(words, [(re.compile(x), to) for x, to in changes.items()])
+
+
+def ends(text: str, language: str) -> Iterator[int]:
+  """Yields where each sentence of a line ends, blanks behind it included."""
+  if _PLAIN.fullmatch(text):
+    yield len(text)
     return
   what = 'Splitting texts into sentences'
   sentencex = package(what, 'sentencex', 'split')
-  at, held = 0, list[str]()  # blocks that are the begin of a sentence
-  while at < len(line):
-    block = line[at : at + _BLOCK]
-    # sentencex 1.0.32 panics at wide blanks behind an initial.
-    plain = re.sub(r'\s', ' ', block)
-    found = sentencex.get_sentence_boundaries(language, plain)
+  plain, at, last = text, 0, 0
+  for pattern, to in _rules_of(language).changes:
+    plain = pattern.sub(to, plain)
+  while True:
+    block = plain[at : at + _BLOCK]
+    found = sentencex.get_sentence_boundaries(language, block)
     # The last sentence of a block may go on behind it.
-    ends, begin = [sentence['end_index'] for sentence in found[:-1]], 0
-    if at + _BLOCK >= len(line):
-      ends.append(len(block))
-    for end in ends:
-      yield ''.join((*held, block[begin:end]))
-      begin, held = end, []
-    if not ends:
-      begin = block.rfind(' ') + 1 or len(block)
-      held.append(block[:begin])
-    at += begin
+    places = [at + sentence['end_index'] for sentence in found[:-1]]
+    for place in places:
+      is_blank = ' ' in plain[place - 1 : place + 1]
+      if not is_blank and not _goes_without_blank(plain, place):
+        # Within a word nothing ends, but before a quotation something may.
+        opening = _OPENING.search(plain, max(last, place - 4), place)
+        if not opening:
+          continue
+        place = opening.start() + 1
+      yield place
+      last = place
+    if at + _BLOCK >= len(text):
+      yield len(text)
+      return
+    at = max(places, default=at + (block.rfind(' ') + 1 or len(block)))
+
+
+def _goes_without_blank(text: str, at: int) -> bool:
+  """Whether a sentence may end at a place without a blank."""
+  return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 
 def _cut(

@@ -34,6 +34,7 @@ END = '<|endoftext|>'  # GPT-2's, where a folder does not say
 BLANK = '\u2581'  # sentencepiece's mark
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
+_MANY = 256  # texts for which sentencepiece may start its threads
 _SENTINELS = 100  # of T5, in seqio and in transformers
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -63,7 +64,8 @@ def splitter(tokens: Iterable[Any]) -> Any:
 def is_vocabulary(folder: pathlib.Path) -> bool:
   """Whether a folder holds the files of a vocabulary."""
   kinds = ((TOKENIZER,), (SENTENCEPIECE,), (PIECES,), (VOCAB, MERGES))
-  return any(all((folder / file).exists() for file in kind) for kind in kinds)
+  paths = [[folder / file for file in kind] for kind in kinds]
+  return any(all(map(os.path.lexists, kind)) for kind in paths)
 
 
 def settings(folder: pathlib.Path) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def settings(folder: pathlib.Path) -> dict[str, Any]:
 
 def _object_of(file: pathlib.Path) -> dict[str, Any]:
   """The object of a JSON file; {} if there is no such file."""
-  return files.read_json(file) if file.exists() else {}
+  return files.read_json(file) if os.path.lexists(file) else {}
 
 
 def content(token: Any) -> str:
@@ -379,7 +381,7 @@ class PiecesBackend:
         self.added[ids[name]] = added_token(name)
     self.sentinels -= {*(added or {})}
     self.pieces |= {i: token.content for i, token in self.added.items()}
-    self._splitters: dict[bool, Any] = {}
+    self._splitters: dict[bool, tuple[re.Pattern[str], Any]] = {}
 
   def _num_sentinels(self, config: Mapping[str, Any]) -> int:
     has_own = any(map(SENTINEL.fullmatch, self.pieces.values()))
@@ -402,11 +404,16 @@ class PiecesBackend:
   def encode(self, texts: Sequence[str], names: bool) -> list[list[int]]:
     """As of `JsonBackend`."""
     if names not in self._splitters:
-      tokens = self.added.values()
-      self._splitters[names] = splitter(
-        token for token in tokens if names or not token.special
-      )
-    parts = self._splitters[names].encode_batch(list(texts))
+      tokens = [x for x in self.added.values() if names or not x.special]
+      any_name = '|'.join(re.escape(token.content) for token in tokens)
+      self._splitters[names] = re.compile(any_name or '(?!)'), splitter(tokens)
+    name_in, split = self._splitters[names]
+    if not any(map(name_in.search, texts)):
+      texts = [text.replace(MARK, '') for text in texts]
+      if len(texts) < _MANY or self._numbers:
+        return [*map(self._encode, texts)]
+      return self._processor.encode(texts)  # by all cores
+    parts = split.encode_batch(list(texts))
     ids = {token.content: i for i, token in self.added.items()}
     rows: list[list[int]] = [[] for _ in texts]
     for row, text, part in zip(rows, texts, parts, strict=True):
@@ -494,9 +501,9 @@ def open_backend(
   folder = place if is_folder else place.parent
   names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
   if is_folder:
-    name = next((name for name in names if (folder / name).exists()), '')
+    name = next((name for name in names if os.path.lexists(folder / name)), '')
   else:
-    beside = any((folder / name).exists() for name in (SETTINGS, ADDED))
+    beside = any(os.path.lexists(folder / name) for name in (SETTINGS, ADDED))
     name = place.name if place.name in names[:2] and beside else ''
   if name:
     config = settings(folder)
@@ -519,7 +526,7 @@ def open_backend(
 
 def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
   """Raises ValueError if spiece.model has other pieces than tokenizer.json."""
-  if not (folder / SENTENCEPIECE).exists():
+  if not os.path.lexists(folder / SENTENCEPIECE):
     return
   pieces = PiecesBackend(folder / SENTENCEPIECE).pieces
   for i, piece in pieces.items():

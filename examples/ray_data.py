@@ -1,0 +1,59 @@
+"""Translates a file of lines by two engines of Ray, each an actor of its own.
+
+  pip install -e '.[ray]'
+  python examples/ray_data.py [FILE OUTPUT_FOLDER]
+
+Started again it goes on where it was stopped: Ray keeps which texts are done.
+On a cluster (RAY_ADDRESS; `ray start`) all machines must see both paths.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+import gin
+import ray.data
+from ray.data.checkpoint import CheckpointConfig
+
+import specdec_jax as sd
+
+NUM_ENGINES = 2
+EACH = {'num_cpus': 0}  # on a cluster what each needs: {'num_gpus': 1}
+file, out = sys.argv[1:] or ('demo/input.txt', 'outputs/ray')
+file, out = pathlib.Path(file).resolve(), pathlib.Path(out).resolve()
+folder = pathlib.Path().resolve()  # has gin/ and demo/
+
+
+class Translate:
+  """An engine, which lives as long as its actor."""
+
+  def __init__(self):
+    os.chdir(folder)
+    # With a pair of yours: sd.Engine(sd.load('MY_TARGET'), sd.load('MY_DRAFT'))
+    gin.parse_config_file('gin/models/demo_pair.gin')
+    self.engine = gin.get_configurable(sd.Engine)(batch_size=16)
+
+  def __call__(self, batch):
+    done = self.engine.generate(batch['text'].tolist())
+    return batch | {'translation': [one.text for one in done]}
+
+
+ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
+  'text', str(out / 'checkpoint'), delete_checkpoint_on_success=False
+)
+lines = file.read_bytes().decode().removesuffix('\n').split('\n')
+blocks = max(2 * NUM_ENGINES, len(lines) // 256)
+actors = ray.data.ActorPoolStrategy(size=NUM_ENGINES)
+texts = ray.data.read_text(str(file), override_num_blocks=blocks)
+made = texts.map_batches(Translate, batch_size=None, compute=actors, **EACH)
+made.write_json(str(out / 'parts'))
+
+# The parts come in any order; equal texts have equal (greedy) translations.
+german = {}
+for part in (out / 'parts').glob('*.json'):
+  records = map(json.loads, part.read_text('utf-8').splitlines())
+  german |= {record['text']: record['translation'] for record in records}
+text = ''.join(f'{german.get(line, "")}\n' for line in lines)
+(out / 'german.txt').write_text(text, 'utf-8')
+print(f'{len(german)} texts of {len(lines)} lines are in {out / "german.txt"}')
