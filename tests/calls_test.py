@@ -1,5 +1,6 @@
 """The benchmark measures what it says; how fast it is, is not tested."""
 
+import dataclasses
 import functools
 import json
 
@@ -87,6 +88,8 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
     return head(self, params, features)
 
   monkeypatch.setattr(type(NETWORK), 'head', heard)
+  # The calls of a toy take microseconds.
+  monkeypatch.setattr(calls, 'contradiction', lambda _: '')
   path = tmp_path / 'out/record.json'
   console = rich.console.Console(record=True, width=120)
   options = {'batch': 2, 'calls_a_run': 2, 'output_file': str(path)}
@@ -111,6 +114,14 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   assert row['expected_speed_up'] == pytest.approx(float(expected))
   text = console.export_text()
   assert 'expected speed-up' in text and 'acceptance forced to 1.0' in text
+  # Times that contradict themselves predict nothing.
+  monkeypatch.setattr(calls, 'contradiction', lambda _: 'a call took less')
+  record = calls.benchmark(
+    dataclasses.replace(config, output_file=None), console
+  )
+  (row,) = record['gammas']
+  assert row['expected_speed_up'] is None and row['speed_up'] > 0
+  assert 'No speed-up is predicted: a call took less' in console.export_text()
 
 
 def test_a_round_makes_proposals_that_are_not_accepted():
