@@ -191,7 +191,8 @@ def test_a_tree_of_many_choices():
   )
   tables = jax.device_put(joined)
   known = {(*map(int, one), 1) for one in choices}
-  first, tokens, targets = joined.first, joined.tokens, joined.targets
+  table = joined.by_id
+  first, tokens, targets = table.first, table.tokens, table.targets
   found, todo = set(), [(start - 1, ())]  # behind `FREE`
   while todo:
     state, said = todo.pop()
