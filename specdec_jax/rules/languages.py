@@ -447,8 +447,7 @@ def blocks(
   weights = rng.integers(1 << 63, size=(len(columns), 1), dtype=np.uint64)
   block = kinds.astype(np.int64)
   totals = np.bincount(block, minlength=kinds.size + 2)
-  size: Any = 2
-  todo = np.arange(kinds.size)
+  size, todo = 2, np.arange(kinds.size)
   for _ in range(kinds.size if most is None else most):
     if not todo.size:
       break
@@ -468,7 +467,7 @@ def blocks(
     is_new[largest] = sums[owner[largest]] < totals[owner[largest]]
     numbers = np.where(is_new, size + np.cumsum(is_new) - 1, owner)
     np.subtract.at(totals, owner[is_new], counts[is_new])
-    size += np.count_nonzero(is_new)
+    size += int(np.count_nonzero(is_new))
     totals[numbers[is_new]] = counts[is_new]
     block[todo] = numbers[group]
     moved = todo[is_new[group]]
@@ -581,28 +580,39 @@ def _spelled(dfa: Dfa, spell: Any) -> Dfa:
   cuts, classes, covered = _classes(
     [label for node in nodes for label, _, _ in node]
   )
-  # A state is one of the automaton beside a node: where it is in a symbol.
-  size, count = len(dfa.step), len(nodes)
-  check_size(size * count, 4 * MOST_STATES, 'states')
-  check_size(size * count * (1 + int(classes.max())), _MOST_CELLS * 2, 'edges')
-  step = np.zeros((size, count, 1 + int(classes.max())), np.int32)
+  size, count = len(dfa.step), 1 + int(classes.max())
+  check_size(size * len(nodes), _MOST_CELLS, 'edges')
+  rng = np.random.default_rng(2)
+  weights = rng.integers(1 << 63, size=count, dtype=np.uint64)
+  hashes = rng.integers(1 << 63, size=size, dtype=np.uint64)
+  hashes[0] = 0  # of the dead state, and of what leads nowhere else
+  # In a symbol, a state and a node are what the spellings from there lead to.
+  # Nodes are behind those that they lead to.
+  inside = np.zeros((size, len(nodes)), np.uint64)
   kinds = iter(covered)
-  states = np.arange(size)[:, None]
   for node, number in nodes.items():
     for _, is_last, value in node:
-      if is_last:
-        targets = dfa.step[:, [value]] * count + root
-        targets[dfa.step[:, [value]] == 0] = 0
-      else:
-        targets = states * count + value
-      step[:, number, next(kinds)] = targets
-  step[0] = 0
-  accepting = np.zeros((size, count), bool)
-  accepting[:, root] = dfa.accepting
-  flat = step.reshape(size * count, -1)
-  return Dfa(
-    cuts, classes, flat, accepting.reshape(-1), dfa.start * count + root
-  )
+      after = hashes[dfa.step[:, value]] if is_last else inside[:, value]
+      inside[:, number] += weights[next(kinds)].sum(dtype=np.uint64) * after
+  inside[:, root] = 0  # these states are in no symbol
+  values, firsts, states = np.unique(inside, True, True)
+  states = states.reshape(inside.shape) + size - (values[0] == 0)
+  states[inside == 0] = 0
+  check_size((size + len(values)) * count, 2 * _MOST_CELLS, 'edges')
+  step = np.zeros((size + len(values), count), np.int32)
+  origins, places = np.divmod(firsts, len(nodes))
+  kinds = iter(covered)
+  for node, number in nodes.items():
+    at = origins[(places == number) & (values > 0)]
+    rows = states[at, number]
+    if number == root:
+      at = rows = np.arange(size)
+    for _, is_last, value in node:
+      after = dfa.step[at, value] if is_last else states[at, value]
+      step[np.ix_(rows, next(kinds))] = after[:, None]
+  accepting = np.zeros((len(step),), bool)
+  accepting[:size] = dfa.accepting
+  return Dfa(cuts, classes, step, accepting, dfa.start)
 
 
 def _node(spellings: list[tuple[Any, int]], nodes: dict[Any, int]) -> int:
