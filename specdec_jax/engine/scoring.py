@@ -187,8 +187,9 @@ def _first(ids: Sequence[int], size: int) -> Sequence[int]:
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
   """The tokens up to each place of rows int32[B, W], [B, W]."""
   batch, width = rows.shape
-  states, first = None, ruling.rules.automaton
-  if first is not None:
+  states = None
+  if ruling.rules.automaton is not None:
+    first = jnp.asarray(ruling.rules.automaton)
 
     def step(state, at):
       place, token = at
@@ -196,7 +197,6 @@ def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
       after = jnp.where(place >= ruling.rules.begin, after, first)
       return after, after
 
-    first = jnp.asarray(first)
     _, states = lax.scan(step, first, (jnp.arange(width), rows.T))
     states = states.T
   length = jnp.broadcast_to(jnp.arange(width) + 1, (batch, width))

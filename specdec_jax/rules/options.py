@@ -123,7 +123,7 @@ class RowRules(NamedTuple):
 
   def allows(self, ids: Sequence[int]) -> bool:
     """Whether an output may begin with these ids, its automaton aside."""
-    size = self.numbers.get('no_repeat_ngram_size', 0)
+    size = int(self.numbers.get('no_repeat_ngram_size', 0))
     grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
     bans = [tuple(banned) for banned, bias in self.sequences if bias == -np.inf]
     return (
@@ -314,8 +314,8 @@ class RuleBook:
 
   @functools.cached_property
   def _vocabulary(self) -> constraints.Vocabulary:
-    spellings = self._tokenizer.spellings(self._vocab_size)
-    return constraints.Vocabulary(*spellings, self._vocab_size)
+    words, begins_blank = self._tokenizer.spellings(self._vocab_size)
+    return constraints.Vocabulary(words, begins_blank, self._vocab_size)
 
 
 def ruling_of(
