@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from specdec_jax.rules import languages
+from specdec_jax.rules import languages, scalars
 from specdec_jax.rules.schema import language_of
 
 HERE = pathlib.Path(__file__).parent
@@ -189,6 +189,25 @@ def test_recursion_ends_in_json():
     json.loads(text)
 
 
+def test_numbers_are_one_of_below_equal_and_above():
+  texts = [
+    *walks(scalars.NUMBER, 1000),
+    '1.7e+308',
+    '1.5e+308',
+    '-1e+308',
+    '-0.0',
+  ]
+  for bound in (0, 1, -1, 99, 0.25, -12.5, 1e-7, 1e16, -1.5e30, 10**20):
+    exact = decimal.Decimal(str(bound))
+    above, equal = scalars.above(exact), scalars.equal_to([exact])
+    for text in texts:
+      number = decimal.Decimal(text)
+      assert above.matches(text) == (number > exact) & scalars.NUMBER.matches(
+        text
+      )
+      assert equal.matches(text) == (number == exact), (text, bound)
+
+
 def wrong_of_suite(groups, language_of=made):
   """Instances that are accepted and not valid, or the reverse; refused ones."""
   wrong, refused = [], []
@@ -293,6 +312,11 @@ def test_some_walks_validate():
 @pytest.mark.parametrize('name', SCHEMAS)
 def test_walks_validate(name):
   assert errors_of(SCHEMAS[name], walks(made(SCHEMAS[name]), 1000)) == []
+
+
+def test_a_difference_without_texts_is_empty():
+  rest = languages.literal('foo') - languages.regex('oo', search=True)
+  assert rest.is_empty and rest.shortest() is None
 
 
 def nested(depth, keyword):

@@ -400,8 +400,9 @@ def _minimal(dfa: Dfa) -> Dfa:
   _, kinds, classes = np.unique(
     numbers @ dfa.step.astype(np.uint64), True, True
   )
-  classes = classes[dfa.classes]
-  columns = np.ascontiguousarray(dfa.step.T[kinds])
+  # A class without symbols would lead to states that no text reaches.
+  used, classes = np.unique(classes[dfa.classes], return_inverse=True)
+  columns = np.ascontiguousarray(dfa.step.T[kinds[used]])
   block = blocks(columns, dfa.accepting)
   _, first = np.unique(block, return_index=True)
   # Numbered as they are reached, the dead one first.

@@ -42,16 +42,11 @@ class _Kinds(dict[str, Language]):
   __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
 
 
-_FULL = _Kinds(
-  {
-    'null': languages.literal('null'),
-    'boolean': languages.words(['false', 'true']),
-    'number': scalars.NUMBER,
-    'string': languages.EVERY,  # the values
-    'array': languages.EVERY,  # a mark
-    'object': languages.EVERY,
-  }
-)
+# Of strings the values; arrays and objects have a mark.
+_FULL = _Kinds(dict.fromkeys(('string', 'array', 'object'), languages.EVERY))
+_FULL['null'] = languages.literal('null')
+_FULL['boolean'] = languages.words(['false', 'true'])
+_FULL['number'] = scalars.NUMBER
 
 # A schema, and whether a value is to be one of it or none of it.
 _Item = tuple[Any, bool]
@@ -281,10 +276,10 @@ class _Texts:
     least = max(_counts(schemas, 'minProperties'), default=0)
     most = min(_counts(schemas, 'maxProperties'), default=math.inf)
     enough = least if most == math.inf else most
-    required = dict.fromkeys(
-      name for schema in schemas for name in schema.get('required', ())
-    )
-    members, others = self._members(schemas, required, entered)
+    members, others = self._members(schemas, entered)
+    required = {name for x in schemas for name in x.get('required', ())}
+    if not required <= members.keys():
+      return NOTHING
     count = len(members)
     size, rest = (
       sum(len(value.dfa.step) for _, value in each) << min(count, 20)
@@ -306,78 +301,43 @@ class _Texts:
           after = seen | 1 << i if is_free else i + 1
           graph.add(node, key, value, (after, more, True), is_behind)
         if not is_free and i == seen and name not in required:
-          graph.skip(node, (i + 1, number, is_behind))
+          graph.add(node, EMPTY, EMPTY, (i + 1, number, is_behind), False)
+      after = seen if is_mixed else every
       for key, value in (
         others if number < most and (is_mixed or is_last) else ()
       ):
-        after = seen if is_mixed else every
         graph.add(node, key, value, (after, more, True), is_behind)
     return graph.language
 
   def _members(
-    self,
-    schemas: tuple[Schema, ...],
-    required: dict[str, None],
-    entered: _Entered,
+    self, schemas: tuple[Schema, ...], entered: _Entered
   ) -> tuple[dict[str, _Member], list[_Member]]:
     """The members with a name that is in the schemas, and all others."""
-    names = (
-      dict.fromkeys(
-        name for schema in schemas for name in schema.get('properties', ())
-      )
-      | required
+    names = dict.fromkeys(
+      name
+      for schema in schemas
+      for name in (*schema.get('properties', ()), *schema.get('required', ()))
     )
-    allowed = languages.EVERY
+    groups: list[tuple[str | None, Language, _Items]] = [
+      *((name, languages.literal(name), ()) for name in names),
+      (None, languages.EVERY - languages.words([*names]), ()),
+    ]
     for schema in schemas:
       if 'propertyNames' in schema:
-        allowed = allowed & self._names(schema['propertyNames'])
-    named = {}
-    for name in names:
-      parts = (part for x in schemas for part in self._parts_of(x, name))
-      items = tuple((part, True) for part in (allowed.matches(name), *parts))
-      key = self._string(languages.literal(name)) + self._colon
-      value = self.language(items, entered)
-      if name in required or not value.is_empty:
-        named[name] = key, value
-    others = allowed - languages.words([*names]) if names else allowed
-    groups: list[tuple[Language, _Items]] = [(others, ())]
-    for schema in schemas:
-      split = [(keys, items, False) for keys, items in groups]
-      for pattern, part in schema.get('patternProperties', {}).items():
-        search = _search(schema, 'patternProperties', pattern)
-        split = [
-          group
-          for keys, items, is_found in split
-          for group in (
-            (keys & search, (*items, (part, True)), True),
-            (keys - search, items, is_found),
-          )
-        ]
-      rest = ((schema.get('additionalProperties', True), True),)
+        allowed = self._names(schema['propertyNames'])
+        groups = [(name, keys & allowed, items) for name, keys, items in groups]
       groups = [
-        (keys, items if is_found else items + rest)
-        for keys, items, is_found in split
-        if not keys.is_empty
+        (name, part, items + more)
+        for name, keys, items in groups
+        for part, more in _split(schema, name, keys)
       ]
-    return named, [
-      (self._string(keys) + self._colon, self.language(items, entered))
-      for keys, items in groups
-      if (False, True) not in items
+    members = [
+      (name, (self._string(keys) + self._colon, self.language(items, entered)))
+      for name, keys, items in groups
+      if (False, True) not in items and not keys.is_empty
     ]
-
-  def _parts_of(self, schema: Schema, name: str) -> list[Any]:
-    """What a schema says of the value of a key."""
-    parts = (
-      [schema['properties'][name]]
-      if name in schema.get('properties', ())
-      else []
-    )
-    parts += (
-      part
-      for pattern, part in schema.get('patternProperties', {}).items()
-      if _search(schema, 'patternProperties', pattern).matches(name)
-    )
-    return parts or [schema.get('additionalProperties', True)]
+    named = {name: x for name, x in members if name and not x[1].is_empty}
+    return named, [member for name, member in members if name is None]
 
   def _names(self, schema: Any) -> Language:
     """The values of strings that a schema describes."""
@@ -411,10 +371,6 @@ class _Graph:
     self._edges.append((self._numbers[node], head, self._numbers[entry]))
     if is_new:
       self._edge(entry, value, target)
-
-  def skip(self, node: Any, target: Any) -> None:
-    """Lets the target follow without an item or a member."""
-    self._edge(node, EMPTY, target)
 
   def end(self, node: Any) -> None:
     """Lets the text end behind a node."""
@@ -470,6 +426,21 @@ def _at(schema: Schema, place: int) -> Any:
   """What a schema says of the item at a place."""
   first = schema.get('prefixItems', ())
   return first[place] if place < len(first) else schema.get('items', True)
+
+
+def _split(
+  schema: Schema, name: str | None, keys: Language
+) -> list[tuple[Language, _Items]]:
+  """What a schema says of the values of keys; name is that of one key."""
+  properties = schema.get('properties', {})
+  items: _Items = ((properties[name], True),) if name in properties else ()
+  parts = [(keys, items)]
+  for pattern, value in schema.get('patternProperties', {}).items():
+    search = _search(schema, 'patternProperties', pattern)
+    within = [(keys & search, (*items, (value, True))) for keys, items in parts]
+    parts = within + [(keys - search, items) for keys, items in parts]
+  rest = ((schema.get('additionalProperties', True), True),)
+  return [(keys, items or rest) for keys, items in parts]
 
 
 def _made(of: Schema, **keywords: Any) -> Schema:
@@ -576,30 +547,26 @@ def _counterparts(schema: Schema) -> list[Schema]:
   def denied(part: Any) -> Schema:
     return _made(schema, **{'not': part})
 
-  parts = [
-    object_(properties={key: False}) for key in schema.get('required', ())
-  ]
-  parts += (
-    object_(properties={key: denied(part)}, required=[key])
-    for key, part in schema.get('properties', {}).items()
-    if part is not True
-  )
+  names, properties = schema.get('required', ()), schema.get('properties', {})
+  made = [object_(properties={name: False}) for name in names]
+  for name, part in properties.items():
+    made.append(object_(properties={name: denied(part)}, required=[name]))
   first = schema.get('prefixItems', [])
   for place, part in enumerate(first):
     items = [True] * place + [denied(part)]
-    parts.append(array(prefixItems=items, minItems=place + 1))
-  if schema.get('items', True) is not True:
-    parts.append(array(contains=denied(schema['items']), begin=len(first)))
+    made.append(array(prefixItems=items, minItems=place + 1))
+  if 'items' in schema:
+    made.append(array(contains=denied(schema['items']), begin=len(first)))
   if 'contains' in schema:
-    counter = _Counter(schema)
     counted = functools.partial(array, contains=schema['contains'])
-    if counter.least:
-      parts.append(counted(minContains=0, maxContains=counter.least - 1))
-    if counter.most is not None:
-      parts.append(counted(minContains=counter.most + 1))
+    least, most = schema.get('minContains', 1), schema.get('maxContains')
+    if least:
+      made.append(counted(minContains=0, maxContains=least - 1))
+    if most is not None:
+      made.append(counted(minContains=most + 1))
   for make, of in ((array, 'Items'), (object_, 'Properties')):
-    if schema.get(f'min{of}', 0) > 0:
-      parts.append(make(**{f'max{of}': schema[f'min{of}'] - 1}))
+    if schema.get(f'min{of}', 0):
+      made.append(make(**{f'max{of}': schema[f'min{of}'] - 1}))
     if f'max{of}' in schema:
-      parts.append(make(**{f'min{of}': schema[f'max{of}'] + 1}))
-  return parts
+      made.append(make(**{f'min{of}': schema[f'max{of}'] + 1}))
+  return made
