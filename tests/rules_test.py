@@ -191,7 +191,8 @@ def test_a_tree_of_many_choices():
   )
   tables = jax.device_put(joined)
   known = {(*map(int, one), 1) for one in choices}
-  first, tokens, targets = joined.first, joined.tokens, joined.targets
+  table = joined.by_id
+  first, tokens, targets = table.first, table.tokens, table.targets
   found, todo = set(), [(start - 1, ())]  # behind `FREE`
   while todo:
     state, said = todo.pop()
@@ -210,7 +211,44 @@ def test_a_tree_of_many_choices():
   assert {*np.flatnonzero(allowed).tolist()} == begins
 
 
+def test_log_probs_are_of_what_rules_leave(engine):
+  """As decoding has them, as scores, and of the likeliest tokens."""
+  for options in (
+    {'choices': ['red dog', 'red', 'a cat']},
+    {'regex': '[a-c]{3,5}', 'presence_penalty': 1.0},
+    {'repetition_penalty': 1.7, 'no_repeat_ngram_size': 2},
+    {'regex': 'a|the (red )?dog', 'num_beams': 2},
+  ):
+    plain = engine.generate(TEXTS, **options)
+    top = engine.generate(TEXTS, top_log_probs=3, **options)
+    for one, other in zip(plain, top, strict=True):
+      assert one.tokens == other.tokens
+      np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+      for token, value, likeliest in zip(
+        other.tokens, other.log_probs, other.top_log_probs, strict=True
+      ):
+        assert dict(likeliest).get(token, value) == pytest.approx(value)
+        if 'num_beams' not in options:
+          assert sum(np.exp([v for _, v in likeliest])) < 1 + 1e-5
+
+
+def test_rules_that_leave_no_token_end_an_output(engine):
+  for options in (
+    {'choices': ['red'], 'min_length': 9},
+    {'regex': 'a', 'suppress_tokens': [1]},
+  ):
+    for width in (None, 2):
+      for done in engine.generate(TEXTS, num_beams=width, **options):
+        assert done.finish_reason == 'rules' and done.error is None
+        assert done.text in ('', *options.get('choices', 'a'))
+
+
 BAD = [
+  ({'choices': ['red'], 'bad_words': ['red']}, 'choices.*bad_words'),
+  ({'choices': ['red red'], 'no_repeat_ngram_size': 1}, 'choices.*ngram'),
+  ({'allowed_token_ids': [5], 'suppress_tokens': [1, 5]}, 'suppress_tokens'),
+  ({'regex': '(?=a)b'}, 'regex.*lookarounds'),
+  ({'regex': '((((a{1,99}){1,99}){1,99}){1,99})'}, 'regex.*positions'),
   ({'repetition_penalty': 0}, 'repetition_penalty'),
   ({'repetition_penalty': np.nan}, 'repetition_penalty'),
   ({'json_schema': {'type': 'nothing'}}, 'json_schema'),

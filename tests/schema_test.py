@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from specdec_jax.rules import languages
+from specdec_jax.rules import languages, scalars
 from specdec_jax.rules.schema import language_of
 
 HERE = pathlib.Path(__file__).parent
@@ -187,6 +187,25 @@ def test_recursion_ends_in_json():
   assert accepted(node, values) == values[:3]
   for text in walks(made(node), 200):
     json.loads(text)
+
+
+def test_numbers_are_one_of_below_equal_and_above():
+  texts = [
+    *walks(scalars.NUMBER, 1000),
+    '1.7e+308',
+    '1.5e+308',
+    '-1e+308',
+    '-0.0',
+  ]
+  for bound in (0, 1, -1, 99, 0.25, -12.5, 1e-7, 1e16, -1.5e30, 10**20):
+    exact = decimal.Decimal(str(bound))
+    above, equal = scalars.above(exact), scalars.equal_to([exact])
+    for text in texts:
+      number = decimal.Decimal(text)
+      assert above.matches(text) == (number > exact) & scalars.NUMBER.matches(
+        text
+      )
+      assert equal.matches(text) == (number == exact), (text, bound)
 
 
 def wrong_of_suite(groups, language_of=made):

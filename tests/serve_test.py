@@ -166,6 +166,7 @@ def test_streams_are_whole_and_never_taken_back(client, url):
 
 
 LABELS = ['red', 'the dog', 'a']
+OBJECT = {'type': 'object'}
 SCHEMA = {'type': 'object', 'properties': {'a': {'type': 'integer'}}}
 RULES = (
   ({'structured_outputs': {'choice': LABELS}}, {'choices': LABELS}),
@@ -174,7 +175,18 @@ RULES = (
     {'min_p': 0.2, 'presence_penalty': 1.0},
   ),
   ({'structured_outputs': {'json': SCHEMA}}, {'json_schema': SCHEMA}),
-  ({'structured_outputs': {'regex': 'a'}}, {'regex': 'a'}),
+  ({'structured_outputs': {'regex': 'a', 'choice': None}}, {'regex': 'a'}),
+  ({'structured_outputs': {'json_object': True}}, {'json_schema': OBJECT}),
+  ({'guided_choice': LABELS, 'guided_json': None}, {'choices': LABELS}),
+  ({'guided_regex': 'a'}, {'regex': 'a'}),
+  (
+    {'guided_json': SCHEMA, 'add_special_tokens': True},
+    {'json_schema': SCHEMA},
+  ),
+  (
+    {'response_format': {'type': 'json_object', 'schema': SCHEMA}},
+    {'json_schema': SCHEMA},
+  ),
   ({'response_format': {'type': 'text'}}, {}),
   (
     {'response_format': {'type': 'json_object'}},
@@ -401,6 +413,26 @@ BAD = (  # the field that is named, and the body
   ('response_format', {'response_format': {'type': 'grammar'}}),
   ('structured_outputs', {'structured_outputs': {'choice': []}}),
   ('structured_outputs', {'structured_outputs': {'grammar': 'a'}}),
+  (
+    'structured_outputs',
+    {'structured_outputs': {'regex': '(((a{1,99}){1,99}){1,99}){9}'}},
+  ),
+  (
+    'structured_outputs',
+    {'structured_outputs': {'choice': ['a'], 'regex': 'a'}},
+  ),
+  (
+    'structured_outputs',
+    {'guided_regex': 'a', 'structured_outputs': {'regex': 'a'}},
+  ),
+  ('guided_regex', {'guided_regex': '(?=a)'}),
+  ('guided_json', {'guided_json': {'type': 'nothing'}}),
+  (
+    'response_format',
+    {'response_format': {'type': 'json_object', 'schema': {'$ref': '#'}}},
+  ),
+  ('guided_choice', {'guided_choice': ['a'], 'bad_words': ['a']}),
+  ('ignore_eos', {'ignore_eos': True, 'guided_regex': 'a'}),
   ('use_beam_search', {'use_beam_search': True, 'n': 3}),
   ('temperature', BEAMS | {'temperature': 1}),
   ('stream', BEAMS | {'stream': True}),

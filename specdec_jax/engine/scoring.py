@@ -189,8 +189,9 @@ def _first(ids: Sequence[int], size: int) -> Sequence[int]:
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
   """The tokens up to each place of rows int32[B, W], [B, W]."""
   batch, width = rows.shape
-  states, first = None, ruling.rules.automaton
-  if first is not None:
+  states = None
+  if ruling.rules.automaton is not None:
+    first = jnp.asarray(ruling.rules.automaton)
 
     def step(state, at):
       place, token = at
@@ -198,7 +199,6 @@ def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
       after = jnp.where(place >= ruling.rules.begin, after, first)
       return after, after
 
-    first = jnp.asarray(first)
     _, states = lax.scan(step, first, (jnp.arange(width), rows.T))
     states = states.T
   length = jnp.broadcast_to(jnp.arange(width) + 1, (batch, width))
@@ -258,8 +258,9 @@ def _measured(
 
   slots = -(-width // _BLOCK) * _BLOCK
   prefixes = None if ruling is None else _prefixes(ruling, rows[:, :-1])
-  pairs = jax.tree.map(in_blocks, (rows[:, :-1], rows[:, 1:], prefixes))
-  _, scores = lax.scan(read, network.prefill(params, inputs, slots), pairs)
+  pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
+  parts = *pairs, jax.tree.map(in_blocks, prefixes)
+  _, scores = lax.scan(read, network.prefill(params, inputs, slots), parts)
   return tuple(
     jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]) for x in scores
   )

@@ -8,6 +8,7 @@ padded to few sizes, so that another regex or schema recompiles nothing. State
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,39 +27,89 @@ _STEP = 4  # between two sizes of a table
 
 
 @struct.dataclass
-class Automata:
-  """T states that read a token byte by byte, and behind them N by its id.
-
-  State `FREE` is the first of the T. A part that no row of a batch needs is
-  None, and no part of the program.
+class ByBytes:
+  """T states that read the bytes of a token, `FREE` the first of them.
 
   Attributes:
     step: int32[T, 256], the state behind each state and byte.
     spelled: uint8[S], the bytes of all tokens behind each other.
     spans: int32[V + 1], where those of each token begin.
-    first: int32[N + 1], the first edge of each of the N states; behind it the
-      next one's.
-    tokens: int32[E], the token of each edge; those of a state are sorted.
-    targets: int32[E], which of the N is the state after it.
+  """
+
+  step: Array
+  spelled: Array
+  spans: Array
+
+  def next_state(self, state: jax.Array, token: jax.Array) -> jax.Array:
+    """The state after a token, int32[]."""
+    step, spelled = jnp.asarray(self.step), jnp.asarray(self.spelled)
+    return lax.fori_loop(
+      self.spans[token],
+      self.spans[token + 1],
+      lambda place, at: step[at, spelled[place]],
+      jnp.where(state < step.shape[0], state, FREE),
+    )
+
+
+@struct.dataclass
+class ById:
+  """N states and E edges; the edges of a state are sorted by their tokens.
+
+  Attributes:
+    first: int32[N + 1], the first edge of each state; behind it the next one's.
+    tokens: int32[E], the token of each edge.
+    targets: int32[E], the state after it.
+  """
+
+  first: Array
+  tokens: Array
+  targets: Array
+
+  def edge(
+    self, state: jax.Array, token: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The edge of a state with a token, int32[]; and whether there is one."""
+    end = self.first[state + 1]
+
+    def halve(_, bounds):
+      low, high = bounds
+      middle = (low + high) // 2
+      above = (self.tokens[middle] >= token) | (low >= high)
+      return (
+        jnp.where(above, low, middle + 1),
+        jnp.where(above & (low < high), middle, high),
+      )
+
+    steps = self.tokens.shape[0].bit_length()
+    place, _ = lax.fori_loop(0, steps, halve, (self.first[state], end))
+    return place, (place < end) & (self.tokens[place] == token)
+
+
+@struct.dataclass
+class Automata:
+  """States of `by_bytes`, or `FREE` alone, and behind these T those of `by_id`.
+
+  A part that no row of a batch needs is None, and no part of the program.
+
+  Attributes:
+    by_bytes: of texts.
+    by_id: of choices.
     bits_of: int32[T + N], the row of `bits` of each state; -1 where it has few
       edges.
     bits: uint32[R, ceil(V / 32)], the tokens that a state allows.
     only: int32[R], the token of a row that allows one alone; else -1.
   """
 
-  step: Array | None
-  spelled: Array | None
-  spans: Array | None
-  first: Array | None
-  tokens: Array | None
-  targets: Array | None
+  by_bytes: ByBytes | None
+  by_id: ById | None
   bits_of: Array
   bits: Array
   only: Array
 
   @property
-  def _num_spelled(self) -> int:
-    return 1 if self.step is None else self.step.shape[0]
+  def _behind(self) -> int:
+    """T, the first state of `by_id`."""
+    return 1 if self.by_bytes is None else self.by_bytes.step.shape[0]
 
   def next_state(self, state: jax.Array, token: jax.Array) -> jax.Array:
     """The state after a token, int32[].
@@ -67,44 +118,14 @@ class Automata:
     the state after it does not matter.
     """
     after = jnp.full_like(state, FREE)
-    if self.step is not None:
-      step, spelled, spans = self.step, self.spelled, self.spans
-      after = lax.fori_loop(
-        spans[token],
-        spans[token + 1],
-        lambda place, at: step[at, spelled[place]],
-        jnp.where(state < step.shape[0], state, FREE),
-      )
-    if self.first is None:
+    if self.by_bytes is not None:
+      after = self.by_bytes.next_state(state, token)
+    if self.by_id is None:
       return after
-    place, is_edge = self._edge(state, token)
-    target = self._num_spelled + self.targets[place]
-    by_id = jnp.where(is_edge, target, FREE)
-    return jnp.where(state < self._num_spelled, after, by_id)
-
-  def _edge(
-    self, state: jax.Array, token: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """The edge of a state with a token, int32[]; and whether there is one."""
-    tokens, row = self.tokens, self._row(state)
-    end = self.first[row + 1]
-
-    def halve(_, bounds):
-      low, high = bounds
-      middle = (low + high) // 2
-      above = (tokens[middle] >= token) | (low >= high)
-      return (
-        jnp.where(above, low, middle + 1),
-        jnp.where(above & (low < high), middle, high),
-      )
-
-    steps = tokens.shape[0].bit_length()
-    place, _ = lax.fori_loop(0, steps, halve, (self.first[row], end))
-    return place, (place < end) & (tokens[place] == token)
-
-  def _row(self, state: jax.Array) -> jax.Array:
-    """The row of `first` of a state; of one of the T any."""
-    return jnp.maximum(state - self._num_spelled, 0)
+    at = jnp.maximum(state - self._behind, 0)
+    place, is_edge = self.by_id.edge(at, token)
+    target = jnp.where(is_edge, self._behind + self.by_id.targets[place], FREE)
+    return jnp.where(state < self._behind, after, target)
 
   def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
     """bool[V], the tokens that may follow a state int32[]."""
@@ -112,24 +133,24 @@ class Automata:
     words = self.bits[jnp.maximum(row, 0)]
     flags = (words[:, None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & 1
     by_bits = flags.reshape(-1)[:vocab_size] > 0
-    if self.first is None:
+    if self.by_id is None:
       return by_bits
-    at = self._row(state)
-    place = self.first[at] + jnp.arange(_FEW)
-    is_edge = place < self.first[at + 1]
-    tokens = jnp.where(is_edge, self.tokens[place], vocab_size)
+    at = jnp.maximum(state - self._behind, 0)
+    place = self.by_id.first[at] + jnp.arange(_FEW)
+    is_edge = place < self.by_id.first[at + 1]
+    tokens = jnp.where(is_edge, self.by_id.tokens[place], vocab_size)
     few = jnp.zeros((vocab_size,), bool).at[tokens].set(True, mode='drop')
     return jnp.where(row == _NONE, few, by_bits)
 
   def only_token(self, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """bool[], whether one token alone may follow; and that token, int32[]."""
     row = self.bits_of[state]
-    only = self.only[jnp.maximum(row, 0)]
-    if self.first is not None:
-      at = self._row(state)
-      begin = self.first[at]
-      is_one = self.first[at + 1] == begin + 1
-      few = jnp.where(is_one, self.tokens[begin], _NONE)
+    only: Any = self.only[jnp.maximum(row, 0)]
+    if self.by_id is not None:
+      at = jnp.maximum(state - self._behind, 0)
+      begin = self.by_id.first[at]
+      is_one = self.by_id.first[at + 1] == begin + 1
+      few = jnp.where(is_one, self.by_id.tokens[begin], _NONE)
       only = jnp.where(row == _NONE, few, only)
     return only >= 0, only
 
@@ -205,16 +226,16 @@ def joined(
     only.append(part.only)
     starts[part] = part.start + size - 1
     size, num_rows = size + len(part.step) - 1, num_rows + len(part.bits)
-  spelled = [None] * 3
+  by_bytes = by_id = None
   if texts:
     missing = _size(size, _LEAST_STATES) - size
     steps.append(np.zeros((missing, 256), np.int32))
     rows_of.append(np.zeros((missing,), np.int32))
     step = np.concatenate(steps).astype(np.int32)
-    spelled, size = [step, texts[0].spelled, texts[0].spans], len(step)
-  edges, more = [None] * 3, {}
+    by_bytes, size = ByBytes(step, texts[0].spelled, texts[0].spans), len(step)
+  more: dict[bytes, int] = {}
   if tries:
-    *edges, few, more = _joined_tries(tries, vocab_size, num_rows)
+    by_id, few, more = _joined_tries(tries, vocab_size, num_rows)
     rows_of.append(few)
     begins = np.cumsum([size, *(part.num_states for part in tries)]).tolist()
     starts |= zip(tries, begins, strict=False)
@@ -223,14 +244,14 @@ def joined(
   words = np.pad(np.concatenate([*bits, words]), ((0, missing), (0, 0)))
   only.append(np.full((len(more) + missing,), _NONE, np.int32))
   states = np.concatenate(rows_of).astype(np.int32)
-  tables = Automata(*spelled, *edges, states, words, np.concatenate(only))
+  tables = Automata(by_bytes, by_id, states, words, np.concatenate(only))
   return tables, [starts[part] for part in parts]
 
 
 def _joined_tries(
   parts: list[Trie], vocab_size: int, row: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[bytes, int]]:
-  """`first`, `tokens`, `targets` and `bits_of` of tries, and rows of bits.
+) -> tuple[ById, np.ndarray, dict[bytes, int]]:
+  """The tables of tries, the rows of their states, and what is in these.
 
   Args:
     parts: the tries.
@@ -256,7 +277,7 @@ def _joined_tries(
       flags[part.tokens[part.first[state] : part.first[state + 1]]] = 1
       packed = np.packbits(flags, bitorder='little').tobytes()
       bits_of[start + state] = rows.setdefault(packed, row + len(rows))
-  return first, tokens, targets, bits_of, rows
+  return ById(first, tokens, targets), bits_of, rows
 
 
 def _size(needed: int, least: int) -> int:

@@ -87,7 +87,6 @@ class _Nfa:
   """An automaton that grows: edges by labels, and edges without a symbol."""
 
   def __init__(self):
-    self.size = 1
     self.labels: dict[Intervals, int] = {}
     self.edges: list[list[tuple[int, int]]] = [[]]
     self.empty: list[list[int]] = [[]]
@@ -174,7 +173,7 @@ class Language:
     firsts = [(*ranges, (0, 0))[0][0] for ranges in dfa.intervals()]
     for is_near in reached[-2::-1]:
       kind = int(np.argmax(is_near[dfa.step[state]]))
-      state, text = dfa.step[state, kind], text + chr(firsts[kind])
+      state, text = int(dfa.step[state, kind]), text + chr(firsts[kind])
     return text
 
   def _emit(self, nfa: _Nfa, state: int) -> int:
@@ -312,15 +311,29 @@ def _determined(nfa: _Nfa, end: int) -> Dfa:
   """The automaton of sets of positions."""
   cuts, classes, covered = _classes([*nfa.labels])
   num_classes = 1 + int(classes.max())
-  closure = _closures(nfa, end)
   numbers: dict[frozenset[int], int] = {frozenset(): 0}
   again: dict[frozenset[int], int] = {}  # before their closure
   subsets, rows, members = [frozenset[int]()], [], 0
 
+  @functools.cache
+  def closure(state: int) -> frozenset[int]:
+    """The states behind a state without a symbol, of those that have edges."""
+    nonlocal members
+    check_time()
+    reached, todo = {state}, [state]
+    while todo:
+      more = {*nfa.empty[todo.pop()]} - reached
+      reached |= more
+      todo += more
+    kept = frozenset(s for s in reached if nfa.edges[s] or s == end)
+    members += len(kept)
+    check_size(members, _MOST_MEMBERS, 'positions in its states')
+    return kept
+
   def number(targets: frozenset[int]) -> int:
     nonlocal members
     if targets not in again:
-      subset = frozenset().union(*map(closure, targets))
+      subset = frozenset[int]().union(*map(closure, targets))
       again[targets] = numbers.setdefault(subset, len(subsets))
       if again[targets] == len(subsets):
         subsets.append(subset)
@@ -369,34 +382,14 @@ def _classes(
   spans = iter(bounds.T.tolist())
   covered = [
     np.unique(
-      np.concatenate([classes[slice(*next(spans))] for _ in label] or [[]])
+      np.concatenate(
+        [classes[slice(*next(spans))] for _ in label] or [classes[:0]]
+      )
     ).tolist()
     for label in labels
   ]
   keep = cuts < _TOP
   return cuts[keep], classes[keep], covered
-
-
-def _closures(nfa: _Nfa, end: int) -> Any:
-  """The states behind a state without a symbol, of those that have edges."""
-
-  @functools.cache
-  def closure(state: int) -> frozenset[int]:
-    nonlocal members
-    check_time()
-    reached, todo = {state}, [state]
-    while todo:
-      for target in nfa.empty[todo.pop()]:
-        if target not in reached:
-          reached.add(target)
-          todo.append(target)
-    kept = frozenset(s for s in reached if nfa.edges[s] or s == end)
-    members += len(kept)
-    check_size(members, _MOST_MEMBERS, 'positions in its states')
-    return kept
-
-  members = 0
-  return closure
 
 
 def _minimal(dfa: Dfa) -> Dfa:
@@ -414,7 +407,7 @@ def _minimal(dfa: Dfa) -> Dfa:
   _, first = np.unique(block, return_index=True)
   # Numbered as they are reached, the dead one first.
   step = block[columns[:, first]].T
-  order, reached = [block[0]], np.zeros((len(first),), bool)
+  order, reached = [int(block[0])], np.zeros((len(first),), bool)
   reached[block[0]] = True
   todo = np.unique(block[[dfa.start]])
   while (todo := todo[~reached[todo]]).size:
@@ -475,7 +468,7 @@ def blocks(
     is_new[largest] = sums[owner[largest]] < totals[owner[largest]]
     numbers = np.where(is_new, size + np.cumsum(is_new) - 1, owner)
     np.subtract.at(totals, owner[is_new], counts[is_new])
-    size += np.count_nonzero(is_new)
+    size += int(np.count_nonzero(is_new))
     totals[numbers[is_new]] = counts[is_new]
     block[todo] = numbers[group]
     moved = todo[is_new[group]]
@@ -502,7 +495,7 @@ def _split(low: int, high: int, places: Sequence[int]) -> Iterator[Spelling]:
   if not rest:
     yield [((first, last),)]
     return
-  ends = []
+  ends: list[tuple[int, int, int, int]] = []
   if first == last:
     parts = [(first, last, low, high)]
   else:
@@ -535,7 +528,7 @@ def _utf8(low: int, high: int) -> Iterator[Spelling]:
   ):
     places = [64**i for i in reversed(range(size))]
     for pair in _clipped(low, high, ((first, last),)):
-      for digits in _split(*pair, places):
+      for digits in _split(pair[0], pair[1], places):
         head, *tail = digits
         yield [_shifted(head, lead), *(_shifted(d, 0x80) for d in tail)]
 
@@ -555,7 +548,7 @@ def _json(low: int, high: int) -> Iterator[Spelling]:
   longer = [(0, 7), (11, 11), (14, 31), (127, 0xD7FF), (0xE000, 0xFFFF)]
   unit: Spelling = [*backslash, ((0x75, 0x75),)]
   for pair in _clipped(low, high, tuple(longer)):
-    for digits in _split(*pair, [16**i for i in (3, 2, 1, 0)]):
+    for digits in _split(pair[0], pair[1], [4096, 256, 16, 1]):
       yield [*unit, *map(_hex, digits)]
   d: Intervals = ((0x64, 0x64),)
   for first, last in _clipped(low, high, ((0x10000, 0x10FFFF),)):
@@ -588,28 +581,39 @@ def _spelled(dfa: Dfa, spell: Any) -> Dfa:
   cuts, classes, covered = _classes(
     [label for node in nodes for label, _, _ in node]
   )
-  # A state is one of the automaton beside a node: where it is in a symbol.
-  size, count = len(dfa.step), len(nodes)
-  check_size(size * count, 4 * MOST_STATES, 'states')
-  check_size(size * count * (1 + int(classes.max())), _MOST_CELLS * 2, 'edges')
-  step = np.zeros((size, count, 1 + int(classes.max())), np.int32)
+  size, count = len(dfa.step), 1 + int(classes.max())
+  check_size(size * len(nodes), _MOST_CELLS, 'edges')
+  rng = np.random.default_rng(2)
+  weights = rng.integers(1 << 63, size=count, dtype=np.uint64)
+  hashes = rng.integers(1 << 63, size=size, dtype=np.uint64)
+  hashes[0] = 0  # of the dead state, and of what leads nowhere else
+  # In a symbol, a state and a node are what the spellings from there lead to.
+  # Nodes are behind those that they lead to.
+  inside = np.zeros((size, len(nodes)), np.uint64)
   kinds = iter(covered)
-  states = np.arange(size)[:, None]
   for node, number in nodes.items():
     for _, is_last, value in node:
-      if is_last:
-        targets = dfa.step[:, [value]] * count + root
-        targets[dfa.step[:, [value]] == 0] = 0
-      else:
-        targets = states * count + value
-      step[:, number, next(kinds)] = targets
-  step[0] = 0
-  accepting = np.zeros((size, count), bool)
-  accepting[:, root] = dfa.accepting
-  flat = step.reshape(size * count, -1)
-  return Dfa(
-    cuts, classes, flat, accepting.reshape(-1), dfa.start * count + root
-  )
+      after = hashes[dfa.step[:, value]] if is_last else inside[:, value]
+      inside[:, number] += weights[next(kinds)].sum(dtype=np.uint64) * after
+  inside[:, root] = 0  # these states are in no symbol
+  values, firsts, states = np.unique(inside, True, True)
+  states = states.reshape(inside.shape) + size - (values[0] == 0)
+  states[inside == 0] = 0
+  check_size((size + len(values)) * count, 2 * _MOST_CELLS, 'edges')
+  step = np.zeros((size + len(values), count), np.int32)
+  origins, places = np.divmod(firsts, len(nodes))
+  kinds = iter(covered)
+  for node, number in nodes.items():
+    at = origins[(places == number) & (values > 0)]
+    rows = states[at, number]
+    if number == root:
+      at = rows = np.arange(size)
+    for _, is_last, value in node:
+      after = dfa.step[at, value] if is_last else states[at, value]
+      step[np.ix_(rows, next(kinds))] = after[:, None]
+  accepting = np.zeros((len(step),), bool)
+  accepting[:size] = dfa.accepting
+  return Dfa(cuts, classes, step, accepting, dfa.start)
 
 
 def _node(spellings: list[tuple[Any, int]], nodes: dict[Any, int]) -> int:
@@ -707,9 +711,9 @@ class _Reader:
 
   def read(self, tree: Any, flags: int) -> Language:
     """The language of a tree, by the flags that hold there."""
-    return concat(self._read(*node, flags) for node in tree)
+    return concat(self._read(kind, value, flags) for kind, value in tree)
 
-  def _read(self, kind: Any, value: Any, flags: int) -> Language:
+  def _read(self, kind: Any, value: Any, flags: Any) -> Language:
     check_time()
     match str(kind):
       case 'BRANCH':
@@ -732,10 +736,10 @@ class _Reader:
         return _character(self.marks.setdefault(key, _MARK + len(self.marks)))
       case name if name in _UNKNOWN:
         raise ValueError(f'{_UNKNOWN[name]} are not followed')
-    key = repr((kind, value)), flags
-    if key not in self._known:
-      self._known[key] = _one_of((kind, value), flags)
-    return self._known[key]
+    known = self._known
+    if (node := (repr((kind, value)), flags)) not in known:
+      known[node] = _one_of((kind, value), flags)
+    return known[node]
 
   def misplaced(self) -> Iterator[Language]:
     """Texts with marks of which one is where its anchor does not match."""

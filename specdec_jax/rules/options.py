@@ -78,7 +78,7 @@ class RuleOptions:
   forced_eos_token_id: int | None = None
   choices: Sequence[str | Sequence[int]] | None = None
   regex: str | None = None
-  json_schema: Mapping[str, Any] | str | bool | None = None
+  json_schema: Mapping[str, Any] | str | None = None
 
   def check_rules(self) -> None:
     """Makes lists of arrays, and checks what the fields' types do not say.
@@ -131,7 +131,7 @@ class RowRules(NamedTuple):
 
   def allows(self, ids: Sequence[int]) -> bool:
     """Whether an output may begin with these ids, its automaton aside."""
-    size = self.numbers.get('no_repeat_ngram_size', 0)
+    size = int(self.numbers.get('no_repeat_ngram_size', 0))
     grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
     bans = [tuple(banned) for banned, bias in self.sequences if bias == -np.inf]
     return (
@@ -329,8 +329,8 @@ class RuleBook:
 
   @functools.cached_property
   def _vocabulary(self) -> constraints.Vocabulary:
-    spellings = self._tokenizer.spellings(self._vocab_size)
-    return constraints.Vocabulary(*spellings, self._vocab_size)
+    words, begins_blank = self._tokenizer.spellings(self._vocab_size)
+    return constraints.Vocabulary(words, begins_blank, self._vocab_size)
 
 
 def ruling_of(

@@ -11,20 +11,23 @@ from specdec_jax.rules.languages import Language
 
 MOST_RESIDUES = 2_000  # of a `multipleOf`, for each digit behind the point
 
-# Numbers as `json.dumps` writes them: exponents of floats from 1e16 on, which
-# are whole, and below 1e-4.
+# Numbers as `json.dumps` writes them: without zeros at the end, and with an
+# exponent those floats from 1e16 on, which are whole, and those below 1e-4.
+_WHOLE = r'(?:0|[1-9][0-9]*)'
+_MANTISSA = r'[1-9](?:\.[0-9]{0,15}[1-9])?'
 _LARGE = (
-  r'(?:[1-9](?:\.[0-9]{1,16})?e\+(?:1[6-9]|[2-9][0-9]|[12][0-9]{2}|30[0-7])'
-  r'|1(?:\.[0-6][0-9]{0,15})?e\+308)'
+  rf'(?:{_MANTISSA}e\+(?:1[6-9]|[2-9][0-9]|[12][0-9]{{2}}|30[0-7])'
+  r'|1(?:\.(?:[1-6]|[0-6][0-9]{0,14}[1-9]))?e\+308)'
 )
 _SMALL = (
-  r'[1-9](?:\.[0-9]{1,16})?e-(?:0[5-9]|[1-9][0-9]|[12][0-9]{2}|3[01][0-9]'
-  r'|32[0-3])'
+  rf'{_MANTISSA}e-(?:0[5-9]|[1-9][0-9]|[12][0-9]{{2}}|3[01][0-9]|32[0-3])'
 )
-_WHOLE = r'(?:0|[1-9][0-9]*)'
-LEAST = Decimal('0.0001')  # of a number without an exponent, as of floats
-NUMBER = languages.regex(rf'-?(?:{_WHOLE}(?:\.[0-9]+)?|{_LARGE}|{_SMALL})')
-INTEGER = languages.regex(rf'-?(?:{_WHOLE}(?:\.0+)?|{_LARGE})')
+_EXPONENTS = (*range(-323, -4), *range(16, 309))
+LEAST = Decimal('0.0001')  # of a number without an exponent
+NUMBER = languages.regex(
+  rf'-?(?:{_WHOLE}(?:\.(?:0|[0-9]{{0,19}}[1-9]))?|{_LARGE}|{_SMALL})'
+)
+INTEGER = languages.regex(rf'-?(?:{_WHOLE}(?:\.0)?|{_LARGE})')
 # Those of JSON, where nothing is said of their values.
 ANY_NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?')
 
@@ -97,8 +100,7 @@ FORMATS = {
   'json-pointer': _POINTER,
   'relative-json-pointer': rf'(?:0|[1-9][0-9]*)(?:#|{_POINTER})',
 }
-_EXPONENTS = (*range(-323, -4), *range(16, 309))
-_MANTISSA = languages.regex(r'[1-9](?:\.[0-9]{1,16})?')
+_FACTOR = languages.regex(_MANTISSA)
 
 
 # What these mean in a pattern is not what they mean in Python.
@@ -135,28 +137,19 @@ def pattern(text: str) -> Language:
 
 def equal_to(values: list[Decimal]) -> Language:
   """Texts of numbers, each of which equals one of some values."""
-  texts: dict[str, list[str]] = {r'(?:\.0+)?': [], '0*': []}
-  others = []
+  texts = []
   for value in values:
     languages.check_time()
     whole, _, part = f'{abs(value):f}'.partition('.')
     part = part.rstrip('0')
-    signs = ['', '-'] if not value else ['-'] if value < 0 else ['']
-    end, text = ('0*', f'{whole}.{part}') if part else (r'(?:\.0+)?', whole)
-    texts[end] += [sign + text for sign in signs]
+    sizes = [f'{whole}.{part}'] if part else [whole, f'{whole}.0']
     if value and value.adjusted() in _EXPONENTS:
-      first, *rest = [*(whole + part).strip('0')]
-      mantissa = (
-        f'{first}\\.{"".join(rest)}0*' if rest else rf'{first}(?:\.0+)?'
-      )
-      exponent = f'e{value.adjusted():+03d}'.replace('+', r'\+')
-      others.append(languages.regex(signs[0] + mantissa + exponent))
-  plain = [
-    languages.words(words) + languages.regex(end)
-    for end, words in texts.items()
-    if words
-  ]
-  return languages.union(plain + others) & NUMBER
+      digits = (whole + part).strip('0')
+      mantissa = f'{digits[0]}.{digits[1:]}'.rstrip('.')
+      sizes.append(f'{mantissa}e{value.adjusted():+03d}')
+    signs = ['', '-'] if not value else ['-'] if value < 0 else ['']
+    texts += [sign + size for sign in signs for size in sizes]
+  return languages.words(texts) & NUMBER
 
 
 @functools.lru_cache
@@ -176,7 +169,7 @@ def _sizes_above(bound: Decimal) -> Language:
       languages.literal('-') + languages.EVERY | equal_to([bound])
     )
   place = bound.adjusted()
-  same = _MANTISSA & _plain_above(bound.scaleb(-place))
+  same = _FACTOR & _plain_above(bound.scaleb(-place))
   parts = [
     _plain_above(bound),
     _exponents_above(max(place, 15) if place > -5 else place),
@@ -190,7 +183,7 @@ def _sizes_above(bound: Decimal) -> Language:
 def _exponents_above(place: int) -> Language:
   """Texts with an exponent that is higher, as automaton."""
   ends = [f'e{n:+03d}' for n in _EXPONENTS if n > place]
-  return (_MANTISSA + languages.words(ends)) & NUMBER
+  return (_FACTOR + languages.words(ends)) & NUMBER
 
 
 def _plain_above(bound: Decimal) -> Language:

@@ -269,9 +269,9 @@ class Answer:
       return []
     languages = engine.languages(target_lang=request.target_lang)
     place = prompt if request.use_beam_search else index
-    before = len(targets) - len(tokens)
+    given = len(targets) - len(tokens)
     ruled = [
-      one._replace(before=before)
+      one._replace(before=given)
       for row in self.rows[place : place + 1]
       for one in row.batch.ruled()[:1]
     ]

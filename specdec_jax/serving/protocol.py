@@ -474,8 +474,8 @@ def _check(
     ),
     (
       'add_special_tokens',
-      body.get('add_special_tokens') in (None, not request.is_chat),
-      'false in a chat, else true: prompts have what the vocabulary puts there',
+      not (body.get('add_special_tokens') and request.is_chat),
+      'false in a chat, whose template has them',
     ),
     ('prompt', count, 'a text, ids, or a list of either'),
     ('prompt', count * n <= most, f'{most} outputs (prompts * n) at most'),
