@@ -80,6 +80,7 @@ setuptools.setup(
     'optax>=0.2.5',
     'orbax-checkpoint>=0.11',
     'rich>=13',
+    'scipy>=1.11',  # which JAX brings
     'sentencepiece>=0.2',
     'tensorstore>=0.1.70',
     'tokenizers>=0.20',

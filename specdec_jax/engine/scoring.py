@@ -256,8 +256,9 @@ def _measured(
 
   slots = -(-width // _BLOCK) * _BLOCK
   prefixes = None if ruling is None else _prefixes(ruling, rows[:, :-1])
-  pairs = jax.tree.map(in_blocks, (rows[:, :-1], rows[:, 1:], prefixes))
-  _, scores = lax.scan(read, network.prefill(params, inputs, slots), pairs)
+  pairs = in_blocks(rows[:, :-1]), in_blocks(rows[:, 1:])
+  parts = *pairs, jax.tree.map(in_blocks, prefixes)
+  _, scores = lax.scan(read, network.prefill(params, inputs, slots), parts)
   return tuple(
     jnp.moveaxis(x, 0, 1).reshape(batch, width, *x.shape[3:]) for x in scores
   )

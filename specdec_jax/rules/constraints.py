@@ -245,12 +245,13 @@ class Vocabulary:
   def _unwritable(self, name: str, language: Language) -> ValueError:
     """The error of a language of which no text can be written."""
     text = language.shortest()
-    expected = 'what tokens of this vocabulary can write'
     if text is None:
       return unexpected(name, 'a text that matches', 'none')
     missing = sorted(char for char in {*text} if not self._writes(char))
-    advice = f'It has no token for {" ".join(missing)}.' if missing else ''
-    return unexpected(name, expected, text, advice)
+    expected = 'what tokens of this vocabulary can write'
+    if missing:
+      expected = f'a vocabulary with a token for {" ".join(missing)}'
+    return unexpected(name, expected, text, 'Its text cannot be written.')
 
   def _writes(self, char: str) -> bool:
     spelled = char.encode()

@@ -70,7 +70,7 @@ class RuleOptions:
   forced_eos_token_id: int | None = None
   choices: Sequence[str | Sequence[int]] | None = None
   regex: str | None = None
-  json_schema: Mapping[str, Any] | str | bool | None = None
+  json_schema: Mapping[str, Any] | str | None = None
 
   def check_rules(self) -> None:
     """Makes lists of arrays, and checks what the fields' types do not say.
