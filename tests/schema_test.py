@@ -89,6 +89,7 @@ CASES = [
     [1, 1.0, 100, [1.0, {'a': -0.0}]],
     [10, 1.5, [1], [1, {}]],
   ),
+  ({'dependentSchemas': {'a': {'type': 'null'}}}, [5, {'b': 1}], [{'a': 1}]),
   ({'not': {'required': ['a']}}, [{}, {'b': 1}], [{'a': 1}, 3]),
   (
     {'type': 'object', 'minProperties': 1, 'maxProperties': 2},

@@ -193,7 +193,7 @@ class _Texts:
     lists = schema.get('dependentRequired', {}).items()
     dependents = [(key, made(required=names)) for key, names in lists]
     for key, part in (*dependents, *schema.get('dependentSchemas', {}).items()):
-      without = made(type='object', properties={key: False})
+      without = made(properties={key: False})
       said.append(((without, True), (part, True)))
     return said
 
