@@ -5,7 +5,7 @@ import functools
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -50,14 +50,17 @@ class RuleOptions:
     repetition_penalty: divides positive and multiplies negative logits of
       tokens that were said; above 1 they come less often.
     presence_penalty: is subtracted from logits of tokens of the output.
-    frequency_penalty: likewise, as often as they were said.
+    frequency_penalty: is subtracted as often as a token was said.
     no_repeat_ngram_size: no output says so many tokens a second time; 0 is off.
-    encoder_no_repeat_ngram_size: nor so many tokens of its input.
+    encoder_no_repeat_ngram_size: no output says so many tokens of its input; 0
+      is off.
     begin_suppress_tokens: ids that no output begins with.
     forced_eos_token_id: the last id of an output of full length; None is any.
     choices: the only outputs, as texts or as ids; None is all.
     regex: what the whole text of an output matches.
-    json_schema: what the JSON of an output is like.
+    json_schema: the JSON schema that the whole output matches.
+    json_blanks: the blanks between the parts of that JSON: 'one' behind each
+      comma and colon, as `json.dumps` writes it, 'none', or 'any'.
   """
 
   logit_bias: Mapping[int, _Added] | None = None
@@ -79,6 +82,7 @@ class RuleOptions:
   choices: Sequence[str | Sequence[int]] | None = None
   regex: str | None = None
   json_schema: Mapping[str, Any] | str | None = None
+  json_blanks: Literal['one', 'none', 'any'] = 'one'
 
   def check_rules(self) -> None:
     """Makes lists of arrays, and checks what the fields' types do not say.
@@ -93,6 +97,9 @@ class RuleOptions:
     if len(given) > 1:
       expected = f'None beside {given[0]}'
       raise unexpected(given[1], expected, getattr(self, given[1]))
+    if self.json_schema is None and self.json_blanks != 'one':
+      expected = "'one' without a json_schema"
+      raise unexpected('json_blanks', expected, self.json_blanks)
     for name in ('choices', 'bad_words', 'allowed_token_ids'):
       values = getattr(self, name)
       if values is None or name == 'bad_words' and not len(values):
@@ -214,7 +221,8 @@ class RuleBook:
 
     Of choices each is looked at as a whole, else the first token.
     """
-    given = [name for name in options.rules if name not in _CONSTRAINTS]
+    of_constraints = {*_CONSTRAINTS, 'json_blanks'}
+    given = [name for name in options.rules if name not in of_constraints]
     if not given:
       return
     choices = options.choices
@@ -225,6 +233,8 @@ class RuleBook:
       firsts = np.arange(self._vocab_size)
       if row.automaton is not None:
         firsts = row.automaton.first_tokens(self._vocab_size)
+      if row.bias is not None:
+        firsts = firsts[row.bias[firsts] > -np.inf]
       is_possible = any(row.allows([token]) for token in firsts.tolist())
     if not is_possible:
       (name,) = [n for n in _CONSTRAINTS if n in options.rules] or given[:1]
@@ -273,13 +283,13 @@ class RuleBook:
     if not stop_ids:
       expected = 'an id that ends an output beside choices, regex, json_schema'
       raise unexpected('stop_ids', expected, stop_ids)
-    listed = [*asked, stop_ids]
+    listed = [*asked, options.json_blanks, stop_ids]
     with self._lock:
       return self._remembered(json.dumps(listed, default=lambda x: x.tolist()))
 
   def _made(self, asked: str) -> Automaton:
     """The automaton of the JSON of a constraint and the stop ids."""
-    choices, pattern, schema, stop_ids = json.loads(asked)
+    choices, pattern, schema, blanks, stop_ids = json.loads(asked)
     if choices is not None:
       ids = [self._encoded('choices', one) for one in choices]
       return constraints.of_choices(ids, stop_ids)
@@ -289,7 +299,7 @@ class RuleBook:
     try:
       with languages.deadline(constraints.SECONDS):
         if schema is not None:
-          language = language_of(schema)
+          language = language_of(schema, blanks)
         else:
           language = self._regex(pattern)
         return self._vocabulary.automaton(name, language, stop_ids)

@@ -64,7 +64,7 @@ _OF_A_SPLIT = {'stream': False, 'echo': False, 'logprobs': None}
 # Rules on tokens that have the names of `Options`.
 _RULES = (
   'presence_penalty', 'frequency_penalty', 'repetition_penalty',
-  'no_repeat_ngram_size', 'bad_words', 'allowed_token_ids',
+  'no_repeat_ngram_size', 'bad_words', 'allowed_token_ids', 'json_blanks',
 )  # fmt: skip
 # vLLM's words of `structured_outputs`, and behind 'guided_' -> the options.
 _STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
@@ -146,6 +146,7 @@ class CompletionRequest:
   guided_choice: list[str] | None = None
   guided_regex: str | None = None
   guided_json: Mapping[str, Any] | str | None = None
+  json_blanks: str = 'one'
   seed: int | None = None
   stop: str | list[str] = dataclasses.field(default_factory=list)
   stream: bool = False
