@@ -12,13 +12,12 @@ For large files there is a command that goes on where it was stopped:
 import pathlib
 import time
 
-import gin
-
 import specdec_jax as sd
 
 lines = pathlib.Path('demo/input.txt').read_text('utf-8').splitlines()
-gin.parse_config_file('gin/models/demo_pair.gin')
-engine = gin.get_configurable(sd.Engine)(batch_size=8, gamma=2)
+engine = sd.Engine(
+  sd.load('demo'), sd.load('demo-draft'), batch_size=8, gamma=2
+)
 
 print(f'compiled in {engine.warmup(lines):.1f} s')
 start = time.perf_counter()

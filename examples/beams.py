@@ -5,12 +5,9 @@ The rule is T5X's; `length_penalty` in place of `alpha` gives transformers'.
   python examples/beams.py
 """
 
-import gin
-
 import specdec_jax as sd
 
-gin.parse_config_file('gin/models/demo_pair.gin')
-engine = gin.get_configurable(sd.Engine)()
+engine = sd.Engine(sd.load('demo'), sd.load('demo-draft'))
 texts = ['I forgot my umbrella at the office, so I got wet on the way home.']
 
 [greedy] = engine.generate(texts)

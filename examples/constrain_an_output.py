@@ -4,18 +4,14 @@ The output has the model's distribution under the rule, whatever the drafter
 proposes. The demo pair only translates: it keeps to the forms, and fills them
 as a translator would.
 
-  pip install -e '.[rules]'
   python examples/constrain_an_output.py
 """
 
 import json
 
-import gin
-
 import specdec_jax as sd
 
-gin.parse_config_file('gin/models/demo_pair.gin')
-engine = gin.get_configurable(sd.Engine)()
+engine = sd.Engine(sd.load('demo'), sd.load('demo-draft'))
 
 LABELS = ['gut', 'schlecht']
 [label] = engine.generate(['I like it very much.'], choices=LABELS)
@@ -34,6 +30,7 @@ PERSON = {
     'where': {'enum': ['Berlin', 'Hamburg', 'Wien']},
   },
   'required': ['who', 'where'],
+  'additionalProperties': False,  # no other keys
 }
 [person] = engine.generate(['My sister lives in Berlin.'], json_schema=PERSON)
 print(json.loads(person.text))

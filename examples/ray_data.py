@@ -8,11 +8,9 @@ On a cluster (RAY_ADDRESS; `ray start`) all machines must see both paths.
 """
 
 import json
-import os
 import pathlib
 import sys
 
-import gin
 import ray.data
 from ray.data.checkpoint import CheckpointConfig
 
@@ -22,17 +20,15 @@ NUM_ENGINES = 2
 EACH = {'num_cpus': 0}  # on a cluster what each needs: {'num_gpus': 1}
 file, out = sys.argv[1:] or ('demo/input.txt', 'outputs/ray')
 file, out = pathlib.Path(file).resolve(), pathlib.Path(out).resolve()
-folder = pathlib.Path().resolve()  # has gin/ and demo/
 
 
 class Translate:
   """An engine, which lives as long as its actor."""
 
   def __init__(self):
-    os.chdir(folder)
     # With a pair of yours: sd.Engine(sd.load('MY_TARGET'), sd.load('MY_DRAFT'))
-    gin.parse_config_file('gin/models/demo_pair.gin')
-    self.engine = gin.get_configurable(sd.Engine)(batch_size=16)
+    pair = sd.load('demo'), sd.load('demo-draft')
+    self.engine = sd.Engine(*pair, batch_size=16)
 
   def __call__(self, batch):
     done = self.engine.generate(batch['text'].tolist())

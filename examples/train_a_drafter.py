@@ -11,15 +11,10 @@ This file does the same in Python (`pip install -e '.[huggingface]'`):
   python examples/train_a_drafter.py
 """
 
-import gin
-
 import specdec_jax as sd
 from specdec_jax import training
 
-gin.parse_config_file('gin/models/demo_pair.gin')
-with gin.config_scope('target'):  # of yours: sd.load('MY_T5')
-  target = gin.get_configurable(sd.load)(tokenizer='demo/vocab.model')
-
+target = sd.load('demo')  # of yours: sd.load('MY_T5')
 training.distil(
   training.DistilConfig(
     target=target,

@@ -7,8 +7,6 @@ is split, all sentences are decoded together, and lines and paragraphs stay.
   python examples/translate_a_document.py
 """
 
-import gin
-
 import specdec_jax as sd
 
 DOCUMENT = """\
@@ -23,8 +21,7 @@ Please write to me soon.
 
 # The shipped pair. With one of yours:
 # engine = sd.Engine(sd.load('MY_TARGET'), sd.load('MY_DRAFT'))
-gin.parse_config_file('gin/models/demo_pair.gin')
-engine = gin.get_configurable(sd.Engine)()
+engine = sd.Engine(sd.load('demo'), sd.load('demo-draft'))
 
 [done] = engine.generate([DOCUMENT], split='sentences')
 print(done.text, end='')

@@ -7,7 +7,6 @@ output is the target's; a good phrase saves calls.
   python examples/write_a_drafter.py
 """
 
-import gin
 import jax.numpy as jnp
 
 import specdec_jax as sd
@@ -41,9 +40,8 @@ def phrases(texts: list[str], tokenizer: sd.Tokenizer) -> sd.Drafter:
   return sd.Drafter(init, propose, commit, name='phrases')
 
 
-gin.parse_config_file('gin/models/demo_pair.gin')
-tokenizer = sd.Tokenizer('demo/vocab.model')
-engine = gin.get_configurable(sd.Engine)(drafter=phrases(PHRASES, tokenizer))
+target = sd.load('demo')
+engine = sd.Engine(target, phrases(PHRASES, target.tokenizer))
 for text in ('Where can I buy a ticket?', 'My sister is tired.'):
   [done] = engine.generate([text])
   calls = done.stats.num_target_calls
