@@ -117,7 +117,7 @@ def test_bodies_that_pass_can_be_decoded(engine, name):
     data = f'{{{json.dumps(beside)[1:-1]}, "{name}": {written}}}'.encode()
     try:
       asked = protocol.parse(data, engine, LIMITS, 'toy')
-      with protocol.naming_the_field():
+      with protocol.naming_the_field(constraint=asked.constraint[0]):
         for index, options in asked.of_each():
           options = {k: v for k, v in options.items() if k[:5] != 'split'}
           assert engine.text_batch([asked.prompts[index]], **options).rows

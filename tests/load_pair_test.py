@@ -336,8 +336,8 @@ def test_what_a_folder_asks_of_generate(settings, options, others):
 @pytest.mark.parametrize(
   ('name', 'value', 'expected'),
   [
-    ('repetition_penalty', 'x', 'a finite number above 0'),
-    ('no_repeat_ngram_size', 1.5, 'a whole number from 0'),
+    ('repetition_penalty', 'x', 'a finite number from 0.01 to 100'),
+    ('no_repeat_ngram_size', 1.5, 'a whole number from 0 to 2147483647'),
     ('forced_eos_token_id', [1], 'a whole number or None'),
     ('suppress_tokens', 'all', 'a sequence, each a whole number'),
   ],

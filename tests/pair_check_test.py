@@ -81,7 +81,7 @@ def test_what_is_told_of_a_pair(tmp_path, monkeypatch):
 def test_errors_name_the_field_and_the_value():
   for options, words in (
     ({'device': 'h100'}, 'device.*h100'),
-    ({'batch': 0}, 'batch: .* from 1, got 0'),
+    ({'batch': 0}, 'batch: .* from 1 to .*, got 0'),
     ({'input_lens': {'ende': 0}}, "input_lens: .*'ende': 0"),
     ({'drafts': {}}, 'drafts.*t5_small'),
     ({'decode_lens': {}}, 'decode_lens.*ende'),

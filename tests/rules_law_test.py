@@ -149,7 +149,7 @@ def ignorant(model):
   knows = small_model(model)
 
   def propose(params, state, context):
-    return knows.propose(params, state, context.replace(ruling=None))
+    return knows.propose(params, state, context.within(token_rules=None))
 
   return knows._replace(propose=propose)
 
@@ -180,7 +180,7 @@ def p_values(loop, gamma, changes) -> dict[str, float]:
     lambda leaf: np.repeat(leaf, ROWS, axis=0),
     rules.replace(begin=None, end=None),
   ).replace(**ends)
-  request = request.replace(rules=rules, automata=tables, **changes)
+  request = request.replace(token_rules=rules, automata=tables, **changes)
   params = PairParams(TARGET.params, DRAFT.params)
   tokens = quick_jit(loop.decode)(params, request).tokens
   tokens = np.asarray(tokens).reshape(len(RULES), ROWS, LENGTH)

@@ -179,10 +179,7 @@ RULES = (
   ({'structured_outputs': {'json_object': True}}, {'json_schema': OBJECT}),
   ({'guided_choice': LABELS, 'guided_json': None}, {'choices': LABELS}),
   ({'guided_regex': 'a'}, {'regex': 'a'}),
-  (
-    {'guided_json': SCHEMA, 'add_special_tokens': True},
-    {'json_schema': SCHEMA},
-  ),
+  ({'guided_json': SCHEMA}, {'json_schema': SCHEMA}),
   (
     {'response_format': {'type': 'json_object', 'schema': SCHEMA}},
     {'json_schema': SCHEMA},
