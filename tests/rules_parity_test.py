@@ -109,7 +109,7 @@ def ours(pair, rows, rules, width, gamma):
     slots=SLOTS,
     gamma=gamma,
     stop_ids=(END,),
-    rules=made,
+    token_rules=made,
     automata=automata,
     beams=settings_of(width, width + 1, 1.0, scoring=BeamScoring.TRANSFORMERS)
     if width > 1

@@ -58,7 +58,7 @@ class Context:
 
   Examples:
     >>> import jax, jax.numpy as jnp
-    >>> request = sd.Engine(target, gamma=4).request(['a text'])
+    >>> request = engine.request(['a text'])
     >>> context = sd.Context(  # of one row that has committed 0, 5 and 6
     ...   request=request,
     ...   tokens=jnp.array([[0, 5, 6, 0]]),
