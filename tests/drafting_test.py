@@ -49,9 +49,11 @@ RULE = jax.tree.map(np.float32, adaptive_rule(GAMMA))
 
 def _request(slots, **changes):
   request = toy_requests.request_of(
-    ROWS, GAMMA, GREEDY, slots, inputs=(0,), seed=3, **changes
+    ROWS, GAMMA, GREEDY, slots, inputs=(0,), seed=3
   )
-  return request.replace(inputs=jnp.asarray(INPUTS))
+  of_drafting = {'draft_rule', 'rests'} & changes.keys()
+  request = request.with_drafting(**{n: changes.pop(n) for n in of_drafting})
+  return request.replace(**{'inputs': jnp.asarray(INPUTS)} | changes)
 
 
 @toy_requests.quick_jit
