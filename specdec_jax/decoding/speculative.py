@@ -130,7 +130,7 @@ def propose(
 
 
 class Reading(NamedTuple):
-  """What the target says of a draft; for a chain, N is gamma.
+  """The target's logits and features of a draft; of a chain, N is gamma.
 
   Attributes:
     cache: of the committed tokens and the draft.

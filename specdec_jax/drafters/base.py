@@ -29,7 +29,7 @@ DrafterState = Any  # a pytree that only its drafter understands
 
 @struct.dataclass
 class Context:
-  """What a drafter may look at when it proposes: a request, and its round.
+  """The input of `Drafter.propose`: a request, and the state of its round.
 
   Attributes:
     request: the batch, with its sampling, stop ids, limits and rules on tokens.

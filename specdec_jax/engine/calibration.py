@@ -33,7 +33,7 @@ class CalibrationError(ValueError):
 
 
 def contradiction(times: Mapping[str, float]) -> str:
-  """What cannot be in the times of calls and rounds; '' if all of it may be.
+  """Says how times of calls and rounds contradict each other; '' if none do.
 
   A call over more tokens is never cheaper than one over fewer, nor is a round
   cheaper than the target's call in it, except for noise.
@@ -46,8 +46,9 @@ def contradiction(times: Mapping[str, float]) -> str:
     sizes, costs = numbered(times, kind)
     if not len(sizes):
       continue
-    worst = int(np.argmin(costs / rising(costs)))
-    if costs[worst] < (1 - _NOISE) * rising(costs)[worst]:
+    fitted = rising(costs)
+    worst = int(np.argmin(costs / fitted))
+    if costs[worst] < (1 - _NOISE) * fitted[worst]:
       dearest = int(np.argmax(costs[:worst]))
       return (
         f'a {kind[:-1]} over {sizes[worst]} {unit} took'
@@ -67,7 +68,7 @@ def contradiction(times: Mapping[str, float]) -> str:
 def numbered(
   times: Mapping[str, float], kind: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Of the times whose names begin with `kind`: numbers and values, sorted."""
+  """Returns numbers and values of the times named `kind` and a number."""
   pairs = sorted(
     (int(name.removeprefix(kind)), float(time))
     for name, time in times.items()

@@ -110,7 +110,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
 
 
 def state(path: str) -> tuple[int, int] | None:
-  """What changes with a file: its size and time; None of what is no file."""
+  """Returns size and time of a file, which a change moves; None without one."""
   try:
     found = os.stat(shipped.find(path))
   except OSError:

@@ -88,7 +88,7 @@ class CalibrateConfig(Timing):
   )
 
 
-# Of each number of rows: 'batch', and 'times_ms' as of `calls.in_ms`.
+# One entry per number of rows: 'batch', and 'times_ms', see `calls.in_ms`.
 Costs = Sequence[Mapping[str, Any]]
 
 
