@@ -176,14 +176,12 @@ def _ruling(
     begin[row] = begins[row] + 1 + one.before
     most[row] = one.max_length
   # Without an encoder the prompt is the input.
-  read = inputs if network.has_encoder else map(_first, rows, begin.tolist())
-  ids = _padded([*read], pad=-1)
+  read = inputs
+  if not network.has_encoder:
+    read = [ids[:size] for ids, size in zip(rows, begin.tolist(), strict=False)]
+  ids = _padded(read, pad=-1)
   rules, automata = ruling_of(each, begin, begin + most, ids)
   return None if rules is None else Ruling(rules, automata)
-
-
-def _first(ids: Sequence[int], size: int) -> Sequence[int]:
-  return ids[:size]
 
 
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:

@@ -168,11 +168,6 @@ class Trie:
     """States that it has."""
     return self.first.size - 1
 
-  def first_tokens(self, vocab_size: int) -> np.ndarray:
-    """The ids that an output may begin with."""
-    del vocab_size
-    return self.tokens[: self.first[1]]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Spelled:

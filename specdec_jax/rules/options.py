@@ -231,7 +231,7 @@ class RuleBook:
       is_possible = any(row.allows([*one, *stop_ids[:1]]) for one in ids)
     else:
       firsts = np.arange(self._vocab_size)
-      if row.automaton is not None:
+      if isinstance(row.automaton, automata.Spelled):
         firsts = row.automaton.first_tokens(self._vocab_size)
       if row.bias is not None:
         firsts = firsts[row.bias[firsts] > -np.inf]
