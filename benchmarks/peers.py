@@ -73,13 +73,13 @@ def of_transformers(engine, folder, **options):
   target.config.num_layers = target.config.num_decoder_layers
 
   def generate(text):
-    inputs = torch.tensor([engine.input_ids(text)])
+    inputs = torch.tensor([engine.codec.input_ids(text)])
     sequence = target.generate(
       input_ids=inputs,
       attention_mask=torch.ones_like(inputs),
       do_sample=False,
       num_beams=1,
-      max_new_tokens=engine.max_decode_len,
+      max_new_tokens=engine.config.max_decode_len,
       **options,
     )
     tokens = sequence[0, 1:].tolist()  # without the start token
@@ -107,10 +107,10 @@ def of_ctranslate2(engine, folder, threads, compute_type):
 
   def generate(text):
     (done,) = translator.translate_batch(
-      [[words.pieces[token] for token in engine.input_ids(text)]],
+      [[words.pieces[token] for token in engine.codec.input_ids(text)]],
       beam_size=1,
       max_input_length=0,
-      max_decoding_length=engine.max_decode_len,
+      max_decoding_length=engine.config.max_decode_len,
       return_end_token=True,
     )
     tokens = [words.ids.get(piece, -1) for piece in done.hypotheses[0]]

@@ -18,11 +18,15 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.engine import request
 from specdec_jax.engine.completion import Completion, joined, passed_over
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.long_texts import splitter
-from specdec_jax.engine.request import MOST_ROWS, Options, example_id
+from specdec_jax.engine.options import (
+  MOST_ROWS,
+  Options,
+  example_id,
+  sentence_id,
+)
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import tasks
@@ -383,7 +387,7 @@ class DataSet:
     return [
       Item(
         index * samples + sample,
-        request.sentence_id(example_id(config.index(number), sample), place),
+        sentence_id(example_id(config.index(number), sample), place),
         part,
       )
       for index, (number, place, part) in enumerate(parts)
@@ -506,7 +510,10 @@ def _checked_lines(
       return text
     return template.ids([{'role': 'user', 'content': text}])
 
-  splits = config.options.split and splitter(engine, config.options, as_input)
+  limit = engine.config.max_input_len
+  splits = None
+  if config.options.split:
+    splits = splitter(engine.codec, limit, config.options, as_input)
   checked = []
   for number, example in enumerate(examples):
     source, skipped = example.source, example.skipped
@@ -520,10 +527,10 @@ def _checked_lines(
       count = engine.num_input_tokens(source)
       if not count or config.prefix and not engine.num_input_tokens(bare):
         skipped = passed_over('empty')
-      elif not truncates and count > engine.max_input_len:
+      elif not truncates and count > limit:
         skipped = _failed(
           f'line {1 + config.index(number)}: {count} tokens (its end'
-          f' included), at most {engine.max_input_len}. Shorten it, or set'
+          f' included), at most {limit}. Shorten it, or set'
           " on_too_long='truncate'"
         )
     checked.append(example._replace(source=source, skipped=skipped))

@@ -433,7 +433,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
   """All rows of one drafter."""
   engine = config.engines[name]()
-  limit = None if config.truncate else engine.max_input_len
+  limit = None if config.truncate else engine.config.max_input_len
   texts = read_prompts(config.input_file, engine.num_input_tokens, limit)
   draft = config.paper_drafts.get(name)
   settings = itertools.product(config.temperatures, config.leniences)

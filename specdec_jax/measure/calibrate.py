@@ -118,7 +118,7 @@ def calibrate(
   with bar(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(
-    config.input_file, engine.num_input_tokens, engine.max_input_len
+    config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )
   if len(set(texts)) < 2:
     # Of one there is no telling how sure its acceptance rate is.
@@ -167,7 +167,9 @@ def time_calls(
   """
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
-    config.check_room(engine.room, engine.target, batch, config.max_gamma)
+    config.check_room(
+      engine.programs.room, engine.target, batch, config.max_gamma
+    )
   gammas = {min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS}
   sizes = range(1, config.max_gamma + 2)
   costs = []

@@ -20,7 +20,7 @@ from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import ADAPTIVE
+from specdec_jax.engine.options import ADAPTIVE
 from specdec_jax.measure import table
 from specdec_jax.measure.calibrate import for_host, predicted_speed_up
 from specdec_jax.measure.calls import Run, interleave
@@ -162,7 +162,7 @@ def compare(
           engine, config.acceptance, 1, temperature, console
         )
   texts = read_prompts(
-    config.input_file, engine.num_input_tokens, engine.max_input_len
+    config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )[: config.num_lines]
   settings = list(itertools.product(config.temperatures, config.rows))
   measured = []

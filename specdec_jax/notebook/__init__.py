@@ -51,13 +51,13 @@ class Interactive(Engine):
       dtypes = ', '.join(sorted({str(leaf.dtype) for leaf in leaves}))
       kind = type(model.network).__name__
       rows.append([name, f'{model.name}: {kind}, {count:,} of {dtypes}'])
-    device = record.describe()['device']
+    device, adapts = record.describe()['device'], self.drafting.adapts
     return rows + [
       ['device', f'{jax.default_backend()}, {device}'],
       ['tokenizer', f'{self.tokenizer.path}, {self.tokenizer.vocab_size}'],
-      ['gamma', f'{self.gamma} at most' if self.rule else str(self.gamma)],
-      ['longest input', f'{self.max_input_len} tokens'],
-      ['longest output', f'{self.max_decode_len} tokens'],
+      ['gamma', f'{self.gamma} at most' if adapts else str(self.gamma)],
+      ['longest input', f'{self.config.max_input_len} tokens'],
+      ['longest output', f'{self.config.max_decode_len} tokens'],
     ]
 
   def __rich__(self) -> rich.console.Group:

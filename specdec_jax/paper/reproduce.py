@@ -12,7 +12,6 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
-from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure import record
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
@@ -238,8 +237,8 @@ class _Work:
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
-      rounds = trace.record(self._engine, self.config.text, gamma=gamma)
-      runs[gamma] = [len(shown.kept) for shown in rounds]
+      shown = self._engine.trace(self.config.text, gamma=gamma)
+      runs[gamma] = [len(each.kept) for each in shown.rounds]
     runs[0] = [1] * sum(runs[gamma])
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, costs)

@@ -1,6 +1,7 @@
 """OpenAI's answers, made of the outputs of a request as they come."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import math
@@ -13,11 +14,11 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import completion, scoring, trace
 from specdec_jax.engine.completion import Completion, Piece, Text
 from specdec_jax.engine.long_texts import LongTexts
-from specdec_jax.engine.scheduler import Update
+from specdec_jax.engine.request import Row, Update
 from specdec_jax.serving import protocol
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import ApiError, CompletionRequest
-from specdec_jax.serving.worker import ServedRow, Worker
+from specdec_jax.serving.worker import Worker
 from specdec_jax.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # OpenAI's logarithm of no probability
@@ -79,7 +80,7 @@ class Answer:
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
     with protocol.naming_the_field(constraint=request.constraint[0]):
-      self.rows: list[ServedRow] = [
+      self.rows: list[Row] = [
         worker.row(
           text,
           functools.partial(tell, index),
@@ -111,13 +112,21 @@ class Answer:
         yield request.prompts[prompt], options
       return
     options = rows[0][1] | {'example_ids': None, 'num_samples': request.n}
-    long = self._long = LongTexts(self._engine, request.prompts, options)
+    long = self._long = LongTexts(
+      self._engine.codec,
+      self._engine.config.max_input_len,
+      request.prompts,
+      self._engine.options(**options),
+    )
     most = self._worker.settings.max_waiting
     if len(long.parts) > most:
       expected = f'at most {most} sentences (max_waiting)'
       raise unexpected('prompt', expected, len(long.parts))
-    for part, own in zip(long.parts, long.options['example_ids'], strict=True):
-      yield part, long.options | {'example_ids': [own]}
+    for part, own in zip(long.parts, long.example_ids, strict=True):
+      yield (
+        part,
+        {'options': dataclasses.replace(long.options, example_ids=[own])},
+      )
 
   async def _next(self) -> tuple[int, Update]:
     """The next update.
@@ -128,7 +137,7 @@ class Answer:
     index, update = await self._queue.get()
     if update.error is not None:
       raise ApiError(*_ENDS[update.error])
-    done = dict(enumerate(update.beams, index * self.request.n))
+    done = dict(enumerate(update.beams[::-1], index * self.request.n))
     if update.completion is not None:
       done = {index: update.completion}
     for output in done.values():
@@ -267,13 +276,13 @@ class Answer:
       read, targets, hidden = every[:1], every[1:], len(before)
     if not read:
       return []
-    languages = engine.languages(target_lang=request.target_lang)
+    languages = engine.codec.languages(target_lang=request.target_lang)
     place = prompt if request.use_beam_search else index
     given = len(targets) - len(tokens)
     ruled = [
       one._replace(before=given)
       for row in self.rows[place : place + 1]
-      for one in row.batch.ruled()[:1]
+      for one in row.request.ruled()[:1]
     ]
     run = functools.partial(
       scoring.score,
@@ -299,7 +308,9 @@ class Answer:
     """Ids of a prompt that the client does not see, and those that it does."""
     text = self.request.prompts[prompt]
     ids = self.request.prompt_ids[prompt]
-    bos = [] if self._engine.bos_id is None else [self._engine.bos_id]
+    bos = (
+      [] if self._engine.codec.bos_id is None else [self._engine.codec.bos_id]
+    )
     if isinstance(text, str):
       return bos, ids[len(bos) :]
     return ([] if list(text[:1]) == bos else bos), list(text)

@@ -96,8 +96,8 @@ class Application:
       'object': 'model',
       'created': int(time.time()),
       'owned_by': 'specdec_jax',
-      'max_input_len': self._engine.max_input_len,
-      'max_decode_len': self._engine.max_decode_len,
+      'max_input_len': self._engine.config.max_input_len,
+      'max_decode_len': self._engine.config.max_decode_len,
       'speculates': worker.speculates,
     }
     self._template, self._no_chat = _template_of(self._engine, name)

@@ -23,7 +23,7 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import example_id
+from specdec_jax.engine.options import example_id
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.text.chat import ChatTemplate
 
@@ -365,7 +365,7 @@ def parse(
     request = CompletionRequest(**_checked(body))
     request.is_chat = template is not None
     check_model(request.model or model, model)
-    longest = engine.max_decode_len
+    longest = engine.config.max_decode_len
     if 'max_tokens' not in body:
       given = longest if template or request.split else _MAX_TOKENS
       request.max_tokens = min(given, longest)
@@ -379,10 +379,10 @@ def parse(
       request.prompts = _prompts(request.prompt)
     _check(body, request, engine, settings)
     request.prompt_ids = [
-      engine.input_ids(prompt, request.source_lang)
+      engine.codec.input_ids(prompt, request.source_lang)
       for prompt in request.prompts
     ]
-  most = engine.max_input_len
+  most = engine.config.max_input_len
   for index, ids in enumerate(request.prompt_ids):
     if len(ids) > most and not request.split:
       raise ApiError(
@@ -448,7 +448,7 @@ def _check(
   """Raises ValueError for a field that does not fit, alone or with others."""
   n, count = request.n, len(request.prompts)
   most = min(settings.max_outputs, settings.max_waiting)
-  longest, stops = engine.max_decode_len, request.stop
+  longest, stops = engine.config.max_decode_len, request.stop
   search, beams = request.use_beam_search, list(settings.beams)
   scores = request.num_top is not None
   sampled = request.temperature or request.min_tokens or search or scores

@@ -17,7 +17,7 @@ import numpy as np
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.options import Options
 from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Generation
