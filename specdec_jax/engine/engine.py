@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import os
-import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -339,10 +338,8 @@ class Engine:
       >>> engine.warmup(['Good night!'])  # of the same shape
       0.0
     """
-    begin = time.perf_counter()
     request = self.text_request(texts, **options)
-    compiled = self.scheduler(batch_size).warmup(request)
-    return time.perf_counter() - begin if compiled else 0.0
+    return self.scheduler(batch_size).warmup(request)
 
   def stream(self, text: str | Sequence[int], **options: Any) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.

@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -650,23 +651,28 @@ class Scheduler:
 
   def step(self) -> Told:
     """Moves rows into pools, and steps each pool; returns what came of it."""
-    with self.lock:
-      for lane in self.lanes.values():
-        if self._is_ready(lane):
-          lane.waiting = [x for x in lane.waiting if not self._enters(lane, x)]
     updates = self._ordinary.step() if self._ordinary is not None else []
     for lane in [*self.lanes.values()]:
-      for key, pool in [*lane.pools.items()]:
-        try:
-          updates += pool.step()
-        except Exception:
-          if self._ordinary is None:
-            raise
-          updates += self.fail(lane)
-          break
-        if not pool.has_work:
-          with self.lock:
-            lane.pools.pop(key, None)
+      if not self._is_ready(lane):
+        continue
+      try:
+        updates += self._step(lane)
+      except Exception:
+        if self._ordinary is None:
+          raise
+        updates += self.fail(lane)
+    return updates
+
+  def _step(self, lane: Lane) -> Told:
+    """Moves rows of a lane into pools, and steps these."""
+    with self.lock:
+      lane.waiting = [x for x in lane.waiting if not self._enters(lane, x)]
+    updates: Told = []
+    for key, pool in [*lane.pools.items()]:
+      updates += pool.step()
+      if not pool.has_work:
+        with self.lock:
+          del lane.pools[key]
     return updates
 
   def fail(self, lane: Lane) -> Told:
@@ -697,29 +703,31 @@ class Scheduler:
     """Decodes a request; returns its completions, in order."""
     return request.completions(dict(self.run(request)))
 
-  def warmup(self, request: TextRequest) -> bool:
+  def warmup(self, request: TextRequest) -> float:
     """Compiles what `run` needs for a request like this one.
 
     Returns:
-      Whether something had to be compiled.
+      Seconds that it took; 0.0 if everything had been compiled.
     """
+    begin, before = time.perf_counter(), self._programs.count
     rows = self._in_order(request.rows)
     if not rows:
-      return False
-    pool, before = self._pool_of(rows), self._programs.count
+      return 0.0
+    pool = self._pool_of(rows)
     if isinstance(pool, FixedBatches):
       pool.rehearse_all(rows)
-      return self._programs.count > before
+      is_new = self._programs.count > before
+      return time.perf_counter() - begin if is_new else 0.0
     by_width = {row.widths: row for row in rows}
     key = pool.programs, min(len(rows), self._settings.rows), *sorted(by_width)
     if key in self._programs.warm:
-      return False
+      return 0.0
     length = pool.policy.longest + 2
     pool.rehearse_all(
       [by_width[widths].shortened(length) for widths in sorted(by_width)]
     )
     self._programs.warm.add(key)
-    return True
+    return time.perf_counter() - begin
 
   # What the thread that compiles calls, where lanes are compiled aside.
 

@@ -486,16 +486,17 @@ class Way:
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles what `run` needs; returns seconds, 0.0 if it needs nothing."""
-    begin, sources = time.perf_counter(), _sources(items)
     if self._name != SCORING:
-      compiled = self._scheduler(items).warmup(self._request(items))
-    else:
-      targets = [item.example.target for item in items]
-      shape = scoring.shapes(self._engine.target, sources, targets)
-      if compiled := shape not in self._scored:
-        self._scored.add(shape)
-        self._engine.score(sources, targets)
-    return time.perf_counter() - begin if compiled else 0.0
+      return self._scheduler(items).warmup(self._request(items))
+    sources = _sources(items)
+    targets = [item.example.target for item in items]
+    shape = scoring.shapes(self._engine.target, sources, targets)
+    if shape in self._scored:
+      return 0.0
+    self._scored.add(shape)
+    begin = time.perf_counter()
+    self._engine.score(sources, targets)
+    return time.perf_counter() - begin
 
   def run(self, items: Sequence[Item]) -> Iterator[tuple[int, Completion]]:
     """Yields the place and the output of each item as it is finished."""

@@ -20,10 +20,11 @@ from specdec_jax.checks import memory
 from specdec_jax.checks.fields import check_types
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import Continuous, PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.models.rope import Rope
 from specdec_jax.partitioning import LogicalAxes, Placement
+from toy_pools import Pooled
 
 NAN = float('nan')
 
@@ -187,7 +188,7 @@ def test_a_run_that_no_memory_holds(tokenizer, monkeypatch):
   for decode in (
     lambda: engine.generate(['a'] * 128, batch_size=128),
     lambda: engine.warmup(['a'] * 128, batch_size=128, speculative=False),
-    lambda: Continuous(engine, PoolSettings(rows=4096)).generate(['a']),
+    lambda: Pooled(engine, PoolSettings(rows=4096)).generate(['a']),
     lambda: Engine(model, max_decode_len=10**9),
   ):
     with pytest.raises(memory.DoesNotFitError, match='of memory are needed'):

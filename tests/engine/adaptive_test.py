@@ -15,7 +15,7 @@ from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.calibration import CalibrationError
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import as_gamma
+from specdec_jax.engine.options import drafting_of
 from specdec_jax.infer import run
 from specdec_jax.infer.data import Example, Item
 from specdec_jax.models.model import Model
@@ -89,10 +89,10 @@ def config_of(tmp_path, engine, found, **changes):
 
 
 def test_a_rule_that_ends_no_draft_is_a_fixed_gamma(engine):
-  assert as_gamma(plain_rule([0.0] * 3, [0.0] * 3)) == (3, None)
+  assert drafting_of(plain_rule([0.0] * 3, [0.0] * 3)) == Drafting(3)
   # Controls: with a price.
   for rule in (calibration_of(engine).rule(1), above(0.5, 3)):
-    assert as_gamma(rule) == (3, rule)
+    assert drafting_of(rule) == Drafting(3, rule)
 
 
 def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
@@ -100,7 +100,11 @@ def test_the_rule_of_a_calibration_decides(tokenizer, tmp_path):
   found = calibration_of(engine)
   summary = infer.decode(config_of(tmp_path, engine, found), console=SILENT)
   assert engine.gamma == summary['gamma'] == 3
-  assert summary['rule'] == found.rule(1).to_json() == engine.rule.to_json()
+  assert (
+    summary['rule']
+    == found.rule(1).to_json()
+    == engine.drafting.draft_rule.to_json()
+  )
   # The costs of the calls that it really makes.
   want = [1.1, 1.2, 1.5, 1.6]
   np.testing.assert_allclose(engine.fallback.costs, want, rtol=1e-6)
@@ -140,5 +144,5 @@ def test_costs_are_made_for_the_gamma_of_each_request(tokenizer):
     request = engine.request(TEXTS[:1], gamma=gamma)
     assert request.drafting.rests.costs.shape == (gamma + 1,)
     assert (request.drafting.rests is costs) == (gamma == 2)
-  plain = engine.text_batch(TEXTS[:1], speculative=False).request
+  plain = engine.text_request(TEXTS[:1], speculative=False).shared
   assert plain.drafting == Drafting()

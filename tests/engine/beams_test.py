@@ -14,7 +14,6 @@ from specdec_jax import infer
 from specdec_jax.checks import memory
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import Continuous
 from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
@@ -99,7 +98,6 @@ def test_what_knows_no_beams(engine, tokenizer):
   for ask in (
     lambda **beams: list(engine.stream(TEXTS[0], **beams)),
     lambda **beams: engine.trace(TEXTS[0], **beams),
-    lambda **beams: Continuous(engine).generate(TEXTS, **beams),
   ):
     with pytest.raises(ValueError, match='num_beams'):
       ask(num_beams=2)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import types
 
 import numpy as np
 import pytest
@@ -139,14 +138,13 @@ def test_what_is_no_calibration_is_refused(tmp_path):
 
 
 def test_gamma_by_the_number_of_rows():
-  engine = types.SimpleNamespace(rule=None, drafting_of=Drafting)
   for rows, gammas in (
     (1, {1: 5}),
     (3, {1: 5, 3: 2}),
     (4, {1: 5, 4: 2}),
     (64, {1: 5, 4: 2, 16: 0, 64: 0}),
   ):
-    plan = make().plan(rows, engine)
+    plan = make().plan(rows, Drafting(5))
     assert {size: one.gamma for size, one in plan.items()} == gammas
     assert make().at(rows).gamma == gammas[rows]
 

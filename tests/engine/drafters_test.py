@@ -155,8 +155,8 @@ def test_a_memory_is_read_from_what_a_user_has(target, tokenizer, tmp_path):
     engine = engine_of(tokenizer, target, None, memory=str(path))
     wanted = []
     for source, said in pairs:
-      wanted += engine.input_ids(source) if name != 'outputs.txt' else []
-      wanted += engine.output_ids(said)
+      wanted += engine.codec.input_ids(source) if name != 'outputs.txt' else []
+      wanted += engine.codec.output_ids(said)
     assert engine.drafter.params.tokens.tolist() == wanted
   for text, message in (
     ('', 'two tokens or more.* 0'),

@@ -18,8 +18,8 @@ from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import Engine, Model
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine import compilation_cache
+from specdec_jax.engine.options import Options, example_id, options_of
 from specdec_jax.engine.padding import padded_rows
-from specdec_jax.engine.request import Options, example_id, options_of
 from specdec_jax.partitioning import Placement
 from specdec_jax.text import tokenizer as tokenizer_lib
 from specdec_jax.tree_shape import TreeShape
@@ -246,7 +246,7 @@ def test_neither_text_nor_ids(engine, text):
     lambda: engine.trace(text),
     lambda: engine.score([text], ['a']),
     lambda: engine.score(['a'], [text]),
-    lambda: engine.input_ids(text),
+    lambda: engine.codec.input_ids(text),
     lambda: engine.num_input_tokens(text),
   ):
     with pytest.raises(ValueError) as error:

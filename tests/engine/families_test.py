@@ -13,12 +13,13 @@ import toy_families
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import Continuous, PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models import base
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.tree_shape import branching
 from toy_families import DECODERS, GEMMA3, GPT2, NLLB, ONE, SUPPORT
+from toy_pools import Pooled
 
 # A layer of each kind is enough, `models/conformance_test` has more.
 _KINDS = {'num_layers': 2, 'layer_kinds': ('local', 'global')}
@@ -126,9 +127,9 @@ def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
   accepted = sum(c.stats.num_accepted for c in have)
   assert 0 < accepted < sum(c.stats.num_tested for c in have)
   for item, completion in zip(TEXTS, have, strict=True):
-    out, ids = completion.tokens, engine.input_ids(item)
+    out, ids = completion.tokens, engine.codec.input_ids(item)
     if not out:  # nothing begins an empty text
-      assert item == '' and engine.bos_id is None
+      assert item == '' and engine.codec.bos_id is None
       continue
     assert len(out) == LENGTH or out[-1] == tokenizer.eos_id
     padded = np.array([out + [0] * (LENGTH - len(out))])
@@ -177,7 +178,7 @@ def test_rows_that_come_and_go(name, engine):
   """Greedy ones and samples, as the server has them in its slots."""
   sampling = [0.0, 1.0, 0.0, 1.0, 0.0]
   want = engine.generate(TEXTS, temperature=sampling)
-  have = Continuous(engine, PoolSettings(rows=2)).generate(
+  have = Pooled(engine, PoolSettings(rows=2)).generate(
     TEXTS, temperature=sampling
   )
   assert [c.tokens for c in have] == [c.tokens for c in want]
@@ -185,11 +186,11 @@ def test_rows_that_come_and_go(name, engine):
 
 @in_families('GPT-2')
 def test_given_ids_begin_once(name, engine, tokenizer):
-  ids = engine.input_ids('the red dog')
+  ids = engine.codec.input_ids('the red dog')
   assert ids[0] == BOS != ids[1]
-  assert engine.input_ids(ids) == engine.input_ids(ids[1:]) == ids
+  assert engine.codec.input_ids(ids) == engine.codec.input_ids(ids[1:]) == ids
   # A begin alone is an empty text.
-  assert engine.input_ids([BOS]) == [BOS]
+  assert engine.codec.input_ids([BOS]) == [BOS]
   # A text begins with id 0 unless another is given.
   other = Engine(Model(*make('T5X')), tokenizer=tokenizer)
   assert (other.bos_id, other.num_input_tokens('')) == (0, 1)

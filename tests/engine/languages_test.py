@@ -69,14 +69,14 @@ def test_texts_and_outputs_begin_with_their_language(engine, vocabulary):
   known = vocabulary.languages
   eng, deu = known['eng_Latn'], known['deu_Latn']
   ids = vocabulary.encode('the dog')
-  assert engine.input_ids('the dog', 'eng_Latn') == [eng, *ids, 2]
+  assert engine.codec.input_ids('the dog', 'eng_Latn') == [eng, *ids, 2]
   # Ids that begin with a language say it themselves; words of a text do not,
   # as in transformers.
-  assert engine.input_ids([eng, *ids, 2]) == [eng, *ids, 2]
+  assert engine.codec.input_ids([eng, *ids, 2]) == [eng, *ids, 2]
   said = 'deu_Latn the dog'
-  assert engine.input_ids(said, 'eng_Latn')[:2] == [eng, deu]
+  assert engine.codec.input_ids(said, 'eng_Latn')[:2] == [eng, deu]
   assert engine.request([said], **PAIR).inputs[0, :2].tolist() == [eng, deu]
-  assert engine.input_ids(said)[0] == deu  # no other language is known
+  assert engine.codec.input_ids(said)[0] == deu  # no other language is known
   request = engine.request(['the dog'], **PAIR)
   assert request.inputs[0, : len(ids) + 3].tolist() == [eng, *ids, 2, 1]
   assert request.prompt[0].tolist() == [2, deu]
@@ -91,7 +91,7 @@ def test_texts_and_outputs_begin_with_their_language(engine, vocabulary):
 
 def forced(engine, model, text, output):
   """The argmax after each token of an output, by teacher-forced logits."""
-  ids = engine.input_ids(text, 'eng_Latn')
+  ids = engine.codec.input_ids(text, 'eng_Latn')
   inputs = np.full((1, 16), 1, np.int32)
   inputs[0, : len(ids)] = ids
   first = [2, engine.tokenizer.languages['deu_Latn']]

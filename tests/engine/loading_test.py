@@ -269,7 +269,7 @@ def test_a_text_begins_as_the_vocabulary_says(begins, tmp_path):
     Engine(specdec_jax.load(path, network, tokenizer=files)),
     Engine(specdec_jax.load(alone), tokenizer=files),
   ]
-  assert {engine.bos_id for engine in engines} == {begins and 266}
+  assert {engine.codec.bos_id for engine in engines} == {begins and 266}
   assert engines[0].num_input_tokens('') == (begins is not None)
 
 
@@ -287,7 +287,7 @@ def test_texts_of_a_t5gemma(tmp_path):
   model = specdec_jax.load(folder)
   assert model.bos_id == model.network.start_id == 266
   engine = Engine(model, max_input_len=16, max_decode_len=4)
-  assert engine.stop_ids == (267, 3)
+  assert engine.codec.stop_ids == (267, 3)
   pieces = engine.tokenizer.encode('the red')
   request = engine.request(['the red', [5, 6]])
   assert request.inputs[0, : len(pieces) + 2].tolist() == [266, *pieces, 0]

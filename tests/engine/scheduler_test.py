@@ -12,11 +12,12 @@ import toy_models
 from compilations import nothing_compiles
 from small_vocabulary import make_texts
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import Continuous, PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.infer import resume
 from specdec_jax.infer import run as run_lib
 from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting
+from toy_pools import Pooled
 from toy_runs import run
 
 MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
@@ -53,7 +54,7 @@ def engine(tokenizer):
 
 @pytest.fixture(scope='module')
 def decoder(engine):
-  return Continuous(engine, PoolSettings(rows=4))
+  return Pooled(engine, PoolSettings(rows=4))
 
 
 def same(have, want):
@@ -107,7 +108,7 @@ def test_bad_texts_are_reported_and_the_rest_goes_on(engine, decoder, want):
 def test_gamma_by_the_rows_that_are_left(engine):
   """Plainly while many run, then with a drafter, at temperature 0."""
   plan = {8: Drafting(), 4: Drafting(2), 1: Drafting(GAMMA)}
-  decoder = Continuous(engine, PoolSettings(gammas=plan))
+  decoder = Pooled(engine, PoolSettings(gammas=plan))
   want = engine.generate(TEXTS, speculative=False, stop_ids=STOPS)
   # A pool is as wide as the last texts, and the first pool is narrow.
   assert decoder.warmup(TEXTS, stop_ids=STOPS) > 0
@@ -122,7 +123,7 @@ def test_gamma_by_the_rows_that_are_left(engine):
 
 
 def test_warmup_compiles_what_is_needed(engine):
-  decoder = Continuous(engine, PoolSettings(rows=2))
+  decoder = Pooled(engine, PoolSettings(rows=2))
   texts = TEXTS[:6]
   assert decoder.warmup(texts, max_length=4) > 0
   with nothing_compiles():

@@ -30,9 +30,14 @@ def make_engine(tokenizer, noise=0, gamma=GAMMA) -> Engine:
   return toy_models.chain_engine(tokenizer, noise, gamma=gamma, **limits)
 
 
+def record(engine, text, **options) -> list[Round[int]]:
+  request = engine.text_request([text], True, **options)
+  return trace.rounds_of(engine.updates(request, shows_rounds=True))
+
+
 def check(engine, text, **options) -> list[Round[int]]:
   """Rounds and the decode itself agree in tokens and in every count."""
-  rounds = trace.record(engine, text, **options)
+  rounds = record(engine, text, **options)
   (want,) = engine.generate([text], **options)
   kept = list(itertools.chain.from_iterable(one.kept for one in rounds))
   assert kept == want.tokens and kept
@@ -78,7 +83,7 @@ def test_no_tokens_no_drafter_and_gamma_0(tokenizer):
   engine = make_engine(tokenizer, gamma=0)
   rounds = check(engine, TEXT)
   assert all(not one.proposed and len(one.kept) == 1 for one in rounds)
-  assert trace.record(engine, '') == []
+  assert record(engine, '') == []
   with pytest.raises(ValueError, match='num_accepted: .* from 0 to 2'):
     Round([1, 2], 3, None)
 

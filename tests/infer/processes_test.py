@@ -20,10 +20,11 @@ BEGIN = """
 import os, signal, sys
 import jax
 import small_vocabulary
+from toy_pools import Pooled
 from specdec_jax import infer
 from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import Continuous, PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.infer import processes
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
@@ -201,11 +202,11 @@ def decode():
   said = engine.generate(texts, stop_ids=[])[0].text
   letters = [one for one in said[1:] if one.isascii() and one.isprintable()]
   options = {'stop_ids': [], 'stop_strings': letters[:1]}
-  for decoder in (engine, Continuous(engine, PoolSettings(rows=2))):
+  for decoder in (engine, Pooled(engine, PoolSettings(rows=2))):
     for done in decoder.generate(texts, **options):
       print('found', done.tokens, done.finish_reason)
   print('found', list(engine.stream(texts[1], **options)))
-  ids = [engine.input_ids(text) for text in texts]
+  ids = [engine.codec.input_ids(text) for text in texts]
   for one in scoring.score(engine.target, engine.params.target, ids, ids):
     print('found', round(one.total, 2))
 

@@ -13,7 +13,7 @@ import pytest
 import toy_models
 from compilations import nothing_compiles
 from specdec_jax.checkpoints import generation
-from specdec_jax.engine.request import options_of
+from specdec_jax.engine.options import options_of
 from specdec_jax.rules import automata, constraints
 from specdec_jax.rules.automata import FREE
 

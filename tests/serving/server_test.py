@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_engine(client, engine):
   assert [one.index for one in have.choices] == [0, 1, 2]
   assert have.usage.completion_tokens == sum(len(one.tokens) for one in want)
   assert have.usage.prompt_tokens == sum(
-    len(engine.input_ids(t)) for t in prompts
+    len(engine.codec.input_ids(t)) for t in prompts
   )
   options = {'temperature': 1.1, 'seed': 7, 'top_p': 0.9}
   want = engine.generate(
@@ -225,7 +225,7 @@ def test_tokens_joined_are_the_text(client, engine, number, options):
   for choice, want in zip(have, done, strict=True):
     assert choice.text == want.text and choice.token_ids == want.tokens
     assert choice.finish_reason == want.finish_reason.partition('_')[0]
-    assert choice.prompt_token_ids == engine.input_ids(TEXTS[0])
+    assert choice.prompt_token_ids == engine.codec.input_ids(TEXTS[0])
     probs = choice.logprobs
     if not want.tokens:
       assert probs is None

@@ -13,8 +13,9 @@ import pytest
 import small_vocabulary
 import toy_models
 from compilations import nothing_compiles
+from specdec_jax.engine import scheduler
 from specdec_jax.engine.engine import Engine
-from specdec_jax.serving import worker
+from specdec_jax.engine.scheduler import Scheduler
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.serving.worker import Worker
@@ -138,7 +139,7 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
     raise RuntimeError('no device')
 
   with started(engine, whole=False, rows=1) as made:
-    monkeypatch.setattr(made, '_collect', fail)
+    monkeypatch.setattr(made.ordinary, 'step', fail)
     heard = [Heard(made, text) for text in TEXTS[:3]]
     made.take([one.row for one in heard])
     assert [one.last.error for one in heard] == ['failed'] * 3
@@ -174,13 +175,13 @@ def only_the_compiler_compiles(made):
 
 def hold(monkeypatch):
   """Lanes are compiled once the result is set."""
-  over, real = threading.Event(), Worker._rehearse_lane
+  over, real = threading.Event(), Scheduler._rehearse
 
   def held(self, lane):
     assert over.wait(60)
-    real(self, lane)
+    return real(self, lane)
 
-  monkeypatch.setattr(Worker, '_rehearse_lane', held)
+  monkeypatch.setattr(Scheduler, '_rehearse', held)
   return over
 
 
@@ -214,35 +215,37 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
 
 
 def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
-  real = Worker._pool_of
+  real = Scheduler._pool_of
   with started(simple, rows=2) as made:
     for _ in ('when it is compiled', 'when it is decoded'):
-      monkeypatch.setattr(Worker, '_pool_of', lambda *_: 1 / 0)
+      monkeypatch.setattr(Scheduler, '_pool_of', lambda *_: 1 / 0)
       ruled = Heard(made, SHORT_TEXTS[0], **RULED)
       made.take([ruled.row])
       assert ruled.last.error == 'failed alone'
       assert ask(made, SHORT_TEXTS[1]).tokens and not made.num_rows
-      monkeypatch.setattr(Worker, '_pool_of', real)
+      monkeypatch.setattr(Scheduler, '_pool_of', real)
       assert ask(made, SHORT_TEXTS[0], **RULED).tokens
     assert made.failure is None
 
 
 def test_lanes_are_forgotten(simple, monkeypatch):
   """The one that was used first, with its programs; not one in use."""
-  monkeypatch.setattr(worker, '_IDLE_LANES', 2)
-  before = len(simple._pool_programs), len(simple._programs)
+  monkeypatch.setattr(scheduler, 'IDLE_LANES', 2)
+  made_of = simple.programs
+  before = len(made_of._pools), made_of.count
   with started(simple, rows=2) as made:
     kinds = (*LANES, {'presence_penalty': 1.0})
     for options in kinds:
       heard = Heard(made, SHORT_TEXTS[0], **options)
       made.take([heard.row])
       assert heard.last.error is None
-    assert [lane.name for lane in made._lanes.values()] == [
+    lanes = made.scheduler.lanes.values()
+    assert [lane.name for lane in lanes] == [
       'a search of 2 beams',
       'presence_penalty',
     ]
-    wait_until(lambda: not made._pools)
-    pools, programs = len(simple._pool_programs), len(simple._programs)
+    wait_until(lambda: not any(lane.pools for lane in lanes))
+    pools, programs = len(made_of._pools), made_of.count
     assert pools <= before[0] + 2 and programs <= before[1] + 2
     heard = [Heard(made, SHORT_TEXTS[0], **one) for one in kinds]
     made.take([one.row for one in heard])  # all in use at once
@@ -300,8 +303,9 @@ def test_where_no_draft_pays_the_drafter_is_left_out(simple):
   measured = calibration_of(simple)
   never = dataclasses.replace(measured, choices=measured.choices[1:])
   made = Worker(simple, ServeSettings(rows=2), never)
-  assert not made.speculates and made.policy.room == 0
-  assert made.policy.of(1, True, False).gamma == 0
+  policy = made.ordinary.policy
+  assert not made.speculates and policy.longest == 0
+  assert policy.drafting(1, True, False).gamma == 0
   told = ServeSettings(rows=2, speculative=True)
   assert Worker(simple, told, never).speculates
 
@@ -315,6 +319,6 @@ def test_what_no_worker_can_do_is_refused(simple, tokenizer, monkeypatch):
   ):
     with pytest.raises(ValueError, match=message):
       Worker(engine, settings, calibration)
-  monkeypatch.setattr(Engine, 'batch_multiple', 2)
+  monkeypatch.setattr(simple.programs, 'row_multiple', 2)
   with pytest.raises(ValueError, match='Placement'):
     Worker(simple, settings)

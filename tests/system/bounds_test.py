@@ -15,7 +15,7 @@ import pytest
 import toy_models
 from specdec_jax.checks.fields import is_a
 from specdec_jax.engine import compilation_cache
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.options import Options
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.serving import protocol
@@ -62,7 +62,7 @@ def test_what_a_field_lets_through_fits_the_device(engine, kind, name, hint):
       try:
         made = kind(**BESIDE.get(name, {}), **{name: value})
         if kind is Options:
-          engine.text_batch([TEXT], **BESIDE.get(name, {}), **{name: value})
+          engine.text_request([TEXT], **BESIDE.get(name, {}), **{name: value})
       except ValueError as error:
         assert name in str(error) or 'max_decode_len' in str(error), value
       else:
@@ -120,7 +120,7 @@ def test_bodies_that_pass_can_be_decoded(engine, name):
       with protocol.naming_the_field(constraint=asked.constraint[0]):
         for index, options in asked.of_each():
           options = {k: v for k, v in options.items() if k[:5] != 'split'}
-          assert engine.text_batch([asked.prompts[index]], **options).rows
+          assert engine.text_request([asked.prompts[index]], **options).rows
     except protocol.ApiError as error:
       assert error.status in (400, 404)
       refused.append(error.body['error']['param'])
@@ -144,7 +144,7 @@ def test_there_are_not_too_many(engine, name):
   with pytest.raises(protocol.ApiError) as caught:
     asked = protocol.parse(json.dumps(body).encode(), engine, LIMITS, 'toy')
     with protocol.naming_the_field():
-      engine.text_batch(asked.prompts, **asked.rules())
+      engine.text_request(asked.prompts, **asked.rules())
   assert caught.value.body['error']['param'] == name
 
 
@@ -183,7 +183,10 @@ def test_labels_cost_no_more_than_their_tokens(engine, monkeypatch):
   found = engine.classify([TEXT], labels)
   assert max((made.size for made in largest), default=0) < 10 * len(labels)
   np.testing.assert_allclose(found.sum(axis=1), 1)
-  some, end = [0, 333, 639], engine.output_ids('')[-1]  # of several blocks
+  some, end = (
+    [0, 333, 639],  # of several blocks
+    engine.codec.output_ids('')[-1],
+  )
   scored = [[*labels[i], end] for i in some]
   want = np.exp([x.total for x in engine.score([TEXT] * 3, scored)])
   have = found[0, some]
@@ -205,7 +208,7 @@ def test_programs_of_many_shapes_are_forgotten(monkeypatch):
 def test_a_rule_of_many_texts_is_there_once(engine):
   """Its arrays are views of one row, also in a batch of more texts."""
   one, many = (
-    engine.text_batch([TEXT] * n, suppress_tokens=[5], bad_words=['cat'])
+    engine.text_request([TEXT] * n, suppress_tokens=[5], bad_words=['cat'])
     for n in (1, 1000)
   )
   for rule in ('bias', 'sequences', 'sequence_bias'):

@@ -17,7 +17,7 @@ from specdec_jax.checkpoints import disk_arrays
 from specdec_jax.decoding.resting import guessed
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.engine.scheduler import Continuous, PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.measure.calls import make_request
 from specdec_jax.models import backend, families
 from specdec_jax.models.causal_lm import CausalLMConfig
@@ -28,6 +28,7 @@ from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.partitioning import Following, LogicalAxes, Placement
 from specdec_jax.request import Drafting
+from toy_pools import Pooled
 
 SIZES = dict(
   vocab_size=VOCAB_SIZE, emb_dim=48, num_heads=8, head_dim=4, mlp_dim=80
@@ -184,7 +185,7 @@ def program(engine, speculative=True, name='decode', **options):
   """The compiled program that `generate` runs, or `stream`."""
   gamma = engine.gamma if speculative else 0
   request = engine.request(TEXTS, gamma, **(GREEDY | options))
-  return engine._program(name, request).func
+  return engine.programs._program(name, request).func
 
 
 def exchanges(engine, speculative=True):
@@ -289,7 +290,7 @@ def test_a_state_is_passed_on(engines, alone):
 def test_slots(engines, alone):
   """Pools of one row and of three, which two devices do not divide."""
   settings = PoolSettings(gammas={3: Drafting(), 1: Drafting(2)})
-  decoder = Continuous(engines('both'), settings)
+  decoder = Pooled(engines('both'), settings)
   texts = TEXTS[:6]  # all outputs are equally long: two are left
   found = decoder.generate(texts, **GREEDY)
   assert tokens_of(found) == tokens_of(alone['plain'])[:6]

@@ -262,10 +262,10 @@ def test_nothing_is_put_around_a_rendered_chat(engine):
   """A template without a BOS gives none, as in transformers."""
   template = ChatTemplate('{{ messages[0].content }}<turn>', engine.tokenizer)
   ids = template.ids([{'content': 'the red dog'}])
-  assert ids[0] != engine.bos_id is not None
-  assert engine.input_ids(ids) == ids
+  assert ids[0] != engine.codec.bos_id is not None
+  assert engine.codec.input_ids(ids) == ids
   assert engine.num_input_tokens(ids) == len(ids)
-  assert engine.input_ids([*ids]) == [engine.bos_id, *ids[:-1]]
+  assert engine.codec.input_ids([*ids]) == [engine.codec.bos_id, *ids[:-1]]
   (whole,) = engine.request([ids]).prompt[:, : len(ids)].tolist()
   assert whole == ids
 
@@ -325,7 +325,7 @@ def test_the_next_message(server, engine):
 @pytest.mark.parametrize('most', [0, 3])
 def test_scores_by_echo(server, engine, most):
   """As EleutherAI's lm-evaluation-harness scores a text."""
-  cat = [engine.bos_id, *engine.tokenizer.encode('a cat')]
+  cat = [engine.codec.bos_id, *engine.tokenizer.encode('a cat')]
   for prompt in ('the red dog', cat, ''):
     is_ids = isinstance(prompt, list)
     ids = prompt if is_ids else engine.tokenizer.encode(prompt)

@@ -249,14 +249,14 @@ def test_a_t5_with_the_vocabulary_of_roberta(tmp_path):
   engine = Engine(specdec_jax.load(folder), max_input_len=32, max_decode_len=8)
   inner = vocabulary.encode('the red dog')
   whole = [1, *inner, 2]
-  assert engine.input_ids('the red dog') == whole
-  assert engine.input_ids(whole) == engine.input_ids(inner) == whole
-  assert engine.output_ids('the red dog') == whole
+  assert engine.codec.input_ids('the red dog') == whole
+  assert engine.codec.input_ids(whole) == engine.codec.input_ids(inner) == whole
+  assert engine.codec.output_ids('the red dog') == whole
   path = tmp_path / 'a.tsv'
   path.write_text('the red dog\tthe dogs\n')
   (example,) = LocalTask('a', {'test': path}, folder).examples('test')
   assert example['inputs'].tolist() == whole
-  assert example['targets'].tolist() == engine.output_ids('the dogs')
+  assert example['targets'].tolist() == engine.codec.output_ids('the dogs')
   packing = PackingConfig((1.0,), (32,), eos_id=vocabulary.eos_id)
   (batch,) = PackedBatches([(whole[:-1], [3])], packing).epoch()
   assert batch.inputs[0, 0, : len(whole)].tolist() == whole

@@ -13,7 +13,9 @@ import rich.console
 from specdec_jax import infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
+from specdec_jax.engine.engine import EngineConfig
 from specdec_jax.infer.data import PREDICTIONS
+from specdec_jax.request import Drafting
 
 MAX_INPUT_LEN = 9
 
@@ -37,10 +39,10 @@ class ReversingEngine:
   output is wrong, `fail` texts that give an error.
   """
 
-  max_input_len = MAX_INPUT_LEN
-  max_decode_len = 32
-  bos_id = rule = source_lang = target_lang = drafter = None
-  has_drafter = chooses_gamma = fallback = across_hosts = False
+  config = EngineConfig(gamma=1, max_input_len=MAX_INPUT_LEN, max_decode_len=32)
+  codec = types.SimpleNamespace(bos_id=None, source_lang=None, target_lang=None)
+  drafting, drafter = Drafting(1), None
+  has_drafter = fallback = across_hosts = False
   kernel_layout, gamma = 'in_out', 1
   fingerprints = types.MappingProxyType({'target': 'reversal'})
   models = types.MappingProxyType({})
@@ -56,16 +58,25 @@ class ReversingEngine:
     words = len(self.tokenizer.encode(text))
     return words and words + 1  # its end
 
-  def warmup(self, texts, *, speculative, **options):
+  def text_request(self, texts, speculative, options):
+    return texts, speculative, options
+
+  def scheduler(self, size):
+    self.size = size
+    return self
+
+  def warmup(self, request):
+    texts, speculative, _ = request
     if (speculative, len(texts)) in self.warm:
       return 0.0
     self.warm.append((speculative, len(texts)))
     return 0.5
 
-  def generate(self, texts, *, speculative, example_ids, **options):
-    assert options['batch_size'] == len(texts)
-    lossless = options['lenience'] == 1 or not speculative
-    self.calls.append((speculative, list(texts), list(example_ids)))
+  def generate(self, request):
+    texts, speculative, options = request
+    assert self.size == len(texts)
+    lossless = options.lenience == 1 or not speculative
+    self.calls.append((speculative, list(texts), list(options.example_ids)))
     return [self.complete(text, speculative, lossless) for text in texts]
 
   def complete(self, text, speculative, lossless):

@@ -169,7 +169,9 @@ def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
   run = make_run(tmp_path, model=network, training=settings, **files)
   params, _ = train(run, data=None)
   engine = Engine(Model(network, params), tokenizer=tokenizer, max_decode_len=8)
-  assert engine.bos_id == training_run.first_token(network, tokenizer) == 1
+  assert (
+    engine.codec.bos_id == training_run.first_token(network, tokenizer) == 1
+  )
   (done,) = engine.generate([''])
   assert (done.text, done.finish_reason) == ('the red dog', 'stop')
 
