@@ -38,7 +38,7 @@ from specdec_jax.engine.request import Limits, TextRequest, Update
 from specdec_jax.engine.scheduler import PoolSettings, Scheduler
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
-from specdec_jax.models.base import start_id
+from specdec_jax.models.base import LanguageModel, Params, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting, Request, RestPolicy
 from specdec_jax.rules.options import RuleBook
@@ -315,7 +315,7 @@ class Engine:
     request = self.text_request(texts, **options)
     rows = self.config.batch_size if batch_size is None else batch_size
     done = self.scheduler(rows).generate(request)
-    return self._with_top(request, done, rows)
+    return _with_top(self.target, self.params.target, request, done, rows)
 
   def warmup(
     self, texts: Texts, *, batch_size: int | None = None, **options: Any
@@ -600,43 +600,6 @@ class Engine:
       raise unexpected('texts', 'no empty text in a request', texts)
     return self.programs.exactly(made.batch, len(made.rows))
 
-  def _with_top(
-    self, request: TextRequest, outputs: list[Completion], rows: int
-  ) -> list[Completion]:
-    """Gives outputs `top_log_probs`, if they are wanted: the target reads them.
-
-    Args:
-      request: what they are the outputs of.
-      outputs: its completions.
-      rows: outputs that are read together.
-    """
-    num_top = request.options.top_log_probs
-    if not num_top:
-      return outputs
-    done: list[Completion] = []
-    ruled, sources = request.ruled(), request.sources()
-    for at in range(0, len(outputs), rows):
-      part = slice(at, at + rows)
-      begins = [begin for _, begin in sources[part]]
-      pairs = [*zip(outputs[part], begins, strict=True)]
-      scores = scoring.score(
-        self.target,
-        self.params.target,
-        [source for source, _ in sources[part]],
-        [[*begin, *output.tokens] for output, begin in pairs],
-        num_top=num_top,
-        ruled=ruled[part],
-      )
-      done += [
-        dataclasses.replace(
-          output,
-          log_probs=list(score.log_probs[len(begin) :]),
-          top_log_probs=score.top[len(begin) :],
-        )
-        for (output, begin), score in zip(pairs, scores, strict=True)
-      ]
-    return done
-
 
 def _tokenizer_of(target: Model, config: EngineConfig) -> Tokenizer:
   """Opens the tokenizer of a pair, or takes the target's own.
@@ -683,3 +646,47 @@ def _remembered(codec: Codec, path: str | os.PathLike[str]) -> Memory:
         yield [*ids, *begin, *output, end]
 
   return remember(texts(read_pairs(os.fspath(path))))
+
+
+def _with_top(
+  network: LanguageModel,
+  params: Params,
+  request: TextRequest,
+  outputs: list[Completion],
+  rows: int,
+) -> list[Completion]:
+  """Gives outputs `top_log_probs`, if they are wanted: the target reads them.
+
+  Args:
+    network: the target.
+    params: its parameters.
+    request: what they are the outputs of.
+    outputs: its completions.
+    rows: outputs that are read together.
+  """
+  num_top = request.options.top_log_probs
+  if not num_top:
+    return outputs
+  done: list[Completion] = []
+  ruled, sources = request.ruled(), request.sources()
+  for at in range(0, len(outputs), rows):
+    part = slice(at, at + rows)
+    begins = [begin for _, begin in sources[part]]
+    pairs = [*zip(outputs[part], begins, strict=True)]
+    scores = scoring.score(
+      network,
+      params,
+      [source for source, _ in sources[part]],
+      [[*begin, *output.tokens] for output, begin in pairs],
+      num_top=num_top,
+      ruled=ruled[part],
+    )
+    done += [
+      dataclasses.replace(
+        output,
+        log_probs=list(score.log_probs[len(begin) :]),
+        top_log_probs=score.top[len(begin) :],
+      )
+      for (output, begin), score in zip(pairs, scores, strict=True)
+    ]
+  return done

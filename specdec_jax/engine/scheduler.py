@@ -86,6 +86,7 @@ class DraftPolicy:
   so sampled rows always have the engine's gamma.
 
   Attributes:
+    by_rows: rows -> how a pool of so many greedy rows is drafted for.
     longest: proposals of the longest draft.
     skips_rounds: whether rows go on without the drafter in some pools.
   """
@@ -102,11 +103,11 @@ class DraftPolicy:
         cost more, so it rather proposes too few tokens.
     """
     self._base = request.drafting
-    self._by_rows = {settings.rows: self._base}
+    self.by_rows = {settings.rows: self._base}
     if settings.gammas is not None and request.gamma:
       plan = sorted(settings.gammas.items())
-      self._by_rows = {rounded_up(rows, multiple): one for rows, one in plan}
-    gammas = [self._base.gamma, *(one.gamma for one in self._by_rows.values())]
+      self.by_rows = {rounded_up(rows, multiple): one for rows, one in plan}
+    gammas = [self._base.gamma, *(one.gamma for one in self.by_rows.values())]
     self.longest = max(gammas)
     self.skips_rounds = self.longest > 0 and 0 in gammas
 
@@ -115,7 +116,7 @@ class DraftPolicy:
     """Rows -> gamma of greedy rows; empty without drafts."""
     if not self.longest:
       return {}
-    return {rows: one.gamma for rows, one in self._by_rows.items()}
+    return {rows: one.gamma for rows, one in self.by_rows.items()}
 
   def drafting(self, size: int, varies: bool, plainly: bool) -> Drafting:
     """Returns how the rounds of a pool are drafted for.
@@ -129,8 +130,8 @@ class DraftPolicy:
       return Drafting()
     if not varies:
       return self._base
-    larger = [rows for rows in self._by_rows if rows >= size]
-    return self._by_rows[min(larger, default=max(self._by_rows))]
+    larger = [rows for rows in self.by_rows if rows >= size]
+    return self.by_rows[min(larger, default=max(self.by_rows))]
 
 
 class SlotPool:
@@ -141,6 +142,7 @@ class SlotPool:
 
   Attributes:
     policy: how long drafts are.
+    sizes: rows of the pools, in order.
     waiting: rows without a slot; the caller's lock guards it.
     rounds: gamma -> rounds that ran.
     compiled: the uses that need no compilation; None allows all. A step that
@@ -178,8 +180,8 @@ class SlotPool:
     """
     multiple = programs.row_multiple
     self.policy = DraftPolicy(settings, example, multiple)
-    self._sizes = settings.pool_sizes(multiple)
-    largest = self._sizes[-1]
+    self.sizes = settings.pool_sizes(multiple)
+    largest = self.sizes[-1]
     self._refill = min(settings.refill or max(1, largest // 8), largest)
     self._counts = counts or [rounded_up(self._refill, multiple)]
     self._shared = example.replace(skips_rounds=self.policy.skips_rounds)
@@ -244,27 +246,31 @@ class SlotPool:
       size: of the pool.
       then: sizes of the pools that the rows are moved to.
     """
-    sizes, self.is_closed = self._sizes, True
-    self._sizes = [size]
+    sizes, self.is_closed = self.sizes, True
+    self.sizes = [size]
     self.waiting.extend(rows)
     for other in then:
       self.step()
-      self._sizes = [other]
+      self.sizes = [other]
     while self.has_work:
       self.step()
-    self._sizes = sizes
+    self.sizes = sizes
 
-  def rehearse_all(self, rows: Sequence[Row]) -> None:
+  def first_size(self, count: int) -> int:
+    """Returns the rows of the pool in which so many rows begin."""
+    fits = [size for size in self.sizes if size >= count]
+    return min(fits, default=self.sizes[-1])
+
+  def rehearse_all(self, rows: Sequence[Row], first: int) -> None:
     """Compiles what rows like these need, and pools of all smaller sizes.
 
     Args:
       rows: short ones, one of each pair of widths, the widest last.
+      first: rows of the first pool.
     """
-    fits = [size for size in self._sizes if size >= len(rows)]
-    first = min(fits, default=self._sizes[-1])
     for row in rows:
       self.rehearse([row], first)
-    smaller = [size for size in self._sizes[::-1] if size < first]
+    smaller = [size for size in self.sizes[::-1] if size < first]
     for size, then in zip([first, *smaller], smaller, strict=False):
       self.rehearse([dataclasses.replace(rows[-1])], size, [then])
 
@@ -316,7 +322,7 @@ class SlotPool:
     """Takes the smallest pool that is enough; a smaller one after a while."""
     slots = self._slots
     sizes = [
-      size for size in self._sizes if self._may('rounds', size, False, False)
+      size for size in self.sizes if self._may('rounds', size, False, False)
     ]
     running = len(slots.rows)
     wanted = running + len(self.waiting)
@@ -403,7 +409,7 @@ class SlotPool:
     if self.waiting:
       return self._refill
     size = len(self._slots.owners)
-    smaller = [s for s in self._sizes if s < size]
+    smaller = [s for s in self.sizes if s < size]
     return running - max(smaller, default=0)
 
   def _may(self, *use: Any) -> bool:
@@ -680,7 +686,8 @@ class Scheduler:
     _LOG.exception('Rows of a kind failed: %s', lane.name)
     with self.lock:
       rows, lane.waiting, lane.pools = lane.rows, [], {}
-    self.cancel(rows)
+      if lane.uses is None:  # the next row tries anew
+        self._drop(lane)
     return [(row, Update(error='failed alone')) for row in rows]
 
   def drain(self) -> Iterator[tuple[Row, Update]]:
@@ -719,13 +726,14 @@ class Scheduler:
       is_new = self._programs.count > before
       return time.perf_counter() - begin if is_new else 0.0
     by_width = {row.widths: row for row in rows}
-    key = pool.programs, min(len(rows), self._settings.rows), *sorted(by_width)
+    first = pool.first_size(len(rows))
+    plan = jax.tree.structure(pool.policy.by_rows)
+    key = pool.programs, plan, *pool.sizes, first, *sorted(by_width)
     if key in self._programs.warm:
       return 0.0
     length = pool.policy.longest + 2
-    pool.rehearse_all(
-      [by_width[widths].shortened(length) for widths in sorted(by_width)]
-    )
+    short = [by_width[widths].shortened(length) for widths in sorted(by_width)]
+    pool.rehearse_all(short, first)
     self._programs.warm.add(key)
     return time.perf_counter() - begin
 
@@ -740,7 +748,8 @@ class Scheduler:
     Returns:
       Whether that is all; False: rows came just now, and it must be repeated.
     """
-    wanted = lane.is_wanted or lane.is_kept
+    with self.lock:
+      wanted = lane.is_wanted or lane.is_kept
     uses = self._rehearse(lane) if wanted else None
     with self.lock:
       lane.uses = uses
