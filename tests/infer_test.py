@@ -20,12 +20,13 @@ from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.infer import report
 from specdec_jax.infer import run as infer_run
 from specdec_jax.infer.data import PREDICTIONS
+from specdec_jax.text.tokenizer import Vocabulary
 
 MAX_INPUT_LEN = 9
 COMPLETED = f'{PREDICTIONS}.COMPLETED'
 
 
-class WordTokenizer:
+class WordTokenizer(Vocabulary):
   """One token a word."""
 
   fingerprint = 'words'

@@ -174,7 +174,9 @@ def _described(hint: Any) -> str:
     return f'a sequence ({", ".join(items)})' if items else 'a sequence'
   if kind is os.PathLike:
     return 'a path'
-  return str(_WORDS.get(kind) or getattr(kind, '__name__', kind))
+  return str(
+    _WORDS.get(kind) or (kind.__name__ if isinstance(kind, type) else kind)
+  )
 
 
 def _either(words: list[str]) -> str:

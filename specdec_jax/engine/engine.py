@@ -49,13 +49,12 @@ from specdec_jax.engine.request import (
 from specdec_jax.engine.scheduler import Continuous, PoolSettings, Update
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
-from specdec_jax.models.base import ends_inputs, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting, Request, RestPolicy
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tasks import read_pairs
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import FinishReason, Generation, LengthRule
 
@@ -115,7 +114,7 @@ class Engine:
     target: Model,
     drafter: Drafter | Model | None = None,
     *,
-    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+    tokenizer: Vocabulary | str | os.PathLike[str] | None = None,
     gamma: int | str | LengthRule | None = None,
     max_input_len: int = 128,
     max_decode_len: int = 128,
@@ -201,16 +200,16 @@ class Engine:
       tokenizer = pair.own_vocabulary(target)
     elif isinstance(tokenizer, str | os.PathLike):
       tokenizer = Tokenizer(tokenizer)
-    if not hasattr(tokenizer, 'encode'):  # somebody's own has it
-      raise unexpected('tokenizer', 'a Tokenizer or a path', tokenizer)
+    if not isinstance(tokenizer, Vocabulary):
+      expected = 'a Tokenizer, another Vocabulary, or a path'
+      raise unexpected('tokenizer', expected, tokenizer)
     pair.check_pair(target, drafter, tokenizer)
-    if isinstance(tokenizer, Tokenizer):
-      tokenizer = tokenizer.for_network(
-        target.network.vocab_size, split_special_tokens, skip_special_tokens
-      )
+    tokenizer = tokenizer.for_network(
+      target.network.vocab_size, split_special_tokens, skip_special_tokens
+    )
     bos_id = target.bos_id if bos_id is None else bos_id
     if bos_id is None:
-      bos_id = pair.first_id(target.network, tokenizer, {})
+      bos_id = pair.first_id(target.network, tokenizer)
     pair.check_bos(bos_id, target.network)
     self.tokenizer, self.target = tokenizer, target.network
     self.source_lang, self.target_lang = source_lang, target_lang
@@ -363,11 +362,10 @@ class Engine:
     Raises:
       ValueError: a language is not known, or the target has none.
     """
-    # A tokenizer of somebody's own need not have languages, and a model
-    # without an encoder has no use for them.
+    # A model without an encoder has no use for languages.
     known: Mapping[str, int] = {}
     if self.target.has_encoder:
-      known = getattr(self.tokenizer, 'languages', known)
+      known = self.tokenizer.languages
     asked = {
       'source_lang': source_lang or self.source_lang,
       'target_lang': target_lang or self.target_lang,
@@ -396,10 +394,8 @@ class Engine:
     """
     if isinstance(text, RenderedIds):
       return [], []
-    if self.target.has_encoder and ends_inputs(self.target):
-      # A tokenizer of somebody's own need not say it: texts end, as in T5.
-      last = getattr(self.tokenizer, 'after', [self.tokenizer.eos_id])
-      return [*getattr(self.tokenizer, 'before', ())], [*last]
+    if self.target.has_encoder and self.target.ends_inputs:
+      return [*self.tokenizer.before], [*self.tokenizer.after]
     return [] if self.bos_id is None else [self.bos_id], []
 
   def bare_ids(self, text: str | Sequence[int]) -> list[int]:
@@ -433,7 +429,7 @@ class Engine:
     """The ids of a text as the target would say it, with what ends it."""
     end = self.tokenizer.eos_id
     end = end if end in self.stop_ids else self.stop_ids[0]
-    begins = self.target.has_encoder and ends_inputs(self.target)
+    begins = self.target.has_encoder and self.target.ends_inputs
     first = self.ids_around()[0] if begins else []
     return [*first, *encoded(self.tokenizer, text), end]
 
@@ -779,7 +775,7 @@ class Engine:
     inputs: Any = [[]] * len(read)
     prompts = read
     if self.target.has_encoder:
-      inputs, prompts = read, [[start_id(self.target), *begin]] * len(read)
+      inputs, prompts = read, [[self.target.start_id, *begin]] * len(read)
     scoring.check_ids(self.target, inputs=read, labels=outputs)
     params = self.params.target
     return classify(self.target, params, inputs, prompts, outputs)

@@ -35,7 +35,6 @@ from specdec_jax.engine.completion import (
 )
 from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.engine.scoring import Ruled
-from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import (
   BLOCK,
@@ -48,7 +47,7 @@ from specdec_jax.request import (
   new_request,
 )
 from specdec_jax.rules.options import NO_RULES, RowRules, RuleOptions, ruling_of
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.types import Count, Generation, LengthRule, Positive
 from specdec_jax.verify import check_lenience
 
@@ -649,7 +648,7 @@ class TextBatch:
     if self.options.prompts is not None:
       ids = [int(token) for token in self.options.prompts[number]]
       self._check_ids(f'Prompt {number}', ids)
-    return [start_id(self._target), *self._languages.before_output(ids), *ids]
+    return [self._target.start_id, *self._languages.before_output(ids), *ids]
 
   def _request_of_one(self, drafting: Drafting) -> Request:
     """A request with what all rows share."""
@@ -682,7 +681,7 @@ class TextBatch:
       beams=self._beams(gamma),
       drafting=drafting,
       tree=engine.tree if gamma else None,
-      pad_id=pad_id(self._target),
+      pad_id=self._target.pad_id,
     )
     if request.tree is not None:
       tree_round.check(request, request.tree.cut(gamma))
@@ -768,7 +767,7 @@ class TextBatch:
       The ids of its input, and with an encoder those that the output begins
       with after the start token.
     """
-    nothing: tuple[Sequence[int], Sequence[int]] = [start_id(self._target)], ()
+    nothing: tuple[Sequence[int], Sequence[int]] = [self._target.start_id], ()
     sources = [nothing] * self._num_outputs
     for row in self.rows:
       sources[row.index] = (row.inputs, row.prompt[1:])
@@ -792,7 +791,7 @@ class TextBatch:
     return Text(self._tokenizer, options.stop_strings, options.min_length)
 
 
-def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
+def encoded(tokenizer: Vocabulary, text: str | Sequence[int]) -> list[int]:
   """The ids of a text, or those that were given in its place.
 
   Raises:
@@ -806,14 +805,12 @@ def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
 
 
 def encoded_texts(
-  tokenizer: Tokenizer, texts: Sequence[str]
+  tokenizer: Vocabulary, texts: Sequence[str]
 ) -> list[list[int]]:
   """`encoded` of many texts, in less time than of each by itself."""
   for text in texts:
     check_unicode(text)
-  # A tokenizer of somebody's own need not have it.
-  encode_batch = getattr(tokenizer, 'encode_batch', None)
-  return (encode_batch or (lambda _: [*map(tokenizer.encode, texts)]))(texts)
+  return tokenizer.encode_batch(texts)
 
 
 def check_unicode(text: str) -> None:

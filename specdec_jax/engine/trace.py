@@ -23,7 +23,7 @@ import rich.text
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters.base import check_chain
 from specdec_jax.engine.completion import Text
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 
 Token = TypeVar('Token')
 
@@ -145,7 +145,7 @@ def record(
 
 def spell(
   rounds: Sequence[Round[int]],
-  tokenizer: Tokenizer,
+  tokenizer: Vocabulary,
   context: Sequence[int] = (),
   is_whole: bool = True,
 ) -> list[Round[str]]:

@@ -97,7 +97,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
         ' it.'
       )
   except (OSError, EOFError, zlib.error) as error:
-    why = getattr(error, 'strerror', None) or error
+    why = reason(error)
     if number:
       raise BrokenOff(
         f'{path!r} could not be read on after line {number}: {why}. It is'
@@ -107,6 +107,11 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
       f'{path!r} could not be read as text: {why}. Expected UTF-8 text, plain'
       f" or .gz, or '-' for stdin; paths are relative to {os.getcwd()}"
     ) from error
+
+
+def reason(error: Exception) -> object:
+  """Why an operation failed; an OSError's text without number and path."""
+  return error.strerror or error if isinstance(error, OSError) else error
 
 
 def state(path: str) -> tuple[int, int] | None:

@@ -34,7 +34,7 @@ _ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
 
 def is_integers(dtype: Any) -> bool:
   """Whether a dtype, or the name of one, is that of integer kernels."""
-  return getattr(dtype, 'name', dtype) in INTEGERS
+  return dtype is not None and jnp.dtype(dtype).name in INTEGERS
 
 
 def computes_in() -> str:

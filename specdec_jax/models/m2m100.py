@@ -93,6 +93,7 @@ class M2M100Config:
       encoder,
       encoded_dim=self.emb_dim,
       pad_id=self.pad_id,
+      start_id=self.start_id,
     )
 
 

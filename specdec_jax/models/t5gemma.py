@@ -98,6 +98,7 @@ class T5GemmaConfig:
       self.encoder.stack(self.sides),
       None if merged else self.encoder.tokens(),
       self.encoder.emb_dim,
+      start_id=self.start_id,
     )
 
 
@@ -123,5 +124,5 @@ class T5Gemma(Transformer):
   """
 
   config: T5GemmaConfig
-  # Texts begin with an id (`Engine.bos_id`), and have no end.
+  # An input begins with `Engine.bos_id` and has no end of sequence.
   ends_inputs = False

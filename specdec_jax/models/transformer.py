@@ -19,7 +19,7 @@ from jax import lax
 
 from specdec_jax.checks.fields import Checked, unexpected
 from specdec_jax.models import kv_cache, layers, products
-from specdec_jax.models.base import PAD_ID, START_ID, Params
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.layers import Stack
 from specdec_jax.models.rope import rotate
 from specdec_jax.tree_shape import Tree
@@ -82,6 +82,7 @@ class Shape:
     encoder_tokens: ids of an encoder with a table of its own; None shares one.
     encoded_dim: width of an encoder's output; 0 without one.
     pad_id: the id that inputs are padded with.
+    start_id: the id that the decoder begins with.
   """
 
   decoder: Stack
@@ -89,7 +90,8 @@ class Shape:
   encoder: Stack | None = None
   encoder_tokens: Tokens | None = None
   encoded_dim: int = 0
-  pad_id: int = PAD_ID
+  pad_id: int = 0
+  start_id: int = 0
 
 
 def sinusoids(places: jax.Array, size: int) -> jax.Array:
@@ -460,7 +462,7 @@ def _add_tokens(module: Any, tokens: Tokens) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer(Checked):
+class Transformer(Checked, LanguageModel):
   """A `LanguageModel`, see `models.base`; families add their configuration.
 
   Attributes:
@@ -468,7 +470,6 @@ class Transformer(Checked):
   """
 
   config: Any
-  ends_inputs = True  # whether the end of sequence follows an encoder's text
 
   @property
   def shape(self) -> Shape:
@@ -498,12 +499,17 @@ class Transformer(Checked):
   @property
   def start_id(self) -> int:
     """The id that the decoder begins with."""
-    return int(getattr(self.config, 'start_id', START_ID))
+    return self.shape.start_id
 
   @property
   def pad_id(self) -> int:
     """The id that inputs are padded with."""
     return self.shape.pad_id
+
+  @property
+  def encoded_dim(self) -> int:
+    """Width of the encoder's output; 0 without one."""
+    return self.shape.encoded_dim
 
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters, a nested dict with T5X's names."""

@@ -20,7 +20,7 @@ from typing import Any
 from specdec_jax import files
 from specdec_jax.checks.fields import package
 from specdec_jax.text import vocabulary
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 
 FILE = 'chat_template.jinja'
 _ENTRY = 'chat_template'  # of tokenizer_config.json
@@ -116,7 +116,7 @@ class ChatTemplate:
     return RenderedIds(self._tokenizer.encode_marked(self.text(marked)))
 
 
-def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
   """The chat template in the folder of a vocabulary; None if there is none.
 
   Raises:

@@ -35,7 +35,7 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.files import TextLine, shipped
 from specdec_jax.text import metrics
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import SENTENCEPIECE
 
 FEATURES = ('inputs', 'targets')
@@ -189,7 +189,7 @@ class LocalTask:
     split: str,
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Vocabulary | None = None,
   ) -> Iterator[dict[str, Any]]:
     """The examples of a split, in their order, once.
 
@@ -264,7 +264,7 @@ class SeqioTask:
     split: str,
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Vocabulary | None = None,
   ) -> Iterator[dict[str, Any]]:
     """The examples of a split, in the task's order; see `LocalTask.examples`.
 
@@ -328,7 +328,7 @@ def training_splits(task: Task) -> list[str]:
 
 def find(
   task: str | Task,
-  tokenizer: Tokenizer | None = None,
+  tokenizer: Vocabulary | None = None,
   split: str = 'test',
   prefix: str = '',
   distinct: bool = False,
@@ -371,7 +371,7 @@ def find(
   if tokenizer is not None:
     other = Tokenizer(task.vocab_path)
     for field in ('fingerprint', 'eos_id'):
-      theirs, ours = getattr(other, field), getattr(tokenizer, field, None)
+      theirs, ours = getattr(other, field), getattr(tokenizer, field)
       if theirs != ours:
         where = f'{field} of {os.fspath(task.vocab_path)!r}, of {task.name!r}'
         raise unexpected(where, f"{ours!r}, the models'", theirs)
@@ -417,7 +417,7 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
   return sides['inputs'], sides['targets']
 
 
-def _subtasks(name: str, tokenizer: Tokenizer | None) -> list[Any]:
+def _subtasks(name: str, tokenizer: Vocabulary | None) -> list[Any]:
   """The seqio tasks of that name, of a mixture its own, T5's included."""
   try:
     seqio, _ = import_seqio()

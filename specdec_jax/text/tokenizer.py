@@ -11,8 +11,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
@@ -36,29 +37,116 @@ _BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
 _LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
 
-class Tokenizer:
-  """A vocabulary, and what texts begin and end with.
+@runtime_checkable
+class Vocabulary(Protocol):
+  """The contract of a tokenizer.
+
+  `Tokenizer` reads files. A tokenizer of your own is a subclass that has
+  `vocab_size`, `eos_id`, `fingerprint`, `encode` and `decode`; all else has
+  defaults.
+
+  Attributes:
+    vocab_size: V, the largest id plus one.
+    eos_id: the end of sequence.
+    path: where its files are, for messages.
+    before: ids in front of every text, such as `<s>` in CodeT5, except
+      languages.
+    bos_id: the first id in `before`; None in T5, GPT-2 and Qwen.
+    says_ends: whether the vocabulary's own files decide `before` and `after`.
+    start_id: the first id of a decoder-only model's texts where no file names
+      one: the end of sequence for BPE, as in GPT-2, or 0, as in models that
+      were trained here and in T5X's.
+    languages: name -> id of each language's token in the vocabularies of
+      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
+    pieces: id -> its text in the vocabulary's file.
+    split_special_tokens: see `Tokenizer`.
+    skip_special_tokens: see `Tokenizer`.
+  """
+
+  vocab_size: int
+  eos_id: int
+  path: str = ''
+  before: Sequence[int] = ()
+  bos_id: int | None = None
+  says_ends: bool = False
+  start_id: int = 0
+  languages: Mapping[str, int] = types.MappingProxyType({})
+  pieces: Mapping[int, str] = types.MappingProxyType({})
+  split_special_tokens: bool = False
+  skip_special_tokens: bool | None = None
+
+  @property
+  def fingerprint(self) -> str:
+    """Text that differs between vocabularies."""
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of `text`, without those in `before` and `after`."""
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns the text of `ids`."""
+
+  @functools.cached_property
+  def after(self) -> Sequence[int]:
+    """Ids behind every text, such as `</s>`, except languages."""
+    return [self.eos_id]
+
+  @functools.cached_property
+  def least_size(self) -> int:
+    """The least V of a network for this vocabulary.
+
+    Special tokens that no text needs, such as Gemma's place of an image, may
+    lie past it.
+    """
+    return self.vocab_size
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Applies `encode` to each text."""
+    return [self.encode(text) for text in texts]
+
+  def whole(self, text: str, most: int | None = None) -> list[int]:
+    """Returns the ids of a whole text, `before` and `after` included.
+
+    If `after` is empty, the end of sequence alone is added.
+
+    Args:
+      text: the text.
+      most: cuts the text so that all ids are at most so many; None: no limit.
+    """
+    first, last = self.before, self.after
+    if not last:
+      first, last = [], [self.eos_id]
+    ids = self.encode(text)
+    if most is not None:
+      ids = ids[: max(0, most - len(first) - len(last))]
+    return [*first, *ids, *last]
+
+  def is_text(self, token: int) -> bool:
+    """Whether an id is known to be a piece of text."""
+    return False
+
+  def bytes_of(self, token: int) -> bytes:
+    """The bytes of a piece of text, which may be a part of a character."""
+    return b''
+
+  def for_network(
+    self,
+    size: int,
+    split_special_tokens: bool | None = None,
+    skip_special_tokens: bool | None = None,
+  ) -> 'Vocabulary':
+    """Returns this vocabulary as a network of `size` ids reads it."""
+    return self
+
+
+class Tokenizer(Vocabulary):
+  """The vocabulary in a file or folder.
 
   A text is split at the added tokens that it names, such as `<extra_id_0>` of
   T5; the rest is cut into pieces.
 
   Attributes:
-    vocab_size: V, the largest id that the vocabulary's files name plus one.
-    least_size: the least V of a network of this vocabulary: special tokens past
-      it are none that a text must have (Gemma's place of an image).
     pad_id: padding; the end of sequence where the vocabulary has none.
-    eos_id: the end of sequence.
     unk_id: the unknown token; the end of sequence where there is none.
-    before: ids that the vocabulary puts in front of a text, such as `<s>` in
-      CodeT5, except languages.
-    after: ids that it puts behind a text, such as `</s>`, except languages.
-    says_ends: whether the vocabulary's own files say what is in them.
-    bos_id: the id in `before`; None is none, as in T5, GPT-2 and Qwen.
-    start_id: what the texts of a decoder-only model begin with where no file
-      says it: the end of sequence of BPE, as in GPT-2, or 0, as in models that
-      were trained here and in T5X's.
-    languages: name -> id of the token of each language, of the vocabularies of
-      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
     split_special_tokens: as for `__init__`.
     skip_special_tokens: as for `__init__`.
 
@@ -118,7 +206,7 @@ class Tokenizer:
     if eos_id is None:
       where, known = f'{self.path!r}: eos_token', f'one of {[*_ENDS]}'
       raise unexpected(where, known, eos_token, 'Give it as eos_token.')
-    self.eos_id: int = eos_id
+    self.eos_id = eos_id
     pad_token = vocabulary.content(config.get('pad_token')) or '<pad>'
     self.pad_id: int = ids.get(pad_token, eos_id)
     self.unk_id: int = ids.get(
@@ -137,7 +225,7 @@ class Tokenizer:
           [backend.pieces[0], backend.eos_id],
           'Train it with pad_id=0, eos_id=1, unk_id=2.',
         )
-    self.languages: dict[str, int] = {
+    self.languages = {
       match[1] or match[0]: i
       for i in sorted(self._special)
       if (match := _LANGUAGE.fullmatch(backend.pieces[i]))
@@ -147,12 +235,13 @@ class Tokenizer:
     after = backend.after if self.says_ends else [eos_id]
     self.before = [i for i in backend.before if i not in languages]
     self.after = [i for i in after if i not in languages]
-    self.bos_id: int | None = self.before[0] if self.before else None
-    self.start_id: int = eos_id if backend.is_bpe else PAD_ID
+    self.bos_id = self.before[0] if self.before else None
+    self.start_id = eos_id if backend.is_bpe else PAD_ID
     self._set_sizes()
 
   def _set_sizes(self) -> None:
     backend = self._backend
+    self.pieces = backend.pieces
     self.vocab_size = 1 + max(backend.pieces.keys() - backend.sentinels)
     text = backend.pieces.keys() - self._special
     ends = {self.eos_id, *self.before, *self.languages.values()}
@@ -205,11 +294,6 @@ class Tokenizer:
       found[b' '] = [t for t in found.get(b' ', ()) if not shows[t]]
     return found, begins
 
-  @property
-  def pieces(self) -> dict[int, str]:
-    """id -> the text that the vocabulary's file has for it."""
-    return self._backend.pieces
-
   def for_network(
     self,
     size: int,
@@ -252,7 +336,7 @@ class Tokenizer:
     return hashlib.sha256(text.encode()).hexdigest()
 
   def encode(self, text: str) -> list[int]:
-    """Ids of `text`, without those in `before` and `after`."""
+    """Returns the ids of `text`, without those in `before` and `after`."""
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -290,23 +374,6 @@ class Tokenizer:
       vocabulary.added_token(self.pieces[i]) for i in special
     )
 
-  def whole(self, text: str, most: int | None = None) -> list[int]:
-    """Ids of a whole input or output, cut so that its ends are in it.
-
-    Where the vocabulary puts nothing behind a text, that is its end alone.
-
-    Args:
-      text: the text.
-      most: the most ids; None: no limit.
-    """
-    first, last = self.before, self.after
-    if not last:
-      first, last = [], [self.eos_id]
-    ids = self.encode(text)
-    if most is not None:
-      ids = ids[: max(0, most - len(first) - len(last))]
-    return [*first, *ids, *last]
-
   def decode(self, ids: Iterable[int]) -> str:
     """The text of `ids`; see `skip_special_tokens`.
 
@@ -325,16 +392,16 @@ class Tokenizer:
     return self._backend.decode(shown)
 
 
-def contradiction(ours: Any, theirs: Any) -> str:
-  """Says which id is one token in `ours` and another in `theirs`; '' if none.
+def contradiction(first: Vocabulary, second: Vocabulary) -> str:
+  """Says which id is a different token in two vocabularies; '' if none is.
 
-  Of two vocabularies one may have tokens more, such as those that a fine-tune
-  added. Of a tokenizer of somebody's own only the fingerprint is known.
+  One of them may have more tokens, such as those that a fine-tune added.
+  Vocabularies without `pieces` are compared by their fingerprints.
   """
-  if not (isinstance(ours, Tokenizer) and isinstance(theirs, Tokenizer)):
-    same = ours.fingerprint == theirs.fingerprint
+  ours, theirs = first.pieces, second.pieces
+  if not (ours and theirs):
+    same = first.fingerprint == second.fingerprint
     return '' if same else 'their fingerprints do'
-  ours, theirs = ours.pieces, theirs.pieces
   if ours is not theirs:
     for i in sorted(ours.keys() & theirs.keys()):
       if ours[i] != theirs[i]:
