@@ -1,7 +1,7 @@
 """Turns text into token ids and back, for every kind of vocabulary.
 
-An encoder's inputs are padded with its network's `pad_id` (0, as in T5X; 1 in
-M2M-100), which it ignores: that id must not be text.
+An encoder ignores its network's `pad_id` (0, as in T5X; 1 in M2M-100), so that
+id must not be text.
 """
 
 import copy
@@ -25,10 +25,10 @@ from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
-_ENDS = (vocabulary.END, '</s>')  # where no file says which
+_ENDS = (vocabulary.END, '</s>')  # if no file names the end of sequence
 _BYTE = re.compile('<0x([0-9A-F]{2})>')
-# How vocabularies of bytes write them: visible characters of Latin-1 as they
-# are, the others in their order as characters from U+0100 on.
+# The characters of byte-level vocabularies: visible ones of Latin-1 stand for
+# themselves, characters from U+0100 on for the other bytes, in their order.
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 _BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
@@ -172,46 +172,36 @@ class Tokenizer(Vocabulary):
       path: a sentencepiece model, also `gs://bucket/file`; a tokenizer.json; or
         a folder with tokenizer.json, or spiece.model, or vocab.json with
         sentencepiece.bpe.model (M2M-100) or with merges.txt (GPT-2); the first
-        that exists is taken.
-      eos_token: the token that ends a sequence; None is what the folder says.
+        of these that exists is used.
+      eos_token: the token that ends a sequence; None: the one that the folder
+        names.
       split_special_tokens: whether the name of a special token in a text, such
         as `</s>` or `<extra_id_0>`, is text. Otherwise it is that token. Added
         tokens that are not special are tokens in any case. Control tokens of a
-        sentencepiece model that is in no folder are always text.
+        single sentencepiece file are always text.
       skip_special_tokens: whether special tokens have no text in an output.
-        None: they have none, except sentinels.
+        None: only sentinels have a text.
 
     Raises:
-      ValueError: a file is missing or broken or of a kind that is not known,
-        two files contradict each other, id 0 of a sentencepiece model is text,
-        or there is no such token.
+      ValueError: a file is missing, broken or of an unknown kind, two files
+        contradict each other, id 0 of a sentencepiece model is text, or there
+        is no such token.
     """
     check_path(path)
     self.path = os.fspath(path)
     self.split_special_tokens = split_special_tokens
     self.skip_special_tokens = skip_special_tokens
     self._backend, config = vocabulary.open_backend(shipped.find(self.path))
-    self._set_ids(config, eos_token)
-
-  def _set_ids(self, config: dict[str, Any], eos_token: str | None) -> None:
     backend = self._backend
     ids = {piece: i for i, piece in backend.pieces.items()}
-    if eos_token is not None and eos_token not in ids:
-      where = f'eos_token for {self.path!r}'
-      raise unexpected(where, 'a token of this vocabulary', eos_token)
-    eos_token = eos_token or vocabulary.content(config.get('eos_token'))
-    ends = [ids.get(eos_token or ''), *backend.after[-1:]]
-    ends += [ids.get(name) for name in _ENDS]
-    eos_id = next((i for i in ends if i is not None), None)
-    if eos_id is None:
-      where, known = f'{self.path!r}: eos_token', f'one of {[*_ENDS]}'
-      raise unexpected(where, known, eos_token, 'Give it as eos_token.')
-    self.eos_id = eos_id
-    pad_token = vocabulary.content(config.get('pad_token')) or '<pad>'
-    self.pad_id: int = ids.get(pad_token, eos_id)
-    self.unk_id: int = ids.get(
-      vocabulary.content(config.get('unk_token')), eos_id
-    )
+    self.eos_id = eos_id = self._end(ids, config, eos_token)
+
+    def id_of(name: str, otherwise: str = '') -> int:
+      token = vocabulary.content(config.get(name)) or otherwise
+      return ids.get(token, eos_id)
+
+    self.pad_id = id_of('pad_token', '<pad>')
+    self.unk_id = id_of('unk_token')
     self._special = {i for i, token in backend.added.items() if token.special}
     if isinstance(backend, PiecesBackend):
       self.unk_id = backend.unk_id
@@ -239,6 +229,21 @@ class Tokenizer(Vocabulary):
     self.start_id = eos_id if backend.is_bpe else PAD_ID
     self._set_sizes()
 
+  def _end(
+    self, ids: dict[str, int], config: dict[str, Any], eos_token: str | None
+  ) -> int:
+    """Finds the end of sequence."""
+    if eos_token is not None and eos_token not in ids:
+      where = f'eos_token for {self.path!r}'
+      raise unexpected(where, 'a token of this vocabulary', eos_token)
+    eos_token = eos_token or vocabulary.content(config.get('eos_token'))
+    candidates = [ids.get(eos_token), *self._backend.after[-1:]]
+    for token in candidates + [ids.get(name) for name in _ENDS]:
+      if token is not None:
+        return token
+    where, expected = f'{self.path!r}: eos_token', f'one of {[*_ENDS]}'
+    raise unexpected(where, expected, eos_token, 'Give it as eos_token.')
+
   def _set_sizes(self) -> None:
     backend = self._backend
     self.pieces = backend.pieces
@@ -247,15 +252,15 @@ class Tokenizer(Vocabulary):
     ends = {self.eos_id, *self.before, *self.languages.values()}
     self.least_size = 1 + max(text | ends)
     skip = self.skip_special_tokens
+    shows = vocabulary.SENTINEL.fullmatch  # by default sentinels are shown
     self._hidden = {
       i
       for i in self._special & backend.pieces.keys()
-      if skip
-      or (skip is None and not vocabulary.SENTINEL.fullmatch(backend.pieces[i]))
+      if skip or (skip is None and not shows(backend.pieces[i]))
     }
 
   def is_text(self, token: int) -> bool:
-    """Whether an id is a piece of text, not padding or a token of its own."""
+    """Whether an id is a piece of text, not padding or an added token."""
     return token in self.pieces and not (
       token in self._special
       or token in self._backend.added
@@ -263,7 +268,7 @@ class Tokenizer(Vocabulary):
     )
 
   def bytes_of(self, token: int) -> bytes:
-    """The bytes of a piece of text, of which characters may have several."""
+    """Returns the bytes of a piece, which may be a part of a character."""
     piece = self.pieces.get(token, '')
     if match := _BYTE.fullmatch(piece):
       return bytes([int(match[1], 16)])
@@ -272,27 +277,27 @@ class Tokenizer(Vocabulary):
     return piece.replace(vocabulary.BLANK, ' ').encode()
 
   def spellings(self, size: int) -> tuple[dict[bytes, list[int]], bool]:
-    """The bytes of all pieces of text among `size` ids -> their ids.
+    """Groups the pieces of text among the first `size` ids by their bytes.
 
     Returns:
-      These; and whether the blank that an output begins with is no text, as in
-      sentencepiece's vocabularies.
+      Bytes -> ids; and whether the blank that an output begins with is not part
+      of its text, as in sentencepiece's vocabularies.
     """
-    found: dict[bytes, list[int]] = {}
+    ids: dict[bytes, list[int]] = {}
     for token in range(min(size, self.vocab_size)):
       if self.is_text(token) and token not in self._hidden:
-        found.setdefault(self.bytes_of(token), []).append(token)
-    found.pop(b'', None)
-    shows = {
+        ids.setdefault(self.bytes_of(token), []).append(token)
+    ids.pop(b'', None)
+    shows_blank = {
       token: self.decode([token]).startswith(' ')
-      for spelling, tokens in found.items()
+      for spelling, tokens in ids.items()
       if spelling.startswith(b' ')
       for token in tokens
     }
-    begins = not all(shows.values())
-    if begins:  # a blank that is shown, such as a byte, is not the first one
-      found[b' '] = [t for t in found.get(b' ', ()) if not shows[t]]
-    return found, begins
+    drops_blank = not all(shows_blank.values())
+    if drops_blank:  # a blank that is shown, such as a byte, never comes first
+      ids[b' '] = [x for x in ids.get(b' ', ()) if not shows_blank[x]]
+    return ids, drops_blank
 
   def for_network(
     self,
@@ -300,31 +305,31 @@ class Tokenizer(Vocabulary):
     split_special_tokens: bool | None = None,
     skip_special_tokens: bool | None = None,
   ) -> 'Tokenizer':
-    """This vocabulary, for a network of `size` ids.
+    """Returns this vocabulary for a network of `size` ids.
 
-    A sentencepiece model alone does not say whether there are T5's sentinels
-    behind its pieces; so their names are text if the network lacks their ids.
+    A single sentencepiece file does not say whether T5's sentinels follow its
+    pieces. Their names are text if the network lacks their ids.
 
     Args:
-      size: the network's ids.
-      split_special_tokens: as for `__init__`; None: as it is.
-      skip_special_tokens: likewise.
+      size: the network's number of ids.
+      split_special_tokens: as for `__init__`; None changes nothing.
+      skip_special_tokens: as for `__init__`; None changes nothing.
     """
-    made, backend = copy.copy(self), self._backend
+    result, backend = copy.copy(self), self._backend
     if split_special_tokens is not None:
-      made.split_special_tokens = split_special_tokens
+      result.split_special_tokens = split_special_tokens
     if skip_special_tokens is not None:
-      made.skip_special_tokens = skip_special_tokens
+      result.skip_special_tokens = skip_special_tokens
     if isinstance(backend, PiecesBackend) and backend.sentinels:
-      made._backend = backend.with_sentinels(size > max(backend.sentinels))
-    made._set_sizes()
-    return made
+      result._backend = backend.with_sentinels(size > max(backend.sentinels))
+    result._set_sizes()
+    return result
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """sha256 (hex) of the pieces by id, added tokens left out, and languages.
+    """sha256 (hex) of the pieces, without added tokens, and of languages.
 
-    It is the same for all files of one vocabulary, of whatever kind.
+    It is the same for all kinds of files of one vocabulary.
     """
     added = self._special | self._backend.added.keys()
     pieces = sorted(
@@ -344,23 +349,24 @@ class Tokenizer(Vocabulary):
     return self._backend.encode(list(texts), not self.split_special_tokens)
 
   def encode_marked(self, text: str) -> list[int]:
-    """Ids of a rendered chat: names of special tokens are those tokens.
+    """Returns the ids of a rendered chat.
 
-    Not so the names that `hide_names` has marked as words of a user.
+    Names of special tokens become those tokens, unless `hide_names` has marked
+    them as a user's words.
 
     Raises:
-      ValueError: the vocabulary makes a special token of other letters than its
-        name, or of a marked name.
+      ValueError: the vocabulary reads a special token out of other letters than
+        its name, or out of a marked name.
     """
     return self._backend.encode_marked(text)
 
   def hide_names(self, text: str) -> str:
     """Marks names of special tokens in a user's words, see `encode_marked`."""
     text = text.replace(vocabulary.MARK, '')
-    found = self._names.encode(text)
+    encoded = self._names.encode(text)
     parts = (
       (i, text[slice(*span)])
-      for i, span in zip(found.ids, found.offsets, strict=True)
+      for i, span in zip(encoded.ids, encoded.offsets, strict=True)
     )
     return ''.join(
       vocabulary.MARK.join([*part, '']) if i else part for i, part in parts
@@ -375,21 +381,21 @@ class Tokenizer(Vocabulary):
     )
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; see `skip_special_tokens`.
+    """Returns the text of `ids`; see `skip_special_tokens`.
 
     Raises:
       ValueError: an id is outside the vocabulary.
     """
-    shown = []
+    visible = []
     for token in map(int, ids):
-      is_known = token in self.pieces
-      if not is_known and not 0 <= token < self.vocab_size:
+      has_piece = token in self.pieces
+      if not has_piece and not 0 <= token < self.vocab_size:
         raise ValueError(
           f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
         )
-      if is_known and token not in self._hidden:
-        shown.append(token)
-    return self._backend.decode(shown)
+      if has_piece and token not in self._hidden:
+        visible.append(token)
+    return self._backend.decode(visible)
 
 
 def contradiction(first: Vocabulary, second: Vocabulary) -> str:
