@@ -120,7 +120,7 @@ def width(count: int) -> int:
 
 @functools.cache
 def _of_this_host() -> CpuLayout:
-  return host_cache.kept(
+  return host_cache.measured(
     'kernel_layout',
     # What was timed with other kernels is not believed.
     backend.host() | {'chains': [list(chain) for chain in _CHAINS]},
