@@ -33,10 +33,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
 from specdec_jax.models.base import LanguageModel, NetworkWrapper, Params
+from specdec_jax.models.config import PARAM_DTYPES
 from specdec_jax.models.cpu_layout import Layout
 from specdec_jax.models.families import config_of
 from specdec_jax.models.kv_cache import KVCache
-from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 
 # The two axes of a mesh: requests are split over the first, weights over the
@@ -318,8 +318,8 @@ class Following(NetworkWrapper):
 
   partition: Partition
 
-  def prefill(self, params, inputs, max_length, longest=None, **encoded):
-    cache = self.network.prefill(params, inputs, max_length, longest, **encoded)
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    cache = self.network.prefill(params, inputs, max_length, longest, encoded)
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
@@ -340,7 +340,7 @@ class Following(NetworkWrapper):
     return self._held(self._split('keep', cache, length, slots))
 
   def _split(self, method, *args):
-    with backend.split():
+    with backend.split(True):
       return getattr(self.network, method)(*args)
 
   def _held(self, cache):
