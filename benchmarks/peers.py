@@ -29,7 +29,7 @@ from specdec_jax.checkpoints import huggingface
 from specdec_jax.measure import record
 from specdec_jax.measure.calls import summarise
 from specdec_jax.measure.table import Column, Table, console
-from specdec_jax.text.tasks import read_inputs
+from specdec_jax.text.tasks import read_prompts
 
 PLAIN = 'specdec_jax plain'
 PACKAGES = ('transformers', 'torch', 'ctranslate2', 'sentencepiece')
@@ -178,7 +178,7 @@ def main() -> None:
   parser.add_argument('--output-file')
   args = parser.parse_args()
   threads = record.describe()['cores']
-  texts = [text for text in read_inputs(args.file) if text.strip()]
+  texts = read_prompts(args.file, lambda text: len(text.strip()))
   model, draft = demo_pair()
   engine = Engine(model, draft, max_decode_len=120, gamma=4)
   with tempfile.TemporaryDirectory() as folder:

@@ -33,9 +33,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
 from specdec_jax.models.base import LanguageModel, NetworkWrapper, Params
+from specdec_jax.models.config import PARAM_DTYPES
 from specdec_jax.models.cpu_layout import Layout
+from specdec_jax.models.families import config_of
 from specdec_jax.models.kv_cache import KVCache
-from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 
 # The two axes of a mesh: requests are split over the first, weights over the
@@ -128,8 +129,8 @@ class LogicalAxes:
 
   def split(self, axes: Axes) -> Axes:
     """The mesh axis of each logical axis."""
-    names = ('heads' if name == 'joined_kv' else str(name) for name in axes)
-    return tuple(getattr(self, name, None) for name in names)
+    split = {**vars(self), 'joined_kv': self.heads}
+    return tuple(split.get(name or '') for name in axes)
 
 
 # Each device has the whole model: for a drafter. If it were split, each layer
@@ -193,11 +194,12 @@ class Partition:
 
   def check(self, network: LanguageModel) -> None:
     """Raises ValueError unless a network's arrays can be split in this way."""
-    shape: Any = getattr(network, 'shape', None)
-    for stack in (shape.encoder, shape.decoder) if shape else ():
+    config = config_of(network)
+    stacks = (config.shape.encoder, config.shape.decoder) if config else ()
+    for stack in filter(None, stacks):
+      # The devices may divide a kernel's H * D and yet not divide H.
       for name in ('num_heads', 'num_kv_heads'):
-        # The devices may divide a kernel's H * D and yet not divide H.
-        heads = getattr(stack, name, 0)
+        heads = getattr(stack, name)
         self._check_shape(f'attention, {name}', ('heads',), (heads,))
     shapes = base.param_shapes(network)
     flat = flax.traverse_util.flatten_dict(shapes, sep='/')
@@ -316,8 +318,8 @@ class Following(NetworkWrapper):
 
   partition: Partition
 
-  def prefill(self, params, inputs, max_length, longest=None, **encoded):
-    cache = self.network.prefill(params, inputs, max_length, longest, **encoded)
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    cache = self.network.prefill(params, inputs, max_length, longest, encoded)
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
@@ -338,7 +340,7 @@ class Following(NetworkWrapper):
     return self._held(self._split('keep', cache, length, slots))
 
   def _split(self, method, *args):
-    with backend.split():
+    with backend.split(True):
       return getattr(self.network, method)(*args)
 
   def _held(self, cache):

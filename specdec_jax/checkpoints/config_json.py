@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 
 from specdec_jax import files
-from specdec_jax.checkpoints import families
+from specdec_jax.checkpoints import families, generation
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.generation import FILE, SETTINGS
 from specdec_jax.checks.fields import (
@@ -26,14 +26,15 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.config import MOST_LAYERS
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.layers import MOST_LAYERS
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 
+CONFIG = 'config.json'
 # What a checkpoint says beside its arrays -> the entry of config.json.
 ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
 # The entry of a decoder that reads its target's encoder: that one's width.
@@ -415,20 +416,20 @@ def read_config(
   return _MAKERS[family.make](family, described, where, tied)
 
 
-# Ids with a meaning.
+# Facts about texts: special ids, and settings of transformers' `generate`.
 
 
 class SpecialIds(NamedTuple):
   """Ids with a special meaning.
 
   Attributes:
-    decoder_start: the id that the decoder reads first; 0 of a T5, as always in
-      T5X.
-    eos: ids that end an output; T5 has 1, MADLAD-400 has 2.
-    pad: the id that transformers pads rows with. T5s are padded with 0 here, as
-      in T5X: padding is masked, so that logits do not depend on it. If 0 is the
-      unknown piece (MADLAD-400), encoders here and in T5X ignore that piece
-      too.
+    decoder_start: the id that a decoder behind an encoder reads first; 0 in a
+      T5, as always in T5X.
+    eos: ids that end an output; T5 has 1, MADLAD-400 has 2. A decoder-only
+      model may have none.
+    pad: the id that transformers pads rows with. Here and in T5X T5s are padded
+      with 0: padding is masked, so logits do not depend on it. If 0 is the
+      unknown piece (MADLAD-400), the encoder ignores that piece too.
   """
 
   decoder_start: int
@@ -448,39 +449,77 @@ def describe_ids(ids: SpecialIds) -> dict[str, Any]:
   }
 
 
-def special_ids(
-  folder: pathlib.Path, described: Described, start_id: int | None = 0
-) -> SpecialIds:
-  """Which ids start, end and pad the sequences of a folder's model.
+class FolderFacts(NamedTuple):
+  """The facts in config.json and generation_config.json of a folder.
 
-  They are T5's where neither of its files names them.
+  Attributes:
+    described: config.json.
+    config: the network's configuration.
+    ids: the special ids.
+    rules: token rules for `generate`, by the names of their options.
+    unfollowed: a sentence on the settings for `generate` that are not followed;
+      '' if there are none.
+  """
+
+  described: Described
+  config: Config
+  ids: SpecialIds
+  rules: Mapping[str, Any]
+  unfollowed: str
+
+  @property
+  def bos_id(self) -> int | None:
+    """The id that config.json names as the begin of a text, if any."""
+    named = self.described.get('bos_token_id')
+    return named if type(named) is int else None
+
+
+def read_facts(
+  folder: pathlib.Path, described: Described, config: Config
+) -> FolderFacts:
+  """Reads generation_config.json, and collects the facts of a folder.
 
   Args:
     folder: where generation_config.json may be.
-    described: what its config.json says.
-    start_id: the id that the decoder must start with; None: any.
+    described: its config.json.
+    config: the result of `read_config`.
 
   Raises:
     ValueError: a file is broken, an id is not a whole number, or the decoder
-      starts with another id.
+      starts with another id than all models of its family.
   """
-  values = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
-  said = described
-  if os.path.lexists(folder / FILE):  # it goes first
-    said = {**described, **_given(files.read_json(folder / FILE))}
-  values |= _given(said)
-  if said.get('model_type') in ('t5gemma', 't5gemma2'):
-    values |= _t5gemma_ids(said)
-  pad, ends = values['pad_token_id'], values['eos_token_id']
-  start = values['decoder_start_token_id']
-  start = pad if start is None else _single(start)  # as transformers does
+  path, settings = folder / CONFIG, described  # as in transformers
+  if os.path.lexists(folder / FILE):
+    path = folder / FILE
+    settings = files.read_json(path)
+  ids = _special_ids(
+    _given(described) | _given(settings), os.fspath(folder), config
+  )
+  if isinstance(config, T5GemmaConfig):
+    config = dataclasses.replace(config, start_id=ids.decoder_start)
+  rules, unfollowed = generation.read_settings(settings, os.fspath(path))
+  return FolderFacts(described, config, ids, rules, unfollowed)
+
+
+def _special_ids(values: Described, where: str, config: Config) -> SpecialIds:
+  has_encoder = config.shape.decoder.cross != 'none'
+  ids: dict[str, Any] = {'pad_token_id': T5_IDS.pad}
+  ids['eos_token_id'] = [*T5_IDS.eos] if has_encoder else []
+  ids |= values
+  if isinstance(config, T5GemmaConfig):
+    ids |= _t5gemma_ids(values)
+  pad, ends = ids['pad_token_id'], ids['eos_token_id']
+  start = _single(ids.get('decoder_start_token_id', pad))  # as transformers
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
-  where = os.fspath(folder)
   check_type(f'{where}: pad_token_id', pad, int)
-  check_type(f'{where}: decoder_start_token_id', start, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
-  if start_id not in (None, start):
-    only = f'{start_id}, as in every model of this family'
+  if not has_encoder:
+    # transformers writes GPT-2's end id (50256) for any size of vocabulary.
+    ends = tuple(token for token in ends if token < config.vocab_size)
+    return SpecialIds(T5_IDS.decoder_start, ends, pad)
+  check_type(f'{where}: decoder_start_token_id', start, int)
+  if not isinstance(config, T5GemmaConfig) and start != config.shape.start_id:
+    only = f'{config.shape.start_id}, as in every model of this family'
     raise unexpected(f'{where}: decoder_start_token_id', only, start)
   return SpecialIds(start, ends, pad)
 

@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import tempfile
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -25,6 +25,7 @@ from specdec_jax.checkpoints.load import (
   open_checkpoint,
 )
 from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
 
@@ -98,7 +99,7 @@ def convert(config: ConvertConfig) -> str:
   files.make_folder(output.parent)
   path = config.checkpoint_path
   location = locate(path, config.revision)
-  opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
+  opened = open_checkpoint(location, config.network, dtype=config.dtype)
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
     field = f'dtype of {location}, whose kernels have eight bits'
     expected = 'a dtype of floats, such as float32'
@@ -118,10 +119,7 @@ def convert(config: ConvertConfig) -> str:
       if sizes is None:
         t5x.save_t5x(written / _T5X_FILE, params, step=0, about=about or None)
       else:
-        ids = config_json.T5_IDS
-        if opened.described:
-          folder = pathlib.Path(location.path)
-          ids = config_json.special_ids(folder, opened.described)
+        ids = opened.facts.ids if opened.facts else config_json.T5_IDS
         huggingface.save_huggingface(written, sizes, params, ids, about)
       os.rename(written, output)
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
@@ -161,7 +159,9 @@ def _sizes(
   """The sizes of the model if the format needs them, else None."""
   if config.format != 'safetensors':
     return None
-  sizes: Any = config.network.config if config.network else opened.config
+  sizes = config_of(config.network)
+  if sizes is None and opened.facts:
+    sizes = opened.facts.config
   if sizes is None:
     shapes = {name: array.shape for name, array in opened.arrays.items()}
     sizes = t5x.infer_config(shapes, source)

@@ -24,7 +24,7 @@ OPTIONS: dict[str, str] = _WORDS['options']
 _RULES: dict[str, str] = _WORDS['rules']
 
 
-def asked(
+def read_settings(
   described: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], str]:
   """What a folder asks for: what it gets, and what it does not.

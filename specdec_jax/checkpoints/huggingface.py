@@ -4,7 +4,6 @@
 safetensors comes with the extra `[huggingface]`, huggingface_hub with `[hub]`.
 """
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -24,18 +23,16 @@ from specdec_jax.checkpoints import (
   lora,
   safetensors_files,
 )
-from specdec_jax.checkpoints.config_json import SpecialIds
+from specdec_jax.checkpoints.config_json import CONFIG, FolderFacts, SpecialIds
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, load_array
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.fields import package, unexpected
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, param_shapes
-from specdec_jax.models.families import Config
+from specdec_jax.models.families import config_of
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.models.t5gemma import T5GemmaConfig
 
-CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 INDEX = f'{WEIGHTS}.index.json'
 # The files that are fetched from the hub; weights for other frameworks are not.
@@ -102,7 +99,7 @@ def open_huggingface(
   network: LanguageModel | None = None,
   dtype: Any = None,
   adapter: str | os.PathLike[str] | None = None,
-) -> tuple[Described, Config, dict[str, DiskArray]]:
+) -> tuple[FolderFacts, dict[str, DiskArray]]:
   """Finds the arrays of a model without reading them.
 
   Args:
@@ -112,7 +109,7 @@ def open_huggingface(
     adapter: folder of a LoRA adapter that is merged, see `lora`; None: none.
 
   Returns:
-    config.json, the model's shape, and its arrays by their T5X names.
+    The folder's facts, and its arrays by their T5X names.
 
   Raises:
     ValueError: the package safetensors is missing; a file is missing or broken;
@@ -130,11 +127,7 @@ def open_huggingface(
   if adapter is not None:
     stored = lora.adapted(stored, adapter, family)
   config = config_json.read_config(described, os.fspath(folder / CONFIG), tied)
-  if isinstance(config, T5Config):
-    config_json.special_ids(folder, described)  # the decoder begins as T5's do
-  elif isinstance(config, T5GemmaConfig):
-    ids = config_json.special_ids(folder, described, None)
-    config = dataclasses.replace(config, start_id=ids.decoder_start)
+  facts = config_json.read_facts(folder, described, config)
   itemsize = 2 if dtype is None else jax.numpy.dtype(dtype).itemsize
   sizes.check_params(config, f'The model of {source!r}', itemsize)
   scales_head = config_json.scales_output(described) and not tied
@@ -144,16 +137,16 @@ def open_huggingface(
     for row in table.values()
   }
   check_params(stored, expected, repr(source))
-  if isinstance(getattr(network, 'config', None), type(config)):
-    known: Any = network
-    config_json.check_config(config, known.config, source)
+  expected_config = config_of(network)
+  if isinstance(expected_config, type(config)):
+    config_json.check_config(facts.config, expected_config, source)
   elif network is not None:
     check_params(table, param_shapes(network), repr(source))
   views = {
     name: safetensors_files.view(stored[row.name], row)
     for name, row in table.items()
   }
-  return described, config, views
+  return facts, views
 
 
 def _tidy(
@@ -218,20 +211,6 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   if equal:
     del arrays[other]
   return equal
-
-
-def asked_of_generate(
-  folder: pathlib.Path, described: Described
-) -> tuple[dict[str, Any], str]:
-  """What a folder asks of `generate`, see `generation.asked`."""
-  if not described:
-    return {}, ''
-  path = folder / generation.FILE
-  if os.path.lexists(path):
-    described = files.read_json(path)
-  else:
-    path = folder / CONFIG  # as transformers reads it then
-  return generation.asked(described, os.fspath(path))
 
 
 # Writing a folder.

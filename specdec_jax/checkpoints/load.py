@@ -9,14 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import disk_arrays, huggingface, orbax, t5x
-from specdec_jax.checkpoints.config_json import ABOUT
+from specdec_jax.checkpoints.config_json import ABOUT, CONFIG, FolderFacts
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, Shardings
-from specdec_jax.checkpoints.huggingface import CONFIG
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models import sizes
-from specdec_jax.models.base import LanguageModel, param_shapes
-from specdec_jax.models.families import Config
+from specdec_jax.models.base import LanguageModel, NetworkWrapper, param_shapes
+from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
 
 T5X_FILE = 'checkpoint'
@@ -81,16 +80,14 @@ class Opened:
   Attributes:
     source: where the checkpoint is.
     arrays: T5X's name -> array.
-    described: config.json of a Hugging Face folder, {} for others.
-    config: the shape of the model that it describes.
+    facts: the facts of a Hugging Face folder; None for other checkpoints.
     about: what the checkpoint says beside its arrays: `TARGET` and `MADE_OF`,
       each if it is known.
   """
 
   source: str
   arrays: Mapping[str, DiskArray]
-  described: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  config: Config | None = None
+  facts: FolderFacts | None = None
   about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
@@ -125,7 +122,7 @@ class Opened:
 
 
 def open_checkpoint(
-  path: str | os.PathLike[str],
+  path: str | os.PathLike[str] | Location,
   network: LanguageModel | None = None,
   *,
   dtype: Any = None,
@@ -134,7 +131,7 @@ def open_checkpoint(
   """Finds the arrays of a checkpoint of any known kind, without reading them.
 
   Args:
-    path: as for `load`.
+    path: as for `load`, or the result of `locate`.
     network: as for `load`.
     dtype: dtype that the arrays will have, to check that they fit in memory.
     adapter: folder of a LoRA adapter that is merged, see `lora`; None is none.
@@ -145,16 +142,15 @@ def open_checkpoint(
   """
   check_dtype(dtype)
   check_network(network, dtype)
-  location = locate(path)
+  location = path if isinstance(path, Location) else locate(path)
   about: Any = None
-  described: Mapping[str, Any] = {}
-  config, is_folder = None, location.is_folder()
+  facts, is_folder = None, location.is_folder()
   if is_huggingface(location):
-    described, config, arrays = huggingface.open_huggingface(
+    facts, arrays = huggingface.open_huggingface(
       location.path, network, dtype, adapter
     )
     if adapter is None:
-      about = {name: described.get(field) for name, field in ABOUT.items()}
+      about = {n: facts.described.get(field) for n, field in ABOUT.items()}
   elif adapter is not None:
     expected = 'a Hugging Face folder, whose names an adapter goes by'
     advice = 'Write one first (specdec convert --format safetensors).'
@@ -168,7 +164,7 @@ def open_checkpoint(
     arrays = _checked(arrays, network, str(location))
   about = about if isinstance(about, dict) else {}
   known = {n: about[n] for n in ABOUT if isinstance(about.get(n), str)}
-  return Opened(str(location), arrays, described, config, known)
+  return Opened(str(location), arrays, facts, known)
 
 
 def locate(
@@ -225,7 +221,8 @@ def _checked(
     return arrays
   expected = param_shapes(network)
   if t5x.is_scanned(arrays):
-    heads = getattr(getattr(network, 'config', None), 'num_heads', None)
+    config = config_of(network)
+    heads = config.shape.decoder.num_heads if config else None
     arrays = t5x.unroll(arrays, t5x.shapes_of(expected), heads, source)
   alone = {name: arrays[name] for name in arrays.keys() - factors}
   t5x.check_params(alone, expected, repr(source))
@@ -279,12 +276,11 @@ def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
   """
   if network is None:
     return
-  if not callable(getattr(network, 'init', None)):
+  if not isinstance(network, LanguageModel | NetworkWrapper):
     expected = 'a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL)'
     raise unexpected('network', expected, network)
   itemsize = 2 if dtype is None else jnp.dtype(dtype).itemsize
-  config = getattr(network, 'config', None)
-  sizes.check_params(config, 'The network', itemsize)
+  sizes.check_params(config_of(network), 'The network', itemsize)
 
 
 def _check_single(folder: Location) -> None:

@@ -26,7 +26,7 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import Hypotheses
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import is_stop
-from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
+from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.request import Request
 from specdec_jax.tree_shape import Tree
 from specdec_jax.types import DecodeStats, FinishReason, Generation, Verdict
@@ -135,7 +135,7 @@ def start(
   live = beams.start(request, tokens)
 
   encoded = None
-  if drafter is not None and reads_encoder(drafter):
+  if drafter is not None and drafter.reads_encoder:
     encoded = target.encode(params.target, inputs)
 
   def read(model, model_params):

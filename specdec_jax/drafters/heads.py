@@ -198,7 +198,7 @@ def load(path: str | os.PathLike[str]) -> Drafter:
   if about.get('kind') != KIND or not isinstance(about.get('target'), str):
     advice = 'A model is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)
-  params = open_checkpoint(path).read()
+  params = open_checkpoint(location).read()
   network = _shape_of(params, source)
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   t5x.check_params(params, shapes, repr(source))

@@ -127,9 +127,10 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
         arrays = {name: archive[name] for name in _ARRAYS}
     table = from_arrays(arrays, **{name: about[name] for name in _ABOUT})
   except _BROKEN as error:
-    reason = getattr(error, 'strerror', None) or error
     expected = 'a whole file that gin/runs/fit_ngram.gin wrote'
-    raise unexpected('n-gram table', expected, path, f'{reason}.') from error
+    raise unexpected(
+      'n-gram table', expected, path, f'{files.reason(error)}.'
+    ) from error
   if vocabulary is not None:
     check_vocabulary(repr(path), table, vocabulary)
   return table

@@ -21,7 +21,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters import base
 from specdec_jax.drafters import length as length_rules
 from specdec_jax.drafters.base import Context, Drafter
-from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
+from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
@@ -101,7 +101,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     commit,
     SMALL_MODEL,
     network=model,
-    reads_encoder=reads_encoder(model),
+    reads_encoder=model.reads_encoder,
     adapts=True,
     follows_rules=True,
   )

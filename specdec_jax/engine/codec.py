@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import check_type, is_a, nearest, unexpected
-from specdec_jax.models.base import LanguageModel, ends_inputs
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.chat import RenderedIds
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 
 _SHOWN = 3  # languages in a message
 
@@ -86,7 +86,7 @@ class Codec:
 
   def __init__(
     self,
-    tokenizer: Tokenizer,
+    tokenizer: Vocabulary,
     network: LanguageModel,
     bos_id: int | None,
     stop_ids: Sequence[int],
@@ -112,11 +112,10 @@ class Codec:
     Raises:
       ValueError: a language is not known, or the target has none.
     """
-    # A tokenizer of somebody's own need not have languages, and a model
-    # without an encoder has no use for them.
+    # A model without an encoder has no use for languages.
     known: Mapping[str, int] = {}
     if self.network.has_encoder:
-      known = getattr(self.tokenizer, 'languages', known)
+      known = self.tokenizer.languages
     names = {
       'source_lang': source_lang or self.source_lang,
       'target_lang': target_lang or self.target_lang,
@@ -145,10 +144,8 @@ class Codec:
     """
     if isinstance(text, RenderedIds):
       return [], []
-    if self.network.has_encoder and ends_inputs(self.network):
-      # A tokenizer of somebody's own need not say it: texts end, as in T5.
-      last = getattr(self.tokenizer, 'after', [self.tokenizer.eos_id])
-      return [*getattr(self.tokenizer, 'before', ())], [*last]
+    if self.network.has_encoder and self.network.ends_inputs:
+      return [*self.tokenizer.before], [*self.tokenizer.after]
     return [] if self.bos_id is None else [self.bos_id], []
 
   def bare_ids(self, text: str | Sequence[int]) -> list[int]:
@@ -196,12 +193,12 @@ class Codec:
     end = end if end in self.stop_ids else self.stop_ids[0]
     if not isinstance(text, str):
       return [*map(int, text), end]
-    begins = self.network.has_encoder and ends_inputs(self.network)
+    begins = self.network.has_encoder and self.network.ends_inputs
     first = self.ids_around()[0] if begins else []
     return [*first, *encoded(self.tokenizer, text), end]
 
 
-def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
+def encoded(tokenizer: Vocabulary, text: str | Sequence[int]) -> list[int]:
   """Returns the ids of a text, or those that were given in its place.
 
   Raises:
@@ -215,14 +212,12 @@ def encoded(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
 
 
 def encoded_texts(
-  tokenizer: Tokenizer, texts: Sequence[str]
+  tokenizer: Vocabulary, texts: Sequence[str]
 ) -> list[list[int]]:
   """Returns the ids of many texts, in less time than of each by itself."""
   for text in texts:
     check_unicode(text)
-  # A tokenizer of somebody's own need not have it.
-  encode_batch = getattr(tokenizer, 'encode_batch', None)
-  return (encode_batch or (lambda _: [*map(tokenizer.encode, texts)]))(texts)
+  return tokenizer.encode_batch(texts)
 
 
 def check_unicode(text: str) -> None:

@@ -38,12 +38,12 @@ from specdec_jax.engine.request import Limits, TextRequest, Update
 from specdec_jax.engine.scheduler import PoolSettings, Scheduler
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend
-from specdec_jax.models.base import LanguageModel, Params, start_id
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting, Request, RestPolicy
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.text.tasks import read_pairs
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import LengthRule, Positive
 
@@ -181,8 +181,13 @@ class Engine:
       raise unexpected('target', expected, target)
     if drafter is not None:
       drafter = pair.fitted(target, as_drafter(drafter))
-    self.tokenizer = tokenizer = _tokenizer_of(target, config)
+    tokenizer = _tokenizer_of(target, config)
     pair.check_pair(target, drafter, tokenizer)
+    self.tokenizer = tokenizer = tokenizer.for_network(
+      target.network.vocab_size,
+      config.split_special_tokens,
+      config.skip_special_tokens,
+    )
     self.codec = _codec_of(target, tokenizer, config)
     if config.memory is not None:
       first = translation_memory(_remembered(self.codec, config.memory))
@@ -473,7 +478,7 @@ class Engine:
     inputs: Any = [[]] * len(read)
     prompts = read
     if self.target.has_encoder:
-      inputs, prompts = read, [[start_id(self.target), *begin]] * len(read)
+      inputs, prompts = read, [[self.target.start_id, *begin]] * len(read)
     scoring.check_ids(self.target, inputs=read, labels=outputs)
     params = self.params.target
     return classify(self.target, params, inputs, prompts, outputs)
@@ -601,7 +606,7 @@ class Engine:
     return self.programs.exactly(made.batch, len(made.rows))
 
 
-def _tokenizer_of(target: Model, config: EngineConfig) -> Tokenizer:
+def _tokenizer_of(target: Model, config: EngineConfig) -> Vocabulary:
   """Opens the tokenizer of a pair, or takes the target's own.
 
   Raises:
@@ -612,17 +617,18 @@ def _tokenizer_of(target: Model, config: EngineConfig) -> Tokenizer:
     tokenizer = pair.own_vocabulary(target)
   elif isinstance(tokenizer, str | os.PathLike):
     tokenizer = Tokenizer(tokenizer)
-  if not hasattr(tokenizer, 'encode'):  # somebody's own has it
-    raise unexpected('tokenizer', 'a Tokenizer or a path', tokenizer)
+  if not isinstance(tokenizer, Vocabulary):
+    expected = 'a Tokenizer, another Vocabulary, or a path'
+    raise unexpected('tokenizer', expected, tokenizer)
   return tokenizer
 
 
 def _codec_of(
-  target: Model, tokenizer: Tokenizer, config: EngineConfig
+  target: Model, tokenizer: Vocabulary, config: EngineConfig
 ) -> Codec:
   bos_id = target.bos_id if config.bos_id is None else config.bos_id
   if bos_id is None:
-    bos_id = pair.first_id(target.network, tokenizer, {})
+    bos_id = pair.first_id(target.network, tokenizer)
   pair.check_bos(bos_id, target.network)
   languages = config.source_lang, config.target_lang
   return Codec(tokenizer, target.network, bos_id, target.stop_ids, *languages)

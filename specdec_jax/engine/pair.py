@@ -1,7 +1,6 @@
 """Checks that target and drafter fit: each other, a tokenizer, the memory."""
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,15 +15,15 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.drafters.translation_memory import Memory
-from specdec_jax.models import base, sizes
-from specdec_jax.models.base import START_ID, LanguageModel, Params
+from specdec_jax.models import sizes
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.causal_lm import CausalLM
-from specdec_jax.models.families import Config
+from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import own_vocab_size
 from specdec_jax.models.t5gemma import T5Gemma
-from specdec_jax.text.tokenizer import Tokenizer, contradiction
+from specdec_jax.text.tokenizer import Vocabulary, contradiction
 from specdec_jax.text.vocabulary import SENTENCEPIECE, TOKENIZER
 
 # 100 sentinels, and padding to a multiple of 1,024.
@@ -147,8 +146,8 @@ class Room:
     dtype = placement.param_dtype
     drafts = drafter.models if drafter else ()
     models = (target, *drafts)
-    found = [getattr(model.network, 'config', None) for model in models]
-    self._configs = [one for one in found if isinstance(one, Config)]
+    configs = [config_of(model.network) for model in models]
+    self._configs = [config for config in configs if config is not None]
     self._widened = sizes.widened_bytes(target.network, dtype) + sum(
       sizes.widened_bytes(one.network, one.dtype or dtype) for one in drafts
     )
@@ -210,18 +209,17 @@ def _unread_bytes(part: Any, dtype: str) -> int:
   return sizes.held_bytes(count, dtype)
 
 
-def own_vocabulary(model: Model) -> Tokenizer:
+def own_vocabulary(model: Model) -> Vocabulary:
   """A model's own tokenizer.
 
   Raises:
     ValueError: the model came without a tokenizer.
   """
-  tokenizer: Tokenizer | None = model.tokenizer
-  if tokenizer is None:
+  if model.tokenizer is None:
     expected = f'{TOKENIZER} or {SENTENCEPIECE} beside {model.name!r}'
     advice = 'Give the path of a vocabulary (tokenizer=; gin: VOCAB_PATH).'
     raise unexpected('tokenizer', expected, None, advice)
-  return tokenizer
+  return model.tokenizer
 
 
 def fitted(target: Model, drafter: Drafter) -> Drafter:
@@ -237,7 +235,7 @@ def fitted(target: Model, drafter: Drafter) -> Drafter:
 
 
 def check_pair(
-  target: Model, drafter: Drafter | None, tokenizer: Tokenizer
+  target: Model, drafter: Drafter | None, tokenizer: Vocabulary
 ) -> None:
   """Raises ValueError unless target and drafter use the tokenizer's ids.
 
@@ -246,7 +244,7 @@ def check_pair(
   """
   if target.unfollowed:
     warnings.warn(target.unfollowed, stacklevel=3)
-  if base.reads_encoder(target.network):
+  if target.network.reads_encoder:
     expected = 'a model with an encoder of its own, which only a draft may lack'
     raise unexpected('target', expected, target.name)
   _check_side('target', target, tokenizer)
@@ -262,7 +260,9 @@ def check_pair(
   check_tables(target, drafter, tokenizer)
 
 
-def check_tables(target: Model, drafter: Drafter, tokenizer: Tokenizer) -> None:
+def check_tables(
+  target: Model, drafter: Drafter, tokenizer: Vocabulary
+) -> None:
   """Raises ValueError if a drafter has a table of other ids."""
 
   def is_table(value: Any) -> bool:
@@ -278,12 +278,11 @@ def check_tables(target: Model, drafter: Drafter, tokenizer: Tokenizer) -> None:
       raise unexpected('translation memory', f'ids below {size}', most)
 
 
-def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:
-  own = model.tokenizer
-  differs = '' if own is None else contradiction(own, tokenizer)
-  if differs:
-    expected = f'that of {tokenizer.path!r}, which both share ({differs})'
-    raise unexpected(f"{name}'s tokenizer", expected, own.path)
+def _check_side(name: str, model: Model, tokenizer: Vocabulary) -> None:
+  if model.tokenizer is not None:
+    if differs := contradiction(model.tokenizer, tokenizer):
+      expected = f'that of {tokenizer.path!r}, which both share ({differs})'
+      raise unexpected(f"{name}'s tokenizer", expected, model.tokenizer.path)
   check_vocabulary_size(name, own_vocab_size(model.network), tokenizer)
 
 
@@ -297,7 +296,7 @@ def _check_draft(target: Model, draft: Model) -> None:
   if draft.network.has_encoder and not target.network.has_encoder:
     expected = 'a decoder-only model, for the target has no encoder'
     raise unexpected('draft', expected, draft.name)
-  pads = base.pad_id(draft.network), base.pad_id(target.network)
+  pads = draft.network.pad_id, target.network.pad_id
   if draft.network.has_encoder and pads[0] != pads[1]:
     expected = f"padding with id {pads[1]}, as in the target's family"
     raise unexpected('draft', expected, f'id {pads[0]}')
@@ -312,41 +311,33 @@ def _check_draft(target: Model, draft: Model) -> None:
 
 def _check_encoder(target: Model, drafter: Drafter) -> None:
   """Raises ValueError unless the drafter can read the target's encoder."""
-  network = target.network  # of somebody's own, it may not be able to encode
-  if not network.has_encoder or not hasattr(network, 'encode'):
+  width = target.network.encoded_dim
+  if not target.network.has_encoder or width is None:
     expected = 'one with an encoder, which the draft reads'
-    raise unexpected('target', expected, type(network).__name__)
-  width = _encoded_dim(network)
+    raise unexpected('target', expected, type(target.network).__name__)
   for model in drafter.models:
-    wanted = _encoded_dim(model.network)
-    if base.reads_encoder(model.network) and None not in (wanted, width):
-      if wanted != width:
-        expected = f'one that reads an encoder of width {width}'
-        advice = 'Distil a drafter for this target (specdec distil).'
-        raise unexpected('draft', expected, wanted, advice)
+    reads = model.network.reads_encoder
+    if reads and (wanted := model.network.encoded_dim) != width:
+      expected = f'one that reads an encoder of width {width}'
+      advice = 'Distil a drafter for this target (specdec distil).'
+      raise unexpected('draft', expected, wanted, advice)
 
 
-def _encoded_dim(network: LanguageModel) -> int | None:
-  """Width of an encoder's output; of somebody's own network it is unknown."""
-  return getattr(getattr(network, 'shape', None), 'encoded_dim', None)
-
-
-def _check_encoded(target: Model, tokenizer: Tokenizer) -> None:
+def _check_encoded(target: Model, tokenizer: Vocabulary) -> None:
   """Raises ValueError if a target's encoder has another model's vocabulary."""
   # Only for an encoder: a decoder-only model may have learned any end id.
   if target.stop_ids and tokenizer.eos_id not in target.stop_ids:
     ends = ' or '.join(map(str, target.stop_ids))
     expected = f"id {ends}, the eos_token_id in the target's folder"
     raise unexpected(f'end in {tokenizer.path}', expected, tokenizer.eos_id)
-  padding = base.pad_id(target.network)
-  # A tokenizer of somebody's own need not know what is text.
-  if isinstance(tokenizer, Tokenizer) and tokenizer.is_text(padding):
+  padding = target.network.pad_id
+  if tokenizer.is_text(padding):
     expected = 'what the target reads as padding, no text'
     name = f'id {padding} in {tokenizer.path}'
     raise unexpected(name, expected, tokenizer.pieces[padding])
 
 
-def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
+def check_vocabulary_size(name: str, size: int, tokenizer: Vocabulary) -> None:
   """Raises ValueError unless a network's vocabulary size fits a tokenizer's.
 
   A network may have some ids more: T5 has 128 more (100 sentinels, and
@@ -358,11 +349,10 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
     size: ids that the network has.
     tokenizer: its own tokenizer, or that of another model.
   """
-  # A tokenizer of somebody's own need not know its least size.
-  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
-  if least <= size <= tokenizer.vocab_size + _MOST_MORE_IDS:
+  least, most = tokenizer.least_size, tokenizer.vocab_size + _MOST_MORE_IDS
+  if least <= size <= most:
     return
-  pieces = getattr(tokenizer, 'pieces', {})
+  pieces = tokenizer.pieces
   past = {pieces[i]: i for i in sorted(pieces) if i >= size}
   last = ''
   if 0 < len(past) < _MOST_MORE_IDS:
@@ -377,9 +367,10 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
 
 def check_ends(model: Model) -> None:
   """Raises ValueError if a model ends with an id that its vocabulary lacks."""
-  size = getattr(model.tokenizer, 'vocab_size', None)
-  missing = [i for i in model.stop_ids if size is not None and i >= size]
-  if missing:
+  if model.tokenizer is None:
+    return
+  size = model.tokenizer.vocab_size
+  if missing := [i for i in model.stop_ids if i >= size]:
     expected = f'an id of {model.tokenizer.path!r}, which has {size}'
     advice = 'Added tokens (tokenizer_config.json, added_tokens.json) may miss.'
     field = f'eos_token_id of {model.name}'
@@ -413,44 +404,36 @@ def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
 
 def first_id(
   network: LanguageModel,
-  tokenizer: Tokenizer | None,
-  described: Mapping[str, Any],
+  tokenizer: Vocabulary | None,
+  named: int | None = None,
 ) -> int | None:
-  """The id that the texts that a target reads begin with; None is none.
+  """Returns the id that a target's texts begin with, or None.
 
   Args:
-    network: the target's.
-    tokenizer: its vocabulary; None where only the engine will know it, which
-      then asks again.
-    described: config.json of its folder; {} if it has none.
+    network: the target's network.
+    tokenizer: its vocabulary; None if only the engine will know it, which then
+      calls this function again.
+    named: the `bos_token_id` in config.json of its folder.
   """
-  if network.has_encoder and base.ends_inputs(network):
+  if network.has_encoder and network.ends_inputs:
     return None
   by_vocabulary = isinstance(network, CausalLM | T5Gemma)
-  # A tokenizer of somebody's own need not know what its texts begin with.
-  if by_vocabulary and getattr(tokenizer, 'says_ends', False):
-    bos_id: int | None = getattr(tokenizer, 'bos_id', None)
-    return bos_id  # Qwen's config.json names one that it never reads
+  if by_vocabulary and tokenizer is not None and tokenizer.says_ends:
+    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
   if network.has_encoder:
-    return base.start_id(network)
-  named = described.get('bos_token_id')
-  if type(named) is int and 0 <= named < network.vocab_size:
+    return network.start_id
+  if named is not None and 0 <= named < network.vocab_size:
     if tokenizer is not None or not by_vocabulary:
       return named
-  if tokenizer is None:
-    return None
-  # GPT-2's, and that of models trained here and of T5X's.
-  return getattr(tokenizer, 'start_id', START_ID)
+  return None if tokenizer is None else tokenizer.start_id
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   """Raises ValueError if the target's texts cannot begin with `bos_id`."""
   if bos_id is None:
     return
-  if network.has_encoder and base.ends_inputs(network):
-    expected = (
-      f'None: the target begins with id {base.start_id(network)} by itself'
-    )
+  if network.has_encoder and network.ends_inputs:
+    expected = f'None: the target begins with id {network.start_id} by itself'
     raise unexpected('bos_id', expected, bos_id)
   if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
     expected = f'None or an id below {network.vocab_size}'

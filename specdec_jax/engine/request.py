@@ -29,7 +29,6 @@ from specdec_jax.engine.options import KEY_BITS, Options, example_id
 from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.engine.trace import Round
-from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.request import (
   BLOCK,
   TOKEN,
@@ -447,7 +446,7 @@ class TextRequest:
       ids = [int(token) for token in self.options.prompts[number]]
       check_ids(f'Prompt {number}', ids, self._codec.network.vocab_size)
     language = self._languages.before_output(ids)
-    return start_id(self._codec.network), *language, *ids
+    return self._codec.network.start_id, *language, *ids
 
   def batch(self, size: int | None = None) -> Request:
     """Returns the arrays of all rows, filled up to `size` without a text."""
@@ -491,7 +490,7 @@ class TextRequest:
     with after the start token.
     """
     network = self._codec.network
-    nothing: tuple[Sequence[int], Sequence[int]] = [start_id(network)], ()
+    nothing: tuple[Sequence[int], Sequence[int]] = [network.start_id], ()
     sources = [nothing] * self.num_outputs
     for row in self.rows:
       sources[row.index] = (row.inputs, row.prompt[1:])
@@ -556,7 +555,7 @@ def _shared(
     beams=_beams(options, gamma, codec.network.vocab_size, len(stop_ids)),
     drafting=drafting,
     tree=tree if gamma else None,
-    pad_id=pad_id(codec.network),
+    pad_id=codec.network.pad_id,
   )
   if request.tree is not None:
     tree_round.check(request, request.tree.cut(gamma))

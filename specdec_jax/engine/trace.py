@@ -21,7 +21,7 @@ import rich.text
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.completion import Text
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 
 Token = TypeVar('Token')
 
@@ -125,7 +125,7 @@ def rounds_of(updates: Iterable[Any]) -> list[Round[int]]:
 
 def spell(
   rounds: Sequence[Round[int]],
-  tokenizer: Tokenizer,
+  tokenizer: Vocabulary,
   context: Sequence[int] = (),
   is_whole: bool = True,
 ) -> list[Round[str]]:

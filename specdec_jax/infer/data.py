@@ -32,7 +32,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.text import tasks
 from specdec_jax.text.chat import template_of
 from specdec_jax.text.sentences import Sentences
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.types import Count, Positive
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
@@ -118,7 +118,7 @@ class DecodeConfig:
   output_dir: str | None = None
   _: dataclasses.KW_ONLY
   mixture_or_task_name: str | tasks.Task | None = None
-  tokenizer: Tokenizer | None = None
+  tokenizer: Vocabulary | None = None
   drafter: Callable[[], Drafter | Model] | None = None
   options: Options = Options()
   task_feature_lengths: Mapping[str, int] | None = None
@@ -265,7 +265,7 @@ class DecodeConfig:
 
 def open_tokenizer(
   path: str | None = None, target: Callable[[], Model] | None = None
-) -> Tokenizer:
+) -> Vocabulary:
   """Opens a vocabulary, or that of the target where there is no path.
 
   Args:
@@ -448,7 +448,7 @@ class DataSet:
       advice = "Write {'inputs': 512, 'targets': 128}."
       raise unexpected(field, expected, config.task_feature_lengths, advice)
     # The token of a language stands before the text.
-    more = 1 if getattr(config.tokenizer, 'languages', {}) else 0
+    more = 1 if config.tokenizer and config.tokenizer.languages else 0
     return {
       'max_input_len': max(2, lengths[INPUTS] + more),
       'max_decode_len': max(1, lengths[TARGETS]),

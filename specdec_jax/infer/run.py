@@ -590,13 +590,15 @@ def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
 def engine_identity(engine: Engine) -> dict[str, Any]:
   """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
-  names = ('split_special_tokens', 'skip_special_tokens')
-  rule = engine.drafting.draft_rule
+  tokenizer, rule = engine.tokenizer, engine.drafting.draft_rule
   return {
     'models': dict(engine.fingerprints),
     'dtype': sorted({str(leaf.dtype) for leaf in leaves}),
-    'vocabulary': engine.tokenizer.fingerprint,
-    'special_tokens': [getattr(engine.tokenizer, x, None) for x in names],
+    'vocabulary': tokenizer.fingerprint,
+    'special_tokens': [
+      tokenizer.split_special_tokens,
+      tokenizer.skip_special_tokens,
+    ],
     'gamma': engine.gamma,
     'max_input_len': engine.config.max_input_len,
     'max_decode_len': engine.config.max_decode_len,

@@ -526,7 +526,7 @@ def for_host(
   }
   times: dict[str, float] | None = None
   try:
-    times = host_cache.kept(
+    times = host_cache.measured(
       'calls', key, lambda: host_times(engine, rows, temperature), _read_times
     )
   except CalibrationError as error:

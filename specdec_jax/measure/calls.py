@@ -38,7 +38,7 @@ from specdec_jax.measure.record import Record
 from specdec_jax.measure.record import new as new_record
 from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend, integers
-from specdec_jax.models.base import LanguageModel, param_shapes, start_id
+from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
@@ -224,7 +224,7 @@ def make_request(
   """
   rng = np.random.default_rng(seed)
   inputs = rng.integers(3, network.vocab_size, (batch, input_len), np.int32)
-  prompt = np.full((batch, 1), start_id(network), np.int32)
+  prompt = np.full((batch, 1), network.start_id, np.int32)
   if not network.has_encoder:
     prompt = np.append(prompt, inputs, axis=1)
     inputs = np.zeros((batch, 1), np.int32)

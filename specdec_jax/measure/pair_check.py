@@ -143,11 +143,10 @@ def _described(known: Device) -> Any:
   )
 
 
+@functools.cache
 def _say_cuda() -> None:
   """Lets JAX know that a 'gpu' is CUDA's where no GPU is (jax issue 23971)."""
   original = xla_bridge.canonicalize_platform
-  if getattr(original, 'says_cuda', False):
-    return
 
   def canonicalize(platform: str) -> str:
     try:
@@ -157,7 +156,6 @@ def _say_cuda() -> None:
         return 'cuda'
       raise
 
-  canonicalize.says_cuda = True  # type: ignore[attr-defined]
   xla_bridge.canonicalize_platform = canonicalize
 
 

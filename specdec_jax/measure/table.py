@@ -242,12 +242,12 @@ def started(
     ValueError: a file cannot be written, or matplotlib is not installed.
   """
   for name in ('output_file', 'plot_file'):
-    if path := getattr(config, name, None):
+    if path := vars(config).get(name):
       files.check_writable(path)
-  if getattr(config, 'plot_file', None):
+  if vars(config).get('plot_file'):
     load_matplotlib()
   shown = shown or console()
-  path = getattr(config, 'input_file', None)
+  path = vars(config).get('input_file')
   if isinstance(path, str) and (sentence := reading(path)):
     say(shown, sentence)
   return shown

@@ -21,7 +21,7 @@ from specdec_jax.engine.trace import Trace
 from specdec_jax.measure import record
 from specdec_jax.measure.table import Table
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 
 __all__ = ['Interactive', 'load']
 
@@ -79,7 +79,7 @@ def load(
   *,
   network: LanguageModel | None = None,
   draft_network: LanguageModel | None = None,
-  tokenizer: Tokenizer | Path | None = None,
+  tokenizer: Vocabulary | Path | None = None,
   dtype: str | None = None,
   **options: Any,
 ) -> Interactive:

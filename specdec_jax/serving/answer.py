@@ -19,7 +19,7 @@ from specdec_jax.serving import protocol
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import ApiError, CompletionRequest
 from specdec_jax.serving.worker import Worker
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 
 _LEAST = -9999.0  # OpenAI's logarithm of no probability
 _FINISH = {'stop_string': 'stop', 'empty': 'stop'}
@@ -375,7 +375,7 @@ def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
 
 
 def _entries(
-  tokenizer: Tokenizer,
+  tokenizer: Vocabulary,
   ids: Sequence[int],
   pieces: Sequence[Piece],
   values: Sequence[_LogProbs],

@@ -206,8 +206,9 @@ class CompletionRequest:
       ValueError: one is in no form that is known.
     """
     rules: dict[str, Any] = {}
+    default = CompletionRequest()
     for name in _RULES:
-      if (value := getattr(self, name)) != getattr(CompletionRequest, name, []):
+      if (value := getattr(self, name)) != getattr(default, name):
         rules[name] = value
     if self.logit_bias:
       if not all(map(_ID.fullmatch, self.logit_bias)):

@@ -66,15 +66,14 @@ def network_of(module: Any, what: str = 'module') -> T5:
   Raises:
     ValueError: it is another kind of module.
   """
-  theirs = getattr(module, 'config', None)
-  sizes: dict[str, Any] = {
-    field.name: getattr(theirs, field.name, field.default)
-    for field in dataclasses.fields(T5Config)
-  }
-  sizes |= {'dtype': jnp.dtype(sizes['dtype']).name, 'dropout_rate': 0.0}
   try:
+    sizes: dict[str, Any] = {
+      field.name: getattr(module.config, field.name, field.default)
+      for field in dataclasses.fields(T5Config)
+    }
+    sizes |= {'dtype': jnp.dtype(sizes['dtype']).name, 'dropout_rate': 0.0}
     network = T5(T5Config(**sizes))
-  except ValueError as error:
+  except (AttributeError, ValueError) as error:
     expected = 'a t5x.examples.t5.network.Transformer, whose config has sizes'
     raise unexpected(what, expected, type(module).__name__) from error
   key, token = jax.random.PRNGKey(0), jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -299,7 +298,8 @@ def check_decode_fn(decode_fn: Any) -> None:
   """Raises ValueError unless a decode function, as gin wraps it, is ours."""
   inner = decode_fn
   while isinstance(inner, functools.partial) or hasattr(inner, '__wrapped__'):
-    inner = getattr(inner, '__wrapped__', None) or inner.func
+    is_wrapped = hasattr(inner, '__wrapped__')
+    inner = inner.__wrapped__ if is_wrapped else inner.func
   if inner not in DECODE_FNS:
     ours = ' or '.join(f'@t5x_plugin.{fn.__name__}' for fn in DECODE_FNS)
     theirs = getattr(inner, '__name__', inner)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specdec_jax.models.base import Params, reads_encoder
+from specdec_jax.models.base import Params
 from specdec_jax.training.data import NO_TOKEN, Batch
 
 Sums = dict[str, jax.Array]
@@ -157,7 +157,7 @@ class Distillation:
   def _read(self, batch):
     fed, _, _ = teacher_forced(batch.targets, self.start_id)
     known = {}
-    if reads_encoder(self.draft):
+    if self.draft.reads_encoder:
       known['encoded'] = self.target.encode(self.target_params, batch.inputs)
     args = self.target_params, batch.inputs, fed
     return known | {'features': self.target.features(*args, **known)}

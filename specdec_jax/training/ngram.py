@@ -12,7 +12,7 @@ from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import json_object, text_lines, writable
 from specdec_jax.measure.table import Table, started
-from specdec_jax.text.tasks import kind_of, usable
+from specdec_jax.text.tasks import kind_of, read
 from specdec_jax.text.tokenizer import Tokenizer
 
 
@@ -121,7 +121,7 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
     )
   else:
     side = 'targets' if kind == 'tsv' else 'inputs'
-    values = (example[side] for example in usable(path, kind=kind))
+    values = (example[side] for example in read(path, kind, keep_broken=False))
   for number, value in enumerate(values, 1):
     several = is_a(value, list) and not is_a(value, list[int])
     for output in value if several else [value]:

@@ -17,7 +17,6 @@ from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.files import same_run
-from specdec_jax.models import base
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import example_keys, new_request
@@ -104,7 +103,7 @@ def decode(
     max_length[row] = config.limit(len(source))
   numbers = np.zeros(batch, np.uint32)
   numbers[: len(sources)] = ids
-  first = base.start_id(model) if model.has_encoder else start_id
+  first = model.start_id if model.has_encoder else start_id
   request = new_request(
     inputs,
     example_keys(config.seed, numbers),

@@ -37,11 +37,11 @@ from specdec_jax.measure import calibrate
 from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN
 from specdec_jax.measure.table import console as terminal
 from specdec_jax.measure.table import say
-from specdec_jax.models.base import Params, reads_encoder
+from specdec_jax.models.base import Params
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tasks import read_prompts
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
 from specdec_jax.training.run import (
@@ -209,7 +209,7 @@ def draft_network(config: DistilConfig) -> T5:
   target = config.target
   network: Any = target.network
   # The training reads the target again, by its name.
-  is_whole = isinstance(network, T5) and not reads_encoder(network)
+  is_whole = isinstance(network, T5) and not network.reads_encoder
   if not (is_whole and target.name):
     expected = 'a T5 with an encoder, loaded from a checkpoint'
     advice = 'For a decoder-only target see gin/runs/train_lm.gin.'
@@ -259,7 +259,7 @@ def _check_folder(folder: str) -> None:
 
 
 def _texts(
-  config: DistilConfig, tokenizer: Tokenizer
+  config: DistilConfig, tokenizer: Vocabulary
 ) -> tuple[list[str], list[str]]:
   """Texts to learn from, and those held out."""
 
@@ -279,7 +279,7 @@ def _texts(
 
 
 def _train_run(
-  config: DistilConfig, draft: T5, tokenizer: Tokenizer, longest: int
+  config: DistilConfig, draft: T5, tokenizer: Vocabulary, longest: int
 ) -> TrainRun:
   longest = max(longest, config.max_decode_len)
   # Powers of two from 16: a program is compiled for each.

@@ -22,11 +22,12 @@ from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.pair import first_id
 from specdec_jax.files import shipped
-from specdec_jax.models import base, sizes
-from specdec_jax.models.base import PAD_ID, LanguageModel, Params
+from specdec_jax.models import sizes
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.families import config_of
 from specdec_jax.text import tasks
 from specdec_jax.text.tasks import FEATURES, TRAIN_SPLIT, LocalTask
-from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
+from specdec_jax.text.tokenizer import PAD_ID, Tokenizer, train_tokenizer
 from specdec_jax.training import losses
 from specdec_jax.training.data import (
   PackedBatches,
@@ -144,7 +145,7 @@ class TrainRun:
   @property
   def target(self) -> Any:
     """The network that the model learns from, if it does."""
-    return getattr(self.learning, 'target', None)
+    return self.learning and self.learning.target
 
   @property
   def network(self) -> Any:
@@ -155,25 +156,24 @@ class TrainRun:
     model: Any = self.model
     target = self.target
     for name, network in (('model', model), ('target', target)):
-      if (padding := base.pad_id(network)) != PAD_ID:
+      if isinstance(network, LanguageModel) and network.pad_id != PAD_ID:
         expected = f'a network that pads with id {PAD_ID}, as batches do'
-        raise unexpected(f'TrainRun: {name}', expected, padding)
-    config = getattr(target, 'config', None)
-    width = getattr(config, 'emb_dim', None)
+        raise unexpected(f'TrainRun: {name}', expected, network.pad_id)
     if isinstance(model, Heads):
       if target is None:
         expected = 'FromTarget with a T5 or GPT, whose features heads read'
         raise unexpected('TrainRun.learning', expected, self.learning)
-      if width not in (None, model.emb_dim):
-        expected = f"the target's, {width}"
+      config = config_of(target)
+      if config and config.shape.tokens.emb_dim != model.emb_dim:
+        expected = f"the target's, {config.shape.tokens.emb_dim}"
         raise unexpected('Heads.emb_dim', expected, model.emb_dim)
     elif target is not None and target.vocab_size != model.vocab_size:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
-    if not getattr(target, 'has_encoder', False) or base.reads_encoder(target):
-      width = None  # of an encoder
-    if base.reads_encoder(model) and width != model.shape.encoded_dim:
-      expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
+    has_encoder = target and target.has_encoder and not target.reads_encoder
+    width = target.encoded_dim if has_encoder else None
+    if _reads_encoder(model) and width != model.encoded_dim:
+      expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
 
@@ -266,12 +266,16 @@ def train(
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
   about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
-  if about or base.reads_encoder(run.model):
+  if about or _reads_encoder(run.model):
     about['target'] = made_for
   dtype = jnp.dtype(run.export_dtype)
   t5x.save_t5x(path, params, step, dtype, about or None)
   log(f'{path}: parameters after {step} steps')
   return params
+
+
+def _reads_encoder(model: LanguageModel | Heads) -> bool:
+  return not isinstance(model, Heads) and model.reads_encoder
 
 
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:
@@ -301,9 +305,9 @@ def first_token(
 
   None: texts of this network begin with nothing.
   """
-  if network.has_encoder or base.reads_encoder(network) or tokenizer is None:
-    return base.start_id(network)
-  return first_id(network, tokenizer, {})
+  if network.has_encoder or network.reads_encoder or tokenizer is None:
+    return network.start_id
+  return first_id(network, tokenizer)
 
 
 def pairs_of(run: TrainRun) -> tuple[Pairs, Pairs | None]:
@@ -364,7 +368,7 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
     return params, fingerprint(params)
   # Room for the parameters and their gradients.
-  config, subject = getattr(model, 'config', None), 'The model to train'
+  config, subject = config_of(model), 'The model to train'
   sizes.check_params(config, subject, 2 * 4, memory.free_bytes)
   return model.init(jax.random.key(run.training.seed)), ''
 
@@ -388,8 +392,8 @@ def _keeps_known(objective: Any, batches: PackedBatches) -> bool:
   """
   if type(objective) is not losses.Distillation:
     return False
-  config = getattr(objective.target, 'config', None)
-  width = getattr(config, 'emb_dim', math.inf)
+  config = config_of(objective.target)
+  width = config.shape.tokens.emb_dim if config else math.inf
   most = _KEPT_PART * (memory.host_bytes() or 0)
   return batches.num_places * width * 2 <= most
 

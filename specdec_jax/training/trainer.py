@@ -93,7 +93,7 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
 
 def _muon_dimensions(params: Any) -> Any:
   def dimensions(path, leaf):
-    names = {getattr(key, 'key', None) for key in path}
+    names = {key.key for key in path}
     if jnp.ndim(leaf) != 2 or names & set(_NOT_MUON):
       return None
     return optax.contrib.MuonDimensionNumbers()

@@ -392,14 +392,18 @@ def test_a_package_is_missing(name, extra, tmp_path, monkeypatch):
 def test_special_ids(tmp_path):
   """Those of generation_config.json go before config.json's."""
   described = {'eos_token_id': 1, 'pad_token_id': 0}
-  assert config_json.special_ids(tmp_path, described) == (0, (1,), 0)
+
+  def special_ids():
+    return config_json.read_facts(tmp_path, described, folders.UMT5).ids
+
+  assert special_ids() == (0, (1,), 0)
   said = {'decoder_start_token_id': [0], 'eos_token_id': [1, 7]}
   file = tmp_path / 'generation_config.json'
   file.write_text(json.dumps(said | {'pad_token_id': None}))
-  assert config_json.special_ids(tmp_path, described) == (0, (1, 7), 0)
+  assert special_ids() == (0, (1, 7), 0)
   file.write_text(json.dumps({'decoder_start_token_id': 2}))
   with pytest.raises(ValueError, match='decoder_start_token_id: .* 0.* got 2'):
-    config_json.special_ids(tmp_path, described)
+    special_ids()
 
 
 # What is written.

@@ -14,7 +14,6 @@ from small_vocabulary import VOCAB_SIZE
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import PoolSettings
-from specdec_jax.models import base
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.tree_shape import branching
@@ -66,7 +65,7 @@ def models(name):
   _, other = make(name, seed=1)
   _, near = _SCALES.get(name, (1.0, 0.9))
   draft = jax.tree.map(lambda a, b: near * a + (1 - near) * b, target, other)
-  reads_bos = not (network.has_encoder and base.ends_inputs(network))
+  reads_bos = not (network.has_encoder and network.ends_inputs)
   bos_id = BOS if reads_bos else None
   return Model(network, target, bos_id=bos_id), Model(network, draft)
 

@@ -11,7 +11,6 @@ from parity import pair_of
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.padding import padded
-from specdec_jax.models.base import pad_id, start_id
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import BeamScoring, example_keys, new_request
 from specdec_jax.rules.options import NO_RULES, ruling_of
@@ -90,8 +89,8 @@ def decode(loop, params, request):
 def ours(pair, rows, rules, width, gamma):
   """As `theirs`, of rows with a rule each: all of one batch, one program."""
   count, width_of, network = len(rows), max(map(len, rows)), pair.network
-  read = inputs = padded(rows, count, width_of, pad_id(network))[0]
-  prompt, lengths = padded([[start_id(network)]] * count, count, 1)
+  read = inputs = padded(rows, count, width_of, network.pad_id)[0]
+  prompt, lengths = padded([[network.start_id]] * count, count, 1)
   if not network.has_encoder:
     prompt, lengths = padded(rows, count, width_of)
     read, inputs = prompt, np.zeros((count, 1), np.int32)
@@ -100,7 +99,7 @@ def ours(pair, rows, rules, width, gamma):
     [NO_RULES._replace(vocab_size=size, **rule) for rule in rules],
     lengths,
     lengths + SLOTS,
-    np.where(read == pad_id(network), -1, read),
+    np.where(read == network.pad_id, -1, read),
   )
   request = new_request(
     inputs,
@@ -116,7 +115,7 @@ def ours(pair, rows, rules, width, gamma):
     else None,
     prompt=prompt,
     prompt_length=lengths,
-    pad_id=pad_id(network),
+    pad_id=network.pad_id,
   )
   params = pair.params if gamma else pair.params._replace(draft=None)
   done = jax.device_get(decode(loops(network)[gamma], params, request))

@@ -288,7 +288,7 @@ def test_rules_of_a_folder(tokenizer):
     'num_beams': 4,
     'repetition_penalty': 1.0,
   }
-  rules, rest = generation.asked(settings, 'x.json')
+  rules, rest = generation.read_settings(settings, 'x.json')
   assert rules == {'no_repeat_ngram_size': 2} and 'repeat' not in rest
   assert 'num_beams=4' in rest
   made = toy_models.chain_engine(tokenizer)

@@ -299,7 +299,9 @@ def test_ids_of_a_network_for_a_vocabulary():
     (32_000, 250_112, False),
     (8_001, 8_000, False),
   ):
-    made = types.SimpleNamespace(vocab_size=pieces)
+    made = types.SimpleNamespace(
+      vocab_size=pieces, least_size=pieces, pieces={}
+    )
     words = f"draft's vocabulary: .*'s {pieces} ids.* got {ids}"
     refused = pytest.raises(ValueError, match=words)
     with contextlib.nullcontext() if fits else refused:

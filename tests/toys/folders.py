@@ -113,12 +113,11 @@ def write_folder(folder, name, change=None, config=None, **described):
 def read(folder, dtype=None, sharding=None):
   """The configuration and the parameters of a folder."""
   opened = open_checkpoint(folder, dtype=dtype)
-  return opened.config, opened.read(dtype, sharding)
+  return opened.facts.config, opened.read(dtype, sharding)
 
 
 def special_ids(folder):
-  described = json.loads((folder / 'config.json').read_text())
-  return config_json.special_ids(folder, described)
+  return open_checkpoint(folder).facts.ids
 
 
 def write_arrays(folder, arrays, described):

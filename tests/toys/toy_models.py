@@ -22,6 +22,7 @@ from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.engine.engine import Engine
+from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.paper.simulation import chi_squared_p_value  # noqa: F401
 
@@ -46,7 +47,7 @@ class MarkovCache:
   offset: jax.Array
 
 
-class MarkovModel:
+class MarkovModel(LanguageModel):
   """A Markov chain of order 1 or 2 as a `LanguageModel`, strict about caches.
 
   The logits come from the *cached* tokens, and a slot that was never written,
@@ -59,6 +60,8 @@ class MarkovModel:
     order: how many of the last cached tokens the logits depend on.
     params: {'table': float32[V, V] or [V, V, V], 'offset': float32[V, V]}.
   """
+
+  vocab_size = 0
 
   def __init__(self, table, input_offset=None):
     """Makes the chain.
@@ -90,6 +93,11 @@ class MarkovModel:
   def has_encoder(self) -> bool:
     """True: inputs shift the logits of their row."""
     return True
+
+  @property
+  def encoded_dim(self) -> int:
+    """V: what each input adds to the logits."""
+    return self.vocab_size
 
   def init(self, key: jax.Array):
     """The parameters: they are given, not random."""

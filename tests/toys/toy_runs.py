@@ -16,11 +16,12 @@ from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.engine import EngineConfig
 from specdec_jax.infer.data import PREDICTIONS
 from specdec_jax.request import Drafting
+from specdec_jax.text.tokenizer import Vocabulary
 
 MAX_INPUT_LEN = 9
 
 
-class WordTokenizer:
+class WordTokenizer(Vocabulary):
   """One token a word."""
 
   fingerprint = 'words'
