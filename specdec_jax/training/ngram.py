@@ -20,9 +20,9 @@ from specdec_jax.text.tokenizer import Tokenizer
 class FitNgramConfig:
   """An n-gram table and the files that it is fitted to.
 
-  The ending of a file's name says what it is (with or without `.gz`): `.jsonl`
-  has records, such as predictions.jsonl of `specdec decode` or the
-  -predict.jsonl-00000-of-00001 of a task; `.tsv` has source<TAB>target lines,
+  The ending of a file's name tells its format (with or without `.gz`): `.jsonl`
+  holds records, such as predictions.jsonl of `specdec decode` or the
+  -predict.jsonl-00000-of-00001 of a task; `.tsv` holds source<TAB>target lines,
   of which the targets are used; any other file is text, one output per line.
 
   Attributes:
@@ -30,12 +30,11 @@ class FitNgramConfig:
     train_files: files to fit the table to.
     output_file: the table, `.npz`.
     order: n; 1 is a unigram, 2 a bigram.
-    field: field of a record that holds its output: text, or the ids that were
-      produced.
+    field: field of a record that holds its output, as text or as ids.
     start_id: id that the target's decoder begins with, 0 in the T5 family; None
-      is none.
-    max_continuations: entries kept per context.
-    min_count: contexts seen less often are left out.
+      if it begins with the text itself.
+    max_continuations: the most entries per context.
+    min_count: contexts that occur less often are left out.
 
   Raises:
     ValueError: there is no file, or no such id.
@@ -64,7 +63,7 @@ class FitNgramConfig:
 def fit_ngram(
   config: FitNgramConfig, console: rich.console.Console | None = None
 ) -> NGramTable:
-  """Fits a table, writes it, and prints what it holds.
+  """Fits a table, writes it, and prints its sizes.
 
   Raises:
     ValueError: a number is too small or the output cannot be written (before a
@@ -100,10 +99,10 @@ def fit_ngram(
 
 
 def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
-  """Yields the ids of each output of a file, its end included.
+  """Yields the ids of each output of a file.
 
-  Ids that were produced are taken as they are; an output that was cut short has
-  no end.
+  Text gets an end of sequence; ids are taken as they are, because an output
+  that was cut short has no end.
 
   Args:
     path: see `FitNgramConfig`.

@@ -63,14 +63,14 @@ def test_what_the_target_says_is_computed_once(tmp_path):
   assert {*ids(anew, 0)} != {*ids(anew, 1)}
   objective = losses.Distillation(MODEL, MODEL, target_params())
   config = trainer.TrainConfig(steps=9)
-  loop = trainer.Trainer(objective, config, same, log=str, keeps_known=True)
-  with mock.patch.object(loop, '_know', wraps=loop._know) as know:
+  loop = trainer.Trainer(objective, config, same, log=str, stores_features=True)
+  with mock.patch.object(loop, '_features', wraps=loop._features) as features:
     loop.train(target_params(2), tmp_path)
-  assert know.call_count == 4 + 2  # two empty ones, which are compiled for
+  assert features.call_count == 4 + 2  # two empty ones, which are compiled for
   for batch in same.epoch():
     kept, read = (
       loop._gradient(objective, target_params(2), one, jax.random.key(0))[1]
-      for one in (loop._with_known(batch), batch)
+      for one in (loop._with_features(batch), batch)
     )
     for name in read:
       assert float(kept[name]) == pytest.approx(float(read[name]), rel=1e-2)

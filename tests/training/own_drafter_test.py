@@ -148,10 +148,10 @@ def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
   def left(at, seconds, wrong=''):
     """Seconds to keep; what is said if the training takes the others."""
     clock.now = 0.0
-    budget = own_drafter._Budget(3.0)
+    end = own_drafter._end_of(3.0)
     clock.now = at
     console = rich.console.Console(record=True, width=200)
-    made = own_drafter._Measured(config, 8, budget, console)
+    made = own_drafter._Measured(config, 8, end, console)
 
     def time_calls(*_):
       clock.now += seconds
@@ -163,7 +163,7 @@ def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
     monkeypatch.setattr(own_drafter.calibrate, 'calibrate', lambda *_: made)
     made.time_calls(network, {})
     closing = made.closing_s()
-    clock.now = budget.end - closing
+    clock.now = end - closing
     return closing, made.calibrated() is made, console.export_text()
 
   assert left(60, 20) == (32, True, '')
