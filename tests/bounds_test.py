@@ -118,7 +118,7 @@ def test_bodies_that_pass_can_be_decoded(engine, name):
     try:
       asked = protocol.parse(data, engine, LIMITS, 'toy')
       with protocol.naming_the_field(constraint=asked.constraint[0]):
-        for index, options in asked.of_each():
+        for index, options in asked.rows():
           options = {k: v for k, v in options.items() if k[:5] != 'split'}
           assert engine.text_batch([asked.prompts[index]], **options).rows
     except protocol.ApiError as error:

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -524,6 +525,25 @@ def test_a_prompt_is_split(client, engine):
     with pytest.raises(openai.BadRequestError) as caught:
       create(client, **{'prompt': 'a.', 'split': 'sentences'} | more)
     assert caught.value.body['param'] == param
+
+
+def test_a_text_is_tokenised_once(client, engine, monkeypatch):
+  """However many outputs are made of it, and if these are scored."""
+  kind, texts = type(engine.tokenizer), []
+  real = kind.encode
+  monkeypatch.setattr(
+    kind, 'encode', lambda self, text: texts.append(text) or real(self, text)
+  )
+  create(client, TEXTS[:2], n=4, max_tokens=2, logprobs=2)
+  assert [text for text in texts if text in TEXTS] == TEXTS[:2]
+  if importlib.util.find_spec('sentencex'):
+    texts.clear()
+    split = {'split': 'sentences', 'max_tokens': 2}
+    create(client, 'a b! A c.', **split)
+    of_one = texts[:]
+    texts.clear()
+    create(client, 'a b! A c.', n=4, **split)
+    assert texts == of_one
 
 
 def test_what_is_no_request(client, url):
