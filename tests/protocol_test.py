@@ -1,6 +1,4 @@
-"""The ids of a prompt are read as the prompt itself; fields are optional."""
-
-import dataclasses
+"""The ids of a prompt are read as the prompt itself."""
 
 import pytest
 
@@ -47,12 +45,3 @@ def test_ids_are_read_as_their_prompt(engine, text):
   assert ids == engine.input_ids(text)
   assert read_by(engine, taken) == read_by(engine, text)
   assert isinstance(taken, list) or not text
-
-
-def test_each_field_may_be_left_out():
-  """A body of nothing asks for what is off."""
-  request = protocol.CompletionRequest()
-  request.prompts = ['a']
-  names = {field.name for field in dataclasses.fields(request) if field.init}
-  assert names == {*protocol._TYPES}
-  assert not request.rules()

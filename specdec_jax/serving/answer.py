@@ -13,6 +13,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import completion, trace
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.long_texts import LongTexts
+from specdec_jax.engine.request import example_id
 from specdec_jax.engine.scheduler import Update
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving import protocol
@@ -82,6 +83,8 @@ class Answer:
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
+    # A beam search gives all outputs of its row.
+    self._per_row = request.n if request.use_beam_search else 1
     with protocol.naming_the_field(constraint=request.constraint[0]):
       self.rows: list[ServedRow] = [
         worker.row(
@@ -94,39 +97,46 @@ class Answer:
         )
         for index, (taken, options) in enumerate(self._inputs())
       ]
-    # A beam search gives all outputs of its row.
-    each = request.n if request.use_beam_search else 1
-    self._num_outputs = len(self.rows) * each
+    self._num_outputs = len(self.rows) * self._per_row
     if not request.max_length:  # only the prompt is wanted
-      nothing = Update(beams=[Completion('', [], [], 'length')] * each)
+      nothing = [Completion('', [], [], 'length')] * self._per_row
       for index in range(len(self.rows)):
-        tell(index, nothing)
+        tell(index, Update(beams=nothing))
       self.rows = []
 
   def _inputs(self) -> Iterator[tuple[Prompt, dict[str, Any]]]:
     """Yields what the engine reads for each row, and its options.
 
+    The random numbers are those of `Engine.generate` for all prompts together.
+
     Raises:
       ValueError: the prompts have too many sentences.
     """
-    request, engine = self.request, self._engine
-    rows = request.rows()
-    if not request.split:
-      for prompt, options in rows:
-        yield request.inputs[prompt], options
-      return
-    options = rows[0][1] | {'example_ids': None, 'num_samples': request.n}
-    long = self._long = LongTexts(engine, request.prompts, options)
-    most = self._service.worker.settings.max_waiting
-    if len(long.parts) > most:
-      expected = f'at most {most} sentences (max_waiting)'
-      raise unexpected('prompt', expected, len(long.parts))
-    inputs = {}  # samples have the same sentences
-    for part in {*long.parts}:
-      _, inputs[part] = protocol.encoded(engine, part, request.source_lang)
-    examples = long.options['example_ids']
-    for part, example in zip(long.parts, examples, strict=True):
-      yield inputs[part], long.options | {'example_ids': [example]}
+    request, options = self.request, self.request.options()
+    if request.split:
+      long = self._long = LongTexts(self._engine, request.prompts, options)
+      most = self._service.worker.settings.max_waiting
+      if len(long.parts) > most:
+        expected = f'at most {most} sentences (max_waiting)'
+        raise unexpected('prompt', expected, len(long.parts))
+      source = request.source_lang
+      taken = {  # samples have the same sentences
+        part: protocol.encoded(self._engine, part, source)[1]
+        for part in {*long.parts}
+      }
+      inputs = [taken[part] for part in long.parts]
+      options, examples = long.options, long.options['example_ids']
+    else:
+      samples = range(request.n // self._per_row)
+      inputs = [text for text in request.inputs for _ in samples]
+      examples = [
+        example_id(index, sample)
+        for index in range(len(request.inputs))
+        for sample in samples
+      ]
+    options = options | {'num_samples': self._per_row}
+    for text, example in zip(inputs, examples, strict=True):
+      yield text, options | {'example_ids': [example]}
 
   async def _next(self) -> tuple[int, Update]:
     """Returns the next update, and the index of its row.

@@ -23,7 +23,6 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import example_id
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.text.chat import ChatTemplate, RenderedIds
 from specdec_jax.types import Count, Positive
@@ -285,32 +284,27 @@ class CompletionRequest:
     expected = 'text, json_object, or json_schema with a schema'
     raise unexpected('response_format', expected, form)
 
-  def rules(self) -> dict[str, Any]:
-    """Returns the options of `Engine.generate` that the body has by name.
+  def options(self) -> dict[str, Any]:
+    """Returns the options of `Engine.generate` for all prompts.
+
+    Without a seed each call draws one.
 
     Raises:
-      ValueError: one has an unknown form.
+      ValueError: a field has an unknown form.
     """
-    values = ((name, getattr(self, name)) for name in _OPTIONS)
-    options = {name: value for name, value in values if value is not None}
+    named = {name: getattr(self, name) for name in _OPTIONS}
+    options = {
+      name: value for name, value in named.items() if value is not None
+    }
     if self.logit_bias:
       if not all(map(_ID.fullmatch, self.logit_bias)):
         raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
       options['logit_bias'] = {int(i): b for i, b in self.logit_bias.items()}
-    return options | self.constraint[1]
-
-  def rows(self) -> list[tuple[int, dict[str, Any]]]:
-    """Returns the index of the prompt and the options of each row.
-
-    A row is an output, or a beam search with n of them. The random numbers are
-    those of `Engine.generate` for the same prompts, seed and `num_samples`.
-    """
-    indices = range(len(self.prompts))
-    options = self.rules() | {'max_length': max(1, self.max_length)}
+    options |= self.constraint[1]
+    options |= {'max_length': max(1, self.max_length), 'num_samples': self.n}
     if self.use_beam_search:
-      options |= {'num_beams': self.n, 'num_samples': self.n}
-      return [(index, options) for index in indices]
-    options |= {
+      return options | {'num_beams': self.n}
+    return options | {
       'temperature': float(self.temperature),
       'top_k': max(0, self.top_k),
       'top_p': float(self.top_p),
@@ -321,11 +315,6 @@ class CompletionRequest:
       'seed': secrets.randbits(32) if self.seed is None else self.seed,
       'log_probs': self.num_top is not None,
     }
-    return [
-      (index, {**options, 'example_ids': [example_id(index, sample)]})
-      for index in indices
-      for sample in range(self.n)
-    ]
 
 
 _TYPES: dict[str, Any] = {
@@ -560,7 +549,7 @@ def _check(
   for name, holds, expected in checks:
     if not holds:
       raise unexpected(name, expected, body.get(name))
-  request.rules()  # raises if one has an unknown form
+  request.options()  # raises if a field has an unknown form
 
 
 def _prompts(value: Any) -> Sequence[Prompt]:
