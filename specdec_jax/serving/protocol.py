@@ -37,15 +37,15 @@ _NumTop = Annotated[int, Bound(0, 20)]  # log-probabilities at a place
 _Object = Mapping[str, Any]
 _ID = re.compile(r'[0-9]{1,9}', re.ASCII)
 
-# Fields of OpenAI and vLLM that are not supported. A body may have those of the
-# first kind if they are empty, zero or false, the others with these values.
-_EMPTY = set(
+# Fields of OpenAI and vLLM that are not supported -> the values that a body may
+# have; of those of the first kind these are empty, zero or false.
+_NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
   'suffix stop_token_ids include_stop_str_in_output'
   ' return_tokens_as_token_ids tools functions store metadata priority'
   ' prompt_cache_options vllm_xargs documents continue_final_message'
-  ' chat_template_kwargs guided_grammar guided_whitespace_pattern'.split()
-)
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  ' chat_template_kwargs guided_grammar guided_whitespace_pattern'.split(),
+  ('', [], {}, False),
+) | {
   'length_penalty': (1,),
   'skip_special_tokens': (True,), 'spaces_between_special_tokens': (True,),
   'tool_choice': ('none', 'auto'), 'function_call': ('none', 'auto'),
@@ -59,19 +59,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 # The only values that fields may have in a kind of request.
 _ONLY: dict[str, dict[str, Any]] = {
   'in a beam search': {
-    'temperature': 0, 'top_p': 1, 'top_k': 0, 'min_p': 0, 'stop': [],
-    'min_tokens': 0, 'ignore_eos': False, 'stream': False,
+    'temperature': 0, 'top_p': 1, 'top_k': 0, 'min_p': 0, 'min_tokens': 0,
+    'stop': [], 'ignore_eos': False, 'stream': False,
   },
   # Its answer is put together at its end.
   'with split': {'stream': False, 'echo': False, 'logprobs': None},
-  # A chat's template has the special tokens.
+  # Its template has the special tokens.
   'in a chat': {'echo': False, 'split': None, 'add_special_tokens': False},
-  'but in a chat': {'top_logprobs': 0},
-  'without logprobs': {'top_logprobs': 0},
-  'without a stream': {'return_rounds': False},
-  'with an encoder': {'echo': False},
-  # A sample without a drafter would depend on the traffic.
-  'unless greedy': {'speculative': True},
 }  # fmt: skip
 # Fields that are options of `Engine.generate` with the same name.
 _OPTIONS = (
@@ -223,13 +217,17 @@ class CompletionRequest:
     return self.logprobs
 
   @property
+  def is_greedy(self) -> bool:
+    """Whether each token is the likeliest of all at its place."""
+    return not (self.temperature or self.min_tokens or self.use_beam_search)
+
+  @property
   def is_scored(self) -> bool:
     """Whether log-probabilities are wanted that decoding does not give."""
     if self.num_top is None:
       return False
     # Of a greedy output the token that was chosen is the likeliest one.
-    greedy = not self.temperature and not self.min_tokens
-    return self.echo or self.num_top > int(greedy and not self.use_beam_search)
+    return self.echo or self.num_top > int(self.is_greedy)
 
   @property
   def include_usage(self) -> bool:
@@ -248,24 +246,23 @@ class CompletionRequest:
     Raises:
       ValueError: two fields do, or one has an unknown form.
     """
-    given: list[tuple[str, str, Any]] = [
-      ('guided_choice', 'choice', self.guided_choice),
-      ('guided_regex', 'regex', self.guided_regex),
-      ('guided_json', 'json', self.guided_json),
-    ]
-    for word, value in (self.structured_outputs or {}).items():
-      if word == 'json_object':
-        word, value = 'json', _ANY_OBJECT if value else None
-      elif word not in _STRUCTURED and value:
-        expected = f'one of {[*_STRUCTURED, "json_object"]}'
-        raise unexpected('structured_outputs', expected, {word: value})
-      given.append(('structured_outputs', word, value))
-    given.append(('response_format', 'json', self._schema()))
-    options = [
-      (field, {_STRUCTURED[word]: value})
-      for field, word, value in given
-      if word in _STRUCTURED and value is not None
-    ]
+    given: dict[str, _Object] = {
+      'guided_choice': {'choice': self.guided_choice},
+      'guided_regex': {'regex': self.guided_regex},
+      'guided_json': {'json': self.guided_json},
+      'structured_outputs': self.structured_outputs or {},
+      'response_format': {'json': self._schema()},
+    }
+    options = []
+    for field, words in given.items():
+      for word, value in words.items():
+        if word == 'json_object':
+          word, value = 'json', _ANY_OBJECT if value else None
+        if word in _STRUCTURED and value is not None:
+          options.append((field, {_STRUCTURED[word]: value}))
+        elif value:
+          expected = f'one of {[*_STRUCTURED, "json_object"]}'
+          raise unexpected(field, expected, {word: value})
     if len(options) > 1:
       expected = f'nothing beside {options[0][0]}'
       raise unexpected(options[1][0], expected, options[1][1])
@@ -322,7 +319,7 @@ _TYPES: dict[str, Any] = {
   for field in dataclasses.fields(CompletionRequest)
   if field.init
 }
-_KNOWN = {*_TYPES, *_EMPTY, *_NEUTRAL}
+_KNOWN = {*_TYPES, *_NEUTRAL}
 
 
 @contextlib.contextmanager
@@ -479,7 +476,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
       near = nearest(name[:64], _KNOWN, or_all=False)
       message = f'There is no field {shortened(name)}.{near} Leave it out.'
       raise ApiError(message, name[:64])
-    elif value not in _NEUTRAL.get(name, ()) and (name in _NEUTRAL or value):
+    elif value not in _NEUTRAL[name]:
       raise unexpected(name, 'nothing: it is not supported', value)
   return values
 
@@ -492,28 +489,23 @@ def _check(
 ) -> None:
   """Raises ValueError for a field that does not fit the server or another."""
   n, count, chat = request.n, len(request.prompts), request.is_chat
-  length = request.max_length
   most = min(settings.max_outputs, settings.max_waiting)
-  least, longest = int(not request.echo), engine.max_decode_len
+  length, longest = request.max_length, engine.max_decode_len
+  least = 0 if request.echo else 1
+  limit = 'max_completion_tokens' if request.max_completion_tokens else ''
   search, beams = request.use_beam_search, list(settings.beams)
-  scores = request.num_top is not None
-  kinds = {
-    'in a beam search': search,
-    'with split': request.split,
-    'in a chat': chat,
-    'but in a chat': not chat,
-    'without logprobs': not scores,
-    'without a stream': not request.stream,
-    'with an encoder': engine.target.has_encoder,
-    'unless greedy': (
-      request.temperature or request.min_tokens or search or scores
-    ),
-  }
+  searches = f'n among {beams}, not {n}' if beams else 'false without --beams'
+  scores, is_top = request.num_top is not None, request.top_logprobs > 0
   kind = bool if chat else int
   stops = [*map(len, request.stop_strings)]
   wants = [name for name, on in (request.stream_options or {}).items() if on]
-  searches = f'n among {beams}, not {n}' if beams else 'false without --beams'
-  limit = 'max_completion_tokens' if request.max_completion_tokens else ''
+  # A sample without a drafter would depend on the traffic.
+  may_be_plain = request.is_greedy and not scores
+  applies = {
+    'in a beam search': search,
+    'with split': request.split,
+    'in a chat': chat,
+  }
   checks = (
     ('n', n <= most, f'1 to {most}'),
     ('best_of', request.best_of in (None, n), f'{n}, as n is'),
@@ -527,8 +519,12 @@ def _check(
     ('prompt', count * n <= most, f'{most} outputs (prompts * n) at most'),
     ('prompt', not (chat and request.prompt), 'none in a chat'),
     ('messages', chat or not request.messages, 'none but in a chat'),
+    ('echo', not (request.echo and engine.target.has_encoder), 'false here'),
     ('logprobs', type(request.logprobs) in (kind, type(None)), kind.__name__),
+    ('top_logprobs', not is_top or chat and scores, '0 but with logprobs'),
+    ('return_rounds', request.stream or not request.return_rounds, 'a stream'),
     ('use_beam_search', not search or n in beams, searches),
+    ('speculative', request.speculative or may_be_plain, 'true unless greedy'),
     (
       'stop',
       len(stops) <= _MOST_STOPS and all(0 < x <= _LONGEST_STOP for x in stops),
@@ -543,7 +539,7 @@ def _check(
       (name, body.get(name, only) == only, f'{json.dumps(only)} {where}')
       for where, fields in _ONLY.items()
       for name, only in fields.items()
-      if kinds[where]
+      if applies[where]
     ),
   )
   for name, holds, expected in checks:
