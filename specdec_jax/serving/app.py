@@ -1,19 +1,19 @@
 """The HTTP application: OpenAI's completions, health and metrics.
 
-Around starlette's routes are request ids, keys, the log and the counters.
+starlette has the routes. The application adds request ids, keys, the log and
+the counters.
 """
 
 import asyncio
-import hashlib
-import hmac
 import pathlib
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
@@ -23,46 +23,32 @@ from starlette.responses import (
   StreamingResponse,
 )
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.request import Row
 from specdec_jax.serving import protocol
-from specdec_jax.serving.answer import Answer
+from specdec_jax.serving.access import Access, check_acting
+from specdec_jax.serving.answer import Answer, Service
 from specdec_jax.serving.log import LOG, say
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import ApiError
-from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.serving.turns import Turns
 from specdec_jax.serving.worker import Worker
 from specdec_jax.text.chat import ChatTemplate, template_of
 
-# Bytes of a body that another thread reads, as it does a chat, whose template
-# may take its time.
+# Another thread reads bodies of more bytes, and chats, whose template may take
+# its time, and those that may constrain outputs, whose automaton does.
 _LARGE = 1 << 14
+_CONSTRAINTS = b'structured_outputs', b'response_format', b'guided_', b'\\u'
 _PAGE = pathlib.Path(__file__).with_name('page.html')
-_OWN_ALONE = (  # what the page may load and call: itself
+_ITSELF_ALONE = (  # what the page may load and call
   "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
   " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
   " frame-ancestors 'none'"
 )
-
-LEFT = 499  # of a client that left before it had the whole answer
+LEFT = 499  # status of a client that left before it had the whole answer
 _REQUEST_ID = re.compile(r'[\w.:-]{1,64}', re.ASCII)
-_NO_KEY = ApiError(
-  'Expected a key of this server, as "Authorization: Bearer KEY".',
-  status=401,
-  code='invalid_api_key',
-)
-_WRONG_HOST = ApiError(
-  'The Host header does not name this server. Start it with --allowed-hosts and'
-  ' the names that clients call it by.',
-  status=403,
-)
-_OTHER_SITE = ApiError(
-  "A page of another site may not use this server's models.", status=403
-)
-_NO_JSON = ApiError(
-  'Expected a body with the header "content-type: application/json".',
-  status=415,
-)
 # Status of an error -> header fields of its answer.
 _HEADERS = {
   408: {'connection': 'close'},  # the rest of a body that is late
@@ -75,22 +61,24 @@ class Application:
   """Answers requests by one worker; it is called as ASGI has it.
 
   Attributes:
-    metrics: what it counts.
-    name: what requests call the model.
+    metrics: the counters.
+    name: the name by which requests call the model.
   """
 
   def __init__(self, worker: Worker, name: str, keys: Sequence[str] = ()):
-    """
+    """Makes the routes.
+
     Args:
       worker: decodes.
-      name: what requests call the model.
-      keys: of which each request needs one; none are needed if there are none.
+      name: the name by which requests call the model.
+      keys: each request needs one of them; without any, it needs none.
     """
     self._worker, self.name = worker, name
-    self._engine: Engine = worker.engine
-    self._settings: ServeSettings = worker.settings
-    self._keys = [_digest(key.encode()) for key in keys]
+    self._engine, self._settings = worker.engine, worker.settings
+    self._access = Access(worker.settings, keys)
     self.metrics = Metrics(worker)
+    self._turns = Turns(worker.engine, worker.settings.max_seconds)
+    self._service = Service(worker, self._turns, self.metrics, name)
     self._card = {
       'id': name,
       'object': 'model',
@@ -102,7 +90,6 @@ class Application:
     }
     self._template, self._no_chat = _template_of(self._engine, name)
     errors = (ApiError, HTTPException, ClientDisconnect, Exception)
-    handlers: Any = dict.fromkeys(errors, self._error)
     self._routes = Starlette(
       routes=[
         Route('/', self._page),
@@ -116,39 +103,34 @@ class Application:
         Route('/health/ready', self._health),
         Route('/metrics', self._metrics),
       ],
-      exception_handlers=handlers,
+      exception_handlers=dict.fromkeys(errors, _answer_to_error),
     )
 
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers one request; counts and logs it, and ends what it leaves."""
     if scope['type'] != 'http':
       return
-    begin = time.perf_counter()
-    headers = dict(scope['headers'])
-    request_id = headers.get(b'x-request-id', b'').decode('latin-1')
+    begin, headers = time.perf_counter(), Headers(scope=scope)
+    request_id = headers.get('x-request-id', '')
     if not _REQUEST_ID.fullmatch(request_id):
       request_id = secrets.token_hex(8)
-    rows: list[Any] = []
+    rows: list[Row] = []
     scope['state'] = {'rows': rows}
     status, is_whole = LEFT, False
 
-    async def send_noted(message: Any) -> None:
+    async def send_noted(message: Message) -> None:
       nonlocal status, is_whole
       if message['type'] == 'http.response.start':
         status = message['status']
         more = (b'x-request-id', request_id.encode())
-        message = message | {'headers': [*message['headers'], more]}
+        message = {**message, 'headers': [*message['headers'], more]}
       else:
         is_whole = not message.get('more_body', False)
       await send(message)
 
     try:
-      answer: Any = self._routes
-      host = headers.get(b'host', b'').decode('latin-1')
-      if not self._settings.answers_to(host):
-        answer = JSONResponse(_WRONG_HOST.body, _WRONG_HOST.status)
-      elif not self._is_open(scope['path'], headers.get(b'authorization', b'')):
-        answer = JSONResponse(_NO_KEY.body, _NO_KEY.status)
+      refusal = self._access.refusal(scope['path'], headers)
+      answer = _response(refusal) if refusal else self._routes
       await answer(scope, receive, send_noted)
     except Exception:
       # The application has answered as well as it can.
@@ -168,31 +150,8 @@ class Application:
         seconds=round(time.perf_counter() - begin, 6),
       )
 
-  def _is_open(self, path: str, authorization: bytes) -> bool:
-    """Whether a request may pass; all keys are compared, in constant time."""
-    if not self._keys or not path.startswith('/v1/'):
-      return True
-    scheme, _, key = authorization.partition(b' ')
-    sent = _digest(key if scheme.lower() == b'bearer' else b'')
-    return any([hmac.compare_digest(sent, key) for key in self._keys])
-
-  # Errors.
-
-  async def _error(self, request: Request, error: Any) -> Response:
-    if isinstance(error, ClientDisconnect):
-      return Response(status_code=LEFT)
-    if isinstance(error, HTTPException):
-      message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
-      error = ApiError(message, status=error.status_code)
-    elif not isinstance(error, ApiError):
-      message = 'The server could not answer; its log says why.'
-      error = ApiError(message, status=500)
-    return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
-
-  # What is not decoded.
-
   async def _page(self, request: Request) -> Response:
-    headers = {'content-security-policy': _OWN_ALONE}
+    headers = {'content-security-policy': _ITSELF_ALONE}
     return HTMLResponse(_PAGE.read_text('utf-8'), 200, headers)
 
   async def _models(self, request: Request) -> Response:
@@ -209,16 +168,15 @@ class Application:
       'compiled': self._worker.is_compiled,
       'compiling': self._worker.compiling,
     }
-    asked_for = 'live' if request.url.path.endswith('/live') else 'ready'
-    return JSONResponse(body, 200 if body[asked_for] else 503)
+    name = 'live' if request.url.path.endswith('/live') else 'ready'
+    return JSONResponse(body, 200 if body[name] else 503)
 
   async def _metrics(self, request: Request) -> Response:
     kind = 'text/plain; version=0.0.4; charset=utf-8'
     return Response(self.metrics.text(), media_type=kind)
 
-  # Completions.
-
   async def _decoded(self, request: Request) -> Response:
+    """Answers a request for completions, or for the next message of a chat."""
     template = None
     if request.url.path.endswith('/chat/completions'):
       template = self._template
@@ -228,15 +186,14 @@ class Application:
     loop = asyncio.get_running_loop()
 
     def read() -> Answer:
-      limits = self._settings
-      asked = protocol.parse(data, self._engine, limits, self.name, template)
-      return Answer(asked, self._worker, self.metrics, self.name, loop)
+      asked = protocol.parse(
+        data, self._engine, self._settings, self.name, template
+      )
+      return Answer(asked, self._service, loop)
 
-    is_long = len(data) > _LARGE or template is not None
-    # What may say what an output is, whose automaton takes time to make.
-    words = b'structured_outputs', b'response_format', b'guided_', b'\\u'
-    is_long |= any(word in data for word in words)
-    answer = await asyncio.to_thread(read) if is_long else read()
+    is_slow = len(data) > _LARGE or template is not None
+    is_slow |= any(word in data for word in _CONSTRAINTS)
+    answer = await asyncio.to_thread(read) if is_slow else read()
     # Whatever happens, they end with the request.
     request.state.rows.extend(answer.rows)
     self._worker.take(answer.rows)
@@ -247,49 +204,35 @@ class Application:
         media_type='text/event-stream',
         headers={'cache-control': 'no-cache', 'x-accel-buffering': 'no'},
       )
-    whole = asyncio.ensure_future(answer.whole())
-    left = asyncio.ensure_future(_left(request))
-    try:
-      await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
-      if whole.done():
-        return JSONResponse(whole.result())
-      return Response(status_code=LEFT)  # nobody reads it
-    finally:
-      whole.cancel()
-      left.cancel()
+    return await _unless_left(request, answer.whole())
 
   async def _classified(self, request: Request) -> Response:
+    """Answers a request for the likeliest label of texts."""
     data = await self._body(request)
     texts, labels = protocol.parse_labels(data, self.name, self._settings)
-    async with self._worker.scoring:
-      with protocol.naming_the_field('input'):
-        rows = await asyncio.to_thread(self._engine.classify, texts, labels)
-    found = [
-      {
-        'index': index,
-        'label': labels[row.argmax()],
-        'probs': row.tolist(),
-        'num_classes': len(labels),
-      }
-      for index, row in enumerate(rows)
-    ]
-    return JSONResponse({'object': 'list', 'model': self.name, 'data': found})
+
+    async def classified() -> dict[str, Any]:
+      rows = await self._turns.classify(texts, labels)
+      choices = [
+        {
+          'index': index,
+          'label': labels[row.argmax()],
+          'probs': row.tolist(),
+          'num_classes': len(labels),
+        }
+        for index, row in enumerate(rows)
+      ]
+      return {'object': 'list', 'model': self.name, 'data': choices}
+
+    return await _unless_left(request, classified())
 
   async def _body(self, request: Request) -> bytes:
-    """The body of a request that is to do something.
-
-    Browsers send bodies of a few types to other sites without asking these
-    first, but not JSON.
+    """Returns the body of a request that is to do something.
 
     Raises:
-      ApiError: a page of another site sends it, it is not said to be JSON, it
-        is too large or comes too late.
+      ApiError: `check_acting` refuses it, or it is too large or too late.
     """
-    if _is_of_another_site(request.headers):
-      raise _OTHER_SITE
-    kind, *_ = request.headers.get('content-type', '').split(';')
-    if kind.strip().lower() != 'application/json':
-      raise _NO_JSON
+    check_acting(request.headers)
     most, seconds = self._settings.max_body, self._settings.body_seconds
     data = bytearray()
     try:
@@ -297,19 +240,16 @@ class Application:
         async for part in request.stream():
           data += part
           if len(data) > most:
-            raise ApiError(
-              f'The body has more than {most} bytes. Send less at once.',
-              status=413,
-            )
+            message = f'The body has more than {most} bytes. Send less at once.'
+            raise ApiError(message, status=413)
     except TimeoutError:
-      raise ApiError(
-        f'The body did not come within {seconds:g} seconds.', status=408
-      ) from None
+      message = f'The body did not come within {seconds:g} seconds.'
+      raise ApiError(message, status=408) from None
     return bytes(data)
 
 
 def _template_of(engine: Engine, name: str) -> tuple[ChatTemplate | None, str]:
-  """The chat template, and what a chat is told if there is none."""
+  """Returns the chat template, or None and the error of a chat without it."""
   try:
     template = template_of(engine.tokenizer)
   except ValueError as error:  # completions need none
@@ -320,25 +260,39 @@ def _template_of(engine: Engine, name: str) -> tuple[ChatTemplate | None, str]:
   )
 
 
-def _is_of_another_site(headers: Mapping[str, str]) -> bool:
-  """Whether a browser sends a request for a page that is not the server's.
+async def _answer_to_error(request: Request, error: Exception) -> Response:
+  if isinstance(error, ClientDisconnect):
+    return Response(status_code=LEFT)
+  if isinstance(error, HTTPException):
+    message = f'{request.method} {request.url.path[:200]}: {error.detail}.'
+    error = ApiError(message, status=error.status_code)
+  elif not isinstance(error, ApiError):
+    message = 'The server could not answer; its log says why.'
+    error = ApiError(message, status=500)
+  return _response(error)
 
-  A proxy may change the Host header, so the browser's own word comes first.
-  """
-  site, origin = headers.get('sec-fetch-site'), headers.get('origin')
-  if site is not None:
-    return site not in ('same-origin', 'none')
-  if origin is None:
-    return False
-  _, _, host = origin.partition('://')
-  return host.lower() != headers.get('host', '').lower()
+
+def _response(error: ApiError) -> Response:
+  return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
+
+
+async def _unless_left(
+  request: Request, answer: Awaitable[dict[str, Any]]
+) -> Response:
+  """Returns an answer, which ends early if its client leaves."""
+  whole = asyncio.ensure_future(answer)
+  left = asyncio.ensure_future(_left(request))
+  try:
+    await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
+    if whole.done():
+      return JSONResponse(whole.result())
+    return Response(status_code=LEFT)  # nobody reads it
+  finally:
+    whole.cancel()
+    left.cancel()
 
 
 async def _left(request: Request) -> None:
   """Returns when the client has left; its body has been read."""
   while (await request.receive())['type'] != 'http.disconnect':
     pass
-
-
-def _digest(key: bytes) -> bytes:
-  return hashlib.sha256(key).digest()

@@ -16,10 +16,10 @@ def say(event: str, **fields: Any) -> None:
 
 
 class _Lines(logging.Formatter):
-  """A log of JSON objects, one a line."""
+  """Formats each record as a JSON object on one line."""
 
   def format(self, record: logging.LogRecord) -> str:
-    """One line."""
+    """Returns the line of a record."""
     line = {
       'time': round(record.created, 3),
       'level': record.levelname,
@@ -33,7 +33,7 @@ class _Lines(logging.Formatter):
 
 @contextlib.contextmanager
 def logging_to_stderr() -> Iterator[None]:
-  """Inside, the log goes to stderr."""
+  """Sends the log to stderr."""
   handler = logging.StreamHandler(sys.stderr)
   handler.setFormatter(_Lines())
   names = LOG.name, 'uvicorn.error', 'py.warnings'
@@ -42,7 +42,7 @@ def logging_to_stderr() -> Iterator[None]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-  loggers[1].setLevel(logging.WARNING)  # it says in words what we say in JSON
+  loggers[1].setLevel(logging.WARNING)  # the rest is in this log as JSON
   logging.captureWarnings(True)
   try:
     yield

@@ -1,6 +1,6 @@
-"""What /metrics says: vLLM's names with a prefix of our own."""
+"""The metrics of a server, in vLLM's names with another prefix."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.monitoring
 import prometheus_client as client
@@ -8,6 +8,7 @@ import prometheus_client as client
 from specdec_jax.engine.completion import Completion
 from specdec_jax.serving.worker import Worker
 
+_Metric = TypeVar('_Metric', client.Counter, client.Gauge, client.Histogram)
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _SECONDS = (
   *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -17,9 +18,9 @@ _SECONDS = (
 _COUNTERS = {
   'spec_decode_num_drafts': 'Drafts.',
   'spec_decode_num_draft_tokens': 'Tokens that were proposed.',
-  'spec_decode_num_accepted_tokens': 'Those that were accepted.',
-  'spec_decode_num_tested_tokens': 'Those that were judged.',
-  'spec_decode_num_passed_tokens': 'Those that passed, each by itself.',
+  'spec_decode_num_accepted_tokens': 'Proposals that were accepted.',
+  'spec_decode_num_tested_tokens': 'Proposals that were judged.',
+  'spec_decode_num_passed_tokens': 'Proposals that passed by themselves.',
   'fallback_rounds': 'Rounds in which the drafter rested.',
   'generation_tokens': 'Tokens of outputs.',
   'prompt_tokens': 'Tokens of prompts.',
@@ -31,38 +32,41 @@ class Metrics:
   """Counters, gauges and histograms of one server.
 
   Attributes:
-    requests: by the status of their answers.
+    requests: counts requests by the status of their answers.
+    first: seconds until the first token of a stream.
+    between: seconds between tokens of a stream.
+    whole: seconds until the last token.
   """
 
   def __init__(self, worker: Worker):
-    self.registry = client.CollectorRegistry()
+    """Makes all of them, for a worker that decodes."""
+    self._registry = client.CollectorRegistry()
     self._worker = worker
-    # CPU seconds and resident bytes of the process, where the system says them.
-    client.ProcessCollector(registry=self.registry)
+    # CPU seconds and resident bytes of the process, on systems that have them.
+    client.ProcessCollector(registry=self._registry)
 
-    def made(kind: str, name: str, text: str, *labels: str, **more) -> Any:
-      cls = getattr(client, kind)
+    def add(
+      kind: type[_Metric], name: str, text: str, *labels: str, **options: Any
+    ) -> _Metric:
       name = f'specdec:{name}'
-      return cls(name, text, labels, registry=self.registry, **more)
+      return kind(name, text, labels, registry=self._registry, **options)
+
+    def seconds(name: str, text: str) -> client.Histogram:
+      name = f'{name}_seconds'
+      return add(client.Histogram, name, text, buckets=_SECONDS)
 
     self._counters = {
-      name: made('Counter', name, text) for name, text in _COUNTERS.items()
+      name: add(client.Counter, name, text) for name, text in _COUNTERS.items()
     }
-    self._by_place = made(
-      'Counter',
-      'spec_decode_num_accepted_tokens_per_pos',
-      'Tokens accepted at each place of a draft.',
-      'position',
-    )
-    self.requests = made('Counter', 'requests', 'Answered.', 'status')
-    running = made('Gauge', 'num_requests_running', 'Outputs in slots.')
+    name = 'spec_decode_num_accepted_tokens_per_pos'
+    text = 'Tokens accepted at each place of a draft.'
+    self._by_place = add(client.Counter, name, text, 'position')
+    text = 'Requests answered.'
+    self.requests = add(client.Counter, 'requests', text, 'status')
+    running = add(client.Gauge, 'num_requests_running', 'Outputs in slots.')
     running.set_function(lambda: worker.num_running)
-    waiting = made('Gauge', 'num_requests_waiting', 'Outputs in the queue.')
+    waiting = add(client.Gauge, 'num_requests_waiting', 'Outputs in the queue.')
     waiting.set_function(lambda: worker.num_waiting)
-
-    def seconds(name: str, text: str) -> Any:
-      return made('Histogram', f'{name}_seconds', text, buckets=_SECONDS)
-
     self.first = seconds('time_to_first_token', 'Until the first text.')
     self.between = seconds('inter_token_latency', 'Between tokens of a stream.')
     self.whole = seconds('e2e_request_latency', 'Until the last token.')
@@ -78,11 +82,11 @@ class Metrics:
     jax.monitoring.unregister_event_duration_listener(self._listen)
 
   def taken(self, num_prompt_tokens: int) -> None:
-    """A request was taken."""
+    """Counts the prompts of a request that was taken."""
     self._counters['prompt_tokens'].inc(num_prompt_tokens)
 
   def ended(self, done: Completion) -> None:
-    """An output is whole."""
+    """Counts an output that has ended."""
     stats = done.stats
     rested = stats.fallback_rounds
     counts = {'generation_tokens': len(done.tokens)}
@@ -102,5 +106,5 @@ class Metrics:
       self._counters[name].inc(count)
 
   def text(self) -> bytes:
-    """All of it, as Prometheus reads it."""
-    return client.generate_latest(self.registry)
+    """Returns all of them, as Prometheus reads them."""
+    return client.generate_latest(self._registry)

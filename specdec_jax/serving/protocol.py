@@ -1,8 +1,8 @@
-"""OpenAI's completions: what a request may say.
+"""OpenAI's requests: the fields of a body, and what they may be.
 
-The fields of `CompletionRequest` are those of a body, in OpenAI's and vLLM's
-words. All are checked before anything is queued; a wrong one is answered by
-OpenAI's error object, which names it.
+`CompletionRequest` has a field for each that a body may have, in the words of
+OpenAI and vLLM. All of them are checked before anything is queued; a wrong one
+is answered with OpenAI's error object, which names it.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from specdec_jax.checks.fields import (
   Bound,
@@ -23,26 +23,29 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.options import example_id
 from specdec_jax.serving.settings import ServeSettings
-from specdec_jax.text.chat import ChatTemplate
+from specdec_jax.text.chat import ChatTemplate, RenderedIds
+from specdec_jax.types import Count, Positive
+
+Prompt = str | list[int]
 
 _MAX_TOKENS = 16  # OpenAI's default
 _MOST_STOPS, _LONGEST_STOP = 16, 256
-# Each has a beginning of its own.
+# Each label has a beginning of its own.
 _Labels = Annotated[list[str] | list[list[int]], Bound(1, MOST_NODES)]
-_MOST_TOP = 20  # log-probabilities of a place
+_NumTop = Annotated[int, Bound(0, 20)]  # log-probabilities at a place
+_Object = Mapping[str, Any]
 _ID = re.compile(r'[0-9]{1,9}', re.ASCII)
 
-# Fields of OpenAI and vLLM that are not supported. Those of the first kind may
-# be there if they are empty, zero or false, the others with these values.
-_EMPTY = set(
+# Fields of OpenAI and vLLM that are not supported -> the values that a body may
+# have; of those of the first kind these are empty, zero or false.
+_NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
   'suffix stop_token_ids include_stop_str_in_output'
   ' return_tokens_as_token_ids tools functions store metadata priority'
   ' prompt_cache_options vllm_xargs documents continue_final_message'
-  ' chat_template_kwargs guided_grammar guided_whitespace_pattern'.split()
-)
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  ' chat_template_kwargs guided_grammar guided_whitespace_pattern'.split(),
+  ('', [], {}, False),
+) | {
   'length_penalty': (1,),
   'skip_special_tokens': (True,), 'spaces_between_special_tokens': (True,),
   'tool_choice': ('none', 'auto'), 'function_call': ('none', 'auto'),
@@ -53,23 +56,37 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   'add_generation_prompt': (True,), 'guided_decoding_backend': ('auto',),
   'add_special_tokens': (True, False),
 }  # fmt: skip
-# The only values in a beam search.
-_OF_A_SEARCH = {
-  'temperature': 0, 'top_p': 1, 'top_k': 0, 'min_p': 0, 'stop': [],
-  'min_tokens': 0,
-  'ignore_eos': False, 'stream': False, 'speculative': True,
+# The only values that fields may have in a kind of request.
+_ONLY: dict[str, dict[str, Any]] = {
+  'in a beam search': {
+    'temperature': 0, 'top_p': 1, 'top_k': 0, 'min_p': 0, 'min_tokens': 0,
+    'stop': [], 'ignore_eos': False, 'stream': False,
+  },
+  # Its answer is put together at its end.
+  'with split': {'stream': False, 'echo': False, 'logprobs': None},
+  # Its template has the special tokens.
+  'in a chat': {'echo': False, 'split': None, 'add_special_tokens': False},
 }  # fmt: skip
-# The only values with `split`, whose answer is put together at its end.
-_OF_A_SPLIT = {'stream': False, 'echo': False, 'logprobs': None}
-# Rules on tokens that have the names of `Options`.
-_RULES = (
+# Fields that are options of `Engine.generate` with the same name.
+_OPTIONS = (
   'presence_penalty', 'frequency_penalty', 'repetition_penalty',
   'no_repeat_ngram_size', 'bad_words', 'allowed_token_ids', 'json_blanks',
+  'source_lang', 'target_lang', 'split', 'split_lang', 'split_prefix',
 )  # fmt: skip
-# vLLM's words of `structured_outputs`, and behind 'guided_' -> the options.
+# vLLM's words of `structured_outputs`, and after 'guided_' -> the options.
 _STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
 _ANY_OBJECT = {'type': 'object'}
 
+# `Update.error` -> message and status of an output that has no end.
+_WITHOUT_END = {
+  'deadline': ('The time of the request is over.', 504),
+  'stopped': ('The server is stopping. Try again later.', 503),
+  'failed': ('The server has failed; see its log.', 500),
+  'failed alone': (
+    'Requests of this kind fail; the log of the server says why.',
+    500,
+  ),
+}
 # Status of HTTP -> OpenAI's type of the error.
 _KINDS = {
   401: 'authentication_error',
@@ -93,12 +110,13 @@ class ApiError(Exception):
     status: int = 400,
     code: str | None = None,
   ):
-    """
+    """Makes the error object.
+
     Args:
-      message: what is wrong.
-      param: the field that is wrong, if it is one.
+      message: says what is wrong.
+      param: the field that is wrong; None where no field is.
       status: of HTTP.
-      code: OpenAI's word for the error, if it has one.
+      code: OpenAI's word for the error; None where it has no word.
     """
     super().__init__(message)
     self.status = status
@@ -108,82 +126,100 @@ class ApiError(Exception):
     self.body: dict[str, Any] = {'error': error}
 
 
+def without_end(reason: str) -> ApiError:
+  """Returns the error of an output that ends early, see `Update.error`."""
+  message, status = _WITHOUT_END[reason]
+  return ApiError(message, status=status)
+
+
 @dataclasses.dataclass(kw_only=True)
 class CompletionRequest:
   """A request for completions or for the next message of a chat.
 
-  The names are those of the fields; docs/serve.md describes them.
+  Each field of a body stands here once, with its type, its bounds, and the
+  value that it has if the body does not have it; with None the engine decides.
+  docs/serve.md says what each does.
 
   Attributes:
     is_chat: whether the answer is a message of a chat.
-    prompts: texts, or ids.
+    max_length: tokens that each output may have.
+    prompts: texts, or ids, as the client gave them.
     prompt_ids: the ids of each as the model reads them.
+    inputs: what an engine takes for each, see `encoded`.
   """
 
   prompt: Any = None
   messages: Any = None
   model: str | None = None
-  n: int = 1
-  best_of: int | None = None
-  max_tokens: int = _MAX_TOKENS
-  max_completion_tokens: int | None = None
-  min_tokens: int = 0
-  temperature: float = 1.0
-  top_p: float = 1.0
-  top_k: int = 0
-  min_p: float = 0.0
-  logit_bias: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  presence_penalty: float = 0.0
-  frequency_penalty: float = 0.0
-  repetition_penalty: float = 1.0
-  no_repeat_ngram_size: int = 0
-  bad_words: list[str] = dataclasses.field(default_factory=list)
-  allowed_token_ids: list[int] | None = None
-  structured_outputs: Mapping[str, Any] = dataclasses.field(
-    default_factory=dict
-  )
-  response_format: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  guided_choice: list[str] | None = None
-  guided_regex: str | None = None
-  guided_json: Mapping[str, Any] | str | None = None
-  json_blanks: str = 'one'
-  seed: int | None = None
-  stop: str | list[str] = dataclasses.field(default_factory=list)
-  stream: bool = False
-  stream_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  logprobs: int | bool | None = None
-  top_logprobs: int = 0
-  echo: bool = False
-  ignore_eos: bool = False
-  use_beam_search: bool = False
-  speculative: bool = True
-  return_rounds: bool = False
-  return_token_ids: bool = False
   source_lang: str | None = None
   target_lang: str | None = None
-  split: str | None = None
+  split: Literal['sentences'] | None = None
   split_lang: str | None = None
-  split_prefix: str = ''
+  split_prefix: str | None = None
+
+  n: Positive = 1
+  best_of: int | None = None
+  max_tokens: Count | None = None
+  max_completion_tokens: Positive | None = None
+  min_tokens: Count = 0
+  stop: str | list[str] | None = None
+  ignore_eos: bool = False
+
+  temperature: Annotated[float, Bound(0, 100)] = 1.0
+  top_p: float = 1.0
+  top_k: Annotated[int, Bound(-1, (1 << 31) - 1)] = 0
+  min_p: float = 0.0
+  seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)] | None = None
+  use_beam_search: bool = False
+  speculative: bool = True
+
+  logit_bias: Mapping[str, float] | None = None
+  presence_penalty: float | None = None
+  frequency_penalty: float | None = None
+  repetition_penalty: float | None = None
+  no_repeat_ngram_size: int | None = None
+  bad_words: list[str] | None = None
+  allowed_token_ids: list[int] | None = None
+  structured_outputs: _Object | None = None
+  response_format: _Object | None = None
+  guided_choice: list[str] | None = None
+  guided_regex: str | None = None
+  guided_json: _Object | str | None = None
+  json_blanks: str | None = None
+
+  stream: bool = False
+  stream_options: _Object | None = None
+  logprobs: _NumTop | bool | None = None
+  top_logprobs: _NumTop = 0
+  echo: bool = False
+  return_rounds: bool = False
+  return_token_ids: bool = False
+
   user: str | None = None
   safety_identifier: str | None = None
   prompt_cache_key: str | None = None
   session_id: str | None = None
 
   is_chat: bool = dataclasses.field(default=False, init=False)
-  prompts: Sequence[Any] = dataclasses.field(default=(), init=False)
-  prompt_ids: list[list[int]] = dataclasses.field(
-    default_factory=list, init=False
-  )
+  max_length: int = dataclasses.field(default=0, init=False)
+  prompts: Sequence[Prompt] = dataclasses.field(default=(), init=False)
+  prompt_ids: Sequence[list[int]] = dataclasses.field(default=(), init=False)
+  inputs: Sequence[Prompt] = dataclasses.field(default=(), init=False)
 
   @property
   def num_top(self) -> int | None:
-    """Likeliest tokens of each place that are wanted.
+    """The number of the likeliest tokens at each place that are wanted.
 
-    None: not even the log-probability of the token that was chosen.
+    With 0 the log-probability of the chosen token is wanted, with None none.
     """
     if self.is_chat:
       return self.top_logprobs if self.logprobs else None
     return self.logprobs
+
+  @property
+  def is_greedy(self) -> bool:
+    """Whether each token is the likeliest of all at its place."""
+    return not (self.temperature or self.min_tokens or self.use_beam_search)
 
   @property
   def is_scored(self) -> bool:
@@ -191,103 +227,91 @@ class CompletionRequest:
     if self.num_top is None:
       return False
     # Of a greedy output the token that was chosen is the likeliest one.
-    greedy = not self.temperature and not self.min_tokens
-    return self.echo or self.num_top > int(greedy and not self.use_beam_search)
+    return self.echo or self.num_top > int(self.is_greedy)
 
   @property
   def include_usage(self) -> bool:
     """Whether a stream ends with the counts of tokens."""
-    return any(self.stream_options.values())
+    return any((self.stream_options or {}).values())
 
-  def rules(self) -> dict[str, Any]:
-    """Rules on tokens, of `Engine.generate`; those that a body asks for.
-
-    Raises:
-      ValueError: one is in no form that is known.
-    """
-    rules: dict[str, Any] = {}
-    default = CompletionRequest()
-    for name in _RULES:
-      if (value := getattr(self, name)) != getattr(default, name):
-        rules[name] = value
-    if self.logit_bias:
-      if not all(map(_ID.fullmatch, self.logit_bias)):
-        raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
-      rules['logit_bias'] = {int(i): b for i, b in self.logit_bias.items()}
-    return rules | self.constraint[1]
+  @property
+  def stop_strings(self) -> list[str]:
+    """The texts that end an output."""
+    return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
   @property
   def constraint(self) -> tuple[str, dict[str, Any]]:
-    """The field that says what an output is, and its option; '' if none does.
+    """The field that constrains whole outputs, and its option; '' without.
 
     Raises:
-      ValueError: two fields say it, or one in no form that is known.
+      ValueError: two fields do, or one has an unknown form.
     """
-    found: list[tuple[str, dict[str, Any]]] = []
-    for word, option in _STRUCTURED.items():
-      if (value := getattr(self, f'guided_{word}')) is not None:
-        found.append((f'guided_{word}', {option: value}))
-    for name, value in self.structured_outputs.items():
-      if name not in {*_STRUCTURED, 'json_object'} and value:
-        expected = f'one of {[*_STRUCTURED, "json_object"]}'
-        raise unexpected('structured_outputs', expected, {name: value})
-      if name == 'json_object' and value:
-        found.append(('structured_outputs', {'json_schema': _ANY_OBJECT}))
-      elif name in _STRUCTURED and value is not None:
-        found.append(('structured_outputs', {_STRUCTURED[name]: value}))
-    form: Any = self.response_format
-    schema = form.get('schema') or _ANY_OBJECT
+    given: dict[str, _Object] = {
+      'guided_choice': {'choice': self.guided_choice},
+      'guided_regex': {'regex': self.guided_regex},
+      'guided_json': {'json': self.guided_json},
+      'structured_outputs': self.structured_outputs or {},
+      'response_format': {'json': self._schema()},
+    }
+    options = []
+    for field, words in given.items():
+      for word, value in words.items():
+        if word == 'json_object':
+          word, value = 'json', _ANY_OBJECT if value else None
+        if word in _STRUCTURED and value is not None:
+          options.append((field, {_STRUCTURED[word]: value}))
+        elif value:
+          expected = f'one of {[*_STRUCTURED, "json_object"]}'
+          raise unexpected(field, expected, {word: value})
+    if len(options) > 1:
+      expected = f'nothing beside {options[0][0]}'
+      raise unexpected(options[1][0], expected, options[1][1])
+    return options[0] if options else ('', {})
+
+  def _schema(self) -> Any:
+    """Returns the JSON schema of `response_format`; None if it has none."""
+    form: Any = self.response_format or {}
     match form.get('type', 'text'):
       case 'text':
-        pass
+        return None
       case 'json_object':
-        found.append(('response_format', {'json_schema': schema}))
+        return form.get('schema') or _ANY_OBJECT
       case 'json_schema' if 'schema' in (form.get('json_schema') or ()):
-        schema = form['json_schema']['schema']
-        found.append(('response_format', {'json_schema': schema}))
-      case _:
-        expected = 'text, json_object, or json_schema with a schema'
-        raise unexpected('response_format', expected, form)
-    if len(found) > 1:
-      expected = f'nothing beside {found[0][0]}'
-      raise unexpected(found[1][0], expected, found[1][1])
-    return found[0] if found else ('', {})
+        return form['json_schema']['schema']
+    expected = 'text, json_object, or json_schema with a schema'
+    raise unexpected('response_format', expected, form)
 
-  def of_each(self) -> list[tuple[int, dict[str, Any]]]:
-    """Index of the prompt and `Engine.generate`'s options of each row.
+  def options(self) -> dict[str, Any]:
+    """Returns the options of `Engine.generate` for all prompts.
 
-    A row is an output, or a beam search with n of them. The random numbers are
-    those of `Engine.generate` for the same prompts, seed and `num_samples`.
+    Without a seed each call draws one.
+
+    Raises:
+      ValueError: a field has an unknown form.
     """
-    options: dict[str, Any] = {
-      'source_lang': self.source_lang,
-      'target_lang': self.target_lang,
-      'split': self.split,
-      'split_lang': self.split_lang,
-      'split_prefix': self.split_prefix,
-      'max_length': max(1, self.max_tokens),
-      **self.rules(),
+    named = {name: getattr(self, name) for name in _OPTIONS}
+    options = {
+      name: value for name, value in named.items() if value is not None
     }
-    indices = range(len(self.prompts))
+    if self.logit_bias:
+      if not all(map(_ID.fullmatch, self.logit_bias)):
+        raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
+      options['logit_bias'] = {int(i): b for i, b in self.logit_bias.items()}
+    options |= self.constraint[1]
+    options |= {'max_length': max(1, self.max_length), 'num_samples': self.n}
     if self.use_beam_search:
-      options |= {'num_beams': self.n, 'num_samples': self.n}
-      return [(index, options) for index in indices]
-    options |= {
+      return options | {'num_beams': self.n}
+    return options | {
       'temperature': float(self.temperature),
       'top_k': max(0, self.top_k),
       'top_p': float(self.top_p),
       'min_p': float(self.min_p),
       'min_length': self.min_tokens,
-      'stop_strings': self.stop,
+      'stop_strings': self.stop_strings,
       'stop_ids': () if self.ignore_eos else None,
       'seed': secrets.randbits(32) if self.seed is None else self.seed,
       'log_probs': self.num_top is not None,
     }
-    return [
-      (index, {**options, 'example_ids': [example_id(index, sample)]})
-      for index in indices
-      for sample in range(self.n)
-    ]
 
 
 _TYPES: dict[str, Any] = {
@@ -295,18 +319,18 @@ _TYPES: dict[str, Any] = {
   for field in dataclasses.fields(CompletionRequest)
   if field.init
 }
-_KNOWN = {*_TYPES, *_EMPTY, *_NEUTRAL}
+_KNOWN = {*_TYPES, *_NEUTRAL}
 
 
 @contextlib.contextmanager
 def naming_the_field(
   otherwise: str = 'prompt', constraint: str = ''
 ) -> Iterator[None]:
-  """Inside, a ValueError becomes an ApiError; it begins with the field.
+  """Turns a ValueError, which begins with a field, into an ApiError.
 
   Args:
-    otherwise: the field, where it begins with none.
-    constraint: the field that says what an output is.
+    otherwise: the field of an error that begins with none.
+    constraint: the field that constrains whole outputs.
   """
   try:
     yield
@@ -320,10 +344,10 @@ def naming_the_field(
 
 
 def _parse_json(data: bytes) -> dict[str, Any]:
-  """The object that a body holds, without its fields that are null.
+  """Returns the object of a body, without its fields that are null.
 
   Raises:
-    ApiError: it holds none.
+    ApiError: the body is no object.
   """
 
   def refuse(name: str) -> None:
@@ -342,10 +366,10 @@ def _parse_json(data: bytes) -> dict[str, Any]:
   return {name: value for name, value in body.items() if value is not None}
 
 
-def check_model(asked_for: str, name: str) -> None:
+def check_model(name: str, served: str) -> None:
   """Raises ApiError unless a request names the model that is served."""
-  if asked_for != name:
-    message = f'There is no model {shortened(asked_for)} here, only {name!r}.'
+  if name != served:
+    message = f'There is no model {shortened(name)} here, only {served!r}.'
     raise ApiError(message, 'model', 404, 'model_not_found')
 
 
@@ -366,23 +390,19 @@ def parse(
     request = CompletionRequest(**_checked(body))
     request.is_chat = template is not None
     check_model(request.model or model, model)
-    longest = engine.config.max_decode_len
-    if 'max_tokens' not in body:
-      given = longest if template or request.split else _MAX_TOKENS
-      request.max_tokens = min(given, longest)
-    if request.max_completion_tokens is not None:
-      request.max_tokens = request.max_completion_tokens
-    if isinstance(request.stop, str):
-      request.stop = [request.stop]
+    longest = request.max_completion_tokens or request.max_tokens
+    if longest is None:
+      most = engine.config.max_decode_len
+      longest = most if template or request.split else min(_MAX_TOKENS, most)
+    request.max_length = longest
     if template is not None:
       request.prompts = [_chat_ids(template, request.messages)]
     else:
       request.prompts = _prompts(request.prompt)
     _check(body, request, engine, settings)
-    request.prompt_ids = [
-      engine.codec.input_ids(prompt, request.source_lang)
-      for prompt in request.prompts
-    ]
+    pairs = [encoded(engine, x, request.source_lang) for x in request.prompts]
+    request.prompt_ids = [ids for ids, _ in pairs]
+    request.inputs = [taken for _, taken in pairs]
   most = engine.config.max_input_len
   for index, ids in enumerate(request.prompt_ids):
     if len(ids) > most and not request.split:
@@ -395,10 +415,31 @@ def parse(
   return request
 
 
+def encoded(
+  engine: Engine, prompt: Prompt, source_lang: str | None = None
+) -> tuple[list[int], Prompt]:
+  """Returns a prompt's ids, and what an engine reads as the prompt itself.
+
+  That is these ids, so that a text is not encoded again; or the prompt, if
+  there is nothing in it.
+
+  Raises:
+    ValueError: as for `Engine.input_ids`.
+  """
+  ids = engine.codec.input_ids(prompt, source_lang)
+  first, last = engine.codec.ids_around(prompt)
+  num_around = len(first) + len(last) + bool(engine.codec.languages().known)
+  if len(ids) <= num_around:
+    return ids, prompt
+  # An engine looks for the end of a text in ids, and finds it here. If texts
+  # have no end, it would take one that stands in this text for it.
+  return ids, ids if last else RenderedIds(ids)
+
+
 def parse_labels(
   data: bytes, model: str, settings: ServeSettings
-) -> tuple[Sequence[Any], Sequence[Any]]:
-  """The texts and the labels of a body that asks to classify.
+) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+  """Reads the texts and the labels of a body that asks to classify.
 
   Raises:
     ApiError: a field is wrong or unknown.
@@ -418,11 +459,11 @@ def parse_labels(
 
 
 def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
-  """The values of a body's fields.
+  """Returns the values of a body's fields.
 
   Raises:
     ApiError: a field is unknown.
-    ValueError: a value is of another type, or asks for what is not supported.
+    ValueError: a value has another type, or asks for what is not supported.
   """
   values = {}
   for name, value in body.items():
@@ -435,7 +476,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
       near = nearest(name[:64], _KNOWN, or_all=False)
       message = f'There is no field {shortened(name)}.{near} Leave it out.'
       raise ApiError(message, name[:64])
-    elif value not in _NEUTRAL.get(name, ()) and (name in _NEUTRAL or value):
+    elif value not in _NEUTRAL[name]:
       raise unexpected(name, 'nothing: it is not supported', value)
   return values
 
@@ -446,83 +487,69 @@ def _check(
   engine: Engine,
   settings: ServeSettings,
 ) -> None:
-  """Raises ValueError for a field that does not fit, alone or with others."""
-  n, count = request.n, len(request.prompts)
+  """Raises ValueError for a field that does not fit the server or another."""
+  n, count, chat = request.n, len(request.prompts), request.is_chat
   most = min(settings.max_outputs, settings.max_waiting)
-  longest, stops = engine.config.max_decode_len, request.stop
+  length, longest = request.max_length, engine.config.max_decode_len
+  least = 0 if request.echo else 1
+  limit = 'max_completion_tokens' if request.max_completion_tokens else ''
   search, beams = request.use_beam_search, list(settings.beams)
-  scores = request.num_top is not None
-  sampled = request.temperature or request.min_tokens or search or scores
-  kind = bool if request.is_chat else int
-  echoes = not (engine.target.has_encoder or request.is_chat)
   searches = f'n among {beams}, not {n}' if beams else 'false without --beams'
-  ranges = (
-    ('n', 1, most),
-    ('best_of', n, n),  # none is dropped
-    ('max_completion_tokens', 1, longest),
-    ('max_tokens', 0 if request.echo else 1, longest),
-    ('min_tokens', 0, request.max_tokens),
-    ('temperature', 0, 100),
-    ('top_k', -1, (1 << 31) - 1),
-    ('seed', -(1 << 63), (1 << 64) - 1),
-    ('top_logprobs', 0, _MOST_TOP if request.is_chat and scores else 0),
-    ('logprobs', 0, _MOST_TOP),
-  )
-  rules: list[tuple[str, Any, str]] = [
-    *(
-      (name, value is None or low <= value <= high, f'{low} to {high}')
-      for name, low, high in ranges
-      for value in [getattr(request, name)]
-    ),
+  scores, is_top = request.num_top is not None, request.top_logprobs > 0
+  kind = bool if chat else int
+  stops = [*map(len, request.stop_strings)]
+  wants = [name for name, on in (request.stream_options or {}).items() if on]
+  # A sample without a drafter would depend on the traffic.
+  may_be_plain = request.is_greedy and not scores
+  applies = {
+    'in a beam search': search,
+    'with split': request.split,
+    'in a chat': chat,
+  }
+  checks = (
+    ('n', n <= most, f'1 to {most}'),
+    ('best_of', request.best_of in (None, n), f'{n}, as n is'),
     (
-      'add_special_tokens',
-      not (body.get('add_special_tokens') and request.is_chat),
-      'false in a chat, whose template has them',
+      limit or 'max_tokens',
+      least <= length <= longest,
+      f'{least} to {longest}',
     ),
+    ('min_tokens', request.min_tokens <= length, f'0 to {length}'),
     ('prompt', count, 'a text, ids, or a list of either'),
     ('prompt', count * n <= most, f'{most} outputs (prompts * n) at most'),
-    ('prompt', not (request.is_chat and request.prompt), 'none in a chat'),
-    ('messages', request.is_chat or not request.messages, 'none but in a chat'),
-    ('echo', echoes or not request.echo, 'false here'),
+    ('prompt', not (chat and request.prompt), 'none in a chat'),
+    ('messages', chat or not request.messages, 'none but in a chat'),
+    ('echo', not (request.echo and engine.target.has_encoder), 'false here'),
     ('logprobs', type(request.logprobs) in (kind, type(None)), kind.__name__),
+    ('top_logprobs', not is_top or chat and scores, '0 but with logprobs'),
     ('return_rounds', request.stream or not request.return_rounds, 'a stream'),
     ('use_beam_search', not search or n in beams, searches),
-    # A sample without a drafter would depend on the traffic.
-    ('speculative', request.speculative or not sampled, 'true unless greedy'),
+    ('speculative', request.speculative or may_be_plain, 'true unless greedy'),
     (
       'stop',
-      len(stops) <= _MOST_STOPS
-      and all(0 < len(stop) <= _LONGEST_STOP for stop in stops),
+      len(stops) <= _MOST_STOPS and all(0 < x <= _LONGEST_STOP for x in stops),
       f'up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters',
     ),
     (
       'stream_options',
-      all(
-        not value or (name, value, request.stream) == ('include_usage', 1, True)
-        for name, value in request.stream_options.items()
-      ),
+      not wants or request.stream and wants == ['include_usage'],
       '{"include_usage": true}, of a stream',
     ),
     *(
-      (name, body.get(name, only) == only, f'{json.dumps(only)} in a search')
-      for name, only in _OF_A_SEARCH.items()
-      if search
+      (name, body.get(name, only) == only, f'{json.dumps(only)} {where}')
+      for where, fields in _ONLY.items()
+      for name, only in fields.items()
+      if applies[where]
     ),
-    *(
-      (name, body.get(name, only) == only, f'{json.dumps(only)} with split')
-      for name, only in _OF_A_SPLIT.items()
-      if request.split
-    ),
-    ('split', not (request.is_chat and request.split), 'null in a chat'),
-  ]
-  for name, holds, expected in rules:
+  )
+  for name, holds, expected in checks:
     if not holds:
       raise unexpected(name, expected, body.get(name))
-  request.rules()  # they have a form that is known
+  request.options()  # raises if a field has an unknown form
 
 
-def _prompts(value: Any) -> Sequence[Any]:
-  """The prompts of a field that is one of them or several; none if neither."""
+def _prompts(value: Any) -> Sequence[Prompt]:
+  """Returns the prompts of a field with one or several; () with neither."""
   if isinstance(value, str) or value and is_a(value, list[int]):
     return [value]
   are = is_a(value, list[str]) or is_a(value, list[list[int]]) and all(value)
@@ -530,10 +557,10 @@ def _prompts(value: Any) -> Sequence[Any]:
 
 
 def _chat_ids(template: ChatTemplate, messages: Any) -> list[int]:
-  """The ids of a chat, whose parts of a content become one text.
+  """Returns the ids of a chat; the parts of a content become one text.
 
   Raises:
-    ValueError: a message is not one, or the template refuses them.
+    ValueError: a message has an unknown form, or the template refuses it.
   """
   if not isinstance(messages, list) or not messages:
     raise unexpected('messages', 'a list of messages', messages)
@@ -542,7 +569,7 @@ def _chat_ids(template: ChatTemplate, messages: Any) -> list[int]:
     fields = message if isinstance(message, dict) else {}
     fields = {k: v for k, v in fields.items() if v not in (None, [])}
     role = fields.get('role')
-    # A model that has only called a tool has content nothing.
+    # The content of a model's message that only calls a tool is empty.
     content = fields.get('content', '' if role == 'assistant' else None)
     if isinstance(content, list) and all(map(_is_text, content)):
       content = ''.join(part['text'] for part in content)

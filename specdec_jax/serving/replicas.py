@@ -1,9 +1,8 @@
 """Several servers of one pair behind one address, kept by Ray Serve.
 
-Each replica is the application of `specdec serve` with a scheduler of its own,
-in a process of its own, on any machine of a Ray cluster. Ray's part is what is
-between them: the address, who gets which request, how many there are, and that
-one that has failed is started anew.
+Each replica is the application of `specdec serve` with its worker, in another
+process, on any machine of a Ray cluster. Ray has the address, gives each
+request to a replica, keeps their number, and replaces one that has failed.
 """
 
 import contextlib
@@ -22,27 +21,26 @@ from specdec_jax.serving.settings import ServeSettings, listening_socket
 from specdec_jax.serving.worker import Worker
 from specdec_jax.types import Amount, Count
 
-NAME = 'specdec'  # of the application and its deployment, as Ray shows them
-_HEALTH_SECONDS = 2.0  # between two questions whether a replica is well
+NAME = 'specdec'  # Ray shows the application and its deployment by this name
+_HEALTH_SECONDS = 2.0  # between two checks of a replica
 _LOOK_SECONDS = 0.1
-_CONNECT_SECONDS = 5.0  # that a cluster may take to answer
-_LAST_SECONDS = 5.0  # that Ray takes to see that a replica has ended
+_CONNECT_SECONDS = 5.0  # in which a cluster must answer
+_LAST_SECONDS = 5.0  # after which Ray has seen that a replica has ended
 
 
 class ReplicasError(OSError):
-  """Ray did not start the replicas, or what is between them."""
+  """Ray did not start, or did not start the replicas."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaSettings(Checked):
-  """How many replicas there are, and what Ray reserves for each.
+  """The number of replicas, and the resources that Ray reserves for each.
 
   Attributes:
-    number: of replicas; 0 is one server without Ray.
+    number: how many replicas there are; 0: one server without Ray.
     cpus: cores of each, which may be a fraction.
     gpus: GPUs of each. JAX sees no others.
-    resources: what else a machine must have for each, by Ray's names, such as
-      {'TPU': 4}.
+    resources: other resources of each, by Ray's names, such as {'TPU': 4}.
 
   Raises:
     ValueError: a value is outside its range.
@@ -62,22 +60,22 @@ def run(
 ) -> None:
   """Serves by replicas until SIGTERM or SIGINT.
 
-  They are in the Ray cluster that there is (`RAY_ADDRESS`, or one that was
-  started on this machine); if there is none, Ray starts one of this machine
-  alone, which ends with this process and listens to this machine alone if the
-  server does.
+  They run in an existing Ray cluster (`RAY_ADDRESS`, or one that was started on
+  this machine). Without one, Ray starts a cluster of this machine alone, which
+  ends with this process, and listens to this machine alone if the server does.
 
   Args:
-    make: makes a scheduler and the model's name, in the process of a replica;
-      Ray must be able to send it there.
-    settings: of the server.
-    replicas: how many there are.
-    keys: of which each request needs one.
+    make: makes a worker and the model's name in the process of a replica; Ray
+      must be able to send it there.
+    settings: the settings of the server.
+    replicas: the number and the resources of the replicas.
+    keys: each request needs one of them.
 
   Raises:
     ValueError: Ray Serve is not installed, or the port is 0.
-    OSError: the port is taken on this machine; a `ReplicasError` where Ray, or
-      a replica, did not start, or the cluster of `RAY_ADDRESS` is not there.
+    OSError: the port is taken on this machine.
+    ReplicasError: Ray or a replica did not start, or there is no cluster at
+      `RAY_ADDRESS`.
   """
   ray = package('A server with replicas', 'ray', 'ray')
   ray_serve = package('A server with replicas', 'ray.serve', 'ray')
@@ -85,23 +83,24 @@ def run(
   if not settings.port:
     raise unexpected('port', 'one that each machine has', settings.port)
   _check_cluster(os.environ.get('RAY_ADDRESS', ''))
-  # Ray would say it in many lines, of a process of its own.
+  # Or Ray would report a port that is taken in many lines of another process.
   listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
   try:
     with contextlib.ExitStack() as ends:
-      # What JAX, the models and the drafter need is in the replicas alone.
+      # This process loads neither JAX nor models.
       is_alone = _connect(ray, settings)
       ends.callback(say, 'stopped')
       ends.callback(ray.shutdown)
       ends.enter_context(_until_a_signal())
       ray_serve.start(http_options=address)
       say('listening', url=url, replicas=replicas.number)
-      made = _deployment(ray_serve, make, settings, replicas, keys, is_alone)
-      app = made.bind()
+      deployment = _deployment(
+        ray_serve, make, settings, replicas, keys, is_alone
+      )
       ends.callback(_end, ray_serve, settings)
-      ray_serve.run(app, name=NAME, route_prefix='/')
+      ray_serve.run(deployment.bind(), name=NAME, route_prefix='/')
       say('ready', url=url, seconds=round(time.perf_counter() - begin, 3))
       threading.Event().wait()
   except (ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
@@ -110,12 +109,12 @@ def run(
 
 
 def _check_cluster(address: str) -> None:
-  """Raises ReplicasError if nothing listens where a cluster should be.
+  """Raises ReplicasError if no cluster listens at an address.
 
-  Ray would look for it for minutes.
+  Ray would try it for minutes.
   """
   host, _, port = address.rpartition('://')[2].rpartition(':')
-  if not (host and port.isdigit()):  # none, or words of Ray's
+  if not (host and port.isdigit()):  # '', or a word that Ray knows
     return
   try:
     socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
@@ -127,15 +126,14 @@ def _check_cluster(address: str) -> None:
 
 
 def _connect(ray: Any, settings: ServeSettings) -> bool:
-  """Connects to the cluster that there is, or starts one.
+  """Connects to an existing cluster, or starts one.
 
   Returns:
-    Whether it is one of this machine, to which alone it listens.
+    Whether the cluster listens to this machine alone.
 
   Raises:
-    ConnectionError: `RAY_ADDRESS` names one that is not there.
+    ConnectionError: there is no cluster at `RAY_ADDRESS`.
   """
-  how = {'include_dashboard': False, 'configure_logging': False}
   try:
     ray.init(address='auto', configure_logging=False)
     return False
@@ -143,16 +141,16 @@ def _connect(ray: Any, settings: ServeSettings) -> bool:
     if os.environ.get('RAY_ADDRESS'):
       raise
   if settings.is_local:
-    # What Ray does on other systems than Linux: its address is 127.0.0.1.
-    # Otherwise its ports are open to all networks, whatever address it is told.
+    # With these Ray's address is 127.0.0.1, as it is on other systems than
+    # Linux. Otherwise its ports are open to all networks, with any address.
     os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-  ray.init(address='local', **how)
+  ray.init(address='local', include_dashboard=False, configure_logging=False)
   return settings.is_local
 
 
 def _listen_to_this_machine() -> None:
-  """Binds the port by which replicas would call each other; Ray's is open."""
+  """Binds the port by which replicas may call each other to this machine."""
   from ray.serve._private import replica
 
   add_port = replica.add_port_to_grpc_server
@@ -162,9 +160,9 @@ def _listen_to_this_machine() -> None:
 
 
 def _end(ray_serve: Any, settings: ServeSettings) -> None:
-  """Each replica finishes what it was given, within a limit.
+  """Lets each replica finish its requests, within a limit.
 
-  Where a cluster has other applications of Ray Serve, these go on.
+  Other applications of Ray Serve in the cluster go on.
   """
   ray_serve.delete(NAME, _blocking=False)
   until = time.monotonic() + settings.end_seconds + _LAST_SECONDS
@@ -175,7 +173,7 @@ def _end(ray_serve: Any, settings: ServeSettings) -> None:
 
 
 def _is_kept(ray_serve: Any) -> bool:
-  """Whether Ray Serve is to keep the application running."""
+  """Whether Ray Serve keeps the application running."""
   application = ray_serve.status().applications.get(NAME)
   return application is not None and application.status != 'DELETING'
 
@@ -188,14 +186,14 @@ def _deployment(
   keys: Sequence[str],
   is_alone: bool,
 ) -> Any:
-  """What Ray keeps running; it is sent to the machines as it is."""
-  made: list[Any] = []  # in a replica: the application, for Ray's builder
+  """Makes the deployment that Ray sends to the machines and keeps running."""
+  applications: list[Any] = []  # one in the process of a replica
 
   class Replica:
-    """One server: its scheduler, and the application that Ray calls."""
+    """One server: its worker, and the application that Ray calls."""
 
     def __init__(self):
-      """Returns when everything is compiled: then Ray sends it requests."""
+      """Returns when everything is compiled; then Ray sends requests."""
       self._ends = contextlib.ExitStack()
       self._ends.enter_context(logging_to_stderr())
       if is_alone:
@@ -204,7 +202,7 @@ def _deployment(
 
       self._worker, name = make()
       application = Application(self._worker, name, keys)
-      made.append(application)
+      applications.append(application)
       self._ends.callback(application.metrics.close)
       self._worker.start()
       self._ends.callback(self._worker.join)
@@ -215,14 +213,14 @@ def _deployment(
         time.sleep(_LOOK_SECONDS)
 
     def check_health(self):
-      """Ray asks it; a replica that raises is replaced by another."""
+      """Raises if the worker has failed; then Ray replaces the replica."""
       if self._worker.failure is not None:
         raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
 
     def _watch(self):
-      """Ends what is left of its requests when the time to finish is over.
+      """Ends the requests that are left when the time to finish is over.
 
-      Ray tells a replica that it is to end only when it has none any more.
+      Ray does not tell a replica to end while it has requests.
       """
       while _is_kept(ray_serve):
         time.sleep(_HEALTH_SECONDS / 2)
@@ -231,14 +229,14 @@ def _deployment(
       self._worker.stop()
 
     def __del__(self):
-      """Ray calls it when what was taken is done, or its time is over."""
+      """Ends the server; Ray calls it after the last request."""
       self._ends.close()
 
   return ray_serve.deployment(
-    ray_serve.ingress(lambda: made[0])(Replica),
+    ray_serve.ingress(lambda: applications[0])(Replica),
     name=NAME,
     num_replicas=replicas.number,
-    # It says itself that its queue is full.
+    # The worker itself refuses requests when its queue is full.
     max_ongoing_requests=settings.max_connections,
     graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
     graceful_shutdown_timeout_s=settings.end_seconds,
@@ -253,7 +251,7 @@ def _deployment(
 
 @contextlib.contextmanager
 def _until_a_signal() -> Iterator[None]:
-  """The first SIGTERM or SIGINT ends what is inside; others change nothing."""
+  """Ends the block at the first SIGTERM or SIGINT, and ignores the others."""
   kinds = (signal.SIGTERM, signal.SIGINT)
 
   def end(*_: Any) -> None:

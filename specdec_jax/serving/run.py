@@ -1,4 +1,4 @@
-"""Runs a server: uvicorn around the application, its log, its end."""
+"""Runs a server: loads the models, and serves until a signal."""
 
 import asyncio
 import contextlib
@@ -26,16 +26,16 @@ _MOST_KEYS = 1 << 20  # bytes of a file of keys
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig(Checked):
-  """What `specdec serve` is configured by.
+  """The configuration of `specdec serve`.
 
   Attributes:
-    engine: makes the engine, of a drafter if it is given one.
-    settings: of the server.
-    drafter: makes the drafter; None where the engine has its own.
-    draft_path: of the drafter's checkpoint; None is no drafter.
-    calibration: a file of `specdec calibrate`, which says how long drafts of
-      greedy outputs are and which outputs are too short for any; None is
-      the engine's gamma.
+    engine: makes the engine; with the argument `drafter`, for that drafter.
+    settings: the settings of the server.
+    drafter: makes the drafter; None: `engine` makes one, or there is none.
+    draft_path: the path of the drafter's checkpoint; None: no drafter.
+    calibration: a file of `specdec calibrate`, which has the lengths of greedy
+      drafts, and the length of outputs from which on a drafter pays; None: the
+      engine's gamma holds.
     replicas: how many servers there are, if there are several.
 
   Raises:
@@ -55,14 +55,13 @@ def serve(
 ) -> None:
   """Serves until SIGTERM or SIGINT.
 
-  It listens at once, is ready when the programs for one row are compiled, and
-  compiles the rest behind. A signal makes it refuse what is new and finish what
-  it has taken, see `drain_seconds`.
+  The server listens at once, is ready when the programs for one row are
+  compiled, and then compiles the others. After a signal it refuses new requests
+  and finishes those that it has taken, see `drain_seconds`.
 
   Args:
-    config: what is served, and how.
-    remake: makes `config` in another process, where there are replicas; it is
-      sent there.
+    config: the configuration.
+    remake: makes `config` in the process of a replica, to which it is sent.
 
   Raises:
     ValueError: a value is out of range, packages of the extras [serve] or [ray]
@@ -88,10 +87,10 @@ def serve(
 
 
 def worker_of(config: ServeConfig) -> tuple[Worker, str]:
-  """Loads the models; returns a scheduler of them, and the model's name.
+  """Loads the models; returns a worker that decodes, and the model's name.
 
   Raises:
-    ValueError: as `Engine` and `Worker`.
+    ValueError: as for `Engine` and `Worker`.
   """
   measured = _calibration_of(config)
   options = {}
@@ -114,7 +113,7 @@ def _calibration_of(config: ServeConfig) -> Calibration | None:
 
 
 def api_keys(path: str | None) -> list[str]:
-  """The keys of a file or, without one, of the environment; [] is none.
+  """Returns the keys of a file or, without one, of the environment.
 
   Raises:
     ValueError: there is no such file, or no key in it; or the environment's
@@ -129,7 +128,7 @@ def api_keys(path: str | None) -> list[str]:
       raise ValueError(message) from error
   keys = [line.strip() for line in text.splitlines() if line.strip()]
   if not keys and (path is not None or text):
-    # Somebody thinks that the server is locked.
+    # The user believes that the server needs a key.
     raise unexpected(
       path or _KEYS, 'one key or more', text, 'Give or unset it.'
     )
@@ -138,7 +137,7 @@ def api_keys(path: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def _sigterm_once() -> Iterator[None]:
-  """Inside, SIGTERM ends uvicorn alone, which raises it again when it ended."""
+  """Ignores SIGTERM, which uvicorn raises again after it has stopped."""
   before = signal.signal(signal.SIGTERM, lambda *_: None)
   try:
     yield

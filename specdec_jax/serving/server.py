@@ -1,8 +1,8 @@
-"""A worker behind HTTP: uvicorn, its connections, and how a server ends.
+"""The server: uvicorn, its connections, and how they end.
 
 uvicorn bounds how long a connection is idle between two requests. `Connection`
-bounds the header of a request, a client that does not read its answer, and how
-many connections may do nothing while others want one.
+bounds the header of a request, how long a client does not read its answer, and
+how many connections may do nothing while others want one.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import math
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,32 +24,37 @@ from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings, listening_socket
 from specdec_jax.serving.worker import Worker
 
-_OTHER_FILES = 64  # that a server has open beside its connections
+_OTHER_FILES = 64  # open files that are no connections
 _MOST_PIPELINED = 64  # requests that a client may send before it has an answer
 _PROBE_SECONDS = 1.0
 # Clients overlook both: an interim answer, and a comment in a stream.
 _INTERIM, _COMMENT = b'HTTP/1.1 100 Continue\r\n\r\n', b'3\r\n:\n\n\r\n'
 _TOO_LATE = 408, 'Request Timeout'
 _TOO_LARGE = 431, 'Request Header Fields Too Large'
+_Timer = asyncio.TimerHandle | None
 
 
 class Server(uvicorn.Server):
-  """A worker behind HTTP; `should_exit` ends it as a signal does.
+  """Serves by a worker; `should_exit` ends it as a signal does.
 
   Attributes:
-    application: what answers.
-    port: at which it listens.
+    application: answers the requests.
+    port: the port at which the server listens.
   """
 
   def __init__(self, worker: Worker, name: str, keys: Sequence[str] = ()):
-    """Raises OSError if the port is taken."""
+    """Listens; the arguments are those of `Application`.
+
+    Raises:
+      OSError: the port is taken.
+    """
     self.application = Application(worker, name, keys)
     self._worker, self._settings = worker, worker.settings
     most = _connections(self._settings.max_connections)
     settings = dataclasses.replace(self._settings, max_connections=most)
     self._socket = listening_socket(settings)
     self.port: int = self._socket.getsockname()[1]
-    options: dict[str, Any] = {  # uvicorn's types know less than it takes
+    options: dict[str, Any] = {  # uvicorn takes more than its types say
       'http': functools.partial(Connection, settings, {}),
       'timeout_keep_alive': settings.idle_seconds,
       'timeout_graceful_shutdown': math.ceil(settings.end_seconds),
@@ -65,7 +71,7 @@ class Server(uvicorn.Server):
       )
     )
 
-  async def serve(self, sockets: Any = None) -> None:
+  async def serve(self, sockets: list[socket.socket] | None = None) -> None:
     """Serves until a signal, or `should_exit`.
 
     Raises:
@@ -92,15 +98,15 @@ class Server(uvicorn.Server):
     while self._worker.failure is None:
       if self._worker.is_compiled and not is_frozen:
         is_frozen = True
-        # What is there by now stays: half a million objects, which would be
-        # gone through again and again while requests wait.
+        # Half a million objects stay from here on. The garbage collector would
+        # go through them again and again while requests wait.
         gc.collect()
         gc.freeze()
       await asyncio.sleep(0.1)
     self.should_exit = True
 
-  async def shutdown(self, sockets: Any = None) -> None:
-    """Finishes what was taken, within a limit."""
+  async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    """Finishes the requests that were taken, within a limit."""
     self._worker.refuse('The server is stopping. Try again later.')
     say('stopping', rows=self._worker.num_rows)
     loop = asyncio.get_running_loop()
@@ -109,10 +115,13 @@ class Server(uvicorn.Server):
 
 
 def _connections(most: int) -> int:
-  """How many connections there may be: each is an open file of the process."""
+  """Returns how many connections there may be, `most` at most.
+
+  Each is an open file of the process, whose limit is raised if it can be.
+  """
   try:
     import resource
-  except ImportError:  # not on each system
+  except ImportError:  # not a Unix
     return most
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = most + _OTHER_FILES
@@ -124,14 +133,18 @@ def _connections(most: int) -> int:
 class Connection(HttpToolsProtocol):
   """One connection of a server.
 
-  It is `waiting` while its client has to act: to send the rest of a request, or
-  to read an answer.
+  It waits while its client has to act: to send the rest of a request, or to
+  read an answer. asyncio calls the first methods, uvicorn's parser the others.
   """
 
   def __init__(
-    self, settings: ServeSettings, waiting: dict[Any, None], **options: Any
+    self,
+    settings: ServeSettings,
+    waiting: 'dict[Connection, None]',
+    **options: Any,
   ):
-    """
+    """Makes a connection without a transport.
+
     Args:
       settings: the bounds.
       waiting: the connections that wait for their clients, the longest first.
@@ -140,15 +153,12 @@ class Connection(HttpToolsProtocol):
     super().__init__(**options)
     self._settings, self._all_waiting = settings, waiting
     self._num_unparsed = 0  # bytes since a header, or a part of a body, ended
-    self._is_large = False
-    # What is done unless a header comes, unless the client reads.
-    self._header_timer: Any = None
-    self._write_timer: Any = None
+    # One ends a connection unless a header comes, one unless its client reads.
+    self._header_timer: _Timer = None
+    self._write_timer: _Timer = None
 
-  # What asyncio calls.
-
-  def connection_made(self, transport: Any) -> None:
-    """Closes the one that has waited longest, if there are too many."""
+  def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    """Closes the connection that has waited longest, if there are too many."""
     super().connection_made(transport)
     self._await_header()
     longest = next(iter(self._all_waiting), None)
@@ -159,7 +169,7 @@ class Connection(HttpToolsProtocol):
     self._note()
 
   def connection_lost(self, exc: Exception | None) -> None:
-    """Forgets it."""
+    """Forgets the connection."""
     super().connection_lost(exc)
     self._header_timer = _cancelled(self._header_timer)
     self._write_timer = _cancelled(self._write_timer)
@@ -184,7 +194,7 @@ class Connection(HttpToolsProtocol):
     return True
 
   def pause_writing(self) -> None:
-    """The client does not read."""
+    """Begins to wait for a client that does not read."""
     super().pause_writing()
     self._write_timer = self.loop.call_later(
       self._settings.idle_seconds, self.transport.abort
@@ -192,12 +202,10 @@ class Connection(HttpToolsProtocol):
     self._note()
 
   def resume_writing(self) -> None:
-    """It reads again."""
+    """Goes on, since the client reads again."""
     super().resume_writing()
     self._write_timer = _cancelled(self._write_timer)
     self._note()
-
-  # What the parser and uvicorn call.
 
   def on_headers_complete(self) -> None:
     """Begins to answer, unless the header is too large."""
@@ -205,8 +213,9 @@ class Connection(HttpToolsProtocol):
     self._num_unparsed = 0
     sizes = (len(name) + len(value) + 4 for name, value in self.headers)
     size = len(self.url) + sum(sizes)
-    self._is_large = size > self._settings.max_header
-    if self._is_large or len(self.pipeline) >= _MOST_PIPELINED:
+    if size > self._settings.max_header:
+      self._refuse(*_TOO_LARGE)
+    if self.transport.is_closing() or len(self.pipeline) >= _MOST_PIPELINED:
       raise ValueError('a large header, or too many requests')  # to the parser
     busy = 1 + len(self.connections) - len(self._all_waiting)  # with it
     is_over = busy > self._settings.max_connections
@@ -218,15 +227,13 @@ class Connection(HttpToolsProtocol):
       )
 
   def on_body(self, body: bytes) -> None:
-    """Keeps a part of a body."""
+    """Takes a part of a body."""
     self._num_unparsed = 0
     super().on_body(body)
 
   def send_400_response(self, msg: str) -> None:
-    """Refuses what the parser refused."""
-    if self._is_large:
-      self._refuse(*_TOO_LARGE)
-    else:
+    """Refuses what the parser refused, unless the client knows already."""
+    if not self.transport.is_closing():
       super().send_400_response(msg)
 
   def on_response_complete(self) -> None:
@@ -251,7 +258,7 @@ class Connection(HttpToolsProtocol):
     )
 
   def _end(self) -> None:
-    """No header came in time."""
+    """Closes the connection, since no header came in time."""
     self._header_timer = None
     if self._num_unparsed:
       self._refuse(*_TOO_LATE)
@@ -259,7 +266,7 @@ class Connection(HttpToolsProtocol):
       self.transport.close()
 
   def _refuse(self, status: int, reason: str) -> None:
-    """Answers what is no request yet, and closes."""
+    """Answers the beginning of a request with an error, and closes."""
     if self.transport.is_closing():
       return
     body = json.dumps(ApiError(f'{reason}.').body).encode()
@@ -271,7 +278,7 @@ class Connection(HttpToolsProtocol):
     self.transport.close()
 
   def _probe(self) -> None:
-    """Writes what means nothing; a client that has left resets it."""
+    """Writes what has no meaning; a client that has left then resets it."""
     if self._is_idle or self.transport.is_closing():
       return
     if not self.pipeline:  # else an answer to another request is under way
@@ -282,7 +289,7 @@ class Connection(HttpToolsProtocol):
     self.loop.call_later(_PROBE_SECONDS, self._probe)
 
 
-def _cancelled(timer: Any) -> Any:
+def _cancelled(timer: _Timer) -> _Timer:
   if timer is not None:
     timer.cancel()
   return None
@@ -293,7 +300,7 @@ def _is_old(cycle: Any) -> bool:
 
 
 async def _send_without_chunks(cycle: Any, message: Any) -> None:
-  """A cycle's `send` for HTTP/1.0, which knows no chunks.
+  """Sends as a cycle does, but without chunks, which HTTP/1.0 has not.
 
   An answer without a length ends with its connection.
   """

@@ -1,15 +1,16 @@
-"""What a server is told: its address, sizes and limits."""
+"""The settings of a server: its address, sizes and limits."""
 
 import dataclasses
 import ipaddress
 import socket
 import urllib.parse
-from typing import Annotated, Any
+from typing import Annotated
 
 from specdec_jax.checks.fields import Bound, Checked
 from specdec_jax.types import Above0, Positive
 
-_LAST_SECONDS = 5.0  # in which the ends of what was cut off are sent
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_LAST_SECONDS = 5.0  # for the errors of requests that were cut off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,35 +18,35 @@ class ServeSettings(Checked):
   """How requests are taken and decoded.
 
   Attributes:
-    host: the address to listen at; this machine alone unless told otherwise.
-    port: its port; 0 is any that is free.
+    host: the address to listen at; by default of this machine alone.
+    port: its port; 0: any that is free.
     allowed_hosts: names by which clients call the server, beside addresses,
       localhost and `host`. A request with another Host header is refused: a
       site could let its own name lead here. Without any, all names are
       allowed, unless the server listens to this machine alone.
-    model_name: what requests call the model; None is the target's name.
+    model_name: the name by which requests call the model; None: the target's.
     rows: outputs that are decoded together.
-    speculative: whether the drafter helps; None is yes if there is one.
-    beams: widths of the beam searches that are served, as programs for them are
-      compiled before. One runs at a time, beside the rows.
-    max_waiting: outputs that may wait; more are answered by 429.
+    speculative: whether the drafter helps; None: it does if there is one.
+    beams: widths of the beam searches that are served; their programs are
+      compiled at the start. One search runs at a time, beside the rows.
+    max_waiting: outputs that may wait; more are answered with 429.
     max_outputs: outputs that a request may ask for: prompts times n.
-    max_connections: connections at a time. One more closes the one that has
-      waited longest for its client; if none does, it is answered by 503.
-    max_seconds: after so many a request ends with an error, wherever it is.
+    max_connections: connections at a time. One more closes the connection that
+      has waited longest for its client, or else is answered with 503.
+    max_seconds: seconds after which a request ends with an error.
     max_header: bytes of a request's line and header fields.
-    header_seconds: after so many they must have come.
+    header_seconds: seconds in which they must come.
     max_body: bytes of a request's body.
-    body_seconds: after so many it must have come.
-    idle_seconds: after so many a connection is closed if no other request
+    body_seconds: seconds in which it must come.
+    idle_seconds: seconds after which a connection is closed if no other request
       comes, or if its client does not read an answer. Clients' pools close
       theirs after 5 to 60 seconds; were the server first, a request that is
       just sent would be lost.
-    drain_seconds: when it is told to stop, a server decodes what it has taken
-      for so many; what is left ends with an error.
+    drain_seconds: seconds in which a server that is to stop finishes the
+      requests that it has taken; the others end with an error.
     api_key_file: a file with a key a line; one must come with each request.
-      Without a file they are those of the environment's SPECDEC_API_KEYS, with
-      commas between them; without any, no key is asked for.
+      Without a file the environment's SPECDEC_API_KEYS has them, with commas
+      between them; without any keys, requests need none.
 
   Raises:
     ValueError: a value is outside its range.
@@ -77,9 +78,9 @@ class ServeSettings(Checked):
     return self.host == 'localhost' or bool(address and address.is_loopback)
 
   def answers_to(self, host: str) -> bool:
-    """Whether a request with this Host header, perhaps '', is answered.
+    """Whether a request with this Host header is answered; '' without one.
 
-    An address or localhost always is: no other site can have it as its name.
+    With an address or localhost it always is: no site can have such a name.
     """
     if not host or not (self.is_local or self.allowed_hosts):
       return True
@@ -89,15 +90,14 @@ class ServeSettings(Checked):
 
   @property
   def end_seconds(self) -> float:
-    """Seconds that a server takes at most to end once it is told to."""
+    """The most seconds that a server takes to stop."""
     return self.drain_seconds + _LAST_SECONDS
 
   @property
   def sizes(self) -> tuple[int, ...]:
-    """Rows of the pools: 1, 4, 16, ... and `rows`.
+    """The numbers of rows of the pools: 1, 4, 16, ... and `rows`.
 
-    A pool has as many rows as it needs: a single client must not wait for the
-    computation of rows without a text.
+    A single client must not wait for the computation of rows without a text.
     """
     sizes, size = [self.rows], 1
     while size < self.rows:
@@ -107,15 +107,15 @@ class ServeSettings(Checked):
 
 
 def _name_of(host: str) -> str:
-  """The name or address in a Host header, without its port."""
+  """Returns the name or address in a Host header, without its port."""
   try:
     return urllib.parse.urlsplit(f'//{host}').hostname or ''
   except ValueError:  # '[' alone
     return ''
 
 
-def _address(name: str) -> Any:
-  """The IP address that a text is; None if it is none."""
+def _address(name: str) -> _Address | None:
+  """Returns the IP address that a text has; None if it has another form."""
   try:
     return ipaddress.ip_address(name)
   except ValueError:
@@ -123,7 +123,7 @@ def _address(name: str) -> Any:
 
 
 def listening_socket(settings: ServeSettings) -> socket.socket:
-  """A socket that listens at the server's address.
+  """Returns a socket that listens at the server's address.
 
   Raises:
     OSError: the port is taken.
@@ -131,7 +131,7 @@ def listening_socket(settings: ServeSettings) -> socket.socket:
   family = socket.AF_INET6 if ':' in settings.host else socket.AF_INET
   address = settings.host, settings.port
   listening = socket.create_server(address, family=family)
-  # Connections inherit it. asyncio sets it for sockets of its own only, and
-  # without it the second part of an answer waits for the client's ACK: 40 ms.
+  # Connections inherit the option, which asyncio sets only for sockets that it
+  # makes. Without it the second part of an answer waits 40 ms for an ACK.
   listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   return listening

@@ -21,6 +21,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import Options
 from specdec_jax.engine.request import Row, TextRequest, Update, joined
 from specdec_jax.engine.scheduler import (
   Lane,
@@ -137,7 +138,8 @@ class Worker:
     streams: bool = False,
     plain: bool = False,
     shows_rounds: bool = False,
-    **options: Any,
+    options: Options | None = None,
+    **named: Any,
   ) -> Row:
     """Makes a row of a text and options of `Engine.generate`.
 
@@ -147,12 +149,13 @@ class Worker:
       streams: see `Row`.
       plain: `Row.is_plain`, of greedy rows alone.
       shows_rounds: see `Row`.
-      **options: of `Engine.generate`.
+      options: of the output; or give them by name.
+      **named: as for `Engine.generate`.
 
     Raises:
       ValueError: as `Engine.generate`.
     """
-    request = self._request(text, **options)
+    request = self._request(text, options=options, **named)
     row = request.rows[0] if request.rows else Row(request, 0)
     row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
     row.is_plain = plain

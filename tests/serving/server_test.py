@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import itertools
 import json
 import re
@@ -160,10 +161,11 @@ def test_rules_are_those_of_the_engine(client, engine, url):
 
 
 def test_the_words_of_rules():
+  nothing = protocol.CompletionRequest(seed=1).options()
   for fields, options in RULES:
-    have = protocol.CompletionRequest(**fields).rules()
-    have |= {'min_p': fields['min_p']} if 'min_p' in fields else {}
-    assert have == options
+    shared = nothing | {x: fields[x] for x in ('top_k',) if x in fields}
+    have = protocol.CompletionRequest(seed=1, **fields).options()
+    assert have == shared | options
 
 
 def test_rounds_of_a_stream(client, engine, mixed):
@@ -430,6 +432,25 @@ def test_a_prompt_is_split(client, engine):
     with pytest.raises(openai.BadRequestError) as caught:
       create(client, **{'prompt': 'a.', 'split': 'sentences'} | more)
     assert caught.value.body['param'] == param
+
+
+def test_a_text_is_tokenised_once(client, engine, monkeypatch):
+  """However many outputs are made of it, and if these are scored."""
+  kind, texts = type(engine.tokenizer), []
+  real = kind.encode
+  monkeypatch.setattr(
+    kind, 'encode', lambda self, text: texts.append(text) or real(self, text)
+  )
+  create(client, TEXTS[:2], n=4, max_tokens=2, logprobs=2)
+  assert [text for text in texts if text in TEXTS] == TEXTS[:2]
+  if importlib.util.find_spec('sentencex'):
+    texts.clear()
+    split = {'split': 'sentences', 'max_tokens': 2}
+    create(client, 'a b! A c.', **split)
+    of_one = texts[:]
+    texts.clear()
+    create(client, 'a b! A c.', n=4, **split)
+    assert texts == of_one
 
 
 def test_what_is_no_request(client, url):

@@ -118,9 +118,9 @@ def test_bodies_that_pass_can_be_decoded(engine, name):
     try:
       asked = protocol.parse(data, engine, LIMITS, 'toy')
       with protocol.naming_the_field(constraint=asked.constraint[0]):
-        for index, options in asked.of_each():
-          options = {k: v for k, v in options.items() if k[:5] != 'split'}
-          assert engine.text_request([asked.prompts[index]], **options).rows
+        options = asked.options().items()
+        options = {k: v for k, v in options if k[:5] != 'split'}
+        assert engine.text_request(asked.prompts, **options).rows
     except protocol.ApiError as error:
       assert error.status in (400, 404)
       refused.append(error.body['error']['param'])
@@ -144,7 +144,7 @@ def test_there_are_not_too_many(engine, name):
   with pytest.raises(protocol.ApiError) as caught:
     asked = protocol.parse(json.dumps(body).encode(), engine, LIMITS, 'toy')
     with protocol.naming_the_field():
-      engine.text_request(asked.prompts, **asked.rules())
+      engine.text_request(asked.prompts, **asked.options())
   assert caught.value.body['error']['param'] == name
 
 

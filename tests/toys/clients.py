@@ -61,7 +61,7 @@ def texts_of(answer):
 
 # What clients send that asks for nothing: OpenAI's fields and vLLM's.
 NEUTRAL = {name: values[-1] for name, values in protocol._NEUTRAL.items()}
-NEUTRAL |= dict.fromkeys(protocol._EMPTY, False) | {
+NEUTRAL |= {
   'best_of': 1,
   'max_tokens': 2.0,
   'prompt_cache_key': 'mine',

@@ -1,0 +1,171 @@
+"""OpenAI's `logprobs` of an output, and of the prompt if it is echoed."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from specdec_jax.engine import completion, scoring
+from specdec_jax.engine.completion import Completion, Piece, Text
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.scoring import Ruled
+from specdec_jax.serving.protocol import CompletionRequest
+from specdec_jax.serving.turns import Turns
+from specdec_jax.text.tokenizer import Vocabulary
+
+_LEAST = -9999.0  # OpenAI's logarithm of no probability
+# The log-probability of a token, which the first one of a prompt has not, and
+# the likeliest ids at its place and theirs, the likeliest first.
+_LogProb = tuple[float | None, Sequence[tuple[int, float]]]
+
+
+class Shown:
+  """What an answer shows beside the text of an output."""
+
+  def __init__(self, request: CompletionRequest, engine: Engine, turns: Turns):
+    """Takes a request, its engine, and turns in which the target reads."""
+    self._request, self._engine, self._turns = request, engine, turns
+    self._codec = engine.codec
+
+  def prompt_text(self, prompt: int) -> str:
+    """Returns the text of a prompt; that of its tokens, if they are shown."""
+    given = self._request.prompts[prompt]
+    if isinstance(given, str) and self._request.num_top is None:
+      return given
+    return completion.decode(self._engine.tokenizer, self._echoed(prompt)[1])
+
+  def _echoed(self, prompt: int) -> tuple[list[int], list[int]]:
+    """Returns the ids of a prompt that are not shown, and those that are."""
+    given = self._request.prompts[prompt]
+    bos = [] if self._codec.bos_id is None else [self._codec.bos_id]
+    if isinstance(given, str):
+      return bos, self._request.prompt_ids[prompt][len(bos) :]
+    return ([] if given[:1] == bos else bos), list(given)
+
+  async def log_probs(
+    self, prompt: int, done: Completion, ruled: Sequence[Ruled]
+  ) -> dict[str, Any] | None:
+    """Returns the `logprobs` of an output; None if none are wanted.
+
+    Args:
+      prompt: the index of its prompt.
+      done: the output.
+      ruled: the rules on its tokens; () without an output.
+
+    Raises:
+      ApiError: it waits too long for the target to read it once more.
+    """
+    request, tokenizer = self._request, self._engine.tokenizer
+    if request.num_top is None:
+      return None
+    values: list[_LogProb] = [
+      (value, [(token, value)])
+      for token, value in zip(done.tokens, done.log_probs, strict=False)
+    ]
+    if request.is_scored:
+      values = await self._scored(prompt, done.tokens, ruled)
+    entries, shift = list[dict[str, Any]](), 0
+    if request.echo:
+      _, shown = self._echoed(prompt)
+      pieces = Text(tokenizer).pieces_of(shown)
+      entries = _entries(tokenizer, shown, pieces, values)
+      values = values[len(shown) :]
+      shift = len(self.prompt_text(prompt))
+    pieces = completion.pieces_of(done, tokenizer)
+    entries += _entries(tokenizer, done.tokens, pieces, values, shift)
+    if not entries:
+      return None
+    form = _of_a_chat if request.is_chat else _of_completions
+    return form(entries, request.num_top)
+
+  async def _scored(
+    self, prompt: int, tokens: Sequence[int], ruled: Sequence[Ruled]
+  ) -> list[_LogProb]:
+    """Returns what the target gives to an output, and to an echoed prompt."""
+    request, engine = self._request, self._engine
+    read, targets, hidden = [*request.prompt_ids[prompt]], [*tokens], 0
+    if request.echo:
+      before, shown = self._echoed(prompt)
+      every = [*before, *shown, *tokens]
+      read, targets, hidden = every[:1], every[1:], len(before)
+    if not read:
+      return []
+    languages = self._codec.languages(target_lang=request.target_lang)
+    num_before = len(targets) - len(tokens)
+    score = functools.partial(
+      scoring.score,
+      engine.target,
+      engine.params.target,
+      [read],
+      [targets],
+      languages.before_output(()),
+      num_top=request.num_top or 0,
+      ruled=[rules._replace(before=num_before) for rules in ruled],
+    )
+    [[scored]] = await self._turns.run([score])
+    first: list[_LogProb] = [(None, ())] if request.echo else []
+    tops = scored.top or [()] * len(targets)
+    return [*first, *zip(scored.log_probs, tops, strict=True)][hidden:]
+
+
+def _entries(
+  tokenizer: Vocabulary,
+  ids: Sequence[int],
+  pieces: Sequence[Piece],
+  values: Sequence[_LogProb],
+  shift: int = 0,
+) -> list[dict[str, Any]]:
+  """Returns the tokens of a text that begins `shift` characters into an answer.
+
+  Each has where it begins, and the likeliest ones at its place.
+  """
+  entries, before = [], Text(tokenizer)
+  for token, piece, (log_prob, top) in zip(ids, pieces, values, strict=False):
+    likeliest = [
+      _entry(piece if other == token else before.adds(other), value)
+      for other, value in top
+    ]
+    offset = shift + piece.end - len(piece.text)
+    more = {'top_logprobs': likeliest, 'offset': offset}
+    entries.append(_entry(piece, log_prob) | more)
+    before.extend([token])
+  return entries
+
+
+def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
+  """Returns a token as chats have it; JSON has no infinite numbers."""
+  if log_prob is not None and not math.isfinite(log_prob):
+    log_prob = None
+  return {'token': piece.name, 'logprob': log_prob, 'bytes': piece.bytes}
+
+
+def _of_completions(
+  entries: Sequence[dict[str, Any]], number: int
+) -> dict[str, Any]:
+  """Returns the `logprobs` of completions; the top has the token itself."""
+  top = [
+    # Of tokens with the same name the likeliest counts.
+    {each['token']: each['logprob'] for each in (entry, *likeliest[::-1])}
+    if (likeliest := entry['top_logprobs'])
+    else None
+    for entry in entries
+  ]
+  return {
+    'tokens': [entry['token'] for entry in entries],
+    'token_logprobs': [entry['logprob'] for entry in entries],
+    'top_logprobs': top if number else None,
+    'text_offset': [entry['offset'] for entry in entries],
+  }
+
+
+def _of_a_chat(
+  entries: Sequence[dict[str, Any]], number: int
+) -> dict[str, Any]:
+  """Returns the `logprobs` of chats, whose clients expect a number."""
+  for entry in entries:
+    entry['top_logprobs'] = entry['top_logprobs'][:number]
+    del entry['offset']
+    for each in (entry, *entry['top_logprobs']):
+      if each['logprob'] is None:
+        each['logprob'] = _LEAST
+  return {'content': list(entries), 'refusal': None}
