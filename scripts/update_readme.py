@@ -40,10 +40,10 @@ from specdec_jax.measure import (
   calls,
   compare,
   pair_check,
-  record,
 )
-from specdec_jax.measure.record import Record, where
-from specdec_jax.measure.table import Table
+from specdec_jax.report import record
+from specdec_jax.report.record import Record, where
+from specdec_jax.report.table import Table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = (

@@ -20,7 +20,7 @@ from infer_test import ReversingEngine
 from specdec_jax import files, infer
 from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine import calibration
-from specdec_jax.measure import record
+from specdec_jax.report import record
 from specdec_jax.serving.run import api_keys
 from specdec_jax.text import tasks
 from specdec_jax.text.tasks import read_prompts

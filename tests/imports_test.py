@@ -25,6 +25,7 @@ checkpoints
 drafters
 decoding
 text
+report
 engine
 measure
 training

@@ -15,7 +15,7 @@ from specdec_jax.checkpoints import huggingface
 from specdec_jax.cli import main
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.measure import record
+from specdec_jax.report import record
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,

@@ -26,8 +26,9 @@ from specdec_jax.infer.data import (
   DecodeConfig,
   Example,
 )
-from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, say
+from specdec_jax.report.console import say
+from specdec_jax.report.record import new as new_record
+from specdec_jax.report.table import Column, Table
 
 _MOST_SHOWN = 10  # lines of a kind in the report
 _NUM_EXAMPLES = 5  # lines that the report shows with their outputs

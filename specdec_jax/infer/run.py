@@ -41,8 +41,8 @@ from specdec_jax.infer.data import (
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.record import seconds_since_start
-from specdec_jax.measure.table import bar, say
+from specdec_jax.report.console import bar, say
+from specdec_jax.report.record import seconds_since_start
 from specdec_jax.request import Drafting
 from specdec_jax.rules.options import RuleOptions
 from specdec_jax.text import metrics, tasks

@@ -32,11 +32,12 @@ from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.calls import Pair
-from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
+from specdec_jax.report import record
+from specdec_jax.report.console import bar
+from specdec_jax.report.record import Record
+from specdec_jax.report.table import Column, Table
 from specdec_jax.request import Request
 from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import Amount, FinishReason, Positive, Verdict
@@ -412,20 +413,23 @@ def measure_alpha(
     ValueError: no prompt can be decoded, the models are broken, or a record to
       be shown has other settings.
   """
-  console = started(config, console)
+  console = record.begin(
+    console, config.output_file, input_file=config.input_file
+  )
   if config.reuse and config.output_file:
-    if (record := earlier(config, 'alpha')) is not None:
-      console.print(table(record))
-      return record
+    done = record.earlier(config.output_file, 'alpha', config.settings)
+    if done is not None:
+      console.print(table(done))
+      return done
   settings = len(config.temperatures) * len(config.leniences)
   steps = len(config.engines) * settings * config.num_tokens
   with bar(console, 'Tokens', steps) as advance:
     rows = [
       row for name in config.engines for row in _rows(config, name, advance)
     ]
-  record = new_record('alpha', {'settings': config.settings, 'rows': rows})
-  finish(config, console, record, table(record))
-  return record
+  done = record.new('alpha', {'settings': config.settings, 'rows': rows})
+  record.finish(config.output_file, console, done, table(done))
+  return done
 
 
 def _rows(
@@ -460,9 +464,9 @@ def _rows(
     }
 
 
-def table(record: Mapping[str, Any]) -> Table:
+def table(measured: Mapping[str, Any]) -> Table:
   """Rows as in the paper's Table 3, with errors, which the paper lacks."""
-  return Table.of(
+  return Table.from_records(
     'Acceptance rates (Corollary 3.6)',
     {
       'target': 'target',
@@ -473,7 +477,7 @@ def table(record: Mapping[str, Any]) -> Table:
       Column('proposes', '.3f'): 'proposes',
       Column('tokens', ','): 'num_tokens',
     },
-    record['rows'],
+    measured['rows'],
     (
       'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
       ' lenience 1 outputs are lossy.',

@@ -36,17 +36,10 @@ from specdec_jax.measure.calls import (
   interleave,
   steady_ms,
 )
-from specdec_jax.measure.record import describe
-from specdec_jax.measure.record import load as load_record
-from specdec_jax.measure.table import (
-  Column,
-  Table,
-  bar,
-  finish,
-  say,
-  started,
-)
 from specdec_jax.models import backend
+from specdec_jax.report import record
+from specdec_jax.report.console import bar, say
+from specdec_jax.report.table import Column, Table
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Positive
 
@@ -114,7 +107,9 @@ def calibrate(
     ValueError: the pair does not fit, or no prompt can be decoded.
     CalibrationError: the timings contradict themselves.
   """
-  console = started(config, console)
+  console = record.begin(
+    console, config.output_file, input_file=config.input_file
+  )
   with bar(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(
@@ -143,7 +138,7 @@ def calibrate(
   if made.choices[0].rows == 1 and made.choices[0].gamma:
     with bar(console, 'Running the pair'):
       made = _with_run(made, engine, texts, until)
-  finish(config, console, made.to_json(), *report(made))
+  record.finish(config.output_file, console, made.to_json(), *report(made))
   return made
 
 
@@ -210,9 +205,9 @@ def _with_run(
     expected_speed_up=max(worth, 1.0),
     interval=(low, high) if worth > 1 else (1.0, 1.0),
   )
-  record = {**made.record, 'run': ran | {'predicted': predicted}}
+  content = {**made.record, 'run': ran | {'predicted': predicted}}
   choices = (choice, *made.choices[1:])
-  return dataclasses.replace(made, choices=choices, record=record)
+  return dataclasses.replace(made, choices=choices, record=content)
 
 
 def _run_ms(
@@ -287,13 +282,13 @@ def _concluded(
     times = {name: ms['median'] for name, ms in one['times_ms'].items()}
     alpha, error, rows = rate['alpha'], rate['standard_error'], one['batch']
     choices.append(choose_gamma(alpha, error, call_costs(times), length, rows))
-  record = {'acceptance_rate': dict(rate), 'costs': costs}
+  content = {'acceptance_rate': dict(rate), 'costs': costs}
   return Calibration(
     fingerprints=engine.fingerprints,
     device=calibration.device_name(),
     temperature=temperature,
     choices=tuple(choices),
-    record=record | {'machine': describe()},
+    record=content | {'machine': record.describe()},
   )
 
 
@@ -505,7 +500,7 @@ def for_host(
   pair = dict(engine.fingerprints)
   rows_of_pair = [
     row
-    for row in load_record(shipped.find(acceptance_file), 'alpha')['rows']
+    for row in record.load(shipped.find(acceptance_file), 'alpha')['rows']
     if row.get('fingerprints') == pair and row['lenience'] == 1
   ]
   if not rows_of_pair:

@@ -34,14 +34,15 @@ from specdec_jax.engine.calibration import CalibrationError, contradiction
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
 from specdec_jax.measure import memory
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend, integers
 from specdec_jax.models.base import LanguageModel, param_shapes, start_id
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.report import record
+from specdec_jax.report.console import bar
+from specdec_jax.report.record import Record
+from specdec_jax.report.table import Column, Table
 from specdec_jax.request import Request, example_keys, new_request
 from specdec_jax.types import Amount, Positive
 
@@ -563,7 +564,7 @@ def benchmark(
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
   """
-  console = started(config, console)
+  console = record.begin(console, config.output_file)
   config.check_memory()
   with bar(console, 'Compiling and timing', config.repeats) as advance:
     pair = config.pair()
@@ -594,11 +595,11 @@ def benchmark(
       for gamma, stats in counts.items()
     ],
   }
-  record = new_record('benchmark', values)
+  done = record.new('benchmark', values)
   # Of a forced acceptance there is a suite, whose tables have their own words.
   words = _EXPLAINED if config.forced_acceptance is None else ()
-  finish(config, console, record, table(record), *words)
-  return record
+  record.finish(config.output_file, console, done, table(done), *words)
+  return done
 
 
 def _loop_runs(
@@ -645,9 +646,9 @@ def _of_gamma(
   }
 
 
-def table(record: Mapping[str, Any]) -> Table:
+def table(measured: Mapping[str, Any]) -> Table:
   """A row for each gamma, with notes on what is common to them."""
-  settings, call_cost = record['settings'], record['call_cost']
+  settings, call_cost = measured['settings'], measured['call_cost']
   forced = settings['forced_acceptance']
   note = '' if forced is None else f', acceptance forced to {forced}'
   title = (
@@ -655,16 +656,16 @@ def table(record: Mapping[str, Any]) -> Table:
     f' {settings["input_len"]}, output {settings["decode_len"]} tokens,'
     f' temperature {settings["temperature"]:g}'
   )
-  plain = record['times_ms']['plain_loop']['median']
+  plain = measured['times_ms']['plain_loop']['median']
   costs = (f'v({m}) {v:.2f}' for m, v in call_cost.items() if m != '1')
   notes = [
     f'Plain loop: {plain:.2f} ms per token, at'
-    f" {record['bandwidth_fraction']:.0%} of a matrix-vector product's"
+    f" {measured['bandwidth_fraction']:.0%} of a matrix-vector product's"
     f' bandwidth. Calls: {", ".join(costs)}.',
   ]
-  if wrong := record.get('contradiction'):
+  if wrong := measured.get('contradiction'):
     notes.insert(0, f'No speed-up is predicted: {wrong}.')
-  return Table.of(
+  return Table.from_records(
     title,
     {
       'gamma': 'gamma',
@@ -676,7 +677,7 @@ def table(record: Mapping[str, Any]) -> Table:
       Column('expected speed-up', '.2f'): 'expected_speed_up',
       Column('speed-up', '.2f'): 'speed_up',
     },
-    record['gammas'],
+    measured['gammas'],
     notes,
   )
 

@@ -21,12 +21,13 @@ from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import ADAPTIVE
-from specdec_jax.measure import table
 from specdec_jax.measure.calibrate import for_host, predicted_speed_up
 from specdec_jax.measure.calls import Run, interleave
-from specdec_jax.measure.record import Record, where
-from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import PALETTE, Column, Table
+from specdec_jax.report import record
+from specdec_jax.report.console import bar
+from specdec_jax.report.plot import PALETTE, save_plot
+from specdec_jax.report.record import Record, where
+from specdec_jax.report.table import Column, Table
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Amount, Positive
 
@@ -144,7 +145,9 @@ def compare(
       calibration is of another pair or machine, or a greedy output differs from
       the plain one.
   """
-  console = table.started(config, console)
+  console = record.begin(
+    console, config.output_file, config.plot_file, config.input_file
+  )
   loaded = [calibration.load(path) for path in config.calibrations if path]
   # Engines that are equal are made once.
   makers = [method.engine for method in config.all_methods]
@@ -156,7 +159,7 @@ def compare(
     one.temperature: one for one in loaded
   }
   if config.acceptance and not loaded:
-    with table.bar(console, 'Timing calls on this host'):
+    with bar(console, 'Timing calls on this host'):
       for temperature in config.temperatures:
         known[temperature] = for_host(
           engine, config.acceptance, 1, temperature, console
@@ -167,7 +170,7 @@ def compare(
   settings = list(itertools.product(config.temperatures, config.rows))
   measured = []
   steps = len(settings) * config.repeats
-  with table.bar(console, 'Compiling and timing', steps) as advance:
+  with bar(console, 'Compiling and timing', steps) as advance:
     for temperature, rows in settings:
       chosen = known.get(temperature)
       measured += _rows(config, made, chosen, texts, temperature, rows, advance)
@@ -179,11 +182,11 @@ def compare(
     'chosen': None if greedy is None else greedy.at(1).gamma,
     'rows_measured': measured,
   }
-  record = new_record(KIND, shown.to_json() | content)
-  table.finish(config, console, record, shown)
+  done = record.new(KIND, shown.to_json() | content)
+  record.finish(config.output_file, console, done, shown)
   if config.plot_file:
-    plot(config.plot_file, record)
-  return record
+    plot(config.plot_file, done)
+  return done
 
 
 def _rows(
@@ -326,7 +329,7 @@ def _table(
     ends = row[f'{name}_interval']
     return ends and f'{ends[0]:.2f} to {ends[1]:.2f}'
 
-  shown = Table.of(
+  shown = Table.from_records(
     f'{config.name}: {lines} lines of {config.input_file}, {config.repeats}'
     ' repetitions; intervals over texts',
     {
@@ -352,18 +355,18 @@ def side_by_side(records: Sequence[Record]) -> Table:
     ValueError: a record lacks the gamma that was chosen.
   """
   rows = []
-  for record in records:
-    measured = [row for row in record['rows_measured'] if row['gamma']]
+  for host in records:
+    measured = [row for row in host['rows_measured'] if row['gamma']]
     best = max(measured, key=lambda row: row['speed_up'])
     by_gamma = {row['gamma']: row for row in measured}
-    if (gamma := record['chosen']) not in by_gamma:
+    if (gamma := host['chosen']) not in by_gamma:
       expected = f'the chosen gamma, {gamma}, among those that were measured'
       raise unexpected('gammas', expected, [*by_gamma])
     rows.append(
       by_gamma[gamma]
       | {
-        'machine': where(record),
-        'kernels': record['kernel_layout'],
+        'machine': where(host),
+        'kernels': host['kernel_layout'],
         'best': f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
       }
     )
@@ -376,21 +379,21 @@ def side_by_side(records: Sequence[Record]) -> Table:
     Column('predicted', '.2f'): 'predicted',
     'best gamma': 'best',
   }
-  return Table.of('', columns, rows)
+  return Table.from_records('', columns, rows)
 
 
-def plot(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
   """Draws the speed-up of each method, and crosses where it was predicted.
 
   Args:
     path: path of the PNG; replaced whole or not at all.
-    record: what `compare` returned.
+    comparison: what `compare` returned.
 
   Raises:
     ValueError: matplotlib is not installed.
     OSError: the file cannot be written.
   """
-  rows = record['rows_measured']
+  rows = comparison['rows_measured']
   names = list(dict.fromkeys(row['method'] for row in rows))
   series: dict[str, list[Any]] = {}
   for row in rows:
@@ -424,7 +427,7 @@ def plot(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
     axes.axvline(1, color='#888888', label='plain decoding')
     axes.set_xlabel('times as fast as plain decoding, and its interval')
     axes.legend(loc='upper left', bbox_to_anchor=(1, 1))  # covers no point
-    pair = record.get('pair', 'Demo pair')
-    figure.suptitle(f'{pair} on {where(record)}', fontsize='small')
+    pair = comparison.get('pair', 'Demo pair')
+    figure.suptitle(f'{pair} on {where(comparison)}', fontsize='small')
 
-  table.save_plot(path, draw, (7.2, 1.2 + 0.35 * len(names)))
+  save_plot(path, draw, (7.2, 1.2 + 0.35 * len(names)))

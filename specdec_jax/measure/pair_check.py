@@ -34,12 +34,14 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.calls import make_request
 from specdec_jax.measure.memory import call_bytes, param_shapes
-from specdec_jax.measure.record import VERSION, Record
-from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
+from specdec_jax.report import record
+from specdec_jax.report.console import bar
+from specdec_jax.report.record import VERSION, Record
+from specdec_jax.report.table import Column, Table
 from specdec_jax.types import Positive
 
 KIND = 'pair_check'  # of the record
@@ -216,7 +218,7 @@ def check(
     ValueError: the device's compiler is missing, or a row names a draft or task
       that `config` does not have.
   """
-  console, rows = started(config, console), printed.TABLE2
+  console, rows = record.begin(console, config.output_file), printed.TABLE2
   for row in rows:
     check_choice('drafts', row.draft, config.drafts)
     check_choice('input_lens', row.task, config.input_lens)
@@ -236,11 +238,12 @@ def check(
   settings |= {x: getattr(known, x) for x in ('usable_bytes', 'bytes_per_s')}
   # Without a machine: nothing ran on this one.
   head = {'kind': KIND, 'version': VERSION}
-  record = head | {'settings': settings, 'rows': results}
+  done = head | {'settings': settings, 'rows': results}
   reasons = {row['refused'] for row in results if row['refused']}
   refused = [f'Refused by the compiler: {reason}' for reason in reasons]
-  finish(config, console, record, conditions(record), table(record), *refused)
-  return record
+  shown = [conditions(done), table(done), *refused]
+  record.finish(config.output_file, console, done, *shown)
+  return done
 
 
 def _checked(
@@ -304,10 +307,10 @@ def _peak_bytes(lowered: Any) -> int:
   return max(sum(parts), sizes.peak_memory_in_bytes)
 
 
-def table(record: Mapping[str, Any]) -> Table:
+def table(checked: Mapping[str, Any]) -> Table:
   """A table of a record, with a line for each row of Table 2."""
-  return Table.of(
-    record['settings']['name'],
+  return Table.from_records(
+    checked['settings']['name'],
     {
       'task': 'task',
       'draft': 'draft',
@@ -326,13 +329,13 @@ def table(record: Mapping[str, Any]) -> Table:
       Column('predicted', '.2f'): 'walltime_factor',
       Column('paper', '.1f'): 'speedup',
     },
-    record['rows'],
+    checked['rows'],
   )
 
 
-def conditions(record: Mapping[str, Any]) -> str:
+def conditions(checked: Mapping[str, Any]) -> str:
   """One sentence on the device, the sizes and the versions of a record."""
-  settings = record['settings']
+  settings = checked['settings']
   lengths = '; '.join(
     f'{task}: {length} input and {settings["decode_lens"][task]} output tokens'
     for task, length in settings['input_lens'].items()

@@ -18,9 +18,9 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import Path
 from specdec_jax.engine.loading import load as load_model
 from specdec_jax.engine.trace import Trace
-from specdec_jax.measure import record
-from specdec_jax.measure.table import Table
 from specdec_jax.models.base import LanguageModel
+from specdec_jax.report import record
+from specdec_jax.report.table import Table
 from specdec_jax.text.tokenizer import Tokenizer
 
 __all__ = ['Interactive', 'load']

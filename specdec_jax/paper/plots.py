@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax import analysis
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import PALETTE, save_plot
 from specdec_jax.paper.tables import titled
+from specdec_jax.report.plot import PALETTE, save_plot
+from specdec_jax.report.record import Record
 
 Path = str | os.PathLike[str]
 

@@ -14,20 +14,21 @@ from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import record
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.calls import (
   COSTS_EXPLAINED,
   BenchmarkConfig,
   benchmark,
 )
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, load_matplotlib
-from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
 from specdec_jax.partitioning import place
+from specdec_jax.report import record
+from specdec_jax.report.console import console as terminal
+from specdec_jax.report.plot import load_matplotlib
+from specdec_jax.report.record import Record
+from specdec_jax.report.table import Column, Table
 
 ITEMS = tuple(f'{kind}{i}' for kind in ('table', 'figure') for i in range(1, 6))
 _NEEDS = {
@@ -301,7 +302,9 @@ def suite_records(
       output_file=os.path.join(config.records, f'{name}.json'),
       name=f'{suite.name}, {name}',
     )
-    records[name] = record.earlier(benchmarks[name], 'benchmark')
+    records[name] = record.earlier(
+      benchmarks[name].output_file, 'benchmark', benchmarks[name].settings
+    )
   todo = [name for name, found in records.items() if found is None]
   if config.measure and todo:
     for name in todo:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import analysis, files
-from specdec_jax.measure.table import Cell, Column, Table, plain_markdown
 from specdec_jax.paper import printed
+from specdec_jax.report.table import Cell, Column, Table, plain_markdown
 
 REPORT = 'report.md'
 _NO_CHECKPOINTS = 'their checkpoints were not given, or proposed nothing'

@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import rich.console
 
 from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import same_run
 from specdec_jax.models import backend
+from specdec_jax.report import console as consoles
+from specdec_jax.report import plot
+from specdec_jax.report.table import Table
+from specdec_jax.text.tasks import reading
 
 Record = dict[str, Any]
 # Version of the file format; files without a version are read as 1.
@@ -97,18 +102,19 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
   return record
 
 
-def earlier(config: Any, kind: str) -> Record | None:
-  """Returns the record that an earlier run with these settings left, or None.
+def earlier(
+  path: str | os.PathLike[str], kind: str, settings: Mapping[str, Any]
+) -> Record | None:
+  """Returns the record of an earlier run with the same settings, or None.
 
   Args:
-    config: has an `output_file`, where the record would be, and the `settings`
-      of this run; others of the record are ignored.
-    kind: the kind that it must have.
+    path: the file where the earlier run would have written its record.
+    kind: the kind that the record must have.
+    settings: the settings of this run; others in the record are ignored.
 
   Raises:
     ValueError: the file is not such a record, or has other settings.
   """
-  path = os.fspath(config.output_file)
   if not os.path.exists(path):
     return None
   advice = 'Remove it, or name another output_file.'
@@ -119,7 +125,67 @@ def earlier(config: Any, kind: str) -> Record | None:
   before = record.get('settings')
   if not isinstance(before, dict):
     raise unexpected(f'{path}: settings', 'those of a run', before, advice)
-  before = {name: before.get(name) for name in config.settings}
-  what = f'{path!r} was measured with other settings'
-  same_run.check(before, config.settings, what, advice)
+  before = {name: before.get(name) for name in settings}
+  what = f'{os.fspath(path)!r} was measured with other settings'
+  same_run.check(before, settings, what, advice)
   return record
+
+
+def begin(
+  console: rich.console.Console | None,
+  output_file: str | None,
+  plot_file: str | None = None,
+  input_file: object = None,
+) -> rich.console.Console:
+  """Begins a measurement: checks its outputs, says how its input is read.
+
+  Args:
+    console: shows the measurement; None uses standard output.
+    output_file: file of the record; None writes none.
+    plot_file: file of a picture; None draws none.
+    input_file: the input; if it is a path, a line says how it is read.
+
+  Returns:
+    The console.
+
+  Raises:
+    ValueError: a file cannot be written, or matplotlib is not installed.
+  """
+  for path in filter(None, (output_file, plot_file)):
+    files.check_writable(path)
+  if plot_file:
+    plot.load_matplotlib()
+  console = console or consoles.console()
+  if isinstance(input_file, str) and (sentence := reading(input_file)):
+    consoles.say(console, sentence)
+  return console
+
+
+def finish(
+  output_file: str | None,
+  console: rich.console.Console,
+  record: Mapping[str, Any],
+  *shown: Table | str,
+) -> None:
+  """Ends a measurement: writes its record, then shows it.
+
+  The file is written first, because a reader may close the output early.
+
+  Args:
+    output_file: file of the record; None writes none.
+    console: shows the tables and sentences.
+    record: the record.
+    *shown: tables and sentences.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  try:
+    if output_file:
+      files.write_json(output_file, record)
+  finally:
+    for part in shown:
+      if isinstance(part, str):
+        consoles.say(console, part)
+      else:
+        console.print(part)
