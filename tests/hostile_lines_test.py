@@ -75,7 +75,7 @@ def decoded(engine, path, out, **options):
     options |= {'mixture_or_task_name': path, 'tokenizer': engine.tokenizer}
     options['task_feature_lengths'] = LENGTHS
   summary, records, _ = infer_test.decoded(
-    out, lambda **_: engine, decoding='plain', **options
+    out, lambda **_: engine, mode='plain', **options
   )
   return records, summary
 

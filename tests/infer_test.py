@@ -108,7 +108,7 @@ def decoded(out, make, **options):
   name = PREDICTIONS
   shard = f'-{config.shard_id:05}-of-{config.num_shards:05}'
   if task := summary.get('task'):
-    name = f'{task}-{config.mode}.jsonl{shard}'
+    name = f'{task}-{config.task_mode}.jsonl{shard}'
   elif config.num_shards > 1:
     name += shard
   records = records_of(out / name) if (out / name).exists() else []
@@ -176,7 +176,7 @@ def test_both_ways_take_turns_and_the_last_batch_keeps_its_shape(tmp_path):
   assert [r['prediction'] for r in records] == ['a', 'b', '', 'c']
   # No more rows than there are lines; one way alone has nothing beside it.
   engine, options = ReversingEngine(), {'batch_size': 32, 'overwrite': True}
-  options['decoding'] = 'speculative'
+  options['mode'] = 'speculative'
   summary, records, _ = run(tmp_path, b'a\n\nb\n', engine, **options)
   assert {(way, len(texts)) for way, texts, _ in engine.calls} == {(True, 2)}
   assert summary['batch_size'] == 2
@@ -336,7 +336,7 @@ WRONG = {
   'input_file': '',
   'output_dir': 'gs://bucket/out',
   'overwrite': 'false',
-  'mode': 'predicts',
+  'task_mode': 'predicts',
   'batch_size': 1 << 40,
   'checkpoint_period': 0,
   'shard_id': 2,

@@ -149,7 +149,7 @@ def test_decode_takes_gammas_from_a_calibration(engine, prompts, tmp_path):
       lambda: engine,
       prompts,
       output_dir=str(tmp_path / str(rows)),
-      decoding='speculative',
+      mode='speculative',
       batch_size=rows,
       batching='continuous' if rows > 1 else 'fixed',
       calibration=path,

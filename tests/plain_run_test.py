@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
   reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
-LENGTHS = ['--max-length', '12', '--max-input-length', '32', '--gamma', '3']
+LENGTHS = ['--max-decode-len', '12', '--max-input-length', '32', '--gamma', '3']
 
 
 @pytest.fixture(scope='module')

@@ -112,10 +112,8 @@ def distil() -> None:
 
     specdec distil --target my_t5 --texts inputs.txt --output-dir my_drafter
 
-    specdec distil --gin_file=gin/models/demo.gin \\
-      --gin_file=gin/runs/own_drafter.gin --gin.TARGET=%DEMO_TARGET \\
-      --target demo/target.msgpack --vocab demo/vocab.model \\
-      --texts inputs.txt --output-dir my_drafter --minutes 10
+    specdec distil --target demo --texts inputs.txt --output-dir my_drafter \\
+      --minutes 10
 
   The target decodes the texts, one a line; a part of its decoder, which reads
   its encoder, learns what it said; and the pair is calibrated on texts that
@@ -295,11 +293,8 @@ def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:
 
 _FILE = ('input',)
 _OF_TEXTS = {'--input': {'STDOUT': 'outputs'}}
-# What the shipped pair needs, and others do not.
-_NO_DEMO = dict.fromkeys(
-  ('DRAFT_CHECKPOINT_PATH', 'MODEL_NAME', 'TARGET', 'DRAFT', 'VOCAB_PATH')
-)
-_OTHER_PAIR = {'--target': _NO_DEMO, '--draft': {'DRAFT': None}}
+# Another target takes neither the shipped drafter nor the shipped pair's name.
+_OTHER_PAIR = {'--target': {'DRAFT_CHECKPOINT_PATH': None, 'MODEL_NAME': None}}
 
 # Name -> command, in the order of --help.
 COMMANDS = {

@@ -57,8 +57,8 @@ _NO_COMMAND = Command(lambda: None)  # without flags of its own
 _T = TypeVar('_T')
 # Flags that say what a model is and how long its texts are.
 _MODEL_FLAGS = frozenset(
-  '--target --vocab --dtype --adapter --revision --max-input-length'
-  ' --max-length'.split()
+  '--target --vocab --dtype --adapter --revision --max-input-len'
+  ' --max-decode-len'.split()
 )
 _of_models: list[str] = []  # see `of_models`
 # gin would look as often in a folder as it was told to, and list it so.

@@ -29,8 +29,6 @@ MACRO = 'gin.macro'
 # Field, also CLASS.FIELD -> its flag, where that has another name; '' is none.
 # A field without a class is renamed in every class.
 _RENAMED = {
-  'DecodeConfig.mode': 'task-mode',
-  'DecodeConfig.split': 'task-split',
   'ReplicaSettings.cpus': 'replica-cpus',
   'ReplicaSettings.gpus': 'replica-gpus',
   # A run's languages are its engine's.
@@ -42,10 +40,7 @@ _RENAMED = {
   'open_tokenizer.path': 'vocab',
   'batches': 'batch-sizes',
   'checkpoint_path': 'target',
-  'decoding': 'mode',
   'input_file': 'input',
-  'max_decode_len': 'max-length',
-  'max_input_len': 'max-input-length',
   'mixture_or_task_name': 'input',
   'number': 'replicas',
   'output': 'output-dir',
@@ -56,6 +51,7 @@ _RENAMED = {
 _ALIASES = {
   'draft': 'assistant-model',
   'gamma': 'num-speculative-tokens',
+  'max-input-len': 'max-input-length',
   'max-length': 'max-new-tokens',
   'num-samples': 'num-return-sequences',
   'output-dir': 'output',

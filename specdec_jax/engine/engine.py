@@ -118,7 +118,7 @@ class Engine:
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     gamma: int | str | LengthRule | None = None,
     max_input_len: int = 128,
-    max_decode_len: int = 128,
+    max_decode_len: int = 120,  # and a round more are 128 slots of a cache
     batch_size: int = 32,
     bos_id: int | None = None,
     placement: partitioning.Placement | None = None,

@@ -241,7 +241,7 @@ def check(
   done = head | {'settings': settings, 'rows': results}
   reasons = {row['refused'] for row in results if row['refused']}
   refused = [f'Refused by the compiler: {reason}' for reason in reasons]
-  shown = [conditions(done), table(done), *refused]
+  shown: list[Table | str] = [conditions(done), table(done), *refused]
   record.finish(config.output_file, console, done, *shown)
   return done
 
