@@ -15,7 +15,7 @@ import rich.console
 import rich.progress
 
 _NO_EDGE = 10_000  # characters; wider than any output
-_TOGETHER_S = 0.1  # so near are steps that come together
+_TOGETHER_S = 0.1  # steps within this time come together
 EVERY_S = 20.0  # between two lines of progress
 
 
@@ -25,22 +25,22 @@ def say(console: rich.console.Console, sentence: str) -> None:
 
 
 def console() -> rich.console.Console:
-  """Standard output, as wide as COLUMNS or the terminal says.
+  """Returns standard output, as wide as COLUMNS or the terminal.
 
   Output to a pipe is not folded, unless COLUMNS is set.
   """
-  shown = rich.console.Console()
-  given = os.environ.get('COLUMNS', '').isdigit()
-  if not (shown.is_terminal or shown.is_jupyter or given):
-    shown.width = _NO_EDGE
-  return shown
+  stdout = rich.console.Console()
+  has_width = os.environ.get('COLUMNS', '').isdigit()
+  if not (stdout.is_terminal or stdout.is_jupyter or has_width):
+    stdout.width = _NO_EDGE
+  return stdout
 
 
 @contextlib.contextmanager
 def _lines(describe: Callable[[], str]) -> Iterator[None]:
-  """Says what is going on each `EVERY_S`, while the block runs.
+  """Prints the progress each `EVERY_S`, while the block runs.
 
-  In a thread, because one step may be a compilation of minutes.
+  A thread does so, because a step may be a compilation of minutes.
   """
   begin = time.monotonic()
   ended = threading.Event()
@@ -63,12 +63,12 @@ def _lines(describe: Callable[[], str]) -> Iterator[None]:
 def bar(
   console: rich.console.Console, label: str, total: int = 0, done: float = 0
 ) -> Iterator[Callable[..., None]]:
-  """A bar of `total` steps, or only the label, while the block runs.
+  """Shows a bar of `total` steps, or only the label, while the block runs.
 
-  It says how many steps are done, how many a second, and the time that is left.
-  `done` steps were made before.
+  The bar has the number of steps that are done, steps per second, and the time
+  that is left. `done` steps are done before it begins.
 
-  Yields a function that moves it by a number of steps, one by default.
+  Yields a function that moves the bar by a number of steps, by default 1.
   """
   text, steps, *_ = rich.progress.Progress.get_default_columns()
   progress = rich.progress.Progress(
@@ -98,7 +98,7 @@ def bar(
   def advance(count: float = 1) -> None:
     nonlocal first_time, first_steps
     progress.advance(number, count)
-    # Before the first steps, which may come together, programs are compiled.
+    # Programs are compiled before the first steps, which may come together.
     first_time = first_time or time.monotonic()
     if time.monotonic() - first_time < _TOGETHER_S:
       first_steps = progress.tasks[0].completed
@@ -109,6 +109,5 @@ def bar(
   def describe() -> str:
     return f'{label}: {pace()}' if total else label
 
-  shown = progress if console.is_terminal else _lines(describe)
-  with shown:
+  with progress if console.is_terminal else _lines(describe):
     yield advance

@@ -11,8 +11,7 @@ from typing import Any
 from specdec_jax import files
 from specdec_jax.checks.fields import package
 
-# Those of Okabe and Ito, which can be told apart with every form of colour
-# blindness.
+# Okabe and Ito's colours, which differ with every form of colour blindness.
 PALETTE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 _STYLE = {
   'axes.axisbelow': True,

@@ -1,4 +1,4 @@
-"""Records: JSON files of measurements, with the machine that was measured.
+"""Records: JSON files of measurements, and how a measurement begins and ends.
 
 A record is a dict: `kind` and `version`, its results and settings, `machine`.
 """
@@ -22,12 +22,12 @@ from specdec_jax.report.table import Table
 from specdec_jax.text.tasks import reading
 
 Record = dict[str, Any]
-# Version of the file format; files without a version are read as 1.
+# Version of the file format; a file without a version has version 1.
 VERSION = 1
 
 
 def describe() -> dict[str, Any]:
-  """Returns device, cores, versions and load, to be kept with a measurement."""
+  """Returns device, cores, versions and load of this machine."""
   device = jax.devices()[0]
   is_cpu = device.platform == 'cpu'
   return {
@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
     **({'isa': backend.instruction_set()} if is_cpu else {}),
     'jax': jax.__version__,
     'python': platform.python_version(),
-    # Processes that wanted a core in the last minute, this one included.
+    # The mean number of running processes in the last minute, with this one.
     'load_average': (
       round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
     ),
@@ -49,8 +49,8 @@ def seconds_since_start() -> float | None:
   """Seconds since this process began, imports included; None if unknown."""
   stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
   if not (stat.exists() and uptime.exists()):
-    return None  # not a Linux
-  # Field 22 of the file. Counted from after the process's name, which is in
+    return None  # only Linux has these files
+  # Field 22 of the file is number 19 after the process's name, which is in
   # brackets and may hold blanks.
   fields = stat.read_text().rpartition(')')[2].split()
   began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
@@ -58,10 +58,10 @@ def seconds_since_start() -> float | None:
 
 
 def new(kind: str, values: Mapping[str, Any]) -> Record:
-  """Returns a record of what was measured.
+  """Returns a record of measurements on this machine.
 
   Args:
-    kind: what was measured, such as 'alpha'.
+    kind: kind of the record, such as 'alpha'.
     values: name -> JSON value: results and settings.
   """
   head = {'kind': kind, 'version': VERSION}
@@ -69,7 +69,7 @@ def new(kind: str, values: Mapping[str, Any]) -> Record:
 
 
 def where(record: Mapping[str, Any]) -> str:
-  """Device and versions of a record's machine on one line."""
+  """Returns device and versions of a record's machine as a line."""
   machine = record['machine']
   isa = f'{machine["isa"]}, ' if 'isa' in machine else ''
   cores = f'{machine["cores"]} core{"" if machine["cores"] == 1 else "s"}'
@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
 
   Args:
     path: the file.
-    *kinds: the kinds that are expected; without them any kind is.
+    *kinds: the expected kinds; without them any kind is read.
 
   Raises:
     ValueError: the file is missing or broken, or of another kind or version.
@@ -93,7 +93,7 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
   record = files.read_json(path)
   kind = record.get('kind')
   if kind is None or (kinds and kind not in kinds):
-    expected = f'one of {sorted(kinds)}' if kinds else 'one'
+    expected = f'one of {sorted(kinds)}' if kinds else 'a name'
     raise unexpected(f'{path}: kind', expected, kind)
   if (version := record.get('version', VERSION)) != VERSION:
     raise unexpected(

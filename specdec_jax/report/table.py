@@ -8,7 +8,7 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import rich.console
 import rich.measure
@@ -24,20 +24,20 @@ _NUMBER = re.compile(r'[-+\d.,%]+')
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-  """How the cells of a column are shown.
+  """A column, with the format of its cells.
 
   Attributes:
     header: name of the column.
     form: format of numbers, such as '.2f'; '' shows three digits of a float.
-    align: 'left' or 'right'; '' is right if all cells look like numbers.
+    align: 'right', or '' to align columns of numbers right.
   """
 
   header: str
   form: str = ''
-  align: str = ''
+  align: Literal['right', ''] = ''
 
   def text(self, cell: Cell) -> str:
-    """A cell as it is shown."""
+    """Formats a cell."""
     if cell is None:
       return '-'
     if isinstance(cell, str):
@@ -52,8 +52,8 @@ class Table:
   """Rows under columns.
 
   Attributes:
-    title: title above the table; '' is none.
-    columns: each a `Column`, or only a header.
+    title: title above the table, or ''.
+    columns: a `Column` or a header each.
     rows: rows with a cell for each column.
     notes: sentences below the table.
 
@@ -83,7 +83,7 @@ class Table:
 
   @property
   def texts(self) -> list[list[str]]:
-    """Every row as it is shown."""
+    """The formatted cells of each row."""
     columns = self._columns
     return [
       [column.text(cell) for column, cell in zip(columns, row, strict=True)]
@@ -91,24 +91,27 @@ class Table:
     ]
 
   def without_empty(self) -> 'Table':
-    """The table without columns in which nothing was measured."""
-    kept = [
+    """Returns the table without columns in which nothing was measured."""
+    filled = [
       index
       for index in range(len(self.columns))
       if not self.rows or any(row[index] is not None for row in self.rows)
     ]
-    columns = [self.columns[index] for index in kept]
-    rows = [[row[index] for index in kept] for row in self.rows]
+    columns = [self.columns[index] for index in filled]
+    rows = [[row[index] for index in filled] for row in self.rows]
     return dataclasses.replace(self, columns=columns, rows=rows)
 
-  def _aligned(self, index: int) -> str:
-    numbers = all(_NUMBER.fullmatch(row[index]) for row in self.texts)
-    return self._columns[index].align or ('right' if numbers else 'left')
+  @property
+  def _is_right(self) -> list[bool]:
+    """Whether each column is aligned right."""
+    return [
+      bool(column.align) or all(_NUMBER.fullmatch(row[i]) for row in self.texts)
+      for i, column in enumerate(self._columns)
+    ]
 
   def markdown(self) -> str:
-    """The table without title and notes, as GitHub shows it."""
-    width = range(len(self.columns))
-    rule = ['--:' if self._aligned(i) == 'right' else ':--' for i in width]
+    """Returns the table as Markdown, without title and notes."""
+    rule = ['--:' if right else ':--' for right in self._is_right]
     header, *body = (
       [plain_markdown(cell).replace('|', '\\|') for cell in row]
       for row in (self.header, *self.texts)
@@ -116,9 +119,9 @@ class Table:
     return '\n'.join(f'| {" | ".join(row)} |' for row in (header, rule, *body))
 
   def to_json(self) -> dict[str, Any]:
-    """The table as it is shown, for `from_json`."""
-    shown = {'title': self.title, 'columns': self.header, 'rows': self.texts}
-    return shown | ({'notes': list(self.notes)} if self.notes else {})
+    """Returns the formatted table as JSON values, for `from_json`."""
+    table = {'title': self.title, 'columns': self.header, 'rows': self.texts}
+    return table | ({'notes': list(self.notes)} if self.notes else {})
 
   @classmethod
   def from_records(
@@ -128,54 +131,57 @@ class Table:
     rows: Sequence[Mapping[str, Any]],
     notes: Sequence[str] = (),
   ) -> 'Table':
-    """A table of what records say.
+    """Makes a table of records.
 
     Args:
-      title: as for the class.
-      columns: each column, with the name of its values or a function of a row.
-      rows: mappings.
-      notes: as for the class.
+      title: title above the table.
+      columns: column -> name of its values in a record, or a function of the
+        record.
+      rows: the records.
+      notes: sentences below the table.
     """
     cells = [
-      [row[of] if isinstance(of, str) else of(row) for of in columns.values()]
+      [
+        row[cell] if isinstance(cell, str) else cell(row)
+        for cell in columns.values()
+      ]
       for row in rows
     ]
     return cls(title, list(columns), cells, notes)
 
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> 'Table':
-    """A table of texts, from the result of `to_json`."""
+    """Makes a table of texts from the result of `to_json`."""
     columns, rows = value['columns'], value['rows']
     return cls(value['title'], columns, rows, value.get('notes', ()))
 
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> rich.console.RenderResult:
-    """For `console.print`; leaves out columns in which nothing was measured."""
+    """Prints the table without columns in which nothing was measured."""
     table = self.without_empty()
-    shown = table._rich()
-    wanted = rich.measure.Measurement.get(console, options, shown)
-    if wanted.maximum > options.max_width:
-      shown = table._rich(narrow=True)
-    yield shown
+    wide = table._rich()
+    size = rich.measure.Measurement.get(console, options, wide)
+    fits = size.maximum <= options.max_width
+    yield wide if fits else table._rich(narrow=True)
     for note in self.notes:
       yield rich.text.Text(note)
 
   def _rich(self, narrow: bool = False) -> rich.table.Table:
-    """The table for rich; if `narrow`, texts are folded, numbers are not."""
-    shown = rich.table.Table(
+    """Makes rich's table; if `narrow`, texts are folded, numbers are not."""
+    table = rich.table.Table(
       title=rich.text.Text(self.title) if self.title else None,
       show_lines=narrow,  # without lines, folded rows would run together
     )
     texts = self.texts
-    for i, column in enumerate(self._columns):
-      name = column.header
-      right = self._aligned(i) == 'right'
+    for i, (name, right) in enumerate(
+      zip(self.header, self._is_right, strict=True)
+    ):
       if right and narrow:
         widest = max(len(word) for row in texts for word in row[i].split())
         words = max(map(len, name.split()))
         name = textwrap.fill(name, max(widest, words), break_long_words=False)
-      shown.add_column(
+      table.add_column(
         rich.text.Text(name),
         justify='right' if right else 'left',
         overflow='fold',
@@ -183,11 +189,11 @@ class Table:
       )
     for row in texts:
       # Text, not str: rich would take parts of an output for markup.
-      shown.add_row(*map(rich.text.Text, row))
-    return shown
+      table.add_row(*map(rich.text.Text, row))
+    return table
 
 
 def plain_markdown(text: str) -> str:
-  """The text on one line, escaped for Markdown and HTML."""
+  """Returns the text on one line, escaped for Markdown and HTML."""
   flat = ' '.join(text.split()).replace('\\', '\\\\')
   return flat.replace('&', '&amp;').replace('<', '&lt;')
