@@ -38,13 +38,13 @@ _NEEDS = {
   'figure5': ('engine', 'text', 'costs'),
 }
 _PICTURES = {'figure2', 'figure3', 'figure4', 'figure5'}
-# They show one generation, which is decoded again each time.
+# These show a generation, which is decoded again each time.
 _NO_RECORDS = {'figure1', 'figure5'}
 
 
 @dataclasses.dataclass(frozen=True)
 class ReproduceConfig:
-  """Which tables and figures of the paper to compare, and with what.
+  """Tables and figures of the paper to compare, and the measurements for it.
 
   Attributes:
     items: tables and figures, from `ITEMS`, in the order of the report.
@@ -54,12 +54,12 @@ class ReproduceConfig:
       `records` in output_dir.
     measure: whether to measure what has no record; if False, the tables show
       only the records that exist.
-    suite: what Tables 2 and 4 and the points of Figure 4 are measured with: a
-      network in place of T5-XXL, one input length and output length, and the
-      name of the pair's sizes. Each row has the paper's gamma, temperature and
-      acceptance rate, which is forced.
+    suite: measures Tables 2 and 4 and the points of Figure 4: a network in
+      place of T5-XXL, one input length and output length, and the name of the
+      pair's sizes. Each row has the paper's gamma, temperature and acceptance
+      rate, which is forced.
     drafts: 't5_small', 't5_base' and 't5_large' -> network used in its place;
-      rows of a drafter that is not named are left out.
+      rows of other drafters are left out.
     alphas: functions that return the measurements of acceptance rates for
       Tables 3 and 5, each with another name; called only if `measure` is True.
       Without them these tables show all records in `records_dir`.
@@ -95,8 +95,8 @@ class ReproduceConfig:
         expected = f'True for {item}, which keeps no record'
         raise unexpected('ReproduceConfig.measure', expected, self.measure)
     for name in self.drafts:
-      known = {row.draft for row in printed.TABLE2}
-      check_choice('ReproduceConfig.drafts', name, known)
+      drafts = {row.draft for row in printed.TABLE2}
+      check_choice('ReproduceConfig.drafts', name, drafts)
 
   @property
   def records(self) -> str:
@@ -142,13 +142,13 @@ def reproduce(
 
 
 class _Work:
-  """Collects tables and figures; measures only once what several items need.
+  """Collects tables and figures; measures once for all items that need it.
 
-  A method for each item.
+  It has a method for each item.
   """
 
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):
-    self.config: Any = config  # fields that an item needs are not None
+    self.config: Any = config  # ReproduceConfig has checked optional fields
     self.console = console
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
@@ -174,11 +174,11 @@ class _Work:
       paths = sorted(pathlib.Path(self.config.records).glob('*.json'))
       records = [r for r in map(record.load, paths) if r['kind'] == 'alpha']
     self.used += records
-    return [row for made in records for row in made['rows']]
+    return [row for measured in records for row in measured['rows']]
 
   @functools.cached_property
   def _suite(self) -> tuple[dict[str, Record], list[printed.Table2Row], str]:
-    """The suite's records, its rows, and why some of them have no record."""
+    """The suite's records, its rows, and why some rows have no record."""
     missing = 'there is no record of them'
     try:
       records = suite_records(self.config, self.console)
@@ -234,13 +234,13 @@ class _Work:
     plots.plot_figure4(path, records)
 
   def figure5(self):
-    # Its own table is of random ids; the figure is of the text.
+    # The benchmark's table is of random ids, but the figure is of the text.
     quiet = rich.console.Console(quiet=True)
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
       rounds = trace.record(self._engine, self.config.text, gamma=gamma)
-      runs[gamma] = [len(shown.kept) for shown in rounds]
+      runs[gamma] = [len(x.kept) for x in rounds]
     runs[0] = [1] * sum(runs[gamma])
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, costs)
@@ -248,7 +248,7 @@ class _Work:
 
 
 def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
-  """What Figure 5 shows, in numbers; see `plots.plot_figure5`."""
+  """Returns the numbers of Figure 5, see `plots.plot_figure5`."""
   ends = {g: plots.calls(g, runs[g], costs)[-1].end_ms for g in runs}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
   notes = [COSTS_EXPLAINED, 'ms and speed-up: of what is drawn, for this text.']
@@ -275,14 +275,14 @@ def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
 def suite_records(
   config: ReproduceConfig, console: rich.console.Console
 ) -> dict[str, Record]:
-  """The records of the suite's rows, by `tables.row_name`.
+  """Returns the records of the suite's rows, by `tables.row_name`.
 
   A row that has no record yet is measured, if `config.measure`; the target's
   parameters are drawn once for all rows.
 
   Args:
-    config: has the suite, and the folder of a record a row.
-    console: gets a table for each row that is measured.
+    config: the suite and the folder of its records.
+    console: shows a table for each row that is measured.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
@@ -305,14 +305,14 @@ def suite_records(
     records[name] = record.earlier(
       benchmarks[name].output_file, 'benchmark', benchmarks[name].settings
     )
-  todo = [name for name, found in records.items() if found is None]
-  if config.measure and todo:
-    for name in todo:
+  missing = [name for name, stored in records.items() if stored is None]
+  if config.measure and missing:
+    for name in missing:
       benchmarks[name].check_memory()
     (target, _), placement = suite.models, suite.placement
     params = place(target.read(placement.param_dtype), placement)
     target = Model(target.network, params)
-    for name in todo:
+    for name in missing:
       measured = dataclasses.replace(benchmarks[name], target=target)
       records[name] = benchmark(measured, console)
-  return {name: found for name, found in records.items() if found is not None}
+  return {name: stored for name, stored in records.items() if stored}
