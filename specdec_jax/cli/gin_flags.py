@@ -187,8 +187,6 @@ class _Parser(argparse.ArgumentParser):
 
   def add_common(self) -> None:
     """Adds the flags of all commands."""
-    switch: Any = {'action': 'store_true'}
-    number: Any = {'type': int, 'metavar': 'N'}
     add = self.add_argument_group('gin, as with T5X').add_argument
     text = 'a run file instead of the usual one'
     add('--gin_file', action='append', metavar='FILE', help=text)
@@ -196,12 +194,14 @@ class _Parser(argparse.ArgumentParser):
     add('--gin_bindings', action='append', metavar='NAME=VALUE', help=text)
     add('--gin_search_paths', metavar='A,B', help='folders with gin files')
     add = self.add_argument_group('more').add_argument
-    add('-h', '--help', help='show this and do nothing', **switch)
-    add('--traceback', help='show where an error came from', **switch)
-    add('--multiprocess', help='one process of a pod or Slurm', **switch)
+    switch = functools.partial(add, action='store_true')
+    number = functools.partial(add, type=int, metavar='N')
+    switch('-h', '--help', help='show this and do nothing')
+    switch('--traceback', help='show where an error came from')
+    switch('--multiprocess', help='one process of a pod or Slurm')
     add('--coordinator_address', metavar='HOST:PORT', help='of process 0')
-    add('--process_count', help='how many processes there are', **number)
-    add('--process_index', help='which process this is, from 0', **number)
+    number('--process_count', help='how many processes there are')
+    number('--process_index', help='which process this is, from 0')
 
 
 def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:

@@ -148,7 +148,7 @@ class _Work:
   """
 
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):
-    self.config: Any = config  # ReproduceConfig has checked optional fields
+    self.config = config
     self.console = console
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
@@ -191,6 +191,7 @@ class _Work:
 
   @functools.cached_property
   def _engine(self) -> Engine:
+    assert self.config.engine is not None  # `_NEEDS`
     return self.config.engine()
 
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
@@ -236,6 +237,7 @@ class _Work:
   def figure5(self):
     # The benchmark's table is of random ids, but the figure is of the text.
     quiet = rich.console.Console(quiet=True)
+    assert self.config.costs is not None  # `_NEEDS`
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
@@ -288,7 +290,8 @@ def suite_records(
     DoesNotFitError: memory is too small; raised before anything is made.
     ValueError: the folder has a record with other settings.
   """
-  suite: Any = config.suite
+  suite = config.suite
+  assert suite is not None  # `_NEEDS`
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)
