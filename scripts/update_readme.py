@@ -1,10 +1,10 @@
-"""Fills the result blocks of documents from measurements; nobody types a number.
+"""Fills the result blocks of documents with measurements.
 
   python scripts/update_readme.py          rewrites the blocks
   python scripts/update_readme.py --check  fails if a block is out of date
 
-A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND writes FILE,
-and ends with `<!-- /results -->`. FILE is JSON of one of these kinds:
+A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND writes
+FILE, and ends with `<!-- /results -->`. FILE is JSON of one of these kinds:
 
   'decode'       the summary of `specdec decode` and `specdec try`
   'benchmark'    the record of gin/runs/benchmark_base.gin

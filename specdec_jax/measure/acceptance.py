@@ -409,7 +409,7 @@ def measure_alpha(
   console = record.begin(
     console, config.output_file, input_file=config.input_file
   )
-  if config.reuse and config.output_file:
+  if config.reuse:
     done = record.earlier(config.output_file, 'alpha', config.settings)
     if done is not None:
       console.print(table(done))

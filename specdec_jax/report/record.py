@@ -103,19 +103,19 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
 
 
 def earlier(
-  path: str | os.PathLike[str], kind: str, settings: Mapping[str, Any]
+  path: str | os.PathLike[str] | None, kind: str, settings: Mapping[str, Any]
 ) -> Record | None:
   """Returns the record of an earlier run with the same settings, or None.
 
   Args:
-    path: the file where the earlier run would have written its record.
+    path: the file of the record; None means that there is none.
     kind: the kind that the record must have.
     settings: the settings of this run; others in the record are ignored.
 
   Raises:
     ValueError: the file is not such a record, or has other settings.
   """
-  if not os.path.exists(path):
+  if path is None or not os.path.exists(path):
     return None
   advice = 'Remove it, or name another output_file.'
   try:
