@@ -26,9 +26,10 @@ from ctranslate2.converters import TransformersConverter
 
 from specdec_jax import Engine, files
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.measure import record
 from specdec_jax.measure.calls import summarise
-from specdec_jax.measure.table import Column, Table, console
+from specdec_jax.report import record
+from specdec_jax.report.console import console
+from specdec_jax.report.table import Column, Table
 from specdec_jax.text.tasks import read_prompts
 
 PLAIN = 'specdec_jax plain'

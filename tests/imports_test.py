@@ -28,6 +28,7 @@ checkpoints
 drafters
 decoding
 text
+report
 engine
 measure
 training

@@ -100,7 +100,7 @@ class EngineConfig(Checked):
   tokenizer: Any = None
   gamma: Any = None
   max_input_len: Annotated[int, Bound(2)] = 128
-  max_decode_len: Positive = 128
+  max_decode_len: Positive = 120  # and a round more are 128 slots of a cache
   batch_size: Positive = 32
   bos_id: int | None = None
   placement: partitioning.Placement | None = None

@@ -75,10 +75,10 @@ class DecodeConfig:
       with an error, or 'truncate'.
     task_feature_lengths: feature -> tokens at most, the end included; longer
       'inputs' and 'targets' are cut. None: the lengths of the longest example.
-    split: split of the task; a file has only one.
-    mode: 'predict', 'score' (the log-probability of the targets), or
+    task_split: split of the task; a file has only one.
+    task_mode: 'predict', 'score' (the log-probability of the targets), or
       'predict_with_aux' (predictions with scores and counts; lines too).
-    decoding: 'speculative', 'plain', or 'both'. 'both' decodes each batch
+    mode: 'speculative', 'plain', or 'both'. 'both' decodes each batch
       plainly and then speculatively, compares the two, and keeps the
       speculative outputs.
     batch_size: examples decoded together, if there are as many.
@@ -122,9 +122,9 @@ class DecodeConfig:
   drafter: Callable[[], Drafter | Model] | None = None
   options: Options = Options()
   task_feature_lengths: Mapping[str, int] | None = None
-  split: str = 'test'
-  mode: Literal['predict', 'score', 'predict_with_aux'] = 'predict'
-  decoding: Literal['both', 'plain', 'speculative'] = 'both'
+  task_split: str = 'test'
+  task_mode: Literal['predict', 'score', 'predict_with_aux'] = 'predict'
+  mode: Literal['both', 'plain', 'speculative'] = 'both'
   batch_size: Annotated[int, Bound(1, MOST_ROWS)] = 1
   batching: Literal['fixed', 'continuous'] = 'fixed'
   prompt_feature: str | None = None
@@ -150,13 +150,13 @@ class DecodeConfig:
         raise unexpected(f'DecodeConfig.{name}', expected, value)
     if self.is_task:  # its examples are cut already
       changes: dict[str, Any] = {
-        'log_probs': self.mode != 'predict',
+        'log_probs': self.task_mode != 'predict',
         'on_too_long': 'truncate',
       }
       options = dataclasses.replace(self.options, **changes)
       object.__setattr__(self, 'options', options)
-    elif self.mode == 'predict':
-      object.__setattr__(self, 'mode', 'predict_with_aux')
+    elif self.task_mode == 'predict':
+      object.__setattr__(self, 'task_mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
     """Yields a field, whether it is right, and what is expected of it."""
@@ -181,8 +181,8 @@ class DecodeConfig:
     unsplit = options.split is None or not self.is_task
     yield 'options.split', unsplit, 'None for a task, but for lines'
     differ = self.is_task or self.searches or not options.sampling.greedy
-    may_differ = samples == 1 or (differ and self.mode != 'score')
-    expected = "1 in the mode 'score' and for lines at temperature 0"
+    may_differ = samples == 1 or (differ and self.task_mode != 'score')
+    expected = "1 in the task mode 'score' and for lines at temperature 0"
     yield 'options.num_samples', may_differ, f'{expected} (gin: NUM_DECODES)'
     cuts = self.chat and options.on_too_long != 'error'
     expected = (
@@ -203,7 +203,7 @@ class DecodeConfig:
   @property
   def ways(self) -> tuple[str, ...]:
     """The ways of decoding, in turn; or scoring."""
-    return (SCORING,) if self.mode == 'score' else WAYS[self.decoding]
+    return (SCORING,) if self.task_mode == 'score' else WAYS[self.mode]
 
   @property
   def searches(self) -> bool:
@@ -219,7 +219,7 @@ class DecodeConfig:
   def slots(self) -> PoolSettings | None:
     """Settings of continuous batching; None where batches are fixed."""
     pooled = self.batching == 'continuous' or self.options.split is not None
-    if self.searches or self.mode == 'score' or not pooled:
+    if self.searches or self.task_mode == 'score' or not pooled:
       return None
     return PoolSettings(rows=self.rows)
 
@@ -229,7 +229,7 @@ class DecodeConfig:
     shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
     if not self.is_task:
       return PREDICTIONS if self.num_shards == 1 else f'{PREDICTIONS}-{shard}'
-    return f'{self.task_name}-{self.mode}.jsonl-{shard}'
+    return f'{self.task_name}-{self.task_mode}.jsonl-{shard}'
 
   @property
   def files_prefix(self) -> str:
@@ -442,7 +442,7 @@ class DataSet:
       INPUTS: max((len(x.source) for x in self.examples), default=2),
       TARGETS: max((len(x.target) for x in self.examples), default=2),
     }
-    if self.examples and not lengths[TARGETS] and config.mode != 'score':
+    if self.examples and not lengths[TARGETS] and config.task_mode != 'score':
       expected = f'lengths, because {config.task_name!r} has no targets'
       field = 'DecodeConfig.task_feature_lengths (gin: TASK_FEATURE_LENGTHS)'
       advice = "Write {'inputs': 512, 'targets': 128}."
@@ -473,13 +473,13 @@ def read(config: DecodeConfig) -> DataSet:
     ]
   else:
     features = config.task.examples(
-      config.split, config.task_feature_lengths, True, config.tokenizer
+      config.task_split, config.task_feature_lengths, True, config.tokenizer
     )
     of_shard, broken_off = files.until_broken(
       itertools.islice(features, *shard)
     )
     examples = [_task_example(config, *pair) for pair in enumerate(of_shard)]
-    reading = config.task.reading(config.split)
+    reading = config.task.reading(config.task_split)
   if examples and all(example.skipped for example in examples):
     first = examples[0].skipped
     raise ValueError(first and first.error)
@@ -547,7 +547,7 @@ def _task_example(
   ids = {feature: array.tolist() for feature, array in arrays.items()}
   prompt_feature = config.prompt_feature or INPUTS
   missing = [x for x in (INPUTS, prompt_feature) if x not in ids]
-  if config.mode == 'score' and not ids.get(TARGETS):
+  if config.task_mode == 'score' and not ids.get(TARGETS):
     missing = [TARGETS]
   if missing and not error:
     error = (

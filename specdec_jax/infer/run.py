@@ -43,8 +43,8 @@ from specdec_jax.infer.data import (
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.record import seconds_since_start
-from specdec_jax.measure.table import bar, say
+from specdec_jax.report.console import bar, say
+from specdec_jax.report.record import seconds_since_start
 from specdec_jax.request import Drafting
 from specdec_jax.text import metrics, tasks
 
@@ -65,7 +65,7 @@ def decode(
 
   The results of lines are `predictions.jsonl` in `config.output_dir`, with
   shards `predictions.jsonl-SSSSS-of-NNNNN`; those of a task, or of each task of
-  a mixture, `<task>-<mode>.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
+  a mixture, `TASK-MODE.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
   a task or a shard have that name with another ending: `.summary.json` (with
   everything that decided the results), the files of `beside`, and the marker
   `.COMPLETED`, which is written last. A run that was killed goes
@@ -109,7 +109,7 @@ def decode(
     expected = 'the tokenizer of the models, for a task'
     raise unexpected('DecodeConfig.tokenizer', expected, None)
   sources = tasks.find(
-    task, tokenizer, config.split, config.prefix, config.distinct
+    task, tokenizer, config.task_split, config.prefix, config.distinct
   )
   if len(sources) > 1:
     make_drafter = config.drafter and functools.cache(config.drafter)
@@ -190,7 +190,7 @@ class _Run:
     if plan is not None:
       gammas = {str(size): drafting.gamma for size, drafting in plan.items()}
       if not any(gammas.values()):
-        config = dataclasses.replace(config, decoding='plain')
+        config = dataclasses.replace(config, mode='plain')
     self.config = config
     self.ways = {
       name: Way(self.engine, name, config, plan) for name in config.ways
@@ -315,7 +315,7 @@ class _Run:
     last = [x for made in outputs for x in list(made.values())[-1]]
     reasons = collections.Counter(output.finish_reason for output in last)
     scores = [float(sum(x.log_probs)) for x in last if not x.error]
-    is_scored = config.mode == 'score' and scores
+    is_scored = config.task_mode == 'score' and scores
     return {
       'input_file': None if config.is_task else config.input_file,
       'task': config.task_name if config.is_task else None,
@@ -618,7 +618,7 @@ def _metrics(
     ValueError: a metric that was named is unknown, or its package is missing.
   """
   names = config.metrics
-  if not config.is_task or config.mode == 'score' or names is None:
+  if not config.is_task or config.task_mode == 'score' or names is None:
     return [], None
   if names == 'task':
     if isinstance(config.task, tasks.SeqioTask):

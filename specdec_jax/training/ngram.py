@@ -11,7 +11,8 @@ import rich.console
 from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import json_object, text_lines, writable
-from specdec_jax.measure.table import Table, started
+from specdec_jax.report import record
+from specdec_jax.report.table import Table
 from specdec_jax.text.tasks import kind_of, read
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ def fit_ngram(
       file is read); a file is missing or broken, an id is outside the
       vocabulary, or the corpus is too small for the order.
   """
-  console = started(config, console)
+  console = record.begin(console, config.output_file)
   first = [] if config.start_id is None else [config.start_id]
 
   def sequences() -> Iterator[list[int]]:

@@ -31,11 +31,11 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN
-from specdec_jax.measure.table import console as terminal
-from specdec_jax.measure.table import say
 from specdec_jax.models.base import Params
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
+from specdec_jax.report.console import console as terminal
+from specdec_jax.report.console import say
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.training.data import PackingConfig

@@ -15,14 +15,14 @@ from specdec_jax.checkpoints import huggingface
 from specdec_jax.cli import main
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
-from specdec_jax.measure import record
+from specdec_jax.report import record
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('safetensors') is None,
   reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
 )
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
-LENGTHS = ['--max-length', '12', '--max-input-length', '32', '--gamma', '3']
+LENGTHS = ['--max-decode-len', '12', '--max-input-length', '32', '--gamma', '3']
 
 
 @pytest.fixture(scope='module')

@@ -139,7 +139,7 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
     gin_flags.load(argv, command, name)
   if name == 'decode':  # a number, a word, and no default
     out = ' '.join(out.split())
-    assert '(default: 4)' in out and '(default: speculative)' in out
+    assert '(default: 120)' in out and '(default: speculative)' in out
     assert re.search(r'--num-beams N [^-(]* --alpha', out), out
 
 
@@ -183,10 +183,12 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
     'CHECKPOINT_PATH': '%T',
     'DRAFT_CHECKPOINT_PATH': 'D',
     'DTYPE': 'int8',  # what gin says goes first
-    'engine.Engine.max_decode_len': 7,
+    'engine.Engine.max_decode_len': 60,
+    'engine.Engine.max_input_len': 9,
     'engine.Engine.gamma': 'adaptive',
     'infer.DecodeConfig.input_file': '-',
     'infer.DecodeConfig.overwrite': True,
+    'infer.Options.max_length': 7,
     'infer.Options.num_samples': 2,
     'infer.Options.stop_strings': ('.', '%X', "it's"),
     'target/engine.load.revision': 'v2',
@@ -195,6 +197,7 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
     *('--model', '%T', '--assistant-model=D', '-', '--max_new_tokens', '7'),
     *('--num-return-sequences=2', '--overwrite', '--stop', '.', '--stop', '%X'),
     *('--stop', "it's", '--gin.DTYPE=int8', '--dtype', 'x'),
+    *('--max-decode-len', '60', '--max-input-length=9'),
     *('--revision', 'v2', '--gamma', '2', '--gamma', 'adaptive'),  # the last
   )
   assert macros('decode', *flags, names=want) == want
@@ -216,7 +219,7 @@ DRAFT = {'DRAFT_CHECKPOINT_PATH': 'small', 'MODEL_NAME': 'x'}
     ('serve --no-speculative', {'serving.ServeSettings.speculative': False}),
     ('score a.tsv --target=T', {'MIXTURE_OR_TASK_NAME': 'a.tsv'}),
     # A target brings nothing of the demo pair.
-    ('serve', {PAIR[0]: 'demo/target.msgpack', 'MODEL_NAME': 'specdec-demo'}),
+    ('serve', {PAIR[0]: 'demo', 'MODEL_NAME': 'specdec-demo'}),
     ('serve --target mine', NONE | MINE),
     ('serve --target mine --draft small --model-name x', NONE | MINE | DRAFT),
     # Outputs go to stdout where a file is given plainly.

@@ -82,7 +82,7 @@ def config_of(tmp_path, engine, found, **changes):
   return infer.DecodeConfig(
     lambda: engine,
     str(texts),
-    decoding='speculative',
+    mode='speculative',
     calibration=str(path),
     **changes,
   )

@@ -117,7 +117,7 @@ def decode_lines(engine, folder, samples=1, **changes):
     lambda **_: engine,
     mixture_or_task_name=str(lines),
     output_dir=str(out),
-    mode='predict_with_aux',
+    task_mode='predict_with_aux',
     batch_size=4,
     options=infer.Options(num_beams=3, num_samples=samples),
     tokenizer=engine.tokenizer,
@@ -131,7 +131,7 @@ def decode_lines(engine, folder, samples=1, **changes):
 
 @pytest.mark.parametrize('samples', [1, 3])
 def test_a_task(engine, beams, tmp_path, samples):
-  *_, found = decode_lines(engine, tmp_path, samples, decoding='plain')
+  *_, found = decode_lines(engine, tmp_path, samples, mode='plain')
   tokens = [one.tokens for one in beams[9:]]
   scores = [one.score for one in beams[9:]]
   if samples == 1:

@@ -302,7 +302,7 @@ def test_the_command(tmp_path, capsys):
   file = tmp_path / 'texts.txt'
   file.write_text('the red dog\na cat\n')
   flags = ['decode', '--target', str(nllb), '--mode', 'plain', str(file)]
-  flags += ['--max-length', '4', '--max-input-length', '16']
+  flags += ['--max-decode-len', '4', '--max-input-len', '16']
   assert main.main(flags)
   assert 'source_lang: expected the language' in capsys.readouterr().err
   main.main([*flags, '--source_lang', 'eng_Latn', '--target-lang', 'deu_Latn'])

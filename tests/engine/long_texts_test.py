@@ -273,7 +273,7 @@ def test_a_killed_run_goes_on(toy, tmp_path, monkeypatch):
     options = infer.Options(**asked)
     config = infer.DecodeConfig(
       lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / name),
-      options=options, decoding='speculative', batch_size=2, prefix='e ',
+      options=options, mode='speculative', batch_size=2, prefix='e ',
     )  # fmt: skip
     infer.decode(config, console=rich.console.Console(quiet=True))
     return (tmp_path / name / 'predictions.jsonl').read_text()
@@ -315,7 +315,7 @@ def test_a_prefix_of_lines(toy, tmp_path):
   (tmp_path / 'in.txt').write_text('a b\n\nc\n')
   config = infer.DecodeConfig(
     lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / 'out'),
-    decoding='plain', prefix='d ',
+    mode='plain', prefix='d ',
   )  # fmt: skip
   infer.decode(config, console=rich.console.Console(quiet=True))
   written = (tmp_path / 'out' / 'predictions.jsonl').read_text().splitlines()

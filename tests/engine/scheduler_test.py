@@ -161,7 +161,7 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
   """By the clock; only the rest is decoded when it is started again."""
   lines = [text for text in make_texts(16, 2) if len(text) < 60]
   data = '\n'.join(lines).encode()
-  options = {'decoding': 'speculative', 'temperature': 1.0, 'batch_size': 4}
+  options = {'mode': 'speculative', 'temperature': 1.0, 'batch_size': 4}
   options |= {'batching': 'continuous', 'checkpoint_period': 100}
   options |= {'stop_ids': STOPS}  # the programs of the tests above
   monkeypatch.setattr(run_lib, '_KEEP_SECONDS', 0.0)

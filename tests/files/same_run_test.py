@@ -1,12 +1,11 @@
 """One comparison of what a run finds with what it is."""
 
 import json
-import types
 
 import pytest
 
 from specdec_jax.files import same_run
-from specdec_jax.measure import record
+from specdec_jax.report import record
 
 
 def test_what_a_file_cannot_tell_apart_is_the_same():
@@ -26,6 +25,5 @@ def test_what_a_file_cannot_tell_apart_is_the_same():
 def test_a_record_that_is_none_is_named(tmp_path, text):
   path = tmp_path / 'results.json'
   path.write_text(text)
-  config = types.SimpleNamespace(output_file=path, settings={'a': 1})
   with pytest.raises(ValueError, match='results.json.*Remove it'):
-    record.earlier(config, 'alpha')
+    record.earlier(path, 'alpha', {'a': 1})

@@ -19,7 +19,7 @@ import toy_runs
 from specdec_jax import files, infer
 from specdec_jax.drafters import heads, ngram_table
 from specdec_jax.engine import calibration
-from specdec_jax.measure import record
+from specdec_jax.report import record
 from specdec_jax.serving.run import api_keys
 from specdec_jax.text import tasks
 from specdec_jax.text.tasks import read_prompts
@@ -68,7 +68,7 @@ def decoded(engine, path, out, **options):
     options |= {'mixture_or_task_name': path, 'tokenizer': engine.tokenizer}
     options['task_feature_lengths'] = LENGTHS
   summary, records, _ = toy_runs.decoded(
-    out, lambda **_: engine, decoding='plain', **options
+    out, lambda **_: engine, mode='plain', **options
   )
   return records, summary
 

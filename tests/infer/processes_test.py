@@ -78,9 +78,9 @@ def decode():
       Counted, placement=placement, **(lengths | options)),
     tokenizer=Tokenizer(folder + '/vocab.model'),
     **{sources.get(placed, 'mixture_or_task_name'): folder + '/' + file},
-    output_dir=out, decoding='speculative',
+    output_dir=out, mode='speculative',
     task_feature_lengths={'inputs': 24, 'targets': 12},
-    mode='predict_with_aux', batch_size=2,
+    task_mode='predict_with_aux', batch_size=2,
     options=infer.Options(temperature=1.0, num_samples=2)))
   print('batches', batches)
 

@@ -62,7 +62,7 @@ def test_both_ways_take_turns_and_the_last_batch_keeps_its_shape(tmp_path):
   assert [r['prediction'] for r in records] == ['a', 'b', '', 'c']
   # No more rows than there are lines; one way alone has nothing beside it.
   engine, options = ReversingEngine(), {'batch_size': 32, 'overwrite': True}
-  options['decoding'] = 'speculative'
+  options['mode'] = 'speculative'
   summary, records, _ = run(tmp_path, b'a\n\nb\n', engine, **options)
   assert {(way, len(texts)) for way, texts, _ in engine.calls} == {(True, 2)}
   assert summary['batch_size'] == 2
@@ -222,7 +222,7 @@ WRONG = {
   'input_file': '',
   'output_dir': 'gs://bucket/out',
   'overwrite': 'false',
-  'mode': 'predicts',
+  'task_mode': 'predicts',
   'batch_size': 1 << 40,
   'checkpoint_period': 0,
   'shard_id': 2,

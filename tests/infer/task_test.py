@@ -48,7 +48,7 @@ def run(make, source, tokenizer, tmp_path):
 
   def run(engine=make, name=source, out='out', **options):
     few = {'task_feature_lengths': LENGTHS, 'batch_size': 2}
-    options = {'decoding': 'plain'} | few | options
+    options = {'mode': 'plain'} | few | options
     options |= {'mixture_or_task_name': name, 'tokenizer': tokenizer}
     return decoded(tmp_path / out, engine, **options)
 
@@ -79,7 +79,7 @@ def alone(engine, **options):
 
 
 def test_scores_of_targets(run, make, tokenizer):
-  options = dict(mode='score', drafter=never, decoding='both')
+  options = dict(task_mode='score', drafter=never, mode='both')
   summary, records, _ = run(include_all_inputs=True, **options)
   pairs = [
     [[*tokenizer.encode(text), 1] for text in texts]
@@ -95,7 +95,10 @@ def test_scores_of_targets(run, make, tokenizer):
 
 
 def sampled(**options):
-  return {'mode': 'predict_with_aux', 'options': infer.Options(1.0, **options)}
+  return {
+    'task_mode': 'predict_with_aux',
+    'options': infer.Options(1.0, **options),
+  }
 
 
 def test_samples_belong_to_the_example(run):
@@ -131,7 +134,7 @@ def never(**options):
 def test_errors_before_the_engine_is_made(run, tmp_path):
   lines = write(tmp_path / 'lines.txt', b'a\nb\n')
   for options, message in (
-    (dict(name=lines, mode='score'), "no tokens 'targets'"),
+    (dict(name=lines, task_mode='score'), "no tokens 'targets'"),
     (dict(prompt_feature='prompt'), "example 0 has no tokens 'prompt'"),
     (dict(prompt_feature='targets_pretokenized'), 'has no tokens'),
     (dict(metrics=('blue',)), "metrics is 'blue'.*Nearest known: bleu"),
@@ -142,9 +145,9 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
 
 
 def test_a_drafter_is_loaded_where_it_is_needed(run):
-  run(decoding='plain', drafter=never)
+  run(mode='plain', drafter=never)
   with pytest.raises(AssertionError, match='was made'):
-    run(decoding='speculative', drafter=never, out='other')
+    run(mode='speculative', drafter=never, out='other')
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_each_task_of_a_mixture_has_its_files(
   monkeypatch.setattr(tasks, 'find', lambda *_: sources)
 
   draft = {'drafter': lambda: drafters.append(1) or make.draft}
-  draft |= {'name': 'both', 'decoding': 'speculative'}
+  draft |= {'name': 'both', 'mode': 'speculative'}
   summary, *_ = run(out='together', **draft)
   assert make.call_count == asked + 1 and drafters == [1]  # loaded once
   assert [one['task'] for one in summary['tasks'].values()] == ['one', 'two']

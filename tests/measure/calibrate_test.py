@@ -36,8 +36,12 @@ def test_what_cannot_be_written_is_refused_first(tmp_path):
   (tmp_path / 'file').write_text('')
   programs = acceptance.measure_alpha, calibrate.calibrate, ngram.fit_ngram
   for measure in (*programs, calls.benchmark, compare.compare):
-    for field in ('output_file', 'plot_file'):
-      config = types.SimpleNamespace(**{field: str(tmp_path / 'file' / 'x')})
+    for field in ('output_file', 'plot_file')[
+      : 1 + (measure is compare.compare)
+    ]:
+      paths = dict.fromkeys(('input_file', 'output_file', 'plot_file'))
+      paths[field] = str(tmp_path / 'file' / 'x')
+      config = types.SimpleNamespace(**paths)
       with pytest.raises(ValueError, match='file.* cannot be written'):
         measure(config)
 
@@ -149,7 +153,7 @@ def test_decode_takes_gammas_from_a_calibration(engine, prompts, tmp_path):
       lambda: engine,
       prompts,
       output_dir=str(tmp_path / str(rows)),
-      decoding='speculative',
+      mode='speculative',
       batch_size=rows,
       batching='continuous' if rows > 1 else 'fixed',
       calibration=path,

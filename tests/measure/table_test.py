@@ -4,15 +4,15 @@ import io
 import json
 import re
 import time
-import types
 
 import pytest
 import rich.console
 
 from specdec_jax.engine.completion import CompletionStats, total
-from specdec_jax.measure import record
-from specdec_jax.measure import table as tables
-from specdec_jax.measure.table import Column, Table, finish
+from specdec_jax.report import console as consoles
+from specdec_jax.report import record
+from specdec_jax.report.record import finish
+from specdec_jax.report.table import Column, Table
 
 NUMBERS = Column('call, ms', '.2f'), Column('rate', '.1%')
 TABLE = Table(
@@ -63,9 +63,9 @@ def test_json_and_back():
 def test_a_pipe_is_as_wide_as_columns_says(monkeypatch):
   monkeypatch.delenv('FORCE_COLOR', raising=False)
   monkeypatch.setenv('COLUMNS', '70')
-  assert tables.console().width == 70
+  assert consoles.console().width == 70
   monkeypatch.delenv('COLUMNS')
-  piped = tables.console()
+  piped = consoles.console()
   with piped.capture() as captured:
     piped.print(Table('t', ['a', 'b'], [['x' * 200, 'y' * 200]]))
   (row,) = (line for line in captured.get().splitlines() if 'x' in line)
@@ -76,8 +76,7 @@ def test_a_record_and_its_file(tmp_path):
   path = tmp_path / 'new' / 'a.json'
   made = record.new('alpha', {'rows': [1]})
   table = Table('', [], [])
-  config = types.SimpleNamespace(output_file=str(path))
-  finish(config, rich.console.Console(quiet=True), made, table)
+  finish(str(path), rich.console.Console(quiet=True), made, table)
   assert made == json.loads(path.read_text()) == record.load(path, 'alpha')
   assert made['rows'] == [1] and made['machine']['cores'] > 0
 
@@ -100,14 +99,14 @@ def test_what_is_no_record_is_named(tmp_path):
 @pytest.mark.parametrize('is_terminal', [True, False])
 def test_a_bar_is_for_a_terminal(is_terminal, capsys, monkeypatch):
   """Elsewhere a line comes now and then, of what takes some time."""
-  monkeypatch.setattr(tables, 'EVERY_S', 0.02)
+  monkeypatch.setattr(consoles, 'EVERY_S', 0.02)
   stream = io.StringIO()
   console = rich.console.Console(
     file=stream, width=100, force_terminal=is_terminal
   )
-  with tables.bar(console, 'Loading'):
+  with consoles.bar(console, 'Loading'):
     time.sleep(0.1)
-  with tables.bar(console, 'Costs', 9, 3) as advance:
+  with consoles.bar(console, 'Costs', 9, 3) as advance:
     time.sleep(0.1)
     advance(0.5)
     advance(0.5)

@@ -13,11 +13,12 @@ from small_vocabulary import network
 from specdec_jax import files
 from specdec_jax.checks import memory
 from specdec_jax.cli import gin_flags
-from specdec_jax.measure import acceptance, record
-from specdec_jax.measure import table as measured_tables
+from specdec_jax.measure import acceptance
 from specdec_jax.measure.calls import BenchmarkConfig
 from specdec_jax.paper import plots, printed, reproduce
 from specdec_jax.paper.reproduce import ReproduceConfig
+from specdec_jax.report import plot as pictures
+from specdec_jax.report import record
 
 FORCED = 'forced alpha=0.75, random weights'
 RESULTS = gin_flags.ROOT / 'benchmarks' / 'results'
@@ -77,7 +78,7 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
   figures = []
 
   def save(path, draw, **size):
-    measured_tables.save_plot(
+    pictures.save_plot(
       path, lambda figure: figures.append(figure) or draw(figure)
     )
 

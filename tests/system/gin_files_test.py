@@ -119,7 +119,7 @@ def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
   names_of_tasks = {'ende': 'wmt_t2t_ende_v003', 'cnndm': 'cnn_dailymail_v002'}
   assert config.mixture_or_task_name == names_of_tasks[row.task]
   assert config.options.temperature == row.temperature
-  settings = config.split, config.decoding, config.batch_size
+  settings = config.task_split, config.mode, config.batch_size
   assert settings == ('test', 'both', 1)
   assert gin.query_parameter('engine.Engine.gamma') == row.gamma
   for scope, name in zip(('target', 'draft'), names, strict=True):

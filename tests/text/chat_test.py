@@ -245,7 +245,7 @@ def test_lines_are_messages(engine, tmp_path):
   (tmp_path / 'lines.txt').write_text('\n'.join(lines))
   options = dict(input_file=str(tmp_path / 'lines.txt'), chat=True)
   _, records, _ = toy_runs.decoded(
-    tmp_path / 'out', lambda **_: engine, decoding='plain', **options
+    tmp_path / 'out', lambda **_: engine, mode='plain', **options
   )
   assert [record['inputs'] for record in records] == lines
   template = template_of(engine.tokenizer)

@@ -113,7 +113,7 @@ def decoded(out, make, **options):
   name = PREDICTIONS
   shard = f'-{config.shard_id:05}-of-{config.num_shards:05}'
   if task := summary.get('task'):
-    name = f'{task}-{config.mode}.jsonl{shard}'
+    name = f'{task}-{config.task_mode}.jsonl{shard}'
   elif config.num_shards > 1:
     name += shard
   records = records_of(out / name) if (out / name).exists() else []
