@@ -117,9 +117,23 @@ def load(
       value = _value(binding, value)
     _bind(binding, value)
   _check_scopes()
+  _check_engines()
   _check_complete(flags)
   with _explained('gin'):
     gin.finalize()
+
+
+def _check_engines() -> None:
+  """Raises ValueError for settings of engines where 0.2 had them."""
+  for (scope, selector), values in bindings().items():
+    settings = values.keys() - {'target', 'drafter', 'config'}
+    if selector.endswith('engine.Engine') and settings:
+      name = min(settings)
+      expected = 'in engine.EngineConfig, with engine.Engine.config ='
+      field = f'{scope}/engine.Engine.{name}'.lstrip('/')
+      raise unexpected(
+        field, f'{expected} @engine.EngineConfig()', values[name]
+      )
 
 
 def of_models(run_file: str) -> list[str]:

@@ -97,8 +97,8 @@ class EngineConfig(Checked):
       memory.
   """
 
-  tokenizer: Any = None
-  gamma: Any = None
+  tokenizer: Vocabulary | str | os.PathLike[str] | None = None
+  gamma: int | str | LengthRule | None = None
   max_input_len: Annotated[int, Bound(2)] = 128
   max_decode_len: Positive = 120  # and a round more are 128 slots of a cache
   batch_size: Positive = 32

@@ -156,7 +156,7 @@ INFER_OUTPUT_DIR = 'outputs'
 @pytest.mark.parametrize(
   ('macro', 'value', 'words'),
   [
-    ('Engine.gamma', '100000', 'gamma'),
+    ('EngineConfig.gamma', '100000', 'gamma'),
     ('VOCAB_PATH', '/dev/zero', 'regular file'),
     ('TARGET', '5', 'network'),
     ('NUM_DECODES', '4294967296', 'num_samples'),

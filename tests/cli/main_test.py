@@ -183,9 +183,9 @@ def test_a_flag_binds_its_field_or_the_macro_that_sets_it():
     'CHECKPOINT_PATH': '%T',
     'DRAFT_CHECKPOINT_PATH': 'D',
     'DTYPE': 'int8',  # what gin says goes first
-    'engine.Engine.max_decode_len': 60,
-    'engine.Engine.max_input_len': 9,
-    'engine.Engine.gamma': 'adaptive',
+    'engine.EngineConfig.max_decode_len': 60,
+    'engine.EngineConfig.max_input_len': 9,
+    'engine.EngineConfig.gamma': 'adaptive',
     'infer.DecodeConfig.input_file': '-',
     'infer.DecodeConfig.overwrite': True,
     'infer.Options.max_length': 7,

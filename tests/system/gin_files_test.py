@@ -121,7 +121,7 @@ def test_a_run_is_its_row_of_table_2(row, alone, tokenizer, folder):
   assert config.options.temperature == row.temperature
   settings = config.task_split, config.mode, config.batch_size
   assert settings == ('test', 'both', 1)
-  assert gin.query_parameter('engine.Engine.gamma') == row.gamma
+  assert gin.query_parameter('engine.EngineConfig.gamma') == row.gamma
   for scope, name in zip(('target', 'draft'), names, strict=True):
     side = gin.get_bindings(f'{scope}/engine.load')
     assert side['network'].config == alone[name].config
