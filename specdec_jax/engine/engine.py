@@ -36,7 +36,7 @@ from specdec_jax.engine import compilation_cache, pair, scoring, trace
 from specdec_jax.engine.classification import classify
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.long_texts import LongTexts
-from specdec_jax.engine.pair import Room
+from specdec_jax.engine.pair import MemoryCheck
 from specdec_jax.engine.request import (
   Languages,
   TextBatch,
@@ -227,7 +227,7 @@ class Engine:
     self._partition = placement.partition()
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout
-    self.room = Room(target, drafter, placement)
+    self.room = MemoryCheck(target, drafter, placement)
     self.room.check(1, 1, max_decode_len, 1 + self.gamma)
     self.max_input_len = max_input_len
     self.max_decode_len = max_decode_len
@@ -238,7 +238,7 @@ class Engine:
     self.target, drafter, self.params, self.fingerprints = pair.placed_pair(
       target, drafter, placement
     )
-    self.room.placed()
+    self.room.mark_params_loaded()
     plain = PairParams(self.params.target, None)
     self._loops: dict[Any, tuple[Loop, PairParams]] = {
       False: (Loop(self.target), plain)

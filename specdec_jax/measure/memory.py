@@ -1,6 +1,6 @@
 """Bytes that a call must read, counted from shapes: no array is made.
 
-What a run holds is `engine.pair.Room`'s subject.
+What a run holds is `engine.pair.MemoryCheck`'s subject.
 """
 
 from typing import Any
