@@ -173,7 +173,7 @@ class Partition:
 
   @property
   def row_multiple(self) -> int:
-    """Number of devices that share a request's rows; it divides their number."""
+    """Number of devices that share a request's rows."""
     return math.prod(self._sizes(('batch',)).values())
 
   def parameter(self, name: str) -> NamedSharding:
@@ -362,11 +362,12 @@ class Following(NetworkWrapper):
 
 # Placement of parameters.
 
-# Module -> name of its joined kernel, its parts in their order, and their axis. A
-# joined kernel is not split: equal parts of query | key | value do not contain
-# whole heads, so each layer would exchange activations. Interleaving the kernels
-# by device would work, but depends on the number of devices; and compared with an
-# all-reduce, one product instead of three saves next to nothing.
+# Module -> name of its joined kernel, its parts in their order, and their axis.
+# A joined kernel is not split: equal parts of query | key | value do not
+# contain whole heads, so each layer would exchange activations. Interleaving
+# the kernels by device would work, but depends on the number of devices; and
+# compared with an all-reduce, one product instead of three saves next to
+# nothing.
 _JOINED = {
   'attention': ('qkv', ('query', 'key', 'value'), 'heads'),
   'self_attention': ('qkv', ('query', 'key', 'value'), 'heads'),
