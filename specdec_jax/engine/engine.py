@@ -32,7 +32,7 @@ from specdec_jax.engine.codec import Codec, check_texts, encoded_texts
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.long_texts import LongTexts
 from specdec_jax.engine.options import Options, drafting_of, options_of
-from specdec_jax.engine.pair import Room
+from specdec_jax.engine.pair import MemoryCheck
 from specdec_jax.engine.programs import Programs
 from specdec_jax.engine.request import Limits, TextRequest, Update
 from specdec_jax.engine.scheduler import PoolSettings, Scheduler
@@ -199,16 +199,16 @@ class Engine:
     placement = placement.of(target)
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout
-    room = Room(target, drafter, placement)
-    room.check(1, 1, config.max_decode_len, 1 + self.gamma)
+    memory_check = MemoryCheck(target, drafter, placement)
+    memory_check.check(1, 1, config.max_decode_len, 1 + self.gamma)
     self.models = {'target': target.without_params()}
     if drafter is not None and (small := alone(drafter)) is not None:
       self.models['draft'] = small.without_params()
     placed = pair.placed_pair(target, drafter, placement)
-    room.placed()
+    memory_check.mark_params_loaded()
     self.target, self.params = placed.target, placed.params
     self.fingerprints = placed.fingerprints
-    self.programs = Programs(placed, placement.partition(), room)
+    self.programs = Programs(placed, placement.partition(), memory_check)
     self.rule_book = RuleBook(tokenizer, self.target.vocab_size)
 
   def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Loads a model from a path, or from an id of the Hugging Face hub."""
+"""Loads a model from a path, or by its id on the Hugging Face hub."""
 
 import dataclasses
 import os
@@ -31,10 +31,10 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import is_vocabulary
 
 Path = str | os.PathLike[str]
-# In the folder of a drafter; of draft.msgpack it is draft.shortlist.npz.
+# In the folder of a drafter; beside draft.msgpack it is draft.shortlist.npz.
 SHORTLIST = 'shortlist.npz'
-# The models that are shipped -> checkpoint and dtype. The target's kernels have
-# eight bits in the file alone.
+# The shipped models -> checkpoint and dtype. The target's kernels have eight
+# bits only in the file.
 _DEMO = {
   'demo': ('demo/target.msgpack', 'float32'),
   'demo-draft': ('demo/draft.msgpack', None),
@@ -53,38 +53,38 @@ def load(
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
-  A Hugging Face folder, or its id on the hub, says which sizes its model has
-  and holds its vocabulary. For other checkpoints give the network, and a
-  tokenizer here or to the engine:
+  A Hugging Face folder, or its id on the hub, has its model's sizes and
+  vocabulary. For other checkpoints give the network, and a tokenizer here or to
+  the engine:
 
       load('google/flan-t5-xl', dtype='bfloat16')
       load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
 
   The demo pair, English to German, is shipped: 'demo' and 'demo-draft'.
 
-  Arrays are found and checked here. They are read when an engine is made of the
-  model, straight to its devices.
+  Arrays are found and checked here. An engine reads them later, straight to its
+  devices.
 
   Args:
-    path: path of a checkpoint, of any kind that `checkpoints.load` knows. None
-      is an error: a run file may leave the drafter's out.
-    network: such as `T5(config)`, compared with the checkpoint; needed unless
-      the checkpoint is a Hugging Face folder, which describes itself.
-    tokenizer: the tokenizer, or a path for `tokenizer.Tokenizer`;
-      None is the one in the folder, if there is one.
+    path: path of a checkpoint, of any kind that `checkpoints.load` supports.
+      None is an error: a run file may lack the drafter's path.
+    network: such as `T5(config)`, which is compared with the checkpoint; needed
+      unless the checkpoint is a Hugging Face folder.
+    tokenizer: the tokenizer, or a path for `tokenizer.Tokenizer`; None: that of
+      the folder, if there is one.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
       leaves the computation to `network` (float32 without it) and the
-      parameters to the engine's placement. 'int8' and 'int4' are those of
-      kernels, made when they are read, see `models.integers`; the computation
-      is then in bfloat16, on a CPU in float32.
+      parameters to the engine's placement. 'int8' and 'int4' apply to kernels,
+      which are rounded when they are read, see `models.integers`; the
+      computation is then in bfloat16, on a CPU in float32.
     adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
       merged into the parameters when they are read, see `checkpoints.lora`.
-    shortlist: of a drafter, the only tokens that it proposes, see
-      `models.other_ids`: ids; or the path of texts like the outputs, one a
-      line, or of a table that `specdec train` fitted to such texts
-      (gin/runs/fit_ngram.gin), whose tokens they are. Ends are among them. None
-      is the folder's, if it has one, as those of `specdec distil` do; or of
-      NAME.msgpack, NAME.shortlist.npz beside it.
+    shortlist: for a drafter, the only tokens that it proposes, see
+      `models.other_ids`: their ids; or the path of texts like the outputs, one
+      a line, or of a table that `specdec train` fitted to such texts
+      (gin/runs/fit_ngram.gin). Ends are added. None: shortlist.npz in a Hugging
+      Face folder, as `specdec distil` writes it, or NAME.shortlist.npz beside
+      NAME.msgpack, if there is one.
     revision: branch, tag or commit of an id of the Hugging Face hub; the same
       as ID@REVISION.
 
@@ -144,7 +144,7 @@ def load(
 
 
 def _demo_network(path: str) -> LanguageModel:
-  """Returns the network of a demo checkpoint, whose arrays show its sizes."""
+  """Returns the network of a demo checkpoint, inferred from its arrays."""
   arrays = open_checkpoint(path).arrays
   shapes = {name: array.shape for name, array in arrays.items()}
   return network_of(infer_config(shapes, path))
@@ -155,7 +155,7 @@ def _ids(
   tokenizer: Vocabulary | None,
   ends: Sequence[int],
 ) -> list[int]:
-  """The ids of a shortlist, and those that end an output."""
+  """Returns the ids of a shortlist, and those that end an output."""
   check_type('shortlist', shortlist, str | os.PathLike | Sequence[int])
   ids = set(_listed(shortlist, tokenizer))
   if tokenizer is not None:
@@ -169,7 +169,7 @@ def _ids(
 def _listed(
   shortlist: Path | Sequence[int], tokenizer: Vocabulary | None
 ) -> Iterable[int]:
-  """The ids of a shortlist: those that are given, or of the file at a path."""
+  """Returns the ids of a shortlist that is given, or read from a file."""
   if not isinstance(shortlist, str | os.PathLike):
     return shortlist
   path = shipped.find(shortlist)
@@ -190,7 +190,7 @@ def _listed(
 def _computing(
   network: Any, facts: FolderFacts | None, dtype: str | None
 ) -> LanguageModel:
-  """Returns the network that was given or described, computing for a dtype."""
+  """Returns the network that was given, or the folder's, with a dtype."""
   if network is not None and (
     dtype is None or not isinstance(network, Network)
   ):

@@ -1,4 +1,4 @@
-"""Checks that target and drafter fit: each other, a tokenizer, the memory."""
+"""Checks that target and drafter fit each other, a tokenizer and memory."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -36,12 +36,11 @@ class PlacedPair(NamedTuple):
   """A target and its drafter on their devices, as the loops take them.
 
   Attributes:
-    target: the target's network; over several devices, as `follow` gives it.
+    target: the target's network; the result of `follow` on several devices.
     drafter: the drafter, or None.
-    params: the parameters of both, as they are placed; the drafter's are None
-      if there is no drafter.
-    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
-      loaded; that of a drafter that is not a small model ends with its name.
+    params: the placed parameters of both; None for a missing drafter.
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of the
+      parameters; with the name of a drafter that is not a small model.
   """
 
   target: LanguageModel
@@ -53,51 +52,51 @@ class PlacedPair(NamedTuple):
 def placed_pair(
   target: Model, drafter: Drafter | None, placement: partitioning.Placement
 ) -> PlacedPair:
-  """Reads parameters that have not been read, and puts all on the devices.
+  """Reads parameters that are not read yet, and places all on the devices.
 
   The drafter comes first: it is read quickly, so its errors show early.
 
   Raises:
-    ValueError: a checkpoint is broken, or cannot be split as a placement says;
-      or the drafter was made for another target.
+    ValueError: a checkpoint is broken, or cannot be split as the placement
+      says; or the drafter was made for another target.
   """
   params = PairParams(None, None)
   prints, of_draft = {}, placement.replicated()
-  asked: Any = drafter  # what it was made for is lost where it is made anew
-  if drafter is not None:
+  original = drafter  # keeps `made_for`, which `small_model` drops
+  if drafter is not None and original is not None:
     read = partitioning.read_parts(drafter.params, of_draft)
     prints['draft'] = fingerprint(read)
     small = alone(drafter)
     if small is None:
-      # Drafters without parameters are told apart by what they do.
+      # Drafters without parameters differ only in their names.
       prints['draft'] += f' {drafter.name or drafter.propose.__qualname__}'
     else:
       follows = partitioning.follow(small.network, of_draft.partition())
       drafter = small_model(follows)
-    read = partitioning.place_parts(read, of_draft, asked.params)
+    read = partitioning.place_parts(read, of_draft, original.params)
     drafter = drafter._replace(params=read)
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
-  if asked is not None:
+  if original is not None:
     dtype = placement.param_dtype
-    _check_made_for(asked, target, read, prints['target'], dtype)
+    _check_made_for(original, target, read, prints['target'], dtype)
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
 
 
 def _check_made_for(
-  drafter: Drafter, target: Model, read: Params, found: str, dtype: str
+  drafter: Drafter, target: Model, read: Params, print_of: str, dtype: str
 ) -> None:
-  """Raises ValueError if a drafter was made for a target not `found` here.
+  """Raises ValueError if a drafter was made for another target.
 
-  A target of integers, here or on disk, is also the one of floats that it was
-  made of, and that of its integers times their factors: its features and its
-  outputs are nearly the same.
+  A target with integer kernels, here or on disk, also passes as the model of
+  floats before rounding, and as the model of integers times factors: features
+  and outputs are nearly the same.
   """
   models = (model.made_for for model in drafter.models if model.made_for)
-  wanted = {*drafter.made_for, *models} - {found}
+  wanted = {*drafter.made_for, *models} - {print_of}
   if wanted and is_integers(dtype):
     wanted.discard(fingerprint(in_floats(read)))
   if wanted:
@@ -106,27 +105,27 @@ def _check_made_for(
       expected = f'one with a checkpoint of floats, loaded with dtype={dtype!r}'
       raise unexpected('target', expected, f'{target.name} of {dtype}')
     wanted.difference_update(made_of)
-    found = made_of[0]
+    print_of = made_of[0]
   if wanted:
     expected = f'one that {drafter.name!r} was made for ({min(wanted)})'
     advice = 'Or train a drafter for this one (specdec distil).'
-    raise unexpected('target', expected, f'{target.name} ({found})', advice)
+    raise unexpected('target', expected, f'{target.name} ({print_of})', advice)
 
 
 def _made_of(target: Model) -> tuple[str, ...]:
-  """Fingerprints of a target before it was rounded; () is unknown."""
+  """Returns fingerprints of a target before rounding; () if unknown."""
   if target.made_of is not None:
     return target.made_of()
   given = target.read()
   leaves = jax.tree.leaves(given)
-  rounded = any(is_integers(one.dtype) for one in leaves)
-  return () if rounded else (fingerprint(given),)
+  is_rounded = any(is_integers(leaf.dtype) for leaf in leaves)
+  return () if is_rounded else (fingerprint(given),)
 
 
-class Room:
-  """Checks whether the arrays of a run fit into the memory that is free.
+class MemoryCheck:
+  """Checks whether the arrays of a run fit into the free memory.
 
-  Counts the least memory that is needed: a run that is refused could not have
+  It counts the least memory of a run. A run that is refused could not have
   worked, but a run that passes may still be too large for the device.
   """
 
@@ -140,8 +139,8 @@ class Room:
     Args:
       target: the target.
       drafter: the drafter, or None.
-      placement: says which devices the parameters go to, and in which dtype,
-        but for models of the drafter that were loaded with one of their own.
+      placement: devices and dtype of the parameters; models of the drafter
+        that were loaded with a dtype keep it.
     """
     dtype = placement.param_dtype
     drafts = drafter.models if drafter else ()
@@ -149,15 +148,16 @@ class Room:
     configs = [config_of(model.network) for model in models]
     self._configs = [config for config in configs if config is not None]
     self._widened = sizes.widened_bytes(target.network, dtype) + sum(
-      sizes.widened_bytes(one.network, one.dtype or dtype) for one in drafts
+      sizes.widened_bytes(draft.network, draft.dtype or dtype)
+      for draft in drafts
     )
     parts = target, *jax.tree.leaves(drafter.params if drafter else ())
     self._unread = sum(_unread_bytes(part, dtype) for part in parts)
     on_one = placement.on_one_device
     self._free = memory.device_bytes if on_one else memory.all_bytes
 
-  def placed(self) -> None:
-    """Tells that the parameters are on the devices: they are free no more."""
+  def mark_params_loaded(self) -> None:
+    """From now on the parameters do not count: they are on the devices."""
     self._unread = 0
 
   def check(
@@ -168,28 +168,27 @@ class Room:
     Args:
       batch: B.
       input_len: E.
-      num_slots: T, of the caches.
+      num_slots: T, slots of the caches.
       num_tokens: S, tokens of a call: a whole draft, or all beams.
 
     Raises:
-      memory.DoesNotFitError: the run does not fit; the message says what was
-        asked for.
+      memory.DoesNotFitError: the run does not fit; the message has its sizes.
     """
     needed = sum(
       sizes.run_bytes(config, batch, input_len, num_slots, num_tokens)
       for config in self._configs
     )
-    beside = ''
+    more = ''
     if self._unread:
-      beside = f', beside {memory.gib(self._unread)} of parameters'
+      more = f', beside {memory.gib(self._unread)} of parameters'
     if self._widened:
-      beside += (
+      more += (
         f', and {memory.gib(self._widened)} of float32 that a CPU makes of'
         " bfloat16 (dtype='float32' takes less)"
       )
     memory.check_room(
       f'{batch} rows of {num_slots} slots (prompt, output and draft) and inputs'
-      f' of {input_len} tokens{beside}',
+      f' of {input_len} tokens{more}',
       needed + self._unread + self._widened,
       self._free,
       'Take a smaller batch, shorter inputs or outputs (max_decode_len; gin:'
@@ -198,7 +197,7 @@ class Room:
 
 
 def _unread_bytes(part: Any, dtype: str) -> int:
-  """Bytes that a model, or an array, is still to take on the devices."""
+  """Returns the bytes that a model or array still needs on the devices."""
   if not isinstance(part, Model):
     return 0 if isinstance(part, jax.Array) else np.asarray(part).nbytes
   dtype = part.dtype or dtype
@@ -210,10 +209,10 @@ def _unread_bytes(part: Any, dtype: str) -> int:
 
 
 def own_vocabulary(model: Model) -> Vocabulary:
-  """A model's own tokenizer.
+  """Returns a model's tokenizer.
 
   Raises:
-    ValueError: the model came without a tokenizer.
+    ValueError: the model was loaded without a tokenizer.
   """
   if model.tokenizer is None:
     expected = f'{TOKENIZER} or {SENTENCEPIECE} beside {model.name!r}'
@@ -223,10 +222,10 @@ def own_vocabulary(model: Model) -> Vocabulary:
 
 
 def fitted(target: Model, drafter: Drafter) -> Drafter:
-  """The drafter with its target's ids, if it is a small model alone.
+  """Gives a drafter its target's ids, if it is a small model alone.
 
-  Heads of one tokenizer may be padded differently. Vocabularies that differ by
-  more than that are left to `check_pair`.
+  Output layers of one tokenizer may be padded differently. `check_pair` refuses
+  larger differences.
   """
   small, size = alone(drafter), target.network.vocab_size
   if small is None or abs(small.network.vocab_size - size) > _MOST_MORE_IDS:
@@ -240,7 +239,7 @@ def check_pair(
   """Raises ValueError unless target and drafter use the tokenizer's ids.
 
   Warns if the drafter does not see the input that the target reads, and if the
-  target's folder asks for what happens only if options say so.
+  target's folder has settings for `generate` that are not followed.
   """
   if target.unfollowed:
     warnings.warn(target.unfollowed, stacklevel=3)
@@ -263,7 +262,7 @@ def check_pair(
 def check_tables(
   target: Model, drafter: Drafter, tokenizer: Vocabulary
 ) -> None:
-  """Raises ValueError if a drafter has a table of other ids."""
+  """Raises ValueError if a drafter has a table with other ids."""
 
   def is_table(value: Any) -> bool:
     return isinstance(value, NGramTable | Memory)
@@ -324,8 +323,10 @@ def _check_encoder(target: Model, drafter: Drafter) -> None:
 
 
 def _check_encoded(target: Model, tokenizer: Vocabulary) -> None:
-  """Raises ValueError if a target's encoder has another model's vocabulary."""
-  # Only for an encoder: a decoder-only model may have learned any end id.
+  """Raises ValueError if a target's encoder has another model's vocabulary.
+
+  A decoder-only model is not checked, since it may have learned any end id.
+  """
   if target.stop_ids and tokenizer.eos_id not in target.stop_ids:
     ends = ' or '.join(map(str, target.stop_ids))
     expected = f"id {ends}, the eos_token_id in the target's folder"
@@ -346,8 +347,8 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Vocabulary) -> None:
 
   Args:
     name: name of the network, for the message.
-    size: ids that the network has.
-    tokenizer: its own tokenizer, or that of another model.
+    size: the network's number of ids.
+    tokenizer: its tokenizer, or that of another model.
   """
   least, most = tokenizer.least_size, tokenizer.vocab_size + _MOST_MORE_IDS
   if least <= size <= most:
@@ -366,7 +367,7 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Vocabulary) -> None:
 
 
 def check_ends(model: Model) -> None:
-  """Raises ValueError if a model ends with an id that its vocabulary lacks."""
+  """Raises ValueError if a model's end is an id that its vocabulary lacks."""
   if model.tokenizer is None:
     return
   size = model.tokenizer.vocab_size
@@ -378,16 +379,16 @@ def check_ends(model: Model) -> None:
 
 
 def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
-  """Raises ValueError unless a drafter can propose what a call asks for.
+  """Raises ValueError unless a drafter supports a call.
 
   A level of a beam search is accepted if all of its beams were proposed. A
-  drafter that knows one continuation, or a tree for one output, proposes too
+  drafter with one continuation, or with a tree for one output, proposes too
   few.
 
   Args:
     drafter: the drafter.
-    adapts: whether drafts are to end where the drafter is not sure enough.
-    num_beams: width of a beam search; None is none.
+    adapts: whether a draft ends when the drafter is not sure enough.
+    num_beams: width of a beam search, or None.
   """
   searches = num_beams is not None
   if searches and (drafter.network is None or drafter.tree is not None):

@@ -20,7 +20,7 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.only_token import only_token
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.padding import padded_rows, rounded_up
-from specdec_jax.engine.pair import PlacedPair, Room
+from specdec_jax.engine.pair import MemoryCheck, PlacedPair
 from specdec_jax.request import Request
 from specdec_jax.types import FinishReason, Generation
 
@@ -35,7 +35,7 @@ class Programs:
   """Compiles the loops of a pair where they are needed first, and keeps them.
 
   Attributes:
-    room: checks whether a run could fit into the memory of the devices.
+    memory_check: checks whether a run could fit into the memory of the devices.
     has_drafter: whether there is a drafter.
     row_multiple: the devices that rows are split over; the rows of a program
       are a multiple of them.
@@ -43,16 +43,19 @@ class Programs:
   """
 
   def __init__(
-    self, pair: PlacedPair, partition: partitioning.Partition | None, room: Room
+    self,
+    pair: PlacedPair,
+    partition: partitioning.Partition | None,
+    memory_check: MemoryCheck,
   ):
     """Compiles nothing.
 
     Args:
       pair: the models, on their devices.
       partition: how rows are split over devices; None: they are not.
-      room: checks the memory.
+      memory_check: checks the memory.
     """
-    self.room, self._partition = room, partition
+    self.memory_check, self._partition = memory_check, partition
     self.row_multiple = partition.row_multiple if partition else 1
     drafter, params = pair.drafter, pair.params
     self.has_drafter = drafter is not None
@@ -215,7 +218,9 @@ class Programs:
     key = name, _shapes(request)
     if key not in self._whole:
       rows, width = request.inputs.shape
-      self.room.check(rows, width, request.cache_slots, request.call_tokens)
+      self.memory_check.check(
+        rows, width, request.cache_slots, request.call_tokens
+      )
       self._whole[key] = self._compile(name, request, state)
       self._whole_rows.add(rows)
     return self._whole[key]

@@ -189,7 +189,7 @@ class SlotPool:
     gamma = self.policy.longest
     draft_slots = example.with_drafting(gamma=gamma).draft_slots
     num_slots = whole_buckets(widest[1] + example.slots + draft_slots)
-    programs.room.check(largest, widest[0], num_slots, 1 + draft_slots)
+    programs.memory_check.check(largest, widest[0], num_slots, 1 + draft_slots)
     # So that requests with prompts and without have as many slots.
     tokens = num_slots - draft_slots
     self._slots = Slots(

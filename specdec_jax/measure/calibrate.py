@@ -163,7 +163,7 @@ def time_calls(
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
     config.check_room(
-      engine.programs.room, engine.target, batch, config.max_gamma
+      engine.programs.memory_check, engine.target, batch, config.max_gamma
     )
   gammas = sorted({min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS})
   sizes = range(1, config.max_gamma + 2)

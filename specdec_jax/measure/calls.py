@@ -33,7 +33,7 @@ from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.calibration import CalibrationError, contradiction
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
+from specdec_jax.engine.pair import MemoryCheck, PlacedPair, placed_pair
 from specdec_jax.measure import memory
 from specdec_jax.models import backend, integers
 from specdec_jax.models.base import LanguageModel, param_shapes
@@ -386,7 +386,7 @@ class Timing(Checked):
     return make_request(target, *shape, self.temperature, self.seed, gamma)
 
   def check_room(
-    self, room: Room, target: LanguageModel, batch: int, gamma: int
+    self, room: MemoryCheck, target: LanguageModel, batch: int, gamma: int
   ) -> None:
     """Raises DoesNotFitError if a run of `request` does not fit.
 
@@ -563,7 +563,7 @@ class BenchmarkConfig(Timing):
   def check_memory(self) -> None:
     """Raises DoesNotFitError if the pair does not fit."""
     target, draft = self.models
-    room = Room(target, small_model(draft), self.placement)
+    room = MemoryCheck(target, small_model(draft), self.placement)
     self.check_room(room, target.network, self.batch, max(self.gammas))
 
   def pair(self) -> PlacedPair:

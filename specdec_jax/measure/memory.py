@@ -1,6 +1,6 @@
 """Bytes that a call must read, counted from shapes without making arrays.
 
-The memory that a run holds is counted by the engine, in `engine.pair`.
+What a run holds is `engine.pair.MemoryCheck`'s subject.
 """
 
 from typing import Any

@@ -206,19 +206,20 @@ class _Layers(nn.Module):
     Args:
       x: [B, S, M].
       positions: int[S] or int[B, S], the tokens' positions.
-      append_kv: maps the index of a layer to its `append_kv`, see `Layer`.
-      attend: an `attend` for each index in `Stack.bias_of`, see `Layer`.
+      append_kv: the `append_kv` of each layer, see `Layer`.
+      attend: the `attend` for each index in `Stack.bias_of`, see `Layer`.
       cross: keys and values of the encoder's output by layer, and their bias.
       deterministic: whether dropout is off.
     """
     stack = self.stack
     kv, angles = [], stack.angles(positions)
     for i, layer in enumerate(self.layers):
-      cross_kv = (cross[0][i], cross[1][i], cross[2]) if cross else ()
+      is_alone = stack.cross == 'none'
+      cross_kv = () if is_alone else (cross[0][i], cross[1][i], cross[2])
       x, layer_kv = layer(
         x,
         angles[stack.numbers[i]],
-        append_kv(i),
+        append_kv[i],
         attend[stack.bias_of[i]],
         cross_kv,
         deterministic,
@@ -231,9 +232,7 @@ class _Layers(nn.Module):
     attend = [kv_cache.reader(bias, self.stack.attend) for bias in biases]
     x, positions = self.dropout(x, deterministic), jnp.arange(x.shape[1])
     alone = [kv_cache.without_cache] * self.stack.num_layers
-    x, _ = self.run(
-      x, positions, alone.__getitem__, attend, cross, deterministic
-    )
+    x, _ = self.run(x, positions, alone, attend, cross, deterministic)
     return self.dropout(norm(x), deterministic=deterministic)
 
 
@@ -354,7 +353,8 @@ class Decoder(_Layers):
       cache, num_queries, tree, self.stack.attend
     )
     cross = cache.cross_keys, cache.cross_values, cache.cross_bias
-    x, kv = self.run(x, positions, cache.append_kv, attend, cross, True)
+    append_kv = [*map(cache.append_kv, range(self.stack.num_layers))]
+    x, kv = self.run(x, positions, append_kv, attend, cross, True)
     return self.decoder_norm(x), cache.grown(kv, num_queries)
 
 

@@ -14,7 +14,7 @@ from specdec_jax.checks.memory import GIB, DoesNotFitError
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.engine.pair import Room
+from specdec_jax.engine.pair import MemoryCheck
 from specdec_jax.measure import memory
 from specdec_jax.measure.calls import make_request
 from specdec_jax.models import sizes, t5
@@ -48,7 +48,7 @@ def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip(monkeypatch):
   assert counted == pytest.approx(11.1e9 + caches, rel=0.005)
   drafter = small_model(Model(small))
   monkeypatch.setattr(checks_memory, 'device_bytes', lambda: 32 * GIB)
-  room = Room(Model(xxl), drafter, Placement())
+  room = MemoryCheck(Model(xxl), drafter, Placement())
   # And not much more than the parameters of both.
   with pytest.raises(DoesNotFitError, match=r'41\.\d\d GiB of memory are need'):
     room.check(1, 128, 192, 8)
