@@ -81,8 +81,8 @@ def small_model(model: Model | LanguageModel) -> Drafter:
       one_more, first, jnp.arange(1, context.gamma)
     )
     tokens, rows = jax.tree.map(
-      lambda one, others: jnp.concatenate(
-        [one[:, None], others.swapaxes(0, 1)], axis=1
+      lambda first, others: jnp.concatenate(
+        [first[:, None], others.swapaxes(0, 1)], axis=1
       ),
       drawn,
       more,

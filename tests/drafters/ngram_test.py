@@ -12,7 +12,7 @@ import rich.console
 
 import toy_models
 from specdec_jax.drafters import ngram_table
-from specdec_jax.drafters.ngram import longest_known, ngram
+from specdec_jax.drafters.ngram import longest_context, ngram
 from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.training import ngram as fitting
@@ -84,7 +84,7 @@ def test_search_among_many_children():
   table = fit([[i, 7] for i in known], 2, 32_000)
   assert table.fanouts == (5_000,)
   ids = np.arange(32_000, dtype=np.int32)
-  nodes = jax.jit(longest_known)(table, ids[:, None], np.ones_like(ids))
+  nodes = jax.jit(longest_context)(table, ids[:, None], np.ones_like(ids))
   np.testing.assert_array_equal(np.flatnonzero(nodes), known)
   np.testing.assert_array_equal(table.tokens[nodes[known]], known)
 
