@@ -527,16 +527,13 @@ class BenchmarkConfig(Timing):
   placement: Placement = Placement()
   gammas: Annotated[Sequence[Positive], Bound(1)] = (4,)
   batch: Positive = 1
-  forced_acceptance: float | None = None
+  forced_acceptance: Annotated[float, Bound(0, 1)] | None = None
   call_sizes: Sequence[Positive] = (1, 2, 4, 8)
   output_file: str | None = None
   name: str = 'benchmark'
 
   def __post_init__(self):
     super().__post_init__()
-    rate = self.forced_acceptance
-    if rate is not None and not 0.0 <= rate <= 1.0:
-      raise unexpected('forced_acceptance', 'None or 0 to 1', rate)
     if 1 not in self.call_sizes:
       raise unexpected('call_sizes', '1 among them', self.call_sizes)
 
