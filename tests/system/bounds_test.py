@@ -6,6 +6,7 @@ Each field is tried with each, whatever it is for: a new one is here by itself.
 import dataclasses
 import json
 import math
+import tracemalloc
 import typing
 
 import jax
@@ -205,13 +206,21 @@ def test_programs_of_many_shapes_are_forgotten(monkeypatch):
   assert sizes == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_a_rule_of_many_texts_is_there_once(engine):
-  """Its arrays are views of one row, also in a batch of more texts."""
-  one, many = (
-    engine.text_request([TEXT] * n, suppress_tokens=[5], bad_words=['cat'])
-    for n in (1, 1000)
-  )
-  for rule in ('bias', 'sequences', 'sequence_bias'):
-    few, lots = (getattr(x.request.token_rules, rule) for x in (one, many))
-    assert lots.shape[0] >= 1000 and lots.strides[0] == 0
-    np.testing.assert_array_equal(lots[999], few[0])
+def test_memory_grows_with_the_pool(engine):
+  """Not with the texts: only their ids are there before they are read."""
+  rules = {'suppress_tokens': [5], 'bad_words': ['cat']}
+  few = engine.scheduler(4).run(engine.text_request([TEXT] * 5, **rules))
+  assert next(few)  # compiled
+  peaks = []
+  for number in (1_000, 100_000):
+    tracemalloc.start()
+    request = engine.text_request([TEXT] * number, **rules)
+    assert next(engine.scheduler(4).run(request))
+    peaks.append(tracemalloc.get_traced_memory()[1])
+    tracemalloc.stop()
+  assert peaks[1] - peaks[0] < 100 << 20
+  # Control: an array of rows that do not share their rules.
+  tracemalloc.start()
+  _ = [np.zeros(engine.target.vocab_size, np.float32) for _ in range(100_000)]
+  assert tracemalloc.get_traced_memory()[1] > 100 << 20
+  tracemalloc.stop()

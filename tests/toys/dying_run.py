@@ -21,7 +21,7 @@ def start(tmp_path, engine=None, **options):
 
 
 class Dies(ReversingEngine):
-  def generate(self, texts, **options):
-    if LINES[3] in texts:
+  def generate(self, request):
+    if LINES[3] in request[0]:
       os.kill(os.getpid(), signal.SIGKILL)
-    return super().generate(texts, **options)
+    return super().generate(request)
