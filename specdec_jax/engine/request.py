@@ -25,6 +25,7 @@ from specdec_jax.engine.completion import (
   from_generation,
   passed_over,
 )
+from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.options import KEY_BITS, Options, example_id
 from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.engine.scoring import Ruled
@@ -278,19 +279,6 @@ def joined(
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """Sizes of the arrays of a pair.
-
-  Attributes:
-    input_len: tokens that an input may have, its end included.
-    decode_len: tokens that an output may have, its end included.
-  """
-
-  input_len: int
-  decode_len: int
-
-
 class TextRequest:
   """Texts with options on their way through the engine.
 
@@ -308,7 +296,7 @@ class TextRequest:
   def __init__(
     self,
     codec: Codec,
-    limits: Limits,
+    config: EngineConfig,
     texts: Sequence[str | Sequence[int]],
     options: Options,
     rules: RowRules,
@@ -319,7 +307,7 @@ class TextRequest:
 
     Args:
       codec: encodes them.
-      limits: of the pair.
+      config: has the greatest lengths.
       texts: the texts.
       options: what the caller asked for, its stop ids too.
       rules: those of the options.
@@ -332,7 +320,7 @@ class TextRequest:
     """
     check_texts(texts)
     self.options, self.rules = options, rules
-    self._codec, self._limits = codec, limits
+    self._codec, self._config = codec, config
     self._languages = codec.languages(options.source_lang, options.target_lang)
     # A beam search gives all outputs of its row.
     self._per_row = 1 if options.num_beams is None else options.num_samples
@@ -341,7 +329,7 @@ class TextRequest:
     self.passed_over: dict[int, Sequence[Completion]] = {}
     self.rows: list[Row] = []
     self._check_sizes(len(texts))
-    self.shared = _shared(codec, limits, options, drafting, tree)
+    self.shared = _shared(codec, config, options, drafting, tree)
     for number, text in enumerate(texts):
       ids = self._encode(number, text)
       for sample in range(samples):
@@ -374,7 +362,7 @@ class TextRequest:
     Raises:
       ValueError: it cannot be read, and `on_too_long` is not 'report'.
     """
-    codec, limit = self._codec, self._limits.input_len
+    codec, limit = self._codec, self._config.max_input_len
     try:
       ids = codec.bare_ids(text)
       check_ids(f'Text {index}', ids, codec.network.vocab_size)
@@ -406,7 +394,7 @@ class TextRequest:
     self, index: int, number: int, sample: int, ids: Sequence[int]
   ) -> Row:
     """Makes the row of a sample of a text."""
-    options, most = self.options, self._limits.input_len
+    options, most = self.options, self._config.max_input_len
     temperature: Any = options.sampling.temperature
     if isinstance(temperature, tuple):
       temperature = temperature[number]
@@ -436,7 +424,7 @@ class TextRequest:
       widths=(width, prompt_width if has_prompts else 1),
       example_id=example_id(example, sample),
       temperature=temperature,
-      max_length=options.max_length or self._limits.decode_len,
+      max_length=options.max_length or self._config.max_decode_len,
     )
 
   def _prompt(self, number: int) -> tuple[int, ...]:
@@ -516,13 +504,13 @@ class TextRequest:
 
 def _shared(
   codec: Codec,
-  limits: Limits,
+  config: EngineConfig,
   options: Options,
   drafting: Drafting,
   tree: TreeShape | None,
 ) -> Request:
   """Makes what all rows of a request share: a request of one row, no text."""
-  most, gamma = limits.decode_len, drafting.gamma
+  most, gamma = config.max_decode_len, drafting.gamma
   if options.max_length is not None and options.max_length > most:
     expected = f'at most max_decode_len = {most}'
     raise unexpected('max_length', expected, options.max_length)

@@ -115,8 +115,8 @@ class Answer:
     request, engine = self.request, self._engine
     options = engine.options(**request.options())
     if request.split:
-      limit = engine.config.max_input_len
-      long = LongTexts(engine.codec, limit, request.prompts, options)
+      config, prompts = engine.config, request.prompts
+      long = LongTexts(engine.codec, config, prompts, options)
       self._long = long
       most = self._service.worker.settings.max_waiting
       if len(long.parts) > most:
