@@ -41,7 +41,7 @@ from specdec_jax.request import (
 )
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
 from specdec_jax.tree_shape import TreeShape
-from specdec_jax.types import FinishReason, Generation
+from specdec_jax.types import Array, FinishReason, Generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +146,9 @@ class Row:
     """Returns its text so far, without a stop id."""
     if self.slot_text is None:
       self.slot_text = self.request.text()
-    has_stop_id = generation.finish_reason[slot] == FinishReason.STOP
-    end: Any = generation.length[slot] - has_stop_id
-    tokens: Any = generation.tokens[slot, self.num_read : end]
+    has_stop_id = bool(generation.finish_reason[slot] == FinishReason.STOP)
+    end = int(generation.length[slot]) - has_stop_id
+    tokens = np.asarray(generation.tokens[slot, self.num_read : end])
     self.slot_text.extend(tokens)
     self.num_read += len(tokens)
     return self.slot_text
@@ -168,7 +168,7 @@ class Row:
       done = self.completion(generation, slot)
       text, tokens, log_probs = done.text, done.tokens, done.log_probs
     else:
-      length: Any = generation.length[slot]
+      length = int(generation.length[slot])
       text = self.read(generation, slot).ready
       tokens = generation.tokens[slot, :length].tolist()
       log_probs = generation.log_probs[slot, :length].tolist()
@@ -192,10 +192,9 @@ class Row:
     draft, generation = view.draft, view.generation
     if draft is None or draft.tree is not None:
       return None
-    length: Any = draft.length[slot]
-    proposed: Any = draft.tokens[slot, :length]
-    end = generation.length[slot]
-    new: Any = generation.tokens[slot, self.num_told : end]
+    proposed = draft.tokens[slot, : int(draft.length[slot])]
+    end = int(generation.length[slot])
+    new = generation.tokens[slot, self.num_told : end]
     accepted = int(generation.stats.num_accepted[slot]) - self.num_accepted
     self.num_accepted += accepted
     after = new[accepted : accepted + 1].tolist()
@@ -226,8 +225,9 @@ def joined(
     size: B, filled up with rows without a text; None is the number of rows.
   """
   if size is not None and size > len(rows):
-    empty: Any = {'inputs': (), 'prompt': (), 'widths': (1, 1), 'max_length': 0}
-    filler = dataclasses.replace(rows[0], **empty)
+    filler = dataclasses.replace(
+      rows[0], inputs=(), prompt=(), widths=(1, 1), max_length=0
+    )
     rows = [*rows, *[filler] * (size - len(rows))]
 
   def each(dtype: Any, values: Iterable[Any]) -> Any:
@@ -248,9 +248,9 @@ def joined(
   inputs, _ = padding.padded(
     [row.inputs for row in rows], len(rows), width, shared.pad_id
   )
-  stop_ids: Any = shared.stop_ids
+  stop_ids: Array = shared.stop_ids
   if np.ndim(stop_ids) > 1:  # each row has values of its own
-    listed: Any = [one.stop_ids for one in options]
+    listed = [one.stop_ids or () for one in options]
     stop_ids, _ = padding.padded(listed, len(rows), stop_ids.shape[1], -1)
   max_length = each(np.int32, (row.max_length for row in rows))
   # Without an encoder the prompt is the input.
@@ -518,7 +518,7 @@ def _shared(
   if options.min_length > max_length:
     expected = f'at most max_length = {max_length}'
     raise unexpected('min_length', expected, options.min_length)
-  lenience: Any = None  # its program differs from that of all numbers
+  lenience: Array | None = None  # its program differs from that of all numbers
   if gamma and options.lenience != 1:
     lenience = np.asarray(options.lenience, np.float32)
   # Greedy programs have no such choice: they stay the same ones.
@@ -527,7 +527,7 @@ def _shared(
     as_blocks = False  # blocks are chains
   stop_ids = [*(options.stop_ids or ())]
   # NumPy arrays: the call of a program moves them to the device together.
-  nothing: Any = np.zeros((1, 1), np.int32)
+  nothing = np.zeros((1, 1), np.int32)
   request = new_request(
     nothing,
     nothing,
