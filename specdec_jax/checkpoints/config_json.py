@@ -346,7 +346,8 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
 
 
 def _t5gemma(family: Family, described: Described, where: str, tied: bool):
-  merged = described['model_type'] == 't5gemma2'
+  merged, stack = described['model_type'] == 't5gemma2', family.stack
+  assert stack is not None
   check_fields(described, family.read, where)
   encoder = _object(described, 'encoder', where)
   decoder = _object(described, 'decoder', where)
@@ -359,8 +360,8 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
     shared = f'true, without another array {family.head}: one embedding'
     raise unexpected(f'{where}: tie_word_embeddings', shared, tied)
   config = T5GemmaConfig(
-    _causal(family.stack, encoder, f'{where}: encoder', tied),
-    _causal(family.stack, decoder, f'{where}: decoder', tied),
+    _causal(stack, encoder, f'{where}: encoder', tied),
+    _causal(stack, decoder, f'{where}: decoder', tied),
     merged_attention=merged,
     start_id=_t5gemma_ids(described)['decoder_start_token_id'],
     image_end_id=image_end,

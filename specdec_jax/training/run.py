@@ -172,7 +172,7 @@ class TrainRun:
       raise unexpected('FromTarget.target', expected, target.vocab_size)
     has_encoder = target and target.has_encoder and not target.reads_encoder
     width = target.encoded_dim if has_encoder else None
-    if _reads_encoder(model) and width != model.encoded_dim:
+    if model.reads_encoder and width != model.encoded_dim:
       expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
@@ -266,16 +266,12 @@ def train(
   params, step = state.params, int(state.step)
   path = os.path.join(run.model_dir, MODEL_FILE)
   about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
-  if about or _reads_encoder(run.model):
+  if about or run.model.reads_encoder:
     about['target'] = made_for
   dtype = jnp.dtype(run.export_dtype)
   t5x.save_t5x(path, params, step, dtype, about or None)
   log(f'{path}: parameters after {step} steps')
   return params
-
-
-def _reads_encoder(model: LanguageModel | Heads) -> bool:
-  return not isinstance(model, Heads) and model.reads_encoder
 
 
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:
