@@ -124,11 +124,11 @@ def convert(config: ConvertConfig) -> str:
       os.rename(written, output)
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
   total = sum(math.prod(shape) for shape in counted)
-  of = f' of {sizes}' if sizes else ''
+  suffix = f' of {sizes}' if sizes else ''
   if config.format == 't5x':
     output /= _T5X_FILE.parent
   count = len(jax.tree.leaves(params))
-  return f'{output}: {count} arrays, {total:,} parameters{of}'
+  return f'{output}: {count} arrays, {total:,} parameters{suffix}'
 
 
 def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:

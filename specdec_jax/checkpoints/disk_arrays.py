@@ -93,7 +93,6 @@ def load_arrays(
   memory.check_room(
     f'The parameters of {source!r}',
     needed,
-    # Of the host, or of all devices.
     memory.free_bytes if sharding is None else memory.all_bytes,
     'Take a smaller model, bfloat16, or more devices.',
   )

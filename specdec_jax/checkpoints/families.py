@@ -100,8 +100,8 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
       return value
     table = {name: whole(v) for name, v in value.items() if name != 'like'}
-    like = value.get('like')
-    return _merged(whole(tables[like]), table) if like else table
+    base = value.get('like')
+    return _merged(whole(tables[base]), table) if base else table
 
   return {
     name: whole(table)

@@ -108,8 +108,8 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   source = str(location)
   if location.read(0, len(_TENSORFLOW)) == _TENSORFLOW:
     advice = 'gs://t5-data/pretrained_models/t5x has the same models.'
-    given = 'a TensorFlow checkpoint of T5'
-    raise unexpected(source, "T5X's format", given, advice)
+    other = 'a TensorFlow checkpoint of T5'
+    raise unexpected(source, "T5X's format", other, advice)
   tree = read_tree(location)
   leaves = flax.traverse_util.flatten_dict(
     _target(tree, source),

@@ -223,7 +223,7 @@ class Engine:
     compilation_cache.enable(cache_folder)
     placement = placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
-    placement = placement.of(target)
+    placement = placement.for_model(target)
     self._partition = placement.partition()
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout

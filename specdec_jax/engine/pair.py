@@ -116,10 +116,10 @@ def _made_of(target: Model) -> tuple[str, ...]:
   """Returns fingerprints of a target before rounding; () if unknown."""
   if target.made_of is not None:
     return target.made_of()
-  given = target.read()
-  leaves = jax.tree.leaves(given)
+  params = target.read()
+  leaves = jax.tree.leaves(params)
   is_rounded = any(is_integers(leaf.dtype) for leaf in leaves)
-  return () if is_rounded else (fingerprint(given),)
+  return () if is_rounded else (fingerprint(params),)
 
 
 class MemoryCheck:

@@ -60,7 +60,7 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def start_id(self) -> int:
-    """The id that a decoder behind an encoder begins with."""
+    """The id that a decoder with an encoder begins with."""
     return 0
 
   @property

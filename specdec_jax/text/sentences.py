@@ -295,12 +295,12 @@ def _cut(
     half = next((i for i in near if not _joins(text[i - 1 : i + 1])), middle)
     halves = text[:half], text[half:]
     return [x for piece in halves for x in _cut(piece, count, most, ())]
-  groups, room = list[list[str]](), -1
+  groups, left = list[list[str]](), -1
   for piece in cuts[0].findall(text):
-    room -= (tokens := size(piece))
-    if room < 0:
+    left -= (tokens := size(piece))
+    if left < 0:
       groups.append([])
-      room = most - tokens
+      left = most - tokens
     groups[-1].append(piece)
   wholes = map(''.join, groups)
   return [x for whole in wholes for x in _cut(whole, count, most, cuts[1:])]
