@@ -419,8 +419,8 @@ class Placement:
       check_choice('Placement.dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       sizes = 'numbers of devices, one of which may be 0 for all that are left'
-      mesh = [self.data, self.model]
-      raise unexpected('Placement.data and model', sizes, mesh)
+      numbers = [self.data, self.model]
+      raise unexpected('Placement.data and model', sizes, numbers)
     if self.kernel_layout == 'blocks' and not self.on_one_device:
       only = "'blocks' on one device alone"
       mesh = f'a mesh of data={self.data}, model={self.model}'

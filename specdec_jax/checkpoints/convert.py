@@ -133,7 +133,7 @@ def convert(config: ConvertConfig) -> str:
 
 def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
   """Returns the fingerprints to write, see `Opened.about`."""
-  about = {TARGET: opened.made_for} if opened.made_for else {}
+  about = {n: text for n, text in opened.about.items() if n == TARGET}
   rounds = opened.is_rounded or config.dtype not in _AS_BEFORE
   if rounds or MADE_OF in opened.about:
     made_of = opened.made_of()

@@ -364,20 +364,15 @@ def open_stored(
   # chunks, also those of zeros, so a missing one is an error.
   strict = {'fill_missing_data_reads': False}
   opening, arrays = {}, {}
-  for name, spec in specs.items():
-    try:
-      opening[name] = ts.open(
-        {**spec, **strict}, open=True, read=True, context=locations.reading()
-      )
-    except locations.STORE_ERRORS as error:  # such as a path to another folder
-      raise broken(source, name, locations.reason(error)) from error
-  for name, future in opening.items():
-    try:
-      arrays[name] = _stored_array(
-        future.result(timeout=locations.READ_SECONDS)
-      )
-    except locations.STORE_ERRORS as error:
-      raise broken(source, name, locations.reason(error)) from error
+  options = {'open': True, 'read': True, 'context': locations.reading()}
+  try:
+    for name, spec in specs.items():
+      opening[name] = ts.open({**spec, **strict}, **options)
+    for name, future in opening.items():
+      store = future.result(timeout=locations.READ_SECONDS)
+      arrays[name] = _stored_array(store)
+  except locations.STORE_ERRORS as error:  # such as a path to another folder
+    raise broken(source, name, locations.reason(error)) from error
   return arrays
 
 

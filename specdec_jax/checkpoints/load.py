@@ -99,11 +99,6 @@ class Opened:
     """Whether the kernels on disk have eight bits, as `convert` writes."""
     return any(array.dtype == INT8 for array in self.arrays.values())
 
-  @property
-  def made_for(self) -> str:
-    """See `Model.made_for`."""
-    return self.about.get(TARGET, '')
-
   def made_of(self) -> tuple[str, ...]:
     """Returns the `fingerprint`s of the floats on disk, and before rounding.
 

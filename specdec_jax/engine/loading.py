@@ -10,6 +10,7 @@ from typing import Any
 from specdec_jax import files
 from specdec_jax.checkpoints.config_json import FolderFacts
 from specdec_jax.checkpoints.load import (
+  TARGET,
   check_network,
   is_huggingface,
   locate,
@@ -127,7 +128,7 @@ def load(
     dtype=INT8 if opened.is_rounded and dtype is None else dtype,
     bos_id=first_id(network, tokenizer, facts and facts.bos_id),
     stop_ids=facts.ids.eos if facts else (),
-    made_for=opened.made_for,
+    made_for=opened.about.get(TARGET, ''),
     made_of=opened.made_of,
     rules=facts.rules if facts else {},
     unfollowed=facts.unfollowed if facts else '',
