@@ -465,12 +465,6 @@ class FolderFacts(NamedTuple):
   rules: Mapping[str, Any]
   unfollowed: str
 
-  @property
-  def bos_id(self) -> int | None:
-    """The id that config.json names as the begin of a text, if any."""
-    named = self.described.get('bos_token_id')
-    return named if type(named) is int else None
-
 
 def read_facts(
   folder: pathlib.Path, described: Described, config: Config

@@ -180,9 +180,7 @@ def _load_named(
 
 
 def load_array(
-  array: DiskArray,
-  dtype: Dtype = None,
-  layout: Sharding | None = None,
+  array: DiskArray, dtype: Dtype = None, layout: Sharding | None = None
 ) -> np.ndarray | jax.Array:
   """Reads an array to its place.
 
