@@ -1,7 +1,7 @@
 """Speculative decoding of T5-family models in JAX.
 
 A drafter proposes a `Draft`, the target extends its cache over it in one call,
-`verify` returns a `Verdict`, and the caches rewind to what was kept.
+`verify` returns a `Verdict`, and the caches rewind to the committed tokens.
 
   target = specdec_jax.load('google/flan-t5-xl', dtype='bfloat16')
   draft = specdec_jax.load('google/flan-t5-small', dtype='bfloat16')
@@ -15,16 +15,16 @@ import importlib
 import pathlib
 from typing import Any
 
-# The stub beside this file says which module a name comes from. A name is
-# imported when it is used: `import specdec_jax` alone is quick.
+# The stub beside this file has the module of each public name. A name is
+# imported when it is used, so that `import specdec_jax` alone is quick.
 _STUB = ast.parse(pathlib.Path(__file__).with_suffix('.pyi').read_text('utf-8'))
-_PLACES = {
+_MODULES = {
   alias.asname: (node.module, alias.name)
   for node in _STUB.body
   if isinstance(node, ast.ImportFrom)
   for alias in node.names
 }
-__all__ = sorted(map(str, _PLACES))
+__all__ = sorted(map(str, _MODULES))
 
 
 def __getattr__(name: str) -> Any:
@@ -32,10 +32,10 @@ def __getattr__(name: str) -> Any:
     from importlib import metadata
 
     return metadata.version(__name__)
-  if name not in _PLACES:
+  if name not in _MODULES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  module, there = _PLACES[name]
-  value = getattr(importlib.import_module(str(module)), there)
+  module, attribute = _MODULES[name]
+  value = getattr(importlib.import_module(str(module)), attribute)
   globals()[name] = value
   return value
 

@@ -419,8 +419,8 @@ class Placement:
       check_choice('Placement.dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       sizes = 'numbers of devices, one of which may be 0 for all that are left'
-      given = [self.data, self.model]
-      raise unexpected('Placement.data and model', sizes, given)
+      numbers = [self.data, self.model]
+      raise unexpected('Placement.data and model', sizes, numbers)
     if self.kernel_layout == 'blocks' and not self.on_one_device:
       only = "'blocks' on one device alone"
       mesh = f'a mesh of data={self.data}, model={self.model}'
@@ -436,7 +436,7 @@ class Placement:
     """The dtype of parameters that were not loaded with one."""
     return self.dtype or 'float32'
 
-  def of(self, model: Any) -> 'Placement':
+  def for_model(self, model: Any) -> 'Placement':
     """Returns this placement with the dtype that a `Model` was loaded with."""
     dtype = model.dtype if isinstance(model, Model) else None
     return dataclasses.replace(self, dtype=dtype or self.param_dtype)
@@ -524,7 +524,7 @@ def place_parts(params: Any, placement: Placement, models: Any) -> Any:
 
   def part(model, value):
     if isinstance(value, Mapping):
-      return place(value, placement.of(model))
+      return place(value, placement.for_model(model))
     where = partition and partition.sharding()
     return jax.device_put(jnp.asarray(value), where)
 
@@ -541,7 +541,7 @@ def check_dtypes(params: Any, placement: Placement) -> None:
     placement: the placement to compare with.
   """
   for model in jax.tree.leaves(params):
-    loaded = placement.of(model).dtype
+    loaded = placement.for_model(model).dtype
     if placement.dtype not in (None, loaded):
       expected = f'{loaded}, with which {model.name or model!r} was loaded'
       raise unexpected('Placement.dtype', expected, placement.dtype)
@@ -570,7 +570,7 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
       return value
     if partition is not None:
       partition.check(value.network)
-    dtype = placement.of(value).param_dtype
+    dtype = placement.for_model(value).param_dtype
     read = value.read(dtype, partition and partition.parameter)
     # Parameters that were given, not read, are not rounded yet.
     return integers.rounded(read, dtype)

@@ -169,7 +169,7 @@ def _t5(family: Family, described: Described, where: str, tied: bool):
   word = values['feed_forward_proj']
   check_choice(f'{where}: feed_forward_proj', word, _WORDS['feed_forward'])
   first, *gate = _WORDS['feed_forward'][word]
-  # transformers follows these two where they are there.
+  # transformers follows these two if they are given.
   if 'dense_act_fn' in values:
     first = _activation(values, 'dense_act_fn', where)
   gated = values.get('is_gated_act')
@@ -191,11 +191,11 @@ def describe(family: Family, config: T5Config) -> dict[str, Any]:
   Raises:
     ValueError: transformers has no T5 with its activations.
   """
-  known = _WORDS['feed_forward']
-  words = {tuple(value): word for word, value in known.items()}
+  forms = _WORDS['feed_forward']
+  words = {tuple(value): word for word, value in forms.items()}
   if config.mlp_activations not in words:
-    known = f'one of {[*words]}, which transformers has'
-    raise unexpected('mlp_activations', known, config.mlp_activations)
+    expected = f'one of {[*words]}, which transformers has'
+    raise unexpected('mlp_activations', expected, config.mlp_activations)
   name = 'UMT5' if config.bias_per_layer else 'T5'
   encoded_dim = config.shape.encoded_dim
   return {
@@ -346,7 +346,8 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
 
 
 def _t5gemma(family: Family, described: Described, where: str, tied: bool):
-  merged = described['model_type'] == 't5gemma2'
+  merged, stack = described['model_type'] == 't5gemma2', family.stack
+  assert stack is not None
   check_fields(described, family.read, where)
   encoder = _object(described, 'encoder', where)
   decoder = _object(described, 'decoder', where)
@@ -359,8 +360,8 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
     shared = f'true, without another array {family.head}: one embedding'
     raise unexpected(f'{where}: tie_word_embeddings', shared, tied)
   config = T5GemmaConfig(
-    _causal(family.stack, encoder, f'{where}: encoder', tied),
-    _causal(family.stack, decoder, f'{where}: decoder', tied),
+    _causal(stack, encoder, f'{where}: encoder', tied),
+    _causal(stack, decoder, f'{where}: decoder', tied),
     merged_attention=merged,
     start_id=_t5gemma_ids(described)['decoder_start_token_id'],
     image_end_id=image_end,
@@ -420,7 +421,7 @@ class SpecialIds(NamedTuple):
   """Ids with a special meaning.
 
   Attributes:
-    decoder_start: the id that a decoder behind an encoder reads first; 0 in a
+    decoder_start: the id that a decoder with an encoder reads first; 0 in a
       T5, as always in T5X.
     eos: ids that end an output; T5 has 1, MADLAD-400 has 2. A decoder-only
       model may have none.
@@ -463,12 +464,6 @@ class FolderFacts(NamedTuple):
   ids: SpecialIds
   rules: Mapping[str, Any]
   unfollowed: str
-
-  @property
-  def bos_id(self) -> int | None:
-    """The id that config.json names as the begin of a text, if any."""
-    named = self.described.get('bos_token_id')
-    return named if type(named) is int else None
 
 
 def read_facts(
@@ -534,7 +529,7 @@ def _single(value: Any) -> Any:
 # Comparing a folder's configuration with the expected one.
 
 
-def check_config(found: Config, expected: Any, source: str) -> None:
+def check_config(actual: Config, expected: Any, source: str) -> None:
   """Compares a checkpoint's configuration with the expected one.
 
   `dropout_rate` and `dtype` are not compared: they are not part of a
@@ -546,7 +541,7 @@ def check_config(found: Config, expected: Any, source: str) -> None:
   """
   have, want = (
     flax.traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')
-    for config in (found, expected)
+    for config in (actual, expected)
   )
   problems = [
     f'{name}: expected {want.get(name)!r}, got {have.get(name)!r}'

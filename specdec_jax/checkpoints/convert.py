@@ -124,16 +124,16 @@ def convert(config: ConvertConfig) -> str:
       os.rename(written, output)
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
   total = sum(math.prod(shape) for shape in counted)
-  of = f' of {sizes}' if sizes else ''
+  suffix = f' of {sizes}' if sizes else ''
   if config.format == 't5x':
     output /= _T5X_FILE.parent
   count = len(jax.tree.leaves(params))
-  return f'{output}: {count} arrays, {total:,} parameters{of}'
+  return f'{output}: {count} arrays, {total:,} parameters{suffix}'
 
 
 def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
   """Returns the fingerprints to write, see `Opened.about`."""
-  about = {TARGET: opened.made_for} if opened.made_for else {}
+  about = {n: text for n, text in opened.about.items() if n == TARGET}
   rounds = opened.is_rounded or config.dtype not in _AS_BEFORE
   if rounds or MADE_OF in opened.about:
     made_of = opened.made_of()

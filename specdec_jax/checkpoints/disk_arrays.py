@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from specdec_jax import files
 from specdec_jax.checks import memory
@@ -35,6 +36,7 @@ METADATA_ERRORS = (
 
 Params = dict[str, Any]
 Index = tuple[slice, ...]
+Dtype: TypeAlias = DTypeLike | None
 Layout: TypeAlias = jax.Device | Sharding
 # One for all arrays, or a function of an array's T5X name; None: the host.
 Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
@@ -64,7 +66,7 @@ class DiskArray:
 def load_arrays(
   arrays: Mapping[str, DiskArray],
   source: str,
-  dtype: Any = None,
+  dtype: Dtype = None,
   sharding: Shardings = None,
 ) -> Params:
   """Reads arrays one after another, each to its place.
@@ -91,7 +93,6 @@ def load_arrays(
   memory.check_room(
     f'The parameters of {source!r}',
     needed,
-    # Of the host, or of all devices.
     memory.free_bytes if sharding is None else memory.all_bytes,
     'Take a smaller model, bfloat16, or more devices.',
   )
@@ -146,7 +147,7 @@ def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
   return DiskArray(kernel.shape, np.dtype(np.float32), read)
 
 
-def _dtype_of(name: str, dtype: Any) -> Any:
+def _dtype_of(name: str, dtype: Dtype) -> Any:
   """Returns the dtype of one array; a dtype of integers is for kernels only."""
   if not integers.is_integers(dtype) or integers.is_kernel(name):
     return dtype
@@ -168,7 +169,7 @@ def _load_named(
   array: DiskArray,
   name: str,
   source: str,
-  dtype: Any = None,
+  dtype: Dtype = None,
   layout: Sharding | None = None,
 ) -> Any:
   """Applies `load_array`; its error has the array's name."""
@@ -179,7 +180,7 @@ def _load_named(
 
 
 def load_array(
-  array: DiskArray, dtype: Any = None, layout: Sharding | None = None
+  array: DiskArray, dtype: Dtype = None, layout: Sharding | None = None
 ) -> np.ndarray | jax.Array:
   """Reads an array to its place.
 
@@ -209,7 +210,7 @@ def load_array(
   return jax.block_until_ready(loaded)
 
 
-def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
+def _read(array: DiskArray, index: Index, dtype: Dtype) -> np.ndarray:
   """Reads a part of an array."""
   if dtype is not None and array.cast is not None:
     array = array.cast(dtype)
@@ -325,7 +326,7 @@ def _stored_array(store: Any, bytes_each: int | None = None) -> DiskArray:
       raise ValueError(locations.reason(error)) from error
     return out.reshape(sizes[: len(index)])
 
-  def cast(dtype: Any) -> DiskArray:
+  def cast(dtype: Dtype) -> DiskArray:
     cast_to = ts.cast(whole, ts.dtype(jnp.dtype(dtype)))
     return _stored_array(cast_to, bytes_each)
 
@@ -361,20 +362,15 @@ def open_stored(
   # chunks, also those of zeros, so a missing one is an error.
   strict = {'fill_missing_data_reads': False}
   opening, arrays = {}, {}
-  for name, spec in specs.items():
-    try:
-      opening[name] = ts.open(
-        {**spec, **strict}, open=True, read=True, context=locations.reading()
-      )
-    except locations.STORE_ERRORS as error:  # such as a path to another folder
-      raise broken(source, name, locations.reason(error)) from error
-  for name, future in opening.items():
-    try:
-      arrays[name] = _stored_array(
-        future.result(timeout=locations.READ_SECONDS)
-      )
-    except locations.STORE_ERRORS as error:
-      raise broken(source, name, locations.reason(error)) from error
+  options = {'open': True, 'read': True, 'context': locations.reading()}
+  try:
+    for name, spec in specs.items():
+      opening[name] = ts.open({**spec, **strict}, **options)
+    for name, future in opening.items():
+      store = future.result(timeout=locations.READ_SECONDS)
+      arrays[name] = _stored_array(store)
+  except locations.STORE_ERRORS as error:  # such as a path to another folder
+    raise broken(source, name, locations.reason(error)) from error
   return arrays
 
 

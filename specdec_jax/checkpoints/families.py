@@ -79,7 +79,7 @@ class Family(NamedTuple):
   aliases: Mapping[str, str] = {}
   kernels_in_out: bool = False
   scales_queries: bool = False
-  stack: Any = None
+  stack: 'Family | None' = None
 
   def name_of(self, stored: str) -> str:
     """Returns the name of an array here from its name in a file."""
@@ -100,8 +100,8 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
       return value
     table = {name: whole(v) for name, v in value.items() if name != 'like'}
-    like = value.get('like')
-    return _merged(whole(tables[like]), table) if like else table
+    base = value.get('like')
+    return _merged(whole(tables[base]), table) if base else table
 
   return {
     name: whole(table)
@@ -171,7 +171,7 @@ def table(
     scales_head: whether transformers divides the input of a separate output
       layer by sqrt(M), see `config_json.scales_output`.
   """
-  sizes: Any = config
+  decoder, tokens = config.shape.decoder, config.shape.tokens
   thirds = ('query', 'key', 'value') if family.kernels_in_out else ()
   rows = {}
   shapes = param_shapes(network_of(config))
@@ -185,14 +185,13 @@ def table(
       stored = stored.replace('*', number[1])
     scale = 1.0
     if part == 'query' and family.scales_queries:
-      scale = sizes.head_dim**-0.5
+      scale = decoder.head_dim**-0.5
     elif part == 'logits_dense' and scales_head:
-      scale = sizes.emb_dim**-0.5
+      scale = tokens.emb_dim**-0.5
     elif part == 'decoder_norm' and family.kernels_in_out:
-      scale = sizes.emb_dim**0.5 if sizes.logits_via_embedding else 1.0
-    transposed = kind in ('kernel', 'rel_embedding')
-    if family.kernels_in_out and part != 'logits_dense':
-      transposed = False
+      scale = tokens.emb_dim**0.5 if tokens.logits_via_embedding else 1.0
+    is_out_in = not family.kernels_in_out or part == 'logits_dense'
+    transposed = is_out_in and kind in ('kernel', 'rel_embedding')
     third = thirds.index(part) if part in thirds else None
     rows[name] = Row(stored, leaf.shape, transposed, third, scale)
   return rows

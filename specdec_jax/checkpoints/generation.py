@@ -37,17 +37,13 @@ def read_settings(
     Options of `Engine.generate`; and a sentence on the settings that are not
     followed, '' if there are none.
   """
-  values = {
-    name: value
-    for name, value in described.items()
-    if name in SETTINGS and value is not None
-  }
-  samples = values.get('do_sample', False)
-  searches = values.get('num_beams', 1) != 1
+  samples = described.get('do_sample')
+  searches = described.get('num_beams') not in (None, 1)
   wanted = {
     name: value
-    for name, value in values.items()
-    if value not in (SETTINGS[name], [])
+    for name, value in described.items()
+    if name in SETTINGS
+    and value not in (None, SETTINGS[name], [])
     and (samples or name not in _WORDS['of_samples'])
     and (searches or name not in _WORDS['of_beams'])
   }

@@ -10,7 +10,6 @@ import pathlib
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import flax.traverse_util
 import jax
@@ -25,10 +24,15 @@ from specdec_jax.checkpoints import (
   safetensors_files,
 )
 from specdec_jax.checkpoints.config_json import CONFIG, FolderFacts, SpecialIds
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, load_array
+from specdec_jax.checkpoints.disk_arrays import (
+  DiskArray,
+  Dtype,
+  Params,
+  load_array,
+)
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.t5x import check_params
-from specdec_jax.checks.fields import package, unexpected
+from specdec_jax.checks.fields import check_type, package, unexpected
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import config_of
@@ -79,13 +83,14 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
     names = sorted(path.name for path in folder.iterdir())[:8]
     advice = 'Save the model with safe_serialization=True.'
     raise unexpected(os.fspath(folder), expected, names, advice)
-  shards: Any = files.read_json(folder / INDEX).get('weight_map')
-  for name, shard in shards.items() if isinstance(shards, dict) else [('', 0)]:
-    # A path could lead out of the folder.
-    if not isinstance(shard, str) or pathlib.Path(shard).name != shard:
-      where = f'{os.fspath(folder / INDEX)}: weight_map: {name}'
-      raise unexpected(where, 'the name of a file of the same folder', shard)
-  return sorted({*shards.values()})
+  index, where = files.read_json(folder / INDEX), os.fspath(folder / INDEX)
+  check_type(f'{where}: weight_map', index.get('weight_map'), Mapping[str, str])
+  shards = {*index['weight_map'].values()}
+  for shard in shards:
+    if pathlib.Path(shard).name != shard:  # a path could leave the folder
+      expected = 'names of files of the same folder'
+      raise unexpected(f'{where}: weight_map', expected, shard)
+  return sorted(shards)
 
 
 def _twice(source: object, first: DiskArray, second: DiskArray) -> ValueError:
@@ -98,7 +103,7 @@ def _twice(source: object, first: DiskArray, second: DiskArray) -> ValueError:
 def open_huggingface(
   folder: str | os.PathLike[str],
   network: LanguageModel | None = None,
-  dtype: Any = None,
+  dtype: Dtype = None,
   adapter: str | os.PathLike[str] | None = None,
 ) -> tuple[FolderFacts, dict[str, DiskArray]]:
   """Finds the arrays of a model, without reading them.

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 
 from specdec_jax.checkpoints import disk_arrays, huggingface, orbax, t5x
 from specdec_jax.checkpoints.config_json import ABOUT, CONFIG, FolderFacts
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, Shardings
+from specdec_jax.checkpoints.disk_arrays import (
+  DiskArray,
+  Dtype,
+  Params,
+  Shardings,
+)
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models import sizes
@@ -31,7 +36,7 @@ def load(
   path: str | os.PathLike[str],
   network: LanguageModel | None = None,
   *,
-  dtype: Any = None,
+  dtype: Dtype = None,
   sharding: Shardings = None,
 ) -> Params:
   """Loads the parameters of a checkpoint of any supported kind.
@@ -94,11 +99,6 @@ class Opened:
     """Whether the kernels on disk have eight bits, as `convert` writes."""
     return any(array.dtype == INT8 for array in self.arrays.values())
 
-  @property
-  def made_for(self) -> str:
-    """See `Model.made_for`."""
-    return self.about.get(TARGET, '')
-
   def made_of(self) -> tuple[str, ...]:
     """Returns the `fingerprint`s of the floats on disk, and before rounding.
 
@@ -112,7 +112,7 @@ class Opened:
       return before
     return (disk_arrays.fingerprint_on_disk(self.arrays), *before)
 
-  def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
+  def read(self, dtype: Dtype = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; see `load`."""
     arrays = self.arrays
     if self.is_rounded and dtype not in (None, INT8):
@@ -124,7 +124,7 @@ def open_checkpoint(
   path: str | os.PathLike[str] | Location,
   network: LanguageModel | None = None,
   *,
-  dtype: Any = None,
+  dtype: Dtype = None,
   adapter: str | os.PathLike[str] | None = None,
 ) -> Opened:
   """Finds the arrays of a checkpoint, without reading them.
@@ -142,7 +142,7 @@ def open_checkpoint(
   check_network(network, dtype)
   location = path if isinstance(path, Location) else locate(path)
   source, is_folder = str(location), location.is_folder()
-  about: Any = {}
+  about: dict[str, Any] = {}
   if is_huggingface(location):
     facts, arrays = huggingface.open_huggingface(
       location.path, network, dtype, adapter
@@ -256,7 +256,7 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
   return factors
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: Dtype) -> None:
   """Raises ValueError unless it is None, a float type, or one for kernels."""
   with contextlib.suppress(TypeError):
     if dtype in (None, *INTEGERS):
@@ -267,7 +267,7 @@ def check_dtype(dtype: Any) -> None:
   raise unexpected('dtype', expected, dtype)
 
 
-def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
+def check_network(network: LanguageModel | None, dtype: Dtype = None) -> None:
   """Checks a network before any of its arrays is made or read.
 
   Raises:

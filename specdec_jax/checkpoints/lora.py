@@ -41,25 +41,21 @@ _MERGE = "Merge it with PEFT's merge_and_unload, and load the result."
 
 
 def _merged(
-  kernel: DiskArray,
-  down: DiskArray,
-  up: DiskArray,
-  scale: float,
-  transposed: bool,
+  kernel: DiskArray, down: DiskArray, up: DiskArray, scale: float, in_out: bool
 ) -> DiskArray:
   """Adds an adapter to a kernel.
 
   Args:
-    kernel: [out, in], or [in, out] if it is transposed, as in GPT-2.
+    kernel: [out, in], or [in, out] if `in_out`, as in GPT-2.
     down: A, [r, in].
     up: B, [out, r].
     scale: s.
-    transposed: see `kernel`.
+    in_out: see `kernel`.
   """
 
   def read(index: Index) -> np.ndarray:
     part = kernel.read(index)
-    out, into = index[::-1] if transposed else index
+    out, into = index[::-1] if in_out else index
     ranks = slice(0, down.shape[0])
     change = up.read((out, ranks)).astype(np.float32)
     change = change @ down.read((ranks, into)).astype(np.float32)
@@ -68,7 +64,7 @@ def _merged(
         f'{down.where}: A and B of {kernel.where} have numbers that are not'
         ' finite: the adapter is broken, or its training diverged.'
       )
-    change = change.T if transposed else change
+    change = change.T if in_out else change
     added = part.astype(np.float32) + np.float32(scale) * change
     return added.astype(part.dtype)
 
@@ -106,8 +102,8 @@ def adapted(
       expected = f'a module whose kernel {module}.weight the model has'
       raise unexpected(source, expected, module, _OTHER)
     kernel, rank = stored[name], down.shape[0]
-    transposed = family.kernels_in_out
-    shape = kernel.shape[::-1] if transposed else kernel.shape
+    in_out = family.kernels_in_out
+    shape = kernel.shape[::-1] if in_out else kernel.shape
     shapes = [list(down.shape), list(up.shape)]
     fits = (*up.shape[:1], *down.shape[1:]) == shape
     if not fits or not rank or up.shape[1] != rank:
@@ -118,7 +114,7 @@ def adapted(
       raise unexpected(f'{source}: {module}', expected, shapes)
     divided = rank**0.5 if described.get('use_rslora') else rank
     scale = float(described['lora_alpha'] / divided)
-    adapted[name] = _merged(kernel, down, up, scale, transposed)
+    adapted[name] = _merged(kernel, down, up, scale, in_out)
   return adapted
 
 
@@ -145,10 +141,9 @@ def _check(described: Mapping[str, Any], where: str) -> None:
   neutral: tuple[Any, ...] = (None, False, '', [], {})
   others = described.keys() - _READ - _NO_MATTER - _SUPPORTED.keys()
   values = dict.fromkeys(sorted(others), neutral) | _SUPPORTED
-  for name, supported in values.items():
-    if (value := described.get(name)) not in supported:
-      expected = f'one of {supported}'
-      raise unexpected(f'{where}: {name}', expected, value, _MERGE)
+  for name, allowed in values.items():
+    if (value := described.get(name)) not in allowed:
+      raise unexpected(f'{where}: {name}', f'one of {allowed}', value, _MERGE)
   check_number(f'{where}: r', described.get('r'), 1)
   check_type(f'{where}: lora_alpha', described.get('lora_alpha'), float)
   check_type(f'{where}: use_rslora', described.get('use_rslora'), bool | None)

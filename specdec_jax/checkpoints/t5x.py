@@ -30,7 +30,7 @@ import numpy as np
 
 from specdec_jax import files
 from specdec_jax.checkpoints import disk_arrays
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Index, Params
+from specdec_jax.checkpoints.disk_arrays import DiskArray, Dtype, Index, Params
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few
 from specdec_jax.models.t5 import T5Config
@@ -51,7 +51,7 @@ def save_t5x(
   path: str | os.PathLike[str],
   params: Params,
   step: int,
-  dtype: Any = None,
+  dtype: Dtype = None,
   about: Mapping[str, str] | None = None,
 ) -> None:
   """Writes parameters to the single file `path`, whole or not at all.
@@ -108,8 +108,8 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   source = str(location)
   if location.read(0, len(_TENSORFLOW)) == _TENSORFLOW:
     advice = 'gs://t5-data/pretrained_models/t5x has the same models.'
-    given = 'a TensorFlow checkpoint of T5'
-    raise unexpected(source, "T5X's format", given, advice)
+    other = 'a TensorFlow checkpoint of T5'
+    raise unexpected(source, "T5X's format", other, advice)
   tree = read_tree(location)
   leaves = flax.traverse_util.flatten_dict(
     _target(tree, source),

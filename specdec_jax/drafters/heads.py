@@ -70,6 +70,7 @@ class Heads(Checked):
   num_heads: Positive = 4
   emb_dim: Positive = 512
   hidden_dim: Positive = 512
+  reads_encoder = False  # heads read the target's features
 
   @property
   def _head(self) -> _Head:

@@ -135,7 +135,7 @@ class Engine:
     compilation_cache.enable(config.cache_folder)
     placement = config.placement or partitioning.Placement()
     partitioning.check_dtypes(target, placement)
-    placement = placement.of(target)
+    placement = placement.for_model(target)
     self.across_hosts = placement.across_hosts
     self.kernel_layout = placement.layout
     memory_check = MemoryCheck(target, drafter, placement)

@@ -10,6 +10,7 @@ from typing import Any
 from specdec_jax import files
 from specdec_jax.checkpoints.config_json import FolderFacts
 from specdec_jax.checkpoints.load import (
+  TARGET,
   check_network,
   is_huggingface,
   locate,
@@ -117,6 +118,7 @@ def load(
     raise unexpected(path, expected, None, advice)
   opened = open_checkpoint(location, network, adapter=adapter)
   facts = opened.facts
+  named = facts and facts.described.get('bos_token_id')
   network = _computing(network, facts, dtype)
   tokenizer = _vocabulary(tokenizer, facts, location, network)
   model = Model(
@@ -125,9 +127,9 @@ def load(
     tokenizer,
     name=path + (f'@{revision}' if revision else ''),
     dtype=INT8 if opened.is_rounded and dtype is None else dtype,
-    bos_id=first_id(network, tokenizer, facts and facts.bos_id),
+    bos_id=first_id(network, tokenizer, named),
     stop_ids=facts.ids.eos if facts else (),
-    made_for=opened.made_for,
+    made_for=opened.about.get(TARGET, ''),
     made_of=opened.made_of,
     rules=facts.rules if facts else {},
     unfollowed=facts.unfollowed if facts else '',

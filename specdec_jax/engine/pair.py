@@ -116,10 +116,10 @@ def _made_of(target: Model) -> tuple[str, ...]:
   """Returns fingerprints of a target before rounding; () if unknown."""
   if target.made_of is not None:
     return target.made_of()
-  given = target.read()
-  leaves = jax.tree.leaves(given)
+  params = target.read()
+  leaves = jax.tree.leaves(params)
   is_rounded = any(is_integers(leaf.dtype) for leaf in leaves)
-  return () if is_rounded else (fingerprint(given),)
+  return () if is_rounded else (fingerprint(params),)
 
 
 class MemoryCheck:
@@ -404,9 +404,7 @@ def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
 
 
 def first_id(
-  network: LanguageModel,
-  tokenizer: Vocabulary | None,
-  named: int | None = None,
+  network: LanguageModel, tokenizer: Vocabulary | None, named: Any = None
 ) -> int | None:
   """Returns the id that a target's texts begin with, or None.
 
@@ -423,7 +421,7 @@ def first_id(
     return tokenizer.bos_id  # Qwen's config.json names one that it never reads
   if network.has_encoder:
     return network.start_id
-  if named is not None and 0 <= named < network.vocab_size:
+  if type(named) is int and 0 <= named < network.vocab_size:
     if tokenizer is not None or not by_vocabulary:
       return named
   return None if tokenizer is None else tokenizer.start_id

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pathlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -36,7 +35,10 @@ def measured(
   path = user_cache() / f'{name}-{digest.hexdigest()[:12]}.json'
   if path.exists():
     try:
-      return read(_value(path, key))
+      stored = read_json(path)
+      if stored['key'] != key:
+        raise ValueError(f'expected the key {key}, got {stored["key"]}')
+      return read(stored['value'])
     except (OSError, ValueError, LookupError, TypeError) as error:
       warnings.warn(
         f'{str(path)!r} is not what was measured here ({error}); it is measured'
@@ -50,10 +52,3 @@ def measured(
     pass  # the next process measures again
   # JSON changes some values: a new measurement is read like a stored one.
   return read(json.loads(json.dumps(value)))
-
-
-def _value(path: pathlib.Path, key: Mapping[str, Any]) -> Any:
-  content = read_json(path)
-  if content['key'] != key:
-    raise ValueError(f'expected the key {key}, got {content["key"]}')
-  return content['value']

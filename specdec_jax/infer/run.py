@@ -590,15 +590,12 @@ def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
 def engine_identity(engine: Engine) -> dict[str, Any]:
   """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
-  tokenizer, rule = engine.tokenizer, engine.drafting.draft_rule
+  vocab, rule = engine.tokenizer, engine.drafting.draft_rule
   return {
     'models': dict(engine.fingerprints),
     'dtype': sorted({str(leaf.dtype) for leaf in leaves}),
-    'vocabulary': tokenizer.fingerprint,
-    'special_tokens': [
-      tokenizer.split_special_tokens,
-      tokenizer.skip_special_tokens,
-    ],
+    'vocabulary': vocab.fingerprint,
+    'special_tokens': [vocab.split_special_tokens, vocab.skip_special_tokens],
     'gamma': engine.gamma,
     'max_input_len': engine.config.max_input_len,
     'max_decode_len': engine.config.max_decode_len,

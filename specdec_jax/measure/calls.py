@@ -568,7 +568,7 @@ class BenchmarkConfig(Timing):
     for model in self.models:
       partitioning.check_dtypes(model, self.placement)
     target, draft = self.models
-    placement = self.placement.of(target)
+    placement = self.placement.for_model(target)
     return placed_pair(target, small_model(draft), placement)
 
 

@@ -60,7 +60,7 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def start_id(self) -> int:
-    """The id that a decoder behind an encoder begins with."""
+    """The id that a decoder with an encoder begins with."""
     return 0
 
   @property
@@ -213,6 +213,25 @@ class NetworkWrapper:
 
   network: Any
 
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    params, inputs = self._params(params), self._tokens(inputs)
+    return self.network.prefill(params, inputs, max_length, longest, encoded)
+
+  def extend(self, params, cache, tokens, tree=None):
+    params, tokens = self._params(params), self._tokens(tokens)
+    return self.network.extend(params, cache, tokens, tree)
+
+  def embed(self, params, tokens):
+    return self.network.embed(self._params(params), self._tokens(tokens))
+
+  def _params(self, params):
+    """Returns the parameters of the wrapped network."""
+    return params
+
+  def _tokens(self, tokens):
+    """Returns the tokens for the wrapped network."""
+    return tokens
+
   def __getattr__(self, name: str) -> Any:
     return getattr(object.__getattribute__(self, 'network'), name)
 
@@ -222,12 +241,9 @@ def param_shapes(network: LanguageModel | NetworkWrapper) -> Params:
 
   Tracing `init` for the shapes takes a third of a second for 20 layers.
   """
-  try:
-    return _param_shapes(network)  # type: ignore[arg-type]
-  except TypeError:  # an unhashable network cannot be a key
-    return network.param_shapes()
+  return _param_shapes(network)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=16)
-def _param_shapes(network: Any) -> Params:
+def _param_shapes(network: LanguageModel) -> Params:
   return network.param_shapes()

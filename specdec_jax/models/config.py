@@ -45,8 +45,8 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
   check_choice(f'{kind}.dtype', config.dtype, DTYPES)
   unknown = set(config.mlp_activations) - set(ACTIVATIONS)
   if unknown or not config.mlp_activations:
-    known = f'one or more of {sorted(ACTIVATIONS)}'
-    raise unexpected(f'{kind}.mlp_activations', known, config.mlp_activations)
+    names = f'one or more of {sorted(ACTIVATIONS)}'
+    raise unexpected(f'{kind}.mlp_activations', names, config.mlp_activations)
 
 
 T = TypeVar('T')

@@ -7,7 +7,12 @@ from typing import Any
 import jax
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models.base import LanguageModel, Params, param_shapes
+from specdec_jax.models.base import (
+  LanguageModel,
+  NetworkWrapper,
+  Params,
+  param_shapes,
+)
 from specdec_jax.models.other_ids import Fitted, cut, shortlisted, unfitted
 
 
@@ -72,6 +77,11 @@ class Model:
   rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   unfollowed: str = ''
   reader: Callable[[Any, Any], Params] | None = None
+
+  def __post_init__(self):
+    if not isinstance(self.network, LanguageModel | NetworkWrapper):
+      expected = 'a LanguageModel, of which your own network is a subclass'
+      raise unexpected('network', expected, self.network)
 
   def __repr__(self) -> str:
     name = f', {self.name!r}' if self.name else ''

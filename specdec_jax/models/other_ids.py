@@ -57,16 +57,6 @@ class Fitted(NetworkWrapper):
 
   vocab_size: int
 
-  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
-    inputs = self._clipped(inputs)
-    return self.network.prefill(params, inputs, max_length, longest, encoded)
-
-  def extend(self, params, cache, tokens, tree=None):
-    return self.network.extend(params, cache, self._clipped(tokens), tree)
-
-  def embed(self, params, tokens):
-    return self.network.embed(params, self._clipped(tokens))
-
   def head(self, params, features):
     logits = self.network.head(params, features)
     more = max(0, self.vocab_size - self.network.vocab_size)
@@ -74,7 +64,7 @@ class Fitted(NetworkWrapper):
     padded = jnp.pad(logits, widths, constant_values=-jnp.inf)
     return padded[..., : self.vocab_size]
 
-  def _clipped(self, tokens):
+  def _tokens(self, tokens):
     # Without an embedding an id would read as NaN. Any embedding is right for a
     # drafter.
     return jnp.minimum(tokens, self.network.vocab_size - 1)
@@ -105,15 +95,8 @@ class Shortlisted(NetworkWrapper):
     """As `LanguageModel.param_shapes`."""
     return jax.eval_shape(self.init, jax.random.key(0))
 
-  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
-    params = params['network']
-    return self.network.prefill(params, inputs, max_length, longest, encoded)
-
-  def extend(self, params, cache, tokens, tree=None):
-    return self.network.extend(params['network'], cache, tokens, tree)
-
-  def embed(self, params, tokens):
-    return self.network.embed(params['network'], tokens)
+  def _params(self, params):
+    return params['network']
 
   def head(self, params, features):
     shape = self.network.shape

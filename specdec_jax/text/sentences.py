@@ -215,25 +215,22 @@ def _rules_of(language: str) -> _Rules:
   if language not in _TABLES['ordinals'].split():
     ordinals = {}
 
-  def of_word(match: re.Match) -> str:
-    is_known = match[1] in words or match[1].lower() in words
-    return match[1] + '_' if is_known else match[0]
-
-  def before_small(match: re.Match) -> str:
-    return match[1] + '_' if match[2].islower() else match[0]
-
-  def of_initial(match: re.Match) -> str:
-    return match[1] + '_' if match[1].isupper() else match[0]
+  def stop_if(holds: Callable[[re.Match], object]) -> Callable[..., str]:
+    return lambda match: match[1] + '_' if holds(match) else match[0]
 
   changes: dict[str, Any] = {
     r'\s': ' ',  # sentencex 1.0.32 panics at wide blanks after an initial
     '[។៕།༎]': '。',  # Khmer and Tibetan
-    r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': of_word,
+    r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': stop_if(
+      lambda match: words & {match[1], match[1].lower()}
+    ),
     r'^([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
     **ordinals,
-    r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': before_small,
+    r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': stop_if(
+      lambda match: match[2].islower()
+    ),
     # Initials of all scripts; sentencex knows those from A to Z.
-    r'(?<!\w)([^\W\d_A-Z])\.(?= )': of_initial,
+    r'(?<!\w)([^\W\d_A-Z])\.(?= )': stop_if(lambda match: match[1].isupper()),
     r'(?<=[A-Z]\.-)([A-Z])\.(?= )': r'\1_',
     r'(?<= al)\.(?= [(\[])': '_',  # 'et al. [2004]'
     # sentencex begins no sentence with a digit.
@@ -298,12 +295,12 @@ def _cut(
     half = next((i for i in near if not _joins(text[i - 1 : i + 1])), middle)
     halves = text[:half], text[half:]
     return [x for piece in halves for x in _cut(piece, count, most, ())]
-  groups, room = list[list[str]](), -1
+  groups, left = list[list[str]](), -1
   for piece in cuts[0].findall(text):
-    room -= (tokens := size(piece))
-    if room < 0:
+    left -= (tokens := size(piece))
+    if left < 0:
       groups.append([])
-      room = most - tokens
+      left = most - tokens
     groups[-1].append(piece)
   wholes = map(''.join, groups)
   return [x for whole in wholes for x in _cut(whole, count, most, cuts[1:])]

@@ -5,8 +5,8 @@ seqio: `inputs_pretokenized` and `targets_pretokenized` are the texts, prefix
 included; `inputs` and `targets` are their ids, cut so that the end-of-sequence
 id still fits into the length.
 
-T5's translation, its summarisation and lm1b are known by the names that T5's
-own code gives them, and read data that TensorFlow Datasets (TFDS) has prepared.
+T5's translation, its summarisation and lm1b have their names in T5's code, and
+read data that TensorFlow Datasets (TFDS) has prepared.
 If a module registers a seqio task of the same name, that task is used instead.
 
 seqio brings TensorFlow: it is imported when a function here needs it, and
@@ -427,13 +427,13 @@ def _subtasks(name: str, tokenizer: Vocabulary | None) -> list[Any]:
     raise ValueError(
       f'No task {name!r} is known without seqio.{nearest(name, TASKS)} {error}'
     ) from error
-  known = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
-  if name in known:
+  names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
+  if name in names:
     return list(seqio.get_subtasks(seqio.get_mixture_or_task(name)))
   if name in TASKS:
     return [t5_task(name, tokenizer.path if tokenizer else None)]
   raise ValueError(
-    f'There is no task {name!r}.{nearest(name, known | TASKS.keys())} Import'
+    f'There is no task {name!r}.{nearest(name, names | TASKS.keys())} Import'
     ' the module that registers a task of your own first (`import my_tasks` in'
     ' a gin file).'
   )

@@ -13,7 +13,7 @@ import os
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
@@ -37,8 +37,7 @@ _BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
 _LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
 
-@runtime_checkable
-class Vocabulary(Protocol):
+class Vocabulary:
   """The contract of a tokenizer.
 
   `Tokenizer` reads files. A tokenizer of your own is a subclass that has
@@ -48,7 +47,7 @@ class Vocabulary(Protocol):
   Attributes:
     vocab_size: V, the largest id plus one.
     eos_id: the end of sequence.
-    path: where its files are, for messages.
+    path: path of its files, for messages.
     before: ids in front of every text, such as `<s>` in CodeT5, except
       languages.
     bos_id: the first id in `before`; None in T5, GPT-2 and Qwen.
@@ -75,15 +74,18 @@ class Vocabulary(Protocol):
   split_special_tokens: bool = False
   skip_special_tokens: bool | None = None
 
-  @property
+  @functools.cached_property
   def fingerprint(self) -> str:
     """Text that differs between vocabularies."""
+    raise NotImplementedError
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`, without those in `before` and `after`."""
+    raise NotImplementedError
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids`."""
+    raise NotImplementedError
 
   @functools.cached_property
   def after(self) -> Sequence[int]:

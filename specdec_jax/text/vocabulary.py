@@ -112,8 +112,8 @@ def added_tokens(
   tokens: dict[int, Any] = {}
   for number, fields in (config.get('added_tokens_decoder') or {}).items():
     try:
-      given = {name: fields[name] for name in _FIELDS & fields.keys()}
-      tokens[int(number)] = added_token(**{'special': False} | given)
+      attributes = {name: fields[name] for name in _FIELDS & fields.keys()}
+      tokens[int(number)] = added_token(**{'special': False} | attributes)
     except (AttributeError, TypeError, ValueError) as error:
       where = f'{os.fspath(folder / SETTINGS)!r}: added_tokens_decoder'
       expected = 'ids, each with the fields of a token'
@@ -292,7 +292,7 @@ def _of_vocab(
   ]
   if kind.startswith('Roberta') or config.get('cls_token'):  # CodeT5's
     names = (('cls_token', _BOS), ('sep_token', _EOS))
-    ends = [content(config.get(name)) or usual for name, usual in names]
+    ends = [content(config.get(name)) or default for name, default in names]
   elif processor.token_to_id(END) is not None and not config.get('eos_token'):
     processor.add_special_tokens([END])
   first, last = ends
@@ -386,9 +386,9 @@ class PiecesBackend:
         )
       self.added[i] = token
       ids[token.content] = i
-    known = {token.content for token in self.added.values()}
+    added_names = {token.content for token in self.added.values()}
     for name in named_tokens(config or {}):
-      if name not in known:
+      if name not in added_names:
         ids.setdefault(name, 1 + max(ids.values()))
         self.added[ids[name]] = added_token(name)
     self.sentinels -= {*(added or {})}
@@ -407,8 +407,8 @@ class PiecesBackend:
     backend = copy.copy(self)
     if not exist:
       backend.added, backend.pieces = (
-        {i: value for i, value in of.items() if i not in self.sentinels}
-        for of in (self.added, self.pieces)
+        {i: value for i, value in tokens.items() if i not in self.sentinels}
+        for tokens in (self.added, self.pieces)
       )
     backend.sentinels, backend._splitters = set(), {}
     return backend

@@ -173,7 +173,7 @@ class TrainRun:
       raise unexpected('FromTarget.target', expected, target.vocab_size)
     has_encoder = target and target.has_encoder and not target.reads_encoder
     width = target.encoded_dim if has_encoder else None
-    if _reads_encoder(model) and width != model.encoded_dim:
+    if model.reads_encoder and width != model.encoded_dim:
       expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
@@ -229,7 +229,7 @@ def train(
   about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
   if run.learning is not None:
     target = fingerprint(objective.target_params)
-    if about or _reads_encoder(run.model):
+    if about or run.model.reads_encoder:
       about['target'] = target
     # The outputs that it learns from are part of the data.
     learning = vars(run.learning) | {'checkpoint_path': target}
@@ -279,10 +279,6 @@ def _check_settings(run: TrainRun, **settings: Any) -> None:
     check_settings(path, files.read_json(path), settings)
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
-
-
-def _reads_encoder(model: LanguageModel | Heads) -> bool:
-  return not isinstance(model, Heads) and model.reads_encoder
 
 
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:

@@ -3,7 +3,6 @@
 It runs on the CPU here: the programs differ, not what they mean.
 """
 
-import contextlib
 import os
 import re
 import subprocess
@@ -84,9 +83,9 @@ def test_caches_are_written_the_same(batch):
     np.testing.assert_array_equal(have, want)
     # It is another program, unless rows and heads may be on several devices.
     text = jax.jit(kv_cache.write).lower(*args, start).as_text()
-    with backend.split():
+    with backend.split(True):
       split = jax.jit(kv_cache.write).lower(*args, start).as_text()
-  with backend.split():
+  with backend.split(True):
     mapped = jax.jit(kv_cache.write).lower(*args, start).as_text()
   assert mapped == split != text
 
@@ -96,7 +95,7 @@ def copied_in_loops(target, split):
   request = request_of(1, 0, GREEDY, 100, inputs=INPUTS, seed=0)
   assert request.cache_slots <= 128, 'more slots are read by a conditional'
   params = PairParams(PARAMS, None)
-  with backend.split() if split else contextlib.nullcontext():
+  with backend.split(split):
     lowered = jax.jit(Loop(target).decode).lower(params, request)
   slots = rf'\d+,{target.config.num_heads},\d+,{request.cache_slots}'
   loops, _, entry = lowered.compile().as_text().partition('\nENTRY')

@@ -18,6 +18,7 @@ from specdec_jax import partitioning
 from specdec_jax.models import backend, integers, sizes
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
+from specdec_jax.models.model import Model
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from toy_families import extend, inputs_of, logits_of, make, prefill, tokens
@@ -269,5 +270,6 @@ def test_parameters_are_known_before_there_are_any(name):
   assert {name: leaf.shape for name, leaf in flat.items()} == {
     name: leaf.shape for name, leaf in quick.items()
   }
-  assert sizes.num_params(config) == sum(leaf.size for leaf in flat.values())
+  num_params = Model(network_of(config)).num_params
+  assert num_params == sum(leaf.size for leaf in flat.values())
   assert sizes.run_bytes(config, 2, 16, 32, 5) > 0

@@ -251,7 +251,7 @@ def test_the_check_sees_a_gathered_weight(family, tokenizer, monkeypatch):
   """Logits asked for whole at once: XLA gathers the output layer's kernel."""
 
   def head(self, params, features):
-    with backend.split():
+    with backend.split(True):
       logits = self.network.head(params, features)
     return self._at(logits, ('batch', None, None))
 
