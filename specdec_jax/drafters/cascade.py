@@ -9,7 +9,7 @@ costs if drafting itself takes time.
 """
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from specdec_jax.drafters.base import Context, Drafter, DrafterState
 from specdec_jax.drafters.small_model import (
   as_drafter,
   catch_up,
+  network_of,
   read_last,
   small_model,
 )
@@ -88,7 +89,7 @@ def cascade(
     expected = 'a drafter that does not read features of the target'
     advice = 'Give it to the engine alone or in with_fallback.'
     raise unexpected('drafter of a cascade', expected, drafter.name, advice)
-  parts = _Cascade(strong, drafter, gamma)
+  parts = _Cascade(network_of(model), strong, drafter, gamma)
   return Drafter(
     parts.init,
     parts.propose,
@@ -104,19 +105,16 @@ class _Cascade:
   """The functions of the drafter.
 
   Attributes:
+    network: the model's network.
     strong: the model as a drafter.
     cheaper: the cheaper drafter.
     gamma: its proposals per inner round.
   """
 
+  network: LanguageModel
   strong: Drafter
   cheaper: Drafter
   gamma: int
-
-  @property
-  def network(self) -> LanguageModel:
-    """The model's network."""
-    return cast(LanguageModel, self.strong.network)
 
   def init(self, params, inputs, max_length, prompt, encoded):
     # The last round of a draft may read past its end.
@@ -207,10 +205,8 @@ class _Cascade:
 
   def commit(self, state, length: jax.Array):
     cache, cheaper = state
-    return (
-      self.strong.commit(cache, length),
-      self.cheaper.commit(cheaper, length),
-    )
+    cache = self.strong.commit(cache, length)
+    return cache, self.cheaper.commit(cheaper, length)
 
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):

@@ -11,6 +11,7 @@ takes tells how much to leave for the measurements after the training.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -146,8 +147,8 @@ def distil(
   run = _train_run(config, draft, tokenizer, max(sizes))
   files.make_folder(run.model_dir)
   lines = ''.join(f'{text}\n' for text in held_out)
-  held_out_file = os.path.join(config.output_dir, HELD_OUT)
-  files.write_atomically(held_out_file, lines.encode())
+  path = os.path.join(config.output_dir, HELD_OUT)
+  files.write_atomically(path, lines.encode())
   measured = _Measured(config, int(np.median(sizes)), end, console)
   # Without a step there is a file, but the training goes on.
   is_trained = _num_steps(run.model_dir) > 0 and os.path.exists(
@@ -160,16 +161,12 @@ def distil(
     measured.time_calls(draft, params)
     return end - measured.closing_s()
 
-  # The target's outputs will take the place of the second sides.
-  train(
-    run,
-    (
-      [(ids[text], ids[text]) for text in learned],
-      [(ids[text], ids[text]) for text in held_out],
-    ),
-    lambda params: decoder_layers(params, config.num_layers),
-    until=until,
+  # The target's outputs replace the second sides.
+  pairs, valid = (
+    [(ids[text], ids[text]) for text in texts] for texts in (learned, held_out)
   )
+  begin = functools.partial(decoder_layers, num_layers=config.num_layers)
+  train(run, (pairs, valid), begin, until=until)
   if not _num_steps(run.model_dir):
     raise measured.too_short()
   _export(config, draft, run.model_dir)
@@ -198,9 +195,9 @@ def draft_network(config: DistilConfig) -> T5:
     expected = 'a T5 with an encoder, loaded from a checkpoint'
     advice = 'For a decoder-only target see gin/runs/train_lm.gin.'
     raise unexpected('DistilConfig.target', expected, target, advice)
-  most = network.config.num_decoder_layers
-  if config.num_layers > most:
-    expected = f'at most {most}, the layers of the target'
+  num_layers = network.config.num_decoder_layers
+  if config.num_layers > num_layers:
+    expected = f'at most {num_layers}, the layers of the target'
     raise unexpected('DistilConfig.num_layers', expected, config.num_layers)
   return T5(
     dataclasses.replace(
@@ -213,7 +210,7 @@ def draft_network(config: DistilConfig) -> T5:
 
 
 def decoder_layers(params: Params, num_layers: int) -> Params:
-  """Returns a T5's parameters without its encoder and some decoder layers.
+  """Takes a T5's parameters without its encoder, and with few decoder layers.
 
   A drafter that begins with them only has to learn to do with fewer layers.
 
@@ -221,11 +218,11 @@ def decoder_layers(params: Params, num_layers: int) -> Params:
     params: the T5's parameters.
     num_layers: number of decoder layers to take, evenly spaced.
   """
-  theirs = params['decoder']
-  others = {k: v for k, v in theirs.items() if not k.startswith('layers_')}
-  last = len(theirs) - len(others) - 1
+  decoder = params['decoder']
+  others = {k: v for k, v in decoder.items() if not k.startswith('layers_')}
+  last = len(decoder) - len(others) - 1
   layers = {
-    f'layers_{new}': theirs[f'layers_{round(old)}']
+    f'layers_{new}': decoder[f'layers_{round(old)}']
     for new, old in enumerate(np.linspace(0, last, num_layers))
   }
   without = {name: x for name, x in params.items() if name != 'encoder'}
@@ -246,11 +243,9 @@ def _texts(
   config: DistilConfig, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str]]:
   """Returns the texts to learn from, and those to hold out."""
-
-  def count(text: str) -> int:
-    return len(tokenizer.whole(text))
-
-  prompts = read_prompts(config.texts, count, config.max_input_len)
+  prompts = read_prompts(
+    config.texts, lambda text: len(tokenizer.whole(text)), config.max_input_len
+  )
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'

@@ -225,15 +225,9 @@ def train(
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
-  learning: dict[str, Any] = {'z_loss': run.z_loss}
-  about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
+  target = ''
   if run.learning is not None:
     target = fingerprint(objective.target_params)
-    if about or base.reads_encoder(run.model):
-      about['target'] = target
-    # The outputs that it learns from are part of the data.
-    learning = vars(run.learning) | {'checkpoint_path': target}
-    learning |= {'outputs': None, 'outputs_folder': None}
     if run.learning.outputs is not None:
       pairs, held_out = _target_outputs(
         run, objective, packing, pairs, held_out, log
@@ -244,7 +238,7 @@ def train(
     run,
     init=init,
     start_id=start_id,
-    learning=learning,
+    learning=_learning_settings(run, target),
     packing=dataclasses.asdict(packing),
     train_data=digest(pairs),
   )
@@ -259,11 +253,22 @@ def train(
   loop = Trainer(objective, run.training, batches, valid, log, stores)
   end = math.inf if until is None else until(params)
   state = loop.train(params, os.path.join(run.model_dir, STATES), end)
+  about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
+  if about or base.reads_encoder(run.model):
+    about['target'] = target
   path, step = os.path.join(run.model_dir, MODEL_FILE), int(state.step)
   dtype = jnp.dtype(run.export_dtype)
   t5x.save_t5x(path, state.params, step, dtype, about or None)
   log(f'{path}: parameters after {step} steps')
   return state.params
+
+
+def _learning_settings(run: TrainRun, target: str) -> dict[str, Any]:
+  """Returns the settings of the objective, with the target's fingerprint."""
+  if run.learning is None:
+    return {'z_loss': run.z_loss}
+  changes = {'checkpoint_path': target, 'outputs': None, 'outputs_folder': None}
+  return vars(run.learning) | changes  # the outputs are part of the data
 
 
 def _check_settings(run: TrainRun, **settings: Any) -> None:
@@ -389,7 +394,7 @@ def _objective(run: TrainRun, first: int | None) -> Any:
 
 
 def _stores_features(objective: Any, batches: PackedBatches) -> bool:
-  """Whether the target's features of all batches fit into memory.
+  """Returns whether the target's features of all batches fit into memory.
 
   They are then computed once, in the first epoch.
   """
