@@ -163,7 +163,7 @@ class _Cascade:
   ) -> _Rounds:
     keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
-    # Without token rules: the prefix they need is that of the round's start.
+    # Without token rules, because `prefix` ends where the round began.
     inner = dataclasses.replace(
       context.within(
         drafting=Drafting(self.gamma),
@@ -181,7 +181,7 @@ class _Cascade:
     room = jnp.maximum(goal - now.done - 1, 0)
     draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
 
-    # Written at `done`: tokens past `count` are overwritten or cut off later.
+    # Tokens past `count` are overwritten or cut off later.
     write = jax.vmap(lax.dynamic_update_slice)
     tokens = write(now.tokens, draft.tokens, (length,))
     logits, cache = read_last(

@@ -261,7 +261,7 @@ def fit(
   check_number('vocab_size', vocab_size, 1)
   check_number('max_continuations', max_continuations, 1)
   check_number('min_count', min_count, 1)
-  # An empty row, so that a corpus without text has an error of its own below.
+  # It begins with an empty row, so that a corpus without text can be joined.
   rows = [np.zeros(0, np.int64)]
   rows += [np.asarray(row, np.int64).reshape(-1) for row in sequences]
   for row in rows:

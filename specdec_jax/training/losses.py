@@ -219,7 +219,7 @@ class HeadDistillation(Distillation):
       counted = mask[:, i:]
       head = self._compared(logits, target[:, i:], counted, key is None)
       sums['loss'] += self.decay**i * head.pop('loss')
-      # Scaled, so that a division by all tokens gives the mean over the head's.
+      # Dividing by all tokens then gives the mean over the head's own tokens.
       scale = sums['tokens'] / jnp.maximum(counted.sum(), 1.0)
       sums |= {f'{name}_{i + 1}': x * scale for name, x in head.items()}
     return sums

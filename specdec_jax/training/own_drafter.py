@@ -39,15 +39,10 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.training import run as training_run
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
-from specdec_jax.training.run import (
-  MODEL_FILE,
-  STATES,
-  FromTarget,
-  TrainRun,
-  train,
-)
+from specdec_jax.training.run import FromTarget, TrainRun
 from specdec_jax.training.trainer import TrainConfig
 from specdec_jax.types import Positive
 
@@ -150,9 +145,9 @@ def distil(
   path = os.path.join(config.output_dir, HELD_OUT)
   files.write_atomically(path, lines.encode())
   measured = _Measured(config, int(np.median(sizes)), end, console)
-  # Without a step there is a file, but the training goes on.
+  # A run that was stopped before its first step has a model file too.
   is_trained = _num_steps(run.model_dir) > 0 and os.path.exists(
-    os.path.join(run.model_dir, MODEL_FILE)
+    os.path.join(run.model_dir, training_run.MODEL_FILE)
   )
 
   def until(params: Params) -> float:
@@ -166,7 +161,7 @@ def distil(
     [(ids[text], ids[text]) for text in texts] for texts in (learned, held_out)
   )
   begin = functools.partial(decoder_layers, num_layers=config.num_layers)
-  train(run, (pairs, valid), begin, until=until)
+  training_run.train(run, (pairs, valid), begin, until=until)
   if not _num_steps(run.model_dir):
     raise measured.too_short()
   _export(config, draft, run.model_dir)
@@ -295,14 +290,15 @@ def _train_run(
 
 def _num_steps(training: str) -> int:
   """Returns the number of steps of a training's newest state."""
-  folder = os.path.join(training, STATES)
+  folder = os.path.join(training, training_run.STATES)
   names = os.listdir(folder) if os.path.isdir(folder) else []
   return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def _export(config: DistilConfig, draft: T5, training: str) -> None:
   """Writes the drafter's sizes, parameters, target and shortlist."""
-  draft_model = loading.load(os.path.join(training, MODEL_FILE), draft)
+  path = os.path.join(training, training_run.MODEL_FILE)
+  draft_model = loading.load(path, draft)
   huggingface.save_huggingface(
     config.output_dir,
     draft.config,
@@ -418,7 +414,7 @@ class _Measured:
     """Returns the error of a run without time to learn in."""
     minutes = self._config.minutes
     expected = f'more than {minutes:g} on this machine'
-    advice = 'What the target said is kept: the same command goes on.'
+    advice = "The target's outputs are kept: the same command goes on."
     return unexpected('DistilConfig.minutes', expected, minutes, advice)
 
   def calibrated(self) -> Calibration | None:

@@ -50,7 +50,7 @@ _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
-_EVAL_PART = 0.2  # of the minutes for outputs, besides these
+_EVAL_PART = 0.2  # share of the minutes for outputs, added for held-out ones
 # The part of the host's memory that the target's features may take. It is a
 # part of all memory, not of free memory, because the order of batches depends
 # on it, and a run that goes on must have the same order.
@@ -172,7 +172,7 @@ class TrainRun:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
     if not getattr(target, 'has_encoder', False) or base.reads_encoder(target):
-      width = None  # of an encoder
+      width = None  # it has no encoder of its own
     if base.reads_encoder(model) and width != model.shape.encoded_dim:
       expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'

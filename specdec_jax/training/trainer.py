@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -366,9 +366,7 @@ def _host(sums: Sums) -> dict[str, float]:
   return {name: float(value) for name, value in sums.items()}
 
 
-def _means(
-  parts: Sequence[Mapping[str, float]],
-) -> tuple[dict[str, float], float]:
+def _means(parts: list[dict[str, float]]) -> tuple[dict[str, float], float]:
   """Adds up the sums of several batches.
 
   Returns:
