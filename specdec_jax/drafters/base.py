@@ -341,9 +341,8 @@ def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
   """
   if uniforms is None:
     return probs.greedy_token(logits), None
-  rows = probs.standardise_batch(logits[:, None], context.request.sampling)[
-    :, 0
-  ]
+  sampling = context.request.sampling
+  rows = probs.standardise_batch(logits[:, None], sampling)[:, 0]
   return jax.vmap(probs.inverse_cdf)(rows, uniforms), rows
 
 

@@ -118,11 +118,9 @@ class _Cascade:
 
   def init(self, params, inputs, max_length, prompt, encoded):
     # The last round of a draft may read past its end.
-    slots = max_length + self.gamma
-    return (
-      self.strong.init(params[0], inputs, slots, prompt, encoded),
-      self.cheaper.init(params[1], inputs, slots, prompt, encoded),
-    )
+    args = inputs, max_length + self.gamma, prompt, encoded
+    cache = self.strong.init(params[0], *args)
+    return cache, self.cheaper.init(params[1], *args)
 
   def propose(self, params, state, context: Context):
     batch, size = context.length.size, context.gamma
@@ -163,14 +161,9 @@ class _Cascade:
   ) -> _Rounds:
     keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
-    # Without token rules, because `prefix` ends where the round began.
+    # Without a prefix no token rules apply: it ends where the round began.
     inner = dataclasses.replace(
-      context.within(
-        drafting=Drafting(self.gamma),
-        skips_rounds=True,
-        token_rules=None,
-        automata=None,
-      ),
+      context.within(drafting=Drafting(self.gamma), skips_rounds=True),
       tokens=now.tokens,
       length=length,
       keys=keys_of_rows(context.keys, now.number),

@@ -87,10 +87,9 @@ class NGramTable:
       OSError: the folder cannot be made or written, or the disk is full.
     """
     about = {name: getattr(self, name) for name in _ABOUT}
-    arrays = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
-    arrays['about'] = np.array(json.dumps(about))
+    arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)
     os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
     files.write_atomically(path, buffer.getvalue())
 

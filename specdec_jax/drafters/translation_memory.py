@@ -125,11 +125,7 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
     inputs, skip = state
     ends = ends_of(inputs, context)
     recent = jax.vmap(functools.partial(_recent, memory.max_match))(
-      inputs,
-      ends,
-      context.tokens,
-      context.length,
-      jnp.where(ends, skip, 0),
+      inputs, ends, context.tokens, context.length, jnp.where(ends, skip, 0)
     )
     place, match = jax.vmap(functools.partial(_longest, memory))(recent)
     steps = place[:, None] + jnp.arange(context.gamma)

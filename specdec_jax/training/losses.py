@@ -211,8 +211,7 @@ class HeadDistillation(Distillation):
       # Head i at place s learns the target's distribution at place s + i.
       count = places - i
       read = jnp.stack(
-        [embedded[:, j : j + count] for j in range(1 + i)],
-        axis=2,
+        [embedded[:, j : j + count] for j in range(1 + i)], axis=2
       )
       states = self.draft.apply(params, i, before[:, :count], read)
       logits = self.target.head(self.target_params, states)

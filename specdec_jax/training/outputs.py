@@ -105,8 +105,7 @@ def decode(
     inputs[row, : len(source)] = source
     inputs[row, len(source)] = eos_id
     max_length[row] = config.limit(len(source))
-  numbers = np.zeros(batch, np.uint32)
-  numbers[: len(sources)] = ids
+  numbers = np.resize(np.asarray(ids, np.uint32), batch)
   first = base.start_id(model) if model.has_encoder else start_id
   request = new_request(
     inputs,

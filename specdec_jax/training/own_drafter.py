@@ -299,14 +299,11 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
   """Writes the drafter's sizes, parameters, target and shortlist."""
   path = os.path.join(training, training_run.MODEL_FILE)
   draft_model = loading.load(path, draft)
-  huggingface.save_huggingface(
-    config.output_dir,
-    draft.config,
-    draft_model.read(),
-    about={'target': draft_model.made_for},
-  )
+  params, about = draft_model.read(), {'target': draft_model.made_for}
+  folder = config.output_dir
+  huggingface.save_huggingface(folder, draft.config, params, about=about)
   if (table := _shortlist(config)) is not None:
-    table.save(os.path.join(config.output_dir, loading.SHORTLIST))
+    table.save(os.path.join(folder, loading.SHORTLIST))
 
 
 def _shortlist(config: DistilConfig) -> NGramTable | None:
@@ -380,11 +377,9 @@ class _Measured:
     if (table := _shortlist(self._config)) is not None:
       model = model.with_shortlist([int(token) for token in table.ids])
     try:
+      engine, end = self._engine(model), begin + _TIMING * self._seconds
       self._costs = calibrate.time_calls(
-        self._calibration,
-        self._engine(model),
-        self._console,
-        begin + _TIMING * self._seconds,
+        self._calibration, engine, self._console, end
       )
     except CalibrationError as error:
       self._problem = str(error)
@@ -435,8 +430,6 @@ class _Measured:
         )
       except CalibrationError as error:
         self._problem = str(error)
-    say(
-      self._console,
-      f'No calibration: {self._problem} `specdec calibrate` makes one.',
-    )
+    advice = '`specdec calibrate` makes one.'
+    say(self._console, f'No calibration: {self._problem} {advice}')
     return None
