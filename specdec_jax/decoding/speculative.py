@@ -261,7 +261,7 @@ def call_widths(request: Request) -> tuple[int, ...]:
 def start(
   target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
 ) -> DecodeState:
-  """Reads the inputs with both models; returns the state before a round."""
+  """Reads the inputs with both models; returns the first state."""
   slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
   longest = None if request.tree is None else request.longest
   encoded = None
@@ -284,7 +284,7 @@ def start(
 def no_features(
   target: LanguageModel, drafter: Drafter, params: Any, cache: Any
 ) -> jax.Array | None:
-  """Returns zeros [B, M] in place of features; None if no drafter reads any."""
+  """Returns zeros [B, M] of the features' dtype; None if they are not read."""
   if not drafter.reads_features:
     return None
   base.check_chain(drafter, 'Drafters that read features of the target')

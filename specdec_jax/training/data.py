@@ -247,7 +247,7 @@ class PackedBatches:
     return _Plan(order, bounds, batches)
 
   def _join(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns `bounds` of a plan whose examples all fit."""
+    """Cuts `order` into examples that fit; returns the bounds of a `_Plan`."""
     weights = np.asarray(self._config.weights, np.float64)
     sizes = 1 + rng.choice(
       len(weights), size=len(order), p=weights / weights.sum()
