@@ -32,7 +32,7 @@ _WHOLE: _Range = (
   f'that is whole, in [0, {_INT32_MAX}]',
   lambda x: (x >= 0) & (x <= _INT32_MAX),
 )
-# How far from 1 a sum of probabilities, or a measured v(1), may be.
+# The most that a sum of probabilities, or a measured v(1), may differ from 1.
 _TOLERANCE = 1e-3
 
 

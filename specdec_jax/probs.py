@@ -77,16 +77,17 @@ class SamplingConfig:
   min_p: float = 0.0
 
   def __post_init__(self):
-    given: Any = self.temperature
-    given = given.tolist() if hasattr(given, 'tolist') else given
-    several = is_a(given, Sequence[float])
-    numbers = list(given) if several else [given]
+    temperature: Any = self.temperature
+    if hasattr(temperature, 'tolist'):
+      temperature = temperature.tolist()
+    several = is_a(temperature, Sequence[float])
+    numbers = list(temperature) if several else [temperature]
     if not numbers or not all(map(_is_temperature, numbers)):
       expected = 'a number >= 0 that float32 can hold, or one an example'
       raise unexpected('temperature', expected, self.temperature)
-    most = np.iinfo(np.int32).max
-    if not is_a(self.top_k, int) or not 0 <= self.top_k <= most:
-      expected = f'a whole number from 0 (keeps every token) to {most}'
+    limit = np.iinfo(np.int32).max
+    if not is_a(self.top_k, int) or not 0 <= self.top_k <= limit:
+      expected = f'a whole number from 0 (keeps every token) to {limit}'
       raise unexpected('top_k', expected, self.top_k)
     # A float64 may be above 0 and yet 0 in float32.
     if not is_a(self.top_p, float) or not _TINY <= self.top_p <= 1:

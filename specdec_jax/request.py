@@ -272,7 +272,7 @@ def whole_buckets(tokens: int) -> int:
 
 def new_request(
   inputs: Array,
-  keys: Array,
+  keys: jax.Array,
   sampling: SamplingConfig,
   *,
   slots: int,

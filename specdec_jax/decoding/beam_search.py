@@ -120,7 +120,7 @@ def start(
   params: PairParams,
   request: Request,
 ) -> BeamState:
-  """Reads the inputs with both models; returns the state before a round."""
+  """Reads the inputs with both models; returns the first state."""
   settings = request.search
   width, slots = settings.width, request.cache_slots
   batch = request.inputs.shape[0]

@@ -49,14 +49,12 @@ class Loop(NamedTuple):
     self, params: PairParams, request: Request, state: Any
   ) -> tuple[Any, Draft | None]:
     """Runs one round; returns the state, and the draft if one was judged."""
+    target, drafter = self.target, self.drafter or NO_DRAFTER
     if request.beams is not None:
-      state = beam_search.step(
-        self.target, self._network, params, request, state
-      )
-      return state, None
-    drafter = self.drafter or NO_DRAFTER
+      network = self._network
+      return beam_search.step(target, network, params, request, state), None
     state, draft = speculative.step(
-      self.target, drafter, params, request, state, self.judge
+      target, drafter, params, request, state, self.judge
     )
     return state, draft if self.drafter else None
 

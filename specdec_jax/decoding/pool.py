@@ -87,7 +87,7 @@ def run(
   loop: Loop,
   params: PairParams,
   pool: Pool,
-  max_rounds: jax.Array,
+  max_rounds: jax.Array | int,
   enough: jax.Array,
   drafting: Drafting,
   greedy_only: bool = False,
@@ -249,9 +249,9 @@ class PoolPrograms:
     # Its rows are as wide as the pool, so that `admit` is one program.
     self.read = bound(read_wide)
     self._read_rows = bound(read_rows)
-    whole = placed = jax.tree.leaves(params)[0].sharding
+    copied = placed = jax.tree.leaves(params)[0].sharding
     if isinstance(placed, NamedSharding):
-      whole = NamedSharding(placed.mesh, PartitionSpec())
+      copied = NamedSharding(placed.mesh, PartitionSpec())
       placed = shardings(self._read_rows(example))
     jit = functools.partial(jax.jit, out_shardings=placed)
     self._only = jax.jit(layout.only)
@@ -260,7 +260,7 @@ class PoolPrograms:
     self.widened = jit(layout.widened)
     # The pool is donated, so that it is updated in place.
     self.admit = jit(layout.admit, donate_argnums=0)
-    view = {'out_shardings': (placed, whole)}
+    view = {'out_shardings': (placed, copied)}
     self.run = bound(run_rounds, static_argnums=5, donate_argnums=1, **view)
     # Reads a row that has its own pool, and runs its first rounds.
     self.begin = bound(begun, static_argnums=4, **view)
@@ -281,7 +281,7 @@ def _axis(few: Any, many: Any) -> int | None:
 
 def _widened(axis: int, leaf: jax.Array, row: jax.Array) -> jax.Array:
   """Fills `leaf` up from `row` to the size of `row` in all other axes."""
-  whole = jnp.repeat(row, leaf.shape[axis], axis)
-  if whole.shape == leaf.shape:
+  wide = jnp.repeat(row, leaf.shape[axis], axis)
+  if wide.shape == leaf.shape:
     return leaf
-  return lax.dynamic_update_slice(whole, leaf, (0,) * leaf.ndim)
+  return lax.dynamic_update_slice(wide, leaf, (0,) * leaf.ndim)

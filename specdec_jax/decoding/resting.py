@@ -111,13 +111,13 @@ def widths(gamma: int, adapts: bool, rests: bool) -> list[int]:
   a CPU a call over two tokens took .77 to .98 of the time of a call over four,
   and that width made drafts of adaptive length up to a tenth faster.
   """
-  most = gamma + 1
+  widest = gamma + 1
   if backend.kind() != 'cpu' or not (adapts or rests):
-    return [most] * most
+    return [widest] * widest
   if not adapts:
-    return [1, *[most] * gamma]
-  powers = [1 << i.bit_length() for i in range(1, most)]
-  return [1, *(min(width, most) for width in powers)]
+    return [1, *[widest] * gamma]
+  powers = [1 << i.bit_length() for i in range(1, widest)]
+  return [1, *(min(width, widest) for width in powers)]
 
 
 @struct.dataclass

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specdec_jax import probs
+from specdec_jax import probs, verify, verify_tree
 from specdec_jax.decoding import resting, tree_round
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, PairParams
@@ -23,13 +23,6 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.request import Request
 from specdec_jax.types import Draft, Verdict
-from specdec_jax.verify import (
-  near_argmax,
-  verify_batch,
-  verify_block_batch,
-  verify_greedy_batch,
-)
-from specdec_jax.verify_tree import verify_tree_batch, verify_tree_greedy_batch
 
 # (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict. The
 # logits of a tree are those after the committed tokens and after each node.
@@ -44,10 +37,10 @@ def judge(
     return _judge_greedy(request, draft, logits)
   target_probs = probs.standardise_batch(logits, request.sampling)
   if draft.tree is not None:
-    return verify_tree_batch(draft, target_probs, keys)
+    return verify_tree.verify_tree_batch(draft, target_probs, keys)
   if request.judges_blocks:
-    return verify_block_batch(draft, target_probs, keys)
-  verdict = verify_batch(draft, target_probs, keys, request.lenience)
+    return verify.verify_block_batch(draft, target_probs, keys)
+  verdict = verify.verify_batch(draft, target_probs, keys, request.lenience)
   if request.lenience is None:
     return verdict
   # At temperature 0 the target's rows are one-hot, which lenience cannot
@@ -58,17 +51,18 @@ def judge(
 
 def _judge_greedy(request: Request, draft: Draft, logits: jax.Array) -> Verdict:
   if draft.tree is not None:
-    return verify_tree_greedy_batch(draft, probs.greedy_token(logits))
+    tokens = probs.greedy_token(logits)
+    return verify_tree.verify_tree_greedy_batch(draft, tokens)
   near = None
   if request.lenience is not None:
-    near = near_argmax(draft.tokens, logits[:, :-1], request.lenience)
+    near = verify.near_argmax(draft.tokens, logits[:, :-1], request.lenience)
   if logits.shape[1] == 1:
     # In the plain loop, rows [B, V]: XLA would share the maximum of [B, 1, V]
     # with the log-probabilities, and write the logits out once more.
     tokens = probs.greedy_token(logits[:, 0])[:, None]
   else:
     tokens = probs.greedy_token(logits)
-  return verify_greedy_batch(draft, tokens, near)
+  return verify.verify_greedy_batch(draft, tokens, near)
 
 
 def step(
@@ -267,7 +261,7 @@ def call_widths(request: Request) -> tuple[int, ...]:
 def start(
   target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
 ) -> DecodeState:
-  """Reads the inputs with both models; returns the state before a round."""
+  """Reads the inputs with both models; returns the first state."""
   slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
   longest = None if request.tree is None else request.longest
   encoded = None
@@ -290,7 +284,7 @@ def start(
 def no_features(
   target: LanguageModel, drafter: Drafter, params: Any, cache: Any
 ) -> jax.Array | None:
-  """Returns zeros [B, M] in place of features; None if no drafter reads any."""
+  """Returns zeros [B, M] of the features' dtype; None if they are not read."""
   if not drafter.reads_features:
     return None
   base.check_chain(drafter, 'Drafters that read features of the target')

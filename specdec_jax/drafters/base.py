@@ -166,16 +166,6 @@ class CommitFn(Protocol):
     """
 
 
-def no_state(*_: Any) -> DrafterState:
-  """An `InitFn` of drafters that need no state."""
-  return ()
-
-
-def same_state(state: DrafterState, _: jax.Array, /) -> DrafterState:
-  """A `CommitFn` of drafters that read nothing but the context."""
-  return state
-
-
 def no_proposals(*_: Any) -> tuple[Draft, DrafterState]:
   """A `ProposeFn` for requests with a gamma of 0, which never call it."""
   raise NotImplementedError('Drafter: give `propose`, a function.')
@@ -220,9 +210,9 @@ class Drafter(NamedTuple):
     Engine(target=..., draft='repeats', gamma=4, ...)
   """
 
-  init: InitFn = no_state
+  init: InitFn = lambda *_: ()
   propose: ProposeFn = no_proposals
-  commit: CommitFn = same_state
+  commit: CommitFn = lambda state, _: state
   name: str = ''
   params: Any = ()
   network: LanguageModel | None = None
@@ -351,9 +341,8 @@ def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
   """
   if uniforms is None:
     return probs.greedy_token(logits), None
-  rows = probs.standardise_batch(logits[:, None], context.request.sampling)[
-    :, 0
-  ]
+  sampling = context.request.sampling
+  rows = probs.standardise_batch(logits[:, None], sampling)[:, 0]
   return jax.vmap(probs.inverse_cdf)(rows, uniforms), rows
 
 

@@ -9,7 +9,7 @@ costs if drafting itself takes time.
 """
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from specdec_jax.drafters.base import Context, Drafter, DrafterState
 from specdec_jax.drafters.small_model import (
   as_drafter,
   catch_up,
+  network_of,
   read_last,
   small_model,
 )
@@ -88,7 +89,7 @@ def cascade(
     expected = 'a drafter that does not read features of the target'
     advice = 'Give it to the engine alone or in with_fallback.'
     raise unexpected('drafter of a cascade', expected, drafter.name, advice)
-  parts = _Cascade(strong, drafter, gamma)
+  parts = _Cascade(network_of(model), strong, drafter, gamma)
   return Drafter(
     parts.init,
     parts.propose,
@@ -104,27 +105,22 @@ class _Cascade:
   """The functions of the drafter.
 
   Attributes:
+    network: the model's network.
     strong: the model as a drafter.
     cheaper: the cheaper drafter.
     gamma: its proposals per inner round.
   """
 
+  network: LanguageModel
   strong: Drafter
   cheaper: Drafter
   gamma: int
 
-  @property
-  def network(self) -> LanguageModel:
-    """The model's network."""
-    return cast(LanguageModel, self.strong.network)
-
   def init(self, params, inputs, max_length, prompt, encoded):
     # The last round of a draft may read past its end.
-    slots = max_length + self.gamma
-    return (
-      self.strong.init(params[0], inputs, slots, prompt, encoded),
-      self.cheaper.init(params[1], inputs, slots, prompt, encoded),
-    )
+    args = inputs, max_length + self.gamma, prompt, encoded
+    cache = self.strong.init(params[0], *args)
+    return cache, self.cheaper.init(params[1], *args)
 
   def propose(self, params, state, context: Context):
     batch, size = context.length.size, context.gamma
@@ -165,14 +161,9 @@ class _Cascade:
   ) -> _Rounds:
     keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
-    # Without token rules: the prefix they need is that of the round's start.
+    # Without a prefix no token rules apply: it ends where the round began.
     inner = dataclasses.replace(
-      context.within(
-        drafting=Drafting(self.gamma),
-        skips_rounds=True,
-        token_rules=None,
-        automata=None,
-      ),
+      context.within(drafting=Drafting(self.gamma), skips_rounds=True),
       tokens=now.tokens,
       length=length,
       keys=keys_of_rows(context.keys, now.number),
@@ -183,7 +174,7 @@ class _Cascade:
     room = jnp.maximum(goal - now.done - 1, 0)
     draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
 
-    # Written at `done`: tokens past `count` are overwritten or cut off later.
+    # Tokens past `count` are overwritten or cut off later.
     write = jax.vmap(lax.dynamic_update_slice)
     tokens = write(now.tokens, draft.tokens, (length,))
     logits, cache = read_last(
@@ -207,10 +198,8 @@ class _Cascade:
 
   def commit(self, state, length: jax.Array):
     cache, cheaper = state
-    return (
-      self.strong.commit(cache, length),
-      self.cheaper.commit(cheaper, length),
-    )
+    cache = self.strong.commit(cache, length)
+    return cache, self.cheaper.commit(cheaper, length)
 
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):

@@ -46,9 +46,9 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
 
   def propose(table: NGramTable, state, context: Context):
     size = table.order - 1  # of a context
-    most = table.max_continuations
+    count = table.max_continuations
     if context.request.greedy and not context.request.forbids_stops:
-      most = 1  # the most frequent one comes first
+      count = 1  # the most frequent one comes first
     # The last token first, as in the table.
     index = context.length[:, None] - 1 - jnp.arange(size)
     recent = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
@@ -56,7 +56,7 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     def one_more(recent, place):
       index, uniforms = place
       node = longest_context(table, recent, context.length + index)
-      ids, logits = continuations(table, node, most)
+      ids, logits = continuations(table, node, count)
       logits = base.forbid_early_stops(
         logits[:, None], context, index, ids[:, None]
       )[:, 0]
@@ -121,18 +121,18 @@ def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
   return low, is_token & (low < end)
 
 
-def continuations(table: NGramTable, node: jax.Array, most: int):
+def continuations(table: NGramTable, node: jax.Array, count: int):
   """Looks up the most frequent ids after each context, and their logits.
 
   Args:
     table: a table.
     node: int32[B], numbers of contexts.
-    most: static, K.
+    count: static, K.
 
   Returns:
     int32[B, K] and float32[B, K], sorted; -inf past the last one.
   """
-  place = jnp.arange(most)
+  place = jnp.arange(count)
   index = table.starts[node][:, None] + place
   live = index < table.starts[node + 1][:, None]
   ids = jnp.take(table.ids, index, mode='clip')

@@ -262,16 +262,17 @@ def fit(
   check_number('vocab_size', vocab_size, 1)
   check_number('max_continuations', max_continuations, 1)
   check_number('min_count', min_count, 1)
-  rows = [np.asarray(row, np.int64).reshape(-1) for row in sequences]
-  tokens = np.concatenate([np.zeros(0, np.int64), *rows])
-  if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-    got = int(tokens.min()), int(tokens.max())
-    raise unexpected('sequences', f'ids in [0, {vocab_size})', got)
-  position = np.concatenate([tokens[:0], *(np.arange(len(r)) for r in rows)])
-  levels = list(_levels(tokens, position, order, vocab_size, min_count))
+  # It begins with an empty row, so that a corpus without text can be joined.
+  rows = [np.zeros(0, np.int64)]
+  rows += [np.asarray(row, np.int64).reshape(-1) for row in sequences]
+  for row in rows:
+    if row.size and not 0 <= row.min() <= row.max() < vocab_size:
+      got = int(row.min()), int(row.max())
+      raise unexpected('sequences', f'ids in [0, {vocab_size})', got)
+  levels = list(_levels(rows, order, vocab_size, min_count))
   if (depth := len(levels)) < order:
     expected = f'a token that follows {depth + 1} others {min_count} times'
-    corpus = f'{len(tokens)} tokens in {len(rows)} sequences'
+    corpus = f'{sum(map(len, rows))} tokens in {len(rows) - 1} sequences'
     advice = f'Give more text, a smaller min_count, or order {max(depth, 1)}.'
     raise unexpected('sequences', expected, corpus, advice)
 
@@ -295,23 +296,20 @@ def fit(
 
 
 def _levels(
-  tokens: np.ndarray,
-  position: np.ndarray,
-  order: int,
-  vocab_size: int,
-  min_count: int,
+  rows: list[np.ndarray], order: int, vocab_size: int, min_count: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
   """Yields the contexts of 0, 1, ... order - 1 tokens, while there are any.
 
   Args:
-    tokens: int64[N], the corpus.
-    position: int64[N], the place of each token in its sequence.
+    rows: int64[n], the sequences.
     order, vocab_size, min_count: see `fit`.
 
   Yields:
     The first token and the parent of each context; and of each continuation its
     context, its token and its count; all sorted.
   """
+  tokens = np.concatenate(rows)
+  position = np.concatenate([np.arange(len(row)) for row in rows])
   # The place of each predicted token, and the number of its longest context.
   place = np.flatnonzero(position > 0)
   node = np.zeros(len(place), np.int64)

@@ -49,12 +49,7 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
     expected = '1 <= min_match <= max_match'
     raise unexpected('prompt_lookup', expected, (min_match, max_match))
 
-  def init(params, inputs, *_):
-    del params  # the prompt is in the context
-    return inputs
-
   def propose(params, inputs, context: Context):
-    del params
     of_row = functools.partial(_propose, max_match, min_match, context.gamma)
     tokens, length = jax.vmap(of_row)(
       inputs, ends_of(inputs, context), context.tokens, context.length
@@ -62,7 +57,8 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
     return Draft(tokens, None, length), inputs
 
   name = f'prompt_lookup({max_match}, {min_match})'
-  return Drafter(init, propose, name=name)
+  # The prompt is in the context.
+  return Drafter(lambda params, inputs, *_: inputs, propose, name=name)
 
 
 def ends_of(inputs: jax.Array, context: Context) -> jax.Array:

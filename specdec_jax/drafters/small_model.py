@@ -25,7 +25,9 @@ from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
 SMALL_MODEL = 'small_model'
-_AT_ONCE = 32, 8  # tokens per call that catches up after a long, a short rest
+# Calls that catch up: the tokens of a call, and the lack of tokens at which no
+# more calls of that size are made.
+_CATCH_UP = (32, 8), (8, 0)
 
 
 def small_model(model: Model | LanguageModel) -> Drafter:
@@ -49,20 +51,19 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     >>> sd.Engine(target, sd.small_model(draft))  # as Engine(target, draft)
     Engine(target=..., draft=Model(...), gamma=4, ...)
   """
-  if isinstance(model, Model):
-    return small_model(model.network)._replace(params=model)
+  network = network_of(model)
 
   def init(params, inputs, max_length, prompt, encoded):
     return read_prompt(
-      model, params, inputs, max_length, prompt, encoded=encoded
+      network, params, inputs, max_length, prompt, encoded=encoded
     )[1]
 
   def propose(params, cache, context: Context):
-    logits, cache = read_committed(model, params, cache, context)
+    logits, cache = read_committed(network, params, cache, context)
 
     def read(cache, token):
-      features, cache = model.extend(params, cache, token[:, None])
-      return model.head(params, features)[:, 0], cache
+      features, cache = network.extend(params, cache, token[:, None])
+      return network.head(params, features)[:, 0], cache
 
     if context.request.drafting.adapts:
       return length_rules.draft(logits[:, 0], cache, context, read)
@@ -93,18 +94,24 @@ def small_model(model: Model | LanguageModel) -> Drafter:
   def commit(cache, length):
     # The last committed token has not been read yet; after a fully accepted
     # draft the token before it has not been read either.
-    return model.rewind(cache, jnp.minimum(cache.length, length - 1))
+    return network.rewind(cache, jnp.minimum(cache.length, length - 1))
 
   return Drafter(
     init,
     propose,
     commit,
     SMALL_MODEL,
-    network=model,
-    reads_encoder=model.reads_encoder,
+    params=model if isinstance(model, Model) else (),
+    network=network,
+    reads_encoder=reads_encoder(network),
     adapts=True,
     follows_rules=True,
   )
+
+
+def network_of(model: Model | LanguageModel) -> LanguageModel:
+  """Returns the network of a model, and a network as it is."""
+  return model.network if isinstance(model, Model) else model
 
 
 def as_drafter(drafter: Drafter | Model) -> Drafter:
@@ -185,7 +192,7 @@ def catch_up(model: LanguageModel, params, cache, tokens, length):
   Returns:
     The cache, of length `length` - 2 or more.
   """
-  for at_once, enough in zip(_AT_ONCE, (*_AT_ONCE[1:], 0), strict=True):
+  for at_once, enough in _CATCH_UP:
     size = min(at_once, tokens.shape[1] - 1)
 
     def lacks(cache, enough=enough):
@@ -211,7 +218,7 @@ def catch_up_calls(missed: int) -> int:
     missed: number of rounds, of a token each, that passed without a draft.
   """
   calls = 0
-  for at_once, enough in zip(_AT_ONCE, (*_AT_ONCE[1:], 0), strict=True):
+  for at_once, enough in _CATCH_UP:
     now = -(-max(missed - enough, 0) // at_once)
     calls, missed = calls + now, max(missed - now * at_once, 0)
   return calls

@@ -10,7 +10,6 @@ is, and no slot of it is moved.
 
 import dataclasses
 import functools
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,11 @@ import numpy as np
 
 from specdec_jax import probs
 from specdec_jax.drafters.base import Context, Drafter, forbid_early_stops
-from specdec_jax.drafters.small_model import read_committed, small_model
+from specdec_jax.drafters.small_model import (
+  network_of,
+  read_committed,
+  small_model,
+)
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.models.model import Model
 from specdec_jax.tree_shape import ROOT, TreeShape, static_tree
@@ -45,8 +48,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
     >>> engine.tree.num_nodes, engine.tree.depth
     (9, 3)
   """
-  chain = small_model(model)
-  network = cast(LanguageModel, chain.network)
+  network = network_of(model)
 
   def init(params, inputs, max_length, prompt, encoded):
     # No sequence is as long as all nodes together.
@@ -55,7 +57,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
       network, params, inputs, max_length, prompt, longest, encoded
     )[1]
 
-  return chain._replace(
+  return small_model(model)._replace(
     init=init,
     propose=functools.partial(_propose, network, shape),
     name=f'small_model_tree({shape.parents})',

@@ -71,14 +71,14 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
   # Places are ranked by the last token before them, by two tokens, by four, ...
   rank, reach = np.append(0, tokens[:-1].astype(np.int64) + 1), 1
   while reach < max_match:
-    if (most := int(rank.max()) + 1) > _MOST_RANK:
+    if (num_ranks := int(rank.max()) + 1) > _MOST_RANK:
       order = np.argsort(rank)
       rank = rank[order]
       rank[order] = np.cumsum(np.append(True, rank[1:] != rank[:-1]))
-      most = tokens.size + 1
+      num_ranks = tokens.size + 1
     further = np.zeros_like(rank)
     further[reach:] = rank[:-reach]
-    rank = rank * most + further
+    rank = rank * num_ranks + further
     reach *= 2
   order = np.argsort(rank, kind='stable')
   return Memory(tokens, order.astype(np.int32), reach)
@@ -122,14 +122,10 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
     return inputs, jnp.max(jnp.where(prompt != 0, places, 1), axis=1)
 
   def propose(memory: Memory, state, context: Context):
-    inputs, num_given = state
+    inputs, skip = state
     ends = ends_of(inputs, context)
     recent = jax.vmap(functools.partial(_recent, memory.max_match))(
-      inputs,
-      ends,
-      context.tokens,
-      context.length,
-      jnp.where(ends, num_given, 0),
+      inputs, ends, context.tokens, context.length, jnp.where(ends, skip, 0)
     )
     place, match = jax.vmap(functools.partial(_longest, memory))(recent)
     steps = place[:, None] + jnp.arange(context.gamma)
@@ -142,7 +138,7 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
   return Drafter(init, propose, name=name, params=memory)
 
 
-def _recent(size, inputs, end, tokens, length, num_given):
+def _recent(size, inputs, end, tokens, length, skip):
   """Lists the last tokens of a row's text, the last one first.
 
   Args:
@@ -151,20 +147,16 @@ def _recent(size, inputs, end, tokens, length, num_given):
     end: int32[], length of the inputs.
     tokens: int32[N], committed tokens.
     length: int32[], their number.
-    num_given: int32[], the first of them, which do not belong to the text.
+    skip: int32[], the first of them, which do not belong to the text.
 
   Returns:
     int32[size], padded with -1.
   """
   back = jnp.arange(size)
   place = length - 1 - back
-  input_place = end - 1 - (back - (length - num_given))
-  from_input = jnp.where(
-    input_place >= 0, inputs[jnp.maximum(input_place, 0)], -1
-  )
-  return jnp.where(
-    place >= num_given, tokens[jnp.maximum(place, 0)], from_input
-  )
+  before = end - 1 - (back - (length - skip))  # the place in the inputs
+  from_input = jnp.where(before >= 0, inputs[jnp.maximum(before, 0)], -1)
+  return jnp.where(place >= skip, tokens[jnp.maximum(place, 0)], from_input)
 
 
 def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,6 @@ def uniform(vocab_size: int) -> Drafter:
   check_number('vocab_size', vocab_size, 1)
 
   def propose(params, state, context: Context):
-    del params
 
     def draw(key, index):
       key = probs.draft_key(key, index)

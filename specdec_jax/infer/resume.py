@@ -1,4 +1,4 @@
-"""The folder of a run: finished work, results, and how a killed run goes on.
+"""The output folder of a run, from which a killed run goes on.
 
 While a run goes on, it appends the results of each batch to the log
 `NAME.partial` (see `files.run_log`); each of several processes has a log of its
@@ -32,8 +32,8 @@ except ImportError:  # not on Windows
   fcntl = None  # type: ignore[assignment]
 
 _OVERWRITE = 'overwrite (--overwrite, in gin DecodeConfig.overwrite = True)'
-_LOOK_S = 0.2  # time between two looks whether another process has written
-# Longer than a program compiles, and than a batch or the metrics take.
+_LOOK_S = 0.2  # time before files are looked at again
+# Longer than compiling a program, decoding a batch, or computing metrics takes.
 _MOST_SILENCE_S = 1800.0
 
 
@@ -44,8 +44,8 @@ class Folder:
     path: the folder; other runs may share it.
     name: name of the file of records; other runs in the folder must have other
       names.
-    process: which of the run's processes this is, from 0; the first one writes
-      the files that belong to all.
+    process: the number of this process among the run's, from 0; process 0
+      writes the files that belong to all.
   """
 
   def __init__(self, path: str, name: str, process: int = 0):
@@ -60,7 +60,7 @@ class Folder:
 
   @contextlib.contextmanager
   def claimed(self) -> Iterator[None]:
-    """Makes the folder, and keeps other processes from writing these results.
+    """Makes the folder and locks these results against other runs.
 
     Raises:
       ValueError: the folder cannot be made or written, or another process is
@@ -80,10 +80,10 @@ class Folder:
 
     Args:
       name: the file, of one object.
-      lines: whether there is a value on each line; then a list is returned.
+      lines: whether each line holds a value; then a list is returned.
 
     Raises:
-      ValueError: it cannot be read, or is not such JSON.
+      ValueError: it cannot be read, or does not hold such JSON.
     """
     path = self.path / name
     try:
@@ -101,7 +101,7 @@ class Folder:
   def check_same(
     self, before: Any, settings: Mapping[str, Any], kind: str
   ) -> None:
-    """Raises ValueError if what is there comes from other settings."""
+    """Raises ValueError if the settings of earlier work are others."""
     name, other, same = 'examples_sha256', 'configuration', 'configuration'
     if isinstance(before, dict) and before.get(name) != settings.get(name):
       other, same = 'input, or of the file before it was changed', 'input'
@@ -122,8 +122,8 @@ class Folder:
       overwrite: whether the work of other settings may be removed.
 
     Returns:
-      What was appended so far, by all processes. Lines that are broken were
-      reported on stderr.
+      The work that all processes have appended so far. Broken lines are left
+      out and reported on stderr.
 
     Raises:
       ValueError: an unfinished run of other settings is there.
@@ -160,10 +160,10 @@ class Folder:
     return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
 
   def appended(self, own: bool = False) -> list[dict[str, Any]]:
-    """What was appended since the last call.
+    """Returns the work that was appended since the last call.
 
     Args:
-      own: whether this process's file counts as well.
+      own: whether to include the work of this process.
     """
     contents = []
     for path in self._partials():
@@ -177,7 +177,7 @@ class Folder:
     return contents
 
   def append(self, content: Mapping[str, Any]) -> None:
-    """Keeps finished work; `content` must be JSON values.
+    """Appends finished work, JSON values, to the log of this process.
 
     Raises:
       OSError: it could not be written; earlier work is kept.
@@ -190,7 +190,8 @@ class Folder:
 
     Args:
       contents: file name -> text.
-      failed: whether the results get no marker; another start makes them again.
+      failed: whether to leave the marker out, so that the next run makes the
+        results again.
 
     Raises:
       OSError: a file could not be written; then there is no marker.
@@ -199,7 +200,7 @@ class Folder:
       contents = {**contents, self._marker.name: ''}
     for name, text in contents.items():
       with _explained(self.path / name):
-        # What a kill has left of it.
+        # A kill may have left these.
         for torn in self.path.glob(f'.{glob.escape(name)}.*.tmp'):
           torn.unlink(missing_ok=True)
         files.write_atomically(self.path / name, text.encode())
@@ -211,7 +212,7 @@ class Folder:
       path.unlink(missing_ok=True)
 
   def wait(self, is_there: Callable[[], bool]) -> None:
-    """Waits for other processes, for as long as any of them writes something.
+    """Waits for other processes while any of them still writes something.
 
     Raises:
       ValueError: no process has written anything for `_MOST_SILENCE_S`.
@@ -230,7 +231,7 @@ class Folder:
         )
 
   def _written(self) -> list[int]:
-    """When the files of this run were changed; none if one was just removed."""
+    """Lists the times of this run's files; [] if one was just removed."""
     with contextlib.suppress(FileNotFoundError):
       paths = sorted(self.path.glob(f'{glob.escape(self.name)}*'))
       return [path.stat().st_mtime_ns for path in paths]
@@ -243,7 +244,7 @@ def _warn(message: str) -> None:
 
 @contextlib.contextmanager
 def _explained(path: pathlib.Path) -> Iterator[None]:
-  """Adds to an OSError which file could not be written, and what to do."""
+  """Adds the path and advice to an OSError."""
   try:
     yield
   except OSError as error:
@@ -258,14 +259,14 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
 def locked(path: pathlib.Path, subject: str) -> Iterator[None]:
   """Holds a lock that is released with the process, however it ends.
 
-  Where a file system has no locks, a warning on stderr says so.
+  If the file system has no locks, it prints a warning to stderr.
 
   Args:
     path: the file that is locked.
-    subject: what the lock guards, for messages.
+    subject: the name of the locked results, for messages.
 
   Raises:
-    ValueError: another process has the lock; the message says which.
+    ValueError: another process has the lock; the message names it.
   """
   with open(path, 'a+', encoding='utf-8') as lock:
     lock.seek(0)

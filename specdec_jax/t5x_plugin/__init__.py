@@ -36,6 +36,6 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _class_of(name: str) -> Any:
-  ours, module = _BASES[name]
-  theirs = getattr(model.import_t5x(module), name)
-  return type(name, (ours, theirs), {'__module__': __name__})
+  base, module = _BASES[name]
+  t5x_base = getattr(model.import_t5x(module), name)
+  return type(name, (base, t5x_base), {'__module__': __name__})

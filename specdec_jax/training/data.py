@@ -163,11 +163,9 @@ class PackedBatches:
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
     # An end-of-sequence id follows the last pair.
-    self._max_lengths = (
-      np.array([[longest], [config.target_places(longest)]]) - 1
-    )
+    self._limits = np.array([[longest], [config.target_places(longest)]]) - 1
     # Empty sides teach nothing.
-    is_usable = (self._lengths > 0) & (self._lengths <= self._max_lengths)
+    is_usable = (self._lengths > 0) & (self._lengths <= self._limits)
     self._usable = np.flatnonzero(is_usable.all(0))
     self.num_dropped = len(pairs) - len(self._usable)
     if not len(self._usable):
@@ -249,7 +247,7 @@ class PackedBatches:
     return _Plan(order, bounds, batches)
 
   def _join(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns `bounds` of a plan whose examples all fit."""
+    """Cuts `order` into examples that fit; returns the bounds of a `_Plan`."""
     weights = np.asarray(self._config.weights, np.float64)
     sizes = 1 + rng.choice(
       len(weights), size=len(order), p=weights / weights.sum()
@@ -257,7 +255,7 @@ class PackedBatches:
     ends = np.cumsum(sizes)
     bounds = np.array([0, *ends[ends < len(order)], len(order)])
     totals = np.pad(self._lengths[:, order].cumsum(1), ((0, 0), (1, 0)))
-    fits = (np.diff(totals[:, bounds]) <= self._max_lengths).all(0)
+    fits = (np.diff(totals[:, bounds]) <= self._limits).all(0)
     # If joined pairs are too long, the example is split into its pairs again.
     starts = np.repeat(~fits, np.diff(bounds))
     starts[bounds[:-1]] = True

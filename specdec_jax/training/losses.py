@@ -156,7 +156,7 @@ class Distillation:
   def _read(self, batch):
     fed, _, _ = teacher_forced(batch.targets, self.start_id)
     arrays = {}
-    if self.draft.reads_encoder:
+    if reads_encoder(self.draft):
       arrays['encoded'] = self.target.encode(self.target_params, batch.inputs)
     args = self.target_params, batch.inputs, fed
     return arrays | {'features': self.target.features(*args, **arrays)}
@@ -211,15 +211,14 @@ class HeadDistillation(Distillation):
       # Head i at place s learns the target's distribution at place s + i.
       count = places - i
       read = jnp.stack(
-        [embedded[:, j : j + count] for j in range(1 + i)],
-        axis=2,
+        [embedded[:, j : j + count] for j in range(1 + i)], axis=2
       )
       states = self.draft.apply(params, i, before[:, :count], read)
       logits = self.target.head(self.target_params, states)
       counted = mask[:, i:]
       head = self._compared(logits, target[:, i:], counted, key is None)
       sums['loss'] += self.decay**i * head.pop('loss')
-      # Scaled, so that a division by all tokens gives the mean over the head's.
+      # Dividing by all tokens then gives the mean over the head's own tokens.
       scale = sums['tokens'] / jnp.maximum(counted.sum(), 1.0)
       sums |= {f'{name}_{i + 1}': x * scale for name, x in head.items()}
     return sums

@@ -1,6 +1,7 @@
 """Decodes many sources with a model itself, by the plain decoding loop."""
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -13,13 +14,15 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks.fields import Bound, Checked, unexpected
+from specdec_jax.decoding import pool
 from specdec_jax.decoding.loop import Loop
-from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import NO_ROUND_LIMIT, PairParams
 from specdec_jax.files import same_run
 from specdec_jax.files.run_log import RunLog
+from specdec_jax.models import base
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.request import example_keys, new_request
+from specdec_jax.request import Request, example_keys, new_request
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.training.data import Pairs, digest
 from specdec_jax.types import Amount, Count, FinishReason, Positive
@@ -29,7 +32,6 @@ PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 # A batch ends when at most this share of its rows is unfinished, and these are
 # cut off: a row that repeats itself does not hold up the others.
 _MOST_UNFINISHED = 0.05
-_ROUNDS_A_LOOK = 4  # rounds before the host counts unfinished rows again
 _LOG_SECONDS = 15
 _COMPLETE = 'complete'  # the last line of a file of outputs
 
@@ -103,9 +105,8 @@ def decode(
     inputs[row, : len(source)] = source
     inputs[row, len(source)] = eos_id
     max_length[row] = config.limit(len(source))
-  numbers = np.zeros(batch, np.uint32)
-  numbers[: len(sources)] = ids
-  first = model.start_id if model.has_encoder else start_id
+  numbers = np.resize(np.asarray(ids, np.uint32), batch)
+  first = base.start_id(model) if model.has_encoder else start_id
   request = new_request(
     inputs,
     example_keys(config.seed, numbers),
@@ -117,26 +118,26 @@ def decode(
     with_log_probs=False,
     prompt=np.full((batch, 1), first, np.int32),
   )
-  request = jax.device_put(request)  # once for all calls
-  loop, pair = Loop(model), PairParams(params, None)
-  state = _start(loop, pair, request)
-  allowed = int(_MOST_UNFINISHED * len(sources))
-  while np.sum(np.asarray(state.running)) > allowed:
-    state = _run(loop, pair, request, state, np.int32(_ROUNDS_A_LOOK))
-  tokens, length, reason = jax.device_get(
-    (state.tokens, state.length, state.finish_reason)
-  )
+  enough = len(sources) - int(_MOST_UNFINISHED * len(sources))
+  done = jax.device_get(_decode(model, params, request, np.int32(enough)))
   return [
-    tokens[row, 1 : length[row] - 1].tolist()
-    if reason[row] == FinishReason.STOP
+    done.tokens[row, : done.length[row] - 1].tolist()
+    if done.finish_reason[row] == FinishReason.STOP
     else None
     for row in range(len(sources))
   ]
 
 
 # Jitted here, so that all batches of a model and a shape share a program.
-_start = jax.jit(Loop.start, static_argnums=0)
-_run = jax.jit(Loop.run, static_argnums=0, donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=0)
+def _decode(
+  model: LanguageModel, params: Params, request: Request, enough: jax.Array
+):
+  """Decodes plainly until `enough` rows, int32[], are finished."""
+  loop, pair = Loop(model), PairParams(params, None)
+  rows = pool.read(loop, pair, request)
+  _, view = pool.run(loop, pair, rows, NO_ROUND_LIMIT, enough, request.drafting)
+  return view.generation
 
 
 def generate_outputs(

@@ -11,6 +11,7 @@ takes tells how much to leave for the measurements after the training.
 """
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -37,16 +38,11 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.report.console import console as terminal
 from specdec_jax.report.console import say
 from specdec_jax.text.tasks import read_prompts
-from specdec_jax.text.tokenizer import Vocabulary
+from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.training import run as training_run
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
-from specdec_jax.training.run import (
-  MODEL_FILE,
-  STATES,
-  FromTarget,
-  TrainRun,
-  train,
-)
+from specdec_jax.training.run import FromTarget, TrainRun
 from specdec_jax.training.trainer import TrainConfig
 from specdec_jax.types import Positive
 
@@ -146,12 +142,12 @@ def distil(
   run = _train_run(config, draft, tokenizer, max(sizes))
   files.make_folder(run.model_dir)
   lines = ''.join(f'{text}\n' for text in held_out)
-  held_out_file = os.path.join(config.output_dir, HELD_OUT)
-  files.write_atomically(held_out_file, lines.encode())
+  path = os.path.join(config.output_dir, HELD_OUT)
+  files.write_atomically(path, lines.encode())
   measured = _Measured(config, int(np.median(sizes)), end, console)
-  # Without a step there is a file, but the training goes on.
+  # A run that was stopped before its first step has a model file too.
   is_trained = _num_steps(run.model_dir) > 0 and os.path.exists(
-    os.path.join(run.model_dir, MODEL_FILE)
+    os.path.join(run.model_dir, training_run.MODEL_FILE)
   )
 
   def until(params: Params) -> float:
@@ -160,16 +156,12 @@ def distil(
     measured.time_calls(draft, params)
     return end - measured.closing_s()
 
-  # The target's outputs will take the place of the second sides.
-  train(
-    run,
-    (
-      [(ids[text], ids[text]) for text in learned],
-      [(ids[text], ids[text]) for text in held_out],
-    ),
-    lambda params: decoder_layers(params, config.num_layers),
-    until=until,
+  # The target's outputs replace the second sides.
+  pairs, valid = (
+    [(ids[text], ids[text]) for text in texts] for texts in (learned, held_out)
   )
+  begin = functools.partial(decoder_layers, num_layers=config.num_layers)
+  training_run.train(run, (pairs, valid), begin, until=until)
   if not _num_steps(run.model_dir):
     raise measured.too_short()
   _export(config, draft, run.model_dir)
@@ -193,14 +185,14 @@ def draft_network(config: DistilConfig) -> T5:
   target = config.target
   network: Any = target.network
   # The training reads the target again, by this name.
-  is_whole = isinstance(network, T5) and not network.reads_encoder
+  is_whole = isinstance(network, T5) and not reads_encoder(network)
   if not (is_whole and target.name):
     expected = 'a T5 with an encoder, loaded from a checkpoint'
     advice = 'For a decoder-only target see gin/runs/train_lm.gin.'
     raise unexpected('DistilConfig.target', expected, target, advice)
-  most = network.config.num_decoder_layers
-  if config.num_layers > most:
-    expected = f'at most {most}, the layers of the target'
+  num_layers = network.config.num_decoder_layers
+  if config.num_layers > num_layers:
+    expected = f'at most {num_layers}, the layers of the target'
     raise unexpected('DistilConfig.num_layers', expected, config.num_layers)
   return T5(
     dataclasses.replace(
@@ -213,7 +205,7 @@ def draft_network(config: DistilConfig) -> T5:
 
 
 def decoder_layers(params: Params, num_layers: int) -> Params:
-  """Returns a T5's parameters without its encoder and some decoder layers.
+  """Takes a T5's parameters without its encoder, and with few decoder layers.
 
   A drafter that begins with them only has to learn to do with fewer layers.
 
@@ -221,11 +213,11 @@ def decoder_layers(params: Params, num_layers: int) -> Params:
     params: the T5's parameters.
     num_layers: number of decoder layers to take, evenly spaced.
   """
-  theirs = params['decoder']
-  others = {k: v for k, v in theirs.items() if not k.startswith('layers_')}
-  last = len(theirs) - len(others) - 1
+  decoder = params['decoder']
+  others = {k: v for k, v in decoder.items() if not k.startswith('layers_')}
+  last = len(decoder) - len(others) - 1
   layers = {
-    f'layers_{new}': theirs[f'layers_{round(old)}']
+    f'layers_{new}': decoder[f'layers_{round(old)}']
     for new, old in enumerate(np.linspace(0, last, num_layers))
   }
   without = {name: x for name, x in params.items() if name != 'encoder'}
@@ -246,11 +238,9 @@ def _texts(
   config: DistilConfig, tokenizer: Vocabulary
 ) -> tuple[list[str], list[str]]:
   """Returns the texts to learn from, and those to hold out."""
-
-  def count(text: str) -> int:
-    return len(tokenizer.whole(text))
-
-  prompts = read_prompts(config.texts, count, config.max_input_len)
+  prompts = read_prompts(
+    config.texts, lambda text: len(tokenizer.whole(text)), config.max_input_len
+  )
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
@@ -300,22 +290,20 @@ def _train_run(
 
 def _num_steps(training: str) -> int:
   """Returns the number of steps of a training's newest state."""
-  folder = os.path.join(training, STATES)
+  folder = os.path.join(training, training_run.STATES)
   names = os.listdir(folder) if os.path.isdir(folder) else []
   return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def _export(config: DistilConfig, draft: T5, training: str) -> None:
   """Writes the drafter's sizes, parameters, target and shortlist."""
-  draft_model = loading.load(os.path.join(training, MODEL_FILE), draft)
-  huggingface.save_huggingface(
-    config.output_dir,
-    draft.config,
-    draft_model.read(),
-    about={'target': draft_model.made_for},
-  )
+  path = os.path.join(training, training_run.MODEL_FILE)
+  draft_model = loading.load(path, draft)
+  params, about = draft_model.read(), {'target': draft_model.made_for}
+  folder = config.output_dir
+  huggingface.save_huggingface(folder, draft.config, params, about=about)
   if (table := _shortlist(config)) is not None:
-    table.save(os.path.join(config.output_dir, loading.SHORTLIST))
+    table.save(os.path.join(folder, loading.SHORTLIST))
 
 
 def _shortlist(config: DistilConfig) -> NGramTable | None:
@@ -389,11 +377,9 @@ class _Measured:
     if (table := _shortlist(self._config)) is not None:
       model = model.with_shortlist([int(token) for token in table.ids])
     try:
+      engine, end = self._engine(model), begin + _TIMING * self._seconds
       self._costs = calibrate.time_calls(
-        self._calibration,
-        self._engine(model),
-        self._console,
-        begin + _TIMING * self._seconds,
+        self._calibration, engine, self._console, end
       )
     except CalibrationError as error:
       self._problem = str(error)
@@ -423,7 +409,7 @@ class _Measured:
     """Returns the error of a run without time to learn in."""
     minutes = self._config.minutes
     expected = f'more than {minutes:g} on this machine'
-    advice = 'What the target said is kept: the same command goes on.'
+    advice = "The target's outputs are kept: the same command goes on."
     return unexpected('DistilConfig.minutes', expected, minutes, advice)
 
   def calibrated(self) -> Calibration | None:
@@ -444,8 +430,6 @@ class _Measured:
         )
       except CalibrationError as error:
         self._problem = str(error)
-    say(
-      self._console,
-      f'No calibration: {self._problem} `specdec calibrate` makes one.',
-    )
+    advice = '`specdec calibrate` makes one.'
+    say(self._console, f'No calibration: {self._problem} {advice}')
     return None

@@ -51,7 +51,7 @@ _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
-_EVAL_PART = 0.2  # of the minutes for outputs, besides these
+_EVAL_PART = 0.2  # share of the minutes for outputs, added for held-out ones
 # The part of the host's memory that the target's features may take. It is a
 # part of all memory, not of free memory, because the order of batches depends
 # on it, and a run that goes on must have the same order.
@@ -146,7 +146,7 @@ class TrainRun:
   @property
   def target(self) -> Any:
     """The network that the model learns from; None without one."""
-    return self.learning and self.learning.target
+    return getattr(self.learning, 'target', None)
 
   @property
   def network(self) -> Any:
@@ -171,10 +171,10 @@ class TrainRun:
     elif target is not None and target.vocab_size != model.vocab_size:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
-    has_encoder = target and target.has_encoder and not target.reads_encoder
-    width = target.encoded_dim if has_encoder else None
-    if model.reads_encoder and width != model.encoded_dim:
-      expected = f'FromTarget, an encoder of width {model.encoded_dim}'
+    if not getattr(target, 'has_encoder', False) or base.reads_encoder(target):
+      width = None  # it has no encoder of its own
+    if base.reads_encoder(model) and width != model.shape.encoded_dim:
+      expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
 
@@ -225,15 +225,9 @@ def train(
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
-  learning: dict[str, Any] = {'z_loss': run.z_loss}
-  about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
+  target = ''
   if run.learning is not None:
     target = fingerprint(objective.target_params)
-    if about or run.model.reads_encoder:
-      about['target'] = target
-    # The outputs that it learns from are part of the data.
-    learning = vars(run.learning) | {'checkpoint_path': target}
-    learning |= {'outputs': None, 'outputs_folder': None}
     if run.learning.outputs is not None:
       pairs, held_out = _target_outputs(
         run, objective, packing, pairs, held_out, log
@@ -244,7 +238,7 @@ def train(
     run,
     init=init,
     start_id=start_id,
-    learning=learning,
+    learning=_learning_settings(run, target),
     packing=dataclasses.asdict(packing),
     train_data=digest(pairs),
   )
@@ -259,11 +253,22 @@ def train(
   loop = Trainer(objective, run.training, batches, valid, log, stores)
   end = math.inf if until is None else until(params)
   state = loop.train(params, os.path.join(run.model_dir, STATES), end)
+  about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
+  if about or base.reads_encoder(run.model):
+    about['target'] = target
   path, step = os.path.join(run.model_dir, MODEL_FILE), int(state.step)
   dtype = jnp.dtype(run.export_dtype)
   t5x.save_t5x(path, state.params, step, dtype, about or None)
   log(f'{path}: parameters after {step} steps')
   return state.params
+
+
+def _learning_settings(run: TrainRun, target: str) -> dict[str, Any]:
+  """Returns the settings of the objective, with the target's fingerprint."""
+  if run.learning is None:
+    return {'z_loss': run.z_loss}
+  changes = {'checkpoint_path': target, 'outputs': None, 'outputs_folder': None}
+  return vars(run.learning) | changes  # the outputs are part of the data
 
 
 def _check_settings(run: TrainRun, **settings: Any) -> None:
@@ -389,14 +394,14 @@ def _objective(run: TrainRun, first: int | None) -> Any:
 
 
 def _stores_features(objective: Any, batches: PackedBatches) -> bool:
-  """Whether the target's features of all batches fit into memory.
+  """Returns whether the target's features of all batches fit into memory.
 
   They are then computed once, in the first epoch.
   """
   if type(objective) is not losses.Distillation:
     return False
-  config = config_of(objective.target)
-  width = config.shape.tokens.emb_dim if config else math.inf
+  config = getattr(objective.target, 'config', None)
+  width = getattr(config, 'emb_dim', math.inf)
   budget = _FEATURES_PART * (memory.host_bytes() or 0)
   return batches.num_places * width * 2 <= budget
 

@@ -366,9 +366,7 @@ def _host(sums: Sums) -> dict[str, float]:
   return {name: float(value) for name, value in sums.items()}
 
 
-def _means(
-  parts: Sequence[Mapping[str, float]],
-) -> tuple[dict[str, float], float]:
+def _means(parts: list[dict[str, float]]) -> tuple[dict[str, float], float]:
   """Adds up the sums of several batches.
 
   Returns:
