@@ -272,7 +272,7 @@ def whole_buckets(tokens: int) -> int:
 
 def new_request(
   inputs: Array,
-  keys: jax.Array,
+  keys: Array,
   sampling: SamplingConfig,
   *,
   slots: int,

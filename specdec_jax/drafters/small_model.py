@@ -103,7 +103,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     SMALL_MODEL,
     params=model if isinstance(model, Model) else (),
     network=network,
-    reads_encoder=reads_encoder(network),
+    reads_encoder=network.reads_encoder,
     adapts=True,
     follows_rules=True,
   )

@@ -66,12 +66,6 @@ def network_of(module: Any, what: str = 'module') -> T5:
   Raises:
     ValueError: it is another kind of module.
   """
-  config = getattr(module, 'config', None)
-  sizes: dict[str, Any] = {
-    field.name: getattr(config, field.name, field.default)
-    for field in dataclasses.fields(T5Config)
-  }
-  sizes |= {'dtype': jnp.dtype(sizes['dtype']).name, 'dropout_rate': 0.0}
   try:
     sizes: dict[str, Any] = {
       field.name: getattr(module.config, field.name, field.default)

@@ -156,7 +156,7 @@ class Distillation:
   def _read(self, batch):
     fed, _, _ = teacher_forced(batch.targets, self.start_id)
     arrays = {}
-    if reads_encoder(self.draft):
+    if self.draft.reads_encoder:
       arrays['encoded'] = self.target.encode(self.target_params, batch.inputs)
     args = self.target_params, batch.inputs, fed
     return arrays | {'features': self.target.features(*args, **arrays)}

@@ -19,7 +19,6 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.state import NO_ROUND_LIMIT, PairParams
 from specdec_jax.files import same_run
 from specdec_jax.files.run_log import RunLog
-from specdec_jax.models import base
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import Request, example_keys, new_request
@@ -106,7 +105,7 @@ def decode(
     inputs[row, len(source)] = eos_id
     max_length[row] = config.limit(len(source))
   numbers = np.resize(np.asarray(ids, np.uint32), batch)
-  first = base.start_id(model) if model.has_encoder else start_id
+  first = model.start_id if model.has_encoder else start_id
   request = new_request(
     inputs,
     example_keys(config.seed, numbers),

@@ -38,7 +38,7 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.report.console import console as terminal
 from specdec_jax.report.console import say
 from specdec_jax.text.tasks import read_prompts
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.training import run as training_run
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
@@ -185,7 +185,7 @@ def draft_network(config: DistilConfig) -> T5:
   target = config.target
   network: Any = target.network
   # The training reads the target again, by this name.
-  is_whole = isinstance(network, T5) and not reads_encoder(network)
+  is_whole = isinstance(network, T5) and not network.reads_encoder
   if not (is_whole and target.name):
     expected = 'a T5 with an encoder, loaded from a checkpoint'
     advice = 'For a decoder-only target see gin/runs/train_lm.gin.'

@@ -146,7 +146,7 @@ class TrainRun:
   @property
   def target(self) -> Any:
     """The network that the model learns from; None without one."""
-    return getattr(self.learning, 'target', None)
+    return self.learning and self.learning.target
 
   @property
   def network(self) -> Any:
@@ -171,10 +171,10 @@ class TrainRun:
     elif target is not None and target.vocab_size != model.vocab_size:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
-    if not getattr(target, 'has_encoder', False) or base.reads_encoder(target):
-      width = None  # it has no encoder of its own
-    if base.reads_encoder(model) and width != model.shape.encoded_dim:
-      expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
+    has_encoder = target and target.has_encoder and not target.reads_encoder
+    width = target.encoded_dim if has_encoder else None
+    if model.reads_encoder and width != model.encoded_dim:
+      expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
 
@@ -254,7 +254,7 @@ def train(
   end = math.inf if until is None else until(params)
   state = loop.train(params, os.path.join(run.model_dir, STATES), end)
   about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
-  if about or base.reads_encoder(run.model):
+  if about or run.model.reads_encoder:
     about['target'] = target
   path, step = os.path.join(run.model_dir, MODEL_FILE), int(state.step)
   dtype = jnp.dtype(run.export_dtype)
@@ -400,8 +400,8 @@ def _stores_features(objective: Any, batches: PackedBatches) -> bool:
   """
   if type(objective) is not losses.Distillation:
     return False
-  config = getattr(objective.target, 'config', None)
-  width = getattr(config, 'emb_dim', math.inf)
+  config = config_of(objective.target)
+  width = config.shape.tokens.emb_dim if config else math.inf
   budget = _FEATURES_PART * (memory.host_bytes() or 0)
   return batches.num_places * width * 2 <= budget
 
