@@ -175,7 +175,7 @@ class Vocabulary:
       TooLarge: it has too many states, or takes too long.
     """
     begin = languages.literal(' ' if self.begins_blank else '')
-    dfa = languages.in_bytes(begin + language)
+    dfa = (begin + language).dfa
     kinds = dfa.classes[np.searchsorted(dfa.cuts, range(256), 'right') - 1]
     is_alive = self._alive(dfa, kinds)
     if not is_alive[dfa.start]:
