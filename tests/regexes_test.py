@@ -21,8 +21,9 @@ REGEXES = {
     '[ab]', '[^a]', '[^ab]+', '[a-b]{2,4}', '.', '.*b.*', '.{3}', '',
     '(|a)b', '(a|)(b|)(c|)', 'a??b*?c+?', '(?:a(?:b(?:c)?)?)?', '(?P<x>a)b',
     '(a|b)*a(a|b)', '((a*)*b)*', 'a|b|c|aa|bb|cc', '(a|b|c){6}',
-    '(?i)AB', '(?i:A)b', 'a(?i:B|C)', '(?s).', '(?x) a  b # c', '(?!a)', '(?=a)b',
-    '(?!ab|c)[abc]*', '^(?=.*b)(?=.*c)(?!.*a$)[a-c]+', '(?!^[bc]*$)a?b*c*',
+    '(?i)AB', '(?i:A)b', 'a(?i:B|C)', '(?s).', '(?x) a  b # c',
+    '(?!a)', '(?=a)b', '(?!ab|c)[abc]*', '(?!^[bc]*$)a?b*c*',
+    '^(?=.*b)(?=.*c)(?!.*a$)[a-c]+',
   ],
   'ab\n': [
     '^a', 'a$', '^a$', '^a|b$', '(^a|b$)+', 'a^b', 'a$b', '\\Aa\\Z', 'a\\Zb?',
@@ -141,11 +142,11 @@ def laid(vocabulary, pattern, stop):
 
 def next_states(made):
   """int[T, V]: the state behind each state and token, byte by byte."""
-  starts, ends = made.spans[:-1], made.spans[1:]
-  states = np.tile(np.arange(len(made.step))[:, None], len(starts))
+  starts, ends = made.tables.spans[:-1], made.tables.spans[1:]
+  states = np.tile(np.arange(len(made.tables.step))[:, None], len(starts))
   for place in range(int((ends - starts).max())):
     at = np.minimum(starts + place, ends[-1] - 1)
-    longer = made.step[states, made.spelled[at]]
+    longer = made.tables.step[states, made.tables.spelled[at]]
     states = np.where(starts + place < ends, longer, states)
   return states, ends > starts
 
@@ -175,11 +176,11 @@ def test_tokens_are_those_that_texts_need(name, every):
       continue
     bits = made.bits.view(np.uint8)
     allowed = np.unpackbits(bits, axis=1, bitorder='little')[made.bits_of]
-    allowed = allowed[1:, : len(made.spans) - 1] > 0
+    allowed = allowed[1:, : len(made.tables.spans) - 1] > 0
     following, is_text = next_states(made)
-    ends, alive = allowed[:, stop], np.zeros((len(made.step),), bool)
+    ends, alive = allowed[:, stop], np.zeros((len(made.tables.step),), bool)
     alive[1:] = ends
-    for _ in made.step:
+    for _ in made.tables.step:
       alive |= (alive[following] & is_text).any(axis=1) & (following[:, 0] > 0)
     want_allowed = (alive[following] & is_text)[1:]
     want_allowed[:, stop] = ends
@@ -188,7 +189,7 @@ def test_tokens_are_those_that_texts_need(name, every):
     for text, is_match in [*zip(texts_of(alphabet), want, strict=True)][:400]:
       state = made.start
       for byte in begin + text.encode():
-        state = made.step[state, byte]
+        state = made.tables.step[state, byte]
       assert bool(state and ends[state - 1]) == is_match, (pattern, text)
 
 
@@ -197,7 +198,7 @@ def test_states_on_the_device_are_those_of_the_bytes():
   made = [
     laid(vocabulary, one, stop) for one in ('a|ab+', '[0-9]+(\\.[0-9]+)?')
   ]
-  size = len(made[0].spans) - 1
+  size = len(made[0].tables.spans) - 1
   tables, starts = automata.joined(tuple(made), size)
   tables = jax.device_put(tables)
   step = jax.jit(jax.vmap(tables.next_state, in_axes=(None, 0)))

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
@@ -18,14 +18,17 @@ from specdec_jax.rules.tokens import Rules
 from specdec_jax.types import Count
 
 _REMEMBERED = 16  # constraints of an engine
-_OFF = {
+_NUMBERS = {
   'repetition_penalty': 1.0,
   'presence_penalty': 0.0,
   'frequency_penalty': 0.0,
   'no_repeat_ngram_size': 0,
   'encoder_no_repeat_ngram_size': 0,
 }
+_OFF = _NUMBERS | {'bias': 0.0, 'sequence_bias': 0.0}  # of `Rules`
+_OFF |= dict.fromkeys(('sequences', 'begin_suppress', 'forced_end'), -1)
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
+_DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # of sequences, and of lists of them
 _MOST_WORDS = 4096  # and sequences with a bias
 _MOST_IN_WORDS = 1 << 16  # ids of a row's words, each as long as the longest
@@ -136,6 +139,30 @@ class RowRules(NamedTuple):
   forced_end: int = -1
   automaton: Automaton | None = None
 
+  def values(self) -> dict[str, np.ndarray]:
+    """Those of `Rules` that are on, for this row; sizes are powers of two."""
+    values = {
+      name: np.asarray(value, _DTYPES[type(_OFF[name])])
+      for name, value in self.numbers.items()
+    }
+    if self.bias is not None:
+      values['bias'] = self.bias
+    if self.sequences:
+      width = _power(max(len(ids) for ids, _ in self.sequences))
+      bias = np.zeros((_power(len(self.sequences)),), np.float32)
+      table = np.full((bias.size, width), -1, np.int32)
+      for row, (ids, value) in enumerate(self.sequences):
+        table[row, width - len(ids) :], bias[row] = ids, value
+      values |= {'sequences': table, 'sequence_bias': bias}
+    if self.begin_suppress:
+      ids = self.begin_suppress
+      table = np.full((_power(len(ids)),), -1, np.int32)
+      table[: len(ids)] = ids
+      values['begin_suppress'] = table
+    if self.forced_end >= 0:
+      values['forced_end'] = np.asarray(self.forced_end, np.int32)
+    return values
+
   def allows(self, ids: Sequence[int]) -> bool:
     """Whether an output may begin with these ids, its automaton aside."""
     size = int(self.numbers.get('no_repeat_ngram_size', 0))
@@ -200,7 +227,7 @@ class RuleBook:
       self._vocab_size,
       numbers={
         name: getattr(options, name)
-        for name, off in _OFF.items()
+        for name, off in _NUMBERS.items()
         if getattr(options, name) != off
       },
       bias=self._bias(options, stop_ids),
@@ -231,7 +258,7 @@ class RuleBook:
       is_possible = any(row.allows([*one, *stop_ids[:1]]) for one in ids)
     else:
       firsts = np.arange(self._vocab_size)
-      if isinstance(row.automaton, automata.Spelled):
+      if row.automaton is not None:
         firsts = row.automaton.first_tokens(self._vocab_size)
       if row.bias is not None:
         firsts = firsts[row.bias[firsts] > -np.inf]
@@ -292,7 +319,7 @@ class RuleBook:
     choices, pattern, schema, blanks, stop_ids = json.loads(asked)
     if choices is not None:
       ids = [self._encoded('choices', one) for one in choices]
-      return constraints.of_choices(ids, stop_ids)
+      return constraints.of_choices(ids, stop_ids, self._vocab_size)
     name, given = 'regex', pattern
     if pattern is None:
       name, given = 'json_schema', schema
@@ -301,7 +328,7 @@ class RuleBook:
         if schema is not None:
           language = language_of(schema, blanks)
         else:
-          language = self._regex(pattern)
+          language = languages.in_bytes(self._regex(pattern))
         return self._vocabulary.automaton(name, language, stop_ids)
     except languages.TooLarge as error:
       expected = 'what makes a smaller automaton'
@@ -356,62 +383,36 @@ def ruling_of(
     end: int32[B].
     inputs: int32[B, E], -1 past their ends.
   """
-  if len(rows) > 1 and all(row is rows[0] for row in rows):
+  is_same = all(row is rows[0] for row in rows)
+  each = [row.values() for row in (rows[:1] if is_same else rows)]
+  values: dict[str, Any] = {}
+  for name in dict.fromkeys(itertools.chain(*each)):
+    table = _stacked(_OFF[name], [row.get(name) for row in each])
     # Views of one row: memory does not grow with the texts of a call.
-    like = np.zeros((1,), np.int32)
-    rules, tables = ruling_of(rows[:1], like, like, inputs[:1])
-    if rules is None:
-      return None, None
-    size = len(rows)
-    rules = jax.tree.map(
-      lambda x: np.broadcast_to(x, (size, *x.shape[1:])), rules
-    )
-    if rules.inputs is not None:
-      rules = rules.replace(inputs=inputs)
-    return rules.replace(begin=begin, end=end), tables
-  vocab_size = max(row.vocab_size for row in rows)
-  found: dict[str, Any] = {}
-  for name, off in _OFF.items():
-    if any(name in row.numbers for row in rows):
-      dtype = np.int32 if isinstance(off, int) else np.float32
-      values = [row.numbers.get(name, off) for row in rows]
-      found[name] = np.asarray(values, dtype)
-  if 'encoder_no_repeat_ngram_size' in found:
-    found['inputs'] = inputs
-  if any(row.bias is not None for row in rows):
-    nothing = np.zeros((vocab_size,), np.float32)
-    found['bias'] = np.stack(
-      [nothing if row.bias is None else row.bias for row in rows]
-    )
-  if any(row.sequences for row in rows):
-    width = _power(max(len(ids) for row in rows for ids, _ in row.sequences))
-    count = _power(max(len(row.sequences) for row in rows))
-    sequences = np.full((len(rows), count, width), -1, np.int32)
-    bias = np.zeros((len(rows), count), np.float32)
-    for i, row in enumerate(rows):
-      for k, (ids, value) in enumerate(row.sequences):
-        sequences[i, k, width - len(ids) :], bias[i, k] = ids, value
-    found |= {'sequences': sequences, 'sequence_bias': bias}
-  if any(row.begin_suppress for row in rows):
-    width = _power(max(len(row.begin_suppress) for row in rows))
-    suppress = np.full((len(rows), width), -1, np.int32)
-    for i, row in enumerate(rows):
-      suppress[i, : len(row.begin_suppress)] = row.begin_suppress
-    found['begin_suppress'] = suppress
-  if any(row.forced_end >= 0 for row in rows):
-    found['forced_end'] = np.array([r.forced_end for r in rows], np.int32)
-  parts = {
-    id(r.automaton): r.automaton for r in rows if r.automaton is not None
-  }
-  tables = None
+    values[name] = np.broadcast_to(table, (len(rows), *table.shape[1:]))
+  if 'encoder_no_repeat_ngram_size' in values:
+    values['inputs'] = inputs
+  tables, parts = None, dict.fromkeys(row.automaton for row in rows)
+  parts.pop(None, None)
   if parts:
-    tables, starts = automata.joined(tuple(parts.values()), vocab_size)
-    start_of = dict(zip(parts, starts, strict=True))
-    states = [start_of.get(id(row.automaton), automata.FREE) for row in rows]
-    found['automaton'] = np.array(states, np.int32)
-  if not found:
-    return None, None
-  return Rules(begin, end, **found), tables
+    vocab_size = max(row.vocab_size for row in rows)
+    tables, starts = automata.joined((*parts,), vocab_size)
+    start_of = {None: automata.FREE, **dict(zip(parts, starts, strict=True))}
+    states = [start_of[row.automaton] for row in rows]
+    values['automaton'] = np.array(states, np.int32)
+  return (Rules(begin, end, **values), tables) if values else (None, None)
+
+
+def _stacked(off: float, values: list[Any]) -> np.ndarray:
+  """One array of the arrays of rows, in front of which is what is off."""
+  arrays = [value for value in values if value is not None]
+  shape = np.max([array.shape for array in arrays], axis=0).astype(int)
+  table = np.full((len(values), *shape), off, arrays[0].dtype)
+  for row, value in enumerate(values):
+    if value is not None:
+      places: Any = [slice(-size, None) for size in value.shape]
+      table[(row, *places)] = value
+  return table
 
 
 def _has_length(value: Any) -> bool:

@@ -396,7 +396,8 @@ def _numbers(schema: Schema) -> Iterator[Language]:
     is_least = keyword in ('minimum', 'exclusiveMinimum')
     yield numbers if is_least else scalars.NUMBER - numbers
   if 'multipleOf' in schema:
-    yield scalars.multiples(*scalars.residues(schema['multipleOf']))
+    size, places = scalars.residues(schema['multipleOf']) or (1, 0)
+    yield scalars.multiples(size, places)
 
 
 def _search(schema: Schema, keyword: str, pattern: str) -> Language:
