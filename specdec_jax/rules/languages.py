@@ -26,7 +26,6 @@ _MOST_CELLS = 1 << 23  # states times classes of symbols
 _MOST_MEMBERS = 1 << 21  # positions in the sets that become states
 
 Intervals = tuple[tuple[int, int], ...]  # of symbols, ends included
-_CHARACTERS: Intervals = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _NEWLINE: Intervals = ((10, 10),)
 _TOP = 0x110000
 _deadline = contextvars.ContextVar('deadline', default=math.inf)
@@ -34,6 +33,10 @@ _deadline = contextvars.ContextVar('deadline', default=math.inf)
 
 class TooLarge(ValueError):
   """An automaton has more states, or takes longer to make, than is allowed."""
+
+
+class NotFollowed(ValueError):
+  """A regex is none, or has what no automaton follows."""
 
 
 @contextlib.contextmanager
@@ -290,7 +293,7 @@ def _automaton(dfa: Dfa, parts: Sequence[Language] = ()) -> Language:
   return graph(dfa.start, following, dfa.accepting.__getitem__)
 
 
-ANY = _symbols(_CHARACTERS)
+ANY = _symbols(((0, _TOP - 1),))
 EVERY = ANY.repeat(0)
 EMPTY = concat(())
 NOTHING = union(())
@@ -509,11 +512,12 @@ _SHORT = zip(b'"\\\b\f\n\r\t', b'"\\bfnrt', strict=True)
 _UTF8: _Table = (
   (0, 0x7F, 0, (range(0x80),)),
   (0x80, 0x7FF, 0, (range(0xC0, 0xE0), _TAIL)),
-  (0x800, 0xFFFF, 0, (range(0xE0, 0xF0), _TAIL, _TAIL)),
+  (0x800, 0xD7FF, 0, (range(0xE0, 0xF0), _TAIL, _TAIL)),
+  (0xE000, 0xFFFF, 0, (range(0xE0, 0xF0), _TAIL, _TAIL)),
   (0x10000, 0x10FFFF, 0, (range(0xF0, 0xF8), _TAIL, _TAIL, _TAIL)),
 )
 _RAW = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F))
-_LONG = ((0, 7), (11, 11), (14, 31), (0x7F, 0xFFFF))
+_LONG = ((0, 7), (11, 11), (14, 31), (0x7F, 0xD7FF), (0xE000, 0xFFFF))
 _UNIT = (b'\\', b'u', _HEX, _HEX, _HEX, _HEX)
 _JSON: _Table = (
   *((low, high, 0, _UTF8[0][3]) for low, high in _RAW),
@@ -611,7 +615,8 @@ def regex(pattern: str, search: bool = False) -> Language:
       there `$` is the end, and classes such as `\\d` are of ASCII.
 
   Raises:
-    ValueError: it is no regex, or has what is not followed.
+    NotFollowed: it is no regex, or has what is not followed.
+    TooLarge: its automaton is.
   """
   check_size(len(pattern), MOST_POSITIONS, 'characters')
   reader = _Reader(search)
@@ -634,7 +639,7 @@ def regex(pattern: str, search: bool = False) -> Language:
       is_wanted = kind == _constants.ASSERT
       language = language & begun if is_wanted else language - begun
   except (re.error, RecursionError, OverflowError) as error:
-    raise ValueError(f'it is no regex of Python: {error}') from error
+    raise NotFollowed(f'it is no regex of Python: {error}') from error
   return language
 
 
@@ -672,7 +677,7 @@ class _Reader:
         self._has_anchors = True
         return self._anchor(value, flags)
       case name if name in _UNKNOWN:
-        raise ValueError(f'{_UNKNOWN[name]} are not followed')
+        raise NotFollowed(f'{_UNKNOWN[name]} are not followed')
     key = repr((kind, value)), flags
     if key not in self._made:
       self._made[key] = _symbols(_matched((kind, value), flags))
@@ -697,16 +702,6 @@ class _Reader:
     return Language(add)
 
 
-def _clipped(intervals: Iterable[tuple[int, int]]) -> Intervals:
-  """What intervals of code points have of characters."""
-  clipped = (
-    (max(low, first), min(high, last))
-    for low, high in intervals
-    for first, last in _CHARACTERS
-  )
-  return tuple(pair for pair in clipped if pair[0] <= pair[1])
-
-
 @functools.cache
 def _every_character() -> str:
   return ''.join(map(chr, range(_TOP)))
@@ -715,7 +710,7 @@ def _every_character() -> str:
 def _matched(node: Any, flags: int) -> Intervals:
   """The characters that a node of a parsed regex matches, as `re` has it."""
   if node[0] == _constants.LITERAL and not flags & re.IGNORECASE:
-    return _clipped([(node[1], node[1])])
+    return ((node[1], node[1]),)
   state = _parser.State()
   state.flags = flags
   state.str = ''
@@ -723,4 +718,4 @@ def _matched(node: Any, flags: int) -> Intervals:
   repeated = (_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))
   compiled = _compiler.compile(_parser.SubPattern(state, [repeated]), flags)
   spans = (match.span() for match in compiled.finditer(_every_character()))
-  return _clipped((begin, end - 1) for begin, end in spans)
+  return tuple((begin, end - 1) for begin, end in spans)

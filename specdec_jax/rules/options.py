@@ -18,15 +18,6 @@ from specdec_jax.rules.tokens import Rules
 from specdec_jax.types import Count
 
 _REMEMBERED = 16  # constraints of an engine
-_NUMBERS = {
-  'repetition_penalty': 1.0,
-  'presence_penalty': 0.0,
-  'frequency_penalty': 0.0,
-  'no_repeat_ngram_size': 0,
-  'encoder_no_repeat_ngram_size': 0,
-}
-_OFF = _NUMBERS | {'bias': 0.0, 'sequence_bias': 0.0}  # of `Rules`
-_OFF |= dict.fromkeys(('sequences', 'begin_suppress', 'forced_end'), -1)
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
 _DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # of sequences, and of lists of them
@@ -118,6 +109,16 @@ class RuleOptions:
     return {f.name: value for f, value in values if value != f.default}
 
 
+_NUMBERS = {
+  field.name: field.default
+  for field in dataclasses.fields(RuleOptions)
+  if isinstance(field.default, int | float)
+}
+# What is off, of the fields of `Rules`.
+_OFF = {**_NUMBERS, 'bias': 0.0, 'sequence_bias': 0.0}
+_OFF |= dict.fromkeys(('sequences', 'begin_suppress', 'forced_end'), -1)
+
+
 class RowRules(NamedTuple):
   """The rules of one row on the host.
 
@@ -140,7 +141,7 @@ class RowRules(NamedTuple):
   automaton: Automaton | None = None
 
   def values(self) -> dict[str, np.ndarray]:
-    """Those of `Rules` that are on, for this row; sizes are powers of two."""
+    """The fields of `Rules` that are on, of this row alone."""
     values = {
       name: np.asarray(value, _DTYPES[type(_OFF[name])])
       for name, value in self.numbers.items()
@@ -148,17 +149,13 @@ class RowRules(NamedTuple):
     if self.bias is not None:
       values['bias'] = self.bias
     if self.sequences:
-      width = _power(max(len(ids) for ids, _ in self.sequences))
-      bias = np.zeros((_power(len(self.sequences)),), np.float32)
-      table = np.full((bias.size, width), -1, np.int32)
-      for row, (ids, value) in enumerate(self.sequences):
-        table[row, width - len(ids) :], bias[row] = ids, value
-      values |= {'sequences': table, 'sequence_bias': bias}
+      lists, biases = zip(*self.sequences, strict=True)
+      width = max(map(len, lists))
+      table = [[-1] * (width - len(ids)) + [*ids] for ids in lists]
+      values['sequences'] = np.array(table, np.int32)
+      values['sequence_bias'] = np.array(biases, np.float32)
     if self.begin_suppress:
-      ids = self.begin_suppress
-      table = np.full((_power(len(ids)),), -1, np.int32)
-      table[: len(ids)] = ids
-      values['begin_suppress'] = table
+      values['begin_suppress'] = np.array(self.begin_suppress, np.int32)
     if self.forced_end >= 0:
       values['forced_end'] = np.asarray(self.forced_end, np.int32)
     return values
@@ -225,11 +222,7 @@ class RuleBook:
       self._ids('forced_eos_token_id', [forced])
     row = RowRules(
       self._vocab_size,
-      numbers={
-        name: getattr(options, name)
-        for name, off in _NUMBERS.items()
-        if getattr(options, name) != off
-      },
+      numbers={k: x for k, x in options.rules.items() if k in _NUMBERS},
       bias=self._bias(options, stop_ids),
       sequences=sequences,
       begin_suppress=self._ids(
@@ -328,20 +321,14 @@ class RuleBook:
         if schema is not None:
           language = language_of(schema, blanks)
         else:
-          language = languages.in_bytes(self._regex(pattern))
+          language = languages.in_bytes(languages.regex(pattern))
         return self._vocabulary.automaton(name, language, stop_ids)
     except languages.TooLarge as error:
       expected = 'what makes a smaller automaton'
       raise unexpected(name, expected, given, f'({error})') from error
-
-  def _regex(self, pattern: str) -> languages.Language:
-    try:
-      return languages.regex(pattern)
-    except languages.TooLarge:
-      raise
-    except ValueError as error:
+    except languages.NotFollowed as error:
       expected = 'a regex of Python that an automaton can follow'
-      raise unexpected('regex', expected, pattern, f'({error})') from error
+      raise unexpected(name, expected, given, f'({error})') from error
 
   def _encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
     """The ids of a text, or ids that are checked.
@@ -387,7 +374,7 @@ def ruling_of(
   each = [row.values() for row in (rows[:1] if is_same else rows)]
   values: dict[str, Any] = {}
   for name in dict.fromkeys(itertools.chain(*each)):
-    table = _stacked(_OFF[name], [row.get(name) for row in each])
+    table = _stacked(name, [row.get(name) for row in each])
     # Views of one row: memory does not grow with the texts of a call.
     values[name] = np.broadcast_to(table, (len(rows), *table.shape[1:]))
   if 'encoder_no_repeat_ngram_size' in values:
@@ -403,11 +390,13 @@ def ruling_of(
   return (Rules(begin, end, **values), tables) if values else (None, None)
 
 
-def _stacked(off: float, values: list[Any]) -> np.ndarray:
-  """One array of the arrays of rows, in front of which is what is off."""
+def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
+  """One field of `Rules` of that of each row, in front of which it is off."""
   arrays = [value for value in values if value is not None]
-  shape = np.max([array.shape for array in arrays], axis=0).astype(int)
-  table = np.full((len(values), *shape), off, arrays[0].dtype)
+  sizes = np.max([array.shape for array in arrays], axis=0).astype(int).tolist()
+  if name != 'bias':
+    sizes = [_power(size) for size in sizes]
+  table = np.full((len(values), *sizes), _OFF[name], arrays[0].dtype)
   for row, value in enumerate(values):
     if value is not None:
       places: Any = [slice(-size, None) for size in value.shape]

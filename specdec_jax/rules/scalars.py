@@ -1,16 +1,14 @@
 """Strings and numbers that keywords of a JSON schema describe."""
 
-import fractions
 import functools
 import re
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any
 
 from specdec_jax.rules import languages
-from specdec_jax.rules.languages import Language
+from specdec_jax.rules.languages import Language, concat
 
-MOST_RESIDUES = 2_000  # of a `multipleOf`, for each digit behind the point
+MOST_RESIDUES = 2_000  # of a `multipleOf`
 
 _WHOLE = r'(?:0|[1-9][0-9]*)'
 # Of which something is said: without an exponent and without zeros at the end.
@@ -59,14 +57,11 @@ _EMAIL = (
 _PCT = '%[0-9A-Fa-f]{2}'
 _USER = rf"(?:[A-Za-z0-9._~!$&'()*+,;=-]|{_PCT})"
 _PCHAR = rf'(?:{_USER}|[:@])'
-_HOST = (
-  rf"(?:\[(?:{_IPV6}|[vV][0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+)\]"
-  rf'|{_USER}*)'
-)
-_URI_REST = rf'(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?'
+_HOST = rf'(?:\[{_IPV6}\]|{_USER}*)'
+_PATH = rf'{_PCHAR}+(?:/{_PCHAR}*)*'
 _AUTHORITY = rf'//(?:(?:{_USER}|:)*@)?{_HOST}(?::[0-9]*)?(?:/{_PCHAR}*)*'
-_ABSOLUTE = rf'/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?'
-_ROOTLESS = rf'{_PCHAR}+(?:/{_PCHAR}*)*'
+_REST = rf'(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?'
+_URI = rf'[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|/?{_PATH}|/)?{_REST}'
 FORMATS = {
   'date': _DATE,
   'time': _TIME,
@@ -76,10 +71,7 @@ FORMATS = {
   'ipv4': _IPV4,
   'ipv6': _IPV6,
   'email': _EMAIL,
-  'uri': (
-    rf'[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|{_ABSOLUTE}|{_ROOTLESS})?'
-    rf'{_URI_REST}'
-  ),
+  'uri': _URI,
 }
 
 
@@ -155,34 +147,14 @@ def _sizes_above(bound: Decimal) -> Language:
   )
 
 
-def residues(divisor: int | Decimal) -> tuple[int, int] | None:
-  """n and k, where a divisor is n / 10^k; None: too many."""
-  number, places = fractions.Fraction(divisor), 0
-  while number.denominator > 1:
-    number, places = number * 10, places + 1
-  size = number.numerator
-  return (size, places) if size * (places + 1) <= MOST_RESIDUES else None
+def multiples(divisor: int) -> Language:
+  """Texts of the multiples of a whole number; a node is a residue."""
 
+  def following(residue: int) -> Iterator[tuple[Language, int]]:
+    for digit in range(10):
+      target = (10 * residue + digit) % divisor
+      yield languages.literal(str(digit)), target
 
-def multiples(number: int, places: int) -> Language:
-  """Texts of the multiples of number / 10^places.
-
-  A node is the residue of the digits, and how many places may follow; None
-  before the point.
-  """
-
-  def following(node: tuple[int, int | None]) -> Iterator[tuple[Language, Any]]:
-    residue, left = node
-    if left is None:
-      yield languages.literal('.'), (residue, places)
-    for digit in range(1 if left == 0 else 10):
-      value = residue if left == 0 else residue * 10 + digit
-      after = left if not left else left - 1
-      yield languages.literal(str(digit)), (value % number, after)
-
-  def is_final(node: tuple[int, int | None]) -> bool:
-    residue, left = node
-    return residue * 10 ** (places if left is None else left) % number == 0
-
-  plain = languages.graph((0, None), following, is_final)
-  return (languages.literal('-').repeat(0, 1) + plain) & NUMBER
+  digits = languages.graph(0, following, lambda residue: residue == 0)
+  minus, point = languages.literal('-'), languages.literal('.0')
+  return concat([minus.repeat(0, 1), digits, point.repeat(0, 1)]) & INTEGER

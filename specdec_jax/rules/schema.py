@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.rules import languages, scalars, subschemas
@@ -23,7 +23,7 @@ from specdec_jax.rules.subschemas import Schema
 
 MOST_RECURSION = 3  # times that `$ref` enters a schema within itself
 MOST_NESTING = 4  # of arrays and objects where any value may be
-MOST_UNORDERED = 8_000  # states of an object whose keys have any order
+MOST_UNORDERED = 16_000  # states of an object whose keys have any order
 # What is behind a comma and a colon, and what is around these and in brackets.
 BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
 
@@ -41,20 +41,6 @@ _FULL['number'] = scalars.ANY_NUMBER
 
 _Schemas = tuple[Any, ...]  # of which a value is one
 _Entered = tuple[str, ...]  # what was entered on the path to a value, sorted
-
-
-class _Branch(NamedTuple):
-  """What is said of a value, without alternatives.
-
-  Attributes:
-    kinds: what is possible of each type.
-    schemas: those that say something of it, of items or of members.
-    entered: what was entered on the path to it.
-  """
-
-  kinds: _Kinds
-  schemas: tuple[Schema, ...]
-  entered: _Entered
 
 
 def language_of(
@@ -123,8 +109,13 @@ class _Texts:
 
   def _branches(
     self, schemas: _Schemas, entered: _Entered
-  ) -> Iterator[_Branch]:
-    """What is said of a value, without alternatives."""
+  ) -> Iterator[tuple[_Kinds, tuple[Schema, ...], _Entered]]:
+    """What is said of a value, without alternatives.
+
+    Yields:
+      What is possible of each type; the schemas that say something of it, of
+      its items or members; and what was entered on the path to it.
+    """
     stack: list[tuple[Any, ...]] = [(schemas, _FULL, (), (), entered)]
     while stack:
       schemas, kinds, said, choices, entered = stack.pop()
@@ -154,7 +145,7 @@ class _Texts:
           for part in reversed(first)
         )
       elif kinds:
-        yield _Branch(kinds, said, entered)
+        yield kinds, said, entered
 
   def _kinds(self, schema: Schema) -> _Kinds:
     """What a schema says of each type."""
@@ -207,9 +198,8 @@ class _Texts:
   def _object(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
     """Objects; a node is which keys there are, and how many.
 
-    Keys have any order. In a large object those that are not in the schema are
-    behind the others, and in a larger one these have the order of the schema;
-    then a node has the place in it.
+    Keys have any order. In a large object those in the schema have its order,
+    and the others are behind them; then a node has the place in the schema.
     """
     least = max(_counts(schemas, 'minProperties'), default=0)
     most = min(_counts(schemas, 'maxProperties'), default=math.inf)
@@ -218,17 +208,12 @@ class _Texts:
     if not required <= members.keys():
       return NOTHING
     count = len(members)
-    size, rest = (
-      sum(len(member.dfa.step) for member in each) << min(count, 20)
-      for each in (members.values(), others)
-    )
-    is_free = size // 2 <= MOST_UNORDERED
-    is_mixed = is_free and size // 2 + rest <= MOST_UNORDERED
+    size = sum(len(x.dfa.step) for x in (*members.values(), *others))
+    is_free = size << min(count, 20) <= MOST_UNORDERED
     needed = sum(1 << i for i, name in enumerate(members) if name in required)
-    every = (1 << count) - 1 if is_free else count
 
     def is_last(seen: int) -> bool:
-      return seen & needed == needed if is_free else seen == every
+      return seen & needed == needed if is_free else seen == count
 
     def following(
       node: tuple[int, int, bool],
@@ -244,10 +229,9 @@ class _Texts:
           yield comma + member, (after, more, True)
         if not is_free and name not in required:
           yield EMPTY, (after, number, is_behind)
-      if number < most and (is_mixed or is_last(seen)):
-        after = seen if is_mixed else every
-        for member in others:
-          yield comma + member, (after, more, True)
+      for member in others if is_free or is_last(seen) else ():
+        if number < most:
+          yield comma + member, (seen, more, True)
 
     inside = languages.graph(
       (0, 0, False),
@@ -306,7 +290,7 @@ class _Texts:
   def _names(self, schema: Any) -> Language:
     """The values of strings that a schema describes."""
     branches = self._branches((schema,), ())
-    return languages.union(x.kinds.get('string', NOTHING) for x in branches)
+    return languages.union(x.get('string', NOTHING) for x, _, _ in branches)
 
 
 def _is_open(schema: Any) -> bool:
@@ -396,17 +380,14 @@ def _numbers(schema: Schema) -> Iterator[Language]:
     is_least = keyword in ('minimum', 'exclusiveMinimum')
     yield numbers if is_least else scalars.NUMBER - numbers
   if 'multipleOf' in schema:
-    size, places = scalars.residues(schema['multipleOf']) or (1, 0)
-    yield scalars.multiples(size, places)
+    yield scalars.multiples(schema['multipleOf'])
 
 
 def _search(schema: Schema, keyword: str, pattern: str) -> Language:
   """The texts in which a pattern is."""
   try:
     return scalars.pattern(pattern)
-  except languages.TooLarge:
-    raise
-  except ValueError as error:
+  except languages.NotFollowed as error:
     expected = f'regexes that are followed ({error})'
     raise schema.refusal(keyword, expected) from None
 

@@ -37,12 +37,14 @@ _NOTES = {
 }
 _Type = Literal[(*TYPES, 'integer')]  # type: ignore[valid-type]
 _HINTS: dict[str, Any] = {
-  **dict.fromkeys({*_WITHIN, *_NOTES, *BOUNDS, 'multipleOf', 'const'}, Any),
+  **dict.fromkeys({*_WITHIN, *_NOTES, 'const'}, Any),
   **dict.fromkeys(_LISTS, Annotated[Sequence[Any], Bound(1)]),
   **dict.fromkeys(_DICTS, Mapping[str, Any]),
   **dict.fromkeys(_COUNTS, Annotated[int, Bound(0, MOST_LENGTH)]),
   **dict.fromkeys(['pattern', '$ref', '$id', '$schema'], str),
   'type': _Type | Annotated[Sequence[_Type], Bound(1)],
+  **dict.fromkeys(BOUNDS, float),
+  'multipleOf': Annotated[int, Bound(1, scalars.MOST_RESIDUES)],
   'format': Literal[tuple(scalars.FORMATS)],
   'enum': Sequence[Any],
   'required': Sequence[str],
@@ -72,9 +74,8 @@ class Schema(dict):
 
   def refusal(self, keyword: str, expected: str) -> ValueError:
     """The error of a keyword whose value is not followed."""
-    value = self[keyword]
-    value = float(value) if isinstance(value, Decimal) else value
-    return unexpected(f'json_schema: {keyword} at {self.at}', expected, value)
+    name = f'json_schema: {keyword} at {self.at}'
+    return unexpected(name, expected, self[keyword])
 
 
 def checked(text: str) -> Schema | bool:
@@ -141,17 +142,12 @@ def _check(schema: Schema, keyword: str) -> None:
   value = schema[keyword]
   if keyword not in _HINTS:
     raise schema.refusal(keyword, 'only keywords that are followed')
-  check_type(f'json_schema: {keyword} at {schema.at}', value, _HINTS[keyword])
-  is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
+  number = float(value) if isinstance(value, Decimal) else value
+  check_type(f'json_schema: {keyword} at {schema.at}', number, _HINTS[keyword])
   if keyword == '$schema' and not any(
     f'json-schema.org/{draft}/' in value for draft in _DRAFTS
   ):
     raise schema.refusal(keyword, f'one of {", ".join(_DRAFTS)}')
-  if keyword in {*BOUNDS, 'multipleOf'} and not is_number:
-    raise schema.refusal(keyword, 'a number')
-  if keyword == 'multipleOf' and (value <= 0 or not scalars.residues(value)):
-    expected = f'n / 10^k above 0, n * (k + 1) up to {scalars.MOST_RESIDUES}'
-    raise schema.refusal(keyword, expected)
 
 
 def _follow_references(root: Schema, places: dict[str, Any]) -> None:
