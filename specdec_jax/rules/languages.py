@@ -339,6 +339,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
   """
   cuts, classes, covered = _classes([*nfa.labels])
   kinds, members = range(1 + int(classes.max())), 0
+  guarded = {position for position, each in enumerate(nfa.guards) if each}
 
   @functools.cache
   def closure(position: int) -> frozenset[int]:
@@ -350,7 +351,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
       more = {*nfa.empty[todo.pop()]} - reached
       reached |= more
       todo += more
-    kept = (x for x in reached if nfa.edges[x] or nfa.guards[x] or x == 0)
+    kept = (x for x in reached if nfa.edges[x] or x in guarded or x == 0)
     members += len(closed := frozenset(kept))
     check_size(members, _MOST_MEMBERS, 'positions in its states')
     return closed
@@ -381,8 +382,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
   def number(positions: frozenset[int], before: int, is_end: bool) -> int:
     nonlocal members
     subset = closed(positions)
-    has_guards = any(nfa.guards[x] for x in subset)
-    state = subset, before if has_guards else 0, is_end
+    state = subset, 0 if subset.isdisjoint(guarded) else before, is_end
     if state not in numbers:
       numbers[state] = len(states)
       states.append(state)
@@ -396,7 +396,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
     accepting.append(is_end or 0 in through(subset, before, _EDGE))
     following: dict[int, Any] = collections.defaultdict(set)
     ends = set[int]()  # the newline, if it may be the last symbol
-    if any(nfa.guards[x] for x in subset):
+    if not subset.isdisjoint(guarded):
       for kind in kinds:
         following[kind] = behind(through(subset, before, kind), kind)
       for kind in newline:
@@ -406,10 +406,10 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
       for label, target in itertools.chain(*(nfa.edges[x] for x in subset)):
         for kind in covered[label]:
           following[kind].add(target)
-    row = np.zeros((len(kinds),), np.int32)
+    row = [0] * len(kinds)
     for kind, targets in following.items():
       row[kind] = number(frozenset(targets), kind, kind in ends)
-    rows.append(row)
+    rows.append(np.array(row, np.int32))
     check_size(len(states), MOST_STATES, 'states')
     check_size(len(states) * len(kinds), _MOST_CELLS, 'edges')
     check_size(members, _MOST_MEMBERS, 'positions in its states')

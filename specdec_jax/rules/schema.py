@@ -23,7 +23,7 @@ from specdec_jax.rules.subschemas import Schema
 
 MOST_RECURSION = 3  # times that `$ref` enters a schema within itself
 MOST_NESTING = 4  # of arrays and objects where any value may be
-MOST_UNORDERED = 16_000  # states of an object whose keys have any order
+MOST_UNORDERED = 12_000  # states of an object whose keys have any order
 # What is behind a comma and a colon, and what is around these and in brackets.
 BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
 
