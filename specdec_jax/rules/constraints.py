@@ -184,7 +184,8 @@ class Vocabulary:
     kinds = dfa.classes[np.searchsorted(dfa.cuts, range(256), 'right') - 1]
     is_alive = self._alive(dfa, kinds)
     if not is_alive[dfa.start]:
-      raise self._unwritable(name, language)
+      text = bytes(language.shortest() or b'').decode()
+      raise unwritable(name, text, self.missing(text))
     # States of one block allow the same tokens.
     block = languages.blocks(
       dfa.step.T, is_alive.astype(np.int64), self._bytes.shape[1]
@@ -245,22 +246,23 @@ class Vocabulary:
     order = csgraph.breadth_first_order(graph, size, return_predecessors=False)
     return np.isin(np.arange(size), order)
 
-  def _unwritable(self, name: str, language: Language) -> ValueError:
-    """The error of a language of which no text can be written."""
-    symbols = language.shortest()
-    if symbols is None:
-      return unexpected(name, 'a text that matches', 'none')
-    text = bytes(symbols).decode().removeprefix(' ' * self.begins_blank)
-    missing = sorted(char for char in {*text} if not self._writes(char))
-    expected = 'what tokens of this vocabulary can write'
-    if missing:
-      expected = f'a vocabulary with a token for {" ".join(missing)}'
-    return unexpected(name, expected, text, 'Its text cannot be written.')
+  def missing(self, text: str) -> list[str]:
+    """The characters of a text that no tokens spell."""
+    return [
+      char
+      for char in dict.fromkeys(text)
+      if not char.isspace()
+      and char.encode() not in self._words
+      and not {bytes([byte]) for byte in char.encode()} <= self._words
+    ]
 
-  def _writes(self, char: str) -> bool:
-    spelled = char.encode()
-    parts = {bytes([byte]) for byte in spelled}
-    return spelled in self._words or parts <= self._words
+
+def unwritable(name: str, text: str, missing: Sequence[str]) -> ValueError:
+  """The error of an option whose text has characters without tokens."""
+  expected = 'what tokens of this vocabulary can write'
+  if missing:
+    expected = f'a vocabulary with a token for {" ".join(missing)}'
+  return unexpected(name, expected, text, 'Its text cannot be written.')
 
 
 def _characters(word: bytes) -> set[bytes]:

@@ -339,17 +339,10 @@ class RuleBook:
     if not isinstance(text, str):
       return self._ids(name, text)
     ids = self._tokenizer.encode(text)
-    missing = [char for char in dict.fromkeys(text) if not self._writes(char)]
+    missing = self._vocabulary.missing(text)
     if missing and not {*missing} <= {*self._tokenizer.decode(ids)}:
-      expected = f'a vocabulary with a token for {" ".join(missing)}'
-      raise unexpected(name, expected, text, 'Its text cannot be written.')
+      raise constraints.unwritable(name, text, missing)
     return ids
-
-  @functools.cache  # noqa: B019
-  def _writes(self, char: str) -> bool:
-    """Whether a character has tokens of its own."""
-    ids = self._tokenizer.encode(char)
-    return char.isspace() or bool(ids) and self._tokenizer.unk_id not in ids
 
   @functools.cached_property
   def _vocabulary(self) -> constraints.Vocabulary:
