@@ -6,7 +6,6 @@ bounds are checked while that happens, so that no pattern takes more memory or
 time than they allow.
 """
 
-import collections
 import contextlib
 import contextvars
 import functools
@@ -110,6 +109,8 @@ class _Nfa:
   def new(self, *following: int) -> int:
     """A new state, from which some others are reached without a symbol."""
     check_size(len(self.edges), MOST_POSITIONS, 'positions')
+    if not len(self.edges) % 256:
+      check_time()
     self.edges.append([])
     self.empty.append([*following])
     self.guards.append([])
@@ -122,7 +123,6 @@ class _Nfa:
   def begin(self, language: 'Language', end: int) -> int:
     """The state from which the texts of a language lead to another state."""
     if (language, end) not in self._begins:
-      check_time()
       self._begins[language, end] = language.add(self, end)
     return self._begins[language, end]
 
@@ -256,7 +256,6 @@ def graph(
     states = {start: nfa.new()}
     todo = [start]
     for node in todo:  # it grows
-      check_time()
       if is_final(node):
         nfa.empty[states[node]].append(end)
       for part, target in following(node):
@@ -345,7 +344,6 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
   def closure(position: int) -> frozenset[int]:
     """The positions behind one that need no symbol and lead somewhere."""
     nonlocal members
-    check_time()
     reached, todo = {position}, [position]
     while todo:
       more = {*nfa.empty[todo.pop()]} - reached
@@ -356,7 +354,6 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
     check_size(members, _MOST_MEMBERS, 'positions in its states')
     return closed
 
-  @functools.cache
   def closed(positions: frozenset[int]) -> frozenset[int]:
     return frozenset[int]().union(*map(closure, positions))
 
@@ -376,9 +373,14 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
       target for label, target in edges if kind in covered[label]
     )
 
+  @functools.cache
+  def longer(positions: frozenset[int], position: int) -> frozenset[int]:
+    return positions | {position}
+
   states: list[tuple[frozenset[int], int, bool]] = [(frozenset(), 0, False)]
   numbers, rows, accepting = {states[0]: 0}, [], []
 
+  @functools.cache
   def number(positions: frozenset[int], before: int, is_end: bool) -> int:
     nonlocal members
     subset = closed(positions)
@@ -392,23 +394,24 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
   begin = number(frozenset([start]), _EDGE, False)
   newline = covered[nfa.labels[_NEWLINE]] if _NEWLINE in nfa.labels else ()
   for subset, before, is_end in states:  # it grows
-    check_time()
+    if not len(rows) % 64:
+      check_time()
     accepting.append(is_end or 0 in through(subset, before, _EDGE))
-    following: dict[int, Any] = collections.defaultdict(set)
+    following = [frozenset[int]()] * len(kinds)
     ends = set[int]()  # the newline, if it may be the last symbol
     if not subset.isdisjoint(guarded):
-      for kind in kinds:
-        following[kind] = behind(through(subset, before, kind), kind)
+      following = [behind(through(subset, before, x), x) for x in kinds]
       for kind in newline:
         last = behind(through(subset, before, _LAST_NEWLINE), kind)
         ends |= {kind} if 0 in through(closed(last), kind, _EDGE) else set()
     else:
       for label, target in itertools.chain(*(nfa.edges[x] for x in subset)):
         for kind in covered[label]:
-          following[kind].add(target)
-    row = [0] * len(kinds)
-    for kind, targets in following.items():
-      row[kind] = number(frozenset(targets), kind, kind in ends)
+          following[kind] = longer(following[kind], target)
+    row = [
+      number(targets, kind if guarded else 0, kind in ends)
+      for kind, targets in enumerate(following)
+    ]
     rows.append(np.array(row, np.int32))
     check_size(len(states), MOST_STATES, 'states')
     check_size(len(states) * len(kinds), _MOST_CELLS, 'edges')
@@ -662,7 +665,6 @@ class _Reader:
     return concat(self._node(kind, value, flags) for kind, value in nodes)
 
   def _node(self, kind: Any, value: Any, flags: Any) -> Language:
-    check_time()
     match str(kind):
       case 'BRANCH':
         return union(self._read(tree, flags) for tree in value[1])
@@ -680,6 +682,7 @@ class _Reader:
         raise NotFollowed(f'{_UNKNOWN[name]} are not followed')
     key = repr((kind, value)), flags
     if key not in self._made:
+      check_time()
       self._made[key] = _symbols(_matched((kind, value), flags))
     return self._made[key]
 

@@ -39,6 +39,7 @@ _FULL['null'] = languages.literal('null')
 _FULL['boolean'] = languages.words(['false', 'true'])
 _FULL['number'] = scalars.ANY_NUMBER
 
+_Member = tuple[Language, Language]  # key and value
 _Schemas = tuple[Any, ...]  # of which a value is one
 _Entered = tuple[str, ...]  # what was entered on the path to a value, sorted
 
@@ -208,7 +209,8 @@ class _Texts:
     if not required <= members.keys():
       return NOTHING
     count = len(members)
-    size = sum(len(x.dfa.step) for x in (*members.values(), *others))
+    listed = [*members.values(), *others]
+    size = sum(len(value.dfa.step) for _, value in listed)
     is_free = size << min(count, 20) <= MOST_UNORDERED
     needed = sum(1 << i for i, name in enumerate(members) if name in required)
 
@@ -221,17 +223,17 @@ class _Texts:
       seen, number, is_behind = node
       comma = self._comma if is_behind else EMPTY
       more = min(number + 1, least if most == math.inf else most)
-      for i, (name, member) in enumerate(members.items()):
+      for i, (name, (key, value)) in enumerate(members.items()):
         if seen >> i & 1 if is_free else i != seen:
           continue
         after = seen | 1 << i if is_free else i + 1
         if number < most:
-          yield comma + member, (after, more, True)
+          yield comma + key + value, (after, more, True)
         if not is_free and name not in required:
           yield EMPTY, (after, number, is_behind)
-      for member in others if is_free or is_last(seen) else ():
+      for key, value in others if is_free or is_last(seen) else ():
         if number < most:
-          yield comma + member, (seen, more, True)
+          yield comma + key + value, (seen, more, True)
 
     inside = languages.graph(
       (0, 0, False),
@@ -242,7 +244,7 @@ class _Texts:
 
   def _members(
     self, schemas: tuple[Schema, ...], entered: _Entered
-  ) -> tuple[dict[str, Language], list[Language]]:
+  ) -> tuple[dict[str, _Member], list[_Member]]:
     """The members with a name that is in the schemas, and all others."""
     names = dict.fromkeys(
       name
@@ -259,12 +261,13 @@ class _Texts:
         for name, keys, values in groups
         for part, more in self._split(schema, name, keys)
       ]
-    named, others = {}, []
+    named: dict[str, _Member] = {}
+    others: list[_Member] = []
     for name, keys, values in groups:
       value = self.language(values, entered)
       if keys.is_empty or value.is_empty:
         continue
-      member = self._string(keys) + self._colon + value
+      member = self._string(keys) + self._colon, value
       if name is None:
         others.append(member)
       else:
