@@ -11,7 +11,6 @@ relative to rounds without rules at the same temperature.
 
 import argparse
 import concurrent.futures
-import dataclasses
 import multiprocessing
 import pathlib
 import resource
@@ -91,8 +90,7 @@ def ignorant(draft):
   knows = as_drafter(draft)
 
   def propose(params, state, context):
-    context = dataclasses.replace(context, ruling=None, prefix=None)
-    return knows.propose(params, state, context)
+    return knows.propose(params, state, context.within(token_rules=None))
 
   return knows._replace(propose=propose, name='ignorant', follows_rules=False)
 
