@@ -45,6 +45,7 @@ AUTOMATA = [  # a name, a regex or a schema, and the number of ids
   ('maxLength 500', {'type': 'string', 'maxLength': 500}, 256_000),
   ('nested repetitions', '((((a{1,99}){1,99}){1,99}){1,99})', 32_000),
   ('exponential', '(a|b)*a(a|b){30}', 32_000),
+  ('60,000 optional', '(a?){60000}', 32_000),
   ('quadratic', '(.{0,200}a){0,200}', 32_000),
   ('10^6 alternatives', '|'.join(map(str, range(10**6))), 32_000),
   ('enum of 10^5', {'enum': [f'word {i}' for i in range(10**5)]}, 32_000),

@@ -373,22 +373,19 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
       target for label, target in edges if kind in covered[label]
     )
 
-  @functools.cache
-  def longer(positions: frozenset[int], position: int) -> frozenset[int]:
-    return positions | {position}
-
   states: list[tuple[frozenset[int], int, bool]] = [(frozenset(), 0, False)]
-  numbers, rows, accepting = {states[0]: 0}, [], []
+  numbers, accepting = {states[0]: 0}, list[bool]()
+  rows = list[np.ndarray]()
 
   @functools.cache
   def number(positions: frozenset[int], before: int, is_end: bool) -> int:
     nonlocal members
     subset = closed(positions)
+    members += len(positions) + len(subset)
     state = subset, 0 if subset.isdisjoint(guarded) else before, is_end
     if state not in numbers:
       numbers[state] = len(states)
       states.append(state)
-      members += len(subset)
     return numbers[state]
 
   begin = number(frozenset([start]), _EDGE, False)
@@ -397,19 +394,19 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
     if not len(rows) % 64:
       check_time()
     accepting.append(is_end or 0 in through(subset, before, _EDGE))
-    following = [frozenset[int]()] * len(kinds)
+    following: list[set[int]] = [set() for _ in kinds]
     ends = set[int]()  # the newline, if it may be the last symbol
     if not subset.isdisjoint(guarded):
-      following = [behind(through(subset, before, x), x) for x in kinds]
+      following = [{*behind(through(subset, before, x), x)} for x in kinds]
       for kind in newline:
         last = behind(through(subset, before, _LAST_NEWLINE), kind)
         ends |= {kind} if 0 in through(closed(last), kind, _EDGE) else set()
     else:
       for label, target in itertools.chain(*(nfa.edges[x] for x in subset)):
         for kind in covered[label]:
-          following[kind] = longer(following[kind], target)
+          following[kind].add(target)
     row = [
-      number(targets, kind if guarded else 0, kind in ends)
+      number(frozenset(targets), kind if guarded else 0, kind in ends)
       for kind, targets in enumerate(following)
     ]
     rows.append(np.array(row, np.int32))
