@@ -55,7 +55,12 @@ AUTOMATA = [  # a name, a regex or a schema, and the number of ids
 TOKENS, TURNS = 52, 15
 NO_END = {'stop_ids': (), 'max_length': TOKENS}
 PENALTIES = {'repetition_penalty': 1.2, 'no_repeat_ngram_size': 3}
-JSON, REGEX = {'json_schema': SCHEMA}, {'regex': '[A-Za-z ,.]{40,120}'}
+JSON = {'json_schema': SCHEMA}
+# Of as many tokens as those without rules: what is read weighs the same.
+REGEX = {'regex': '[A-Za-z ,.]{300,}', 'max_length': TOKENS}
+TEXT = {'type': 'string', 'minLength': 300}
+LONG = {'json_schema': {'items': TEXT, 'minItems': 1, 'type': 'array'}}
+LONG |= {'max_length': TOKENS}
 
 
 def peak() -> float:
@@ -111,8 +116,9 @@ def rounds() -> list[list[str]]:
     ('penalties', 'small model', knows, 0.0, NO_END | PENALTIES),
     ('regex', 'small model', knows, 0.0, REGEX),
     ('regex', 'small model', knows, 1.0, REGEX),
+    ('long JSON', 'small model', knows, 0.0, LONG),
+    ('long JSON', 'small model', knows, 1.0, LONG),
     ('JSON', 'small model', knows, 0.0, JSON),
-    ('JSON', 'small model', knows, 1.0, JSON),
     ('JSON', 'small model that does not know', not_knows, 0.0, JSON),
     ('JSON', 'prompt lookup', copies, 0.0, JSON),
   ]
