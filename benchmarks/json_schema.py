@@ -72,7 +72,7 @@ def _outcomes(group):
   outcomes = []
   for test in tests:
     texts = (json.dumps(test['data'], ensure_ascii=x) for x in (True, False))
-    answers = {language.matches(text) for text in texts}
+    answers = {language.matches(text.encode()) for text in texts}
     is_right = answers == {test['valid']}
     kind = 0 if is_right else 2 if test['valid'] else 3
     outcomes.append((_KINDS[kind], '' if is_right else test['description']))

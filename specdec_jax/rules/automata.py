@@ -19,9 +19,9 @@ from jax import lax
 from specdec_jax.types import Array
 
 FREE = 0
-_FEW = 32  # edges of a state that has no row of bits
+FEW = 32  # edges of a state that has no row of bits
 _WORD = 32
-_NONE = -1
+NONE = -1  # no row of bits, and no token
 _LEAST_STATES, _LEAST_EDGES, _LEAST_ROWS = 1 << 12, 1 << 18, 1 << 8
 _STEP = 4  # between two sizes of a table
 
@@ -136,11 +136,11 @@ class Automata:
     if self.by_id is None:
       return by_bits
     at = jnp.maximum(state - self._behind, 0)
-    place = self.by_id.first[at] + jnp.arange(_FEW)
+    place = self.by_id.first[at] + jnp.arange(FEW)
     is_edge = place < self.by_id.first[at + 1]
     tokens = jnp.where(is_edge, self.by_id.tokens[place], vocab_size)
     few = jnp.zeros((vocab_size,), bool).at[tokens].set(True, mode='drop')
-    return jnp.where(row == _NONE, few, by_bits)
+    return jnp.where(row == NONE, few, by_bits)
 
   def only_token(self, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """bool[], whether one token alone may follow; and that token, int32[]."""
@@ -150,55 +150,41 @@ class Automata:
       at = jnp.maximum(state - self._behind, 0)
       begin = self.by_id.first[at]
       is_one = self.by_id.first[at + 1] == begin + 1
-      few = jnp.where(is_one, self.by_id.tokens[begin], _NONE)
-      only = jnp.where(row == _NONE, few, only)
+      few = jnp.where(is_one, self.by_id.tokens[begin], NONE)
+      only = jnp.where(row == NONE, few, only)
     return only >= 0, only
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trie:
-  """An automaton by ids on the host, as in `Automata`; it begins in state 0."""
-
-  first: np.ndarray
-  tokens: np.ndarray
-  targets: np.ndarray
-
-  @property
-  def num_states(self) -> int:
-    """States that it has."""
-    return self.first.size - 1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Spelled:
-  """An automaton by bytes on the host, as in `Automata`; state 0 is `FREE`.
+class Automaton:
+  """An automaton of one constraint on the host; parts as in `Automata`.
 
   Attributes:
-    spelled: as in `Automata`, of the vocabulary.
-    spans: as in `Automata`, of the vocabulary.
-    step: int32[T, 256].
-    bits_of: int32[T].
+    tables: a `ByBytes`, of which state 0 is `FREE`, or a `ById`.
+    bits_of: int32[T] or int32[N].
     bits: uint32[R, ceil(V / 32)].
     only: int32[R].
     start: the state in which it begins.
   """
 
-  spelled: np.ndarray
-  spans: np.ndarray
-  step: np.ndarray
+  tables: Any
   bits_of: np.ndarray
   bits: np.ndarray
   only: np.ndarray
   start: int
 
   def first_tokens(self, vocab_size: int) -> np.ndarray:
-    """The ids that an output may begin with."""
+    """The ids that an output may begin with, of an automaton by bytes."""
     row = self.bits[self.bits_of[self.start]].view(np.uint8)
     flags = np.unpackbits(row, bitorder='little')[:vocab_size]
     return np.flatnonzero(flags)
 
 
-Automaton = Trie | Spelled
+def packed(flags: np.ndarray) -> np.ndarray:
+  """Rows of `Automata.bits` of rows of flags bool[R, V]."""
+  missing = -flags.shape[1] % _WORD
+  flags = np.pad(flags, ((0, 0), (0, missing)))
+  return np.packbits(flags, axis=1, bitorder='little').view('<u4')
 
 
 @functools.lru_cache(maxsize=8)  # rows of one constraint come again and again
@@ -206,77 +192,62 @@ def joined(
   parts: tuple[Automaton, ...], vocab_size: int
 ) -> tuple[Automata, list[int]]:
   """The tables of some automata, and the state in which each begins."""
-  tries = [part for part in parts if isinstance(part, Trie)]
-  texts = [part for part in parts if isinstance(part, Spelled)]
+  texts = [part for part in parts if isinstance(part.tables, ByBytes)]
+  choices = [part for part in parts if isinstance(part.tables, ById)]
   starts: dict[Automaton, int] = {}
-  every = np.full((1, -(-vocab_size // _WORD)), 0xFFFFFFFF, np.uint32)
-  bits, only = [every], [np.array([_NONE], np.int32)]
-  steps, rows_of = [np.zeros((1, 256), np.int32)], [np.zeros((1,), np.int32)]
-  size, num_rows = 1, 1
-  for part in texts:
-    # Its state 0 is the `FREE` of all.
-    steps.append(part.step[1:] + (size - 1) * (part.step[1:] > 0))
-    rows_of.append(part.bits_of[1:] + num_rows)
+  by_bytes = by_id = None
+  size, bits_of = 1, [np.zeros((1,), np.int32)]
+  bits, only = [packed(np.ones((1, vocab_size), bool))], [np.array([NONE])]
+
+  def add(part: Automaton, first: int, begin: int) -> None:
+    """Adds the rows of a part's states from one on, where states begin."""
+    rows = part.bits_of[first:]
+    bits_of.append(np.where(rows < 0, NONE, rows + sum(map(len, bits))))
     bits.append(part.bits)
     only.append(part.only)
-    starts[part] = part.start + size - 1
-    size, num_rows = size + len(part.step) - 1, num_rows + len(part.bits)
-  by_bytes = by_id = None
+    starts[part] = begin + part.start - first
+
   if texts:
-    missing = _size(size, _LEAST_STATES) - size
-    steps.append(np.zeros((missing, 256), np.int32))
-    rows_of.append(np.zeros((missing,), np.int32))
-    step = np.concatenate(steps).astype(np.int32)
-    by_bytes, size = ByBytes(step, texts[0].spelled, texts[0].spans), len(step)
-  more: dict[bytes, int] = {}
-  if tries:
-    by_id, few, more = _joined_tries(tries, vocab_size, num_rows)
-    rows_of.append(few)
-    begins = np.cumsum([size, *(part.num_states for part in tries)]).tolist()
-    starts |= zip(tries, begins, strict=False)
-  words = np.frombuffer(b''.join(more), '<u4').reshape(-1, every.shape[1])
-  missing = _size(num_rows + len(more), _LEAST_ROWS) - num_rows - len(more)
-  words = np.pad(np.concatenate([*bits, words]), ((0, missing), (0, 0)))
-  only.append(np.full((len(more) + missing,), _NONE, np.int32))
-  states = np.concatenate(rows_of).astype(np.int32)
-  tables = Automata(by_bytes, by_id, states, words, np.concatenate(only))
+    steps = [np.zeros((1, 256), np.int32)]
+    for part in texts:
+      add(part, 1, size)
+      step = part.tables.step[1:]
+      steps.append(np.where(step > 0, step + size - 1, FREE))
+      size += len(step)
+    step = _padded(np.concatenate(steps), _LEAST_STATES, FREE)
+    bits_of.append(np.zeros((len(step) - size,), np.int32))
+    size, like = len(step), texts[0].tables
+    by_bytes = ByBytes(step, like.spelled, like.spans)
+  if choices:
+    firsts, tokens, targets, state, edge = [], [], [], 0, 0
+    for part in choices:
+      add(part, 0, size + state)
+      table = part.tables
+      firsts.append(table.first[:-1] + edge)
+      tokens.append(table.tokens)
+      targets.append(table.targets + state)
+      state, edge = state + len(firsts[-1]), edge + len(tokens[-1])
+    firsts.append(np.array([edge], np.int32))
+    by_id = ById(
+      _padded(np.concatenate(firsts), _LEAST_STATES + 1, edge),
+      _padded(np.concatenate(tokens), _LEAST_EDGES, vocab_size),
+      _padded(np.concatenate(targets), _LEAST_EDGES, 0),
+    )
+    missing = len(by_id.first) - 1 - state
+    bits_of.append(np.full((missing,), NONE, np.int32))
+  tables = Automata(
+    by_bytes,
+    by_id,
+    np.concatenate(bits_of).astype(np.int32),
+    _padded(np.concatenate(bits), _LEAST_ROWS, 0),
+    _padded(np.concatenate(only).astype(np.int32), _LEAST_ROWS, NONE),
+  )
   return tables, [starts[part] for part in parts]
 
 
-def _joined_tries(
-  parts: list[Trie], vocab_size: int, row: int
-) -> tuple[ById, np.ndarray, dict[bytes, int]]:
-  """The tables of tries, the rows of their states, and what is in these.
-
-  Args:
-    parts: the tries.
-    vocab_size: V.
-    row: the first row of bits that is theirs.
-  """
-  starts = np.cumsum([0, *(part.num_states for part in parts)]).tolist()
-  ends = np.cumsum([0, *(part.tokens.size for part in parts)]).tolist()
-  num_states, num_edges = starts.pop(), ends[-1]
-  first = np.full(_size(num_states, _LEAST_STATES) + 1, num_edges, np.int32)
-  tokens = np.full(_size(num_edges, _LEAST_EDGES), vocab_size, np.int32)
-  targets = np.zeros_like(tokens)
-  bits_of = np.full(first.size - 1, _NONE, np.int32)
-  every = np.zeros((vocab_size + -vocab_size % _WORD,), np.uint8)
-  rows: dict[bytes, int] = {}
-  for part, start, begin in zip(parts, starts, ends[:-1], strict=True):
-    size = part.tokens.size
-    first[start : start + part.num_states] = part.first[:-1] + begin
-    tokens[begin : begin + size] = part.tokens
-    targets[begin : begin + size] = part.targets + start
-    for state in np.flatnonzero(np.diff(part.first) > _FEW).tolist():
-      flags = np.zeros_like(every)
-      flags[part.tokens[part.first[state] : part.first[state + 1]]] = 1
-      packed = np.packbits(flags, bitorder='little').tobytes()
-      bits_of[start + state] = rows.setdefault(packed, row + len(rows))
-  return ById(first, tokens, targets), bits_of, rows
-
-
-def _size(needed: int, least: int) -> int:
-  """The least of the sizes of a table that is enough."""
-  while least < needed:
+def _padded(table: np.ndarray, least: int, fill: int) -> np.ndarray:
+  """A table as long as the least of its sizes that is enough."""
+  while least < len(table):
     least *= _STEP
-  return least
+  missing = [(0, least - len(table))] + [(0, 0)] * (table.ndim - 1)
+  return np.pad(table, missing, constant_values=fill).astype(table.dtype)

@@ -1,15 +1,15 @@
 """Automata over tokens: of choices, and of the texts of a language."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csgraph, csr_array
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.rules import languages
-from specdec_jax.rules.automata import Spelled, Trie
-from specdec_jax.rules.languages import Language
+from specdec_jax.rules import automata, languages
+from specdec_jax.rules.automata import Automaton, ByBytes, ById
+from specdec_jax.rules.languages import Dfa, Language
 
 SECONDS = 3.5  # of a thread, that an automaton may take
 _MOST_BITS = 1 << 30  # states that differ in what they allow, times ids
@@ -17,46 +17,50 @@ _CHUNK = 1 << 25
 
 
 def of_choices(
-  choices: Sequence[Sequence[int]], stop_ids: Sequence[int]
-) -> Trie:
+  choices: Sequence[Sequence[int]], stop_ids: Sequence[int], vocab_size: int
+) -> Automaton:
   """A trie of outputs, each of which ends with a stop id.
 
   Args:
     choices: ids of each, without what ends it.
     stop_ids: ids that end an output.
+    vocab_size: V.
 
   Raises:
     ValueError: a choice is empty, or there twice, or ends before its last id.
   """
-  sizes = np.fromiter(map(len, choices), np.int64, len(choices))
-  table = np.full((len(choices), int(sizes.max())), -1, np.int64)
-  table[np.arange(table.shape[1]) < sizes[:, None]] = np.concatenate(
-    [np.asarray(ids, np.int64) for ids in choices]
+  nodes: dict[tuple[int, int], int] = {}  # behind a node and a token
+  leaves: dict[int, None] = {}
+  for ids in choices:
+    node = 0
+    for token in ids:
+      node = nodes.setdefault((node, token), len(nodes) + 1)
+    if not len(ids) or not {*stop_ids}.isdisjoint(ids):
+      raise unexpected('choices', 'ids before what ends an output', ids)
+    if node in leaves:
+      expected = 'each of them once (they are compared as ids)'
+      raise unexpected('choices', expected, ids)
+    leaves[node] = None
+  end = len(nodes) + 1
+  nodes |= {(leaf, stop): end for leaf in leaves for stop in stop_ids}
+  edges = np.array([*nodes], np.int32)
+  order = np.lexsort(edges.T[::-1])
+  states, tokens = edges[order].T
+  first = np.cumsum([0, *np.bincount(states, minlength=end + 1)])
+  targets = np.fromiter(nodes.values(), np.int32, len(nodes))[order]
+  many = np.flatnonzero(np.diff(first) > automata.FEW)
+  flags = np.zeros((len(many), vocab_size), bool)
+  for row, state in zip(flags, many, strict=True):
+    row[tokens[first[state] : first[state + 1]]] = True
+  bits_of = np.full((end + 1,), automata.NONE, np.int32)
+  bits_of[many] = np.arange(len(many))
+  return Automaton(
+    ById(first.astype(np.int32), tokens, targets),
+    bits_of,
+    automata.packed(flags),
+    np.full((len(many),), automata.NONE, np.int32),
+    0,
   )
-  order = np.lexsort(table.T[::-1])
-  rows, sizes = table[order], sizes[order]
-  differs = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
-  for index in np.flatnonzero(~differs[:, -1])[:1]:
-    expected = 'each of them once (they are compared as ids)'
-    raise unexpected('choices', expected, rows[index].tolist())
-  is_last = np.isin(rows, stop_ids)
-  if np.any(is_last) or np.any(sizes == 0):
-    row = rows[np.argmax(np.any(is_last, axis=1) | (sizes == 0))]
-    expected = 'ids before what ends an output'
-    raise unexpected('choices', expected, row[row >= 0].tolist())
-  # A node for each prefix, level by level, behind the root.
-  is_new = np.pad(differs, ((1, 0), (0, 0)), constant_values=True) & (rows >= 0)
-  before = np.cumsum([0, *is_new.sum(axis=0)])
-  nodes = np.cumsum(is_new, axis=0) + before[:-1]
-  parents = np.pad(nodes[:, :-1], ((0, 0), (1, 0)))
-  leaves = nodes[np.arange(len(rows)), sizes - 1]
-  end = int(before[-1]) + 1
-  edges = np.stack([parents[is_new], rows[is_new], nodes[is_new]])
-  ends = [np.repeat(leaves, len(stop_ids)), np.tile(stop_ids, len(leaves))]
-  edges = np.append(edges, [*ends, np.full_like(ends[0], end)], axis=1)
-  edges = edges[:, np.lexsort((edges[1], edges[0]))].astype(np.int32)
-  first = np.cumsum([0, *np.bincount(edges[0], minlength=end + 1)])
-  return Trie(first.astype(np.int32), *edges[1:])
 
 
 class _Level(NamedTuple):
@@ -90,7 +94,7 @@ class _Walks(NamedTuple):
 
 
 def _walked(
-  dfa: Any, tree: list[_Level], states: np.ndarray
+  dfa: Dfa, tree: list[_Level], states: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, _Walks]]:
   """Walks all words of a tree from some states at once, byte by byte.
 
@@ -162,24 +166,26 @@ class Vocabulary:
 
   def automaton(
     self, name: str, language: Language, stop_ids: Sequence[int]
-  ) -> Spelled:
+  ) -> Automaton:
     """The automaton of the outputs whose text is one of a language.
 
     Args:
       name: the option that it comes from, for messages.
-      language: the texts.
+      language: the UTF-8 of the texts.
       stop_ids: ids that end an output.
 
     Raises:
       ValueError: no sequence of tokens spells one of the texts.
       TooLarge: it has too many states, or takes too long.
     """
-    begin = languages.literal(' ' if self.begins_blank else '')
-    dfa = languages.in_bytes(begin + language)
+    if self.begins_blank:
+      language = languages.literal(' ') + language
+    dfa = language.dfa
     kinds = dfa.classes[np.searchsorted(dfa.cuts, range(256), 'right') - 1]
     is_alive = self._alive(dfa, kinds)
     if not is_alive[dfa.start]:
-      raise self._unwritable(name, language)
+      text = bytes(language.shortest() or b'').decode()
+      raise unwritable(name, text, self.missing(text))
     # States of one block allow the same tokens.
     block = languages.blocks(
       dfa.step.T, is_alive.astype(np.int64), self._bytes.shape[1]
@@ -189,19 +195,17 @@ class Vocabulary:
     tree = self._tree(kinds, np.flatnonzero(self._lengths))
     rows, only = [], []
     for part in np.array_split(states, 1 + len(states) * self._size // _CHUNK):
-      flags = np.zeros((len(part), -(-self._size // 32) * 32), bool)
+      flags = np.zeros((len(part), self._size), bool)
       for tokens, nodes, walks in _walked(dfa, tree, part):
         place, which = _spans(walks.bounds, nodes)
         is_kept = is_alive[walks.states[place]]
         flags[walks.origins[place], tokens[which]] = is_kept
       flags[:, stop_ids] = dfa.accepting[part, None]
-      rows.append(np.packbits(flags, axis=1, bitorder='little').view('<u4'))
+      rows.append(automata.packed(flags))
       is_one = np.bitwise_count(rows[-1]).sum(axis=1) == 1
       only.append(np.where(is_one, flags.argmax(axis=1), -1))
-    return Spelled(
-      self._spelled,
-      self._spans,
-      dfa.step[:, kinds],
+    return Automaton(
+      ByBytes(dfa.step[:, kinds], self._spelled, self._spans),
       bits_of,
       np.concatenate(rows),
       np.concatenate(only).astype(np.int32),
@@ -224,7 +228,7 @@ class Vocabulary:
       words, nodes = words[~is_end], nodes[~is_end]
     return levels
 
-  def _alive(self, dfa: Any, kinds: np.ndarray) -> np.ndarray:
+  def _alive(self, dfa: Dfa, kinds: np.ndarray) -> np.ndarray:
     """bool[N], the states from which some tokens lead to an accepting one."""
     size = len(dfa.step)
     if len([word for word in self._words if len(word) == 1]) == 256:
@@ -242,21 +246,23 @@ class Vocabulary:
     order = csgraph.breadth_first_order(graph, size, return_predecessors=False)
     return np.isin(np.arange(size), order)
 
-  def _unwritable(self, name: str, language: Language) -> ValueError:
-    """The error of a language of which no text can be written."""
-    text = language.shortest()
-    if text is None:
-      return unexpected(name, 'a text that matches', 'none')
-    missing = sorted(char for char in {*text} if not self._writes(char))
-    expected = 'what tokens of this vocabulary can write'
-    if missing:
-      expected = f'a vocabulary with a token for {" ".join(missing)}'
-    return unexpected(name, expected, text, 'Its text cannot be written.')
+  def missing(self, text: str) -> list[str]:
+    """The characters of a text that no tokens spell."""
+    return [
+      char
+      for char in dict.fromkeys(text)
+      if not char.isspace()
+      and char.encode() not in self._words
+      and not {bytes([byte]) for byte in char.encode()} <= self._words
+    ]
 
-  def _writes(self, char: str) -> bool:
-    spelled = char.encode()
-    parts = {bytes([byte]) for byte in spelled}
-    return spelled in self._words or parts <= self._words
+
+def unwritable(name: str, text: str, missing: Sequence[str]) -> ValueError:
+  """The error of an option whose text has characters without tokens."""
+  expected = 'what tokens of this vocabulary can write'
+  if missing:
+    expected = f'a vocabulary with a token for {" ".join(missing)}'
+  return unexpected(name, expected, text, 'Its text cannot be written.')
 
 
 def _characters(word: bytes) -> set[bytes]:

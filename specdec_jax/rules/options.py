@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
@@ -18,14 +18,8 @@ from specdec_jax.rules.tokens import Rules
 from specdec_jax.types import Count
 
 _REMEMBERED = 16  # constraints of an engine
-_OFF = {
-  'repetition_penalty': 1.0,
-  'presence_penalty': 0.0,
-  'frequency_penalty': 0.0,
-  'no_repeat_ngram_size': 0,
-  'encoder_no_repeat_ngram_size': 0,
-}
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
+_DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # of sequences, and of lists of them
 _MOST_WORDS = 4096  # and sequences with a bias
 _MOST_IN_WORDS = 1 << 16  # ids of a row's words, each as long as the longest
@@ -115,6 +109,16 @@ class RuleOptions:
     return {f.name: value for f, value in values if value != f.default}
 
 
+_NUMBERS = {
+  field.name: field.default
+  for field in dataclasses.fields(RuleOptions)
+  if isinstance(field.default, int | float)
+}
+# What is off, of the fields of `Rules`.
+_OFF = {**_NUMBERS, 'bias': 0.0, 'sequence_bias': 0.0}
+_OFF |= dict.fromkeys(('sequences', 'begin_suppress', 'forced_end'), -1)
+
+
 class RowRules(NamedTuple):
   """The rules of one row on the host.
 
@@ -135,6 +139,26 @@ class RowRules(NamedTuple):
   begin_suppress: Sequence[int] = ()
   forced_end: int = -1
   automaton: Automaton | None = None
+
+  def values(self) -> dict[str, np.ndarray]:
+    """The fields of `Rules` that are on, of this row alone."""
+    values = {
+      name: np.asarray(value, _DTYPES[type(_OFF[name])])
+      for name, value in self.numbers.items()
+    }
+    if self.bias is not None:
+      values['bias'] = self.bias
+    if self.sequences:
+      lists, biases = zip(*self.sequences, strict=True)
+      width = max(map(len, lists))
+      table = [[-1] * (width - len(ids)) + [*ids] for ids in lists]
+      values['sequences'] = np.array(table, np.int32)
+      values['sequence_bias'] = np.array(biases, np.float32)
+    if self.begin_suppress:
+      values['begin_suppress'] = np.array(self.begin_suppress, np.int32)
+    if self.forced_end >= 0:
+      values['forced_end'] = np.asarray(self.forced_end, np.int32)
+    return values
 
   def allows(self, ids: Sequence[int]) -> bool:
     """Whether an output may begin with these ids, its automaton aside."""
@@ -198,11 +222,7 @@ class RuleBook:
       self._ids('forced_eos_token_id', [forced])
     row = RowRules(
       self._vocab_size,
-      numbers={
-        name: getattr(options, name)
-        for name, off in _OFF.items()
-        if getattr(options, name) != off
-      },
+      numbers={k: x for k, x in options.rules.items() if k in _NUMBERS},
       bias=self._bias(options, stop_ids),
       sequences=sequences,
       begin_suppress=self._ids(
@@ -231,7 +251,7 @@ class RuleBook:
       is_possible = any(row.allows([*one, *stop_ids[:1]]) for one in ids)
     else:
       firsts = np.arange(self._vocab_size)
-      if isinstance(row.automaton, automata.Spelled):
+      if row.automaton is not None:
         firsts = row.automaton.first_tokens(self._vocab_size)
       if row.bias is not None:
         firsts = firsts[row.bias[firsts] > -np.inf]
@@ -292,7 +312,7 @@ class RuleBook:
     choices, pattern, schema, blanks, stop_ids = json.loads(asked)
     if choices is not None:
       ids = [self._encoded('choices', one) for one in choices]
-      return constraints.of_choices(ids, stop_ids)
+      return constraints.of_choices(ids, stop_ids, self._vocab_size)
     name, given = 'regex', pattern
     if pattern is None:
       name, given = 'json_schema', schema
@@ -301,20 +321,14 @@ class RuleBook:
         if schema is not None:
           language = language_of(schema, blanks)
         else:
-          language = self._regex(pattern)
+          language = languages.in_bytes(languages.regex(pattern))
         return self._vocabulary.automaton(name, language, stop_ids)
     except languages.TooLarge as error:
       expected = 'what makes a smaller automaton'
       raise unexpected(name, expected, given, f'({error})') from error
-
-  def _regex(self, pattern: str) -> languages.Language:
-    try:
-      return languages.regex(pattern)
-    except languages.TooLarge:
-      raise
-    except ValueError as error:
+    except languages.NotFollowed as error:
       expected = 'a regex of Python that an automaton can follow'
-      raise unexpected('regex', expected, pattern, f'({error})') from error
+      raise unexpected(name, expected, given, f'({error})') from error
 
   def _encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
     """The ids of a text, or ids that are checked.
@@ -325,17 +339,10 @@ class RuleBook:
     if not isinstance(text, str):
       return self._ids(name, text)
     ids = self._tokenizer.encode(text)
-    missing = [char for char in dict.fromkeys(text) if not self._writes(char)]
+    missing = self._vocabulary.missing(text)
     if missing and not {*missing} <= {*self._tokenizer.decode(ids)}:
-      expected = f'a vocabulary with a token for {" ".join(missing)}'
-      raise unexpected(name, expected, text, 'Its text cannot be written.')
+      raise constraints.unwritable(name, text, missing)
     return ids
-
-  @functools.cache  # noqa: B019
-  def _writes(self, char: str) -> bool:
-    """Whether a character has tokens of its own."""
-    ids = self._tokenizer.encode(char)
-    return char.isspace() or bool(ids) and self._tokenizer.unk_id not in ids
 
   @functools.cached_property
   def _vocabulary(self) -> constraints.Vocabulary:
@@ -356,62 +363,38 @@ def ruling_of(
     end: int32[B].
     inputs: int32[B, E], -1 past their ends.
   """
-  if len(rows) > 1 and all(row is rows[0] for row in rows):
+  is_same = all(row is rows[0] for row in rows)
+  each = [row.values() for row in (rows[:1] if is_same else rows)]
+  values: dict[str, Any] = {}
+  for name in dict.fromkeys(itertools.chain(*each)):
+    table = _stacked(name, [row.get(name) for row in each])
     # Views of one row: memory does not grow with the texts of a call.
-    like = np.zeros((1,), np.int32)
-    rules, tables = ruling_of(rows[:1], like, like, inputs[:1])
-    if rules is None:
-      return None, None
-    size = len(rows)
-    rules = jax.tree.map(
-      lambda x: np.broadcast_to(x, (size, *x.shape[1:])), rules
-    )
-    if rules.inputs is not None:
-      rules = rules.replace(inputs=inputs)
-    return rules.replace(begin=begin, end=end), tables
-  vocab_size = max(row.vocab_size for row in rows)
-  found: dict[str, Any] = {}
-  for name, off in _OFF.items():
-    if any(name in row.numbers for row in rows):
-      dtype = np.int32 if isinstance(off, int) else np.float32
-      values = [row.numbers.get(name, off) for row in rows]
-      found[name] = np.asarray(values, dtype)
-  if 'encoder_no_repeat_ngram_size' in found:
-    found['inputs'] = inputs
-  if any(row.bias is not None for row in rows):
-    nothing = np.zeros((vocab_size,), np.float32)
-    found['bias'] = np.stack(
-      [nothing if row.bias is None else row.bias for row in rows]
-    )
-  if any(row.sequences for row in rows):
-    width = _power(max(len(ids) for row in rows for ids, _ in row.sequences))
-    count = _power(max(len(row.sequences) for row in rows))
-    sequences = np.full((len(rows), count, width), -1, np.int32)
-    bias = np.zeros((len(rows), count), np.float32)
-    for i, row in enumerate(rows):
-      for k, (ids, value) in enumerate(row.sequences):
-        sequences[i, k, width - len(ids) :], bias[i, k] = ids, value
-    found |= {'sequences': sequences, 'sequence_bias': bias}
-  if any(row.begin_suppress for row in rows):
-    width = _power(max(len(row.begin_suppress) for row in rows))
-    suppress = np.full((len(rows), width), -1, np.int32)
-    for i, row in enumerate(rows):
-      suppress[i, : len(row.begin_suppress)] = row.begin_suppress
-    found['begin_suppress'] = suppress
-  if any(row.forced_end >= 0 for row in rows):
-    found['forced_end'] = np.array([r.forced_end for r in rows], np.int32)
-  parts = {
-    id(r.automaton): r.automaton for r in rows if r.automaton is not None
-  }
-  tables = None
+    values[name] = np.broadcast_to(table, (len(rows), *table.shape[1:]))
+  if 'encoder_no_repeat_ngram_size' in values:
+    values['inputs'] = inputs
+  tables, parts = None, dict.fromkeys(row.automaton for row in rows)
+  parts.pop(None, None)
   if parts:
-    tables, starts = automata.joined(tuple(parts.values()), vocab_size)
-    start_of = dict(zip(parts, starts, strict=True))
-    states = [start_of.get(id(row.automaton), automata.FREE) for row in rows]
-    found['automaton'] = np.array(states, np.int32)
-  if not found:
-    return None, None
-  return Rules(begin, end, **found), tables
+    vocab_size = max(row.vocab_size for row in rows)
+    tables, starts = automata.joined((*parts,), vocab_size)
+    start_of = {None: automata.FREE, **dict(zip(parts, starts, strict=True))}
+    states = [start_of[row.automaton] for row in rows]
+    values['automaton'] = np.array(states, np.int32)
+  return (Rules(begin, end, **values), tables) if values else (None, None)
+
+
+def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
+  """One field of `Rules` of that of each row, in front of which it is off."""
+  arrays = [value for value in values if value is not None]
+  sizes = np.max([array.shape for array in arrays], axis=0).astype(int).tolist()
+  if name != 'bias':
+    sizes = [_power(size) for size in sizes]
+  table = np.full((len(values), *sizes), _OFF[name], arrays[0].dtype)
+  for row, value in enumerate(values):
+    if value is not None:
+      places: Any = [slice(-size, None) for size in value.shape]
+      table[(row, *places)] = value
+  return table
 
 
 def _has_length(value: Any) -> bool:

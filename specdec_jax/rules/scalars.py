@@ -1,33 +1,19 @@
 """Strings and numbers that keywords of a JSON schema describe."""
 
-import fractions
 import functools
-import itertools
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 
 from specdec_jax.rules import languages
-from specdec_jax.rules.languages import Language
+from specdec_jax.rules.languages import Language, concat
 
-MOST_RESIDUES = 2_000  # of a `multipleOf`, for each digit behind the point
+MOST_RESIDUES = 2_000  # of a `multipleOf`
 
-# Numbers as `json.dumps` writes them: without zeros at the end, and with an
-# exponent those floats from 1e16 on, which are whole, and those below 1e-4.
 _WHOLE = r'(?:0|[1-9][0-9]*)'
-_MANTISSA = r'[1-9](?:\.[0-9]{0,15}[1-9])?'
-_LARGE = (
-  rf'(?:{_MANTISSA}e\+(?:1[6-9]|[2-9][0-9]|[12][0-9]{{2}}|30[0-7])'
-  r'|1(?:\.(?:[1-6]|[0-6][0-9]{0,14}[1-9]))?e\+308)'
-)
-_SMALL = (
-  rf'{_MANTISSA}e-(?:0[5-9]|[1-9][0-9]|[12][0-9]{{2}}|3[01][0-9]|32[0-3])'
-)
-_EXPONENTS = (*range(-323, -4), *range(16, 309))
-LEAST = Decimal('0.0001')  # of a number without an exponent
-NUMBER = languages.regex(
-  rf'-?(?:{_WHOLE}(?:\.(?:0|[0-9]{{0,19}}[1-9]))?|{_LARGE}|{_SMALL})'
-)
-INTEGER = languages.regex(rf'-?(?:{_WHOLE}(?:\.0)?|{_LARGE})')
+# Of which something is said: without an exponent and without zeros at the end.
+NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.(?:0|[0-9]{{0,19}}[1-9]))?')
+INTEGER = languages.regex(rf'-?{_WHOLE}(?:\.0)?')
 # Those of JSON, where nothing is said of their values.
 ANY_NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?')
 
@@ -71,15 +57,11 @@ _EMAIL = (
 _PCT = '%[0-9A-Fa-f]{2}'
 _USER = rf"(?:[A-Za-z0-9._~!$&'()*+,;=-]|{_PCT})"
 _PCHAR = rf'(?:{_USER}|[:@])'
-_HOST = (
-  rf"(?:\[(?:{_IPV6}|[vV][0-9A-Fa-f]+\.[A-Za-z0-9._~!$&'()*+,;=:-]+)\]"
-  rf'|{_USER}*)'
-)
-_URI_REST = rf'(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?'
+_HOST = rf'(?:\[{_IPV6}\]|{_USER}*)'
+_PATH = rf'{_PCHAR}+(?:/{_PCHAR}*)*'
 _AUTHORITY = rf'//(?:(?:{_USER}|:)*@)?{_HOST}(?::[0-9]*)?(?:/{_PCHAR}*)*'
-_ABSOLUTE = rf'/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?'
-_ROOTLESS = rf'{_PCHAR}+(?:/{_PCHAR}*)*'
-_POINTER = '(?:/(?:[^~/]|~[01])*)*'
+_REST = rf'(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?'
+_URI = rf'[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|/?{_PATH}|/)?{_REST}'
 FORMATS = {
   'date': _DATE,
   'time': _TIME,
@@ -89,18 +71,8 @@ FORMATS = {
   'ipv4': _IPV4,
   'ipv6': _IPV6,
   'email': _EMAIL,
-  'uri': (
-    rf'[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|{_ABSOLUTE}|{_ROOTLESS})?'
-    rf'{_URI_REST}'
-  ),
-  'uri-reference': (
-    rf'(?:[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|{_ABSOLUTE}|{_ROOTLESS})?'
-    rf'|{_AUTHORITY}|{_ABSOLUTE}|(?:{_USER}|@)+(?:/{_PCHAR}*)*)?{_URI_REST}'
-  ),
-  'json-pointer': _POINTER,
-  'relative-json-pointer': rf'(?:0|[1-9][0-9]*)(?:#|{_POINTER})',
+  'uri': _URI,
 }
-_FACTOR = languages.regex(_MANTISSA)
 
 
 # What these mean in a pattern is not what they mean in Python.
@@ -139,62 +111,31 @@ def equal_to(values: list[Decimal]) -> Language:
   """Texts of numbers, each of which equals one of some values."""
   texts = []
   for value in values:
-    languages.check_time()
     whole, _, part = f'{abs(value):f}'.partition('.')
     part = part.rstrip('0')
     sizes = [f'{whole}.{part}'] if part else [whole, f'{whole}.0']
-    if value and value.adjusted() in _EXPONENTS:
-      digits = (whole + part).strip('0')
-      mantissa = f'{digits[0]}.{digits[1:]}'.rstrip('.')
-      sizes.append(f'{mantissa}e{value.adjusted():+03d}')
     signs = ['', '-'] if not value else ['-'] if value < 0 else ['']
     texts += [sign + size for sign in signs for size in sizes]
-  return languages.words(texts) & NUMBER
+  return languages.words(texts)
 
 
-@functools.lru_cache
 def above(bound: Decimal) -> Language:
   """Texts of the numbers above a bound."""
+  minus = languages.literal('-')
   if bound < 0:
-    size = abs(bound)
-    below = _sizes_above(size) | equal_to([size])
-    return NUMBER - (languages.literal('-') + below)
-  return _sizes_above(bound) & NUMBER
+    return NUMBER - (minus + (_sizes_above(-bound) | equal_to([-bound])))
+  return (NUMBER - (minus + languages.EVERY)) & _sizes_above(bound)
 
 
 def _sizes_above(bound: Decimal) -> Language:
-  """Texts of the numbers above a bound from 0, and some that are no numbers."""
-  if not bound:
-    return NUMBER - (
-      languages.literal('-') + languages.EVERY | equal_to([bound])
-    )
-  place = bound.adjusted()
-  same = _FACTOR & _plain_above(bound.scaleb(-place))
-  parts = [
-    _plain_above(bound),
-    _exponents_above(max(place, 15) if place > -5 else place),
-  ]
-  if place in _EXPONENTS:
-    parts.append(same + languages.literal(f'e{place:+03d}'))
-  return languages.union(parts)
-
-
-@functools.lru_cache
-def _exponents_above(place: int) -> Language:
-  """Texts with an exponent that is higher, as automaton."""
-  ends = [f'e{n:+03d}' for n in _EXPONENTS if n > place]
-  return (_FACTOR + languages.words(ends)) & NUMBER
-
-
-def _plain_above(bound: Decimal) -> Language:
-  """Texts without exponent of the numbers above a bound from 0."""
+  """Texts without a sign of the numbers above a bound from 0."""
   whole, _, part = f'{bound:f}'.partition('.')
   part = part.rstrip('0')
 
-  def higher(digits: str, each: str) -> list[str]:
+  def higher(digits: str, rest: str) -> list[str]:
     """Digits of which one is higher where those before are the same."""
     return [
-      f'{digits[:i]}[{int(digit) + 1}-9]{each.format(len(digits) - i - 1)}'
+      f'{digits[:i]}[{int(digit) + 1}-9]{rest.format(len(digits) - i - 1)}'
       for i, digit in enumerate(digits)
       if digit != '9'
     ]
@@ -206,40 +147,14 @@ def _plain_above(bound: Decimal) -> Language:
   )
 
 
-def residues(divisor: int | Decimal) -> tuple[int, int] | None:
-  """n and k, where a divisor is n / 10^k; None: too many."""
-  number, places = fractions.Fraction(divisor), 0
-  while number.denominator > 1:
-    number, places = number * 10, places + 1
-  size = number.numerator
-  return (size, places) if size * (places + 1) <= MOST_RESIDUES else None
+def multiples(divisor: int) -> Language:
+  """Texts of the multiples of a whole number; a node is a residue."""
 
+  def following(residue: int) -> Iterator[tuple[Language, int]]:
+    for digit in range(10):
+      target = (10 * residue + digit) % divisor
+      yield languages.literal(str(digit)), target
 
-def multiples(number: int, places: int) -> Language:
-  """Texts of the multiples of number / 10^places.
-
-  Of floats that are written with an exponent there are all or none. A state is
-  the residue of the digits, and how many are behind the point (-1: no point).
-  """
-  last = max(places, 1)
-  edges, finals = [], []
-  for residue, place in itertools.product(range(number), range(-1, last + 1)):
-    languages.check_time()
-    node = residue + number * place
-    scale = 10 ** (places - min(max(place, 0), places))
-    if place and residue * scale % number == 0:
-      finals.append(node)
-    if place == -1:
-      edges.append((node, languages.literal('.'), residue))
-    behind = min(place + 1, last) if place >= 0 else -1
-    digits = '0123456789' if place < places else '0'
-    for digit in digits:
-      value = residue * 10 + int(digit) if place < places else residue
-      target = value % number + number * behind
-      edges.append((node, languages.literal(digit), target))
-  plain = languages.graph(edges, -number, finals)
-  sign = languages.literal('-').repeat(0, 1)
-  texts = sign + plain
-  if 10**places % number == 0:
-    texts |= languages.regex(f'-?{_LARGE}')
-  return texts & NUMBER
+  digits = languages.graph(0, following, lambda residue: residue == 0)
+  minus, point = languages.literal('-'), languages.literal('.0')
+  return concat([minus.repeat(0, 1), digits, point.repeat(0, 1)]) & INTEGER

@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from specdec_jax.checks.fields import Bound, check_type, unexpected
@@ -21,40 +21,34 @@ MOST_LENGTH = 100_000  # that maxLength and its like may be
 _MOST_DIGITS = 400
 
 TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
-# About the same value, about its items and members, and about nothing.
-_SAME = 'not if then else allOf anyOf oneOf dependentSchemas $ref'.split()
-_WITHIN = (
-  'items contains additionalProperties propertyNames prefixItems'.split()
-)
+# Subschemas of the same value, and of its items and members.
+_SAME = ['allOf', 'anyOf', 'oneOf', '$ref']
+_WITHIN = ['items', 'additionalProperties', 'propertyNames', 'prefixItems']
 _WITHIN += ['properties', 'patternProperties']
-_DEFINITIONS = ['$defs', 'definitions']
-_LISTS = 'allOf anyOf oneOf prefixItems'.split()
-_DICTS = 'properties patternProperties dependentSchemas'.split() + _DEFINITIONS
-_COUNTS = [f'{a}{b}' for a in ('min', 'max') for b in ('Length', 'Items')]
-_COUNTS += [
-  f'{a}{b}' for a in ('min', 'max') for b in ('Contains', 'Properties')
-]
-BOUNDS = {*'minimum maximum exclusiveMinimum exclusiveMaximum'.split()}
-_TEXTS = ['pattern', '$ref', '$anchor', '$id', '$schema']
+_LISTS = ['allOf', 'anyOf', 'oneOf', 'prefixItems']
+_DICTS = ['properties', 'patternProperties', '$defs', 'definitions']
+_COUNTS = [x + y for x in ('min', 'max') for y in ('Length', 'Items')]
+_COUNTS += ['minProperties', 'maxProperties']
+BOUNDS = {'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'}
 _NOTES = {
   *'$comment title description default example examples deprecated'.split(),
   *'readOnly writeOnly contentEncoding contentMediaType'.split(),
-  *('contentSchema', 'discriminator', '$anchor', '$id', '$schema'),
-  *_DEFINITIONS,
+  *('contentSchema', 'discriminator', '$id', '$schema', '$defs', 'definitions'),
 }
+_Type = Literal[(*TYPES, 'integer')]  # type: ignore[valid-type]
 _HINTS: dict[str, Any] = {
-  **dict.fromkeys({*_SAME, *_WITHIN, *_NOTES, 'const'}, Any),
+  **dict.fromkeys({*_WITHIN, *_NOTES, 'const'}, Any),
   **dict.fromkeys(_LISTS, Annotated[Sequence[Any], Bound(1)]),
   **dict.fromkeys(_DICTS, Mapping[str, Any]),
   **dict.fromkeys(_COUNTS, Annotated[int, Bound(0, MOST_LENGTH)]),
-  **dict.fromkeys(_TEXTS, str),
-  **dict.fromkeys([*BOUNDS, 'multipleOf'], Any),
-  'type': str | Annotated[Sequence[str], Bound(1)],
-  'format': str,
+  **dict.fromkeys(['pattern', '$ref', '$id', '$schema'], str),
+  'type': _Type | Annotated[Sequence[_Type], Bound(1)],
+  **dict.fromkeys(BOUNDS, float),
+  'multipleOf': Annotated[int, Bound(1, scalars.MOST_RESIDUES)],
+  'format': Literal[tuple(scalars.FORMATS)],
   'enum': Sequence[Any],
   'required': Sequence[str],
-  'dependentRequired': Mapping[str, Sequence[str]],
-  'uniqueItems': bool,
+  'uniqueItems': Literal[False],
 }
 _DRAFTS = ('draft/2020-12', 'draft/2019-09', 'draft-07', 'draft-06')
 
@@ -80,9 +74,8 @@ class Schema(dict):
 
   def refusal(self, keyword: str, expected: str) -> ValueError:
     """The error of a keyword whose value is not followed."""
-    value = self[keyword]
-    value = float(value) if isinstance(value, Decimal) else value
-    return unexpected(f'json_schema: {keyword} at {self.at}', expected, value)
+    name = f'json_schema: {keyword} at {self.at}'
+    return unexpected(name, expected, self[keyword])
 
 
 def checked(text: str) -> Schema | bool:
@@ -140,7 +133,7 @@ def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
       for key, part in value.items():
         key = key.replace('~', '~0').replace('/', '~1')
         yield keyword, part, f'{at}/{key}'
-    elif keyword in {*_SAME, *_WITHIN} - {'$ref'}:
+    elif keyword in _WITHIN:
       yield keyword, value, at
 
 
@@ -149,49 +142,28 @@ def _check(schema: Schema, keyword: str) -> None:
   value = schema[keyword]
   if keyword not in _HINTS:
     raise schema.refusal(keyword, 'only keywords that are followed')
-  check_type(f'json_schema: {keyword} at {schema.at}', value, _HINTS[keyword])
-  is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
-  followed, expected = True, ''
-  if keyword == 'type':
-    names, types = (
-      value if isinstance(value, list) else [value],
-      (*TYPES, 'integer'),
-    )
-    followed, expected = {*names} <= {*types}, f'some of {", ".join(types)}'
-  elif keyword == 'format':
-    formats = ', '.join(scalars.FORMATS)
-    followed, expected = value in scalars.FORMATS, f'one of {formats}'
-  elif keyword == '$schema':
-    followed = any(f'json-schema.org/{draft}/' in value for draft in _DRAFTS)
-    expected = f'one of {", ".join(_DRAFTS)} of json-schema.org'
-  elif keyword == 'uniqueItems':
-    followed = not value or schema.get('maxItems') in (0, 1)
-    expected = 'False, or maxItems of 1 beside it'
-  elif keyword == 'multipleOf':
-    followed = is_number and value > 0 and scalars.residues(value) is not None
-    expected = f'n / 10^k, n * (k + 1) up to {scalars.MOST_RESIDUES}'
-  elif keyword in BOUNDS:
-    followed, expected = is_number, 'a number'
-  if not followed:
-    raise schema.refusal(keyword, expected)
+  number = float(value) if isinstance(value, Decimal) else value
+  check_type(f'json_schema: {keyword} at {schema.at}', number, _HINTS[keyword])
+  if keyword == '$schema' and not any(
+    f'json-schema.org/{draft}/' in value for draft in _DRAFTS
+  ):
+    raise schema.refusal(keyword, f'one of {", ".join(_DRAFTS)}')
 
 
 def _follow_references(root: Schema, places: dict[str, Any]) -> None:
   """Adds to the parts what references mean, and says which are recursive."""
   schemas = [each for each in places.values() if isinstance(each, Schema)]
-  anchors = {f'#{x["$anchor"]}': x for x in schemas if '$anchor' in x}
   is_old = any(x in root.get('$schema', '') for x in _DRAFTS[2:])
   for schema in schemas:
     if '$id' in schema and schema is not root:
       raise schema.refusal('$id', 'none below the root')
     if '$ref' in schema:
       place = unquote(schema['$ref'].removeprefix(root.get('$id', '')))
-      if place not in places and place not in anchors:
+      if place not in places:
         raise schema.refusal('$ref', 'a part of this schema, as "#/$defs/name"')
       if is_old and schema.keys() - _NOTES != {'$ref'}:
         raise schema.refusal('$ref', 'nothing beside it in this draft')
-      target = anchors.get(place, places.get(place))
-      schema.parts = (*schema.parts, ('$ref', target))
+      schema.parts = (*schema.parts, ('$ref', places[place]))
   is_within = functools.cache(_is_within)
   for schema in schemas:
     for keyword, target in schema.parts:

@@ -58,10 +58,12 @@ RULES = {
   'no ngram of the input': {'numbers': {'encoder_no_repeat_ngram_size': 2}},
   'begin': {'begin_suppress': [2, STOP]},
   'end': {'forced_end': 4},
-  'choices': {'automaton': constraints.of_choices(CHOICES, [STOP])},
+  'choices': {'automaton': constraints.of_choices(CHOICES, [STOP], VOCAB)},
   **{
     name: {
-      'automaton': VOCABULARY.automaton(name, languages.regex(one), [STOP])
+      'automaton': VOCABULARY.automaton(
+        name, languages.in_bytes(languages.regex(one)), [STOP]
+      )
     }
     for name, one in REGEXES.items()
   },
