@@ -117,7 +117,7 @@ class Drafting:
       most = min(most, len(self.rests.costs) - 1)
     if self.gamma > most:
       expected = f'at most {most}, as its draft_rule and rests were made for'
-      raise unexpected('Drafting.gamma', expected, self.gamma)
+      raise unexpected('gamma', expected, self.gamma)
 
 
 @struct.dataclass

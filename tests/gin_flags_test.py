@@ -138,7 +138,7 @@ BAD_FLAGS = [  # and words of the error
   ("--gin.PATH='a", 'not valid gin: unterminated'),
   ('--gin_files=x', '--gin_files.*Nearest known: --gin_file'),
   ('', 'not given: --gin.PATH=...'),
-  ('--gin.PATH=x --gin.target/Size.width=-1', 'got -1'),
+  ('--gin.PATH=x --gin.target/Size.width=-1', 'target/Size.width: .*got -1'),
   ('--gin_file=rum.gin', 'rum.gin'),
 ]
 BAD_FILES = [  # in place of run.gin, behind its header

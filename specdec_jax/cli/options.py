@@ -177,7 +177,8 @@ def _flags() -> list[_Flag]:
       continue
     bound = bindings().get((scope, selector), {})
     for field, parameter in inspect.signature(made).parameters.items():
-      names, settings = _names(scope, made, field), _settings(made, field)
+      names = spellings(field, made.__name__, scope)
+      settings = _settings(made, field)
       if not (names and settings):
         continue
       binding = f'{scope}/{selector}.{field}'.lstrip('/')
@@ -192,10 +193,16 @@ def _flags() -> list[_Flag]:
   return flags
 
 
-def _names(scope: str, made: Callable, field: str) -> list[str]:
-  """Returns the spellings of the flag of a field; [] if it has none."""
+def spellings(field: str, owner: str = '', scope: str = '') -> list[str]:
+  """Returns the spellings of the flag of a field; [] if it has none.
+
+  Args:
+    field: the name.
+    owner: the class or function that has the field; '' is any.
+    scope: of gin.
+  """
   general = _RENAMED.get(field, field.replace('_', '-'))
-  name = _RENAMED.get(f'{made.__name__}.{field}', general)
+  name = _RENAMED.get(f'{owner}.{field}', general)
   # A target must be able to say everything; a drafter has its vocabulary.
   if (scope, field) in (('target', 'shortlist'), ('draft', 'tokenizer')):
     name = ''
