@@ -75,11 +75,13 @@ def test_what_a_shell_may_take_away(folder, line, status, words):
 
 # Hashes in C code that looks for no signal, as a compilation does; argv: where.
 BUSY = """
-import hashlib, sys, threading, time
+import hashlib, signal, sys, threading, time
 from specdec_jax.cli import main, resumable
+# What runs in the background of a script ignores it, and these tests may.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def busy():
-  print('busy', flush=True)
+  print('busy\\n', end='', flush=True)  # at once: two threads say it
   hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
 
 def function():

@@ -475,7 +475,7 @@ def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
   given = {flag.replace('_', '-'): flag for flag in flags}
   spellings, in_gin = options.spellings(field), field
   for name, scope in _CALLED.findall(text):
-    with contextlib.suppress(ValueError):  # where several have that name
+    with contextlib.suppress(KeyError, ValueError):  # several of that name
       called = gin.config.ConfigurableReference(name, evaluate=False)
       made = called.configurable.wrapped
       if field in inspect.signature(made).parameters:

@@ -143,7 +143,7 @@ class DecodeConfig:
     for name, is_right, expected in self._conditions():
       if not is_right:
         value = operator.attrgetter(name)(self)
-        raise unexpected(name, expected, value)
+        raise unexpected(name.removeprefix('options.'), expected, value)
     if self.is_task:  # its examples are cut already
       changes: dict[str, Any] = {
         'log_probs': self.mode != 'predict',
