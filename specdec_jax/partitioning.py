@@ -416,15 +416,15 @@ class Placement:
   def __post_init__(self):
     check_types(self)
     if self.dtype is not None:
-      check_choice('Placement.dtype', self.dtype, PARAM_DTYPES)
+      check_choice('dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       sizes = 'numbers of devices, one of which may be 0 for all that are left'
       numbers = [self.data, self.model]
-      raise unexpected('Placement.data and model', sizes, numbers)
+      raise unexpected('data and model', sizes, numbers)
     if self.kernel_layout == 'blocks' and not self.on_one_device:
       only = "'blocks' on one device alone"
       mesh = f'a mesh of data={self.data}, model={self.model}'
-      raise unexpected('Placement.kernel_layout', only, mesh)
+      raise unexpected('kernel_layout', only, mesh)
 
   @property
   def on_one_device(self) -> bool:

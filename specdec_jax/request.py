@@ -117,7 +117,7 @@ class Drafting:
       limit = min(limit, len(self.rests.costs) - 1)
     if self.gamma > limit:
       expected = f'at most {limit}, as its draft_rule and rests were made for'
-      raise unexpected('Drafting.gamma', expected, self.gamma)
+      raise unexpected('gamma', expected, self.gamma)
 
 
 @struct.dataclass

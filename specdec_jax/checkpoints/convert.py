@@ -76,7 +76,7 @@ class ConvertConfig:
       advice = (
         f'Floats are rounded when a model is loaded (--dtype {self.dtype}).'
       )
-      raise unexpected('ConvertConfig.dtype', expected, self.dtype, advice)
+      raise unexpected('dtype', expected, self.dtype, advice)
     if '://' in self.output:
       raise unexpected('output', 'a path on this machine', self.output)
 

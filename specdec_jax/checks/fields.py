@@ -54,8 +54,7 @@ def check_types(config: Any) -> None:
   """
   hints = _hints_of(type(config), include_extras=True)
   for field in dataclasses.fields(config):
-    name = f'{type(config).__name__}.{field.name}'
-    check_type(name, getattr(config, field.name), hints[field.name])
+    check_type(field.name, getattr(config, field.name), hints[field.name])
 
 
 class Checked:
@@ -238,10 +237,8 @@ def check_choice(name: str, value: Any, known: Collection[str]) -> None:
     known: the words that it may be.
   """
   if value not in tuple(known):
-    raise ValueError(
-      f'{name} is {value!r}, expected one of {sorted(known)}.'
-      f'{nearest(str(value), known, or_all=False)}'
-    )
+    near = nearest(str(value), known, or_all=False).lstrip()
+    raise unexpected(name, f'one of {sorted(known)}', value, near)
 
 
 def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:

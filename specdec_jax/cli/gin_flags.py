@@ -51,6 +51,10 @@ _MISSING = re.compile(
 )
 # Messages of Python that show an object, and a tuple.
 _NO_LITERAL = re.compile(r'malformed node or string.*?: <ast\..+?>')
+# Of a configurable that was called, its name and its scope.
+_CALLED = re.compile(
+  r"In call to configurable '([\w.]+)' .*?(?: in scope '(\w+)')?$", re.MULTILINE
+)
 _OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 
 _NO_COMMAND = Command(lambda: None)  # without flags of its own
@@ -197,7 +201,7 @@ class _Parser(argparse.ArgumentParser):
     )
 
   def error(self, message: str) -> NoReturn:
-    raise ValueError(message)
+    raise ValueError(message.removeprefix('argument '))
 
   def add_common(self) -> None:
     """Adds the flags of all commands."""
@@ -452,12 +456,46 @@ def is_unbound(error: BaseException) -> bool:
   return 'In call to configurable' in text and bool(_MISSING.search(text))
 
 
-def one_line(error: BaseException) -> str:
-  """Returns the message without line breaks and gin's call trail."""
+def one_line(error: BaseException, argv: Sequence[str] = ()) -> str:
+  """Returns the message without line breaks and without gin's call trail.
+
+  Args:
+    error: its message may begin with the field of a configuration.
+    argv: by whose flag the field is named, if one of them gives it; else it is
+      named as in gin.
+  """
   text = str(error)
   if is_unbound(error) and (missing := _MISSING.search(text)):
     return f'{missing[1]} needs a value in the gin files for {missing[2]}.'
   lines = [
     line for line in text.splitlines() if 'In call to configurable' not in line
   ]
-  return ' '.join(' '.join(lines).split()) or type(error).__name__
+  field, colon, rest = (
+    ' '.join(' '.join(lines).split()) or type(error).__name__
+  ).partition(': ')
+  if colon:
+    field = _as_written(field, text, argv)
+  return f'{field}{colon}{rest}'
+
+
+def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
+  """A field as its flag in `argv`, else as in gin, else as it is.
+
+  Args:
+    field: the name, or other words, which are returned.
+    text: says which configurable of gin was called.
+    argv: of the command line.
+  """
+  flags = [word.partition('=')[0] for word in argv]
+  given = {flag.replace('_', '-'): flag for flag in flags}
+  spellings, in_gin = options.spellings(field), field
+  for name, scope in _CALLED.findall(text):
+    with contextlib.suppress(KeyError, ValueError):  # several of that name
+      called = gin.config.ConfigurableReference(name, evaluate=False)
+      made = called.configurable.wrapped
+      if field in inspect.signature(made).parameters:
+        # A drafter's dtype may be given with the target's.
+        spellings[:0] = options.spellings(field, made.__name__, scope)
+        in_gin = f'{scope}/{name}.{field}'.lstrip('/')
+        break
+  return next((given[word] for word in spellings if word in given), in_gin)

@@ -200,7 +200,6 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
   from specdec_jax.cli import gin_flags
 
   warnings.formatwarning = _warning
-  raises = '--traceback' in argv
 
   def load_and_run() -> int:
     gin_flags.load(argv, command, name)
@@ -216,12 +215,12 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
       processes.join(meeting)
       return load_and_run()
 
-    return processes.run(lambda: _complaining(join_and_run, raises))
+    return processes.run(lambda: _complaining(join_and_run, argv))
 
-  return _complaining(run_by_processes, raises)
+  return _complaining(run_by_processes, argv)
 
 
-def _complaining(function: Callable[[], int], raises: bool) -> int:
+def _complaining(function: Callable[[], int], argv: Sequence[str]) -> int:
   """Calls a function; prints an error that is no bug as one line."""
   from specdec_jax.cli import gin_flags
 
@@ -234,9 +233,9 @@ def _complaining(function: Callable[[], int], raises: bool) -> int:
       name = os.environ.get('JAX_PLATFORMS')
       error = RuntimeError(f'{_NO_BACKEND} {name!r}: {_NO_PLUG_IN}')
     status = 2 if gin_flags.is_unbound(error) else _status(error)
-    if raises or not status:
+    if '--traceback' in argv or not status:
       raise
-    print(f'error: {gin_flags.one_line(error)}', file=sys.stderr)
+    print(f'error: {gin_flags.one_line(error, argv)}', file=sys.stderr)
     return status
 
 

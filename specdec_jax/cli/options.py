@@ -177,7 +177,7 @@ def _flags() -> list[_Flag]:
       continue
     bound = bindings().get((scope, selector), {})
     for field, parameter in inspect.signature(configured).parameters.items():
-      names = _names(scope, configured, field)
+      names = spellings(field, configured.__name__, scope)
       settings = _settings(configured, field)
       if not (names and settings):
         continue
@@ -193,10 +193,16 @@ def _flags() -> list[_Flag]:
   return flags
 
 
-def _names(scope: str, configured: Callable, field: str) -> list[str]:
-  """Returns the spellings of the flag of a field; [] if it has none."""
+def spellings(field: str, owner: str = '', scope: str = '') -> list[str]:
+  """Returns the spellings of the flag of a field; [] if it has none.
+
+  Args:
+    field: the name.
+    owner: the class or function that has the field; '' is any.
+    scope: of gin.
+  """
   general = _RENAMED.get(field, field.replace('_', '-'))
-  name = _RENAMED.get(f'{configured.__name__}.{field}', general)
+  name = _RENAMED.get(f'{owner}.{field}', general)
   # Only drafters have a shortlist, and only targets a tokenizer.
   if (scope, field) in (('target', 'shortlist'), ('draft', 'tokenizer')):
     name = ''

@@ -120,10 +120,10 @@ class Choice(Checked):
     check_types(self)
     if self.gamma >= len(self.factors):
       expected = f'less than {len(self.factors)}, the number of its factors'
-      raise unexpected('Choice.gamma', expected, self.gamma)
+      raise unexpected('gamma', expected, self.gamma)
     calls = {f'call_{size}': v for size, v in enumerate(self.call_cost, 1)}
     if wrong := contradiction(calls):
-      raise ValueError(f'Choice.call_cost: {wrong}.')
+      raise ValueError(f'call_cost: {wrong}.')
 
   def rests(self, gamma: int, adapts: bool) -> RestPolicy | None:
     """When the drafter rests, by these costs; None if they do not say.

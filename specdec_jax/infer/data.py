@@ -147,7 +147,7 @@ class DecodeConfig:
     for name, is_right, expected in self._conditions():
       if not is_right:
         value = operator.attrgetter(name)(self)
-        raise unexpected(f'DecodeConfig.{name}', expected, value)
+        raise unexpected(name.removeprefix('options.'), expected, value)
     if self.is_task:  # its examples are cut already
       changes: dict[str, Any] = {
         'log_probs': self.task_mode != 'predict',
@@ -374,7 +374,7 @@ class DataSet:
       self.reading = self._splitting()
     elif of_task and of_task.fingerprint != of_engine.fingerprint:
       expected = f"the engine's vocabulary, {of_engine.path!r}"
-      raise unexpected('DecodeConfig.tokenizer', expected, of_task.path)
+      raise unexpected('tokenizer', expected, of_task.path)
     samples = config.options.num_samples
     if self.examples:  # the largest number first: there may be very many
       example_id(config.index(len(self.examples) - 1), samples - 1)
@@ -444,7 +444,7 @@ class DataSet:
     }
     if self.examples and not lengths[TARGETS] and config.task_mode != 'score':
       expected = f'lengths, because {config.task_name!r} has no targets'
-      field = 'DecodeConfig.task_feature_lengths (gin: TASK_FEATURE_LENGTHS)'
+      field = 'task_feature_lengths (gin: TASK_FEATURE_LENGTHS)'
       advice = "Write {'inputs': 512, 'targets': 128}."
       raise unexpected(field, expected, config.task_feature_lengths, advice)
     # The token of a language stands before the text.

@@ -148,8 +148,8 @@ class Folder:
       multihost_utils.sync_global_devices(f'{self.name} begins {digest}')
     except AssertionError as error:
       raise ValueError(
-        f'Process {self.process} reads other inputs, or has other settings,'
-        ' than process 0: give all of them the same command, and files that'
+        f'Process {self.process} and another one of this run have different'
+        ' inputs or settings: give all of them the same command, and files that'
         ' nobody changes. Finished work is kept.'
       ) from error
     done = self.appended(own=True)

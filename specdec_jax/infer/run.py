@@ -107,7 +107,7 @@ def decode(
     return _in_folder(config, beside, console)
   if tokenizer is None:
     expected = 'the tokenizer of the models, for a task'
-    raise unexpected('DecodeConfig.tokenizer', expected, None)
+    raise unexpected('tokenizer', expected, None)
   sources = tasks.find(
     task, tokenizer, config.task_split, config.prefix, config.distinct
   )
@@ -146,7 +146,7 @@ def _in_folder(
   process = jax.process_index()
   if jax.process_count() > 1 and not config.output_dir:
     expected = 'a folder that all processes see (--output-dir)'
-    raise unexpected('DecodeConfig.output_dir', expected, config.output_dir)
+    raise unexpected('output_dir', expected, config.output_dir)
   console.quiet = console.quiet or process > 0
   with contextlib.ExitStack() as stack:
     path = config.output_dir
@@ -630,6 +630,6 @@ def _metrics(
         return [], str(error)
       names = ('bleu',)
   for name in names:
-    check_choice('DecodeConfig.metrics', name, metrics.METRICS)
+    check_choice('metrics', name, metrics.METRICS)
     metrics.METRICS[name](['a'], ['a'])
   return [metrics.METRICS[name] for name in names], None

@@ -100,7 +100,7 @@ class CompareConfig:
     names = [PLAIN, *(method.name for method in self.all_methods)]
     if len(names) < 2 or len(set(names)) < len(names):
       expected = f'different names, none of them {PLAIN!r}'
-      raise unexpected('CompareConfig.methods', expected, names[1:])
+      raise unexpected('methods', expected, names[1:])
 
   @property
   def all_methods(self) -> list[Method]:

@@ -32,9 +32,8 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
     ValueError: a size is too small or too large, or a name is unknown.
   """
   check_types(config)
-  kind = type(config).__name__
   for field in dataclasses.fields(config):
-    name, value = f'{kind}.{field.name}', getattr(config, field.name)
+    name, value = field.name, getattr(config, field.name)
     if isinstance(value, list):
       object.__setattr__(config, field.name, tuple(value))
     if field.type in (int, 'int'):
@@ -42,11 +41,11 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
       check_number(name, value, 0 if field.name in may_be_zero else 1)
       if value > most:
         raise unexpected(name, f'at most {most}', value)
-  check_choice(f'{kind}.dtype', config.dtype, DTYPES)
+  check_choice('dtype', config.dtype, DTYPES)
   unknown = set(config.mlp_activations) - set(ACTIVATIONS)
   if unknown or not config.mlp_activations:
     names = f'one or more of {sorted(ACTIVATIONS)}'
-    raise unexpected(f'{kind}.mlp_activations', names, config.mlp_activations)
+    raise unexpected('mlp_activations', names, config.mlp_activations)
 
 
 T = TypeVar('T')

@@ -73,7 +73,7 @@ class M2M100Config:
     check_config(self, may_be_zero=('pad_id', 'start_id'))
     if self.emb_dim % 2 or self.emb_dim < 4:
       expected = 'an even number from 4'
-      raise unexpected('M2M100Config.emb_dim', expected, self.emb_dim)
+      raise unexpected('emb_dim', expected, self.emb_dim)
 
   @property
   def shape(self) -> Shape:

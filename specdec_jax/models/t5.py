@@ -69,7 +69,7 @@ class T5Config:
     check_config(self, ('num_encoder_layers', 'encoder_dim'))
     if self.num_encoder_layers and self.encoder_dim:
       expected = '0 beside an encoder'
-      raise unexpected('T5Config.encoder_dim', expected, self.encoder_dim)
+      raise unexpected('encoder_dim', expected, self.encoder_dim)
 
   @property
   def shape(self) -> Shape:

@@ -60,7 +60,7 @@ class T5GemmaConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('T5GemmaConfig.dtype', self.dtype, DTYPES)
+    check_choice('dtype', self.dtype, DTYPES)
     for name in ('encoder', 'decoder'):
       stack = dataclasses.replace(getattr(self, name), dtype=self.dtype)
       object.__setattr__(self, name, stack)
@@ -73,7 +73,7 @@ class T5GemmaConfig:
     for name in ('start_id', 'image_end_id'):
       if not 0 <= getattr(self, name) < self.vocab_size:
         expected = f'an id below {self.vocab_size}'
-        raise unexpected(f'T5GemmaConfig.{name}', expected, getattr(self, name))
+        raise unexpected(name, expected, getattr(self, name))
 
   @property
   def vocab_size(self) -> int:

@@ -86,16 +86,16 @@ class ReproduceConfig:
   def __post_init__(self):
     check_types(self)
     for item in self.items:
-      check_choice('ReproduceConfig.items', item, ITEMS)
+      check_choice('items', item, ITEMS)
       for field in _NEEDS.get(item, ()):
         if not (value := getattr(self, field)):
-          raise unexpected(f'ReproduceConfig.{field}', f'one for {item}', value)
+          raise unexpected(field, f'one for {item}', value)
       if item in _NO_RECORDS and not self.measure:
         expected = f'True for {item}, which keeps no record'
-        raise unexpected('ReproduceConfig.measure', expected, self.measure)
+        raise unexpected('measure', expected, self.measure)
     for name in self.drafts:
       drafts = {row.draft for row in printed.TABLE2}
-      check_choice('ReproduceConfig.drafts', name, drafts)
+      check_choice('drafts', name, drafts)
 
   @property
   def records(self) -> str:
@@ -124,7 +124,7 @@ def reproduce(
   measures = config.measure and (config.alphas or config.suite)
   paths = list(pathlib.Path(config.records).glob('*.json'))
   if config.records_dir is not None and not measures and not paths:
-    field = 'ReproduceConfig.records_dir (--records-dir)'
+    field = 'records_dir (--records-dir)'
     expected = 'a folder with records of measurements (NAME.json)'
     raise unexpected(field, expected, config.records)
   if _PICTURES & set(config.items):
@@ -163,7 +163,7 @@ class _Work:
     ]
     paths = [alpha.output_file for alpha in self._to_measure]
     if len(set(paths)) < len(paths):
-      raise unexpected('ReproduceConfig.alphas', 'different names', paths)
+      raise unexpected('alphas', 'different names', paths)
 
   @functools.cached_property
   def _alphas(self) -> list[Any]:

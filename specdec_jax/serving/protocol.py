@@ -335,7 +335,7 @@ def naming_the_field(
   try:
     yield
   except ValueError as error:
-    message = str(error)[:500].removeprefix('Options.')
+    message = str(error)[:500]
     name, *_ = re.split(r'\W', message)
     if name in _STRUCTURED.values():
       name = constraint

@@ -71,6 +71,7 @@ _MARK = re.compile(
   \s+ | (?:[^\w\s]|_)+(?=\s) | >+ | [—–―]+(?!\d)
   | \[[\sxX\d^.:]{{1,8}}\]:?(?=\s)
   | \d{{1,3}}(?:\.\d{{1,3}})+ (?:[.)](?=\s) | (?=\s+(?![a-z])[^\W\d_]))
+  | (?P<number>\d{{1,3}}\.)(?=\s)
   | [(（[]? (?:\d{{1,3}}|[{_NUMERALS}]{{1,3}})
     (?:\.?[])](?=\s) | \.(?=\s) | [）．] | 、(?![\d{_NUMERALS}数]))
   | [([]? (?P<word>[^\W\d_]|[ivx]{{1,5}}|[IVXLC]{{1,6}})
@@ -180,6 +181,10 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
     while mark := _MARK.match(line, begin, end):
       if mark['word'] in abbreviations:
         break
+      behind = line[mark.end() : mark.end() + 2].strip()
+      is_list = not mark['number'] or not behind.islower()
+      if not is_list and _LETTER.search(line, 0, begin):
+        break  # an ordinal within a line: 'Geldi. 19. yüzyılda oldu.'
       begin = mark.end()
     return begin
 
@@ -224,7 +229,7 @@ def _rules_of(language: str) -> _Rules:
     r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': stop_if(
       lambda match: words & {match[1], match[1].lower()}
     ),
-    r'^([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
+    r'(?:^|(?<=[.!?] ))([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
     **ordinals,
     r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': stop_if(
       lambda match: match[2].islower()

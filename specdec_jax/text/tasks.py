@@ -132,10 +132,10 @@ class LocalTask:
     if missing:
       raise ValueError(f'Task {self.name!r}: there is no file {missing[0]!r}.')
     for path in paths:
-      name = f'LocalTask.kind of {path!r}, by default the ending'
+      name = f'kind of {path!r}, by default the ending'
       check_choice(name, self._kind(path), KINDS)
     for metric in self.metrics:
-      check_choice('LocalTask.metrics', metric, metrics.METRICS)
+      check_choice('metrics', metric, metrics.METRICS)
 
   @property
   def splits(self) -> Collection[str]:

@@ -102,15 +102,15 @@ class PackingConfig:
     check_types(self)
     if not any(self.weights):
       expected = 'weights, at least one of them above 0'
-      raise unexpected('PackingConfig.weights', expected, self.weights)
+      raise unexpected('weights', expected, self.weights)
     if [*self.buckets] != sorted({*self.buckets}):
       expected = 'increasing numbers'
-      raise unexpected('PackingConfig.buckets', expected, self.buckets)
+      raise unexpected('buckets', expected, self.buckets)
     # A batch has room for one row, and a row for a token and its end.
     least = {'tokens_per_batch': self.buckets[-1]}
     least['max_targets'] = 2 if self.max_targets else 0
     for name, number in least.items():
-      check_number(f'PackingConfig.{name}', getattr(self, name), number)
+      check_number(name, getattr(self, name), number)
 
   def target_places(self, length: int) -> int:
     """Returns the number of places on the target side of a bucket."""

@@ -54,11 +54,11 @@ class FitNgramConfig:
     check_types(self)
     for name in ('train_files', 'output_file'):
       if not (value := getattr(self, name)):
-        raise unexpected(f'FitNgramConfig.{name}', 'a file', value)
+        raise unexpected(name, 'a file', value)
     size, first = self.tokenizer.vocab_size, self.start_id
     if first is not None and not 0 <= first < size:
       expected = f'None or an id below {size}'
-      raise unexpected('FitNgramConfig.start_id', expected, first)
+      raise unexpected('start_id', expected, first)
 
 
 def fit_ngram(

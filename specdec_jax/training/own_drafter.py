@@ -102,7 +102,7 @@ class DistilConfig:
     check_types(self)
     if 0 < self.minutes < _LEAST_MINUTES:
       expected = f'0 (no limit), or {_LEAST_MINUTES:g} minutes or more'
-      raise unexpected('DistilConfig.minutes', expected, self.minutes)
+      raise unexpected('minutes', expected, self.minutes)
 
 
 def distil(
@@ -189,11 +189,11 @@ def draft_network(config: DistilConfig) -> T5:
   if not (is_whole and target.name):
     expected = 'a T5 with an encoder, loaded from a checkpoint'
     advice = 'For a decoder-only target see gin/runs/train_lm.gin.'
-    raise unexpected('DistilConfig.target', expected, target, advice)
+    raise unexpected('target', expected, target, advice)
   num_layers = network.config.num_decoder_layers
   if config.num_layers > num_layers:
     expected = f'at most {num_layers}, the layers of the target'
-    raise unexpected('DistilConfig.num_layers', expected, config.num_layers)
+    raise unexpected('num_layers', expected, config.num_layers)
   return T5(
     dataclasses.replace(
       network.config,
@@ -231,7 +231,7 @@ def _check_folder(folder: str) -> None:
     names = sorted(os.listdir(folder))
   if names and _TRAINING not in names:
     expected = 'a new folder, or that of an earlier run'
-    raise unexpected(f'DistilConfig.output_dir {folder!r}', expected, names)
+    raise unexpected(f'output_dir {folder!r}', expected, names)
 
 
 def _texts(
@@ -244,7 +244,7 @@ def _texts(
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
-    field = f'DistilConfig.texts {config.texts!r}'
+    field = f'texts {config.texts!r}'
     raise unexpected(field, expected, len(texts))
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
   held_out = texts[:: len(texts) // number][:number]
@@ -410,7 +410,7 @@ class _Measured:
     minutes = self._config.minutes
     expected = f'more than {minutes:g} on this machine'
     advice = "The target's outputs are kept: the same command goes on."
-    return unexpected('DistilConfig.minutes', expected, minutes, advice)
+    return unexpected('minutes', expected, minutes, advice)
 
   def calibrated(self) -> Calibration | None:
     """Calibrates the pair, unless an earlier run has done it."""

@@ -132,16 +132,16 @@ class TrainRun:
   def __post_init__(self):
     check_types(self)
     if not self.model_dir:
-      raise unexpected('TrainRun.model_dir', 'a folder', self.model_dir)
+      raise unexpected('model_dir', 'a folder', self.model_dir)
     self._check_networks()
     for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
       path = getattr(self, name)
       if path is not None and not os.path.isfile(shipped.find(path)):
-        raise ValueError(f'TrainRun.{name}: there is no file {path!r}.')
+        raise ValueError(f'{name}: there is no file {path!r}.')
     has_text = self.train_file is not None or self.eval_file is not None
     if self.vocab_path is None and has_text:
       expected = 'a sentencepiece model, or a path where one is trained'
-      raise unexpected('TrainRun.vocab_path', expected, None)
+      raise unexpected('vocab_path', expected, None)
 
   @property
   def target(self) -> Any:
@@ -163,7 +163,7 @@ class TrainRun:
     if isinstance(model, Heads):
       if target is None:
         expected = 'FromTarget with a T5 or GPT, whose features heads read'
-        raise unexpected('TrainRun.learning', expected, self.learning)
+        raise unexpected('learning', expected, self.learning)
       config = config_of(target)
       if config and config.shape.tokens.emb_dim != model.emb_dim:
         expected = f"the target's, {config.shape.tokens.emb_dim}"
@@ -176,7 +176,7 @@ class TrainRun:
     if model.reads_encoder and width != model.encoded_dim:
       expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
-      raise unexpected('TrainRun.learning', expected, got)
+      raise unexpected('learning', expected, got)
 
 
 def train(
@@ -299,7 +299,7 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
     return Tokenizer(run.vocab_path)
   if run.train_file is None:
     expected = 'a vocabulary, or a train_file of text to train one on'
-    raise unexpected('TrainRun.vocab_path', expected, run.vocab_path)
+    raise unexpected('vocab_path', expected, run.vocab_path)
   os.makedirs(os.path.dirname(run.vocab_path) or '.', exist_ok=True)
   lines = files.text_lines(run.train_file)
   sentences = [side for line in lines for side in line.split('\t')]

@@ -114,10 +114,10 @@ BAD_FLAGS = [  # and words of the error
   ('--gin.PATH=false', 'False'),
   ('--gin.PATH=[1,', 'not valid gin'),
   ('--gin.PATH=[{1:abc}]', "expected a literal.* token 'abc'"),
-  ("--gin.PATH='a", 'not valid gin: unterminated'),
+  ("--gin.PATH='a", 'not valid gin: (unterminated|Unable to parse)'),
   ('--gin_files=x', '--gin_files.*Nearest known: --gin_file'),
   ('', 'not given: --gin.PATH=...'),
-  ('--gin.PATH=x --gin.target/Size.width=-1', 'got -1'),
+  ('--gin.PATH=x --gin.target/Size.width=-1', 'target/Size.width: .*got -1'),
   ('--gin_file=rum.gin', 'rum.gin'),
 ]
 BAD_FILES = [  # in place of run.gin, behind its header

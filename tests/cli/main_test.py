@@ -73,11 +73,13 @@ def test_what_a_shell_may_take_away(folder, line, status, words):
 
 # Hashes in C code that looks for no signal, as a compilation does; argv: where.
 BUSY = """
-import hashlib, sys, threading, time
+import hashlib, signal, sys, threading, time
 from specdec_jax.cli import main, resumable
+# What runs in the background of a script ignores it, and these tests may.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def busy():
-  print('busy', flush=True)
+  print('busy\\n', end='', flush=True)  # at once: two threads say it
   hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
 
 def function():
@@ -158,6 +160,17 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
     (['measure'], 'No --gin_file was given'),
     (['measure', '--gin_file=gin/runs/demo.gin'], 'needs one of MeasureAlpha'),
     (['demo', '--alpha', '0.6'], 'alpha.*num_beams'),
+    # A field is named as it was written: a flag, one of another program, gin.
+    (['demo', '--shard-id', '3'], '^error: --shard-id: expected less than 1 '),
+    (['demo', '--batch_size=0'], '^error: --batch_size: expected a whole num'),
+    (['demo', '--max-new-tokens=0'], '^error: --max-new-tokens: expected a w'),
+    (['demo', '--draft-dtype=x'], "^error: --draft-dtype: .*, got 'x'"),
+    (['demo', '--no-repeat-ngram-size=-1'], '^error: --no-repeat-ngram-size: '),
+    (['demo', '--gin.Engine.gamma=-1'], '^error: Engine.gamma: expected'),
+    (
+      ['demo', '--gin.draft/load.dtype=x'],
+      '^error: draft/load.dtype: expected',
+    ),
   ],
 )
 def test_what_is_wrong_is_said_in_a_line(capsys, argv, words):

@@ -30,7 +30,7 @@ RULED = """\
 en I use ASP.NET, Node.JS and File.Txt.| Yes.
 en J.-C. Martin came.| He left.
 en As Smith et al. [2004] say.| Good.
-en Step 1. Open the box.| Close it.
+en Step 1. Open the box.| Close it.| Step 2. Go.| Done.
 en He came on Fri. Jan. 5 with Ms. Lee.| It was fine.
 en He won the game.| 20 people came.
 en He spoke. |"It is late." |He left.
@@ -43,7 +43,7 @@ pl W 1990 r. było m.in. 5 tys. osób.| Tak.
 ar جاء د. أحمد.| ثم ذهب.
 hi डॉ. शर्मा और पं. नेहरू आए।|वे गए।
 tr Prof. Dr. Ahmet, Sn. Ali ve Hz. Ömer 19. Yüzyıl.| Evet.
-tr Bu II. Abdülhamid.| Evet.
+tr Bu II. Abdülhamid.| Evet.| 19. yüzyılda yaşadı.
 ru Это им. Ленина и пос. Мирный.| А. С. Пушкин пришёл.
 hr To je bilo 2006. godine u Zagrebu.| Da.
 pt D. Pedro foi à Av. Brasil.| Sim.

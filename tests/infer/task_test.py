@@ -137,7 +137,7 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
     (dict(name=lines, task_mode='score'), "no tokens 'targets'"),
     (dict(prompt_feature='prompt'), "example 0 has no tokens 'prompt'"),
     (dict(prompt_feature='targets_pretokenized'), 'has no tokens'),
-    (dict(metrics=('blue',)), "metrics is 'blue'.*Nearest known: bleu"),
+    (dict(metrics=('blue',)), "metrics: .*'blue'. Nearest known: bleu"),
     (dict(name=lines, task_feature_lengths=None), 'has no targets'),
   ):
     with pytest.raises(ValueError, match=message):

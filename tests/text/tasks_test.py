@@ -117,7 +117,7 @@ def test_a_jsonl_task_takes_its_fields_and_keeps_the_others(
 def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
   for arguments, message in (
     (('tset',), "no split 'tset'. Nearest known: test"),
-    (('test', {'input': 9}), "'input', expected .* Nearest known: inputs"),
+    (('test', {'input': 9}), "expected .*'input'. Nearest known: inputs"),
     (('test', {'inputs': 0}), 'from 1, got 0'),
     (('test', {'inputs': True}), 'inputs.*got True'),
   ):
@@ -128,9 +128,9 @@ def test_bad_settings_are_refused_before_any_example(pairs, tmp_path):
   for changes, message in (
     ({'files': {'test': 'nowhere.tsv'}}, "no file 'nowhere.tsv'"),
     ({'files': {'test': tmp_path}}, 'there is no file'),
-    ({'files': {'test': other}}, "pairs.csv.* 'csv', expected .*tsv"),
+    ({'files': {'test': other}}, "pairs.csv.*expected .*tsv.*'csv'"),
     ({'vocab_path': 'nowhere.model'}, "no file 'nowhere.model'"),
-    ({'metrics': ('blue',)}, "metrics is 'blue'.* Nearest known: bleu"),
+    ({'metrics': ('blue',)}, "metrics: .*'blue'. Nearest known: bleu"),
   ):
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(pairs, **changes)

@@ -224,10 +224,10 @@ def test_bad_input_is_seen_first(run, target, tmp_path):
   for flag, words in (
     ('--texts=few.txt', 'few.txt'),
     ('--max-input-length=2', 'no line that can be decoded'),
-    ('--num-layers=3', 'num_layers: expected at most 2'),
+    ('--num-layers=3', '--num-layers: expected at most 2'),
     ('--minutes=0.1', 'minutes: expected 0 .*, or 2 minutes or more'),
     ('--minutes=1e9', 'minutes: expected .* from 0 to 10080'),
-    ('--max-gamma=1000000', 'max_gamma: expected .* from 1 to 64'),
+    ('--max-gamma=1000000', '--max-gamma: expected .* from 1 to 64'),
     (f'--output-dir={target}', 'output_dir'),
     (f'--output-dir={target}/texts.txt', 'output_dir'),
   ):

@@ -26,13 +26,13 @@ from toy_training import CONFIG, MODEL, Killed, copy_pairs, packing
 
 def test_settings_that_cannot_be():
   for make, field in (
-    (lambda: packing(max_targets=1), 'PackingConfig.max_targets'),
-    (lambda: packing(weights=(0.0,)), 'PackingConfig.weights'),
-    (lambda: packing(tokens_per_batch=11), 'PackingConfig.tokens_per_batch'),
-    (lambda: TrainConfig(learning_rate=0.0), 'TrainConfig.learning_rate'),
-    (lambda: TrainConfig(steps=0), 'TrainConfig.steps'),
-    (lambda: OutputsConfig(temperatures=(-1.0,)), 'OutputsConfig.temper'),
-    (lambda: OutputsConfig(max_extra=0), 'OutputsConfig.max_extra'),
+    (lambda: packing(max_targets=1), 'max_targets: '),
+    (lambda: packing(weights=(0.0,)), 'weights: '),
+    (lambda: packing(tokens_per_batch=11), 'tokens_per_batch: '),
+    (lambda: TrainConfig(learning_rate=0.0), 'learning_rate: '),
+    (lambda: TrainConfig(steps=0), 'steps: '),
+    (lambda: OutputsConfig(temperatures=(-1.0,)), 'temperatures: '),
+    (lambda: OutputsConfig(max_extra=0), 'max_extra: '),
     (lambda: data.PackedBatches(copy_pairs(), packing(buckets=(1,))), '400'),
   ):
     with pytest.raises(ValueError, match=field):
