@@ -75,9 +75,11 @@ def _main(argv: list[str]) -> int:
 
 
 def _help() -> str:
-  summaries = {name: x.summary for name, x in commands.COMMANDS.items()}
-  width = max(map(len, summaries))
-  lines = [f'  {name:{width}}  {text}' for name, text in summaries.items()]
+  width = max(map(len, commands.COMMANDS))
+  lines = []
+  for name, command in commands.COMMANDS.items():
+    summary, *_ = str(command.function.__doc__).split('.\n')
+    lines.append(f'  {name:{width}}  {summary}')
   return _HEAD + '\n'.join(lines) + '\n' + _TAIL
 
 
