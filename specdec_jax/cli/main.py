@@ -75,11 +75,12 @@ def _main(argv: list[str]) -> int:
 
 
 def _help() -> str:
-  width = max(map(len, commands.COMMANDS))
-  lines = []
-  for name, command in commands.COMMANDS.items():
-    summary, *_ = str(command.function.__doc__).split('.\n')
-    lines.append(f'  {name:{width}}  {summary}')
+  summaries = {
+    name: str(command.function.__doc__).partition('.\n')[0]
+    for name, command in commands.COMMANDS.items()
+  }
+  width = max(map(len, summaries))
+  lines = [f'  {name:{width}}  {text}' for name, text in summaries.items()]
   return _HEAD + '\n'.join(lines) + '\n' + _TAIL
 
 

@@ -15,11 +15,7 @@ from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
-from specdec_jax.measure.calls import (
-  COSTS_EXPLAINED,
-  BenchmarkConfig,
-  benchmark,
-)
+from specdec_jax.measure.calls import COSTS_NOTE, BenchmarkConfig, benchmark
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
@@ -253,7 +249,7 @@ def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
   """Returns the numbers of Figure 5, see `plots.plot_figure5`."""
   ends = {g: plots.calls(g, runs[g], costs)[-1].end_ms for g in runs}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
-  notes = [COSTS_EXPLAINED, 'ms and speed-up: of what is drawn, for this text.']
+  notes = [COSTS_NOTE, 'ms and speed-up: of what is drawn, for this text.']
   if wrong := costs.get('contradiction'):
     notes.insert(0, f'These times contradict themselves: {wrong}.')
   rows = [
@@ -295,7 +291,7 @@ def suite_records(
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)
-    benchmarks[name] = dataclasses.replace(
+    benchmarks[name] = row_suite = dataclasses.replace(
       suite,
       drafter=config.drafts[row.draft],
       gammas=(row.gamma,),
@@ -305,9 +301,8 @@ def suite_records(
       output_file=os.path.join(config.records, f'{name}.json'),
       name=f'{suite.name}, {name}',
     )
-    records[name] = record.earlier(
-      benchmarks[name].output_file, 'benchmark', benchmarks[name].settings
-    )
+    path, settings = row_suite.output_file, row_suite.settings
+    records[name] = record.earlier(path, 'benchmark', settings)
   missing = [name for name, stored in records.items() if stored is None]
   if config.measure and missing:
     for name in missing:
