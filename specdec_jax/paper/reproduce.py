@@ -149,15 +149,12 @@ class _Work:
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
     self.used: list[Record] = []
-    alphas = [make() for make in config.alphas if config.measure]
-    self._to_measure = [
-      dataclasses.replace(
-        alpha,
-        output_file=alpha.output_file
-        or os.path.join(config.records, f'{alpha.name}.json'),
-      )
-      for alpha in alphas
-    ]
+    self._to_measure: list[MeasureAlphaConfig] = []
+    for make in config.alphas if config.measure else ():
+      alpha = make()
+      path = os.path.join(config.records, f'{alpha.name}.json')
+      alpha = dataclasses.replace(alpha, output_file=alpha.output_file or path)
+      self._to_measure.append(alpha)
     paths = [alpha.output_file for alpha in self._to_measure]
     if len(set(paths)) < len(paths):
       raise unexpected('ReproduceConfig.alphas', 'different names', paths)
