@@ -266,7 +266,3 @@ def _lacks_devices(error: AssertionError) -> bool:
   """
   *_, last = traceback.walk_tb(error.__traceback__)
   return last[0].f_code.co_filename.endswith('xla_bridge.py')
-
-
-if __name__ == '__main__':
-  sys.exit(main())
