@@ -399,13 +399,14 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
         for x in shown
       ]
       measured, predicted, *interval = np.array(values, float).T
-      style: Any = {'color': PALETTE[i % len(PALETTE)]}
+      color = PALETTE[i % len(PALETTE)]
       errors = np.abs(interval - measured)
       axes.errorbar(
-        measured, places, None, errors, 'o', capsize=3, **style, label=label
+        measured, places, None, errors, 'o', capsize=3, color=color, label=label
       )
       if not np.isnan(predicted).all():
-        axes.plot(predicted, places, 'x', **style, label=f'{label}, predicted')
+        name = f'{label}, predicted'
+        axes.plot(predicted, places, 'x', color=color, label=name)
     middle = height * (len(series) - 1) / 2
     axes.set_yticks([i + middle for i in range(len(names))], names)
     axes.invert_yaxis()
