@@ -40,8 +40,3 @@ class Command:
   implied: Mapping[str, Mapping[str, Any]] = dataclasses.field(
     default_factory=dict
   )
-
-  @property
-  def summary(self) -> str:
-    """The first line of its help."""
-    return str(self.function.__doc__).partition('\n')[0].rstrip('.')

@@ -75,7 +75,10 @@ def _main(argv: list[str]) -> int:
 
 
 def _help() -> str:
-  summaries = {name: x.summary for name, x in commands.COMMANDS.items()}
+  summaries = {
+    name: str(command.function.__doc__).partition('.\n')[0]
+    for name, command in commands.COMMANDS.items()
+  }
   width = max(map(len, summaries))
   lines = [f'  {name:{width}}  {text}' for name, text in summaries.items()]
   return _HEAD + '\n'.join(lines) + '\n' + _TAIL
@@ -262,7 +265,3 @@ def _lacks_devices(error: AssertionError) -> bool:
   """
   *_, last = traceback.walk_tb(error.__traceback__)
   return last[0].f_code.co_filename.endswith('xla_bridge.py')
-
-
-if __name__ == '__main__':
-  sys.exit(main())

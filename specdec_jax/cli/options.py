@@ -124,14 +124,11 @@ def add(
       main.setdefault(flag.binding, names[0])
       action = group.add_argument(*names, dest=flag.binding, **flag.settings)
       actions[names[0]] = action
-  for name in places:
-    if f'--{name}' not in actions:
-      continue
-    flagged, place = actions[f'--{name}'], PLACES[name]
-    by_place.add_argument(
-      f'{_PLACE}{flagged.dest}', nargs='?', metavar=place, help=flagged.help
-    )
-    flagged.help = f'the same as {place}'
+  for action in [actions[f'--{x}'] for x in places if f'--{x}' in actions]:
+    place = PLACES[action.option_strings[0][2:]]
+    dest, text = f'{_PLACE}{action.dest}', action.help
+    by_place.add_argument(dest, nargs='?', metavar=place, help=text)
+    action.help = f'the same as {place}'
   return main
 
 

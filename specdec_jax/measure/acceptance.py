@@ -406,9 +406,7 @@ def measure_alpha(
     ValueError: no prompt can be decoded, the models are broken, or a record to
       be shown has other settings.
   """
-  console = record.begin(
-    console, config.output_file, input_file=config.input_file
-  )
+  console = record.begin(console, config.output_file, config.input_file)
   if config.reuse:
     done = record.earlier(config.output_file, 'alpha', config.settings)
     if done is not None:

@@ -19,22 +19,12 @@ from jax.experimental import multihost_utils
 from specdec_jax import analysis
 from specdec_jax.checks.fields import Bound, unexpected
 from specdec_jax.engine import calibration
-from specdec_jax.engine.calibration import (
-  Calibration,
-  CalibrationError,
-  Choice,
-  contradiction,
-)
+from specdec_jax.engine.calibration import Calibration, CalibrationError, Choice
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
+from specdec_jax.measure import calls
 from specdec_jax.measure.acceptance import rates
-from specdec_jax.measure.calls import (
-  Timing,
-  call_runs,
-  decode_in_turn,
-  medians,
-  steady_ms,
-)
+from specdec_jax.measure.calls import Timing, medians
 from specdec_jax.models import backend
 from specdec_jax.report import record
 from specdec_jax.report.console import bar, say
@@ -107,9 +97,7 @@ def calibrate(
     ValueError: the pair does not fit, or no prompt can be decoded.
     CalibrationError: the timings contradict each other.
   """
-  console = record.begin(
-    console, config.output_file, input_file=config.input_file
-  )
+  console = record.begin(console, config.output_file, config.input_file)
   with bar(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(
@@ -167,16 +155,12 @@ def time_calls(
     )
   gammas = sorted({min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS})
   sizes = range(1, config.max_gamma + 2)
+  costs = []
   with bar(console, 'Costs', len(batches) * config.repeats) as advance:
-    return [
-      {
-        'batch': batch,
-        'times_ms': _times(
-          engine, config, batch, sizes, gammas, advance, until
-        ),
-      }
-      for batch in batches
-    ]
+    for batch in batches:
+      times = _times(engine, config, batch, sizes, gammas, advance, until)
+      costs.append({'batch': batch, 'times_ms': times})
+  return costs
 
 
 def _times(
@@ -189,8 +173,8 @@ def _times(
   until: float = math.inf,
 ) -> dict[str, dict[str, float]]:
   """Returns `steady_ms`; raises CalibrationError for a contradiction."""
-  runs = call_runs(engine, timing, batch, sizes, gammas, until)
-  times, wrong = steady_ms(runs, timing.repeats, advance, until)
+  runs = calls.call_runs(engine, timing, batch, sizes, gammas, until)
+  times, wrong = calls.steady_ms(runs, timing.repeats, advance, until)
   if wrong:
     message = f'The timings contradict themselves: {wrong}. {_BUSY}'
     raise CalibrationError(message)
@@ -248,7 +232,7 @@ def _run_ms(
     'plain': (engine, {'speculative': False}),
     'speculative': (engine, {'gamma': gamma}),
   }
-  times, outputs = decode_in_turn(
+  times, outputs = calls.decode_in_turn(
     methods,
     texts,
     [[index] for index in range(len(texts))],
@@ -369,10 +353,10 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
   of it counts as the cost of proposals.
   """
   unit = times['call_1']
-  sizes, calls = calibration.numbered(times, 'call_')
+  sizes, call_ms = calibration.numbered(times, 'call_')
   # Noise in kernels of one row may make a call over two tokens seem cheaper.
-  calls = np.maximum(calibration.rising(calls) / unit, 1.0)
-  call_cost = np.interp(range(1, sizes[-1] + 1), sizes, calls)
+  costs = np.maximum(calibration.rising(call_ms) / unit, 1.0)
+  call_cost = np.interp(range(1, sizes[-1] + 1), sizes, costs)
   gammas, rounds = calibration.numbered(times, 'round_')
   more = rounds / unit - call_cost[gammas]
   slope, besides = 0.0, -1.0
@@ -582,7 +566,7 @@ def _read_times(value: Mapping[str, Any]) -> dict[str, float]:
   for name, ms in times.items():
     if not 0 <= ms < math.inf or not (ms or name == 'draft_encoder'):
       raise unexpected(name, 'a number of milliseconds above 0', ms)
-  if wrong := contradiction(times):
+  if wrong := calibration.contradiction(times):
     raise ValueError(wrong)
   return times
 

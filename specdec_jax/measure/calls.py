@@ -49,7 +49,6 @@ from specdec_jax.types import Amount, Positive
 
 Name = TypeVar('Name', bound=Hashable)
 Pair = Engine | PlacedPair
-Times = Mapping[str, Mapping[str, float]]  # run -> `summarise` of its times
 
 
 class Run(NamedTuple):
@@ -160,8 +159,8 @@ def summarise(values: Sequence[float]) -> dict[str, float]:
   return dict(median=median, min=min(values), max=max(values), error=error)
 
 
-def medians(times: Times) -> dict[str, float]:
-  """Returns the median of each run's times."""
+def medians(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+  """Returns name -> median of name -> `summarise` of its times."""
   return {name: summary['median'] for name, summary in times.items()}
 
 
@@ -397,8 +396,7 @@ class Timing(Checked):
       gamma: the largest gamma.
     """
     request = jax.eval_shape(lambda: self.request(target, batch, gamma))
-    slots, tokens = request.cache_slots, request.call_tokens
-    room.check(batch, self.input_len, slots, tokens)
+    room.check(batch, self.input_len, request.cache_slots, request.call_tokens)
 
 
 def call_runs(
@@ -596,14 +594,13 @@ def benchmark(
   with bar(console, 'Compiling and timing', config.repeats) as advance:
     pair = config.pair()
     sizes = {*config.call_sizes, *(gamma + 1 for gamma in config.gammas)}
-    batch = config.batch
-    runs = call_runs(pair, config, batch, sorted(sizes), config.gammas)
+    runs = call_runs(pair, config, config.batch, sorted(sizes), config.gammas)
     loops, counts = _loop_runs(config, pair)
     matrix, matrix_bytes = matvec()
     runs |= loops | {'matvec': matrix}
     times, wrong = steady_ms(runs, config.repeats, advance)
   median = medians(times)
-  plain = config.request(pair.target, batch, 0)
+  plain = config.request(pair.target, config.batch, 0)
   call_bytes = memory.call_bytes(pair.target, pair.params.target, plain)
   bandwidth = call_bytes / median['plain_loop']
   values = {
@@ -703,13 +700,13 @@ def table(benchmarked: Mapping[str, Any]) -> Table:
 
 
 # Sentences under tables.
-COSTS_EXPLAINED = (
+COSTS_NOTE = (
   'v(m): time of a call of the target over m tokens, in calls over one token.'
   ' c: time of a proposal, in the same unit, inside a round, where each model'
   " finds the other's weights in the caches."
 )
 _EXPLAINED = (
-  COSTS_EXPLAINED,
+  COSTS_NOTE,
   'Bandwidth: bytes of weights and caches that a token needs, by time. More'
   ' than 100 % means that they stayed in the caches of the processor.',
   'The inputs are random ids, of which a drafter guesses fewer tokens than of'

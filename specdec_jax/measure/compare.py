@@ -112,22 +112,6 @@ class CompareConfig:
     return [*self.methods, *fixed]
 
 
-class Timed(NamedTuple):
-  """Sums over the repetitions of a method.
-
-  Attributes:
-    ms: float[N], time of each text, or of all texts that were timed together.
-    tokens: int[N], tokens of the outputs.
-    calls: int[N], calls of the target.
-    acceptance_rate: rate over all texts; None if nothing was proposed.
-  """
-
-  ms: np.ndarray
-  tokens: np.ndarray
-  calls: np.ndarray
-  acceptance_rate: float | None
-
-
 def compare(
   config: CompareConfig, console: rich.console.Console | None = None
 ) -> Record:
@@ -146,7 +130,7 @@ def compare(
       the plain one.
   """
   console = record.begin(
-    console, config.output_file, config.plot_file, config.input_file
+    console, config.output_file, config.input_file, config.plot_file
   )
   files = [calibration.load(path) for path in config.calibrations if path]
   # Engines that are equal are made once.
@@ -204,27 +188,22 @@ class _Comparison(NamedTuple):
     advance: Callable[[], None],
   ) -> Iterator[dict[str, Any]]:
     """Measures each method at one temperature and number of rows."""
-    config = self.config
-    methods: dict[str, tuple[Engine, dict[str, Any]]] = {
-      PLAIN: (self.engines[config.engine], {'speculative': False})
-    }
-    for method in config.all_methods:
-      options = dict(method.options)
-      if options.get('gamma') == ADAPTIVE and measured is not None:
-        pays = bool(measured.at(1).gamma)
-        adapted = (
-          {'gamma': measured.rule(1)} if pays else {'speculative': False}
-        )
-        options |= adapted
-      engine = self.engines[method.engine or config.engine]
-      methods[method.name] = engine, options
-    timed = self._timed(methods, temperature, rows, advance)
-    plain = timed[PLAIN]
-    for method in config.all_methods:
+    repeats, methods = self.config.repeats, self._methods(measured)
+    numbers = range(len(self.texts))
+    parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
+    options = {'temperature': temperature, 'batch_size': rows}
+    times, outputs = decode_in_turn(
+      methods, self.texts, parts, repeats, advance, **options
+    )
+    if temperature == 0:
+      for (name, part), (first, *_) in outputs.items():
+        _check_equal(name, first, outputs[PLAIN, part][0])
+    plain = Timed.sums(PLAIN, times, outputs)
+    for method in self.config.all_methods:
       gamma = method.options.get('gamma')
       predicted = None
-      if isinstance(gamma, int) and gamma in config.gammas and rows == 1:
-        lengths, ms = plain.tokens // config.repeats, plain.ms / config.repeats
+      if isinstance(gamma, int) and gamma in self.config.gammas and rows == 1:
+        lengths, ms = plain.tokens // repeats, plain.ms / repeats
         if measured is not None:
           predicted = predicted_speed_up(measured, gamma, lengths, ms)
       yield {
@@ -232,43 +211,64 @@ class _Comparison(NamedTuple):
         'temperature': temperature,
         'rows': rows,
         'gamma': gamma if isinstance(gamma, int) else None,
-        **_with_intervals(timed[method.name], plain),
+        **_with_intervals(Timed.sums(method.name, times, outputs), plain),
         'predicted': predicted,
       }
 
-  def _timed(
-    self,
-    methods: Mapping[str, tuple[Engine, Mapping[str, Any]]],
-    temperature: float,
-    rows: int,
-    advance: Callable[[], None],
-  ) -> dict[str, Timed]:
-    """Decodes the texts by each method in turn, after compiling."""
-    numbers = range(len(self.texts))
-    parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
-    options = {'temperature': temperature, 'batch_size': rows}
-    repeats = self.config.repeats
-    times, outputs = decode_in_turn(
-      methods, self.texts, parts, repeats, advance, **options
+  def _methods(
+    self, measured: Calibration | None
+  ) -> dict[str, tuple[Engine, dict[str, Any]]]:
+    """Returns name -> engine and options, where a calibration is applied."""
+    methods = {
+      PLAIN: (self.engines[self.config.engine], {'speculative': False})
+    }
+    for method in self.config.all_methods:
+      options = dict(method.options)
+      if options.get('gamma') == ADAPTIVE and measured is not None:
+        if measured.at(1).gamma:
+          options['gamma'] = measured.rule(1)
+        else:
+          options['speculative'] = False
+      engine = self.engines[method.engine or self.config.engine]
+      methods[method.name] = engine, options
+    return methods
+
+
+class Timed(NamedTuple):
+  """Sums over the repetitions of a method.
+
+  Attributes:
+    ms: float[N], time of each text, or of all texts that were timed together.
+    tokens: int[N], tokens of the outputs.
+    calls: int[N], calls of the target.
+    acceptance_rate: rate over all texts; None if nothing was proposed.
+  """
+
+  ms: np.ndarray
+  tokens: np.ndarray
+  calls: np.ndarray
+  acceptance_rate: float | None
+
+  @classmethod
+  def sums(
+    cls,
+    method: str,
+    times: Mapping[tuple[str, int], Sequence[float]],
+    outputs: Mapping[tuple[str, int], Any],
+  ) -> 'Timed':
+    """Sums the results of `decode_in_turn` for a method."""
+    places = [place for place in times if place[0] == method]
+    stats = [
+      # The first call compiled.
+      total(output.stats for done in outputs[place][1:] for output in done)
+      for place in places
+    ]
+    return cls(
+      np.array([sum(times[place]) for place in places]),
+      np.array([part.num_tokens for part in stats]),
+      np.array([part.num_target_calls for part in stats]),
+      total(stats).acceptance_rate,
     )
-    if temperature == 0:
-      for (name, part), (first, *_) in outputs.items():
-        _check_equal(name, first, outputs[PLAIN, part][0])
-    timed = {}
-    for name in methods:
-      places = [(name, part) for part in range(len(parts))]
-      stats = [
-        # The first call compiled.
-        total(output.stats for done in outputs[place][1:] for output in done)
-        for place in places
-      ]
-      timed[name] = Timed(
-        np.array([sum(times[place]) for place in places]),
-        np.array([part.num_tokens for part in stats]),
-        np.array([part.num_target_calls for part in stats]),
-        total(stats).acceptance_rate,
-      )
-    return timed
 
 
 def _check_equal(name: str, outputs: Any, plain: Any) -> None:
@@ -389,22 +389,24 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
     axes = figure.subplots()
     for i, (label, shown) in enumerate(series.items()):
       places = [names.index(row['method']) + i * height for row in shown]
-      none = [None, None]  # which becomes NaN
-      measured, predicted, *interval = np.array(
+      unknown = [None, None]  # NaN in the array
+      values = [
         [
-          [row['speed_up'], row.get('predicted')]
-          + (row['speed_up_interval'] or none)
-          for row in shown
-        ],
-        float,
-      ).T
-      style: Any = {'color': PALETTE[i % len(PALETTE)]}
+          x['speed_up'],
+          x.get('predicted'),
+          *(x['speed_up_interval'] or unknown),
+        ]
+        for x in shown
+      ]
+      measured, predicted, *interval = np.array(values, float).T
+      color = PALETTE[i % len(PALETTE)]
       errors = np.abs(interval - measured)
       axes.errorbar(
-        measured, places, None, errors, 'o', capsize=3, **style, label=label
+        measured, places, None, errors, 'o', capsize=3, color=color, label=label
       )
       if not np.isnan(predicted).all():
-        axes.plot(predicted, places, 'x', **style, label=f'{label}, predicted')
+        name = f'{label}, predicted'
+        axes.plot(predicted, places, 'x', color=color, label=name)
     middle = height * (len(series) - 1) / 2
     axes.set_yticks([i + middle for i in range(len(names))], names)
     axes.invert_yaxis()

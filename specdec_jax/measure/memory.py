@@ -50,13 +50,12 @@ def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
     params: its parameters as placed, arrays or `ShapeDtypeStruct`s.
     request: batch, input or prompt, and slots of the run; arrays or shapes.
   """
-  cache: kv_cache.KVCache = jax.eval_shape(
-    lambda params, inputs: network.prefill(
-      params, inputs, request.cache_slots, request.longest
-    ),
-    params,
-    request.inputs,
-  )
+
+  def prefill(params, inputs) -> kv_cache.KVCache:
+    slots, longest = request.cache_slots, request.longest
+    return network.prefill(params, inputs, slots, longest)
+
+  cache = jax.eval_shape(prefill, params, request.inputs)
   sizes = kv_cache.buckets(request.cache_slots)
   first = request.prompt_width - 1
   attended = [

@@ -40,7 +40,7 @@ from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
 from specdec_jax.report import record
 from specdec_jax.report.console import bar
-from specdec_jax.report.record import VERSION, Record
+from specdec_jax.report.record import Record
 from specdec_jax.report.table import Column, Table
 from specdec_jax.types import Positive
 
@@ -95,32 +95,32 @@ def describe(name: str) -> tuple[Any, dict[str, str]]:
   Raises:
     ValueError: its compiler is missing, or does not know the device.
   """
-  known = KNOWN[name]
-  if importlib.util.find_spec(known.compiler) is None:
+  spec = KNOWN[name]
+  if importlib.util.find_spec(spec.compiler) is None:
     raise ValueError(
-      f'To compile for {name!r}, {known.compiler} is needed: pip install'
-      f" 'specdec_jax[{known.extra}]'."
+      f'To compile for {name!r}, {spec.compiler} is needed: pip install'
+      f" 'specdec_jax[{spec.extra}]'."
     )
-  packages = 'jax', known.compiler
+  packages = 'jax', spec.compiler
   versions = {name: importlib.metadata.version(name) for name in packages}
   try:
-    (device, *_) = _described(known).devices
+    (device, *_) = _described(spec).devices
   except (jax.errors.JaxRuntimeError, NotImplementedError, KeyError) as error:
     raise ValueError(
-      f'{known.compiler} {versions[known.compiler]} does not describe a device'
+      f'{spec.compiler} {versions[spec.compiler]} does not describe a device'
       f' {name!r}: {error}'
     ) from error
-  compiled_for = known.name or f'{device.device_kind}, {known.topology}'
+  compiled_for = spec.name or f'{device.device_kind}, {spec.topology}'
   return device, {'compiled_for': compiled_for} | versions
 
 
-def _described(known: Device) -> Any:
+def _described(spec: Device) -> Any:
   """Returns the topology of a device, without asking a driver."""
-  if known.platform == 'tpu':
+  if spec.platform == 'tpu':
     for name, value in _TPU_DESCRIPTION.items():
       os.environ.setdefault(name, value)
     return topologies.get_topology_desc(
-      known.topology, platform='tpu', chip_config_name=_TPU_CHIP
+      spec.topology, platform='tpu', chip_config_name=_TPU_CHIP
     )
   flags = os.environ.get('XLA_FLAGS', '')
   if 'xla_gpu_autotune_level' not in flags:
@@ -141,7 +141,7 @@ def _described(known: Device) -> Any:
     logging.disable(disabled)
   _name_gpu_cuda()
   return topologies.get_topology_desc(
-    platform='cuda', target_config=known.numbers, topology=known.topology
+    platform='cuda', target_config=spec.numbers, topology=spec.topology
   )
 
 
@@ -220,23 +220,19 @@ def check(
     check_choice('drafts', row.draft, config.drafts)
     check_choice('input_lens', row.task, config.input_lens)
     check_choice('decode_lens', row.task, config.decode_lens)
-  described = KNOWN[config.device]
+  spec = KNOWN[config.device]
   device, versions = describe(config.device)
   results = []
-  with (
-    backend.compiled_for(described.platform),
-    bar(console, 'Compiling', len(rows)) as advance,
-  ):
+  compiling = backend.compiled_for(spec.platform)
+  with compiling, bar(console, 'Compiling', len(rows)) as advance:
     for row in rows:
       results.append(row._asdict() | _checked(config, row, device))
       advance()
   names = 'name', 'batch', 'param_dtype', 'input_lens', 'decode_lens'
   settings = versions | {name: getattr(config, name) for name in names}
-  for name in ('usable_bytes', 'bytes_per_s'):
-    settings[name] = getattr(described, name)
-  # The record has no machine, because no program runs on this one.
-  head = {'kind': KIND, 'version': VERSION}
-  done = head | {'settings': settings, 'rows': results}
+  settings |= {x: getattr(spec, x) for x in ('usable_bytes', 'bytes_per_s')}
+  values = {'settings': settings, 'rows': results}
+  done = record.new(KIND, values, has_run=False)
   reasons = {row['refused'] for row in results if row['refused']}
   refused = [f'Refused by the compiler: {reason}' for reason in reasons]
   shown: list[Table | str] = [conditions(done), table(done), *refused]
@@ -265,7 +261,7 @@ def _checked(
   run = jax.jit(loop.run, donate_argnums=2, keep_unused=True).lower(
     params, request, state, limit
   )
-  described, peak, refused = KNOWN[config.device], None, None
+  spec, peak, refused = KNOWN[config.device], None, None
   try:
     peak = max(_peak_bytes(lowered) for lowered in (start, run))
   except jax.errors.JaxRuntimeError as error:
@@ -276,11 +272,11 @@ def _checked(
   cost_ratio = call_bytes(draft, params.draft, request) / read_bytes
   factor = analysis.walltime_factor(row.acceptance_rate, row.gamma, cost_ratio)
   return {
-    'fits': peak is not None and peak <= described.usable_bytes,
+    'fits': peak is not None and peak <= spec.usable_bytes,
     'peak_bytes': peak,
     'refused': refused,
     'target_call_bytes': read_bytes,
-    'target_call_ms': 1e3 * read_bytes / described.bytes_per_s,
+    'target_call_ms': 1e3 * read_bytes / spec.bytes_per_s,
     'cost_ratio': cost_ratio,
     'walltime_factor': float(factor),
   }

@@ -14,11 +14,7 @@ from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
-from specdec_jax.measure.calls import (
-  COSTS_EXPLAINED,
-  BenchmarkConfig,
-  benchmark,
-)
+from specdec_jax.measure.calls import COSTS_NOTE, BenchmarkConfig, benchmark
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
@@ -152,15 +148,12 @@ class _Work:
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
     self.used: list[Record] = []
-    alphas = [make() for make in config.alphas if config.measure]
-    self._to_measure = [
-      dataclasses.replace(
-        alpha,
-        output_file=alpha.output_file
-        or os.path.join(config.records, f'{alpha.name}.json'),
-      )
-      for alpha in alphas
-    ]
+    self._to_measure: list[MeasureAlphaConfig] = []
+    for make in config.alphas if config.measure else ():
+      alpha = make()
+      path = os.path.join(config.records, f'{alpha.name}.json')
+      alpha = dataclasses.replace(alpha, output_file=alpha.output_file or path)
+      self._to_measure.append(alpha)
     paths = [alpha.output_file for alpha in self._to_measure]
     if len(set(paths)) < len(paths):
       raise unexpected('alphas', 'different names', paths)
@@ -252,7 +245,7 @@ def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
   """Returns the numbers of Figure 5, see `plots.plot_figure5`."""
   ends = {g: plots.calls(g, runs[g], costs)[-1].end_ms for g in runs}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
-  notes = [COSTS_EXPLAINED, 'ms and speed-up: of what is drawn, for this text.']
+  notes = [COSTS_NOTE, 'ms and speed-up: of what is drawn, for this text.']
   if wrong := costs.get('contradiction'):
     notes.insert(0, f'These times contradict themselves: {wrong}.')
   rows = [
@@ -294,7 +287,7 @@ def suite_records(
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)
-    benchmarks[name] = dataclasses.replace(
+    benchmarks[name] = row_suite = dataclasses.replace(
       suite,
       drafter=config.drafts[row.draft],
       gammas=(row.gamma,),
@@ -304,9 +297,8 @@ def suite_records(
       output_file=os.path.join(config.records, f'{name}.json'),
       name=f'{suite.name}, {name}',
     )
-    records[name] = record.earlier(
-      benchmarks[name].output_file, 'benchmark', benchmarks[name].settings
-    )
+    path, settings = row_suite.output_file, row_suite.settings
+    records[name] = record.earlier(path, 'benchmark', settings)
   missing = [name for name, stored in records.items() if stored is None]
   if config.measure and missing:
     for name in missing:

@@ -201,12 +201,11 @@ def tables_2_and_4(
     theorem = float(
       analysis.walltime_factor(row.acceptance_rate, row.gamma, row.cost_ratio)
     )
-    speed_up = forced = None
-    predicted, details = theorem, {}
+    predicted, measured, details = theorem, (None, None), {}
     if record := records.get(name):
       run, settings = record['gammas'][0], record['settings']
-      speed_up, forced = run['speed_up'], settings['forced_acceptance']
       predicted = run['expected_speed_up']
+      measured = run['speed_up'], settings['forced_acceptance']
       details = {
         'c': run['cost_ratio'],
         'v(gamma + 1)': record['call_cost'][str(row.gamma + 1)],
@@ -214,19 +213,10 @@ def tables_2_and_4(
         'alpha of the run': run['acceptance_rate'],
         'models': settings['name'].removesuffix(f', {name}'),
       }
-    second.append(
-      compared(keys, row.speedup, predicted, speed_up, forced, details)
-    )
-    fourth.append(
-      compared(
-        {**keys, 'c of the paper': row.cost_ratio},
-        row.expected,
-        theorem,
-        speed_up,
-        forced,
-        {'EMP of the paper': row.speedup, 'c here': details.get('c')},
-      )
-    )
+    second.append(compared(keys, row.speedup, predicted, *measured, details))
+    keys = {**keys, 'c of the paper': row.cost_ratio}
+    details = {'EMP of the paper': row.speedup, 'c here': details.get('c')}
+    fourth.append(compared(keys, row.expected, theorem, *measured, details))
   return (
     Comparison(
       'Table 2: speed-up',

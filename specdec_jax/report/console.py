@@ -71,23 +71,22 @@ def bar(
   Yields a function that moves the bar by a number of steps, by default 1.
   """
   text, steps, *_ = rich.progress.Progress.get_default_columns()
+  counters = [steps, rich.progress.TextColumn('{task.fields[pace]}')]
   progress = rich.progress.Progress(
     rich.progress.SpinnerColumn(),  # it moves while the first step compiles
     text,
-    *(
-      (steps, rich.progress.TextColumn('{task.fields[pace]}')) if total else ()
-    ),
+    *(counters if total else ()),
     rich.progress.TimeElapsedColumn(),
     console=console,
     transient=True,
     disable=not console.is_terminal,
   )
   number = progress.add_task(label, total=total, pace='')
+  (task,) = progress.tasks
   progress.update(number, completed=done)
   first_time, first_steps = 0.0, float(total)
 
   def pace() -> str:
-    (task,) = progress.tasks
     counted = f'{task.completed:.0f} of {total}'
     if task.completed <= first_steps:
       return counted
@@ -101,7 +100,7 @@ def bar(
     # Programs are compiled before the first steps, which may come together.
     first_time = first_time or time.monotonic()
     if time.monotonic() - first_time < _TOGETHER_S:
-      first_steps = progress.tasks[0].completed
+      first_steps = task.completed
     progress.update(number, pace=pace())
 
   progress.update(number, pace=pace())

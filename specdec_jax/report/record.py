@@ -57,15 +57,16 @@ def seconds_since_start() -> float | None:
   return float(uptime.read_text().split()[0]) - began
 
 
-def new(kind: str, values: Mapping[str, Any]) -> Record:
-  """Returns a record of measurements on this machine.
+def new(kind: str, values: Mapping[str, Any], has_run: bool = True) -> Record:
+  """Returns a record.
 
   Args:
     kind: kind of the record, such as 'alpha'.
     values: name -> JSON value: results and settings.
+    has_run: whether anything ran on this machine, which the record then names.
   """
   head = {'kind': kind, 'version': VERSION}
-  return head | dict(values) | {'machine': describe()}
+  return head | dict(values) | ({'machine': describe()} if has_run else {})
 
 
 def where(record: Mapping[str, Any]) -> str:
@@ -134,16 +135,16 @@ def earlier(
 def begin(
   console: rich.console.Console | None,
   output_file: str | None,
-  plot_file: str | None = None,
   input_file: object = None,
+  plot_file: str | None = None,
 ) -> rich.console.Console:
   """Begins a measurement: checks its outputs, says how its input is read.
 
   Args:
     console: shows the measurement; None uses standard output.
     output_file: file of the record; None writes none.
-    plot_file: file of a picture; None draws none.
     input_file: the input; if it is a path, a line says how it is read.
+    plot_file: file of a picture; None draws none.
 
   Returns:
     The console.
