@@ -19,7 +19,11 @@ from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving import protocol
 from specdec_jax.serving.log_probs import Shown
 from specdec_jax.serving.metrics import Metrics
-from specdec_jax.serving.protocol import ApiError, CompletionRequest, Prompt
+from specdec_jax.serving.protocol import (
+  ApiError,
+  CompletionRequest,
+  Prompt,
+)
 from specdec_jax.serving.turns import Turns
 from specdec_jax.serving.worker import ServedRow, Worker
 
@@ -33,7 +37,7 @@ class Service:
 
   Attributes:
     worker: decodes.
-    turns: of what the target reads beside that.
+    turns: in which the target reads beside that.
     metrics: the counters.
     model: the name by which requests call the model.
   """
@@ -119,9 +123,8 @@ class Answer:
       if len(long.parts) > most:
         expected = f'at most {most} sentences (max_waiting)'
         raise unexpected('prompt', expected, len(long.parts))
-      source = request.source_lang
       taken = {  # samples have the same sentences
-        part: protocol.encoded(self._engine, part, source)[1]
+        part: protocol.encoded(self._engine, part, request.source_lang)[1]
         for part in {*long.parts}
       }
       inputs = [taken[part] for part in long.parts]

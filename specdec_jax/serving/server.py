@@ -85,12 +85,9 @@ class Server(uvicorn.Server):
       await super().serve([self._socket])
     finally:
       watch.cancel()
-      self._worker.stop()
-      await asyncio.to_thread(self._worker.join)
-      self.application.metrics.close()
+      await asyncio.to_thread(self.application.close)
       say('stopped')
-    if self._worker.failure is not None:
-      raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
+    self.application.check()
 
   async def _watch(self) -> None:
     """Ends the server if the scheduler fails."""
