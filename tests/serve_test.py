@@ -408,6 +408,7 @@ BAD = (  # the field that is named, and the body
   ('temprature', {'temprature': 0}),
   ('logit_bias', {'logit_bias': {'5': 101}}),
   ('logit_bias', {'logit_bias': {'x': 1}}),
+  ('allowed_token_ids', {'allowed_token_ids': []}),
   ('repetition_penalty', {'repetition_penalty': 0}),
   ('response_format', {'response_format': {'type': 'grammar'}}),
   ('structured_outputs', {'structured_outputs': {'choice': []}}),
@@ -473,6 +474,9 @@ def test_bad_input(client, param, body):
 NEUTRAL = {name: values[-1] for name, values in protocol._NEUTRAL.items()}
 NEUTRAL |= {
   'best_of': 1,
+  'bad_words': [],
+  'logit_bias': {},
+  'repetition_penalty': 1.0,
   'max_tokens': 2.0,
   'prompt_cache_key': 'mine',
   'stop': [],

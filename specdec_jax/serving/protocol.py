@@ -290,7 +290,9 @@ class CompletionRequest:
     """
     names = (x.name for x in dataclasses.fields(Options) if x.name in _TYPES)
     named = {name: getattr(self, name) for name in names}
-    options = {x: value for x, value in named.items() if value is not None}
+    options = {
+      x: value for x, value in named.items() if value not in (None, [])
+    }
     if self.logit_bias is not None:
       if not all(map(_ID.fullmatch, self.logit_bias)):
         raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
@@ -426,71 +428,60 @@ class Parser:
 
   def _check(self, body: _Object, request: CompletionRequest) -> None:
     """Raises ValueError for a field that does not fit the model or another."""
-    n, count, chat = request.n, len(request.prompts), request.is_chat
-    most = min(self._settings.max_outputs, self._settings.max_waiting)
+
+    def check(name: str, holds: Any, expected: str) -> None:
+      if not holds:
+        raise unexpected(name, expected, body.get(name))
+
+    settings, stream, chat = self._settings, request.stream, request.is_chat
+    most = min(settings.max_outputs, settings.max_waiting)
+    n, count, beams = request.n, len(request.prompts), list(settings.beams)
+    check('n', n <= most, f'1 to {most}')
+    check('best_of', request.best_of in (None, n), f'{n}, as n is')
     length, longest = request.max_length, self._engine.max_decode_len
     least = 0 if request.echo else 1
     limit = 'max_completion_tokens' if request.max_completion_tokens else ''
-    search, beams = request.use_beam_search, list(self._settings.beams)
-    searches = f'n among {beams}, not {n}' if beams else 'false without --beams'
-    scores, is_top = request.num_top is not None, request.top_logprobs > 0
+    expected = f'{least} to {longest}'
+    check(limit or 'max_tokens', least <= length <= longest, expected)
+    check('min_tokens', request.min_tokens <= length, f'0 to {length}')
+    check('prompt', count, 'a text, ids, or a list of either')
+    expected = f'{most} outputs (prompts * n) at most'
+    check('prompt', count * n <= most, expected)
+    check('prompt', not (chat and request.prompt), 'none in a chat')
+    check('messages', chat or not request.messages, 'none but in a chat')
+    echoes = not self._engine.target.has_encoder
+    check('echo', echoes or not request.echo, 'false with an encoder')
     kind = bool if chat else int
-    stops = [*map(len, request.stop_strings)]
-    wants = [name for name, on in (request.stream_options or {}).items() if on]
+    fits = is_a(request.logprobs, kind | None)
+    check('logprobs', fits, kind.__name__)
+    scores = request.num_top is not None
+    has_top = chat and scores or not request.top_logprobs
+    check('top_logprobs', has_top, '0 but in a chat with logprobs')
+    check('return_rounds', stream or not request.return_rounds, 'a stream')
+    expected = f'n among {beams}, not {n}' if beams else 'false without --beams'
+    check(
+      'use_beam_search', n in beams or not request.use_beam_search, expected
+    )
     # A sample without a drafter would depend on the traffic.
     may_be_plain = request.is_greedy and not scores
-    checks = (
-      ('n', n <= most, f'1 to {most}'),
-      ('best_of', request.best_of in (None, n), f'{n}, as n is'),
-      (
-        limit or 'max_tokens',
-        least <= length <= longest,
-        f'{least} to {longest}',
-      ),
-      ('min_tokens', request.min_tokens <= length, f'0 to {length}'),
-      ('prompt', count, 'a text, ids, or a list of either'),
-      ('prompt', count * n <= most, f'{most} outputs (prompts * n) at most'),
-      ('prompt', not (chat and request.prompt), 'none in a chat'),
-      ('messages', chat or not request.messages, 'none but in a chat'),
-      (
-        'echo',
-        not (request.echo and self._engine.target.has_encoder),
-        'false here',
-      ),
-      ('logprobs', type(request.logprobs) in (kind, type(None)), kind.__name__),
-      ('top_logprobs', not is_top or chat and scores, '0 but with logprobs'),
-      (
-        'return_rounds',
-        request.stream or not request.return_rounds,
-        'a stream',
-      ),
-      ('use_beam_search', not search or n in beams, searches),
-      (
-        'speculative',
-        request.speculative or may_be_plain,
-        'true unless greedy',
-      ),
-      (
-        'stop',
-        len(stops) <= _MOST_STOPS
-        and all(0 < x <= _LONGEST_STOP for x in stops),
-        f'up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters',
-      ),
-      (
-        'stream_options',
-        not wants or request.stream and wants == ['include_usage'],
-        '{"include_usage": true}, of a stream',
-      ),
-      *(
-        (name, body.get(name, only) == only, f'{json.dumps(only)} {where}')
-        for kind_of, (where, fields) in _ONLY.items()
-        for name, only in fields.items()
-        if getattr(request, kind_of)
-      ),
+    expected = 'true unless greedy'
+    check('speculative', request.speculative or may_be_plain, expected)
+    check(
+      'allowed_token_ids', request.allowed_token_ids != [], 'one id or more'
     )
-    for name, holds, expected in checks:
-      if not holds:
-        raise unexpected(name, expected, body.get(name))
+    stops = [*map(len, request.stop_strings)]
+    fits = len(stops) <= _MOST_STOPS and all(
+      0 < size <= _LONGEST_STOP for size in stops
+    )
+    expected = f'up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters'
+    check('stop', fits, expected)
+    wants = [name for name, on in (request.stream_options or {}).items() if on]
+    fits = not wants or stream and wants == ['include_usage']
+    check('stream_options', fits, '{"include_usage": true}, of a stream')
+    for kind_of, (where, fields) in _ONLY.items():
+      for name, only in fields.items() if getattr(request, kind_of) else ():
+        fits = body.get(name, only) == only
+        check(name, fits, f'{json.dumps(only)} {where}')
     request.options()  # raises if a field has an unknown form
 
 
