@@ -187,8 +187,8 @@ class Application:
     data, loop = await self._body(request), asyncio.get_running_loop()
 
     def read() -> Answer:
-      asked = self._parser.completion(data, is_chat)
-      return Answer(asked, self._service, loop)
+      body = self._parser.completion(data, is_chat)
+      return Answer(body, self._service, loop)
 
     is_slow = len(data) > _LARGE or is_chat
     is_slow |= any(word in data for word in _CONSTRAINTS)
@@ -232,14 +232,16 @@ class Application:
       ApiError: `check_acting` refuses it, or it is too large or too late.
     """
     check_acting(request.headers)
-    most, seconds = self._settings.max_body, self._settings.body_seconds
+    limit, seconds = self._settings.max_body, self._settings.body_seconds
     data = bytearray()
     try:
       async with asyncio.timeout(seconds):
         async for part in request.stream():
           data += part
-          if len(data) > most:
-            message = f'The body has more than {most} bytes. Send less at once.'
+          if len(data) > limit:
+            message = (
+              f'The body has more than {limit} bytes. Send less at once.'
+            )
             raise ApiError(message, status=413)
     except TimeoutError:
       message = f'The body did not come within {seconds:g} seconds.'
@@ -273,7 +275,7 @@ async def _unless_left(
     await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
     if whole.done():
       return JSONResponse(whole.result())
-    return Response(status_code=LEFT)  # nobody reads it
+    return Response(status_code=LEFT)
   finally:
     whole.cancel()
     left.cancel()

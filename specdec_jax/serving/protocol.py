@@ -245,7 +245,7 @@ class CompletionRequest:
     Raises:
       ValueError: two fields do, or one has an unknown form.
     """
-    given: dict[str, _Object] = {
+    constraints: dict[str, _Object] = {
       'guided_choice': {'choice': self.guided_choice},
       'guided_regex': {'regex': self.guided_regex},
       'guided_json': {'json': self.guided_json},
@@ -253,7 +253,7 @@ class CompletionRequest:
       'response_format': {'json': self._schema()},
     }
     options = []
-    for field, words in given.items():
+    for field, words in constraints.items():
       for word, value in words.items():
         if word == 'json_object':
           word, value = 'json', _ANY_OBJECT if value else None
@@ -366,8 +366,8 @@ class Parser:
   def check_model(self, name: str) -> None:
     """Raises ApiError unless a request names the model that is served."""
     if name != self._model:
-      known = f'here, only {self._model!r}.'
-      message = f'There is no model {shortened(name)} {known}'
+      message = f'There is no model {shortened(name)} here,'
+      message += f' only {self._model!r}.'
       raise ApiError(message, 'model', 404, 'model_not_found')
 
   def completion(self, data: bytes, is_chat: bool = False) -> CompletionRequest:
@@ -396,12 +396,12 @@ class Parser:
       pairs = [encoded(engine, x, request.source_lang) for x in request.prompts]
       request.prompt_ids = [ids for ids, _ in pairs]
       request.inputs = [taken for _, taken in pairs]
-    most = engine.max_input_len
+    limit = engine.max_input_len
     for index, ids in enumerate(request.prompt_ids):
-      if len(ids) > most and not request.split:
+      if len(ids) > limit and not request.split:
         raise ApiError(
           f'prompt {index} has {len(ids)} tokens (its end or start included);'
-          f' the model reads {most} at most. Shorten it.',
+          f' the model reads {limit} at most. Shorten it.',
           'prompt',
           code='context_length_exceeded',
         )
@@ -413,7 +413,7 @@ class Parser:
     Raises:
       ApiError: a field is wrong or unknown.
     """
-    body, most = _parse_json(data), self._settings.max_outputs
+    body, limit = _parse_json(data), self._settings.max_outputs
     with naming_the_field('input'):
       unknown = body.keys() - {'model', 'input', 'labels'}
       if unknown:
@@ -421,8 +421,8 @@ class Parser:
       self.check_model(body.get('model', self._model))
       check_type('labels', body.get('labels'), _Labels)
       texts = _prompts(body.get('input'))
-      if not 1 <= len(texts) <= most:
-        expected = f'1 to {most} texts, or ids of each'
+      if not 1 <= len(texts) <= limit:
+        expected = f'1 to {limit} texts, or ids of each'
         raise unexpected('input', expected, body.get('input'))
     return texts, body['labels']
 
@@ -434,19 +434,20 @@ class Parser:
         raise unexpected(name, expected, body.get(name))
 
     settings, stream, chat = self._settings, request.stream, request.is_chat
-    most = min(settings.max_outputs, settings.max_waiting)
+    outputs = min(settings.max_outputs, settings.max_waiting)
     n, count, beams = request.n, len(request.prompts), list(settings.beams)
-    check('n', n <= most, f'1 to {most}')
+    check('n', n <= outputs, f'1 to {outputs}')
     check('best_of', request.best_of in (None, n), f'{n}, as n is')
     length, longest = request.max_length, self._engine.max_decode_len
     least = 0 if request.echo else 1
-    limit = 'max_completion_tokens' if request.max_completion_tokens else ''
+    is_new = request.max_completion_tokens is not None  # OpenAI's newer name
+    name = 'max_completion_tokens' if is_new else 'max_tokens'
     expected = f'{least} to {longest}'
-    check(limit or 'max_tokens', least <= length <= longest, expected)
+    check(name, least <= length <= longest, expected)
     check('min_tokens', request.min_tokens <= length, f'0 to {length}')
     check('prompt', count, 'a text, ids, or a list of either')
-    expected = f'{most} outputs (prompts * n) at most'
-    check('prompt', count * n <= most, expected)
+    expected = f'{outputs} outputs (prompts * n) at most'
+    check('prompt', count * n <= outputs, expected)
     check('prompt', not (chat and request.prompt), 'none in a chat')
     check('messages', chat or not request.messages, 'none but in a chat')
     echoes = not self._engine.target.has_encoder
