@@ -1,7 +1,7 @@
 """What the scripts beside this file have in common."""
 
 from specdec_jax import files, load
-from specdec_jax.measure import record
+from specdec_jax.report import record
 
 
 def demo_pair():

@@ -26,10 +26,11 @@ from ctranslate2.converters import TransformersConverter
 
 from specdec_jax import Engine, files
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.measure import record
 from specdec_jax.measure.calls import summarise
-from specdec_jax.measure.table import Column, Table, console
-from specdec_jax.text.tasks import read_inputs
+from specdec_jax.report import record
+from specdec_jax.report.console import console
+from specdec_jax.report.table import Column, Table
+from specdec_jax.text.tasks import read_prompts
 
 PLAIN = 'specdec_jax plain'
 PACKAGES = ('transformers', 'torch', 'ctranslate2', 'sentencepiece')
@@ -73,13 +74,13 @@ def of_transformers(engine, folder, **options):
   target.config.num_layers = target.config.num_decoder_layers
 
   def generate(text):
-    inputs = torch.tensor([engine.input_ids(text)])
+    inputs = torch.tensor([engine.codec.input_ids(text)])
     sequence = target.generate(
       input_ids=inputs,
       attention_mask=torch.ones_like(inputs),
       do_sample=False,
       num_beams=1,
-      max_new_tokens=engine.max_decode_len,
+      max_new_tokens=engine.config.max_decode_len,
       **options,
     )
     tokens = sequence[0, 1:].tolist()  # without the start token
@@ -107,10 +108,10 @@ def of_ctranslate2(engine, folder, threads, compute_type):
 
   def generate(text):
     (done,) = translator.translate_batch(
-      [[words.pieces[token] for token in engine.input_ids(text)]],
+      [[words.pieces[token] for token in engine.codec.input_ids(text)]],
       beam_size=1,
       max_input_length=0,
-      max_decoding_length=engine.max_decode_len,
+      max_decoding_length=engine.config.max_decode_len,
       return_end_token=True,
     )
     tokens = [words.ids.get(piece, -1) for piece in done.hypotheses[0]]
@@ -178,7 +179,7 @@ def main() -> None:
   parser.add_argument('--output-file')
   args = parser.parse_args()
   threads = record.describe()['cores']
-  texts = [text for text in read_inputs(args.file) if text.strip()]
+  texts = read_prompts(args.file, lambda text: len(text.strip()))
   model, draft = demo_pair()
   engine = Engine(model, draft, max_decode_len=120, gamma=4)
   with tempfile.TemporaryDirectory() as folder:

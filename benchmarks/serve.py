@@ -173,7 +173,7 @@ def main() -> None:
   print('\n'.join(' | '.join(row) for row in [columns, *rows]))
   if flags.output:
     from specdec_jax import files
-    from specdec_jax.measure import record
+    from specdec_jax.report import record
 
     content = {'title': '', 'columns': columns, 'rows': rows}
     files.write_json(flags.output, record.new('table', content))

@@ -1,4 +1,4 @@
-"""`decode` of specdec_jax/cli/commands.py, which has its --help."""
+"""Runs `decode` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

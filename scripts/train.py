@@ -1,4 +1,4 @@
-"""`train` of specdec_jax/cli/commands.py, which has its --help."""
+"""Runs `train` of specdec_jax/cli/commands.py, which has its --help."""
 
 import sys
 

@@ -1,24 +1,23 @@
-"""Fills the result blocks of README.md and of the demo's model card from
-measurements; no number in them is typed.
+"""Fills the result blocks of documents with measurements.
 
   python scripts/update_readme.py          rewrites the blocks
   python scripts/update_readme.py --check  fails if a block is out of date
 
-A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND is what
-writes FILE, and ends with `<!-- /results -->`. FILE is JSON of one kind:
+A block begins with `<!-- results: FILE | COMMAND -->`, where COMMAND writes
+FILE, and ends with `<!-- /results -->`. FILE is JSON of one of these kinds:
 
-  'decode'  the summary as `specdec decode` and `specdec try` write it
-  'benchmark'    as gin/runs/benchmark_base.gin has it written
-  'calibration'  as `specdec calibrate` writes it
-  'alpha'        as gin/runs/alpha_demo.gin has it written
-  'pair_check'   as `specdec compile-check` writes it
-  'methods'      as gin/runs/methods.gin and gamma_demo.gin have it written
+  'decode'       the summary of `specdec decode` and `specdec try`
+  'benchmark'    the record of gin/runs/benchmark_base.gin
+  'calibration'  the file of `specdec calibrate`
+  'alpha'        the record of gin/runs/alpha_demo.gin
+  'pair_check'   the record of `specdec compile-check`
+  'methods'      the record of gin/runs/methods.gin and gamma_demo.gin
   'table'   {"title": text, "columns": [text], "rows": [[text]], "machine": {}},
-            as benchmarks/peers.py and benchmarks/serve.py write it
+            the output of benchmarks/peers.py and benchmarks/serve.py
 
 Several FILEs of gin/runs/gamma_demo.gin, with commas between them, become one
-table; a row has the machine. tests/support.toml, through which the tests go, is
-the table of docs/models.md. A page of docs/api/ is a table of its own names.
+table with a row per machine. tests/support.toml, which the tests check, becomes
+the table of docs/models.md. A page of docs/api/ becomes a table of its names.
 """
 
 import dataclasses
@@ -40,10 +39,10 @@ from specdec_jax.measure import (
   calls,
   compare,
   pair_check,
-  record,
 )
-from specdec_jax.measure.record import Record, where
-from specdec_jax.measure.table import Table
+from specdec_jax.report import record
+from specdec_jax.report.record import Record, where
+from specdec_jax.report.table import Table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -67,12 +66,12 @@ _NUM_EXAMPLES = 3
 
 
 def fill(document: str, root: pathlib.Path, name: str = 'README.md') -> str:
-  """Returns `document` with its blocks made anew from files under `root`.
+  """Returns `document` with new blocks from the files under `root`.
 
   Args:
     document: the text of a Markdown file.
-    root: what the paths in blocks are relative to.
-    name: of the file, for messages.
+    root: folder that paths in blocks are relative to.
+    name: name of the file, for messages.
 
   Raises:
     ValueError: there is no block, or a file is missing or of no known kind.
@@ -95,8 +94,8 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
     return _support(path).markdown()
   if path.suffix == '.md':
     return _names(path).markdown()
-  found = record.load(path, *_RENDERERS)
-  parts = _RENDERERS[found['kind']](found, path)
+  results = record.load(path, *_RENDERERS)
+  parts = _RENDERERS[results['kind']](results, path)
   return '\n\n'.join(
     part.markdown() if isinstance(part, Table) else part for part in parts
   )
@@ -106,7 +105,7 @@ _FEATURES = ('greedy', 'samples', 'beams', 'trees', 'int8', 'lora', 'server')
 
 
 def _support(path: pathlib.Path) -> Table:
-  """The features of each family that the tests run."""
+  """Returns a table of the features of each family that the tests run."""
   header = ['family', '`model_type`', 'target, drafter', 'tested']
   rows = []
   for family, row in families.read_tables(path).items():
@@ -127,25 +126,25 @@ _SHOWN = re.compile(
 
 
 def _names(page: pathlib.Path) -> Table:
-  """The names that a page of the reference shows, and where they are."""
+  """Returns a table of the names on a page of the reference, with links."""
   rows = []
   for name, members in _SHOWN.findall(page.read_text('utf-8')):
-    whole = pkgutil.resolve_name(f'specdec_jax.{name}')
-    module = whole.__module__.replace('.', '/') + '.py'
+    named = pkgutil.resolve_name(f'specdec_jax.{name}')
+    module = named.__module__.replace('.', '/') + '.py'
     for member in ('', *re.findall(r'\w+', members)):
-      value = getattr(whole, member) if member else whole
+      value = getattr(named, member) if member else named
       text = f'[`{name}{"." * bool(member)}{member}`](../../{module})'
       rows.append([text, (inspect.getdoc(value) or '').partition('\n')[0]])
   return Table('', ['name', 'what it is'], rows)
 
 
-# Rows of a table that are of the machine, not of the models.
+# Beginnings of rows that depend on the machine, not only on the models.
 _TIMES = ('ms/', 'compile', 'start')
 
 
 def _decode(summary: Record, path: pathlib.Path) -> list[str | Table]:
   table = report.table(summary)
-  if 'speed_up' not in summary:  # quality, of one way
+  if 'speed_up' not in summary:  # a run that measures quality alone
     rows = [x for x in table.rows if not str(x[0]).startswith(_TIMES)]
     table = dataclasses.replace(table, rows=rows)
   parts: list[str | Table] = [
@@ -168,30 +167,30 @@ def _decode(summary: Record, path: pathlib.Path) -> list[str | Table]:
   return parts
 
 
-def _benchmark(found: Record, _: pathlib.Path) -> list[str | Table]:
-  table = calls.table(found)
-  return [f'{table.title}; {where(found)}.', table, *table.notes]
+def _benchmark(benchmark: Record, _: pathlib.Path) -> list[str | Table]:
+  table = calls.table(benchmark)
+  return [f'{table.title}; {where(benchmark)}.', table, *table.notes]
 
 
-def _calibration(found: Record, path: pathlib.Path) -> list[str | Table]:
+def _calibration(saved: Record, path: pathlib.Path) -> list[str | Table]:
   parts = calibrate.report(calibration.load(str(path)))
-  return [f'{where(found["record"])}.', *parts]
+  return [f'{where(saved["record"])}.', *parts]
 
 
-def _table(found: Record, _: pathlib.Path) -> list[str | Table]:
-  shown = Table.from_json(found)
-  return [f'{shown.title} ({where(found)}):', shown, *shown.notes]
+def _table(saved: Record, _: pathlib.Path) -> list[str | Table]:
+  table = Table.from_json(saved)
+  return [f'{table.title} ({where(saved)}):', table, *table.notes]
 
 
-def _alpha(found: Record, _: pathlib.Path) -> list[str | Table]:
-  return [f'{where(found)}.', acceptance.table(found)]
+def _alpha(measured: Record, _: pathlib.Path) -> list[str | Table]:
+  return [f'{where(measured)}.', acceptance.table(measured)]
 
 
-def _pair_check(found: Record, _: pathlib.Path) -> list[str | Table]:
-  return [pair_check.conditions(found), pair_check.table(found)]
+def _pair_check(checked: Record, _: pathlib.Path) -> list[str | Table]:
+  return [pair_check.conditions(checked), pair_check.table(checked)]
 
 
-# Kind of a record -> the paragraphs that show it.
+# Kind of a record -> makes its paragraphs.
 _RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
   'decode': _decode,
   'table': _table,
@@ -208,7 +207,6 @@ def main(argv: Sequence[str]) -> int:
   if unknown := set(argv) - {'--check'}:
     print(f'error: unknown arguments {sorted(unknown)}', file=sys.stderr)
     return 2
-  check = '--check' in argv
   outdated = []
   for name in DOCUMENTS:
     path = ROOT / name
@@ -220,14 +218,11 @@ def main(argv: Sequence[str]) -> int:
       return 2
     if after != before:
       outdated.append(name)
-      if not check:
+      if not argv:
         files.write_atomically(path, after.encode('utf-8'))
-  if check and outdated:
-    print(
-      f'Out of date: {", ".join(outdated)}; run'
-      ' python scripts/update_readme.py',
-      file=sys.stderr,
-    )
+  if argv and outdated:
+    names, command = ', '.join(outdated), 'python scripts/update_readme.py'
+    print(f'Out of date: {names}; run {command}', file=sys.stderr)
     return 1
   return 0
 

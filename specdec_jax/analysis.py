@@ -8,8 +8,8 @@ over one token (`call_cost`; the paper assumes 1 for every m).
 
 All functions take numbers or arrays of any shapes that broadcast, compute in
 the arrays' own float type (float32 if they have none) and can be jitted, mapped
-and differentiated. Values out of range raise a ValueError if they are known;
-under a transformation they are not known, and so are not checked.
+and differentiated. Values out of range raise a ValueError; under a
+transformation they are tracers and cannot be checked.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _TOLERANCE = 1e-3
 
 
 def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
-  """Tokens that one step yields on average, E(alpha, gamma); Eq. 1.
+  """Returns the mean tokens of one step, E(alpha, gamma); Eq. 1.
 
   (1 - alpha^(gamma + 1)) / (1 - alpha), computed as the sum that it stands for,
   1 + alpha + ... + alpha^gamma. So it is exact at alpha = 1, where it is
@@ -63,11 +63,11 @@ def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
 def expected_rounds(
   acceptance_rate: float, gamma: int, num_tokens: int
 ) -> float:
-  """The mean number of rounds that an output of so many tokens takes.
+  """Returns the mean number of rounds of an output of `num_tokens` tokens.
 
-  It is more than num_tokens / E(gamma, alpha), since the last round's tokens
-  behind the end are of no use: with k tokens of a round of probability
-  P(k), R(n) = 1 + sum over k of P(k) R(n - k), and R(n) = 0 for n <= 0.
+  It is more than num_tokens / E(gamma, alpha), since tokens of the last round
+  after the end are lost: if a round has k tokens with probability P(k), then
+  R(n) = 1 + sum over k of P(k) R(n - k), and R(n) = 0 for n <= 0.
 
   Args:
     acceptance_rate: alpha, of independent proposals.
@@ -91,12 +91,12 @@ def expected_rounds(
 def acceptance_prob(
   target_probs: ArrayLike, draft_probs: ArrayLike, lenience: ArrayLike = 1.0
 ) -> jax.Array:
-  """beta: the probability that a proposal is accepted; Theorem 3.5, A.5.
+  """Returns beta, the probability that a proposal is accepted.
 
-  sum min(p, q). Its mean over prefixes is alpha (Corollary 3.6). With lenience,
-  where p is compared with l q, it is sum min(p / l, q): a smaller lenience
-  accepts more and is lossy, since a token may be drawn with a probability of up
-  to p / l. Lenience 0 accepts all.
+  It is sum min(p, q) (Theorem 3.5). Its mean over prefixes is alpha (Corollary
+  3.6). With lenience (A.5), where p is compared with l q, it is sum min(p / l,
+  q): a smaller lenience accepts more and is lossy, since a token may be drawn
+  with a probability of up to p / l. Lenience 0 accepts all.
 
   This is the form for sampling. For the one-hot rows of temperature 0, no
   lenience > 0 changes anything: there, the paper compares the target's
@@ -120,9 +120,9 @@ def acceptance_prob(
   target, draft, leeway = _aligned(target, draft, leeway)
   accepted = leeway * draft <= target
   # Where `accepted` is false, leeway is positive.
-  kept = target / jnp.where(accepted, 1, leeway)
-  total = jnp.sum(jnp.where(accepted, draft, kept), axis=-1)
-  return jnp.clip(total, 0, 1)  # which rounding may have left
+  partly = target / jnp.where(accepted, 1, leeway)
+  total = jnp.sum(jnp.where(accepted, draft, partly), axis=-1)
+  return jnp.clip(total, 0, 1)  # rounding may have left the range
 
 
 def walltime_factor(
@@ -131,7 +131,7 @@ def walltime_factor(
   cost_ratio: ArrayLike,
   call_cost: ArrayLike = 1.0,
 ) -> jax.Array:
-  """How many times faster decoding gets, E / (v(gamma + 1) + gamma c).
+  """Returns the speed-up of decoding, E / (v(gamma + 1) + gamma c).
 
   Theorem 3.8, which assumes that a target call over gamma + 1 tokens takes as
   long as one over 1: that v is 1.
@@ -161,9 +161,9 @@ def walltime_factor(
 def operations_factor(
   acceptance_rate: ArrayLike, gamma: ArrayLike, operations_ratio: ArrayLike
 ) -> jax.Array:
-  """How many times more arithmetic speculation takes; Theorem 3.11.
+  """Returns the factor of arithmetic, (gamma c-hat + gamma + 1) / E.
 
-  (gamma c-hat + gamma + 1) / E.
+  It is that of Theorem 3.11.
 
   Arguments and errors are those of `walltime_factor`, and `operations_ratio` is
   float[...] >= 0: the drafter's operations per token / the target's.
@@ -180,7 +180,7 @@ def operations_factor(
 def optimal_gamma(
   acceptance_rate: ArrayLike, cost_ratio: ArrayLike, max_gamma: int
 ) -> jax.Array:
-  """The gamma with the largest walltime factor; Section 3.5.
+  """Returns the gamma with the largest walltime factor; Section 3.5.
 
   Args:
     acceptance_rate: float[...] in [0, 1].
@@ -207,7 +207,7 @@ def optimal_gamma(
 def oracle_factor(
   acceptance_rate: ArrayLike, cost_ratio: ArrayLike
 ) -> jax.Array:
-  """The factor that no choice of gamma can exceed; the oracle of Section 3.5.
+  """Returns the factor that no gamma can exceed, the oracle of Section 3.5.
 
   The oracle sets gamma to the number of proposals that will be accepted. So a
   step yields 1 / (1 - alpha) tokens, and takes one target call and a draft call
@@ -225,7 +225,7 @@ def oracle_factor(
 
 
 def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
-  """1 + rate + rate^2 + ..., the first `count` powers; float[...]."""
+  """Returns 1 + rate + rate^2 + ..., the first `count` powers; float[...]."""
   # Goes through the bits of `count` from the top: each bit doubles the number
   # of powers, and adds one power if the bit is set. There are only sums and
   # products of numbers >= 0, so nothing cancels, as the quotient of Eq. 1 does
@@ -239,23 +239,23 @@ def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
   return total
 
 
-def _known(value: ArrayLike) -> np.ndarray | None:
-  """The value as a NumPy array; None for a tracer."""
+def _concrete(value: ArrayLike) -> np.ndarray | None:
+  """Returns the value as a NumPy array; None for a tracer."""
   return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
 
 
 def _checked(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
-  """`value` as float[...], or as int32[...] where whole numbers are allowed.
+  """Returns `value` as float[...], or as int32[...] of a whole range.
 
-  It is checked where it is known; of a tracer only the type is.
+  Only the type of a tracer is checked.
   """
-  known, (words, in_range) = _known(value), allowed
-  array = jnp.asarray(value) if known is None else known
+  concrete, (words, in_range) = _concrete(value), allowed
+  array = jnp.asarray(value) if concrete is None else concrete
   is_float, is_whole = _is(array, jnp.floating), _is(array, jnp.integer)
   if not (is_whole or is_float and allowed is not _WHOLE):
     raise unexpected(name, f'a number {words}', value)
-  if known is not None:
-    wrong = known[~in_range(known)].tolist()
+  if concrete is not None:
+    wrong = concrete[~in_range(concrete)].tolist()
     if wrong:
       raise unexpected(name, f'a number {words}', wrong[0])
   kind = jnp.int32 if allowed is _WHOLE else float
@@ -267,15 +267,15 @@ def _is(array: np.ndarray | jax.Array, kind) -> bool:
 
 
 def _num_bits(whole: ArrayLike) -> int:
-  """How many bits of int32[...] can be set."""
-  known = _known(whole)
-  if known is None:
+  """Returns the number of bits of int32[...] that can be set."""
+  concrete = _concrete(whole)
+  if concrete is None:
     return _INT32_MAX.bit_length()
-  return int(known.max(initial=0)).bit_length()
+  return int(concrete.max(initial=0)).bit_length()
 
 
 def _aligned(*arrays: jax.Array) -> list[jax.Array]:
-  """The arrays, broadcast and converted to the float type of the floats."""
+  """Broadcasts arrays, and converts them to the float type of the floats."""
   floats = [array for array in arrays if _is(array, jnp.floating)]
   dtype = jnp.result_type(*floats)
   cast = (array.astype(dtype) for array in arrays)
@@ -285,7 +285,7 @@ def _aligned(*arrays: jax.Array) -> list[jax.Array]:
 def _distributions(
   target_probs: ArrayLike, draft_probs: ArrayLike
 ) -> list[jax.Array]:
-  """Both as float[..., V] of one shape, checked where they are known."""
+  """Returns both as float[..., V] of one shape; checks all but tracers."""
   named = {'target_probs': target_probs, 'draft_probs': draft_probs}
   arrays = [_checked(name, value, _COST) for name, value in named.items()]
   sizes = [array.shape[-1:] for array in arrays]
@@ -293,9 +293,9 @@ def _distributions(
     shapes = [array.shape for array in arrays]
     raise unexpected('target_probs, draft_probs', 'one vocabulary', shapes)
   for name, value in named.items():
-    known = _known(value)
-    if known is not None:
-      sums = np.atleast_1d(known.sum(axis=-1, dtype=np.float64))
+    concrete = _concrete(value)
+    if concrete is not None:
+      sums = np.atleast_1d(concrete.sum(axis=-1, dtype=np.float64))
       wrong = sums[np.abs(sums - 1) > _TOLERANCE].tolist()
       if wrong:
         raise unexpected(name, 'a sum of 1 over the vocabulary', wrong[0])

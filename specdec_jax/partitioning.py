@@ -1,20 +1,19 @@
-"""Which device holds what, and how: meshes, placements, layouts of kernels.
+"""Places arrays on devices: meshes, placements, layouts of kernels.
 
-Logical axes are names of an array's dimensions, as in T5X. A network does not
-know them: the tables below give the axes of a parameter by its name, and those
-of a cache's array by its field. `LogicalAxes` says which of them is split over
-which axis of the mesh, and `follow` makes a network's caches and logits follow
-its parameters.
+Logical axes are names of an array's dimensions, as in T5X. Networks do not use
+them: the tables below have the axes of a parameter by its name, and those of a
+cache's array by its field. `LogicalAxes` maps them to axes of the mesh, and
+`follow` splits a network's caches and logits like its parameters.
 
-Checkpoints keep T5X's layout: kernels of [in, out], one for each projection.
-Two things are decided here, and only here; `models.products` and
-`models.layers` accept either choice and know it by the parameters' names:
+Checkpoints have T5X's layout: kernels of [in, out], one per projection. Only
+this module decides about two changes, which `models.products` and
+`models.layers` recognise by the parameters' names:
 
-- On a CPU kernels are stored as `models.cpu_layout` has measured: [in, out],
-  [out, in], or, where few rows meet them, as a decoder's, in blocks
-  of outputs (`products.dense_blocks`).
-- Projections that read the same input are joined into one product, unless the
-  product is split: most of a small model's call is the starting of products.
+- On a CPU kernels get the layout that `models.cpu_layout` has measured:
+  [in, out], [out, in], or, for kernels such as a decoder's that multiply few
+  rows, blocks of outputs (`products.dense_blocks`).
+- Projections of the same input are joined into one product, unless it would be
+  split: starting products takes most of a small model's call.
 """
 
 import dataclasses
@@ -33,20 +32,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
 from specdec_jax.models.base import LanguageModel, NetworkWrapper, Params
+from specdec_jax.models.config import PARAM_DTYPES
 from specdec_jax.models.cpu_layout import Layout
+from specdec_jax.models.families import config_of
 from specdec_jax.models.kv_cache import KVCache
-from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 
-# The two axes of a mesh: requests are split over the first, weights over the
-# second.
+# The two axes of a mesh, for the rows of requests and for weights.
 DATA: Final = 'data'
 MODEL: Final = 'model'
 MeshAxis = Literal['data', 'model']
 
 Axes = tuple[str | None, ...]
 
-# The end of a parameter's name -> its axes.
+# Pattern of the end of a parameter's name -> its axes.
 _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('token_embedder/embedding', ('vocab', 'embed')),
   ('image_end_embedding', ('embed',)),
@@ -62,10 +61,10 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('logits_dense/kernel', ('embed', 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
-  ('place', (None,)),  # of `models.other_ids`
+  ('place', (None,)),  # see `models.other_ids`
 )
 
-# A field of `KVCache` -> the axes of its arrays; see `KVCache`.
+# A field of `KVCache` -> the axes of its arrays.
 CACHE: dict[str, Axes] = {
   'keys': ('batch', 'heads', 'kv', 'length'),
   'values': ('batch', 'heads', 'kv', 'length'),
@@ -79,37 +78,37 @@ CACHE: dict[str, Axes] = {
 
 @dataclasses.dataclass(frozen=True)
 class LogicalAxes:
-  """The mesh axis that each logical axis is split over; None is not split.
+  """The mesh axis that splits each logical axis; None: it is not split.
 
   The mesh axes are 'data' and 'model'. The defaults are Megatron's tensor
   parallelism, with requests split as well. Each block of a layer (attention,
   MLP) begins with kernels that are split by their outputs and ends with a
   kernel that is split by its inputs, so that it needs only one all-reduce, at
   its end. That makes two all-reduces per layer, and three in a decoder layer
-  with cross-attention, whose queries need the complete sum that self-attention
-  ends with. Keeping cross-attention whole on each device would save the third,
-  but each device would read all its weights: a seventh of the decoder's (XXL).
+  with cross-attention, whose queries need the complete sum at the end of
+  self-attention. Keeping cross-attention whole on each device would save the
+  third, but each device would read all its weights, a seventh of the decoder's
+  (XXL).
 
   Attributes:
-    batch: rows of a request. Split over 'data': rows are independent, so the
-      only exchange is whether all rows are finished.
-    embed: M. Not split: every block reads all of it; if it were split, each
-      kernel would have to be gathered, or each product summed twice.
-    heads: H, of caches and relative biases. Split over 'model': each head
-      attends by itself, so its keys and values stay where they are made.
-      The heads of a kernel, H * D, are split in the same way.
+    batch: rows of a request. Split over 'data': rows are independent, so
+      devices only exchange whether all rows are finished.
+    embed: M. Not split: every block reads all of it; a split would gather each
+      kernel, or sum each product twice.
+    heads: H, of caches and relative biases. Split over 'model': heads are
+      independent, so keys and values stay on their device. The heads of a
+      kernel, H * D, are split in the same way.
     mlp: width of the feed-forward block. Split over 'model': its activations
       are elementwise.
     vocab: V. Split over 'model': the embedding and the output layer are the
       largest arrays. The split costs a sum of the rows that are looked up, and
       one gathering of the logits.
 
-  Axes that are no field are never split: D, because the scores of a head are a
-  sum over it; positions and slots, because each row writes at its own place.
+  Other axes are never split: D, because the scores of a head are a sum over it;
+  positions and slots, because each row writes at its own place.
 
   Raises:
-    ValueError: a mesh axis is unknown, or two axes of one array are split over
-      the same one.
+    ValueError: a mesh axis is unknown, or splits two axes of one array.
   """
 
   batch: MeshAxis | None = DATA
@@ -127,21 +126,21 @@ class LogicalAxes:
         raise unexpected(f'LogicalAxes of {name} {axes}', only, split)
 
   def split(self, axes: Axes) -> Axes:
-    """The mesh axis of each logical axis."""
-    names = ('heads' if name == 'joined_kv' else str(name) for name in axes)
-    return tuple(getattr(self, name, None) for name in names)
+    """Returns the mesh axis of each logical axis."""
+    split = {**vars(self), 'joined_kv': self.heads}
+    return tuple(split.get(name or '') for name in axes)
 
 
-# Each device has the whole model: for a drafter. If it were split, each layer
+# The whole model on each device, for a drafter. If it were split, each layer
 # would wait for all-reduces in each of the drafter's gamma calls per round.
 REPLICATED = LogicalAxes(heads=None, mlp=None, vocab=None)
 
 
 def axes_of_parameter(name: str) -> Axes:
-  """Logical axes of a parameter, such as 'decoder/layers_0/mlp/wo/kernel'.
+  """Returns a parameter's axes; a name is 'decoder/layers_0/mlp/wo/kernel'.
 
   Raises:
-    ValueError: no rule covers it.
+    ValueError: no rule covers the name.
   """
   if name.endswith('/kernel_scale'):
     return axes_of_parameter(name.removesuffix('_scale'))[-1:]
@@ -155,18 +154,18 @@ def axes_of_parameter(name: str) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-  """Which part of an array each device has; GSPMD does the rest.
+  """The split of arrays over devices; GSPMD adds the exchanges.
 
   Attributes:
     mesh: the devices, with the axes 'data' and 'model'.
-    axes: which dimensions are split over these axes.
+    axes: the mesh axis of each logical axis.
   """
 
   mesh: Mesh
   axes: LogicalAxes
 
   def sharding(self, *axes: str | None) -> NamedSharding:
-    """The sharding of an array with these logical axes.
+    """Returns the sharding of an array with these logical axes.
 
     Without axes, the array is whole on each device.
     """
@@ -174,11 +173,11 @@ class Partition:
 
   @property
   def row_multiple(self) -> int:
-    """Devices that share a request's rows; must divide the number of rows."""
+    """Number of devices that share a request's rows."""
     return math.prod(self._sizes(('batch',)).values())
 
   def parameter(self, name: str) -> NamedSharding:
-    """The sharding of a parameter, by its name, as `checkpoints.load` needs it.
+    """Returns the sharding of a parameter by its name, for `checkpoints.load`.
 
     Raises:
       ValueError: no rule covers it, or it is a joined kernel that would be
@@ -193,11 +192,12 @@ class Partition:
 
   def check(self, network: LanguageModel) -> None:
     """Raises ValueError unless a network's arrays can be split in this way."""
-    shape: Any = getattr(network, 'shape', None)
-    for stack in (shape.encoder, shape.decoder) if shape else ():
+    config = config_of(network)
+    stacks = (config.shape.encoder, config.shape.decoder) if config else ()
+    for stack in filter(None, stacks):
+      # The devices may divide a kernel's H * D and yet not divide H.
       for name in ('num_heads', 'num_kv_heads'):
-        # The devices may divide a kernel's H * D and yet not divide H.
-        heads = getattr(stack, name, 0)
+        heads = getattr(stack, name)
         self._check_shape(f'attention, {name}', ('heads',), (heads,))
     shapes = base.param_shapes(network)
     flat = flax.traverse_util.flatten_dict(shapes, sep='/')
@@ -222,7 +222,7 @@ class Partition:
     return flax.traverse_util.unflatten_dict(placed, sep='/')
 
   def request(self, request: Any) -> Any:
-    """`ShapeDtypeStruct`s of a `Request`, its rows split by batch.
+    """Returns `ShapeDtypeStruct`s of a `Request`, with its rows split.
 
     Raises:
       ValueError: the rows cannot be split in this way.
@@ -255,30 +255,31 @@ class Partition:
 
 
 def shardings(tree: Any) -> Any:
-  """The sharding of each array or shape in a tree."""
+  """Returns the sharding of each array or shape in a tree."""
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def on_host(tree: Any) -> Any:
-  """The tree as NumPy arrays.
+  """Returns the tree as NumPy arrays.
 
-  Arrays whose parts lie in several processes come whole to each process; then
-  all processes must call this at the same time.
+  Each process gets the whole of an array that is split over processes; then all
+  processes must call this function at the same time.
   """
 
-  def whole(leaf):
+  def gathered(leaf):
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
       return leaf
-    where: Any = leaf.sharding
-    return jax.device_put(leaf, NamedSharding(where.mesh, PartitionSpec()))
+    assert isinstance(leaf.sharding, NamedSharding)
+    whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    return jax.device_put(leaf, whole)
 
-  return jax.device_get(jax.tree.map(whole, tree))
+  return jax.device_get(jax.tree.map(gathered, tree))
 
 
 def _put(value: Any, sharding: NamedSharding) -> jax.Array:
   if isinstance(value, jax.Array):
     return jax.device_put(value, sharding)
-  # No device, and no process, is given more than its part.
+  # Each device and process gets only its part.
   host = np.asarray(value)
   return jax.make_array_from_callback(
     host.shape, sharding, lambda index: host[index]
@@ -290,7 +291,7 @@ def follow(network: Any, partition: Partition | None) -> Any:
 
   Args:
     network: a `LanguageModel`.
-    partition: the partition; None is one device, and returns the network
+    partition: the partition; None for one device, which returns the network
       itself.
 
   Raises:
@@ -304,20 +305,20 @@ def follow(network: Any, partition: Partition | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Following(NetworkWrapper):
-  """A `LanguageModel`, see `models.base`, that tells XLA where its arrays are.
+  """A `LanguageModel` that constrains the shardings of its arrays.
 
-  XLA would find most of these places by itself, but might choose others when
-  the code around a call changes. Here caches are always split by heads and
+  XLA would choose most of these shardings by itself, but might choose others
+  when the code around a call changes. Here caches are always split by heads and
   rows, so that a round never moves them, and logits are gathered whole on each
-  device, in one exchange per call. Each device then verifies and samples by
-  itself. Over a split vocabulary each reduction of verification and sampling
-  would be an exchange, and sums would round differently.
+  device, in one exchange per call. Then each device verifies and samples alone.
+  With a split vocabulary each reduction of verification and sampling would be
+  an exchange, and sums would round differently.
   """
 
   partition: Partition
 
-  def prefill(self, params, inputs, max_length, longest=None, **encoded):
-    cache = self.network.prefill(params, inputs, max_length, longest, **encoded)
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    cache = self.network.prefill(params, inputs, max_length, longest, encoded)
     return self._held(cache)
 
   def extend(self, params, cache, tokens, tree=None):
@@ -329,8 +330,8 @@ class Following(NetworkWrapper):
 
   def head(self, params, features):
     logits = self._split('head', params, features)
-    # First split, and only then whole: if it were asked for whole rows at once,
-    # XLA would gather the output layer's kernel instead.
+    # First split, and only then whole: otherwise XLA would gather the kernel of
+    # the output layer instead.
     split, whole = (('batch', None, last) for last in ('vocab', None))
     return self._at(self._at(logits, split), whole)
 
@@ -338,7 +339,7 @@ class Following(NetworkWrapper):
     return self._held(self._split('keep', cache, length, slots))
 
   def _split(self, method, *args):
-    with backend.split():
+    with backend.split(True):
       return getattr(self.network, method)(*args)
 
   def _held(self, cache):
@@ -359,14 +360,14 @@ class Following(NetworkWrapper):
     return lax.with_sharding_constraint(array, sharding)
 
 
-# Where and how parameters live.
+# Placement of parameters.
 
-# Module -> name of its joined kernel, the kernels joined, in order, and their
-# axis. A joined kernel is not split: equal parts of query | key | value do not
-# contain whole heads, and each layer would exchange activations to put them
-# right. Interleaving the kernels by device would work, but depends on the
-# number of devices; and starting one product instead of three saves next to
-# nothing compared with an all-reduce.
+# Module -> name of its joined kernel, its parts in their order, and their axis.
+# A joined kernel is not split: equal parts of query | key | value do not
+# contain whole heads, so each layer would exchange activations. Interleaving
+# the kernels by device would work, but depends on the number of devices; and
+# compared with an all-reduce, one product instead of three saves next to
+# nothing.
 _JOINED = {
   'attention': ('qkv', ('query', 'key', 'value'), 'heads'),
   'self_attention': ('qkv', ('query', 'key', 'value'), 'heads'),
@@ -377,24 +378,24 @@ _NONE = '', (), ''
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """Where and how a model's parameters live.
+  """The devices, dtype and layout of a model's parameters.
 
   Attributes:
     dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
       'int8' or 'int4' for kernels; embeddings then have the dtype of the
-      computation (`integers.computes_in`), all else float32. None is the dtype
+      computation (`integers.computes_in`), all else float32. None: the dtype
       that a model was loaded with, or else float32.
-    kernel_layout: 'in_out' as T5X stores kernels, 'out_in' transposed, 'blocks'
-      for those of a decoder in blocks of 64 outputs, 'auto' for what was
-      measured on this processor for float32 on a CPU (or what
-      SPECDEC_KERNEL_LAYOUT says in the environment), else in_out.
-    data: devices that share the rows of a request; 0 is as many as `model`
-      leaves.
-    model: devices that share the weights; 0 is as many as `data` leaves.
-    axes: which dimensions are split over these devices.
-    across_hosts: whether the devices of all processes form one mesh; the
-      processes must then do everything together. Otherwise each process has its
-      own mesh.
+    kernel_layout: 'in_out' as in T5X, 'out_in' transposed, or 'blocks' of 64
+      outputs for a decoder's kernels. 'auto' means 'in_out', but for float32 on
+      a CPU the layout that was measured on this processor, or that the variable
+      SPECDEC_KERNEL_LAYOUT of the environment names.
+    data: number of devices that share the rows of a request; 0: all that
+      `model` leaves.
+    model: number of devices that share the weights; 0: all that `data` leaves.
+    axes: the mesh axis of each logical axis.
+    across_hosts: whether the devices of all processes form one mesh, so that
+      the processes do everything together. Otherwise each process has its own
+      mesh.
 
   Raises:
     ValueError: a value is unknown, or a number is too small.
@@ -427,7 +428,7 @@ class Placement:
 
   @property
   def on_one_device(self) -> bool:
-    """Whether JAX's default device holds everything."""
+    """Whether JAX's default device holds all arrays."""
     return self.data == self.model == 1
 
   @property
@@ -436,17 +437,17 @@ class Placement:
     return self.dtype or 'float32'
 
   def of(self, model: Any) -> 'Placement':
-    """The same with a dtype: that which a `Model` was loaded with, if any."""
+    """Returns this placement with the dtype that a `Model` was loaded with."""
     dtype = model.dtype if isinstance(model, Model) else None
     return dataclasses.replace(self, dtype=dtype or self.param_dtype)
 
   def replicated(self) -> 'Placement':
-    """The same with the whole model on each device, as for a drafter."""
+    """Returns this placement with the whole model on each device."""
     return dataclasses.replace(self, axes=REPLICATED)
 
   @property
   def layout(self) -> str:
-    """How kernels are stored: 'in_out', 'out_in' or 'blocks'."""
+    """The layout of kernels: 'in_out', 'out_in' or 'blocks'."""
     if self.kernel_layout != 'auto':
       return self.kernel_layout
     on_cpu = backend.kind() == 'cpu' and self.on_one_device
@@ -455,19 +456,16 @@ class Placement:
     return 'in_out'
 
   def joins(self, axis: str) -> bool:
-    """Returns whether kernels with this output axis are joined."""
-    over = getattr(self.axes, axis)
-    # 0 may turn out to be 1 device or more, so kernels stay apart then too.
-    return over is None or getattr(self, over) == 1
+    """Whether kernels with this output axis are joined."""
+    mesh_axis = getattr(self.axes, axis)
+    # 0 devices may mean 1 or more, so kernels stay apart then, too.
+    return mesh_axis is None or getattr(self, mesh_axis) == 1
 
   def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
-    """The mesh of these devices, and what is split over it.
+    """Returns the partition over a mesh of devices; None for one device.
 
     Args:
-      devices: devices to choose from; the first ones are taken. None is JAX's.
-
-    Returns:
-      The partition; None on one device.
+      devices: devices to choose from; the first ones are used. None: JAX's.
 
     Raises:
       ValueError: the mesh's size does not divide the number of devices.
@@ -491,14 +489,14 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   """Returns the parameters on their devices, in their dtype and layout.
 
   Args:
-    params: a nested dict of arrays as a checkpoint has them. They may already
-      be placed; then only the dtype changes.
-    placement: where and how to place them.
+    params: a nested dict of arrays as in a checkpoint. If they are already
+      placed, only the dtype changes.
+    placement: devices, dtype and layout.
 
   Returns:
-    The same tree, except for kernels: `kernel` [in, out] becomes
-    `kernel_out_in` [out, in] if the placement says so, and joined projections
-    have one kernel, under the name that `layers` has for it.
+    The same tree, except for kernels: depending on the layout, `kernel`
+    [in, out] becomes `kernel_out_in` [out, in] or `kernel_blocks`, and joined
+    projections have one kernel, with the name in `layers`.
 
   Raises:
     ValueError: an array cannot be split as the placement says.
@@ -513,11 +511,11 @@ def place_parts(params: Any, placement: Placement, models: Any) -> Any:
   """Applies `place` to each model in a pytree; other arrays keep their dtype.
 
   Args:
-    params: parameters of a drafter, as `read_parts` returns them: a model's
+    params: parameters of a drafter, the result of `read_parts`: a model's
       parameters, a table, or a tuple of these.
     placement: placement of the models; other arrays are whole on each device.
-    models: `params` as they were before `read_parts`; a `Model` that was loaded
-      with a dtype keeps it.
+    models: the argument of `read_parts`; a `Model` that was loaded with a dtype
+      keeps it.
 
   Raises:
     ValueError: as for `place`.
@@ -540,7 +538,7 @@ def check_dtypes(params: Any, placement: Placement) -> None:
 
   Args:
     params: a model, or the parameters of a drafter.
-    placement: the placement that is to hold for them.
+    placement: the placement to compare with.
   """
   for model in jax.tree.leaves(params):
     loaded = placement.of(model).dtype
@@ -550,15 +548,15 @@ def check_dtypes(params: Any, placement: Placement) -> None:
 
 
 def read_parts(params: Any, placement: Placement = Placement()) -> Any:
-  """Reads the parameters of each `Model` in a pytree; the rest stays as it is.
+  """Reads the parameters of each `Model` in a pytree.
 
   With several devices each array goes straight to its shards, otherwise to the
   host.
 
   Args:
-    params: a model, or the parameters of a drafter.
-    placement: the placement that `place` will use; a model that was loaded with
-      a dtype keeps it.
+    params: a model, or the parameters of a drafter, whose other parts stay.
+    placement: the placement for `place`; a model that was loaded with a dtype
+      keeps it.
 
   Raises:
     ValueError: a checkpoint is broken, or cannot be split as the placement
@@ -574,7 +572,7 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
       partition.check(value.network)
     dtype = placement.of(value).param_dtype
     read = value.read(dtype, partition and partition.parameter)
-    # What was given, and not read, is still as it was.
+    # Parameters that were given, not read, are not rounded yet.
     return integers.rounded(read, dtype)
 
   return jax.tree.map(part, params)
@@ -583,12 +581,12 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
 def _lay_out(
   params: Mapping[str, Any], placement: Placement, *modules: str
 ) -> Params:
-  """The parameters of a module, joined, cast and laid out.
+  """Joins, casts and lays out the parameters of a module.
 
   Args:
-    params: of the module.
-    placement: how to lay them out.
-    *modules: its name, behind those of the modules around it.
+    params: the module's parameters.
+    placement: dtype and layout.
+    *modules: the names of the modules around it, and its name.
   """
   joined, parts, axis = _JOINED.get(modules[-1] if modules else '', _NONE)
   if parts and params.keys() >= {*parts} and placement.joins(axis):
@@ -618,10 +616,10 @@ def _lay_out(
 
 
 def _meets_many_rows(modules: Sequence[str]) -> bool:
-  """Whether a kernel is multiplied by all of an input: blocks are for few.
+  """Whether a kernel multiplies a whole input, which is too much for blocks.
 
-  An encoder's is, and so are those of the keys and values that a decoder makes
-  of what an encoder says.
+  These are an encoder's kernels, and a decoder's that make keys and values from
+  the encoder's output.
   """
   return 'encoder' in modules or (
     modules[-2:-1] == ('encoder_decoder_attention',)
@@ -630,11 +628,11 @@ def _meets_many_rows(modules: Sequence[str]) -> bool:
 
 
 def _cast(value: Any, placement: Placement) -> Any:
-  """The array in the placement's dtype; moved only if there is one device."""
+  """Casts an array to the placement's dtype; one device also receives it."""
   dtype = placement.param_dtype
-  if value.dtype == jnp.int32:  # places, no weights
+  if value.dtype == jnp.int32:  # indices, not weights
     dtype = value.dtype
-  elif integers.is_integers(dtype):  # only kernels are, and are already
+  elif integers.is_integers(dtype):  # kernels are integers already
     keeps = value.dtype == jnp.bfloat16 or integers.is_integers(value.dtype)
     keeps = keeps and backend.kind() != 'cpu'
     dtype = value.dtype if keeps else 'float32'

@@ -1,6 +1,6 @@
 """From logits to distributions to tokens: standardise, sample, keys.
 
-Everything here is for one row of logits unless its name ends in `_batch`.
+Functions take one row of logits unless their names end in `_batch`.
 Speculative sampling compares two distributions *after* temperature, top-k and
 top-p (Leviathan et al. 2023, Section 2.2), so both models go through the one
 `standardise` below. Nothing sorts or scans the whole vocabulary: at V = 32128
@@ -24,10 +24,10 @@ from specdec_jax.types import Array
 _FLOAT32 = np.finfo(np.float32)
 _TINY = float(_FLOAT32.tiny)
 
-_FEW_IDS = 16  # that tokens are compared with one by one
-_BLOCK, _LEAST_BLOCK = 128, 32  # logits that `top_tokens` looks at together
+_FEW_IDS = 16  # the most ids that tokens are compared with one by one
+_BLOCK, _LEAST_BLOCK = 128, 32  # sizes of the blocks of logits of `top_tokens`
 
-# What the random numbers of one row in one round are for, see `draft_key`.
+# The purposes of the random numbers of one row in one round, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
 
 
@@ -39,7 +39,7 @@ class SamplingParams:
     temperature: float32[B], 0 is argmax.
     top_k: int32[B], 0 is off.
     top_p: float32[B], 1 is off.
-    min_p: float32[B]; None is off, and no part of the program.
+    min_p: float32[B]; None is off and leaves it out of the program.
   """
 
   temperature: Array
@@ -50,7 +50,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-  """How tokens are drawn: temperature, then top-k, top-p and min-p.
+  """The sampling settings: temperature, then top-k, top-p and min-p.
 
   Attributes:
     temperature: one number for all examples or one for each; 0 is argmax.
@@ -107,7 +107,7 @@ class SamplingConfig:
     return not np.any(self.temperature)
 
   def params(self, batch: int) -> SamplingParams:
-    """The values as arrays for `batch` examples.
+    """Returns the values as arrays for `batch` examples.
 
     Raises:
       ValueError: `temperature` is a sequence of another length than `batch`.
@@ -132,7 +132,7 @@ def standardise(
   filters: tuple[jax.Array, jax.Array],
   min_p: Array | None = None,
 ) -> jax.Array:
-  """The distribution that tokens are drawn from, for one row of logits.
+  """Returns the distribution that tokens are drawn from, for one row of logits.
 
   Temperature 0 is the exact one-hot of the argmax, the first one on ties.
   Tokens tied with the last one that top-k or top-p keeps are kept as well, so
@@ -144,7 +144,7 @@ def standardise(
     top_k: int32[]; 0 is off.
     top_p: float32[] in (0, 1]; 1 is off.
     filters: bool[] each, whether any row of the batch has top-k, and any top-p:
-      a filter that none has costs nothing at run time.
+      a filter that no row has costs nothing at run time.
     min_p: float32[] in [0, 1]; None is off.
 
   Returns:
@@ -189,7 +189,7 @@ def standardise(
 
 
 def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
-  """`standardise` over float[B, S, V]; each example has its own settings.
+  """Standardises float[B, S, V]; each example has its own settings.
 
   `filters` is not mapped over, so that its conditionals stay conditionals; with
   a mapped predicate XLA would compute both branches for all rows.
@@ -204,7 +204,7 @@ def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
 def largest_threshold(
   values: jax.Array, weights: jax.Array, mass: Array
 ) -> jax.Array:
-  """The largest element t of `values` with sum(weights[values >= t]) >= mass.
+  """Finds the largest t in `values` with sum(weights[values >= t]) >= mass.
 
   This is the boundary value of top-k (weights 1, mass k) and of top-p (values
   and weights the probabilities, mass the wanted probability), found exactly
@@ -252,7 +252,7 @@ def sample(probs: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def inverse_cdf(probs: jax.Array, uniforms: jax.Array) -> jax.Array:
-  """The token at `uniforms` of a two-level inverse CDF.
+  """Returns the token at `uniforms` of a two-level inverse CDF.
 
   The vocabulary is laid out as a table of about sqrt(V) columns (column-wise
   sums are the vectorised ones). The first uniform chooses a column, the second
@@ -277,12 +277,12 @@ def inverse_cdf(probs: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def num_columns(vocab_size: int) -> int:
-  """Columns of the table in `inverse_cdf`: a power of 2 near sqrt(V)."""
+  """Returns the columns of the table in `inverse_cdf`, a power of 2."""
   return 1 << (vocab_size.bit_length() - 1) // 2
 
 
 def greedy_token(logits: jax.Array) -> jax.Array:
-  """argmax over the last axis, the first index on ties.
+  """Returns the argmax over the last axis, the first index on ties.
 
   Two plain reductions: XLA's argmax is one reduction over pairs, which takes
   seven times as long on a CPU.
@@ -305,17 +305,17 @@ def top_tokens(
   token_ids: jax.Array | None = None,
   forbidden: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The `count` largest logits and their ids; the first ids on ties.
+  """Finds the `count` largest logits and their ids; the first ids on ties.
 
-  Of a long row, the largest of each block of logits are looked at first: the
-  ones looked for lie in the `count` blocks with the largest maxima, or in one
-  more for each forbidden token, which may be the largest of its block.
+  A long row is split into blocks. The largest logits lie in the `count` blocks
+  with the largest maxima, or in one more block for each forbidden token, which
+  may be the largest of its block.
 
   Args:
     logits: float[..., V].
     count: static, at most V.
-    token_ids: int32[K], as in `forbid`; None is none.
-    forbidden: bool[...], the rows in which these are the last ones, as -inf.
+    token_ids: int32[K], see `forbid`; None forbids nothing.
+    forbidden: bool[...], the rows in which these tokens come last, as -inf.
 
   Returns:
     float[..., count] and int32[..., count], from the largest on; and
@@ -348,26 +348,24 @@ def top_tokens(
 
 
 def _block_size(size: int) -> int:
-  """A power of two that divides `size`: else a row would be copied to pad it.
+  """Returns the size of the blocks, a power of two.
 
-  It is `_BLOCK` where that divides it, or where only a small number does.
+  It divides `size` if it can, up to `_BLOCK`, because a row is copied to pad
+  it; if only a small number divides it, it is `_BLOCK`.
   """
   divisor = min(size & -size, _BLOCK)
   return divisor if divisor >= _LEAST_BLOCK else _BLOCK
 
 
 def top_prob(logits: jax.Array) -> jax.Array:
-  """The largest softmax(logits), float[..., V], at temperature 1; float32[...].
-
-  Which token it is of is not looked for.
-  """
+  """Returns the largest probability of float[..., V], at temperature 1."""
   logits = logits.astype(jnp.float32)
   maximum = jnp.max(logits, axis=-1, keepdims=True)
   return 1 / jnp.sum(jnp.exp(logits - maximum), axis=-1)
 
 
 def log_prob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-  """log softmax(logits)[token], in nats, without the log-softmax itself.
+  """Returns log softmax(logits)[token], in nats, without the whole softmax.
 
   This is the model's own probability, at temperature 1 and without top-k or
   top-p.
@@ -410,7 +408,7 @@ def forbid(
 
 
 def is_one_of(ids: jax.Array, token_ids: jax.Array) -> jax.Array:
-  """Which of int32[...] are among int32[K], or int32[..., K]; bool[...]."""
+  """Returns whether int32[...] are among int32[K], or int32[..., K]."""
   count = token_ids.shape[-1]
   if count > _FEW_IDS:
     return jnp.any(ids[..., None] == token_ids, axis=-1)
@@ -424,20 +422,20 @@ def forbid_early_stops(
   produced: jax.Array,
   min_length: jax.Array,
   ids: jax.Array | None = None,
-  places: Any = None,
+  places: Array | None = None,
 ) -> jax.Array:
   """Masks stop ids where a row is too short to end.
 
-  Target and drafter both use this one rule.
+  Both the target and drafters call it.
 
   Args:
     logits: float[B, S, V], logits of S consecutive tokens.
     stop_ids: int32[K], or int32[B, K]; padded with -1.
     produced: int32[B], tokens that each row has before the first of the S.
     min_length: int32[B], tokens that a row must have before a stop id.
-    ids: int32[B, S, V] as in `forbid`.
-    places: int[S], how many tokens are between these and each of the S; None is
-      0, 1, ..., one after another.
+    ids: int32[B, S, V], see `forbid`.
+    places: int[S], the number of tokens between the `produced` ones and each of
+      the S; None is 0, 1, ...
 
   Returns:
     float[B, S, V].
@@ -451,7 +449,7 @@ def forbid_early_stops(
 
 
 def valid_logits(logits: jax.Array) -> jax.Array:
-  """Whether each row of float[..., V] can be turned into a distribution.
+  """Returns whether each row of float[..., V] gives a distribution.
 
   False if the row holds NaN or +inf, or if every token is masked, with -inf or
   with the lowest finite float.
@@ -459,7 +457,7 @@ def valid_logits(logits: jax.Array) -> jax.Array:
   logits = logits.astype(jnp.float32)
   maximum = jnp.max(logits, axis=-1)
   in_range = (maximum > _FLOAT32.min) & (maximum < jnp.inf)
-  # On a CPU the maximum of a long row does not show NaN.
+  # On a CPU the maximum of a long row hides NaN.
   return in_range & ~jnp.any(jnp.isnan(logits), axis=-1)
 
 
@@ -470,22 +468,22 @@ def valid_logits(logits: jax.Array) -> jax.Array:
 
 
 def draft_key(key: jax.Array, index: int | jax.Array) -> jax.Array:
-  """Key for drawing the `index`-th proposal of this row and round."""
+  """Returns the key for the `index`-th proposal of this row and round."""
   return jax.random.fold_in(key, _FIRST_DRAFT + index)
 
 
 def accept_key(key: jax.Array) -> jax.Array:
-  """Key for the accept decisions, r_1 ... r_gamma of Algorithm 1."""
+  """Returns the key for the accept decisions, r_1 ... r_gamma."""
   return jax.random.fold_in(key, _ACCEPT)
 
 
 def resample_key(key: jax.Array) -> jax.Array:
-  """Key for the one token that the target itself draws in this round."""
+  """Returns the key for the token that the target draws in this round."""
   return jax.random.fold_in(key, _RESAMPLE)
 
 
 def draft_uniforms(key: jax.Array, gamma: int) -> jax.Array:
-  """What `sample` would draw with `draft_key` 0 to gamma - 1, all at once.
+  """Draws the uniforms of `draft_key` 0 to gamma - 1, all at once.
 
   Returns:
     float32[gamma, 2], for `inverse_cdf`.
@@ -494,7 +492,7 @@ def draft_uniforms(key: jax.Array, gamma: int) -> jax.Array:
 
 
 def verdict_uniforms(key: jax.Array, gamma: int) -> tuple[jax.Array, jax.Array]:
-  """What `accept_key` and `resample_key` are for, drawn at once.
+  """Draws the uniforms of `accept_key` and `resample_key`, both at once.
 
   Returns:
     r_1 ... r_gamma, float32[gamma]; and float32[2], for `inverse_cdf`.
@@ -504,7 +502,7 @@ def verdict_uniforms(key: jax.Array, gamma: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _uniforms(key: jax.Array, first: int, count: int, width: int) -> jax.Array:
-  """float32[count, width]: `width` for each purpose from `first` on."""
+  """Draws float32[count, width], a row for each purpose from `first` on."""
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
     key, np.arange(first, first + count, dtype=np.int32)
   )
@@ -516,7 +514,7 @@ def _uniforms(key: jax.Array, first: int, count: int, width: int) -> jax.Array:
 
 
 def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-  """Inverse CDF of unnormalised float32[N]; int32[]."""
+  """Inverts the CDF of unnormalised float32[N] at `uniform`; int32[]."""
   # A parallel cumulative sum need not be monotone in floating point, and may
   # grow where a weight is 0. The `where` makes sure that an entry of weight 0
   # is never chosen; and as uniform < 1, the largest sum always exceeds the
@@ -527,7 +525,7 @@ def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _ordered_float(image: jax.Array) -> jax.Array:
-  """The float32 whose place among all float32 values is `image`, uint32."""
+  """Returns the float32 at the place `image`, uint32, among all of them."""
   sign = jnp.uint32(0x80000000)
   bits = jnp.where(image >= sign, image ^ sign, ~image)
   return lax.bitcast_convert_type(bits, jnp.float32)

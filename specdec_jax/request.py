@@ -1,6 +1,6 @@
-"""What the loops decode: B rows with their limits, sampling, drafting, rules.
+"""The request of the loops: B rows with limits, sampling, drafting and rules.
 
-It lies below models and drafters, which read what they need from it.
+It lies below models and drafters, which read the fields that they need.
 """
 
 import enum
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import struct
+from jax.typing import ArrayLike
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.probs import SamplingConfig, SamplingParams
@@ -18,24 +19,22 @@ from specdec_jax.rules.tokens import Rules, Ruling
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, LengthRule
 
-# How a draft is judged: token by token, or as a whole.
+# The kinds of verification: token by token, or of a draft as a whole.
 TOKEN, BLOCK = 'token', 'block'
 
 
 class BeamScoring(enum.Enum):
-  """Which library's beam search it is: how beams are scored and end.
+  """The library whose beam search it is, which decides scores and ends.
 
-  With T5X's, a finished beam of n tokens, its prompt and its end counted, has
-  the score log_prob / ((5 + n) / 6) ** penalty. Any of the 2 K best
-  continuations may end a beam, a beam that is cut off has not finished, and the
-  search goes on until no live beam could still beat a finished one, however
-  long it became.
+  T5X: a finished beam of n tokens, its prompt and its end counted, has the
+  score log_prob / ((5 + n) / 6) ** penalty. Any of the 2 K best continuations
+  may end a beam, a beam that is cut off has not finished, and the search goes
+  on until no live beam can beat a finished one at any length.
 
-  With that of Hugging Face's transformers (`early_stopping=False`), the score
-  is log_prob / n ** penalty, n without the prompt. Only the K best
-  continuations may end a beam, a beam that is cut off counts as finished, and
-  the search goes on until no live beam, as long as it is now, beats a finished
-  one.
+  TRANSFORMERS (Hugging Face's, with `early_stopping=False`): the score is
+  log_prob / n ** penalty, n without the prompt. Only the K best continuations
+  may end a beam, a beam that is cut off counts as finished, and the search goes
+  on until no live beam beats a finished one at its present length.
   """
 
   T5X = 't5x'
@@ -47,12 +46,12 @@ class BeamSettings:
   """The settings of a beam search.
 
   Attributes:
-    penalty: float32[], the exponent of the length penalty; >= 0 where the
-      scoring is T5X's.
-    width: static, K, live beams.
-    draft_width: static, U, beams of the drafter.
-    num_ends: static, how many ids end a beam.
-    scoring: static, whose beam search it is.
+    penalty: float32[], the exponent of the length penalty; >= 0 with T5X's
+      scoring.
+    width: static, K, the number of live beams.
+    draft_width: static, U, the number of the drafter's beams.
+    num_ends: static, the number of ids that end a beam.
+    scoring: static, the library whose scores are used.
   """
 
   penalty: jax.Array
@@ -65,20 +64,20 @@ class BeamSettings:
 
   @property
   def num_candidates(self) -> int:
-    """C, continuations that are looked at: K of them do not end a beam."""
+    """C, enough continuations that K of them do not end a beam."""
     return max(2, 1 + self.num_ends) * self.width
 
 
 @struct.dataclass
 class RestPolicy:
-  """Costs of speculation, and the loss at which a row's drafter rests.
+  """The costs of speculation, and the loss at which a row's drafter rests.
 
   `decoding.resting` keeps the accounts. Changing values does not recompile.
 
   Attributes:
     costs: float32[G + 1], time of a round with 0..G proposals, in calls of the
       target over one token.
-    patience: float32[], the loss of a row after which its drafter rests.
+    patience: float32[], the loss at which a row's drafter rests.
     first_rest: int32[], rounds of a row's first rest.
   """
 
@@ -89,14 +88,15 @@ class RestPolicy:
 
 @struct.dataclass
 class Drafting:
-  """How many tokens the drafter proposes; by default it proposes none.
+  """The settings of drafting; by default nothing is proposed.
 
   Attributes:
-    gamma: static, the most proposals of a round; of a tree, its levels. 0
+    gamma: static, the most proposals of a round; of a tree, the most levels. 0
       decodes plainly.
-    draft_rule: ends drafts early, made for `gamma` or more; None: each draft
-      has gamma proposals.
-    rests: when the drafter rests, made for `gamma` or more; None: never.
+    draft_rule: thresholds that end drafts early, for `gamma` proposals or more;
+      None: each draft has gamma proposals.
+    rests: lets a drafter rest that loses time, for `gamma` proposals or more;
+      None: it never rests.
   """
 
   gamma: int = struct.field(pytree_node=False, default=0)
@@ -109,14 +109,14 @@ class Drafting:
     return self.draft_rule is not None
 
   def check(self) -> None:
-    """Raises ValueError if a rule would be read past its end."""
-    most = self.gamma
+    """Raises ValueError if `draft_rule` or `rests` have too few entries."""
+    limit = self.gamma
     if self.draft_rule is not None:
-      most = min(most, self.draft_rule.most)
+      limit = min(limit, self.draft_rule.most)
     if self.rests is not None:
-      most = min(most, len(self.rests.costs) - 1)
-    if self.gamma > most:
-      expected = f'at most {most}, as its draft_rule and rests were made for'
+      limit = min(limit, len(self.rests.costs) - 1)
+    if self.gamma > limit:
+      expected = f'at most {limit}, as its draft_rule and rests were made for'
       raise unexpected('Drafting.gamma', expected, self.gamma)
 
 
@@ -126,8 +126,8 @@ class Request:
 
   Attributes:
     inputs: int32[B, E], `pad_id` past each row's end.
-    keys: PRNG keys [B], made from (seed, example); each round's are derived
-      from them.
+    keys: PRNG keys [B] from (seed, example); each round's keys derive from
+      them.
     sampling: temperature, top-k, top-p.
     stop_ids: int32[K], ids that end a row, or int32[B, K]; padded with -1.
     min_length: int32[B], tokens before a stop id is allowed.
@@ -136,25 +136,26 @@ class Request:
     prompt: int32[B, P], the tokens that the decoder begins with, the start
       token first.
     prompt_length: int32[B], 1..P, the start token counted.
-    slots: static, the tokens that the state has room for.
-    drafting: gamma, and when drafts end earlier or the drafter rests.
-    greedy: static, every temperature is 0: no softmax, no noise.
+    slots: static, the most tokens of an output.
+    drafting: gamma, and the policies that end drafts early or let drafters
+      rest.
+    greedy: static, whether every temperature is 0: no softmax, no noise.
     forbids_stops: static, whether `min_length` is in use.
     with_log_probs: static, whether log-probabilities are wanted.
-    log_probs_as_drawn: static, whether they are those of the distribution that
-      tokens are drawn from, after temperature, top-k and top-p (0.0 where it is
-      one-hot); otherwise those of the model itself.
+    log_probs_as_drawn: static, whether log-probabilities are those of the
+      distribution after temperature, top-k and top-p (0.0 if it is one-hot);
+      otherwise they are the model's own.
     lenience: float32[] in (0, 1], see `verify`; None is 1, lossless.
     verification: static, 'token' (Algorithm 1) or 'block' (`verify_block`, for
       drafts that are sampled and lossless).
     beams: settings of a beam search, which ignores keys and sampling; None
-      decodes rows of their own.
+      without a beam search.
     tree: static, the tree that the drafter proposes (`Drafter.tree`), of which
       a draft is the first `gamma` levels; None: drafts are chains.
-    skips_rounds: static, whether rounds may pass without the drafter for
-      another reason than that it rests; see `catches_up`.
-    pad_id: static, what inputs are padded with: `models.base.pad_id` of the
-      target.
+    skips_rounds: static, whether rounds may pass without the drafter even if
+      it never rests; see `catches_up`.
+    pad_id: static, the id that inputs are padded with, `models.base.pad_id` of
+      the target.
     token_rules: rules on the tokens of each row; None leaves them out of the
       program.
     automata: the tables of all constraints; None without any.
@@ -202,14 +203,14 @@ class Request:
 
   @property
   def ruling(self) -> Ruling | None:
-    """The rules on tokens of all rows, with their automata; None without."""
+    """The token rules of all rows, with their automata; None without rules."""
     if self.token_rules is None:
       return None
     return Ruling(self.token_rules, self.automata)
 
   @property
   def rows(self) -> dict[str, Any]:
-    """The fields that have an entry for each row; the others belong to all."""
+    """The fields that have an entry for each row."""
     names = ['inputs', 'keys', 'sampling', 'min_length', 'max_length']
     names += ['prompt', 'prompt_length', 'token_rules']
     names += ['stop_ids'] * (self.stop_ids.ndim > 1)
@@ -224,7 +225,7 @@ class Request:
 
   @property
   def call_tokens(self) -> int:
-    """Tokens of a row that a call of the target reads, with a whole draft."""
+    """Tokens per row of a call of the target with a whole draft."""
     if self.beams is not None:
       return self.beams.width + self.beams.draft_width * self.gamma
     return 1 + self.draft_slots
@@ -254,8 +255,8 @@ class Request:
   def cache_slots(self) -> int:
     """T: slots for prompt, output, and a whole draft past the last token.
 
-    In a beam search each position has a slot for every beam, and so has the
-    last of the prompt's. Rounded up to a multiple of 64, see `whole_buckets`.
+    In a beam search each output token, and the last token of the prompt, has a
+    slot for every beam. It is a multiple of 64, see `whole_buckets`.
     """
     needed = self.longest - self.gamma + self.draft_slots
     if self.beams is not None:
@@ -265,78 +266,76 @@ class Request:
 
 
 def whole_buckets(tokens: int) -> int:
-  """The least multiple of 64 that is not below `tokens`."""
+  """Rounds up to a multiple of 64."""
   return tokens + -tokens % 64
 
 
 def new_request(
-  inputs: Any,
+  inputs: Array,
   keys: jax.Array,
   sampling: SamplingConfig,
   *,
   slots: int,
   gamma: int = 0,
   stop_ids: Sequence[int] = (),
-  min_length: Any = 0,
-  max_length: Any = None,
-  prompt: Any = None,
-  prompt_length: Any = 1,
+  min_length: ArrayLike = 0,
+  max_length: ArrayLike | None = None,
+  prompt: Array | None = None,
+  prompt_length: ArrayLike = 1,
   **others: Any,
 ) -> Request:
-  """A `Request`, with NumPy arrays; values that all rows share are given once.
+  """Makes a `Request` of NumPy arrays; rows may share a value.
 
   Args:
     inputs: int32[B, E], `pad_id` past each row's end.
     keys: PRNG keys [B], see `example_keys`.
-    sampling: sampling of all rows; its temperature may be one for each row.
-    slots: the tokens that the state has room for.
+    sampling: sampling of all rows, with one temperature or one for each row.
+    slots: the most tokens of an output.
     gamma: the most proposals per round; 0 for the plain loop. Or give
       `drafting`.
     stop_ids: ids that end a row.
-    min_length: as in `Request`: one number for all rows, or int[B].
-    max_length: as in `Request`: one number for all rows, or int[B]; None is
+    min_length: see `Request`; one number for all rows, or int[B].
+    max_length: see `Request`; one number for all rows, or int[B]; None is
       `slots`.
-    prompt: as in `Request`; None is the start token 0.
-    prompt_length: as in `Request`: one number for all rows, or int[B].
+    prompt: see `Request`; None is the start token 0.
+    prompt_length: see `Request`; one number for all rows, or int[B].
     **others: further fields of `Request`; also `drafting`, `greedy` and
       `forbids_stops`, which otherwise follow from the arguments above.
   """
   batch = inputs.shape[0]
   # Few widths, so that few programs are compiled.
   width = max(4, 1 << max(len(stop_ids) - 1, 0).bit_length())
-  stops: Any = np.full((width,), -1, np.int32)
+  stops = np.full((width,), -1, np.int32)
   stops[: len(stop_ids)] = stop_ids
 
-  def of_rows(value: Any) -> Any:
+  def of_rows(value: ArrayLike) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, np.int32), (batch,))
 
-  follows: dict[str, Any] = {
+  if prompt is None:
+    prompt = np.zeros((batch, 1), np.int32)
+  fields: dict[str, Any] = {
+    'inputs': inputs,
+    'keys': keys,
+    'sampling': sampling.params(batch),
+    'stop_ids': stops,
+    'min_length': of_rows(min_length),
+    'max_length': of_rows(slots if max_length is None else max_length),
+    'prompt': prompt,
+    'prompt_length': of_rows(prompt_length),
+    'slots': slots,
     'drafting': Drafting(gamma),
     'greedy': sampling.greedy,
     'forbids_stops': bool(np.any(np.asarray(min_length) > 0)),
   }
-  if prompt is None:
-    prompt = np.zeros((batch, 1), np.int32)
-  return Request(
-    inputs=inputs,
-    keys=keys,
-    sampling=sampling.params(batch),
-    stop_ids=stops,
-    min_length=of_rows(min_length),
-    max_length=of_rows(slots if max_length is None else max_length),
-    prompt=prompt,
-    prompt_length=of_rows(prompt_length),
-    slots=slots,
-    **(follows | others),
-  )
+  return Request(**fields | others)
 
 
-def example_keys(seed: int, ids: Any) -> jax.Array:
-  """PRNG keys [B] from the seed and the examples' numbers, uint32[B]."""
+def example_keys(seed: int, ids: Array) -> jax.Array:
+  """Derives PRNG keys [B] from a seed and the examples' numbers, uint32[B]."""
   return keys_of_rows(np.full(np.shape(ids), seed & 0xFFFFFFFF, np.uint32), ids)
 
 
 @jax.jit
-def keys_of_rows(seeds: Any, ids: Any) -> jax.Array:
-  """`example_keys` of rows with a seed each: both are uint32[B]."""
+def keys_of_rows(seeds: Array, ids: Array) -> jax.Array:
+  """Derives PRNG keys [B] from a seed and a number per row, both uint32[B]."""
   return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), ids)

@@ -1,13 +1,13 @@
-"""Trees of tokens: their shape, known before tracing, and one in a cache.
+"""Trees of tokens: their static shape, and their places in a cache.
 
 The root is the last committed token and has no number. The nodes below it are
 numbered 0, 1, ...; a parent comes before its children, and the children of a
-node are tried in the order of their numbers. A chain is the tree with one child
-each: parents -1, 0, 1, ...
+node are tried in the order of their numbers. A chain is a tree with one child
+per node: parents -1, 0, 1, ...
 
-Drafts may branch, and beam search feeds all beams of a row in one call. Their
-tokens share the row's one cache: a token's slot says nothing of its place in
-its sequence, and it sees only its ancestors (`Tree`).
+Drafts may branch, and beam search reads all beams of a row in one call. Their
+tokens share the row's cache: a token's slot does not tell its place in its
+sequence, and a token sees only its ancestors (`Tree`).
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from flax import struct
 from specdec_jax.checks.fields import unexpected
 
 ROOT = -1
-MAX_NODES = 256  # as many as the longest chain has
+MAX_NODES = 256  # the length of the longest chain
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-  """A tree of N nodes and D levels; arrays are NumPy's, made once.
+  """A tree of N nodes and D levels, whose arrays are NumPy's.
 
   Attributes:
-    parents: of each node, the number of its parent; -1 is the root. They do not
-      fall, so that nodes come level by level, as `branching` makes them.
+    parents: the number of each node's parent; -1 is the root. They do not
+      decrease, so that nodes come level by level, as `branching` makes them.
 
   Raises:
-    ValueError: a parent does not come before its child, or falls, or there are
-      no nodes or too many.
+    ValueError: a parent does not come before its child, parents decrease, or
+      there are no nodes or too many.
 
   Examples:
     >>> shape = sd.TreeShape((-1, -1, 0, 0))  # two children; two of the first
@@ -75,17 +75,14 @@ class TreeShape:
 
   @functools.cached_property
   def ranks(self) -> np.ndarray:
-    """int32[N], how many elder siblings each node has."""
-    seen: dict[int, int] = {}
-    ranks = np.zeros((self.num_nodes,), np.int32)
-    for child, parent in enumerate(self.parents):
-      ranks[child] = seen.get(parent, 0)
-      seen[parent] = ranks[child] + 1
-    return ranks
+    """int32[N], the number of elder siblings of each node."""
+    parents, count = self.parents, self.num_nodes
+    ranks = [parents[:child].count(parents[child]) for child in range(count)]
+    return np.array(ranks, np.int32)
 
   @functools.cached_property
   def children(self) -> np.ndarray:
-    """int32[N + 1, C]: the root's children, then each node's; -1 is none."""
+    """int32[N + 1, C], children of the root and of each node; else -1."""
     table = np.full((self.num_nodes + 1, self.ranks.max() + 1), -1, np.int32)
     for child, parent in enumerate(self.parents):
       table[parent + 1, self.ranks[child]] = child
@@ -93,12 +90,12 @@ class TreeShape:
 
   @functools.cached_property
   def related(self) -> np.ndarray:
-    """bool[N, N]: whether the second is the first or an ancestor of it."""
+    """bool[N, N], whether the second node is the first or its ancestor."""
     return _relations(self.parents)[1]
 
   @functools.cached_property
   def paths(self) -> np.ndarray:
-    """int32[N, D]: the nodes from the root's child to each node, then 0s."""
+    """int32[N, D], the nodes from the root's child to each node, then 0s."""
     paths = np.zeros((self.num_nodes, self.depth), np.int32)
     for node, related in enumerate(self.related):
       path = np.flatnonzero(related)
@@ -106,22 +103,18 @@ class TreeShape:
     return paths
 
   def cut(self, depth: int) -> 'TreeShape':
-    """The first `depth` levels."""
+    """Returns the first `depth` levels."""
     return TreeShape(self.parents[: np.sum(self.levels <= depth)])
 
 
 def branching(*counts: int | Sequence[int]) -> TreeShape:
-  """The tree whose nodes have so many children, level by level.
+  """Makes a tree from the numbers of children, level by level.
 
   Args:
-    *counts: of each level, the children of every node above it; or a sequence,
-      the children of the first, second, ... child of a node (0 from its end
-      on; in the first level, of the root alone, one number). `branching(3, (2,
-      1), 1)`: three children of the root; two of the first of these and one of
-      the second; one of each of those.
-
-  Returns:
-    The shape, level by level.
+    *counts: for each level, the number of children of every node above it; or a
+      sequence, the numbers of children of a node's first, second, ... child,
+      then 0. `branching(3, (2, 1), 1)`: the root has three children; the first
+      of these has two and the second one; each of those has one.
 
   Examples:
     >>> sd.branching(3, (2, 1), 1).parents
@@ -145,15 +138,15 @@ def branching(*counts: int | Sequence[int]) -> TreeShape:
 
 @struct.dataclass
 class Tree:
-  """How S new tokens hang together, for `LanguageModel.extend`.
+  """The places of S new tokens that form a tree, for `LanguageModel.extend`.
 
   The tokens are written to slots length..length + S - 1 of their row, as those
   of a chain are.
 
   Attributes:
     positions: int32[B, S], each token's place in its sequence, from 0.
-    slot_positions: int32[B, T], the same of the token in each slot; what is in
-      slots that no token sees does not matter.
+    slot_positions: int32[B, T], the place in its sequence of the token in each
+      slot; any number in slots that no token sees.
     visible: bool[B, S, T], the slots that each token sees: those of its
       ancestors and its own.
   """
@@ -166,18 +159,18 @@ class Tree:
 def static_tree(
   parents: Sequence[int], length: jax.Array, num_slots: int
 ) -> Tree:
-  """A `Tree` of known shape, behind what each row's cache holds.
+  """Makes a `Tree` of static shape, after the tokens in each row's cache.
 
   Args:
-    parents: of each of the S tokens, the number of its parent among them, which
-      comes before it; -1 is the last token that the cache holds.
-    length: int32[B], tokens that the cache holds of each row, one a slot.
+    parents: for each of the S tokens, the number of its parent among them,
+      which comes before it; -1 is the last token in the cache.
+    length: int32[B], number of tokens in each row's cache.
     num_slots: T.
   """
   levels, related = _relations(parents)
   depth, count = levels - 1, len(parents)
   slot = jnp.arange(num_slots)
-  place = slot - length[:, None]  # [B, T], which of the new tokens is there
+  place = slot - length[:, None]  # [B, T], the number of the new token there
   is_new = (place >= 0) & (place < count)
   index = jnp.clip(place, 0, count - 1)
   new = jnp.moveaxis(jnp.asarray(related)[:, index], 0, 1)  # [B, S, T]
@@ -192,7 +185,7 @@ def static_tree(
 
 
 def _relations(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-  """Levels int32[N], from 1, and bool[N, N]: itself or an ancestor of it."""
+  """Returns levels int32[N], from 1, and `TreeShape.related`."""
   levels = np.ones((len(parents),), np.int32)
   related = np.eye(len(parents), dtype=bool)
   for child, parent in enumerate(parents):

@@ -17,10 +17,10 @@ from flax import struct
 from specdec_jax.checks.fields import Bound
 from specdec_jax.tree_shape import TreeShape
 
-# Arrays of a device, or of the host: a program's call moves them together.
+# Arrays of a device or of the host; calling a program moves all of them.
 Array: TypeAlias = jax.Array | np.ndarray
-# Numbers that a field may be, see `checks.fields.check_types`: int32 holds the
-# whole ones, and float32 the others, with products of a few of them.
+# Ranges of fields, see `checks.fields.check_types`: int32 holds the integers,
+# and float32 the floats and products of a few of them.
 _MOST, _MOST_FLOAT = np.iinfo(np.int32).max, 1e9
 Count = Annotated[int, Bound(0, _MOST)]
 Positive = Annotated[int, Bound(1, _MOST)]
@@ -30,7 +30,7 @@ Above0 = Annotated[float, Bound(0, _MOST_FLOAT, is_open=True)]
 
 @struct.dataclass
 class Draft:
-  """What a drafter proposes: up to gamma tokens per row.
+  """The proposals of a drafter: up to gamma tokens per row.
 
   **The output is lossless** under two conditions, which suffice: each x_i was
   drawn from its row of `probs`; and whether position i is proposed depends only
@@ -39,7 +39,7 @@ class Draft:
   token, for example after a stop id, which stays in the draft. It must not draw
   a token and then drop it. An example: let p be (.9, .1) and q (.5, .5). If the
   drafter drops every 1 that it draws, token 0 is drawn and accepted half of the
-  time, and in the other half the target draws by itself: 0 comes with
+  time, and in the other half the target draws by itself: token 0 has
   probability .5 + .5 * .9 = .95 instead of .9.
 
   Attributes:
@@ -47,12 +47,12 @@ class Draft:
     probs: float32[B, G, V], the standardised distribution that each proposal
       was sampled from; None means one-hot at `tokens` (a deterministic
       drafter, or greedy decoding).
-    length: int32[B], how many of the G positions were really proposed, by the
-      rule above; later positions are neither verified nor counted.
-    tree: static; None is a chain. Else the proposals branch, G is the number N
-      of nodes of the tree, and `length` the number of levels that were
-      proposed. A row of `probs` is what its node was drawn from given its
-      ancestors and its elder siblings, see `verify_tree`.
+    length: int32[B], the number of positions that are really proposed, by the
+      conditions above; later positions are neither verified nor counted.
+    tree: static; None for a chain. In a tree, G is the number N of its nodes,
+      and `length` the number of proposed levels. A row of `probs` is the
+      distribution of its node given its ancestors and its elder siblings, see
+      `verify_tree`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -69,17 +69,17 @@ class Draft:
 
 @struct.dataclass
 class LengthRule:
-  """When a draft ends, see `drafters.length`; other values do not recompile.
+  """The thresholds that end a draft, see `drafters.length`.
 
-  Times are in calls of the target over one token, and what they are worth is
-  the number of tokens that would be decoded meanwhile.
+  A threshold is the cost of a proposal, as the number of tokens that could be
+  decoded in its time. Changing the values does not recompile.
 
   Attributes:
-    worth: float32[G], x_i is proposed if the probability that it is kept is
-      above the i-th: what a longer call of the target costs.
-    worth_asking: float32[G], the drafter is asked for x_i if the probability
-      that it will be kept is expected to be above the i-th: what the drafter
-      and the target cost. x_1 is always asked for.
+    worth: float32[G], x_i is proposed if its probability to be accepted is
+      above the i-th entry, the cost of one more token in the target's call.
+    worth_asking: float32[G], the drafter is asked for x_i if its expected
+      probability to be accepted is above the i-th entry, the cost of a call of
+      the drafter and of that token. The drafter is always asked for x_1.
   """
 
   worth: Array
@@ -87,27 +87,27 @@ class LengthRule:
 
   @property
   def most(self) -> int:
-    """G, proposals of a draft at most."""
+    """G, the most proposals of a draft."""
     return self.worth.shape[0]
 
   def to_json(self) -> dict[str, Any]:
-    """Its numbers, as JSON can hold them."""
-    return {name: np.asarray(one).tolist() for name, one in vars(self).items()}
+    """Returns the thresholds as JSON values."""
+    return {name: np.asarray(x).tolist() for name, x in vars(self).items()}
 
 
 @struct.dataclass
 class Verdict:
-  """What verification decides about a `Draft` (Algorithm 1's n and t).
+  """The result of verifying a `Draft`: n and t of Algorithm 1.
 
   Attributes:
     num_accepted: int32[B], the leading proposals kept, <= `Draft.length`.
     next_token: int32[B], the token that follows them: resampled from the
       residual after a rejection, sampled from the target after a fully
       accepted draft.
-    path: int32[B, D], of a tree of D levels the nodes that are kept, from the
-      first on; meaningless past `num_accepted`. None of a chain.
-    num_passed: int32[B], of a draft judged as a whole: the leading proposals
-      that pass when each is judged by itself; None is `num_accepted`.
+    path: int32[B, D], the kept nodes of a tree of D levels, from the first on;
+      meaningless past `num_accepted`. None for a chain.
+    num_passed: int32[B], the leading proposals that pass when each is judged by
+      itself; None if that is `num_accepted`, as without block verification.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -131,10 +131,11 @@ class FinishReason(enum.IntEnum):
   Attributes:
     RUNNING: it has not stopped.
     STOP: one of the stop ids was produced.
-    LENGTH: its own max_length was reached; also of no text, or cancelled.
-    STOP_STRING: the caller saw one of its stop strings.
+    LENGTH: its max_length was reached; also if it holds no text or was
+      cancelled.
+    STOP_STRING: the caller found one of its stop strings.
     INVALID: the target's logits were NaN, infinite or all masked.
-    RULES: its rules left no token that may follow.
+    RULES: its token rules allowed no further token.
 
   Examples:
     >>> sd.FinishReason.STOP.name, sd.FinishReason(2).name
@@ -156,12 +157,12 @@ class DecodeStats:
   Attributes:
     num_rounds: int32[B], calls of the target while the row was unfinished.
     num_tested: int32[B], proposals that Algorithm 1 judges: those that pass
-      and, in each round, the first that fails if there was any.
-    num_accepted: int32[B], proposals accepted.
-    histogram: int32[B, G + 1], how many rounds accepted 0, 1, ..., G proposals.
+      and, in each round, the first that fails if there is any.
+    num_accepted: int32[B], proposals that were accepted.
+    histogram: int32[B, G + 1], rounds that accepted 0, 1, ..., G proposals.
     num_passed: int32[B], proposals that pass Algorithm 1's test; more than
-      `num_accepted` only where drafts are judged as a whole. Either way
-      `num_passed` / `num_tested` estimates the acceptance rate.
+      `num_accepted` only in block verification. `num_passed` / `num_tested`
+      estimates the acceptance rate.
     fallback_rounds: int32[B], rounds in which the drafter rested.
     num_drafted: int32[B], proposals of all drafts, cut to a row's budget.
 
@@ -181,7 +182,7 @@ class DecodeStats:
 
   @classmethod
   def none(cls, batch: int, gamma: int) -> 'DecodeStats':
-    """The counts before the first round, of B rows and drafts of G tokens."""
+    """Returns the counts before the first round of drafts of gamma tokens."""
     names = [field.name for field in dataclasses.fields(cls)]
     zeros = dict.fromkeys(names, jnp.zeros((batch,), jnp.int32))
     return cls(
@@ -191,12 +192,12 @@ class DecodeStats:
   def after_round(
     self, running: jax.Array, length: jax.Array, verdict: Verdict
   ) -> 'DecodeStats':
-    """The counts after a speculative round; a finished row counts nothing.
+    """Returns the counts after a round, in which finished rows count nothing.
 
     Args:
       running: bool[B], the rows that were unfinished before the round.
       length: int32[B], proposals of the round.
-      verdict: which of them were accepted.
+      verdict: the number of accepted proposals.
     """
     counts = running.astype(jnp.int32)
     num_accepted = verdict.num_accepted
@@ -230,7 +231,7 @@ class Generation:
       past `length`.
     finish_reason: int32[B], a `FinishReason`.
     stats: the counts.
-    scores: float32[B], of beams only: what they are sorted by.
+    scores: float32[B], the scores that beams are sorted by; None without beams.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Verification of a chain, for one sequence, then vmapped.
 
-`verify` is Algorithm 1 of Leviathan et al. 2023, `verify_block` judges a draft
+`verify` is Algorithm 1 of Leviathan et al. 2023; `verify_block` judges a draft
 as a whole.
 
 The paper's symbols: p_i is `target_probs[i - 1]`, q_i is `draft.probs[i - 1]`,
@@ -90,18 +90,18 @@ def verify(
     ValueError: the shapes do not fit, at trace time.
   """
   check_shapes(draft, target_probs)
-  uniforms, own = verdict_uniforms(key, draft.tokens.shape[0])
+  uniforms, of_next = verdict_uniforms(key, draft.tokens.shape[0])
   if lenience is not None:
     uniforms = lenience * uniforms  # the test becomes r l q < p
   num_accepted = count_accepted(draft, target_probs, uniforms)
   weights = next_token_weights(draft, target_probs, num_accepted)
-  return Verdict(num_accepted, inverse_cdf(weights, own))
+  return Verdict(num_accepted, inverse_cdf(weights, of_next))
 
 
 def count_accepted(
   draft: Draft, target_probs: jax.Array, uniforms: jax.Array
 ) -> jax.Array:
-  """n of Algorithm 1: the proposals before the first that fails; int32[]."""
+  """Counts the proposals before the first that fails, n; int32[]."""
   gamma = draft.tokens.shape[0]
   target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
   proposed_with = draft_prob(draft)
@@ -120,13 +120,13 @@ def next_token_weights(
   num_accepted: jax.Array,
   share: jax.Array | float = 1.0,
 ) -> jax.Array:
-  """What t of Algorithm 1 is drawn from, not normalised; float32[V].
+  """Returns the weights that t of Algorithm 1 is drawn from; float32[V].
 
-  It is p' = max(0, p - q) after a rejection, and the target's own row if
-  nothing was rejected: every proposal was accepted, or (see the top of this
-  file) the next one has draft probability 0. It is also the target's own row if
-  the residual's mass rounds to 0; that needs p = q, where a rejection has
-  probability 0 too.
+  They are p' = max(0, p - q) after a rejection, not normalised. They are the
+  target's own row if nothing was rejected: every proposal was accepted, or (see
+  the top of this file) the next one has draft probability 0. They are that row
+  too if the residual's mass rounds to 0; that needs p = q, where a rejection
+  has probability 0 anyway.
 
   Args:
     draft: the draft.
@@ -147,7 +147,7 @@ def next_token_weights(
 def verify_block(
   draft: Draft, target_probs: jax.Array, key: jax.Array
 ) -> Verdict:
-  """`verify` of a draft as a whole, with the same random numbers.
+  """Judges a draft as a whole, with the random numbers of `verify`.
 
   Args:
     draft: as for `verify`.
@@ -156,13 +156,13 @@ def verify_block(
 
   Returns:
     Verdict: num_accepted int32[] <= length, next_token int32[], and num_passed
-    int32[]: what Algorithm 1 would have kept with the same random numbers.
+    int32[]: the number that Algorithm 1 accepts with these random numbers.
 
   Raises:
     ValueError: the shapes do not fit, at trace time.
   """
   check_shapes(draft, target_probs)
-  uniforms, own = verdict_uniforms(key, draft.tokens.shape[0])
+  uniforms, of_next = verdict_uniforms(key, draft.tokens.shape[0])
   shares = kept_shares(draft, target_probs)
   num_accepted = count_accepted_block(draft, target_probs, shares, uniforms)
   weights = next_token_weights(
@@ -170,19 +170,19 @@ def verify_block(
   )
   return Verdict(
     num_accepted,
-    inverse_cdf(weights, own),
+    inverse_cdf(weights, of_next),
     num_passed=count_accepted(draft, target_probs, uniforms),
   )
 
 
 def kept_shares(draft: Draft, target_probs: jax.Array) -> jax.Array:
-  """P_0, ..., P_G; float32[G + 1], meaningless past the draft's end."""
+  """Returns P_0, ..., P_G, float32[G + 1]; meaningless past the draft's end."""
   gamma = draft.tokens.shape[0]
   target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
   proposed_with = draft_prob(draft)
   shares = [jnp.float32(1.0)]
   for i in range(gamma):
-    # In this order 0 stays 0, where the quotient of the two might be infinite.
+    # In this order 0 stays 0; the quotient of the last two may be infinite.
     share = shares[-1] * target_prob[i] / proposed_with[i]
     shares.append(jnp.minimum(share, 1.0))
   return jnp.stack(shares)
@@ -191,12 +191,12 @@ def kept_shares(draft: Draft, target_probs: jax.Array) -> jax.Array:
 def count_accepted_block(
   draft: Draft, target_probs: jax.Array, shares: jax.Array, uniforms: jax.Array
 ) -> jax.Array:
-  """n of block verification: the last i with r_i < h_i; int32[].
+  """Returns n of block verification, the last i with r_i < h_i; int32[].
 
   Args:
     draft: the draft.
     target_probs: float32[G + 1, V].
-    shares: float32[G + 1], of `kept_shares`.
+    shares: float32[G + 1], from `kept_shares`.
     uniforms: r_1 ... r_G, float32[G].
   """
   gamma = draft.tokens.shape[0]
@@ -216,7 +216,7 @@ def count_accepted_block(
 def verify_greedy(
   draft: Draft, target_tokens: jax.Array, near: jax.Array | None = None
 ) -> Verdict:
-  """`verify` for a target that takes the argmax: no softmax, no randomness.
+  """Verifies a draft for a target that takes the argmax, without randomness.
 
   Without `near` this equals `verify` with the one-hot rows of `target_tokens`,
   whatever the drafter's probabilities are.
@@ -226,8 +226,9 @@ def verify_greedy(
       unused.
     target_tokens: int32[G + 1]; entry i is the target's argmax given the first
       i proposals.
-    near: bool[G], proposals that are accepted like the argmax, from
-      `near_argmax`; this is lenience at temperature 0. None is none of them.
+    near: bool[G], proposals that are accepted as if they were the argmax, from
+      `near_argmax`; this is lenience at temperature 0. None accepts only the
+      argmax.
 
   Returns:
     Verdict: num_accepted int32[] <= length, next_token int32[].
@@ -251,7 +252,7 @@ def verify_greedy(
 def near_argmax(
   tokens: jax.Array, logits: jax.Array, lenience: jax.Array
 ) -> jax.Array:
-  """Whether p(x) >= l max(p), p before it is standardised; A.5.
+  """Returns whether p(x) >= l max(p), p before it is standardised; A.5.
 
   The paper prints the inequality the other way round, which would reject the
   argmax itself. A quotient of two probabilities needs no softmax.
@@ -269,7 +270,7 @@ def near_argmax(
   return jnp.exp(chosen - jnp.max(logits, axis=-1)) >= lenience
 
 
-# For B sequences: each argument but the lenience has one more axis in front.
+# For B sequences: each argument but the lenience has a leading axis B.
 verify_batch = jax.vmap(verify, in_axes=(0, 0, 0, None))
 verify_block_batch = jax.vmap(verify_block)
 verify_greedy_batch = jax.vmap(verify_greedy)
@@ -283,7 +284,7 @@ def check_lenience(lenience: float) -> None:
 
 
 def first_false(flags: jax.Array) -> jax.Array:
-  """Index of the first False in bool[G], G if there is none; int32[]."""
+  """Returns the index of the first False in bool[G], or G; int32[]."""
   if not flags.size:  # the plain loop's rounds
     return jnp.int32(0)
   ends = jnp.append(flags, False)
@@ -291,7 +292,7 @@ def first_false(flags: jax.Array) -> jax.Array:
 
 
 def value_of(rows: jax.Array, tokens: jax.Array, otherwise: float) -> jax.Array:
-  """rows[..., i, tokens[..., i]], or `otherwise` outside the vocabulary."""
+  """Takes rows[..., i, tokens[..., i]], or `otherwise` for ids outside V."""
   in_range = (tokens >= 0) & (tokens < rows.shape[-1])
   chosen = jnp.take_along_axis(rows, tokens[..., None], axis=-1, mode='clip')
   return jnp.where(in_range, chosen[..., 0], otherwise)
@@ -300,7 +301,7 @@ def value_of(rows: jax.Array, tokens: jax.Array, otherwise: float) -> jax.Array:
 def draft_rows(
   draft: Draft, index: jax.Array | slice, vocab_size: int
 ) -> jax.Array:
-  """q of the positions `index`; float32[..., V]."""
+  """Returns q of the positions `index`; float32[..., V]."""
   if draft.probs is None:
     tokens = draft.tokens[index]
     return jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32)
@@ -308,7 +309,7 @@ def draft_rows(
 
 
 def draft_prob(draft: Draft) -> jax.Array:
-  """q_i(x_i) of every proposal; float32[G]."""
+  """Returns q_i(x_i) of every proposal; float32[G]."""
   if draft.probs is None:
     return jnp.ones(draft.tokens.shape, jnp.float32)
   return value_of(draft.probs, draft.tokens, 0.0)
@@ -320,13 +321,13 @@ def residual_of(
   share: jax.Array | float,
   index: jax.Array | slice,
 ) -> jax.Array:
-  """max(0, P p - q) of the positions `index`; float32[..., V]."""
+  """Returns max(0, P p - q) of the positions `index`; float32[..., V]."""
   rows = draft_rows(draft, index, target_rows.shape[-1])
   return jnp.maximum(share * target_rows - rows, 0.0)
 
 
 def _end(draft: Draft) -> jax.Array:
-  """How many tokens are proposed with a probability above 0; int32[]."""
+  """Counts the proposals before the first of probability 0; int32[]."""
   proposed = jnp.arange(draft.tokens.shape[0]) < draft.length
   return first_false(proposed & (draft_prob(draft) > 0))
 

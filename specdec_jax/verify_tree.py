@@ -1,16 +1,16 @@
 """Verification of proposals that branch: Algorithm 1 along a tree.
 
-Written for one sequence, then vmapped. From the last committed token down: the
-children of the node that was reached are tried in turn, the first that is
-accepted is the next node, and where none is, the target draws the token itself.
-One child each is Algorithm 1, with the same random numbers.
+It is written for one sequence, then vmapped. A walk begins at the last
+committed token. It tries the children of a node in turn and goes on at the
+first that is accepted; if none is, the target draws the next token. With one
+child per node this is Algorithm 1, with the same random numbers.
 
 **Guarantee.** Each node x comes with the distribution q that it was drawn from,
 *given its ancestors and its elder siblings*. At a node, p begins as the
 target's distribution. A child is accepted with probability min(1, p(x) / q(x));
-on rejection p becomes norm(max(0, p - q)), and the next child is tried. What is
-emitted has the law p at every step, for whatever q: so in the end it has the
-target's. Three kinds of children are this one rule:
+on rejection p becomes norm(max(0, p - q)), and the next child is tried. At
+every step the emitted token has the law p, for any q: so in the end it has the
+target's. This covers three kinds of children:
 
 - drawn independently (SpecInfer's): q is the drafter's distribution for each;
 - drawn without replacement: q is the drafter's distribution without the elder
@@ -18,13 +18,13 @@ target's. Three kinds of children are this one rule:
 - chosen, by rank or by a table (`Draft.probs` None): q is one-hot, the child is
   accepted with p(x), and on rejection x is taken out of p.
 
-Children are tried in the order in which they were drawn: sorted by score, the
-first no longer comes from its q. For p = (.1, .3, .6) and q = (.6, .3, .1) two
-children drawn without replacement and sorted give (.154, .076, .770); two
-chosen ones that are taken for drawn ones give (.167, 0, .833).
+Children are tried in the order in which they were drawn: once they are sorted
+by score, the first one no longer comes from its q. For p = (.1, .3, .6) and
+q = (.6, .3, .1) two children drawn without replacement and sorted give (.154,
+.076, .770); two chosen children that are treated as drawn give (.167, 0, .833).
 
-As in `verify`, a child of draft probability 0 was not proposed: it is passed
-over, and p stays as it is. Where p - q rounds to nothing, p stays too.
+As in `verify`, a child of draft probability 0 counts as not proposed: it is
+skipped, and p stays as it is. p also stays if p - q rounds to 0.
 """
 
 import jax
@@ -44,9 +44,9 @@ def verify_tree(draft: Draft, target_probs: jax.Array, key: jax.Array):
 
   Args:
     draft: draft of one sequence, with a `tree`: tokens int32[N], probs
-      float32[N, V] or None for chosen ones, length int32[], the levels that are
-      proposed.
-    target_probs: float32[N + 1, V]: given the committed tokens, and given these
+      float32[N, V] or None for chosen children, length int32[], the number of
+      proposed levels.
+    target_probs: float32[N + 1, V], after the committed tokens, and after these
       and the path to each node.
     key: PRNG key of this row and round, consumed by `verdict_uniforms`.
 
@@ -57,21 +57,20 @@ def verify_tree(draft: Draft, target_probs: jax.Array, key: jax.Array):
     ValueError: the shapes do not fit, at trace time.
   """
   shape = shape_of(draft, target_probs.shape[0])
-  uniforms, own = verdict_uniforms(key, len(trials(shape)))
+  uniforms, of_next = verdict_uniforms(key, len(trials(shape)))
   last, weights = walk(draft, target_probs, uniforms)
-  return verdict(shape, last, inverse_cdf(weights, own))
+  return verdict(shape, last, inverse_cdf(weights, of_next))
 
 
 def trials(shape: TreeShape) -> np.ndarray:
-  """int32[K, 2], level and rank of every child that a walk may have to try."""
-  found = np.stack([shape.levels, shape.ranks], axis=1)
-  return np.unique(found, axis=0)
+  """Lists level and rank of each child that a walk may try, int32[K, 2]."""
+  return np.unique(np.stack([shape.levels, shape.ranks], axis=1), axis=0)
 
 
 def walk(
   draft: Draft, target_probs: jax.Array, uniforms: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The node that is reached, and what the next token is drawn from.
+  """Walks down the tree as far as children are accepted.
 
   Args:
     draft: as for `verify_tree`.
@@ -79,15 +78,15 @@ def walk(
     uniforms: float32[K], one for each of `trials`.
 
   Returns:
-    int32[], the last accepted node, -1 if there is none; and float32[V], p
-    where the walk ended, not normalised.
+    int32[], the last accepted node, -1 without any; and float32[V], p at the
+    end of the walk, not normalised, from which the next token is drawn.
   """
   shape = shape_of(draft, target_probs.shape[0])
   children = jnp.asarray(shape.children)
   levels = jnp.asarray(np.append(0, shape.levels))  # the root first
   size = target_probs.shape[1]
 
-  def one(carry, trial):
+  def attempt(carry, trial):
     node, probs = carry
     level, rank, uniform = trial
     child = children[node + 1, rank]
@@ -106,13 +105,13 @@ def walk(
   places = jnp.asarray(trials(shape))
   first = jnp.int32(-1), target_probs[0]
   (last, probs), _ = lax.scan(
-    one, first, (places[:, 0], places[:, 1], uniforms)
+    attempt, first, (places[:, 0], places[:, 1], uniforms)
   )
   return last, probs
 
 
 def verify_tree_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
-  """`verify_tree` for a target that takes the argmax.
+  """Verifies a tree for a target that takes the argmax.
 
   Args:
     draft: draft of one sequence: tokens int32[N], length int32[]; probs is
@@ -121,7 +120,7 @@ def verify_tree_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
       and after each node.
 
   Returns:
-    Verdict with `path`: the longest one of nothing but argmaxes.
+    Verdict with `path`, the longest path that consists of argmaxes.
 
   Raises:
     ValueError: the shapes do not fit, at trace time.
@@ -137,28 +136,29 @@ def verify_tree_greedy(draft: Draft, target_tokens: jax.Array) -> Verdict:
   return verdict(shape, last, target_tokens[last + 1])
 
 
-# For B sequences: each argument has one more axis in front.
+# For B sequences: each argument has a leading axis B.
 verify_tree_batch = jax.vmap(verify_tree)
 verify_tree_greedy_batch = jax.vmap(verify_tree_greedy)
 
 
 def shape_of(draft: Draft, num_rows: int) -> TreeShape:
-  """The tree of a draft of one sequence.
+  """Returns the tree of a draft of one sequence.
 
   Raises:
-    ValueError: it has not as many nodes, or the target has not one row more.
+    ValueError: the draft has another number of tokens than the tree has nodes,
+      or the target's rows are not one more.
   """
   shape = draft.tree
   assert shape is not None
-  count, given = shape.num_nodes, (draft.tokens.shape, num_rows)
-  if given != ((count,), count + 1):
+  count, got = shape.num_nodes, (draft.tokens.shape, num_rows)
+  if got != ((count,), count + 1):
     expected = f'a draft of {count} tokens, {count + 1} rows of the target'
-    raise unexpected('tree', expected, given)
+    raise unexpected('tree', expected, got)
   return shape
 
 
 def verdict(shape: TreeShape, last: jax.Array, next_token: jax.Array):
-  """The verdict of a walk that ended at node `last`; -1 is the root."""
+  """Returns the verdict of a walk that ended at node `last`, -1 the root."""
   node = jnp.maximum(last, 0)
   levels, paths = jnp.asarray(shape.levels), jnp.asarray(shape.paths)
   number = jnp.where(last < 0, 0, levels[node])
@@ -166,7 +166,7 @@ def verdict(shape: TreeShape, last: jax.Array, next_token: jax.Array):
 
 
 def _residual(probs: jax.Array, row: jax.Array) -> jax.Array:
-  """norm(max(0, p - q)); p itself if that rounds to nothing."""
+  """Returns norm(max(0, p - q)), or p if that rounds to 0."""
   residual = jnp.maximum(probs - row, 0.0)
   mass = jnp.sum(residual)
   return jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), probs)

@@ -11,6 +11,7 @@ import tempfile
 
 import pytest
 
+_TESTS = pathlib.Path(__file__).parent
 # Toy models run for milliseconds and compile for seconds.
 _QUICK_FLAGS = (
   '--xla_backend_optimization_level=0',
@@ -97,16 +98,14 @@ def _keep_programs(folder):
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 
 
-# Group of slow tests -> how its files' names begin; the rest are `system`.
+# Group of slow tests -> how its files' paths begin; the rest are `system`.
 _GROUPS = {
   'laws': (
-    *('adaptive', 'continuous', 'demo', 'drafter'),
-    *('engine', 'families', 'pool', 'rules_law', 'rules_test'),
+    *('decoding/', 'drafters/', 'engine/drafters', 'engine/families'),
+    *('engine/scheduler', 'rules/options', 'rules/tokens', 'system/demo'),
   ),
-  'parity': (
-    *('beam_parity', 'parity', 'rules_parity', 't5x', 'tokenizer_parity'),
-  ),
-  'documents': ('documents', 'notebook'),
+  'parity': ('parity/', 't5x_plugin/', 'checkpoints/t5x'),
+  'documents': ('system/documents', 'system/notebook'),
 }
 
 
@@ -114,8 +113,8 @@ def pytest_collection_modifyitems(items):
   """Puts each slow test into a group: `-m "slow and laws"` runs one of them."""
   for item in items:
     if item.get_closest_marker('slow'):
-      name = item.path.name
-      groups = [g for g, begin in _GROUPS.items() if name.startswith(begin)]
+      path = item.path.relative_to(_TESTS).as_posix()
+      groups = [g for g, begin in _GROUPS.items() if path.startswith(begin)]
       item.add_marker((*groups, 'system')[0])
 
 

@@ -1,4 +1,7 @@
-"""The shape of the library: rooms, what importing it pulls in, docstrings."""
+"""The shape of the library: rooms, what importing it pulls in, docstrings.
+
+And that of its tests: they lie as the library does, and share only toys.
+"""
 
 import ast
 import graphlib
@@ -25,6 +28,7 @@ checkpoints
 drafters
 decoding
 text
+report
 engine
 measure
 training
@@ -110,6 +114,32 @@ def test_module(path):
   roots = {name.split('.')[0] for name in imports(path)}
   assert 'gin' not in roots or path.parent.name == 'cli'
   assert not roots & TASKS_ONLY or path.name == 'tasks.py'
+
+
+TESTS = ROOT / 'tests'
+SUITES = sorted(TESTS.rglob('*_test.py'))
+
+
+def imported_suites(path: pathlib.Path) -> set[str]:
+  """Returns the test modules that a file of the tests imports."""
+  last = {name.rsplit('.')[-1] for name in imports(path)}
+  return last & {suite.stem for suite in SUITES}
+
+
+def test_suites_share_only_toys(tmp_path):
+  """What two suites need is in tests/toys."""
+  for path in TESTS.rglob('*.py'):
+    assert not imported_suites(path), path
+  # The check itself sees an import of a test module.
+  (tmp_path / 'wrong.py').write_text('from verify_test import ROWS')
+  assert imported_suites(tmp_path / 'wrong.py') == {'verify_test'}
+
+
+def test_suites_lie_as_the_library_does():
+  """Each is in the folder of a room, but for those of the whole system."""
+  rooms = {path.parent.relative_to(LIBRARY).name for path in FILES}
+  folders = {path.parent.relative_to(TESTS).name for path in SUITES}
+  assert folders - rooms == {'parity', 'system'}
 
 
 def test_import_needs_no_tensorflow():

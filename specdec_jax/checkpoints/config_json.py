@@ -1,8 +1,7 @@
-"""Reads config.json of Hugging Face folders, by the data of its family.
+"""Reads config.json of Hugging Face folders by the data of its family.
 
-A `Family` says which fields of config.json give which fields of our
-configuration, and which have one value only; a field that is not known is
-refused by its name.
+A `Family` maps fields of config.json to fields of our configuration, and lists
+the fields that may have only one value. All unknown fields are refused.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 
 from specdec_jax import files
-from specdec_jax.checkpoints import families
+from specdec_jax.checkpoints import families, generation
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.generation import FILE, SETTINGS
 from specdec_jax.checks.fields import (
@@ -26,24 +25,25 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.config import MOST_LAYERS
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.layers import MOST_LAYERS
 from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
 
-# What a checkpoint says beside its arrays -> the entry of config.json.
+CONFIG = 'config.json'
+# Fingerprints that a checkpoint may hold -> their fields in config.json.
 ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
-# The entry of a decoder that reads its target's encoder: that one's width.
+# The field with the width of the encoder of a decoder alone.
 ENCODER_DIM = 'specdec_encoder_dim'
 
 _WORDS = families.WORDS['config']
 _NO_MATTER = re.compile('|'.join(_WORDS['no_matter']))
 _AROUND_TEXT = {*_WORDS['around_text']}
 _KINDS: Mapping[str, Any] = _WORDS['layers']
-# Fields that are made of others where config.json leaves them out.
+# Fields that follow from others if config.json leaves them out.
 _DERIVED = {
   'head_dim': lambda values: (
     values['hidden_size'] // values['num_attention_heads']
@@ -55,7 +55,7 @@ _DERIVED = {
 
 
 def is_tied(family: Family, described: Described) -> bool:
-  """Whether the output layer is the embedding, as config.json says."""
+  """Whether the output layer is the embedding, according to config.json."""
   text = described.get('text_config')
   if not family.ties_by_arrays:
     for part in (described, text if isinstance(text, Mapping) else {}):
@@ -69,16 +69,16 @@ def scales_output(described: Described) -> bool:
   if described.get('model_type') not in ('t5', 'umt5'):
     return False  # mT5 has T5 1.1's output layer
   untied = described.get('tie_word_embeddings') is False
-  # transformers 5 writes it, beside `tie_word_embeddings: true` for every T5.
+  # transformers 5 writes this field, and `tie_word_embeddings: true`, always.
   return bool(described.get('scale_decoder_outputs', not untied))
 
 
 def _fields_of(
   family: Family, described: Described, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """config.json with defaults, and sizes by our configuration's names."""
-  known = {*family.fields.values(), *family.defaults, *family.read}
-  check_fields(described, known, where, family.fixed, family.same)
+  """Returns config.json with defaults, and sizes by our names."""
+  read = {*family.fields.values(), *family.defaults, *family.read}
+  check_fields(described, read, where, family.fixed, family.same)
   values = _given(described)
   defaults = {
     name: value
@@ -87,7 +87,7 @@ def _fields_of(
   }
   values = defaults | values
   for name, derive in _DERIVED.items():
-    if name in known and name not in values:
+    if name in read and name not in values:
       with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
         values[name] = derive(values)
   for name in family.fields.values():
@@ -115,11 +115,11 @@ def check_fields(
     described: config.json, or a part of it.
     read: fields that the caller reads.
     where: the path, for messages.
-    fixed: fields, and the only values that the network has.
-    same: fields that are other names of fields.
+    fixed: fields -> the only value that the network supports.
+    same: fields -> fields that they must be equal to.
 
   Raises:
-    ValueError: a field is not known, or differs from what the network has.
+    ValueError: a field is unknown, or has an unsupported value.
   """
   for name in ('tie_word_embeddings', 'scale_decoder_outputs'):
     check_type(f'{where}: {name}', described.get(name), bool | None)
@@ -230,7 +230,7 @@ def _gpt2(family: Family, described: Described, where: str, tied: bool):
 
 
 def _m2m100(family: Family, described: Described, where: str, tied: bool):
-  del tied  # it always is
+  del tied  # these models always are
   values, sizes = _fields_of(family, described, where)
   ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
   return M2M100Config(
@@ -254,7 +254,7 @@ def _causal(
   has_local = 'local' in kinds
   window = values.get('sliding_window')
   if 'use_sliding_window' in values and not values['use_sliding_window']:
-    window = None  # which local layers refuse
+    window = None  # then local layers are an error
   is_gemma = 'hidden_activation' in values
   word = 'hidden_activation' if is_gemma else 'hidden_act'
   scalar = values.get('query_pre_attn_scalar', sizes['head_dim'])
@@ -275,13 +275,13 @@ def _causal(
 
 
 def _with_images(family: Family, described: Described, where: str, tied: bool):
-  """The configuration of the model of texts."""
+  """Returns the configuration of the model that reads texts."""
   check_fields(described, _AROUND_TEXT, where)
   return _causal(family, _object(described, 'text_config', where), where, tied)
 
 
 def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
-  """The kinds of the layers, as the shortest row of them that repeats."""
+  """Returns the shortest sequence of layer kinds that repeats."""
   count = min(values['num_hidden_layers'], MOST_LAYERS)  # more is refused later
   for name in ('sliding_window_pattern', 'max_window_layers'):
     if name in values:
@@ -303,7 +303,7 @@ def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
 
 
 def _layer_type(values: Described, layer: int) -> str:
-  """A layer's type in configurations without `layer_types`."""
+  """Returns a layer's type in configurations without `layer_types`."""
   if 'sliding_window_pattern' in values:
     slides = (layer + 1) % values['sliding_window_pattern'] != 0
   else:
@@ -313,7 +313,7 @@ def _layer_type(values: Described, layer: int) -> str:
 
 
 def _rope(values: Described, layer_type: str, where: str) -> Rope:
-  """The RoPE of layers of one type."""
+  """Returns the RoPE of layers of one type."""
   settings: dict[str, Any] = {}
   if 'rope_parameters' in values:
     settings |= _object(values, 'rope_parameters', where)
@@ -326,24 +326,23 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
     raise unexpected(f'{where}: rope_parameters', each, settings)
   theta = values['rope_theta']
   if layer_type == 'sliding_attention' and has_local:
-    theta = values['rope_local_base_freq']  # and it is not scaled
+    theta = values['rope_local_base_freq']  # without scaling
   elif 'rope_scaling' in values:
     settings |= _object(values, 'rope_scaling', where)
   word = settings.get('rope_type', settings.get('type', 'default'))
   check_choice(f'{where}: rope_type', word, _WORDS['ropes'])
   fields = _WORDS['ropes'][word]
-  settings = _given(settings)
+  settings = {'rope_theta': theta} | _given(settings)
   others = settings.keys() - {'rope_type', 'type', 'rope_theta'}
   if differing := others ^ {*fields.values()}:
     expected = f'only {", ".join(fields.values()) or "its type and base"}'
     name = f'{where}: RoPE of type {word!r}'
     raise unexpected(name, expected, sorted(differing))
   scaling = {ours: settings[theirs] for ours, theirs in fields.items()}
-  base: Any = settings.get('rope_theta', theta)
-  return Rope(base=base, **scaling)
+  return Rope(base=settings['rope_theta'], **scaling)
 
 
-# T5Gemma 1 and 2: each stack is described as a Gemma's.
+# T5Gemma 1 and 2: config.json describes each stack like a Gemma's.
 
 
 def _t5gemma(family: Family, described: Described, where: str, tied: bool):
@@ -357,8 +356,8 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
     image_end = encoder.get('eoi_token_index') or 256_000
     encoder = _object(encoder, 'text_config', f'{where}: encoder')
   if merged and not tied:
-    one = f'true, and no other array in {family.head}: one table of embeddings'
-    raise unexpected(f'{where}: tie_word_embeddings', one, tied)
+    shared = f'true, without another array {family.head}: one embedding'
+    raise unexpected(f'{where}: tie_word_embeddings', shared, tied)
   config = T5GemmaConfig(
     _causal(family.stack, encoder, f'{where}: encoder', tied),
     _causal(family.stack, decoder, f'{where}: decoder', tied),
@@ -374,7 +373,7 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
 
 
 def _t5gemma_ids(described: Described) -> dict[str, Any]:
-  """The ids of the decoder, which begins with the beginning of a text."""
+  """Returns the ids of the decoder, which begins with a text's begin."""
   ids = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
   decoder = described.get('decoder')
   for part in (decoder if isinstance(decoder, Mapping) else {}, described):
@@ -397,38 +396,37 @@ _MAKERS = {
 def read_config(
   described: Described, where: str, tied: bool | None = None
 ) -> Config:
-  """Returns the shape that a config.json describes.
+  """Returns the configuration that a config.json describes.
 
   Args:
     described: config.json.
     where: its path, for messages.
-    tied: whether the output layer is the embedding, as the weights show; None
-      goes by config.json.
+    tied: whether the output layer is the embedding, according to the weights;
+      None: according to config.json.
 
   Raises:
-    ValueError: the architecture is not supported; or a field is missing, or
-      differs from what the network here has, or is not known and might change
-      what the model says.
+    ValueError: the architecture is not supported; or a field is missing, has an
+      unsupported value, or is unknown and might change the model's outputs.
   """
   family = families.family_of(described, where)
   tied = is_tied(family, described) if tied is None else tied
   return _MAKERS[family.make](family, described, where, tied)
 
 
-# Ids with a meaning.
+# Facts about texts: special ids, and settings of transformers' `generate`.
 
 
 class SpecialIds(NamedTuple):
   """Ids with a special meaning.
 
   Attributes:
-    decoder_start: the id that the decoder reads first; 0 of a T5, as always in
-      T5X.
-    eos: ids that end an output; T5 has 1, MADLAD-400 has 2.
-    pad: the id that transformers pads rows with. T5s are padded with 0 here, as
-      in T5X: padding is masked, so that logits do not depend on it. If 0 is the
-      unknown piece (MADLAD-400), encoders here and in T5X ignore that piece
-      too.
+    decoder_start: the id that a decoder behind an encoder reads first; 0 in a
+      T5, as always in T5X.
+    eos: ids that end an output; T5 has 1, MADLAD-400 has 2. A decoder-only
+      model may have none.
+    pad: the id that transformers pads rows with. Here and in T5X T5s are padded
+      with 0: padding is masked, so logits do not depend on it. If 0 is the
+      unknown piece (MADLAD-400), the encoder ignores that piece too.
   """
 
   decoder_start: int
@@ -448,54 +446,92 @@ def describe_ids(ids: SpecialIds) -> dict[str, Any]:
   }
 
 
-def special_ids(
-  folder: pathlib.Path, described: Described, start_id: int | None = 0
-) -> SpecialIds:
-  """Which ids start, end and pad the sequences of a folder's model.
+class FolderFacts(NamedTuple):
+  """The facts in config.json and generation_config.json of a folder.
 
-  They are T5's where neither of its files names them.
+  Attributes:
+    described: config.json.
+    config: the network's configuration.
+    ids: the special ids.
+    rules: token rules for `generate`, by the names of their options.
+    unfollowed: a sentence on the settings for `generate` that are not followed;
+      '' if there are none.
+  """
+
+  described: Described
+  config: Config
+  ids: SpecialIds
+  rules: Mapping[str, Any]
+  unfollowed: str
+
+  @property
+  def bos_id(self) -> int | None:
+    """The id that config.json names as the begin of a text, if any."""
+    named = self.described.get('bos_token_id')
+    return named if type(named) is int else None
+
+
+def read_facts(
+  folder: pathlib.Path, described: Described, config: Config
+) -> FolderFacts:
+  """Reads generation_config.json, and collects the facts of a folder.
 
   Args:
     folder: where generation_config.json may be.
-    described: what its config.json says.
-    start_id: the id that the decoder must start with; None: any.
+    described: its config.json.
+    config: the result of `read_config`.
 
   Raises:
     ValueError: a file is broken, an id is not a whole number, or the decoder
-      starts with another id.
+      starts with another id than all models of its family.
   """
-  values = {**describe_ids(T5_IDS), 'decoder_start_token_id': None}
-  said = described
-  if os.path.lexists(folder / FILE):  # it goes first
-    said = {**described, **_given(files.read_json(folder / FILE))}
-  values |= _given(said)
-  if said.get('model_type') in ('t5gemma', 't5gemma2'):
-    values |= _t5gemma_ids(said)
-  pad, ends = values['pad_token_id'], values['eos_token_id']
-  start = values['decoder_start_token_id']
-  start = pad if start is None else _single(start)  # as transformers does
+  path, settings = folder / CONFIG, described  # as in transformers
+  if os.path.lexists(folder / FILE):
+    path = folder / FILE
+    settings = files.read_json(path)
+  ids = _special_ids(
+    _given(described) | _given(settings), os.fspath(folder), config
+  )
+  if isinstance(config, T5GemmaConfig):
+    config = dataclasses.replace(config, start_id=ids.decoder_start)
+  rules, unfollowed = generation.read_settings(settings, os.fspath(path))
+  return FolderFacts(described, config, ids, rules, unfollowed)
+
+
+def _special_ids(values: Described, where: str, config: Config) -> SpecialIds:
+  has_encoder = config.shape.decoder.cross != 'none'
+  ids: dict[str, Any] = {'pad_token_id': T5_IDS.pad}
+  ids['eos_token_id'] = [*T5_IDS.eos] if has_encoder else []
+  ids |= values
+  if isinstance(config, T5GemmaConfig):
+    ids |= _t5gemma_ids(values)
+  pad, ends = ids['pad_token_id'], ids['eos_token_id']
+  start = _single(ids.get('decoder_start_token_id', pad))  # as transformers
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
-  where = os.fspath(folder)
   check_type(f'{where}: pad_token_id', pad, int)
-  check_type(f'{where}: decoder_start_token_id', start, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
-  if start_id not in (None, start):
-    only = f'{start_id}, as in every model of this family'
+  if not has_encoder:
+    # transformers writes GPT-2's end id (50256) for any size of vocabulary.
+    ends = tuple(token for token in ends if token < config.vocab_size)
+    return SpecialIds(T5_IDS.decoder_start, ends, pad)
+  check_type(f'{where}: decoder_start_token_id', start, int)
+  if not isinstance(config, T5GemmaConfig) and start != config.shape.start_id:
+    only = f'{config.shape.start_id}, as in every model of this family'
     raise unexpected(f'{where}: decoder_start_token_id', only, start)
   return SpecialIds(start, ends, pad)
 
 
 def _given(described: Described) -> dict[str, Any]:
-  """The fields that are not null."""
+  """Returns the fields that are not null."""
   return {name: v for name, v in described.items() if v is not None}
 
 
 def _single(value: Any) -> Any:
-  """The value itself, or that of a list of one, as transformers has ids too."""
+  """Returns the value, or the item of a list of one, which may stand for it."""
   return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-# Comparing a folder with what is expected of it.
+# Comparing a folder's configuration with the expected one.
 
 
 def check_config(found: Config, expected: Any, source: str) -> None:
@@ -505,8 +541,8 @@ def check_config(found: Config, expected: Any, source: str) -> None:
   checkpoint.
 
   Raises:
-    ValueError: they differ; the message has each field that differs, with both
-      values; of a stack within a model it is 'encoder.num_layers'.
+    ValueError: they differ; the message has both values of each field that
+      differs, such as 'encoder.num_layers'.
   """
   have, want = (
     flax.traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')

@@ -1,7 +1,7 @@
 """Converts a checkpoint of any kind to one of three formats.
 
-Kernels of eight bits are written in Orbax's and T5X's formats, for this library
-alone; transformers has no T5 whose kernels have factors of outputs.
+Only this library reads kernels of eight bits in Orbax's and T5X's formats;
+transformers has no T5 whose kernels have a factor per output.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import tempfile
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -25,34 +25,35 @@ from specdec_jax.checkpoints.load import (
   open_checkpoint,
 )
 from specdec_jax.checks.fields import check_types, unexpected
+from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import INT4, INT8, is_scale
 from specdec_jax.models.t5 import T5, T5Config
 
 Format = Literal['orbax', 'safetensors', 't5x']
-# In the output folder. T5X's infer.py and InteractiveModel know a checkpoint by
-# the name of its folder.
+# T5X's infer.py and InteractiveModel recognise a checkpoint by its folder's
+# name.
 _T5X_FILE = pathlib.Path('checkpoint_0', 'checkpoint')
-# Dtypes that leave a `fingerprint` of floats as it is.
+# Dtypes that do not change a `fingerprint` of floats.
 _AS_BEFORE = (None, 'float32', 'bfloat16')
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertConfig:
-  """What to convert, and to what.
+  """The settings of a conversion.
 
   Attributes:
-    checkpoint_path: anything that `checkpoints.load` reads.
-    output: a new folder. For 't5x' it is a MODEL_DIR as T5X has it: the
-      checkpoint is its folder `checkpoint_0`.
+    checkpoint_path: a path that `checkpoints.load` reads.
+    output: a new folder. For 't5x' it is T5X's MODEL_DIR: the checkpoint is its
+      folder `checkpoint_0`.
     format: 'orbax' for this library, 'safetensors' for Hugging Face's, 't5x'
       for T5X's, in a single msgpack file.
     network: `T5(config)` of the checkpoint. Needed for scanned stacks, and if
       the activations are not those of T5 1.0 or 1.1; None reads the sizes from
       the checkpoint.
     revision: branch, tag or commit of an id of the Hugging Face hub.
-    dtype: dtype of the arrays that are written, e.g. 'bfloat16'; None keeps
-      theirs. 'int8', not for 'safetensors', is that of kernels: loading reads
-      a quarter of the bytes of float32 and rounds nothing.
+    dtype: dtype of the output, e.g. 'bfloat16'; None keeps the checkpoint's.
+      'int8', not for 'safetensors', applies to kernels: loading then reads a
+      quarter of the bytes of float32, and need not round.
 
   Raises:
     ValueError: `format` or `dtype` is unknown, or `output` is an address.
@@ -84,12 +85,12 @@ def convert(config: ConvertConfig) -> str:
   """Converts a checkpoint; the output is written whole or not at all.
 
   Returns:
-    A line that says what was written.
+    A line about the output.
 
   Raises:
-    ValueError: `output` exists already, or the checkpoint cannot be read, does
-      not fit the network or has kernels of eight bits and no dtype of floats
-      is asked for.
+    ValueError: `output` exists already; or the checkpoint cannot be read, does
+      not fit the network, or has kernels of eight bits while `dtype` is not a
+      float type.
     OSError: the disk is full or the folder not writable.
   """
   output = pathlib.Path(config.output)
@@ -98,7 +99,7 @@ def convert(config: ConvertConfig) -> str:
   files.make_folder(output.parent)
   path = config.checkpoint_path
   location = locate(path, config.revision)
-  opened = open_checkpoint(location.path, config.network, dtype=config.dtype)
+  opened = open_checkpoint(location, config.network, dtype=config.dtype)
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
     field = f'dtype of {location}, whose kernels have eight bits'
     expected = 'a dtype of floats, such as float32'
@@ -118,10 +119,7 @@ def convert(config: ConvertConfig) -> str:
       if sizes is None:
         t5x.save_t5x(written / _T5X_FILE, params, step=0, about=about or None)
       else:
-        ids = config_json.T5_IDS
-        if opened.described:
-          folder = pathlib.Path(location.path)
-          ids = config_json.special_ids(folder, opened.described)
+        ids = opened.facts.ids if opened.facts else config_json.T5_IDS
         huggingface.save_huggingface(written, sizes, params, ids, about)
       os.rename(written, output)
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
@@ -134,7 +132,7 @@ def convert(config: ConvertConfig) -> str:
 
 
 def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
-  """What is written beside the arrays, see `Opened.about`."""
+  """Returns the fingerprints to write, see `Opened.about`."""
   about = {TARGET: opened.made_for} if opened.made_for else {}
   rounds = opened.is_rounded or config.dtype not in _AS_BEFORE
   if rounds or MADE_OF in opened.about:
@@ -144,7 +142,7 @@ def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
 
 
 def _as_on_disk(params: Params, opened: Opened) -> Params:
-  """What is no kernel and no factor, in the dtype that it has on disk."""
+  """Casts all but kernels and factors to their dtype on disk."""
 
   def in_dtype_of_disk(keys, leaf):
     array = opened.arrays.get('/'.join(key.key for key in keys))
@@ -158,10 +156,12 @@ def _as_on_disk(params: Params, opened: Opened) -> Params:
 def _sizes(
   config: ConvertConfig, opened: Opened, source: str
 ) -> T5Config | None:
-  """The sizes of the model if the format needs them, else None."""
+  """Returns the model's configuration if the format needs it."""
   if config.format != 'safetensors':
     return None
-  sizes: Any = config.network.config if config.network else opened.config
+  sizes = config_of(config.network)
+  if sizes is None and opened.facts:
+    sizes = opened.facts.config
   if sizes is None:
     shapes = {name: array.shape for name, array in opened.arrays.items()}
     sizes = t5x.infer_config(shapes, source)

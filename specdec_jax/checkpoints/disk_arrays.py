@@ -1,6 +1,6 @@
-"""Arrays that are still on disk: read one at a time, straight to their places.
+"""Arrays on disk, which are read one at a time, straight to their places.
 
-Of an array that is split over devices only the parts are read that are here.
+If an array is split over devices, each process reads only its parts.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from specdec_jax.files import locations
 from specdec_jax.files.locations import Location
 from specdec_jax.models import integers
 
-PIECE_BYTES = 128 << 20  # that TensorStore reads at once, or one chunk
-_SAMPLED = 64  # about how many values of an array its fingerprint uses
-# Errors of code that reads metadata of another kind than it expects.
+PIECE_BYTES = 128 << 20  # TensorStore reads so much, or a chunk, at once
+_SAMPLED = 64  # about so many values of an array decide its fingerprint
+# Errors of code that reads unexpected metadata.
 METADATA_ERRORS = (
   AttributeError,
   LookupError,
@@ -36,7 +36,7 @@ METADATA_ERRORS = (
 Params = dict[str, Any]
 Index = tuple[slice, ...]
 Layout: TypeAlias = jax.Device | Sharding
-# One for all arrays, or a function of an array's T5X name; None is the host.
+# One for all arrays, or a function of an array's T5X name; None: the host.
 Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
 
 
@@ -50,8 +50,8 @@ class DiskArray:
     read: returns the part at an index, in that dtype or in float32; raises
       ValueError with the reason if the file is missing, cut short or corrupt.
     where: its name and file, for messages.
-    cast: returns the array with the values in another dtype; None leaves that
-      to NumPy, when it has been read.
+    cast: returns the array in another dtype; None: NumPy casts it after it was
+      read.
   """
 
   shape: tuple[int, ...]
@@ -71,11 +71,11 @@ def load_arrays(
 
   Args:
     arrays: T5X's name, with slashes -> array. Kernels of eight bits are read
-      as such; `in_floats` gives them as floats.
-    source: where the arrays come from, for messages.
-    dtype: dtype of the result; None keeps the file's. 'int8' and 'int4' are
-      those of kernels, which come with their factors; see `models.integers`.
-    sharding: None for NumPy arrays, or where each array goes.
+      unchanged; `in_floats` converts them.
+    source: path of the checkpoint, for messages.
+    dtype: dtype of the result; None keeps the file's. 'int8' and 'int4' apply
+      to kernels, which then come with their factors; see `models.integers`.
+    sharding: the place of each array; None for NumPy arrays.
 
   Returns:
     Nested dict of arrays.
@@ -100,7 +100,7 @@ def load_arrays(
   for name, array in arrays.items():
     wanted, where = _dtype_of(name, dtype), f'{source!r}: {name}'
     if integers.is_integers(wanted) and wanted != array.dtype:
-      # All rows of a kernel decide its factors, so it is read as a whole.
+      # A kernel is read as a whole, because all of its rows decide the factors.
       host = _load_named(array, name, source)
       kernel, scale = integers.quantise(host, where, wanted)
       del host
@@ -118,10 +118,10 @@ def load_arrays(
 
 
 def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
-  """Arrays of a checkpoint, kernels of eight bits as float32.
+  """Converts a checkpoint's kernels of eight bits to float32.
 
-  Each number is its integer times the factor of its output: the same model, for
-  all that wants floats, such as training, other formats, and a CPU.
+  Each number becomes its integer times the factor of its output. Training,
+  other formats and CPUs need this form of the model.
 
   Args:
     arrays: T5X's name, with slashes -> array; factors fit their kernels.
@@ -136,7 +136,7 @@ def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
 
 
 def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
-  """A kernel [in, out] that is read as its integers times their factors."""
+  """Returns a kernel [in, out] of integers times their factors."""
 
   def read(index: Index) -> np.ndarray:
     scale = np.asarray(load_array(factors, jnp.float32))
@@ -147,7 +147,7 @@ def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
 
 
 def _dtype_of(name: str, dtype: Any) -> Any:
-  """Dtype of one array: with that of integers only kernels are of it."""
+  """Returns the dtype of one array; a dtype of integers is for kernels only."""
   if not integers.is_integers(dtype) or integers.is_kernel(name):
     return dtype
   # An embedding is only ever read in the dtype of the computation.
@@ -171,7 +171,7 @@ def _load_named(
   dtype: Any = None,
   layout: Sharding | None = None,
 ) -> Any:
-  """`load_array`, whose error has the array's name."""
+  """Applies `load_array`; its error has the array's name."""
   try:
     return load_array(array, dtype, layout)
   except ValueError as error:
@@ -186,8 +186,8 @@ def load_array(
   Args:
     array: an array of any shape.
     dtype: dtype of the result; None keeps the file's.
-    layout: None for a NumPy array. A shard that several devices have is read
-      once.
+    layout: the place of the array; None for a NumPy array. A shard that several
+      devices share is read once.
 
   Raises:
     ValueError: the array cannot be read; the message says why.
@@ -204,9 +204,9 @@ def load_array(
       shards[bounds] = _read(array, part, dtype)
     return shards[bounds]
 
-  made = jax.make_array_from_callback(array.shape, layout, shard)
-  # Waits, so that the host never has copies of several arrays together.
-  return jax.block_until_ready(made)
+  loaded = jax.make_array_from_callback(array.shape, layout, shard)
+  # Without waiting, the host could hold copies of several arrays.
+  return jax.block_until_ready(loaded)
 
 
 def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
@@ -220,13 +220,13 @@ def _read(array: DiskArray, index: Index, dtype: Any) -> np.ndarray:
 def _layout_of(
   sharding: Shardings, name: str, shape: tuple[int, ...]
 ) -> Sharding | None:
-  """Returns where the array `name` goes.
+  """Returns the place of the array `name`.
 
   Raises:
-    ValueError: `sharding` is of no known kind, or the shape cannot be divided
+    ValueError: `sharding` is of an unknown kind, or the shape cannot be divided
       in this way.
   """
-  layout: Any = sharding(name) if callable(sharding) else sharding
+  layout = sharding(name) if callable(sharding) else sharding
   if layout is None:
     return None
   if isinstance(layout, jax.Device):
@@ -244,7 +244,7 @@ def _layout_of(
 
 
 def broken(source: str, name: str, why: str) -> ValueError:
-  """The error for an array that cannot be read."""
+  """Makes the error for an array that cannot be read."""
   return ValueError(
     f'{source!r}: the array {name} cannot be read: {why}. Its file is missing,'
     ' cut short or corrupt; copy it again.'
@@ -257,7 +257,7 @@ def file_array(
   dtype: np.dtype,
   spans: Sequence[tuple[int, int]],
 ) -> DiskArray:
-  """An array inside a larger file, in C order.
+  """Returns an array inside a larger file, in C order.
 
   Args:
     location: the file.
@@ -276,7 +276,7 @@ def file_array(
     return values.reshape(-1, *shape[1:])[:, *index[1:]]
 
   def read_bytes(start: int, size: int) -> bytes:
-    """The `size` bytes of the array from `start` on, maybe in several spans."""
+    """Reads `size` bytes of the array from `start` on, in several spans."""
     parts = []
     for offset, length in spans:
       if size > 0 and start < length:
@@ -294,11 +294,11 @@ def file_array(
 
 
 def _stored_array(store: Any, bytes_each: int | None = None) -> DiskArray:
-  """A TensorStore array, chunked or not.
+  """Returns a TensorStore array, chunked or not.
 
   Args:
     store: the array, which may be cast from another dtype.
-    bytes_each: of a number on disk; None: as many as the store's has.
+    bytes_each: bytes of a number on disk; None: as in `store`.
   """
 
   import tensorstore as ts
@@ -306,21 +306,21 @@ def _stored_array(store: Any, bytes_each: int | None = None) -> DiskArray:
   shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
   bytes_each = bytes_each or dtype.itemsize
   whole, store = store, store if shape else store[ts.newaxis]
-  rows = store.chunk_layout.read_chunk.shape[0]  # of a chunk
+  chunk_rows = store.chunk_layout.read_chunk.shape[0]
 
   def read(index: Index) -> np.ndarray:
     first, *rest = index or (slice(0, 1),)
     sizes = [part.stop - part.start for part in (first, *rest)]
     out = np.empty(sizes, dtype)
-    # TensorStore holds whole chunks beside `out`, all those of one request.
-    each = max(1, rows * out[:1].size * bytes_each)
-    step = rows * max(1, PIECE_BYTES // each)
+    # Besides `out`, TensorStore holds all chunks of a request.
+    each = max(1, chunk_rows * out[:1].size * bytes_each)
+    step = chunk_rows * max(1, PIECE_BYTES // each)
     try:
       for start in range(first.start // step * step, first.stop, step):
         begin, end = max(start, first.start), min(start + step, first.stop)
-        there = ts.array(out[begin - first.start : end - first.start])
+        target = ts.array(out[begin - first.start : end - first.start])
         part = store[slice(begin, end), *rest].translate_to[0]
-        there.write(part).result(timeout=locations.READ_SECONDS)
+        target.write(part).result(timeout=locations.READ_SECONDS)
     except locations.STORE_ERRORS as error:
       raise ValueError(locations.reason(error)) from error
     return out.reshape(sizes[: len(index)])
@@ -339,10 +339,10 @@ def open_stored(
 
   Args:
     specs: name -> driver and kvstore.
-    source: where the arrays come from, for messages.
+    source: path of the checkpoint, for messages.
 
   Raises:
-    ValueError: one cannot be opened; the message names it.
+    ValueError: an array cannot be opened; the message names it.
   """
   import tensorstore as ts
 
@@ -366,9 +366,7 @@ def open_stored(
       opening[name] = ts.open(
         {**spec, **strict}, open=True, read=True, context=locations.reading()
       )
-    except (
-      locations.STORE_ERRORS
-    ) as error:  # a path that leads out of the checkpoint
+    except locations.STORE_ERRORS as error:  # such as a path to another folder
       raise broken(source, name, locations.reason(error)) from error
   for name, future in opening.items():
     try:
@@ -380,16 +378,16 @@ def open_stored(
   return arrays
 
 
-# Fingerprints: of the parameters, whatever their place, dtype and sharding.
+# Fingerprints of parameters, which do not depend on place, dtype or sharding.
 
 
 def fingerprint(params: Any) -> str:
-  """Identifies a model's parameters, as a checkpoint has them, by a string.
+  """Identifies a model's parameters, as in a checkpoint, by a string.
 
   It depends on names, shapes and some values of every array; floating-point
   values are rounded to bfloat16. Another shape, another training run or another
-  step of the run gives another string. Whether the values were read as float32
-  or as bfloat16 does not matter, because rounding them again changes nothing.
+  step of the run gives another string. Values read as float32 or as bfloat16
+  give the same, because rounding them again changes nothing.
 
   Args:
     params: a pytree of arrays, on the host, on a device or in shards.
@@ -399,7 +397,7 @@ def fingerprint(params: Any) -> str:
 
 
 def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
-  """`fingerprint` of a nested dict that is on disk; holds an array at a time.
+  """Returns the `fingerprint` of arrays on disk; holds one array at a time.
 
   Args:
     arrays: name, with slashes -> array.
@@ -407,7 +405,7 @@ def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
   Raises:
     ValueError: an array cannot be read.
   """
-  # In their own order: layers that were cut from one array follow each other.
+  # Arrays are read in their order, in which layers of a scan are neighbours.
   parts = {
     tuple(name.split('/')): (array.shape, _some(load_array(array)))
     for name, array in arrays.items()
@@ -419,7 +417,7 @@ def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
 
 
 def _some(array: Any) -> np.ndarray:
-  """Values of an array that has been read, by index: a reshape would gather."""
+  """Returns some values of an array, by index: a reshape would gather all."""
   size = math.prod(array.shape)
   stride = max(1, size // _SAMPLED)
   index = np.unravel_index(np.arange(0, size, stride), array.shape)
@@ -427,7 +425,7 @@ def _some(array: Any) -> np.ndarray:
 
 
 def _digest(parts: Iterable[tuple[Any, tuple[int, ...], np.ndarray]]) -> str:
-  """Of each array's path, shape and values."""
+  """Hashes each array's path, shape and values."""
   digest = hashlib.sha256()
   for path, shape, some in parts:
     digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())

@@ -1,15 +1,15 @@
 """Families of Hugging Face folders: their fields and array names, as data.
 
-A folder's `model_type` names its `Family`, a table of families.toml: which
-fields of config.json give which fields of our configuration, which fields may
-have one value only, and how transformers calls our modules. `table` says where
-each of our arrays is in a file.
+A folder's `model_type` names its `Family`, a table of families.toml. It maps
+fields of config.json to those of our configuration, lists fields that may have
+only one value, and has transformers' names of our modules. `table` locates our
+arrays in a file.
 
-Kernels are [out, in] in files, ours are [in, out]; GPT-2's are [in, out] in
+Kernels are [out, in] in files and [in, out] here; GPT-2's are [in, out] in
 both. Some factors of transformers become part of a kernel or a norm here: GPT-2
 and M2M-100 divide queries by sqrt(D); a GPT-2's embedding as output layer does
-not divide its input by sqrt(M) as ours does; a T5 may divide the input of a
-separate output layer by it.
+not divide its input by sqrt(M), as ours does; a T5 may divide the input of a
+separate output layer by sqrt(M).
 """
 
 import pathlib
@@ -26,39 +26,39 @@ from specdec_jax.models.families import Config, network_of
 
 Described = Mapping[str, Any]  # config.json, or a part of it
 _HERE = pathlib.Path(__file__)
-# Words of a folder's files that are the same in all families.
+# Words in a folder's files that all families share.
 WORDS: dict[str, Any] = tomllib.loads(
   _HERE.with_name('transformers.toml').read_text('utf-8')
 )
 
 
 class Family(NamedTuple):
-  """What is particular to a `model_type`.
+  """The data of a `model_type`.
 
   Attributes:
-    make: the function of `config_json` that makes the configuration.
-    embedding: transformers' array of the embedding that may be the output layer
-      too.
+    make: name of the function in `config_json` that makes the configuration.
+    embedding: transformers' array of the embedding that may also be the output
+      layer.
     names: our module -> transformers' module, * for the number of a layer; or
       our array -> transformers' array.
     fields: our configuration's field -> config.json's.
     settings: fields of the configuration that all models have.
-    defaults: fields of config.json -> their values where it leaves them out.
-    read: fields of config.json that are read, beside those above.
-    fixed: fields of config.json -> the only values that the network has.
+    defaults: fields of config.json -> their values if it leaves them out.
+    read: further fields of config.json that are read.
+    fixed: fields of config.json -> the only values that the network supports.
     same: fields of config.json -> fields that they must be equal to.
-    tied: whether the output layer is the embedding unless config.json says so.
+    tied: whether the output layer is the embedding if config.json does not say.
     ties_by_arrays: whether only the arrays decide that, never config.json.
     head: transformers' array of the output layer.
-    prefix: pattern of what names in a file may have in front; only its group
-      'kept', if any, is part of the names here.
+    prefix: pattern of prefixes of names in a file; only its group 'kept', if
+      any, is part of the names here.
     skipped: pattern of names of arrays that no model reads.
-    images: pattern of names of arrays that only images go through.
-    aliases: names of arrays -> the names of arrays that they must be equal to.
+    images: pattern of names of arrays that only images need.
+    aliases: names of arrays -> names of arrays that they must be equal to.
     kernels_in_out: whether kernels are [in, out], and those of query, key and
       value are thirds of one (GPT-2).
     scales_queries: whether queries are divided by sqrt(D) after projection.
-    stack: the `Family` of each stack of an encoder-decoder; None: no stacks.
+    stack: the `Family` of each stack of a T5Gemma.
   """
 
   make: str
@@ -82,7 +82,7 @@ class Family(NamedTuple):
   stack: Any = None
 
   def name_of(self, stored: str) -> str:
-    """The name of an array here, of its name in a file."""
+    """Returns the name of an array here from its name in a file."""
     prefix = re.match(self.prefix, stored)
     if prefix is None:
       return stored
@@ -90,9 +90,9 @@ class Family(NamedTuple):
 
 
 def read_tables(file: pathlib.Path) -> dict[str, Any]:
-  """Tables of a TOML file, each on top of the table that its `like` names.
+  """Reads a TOML file whose tables may extend the table that `like` names.
 
-  Tables whose names begin with _ are only for others, and left out.
+  Tables whose names begin with _ are only extended, and left out.
   """
   tables = tomllib.loads(file.read_text('utf-8'))
 
@@ -111,7 +111,7 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _merged(base: Any, value: Any) -> Any:
-  """A value on top of another: dicts are merged, lists joined."""
+  """Extends a value by another: dicts are merged, lists joined."""
   if isinstance(value, dict):
     base = base or {}
     return base | {name: _merged(base.get(name), value[name]) for name in value}
@@ -130,21 +130,21 @@ FAMILIES = {
 
 
 def family_of(described: Described, where: str) -> Family:
-  """The family of a config.json; ValueError if it is none of `FAMILIES`."""
+  """Returns the family of a config.json; ValueError if it is unknown."""
   word = described.get('model_type')
   check_choice(f'{where}: model_type', word, FAMILIES)
   return FAMILIES[str(word)]
 
 
 class Row(NamedTuple):
-  """Where one of our arrays is in a file of transformers.
+  """The place of one of our arrays in a file of transformers.
 
   Attributes:
     name: transformers' name.
     shape: our shape.
     transposed: whether the array in the file is the transpose of ours.
-    third: which third of the file's last axis ours is; None: all of it.
-    scale: the file's values are multiplied by this.
+    third: index of the third of the file's last axis that is ours; None: all.
+    scale: a factor of the file's values.
   """
 
   name: str
@@ -163,10 +163,10 @@ class Row(NamedTuple):
 def table(
   family: Family, config: Config, scales_head: bool = False
 ) -> dict[str, Row]:
-  """Our name of each array of a model -> where it is in a file.
+  """Returns our name of each array of a model -> its place in a file.
 
   Args:
-    family: of the file.
+    family: the family of the file.
     config: configuration of the model.
     scales_head: whether transformers divides the input of a separate output
       layer by sqrt(M), see `config_json.scales_output`.
@@ -190,8 +190,9 @@ def table(
       scale = sizes.emb_dim**-0.5
     elif part == 'decoder_norm' and family.kernels_in_out:
       scale = sizes.emb_dim**0.5 if sizes.logits_via_embedding else 1.0
-    turned = kind in ('kernel', 'rel_embedding')
-    turned = turned and (not family.kernels_in_out or part == 'logits_dense')
+    transposed = kind in ('kernel', 'rel_embedding')
+    if family.kernels_in_out and part != 'logits_dense':
+      transposed = False
     third = thirds.index(part) if part in thirds else None
-    rows[name] = Row(stored, leaf.shape, turned, third, scale)
+    rows[name] = Row(stored, leaf.shape, transposed, third, scale)
   return rows

@@ -1,9 +1,9 @@
-"""What a Hugging Face folder asks of transformers' `generate`.
+"""Reads a Hugging Face folder's settings for transformers' `generate`.
 
-Its rules on tokens are followed, unless a call gives others. For the rest the
-defaults of this library hold at every door: outputs are greedy and end at the
-engine's length. What a folder asks for beside that is said once, when an engine
-is made of its model, with the options that do the same here.
+Its token rules are followed, unless a call gives others. For all else the
+defaults of this library hold everywhere: outputs are greedy and end at the
+engine's length. A warning lists the other settings once, when an engine is made
+of the model, with the options that do the same here.
 """
 
 import typing
@@ -16,25 +16,26 @@ from specdec_jax.rules.options import RuleOptions
 
 FILE = 'generation_config.json'
 _WORDS = WORDS['generation']
-# Settings that change outputs -> the value that asks for nothing.
+# Settings that change outputs -> their neutral value.
 SETTINGS: dict[str, Any] = _WORDS['neutral'] | dict.fromkeys(_WORDS['unset'])
 # Settings -> the options of `Engine.generate` that do the same.
 OPTIONS: dict[str, str] = _WORDS['options']
-# Rules on tokens -> the options that they are.
+# Token rules -> their options here.
 _RULES: dict[str, str] = _WORDS['rules']
 
 
-def asked(
+def read_settings(
   described: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], str]:
-  """What a folder asks for: what it gets, and what it does not.
+  """Reads the settings for `generate`.
 
   Args:
-    described: generation_config.json; config.json where there is none.
+    described: generation_config.json, or config.json if it is missing.
     where: the path of that file, for messages.
 
   Returns:
-    Options of `Engine.generate`; and a sentence on the rest, '' for nothing.
+    Options of `Engine.generate`; and a sentence on the settings that are not
+    followed, '' if there are none.
   """
   values = {
     name: value

@@ -1,10 +1,10 @@
-"""Hugging Face folders: found on the hub, opened, read in pieces, written.
+"""Opens and writes Hugging Face folders, and fetches them from the hub.
 
-`families` knows their names, and `config_json` their config.json. The package
-safetensors comes with the extra `[huggingface]`, huggingface_hub with `[hub]`.
+`families` has the names of their arrays, and `config_json` reads config.json.
+The package safetensors comes with the extra `[huggingface]`, huggingface_hub
+with `[hub]`.
 """
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -24,28 +24,26 @@ from specdec_jax.checkpoints import (
   lora,
   safetensors_files,
 )
-from specdec_jax.checkpoints.config_json import SpecialIds
+from specdec_jax.checkpoints.config_json import CONFIG, FolderFacts, SpecialIds
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, load_array
 from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.fields import package, unexpected
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, param_shapes
-from specdec_jax.models.families import Config
+from specdec_jax.models.families import config_of
 from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.models.t5gemma import T5GemmaConfig
 
-CONFIG = 'config.json'
 WEIGHTS = 'model.safetensors'
 INDEX = f'{WEIGHTS}.index.json'
-# The files that are fetched from the hub; weights for other frameworks are not.
+# The files to fetch from the hub, without weights for other frameworks.
 PATTERNS = (
   CONFIG,
   generation.FILE,
   'model*.safetensors',
   INDEX,
   'spiece.model',
-  'sentencepiece.bpe.model',  # M2M-100's
+  'sentencepiece.bpe.model',  # of M2M-100
   'tokenizer*',
   'vocab.json',
   'merges.txt',
@@ -59,7 +57,7 @@ PATTERNS = (
 
 
 def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
-  """Returns name -> array, for all safetensors files of a folder.
+  """Returns name -> array for all safetensors files of a folder.
 
   Raises:
     ValueError: a file is missing or broken, or two files have the same array.
@@ -83,7 +81,7 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
     raise unexpected(os.fspath(folder), expected, names, advice)
   shards: Any = files.read_json(folder / INDEX).get('weight_map')
   for name, shard in shards.items() if isinstance(shards, dict) else [('', 0)]:
-    # A path would lead out of the folder.
+    # A path could lead out of the folder.
     if not isinstance(shard, str) or pathlib.Path(shard).name != shard:
       where = f'{os.fspath(folder / INDEX)}: weight_map: {name}'
       raise unexpected(where, 'the name of a file of the same folder', shard)
@@ -102,17 +100,17 @@ def open_huggingface(
   network: LanguageModel | None = None,
   dtype: Any = None,
   adapter: str | os.PathLike[str] | None = None,
-) -> tuple[Described, Config, dict[str, DiskArray]]:
-  """Finds the arrays of a model without reading them.
+) -> tuple[FolderFacts, dict[str, DiskArray]]:
+  """Finds the arrays of a model, without reading them.
 
   Args:
     folder: folder with config.json and model.safetensors (or its shards).
-    network: network that the folder should hold.
-    dtype: dtype that the arrays will have, to check that they fit in memory.
-    adapter: folder of a LoRA adapter that is merged, see `lora`; None: none.
+    network: the network that the folder should hold.
+    dtype: the arrays must fit into memory in this dtype.
+    adapter: folder of a LoRA adapter to merge, see `lora`.
 
   Returns:
-    config.json, the model's shape, and its arrays by their T5X names.
+    The folder's facts, and its arrays by their T5X names.
 
   Raises:
     ValueError: the package safetensors is missing; a file is missing or broken;
@@ -130,11 +128,7 @@ def open_huggingface(
   if adapter is not None:
     stored = lora.adapted(stored, adapter, family)
   config = config_json.read_config(described, os.fspath(folder / CONFIG), tied)
-  if isinstance(config, T5Config):
-    config_json.special_ids(folder, described)  # the decoder begins as T5's do
-  elif isinstance(config, T5GemmaConfig):
-    ids = config_json.special_ids(folder, described, None)
-    config = dataclasses.replace(config, start_id=ids.decoder_start)
+  facts = config_json.read_facts(folder, described, config)
   itemsize = 2 if dtype is None else jax.numpy.dtype(dtype).itemsize
   sizes.check_params(config, f'The model of {source!r}', itemsize)
   scales_head = config_json.scales_output(described) and not tied
@@ -144,16 +138,16 @@ def open_huggingface(
     for row in table.values()
   }
   check_params(stored, expected, repr(source))
-  if isinstance(getattr(network, 'config', None), type(config)):
-    known: Any = network
-    config_json.check_config(config, known.config, source)
+  expected_config = config_of(network)
+  if isinstance(expected_config, type(config)):
+    config_json.check_config(facts.config, expected_config, source)
   elif network is not None:
     check_params(table, param_shapes(network), repr(source))
   views = {
     name: safetensors_files.view(stored[row.name], row)
     for name, row in table.items()
   }
-  return described, config, views
+  return facts, views
 
 
 def _tidy(
@@ -162,11 +156,11 @@ def _tidy(
   described: Described,
   source: str,
 ) -> tuple[dict[str, DiskArray], bool]:
-  """The arrays that are read, each under one name, that of `families.table`.
+  """Renames the arrays that a model reads as in `families.table`.
 
   Returns:
     The arrays, and whether the output layer is the embedding, by transformers'
-    rule: it is where config.json says so, unless both are there and differ.
+    rule: config.json decides, unless the file has both and they differ.
 
   Raises:
     ValueError: an array is there twice.
@@ -196,17 +190,17 @@ def _tidy(
   tied = tied and _is_one(arrays, family.head, family.embedding)
   if family.ties_by_arrays and tied and family.embedding in arrays:
     if not config_json.scales_output(described):
-      # A T5's shared embedding always rescales its input here. So an output
-      # layer that does not rescale becomes a separate layer here.
+      # A T5's shared embedding rescales its input here. If transformers' does
+      # not, the output layer becomes a separate array.
       arrays[family.head] = arrays[family.embedding]
       tied = False
   return arrays, tied
 
 
 def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
-  """Whether two names are of one array, which is then kept as `name` alone.
+  """Whether two names have one array, which then keeps only `name`.
 
-  A file may have either of them, or both.
+  A file may have either name, or both.
   """
   if other not in arrays:
     return True
@@ -218,20 +212,6 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   if equal:
     del arrays[other]
   return equal
-
-
-def asked_of_generate(
-  folder: pathlib.Path, described: Described
-) -> tuple[dict[str, Any], str]:
-  """What a folder asks of `generate`, see `generation.asked`."""
-  if not described:
-    return {}, ''
-  path = folder / generation.FILE
-  if os.path.lexists(path):
-    described = files.read_json(path)
-  else:
-    path = folder / CONFIG  # as transformers reads it then
-  return generation.asked(described, os.fspath(path))
 
 
 # Writing a folder.
@@ -251,14 +231,14 @@ def save_huggingface(
 
   Args:
     folder: made if needed; weights and configuration in it are replaced.
-    config: shape of the model.
-    params: its parameters as a checkpoint has them, not as placed.
-    ids: the special ids; T5's unless given.
-    about: what else config.json is to say, by the keys of `config_json.ABOUT`;
-      transformers does not look at it.
+    config: the model's configuration.
+    params: its parameters as in a checkpoint, not as placed.
+    ids: the special ids.
+    about: fingerprints for config.json, by the keys of `config_json.ABOUT`;
+      transformers ignores them.
 
   Raises:
-    ValueError: `params` do not fit `config`, or transformers has no name for
+    ValueError: `params` do not fit `config`, or transformers lacks a name for
       its activations.
     OSError: the disk is full or the folder not writable.
   """
@@ -274,7 +254,7 @@ def save_huggingface(
     for name, row in families.table(family, config).items()
   }
   safetensors_files.write_file(folder / WEIGHTS, arrays)
-  # Files of an earlier save would be read instead of these, or besides them.
+  # Otherwise files of an earlier save would be read, too.
   for old in folder.glob('model*.safetensors*'):
     if old.name != WEIGHTS:
       old.unlink()
@@ -292,8 +272,8 @@ def save_huggingface(
 def fetch(name: str) -> pathlib.Path:
   """Returns a local folder with a model from the Hugging Face hub.
 
-  The package huggingface_hub keeps what it has fetched in its own cache, and
-  needs the network only for files that are not there.
+  The package huggingface_hub has a cache, and needs the network only for files
+  that are missing there.
 
   Args:
     name: an id, such as 'google/flan-t5-small', or 'ID@REVISION', a branch, tag

@@ -1,5 +1,6 @@
-"""Loads parameters from checkpoints of every known kind."""
+"""Loads parameters from checkpoints of all supported kinds."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -9,19 +10,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import disk_arrays, huggingface, orbax, t5x
-from specdec_jax.checkpoints.config_json import ABOUT
+from specdec_jax.checkpoints.config_json import ABOUT, CONFIG, FolderFacts
 from specdec_jax.checkpoints.disk_arrays import DiskArray, Params, Shardings
-from specdec_jax.checkpoints.huggingface import CONFIG
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models import sizes
-from specdec_jax.models.base import LanguageModel, param_shapes
-from specdec_jax.models.families import Config
+from specdec_jax.models.base import LanguageModel, NetworkWrapper, param_shapes
+from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
 
 T5X_FILE = 'checkpoint'
-# What a checkpoint says beside its arrays, each a fingerprint: of a drafter's
-# only target, and of the floats before rounding.
+# Fingerprints that a checkpoint may hold: that of a drafter's only target, and
+# that of the parameters before rounding.
 TARGET, MADE_OF = ABOUT
 _STEP = re.compile(r'checkpoint_(\d+)')
 _HUB_ID = re.compile(r'([\w-][\w.-]*(/[\w-][\w.-]*)?)(@[\w./-]+)?')
@@ -34,30 +34,29 @@ def load(
   dtype: Any = None,
   sharding: Shardings = None,
 ) -> Params:
-  """Loads the parameters of a checkpoint of any known kind.
+  """Loads the parameters of a checkpoint of any supported kind.
 
-  Known kinds are T5X's msgpack file with all arrays inside; T5X's folder with
+  The kinds are T5X's msgpack file with all arrays inside; T5X's folder with
   such a file and TensorStore's arrays; Orbax's folder of parameters, or of
   T5X's training state; a Hugging Face folder, or its id on the hub. An
   optimiser's state is not read. Stacks that were trained as a scan become
   single layers.
 
-  Arrays go to their dtype and device one after another: the host holds the
-  arrays that stay there, and besides them at most twice the largest array.
-  Missing bytes are always noticed. Changed bytes are noticed only in arrays
-  with a checksum: these are arrays compressed by gzip, as T5X does; not Orbax's
-  arrays, nor those inside a msgpack or safetensors file, nor those compressed
-  by blosc or zstd.
+  Arrays go to their dtype and device one after another: besides the arrays that
+  stay there, the host holds at most twice the largest array. Missing bytes are
+  always noticed. Changed bytes are noticed only in arrays with a checksum:
+  those that T5X has compressed by gzip; not in Orbax's arrays, in msgpack or
+  safetensors files, or in arrays compressed by blosc or zstd.
 
   Args:
     path: a file or folder, `gs://bucket/folder`, or an id of the hub, such as
-      'google/flan-t5-small' or, of a branch, tag or commit, 'google/x@main'.
-    network: such as `T5(config)`: names and shapes are compared with its own
-      before anything is read. Needed for scanned stacks.
+      'google/flan-t5-small', or 'google/x@main' for a branch, tag or commit.
+    network: such as `T5(config)`. Its names and shapes are compared with the
+      checkpoint's before arrays are read. Scanned stacks need it.
     dtype: dtype of the arrays returned; None keeps the file's. 'int8' and
-      'int4' are those of kernels, which come with their factors, see
-      `models.integers`; those that `convert` wrote, of int8, are read as they
-      are, or made into floats or int4.
+      'int4' apply to kernels, which then come with their factors, see
+      `models.integers`. Kernels that `convert` wrote as int8 are read unchanged
+      or converted to floats or int4.
     sharding: None for NumPy arrays on the host; a JAX Device or Sharding, or a
       function from names ('decoder/layers_0/mlp/wo/kernel') to them.
 
@@ -65,11 +64,11 @@ def load(
     Nested dict of arrays, with T5X's names.
 
   Raises:
-    ValueError: nothing is there, or nothing of a known kind; it does not fit
-      into memory (the message has the bytes needed and available); an array is
+    ValueError: there is no checkpoint of a supported kind; it does not fit into
+      memory (the message has the bytes needed and available); an array is
       missing, unknown, there twice, of another shape or broken (the message
       names it, and the sizes in which the model differs); `dtype` is not a
-      floating-point type, or `sharding` does not fit.
+      floating-point type; or `sharding` does not fit.
   """
   return open_checkpoint(path, network, dtype=dtype).read(dtype, sharding)
 
@@ -79,23 +78,20 @@ class Opened:
   """A checkpoint whose arrays have been found and checked, but not read.
 
   Attributes:
-    source: where the checkpoint is.
+    source: path or address of the checkpoint.
     arrays: T5X's name -> array.
-    described: config.json of a Hugging Face folder, {} for others.
-    config: the shape of the model that it describes.
-    about: what the checkpoint says beside its arrays: `TARGET` and `MADE_OF`,
-      each if it is known.
+    facts: the facts of a Hugging Face folder; None for other checkpoints.
+    about: the fingerprints `TARGET` and `MADE_OF`, if the checkpoint has them.
   """
 
   source: str
   arrays: Mapping[str, DiskArray]
-  described: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  config: Config | None = None
+  facts: FolderFacts | None = None
   about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def is_rounded(self) -> bool:
-    """Whether its kernels are of eight bits on disk, by `convert`."""
+    """Whether the kernels on disk have eight bits, as `convert` writes."""
     return any(array.dtype == INT8 for array in self.arrays.values())
 
   @property
@@ -104,9 +100,9 @@ class Opened:
     return self.about.get(TARGET, '')
 
   def made_of(self) -> tuple[str, ...]:
-    """The `fingerprint`s of the floats, as they are and before rounding.
+    """Returns the `fingerprint`s of the floats on disk, and before rounding.
 
-    Of floats all arrays are read, one at a time; () is unknown.
+    All arrays of floats are read, one at a time. () if unknown.
 
     Raises:
       ValueError: an array cannot be read.
@@ -117,7 +113,7 @@ class Opened:
     return (disk_arrays.fingerprint_on_disk(self.arrays), *before)
 
   def read(self, dtype: Any = None, sharding: Shardings = None) -> Params:
-    """Reads the arrays; arguments, result and errors are those of `load`."""
+    """Reads the arrays; see `load`."""
     arrays = self.arrays
     if self.is_rounded and dtype not in (None, INT8):
       arrays = disk_arrays.in_floats(arrays)
@@ -125,60 +121,61 @@ class Opened:
 
 
 def open_checkpoint(
-  path: str | os.PathLike[str],
+  path: str | os.PathLike[str] | Location,
   network: LanguageModel | None = None,
   *,
   dtype: Any = None,
   adapter: str | os.PathLike[str] | None = None,
 ) -> Opened:
-  """Finds the arrays of a checkpoint of any known kind, without reading them.
+  """Finds the arrays of a checkpoint, without reading them.
 
   Args:
-    path: as for `load`.
+    path: as for `load`, or the result of `locate`.
     network: as for `load`.
-    dtype: dtype that the arrays will have, to check that they fit in memory.
-    adapter: folder of a LoRA adapter that is merged, see `lora`; None is none.
+    dtype: the arrays must fit into memory in this dtype.
+    adapter: folder of a LoRA adapter to merge, see `lora`.
 
   Raises:
-    ValueError: as for `load`, except errors that show only when arrays are
-      read.
+    ValueError: as for `load`, except errors of reading arrays.
   """
   check_dtype(dtype)
   check_network(network, dtype)
-  location = locate(path)
-  about: Any = None
-  described: Mapping[str, Any] = {}
-  config, is_folder = None, location.is_folder()
+  location = path if isinstance(path, Location) else locate(path)
+  source, is_folder = str(location), location.is_folder()
+  about: Any = {}
   if is_huggingface(location):
-    described, config, arrays = huggingface.open_huggingface(
+    facts, arrays = huggingface.open_huggingface(
       location.path, network, dtype, adapter
     )
     if adapter is None:
-      about = {name: described.get(field) for name, field in ABOUT.items()}
-  elif adapter is not None:
-    expected = 'a Hugging Face folder, whose names an adapter goes by'
-    advice = 'Write one first (specdec convert --format safetensors).'
-    raise unexpected(str(location), expected, 'another checkpoint', advice)
-  elif is_folder and orbax.is_orbax(location):
-    arrays, about = orbax.open_orbax(location)
-    arrays = _checked(arrays, network, str(location))
+      about = {name: facts.described.get(ABOUT[name]) for name in ABOUT}
   else:
-    file = location.child(T5X_FILE) if is_folder else location
-    arrays, about = t5x.open_t5x(file)
-    arrays = _checked(arrays, network, str(location))
+    facts = None
+    if adapter is not None:
+      expected = 'a Hugging Face folder, whose names an adapter goes by'
+      advice = 'Write one first (specdec convert --format safetensors).'
+      raise unexpected(source, expected, 'another checkpoint', advice)
+    if is_folder and orbax.is_orbax(location):
+      arrays, about = orbax.open_orbax(location)
+    else:
+      arrays, about = t5x.open_t5x(
+        location.child(T5X_FILE) if is_folder else location
+      )
+    arrays = _checked(arrays, network, source)
   about = about if isinstance(about, dict) else {}
-  known = {n: about[n] for n in ABOUT if isinstance(about.get(n), str)}
-  return Opened(str(location), arrays, described, config, known)
+  texts = {name: about.get(name) for name in ABOUT}
+  about = {name: x for name, x in texts.items() if isinstance(x, str)}
+  return Opened(source, arrays, facts, about)
 
 
 def locate(
   path: str | os.PathLike[str], revision: str | None = None
 ) -> Location:
-  """Returns the file or folder of one checkpoint; fetches it if on the hub.
+  """Finds the file or folder of one checkpoint, or fetches it from the hub.
 
   Raises:
     ValueError: there is no checkpoint, or there are several; or a revision is
-      given of what is not on the hub, or of an id that has one.
+      given for a path, or for an id that has one already.
   """
   location, name = open_location(path), os.fspath(path)
   if revision is not None:
@@ -214,7 +211,7 @@ def is_huggingface(location: Location) -> bool:
 def _checked(
   arrays: dict[str, DiskArray], network: LanguageModel | None, source: str
 ) -> dict[str, DiskArray]:
-  """The arrays, one a layer, compared with those of a network."""
+  """Splits arrays into layers, and compares them with those of a network."""
   factors = _check_dtypes(arrays, source)
   if network is None:
     if t5x.is_scanned(arrays):
@@ -225,7 +222,8 @@ def _checked(
     return arrays
   expected = param_shapes(network)
   if t5x.is_scanned(arrays):
-    heads = getattr(getattr(network, 'config', None), 'num_heads', None)
+    config = config_of(network)
+    heads = config.shape.decoder.num_heads if config else None
     arrays = t5x.unroll(arrays, t5x.shapes_of(expected), heads, source)
   alone = {name: arrays[name] for name in arrays.keys() - factors}
   t5x.check_params(alone, expected, repr(source))
@@ -239,8 +237,8 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
     The names of the factors.
 
   Raises:
-    ValueError: another array is not of floats, or factors and kernels do not
-      fit each other; the message names the array.
+    ValueError: an array has another dtype, or factors do not fit their kernel;
+      the message names the array.
   """
   factors = set()
   for name, array in arrays.items():
@@ -259,32 +257,29 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
 
 
 def check_dtype(dtype: Any) -> None:
-  """Raises ValueError unless it is None, of integers or a float type."""
-  try:
-    known = dtype in (None, *INTEGERS) or jnp.issubdtype(
-      jnp.dtype(dtype), jnp.floating
-    )
-  except TypeError:
-    known = False
-  if not known:
-    floats = "a floating-point type, such as 'bfloat16', or 'int8' or 'int4'"
-    raise unexpected('dtype', floats, dtype)
+  """Raises ValueError unless it is None, a float type, or one for kernels."""
+  with contextlib.suppress(TypeError):
+    if dtype in (None, *INTEGERS):
+      return
+    if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+      return
+  expected = "a floating-point type, such as 'bfloat16', or 'int8' or 'int4'"
+  raise unexpected('dtype', expected, dtype)
 
 
 def check_network(network: LanguageModel | None, dtype: Any = None) -> None:
-  """Checks a network before any of its arrays is made or found; see `load`.
+  """Checks a network before any of its arrays is made or read.
 
   Raises:
     ValueError: it is not a network, or does not fit into any memory.
   """
   if network is None:
     return
-  if not callable(getattr(network, 'init', None)):
+  if not isinstance(network, LanguageModel | NetworkWrapper):
     expected = 'a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL)'
     raise unexpected('network', expected, network)
   itemsize = 2 if dtype is None else jnp.dtype(dtype).itemsize
-  config = getattr(network, 'config', None)
-  sizes.check_params(config, 'The network', itemsize)
+  sizes.check_params(config_of(network), 'The network', itemsize)
 
 
 def _check_single(folder: Location) -> None:
@@ -305,10 +300,7 @@ def _check_single(folder: Location) -> None:
 def _may_be_on_the_hub(path: str) -> bool:
   """Whether a path that does not exist looks like an id of the hub."""
   match = _HUB_ID.fullmatch(path)
-  if not match:
+  if not match or match[1].endswith('.msgpack'):
     return False
-  hub_id = match[1]
   # A name in a folder that exists is a mistyped path.
-  return not hub_id.endswith('.msgpack') and not os.path.isdir(
-    os.path.dirname(hub_id)
-  )
+  return not os.path.isdir(os.path.dirname(match[1]))

@@ -1,11 +1,12 @@
-"""LoRA adapters, merged into a model's kernels while these are read.
+"""LoRA adapters, which are merged into a model's kernels while these are read.
 
-A folder of PEFT has adapter_config.json and adapter_model.safetensors: for each
-kernel W that was adapted two thin ones, A [r, in] and B [out, r]. What is read
-is W + s * B A, with s = lora_alpha / r, or lora_alpha / sqrt(r) of rank-
-stabilised LoRA: the sum in float32, then rounded to W's dtype.
+A folder of PEFT has adapter_config.json and adapter_model.safetensors, with two
+thin kernels, A [r, in] and B [out, r], for each kernel W that was adapted. The
+merged kernel is W + s * B A, with s = lora_alpha / r, or lora_alpha / sqrt(r)
+for rank-stabilised LoRA. The sum is computed in float32, and rounded to W's
+dtype.
 
-A module of PEFT is transformers' module, so the names are those of the files.
+PEFT's modules are those of transformers, so the names are those of the files.
 """
 
 import dataclasses
@@ -28,9 +29,9 @@ _PREFIX = 'base_model.model.'  # before all names, by PEFT
 _HALF = re.compile(r'(.+)\.lora_([AB])(?:\.\w+)?\.weight')
 _READ = {'peft_type', 'r', 'lora_alpha', 'use_rslora'}
 _NO_MATTER = {*WORDS['adapter']['no_matter']}
-# Ways to begin that leave W as it is. Others (pissa, olora, loftq, ...) change
-# it, and the adapter is a difference from what they made of it.
-_KNOWN: dict[str, tuple[Any, ...]] = {
+# Supported values. Other initialisations (pissa, olora, loftq, ...) change W,
+# and the adapter is a difference from the changed W.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
   'bias': ('none', None),
   'peft_type': ('LORA',),
   'init_lora_weights': (True, False, None, 'gaussian', 'orthogonal', 'eva'),
@@ -40,21 +41,25 @@ _MERGE = "Merge it with PEFT's merge_and_unload, and load the result."
 
 
 def _merged(
-  kernel: DiskArray, down: DiskArray, up: DiskArray, scale: float, turned: bool
+  kernel: DiskArray,
+  down: DiskArray,
+  up: DiskArray,
+  scale: float,
+  transposed: bool,
 ) -> DiskArray:
-  """A kernel with what an adapter adds to it.
+  """Adds an adapter to a kernel.
 
   Args:
-    kernel: [out, in], or [in, out] where it is turned, as GPT-2's.
+    kernel: [out, in], or [in, out] if it is transposed, as in GPT-2.
     down: A, [r, in].
     up: B, [out, r].
     scale: s.
-    turned: see `kernel`.
+    transposed: see `kernel`.
   """
 
   def read(index: Index) -> np.ndarray:
     part = kernel.read(index)
-    out, into = index[::-1] if turned else index
+    out, into = index[::-1] if transposed else index
     ranks = slice(0, down.shape[0])
     change = up.read((out, ranks)).astype(np.float32)
     change = change @ down.read((ranks, into)).astype(np.float32)
@@ -63,7 +68,7 @@ def _merged(
         f'{down.where}: A and B of {kernel.where} have numbers that are not'
         ' finite: the adapter is broken, or its training diverged.'
       )
-    change = change.T if turned else change
+    change = change.T if transposed else change
     added = part.astype(np.float32) + np.float32(scale) * change
     return added.astype(part.dtype)
 
@@ -75,17 +80,17 @@ def adapted(
   adapter: str | os.PathLike[str],
   family: Family,
 ) -> dict[str, DiskArray]:
-  """The arrays of a model with those of an adapter added to them.
+  """Adds the arrays of an adapter to those of a model.
 
   Args:
-    stored: the arrays by the names that the family has for them.
+    stored: the arrays, by transformers' names.
     adapter: PEFT's folder.
-    family: of the model.
+    family: the model's family.
 
   Raises:
     ValueError: a file is missing or broken; the adapter is of another kind, has
-      a field that may change what is merged and is not known here, or an array
-      that does not fit the model (the message has the names).
+      an unknown field that may change the result, or an array that does not fit
+      the model (the message has the names).
   """
   folder = pathlib.Path(adapter)
   source = os.fspath(folder)
@@ -101,8 +106,8 @@ def adapted(
       expected = f'a module whose kernel {module}.weight the model has'
       raise unexpected(source, expected, module, _OTHER)
     kernel, rank = stored[name], down.shape[0]
-    is_turned = family.kernels_in_out
-    shape = kernel.shape[::-1] if is_turned else kernel.shape
+    transposed = family.kernels_in_out
+    shape = kernel.shape[::-1] if transposed else kernel.shape
     shapes = [list(down.shape), list(up.shape)]
     fits = (*up.shape[:1], *down.shape[1:]) == shape
     if not fits or not rank or up.shape[1] != rank:
@@ -113,12 +118,12 @@ def adapted(
       raise unexpected(f'{source}: {module}', expected, shapes)
     divided = rank**0.5 if described.get('use_rslora') else rank
     scale = float(described['lora_alpha'] / divided)
-    adapted[name] = _merged(kernel, down, up, scale, is_turned)
+    adapted[name] = _merged(kernel, down, up, scale, transposed)
   return adapted
 
 
 def _halves(folder: pathlib.Path) -> dict[str, tuple[DiskArray, DiskArray]]:
-  """Module -> its A and B."""
+  """Returns the A and B of each module."""
   source = os.fspath(folder)
   halves: dict[str, dict[str, DiskArray]] = {}
   for name, array in open_file(folder / WEIGHTS).items():
@@ -136,13 +141,14 @@ def _halves(folder: pathlib.Path) -> dict[str, tuple[DiskArray, DiskArray]]:
 
 
 def _check(described: Mapping[str, Any], where: str) -> None:
-  """Raises ValueError for a field that is not known and asks for something."""
+  """Raises ValueError for an unknown field, unless its value is neutral."""
   neutral: tuple[Any, ...] = (None, False, '', [], {})
-  others = described.keys() - _READ - _NO_MATTER - _KNOWN.keys()
-  values = dict.fromkeys(sorted(others), neutral) | _KNOWN
-  for name, known in values.items():
-    if (value := described.get(name)) not in known:
-      raise unexpected(f'{where}: {name}', f'one of {known}', value, _MERGE)
+  others = described.keys() - _READ - _NO_MATTER - _SUPPORTED.keys()
+  values = dict.fromkeys(sorted(others), neutral) | _SUPPORTED
+  for name, supported in values.items():
+    if (value := described.get(name)) not in supported:
+      expected = f'one of {supported}'
+      raise unexpected(f'{where}: {name}', expected, value, _MERGE)
   check_number(f'{where}: r', described.get('r'), 1)
   check_type(f'{where}: lora_alpha', described.get('lora_alpha'), float)
   check_type(f'{where}: use_rslora', described.get('use_rslora'), bool | None)

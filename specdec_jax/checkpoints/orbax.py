@@ -1,9 +1,8 @@
 """Orbax's format of parameters.
 
-Orbax writes it. TensorStore reads parameters, as it does T5X's own format, also
-out of T5X's training states: arrays are found in `_METADATA`, and only those of
-the parameters are opened. Orbax is imported only when it is needed: that takes
-seconds.
+Orbax writes it. TensorStore reads parameters, also those in T5X's training
+states: `_METADATA` lists the arrays, and only parameters are opened. Importing
+Orbax takes seconds, so it is imported only for writing.
 """
 
 import json
@@ -19,7 +18,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location
 
 METADATA = '_METADATA'
-# Names that T5X, and Orbax itself, give a tree inside a checkpoint.
+# Names of the folder of a tree inside a checkpoint, by T5X and by Orbax.
 _ITEMS = ('state', 'default')
 _METADATA_BYTES = 256 << 20  # limit; Orbax writes some 200 bytes per array
 _TEMPORARY = '.orbax-checkpoint-tmp'
@@ -37,9 +36,9 @@ def save_orbax(
   Each process of a run writes its own shards.
 
   Args:
-    folder: made here; it must not exist yet, or be empty.
-    params: nested dict of arrays, NumPy's or JAX's.
-    about: what else the folder is to say, for `open_orbax`.
+    folder: a new or empty folder.
+    params: nested dict of arrays of NumPy or JAX.
+    about: more texts to write, for `open_orbax`.
 
   Raises:
     ValueError: the folder holds something, or there are no parameters.
@@ -86,8 +85,7 @@ def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
       `default`.
 
   Returns:
-    name -> array, names with slashes; and what `save_orbax` was told to write
-    beside them, None if it is nothing.
+    name -> array, names with slashes; and the `about` of `save_orbax`, or None.
 
   Raises:
     ValueError: writing the folder was not finished, its tree has no parameters,
@@ -117,14 +115,14 @@ def is_orbax(folder: Location) -> bool:
 
 
 def _item(folder: Location) -> Location | None:
-  """The folder of the tree itself; None in no Orbax checkpoint."""
+  """Returns the folder of the tree, or None in another kind of checkpoint."""
   names = folder.names()
   items = [folder, *(folder.child(name) for name in _ITEMS if name in names)]
   return next((item for item in items if METADATA in item.names()), None)
 
 
 def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
-  """The contents of `_METADATA`, and each array's path in the tree."""
+  """Reads `_METADATA`; also returns each array's path in the tree."""
   location = folder.child(METADATA)
   try:
     described = json.loads(location.read_all(_METADATA_BYTES))
@@ -143,7 +141,7 @@ def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
 
 
 def _parameters(keys: list[list[str]], source: str) -> dict[str, str]:
-  """Names of parameters -> Orbax's names of their arrays."""
+  """Returns names of parameters -> Orbax's names of their arrays."""
   if not keys:
     raise unexpected(source, 'an Orbax checkpoint with arrays', keys)
   roots = {parts[0] for parts in keys}

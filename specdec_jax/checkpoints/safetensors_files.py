@@ -29,7 +29,7 @@ _FLOATS: dict[str, Any] = {
 
 
 def view(stored: DiskArray, row: Row) -> DiskArray:
-  """A stored array with the shape and values of ours."""
+  """Makes our array from the one in a file."""
 
   def read(index: Index) -> np.ndarray:
     index = index[::-1] if row.transposed else index
@@ -47,8 +47,8 @@ def view(stored: DiskArray, row: Row) -> DiskArray:
 def open_file(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
   """Returns name -> array of a safetensors file.
 
-  The files are mapped into memory, and mapped pages count as this process's
-  memory until they are unmapped: so each array opens its file again.
+  A file is mapped into memory, and mapped pages count as this process's memory
+  until they are unmapped. So each read opens the file again.
 
   Raises:
     ValueError: the file is missing or broken, or an array is not of floats.
@@ -78,9 +78,9 @@ def open_file(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
 def write_file(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
   """Writes a safetensors file, whole or not at all, an array at a time.
 
-  The format is a JSON header behind its length, and then the arrays' bytes
-  (https://github.com/huggingface/safetensors). The package's own writer takes
-  all of them at once, copied.
+  The format is the length of a JSON header, the header, and the arrays' bytes
+  (https://github.com/huggingface/safetensors). The package's writer would copy
+  all arrays at once.
 
   Raises:
     OSError: the disk is full or the folder not writable.
@@ -106,6 +106,11 @@ def write_file(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Any]:
+  """Opens a safetensors file.
+
+  Raises:
+    ValueError: it is missing or broken, or the package is not installed.
+  """
   files.check_regular(path)
   safetensors = import_safetensors()
   try:

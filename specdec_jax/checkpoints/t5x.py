@@ -1,18 +1,16 @@
 """T5X's own checkpoints: a msgpack file, alone or with TensorStore's folders.
 
 The tree is {'version': 3, 'optimizer': {'target': parameters, 'state':
-{'step', 'param_states'}}}. Parameter names are T5X's, so nothing is renamed. A
-leaf is an array inside the file, or the specification of an array in a folder
-beside it. Only driver and path are taken from a specification: its bucket may
-be a dummy, the path is relative to the checkpoint, and everything else is in
-the array's folder.
+{'step', 'param_states'}}}. Parameters have T5X's names. A leaf is an array
+inside the file, or the specification of an array in a folder beside it. Only
+driver and path of a specification are used: its bucket may be a dummy, the path
+is relative to the checkpoint, and all else is in the array's folder.
 
-Stacks that were trained as a scan (`scalable_t5`) become single layers: there a
-stack's layers are one module, `encoder/encoder` or `encoder/layers`, and each
-parameter has one more axis, that of the layers: the second
-(`param_scan_axis=1`), or the first. Without it, kernels of attention are
-[M, H, D] and [H, D, M]. Each layer has its own relative bias there, see
-`T5Config.bias_per_layer`.
+Stacks that were trained as a scan (`scalable_t5`) become single layers. A
+scanned stack is one module, `encoder/encoder` or `encoder/layers`, whose
+parameters have one more axis for the layers, the second (`param_scan_axis=1`)
+or the first. Without that axis, attention kernels are [M, H, D] and [H, D, M].
+Each layer has a relative bias, see `T5Config.bias_per_layer`.
 """
 
 import collections
@@ -43,7 +41,7 @@ Shapes = Mapping[str, Shape]
 VERSION = 3
 _READABLE = (2, 3)
 _TENSORFLOW = b'model_checkpoint_path'
-# A stack that was trained as a scan: one array for all of its layers.
+# The name of an array for all layers of a scanned stack.
 _STACKED = re.compile(r'(encoder|decoder)/(?:layers|\1)/(.+)')
 _BIAS = 'relpos_bias/rel_embedding'
 _NORM = 'pre_mlp_layer_norm/scale'
@@ -63,10 +61,9 @@ def save_t5x(
     params: nested dict of arrays.
     step: number of updates that the parameters have had.
     dtype: dtype of the floating-point arrays on disk, e.g. jnp.bfloat16; None
-      keeps theirs.
-    about: what else the file is to say, for `open_t5x`, such as 'target',
-      the `fingerprint` of the only target that a drafter is for; readers of
-      T5X's format do not look at it.
+      does not cast.
+    about: more texts to write, for `open_t5x`, such as 'target', the
+      `fingerprint` of a drafter's only target; T5X ignores them.
 
   Raises:
     OSError: the disk is full or the folder not writable.
@@ -101,8 +98,7 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
       own.
 
   Returns:
-    name -> array, names with slashes; and what `save_t5x` was told to write
-    beside them, None if it is nothing.
+    name -> array, names with slashes; and the `about` of `save_t5x`, or None.
 
   Raises:
     ValueError: the file is missing, cut short or not a T5X checkpoint; or an
@@ -111,9 +107,9 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   """
   source = str(location)
   if location.read(0, len(_TENSORFLOW)) == _TENSORFLOW:
-    there = 'gs://t5-data/pretrained_models/t5x has the same models.'
+    advice = 'gs://t5-data/pretrained_models/t5x has the same models.'
     given = 'a TensorFlow checkpoint of T5'
-    raise unexpected(source, "T5X's format", given, there)
+    raise unexpected(source, "T5X's format", given, advice)
   tree = read_tree(location)
   leaves = flax.traverse_util.flatten_dict(
     _target(tree, source),
@@ -133,8 +129,8 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   stored = disk_arrays.open_stored(specs, source) if specs else {}
   for name, array in stored.items():
     metadata = leaves[name].get('metadata') or {}
-    is_known = isinstance(metadata, Mapping)
-    shape = metadata.get('shape') if is_known else metadata
+    is_mapping = isinstance(metadata, Mapping)
+    shape = metadata.get('shape') if is_mapping else metadata
     if shape is not None and shape != list(array.shape):
       why = f'its folder has {list(array.shape)}, the file says {shape!r}'
       raise disk_arrays.broken(source, name, why)
@@ -146,7 +142,7 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
 
 
 def _target(tree: Any, source: str) -> Mapping[str, Any]:
-  """The parameters in the tree of a file."""
+  """Returns the parameters in the tree of a file."""
   optimizer = tree.get('optimizer') if isinstance(tree, dict) else None
   target = optimizer.get('target') if isinstance(optimizer, dict) else None
   if not isinstance(target, dict):
@@ -164,7 +160,7 @@ def _target(tree: Any, source: str) -> Mapping[str, Any]:
 def _resolve(
   spec: Mapping[str, Any], folder: Location, name: str, source: str
 ) -> dict[str, Any]:
-  """TensorStore's specification of an array of this checkpoint."""
+  """Returns TensorStore's specification of an array of this checkpoint."""
   kvstore = spec['kvstore'] if isinstance(spec['kvstore'], Mapping) else {}
   # TensorStore before 0.1.14 had the path beside the kvstore.
   path = kvstore.get('path', spec.get('path'))
@@ -185,7 +181,7 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
     params: nested dict of arrays, or of anything with a shape.
     expected: the model's tree of anything with a shape, e.g. from
       `jax.eval_shape(model.init, key)`.
-    source: where `params` came from, for the message.
+    source: names the origin of `params`, for the message.
 
   Raises:
     ValueError: they differ; the message has each parameter that is missing,
@@ -243,15 +239,15 @@ def _another_model(
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:
-  """Name with slashes -> shape, of a nested dict."""
+  """Returns name with slashes -> shape for a nested dict."""
   flat = flax.traverse_util.flatten_dict(dict(params), sep='/')
   return {name: tuple(leaf.shape) for name, leaf in flat.items()}
 
 
 def infer_config(shapes: Shapes, source: str) -> T5Config:
-  """The configuration of a checkpoint that comes without one.
+  """Infers a checkpoint's configuration from its shapes.
 
-  What shapes do not decide is taken from the published models: a gated MLP has
+  Shapes do not show activations. As in the published models, a gated MLP gets
   T5 1.1's `gelu`, a plain one T5 1.0's `relu`.
 
   Raises:
@@ -269,7 +265,7 @@ def infer_config(shapes: Shapes, source: str) -> T5Config:
     ) from error
 
 
-# Names of parameters -> the fields that their shapes show; '' is none.
+# Names of parameters -> the fields that their axes show; '' for no field.
 _SIZES = {
   'token_embedder/embedding': ('vocab_size', 'emb_dim'),
   rf'\w+/(layers_\d+/)?{_BIAS}': ('num_heads', ''),
@@ -280,10 +276,10 @@ _SIZES = {
 
 
 def _sizes(shapes: Shapes) -> dict[str, Any]:
-  """Fields of `T5Config` -> their values, for the fields that shapes decide.
+  """Returns the fields of `T5Config` that shapes decide.
 
   Args:
-    shapes: T5X's name -> shape; stacked layers say nothing.
+    shapes: T5X's name -> shape; stacked layers show no fields.
   """
   sizes: dict[str, Any] = {}
   for name, shape in shapes.items():
@@ -329,20 +325,20 @@ def unroll(
 ) -> dict[str, DiskArray]:
   """Replaces each stacked array by its layers.
 
-  The layers of one array follow each other, so that it is read only once.
+  The layers of an array are neighbours, so that it is read only once.
 
   Args:
     arrays: T5X's name -> array; arrays outside of stacks stay as they are.
     expected: name -> shape, for each parameter of the network.
     num_heads: H, for kernels that have heads on an axis; None if unknown.
-    source: where the arrays come from, for messages.
+    source: path of the checkpoint, for messages.
 
   Raises:
     ValueError: an array's layers are not on the axis that a norm shows, or an
       array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  read = functools.lru_cache(1)(disk_arrays.load_array)  # the last one, whole
+  read = functools.lru_cache(1)(disk_arrays.load_array)  # caches one array
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
     match = _STACKED.fullmatch(name)
@@ -352,7 +348,7 @@ def unroll(
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
     layers = [f'{stack}/layers_{i}/{inner}' for i in range(count)]
     if not layers or layers[0] not in expected:
-      unrolled[name] = array  # of which the check of names says more
+      unrolled[name] = array  # the check of names will refuse it
       continue
     # A norm shows the axis of the layers; T5X's own is the second.
     (emb_dim,) = expected[f'{stack}/layers_0/{_NORM}']
@@ -376,7 +372,7 @@ def unroll(
 def _layer(
   stack: DiskArray, axis: int, number: int, shape: Shape, read: Any
 ) -> DiskArray:
-  """One layer of a stacked array."""
+  """Returns one layer of a stacked array."""
   place = (slice(None),) * axis + (number,)
 
   def read_part(index: Index) -> np.ndarray:
@@ -388,7 +384,7 @@ def _layer(
 def _as_stored(
   name: str, shape: Shape, num_heads: int | None
 ) -> tuple[Shape, ...]:
-  """The shapes that one layer of a parameter may have in a file."""
+  """Returns the shapes that one layer of a parameter may have in a file."""
   if num_heads is None or not re.search(r'attention/\w+/kernel$', name):
     return (shape,)
   if name.endswith('out/kernel'):
@@ -398,16 +394,16 @@ def _as_stored(
 
 # The tree in a msgpack file, without the bytes of its arrays.
 #
-# The msgpack package would copy each array in the file, those of the optimiser
-# too. Here only headers are read (https://github.com/msgpack/msgpack spec.md),
-# and for each array only the place of its bytes is kept. Arrays are flax's
-# extension types: (shape, name of the dtype, bytes), see `flax.serialization`.
+# The msgpack package would copy all arrays in the file, also the optimiser's.
+# Here only headers are read (https://github.com/msgpack/msgpack spec.md), and
+# an array becomes the place of its bytes. Arrays are flax's extension types:
+# (shape, name of the dtype, bytes), see `flax.serialization`.
 
 _WINDOW = 1 << 16
 _NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
 _CHUNKED = '__msgpack_chunked_array__'
-# First byte -> kind of the value, and the value or its size: it itself, or, as
-# text, how it is packed behind that byte.
+# First byte -> kind of the value, and the value or its size; or, as text, the
+# format in which the value or size is packed after that byte.
 _KINDS: dict[int, tuple[str, Any]] = {
   first + i: (kind, value)
   for first, kind, values in (
@@ -431,7 +427,7 @@ _KINDS: dict[int, tuple[str, Any]] = {
 
 
 class ArrayBytes(NamedTuple):
-  """Where an array is in a file: the (offset, size) of each part, in order."""
+  """The place of an array in a file: the (offset, size) of its parts."""
 
   shape: tuple[int, ...]
   dtype: np.dtype
@@ -517,7 +513,7 @@ class _Scanner:
     return span
 
   def _take(self, size: int) -> bytes:
-    """The next bytes; the file is read in whole windows."""
+    """Returns the next bytes; the file is read in whole windows."""
     place, _ = self._skip(size)
     start, data = self._window
     if place < start or place + size > start + len(data):
@@ -532,7 +528,7 @@ class _Scanner:
 def _array(
   shape: Any, dtype: np.dtype, spans: list[tuple[int, int]]
 ) -> ArrayBytes:
-  """Raises ValueError unless the spans together have the size of the array."""
+  """Makes an `ArrayBytes`; ValueError if its spans have another size."""
   if not all(type(size) is int and size >= 0 for size in shape):
     raise ValueError(f'an array of shape {list(shape)}')
   needed = math.prod(shape) * dtype.itemsize
@@ -544,7 +540,7 @@ def _array(
 
 
 def _joined(chunked: dict[str, Any]) -> ArrayBytes:
-  """An array that flax has cut into chunks: msgpack holds at most 2 GiB."""
+  """Joins an array that flax has cut into chunks, of at most 2 GiB each."""
   shape, parts = (
     [chunked[name][str(i)] for i in range(len(chunked[name]))]
     for name in ('shape', 'chunks')

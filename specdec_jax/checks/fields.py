@@ -21,12 +21,13 @@ _WORDS = {
   type(None): 'None',
 }
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
-# Of a class once: a server checks options with each request.
+
+# Cached: a server checks the same classes with each request.
 _hints_of: Any = functools.cache(typing.get_type_hints)
 
 
 class Bound(NamedTuple):
-  """What an annotated number may be; of a sequence, how many items it has.
+  """The range of an annotated number, or of a sequence's number of items.
 
   Example: `lengths: Annotated[Sequence[Positive], Bound(2)]` has two or more
   numbers from 1.
@@ -34,15 +35,15 @@ class Bound(NamedTuple):
 
   least: float
   most: float = math.inf
-  is_open: bool = False  # whether the value must be above the least
+  is_open: bool = False  # whether `least` itself is outside of the range
 
 
 def check_types(config: Any) -> None:
   """Checks the fields of a dataclass by their annotations.
 
   A whole number counts as a number; True, NaN and infinity do not. A list or an
-  array is accepted for a tuple. An annotation may have a `Bound`. Not checked
-  are classes that are neither built in nor records: these may be protocols.
+  array is accepted for a tuple. An annotation may have a `Bound`. Classes that
+  are neither built in nor records are not checked: they may be protocols.
 
   Args:
     config: an instance; call this from its `__post_init__`.
@@ -58,12 +59,12 @@ def check_types(config: Any) -> None:
 
 
 class Checked:
-  """A dataclass whose fields are checked by their annotations when it is made.
+  """A base of dataclasses, which checks fields by their annotations.
 
-  One that has more to check calls `check_types` in its own `__post_init__`.
+  A subclass with more to check calls `check_types` in its own `__post_init__`.
 
   Raises:
-    ValueError: as `check_types`.
+    ValueError: as for `check_types`.
   """
 
   def __post_init__(self):
@@ -83,15 +84,15 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 def unexpected(
   name: str, expected: str, value: Any, advice: str = ''
 ) -> ValueError:
-  """The error of a field with a wrong value: what was expected, what came.
+  """Makes the error for a wrong value: what was expected, and what came.
 
   Example: `raise unexpected('gamma', 'a whole number from 1', gamma)`.
 
   Args:
     name: the field, flag or argument.
-    expected: what it may be, as in 'a whole number from 1'.
-    value: what it is.
-    advice: a sentence that says what to do, where that is not plain.
+    expected: the values that it may have, as in 'a whole number from 1'.
+    value: the value that it has.
+    advice: a sentence that says what to do, unless that is plain.
   """
   message = f'{name}: expected {expected}, got {shortened(value)}. {advice}'
   return ValueError(message.rstrip())
@@ -144,19 +145,19 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
     return len(value) == len(inside) and all(map(is_a, value, inside))
   kinds = set(map(type, value))
   if not inside or (kinds <= {int, str} and kinds == {inside[0]}):
-    return True  # of long prompts this is seen at once
+    return True  # a quick answer for long prompts
   return all(is_a(item, inside[0]) for item in value)
 
 
 def _described(hint: Any) -> str:
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
-    what, (least, most, is_open) = inside[0], inside[1]
-    if what not in (int, float):
+    words, (least, most, is_open) = _described(inside[0]), inside[1]
+    if inside[0] not in (int, float):
       number = f'{least:g} or more' if math.isinf(most) else f'{most:g} at most'
-      return f'{_described(what)}, {number} of them'
+      return f'{words}, {number} of them'
     end = f' to {most:.15g}' if math.isfinite(most) else ''
-    return f'{_described(what)} {"above" if is_open else "from"} {least:g}{end}'
+    return f'{words} {"above" if is_open else "from"} {least:g}{end}'
   if origin in (Union, types.UnionType):
     return _either([_described(option) for option in inside])
   if origin is Literal:
@@ -174,7 +175,9 @@ def _described(hint: Any) -> str:
     return f'a sequence ({", ".join(items)})' if items else 'a sequence'
   if kind is os.PathLike:
     return 'a path'
-  return str(_WORDS.get(kind) or getattr(kind, '__name__', kind))
+  return str(
+    _WORDS.get(kind) or (kind.__name__ if isinstance(kind, type) else kind)
+  )
 
 
 def _either(words: list[str]) -> str:
@@ -191,12 +194,12 @@ def is_finite(value: Any) -> bool:
 
 
 def shortened(value: Any) -> str:
-  """A value as a message shows it: of a long one, both ends."""
+  """Returns a value as text for a message; the middle of a long text is cut."""
   try:
     text = repr(value)
   except ValueError:  # Python's limit of digits
     text = 'a huge number'
-  # A path says most at its end.
+  # The end of a path matters most.
   return text if len(text) <= 160 else f'{text[:80]}...{text[-80:]}'
 
 
@@ -204,7 +207,7 @@ def shortened(value: Any) -> str:
 
 
 def check_number(name: str, value: Any, least: float) -> None:
-  """Raises ValueError if a value is no number, or too small.
+  """Raises ValueError if a value is not a number, or too small.
 
   Args:
     name: name of the value, for the message.
@@ -232,7 +235,7 @@ def check_choice(name: str, value: Any, known: Collection[str]) -> None:
   Args:
     name: name of the value, for the message.
     value: the value that was given.
-    known: the words.
+    known: the words that it may be.
   """
   if value not in tuple(known):
     raise ValueError(
@@ -242,7 +245,7 @@ def check_choice(name: str, value: Any, known: Collection[str]) -> None:
 
 
 def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:
-  """Says which of the known names are near, for the end of a message.
+  """Lists the known names that are near a name, for the end of a message.
 
   Args:
     name: the name that was given; upper and lower case do not matter.
@@ -267,7 +270,7 @@ def package(what: str, module: str, extra: str, otherwise: str = '') -> Any:
   """Imports a module of a package that comes with an extra of this library.
 
   Args:
-    what: what needs the package, as the beginning of a sentence.
+    what: the feature that needs it, as the beginning of a sentence.
     module: such as 'rouge_score.rouge_scorer'.
     extra: name of the extra.
     otherwise: a sentence that says how to do without the package.

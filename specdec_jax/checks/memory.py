@@ -1,4 +1,4 @@
-"""How much memory there is, and the error if something needs more."""
+"""Measures free memory, and refuses work that needs more."""
 
 import gc
 import math
@@ -11,13 +11,13 @@ from typing import Any
 import jax
 
 GIB = 2**30
-# Where Linux says how much memory there is, which control groups this process
-# is in (of a container, a service or a job), and what they may use.
+# Files of Linux with the machine's memory, the control groups of this process
+# (those of a container, a service or a job), and the limits of these groups.
 _MACHINE = pathlib.Path('/proc/meminfo')
 _OWN_GROUPS = pathlib.Path('/proc/self/cgroup')
 _GROUPS = pathlib.Path('/sys/fs/cgroup')
 _BYTES = 'memory.max', 'memory.current'
-_CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)  # pages of files
+_CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)  # cached files
 
 
 class DoesNotFitError(ValueError):
@@ -27,30 +27,30 @@ class DoesNotFitError(ValueError):
 def check_room(
   what: str, needed: int, free: Callable[[], int | None], advice: str
 ) -> None:
-  """Raises an error if something cannot fit into memory, before it is made.
+  """Raises an error, before arrays are made, if they cannot fit into memory.
 
   Args:
-    what: what needs the memory, as the beginning of a sentence.
-    needed: bytes that it needs.
-    free: returns the bytes that are free; None is unknown, and never raises.
-    advice: what to do, as a sentence.
+    what: names the arrays, as the beginning of a sentence.
+    needed: bytes that they need.
+    free: returns the free bytes; None, if unknown, never raises.
+    advice: a sentence that says what to do.
 
   Raises:
     DoesNotFitError: more is needed; the message gives both numbers.
   """
-  there = free()
-  if there is not None and needed > there:
-    gc.collect()  # an engine that nobody uses any more may wait for this
-    there = free()
-  if there is not None and needed > there:
+  size = free()
+  if size is not None and needed > size:
+    gc.collect()  # an engine that is not used any more may be collected
+    size = free()
+  if size is not None and needed > size:
     raise DoesNotFitError(
-      f'{what}: {gib(needed)} of memory are needed and {gib(there)} are'
+      f'{what}: {gib(needed)} of memory are needed and {gib(size)} are'
       f' free. {advice}'
     )
 
 
 def host_bytes() -> int | None:
-  """Bytes of the machine's memory, or of the container's; None if unknown."""
+  """Returns the memory of the machine or container; None if unknown."""
   try:
     size = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   except (AttributeError, OSError, ValueError):
@@ -59,9 +59,9 @@ def host_bytes() -> int | None:
 
 
 def free_bytes() -> int | None:
-  """Bytes of the host's memory that nobody uses; None if unknown.
+  """Returns the free bytes of the host's memory; None if unknown.
 
-  What the system would give up, such as pages of files, is not in use.
+  Memory that the system would give up, such as cached files, is free.
   """
   machine = re.search(r'^MemAvailable: +(\d+) kB$', _text(_MACHINE), re.M)
   whole = int(machine[1]) << 10 if machine else host_bytes()
@@ -70,13 +70,13 @@ def free_bytes() -> int | None:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-  """Limit and use, in bytes, of each control group that has a limit."""
+  """Yields limit and use, in bytes, of each control group with a limit."""
   for line in _text(_OWN_GROUPS).splitlines():
     number, _, path = line.split(':', 2)
     if number != '0':  # of the first version of control groups
       continue
     group = _GROUPS / path.strip('/')
-    # What is above a container it may not see; then its own group is the root.
+    # A container may not see groups above it; then its own group is the root.
     for folder in (group, *group.parents):
       limit, used = (_text(folder / name).strip() for name in _BYTES)
       if limit.isdigit() and used.isdigit():
@@ -87,7 +87,7 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _text(path: pathlib.Path) -> str:
-  """What a file says; '' if there is none to be read."""
+  """Reads a file; '' if it cannot be read."""
   try:
     return path.read_text('ascii')
   except (OSError, ValueError):
@@ -95,14 +95,14 @@ def _text(path: pathlib.Path) -> str:
 
 
 def device_bytes(device: jax.Device | None = None) -> int | None:
-  """Bytes of the device's memory that are free for this process.
+  """Returns the bytes of the device's memory that this process may still use.
 
   Args:
-    device: the device; None is the first one.
+    device: the device; None: the first one.
 
   Returns:
-    For an accelerator what its allocator may still give, None if that is
-    unknown; for a CPU what is free of the machine's memory.
+    The bytes that an accelerator's allocator may still give, None if unknown;
+    for a CPU `free_bytes`.
   """
   device = device or jax.devices()[0]
   if device.platform == 'cpu':
@@ -113,7 +113,7 @@ def device_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def all_bytes() -> int | None:
-  """Free bytes of all devices of all processes; None if one is unknown."""
+  """Returns the free bytes of all processes' devices; None if unknown."""
   devices = jax.devices()
   if devices[0].platform == 'cpu':  # a process's CPU devices share its memory
     size = free_bytes()
@@ -123,19 +123,22 @@ def all_bytes() -> int | None:
 
 
 def most_bytes() -> int | None:
-  """Bytes of the host or of all devices, whichever has more; None: unknown."""
-  there = host_bytes(), all_bytes()
-  return None if None in there else max(size or 0 for size in there)
+  """Returns the bytes of the host or of all devices, whichever has more.
+
+  None: one of them is unknown.
+  """
+  sizes = host_bytes(), all_bytes()
+  return None if None in sizes else max(size or 0 for size in sizes)
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-  """Bytes of an array on a device, where numbers of four bits are packed."""
+  """Returns an array's bytes on a device, which packs four-bit numbers."""
   bits = jax.dtypes.itemsize_bits(jax.numpy.dtype(dtype))
   return math.ceil(math.prod(shape) * bits / 8)
 
 
 def gib(size: int) -> str:
-  """Bytes as text: in GiB, or below a tenth of a GiB in MiB."""
+  """Formats bytes in GiB, or below a tenth of a GiB in MiB."""
   return (
     f'{size / GIB:.2f} GiB' if size >= GIB / 10 else f'{size / 2**20:.2f} MiB'
   )

@@ -1,17 +1,17 @@
-"""The command line: what can be run, gin's flags, and checks of their names."""
+"""The command line: its commands, gin's flags, and checks of their names."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# Folders of runs that go on where they are when they are started again.
+# Folders of interrupted runs, which continue when they are started again.
 unfinished: list[str] = []
 
 
 @contextlib.contextmanager
 def resumable(folder: str | None) -> Iterator[None]:
-  """Has a folder in `unfinished` inside, and behind an interrupt too."""
+  """Keeps a folder in `unfinished` in its block, and after an interrupt."""
   unfinished[:] = [folder] if folder else []
   try:
     yield
@@ -23,15 +23,15 @@ def resumable(folder: str | None) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-  """What can be run.
+  """A command.
 
   Attributes:
-    function: takes nothing and returns a status, None for 0; it fetches what it
-      needs by `build`. Its docstring is the --help.
-    run_file: which it takes where no --gin_file is given; None requires one.
+    function: takes nothing and returns a status, None for 0; it makes its
+      configuration by `gin_flags.build`. Its docstring is the --help.
+    run_file: its run file without a --gin_file; None requires a --gin_file.
     places: flags that may be given as positional arguments, in this order.
-    implied: values of macros that a flag brings along: flag -> macro -> value.
-      They hold if the run file has the macro; --gin.MACRO goes before them.
+    implied: values of macros that a flag also sets: flag -> macro -> value.
+      They hold if the run file has the macro; --gin.MACRO overrides them.
   """
 
   function: Callable[[], int | None]

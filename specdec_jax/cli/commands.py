@@ -1,9 +1,9 @@
-"""What can be run: a function for each command, whose docstring is its --help.
+"""The commands: a function for each, whose docstring is its --help.
 
 `specdec NAME` runs those of `COMMANDS`; `python scripts/NAME.py` runs those of
 `SCRIPTS`. Each takes T5X's flags, see `gin_flags`, and flags for the fields of
-what its run file configures, see `options`. What a command needs is imported
-when it runs.
+the classes that its run file configures, see `options`. A command imports its
+modules when it runs.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ def calibrate() -> None:
     specdec calibrate --gin_file=gin/runs/calibrate_demo.gin
 
   FILE has prompts of your own, one per line. The verdict comes first, the
-  tables that it rests on after it, all to stdout. `specdec decode` takes what
-  was measured by --calibration calibration.json.
+  tables with the reasons after it, all to stdout. `specdec decode` reads the
+  file with --calibration calibration.json.
   """
   from specdec_jax.measure import calibrate
 
@@ -41,7 +41,8 @@ def compile_check() -> None:
     specdec compile-check --gin_file=gin/runs/compile_check.gin \\
       --device=tpu_v4 --output-file=tpu_v4.json
 
-  Says whether they fit, what a token reads, and the speed-up that follows.
+  Says whether they fit, the bytes that a token reads, and the speed-up that
+  follows.
   """
   import jax
 
@@ -112,16 +113,14 @@ def distil() -> None:
 
     specdec distil --target my_t5 --texts inputs.txt --output-dir my_drafter
 
-    specdec distil --gin_file=gin/models/demo.gin \\
-      --gin_file=gin/runs/own_drafter.gin --gin.TARGET=%DEMO_TARGET \\
-      --target demo/target.msgpack --vocab demo/vocab.model \\
-      --texts inputs.txt --output-dir my_drafter --minutes 10
+    specdec distil --target demo --texts inputs.txt --output-dir my_drafter \\
+      --minutes 10
 
   The target decodes the texts, one a line; a part of its decoder, which reads
-  its encoder, learns what it said; and the pair is calibrated on texts that
-  were held out. The same command goes on where one was stopped. What the
-  drafter is worth goes to stdout, progress to stderr; the last line is a
-  command that decodes with it.
+  its encoder, learns these outputs; and the pair is calibrated on texts that
+  were held out. The same command continues a run that was stopped. The
+  speed-up goes to stdout, progress to stderr; the last line is a command that
+  decodes with the drafter.
   """
   from specdec_jax import training
   from specdec_jax.cli import gin_flags
@@ -151,8 +150,8 @@ def measure() -> None:
     alpha_demo       how often the target accepts the drafter's tokens
     benchmark_base   calls and both loops; also benchmark_demo
     gamma_demo       the speed-up at each gamma, beside the predicted one
-    methods          ways to speculate: tokens a call, time, speed-up; also
-                     methods_demo
+    methods          methods of speculation: tokens a call, time, speed-up;
+                     also methods_demo
     throughput_demo  the speed-up by rows that are decoded together
 
   Their headers say what they need and how long they take. Tables go to stdout.
@@ -233,7 +232,7 @@ def train() -> None:
     specdec train --gin_file=gin/runs/fit_ngram.gin \\
       --train-files text.txt --output-file=bigram.npz
 
-  The same command goes on where a killed run was. Progress goes to stderr.
+  The same command continues a run that was killed. Progress goes to stderr.
   """
   from specdec_jax import training
   from specdec_jax.training import ngram
@@ -267,17 +266,17 @@ def _build(cls: type) -> Any:
 
 
 def _beside() -> dict[str, Callable[[], str]]:
-  """What goes into an output folder beside the results."""
+  """Returns name -> text of the files that are written with the results."""
   import gin
 
   return {'operative_config.gin': gin.operative_config_str}
 
 
 def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:
-  """Calls the function of the configuration that the run file is about.
+  """Calls the function for the class that the run file configures.
 
   Raises:
-    ValueError: it is about none of them.
+    ValueError: the run file configures another class.
   """
   from specdec_jax.cli import gin_flags
 
@@ -286,20 +285,17 @@ def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:
     if config.__name__ in roots:
       function(_build(config))
       return
-  known = ', '.join(config.__name__ for config in functions)
+  names = ', '.join(config.__name__ for config in functions)
   raise ValueError(
     f'The gin files configure {", ".join(sorted(roots))}; `specdec {name}`'
-    f' needs one of {known}. `specdec {name} --help` names run files of these.'
+    f' needs one of {names}. `specdec {name} --help` names run files of these.'
   )
 
 
 _FILE = ('input',)
 _OF_TEXTS = {'--input': {'STDOUT': 'outputs'}}
-# What the shipped pair needs, and others do not.
-_NO_DEMO = dict.fromkeys(
-  ('DRAFT_CHECKPOINT_PATH', 'MODEL_NAME', 'TARGET', 'DRAFT', 'VOCAB_PATH')
-)
-_OTHER_PAIR = {'--target': _NO_DEMO, '--draft': {'DRAFT': None}}
+# Another target takes neither the shipped drafter nor the shipped pair's name.
+_OTHER_PAIR = {'--target': {'DRAFT_CHECKPOINT_PATH': None, 'MODEL_NAME': None}}
 
 # Name -> command, in the order of --help.
 COMMANDS = {

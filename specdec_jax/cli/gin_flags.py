@@ -10,9 +10,9 @@
   --coordinator_address=HOST:PORT --process_count=N --process_index=I
                             one of several processes anywhere else
 
-A VALUE that is no gin value is taken as text, so `--gin.DTYPE=int8` and
+A VALUE that is not a gin value is text, so `--gin.DTYPE=int8` and
 `--gin.DTYPE='"int8"'` mean the same. gin itself accepts a mistyped macro
-or scope in silence; here a name that the gin files do not know is an error.
+or scope silently; here a name that the gin files do not know is an error.
 
 A command is a function whose docstring is its --help, see `commands`. It has
 flags for the fields of what its gin files configure, see `options`.
@@ -49,31 +49,31 @@ _REQUIRED = '%gin.REQUIRED'
 _MISSING = re.compile(
   r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
 )
-# Python's words, which show an object, and a tuple.
+# Messages of Python that show an object, and a tuple.
 _NO_LITERAL = re.compile(r'malformed node or string.*?: <ast\..+?>')
 _OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 
 _NO_COMMAND = Command(lambda: None)  # without flags of its own
 _T = TypeVar('_T')
-# Flags that say what a model is and how long its texts are.
+# Flags of a model and of the lengths of its texts.
 _MODEL_FLAGS = frozenset(
-  '--target --vocab --dtype --adapter --revision --max-input-length'
-  ' --max-length'.split()
+  '--target --vocab --dtype --adapter --revision --max-input-len'
+  ' --max-decode-len'.split()
 )
 _of_models: list[str] = []  # see `of_models`
-# gin would look as often in a folder as it was told to, and list it so.
+# gin searches, and lists in errors, a folder as often as it was added.
 _search_too = functools.cache(gin.add_config_file_search_path)
 
 
 def load(
   argv: Sequence[str], command: Command = _NO_COMMAND, name: str = ''
 ) -> None:
-  """Loads the gin files of a command line, and binds what its flags say.
+  """Loads the gin files of a command line, and binds its flags.
 
   Args:
     argv: arguments after the program's name.
-    command: that they are of.
-    name: of the command, for --help.
+    command: the command.
+    name: name of the command, for --help.
 
   Raises:
     ValueError: no gin file was given, or one is missing or broken; an unknown
@@ -92,21 +92,21 @@ def load(
   if common.help:
     parser.print_help()
     parser.exit()
-  given = options.given(_parsed(parser, rest, files), flags)
+  values = options.values_of(_parsed(parser, rest, files), flags)
   _of_models[:] = [
     *(
       f'--gin_file={f}' for f in files if not f.endswith(command.run_file or f)
     ),
     *(f'--gin.{x}' for x in common.gin_bindings or () if '/' not in x),
-    *(f'{flags[x]}={given[x]}' for x in given if flags[x] in _MODEL_FLAGS),
+    *(f'{flags[x]}={values[x]}' for x in values if flags[x] in _MODEL_FLAGS),
   ]
   macros = _macros()
-  for binding in given:
+  for binding in values:
     implied = command.implied.get(flags[binding], {})
     for macro in implied.keys() & macros:
       _bind(macro, implied[macro])
-  # The last value of a name counts: explicit bindings go before flags.
-  for binding, value in given.items():
+  # Later bindings override: explicit bindings come after flags.
+  for binding, value in values.items():
     _bind(binding, value)
   for text in common.gin_bindings or ():
     binding, _, value = (part.strip() for part in text.partition('='))
@@ -117,25 +117,39 @@ def load(
       value = _value(binding, value)
     _bind(binding, value)
   _check_scopes()
+  _check_engines()
   _check_complete(flags)
   with _explained('gin'):
     gin.finalize()
 
 
+def _check_engines() -> None:
+  """Raises ValueError for settings of engines where 0.2 had them."""
+  for (scope, selector), values in bindings().items():
+    settings = values.keys() - {'target', 'drafter', 'config'}
+    if selector.endswith('engine.Engine') and settings:
+      name = min(settings)
+      expected = 'in engine.EngineConfig, with engine.Engine.config ='
+      field = f'{scope}/engine.Engine.{name}'.lstrip('/')
+      raise unexpected(
+        field, f'{expected} @engine.EngineConfig()', values[name]
+      )
+
+
 def of_models(run_file: str) -> list[str]:
-  """Arguments that give another command the models of what was loaded.
+  """Returns arguments that give another command the loaded models.
 
   Args:
-    run_file: of that command.
+    run_file: run file of that command.
   """
   files = [arg for arg in _of_models if arg.startswith('--gin_file=')]
-  # With a gin file of its own a command does not take its usual run file.
+  # A command with gin files in its arguments ignores its default run file.
   run_files = [f'--gin_file={run_file}'] if files else []
   return [*files, *run_files, *_of_models[len(files) :]]
 
 
 def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-  """The flags of all commands, of those that were given, and what is left."""
+  """Parses the flags of all commands; returns also the other arguments."""
   parser = _Parser()
   parser.add_common()
   return parser.parse_known_args([_rewrite(arg) for arg in argv])
@@ -151,16 +165,16 @@ def _rewrite(arg: str) -> str:
 
 
 def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
-  """Loads gin files in place of what was loaded before.
+  """Loads gin files and forgets those that were loaded before.
 
-  They are looked up in the working folder, in the search paths and in the
+  They are searched in the working folder, in the search paths and in the
   repository, in this order.
 
   Raises:
     ValueError: a file is missing or not valid.
   """
   gin.clear_config()
-  logging.getLogger().addFilter(_is_no_place_of_many)
+  logging.getLogger().addFilter(_is_no_search_error)
   for folder in (*filter(None, paths), str(ROOT)):
     _search_too(folder)
   for gin_file in files:
@@ -168,8 +182,8 @@ def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
       gin.parse_config_file(gin_file)
 
 
-def _is_no_place_of_many(record: logging.LogRecord) -> bool:
-  """False for an error that gin logs of each place but the right one."""
+def _is_no_search_error(record: logging.LogRecord) -> bool:
+  """Drops the error that gin logs for each folder without the file."""
   return record.msg != 'Path not found: %s'
 
 
@@ -187,8 +201,6 @@ class _Parser(argparse.ArgumentParser):
 
   def add_common(self) -> None:
     """Adds the flags of all commands."""
-    switch: Any = {'action': 'store_true'}
-    number: Any = {'type': int, 'metavar': 'N'}
     add = self.add_argument_group('gin, as with T5X').add_argument
     text = 'a run file instead of the usual one'
     add('--gin_file', action='append', metavar='FILE', help=text)
@@ -196,16 +208,18 @@ class _Parser(argparse.ArgumentParser):
     add('--gin_bindings', action='append', metavar='NAME=VALUE', help=text)
     add('--gin_search_paths', metavar='A,B', help='folders with gin files')
     add = self.add_argument_group('more').add_argument
-    add('-h', '--help', help='show this and do nothing', **switch)
-    add('--traceback', help='show where an error came from', **switch)
-    add('--multiprocess', help='one process of a pod or Slurm', **switch)
+    switch = functools.partial(add, action='store_true')
+    number = functools.partial(add, type=int, metavar='N')
+    switch('-h', '--help', help='show this and do nothing')
+    switch('--traceback', help='show where an error came from')
+    switch('--multiprocess', help='one process of a pod or Slurm')
     add('--coordinator_address', metavar='HOST:PORT', help='of process 0')
-    add('--process_count', help='how many processes there are', **number)
-    add('--process_index', help='which process this is, from 0', **number)
+    number('--process_count', help='how many processes there are')
+    number('--process_index', help='which process this is, from 0')
 
 
 def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
-  """The parser of a command, and what `options.add` says of its flags."""
+  """Returns the parser of a command, and the result of `options.add`."""
   places = [f'[{options.PLACES[name]}]' for name in command.places]
   parser = _Parser(
     usage=' '.join(filter(None, ['specdec', name, *places, '[FLAGS]'])),
@@ -220,26 +234,26 @@ def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
 def _parsed(
   parser: _Parser, argv: Sequence[str], files: Sequence[str]
 ) -> argparse.Namespace:
-  known = parser._option_string_actions  # noqa: SLF001
-  args, unknown = parser.parse_known_args([_dashed(arg, known) for arg in argv])
+  flags = parser._option_string_actions  # noqa: SLF001
+  args, unknown = parser.parse_known_args([_dashed(arg, flags) for arg in argv])
   if unknown:
     name = unknown[0].split('=')[0]
-    near = nearest(name, [*known, '--gin.NAME=VALUE'])
+    near = nearest(name, [*flags, '--gin.NAME=VALUE'])
     raise ValueError(
       f'Unknown argument {name!r} of a run of {", ".join(files)}.{near}'
     )
   return args
 
 
-def _dashed(arg: str, known: Collection[str]) -> str:
-  """--max_length as --max-length, which is the flag."""
+def _dashed(arg: str, flags: Collection[str]) -> str:
+  """Spells --max_length as the flag --max-length."""
   name, equals, value = arg.partition('=')
   dashed = name.replace('_', '-')
-  return f'{dashed}{equals}{value}' if dashed in known else arg
+  return f'{dashed}{equals}{value}' if dashed in flags else arg
 
 
 def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
-  """Returns how several processes meet; None is one process.
+  """Returns how several processes meet; None for a single process.
 
   Raises:
     ValueError: the flags about processes are wrong or do not go together.
@@ -257,12 +271,12 @@ def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
 
 
 def _value(name: str, text: str) -> Any:
-  """Returns what a text on the command line stands for: itself, or gin's value.
+  """Returns the gin value of a text on the command line, or the text itself.
 
   Raises:
     ValueError: something follows the value; gin would take another line as a
       statement, which may import.
-    SyntaxError, tokenize.TokenError: it is no value.
+    SyntaxError, tokenize.TokenError: the text is not a valid value.
   """
   if text[:1] in tuple('\'"[({@%'):
     parser = gin.config_parser.ConfigParser(text, gin.config.ParserDelegate())
@@ -291,8 +305,8 @@ def _bind(name: str, value: Any) -> None:
   scope, selector, parameter = gin.config_parser.parse_binding_key(name)
   if not parameter:
     if name not in (macros := _macros()):
-      known = nearest(name, macros)
-      raise ValueError(f'--gin.{name}: no gin file has it.{known}')
+      near = nearest(name, macros)
+      raise ValueError(f'--gin.{name}: no gin file has it.{near}')
     gin.bind_parameter((name, MACRO, 'value'), value)
     return
   with _explained(f'--gin.{name}'):
@@ -309,7 +323,7 @@ def _bind(name: str, value: Any) -> None:
     names = ', '.join(f'{i}{selector}.{parameter}' for i in sorted(inner))
     raise ValueError(
       f'--gin.{name} would change nothing: give {names}, which the gin files'
-      ' set and which goes before it.'
+      ' set and which overrides it.'
     )
 
 
@@ -320,7 +334,7 @@ def _macros() -> set[str]:
 
 
 def roots() -> set[str]:
-  """Returns the full names of what is bound and nothing refers to."""
+  """Returns the full names of bound classes that nothing refers to."""
   referred = {reference.config_key[1] for reference in references()}
   return {name for _, name in bindings()} - referred - {*_INTERNAL}
 
@@ -328,11 +342,11 @@ def roots() -> set[str]:
 def _check_scopes() -> None:
   """Raises ValueError for a scope that is bound but never entered.
 
-  Scopes are entered by references (`@scope/fn()`) alone: the library knows
-  nothing of gin.
+  Only references (`@scope/fn()`) enter scopes, since the library does not use
+  gin.
   """
   paths = [r.scopes for r in references() if r.config_key[1] not in _INTERNAL]
-  # a/b enters a, and a/b.
+  # The reference @a/b/fn enters the scopes a and a/b.
   entered = {'/'.join(p[: i + 1]) for p in paths for i in range(len(p))}
   for scope, name in sorted(bindings()):
     if name != MACRO and scope and scope not in entered:
@@ -345,11 +359,11 @@ def _check_scopes() -> None:
 def _check_complete(flags: Mapping[str, str]) -> None:
   """Raises ValueError for macros and parameters without a value.
 
-  A required macro that nothing refers to any more, since a binding took its
-  place, may stay without a value: it is taken out.
+  A required macro without a reference, which a binding has replaced, needs no
+  value and is removed.
 
   Args:
-    flags: binding -> the flag that makes it.
+    flags: binding -> its flag.
   """
   used = {r.config_key[0] for r in references() if r.config_key[1] == MACRO}
   required = []
@@ -366,11 +380,11 @@ def _check_complete(flags: Mapping[str, str]) -> None:
     raise ValueError(f'Required and not given: {wanted}')
   defined = {scope for scope, selector in bindings() if selector == MACRO}
   for macro in sorted(used - defined):
-    known = nearest(macro, defined)
-    raise ValueError(f'The macro %{macro} is used and has no value.{known}')
+    near = nearest(macro, defined)
+    raise ValueError(f'The macro %{macro} is used and has no value.{near}')
 
 
-# What the gin files describe.
+# Objects that the gin files describe.
 
 
 def build(cls: type[_T]) -> _T:
@@ -396,7 +410,7 @@ def build(cls: type[_T]) -> _T:
 
 
 def builder(cls: type[_T]) -> Callable[[], _T]:
-  """`build(cls)` for another process, to which the loaded values are sent."""
+  """Returns `build(cls)` for another process; it takes along the values."""
   return functools.partial(_built, cls, gin.config_str())
 
 
@@ -411,7 +425,7 @@ def _built(cls: type[_T], config: str) -> _T:
 
 @contextlib.contextmanager
 def _explained(where: str) -> Iterator[None]:
-  """Inside, what gin raises is a ValueError that says where."""
+  """Turns errors of gin into ValueErrors that begin with `where`."""
   try:
     yield
   except Exception as error:
@@ -433,18 +447,17 @@ def _reason(error: BaseException) -> str:
 
 
 def is_unbound(error: BaseException) -> bool:
-  """Whether `error` says that gin had no value for an argument."""
+  """Whether `error` is that of an argument without a value in gin."""
   text = str(error)
   return 'In call to configurable' in text and bool(_MISSING.search(text))
 
 
 def one_line(error: BaseException) -> str:
-  """Returns the message without line breaks and without gin's call trail."""
+  """Returns the message without line breaks and gin's call trail."""
   text = str(error)
   if is_unbound(error) and (missing := _MISSING.search(text)):
     return f'{missing[1]} needs a value in the gin files for {missing[2]}.'
-  lines = (line.strip() for line in text.splitlines())
-  kept = [
-    line for line in lines if line and 'In call to configurable' not in line
+  lines = [
+    line for line in text.splitlines() if 'In call to configurable' not in line
   ]
-  return ' '.join(kept) or type(error).__name__
+  return ' '.join(' '.join(lines).split()) or type(error).__name__

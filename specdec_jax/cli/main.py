@@ -1,7 +1,7 @@
 """The command `specdec`, also `python -m specdec_jax`, and its exit statuses.
 
-Nothing that takes long to import is imported before it is known that a command
-runs: --help and mistyped names answer at once.
+Slow imports happen only once a command runs, so that --help and mistyped names
+are answered at once.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ tokens in one call, and the output is exactly the large one's.
 _TAIL = """
 `specdec COMMAND --help` describes its flags and shows examples.
 """
-_NO_BACKEND = 'Unable to initialize backend'  # JAX, of JAX_PLATFORMS
+_NO_BACKEND = 'Unable to initialize backend'  # JAX's error for JAX_PLATFORMS
 _NO_PLUG_IN = (
   'its plug-in for JAX is not installed. Install it, such as'
   " pip install 'specdec_jax[cuda]', or set JAX_PLATFORMS=cpu."
 )
-# How errors begin that the machine is to blame for, not the program.
+# Beginnings of errors that are the machine's fault, not the program's.
 _OF_MACHINE = (
   'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
   _NO_BACKEND,
-  'The scheduler failed',  # the server, which has logged why
+  'The scheduler failed',  # the server has logged the reason
 )
 _INTERRUPTED = 130
-_UNWIND_S = 1.0  # that an interrupted command has to end by itself
+_UNWIND_S = 1.0  # an interrupted command may take so long to end by itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script(name: str) -> int:
-  """Runs `scripts/NAME.py` by the process's arguments; the exit status."""
+  """Runs `scripts/NAME.py` as a process; returns the exit status."""
   command = commands.SCRIPTS[name]
   return _as_process(lambda: run(command, sys.argv[1:], name))
 
@@ -75,7 +75,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _help() -> str:
-  summaries = {name: one.summary for name, one in commands.COMMANDS.items()}
+  summaries = {name: x.summary for name, x in commands.COMMANDS.items()}
   width = max(map(len, summaries))
   lines = [f'  {name:{width}}  {text}' for name, text in summaries.items()]
   return _HEAD + '\n'.join(lines) + '\n' + _TAIL
@@ -97,9 +97,9 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
   for number in range(3):
     try:
       os.fstat(number)
-    except OSError:  # a file would get this number, and what is printed
+    except OSError:  # a file would get this number, and then the output
       os.open(os.devnull, os.O_RDWR)
-  if sys.stderr is None:  # `print` would take stdout in its place
+  if sys.stderr is None:  # `print` would use stdout instead
     sys.stderr = open(2, 'w', closefd=False)
   wrong = ''
   if sys.stdout is None:
@@ -125,10 +125,10 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
 
 
 def _as_process(function: Callable[[], int]) -> int:
-  """`_guarded` of a process, which ends soon after SIGINT, whatever it does.
+  """Calls `_guarded`; an interrupt ends the process soon, whatever it does.
 
-  Python would interrupt a program that is being compiled when that is done, and
-  at its end wait for those that other threads compile: a minute or more.
+  Python alone would wait for the end of each compilation, also of those in
+  other threads: a minute or more.
   """
   status = _guarded(function, is_process=True)
   if status == _INTERRUPTED:
@@ -145,7 +145,7 @@ def _watched() -> Iterator[None]:
   def watch() -> None:
     while data := ours.recv(1):  # until `pythons` is closed
       (number,) = data
-      # A server handles it itself.
+      # A server handles the signal itself.
       python_raises = signal.getsignal(number) is signal.default_int_handler
       if number == signal.SIGINT and python_raises:
         time.sleep(_UNWIND_S)
@@ -163,7 +163,7 @@ def _watched() -> Iterator[None]:
 def _leave(status: int) -> None:
   """Ends the process without waiting for its threads."""
   if sys.stdout and sys.stdout.isatty():
-    print('\x1b[?25h', end='')  # the cursor, which a bar hides
+    print('\x1b[?25h', end='')  # shows the cursor, which a bar hides
   for stream in filter(None, (sys.stdout, sys.stderr)):
     with contextlib.suppress(OSError):
       stream.flush()
@@ -171,16 +171,16 @@ def _leave(status: int) -> None:
 
 
 def _interrupted() -> int:
-  """Says that, and how an unfinished run goes on; returns the exit status."""
-  said = 'interrupted'
+  """Prints how an unfinished run continues; returns the exit status."""
+  message = 'interrupted'
   if unfinished:
     words = sys.orig_argv
     if words[1:] == sys.argv and not words[1].endswith('.py'):
-      words = words[1:]  # `specdec`, which names its Python itself
-    said += f'. {unfinished[0]!r} has what was finished; to go on'
-    said += ', with the same input' * ('-' in words)
-    said += f':\n  {shlex.join(words)}'
-  print(said, file=sys.stderr)
+      words = words[1:]  # the script `specdec` names its Python itself
+    message += f'. {unfinished[0]!r} has what was finished; to go on'
+    message += ', with the same input' * ('-' in words)
+    message += f':\n  {shlex.join(words)}'
+  print(message, file=sys.stderr)
   return _INTERRUPTED
 
 
@@ -193,9 +193,9 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
   SIGTERM ends the process, as it does any.
 
   Args:
-    command: what runs.
+    command: the command.
     argv: arguments after the program's name.
-    name: of the command, for --help.
+    name: name of the command, for --help.
   """
   from specdec_jax.cli import gin_flags
 
@@ -222,7 +222,7 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
 
 
 def _complaining(function: Callable[[], int], raises: bool) -> int:
-  """Calls a function; what is no bug ends as one line."""
+  """Calls a function; prints an error that is no bug as one line."""
   from specdec_jax.cli import gin_flags
 
   try:
@@ -241,7 +241,7 @@ def _complaining(function: Callable[[], int], raises: bool) -> int:
 
 
 def _status(error: Exception) -> int:
-  """The exit status for an error; 0 if it may be a bug."""
+  """Returns the exit status for an error; 0 if it may be a bug."""
   if isinstance(error, ValueError | OSError):
     return 2
   if isinstance(error, FloatingPointError | MemoryError):
@@ -250,17 +250,16 @@ def _status(error: Exception) -> int:
   return 1 if isinstance(error, RuntimeError) and of_machine else 0
 
 
-def _warning(message: Any, *args: Any, **kwargs: Any) -> str:
-  """A warning as a command shows it: a line, without a place in the code."""
-  del args, kwargs
+def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
+  """Formats a warning as a line, without its place in the code."""
   return f'warning: {" ".join(str(message).split())}\n'
 
 
 def _lacks_devices(error: AssertionError) -> bool:
-  """Whether JAX asserted that it has a device, as it does for a missing one.
+  """Whether the error is JAX's assertion that there is a device.
 
-  It does so where JAX_PLATFORMS names what JAX knows, and no plug-in for it is
-  installed; other names are RuntimeErrors with words.
+  JAX raises it if JAX_PLATFORMS names a platform whose plug-in is not
+  installed; for an unknown platform it raises a RuntimeError with a message.
   """
   *_, last = traceback.walk_tb(error.__traceback__)
   return last[0].f_code.co_filename.endswith('xla_bridge.py')

@@ -1,11 +1,11 @@
-"""Flags of a command: the fields of what its run file configures.
+"""Flags of a command: the fields of the classes that its run file configures.
 
 An option is declared once, as a field with its type, its default and a line in
 the docstring of its class. Each field of a plain type, of each class that the
 gin files configure, is a flag: `Engine.gamma` is --gamma, and `dtype` in the
 scope `draft` is --draft-dtype. A flag binds its field in gin. Where the run
 file gives that field by a macro, the flag binds the macro, so that everything
-else that refers to it follows.
+else that refers to the macro follows.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import collections.abc
 import contextlib
 import functools
 import inspect
-import itertools
 import re
 import types
 import typing
@@ -26,14 +25,12 @@ from specdec_jax.checks.fields import is_a, unexpected
 
 MACRO = 'gin.macro'
 
-# Field, also CLASS.FIELD -> its flag, where that has another name; '' is none.
-# A field without a class is renamed in every class.
+# Field, or CLASS.FIELD -> the name of its flag, if that is another; '' means
+# that it has no flag. A field without a class is renamed in every class.
 _RENAMED = {
-  'DecodeConfig.mode': 'task-mode',
-  'DecodeConfig.split': 'task-split',
   'ReplicaSettings.cpus': 'replica-cpus',
   'ReplicaSettings.gpus': 'replica-gpus',
-  # A run's languages are its engine's.
+  # The languages of a run are those of its engine.
   'Options.source_lang': '',
   'Options.target_lang': '',
   'Options.split_prefix': '',  # `DecodeConfig.prefix`
@@ -42,10 +39,7 @@ _RENAMED = {
   'open_tokenizer.path': 'vocab',
   'batches': 'batch-sizes',
   'checkpoint_path': 'target',
-  'decoding': 'mode',
   'input_file': 'input',
-  'max_decode_len': 'max-length',
-  'max_input_len': 'max-input-length',
   'mixture_or_task_name': 'input',
   'number': 'replicas',
   'output': 'output-dir',
@@ -56,6 +50,7 @@ _RENAMED = {
 _ALIASES = {
   'draft': 'assistant-model',
   'gamma': 'num-speculative-tokens',
+  'max-input-len': 'max-input-length',
   'max-length': 'max-new-tokens',
   'num-samples': 'num-return-sequences',
   'output-dir': 'output',
@@ -64,20 +59,20 @@ _ALIASES = {
   'vocab': 'tokenizer',
 }
 PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
-_PLACE = 'place of '  # before a binding: what was given by its place
+_PLACE = 'place of '  # before the binding of a positional argument
 _PLAIN = (int, float, str)
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
 _EXPECTED = {int: 'a whole number', float: 'a finite number', str: 'text'}
 
 
 class _Flag(NamedTuple):
-  """What a field could be on the command line.
+  """A possible flag of a field.
 
   Attributes:
     names: its spellings, the main one first.
-    binding: what gin binds: a macro, or 'scope/class.field'.
+    binding: the name that it binds in gin: a macro, or 'scope/class.field'.
     is_bound: whether the gin files bind the field.
-    settings: of `add_argument`.
+    settings: arguments of `add_argument`.
   """
 
   names: list[str]
@@ -87,14 +82,14 @@ class _Flag(NamedTuple):
 
 
 def bindings() -> dict[tuple[str, str], dict[str, Any]]:
-  """What gin has loaded: (scope, full name) -> parameter -> value."""
+  """Returns gin's loaded values: (scope, full name) -> parameter -> value."""
   # gin shows its bindings only to finalize hooks, which is after the command
   # line has been merged into them.
   return gin.config._CONFIG  # noqa: SLF001
 
 
 def references() -> list[gin.config.ConfigurableReference]:
-  """All references in the values that gin has loaded."""
+  """Returns all references in the values that gin has loaded."""
   return list(gin.config.iterate_references(bindings()))
 
 
@@ -103,16 +98,16 @@ def add(
 ) -> dict[str, str]:
   """Adds the flags of a command, once its gin files are loaded.
 
-  Where two classes have fields of one name, the flag is that of the field that
-  the gin files bind, of two that they bind the first one's.
+  If several classes have a field of the same name, the flag belongs to the
+  first field that the gin files bind.
 
   Args:
-    parser: gets the flags, for `given`.
-    places: flags that may be given by their place on the command line.
+    parser: gets the flags, for `values_of`.
+    places: flags that may also be positional arguments, in this order.
 
   Returns:
-    What gin binds (a macro, or 'scope/class.field') -> the flag that binds it;
-    of two flags the first one.
+    The name that gin binds (a macro, or 'scope/class.field') -> the flag that
+    binds it; the first one if there are two.
   """
   by_place = parser.add_argument_group('inputs')
   group = parser.add_argument_group('options')
@@ -129,23 +124,28 @@ def add(
       main.setdefault(flag.binding, names[0])
       action = group.add_argument(*names, dest=flag.binding, **flag.settings)
       actions[names[0]] = action
-  for action in filter(None, [actions.get(f'--{name}') for name in places]):
-    place = PLACES[action.option_strings[0][2:]]
-    shown: Any = {'metavar': place, 'help': action.help}
-    by_place.add_argument(f'{_PLACE}{action.dest}', nargs='?', **shown)
-    action.help = f'the same as {place}'
+  for name in places:
+    if f'--{name}' not in actions:
+      continue
+    flagged, place = actions[f'--{name}'], PLACES[name]
+    by_place.add_argument(
+      f'{_PLACE}{flagged.dest}', nargs='?', metavar=place, help=flagged.help
+    )
+    flagged.help = f'the same as {place}'
   return main
 
 
-def given(args: argparse.Namespace, main: Mapping[str, str]) -> dict[str, Any]:
-  """Returns binding -> its value, of the flags that were given.
+def values_of(
+  args: argparse.Namespace, main: Mapping[str, str]
+) -> dict[str, Any]:
+  """Returns binding -> its value, for the flags of a command line.
 
   Args:
-    args: what a parser has read that leaves out what was not given.
-    main: as `add` returned it.
+    args: the result of a parser that leaves out missing flags.
+    main: the result of `add`.
 
   Raises:
-    ValueError: a place and its flag contradict each other.
+    ValueError: a positional argument and its flag contradict each other.
   """
   values = {
     name: tuple(value) if isinstance(value, list) else value
@@ -160,24 +160,25 @@ def given(args: argparse.Namespace, main: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _flags() -> list[_Flag]:
-  """Returns the flags of the fields of what is configured.
+  """Returns a flag for each field of plain type that the gin files configure.
 
-  What nothing refers to comes first. Of scopes only `target` and `draft`
-  count; networks and what is no part of this library are left out.
+  Classes that nothing refers to come first. Only the scopes `target` and
+  `draft` count; networks, and classes of other libraries, are left out.
   """
   referred = {reference.config_key for reference in references()}
   keys = dict.fromkeys([*bindings(), *sorted(referred)])
   flags = []
   for scope, selector in sorted(keys, key=lambda key: key in referred):
     reference = gin.config.ConfigurableReference(selector, evaluate=False)
-    made = reference.configurable.wrapped
-    room, _, inner = made.__module__.partition('.')
-    is_ours = room == 'specdec_jax' and not inner.startswith('models.')
+    configured = reference.configurable.wrapped
+    package, _, module = configured.__module__.partition('.')
+    is_ours = package == 'specdec_jax' and not module.startswith('models.')
     if not is_ours or scope not in ('', 'target', 'draft'):
       continue
     bound = bindings().get((scope, selector), {})
-    for field, parameter in inspect.signature(made).parameters.items():
-      names, settings = _names(scope, made, field), _settings(made, field)
+    for field, parameter in inspect.signature(configured).parameters.items():
+      names = _names(scope, configured, field)
+      settings = _settings(configured, field)
       if not (names and settings):
         continue
       binding = f'{scope}/{selector}.{field}'.lstrip('/')
@@ -186,17 +187,17 @@ def _flags() -> list[_Flag]:
       if is_reference and value.config_key[1] == MACRO:
         binding = value.config_key[0]
         value = bindings().get(value.config_key, {}).get('value')
-      text = f'{_described(made, field)}{_default(value)}'.replace('%', '%%')
-      settings['help'] = text
+      text = f'{_sentence(configured, field)}{_default(value)}'
+      settings['help'] = text.replace('%', '%%')
       flags.append(_Flag(names, binding, field in bound, settings))
   return flags
 
 
-def _names(scope: str, made: Callable, field: str) -> list[str]:
+def _names(scope: str, configured: Callable, field: str) -> list[str]:
   """Returns the spellings of the flag of a field; [] if it has none."""
   general = _RENAMED.get(field, field.replace('_', '-'))
-  name = _RENAMED.get(f'{made.__name__}.{field}', general)
-  # A target must be able to say everything; a drafter has its vocabulary.
+  name = _RENAMED.get(f'{configured.__name__}.{field}', general)
+  # Only drafters have a shortlist, and only targets a tokenizer.
   if (scope, field) in (('target', 'shortlist'), ('draft', 'tokenizer')):
     name = ''
   if scope == 'draft' and name:
@@ -204,45 +205,51 @@ def _names(scope: str, made: Callable, field: str) -> list[str]:
   return [f'--{x}' for x in (name, _ALIASES.get(name)) if x]
 
 
-def _settings(made: Callable, field: str) -> dict[str, Any]:
-  """Returns how argparse reads a field; {} for one that is of no plain type."""
-  function = made.__init__ if inspect.isclass(made) else made
+def _settings(configured: Callable, field: str) -> dict[str, Any]:
+  """Returns argparse's settings for a field; {} if its type is not plain."""
+  is_class = inspect.isclass(configured)
+  function = configured.__init__ if is_class else configured
   members = _members(typing.get_type_hints(function).get(field))
   if bool in members:
     return {'action': argparse.BooleanOptionalAction}
-  kinds, is_list = _plain(members), False
-  for member in members:
-    if not kinds and typing.get_origin(member) in _SEQUENCES:
-      inner = map(_members, typing.get_args(member))
-      kinds, is_list = _plain([*itertools.chain(*inner)]), True
+  items = [
+    member
+    for sequence in members
+    if typing.get_origin(sequence) in _SEQUENCES
+    for item in typing.get_args(sequence)
+    for member in _members(item)
+  ]
+  kinds = _plain(members) or _plain(items)
+  if not kinds:
+    return {}
+  is_list = not _plain(members)
   number = 'X' if float in kinds else 'N'
-  shown = f'{number},{number}' if is_list else number
-  settings = {
-    'metavar': 'TEXT' if str in kinds else shown,
+  numbers = f'{number},{number}' if is_list else number
+  return {
+    'metavar': 'TEXT' if str in kinds else numbers,
     'type': functools.partial(_value, kinds=kinds, is_list=is_list),
     'action': 'extend' if is_list else 'store',
   }
-  return settings if kinds else {}
 
 
 def _members(annotation: Any) -> list[Any]:
-  """Returns the types of a union; of another annotation, itself."""
+  """Returns the types of a union; another annotation alone."""
   if typing.get_origin(annotation) in (types.UnionType, typing.Union):
     return list(typing.get_args(annotation))
   return [annotation]
 
 
 def _plain(members: Sequence[Any]) -> list[type]:
-  """Returns the types among these that the text of a flag may stand for."""
-  found = {str if typing.get_origin(m) is Literal else m for m in members}
-  return [kind for kind in _PLAIN if kind in found]
+  """Returns the types among `members` that text on a command line can give."""
+  kinds = {str if typing.get_origin(m) is Literal else m for m in members}
+  return [kind for kind in _PLAIN if kind in kinds]
 
 
 def _value(text: str, kinds: Sequence[type], is_list: bool) -> Any:
-  """Returns the value that a text on the command line stands for.
+  """Converts a text on the command line.
 
-  That of a list is a tuple: of texts, where the flag is given again for each,
-  or of numbers with commas between them.
+  A list becomes a tuple: of texts, where the flag is repeated, or of numbers
+  with commas between them.
 
   Raises:
     argparse.ArgumentTypeError: the text is none of these kinds.
@@ -269,24 +276,25 @@ def _number_or_text(text: str, kinds: Sequence[type]) -> Any:
   raise ValueError(text)
 
 
-def _described(made: Callable, field: str) -> str:
-  """Returns the first sentence about a field in a docstring; '' is none."""
-  places: Sequence[Any] = [made]
-  if inspect.isclass(made):
-    places = [made.__init__, *made.__mro__]
-  for place in places:
-    doc = inspect.cleandoc(place.__doc__ or '')
+def _sentence(configured: Callable, field: str) -> str:
+  """Returns the first sentence about a field in a docstring, or ''."""
+  owners: Sequence[Any] = [configured]
+  if inspect.isclass(configured):
+    owners = [configured.__init__, *configured.__mro__]
+  for owner in owners:
+    doc = inspect.cleandoc(owner.__doc__ or '')
     pattern = rf'^  (?:\w+, )*{field}(?:, \w+)*: (.*(?:\n    .*)*)'
     if described := re.search(pattern, doc, re.MULTILINE):
       text = ' '.join(described[1].split())
-      # What is a place in the code says nothing in a terminal.
+      # References to code do not help in a terminal.
       text = re.sub(r'[,;:]? see `[\w.]+`', '', text).replace('`', '')
       return re.split(r'\.(?: |$)|; None\b', text)[0]
   return ''
 
 
 def _default(value: Any) -> str:
-  """Returns ' (default: VALUE)' for a value that says something."""
+  """Returns ' (default: VALUE)'; '' for False, '', () and values of no flag."""
   is_plain = isinstance(value, int | float | str | tuple)
-  says = is_plain and value not in (False, (), '')
-  return f' (default: {value})' if says else ''
+  return (
+    f' (default: {value})' if is_plain and value not in (False, (), '') else ''
+  )

@@ -1,16 +1,16 @@
 """Beam search, plain and speculative (Appendix A.4), in one `while_loop`.
 
-All beams of a row share its one cache, which grows by K slots a level and is
-never reordered: each beam knows the slots of its ancestors. The encoder is read
-once per row, and the weights once per call for all beams.
+All beams of a row share one cache, which grows by K slots a level and is never
+reordered: each beam has a mask of its ancestors' slots. The encoder runs once
+per row, and a call reads the weights once for all beams.
 
 In a speculative round the drafter runs a beam search of U >= K beams from the
 target's live beams, `gamma` levels deep. The target reads its live beams and
-all nodes of the drafter's tree in one call. Then its own search is replayed,
-level by level, on its own scores: a level holds if every live beam is a node of
-the tree, because only then are all its continuations known. The search is the
-plain one whatever the drafter proposes; a round without proposals is the plain
-search itself.
+all nodes of the drafter's tree in one call. Then the target's search is
+replayed level by level on its own scores. A level holds if every live beam is a
+node of the tree, because only then have all its continuations been read. So the
+result is that of the plain search whatever the drafter proposes; a round
+without proposals is the plain search itself.
 """
 
 import functools
@@ -26,8 +26,9 @@ from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.beams import Hypotheses
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import is_stop
-from specdec_jax.models.base import LanguageModel, read_prompt, reads_encoder
+from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.request import Request
+from specdec_jax.rules.tokens import Prefix
 from specdec_jax.tree_shape import Tree
 from specdec_jax.types import DecodeStats, FinishReason, Generation, Verdict
 
@@ -39,32 +40,33 @@ class Level:
   Attributes:
     tokens: int32[B, N].
     visible: bool[B, N, T], the slots of each node's ancestors and its own.
-    parents: int32[B, N], of a proposed level: the number of each node's parent
-      in the level before; in the first one, of the live beam it continues.
-    prefix: what rules see of each node, its token included; None without rules.
+    parents: int32[B, N], of proposed nodes: the number of each node's parent in
+      the level before, where the first proposed level continues live beams.
+    prefix: the sequences up to each node, as token rules read them; None
+      without rules.
   """
 
   tokens: jax.Array
   visible: jax.Array
-  parents: Any = None
-  prefix: Any = None
+  parents: jax.Array | None = None
+  prefix: Prefix | None = None
 
 
 @struct.dataclass
 class Search:
-  """What a level changes.
+  """The part of the state that a level changes.
 
   Attributes:
     live: the live beams; their last tokens have not been read yet.
     finished: the finished beams.
     ancestors: bool[B, K, T], the slots of all tokens of each live beam but its
       last.
-    previous: the level before that of the live beams. The drafter has not read
-      it if all its proposals were accepted, and reads it again otherwise.
+    previous: the level before the live beams. The drafter has not read it if
+      all its proposals were accepted, and reads it again otherwise.
     known_values: float32[B, K, C], log-probabilities of the `candidates` of
-      live beams that the target has read already; -inf of the others. A level
-      that does not hold mostly misses one beam. The others were nodes of the
-      tree, so the next draft need not guess what follows them.
+      live beams that the target has read already; -inf for the other beams. A
+      level that does not hold mostly lacks one beam; the others were nodes of
+      the tree, so the next draft need not guess their continuations.
     known_ids: int32[B, K, C], these candidates.
     finish_reason: int32[B], a `FinishReason`.
   """
@@ -85,14 +87,14 @@ class Search:
 
 @struct.dataclass
 class BeamState:
-  """The loop's carry; donated, so that it is updated in place.
+  """The loop's carry; it is donated, so that it is updated in place.
 
   Attributes:
     search: the beams.
     used: int32[B], slots in use; the last tokens of the live beams come next.
     target_cache: the target's cache.
-    draft_cache: the drafter's; None in the plain search.
-    stats: counts, of levels where those of `DecodeState` are of tokens.
+    draft_cache: the drafter's cache; None in the plain search.
+    stats: the counts, which count levels instead of tokens.
   """
 
   search: Search
@@ -118,24 +120,24 @@ def start(
   params: PairParams,
   request: Request,
 ) -> BeamState:
-  """Both models read the inputs; returns the state before the first round."""
+  """Reads the inputs with both models; returns the state before a round."""
   settings = request.search
   width, slots = settings.width, request.cache_slots
   batch = request.inputs.shape[0]
   candidates = batch, width, settings.num_candidates
   inputs, prompt = request.inputs, request.prompt
   first = request.prompt_length
-  # K slots that nobody sees stand for the level before the first one.
+  # K slots that no beam sees stand for the level before the first one.
   used = first - 1 + width
   slot = jnp.arange(slots)
-  behind = slot < (first - 1)[:, None]
+  is_prompt = slot < (first - 1)[:, None]
   tokens = decode_state.first_tokens(
     request, request.prompt_width + request.slots
   )
   live = beams.start(request, tokens)
 
   encoded = None
-  if drafter is not None and reads_encoder(drafter):
+  if drafter is not None and drafter.reads_encoder:
     encoded = target.encode(params.target, inputs)
 
   def read(model, model_params):
@@ -147,10 +149,10 @@ def start(
   search = Search(
     live=live,
     finished=beams.none_finished(live),
-    ancestors=jnp.repeat(behind[:, None], width, axis=1),
+    ancestors=jnp.repeat(is_prompt[:, None], width, axis=1),
     previous=Level(
       tokens=jnp.zeros((batch, width), jnp.int32),
-      # Each its own slot: a softmax over nothing is not a number.
+      # Each node sees its own slot: a softmax over nothing is not a number.
       visible=slot == (used[:, None] - width + jnp.arange(width))[..., None],
     ),
     known_values=jnp.full(candidates, -jnp.inf),
@@ -175,9 +177,9 @@ def step(
   request: Request,
   state: BeamState,
 ) -> BeamState:
-  """One round: 1 to gamma + 1 levels in every row whose search is not over."""
+  """Runs a round: 1 to gamma + 1 levels in each row that is still searched."""
   search, width = state.search, request.search.width
-  # Rows that are over work on their first slots, which nobody reads.
+  # Rows that are over work on their first slots, which no result comes from.
   used = jnp.where(state.running, state.used, width)
   # The live beams' last tokens are nodes in the next K slots.
   visible = _with_own(search.ancestors, used, width)
@@ -186,8 +188,8 @@ def step(
 
   # The drafter's beam search from the live beams, gamma levels deep.
   level, places = _levels(request, search, used)
-  draft_cache: Any = state.draft_cache
   draft: list[Level] = []
+  draft_cache = state.draft_cache
   if drafter is not None and request.gamma:
     draft_cache, draft = _propose(
       drafter, params.draft, request, state, roots, used, places
@@ -206,14 +208,14 @@ def step(
     logits, count, forbidden, request.stop_ids, _rules(request, prefix)
   )
 
-  # Its own search on its own scores, as far as its live beams are nodes.
+  # Its own search on its own scores, as long as its live beams are nodes.
   search, chosen, num_held = _replay(request, search, draft, used, candidates)
-  # Proposals behind the end of a search do not count.
+  # Proposals after the end of a search do not count.
   ended = ~search.running & state.running
   length = jnp.where(ended, num_held, request.gamma)
   verdict = Verdict(num_held, next_token=num_held)
 
-  # Both keep the nodes that were live beams.
+  # Both caches keep the nodes that were live beams.
   num_kept = used + width * (1 + num_held)
   first = used + width
 
@@ -234,34 +236,35 @@ def step(
 
 
 def generation(request: Request, state: BeamState) -> Generation:
-  """The K beams of each row, one after another, the best one last.
+  """Returns the K beams of each row, one after another, the best one last.
 
   Returns:
-    A `Generation` of B K rows with `scores`. The counts of a search are those
-    of its best beam, the others have none. Where a row has fewer than K
-    finished beams, the first ones are empty and their score is `ABSENT`; where
-    it has none, they are its live beams, and the scores have no length penalty.
+    A `Generation` of B K rows with `scores`. The best beam has the counts of
+    the search, the others have zeros. If a row has fewer than K finished beams,
+    its first beams are empty and their score is `ABSENT`; if it has none, its
+    beams are the live ones, whose scores have no length penalty.
   """
   live, finished = state.search.live, state.search.finished
   has_finished = jnp.any(finished.exists, axis=1)
-  found = beams.where(has_finished, finished, live)
-  batch, width, _ = found.tokens.shape
+  best = beams.where(has_finished, finished, live)
+  batch, width, _ = best.tokens.shape
   first = request.prompt_length[:, None]
-  length = jnp.where(found.exists, found.length - first, 0)
+  length = jnp.where(best.exists, best.length - first, 0)
   index = first[..., None] + jnp.arange(request.slots)
   index = jnp.broadcast_to(index, (batch, width, request.slots))
 
-  def behind_prompt(values):
-    taken = jnp.take_along_axis(values, index, axis=2, mode='clip')
-    live = jnp.arange(request.slots) < length[..., None]
-    return jnp.where(live, taken, 0).reshape(batch * width, request.slots)
+  def without_prompt(values):
+    output = jnp.take_along_axis(values, index, axis=2, mode='clip')
+    is_output = jnp.arange(request.slots) < length[..., None]
+    output = jnp.where(is_output, output, 0)
+    return output.reshape(batch * width, request.slots)
 
-  stopped = is_stop(request, found.last_token) & (length > 0)
+  stopped = is_stop(request, best.last_token) & (length > 0)
   reason = jnp.where(stopped, FinishReason.STOP, FinishReason.LENGTH)
   invalid = state.finish_reason == FinishReason.INVALID
   reason = jnp.where(invalid[:, None], FinishReason.INVALID, reason)
   if request.token_rules is not None:
-    has_none = ~jnp.any(found.exists, axis=1, keepdims=True)
+    has_none = ~jnp.any(best.exists, axis=1, keepdims=True)
     reason = jnp.where(has_none, FinishReason.RULES, reason)
 
   def of_best(count):
@@ -269,21 +272,21 @@ def generation(request: Request, state: BeamState) -> Generation:
     spread = jnp.zeros(shape, count.dtype).at[:, -1].set(count)
     return spread.reshape(batch * width, *count.shape[1:])
 
-  log_probs = behind_prompt(found.log_probs)
+  log_probs = without_prompt(best.log_probs)
   return Generation(
-    tokens=behind_prompt(found.tokens),
+    tokens=without_prompt(best.tokens),
     length=length.reshape(-1),
     log_probs=log_probs if request.with_log_probs else log_probs[:, :0],
     finish_reason=reason.reshape(-1).astype(jnp.int32),
     stats=jax.tree.map(of_best, state.stats),
-    scores=found.score.reshape(-1),
+    scores=best.score.reshape(-1),
   )
 
 
 def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
-  """Adds to bool[B, N, T] each node's own slot, begin int32[B] and on."""
-  own = begin[:, None] + jnp.arange(count)
-  return ancestors | (jnp.arange(ancestors.shape[-1]) == own[..., None])
+  """Adds to bool[B, N, T] each node's slot; the first is begin, int32[B]."""
+  slots = begin[:, None] + jnp.arange(count)
+  return ancestors | (jnp.arange(ancestors.shape[-1]) == slots[..., None])
 
 
 def _propose(
@@ -295,59 +298,63 @@ def _propose(
   used: jax.Array,
   places: jax.Array,
 ) -> tuple[Any, list[Level]]:
-  """The cache that the drafter's search read into, and its proposals."""
+  """Runs the drafter's search; returns its cache and its nodes by level."""
   search, settings = state.search, request.search
   width, draft_width = settings.width, settings.draft_width
   place = search.live.length[:, :1] - 1  # of the roots
 
-  def guess(cache, score, tokens, positions, visible, prefix, told=None):
-    """The best continuations of the last beams that are read.
+  def guess(cache, score, tokens, positions, visible, prefix, known=None):
+    """Reads nodes, and finds the best continuations of the last beams.
 
-    Those that are told take the place of what is guessed.
+    The known candidates of beams take the place of guessed ones.
     """
     tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
     features, cache = drafter.extend(params, cache, tokens, tree)
     logits = drafter.head(params, features[:, -score.shape[1] :])
-    # A beam that ends is no live beam.
+    # No beam may end here: a beam that ends is not live.
     every = jnp.ones(score.shape, bool)
     count = min(draft_width, logits.shape[-1])
     values, ids, _ = beams.candidates(
       logits, count, every, request.stop_ids, _rules(request, prefix)
     )
-    if told is not None:
-      values = jnp.where(told[0][..., :1] > -jnp.inf, -jnp.inf, values)
-      ends = is_stop(request, told[1])
-      values = jnp.append(values, jnp.where(ends, -jnp.inf, told[0]), axis=2)
-      ids = jnp.append(ids, told[1], axis=2)
+    if known is not None:
+      known_values, known_ids = known
+      values = jnp.where(known_values[..., :1] > -jnp.inf, -jnp.inf, values)
+      ends = is_stop(request, known_ids)
+      known_values = jnp.where(ends, -jnp.inf, known_values)
+      values = jnp.append(values, known_values, axis=2)
+      ids = jnp.append(ids, known_ids, axis=2)
     return cache, *beams.widen(score, values, ids, draft_width)
 
-  # The level before the roots too, which it may not have read, see `Search`.
+  # It may not have read the level before the roots, see `Search.previous`.
   cache = drafter.rewind(state.draft_cache, used - width)
   tokens, visible, _ = _joined([search.previous, roots.replace(prefix=None)])
   positions = jnp.repeat(place, 2 * width, axis=1)
   positions = jnp.maximum(positions - (np.arange(2 * width) < width), 0)
   beaten = beams.is_beaten(request, search.live, search.finished)
   score = jnp.where(beaten, beams.ABSENT, search.live.score)
-  told = search.known_values, search.known_ids
-  fed: tuple[Any, ...] = tokens, positions, visible, roots.prefix, told
+  known = search.known_values, search.known_ids
   above, prefix, levels = roots.visible, roots.prefix, []
+  nodes = tokens, positions, visible
   # Unrolled: a loop would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
-    cache, score, parents, tokens = guess(cache, score, *fed)
+    cache, score, parents, tokens = guess(
+      cache, score, *nodes, prefix, None if depth else known
+    )
     begin = used + width + depth * draft_width
     above = _with_own(beams.gather(above, parents), begin, draft_width)
-    if request.ruling is not None:
+    if request.ruling is not None and prefix is not None:
       prefix = request.ruling.longer(beams.gather(prefix, parents), tokens)
     levels.append(Level(tokens, above, parents, prefix))
-    fed = tokens, place + 1 + depth, above, prefix
+    nodes = tokens, place + 1 + depth, above
   return cache, levels
 
 
 def _levels(request: Request, search: Search, used: jax.Array):
-  """Where the nodes of this round lie.
+  """Computes the places of this round's nodes.
 
   Returns:
-    int32[N], the level of each node of the target's call, 0 the live beams; and
+    int32[N], the level of each node of the target's call, 0 for live beams; and
     int32[B, T], each slot's place in its sequence during the round.
   """
   settings, gamma = request.search, request.gamma
@@ -355,26 +362,26 @@ def _levels(request: Request, search: Search, used: jax.Array):
   level = np.repeat(np.arange(gamma + 1), widths)
   slot = jnp.arange(search.ancestors.shape[2])
   base = (request.prompt_length - 1)[:, None]
-  # The prompt but its last token, K slots that are nobody's, K slots a level.
-  behind = base + (slot - base) // settings.width - 1
+  # The prompt but its last token, K unused slots, then K slots a level.
+  earlier = base + (slot - base) // settings.width - 1
   number = slot - used[:, None]
   node = jnp.asarray(level)[jnp.clip(number, 0, level.size - 1)]
   places = jnp.where(
     (number >= 0) & (number < level.size),
     search.live.length[:, :1] - 1 + node,
-    jnp.where(slot < base, slot, behind),
+    jnp.where(slot < base, slot, earlier),
   )
   return level, places.astype(jnp.int32)
 
 
 def _joined(levels: list[Level]) -> tuple[jax.Array, jax.Array, Any]:
-  """Tokens, int32[B, N], what they see, bool[B, N, T], and their prefixes."""
+  """Joins the tokens, int32[B, N], masks, bool[B, N, T], and prefixes."""
   parts = [(level.tokens, level.visible, level.prefix) for level in levels]
   return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *parts)
 
 
 def _rules(request: Request, prefix: Any):
-  """What adjusts the log-probabilities behind N nodes; None without rules."""
+  """Returns the function that adjusts log-probabilities; None without rules."""
   ruling = request.ruling
   return ruling and functools.partial(ruling.adjust, prefix)
 
@@ -386,7 +393,7 @@ def _replay(
   used: jax.Array,
   candidates: tuple[jax.Array, ...],
 ) -> tuple[Search, jax.Array, jax.Array]:
-  """The target's own search over the nodes that it has read.
+  """Runs the target's own search over the nodes that it has read.
 
   Args:
     request: the limits.
@@ -397,7 +404,7 @@ def _replay(
 
   Returns:
     The search after it; int32[B, G K], the numbers of the nodes that were live
-    beams in each level; int32[B], how many levels held.
+    beams in each level; int32[B], the number of levels that held.
   """
   width, batch = request.search.width, used.shape[0]
   going_on, num_held = search.running, jnp.zeros((batch,), jnp.int32)
@@ -406,18 +413,19 @@ def _replay(
   chosen, begin = [jnp.zeros((batch, 0), jnp.int32)], width
   for depth, level in enumerate(draft):
     before = search
-    # Behind the call the nodes that are kept lie level by level.
+    # After the round the kept nodes lie level by level.
     first = used + depth * width
     after, parents = _next_level(request, before, of_live, first)
-    # Which nodes the next live beams are, if each that matters is one.
+    # Match each live beam with a node: the same token and the same parent.
     live = after.live
     same = level.tokens[:, None] == live.last_token[..., None]
+    assert level.parents is not None
     parent = beams.gather(place, parents)
     same &= level.parents[:, None] == parent[..., None]
     is_node = jnp.any(same, axis=2)
     beaten = beams.is_beaten(request, live, after.finished)
     held = going_on & jnp.all(is_node | beaten, axis=1) & after.running
-    # What would follow a beam that is no node is not known: it is dropped.
+    # The target has not read a beam that is no node: it is dropped.
     dropped = held[:, None] & ~is_node
     live = live.replace(
       score=jnp.where(dropped, beams.ABSENT, live.score),
@@ -442,13 +450,12 @@ def _replay(
 
 
 def _next_level(request: Request, search: Search, of_live, first: jax.Array):
-  """One level of the target's own search, of which the next one knows nothing.
+  """Runs one level of the target's own search, with no known candidates.
 
   Args:
-    request: width, scoring, and where beams end.
+    request: width, scoring, stop ids and limits.
     search: the search before.
-    of_live: `candidates` of the live beams, with what says whether these are
-      probabilities.
+    of_live: `beams.candidates` of the live beams.
     first: int32[B], the slot of the first live beam's last token.
 
   Returns:

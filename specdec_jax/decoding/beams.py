@@ -1,9 +1,9 @@
 """One level of beam search: pure functions of scores, as T5X computes them.
 
-T5X keeps K live beams, sorted from the worst to the best, and the K best
-finished ones. Of all continuations of the live beams it takes the 2 K best:
-those that end compete with the finished ones, by their score, and the K best of
-the others are the next live beams. `transformers` differs in four things, see
+T5X has K live beams, sorted from the worst to the best, and the K best finished
+beams. It takes the 2 K best continuations of the live beams: those that end
+compete with the finished beams by their scores, and the K best of the others
+are the next live beams. `transformers` differs in four points, see
 `BeamScoring`.
 """
 
@@ -22,7 +22,7 @@ from specdec_jax.rules.tokens import Prefix
 
 Tree = TypeVar('Tree')
 
-# T5X's "minus infinity": log-probability of a beam that is not there.
+# T5X's "minus infinity": the log-probability of a beam that does not exist.
 ABSENT = -1.0e7
 
 
@@ -31,11 +31,11 @@ class Hypotheses:
   """K sequences a row, sorted from the worst to the best.
 
   Attributes:
-    tokens: int32[B, K, W], the prompt and its start token first.
+    tokens: int32[B, K, W], the prompt with its start token, then the output.
     log_probs: float32[B, K, W], the target's log-probability of each token.
-    length: int32[B, K], tokens, the prompt's counted.
-    score: float32[B, K]: of live beams the log-probability of all tokens behind
-      the prompt, of finished ones that with the length penalty.
+    length: int32[B, K], number of tokens, the prompt counted.
+    score: float32[B, K], the log-probability of all tokens after the prompt; of
+      finished beams, with the length penalty.
     exists: bool[B, K], whether there is such a sequence.
     automaton: int32[B, K], the states of a constraint; None without any.
   """
@@ -49,18 +49,18 @@ class Hypotheses:
 
   @property
   def prefix(self) -> Prefix:
-    """What rules see of each sequence."""
+    """The sequences as token rules read them."""
     return Prefix(self.tokens, self.length, self.automaton)
 
   @property
   def last_token(self) -> jax.Array:
-    """int32[B, K], the last token of each sequence that has one."""
+    """int32[B, K], the last token of each sequence; of an empty one, any."""
     index = jnp.maximum(self.length - 1, 0)[..., None]
     return jnp.take_along_axis(self.tokens, index, axis=2)[..., 0]
 
 
 def start(request: Request, tokens: jax.Array) -> Hypotheses:
-  """K live beams, of which one is there: the prompt, int32[B, W]."""
+  """Returns K live beams, of which only one exists: the prompt, int32[B, W]."""
   width, batch = request.search.width, tokens.shape[0]
   length, states = request.prompt_length, first_states(request)
   repeated = jnp.repeat(tokens[:, None], width, axis=1)
@@ -78,7 +78,7 @@ def start(request: Request, tokens: jax.Array) -> Hypotheses:
 
 
 def none_finished(live: Hypotheses) -> Hypotheses:
-  """K places for finished beams, all of them free."""
+  """Returns K finished beams, none of which exists."""
   zeros = jax.tree.map(jnp.zeros_like, live)
   return zeros.replace(score=jnp.full_like(live.score, ABSENT))
 
@@ -90,20 +90,20 @@ def candidates(
   stop_ids: jax.Array,
   adjust: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The likeliest tokens after each of N nodes, and their log-probabilities.
+  """Finds the likeliest tokens after each of N nodes.
 
   Args:
     logits: float32[B, N, V].
-    count: C, how many.
+    count: C, number of tokens.
     forbidden: bool[B, N], the nodes after which no beam may end. The other
       tokens keep their probabilities, as in transformers.
     stop_ids: int32[K].
-    adjust: rules on the log-probabilities, which then need not sum to 1, as in
-      transformers; None is none.
+    adjust: applies token rules to the log-probabilities, which then need not
+      sum to 1, as in transformers; None without rules.
 
   Returns:
-    float32[B, N, C] and int32[B, N, C], from the likeliest on; and bool[B, N],
-    whether the logits can be turned into probabilities, as by
+    Log-probabilities float32[B, N, C] and tokens int32[B, N, C], from the
+    likeliest on; and bool[B, N], whether the logits give probabilities, see
     `probs.valid_logits`.
   """
   if adjust is not None:
@@ -120,17 +120,18 @@ def candidates(
 def widen(
   score: jax.Array, values: jax.Array, ids: jax.Array, width: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The best continuations of some beams, from the best on.
+  """Finds the best continuations of some beams.
 
   Args:
     score: float32[B, K], log-probabilities of the beams.
-    values: float32[B, K, C], those of each beam's `candidates`.
-    ids: int32[B, K, C].
-    width: how many continuations.
+    values: float32[B, K, C], log-probabilities of each beam's `candidates`.
+    ids: int32[B, K, C], the tokens of these.
+    width: number of continuations.
 
   Returns:
-    Their log-probabilities, float32[B, width], the numbers of the beams that
-    they continue, int32[B, width], and their tokens, int32[B, width].
+    Their log-probabilities, float32[B, width], from the best on; the numbers of
+    the beams that they continue, int32[B, width]; their tokens, int32[B,
+    width].
   """
   batch, _, count = values.shape
   flat = (score[..., None] + values).reshape(batch, -1)
@@ -146,14 +147,14 @@ def advance(
   values: jax.Array,
   ids: jax.Array,
 ) -> tuple[Hypotheses, Hypotheses, jax.Array]:
-  """One level: every live beam of a row becomes one token longer.
+  """Searches one level: every live beam of a row becomes one token longer.
 
   Args:
-    request: width, scoring, and where beams end.
-    live: the live beams, all of a row equally long.
+    request: width, scoring, stop ids and limits.
+    live: the live beams, which are equally long in each row.
     finished: the finished beams.
     values: float32[B, K, C], log-probabilities of each beam's `candidates`.
-    ids: int32[B, K, C].
+    ids: int32[B, K, C], the tokens of these.
 
   Returns:
     The live and the finished beams after the level, and the number of the beam
@@ -163,7 +164,7 @@ def advance(
   total, parents, tokens = widen(
     live.score, values, ids, request.search.num_candidates
   )
-  alone = total - gather(live.score, parents)
+  of_token = total - gather(live.score, parents)
   longer = gather(live, parents)
   place = jnp.arange(longer.tokens.shape[-1]) == longer.length[..., None]
   ends = probs.is_one_of(tokens, request.stop_ids)
@@ -174,7 +175,7 @@ def advance(
     finishes = ends & (jnp.arange(request.search.num_candidates) < width)
   longer = longer.replace(
     tokens=jnp.where(place, tokens[..., None], longer.tokens),
-    log_probs=jnp.where(place, alone[..., None], longer.log_probs),
+    log_probs=jnp.where(place, of_token[..., None], longer.log_probs),
     length=longer.length + 1,
     automaton=request.ruling
     and request.ruling.next_state(longer.automaton, tokens),
@@ -190,9 +191,9 @@ def advance(
     score=score + ~finishes * ABSENT, exists=finishes & longer.exists
   )
   both = jax.tree.map(
-    lambda *two: jnp.concatenate(two, axis=1), finished, ended
+    lambda *parts: jnp.concatenate(parts, axis=1), finished, ended
   )
-  # By a penalty below 0, a score may be less than that of a free place.
+  # With a penalty below 0, a score may be less than `ABSENT`.
   _, best = lax.top_k(jnp.where(both.exists, both.score, -jnp.inf), width)
   finished = gather(both, jnp.flip(best, axis=1))
   return next_live, finished, gather(parents, chosen)
@@ -201,27 +202,27 @@ def advance(
 def is_beaten(
   request: Request, live: Hypotheses, finished: Hypotheses
 ) -> jax.Array:
-  """Live beams that no longer matter, bool[B, K].
+  """Returns bool[B, K], the live beams that no longer matter.
 
-  However one of them goes on, it cannot score more than all K finished beams
-  do. Neither can any continuation that ranks below it, so the search finds the
-  same finished beams whatever becomes of it.
+  No continuation of such a beam can score more than all K finished beams.
+  Neither can a continuation that ranks below it, so the search finds the same
+  finished beams with or without it.
   """
-  most = (request.prompt_length + request.max_length)[:, None]
+  length = (request.prompt_length + request.max_length)[:, None]
   if request.search.scoring is BeamScoring.T5X:
-    most = most + 1  # T5X counts one more than a beam can have
+    length = length + 1  # T5X counts one more token than a beam can have
   else:
-    # By a penalty below 0 a beam scores best as short as it is.
-    most = jnp.where(request.search.penalty < 0, live.length, most)
+    # With a penalty below 0 a beam scores best at its present length.
+    length = jnp.where(request.search.penalty < 0, live.length, length)
   worst = jnp.min(finished.score, axis=1, keepdims=True)
-  beaten = worst > live.score / _penalty(request, most)
+  beaten = worst > live.score / _penalty(request, length)
   return beaten & jnp.all(finished.exists, axis=1, keepdims=True)
 
 
 def is_over(
   request: Request, live: Hypotheses, finished: Hypotheses
 ) -> jax.Array:
-  """bool[B], rows whose finished beams cannot change any more."""
+  """Returns bool[B], the rows whose finished beams cannot change any more."""
   at_end = live.length[:, 0] - request.prompt_length >= request.max_length
   if request.search.scoring is BeamScoring.T5X:
     return at_end | is_beaten(request, live, finished)[:, -1]
@@ -230,21 +231,21 @@ def is_over(
   return at_end | (jnp.all(finished.exists, axis=1) & (worst >= best))
 
 
-def where(condition: jax.Array, one: Tree, other: Tree) -> Tree:
-  """Rows bool[B] of one pytree, the others of the other."""
+def where(condition: jax.Array, left: Tree, right: Tree) -> Tree:
+  """Takes the rows of `left` where bool[B] is True, else of `right`."""
 
   def choose(left, right):
     shape = condition.shape + (1,) * (left.ndim - 1)
     return jnp.where(condition.reshape(shape), left, right)
 
-  return jax.tree.map(choose, one, other)
+  return jax.tree.map(choose, left, right)
 
 
 def _penalty(request: Request, length: jax.Array) -> jax.Array:
-  """What a log-probability is divided by, float32[B, ...].
+  """Returns the divisor of a log-probability, float32[B, ...].
 
   Args:
-    request: scoring and exponent, and how long the prompts are.
+    request: scoring, exponent, and the lengths of the prompts.
     length: int32[B, ...], tokens of the beams, start token and prompt counted.
   """
   if request.search.scoring is BeamScoring.T5X:
@@ -255,10 +256,10 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
 
 
 def gather(values: Tree, index: jax.Array) -> Tree:
-  """values[b, index[b, n]] of each array [B, K, ...], for int32[B, N]."""
+  """Takes values[b, index[b, n]] of each array [B, K, ...], for int32[B, N]."""
 
-  def taken(leaf):
+  def take(leaf):
     place = index.reshape(*index.shape, *(1,) * (leaf.ndim - 2))
     return jnp.take_along_axis(leaf, place, axis=1)
 
-  return jax.tree.map(taken, values)
+  return jax.tree.map(take, values)

@@ -1,4 +1,4 @@
-"""One of the loops with its models, as engines and pools run it.
+"""A decoding loop with its models, as engines and pools run it.
 
 The plain loop is the speculative one without proposals: one call of the target
 per token. It is the baseline that every speed-up is measured against.
@@ -23,14 +23,15 @@ from specdec_jax.types import Draft, Generation
 class Loop(NamedTuple):
   """The speculative loop, or the plain loop if there is no drafter.
 
-  A request for beams is a beam search: its states are `beam_search.BeamState`s.
+  A request with beams runs a beam search, whose states are
+  `beam_search.BeamState`s.
 
   Attributes:
     target: the model whose distribution the output has.
-    drafter: the drafter; None for the plain loop, whose requests have a gamma
+    drafter: the drafter; None runs the plain loop, whose requests have a gamma
       of 0, and which ignores `PairParams.draft`.
-    judge: decides which proposals are accepted; another function than the
-      default is for measurements that force the acceptance.
+    judge: decides which proposals are accepted. Measurements that force the
+      acceptance give their own function.
   """
 
   target: LanguageModel
@@ -48,10 +49,15 @@ class Loop(NamedTuple):
     self, params: PairParams, request: Request, state: Any
   ) -> tuple[Any, Draft | None]:
     """Runs one round; returns the state, and the draft if one was judged."""
-    given, drafter = (params, request, state), self.drafter or NO_DRAFTER
     if request.beams is not None:
-      return beam_search.step(self.target, self._network, *given), None
-    state, draft = speculative.step(self.target, drafter, *given, self.judge)
+      state = beam_search.step(
+        self.target, self._network, params, request, state
+      )
+      return state, None
+    drafter = self.drafter or NO_DRAFTER
+    state, draft = speculative.step(
+      self.target, drafter, params, request, state, self.judge
+    )
     return state, draft if self.drafter else None
 
   def run(
@@ -74,18 +80,18 @@ class Loop(NamedTuple):
     return lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 
   def decode(self, params: PairParams, request: Request) -> Generation:
-    """The whole generation: `start`, all rounds and the result together."""
+    """Decodes a request from `start` to the end."""
     state = self.run(params, request, self.start(params, request))
     return generation(request, state)
 
   @property
   def _network(self) -> LanguageModel | None:
-    """The drafter's network, whose beams a beam search is proposed."""
+    """The network that proposes beams; None in a plain search."""
     return self.drafter and self.drafter.network
 
 
 def generation(request: Request, state: Any) -> Generation:
-  """What came of a request, from its last state."""
+  """Returns the outputs of a request from its last state."""
   if request.beams is not None:
     return beam_search.generation(request, state)
   return decode_state.generation(request, state)

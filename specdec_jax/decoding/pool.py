@@ -1,14 +1,14 @@
 """Continuous batching on the device: B slots, and rows that come and go.
 
 A `Pool` is a request and a state of B rows, each at its own place in its own
-output. Rows that have read their inputs (`read`) are copied into free slots
-(`RowLayout.admit`), and `run` does rounds of the loop's own step until some
-rows are finished. A slot that gets another row changes no shape, so nothing
-recompiles.
+output. `read` reads the inputs of new rows, `RowLayout.admit` copies them into
+free slots, and `run` makes rounds of the loop's own step until some rows are
+finished. A new row in a slot changes no shape, so nothing recompiles.
 
-An array's axis of rows is the one that grows with the batch; it is found by
-tracing two batch sizes. An array without such an axis, such as a position bias,
-is the same for all rows. So this works for any `Drafter` and `LanguageModel`.
+The axis of an array that counts rows is the one that grows with the batch;
+tracing two batch sizes shows which one that is. An array without such an axis,
+such as a position bias, is the same for all rows. So this works for any
+`Drafter` and `LanguageModel`.
 """
 
 import functools
@@ -38,9 +38,9 @@ class Pool:
   """B rows that are being decoded.
 
   Attributes:
-    request: the request of each row; `prompt` is one token wide, because
+    request: the requests of the rows; `prompt` is one token wide, because the
       prompts have been read, whatever `prompt_length` is.
-    state: how far the rows are.
+    state: the state of the rows.
   """
 
   request: Request
@@ -49,12 +49,12 @@ class Pool:
 
 @struct.dataclass
 class PoolView:
-  """What the host sees between two runs of rounds.
+  """The arrays that the host reads between two runs of rounds.
 
   Attributes:
     generation: the output of the B rows so far, finished or not.
     num_rounds: int32[], rounds that ran.
-    draft: what was judged in the last round; None if nothing is.
+    draft: the draft of the last round; None in the plain loop.
   """
 
   generation: Generation
@@ -63,12 +63,12 @@ class PoolView:
 
   @property
   def is_free(self) -> jax.Array:
-    """bool[B], rows that are finished, or never began."""
+    """bool[B], rows that are finished or never began."""
     return self.generation.finish_reason != FinishReason.RUNNING
 
 
 def take_rows(request: Request, rows: np.ndarray) -> Request:
-  """The request with only its rows int[K]; fields without rows stay as is."""
+  """Returns the request with only its rows int[K]."""
   return request.replace(**jax.tree.map(lambda leaf: leaf[rows], request.rows))
 
 
@@ -77,7 +77,7 @@ def read(loop: Loop, params: PairParams, request: Request) -> Pool:
   state = loop.start(params, request)
   request = request.replace(
     prompt=request.prompt[:, :1],
-    # The slots of the prompts count as room for tokens now.
+    # The slots of the prompts now count as slots for tokens.
     slots=request.slots + request.prompt_width - 1,
   )
   return jax.tree.map(_typed, Pool(request, state))
@@ -92,24 +92,26 @@ def run(
   drafting: Drafting,
   greedy_only: bool = False,
 ) -> tuple[Pool, PoolView]:
-  """Runs rounds of the loop's step, for as long as the host is not needed.
+  """Runs rounds of the loop's step until enough rows have finished.
 
   Args:
     loop: plain or speculative.
     params: the parameters of both models.
     pool: the rows; a finished row idles until it is replaced.
-    max_rounds: int32[], rounds after which the host looks in any case.
-    enough: int32[], the host looks once this many rows have finished. If fewer
-      rows are running, it looks once all of them have.
-    drafting: of these rounds; its gamma is at most that of the pool's request.
-    greedy_only: static, every running row is greedy, has no `min_length`, and
-      its log-probabilities are not wanted, whatever the pool has room for.
+    max_rounds: int32[], the most rounds.
+    enough: int32[], the number of rows that must finish; if fewer rows are
+      running, all of these.
+    drafting: the drafting of these rounds; its gamma is at most that of the
+      pool's request.
+    greedy_only: static, whether every running row is greedy, without
+      `min_length` and log-probabilities. The program is then simpler than the
+      pool's request asks for.
 
   Returns:
-    The pool after the last round, and what the host sees of it.
+    The pool after the last round, and the host's view of it.
 
   Raises:
-    ValueError: the drafting's rules were made for a smaller gamma.
+    ValueError: the thresholds of `drafting` were made for a smaller gamma.
   """
   drafting.check()
   request = pool.request.replace(drafting=drafting)
@@ -132,11 +134,11 @@ def run(
     num_rounds, (state, _) = carry
     return num_rounds + 1, step(state)
 
-  nothing = jax.tree.map(
+  no_draft = jax.tree.map(
     lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(step, pool.state)[1]
   )
   num_rounds, (state, draft) = lax.while_loop(
-    going_on, one_round, (jnp.int32(0), (pool.state, nothing))
+    going_on, one_round, (jnp.int32(0), (pool.state, no_draft))
   )
   generation = decode_state.generation(pool.request, state)
   view = PoolView(generation, num_rounds, draft)
@@ -144,20 +146,20 @@ def run(
 
 
 def _typed(leaf: jax.Array) -> jax.Array:
-  """The array without a weak type: a round would lose it, and so recompile."""
+  """Drops a weak type: a round would drop it too, and so recompile."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-    return leaf  # keys
+    return leaf  # PRNG keys
   return lax.convert_element_type(leaf, leaf.dtype)
 
 
 class RowLayout:
-  """The axis of each leaf of a `Pool` that counts the rows."""
+  """The axis of rows of each array of a `Pool`."""
 
   def __init__(self, loop: Loop, params: PairParams, request: Request):
-    """Traces `read` on rows of a request without prompts; computes nothing.
+    """Traces `read` with rows of a request without prompts.
 
     Args:
-      loop: the loop whose state it is.
+      loop: the loop that decodes the pool.
       params: the parameters of both models.
       request: a request of rows without text, as many as are read together.
 
@@ -177,37 +179,37 @@ class RowLayout:
     """Copies rows into slots, in place if the pool is donated.
 
     Args:
-      pool: the pool; its rows in `places` are lost.
+      pool: the pool, whose rows in `places` are replaced.
       rows: K rows that were read, as wide as the pool.
-      places: int32[B], the slots that the first rows of the K go to.
-      count: int32[], how many rows to copy.
+      places: int32[B], the slots of the first `count` of these rows.
+      count: int32[], number of rows to copy.
     """
 
-    def one(index, pool):
+    def copy_row(index, pool):
       def copied(axis, leaf, source):
         row = lax.dynamic_slice_in_dim(source, index, 1, axis)
         return lax.dynamic_update_slice_in_dim(leaf, row, places[index], axis)
 
       return self._changed(copied, pool, rows)
 
-    return lax.fori_loop(0, count, one, pool)
+    return lax.fori_loop(0, count, copy_row, pool)
 
   def repeated(self, empty_row: Pool, batch: int) -> Pool:
-    """A pool of `batch` free slots."""
+    """Returns a pool of `batch` free slots."""
     return self._changed(
       lambda axis, leaf: jnp.repeat(leaf, batch, axis), empty_row
     )
 
   def widened(self, pool: Pool, empty_row: Pool) -> Pool:
-    """The pool with room for longer inputs, as wide as those of `empty_row`."""
+    """Returns the pool with inputs as wide as those of `empty_row`."""
     return self._changed(_widened, pool, empty_row)
 
   def only(self, pool: Pool, rows: jax.Array) -> Pool:
-    """The pool with only its rows int32[K]."""
+    """Returns the pool with only its rows int32[K]."""
     return self._changed(lambda axis, leaf: jnp.take(leaf, rows, axis), pool)
 
   def _changed(self, change, pool: Pool, *others: Pool) -> Pool:
-    """The pool with change(axis, leaf, ...) of each leaf that has rows."""
+    """Returns the pool with change(axis, leaf, ...) for each leaf with rows."""
     leaves, tree = jax.tree.flatten(pool)
     each = zip(self.axes, leaves, *map(jax.tree.leaves, others), strict=True)
     return tree.unflatten(
@@ -217,17 +219,17 @@ class RowLayout:
 
 
 class PoolPrograms:
-  """Jitted functions of one loop, with their parameters bound.
+  """The jitted functions of one loop, with their parameters bound.
 
-  Those that return a pool leave it where `read` put it. Otherwise each program
-  might lay it out differently over the devices, and the next program would be
-  compiled for that layout; or, on one device, for each mixture of arrays that
-  the host has put there and others. The arrays that the host looks at are whole
-  on each device.
+  All functions that return a pool place it as `read` does. Otherwise each
+  program might place it differently over the devices, and the next program
+  would be compiled again for that; on one device, for each mixture of arrays
+  from the host and from other programs. Each device has a whole copy of the
+  host's view.
   """
 
   def __init__(self, loop: Loop, params: PairParams, example: Request):
-    """Takes the arguments of `RowLayout`; `example` is its `request`."""
+    """Traces `read`; see `RowLayout`, whose `request` is `example`."""
     self._layout = layout = RowLayout(loop, params, example)
     read_rows = functools.partial(read, loop)
     run_rounds = functools.partial(run, loop)
@@ -244,33 +246,32 @@ class PoolPrograms:
     def bound(function, **options):
       return functools.partial(jax.jit(function, **options), params)
 
-    # As wide as the pool, so that `admit` is one program for all widths.
+    # Its rows are as wide as the pool, so that `admit` is one program.
     self.read = bound(read_wide)
     self._read_rows = bound(read_rows)
-    placed: Any = jax.tree.leaves(params)[0].sharding
-    whole = placed
+    whole = placed = jax.tree.leaves(params)[0].sharding
     if isinstance(placed, NamedSharding):
       whole = NamedSharding(placed.mesh, PartitionSpec())
       placed = shardings(self._read_rows(example))
-    pool: dict[str, Any] = {'out_shardings': placed}
-    both: dict[str, Any] = {'out_shardings': (placed, whole)}
+    jit = functools.partial(jax.jit, out_shardings=placed)
     self._only = jax.jit(layout.only)
-    self.repeated = jax.jit(layout.repeated, static_argnums=1, **pool)
-    self.smaller = jax.jit(layout.only, **pool)
-    self.widened = jax.jit(layout.widened, **pool)
+    self.repeated = jit(layout.repeated, static_argnums=1)
+    self.smaller = jit(layout.only)
+    self.widened = jit(layout.widened)
     # The pool is donated, so that it is updated in place.
-    self.admit = jax.jit(layout.admit, donate_argnums=0, **pool)
-    self.run = bound(run_rounds, static_argnums=5, donate_argnums=1, **both)
-    # Reading and the first rounds of a row that has a pool of its own.
-    self.begin = bound(begun, static_argnums=4, **both)
+    self.admit = jit(layout.admit, donate_argnums=0)
+    view = {'out_shardings': (placed, whole)}
+    self.run = bound(run_rounds, static_argnums=5, donate_argnums=1, **view)
+    # Reads a row that has its own pool, and runs its first rounds.
+    self.begin = bound(begun, static_argnums=4, **view)
 
   def empty_row(self, request: Request) -> Pool:
-    """One row that has read nothing; `request` must be of rows without text."""
+    """Reads a request of rows without text; returns its first row."""
     return self._only(self._read_rows(request), np.zeros((1,), np.int32))
 
 
 def _axis(few: Any, many: Any) -> int | None:
-  """The axis in which two shapes differ; None if they are equal."""
+  """Returns the axis in which two arrays differ; None if they do not."""
   differ = np.flatnonzero(np.not_equal(few.shape, many.shape)).tolist()
   if len(differ) > 1:
     expected = f'at most one axis of rows (twice as many: {many.shape})'
@@ -279,7 +280,7 @@ def _axis(few: Any, many: Any) -> int | None:
 
 
 def _widened(axis: int, leaf: jax.Array, row: jax.Array) -> jax.Array:
-  """`leaf`, filled up from `row` to the size of `row` in all other axes."""
+  """Fills `leaf` up from `row` to the size of `row` in all other axes."""
   whole = jnp.repeat(row, leaf.shape[axis], axis)
   if whole.shape == leaf.shape:
     return leaf

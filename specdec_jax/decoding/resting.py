@@ -1,17 +1,17 @@
-"""When the drafter rests: a drafter that is mostly wrong costs little.
+"""Lets the drafter of a row rest while it loses time, so that it costs little.
 
-Each row keeps an account, in calls of the target over one token: what its
-rounds cost, less the tokens that they made, which plain decoding would have
-made at one call each. Once the loss is above a limit the row's drafter rests:
-its rounds have no draft. After a while a round probes; if that loses again, the
-next rest is four times as long. How long the first one is follows from the
-costs: so long that a drafter that is always wrong takes a few hundredths of the
-time of any output of 128 tokens and more, its catching up counted.
+Each row has an account, in calls of the target over one token: the cost of its
+rounds less their tokens, each of which plain decoding makes with one such call.
+Once the loss is above a limit, the row's drafter rests: its rounds have no
+draft. After the rest a round probes; if it loses again, the next rest is four
+times as long. The length of the first rest follows from the costs: a drafter
+that is always wrong then takes a few hundredths of the time of any output of
+128 tokens or more, its catching up included.
 
-Decided from counts and known costs, never from a clock: a run that is started
-again, or that several processes share, decides alike, and a row does not depend
-on its neighbours. The drafter's work is left out while all running rows rest,
-and its cache then catches up by calls over several tokens each.
+All decisions follow from counts and given costs, never from a clock. So a run
+that is started again, or that several processes share, decides in the same way,
+and a row does not depend on its neighbours. The drafter does not run while all
+running rows rest; its cache then catches up by calls over several tokens each.
 """
 
 from collections.abc import Callable
@@ -27,17 +27,17 @@ from specdec_jax.models import backend
 from specdec_jax.request import RestPolicy
 from specdec_jax.types import DecodeStats, Draft, Verdict
 
-# Calls of the target over one token. With 1.5 a drafter that is right .7 of the
-# time would rest at once in one of eleven outputs, for nothing.
+# The limit, in calls of the target over one token. With 1.5 a drafter that is
+# right .7 of the time would rest at once in one of eleven outputs, needlessly.
 _PATIENCE = 2.0
-_FIRST_REST = 32  # rounds, at least
-_GROWTH = 4  # of a rest, after a probe in vain
+_FIRST_REST = 32  # the least rounds of a first rest
+_GROWTH = 4  # factor from a rest to the next one, if the probe between loses
 _MOST_REST = 1 << 20  # rounds: in effect for ever
 _CREDIT = 4.0  # the most gains that are saved up, in multiples of patience
-# What a drafter that is always wrong may take of an output's time; a hundredth
-# more is left for its reading of the input.
+# The share of an output's time that a drafter may take that is always wrong; it
+# may take a hundredth more to read the input.
 _MOST_LOST = 0.04
-LEAST_OUTPUT = 128  # tokens, from which on that holds
+LEAST_OUTPUT = 128  # tokens of the shortest output that this holds for
 
 
 def of_costs(
@@ -48,32 +48,32 @@ def of_costs(
   Args:
     cost_ratio: c.
     call_cost: m -> v(m), for m up to gamma + 1.
-    gamma: proposals of a draft at most.
+    gamma: the most proposals of a draft.
     adapts: whether a draft may have fewer.
   """
   calls = [call_cost(width) for width in widths(gamma, adapts, rests=True)]
-  # Even a draft that ends before its first token has asked for that.
-  asked = [max(i, 1) if adapts else gamma for i in range(gamma + 1)]
-  costs: Any = np.asarray(calls, np.float32)
-  costs += np.float32(cost_ratio) * np.asarray(asked, np.float32)
+  # Even a draft without a token takes a call of the drafter.
+  drafted = [max(i, 1) if adapts else gamma for i in range(gamma + 1)]
+  costs = np.asarray(calls, np.float32)
+  costs += np.float32(cost_ratio) * np.asarray(drafted, np.float32)
   first_rest = np.asarray(_enough_rest(costs, cost_ratio), np.int32)
   return RestPolicy(costs, np.asarray(_PATIENCE, np.float32), first_rest)
 
 
 def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
-  """The least first rest with which a drafter may always be wrong.
+  """Returns the least first rest with which a drafter may always be wrong.
 
-  The longest outputs that are looked at have several probes; from then on the
-  share falls, or a rest is as good as for ever. The calls that catch up make no
-  logits and are taken to cost two calls of the drafter each.
+  It checks outputs of up to several probes; in longer ones the share of lost
+  time falls, or the rest lasts for ever. A call that catches up makes no logits
+  and is taken to cost two calls of the drafter.
   """
-  loss = float(np.max(costs)) - 1  # of a round, the dearest
+  loss = float(np.max(costs)) - 1  # of the most expensive round
 
   def is_enough(rest):
     tokens = int(_PATIENCE // loss) + 1  # rounds before the first rest
     lost = loss * tokens
     while lost <= _MOST_LOST * max(tokens, LEAST_OUTPUT):
-      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # of a probe in vain
+      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # of a lost probe
       tokens += rest + 1
       rest = min(rest * _GROWTH, _MOST_REST)
       if tokens > 32 * LEAST_OUTPUT:
@@ -87,7 +87,7 @@ def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
 
 
 def to_json(policy: bool | RestPolicy) -> Any:
-  """Returns `Engine.fallback` as JSON can hold it."""
+  """Returns a policy, or whether there is one, as JSON values."""
   if isinstance(policy, bool):
     return policy
   return np.asarray(policy.costs).tolist()
@@ -96,21 +96,20 @@ def to_json(policy: bool | RestPolicy) -> Any:
 def guessed(gamma: int, adapts: bool) -> RestPolicy:
   """Returns the policy of guessed costs, without a calibration.
 
-  A call of the drafter takes a fifth of one of the target; a token more in a
-  call a tenth of a call on a CPU, and nothing elsewhere.
+  A call of the drafter costs a fifth of a call of the target. One more token in
+  a call costs a tenth of a call on a CPU, and nothing elsewhere.
   """
   slope = 0.1 if backend.kind() == 'cpu' else 0.0
   return of_costs(0.2, lambda size: 1 + slope * (size - 1), gamma, adapts)
 
 
 def widths(gamma: int, adapts: bool, rests: bool) -> list[int]:
-  """Tokens of the target's call in a round with 0..gamma proposals.
+  """Lists the tokens of the target's call for 0..gamma proposals.
 
-  Where a longer call takes longer, it is one of a few widths, each of which is
-  compiled: a token alone where nothing is proposed, and 2, 4, 8, 16, ... if
-  drafts end early. On a CPU a call over two tokens took .77 to .98 of the time
-  of one over four, and that width made an adaptive length up to a tenth
-  quicker.
+  If longer calls take longer, the call has one of a few widths, each of which
+  is compiled: 1 without proposals, and 2, 4, 8, 16, ... if drafts end early. On
+  a CPU a call over two tokens took .77 to .98 of the time of a call over four,
+  and that width made drafts of adaptive length up to a tenth faster.
   """
   most = gamma + 1
   if backend.kind() != 'cpu' or not (adapts or rests):
@@ -126,8 +125,8 @@ class Rests:
   """The accounts of the rows.
 
   Attributes:
-    loss: float32[B].
-    count: int32[B], rests in a row, without a gain between them.
+    loss: float32[B], calls of the target that were lost.
+    count: int32[B], rests since the last gain.
     left: int32[B], rounds that the drafter still rests.
   """
 
@@ -137,7 +136,7 @@ class Rests:
 
   @classmethod
   def none(cls, batch: int) -> 'Rests':
-    """The accounts before the first round."""
+    """Returns the accounts before the first round."""
     zeros = jnp.zeros((batch,), jnp.int32)
     return cls(zeros.astype(jnp.float32), zeros, zeros)
 
@@ -150,15 +149,15 @@ def after_round(
   draft: Draft,
   verdict: Verdict,
 ) -> tuple[Rests | None, DecodeStats]:
-  """The accounts and the counts after a round.
+  """Returns the accounts and the counts after a round.
 
   Args:
     policy: the costs; None leaves the accounts as they are.
-    rests: the accounts before; None where no drafter ever rests.
+    rests: the accounts before; None if no drafter ever rests.
     stats: the counts before.
     running: bool[B], rows that were unfinished before the round.
     draft: the proposals of the round.
-    verdict: which of them were accepted.
+    verdict: the number of accepted proposals.
   """
   stats = stats.after_round(running, draft.length, verdict)
   if policy is None or rests is None:
@@ -172,7 +171,7 @@ def after_round(
   rest = jnp.minimum(rest, _MOST_REST).astype(jnp.int32)
   count = jnp.where(loss <= 0, 0, rests.count + begins)
   after = Rests(
-    # At the limit: a probe that loses is followed by the next rest.
+    # The loss stays at the limit, so that a probe that loses begins a rest.
     loss=jnp.clip(loss, -_CREDIT * limit, limit),
     count=count,
     left=jnp.where(begins, rest, jnp.maximum(rests.left - 1, 0)),

@@ -1,8 +1,8 @@
 """Speculative decoding: Algorithm 1, batched, in one jitted `while_loop`.
 
 `step` is one round: it proposes, reads the draft, judges it and commits. The
-functions below it know the details: when the drafter rests and what of a draft
-is usable (`propose`), trees, rules on tokens and early stops (`read_draft`),
+functions below it hold the details: rests of the drafter and the usable part of
+a draft (`propose`), trees, token rules and early stops (`read_draft`),
 temperature, blocks and lenience (`judge`), paths and features (`commit`).
 """
 
@@ -31,15 +31,15 @@ from specdec_jax.verify import (
 )
 from specdec_jax.verify_tree import verify_tree_batch, verify_tree_greedy_batch
 
-# (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict. Of a
-# tree the logits are those after the committed tokens and after each node.
+# (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict. The
+# logits of a tree are those after the committed tokens and after each node.
 Judge = Callable[[Request, Draft, jax.Array, jax.Array], Verdict]
 
 
 def judge(
   request: Request, draft: Draft, logits: jax.Array, keys: jax.Array
 ) -> Verdict:
-  """Number of accepted guesses n, and t drawn after them."""
+  """Counts the accepted guesses, n, and draws the token t after them."""
   if request.greedy:
     return _judge_greedy(request, draft, logits)
   target_probs = probs.standardise_batch(logits, request.sampling)
@@ -63,8 +63,8 @@ def _judge_greedy(request: Request, draft: Draft, logits: jax.Array) -> Verdict:
   if request.lenience is not None:
     near = near_argmax(draft.tokens, logits[:, :-1], request.lenience)
   if logits.shape[1] == 1:
-    # Of the plain loop: as rows [B, V]. Else XLA shares their maximum with that
-    # of the log-probabilities, and writes the logits out once more.
+    # In the plain loop, rows [B, V]: XLA would share the maximum of [B, 1, V]
+    # with the log-probabilities, and write the logits out once more.
     tokens = probs.greedy_token(logits[:, 0])[:, None]
   else:
     tokens = probs.greedy_token(logits)
@@ -79,7 +79,7 @@ def step(
   state: DecodeState,
   judge: Judge = judge,
 ) -> tuple[DecodeState, Draft]:
-  """One round of Algorithm 1: 1 to gamma + 1 tokens in every running row.
+  """Runs a round of Algorithm 1: 1 to gamma + 1 tokens in every running row.
 
   Returns:
     The state after it, and the draft that was judged, without probabilities.
@@ -106,7 +106,7 @@ def step(
 def propose(
   drafter: Drafter, params: Any, state: DecodeState, context: Context
 ) -> tuple[Draft, Any]:
-  """Asks the drafter, unless all rows rest; cuts its draft to what is usable.
+  """Asks the drafter, unless all rows rest; cuts its draft to the usable part.
 
   Returns:
     The draft, and the drafter's state, which has read it.
@@ -130,14 +130,14 @@ def propose(
 
 
 class Reading(NamedTuple):
-  """The target's logits and features of a draft; of a chain, N is gamma.
+  """The target's reading of a draft of N tokens.
 
   Attributes:
-    cache: of the committed tokens and the draft.
-    features: [B, N + 1, M], the hidden states whose logits these are.
+    cache: holds the committed tokens and the draft.
+    features: [B, N + 1, M], the hidden states that the logits come from.
     logits: float32[B, N + 1, V], after the last committed token and after each
-      proposal, adjusted by the rules on tokens.
-    allowed: the same, without stop ids before `min_length`.
+      proposal, adjusted by the token rules.
+    allowed: the same logits, without stop ids before `min_length`.
   """
 
   cache: Any
@@ -160,7 +160,7 @@ def read_draft(
   features, cache = target.extend(params, cache, tokens, tree)
   logits = target.head(params, features)
   ruling = context.request.ruling
-  if ruling is not None:  # each place has a prefix of its own
+  if ruling is not None:  # each place has its own prefix
     logits = ruling.adjust(ruling.along(state.prefix, draft), logits)
   places = tree_round.places_of(draft)
   allowed = base.forbid_early_stops(logits, context, places=places)
@@ -176,12 +176,14 @@ def commit(
   verdict: Verdict,
   reading: Reading,
 ) -> DecodeState:
-  """Appends what the verdict keeps; the kept path of a tree becomes a chain."""
+  """Appends the accepted tokens; the kept path of a tree becomes a chain."""
   draft, verdict, logits, cache = tree_round.keep_path(
     target, request, state, draft, verdict, reading.logits, reading.cache
   )
   state = decode_state.append(request, state, draft, verdict, logits)
-  features = features_at(drafter, reading.features, verdict.num_accepted)
+  features = None
+  if drafter.reads_features:
+    features = features_at(reading.features, verdict.num_accepted)
   return state.replace(target_cache=cache, features=features)
 
 
@@ -191,7 +193,7 @@ def context_of(
   request: Request,
   state: DecodeState,
 ) -> Context:
-  """Returns what a drafter sees before a round."""
+  """Returns the drafter's input of a round."""
   budget = None
   if request.drafting.adapts:
     budget = jnp.where(state.running, _budget(request, state), 0)
@@ -199,7 +201,7 @@ def context_of(
     request=request,
     tokens=state.tokens,
     length=state.visible_length,
-    # From seed, example and the row's own round.
+    # They derive from seed, example and the row's own round.
     keys=jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds),
     running=state.running,
     budget=budget,
@@ -211,8 +213,8 @@ def context_of(
 
 
 def _budget(request: Request, state: DecodeState) -> jax.Array:
-  """int32[B], proposals that a row may have: none while it rests."""
-  # One token of the remaining budget is the target's own.
+  """Returns int32[B], the most proposals of each row; 0 while it rests."""
+  # The last token of the remaining budget is the target's.
   budget = jnp.maximum(decode_state.remaining(request, state) - 1, 0)
   if state.rests is None:
     return budget
@@ -225,12 +227,11 @@ def in_narrowest_call(
   state: DecodeState,
   draft: Draft,
 ) -> DecodeState:
-  """`call_target` with no more proposals than the longest draft has.
+  """Calls the target with the narrowest draft that holds all proposals.
 
-  Where drafts end early and a call over more tokens takes longer, the call is
-  the narrowest of `call_widths` that holds the draft. `verdict_uniforms` begin
-  with the same numbers for any width: a sample does not depend on it, nor on
-  other rows.
+  If drafts end early and longer calls take longer, the call has the narrowest
+  of `call_widths`. `verdict_uniforms` begin with the same numbers for any
+  width, so that a sample depends neither on it nor on other rows.
   """
   widths = call_widths(request)
   if len(widths) == 1:
@@ -238,8 +239,8 @@ def in_narrowest_call(
   longest = jnp.max(jnp.where(state.running, draft.length, 0))
   chosen = jnp.sum(longest >= jnp.array(widths))
   for index, width in enumerate(widths):
-    # Loops of one turn or none, because they update the caches in place; a
-    # conditional would copy them.
+    # A loop of at most one turn updates the caches in place; a conditional
+    # would copy them.
     cut = Draft(
       draft.tokens[:, : width - 1],
       None if draft.probs is None else draft.probs[:, : width - 1],
@@ -256,7 +257,7 @@ def in_narrowest_call(
 
 
 def call_widths(request: Request) -> tuple[int, ...]:
-  """Tokens per row of the calls of the target, one of which a round makes."""
+  """Lists the tokens per row of each call that a round may choose."""
   drafting = request.drafting
   rests = drafting.rests is not None
   widths = resting.widths(drafting.gamma, drafting.adapts, rests)
@@ -266,7 +267,7 @@ def call_widths(request: Request) -> tuple[int, ...]:
 def start(
   target: LanguageModel, drafter: Drafter, params: PairParams, request: Request
 ) -> DecodeState:
-  """Both sides read the inputs; returns the state before the first round."""
+  """Reads the inputs with both models; returns the state before a round."""
   slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
   longest = None if request.tree is None else request.longest
   encoded = None
@@ -277,10 +278,10 @@ def start(
   )
   features = no_features(target, drafter, params.target, cache)
   if features is not None and read is not None:
-    # The logits of its last token but one would give a prompt's last token.
+    # The last token of a prompt follows from the last but one.
     place = request.prompt_length - 2
-    known: Any = features_at(drafter, read, jnp.maximum(place, 0))
-    features = jnp.where(place[:, None] >= 0, known, features)
+    of_prompt = features_at(read, jnp.maximum(place, 0))
+    features = jnp.where(place[:, None] >= 0, of_prompt, features)
   drafter_state = drafter.init(params.draft, inputs, slots, prompt, encoded)
   state = decode_state.start(request, cache, drafter_state)
   return state.replace(features=features)
@@ -289,22 +290,15 @@ def start(
 def no_features(
   target: LanguageModel, drafter: Drafter, params: Any, cache: Any
 ) -> jax.Array | None:
-  """Zeros [B, M], of the features' dtype; None if the drafter reads none."""
+  """Returns zeros [B, M] in place of features; None if no drafter reads any."""
   if not drafter.reads_features:
     return None
-  base.check_chain(drafter, 'What reads features of the target')
+  base.check_chain(drafter, 'Drafters that read features of the target')
   token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
   shape, _ = jax.eval_shape(target.extend, params, cache, token)
   return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
 
 
-def features_at(
-  drafter: Drafter, features: jax.Array, place: jax.Array
-) -> jax.Array | None:
-  """Selects each row's place, int32[B], of features [B, S, M]: [B, M].
-
-  None if the drafter reads no features.
-  """
-  if not drafter.reads_features:
-    return None
+def features_at(features: jax.Array, place: jax.Array) -> jax.Array:
+  """Selects each row's place, int32[B], of features [B, S, M]: [B, M]."""
   return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]

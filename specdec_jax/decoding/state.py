@@ -1,4 +1,4 @@
-"""The state that a decode carries from round to round; when a row stops."""
+"""The state that a decode carries from round to round, and the ends of rows."""
 
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ NO_ROUND_LIMIT = jnp.iinfo(jnp.int32).max
 
 
 class PairParams(NamedTuple):
-  """Parameters of both sides; the drafter's may be any pytree."""
+  """The parameters of both models; the drafter's may be any pytree."""
 
   target: Any
   draft: Any
@@ -33,7 +33,7 @@ class PairParams(NamedTuple):
 
 @struct.dataclass
 class DecodeState:
-  """The loop's carry; donated, so that it is updated in place.
+  """The loop's carry; it is donated, so that it is updated in place.
 
   Attributes:
     tokens: int32[B, T + 1], committed tokens: the start token, the rest of the
@@ -42,12 +42,12 @@ class DecodeState:
     log_probs: float32[B, T + 1], the target's log-probability of each token
       (see `Request.log_probs_as_drawn`); [B, 0] if they are not wanted.
     finish_reason: int32[B], a `FinishReason`.
-    target_cache: the target's cache, of all committed tokens but the last.
-    drafter_state: the drafter's own state; None in the plain loop.
+    target_cache: the target's cache of all committed tokens but the last.
+    drafter_state: the drafter's state.
     stats: the counts so far.
     features: [B, M], the target's features for a drafter that reads them, see
-      `Context`; None for all others.
-    rests: whose drafter rests; None where none ever does.
+      `Context`; None for other drafters.
+    rests: the accounts by which drafters rest; None if they never rest.
     automaton: int32[B], the state of each row's constraint; None without any.
   """
 
@@ -69,10 +69,10 @@ class DecodeState:
 
   @property
   def visible_length(self) -> jax.Array:
-    """int32[B], `length`, except that it is 1 in a finished row.
+    """int32[B], `length`, but 1 in a finished row.
 
     Finished rows go on computing with the batch. With length 1 they work on
-    their first slots, overwrite nothing that is in use, and do not lengthen the
+    their first slots, overwrite no slot in use, and do not lengthen the
     attention of other rows.
     """
     return jnp.where(self.running, self.length, 1)
@@ -85,14 +85,14 @@ class DecodeState:
 
   @property
   def prefix(self) -> Prefix:
-    """What rules see before a round."""
+    """The committed tokens as token rules read them."""
     return Prefix(self.tokens, self.visible_length, self.automaton)
 
   def with_reasons(self, reasons: np.ndarray) -> 'DecodeState':
-    """The state with the host's finish reasons, int32[B].
+    """Returns the state with the host's finish reasons, int32[B].
 
-    They are put on the same devices as the old ones; otherwise the next run
-    would be compiled again.
+    They go to the devices of the old ones, because the next run would otherwise
+    be compiled again.
     """
     placed = jax.device_put(reasons, self.finish_reason.sharding)
     return self.replace(finish_reason=placed)
@@ -101,12 +101,12 @@ class DecodeState:
 def start(
   request: Request, target_cache: Any, drafter_state: Any
 ) -> DecodeState:
-  """The `DecodeState` before the first round: it holds the prompts.
+  """Returns the state before the first round, which holds the prompts.
 
   Args:
-    request: what is asked for.
-    target_cache: of the target, which has read inputs and prompts.
-    drafter_state: of the drafter, likewise; None without one.
+    request: the batch.
+    target_cache: the target's cache of inputs and prompts.
+    drafter_state: the state that `Drafter.init` returned.
   """
   batch = request.inputs.shape[0]
   width = request.cache_slots + 1
@@ -127,7 +127,7 @@ def start(
 
 
 def first_states(request: Request) -> jax.Array | None:
-  """int32[B], the states in which constraints begin; None without any."""
+  """Returns int32[B], the first states of constraints; None without any."""
   if request.token_rules is None or request.token_rules.automaton is None:
     return None
   # A sum: a donated state must not share an array with the request.
@@ -135,7 +135,7 @@ def first_states(request: Request) -> jax.Array | None:
 
 
 def first_tokens(request: Request, width: int) -> jax.Array:
-  """int32[B, width]: the prompts."""
+  """Returns int32[B, width], the prompts followed by zeros."""
   tokens = jnp.zeros((request.inputs.shape[0], width), jnp.int32)
   return tokens.at[:, : request.prompt_width].set(request.prompt)
 
@@ -143,7 +143,7 @@ def first_tokens(request: Request, width: int) -> jax.Array:
 def _after_none(
   request: Request, state: DecodeState, logits: jax.Array
 ) -> jax.Array:
-  """bool[B, S], the places from the first one on that allows no token."""
+  """Returns bool[B, S], True from the first place on that allows no token."""
   if request.forbids_stops:
     produced = _produced(request, state)
     logits = probs.forbid_early_stops(
@@ -154,7 +154,7 @@ def _after_none(
 
 
 def remaining(request: Request, state: DecodeState) -> jax.Array:
-  """int32[B], tokens that a row may still produce."""
+  """Returns int32[B], the tokens that each row may still produce."""
   return request.max_length - _produced(request, state)
 
 
@@ -163,9 +163,9 @@ def _produced(request: Request, state: DecodeState) -> jax.Array:
 
 
 def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
-  """bool[...], whether each of the tokens int32[...] is a stop id.
+  """Returns bool[...], whether each of the tokens int32[...] is a stop id.
 
-  If the rows have stop ids of their own, the tokens are int32[B, S].
+  The tokens are int32[B, S] if each row has its own stop ids.
   """
   stop_ids = request.stop_ids
   if stop_ids.ndim > 1:
@@ -179,12 +179,12 @@ def up_to_stop(
   """Ends the first `count` (int32[B]) of tokens int32[B, S] at a stop id.
 
   Returns:
-    int32[B], tokens up to the first stop id, itself counted, or `count`; and
-    bool[B], whether there is one.
+    int32[B], the tokens up to and including the first stop id, or `count`; and
+    bool[B], whether there is a stop id.
   """
-  stops, behind_all = is_stop(request, tokens), tokens.shape[1] + 1
+  stops, past_all = is_stop(request, tokens), tokens.shape[1] + 1
   until = jnp.argmax(stops, axis=1) + 1
-  until = jnp.where(jnp.any(stops, axis=1), until, behind_all)
+  until = jnp.where(jnp.any(stops, axis=1), until, past_all)
   return jnp.minimum(until, count), until <= count
 
 
@@ -197,18 +197,18 @@ def append(
 ) -> DecodeState:
   """Commits x_1..x_n, t in each running row, counts the round, and stops rows.
 
-  A row ends after its first stop id, at `max_length`, or if the logits that a
-  token was chosen from cannot be a distribution.
+  A row ends after its first stop id, at `max_length`, where its rules leave no
+  token, or if the logits of a token do not give a distribution.
 
   Args:
     request: the limits.
     state: the state before.
     draft: the proposals, a chain.
     verdict: n and t.
-    logits: float32[B, G + 1, V], the target's own logits of each token.
+    logits: float32[B, G + 1, V], the target's logits of each token.
 
   Returns:
-    The state after it; caches and features are the caller's.
+    The state after the round; its caches and features are those before.
   """
   rests, stats = resting.after_round(
     request.drafting.rests,
@@ -240,9 +240,8 @@ def append(
   reason = jnp.where(invalid, FinishReason.INVALID, reason)
   if request.token_rules is not None:
     reason = jnp.where(is_cut, FinishReason.RULES, reason)
-  automaton = state.automaton
-  if automaton is not None:
-    ruling: Any = request.ruling
+  automaton, ruling = state.automaton, request.ruling
+  if automaton is not None and ruling is not None:
 
     def read(place, before):
       after = ruling.next_state(before, tokens[:, place])
@@ -266,7 +265,7 @@ def append(
 
 
 def _log_probs(request: Request, logits: jax.Array, tokens: jax.Array):
-  """float32[B, S], of tokens [B, S] and their logits [B, S, V]."""
+  """Returns float32[B, S] for tokens [B, S] and their logits [B, S, V]."""
   if not request.log_probs_as_drawn:
     return probs.log_prob_of(logits, tokens)
   drawn_from = probs.standardise_batch(logits, request.sampling)
@@ -279,7 +278,7 @@ def _write_rows(buffer, new, first):
 
 
 def generation(request: Request, state: DecodeState) -> Generation:
-  """Returns the result: without the prompt, zeros past each end."""
+  """Returns the outputs without their prompts, and zeros past each end."""
   tokens, log_probs = state.tokens, state.log_probs
   length = _produced(request, state)
   live = jnp.arange(request.slots) < length[:, None]
@@ -296,6 +295,6 @@ def generation(request: Request, state: DecodeState) -> Generation:
 
 
 def _from(request: Request, buffer: jax.Array) -> jax.Array:
-  """The part [B, slots] of `buffer` that follows each row's prompt."""
+  """Returns the part [B, slots] of `buffer` that follows each prompt."""
   index = request.prompt_length[:, None] + jnp.arange(request.slots)
   return jnp.take_along_axis(buffer, index, axis=1)

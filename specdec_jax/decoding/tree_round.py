@@ -1,9 +1,9 @@
-"""What a round of the loop does otherwise where the proposals branch.
+"""The parts of a round that differ if the proposals branch.
 
-The target reads the last committed token and all nodes in one call, behind an
-ancestor mask. Its verdict is a path; from there on the path is a chain, and the
-round goes on as with any other. The path's slots are moved together: at most as
-many as the tree has levels, the root's being in place.
+The target reads the last committed token and all nodes in one call with an
+ancestor mask. The verdict is a path, which the round then treats as a chain.
+The slots of the path are moved together; the root's is in place already, so
+these are at most as many as the tree has levels.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from specdec_jax.types import Draft, Verdict
 
 
 def check(request: Request, shape: TreeShape) -> None:
-  """Raises ValueError unless a request can be answered with such drafts."""
+  """Raises ValueError unless drafts of this shape fit a request."""
   if shape.depth > request.gamma or shape.num_nodes > request.draft_slots:
     raise ValueError(
       f'The drafter proposes {shape.num_nodes} nodes on {shape.depth} levels:'
@@ -34,15 +34,15 @@ def check(request: Request, shape: TreeShape) -> None:
     ('gamma', not request.drafting.adapts, 'a number of levels'),
     ('fallback', request.drafting.rests is None, 'False'),
   ):
-    if not fits:  # they are rules for one proposal a place
+    if not fits:  # these options assume one proposal per place
       raise ValueError(f'{name}: expected {expected} with a tree of proposals.')
 
 
 def usable_length(request: Request, draft: Draft) -> jax.Array:
-  """int32[B], proposals up to a stop id; no token follows one.
+  """Returns int32[B], the proposals up to and including a stop id.
 
-  Proposals beyond that are cut off, and not counted anywhere. Where the paths
-  of a tree end, its verdict shows: all levels are usable.
+  Later proposals are cut off, and not counted anywhere. All levels of a tree
+  are usable: its verdict tells where a path ends.
   """
   if draft.tree is not None:
     check(request, draft.tree)
@@ -51,15 +51,15 @@ def usable_length(request: Request, draft: Draft) -> jax.Array:
 
 
 def tree_of(state: DecodeState, draft: Draft, cache: Any) -> Tree | None:
-  """How the last committed token and the proposals hang together.
+  """Makes the tree of the last committed token and the proposals.
 
   Args:
-    state: gives the slots of the cache.
+    state: tells the number of slots.
     draft: the proposals.
-    cache: the target's, of all committed tokens but the last.
+    cache: the target's cache of all committed tokens but the last.
 
   Returns:
-    What `LanguageModel.extend` takes; None of a chain.
+    The tree, for `LanguageModel.extend`; None if the draft is a chain.
   """
   if draft.tree is None:
     return None
@@ -68,7 +68,7 @@ def tree_of(state: DecodeState, draft: Draft, cache: Any) -> Tree | None:
 
 
 def places_of(draft: Draft) -> np.ndarray | None:
-  """int[N + 1], the levels of the root and of each node; None of a chain."""
+  """Returns int[N + 1], the levels of root and nodes; None for a chain."""
   if draft.tree is None:
     return None
   return np.append(0, draft.tree.levels)
@@ -83,7 +83,7 @@ def keep_path(
   logits: jax.Array,
   cache: Any,
 ) -> tuple[Draft, Verdict, jax.Array, Any]:
-  """Makes a chain of the path that a verdict keeps; a chain stays as it is.
+  """Turns the path that a verdict keeps into a chain; chains stay as they are.
 
   Returns:
     The chain, its verdict, its logits, and the target's cache, in which the
@@ -99,14 +99,13 @@ def keep_path(
 def _as_chain(
   request: Request, draft: Draft, verdict: Verdict, logits: jax.Array
 ) -> tuple[Draft, Verdict, jax.Array]:
-  """The kept path as if nothing but it had been proposed.
+  """Makes a draft of the kept path, as if nothing else had been proposed.
 
-  Its draft ends where a path had no child that could be tried: below a leaf and
-  below a stop id.
+  The draft ends where no child could be tried: below a leaf or a stop id.
 
   Returns:
     The draft of D tokens, its verdict, and the logits [B, D + 1, V] before each
-    of these and behind the last.
+    of these tokens and after the last.
   """
   shape, path = draft.tree, verdict.path
   assert shape is not None and path is not None

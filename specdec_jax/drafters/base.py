@@ -1,14 +1,14 @@
-"""The `Drafter` contract: pure functions plus a state pytree of their own.
+"""The `Drafter` contract: three pure functions and a state pytree.
 
-The speculative loop knows nothing else of a drafter. The output is lossless if
-the drafter keeps the rule of `Draft`: it truthfully returns the distributions
-that it drew from, and never drops a token because of what was drawn. Apart from
-that, a new drafter only needs to be fast and often right.
+The speculative loop uses nothing else of a drafter. The output is lossless if
+the drafter keeps the conditions of `Draft`: it returns the distributions that
+it really drew from, and never drops a token because of its value. Apart from
+that, a drafter only needs to be fast and often right.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from specdec_jax.models.model import Model
 from specdec_jax.request import Request
 from specdec_jax.rules.tokens import Prefix
 from specdec_jax.tree_shape import TreeShape
-from specdec_jax.types import Draft
+from specdec_jax.types import Array, Draft
 
 DrafterState = Any  # a pytree that only its drafter understands
 
@@ -32,10 +32,10 @@ class Context:
   """The input of `Drafter.propose`: a request, and the state of its round.
 
   Attributes:
-    request: the batch, with its sampling, stop ids, limits and rules on tokens.
-      A drafter may sample differently as long as it returns the probabilities
-      it really drew from. `request.prompt` may be cut to the start token;
-      `tokens` has all of it.
+    request: the batch, with its sampling, stop ids, limits and token rules. A
+      drafter may sample differently as long as it returns the probabilities
+      that it really drew from. `request.prompt` may be cut to the start token;
+      `tokens` holds all of it.
     tokens: int32[B, T + 1], the decoder's committed tokens: the start token,
       the rest of the prompt, the output so far. Past `length` they mean
       nothing.
@@ -44,15 +44,15 @@ class Context:
     keys: PRNG keys [B] of each row in this round; `probs.draft_key` derives the
       key of each proposal.
     running: bool[B], the rows that are not finished.
-    budget: int32[B], proposals that each row has a use for; None unless drafts
-      adapt (`Drafting.adapts`).
-    prefix: what rules on tokens see of the committed ones; None without rules.
-      A drafter may follow the rules, see `ruled`.
+    budget: int32[B], the most proposals that each row can use; None unless
+      drafts adapt (`Drafting.adapts`).
+    prefix: the committed tokens as token rules read them; None without rules. A
+      drafter may follow the rules, see `ruled`.
     features: [B, M], for a drafter that reads them: the target's last hidden
       state whose logits gave the last committed token. The target has not read
-      that token itself yet: it is the end of `tokens` that the feature does not
-      know. Zeros where there is none: before the first token after a start
-      token, and in a row that was decoded plainly so far.
+      that token itself yet, so the feature does not depend on it. Zeros if
+      there is no such state: before the first token after a start token, and in
+      a row that was decoded plainly so far.
     target: static, the target's network, given with `features`.
     target_params: its parameters, given with `features`.
 
@@ -88,11 +88,11 @@ class Context:
     return self.request.gamma
 
   def within(self, **changes: Any) -> 'Context':
-    """Returns the context of another drafter inside: its request is changed."""
+    """Returns the context with other fields of its request."""
     return dataclasses.replace(self, request=self.request.replace(**changes))
 
   def after(self, token: jax.Array) -> Prefix | None:
-    """The prefix with one proposal more, int32[B]."""
+    """Returns the prefix followed by one more proposal, int32[B]."""
     ruling = self.request.ruling
     if ruling is None or self.prefix is None:
       return None
@@ -104,38 +104,104 @@ class Context:
     return self.tokens.shape[1] - 1
 
 
+class InitFn(Protocol):
+  """Starts a batch, see `Drafter.init`."""
+
+  def __call__(
+    self,
+    params: Any,
+    inputs: jax.Array,
+    max_length: int,
+    prompt: jax.Array,
+    encoded: jax.Array | None,
+    /,
+  ) -> DrafterState:
+    """Reads the inputs.
+
+    The first context holds the prompt too, so that only a drafter with a cache
+    needs to read it here.
+
+    Args:
+      params: `Drafter.params`, as arrays on the device.
+      inputs: int32[B, E], `pad_id` past each row's end.
+      max_length: T, the decoder slots that the run may use.
+      prompt: int32[B, P], the tokens that the decoder begins with, see
+        `Request`.
+      encoded: float[B, E, M], the inputs as the target's encoder maps them;
+        None unless `Drafter.reads_encoder`.
+    """
+
+
+class ProposeFn(Protocol):
+  """Makes a draft, see `Drafter.propose`."""
+
+  def __call__(
+    self, params: Any, state: DrafterState, context: Context, /
+  ) -> tuple[Draft, DrafterState]:
+    """Proposes up to gamma >= 1 tokens per row; called once per round.
+
+    Args:
+      params: `Drafter.params`, as arrays on the device.
+      state: the drafter's state.
+      context: the request and its committed tokens.
+
+    Returns:
+      The draft, which must keep the conditions that `Draft` states; and the
+      state, which may have read it.
+    """
+
+
+class CommitFn(Protocol):
+  """Ends a round, see `Drafter.commit`."""
+
+  def __call__(self, state: DrafterState, length: jax.Array, /) -> DrafterState:
+    """Forgets everything past the committed tokens; called once per round.
+
+    Inside another drafter (see `Request.catches_up`) `length` may be smaller
+    than before, and the round may have had no `propose`.
+
+    Args:
+      state: the state that `propose` returned.
+      length: int32[B], tokens that are committed now, the start token counted.
+    """
+
+
+def no_state(*_: Any) -> DrafterState:
+  """An `InitFn` of drafters that need no state."""
+  return ()
+
+
+def same_state(state: DrafterState, _: jax.Array, /) -> DrafterState:
+  """A `CommitFn` of drafters that read nothing but the context."""
+  return state
+
+
+def no_proposals(*_: Any) -> tuple[Draft, DrafterState]:
+  """A `ProposeFn` for requests with a gamma of 0, which never call it."""
+  raise NotImplementedError('Drafter: give `propose`, a function.')
+
+
 class Drafter(NamedTuple):
   """A source of proposals: three functions and their parameters.
 
   Attributes:
-    init: (params, inputs int32[B, E], max_length, prompt, encoded) -> state.
-      Reads the inputs; `max_length` is the number of decoder slots that the run
-      may use; `prompt`, int32[B, P], is what the decoder begins with (see
-      `Request`). The first context holds the prompt too, so only a drafter with
-      a cache needs to read it here. `encoded`, float[B, E, M], is what the
-      target's encoder says of the inputs; None unless `reads_encoder`.
-    propose: (params, state, context) -> (Draft, state). Called once per round
-      with gamma >= 1. The `Draft` must keep the rule that its class states.
-    commit: (state, length int32[B]) -> state. Called once per round after
-      `propose`, with the verdict: `length` tokens are committed now (the start
-      token counted), and whatever was read of a longer draft must be forgotten.
-      Inside another drafter (see `Request.catches_up`) `length` may be
-      smaller than before, and there may have been no proposal before it.
-    name: what the drafter does, and its settings. It tells apart drafters with
-      the same parameters: a run is not resumed, and a calibration is not used,
-      with a drafter of another name.
+    init: an `InitFn`; by default there is no state.
+    propose: a `ProposeFn`.
+    commit: a `CommitFn`; by default the state stays as it is.
+    name: the kind of the drafter and its settings. It tells apart drafters with
+      the same parameters: a run with a drafter of another name is not resumed,
+      and a calibration of another name is not used.
     params: the parameters that `init` and `propose` take: a table, a tuple of
       the parameters of its parts, or () if there are none. A `Model` stands for
       its parameters, which an engine reads and places.
-    network: the one network whose likeliest tokens are proposed; None if the
-      drafter is something else, which no beam search can use.
-    tree: the tree that is proposed, of which each draft is the first
-      `Context.gamma` levels (`TreeShape.cut`); None is a chain. The caches have
-      room for its nodes. After a round its drafter sees in `Context.tokens`
-      which path was kept.
-    reads_encoder: whether `init` needs `encoded`. The encoder then runs once
-      for both.
-    adapts: whether it follows `Drafting.draft_rule`.
+    network: the network whose likeliest tokens are proposed; None if there is
+      no such network, so that no beam search can use the drafter.
+    tree: the tree that is proposed; each draft is its first `Context.gamma`
+      levels (`TreeShape.cut`). None proposes chains. The caches have room for
+      its nodes. After a round `Context.tokens` shows the path that was kept.
+    reads_encoder: whether `init` needs `encoded`. The target's encoder then
+      runs once for both.
+    adapts: whether the drafter follows `Drafting.draft_rule`.
     reads_features: whether it reads `Context.features`.
     follows_rules: whether its proposals follow `Request.ruling`.
     made_for: fingerprints of the only target that the drafter, or a part of it,
@@ -149,16 +215,14 @@ class Drafter(NamedTuple):
     ...   tokens = jnp.repeat(last, context.gamma, axis=1)
     ...   length = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     ...   return sd.Draft(tokens, None, length), state
-    >>> drafter = sd.Drafter(
-    ...   lambda *_: (), propose, lambda state, _: state, name='repeats'
-    ... )
+    >>> drafter = sd.Drafter(propose=propose, name='repeats')
     >>> sd.Engine(target, drafter)
     Engine(target=..., draft='repeats', gamma=4, ...)
   """
 
-  init: Callable[..., DrafterState]
-  propose: Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
-  commit: Callable[[DrafterState, jax.Array], DrafterState]
+  init: InitFn = no_state
+  propose: ProposeFn = no_proposals
+  commit: CommitFn = same_state
   name: str = ''
   params: Any = ()
   network: LanguageModel | None = None
@@ -171,17 +235,12 @@ class Drafter(NamedTuple):
 
   @property
   def models(self) -> list[Model]:
-    """The models that the drafter asks, to check that they fit a target.
-
-    Once an engine has placed the parameters, there are none among them.
-    """
+    """The models among `params`; none once an engine has placed these."""
     leaves = jax.tree.leaves(self.params)
     return [leaf for leaf in leaves if isinstance(leaf, Model)]
 
 
-# Stands in for a drafter in the plain loop, which asks for no proposals.
-_never: Any = None
-NO_DRAFTER = Drafter(lambda *_: (), _never, lambda state, _: state)
+NO_DRAFTER = Drafter()  # of the plain loop, whose gamma is 0
 
 
 def ask_unless(
@@ -189,25 +248,25 @@ def ask_unless(
   ask: Callable[[DrafterState], tuple[Draft, DrafterState]],
   state: DrafterState,
 ) -> tuple[Draft, DrafterState]:
-  """`ask(state)`, or an empty draft and the state as it is.
+  """Returns `ask(state)`, or an empty draft and the same state.
 
-  A loop of one turn or none, because it updates the cache in place; a
+  It is a loop of at most one turn, which updates the cache in place, where a
   conditional would copy it. On a GPU it waits for the host once a round, which
-  is less than gamma calls for nothing.
+  takes less time than gamma unused calls.
 
   Args:
-    skipped: bool[], whether the drafter is not asked.
+    skipped: bool[], whether to return the empty draft.
     ask: proposes a draft.
     state: the drafter's state.
   """
   shapes, _ = jax.eval_shape(ask, state)
-  nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
   def once(carry):
     return True, *ask(carry[2])
 
   _, draft, state = lax.while_loop(
-    lambda carry: ~carry[0], once, (skipped, nothing, state)
+    lambda carry: ~carry[0], once, (skipped, empty, state)
   )
   return draft, state
 
@@ -217,16 +276,16 @@ def forbid_early_stops(
   context: Context,
   index: jax.Array | int = 0,
   ids: jax.Array | None = None,
-  places: Any = None,
+  places: Array | None = None,
 ) -> jax.Array:
   """Masks stop ids as the target does, in the logits of S proposals.
 
   Args:
     logits: float[B, S, V].
-    context: says whether stop ids are forbidden, and for how long.
+    context: tells whether stop ids are forbidden, and for how many tokens.
     index: number of the first of the S proposals.
     ids: int32[B, S, V], the token that each logit belongs to; None is 0..V-1.
-    places: int[S] as in `probs.forbid_early_stops`.
+    places: int[S], see `probs.forbid_early_stops`.
 
   Returns:
     float[B, S, V].
@@ -243,9 +302,12 @@ def forbid_early_stops(
 def ruled(
   logits: jax.Array, context: Context, index: jax.Array | int
 ) -> jax.Array:
-  """The logits float[B, V] of proposal `index`, as the target's rules have it.
+  """Applies the request's token rules to the logits of one proposal.
 
-  Where there are rules, `Context.prefix` must be that of the proposal.
+  Args:
+    logits: float[B, V].
+    context: holds the rules; its `prefix` must end before the proposal.
+    index: number of the proposal.
   """
   logits, ruling = logits[:, None], context.request.ruling
   if ruling is not None and context.prefix is not None:
@@ -257,12 +319,14 @@ def ruled(
 def check_chain(drafter: Drafter, where: str) -> None:
   """Raises ValueError if a drafter proposes a tree where that does not fit."""
   if drafter.tree is not None:
-    advice = 'One with a tree is given to an Engine by itself.'
+    advice = 'Give a drafter with a tree to an Engine directly.'
     raise unexpected(where, 'drafters without a tree', drafter.name, advice)
 
 
 def draft_uniforms(context: Context) -> jax.Array | None:
-  """The random numbers of all proposals, for `draw`: consumes their keys.
+  """Draws the random numbers of all proposals, for `draw`.
+
+  It consumes the key of each proposal.
 
   Returns:
     float32[G, B, 2]; None when greedy.
@@ -274,11 +338,11 @@ def draft_uniforms(context: Context) -> jax.Array | None:
 
 
 def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
-  """Draws one proposal of each row, sampled as the target is.
+  """Draws one proposal per row, with the target's sampling settings.
 
   Args:
     logits: float[B, V], logits of any V tokens.
-    context: says how to sample.
+    context: holds the settings.
     uniforms: float32[B, 2], the proposal's part of `draft_uniforms`.
 
   Returns:
@@ -299,9 +363,13 @@ def draw_next(
   index: jax.Array | int,
   uniforms: jax.Array | None,
 ):
-  """`draw` of the proposal `index`, `ruled`.
+  """Draws the proposal `index` from `ruled` logits, see `draw`.
 
-  Here `uniforms` are those of all proposals, from `draft_uniforms`.
+  Args:
+    logits: float[B, V].
+    context: see `ruled`.
+    index: number of the proposal.
+    uniforms: `draft_uniforms` of all proposals.
   """
   logits = ruled(logits, context, index)
   return draw(logits, context, None if uniforms is None else uniforms[index])

@@ -2,10 +2,10 @@
 
 This is speculation inside the drafter: the cheaper drafter proposes, the model
 verifies in one call, and rounds go on until the model has gamma tokens. These
-have exactly the distribution of tokens drawn by the model alone. So
+have exactly the distribution of tokens that the model draws alone. So
 `Draft.probs` are the model's own distributions, and the output keeps the
-target's distribution whatever the cheaper drafter does. A cascade pays if the
-drafting itself takes time.
+target's distribution whatever the cheaper drafter does. A cascade is worth its
+costs if drafting itself takes time.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from specdec_jax.verify import verify_batch, verify_greedy_batch
 
 @struct.dataclass
 class _Rounds:
-  """The carry of the rounds that make one draft.
+  """The carry of the inner rounds that make one draft.
 
   Attributes:
     number: int32[], rounds so far.
@@ -43,7 +43,7 @@ class _Rounds:
     rows: float32[B, G + g + 1, V], distributions of the draft's tokens; None
       when greedy.
     done: int32[B], tokens of the draft so far.
-    cache: the model's.
+    cache: the model's cache.
     cheaper: the state of the cheaper drafter.
   """
 
@@ -61,9 +61,9 @@ def cascade(
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
   Its parameters and its state are pairs (the model's, the cheaper drafter's).
-  Tokens that the target rejects were already committed to the cheaper drafter.
-  It learns by `Request.catches_up` that this may happen, and by a `commit` of
-  fewer tokens that it did.
+  Tokens that the target rejects were already committed to the cheaper drafter:
+  `Request.catches_up` tells it that this may happen, and a `commit` of fewer
+  tokens that it did.
 
   Args:
     model: the model that the draft is sampled from.
@@ -82,29 +82,93 @@ def cascade(
     True
   """
   check_number('gamma of a cascade', gamma, 1)
-  own, drafter = small_model(model), as_drafter(drafter)
-  network = cast(LanguageModel, own.network)
+  strong, drafter = small_model(model), as_drafter(drafter)
   base.check_chain(drafter, 'cascade')
   if drafter.reads_features:
     expected = 'a drafter that does not read features of the target'
     advice = 'Give it to the engine alone or in with_fallback.'
     raise unexpected('drafter of a cascade', expected, drafter.name, advice)
+  parts = _Cascade(strong, drafter, gamma)
+  return Drafter(
+    parts.init,
+    parts.propose,
+    parts.commit,
+    f'cascade({drafter.name}, {gamma})',
+    (strong.params, drafter.params),
+    reads_encoder=strong.reads_encoder or drafter.reads_encoder,
+  )
 
-  def init(params, inputs, max_length, prompt, encoded):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Cascade:
+  """The functions of the drafter.
+
+  Attributes:
+    strong: the model as a drafter.
+    cheaper: the cheaper drafter.
+    gamma: its proposals per inner round.
+  """
+
+  strong: Drafter
+  cheaper: Drafter
+  gamma: int
+
+  @property
+  def network(self) -> LanguageModel:
+    """The model's network."""
+    return cast(LanguageModel, self.strong.network)
+
+  def init(self, params, inputs, max_length, prompt, encoded):
     # The last round of a draft may read past its end.
-    slots = max_length + gamma
+    slots = max_length + self.gamma
     return (
-      own.init(params[0], inputs, slots, prompt, encoded),
-      drafter.init(params[1], inputs, slots, prompt, encoded),
+      self.strong.init(params[0], inputs, slots, prompt, encoded),
+      self.cheaper.init(params[1], inputs, slots, prompt, encoded),
     )
 
-  def one_round(params, context: Context, goal: jax.Array, now: _Rounds):
+  def propose(self, params, state, context: Context):
+    batch, size = context.length.size, context.gamma
+    tokens, length = context.tokens, context.length
+    goal = jnp.where(context.running, size, 0)
+    cache, cheaper = state
+    if context.request.catches_up:
+      cache = catch_up(self.network, params[0], cache, tokens, length)
+    rows = None
+    if not context.request.greedy:
+      width = size + self.gamma + 1
+      rows = jnp.zeros((batch, width, self.network.vocab_size), jnp.float32)
+    first = _Rounds(
+      number=jnp.int32(0),
+      tokens=jnp.pad(tokens, ((0, 0), (0, self.gamma))),
+      rows=rows,
+      done=jnp.zeros_like(goal),
+      cache=cache,
+      cheaper=cheaper,
+    )
+    last = lax.while_loop(
+      lambda now: jnp.any(now.done < goal),
+      lambda now: self._one_round(params, context, goal, now),
+      first,
+    )
+    index = length[:, None] + jnp.arange(size)
+    draft = Draft(
+      jnp.take_along_axis(last.tokens, index, axis=1),
+      None if last.rows is None else last.rows[:, :size],
+      goal,
+    )
+    # Past the draft's last token but one the cache holds rejected guesses.
+    cache = self.network.rewind(last.cache, length + last.done - 1)
+    return draft, (cache, last.cheaper)
+
+  def _one_round(
+    self, params, context: Context, goal: jax.Array, now: _Rounds
+  ) -> _Rounds:
     keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
-    # Without rules on tokens: their prefix is that of the round's start.
+    # Without token rules: the prefix they need is that of the round's start.
     inner = dataclasses.replace(
       context.within(
-        drafting=Drafting(gamma),
+        drafting=Drafting(self.gamma),
         skips_rounds=True,
         token_rules=None,
         automata=None,
@@ -115,7 +179,7 @@ def cascade(
       prefix=None,
       budget=None,
     )
-    draft, cheaper = drafter.propose(params[1], now.cheaper, inner)
+    draft, cheaper = self.cheaper.propose(params[1], now.cheaper, inner)
     room = jnp.maximum(goal - now.done - 1, 0)
     draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
 
@@ -123,7 +187,7 @@ def cascade(
     write = jax.vmap(lax.dynamic_update_slice)
     tokens = write(now.tokens, draft.tokens, (length,))
     logits, cache = read_last(
-      network, params[0], now.cache, tokens, length, gamma
+      self.network, params[0], now.cache, tokens, length, self.gamma
     )
     verdict, rows = _judge(draft, base.forbid_early_stops(logits, inner), inner)
     accepted = verdict.num_accepted
@@ -138,58 +202,19 @@ def cascade(
       rows=rows,
       done=now.done + count,
       cache=cache,
-      cheaper=drafter.commit(cheaper, length + count),
+      cheaper=self.cheaper.commit(cheaper, length + count),
     )
 
-  def propose(params, state, context: Context):
-    batch, size = context.length.size, context.gamma
-    tokens, length = context.tokens, context.length
-    goal = jnp.where(context.running, size, 0)
+  def commit(self, state, length: jax.Array):
     cache, cheaper = state
-    if context.request.catches_up:
-      cache = catch_up(network, params[0], cache, tokens, length)
-    rows = None
-    if not context.request.greedy:
-      width = size + gamma + 1
-      rows = jnp.zeros((batch, width, network.vocab_size), jnp.float32)
-    first = _Rounds(
-      number=jnp.int32(0),
-      tokens=jnp.pad(tokens, ((0, 0), (0, gamma))),
-      rows=rows,
-      done=jnp.zeros_like(goal),
-      cache=cache,
-      cheaper=cheaper,
+    return (
+      self.strong.commit(cache, length),
+      self.cheaper.commit(cheaper, length),
     )
-    last = lax.while_loop(
-      lambda now: jnp.any(now.done < goal),
-      lambda now: one_round(params, context, goal, now),
-      first,
-    )
-    index = length[:, None] + jnp.arange(size)
-    draft = Draft(
-      jnp.take_along_axis(last.tokens, index, axis=1),
-      None if last.rows is None else last.rows[:, :size],
-      goal,
-    )
-    # After the draft's last token but one come guesses that were rejected.
-    cache = network.rewind(last.cache, length + last.done - 1)
-    return draft, (cache, last.cheaper)
-
-  def commit(state, length: jax.Array):
-    return own.commit(state[0], length), drafter.commit(state[1], length)
-
-  return Drafter(
-    init,
-    propose,
-    commit,
-    f'cascade({drafter.name}, {gamma})',
-    (own.params, drafter.params),
-    reads_encoder=own.reads_encoder or drafter.reads_encoder,
-  )
 
 
 def _judge(draft: Draft, logits: jax.Array, context: Context):
-  """The verdict, and the distributions float32[B, g + 1, V] behind it."""
+  """Returns the verdict, and the distributions float32[B, g + 1, V] or None."""
   if context.request.greedy:
     return verify_greedy_batch(draft, probs.greedy_token(logits)), None
   rows = probs.standardise_batch(logits, context.request.sampling)

@@ -1,21 +1,22 @@
-"""Heads on the target's last hidden state as a drafter; no network of its own.
+"""A drafter of heads on the target's last hidden state, without a network.
 
-Blockwise parallel decoding (Stern et al. 2018), Medusa (Cai et al. 2024) and
-Hydra (Ankner et al. 2024): head i predicts the token i places after the last
-committed one, from the hidden state that gave that token, from the token
-itself, and, as in Hydra, from the proposals before its own.
+They follow blockwise parallel decoding (Stern et al. 2018), Medusa (Cai et al.
+2024) and Hydra (Ankner et al. 2024). Head i predicts the token i places after
+the last committed one, from the hidden state that gave that token, from the
+token itself, and, as in Hydra, from the proposals before its own.
 
-Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), whose result
-goes through the target's own output layer. That layer and the embeddings e are
-the target's, read from its parameters and not copied. So with a hidden width of
-M head i, from 0, adds (3 + i) M^2 + M numbers, where a matrix of its own would
-add M * V: at T5-XXL's size the first one 50 million, and 132 million. A round
-reads the output layer once for each head, as a small model of that width would.
+Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), followed by
+the target's output layer. That layer and the embeddings e are read from the
+target's parameters and not copied. With a hidden width of M, head i (from 0)
+adds (3 + i) M^2 + M parameters; an output matrix for each head would add M V.
+At T5-XXL's size these are 50 million for the first head, and 132 million. A
+round reads the output layer once for each head, as a small model of that width
+would.
 """
 
 import dataclasses
 import os
-from typing import Any
+from typing import cast
 
 import flax.traverse_util
 import jax
@@ -36,7 +37,7 @@ _MADE_BY = '`specdec train --gin_file=gin/runs/train_heads.gin`'
 
 
 class _Head(nn.Module):
-  """One head: its residual block."""
+  """The residual block of one head."""
 
   emb_dim: int
   hidden_dim: int
@@ -47,7 +48,7 @@ class _Head(nn.Module):
     dtype = str(features.dtype)
     read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
     wi = products.Dense(self.hidden_dim, dtype, use_bias=True, name='wi')
-    # Begins as no change: every head says what the target's own layer said.
+    # It begins as the identity: every head then predicts as the target does.
     zeros = nn.initializers.zeros
     wo = products.Dense(self.emb_dim, dtype, zeros, name='wo')
     return features + wo(nn.silu(wi(read)))
@@ -55,11 +56,11 @@ class _Head(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Heads(Checked):
-  """The shape of some heads; their parameters are a nested dict.
+  """The sizes of a drafter's heads, whose parameters are a nested dict.
 
   Attributes:
-    num_heads: the most tokens that they propose.
-    emb_dim: M, the target's.
+    num_heads: number of heads, and the most proposals of a round.
+    emb_dim: M, width of the target's features.
     hidden_dim: H, width inside a head.
 
   Raises:
@@ -75,7 +76,7 @@ class Heads(Checked):
     return _Head(self.emb_dim, self.hidden_dim)
 
   def init(self, key: jax.Array) -> Params:
-    """Random float32 parameters: 'heads_0', 'heads_1', ... -> a head."""
+    """Returns random float32 parameters {'heads_0': ..., 'heads_1': ...}."""
     return {
       f'heads_{i}': self._head.init(
         jax.random.fold_in(key, i),
@@ -88,22 +89,21 @@ class Heads(Checked):
   def apply(
     self, params: Params, index: int, features: jax.Array, embedded: jax.Array
   ) -> jax.Array:
-    """What the target's output layer reads in the place of its own features.
+    """Maps the target's features to those that one head predicts from.
 
     Args:
-      params: as of `init`.
+      params: the parameters, see `init`.
       index: static, number of the head, from 0.
       features: [..., M].
       embedded: [..., 1 + index, M], embeddings of the last committed token and
         of the proposals so far.
 
     Returns:
-      [..., M].
+      [..., M], the input of the target's output layer.
     """
     read = embedded.reshape(*features.shape[:-1], -1)
-    own = {'params': params[f'heads_{index}']}
-    made: Any = self._head.apply(own, features, read)
-    return made
+    variables = {'params': params[f'heads_{index}']}
+    return cast(jax.Array, self._head.apply(variables, features, read))
 
 
 def heads(
@@ -111,17 +111,17 @@ def heads(
 ) -> Drafter:
   """Returns a drafter of heads on the target's features.
 
-  A round costs no call of any network, but the heads' own products and the
+  A round costs no call of a network, only the heads' own products and the
   target's output layer (see the module). At temperature 0 each head proposes
-  its likeliest token, otherwise one drawn from its distribution. In the first
-  round after a start token alone there is no feature: the heads then read
-  zeros, as in training, and propose what often comes first.
+  its likeliest token, otherwise a token drawn from its distribution. In the
+  first round after a start token alone there is no feature: the heads then read
+  zeros, as in training, and propose frequent first tokens.
 
   Args:
-    network: the heads.
+    network: the sizes of the heads.
     params: their parameters.
-    made_for: fingerprint of the target they were trained for; () is not
-      checked.
+    made_for: fingerprint of the target that they were trained for; () accepts
+      any target.
   """
 
   def propose(params, state, context: Context):
@@ -136,42 +136,41 @@ def heads(
     uniforms = base.draft_uniforms(context)
 
     place = context.length[:, None] - 1
-    last = jnp.take_along_axis(context.tokens, place, axis=1)
-    embedded = target.embed(context.target_params, last)
-    drawn: list[Any] = []
+    token = jnp.take_along_axis(context.tokens, place, axis=1)
+    embedded = target.embed(context.target_params, token)
+    drawn: list[tuple[jax.Array, jax.Array | None]] = []
     for i in range(count):
-      own = network.apply(params, i, features, embedded)
-      logits = target.head(context.target_params, own[:, None])[:, 0]
+      hidden = network.apply(params, i, features, embedded)
+      logits = target.head(context.target_params, hidden[:, None])[:, 0]
       drawn.append(base.draw_next(logits, context, i, uniforms))
-      last = drawn[-1][0][:, None]
+      token = drawn[-1][0][:, None]
       embedded = jnp.concatenate(
-        [embedded, target.embed(context.target_params, last)], axis=1
+        [embedded, target.embed(context.target_params, token)], axis=1
       )
-    tokens = jnp.stack([token for token, _ in drawn], axis=1)
-    # Places that no head is there for mean nothing.
-    more = 0, context.gamma - count
-    tokens, rows = jnp.pad(tokens, ((0, 0), more)), None
-    if not context.request.greedy:
-      rows = jnp.stack([row for _, row in drawn], axis=1)
-      rows = jnp.pad(rows, ((0, 0), more, (0, 0)))
+
+    def padded(*parts):  # places that no head predicts mean nothing
+      stacked = jnp.stack(parts, axis=1)
+      more = [(0, 0)] * stacked.ndim
+      more[1] = 0, context.gamma - count
+      return jnp.pad(stacked, more)
+
+    tokens, rows = jax.tree.map(padded, *drawn)
     length = jnp.full(tokens.shape[:1], count, jnp.int32)
     return Draft(tokens, rows, length), state
 
   return Drafter(
-    lambda *_: (),
-    propose,
-    lambda state, _: state,
-    f'heads({network.num_heads})',
-    params,
+    propose=propose,
+    name=f'heads({network.num_heads})',
+    params=params,
     reads_features=True,
     made_for=made_for,
   )
 
 
 def load(path: str | os.PathLike[str]) -> Drafter:
-  """Reads heads that `specdec train` wrote; their file says their sizes.
+  """Reads heads, and their sizes, from a file that `specdec train` wrote.
 
-  An engine refuses them beside another target than the one they were made for.
+  An engine refuses them with any target but the one that they were made for.
 
   Args:
     path: the file.
@@ -198,7 +197,7 @@ def load(path: str | os.PathLike[str]) -> Drafter:
   if about.get('kind') != KIND or not isinstance(about.get('target'), str):
     advice = 'A model is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)
-  params = open_checkpoint(path).read()
+  params = open_checkpoint(location).read()
   network = _shape_of(params, source)
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   t5x.check_params(params, shapes, repr(source))
@@ -206,7 +205,7 @@ def load(path: str | os.PathLike[str]) -> Drafter:
 
 
 def _shape_of(params: Params, source: str) -> Heads:
-  """The shape of heads, from the shapes of their arrays."""
+  """Derives the sizes of heads from the shapes of their arrays."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   try:
     hidden, width = flat['heads_0/wo/kernel'].shape

@@ -1,18 +1,18 @@
-"""A draft whose length is decided while it is made, in one device loop.
+"""Drafts whose length is decided while they are made, in one device loop.
 
-How sure the drafter is, the top probability of its distribution, says how
-likely its next proposal is accepted (`acceptance_of`). A proposal is made only
-while it is worth its costs, and the drafter is asked for another one only while
-that one is expected to be worth its own. Each row stops for itself; the loop
-ends once all have stopped.
+The top probability of the drafter's distribution tells how likely its next
+proposal is accepted (`acceptance_of`). The drafter makes a proposal only if it
+is worth its costs, and is asked for the next one only if that one is expected
+to be worth its own. Each row stops by itself; the loop ends once all rows have
+stopped.
 
-**Nothing is lost.** Whether x_i is proposed depends on x_1..x_{i-1} and the
-distributions up to i; whether the drafter is asked again depends on x_i too,
-which stays in the draft. This is the rule of `Draft`.
+**The output is lossless.** Whether x_i is proposed depends on x_1..x_{i-1} and
+the distributions up to i. Whether the drafter is asked again depends on x_i
+too, which stays in the draft. These are the conditions of `Draft`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,16 +27,15 @@ from specdec_jax.drafters.base import Context
 from specdec_jax.rules.tokens import Prefix
 from specdec_jax.types import Draft, LengthRule
 
-# Without a calibration, guesses in units of a call of the target: a call of the
-# drafter costs .2, one token more in the target's call .1, and the time of a
+# Guesses without a calibration, in units of a call of the target: a call of the
+# drafter costs .2, one more token in the target's call .1, and the time of a
 # call is worth 1.3 tokens. A draft has at most `MOST` proposals.
 MOST = 5
 _WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
-_EXPECTED = 0.7  # acceptance probability of a proposal that is not made yet
-_STEPS = 10  # of confidence
+_EXPECTED = 0.7  # acceptance probability of a proposal that is still to be made
+_STEPS = 10  # different confidences
 
-# (cache, the tokens int32[B] to read) -> logits float[B, V] of what follows
-# them, the cache
+# (cache, tokens int32[B]) -> (logits float[B, V] of the next tokens, cache)
 Read = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 
@@ -45,14 +44,14 @@ class _Progress:
   """The carry of the loop.
 
   Attributes:
-    index: int32[], proposals that the drafter was asked for.
-    asks: bool[B], rows that ask for another one.
+    index: int32[], number of proposals that the drafter was asked for.
+    asks: bool[B], rows that ask for another proposal.
     survival: float32[B], probability that all proposals so far are accepted.
-    cache: the drafter's.
-    tokens: int32[B, G].
-    rows: float32[B, G, V]; None when greedy.
-    length: int32[B], proposals that were made.
-    prefix: of the next one, see `Context`.
+    cache: the drafter's cache.
+    tokens: int32[B, G], the proposals.
+    rows: float32[B, G, V], their distributions; None when greedy.
+    length: int32[B], number of proposals.
+    prefix: the tokens before the next proposal, see `Context`.
   """
 
   index: jax.Array
@@ -66,9 +65,10 @@ class _Progress:
 
 
 def plain_rule(
-  worth: Any = (_WORTH,) * MOST, worth_asking: Any = (_WORTH_ASKING,) * MOST
+  worth: Sequence[float] = (_WORTH,) * MOST,
+  worth_asking: Sequence[float] = (_WORTH_ASKING,) * MOST,
 ) -> LengthRule:
-  """The rule of some costs, by default those above; see `LengthRule`."""
+  """Returns a `LengthRule` of thresholds, by default of guessed costs."""
   return LengthRule(
     np.asarray(worth, np.float32), np.asarray(worth_asking, np.float32)
   )
@@ -77,16 +77,16 @@ def plain_rule(
 def draft(
   logits: jax.Array, cache: Any, context: Context, read: Read
 ) -> tuple[Draft, Any]:
-  """Proposes tokens for as long as the draft rule says.
+  """Proposes tokens until the request's `draft_rule` ends each row's draft.
 
   Args:
-    logits: float[B, V] of the first proposal.
-    cache: of the drafter, which has read all committed tokens.
+    logits: float[B, V], of the first proposal.
+    cache: the drafter's cache, which holds all committed tokens.
     context: with a `draft_rule` and a `budget`.
-    read: reads a proposal; returns the logits of the next one.
+    read: reads a proposal and returns the logits of the next one.
 
   Returns:
-    The draft; the cache, which has read all of it but perhaps the last token.
+    The draft; and the cache, which may lack its last token.
   """
   rule, budget = context.request.drafting.draft_rule, context.budget
   assert rule is not None and budget is not None
@@ -100,8 +100,8 @@ def draft(
     logits = base.ruled(logits, current, index)
     survival = now.survival * acceptance_of(probs.top_prob(logits))
     makes = now.asks & (survival > rule.worth[index])
-    own = None if uniforms is None else uniforms[index]
-    token, row = base.draw(logits, context, own)
+    uniform = None if uniforms is None else uniforms[index]
+    token, row = base.draw(logits, context, uniform)
     rows = now.rows
     if rows is not None:
       rows = lax.dynamic_update_slice_in_dim(rows, row[:, None], index, 1)
@@ -151,10 +151,10 @@ def draft(
 
 
 def acceptance_of(confidence: jax.Array) -> jax.Array:
-  """The acceptance probability, float32[B], by the drafter's top probability.
+  """Estimates the acceptance probability, float32[B], from a top probability.
 
-  The root of it: drafters are right more often than they are sure. In steps of
-  a tenth, as it is known no better.
+  It is the root of the top probability, because drafters are right more often
+  than they are sure; in steps of a tenth, because the estimate is rough.
   """
   step = jnp.minimum(jnp.floor(confidence * _STEPS), _STEPS - 1)
   return jnp.sqrt((step + 0.5) / _STEPS)

@@ -1,9 +1,8 @@
-"""Unigram, bigram and longer n-grams as drafters: a table, no network.
+"""A drafter that looks up an n-gram table on the device, without a network.
 
-Looks for the longest end of the text that the table knows, and proposes a
-continuation of it: at temperature 0 the most frequent one, otherwise one drawn
-from the standardised frequencies. The table (`ngram_table`) is looked up on the
-device.
+It looks for the longest end of the text that is a context of the table
+(`ngram_table`), and proposes a continuation of it: the most frequent one at
+temperature 0, otherwise one drawn from the standardised frequencies.
 """
 
 import jax
@@ -16,14 +15,14 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.types import Draft
 
-_PIVOTS = 32  # children of a node that one step of a search looks at
+_PIVOTS = 32  # children that one step of a search compares with
 
 
 def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
-  """Returns a drafter that looks in an n-gram table of any order.
+  """Returns a drafter that looks up an n-gram table of any order.
 
-  It proposes gamma tokens; fewer only if a stop id is not allowed yet and
-  nothing else is known to follow.
+  It proposes gamma tokens; fewer only if a stop id is not allowed yet and the
+  table has no other continuation.
 
   Args:
     table: the drafter's parameters.
@@ -49,21 +48,20 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     size = table.order - 1  # of a context
     most = table.max_continuations
     if context.request.greedy and not context.request.forbids_stops:
-      most = 1  # they are sorted
-    # Nearest token first, as the table is read.
+      most = 1  # the most frequent one comes first
+    # The last token first, as in the table.
     index = context.length[:, None] - 1 - jnp.arange(size)
     recent = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
 
-    def one(recent, place):
+    def one_more(recent, place):
       index, uniforms = place
-      known = context.length + index
-      node = longest_known(table, recent, known)
+      node = longest_context(table, recent, context.length + index)
       ids, logits = continuations(table, node, most)
       logits = base.forbid_early_stops(
         logits[:, None], context, index, ids[:, None]
       )[:, 0]
       possible = jnp.max(logits, axis=1) > -jnp.inf
-      # A row without any entry proposes nothing; this only avoids NaN there.
+      # A row without a continuation proposes nothing; this only avoids NaN.
       logits = jnp.where(possible[:, None], logits, 0.0)
       choice, rows = base.draw(logits, context, uniforms)
       token = jnp.take_along_axis(ids, choice[:, None], axis=1)
@@ -71,24 +69,24 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
       return recent, (token[:, 0], ids, rows, possible)
 
     steps = jnp.arange(context.gamma), base.draft_uniforms(context)
-    _, (tokens, ids, rows, possible) = lax.scan(one, recent, steps)
+    _, (tokens, ids, rows, possible) = lax.scan(one_more, recent, steps)
     dense = None if rows is None else _dense(ids, rows, width)
     # The draft ends before its first impossible proposal.
     length = jnp.sum(jnp.cumprod(possible.astype(jnp.int32), axis=0), axis=0)
     return Draft(tokens.T, dense, length.astype(jnp.int32)), state
 
-  return Drafter(lambda *_: (), propose, lambda state, _: state, 'ngram', table)
+  return Drafter(propose=propose, name='ngram', params=table)
 
 
-def longest_known(
-  table: NGramTable, recent: jax.Array, known: jax.Array
+def longest_context(
+  table: NGramTable, recent: jax.Array, length: jax.Array
 ) -> jax.Array:
-  """The longest context of the table that the text of each row ends with.
+  """Finds the longest context of the table that each row's text ends with.
 
   Args:
     table: a table of order n.
-    recent: int32[B, n - 1], the last tokens, the nearest first.
-    known: int32[B], how many of them are tokens.
+    recent: int32[B, n - 1], the last tokens, the last one first.
+    length: int32[B], number of tokens of the text.
 
   Returns:
     int32[B], numbers of contexts; 0 is the empty context.
@@ -96,17 +94,20 @@ def longest_known(
   node = jnp.zeros(recent.shape[0], jnp.int32)
   going = node == 0
   for depth, fanout in enumerate(table.fanouts):
-    child, found = _child(table, node, recent[:, depth], fanout)
-    going = going & found & (depth < known)
+    child, exists = _child(table, node, recent[:, depth], fanout)
+    going = going & exists & (depth < length)
     node = jnp.where(going, child, node)
   return node
 
 
 def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
-  """The child of `node` for `token`, both int32[B], and whether there is one.
+  """Finds the child of each `node` for a `token`, both int32[B].
 
-  Searches sorted tokens; each step narrows the range by a factor of `_PIVOTS`:
-  three steps for the 32,000 children of a root, where halving takes fifteen.
+  Each step of the search in sorted tokens narrows the range by a factor of
+  `_PIVOTS`: 32,000 children of a root take three steps, where halving takes 15.
+
+  Returns:
+    int32[B], the child; and bool[B], whether there is one.
   """
   low, end = table.children[node], table.children[node + 1]
   while fanout > 1:
@@ -116,12 +117,12 @@ def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
     before = jnp.sum((index < end[:, None]) & (pivots <= token[:, None]), 1)
     low = low + stride * jnp.maximum(before - 1, 0)
     fanout = stride
-  found = jnp.take(table.tokens, low, mode='clip') == token
-  return low, found & (low < end)
+  is_token = jnp.take(table.tokens, low, mode='clip') == token
+  return low, is_token & (low < end)
 
 
 def continuations(table: NGramTable, node: jax.Array, most: int):
-  """The most frequent ids that follow, and their logits.
+  """Looks up the most frequent ids after each context, and their logits.
 
   Args:
     table: a table.
@@ -140,10 +141,10 @@ def continuations(table: NGramTable, node: jax.Array, most: int):
 
 
 def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:
-  """Rows float32[B, G, V] from ids int32[G, B, K] and float32[G, B, K]."""
+  """Spreads rows float32[G, B, K] of ids int32[G, B, K] to [B, G, V]."""
 
-  def one(ids, row):
+  def spread(ids, row):
     # Added, not set: the padding of a row repeats an id, with probability 0.
     return jnp.zeros((vocab_size,), row.dtype).at[ids].add(row)
 
-  return jax.vmap(jax.vmap(one), in_axes=1)(ids, rows)
+  return jax.vmap(jax.vmap(spread), in_axes=1)(ids, rows)

@@ -1,27 +1,27 @@
-"""N-gram tables: what follows a context, kept compactly, for every order.
+"""N-gram tables of any order: contexts and their continuations.
 
-A table of order n knows contexts of up to n - 1 tokens: order 1 is a unigram,
-order 2 a bigram. Contexts form a tree that is read backwards, beginning with
-the last token, so that the longest known end of any text is found by walking
-down from the root (the empty context) until no child fits. No array is V x V:
-memory grows with the number of contexts that the corpus holds. `fit` counts
-what follows each context: contexts with one more token are ordered by (number
-of the shorter context, token), so that the sorted list of these pairs is the
-next level of the tree.
+A table of order n has contexts of up to n - 1 tokens: order 1 is a unigram,
+order 2 a bigram. The contexts form a tree that is read backwards, from the last
+token on: a walk from the root (the empty context) until no child fits finds the
+longest end of a text that is a context. No array is V x V: memory grows with
+the number of contexts in the corpus. `fit` counts the continuations of each
+context. Contexts with one more token are ordered by (number of the shorter
+context, token), so that the sorted list of these pairs is the next level of the
+tree.
 
     context 0 is the root; those of one token follow, then those of two, ...
     children[i]:children[i + 1]  contexts that put one more token in front of i
     tokens[i]                    the token that i puts in front of its parent;
                                  sorted among the children of one parent
-    starts[i]:starts[i + 1]      the entries of i in ids and log_probs, the
-                                 likeliest first
+    starts[i]:starts[i + 1]      the continuations of i in ids and log_probs,
+                                 the likeliest first
 """
 
 import io
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,12 +46,12 @@ class NGramTable:
     tokens: int32[N], for each context the token in front of its parent's.
     children: int32[N + 1].
     starts: int32[N + 1].
-    ids: int32[C], tokens that follow.
+    ids: int32[C], tokens that follow a context.
     log_probs: float32[C], natural logarithms of their relative frequencies.
     order: static, n.
-    vocab_size: static, larger than all ids.
+    vocab_size: static, V.
     fanouts: static, the most children of a context of 0, 1, ... n - 2 tokens.
-    max_continuations: static, the most entries of a context.
+    max_continuations: static, the most continuations of a context.
     fingerprint: static, fingerprint of the tokenizer; '' if there was none.
 
   Examples:
@@ -76,7 +76,7 @@ class NGramTable:
 
   @property
   def num_contexts(self) -> tuple[int, ...]:
-    """Contexts of 0, 1, ... n - 1 tokens."""
+    """The numbers of contexts of 0, 1, ... n - 1 tokens."""
     edges = _edges(np.asarray(self.children), self.order)
     return tuple(int(size) for size in np.diff(edges))
 
@@ -87,9 +87,10 @@ class NGramTable:
       OSError: the folder cannot be made or written, or the disk is full.
     """
     about = {name: getattr(self, name) for name in _ABOUT}
-    arrays: dict[str, Any] = {name: getattr(self, name) for name in _ARRAYS}
+    arrays = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
+    arrays['about'] = np.array(json.dumps(about))
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, about=np.array(json.dumps(about)), **arrays)
+    np.savez_compressed(buffer, allow_pickle=False, **arrays)
     os.makedirs(os.path.dirname(os.fspath(path)) or '.', exist_ok=True)
     files.write_atomically(path, buffer.getvalue())
 
@@ -127,16 +128,17 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
         arrays = {name: archive[name] for name in _ARRAYS}
     table = from_arrays(arrays, **{name: about[name] for name in _ABOUT})
   except _BROKEN as error:
-    reason = getattr(error, 'strerror', None) or error
     expected = 'a whole file that gin/runs/fit_ngram.gin wrote'
-    raise unexpected('n-gram table', expected, path, f'{reason}.') from error
+    raise unexpected(
+      'n-gram table', expected, path, f'{files.reason(error)}.'
+    ) from error
   if vocabulary is not None:
     check_vocabulary(repr(path), table, vocabulary)
   return table
 
 
 def _edges(children: np.ndarray, order: int) -> list[int]:
-  """Where the contexts of 0, 1, ... order - 1 tokens begin, and the end."""
+  """Lists where the contexts of 0, 1, ... order - 1 tokens begin; the end."""
   edges = [0, 1]
   for _ in range(order - 1):
     edges.append(int(children[edges[-1]]))
@@ -149,7 +151,7 @@ def from_arrays(
   vocab_size: int,
   fingerprint: str = '',
 ) -> NGramTable:
-  """Makes a table, on the host, from the arrays that the module describes.
+  """Makes a table on the host from the arrays that the module describes.
 
   Args:
     arrays: the five arrays, of any integer and floating types.
@@ -203,12 +205,12 @@ def check_vocabulary(which: str, table: NGramTable, vocabulary: Any) -> None:
   if not table.fingerprint:
     same = table.vocab_size == vocabulary.vocab_size
   if not same:
-    wanted, given = (
-      f'{of.vocab_size} pieces ({of.fingerprint[:16] or "unknown"})'
-      for of in (vocabulary, table)
+    expected, got = (
+      f'{side.vocab_size} pieces ({side.fingerprint[:16] or "unknown"})'
+      for side in (vocabulary, table)
     )
     advice = 'Fit it again: `specdec train --gin_file=gin/runs/fit_ngram.gin`.'
-    raise unexpected(f'vocabulary of table {which}', wanted, given, advice)
+    raise unexpected(f'vocabulary of table {which}', expected, got, advice)
 
 
 # --- Fitting ------------------------------------------------------------------
@@ -223,21 +225,22 @@ def fit(
   min_count: int = 1,
   fingerprint: str = '',
 ) -> NGramTable:
-  """Counts what follows each context of up to `order` - 1 tokens.
+  """Counts the continuations of each context of up to `order` - 1 tokens.
 
   Every token of a sequence but its first is predicted, so a sequence must begin
-  with what a decoder begins with (T5's start token 0). Contexts never reach
-  past the start of a sequence. It takes some 50 bytes of memory per token of
+  with the decoder's first token (T5's start token 0). Contexts never reach past
+  the start of a sequence. Fitting takes some 50 bytes of memory per token of
   the corpus.
 
   Args:
     sequences: the sequences of ids; read once.
     order: n >= 1.
     vocab_size: V; ids lie in [0, V).
-    max_continuations: entries kept per context, the most frequent ones; ties go
-      to the smaller id.
-    min_count: contexts seen less often are left out, except the empty one.
-    fingerprint: fingerprint of the tokenizer, kept for `load`.
+    max_continuations: the most continuations of a context. The most frequent
+      ones are kept; of equally frequent ones those with smaller ids.
+    min_count: contexts that occur less often are left out, except the empty
+      one.
+    fingerprint: fingerprint of the tokenizer, which `load` compares.
 
   Returns:
     The table, with NumPy arrays.
@@ -262,17 +265,57 @@ def fit(
   rows = [np.asarray(row, np.int64).reshape(-1) for row in sequences]
   tokens = np.concatenate([np.zeros(0, np.int64), *rows])
   if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-    given = int(tokens.min()), int(tokens.max())
-    raise unexpected('sequences', f'ids in [0, {vocab_size})', given)
+    got = int(tokens.min()), int(tokens.max())
+    raise unexpected('sequences', f'ids in [0, {vocab_size})', got)
   position = np.concatenate([tokens[:0], *(np.arange(len(r)) for r in rows)])
+  levels = list(_levels(tokens, position, order, vocab_size, min_count))
+  if (depth := len(levels)) < order:
+    expected = f'a token that follows {depth + 1} others {min_count} times'
+    corpus = f'{len(tokens)} tokens in {len(rows)} sequences'
+    advice = f'Give more text, a smaller min_count, or order {max(depth, 1)}.'
+    raise unexpected('sequences', expected, corpus, advice)
 
-  # Each token that is predicted: its place, and the number of its context. The
-  # longest context of one place has a number for each of its lengths in turn.
+  fronts, parents, owner, ids, counts = map(
+    np.concatenate, zip(*levels, strict=True)
+  )
+  total = np.bincount(owner, weights=counts)
+  likeliest = np.lexsort((ids, -counts, owner))
+  rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
+  best = likeliest[rank < max_continuations]
+  owner = owner[best]
+  bounds = np.arange(len(fronts) + 1)
+  arrays = {
+    'tokens': fronts,
+    'children': np.searchsorted(parents, bounds),
+    'starts': np.searchsorted(owner, bounds),
+    'ids': ids[best],
+    'log_probs': np.log(counts[best] / total[owner]),
+  }
+  return from_arrays(arrays, order, vocab_size, fingerprint)
+
+
+def _levels(
+  tokens: np.ndarray,
+  position: np.ndarray,
+  order: int,
+  vocab_size: int,
+  min_count: int,
+) -> Iterator[tuple[np.ndarray, ...]]:
+  """Yields the contexts of 0, 1, ... order - 1 tokens, while there are any.
+
+  Args:
+    tokens: int64[N], the corpus.
+    position: int64[N], the place of each token in its sequence.
+    order, vocab_size, min_count: see `fit`.
+
+  Yields:
+    The first token and the parent of each context; and of each continuation its
+    context, its token and its count; all sorted.
+  """
+  # The place of each predicted token, and the number of its longest context.
   place = np.flatnonzero(position > 0)
   node = np.zeros(len(place), np.int64)
-  # Of each context its token and its parent, of each entry its context, token
-  # and count; level by level, and sorted.
-  contexts, entries = [(np.zeros(1, np.int64), np.full(1, -1))], []
+  fronts, parents = np.zeros(1, np.int64), np.full(1, -1)
   number = 1
   for depth in range(order):
     if depth:
@@ -283,34 +326,15 @@ def fit(
         return_inverse=True,
         return_counts=True,
       )
-      kept = counts >= min_count
-      contexts.append((keys[kept] % vocab_size, keys[kept] // vocab_size))
-      node = (number + np.cumsum(kept) - 1)[index]
-      place, node = place[kept[index]], node[kept[index]]
-      number += int(np.sum(kept))
+      frequent = counts >= min_count
+      fronts = keys[frequent] % vocab_size
+      parents = keys[frequent] // vocab_size
+      node = (number + np.cumsum(frequent) - 1)[index]
+      place, node = place[frequent[index]], node[frequent[index]]
+      number += len(fronts)
     if not len(place):
-      expected = f'a token that follows {depth + 1} others {min_count} times'
-      got = f'{len(tokens)} tokens in {len(rows)} sequences'
-      advice = f'Give more text, a smaller min_count, or order {max(depth, 1)}.'
-      raise unexpected('sequences', expected, got, advice)
+      return
     keys, counts = np.unique(
       node * vocab_size + tokens[place], return_counts=True
     )
-    entries.append((keys // vocab_size, keys % vocab_size, counts))
-
-  fronts, parents = map(np.concatenate, zip(*contexts, strict=True))
-  owner, ids, counts = map(np.concatenate, zip(*entries, strict=True))
-  total = np.bincount(owner, weights=counts)
-  likeliest = np.lexsort((ids, -counts, owner))
-  rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
-  best = likeliest[rank < max_continuations]
-  owner = owner[best]
-  bounds = np.arange(number + 1)
-  arrays = {
-    'tokens': fronts,
-    'children': np.searchsorted(parents, bounds),
-    'starts': np.searchsorted(owner, bounds),
-    'ids': ids[best],
-    'log_probs': np.log(counts[best] / total[owner]),
-  }
-  return from_arrays(arrays, order, vocab_size, fingerprint)
+    yield fronts, parents, keys // vocab_size, keys % vocab_size, counts

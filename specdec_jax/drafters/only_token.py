@@ -1,6 +1,4 @@
-"""What a constraint leaves no choice about: a draft that costs nothing."""
-
-from typing import Any
+"""A drafter of the tokens that a constraint leaves no choice about."""
 
 import jax
 import jax.numpy as jnp
@@ -13,31 +11,26 @@ from specdec_jax.types import Draft
 def only_token() -> Drafter:
   """Returns a drafter that proposes tokens for as long as only one may follow.
 
-  Such proposals are accepted. It stands in front of drafters that do not follow
-  rules; small models do, and guess further than the next choice.
+  The target accepts all of them. An engine puts it in front of drafters that do
+  not follow token rules. Small models do, and guess beyond the next choice.
   """
 
   def propose(params, state, context: Context):
     del params
-    automata: Any = context.request.ruling and context.request.ruling.automata
-    assert automata is not None and context.prefix is not None
-    look = jax.vmap(automata.only_token)
-    step = jax.vmap(automata.next_state)
+    automata, prefix = context.request.automata, context.prefix
+    assert automata is not None and prefix is not None
+    only_token = jax.vmap(automata.only_token)
+    next_state = jax.vmap(automata.next_state)
 
-    def one(carry, _):
-      at, length, is_run = carry
-      is_only, token = look(at)
-      is_run &= is_only
-      return (step(at, token), length + is_run, is_run), token
+    def one_more(carry, _):
+      place, length, goes_on = carry
+      is_only, token = only_token(place)
+      goes_on &= is_only
+      return (next_state(place, token), length + goes_on, goes_on), token
 
-    at: Any = context.prefix.state
-    first = at, jnp.zeros_like(at), context.running
-    (_, length, _), tokens = lax.scan(one, first, length=context.gamma)
+    assert prefix.state is not None
+    first = prefix.state, jnp.zeros_like(prefix.state), context.running
+    (_, length, _), tokens = lax.scan(one_more, first, length=context.gamma)
     return Draft(tokens.T, None, length), state
 
-  return Drafter(
-    lambda params, inputs, *_: (),
-    propose,
-    lambda state, length: state,
-    'only_token',
-  )
+  return Drafter(propose=propose, name='only_token')

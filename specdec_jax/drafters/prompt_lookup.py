@@ -1,8 +1,8 @@
-"""Copying as a drafter: proposes what followed the same words before.
+"""A drafter that copies the tokens that followed the same tokens before.
 
-The longest match of the last tokens is looked for in the encoder's input and in
-the committed tokens (a decoder-only model's prompt is part of these). Section
-3.6 of the paper proposes it for outputs that repeat their input.
+It looks for the longest match of the last tokens in the encoder's input and in
+the committed tokens (which include a decoder-only model's prompt). Section 3.6
+of the paper proposes it for outputs that repeat their input.
 """
 
 import functools
@@ -18,28 +18,25 @@ from specdec_jax.types import Draft
 def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
   """Returns a deterministic drafter that copies; its parameters are ().
 
-  It looks at all places where the tokens before the place are also the row's
-  last tokens, and copies from the place with the longest match. If matches are
-  equally long, a place in the input is preferred to one in the output: a text
-  that is made from another text seldom repeats itself. Among places in the
-  input the first is taken, because a text says early what it is about and
-  summaries take their words from there; among places in the output the last,
-  because a text continues what it said just now. (Other libraries' prompt
-  lookup searches only the decoder's ids and takes the first place.) A match of
-  one token is used only if the same token follows at all its places: otherwise
-  it says next to nothing, and a guess would keep `with_fallback` from asking
-  its second drafter.
+  It compares the row's last tokens with the tokens before every place, and
+  copies from the place with the longest match. If matches are equally long, a
+  place in the input beats a place in the output, because a text that is made
+  from another text seldom repeats itself. Among places in the input the first
+  one wins, because summaries take most words from the beginning of a text;
+  among places in the output the last one wins, because a text continues its
+  latest subject. (Other libraries' prompt lookup searches only the decoder's
+  ids and takes the first place.) A match of one token counts only if the same
+  token follows at all its places: otherwise it is a weak guess, which would
+  keep `with_fallback` from asking its second drafter.
 
-  A copy from the output that reaches the output's end goes on with what it has
-  copied, as a repeating text does; a copy from the input proposes no more than
-  is left of the input. Without a match nothing is proposed. An end of sequence
-  that is copied with the rest, such as that of the input, saves no call even if
-  it is accepted.
+  A copy from the output that reaches the output's end repeats itself; a copy
+  from the input ends with the input. Without a match there is no proposal. An
+  end of sequence that is copied too saves no call even if it is accepted.
 
   Args:
     max_match: the most tokens that are compared; longer matches count as equal.
-    min_match: tokens that must match. 1 finds the most to copy; with 2 or more,
-      fewer proposals are made, and a larger part of them is accepted.
+    min_match: tokens that must match. 1 copies most often; 2 or more makes
+      fewer proposals, a larger part of which is accepted.
 
   Raises:
     ValueError: not 1 <= min_match <= max_match.
@@ -53,32 +50,39 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
     raise unexpected('prompt_lookup', expected, (min_match, max_match))
 
   def init(params, inputs, *_):
-    del params
-    return inputs  # the prompt is in the context
+    del params  # the prompt is in the context
+    return inputs
 
   def propose(params, inputs, context: Context):
     del params
-    one = functools.partial(_propose, max_match, min_match, context.gamma)
-    tokens, length = jax.vmap(one)(
+    of_row = functools.partial(_propose, max_match, min_match, context.gamma)
+    tokens, length = jax.vmap(of_row)(
       inputs, ends_of(inputs, context), context.tokens, context.length
     )
     return Draft(tokens, None, length), inputs
 
   name = f'prompt_lookup({max_match}, {min_match})'
-  return Drafter(init, propose, lambda inputs, _: inputs, name)
+  return Drafter(init, propose, name=name)
 
 
 def ends_of(inputs: jax.Array, context: Context) -> jax.Array:
-  """Tokens of each row's input, int32[B]; what follows is padding."""
+  """Returns the length of each row's input without padding, int32[B]."""
   places = jnp.arange(1, inputs.shape[1] + 1)
   return jnp.max(jnp.where(inputs != context.request.pad_id, places, 0), axis=1)
 
 
 def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
-  """Tokens int32[gamma] and length int32[] of one row's draft.
+  """Drafts for one row.
 
-  The row has inputs int32[E] that end at int32[], tokens int32[N] and length
-  int32[].
+  Args:
+    max_match, min_match, gamma: static.
+    inputs: int32[E].
+    end: int32[], length of the inputs.
+    tokens: int32[N], committed tokens.
+    length: int32[], their number.
+
+  Returns:
+    Tokens int32[gamma] and length int32[] of the draft.
   """
   back = length - 1 - jnp.arange(max_match)
   recent = jnp.where(back >= 0, tokens[jnp.maximum(back, 0)], -1)
@@ -101,17 +105,17 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   longest = jnp.maximum(input_match, match)
   others = jnp.any((input_matches == longest) & (inputs != proposed[0]))
   others |= jnp.any((matches == longest) & (tokens != proposed[0]))
-  found = (longest >= min_match) & ((longest > 1) | ~others)
-  return proposed, jnp.where(found, room, 0).astype(jnp.int32)
+  matched = (longest >= min_match) & ((longest > 1) | ~others)
+  return proposed, jnp.where(matched, room, 0).astype(jnp.int32)
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:
-  """How many tokens of `recent` stand right before each place, int32[N].
+  """Counts the tokens of `recent` right before each place, int32[N].
 
   Args:
     text: int32[N].
     end: int32[], number of tokens in `text`; places from there on get 0.
-    recent: int32[M], the nearest token first; -1 where there is none.
+    recent: int32[M], the last token first, padded with -1.
   """
   place = jnp.arange(text.size)
   running = place < end

@@ -1,14 +1,15 @@
 """A small model whose proposals branch: several tokens for one place.
 
-The tree has a fixed shape and is made level by level: one call reads all nodes
-of a level that have children, behind an ancestor mask in the drafter's own
-cache, so a tree costs as many calls as a chain of its levels. After a round the
-nodes are forgotten, and the next one begins by reading what was committed of
-them: in one call, as `small_model` reads its last two tokens. So the cache
-follows the path that was kept whatever it is, and nothing is moved in it.
+The tree has a fixed shape and grows level by level. One call reads all nodes of
+a level that have children, with an ancestor mask in the drafter's own cache, so
+a tree costs as many calls as a chain of as many levels. After a round the cache
+forgets the nodes, and the next round begins with one call over the committed
+tokens of the last one. So the cache holds the path that was kept, whichever it
+is, and no slot of it is moved.
 """
 
 import dataclasses
+import functools
 from typing import cast
 
 import jax
@@ -27,8 +28,8 @@ from specdec_jax.types import Draft
 def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
   """Returns a drafter that proposes a tree of tokens from `model`.
 
-  Made from a network instead of a `Model`, the drafter has no parameters, as
-  `small_model`. A draft is the tree's first gamma levels. The children of a
+  If `model` is a network instead of a `Model`, the drafter has no parameters,
+  see `small_model`. A draft is the tree's first gamma levels. The children of a
   node are drawn from the model, each without its elder siblings; at temperature
   0 the child of rank r is the r-th likeliest token after its parent.
 
@@ -48,74 +49,68 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
   network = cast(LanguageModel, chain.network)
 
   def init(params, inputs, max_length, prompt, encoded):
-    # No sequence is as long as all nodes are.
+    # No sequence is as long as all nodes together.
     longest = max_length - shape.num_nodes + shape.depth
     return read_prompt(
       network, params, inputs, max_length, prompt, longest, encoded
     )[1]
 
-  def propose(params, cache, context: Context):
-    proposed = shape.cut(context.gamma)
-    # All that a round may have committed.
-    logits, cache = read_committed(
-      network, params, cache, context, behind=proposed.depth + 1
-    )
-    uniforms = None
-    if not context.request.greedy:
-      over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
-      uniforms = over_rows(context.keys, proposed.num_nodes)  # [B, N, 2]
-    inner, tree = _inner_nodes(proposed, context)
-    above = np.array([ROOT])  # the nodes whose logits are known
-    made, rows = [], []
-    for level in range(1, proposed.depth + 1):
-      nodes = np.flatnonzero(proposed.levels == level)
-      logits = forbid_early_stops(
-        logits, context, level - 1, places=np.zeros(len(above), np.int32)
-      )
-      column = np.searchsorted(above, np.array(proposed.parents)[nodes])
-      ranks = proposed.ranks[nodes]
-      if uniforms is None:
-        _, likeliest, _ = probs.top_tokens(logits, int(ranks.max()) + 1)
-        made.append(likeliest[:, column, ranks])
-      else:
-        laws = probs.standardise_batch(logits, context.request.sampling)
-        drawn, drawn_from = _draw_children(
-          laws, uniforms[:, nodes], column, ranks
-        )
-        made.append(drawn)
-        rows.append(drawn_from)
-      if tree is None or level == proposed.depth:
-        break
-      above = nodes[np.isin(nodes, inner)]
-      now = np.searchsorted(inner, above)
-      features, cache = network.extend(
-        params,
-        cache,
-        made[-1][:, np.searchsorted(nodes, above)],
-        dataclasses.replace(
-          tree, positions=tree.positions[:, now], visible=tree.visible[:, now]
-        ),
-      )
-      logits = network.head(params, features)
-    draft = Draft(
-      jnp.concatenate(made, axis=1),
-      jnp.concatenate(rows, axis=1) if rows else None,
-      jnp.full(context.length.shape, proposed.depth, jnp.int32),
-      proposed,
-    )
-    return draft, network.rewind(cache, context.length)  # forgets the nodes
-
   return chain._replace(
     init=init,
-    propose=propose,
+    propose=functools.partial(_propose, network, shape),
     name=f'small_model_tree({shape.parents})',
     tree=shape,
     adapts=False,
   )
 
 
+def _propose(
+  network: LanguageModel, shape: TreeShape, params, cache, context: Context
+):
+  """A `ProposeFn` of the first levels of `shape`."""
+  shape = shape.cut(context.gamma)
+  # A round commits at most this many tokens.
+  logits, cache = read_committed(
+    network, params, cache, context, behind=shape.depth + 1
+  )
+  uniforms = None
+  if not context.request.greedy:
+    over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
+    uniforms = over_rows(context.keys, shape.num_nodes)  # [B, N, 2]
+  inner, tree = _inner_nodes(shape, context)
+  parents = np.array([ROOT])  # the nodes whose logits are there
+  levels = []
+  for level in range(1, shape.depth + 1):
+    nodes = np.flatnonzero(shape.levels == level)
+    logits = forbid_early_stops(
+      logits, context, level - 1, places=np.zeros(len(parents), np.int32)
+    )
+    tokens, rows = _children(shape, nodes, parents, logits, uniforms, context)
+    levels.append((tokens, rows))
+    if tree is None or level == shape.depth:
+      break
+    parents = nodes[np.isin(nodes, inner)]
+    now = np.searchsorted(inner, parents)
+    features, cache = network.extend(
+      params,
+      cache,
+      tokens[:, np.searchsorted(nodes, parents)],
+      dataclasses.replace(
+        tree, positions=tree.positions[:, now], visible=tree.visible[:, now]
+      ),
+    )
+    logits = network.head(params, features)
+  tokens, rows = jax.tree.map(
+    lambda *parts: jnp.concatenate(parts, axis=1), *levels
+  )
+  length = jnp.full(context.length.shape, shape.depth, jnp.int32)
+  # The cache forgets the nodes.
+  cache = network.rewind(cache, context.length)
+  return Draft(tokens, rows, length, shape), cache
+
+
 def _inner_nodes(shape: TreeShape, context: Context):
-  """The nodes that have children, and their own `Tree`; None without any."""
+  """Returns the nodes with children, and their `Tree`; None without any."""
   inner = np.flatnonzero(shape.children[1:, 0] >= 0)
   if not len(inner):
     return inner, None
@@ -124,15 +119,28 @@ def _inner_nodes(shape: TreeShape, context: Context):
   return inner, static_tree(parents, context.length, context.num_slots)
 
 
-def _draw_children(laws, uniforms, column, ranks):
-  """Children of one level, int32[B, W], and the rows that they came from.
+def _children(shape, nodes, parents, logits, uniforms, context):
+  """Chooses or draws the W nodes of one level.
 
   Args:
-    laws: float32[B, A, V], after each node above.
-    uniforms: float32[B, W, 2], for each child.
-    column: int[W], which node above is the parent.
-    ranks: int[W].
+    shape: the tree.
+    nodes: int[W], the numbers of the nodes.
+    parents: int[A], the numbers of the nodes above that have children.
+    logits: float32[B, A, V], after each of these.
+    uniforms: float32[B, N, 2] for all nodes of the tree; None when greedy.
+    context: holds the sampling settings.
+
+  Returns:
+    Tokens int32[B, W], and the distributions float32[B, W, V] that they were
+    drawn from; None when greedy.
   """
+  column = np.searchsorted(parents, np.array(shape.parents)[nodes])
+  ranks = shape.ranks[nodes]
+  if uniforms is None:
+    _, likeliest, _ = probs.top_tokens(logits, int(ranks.max()) + 1)
+    return likeliest[:, column, ranks], None
+  laws = probs.standardise_batch(logits, context.request.sampling)
+  uniforms = uniforms[:, nodes]
   ids = jax.lax.iota(jnp.int32, laws.shape[-1])
   drawn = []
   for rank in range(int(ranks.max()) + 1):
@@ -140,11 +148,11 @@ def _draw_children(laws, uniforms, column, ranks):
     rows = laws[:, column[places]]
     tokens = jax.vmap(jax.vmap(probs.inverse_cdf))(rows, uniforms[:, places])
     drawn.append((tokens, rows))
-    # Without what was drawn; nothing but 0 where that was all.
-    left = jnp.where(ids == tokens[..., None], 0.0, rows)
-    mass = jnp.sum(left, axis=-1, keepdims=True)
-    left = left / jnp.where(mass > 0, mass, 1.0)
-    laws = laws.at[:, column[places]].set(left)
+    # The next sibling comes from the rest; all 0 if there is no other token.
+    rest = jnp.where(ids == tokens[..., None], 0.0, rows)
+    mass = jnp.sum(rest, axis=-1, keepdims=True)
+    rest = rest / jnp.where(mass > 0, mass, 1.0)
+    laws = laws.at[:, column[places]].set(rest)
   by_node = np.argsort(np.argsort(ranks, kind='stable'))
   return tuple(
     jnp.concatenate(parts, axis=1)[:, by_node]

@@ -1,9 +1,9 @@
-"""A translation memory as a drafter: proposes what stood in texts of before.
+"""A drafter that copies from earlier texts, such as translated pairs.
 
-The texts, such as pairs of an earlier translation, are one array of ids. Its
-places are sorted by the tokens before them, the nearest first (a suffix array
-of the texts read backwards). So one binary search, on the device, finds a place
-whose past agrees longest with what the row has read and said.
+The texts are one array of ids. Its places are sorted by the tokens before them,
+the last one first (a suffix array of the texts read backwards). So one binary
+search on the device finds the place whose past has the longest match with the
+row's input and output.
 """
 
 import functools
@@ -21,7 +21,7 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.prompt_lookup import ends_of
 from specdec_jax.types import Array, Draft
 
-_MOST_RANK = 1 << 31  # of which two fit in an int64
+_MOST_RANK = 1 << 31  # the product of two such ranks fits in an int64
 
 
 @struct.dataclass
@@ -29,10 +29,11 @@ class Memory:
   """The parameters of a `translation_memory`.
 
   Attributes:
-    tokens: int32[N], the texts one behind the other.
+    tokens: int32[N], the texts one after another.
     order: int32[N], the places of `tokens`, sorted by the `max_match` tokens
-      before them, the nearest first; among equals the older text comes first.
-    max_match: static, tokens before a place that are compared.
+      before them, the last one first; of equal places the older text comes
+      first.
+    max_match: static, the tokens before a place that are compared.
 
   Examples:
     >>> memory = sd.remember([[5, 6, 1, 8, 9, 1]], max_match=4)
@@ -46,11 +47,11 @@ class Memory:
 
 
 def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
-  """Sorts texts, on the host; takes about 40 bytes of memory for a token.
+  """Sorts texts on the host; this takes about 40 bytes of memory for a token.
 
   Args:
-    texts: ids of each text, the newest last. A pair is one text: the ids of its
-      source, with the end of sequence, and of its target, with its end.
+    texts: ids of each text, the newest text last. A pair is one text: the ids
+      of its source and then of its target, each with its end of sequence.
     max_match: the most tokens that are compared, rounded up to a power of two;
       longer matches count as equal.
 
@@ -67,7 +68,7 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
   if tokens.size < 2:
     expected = 'texts of two tokens or more'
     raise unexpected('translation memory', expected, tokens.size)
-  # Ranks by the tokens before a place: by one, by two, by four, ...
+  # Places are ranked by the last token before them, by two tokens, by four, ...
   rank, reach = np.append(0, tokens[:-1].astype(np.int64) + 1), 1
   while reach < max_match:
     if (most := int(rank.max()) + 1) > _MOST_RANK:
@@ -84,20 +85,20 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
 
 
 def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
-  """Returns a deterministic drafter that goes on as the texts of a memory do.
+  """Returns a deterministic drafter that copies from the texts of a memory.
 
-  A row's own text is its encoder's input followed by its output. The drafter
-  looks for the place of the memory before which the same tokens stand, as many
-  as can be, and proposes the tokens that follow that place. If fewer than
-  `min_match` tokens agree, it proposes nothing: put it in front of a model by
-  `with_fallback`. What was translated before then costs a call for gamma + 1
+  A row's text is its encoder's input followed by its output. The drafter looks
+  for the place of the memory before which the most tokens equal the end of that
+  text, and proposes the tokens after the place. If fewer than `min_match`
+  tokens are equal, it proposes nothing: `with_fallback` combines it with a
+  model. A text of the memory then costs one call of the target for gamma + 1
   tokens, and no call of the model.
 
   Args:
-    memory: from `remember`; `Engine(memory=...)` makes one of a file.
-    min_match: tokens that must agree. A source of so many tokens that was seen
-      agrees from the output's first token on; a lower number also proposes
-      after phrases that are known.
+    memory: from `remember`; `Engine(memory=...)` makes one from a file.
+    min_match: tokens that must be equal. A source of at least so many tokens is
+      recognised from the output's first token on; a lower number also proposes
+      after phrases that are in the memory.
 
   Raises:
     ValueError: not 1 <= min_match <= memory.max_match.
@@ -115,16 +116,20 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
     raise unexpected('translation_memory: min_match', expected, min_match)
 
   def init(params, inputs, max_length, prompt, encoded):
-    # What a decoder behind an encoder is given to begin with is in no text: the
-    # start token, and tokens behind which is padding.
+    # No text holds the tokens that a decoder with an encoder begins with: the
+    # start token and the rest of the prompt, up to its padding.
     places = jnp.arange(1, prompt.shape[1] + 1)
     return inputs, jnp.max(jnp.where(prompt != 0, places, 1), axis=1)
 
   def propose(memory: Memory, state, context: Context):
-    inputs, given = state
+    inputs, num_given = state
     ends = ends_of(inputs, context)
     recent = jax.vmap(functools.partial(_recent, memory.max_match))(
-      inputs, ends, context.tokens, context.length, jnp.where(ends, given, 0)
+      inputs,
+      ends,
+      context.tokens,
+      context.length,
+      jnp.where(ends, num_given, 0),
     )
     place, match = jax.vmap(functools.partial(_longest, memory))(recent)
     steps = place[:, None] + jnp.arange(context.gamma)
@@ -134,31 +139,43 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
     return Draft(tokens, None, length.astype(jnp.int32)), state
 
   name = f'translation_memory({min_match})'
-  return Drafter(init, propose, lambda state, _: state, name, memory)
+  return Drafter(init, propose, name=name, params=memory)
 
 
-def _recent(size, inputs, end, tokens, length, given):
-  """The last tokens int32[size] of a row, the nearest first; -1 before it.
+def _recent(size, inputs, end, tokens, length, num_given):
+  """Lists the last tokens of a row's text, the last one first.
 
-  The row has inputs int32[E] that end at int32[], and tokens int32[N] of length
-  int32[], of which the first int32[] were given.
+  Args:
+    size: static, number of tokens to list.
+    inputs: int32[E].
+    end: int32[], length of the inputs.
+    tokens: int32[N], committed tokens.
+    length: int32[], their number.
+    num_given: int32[], the first of them, which do not belong to the text.
+
+  Returns:
+    int32[size], padded with -1.
   """
   back = jnp.arange(size)
-  said = length - 1 - back
-  read = end - 1 - (back - (length - given))
-  from_input = jnp.where(read >= 0, inputs[jnp.maximum(read, 0)], -1)
-  return jnp.where(said >= given, tokens[jnp.maximum(said, 0)], from_input)
+  place = length - 1 - back
+  input_place = end - 1 - (back - (length - num_given))
+  from_input = jnp.where(
+    input_place >= 0, inputs[jnp.maximum(input_place, 0)], -1
+  )
+  return jnp.where(
+    place >= num_given, tokens[jnp.maximum(place, 0)], from_input
+  )
 
 
 def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The place int32[] with the longest match, and how many tokens match.
+  """Finds the place int32[] with the longest match, and its length int32[].
 
-  Of equal matches with `max_match` tokens the newest text's is taken.
+  Of several matches with all `max_match` tokens the newest text's wins.
   """
   size = memory.order.size
 
   def past(rank):
-    """The tokens before a place, the nearest first."""
+    """Lists the tokens before a place, the last one first."""
     before = memory.order[rank] - 1 - jnp.arange(memory.max_match)
     return jnp.where(before >= 0, memory.tokens[jnp.maximum(before, 0)], -1)
 
@@ -171,12 +188,12 @@ def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
     high = jnp.where(is_after, middle, high)
     return jnp.where(is_after, low, middle + 1), high
 
-  # The first place that is sorted behind the row's own past.
+  # The first place that is sorted after the row's own past.
   bracket = jnp.int32(0), jnp.int32(size)
   low, _ = lax.fori_loop(0, size.bit_length(), halve, bracket)
   ranks = jnp.clip(jnp.stack([low - 1, low]), 0, size - 1)
   agrees = jax.vmap(past)(ranks) == recent
-  # Before the beginning of all texts nothing agrees.
+  # -1, before the beginning of all texts, agrees with nothing.
   matches = jnp.sum(jnp.cumprod(agrees & (recent >= 0), axis=1), axis=1)
-  best = jnp.argmax(matches)  # of equals the first: `low - 1` is the newer text
+  best = jnp.argmax(matches)  # of equal matches the first, of the newer text
   return memory.order[ranks[best]], matches[best]

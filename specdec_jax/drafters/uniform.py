@@ -1,4 +1,4 @@
-"""Random tokens as a drafter: the floor to measure other drafters against."""
+"""A drafter of random tokens, the baseline of all other drafters."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,9 @@ from specdec_jax.types import Draft
 def uniform(vocab_size: int) -> Drafter:
   """Returns a drafter of uniformly random tokens; its parameters are ().
 
-  Section 3.6 of the paper: it guarantees some improvement for every target. The
-  acceptance probability is 1 / V at temperature 0, and above temperature 0 it
-  is sum(min(target_probs, 1 / V)).
+  By Section 3.6 of the paper it gains a little with every target. The
+  acceptance probability is 1 / V at temperature 0, and sum(min(target_probs,
+  1 / V)) above it.
 
   Args:
     vocab_size: V, the width of the target's logits.
@@ -31,11 +31,11 @@ def uniform(vocab_size: int) -> Drafter:
   def propose(params, state, context: Context):
     del params
 
-    def one(key, index):
-      own = probs.draft_key(key, index)
-      return jax.random.randint(own, (), 0, vocab_size, jnp.int32)
+    def draw(key, index):
+      key = probs.draft_key(key, index)
+      return jax.random.randint(key, (), 0, vocab_size, jnp.int32)
 
-    over_gamma = jax.vmap(one, in_axes=(None, 0))
+    over_gamma = jax.vmap(draw, in_axes=(None, 0))
     steps = jnp.arange(context.gamma)
     tokens = jax.vmap(over_gamma, in_axes=(0, None))(context.keys, steps)
     rows = None
@@ -44,4 +44,4 @@ def uniform(vocab_size: int) -> Drafter:
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), state
 
-  return Drafter(lambda *_: (), propose, lambda state, _: state, 'uniform')
+  return Drafter(propose=propose, name='uniform')

@@ -1,4 +1,4 @@
-"""Two drafters as one: the first if it has a proposal, else its fallback."""
+"""Two drafters as one: the second drafts where the first has no proposal."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ class FallbackState:
   Attributes:
     first: the first drafter's state.
     second: the second drafter's state.
-    length: int32[B], committed tokens when the drafters were last asked.
+    length: int32[B], committed tokens at the last proposal.
     by_first: bool[B], rows whose last draft came from the first drafter.
   """
 
@@ -35,12 +35,12 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   """Returns a drafter that asks `second` only where `first` proposes nothing.
 
   If every unfinished row of a batch has a draft from the first drafter, such as
-  `prompt_lookup`, the second is not run at all. The parameters are the pair
+  `prompt_lookup`, the second does not run at all. The parameters are the pair
   (the first drafter's, the second's).
 
   Args:
     first: the drafter that is always asked.
-    second: its fallback; `small_model` makes a drafter of a model.
+    second: the other drafter; a model becomes a `small_model`.
 
   Raises:
     ValueError: one of them proposes a tree.
@@ -66,8 +66,8 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     )
 
   def propose(params, state: FallbackState, context: Context):
-    # The second drafter is not asked every round, and the first one's draft is
-    # not always the one that is verified.
+    # The second drafter is not asked in every round, and the first drafter's
+    # draft is not always the one that is verified.
     context = context.within(skips_rounds=True)
     draft, first_state = first.propose(params[0], state.first, context)
     has_draft = draft.length > 0
@@ -81,12 +81,11 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     return _choose(has_draft, draft, other), state
 
   def commit(state: FallbackState, length: jax.Array):
-    # If a row's draft came from the other drafter, this drafter may have read a
-    # draft of its own. Its state is then right only up to the token that was
-    # the last one before the round.
-    known = jnp.minimum(length, state.length + 1)
-    of_first = jnp.where(state.by_first, length, known)
-    of_second = jnp.where(state.by_first, known, length)
+    # A drafter whose draft was not verified may have read it all the same. Its
+    # state is then right only up to the last token before the round.
+    before = jnp.minimum(length, state.length + 1)
+    of_first = jnp.where(state.by_first, length, before)
+    of_second = jnp.where(state.by_first, before, length)
     return dataclasses.replace(
       state,
       first=first.commit(state.first, of_first),
@@ -106,16 +105,17 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   )
 
 
-def _choose(where: jax.Array, one: Draft, other: Draft) -> Draft:
-  """Rows of `one` where bool[B] is True, else of `other`."""
-  known = [d.probs for d in (one, other) if d.probs is not None]
+def _choose(has_draft: jax.Array, first: Draft, second: Draft) -> Draft:
+  """Takes the rows of `first` where bool[B] is True, else of `second`."""
+  sizes = [d.probs.shape[-1] for d in (first, second) if d.probs is not None]
   rows = None
-  if known:
-    size = known[0].shape[-1]
-    left, right = (draft_rows(d, slice(None), size) for d in (one, other))
-    rows = jnp.where(where[:, None, None], left, right)
+  if sizes:
+    left, right = (
+      draft_rows(d, slice(None), sizes[0]) for d in (first, second)
+    )
+    rows = jnp.where(has_draft[:, None, None], left, right)
   return Draft(
-    jnp.where(where[:, None], one.tokens, other.tokens),
+    jnp.where(has_draft[:, None], first.tokens, second.tokens),
     rows,
-    jnp.where(where, one.length, other.length),
+    jnp.where(has_draft, first.length, second.length),
   )

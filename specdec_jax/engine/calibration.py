@@ -17,6 +17,7 @@ from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
 from specdec_jax.decoding import resting
 from specdec_jax.drafters.length import plain_rule
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import drafting_of
 from specdec_jax.files import same_run
 from specdec_jax.models import backend
 from specdec_jax.request import Drafting, RestPolicy
@@ -217,23 +218,25 @@ class Calibration:
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
 
-  def plan(self, rows: int, engine: Engine) -> dict[int, Drafting]:
-    """How an engine's greedy rows are drafted for: `PoolSettings.gammas`.
+  def plan(self, rows: int, drafting: Drafting) -> dict[int, Drafting]:
+    """Returns how greedy rows are drafted for: `PoolSettings.gammas`.
 
     Args:
       rows: rows that are decoded together; fewer are left at a run's end.
-      engine: whose gamma adapts or not, and whose drafter rests or not.
+      drafting: says whether gamma adapts, and whether the drafter rests.
 
     Raises:
-      CalibrationError: the engine's gamma adapts, and `rule` does not know how.
+      CalibrationError: gamma adapts, and `rule` does not know how.
     """
-    adapts = engine.rule is not None
+    adapts = drafting.adapts
     plan: dict[int, Drafting] = {}
     for size in {rows, *(one.rows for one in self.choices if one.rows < rows)}:
       choice = self.at(size)
       rule = self.rule(size) if choice.gamma and adapts else None
       costs = choice.rests(choice.gamma, adapts)
-      plan[size] = engine.drafting_of(choice.gamma, rule, costs)
+      rests = costs or drafting.rests or False
+      rests = rests if drafting.rests else False
+      plan[size] = drafting_of(rule or choice.gamma, rests)
     return plan
 
   def direct(self, engine: Engine, rows: int) -> None:
@@ -252,7 +255,7 @@ class Calibration:
       drafter = 'a tree' if engine.has_drafter else None
       raise unexpected('drafter', expected, drafter)
     self.check(engine.fingerprints)
-    adapts = engine.rule is not None
+    adapts = engine.drafting.adapts
     if adapts:
       engine.gamma = self.rule(rows)
     if engine.fallback:

@@ -18,7 +18,7 @@ from specdec_jax import partitioning, probs
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import padding
 from specdec_jax.engine.compilation_cache import few_programs
-from specdec_jax.models.base import LanguageModel, Params, pad_id, read_prompt
+from specdec_jax.models.base import LanguageModel, Params, read_prompt
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
 MOST_NODES = 1024  # beginnings of labels
@@ -53,7 +53,7 @@ def classify(
   for at in range(0, len(prompts), step):
     some = slice(at, at + step)
     rows = padding.padded_rows(len(prompts[some]))
-    texts, _ = _padded(inputs[some], rows, pad_id(network))
+    texts, _ = _padded(inputs[some], rows, network.pad_id)
     prompt, length = _padded(prompts[some], rows)
     slots = prompt.shape[1] + number
     tree = static_tree(trie.parents, jnp.asarray(length - 1), slots)

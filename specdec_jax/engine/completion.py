@@ -12,7 +12,7 @@ import numpy as np
 
 from specdec_jax.engine.scoring import Top
 from specdec_jax.text.sentences import Sentences
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.types import FinishReason, Generation
 
 _INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
@@ -173,7 +173,7 @@ def no_distribution(place: str = '') -> str:
 
 
 def from_generation(
-  generation: Generation, row: int, tokenizer: Tokenizer, lossless: bool
+  generation: Generation, row: int, tokenizer: Vocabulary, lossless: bool
 ) -> Completion:
   """Returns one row of a `Generation` on the host as a `Completion`."""
   length = int(generation.length[row])
@@ -205,7 +205,7 @@ def from_generation(
   )
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+def decode(tokenizer: Vocabulary, tokens: Sequence[int]) -> str:
   """The text of tokens; ids beyond the tokenizer's vocabulary give no text."""
   return tokenizer.decode(
     [token for token in tokens if token < tokenizer.vocab_size]
@@ -255,7 +255,7 @@ class Text:
 
   def __init__(
     self,
-    tokenizer: Tokenizer,
+    tokenizer: Vocabulary,
     stop_strings: Sequence[str] = (),
     min_length: int = 0,
   ):
@@ -404,7 +404,7 @@ class Text:
     )
 
 
-def pieces_of(completion: Completion, tokenizer: Tokenizer) -> list[Piece]:
+def pieces_of(completion: Completion, tokenizer: Vocabulary) -> list[Piece]:
   """What each token of a completion adds: joined they are its text.
 
   Tokens behind a stop string, and a stop id, add nothing.
@@ -424,10 +424,8 @@ def pieces_of(completion: Completion, tokenizer: Tokenizer) -> list[Piece]:
   return cut + [Piece('', size)] * has_stop_id
 
 
-def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+def _bytes_of(tokenizer: Vocabulary, token: int) -> bytes:
   """The bytes of a token that is a part of a character."""
   if not decode(tokenizer, [token]):
     return b''  # a special token between two parts
-  # A tokenizer of somebody's own need not have pieces.
-  of = getattr(tokenizer, 'bytes_of', None)
-  return of(token) if of else b''
+  return tokenizer.bytes_of(token)

@@ -1,15 +1,14 @@
-"""Loads a model from a path, or from an id of the Hugging Face hub."""
+"""Loads a model from a path, or by its id on the Hugging Face hub."""
 
 import dataclasses
 import os
 import pathlib
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec_jax import files
-from specdec_jax.checkpoints.config_json import special_ids
-from specdec_jax.checkpoints.huggingface import asked_of_generate
+from specdec_jax.checkpoints.config_json import FolderFacts
 from specdec_jax.checkpoints.load import (
   check_network,
   is_huggingface,
@@ -21,22 +20,21 @@ from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.drafters import ngram_table
 from specdec_jax.engine.pair import check_ends, check_vocabulary_size, first_id
 from specdec_jax.files import shipped
-from specdec_jax.models.base import START_ID, LanguageModel, start_id
-from specdec_jax.models.families import Config, Network, network_of
-from specdec_jax.models.integers import INT8, computes_in, is_integers
-from specdec_jax.models.layers import PARAM_DTYPES
-from specdec_jax.models.m2m100 import M2M100Config
+from specdec_jax.files.locations import Location
+from specdec_jax.models import integers
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.models.config import PARAM_DTYPES
+from specdec_jax.models.families import Network, network_of
+from specdec_jax.models.integers import INT8, is_integers
 from specdec_jax.models.model import Model
-from specdec_jax.models.t5 import T5Config
-from specdec_jax.models.t5gemma import T5GemmaConfig
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import is_vocabulary
 
 Path = str | os.PathLike[str]
-# In the folder of a drafter; of draft.msgpack it is draft.shortlist.npz.
+# In the folder of a drafter; beside draft.msgpack it is draft.shortlist.npz.
 SHORTLIST = 'shortlist.npz'
-# The models that are shipped -> checkpoint and dtype. The target's kernels have
-# eight bits in the file alone.
+# The shipped models -> checkpoint and dtype. The target's kernels have eight
+# bits only in the file.
 _DEMO = {
   'demo': ('demo/target.msgpack', 'float32'),
   'demo-draft': ('demo/draft.msgpack', None),
@@ -47,7 +45,7 @@ def load(
   path: Path | None,
   network: LanguageModel | None = None,
   *,
-  tokenizer: Tokenizer | Path | None = None,
+  tokenizer: Vocabulary | Path | None = None,
   dtype: str | None = None,
   adapter: Path | None = None,
   shortlist: Path | Sequence[int] | None = None,
@@ -55,38 +53,38 @@ def load(
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
-  A Hugging Face folder, or its id on the hub, says which sizes its model has
-  and holds its vocabulary. For other checkpoints give the network, and a
-  tokenizer here or to the engine:
+  A Hugging Face folder, or its id on the hub, has its model's sizes and
+  vocabulary. For other checkpoints give the network, and a tokenizer here or to
+  the engine:
 
       load('google/flan-t5-xl', dtype='bfloat16')
       load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
 
   The demo pair, English to German, is shipped: 'demo' and 'demo-draft'.
 
-  Arrays are found and checked here. They are read when an engine is made of the
-  model, straight to its devices.
+  Arrays are found and checked here. An engine reads them later, straight to its
+  devices.
 
   Args:
-    path: path of a checkpoint, of any kind that `checkpoints.load` knows. None
-      is an error: a run file may leave the drafter's out.
-    network: such as `T5(config)`, compared with the checkpoint; needed unless
-      the checkpoint is a Hugging Face folder, which describes itself.
-    tokenizer: the tokenizer, or a path for `tokenizer.Tokenizer`;
-      None is the one in the folder, if there is one.
+    path: path of a checkpoint, of any kind that `checkpoints.load` supports.
+      None is an error: a run file may lack the drafter's path.
+    network: such as `T5(config)`, which is compared with the checkpoint; needed
+      unless the checkpoint is a Hugging Face folder.
+    tokenizer: the tokenizer, or a path for `tokenizer.Tokenizer`; None: that of
+      the folder, if there is one.
     dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
       leaves the computation to `network` (float32 without it) and the
-      parameters to the engine's placement. 'int8' and 'int4' are those of
-      kernels, made when they are read, see `models.integers`; the computation
-      is then in bfloat16, on a CPU in float32.
+      parameters to the engine's placement. 'int8' and 'int4' apply to kernels,
+      which are rounded when they are read, see `models.integers`; the
+      computation is then in bfloat16, on a CPU in float32.
     adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
       merged into the parameters when they are read, see `checkpoints.lora`.
-    shortlist: of a drafter, the only tokens that it proposes, see
-      `models.other_ids`: ids; or the path of texts like the outputs, one a
-      line, or of a table that `specdec train` fitted to such texts
-      (gin/runs/fit_ngram.gin), whose tokens they are. Ends are among them. None
-      is the folder's, if it has one, as those of `specdec distil` do; or of
-      NAME.msgpack, NAME.shortlist.npz beside it.
+    shortlist: for a drafter, the only tokens that it proposes, see
+      `models.other_ids`: their ids; or the path of texts like the outputs, one
+      a line, or of a table that `specdec train` fitted to such texts
+      (gin/runs/fit_ngram.gin). Ends are added. None: shortlist.npz in a Hugging
+      Face folder, as `specdec distil` writes it, or NAME.shortlist.npz beside
+      NAME.msgpack, if there is one.
     revision: branch, tag or commit of an id of the Hugging Face hub; the same
       as ID@REVISION.
 
@@ -113,58 +111,40 @@ def load(
     tokenizer, dtype = tokenizer or 'demo/vocab.model', dtype or usual_dtype
   check_network(network, dtype)
   location = locate(path, revision)
-  folder = pathlib.Path(location.path)
   if network is None and not is_huggingface(location):
     expected = 'network=T5(T5Config(...)), or another, as it says no sizes'
     advice = 'In gin: TARGET or DRAFT; gin/models has the published sizes.'
     raise unexpected(path, expected, None, advice)
-  opened = open_checkpoint(location.path, network, adapter=adapter)
-  described, config = opened.described, opened.config
-  if config is not None:
-    if tokenizer is None and is_vocabulary(folder):
-      tokenizer = Tokenizer(folder)
-    if shortlist is None and os.path.lexists(folder / SHORTLIST):
-      shortlist = folder / SHORTLIST
-  elif shortlist is None:
-    beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
-    shortlist = beside if os.path.isfile(beside) else None
-  if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-    tokenizer = Tokenizer(tokenizer)
-  if network is None and config is not None:
-    network = network_of(dataclasses.replace(config, dtype=_computes_in(dtype)))
-  elif dtype is not None and isinstance(network, Network):
-    computes_in = _computes_in(dtype)
-    network = network_of(dataclasses.replace(network.config, dtype=computes_in))
-  assert network is not None
-  if tokenizer is not None:
-    try:
-      check_vocabulary_size('model', network.vocab_size, tokenizer)
-    except ValueError as error:
-      raise ValueError(f'{tokenizer.path!r}: {error}') from error
-    tokenizer = tokenizer.for_network(network.vocab_size)
-  rules, unfollowed = asked_of_generate(folder, described)
+  opened = open_checkpoint(location, network, adapter=adapter)
+  facts = opened.facts
+  network = _computing(network, facts, dtype)
+  tokenizer = _vocabulary(tokenizer, facts, location, network)
   model = Model(
     network,
     None,
     tokenizer,
     name=path + (f'@{revision}' if revision else ''),
     dtype=INT8 if opened.is_rounded and dtype is None else dtype,
-    bos_id=first_id(network, tokenizer, described),
-    stop_ids=() if config is None else _ends(folder, described, config),
+    bos_id=first_id(network, tokenizer, facts and facts.bos_id),
+    stop_ids=facts.ids.eos if facts else (),
     made_for=opened.made_for,
     made_of=opened.made_of,
-    rules=rules,
-    unfollowed=unfollowed,
+    rules=facts.rules if facts else {},
+    unfollowed=facts.unfollowed if facts else '',
     reader=opened.read,
   )
   check_ends(model)
   if shortlist is None:
-    return model
+    beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
+    beside = location.child(SHORTLIST).path if facts else beside
+    if not os.path.lexists(beside):
+      return model
+    shortlist = beside
   return model.with_shortlist(_ids(shortlist, tokenizer, model.stop_ids))
 
 
 def _demo_network(path: str) -> LanguageModel:
-  """Returns the network of a demo checkpoint, whose arrays show its sizes."""
+  """Returns the network of a demo checkpoint, inferred from its arrays."""
   arrays = open_checkpoint(path).arrays
   shapes = {name: array.shape for name, array in arrays.items()}
   return network_of(infer_config(shapes, path))
@@ -172,10 +152,10 @@ def _demo_network(path: str) -> LanguageModel:
 
 def _ids(
   shortlist: Path | Sequence[int],
-  tokenizer: Tokenizer | None,
+  tokenizer: Vocabulary | None,
   ends: Sequence[int],
 ) -> list[int]:
-  """The ids of a shortlist, and those that end an output."""
+  """Returns the ids of a shortlist, and those that end an output."""
   check_type('shortlist', shortlist, str | os.PathLike | Sequence[int])
   ids = set(_listed(shortlist, tokenizer))
   if tokenizer is not None:
@@ -187,9 +167,9 @@ def _ids(
 
 
 def _listed(
-  shortlist: Path | Sequence[int], tokenizer: Tokenizer | None
+  shortlist: Path | Sequence[int], tokenizer: Vocabulary | None
 ) -> Iterable[int]:
-  """The ids of a shortlist: those that are given, or of the file at a path."""
+  """Returns the ids of a shortlist that is given, or read from a file."""
   if not isinstance(shortlist, str | os.PathLike):
     return shortlist
   path = shipped.find(shortlist)
@@ -207,22 +187,39 @@ def _listed(
   return listed
 
 
-def _computes_in(dtype: str | None) -> str:
-  """The dtype of the computation, from that of the parameters."""
-  if dtype is None or not is_integers(dtype):
-    return dtype or 'float32'
-  return computes_in()
+def _computing(
+  network: Any, facts: FolderFacts | None, dtype: str | None
+) -> LanguageModel:
+  """Returns the network that was given, or the folder's, with a dtype."""
+  if network is not None and (
+    dtype is None or not isinstance(network, Network)
+  ):
+    return network
+  config = network.config if network is not None else facts and facts.config
+  assert config is not None
+  computes_in = integers.computes_in() if is_integers(dtype) else dtype
+  return network_of(dataclasses.replace(config, dtype=computes_in or 'float32'))
 
 
-def _ends(
-  folder: pathlib.Path, described: Mapping[str, Any], config: Config
-) -> tuple[int, ...]:
-  """Ids that end an output; a decoder-only model may have none."""
-  if isinstance(config, T5Config | T5GemmaConfig | M2M100Config):
-    return special_ids(folder, described, start_id(config)).eos
-  said = {name: value for name, value in described.items() if value is not None}
-  # A model without an encoder has no decoder start id of its own.
-  said = {'eos_token_id': []} | said | {'decoder_start_token_id': START_ID}
-  found = special_ids(folder, said).eos
-  # transformers writes GPT-2's end id (50256) for any size of vocabulary.
-  return tuple(token for token in found if token < config.vocab_size)
+def _vocabulary(
+  tokenizer: Vocabulary | Path | None,
+  facts: FolderFacts | None,
+  location: Location,
+  network: LanguageModel,
+) -> Vocabulary | None:
+  """Returns the vocabulary that was given, or that of the model's folder.
+
+  Raises:
+    ValueError: it cannot be read, or the network has too few or too many ids.
+  """
+  if tokenizer is None and facts and is_vocabulary(pathlib.Path(location.path)):
+    tokenizer = location.path
+  if tokenizer is None:
+    return None
+  if not isinstance(tokenizer, Vocabulary):
+    tokenizer = Tokenizer(tokenizer)
+  try:
+    check_vocabulary_size('model', network.vocab_size, tokenizer)
+  except ValueError as error:
+    raise ValueError(f'{tokenizer.path!r}: {error}') from error
+  return tokenizer.for_network(network.vocab_size)

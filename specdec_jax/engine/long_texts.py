@@ -3,13 +3,13 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import is_a, unexpected
-from specdec_jax.engine import request
+from specdec_jax.engine.codec import Codec, check_unicode
 from specdec_jax.engine.completion import Completion, joined
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.options import Options, example_id, sentence_id
 from specdec_jax.text.sentences import Sentences, language_of, split
 
 # What T5 and MADLAD-400 expect before each input.
@@ -19,35 +19,37 @@ _PREFIX = re.compile(
 
 
 def splitter(
-  engine: Any,
+  codec: Codec,
+  max_input_len: int,
   options: Options,
   as_input: Callable[[str], Any] = lambda text: text,
 ) -> Callable[[str], Sentences]:
-  """Makes what splits a text into sentences that the engine can read.
+  """Makes a function that splits a text into sentences that a target can read.
 
   Args:
-    engine: the engine.
-    options: has the languages, and what is put before each sentence.
-    as_input: makes of a sentence with its prefix what the engine reads; by
-      default itself.
+    codec: of the target.
+    max_input_len: tokens that it reads at most.
+    options: has the languages, and the prefix of each sentence.
+    as_input: turns a sentence with its prefix into what the target reads; by
+      default it is left as it is.
   """
   prefix = options.split_prefix
-  source = options.source_lang or engine.source_lang
+  source = options.source_lang or codec.source_lang
   language = language_of(options.split_lang or source)
 
   def count(text: str) -> int:
-    return len(engine.input_ids(as_input(prefix + text), source)) - around
+    return len(codec.input_ids(as_input(prefix + text), source)) - around
 
   around = 0
   around = count('')  # tokens before and after each sentence
-  most = engine.max_input_len - around
-  if most < 1:
+  longest = max_input_len - around
+  if longest < 1:
     expected = f'more than the {around} tokens around each sentence'
-    raise unexpected('max_input_len', expected, engine.max_input_len)
+    raise unexpected('max_input_len', expected, max_input_len)
 
   def of(text: str) -> Sentences:
-    request.check_unicode(text)
-    whole = split(text, language, count, most)
+    check_unicode(text)
+    whole = split(text, language, count, longest)
     if len(whole.spans) > 1 and not prefix and (found := _PREFIX.match(text)):
       warnings.warn(
         f'split: only the first sentence of a text begins with {found[0]!r}.'
@@ -60,61 +62,65 @@ def splitter(
 
 
 class LongTexts:
-  """Texts as sentences, for whatever decodes many short texts.
+  """Splits texts into sentences, for whatever decodes many short texts.
 
   Attributes:
     parts: the sentences of all outputs in order, each with its prefix, those of
       each sample together.
-    options: for `Engine.generate`, of these.
+    example_ids: of each part.
+    options: those of the parts.
   """
 
   def __init__(
-    self, engine: Any, texts: Sequence[Any], options: Mapping[str, Any]
+    self,
+    codec: Codec,
+    max_input_len: int,
+    texts: Sequence[Any],
+    options: Options,
   ):
     """Splits the texts.
 
     Args:
-      engine: the `Engine` that decodes them.
+      codec: of the target.
+      max_input_len: tokens that it reads at most.
       texts: the texts.
-      options: of `Engine.generate`, with `split`.
+      options: with `split`.
 
     Raises:
       ValueError: as for `Engine.generate`, a text is not a string, or the
         package that splits is not installed.
     """
-    calls = {x: options[x] for x in ('speculative', 'gamma') if x in options}
-    named = {k: v for k, v in options.items() if k not in calls}
-    asked = request.options_of(named, engine.models['target'].rules)
     if not is_a(texts, Sequence[str]) or isinstance(texts, str):
       raise unexpected('texts', 'a sequence of strings with split', texts)
-    ids = asked.example_ids or range(len(texts))
+    ids = options.example_ids or range(len(texts))
+    one_number = isinstance(options.temperature, float | int)
     for name, fits, expected in (
-      ('temperature', isinstance(asked.temperature, float | int), 'one number'),
+      ('temperature', one_number, 'one number'),
       ('example_ids', len(ids) == len(texts), f'{len(texts)} numbers'),
     ):
       if not fits:
-        raise unexpected(name, f'{expected} with split', getattr(asked, name))
+        raise unexpected(name, f'{expected} with split', getattr(options, name))
     # One beam search gives all outputs of a sentence.
-    self._each = 1 if asked.num_beams is None else asked.num_samples
-    samples = range(asked.num_samples // self._each)
-    whole = [*map(splitter(engine, asked), texts)]
+    self._each = 1 if options.num_beams is None else options.num_samples
+    samples = range(options.num_samples // self._each)
+    whole = [*map(splitter(codec, max_input_len, options), texts)]
     self._outputs = [sentences for sentences in whole for _ in samples]
     parts = [part for output in self._outputs for part in output.parts]
-    self.parts = [asked.split_prefix + part for part in parts]
-    values: dict[str, Any] = {
-      'split': None,
-      'split_lang': None,
-      'split_prefix': '',
-      'num_samples': self._each,
-      'example_ids': [
-        request.sentence_id(request.example_id(number, sample), place)
-        for number, sentences in zip(ids, whole, strict=True)
-        for sample in samples
-        for place in range(len(sentences.spans))
-      ],
-    }
-    named = {x.name: getattr(asked, x.name) for x in dataclasses.fields(asked)}
-    self.options = named | values | calls
+    self.parts = [options.split_prefix + part for part in parts]
+    self.example_ids = [
+      sentence_id(example_id(number, sample), place)
+      for number, sentences in zip(ids, whole, strict=True)
+      for sample in samples
+      for place in range(len(sentences.spans))
+    ]
+    self.options = dataclasses.replace(
+      options,
+      split=None,
+      split_lang=None,
+      split_prefix='',
+      num_samples=self._each,
+      example_ids=self.example_ids,
+    )
 
   def joined(self, done: Sequence[Completion]) -> Iterator[Completion]:
     """Yields the outputs of the texts, of those of `parts`."""

@@ -1,7 +1,6 @@
-"""Checks that target and drafter fit: each other, a tokenizer, the memory."""
+"""Checks that target and drafter fit each other, a tokenizer and memory."""
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,15 +15,15 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.drafters.translation_memory import Memory
-from specdec_jax.models import base, sizes
-from specdec_jax.models.base import START_ID, LanguageModel, Params
+from specdec_jax.models import sizes
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.causal_lm import CausalLM
-from specdec_jax.models.families import Config
+from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import own_vocab_size
 from specdec_jax.models.t5gemma import T5Gemma
-from specdec_jax.text.tokenizer import Tokenizer, contradiction
+from specdec_jax.text.tokenizer import Vocabulary, contradiction
 from specdec_jax.text.vocabulary import SENTENCEPIECE, TOKENIZER
 
 # 100 sentinels, and padding to a multiple of 1,024.
@@ -37,12 +36,11 @@ class PlacedPair(NamedTuple):
   """A target and its drafter on their devices, as the loops take them.
 
   Attributes:
-    target: the target's network; over several devices, as `follow` gives it.
+    target: the target's network; the result of `follow` on several devices.
     drafter: the drafter, or None.
-    params: the parameters of both, as they are placed; the drafter's are None
-      if there is no drafter.
-    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
-      loaded; that of a drafter that is not a small model ends with its name.
+    params: the placed parameters of both; None for a missing drafter.
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of the
+      parameters; with the name of a drafter that is not a small model.
   """
 
   target: LanguageModel
@@ -54,51 +52,51 @@ class PlacedPair(NamedTuple):
 def placed_pair(
   target: Model, drafter: Drafter | None, placement: partitioning.Placement
 ) -> PlacedPair:
-  """Reads parameters that have not been read, and puts all on the devices.
+  """Reads parameters that are not read yet, and places all on the devices.
 
   The drafter comes first: it is read quickly, so its errors show early.
 
   Raises:
-    ValueError: a checkpoint is broken, or cannot be split as a placement says;
-      or the drafter was made for another target.
+    ValueError: a checkpoint is broken, or cannot be split as the placement
+      says; or the drafter was made for another target.
   """
   params = PairParams(None, None)
   prints, of_draft = {}, placement.replicated()
-  asked: Any = drafter  # what it was made for is lost where it is made anew
-  if drafter is not None:
+  original = drafter  # keeps `made_for`, which `small_model` drops
+  if drafter is not None and original is not None:
     read = partitioning.read_parts(drafter.params, of_draft)
     prints['draft'] = fingerprint(read)
     small = alone(drafter)
     if small is None:
-      # Drafters without parameters are told apart by what they do.
+      # Drafters without parameters differ only in their names.
       prints['draft'] += f' {drafter.name or drafter.propose.__qualname__}'
     else:
       follows = partitioning.follow(small.network, of_draft.partition())
       drafter = small_model(follows)
-    read = partitioning.place_parts(read, of_draft, asked.params)
+    read = partitioning.place_parts(read, of_draft, original.params)
     drafter = drafter._replace(params=read)
     params = params._replace(draft=read)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
-  if asked is not None:
+  if original is not None:
     dtype = placement.param_dtype
-    _check_made_for(asked, target, read, prints['target'], dtype)
+    _check_made_for(original, target, read, prints['target'], dtype)
   params = params._replace(target=partitioning.place(read, placement))
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
 
 
 def _check_made_for(
-  drafter: Drafter, target: Model, read: Params, found: str, dtype: str
+  drafter: Drafter, target: Model, read: Params, print_of: str, dtype: str
 ) -> None:
-  """Raises ValueError if a drafter was made for a target not `found` here.
+  """Raises ValueError if a drafter was made for another target.
 
-  A target of integers, here or on disk, is also the one of floats that it was
-  made of, and that of its integers times their factors: its features and its
-  outputs are nearly the same.
+  A target with integer kernels, here or on disk, also passes as the model of
+  floats before rounding, and as the model of integers times factors: features
+  and outputs are nearly the same.
   """
   models = (model.made_for for model in drafter.models if model.made_for)
-  wanted = {*drafter.made_for, *models} - {found}
+  wanted = {*drafter.made_for, *models} - {print_of}
   if wanted and is_integers(dtype):
     wanted.discard(fingerprint(in_floats(read)))
   if wanted:
@@ -107,27 +105,27 @@ def _check_made_for(
       expected = f'one with a checkpoint of floats, loaded with dtype={dtype!r}'
       raise unexpected('target', expected, f'{target.name} of {dtype}')
     wanted.difference_update(made_of)
-    found = made_of[0]
+    print_of = made_of[0]
   if wanted:
     expected = f'one that {drafter.name!r} was made for ({min(wanted)})'
     advice = 'Or train a drafter for this one (specdec distil).'
-    raise unexpected('target', expected, f'{target.name} ({found})', advice)
+    raise unexpected('target', expected, f'{target.name} ({print_of})', advice)
 
 
 def _made_of(target: Model) -> tuple[str, ...]:
-  """Fingerprints of a target before it was rounded; () is unknown."""
+  """Returns fingerprints of a target before rounding; () if unknown."""
   if target.made_of is not None:
     return target.made_of()
   given = target.read()
   leaves = jax.tree.leaves(given)
-  rounded = any(is_integers(one.dtype) for one in leaves)
-  return () if rounded else (fingerprint(given),)
+  is_rounded = any(is_integers(leaf.dtype) for leaf in leaves)
+  return () if is_rounded else (fingerprint(given),)
 
 
-class Room:
-  """Checks whether the arrays of a run fit into the memory that is free.
+class MemoryCheck:
+  """Checks whether the arrays of a run fit into the free memory.
 
-  Counts the least memory that is needed: a run that is refused could not have
+  It counts the least memory of a run. A run that is refused could not have
   worked, but a run that passes may still be too large for the device.
   """
 
@@ -141,24 +139,25 @@ class Room:
     Args:
       target: the target.
       drafter: the drafter, or None.
-      placement: says which devices the parameters go to, and in which dtype,
-        but for models of the drafter that were loaded with one of their own.
+      placement: devices and dtype of the parameters; models of the drafter
+        that were loaded with a dtype keep it.
     """
     dtype = placement.param_dtype
     drafts = drafter.models if drafter else ()
     models = (target, *drafts)
-    found = [getattr(model.network, 'config', None) for model in models]
-    self._configs = [one for one in found if isinstance(one, Config)]
+    configs = [config_of(model.network) for model in models]
+    self._configs = [config for config in configs if config is not None]
     self._widened = sizes.widened_bytes(target.network, dtype) + sum(
-      sizes.widened_bytes(one.network, one.dtype or dtype) for one in drafts
+      sizes.widened_bytes(draft.network, draft.dtype or dtype)
+      for draft in drafts
     )
     parts = target, *jax.tree.leaves(drafter.params if drafter else ())
     self._unread = sum(_unread_bytes(part, dtype) for part in parts)
     on_one = placement.on_one_device
     self._free = memory.device_bytes if on_one else memory.all_bytes
 
-  def placed(self) -> None:
-    """Tells that the parameters are on the devices: they are free no more."""
+  def mark_params_loaded(self) -> None:
+    """From now on the parameters do not count: they are on the devices."""
     self._unread = 0
 
   def check(
@@ -169,28 +168,27 @@ class Room:
     Args:
       batch: B.
       input_len: E.
-      num_slots: T, of the caches.
+      num_slots: T, slots of the caches.
       num_tokens: S, tokens of a call: a whole draft, or all beams.
 
     Raises:
-      memory.DoesNotFitError: the run does not fit; the message says what was
-        asked for.
+      memory.DoesNotFitError: the run does not fit; the message has its sizes.
     """
     needed = sum(
       sizes.run_bytes(config, batch, input_len, num_slots, num_tokens)
       for config in self._configs
     )
-    beside = ''
+    more = ''
     if self._unread:
-      beside = f', beside {memory.gib(self._unread)} of parameters'
+      more = f', beside {memory.gib(self._unread)} of parameters'
     if self._widened:
-      beside += (
+      more += (
         f', and {memory.gib(self._widened)} of float32 that a CPU makes of'
         " bfloat16 (dtype='float32' takes less)"
       )
     memory.check_room(
       f'{batch} rows of {num_slots} slots (prompt, output and draft) and inputs'
-      f' of {input_len} tokens{beside}',
+      f' of {input_len} tokens{more}',
       needed + self._unread + self._widened,
       self._free,
       'Take a smaller batch, shorter inputs or outputs (max_decode_len; gin:'
@@ -199,7 +197,7 @@ class Room:
 
 
 def _unread_bytes(part: Any, dtype: str) -> int:
-  """Bytes that a model, or an array, is still to take on the devices."""
+  """Returns the bytes that a model or array still needs on the devices."""
   if not isinstance(part, Model):
     return 0 if isinstance(part, jax.Array) else np.asarray(part).nbytes
   dtype = part.dtype or dtype
@@ -210,25 +208,24 @@ def _unread_bytes(part: Any, dtype: str) -> int:
   return sizes.held_bytes(count, dtype)
 
 
-def own_vocabulary(model: Model) -> Tokenizer:
-  """A model's own tokenizer.
+def own_vocabulary(model: Model) -> Vocabulary:
+  """Returns a model's tokenizer.
 
   Raises:
-    ValueError: the model came without a tokenizer.
+    ValueError: the model was loaded without a tokenizer.
   """
-  tokenizer: Tokenizer | None = model.tokenizer
-  if tokenizer is None:
+  if model.tokenizer is None:
     expected = f'{TOKENIZER} or {SENTENCEPIECE} beside {model.name!r}'
     advice = 'Give the path of a vocabulary (tokenizer=; gin: VOCAB_PATH).'
     raise unexpected('tokenizer', expected, None, advice)
-  return tokenizer
+  return model.tokenizer
 
 
 def fitted(target: Model, drafter: Drafter) -> Drafter:
-  """The drafter with its target's ids, if it is a small model alone.
+  """Gives a drafter its target's ids, if it is a small model alone.
 
-  Heads of one tokenizer may be padded differently. Vocabularies that differ by
-  more than that are left to `check_pair`.
+  Output layers of one tokenizer may be padded differently. `check_pair` refuses
+  larger differences.
   """
   small, size = alone(drafter), target.network.vocab_size
   if small is None or abs(small.network.vocab_size - size) > _MOST_MORE_IDS:
@@ -237,16 +234,16 @@ def fitted(target: Model, drafter: Drafter) -> Drafter:
 
 
 def check_pair(
-  target: Model, drafter: Drafter | None, tokenizer: Tokenizer
+  target: Model, drafter: Drafter | None, tokenizer: Vocabulary
 ) -> None:
   """Raises ValueError unless target and drafter use the tokenizer's ids.
 
   Warns if the drafter does not see the input that the target reads, and if the
-  target's folder asks for what happens only if options say so.
+  target's folder has settings for `generate` that are not followed.
   """
   if target.unfollowed:
     warnings.warn(target.unfollowed, stacklevel=3)
-  if base.reads_encoder(target.network):
+  if target.network.reads_encoder:
     expected = 'a model with an encoder of its own, which only a draft may lack'
     raise unexpected('target', expected, target.name)
   _check_side('target', target, tokenizer)
@@ -262,8 +259,10 @@ def check_pair(
   check_tables(target, drafter, tokenizer)
 
 
-def check_tables(target: Model, drafter: Drafter, tokenizer: Tokenizer) -> None:
-  """Raises ValueError if a drafter has a table of other ids."""
+def check_tables(
+  target: Model, drafter: Drafter, tokenizer: Vocabulary
+) -> None:
+  """Raises ValueError if a drafter has a table with other ids."""
 
   def is_table(value: Any) -> bool:
     return isinstance(value, NGramTable | Memory)
@@ -278,12 +277,11 @@ def check_tables(target: Model, drafter: Drafter, tokenizer: Tokenizer) -> None:
       raise unexpected('translation memory', f'ids below {size}', most)
 
 
-def _check_side(name: str, model: Model, tokenizer: Tokenizer) -> None:
-  own = model.tokenizer
-  differs = '' if own is None else contradiction(own, tokenizer)
-  if differs:
-    expected = f'that of {tokenizer.path!r}, which both share ({differs})'
-    raise unexpected(f"{name}'s tokenizer", expected, own.path)
+def _check_side(name: str, model: Model, tokenizer: Vocabulary) -> None:
+  if model.tokenizer is not None:
+    if differs := contradiction(model.tokenizer, tokenizer):
+      expected = f'that of {tokenizer.path!r}, which both share ({differs})'
+      raise unexpected(f"{name}'s tokenizer", expected, model.tokenizer.path)
   check_vocabulary_size(name, own_vocab_size(model.network), tokenizer)
 
 
@@ -297,7 +295,7 @@ def _check_draft(target: Model, draft: Model) -> None:
   if draft.network.has_encoder and not target.network.has_encoder:
     expected = 'a decoder-only model, for the target has no encoder'
     raise unexpected('draft', expected, draft.name)
-  pads = base.pad_id(draft.network), base.pad_id(target.network)
+  pads = draft.network.pad_id, target.network.pad_id
   if draft.network.has_encoder and pads[0] != pads[1]:
     expected = f"padding with id {pads[1]}, as in the target's family"
     raise unexpected('draft', expected, f'id {pads[0]}')
@@ -312,41 +310,35 @@ def _check_draft(target: Model, draft: Model) -> None:
 
 def _check_encoder(target: Model, drafter: Drafter) -> None:
   """Raises ValueError unless the drafter can read the target's encoder."""
-  network = target.network  # of somebody's own, it may not be able to encode
-  if not network.has_encoder or not hasattr(network, 'encode'):
+  width = target.network.encoded_dim
+  if not target.network.has_encoder or width is None:
     expected = 'one with an encoder, which the draft reads'
-    raise unexpected('target', expected, type(network).__name__)
-  width = _encoded_dim(network)
+    raise unexpected('target', expected, type(target.network).__name__)
   for model in drafter.models:
-    wanted = _encoded_dim(model.network)
-    if base.reads_encoder(model.network) and None not in (wanted, width):
-      if wanted != width:
-        expected = f'one that reads an encoder of width {width}'
-        advice = 'Distil a drafter for this target (specdec distil).'
-        raise unexpected('draft', expected, wanted, advice)
+    reads = model.network.reads_encoder
+    if reads and (wanted := model.network.encoded_dim) != width:
+      expected = f'one that reads an encoder of width {width}'
+      advice = 'Distil a drafter for this target (specdec distil).'
+      raise unexpected('draft', expected, wanted, advice)
 
 
-def _encoded_dim(network: LanguageModel) -> int | None:
-  """Width of an encoder's output; of somebody's own network it is unknown."""
-  return getattr(getattr(network, 'shape', None), 'encoded_dim', None)
+def _check_encoded(target: Model, tokenizer: Vocabulary) -> None:
+  """Raises ValueError if a target's encoder has another model's vocabulary.
 
-
-def _check_encoded(target: Model, tokenizer: Tokenizer) -> None:
-  """Raises ValueError if a target's encoder has another model's vocabulary."""
-  # Only for an encoder: a decoder-only model may have learned any end id.
+  A decoder-only model is not checked, since it may have learned any end id.
+  """
   if target.stop_ids and tokenizer.eos_id not in target.stop_ids:
     ends = ' or '.join(map(str, target.stop_ids))
     expected = f"id {ends}, the eos_token_id in the target's folder"
     raise unexpected(f'end in {tokenizer.path}', expected, tokenizer.eos_id)
-  padding = base.pad_id(target.network)
-  # A tokenizer of somebody's own need not know what is text.
-  if isinstance(tokenizer, Tokenizer) and tokenizer.is_text(padding):
+  padding = target.network.pad_id
+  if tokenizer.is_text(padding):
     expected = 'what the target reads as padding, no text'
     name = f'id {padding} in {tokenizer.path}'
     raise unexpected(name, expected, tokenizer.pieces[padding])
 
 
-def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
+def check_vocabulary_size(name: str, size: int, tokenizer: Vocabulary) -> None:
   """Raises ValueError unless a network's vocabulary size fits a tokenizer's.
 
   A network may have some ids more: T5 has 128 more (100 sentinels, and
@@ -355,14 +347,13 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
 
   Args:
     name: name of the network, for the message.
-    size: ids that the network has.
-    tokenizer: its own tokenizer, or that of another model.
+    size: the network's number of ids.
+    tokenizer: its tokenizer, or that of another model.
   """
-  # A tokenizer of somebody's own need not know its least size.
-  least = getattr(tokenizer, 'least_size', tokenizer.vocab_size)
-  if least <= size <= tokenizer.vocab_size + _MOST_MORE_IDS:
+  least, most = tokenizer.least_size, tokenizer.vocab_size + _MOST_MORE_IDS
+  if least <= size <= most:
     return
-  pieces = getattr(tokenizer, 'pieces', {})
+  pieces = tokenizer.pieces
   past = {pieces[i]: i for i in sorted(pieces) if i >= size}
   last = ''
   if 0 < len(past) < _MOST_MORE_IDS:
@@ -376,10 +367,11 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Tokenizer) -> None:
 
 
 def check_ends(model: Model) -> None:
-  """Raises ValueError if a model ends with an id that its vocabulary lacks."""
-  size = getattr(model.tokenizer, 'vocab_size', None)
-  missing = [i for i in model.stop_ids if size is not None and i >= size]
-  if missing:
+  """Raises ValueError if a model's end is an id that its vocabulary lacks."""
+  if model.tokenizer is None:
+    return
+  size = model.tokenizer.vocab_size
+  if missing := [i for i in model.stop_ids if i >= size]:
     expected = f'an id of {model.tokenizer.path!r}, which has {size}'
     advice = 'Added tokens (tokenizer_config.json, added_tokens.json) may miss.'
     field = f'eos_token_id of {model.name}'
@@ -387,16 +379,16 @@ def check_ends(model: Model) -> None:
 
 
 def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
-  """Raises ValueError unless a drafter can propose what a call asks for.
+  """Raises ValueError unless a drafter supports a call.
 
   A level of a beam search is accepted if all of its beams were proposed. A
-  drafter that knows one continuation, or a tree for one output, proposes too
+  drafter with one continuation, or with a tree for one output, proposes too
   few.
 
   Args:
     drafter: the drafter.
-    adapts: whether drafts are to end where the drafter is not sure enough.
-    num_beams: width of a beam search; None is none.
+    adapts: whether a draft ends when the drafter is not sure enough.
+    num_beams: width of a beam search, or None.
   """
   searches = num_beams is not None
   if searches and (drafter.network is None or drafter.tree is not None):
@@ -413,44 +405,36 @@ def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
 
 def first_id(
   network: LanguageModel,
-  tokenizer: Tokenizer | None,
-  described: Mapping[str, Any],
+  tokenizer: Vocabulary | None,
+  named: int | None = None,
 ) -> int | None:
-  """The id that the texts that a target reads begin with; None is none.
+  """Returns the id that a target's texts begin with, or None.
 
   Args:
-    network: the target's.
-    tokenizer: its vocabulary; None where only the engine will know it, which
-      then asks again.
-    described: config.json of its folder; {} if it has none.
+    network: the target's network.
+    tokenizer: its vocabulary; None if only the engine will know it, which then
+      calls this function again.
+    named: the `bos_token_id` in config.json of its folder.
   """
-  if network.has_encoder and base.ends_inputs(network):
+  if network.has_encoder and network.ends_inputs:
     return None
   by_vocabulary = isinstance(network, CausalLM | T5Gemma)
-  # A tokenizer of somebody's own need not know what its texts begin with.
-  if by_vocabulary and getattr(tokenizer, 'says_ends', False):
-    bos_id: int | None = getattr(tokenizer, 'bos_id', None)
-    return bos_id  # Qwen's config.json names one that it never reads
+  if by_vocabulary and tokenizer is not None and tokenizer.says_ends:
+    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
   if network.has_encoder:
-    return base.start_id(network)
-  named = described.get('bos_token_id')
-  if type(named) is int and 0 <= named < network.vocab_size:
+    return network.start_id
+  if named is not None and 0 <= named < network.vocab_size:
     if tokenizer is not None or not by_vocabulary:
       return named
-  if tokenizer is None:
-    return None
-  # GPT-2's, and that of models trained here and of T5X's.
-  return getattr(tokenizer, 'start_id', START_ID)
+  return None if tokenizer is None else tokenizer.start_id
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   """Raises ValueError if the target's texts cannot begin with `bos_id`."""
   if bos_id is None:
     return
-  if network.has_encoder and base.ends_inputs(network):
-    expected = (
-      f'None: the target begins with id {base.start_id(network)} by itself'
-    )
+  if network.has_encoder and network.ends_inputs:
+    expected = f'None: the target begins with id {network.start_id} by itself'
     raise unexpected('bos_id', expected, bos_id)
   if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
     expected = f'None or an id below {network.vocab_size}'

@@ -1,41 +1,49 @@
-"""One scheduler: rows that come at any time share the slots of one engine.
+"""One scheduler, one queue: rows of every kind come, and lanes decode them.
 
-`submit` queues rows. Each `step` gives free slots to those that wait, starts
-rounds on the device, and says what became of the rows; `drain` steps until
-nothing is left. `Continuous` feeds it a list of texts, `Engine.stream` one
-text, and `serving` feeds it from other threads.
+`Scheduler.submit` queues rows. A `Lane` is one static kind of request, whose
+programs no other kind can use; its rows share pools. Each `step` moves rows
+into pools, runs rounds on the device, and says what became of the rows; `drain`
+steps until nothing is left. There are two kinds of pool: in `SlotPool` a
+finished row makes room for the next, `FixedBatches` decodes batch after batch.
 
 Without cancelled rows its decisions follow from the rows and from the device's
 answers, never from a clock, so that all processes of a run decide alike.
 """
 
 import collections
-import copy
 import dataclasses
-import functools
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from specdec_jax.checks.fields import Bound, Checked, unexpected
-from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
-from specdec_jax.engine.completion import Completion, Text
-from specdec_jax.engine.padding import rounded_up
-from specdec_jax.engine.request import TextBatch, TextRow, joined
-from specdec_jax.engine.trace import Round
+from specdec_jax.checks.fields import Bound, Checked
+from specdec_jax.decoding.pool import PoolPrograms, PoolView
+from specdec_jax.engine.completion import Completion
+from specdec_jax.engine.padding import padded_rows, rounded_up
+from specdec_jax.engine.programs import Programs
+from specdec_jax.engine.request import Row, TextRequest, Update, joined
+from specdec_jax.engine.slots import Slots
 from specdec_jax.request import Drafting, Request, whole_buckets
-from specdec_jax.types import FinishReason, Generation, Positive
+from specdec_jax.types import FinishReason, Positive
 
+_LOG = logging.getLogger(__name__)
 # Rounds after which the host looks in any case, and where it looks for a stop
 # string or others may come.
 _MAX_ROUNDS = 32
 _FEW_ROUNDS = 4
 _ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones: 3 times
 _SHRINK_AFTER = 16  # steps with a pool that is larger than it need be
+_MOST_POOLS = 4  # of lanes, whose programs are compiled aside
+_PIECE_ROUNDS = 4  # of a beam search, between two steps of other rows
+IDLE_LANES = 4  # whose programs are kept
+_MOST_LANES = 16  # if all are in use
+
+Told = list[tuple[Row, Update]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +79,21 @@ class PoolSettings(Checked):
 
 
 class DraftPolicy:
-  """How long drafts are, by the rows of the pool and what these ask for.
+  """Decides how long drafts are, by the rows of the pool and their options.
 
   A greedy row's output is the target's own whatever is proposed to it, so its
   drafts may be what is quickest just now. A sample depends on where drafts end,
   so sampled rows always have the engine's gamma.
 
   Attributes:
-    room: the longest draft.
+    by_rows: rows -> how a pool of so many greedy rows is drafted for.
+    longest: proposals of the longest draft.
     skips_rounds: whether rows go on without the drafter in some pools.
   """
 
   def __init__(self, settings: PoolSettings, request: Request, multiple: int):
-    """
+    """Takes the plan of a pool.
+
     Args:
       settings: has `gammas`.
       request: has the drafting of sampled rows; gamma 0 decodes all rows
@@ -93,23 +103,23 @@ class DraftPolicy:
         cost more, so it rather proposes too few tokens.
     """
     self._base = request.drafting
-    self._by_rows = {settings.rows: self._base}
+    self.by_rows = {settings.rows: self._base}
     if settings.gammas is not None and request.gamma:
       plan = sorted(settings.gammas.items())
-      self._by_rows = {rounded_up(rows, multiple): one for rows, one in plan}
-    gammas = [self._base.gamma, *(one.gamma for one in self._by_rows.values())]
-    self.room = max(gammas)
-    self.skips_rounds = self.room > 0 and 0 in gammas
+      self.by_rows = {rounded_up(rows, multiple): one for rows, one in plan}
+    gammas = [self._base.gamma, *(one.gamma for one in self.by_rows.values())]
+    self.longest = max(gammas)
+    self.skips_rounds = self.longest > 0 and 0 in gammas
 
   @property
   def gammas(self) -> dict[int, int]:
     """Rows -> gamma of greedy rows; empty without drafts."""
-    if not self.room:
+    if not self.longest:
       return {}
-    return {rows: one.gamma for rows, one in self._by_rows.items()}
+    return {rows: one.gamma for rows, one in self.by_rows.items()}
 
-  def of(self, size: int, varies: bool, plainly: bool) -> Drafting:
-    """How the rounds of a pool are drafted for.
+  def drafting(self, size: int, varies: bool, plainly: bool) -> Drafting:
+    """Returns how the rounds of a pool are drafted for.
 
     Args:
       size: rows of the pool.
@@ -120,305 +130,20 @@ class DraftPolicy:
       return Drafting()
     if not varies:
       return self._base
-    larger = [rows for rows in self._by_rows if rows >= size]
-    return self._by_rows[min(larger, default=max(self._by_rows))]
+    larger = [rows for rows in self.by_rows if rows >= size]
+    return self.by_rows[min(larger, default=max(self.by_rows))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
-  """What a row's listener is told.
-
-  Attributes:
-    text: text that is new, and will not change.
-    tokens: ids that are new.
-    log_probs: of these, if the row wants them.
-    completion: the whole output, at its end.
-    round: what became of the last draft, if the row shows rounds.
-    beams: the outputs of a beam search instead, the best one first.
-    error: why it ends without an output: 'deadline', 'stopped', 'failed', or
-      'failed alone'.
-  """
-
-  text: str = ''
-  tokens: Sequence[int] = ()
-  log_probs: Sequence[float] = ()
-  completion: Completion | None = None
-  round: Round[int] | None = None
-  beams: Sequence[Completion] = ()
-  error: str | None = None
-
-  @property
-  def is_last(self) -> bool:
-    """Whether nothing follows."""
-    is_done = self.completion is not None or bool(self.beams)
-    return is_done or self.error is not None
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-  """One output that is to be decoded.
-
-  Attributes:
-    batch: its text and options, as the engine takes them.
-    index: its row of the batch.
-    streams: whether there are updates before the end.
-    is_plain: whether it is to be decoded without a drafter, where no other row
-      runs beside it.
-    shows_rounds: whether its updates have rounds; then it streams.
-    is_cancelled: whether nobody wants it any more.
-  """
-
-  batch: TextBatch
-  index: int = 0
-  streams: bool = False
-  is_plain: bool = False
-  shows_rounds: bool = False
-  is_cancelled: bool = False
-  num_accepted: int = 0
-  num_passed: int = 0
-  num_told: int = 0  # tokens
-  num_sent: int = 0  # characters
-  num_read: int = 0  # tokens that are in its text
-
-  @property
-  def is_simple(self) -> bool:
-    """Whether the program without sampling and log-probabilities is enough."""
-    options = self.batch.options
-    greedy = options.sampling.greedy and not options.min_length
-    return greedy and not options.log_probs
-
-  @property
-  def source(self) -> TextRow:
-    """What the row is made of."""
-    return self.batch.rows[self.index]
-
-  @functools.cached_property
-  def _text(self) -> Text:
-    return self.batch.text()
-
-  def read(self, generation: Generation, slot: int) -> Text:
-    """Its text so far, without a stop id."""
-    has_stop_id = generation.finish_reason[slot] == FinishReason.STOP
-    end: Any = generation.length[slot] - has_stop_id
-    tokens: Any = generation.tokens[slot, self.num_read : end]
-    self._text.extend(tokens)
-    self.num_read += len(tokens)
-    return self._text
-
-  def completion(self, generation: Generation, slot: int) -> Completion:
-    """The whole output, once it is finished."""
-    done = self.batch.completion(generation, slot)
-    if not self.batch.options.stop_strings:
-      return done
-    return self.read(generation, slot).cut(done)
-
-  def last_round(self, view: PoolView, slot: int) -> Round[int] | None:
-    """The row's last round, if a chain was judged in it.
-
-    Args:
-      view: of a pool that has run one round.
-      slot: the row's.
-    """
-    draft, generation = view.draft, view.generation
-    if draft is None or draft.tree is not None:
-      return None
-    length: Any = draft.length[slot]
-    proposed: Any = draft.tokens[slot, :length]
-    end = generation.length[slot]
-    new: Any = generation.tokens[slot, self.num_told : end]
-    accepted = int(generation.stats.num_accepted[slot]) - self.num_accepted
-    self.num_accepted += accepted
-    after = new[accepted : accepted + 1].tolist()
-    passed = int(generation.stats.num_passed[slot]) - self.num_passed
-    self.num_passed += passed
-    as_block = self.batch.request.judges_blocks
-    return Round(
-      proposed.tolist(),
-      accepted,
-      after[0] if after else None,
-      passed if as_block else None,
-    )
-
-
-def widths_of(request: Request) -> tuple[int, int]:
-  """Widths of inputs and prompts."""
-  return request.inputs.shape[1], request.prompt_width
-
-
-class Slots:
-  """A pool on the device, and the owner of each of its slots.
-
-  Attributes:
-    owners: the owner of each slot; None if it is free.
-    programs: what runs on the device.
-    width: width of the inputs that rows are read with; it only grows.
-  """
-
-  def __init__(
-    self,
-    programs: Callable[[Request], PoolPrograms],
-    request: Request,
-    tokens: int,
-    room: int,
-    read_rows: int,
-  ):
-    """Makes no slots; call `begin`.
-
-    Args:
-      programs: gives those of rows without text, as many as are read together.
-      request: any request of the kind that will be read, on the host.
-      tokens: slots of the caches for prompts and outputs.
-      room: the largest gamma, for whose draft they have more.
-      read_rows: rows that are read together, for tracing.
-    """
-    self._request, self._read_rows = request, read_rows
-    self._gamma, self._tokens = room, tokens
-    self._unread: Request | None = None  # see `hold`
-    self.programs = programs(self._example(request.inputs.shape[1]))
-    self._empty_rows: dict[int, Pool] = {}
-    self.owners: list[Row | None] = []
-
-  def begin(self, size: int, width: int) -> None:
-    """Makes `size` free slots, for inputs of this width."""
-    self.width = self._pool_width = width
-    self.owners = [None] * size
-    self._pool: Any = None  # until it is needed
-
-  def _example(self, width: int) -> Request:
-    """Rows without text, as many as are read together."""
-    count = self._read_rows
-    rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
-    return rows.replace(
-      inputs=np.full((count, width), rows.pad_id, np.int32),
-      max_length=np.zeros((count,), np.int32),
-      prompt=rows.prompt[:, :1],
-      prompt_length=np.ones((count,), np.int32),
-      drafting=rows.drafting.replace(gamma=self._gamma),
-      slots=self._tokens - 1,
-    )
-
-  def _empty_row(self, width: int) -> Pool:
-    if width not in self._empty_rows:
-      row = self.programs.empty_row(self._example(width))
-      self._empty_rows[width] = row
-    return self._empty_rows[width]
-
-  def _in_slots(self, request: Request) -> Request:
-    """The request, with the cache slots that all others have."""
-    return request.replace(
-      drafting=request.drafting.replace(gamma=self._gamma),
-      slots=self._tokens - request.prompt_width,
-    )
-
-  def admit(self, request: Request, rows: Sequence[Row]) -> None:
-    """Reads rows and gives them free slots.
-
-    Args:
-      request: of these rows, and perhaps more to fill it up; inputs and prompts
-        are as wide as they are to be read.
-      rows: their owners.
-    """
-    self.width = max(self.width, request.inputs.shape[1])
-    empty = self._empty_row(self.width)
-    programs = self.programs
-    self._make()
-    read = programs.read(self._in_slots(request), empty)
-    free = self.free[: len(rows)]
-    places = np.zeros((len(self.owners),), np.int32)
-    places[: len(free)] = free
-    self._pool = programs.admit(self._pool, read, places, np.int32(len(free)))
-    for slot, row in zip(free, rows, strict=True):
-      self.owners[slot] = row
-
-  def hold(self, request: Request, owner: Row) -> None:
-    """Gives a row the slot of a pool of one; the next `run` reads it.
-
-    The pool becomes the row itself, as wide as its input: `hold` and `run` are
-    one call of the device, where `admit` and `run` are three and a copy.
-
-    Args:
-      request: of this row, as for `admit`.
-      owner: the row's.
-    """
-    self._unread = self._in_slots(request)
-    self.width = max(self.width, request.inputs.shape[1])
-    self.owners = [owner]
-
-  def _make(self) -> None:
-    """Makes the pool, unless there is one, with room for inputs of `width`."""
-    if self._pool is None:
-      empty = self._empty_row(self._pool_width)
-      self._pool = self.programs.repeated(empty, len(self.owners))
-    if self.width > self._pool_width:
-      empty = self._empty_row(self.width)
-      self._pool = self.programs.widened(self._pool, empty)
-      self._pool_width = self.width
-
-  @property
-  def free(self) -> list[int]:
-    """The slots without an owner."""
-    return [slot for slot, row in enumerate(self.owners) if row is None]
-
-  @property
-  def rows(self) -> list[Row]:
-    """The rows that have a slot."""
-    return [row for row in self.owners if row is not None]
-
-  def resize(self, size: int) -> None:
-    """Moves the rows to a pool of another size, in which they must fit."""
-    if size == len(self.owners):
-      return
-    self._make()
-    running = [slot for slot, row in enumerate(self.owners) if row is not None]
-    free = size - len(running)
-    places = np.array([*running, *[0] * free], np.int32)
-    self._pool = self.programs.smaller(self._pool, places)
-    self.owners = [*self.rows, *[None] * free]
-    # The new slots hold copies of another row.
-    reasons = np.full((size,), FinishReason.RUNNING, np.int32)
-    reasons[len(running) :] = FinishReason.LENGTH
-    self.set_reasons(reasons)
-
-  def run(
-    self, max_rounds: int, enough: int, drafting: Drafting, simply: bool
-  ) -> PoolView:
-    """Starts the next rounds on the device, see `decoding.pool.run`."""
-    rounds, finished = np.int32(max_rounds), np.int32(enough)
-    if self._unread is not None:
-      request, self._unread = self._unread, None
-      self._pool, view = self.programs.begin(request, rounds, drafting, simply)
-      self._pool_width = request.inputs.shape[1]
-      return view
-    self._pool, view = self.programs.run(
-      self._pool, rounds, finished, drafting, simply
-    )
-    return view
-
-  def set_reasons(self, reasons: np.ndarray) -> None:
-    """Ends rows: the finish reason of each, int32[B]."""
-    state = self._pool.state.with_reasons(reasons)
-    self._pool = dataclasses.replace(self._pool, state=state)
-
-  def release(self, view: PoolView) -> list[tuple[Row, int]]:
-    """Frees the slots of finished rows; returns (owner, slot) of each."""
-    done = [
-      (row, slot)
-      for slot, row in enumerate(self.owners)
-      if row is not None and view.is_free[slot]
-    ]
-    for _, slot in done:
-      self.owners[slot] = None
-    return done
-
-
-class Scheduler:
-  """Decodes rows as they come.
+class SlotPool:
+  """Decodes rows of one kind as they come; a finished one makes room.
 
   A use of a program is a tuple: ('rounds', rows, simply, plainly), ('alone',
   widths, plainly) or ('read', rows, widths).
 
   Attributes:
     policy: how long drafts are.
+    sizes: rows of the pools, in order.
+    waiting: rows without a slot; the caller's lock guards it.
     rounds: gamma -> rounds that ran.
     compiled: the uses that need no compilation; None allows all. A step that
       would use another program takes one of these with larger arrays or for
@@ -429,46 +154,50 @@ class Scheduler:
 
   def __init__(
     self,
-    engine: Any,
+    programs: Programs,
     settings: PoolSettings,
-    request: Request,
+    example: Request,
     widest: tuple[int, int],
     first_width: int | None = None,
     counts: Sequence[int] | None = None,
+    lock: threading.Condition | None = None,
   ):
     """Runs nothing.
 
     Args:
-      engine: the engine whose models decode.
+      programs: of the pair.
       settings: of the pool.
-      request: has what all rows share, see `joined`.
+      example: a request of the kind of the rows, with what all of them share.
       widest: widths of the widest inputs and prompts.
       first_width: of the inputs that the pool has room for at first, and grows
         from; None is the widest.
       counts: numbers of rows that are read together, in order; None is
         `refill`.
+      lock: is held where `waiting` changes.
 
     Raises:
       ValueError: the pool cannot fit into memory.
     """
-    multiple = engine.batch_multiple
-    self.policy = DraftPolicy(settings, request, multiple)
-    self._sizes = settings.pool_sizes(multiple)
-    most = self._sizes[-1]
-    self._refill = min(settings.refill or max(1, most // 8), most)
+    multiple = programs.row_multiple
+    self.policy = DraftPolicy(settings, example, multiple)
+    self.sizes = settings.pool_sizes(multiple)
+    largest = self.sizes[-1]
+    self._refill = min(settings.refill or max(1, largest // 8), largest)
     self._counts = counts or [rounded_up(self._refill, multiple)]
-    self._like = request.replace(skips_rounds=self.policy.skips_rounds)
-    self._is_exact = np.ndim(request.stop_ids) == 1  # of one kind of rows
-    room = self.policy.room
-    draft_slots = request.with_drafting(gamma=room).draft_slots
-    num_slots = whole_buckets(widest[1] + engine.max_decode_len + draft_slots)
-    engine.room.check(most, widest[0], num_slots, 1 + draft_slots)
+    self._shared = example.replace(skips_rounds=self.policy.skips_rounds)
+    self._is_exact = np.ndim(example.stop_ids) == 1  # of one kind of rows
+    gamma = self.policy.longest
+    draft_slots = example.with_drafting(gamma=gamma).draft_slots
+    num_slots = whole_buckets(widest[1] + example.slots + draft_slots)
+    programs.memory_check.check(largest, widest[0], num_slots, 1 + draft_slots)
     # So that requests with prompts and without have as many slots.
-    programs, tokens = engine.pool_programs, num_slots - draft_slots
-    self._slots = Slots(programs, self._like, tokens, room, self._counts[-1])
+    tokens = num_slots - draft_slots
+    self._slots = Slots(
+      programs.pool, self._shared, tokens, gamma, self._counts[-1]
+    )
     self._widest, self._first_width = widest, first_width or widest[0]
-    self._waiting: collections.deque[Row] = collections.deque()
-    self._lock = threading.Condition()  # of the queue
+    self.waiting: collections.deque[Row] = collections.deque()
+    self.lock = lock or threading.Condition()
     self._coming: tuple[PoolView, int] | None = None  # with its gamma
     self._too_large = 0  # steps since the pool had to be as large as it is
     self.compiled: set[Any] | None = None
@@ -476,55 +205,35 @@ class Scheduler:
     self.is_closed = False
     self.rounds: collections.Counter[int] = collections.Counter()
 
-  def submit(self, rows: Iterable[Row]) -> None:
-    """Queues rows; any thread may call it."""
-    with self._lock:
-      self._waiting.extend(rows)
-      self._lock.notify()
-
-  def cancel(self, rows: Iterable[Row]) -> None:
-    """Ends rows without an update; any thread may call it."""
-    with self._lock:
-      for row in rows:
-        row.is_cancelled = True
-      self._lock.notify()
-
   @property
   def has_work(self) -> bool:
     """Whether there is a row that waits or runs."""
-    return bool(self._waiting or self._slots.rows or self._coming)
+    return bool(self.waiting or self._slots.rows or self._coming)
 
   @property
-  def num_running(self) -> int:
-    """Rows that have a slot."""
-    return len(self._slots.rows)
+  def running(self) -> list[Row]:
+    """The rows that have a slot."""
+    return self._slots.rows
 
   @property
   def programs(self) -> PoolPrograms:
-    """The programs of its pools, which all schedulers of their kind share."""
+    """The programs of its pools, which all pools of their kind share."""
     return self._slots.programs
 
-  def drain(self) -> Iterator[tuple[Row, Update]]:
-    """Decodes all rows that were queued; yields what becomes of them."""
-    self.is_closed = True
-    while self.has_work:
-      yield from self.step()
-
-  def step(self) -> list[tuple[Row, Update]]:
+  def step(self) -> Told:
     """Waits for the rounds of the last step, and starts the next ones.
 
     Returns:
       What the last rounds brought, for rows that have finished or stream.
     """
-    view, told = self._collect()
+    view, heard = self._collect()
     self._drop_cancelled()
     self._resize()
     self._fill()
     self._advance()
     # The device is busy from here until its answer.
     return [
-      (row, self._update(row, view, slot, is_last))
-      for row, slot, is_last in told
+      (row, row.update(view, slot, is_last)) for row, slot, is_last in heard
     ]
 
   def rehearse(
@@ -537,20 +246,38 @@ class Scheduler:
       size: of the pool.
       then: sizes of the pools that the rows are moved to.
     """
-    sizes, self.is_closed = self._sizes, True
-    self._sizes = [size]
-    self.submit(rows)
+    sizes, self.is_closed = self.sizes, True
+    self.sizes = [size]
+    self.waiting.extend(rows)
     for other in then:
       self.step()
-      self._sizes = [other]
-    for _ in self.drain():
-      pass
-    self._sizes = sizes
+      self.sizes = [other]
+    while self.has_work:
+      self.step()
+    self.sizes = sizes
+
+  def first_size(self, count: int) -> int:
+    """Returns the rows of the pool in which so many rows begin."""
+    fits = [size for size in self.sizes if size >= count]
+    return min(fits, default=self.sizes[-1])
+
+  def rehearse_all(self, rows: Sequence[Row], first: int) -> None:
+    """Compiles what rows like these need, and pools of all smaller sizes.
+
+    Args:
+      rows: short ones, one of each pair of widths, the widest last.
+      first: rows of the first pool.
+    """
+    for row in rows:
+      self.rehearse([row], first)
+    smaller = [size for size in self.sizes[::-1] if size < first]
+    for size, then in zip([first, *smaller], smaller, strict=False):
+      self.rehearse([dataclasses.replace(rows[-1])], size, [then])
 
   # The parts of a step.
 
   def _collect(self) -> tuple[Any, list[tuple[Row, int, bool]]]:
-    """The device's answer; rows that hear of it, their slots, whether it ends.
+    """Fetches the answer; rows that hear of it, their slots, whether they end.
 
     Later the rows may be in other slots.
     """
@@ -561,11 +288,11 @@ class Scheduler:
     view = jax.device_get(coming)
     self.rounds[gamma] += int(view.num_rounds)
     view = self._with_reasons(view)
-    told = [(row, slot, True) for row, slot in self._slots.release(view)]
+    heard = [(row, slot, True) for row, slot in self._slots.release(view)]
     for slot, row in enumerate(self._slots.owners):
       if row is not None and row.streams:
-        told.append((row, slot, False))
-    return view, [each for each in told if not each[0].is_cancelled]
+        heard.append((row, slot, False))
+    return view, [each for each in heard if not each[0].is_cancelled]
 
   def _with_reasons(self, view: PoolView) -> PoolView:
     """Ends rows that are cancelled, or whose text holds a stop string."""
@@ -576,7 +303,7 @@ class Scheduler:
         continue
       if row.is_cancelled:
         reasons[slot] = FinishReason.LENGTH
-      elif row.batch.options.stop_strings and not view.is_free[slot]:
+      elif row.options.stop_strings and not view.is_free[slot]:
         if row.read(generation, slot).stop_end is not None:
           reasons[slot] = FinishReason.STOP_STRING
     if np.array_equal(reasons, generation.finish_reason):
@@ -586,18 +313,19 @@ class Scheduler:
     return dataclasses.replace(view, generation=generation)
 
   def _drop_cancelled(self) -> None:
-    with self._lock:
-      left = (row for row in self._waiting if not row.is_cancelled)
-      self._waiting = collections.deque(left)
+    with self.lock:
+      left = [row for row in self.waiting if not row.is_cancelled]
+      self.waiting.clear()
+      self.waiting.extend(left)
 
   def _resize(self) -> None:
     """Takes the smallest pool that is enough; a smaller one after a while."""
     slots = self._slots
     sizes = [
-      size for size in self._sizes if self._may('rounds', size, False, False)
+      size for size in self.sizes if self._may('rounds', size, False, False)
     ]
     running = len(slots.rows)
-    wanted = running + len(self._waiting)
+    wanted = running + len(self.waiting)
     fits = min((s for s in sizes if s >= wanted), default=max(sizes, default=1))
     if not slots.owners:
       # A pool that does not come from a smaller one needs another program.
@@ -605,7 +333,7 @@ class Scheduler:
       slots.begin(first, self._first_width)
     size = len(slots.owners)
     self._too_large = self._too_large + 1 if fits < size else 0
-    at_once = not running or (self.is_closed and not self._waiting)
+    at_once = not running or (self.is_closed and not self.waiting)
     if (
       fits > size
       or fits < size
@@ -617,9 +345,9 @@ class Scheduler:
   def _fill(self) -> None:
     """Gives free slots to the rows that have waited longest."""
     while free := len(self._slots.free):
-      with self._lock:
-        most = min(self._counts[-1], free, len(self._waiting))
-        rows = [self._waiting.popleft() for _ in range(most)]
+      with self.lock:
+        count = min(self._counts[-1], free, len(self.waiting))
+        rows = [self.waiting.popleft() for _ in range(count)]
       if not rows:
         return
       self._read(rows)
@@ -630,16 +358,15 @@ class Scheduler:
     count = min(count for count in self._counts if count >= len(rows))
     # Filled up, so that there are few programs.
     filled = [*rows, *[rows[0]] * (count - len(rows))]
-    sources = [row.source for row in filled]
-    request = joined(sources, self._like)
-    widths = widths_of(request)
+    request = joined(filled, self._shared)
+    widths = request.inputs.shape[1], request.prompt_width
     is_alone = len(slots.owners) == 1 and (self._is_exact or rows[0].is_simple)
     if is_alone and self._may('alone', widths, rows[0].is_plain):
       self.used.add(('alone', widths, rows[0].is_plain))
       slots.hold(request, rows[0])
       return
     if not self._may('read', count, widths):
-      request = joined(sources, self._like, self._widest)
+      request = joined(filled, self._shared, self._widest)
     self.used.add(('read', count, widths))
     slots.admit(request, rows)
 
@@ -653,7 +380,8 @@ class Scheduler:
     if not self._may('rounds', size, simply, plainly):
       simply = plainly = False  # this one is there
     self.used.add(('rounds', size, simply, plainly))
-    drafting = self.policy.of(size, simply or self._like.greedy, plainly)
+    varies = simply or self._shared.greedy
+    drafting = self.policy.drafting(size, varies, plainly)
     gamma = drafting.gamma
     rounds, enough = self._max_rounds(rows, gamma), self._enough(len(rows))
     self._coming = self._slots.run(rounds, enough, drafting, simply), gamma
@@ -662,11 +390,11 @@ class Scheduler:
     """Rounds until the next step, in which nobody who comes gets a slot."""
     if any(row.streams for row in rows):
       return 1  # somebody watches
-    if any(row.batch.options.stop_strings for row in rows):
+    if any(row.options.stop_strings for row in rows):
       return _FEW_ROUNDS
     if self.is_closed:
       return _MAX_ROUNDS
-    if len(rows) + len(self._waiting) > 1:
+    if len(rows) + len(self.waiting) > 1:
       return _FEW_ROUNDS
     return _ALONE_ROUNDS if gamma else 3 * _ALONE_ROUNDS
 
@@ -678,181 +406,465 @@ class Scheduler:
     """
     if not self.is_closed:
       return 1
-    if self._waiting:
+    if self.waiting:
       return self._refill
     size = len(self._slots.owners)
-    smaller = [s for s in self._sizes if s < size]
+    smaller = [s for s in self.sizes if s < size]
     return running - max(smaller, default=0)
 
   def _may(self, *use: Any) -> bool:
     """Whether a use needs no compilation, or may compile."""
     return self.compiled is None or use in self.compiled
 
-  # What a step says of rows.
 
-  def _update(
-    self, row: Row, view: PoolView, slot: int, is_last: bool
-  ) -> Update:
-    """What is new of a row, of the text that will not change."""
-    generation, told = view.generation, row.num_told
-    done: Completion | None = None
-    if is_last:
-      done = row.completion(generation, slot)
-      text, tokens, log_probs = done.text, done.tokens, done.log_probs
-    else:
-      length: Any = generation.length[slot]
-      text = row.read(generation, slot).ready
-      tokens = generation.tokens[slot, :length].tolist()
-      log_probs = generation.log_probs[slot, :length].tolist()
-    update = Update(
-      text[row.num_sent :],
-      tokens[told:],
-      log_probs[told:] if row.batch.options.log_probs else [],
-      completion=done,
-      round=row.last_round(view, slot) if row.shows_rounds else None,
-    )
-    row.num_sent, row.num_told = len(text), len(tokens)
-    return update
+class FixedBatches:
+  """Decodes rows of one kind batch after batch, without stop strings.
 
-
-class Continuous:
-  """Decodes any number of texts with an engine, `settings.rows` at a time.
+  It is quicker than a `SlotPool` where no row waits for another's slot, and the
+  only way of beam searches.
 
   Attributes:
-    engine: the engine whose models decode.
-    settings: how the texts go through the slots.
-    rounds: gamma -> rounds of the run that was started last.
+    waiting: rows that are not in a batch; the caller's lock guards it.
+    running: the rows of the batch.
+    rounds: is empty.
   """
 
-  def __init__(self, engine: Any, settings: PoolSettings | None = None):
-    """Takes an `Engine`, and the settings of the pool."""
-    self.engine = engine
-    self.settings = settings or PoolSettings()
-    self.rounds: Mapping[int, int] = {}
-    self._warm: set[Any] = set()
-
-  def generate(
-    self, texts: Sequence[Any] | TextBatch, **options: Any
-  ) -> list[Completion]:
-    """`Engine.generate` for any number of texts: one completion each, in order.
-
-    A text that cannot be decoded gives a completion with an error and the other
-    texts go on, as with `on_too_long='report'`. The only other value that
-    `on_too_long` can have here is 'truncate'.
+  def __init__(self, programs: Programs, rows: int, num_rounds: int = 0):
+    """Runs nothing.
 
     Args:
-      texts: as for `Engine.generate`; or a batch that an engine has made.
-      **options: as for `Engine.generate`. Stop strings are looked for between
-        rounds.
-
-    Raises:
-      ValueError: an option is out of range.
+      programs: of the pair.
+      rows: of a batch.
+      num_rounds: rounds of a step; 0: one call decodes a batch.
     """
-    done = dict(self.run(texts, **options))
-    return [done[index] for index in sorted(done)]
+    self._programs, self._size, self._num_rounds = programs, rows, num_rounds
+    self.waiting: collections.deque[Row] = collections.deque()
+    self.running: list[Row] = []
+    self.rounds: Mapping[int, int] = {}
+    self.is_closed, self.compiled = False, None
+    self._pieces: Iterator[Any] = iter(())
 
-  def run(
-    self, texts: Sequence[Any] | TextBatch, **options: Any
-  ) -> Iterator[tuple[int, Completion]]:
-    """Yields index and completion of each text as soon as it is finished.
+  @property
+  def has_work(self) -> bool:
+    """Whether there is a row that waits or runs."""
+    return bool(self.waiting or self.running)
 
-    A completion that has been yielded is not kept. Arguments and errors are
-    those of `generate`.
+  def step(self) -> Told:
+    """Decodes a batch, or a piece of it; returns what became of its rows."""
+    if self.running and all(row.is_cancelled for row in self.running):
+      self.running = []
+    if not self.running:
+      self.running = self._next_batch()
+      self._pieces = self._decode(self.running) if self.running else iter(())
+    generation = next(self._pieces, None)
+    if generation is None:
+      return []
+    rows, self.running = self.running, []
+    request = rows[0].request
+    outputs = [request.outputs(generation, place) for place in range(len(rows))]
+    pairs = zip(rows, map(request.ended, outputs), strict=True)
+    return [pair for pair in pairs if not pair[0].is_cancelled]
+
+  def rehearse_all(self, rows: Sequence[Row]) -> None:
+    """Compiles the programs of so many rows, and no larger ones."""
+    for at in range(0, len(rows), self._size):
+      some = rows[at : at + self._size]
+      if self._num_rounds:
+        for _ in self._decode(some):
+          pass
+      else:
+        self._programs.compile(self._programs.exactly(_maker(some), len(some)))
+
+  def _next_batch(self) -> list[Row]:
+    rows: list[Row] = []
+    while self.waiting and len(rows) < self._size:
+      row = self.waiting.popleft()
+      if not row.is_cancelled:
+        rows.append(row)
+    return rows
+
+  def _decode(self, rows: Sequence[Row]) -> Iterator[Any]:
+    """Yields None after each piece, and at last the generation."""
+    programs = self._programs
+    if self._num_rounds:
+      request = programs.exactly(_maker(rows), len(rows))
+      yield from programs.decode_in_pieces(request, self._num_rounds)
+    else:
+      yield programs.decode(programs.fitting(_maker(rows), len(rows)))
+
+
+def _maker(rows: Sequence[Row]):
+  """Returns what makes the request of rows, filled up to a number of rows."""
+  return lambda size: joined(rows, rows[0].request.shared, size=size)
+
+
+def kind_of(row: Row) -> Any:
+  """Returns what the programs of a row depend on, as a dictionary key."""
+  request = joined([row], row.request.shared)
+  leaves, tree = jax.tree.flatten(request)
+  return tree, row.is_plain, row.widths, *map(np.shape, leaves)
+
+
+@dataclasses.dataclass(eq=False)
+class Lane:
+  """Rows of one kind, which need programs that other rows do not.
+
+  Attributes:
+    example: one of them.
+    waiting: rows that wait for the programs, or for a pool.
+    uses: `SlotPool.used` once the programs are compiled; None before.
+    programs: these, of rows in slots.
+    is_kept: whether they are never forgotten.
+    pools: what decodes its rows: those with the same stop ids and constraint
+      share one.
+  """
+
+  example: Row
+  waiting: list[Row] = dataclasses.field(default_factory=list)
+  uses: set[Any] | None = None
+  programs: PoolPrograms | None = None
+  is_kept: bool = False
+  pools: dict[Any, SlotPool | FixedBatches] = dataclasses.field(
+    default_factory=dict
+  )
+
+  @property
+  def rows(self) -> list[Row]:
+    """All of its rows."""
+    pools = [*self.pools.values()]
+    return [
+      *self.waiting,
+      *(row for pool in pools for row in [*pool.waiting, *pool.running]),
+    ]
+
+  @property
+  def is_wanted(self) -> bool:
+    """Whether it has a row that nobody has cancelled."""
+    return any(not row.is_cancelled for row in self.rows)
+
+  @property
+  def name(self) -> str:
+    """What is special about its rows."""
+    options = self.example.options
+    names = [*options.rules, *['min_p'] * bool(options.min_p)]
+    if options.num_beams is not None:
+      names.insert(0, f'a search of {options.num_beams} beams')
+    return ', '.join(names)
+
+
+class Scheduler:
+  """Decodes rows of all kinds, each kind in a lane of its own.
+
+  Where a pool for ordinary rows is given, it decodes rows without rules, and
+  nothing else than that pool and lanes that were compiled decodes: a row of
+  another kind waits in its lane until `compile` was called for it, by another
+  thread. Without such a pool, programs are compiled where they are needed.
+
+  Attributes:
+    lanes: kind -> lane, the one that was used last is last.
+  """
+
+  def __init__(
+    self,
+    programs: Programs,
+    settings: PoolSettings,
+    in_batches: bool = False,
+    ordinary: SlotPool | None = None,
+  ):
+    """Runs nothing.
+
+    Args:
+      programs: of the pair.
+      settings: of the pools of lanes.
+      in_batches: whether rows that all fit into a batch are decoded as one.
+      ordinary: decodes the rows that need no programs of their own.
     """
-    batch = self._batch(texts, options)
-    yield from sorted(batch.passed_over.items())
-    if not batch.rows:
-      return
-    rows = self._rows(batch)
-    scheduler = self._scheduler(batch, rows)
-    self.rounds = scheduler.rounds
-    scheduler.submit(rows)
-    for row, update in scheduler.drain():
-      if update.completion is not None:
-        yield row.source.index, update.completion
+    self._programs, self._settings = programs, settings
+    self._in_batches, self._ordinary = in_batches, ordinary
+    self.lanes: dict[Any, Lane] = {}
+    # Of everything that waits.
+    self.lock = ordinary.lock if ordinary else threading.Condition()
+    self.rounds: Mapping[int, int] = {}
 
-  def stream(
-    self, batch: TextBatch, shows_rounds: bool = False
-  ) -> Iterator[Update]:
-    """Yields what each round brings the only text of a batch.
+  # What any thread may call.
 
-    Raises:
-      ValueError: the target's logits became invalid.
+  def submit(
+    self, rows: Sequence[Row], kinds: Sequence[Any] = ()
+  ) -> list[Lane]:
+    """Queues rows; returns the lanes that are to be compiled for them.
+
+    Args:
+      rows: the rows.
+      kinds: `kind_of` of each, if it is known.
     """
-    if batch.rows:
-      row = Row(batch, streams=True, shows_rounds=shows_rounds)
-      scheduler = self._scheduler(batch, [row])
-      scheduler.submit([row])
-      for _, update in scheduler.drain():
-        done = update.completion
-        if done is not None and done.finish_reason == 'error':
-          raise ValueError(done.error)
-        yield update
+    fresh = []
+    kinds = kinds or [self.kind_of(row) for row in rows]
+    with self.lock:
+      for row, kind in zip(rows, kinds, strict=True):
+        if kind is None and self._ordinary is not None:
+          self._ordinary.waiting.append(row)
+          continue
+        lane = self.lanes.pop(kind, None)
+        if lane is None:
+          lane = Lane(row)
+          fresh.append(lane)
+        self.lanes[kind] = lane
+        lane.waiting.append(row)
+      self.lock.notify()
+    return fresh
 
-  def warmup(self, texts: Sequence[Any] | TextBatch, **options: Any) -> float:
-    """Compiles what `generate` needs for texts like these.
+  def cancel(self, rows: Iterable[Row]) -> None:
+    """Ends rows without an update."""
+    with self.lock:
+      for row in rows:
+        row.is_cancelled = True
+      self.lock.notify()
 
-    Returns the seconds that it took; 0.0 if everything had been compiled.
+  def kind_of(self, row: Row) -> Any:
+    """Returns the key of a row's lane; None if it needs no own programs."""
+    request, options = row.request, row.options
+    if self._ordinary is None:
+      return id(request)
+    is_special = options.num_beams is not None or options.min_p
+    return kind_of(row) if is_special or options.rules else None
+
+  @property
+  def pools(self) -> list[SlotPool | FixedBatches]:
+    """Everything that decodes."""
+    ordinary = [self._ordinary] if self._ordinary is not None else []
+    lanes = [*self.lanes.values()]
+    return [*ordinary, *(p for x in lanes for p in [*x.pools.values()])]
+
+  @property
+  def num_waiting(self) -> int:
+    """Rows without a slot."""
+    waiting = [lane.waiting for lane in [*self.lanes.values()]]
+    waiting += [[*pool.waiting] for pool in self.pools]
+    return sum(not row.is_cancelled for rows in waiting for row in rows)
+
+  @property
+  def num_running(self) -> int:
+    """Rows that have a slot."""
+    return sum(len(pool.running) for pool in self.pools)
+
+  @property
+  def has_work(self) -> bool:
+    """Whether a step would do anything."""
+    is_ready = any(x.waiting and self._is_ready(x) for x in self.lanes.values())
+    return is_ready or any(pool.has_work for pool in self.pools)
+
+  # What the thread that decodes calls.
+
+  def step(self) -> Told:
+    """Moves rows into pools, and steps each pool; returns what came of it."""
+    updates = self._ordinary.step() if self._ordinary is not None else []
+    for lane in [*self.lanes.values()]:
+      if not self._is_ready(lane):
+        continue
+      try:
+        updates += self._step(lane)
+      except Exception:
+        if self._ordinary is None:
+          raise
+        updates += self.fail(lane)
+    return updates
+
+  def _step(self, lane: Lane) -> Told:
+    """Moves rows of a lane into pools, and steps these."""
+    with self.lock:
+      lane.waiting = [x for x in lane.waiting if not self._enters(lane, x)]
+    updates: Told = []
+    for key, pool in [*lane.pools.items()]:
+      updates += pool.step()
+      if not pool.has_work:
+        with self.lock:
+          del lane.pools[key]
+    return updates
+
+  def fail(self, lane: Lane) -> Told:
+    """Ends the rows of a lane, and no others, by the exception of now."""
+    _LOG.exception('Rows of a kind failed: %s', lane.name)
+    with self.lock:
+      rows, lane.waiting, lane.pools = lane.rows, [], {}
+      if lane.uses is None:  # the next row tries anew
+        self._drop(lane)
+    return [(row, Update(error='failed alone')) for row in rows]
+
+  def drain(self) -> Iterator[tuple[Row, Update]]:
+    """Decodes all rows that were queued; yields what becomes of them."""
+    while self.has_work:
+      yield from self.step()
+
+  def run(self, request: TextRequest) -> Iterator[tuple[int, Any]]:
+    """Decodes a request; yields index and outputs of each row as it ends.
+
+    What has been yielded is not kept; outputs are as for
+    `TextRequest.completions`.
     """
-    begin = time.perf_counter()
-    batch = self._batch(texts, options)
-    if not batch.rows:
+    self.submit(self._in_order(request.rows))
+    for row, update in self.drain():
+      if update.outputs:
+        yield row.index, update.outputs
+
+  def generate(self, request: TextRequest) -> list[Completion]:
+    """Decodes a request; returns its completions, in order."""
+    return request.completions(dict(self.run(request)))
+
+  def warmup(self, request: TextRequest) -> float:
+    """Compiles what `run` needs for a request like this one.
+
+    Returns:
+      Seconds that it took; 0.0 if everything had been compiled.
+    """
+    begin, before = time.perf_counter(), self._programs.count
+    rows = self._in_order(request.rows)
+    if not rows:
       return 0.0
-    rows = self._rows(batch)
-    by_width = {row.source.widths: row.index for row in rows}
-    sizes = self.settings.pool_sizes(self.engine.batch_multiple)
-    fits = [size for size in sizes if size >= len(rows)]
-    first = min(fits, default=sizes[-1])
-    key = jax.tree.structure(batch.request), first, *sorted(by_width)
-    if key in self._warm:
+    pool = self._pool_of(rows)
+    if isinstance(pool, FixedBatches):
+      pool.rehearse_all(rows)
+      is_new = self._programs.count > before
+      return time.perf_counter() - begin if is_new else 0.0
+    by_width = {row.widths: row for row in rows}
+    first = pool.first_size(len(rows))
+    plan = jax.tree.structure(pool.policy.by_rows)
+    key = pool.programs, plan, *pool.sizes, first, *sorted(by_width)
+    if key in self._programs.warm:
       return 0.0
-    scheduler = self._scheduler(batch, rows)
-    short = shortened(batch, scheduler.policy.room)
-    widths = sorted(by_width)
-    for width in widths:
-      scheduler.rehearse([Row(short, by_width[width], streams=True)], first)
-    smaller = [size for size in sizes[::-1] if size < first]
-    for size, then in zip([first, *smaller], smaller, strict=False):
-      row = Row(short, by_width[widths[-1]], streams=True)
-      scheduler.rehearse([row], size, [then])
-    self._warm.add(key)
+    length = pool.policy.longest + 2
+    short = [by_width[widths].shortened(length) for widths in sorted(by_width)]
+    pool.rehearse_all(short, first)
+    self._programs.warm.add(key)
     return time.perf_counter() - begin
 
-  def _batch(
-    self, texts: Sequence[Any] | TextBatch, options: dict[str, Any]
-  ) -> TextBatch:
-    """The batch of texts that are decoded one by one; raises for beams."""
-    batch: Any = texts
-    if not isinstance(texts, TextBatch):
-      if options.get('on_too_long') != 'truncate':
-        options = {**options, 'on_too_long': 'report'}
-      batch = self.engine.text_batch(texts, **options)
-    if batch.options.num_beams is not None:
-      expected = 'None in a pool; Engine.generate searches'
-      raise unexpected('num_beams', expected, batch.options.num_beams)
-    return batch
+  # What the thread that compiles calls, where lanes are compiled aside.
 
-  def _rows(self, batch: TextBatch) -> list[Row]:
-    """The shortest first: rows that decode together are then alike."""
+  def compile(self, lane: Lane) -> bool:
+    """Compiles the programs of a lane by short outputs; its rows wait.
 
-    def size(row):
-      source = row.source
-      return source.widths, len(source.inputs) + len(source.prompt)
+    Without a row that somebody wants, nothing is compiled and the lane is
+    forgotten.
 
-    return sorted((Row(batch, i) for i in range(len(batch.rows))), key=size)
+    Returns:
+      Whether that is all; False: rows came just now, and it must be repeated.
+    """
+    with self.lock:
+      wanted = lane.is_wanted or lane.is_kept
+    uses = self._rehearse(lane) if wanted else None
+    with self.lock:
+      lane.uses = uses
+      is_over = uses is not None or not lane.is_wanted
+      if uses is None and is_over:
+        self._drop(lane)
+      self.lock.notify()
+    return is_over
 
-  def _scheduler(self, batch: TextBatch, rows: Sequence[Row]) -> Scheduler:
-    widths = [row.source.widths for row in rows]
+  def keep(self, row: Row) -> None:
+    """Compiles the programs of a lane that is never forgotten.
+
+    Args:
+      row: of its kind; it is not decoded.
+    """
+    with self.lock:
+      lane = self.lanes.setdefault(self.kind_of(row), Lane(row))
+      lane.is_kept = True
+    self.compile(lane)
+
+  def _rehearse(self, lane: Lane) -> set[Any]:
+    """Decodes short outputs; returns the uses of programs in slots."""
+    pool, size = self._pool_of([lane.example]), self._settings.rows
+    row = lane.example.shortened(lane.example.request.shared.gamma + 2)
+    if isinstance(pool, FixedBatches):
+      pool.rehearse_all([row])
+      return set()
+    # A program is compiled anew for arrays that another one has placed.
+    for _ in range(2):
+      rows = [dataclasses.replace(row) for _ in range(min(2, size))]
+      pool.rehearse(rows, size)
+    lane.programs = pool.programs
+    return pool.used | {('rounds', size, False, False)}
+
+  def forget_idle(self) -> bool:
+    """Frees the programs of a lane that was used long ago, if there are many.
+
+    Returns:
+      Whether there is room for another lane.
+    """
+    with self.lock:
+      ready = [lane for lane in self.lanes.values() if lane.uses is not None]
+      ready = [lane for lane in ready if not lane.is_kept]
+      idle = [lane for lane in ready if not lane.rows]
+      if len(idle) < IDLE_LANES and len(ready) < _MOST_LANES:
+        return True
+      for lane in idle[:1]:
+        self._drop(lane)
+    for lane in idle[:1]:
+      row = lane.example
+      request = joined([row], row.request.shared)
+      self._programs.forget(lane.programs or request)
+    return False
+
+  def _drop(self, lane: Lane) -> None:
+    for kind, other in list(self.lanes.items()):
+      if other is lane:
+        del self.lanes[kind]
+
+  # Pools and the rows in them.
+
+  def _in_order(self, rows: Sequence[Row]) -> list[Row]:
+    """The shortest first, if they come and go: neighbours are then alike."""
+    if self._is_batch(rows):
+      return [*rows]
+    key = lambda row: (row.widths, len(row.inputs) + len(row.prompt))  # noqa: E731
+    return sorted(rows, key=key)
+
+  def _is_batch(self, rows: Sequence[Row]) -> bool:
+    """Whether rows are decoded in fixed batches."""
+    if not rows or rows[0].options.num_beams is not None:
+      return True
+    fits = self._in_batches and len(rows) <= self._settings.rows
+    return fits and not (rows[0].options.stop_strings or rows[0].streams)
+
+  def _is_ready(self, lane: Lane) -> bool:
+    return self._ordinary is None or lane.uses is not None
+
+  def _enters(self, lane: Lane, row: Row) -> bool:
+    """Gives a row to a pool of its lane; False: it waits for one."""
+    if row.is_cancelled:
+      return True
+    shared, automaton = row.request.shared, row.request.rules.automaton
+    key = shared.stop_ids.tobytes(), id(automaton)
+    if key not in lane.pools:
+      is_aside = self._ordinary is not None
+      num_pools = sum(len(other.pools) for other in self.lanes.values())
+      if is_aside and num_pools >= _MOST_POOLS:
+        return False
+      pool = self._pool_of([row] if is_aside else lane.waiting)
+      lane.pools[key] = pool
+      if is_aside:
+        pool.compiled = lane.uses
+      else:
+        pool.is_closed, self.rounds = True, pool.rounds
+    lane.pools[key].waiting.append(row)
+    return True
+
+  def _pool_of(self, rows: Sequence[Row]) -> SlotPool | FixedBatches:
+    """Makes what decodes rows of one kind; runs nothing.
+
+    Raises:
+      ValueError: it cannot fit into memory.
+    """
+    programs, settings = self._programs, self._settings
+    if self._is_batch(rows):
+      if self._ordinary is None:
+        return FixedBatches(programs, settings.rows)
+      return FixedBatches(programs, 1, _PIECE_ROUNDS)
+    if self._in_batches and len(rows) <= settings.rows:  # read together
+      size = padded_rows(len(rows))
+      settings = PoolSettings(rows=size, refill=size)
+    widths = [row.widths for row in rows]
     inputs, prompts = map(max, zip(*widths, strict=True))
-    how = self.settings, batch.request, (inputs, prompts), widths[0][0]
-    return Scheduler(self.engine, *how)
-
-
-def shortened(batch: TextBatch, gamma: int) -> TextBatch:
-  """A copy of a batch, for a warm-up: its outputs end in their second round."""
-  short, length = copy.copy(batch), min(gamma + 2, batch.request.slots)
-  short.rows = [
-    dataclasses.replace(row, max_length=length) for row in batch.rows
-  ]
-  short.request = short.request_in(short.num_rows)
-  return short
+    widest = inputs, prompts
+    example = joined(rows[:1], rows[0].request.shared, widest)
+    first = widths[0][0]
+    return SlotPool(programs, settings, example, widest, first, lock=self.lock)

@@ -20,7 +20,7 @@ from specdec_jax.checks import fields
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.compilation_cache import few_programs
 from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
-from specdec_jax.models.base import LanguageModel, Params, pad_id, start_id
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
 from specdec_jax.rules.tokens import Prefix, Ruling
 
@@ -108,7 +108,7 @@ def score(
     return []
   begins, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
-  padded_inputs = _padded(encoded, pad=pad_id(network))
+  padded_inputs = _padded(encoded, pad=network.pad_id)
   # Not a program for each number.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
   tokens = _padded(rows, 1)
@@ -152,7 +152,7 @@ def _rows(
   a decoder-only model with the input. The logits after the last of these tokens
   are those of the first output token.
   """
-  begin = [start_id(network), *prompt]
+  begin = [network.start_id, *prompt]
   firsts = [begin if network.has_encoder else [*ids] for ids in inputs]
   return (
     [len(first) - 1 for first in firsts],

@@ -1,10 +1,9 @@
 """Figure 1: which proposals of one generation were accepted, round by round.
 
-`record` decodes one text and keeps what the drafter proposed, `spell` turns the
-ids into text, and a `Trace` shows itself on a terminal, as an HTML page and
-as an SVG picture. No mark is by colour alone: rejected tokens are struck
-through, those of the target are underlined, and without colour there are
-brackets.
+`rounds_of` keeps what the drafter proposed, `spell` turns the ids into text,
+and a `Trace` shows itself on a terminal, as an HTML page and as an SVG picture.
+No mark is by colour alone: rejected tokens are struck through, those of the
+target are underlined, and without colour there are brackets.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import html
 import itertools
 import pathlib
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import rich.cells
@@ -21,9 +20,8 @@ import rich.table
 import rich.text
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.drafters.base import check_chain
 from specdec_jax.engine.completion import Text
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 
 Token = TypeVar('Token')
 
@@ -55,7 +53,7 @@ _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
 
 @dataclasses.dataclass(frozen=True)
 class Round(Generic[Token]):
-  """One round of Algorithm 1, as ids (`record`) or as text (`spell`).
+  """One round of Algorithm 1, as ids (`rounds_of`) or as text (`spell`).
 
   Attributes:
     proposed: x_1..x_gamma; fewer if the drafter or the row's budget ended.
@@ -113,39 +111,21 @@ class Round(Generic[Token]):
     return judged + unused
 
 
-def record(
-  engine: Any, text: str | Sequence[int], **options: Any
-) -> list[Round[int]]:
-  """Decodes one text speculatively and returns its rounds, as ids.
+def rounds_of(updates: Iterable[Any]) -> list[Round[int]]:
+  """Returns the rounds of the updates of a row that shows them, as ids.
 
-  Args:
-    engine: an `Engine` with a drafter.
-    text: the input, as text or as ids.
-    **options: as for `Engine.generate`, including `gamma`. With `stop_strings`
-      the last round keeps the tokens that it produced past the string.
-
-  Returns:
-    The rounds; their `kept` tokens, put together, are the output, a stop id
-    included. Empty for an input without tokens.
-
-  Raises:
-    ValueError: as for `Engine.generate`, there is no drafter, or the target's
-      logits were invalid.
+  Their `kept` tokens, put together, are the output, a stop id included.
   """
-  check_chain(engine.drafter, 'trace')
-  batch = engine.text_batch([text], True, **options)
-  if (num_beams := batch.options.num_beams) is not None:
-    raise unexpected('num_beams', 'None in a trace, of one output', num_beams)
   return [
     # Without proposals the loop is the plain one, which has no drafts.
     update.round or Round((), 0, next(iter(update.tokens), None))
-    for update in engine.updates(batch, shows_rounds=True)
+    for update in updates
   ]
 
 
 def spell(
   rounds: Sequence[Round[int]],
-  tokenizer: Tokenizer,
+  tokenizer: Vocabulary,
   context: Sequence[int] = (),
   is_whole: bool = True,
 ) -> list[Round[str]]:
@@ -156,7 +136,7 @@ def spell(
   U+FFFD; the end of sequence and padding become '</s>' and '<pad>'.
 
   Args:
-    rounds: the rounds as ids, from `record`.
+    rounds: the rounds as ids, from `rounds_of`.
     tokenizer: the engine's.
     context: the ids before the first round, whose text has been shown.
     is_whole: whether nothing follows. Otherwise the last tokens add nothing yet

@@ -1,7 +1,7 @@
 """Files and folders: reads lines and small files, writes files whole.
 
-A line that is wrong has an error that says why. Neither an endless line nor an
-endless file is kept in memory.
+A broken line has an error that says why. Memory is bounded, even for an endless
+line or file.
 """
 
 import codecs
@@ -23,10 +23,10 @@ MAX_LINE = 16 << 20  # most bytes of a line; a longer line has an error
 # Limits of a pipe, which may have no end (a file has one).
 MAX_PIPE = 1 << 30  # bytes
 MAX_PIPE_LINES = 10_000_000
-# Most times that a .gz file may grow: text packs 3 to 20 times smaller, and
-# gzip a thousand times at most.
+# A .gz file may unpack to so many times its size. Text packs 3 to 20 times
+# smaller, and gzip reaches a factor of a thousand.
 MAX_RATIO = 200
-_FREE = 16 << 20  # up to so many unpacked bytes the ratio does not matter
+_FREE = 16 << 20  # unpacked bytes from which on the ratio matters
 _CHUNK = 1 << 16
 _PIECE = 1 << 10  # compressed bytes that are unpacked at once
 _SHOWN = 200  # bytes kept of a line that is too long
@@ -42,15 +42,15 @@ T = TypeVar('T')
 
 
 class BrokenOff(ValueError):
-  """A file that cannot be read to its end, although some of its lines could."""
+  """A file's end cannot be read, although its first lines could."""
 
 
 class TextLine(NamedTuple):
   """A line of a text file.
 
   Attributes:
-    text: the text in the file; U+FFFD stands for bytes that are not UTF-8. If
-      the line is too long, only its beginning.
+    text: the text in the file, or the beginning of a line that is too long;
+      U+FFFD stands for bytes that are not UTF-8.
     error: why the line cannot be used, or None.
   """
 
@@ -63,8 +63,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
 
   Only a line feed ends a line; a last line without a line feed counts. A byte
   order mark at the beginning and carriage returns before line feeds are left
-  out. Whatever the input is, only little of it is held at a time: see
-  `MAX_LINE`, `MAX_PIPE`, `MAX_PIPE_LINES` and `MAX_RATIO`.
+  out. `MAX_LINE`, `MAX_PIPE`, `MAX_PIPE_LINES` and `MAX_RATIO` bound memory.
 
   Args:
     path: a file or a named pipe; '-' is stdin.
@@ -97,7 +96,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
         ' it.'
       )
   except (OSError, EOFError, zlib.error) as error:
-    why = getattr(error, 'strerror', None) or error
+    why = reason(error)
     if number:
       raise BrokenOff(
         f'{path!r} could not be read on after line {number}: {why}. It is'
@@ -109,14 +108,19 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
     ) from error
 
 
+def reason(error: Exception) -> object:
+  """Why an operation failed; an OSError's text without number and path."""
+  return error.strerror or error if isinstance(error, OSError) else error
+
+
 def state(path: str) -> tuple[int, int] | None:
-  """Returns size and time of a file, which a change moves; None without one."""
+  """Returns size and time of a file, to notice changes; None without a file."""
   try:
-    found = os.stat(shipped.find(path))
+    status = os.stat(shipped.find(path))
   except OSError:
     return None
-  is_file = path != '-' and stat.S_ISREG(found.st_mode)
-  return (found.st_size, found.st_mtime_ns) if is_file else None
+  is_file = path != '-' and stat.S_ISREG(status.st_mode)
+  return (status.st_size, status.st_mtime_ns) if is_file else None
 
 
 def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
@@ -132,9 +136,10 @@ def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def until_broken(items: Iterator[T]) -> tuple[list[T], str | None]:
-  """All items read from a file before it breaks off, and why it broke off.
+  """Reads items of a file until it breaks off.
 
-  The reason is None if the file was read to its end.
+  Returns:
+    The items, and why the file broke off; None if it was read to its end.
 
   Raises:
     ValueError: as for `lines`; also if the file breaks off before any item.
@@ -151,17 +156,16 @@ def until_broken(items: Iterator[T]) -> tuple[list[T], str | None]:
 
 
 def writable(text: str) -> str:
-  """The text with U+FFFD in place of lone surrogates; it can be written.
+  """Replaces lone surrogates by U+FFFD, so that the text can be written.
 
-  Lone surrogates are not characters. UTF-8 cannot hold them, but JSON's escapes
-  can.
+  JSON's escapes can hold these halves of characters, but UTF-8 cannot.
   """
   return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
-  """A stream to read, and whether it is a pipe, which may have no end."""
+  """Opens a stream; says whether it is a pipe, which may have no end."""
   if path == '-':
     if sys.stdin is None:
       raise ValueError(
@@ -197,7 +201,7 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
   """Unpacks gzip data, up to the place where they are damaged."""
   inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
   read, unpacked = 0, 0
-  # Little at a time: how much comes of it is bounded by gzip itself.
+  # A small piece can unpack only to a bounded size.
   for data in (
     chunk[at : at + _PIECE]
     for chunk in chunks
@@ -230,7 +234,7 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
 
 
 def _split(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-  """Each line's first `MAX_LINE` + 1 bytes, and how many bytes it has."""
+  """Yields each line's first `MAX_LINE` + 1 bytes, and its number of bytes."""
   line, size = bytearray(), 0
   for chunk in chunks:
     for at, piece in enumerate(chunk.split(b'\n')):
@@ -264,7 +268,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
   """Raises ValueError if something at `path` is not a regular file.
 
   Reading a pipe or a socket would wait for its writer, and a device may have no
-  end. A missing file raises nothing here: opening it will.
+  end. A missing file passes, because opening it raises.
   """
   try:
     mode = os.stat(path).st_mode
@@ -276,7 +280,10 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def check_all_regular(folder: str | os.PathLike[str]) -> None:
-  """`check_regular` for all files below a folder; skips links to folders."""
+  """Applies `check_regular` to all files below a folder.
+
+  Links to folders are not followed.
+  """
   try:
     entries = list(os.scandir(folder))
   except OSError:
@@ -289,7 +296,7 @@ def check_all_regular(folder: str | os.PathLike[str]) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-  """Opens a file of the user's to read bytes.
+  """Opens a file that a user has named, to read bytes.
 
   Raises:
     ValueError: as for `check_regular`.
@@ -300,7 +307,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """The object in a JSON file of at most `MOST_JSON` bytes.
+  """Reads the object in a JSON file of at most `MOST_JSON` bytes.
 
   Raises:
     ValueError: the file is missing, is not a regular one, is too large, or
@@ -316,14 +323,14 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def json_object(text: str | bytes, place: str) -> dict[str, Any]:
-  """The JSON object in a text.
+  """Reads the JSON object in a text.
 
   Args:
-    text: of a file or of a line.
-    place: where it stands, for the message.
+    text: the text of a file or line.
+    place: where the text stands, for the message.
 
   Raises:
-    ValueError: it is no JSON object.
+    ValueError: it is not a JSON object.
   """
   try:
     value = json.loads(text)
@@ -341,10 +348,10 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
 
   Args:
     path: the file.
-    most: the most bytes that it may have.
+    most: the maximal number of bytes.
 
   Raises:
-    ValueError: it is not a regular file, or is larger; then the message gives
+    ValueError: it is not a regular file, or too large; then the message gives
       both sizes.
     OSError: it is missing or may not be read.
   """
@@ -362,11 +369,11 @@ def check_size(what: str | os.PathLike[str], size: int, most: int) -> None:
     )
 
 
-# Writing: files whole or not at all.
+# Writing: a file is written whole or not at all.
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-  """Makes a folder that can be written, or finds it there.
+  """Makes a folder unless it exists, and checks that it can be written.
 
   Raises:
     ValueError: it cannot be made or written.
@@ -382,10 +389,11 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-  """Checks before a long run that its file can be written; makes its folder.
+  """Makes a file's folder and checks, before a long run, that it is writable.
 
   Raises:
-    ValueError: it cannot, or a folder or a device is in its place.
+    ValueError: the folder cannot be written, or a folder or a device is in the
+      file's place.
   """
   check_regular(path)
   make_folder(os.path.dirname(os.fspath(path)) or '.')
@@ -394,10 +402,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 def write_atomically(
   path: str | os.PathLike[str], data: bytes | Iterable[bytes]
 ) -> None:
-  """Replaces the file with `data`; after a crash the old file is still there.
+  """Replaces a file by `data`; after a crash the old file is still there.
 
-  The bytes are written to a temporary file in the same folder; when they are on
-  the disk, it is renamed to `path`. A device or a pipe is written to.
+  The bytes are written to a temporary file in the same folder; once they are on
+  the disk, that file is renamed to `path`. A device or a pipe is written to.
 
   Raises:
     OSError: the folder is missing or not writable, or the disk is full.
@@ -413,7 +421,7 @@ def write_atomically(
   try:
     stream = open(temporary, 'xb')
   except OSError as error:
-    error.filename = path  # nobody knows the temporary one
+    error.filename = path  # a user does not know the temporary one
     raise
   try:
     with stream:

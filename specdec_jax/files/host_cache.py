@@ -1,4 +1,4 @@
-"""What was measured on this processor, kept in the user's cache folder."""
+"""Measurements of this processor, in the user's cache folder."""
 
 import hashlib
 import json
@@ -13,21 +13,21 @@ from specdec_jax.files.locations import user_cache
 _Result = TypeVar('_Result')
 
 
-def kept(
+def measured(
   name: str,
   key: Mapping[str, Any],
   make: Callable[[], Any],
   read: Callable[[Any], _Result],
 ) -> _Result:
-  """Returns a measurement of an earlier process, or makes one and keeps it.
+  """Returns a stored measurement of an earlier process, or measures and stores.
 
-  A file that is broken or of another key is made again, with a warning. Where
-  the folder cannot be written nothing is kept.
+  A broken file, or one of another key, is measured again, with a warning. If
+  the folder cannot be written, nothing is stored.
 
   Args:
-    name: what is measured; the file's name begins with it.
-    key: what the measurement depends on, such as the processor and the versions
-      of libraries; JSON values.
+    name: the subject; the file's name begins with it.
+    key: all that decides the measurement, such as the processor and the
+      versions of libraries; JSON values.
     make: measures; returns JSON values.
     read: turns these into the result; raises ValueError, LookupError or
       TypeError for values that `make` cannot have returned.
@@ -48,7 +48,7 @@ def kept(
     write_json(path, {'key': key, 'value': value})
   except OSError:
     pass  # the next process measures again
-  # As JSON gives it back, whether it was just made or not.
+  # JSON changes some values: a new measurement is read like a stored one.
   return read(json.loads(json.dumps(value)))
 
 

@@ -1,7 +1,7 @@
 """Folders and files of a checkpoint, on this machine or in a bucket.
 
-Files in a bucket are read through TensorStore's key-value stores, so that
-`gs://` needs no other package. TensorStore is imported when it is needed.
+TensorStore's key-value stores read the files in a bucket, so that `gs://` needs
+no other package. TensorStore is imported when it is needed.
 """
 
 import errno
@@ -19,8 +19,8 @@ _FEW = 8
 # Errors that TensorStore raises for missing, forbidden or broken data.
 STORE_ERRORS = (ValueError, RuntimeError, OSError, NotImplementedError)
 # By default TensorStore would try 32 times, for a quarter of an hour. The first
-# request, mostly a listing, shows whether there is a network at all: it has few
-# retries. A later read may meet a busy minute: it has more.
+# request, mostly a listing, has few retries, because it fails if there is no
+# network. A later read has more, because the store may be busy for a minute.
 _FIRST = {'max_retries': 3, 'initial_delay': '1s', 'max_delay': '4s'}
 _READING = {'max_retries': 8, 'initial_delay': '1s', 'max_delay': '16s'}
 FIRST_SECONDS = 60  # timeout of the first request
@@ -39,9 +39,9 @@ def user_cache() -> pathlib.Path:
 
 
 def open_location(path: str | os.PathLike[str]) -> 'Location':
-  """Returns the place that a path or a URL (`gs://bucket/folder`) names.
+  """Returns the place of a path or a URL (`gs://bucket/folder`).
 
-  Of a shipped file, see `shipped.find`.
+  Paths of shipped files are found, see `shipped.find`.
   """
   check_path(path)
   text = os.fspath(path)
@@ -101,13 +101,13 @@ class Location:
     return os.path.getsize(self.path)
 
   def read(self, offset: int, size: int) -> bytes:
-    """The `size` bytes from `offset` on; fewer at the end of the file."""
+    """Reads `size` bytes from `offset` on; fewer at the end of the file."""
     with files.open_regular(self.path) as stream:
       stream.seek(offset)
       return stream.read(size)
 
   def read_all(self, most: int) -> bytes:
-    """The whole file, which may have at most `most` bytes.
+    """Reads the whole file, which may have at most `most` bytes.
 
     Raises:
       ValueError: it has more bytes.
@@ -115,17 +115,17 @@ class Location:
     return files.read_small(self.path, most)
 
   def kvstore(self) -> dict[str, Any]:
-    """The folder as TensorStore's specification of a key-value store."""
+    """Returns TensorStore's specification of the folder."""
     return {'driver': 'file', 'path': os.path.abspath(self.path) + '/'}
 
 
 class RemoteLocation(Location):
-  """A `Location` in a bucket, or wherever else TensorStore's drivers reach."""
+  """A `Location` in a bucket, or in another store of TensorStore's drivers."""
 
   def __init__(self, url: str, spec: dict[str, Any]):
     super().__init__(url.rstrip('/'))
     self._spec = {**spec, 'path': spec.get('path', '').rstrip('/')}
-    # Kept, because listing a bucket takes some time.
+    # Cached, because listing a bucket takes some time.
     self._names: set[str] | None = None
     self._size: int | None = None
 
@@ -150,7 +150,7 @@ class RemoteLocation(Location):
     return RemoteLocation(os.path.dirname(self.path), spec)
 
   def size(self) -> int:
-    """Bytes of the object; found by bisection, as stores do not give them."""
+    """Finds the bytes of the object by bisection; stores do not give them."""
     if self._size is None:
       above = 1
       while self._holds(above - 1):
@@ -172,9 +172,9 @@ class RemoteLocation(Location):
   def read_all(self, most: int) -> bytes:
     if self._read(most, most + 1, first=True):
       files.check_size(self.path, self.size(), most)
-    if not (found := self._read(0, None, first=True)):
+    if not (data := self._read(0, None, first=True)):
       raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    return found
+    return data
 
   def kvstore(self) -> dict[str, Any]:
     return {**self._spec, 'path': f'{self._spec["path"]}/'}
@@ -185,17 +185,17 @@ class RemoteLocation(Location):
 
   def _read(self, start: int, stop: int | None, first: bool = False) -> bytes:
     folder, name = os.path.split(self._spec['path'])
-    found = self._ask(
+    answer = self._ask(
       {**self._spec, 'path': f'{folder}/' if folder else ''},
       lambda store: store.read(name, byte_range=slice(start, stop)),
       first,
     )
-    return found.value if found else b''
+    return answer.value if answer else b''
 
   def _ask(
     self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
   ) -> Any:
-    """The store's answer, None if nothing is there; `first` waits less long."""
+    """Asks the store; None if nothing is there. `first` waits less long."""
     import tensorstore
 
     context = _context(_FIRST) if first else reading()
@@ -212,7 +212,7 @@ class RemoteLocation(Location):
 
 
 def reading() -> Any:
-  """TensorStore's context for arrays."""
+  """Returns TensorStore's context for arrays."""
   return _context(_READING)
 
 
@@ -225,7 +225,7 @@ def _context(retries: dict[str, Any]) -> Any:
 
 
 def reason(error: BaseException) -> str:
-  """The first line of a TensorStore error, without the specification in it."""
+  """Returns a TensorStore error's first line, without the specification."""
   if isinstance(error, TimeoutError):
     return 'no answer came'
   lines = str(error).partition(' [')[0].splitlines()
@@ -233,7 +233,7 @@ def reason(error: BaseException) -> str:
 
 
 def few(names: Any) -> str:
-  """The first few of many names, for a message."""
+  """Returns the first few of many names, for a message."""
   names = sorted(names)
   more = f' and {len(names) - _FEW} more' if len(names) > _FEW else ''
   return ', '.join(names[:_FEW]) + more if names else 'nothing'

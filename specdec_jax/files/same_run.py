@@ -16,9 +16,9 @@ _LONGEST = 200  # most characters of a value in a message
 def differences(before: Any, now: Any, name: str = '') -> list[str]:
   """Lists where two JSON values differ, each with its place and both values.
 
-  Both are first converted to JSON: tuples become lists, and objects that JSON
-  does not know become text. A missing key equals a key with None, so that a
-  new setting that is not in use makes no difference.
+  Both are first converted to JSON: tuples become lists, and objects of other
+  classes become text. A missing key equals a key with None, so that a new
+  setting that is not in use makes no difference.
   """
   return _differences(_plain(before), _plain(now), name)
 
@@ -26,18 +26,18 @@ def differences(before: Any, now: Any, name: str = '') -> list[str]:
 def check(
   before: Any, now: Mapping[str, Any], what: str, what_to_do: str
 ) -> None:
-  """Raises ValueError unless the settings that were found are this run's.
+  """Raises ValueError unless the settings in a file are this run's.
 
   Args:
-    before: the settings that were found.
+    before: the settings in the file.
     now: this run's settings.
-    what: which settings were found and where, as the beginning of a sentence.
+    what: names the settings and the file, as the beginning of a sentence.
     what_to_do: sentences that tell the user what to do.
   """
-  if not (found := differences(before, now)):
+  if not (lines := differences(before, now)):
     return
-  more = len(found) - _SHOWN
-  listed = '; '.join(found[:_SHOWN]) + (f'; and {more} more' * (more > 0))
+  more = len(lines) - _SHOWN
+  listed = '; '.join(lines[:_SHOWN]) + (f'; and {more} more' * (more > 0))
   raise ValueError(f'{what}: {listed}. {what_to_do}')
 
 

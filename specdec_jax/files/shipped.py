@@ -1,4 +1,4 @@
-"""What travels with the library: the gin files and the demo pair.
+"""The files that are shipped with the library: gin files and the demo pair.
 
 In a checkout they are the folders gin/ and demo/ at its top; an installed wheel
 has them in `specdec_jax/shipped/`. Paths such as 'demo/target.msgpack' mean the
@@ -16,10 +16,11 @@ _FOLDERS = ('gin', 'demo')
 
 
 def find(path: str | os.PathLike[str]) -> str:
-  """Returns a path as it is, or the shipped file that it means.
+  """Returns the path of a shipped file, or any other path unchanged.
 
   Args:
-    path: from the working folder, which goes first; absolute; or an address.
+    path: a path relative to the working folder, whose files take precedence; an
+      absolute path; or an address.
   """
   path = os.fspath(path)
   parts = pathlib.PurePath(path).parts

@@ -4,7 +4,7 @@
 moment and started again.
 """
 
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.options import Options
 from specdec_jax.infer.data import DecodeConfig, open_tokenizer
 from specdec_jax.infer.run import decode
 

@@ -18,17 +18,21 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.engine import request
 from specdec_jax.engine.completion import Completion, joined, passed_over
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.long_texts import splitter
-from specdec_jax.engine.request import MOST_ROWS, Options, example_id
+from specdec_jax.engine.options import (
+  MOST_ROWS,
+  Options,
+  example_id,
+  sentence_id,
+)
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import tasks
 from specdec_jax.text.chat import template_of
 from specdec_jax.text.sentences import Sentences
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.types import Count, Positive
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
@@ -71,10 +75,10 @@ class DecodeConfig:
       with an error, or 'truncate'.
     task_feature_lengths: feature -> tokens at most, the end included; longer
       'inputs' and 'targets' are cut. None: the lengths of the longest example.
-    split: split of the task; a file has only one.
-    mode: 'predict', 'score' (the log-probability of the targets), or
+    task_split: split of the task; a file has only one.
+    task_mode: 'predict', 'score' (the log-probability of the targets), or
       'predict_with_aux' (predictions with scores and counts; lines too).
-    decoding: 'speculative', 'plain', or 'both'. 'both' decodes each batch
+    mode: 'speculative', 'plain', or 'both'. 'both' decodes each batch
       plainly and then speculatively, compares the two, and keeps the
       speculative outputs.
     batch_size: examples decoded together, if there are as many.
@@ -114,13 +118,13 @@ class DecodeConfig:
   output_dir: str | None = None
   _: dataclasses.KW_ONLY
   mixture_or_task_name: str | tasks.Task | None = None
-  tokenizer: Tokenizer | None = None
+  tokenizer: Vocabulary | None = None
   drafter: Callable[[], Drafter | Model] | None = None
   options: Options = Options()
   task_feature_lengths: Mapping[str, int] | None = None
-  split: str = 'test'
-  mode: Literal['predict', 'score', 'predict_with_aux'] = 'predict'
-  decoding: Literal['both', 'plain', 'speculative'] = 'both'
+  task_split: str = 'test'
+  task_mode: Literal['predict', 'score', 'predict_with_aux'] = 'predict'
+  mode: Literal['both', 'plain', 'speculative'] = 'both'
   batch_size: Annotated[int, Bound(1, MOST_ROWS)] = 1
   batching: Literal['fixed', 'continuous'] = 'fixed'
   prompt_feature: str | None = None
@@ -146,13 +150,13 @@ class DecodeConfig:
         raise unexpected(f'DecodeConfig.{name}', expected, value)
     if self.is_task:  # its examples are cut already
       changes: dict[str, Any] = {
-        'log_probs': self.mode != 'predict',
+        'log_probs': self.task_mode != 'predict',
         'on_too_long': 'truncate',
       }
       options = dataclasses.replace(self.options, **changes)
       object.__setattr__(self, 'options', options)
-    elif self.mode == 'predict':
-      object.__setattr__(self, 'mode', 'predict_with_aux')
+    elif self.task_mode == 'predict':
+      object.__setattr__(self, 'task_mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
     """Yields a field, whether it is right, and what is expected of it."""
@@ -177,8 +181,8 @@ class DecodeConfig:
     unsplit = options.split is None or not self.is_task
     yield 'options.split', unsplit, 'None for a task, but for lines'
     differ = self.is_task or self.searches or not options.sampling.greedy
-    may_differ = samples == 1 or (differ and self.mode != 'score')
-    expected = "1 in the mode 'score' and for lines at temperature 0"
+    may_differ = samples == 1 or (differ and self.task_mode != 'score')
+    expected = "1 in the task mode 'score' and for lines at temperature 0"
     yield 'options.num_samples', may_differ, f'{expected} (gin: NUM_DECODES)'
     cuts = self.chat and options.on_too_long != 'error'
     expected = (
@@ -199,7 +203,7 @@ class DecodeConfig:
   @property
   def ways(self) -> tuple[str, ...]:
     """The ways of decoding, in turn; or scoring."""
-    return (SCORING,) if self.mode == 'score' else WAYS[self.decoding]
+    return (SCORING,) if self.task_mode == 'score' else WAYS[self.mode]
 
   @property
   def searches(self) -> bool:
@@ -215,7 +219,7 @@ class DecodeConfig:
   def slots(self) -> PoolSettings | None:
     """Settings of continuous batching; None where batches are fixed."""
     pooled = self.batching == 'continuous' or self.options.split is not None
-    if self.searches or self.mode == 'score' or not pooled:
+    if self.searches or self.task_mode == 'score' or not pooled:
       return None
     return PoolSettings(rows=self.rows)
 
@@ -225,7 +229,7 @@ class DecodeConfig:
     shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
     if not self.is_task:
       return PREDICTIONS if self.num_shards == 1 else f'{PREDICTIONS}-{shard}'
-    return f'{self.task_name}-{self.mode}.jsonl-{shard}'
+    return f'{self.task_name}-{self.task_mode}.jsonl-{shard}'
 
   @property
   def files_prefix(self) -> str:
@@ -261,7 +265,7 @@ class DecodeConfig:
 
 def open_tokenizer(
   path: str | None = None, target: Callable[[], Model] | None = None
-) -> Tokenizer:
+) -> Vocabulary:
   """Opens a vocabulary, or that of the target where there is no path.
 
   Args:
@@ -383,7 +387,7 @@ class DataSet:
     return [
       Item(
         index * samples + sample,
-        request.sentence_id(example_id(config.index(number), sample), place),
+        sentence_id(example_id(config.index(number), sample), place),
         part,
       )
       for index, (number, place, part) in enumerate(parts)
@@ -438,13 +442,13 @@ class DataSet:
       INPUTS: max((len(x.source) for x in self.examples), default=2),
       TARGETS: max((len(x.target) for x in self.examples), default=2),
     }
-    if self.examples and not lengths[TARGETS] and config.mode != 'score':
+    if self.examples and not lengths[TARGETS] and config.task_mode != 'score':
       expected = f'lengths, because {config.task_name!r} has no targets'
       field = 'DecodeConfig.task_feature_lengths (gin: TASK_FEATURE_LENGTHS)'
       advice = "Write {'inputs': 512, 'targets': 128}."
       raise unexpected(field, expected, config.task_feature_lengths, advice)
     # The token of a language stands before the text.
-    more = 1 if getattr(config.tokenizer, 'languages', {}) else 0
+    more = 1 if config.tokenizer and config.tokenizer.languages else 0
     return {
       'max_input_len': max(2, lengths[INPUTS] + more),
       'max_decode_len': max(1, lengths[TARGETS]),
@@ -469,13 +473,13 @@ def read(config: DecodeConfig) -> DataSet:
     ]
   else:
     features = config.task.examples(
-      config.split, config.task_feature_lengths, True, config.tokenizer
+      config.task_split, config.task_feature_lengths, True, config.tokenizer
     )
     of_shard, broken_off = files.until_broken(
       itertools.islice(features, *shard)
     )
     examples = [_task_example(config, *pair) for pair in enumerate(of_shard)]
-    reading = config.task.reading(config.split)
+    reading = config.task.reading(config.task_split)
   if examples and all(example.skipped for example in examples):
     first = examples[0].skipped
     raise ValueError(first and first.error)
@@ -506,7 +510,10 @@ def _checked_lines(
       return text
     return template.ids([{'role': 'user', 'content': text}])
 
-  splits = config.options.split and splitter(engine, config.options, as_input)
+  limit = engine.config.max_input_len
+  splits = None
+  if config.options.split:
+    splits = splitter(engine.codec, limit, config.options, as_input)
   checked = []
   for number, example in enumerate(examples):
     source, skipped = example.source, example.skipped
@@ -520,10 +527,10 @@ def _checked_lines(
       count = engine.num_input_tokens(source)
       if not count or config.prefix and not engine.num_input_tokens(bare):
         skipped = passed_over('empty')
-      elif not truncates and count > engine.max_input_len:
+      elif not truncates and count > limit:
         skipped = _failed(
           f'line {1 + config.index(number)}: {count} tokens (its end'
-          f' included), at most {engine.max_input_len}. Shorten it, or set'
+          f' included), at most {limit}. Shorten it, or set'
           " on_too_long='truncate'"
         )
     checked.append(example._replace(source=source, skipped=skipped))
@@ -540,7 +547,7 @@ def _task_example(
   ids = {feature: array.tolist() for feature, array in arrays.items()}
   prompt_feature = config.prompt_feature or INPUTS
   missing = [x for x in (INPUTS, prompt_feature) if x not in ids]
-  if config.mode == 'score' and not ids.get(TARGETS):
+  if config.task_mode == 'score' and not ids.get(TARGETS):
     missing = [TARGETS]
   if missing and not error:
     error = (

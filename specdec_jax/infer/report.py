@@ -26,8 +26,9 @@ from specdec_jax.infer.data import (
   DecodeConfig,
   Example,
 )
-from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, say
+from specdec_jax.report.console import say
+from specdec_jax.report.record import new as new_record
+from specdec_jax.report.table import Column, Table
 
 _MOST_SHOWN = 10  # lines of a kind in the report
 _NUM_EXAMPLES = 5  # lines that the report shows with their outputs
@@ -111,7 +112,7 @@ def record(
   last = list(outputs.values())[-1]
   scores = one_or_all([_score(output) for output in last])
   values: dict[str, Any] = {'inputs': _shown(example, config)}
-  if config.mode == 'score':
+  if config.task_mode == 'score':
     values['score'] = scores
   else:
     texts = [None if output.error else output.text for output in last]
@@ -120,7 +121,7 @@ def record(
     values['prediction_tokens'] = one_or_all(tokens)
     if not all(output.lossless for output in last):
       values['lossless'] = False
-  if config.mode == 'predict_with_aux':
+  if config.task_mode == 'predict_with_aux':
     values['score'] = scores
     values['aux'] = {
       'scores': scores,

@@ -1,11 +1,10 @@
 """The folder of a run: finished work, results, and how a killed run goes on.
 
-While a run goes on, it appends finished work to `NAME.partial`: the first line
-is the settings, each other line the results of a batch, as JSON. A line that a
-kill has cut is made again. Of several processes each appends to a file of its
-own. At the end the results are written, and last the marker `NAME.COMPLETED`.
-Meanwhile `.NAME.lock` keeps other runs out; it is released with the process,
-however that ends.
+While a run goes on, it appends the results of each batch to the log
+`NAME.partial` (see `files.run_log`); each of several processes has a log of its
+own. At the end the run writes its results and, last, the marker
+`NAME.COMPLETED`. Meanwhile `.NAME.lock` keeps other runs out; the system
+releases it with the process, however that ends.
 """
 
 import contextlib
@@ -25,6 +24,7 @@ from jax.experimental import multihost_utils
 
 from specdec_jax import files
 from specdec_jax.files import same_run
+from specdec_jax.files.run_log import RunLog
 
 try:
   import fcntl
@@ -56,9 +56,7 @@ class Folder:
     self._lock = self.path / f'.{name}{share}.lock'
     self._partial = self.path / f'{name}.partial{share}'
     self._marker = self.path / f'{name}.COMPLETED'
-    self._settings = ''  # of this run, as JSON
-    # Where what was read of each file ends, or was written to the own one.
-    self._ends: dict[pathlib.Path, int] = {}
+    self._logs: dict[pathlib.Path, RunLog] = {}  # of all processes
 
   @contextlib.contextmanager
   def claimed(self) -> Iterator[None]:
@@ -131,19 +129,21 @@ class Folder:
       ValueError: an unfinished run of other settings is there.
       OSError: the folder could not be written.
     """
-    self._settings = json.dumps(settings)
+    self._logs = {self._partial: RunLog(self._partial, settings)}
     if self.process == 0:
       self._marker.unlink(missing_ok=True)
       for path in self._partials():
-        before = _header(path)
-        if before == json.loads(self._settings):
-          continue
-        if before is None:
+        try:
+          before = RunLog(path).settings()
+        except ValueError:
           _warn(f'{path} is no work of a run: it is removed, and made again')
-        elif not overwrite:
-          self.check_same(before, settings, 'an unfinished run')
+        else:
+          if not same_run.differences(before, settings):
+            continue
+          if not overwrite:
+            self.check_same(before, settings, 'an unfinished run')
         path.unlink(missing_ok=True)
-    digest = hashlib.sha256(self._settings.encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     try:
       multihost_utils.sync_global_devices(f'{self.name} begins {digest}')
     except AssertionError as error:
@@ -169,18 +169,11 @@ class Folder:
     for path in self._partials():
       if path == self._partial and not own:
         continue
-      begin = self._ends.get(path, 0)
-      with open(path, 'rb') as stream:
-        stream.seek(begin)
-        data = stream.read()
-      whole = data[: data.rfind(b'\n') + 1]  # a kill may have cut the rest
-      self._ends[path] = begin + len(whole)
-      lines = whole.split(b'\n')[:-1]
-      for line in lines if begin else lines[1:]:  # behind the settings
-        try:
-          contents.append(json.loads(line))
-        except (ValueError, RecursionError):
-          _warn(f'{path}: {line[:18]!r}... is damaged: its work is done again')
+      log = self._logs.setdefault(path, RunLog(path))
+      values, damaged = log.read_new()
+      contents += values
+      for line in damaged:
+        _warn(f'{path}: {line[:18]!r}... is damaged: its work is done again')
     return contents
 
   def append(self, content: Mapping[str, Any]) -> None:
@@ -189,17 +182,8 @@ class Folder:
     Raises:
       OSError: it could not be written; earlier work is kept.
     """
-    end = self._ends.get(self._partial, 0)
-    with _explained(self._partial), open(self._partial, 'ab') as stream:
-      stream.truncate(end)  # without a line that a kill has cut
-      stream.seek(end)
-      if not end:
-        stream.write(f'{self._settings}\n'.encode())
-      stream.write(f'{json.dumps(content)}\n'.encode())
-      end = stream.tell()
-    # A killed process loses nothing that was written. It is not synced: that
-    # takes longer than many a batch, and the system does it within a minute.
-    self._ends[self._partial] = end
+    with _explained(self._partial):
+      self._logs[self._partial].append(content)
 
   def finish(self, contents: Mapping[str, str], failed: bool = False) -> None:
     """Writes the results, the marker last, and removes the finished work.
@@ -251,16 +235,6 @@ class Folder:
       paths = sorted(self.path.glob(f'{glob.escape(self.name)}*'))
       return [path.stat().st_mtime_ns for path in paths]
     return []
-
-
-def _header(path: pathlib.Path) -> Any:
-  """The settings that a partial file begins with; None if they are broken."""
-  try:
-    files.check_regular(path)
-    with open(path, 'rb') as stream:
-      return json.loads(stream.readline())
-  except (OSError, ValueError, RecursionError):
-    return None
 
 
 def _warn(message: str) -> None:

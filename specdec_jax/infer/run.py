@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
@@ -28,7 +29,8 @@ from specdec_jax.decoding import resting
 from specdec_jax.engine import calibration, completion, scoring
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import Continuous
+from specdec_jax.engine.request import TextRequest
+from specdec_jax.engine.scheduler import Scheduler
 from specdec_jax.infer import report
 from specdec_jax.infer.data import (
   SCORING,
@@ -41,10 +43,9 @@ from specdec_jax.infer.data import (
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.record import seconds_since_start
-from specdec_jax.measure.table import bar, say
+from specdec_jax.report.console import bar, say
+from specdec_jax.report.record import seconds_since_start
 from specdec_jax.request import Drafting
-from specdec_jax.rules.options import RuleOptions
 from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
@@ -64,7 +65,7 @@ def decode(
 
   The results of lines are `predictions.jsonl` in `config.output_dir`, with
   shards `predictions.jsonl-SSSSS-of-NNNNN`; those of a task, or of each task of
-  a mixture, `<task>-<mode>.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
+  a mixture, `TASK-MODE.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
   a task or a shard have that name with another ending: `.summary.json` (with
   everything that decided the results), the files of `beside`, and the marker
   `.COMPLETED`, which is written last. A run that was killed goes
@@ -108,7 +109,7 @@ def decode(
     expected = 'the tokenizer of the models, for a task'
     raise unexpected('DecodeConfig.tokenizer', expected, None)
   sources = tasks.find(
-    task, tokenizer, config.split, config.prefix, config.distinct
+    task, tokenizer, config.task_split, config.prefix, config.distinct
   )
   if len(sources) > 1:
     make_drafter = config.drafter and functools.cache(config.drafter)
@@ -189,7 +190,7 @@ class _Run:
     if plan is not None:
       gammas = {str(size): drafting.gamma for size, drafting in plan.items()}
       if not any(gammas.values()):
-        config = dataclasses.replace(config, decoding='plain')
+        config = dataclasses.replace(config, mode='plain')
     self.config = config
     self.ways = {
       name: Way(self.engine, name, config, plan) for name in config.ways
@@ -314,7 +315,7 @@ class _Run:
     last = [x for made in outputs for x in list(made.values())[-1]]
     reasons = collections.Counter(output.finish_reason for output in last)
     scores = [float(sum(x.log_probs)) for x in last if not x.error]
-    is_scored = config.mode == 'score' and scores
+    is_scored = config.task_mode == 'score' and scores
     return {
       'input_file': None if config.is_task else config.input_file,
       'task': config.task_name if config.is_task else None,
@@ -416,7 +417,7 @@ def choose_gammas(
   if engine.fallback and config.searches:
     expected = 'False in a beam search, where no drafter rests'
     raise unexpected('fallback', expected, engine.fallback)
-  opens = engine.chooses_gamma and not config.searches
+  opens = engine.config.gamma is None and not config.searches
   if measured is None and opens and config.acceptance is not None:
     with bar(console, 'Timing calls on this host'):
       measured = calibrate.for_host(
@@ -434,11 +435,11 @@ def choose_gammas(
       f'The calibration was made at temperature {measured.temperature:g}, for'
       f' up to {most_rows} rows at once: its gamma may not be the best here.',
     )
-  plan = measured.plan(rows, engine)
+  plan = measured.plan(rows, engine.drafting)
   if config.slots is None or not config.options.sampling.greedy:
     plan = {rows: plan[rows]}
   if most := max(drafting.gamma for drafting in plan.values()):
-    if engine.rule is None:
+    if not engine.drafting.adapts:
       engine.gamma = most
     measured.direct(engine, rows)
   for size, drafting in sorted(
@@ -454,7 +455,12 @@ def choose_gammas(
 
 
 class Way:
-  """Decodes or scores items by an engine."""
+  """Decodes or scores items in one way: plainly, speculatively, or scoring.
+
+  Attributes:
+    in_batches: whether a batch is timed as a whole; otherwise outputs come one
+      by one, from slots.
+  """
 
   def __init__(
     self,
@@ -472,17 +478,17 @@ class Way:
       plan: as `choose_gammas` returns it.
     """
     self._engine, self._name, self._config = engine, name, config
-    self._decoder: Engine | Continuous = engine
+    self.in_batches = config.slots is None
+    self._slots = config.slots and dataclasses.replace(
+      config.slots, gammas=plan
+    )
     self._scored: set[tuple[int, ...]] = set()  # shapes that are compiled
-    if config.slots is not None:
-      slots = dataclasses.replace(config.slots, gammas=plan)
-      self._decoder = Continuous(engine, slots)
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles what `run` needs; returns seconds, 0.0 if it needs nothing."""
-    sources, options = self._arguments(items)
     if self._name != SCORING:
-      return self._decoder.warmup(sources, **options)
+      return self._scheduler(items).warmup(self._request(items))
+    sources = _sources(items)
     targets = [item.example.target for item in items]
     shape = scoring.shapes(self._engine.target, sources, targets)
     if shape in self._scored:
@@ -494,14 +500,19 @@ class Way:
 
   def run(self, items: Sequence[Item]) -> Iterator[tuple[int, Completion]]:
     """Yields the place and the output of each item as it is finished."""
-    sources, options = self._arguments(items)
     if self._name == SCORING:
       targets = [item.example.target for item in items]
-      scores = self._engine.score(sources, targets)
-      return enumerate(map(_scored, targets, scores))
-    if isinstance(self._decoder, Continuous):
-      return self._decoder.run(sources, **options)
-    return enumerate(self._decoder.generate(sources, **options))
+      scores = self._engine.score(_sources(items), targets)
+      yield from enumerate(map(_scored, targets, scores))
+      return
+    request = self._request(items)
+    if self.in_batches:
+      yield from enumerate(self._scheduler(items).generate(request))
+      return
+    ready = sorted(request.passed_over.items())
+    running = self._scheduler(items).run(request)
+    for place, (done,) in itertools.chain(ready, running):
+      yield place, done
 
   def batches(
     self, items: Sequence[Item], advance: Callable[[], None] = lambda: None
@@ -516,7 +527,7 @@ class Way:
     """
     if not items:
       return
-    rows = 0 if self._decoder is not self._engine else self._config.rows
+    rows = self._config.rows if self.in_batches else 0
     # Filled up with its last item: a shorter batch would need another program.
     padded = [*items] + [items[-1]] * (rows - len(items))
     part = Batch(compile_seconds=self.warmup(padded))
@@ -537,33 +548,35 @@ class Way:
         yield part
         part, begin = Batch(), begin + seconds
 
-  def _arguments(
-    self, items: Sequence[Item]
-  ) -> tuple[list[Any], dict[str, Any]]:
-    """Texts and options for the decoder."""
-    of_run = self._config.options
+  def _scheduler(self, items: Sequence[Item]) -> Scheduler:
+    return self._engine.scheduler(self._slots or max(1, len(items)))
+
+  def _request(self, items: Sequence[Item]) -> TextRequest:
+    """Makes the request of items."""
+    options = self._config.options
     # One beam search gives all outputs of a source.
-    outputs = of_run.num_samples if self._config.searches else 1
+    outputs = options.num_samples if self._config.searches else 1
     items = items[::outputs]
-    # Rules that a run leaves open, the target's folder may say.
-    rules = {field.name for field in dataclasses.fields(RuleOptions)}
-    named = dataclasses.asdict(of_run).items()
-    options = {name: value for name, value in named if name not in rules}
-    options |= of_run.rules | {
-      'num_samples': outputs,
-      'split': None,  # items are sentences
-      'split_lang': None,
-      'split_prefix': '',
-      'speculative': self._name == SPECULATIVE,
-      'example_ids': [item.example_id for item in items],
-    }
-    if of_run.on_too_long == 'error':
-      options['on_too_long'] = 'report'
-    if self._decoder is self._engine:
-      options['batch_size'] = max(1, len(items))
-    if any(item.example.prompt is not None for item in items):
-      options['prompts'] = [item.example.prompt or [] for item in items]
-    return [item.example.source for item in items], options
+    has_prompts = any(item.example.prompt is not None for item in items)
+    prompts = [item.example.prompt or [] for item in items]
+    reports = options.on_too_long == 'error'
+    options = dataclasses.replace(
+      options,
+      num_samples=outputs,
+      split=None,  # items are sentences
+      split_lang=None,
+      split_prefix='',
+      example_ids=[item.example_id for item in items],
+      prompts=prompts if has_prompts else None,
+      on_too_long='report' if reports else options.on_too_long,
+    )
+    return self._engine.text_request(
+      _sources(items), self._name == SPECULATIVE, options=options
+    )
+
+
+def _sources(items: Sequence[Item]) -> list[Any]:
+  return [item.example.source for item in items]
 
 
 def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
@@ -577,19 +590,22 @@ def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
 def engine_identity(engine: Engine) -> dict[str, Any]:
   """The properties of an engine that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
-  names = ('split_special_tokens', 'skip_special_tokens')
+  tokenizer, rule = engine.tokenizer, engine.drafting.draft_rule
   return {
     'models': dict(engine.fingerprints),
     'dtype': sorted({str(leaf.dtype) for leaf in leaves}),
-    'vocabulary': engine.tokenizer.fingerprint,
-    'special_tokens': [getattr(engine.tokenizer, x, None) for x in names],
+    'vocabulary': tokenizer.fingerprint,
+    'special_tokens': [
+      tokenizer.split_special_tokens,
+      tokenizer.skip_special_tokens,
+    ],
     'gamma': engine.gamma,
-    'max_input_len': engine.max_input_len,
-    'max_decode_len': engine.max_decode_len,
-    'bos_id': engine.bos_id,
-    'rule': None if engine.rule is None else engine.rule.to_json(),
+    'max_input_len': engine.config.max_input_len,
+    'max_decode_len': engine.config.max_decode_len,
+    'bos_id': engine.codec.bos_id,
+    'rule': None if rule is None else rule.to_json(),
     'fallback': resting.to_json(engine.fallback),
-    'languages': [engine.source_lang, engine.target_lang],
+    'languages': [engine.codec.source_lang, engine.codec.target_lang],
   }
 
 
@@ -602,7 +618,7 @@ def _metrics(
     ValueError: a metric that was named is unknown, or its package is missing.
   """
   names = config.metrics
-  if not config.is_task or config.mode == 'score' or names is None:
+  if not config.is_task or config.task_mode == 'score' or names is None:
     return [], None
   if names == 'task':
     if isinstance(config.task, tasks.SeqioTask):

@@ -1,11 +1,11 @@
 """Acceptance rates of a pair, by Corollary 3.6.
 
-The target decodes; at each step the drafter proposes one token for the same
+The target decodes; at each step the drafter proposes a token for the same
 place, and the overlap of both distributions, sum of min, is the probability
 that it would have been accepted (beta). No proposal is ever used, so that all
 drafters are measured over exactly the same prefixes. The mean is alpha. A
 drafter may have nothing to propose, as `prompt_lookup` without a match. Such
-places do not count in acceptance rates; how many there are is a separate rate.
+places do not count in acceptance rates; their share is a separate rate.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-from flax import struct
 from jax import lax
 
 from specdec_jax import analysis, probs
@@ -32,11 +31,12 @@ from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.calls import Pair
-from specdec_jax.measure.record import Record, earlier
-from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
+from specdec_jax.report import record
+from specdec_jax.report.console import bar
+from specdec_jax.report.record import Record
+from specdec_jax.report.table import Column, Table
 from specdec_jax.request import Request
 from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import Amount, FinishReason, Positive, Verdict
@@ -46,10 +46,10 @@ _NOT_FINITE = (
   'An acceptance probability is not finite: the logits of the target or of the'
   ' drafter are NaN or infinite. Check both checkpoints.'
 )
+_NO_PROPOSAL = -1.0  # in place of a beta
 
 
-@dataclasses.dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
   """A measured mean over tokens.
 
   Attributes:
@@ -57,8 +57,8 @@ class Rate:
     standard_error: its standard error. The independent units are texts: tokens
       of one output are not independent, nor are samples of one text. None if
       there was only one text.
-    num_tokens: how many tokens were measured.
-    num_outputs: how many outputs these tokens belong to.
+    num_tokens: number of measured tokens.
+    num_outputs: number of outputs that these tokens belong to.
   """
 
   mean: float
@@ -83,7 +83,7 @@ class Rates(NamedTuple):
   overall: Rate
 
   def as_record(self, rate: Rate | None) -> dict[str, Any]:
-    """`alpha` or `overall` as records have it, beside how often it proposes."""
+    """Returns `alpha` or `overall` as records have it, with `proposes`."""
     return {
       'alpha': rate and rate.mean,
       'standard_error': rate and rate.standard_error,
@@ -106,8 +106,8 @@ def ratio(
   Args:
     hits: hits of each output.
     tries: tries of each output.
-    texts: identifies the text of each output; None is a different text for
-      each.
+    texts: identifies the text of each output; None means that no two outputs
+      have the same text.
 
   Raises:
     ValueError: there is nothing to divide by.
@@ -124,7 +124,7 @@ def ratio(
   outputs = int(np.sum(bottoms > 0))
   if texts is not None:
     numbers: dict[Any, int] = {}
-    text = [numbers.setdefault(one, len(numbers)) for one in texts]
+    text = [numbers.setdefault(name, len(numbers)) for name in texts]
     tops = np.bincount(text, tops).astype(np.float64)
     bottoms = np.bincount(text, bottoms).astype(np.float64)
   count = int(np.sum(bottoms > 0))
@@ -135,20 +135,17 @@ def ratio(
   return Rate(float(mean), error, int(total), outputs)
 
 
-@struct.dataclass
-class Overlap:
+class Overlap(NamedTuple):
   """A plain decode, and beta of its drafter at each token.
 
   Attributes:
     state: the state of the decode.
-    betas: float32[B, L], acceptance probability at each produced token;
-      meaningless past a row's end and where nothing was proposed.
-    proposed: bool[B, L], whether there was a proposal.
+    betas: float32[B, L], acceptance probability at each produced token, or
+      `_NO_PROPOSAL`; meaningless past a row's end.
   """
 
   state: DecodeState
   betas: jax.Array
-  proposed: jax.Array
 
 
 def decode(
@@ -163,24 +160,23 @@ def decode(
     request: a request with gamma 1.
   """
   state = speculative.start(target, drafter, params, request)
-  shape = request.inputs.shape[0], request.slots
-  first = Overlap(state, jnp.zeros(shape), jnp.zeros(shape, bool))
+  first = Overlap(state, jnp.zeros((len(state.length), request.slots)))
   step = functools.partial(_step, target, drafter, params, request)
   return lax.while_loop(lambda carry: jnp.any(carry.state.running), step, first)
 
 
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
-  """A step of the plain loop, beside a proposal that it does not see."""
+  """Steps the plain loop; a proposal beside it is judged and not used."""
   state = carry.state
   context = speculative.context_of(target, params, request, state)
   draft, drafter_state = drafter.propose(
     params.draft, state.drafter_state, context
   )
-  seen = {}
+  betas = []
 
   def judge(plain, nothing, logits, keys):
     target_probs = probs.standardise_batch(logits, plain.sampling)[:, 0]
-    seen['beta'] = _beta(request, draft, logits, target_probs)
+    betas.append(_beta(request, draft, logits, target_probs))
     resample_keys = jax.vmap(probs.resample_key)(keys)
     tokens = jax.vmap(probs.sample)(target_probs, resample_keys)
     return Verdict(nothing.length, tokens)
@@ -193,18 +189,16 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
     state.replace(drafter_state=drafter_state),
     judge,
   )
-  # One round per token, so the round's number is the token's place, whatever
-  # the prompt is. A finished row writes past its end, or past the array.
+  # Each round makes one token, so the number of rounds is the token's place,
+  # whatever the prompt is. A finished row writes past its end, or past the
+  # array.
   place = jnp.arange(len(state.length)), state.stats.num_rounds
-  return Overlap(
-    after,
-    carry.betas.at[place].set(seen['beta'], mode='drop'),
-    carry.proposed.at[place].set(draft.length > 0, mode='drop'),
-  )
+  beta = jnp.where(draft.length > 0, betas[0], _NO_PROPOSAL)
+  return Overlap(after, carry.betas.at[place].set(beta, mode='drop'))
 
 
 def _beta(request, draft, logits, target_probs):
-  """Acceptance probability of each row's first proposal, float32[B]."""
+  """Returns the acceptance probability of each first proposal, float32[B]."""
   proposed = draft.tokens[:, :1]
   lenience = 1.0 if request.lenience is None else request.lenience
   if draft.probs is None:
@@ -219,7 +213,7 @@ def _beta(request, draft, logits, target_probs):
   return jnp.where(request.sampling.temperature == 0, near, beta)
 
 
-# Texts of a batch, which tell outputs apart, and their request.
+# The texts of a batch, which identify outputs, and their request.
 Batch = tuple[Sequence[Any], Request]
 
 
@@ -230,10 +224,10 @@ def of_outputs(
   advance: Callable[[int], None] = lambda count: None,
   until: float = math.inf,
 ) -> Rates:
-  """Alpha over at least `num_tokens` tokens that the target generates.
+  """Measures alpha over at least `num_tokens` tokens that the target generates.
 
   Args:
-    pair: the pair, its drafter any that proposes a chain.
+    pair: the pair; its drafter proposes a chain.
     batches: batches of one shape; they are decoded until there are enough
       tokens.
     num_tokens: once there are so many tokens, no further batch is begun.
@@ -244,15 +238,16 @@ def of_outputs(
     ValueError: nothing was generated, the target's logits were invalid, or the
       drafter proposes a tree.
   """
-  drafter: Any = pair.drafter
+  drafter = pair.drafter
+  assert drafter is not None
   check_chain(drafter, 'The acceptance rate alpha')
-  program: Any = jax.jit(functools.partial(decode, pair.target, drafter))
+  program = jax.jit(functools.partial(decode, pair.target, drafter))
   outputs: list[tuple[Any, float, int, int]] = []
   count = 0
   for texts, request in batches:
-    overlap = jax.device_get(program(pair.params, request))
-    outputs += _outputs(texts, overlap)
-    tokens = int(overlap.state.stats.num_rounds.sum())
+    more = list(_outputs(texts, jax.device_get(program(pair.params, request))))
+    outputs += more
+    tokens = sum(length for *_, length in more)
     count += tokens
     advance(tokens)
     if count >= num_tokens or time.monotonic() > until:
@@ -270,12 +265,13 @@ def of_outputs(
 def _outputs(
   texts: Sequence[Any], overlap: Overlap
 ) -> Iterator[tuple[Any, float, int, int]]:
-  """Of each text: hits, proposals, tokens; rows behind them fill it up."""
-  lengths: Any = overlap.state.stats.num_rounds
+  """Yields text, hits, proposals and tokens of each row that has a text."""
+  lengths = np.asarray(overlap.state.stats.num_rounds)
   for row, text in enumerate(texts):
     if not (end := int(lengths[row])):
       continue
-    betas = np.asarray(overlap.betas[row, :end][overlap.proposed[row, :end]])
+    betas = np.asarray(overlap.betas[row, :end])
+    betas = betas[betas != _NO_PROPOSAL]
     invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
     if invalid or not np.all(np.isfinite(betas)):
       raise ValueError(_NOT_FINITE)
@@ -294,28 +290,27 @@ def rates(
   until: float = math.inf,
   **options: Any,
 ) -> Rates:
-  """`of_outputs` of an engine's pair.
+  """Measures alpha of an engine's pair, see `of_outputs`.
 
   Args:
     engine: an engine with a drafter.
     texts: at least one text, as `read_prompts` returns them. Above temperature
       0 they are repeated, each time with other random numbers.
     temperature: temperature of both models.
-    num_tokens: as of `of_outputs`.
+    num_tokens: once there are so many tokens, no further batch is begun.
     batch_size: texts decoded together; no rate depends on it.
     seed: seed of the samples.
-    advance, until: as of `of_outputs`.
+    advance: called with the number of tokens of each batch.
+    until: no further batch is begun after this time (`time.monotonic()`).
     **options: further options of `Engine.request`.
   """
   options |= {'temperature': temperature, 'seed': seed}
 
   def batches() -> Iterator[Batch]:
-    number = 0
-    while True:
+    for first_id in itertools.count(step=len(texts)):
       for first in range(0, len(texts), batch_size):
         part = texts[first : first + batch_size]
-        ids = range(number, number + len(part))
-        number += len(part)
+        ids = range(first_id + first, first_id + first + len(part))
         yield part, engine.request(part, gamma=1, example_ids=ids, **options)
       if temperature == 0:
         return
@@ -329,7 +324,7 @@ class MeasureAlphaConfig:
 
   Attributes:
     engines: name of a drafter, for the table -> function that makes the
-      target's engine with it; called when it is measured.
+      target's engine with that drafter; called when it is measured.
     input_file: UTF-8 text, one prompt per line; or a task over local files,
       whose split 'test' is taken. If there are too few prompts for
       `num_tokens`, a temperature above 0 goes through them again, each time
@@ -339,7 +334,7 @@ class MeasureAlphaConfig:
     truncate: whether a text longer than the engine's `max_input_len` is cut;
       otherwise it is left out. With a short `max_input_len`, a decoder-only
       target continues the beginnings of texts.
-    num_tokens: how many of the target's own tokens to measure.
+    num_tokens: number of tokens of the target to measure.
     temperatures: rows of the table, for each lenience.
     leniences: in (0, 1]; 1 is the lossless Algorithm 1, less is Table 5.
     batch_size: prompts decoded together.
@@ -379,15 +374,14 @@ class MeasureAlphaConfig:
     pairs = {(row.target, row.draft) for row in printed.TABLE3}
     for name, draft in self.paper_drafts.items():
       check_choice('paper_drafts', name, self.engines)
-      known = [of for target, of in pairs if target == self.paper_target]
-      check_choice(f'paper_drafts[{name!r}]', draft, known)
+      drafts = [x for target, x in pairs if target == self.paper_target]
+      check_choice(f'paper_drafts[{name!r}]', draft, drafts)
 
   @property
   def settings(self) -> dict[str, Any]:
-    """The settings of a record as JSON, except the models."""
-    path: Any = self.input_file
-    if isinstance(path, LocalTask):
-      path = path.files[PROMPTS_SPLIT]
+    """The settings as JSON values, except the models."""
+    task = self.input_file
+    path = task.files[PROMPTS_SPLIT] if isinstance(task, LocalTask) else task
     names = 'target', 'truncate', 'num_tokens', 'batch_size', 'seed'
     return {name: getattr(self, name) for name in names} | {
       'drafts': list(self.engines),
@@ -412,28 +406,31 @@ def measure_alpha(
     ValueError: no prompt can be decoded, the models are broken, or a record to
       be shown has other settings.
   """
-  console = started(config, console)
-  if config.reuse and config.output_file:
-    if (record := earlier(config, 'alpha')) is not None:
-      console.print(table(record))
-      return record
+  console = record.begin(
+    console, config.output_file, input_file=config.input_file
+  )
+  if config.reuse:
+    done = record.earlier(config.output_file, 'alpha', config.settings)
+    if done is not None:
+      console.print(table(done))
+      return done
   settings = len(config.temperatures) * len(config.leniences)
   steps = len(config.engines) * settings * config.num_tokens
   with bar(console, 'Tokens', steps) as advance:
     rows = [
       row for name in config.engines for row in _rows(config, name, advance)
     ]
-  record = new_record('alpha', {'settings': config.settings, 'rows': rows})
-  finish(config, console, record, table(record))
-  return record
+  done = record.new('alpha', {'settings': config.settings, 'rows': rows})
+  record.finish(config.output_file, console, done, table(done))
+  return done
 
 
 def _rows(
   config: MeasureAlphaConfig, name: str, advance: Callable[[int], None]
 ) -> Iterator[dict[str, Any]]:
-  """All rows of one drafter."""
+  """Yields the rows of one drafter."""
   engine = config.engines[name]()
-  limit = None if config.truncate else engine.max_input_len
+  limit = None if config.truncate else engine.config.max_input_len
   texts = read_prompts(config.input_file, engine.num_input_tokens, limit)
   draft = config.paper_drafts.get(name)
   settings = itertools.product(config.temperatures, config.leniences)
@@ -460,9 +457,9 @@ def _rows(
     }
 
 
-def table(record: Mapping[str, Any]) -> Table:
-  """Rows as in the paper's Table 3, with errors, which the paper lacks."""
-  return Table.of(
+def table(measured: Mapping[str, Any]) -> Table:
+  """Returns rows as in the paper's Table 3, with their standard errors."""
+  return Table.from_records(
     'Acceptance rates (Corollary 3.6)',
     {
       'target': 'target',
@@ -473,7 +470,7 @@ def table(record: Mapping[str, Any]) -> Table:
       Column('proposes', '.3f'): 'proposes',
       Column('tokens', ','): 'num_tokens',
     },
-    record['rows'],
+    measured['rows'],
     (
       'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
       ' lenience 1 outputs are lossy.',
@@ -484,5 +481,5 @@ def table(record: Mapping[str, Any]) -> Table:
 def _alpha_text(row: Mapping[str, Any]) -> str | None:
   if row['alpha'] is None:
     return None
-  error = row['standard_error']  # None of a single text
+  error = row['standard_error']  # None if there was only one text
   return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')

@@ -1,12 +1,11 @@
 """Calibration: costs and acceptance of a pair here, and the gamma they give.
 
 `calibrate` measures both, in minutes. `for_host` takes the acceptance from a
-record that is shipped with the drafter, since what the target accepts does not
-depend on the processor, and times a few calls, once on each host.
+record that is shipped with the drafter, since acceptance does not depend on the
+processor, and times a few calls, once on each host.
 """
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,30 +29,24 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
 from specdec_jax.measure.acceptance import rates
 from specdec_jax.measure.calls import (
-  Run,
   Timing,
   call_runs,
-  interleave,
+  decode_in_turn,
+  medians,
   steady_ms,
 )
-from specdec_jax.measure.record import describe
-from specdec_jax.measure.record import load as load_record
-from specdec_jax.measure.table import (
-  Column,
-  Table,
-  bar,
-  finish,
-  say,
-  started,
-)
 from specdec_jax.models import backend
+from specdec_jax.report import record
+from specdec_jax.report.console import bar, say
+from specdec_jax.report.table import Column, Table
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Positive
 
-# Rounds of these gammas say what a proposal takes, and what a round besides.
+# Rounds of these gammas give the time of a proposal, and that of a round
+# without its calls.
 _ROUND_GAMMAS = 1, 4, 8
 MOST_GAMMA = 64  # a program is compiled for each
-# A prediction and a run of an idle machine differ by less, either way.
+# On an idle machine prediction and run differ by a smaller factor.
 _MOST_APART = 1.25
 _RUN_TEXTS, _RUN_REPEATS = 16, 3
 _BUSY = 'Something keeps this machine busy: calibrate again when it is idle.'
@@ -61,13 +54,13 @@ _BUSY = 'Something keeps this machine busy: calibrate again when it is idle.'
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateConfig(Timing):
-  """A calibration.
+  """Settings of a calibration.
 
   Attributes:
     engine: makes the engine, with a drafter.
     input_file: the user's own prompts, one a line.
-    num_tokens: of the target's own, behind alpha.
-    temperature: at which alpha and the costs are measured.
+    num_tokens: tokens of the target that alpha is measured on.
+    temperature: temperature at which alpha and the costs are measured.
     batches: rows decoded together, in the costs; each has a gamma of its own.
     max_gamma: the largest gamma considered; v(m) is measured to one more.
     repeats: timed rounds, interleaved.
@@ -88,7 +81,7 @@ class CalibrateConfig(Timing):
   )
 
 
-# One entry per number of rows: 'batch', and 'times_ms', see `calls.in_ms`.
+# An entry per number of rows: 'batch', and 'times_ms', see `calls.steady_ms`.
 Costs = Sequence[Mapping[str, Any]]
 
 
@@ -98,33 +91,35 @@ def calibrate(
   costs: Costs | None = None,
   until: float = math.inf,
 ) -> Calibration:
-  """Measures costs and alpha, chooses gamma, says what it means.
+  """Measures costs and alpha, chooses gamma, and prints the reasons.
 
-  The gamma that is chosen for one row is also run, on some of the prompts, and
-  is worth no more than in that run.
+  The gamma that is chosen for one row is also run on some of the prompts; its
+  speed-up is the lower one of that run and the prediction.
 
   Args:
     config: the calibration.
-    console: where it is shown; None is stdout.
-    costs: what `time_calls` returned, of a drafter of the same shape; None
-      times the calls here.
+    console: shows the results; None uses stdout.
+    costs: result of `time_calls` for a drafter of the same shape; None times
+      the calls here.
     until: when measurements are cut short (`time.monotonic()`).
 
   Raises:
     ValueError: the pair does not fit, or no prompt can be decoded.
-    CalibrationError: the timings contradict themselves.
+    CalibrationError: the timings contradict each other.
   """
-  console = started(config, console)
+  console = record.begin(
+    console, config.output_file, input_file=config.input_file
+  )
   with bar(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(
-    config.input_file, engine.num_input_tokens, engine.max_input_len
+    config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )
   if len(set(texts)) < 2:
-    # Of one there is no telling how sure its acceptance rate is.
+    # The error of an acceptance rate comes from differences between texts.
     expected = 'two texts or more that can be decoded'
     raise unexpected('input_file', expected, config.input_file)
-  if costs is None:  # in half of the time at most
+  if costs is None:  # takes at most half of the time
     now = time.monotonic()
     costs = time_calls(config, engine, console, now + (until - now) / 2)
   with bar(console, 'Tokens', config.num_tokens) as advance:
@@ -137,14 +132,14 @@ def calibrate(
       advance=advance,
       until=until,
     )
-  # The closed forms know of no place without a proposal: there beta is 0.
+  # The closed forms expect a proposal at every place: without one, beta is 0.
   rate = measured.as_record(measured.overall)
-  made = _concluded(engine, config.temperature, rate, costs)
-  if made.choices[0].rows == 1 and made.choices[0].gamma:
+  result = _concluded(engine, config.temperature, rate, costs)
+  if result.choices[0].rows == 1 and result.choices[0].gamma:
     with bar(console, 'Running the pair'):
-      made = _with_run(made, engine, texts, until)
-  finish(config, console, made.to_json(), *report(made))
-  return made
+      result = _with_run(result, engine, texts, until)
+  record.finish(config.output_file, console, result.to_json(), *report(result))
+  return result
 
 
 def time_calls(
@@ -158,154 +153,178 @@ def time_calls(
   Args:
     config: the calibration.
     engine: the engine to time.
-    console: where progress is shown.
+    console: shows the progress.
     until: when timing is cut short (`time.monotonic()`).
 
   Raises:
     ValueError: the pair does not fit.
-    CalibrationError: the timings contradict themselves, or the time is over.
+    CalibrationError: the timings contradict each other, or the time is over.
   """
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
-    config.check_room(engine.room, engine.target, batch, config.max_gamma)
-  gammas = {min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS}
+    config.check_room(
+      engine.programs.memory_check, engine.target, batch, config.max_gamma
+    )
+  gammas = sorted({min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS})
   sizes = range(1, config.max_gamma + 2)
-  costs = []
   with bar(console, 'Costs', len(batches) * config.repeats) as advance:
-    for batch in batches:
-      runs = call_runs(engine, config, batch, sizes, sorted(gammas), until)
-      times, wrong = steady_ms(runs, config.repeats, advance, until)
-      if wrong:
-        raise _contradictory(wrong)
-      costs.append({'batch': batch, 'times_ms': times})
-  return costs
+    return [
+      {
+        'batch': batch,
+        'times_ms': _times(
+          engine, config, batch, sizes, gammas, advance, until
+        ),
+      }
+      for batch in batches
+    ]
 
 
-def _contradictory(wrong: str) -> CalibrationError:
-  return CalibrationError(
-    f'The timings contradict themselves: {wrong}. {_BUSY}'
-  )
+def _times(
+  engine: Engine,
+  timing: Timing,
+  batch: int,
+  sizes: Sequence[int],
+  gammas: Sequence[int],
+  advance: Callable[[], None] = lambda: None,
+  until: float = math.inf,
+) -> dict[str, dict[str, float]]:
+  """Returns `steady_ms`; raises CalibrationError for a contradiction."""
+  runs = call_runs(engine, timing, batch, sizes, gammas, until)
+  times, wrong = steady_ms(runs, timing.repeats, advance, until)
+  if wrong:
+    message = f'The timings contradict themselves: {wrong}. {_BUSY}'
+    raise CalibrationError(message)
+  return times
 
 
 def _with_run(
-  made: Calibration, engine: Engine, texts: Sequence[str], until: float
+  predicted: Calibration, engine: Engine, texts: Sequence[str], until: float
 ) -> Calibration:
-  """The calibration, whose gamma for one row is worth no more than in a run."""
-  choice = made.choices[0]
-  # Of like lengths, so that few programs are compiled.
+  """Returns the calibration with the speed-up for one row limited by a run."""
+  choice = predicted.choices[0]
+  # Texts of similar lengths need few programs.
   by_length = sorted(dict.fromkeys(texts), key=engine.num_input_tokens)
   first = max(0, (len(by_length) - _RUN_TEXTS) // 2)
   part = by_length[first : first + _RUN_TEXTS]
-  options = {'temperature': made.temperature, 'log_probs': False}
-  ms, lengths = _run_ms(engine, part, choice.gamma, options, until)
-  run = float(ms['plain'].sum() / ms['speculative'].sum())
-  predicted = predicted_speed_up(made, choice.gamma, lengths, ms['plain'])
-  assert predicted is not None  # the gamma was chosen by its costs
-  worth = min(run, predicted)
-  low, high = (x * worth / choice.expected_speed_up for x in choice.interval)
-  ran = {'texts': len(part), 'gamma': choice.gamma, 'speed_up': run}
+  temperature = predicted.temperature
+  ms, lengths = _run_ms(engine, part, choice.gamma, temperature, until)
+  measured = float(ms['plain'].sum() / ms['speculative'].sum())
+  expected = predicted_speed_up(predicted, choice.gamma, lengths, ms['plain'])
+  assert expected is not None  # the gamma was chosen by its costs
+  speed_up = min(measured, expected)
+  low, high = (x * speed_up / choice.expected_speed_up for x in choice.interval)
   choice = dataclasses.replace(
     choice,
-    gamma=choice.gamma if worth > 1 else 0,
-    expected_speed_up=max(worth, 1.0),
-    interval=(low, high) if worth > 1 else (1.0, 1.0),
+    gamma=choice.gamma if speed_up > 1 else 0,
+    expected_speed_up=max(speed_up, 1.0),
+    interval=(low, high) if speed_up > 1 else (1.0, 1.0),
   )
-  record = {**made.record, 'run': ran | {'predicted': predicted}}
-  choices = (choice, *made.choices[1:])
-  return dataclasses.replace(made, choices=choices, record=record)
+  run = {
+    'texts': len(part),
+    'gamma': predicted.choices[0].gamma,
+    'speed_up': measured,
+    'predicted': expected,
+  }
+  return dataclasses.replace(
+    predicted,
+    choices=(choice, *predicted.choices[1:]),
+    record={**predicted.record, 'run': run},
+  )
 
 
 def _run_ms(
   engine: Engine,
   texts: Sequence[str],
   gamma: int,
-  options: Mapping[str, Any],
+  temperature: float,
   until: float,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """Decodes texts one by one, in both ways in turn.
+  """Decodes texts one by one, plainly and speculatively in turn.
 
   Returns:
     'plain' and 'speculative' -> milliseconds of each text; tokens of each.
   """
-  ways: dict[str, Mapping[str, Any]] = {
-    'plain': {'speculative': False},
-    'speculative': {'gamma': gamma},
+  methods: dict[str, tuple[Engine, dict[str, Any]]] = {
+    'plain': (engine, {'speculative': False}),
+    'speculative': (engine, {'gamma': gamma}),
   }
-  lengths = np.zeros(len(texts), int)
-
-  def decode(way: str, number: int) -> None:
-    (done,) = engine.generate([texts[number]], **options, **ways[way])
-    lengths[number] = done.stats.num_tokens
-
-  places = [(way, number) for way in ways for number in range(len(texts))]
-  runs = {
-    place: Run(functools.partial(functools.partial, decode, *place))
-    for place in places
-  }
-  times = interleave(runs, _RUN_REPEATS, until=until)
-  medians = {place: float(np.median(ms)) for place, ms in times.items()}
+  times, outputs = decode_in_turn(
+    methods,
+    texts,
+    [[index] for index in range(len(texts))],
+    _RUN_REPEATS,
+    until=until,
+    temperature=temperature,
+    seed=0,
+  )
   numbers = range(len(texts))
+  lengths = [outputs['plain', i][-1][0].stats.num_tokens for i in numbers]
   return {
-    way: np.array([medians[way, number] for number in numbers]) for way in ways
-  }, lengths
+    method: np.array([np.median(times[method, i]) for i in numbers])
+    for method in methods
+  }, np.array(lengths)
 
 
 def predicted_speed_up(
-  chosen: Calibration, gamma: int, lengths: np.ndarray, plain_ms: np.ndarray
+  measured: Calibration, gamma: int, lengths: np.ndarray, plain_ms: np.ndarray
 ) -> float | None:
-  """The speed-up of outputs by a calibration; None if it does not say.
+  """Predicts the speed-up of outputs; None if there are no costs of `gamma`.
 
-  Whatever plain decoding takes besides its calls, such as the encoder, the
-  tokenizer and the way to the device, speculation is taken to need as well.
+  The time of plain decoding besides its calls, such as that of the encoder, the
+  tokenizer and the transfers, is assumed to be the same for speculation.
 
   Args:
-    chosen: the calibration.
+    measured: the calibration.
     gamma: proposals per round.
     lengths: tokens of each output.
-    plain_ms: what plain decoding took for each.
+    plain_ms: time of plain decoding for each output.
   """
-  times = {name: ms['median'] for name, ms in chosen.times_ms(1).items()}
+  times = medians(measured.times_ms(1))
   costs = call_costs(times)
   if gamma + 1 > len(costs.call_cost):
     return None
   besides = (plain_ms / times['call_1'] - lengths).mean().item()
   costs = costs._replace(start=max(costs.start, besides))
-  alpha = chosen.record['acceptance_rate']['alpha']
+  alpha = measured.record['acceptance_rate']['alpha']
   return costs.speed_up(lengths.tolist(), alpha, gamma)
 
 
 def _concluded(
   engine: Engine, temperature: float, rate: Mapping[str, Any], costs: Costs
 ) -> Calibration:
-  """The gamma for each number of rows, by an acceptance rate and by costs.
+  """Chooses a gamma for each number of rows, by an acceptance rate and costs.
 
-  It is that of outputs as long as those behind the acceptance rate.
+  Outputs are assumed to be as long as those that the rate was measured on.
   """
-  choices = []
   length = max(1, round(rate['num_tokens'] / rate['num_outputs']))
-  for one in costs:
-    times = {name: ms['median'] for name, ms in one['times_ms'].items()}
-    alpha, error, rows = rate['alpha'], rate['standard_error'], one['batch']
-    choices.append(choose_gamma(alpha, error, call_costs(times), length, rows))
-  record = {'acceptance_rate': dict(rate), 'costs': costs}
+  alpha, error = rate['alpha'], rate['standard_error']
   return Calibration(
     fingerprints=engine.fingerprints,
     device=calibration.device_name(),
     temperature=temperature,
-    choices=tuple(choices),
-    record=record | {'machine': describe()},
+    choices=tuple(
+      choose_gamma(
+        alpha, error, call_costs(medians(x['times_ms'])), length, x['batch']
+      )
+      for x in costs
+    ),
+    record={
+      'acceptance_rate': dict(rate),
+      'costs': costs,
+      'machine': record.describe(),
+    },
   )
 
 
 class CallCosts(NamedTuple):
-  """What calls cost, in calls of the target over one token.
+  """Costs of calls, in calls of the target over one token.
 
   Attributes:
     call_cost: v(1), v(2), ....
-    cost_ratio: c, of a proposal.
-    round_cost: what a round takes besides its calls.
-    start: the call that reads the input.
-    draft_start: what the drafter takes to read it.
+    cost_ratio: c, the cost of a proposal.
+    round_cost: cost of a round besides its calls.
+    start: cost of the call that reads the input.
+    draft_start: cost of the drafter's call that reads the input.
   """
 
   call_cost: Sequence[float]
@@ -317,10 +336,10 @@ class CallCosts(NamedTuple):
   def speed_up(
     self, lengths: Sequence[int], acceptance_rate: float, gamma: int
   ) -> float:
-    """The expected speed-up of whole outputs, one at a time.
+    """Returns the expected speed-up of whole outputs, decoded one at a time.
 
-    Unlike the factor of a token it counts what both loops begin with, and the
-    tokens of the last round that lie behind an output's end.
+    Unlike the factor per token it counts the calls that read the input, and the
+    tokens of the last round after an output's end.
 
     Args:
       lengths: tokens of each output, its end included.
@@ -341,26 +360,25 @@ class CallCosts(NamedTuple):
 
 
 def call_costs(times: Mapping[str, float]) -> CallCosts:
-  """Costs from times, see `calls.in_ms`; sizes of calls are interpolated.
+  """Returns costs from times, see `calls.steady_ms`; sizes are interpolated.
 
-  A call over more tokens is taken to cost no less than one over fewer. A line
+  A call over more tokens is assumed to cost no less than one over fewer. A line
   is fitted to (round minus the target's call) over gamma: its slope is c, its
-  value at gamma 0 is what a round takes besides. Neither is below 0: a drafter
-  whose cost is lost in noise costs nothing. With one gamma all of it counts as
-  the proposals'.
+  value at gamma 0 is the cost of a round besides its calls. Neither is below 0:
+  a drafter whose cost is lost in noise costs nothing. With a single gamma all
+  of it counts as the cost of proposals.
   """
-
-  one = times['call_1']
+  unit = times['call_1']
   sizes, calls = calibration.numbered(times, 'call_')
-  # A token more costs nothing where kernels of one row are slower by noise.
-  calls = np.maximum(calibration.rising(calls) / one, 1.0)
+  # Noise in kernels of one row may make a call over two tokens seem cheaper.
+  calls = np.maximum(calibration.rising(calls) / unit, 1.0)
   call_cost = np.interp(range(1, sizes[-1] + 1), sizes, calls)
   gammas, rounds = calibration.numbered(times, 'round_')
-  more = rounds / one - call_cost[gammas]
+  more = rounds / unit - call_cost[gammas]
   slope, besides = 0.0, -1.0
   if len(gammas) > 1:
     slope, besides = np.polyfit(gammas, more, 1)
-  if besides < 0:  # a line through nothing for none
+  if besides < 0:  # fits the line through the origin
     slope, besides = gammas @ more / (gammas @ gammas), 0.0
   if slope < 0:
     slope, besides = 0.0, max(0.0, more.mean())
@@ -368,19 +386,19 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
     tuple(call_cost.tolist()),
     float(slope),
     float(besides),
-    times['encoder'] / one,
-    times['draft_encoder'] / one,
+    times['encoder'] / unit,
+    times['draft_encoder'] / unit,
   )
 
 
 def choose_gamma(
   acceptance_rate: float, error: float, costs: CallCosts, length: int, rows: int
 ) -> Choice:
-  """The gamma with the largest speed-up, see `CallCosts.speed_up`.
+  """Chooses the gamma with the largest speed-up, see `CallCosts.speed_up`.
 
   Args:
     acceptance_rate: alpha.
-    error: its standard error, which the interval follows.
+    error: its standard error, which gives the interval.
     costs: the costs; gamma is less than the number of calls.
     length: tokens of an output.
     rows: the number of rows that these costs were measured with.
@@ -403,25 +421,25 @@ def choose_gamma(
   )
 
 
-def report(made: Calibration) -> list[Table | str]:
-  """Whether speculation pays with each number of rows, and what that rests on.
+def report(measured: Calibration) -> list[Table | str]:
+  """Reports whether speculation pays with each number of rows, and why.
 
   Returns:
     A sentence for each number of rows, the costs and factors of every gamma,
     and a sentence on the acceptance rate.
   """
-  verdicts = [_verdict(made, choice) for choice in made.choices]
+  verdicts = [_verdict(measured, choice) for choice in measured.choices]
   columns: list[Column | str] = ['gamma']
-  cells: list[Sequence[Any]] = [range(len(made.choices[0].factors))]
-  for choice in made.choices:
+  cells: list[Sequence[Any]] = [range(len(measured.choices[0].factors))]
+  for choice in measured.choices:
     for name in ('v(gamma + 1)', 'speed-up'):
       columns.append(Column(f'{name}, {_rows(choice.rows)}', '.2f'))
     cells += [choice.call_cost, choice.factors]
-  rows = [list(row) for row in zip(*cells, strict=True)]
-  rate = made.record['acceptance_rate']
+  rows = list(zip(*cells, strict=True))
+  rate = measured.record['acceptance_rate']
   acceptance = (
     f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
-    f' {rate["num_tokens"]} tokens at temperature {made.temperature:g}'
+    f' {rate["num_tokens"]} tokens at temperature {measured.temperature:g}'
   )
   if rate['proposes'] < 1:
     share = 1 - rate['proposes']
@@ -430,36 +448,36 @@ def report(made: Calibration) -> list[Table | str]:
   return [*verdicts, table, f'{acceptance}.']
 
 
-def _verdict(made: Calibration, choice: Choice) -> str:
-  """Whether speculation pays with so many rows, and what calls cost."""
-  times = made.times_ms(choice.rows)
-  ran, run = made.record.get('run', {}), ''
-  if ran and choice.rows == 1:
-    run = (
-      f' A run of {ran["texts"]} of the texts with gamma {ran["gamma"]} was'
-      f' {ran["speed_up"]:.2f} times as fast as plainly; by the costs'
-      f' {ran["predicted"]:.2f} times.'
+def _verdict(measured: Calibration, choice: Choice) -> str:
+  """Says whether speculation pays with a number of rows; costs and a run."""
+  rows, low, high = _rows(choice.rows), *choice.interval
+  if choice.gamma:
+    verdict = (
+      f'{rows}: speculation {"pays" if low >= 1 else "may pay"} here: gamma ='
+      f' {choice.gamma}, expected speed-up {choice.expected_speed_up:.2f}'
+      f' ({low:.2f} to {high:.2f}), for outputs of'
+      f' {measured.least_length(choice.rows)} tokens or more.'
     )
-    apart = ran['speed_up'] / ran['predicted']
+  else:
+    verdict = (
+      f'{rows}: speculation does not pay here: no gamma is expected to be'
+      ' quicker than plain decoding.'
+    )
+  run = measured.record.get('run')
+  if run and choice.rows == 1:
+    verdict += (
+      f' A run of {run["texts"]} of the texts with gamma {run["gamma"]} was'
+      f' {run["speed_up"]:.2f} times as fast as plainly; by the costs'
+      f' {run["predicted"]:.2f} times.'
+    )
+    apart = run['speed_up'] / run['predicted']
     if not 1 / _MOST_APART <= apart <= _MOST_APART:
-      run += f' {_BUSY}'
-  costs = (
-    f'{run} An input takes {times["encoder"]["median"]:.2f} ms, a call of the'
-    f' target {times["call_1"]["median"]:.2f} ms, a proposal'
-    f' {choice.cost_ratio:.3f} calls (c), a round besides'
-    f' {choice.round_cost:.3f}.'
-  )
-  if not choice.gamma:
-    return (
-      f'{_rows(choice.rows)}: speculation does not pay here: no gamma is'
-      f' expected to be quicker than plain decoding.{costs}'
-    )
-  low, high = choice.interval
+      verdict += f' {_BUSY}'
+  times = medians(measured.times_ms(choice.rows))
   return (
-    f'{_rows(choice.rows)}: speculation {"pays" if low >= 1 else "may pay"}'
-    f' here: gamma = {choice.gamma}, expected speed-up'
-    f' {choice.expected_speed_up:.2f} ({low:.2f} to {high:.2f}), for outputs of'
-    f' {made.least_length(choice.rows)} tokens or more.{costs}'
+    f'{verdict} An input takes {times["encoder"]:.2f} ms, a call of the target'
+    f' {times["call_1"]:.2f} ms, a proposal {choice.cost_ratio:.3f} calls (c),'
+    f' a round besides {choice.round_cost:.3f}.'
   )
 
 
@@ -467,7 +485,7 @@ def _rows(count: int) -> str:
   return f'{count} row{"s" * (count > 1)}'
 
 
-# What `for_host` times: a second or two besides compilation.
+# `for_host` times these: a second or two besides compilation.
 _HOST_SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
 _HOST_GAMMA = 7  # of the rounds
 _HOST_TIMES = (
@@ -491,13 +509,13 @@ def for_host(
     engine: an engine with a drafter.
     acceptance_file: a record of acceptance, see `acceptance`; its row of
       this pair and the nearest temperature counts.
-    rows: that are decoded together.
-    temperature: of the run.
-    console: where it is said that the timings contradict themselves.
+    rows: rows that are decoded together.
+    temperature: temperature of the run.
+    console: shows a sentence if the timings contradict each other.
 
   Returns:
-    The calibration; None if they do, or if the record has no row of this pair,
-    whose acceptance is then not known.
+    The calibration. None if the timings contradict each other, or if the record
+    has no row of this pair, whose acceptance is then unknown.
 
   Raises:
     ValueError: the file is no such record.
@@ -505,7 +523,7 @@ def for_host(
   pair = dict(engine.fingerprints)
   rows_of_pair = [
     row
-    for row in load_record(shipped.find(acceptance_file), 'alpha')['rows']
+    for row in record.load(shipped.find(acceptance_file), 'alpha')['rows']
     if row.get('fingerprints') == pair and row['lenience'] == 1
   ]
   if not rows_of_pair:
@@ -513,41 +531,52 @@ def for_host(
   rate = min(
     rows_of_pair, key=lambda row: abs(row['temperature'] - temperature)
   )
+  times = _kept_times(engine, rows, temperature, console)
+  if times is None:
+    return None
+  # The closed forms expect a proposal at every place: without one, beta is 0.
+  rate = rate | {'alpha': rate.get('proposes', 1.0) * (rate['alpha'] or 0.0)}
+  summaries = {name: {'median': ms} for name, ms in times.items()}
+  costs = [{'batch': rows, 'times_ms': summaries}]
+  return _concluded(engine, temperature, rate, costs)
+
+
+def _kept_times(
+  engine: Engine, rows: int, temperature: float, console: rich.console.Console
+) -> dict[str, float] | None:
+  """Returns this host's times from the cache, or measures them; see `for_host`.
+
+  Several processes all use the times of the first.
+  """
   key = {
     **backend.host(),
     'device': calibration.device_name(),
     'layout': engine.kernel_layout,
-    'fingerprints': pair,
+    'fingerprints': dict(engine.fingerprints),
     'rows': rows,
     'greedy': temperature == 0,
     'times': list(_HOST_TIMES),
   }
   times: dict[str, float] | None = None
   try:
-    times = host_cache.kept(
+    times = host_cache.measured(
       'calls', key, lambda: host_times(engine, rows, temperature), _read_times
     )
   except CalibrationError as error:
     say(console, f'No gamma is chosen by timing. {error}')
-  if jax.process_count() > 1:  # all of them choose by the times of the first
-    mine = times or dict.fromkeys(_HOST_TIMES, math.nan)
-    numbers = [mine[name] for name in _HOST_TIMES]
-    agreed = map(float, multihost_utils.broadcast_one_to_all(numbers))
-    times = dict(zip(_HOST_TIMES, agreed, strict=True))
-  if times is None or math.isnan(min(times.values())):
-    return None
-  # The closed forms know of no place without a proposal: there beta is 0.
-  rate = rate | {'alpha': rate.get('proposes', 1.0) * (rate['alpha'] or 0.0)}
-  medians = {name: {'median': ms} for name, ms in times.items()}
-  costs = [{'batch': rows, 'times_ms': medians}]
-  return _concluded(engine, temperature, rate, costs)
+  if jax.process_count() == 1:
+    return times
+  own_times = times or dict.fromkeys(_HOST_TIMES, math.nan)
+  first = multihost_utils.broadcast_one_to_all([*own_times.values()])
+  times = dict(zip(own_times, map(float, first), strict=True))
+  return None if math.isnan(min(times.values())) else times
 
 
 def _read_times(value: Mapping[str, Any]) -> dict[str, float]:
-  """The times of a host that were kept.
+  """Checks times from the cache of a host.
 
   Raises:
-    ValueError, LookupError, TypeError: they are not what `host_times` returns.
+    ValueError, LookupError, TypeError: they are not a result of `host_times`.
   """
   times = {name: float(value[name]) for name in _HOST_TIMES}
   for name, ms in times.items():
@@ -561,10 +590,10 @@ def _read_times(value: Mapping[str, Any]) -> dict[str, float]:
 def host_times(
   engine: Engine, rows: int, temperature: float
 ) -> dict[str, float]:
-  """Milliseconds of each of `_HOST_TIMES`: medians of runs in turn.
+  """Returns milliseconds of each of `_HOST_TIMES`: medians of runs in turn.
 
   Raises:
-    CalibrationError: they contradict themselves.
+    CalibrationError: they contradict each other.
   """
   timing = Timing(
     decode_len=112,  # 128 slots of a cache, with any of the calls
@@ -572,23 +601,20 @@ def host_times(
     calls_a_run=10,
     repeats=5,
   )
-  runs = call_runs(engine, timing, rows, _HOST_SIZES, (_HOST_GAMMA,))
-  times, wrong = steady_ms(runs, timing.repeats)
-  if wrong:
-    raise _contradictory(wrong)
-  return {name: times[name]['median'] for name in _HOST_TIMES}
+  times = medians(_times(engine, timing, rows, _HOST_SIZES, (_HOST_GAMMA,)))
+  return {name: times[name] for name in _HOST_TIMES}
 
 
-def host_verdict(made: Calibration) -> str:
-  """A line with the numbers that decided in `for_host`."""
-  (choice,) = made.choices
+def host_verdict(measured: Calibration) -> str:
+  """Returns a line with the numbers that decided in `for_host`."""
+  (choice,) = measured.choices
   sizes = _HOST_SIZES[1:]
   costs = ', '.join(f'{choice.call_cost[size - 1]:.2f}' for size in sizes)
   return (
     'On this host a call of the target over one token takes'
-    f' {made.times_ms(choice.rows)["call_1"]["median"]:.2f} ms, one over'
+    f' {measured.times_ms(choice.rows)["call_1"]["median"]:.2f} ms, one over'
     f' {", ".join(map(str, sizes))} tokens {costs} times that, and a proposal'
     f' {choice.cost_ratio:.2f};'
-    f' {made.record["acceptance_rate"]["alpha"]:.0%} of the proposals are'
+    f' {measured.record["acceptance_rate"]["alpha"]:.0%} of the proposals are'
     ' accepted.'
   )

@@ -1,8 +1,9 @@
-"""What calls cost: calls, rounds and loops of a pair, timed in turn.
+"""Costs of calls: the calls, rounds and loops of a pair are timed in turn.
 
 A `Run` is a call over some tokens, some rounds out of the middle of a loop, or
 a whole loop. `interleave` times runs in turn, so that noise affects all alike.
-`benchmark` times all of a pair; `calibrate` times what a gamma is chosen from.
+`benchmark` times all runs of a pair; `calibrate` times those that a gamma is
+chosen from.
 """
 
 import concurrent.futures
@@ -32,30 +33,32 @@ from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.calibration import CalibrationError, contradiction
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.pair import PlacedPair, Room, placed_pair
+from specdec_jax.engine.pair import MemoryCheck, PlacedPair, placed_pair
 from specdec_jax.measure import memory
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.record import new as new_record
-from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend, integers
-from specdec_jax.models.base import LanguageModel, param_shapes, start_id
+from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
+from specdec_jax.report import record
+from specdec_jax.report.console import bar
+from specdec_jax.report.record import Record
+from specdec_jax.report.table import Column, Table
 from specdec_jax.request import Request, example_keys, new_request
 from specdec_jax.types import Amount, Positive
 
 Name = TypeVar('Name', bound=Hashable)
-Pair = Engine | PlacedPair  # what is timed: target, drafter, params
+Pair = Engine | PlacedPair
+Times = Mapping[str, Mapping[str, float]]  # run -> `summarise` of its times
 
 
 class Run(NamedTuple):
-  """Something to time.
+  """A function to time.
 
   Attributes:
-    prepare: makes what a run needs afresh, such as a donated state, before the
-      clock starts, and returns the run.
-    steps: calls, rounds or tokens of a run; times are for one of them.
+    prepare: makes the inputs of a run afresh, such as a donated state, before
+      the clock starts, and returns the function to time.
+    steps: calls, rounds or tokens of a run; times are per step.
   """
 
   prepare: Callable[[], Callable[[], Any]]
@@ -70,8 +73,8 @@ def interleave(
 ) -> dict[Name, list[float]]:
   """Times every run once per round, in `repeats` rounds, after a warm-up.
 
-  The order is random: what comes before a run leaves other things in the
-  processor's caches.
+  The order is random, because each run finds in the processor's caches what
+  the run before it has left there.
 
   Args:
     runs: name -> run.
@@ -101,12 +104,54 @@ def interleave(
   return times
 
 
-def summarise(values: Sequence[float]) -> dict[str, float]:
-  """Median, minimum and maximum of measured times.
+def decode_in_turn(
+  methods: Mapping[str, tuple[Engine, Mapping[str, Any]]],
+  texts: Sequence[str],
+  parts: Sequence[Sequence[int]],
+  repeats: int,
+  advance: Callable[[], None] = lambda: None,
+  until: float = math.inf,
+  **options: Any,
+) -> tuple[dict[tuple[str, int], list[float]], dict[tuple[str, int], Any]]:
+  """Times texts by several methods of decoding in turn, after compiling them.
 
-  `error` is the median's standard error, assuming normal noise. It is computed
-  from the median absolute deviation, which a single disturbed round does not
-  change.
+  Args:
+    methods: name -> engine, and further options of its `generate`.
+    texts: the texts.
+    parts: indices of the texts that each timed call decodes.
+    repeats: timed rounds; each has another seed, unless `options` have one.
+    advance: called after each round, as for `interleave`.
+    until: when timing is cut short, as for `interleave`.
+    **options: options of `Engine.generate` for all methods.
+
+  Returns:
+    (method, index of the part) -> milliseconds of each round, and the same ->
+    the completions of each call, of which the first one compiled.
+  """
+  outputs: dict[tuple[str, int], list[Any]] = {}
+
+  def run(method: str, part: int) -> Run:
+    engine, more = methods[method]
+    done = outputs[method, part] = []
+    inputs = [texts[index] for index in parts[part]]
+    settings = {'example_ids': parts[part], 'log_probs': False, **options}
+
+    def decode():
+      seed = {'seed': len(done)}
+      done.append(engine.generate(inputs, **(seed | settings | dict(more))))
+
+    return Run(lambda: decode)
+
+  places = [(name, part) for name in methods for part in range(len(parts))]
+  runs = {place: run(*place) for place in places}
+  return interleave(runs, repeats, advance, until), outputs
+
+
+def summarise(values: Sequence[float]) -> dict[str, float]:
+  """Returns median, minimum, maximum and standard error of measured times.
+
+  `error` is the standard error of the median under normal noise. It comes from
+  the median absolute deviation, which a single disturbed round does not change.
   """
   median = statistics.median(values)
   deviation = statistics.median(abs(value - median) for value in values)
@@ -115,24 +160,16 @@ def summarise(values: Sequence[float]) -> dict[str, float]:
   return dict(median=median, min=min(values), max=max(values), error=error)
 
 
-def random_model(network: LanguageModel, seed: int) -> Model:
-  """A model whose parameters are drawn when they are read.
-
-  Args:
-    network: the network; its `init` gives names and shapes.
-    seed: seed of the draw.
-  """
-
-  return Model(
-    network, reader=lambda dtype, _: random_params(network, seed, dtype)
-  )
+def medians(times: Times) -> dict[str, float]:
+  """Returns the median of each run's times."""
+  return {name: summary['median'] for name, summary in times.items()}
 
 
 def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
   """Draws parameters on the device, array by array, in their final dtype.
 
-  So a T5-XXL in bfloat16 never exists in float32: besides the result, at most
-  one more array is held.
+  A T5-XXL in bfloat16 therefore never exists in float32: besides the result, at
+  most one more array is held.
 
   Args:
     network: the network; its `init` gives names and shapes.
@@ -146,15 +183,13 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
   dtype = 'bfloat16' if integers.is_integers(dtype) else dtype
   leaves, tree = jax.tree.flatten(param_shapes(network))
   keys = jax.random.split(jax.random.key(seed), len(leaves))
-  pairs = zip(keys, leaves, strict=True)
-  arrays = [_random(key, leaf.shape, dtype) for key, leaf in pairs]
+  arrays = [
+    _normal(key, leaf.shape, dtype) / jnp.asarray(leaf.shape[0] ** 0.5, dtype)
+    if len(leaf.shape) > 1
+    else jnp.ones(leaf.shape, dtype)
+    for key, leaf in zip(keys, leaves, strict=True)
+  ]
   return jax.tree.unflatten(tree, arrays)
-
-
-def _random(key, shape, dtype):
-  if len(shape) < 2:
-    return jnp.ones(shape, dtype)
-  return _normal(key, shape, dtype) / jnp.asarray(math.sqrt(shape[0]), dtype)
 
 
 _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
@@ -169,7 +204,7 @@ def forced_judge(acceptance_rate: float) -> Judge:
   as Section 3.1 of the paper models it. The output is meaningless.
   """
 
-  def by_lot(request, draft, logits, keys):
+  def judge(request, draft, logits, keys):
     # The token depends on the complete real verdict, so that the compiler
     # cannot leave out any part of that work.
     verdict = speculative.judge(request, draft, logits, keys)
@@ -178,14 +213,14 @@ def forced_judge(acceptance_rate: float) -> Judge:
     )
     return verdict.replace(num_accepted=num_accepted)
 
-  return by_lot
+  return judge
 
 
 def _accepted(key, length, acceptance_rate, width):
-  """Proposals of one row before the first that is rejected, int32[]."""
-  # Needs another key, because the real verdict has consumed `accept_key`.
-  own = jax.random.fold_in(probs.accept_key(key), 1)
-  accepted = jax.random.uniform(own, (width,)) < acceptance_rate
+  """Counts the proposals of a row before its first rejection, int32[]."""
+  # The real verdict has consumed `accept_key`, so this draw needs another key.
+  new_key = jax.random.fold_in(probs.accept_key(key), 1)
+  accepted = jax.random.uniform(new_key, (width,)) < acceptance_rate
   accepted &= jnp.arange(width) < length
   return jnp.argmin(jnp.append(accepted, False)).astype(jnp.int32)
 
@@ -194,7 +229,7 @@ _MATRIX = (6144, 8192)  # 192 MiB of float32: more than any cache
 
 
 def matvec() -> tuple[Run, int]:
-  """A matrix-vector product, and the bytes that it reads from memory."""
+  """Returns a matrix-vector product, and the bytes that it reads."""
   matrix = jnp.ones(_MATRIX, jnp.float32)
   vector = jnp.ones((_MATRIX[1], 1), jnp.float32)
   product = functools.partial(jax.jit(jnp.matmul), matrix, vector)
@@ -210,7 +245,7 @@ def make_request(
   seed: int,
   gamma: int,
 ) -> Request:
-  """A request of random ids that never stops before `slots` tokens.
+  """Makes a request of random ids that never stops before `slots` tokens.
 
   Args:
     network: the target; without an encoder the inputs are prompts, after the
@@ -218,13 +253,13 @@ def make_request(
     batch: B.
     input_len: E.
     slots: tokens per run.
-    temperature: of both models.
+    temperature: temperature of both models.
     seed: seed of the ids, none of them special in T5, and of the samples.
     gamma: proposals per round.
   """
   rng = np.random.default_rng(seed)
   inputs = rng.integers(3, network.vocab_size, (batch, input_len), np.int32)
-  prompt = np.full((batch, 1), start_id(network), np.int32)
+  prompt = np.full((batch, 1), network.start_id, np.int32)
   if not network.has_encoder:
     prompt = np.append(prompt, inputs, axis=1)
     inputs = np.zeros((batch, 1), np.int32)
@@ -237,7 +272,7 @@ def make_request(
     prompt=prompt,
     prompt_length=prompt.shape[1],
   )
-  return jax.device_put(request)  # so that runs need no time to move it
+  return jax.device_put(request)  # so that no run spends time on moving it
 
 
 def loop_run(
@@ -247,14 +282,14 @@ def loop_run(
   request: Request,
   rounds: int | None = None,
 ) -> Run:
-  """A decoding loop, without its start.
+  """Returns a decoding loop as a run, without its start.
 
   Args:
     loop: the loop.
     start: its compiled start.
     params: its parameters.
-    request: what it decodes.
-    rounds: how many rounds are run, in the middle of the output; None runs the
+    request: the request that it decodes.
+    rounds: number of rounds to run, in the middle of the output; None runs the
       whole loop.
   """
   state = start(params, request)
@@ -269,8 +304,8 @@ def loop_run(
   state = run(state, jnp.int32(before))
 
   def prepare():
-    # A model that fits into a processor's caches lies there in a run, and what
-    # is timed in between puts it out: one round comes before the clock starts.
+    # In a real run a small model stays in the processor's caches, but the runs
+    # timed in between put it out. A round before the clock brings it back.
     warm = jax.block_until_ready(run(_copy(state), jnp.int32(1)))
     return functools.partial(run, warm, jnp.int32(rounds))
 
@@ -284,11 +319,11 @@ def _copy(state: Any) -> Any:
 def call_run(
   pair: Pair, request: Request, cache: Any, num_tokens: int, calls: int
 ) -> Run:
-  """Calls of the target over `num_tokens` tokens each, in one compiled loop.
+  """Returns calls of the target over `num_tokens` tokens each, in one loop.
 
   The cache is at half of the run's output, and is rewound after each call, as
-  after a rejection; each call's tokens come from the call before. As in
-  `loop_run`, one call more comes before the clock starts.
+  after a rejection; each call reads the tokens of the call before. As in
+  `loop_run`, an additional call comes before the clock starts.
   """
   target = pair.target
 
@@ -302,7 +337,7 @@ def call_run(
 
   batch = request.inputs.shape[0]
   tokens = jnp.ones((batch, num_tokens), jnp.int32)
-  # An argument: to a program that knows it XLA adds copies of caches.
+  # The length is an argument: if it were a constant, XLA would copy caches.
   length = request.prompt_width - 1 + request.slots // 2
   half = jnp.full((batch,), length, jnp.int32)
   args = pair.params.target, cache, tokens, half
@@ -315,18 +350,18 @@ def call_run(
   return Run(prepare, calls)
 
 
-_ATTEMPTS = 5  # at times that do not contradict themselves
+_ATTEMPTS = 5  # to get times that do not contradict each other
 MOST_LEN, _MOST_RUNS = 1 << 17, 10_000
-LEAST_DECODE_LEN = 32  # in a shorter run, mostly its start would be timed
+LEAST_DECODE_LEN = 32  # a shorter run would mostly time its start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing(Checked):
-  """How calls are timed: over random tokens, in runs that take turns.
+  """Settings of timed calls: random tokens, in runs that take turns.
 
   Attributes:
     input_len: E, tokens of an input, in the costs; without an encoder those of
-      a prompt, behind the start token.
+      a prompt, after the start token.
     decode_len: tokens of an output, in the costs.
     temperature: 0 is greedy.
     calls_a_run: calls in one timed loop.
@@ -341,17 +376,17 @@ class Timing(Checked):
   decode_len: Annotated[int, Bound(LEAST_DECODE_LEN, MOST_LEN)] = 120
   temperature: Amount = 0.0
   calls_a_run: Annotated[int, Bound(1, _MOST_RUNS)] = 20
-  # One round has no spread, and so no error.
+  # A single round has no spread, and so no error.
   repeats: Annotated[int, Bound(2, _MOST_RUNS)] = 7
   seed: int = 0
 
   def request(self, target: LanguageModel, batch: int, gamma: int) -> Request:
-    """What is decoded, with a number of rows and of proposals per round."""
+    """Makes a request of `batch` rows and `gamma` proposals per round."""
     shape = batch, self.input_len, self.decode_len
     return make_request(target, *shape, self.temperature, self.seed, gamma)
 
   def check_room(
-    self, room: Room, target: LanguageModel, batch: int, gamma: int
+    self, room: MemoryCheck, target: LanguageModel, batch: int, gamma: int
   ) -> None:
     """Raises DoesNotFitError if a run of `request` does not fit.
 
@@ -376,13 +411,13 @@ def call_runs(
 ) -> dict[str, Run]:
   """Prepares the calls and rounds of a pair, programs compiled side by side.
 
-  A round costs what it costs inside the speculative loop. That is more than the
-  sum of its calls measured alone, since each model finds the processor's caches
-  filled by the other model. Nothing is accepted in it.
+  A round is timed inside the speculative loop. It costs more there than the sum
+  of its calls measured alone, since each model finds the processor's caches
+  filled by the other model. No proposal is accepted in it.
 
   Args:
     pair: the pair.
-    timing: what is decoded, and how many calls, or rounds, a run has.
+    timing: the request that is decoded, and the calls or rounds of a run.
     batch: B.
     sizes: m, tokens of a call.
     gammas: proposals of a round.
@@ -395,49 +430,38 @@ def call_runs(
   Raises:
     CalibrationError: the time is over.
   """
-  drafter: Any = pair.drafter
+  drafter = pair.drafter
+  assert drafter is not None
   check_chain(drafter, 'The measurement of rounds')
   request = functools.partial(timing.request, pair.target, batch)
   count = timing.calls_a_run
-  plain = Loop(pair.target)
   loop = Loop(pair.target, drafter, forced_judge(0.0))
   largest = request(max((*gammas, *(size - 1 for size in sizes))))
   start = jax.jit(loop.start)
-  read = functools.partial(jax.jit(plain.start), pair.params, largest)
+  plain_start = jax.jit(Loop(pair.target).start)
+  read = functools.partial(plain_start, pair.params, largest)
   read_both = functools.partial(start, pair.params, largest)
-  runs = {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)}
   cache = read().target_cache
   jax.block_until_ready(read_both())
+  makers: dict[str, Callable[[], Run]] = {  # the longest compilations first
+    f'round_{gamma}': functools.partial(
+      loop_run, loop, start, pair.params, request(gamma), count
+    )
+    for gamma in gammas
+  }
+  for size in sizes:
+    args = pair, largest, cache, size, count
+    makers[f'call_{size}'] = functools.partial(call_run, *args)
 
-  def made_in_time(make: Callable[..., Run], *args: Any) -> Run:
+  def in_time(make: Callable[[], Run]) -> Run:
     if time.monotonic() > until:
       raise CalibrationError('The time is over.')
-    return make(*args)
+    return make()
 
   # XLA compiles without Python's lock, a program on each core.
   with concurrent.futures.ThreadPoolExecutor(backend.num_cores()) as pool:
-    made = {  # rounds first: they are the longest to compile
-      f'round_{gamma}': pool.submit(
-        made_in_time, loop_run, loop, start, pair.params, request(gamma), count
-      )
-      for gamma in gammas
-    }
-    for size in sizes:
-      args = pair, largest, cache, size, count
-      made[f'call_{size}'] = pool.submit(made_in_time, call_run, *args)
-  return runs | {name: future.result() for name, future in made.items()}
-
-
-def in_ms(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-  """Summaries of the times of `call_runs` and of others beside them.
-
-  'draft_encoder', what the drafter takes to read the input, is what a start of
-  both models takes more than one of the target.
-  """
-  summaries = {name: summarise(values) for name, values in times.items()}
-  both = zip(times['encoder'], times['start'], strict=True)
-  first = [max(0.0, start - encoder) for encoder, start in both]
-  return summaries | {'draft_encoder': summarise(first)}
+    runs = dict(zip(makers, pool.map(in_time, makers.values()), strict=True))
+  return {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)} | runs
 
 
 def steady_ms(
@@ -446,15 +470,19 @@ def steady_ms(
   advance: Callable[[], None] = lambda: None,
   until: float = math.inf,
 ) -> tuple[dict[str, dict[str, float]], str]:
-  """Times runs in turn, and again where the times contradict themselves.
+  """Times runs in turn, and again where the times contradict each other.
 
   Args:
-    runs: those of `call_runs`, and others.
-    repeats, advance, until: as of `interleave`.
+    runs: runs of `call_runs`, and others.
+    repeats: timed rounds.
+    advance: called after each round of the first attempt.
+    until: no further attempt begins after this time (`time.monotonic()`).
 
   Returns:
-    What `in_ms` makes of all rounds, and what is still wrong with it, see
-    `calibration.contradiction`; '' for nothing.
+    `summarise` of the times of each run, and of 'draft_encoder': the time that
+    the drafter takes to read the input, by which a start of both models is
+    longer than one of the target. Then the contradiction that is left, see
+    `calibration.contradiction`, or ''.
   """
   times: dict[str, list[float]] = {name: [] for name in runs}
   for attempt in range(_ATTEMPTS):
@@ -463,8 +491,11 @@ def steady_ms(
     for name, more in interleave(runs, repeats, advance, until).items():
       times[name] += more
     advance = lambda: None  # noqa: E731  the bar has reached its end
-    summaries = in_ms(times)
-    wrong = contradiction({name: x['median'] for name, x in summaries.items()})
+    both = zip(times['encoder'], times['start'], strict=True)
+    reading = [max(0.0, start - encoder) for encoder, start in both]
+    values = times | {'draft_encoder': reading}
+    summaries = {name: summarise(ms) for name, ms in values.items()}
+    wrong = contradiction(medians(summaries))
     if not wrong:
       break
   return summaries, wrong
@@ -472,11 +503,11 @@ def steady_ms(
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig(Timing):
-  """What to measure; no run stops before its budget.
+  """A benchmark of a pair; no run stops before its budget.
 
   Attributes:
-    target: the model to time; of a network alone random parameters are drawn
-      on the device.
+    target: the model to time; random parameters of a bare network are drawn on
+      the device.
     drafter: the small model that drafts, as for `target`.
     placement: layout and dtype of both.
     gammas: proposals per round.
@@ -496,33 +527,30 @@ class BenchmarkConfig(Timing):
   placement: Placement = Placement()
   gammas: Annotated[Sequence[Positive], Bound(1)] = (4,)
   batch: Positive = 1
-  forced_acceptance: float | None = None
+  forced_acceptance: Annotated[float, Bound(0, 1)] | None = None
   call_sizes: Sequence[Positive] = (1, 2, 4, 8)
   output_file: str | None = None
   name: str = 'benchmark'
 
   def __post_init__(self):
     super().__post_init__()
-    rate = self.forced_acceptance
-    if rate is not None and not 0.0 <= rate <= 1.0:
-      raise unexpected('forced_acceptance', 'None or 0 to 1', rate)
     if 1 not in self.call_sizes:
       raise unexpected('call_sizes', '1 among them', self.call_sizes)
 
   @functools.cached_property
   def models(self) -> tuple[Model, Model]:
     """Target and drafter."""
-    target, drafter = (
-      part
-      if isinstance(part, Model)
-      else random_model(part, self.seed + number)
-      for number, part in enumerate((self.target, self.drafter))
-    )
-    return target, drafter
+    return self._model(self.target, 0), self._model(self.drafter, 1)
+
+  def _model(self, model: Model | LanguageModel, number: int) -> Model:
+    if isinstance(model, Model):
+      return model
+    seed = self.seed + number
+    return Model(model, reader=lambda t, _: random_params(model, seed, t))
 
   @property
   def settings(self) -> dict[str, Any]:
-    """The settings as a record has them."""
+    """The settings as JSON values."""
     names = [field.name for field in dataclasses.fields(self)]
     values = {name: getattr(self, name) for name in names}
     del values['output_file']
@@ -532,7 +560,7 @@ class BenchmarkConfig(Timing):
   def check_memory(self) -> None:
     """Raises DoesNotFitError if the pair does not fit."""
     target, draft = self.models
-    room = Room(target, small_model(draft), self.placement)
+    room = MemoryCheck(target, small_model(draft), self.placement)
     self.check_room(room, target.network, self.batch, max(self.gammas))
 
   def pair(self) -> PlacedPair:
@@ -552,18 +580,18 @@ def benchmark(
   Returns:
     The record: the settings, and `times_ms` of each run, see `call_runs`, of
     'plain_loop' (per token) and of 'speculative_g'; `call_cost`, v(m);
-    `bandwidth_fraction`, what the plain loop reads in a second, of what a
-    matrix-vector product reads; and a row for each of `gammas`: cost_ratio,
+    `bandwidth_fraction`: bytes per second of the plain loop over those of a
+    matrix-vector product; and a row for each of `gammas`: cost_ratio,
     which is c, the cost of one proposal inside a round, in calls of the target
     over one token; acceptance_rate and histogram of the timed loop; speed_up
     against the plain loop; and expected_speed_up by
     E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance. It
-    is None if the times contradict themselves: `contradiction` says how.
+    is None if the times contradict each other: `contradiction` says how.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
   """
-  console = started(config, console)
+  console = record.begin(console, config.output_file)
   config.check_memory()
   with bar(console, 'Compiling and timing', config.repeats) as advance:
     pair = config.pair()
@@ -574,19 +602,18 @@ def benchmark(
     matrix, matrix_bytes = matvec()
     runs |= loops | {'matvec': matrix}
     times, wrong = steady_ms(runs, config.repeats, advance)
-  median = {name: value['median'] for name, value in times.items()}
+  median = medians(times)
   plain = config.request(pair.target, batch, 0)
   call_bytes = memory.call_bytes(pair.target, pair.params.target, plain)
-  reached = call_bytes / median['plain_loop']
+  bandwidth = call_bytes / median['plain_loop']
   values = {
     'settings': config.settings,
     'times_ms': times,
     'call_cost': {
-      name.removeprefix('call_'): value / median['call_1']
-      for name, value in median.items()
-      if name.startswith('call_')
+      str(size): median[f'call_{size}'] / median['call_1']
+      for size in sorted(sizes)
     },
-    'bandwidth_fraction': reached / (matrix_bytes / median['matvec']),
+    'bandwidth_fraction': bandwidth / (matrix_bytes / median['matvec']),
     'contradiction': wrong,
     'gammas': [
       _of_gamma(config.decode_len, gamma, median, stats)
@@ -594,17 +621,17 @@ def benchmark(
       for gamma, stats in counts.items()
     ],
   }
-  record = new_record('benchmark', values)
-  # Of a forced acceptance there is a suite, whose tables have their own words.
-  words = _EXPLAINED if config.forced_acceptance is None else ()
-  finish(config, console, record, table(record), *words)
-  return record
+  done = record.new('benchmark', values)
+  # The tables of `specdec reproduce` explain benchmarks of forced acceptance.
+  notes = _EXPLAINED if config.forced_acceptance is None else ()
+  record.finish(config.output_file, console, done, table(done), *notes)
+  return done
 
 
 def _loop_runs(
   config: BenchmarkConfig, pair: Pair
 ) -> tuple[dict[str, Run], dict[int, Any]]:
-  """The whole loops of a benchmark; gamma -> what its loop counted."""
+  """Returns the whole loops of a benchmark; gamma -> its loop's statistics."""
 
   def whole(loop: Loop, gamma: int) -> Run:
     request = config.request(pair.target, config.batch, gamma)
@@ -626,13 +653,13 @@ def _loop_runs(
 def _of_gamma(
   decode_len: int, gamma: int, median: Mapping[str, float], stats: Any
 ) -> dict[str, Any]:
-  """One gamma: what was measured, and a prediction from calls and alpha."""
-  one, verify = median['call_1'], median[f'call_{gamma + 1}']
+  """Returns a gamma's measurements, and a prediction from costs and alpha."""
+  call, verify = median['call_1'], median[f'call_{gamma + 1}']
   # A drafter whose cost is lost in the target's noise counts as 0, not less.
-  cost_ratio = max(median[f'round_{gamma}'] - verify, 0.0) / gamma / one
+  cost_ratio = max(median[f'round_{gamma}'] - verify, 0.0) / gamma / call
   acceptance = stats.num_accepted.sum() / max(stats.num_tested.sum(), 1)
   factor = analysis.walltime_factor(
-    float(acceptance), gamma, cost_ratio, verify / one
+    float(acceptance), gamma, cost_ratio, verify / call
   )
   plain = median['plain_loop'] * decode_len
   return {
@@ -645,9 +672,9 @@ def _of_gamma(
   }
 
 
-def table(record: Mapping[str, Any]) -> Table:
-  """A row for each gamma, with notes on what is common to them."""
-  settings, call_cost = record['settings'], record['call_cost']
+def table(benchmarked: Mapping[str, Any]) -> Table:
+  """Returns a row for each gamma, with notes on the plain loop and calls."""
+  settings, call_cost = benchmarked['settings'], benchmarked['call_cost']
   forced = settings['forced_acceptance']
   note = '' if forced is None else f', acceptance forced to {forced}'
   title = (
@@ -655,30 +682,24 @@ def table(record: Mapping[str, Any]) -> Table:
     f' {settings["input_len"]}, output {settings["decode_len"]} tokens,'
     f' temperature {settings["temperature"]:g}'
   )
-  plain = record['times_ms']['plain_loop']['median']
+  plain = benchmarked['times_ms']['plain_loop']['median']
   costs = (f'v({m}) {v:.2f}' for m, v in call_cost.items() if m != '1')
   notes = [
     f'Plain loop: {plain:.2f} ms per token, at'
-    f" {record['bandwidth_fraction']:.0%} of a matrix-vector product's"
+    f" {benchmarked['bandwidth_fraction']:.0%} of a matrix-vector product's"
     f' bandwidth. Calls: {", ".join(costs)}.',
   ]
-  if wrong := record.get('contradiction'):
+  if wrong := benchmarked.get('contradiction'):
     notes.insert(0, f'No speed-up is predicted: {wrong}.')
-  return Table.of(
-    title,
-    {
-      'gamma': 'gamma',
-      Column('v(gamma + 1)', '.2f'): lambda row: call_cost[
-        str(row['gamma'] + 1)
-      ],
-      Column('c inside a round', '.3f'): 'cost_ratio',
-      Column('acceptance of the run', '.3f'): 'acceptance_rate',
-      Column('expected speed-up', '.2f'): 'expected_speed_up',
-      Column('speed-up', '.2f'): 'speed_up',
-    },
-    record['gammas'],
-    notes,
-  )
+  columns: dict[Column | str, Any] = {
+    'gamma': 'gamma',
+    Column('v(gamma + 1)', '.2f'): lambda row: call_cost[str(row['gamma'] + 1)],
+    Column('c inside a round', '.3f'): 'cost_ratio',
+    Column('acceptance of the run', '.3f'): 'acceptance_rate',
+    Column('expected speed-up', '.2f'): 'expected_speed_up',
+    Column('speed-up', '.2f'): 'speed_up',
+  }
+  return Table.from_records(title, columns, benchmarked['gammas'], notes)
 
 
 # Sentences under tables.

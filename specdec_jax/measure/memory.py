@@ -1,6 +1,6 @@
-"""Bytes that a call must read, counted from shapes: no array is made.
+"""Bytes that a call must read, counted from shapes without making arrays.
 
-What a run holds is `engine.pair.Room`'s subject.
+What a run holds is `engine.pair.MemoryCheck`'s subject.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.request import Request
 
-# Kernels of cross-attention's keys and values, which only `prefill` reads.
+# Kernels of cross-attention's keys and values: only `prefill` reads them.
 _ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
 _ENCODER = 'encoder/'
 _TABLE = 'embedder/embedding'  # tokens or positions; a call reads some rows
 
 
 def tree_bytes(tree: Any) -> int:
-  """Bytes of all leaves, arrays or `ShapeDtypeStruct`s."""
+  """Returns the bytes of all leaves, arrays or `ShapeDtypeStruct`s."""
   leaves = jax.tree.leaves(tree)
   return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
 
@@ -29,7 +29,7 @@ def tree_bytes(tree: Any) -> int:
 def param_shapes(
   network: LanguageModel, placement: partitioning.Placement
 ) -> Params:
-  """`ShapeDtypeStruct`s of a model's parameters, laid out by `placement`."""
+  """Returns the shapes and dtypes of parameters laid out by `placement`."""
 
   def init():
     return partitioning.place(network.init(jax.random.key(0)), placement)
@@ -38,11 +38,12 @@ def param_shapes(
 
 
 def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
-  """The least bytes that one call of a decoder must read.
+  """Returns the least bytes that one call of a decoder must read.
 
-  These are parameters, and keys and values: of the input, and of the bucket
-  that is attended to, as a mean over a run that fills its slots. The rows of
-  embeddings that a call reads, and what it writes, are too few to count.
+  They are those of the parameters, of the keys and values of the input, and of
+  the keys and values of the bucket that is attended to: the mean over a run
+  that fills its slots. The rows of embeddings that a call reads, and the values
+  that it writes, are too few to count.
 
   Args:
     network: the model, whose cache is a `KVCache`.
@@ -69,10 +70,10 @@ def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
 
 
 def _weights(params: Params) -> list[Any]:
-  """The parameters that each call of a decoder reads completely.
+  """Returns the parameters that each call of a decoder reads completely.
 
-  That excludes the encoder and the kernels of cross-attention's keys and
-  values, and a table of embeddings unless it is also the output layer.
+  They exclude the encoder, the kernels of cross-attention's keys and values,
+  and a table of embeddings unless it is also the output layer.
   """
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   is_tied = not any('logits_dense/' in name for name in flat)

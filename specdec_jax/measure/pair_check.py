@@ -1,10 +1,10 @@
-"""Whether pairs fit on a device that is not there, and what bytes predict.
+"""Whether pairs fit on a device that is not there, and the times that follow.
 
 For each row of Table 2 the loop is compiled as `Engine` would run it. The
 memory is what the compiler reports; the bytes that a call reads are counted
 from shapes. libtpu and XLA's CUDA compiler need only a description of a device.
-Kernels of a GPU are chosen by rules instead of by trial: products that a GPU at
-hand would give to cuBLAS may come out as generated kernels.
+Kernels of a GPU are chosen by rules, as trials need the device: products that a
+real GPU would give to cuBLAS may come out as generated kernels.
 """
 
 import dataclasses
@@ -34,12 +34,14 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.measure.calls import make_request
 from specdec_jax.measure.memory import call_bytes, param_shapes
-from specdec_jax.measure.record import VERSION, Record
-from specdec_jax.measure.table import Column, Table, bar, finish, started
 from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
+from specdec_jax.report import record
+from specdec_jax.report.console import bar
+from specdec_jax.report.record import VERSION, Record
+from specdec_jax.report.table import Column, Table
 from specdec_jax.types import Positive
 
 KIND = 'pair_check'  # of the record
@@ -47,18 +49,18 @@ KIND = 'pair_check'  # of the record
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A device that programs are compiled for without being there.
+  """A device that is not there, and that programs are compiled for.
 
   Attributes:
     platform: 'gpu' or 'tpu'.
-    compiler: package that has its compiler; `extra` brings it.
-    extra: of this package.
-    topology: what the compiler calls the least slice that has it.
+    compiler: package that has its compiler.
+    extra: the extra of this library that installs `compiler`.
+    topology: the compiler's name of the smallest slice with this device.
     usable_bytes: memory that programs may use.
-    bytes_per_s: bandwidth of it.
-    name: as a GPU's driver says it.
-    numbers: of a GPU what XLA asks of a driver, the text of its
-      `GpuTargetConfigProto`.
+    bytes_per_s: bandwidth of the memory.
+    name: name of a GPU in its driver.
+    numbers: properties of a GPU that XLA otherwise gets from the driver, as
+      text of a `GpuTargetConfigProto`.
   """
 
   platform: str
@@ -86,10 +88,12 @@ _NO_TRIALS = '--xla_gpu_autotune_level=0'  # they need the device
 
 
 def describe(name: str) -> tuple[Any, dict[str, str]]:
-  """The device of that name, to compile for; what it is, and by what versions.
+  """Returns the device of that name to compile for, and its description.
+
+  The description has the device's full name and the versions of compilers.
 
   Raises:
-    ValueError: its compiler is missing, or does not know it.
+    ValueError: its compiler is missing, or does not know the device.
   """
   known = KNOWN[name]
   if importlib.util.find_spec(known.compiler) is None:
@@ -97,10 +101,8 @@ def describe(name: str) -> tuple[Any, dict[str, str]]:
       f'To compile for {name!r}, {known.compiler} is needed: pip install'
       f" 'specdec_jax[{known.extra}]'."
     )
-  versions = {
-    package: importlib.metadata.version(package.replace('_', '-'))
-    for package in ('jax', known.compiler)
-  }
+  packages = 'jax', known.compiler
+  versions = {name: importlib.metadata.version(name) for name in packages}
   try:
     (device, *_) = _described(known).devices
   except (jax.errors.JaxRuntimeError, NotImplementedError, KeyError) as error:
@@ -113,7 +115,7 @@ def describe(name: str) -> tuple[Any, dict[str, str]]:
 
 
 def _described(known: Device) -> Any:
-  """The topology of a device; no driver is asked for anything."""
+  """Returns the topology of a device, without asking a driver."""
   if known.platform == 'tpu':
     for name, value in _TPU_DESCRIPTION.items():
       os.environ.setdefault(name, value)
@@ -123,7 +125,7 @@ def _described(known: Device) -> Any:
   flags = os.environ.get('XLA_FLAGS', '')
   if 'xla_gpu_autotune_level' not in flags:
     os.environ['XLA_FLAGS'] = f'{flags} {_NO_TRIALS}'.strip()
-  # Nor is one to be told that there is none.
+  # JAX must neither look for a driver nor warn that there is none.
   hidden = {
     'CUDA_VISIBLE_DEVICES': '-1',
     'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
@@ -137,17 +139,15 @@ def _described(known: Device) -> Any:
         xla_bridge.discover_pjrt_plugins()
   finally:
     logging.disable(disabled)
-  _say_cuda()
+  _name_gpu_cuda()
   return topologies.get_topology_desc(
     platform='cuda', target_config=known.numbers, topology=known.topology
   )
 
 
-def _say_cuda() -> None:
-  """Lets JAX know that a 'gpu' is CUDA's where no GPU is (jax issue 23971)."""
+def _name_gpu_cuda() -> None:
+  """Makes JAX take 'gpu' for CUDA where there is no GPU (jax issue 23971)."""
   original = xla_bridge.canonicalize_platform
-  if getattr(original, 'says_cuda', False):
-    return
 
   def canonicalize(platform: str) -> str:
     try:
@@ -157,22 +157,21 @@ def _say_cuda() -> None:
         return 'cuda'
       raise
 
-  canonicalize.says_cuda = True  # type: ignore[attr-defined]
   xla_bridge.canonicalize_platform = canonicalize
 
 
 @dataclasses.dataclass(frozen=True)
 class PairCheckConfig:
-  """What to compile, and for which device.
+  """Pairs to compile, and the device to compile them for.
 
   Attributes:
-    target: the network that decides.
+    target: the target's network.
     drafts: name of a row's draft -> network.
     input_lens: task -> E.
-    decode_lens: task -> the most tokens of a run.
+    decode_lens: task -> the most tokens of an output.
     batch: examples that are decoded together.
     param_dtype: dtype of the parameters on the device.
-    name: of the table.
+    name: title of the table.
     device: name of the device in `KNOWN`.
     output_file: the record, JSON; None writes none.
 
@@ -201,31 +200,31 @@ def check(
   """Compiles every row of Table 2; prints a table, writes the record.
 
   Args:
-    config: what to compile for.
-    console: for the table; None is stdout.
+    config: the pairs and the device.
+    console: shows the table; None uses stdout.
 
   Returns:
-    The record: its settings, and of each row whether the pair `fits`; the
+    The record: its settings, and for each row whether the pair `fits`; the
     `peak_bytes` of the larger of its two programs, both models held, or None
-    and what the compiler said as it `refused` one; `target_call_bytes` that a
-    call reads, and its `target_call_ms`; the drafter's `cost_ratio`, a ratio of
-    bytes; and the `walltime_factor` E(gamma, alpha) / (1 + gamma c), with the
-    paper's alpha: what a loop without other costs would reach.
+    and the message of a compiler that `refused` a program; `target_call_bytes`
+    that a call reads, and its `target_call_ms`; the drafter's `cost_ratio`, a
+    ratio of bytes; and the `walltime_factor` E(gamma, alpha) / (1 + gamma c)
+    with the paper's alpha, which a loop without other costs would reach.
 
   Raises:
     ValueError: the device's compiler is missing, or a row names a draft or task
       that `config` does not have.
   """
-  console, rows = started(config, console), printed.TABLE2
+  console, rows = record.begin(console, config.output_file), printed.TABLE2
   for row in rows:
     check_choice('drafts', row.draft, config.drafts)
     check_choice('input_lens', row.task, config.input_lens)
     check_choice('decode_lens', row.task, config.decode_lens)
-  known = KNOWN[config.device]
+  described = KNOWN[config.device]
   device, versions = describe(config.device)
   results = []
   with (
-    backend.compiled_for(known.platform),
+    backend.compiled_for(described.platform),
     bar(console, 'Compiling', len(rows)) as advance,
   ):
     for row in rows:
@@ -233,20 +232,22 @@ def check(
       advance()
   names = 'name', 'batch', 'param_dtype', 'input_lens', 'decode_lens'
   settings = versions | {name: getattr(config, name) for name in names}
-  settings |= {x: getattr(known, x) for x in ('usable_bytes', 'bytes_per_s')}
-  # Without a machine: nothing ran on this one.
+  for name in ('usable_bytes', 'bytes_per_s'):
+    settings[name] = getattr(described, name)
+  # The record has no machine, because no program runs on this one.
   head = {'kind': KIND, 'version': VERSION}
-  record = head | {'settings': settings, 'rows': results}
+  done = head | {'settings': settings, 'rows': results}
   reasons = {row['refused'] for row in results if row['refused']}
   refused = [f'Refused by the compiler: {reason}' for reason in reasons]
-  finish(config, console, record, conditions(record), table(record), *refused)
-  return record
+  shown: list[Table | str] = [conditions(done), table(done), *refused]
+  record.finish(config.output_file, console, done, *shown)
+  return done
 
 
 def _checked(
   config: PairCheckConfig, row: printed.Table2Row, device: Any
 ) -> dict[str, Any]:
-  """Compiles a row's loop, and predicts from the bytes of calls."""
+  """Compiles the loop of a row, and predicts times from bytes of calls."""
   target, draft = config.target, config.drafts[row.draft]
   place = functools.partial(_place, device=device)
   placement = Placement(config.param_dtype)
@@ -258,35 +259,35 @@ def _checked(
   request = place(jax.eval_shape(functools.partial(make_request, *args)))
   loop = Loop(target, small_model(draft))
   limit = place(jax.ShapeDtypeStruct((), jnp.int32))
-  # Unused arguments count too: both models stay loaded.
+  # Unused arguments are kept, because both models stay loaded.
   start = jax.jit(loop.start, keep_unused=True).lower(params, request)
   state = place(start.out_info)
   run = jax.jit(loop.run, donate_argnums=2, keep_unused=True).lower(
     params, request, state, limit
   )
-  known, peak, refused = KNOWN[config.device], None, None
+  described, peak, refused = KNOWN[config.device], None, None
   try:
     peak = max(_peak_bytes(lowered) for lowered in (start, run))
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     refused = str(error).splitlines()[0]
-  one = call_bytes(target, params.target, request)
-  cost_ratio = call_bytes(draft, params.draft, request) / one
+  read_bytes = call_bytes(target, params.target, request)
+  cost_ratio = call_bytes(draft, params.draft, request) / read_bytes
   factor = analysis.walltime_factor(row.acceptance_rate, row.gamma, cost_ratio)
   return {
-    'fits': peak is not None and peak <= known.usable_bytes,
+    'fits': peak is not None and peak <= described.usable_bytes,
     'peak_bytes': peak,
     'refused': refused,
-    'target_call_bytes': one,
-    'target_call_ms': 1e3 * one / known.bytes_per_s,
+    'target_call_bytes': read_bytes,
+    'target_call_ms': 1e3 * read_bytes / described.bytes_per_s,
     'cost_ratio': cost_ratio,
     'walltime_factor': float(factor),
   }
 
 
 def _place(tree: Any, device: Any) -> Any:
-  """The same shapes, with shardings on the device."""
+  """Returns the shapes of a tree with a sharding on the device."""
   sharding = jax.sharding.SingleDeviceSharding(device)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
@@ -304,10 +305,10 @@ def _peak_bytes(lowered: Any) -> int:
   return max(sum(parts), sizes.peak_memory_in_bytes)
 
 
-def table(record: Mapping[str, Any]) -> Table:
-  """A table of a record, with a line for each row of Table 2."""
-  return Table.of(
-    record['settings']['name'],
+def table(checked: Mapping[str, Any]) -> Table:
+  """Returns a table of a record with a line for each row of Table 2."""
+  return Table.from_records(
+    checked['settings']['name'],
     {
       'task': 'task',
       'draft': 'draft',
@@ -326,13 +327,13 @@ def table(record: Mapping[str, Any]) -> Table:
       Column('predicted', '.2f'): 'walltime_factor',
       Column('paper', '.1f'): 'speedup',
     },
-    record['rows'],
+    checked['rows'],
   )
 
 
-def conditions(record: Mapping[str, Any]) -> str:
-  """One sentence on the device, the sizes and the versions of a record."""
-  settings = record['settings']
+def conditions(checked: Mapping[str, Any]) -> str:
+  """Returns a sentence on device, sizes and versions of a record."""
+  settings = checked['settings']
   lengths = '; '.join(
     f'{task}: {length} input and {settings["decode_lens"][task]} output tokens'
     for task, length in settings['input_lens'].items()

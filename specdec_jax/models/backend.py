@@ -1,13 +1,12 @@
 """The kind of device that a program is traced for, and this host.
 
 On a CPU slots should be the vector lanes, a call over more tokens takes longer,
-and work that a conditional avoids is time saved. A GPU or TPU chooses layouts
-of its own: what is done for them keeps their compilers from copying caches and
-kernels. Code asks for the kind where that was measured on a device, or where
-the bytes of the compiled program show what it saves.
+and a conditional that skips work saves time. A GPU or TPU chooses its layouts
+itself; there the code keeps the compiler from copying caches and kernels. Code
+depends on the kind only if a measurement on a device, or the bytes of the
+compiled program, show a gain.
 """
 
-import contextlib
 import os
 import pathlib
 import platform
@@ -16,27 +15,29 @@ from typing import Any
 
 import jax
 
-# Where one of these differs, JAX traces again.
-_described = jax.make_user_context('')
-_split = jax.make_user_context(False)
+# JAX traces again if one of these differs. `with compiled_for('tpu'):` traces
+# for a kind of device that is not there, `with split(True):` for arrays whose
+# rows and heads may be split over devices.
+compiled_for = jax.make_user_context('')
+split = jax.make_user_context(False)
 
 _CPUINFO = pathlib.Path('/proc/cpuinfo')
 
 
 def kind() -> str:
-  """The device of the program that is traced: 'cpu', 'gpu' or 'tpu'."""
-  return _described.value or jax.default_backend()
+  """Returns the device of the traced program: 'cpu', 'gpu' or 'tpu'."""
+  return compiled_for.value or jax.default_backend()
 
 
 def num_cores() -> int:
-  """Cores of the CPU that this process may run on."""
-  if hasattr(os, 'sched_getaffinity'):  # not on each system
+  """Returns the number of CPU cores that this process may run on."""
+  if hasattr(os, 'sched_getaffinity'):  # Linux
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-  """What the processor is called."""
+  """Returns the processor's name."""
   named = re.search(r'^model name\s*:(.*)$', _cpuinfo(), re.M)
   if named:
     return named[1].strip()
@@ -44,15 +45,15 @@ def cpu_name() -> str:
 
 
 def _cpuinfo() -> str:
-  """What Linux says of the processor; '' on other systems."""
-  there = _CPUINFO.exists()
-  return _CPUINFO.read_text(errors='replace') if there else ''
+  """Reads Linux's description of the processor; '' on other systems."""
+  exists = _CPUINFO.exists()
+  return _CPUINFO.read_text(errors='replace') if exists else ''
 
 
 def instruction_set() -> str:
-  """The widest vectors that XLA's programs use here: AVX-512, AVX2 or others.
+  """Returns the widest vectors of XLA's programs: AVX-512, AVX2 or others.
 
-  XLA_FLAGS=--xla_cpu_max_isa=AVX2 has it use less than the processor has.
+  XLA_FLAGS=--xla_cpu_max_isa=AVX2 makes XLA use less than the processor has.
   """
   match = re.search(r'xla_cpu_max_isa=(\w+)', os.environ.get('XLA_FLAGS', ''))
   limit = match[1] if match else ''
@@ -65,7 +66,7 @@ def instruction_set() -> str:
 
 
 def host() -> dict[str, Any]:
-  """What the speed of programs on this CPU depends on, as JSON values."""
+  """Returns all that decides the speed of programs on this CPU, as JSON."""
   return {
     'processor': cpu_name(),
     'cores': num_cores(),
@@ -75,32 +76,18 @@ def host() -> dict[str, Any]:
 
 
 def is_whole_on(device: str) -> bool:
-  """Whether a program is for a kind of device, and its arrays are not split.
+  """Whether the traced program is for a kind of device, without sharding.
 
-  Writes of all rows at once would gather the rows and heads of all devices, and
-  barriers of turned operands would hide from XLA how these are split.
+  With sharding, writes of all rows at once would gather the rows and heads of
+  all devices, and barriers would hide from XLA how their operands are split.
   """
-  return kind() == device and not _split.value
+  return kind() == device and not split.value
 
 
 def precision(dtype: str) -> jax.lax.Precision:
-  """The precision of products of `dtype`.
+  """Returns the precision of products of `dtype`.
 
   Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU.
   """
   kinds = jax.lax.Precision
   return kinds.HIGHEST if dtype == 'float32' else kinds.DEFAULT
-
-
-def compiled_for(described: str) -> contextlib.AbstractContextManager[object]:
-  """Traces for a device that is not there.
-
-  Args:
-    described: its kind, as `jax.default_backend` would name it.
-  """
-  return _described(described)
-
-
-def split() -> contextlib.AbstractContextManager[object]:
-  """Traces for arrays whose rows and heads may be split over devices."""
-  return _split(True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -10,15 +10,17 @@ from specdec_jax.tree_shape import Tree
 
 Params = Any  # a nested dict of arrays, named as T5X names them
 Cache = TypeVar('Cache')
-START_ID = 0  # what decoders begin with, see `start_id`
-PAD_ID = 0  # what inputs are padded with, see `pad_id`
 
 
+@runtime_checkable
 class LanguageModel(Protocol[Cache]):
   """The contract of a network: pure functions over explicit pytrees.
 
   A cache is opaque to the loops except for `length`: int32[B], the tokens that
   each row's cache holds. Slots past `length` are never read.
+
+  A network of your own is a subclass: `start_id`, `pad_id`, `ends_inputs`,
+  `reads_encoder`, `encoded_dim` and `param_shapes` then have T5's defaults.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -56,8 +58,44 @@ class LanguageModel(Protocol[Cache]):
     whose first token takes the place of the start token.
     """
 
+  @property
+  def start_id(self) -> int:
+    """The id that a decoder behind an encoder begins with."""
+    return 0
+
+  @property
+  def pad_id(self) -> int:
+    """The id that inputs are padded with; the encoder ignores it."""
+    return 0
+
+  @property
+  def ends_inputs(self) -> bool:
+    """Whether the end of sequence follows a text that the encoder reads."""
+    return True
+
+  @property
+  def reads_encoder(self) -> bool:
+    """Whether it is a decoder alone, which reads its target's encoder."""
+    return False
+
+  @property
+  def encoded_dim(self) -> int | None:
+    """Width of the encoder's output; None if no drafter can read it."""
+    return None
+
   def init(self, key: jax.Array) -> Params:
-    """Random parameters, with the names and shapes that a checkpoint has."""
+    """Returns random parameters, named and shaped as in a checkpoint."""
+
+  def param_shapes(self) -> Params:
+    """Returns names, shapes and dtypes of the parameters that `init` makes."""
+    return jax.eval_shape(self.init, jax.random.key(0))
+
+  def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
+    """Runs the encoder: maps int32[B, E] to [B, E, `encoded_dim`].
+
+    Only a target whose drafter reads its encoder needs this method.
+    """
+    raise NotImplementedError
 
   def prefill(
     self,
@@ -65,12 +103,9 @@ class LanguageModel(Protocol[Cache]):
     inputs: jax.Array,
     max_length: int,
     longest: int | None = None,
+    encoded: jax.Array | None = None,
   ) -> Cache:
     """Reads the inputs once and returns a cache ready for decoding.
-
-    A network with an encoder may also have `encode(params, inputs) -> [B, E,
-    M]`, and take its result here as `encoded`: then a drafter can read it too,
-    see `Drafter.reads_encoder`.
 
     Args:
       params: the model's parameters.
@@ -78,7 +113,8 @@ class LanguageModel(Protocol[Cache]):
         decoder-only model uses only B.
       max_length: T, the decoder slots to allocate, for the whole run.
       longest: tokens of the longest sequence, where several share the slots;
-        None is `max_length`.
+        None means `max_length`.
+      encoded: the result of `encode` for these inputs; None runs the encoder.
 
     Returns:
       A cache with `length` 0 in every row.
@@ -102,14 +138,14 @@ class LanguageModel(Protocol[Cache]):
       params: the model's parameters.
       cache: from `prefill`, `extend`, `rewind` or `keep`.
       tokens: int32[B, S], S >= 1.
-      tree: how the tokens hang together; None is one after another.
+      tree: the parent of each token; None: each token follows the one before.
 
     Returns:
       Features, [B, S, M], and the cache with `length` grown by S.
     """
 
   def head(self, params: Params, features: jax.Array) -> jax.Array:
-    """The output layer: maps features [..., M] to logits float32[..., V]."""
+    """Applies the output layer: [..., M] to logits float32[..., V]."""
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
     """Maps tokens int32[...] to the decoder's embeddings [..., M].
@@ -142,7 +178,7 @@ def read_prompt(
   longest: int | None = None,
   encoded: jax.Array | None = None,
 ) -> tuple[jax.Array | None, Cache]:
-  """A cache that has read the inputs, and each prompt but its last token.
+  """Makes a cache and reads the inputs and all but the last prompt token.
 
   The last token of a prompt is read by the first round, which needs its logits.
   Prompts differ in length: a shorter row reads padding past its prompt, but
@@ -154,58 +190,25 @@ def read_prompt(
     inputs: int32[B, E], `pad_id` past each row's end.
     max_length: T, the decoder slots to allocate.
     prompt: int32[B, P], P < T.
-    longest: as of `LanguageModel.prefill`.
-    encoded: float[B, E, M], what an encoder has said of the inputs; None leaves
-      it to the model.
+    longest: see `LanguageModel.prefill`.
+    encoded: see `LanguageModel.prefill`.
 
   Returns:
-    The features of what was read of the prompts, [B, P - 1, M], None of
-    nothing; and a cache with `length` P - 1 in every row.
+    The features [B, P - 1, M] of the prompt tokens that were read, None if P is
+    1; and a cache with `length` P - 1 in every row.
   """
-  # A network that knows none of these need not take the argument.
-  given: dict[str, Any] = {'longest': longest, 'encoded': encoded}
-  known = {name: value for name, value in given.items() if value is not None}
-  cache = model.prefill(params, inputs, max_length, **known)
+  cache = model.prefill(params, inputs, max_length, longest, encoded)
   if prompt.shape[1] == 1:
     return None, cache
   return model.extend(params, cache, prompt[:, :-1])
 
 
-def reads_encoder(network: Any) -> bool:
-  """Whether a network has no encoder of its own and reads a target's."""
-  return bool(getattr(network, 'reads_encoder', False))
-
-
-def start_id(network: Any) -> int:
-  """The id that the decoder of a network with an encoder begins with.
-
-  It is 0 (T5's) unless the network has a `start_id` of its own.
-  """
-  return int(getattr(network, 'start_id', START_ID))
-
-
-def pad_id(network: Any) -> int:
-  """The id that an encoder's inputs are padded with, and that it ignores.
-
-  It is 0 (T5's) unless the network has a `pad_id` of its own.
-  """
-  return int(getattr(network, 'pad_id', PAD_ID))
-
-
-def ends_inputs(network: Any) -> bool:
-  """Whether the end of sequence follows a text that an encoder reads.
-
-  It does, as in T5, unless the network says otherwise.
-  """
-  return bool(getattr(network, 'ends_inputs', True))
-
-
 @dataclasses.dataclass(frozen=True)
 class NetworkWrapper:
-  """Forwards what a wrapped network says and does, as far as it is the same.
+  """Delegates every attribute it does not override to the wrapped network.
 
   Attributes:
-    network: the `LanguageModel` within.
+    network: the wrapped `LanguageModel`.
   """
 
   network: Any
@@ -214,20 +217,17 @@ class NetworkWrapper:
     return getattr(object.__getattribute__(self, 'network'), name)
 
 
-def param_shapes(network: LanguageModel) -> Params:
-  """Names, shapes and dtypes of a network's parameters, as `init` gives them.
+def param_shapes(network: LanguageModel | NetworkWrapper) -> Params:
+  """Returns `network.param_shapes()`; equal networks share the result.
 
-  Equal networks share them. A network may know a quicker way than to trace its
-  `init`: 20 layers take a third of a second.
+  Tracing `init` for the shapes takes a third of a second for 20 layers.
   """
-  kept: Any = network
   try:
-    return _param_shapes(kept)
-  except TypeError:  # somebody's own, which cannot be a key
-    return _param_shapes.__wrapped__(kept)
+    return _param_shapes(network)  # type: ignore[arg-type]
+  except TypeError:  # an unhashable network cannot be a key
+    return network.param_shapes()
 
 
 @functools.lru_cache(maxsize=16)
 def _param_shapes(network: Any) -> Params:
-  quick = getattr(network, 'param_shapes', None)
-  return quick() if quick else jax.eval_shape(network.init, jax.random.key(0))
+  return network.param_shapes()

@@ -1,18 +1,18 @@
 """Today's decoder-only models: Llama, Qwen and Gemma.
 
-All of them have rotary positions, RMS norms, gated feed-forward blocks, and
-heads of queries that share keys. Fields of the configuration choose what they
-do not share: norms of queries and keys, norms behind the blocks, windows, caps
-of scores and logits. The parameter tree has T5X's names; scales
-and kernels are those of Hugging Face's files, no factor is moved into them.
+All have rotary positions, RMS norms, gated feed-forward blocks, and heads of
+queries that share keys. Fields of the configuration choose what differs: norms
+of queries and keys, norms after the blocks, windows, caps of scores and logits.
+The parameter tree has T5X's names; scales and kernels are those of Hugging
+Face's files, no factor is moved into them.
 """
 
 import dataclasses
 from typing import Literal
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models import layers
-from specdec_jax.models.layers import Kind, Stack, of_config
+from specdec_jax.models.config import check_config, of_config
+from specdec_jax.models.layers import Kind, Stack
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 from specdec_jax.types import Above0, Amount
@@ -28,24 +28,24 @@ class CausalLMConfig:
     vocab_size: V, rows of the embedding.
     emb_dim: M.
     num_heads: H, heads of queries.
-    num_kv_heads: K, heads of keys and values; it divides H, and H / K heads
-      that stand next to each other share one.
+    num_kv_heads: K, heads of keys and values; it divides H, and H / K
+      neighbouring heads share one.
     num_layers: layers of the decoder.
     head_dim: D; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('silu', 'linear'), or ('gelu', 'linear') in Gemma.
     rope: positions in global layers.
-    local_rope: positions in local layers; None is `rope`.
-    layer_kinds: kinds of layers, 'global' and 'local', in their order and over
-      and over again.
+    local_rope: positions in local layers; None means `rope`.
+    layer_kinds: kinds of layers, 'global' and 'local', in their order; the
+      sequence repeats.
     window: tokens that a local layer sees, the current one included.
-    norm_epsilon: of all norms.
-    norm_offset: added to the scales of all norms; 1 in Gemma.
+    norm_epsilon: epsilon of all norms.
+    norm_offset: is added to the scales of all norms; 1 in Gemma.
     qk_norm: whether each head's queries and keys are normed.
     post_norms: whether a norm follows each block, before its residual.
     qkv_bias: whether the projections of queries, keys and values have biases.
-    query_scalar: scores are divided by its square root; 0 is `head_dim`.
-    score_softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
+    query_scalar: scores are divided by its square root; 0 means `head_dim`.
+    score_softcap: scores become softcap * tanh(score / softcap); 0: no cap.
     logit_softcap: the same for logits.
     scale_embeddings: whether embeddings are multiplied by sqrt(M).
     logits_via_embedding: whether the output layer is the embedding.
@@ -97,7 +97,7 @@ class CausalLMConfig:
   dtype: str = 'float32'
 
   def __post_init__(self):
-    layers.check_config(self, may_be_zero=('window',))
+    check_config(self, may_be_zero=('window',))
     if self.num_heads % self.num_kv_heads or self.head_dim % 2:
       raise unexpected(
         'CausalLMConfig: num_heads, num_kv_heads, head_dim',
@@ -116,11 +116,11 @@ class CausalLMConfig:
   def stack(
     self, sides: tuple[int, int] | None = None, cross: str = 'none'
   ) -> Stack:
-    """The layers.
+    """Returns the layers.
 
     Args:
-      sides: tokens that a local layer of an encoder sees before and after one;
-        None is a decoder, whose `window` ends with the token itself.
+      sides: numbers of tokens that an encoder's local layer sees before and
+        after a token; None for a decoder, whose `window` ends with the token.
       cross: see `Stack.cross`.
     """
     before, after = sides or (self.window - 1, None)
@@ -141,14 +141,14 @@ class CausalLMConfig:
     )
 
   def tokens(self, image_end_id: int = 0) -> Tokens:
-    """The ids and logits; `image_end_id` as in `Tokens`."""
+    """Returns the embedding and output layer, see `Tokens`."""
     return of_config(
       Tokens, self, divides_logits=False, image_end_id=image_end_id
     )
 
   @property
   def shape(self) -> Shape:
-    """The network: one stack."""
+    """The shape of the network, one stack."""
     return Shape(self.stack(), self.tokens())
 
 

@@ -1,11 +1,11 @@
-"""Which layout of kernels is quick on this CPU: measured once, then kept.
+"""Measures once which layout of kernels is quickest on this CPU.
 
-XLA gives a product of one row to code of its own and one of a few rows to a
-library, and what either takes depends on the instruction set, the number of
-cores and the version of JAX: on a Zen 4 and a Zen 5 blocks are quickest, on a
-Zen 3 they take more than twice the time of [out, in]. So the products are timed
-here, on this processor, in a few seconds, and the outcome lies in the user's
-cache folder. Outputs do not depend on it beyond rounding.
+XLA computes a product of one row by generated code and one of a few rows by a
+library. The time of either depends on the instruction set, the number of cores
+and the version of JAX: on a Zen 4 and a Zen 5 blocks are quickest, on a Zen 3
+they take more than twice the time of [out, in]. So this module times the
+products on this processor, in a few seconds, and stores the result in the
+user's cache folder. Outputs depend on it only by rounding.
 """
 
 import dataclasses
@@ -26,24 +26,24 @@ from specdec_jax.models import backend
 
 Layout = Literal['in_out', 'out_in', 'blocks']
 LAYOUTS: tuple[str, ...] = get_args(Layout)
-VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # in the environment: one of these
+VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # in the environment: a layout
 BLOCK = 64  # outputs of a block
-WIDTHS = (4, 8, 16)  # to which rows may be padded
-# Plain decoding calls over one row, a round of gamma 4 over five: both count.
+WIDTHS = (4, 8, 16)  # numbers of rows after padding
+# Rows in a call of plain decoding, and in a round with a gamma of 4.
 _TOKEN, _CALL = 1, 5
-# Pairs of kernels, their sizes: of a base or large model, and of a small one.
+# Number of pairs of kernels, and their sizes, for a larger and a small model.
 _CHAINS = (2, 1024, 2048), (5, 256, 1664)  # 48 MiB a layout
 _REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class CpuLayout:
-  """How products with few rows are computed on a CPU.
+  """The quickest way to compute products of few rows on a CPU.
 
   Attributes:
     kernel_layout: 'in_out', 'out_in' or 'blocks', see `products`.
-    widths: numbers of rows, of `WIDTHS`, to which a product with [out, in]
-      kernels is padded because that takes less time.
+    widths: the `WIDTHS` to which padding the rows of a product with an
+      [out, in] kernel saves time.
   """
 
   kernel_layout: str
@@ -55,14 +55,14 @@ def product_out_in(
 ) -> jax.Array:
   """Returns rows @ kernel.T with the kernel as the left operand.
 
-  XLA packs a right operand of this layout at each call. Here that is the few
-  activations, not the weights. The barriers keep XLA from folding the
-  transposes away and exchanging the operands again.
+  XLA packs the right operand in each call; here these are the few activations,
+  not the weights. The barriers keep XLA from removing the transposes and
+  exchanging the operands again.
 
   Args:
     kernel: [out, in].
     rows: [rows, in].
-    result_dtype: of the result, [rows, out]; None is that of the operands.
+    result_dtype: dtype of the result, [rows, out]; None: that of the operands.
   """
   columns = lax.optimization_barrier(rows.T)
   product = jnp.matmul(kernel, columns, preferred_element_type=result_dtype)
@@ -76,7 +76,7 @@ def in_blocks(kernel: Any) -> Any:
 
 
 def out_of_blocks(kernel: Any) -> Any:
-  """What `in_blocks` was given."""
+  """Inverts `in_blocks`."""
   return kernel.swapaxes(0, 1).reshape(kernel.shape[1], -1)
 
 
@@ -85,11 +85,11 @@ def product_of_blocks(
   rows: jax.Array,
   matmul: Callable[..., jax.Array] = jnp.matmul,
 ) -> jax.Array:
-  """Returns rows @ kernel for a kernel in blocks, each a product of its own.
+  """Returns rows @ kernel for a kernel in blocks, by a product per block.
 
   Args:
     kernel: [N, in, `BLOCK`].
-    rows: [rows, in], of which each block gets a copy.
+    rows: [rows, in], which are copied for each block.
     matmul: computes the products.
 
   Returns:
@@ -99,7 +99,7 @@ def product_of_blocks(
 
 
 def cpu_layout() -> CpuLayout:
-  """The layout for this processor: the environment's, the cache's or measured.
+  """Returns the layout of the environment, or else the measured one.
 
   Raises:
     ValueError: SPECDEC_KERNEL_LAYOUT names no layout.
@@ -112,17 +112,17 @@ def cpu_layout() -> CpuLayout:
 
 
 def width(count: int) -> int:
-  """Rows with which a product of `count` rows, [out, in], is computed."""
-  # The kernels of T5's output layer and embedding are [out, in] in any layout.
+  """Returns the padded number of rows for a product by an [out, in] kernel."""
+  # An embedding as output layer is [out, in] in any layout.
   wider = min(size for size in WIDTHS if size >= count)
   return wider if wider in cpu_layout().widths else count
 
 
 @functools.cache
 def _of_this_host() -> CpuLayout:
-  return host_cache.kept(
+  return host_cache.measured(
     'kernel_layout',
-    # What was timed with other kernels is not believed.
+    # Ignores timings of other kernels.
     backend.host() | {'chains': [list(chain) for chain in _CHAINS]},
     lambda: dataclasses.asdict(_chosen(_measured())),
     _from_json,
@@ -138,7 +138,7 @@ def _from_json(value: Any) -> CpuLayout:
 
 
 def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
-  """The quickest layout, and the widths that are quicker than fewer rows."""
+  """Chooses the quickest layout, and widths quicker than fewer rows."""
   below = {4: 2, 8: 5, 16: 9}
   widths = tuple(
     width
@@ -152,7 +152,7 @@ def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
 
 
 def _measured() -> dict[tuple[str, int], float]:
-  """Milliseconds of chains of products, by layout and number of rows."""
+  """Times chains of products in milliseconds, by layout and number of rows."""
   runs = [(name, count) for name in LAYOUTS for count in (_TOKEN, _CALL)]
   runs += [('out_in', count) for count in (2, 4, 8, 9, 16)]
   whole = [
@@ -179,7 +179,7 @@ def _measured() -> dict[tuple[str, int], float]:
         x = product_of_blocks(kernel, x).swapaxes(0, 1).reshape(count, -1)
     return x.sum()
 
-  # One program, as it compiles sooner than eleven.
+  # One program compiles in less time than eleven.
   @jax.jit
   def run(index, kernels):
     def chains(kernels, name, count):
@@ -197,6 +197,6 @@ def _measured() -> dict[tuple[str, int], float]:
   ):
     begin = time.perf_counter()
     jax.block_until_ready(run(index, kernels))
-    if repeat:  # the first run of each finds cold caches
+    if repeat:  # the first run has cold caches
       seconds[key].append(time.perf_counter() - begin)
   return {key: 1e3 * min(times) for key, times in seconds.items()}

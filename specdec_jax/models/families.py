@@ -1,5 +1,6 @@
 """The families of networks, by their configurations."""
 
+from specdec_jax.models.base import LanguageModel, NetworkWrapper
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.m2m100 import M2M100, M2M100Config
@@ -23,3 +24,10 @@ def network_of(config: Config) -> Network:
   """The network of a configuration."""
   network: Network = _NETWORKS[type(config)](config)
   return network
+
+
+def config_of(network: LanguageModel | NetworkWrapper | None) -> Config | None:
+  """The configuration of a network of these families; None of another one."""
+  while isinstance(network, NetworkWrapper):
+    network = network.network
+  return network.config if isinstance(network, Network) else None

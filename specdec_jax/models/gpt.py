@@ -1,9 +1,9 @@
-"""Decoder-only models, GPT-2's and T5X's.
+"""Decoder-only models of GPT-2 and T5X.
 
-Fields of the configuration choose between what
-GPT-2 has (learned positions, LayerNorm, biases) and what T5X's decoder-only
-network has (relative bias, RMS norm, no biases). The parameter tree is T5X's;
-parameters that T5X has no name for have Flax's names. Two factors are applied
+Fields of the configuration choose between GPT-2 (learned positions, LayerNorm,
+biases) and T5X's decoder-only network (relative bias, RMS norm, no biases). The
+parameters have T5X's names, or Flax's if T5X lacks them. Two factors are
+applied
 as in T5X, in both families: the 1/sqrt(D) of attention scores is part of the
 query projection, and a shared embedding reads x / sqrt(M). For checkpoints of
 another convention the factors are moved into the weights
@@ -14,7 +14,8 @@ import dataclasses
 from typing import Literal
 
 from specdec_jax.models import layers
-from specdec_jax.models.layers import Stack, of_config
+from specdec_jax.models.config import check_config, of_config
+from specdec_jax.models.layers import Stack
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
@@ -31,13 +32,12 @@ class GPTConfig:
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('gelu',), the tanh form, in GPT-2; ('gelu', 'linear') is
       a gated gelu.
-    num_positions: rows of learned position embeddings, which is also the most
-      tokens that a sequence can have; 0 is T5's relative bias instead, which
-      allows any number of tokens.
+    num_positions: rows of learned position embeddings, which limit the tokens
+      of a sequence; 0 uses T5's relative bias, without a limit.
     norm: 'layer' (LayerNorm with a bias, epsilon 1e-5) or 'rms' (T5's).
     use_bias: whether projections have biases; the output layer has none.
     logits_via_embedding: whether the output layer is the embedding.
-    dropout_rate: used in training only.
+    dropout_rate: dropout in training.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:
@@ -71,11 +71,11 @@ class GPTConfig:
   dtype: str = 'float32'
 
   def __post_init__(self):
-    layers.check_config(self, may_be_zero=('num_positions',))
+    check_config(self, may_be_zero=('num_positions',))
 
   @property
   def shape(self) -> Shape:
-    """The network: one stack."""
+    """The shape of the network, one stack."""
     stack = of_config(
       Stack,
       self,

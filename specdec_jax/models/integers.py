@@ -3,13 +3,13 @@
 A kernel [in, out] becomes `kernel`, int8[in, out] or int4[in, out], and
 `kernel_scale`, float32[out]: the numbers of an output are rounded to multiples
 of its largest absolute value over 127, or over 7. A product is computed with
-the integers in the dtype of the computation, and multiplied by the factors
-afterwards. Norms and biases stay as they are; an embedding is of the dtype of
-the computation, in which it is read anyway.
+the integers in the dtype of the computation, and then multiplied by the
+factors. Norms and biases stay as they are; an embedding has the dtype of the
+computation.
 
-A target of integers is another model than the one it was made of, and
-speculation is exact on its distribution. A drafter of integers changes no
-output.
+A target with integer kernels is another model than the original, and
+speculation is exact for its distribution. A drafter with integer kernels
+changes no output.
 """
 
 import functools
@@ -25,20 +25,20 @@ from specdec_jax.models import backend, cpu_layout
 
 INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
-# As `partitioning.place` may lay it out: [out, in], or in `blocks`.
+# `partitioning.place` may lay a kernel out as [out, in], or in blocks.
 _OUT_IN, _BLOCKS = 'kernel_out_in', 'kernel_blocks'
 _MOST = {INT8: 127, INT4: 7}  # symmetric: -128 and -8 are not used
 INTEGERS = tuple(_MOST)  # dtypes of kernels
-_ROWS_BYTES = 32 << 20  # of float32 that are made of an array at a time
+_ROWS_BYTES = 32 << 20  # an array becomes float32 in pieces of this size
 
 
 def is_integers(dtype: Any) -> bool:
   """Whether a dtype, or the name of one, is that of integer kernels."""
-  return getattr(dtype, 'name', dtype) in INTEGERS
+  return dtype is not None and jnp.dtype(dtype).name in INTEGERS
 
 
 def computes_in() -> str:
-  """Dtype of the computation with kernels of integers."""
+  """Returns the dtype of computations with integer kernels."""
   return 'float32' if backend.kind() == 'cpu' else 'bfloat16'
 
 
@@ -56,22 +56,20 @@ def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
   """Rounds a kernel to integers.
 
   Args:
-    kernel: float[in, out], of NumPy or JAX; of NumPy some rows at a time are
-      made float32.
-    name: what it is called, for the message.
+    kernel: float[in, out], an array of NumPy or JAX.
+    name: its name, for the message.
     dtype: 'int8' or 'int4'.
 
   Returns:
-    The integers, [in, out], and their factors, float32[out]; 1 where an output
-    has only zeros.
+    The integers, [in, out], and their factors, float32[out]; the factor of an
+    output with only zeros is 1.
 
   Raises:
-    ValueError: a number is not finite; those of a traced array are not seen.
+    ValueError: a number is not finite; traced arrays are not checked.
   """
-  xp: Any = np
+  xp: Any = np if isinstance(kernel, np.ndarray) else jnp
   step = max(1, _ROWS_BYTES // (4 * max(1, kernel.shape[1])))
-  if not isinstance(kernel, np.ndarray):
-    xp, step = jnp, len(kernel)
+  step = step if xp is np else len(kernel)
   pieces = [kernel[i : i + step] for i in range(0, len(kernel), step)]
   largest = functools.reduce(
     xp.maximum, (xp.abs(piece.astype(xp.float32)).max(0) for piece in pieces)
@@ -90,36 +88,37 @@ def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
 def rounded(
   params: Mapping[str, Any], dtype: str = INT8, module: str = ''
 ) -> Mapping[str, Any]:
-  """Parameters whose kernels are integers; those that are already stay.
+  """Rounds the kernels of parameters, unless they are integers already.
 
   Args:
-    params: as a checkpoint has them, or as placed.
-    dtype: 'int8' or 'int4'; with another nothing is rounded.
-    module: name of the module, with a slash behind it, for messages.
+    params: parameters as in a checkpoint, or as placed.
+    dtype: 'int8' or 'int4'; another dtype rounds nothing.
+    module: name of the module and a slash, for messages.
 
   Raises:
     ValueError: as for `quantise`.
   """
   if not is_integers(dtype):
     return params
-  found: dict[str, Any] = {
+  result: dict[str, Any] = {
     name: rounded(value, dtype, f'{module}{name}/')
     if isinstance(value, Mapping)
     else value
     for name, value in params.items()
   }
-  if SCALE in found:  # perhaps held as float32, see `sizes.held_bytes`
-    return found
-  for name, (whole, laid) in _LAYOUTS.items():
-    kernel: Any = found.get(name)
+  if SCALE in result:  # perhaps held as float32, see `sizes.held_bytes`
+    return result
+  for name, (to_in_out, lay_out) in _LAYOUTS.items():
+    kernel = result.get(name)
     if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):
       continue
-    made, found[SCALE] = quantise(whole(kernel), f'{module}{name}', dtype)
-    found[name] = laid(made)
-  return found
+    name_in_message = f'{module}{name}'
+    kernel, scale = quantise(to_in_out(kernel), name_in_message, dtype)
+    result |= {name: lay_out(kernel), SCALE: scale}
+  return result
 
 
-# How a kernel of a name becomes [in, out], and is laid out again.
+# Name of a kernel -> functions from its layout to [in, out], and back.
 _LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
   KERNEL: (lambda kernel: kernel, lambda kernel: kernel),
   _OUT_IN: (lambda kernel: kernel.T, lambda kernel: kernel.T),
@@ -128,22 +127,22 @@ _LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def in_floats(params: Mapping[str, Any]) -> dict[str, Any]:
-  """Kernels [in, out] of integers times their factors; the rest as it is.
+  """Multiplies integer kernels [in, out] by their factors.
 
   Args:
-    params: as a checkpoint has them.
+    params: parameters as in a checkpoint; all others stay as they are.
   """
-  found: dict[str, Any] = {
+  result: dict[str, Any] = {
     name: in_floats(value) if isinstance(value, Mapping) else value
     for name, value in params.items()
   }
-  if (scale := found.pop(SCALE, None)) is not None:
-    found[KERNEL] = found[KERNEL].astype(jnp.float32) * scale
-  return found
+  if (scale := result.pop(SCALE, None)) is not None:
+    result[KERNEL] = result[KERNEL].astype(jnp.float32) * scale
+  return result
 
 
 def check_scale(scale: np.ndarray, name: str) -> None:
-  """Raises ValueError unless factors from a checkpoint, [out], can be right."""
+  """Raises ValueError for wrong factors [out] in a checkpoint."""
   if not (np.isfinite(scale) & (scale > 0)).all():
     advice = 'Convert the one of floats again (specdec convert --dtype int8).'
     raise unexpected(name, 'factors that are finite and above 0', scale, advice)

@@ -21,18 +21,18 @@ from jax import lax
 from specdec_jax.models import backend, layers
 from specdec_jax.tree_shape import Tree
 
-Kept = tuple[jax.Array, jax.Array]  # keys and values that a layer attends to
-Attend = Callable[..., jax.Array]  # as `layers.attend`
+KV = tuple[jax.Array, jax.Array]  # keys and values, each [B, K, D, T]
+Attend = Callable[..., jax.Array]  # like `layers.attend`
 _AT_ONCE = 32  # rows that are written without a loop over them
 
 
 @struct.dataclass
 class KVCache:
-  """Everything a decoder remembers of a batch.
+  """The keys and values that a decoder has computed for a batch.
 
   Attributes:
-    keys: a tuple over layers of [B, H, D, T]. H is the number of heads of keys
-      here, which heads of queries may share.
+    keys: a tuple over layers of [B, H, D, T], with H heads of keys, which
+      several heads of queries may share.
     values: a tuple over layers of [B, H, D, T].
     cross_keys: a tuple over layers of [B, H, D, E]; empty in a decoder-only
       model.
@@ -45,7 +45,7 @@ class KVCache:
       at position i adds T of these numbers, beginning with number T - 1 - i, to
       its scores over slots 0..T-1; they are very negative for slots after the
       query. The shape is [1, 2 * T] if it is the mask alone.
-    length: int32[B], tokens held. Slots from `length` on are not in use: they
+    length: int32[B], number of tokens. Slots from `length` on are unused: they
       are overwritten before any query can see them.
   """
 
@@ -67,11 +67,11 @@ class KVCache:
     return self.replace(length=length)
 
   def keep(self, length: jax.Array, slots: jax.Array) -> 'KVCache':
-    """Moves the tokens in some slots together, behind the first ones.
+    """Moves the tokens of some slots to the end of the first `length` tokens.
 
     Args:
-      length: int32[B], how many slots of each row stay as they are.
-      slots: int32[B, N], >= length: what they hold is moved to slots
+      length: int32[B], the number of slots per row that stay as they are.
+      slots: int32[B, N], >= length: their tokens are moved to slots
         length..length + N - 1.
 
     Returns:
@@ -88,8 +88,8 @@ class KVCache:
       length=length + slots.shape[1],
     )
 
-  def remember(self, layer: int) -> Callable[..., Kept]:
-    """Maps a layer's new keys and values, [B, S, H, D], to all of them."""
+  def append_kv(self, layer: int) -> Callable[..., KV]:
+    """Returns a function that appends keys and values, each [B, S, H, D]."""
 
     def written(keys, values):
       return (
@@ -99,15 +99,15 @@ class KVCache:
 
     return written
 
-  def grown(self, kept: Sequence[Kept], num_tokens: int) -> 'KVCache':
-    """The cache after `remember` in each layer: S tokens longer per row."""
-    keys, values = zip(*kept, strict=True)
+  def grown(self, kv: Sequence[KV], num_tokens: int) -> 'KVCache':
+    """Returns the cache after `append_kv` in each layer, S tokens longer."""
+    keys, values = zip(*kv, strict=True)
     length = self.length + num_tokens
     return self.replace(keys=keys, values=values, length=length)
 
 
 def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  """Writes S slots per row, each row at its own place; in place under jit.
+  """Writes S slots per row from `start` on; in place under jit.
 
   Args:
     buffer: [B, H, D, T].
@@ -127,15 +127,15 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   slots = new.transpose(0, 2, 3, 1).astype(buffer.dtype)
 
   def next_row(row, buffer):
-    one = lax.dynamic_slice_in_dim(slots, row, 1)
+    new_slots = lax.dynamic_slice_in_dim(slots, row, 1)
     place = (row, zero, zero, start[row])
-    return lax.dynamic_update_slice(buffer, one, place)
+    return lax.dynamic_update_slice(buffer, new_slots, place)
 
-  # All rows at once are a scatter: on a TPU a loop with ten operations a row,
-  # and slots in lanes, where a write touches every tile.
+  # Writing all rows at once is a scatter. On a TPU that is a loop with ten
+  # operations a row, with slots in lanes, where each write touches every tile.
   if backend.is_whole_on('tpu'):
     return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
-  # What is in a branch is done once; outside XLA would write for the attention
+  # In a branch XLA writes once. Outside it would write once for the attention
   # and again for the cache, each time into a copy.
   if backend.is_whole_on('cpu') and len(slots) == 1:
     is_written = start[0] >= 0  # always
@@ -170,18 +170,18 @@ def read_position_bias(
 
 
 def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
-  """`read_position_bias` of tokens that see only their ancestors.
+  """Returns the score bias of S tokens that see only their ancestors.
 
   Args:
-    position_bias: float32[H or 1, 2 * T].
-    tree: how the S tokens hang together.
+    position_bias: as for `read_position_bias`.
+    tree: the tree of the S tokens.
 
   Returns:
     float32[B, H or 1, S, T].
   """
   num_slots = position_bias.shape[-1] // 2
-  behind = tree.positions[:, :, None] - tree.slot_positions[:, None, :]
-  place = num_slots - 1 - jnp.clip(behind, 0, num_slots - 1)
+  distance = tree.positions[:, :, None] - tree.slot_positions[:, None, :]
+  place = num_slots - 1 - jnp.clip(distance, 0, num_slots - 1)
   bias = jnp.moveaxis(jnp.take(position_bias, place, axis=1), 0, 1)
   return jnp.where(tree.visible[:, None], bias, layers.MASKED)
 
@@ -189,18 +189,18 @@ def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
 def positions(
   cache: KVCache, num_queries: int, tree: Tree | None = None
 ) -> jax.Array:
-  """Places in their sequences, int32[B, S], of the tokens of a call."""
+  """Returns the positions, int32[B, S], of a call's tokens in their rows."""
   if tree is not None:
     return tree.positions
   return cache.length[:, None] + jnp.arange(num_queries)
 
 
 def buckets(num_slots: int) -> tuple[int, ...]:
-  """Returns the prefixes of the cache that attention may be restricted to.
+  """Returns the sizes of cache prefixes that attention may be restricted to.
 
-  Their sizes double, so that a step pays for at most twice the slots in use.
-  They begin at 128: cutting out a shorter prefix costs more than attending over
-  all of it. On an accelerator there is one: a conditional costs more there.
+  Sizes double, so that a step pays for at most twice the slots in use. They
+  begin at 128: cutting out a shorter prefix costs more than attending over all
+  of it. On an accelerator there is one size, as a conditional costs more there.
   """
   if backend.kind() != 'cpu':
     return (num_slots,)
@@ -211,7 +211,7 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 def bucketed_reads(
   cache: KVCache, num_queries: int, tree: Tree | None, attend: Attend
 ) -> list[Callable[..., jax.Array]]:
-  """Attention over the shortest bucket with all slots in use.
+  """Makes attention over the shortest bucket that holds all slots in use.
 
   Only the read is inside the switch: with the write inside too, the switch
   would copy the cache. The loops rewind a finished row to length 0, so the
@@ -220,21 +220,21 @@ def bucketed_reads(
   Args:
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
-    tree: how these hang together; None is one after another.
+    tree: the tree of these tokens; None: each follows the one before.
     attend: `layers.attend` with the scale and softcap of the layers.
 
   Returns:
-    For each array of `cache.position_bias` a function (queries [B, S, H, D],
-    what the layer has `kept`) -> [B, S, H * D], which also takes what `attend`
-    has `beside`.
+    A function for each array of `cache.position_bias`. It maps queries
+    [B, S, H, D], a layer's `KV` and the `extra_kv` of `attend`, if any, to
+    [B, S, H * D].
   """
   sizes = buckets(cache.num_slots)
   needed = jnp.max(cache.length) + num_queries
   index = jnp.sum(jnp.asarray(sizes) < needed)
 
-  def attend_prefix(size, queries, keys, values, bias, *beside):
+  def attend_prefix(size, queries, keys, values, bias, *extra_kv):
     keys, values, bias = (part[..., :size] for part in (keys, values, bias))
-    return attend(queries, keys, values, bias, beside=beside)
+    return attend(queries, keys, values, bias, extra_kv=extra_kv)
 
   branches = [functools.partial(attend_prefix, size) for size in sizes]
 
@@ -245,20 +245,20 @@ def bucketed_reads(
       bias = read_tree_bias(position_bias, tree)
     if len(branches) == 1:
       return reader(bias, attend)
-    return lambda queries, kept, *beside: lax.switch(
-      index, branches, queries, *kept, bias, *beside
+    return lambda queries, kv, *extra_kv: lax.switch(
+      index, branches, queries, *kv, bias, *extra_kv
     )
 
   return [of_bias(position_bias) for position_bias in cache.position_bias]
 
 
 def reader(bias: jax.Array, attend: Attend) -> Callable[..., jax.Array]:
-  """Attention over the keys and values that a layer has kept."""
-  return lambda queries, kept, *beside: attend(
-    queries, *kept, bias, beside=beside
+  """Makes attention with a bias; maps as in `bucketed_reads`."""
+  return lambda queries, kv, *extra_kv: attend(
+    queries, *kv, bias, extra_kv=extra_kv
   )
 
 
-def without_cache(keys: jax.Array, values: jax.Array) -> Kept:
-  """`KVCache.remember` without a cache: only this call's keys and values."""
+def without_cache(keys: jax.Array, values: jax.Array) -> KV:
+  """Returns this call's keys and values alone, [B, S, K, D], as a `KV`."""
   return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 3, 1)

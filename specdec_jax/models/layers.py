@@ -1,15 +1,14 @@
 """Linen blocks of all networks; parameters have T5X's names.
 
-The T5 family differs from other Transformers in this: attention scores are not
-divided by sqrt(head_dim) (the factor is folded into the initialisation, and for
-other families into their weights), the norm is RMS without a bias, and no Dense
-has a bias unless the network asks for it.
+The defaults are T5's: attention scores are not divided by sqrt(head_dim) (the
+factor is folded into the initialisation, and for other families into their
+weights), the norm is RMS without a bias, and no Dense has a bias.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +16,12 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from specdec_jax.checks.fields import (
-  check_choice,
-  check_number,
-  check_types,
-  unexpected,
-)
 from specdec_jax.models import backend, products
-from specdec_jax.models.integers import INTEGERS
 from specdec_jax.models.rope import Rope
 
-# No published model has a quarter of this, and each layer is a module to build.
-MOST_LAYERS = 1024
-MOST = 2**31 - 1  # ids and places in arrays are int32
-DTYPES = ('float32', 'bfloat16')  # dtypes that networks compute in
-PARAM_DTYPES = (*DTYPES, *INTEGERS)  # dtypes that parameters are kept in
 _BUCKETS, _MAX_DISTANCE = 32, 128  # of T5's relative biases
-LAYER_NORM_EPSILON = 1e-5  # GPT-2's and M2M-100's
-MASKED = -1e10  # added to a score that must not be attended to, as in T5X
+LAYER_NORM_EPSILON = 1e-5  # in GPT-2 and M2M-100
+MASKED = -1e10  # is added to the scores of hidden slots, as in T5X
 
 
 class Embed(nn.Module):
@@ -70,7 +57,7 @@ class Embed(nn.Module):
     T5 1.0 and T5X divide by sqrt(features).
     """
     scale = np.sqrt(self.features) if self.divides_logits else 1.0
-    # Scaled first, x would be rounded to bfloat16 once more.
+    # In bfloat16 the logits are divided, because x would be rounded once more.
     scale_first = self.dtype == 'float32'
     x = x / scale if scale_first else x
     embedding = self.embedding.astype(self.dtype)
@@ -78,37 +65,8 @@ class Embed(nn.Module):
     return logits if scale_first else logits / scale
 
 
-def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
-  """Checks the fields of a network's configuration, and makes lists tuples.
-
-  Args:
-    config: a dataclass with `mlp_activations` and `dtype`.
-    may_be_zero: names of the whole numbers that may be 0; all others must be at
-      least 1.
-
-  Raises:
-    ValueError: a size is too small or too large, or a name is unknown.
-  """
-  check_types(config)
-  kind = type(config).__name__
-  for field in dataclasses.fields(config):
-    name, value = f'{kind}.{field.name}', getattr(config, field.name)
-    if isinstance(value, list):
-      object.__setattr__(config, field.name, tuple(value))
-    if field.type in (int, 'int'):
-      most = MOST_LAYERS if field.name.endswith('_layers') else MOST
-      check_number(name, value, 0 if field.name in may_be_zero else 1)
-      if value > most:
-        raise unexpected(name, f'at most {most}', value)
-  check_choice(f'{kind}.dtype', config.dtype, DTYPES)
-  unknown = set(config.mlp_activations) - set(products.ACTIVATIONS)
-  if unknown or not config.mlp_activations:
-    known = f'one or more of {sorted(products.ACTIVATIONS)}'
-    raise unexpected(f'{kind}.mlp_activations', known, config.mlp_activations)
-
-
 def dropout(rate: float) -> nn.Dropout:
-  """T5X's dropout: an embedding dimension is dropped at all positions alike."""
+  """Makes T5X's dropout, which drops a dimension at all positions together."""
   return nn.Dropout(rate, broadcast_dims=(-2,))
 
 
@@ -140,12 +98,12 @@ class RMSNorm(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """What a layer's self-attention sees, and where it has its positions from.
+  """Attention pattern of a layer: window and rotary positions.
 
   Attributes:
-    rope: rotary positions; None is none.
-    before: tokens before its own that a token sees; None is all.
-    after: tokens behind its own, in an encoder; None is all.
+    rope: rotary positions; None: no rotary positions.
+    before: number of earlier tokens that a token sees; None: no limit.
+    after: number of later tokens that it sees, in an encoder; None: no limit.
   """
 
   rope: Rope | None = None
@@ -153,11 +111,14 @@ class Kind:
   after: int | None = None
 
   def hides(self, relative: Any) -> Any:
-    """bool[...], what is unseen of int[...] (key - query); None: nothing."""
+    """Maps int[...] (key - query) to bool[...], True if hidden.
+
+    Returns None if nothing is hidden.
+    """
     hidden = None if self.after is None else relative > self.after
     if self.before is not None:
-      behind = relative < -self.before
-      hidden = behind if hidden is None else hidden | behind
+      too_early = relative < -self.before
+      hidden = too_early if hidden is None else hidden | too_early
     return hidden
 
 
@@ -166,30 +127,30 @@ class Stack:
   """The layers of an encoder or decoder.
 
   Attributes:
-    num_layers: how many there are.
+    num_layers: number of layers.
     emb_dim: M.
     num_heads: H, heads of queries.
     head_dim: D.
     mlp_dim: width of the feed-forward block.
     mlp_activations: one name, or two for a gate.
-    num_kv_heads: K, heads of keys and values; 0 is H.
-    layer_kinds: the kind of each layer; () is `Kind()` for all.
-    relative_bias: T5's relative bias of scores: one 'stack' has one, each
-      'layer' has its own, or 'none'.
+    num_kv_heads: K, heads of keys and values; 0 means H.
+    layer_kinds: the kind of each layer; () means `Kind()` for all layers.
+    relative_bias: T5's relative bias of scores: shared by the 'stack', one per
+      'layer', or 'none'.
     norm: 'rms', or 'layer' (LayerNorm with a bias).
-    norm_epsilon: of all norms.
-    norm_offset: added to the scales of RMS norms.
+    norm_epsilon: epsilon of all norms.
+    norm_offset: is added to the scales of RMS norms.
     post_norms: whether a norm follows each block, before its residual.
     qk_norm: whether each head's queries and keys are normed.
     use_bias: whether all projections have biases.
-    qkv_bias: whether those of queries, keys and values have.
+    qkv_bias: adds biases to the query, key and value projections.
     scale: factor of attention scores.
-    softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
-    dropout_rate: used in training only.
+    softcap: scores become softcap * tanh(score / softcap); 0: no cap.
+    dropout_rate: dropout in training.
     self_attention: name of the self-attention's parameters.
-    cross: how a decoder sees an encoder's output: 'apart', in a block of its
-      own; 'merged', under the softmax of its self-attention and by the same
-      projections, without positions; or 'none'.
+    cross: how a decoder attends to an encoder's output: 'apart', in a separate
+      block; 'merged', in the softmax and with the projections of its
+      self-attention, without positions; or 'none'.
     dtype: dtype of the computation.
   """
 
@@ -217,7 +178,7 @@ class Stack:
   dtype: str = 'float32'
 
   def as_decoder(self, num_layers: int) -> 'Stack':
-    """The same layers as an encoder's, with cross-attention, in a decoder."""
+    """Turns an encoder's stack into a decoder's, with cross-attention."""
     return dataclasses.replace(
       self,
       num_layers=num_layers,
@@ -227,29 +188,29 @@ class Stack:
 
   @property
   def kinds(self) -> tuple[Kind, ...]:
-    """The kinds of layers that there are."""
+    """The different kinds of layers."""
     return tuple(dict.fromkeys(self.layer_kinds)) or (Kind(),)
 
   @property
   def numbers(self) -> tuple[int, ...]:
-    """The number of each layer's kind among these."""
-    found = tuple(map(self.kinds.index, self.layer_kinds))
-    return found or (0,) * self.num_layers
+    """Index into `kinds`, per layer."""
+    indices = tuple(map(self.kinds.index, self.layer_kinds))
+    return indices or (0,) * self.num_layers
 
   @property
   def bias_of(self) -> tuple[int, ...]:
-    """The number of each layer's bias of scores among those of the stack."""
+    """Index into the stack's biases of scores, per layer."""
     if self.relative_bias == 'layer':
       return tuple(range(self.num_layers))
     return self.numbers
 
   @property
   def attend(self) -> Callable[..., jax.Array]:
-    """`attend` with scale and softcap."""
+    """The function `attend` with the stack's scale and softcap."""
     return functools.partial(attend, scale=self.scale, softcap=self.softcap)
 
   def make_norm(self) -> nn.Module:
-    """A norm of the stack."""
+    """Makes a norm of the stack."""
     if self.norm == 'rms':
       return RMSNorm(self.dtype, self.norm_epsilon, self.norm_offset)
     # Flax's fast variance loses digits if the mean is large.
@@ -258,29 +219,11 @@ class Stack:
     )
 
   def angles(self, places: jax.Array) -> list[tuple[jax.Array, ...] | None]:
-    """Each kind's `Rope.angles` at int[S] or int[B, S]; None without a rope."""
+    """Returns `Rope.angles` at int[S] or int[B, S], or None, per kind."""
     return [
       None if kind.rope is None else kind.rope.angles(places, self.head_dim)
       for kind in self.kinds
     ]
-
-
-T = TypeVar('T')
-
-
-def of_config(kind: type[T], config: Any, **more: Any) -> T:
-  """Makes a dataclass of a configuration's fields that have the same names.
-
-  Args:
-    kind: the dataclass, such as `Stack`.
-    config: a family's configuration.
-    **more: other fields, and those that are called otherwise or differ.
-  """
-  names = {field.name for field in dataclasses.fields(cast(Any, kind))}
-  same = {
-    name: getattr(config, name) for name in names if hasattr(config, name)
-  }
-  return kind(**same | more)
 
 
 class MLP(nn.Module):
@@ -308,7 +251,7 @@ class MLP(nn.Module):
 
 
 def padding_bias(inputs: jax.Array, pad_id: int = 0) -> jax.Array:
-  """The bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
+  """Returns the bias [B, 1, 1, E] that hides the padding of inputs [B, E]."""
   return jnp.where(inputs != pad_id, 0.0, MASKED)[:, None, None, :]
 
 
@@ -319,30 +262,30 @@ def attend(
   bias: jax.Array,
   scale: float = 1.0,
   softcap: float = 0.0,
-  beside: Sequence[jax.Array] = (),
+  extra_kv: Sequence[jax.Array] = (),
 ) -> jax.Array:
   """Attention of S queries over T slots; the softmax is in float32.
 
   Args:
     queries: [B, S, H, D].
-    keys: [B, K, D, T]; K divides H, and heads next to each other share keys.
+    keys: [B, K, D, T]; K divides H, and neighbouring heads share keys.
     values: [B, K, D, T].
-    bias: float32, broadcastable to [B, H, S, T], added to the scores.
-    scale: scores are multiplied by this.
-    softcap: scores become softcap * tanh(score / softcap); 0 leaves them.
-    beside: keys [B, K, D, E], values [B, K, D, E] and bias [B, 1, 1, E] of more
-      slots under the same softmax; () is none.
+    bias: float32, broadcastable to [B, H, S, T], is added to the scores.
+    scale: factor of the scores.
+    softcap: scores become softcap * tanh(score / softcap); 0: no cap.
+    extra_kv: keys [B, K, D, E], values [B, K, D, E] and bias [B, 1, 1, E] of
+      more slots in the same softmax; may be ().
 
   Returns:
     [B, S, H * D].
   """
   batch, num_queries, heads, head_dim = queries.shape
-  kept, exact = keys.shape[1], backend.precision(str(queries.dtype))
-  # Heads that share keys are as more queries of one head.
-  group = heads // kept
-  apart = (batch, num_queries, kept, group, head_dim)
+  kv_heads, exact = keys.shape[1], backend.precision(str(queries.dtype))
+  # Heads that share keys become more queries of one head.
+  group = heads // kv_heads
+  apart = (batch, num_queries, kv_heads, group, head_dim)
   queries = queries.reshape(apart).swapaxes(2, 3)
-  queries = queries.reshape(batch, -1, kept, head_dim)
+  queries = queries.reshape(batch, -1, kv_heads, head_dim)
 
   def scores_of(keys, bias):
     scores = jnp.einsum('bshd,bhdt->bhst', queries, keys, precision=exact)
@@ -354,24 +297,26 @@ def attend(
     if bias.shape[1:3] == (1, 1):  # the same for all
       return scores + bias
     bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
-    bias = bias.reshape(len(bias), kept, group, *bias.shape[2:]).swapaxes(2, 3)
-    return scores + bias.reshape(len(bias), kept, -1, bias.shape[-1])
+    bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:]).swapaxes(
+      2, 3
+    )
+    return scores + bias.reshape(len(bias), kv_heads, -1, bias.shape[-1])
 
   def mixed_of(weights, values):
     return jnp.einsum('bhst,bhdt->bshd', weights, values, precision=exact)
 
   scores = scores_of(keys, bias)
-  if beside:
-    # Scores are put side by side, not keys: these would be copied at each call.
-    more_keys, more_values, more_bias = beside
-    more = scores_of(more_keys, more_bias)
+  if extra_kv:
+    # Scores are concatenated, not keys, which would be copied in each call.
+    extra_keys, extra_values, extra_bias = extra_kv
+    more = scores_of(extra_keys, extra_bias)
     scores = jnp.concatenate([scores, more], axis=-1)
   weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
   count = keys.shape[-1]
   mixed = mixed_of(weights[..., :count], values)
-  if beside:
-    mixed = mixed + mixed_of(weights[..., count:], more_values)
-  mixed = mixed.reshape(batch, num_queries, group, kept, head_dim)
+  if extra_kv:
+    mixed = mixed + mixed_of(weights[..., count:], extra_values)
+  mixed = mixed.reshape(batch, num_queries, group, kv_heads, head_dim)
   return mixed.swapaxes(2, 3).reshape(batch, num_queries, -1)
 
 
@@ -383,21 +328,21 @@ class Attention(nn.Module):
   def setup(self):
     stack = self.stack
     width = stack.num_heads * stack.head_dim
-    kept = (stack.num_kv_heads or stack.num_heads) * stack.head_dim
+    kv_width = (stack.num_kv_heads or stack.num_heads) * stack.head_dim
     dense = functools.partial(
       products.Dense,
       dtype=stack.dtype,
       use_bias=stack.use_bias or stack.qkv_bias,
     )
 
-    # Includes the 1/sqrt(head_dim) that T5 does not apply to its scores.
+    # Includes the factor 1/sqrt(head_dim), which T5's scores lack.
     def query_init(*args):
       return products.KERNEL_INIT(*args) / np.sqrt(stack.head_dim)
 
     self.query = dense(width, kernel_init=query_init)
-    self.key = dense(kept)
-    self.value = dense(kept)
-    self.qkv = dense(width + 2 * kept)
+    self.key = dense(kv_width)
+    self.value = dense(kv_width)
+    self.qkv = dense(width + 2 * kv_width)
     self.out = products.Dense(
       stack.emb_dim, stack.dtype, use_bias=stack.use_bias
     )
@@ -419,7 +364,7 @@ class Attention(nn.Module):
   def project_query(self, x: jax.Array) -> jax.Array:
     """Maps [B, S, M] to queries [B, S, H, D]."""
     queries = self.query(x)
-    # Else a TPU's compiler relays their kernel at each run, for heads.
+    # Otherwise a TPU's compiler lays out the kernel by heads in each run.
     if backend.kind() == 'tpu':
       queries = lax.optimization_barrier(queries)
     queries = self._heads(queries)
@@ -428,14 +373,14 @@ class Attention(nn.Module):
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
     """Maps [B, S, M] to queries [B, S, H, D], keys, values [B, S, K, D].
 
-    It is one product if `partitioning.place` joined the three kernels.
+    This is one product if `partitioning.place` has joined the three kernels.
     """
     if not self.has_variable('params', 'qkv'):
       return self.project_query(x), *self.project_kv(x)
     joined = self.qkv(x)
     width = self.stack.num_heads * self.stack.head_dim
-    kept = (joined.shape[-1] - width) // 2
-    parts = jnp.split(joined, [width, width + kept], -1)
+    kv_width = (joined.shape[-1] - width) // 2
+    parts = jnp.split(joined, [width, width + kv_width], -1)
     queries, keys, values = map(self._heads, parts)
     if self.stack.qk_norm:
       queries, keys = self.query_norm(queries), self.key_norm(keys)
@@ -447,10 +392,9 @@ def relative_position_bucket(
 ) -> np.ndarray:
   """Returns T5's bucket of each (key position - query position).
 
-  Half of the buckets stand for one distance each, the others grow
-  logarithmically up to a distance of 128; a bidirectional stack splits the
-  buckets between the two signs. Computed with NumPy at trace time, since
-  positions are static.
+  Half of the buckets have one distance each, the others grow logarithmically up
+  to a distance of 128; a bidirectional stack splits the buckets between the two
+  signs. NumPy computes them at trace time, since positions are static.
   """
   num_buckets, offset = _BUCKETS, np.zeros_like(relative_position)
   distance = -relative_position

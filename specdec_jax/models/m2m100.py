@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
-from specdec_jax.models.layers import Stack, of_config
+from specdec_jax.models.config import check_config, of_config
+from specdec_jax.models.layers import Stack
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
@@ -31,7 +32,7 @@ class M2M100Config:
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('relu',).
     scale_embeddings: whether embeddings are multiplied by sqrt(M).
-    pad_id: the id that inputs are padded with; a row's first position is
+    pad_id: the id that inputs are padded with; the first position of a row is
       `pad_id` + 1.
     start_id: the id that the decoder begins with.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
@@ -65,18 +66,18 @@ class M2M100Config:
   pad_id: int = 1
   start_id: int = 2
   dtype: str = 'float32'
-  # The same in all of these models.
+  # All of these models have it.
   logits_via_embedding: ClassVar[bool] = True
 
   def __post_init__(self):
-    layers.check_config(self, may_be_zero=('pad_id', 'start_id'))
+    check_config(self, may_be_zero=('pad_id', 'start_id'))
     if self.emb_dim % 2 or self.emb_dim < 4:
       expected = 'an even number from 4'
       raise unexpected('M2M100Config.emb_dim', expected, self.emb_dim)
 
   @property
   def shape(self) -> Shape:
-    """The network: two stacks that share one table of embeddings."""
+    """The shape of the network: two stacks with one table of embeddings."""
     encoder = of_config(
       Stack,
       self,
@@ -93,6 +94,7 @@ class M2M100Config:
       encoder,
       encoded_dim=self.emb_dim,
       pad_id=self.pad_id,
+      start_id=self.start_id,
     )
 
 

@@ -13,33 +13,32 @@ from specdec_jax.models.other_ids import Fitted, cut, shortlisted, unfitted
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Model:
-  """A network, its parameters, and what is known about its text.
+  """A network, its parameters, and facts about its texts.
 
-  `specdec_jax.load` makes a `Model` from a checkpoint. The arrays are found and
-  checked then, but read only when they are needed: an engine reads them
-  straight to their places on the devices, and keeps no second copy.
+  `specdec_jax.load` makes a `Model` from a checkpoint. It finds and checks the
+  arrays. An engine reads them later, straight to their places on the devices,
+  and keeps no second copy.
 
   Attributes:
     network: a `LanguageModel`, such as `T5(config)`.
-    given: the parameters in memory, a nested dict of arrays, as a checkpoint
-      has them or placed; None: they are still to be read.
-    tokenizer: the model's own tokenizer; None if it is unknown.
-    name: where the model came from.
-    dtype: dtype of the parameters on the device, if one was asked for; None
-      leaves it to the engine's `Placement`.
-    bos_id: id that texts that are read begin with; None is that of the family
-      and the vocabulary, see `Engine`.
-    stop_ids: ids that end an output, as the checkpoint says; () if it does not
-      say.
-    made_for: of a drafter that reads the target's encoder, the fingerprint of
-      the target that it was made for, as the checkpoint says; '' is unknown.
+    given: the parameters in memory, a nested dict of arrays, as in a checkpoint
+      or placed; None: they are not read yet.
+    tokenizer: the model's vocabulary; None if it is unknown.
+    name: the path or id of the checkpoint.
+    dtype: dtype of the parameters on the device; None leaves it to the engine's
+      `Placement`.
+    bos_id: id at the begin of every text; None: the family and the vocabulary
+      decide, see `Engine`.
+    stop_ids: ids that end an output, as named in the checkpoint; may be ().
+    made_for: for a drafter that reads its target's encoder, the fingerprint of
+      that target in the checkpoint; '' if unknown.
     made_of: returns the `disk_arrays.fingerprint`s of the parameters before
-      their kernels are rounded to eight bits, () if none is known; None if the
+      their kernels are rounded to eight bits, () if unknown; None if the
       parameters were given.
-    rules: on tokens, as the folder asks transformers' `generate` for: options
-      of an engine's calls unless they give others.
-    unfollowed: a sentence on what the folder asks of transformers' `generate`
-      and does not get here; '' for nothing.
+    rules: token rules in the folder's settings for transformers' `generate`;
+      options of a call override them.
+    unfollowed: a sentence on the other settings for `generate` in the folder,
+      which are not followed; '' if there are none.
     reader: reads the parameters, `(dtype, sharding) -> params`, see
       `checkpoints.load`; None if they were given.
 
@@ -62,7 +61,7 @@ class Model:
 
   network: LanguageModel
   given: Params | None = None
-  tokenizer: Any = None
+  tokenizer: Any = None  # a `text.tokenizer.Vocabulary`
   _: dataclasses.KW_ONLY
   name: str = ''
   dtype: str | None = None
@@ -80,7 +79,7 @@ class Model:
 
   @property
   def params(self) -> Params:
-    """The parameters that were given; else they are read once, to the host.
+    """The parameters; if they were not given, they are read once, to the host.
 
     Raises:
       ValueError: as for `read`.
@@ -90,12 +89,11 @@ class Model:
     return self.given
 
   def read(self, dtype: Any = None, sharding: Any = None) -> Params:
-    """The parameters that are there; else reads them without keeping them.
+    """Returns the parameters that were given, or reads them.
 
     Args:
-      dtype: dtype to read the parameters in; None keeps the checkpoint's.
-      sharding: where to put the parameters that are read, see
-        `checkpoints.load`.
+      dtype: dtype of parameters that are read; None keeps the checkpoint's.
+      sharding: place of parameters that are read, see `checkpoints.load`.
 
     Raises:
       ValueError: there are no parameters, or the checkpoint is broken.
@@ -109,31 +107,30 @@ class Model:
 
   @property
   def num_params(self) -> int:
-    """How many numbers the parameters have; reads nothing."""
-    params = self.given
-    if params is None:
-      params = param_shapes(self.network)
+    """Number of numbers in the parameters; reads nothing."""
+    given = self.given
+    params = param_shapes(self.network) if given is None else given
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
   def without_params(self) -> 'Model':
-    """The same model without its parameters, to remember what it was."""
+    """Returns the model without its parameters."""
     return dataclasses.replace(self, given=None, reader=None, made_of=None)
 
   def with_vocabulary(self, vocab_size: int) -> 'Model':
-    """The same model for a target of `vocab_size` ids, see `models.other_ids`.
+    """Returns the model as a drafter for a target of `vocab_size` ids.
 
-    For a drafter that shares the target's tokenizer but not its padding.
+    Both have the same tokenizer, but differ in padding, see `models.other_ids`.
     """
     if vocab_size == self.network.vocab_size:
       return self
-    fitted: Any = Fitted(unfitted(self.network), vocab_size)
-    return dataclasses.replace(self, network=fitted)
+    network: Any = Fitted(unfitted(self.network), vocab_size)
+    return dataclasses.replace(self, network=network)
 
   def with_shortlist(self, ids: Sequence[int]) -> 'Model':
-    """The same model with an output layer of some ids, as a drafter.
+    """Returns the model, as a drafter, with an output layer of some ids.
 
-    Others are never proposed, see `models.other_ids`; the output of a target
-    that it drafts for has the same distribution all the same.
+    It never proposes others, see `models.other_ids`. The distribution of the
+    target's outputs does not change.
 
     Args:
       ids: ids to keep, in any order, such as those of texts like the outputs.
@@ -142,9 +139,8 @@ class Model:
       ValueError: there is no id, or one that the model does not have; or its
         network is not of this library.
     """
-    network: Any = unfitted(self.network)
-    made: Any = shortlisted(network, ids)
     given, reader = self.given, self.reader
+    network: Any = shortlisted(unfitted(self.network), ids)
 
     def read(dtype: Any, sharding: Any) -> Params:
       assert reader is not None
@@ -153,5 +149,5 @@ class Model:
     if given is not None:
       given = cut(given, ids, network.vocab_size)
     return dataclasses.replace(
-      self, network=made, given=given, reader=reader and read
+      self, network=network, given=given, reader=reader and read
     )

@@ -1,18 +1,18 @@
-"""Networks of drafters whose logits are of other ids than their own.
+"""Drafters whose logits get the ids of a target, or of a shortlist.
 
-**Padding.** Heads of one tokenizer are padded differently: T5's checkpoints
-have 32,128 rows and some that were trained further 32,100, Gemma 3 has 262,144
-or 262,208. The target is never cut: its padded ids carry probability, and its
-distribution is what comes out. So the drafter gives way (`Fitted`). An id that
-the target lacks is not proposed; one that the drafter lacks has probability 0,
-and comes from the residual distribution.
+**Padding.** Checkpoints of one tokenizer have output layers with different
+padding: T5's have 32,128 rows, some fine-tunes 32,100; Gemma 3 has 262,144 or
+262,208. The target is never cut: its padded ids carry probability, and outputs
+must have its distribution. So the drafter adapts (`Fitted`). It never proposes
+an id that the target lacks. An id that the drafter lacks has probability 0, and
+comes from the residual distribution.
 
-**A shortlist.** The output layer is the largest product of a small network,
-43 % of the weights that a T5 1.1 small reads for a token and 85 % of an mT5
-small's, and nearly all tokens of one language and kind of text are of a few
-thousand ids. A drafter may leave out the others (`Shortlisted`): they are never
-proposed. Zhao et al., FR-Spec, 2025, do so with the most frequent ids; in
-machine translation such a list is a shortlist.
+**A shortlist.** The output layer is the largest product of a small network: it
+has 43 % of the weights that a T5 1.1 small reads for a token, and 85 % of an
+mT5 small's. But nearly all tokens of one language and kind of text have a few
+thousand ids. A drafter may leave out all others (`Shortlisted`), which it then
+never proposes. Zhao et al., FR-Spec, 2025, do so with the most frequent ids; in
+machine translation such a list is called a shortlist.
 """
 
 import dataclasses
@@ -30,42 +30,42 @@ from specdec_jax.models import integers, layers
 from specdec_jax.models.base import NetworkWrapper, Params
 from specdec_jax.models.transformer import Network, Transformer
 
-# Parts of the parameters; the network's own lie under 'network'.
-_HEAD = 'head'  # the modules that the output layer reads, cut
-_PLACE = 'place'  # int32[V], where the cut layer has an id; K if it has not
+# Parts of the parameters; the wrapped network's lie under 'network'.
+_HEAD = 'head'  # the modules of the shortened output layer
+_PLACE = 'place'  # int32[V], index of an id in that layer; K if it lacks the id
 
 
 def unfitted(network: Any) -> Any:
-  """A network with its own ids."""
+  """Returns the network without a `Fitted` around it."""
   return network.network if isinstance(network, Fitted) else network
 
 
 def own_vocab_size(network: Any) -> int:
-  """Ids that a network has by itself."""
+  """Returns the number of ids of the network without a `Fitted` around it."""
   return int(unfitted(network).vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fitted(NetworkWrapper):
-  """A `LanguageModel`, see `models.base`, whose logits are of other ids.
+  """A `LanguageModel` with another number of logits than the wrapped network.
 
   Attributes:
-    network: the network as it is, of V ids.
-    vocab_size: W, ids of the logits: the first V of them are the network's, the
-      others are masked with -inf.
+    network: the wrapped network, of V ids.
+    vocab_size: W, number of logits: the first V are the network's, the others
+      are -inf; if W < V, the network's last logits are dropped.
   """
 
   vocab_size: int
 
-  def prefill(self, params, inputs, max_length, longest=None, **encoded):
-    inputs = self._known(inputs)
-    return self.network.prefill(params, inputs, max_length, longest, **encoded)
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    inputs = self._clipped(inputs)
+    return self.network.prefill(params, inputs, max_length, longest, encoded)
 
   def extend(self, params, cache, tokens, tree=None):
-    return self.network.extend(params, cache, self._known(tokens), tree)
+    return self.network.extend(params, cache, self._clipped(tokens), tree)
 
   def embed(self, params, tokens):
-    return self.network.embed(params, self._known(tokens))
+    return self.network.embed(params, self._clipped(tokens))
 
   def head(self, params, features):
     logits = self.network.head(params, features)
@@ -74,20 +74,20 @@ class Fitted(NetworkWrapper):
     padded = jnp.pad(logits, widths, constant_values=-jnp.inf)
     return padded[..., : self.vocab_size]
 
-  def _known(self, tokens):
-    # Any id will do for one that it has no embedding of; without one, the
-    # embedding and all that follows would be NaN.
+  def _clipped(self, tokens):
+    # Without an embedding an id would read as NaN. Any embedding is right for a
+    # drafter.
     return jnp.minimum(tokens, self.network.vocab_size - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shortlisted(NetworkWrapper):
-  """A `LanguageModel`, see `models.base`, that gives logits of some ids.
+  """A `LanguageModel` whose output layer has only the ids of a shortlist.
 
   Attributes:
-    network: the network as it is, of V ids, one of this library's.
-    num_ids: K, ids that its output layer keeps. The logits are of all V; those
-      of the others are `layers.MASKED`.
+    network: the wrapped network of this library, of V ids.
+    num_ids: K, number of ids in the shortlist. There are V logits; those of
+      other ids are `layers.MASKED`.
   """
 
   network: Transformer
@@ -98,16 +98,16 @@ class Shortlisted(NetworkWrapper):
     return self.network.vocab_size
 
   def init(self, key: jax.Array) -> Params:
-    """Random parameters that keep the first K ids."""
+    """Returns random parameters with a shortlist of the first K ids."""
     return cut(self.network.init(key), np.arange(self.num_ids), self.vocab_size)
 
   def param_shapes(self) -> Params:
-    """As `models.base.param_shapes`."""
+    """As `LanguageModel.param_shapes`."""
     return jax.eval_shape(self.init, jax.random.key(0))
 
-  def prefill(self, params, inputs, max_length, longest=None, **encoded):
-    own = params['network']
-    return self.network.prefill(own, inputs, max_length, longest, **encoded)
+  def prefill(self, params, inputs, max_length, longest=None, encoded=None):
+    params = params['network']
+    return self.network.prefill(params, inputs, max_length, longest, encoded)
 
   def extend(self, params, cache, tokens, tree=None):
     return self.network.extend(params['network'], cache, tokens, tree)
@@ -120,21 +120,21 @@ class Shortlisted(NetworkWrapper):
     tokens = dataclasses.replace(shape.tokens, vocab_size=self.num_ids)
     small: Any = Network(dataclasses.replace(shape, tokens=tokens))
     logits = small.apply({'params': params[_HEAD]}, features, method='head')
-    # Finite, but of probability 0: where nothing else is allowed, as where all
-    # of its ids are ends that come too early, there still is a distribution.
-    none = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
-    logits = jnp.pad(logits, none, constant_values=layers.MASKED)
+    # MASKED has probability 0 but is finite: if all ids of the shortlist are
+    # forbidden, such as ends before a minimal length, a distribution remains.
+    one_more = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
+    logits = jnp.pad(logits, one_more, constant_values=layers.MASKED)
     wide = jnp.take(logits, params[_PLACE], axis=-1, mode='clip')
-    # Else XLA looks each of the V up anew for whatever reads it, one by one.
+    # Otherwise XLA repeats the look-up of V numbers for each use of them.
     return lax.optimization_barrier(wide)
 
 
 def shortlisted(network: Any, ids: Sequence[int]) -> Shortlisted:
-  """The network with these ids alone; see `cut` for its parameters.
+  """Wraps a network with a shortlist; `cut` makes its parameters.
 
   Args:
-    network: one of this library's.
-    ids: ids to keep, in any order.
+    network: a network of this library.
+    ids: the ids of the shortlist, in any order.
 
   Raises:
     ValueError: the network is another one, or there is no id, or one is not
@@ -144,40 +144,40 @@ def shortlisted(network: Any, ids: Sequence[int]) -> Shortlisted:
     expected = 'one of this library, whose output layer is known'
     raise unexpected('network of a shortlist', expected, type(network).__name__)
   check_type('shortlist', ids, Sequence[int])
-  known = sorted({int(one) for one in ids})
-  if not known or known[0] < 0 or known[-1] >= network.vocab_size:
+  distinct = sorted({int(token) for token in ids})
+  if not distinct or distinct[0] < 0 or distinct[-1] >= network.vocab_size:
     expected = f'one or more ids below {network.vocab_size}'
-    raise unexpected('shortlist', expected, known)
-  return Shortlisted(network, len(known))
+    raise unexpected('shortlist', expected, distinct)
+  return Shortlisted(network, len(distinct))
 
 
 def cut(params: Params, ids: Any, vocab_size: int) -> Params:
-  """The parameters of a `Shortlisted`, from those of its network.
+  """Makes the parameters of a `Shortlisted` from those of its network.
 
   Args:
-    params: as a checkpoint has them.
-    ids: int[K], the ids to keep, in any order.
+    params: the network's parameters as in a checkpoint.
+    ids: int[K], the ids of the shortlist, in any order.
     vocab_size: V.
   """
   ids = np.unique(np.asarray(ids))
   flat = flatten_dict(params)
   head = _decoders(flat, 'logits_dense')
   rest = {path: array for path, array in flat.items() if path not in head}
-  # Else the output layer is the embedding, which stays whole beside it.
+  # Or the output layer is the embedding, which must also stay whole.
   head = head or _decoders(flat, 'token_embedder')
   # A kernel is [M, V]; an embedding, and factors of integers, begin with V.
-  kept = {
+  shortened = {
     path: array[:, ids] if path[-1] == integers.KERNEL else array[ids]
     for path, array in head.items()
   }
   place = np.full(vocab_size, len(ids), np.int32)
   place[ids] = np.arange(len(ids))
-  parts = {'network': unflatten_dict(rest), _HEAD: unflatten_dict(kept)}
+  parts = {'network': unflatten_dict(rest), _HEAD: unflatten_dict(shortened)}
   return parts | {_PLACE: place}
 
 
 def _decoders(flat: Mapping[tuple[str, ...], Any], module: str) -> Any:
-  """The arrays of a module, which are not those of an encoder's."""
+  """Returns the arrays of a module outside of the encoder."""
   return {
     path: array
     for path, array in flat.items()

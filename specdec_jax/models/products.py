@@ -1,8 +1,8 @@
-"""Products of activations with kernels: the most of a network's time.
+"""Products of activations with kernels, which take most of a network's time.
 
-A kernel is [in, out], as T5X stores it, or as `partitioning.place` lays it out,
-[out, in] or in blocks of outputs; `cpu_layout`
-measures what is quick on a CPU.
+A kernel is [in, out], as in T5X; `partitioning.place` may lay it out as
+[out, in], or in blocks of outputs, if `cpu_layout` has measured that this is
+quicker on the CPU.
 """
 
 import functools
@@ -20,8 +20,8 @@ KERNEL_INIT = nn.initializers.variance_scaling(
 )
 
 
-# Of so few rows, or numbers in all, a product with blocks has a copy for each
-# block. Otherwise it takes the blocks one after another.
+# If there are at most so many rows, or numbers in their copies, a product with
+# blocks copies the rows for each block. Otherwise blocks follow one another.
 MOST_COPIED_ROWS, _MOST_COPIED = 32, 1 << 20
 
 # T5X's `gelu` is the tanh form.
@@ -36,12 +36,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def gated(
   factors: Sequence[jax.Array], activations: Sequence[str]
 ) -> jax.Array:
-  """The product of what activations make of as many factors, [...] each."""
-  shaped = [
-    ACTIVATIONS[name](one)
-    for name, one in zip(activations, factors, strict=True)
-  ]
-  return functools.reduce(jnp.multiply, shaped)
+  """Applies an activation to each factor, [...], and multiplies the results."""
+  pairs = zip(activations, factors, strict=True)
+  results = [ACTIVATIONS[name](factor) for name, factor in pairs]
+  return functools.reduce(jnp.multiply, results)
 
 
 def dense_out_in(
@@ -50,9 +48,9 @@ def dense_out_in(
   """Returns x @ kernel.T; on a CPU as `cpu_layout.product_out_in`.
 
   Args:
-    kernel: [out, in], such as an embedding that is the output layer, too.
+    kernel: [out, in], such as an embedding that is also the output layer.
     x: [..., in].
-    result_dtype: dtype of the result; None is x's.
+    result_dtype: dtype of the result; None: the dtype of x.
 
   Returns:
     [..., out].
@@ -75,7 +73,7 @@ def dense_out_in(
 
 
 def _matmul(x: jax.Array, result_dtype: str | None) -> Callable[..., jax.Array]:
-  """`jnp.matmul` in the precision of x's dtype."""
+  """Returns `jnp.matmul` in the precision of x's dtype."""
   exact = backend.precision(str(x.dtype))
   return functools.partial(
     jnp.matmul, precision=exact, preferred_element_type=result_dtype
@@ -90,7 +88,7 @@ def dense_in_out(
   Args:
     kernel: [in, out].
     x: [..., in].
-    result_dtype: of the result; None is that of the operands.
+    result_dtype: dtype of the result; None: the dtype of the operands.
 
   Returns:
     [..., out].
@@ -104,17 +102,17 @@ def dense_blocks(
   """Returns the product of x with a kernel that is cut into blocks of outputs.
 
   Each block lies in one piece of memory, which is read from its first number to
-  its last. Out of a whole kernel the library that XLA has for a CPU takes such
-  blocks as strips, a line of the cache at a time, and a product of a few rows
-  takes up to twice the time of one row; benchmarks/README.md has both.
+  its last. From a whole kernel XLA's CPU library reads such blocks as strips, a
+  cache line at a time, and a product of a few rows takes up to twice the time
+  of one row; benchmarks/README.md has both.
 
   Args:
     kernel: [N, in, `cpu_layout.BLOCK`], see `cpu_layout.in_blocks`.
     x: [..., in].
-    result_dtype: of the result; None is that of the operands.
+    result_dtype: dtype of the result; None: the dtype of the operands.
 
   Returns:
-    [..., out], of N times as many numbers as a block has outputs.
+    [..., out], where out is N times the outputs of a block.
   """
   rows = x.reshape(-1, x.shape[-1])
   matmul = _matmul(x, result_dtype)
@@ -127,22 +125,21 @@ def dense_blocks(
 
 
 class Dense(nn.Module):
-  """The one matrix product of the library; without a bias in the T5 family.
+  """The matrix product of all networks; without a bias in the T5 family.
 
-  The parameters are `kernel`, [in, out], as T5X stores it, or, if
-  `partitioning.place` has laid it out for one device, `kernel_out_in`,
-  [out, in], or `kernel_blocks`, [N, in, out / N]; with `use_bias`
-  also `bias`, [out]; and of a kernel of integers `kernel_scale`, [out], see
-  `integers`.
+  The parameters are `kernel`, [in, out], as in T5X, or, if `partitioning.place`
+  has laid it out for one device, `kernel_out_in`, [out, in], or
+  `kernel_blocks`, [N, in, out / N]; with `use_bias` also `bias`, [out]; and for
+  a kernel of integers `kernel_scale`, [out], see `integers`.
 
   Attributes:
     features: out.
     dtype: dtype of the operands.
     kernel_init: initialises the kernel.
     use_bias: whether there is a bias.
-    result_dtype: dtype of the result; None is `dtype`.
-    activations: names of those of a gate: the features are split in as many
-      parts, which are multiplied; () is no gate.
+    result_dtype: dtype of the result; None means `dtype`.
+    activations: names of a gate's activations: the features are split into as
+      many parts, which are multiplied; () means no gate.
   """
 
   features: int

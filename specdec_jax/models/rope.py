@@ -1,9 +1,9 @@
-"""Rotary position embeddings (RoPE): a token's place turns its numbers.
+"""Rotary position embeddings (RoPE), which rotate queries and keys.
 
-Dimensions i and i + D / 2 of a head are one plane; at position n it is turned
-by n * frequency_i, with frequency_i = base^(-2 i / D). A score then depends on
-the distance of query and key alone. Keys are turned before they are cached, so
-that a cache is rewound by its length here as elsewhere.
+Dimensions i and i + D / 2 of a head are one plane; at position n it is rotated
+by n * frequency_i, with frequency_i = base^(-2 i / D). A score then depends
+only on the distance of query and key. Keys are rotated before they are cached,
+so a cache can be rewound by its length.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ class Rope:
   """The rotary position embedding of one kind of layer.
 
   Attributes:
-    base: the larger, the slower the slow planes turn.
-    factor: slow planes turn slower by this factor; all of them, unless
-      `original_length` is given.
-    original_length: of Llama 3.1: planes with a wavelength above
+    base: a larger base makes the slow planes slower.
+    factor: planes are slowed by this factor: all of them, or those that
+      `original_length` selects.
+    original_length: in Llama 3.1, planes with a wavelength above
       `original_length / low_freq_factor` are slowed, those below
       `original_length / high_freq_factor` are not, and those in between partly.
-      0 is none of this.
+      0 slows all planes.
     low_freq_factor: see `original_length`.
     high_freq_factor: see `original_length`.
 
@@ -53,21 +53,21 @@ class Rope:
       raise unexpected('Rope', expected, self)
 
   def frequencies(self, head_dim: int) -> np.ndarray:
-    """Radians per position of each plane, float32[D / 2]."""
+    """Returns each plane's radians per position, float32[D / 2]."""
     exponents = np.arange(0, head_dim, 2) / head_dim
-    found = self.base**-exponents
-    slowed = found / self.factor
+    plain = self.base**-exponents
+    slowed = plain / self.factor
     if not self.original_length:
       return slowed.astype(np.float32)
-    turns = self.original_length * found / (2 * np.pi)
+    turns = self.original_length * plain / (2 * np.pi)
     span = self.high_freq_factor - self.low_freq_factor
     share = np.clip((turns - self.low_freq_factor) / span, 0, 1)
-    return (share * found + (1 - share) * slowed).astype(np.float32)
+    return (share * plain + (1 - share) * slowed).astype(np.float32)
 
   def angles(
     self, positions: jax.Array, head_dim: int
   ) -> tuple[jax.Array, ...]:
-    """Cosine and sine of each plane's angle, float32[..., D / 2] each.
+    """Returns cosine and sine of each plane's angle, float32[..., D / 2] each.
 
     Args:
       positions: int32[...].
@@ -79,14 +79,14 @@ class Rope:
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, ...]) -> jax.Array:
-  """Turns queries or keys; computed in float32.
+  """Rotates queries or keys, in float32.
 
   Args:
     x: [B, S, H, D].
-    angles: of `Rope.angles`, [S, D / 2] or [B, S, D / 2] each.
+    angles: a result of `Rope.angles`, [S, D / 2] or [B, S, D / 2] each.
 
   Returns:
-    [B, S, H, D], of x's dtype.
+    [B, S, H, D], in the dtype of x.
   """
   cos, sin = (angle[..., None, :] for angle in angles)
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

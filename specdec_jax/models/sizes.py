@@ -1,28 +1,21 @@
-"""The memory that a network takes, computed from its configuration alone."""
+"""Computes a network's memory from its configuration alone."""
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.traverse_util
-import jax
 import jax.numpy as jnp
 
 from specdec_jax.checks import memory
 from specdec_jax.models import backend, integers
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.families import Config, network_of
-
-
-def num_params(config: Config) -> int:
-  """How many numbers the parameters of a network have."""
-  leaves = jax.tree.leaves(param_shapes(network_of(config)))
-  return sum(leaf.size for leaf in leaves)
+from specdec_jax.models.model import Model
 
 
 def held_bytes(count: int, dtype: str) -> int:
-  """Bytes of `count` parameters of a dtype as they lie on the device.
+  """Returns the bytes of `count` parameters of a dtype on the device.
 
-  On a CPU integers are held as float32: the compiler would make these in each
+  On a CPU integers are held as float32: the compiler would convert them in each
   call, before its loop.
   """
   if integers.is_integers(dtype) and backend.kind() == 'cpu':
@@ -31,9 +24,9 @@ def held_bytes(count: int, dtype: str) -> int:
 
 
 def widened_bytes(network: LanguageModel, dtype: str) -> int:
-  """Bytes of the float32 that a loop holds beside parameters of a dtype.
+  """Returns the bytes of float32 copies that a loop makes of parameters.
 
-  An encoder's are not counted: a loop may be compiled without it.
+  The encoder is not counted, since a loop may be compiled without it.
   """
   if dtype != 'bfloat16' or backend.kind() != 'cpu':
     return 0
@@ -48,16 +41,17 @@ def widened_bytes(network: LanguageModel, dtype: str) -> int:
 def run_bytes(
   config: Config, batch: int, input_len: int, num_slots: int, num_tokens: int
 ) -> int:
-  """The least bytes that a run of a network holds beside its parameters.
+  """Returns the least bytes of a network's run, without its parameters.
 
-  Counts keys and values, and the larger of three arrays: a call's logits, one
-  encoder layer's scores over the input, and one decoder layer's over the slots.
+  Keys and values are counted, and the largest of three arrays: a call's logits,
+  one encoder layer's scores over the input, and one decoder layer's scores over
+  the slots.
 
   Args:
     config: configuration of the network.
     batch: B.
     input_len: E; ignored without an encoder.
-    num_slots: T, of the caches.
+    num_slots: T, slots of the caches.
     num_tokens: S, tokens that a call reads.
   """
   shape = config.shape
@@ -69,36 +63,34 @@ def run_bytes(
   width = (stack.num_kv_heads or stack.num_heads) * stack.head_dim
   per_slot = 2 * width * jnp.dtype(stack.dtype).itemsize
   logits = 4 * batch * num_tokens * shape.tokens.vocab_size
-  own = 4 * batch * stack.num_heads * num_tokens * num_slots
+  decoder = 4 * batch * stack.num_heads * num_tokens * num_slots
   cache = stack.num_layers * batch * slots * per_slot
-  return cache + max(logits, scores, own)
+  return cache + max(logits, scores, decoder)
 
 
 def check_params(
-  config: Any,
+  config: Config | None,
   what: str,
   bytes_each: int = 2,
   free: Callable[[], int | None] = memory.most_bytes,
 ) -> None:
-  """Raises an error for a network whose parameters do not fit into memory.
+  """Raises an error if a network's parameters do not fit into memory.
 
-  It needs only the configuration, so that it can be called before any array is
-  made or found.
+  Only the configuration is needed, so the check can precede any array.
 
   Args:
-    config: configuration of the network; others than those of this library are
-      not checked.
-    what: the network, for the message.
-    bytes_each: bytes of one number; 2 is the least of a dtype that is unknown.
-    free: returns the bytes of the memory, None if unknown. By default that of
-      the host or of all devices, whichever is larger.
+    config: configuration of the network; None is not checked.
+    what: names the network, in the message.
+    bytes_each: bytes of a number; 2 is the least if the dtype is unknown.
+    free: returns the bytes of the memory, None if unknown; by default the
+      memory of the host or of all devices, whichever is larger.
 
   Raises:
     memory.DoesNotFitError: the parameters need more bytes than there are.
   """
-  if not isinstance(config, Config):
+  if config is None:
     return
-  count = num_params(config)
+  count = Model(network_of(config)).num_params
   memory.check_room(
     f'{what} has {count} parameters',
     count * bytes_each,

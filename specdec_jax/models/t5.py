@@ -6,8 +6,8 @@ The parameter tree is T5X's, so that a T5X checkpoint loads without renaming.
 import dataclasses
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models import layers
-from specdec_jax.models.layers import Stack, of_config
+from specdec_jax.models.config import check_config, of_config
+from specdec_jax.models.layers import Stack
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
@@ -19,19 +19,19 @@ class T5Config:
     vocab_size: V, rows of the embedding (T5's own are padded to 32128).
     emb_dim: M.
     num_heads: H.
-    num_encoder_layers: layers of the encoder; 0 is a decoder alone, which reads
-      what another T5's encoder says, see `T5.reads_encoder`.
+    num_encoder_layers: layers of the encoder; 0 makes a decoder alone, which
+      reads the output of another T5's encoder, see `T5.reads_encoder`.
     num_decoder_layers: layers of the decoder.
     head_dim: D; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('relu',) in T5 1.0, ('gelu', 'linear') in T5 1.1.
-    dropout_rate: used in training only.
+    dropout_rate: dropout in training.
     logits_via_embedding: True in T5 1.0 (the output layer is the embedding).
     bias_per_layer: True if each layer has a relative bias of its own, as in
       T5X's `scalable_t5` and in UMT5; otherwise a stack's layers share one.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
-    encoder_dim: of a decoder alone, the width of the encoder's output that it
-      reads; 0 is `emb_dim`, as with an encoder of its own.
+    encoder_dim: for a decoder alone, the width of the encoder's output that it
+      reads; 0 means `emb_dim`.
 
   Raises:
     ValueError: a size is not positive, or a name is unknown; or `encoder_dim`
@@ -66,15 +66,14 @@ class T5Config:
   encoder_dim: int = 0
 
   def __post_init__(self):
-    layers.check_config(self, ('num_encoder_layers', 'encoder_dim'))
+    check_config(self, ('num_encoder_layers', 'encoder_dim'))
     if self.num_encoder_layers and self.encoder_dim:
       expected = '0 beside an encoder'
       raise unexpected('T5Config.encoder_dim', expected, self.encoder_dim)
 
   @property
   def shape(self) -> Shape:
-    """The network: two stacks that share one table of embeddings."""
-
+    """The shape of the network: two stacks with one table of embeddings."""
     encoder = of_config(
       Stack,
       self,

@@ -1,17 +1,17 @@
 """T5Gemma 1 and 2: an encoder and a decoder, each a stack of Gemma's layers.
 
 The stacks are those of `causal_lm`, with Gemma's embeddings, rotary positions,
-norms, windows and caps. T5Gemma 1's decoder has T5's cross-attention as a block
-of its own. T5Gemma 2's has none: its self-attention also sees what the encoder
-says, under the same softmax and through the same projections; these keys have
-no positions and no window.
+norms, windows and caps. T5Gemma 1's decoder has T5's cross-attention in a
+separate block. In T5Gemma 2's decoder the self-attention also sees the
+encoder's output, in the same softmax and through the same projections; these
+keys have no positions and no window.
 """
 
 import dataclasses
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
-from specdec_jax.models import layers
 from specdec_jax.models.causal_lm import CausalLMConfig
+from specdec_jax.models.config import DTYPES
 from specdec_jax.models.transformer import Shape, Transformer
 
 
@@ -20,16 +20,16 @@ class T5GemmaConfig:
   """The sizes of a `T5Gemma`.
 
   Attributes:
-    encoder: shape of the encoder's stack. What a local layer of it sees is no
-      matter of causality: in T5Gemma 1 `window` tokens to each side, in T5Gemma
-      2 `window` tokens in all, its own included.
+    encoder: shape of the encoder's stack. A token in a local layer sees
+      `window` tokens to each side in T5Gemma 1; in T5Gemma 2 it sees `window`
+      tokens in all, itself included.
     decoder: shape of the decoder's stack.
     merged_attention: True in T5Gemma 2: one attention over the tokens so far
       and the encoder's output, and one table of embeddings for both stacks.
     start_id: id that the decoder begins with.
-    image_end_id: of T5Gemma 2, an id with an embedding of its own beside the
-      table, the end of an image; 0 is none.
-    dtype: dtype of the computation, also of the stacks.
+    image_end_id: in T5Gemma 2, the end of an image, whose embedding is not in
+      the table; 0: no such id.
+    dtype: dtype of the computation, also in the stacks.
 
   Raises:
     ValueError: the stacks do not fit each other, or a value is unknown.
@@ -60,7 +60,7 @@ class T5GemmaConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('T5GemmaConfig.dtype', self.dtype, layers.DTYPES)
+    check_choice('T5GemmaConfig.dtype', self.dtype, DTYPES)
     for name in ('encoder', 'decoder'):
       stack = dataclasses.replace(getattr(self, name), dtype=self.dtype)
       object.__setattr__(self, name, stack)
@@ -82,7 +82,7 @@ class T5GemmaConfig:
 
   @property
   def sides(self) -> tuple[int, int]:
-    """Tokens that the encoder's local layers see before and after one."""
+    """Numbers of tokens before and after a token that local layers see."""
     window = self.encoder.window
     if self.merged_attention:
       return (window - 1) // 2, window // 2
@@ -90,7 +90,7 @@ class T5GemmaConfig:
 
   @property
   def shape(self) -> Shape:
-    """The network; T5Gemma 1's encoder has embeddings of its own."""
+    """The shape of the network; T5Gemma 1's stacks have separate embeddings."""
     merged = self.merged_attention
     return Shape(
       self.decoder.stack(cross='merged' if merged else 'apart'),
@@ -98,6 +98,7 @@ class T5GemmaConfig:
       self.encoder.stack(self.sides),
       None if merged else self.encoder.tokens(),
       self.encoder.emb_dim,
+      start_id=self.start_id,
     )
 
 
@@ -123,5 +124,5 @@ class T5Gemma(Transformer):
   """
 
   config: T5GemmaConfig
-  # Texts begin with an id (`Engine.bos_id`), and have no end.
+  # An input begins with `Engine.bos_id` and has no end of sequence.
   ends_inputs = False

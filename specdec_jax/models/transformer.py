@@ -1,11 +1,10 @@
 """The Transformer of all families: stacks of one kind of layer.
 
-What families differ in is data: `layers.Stack` describes the layers of an
-encoder or decoder, `Tokens` how ids become vectors and vectors logits, `Shape`
-the whole network. A family (`t5`, `gpt`, `causal_lm`, `m2m100`, `t5gemma`) is a
-configuration that has a `shape`. Parameters have T5X's names; those that T5X
-has no name for have Flax's. Layers are unrolled: a scanned stack would copy its
-weights at each step.
+Families differ in data: `layers.Stack` describes the layers of an encoder or
+decoder, `Tokens` the embedding and the output layer, `Shape` the whole network.
+A family (`t5`, `gpt`, `causal_lm`, `m2m100`, `t5gemma`) is a configuration that
+has a `shape`. Parameters have T5X's names, or Flax's if T5X lacks them. Layers
+are unrolled: a scanned stack would copy its weights at each step.
 """
 
 import dataclasses
@@ -19,29 +18,29 @@ from jax import lax
 
 from specdec_jax.checks.fields import Checked, unexpected
 from specdec_jax.models import kv_cache, layers, products
-from specdec_jax.models.base import PAD_ID, START_ID, Params
+from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.layers import Stack
 from specdec_jax.models.rope import rotate
 from specdec_jax.tree_shape import Tree
 
-_LONGEST_WAVE = 10000.0  # of sinusoids
+_LONGEST_WAVE = 10000.0  # wavelength / 2 pi of the slowest sinusoid
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """How ids become what a first layer reads, and features become logits.
+  """The embedding of ids, and the output layer.
 
   Attributes:
     vocab_size: V.
     emb_dim: M.
     logits_via_embedding: whether the output layer is the embedding.
-    divides_logits: whether that output layer divides by sqrt(M), as T5's.
+    divides_logits: whether such an output layer divides by sqrt(M), as T5's.
     scale_embeddings: whether embeddings are multiplied by sqrt(M).
-    num_positions: learned positions, added to embeddings; 0 is none.
+    num_positions: number of learned positions, which are added to embeddings.
     first_sinusoid: the first position of sinusoids that are added to
-      embeddings; None is none.
-    logit_softcap: logits become softcap * tanh(logit / softcap); 0 leaves them.
-    image_end_id: an id with an embedding beside the table; 0 is none.
+      embeddings; None: no sinusoids.
+    logit_softcap: logits become softcap * tanh(logit / softcap); 0: no cap.
+    image_end_id: an id whose embedding is not in the table; 0: no such id.
     dtype: dtype of the computation.
   """
 
@@ -57,7 +56,7 @@ class Tokens:
   dtype: str = 'float32'
 
   def make_table(self) -> layers.Embed:
-    """The table of embeddings."""
+    """Makes the table of embeddings."""
     return layers.Embed(
       self.vocab_size, self.emb_dim, self.dtype, self.divides_logits
     )
@@ -73,15 +72,17 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """A network.
+  """The shape of a network.
 
   Attributes:
-    decoder: its layers.
-    tokens: ids and logits of the decoder, and the encoder's ids.
-    encoder: layers of the encoder; None without one of its own.
-    encoder_tokens: ids of an encoder with a table of its own; None shares one.
-    encoded_dim: width of an encoder's output; 0 without one.
+    decoder: the decoder's layers.
+    tokens: the decoder's embedding and output layer.
+    encoder: the encoder's layers; None without an encoder.
+    encoder_tokens: the encoder's embedding; None shares the decoder's.
+    encoded_dim: width of the encoder's output that the decoder reads; 0 if it
+      reads none.
     pad_id: the id that inputs are padded with.
+    start_id: the id that the decoder begins with.
   """
 
   decoder: Stack
@@ -89,7 +90,8 @@ class Shape:
   encoder: Stack | None = None
   encoder_tokens: Tokens | None = None
   encoded_dim: int = 0
-  pad_id: int = PAD_ID
+  pad_id: int = 0
+  start_id: int = 0
 
 
 def sinusoids(places: jax.Array, size: int) -> jax.Array:
@@ -119,7 +121,7 @@ class Layer(nn.Module):
     blocks = [stack.self_attention, 'mlp']
     if stack.cross == 'apart':
       blocks.append('cross_attention')
-      # Its keys are another width's, and no head of it is normed.
+      # Its keys come from the encoder, maybe of another width, without norms.
       plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
       self.encoder_decoder_attention = layers.Attention(plain)
     for block in blocks:
@@ -133,47 +135,47 @@ class Layer(nn.Module):
     """The self-attention."""
     return getattr(self, self.stack.self_attention)
 
-  def __call__(self, x, angles, remember, read, encoded, deterministic):
-    """Maps [B, S, M] to [B, S, M], and says what was attended to.
+  def __call__(self, x, angles, append_kv, attend, cross_kv, deterministic):
+    """Applies the layer; also returns its keys and values.
 
     Args:
       x: [B, S, M].
-      angles: of the call's places, see `Rope.angles`; None without a rope.
-      remember: maps the call's keys and values, each [B, S, K, D], to those
-        that are attended to.
-      read: attention over these, (queries, kept, *beside) -> [B, S, H * D].
-      encoded: keys, values and bias of an encoder's output, as
-        `layers.attend` has them `beside`; () without one.
+      angles: `Rope.angles` of the tokens' positions; None without a rope.
+      append_kv: maps the call's keys and values, each [B, S, K, D], to the `KV`
+        that is attended to.
+      attend: maps queries, that `KV` and `extra_kv`, if any, to [B, S, H * D].
+      cross_kv: keys, values and bias of the encoder's output, as in the
+        `extra_kv` of `layers.attend`; () without an encoder.
       deterministic: whether dropout is off.
     """
     normed = self._normed(self.stack.self_attention, x)
     queries, keys, values = self.own_attention.project_qkv(normed)
     if angles is not None:
       queries, keys = rotate(queries, angles), rotate(keys, angles)
-    kept = remember(keys, values)
-    beside = encoded if self.stack.cross == 'merged' else ()
-    made = self.own_attention.out(read(queries, kept, *beside))
-    x = self._added(self.stack.self_attention, x, made, deterministic)
+    kv = append_kv(keys, values)
+    extra_kv = cross_kv if self.stack.cross == 'merged' else ()
+    output = self.own_attention.out(attend(queries, kv, *extra_kv))
+    x = self._added(self.stack.self_attention, x, output, deterministic)
     if self.stack.cross == 'apart':
       attention = self.encoder_decoder_attention
       queries = attention.project_query(self._normed('cross_attention', x))
-      made = attention.out(self.stack.attend(queries, *encoded))
-      x = self._added('cross_attention', x, made, deterministic)
-    made = self.mlp(self._normed('mlp', x), deterministic)
-    return self._added('mlp', x, made, deterministic), kept
+      output = attention.out(self.stack.attend(queries, *cross_kv))
+      x = self._added('cross_attention', x, output, deterministic)
+    output = self.mlp(self._normed('mlp', x), deterministic)
+    return self._added('mlp', x, output, deterministic), kv
 
   def _normed(self, block, x):
     return getattr(self, f'pre_{block}_layer_norm')(x)
 
-  def _added(self, block, x, made, deterministic):
-    """x + what a block has made of it."""
+  def _added(self, block, x, output, deterministic):
+    """Applies post-norm, dropout and residual to a block's output."""
     if self.stack.post_norms:
-      made = getattr(self, f'post_{block}_layer_norm')(made)
-    return x + self.dropout(made, deterministic=deterministic)
+      output = getattr(self, f'post_{block}_layer_norm')(output)
+    return x + self.dropout(output, deterministic=deterministic)
 
 
 def _relative_bias(stack: Stack) -> layers.RelativeBias:
-  bidirectional = stack.self_attention == 'attention'  # of T5's encoder
+  bidirectional = stack.self_attention == 'attention'  # T5's encoder
   return layers.RelativeBias(stack.num_heads, bidirectional)
 
 
@@ -181,10 +183,10 @@ class _Layers(nn.Module):
   """The layers of a stack, and its final norm."""
 
   stack: Stack
-  tokens: Tokens | None  # whose embeddings lie here, if any do
+  tokens: Tokens | None  # None: the embeddings lie in another module
 
   def add_layers(self, norm: str) -> None:
-    """Makes them, in `setup`; the norm has a name of its own, as in T5X."""
+    """Makes the layers, in `setup`; `norm` is the final norm's name in T5X."""
     if self.stack.relative_bias == 'stack':
       self.relpos_bias = _relative_bias(self.stack)
     self.layers = [Layer(self.stack) for _ in range(self.stack.num_layers)]
@@ -192,47 +194,46 @@ class _Layers(nn.Module):
     self.dropout = layers.dropout(self.stack.dropout_rate)
 
   def relative_biases(self, relative: np.ndarray):
-    """Each table's bias of int[...] (key - query), float32[H, ...]; or ()."""
+    """Returns each table's bias float32[H, ...] at int[...] (key - query)."""
     if self.stack.relative_bias == 'none':
       return ()
     owners = self.layers if self.stack.relative_bias == 'layer' else [self]
     return [owner.relpos_bias(relative) for owner in owners]
 
-  def run(self, x, places, remembers, reads, cross, dropless):
-    """Runs the layers; returns what they make of x, and what each has kept.
+  def run(self, x, positions, append_kv, attend, cross, deterministic):
+    """Runs the layers on [B, S, M]; also returns each layer's keys and values.
 
     Args:
       x: [B, S, M].
-      places: int[S] or int[B, S], the tokens' places.
-      remembers: of each layer, see `Layer`.
-      reads: of each number of `Stack.bias_of`, see `Layer`.
-      cross: keys and values of an encoder's output by layer, and their bias.
-      dropless: whether dropout is off.
+      positions: int[S] or int[B, S], the tokens' positions.
+      append_kv: the `append_kv` of each layer, see `Layer`.
+      attend: the `attend` for each index in `Stack.bias_of`, see `Layer`.
+      cross: keys and values of the encoder's output by layer, and their bias.
+      deterministic: whether dropout is off.
     """
     stack = self.stack
-    kept, angles = [], stack.angles(places)
+    kv, angles = [], stack.angles(positions)
     for i, layer in enumerate(self.layers):
-      encoded: tuple[Any, ...] = ()
-      if stack.cross != 'none':
-        encoded = cross[0][i], cross[1][i], cross[2]
-      x, memory = layer(
+      is_alone = stack.cross == 'none'
+      cross_kv = () if is_alone else (cross[0][i], cross[1][i], cross[2])
+      x, layer_kv = layer(
         x,
         angles[stack.numbers[i]],
-        remembers[i],
-        reads[stack.bias_of[i]],
-        encoded,
-        dropless,
+        append_kv[i],
+        attend[stack.bias_of[i]],
+        cross_kv,
+        deterministic,
       )
-      kept.append(memory)
-    return x, kept
+      kv.append(layer_kv)
+    return x, kv
 
-  def run_whole(self, norm, x, biases, cross, dropless):
-    """What all layers and a norm make of whole sequences x, [B, S, M]."""
-    reads = [kv_cache.reader(bias, self.stack.attend) for bias in biases]
-    remembers = [kv_cache.without_cache] * self.stack.num_layers
-    x, places = self.dropout(x, deterministic=dropless), jnp.arange(x.shape[1])
-    x, _ = self.run(x, places, remembers, reads, cross, dropless)
-    return self.dropout(norm(x), deterministic=dropless)
+  def run_whole(self, norm, x, biases, cross, deterministic):
+    """Runs all layers and a norm on whole sequences x, [B, S, M]."""
+    attend = [kv_cache.reader(bias, self.stack.attend) for bias in biases]
+    x, positions = self.dropout(x, deterministic), jnp.arange(x.shape[1])
+    alone = [kv_cache.without_cache] * self.stack.num_layers
+    x, _ = self.run(x, positions, alone, attend, cross, deterministic)
+    return self.dropout(norm(x), deterministic=deterministic)
 
 
 class Encoder(_Layers):
@@ -256,17 +257,17 @@ class Encoder(_Layers):
 
 
 def _mask(unseen: Any) -> Any:
-  """float32[1, ...], very negative where bool[...] is True; 0 of None."""
+  """Returns float32[1, ...], very negative where bool[...] is True."""
   if unseen is None:
     return np.float32(0)
   return jnp.where(unseen[None], np.float32(layers.MASKED), np.float32(0))
 
 
 def _of_pairs(of_distances: jax.Array) -> jax.Array:
-  """The bias of each (query, key), [H, E, E], from that of each distance.
+  """Spreads the bias of each distance to all pairs (query, key), [H, E, E].
 
-  The places are computed in the program. Buckets of all pairs, known at trace
-  time, would be a constant of E * E numbers in it.
+  The program computes the distances. If they were known at trace time, they
+  would be a constant of E * E numbers in the program.
   """
   size = (of_distances.shape[1] + 1) // 2
   shape = (size, size)
@@ -285,19 +286,19 @@ class Decoder(_Layers):
     if self.stack.cross == 'none':
       _add_tokens(self, tokens)
     if not tokens.logits_via_embedding:
-      # In float32, as T5X's: bfloat16 would have ties that the model has not.
+      # In float32, as in T5X: bfloat16 would add ties.
       self.logits_dense = products.Dense(
         tokens.vocab_size, tokens.dtype, result_dtype='float32'
       )
 
   def biases(self, relative: np.ndarray) -> list[jax.Array]:
-    """Causal masks and relative biases added together, float32[H or 1, ...].
+    """Adds causal masks and relative biases.
 
     Args:
       relative: int[...], slot - query position.
 
     Returns:
-      An array for each number of `Stack.bias_of`.
+      float32[H or 1, ...] for each index in `Stack.bias_of`.
     """
     tables = self.relative_biases(np.minimum(relative, 0))
     return [
@@ -308,7 +309,7 @@ class Decoder(_Layers):
     ]
 
   def cross_kv(self, encoded) -> tuple[tuple[jax.Array, ...], ...]:
-    """Each layer's keys, and values, of an encoder's output: [B, K, D, E]."""
+    """Returns each layer's keys and values [B, K, D, E] of encoded inputs."""
     pairs = []
     for layer in self.layers:
       attention = layer.own_attention
@@ -319,7 +320,7 @@ class Decoder(_Layers):
     return keys, values
 
   def empty_cache(self, batch, num_slots, keys=(), values=(), bias=None):
-    """A `KVCache` of `batch` rows that has read the inputs, and no token."""
+    """Makes a `KVCache` of `batch` rows without tokens."""
     stack = self.stack
     relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
     heads = stack.num_kv_heads or stack.num_heads
@@ -339,26 +340,28 @@ class Decoder(_Layers):
     )
 
   def teacher_forced(self, x, cross, deterministic):
-    """Features [B, S, M] of embedded tokens [B, S, M], without a cache."""
+    """Maps embedded tokens [B, S, M] to features, without a cache."""
     position = np.arange(x.shape[1])
     biases = self.biases(position[None, :] - position[:, None])
     biases = [bias[None] for bias in biases]
     return self.run_whole(self.decoder_norm, x, biases, cross, deterministic)
 
-  def extend(self, x, places, cache, tree):
-    """Features [B, S, M] and the cache grown by S embedded tokens."""
-    stack, num_queries = self.stack, x.shape[1]
-    reads = kv_cache.bucketed_reads(cache, num_queries, tree, stack.attend)
-    remembers = [cache.remember(i) for i in range(stack.num_layers)]
+  def extend(self, x, positions, cache, tree):
+    """Returns features [B, S, M] and the cache with S embedded tokens more."""
+    num_queries = x.shape[1]
+    attend = kv_cache.bucketed_reads(
+      cache, num_queries, tree, self.stack.attend
+    )
     cross = cache.cross_keys, cache.cross_values, cache.cross_bias
-    x, kept = self.run(x, places, remembers, reads, cross, True)
-    return self.decoder_norm(x), cache.grown(kept, num_queries)
+    append_kv = [*map(cache.append_kv, range(self.stack.num_layers))]
+    x, kv = self.run(x, positions, append_kv, attend, cross, True)
+    return self.decoder_norm(x), cache.grown(kv, num_queries)
 
 
 class Network(nn.Module):
-  """The module of all networks: ids in, features and logits out.
+  """The module of all networks, from ids to features and logits.
 
-  Without an encoder all parameters lie in the decoder, as T5X has them.
+  Without an encoder all parameters lie in the decoder, as in T5X.
   """
 
   shape: Shape
@@ -377,13 +380,14 @@ class Network(nn.Module):
     return self.decoder if self.shape.decoder.cross == 'none' else self
 
   def __call__(self, inputs, decoder_inputs, encoded=None):
-    """Teacher-forced logits float32[B, S, V]."""
+    """Returns teacher-forced logits float32[B, S, V]."""
     return self.head(self.features(inputs, decoder_inputs, encoded=encoded))
 
   def extend(self, cache, tokens, tree=None):
-    """Features [B, S, M] and the grown cache."""
-    places = kv_cache.positions(cache, tokens.shape[1], tree)
-    return self.decoder.extend(self._at(tokens, places), places, cache, tree)
+    """Returns features [B, S, M] and the grown cache."""
+    positions = kv_cache.positions(cache, tokens.shape[1], tree)
+    x = self._embed_at(tokens, positions)
+    return self.decoder.extend(x, positions, cache, tree)
 
   def embed(self, tokens):
     """Maps int32[...] to embeddings [..., M], without positions."""
@@ -393,18 +397,18 @@ class Network(nn.Module):
     is_end = (tokens == self.shape.tokens.image_end_id)[..., None]
     return jnp.where(is_end, self._owner.image_end_embedding.astype(x.dtype), x)
 
-  def _at(self, ids, places):
-    """Embeds ids [B, S] that stand at places int[S] or int[B, S] of a row."""
+  def _embed_at(self, ids, positions):
+    """Embeds ids [B, S] at positions int[S] or int[B, S] of their rows."""
     x, tokens = self.embed(ids), self.shape.tokens
     if tokens.num_positions:
-      x = x + self._owner.position_embedder(places)
+      x = x + self._owner.position_embedder(positions)
     if tokens.first_sinusoid is not None:
-      positions = sinusoids(places + tokens.first_sinusoid, tokens.emb_dim)
-      x = x + positions.astype(x.dtype)
+      waves = sinusoids(positions + tokens.first_sinusoid, tokens.emb_dim)
+      x = x + waves.astype(x.dtype)
     return x
 
   def head(self, features):
-    """The output layer: maps [..., M] to logits float32[..., V]."""
+    """Applies the output layer: [..., M] to logits float32[..., V]."""
     tokens = self.shape.tokens
     if tokens.logits_via_embedding:
       logits = self._owner.token_embedder.attend(features)
@@ -414,19 +418,22 @@ class Network(nn.Module):
     return cap * jnp.tanh(logits / cap) if cap else logits
 
   def encode(self, inputs, deterministic=True):
-    """The encoder's output [B, E, M] for inputs int32[B, E]."""
+    """Maps inputs int32[B, E] to the encoder's output [B, E, M]."""
     tokens = self.shape.encoder_tokens
     if tokens is not None:
       x = tokens.embed(self.encoder.token_embedder, inputs)
     else:
-      # Padding, which is masked, may have any place.
-      places = jnp.cumsum(inputs != self.shape.pad_id, axis=1) - 1
-      x = self._at(inputs, places)
+      # Padding, which is masked, may have any position.
+      positions = jnp.cumsum(inputs != self.shape.pad_id, axis=1) - 1
+      x = self._embed_at(inputs, positions)
     bias = layers.padding_bias(inputs, self.shape.pad_id)
     return self.encoder(x, bias, deterministic)
 
-  def _read(self, inputs, encoded, deterministic=True):
-    """Keys and values of the inputs by layer, and their bias; () of none."""
+  def _cross(self, inputs, encoded, deterministic=True):
+    """Returns keys and values of the inputs by layer, and their bias.
+
+    The result is () without an encoder.
+    """
     if self.shape.decoder.cross == 'none':
       return ()
     if encoded is None:
@@ -435,19 +442,19 @@ class Network(nn.Module):
     return *self.decoder.cross_kv(encoded), bias
 
   def features(self, inputs, decoder_inputs, deterministic=True, encoded=None):
-    """Teacher-forced features [B, S, M]."""
-    cross = self._read(inputs, encoded, deterministic)
-    x = self._at(decoder_inputs, jnp.arange(decoder_inputs.shape[1]))
+    """Returns teacher-forced features [B, S, M]."""
+    cross = self._cross(inputs, encoded, deterministic)
+    x = self._embed_at(decoder_inputs, jnp.arange(decoder_inputs.shape[1]))
     return self.decoder.teacher_forced(x, cross, deterministic)
 
   def prefill(self, inputs, max_length, encoded=None):
-    """A `KVCache` that has read the inputs, and no token."""
-    cross = self._read(inputs, encoded)
+    """Returns a `KVCache` that has read the inputs, but no token."""
+    cross = self._cross(inputs, encoded)
     return self.decoder.empty_cache(inputs.shape[0], max_length, *cross)
 
 
 def _add_tokens(module: Any, tokens: Tokens) -> None:
-  """Gives a module the embeddings of ids and positions, in its `setup`."""
+  """Adds the embeddings of ids and positions to a module, in its `setup`."""
   module.token_embedder = tokens.make_table()
   if tokens.num_positions:
     module.position_embedder = layers.Embed(
@@ -460,7 +467,7 @@ def _add_tokens(module: Any, tokens: Tokens) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformer(Checked):
+class Transformer(Checked, LanguageModel):
   """A `LanguageModel`, see `models.base`; families add their configuration.
 
   Attributes:
@@ -468,11 +475,10 @@ class Transformer(Checked):
   """
 
   config: Any
-  ends_inputs = True  # whether the end of sequence follows an encoder's text
 
   @property
   def shape(self) -> Shape:
-    """What the network is made of."""
+    """The shape of the network."""
     return self.config.shape
 
   @property
@@ -487,7 +493,7 @@ class Transformer(Checked):
 
   @property
   def has_encoder(self) -> bool:
-    """Whether an encoder reads the inputs, its own or another's."""
+    """Whether an encoder reads the inputs: its own, or its target's."""
     return self.shape.decoder.cross != 'none'
 
   @property
@@ -498,36 +504,41 @@ class Transformer(Checked):
   @property
   def start_id(self) -> int:
     """The id that the decoder begins with."""
-    return int(getattr(self.config, 'start_id', START_ID))
+    return self.shape.start_id
 
   @property
   def pad_id(self) -> int:
     """The id that inputs are padded with."""
     return self.shape.pad_id
 
+  @property
+  def encoded_dim(self) -> int:
+    """Width of the encoder's output; 0 without one."""
+    return self.shape.encoded_dim
+
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters, a nested dict with T5X's names."""
     return _init(self.shape, key)
 
   def param_shapes(self) -> Params:
-    """What `models.base.param_shapes` gives, by one layer of each stack."""
+    """As `LanguageModel.param_shapes`; traces one layer of each stack."""
     shape = self.shape
     stacks = {'decoder': shape.decoder}
     if shape.encoder is not None:
       stacks['encoder'] = shape.encoder
-    one: dict[str, Any] = {
+    single: dict[str, Any] = {
       name: dataclasses.replace(stack, num_layers=1, layer_kinds=())
       for name, stack in stacks.items()
     }
-    few = dataclasses.replace(shape, **one)
-    shapes = jax.eval_shape(lambda key: _init(few, key), jax.random.key(0))
+    small = dataclasses.replace(shape, **single)
+    shapes = jax.eval_shape(lambda key: _init(small, key), jax.random.key(0))
     for name, stack in stacks.items():
       for i in range(1, stack.num_layers):
         shapes[name][f'layers_{i}'] = shapes[name]['layers_0']
     return shapes
 
   def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
-    """The encoder's output for inputs int32[B, E]: float[B, E, M]."""
+    """Runs the encoder: maps int32[B, E] to float[B, E, M]."""
     self._check_encoded(None)
     return self._apply(params, inputs, method='encode')
 
@@ -539,7 +550,7 @@ class Transformer(Checked):
     dropout_key: jax.Array | None = None,
     encoded: jax.Array | None = None,
   ) -> jax.Array:
-    """Teacher-forced logits, as training and scoring need them.
+    """Returns teacher-forced logits, for training and scoring.
 
     Args:
       params: the parameters.
@@ -548,8 +559,8 @@ class Transformer(Checked):
       decoder_inputs: int32[B, S], the targets shifted right, after the token
         that the decoder begins with.
       dropout_key: turns dropout on; consumed.
-      encoded: float[B, E, M], what an encoder says of the inputs; None runs its
-        own.
+      encoded: float[B, E, M], an encoder's output for the inputs; None runs the
+        network's encoder.
 
     Returns:
       float32[B, S, V].
@@ -558,8 +569,8 @@ class Transformer(Checked):
       ValueError: S exceeds the number of learned positions, or `encoded` does
         not fit.
     """
-    given = inputs, decoder_inputs, dropout_key, encoded
-    return self.head(params, self.features(params, *given))
+    args = inputs, decoder_inputs, dropout_key, encoded
+    return self.head(params, self.features(params, *args))
 
   def features(
     self,
@@ -569,7 +580,7 @@ class Transformer(Checked):
     dropout_key: jax.Array | None = None,
     encoded: jax.Array | None = None,
   ) -> jax.Array:
-    """As `logits`; features [B, S, M] in the place of logits."""
+    """Returns teacher-forced features [B, S, M]; see `logits`."""
     self._check_encoded(encoded)
     self._check_length(decoder_inputs.shape[1])
     return self._apply(
@@ -583,7 +594,7 @@ class Transformer(Checked):
     )
 
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
-    """Runs the encoder once, unless `encoded` is what an encoder has said.
+    """Runs the encoder unless `encoded` is given.
 
     Returns:
       A `KVCache` of `max_length` slots with `length` 0.
@@ -605,7 +616,7 @@ class Transformer(Checked):
     return self._apply(params, tokens, method='embed')
 
   def head(self, params: Params, features: jax.Array) -> jax.Array:
-    """The output layer: maps [..., M] to logits float32[..., V]."""
+    """Applies the output layer: [..., M] to logits float32[..., V]."""
     return self._apply(params, features, method='head')
 
   def rewind(self, cache, length):

@@ -3,8 +3,8 @@
   model = notebook.load('google/flan-t5-xl', 'google/flan-t5-small')
   model.generate(['Translate to German: Good morning!'])
 
-The last value of a cell is shown: for a model what was loaded and its last
-trace, for a trace its rounds; as text on a terminal, as HTML in a notebook.
+As the last value of a cell, a model shows its parts and its last trace, and a
+trace its rounds; as text on a terminal, as HTML in a notebook.
 """
 
 import html
@@ -18,10 +18,10 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import Path
 from specdec_jax.engine.loading import load as load_model
 from specdec_jax.engine.trace import Trace
-from specdec_jax.measure import record
-from specdec_jax.measure.table import Table
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.report import record
+from specdec_jax.report.table import Table
+from specdec_jax.text.tokenizer import Vocabulary
 
 __all__ = ['Interactive', 'load']
 
@@ -36,13 +36,13 @@ class Interactive(Engine):
   last_trace: Trace | None = None
 
   def trace(self, text: str | Sequence[int], **options) -> Trace:
-    """`Engine.trace`; the result is kept as `last_trace`."""
+    """Calls `Engine.trace`; keeps the result as `last_trace`."""
     self.last_trace = super().trace(text, **options)
     return self.last_trace
 
   @property
   def facts(self) -> list[list[str]]:
-    """Rows of a name and a text: what is loaded, how large, and where."""
+    """Rows of a name and a text: models, sizes, device, tokenizer, limits."""
     params = self.params._asdict()
     rows = []
     for name, model in self.models.items():
@@ -51,13 +51,13 @@ class Interactive(Engine):
       dtypes = ', '.join(sorted({str(leaf.dtype) for leaf in leaves}))
       kind = type(model.network).__name__
       rows.append([name, f'{model.name}: {kind}, {count:,} of {dtypes}'])
-    device = record.describe()['device']
+    device, adapts = record.describe()['device'], self.drafting.adapts
     return rows + [
       ['device', f'{jax.default_backend()}, {device}'],
       ['tokenizer', f'{self.tokenizer.path}, {self.tokenizer.vocab_size}'],
-      ['gamma', f'{self.gamma} at most' if self.rule else str(self.gamma)],
-      ['longest input', f'{self.max_input_len} tokens'],
-      ['longest output', f'{self.max_decode_len} tokens'],
+      ['gamma', f'{self.gamma} at most' if adapts else str(self.gamma)],
+      ['longest input', f'{self.config.max_input_len} tokens'],
+      ['longest output', f'{self.config.max_decode_len} tokens'],
     ]
 
   def __rich__(self) -> rich.console.Group:
@@ -79,7 +79,7 @@ def load(
   *,
   network: LanguageModel | None = None,
   draft_network: LanguageModel | None = None,
-  tokenizer: Tokenizer | Path | None = None,
+  tokenizer: Vocabulary | Path | None = None,
   dtype: str | None = None,
   **options: Any,
 ) -> Interactive:
@@ -87,12 +87,12 @@ def load(
 
   Args:
     target: a path or an id, as for `specdec_jax.load`.
-    draft: the same of a small model which proposes; None for plain decoding.
+    draft: the same for the small model that proposes; None decodes plainly.
     network: the target's network; needed unless its folder describes itself.
     draft_network: the same for the drafter.
-    tokenizer: the tokenizer of both; None is the one in the target's folder.
-    dtype: as for `specdec_jax.load`; None is that of a placement, if there is
-      one.
+    tokenizer: the tokenizer of both; None takes that of the target's folder.
+    dtype: as for `specdec_jax.load`; None takes that of a placement in
+      `options`, if there is one.
     **options: as for `Engine`, such as gamma and max_decode_len.
 
   Raises:
@@ -103,7 +103,7 @@ def load(
   if dtype is None and options.get('placement') is not None:
     dtype = options['placement'].dtype
   small = None
-  if draft is not None:  # it is fetched quickly, so errors show early
+  if draft is not None:  # loads quickly, so that its errors come early
     small = load_model(draft, draft_network, dtype=dtype)
   large = load_model(target, network, tokenizer=tokenizer, dtype=dtype)
   return Interactive(large, small, **options)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_jax import analysis
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import PALETTE, save_plot
 from specdec_jax.paper.tables import titled
+from specdec_jax.report.plot import PALETTE, save_plot
+from specdec_jax.report.record import Record
 
 Path = str | os.PathLike[str]
 
@@ -30,7 +30,7 @@ MAX_RATE, MAX_GAMMA = 0.95, 64
 
 
 def plot_figure2(path: Path) -> None:
-  """Figure 2: expected tokens per round over alpha."""
+  """Draws Figure 2: expected tokens per round over alpha."""
   curves = _by_gamma(analysis.expected_tokens)
   title = 'Figure 2: expected tokens, Eq. 1'
   unit = 'tokens per call of the target'
@@ -38,7 +38,7 @@ def plot_figure2(path: Path) -> None:
 
 
 def plot_figure3(path: Path) -> None:
-  """Figure 3: the best gamma over alpha, for several c; Section 3.5."""
+  """Draws Figure 3: the best gamma over alpha, for several c; Section 3.5."""
   rates, unit = RATES[RATES <= MAX_RATE], r'optimal $\gamma$'
   curves = {
     f'c = {c:g}': analysis.optimal_gamma(rates, c, MAX_GAMMA)
@@ -53,12 +53,12 @@ def plot_figure3(path: Path) -> None:
 
 
 def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
-  """Figure 4: speed-up, and increase of arithmetic, over alpha; c = c-hat = 0.
+  """Draws Figure 4: speed-up and arithmetic over alpha; c = c-hat = 0.
 
   Args:
     path: path of the PNG.
-    records: of one gamma each. A point whose acceptance was forced is drawn
-      hollow, and the title says so.
+    records: benchmarks of one gamma each. A point whose acceptance was forced
+      is drawn hollow, and the title has a remark.
   """
   speed = 'Figure 4, speed: Theorem 3.8, c = 0'
   if records:
@@ -79,7 +79,7 @@ def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
 
 
 def _by_gamma(closed_form: Callable[..., Any], *ratio: float) -> dict[str, Any]:
-  """A closed form of alpha, gamma and `ratio`, a curve for each gamma."""
+  """Returns a curve over alpha for each gamma, by a closed form."""
   return {rf'$\gamma$ = {g}': closed_form(RATES, g, *ratio) for g in GAMMAS}
 
 
@@ -132,18 +132,18 @@ _CALLS = {
   DRAFT: ('#0072B2', 0.42),
   TARGET: ('#CC79A7', 0.7),
 }
-_DRAWN = 0.92  # drawn part of a call's time; the rest is a gap
-_MOST_COUNTS = 40  # most rounds of a row whose token counts are written
+_FILLED = 0.92  # part of a call's time that is drawn; the rest is a gap
+_MOST_COUNTS = 40  # rows of more rounds have no token counts
 
 
 class Call(NamedTuple):
-  """One call of a row.
+  """A call in a row of Figure 5.
 
   Attributes:
     kind: TARGET_ENCODER, DRAFT_START, DRAFT or TARGET.
     begin_ms: when the call begins, since the start.
     end_ms: when it ends.
-    num_tokens: tokens by which the output grew; 0 for all but target calls.
+    num_tokens: new tokens of the output; 0 for all but target calls.
   """
 
   kind: str
@@ -155,18 +155,18 @@ class Call(NamedTuple):
 def calls(
   gamma: int, tokens_per_round: Sequence[int], costs: Record
 ) -> list[Call]:
-  """The calls of one generation, one after the other.
+  """Returns the calls of a generation, one after the other.
 
   Args:
     gamma: proposals per round; 0 is plain decoding.
-    tokens_per_round: tokens that each round yielded, 1..gamma + 1.
-    costs: the record of a benchmark of the pair; it has this gamma, unless 0.
+    tokens_per_round: new tokens of each round, 1..gamma + 1.
+    costs: the record of a benchmark of the pair; gamma 0 need not be in it.
   """
   median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
   draft_ms = ratios.get(gamma, 0.0) * median['call_1']
   parts = [(TARGET_ENCODER, median['encoder'], 0)]
-  if gamma and median['draft_encoder']:  # none: there is nothing to read
+  if gamma and median['draft_encoder']:  # 0 if the drafter reads no input
     parts.append((DRAFT_START, median['draft_encoder'], 0))
   for count in tokens_per_round:
     parts += [(DRAFT, draft_ms, 0)] * gamma
@@ -181,17 +181,17 @@ def calls(
 def plot_figure5(
   path: Path, runs: Mapping[int, Sequence[int]], costs: Record
 ) -> None:
-  """Figure 5: a row for each run; the paper has gamma 7, gamma 3 and plain.
+  """Draws Figure 5: a row of calls for each run.
 
-  The width of a call is its measured time. On each target call stands how many
-  tokens it added, and at the end of a row how many tokens it made and how long
-  that took.
+  The paper has gamma 7, gamma 3 and plain decoding. The width of a call is its
+  measured time. Each target call shows the number of its new tokens, and the
+  end of a row the number of all tokens and the time.
 
   Args:
     path: path of the PNG.
-    runs: gamma -> tokens per round, from top to bottom; see `calls`. The legend
-      has the kinds of the first row's calls.
-    costs: as for `calls`.
+    runs: gamma -> new tokens of each round, from top to bottom. The legend has
+      the kinds of the first row's calls.
+    costs: the record of a benchmark of the pair.
   """
   rows = [calls(gamma, counts, costs) for gamma, counts in runs.items()]
 
@@ -216,7 +216,7 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
     # A gap shows where a call ends. White edges of a fixed width would hide
     # short calls completely.
     spans = [
-      (call.begin_ms, _DRAWN * (call.end_ms - call.begin_ms))
+      (call.begin_ms, _FILLED * (call.end_ms - call.begin_ms))
       for call in row
       if call.kind == kind
     ]

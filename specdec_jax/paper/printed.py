@@ -1,8 +1,8 @@
 """The numbers of the tables of Leviathan et al. 2023, as printed there.
 
 Source: "Fast Inference from Transformers via Speculative Decoding", ICML 2023,
-arXiv:2211.17192. No number in printed.json, which has the rows, is computed or
-was measured by this project. As in the paper, rates have two decimals, and
+arXiv:2211.17192. This project has neither computed nor measured any number of
+printed.json, which has the rows. As in the paper, rates have two decimals, and
 factors one or two.
 
 Names of tasks and models: `ende` is WMT English to German, `cnndm` is CNN/DM

@@ -12,22 +12,22 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import DoesNotFitError
-from specdec_jax.engine import trace
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure import record
 from specdec_jax.measure.acceptance import MeasureAlphaConfig, measure_alpha
 from specdec_jax.measure.calls import (
   COSTS_EXPLAINED,
   BenchmarkConfig,
   benchmark,
 )
-from specdec_jax.measure.record import Record
-from specdec_jax.measure.table import Column, Table, load_matplotlib
-from specdec_jax.measure.table import console as terminal
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
 from specdec_jax.partitioning import place
+from specdec_jax.report import record
+from specdec_jax.report.console import console as terminal
+from specdec_jax.report.plot import load_matplotlib
+from specdec_jax.report.record import Record
+from specdec_jax.report.table import Column, Table
 
 ITEMS = tuple(f'{kind}{i}' for kind in ('table', 'figure') for i in range(1, 6))
 _NEEDS = {
@@ -37,13 +37,13 @@ _NEEDS = {
   'figure5': ('engine', 'text', 'costs'),
 }
 _PICTURES = {'figure2', 'figure3', 'figure4', 'figure5'}
-# They show one generation, which is decoded again each time.
+# These show a generation, which is decoded again each time.
 _NO_RECORDS = {'figure1', 'figure5'}
 
 
 @dataclasses.dataclass(frozen=True)
 class ReproduceConfig:
-  """Which tables and figures of the paper to compare, and with what.
+  """Tables and figures of the paper to compare, and the measurements for it.
 
   Attributes:
     items: tables and figures, from `ITEMS`, in the order of the report.
@@ -53,12 +53,12 @@ class ReproduceConfig:
       `records` in output_dir.
     measure: whether to measure what has no record; if False, the tables show
       only the records that exist.
-    suite: what Tables 2 and 4 and the points of Figure 4 are measured with: a
-      network in place of T5-XXL, one input length and output length, and the
-      name of the pair's sizes. Each row has the paper's gamma, temperature and
-      acceptance rate, which is forced.
+    suite: measures Tables 2 and 4 and the points of Figure 4: a network in
+      place of T5-XXL, one input length and output length, and the name of the
+      pair's sizes. Each row has the paper's gamma, temperature and acceptance
+      rate, which is forced.
     drafts: 't5_small', 't5_base' and 't5_large' -> network used in its place;
-      rows of a drafter that is not named are left out.
+      rows of other drafters are left out.
     alphas: functions that return the measurements of acceptance rates for
       Tables 3 and 5, each with another name; called only if `measure` is True.
       Without them these tables show all records in `records_dir`.
@@ -94,8 +94,8 @@ class ReproduceConfig:
         expected = f'True for {item}, which keeps no record'
         raise unexpected('ReproduceConfig.measure', expected, self.measure)
     for name in self.drafts:
-      known = {row.draft for row in printed.TABLE2}
-      check_choice('ReproduceConfig.drafts', name, known)
+      drafts = {row.draft for row in printed.TABLE2}
+      check_choice('ReproduceConfig.drafts', name, drafts)
 
   @property
   def records(self) -> str:
@@ -141,13 +141,13 @@ def reproduce(
 
 
 class _Work:
-  """Collects tables and figures; measures only once what several items need.
+  """Collects tables and figures; measures once for all items that need it.
 
-  A method for each item.
+  It has a method for each item.
   """
 
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):
-    self.config: Any = config  # fields that an item needs are not None
+    self.config = config
     self.console = console
     self.tables: list[tables.Comparison] = []
     self.figures: dict[str, str] = {}
@@ -173,11 +173,11 @@ class _Work:
       paths = sorted(pathlib.Path(self.config.records).glob('*.json'))
       records = [r for r in map(record.load, paths) if r['kind'] == 'alpha']
     self.used += records
-    return [row for made in records for row in made['rows']]
+    return [row for measured in records for row in measured['rows']]
 
   @functools.cached_property
   def _suite(self) -> tuple[dict[str, Record], list[printed.Table2Row], str]:
-    """The suite's records, its rows, and why some of them have no record."""
+    """The suite's records, its rows, and why some rows have no record."""
     missing = 'there is no record of them'
     try:
       records = suite_records(self.config, self.console)
@@ -190,6 +190,7 @@ class _Work:
 
   @functools.cached_property
   def _engine(self) -> Engine:
+    assert self.config.engine is not None  # `_NEEDS`
     return self.config.engine()
 
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
@@ -233,13 +234,14 @@ class _Work:
     plots.plot_figure4(path, records)
 
   def figure5(self):
-    # Its own table is of random ids; the figure is of the text.
+    # The benchmark's table is of random ids, but the figure is of the text.
     quiet = rich.console.Console(quiet=True)
+    assert self.config.costs is not None  # `_NEEDS`
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
-      rounds = trace.record(self._engine, self.config.text, gamma=gamma)
-      runs[gamma] = [len(shown.kept) for shown in rounds]
+      shown = self._engine.trace(self.config.text, gamma=gamma)
+      runs[gamma] = [len(each.kept) for each in shown.rounds]
     runs[0] = [1] * sum(runs[gamma])
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, costs)
@@ -247,7 +249,7 @@ class _Work:
 
 
 def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
-  """What Figure 5 shows, in numbers; see `plots.plot_figure5`."""
+  """Returns the numbers of Figure 5, see `plots.plot_figure5`."""
   ends = {g: plots.calls(g, runs[g], costs)[-1].end_ms for g in runs}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
   notes = [COSTS_EXPLAINED, 'ms and speed-up: of what is drawn, for this text.']
@@ -274,20 +276,21 @@ def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
 def suite_records(
   config: ReproduceConfig, console: rich.console.Console
 ) -> dict[str, Record]:
-  """The records of the suite's rows, by `tables.row_name`.
+  """Returns the records of the suite's rows, by `tables.row_name`.
 
   A row that has no record yet is measured, if `config.measure`; the target's
   parameters are drawn once for all rows.
 
   Args:
-    config: has the suite, and the folder of a record a row.
-    console: gets a table for each row that is measured.
+    config: the suite and the folder of its records.
+    console: shows a table for each row that is measured.
 
   Raises:
     DoesNotFitError: memory is too small; raised before anything is made.
     ValueError: the folder has a record with other settings.
   """
-  suite: Any = config.suite
+  suite = config.suite
+  assert suite is not None  # `_NEEDS`
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)
@@ -301,15 +304,17 @@ def suite_records(
       output_file=os.path.join(config.records, f'{name}.json'),
       name=f'{suite.name}, {name}',
     )
-    records[name] = record.earlier(benchmarks[name], 'benchmark')
-  todo = [name for name, found in records.items() if found is None]
-  if config.measure and todo:
-    for name in todo:
+    records[name] = record.earlier(
+      benchmarks[name].output_file, 'benchmark', benchmarks[name].settings
+    )
+  missing = [name for name, stored in records.items() if stored is None]
+  if config.measure and missing:
+    for name in missing:
       benchmarks[name].check_memory()
     (target, _), placement = suite.models, suite.placement
     params = place(target.read(placement.param_dtype), placement)
     target = Model(target.network, params)
-    for name in todo:
+    for name in missing:
       measured = dataclasses.replace(benchmarks[name], target=target)
       records[name] = benchmark(measured, console)
-  return {name: found for name, found in records.items() if found is not None}
+  return {name: stored for name, stored in records.items() if stored}

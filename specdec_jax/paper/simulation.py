@@ -1,9 +1,9 @@
-"""The experiment behind Appendix A.1: what becomes of one proposal.
+"""An experiment on Appendix A.1: the outcomes of a single proposal.
 
 A token is drawn from the drafter's distribution. Algorithm 1 accepts it, or
-rejects it and draws another one. The exact probabilities of both outcomes are
-known for each token, with lenience too (see `verify`). `simulate` compares them
-with many random runs of the library's own `verify`:
+rejects it and draws another one. Closed forms give the probability of both
+outcomes for each token, with lenience too (see `verify`). `simulate` compares
+them with many random runs of the library's `verify`:
 
   print(simulate((0.5, 0.3, 0.2), (0.2, 0.3, 0.5)))
 """
@@ -33,11 +33,11 @@ Probs = Sequence[float] | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-  """The exact law beside the measured one; `str` is a table of both.
+  """The exact and the measured distribution; `str` gives a table of both.
 
   Attributes:
     law: float64[2, V], the exact probabilities, see `outcomes`.
-    counts: int64[2, V], the same outcomes in runs of `verify`.
+    counts: int64[2, V], counts of these outcomes in runs of `verify`.
     lenience: in (0, 1]; 1 is lossless.
   """
 
@@ -47,7 +47,7 @@ class Simulation:
 
   @property
   def p_value(self) -> float:
-    """Chi-squared test of all measured outcomes against the exact ones."""
+    """The p-value of a chi-squared test of `counts` against `law`."""
     return chi_squared_p_value(self.counts, self.law)
 
   @property
@@ -117,16 +117,16 @@ def simulate(
 def outcomes(
   target_probs: Probs, draft_probs: Probs, lenience: float = 1.0
 ) -> np.ndarray:
-  """The exact law of one proposal; Appendix A.1, and `verify` for lenience.
+  """Returns the exact law of one proposal, by Appendix A.1 and `verify`.
 
   Args:
-    target_probs: float[V], normalised here.
-    draft_probs: float[V], normalised here too.
+    target_probs: float[V]; this function normalises them.
+    draft_probs: float[V]; this function normalises them.
     lenience: in (0, 1].
 
   Returns:
-    float64[2, V]: the probabilities that a token is proposed and kept, whose
-    sum is beta, and that it replaces a rejected proposal. Both together are the
+    float64[2, V]: probabilities that a token is proposed and accepted, whose
+    sum is beta, and that it replaces a rejected proposal. Their sum is the
     distribution of the emitted token.
   """
   target, draft = _normalised(target_probs), _normalised(draft_probs)
@@ -140,7 +140,7 @@ def outcomes(
 
 @functools.partial(jax.jit, static_argnames='num_samples')
 def _count(target_probs, draft_probs, lenience, key, num_samples):
-  """Counts int32[2, V]: accepted, resampled."""
+  """Counts accepted and resampled tokens, int32[2, V]."""
   size = target_probs.shape[0]
 
   def cell(index):
@@ -162,10 +162,10 @@ def _normalised(values: Probs) -> np.ndarray:
 
 
 def chi_squared_p_value(observed, expected_probs) -> float:
-  """p-value of Pearson's chi-squared test of counts against probabilities.
+  """Returns the p-value of Pearson's chi-squared test of counts.
 
   Cells with expected counts below 5 are pooled, the least likely first, so that
-  the statistic has its asymptotic law. If something with probability 0 was
+  the statistic has its asymptotic law. If an outcome of probability 0 was
   observed, p is 0.
 
   Args:
@@ -189,7 +189,7 @@ def chi_squared_p_value(observed, expected_probs) -> float:
   order = np.argsort(expected, axis=None)
   observed, expected = observed.ravel()[order], expected.ravel()[order]
   expected *= observed.sum() / expected.sum()
-  # Pools all cells below 5, and as many of the least likely as reach 5.
+  # Pools all cells below 5, and least likely cells until they reach 5.
   reaching = np.searchsorted(np.cumsum(expected), 5) + 1
   pooled = max(np.sum(expected < 5), reaching)
   first = np.append(0, np.arange(pooled, len(expected)))

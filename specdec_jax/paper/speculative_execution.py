@@ -79,7 +79,7 @@ def speculate(
   x: Any,
   key: jax.Array,
 ) -> Outcome:
-  """y = g(sample of f(x)) as one JAX program; to be jitted by the caller.
+  """Computes y = g(sample of f(x)) as a JAX program, which the caller jits.
 
   f(x) and the early g do not depend on each other, so XLA may overlap them. g
   runs a second time only if the guess was rejected; under `vmap` it always runs
@@ -114,10 +114,10 @@ def speculate_in_threads(
   key: jax.Array,
   executor: concurrent.futures.Executor | None = None,
 ) -> Outcome:
-  """y = g(sample of f(x)) for Python functions that run at the same time.
+  """Computes y = g(sample of f(x)) with Python functions that run together.
 
   f and the early g run in the executor, f_approx and the second g in the
-  caller's thread. If the guess is rejected, the early g is not waited for, and
+  caller's thread. If the guess is rejected, nobody waits for the early g, and
   its result or exception is dropped; so g must not have side effects. Threads
   help if f and g release the interpreter's lock, as array libraries and input
   and output do; for other functions give a `ProcessPoolExecutor`.
@@ -165,7 +165,7 @@ def settle(
   key: jax.Array,
   lenience: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Algorithm 1 for one proposal: the guess, or the token that replaces it.
+  """Applies Algorithm 1 to a proposal: keeps the guess, or replaces it.
 
   Args:
     guess: int32[], drawn from `draft_probs`.
@@ -175,7 +175,7 @@ def settle(
     lenience: as for `verify`.
 
   Returns:
-    The sample int32[] of `target_probs`, and bool[], whether it is the guess.
+    The sample of `target_probs`, int32[], and whether it is the guess, bool[].
 
   Raises:
     ValueError: the probabilities are not two vectors of the same length.

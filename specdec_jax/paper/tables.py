@@ -1,8 +1,7 @@
-"""The paper's tables: its values, what is predicted, and what was measured.
+"""The paper's tables: its values beside predicted and measured ones.
 
 Every value that was measured with forced acceptance is marked, in its row and
-in the title: proposals were accepted at random, whatever they were, with random
-weights.
+in the title: weights were random, and so was the acceptance of proposals.
 """
 
 import dataclasses
@@ -12,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax import analysis, files
-from specdec_jax.measure.table import Cell, Column, Table, plain_markdown
 from specdec_jax.paper import printed
+from specdec_jax.report.table import Cell, Column, Table, plain_markdown
 
 REPORT = 'report.md'
 _NO_CHECKPOINTS = 'their checkpoints were not given, or proposed nothing'
@@ -31,11 +30,11 @@ Measured = Sequence[Mapping[str, Any]]  # rows of records
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Rows of one quantity.
+  """Rows of a quantity: the paper's, predicted and measured values.
 
   Attributes:
     title: such as 'Table 2: speed-up'.
-    caption: sentences under the title that say what the values are.
+    caption: sentences under the title that explain the values.
     rows: column -> value, as `compared` returns them; at least one row.
     missing: why rows have no measured value.
   """
@@ -46,7 +45,7 @@ class Comparison:
   missing: str
 
   def table(self) -> Table:
-    """The measured rows, or all if there are none."""
+    """Returns the measured rows, or all rows if none is measured."""
     measured = [row for row in self.rows if row['measured'] is not None]
     rows = measured or self.rows
     notes = []
@@ -69,14 +68,14 @@ class Comparison:
     return Table(title, columns, body, notes).without_empty()
 
   def markdown(self) -> str:
-    """The comparison's part of a report."""
-    shown = self.table()
+    """Returns the comparison's part of a report."""
+    table = self.table()
     return '\n\n'.join(
       [
-        f'## {plain_markdown(shown.title)}',
+        f'## {plain_markdown(table.title)}',
         plain_markdown(self.caption),
-        shown.markdown(),
-        *map(plain_markdown, shown.notes),
+        table.markdown(),
+        *map(plain_markdown, table.notes),
       ]
     )
 
@@ -89,10 +88,10 @@ def compared(
   forced: float | None = None,
   details: Row | None = None,
 ) -> Row:
-  """One row of a `Comparison`.
+  """Returns a row of a `Comparison`.
 
   Args:
-    keys: what tells the row from others, such as {'task': 'ende', 'gamma': 7}.
+    keys: columns that identify the row, such as {'task': 'ende', 'gamma': 7}.
     paper: the paper's value.
     predicted: value from the closed forms.
     measured: the measured value.
@@ -112,7 +111,7 @@ def compared(
 
 
 def titled(title: str, rates: Sequence[float | None]) -> str:
-  """The title, with a remark if values were measured with forced acceptance.
+  """Adds a remark to a title if values were measured with forced acceptance.
 
   Args:
     title: the title without the remark.
@@ -123,8 +122,8 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
     return title
   alphas = ' to '.join(f'{rate:g}' for rate in forced[:: len(forced) - 1 or 1])
   number = sum(rate is not None for rate in rates)
-  some = f': {number} of {len(rates)}' if number < len(rates) else ''
-  return f'{title} (forced alpha={alphas}, random weights{some})'
+  part = f': {number} of {len(rates)}' if number < len(rates) else ''
+  return f'{title} (forced alpha={alphas}, random weights{part})'
 
 
 def write(
@@ -147,7 +146,7 @@ def write(
   parts = ['# The paper, what is predicted, what was measured']
   parts += [comparison.markdown() for comparison in comparisons]
   for name, meaning in figures.items():
-    # Pictures are shown in the report; pages are linked.
+    # The report shows pictures, and links pages.
     mark = '!' if name.endswith(('.png', '.svg')) else ''
     parts.append(f'{mark}[{plain_markdown(meaning)}]({name})')
   parts += [f'Measured on {plain_markdown(machine)}.' for machine in machines]
@@ -157,12 +156,12 @@ def write(
 
 
 def row_name(row: printed.Table2Row) -> str:
-  """The name of a row of Tables 2 and 4, such as 'ende-t5_small-T0'."""
+  """Returns the name of a row of Tables 2 and 4, such as 'ende-t5_small-T0'."""
   return f'{row.task}-{row.draft}-T{row.temperature}'
 
 
 def table1() -> list[Comparison]:
-  """Table 1 as two tables: speed, and arithmetic operations."""
+  """Returns Table 1 as two tables: speed, and arithmetic operations."""
   tables = []
   for name, factor, cost in (
     ('speed', 'walltime_factor', 'c'),
@@ -187,10 +186,10 @@ def table1() -> list[Comparison]:
 def tables_2_and_4(
   records: Mapping[str, Any], rows: Sequence[printed.Table2Row], missing: str
 ) -> tuple[Comparison, Comparison]:
-  """Table 2, speed-ups, and Table 4, what Theorem 3.8 says of the same rows.
+  """Returns Table 2, speed-ups, and Table 4, Theorem 3.8 for the same rows.
 
   Args:
-    records: the records that there are, by `row_name`.
+    records: the existing records, by `row_name`.
     rows: rows of Table 2 to show.
     missing: why a row has no record.
   """
@@ -249,16 +248,16 @@ def tables_2_and_4(
   )
 
 
-# Column of a table of rates -> what a row of a record has for it.
+# Column of a table of rates -> its name in the rows of a record.
 _RATE_COLUMNS = {'target': 'target', 'draft': 'draft', 'T': 'temperature'}
 
 
 def table3(measured: Measured) -> Comparison:
-  """Table 3: acceptance rates; those measured here, then the paper's others.
+  """Returns Table 3: rates measured here, then the other rows of the paper.
 
   Args:
-    measured: rows of `measure_alpha`'s records. One that stands in for a row of
-      the paper is shown with the paper's value.
+    measured: rows of `measure_alpha`'s records. A row that stands in for a row
+      of the paper gets the paper's value.
   """
   rows = _rates(
     [row for row in measured if row['lenience'] == 1],  # see Table 5
@@ -278,7 +277,7 @@ def table3(measured: Measured) -> Comparison:
 
 
 def table5(measured: Measured) -> Comparison:
-  """Table 5: alpha by lenience; those measured here, then the paper's others.
+  """Returns Table 5: alpha by lenience, in the order of `table3`.
 
   Args:
     measured: rows of `measure_alpha`'s records. The paper's table has only
@@ -307,25 +306,25 @@ def _rates(
   columns: Mapping[str, str],
   details: Mapping[str, str],
 ) -> list[Row]:
-  """Rows of acceptance rates, then the paper's rows that have no stand-in.
+  """Returns measured rows, then the paper's rows that have no stand-in.
 
   Args:
     measured: rows of `acceptance.measure_alpha`'s records.
     values: the paper's values, by the values of the columns.
-    columns: what tells rows apart, from target and draft on: column -> the
-      record's name.
-    details: further columns, after 'error', in the same way.
+    columns: columns that identify a row, target and draft first: column -> its
+      name in a record.
+    details: further columns, after 'error', in the same form.
   """
   rows, stood_in_for = [], set()
   for row in measured:
-    keys = {name: row[of] for name, of in columns.items()}
+    keys = {column: row[name] for column, name in columns.items()}
     pair = row.get('paper') or ()
     key = (*pair, *list(keys.values())[2:])
     stood_in_for.add(key)
     more = {
       'stands in for': ', '.join(pair) if key in values else None,
       'error': row.get('standard_error'),
-    } | {name: row.get(of) for name, of in details.items()}
+    } | {column: row.get(name) for column, name in details.items()}
     alpha = row['alpha']
     rows.append(compared(keys, values.get(key), measured=alpha, details=more))
   return rows + [

@@ -13,8 +13,8 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import completion, trace
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.long_texts import LongTexts
-from specdec_jax.engine.request import example_id
-from specdec_jax.engine.scheduler import Update
+from specdec_jax.engine.options import Options, example_id
+from specdec_jax.engine.request import Row, Update
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving import protocol
 from specdec_jax.serving.log_probs import Shown
@@ -25,7 +25,7 @@ from specdec_jax.serving.protocol import (
   Prompt,
 )
 from specdec_jax.serving.turns import Turns
-from specdec_jax.serving.worker import ServedRow, Worker
+from specdec_jax.serving.worker import Worker
 
 _FINISH = {'stop_string': 'stop', 'empty': 'stop'}
 _Updates = asyncio.Queue[tuple[int, Update]]
@@ -90,14 +90,14 @@ class Answer:
     # A beam search gives all outputs of its row.
     self._per_row = request.n if request.use_beam_search else 1
     with protocol.naming_the_field(constraint=request.constraint[0]):
-      self.rows: list[ServedRow] = [
+      self.rows: list[Row] = [
         worker.row(
           taken,
           functools.partial(tell, index),
           request.stream,
           not request.speculative,
           request.return_rounds,
-          **options,
+          options,
         )
         for index, (taken, options) in enumerate(self._inputs())
       ]
@@ -108,7 +108,7 @@ class Answer:
         tell(index, Update(beams=nothing))
       self.rows = []
 
-  def _inputs(self) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+  def _inputs(self) -> Iterator[tuple[Prompt, Options]]:
     """Yields what the engine reads for each row, and its options.
 
     The random numbers are those of `Engine.generate` for all prompts together.
@@ -116,10 +116,12 @@ class Answer:
     Raises:
       ValueError: the prompts have too many sentences.
     """
-    request, options = self.request, self.request.options()
+    request, engine = self.request, self._engine
+    options = engine.options(**request.options())
     if request.split:
-      long = self._long = LongTexts(self._engine, request.prompts, options)
-      limit = self._service.worker.settings.max_waiting
+      most = engine.config.max_input_len
+      long = LongTexts(engine.codec, most, request.prompts, options)
+      self._long, limit = long, self._service.worker.settings.max_waiting
       if len(long.parts) > limit:
         expected = f'at most {limit} sentences (max_waiting)'
         raise unexpected('prompt', expected, len(long.parts))
@@ -128,7 +130,7 @@ class Answer:
         for part in {*long.parts}
       }
       inputs = [taken[part] for part in long.parts]
-      options, examples = long.options, long.options['example_ids']
+      options, examples = long.options, long.example_ids
     else:
       samples = range(request.n // self._per_row)
       inputs = [text for text in request.inputs for _ in samples]
@@ -137,9 +139,13 @@ class Answer:
         for index in range(len(request.inputs))
         for sample in samples
       ]
-    options = options | {'num_samples': self._per_row}
     for text, example in zip(inputs, examples, strict=True):
-      yield text, options | {'example_ids': [example]}
+      yield (
+        text,
+        dataclasses.replace(
+          options, num_samples=self._per_row, example_ids=[example]
+        ),
+      )
 
   async def _next(self) -> tuple[int, Update]:
     """Returns the next update, and the index of its row.
@@ -150,7 +156,7 @@ class Answer:
     index, update = await self._queue.get()
     if update.error is not None:
       raise protocol.without_end(update.error)
-    outputs = [update.completion] if update.completion else update.beams
+    outputs = update.outputs[::-1]  # of beams the best one first
     for place, output in enumerate(outputs, index * len(outputs)):
       if output.finish_reason == 'error':
         raise ApiError(str(output.error), status=500)
@@ -252,7 +258,7 @@ class Answer:
       return ()
     searches = self.request.use_beam_search
     row = self.rows[index // self.request.n if searches else index]
-    return row.batch.ruled()[:1]
+    return row.request.ruled()[:1]
 
   def _counts(self) -> dict[str, Any]:
     """Returns what speculation did for the request, in the words of vLLM."""

@@ -25,13 +25,14 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from specdec_jax.engine.request import Row
 from specdec_jax.serving.access import Access, check_acting
 from specdec_jax.serving.answer import Answer, Service
 from specdec_jax.serving.log import LOG, say
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import ApiError, Parser
 from specdec_jax.serving.turns import Turns
-from specdec_jax.serving.worker import ServedRow, Worker
+from specdec_jax.serving.worker import Worker
 
 # Another thread reads bodies of more bytes, and chats, whose template may take
 # its time, and those that may constrain outputs, whose automaton does.
@@ -80,8 +81,8 @@ class Application:
       'object': 'model',
       'created': int(time.time()),
       'owned_by': 'specdec_jax',
-      'max_input_len': engine.max_input_len,
-      'max_decode_len': engine.max_decode_len,
+      'max_input_len': engine.config.max_input_len,
+      'max_decode_len': engine.config.max_decode_len,
       'speculates': worker.speculates,
     }
     errors = (ApiError, HTTPException, ClientDisconnect, Exception)
@@ -120,7 +121,7 @@ class Application:
     request_id = headers.get('x-request-id', '')
     if not _REQUEST_ID.fullmatch(request_id):
       request_id = secrets.token_hex(8)
-    rows: list[ServedRow] = []
+    rows: list[Row] = []
     scope['state'] = {'rows': rows}
     status, is_whole = LEFT, False
 

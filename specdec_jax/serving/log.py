@@ -24,7 +24,7 @@ class _Lines(logging.Formatter):
       'time': round(record.created, 3),
       'level': record.levelname,
       'event': record.getMessage().rstrip(),
-      **getattr(record, 'fields', {}),
+      **vars(record).get('fields', {}),
     }
     if record.exc_info:
       line['error'] = self.formatException(record.exc_info)

@@ -11,7 +11,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving.protocol import CompletionRequest
 from specdec_jax.serving.turns import Turns
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 
 _LEAST = -9999.0  # OpenAI's logarithm of no probability
 # The log-probability of a token, which the first one of a prompt has not, and
@@ -25,6 +25,7 @@ class Shown:
   def __init__(self, request: CompletionRequest, engine: Engine, turns: Turns):
     """Takes a request, its engine, and turns in which the target reads."""
     self._request, self._engine, self._turns = request, engine, turns
+    self._codec = engine.codec
 
   def prompt_text(self, prompt: int) -> str:
     """Returns the text of a prompt; that of its tokens, if they are shown."""
@@ -36,7 +37,7 @@ class Shown:
   def _echoed(self, prompt: int) -> tuple[list[int], list[int]]:
     """Returns the ids of a prompt that are not shown, and those that are."""
     text = self._request.prompts[prompt]
-    bos = [] if self._engine.bos_id is None else [self._engine.bos_id]
+    bos = [] if self._codec.bos_id is None else [self._codec.bos_id]
     if isinstance(text, str):
       return bos, self._request.prompt_ids[prompt][len(bos) :]
     return ([] if text[:1] == bos else bos), list(text)
@@ -89,7 +90,7 @@ class Shown:
       read, targets, hidden = every[:1], every[1:], len(before)
     if not read:
       return []
-    languages = engine.languages(target_lang=request.target_lang)
+    languages = self._codec.languages(target_lang=request.target_lang)
     num_before = len(targets) - len(tokens)
     score = functools.partial(
       scoring.score,
@@ -108,7 +109,7 @@ class Shown:
 
 
 def _entries(
-  tokenizer: Tokenizer,
+  tokenizer: Vocabulary,
   ids: Sequence[int],
   pieces: Sequence[Piece],
   values: Sequence[_LogProb],

@@ -23,7 +23,7 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.options import Options
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.text.chat import ChatTemplate, RenderedIds, template_of
 from specdec_jax.types import Count, Positive
@@ -385,7 +385,7 @@ class Parser:
       self.check_model(request.model or self._model)
       length = request.max_completion_tokens or request.max_tokens
       if length is None:
-        length = engine.max_decode_len
+        length = engine.config.max_decode_len
         if not (is_chat or request.split):
           length = min(_MAX_TOKENS, length)
       request.max_length = length
@@ -396,7 +396,7 @@ class Parser:
       pairs = [encoded(engine, x, request.source_lang) for x in request.prompts]
       request.prompt_ids = [ids for ids, _ in pairs]
       request.inputs = [taken for _, taken in pairs]
-    limit = engine.max_input_len
+    limit = engine.config.max_input_len
     for index, ids in enumerate(request.prompt_ids):
       if len(ids) > limit and not request.split:
         raise ApiError(
@@ -438,7 +438,7 @@ class Parser:
     n, count, beams = request.n, len(request.prompts), list(settings.beams)
     check('n', n <= outputs, f'1 to {outputs}')
     check('best_of', request.best_of in (None, n), f'{n}, as n is')
-    length, longest = request.max_length, self._engine.max_decode_len
+    length, longest = request.max_length, self._engine.config.max_decode_len
     least = 0 if request.echo else 1
     is_new = request.max_completion_tokens is not None  # OpenAI's newer name
     name = 'max_completion_tokens' if is_new else 'max_tokens'
@@ -497,9 +497,9 @@ def encoded(
   Raises:
     ValueError: as for `Engine.input_ids`.
   """
-  ids = engine.input_ids(prompt, source_lang)
-  first, last = engine.ids_around(prompt)
-  num_around = len(first) + len(last) + bool(engine.languages().known)
+  ids = engine.codec.input_ids(prompt, source_lang)
+  first, last = engine.codec.ids_around(prompt)
+  num_around = len(first) + len(last) + bool(engine.codec.languages().known)
   if len(ids) <= num_around:
     return ids, prompt
   # An engine looks for the end of a text in ids, and finds it here. If texts

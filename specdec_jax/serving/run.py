@@ -102,7 +102,7 @@ def worker_of(config: ServeConfig) -> tuple[Worker, str]:
   say(
     'loaded',
     model=name,
-    gammas=worker.policy.gammas,
+    gammas=worker.ordinary.policy.gammas,
     least_length=worker.least_length,
   )
   return worker, name

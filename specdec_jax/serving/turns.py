@@ -73,7 +73,7 @@ class Turns:
     scoring.check_ids(engine.target, inputs=ids)
     # The engine puts the end of an output after ids.
     outputs = [
-      engine.output_ids(label)[:-1] if isinstance(label, str) else label
+      engine.codec.output_ids(label)[:-1] if isinstance(label, str) else label
       for label in labels
     ]
     longest = next_power_of_two(max(map(len, ids)))

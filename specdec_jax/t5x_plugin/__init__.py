@@ -1,4 +1,4 @@
-"""T5X itself speculates: what its gin files name in place of T5X's own.
+"""Speculative decoding inside T5X: names for its gin files.
 
   MODEL = @t5x_plugin.EncoderDecoderModel()
 

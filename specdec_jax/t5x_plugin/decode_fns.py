@@ -1,11 +1,12 @@
-"""T5X's decode functions, with its names and arguments, that speculate.
+"""T5X's decode functions, by speculative decoding.
 
-T5X gives a decode function `tokens_to_logits`, which reads one token a call.
-`t5x_plugin.EncoderDecoderModel` gives it a `Pair` in that place: both models,
-their parameters and the inputs, all that a whole loop needs. Bindings of gin
+They have T5X's names and arguments. T5X gives a decode function
+`tokens_to_logits`, which reads one token per call.
+`t5x_plugin.EncoderDecoderModel` gives it a `Pair` instead: both models, their
+parameters and the inputs, which is all that a whole loop needs. gin's bindings
 and `decoder_params` reach these functions as they reach T5X's.
 
-A decode function added here is also added to `DECODE_FNS`, at the end.
+`DECODE_FNS`, at the end, must list each decode function of this module.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.engine.request import Options
+from specdec_jax.engine.options import Options
 from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Generation
@@ -26,15 +27,15 @@ MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to here
 
 
 class Pair(NamedTuple):
-  """Both models and what they read.
+  """Both models and their inputs.
 
   Attributes:
     loop: the target and its drafter.
     params: the parameters of both.
-    inputs: int32[B, E], 0 past each row's end.
+    inputs: int32[B, E], the encoder's inputs, 0 past each row's end.
     gamma: proposals per round.
-    has_prompt: whether outputs begin with what a decode function is given as
-      `inputs`, as T5X calls them; otherwise only their shape is used.
+    has_prompt: whether outputs begin with the argument `inputs` of the decode
+      function; otherwise only the shape of this argument is used.
   """
 
   loop: Loop
@@ -59,12 +60,12 @@ def temperature_sample(
   max_decode_steps_hard_limit: int | None = None,
   rescale_log_probs: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-  """T5X's `decoding.temperature_sample`, by speculative decoding.
+  """Samples as T5X's `decoding.temperature_sample`, by speculative decoding.
 
   At temperature 0 the tokens are T5X's. Above it they have T5X's distribution,
-  but are other samples: each decode of each example has a key of its own. What
-  calls back in each of T5X's steps is not there, since a step here is a round
-  of several tokens.
+  but are other samples: each decode of each example has its own key. T5X's
+  arguments for callbacks in each step do not exist, since a step here is a
+  round of several tokens.
 
   Args:
     inputs: int32[B, L], 0 first, then each row's prompt (see
@@ -72,21 +73,22 @@ def temperature_sample(
     cache: not used; the loop makes its own.
     tokens_to_logits: a `Pair`.
     eos_id: id that ends an output.
-    decode_rng: a PRNG key; None is that of seed 0.
+    decode_rng: a PRNG key; None is the key of seed 0.
     num_decodes: samples of each example.
-    temperature: a number or float[B]; up to 1e-4 it is the argmax.
+    temperature: a number or float[B]; up to 1e-4 it takes the argmax.
     topk: 0 is off.
     topp: 0.0 is off.
     cache_offset: not used.
-    max_decode_steps: the most tokens after the prompt.
+    max_decode_steps: the most tokens after the prompt; None is L.
     max_decode_steps_hard_limit: bounds `max_decode_steps`, if that is given.
-    rescale_log_probs: whether scores are of the distribution after temperature,
-      top-k and top-p, so 0.0 at temperature 0; otherwise the model's own.
+    rescale_log_probs: whether scores use the distribution after temperature,
+      top-k and top-p, so that they are 0.0 at temperature 0; otherwise they use
+      the model's own.
 
   Returns:
-    Tokens int32[B, num_decodes, L], each row its prompt and what follows, 0
-    past the end; and their scores float32[B, num_decodes], the sum of the log-
-    probabilities of the tokens after the prompt. The best score is the last.
+    Tokens int32[B, num_decodes, L], each row its prompt and its output, then 0;
+    and their scores float32[B, num_decodes], the sum of the log-probabilities
+    of the output. The best score is the last.
 
   Raises:
     ValueError: `topk` and `topp` are both given, or `max_decode_steps` is more
@@ -135,10 +137,10 @@ def beam_search(
   cache_offset: int = 0,
   draft_beams: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """T5X's `decoding.beam_search`, by speculative decoding: the same beams.
+  """Finds the beams of T5X's `decoding.beam_search`, by speculative decoding.
 
-  Only behind a prompt of L - 1 tokens T5X repeats the last of them; here the
-  search finds that one token.
+  They differ only after a prompt of L - 1 tokens: T5X repeats the last of them,
+  and this function searches the one token that is left.
 
   Args:
     inputs: int32[B, L], as for `temperature_sample`.
@@ -153,9 +155,9 @@ def beam_search(
     draft_beams: beams of the drafter; None is 2 K.
 
   Returns:
-    Tokens int32[B, K, L], each row its prompt and what follows, 0 past the end;
-    and their scores float32[B, K], the best one last. Where a search finishes
-    fewer beams, the first are 0 and their scores -1e7, as in T5X.
+    Tokens int32[B, K, L], each row its prompt and its output, then 0; and their
+    scores float32[B, K], the best one last. If a search finishes fewer than K
+    beams, the first ones are 0 and their scores -1e7, as in T5X.
 
   Raises:
     ValueError: a number is too small or too large.
@@ -178,7 +180,7 @@ def beam_search(
     with_log_probs=False,
     beams=options.beam_settings(num_ends=1),
   )
-  if pair.has_prompt:  # none of what a search did not find
+  if pair.has_prompt:  # but not for beams that do not exist
     tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
   scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
   return tokens.reshape(batch, num_decodes, length), scores
@@ -187,14 +189,18 @@ def beam_search(
 def _decode(
   pair: Pair, prompt: jax.Array, eos_id: int, steps: Any, **settings: Any
 ) -> tuple[jax.Array, Generation]:
-  """Decodes by a pair: each row's prompt and what follows, and the generation.
+  """Decodes with a pair of models.
 
   Args:
-    pair: both models, and what their encoders read.
+    pair: both models and their inputs.
     prompt: int32[B, L], 0 first, see `Pair.has_prompt`.
     eos_id: id that ends an output.
     steps: the most tokens after a prompt.
     **settings: further fields of the `Request`.
+
+  Returns:
+    int32[N B, L], each row's prompt and output; and the generation of N rows
+    for each row.
   """
   length = prompt.shape[1]
   produced = jnp.zeros(prompt.shape[:1], jnp.int32)  # by the prompt
@@ -212,7 +218,7 @@ def _decode(
     **settings,
   )
   done = pair.loop.decode(pair.params, request)
-  tokens: Any = done.tokens
+  tokens = done.tokens
   if pair.has_prompt:
     num_outputs = tokens.shape[0] // prompt.shape[0]
     before = jnp.pad(prompt[:, 1:], ((0, 0), (0, 1)))
@@ -226,46 +232,45 @@ def _decode(
 
 
 def _sampling(batch: int, temperature, topk, topp):
-  """The `SamplingParams` of T5X's arguments, and whether all rows are greedy.
+  """Returns T5X's arguments as `SamplingParams`, and whether all are greedy.
 
-  Arguments may be traced; whether they are 0 is then known only in the run.
+  Arguments may be traced; these count as sampled.
   """
-  if _known(topk, topp) and topk and topp:
+  if _are_concrete(topk, topp) and topk and topp:
     expected = f'0 beside topp = {topp} (it is 1 by default)'
     raise unexpected('topk', expected, topk)
-  known = np.asarray(temperature) if _known(temperature) else np.inf
-  warm = jnp.asarray(temperature, jnp.float32)
-  warm = jnp.where(warm > MIN_TEMPERATURE, warm, 0.0)
+  greedy = _are_concrete(temperature)
+  greedy = greedy and bool(np.all(np.asarray(temperature) <= MIN_TEMPERATURE))
+  temperature = jnp.asarray(temperature, jnp.float32)
+  temperature = jnp.where(temperature > MIN_TEMPERATURE, temperature, 0.0)
   top_p = jnp.asarray(topp, jnp.float32)
-  return (
-    SamplingParams(
-      temperature=jnp.broadcast_to(warm, (batch,)),
-      top_k=jnp.full((batch,), topk, jnp.int32),
-      top_p=jnp.broadcast_to(jnp.where(top_p > 0, top_p, 1.0), (batch,)),
-    ),
-    bool(np.all(known <= MIN_TEMPERATURE)),
+  params = SamplingParams(
+    temperature=jnp.broadcast_to(temperature, (batch,)),
+    top_k=jnp.full((batch,), topk, jnp.int32),
+    top_p=jnp.broadcast_to(jnp.where(top_p > 0, top_p, 1.0), (batch,)),
   )
+  return params, greedy
 
 
-def _known(*values: Any) -> bool:
-  """Whether none of the arguments is traced."""
+def _are_concrete(*values: Any) -> bool:
+  """Returns whether none of the arguments is traced."""
   return not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def _steps(length: int, steps, hard_limit):
-  """The most tokens after a prompt, int32[] or int32[B]; see there."""
+  """Returns the most tokens after a prompt, int32[] or int32[B]."""
   if steps is None:
     return length
   if hard_limit:
     steps = jnp.minimum(steps, hard_limit)
-  if _known(steps) and np.any(steps > length):
+  if _are_concrete(steps) and np.any(steps > length):
     expected = f'{length} at most, the tokens of the targets'
     raise unexpected('max_decode_steps', expected, steps)
   return steps
 
 
 def _keys(rng: jax.Array | None, rows: int) -> jax.Array:
-  """A key for each row, from T5X's one for the batch."""
+  """Derives a key for each row from T5X's key of the batch."""
   if rng is None:
     rng = jax.random.key(0)
   elif not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):

@@ -1,17 +1,17 @@
-"""What the classes of `t5x_plugin` add to T5X's of the same names.
+"""The parts that the classes of `t5x_plugin` add to T5X's classes.
 
 T5X gives its decoding functions the variables of a train state as arguments:
-the parameters, and `flax_mutables`, any further collections. The drafter's
+the parameters, and `flax_mutables`, all other collections. The drafter's
 parameters are a collection of their own, `drafter`, with the logical axes of
-their module: T5X's partitioner splits them as it splits the target's, and the
-target's own tree, so its checkpoints, scores, losses and optimiser, does not
-know of them. A tree of both under `params` would change all of these.
+their module. So T5X's partitioner splits them as it splits the target's, while
+the target's tree, and with it its checkpoints, scores, losses and optimiser,
+stays as it is. A tree of both under `params` would change all of these.
 
-A target's checkpoint has no such collection. T5X lets a state be changed while
-it is restored (`RestoreCheckpointConfig.state_transformation_fns`), and then
-puts it in place: `restore_drafter` adds the drafter there. This is the only way
-that T5X's `infer.py` offers without a change: its own second checkpoint is
-`fallback_to_scratch`, which would also hide arrays that the target lacks.
+A target's checkpoint has no such collection. T5X can change a state while it
+restores it (`RestoreCheckpointConfig.state_transformation_fns`), and places it
+afterwards: `restore_drafter` adds the drafter there. T5X's `infer.py` offers no
+other way without a change: its own second checkpoint is `fallback_to_scratch`,
+which would also hide arrays that the target lacks.
 """
 
 import copy
@@ -56,25 +56,24 @@ def import_t5x(module: str) -> Any:
 
 
 def network_of(module: Any, what: str = 'module') -> T5:
-  """The network of this library with the parameters of a T5X module.
+  """Returns the network of this library that fits a T5X module's parameters.
 
   Args:
-    module: `Transformer` of T5X's `examples/t5`, or anything whose `config` has
-      its sizes and whose parameters have its names and shapes.
-    what: what the module is, for messages.
+    module: `Transformer` of T5X's `examples/t5`, or any module whose `config`
+      has its sizes and whose parameters have its names and shapes.
+    what: name of the module in messages.
 
   Raises:
     ValueError: it is another kind of module.
   """
-  theirs = getattr(module, 'config', None)
-  sizes: dict[str, Any] = {
-    field.name: getattr(theirs, field.name, field.default)
-    for field in dataclasses.fields(T5Config)
-  }
-  sizes |= {'dtype': jnp.dtype(sizes['dtype']).name, 'dropout_rate': 0.0}
   try:
+    sizes: dict[str, Any] = {
+      field.name: getattr(module.config, field.name, field.default)
+      for field in dataclasses.fields(T5Config)
+    }
+    sizes |= {'dtype': jnp.dtype(sizes['dtype']).name, 'dropout_rate': 0.0}
     network = T5(T5Config(**sizes))
-  except ValueError as error:
+  except (AttributeError, ValueError) as error:
     expected = 'a t5x.examples.t5.network.Transformer, whose config has sizes'
     raise unexpected(what, expected, type(module).__name__) from error
   key, token = jax.random.PRNGKey(0), jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -99,15 +98,15 @@ def restore_drafter(
 ) -> dict[str, Any]:
   """Adds the drafter's parameters to a state that T5X restores.
 
-  For `RestoreCheckpointConfig.state_transformation_fns`.
+  It goes into `RestoreCheckpointConfig.state_transformation_fns`.
 
   Args:
-    state: what the target's checkpoint has.
-    wanted: the state that is restored; not looked at.
+    state: the contents of the target's checkpoint.
+    wanted: not used; T5X gives the state that it restores into.
     checkpoint: the drafter's, of any kind that `specdec_jax.load` reads.
-    module: the drafter's, as `EncoderDecoderModel.draft_module`.
+    module: the drafter's, see `EncoderDecoderModel.draft_module`.
     dtype: dtype of the parameters; None is the checkpoint's own.
-    is_resuming: whether T5X continues a run; the same is done then.
+    is_resuming: not used; T5X tells whether it continues a run.
 
   Raises:
     ValueError: as for `network_of` and `specdec_jax.checkpoints.load`.
@@ -120,17 +119,17 @@ def restore_drafter(
 
 
 class Speculates:
-  """Decodes by speculation; in all else it is the T5X model that it is given.
+  """A T5X model that decodes by speculation, and is otherwise unchanged.
 
-  The base of `t5x_plugin.EncoderDecoderModel`, whose other base is T5X's class.
+  It is a base of `t5x_plugin.EncoderDecoderModel`; the other one is T5X's.
   """
 
-  decode_fn: Any  # these are T5X's
+  decode_fn: Any  # attributes of T5X's model
   output_vocabulary: Any
   _default_decoder_params: Any
 
   def __init__(self, model: Any, draft_module: Any, gamma: int = 4):
-    """Takes over all that `model` has.
+    """Takes over all attributes of `model`.
 
     Args:
       model: T5X's `EncoderDecoderModel`, with a decode function of this
@@ -159,16 +158,16 @@ class Speculates:
     self._loop = Loop(target, small_model(draft))
 
   def get_initial_variables(self, *args: Any, **kwargs: Any) -> Variables:
-    """T5X's variables of the target, and the drafter's collection."""
-    of_drafter = copy.copy(self._model)
-    of_drafter.module = self.draft_module
-    theirs, ours = (
+    """Returns T5X's variables of the target and the drafter's collection."""
+    draft_model = copy.copy(self._model)
+    draft_model.module = self.draft_module
+    target, draft = (
       model.get_initial_variables(*args, **kwargs)
-      for model in (self._model, of_drafter)
+      for model in (self._model, draft_model)
     )
     names = {'params': COLLECTION, 'params_axes': _AXES}
-    ours = {new: ours[old] for old, new in names.items() if old in ours}
-    return flax.core.freeze({**theirs, **ours})
+    draft = {new: draft[old] for old, new in names.items() if old in draft}
+    return flax.core.freeze({**target, **draft})
 
   def predict_batch(
     self,
@@ -177,7 +176,7 @@ class Speculates:
     rng: jax.Array | None = None,
     flax_mutables: Variables | None = None,
   ) -> jax.Array:
-    """The tokens of `predict_batch_with_aux`."""
+    """Returns the tokens of `predict_batch_with_aux`."""
     return self.predict_batch_with_aux(
       params, batch, rng, flax_mutables=flax_mutables
     )[0]
@@ -193,7 +192,7 @@ class Speculates:
     prompt_with_targets: bool = False,
     flax_mutables: Variables | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Decodes a batch; arguments and results are T5X's, but for the last.
+    """Decodes a batch, with T5X's arguments and results.
 
     Args:
       params: the target's parameters.
@@ -204,15 +203,15 @@ class Speculates:
       return_all_decodes: whether to return all of an example's decodes.
       num_decodes: decodes of each example.
       prompt_with_targets: whether outputs begin with the targets.
-      flax_mutables: has the drafter's parameters. T5X passes its train state's
-        to whatever has an argument of this name.
+      flax_mutables: holds the drafter's parameters. T5X passes those of its
+        train state to any function with an argument of this name.
 
     Returns:
       Tokens int32[B, L] and `scores` float32[B]; with all decodes
       int32[B, num_decodes, L] and float32[B, num_decodes], the best one last.
 
     Raises:
-      ValueError: there are no drafter's parameters, or `rng` is given twice.
+      ValueError: the drafter has no parameters, or `rng` is given twice.
     """
     defaults = self._default_decoder_params
     if return_all_decodes is None:
@@ -229,7 +228,7 @@ class Speculates:
     decoder_params.setdefault('eos_id', eos_id)
 
     prompt = batch['decoder_input_tokens']
-    if prompt_with_targets:  # without its end, which would end the output
+    if prompt_with_targets:  # its end of sequence would end the output
       prompt = prompt * (prompt != eos_id)
     decodes, scores = self.decode_fn(
       inputs=prompt,
@@ -251,11 +250,11 @@ class Speculates:
 
 
 class RestoresDrafter:
-  """T5X's `InteractiveModel`, which restores the drafter as well.
+  """T5X's `InteractiveModel`, which restores the drafter too.
 
-  The base of `t5x_plugin.InteractiveModel`, whose other base is T5X's class.
-  That class makes its `RestoreCheckpointConfig` itself, where gin cannot reach
-  it, and leaves no place for a transformation: it is added to what is made.
+  It is a base of `t5x_plugin.InteractiveModel`; the other one is T5X's. T5X's
+  class makes its `RestoreCheckpointConfig` itself and accepts no transformation
+  for it, so this class adds the transformation when that attribute is set.
   """
 
   def __init__(
@@ -265,7 +264,7 @@ class RestoresDrafter:
     draft_checkpoint: str | os.PathLike[str],
     **kwargs: Any,
   ):
-    """T5X's arguments, and where the drafter's parameters are.
+    """Takes T5X's arguments, and the path of the drafter's parameters.
 
     Args:
       *args: T5X's.
@@ -296,15 +295,15 @@ class RestoresDrafter:
 
 
 def check_decode_fn(decode_fn: Any) -> None:
-  """Raises ValueError unless a decode function, as gin wraps it, is ours."""
+  """Raises ValueError unless a decode function, as gin wraps it, speculates."""
   inner = decode_fn
   while isinstance(inner, functools.partial) or hasattr(inner, '__wrapped__'):
-    inner = getattr(inner, '__wrapped__', None) or inner.func
+    is_wrapped = hasattr(inner, '__wrapped__')
+    inner = inner.__wrapped__ if is_wrapped else inner.func
   if inner not in DECODE_FNS:
-    ours = ' or '.join(f'@t5x_plugin.{fn.__name__}' for fn in DECODE_FNS)
-    theirs = getattr(inner, '__name__', inner)
-    expected = f"{ours}, which speculate (T5X's default is beam_search)"
-    raise unexpected('decode_fn', expected, theirs)
+    names = ' or '.join(f'@t5x_plugin.{fn.__name__}' for fn in DECODE_FNS)
+    expected = f"{names}, which speculate (T5X's default is beam_search)"
+    raise unexpected('decode_fn', expected, getattr(inner, '__name__', inner))
 
 
 def _drafter_params(flax_mutables: Variables | None) -> Variables:

@@ -1,13 +1,14 @@
 """Chat templates: the messages of a chat as the ids that a model reads.
 
-A folder brings its own template, in Jinja's language, which finds here what
-transformers gives it. It runs in Jinja's sandbox, and not for long. The package
-jinja2 comes with the extra `[chat]`.
+A folder has its own template in Jinja's language, which gets here the same
+variables and functions as from transformers. It runs in Jinja's sandbox, for a
+bounded time. The package jinja2 comes with the extra `[chat]`.
 """
 
 import contextvars
 import datetime
 import functools
+import inspect
 import json
 import os
 import pathlib
@@ -20,29 +21,29 @@ from typing import Any
 from specdec_jax import files
 from specdec_jax.checks.fields import package
 from specdec_jax.text import vocabulary
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 
 FILE = 'chat_template.jinja'
-_ENTRY = 'chat_template'  # of tokenizer_config.json
-_SECONDS = 1.0  # of the processor, for one text
+_FIELD = 'chat_template'  # in tokenizer_config.json
+_SECONDS = 1.0  # processor time for one text
 _MOST = 1 << 23  # characters of a text, or bits of a number
-# Filters that are told a width or a count.
+# Filters with a width or a count among their arguments.
 _SIZED = ('batch', 'center', 'indent', 'round', 'slice', 'tojson')
-_END = contextvars.ContextVar[float]('_END')  # of the time for this text
+_END = contextvars.ContextVar[float]('_END')  # when time is up
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class RenderedIds(list[int]):
-  """Ids of a rendered chat: a model reads them as they are.
+  """Ids of a rendered chat, which a model reads unchanged.
 
-  An engine puts neither its `bos_id` nor an end of sequence around them, since
-  the template has written what the model was trained on.
+  An engine adds neither its `bos_id` nor an end of sequence: the template has
+  written all that the model was trained on.
   """
 
 
 class ChatTemplate:
-  """A template with the vocabulary that it writes for."""
+  """A template and its vocabulary."""
 
   def __init__(
     self,
@@ -54,13 +55,14 @@ class ChatTemplate:
     """Compiles a template.
 
     Args:
-      source: in Jinja's language.
+      source: the template in Jinja's language.
       tokenizer: the vocabulary.
-      tokens: what the template may name, such as 'bos_token', and its text.
+      tokens: names for the template, such as 'bos_token' -> their texts.
       name: where the template stands, for errors.
 
     Raises:
-      ValueError: the package jinja2 is not installed, or it is no template.
+      ValueError: the package jinja2 is not installed, or `source` is not a
+        template.
     """
     self._tokenizer, self._tokens, self._name = tokenizer, dict(tokens), name
     environment = _environment()
@@ -70,11 +72,11 @@ class ChatTemplate:
       raise ValueError(f'{name} is no template: {_why(error)}.') from error
 
   def text(self, messages: Messages) -> str:
-    """What the model reads before its answer.
+    """Renders the text that the model reads before its answer.
 
     Args:
-      messages: each with a 'role' and a 'content', in their order. An entry
-        that is None is as if it was not there.
+      messages: dicts with a 'role' and a 'content', in their order. Entries
+        that are None are left out.
 
     Raises:
       ValueError: the template does not take such messages.
@@ -92,7 +94,7 @@ class ChatTemplate:
         **self._tokens,
       )
       _check_size(len(text))
-    except Exception as error:  # it is somebody else's program
+    except Exception as error:  # the template may raise anything
       raise ValueError(
         f'{self._name} does not take these messages: {_why(error)}.'
       ) from error
@@ -101,13 +103,12 @@ class ChatTemplate:
     return text
 
   def ids(self, messages: Messages) -> RenderedIds:
-    """The ids of `text`.
+    """Returns the ids of `text`.
 
-    Names of special tokens in a message are text; those that the template
-    writes are the tokens.
+    A special token's name is text in a message, and that token in the template.
 
     Raises:
-      ValueError: as of `text`, or the vocabulary reads a special token out of
+      ValueError: as for `text`, or the vocabulary reads a special token out of
         plain text.
     """
     marked = [
@@ -116,31 +117,29 @@ class ChatTemplate:
     return RenderedIds(self._tokenizer.encode_marked(self.text(marked)))
 
 
-def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
-  """The chat template in the folder of a vocabulary; None if there is none.
+def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
+  """Returns the chat template in a vocabulary's folder, or None.
 
   Raises:
-    ValueError: as of `ChatTemplate`, or the file cannot be read.
+    ValueError: as for `ChatTemplate`, or the file cannot be read.
   """
   if not isinstance(tokenizer, Tokenizer):
     return None
   path = pathlib.Path(tokenizer.path)
   folder = path if path.is_dir() else path.parent
   config = vocabulary.settings(folder)
-  file, name = folder / FILE, f'{str(folder / vocabulary.SETTINGS)!r}: {_ENTRY}'
+  file, name = folder / FILE, f'{str(folder / vocabulary.SETTINGS)!r}: {_FIELD}'
+  source = config.get(_FIELD)
   if os.path.lexists(file):
     name = repr(str(file))
     try:
-      source: Any = files.read_small(file, vocabulary.MOST_BYTES).decode()
+      source = files.read_small(file, vocabulary.MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
       raise ValueError(f'{str(file)!r} cannot be read: {error}.') from error
-  else:
-    source = config.get(_ENTRY)
-    if isinstance(source, list):  # several by their names
-      named = {
-        entry.get('name'): entry for entry in source if isinstance(entry, dict)
-      }
-      source = named.get('default', {}).get('template')
+  if isinstance(source, list):  # several templates with names
+    entries = [entry for entry in source if isinstance(entry, dict)]
+    named = {entry.get('name'): entry.get('template') for entry in entries}
+    source = named.get('default')
   if not isinstance(source, str):
     return None
   tokens = {
@@ -153,12 +152,12 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 @functools.cache
 def _environment() -> Any:
-  """What transformers gives a template, and bounds of its own."""
+  """Makes an environment like that of transformers, but with bounds."""
   package('A chat template', 'jinja2', 'chat')
   from jinja2 import TemplateError, ext, nodes, sandbox
 
   class Generation(ext.Extension):
-    """`{% generation %}`, around what the model has said."""
+    """The tag `{% generation %}`, which surrounds a model's outputs."""
 
     tags = {'generation'}
 
@@ -175,7 +174,7 @@ def _environment() -> Any:
     raise TemplateError(message)
 
   class Bounded(sandbox.ImmutableSandboxedEnvironment):
-    """Refuses a product, a width or a count that makes a huge value."""
+    """Refuses products, widths and counts that would make a huge value."""
 
     intercepted_binops = frozenset({'*', '**', '%'})
 
@@ -184,7 +183,7 @@ def _environment() -> Any:
       return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any):
-      method = getattr(function, '__wrapped__', function)
+      method = inspect.unwrap(function)
       text = getattr(method, '__self__', None)
       if isinstance(text, str) and method.__name__.startswith('format'):
         _check_form(text, [*args, *kwargs.values()])
@@ -201,13 +200,13 @@ def _environment() -> Any:
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
   environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
-  del environment.globals['lipsum']  # which takes as long as it is told to
+  del environment.globals['lipsum']  # it may take arbitrarily long
   environment.extend(step=_step)
   return environment
 
 
 def _compiled(environment: Any, source: str) -> Any:
-  """A template that calls `_step` wherever it may come by many times."""
+  """Compiles a template that calls `_step` in everything that may repeat."""
   from jinja2 import nodes
 
   tree = environment.parse(source)
@@ -224,7 +223,7 @@ def _step() -> None:
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:
-  """Raises OverflowError if the two would make a huge value."""
+  """Raises OverflowError if an operation would make a huge value."""
   if operator == '%' and isinstance(left, str | bytes):
     _check_form(left, right if isinstance(right, tuple) else [right])
   elif operator == '**' and isinstance(left, int) and isinstance(right, int):
@@ -242,7 +241,7 @@ def _format(form: Any, *args: Any, **named: Any) -> str:
 
 
 def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
-  """Checks the widths in a format, and those that its values are."""
+  """Checks the widths in a format, and widths among its values."""
   text = str(form)
   _check_sizes(map(int, re.findall('[0-9]{1,20}', text)))
   if re.search(r'%[^a-zA-Z]*\*|:[^}]*\{', text):
@@ -252,7 +251,7 @@ def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
 
 
 def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
-  """A filter whose arguments behind the value are checked."""
+  """Wraps a filter to check its arguments after the first."""
 
   @functools.wraps(function)
   def checked(*args: Any, **kwargs: Any) -> Any:
@@ -276,11 +275,11 @@ def _check_size(size: int) -> None:
 def _to_json(
   value: Any,
   ensure_ascii: bool = False,
-  indent: Any = None,
-  separators: Any = None,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  # Jinja's own filter writes for HTML, and takes less.
+  # Jinja's own filter writes for HTML, and has fewer arguments.
   text = json.dumps(
     value,
     ensure_ascii=ensure_ascii,
@@ -296,7 +295,7 @@ def _now(form: str) -> str:
 
 
 def _each_text(function: Callable[[str], str], value: Any) -> Any:
-  """The value with the result of the function for each text in it."""
+  """Applies a function to each text in a value."""
   if isinstance(value, str):
     return function(value)
   if isinstance(value, Mapping):
@@ -307,6 +306,6 @@ def _each_text(function: Callable[[str], str], value: Any) -> Any:
 
 
 def _why(error: Exception) -> str:
-  """An error as a line that is not long."""
+  """Returns an error as a short line."""
   line = ' '.join(str(error).split())[:300]
   return line.rstrip('.') or type(error).__name__

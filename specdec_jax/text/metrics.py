@@ -19,10 +19,10 @@ _ROUGE = ('rouge1', 'rouge2', 'rougeL', 'rougeLsum')
 def bleu(
   targets: Sequence[Target], predictions: Sequence[str], tokenize: str = '13a'
 ) -> dict[str, Any]:
-  """Corpus BLEU by sacrebleu, with its default settings.
+  """Computes corpus BLEU by sacrebleu, with its default settings.
 
-  Where all predictions are too short for four words in a row, which is BLEU 0
-  by the defaults, the effective order is taken; the signature says so (eff).
+  If no prediction has four words, the defaults would give BLEU 0: then the
+  effective order is used, as the signature says (eff).
 
   Args:
     targets: one or more references for each prediction.
@@ -54,12 +54,11 @@ def bleu(
 def rouge(
   targets: Sequence[Target], predictions: Sequence[str]
 ) -> dict[str, float]:
-  """Mean ROUGE F-measures by rouge_score, without stemming.
+  """Computes mean ROUGE F-measures by rouge_score, without stemming.
 
   T5's own metric is the median of resampled means: the same number except for
   the noise of resampling. As in T5, ` . ` ends a sentence for rougeLsum, like a
-  line break. If there are several targets, the best one counts, for each of the
-  measures.
+  line break. Of several targets the best one counts, for each measure.
 
   Args:
     targets: one or more references for each prediction.
@@ -85,14 +84,14 @@ def rouge(
 def t5_bleu(
   targets: Sequence[Target], predictions: Sequence[str]
 ) -> dict[str, Any]:
-  """`bleu` as in the T5 paper's numbers: with international tokenization."""
+  """Computes `bleu` with international tokenization, as in the T5 paper."""
   return bleu(targets, predictions, tokenize='intl')
 
 
 def first_bleu(
   targets: Sequence[Target], predictions: Sequence[str]
 ) -> dict[str, Any]:
-  """`bleu` with the first reference of each prediction alone."""
+  """Computes `bleu` with the first reference of each prediction alone."""
   firsts = [texts[:1] for texts in _references(targets)]
   score = bleu(firsts, predictions)
   return {f'first_{name}': value for name, value in score.items()}

@@ -1,10 +1,10 @@
-"""A long text as sentences, and back, with all else where it was.
+"""Splits a long text into sentences, and joins their outputs again.
 
-A line break always ends a sentence. sentencex finds the others; it comes with
-the extra `[split]`. Where it errs, it is given other characters to read
-(`_Rules`), or its end is left out or moved. Marks of lists, headings,
-quotations and tables, links, code, and what has no letter are no sentences. A
-sentence that is too long for a model is cut.
+A line break always ends a sentence. The package sentencex (extra `[split]`)
+finds the other ends. Where it errs, `_Rules` replaces characters before it
+reads them, or an end is left out or moved. Marks of lists, headings, quotations
+and tables, links, code, and parts without a letter stay as they are. A sentence
+that is too long for a model is cut.
 """
 
 import functools
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import package
 
-# Languages that sentencex or abbreviations.toml has rules for: the names that
-# NLLB begins with, and theirs.
+# Languages with rules in sentencex or abbreviations.toml: NLLB's names=theirs.
 _LANGUAGES = dict(
   pair.split('=')
   for pair in """
@@ -31,12 +30,12 @@ _LANGUAGES = dict(
     srp=sr swe=sv tur=tr""".split()
 )
 _OTHERWISE = 'en'
-# Characters that sentencex is given at once: texts without spaces, and
-# quotation marks that are not closed, take it quadratic time.
+# Characters that sentencex gets at once: it takes quadratic time for texts
+# without spaces, and for quotation marks that are not closed.
 _BLOCK = 1 << 11
-_MOST_CHARACTERS = 64  # a token; longer texts are too long without counting
-_COUNTS = 1 << 12  # texts whose counts are kept: the same words come again
-# Where a sentence that is too long is cut: behind clauses, then behind words.
+_MOST_CHARACTERS = 64  # per token: a longer text is too long for sure
+_COUNTS = 1 << 12  # texts whose counts are cached, because words repeat
+# Long sentences are cut after clauses, then after words.
 _CUTS = (
   re.compile(r'.+?(?:[;:,–—]\s+|[，、；：،؛]+\s*|\Z)', re.DOTALL),
   re.compile(r'\s*\S+\s*'),
@@ -46,13 +45,13 @@ _UNSPACED = re.compile(
   '[\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\ufe30-\uffef'
   '\U00020000-\U0003ffff]'
 )
-_PLAIN = re.compile(r'[\w\s,]*')  # has no sign that ends a sentence
+_PLAIN = re.compile(r'[\w\s,]*')  # text without the end of a sentence
 _LETTER = re.compile(r'[^\W\d_]')
 _TABLES = tomllib.loads(
   pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
 )
-# What is kept inside of a line; the text of a link lies between two of these.
-_KEPT = r"""
+# Parts inside a line that stay; a link's text lies between two of them.
+_MARKUP = r"""
   [^\S\r\n]{3,} | \t
   | (?<!\S)\|+ | \|+(?!\S)
   | \s\#+\s*$ | ^\s*(?:`{3}|~{3})[^`]*$
@@ -61,10 +60,12 @@ _KEPT = r"""
   | (?<!`) `(?![`\s]) [^`]* (?<!\s)` (?![`\w])
   | !?\[(?=[^][]*\]\() | \]\([^()\s]*\)
 """
-_IN_LINE = re.compile(_KEPT, re.VERBOSE)
-_IN_TABLE = re.compile(rf'\| | {_KEPT}', re.VERBOSE)  # lines that begin with |
+_IN_LINE = re.compile(_MARKUP, re.VERBOSE)
+_IN_TABLE = re.compile(
+  rf'\| | {_MARKUP}', re.VERBOSE
+)  # lines that begin with |
 _NUMERALS = '一二三四五六七八九十百'
-# What is kept at the begin of a sentence, one after the other.
+# Marks at the begin of a sentence, which stay; several may follow.
 _MARK = re.compile(
   rf"""
   \s+ | (?:[^\w\s]|_)+(?=\s) | >+ | [—–―]+(?!\d)
@@ -77,18 +78,18 @@ _MARK = re.compile(
   """,
   re.VERBOSE,
 )
-_STOPS = '።፧।॥۔؟։'  # which need no blank behind them, as '.' does
+_STOPS = '።፧।॥۔؟։'  # unlike '.', they need no blank after them
 _OPENING = re.compile(r"""\s["'“”«„‘(\[]+\Z""")
 
 
 class Sentences(NamedTuple):
-  """A text, and where its sentences are.
+  """A text and the places of its sentences.
 
   Attributes:
     text: the whole text.
-    spans: begin and end of each sentence, or of each part of one that was cut,
-      without the whitespace and the marks around it.
-    num_cut: sentences that were cut.
+    spans: begin and end of each sentence, or of each part of a sentence that
+      was cut, without the whitespace and the marks around it.
+    num_cut: number of sentences that were cut.
   """
 
   text: str
@@ -97,15 +98,15 @@ class Sentences(NamedTuple):
 
   @property
   def parts(self) -> list[str]:
-    """The sentences, or parts of them, in order."""
+    """The texts of `spans`."""
     return [self.text[begin:end] for begin, end in self.spans]
 
   def joined(self, outputs: Sequence[str]) -> str:
-    """Puts an output in the place of each part.
+    """Replaces each part by its output.
 
-    A line break within an output becomes a space: lines stay as many. Where
-    nothing stands between two parts, since they are in Chinese, their outputs
-    get a space, unless they are written without.
+    A line break within an output becomes a space, so the number of lines stays.
+    Between Chinese sentences there is no space; their outputs get one, unless
+    they are Chinese too.
     """
     pieces, at = [''], 0
     for (begin, end), output in zip(self.spans, outputs, strict=True):
@@ -120,10 +121,10 @@ class Sentences(NamedTuple):
 
 
 def language_of(name: str | None) -> str:
-  """The language whose rules split a text; warns where it has none.
+  """Returns the language whose rules split a text; warns if it has none.
 
   Args:
-    name: such as 'de', 'de_DE' or NLLB's 'deu_Latn'; None is English.
+    name: such as 'de', 'de_DE' or NLLB's 'deu_Latn'; None means English.
   """
   first = re.split('[-_]', (name or _OTHERWISE).lower())[0]
   language = _LANGUAGES.get(first, first)
@@ -145,10 +146,10 @@ def split(
 
   Args:
     text: lines, paragraphs or a whole document.
-    language: from `language_of`.
-    count: the number of tokens of a text.
-    most: tokens of a sentence at most. A longer one is cut behind clauses, else
-      behind words, else anywhere between two characters.
+    language: a result of `language_of`.
+    count: counts the tokens of a text.
+    most: the most tokens of a sentence. A longer one is cut after clauses, else
+      after words, else between any two characters.
 
   Raises:
     ValueError: sentencex is not installed.
@@ -172,10 +173,10 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
   """Yields begin and end of each sentence of a line, without its marks."""
   if not _LETTER.search(line):
     return
-  kept = _IN_TABLE if line.lstrip().startswith('|') else _IN_LINE
+  markup = _IN_TABLE if line.lstrip().startswith('|') else _IN_LINE
   abbreviations = _rules_of(language).abbreviations
 
-  def behind_marks(begin: int, end: int) -> int:
+  def after_marks(begin: int, end: int) -> int:
     while mark := _MARK.match(line, begin, end):
       if mark['word'] in abbreviations:
         break
@@ -183,11 +184,11 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
     return begin
 
   begin = 0
-  for match in itertools.chain(kept.finditer(line), [None]):
+  for match in itertools.chain(markup.finditer(line), [None]):
     end = match.start() if match else len(line)
-    first = begin = behind_marks(begin, end)
+    first = begin = after_marks(begin, end)
     for size in ends(line[first:end], language):
-      begin = behind_marks(begin, first + size)
+      begin = after_marks(begin, first + size)
       if _LETTER.search(line, begin, first + size):
         yield begin, first + size
       begin = first + size
@@ -195,12 +196,12 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
 
 
 class _Rules(NamedTuple):
-  """What is particular to a language.
+  """The rules of a language.
 
   Attributes:
     abbreviations: words whose full stop ends no sentence.
-    changes: patterns, and what sentencex reads in the place of what they match,
-      as many characters: `_` for a full stop that ends nothing.
+    changes: patterns and their replacements, of the same length, which
+      sentencex reads: `_` replaces a full stop that ends no sentence.
   """
 
   abbreviations: frozenset[str]
@@ -225,8 +226,8 @@ def _rules_of(language: str) -> _Rules:
     return match[1] + '_' if match[1].isupper() else match[0]
 
   changes: dict[str, Any] = {
-    r'\s': ' ',  # sentencex 1.0.32 panics at wide blanks behind an initial
-    '[។៕།༎]': '。',  # of Khmer and Tibetan
+    r'\s': ' ',  # sentencex 1.0.32 panics at wide blanks after an initial
+    '[។៕།༎]': '。',  # Khmer and Tibetan
     r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': of_word,
     r'^([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
     **ordinals,
@@ -235,7 +236,7 @@ def _rules_of(language: str) -> _Rules:
     r'(?<!\w)([^\W\d_A-Z])\.(?= )': of_initial,
     r'(?<=[A-Z]\.-)([A-Z])\.(?= )': r'\1_',
     r'(?<= al)\.(?= [(\[])': '_',  # 'et al. [2004]'
-    # With a digit sentencex begins no sentence.
+    # sentencex begins no sentence with a digit.
     r'(?<=[^\W\d_]{4}\. )\d': 'X',
     rf'(?<=[。！？])[\da-zA-Z]|(?<={_UNSPACED.pattern}[!?])[\da-zA-Z]': '一',
   }
@@ -243,24 +244,23 @@ def _rules_of(language: str) -> _Rules:
 
 
 def ends(text: str, language: str) -> Iterator[int]:
-  """Yields where each sentence of a line ends, blanks behind it included."""
+  """Yields the end of each sentence of a line, following blanks included."""
   if _PLAIN.fullmatch(text):
     yield len(text)
     return
-  what = 'Splitting texts into sentences'
-  sentencex = package(what, 'sentencex', 'split')
+  sentencex = package('Splitting texts into sentences', 'sentencex', 'split')
   plain, at, last = text, 0, 0
   for pattern, to in _rules_of(language).changes:
     plain = pattern.sub(to, plain)
   while True:
     block = plain[at : at + _BLOCK]
-    found = sentencex.get_sentence_boundaries(language, block)
-    # The last sentence of a block may go on behind it.
-    places = [at + sentence['end_index'] for sentence in found[:-1]]
+    sentences = sentencex.get_sentence_boundaries(language, block)
+    # The last sentence of a block may continue after it.
+    places = [at + sentence['end_index'] for sentence in sentences[:-1]]
     for place in places:
       is_blank = ' ' in plain[place - 1 : place + 1]
       if not is_blank and not _goes_without_blank(plain, place):
-        # Within a word nothing ends, but before a quotation something may.
+        # No sentence ends inside a word, but one may end before a quotation.
         opening = _OPENING.search(plain, max(last, place - 4), place)
         if not opening:
           continue
@@ -274,7 +274,7 @@ def ends(text: str, language: str) -> Iterator[int]:
 
 
 def _goes_without_blank(text: str, at: int) -> bool:
-  """Whether a sentence may end at a place without a blank."""
+  """Whether a sentence may end at `at`, where no blank is."""
   return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 
@@ -284,7 +284,7 @@ def _cut(
   most: int,
   cuts: Sequence[re.Pattern] = _CUTS,
 ) -> list[str]:
-  """Cuts a text into pieces of at most `most` tokens; one, if it fits."""
+  """Cuts a text into pieces of at most `most` tokens."""
 
   def size(piece: str) -> int:
     too_long = len(piece) > most * _MOST_CHARACTERS
@@ -310,5 +310,5 @@ def _cut(
 
 
 def _joins(pair: str) -> bool:
-  """Whether two characters are parts of one: accents, families of emoji."""
+  """Whether two characters are shown as one, as with accents and emoji."""
   return '\u200d' in pair or unicodedata.category(pair[-1])[0] == 'M'

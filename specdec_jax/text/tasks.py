@@ -35,17 +35,17 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.files import TextLine, shipped
 from specdec_jax.text import metrics
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import SENTENCEPIECE
 
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
 TRAIN_SPLIT, EVAL_SPLIT, PROMPTS_SPLIT = 'train', 'validation', 'test'
 BROKEN = '<broken>'  # key of an example: why its line is broken
-# Keys that this module sets; a line's fields with these names are left out.
-_OWN = frozenset((*FEATURES, 'references', BROKEN))
-_MOST_SAID = 1000  # most characters of the reason why a line is broken
-_MOST_NAMES = 100  # most field names that are searched for the nearest one
+# This module sets these keys of an example; such fields of a line are left out.
+_RESERVED = frozenset((*FEATURES, 'references', BROKEN))
+_MAX_REASON = 1000  # characters of the reason why a line is broken
+_MAX_NAMES = 100  # field names among which the nearest one is looked for
 VOCAB = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
 EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 
@@ -54,10 +54,10 @@ class T5Task(NamedTuple):
   """A task of T5 over TensorFlow Datasets (TFDS).
 
   Attributes:
-    tfds: dataset, its configuration and version.
-    inputs: TFDS's feature that is the input; None is an empty input.
-    targets: TFDS's feature that is the target.
-    prefix: put before each input.
+    tfds: dataset, configuration and version.
+    inputs: the feature of TFDS with the input; None: inputs are empty.
+    targets: the feature of TFDS with the target.
+    prefix: is put before each input.
     metrics: names of `metrics.METRICS`.
   """
 
@@ -95,14 +95,15 @@ class LocalTask:
     vocab_path: the vocabulary of both sides: a sentencepiece model, also
       `gs://bucket/file`, or a folder with GPT-2's vocabulary; see
       `tokenizer.Tokenizer`.
-    kind: what a line is: 'txt' an input; 'tsv' source<TAB>target, or a source
-      alone; 'jsonl' an object. None is the ending of the file's name.
-    prefix: put before each input, such as 'summarize: '.
+    kind: the form of a line: 'txt' is an input; 'tsv' is source<TAB>target, or
+      a source alone; 'jsonl' is an object. None: the ending of the file's name
+      says it.
+    prefix: is put before each input, such as 'summarize: '.
     inputs_field: the field of a JSONL object with its input.
     targets_field: the field of a JSONL object with its target: a text, or a
-      list of texts that are all correct, of which the first is the target. None
-      if there are no targets. The object's other texts and numbers are kept as
-      they are, except fields named 'inputs', 'targets' or 'references'.
+      list of correct texts, of which the first is the target. None: there are
+      no targets. The object's other texts and numbers stay as they are, except
+      fields named 'inputs', 'targets' or 'references'.
     metrics: names of `metrics.METRICS`.
     distinct: whether lines with the same input are one example, whose
       references are the targets of all.
@@ -145,19 +146,18 @@ class LocalTask:
     return self.kind or ending_of(path)
 
   def reading(self, split: str) -> str | None:
-    """How the file of a split is read, see `reading`."""
+    """Returns a sentence on how the file of a split is read, see `reading`."""
     path = os.fspath(self.files[split])
     return reading(path, self._kind(path), self.inputs_field)
 
   def texts(
     self, split: str, keep_broken: bool = False
   ) -> Iterator[dict[str, Any]]:
-    """The examples of a split before they are tokenised.
+    """Reads the examples of a split, without tokenising them.
 
     Args:
       split: a key of `files`.
-      keep_broken: whether a line with a wrong format gives an example whose
-        `BROKEN` says why, and whose 'inputs' is the line; otherwise it raises.
+      keep_broken: see `read`.
 
     Returns:
       Dicts with 'inputs' (prefix included), 'targets' ('' if there is none),
@@ -172,14 +172,13 @@ class LocalTask:
     """
     check_split(self, split)
     path = os.fspath(self.files[split])
-    fields = (self.inputs_field, self.targets_field)
+    fields = self.inputs_field, self.targets_field
+    lines = read(path, self._kind(path), *fields, keep_broken)
 
     def generate():
-      for example in read(path, self._kind(path), *fields):
+      for example in lines:
         if BROKEN not in example:
           example['inputs'] = self.prefix + example['inputs']
-        elif not keep_broken:
-          raise ValueError(example[BROKEN])
         yield example
 
     return _distinct(generate()) if self.distinct else generate()
@@ -189,23 +188,23 @@ class LocalTask:
     split: str,
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Vocabulary | None = None,
   ) -> Iterator[dict[str, Any]]:
-    """The examples of a split, in their order, once.
+    """Reads the examples of a split once, in their order.
 
     Args:
       split: such as 'test'.
-      task_feature_lengths: feature -> most ids, the end-of-sequence id
-        included; longer examples are cut. None, and features that are not
-        named, cut nothing.
-      keep_broken: as for `texts`.
-      tokenizer: None is the task's own.
+      task_feature_lengths: feature -> the most ids, the end-of-sequence id
+        included; longer examples are cut. Other features are not cut.
+      keep_broken: see `read`.
+      tokenizer: takes the place of the task's vocabulary.
 
     Returns:
-      Dicts with 'inputs' and 'targets', int32[n], with an end-of-sequence id (a
-      target without text is int32[0]: there is nothing to compare a prediction
-      with); their texts 'inputs_pretokenized' and 'targets_pretokenized'; and
-      the task's other features that are text, numbers, or lists of text.
+      Dicts with 'inputs' and 'targets', int32[n], which end with the
+      end-of-sequence id (an empty target is int32[0], since no prediction can
+      be compared with it); their texts 'inputs_pretokenized' and
+      'targets_pretokenized'; and the task's other features that are text,
+      numbers, or lists of text.
 
     Raises:
       ValueError: as for `texts`, or there is no such feature.
@@ -221,9 +220,9 @@ class LocalTask:
         text = {feature: example.pop(feature) for feature in FEATURES}
         for feature in FEATURES:
           example[f'{feature}_pretokenized'] = text[feature]
+          has_ids = feature == 'inputs' or text[feature]
           ids: list[int] = []
-          read = feature == 'inputs' or text[feature]
-          if read and BROKEN not in example:
+          if has_ids and BROKEN not in example:
             ids = vocabulary.whole(text[feature], lengths.get(feature))
           example[feature] = np.asarray(ids, np.int32)
         yield example
@@ -231,7 +230,7 @@ class LocalTask:
     return generate()
 
   def eos_ids(self) -> dict[str, int]:
-    """Feature -> the id of its end of sequence."""
+    """Returns feature -> the id of its end of sequence."""
     return dict.fromkeys(FEATURES, Tokenizer(self.vocab_path).eos_id)
 
 
@@ -252,23 +251,27 @@ class SeqioTask:
 
   @property
   def splits(self) -> Collection[str]:
-    """The names of its splits; ValueError if TFDS has not prepared them."""
+    """The names of its splits.
+
+    Raises:
+      ValueError: TFDS has not prepared the data.
+    """
     check_prepared(self.task.source)
     return self.task.splits
 
   def reading(self, split: str) -> str | None:
-    """None: no file is read by its ending."""
+    """Returns None, because no file is read by its ending."""
 
   def examples(
     self,
     split: str,
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Vocabulary | None = None,
   ) -> Iterator[dict[str, Any]]:
-    """The examples of a split, in the task's order; see `LocalTask.examples`.
+    """Reads the examples of a split as `LocalTask.examples` does.
 
-    Its vocabularies are its own, and no example is broken.
+    A task of seqio has its own vocabularies and no broken examples.
 
     Raises:
       ValueError: there is no such split or feature, a vocabulary cannot be
@@ -285,10 +288,7 @@ class SeqioTask:
     return (plain(example, ends) for example in dataset.as_numpy_iterator())
 
   def metric_functions(self) -> list[metrics.Metric]:
-    """Functions of the targets' and the predictions' texts that return dicts.
-
-    They first run the task's postprocessor, without an example.
-    """
+    """Returns metrics that first run the task's postprocessor."""
     after = functools.partial(self.task.postprocess_fn, example=None)
 
     def measure(targets, predictions, metric):
@@ -301,7 +301,7 @@ class SeqioTask:
     return [functools.partial(measure, metric=metric) for metric in functions]
 
   def eos_ids(self) -> dict[str, int]:
-    """Feature -> the id of its end of sequence."""
+    """Returns feature -> the id of its end of sequence."""
     features = self.task.output_features.items()
     return {key: feature.vocabulary.eos_id for key, feature in features}
 
@@ -310,14 +310,14 @@ Task = LocalTask | SeqioTask
 
 
 def check_split(task: Task, split: str) -> None:
-  """Raises ValueError if a task has no such split."""
+  """Raises ValueError if a task lacks a split."""
   if split not in task.splits:
     near = nearest(split, task.splits)
     raise ValueError(f'The task {task.name!r} has no split {split!r}.{near}')
 
 
 def training_splits(task: Task) -> list[str]:
-  """The training split and, if there is one, the held-out split.
+  """Returns the training split and, if there is one, the held-out split.
 
   Raises:
     ValueError: there is no training split.
@@ -328,22 +328,22 @@ def training_splits(task: Task) -> list[str]:
 
 def find(
   task: str | Task,
-  tokenizer: Tokenizer | None = None,
+  tokenizer: Vocabulary | None = None,
   split: str = 'test',
   prefix: str = '',
   distinct: bool = False,
 ) -> list[Task]:
-  """The task that is meant, or the tasks of a mixture.
+  """Returns the task of a name or file, or the tasks of a mixture.
 
   Args:
     task: name of a seqio task or mixture, or of a task of T5; a local task; or
       the path of a file: `.tsv` (inputs<TAB>targets), `.jsonl` ('inputs' and
       'targets'), otherwise one input a line; each also as `.gz`.
-    tokenizer: the models' tokenizer, that of a file and of T5's tasks too; None
-      is that of a local task, and T5's, which is read over the network.
-    split: the split that a file is used as.
-    prefix: put before each input of a file.
-    distinct: as of `LocalTask`, for a file.
+    tokenizer: the models' vocabulary, which files and T5's tasks use too. None:
+      a local task uses its own, T5's tasks use T5's, read over the network.
+    split: the name of the split that a file becomes.
+    prefix: is put before each input of a file.
+    distinct: see `LocalTask`; for a file.
 
   Raises:
     ValueError: there is no such file or task (with the nearest names); seqio is
@@ -371,7 +371,7 @@ def find(
   if tokenizer is not None:
     other = Tokenizer(task.vocab_path)
     for field in ('fingerprint', 'eos_id'):
-      theirs, ours = getattr(other, field), getattr(tokenizer, field, None)
+      theirs, ours = getattr(other, field), getattr(tokenizer, field)
       if theirs != ours:
         where = f'{field} of {os.fspath(task.vocab_path)!r}, of {task.name!r}'
         raise unexpected(where, f"{ours!r}, the models'", theirs)
@@ -379,10 +379,10 @@ def find(
 
 
 def find_one(task: str | LocalTask) -> Task:
-  """`find` for a task by its name, not a mixture of several.
+  """Returns the task that `find` finds.
 
   Raises:
-    ValueError: as for `find`, or it is a mixture.
+    ValueError: as for `find`; or the name is that of a mixture.
   """
   first, *others = find(task)
   if others:
@@ -393,7 +393,7 @@ def find_one(task: str | LocalTask) -> Task:
 
 
 def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
-  """Source and target ids of a split, in the task's order.
+  """Returns source and target ids of a split, in the task's order.
 
   Args:
     task: a task with the features 'inputs' and 'targets'.
@@ -417,8 +417,8 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
   return sides['inputs'], sides['targets']
 
 
-def _subtasks(name: str, tokenizer: Tokenizer | None) -> list[Any]:
-  """The seqio tasks of that name, of a mixture its own, T5's included."""
+def _subtasks(name: str, tokenizer: Vocabulary | None) -> list[Any]:
+  """Returns the seqio task of a name, T5's included, or those of a mixture."""
   try:
     seqio, _ = import_seqio()
   except ValueError as error:
@@ -454,7 +454,7 @@ def import_seqio() -> tuple[Any, Any]:
 
 
 def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
-  """The seqio task that T5's own code defines under this name."""
+  """Returns the seqio task that T5's own code defines under a name."""
   seqio, tf = import_seqio()
   described = TASKS[name]
   path = os.fspath(vocab_path or VOCAB)
@@ -487,13 +487,16 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
 
 
 def check_prepared(source: Any) -> None:
-  """Raises ValueError if seqio would begin a download of hours."""
+  """Raises ValueError if the data are not prepared.
+
+  seqio would begin a download that may take hours.
+  """
   seqio, _ = import_seqio()
   if not isinstance(source, seqio.TfdsDataSource):
     return
   loader = source.tfds_dataset
   if loader.name is None:
-    return  # it joins several datasets; TFDS itself says what is missing
+    return  # it joins several datasets, whose errors TFDS raises itself
   folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
   command = (
     'python -c "import tensorflow_datasets as tfds;'
@@ -513,20 +516,22 @@ def check_prepared(source: Any) -> None:
 
 def check_vocabularies(task: Any) -> None:
   """Raises ValueError if a vocabulary of a seqio task cannot be reached."""
-  _, tf = import_seqio()
+  seqio, tf = import_seqio()
   for feature in task.output_features.values():
-    path = getattr(feature.vocabulary, 'sentencepiece_model_file', None)
+    if not isinstance(feature.vocabulary, seqio.SentencePieceVocabulary):
+      continue
+    path = feature.vocabulary.sentencepiece_model_file
     try:
-      exists = path is None or tf.io.gfile.exists(path)
+      exists = tf.io.gfile.exists(path)
     except tf.errors.OpError:
       exists = False
     if not exists:
-      what = f'vocabulary {path!r} of the task {task.name!r}'
-      raise unexpected(what, 'a file (VOCAB_PATH)', 'nothing')
+      name = f'vocabulary {path!r} of the task {task.name!r}'
+      raise unexpected(name, 'a file (VOCAB_PATH)', 'nothing')
 
 
 def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
-  """A seqio example, converted to ids, text, numbers and lists of text."""
+  """Converts a seqio example to ids, text, numbers and lists of text."""
   fields: dict[str, Any] = {'targets': np.zeros(0, np.int32)}
   for key, value in example.items():
     if isinstance(value, bytes):
@@ -551,30 +556,27 @@ def _text(value: bytes) -> str:
 
 
 def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-  """Yields an example for each input; its references are those of all lines."""
+  """Yields one example per input, with the references of all its lines."""
   merged: dict[str, dict[str, Any]] = {}
-  broken_off = None
-  try:
-    for example in examples:
-      texts = example.get('references') or [example['targets']]
-      first = merged.setdefault(example['inputs'], example)
-      known = first.setdefault('references', [])
-      known += [text for text in texts if text and text not in known]
-  except files.BrokenOff as error:
-    broken_off = error
+  lines, broken_off = files.until_broken(iter(examples))
+  for example in lines:
+    texts = example.get('references') or [example['targets']]
+    first = merged.setdefault(example['inputs'], example)
+    references = first.setdefault('references', [])
+    references += [x for x in texts if x and x not in references]
   yield from merged.values()
   if broken_off is not None:
-    raise broken_off
+    raise files.BrokenOff(broken_off)
 
 
 def ending_of(path: str | os.PathLike[str]) -> str:
-  """The ending of a file's name, without `.gz` and a shard's number."""
+  """Returns the ending of a file's name, without `.gz` and a shard's number."""
   name = re.sub(r'(-\d{5}-of-\d{5})?(\.gz)?$', '', os.fspath(path))
   return os.path.splitext(name)[1].removeprefix('.')
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-  """What a line of a file is, by the file's ending: one of `KINDS`."""
+  """Returns the form of a file's lines by its ending: one of `KINDS`."""
   ending = ending_of(path)
   return ending if ending in KINDS else 'txt'
 
@@ -582,19 +584,19 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 def reading(
   path: str, kind: str | None = None, inputs_field: str = 'inputs'
 ) -> str | None:
-  """A sentence on how a file is read, None for lines of text.
+  """Returns a sentence on how a file is read; None for lines of text.
 
   Args:
     path: the file.
-    kind: one of `KINDS`; None is that of its ending.
-    inputs_field: as of `LocalTask`.
+    kind: one of `KINDS`; None: that of its ending.
+    inputs_field: see `LocalTask`.
   """
   kind = kind or kind_of(path)
-  how = {
+  forms = {
     'tsv': 'inputs<TAB>targets on each line',
     'jsonl': f'a JSON object on each line, with the field {inputs_field!r}',
   }
-  return f'{path} was read as {how[kind]}.' if kind in how else None
+  return f'{path} was read as {forms[kind]}.' if kind in forms else None
 
 
 def read(
@@ -602,21 +604,24 @@ def read(
   kind: str | None = None,
   inputs_field: str = 'inputs',
   targets_field: str | None = 'targets',
+  keep_broken: bool = True,
 ) -> Iterator[dict[str, Any]]:
   """Yields the example of each line of a file; see `LocalTask.texts`.
 
-  A line with invalid UTF-8, NUL bytes, too many bytes or another format than
-  its file has gives an example whose `BROKEN` says why, and whose 'inputs' is
-  the line. Empty lines are examples too.
+  A line is broken if it has invalid UTF-8, NUL bytes, too many bytes or another
+  format than its file. Empty lines are examples too.
 
   Args:
     path: a file, plain or `.gz`, or a named pipe; '-' is stdin.
-    kind: one of `KINDS`; None is that of its ending.
-    inputs_field: as of `LocalTask`.
-    targets_field: as of `LocalTask`.
+    kind: one of `KINDS`; None: that of its ending.
+    inputs_field: see `LocalTask`.
+    targets_field: see `LocalTask`.
+    keep_broken: whether a broken line becomes an example whose `BROKEN` says
+      why, and whose 'inputs' is the line; otherwise it raises.
 
   Raises:
-    ValueError: as for `files.lines`.
+    ValueError: as for `files.lines`; or a line is broken (the message has its
+      number).
   """
   kind = kind or kind_of(path)
   for number, line in enumerate(files.lines(path), 1):
@@ -624,8 +629,10 @@ def read(
     try:
       yield _example(line, kind, place, inputs_field, targets_field)
     except ValueError as error:
+      if not keep_broken:
+        raise
       # The message quotes parts of the line, such as names of fields.
-      why = files.writable(str(error)[:_MOST_SAID])
+      why = files.writable(str(error)[:_MAX_REASON])
       yield {'inputs': line.text, 'targets': '', BROKEN: why}
 
 
@@ -655,7 +662,7 @@ def _of_object(
     if field is None:
       continue
     if field not in fields:
-      names = list(fields)[:_MOST_NAMES]
+      names = list(fields)[:_MAX_NAMES]
       raise ValueError(
         f'{place} has no field {field!r}.{nearest(field, names)}'
         f' LocalTask.{feature}_field names another field.'
@@ -674,7 +681,7 @@ def _of_object(
   others = {
     key: value
     for key, value in fields.items()
-    if key not in {*used.values(), *_OWN}
+    if key not in {*used.values(), *_RESERVED}
     and isinstance(value, str | int | float)
   }
   return others | texts
@@ -690,62 +697,41 @@ def check_feature_lengths(
     check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 
-def read_inputs(path: str) -> list[str]:
-  """The inputs of `read`; every line must be usable.
-
-  A source with several references is there several times in its file, and once
-  among these texts. Targets are not looked at.
-
-  Raises:
-    ValueError: as for `files.lines`; or a line cannot be used, with its number.
-  """
-  texts = [example['inputs'] for example in usable(path, None)]
-  return texts if kind_of(path) == 'txt' else list(dict.fromkeys(texts))
-
-
-def usable(
-  path: str, targets_field: str | None = 'targets', kind: str | None = None
-) -> Iterator[dict[str, Any]]:
-  """As `read`; raises ValueError at a line that cannot be used."""
-  for example in read(path, kind, targets_field=targets_field):
-    if BROKEN in example:
-      raise ValueError(example[BROKEN])
-    yield example
-
-
 def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   """Yields the source and the target of each line that has a target.
 
-  A line of text is a target, whose source is ''. The targets of what `specdec
-  decode` has written, predictions.jsonl, are its predictions, the last one of
-  several; those of a text that was split are its sentences'.
+  The target of a line of plain text is the line, and its source is ''. In
+  predictions.jsonl, which `specdec decode` writes, targets are the predictions:
+  the last of several, or those of the sentences of a text that was split.
 
   Raises:
-    ValueError: as for `files.lines`; or a line cannot be used, with its number.
+    ValueError: as for `files.lines`; or a line is broken, with its number.
   """
   kind = kind_of(path)
   first = next(iter(files.text_lines(path)), '') if kind == 'jsonl' else ''
   if first and 'prediction' in files.json_object(first, path):
-    yield from _said(path)
+    yield from _predictions(path)
     return
-  for example in usable(path):
-    texts = example['inputs'], example['targets']
-    source, target = ('', texts[0]) if kind == 'txt' else texts
+  for example in read(path, keep_broken=False):
+    pair = example['inputs'], example['targets']
+    source, target = ('', pair[0]) if kind == 'txt' else pair
     if target:
       yield source, target
 
 
-def _said(path: str) -> Iterator[tuple[str, str]]:
-  """The pairs of records of `specdec decode`; one with an error has none."""
+def _predictions(path: str) -> Iterator[tuple[str, str]]:
+  """Yields the pairs of predictions.jsonl, without records of errors."""
   for number, line in enumerate(files.text_lines(path), 1):
     record = files.json_object(line, f'{path!r} line {number}')
-    whole = [(record.get('inputs'), record.get('prediction'))]
-    for source, said in record.get('parts', whole):
-      said = said[-1] if isinstance(said, list) else said
+    pairs = record.get(
+      'parts', [(record.get('inputs'), record.get('prediction'))]
+    )
+    for source, target in pairs:
+      target = target[-1] if isinstance(target, list) else target
       if isinstance(source, dict):  # the features of a task's example
         source = source.get('inputs_pretokenized')
-      if source and said:
-        yield source, said
+      if source and target:
+        yield source, target
 
 
 def read_prompts(
@@ -753,25 +739,29 @@ def read_prompts(
 ) -> list[str]:
   """Returns the texts that can be decoded, in their order.
 
+  A text that stands several times in a task, in TSV or in JSONL, as with
+  several references, is returned once.
+
   Args:
-    source: path of UTF-8 text, one prompt per line, see `read`; or a task,
-      whose inputs of the split `PROMPTS_SPLIT` are taken, each text once.
+    source: the path of UTF-8 text, one prompt per line, see `read`; or a task,
+      whose split `PROMPTS_SPLIT` has the inputs.
     count: counts the tokens of a text, such as `Engine.num_input_tokens`.
-    limit: the most tokens of a text; longer texts are left out. None: no limit.
+    limit: longer texts are left out; None: no limit.
 
   Raises:
-    ValueError: the file cannot be read, a line of it is not UTF-8 or has more
-      than `files.MAX_LINE` bytes, or no line can be decoded.
+    ValueError: the file cannot be read, a line of it is broken, or no line can
+      be decoded.
   """
   if isinstance(source, str):
-    name, texts = source, read_inputs(source)
+    name = source
+    examples = read(source, targets_field=None, keep_broken=False)
   else:
     name = str(source.files.get(PROMPTS_SPLIT))
-    # A text with several references is there several times.
-    inputs = [example['inputs'] for example in source.texts(PROMPTS_SPLIT)]
-    texts = list(dict.fromkeys(inputs))
-  # Empty texts are left out: any output may follow, which says little about a
-  # pair.
+    examples = source.texts(PROMPTS_SPLIT)
+  texts = [example['inputs'] for example in examples]
+  if not isinstance(source, str) or kind_of(source) != 'txt':
+    texts = list(dict.fromkeys(texts))
+  # Any output may follow an empty text, so it says little about a pair.
   most = math.inf if limit is None else limit
   usable = [text for text in texts if text and 0 < count(text) <= most]
   if not usable:

@@ -1,7 +1,7 @@
 """Turns text into token ids and back, for every kind of vocabulary.
 
-An encoder's inputs are padded with its network's `pad_id` (0, as in T5X; 1 in
-M2M-100), which it ignores: that id must not be text.
+An encoder ignores its network's `pad_id` (0, as in T5X; 1 in M2M-100), so that
+id must not be text.
 """
 
 import copy
@@ -11,8 +11,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
@@ -24,10 +25,10 @@ from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
-_ENDS = (vocabulary.END, '</s>')  # where no file says which
+_ENDS = (vocabulary.END, '</s>')  # if no file names the end of sequence
 _BYTE = re.compile('<0x([0-9A-F]{2})>')
-# How vocabularies of bytes write them: visible characters of Latin-1 as they
-# are, the others in their order as characters from U+0100 on.
+# The characters of byte-level vocabularies: visible ones of Latin-1 stand for
+# themselves, characters from U+0100 on for the other bytes, in their order.
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 _BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
@@ -36,29 +37,116 @@ _BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
 _LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
 
 
-class Tokenizer:
-  """A vocabulary, and what texts begin and end with.
+@runtime_checkable
+class Vocabulary(Protocol):
+  """The contract of a tokenizer.
+
+  `Tokenizer` reads files. A tokenizer of your own is a subclass that has
+  `vocab_size`, `eos_id`, `fingerprint`, `encode` and `decode`; all else has
+  defaults.
+
+  Attributes:
+    vocab_size: V, the largest id plus one.
+    eos_id: the end of sequence.
+    path: where its files are, for messages.
+    before: ids in front of every text, such as `<s>` in CodeT5, except
+      languages.
+    bos_id: the first id in `before`; None in T5, GPT-2 and Qwen.
+    says_ends: whether the vocabulary's own files decide `before` and `after`.
+    start_id: the first id of a decoder-only model's texts where no file names
+      one: the end of sequence for BPE, as in GPT-2, or 0, as in models that
+      were trained here and in T5X's.
+    languages: name -> id of each language's token in the vocabularies of
+      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
+    pieces: id -> its text in the vocabulary's file.
+    split_special_tokens: see `Tokenizer`.
+    skip_special_tokens: see `Tokenizer`.
+  """
+
+  vocab_size: int
+  eos_id: int
+  path: str = ''
+  before: Sequence[int] = ()
+  bos_id: int | None = None
+  says_ends: bool = False
+  start_id: int = 0
+  languages: Mapping[str, int] = types.MappingProxyType({})
+  pieces: Mapping[int, str] = types.MappingProxyType({})
+  split_special_tokens: bool = False
+  skip_special_tokens: bool | None = None
+
+  @property
+  def fingerprint(self) -> str:
+    """Text that differs between vocabularies."""
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of `text`, without those in `before` and `after`."""
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns the text of `ids`."""
+
+  @functools.cached_property
+  def after(self) -> Sequence[int]:
+    """Ids behind every text, such as `</s>`, except languages."""
+    return [self.eos_id]
+
+  @functools.cached_property
+  def least_size(self) -> int:
+    """The least V of a network for this vocabulary.
+
+    Special tokens that no text needs, such as Gemma's place of an image, may
+    lie past it.
+    """
+    return self.vocab_size
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Applies `encode` to each text."""
+    return [self.encode(text) for text in texts]
+
+  def whole(self, text: str, most: int | None = None) -> list[int]:
+    """Returns the ids of a whole text, `before` and `after` included.
+
+    If `after` is empty, the end of sequence alone is added.
+
+    Args:
+      text: the text.
+      most: cuts the text so that all ids are at most so many; None: no limit.
+    """
+    first, last = self.before, self.after
+    if not last:
+      first, last = [], [self.eos_id]
+    ids = self.encode(text)
+    if most is not None:
+      ids = ids[: max(0, most - len(first) - len(last))]
+    return [*first, *ids, *last]
+
+  def is_text(self, token: int) -> bool:
+    """Whether an id is known to be a piece of text."""
+    return False
+
+  def bytes_of(self, token: int) -> bytes:
+    """The bytes of a piece of text, which may be a part of a character."""
+    return b''
+
+  def for_network(
+    self,
+    size: int,
+    split_special_tokens: bool | None = None,
+    skip_special_tokens: bool | None = None,
+  ) -> 'Vocabulary':
+    """Returns this vocabulary as a network of `size` ids reads it."""
+    return self
+
+
+class Tokenizer(Vocabulary):
+  """The vocabulary in a file or folder.
 
   A text is split at the added tokens that it names, such as `<extra_id_0>` of
   T5; the rest is cut into pieces.
 
   Attributes:
-    vocab_size: V, the largest id that the vocabulary's files name plus one.
-    least_size: the least V of a network of this vocabulary: special tokens past
-      it are none that a text must have (Gemma's place of an image).
     pad_id: padding; the end of sequence where the vocabulary has none.
-    eos_id: the end of sequence.
     unk_id: the unknown token; the end of sequence where there is none.
-    before: ids that the vocabulary puts in front of a text, such as `<s>` in
-      CodeT5, except languages.
-    after: ids that it puts behind a text, such as `</s>`, except languages.
-    says_ends: whether the vocabulary's own files say what is in them.
-    bos_id: the id in `before`; None is none, as in T5, GPT-2 and Qwen.
-    start_id: what the texts of a decoder-only model begin with where no file
-      says it: the end of sequence of BPE, as in GPT-2, or 0, as in models that
-      were trained here and in T5X's.
-    languages: name -> id of the token of each language, of the vocabularies of
-      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
     split_special_tokens: as for `__init__`.
     skip_special_tokens: as for `__init__`.
 
@@ -84,46 +172,36 @@ class Tokenizer:
       path: a sentencepiece model, also `gs://bucket/file`; a tokenizer.json; or
         a folder with tokenizer.json, or spiece.model, or vocab.json with
         sentencepiece.bpe.model (M2M-100) or with merges.txt (GPT-2); the first
-        that exists is taken.
-      eos_token: the token that ends a sequence; None is what the folder says.
+        of these that exists is used.
+      eos_token: the token that ends a sequence; None: the one that the folder
+        names.
       split_special_tokens: whether the name of a special token in a text, such
         as `</s>` or `<extra_id_0>`, is text. Otherwise it is that token. Added
         tokens that are not special are tokens in any case. Control tokens of a
-        sentencepiece model that is in no folder are always text.
+        single sentencepiece file are always text.
       skip_special_tokens: whether special tokens have no text in an output.
-        None: they have none, except sentinels.
+        None: only sentinels have a text.
 
     Raises:
-      ValueError: a file is missing or broken or of a kind that is not known,
-        two files contradict each other, id 0 of a sentencepiece model is text,
-        or there is no such token.
+      ValueError: a file is missing, broken or of an unknown kind, two files
+        contradict each other, id 0 of a sentencepiece model is text, or there
+        is no such token.
     """
     check_path(path)
     self.path = os.fspath(path)
     self.split_special_tokens = split_special_tokens
     self.skip_special_tokens = skip_special_tokens
     self._backend, config = vocabulary.open_backend(shipped.find(self.path))
-    self._set_ids(config, eos_token)
-
-  def _set_ids(self, config: dict[str, Any], eos_token: str | None) -> None:
     backend = self._backend
     ids = {piece: i for i, piece in backend.pieces.items()}
-    if eos_token is not None and eos_token not in ids:
-      where = f'eos_token for {self.path!r}'
-      raise unexpected(where, 'a token of this vocabulary', eos_token)
-    eos_token = eos_token or vocabulary.content(config.get('eos_token'))
-    ends = [ids.get(eos_token or ''), *backend.after[-1:]]
-    ends += [ids.get(name) for name in _ENDS]
-    eos_id = next((i for i in ends if i is not None), None)
-    if eos_id is None:
-      where, known = f'{self.path!r}: eos_token', f'one of {[*_ENDS]}'
-      raise unexpected(where, known, eos_token, 'Give it as eos_token.')
-    self.eos_id: int = eos_id
-    pad_token = vocabulary.content(config.get('pad_token')) or '<pad>'
-    self.pad_id: int = ids.get(pad_token, eos_id)
-    self.unk_id: int = ids.get(
-      vocabulary.content(config.get('unk_token')), eos_id
-    )
+    self.eos_id = eos_id = self._end(ids, config, eos_token)
+
+    def id_of(name: str, otherwise: str = '') -> int:
+      token = vocabulary.content(config.get(name)) or otherwise
+      return ids.get(token, eos_id)
+
+    self.pad_id = id_of('pad_token', '<pad>')
+    self.unk_id = id_of('unk_token')
     self._special = {i for i, token in backend.added.items() if token.special}
     if isinstance(backend, PiecesBackend):
       self.unk_id = backend.unk_id
@@ -137,7 +215,7 @@ class Tokenizer:
           [backend.pieces[0], backend.eos_id],
           'Train it with pad_id=0, eos_id=1, unk_id=2.',
         )
-    self.languages: dict[str, int] = {
+    self.languages = {
       match[1] or match[0]: i
       for i in sorted(self._special)
       if (match := _LANGUAGE.fullmatch(backend.pieces[i]))
@@ -147,26 +225,42 @@ class Tokenizer:
     after = backend.after if self.says_ends else [eos_id]
     self.before = [i for i in backend.before if i not in languages]
     self.after = [i for i in after if i not in languages]
-    self.bos_id: int | None = self.before[0] if self.before else None
-    self.start_id: int = eos_id if backend.is_bpe else PAD_ID
+    self.bos_id = self.before[0] if self.before else None
+    self.start_id = eos_id if backend.is_bpe else PAD_ID
     self._set_sizes()
+
+  def _end(
+    self, ids: dict[str, int], config: dict[str, Any], eos_token: str | None
+  ) -> int:
+    """Finds the end of sequence."""
+    if eos_token is not None and eos_token not in ids:
+      where = f'eos_token for {self.path!r}'
+      raise unexpected(where, 'a token of this vocabulary', eos_token)
+    eos_token = eos_token or vocabulary.content(config.get('eos_token'))
+    candidates = [ids.get(eos_token), *self._backend.after[-1:]]
+    for token in candidates + [ids.get(name) for name in _ENDS]:
+      if token is not None:
+        return token
+    where, expected = f'{self.path!r}: eos_token', f'one of {[*_ENDS]}'
+    raise unexpected(where, expected, eos_token, 'Give it as eos_token.')
 
   def _set_sizes(self) -> None:
     backend = self._backend
+    self.pieces = backend.pieces
     self.vocab_size = 1 + max(backend.pieces.keys() - backend.sentinels)
     text = backend.pieces.keys() - self._special
     ends = {self.eos_id, *self.before, *self.languages.values()}
     self.least_size = 1 + max(text | ends)
     skip = self.skip_special_tokens
+    shows = vocabulary.SENTINEL.fullmatch  # by default sentinels are shown
     self._hidden = {
       i
       for i in self._special & backend.pieces.keys()
-      if skip
-      or (skip is None and not vocabulary.SENTINEL.fullmatch(backend.pieces[i]))
+      if skip or (skip is None and not shows(backend.pieces[i]))
     }
 
   def is_text(self, token: int) -> bool:
-    """Whether an id is a piece of text, not padding or a token of its own."""
+    """Whether an id is a piece of text, not padding or an added token."""
     return token in self.pieces and not (
       token in self._special
       or token in self._backend.added
@@ -174,7 +268,7 @@ class Tokenizer:
     )
 
   def bytes_of(self, token: int) -> bytes:
-    """The bytes of a piece of text, of which characters may have several."""
+    """Returns the bytes of a piece, which may be a part of a character."""
     piece = self.pieces.get(token, '')
     if match := _BYTE.fullmatch(piece):
       return bytes([int(match[1], 16)])
@@ -183,32 +277,27 @@ class Tokenizer:
     return piece.replace(vocabulary.BLANK, ' ').encode()
 
   def spellings(self, size: int) -> tuple[dict[bytes, list[int]], bool]:
-    """The bytes of all pieces of text among `size` ids -> their ids.
+    """Groups the pieces of text among the first `size` ids by their bytes.
 
     Returns:
-      These; and whether the blank that an output begins with is no text, as in
-      sentencepiece's vocabularies.
+      Bytes -> ids; and whether the blank that an output begins with is not part
+      of its text, as in sentencepiece's vocabularies.
     """
-    found: dict[bytes, list[int]] = {}
+    ids: dict[bytes, list[int]] = {}
     for token in range(min(size, self.vocab_size)):
       if self.is_text(token) and token not in self._hidden:
-        found.setdefault(self.bytes_of(token), []).append(token)
-    found.pop(b'', None)
-    shows = {
+        ids.setdefault(self.bytes_of(token), []).append(token)
+    ids.pop(b'', None)
+    shows_blank = {
       token: self.decode([token]).startswith(' ')
-      for spelling, tokens in found.items()
+      for spelling, tokens in ids.items()
       if spelling.startswith(b' ')
       for token in tokens
     }
-    begins = not all(shows.values())
-    if begins:  # a blank that is shown, such as a byte, is not the first one
-      found[b' '] = [t for t in found.get(b' ', ()) if not shows[t]]
-    return found, begins
-
-  @property
-  def pieces(self) -> dict[int, str]:
-    """id -> the text that the vocabulary's file has for it."""
-    return self._backend.pieces
+    drops_blank = not all(shows_blank.values())
+    if drops_blank:  # a blank that is shown, such as a byte, never comes first
+      ids[b' '] = [x for x in ids.get(b' ', ()) if not shows_blank[x]]
+    return ids, drops_blank
 
   def for_network(
     self,
@@ -216,31 +305,31 @@ class Tokenizer:
     split_special_tokens: bool | None = None,
     skip_special_tokens: bool | None = None,
   ) -> 'Tokenizer':
-    """This vocabulary, for a network of `size` ids.
+    """Returns this vocabulary for a network of `size` ids.
 
-    A sentencepiece model alone does not say whether there are T5's sentinels
-    behind its pieces; so their names are text if the network lacks their ids.
+    A single sentencepiece file does not say whether T5's sentinels follow its
+    pieces. Their names are text if the network lacks their ids.
 
     Args:
-      size: the network's ids.
-      split_special_tokens: as for `__init__`; None: as it is.
-      skip_special_tokens: likewise.
+      size: the network's number of ids.
+      split_special_tokens: as for `__init__`; None changes nothing.
+      skip_special_tokens: as for `__init__`; None changes nothing.
     """
-    made, backend = copy.copy(self), self._backend
+    result, backend = copy.copy(self), self._backend
     if split_special_tokens is not None:
-      made.split_special_tokens = split_special_tokens
+      result.split_special_tokens = split_special_tokens
     if skip_special_tokens is not None:
-      made.skip_special_tokens = skip_special_tokens
+      result.skip_special_tokens = skip_special_tokens
     if isinstance(backend, PiecesBackend) and backend.sentinels:
-      made._backend = backend.with_sentinels(size > max(backend.sentinels))
-    made._set_sizes()
-    return made
+      result._backend = backend.with_sentinels(size > max(backend.sentinels))
+    result._set_sizes()
+    return result
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """sha256 (hex) of the pieces by id, added tokens left out, and languages.
+    """sha256 (hex) of the pieces, without added tokens, and of languages.
 
-    It is the same for all files of one vocabulary, of whatever kind.
+    It is the same for all kinds of files of one vocabulary.
     """
     added = self._special | self._backend.added.keys()
     pieces = sorted(
@@ -252,7 +341,7 @@ class Tokenizer:
     return hashlib.sha256(text.encode()).hexdigest()
 
   def encode(self, text: str) -> list[int]:
-    """Ids of `text`, without those in `before` and `after`."""
+    """Returns the ids of `text`, without those in `before` and `after`."""
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -260,23 +349,24 @@ class Tokenizer:
     return self._backend.encode(list(texts), not self.split_special_tokens)
 
   def encode_marked(self, text: str) -> list[int]:
-    """Ids of a rendered chat: names of special tokens are those tokens.
+    """Returns the ids of a rendered chat.
 
-    Not so the names that `hide_names` has marked as words of a user.
+    Names of special tokens become those tokens, unless `hide_names` has marked
+    them as a user's words.
 
     Raises:
-      ValueError: the vocabulary makes a special token of other letters than its
-        name, or of a marked name.
+      ValueError: the vocabulary reads a special token out of other letters than
+        its name, or out of a marked name.
     """
     return self._backend.encode_marked(text)
 
   def hide_names(self, text: str) -> str:
     """Marks names of special tokens in a user's words, see `encode_marked`."""
     text = text.replace(vocabulary.MARK, '')
-    found = self._names.encode(text)
+    encoded = self._names.encode(text)
     parts = (
       (i, text[slice(*span)])
-      for i, span in zip(found.ids, found.offsets, strict=True)
+      for i, span in zip(encoded.ids, encoded.offsets, strict=True)
     )
     return ''.join(
       vocabulary.MARK.join([*part, '']) if i else part for i, part in parts
@@ -290,51 +380,34 @@ class Tokenizer:
       vocabulary.added_token(self.pieces[i]) for i in special
     )
 
-  def whole(self, text: str, most: int | None = None) -> list[int]:
-    """Ids of a whole input or output, cut so that its ends are in it.
-
-    Where the vocabulary puts nothing behind a text, that is its end alone.
-
-    Args:
-      text: the text.
-      most: the most ids; None: no limit.
-    """
-    first, last = self.before, self.after
-    if not last:
-      first, last = [], [self.eos_id]
-    ids = self.encode(text)
-    if most is not None:
-      ids = ids[: max(0, most - len(first) - len(last))]
-    return [*first, *ids, *last]
-
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of `ids`; see `skip_special_tokens`.
+    """Returns the text of `ids`; see `skip_special_tokens`.
 
     Raises:
       ValueError: an id is outside the vocabulary.
     """
-    shown = []
+    visible = []
     for token in map(int, ids):
-      is_known = token in self.pieces
-      if not is_known and not 0 <= token < self.vocab_size:
+      has_piece = token in self.pieces
+      if not has_piece and not 0 <= token < self.vocab_size:
         raise ValueError(
           f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
         )
-      if is_known and token not in self._hidden:
-        shown.append(token)
-    return self._backend.decode(shown)
+      if has_piece and token not in self._hidden:
+        visible.append(token)
+    return self._backend.decode(visible)
 
 
-def contradiction(ours: Any, theirs: Any) -> str:
-  """Says which id is one token in `ours` and another in `theirs`; '' if none.
+def contradiction(first: Vocabulary, second: Vocabulary) -> str:
+  """Says which id is a different token in two vocabularies; '' if none is.
 
-  Of two vocabularies one may have tokens more, such as those that a fine-tune
-  added. Of a tokenizer of somebody's own only the fingerprint is known.
+  One of them may have more tokens, such as those that a fine-tune added.
+  Vocabularies without `pieces` are compared by their fingerprints.
   """
-  if not (isinstance(ours, Tokenizer) and isinstance(theirs, Tokenizer)):
-    same = ours.fingerprint == theirs.fingerprint
+  ours, theirs = first.pieces, second.pieces
+  if not (ours and theirs):
+    same = first.fingerprint == second.fingerprint
     return '' if same else 'their fingerprints do'
-  ours, theirs = ours.pieces, theirs.pieces
   if ours is not theirs:
     for i in sorted(ours.keys() & theirs.keys()):
       if ours[i] != theirs[i]:

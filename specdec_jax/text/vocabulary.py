@@ -1,4 +1,4 @@
-"""The files of a vocabulary, and what cuts a text into its pieces.
+"""The files of a vocabulary, and the backends that cut texts into pieces.
 
 The packages tokenizers and sentencepiece are imported when a vocabulary is
 opened, so that work on token arrays needs neither.
@@ -26,7 +26,7 @@ PIECES = 'sentencepiece.bpe.model'  # M2M-100's, whose ids are in vocab.json
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
 _NAMES = 'special_tokens_map.json'  # of folders that transformers 4 wrote
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
-# Stands in the names that are no tokens; Unicode keeps it out of texts.
+# Marks names that are no tokens; Unicode reserves it, so no text has it.
 MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
@@ -44,7 +44,7 @@ _M2M = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
 
 
 def added_token(content: str, **fields: bool) -> Any:
-  """An `AddedToken`, which texts are split at; a special one by default."""
+  """Makes an `AddedToken`, which texts are split at; special by default."""
   import tokenizers
 
   fields = {'special': True, 'normalized': False} | fields
@@ -52,13 +52,13 @@ def added_token(content: str, **fields: bool) -> Any:
 
 
 def splitter(tokens: Iterable[Any]) -> Any:
-  """Finds added tokens in texts, as transformers does; the rest is id 0."""
+  """Makes a processor that finds added tokens; the rest of a text is id 0."""
   import tokenizers
 
   model = tokenizers.models.WordLevel({_REST: 0}, unk_token=_REST)
-  made = tokenizers.Tokenizer(model)
-  made.add_tokens([*tokens])
-  return made
+  processor = tokenizers.Tokenizer(model)
+  processor.add_tokens([*tokens])
+  return processor
 
 
 def is_vocabulary(folder: pathlib.Path) -> bool:
@@ -69,24 +69,24 @@ def is_vocabulary(folder: pathlib.Path) -> bool:
 
 
 def settings(folder: pathlib.Path) -> dict[str, Any]:
-  """What a folder's tokenizer_config.json says; {} without one."""
+  """Reads a folder's tokenizer_config.json; {} without one."""
   return _object_of(folder / _NAMES) | _object_of(folder / SETTINGS)
 
 
 def _object_of(file: pathlib.Path) -> dict[str, Any]:
-  """The object of a JSON file; {} if there is no such file."""
+  """Reads the object in a JSON file; {} if there is no such file."""
   return files.read_json(file) if os.path.lexists(file) else {}
 
 
 def content(token: Any) -> str:
-  """The text of a token in tokenizer_config.json; '' if there is none."""
+  """Returns the text of a token in tokenizer_config.json; '' if missing."""
   if isinstance(token, dict):
     token = token.get('content')
   return token if isinstance(token, str) else ''
 
 
 def named_tokens(config: Mapping[str, Any]) -> list[str]:
-  """The special tokens that tokenizer_config.json names without their ids."""
+  """Returns special tokens that tokenizer_config.json names without ids."""
   names = [value for key, value in config.items() if key.endswith('_token')]
   for key in _LISTS:
     value = config.get(key) or []
@@ -94,24 +94,26 @@ def named_tokens(config: Mapping[str, Any]) -> list[str]:
   return [name for name in map(content, names) if name]
 
 
-def added_tokens(folder: pathlib.Path, config: Mapping[str, Any]):
-  """The added tokens whose ids the files beside a vocabulary say.
+def added_tokens(
+  folder: pathlib.Path, config: Mapping[str, Any]
+) -> dict[int, Any]:
+  """Reads the added tokens with ids in the files beside a vocabulary.
 
   Args:
-    folder: with added_tokens.json, if there are such tokens.
+    folder: the folder, which may have added_tokens.json.
     config: its tokenizer_config.json.
 
   Returns:
-    id -> `AddedToken`, by ids.
+    id -> `AddedToken`, in the order of ids.
 
   Raises:
-    ValueError: an entry is not of the right form, or both files name one id.
+    ValueError: an entry has a wrong form, or two files differ about an id.
   """
-  tokens = {}
+  tokens: dict[int, Any] = {}
   for number, fields in (config.get('added_tokens_decoder') or {}).items():
     try:
-      known = {name: fields[name] for name in _FIELDS & fields.keys()}
-      tokens[int(number)] = added_token(**{'special': False} | known)
+      given = {name: fields[name] for name in _FIELDS & fields.keys()}
+      tokens[int(number)] = added_token(**{'special': False} | given)
     except (AttributeError, TypeError, ValueError) as error:
       where = f'{os.fspath(folder / SETTINGS)!r}: added_tokens_decoder'
       expected = 'ids, each with the fields of a token'
@@ -137,10 +139,10 @@ class JsonBackend:
   Attributes:
     pieces: id -> text of each token.
     added: id -> `AddedToken`, the tokens that a text is split at.
-    before: ids that the vocabulary puts in front of a text.
-    after: ids that it puts behind one.
+    before: ids that stand in front of each text.
+    after: ids that stand behind each text.
     is_bpe: whether its model is BPE.
-    is_byte_level: whether its pieces are of bytes, as GPT-2's.
+    is_byte_level: whether its pieces are made of bytes, as GPT-2's.
     sentinels: ids of T5's sentinels that no file names.
   """
 
@@ -157,11 +159,11 @@ class JsonBackend:
     Args:
       place: a tokenizer.json; or vocab.json, with merges.txt beside it.
       config: the tokenizer_config.json beside it.
-      added: the tokens that the files beside it add to it.
+      added: the result of `added_tokens` for the files beside it.
 
     Raises:
-      ValueError: a file is missing or broken, or of a kind that is not known;
-        or two files contradict each other.
+      ValueError: a file is missing, broken or of an unknown kind; or two files
+        contradict each other.
     """
     import tokenizers
 
@@ -186,7 +188,6 @@ class JsonBackend:
       [name for name in named_tokens(config) if name not in named]
     )
     self._processor = processor
-    self._plain: Any = None
     self.is_bpe = type(processor.model).__name__ == 'BPE'
     self.is_byte_level = 'ByteLevel' in repr(processor.decoder)
     self.added = processor.get_added_tokens_decoder()
@@ -197,18 +198,28 @@ class JsonBackend:
     self.after = marked.ids[len(is_added) - (*is_added[::-1], 0).index(0) :]
 
   def encode(self, texts: Sequence[str], names: bool) -> list[list[int]]:
-    """Ids of texts; `names` says whether names of special tokens are ids."""
-    processor = self._processor
-    if not names:
-      if self._plain is None:
-        self._plain = type(processor).from_str(processor.to_str())
-        self._plain.encode_special_tokens = True
-      processor = self._plain
+    """Returns the ids of texts.
+
+    Args:
+      texts: the texts.
+      names: whether the name of a special token in a text is that token.
+    """
+    processor = self._processor if names else self._without_names
     encodings = processor.encode_batch(texts, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
 
+  def _copy(self) -> Any:
+    return type(self._processor).from_str(self._processor.to_str())
+
+  @functools.cached_property
+  def _without_names(self) -> Any:
+    """A processor that reads names of special tokens as text."""
+    processor = self._copy()
+    processor.encode_special_tokens = True
+    return processor
+
   def encode_marked(self, text: str) -> list[int]:
-    """Ids of a text in whose names MARK may stand, see `Tokenizer`."""
+    """Returns the ids of a text with marked names, see `Tokenizer`."""
     encoded = self._marked.encode(text, add_special_tokens=False)
     for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
       added = self.added.get(token)
@@ -224,20 +235,20 @@ class JsonBackend:
   @functools.cached_property
   def _marked(self) -> Any:
     """A processor that finds special tokens, and then leaves MARK out."""
-    import tokenizers
+    from tokenizers import normalizers
 
-    made = tokenizers.Tokenizer.from_str(self._processor.to_str())
-    parts = [tokenizers.normalizers.Replace(MARK, ''), made.normalizer]
-    made.normalizer = tokenizers.normalizers.Sequence([*filter(None, parts)])
-    return made
+    processor = self._copy()
+    parts = [normalizers.Replace(MARK, ''), processor.normalizer]
+    processor.normalizer = normalizers.Sequence([*filter(None, parts)])
+    return processor
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of ids, special ones included."""
+    """Returns the text of ids, special ones included."""
     return self._processor.decode(ids, skip_special_tokens=False)
 
 
 def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
-  """A processor of a tokenizer.json."""
+  """Makes the processor of a tokenizer.json."""
   data = read_bytes(place)
   try:
     return tokenizers.Tokenizer.from_str(data.decode())
@@ -256,25 +267,25 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
 def _of_vocab(
   tokenizers: Any, place: pathlib.Path, config: Mapping[str, Any]
 ) -> Any:
-  """A processor of vocab.json and merges.txt, as their tokenizer_class says."""
+  """Makes the processor of vocab.json and merges.txt by `tokenizer_class`."""
   paths = [os.fspath(place), os.fspath(place.with_name(MERGES))]
   for path in paths:
     read_bytes(path)
   try:
-    made = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*paths))
+    processor = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*paths))
   except Exception as error:
-    what = f'with {MERGES} it is not a whole vocabulary of byte-level BPE'
-    raise ValueError(f'{paths[0]!r}: {what} ({error}). {_COPY}') from error
+    problem = f'with {MERGES} it is not a whole vocabulary of byte-level BPE'
+    raise ValueError(f'{paths[0]!r}: {problem} ({error}). {_COPY}') from error
   parts = tokenizers.pre_tokenizers
   kind = content(config.get('tokenizer_class'))
   prefix = config.get('add_prefix_space') is True
-  made.pre_tokenizer = parts.ByteLevel(add_prefix_space=prefix)
-  made.decoder = tokenizers.decoders.ByteLevel()
+  processor.pre_tokenizer = parts.ByteLevel(add_prefix_space=prefix)
+  processor.decoder = tokenizers.decoders.ByteLevel()
   if kind.startswith('Qwen2'):
-    made.normalizer = tokenizers.normalizers.NFC()
+    processor.normalizer = tokenizers.normalizers.NFC()
     level = parts.ByteLevel(add_prefix_space=prefix, use_regex=False)
     split = parts.Split(tokenizers.Regex(_QWEN), 'isolated')
-    made.pre_tokenizer = parts.Sequence([split, level])
+    processor.pre_tokenizer = parts.Sequence([split, level])
   ends = [
     content(config.get(name)) if config.get(f'add_{name}') else ''
     for name in ('bos_token', 'eos_token')
@@ -282,20 +293,20 @@ def _of_vocab(
   if kind.startswith('Roberta') or config.get('cls_token'):  # CodeT5's
     names = (('cls_token', _BOS), ('sep_token', _EOS))
     ends = [content(config.get(name)) or usual for name, usual in names]
-  elif made.token_to_id(END) is not None and not config.get('eos_token'):
-    made.add_special_tokens([END])
+  elif processor.token_to_id(END) is not None and not config.get('eos_token'):
+    processor.add_special_tokens([END])
   first, last = ends
   named = [name for name in ends if name]
-  made.add_special_tokens(named)
-  made.post_processor = tokenizers.processors.TemplateProcessing(
+  processor.add_special_tokens(named)
+  processor.post_processor = tokenizers.processors.TemplateProcessing(
     f'{first} $A {last}'.strip(),
-    special_tokens=[(name, made.token_to_id(name)) for name in named],
+    special_tokens=[(name, processor.token_to_id(name)) for name in named],
   )
-  return made
+  return processor
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-  """A file of a vocabulary, on this machine or `gs://bucket/file`.
+  """Reads a file of a vocabulary, on this machine or `gs://bucket/file`.
 
   Raises:
     ValueError: it cannot be read.
@@ -311,15 +322,16 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 class PiecesBackend:
   """A sentencepiece model, with the methods and attributes of `JsonBackend`.
 
-  Names of the model's own control tokens are text if the model is a file of no
-  folder, as in seqio; in a folder they are those tokens, as in transformers.
+  The name of a control token is text if the model is a single file, as in
+  seqio; in a folder it is that token, as in transformers.
 
   Attributes:
-    size: pieces of the model.
-    control: id -> `AddedToken`, the tokens without a text of their own.
-    unk_id, eos_id: ids of what is in no piece and of the end of sequence.
-    sentinels: T5's vocabulary has 100 of them behind its pieces, in seqio and
-      in transformers.
+    size: number of pieces of the model.
+    control: id -> `AddedToken`, the tokens that have no text.
+    unk_id: the id of text that no piece covers.
+    eos_id: the end of sequence.
+    sentinels: in T5's vocabulary 100 ids after the pieces, as in seqio and in
+      transformers.
   """
 
   before: list[int] = []
@@ -336,12 +348,12 @@ class PiecesBackend:
 
     Args:
       path: the model, on this machine or `gs://bucket/file`.
-      config: the tokenizer_config.json of its folder; None if it is of none.
-      added: the tokens that the files beside it add to it.
-      numbers: piece -> id, where these are not the model's own.
+      config: the tokenizer_config.json of its folder; None without a folder.
+      added: the result of `added_tokens` for its folder.
+      numbers: piece -> id, if another file numbers the pieces.
 
     Raises:
-      ValueError: as of `JsonBackend`.
+      ValueError: as for `JsonBackend`.
     """
     self._processor = model = _sentencepiece(path)
     ids_of = {model.id_to_piece(i): i for i in range(model.vocab_size())}
@@ -391,18 +403,18 @@ class PiecesBackend:
     return count if isinstance(count, int) else 0
 
   def with_sentinels(self, exist: bool) -> 'PiecesBackend':
-    """A copy that names the `sentinels`, or has none."""
-    made = copy.copy(self)
-    gone = set() if exist else self.sentinels
-    made.added = {i: token for i, token in self.added.items() if i not in gone}
-    made.pieces = {
-      i: token for i, token in self.pieces.items() if i not in gone
-    }
-    made.sentinels, made._splitters = set(), {}
-    return made
+    """Returns a copy whose `sentinels` are added tokens, or do not exist."""
+    backend = copy.copy(self)
+    if not exist:
+      backend.added, backend.pieces = (
+        {i: value for i, value in of.items() if i not in self.sentinels}
+        for of in (self.added, self.pieces)
+      )
+    backend.sentinels, backend._splitters = set(), {}
+    return backend
 
   def encode(self, texts: Sequence[str], names: bool) -> list[list[int]]:
-    """As of `JsonBackend`."""
+    """See `JsonBackend`."""
     if names not in self._splitters:
       tokens = [x for x in self.added.values() if names or not x.special]
       any_name = '|'.join(re.escape(token.content) for token in tokens)
@@ -425,7 +437,7 @@ class PiecesBackend:
     return rows
 
   def encode_marked(self, text: str) -> list[int]:
-    """As of `JsonBackend`."""
+    """See `JsonBackend`."""
     return self.encode([text], True)[0]
 
   def _encode(self, text: str) -> list[int]:
@@ -435,7 +447,7 @@ class PiecesBackend:
     return [self._numbers.get(piece, self.unk_id) for piece in pieces]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """As of `JsonBackend`."""
+    """See `JsonBackend`."""
     text = ''
     marked = self.added | self.control
     for is_marked, run in itertools.groupby(ids, marked.__contains__):
@@ -443,8 +455,7 @@ class PiecesBackend:
         text += ''.join(marked[i].content for i in run)
         continue
       pieces = [self.pieces[i] for i in run]
-      # The package takes all blanks that a text begins with for its own, and
-      # transformers the first one.
+      # The package drops all blanks at a text's begin, transformers the first.
       part = self._processor.decode(['a', *pieces])[1:]
       is_first = not text and pieces[0].startswith(BLANK)
       text += part[1:] if is_first else part
@@ -452,7 +463,7 @@ class PiecesBackend:
 
 
 def _sentencepiece(path: str | os.PathLike[str]) -> Any:
-  """A processor of a sentencepiece model."""
+  """Makes the processor of a sentencepiece model."""
   import sentencepiece
 
   proto = read_bytes(path)
@@ -461,24 +472,22 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
       raise RuntimeError('the file is empty')
     return sentencepiece.SentencePieceProcessor(model_proto=proto)
   except (RuntimeError, TypeError) as error:
-    what = f'{len(proto)} bytes are not a whole sentencepiece model'
-    raise ValueError(f'{os.fspath(path)!r}: {what}. {_COPY}') from error
+    problem = f'{len(proto)} bytes are not a whole sentencepiece model'
+    raise ValueError(f'{os.fspath(path)!r}: {problem}. {_COPY}') from error
 
 
 def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
-  """M2M-100's: a sentencepiece model whose pieces vocab.json numbers.
+  """Opens M2M-100's: a sentencepiece model whose pieces vocab.json numbers.
 
-  The languages' tokens follow, in an order that is in no file of the folder.
+  The languages' tokens follow, in an order that no file of the folder has.
   """
   path = folder / VOCAB
   numbers = _object_of(path)
-  # The languages follow, so that a part of it would give them other ids.
-  is_whole = sorted(numbers.values(), key=str) == sorted(
-    range(len(numbers)), key=str
-  )
+  # If pieces were missing, the languages after them would get wrong ids.
+  is_whole = {*map(repr, numbers.values())} == {*map(repr, range(len(numbers)))}
   if not is_whole or not {*_M2M} <= numbers.keys():
-    what = f'pieces of M2M-100 with {[*_M2M]}, numbered from 0'
-    raise unexpected(repr(os.fspath(path)), what, numbers, _COPY)
+    expected = f'pieces of M2M-100 with {[*_M2M]}, numbered from 0'
+    raise unexpected(repr(os.fspath(path)), expected, numbers, _COPY)
   from specdec_jax.checkpoints.families import WORDS  # brings JAX
 
   codes = content(config.get('language_codes')) or 'm2m100'
@@ -495,33 +504,32 @@ def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
 def open_backend(
   path: str,
 ) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
-  """A vocabulary's backend, and the tokenizer_config.json beside it."""
-  place = pathlib.Path(path)
-  is_folder = '://' not in path and place.is_dir()
+  """Returns a vocabulary's backend, and the tokenizer_config.json beside it."""
+  place, is_remote = pathlib.Path(path), '://' in path
+  is_folder = not is_remote and place.is_dir()
   folder = place if is_folder else place.parent
-  names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
   if is_folder:
-    name = next((name for name in names if os.path.lexists(folder / name)), '')
-  else:
-    beside = any(os.path.lexists(folder / name) for name in (SETTINGS, ADDED))
-    name = place.name if place.name in names[:2] and beside else ''
-  if name:
-    config = settings(folder)
-    if name == PIECES:
-      return _m2m_backend(folder, config), config
-    added = added_tokens(folder, config)
-    if name == SENTENCEPIECE:
-      return PiecesBackend(folder / name, config, added), config
-    backend = JsonBackend(folder / name, config, added)
-    if is_folder and name == TOKENIZER:
-      _check_same(folder, backend)
-    return backend, config
-  if is_folder:
-    expected = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
-    raise unexpected(f'vocabulary {path!r}', expected, 'a folder without')
-  if place.suffix == '.json' and '://' not in path:
-    return JsonBackend(place, {}, {}), {}
-  return PiecesBackend(path), {}
+    names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
+    places = [folder / x for x in names if os.path.lexists(folder / x)]
+    if not places:
+      expected = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
+      raise unexpected(f'vocabulary {path!r}', expected, 'a folder without')
+    place = places[0]
+  elif place.name not in (TOKENIZER, SENTENCEPIECE) or not any(
+    os.path.lexists(folder / name) for name in (SETTINGS, ADDED)
+  ):
+    is_json = place.suffix == '.json' and not is_remote
+    return JsonBackend(place, {}, {}) if is_json else PiecesBackend(path), {}
+  config = settings(folder)
+  if place.name == PIECES:
+    return _m2m_backend(folder, config), config
+  added = added_tokens(folder, config)
+  if place.name == SENTENCEPIECE:
+    return PiecesBackend(place, config, added), config
+  backend = JsonBackend(place, config, added)
+  if is_folder and place.name == TOKENIZER:
+    _check_same(folder, backend)
+  return backend, config
 
 
 def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:

@@ -1,4 +1,4 @@
-"""What a training run sees: pairs of token sequences, joined into batches.
+"""Training data: pairs of token sequences, packed into batches.
 
 A pair has no end-of-sequence ids and no padding: an example may join several
 pairs, and gets one end-of-sequence id after it is joined.
@@ -30,54 +30,54 @@ Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 def lengths_of(pairs: Pairs) -> np.ndarray:
-  """The lengths of both sides of each pair: int64[2, N]."""
+  """Returns the lengths of both sides of each pair, int64[2, N]."""
   sizes = [(len(source), len(target)) for source, target in pairs]
   return np.array(sizes, np.int64).reshape(-1, 2).T
 
 
 def digest(pairs: Pairs) -> str:
-  """sha256 (hex) of all ids and lengths."""
-  found = hashlib.sha256(lengths_of(pairs).tobytes())
+  """Returns the sha256 (hex) of all ids and lengths."""
+  sha256 = hashlib.sha256(lengths_of(pairs).tobytes())
   for ids in itertools.chain.from_iterable(pairs):
-    found.update(np.asarray(ids, np.int32).tobytes())
-  return found.hexdigest()
+    sha256.update(np.asarray(ids, np.int32).tobytes())
+  return sha256.hexdigest()
 
 
 class Batch(NamedTuple):
-  """Padded rows in N parts; a row that is all padding has no weight.
+  """Padded rows in N parts; a row of nothing but padding has no weight.
 
   Attributes:
     inputs: int32[N, B, L], source ids, end of sequence, `PAD_ID`.
     targets: int32[N, B, S], target ids, end of sequence, `NO_TOKEN`.
-    known: what an objective has computed of the batch before, see
-      `losses.Distillation.known`; None is nothing.
+    features: the target's, see `losses.Distillation.features`; None lets the
+      objective compute them.
   """
 
   inputs: Any
   targets: Any
-  known: Any = None
+  features: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class PackingConfig:
-  """How pairs become batches.
+  """The settings by which pairs become batches.
 
   Attributes:
     weights: weights[k] is proportional to the number of examples that join
-      k + 1 pairs. Joining is plain concatenation: to the model it looks like a
-      text of several sentences.
-    buckets: increasing lengths, the only ones a batch may have; an example goes
-      into the smallest bucket that holds its source and its target. One program
-      is compiled for each bucket.
-    tokens_per_batch: about how many places a batch has on each side.
-    tokens_per_part: about how many places a part of a batch has; a batch is
+      k + 1 pairs. Joining is plain concatenation: to the model an example looks
+      like a text of several sentences.
+    buckets: increasing lengths, the only ones that a batch may have; an example
+      goes into the smallest bucket that holds its source and its target. One
+      program is compiled for each bucket.
+    tokens_per_batch: places that a batch has on each side, roughly.
+    tokens_per_part: places that a part of a batch has, roughly. A batch is
       computed part by part, and the gradients are summed. On a CPU the logits
-      of a part then stay in its cache; 0 is one part, the whole batch, for a
-      GPU or TPU.
+      of a part then stay in its cache; 0, for a GPU or TPU, makes the whole
+      batch one part.
     max_targets: if > 0, the most target places per row, for data whose targets
-      are much shorter than its sources; 0 is as many as source places.
+      are much shorter than its sources; 0 allows as many as source places.
     seed: decides order and joining. Together with the step it decides a batch.
-    eos_id: the end of sequence; of a run over text, its vocabulary's.
+    eos_id: the end of sequence; a run over text takes its vocabulary's.
   """
 
   weights: tuple[Amount, ...] = (0.4, 0.25, 0.2, 0.15)
@@ -113,14 +113,17 @@ class PackingConfig:
       check_number(f'PackingConfig.{name}', getattr(self, name), number)
 
   def target_places(self, length: int) -> int:
-    """Places on the target side of a bucket."""
+    """Returns the number of places on the target side of a bucket."""
     return min(length, self.max_targets or length)
 
 
 class _Plan(NamedTuple):
   """One epoch: pairs in order, cut into examples, gathered into batches.
 
-  Example i joins the pairs order[bounds[i]:bounds[i + 1]].
+  Attributes:
+    order: int64[N], numbers of pairs.
+    bounds: int64[M + 1]; example i joins order[bounds[i]:bounds[i + 1]].
+    batches: the length of each batch, and the numbers of its examples.
   """
 
   order: np.ndarray
@@ -134,31 +137,37 @@ class PackedBatches:
   An epoch shuffles the pairs, joins neighbours, and sorts examples into
   buckets. Examples that do not fill a batch move on to the next longer bucket;
   the last batch has empty rows.
+
+  Attributes:
+    num_dropped: pairs that are empty or too long.
+    regroups: whether each epoch makes its own batches; otherwise it shuffles
+      those of the first epoch.
   """
 
   def __init__(
     self, pairs: Pairs, config: PackingConfig, regroups: bool = True
   ):
-    """Checks that there is something to train on.
+    """Drops the pairs that are empty or do not fit the longest bucket.
 
     Args:
       pairs: the data.
-      config: how they become batches.
-      regroups: whether an epoch makes batches anew; if not, it shuffles those
-        of the first one.
+      config: the settings.
+      regroups: see the class.
 
     Raises:
-      ValueError: no pair fits the longest bucket.
+      ValueError: no pair is left.
     """
     self._pairs = pairs
     self._config = config
-    self._regroups = regroups
+    self.regroups = regroups
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
     # An end-of-sequence id follows the last pair.
-    self._most = np.array([[longest], [config.target_places(longest)]]) - 1
+    self._max_lengths = (
+      np.array([[longest], [config.target_places(longest)]]) - 1
+    )
     # Empty sides teach nothing.
-    is_usable = (self._lengths > 0) & (self._lengths <= self._most)
+    is_usable = (self._lengths > 0) & (self._lengths <= self._max_lengths)
     self._usable = np.flatnonzero(is_usable.all(0))
     self.num_dropped = len(pairs) - len(self._usable)
     if not len(self._usable):
@@ -167,26 +176,26 @@ class PackedBatches:
         f' bucket of PackingConfig.buckets, {config.buckets[-1]}, and'
         f' max_targets, {config.max_targets}, with its end.'
       )
-    # One plan is a few MB; it is enough to keep the first and the current one.
+    # A plan takes a few MB; only the first and the current one are needed.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
 
   @property
   def num_places(self) -> int:
-    """Places of all inputs and targets of the first epoch, padding included."""
+    """The number of places of the first epoch, padding included."""
     sides = [self._shapes(length)[:2] for length, _ in self._plan(0).batches]
     return sum(math.prod(shape) for both in sides for shape in both)
 
   def empty_batches(self) -> list[Batch]:
-    """A batch of padding for each bucket of the first epoch.
+    """Returns a batch of padding for each bucket of the first epoch.
 
-    A later epoch may have a bucket that the first one does not use.
+    A later epoch may use a bucket that the first one does not.
     """
     plan = self._plan(0)
     lengths = sorted({length for length, _ in plan.batches})
     return [self._gather(plan, length, plan.order[:0]) for length in lengths]
 
   def _shapes(self, length: int) -> Batch:
-    """The shapes (N, B, L) and (N, B, S) of a bucket's batch."""
+    """Returns the shapes (N, B, L) and (N, B, S) of a bucket's batch."""
     budget = self._config.tokens_per_batch
     rows = max(1, (self._config.tokens_per_part or budget) // length)
     parts = max(1, budget // (rows * length))
@@ -194,19 +203,19 @@ class PackedBatches:
     return Batch((parts, rows, length), (parts, rows, places))
 
   def epoch(self, number: int = 0, begin: int = 0) -> Iterator[Batch]:
-    """The batches of one epoch, from the one with the index `begin` on."""
+    """Yields the batches of one epoch, from the index `begin` on."""
     plan = self._plan(number)
     for length, examples in plan.batches[begin:]:
       yield self._gather(plan, length, examples)
 
   def stream(self, step: int = 0) -> Iterator[tuple[float, Batch]]:
-    """The batches of all epochs, from a step on.
+    """Yields the batches of all epochs, from a step on.
 
     Args:
       step: steps that have been done.
 
     Yields:
-      How many times the data has been seen before a batch, and the batch.
+      The epochs before a batch, with a fraction; and the batch.
     """
     for number in itertools.count():
       size = len(self._plan(number).batches)
@@ -215,12 +224,12 @@ class PackedBatches:
         yield number + index / size, batch
 
   def examples(self) -> Pairs:
-    """The examples of the first epoch in random order: the joined pairs."""
+    """Returns the joined pairs of the first epoch, in random order."""
     plan = self._plan(0)
     return [self._joined(plan, i) for i in range(len(plan.bounds) - 1)]
 
   def _joined(self, plan: _Plan, example: int) -> tuple[list[int], list[int]]:
-    """The source and the target of an example."""
+    """Returns the source and the target of an example."""
     begin, end = plan.bounds[example : example + 2]
     pairs = [self._pairs[i] for i in plan.order[begin:end]]
     sources, targets = zip(*pairs, strict=True)
@@ -228,7 +237,7 @@ class PackedBatches:
 
   def _make_plan(self, number: int) -> _Plan:
     rng = np.random.default_rng([self._config.seed, number])
-    if number and not self._regroups:
+    if number and not self.regroups:
       plan = self._plan(0)
       shuffled = rng.permutation(len(plan.batches))
       return plan._replace(batches=[plan.batches[i] for i in shuffled])
@@ -240,7 +249,7 @@ class PackedBatches:
     return _Plan(order, bounds, batches)
 
   def _join(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Where examples begin in `order`, and the end; no example is too long."""
+    """Returns `bounds` of a plan whose examples all fit."""
     weights = np.asarray(self._config.weights, np.float64)
     sizes = 1 + rng.choice(
       len(weights), size=len(order), p=weights / weights.sum()
@@ -248,7 +257,7 @@ class PackedBatches:
     ends = np.cumsum(sizes)
     bounds = np.array([0, *ends[ends < len(order)], len(order)])
     totals = np.pad(self._lengths[:, order].cumsum(1), ((0, 0), (1, 0)))
-    fits = (np.diff(totals[:, bounds]) <= self._most).all(0)
+    fits = (np.diff(totals[:, bounds]) <= self._max_lengths).all(0)
     # If joined pairs are too long, the example is split into its pairs again.
     starts = np.repeat(~fits, np.diff(bounds))
     starts[bounds[:-1]] = True

@@ -1,8 +1,7 @@
-"""What training minimises: cross-entropy, distillation, heads.
+"""The objectives of training: cross-entropy, distillation, heads.
 
-An objective is a pytree with one method, see `Objective`. Parameters of a
-frozen target are leaves of it, so that they are arguments of the compiled step
-and not literals in it.
+An `Objective` is a pytree. The parameters of a frozen target are its leaves, so
+that they are arguments of the compiled step and not literals in it.
 """
 
 import functools
@@ -13,41 +12,41 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specdec_jax.models.base import Params, reads_encoder
+from specdec_jax.models.base import Params
 from specdec_jax.training.data import NO_TOKEN, Batch
 
 Sums = dict[str, jax.Array]
 
 
 class Objective(Protocol):
-  """A loss, and what is measured on held-out data."""
+  """A loss, and the measures that are reported with it."""
 
   def sums(
     self, params: Params, batch: Batch, key: jax.Array | None = None
   ) -> Sums:
-    """Sums over the tokens that count.
+    """Sums the loss and the measures over the tokens that count.
 
     Args:
       params: the parameters that learn.
       batch: one part of a batch, [B, L].
-      key: of the dropout in training; None is an evaluation, which has no
-        dropout and may measure more.
+      key: PRNG key of the dropout in training; None evaluates, without dropout
+        and perhaps with more measures.
 
     Returns:
-      'loss', what training minimises; 'tokens', the number of tokens; and
-      others, which are reported divided by that number.
+      'loss', which training minimises; 'tokens', the number of tokens; and
+      other sums, which are reported divided by that number.
     """
 
 
 def teacher_forced(
   targets: jax.Array, start_id: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """What a decoder reads, what it is to say, and which places count.
+  """Returns a decoder's inputs, its targets, and weights of the places.
 
   Args:
     targets: int32[B, S], `NO_TOKEN` past each row's end.
-    start_id: the id that a decoder begins with. None: texts begin with nothing,
-      so that the first token is only read.
+    start_id: the id that a decoder begins with; None if it begins with a text's
+      first token, which is then read but not predicted.
 
   Returns:
     Decoder inputs int32[B, S], targets int32[B, S] and weights float32[B, S],
@@ -66,12 +65,12 @@ def teacher_forced(
 def distillation(
   draft_logits: jax.Array, target_logits: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """How far the drafter's distribution is from the target's, at each token.
+  """Measures how far the drafter's distributions are from the target's.
 
   The loss is Jeffreys' divergence, D(target || draft) + D(draft || target): the
-  forward part alone is as good for greedy proposals, the reverse part gains for
-  sampled ones (`benchmarks/divergences.py`), and is slower in the first
-  thousand steps of random parameters. alpha is sum_x min(target(x), draft(x))
+  forward part alone is as good for greedy proposals; the reverse part helps
+  sampled ones (`benchmarks/divergences.py`), and slows the first thousand steps
+  of random parameters down. alpha is sum_x min(target(x), draft(x))
   (Leviathan et al. 2023, Corollary 3.6). Only the drafter's logits have a
   gradient, and only through the first result.
 
@@ -97,7 +96,7 @@ _static = functools.partial(flax.struct.field, pytree_node=False)
 class CrossEntropy:
   """Maximum likelihood of the targets; an `Objective`.
 
-  An evaluation has the plain likelihood, and 'accuracy'.
+  An evaluation reports the plain likelihood, and 'accuracy'.
 
   Attributes:
     model: has `logits(params, inputs, decoder_inputs, dropout_key)`.
@@ -126,12 +125,12 @@ class CrossEntropy:
 
 @flax.struct.dataclass
 class Distillation:
-  """A drafter learns to propose what its target would say; an `Objective`.
+  """A drafter learns to propose its target's next tokens; an `Objective`.
 
   The training sequences should be the target's own outputs
   (`outputs.generate_outputs`), because a drafter in use continues such outputs.
-  Reported are 'alpha', the expected acceptance rate at temperature 1, and in an
-  evaluation 'agreement', how often the argmaxes are the same (temperature 0).
+  It reports 'alpha', the expected acceptance rate at temperature 1, and in an
+  evaluation 'agreement', the share of equal argmaxes (temperature 0).
 
   Attributes:
     draft: the model that learns; it may read the target's encoder.
@@ -145,8 +144,8 @@ class Distillation:
   target_params: Any
   start_id: int | None = _static(default=0)
 
-  def known(self, batch: Batch) -> dict[str, jax.Array]:
-    """What does not change while the drafter learns, to be computed once.
+  def features(self, batch: Batch) -> dict[str, jax.Array]:
+    """Computes what stays the same while the drafter learns, in half precision.
 
     Returns:
       float16[B, S, M], the target's 'features' along the targets, and
@@ -156,25 +155,25 @@ class Distillation:
 
   def _read(self, batch):
     fed, _, _ = teacher_forced(batch.targets, self.start_id)
-    known = {}
-    if reads_encoder(self.draft):
-      known['encoded'] = self.target.encode(self.target_params, batch.inputs)
+    arrays = {}
+    if self.draft.reads_encoder:
+      arrays['encoded'] = self.target.encode(self.target_params, batch.inputs)
     args = self.target_params, batch.inputs, fed
-    return known | {'features': self.target.features(*args, **known)}
+    return arrays | {'features': self.target.features(*args, **arrays)}
 
   def sums(self, params, batch, key=None):
-    known = self._read(batch) if batch.known is None else batch.known
-    known = jax.tree.map(lambda x: x.astype(jnp.float32), known)
-    target = self.target.head(self.target_params, known.pop('features'))
+    arrays = self._read(batch) if batch.features is None else batch.features
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    target = self.target.head(self.target_params, arrays.pop('features'))
     fed, _, mask = teacher_forced(batch.targets, self.start_id)
     draft = self.draft.logits(
-      params, batch.inputs, fed, dropout_key=key, **known
+      params, batch.inputs, fed, dropout_key=key, **arrays
     )
     compared = self._compared(draft, target, mask, key is None)
     return compared | {'tokens': mask.sum()}
 
   def _compared(self, draft, target, mask, evaluates) -> Sums:
-    """Sums of loss, alpha and, in an evaluation, agreement."""
+    """Sums the loss, alpha and, in an evaluation, the agreement."""
     draft, target = draft.astype(jnp.float32), target.astype(jnp.float32)
     nats, alpha = distillation(draft, target)
     sums = {'loss': jnp.sum(nats * mask), 'alpha': jnp.sum(alpha * mask)}
@@ -186,12 +185,12 @@ class Distillation:
 
 @flax.struct.dataclass
 class HeadDistillation(Distillation):
-  """Head i follows the target's distribution i places on; an `Objective`.
+  """Head i learns the target's distribution i places later; an `Objective`.
 
-  All places of a sequence are taken at once, teacher forced: at the place of
+  All places of a sequence are trained at once, teacher forced: at the place of
   its token d_s, heads read the feature whose logits gave d_s (zeros for the
   start token) and the embeddings of d_s and of the tokens after it. 'alpha_i'
-  and 'agreement_i' are those of head i, behind accepted proposals.
+  and 'agreement_i' are measured for head i after accepted proposals.
 
   Attributes:
     draft: a `drafters.heads.Heads`; the target is a network of this library.
@@ -203,13 +202,13 @@ class HeadDistillation(Distillation):
   def sums(self, params, batch, key=None):
     fed, _, mask = teacher_forced(batch.targets, self.start_id)
     features = self.target.features(self.target_params, batch.inputs, fed)
-    wanted = self.target.head(self.target_params, features)
+    target = self.target.head(self.target_params, features)
     embedded = self.target.embed(self.target_params, fed)
     before = jnp.pad(features[:, :-1], ((0, 0), (1, 0), (0, 0)))
     sums = {'loss': jnp.float32(0), 'tokens': mask.sum()}
     places = mask.shape[1]
     for i in range(min(self.draft.num_heads, places)):
-      # Head i at place s is to say what the target says at place s + i.
+      # Head i at place s learns the target's distribution at place s + i.
       count = places - i
       read = jnp.stack(
         [embedded[:, j : j + count] for j in range(1 + i)],
@@ -218,7 +217,7 @@ class HeadDistillation(Distillation):
       states = self.draft.apply(params, i, before[:, :count], read)
       logits = self.target.head(self.target_params, states)
       counted = mask[:, i:]
-      head = self._compared(logits, wanted[:, i:], counted, key is None)
+      head = self._compared(logits, target[:, i:], counted, key is None)
       sums['loss'] += self.decay**i * head.pop('loss')
       # Scaled, so that a division by all tokens gives the mean over the head's.
       scale = sums['tokens'] / jnp.maximum(counted.sum(), 1.0)

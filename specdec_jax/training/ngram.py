@@ -11,8 +11,9 @@ import rich.console
 from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import json_object, text_lines, writable
-from specdec_jax.measure.table import Table, started
-from specdec_jax.text.tasks import kind_of, usable
+from specdec_jax.report import record
+from specdec_jax.report.table import Table
+from specdec_jax.text.tasks import kind_of, read
 from specdec_jax.text.tokenizer import Tokenizer
 
 
@@ -20,9 +21,9 @@ from specdec_jax.text.tokenizer import Tokenizer
 class FitNgramConfig:
   """An n-gram table and the files that it is fitted to.
 
-  The ending of a file's name says what it is (with or without `.gz`): `.jsonl`
-  has records, such as predictions.jsonl of `specdec decode` or the
-  -predict.jsonl-00000-of-00001 of a task; `.tsv` has source<TAB>target lines,
+  The ending of a file's name tells its format (with or without `.gz`): `.jsonl`
+  holds records, such as predictions.jsonl of `specdec decode` or the
+  -predict.jsonl-00000-of-00001 of a task; `.tsv` holds source<TAB>target lines,
   of which the targets are used; any other file is text, one output per line.
 
   Attributes:
@@ -30,12 +31,11 @@ class FitNgramConfig:
     train_files: files to fit the table to.
     output_file: the table, `.npz`.
     order: n; 1 is a unigram, 2 a bigram.
-    field: field of a record that holds its output: text, or the ids that were
-      produced.
+    field: field of a record that holds its output, as text or as ids.
     start_id: id that the target's decoder begins with, 0 in the T5 family; None
-      is none.
-    max_continuations: entries kept per context.
-    min_count: contexts seen less often are left out.
+      if it begins with the text itself.
+    max_continuations: the most entries per context.
+    min_count: contexts that occur less often are left out.
 
   Raises:
     ValueError: there is no file, or no such id.
@@ -64,14 +64,14 @@ class FitNgramConfig:
 def fit_ngram(
   config: FitNgramConfig, console: rich.console.Console | None = None
 ) -> NGramTable:
-  """Fits a table, writes it, and prints what it holds.
+  """Fits a table, writes it, and prints its sizes.
 
   Raises:
     ValueError: a number is too small or the output cannot be written (before a
       file is read); a file is missing or broken, an id is outside the
       vocabulary, or the corpus is too small for the order.
   """
-  console = started(config, console)
+  console = record.begin(console, config.output_file)
   first = [] if config.start_id is None else [config.start_id]
 
   def sequences() -> Iterator[list[int]]:
@@ -100,10 +100,10 @@ def fit_ngram(
 
 
 def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
-  """Yields the ids of each output of a file, its end included.
+  """Yields the ids of each output of a file.
 
-  Ids that were produced are taken as they are; an output that was cut short has
-  no end.
+  Text gets an end of sequence; ids are taken as they are, because an output
+  that was cut short has no end.
 
   Args:
     path: see `FitNgramConfig`.
@@ -121,7 +121,7 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
     )
   else:
     side = 'targets' if kind == 'tsv' else 'inputs'
-    values = (example[side] for example in usable(path, kind=kind))
+    values = (example[side] for example in read(path, kind, keep_broken=False))
   for number, value in enumerate(values, 1):
     several = is_a(value, list) and not is_a(value, list[int])
     for output in value if several else [value]:

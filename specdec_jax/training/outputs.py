@@ -1,7 +1,6 @@
-"""A model's own outputs for many sources, made by the plain decoding loop."""
+"""Decodes many sources with a model itself, by the plain decoding loop."""
 
 import dataclasses
-import json
 import math
 import os
 import time
@@ -11,13 +10,13 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from specdec_jax import files, partitioning
+from specdec_jax import partitioning
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks.fields import Bound, Checked, unexpected
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.files import same_run
-from specdec_jax.models import base
+from specdec_jax.files.run_log import RunLog
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import example_keys, new_request
@@ -30,22 +29,23 @@ PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 # A batch ends when at most this share of its rows is unfinished, and these are
 # cut off: a row that repeats itself does not hold up the others.
 _MOST_UNFINISHED = 0.05
-_ROUNDS_A_LOOK = 4  # rounds between two looks of the host for unfinished rows
+_ROUNDS_A_LOOK = 4  # rounds before the host counts unfinished rows again
 _LOG_SECONDS = 15
 _COMPLETE = 'complete'  # the last line of a file of outputs
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputsConfig(Checked):
-  """How outputs are generated.
+  """The settings that outputs are generated with.
 
   Attributes:
-    num_examples: the most sources to decode; 0 is all.
-    max_minutes: if > 0, no batch is begun after this time, which a run that
-      goes on has anew. Batches come in random order, so that the outputs made
-      until then are a fair sample.
+    num_examples: the most sources to decode; 0 decodes all.
+    max_minutes: if > 0, no batch begins after this time, which a run that is
+      started again has once more. Batches come in random order, so that the
+      outputs until then are a fair sample.
     temperatures: batches take these alternately; 0 is greedy.
-    batch_size: rows decoded together, of similar source lengths.
+    batch_size: rows that are decoded together; their sources have similar
+      lengths.
     max_ratio, max_extra: an output may have max_ratio tokens per token of its
       source, and max_extra more.
     seed: the random numbers of an example derive from this seed and the
@@ -61,7 +61,7 @@ class OutputsConfig(Checked):
   seed: int = 0
 
   def limit(self, source_length: int) -> int:
-    """Tokens that the output of a source may have, its end included."""
+    """Returns the most tokens of a source's output, its end included."""
     return int(self.max_ratio * source_length) + self.max_extra
 
 
@@ -79,21 +79,22 @@ def decode(
   """Decodes a batch of sources: one loop over as many rows as a batch has.
 
   An engine, whose rows come and go, takes twice as long for outputs as short as
-  these: the loop here ends when few rows are unfinished.
+  these: this loop ends when few rows are unfinished.
 
   Args:
     model: the network.
     params: its parameters, as `partitioning.place` returns them.
-    config: how outputs are generated.
-    sources: ids, at most `batch_size`, each without its end of sequence.
+    config: the settings.
+    sources: at most `batch_size` lists of ids, without an end of sequence.
     ids: the examples' numbers, from which their random numbers derive.
     width: places for a source and its end; a program is compiled for each.
     temperature: 0 is greedy.
-    start_id: what a decoder-only model reads first; it reads no source.
+    start_id: the id that a decoder-only model reads first; it reads no source.
     eos_id: the end of sequence of sources and outputs.
 
   Returns:
-    An output for each source, without its end; None did not end by itself.
+    An output for each source, without its end; None if it did not end by
+    itself.
   """
   batch = config.batch_size
   inputs = np.full((batch, width), PAD_ID, np.int32)
@@ -104,7 +105,7 @@ def decode(
     max_length[row] = config.limit(len(source))
   numbers = np.zeros(batch, np.uint32)
   numbers[: len(sources)] = ids
-  first = base.start_id(model) if model.has_encoder else start_id
+  first = model.start_id if model.has_encoder else start_id
   request = new_request(
     inputs,
     example_keys(config.seed, numbers),
@@ -116,7 +117,7 @@ def decode(
     with_log_probs=False,
     prompt=np.full((batch, 1), first, np.int32),
   )
-  request = jax.device_put(request)  # it is used several times
+  request = jax.device_put(request)  # once for all calls
   loop, pair = Loop(model), PairParams(params, None)
   state = _start(loop, pair, request)
   allowed = int(_MOST_UNFINISHED * len(sources))
@@ -148,20 +149,19 @@ def generate_outputs(
   eos_id: int = EOS_ID,
   log: Callable[[str], None] = print,
 ) -> Pairs:
-  """Makes pairs of each source with the model's own output for it.
+  """Pairs each source with the output that the model itself gives for it.
 
-  The file is appended to: the first line has the settings, each other line the
-  pairs of a batch, the last one says that no more is to be decoded: all sources
-  are done, or `max_minutes` was over. A run that was killed goes on behind
-  them. An output that does not end by itself is left out, so that every pair
-  can get its end of sequence, as the pairs of other data do.
+  The pairs of each batch are appended to a `RunLog`, from which a killed run
+  goes on. Its last line says that no more is to be decoded, because all sources
+  are done or `max_minutes` were over. An output that does not end by itself is
+  left out, so that every pair can get its end of sequence.
 
   Args:
     model: a `LanguageModel`.
     params: its parameters, as a checkpoint has them.
     sources: the ids of examples, in random order.
     path: the `.jsonl` file; if all outputs are in it, it is only read.
-    config: how outputs are generated.
+    config: the settings.
     start_id, eos_id: see `decode`.
     log: gets lines of progress.
 
@@ -172,6 +172,7 @@ def generate_outputs(
     ValueError: `path` was written with another model, other sources or another
       `config`, or is damaged; or no output ended by itself.
   """
+  path = os.fspath(path)
   batches = _batches(sources, config)
   settings = {
     'params': fingerprint(params),
@@ -180,39 +181,41 @@ def generate_outputs(
     'eos_id': eos_id,
     'outputs': dataclasses.asdict(config) | {'max_minutes': None},
   }
-  done = _begun(os.fspath(path), settings)
+  run_log, done = RunLog(path, settings), []
+  if os.path.exists(path):
+    check_settings(path, run_log.settings(), settings)
+    done = _batches_of(run_log)
   if done[-1:] != [_COMPLETE]:
     placed = partitioning.place(params, PLACEMENT)
     longest = 1 + max(map(len, sources))
     begin = due = time.monotonic()
     end = begin + 60 * (config.max_minutes or math.inf)
-    with open(path, 'a', encoding='utf-8') as stream:
-      for number in range(len(done), len(batches)):
-        if (now := time.monotonic()) >= end:
-          break
-        if now >= due:
-          due = now + _LOG_SECONDS
-          minutes = (now - begin) / 60
-          log(f'outputs {number}/{len(batches)} batches, {minutes:.1f} min')
-        texts = [sources[i] for i in batches[number]]
-        widest = max(map(len, texts))
-        outputs = decode(
-          model,
-          placed,
-          config,
-          texts,
-          batches[number],
-          min(1 << max(4, widest.bit_length()), longest),
-          config.temperatures[number % len(config.temperatures)],
-          start_id,
-          eos_id,
-        )
-        made = [pair for pair in zip(texts, outputs, strict=True) if pair[1]]
-        print(json.dumps(made, default=int), file=stream, flush=True)
-        done.append(made)
-      if any(done):
-        print(json.dumps(_COMPLETE), file=stream)
-  pairs = read_outputs(os.fspath(path))
+    for number in range(len(done), len(batches)):
+      if (now := time.monotonic()) >= end:
+        break
+      if now >= due:
+        due = now + _LOG_SECONDS
+        minutes = (now - begin) / 60
+        log(f'outputs {number}/{len(batches)} batches, {minutes:.1f} min')
+      texts = [[*map(int, sources[i])] for i in batches[number]]
+      widest = max(map(len, texts))
+      outputs = decode(
+        model,
+        placed,
+        config,
+        texts,
+        batches[number],
+        min(1 << max(4, widest.bit_length()), longest),
+        config.temperatures[number % len(config.temperatures)],
+        start_id,
+        eos_id,
+      )
+      both = zip(texts, outputs, strict=True)
+      done.append([[text, output] for text, output in both if output])
+      run_log.append(done[-1])
+    if any(done):
+      run_log.append(_COMPLETE)
+  pairs = _pairs_of(done)
   if not pairs:
     raise ValueError(
       f'None of {len(sources)} outputs ended by itself; is the model trained?'
@@ -221,42 +224,29 @@ def generate_outputs(
   return pairs
 
 
-def _begun(path: str, settings: dict[str, Any]) -> list[Any]:
-  """The lines behind the first one; writes that one if there is no file.
+def read_outputs(path: str | os.PathLike[str]) -> Pairs:
+  """Reads the pairs of a file that `generate_outputs` has written."""
+  return _pairs_of(_batches_of(RunLog(path)))
+
+
+def _batches_of(run_log: RunLog) -> list[Any]:
+  """Reads the pairs of each batch, and `_COMPLETE` if no more is to come.
 
   Raises:
-    ValueError: the file is of other settings, or damaged.
+    ValueError: a line is damaged.
   """
-  if not os.path.exists(path):
-    files.write_atomically(path, f'{json.dumps(settings)}\n'.encode())
-    return []
-  before, done, size = _read(path)
-  check_settings(path, before, settings)
-  os.truncate(path, size)
-  return done
+  batches, damaged = run_log.read_new()
+  if damaged:
+    raise unexpected(run_log.path, 'lines of JSON', damaged[0][:200])
+  return batches
 
 
-def _read(path: str) -> tuple[Any, list[Any], int]:
-  """The first line, the others, and where what a kill has cut begins."""
-  with files.open_regular(path) as stream:
-    text = stream.read()
-  size = text.rfind(b'\n') + 1
-  try:
-    before, *done = map(json.loads, text[:size].splitlines())
-  except ValueError as error:
-    expected = 'lines of JSON, the first one with settings'
-    raise unexpected(path, expected, text[:size]) from error
-  return before, done, size
-
-
-def read_outputs(path: str) -> Pairs:
-  """The pairs of a file that `generate_outputs` has written."""
-  _, done, _ = _read(path)
-  return [pair for made in done if made != _COMPLETE for pair in made]
+def _pairs_of(batches: list[Any]) -> Pairs:
+  return [pair for batch in batches if batch != _COMPLETE for pair in batch]
 
 
 def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
-  """Raises ValueError if the file at `path` is of other settings."""
+  """Raises ValueError if the file at `path` has other settings."""
   same_run.check(
     before,
     settings,
@@ -268,7 +258,7 @@ def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
 def _batches(
   sources: Sequence[Sequence[int]], config: OutputsConfig
 ) -> list[np.ndarray]:
-  """Numbers of sources of similar length, in batches in random order."""
+  """Groups sources of similar length, by number; batches in random order."""
   lengths = np.array([*map(len, sources)])
   usable = np.flatnonzero(lengths > 0)[: config.num_examples or None]
   if not len(usable):

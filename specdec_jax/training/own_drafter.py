@@ -1,13 +1,13 @@
-"""A drafter for a T5 of one's own, from texts alone: `specdec distil`.
+"""Makes a drafter for a user's T5 from texts alone: `specdec distil`.
 
-The target decodes the texts; some layers of its decoder become a drafter that
-reads its encoder (see `decoder_layers`) and learns to say what it says; the
-pair is calibrated on texts that were held out. Each step is resumed where it
-was stopped, by the rules of `training.train`.
+The target decodes the texts. Some layers of its decoder become a drafter, which
+reads the target's encoder (see `decoder_layers`) and learns from the outputs.
+The pair is then calibrated on texts that were held out. Each of these steps
+goes on where an earlier run was stopped, as `training.train` does.
 
-All of it has one budget of time. What calls cost does not depend on what the
-drafter has learned, so they are timed before it learns; how long that takes
-here says how much time is left for the measurements behind the training.
+All steps share one budget of time. The costs of calls do not depend on what the
+drafter has learned, so they are timed before it learns. The time that this
+takes tells how much to leave for the measurements after the training.
 """
 
 import dataclasses
@@ -23,11 +23,7 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.safetensors_files import import_safetensors
-from specdec_jax.checks.fields import (
-  Bound,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration, CalibrationError
@@ -35,13 +31,13 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN
-from specdec_jax.measure.table import console as terminal
-from specdec_jax.measure.table import say
-from specdec_jax.models.base import Params, reads_encoder
+from specdec_jax.models.base import Params
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
+from specdec_jax.report.console import console as terminal
+from specdec_jax.report.console import say
 from specdec_jax.text.tasks import read_prompts
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
 from specdec_jax.training.run import (
@@ -60,33 +56,35 @@ _TRAINING = 'training'
 _LEAST_TEXTS = 8
 _MOST_HELD_OUT = 512
 _LEAST_MINUTES, _WEEK = 2.0, 7 * 24 * 60.0
-# Shares of the time: at most for decoding texts, besides the held-out ones, and
-# for timing calls; at least for learning.
+# Shares of the time: the most for decoding texts (without the held-out ones),
+# the most for timing calls, and the least for learning.
 _DECODING, _TIMING, _LEARNING = 0.25, 0.2, 0.05
-_MOST_LATE = 0.7  # of the time for measuring: with less it is left out
-_SAVING_S = 8.0  # what writing the drafter takes, and its last evaluation
-_STARTED_S = 5.0  # what a process takes to get here
-_SMALL_PART = 0.5  # of a vocabulary: a shortlist of more gains little
+# The drafter is not measured if less than this part of the time for it is left.
+_MEASURABLE = 0.7
+_SAVING_S = 8.0  # for writing the drafter, and its last evaluation
+_STARTED_S = 5.0  # from the start of the process to this module
+_SMALL_PART = 0.5  # of a vocabulary: a larger shortlist gains little
 
 
 @dataclasses.dataclass(frozen=True)
 class DistilConfig:
-  """What a drafter is made of.
+  """The settings of `distil`.
 
   Attributes:
     target: a T5 with an encoder and its vocabulary, as `specdec_jax.load`
       gives it.
     texts: file of inputs as the target gets them, prefix included, one a line.
     output_dir: folder of the drafter; made if needed.
-    num_layers: of the target's decoder that become the drafter's.
-    max_input_len, max_decode_len: tokens of an input and of an output at most,
+    num_layers: number of the target's decoder layers that the drafter takes.
+    max_input_len, max_decode_len: the most tokens of an input and of an output,
       their ends included; longer ones are left out.
-    minutes: time of the whole run, from the start of a process to its end:
-      three tenths at most to decode, the rest to learn and to measure; 2 or
-      more, as compilation alone takes a minute. 0 is no limit: `steps` ends it.
-    steps: ends the training as well.
-    max_gamma, num_tokens, repeats: the calibration's largest gamma, tokens that
-      it measures acceptance on, and timed rounds.
+    minutes: time of the whole run, from the start of a process to its end: at
+      most three tenths to decode, the rest to learn and to measure. It must be
+      2 or more, since compilation alone takes a minute; 0 sets no limit, so
+      that `steps` ends the run.
+    steps: the training ends after this many steps, if not before.
+    max_gamma, num_tokens, repeats: the largest gamma of the calibration, the
+      tokens that it measures acceptance on, and its timed rounds.
 
   Raises:
     ValueError: a value is outside its range.
@@ -111,48 +109,29 @@ class DistilConfig:
       raise unexpected('DistilConfig.minutes', expected, self.minutes)
 
 
-class _Budget:
-  """The time of a run.
-
-  Attributes:
-    seconds: all of it; infinite without a limit.
-    end: when it is over (`time.monotonic()`).
-  """
-
-  def __init__(self, minutes: float):
-    self.seconds = 60 * minutes or math.inf
-    self.end = time.monotonic() - _STARTED_S + self.seconds
-
-  @property
-  def left(self) -> float:
-    """Seconds that are left."""
-    return self.end - time.monotonic()
-
-
 def distil(
   config: DistilConfig, console: rich.console.Console | None = None
 ) -> Calibration | None:
-  """Makes the drafter, and says what it is worth here.
+  """Makes a drafter, and measures its speed-up on this machine.
 
-  Leaves in `output_dir`: config.json and model.safetensors, which
-  `specdec_jax.load` reads; shortlist.npz, the tokens of what the target said,
+  It writes to `output_dir`: config.json and model.safetensors, which
+  `specdec_jax.load` reads; shortlist.npz, the tokens of the target's outputs,
   if these are a small part of its vocabulary (see `models.other_ids`);
-  calibration.json; held_out.txt, the texts that were not learned from; the
+  calibration.json; held_out.txt, the texts that were not learned from; and the
   training's files in training/. The same call goes on where one was stopped.
 
   Returns:
-    The calibration. None: the time was over, or the timings contradict
-    themselves, as is then said; no calibration.json is left.
+    The calibration; None if the time was over or the timings contradict
+    themselves. The console then says so, and there is no calibration.json.
 
   Raises:
-    ValueError: the target, the texts or the folder are not what is needed
-      (raised before anything is compiled); or a run with other settings began
-      in the folder.
+    ValueError: the target, the texts or the folder do not fit (raised before
+      anything is compiled); or the folder holds a run with other settings.
   """
-  budget = _Budget(config.minutes)
+  end = _end_of(config.minutes)
   console = console or terminal()
   draft = draft_network(config)
-  tokenizer = own_vocabulary(config.target)  # or an error that says what to do
+  tokenizer = own_vocabulary(config.target)
   import_safetensors()
   _check_folder(config.output_dir)
   learned, held_out = _texts(config, tokenizer)
@@ -169,8 +148,8 @@ def distil(
   lines = ''.join(f'{text}\n' for text in held_out)
   held_out_file = os.path.join(config.output_dir, HELD_OUT)
   files.write_atomically(held_out_file, lines.encode())
-  measured = _Measured(config, int(np.median(sizes)), budget, console)
-  # Where the time was over before the first step, it goes on.
+  measured = _Measured(config, int(np.median(sizes)), end, console)
+  # Without a step there is a file, but the training goes on.
   is_trained = _num_steps(run.model_dir) > 0 and os.path.exists(
     os.path.join(run.model_dir, MODEL_FILE)
   )
@@ -179,9 +158,9 @@ def distil(
     if is_trained:
       return time.monotonic()
     measured.time_calls(draft, params)
-    return budget.end - measured.closing_s()
+    return end - measured.closing_s()
 
-  # The targets are the target's own, which are made from these sources.
+  # The target's outputs will take the place of the second sides.
   train(
     run,
     (
@@ -199,8 +178,13 @@ def distil(
   return calibrated
 
 
+def _end_of(minutes: float) -> float:
+  """Returns the end of a run that begins now (`time.monotonic()`)."""
+  return time.monotonic() - _STARTED_S + (60 * minutes or math.inf)
+
+
 def draft_network(config: DistilConfig) -> T5:
-  """The drafter's network.
+  """Returns the drafter's network.
 
   Raises:
     ValueError: the target is no T5 with an encoder that was loaded from a
@@ -208,8 +192,8 @@ def draft_network(config: DistilConfig) -> T5:
   """
   target = config.target
   network: Any = target.network
-  # The training reads the target again, by its name.
-  is_whole = isinstance(network, T5) and not reads_encoder(network)
+  # The training reads the target again, by this name.
+  is_whole = isinstance(network, T5) and not network.reads_encoder
   if not (is_whole and target.name):
     expected = 'a T5 with an encoder, loaded from a checkpoint'
     advice = 'For a decoder-only target see gin/runs/train_lm.gin.'
@@ -229,13 +213,13 @@ def draft_network(config: DistilConfig) -> T5:
 
 
 def decoder_layers(params: Params, num_layers: int) -> Params:
-  """The parameters of a drafter that is layers of a T5's decoder.
+  """Returns a T5's parameters without its encoder and some decoder layers.
 
-  Such a drafter already knows the task; it learns to manage with fewer layers.
+  A drafter that begins with them only has to learn to do with fewer layers.
 
   Args:
-    params: a T5's parameters.
-    num_layers: layers to take, evenly spaced.
+    params: the T5's parameters.
+    num_layers: number of decoder layers to take, evenly spaced.
   """
   theirs = params['decoder']
   others = {k: v for k, v in theirs.items() if not k.startswith('layers_')}
@@ -244,12 +228,12 @@ def decoder_layers(params: Params, num_layers: int) -> Params:
     f'layers_{new}': theirs[f'layers_{round(old)}']
     for new, old in enumerate(np.linspace(0, last, num_layers))
   }
-  around = {name: x for name, x in params.items() if name != 'encoder'}
-  return around | {'decoder': others | layers}
+  without = {name: x for name, x in params.items() if name != 'encoder'}
+  return without | {'decoder': others | layers}
 
 
 def _check_folder(folder: str) -> None:
-  """Raises ValueError if something else than a drafter of ours is there."""
+  """Raises ValueError if a folder holds anything but an earlier run."""
   names = [os.path.basename(folder)] if os.path.isfile(folder) else []
   if os.path.isdir(folder):
     names = sorted(os.listdir(folder))
@@ -259,9 +243,9 @@ def _check_folder(folder: str) -> None:
 
 
 def _texts(
-  config: DistilConfig, tokenizer: Tokenizer
+  config: DistilConfig, tokenizer: Vocabulary
 ) -> tuple[list[str], list[str]]:
-  """Texts to learn from, and those held out."""
+  """Returns the texts to learn from, and those to hold out."""
 
   def count(text: str) -> int:
     return len(tokenizer.whole(text))
@@ -279,10 +263,10 @@ def _texts(
 
 
 def _train_run(
-  config: DistilConfig, draft: T5, tokenizer: Tokenizer, longest: int
+  config: DistilConfig, draft: T5, tokenizer: Vocabulary, longest: int
 ) -> TrainRun:
   longest = max(longest, config.max_decode_len)
-  # Powers of two from 16: a program is compiled for each.
+  # Powers of two from 16 on, because each length compiles a program.
   buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
   outputs = OutputsConfig(
     max_minutes=_DECODING * config.minutes,
@@ -315,17 +299,14 @@ def _train_run(
 
 
 def _num_steps(training: str) -> int:
-  """Steps of the newest state of a training."""
+  """Returns the number of steps of a training's newest state."""
   folder = os.path.join(training, STATES)
   names = os.listdir(folder) if os.path.isdir(folder) else []
   return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def _export(config: DistilConfig, draft: T5, training: str) -> None:
-  """Writes a folder that describes itself, names its target, and lists tokens.
-
-  The tokens are those that the target said; the drafter proposes these alone.
-  """
+  """Writes the drafter's sizes, parameters, target and shortlist."""
   draft_model = loading.load(os.path.join(training, MODEL_FILE), draft)
   huggingface.save_huggingface(
     config.output_dir,
@@ -338,13 +319,13 @@ def _export(config: DistilConfig, draft: T5, training: str) -> None:
 
 
 def _shortlist(config: DistilConfig) -> NGramTable | None:
-  """What the target said, if that is a small part of the vocabulary."""
+  """Lists the outputs' tokens, if they are a small part of the vocabulary."""
   training = os.path.join(config.output_dir, _TRAINING)
   tokenizer = own_vocabulary(config.target)
   size = tokenizer.vocab_size
-  said = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
-  # No padding of the output layer.
-  tokens = [token for _, ids in said for token in ids if token < size]
+  outputs = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
+  # Not the ids that only pad the output layer.
+  tokens = [token for _, ids in outputs for token in ids if token < size]
   table = fit(
     [[0, *tokens]],
     1,
@@ -356,21 +337,22 @@ def _shortlist(config: DistilConfig) -> NGramTable | None:
 
 
 class _Measured:
-  """What the pair is worth, measured before and after the drafter learns."""
+  """The measurements of the pair, before and after the drafter learns."""
 
   def __init__(
     self,
     config: DistilConfig,
     input_len: int,
-    budget: _Budget,
+    end: float,
     console: rich.console.Console,
   ):
-    self._config, self._budget, self._console = config, budget, console
+    self._config, self._end, self._console = config, end, console
+    self._seconds = 60 * config.minutes or math.inf  # of the whole run
     self._path = os.path.join(config.output_dir, CALIBRATION)
     self._costs: calibrate.Costs | None = None
-    self._calls_s = 0.0  # what timing the calls took
-    self._closing_s = 0.0  # what measuring takes behind the training
-    self._why_not = 'The time is over.'
+    self._calls_s = 0.0  # time that the calls took
+    self._closing_s = 0.0  # time to measure in after the training
+    self._problem = 'The time is over.'
     self._calibration = calibrate.CalibrateConfig(
       engine=lambda: self._engine(
         loading.load(config.output_dir, dtype=config.target.dtype)
@@ -384,6 +366,11 @@ class _Measured:
       output_file=self._path,
     )
 
+  @property
+  def _left(self) -> float:
+    """Seconds that are left."""
+    return self._end - time.monotonic()
+
   def _engine(self, drafter: Model) -> Engine:
     return Engine(
       self._config.target,
@@ -393,10 +380,10 @@ class _Measured:
     )
 
   def time_calls(self, draft: T5, params: Params) -> None:
-    """Times calls with a drafter that has not learned, of the same shape."""
-    begin, budget = time.monotonic(), self._budget
-    if budget.left < 0.4 * budget.seconds:
-      self._closing_s = budget.seconds  # there is no time for it
+    """Times calls with a drafter of the same shape that has not learned."""
+    begin = time.monotonic()
+    if self._left < 0.4 * self._seconds:
+      self._closing_s = self._seconds  # more than there is
       return
     model = Model(draft, params, dtype=self._config.target.dtype)
     if (table := _shortlist(self._config)) is not None:
@@ -406,26 +393,26 @@ class _Measured:
         self._calibration,
         self._engine(model),
         self._console,
-        begin + _TIMING * budget.seconds,
+        begin + _TIMING * self._seconds,
       )
     except CalibrationError as error:
-      self._why_not = str(error)
-    # Behind the training fewer programs are compiled and more is decoded, which
-    # takes about as long; calls whose times were refused are timed again. The
-    # training's own programs take less than half of it.
+      self._problem = str(error)
+    # After the training fewer programs are compiled and more is decoded, which
+    # takes about as long; calls without usable times are then timed again. The
+    # training's own programs take less than half of this time.
     self._calls_s = time.monotonic() - begin
     self._closing_s = (1.2 if self._costs else 2.4) * self._calls_s
 
   def closing_s(self) -> float:
-    """Seconds to keep for what follows the training.
+    """Returns the seconds to leave for everything after the training.
 
-    Where that leaves too little to learn in, the drafter is not measured.
+    If they leave too little to learn in, the drafter is not measured.
 
     Raises:
-      ValueError: nothing is left to learn in.
+      ValueError: there is no time to learn in.
     """
-    left = self._budget.left - _SAVING_S
-    least = _LEARNING * self._budget.seconds
+    left = self._left - _SAVING_S
+    least = _LEARNING * self._seconds
     if left - self._closing_s >= least + 0.5 * self._calls_s:
       return _SAVING_S + self._closing_s
     if left < least:
@@ -433,14 +420,14 @@ class _Measured:
     return _SAVING_S
 
   def too_short(self) -> ValueError:
-    """The error of a run without time to learn in."""
+    """Returns the error of a run without time to learn in."""
     minutes = self._config.minutes
     expected = f'more than {minutes:g} on this machine'
     advice = 'What the target said is kept: the same command goes on.'
     return unexpected('DistilConfig.minutes', expected, minutes, advice)
 
   def calibrated(self) -> Calibration | None:
-    """The calibration of the pair; one of before counts."""
+    """Calibrates the pair, unless an earlier run has done it."""
     if os.path.exists(self._path):
       try:
         earlier = calibration.load(self._path)
@@ -450,15 +437,15 @@ class _Measured:
       except CalibrationError as error:
         say(self._console, f'{error} It is measured again.')
         os.remove(self._path)
-    if self._budget.left >= _MOST_LATE * self._closing_s:
+    if self._left >= _MEASURABLE * self._closing_s:
       try:
         return calibrate.calibrate(
-          self._calibration, self._console, self._costs, self._budget.end
+          self._calibration, self._console, self._costs, self._end
         )
       except CalibrationError as error:
-        self._why_not = str(error)
+        self._problem = str(error)
     say(
       self._console,
-      f'No calibration: {self._why_not} `specdec calibrate` makes one.',
+      f'No calibration: {self._problem} `specdec calibrate` makes one.',
     )
     return None

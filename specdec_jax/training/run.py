@@ -1,4 +1,4 @@
-"""A training run: its settings, and the way from data to a checkpoint."""
+"""A training run: its settings, and the steps from data to a checkpoint."""
 
 import dataclasses
 import functools
@@ -22,11 +22,12 @@ from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.pair import first_id
 from specdec_jax.files import shipped
-from specdec_jax.models import base, sizes
-from specdec_jax.models.base import PAD_ID, LanguageModel, Params
+from specdec_jax.models import sizes
+from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.models.families import config_of
 from specdec_jax.text import tasks
 from specdec_jax.text.tasks import FEATURES, TRAIN_SPLIT, LocalTask
-from specdec_jax.text.tokenizer import Tokenizer, train_tokenizer
+from specdec_jax.text.tokenizer import PAD_ID, Tokenizer, train_tokenizer
 from specdec_jax.training import losses
 from specdec_jax.training.data import (
   PackedBatches,
@@ -44,31 +45,32 @@ from specdec_jax.training.trainer import TrainConfig, Trainer
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
 STATES = 'train_states'  # folder
-# Fields of `TrainConfig` that a run that goes on must have as before.
+# Fields of `TrainConfig` that must not change when a run goes on.
 _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
 _EVAL_PART = 0.2  # of the minutes for outputs, besides these
-# The part of the host's memory that the target's features may take. Not of what
-# is free: a run that goes on must have the same order of batches.
-_KEPT_PART = 0.25
+# The part of the host's memory that the target's features may take. It is a
+# part of all memory, not of free memory, because the order of batches depends
+# on it, and a run that goes on must have the same order.
+_FEATURES_PART = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class FromTarget(Checked):
-  """Learning from another model: distillation.
+  """The settings of distillation: learning from another model.
 
   Attributes:
     target: the model to follow.
     checkpoint_path: its parameters, a single-file T5X checkpoint.
-    outputs: how the target's own outputs for the data's sources are made; None
+    outputs: the settings with which the target decodes the data's sources; None
       takes the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
-      outputs: more to learn from if there is no time for many outputs.
-    outputs_folder: folder that outputs are written to, or found in; None is a
-      folder in `TrainRun.model_dir`.
+      outputs, which helps if there is no time for many outputs.
+    outputs_folder: folder of the outputs; None is a folder in
+      `TrainRun.model_dir`.
   """
 
   target: LanguageModel
@@ -80,21 +82,21 @@ class FromTarget(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class TrainRun:
-  """One run of training.
+  """The settings of one run of training.
 
-  The data are a UTF-8 file (`.gz` or not) of source<TAB>target lines, or of
-  lines of text for a decoder-only model; JSONL with 'inputs' and 'targets'
-  (`.jsonl`); or a task.
+  The data come from a UTF-8 file (`.gz` or not) of source<TAB>target lines, or
+  of lines of text for a decoder-only model; from JSONL with 'inputs' and
+  'targets' (`.jsonl`); or from a task.
 
   Attributes:
     model: the network to train, such as a T5 or a GPT. A T5 without encoder
-      layers learns from a target, whose encoder it reads; so do `Heads` from
-      its features.
+      layers learns from a target, whose encoder it reads; `Heads` learn from a
+      target, whose features they read.
     model_dir: folder that gets the parameters (model.msgpack, a T5X
       checkpoint), the states from which a killed run is resumed, and the other
       files of the run.
     train_file: training data, unless there is a task.
-    eval_file: held-out data; None is none.
+    eval_file: held-out data; None evaluates nothing.
     task: name of a seqio task with the splits 'train' and 'validation', or a
       `LocalTask` with these splits.
     task_feature_lengths: 'inputs', 'targets' -> length that a task's examples
@@ -103,10 +105,10 @@ class TrainRun:
       both sides of `train_file`. Files need a vocabulary.
     init_checkpoint_path: parameters to begin with, a single-file T5X
       checkpoint; None begins with random parameters.
-    packing: how pairs become batches.
+    packing: the settings by which pairs become batches.
     training: length, optimiser, evaluation.
-    learning: the model to learn from, where it is not the data's own targets.
-    z_loss: of the latter, see `losses.CrossEntropy`.
+    learning: the model to learn from; None learns from the data's targets.
+    z_loss: see `losses.CrossEntropy`, which learns from the data's targets.
     export_dtype: dtype of the parameters in model.msgpack.
 
   Raises:
@@ -143,37 +145,36 @@ class TrainRun:
 
   @property
   def target(self) -> Any:
-    """The network that the model learns from, if it does."""
-    return getattr(self.learning, 'target', None)
+    """The network that the model learns from; None without one."""
+    return self.learning and self.learning.target
 
   @property
   def network(self) -> Any:
-    """The network whose texts are learnt: the target of heads, else `model`."""
+    """The network that reads the data: the target of heads, else `model`."""
     return self.target if isinstance(self.model, Heads) else self.model
 
   def _check_networks(self) -> None:
     model: Any = self.model
     target = self.target
     for name, network in (('model', model), ('target', target)):
-      if (padding := base.pad_id(network)) != PAD_ID:
+      if isinstance(network, LanguageModel) and network.pad_id != PAD_ID:
         expected = f'a network that pads with id {PAD_ID}, as batches do'
-        raise unexpected(f'TrainRun: {name}', expected, padding)
-    config = getattr(target, 'config', None)
-    width = getattr(config, 'emb_dim', None)
+        raise unexpected(f'TrainRun: {name}', expected, network.pad_id)
     if isinstance(model, Heads):
       if target is None:
         expected = 'FromTarget with a T5 or GPT, whose features heads read'
         raise unexpected('TrainRun.learning', expected, self.learning)
-      if width not in (None, model.emb_dim):
-        expected = f"the target's, {width}"
+      config = config_of(target)
+      if config and config.shape.tokens.emb_dim != model.emb_dim:
+        expected = f"the target's, {config.shape.tokens.emb_dim}"
         raise unexpected('Heads.emb_dim', expected, model.emb_dim)
     elif target is not None and target.vocab_size != model.vocab_size:
       expected = f'a vocabulary of {model.vocab_size}, as the model has'
       raise unexpected('FromTarget.target', expected, target.vocab_size)
-    if not getattr(target, 'has_encoder', False) or base.reads_encoder(target):
-      width = None  # of an encoder
-    if base.reads_encoder(model) and width != model.shape.encoded_dim:
-      expected = f'FromTarget, an encoder of width {model.shape.encoded_dim}'
+    has_encoder = target and target.has_encoder and not target.reads_encoder
+    width = target.encoded_dim if has_encoder else None
+    if _reads_encoder(model) and width != model.encoded_dim:
+      expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('TrainRun.learning', expected, got)
 
@@ -186,18 +187,18 @@ def train(
   log: Callable[[str], None] | None = None,
   until: Callable[[Params], float] | None = None,
 ) -> Params:
-  """Trains; if an earlier run in the same folder was killed, it is resumed.
+  """Trains a model, or goes on with a run of the same folder that was killed.
 
   Args:
     run: the run.
     data: pairs to learn from and held-out ones, in place of those of the run.
-    begin: makes the first parameters of the target's; None makes those that the
-      run describes.
-    beside: more files to write to the folder: name -> function that returns its
-      text.
-    log: gets lines of progress; None is standard error.
-    until: called with the first parameters once the data are there; returns
-      when learning ends at the latest (`time.monotonic()`).
+    begin: makes the first parameters from the target's; None makes those that
+      the run describes.
+    beside: name -> function that returns a text; each text is written to a file
+      of that name in the folder.
+    log: gets lines of progress; None prints them to standard error.
+    until: gets the first parameters once the data are there, and returns the
+      time at which learning ends at the latest (`time.monotonic()`).
 
   Returns:
     The parameters, which are also in `model_dir`.
@@ -213,69 +214,79 @@ def train(
   packing = run.packing
   if tokenizer is not None:
     packing = dataclasses.replace(packing, eos_id=tokenizer.eos_id)
-  first = first_token(run.network, tokenizer)
-  objective = _objective(run, first)
+  start_id = first_token(run.network, tokenizer)
+  objective = _objective(run, start_id)
   if begin is None:
-    params, start = _first_params(run)
+    params, init = _first_params(run)
   else:
-    params, start = begin(objective.target_params), ''
+    params, init = begin(objective.target_params), ''
   pairs, held_out = data or pairs_of(run)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
     path = os.path.join(run.model_dir, name)
     files.write_atomically(path, content().encode())
-  learning, made_for = run.learning, ''
-  decides: dict[str, Any] = {'z_loss': run.z_loss}
-  if learning is not None:
-    made_for = fingerprint(objective.target_params)
-    decides = vars(learning) | {'checkpoint_path': made_for}
-    decides |= {'outputs': None, 'outputs_folder': None}  # the data says it
-    if learning.outputs is not None:
+  learning: dict[str, Any] = {'z_loss': run.z_loss}
+  about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
+  if run.learning is not None:
+    target = fingerprint(objective.target_params)
+    if about or _reads_encoder(run.model):
+      about['target'] = target
+    # The outputs that it learns from are part of the data.
+    learning = vars(run.learning) | {'checkpoint_path': target}
+    learning |= {'outputs': None, 'outputs_folder': None}
+    if run.learning.outputs is not None:
       pairs, held_out = _target_outputs(
         run, objective, packing, pairs, held_out, log
       )
       # An output is one example: its source was joined before it was decoded.
       packing = dataclasses.replace(packing, weights=(1.0,))
-  training = run.training
-  settings = {
-    'model': repr(run.model),
-    'init': start,
-    'start_id': first,
-    'learning': decides,
-    'training': {name: getattr(training, name) for name in _DECIDES_LEARNING},
-    'packing': dataclasses.asdict(packing),
-    'train_data': digest(pairs),
-  }
-  path = os.path.join(run.model_dir, 'settings.json')
-  if os.path.exists(path):
-    check_settings(path, files.read_json(path), settings)
-  else:
-    files.write_json(path, settings, indent=2, sort_keys=True, default=str)
+  _check_settings(
+    run,
+    init=init,
+    start_id=start_id,
+    learning=learning,
+    packing=dataclasses.asdict(packing),
+    train_data=digest(pairs),
+  )
   batches = PackedBatches(pairs, packing)
-  keeps = _keeps_known(objective, batches)
-  if keeps:
-    batches = PackedBatches(pairs, packing, regroups=False)
+  stores = _stores_features(objective, batches)
+  batches.regroups = not stores
   valid = None if held_out is None else PackedBatches(held_out, packing)
   log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
   )
-  loop = Trainer(objective, training, batches, valid, log, keeps)
+  loop = Trainer(objective, run.training, batches, valid, log, stores)
   end = math.inf if until is None else until(params)
   state = loop.train(params, os.path.join(run.model_dir, STATES), end)
-  params, step = state.params, int(state.step)
-  path = os.path.join(run.model_dir, MODEL_FILE)
-  about = {'kind': heads.KIND} if isinstance(run.model, Heads) else {}
-  if about or base.reads_encoder(run.model):
-    about['target'] = made_for
+  path, step = os.path.join(run.model_dir, MODEL_FILE), int(state.step)
   dtype = jnp.dtype(run.export_dtype)
-  t5x.save_t5x(path, params, step, dtype, about or None)
+  t5x.save_t5x(path, state.params, step, dtype, about or None)
   log(f'{path}: parameters after {step} steps')
-  return params
+  return state.params
+
+
+def _check_settings(run: TrainRun, **settings: Any) -> None:
+  """Writes the settings that decide the result, or compares them.
+
+  Raises:
+    ValueError: the folder holds a run with other settings.
+  """
+  training = {name: getattr(run.training, name) for name in _DECIDES_LEARNING}
+  settings |= {'model': repr(run.model), 'training': training}
+  path = os.path.join(run.model_dir, 'settings.json')
+  if os.path.exists(path):
+    check_settings(path, files.read_json(path), settings)
+  else:
+    files.write_json(path, settings, indent=2, sort_keys=True, default=str)
+
+
+def _reads_encoder(model: LanguageModel | Heads) -> bool:
+  return not isinstance(model, Heads) and model.reads_encoder
 
 
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:
-  """The vocabulary of a run; trains it if it does not exist yet.
+  """Returns the vocabulary of a run; trains it if it does not exist yet.
 
   Raises:
     ValueError: it does not exist, and there is no text to train it on.
@@ -297,17 +308,17 @@ def tokenizer_of(run: TrainRun) -> Tokenizer | None:
 def first_token(
   network: LanguageModel, tokenizer: Tokenizer | None
 ) -> int | None:
-  """The id that a decoder reads first in training, as an engine puts it first.
+  """Returns the id that a decoder reads first, in training as in an engine.
 
-  None: texts of this network begin with nothing.
+  It is None if texts of this network begin with their own first token.
   """
-  if network.has_encoder or base.reads_encoder(network) or tokenizer is None:
-    return base.start_id(network)
-  return first_id(network, tokenizer, {})
+  if network.has_encoder or network.reads_encoder or tokenizer is None:
+    return network.start_id
+  return first_id(network, tokenizer)
 
 
 def pairs_of(run: TrainRun) -> tuple[Pairs, Pairs | None]:
-  """Training and held-out pairs.
+  """Reads the training and the held-out pairs.
 
   Raises:
     ValueError: data cannot be read, or has ids outside the model's vocabulary.
@@ -346,25 +357,25 @@ def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
   lengths = run.task_feature_lengths or {}
   tasks.check_feature_lengths(lengths, FEATURES, task.name)
   inputs, targets = tasks.token_lists(task, split)
-  # The end of sequence has the last place.
+  # The last place is for the end of sequence.
   inputs, targets = (
     [ids[: lengths.get(feature, sys.maxsize) - 1] for ids in rows]
     for feature, rows in zip(FEATURES, (inputs, targets), strict=True)
   )
   if not run.network.has_encoder and not any(map(len, targets)):
-    # Lines of text. A pair needs two sides; which id the source is, is nothing.
+    # Lines of text. A pair needs two sides; no network reads this source.
     inputs, targets = [[PAD_ID]] * len(inputs), inputs
   return list(zip(inputs, targets, strict=True))
 
 
 def _first_params(run: TrainRun) -> tuple[Params, str]:
-  """Parameters to begin with, and the fingerprint of a checkpoint's."""
+  """Returns the first parameters; a checkpoint's fingerprint, or ''."""
   model: Any = run.model
   if run.init_checkpoint_path is not None:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
     return params, fingerprint(params)
   # Room for the parameters and their gradients.
-  config, subject = getattr(model, 'config', None), 'The model to train'
+  config, subject = config_of(model), 'The model to train'
   sizes.check_params(config, subject, 2 * 4, memory.free_bytes)
   return model.init(jax.random.key(run.training.seed)), ''
 
@@ -381,21 +392,21 @@ def _objective(run: TrainRun, first: int | None) -> Any:
   return kind(model, target, params, first)
 
 
-def _keeps_known(objective: Any, batches: PackedBatches) -> bool:
-  """Whether what the target says of all batches is computed once and kept.
+def _stores_features(objective: Any, batches: PackedBatches) -> bool:
+  """Whether the target's features of all batches fit into memory.
 
-  It must be the same in every epoch, and fit into a part of the memory.
+  They are then computed once, in the first epoch.
   """
   if type(objective) is not losses.Distillation:
     return False
-  config = getattr(objective.target, 'config', None)
-  width = getattr(config, 'emb_dim', math.inf)
-  most = _KEPT_PART * (memory.host_bytes() or 0)
-  return batches.num_places * width * 2 <= most
+  config = config_of(objective.target)
+  width = config.shape.tokens.emb_dim if config else math.inf
+  budget = _FEATURES_PART * (memory.host_bytes() or 0)
+  return batches.num_places * width * 2 <= budget
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):
-  """What the target says to the training and to the held-out sources."""
+  """Returns the pairs and the held-out pairs, with the target's outputs."""
   learning = run.learning
   folder = learning.outputs_folder or os.path.join(run.model_dir, 'outputs')
   files.make_folder(folder)

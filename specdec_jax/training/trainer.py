@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -17,12 +17,12 @@ import optax
 from specdec_jax.checks.fields import Checked
 from specdec_jax.models.base import Params
 from specdec_jax.training.data import Batch, PackedBatches
-from specdec_jax.training.losses import Objective
+from specdec_jax.training.losses import Objective, Sums
 from specdec_jax.types import Above0, Amount, Count, Positive
 
-_STATES = 2  # how many of the latest states are kept
-# Parameters that muon leaves to AdamW: its update is for matrices that map
-# activations to activations.
+_STATES = 2  # the newest ones stay on disk
+# Muon's update is for matrices that map activations to activations; AdamW
+# updates these.
 _NOT_MUON = (
   'token_embedder',
   'position_embedder',
@@ -37,12 +37,11 @@ class TrainConfig(Checked):
 
   Attributes:
     steps: length of the run and of the learning-rate curve.
-    max_minutes: if > 0, the run also ends after this training time (the sum
-      over all resumed runs), and the curve follows the steps or the time,
-      whichever is further on, so that it ends at zero on a machine of any
-      speed.
+    max_minutes: if > 0, the run also ends after this training time, summed over
+      all resumes. The curve then follows the steps or the time, whichever is
+      further on, so that it ends at zero on a machine of any speed.
     eval_every, log_every: steps between evaluations, and between log lines.
-    checkpoint_minutes: time between saved states; 0 saves each step's. The last
+    checkpoint_minutes: time between saved states; 0 saves every step. The last
       state is always saved.
     seed: seed of initialisation and dropout.
     learning_rate: peak, reached after `warmup_steps`; a cosine goes from there
@@ -63,18 +62,18 @@ class TrainConfig(Checked):
 
 
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
-  """The rate for `step` (from 0); `progress` in [0, 1] of the run is done."""
+  """Returns the rate for `step`, from 0, at `progress`, from 0 to 1."""
   warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
   curve = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
   return config.learning_rate * warm * curve
 
 
 def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
-  """The update rule at learning rate 1.
+  """Returns the update rule at learning rate 1.
 
-  Muon (orthogonalised momentum, Jordan et al. 2024) for kernels, AdamW for
-  embeddings, logits and norms. The step scales the update by `learning_rate`,
-  so that the curve can follow the wall clock without recompiling.
+  Kernels get muon's update (orthogonalised momentum, Jordan et al. 2024);
+  embeddings, logits and norms get AdamW's. The step scales the update by
+  `learning_rate`, so that the curve follows the clock without recompiling.
   """
   return optax.chain(
     optax.clip_by_global_norm(1.0),
@@ -84,8 +83,8 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
       adam_b1=0.9,
       adam_b2=0.98,
       muon_weight_dimension_numbers=_muon_dimensions,
-      # Makes the root mean square of updates 0.2, as AdamW's: one peak rate
-      # then serves both kinds of parameters.
+      # The root mean square of updates is then 0.2, as with AdamW: one peak
+      # rate serves both kinds of parameters.
       consistent_rms=0.2,
     ),
   )
@@ -93,7 +92,7 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
 
 def _muon_dimensions(params: Any) -> Any:
   def dimensions(path, leaf):
-    names = {getattr(key, 'key', None) for key in path}
+    names = {key.key for key in path}
     if jnp.ndim(leaf) != 2 or names & set(_NOT_MUON):
       return None
     return optax.contrib.MuonDimensionNumbers()
@@ -106,10 +105,10 @@ class TrainState:
   """The state that a run is resumed from; `step` is also the place in the data.
 
   Attributes:
-    step: int32[], updates done.
+    step: int32[], number of updates so far.
     params: float32 parameters.
     opt_state: state of the optimiser.
-    elapsed_s: float32[], the training time until the state was saved.
+    elapsed_s: float32[], the training time before the state was saved.
   """
 
   step: jax.Array
@@ -132,17 +131,18 @@ class Trainer:
     train_data: PackedBatches,
     valid_data: PackedBatches | None = None,
     log: Callable[[str], None] = print,
-    keeps_known: bool = False,
+    stores_features: bool = False,
   ):
-    """
+    """Makes the programs; nothing is compiled yet.
+
     Args:
-      objective: what is minimised.
-      config: the run.
+      objective: the loss.
+      config: the settings.
       train_data: batches to learn from.
       valid_data: held-out batches.
       log: gets each line.
-      keeps_known: whether what the objective knows of a batch is computed once
-        and kept on the host, see `losses.Distillation.known`.
+      stores_features: whether the target's features of each batch are computed
+        once and stored on the host, see `losses.Distillation.features`.
     """
     self.config = config
     self._objective = objective
@@ -152,14 +152,14 @@ class Trainer:
     self._optimizer = make_optimizer(config.weight_decay)
     self._gradient = jax.jit(_gradient)
     self._evaluate = jax.jit(_evaluate)
-    self._know = jax.jit(_know) if keeps_known else None
-    self._known: dict[Any, Any] = {}  # by the shape and the ids of a batch
+    self._features = jax.jit(_features) if stores_features else None
+    self._stored: dict[Any, Any] = {}  # features by the ids of a batch
     self._update = jax.jit(
       functools.partial(_update, self._optimizer), donate_argnums=0
     )
 
   def init(self, params: Params) -> TrainState:
-    """The state before the first step; owns copies of `params`."""
+    """Returns the state before the first step, with copies of `params`."""
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -170,23 +170,22 @@ class Trainer:
 
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
-    given, key = (self._objective, state.params), jax.random.key(0)
-    for batch in map(self._with_known, self._train_data.empty_batches()):
-      self._gradient.lower(*given, batch, key).compile()
+    args, key = (self._objective, state.params), jax.random.key(0)
+    for batch in map(self._with_features, self._train_data.empty_batches()):
+      self._gradient.lower(*args, batch, key).compile()
     # Gradients have the shapes of the parameters.
     self._update.lower(state, state.params, np.float32(0)).compile()
     held_out = self._valid_data.empty_batches() if self._valid_data else ()
-    for batch in map(self._with_known, held_out):
-      self._evaluate.lower(*given, batch).compile()
+    for batch in map(self._with_features, held_out):
+      self._evaluate.lower(*args, batch).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
-    """Means over the held-out tokens; {} without held-out data."""
+    """Returns means over the held-out tokens; {} without held-out data."""
     if self._valid_data is None:
       return {}
-    total: dict[str, float] = {}
-    for batch in map(self._with_known, self._valid_data.epoch(0)):
-      _add(total, self._evaluate(self._objective, params, batch))
-    return _means(total)
+    batches = map(self._with_features, self._valid_data.epoch(0))
+    evaluate = functools.partial(self._evaluate, self._objective, params)
+    return _means([_host(evaluate(batch)) for batch in batches])[0]
 
   def train(
     self,
@@ -222,24 +221,24 @@ class Trainer:
       if self.config.max_minutes > 0:
         most_s = min(most_s, 60 * self.config.max_minutes)
       saved_s = logged_s = elapsed
-      sums: dict[str, float] = {}
+      recent: list[dict[str, float]] = []  # sums of the steps since a log line
       data = self._train_data.stream(step)
       while (progress := self._progress(step, start, most_s)) < 1.0:
         rate = learning_rate(config, step, progress)
         epoch, batch = next(data)
-        state, norm, added = self._one_step(state, step, batch, rate)
-        _add(sums, added)
+        state, norm, sums = self._one_step(state, step, batch, rate)
+        recent.append(sums)
         step += 1
         now = time.monotonic() - start
         if step % config.log_every == 0:
-          speed = sums['tokens'] / max(now - logged_s, 1e-9)
+          means, tokens = _means(recent)
+          speed = tokens / max(now - logged_s, 1e-9)
           self._log(
-            f'step {step}/{config.steps} {_text(_means(sums))} lr {rate:.2e}'
+            f'step {step}/{config.steps} {_text(means)} lr {rate:.2e}'
             f' grad_norm {float(norm):.2f} tokens/s {speed:.0f}'
             f' epoch {epoch:.2f} min {now / 60:.1f}'
           )
-          sums.clear()
-          logged_s = now
+          recent, logged_s = [], now
         if step % config.eval_every == 0:
           self._report_eval(state, step)
         if now - saved_s >= 60 * config.checkpoint_minutes:
@@ -252,30 +251,31 @@ class Trainer:
     return state
 
   def _progress(self, step: int, start: float, most_s: float) -> float:
-    """The share of the run that is done, by steps or by time."""
+    """Returns the share of the run that is over, by steps or by time."""
     elapsed_s = time.monotonic() - start
     by_time = elapsed_s / most_s if elapsed_s < most_s else 1.0
     return max(step / self.config.steps, by_time)
 
-  def _with_known(self, batch: Batch) -> Batch:
-    if self._know is None:
+  def _with_features(self, batch: Batch) -> Batch:
+    if self._features is None:
       return batch
     sides = batch.inputs, batch.targets
     key = sides[0].shape, *(side.tobytes() for side in sides)
-    if key not in self._known:
-      known = self._know(self._objective, batch)
-      self._known[key] = jax.device_get(known)
-    return batch._replace(known=self._known[key])
+    if key not in self._stored:
+      features = self._features(self._objective, batch)
+      self._stored[key] = jax.device_get(features)
+    return batch._replace(features=self._stored[key])
 
   def _one_step(self, state: TrainState, step: int, batch: Batch, rate: float):
-    """The next state, the gradient's norm, and the step's sums."""
-    batch = self._with_known(batch)
+    """Returns the next state, the gradient's norm, and the step's sums."""
+    batch = self._with_features(batch)
     key = jax.random.fold_in(jax.random.key(self.config.seed), step)
     gradients, sums = self._gradient(self._objective, state.params, batch, key)
     state, norm = self._update(state, gradients, np.float32(rate))
-    if not math.isfinite(loss := float(sums['loss'])):
+    sums = _host(sums)
+    if not math.isfinite(sums['loss']):
       raise FloatingPointError(
-        f'The loss at step {step} is {loss}. Lower the learning rate,'
+        f'The loss at step {step} is {sums["loss"]}. Lower the learning rate,'
         ' or lengthen the warm-up.'
       )
     return state, norm, sums
@@ -286,7 +286,7 @@ class Trainer:
 
 
 def _states(folder: str | os.PathLike[str]) -> Any:
-  """Orbax's manager of the latest states, which removes what a kill has cut."""
+  """Opens Orbax's manager of states, which removes what a kill has cut."""
   import orbax.checkpoint as ocp
 
   return ocp.CheckpointManager(
@@ -307,7 +307,7 @@ def _save(store: Any, state: TrainState, elapsed_s: float) -> None:
 
 
 def _restored(store: Any, state: TrainState) -> TrainState:
-  """The latest state of the shapes of `state`, which is the one without any."""
+  """Returns the latest saved state, or `state` if there is none."""
   import orbax.checkpoint as ocp
 
   if (step := store.latest_step()) is None:
@@ -319,12 +319,12 @@ def _restored(store: Any, state: TrainState) -> TrainState:
       f'{str(store.directory)!r}: the state of step {step} belongs to another'
       f' model or optimiser ({error}). Continue it with its own configuration.'
     ) from error
-  # Orbax pins arrays to their device, for which jit would compile again.
+  # Orbax pins arrays to their device; jit would compile again for these.
   return jax.tree.map(lambda x: jnp.array(np.asarray(x)), restored)
 
 
 def _gradient(objective, params, batch, key):
-  """The gradient of the mean loss over the tokens of all N parts; the sums."""
+  """Returns the gradient of the mean loss over all N parts; and the sums."""
 
   def loss(params, part, key):
     sums = objective.sums(params, part, key)
@@ -343,8 +343,8 @@ def _gradient(objective, params, batch, key):
   return optax.tree.scale(scale, gradients), sums
 
 
-def _know(objective, batch):
-  return jax.lax.map(objective.known, batch)
+def _features(objective, batch):
+  return jax.lax.map(objective.features, batch)
 
 
 def _evaluate(objective, params, batch):
@@ -362,14 +362,21 @@ def _update(optimizer, state, gradients, rate):
   return state, norm
 
 
-def _add(total: dict[str, float], sums: Mapping[str, jax.Array]) -> None:
-  for name, value in sums.items():
-    total[name] = total.get(name, 0.0) + float(value)
+def _host(sums: Sums) -> dict[str, float]:
+  return {name: float(value) for name, value in sums.items()}
 
 
-def _means(sums: Mapping[str, float]) -> dict[str, float]:
-  tokens = max(sums['tokens'], 1.0)
-  return {k: v / tokens for k, v in sums.items() if k != 'tokens'}
+def _means(
+  parts: Sequence[Mapping[str, float]],
+) -> tuple[dict[str, float], float]:
+  """Adds up the sums of several batches.
+
+  Returns:
+    Each sum divided by the number of tokens; and that number.
+  """
+  total = {name: sum(part[name] for part in parts) for name in parts[0]}
+  tokens = total.pop('tokens')
+  return {name: x / max(tokens, 1.0) for name, x in total.items()}, tokens
 
 
 def _text(means: Mapping[str, float]) -> str:

@@ -1,0 +1,241 @@
+"""Texts and ids, as the target of a pair reads and says them.
+
+`Codec` knows a vocabulary and what a target expects around a text. `Languages`
+are the tokens before texts and outputs of models that translate between many.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from specdec_jax.checks.fields import check_type, is_a, nearest, unexpected
+from specdec_jax.models.base import LanguageModel
+from specdec_jax.text.chat import RenderedIds
+from specdec_jax.text.tokenizer import Vocabulary
+
+_SHOWN = 3  # languages in a message
+
+
+class Languages(NamedTuple):
+  """The languages of a call, as tokens.
+
+  The vocabulary has a token for each language. That of the source stands before
+  a text that the encoder reads; that of the target is a prompt of the decoder,
+  behind its start token, and no part of the output.
+
+  Attributes:
+    known: name -> token, of all languages; empty if the model has none.
+    source: token of the texts' language; None if it was not said.
+    target: token of the outputs' language; None if it was not said.
+  """
+
+  known: Mapping[str, int]
+  source: int | None
+  target: int | None
+
+  def before_text(
+    self, text: str | Sequence[int], ids: Sequence[int]
+  ) -> list[int]:
+    """Returns the tokens to put before the ids of a text.
+
+    Words of a text that look like a language's token are text where its
+    language is known, as in transformers: 'deu_Latn' in English is English.
+    Ids that begin with a language say it themselves.
+
+    Args:
+      text: what the caller gave, a text or its ids.
+      ids: the ids of the text.
+
+    Raises:
+      ValueError: `source_lang` is missing, and the ids do not begin with a
+        language.
+    """
+    if isinstance(text, str) and self.source is not None:
+      return [self.source]
+    return self._before(ids, self.source, 'source_lang', 'the texts')
+
+  def before_output(self, ids: Sequence[int]) -> list[int]:
+    """Returns the tokens to put before the ids that an output begins with.
+
+    Raises:
+      ValueError: `target_lang` is missing, and the ids do not begin with a
+        language.
+    """
+    return self._before(ids, self.target, 'target_lang', 'the outputs')
+
+  def _before(self, ids, token, name, whose) -> list[int]:
+    if not self.known or (len(ids) and ids[0] in self.known.values()):
+      return []
+    if token is None:
+      some = ', '.join(map(repr, list(self.known)[:_SHOWN]))
+      raise unexpected(name, f'the language of {whose}, such as {some}', None)
+    return [token]
+
+
+class Codec:
+  """Turns texts into the ids that a target reads, and outputs into ids.
+
+  Attributes:
+    tokenizer: the vocabulary of the pair.
+    network: the target's network.
+    bos_id: the id that texts begin with; None: they begin with none.
+    stop_ids: ids that end an output unless a call gives others.
+    source_lang: language of the texts unless a call gives another; None where
+      the model has no languages, or each call says its own.
+    target_lang: that of the outputs.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Vocabulary,
+    network: LanguageModel,
+    bos_id: int | None,
+    stop_ids: Sequence[int],
+    source_lang: str | None = None,
+    target_lang: str | None = None,
+  ):
+    """Takes the attributes.
+
+    Raises:
+      ValueError: a language is not known, or the target has none.
+    """
+    self.tokenizer, self.network = tokenizer, network
+    self.bos_id = bos_id
+    self.stop_ids = stop_ids or (tokenizer.eos_id,)
+    self.source_lang, self.target_lang = source_lang, target_lang
+    self.languages()
+
+  def languages(
+    self, source_lang: str | None = None, target_lang: str | None = None
+  ) -> Languages:
+    """Returns the tokens of these languages; None takes the codec's own.
+
+    Raises:
+      ValueError: a language is not known, or the target has none.
+    """
+    # A model without an encoder has no use for languages.
+    known: Mapping[str, int] = {}
+    if self.network.has_encoder:
+      known = self.tokenizer.languages
+    names = {
+      'source_lang': source_lang or self.source_lang,
+      'target_lang': target_lang or self.target_lang,
+    }
+    for name, language in names.items():
+      check_type(name, language, str | None)
+      if language is not None and not known:
+        expected = 'None, for this model has no tokens of languages'
+        raise unexpected(name, expected, language)
+      if language is not None and language not in known:
+        near = nearest(language, known, or_all=False).strip()
+        advice = near or f'One is {next(iter(known))!r}.'
+        path = self.tokenizer.path
+        expected = f'one of the {len(known)} languages of {path!r}'
+        raise unexpected(name, expected, language, advice)
+    return Languages(known, *(known.get(name or '') for name in names.values()))
+
+  def ids_around(
+    self, text: str | Sequence[int] = ''
+  ) -> tuple[list[int], list[int]]:
+    """Returns the ids before and after a text as the target reads it.
+
+    An encoder's text ends with the end of sequence, if it does in its family. A
+    decoder's does not: the decoder continues the text. Around a rendered chat
+    there is nothing.
+    """
+    if isinstance(text, RenderedIds):
+      return [], []
+    if self.network.has_encoder and self.network.ends_inputs:
+      return [*self.tokenizer.before], [*self.tokenizer.after]
+    return [] if self.bos_id is None else [self.bos_id], []
+
+  def bare_ids(self, text: str | Sequence[int]) -> list[int]:
+    """Returns the ids of a text; of given ids those between `ids_around`."""
+    ids = encoded(self.tokenizer, text)
+    if isinstance(text, str | RenderedIds):
+      return ids
+    first, last = self.ids_around()
+    last = last or [self.tokenizer.eos_id]
+    if ids[-len(last) :] == last:
+      del ids[-len(last) :]
+    return ids[len(first) :] if ids[: len(first)] == first else ids
+
+  def input_ids(
+    self, text: str | Sequence[int], source_lang: str | None = None
+  ) -> list[int]:
+    """Returns the ids of a text as the target reads them.
+
+    The text may also be given as ids, with or without the id that texts begin
+    with, their end of sequence, and the token of their language.
+
+    Raises:
+      ValueError: as for `languages`; or `source_lang` is missing.
+    """
+    first, last = self.ids_around(text)
+    ids = self.bare_ids(text)
+    language = self.languages(source_lang).before_text(text, ids)
+    return [*first, *language, *ids, *last]
+
+  def num_input_tokens(self, text: str | Sequence[int]) -> int:
+    """Counts the tokens of a text as the target reads it.
+
+    It is 0 if there is nothing to read; of an empty text, a target with a
+    `bos_id` reads that id.
+    """
+    first, _ = self.ids_around(text)
+    return len(self.input_ids(text)) if first or self.bare_ids(text) else 0
+
+  def output_ids(self, text: str | Sequence[int] = '') -> list[int]:
+    """Returns the ids of a text as the target would say it, with its end.
+
+    Ids that are given in place of a text get the end alone.
+    """
+    end = self.tokenizer.eos_id
+    end = end if end in self.stop_ids else self.stop_ids[0]
+    if not isinstance(text, str):
+      return [*map(int, text), end]
+    begins = self.network.has_encoder and self.network.ends_inputs
+    first = self.ids_around()[0] if begins else []
+    return [*first, *encoded(self.tokenizer, text), end]
+
+
+def encoded(tokenizer: Vocabulary, text: str | Sequence[int]) -> list[int]:
+  """Returns the ids of a text, or those that were given in its place.
+
+  Raises:
+    ValueError: it is neither, or a text with half a character.
+  """
+  check_texts([text])
+  if not isinstance(text, str):
+    return [int(token) for token in text]
+  check_unicode(text)
+  return tokenizer.encode(text)
+
+
+def encoded_texts(
+  tokenizer: Vocabulary, texts: Sequence[str]
+) -> list[list[int]]:
+  """Returns the ids of many texts, in less time than of each by itself."""
+  for text in texts:
+    check_unicode(text)
+  return tokenizer.encode_batch(texts)
+
+
+def check_unicode(text: str) -> None:
+  """Raises ValueError for a text with half a character."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    expected = f'no lone surrogate (it has one at place {error.start})'
+    raise unexpected('text', expected, text, 'Read it as UTF-8.') from error
+
+
+def check_texts(texts: Any, name: str = 'texts') -> None:
+  """Raises ValueError unless it is a sequence of strings or lists of ids."""
+  expected = 'a sequence of strings or of lists of ids'
+  if isinstance(texts, str) or not is_a(texts, Sequence):
+    raise unexpected(name, expected, texts)
+  for index, text in enumerate(texts):
+    if not isinstance(text, str) and not is_a(text, Sequence[int]):
+      advice = 'One text of ids is a list such as [[5, 6, 7]].'
+      expected = 'a string or a list of ids'
+      raise unexpected(f'{name[:-1]} {index}', expected, text, advice)

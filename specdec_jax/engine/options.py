@@ -1,0 +1,340 @@
+"""What a caller may ask of an output: `Options`, checked before anything runs.
+
+It also has the names that other libraries use for them, and the numbers that an
+output's random numbers derive from.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from specdec_jax.checks.fields import (
+  Bound,
+  check_number,
+  check_types,
+  nearest,
+  unexpected,
+)
+from specdec_jax.decoding.resting import guessed
+from specdec_jax.drafters.length import plain_rule
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import (
+  BLOCK,
+  BeamScoring,
+  BeamSettings,
+  Drafting,
+  RestPolicy,
+)
+from specdec_jax.rules.options import RuleOptions
+from specdec_jax.types import Count, LengthRule, Positive
+from specdec_jax.verify import check_lenience
+
+MAX_GAMMA = 256
+MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
+ADAPTIVE = 'adaptive'  # a draft ends where its drafter is not sure enough
+KEY_BITS = 32  # of the number that an example's random numbers derive from
+# Names of these options in other libraries.
+_USUAL_NAMES = {
+  'max_new_tokens': 'max_length',
+  'max_tokens': 'max_length',
+  'max_decode_len': 'max_length',
+  'min_new_tokens': 'min_length',
+  'min_tokens': 'min_length',
+  'num_return_sequences': 'num_samples',
+  'num_decodes': 'num_samples',
+  'n': 'num_samples',
+  'bad_words_ids': 'bad_words',
+  'stop': 'stop_strings',
+  'stop_token_ids': 'stop_ids',
+  'beam_size': 'num_beams',
+  'beam_width': 'num_beams',
+  'brevity_penalty': 'alpha',
+  'src_lang': 'source_lang',
+  'tgt_lang': 'target_lang',
+}
+# Names that have no other here, and what to do instead.
+_INSTEAD = {
+  'sampling': 'give temperature, top_k and top_p by themselves.',
+  'do_sample': 'temperature says it; 0 is greedy, anything above samples.',
+  'forced_bos_token_id': 'prompts says it: [[id]] * len(texts).',
+  'prefix_allowed_tokens_fn': 'choices, regex and json_schema say it.',
+  'early_stopping': 'a beam search ends as T5X ends it, or with length_penalty'
+  ' as transformers does where early_stopping is False.',
+}
+ALPHA = 0.6  # of T5's papers and of T5X
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(RuleOptions):
+  """The options of `generate` and `stream`; also those of `RuleOptions`.
+
+  Attributes:
+    temperature: 0 is greedy; above it outputs are sampled. One for all texts
+      or one for each.
+    top_k: samples only from the k likeliest tokens, see `SamplingConfig`; 0 is
+      off.
+    top_p: samples only from the likeliest tokens that together have this
+      probability; 1 is off.
+    min_p: samples only from tokens with this part of the likeliest one's
+      probability; 0 is off.
+    max_length: the most tokens of an output; None is the engine's maximum.
+    min_length: tokens that an output must have before a stop id is allowed, or
+      behind which a stop string must end.
+    num_samples: outputs per text; they follow one another in the result.
+    stop_strings: strings that end an output; they are not part of its text.
+    stop_ids: ids that end an output; None is the engine's.
+    seed: all random numbers of an example derive from this seed and the
+      example's id.
+    example_ids: ids of the texts; 0, 1, ... by default. A text's sample depends
+      on its id, not on its place in a batch or on its neighbours.
+    prompts: ids that the output of each text begins with, after the decoder's
+      start token. They are read, not produced, and are not part of the result.
+      None is no prompts.
+    source_lang: language of the texts, of a model that translates between many,
+      such as 'eng_Latn'; None is the engine's.
+    target_lang: language of the outputs, such as 'deu_Latn'.
+    split: 'sentences' decodes each sentence of a text by itself, and puts the
+      outputs together as lines and paragraphs were, see `text.sentences`. All
+      other options are those of a sentence.
+    split_lang: language whose rules find the sentences, such as 'de'; None is
+      `source_lang`, or English.
+    split_prefix: put before each sentence, such as 'translate English to
+      German: ' of a T5 or '<2de> ' of MADLAD-400.
+    on_too_long: what happens to an input that is too long: 'error' raises,
+      'truncate' keeps its beginning, 'report' gives a completion with an error
+      (and does so for ids outside the vocabulary too).
+    log_probs: whether log-probabilities are wanted.
+    top_log_probs: how many of the likeliest tokens at each place of an output
+      are wanted with their log-probabilities; the target reads the output once
+      more for them.
+    num_beams: a beam search of this width, see `decoding.beams`; None is none.
+      `num_samples` outputs come of it, the best one last.
+    alpha: of a beam search: T5X's exponent of its brevity penalty, score =
+      log_prob / ((5 + tokens) / 6) ** alpha; None is 0.6 unless
+      `length_penalty` is given.
+    length_penalty: of a beam search as transformers has it: score = log_prob /
+      tokens ** length_penalty; below 0 shorter outputs score better.
+    draft_beams: beams of the drafter; None is 2 * `num_beams`.
+    lenience: below 1 more proposals pass, and the output is lossy. A token may
+      come up to 1 / lenience times as often as it should; at temperature 0 a
+      token may have only `lenience` times the probability of the best token.
+      See `verify`; the plain loop ignores it.
+    verification: how sampled drafts are judged: 'token', by the paper's
+      Algorithm 1, or 'block', as a whole, which keeps more of them. Both are
+      lossless (see `verify_block`). None is 'block', and 'token' where
+      `lenience` is below 1. At temperature 0 both are the same.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  temperature: float | Sequence[float] = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  max_length: Positive | None = None
+  min_length: Count = 0
+  num_samples: Annotated[int, Bound(1, MOST_ROWS)] = 1
+  stop_strings: Sequence[str] = ()
+  stop_ids: Sequence[int] | None = None
+  seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)] = 0
+  example_ids: Sequence[int] | None = None
+  prompts: Sequence[Sequence[int]] | None = None
+  on_too_long: Literal['error', 'truncate', 'report'] = 'error'
+  log_probs: bool = True
+  top_log_probs: Count = 0
+  lenience: float = 1.0
+  verification: Literal['token', 'block'] | None = None
+  num_beams: Positive | None = None
+  alpha: Annotated[float, Bound(0, 10)] | None = None
+  length_penalty: Annotated[float, Bound(-10, 10)] | None = None
+  draft_beams: Positive | None = None
+  source_lang: str | None = None
+  target_lang: str | None = None
+  split: Literal['sentences'] | None = None
+  split_lang: str | None = None
+  split_prefix: str = ''
+
+  def __post_init__(self):
+    for name, value in dataclasses.asdict(self.sampling).items():
+      object.__setattr__(self, name, value)
+    if isinstance(self.sequence_bias, Mapping):  # as transformers has it
+      pairs = tuple(self.sequence_bias.items())
+      object.__setattr__(self, 'sequence_bias', pairs)
+    if isinstance(self.stop_strings, str):
+      object.__setattr__(self, 'stop_strings', (self.stop_strings,))
+    check_lenience(self.lenience)
+    check_types(self)
+    self.check_rules()
+    if '' in self.stop_strings:
+      raise unexpected('stop_strings', 'no empty string', self.stop_strings)
+    if self.judges_blocks and self.lenience != 1:
+      expected = "'token' with a lenience below 1, a rule for single tokens"
+      raise unexpected('verification', expected, self.verification)
+    if self.split and self.prompts is not None:
+      raise unexpected('prompts', 'None with split', self.prompts)
+    for name in ('split_lang', 'split_prefix'):
+      if getattr(self, name) and not self.split:
+        raise unexpected(name, 'nothing without split', getattr(self, name))
+    self._check_beams()
+
+  @property
+  def judges_blocks(self) -> bool:
+    """Whether sampled drafts are judged as a whole."""
+    if self.verification is None:
+      return self.lenience == 1
+    return self.verification == BLOCK
+
+  def _check_beams(self) -> None:
+    width = self.num_beams
+    if width is None:
+      for name in ('alpha', 'length_penalty', 'draft_beams'):
+        if (value := getattr(self, name)) is not None:
+          raise unexpected(name, 'None without num_beams', value)
+      return
+    if self.draft_beams is not None:
+      check_number('draft_beams', self.draft_beams, width)
+    rules = (self.alpha, self.length_penalty)
+    for name, fits, expected in (
+      ('temperature', self.sampling.greedy, '0'),
+      ('lenience', self.lenience == 1, '1'),
+      ('stop_strings', not self.stop_strings, 'none, but stop_ids,'),
+      ('num_samples', self.num_samples <= width, f'at most {width}'),
+      ('length_penalty', None in rules, 'None beside alpha'),
+    ):
+      if not fits:
+        expected += f' in a beam search (num_beams = {width})'
+        raise unexpected(name, expected, getattr(self, name))
+
+  def beam_settings(self, num_ends: int) -> BeamSettings | None:
+    """What the loops are asked for; None without a beam search.
+
+    Args:
+      num_ends: how many ids end an output.
+    """
+    if self.num_beams is None:
+      return None
+    scoring, penalty = BeamScoring.TRANSFORMERS, self.length_penalty
+    if penalty is None:
+      scoring = BeamScoring.T5X
+      penalty = ALPHA if self.alpha is None else self.alpha
+    number: Any = np.float32(penalty)
+    return BeamSettings(
+      penalty=number,
+      width=self.num_beams,
+      draft_width=self.draft_beams or 2 * self.num_beams,
+      num_ends=num_ends,
+      scoring=scoring,
+    )
+
+  def filled(self, rules: Mapping[str, Any]) -> 'Options':
+    """Returns the options, with these rules where nothing else is asked for."""
+    left = {k: value for k, value in rules.items() if k not in self.rules}
+    return dataclasses.replace(self, **left) if left else self
+
+  @functools.cached_property
+  def sampling(self) -> SamplingConfig:
+    """Temperature, top-k, top-p and min-p."""
+    return SamplingConfig(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def example_id(index: int, sample: int) -> int:
+  """The id that the random numbers of one sample of one example derive from.
+
+  The bits of `sample` are filled in from the highest bit down, those of `index`
+  from the lowest bit up: so all pairs that fit have different ids, and the
+  first sample's id does not depend on how many samples there are.
+
+  Raises:
+    ValueError: the two do not fit into 32 bits.
+  """
+  if index.bit_length() + sample.bit_length() > KEY_BITS:
+    expected = f'less than {KEY_BITS} bits with example {index}'
+    advice = 'Ask for fewer samples (gin: NUM_DECODES), or take another seed.'
+    raise unexpected('num_samples', expected, sample, advice)
+  return index | int(f'{sample:0{KEY_BITS}b}'[::-1], 2)
+
+
+def sentence_id(example: int, sentence: int) -> int:
+  """The id that the random numbers of a sentence of an example derive from.
+
+  That of the first one is the example's own: a text of one sentence is decoded
+  as it is without a split.
+  """
+  if not sentence:
+    return example
+  digest = hashlib.blake2b(f'{example} {sentence}'.encode(), digest_size=4)
+  return int.from_bytes(digest.digest())
+
+
+def options_of(
+  named: Mapping[str, Any], otherwise: Mapping[str, Any] | None = None
+) -> Options:
+  """Makes `Options`; accepts the names that other libraries use as well.
+
+  Args:
+    named: what is asked for.
+    otherwise: options that hold where nothing else is asked for.
+
+  Raises:
+    ValueError: a name is unknown, an option is given twice, or a value is out
+      of range.
+  """
+  defaults = {x.name: x.default for x in dataclasses.fields(Options)}
+  values = {name: named[name] for name in defaults if name in named}
+  for name in named.keys() - defaults.keys():
+    if name in _INSTEAD:
+      raise ValueError(f'{name}: {_INSTEAD[name]}')
+    if name not in _USUAL_NAMES:
+      raise ValueError(f'There is no option {name!r}.{nearest(name, defaults)}')
+    field = _USUAL_NAMES[name]
+    if values.get(field, defaults[field]) != defaults[field]:
+      raise unexpected(name, f'none beside {field}, its name here', named[name])
+    values[field] = named[name]
+  return Options(**{**(otherwise or {}), **values})
+
+
+def drafting_of(
+  gamma: int | str | LengthRule | Drafting, rests: bool | RestPolicy = False
+) -> Drafting:
+  """Makes the `Drafting` that a caller asks for.
+
+  Args:
+    gamma: a number of proposals; 'adaptive', see `length.plain_rule`; a rule,
+      as `Calibration.rule` gives it; or a `Drafting`, whose resting is not
+      looked at.
+    rests: whether the drafter rests where it does not pay, by guessed costs; or
+      by these. Costs of another gamma are not known here: they are guessed.
+
+  Raises:
+    ValueError: gamma is none of these, or too large.
+  """
+  drafting = _drafting(gamma)
+  if not rests or not drafting.gamma:
+    return drafting.replace(rests=None)
+  if rests is True or len(rests.costs) != drafting.gamma + 1:
+    rests = guessed(drafting.gamma, drafting.adapts)
+  return drafting.replace(rests=rests)
+
+
+def _drafting(value: Any) -> Drafting:
+  """Makes a `Drafting` that never rests."""
+  if isinstance(value, Drafting):
+    return value
+  if value == ADAPTIVE:
+    value = plain_rule()
+  if isinstance(value, LengthRule):
+    # The loop of a number has less to do.
+    ends_nothing = not (np.any(value.worth) or np.any(value.worth_asking))
+    return Drafting(value.most, None if ends_nothing else value)
+  if isinstance(value, str):
+    raise unexpected('gamma', f'a whole number or {ADAPTIVE!r}', value)
+  check_number('gamma', value, 0)
+  # Caches and logits grow with gamma, and more gain nothing.
+  if value > MAX_GAMMA:
+    raise unexpected('gamma', f'at most {MAX_GAMMA}', value)
+  return Drafting(value)

@@ -1,0 +1,252 @@
+"""The compiled programs of a pair: fixed batches, and pools of slots.
+
+A program is compiled for each kind of request and each number of rows. Threads
+may share `Programs`, if no two of them compile at the same time.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from specdec_jax import partitioning
+from specdec_jax.decoding.loop import Loop, generation
+from specdec_jax.decoding.pool import PoolPrograms
+from specdec_jax.decoding.speculative import PairParams
+from specdec_jax.decoding.state import DecodeState
+from specdec_jax.drafters.base import Drafter
+from specdec_jax.drafters.only_token import only_token
+from specdec_jax.drafters.with_fallback import with_fallback
+from specdec_jax.engine.padding import padded_rows, rounded_up
+from specdec_jax.engine.pair import MemoryCheck, PlacedPair
+from specdec_jax.request import Request
+from specdec_jax.types import FinishReason, Generation
+
+_NO_DRAFTER = (
+  'Speculative decoding needs a drafter: Engine(target, drafter), or call with'
+  ' speculative=False.'
+)
+_Bound = tuple[Loop, PairParams]
+
+
+class Programs:
+  """Compiles the loops of a pair where they are needed first, and keeps them.
+
+  Attributes:
+    memory_check: checks whether a run could fit into the memory of the devices.
+    has_drafter: whether there is a drafter.
+    row_multiple: the devices that rows are split over; the rows of a program
+      are a multiple of them.
+    warm: what schedulers have compiled all programs for, as keys of theirs.
+  """
+
+  def __init__(
+    self,
+    pair: PlacedPair,
+    partition: partitioning.Partition | None,
+    memory_check: MemoryCheck,
+  ):
+    """Compiles nothing.
+
+    Args:
+      pair: the models, on their devices.
+      partition: how rows are split over devices; None: they are not.
+      memory_check: checks the memory.
+    """
+    self.memory_check, self._partition = memory_check, partition
+    self.row_multiple = partition.row_multiple if partition else 1
+    drafter, params = pair.drafter, pair.params
+    self.has_drafter = drafter is not None
+    self._plain = Loop(pair.target), PairParams(params.target, None)
+    self._speculative: _Bound | None = None
+    self._constrained: _Bound | None = None
+    if drafter is not None:
+      loop = Loop(pair.target, drafter)
+      self._speculative = self._constrained = loop, params
+      if drafter.tree is None and not drafter.follows_rules:
+        # Where a constraint leaves one token, it is proposed first.
+        ahead = with_fallback(only_token(), drafter)
+        ahead_params = PairParams(params.target, ((), params.draft))
+        self._constrained = Loop(pair.target, ahead), ahead_params
+    self._whole: dict[Any, Callable[..., Any]] = {}
+    self._whole_rows: set[int] = set()
+    self._pools: dict[Any, PoolPrograms] = {}
+    self.warm: set[Any] = set()
+
+  @property
+  def drafter(self) -> Drafter:
+    """The drafter, with its parameters as they are placed.
+
+    Raises:
+      ValueError: there is no drafter.
+    """
+    drafter: Any = self.loop(True)[0].drafter
+    return drafter
+
+  def loop(self, speculative: bool) -> tuple[Loop, PairParams]:
+    """Returns the speculative or the plain loop, and its parameters.
+
+    Raises:
+      ValueError: the speculative loop is asked for, and there is no drafter.
+    """
+    if not speculative:
+      return self._plain
+    if self._speculative is None:
+      raise ValueError(_NO_DRAFTER)
+    return self._speculative
+
+  def _loop_of(self, request: Request) -> tuple[Loop, PairParams]:
+    """Returns the loop that decodes a request: the plain one at gamma 0."""
+    if request.gamma and request.automata and self._constrained is not None:
+      return self._constrained
+    return self.loop(request.gamma > 0)
+
+  @property
+  def count(self) -> int:
+    """How many programs of fixed batches have been compiled so far."""
+    return len(self._whole)
+
+  def fitting(
+    self, request_of: Callable[[int], Request], num_rows: int
+  ) -> Request:
+    """Returns a request of as many rows as a program has, if one is near.
+
+    That is the smallest program of at least as many rows as are needed and at
+    most twice as many: those extra rows cost less than a compilation.
+
+    Args:
+      request_of: makes the request of so many rows or more.
+      num_rows: rows with a text.
+    """
+    least = rounded_up(padded_rows(num_rows), self.row_multiple)
+    request = request_of(least)
+    if ('decode', _shapes(request)) not in self._whole:
+      for rows in sorted(self._whole_rows):
+        if least < rows <= 2 * least:
+          larger = request_of(rows)
+          if ('decode', _shapes(larger)) in self._whole:
+            return larger
+    return request
+
+  def exactly(
+    self, request_of: Callable[[int], Request], num_rows: int
+  ) -> Request:
+    """Returns a request of the fewest rows that a program may have."""
+    return request_of(rounded_up(padded_rows(num_rows), self.row_multiple))
+
+  def compile(self, request: Request) -> None:
+    """Compiles the program of `decode`, unless it has been compiled.
+
+    Raises:
+      ValueError: no memory could hold it.
+    """
+    self._program('decode', request)
+
+  def decode(self, request: Request) -> Generation:
+    """Decodes a fixed batch in one call; returns the result on the host.
+
+    Raises:
+      ValueError: no memory could hold it.
+    """
+    decoded = self._program('decode', request)(request)
+    return partitioning.on_host(decoded)
+
+  def decode_in_pieces(
+    self, request: Request, num_rounds: int
+  ) -> Iterator[Generation | None]:
+    """Decodes a fixed batch, some rounds at a time.
+
+    Args:
+      request: the batch.
+      num_rounds: rounds of a piece.
+
+    Yields:
+      None after each piece, and at last the result on the host.
+    """
+    state = self._program('start', request)(request)
+    run = self._program('run', request, state)
+    while True:
+      state = run(request, state, np.int32(num_rounds))
+      reasons = partitioning.on_host(state.finish_reason)
+      if not np.any(reasons == FinishReason.RUNNING):
+        break
+      yield None
+    yield partitioning.on_host(_generation(request, state))
+
+  def pool(self, example: Request) -> PoolPrograms:
+    """Returns programs of pools, compiled where they are used first.
+
+    Args:
+      example: rows without text, as many as are read together; with gamma 0
+        they are of the plain loop.
+    """
+    # All widths of inputs have the same programs' functions.
+    key = len(example.inputs), _shapes(example.replace(inputs=None))
+    if key not in self._pools:
+      loop, params = self._loop_of(example)
+      self._pools[key] = PoolPrograms(loop, params, example)
+    return self._pools[key]
+
+  def forget(self, programs: PoolPrograms | Request) -> None:
+    """Frees programs of pools, or those of the pieces of such a request.
+
+    No other thread may compile meanwhile.
+    """
+    if isinstance(programs, PoolPrograms):
+      for key, pool in list(self._pools.items()):
+        if pool is programs:
+          del self._pools[key]
+    else:
+      for name in ('start', 'run'):
+        self._whole.pop((name, _shapes(programs)), None)
+
+  def _program(
+    self, name: str, request: Request, state: DecodeState | None = None
+  ) -> Callable[..., Any]:
+    """Returns a compiled method of a loop, with the parameters bound.
+
+    Args:
+      name: a method of `Loop`: 'decode', or 'start' and after it 'run'.
+      request: what it will be called with.
+      state: of 'run', what `start` gave.
+
+    Raises:
+      ValueError: no memory could hold it.
+    """
+    key = name, _shapes(request)
+    if key not in self._whole:
+      rows, width = request.inputs.shape
+      self.memory_check.check(
+        rows, width, request.cache_slots, request.call_tokens
+      )
+      self._whole[key] = self._compile(name, request, state)
+      self._whole_rows.add(rows)
+    return self._whole[key]
+
+  def _compile(self, name: str, request: Request, state: DecodeState | None):
+    loop, params = self._loop_of(request)
+    args: list[Any] = [params, request]
+    options: dict[str, Any] = {}
+    if self._partition is not None:
+      args[1] = self._partition.request(request)
+      if name == 'decode':  # the host reads it: the whole on each device
+        options['out_shardings'] = self._partition.sharding()
+    if name == 'run':
+      args += [state, np.int32(0)]
+      # The state is donated: the caches are updated where they are.
+      placed = partitioning.shardings(state)
+      options |= {'donate_argnums': 2, 'out_shardings': placed}
+    lowered = jax.jit(getattr(loop, name), **options).lower(*args)
+    return functools.partial(lowered.compile(), params)
+
+
+# Jitted: run one by one, its operations took milliseconds per call.
+_generation = jax.jit(generation)
+
+
+def _shapes(request: Request):
+  """Returns structure, shapes and dtypes of a request, as a dictionary key."""
+  leaves, tree = jax.tree.flatten(request)
+  return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

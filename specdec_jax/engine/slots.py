@@ -1,0 +1,178 @@
+"""Slots: a pool of rows on the device, and the owner of each of its slots."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
+from specdec_jax.engine.request import Row
+from specdec_jax.request import Drafting, Request
+from specdec_jax.types import FinishReason
+
+
+class Slots:
+  """A pool on the device, and the owner of each of its slots.
+
+  Attributes:
+    owners: the owner of each slot; None if it is free.
+    programs: what runs on the device.
+    width: width of the inputs that rows are read with; it only grows.
+  """
+
+  def __init__(
+    self,
+    programs: Callable[[Request], PoolPrograms],
+    request: Request,
+    tokens: int,
+    room: int,
+    read_rows: int,
+  ):
+    """Makes no slots; call `begin`.
+
+    Args:
+      programs: gives those of rows without text, as many as are read together.
+      request: any request of the kind that will be read, on the host.
+      tokens: slots of the caches for prompts and outputs.
+      room: the largest gamma, for whose draft they have more.
+      read_rows: rows that are read together, for tracing.
+    """
+    self._request, self._read_rows = request, read_rows
+    self._gamma, self._tokens = room, tokens
+    self._unread: Request | None = None  # see `hold`
+    self.programs = programs(self._example(request.inputs.shape[1]))
+    self._empty_rows: dict[int, Pool] = {}
+    self.owners: list[Row | None] = []
+
+  def begin(self, size: int, width: int) -> None:
+    """Makes `size` free slots, for inputs of this width."""
+    self.width = self._pool_width = width
+    self.owners = [None] * size
+    self._pool: Any = None  # until it is needed
+
+  def _example(self, width: int) -> Request:
+    """Rows without text, as many as are read together."""
+    count = self._read_rows
+    rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
+    return rows.replace(
+      inputs=np.full((count, width), rows.pad_id, np.int32),
+      max_length=np.zeros((count,), np.int32),
+      prompt=rows.prompt[:, :1],
+      prompt_length=np.ones((count,), np.int32),
+      drafting=rows.drafting.replace(gamma=self._gamma),
+      slots=self._tokens - 1,
+    )
+
+  def _empty_row(self, width: int) -> Pool:
+    if width not in self._empty_rows:
+      row = self.programs.empty_row(self._example(width))
+      self._empty_rows[width] = row
+    return self._empty_rows[width]
+
+  def _in_slots(self, request: Request) -> Request:
+    """The request, with the cache slots that all others have."""
+    return request.replace(
+      drafting=request.drafting.replace(gamma=self._gamma),
+      slots=self._tokens - request.prompt_width,
+    )
+
+  def admit(self, request: Request, rows: Sequence[Row]) -> None:
+    """Reads rows and gives them free slots.
+
+    Args:
+      request: of these rows, and perhaps more to fill it up; inputs and prompts
+        are as wide as they are to be read.
+      rows: their owners.
+    """
+    self.width = max(self.width, request.inputs.shape[1])
+    empty = self._empty_row(self.width)
+    programs = self.programs
+    self._make()
+    read = programs.read(self._in_slots(request), empty)
+    free = self.free[: len(rows)]
+    places = np.zeros((len(self.owners),), np.int32)
+    places[: len(free)] = free
+    self._pool = programs.admit(self._pool, read, places, np.int32(len(free)))
+    for slot, row in zip(free, rows, strict=True):
+      self.owners[slot] = row
+
+  def hold(self, request: Request, owner: Row) -> None:
+    """Gives a row the slot of a pool of one; the next `run` reads it.
+
+    The pool becomes the row itself, as wide as its input: `hold` and `run` are
+    one call of the device, where `admit` and `run` are three and a copy.
+
+    Args:
+      request: of this row, as for `admit`.
+      owner: the row's.
+    """
+    self._unread = self._in_slots(request)
+    self.width = max(self.width, request.inputs.shape[1])
+    self.owners = [owner]
+
+  def _make(self) -> None:
+    """Makes the pool, unless there is one, with room for inputs of `width`."""
+    if self._pool is None:
+      empty = self._empty_row(self._pool_width)
+      self._pool = self.programs.repeated(empty, len(self.owners))
+    if self.width > self._pool_width:
+      empty = self._empty_row(self.width)
+      self._pool = self.programs.widened(self._pool, empty)
+      self._pool_width = self.width
+
+  @property
+  def free(self) -> list[int]:
+    """The slots without an owner."""
+    return [slot for slot, row in enumerate(self.owners) if row is None]
+
+  @property
+  def rows(self) -> list[Row]:
+    """The rows that have a slot."""
+    return [row for row in self.owners if row is not None]
+
+  def resize(self, size: int) -> None:
+    """Moves the rows to a pool of another size, in which they must fit."""
+    if size == len(self.owners):
+      return
+    self._make()
+    running = [slot for slot, row in enumerate(self.owners) if row is not None]
+    free = size - len(running)
+    places = np.array([*running, *[0] * free], np.int32)
+    self._pool = self.programs.smaller(self._pool, places)
+    self.owners = [*self.rows, *[None] * free]
+    # The new slots hold copies of another row.
+    reasons = np.full((size,), FinishReason.RUNNING, np.int32)
+    reasons[len(running) :] = FinishReason.LENGTH
+    self.set_reasons(reasons)
+
+  def run(
+    self, max_rounds: int, enough: int, drafting: Drafting, simply: bool
+  ) -> PoolView:
+    """Starts the next rounds on the device, see `decoding.pool.run`."""
+    rounds, finished = np.int32(max_rounds), np.int32(enough)
+    if self._unread is not None:
+      request, self._unread = self._unread, None
+      self._pool, view = self.programs.begin(request, rounds, drafting, simply)
+      self._pool_width = request.inputs.shape[1]
+      return view
+    self._pool, view = self.programs.run(
+      self._pool, rounds, finished, drafting, simply
+    )
+    return view
+
+  def set_reasons(self, reasons: np.ndarray) -> None:
+    """Ends rows: the finish reason of each, int32[B]."""
+    state = self._pool.state.with_reasons(reasons)
+    self._pool = dataclasses.replace(self._pool, state=state)
+
+  def release(self, view: PoolView) -> list[tuple[Row, int]]:
+    """Frees the slots of finished rows; returns (owner, slot) of each."""
+    done = [
+      (row, slot)
+      for slot, row in enumerate(self.owners)
+      if row is not None and view.is_free[slot]
+    ]
+    for _, slot in done:
+      self.owners[slot] = None
+    return done

@@ -1,0 +1,84 @@
+"""A log of a run that may be killed: settings, then finished work, as lines.
+
+The first line of the file holds the settings of the run, each other line holds
+one piece of its work, as JSON. A run that is started again reads what is
+finished and appends the rest. A last line without its line feed was cut by a
+kill: it is not read, and the next append overwrites it.
+"""
+
+import json
+import os
+from typing import Any
+
+from specdec_jax import files
+from specdec_jax.checks.fields import unexpected
+
+
+class RunLog:
+  """One log file, from which this object reads on where it has stopped.
+
+  Attributes:
+    path: the file; it need not exist before the first `append`.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], settings: Any = None):
+    """Opens nothing yet.
+
+    Args:
+      path: the file.
+      settings: JSON values, the first line of a new file; not needed to read.
+    """
+    self.path = os.fspath(path)
+    self._settings = settings
+    self._end = 0  # bytes that were read or written
+
+  def settings(self) -> Any:
+    """Reads the settings that the file begins with.
+
+    Raises:
+      ValueError: there is no such line.
+    """
+    try:
+      with files.open_regular(self.path) as stream:
+        return json.loads(stream.readline())
+    except (OSError, ValueError, RecursionError) as error:
+      expected = 'lines of JSON, the first one with settings'
+      raise unexpected(self.path, expected, str(error)) from error
+
+  def read_new(self) -> tuple[list[Any], list[bytes]]:
+    """Reads the work that was appended since the last call.
+
+    Returns:
+      The values, in order; and the lines that are no JSON.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    with files.open_regular(self.path) as stream:
+      stream.seek(self._end)
+      data = stream.read()
+    *lines, cut = data.split(b'\n')
+    values, damaged = [], []
+    for line in lines if self._end else lines[1:]:  # without the settings
+      try:
+        values.append(json.loads(line))
+      except (ValueError, RecursionError):
+        damaged.append(line)
+    self._end += len(data) - len(cut)
+    return values, damaged
+
+  def append(self, value: Any) -> None:
+    """Writes a piece of work, behind what was read and written so far.
+
+    A killed process loses nothing that was written. The file is not synced:
+    that takes longer than many a batch, and the system does it within a minute.
+
+    Raises:
+      OSError: it could not be written; earlier work is kept.
+    """
+    lines = [value] if self._end else [self._settings, value]
+    data = ''.join(f'{json.dumps(line)}\n' for line in lines).encode()
+    with open(self.path, 'ab') as stream:
+      stream.truncate(self._end)
+      stream.write(data)
+    self._end += len(data)

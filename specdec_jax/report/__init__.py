@@ -1,0 +1,1 @@
+"""Consoles, tables, records and plots: how results are shown and kept."""

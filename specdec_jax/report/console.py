@@ -1,0 +1,113 @@
+"""The console: sentences, and progress as a bar or as lines.
+
+Progress is a bar on a terminal, and elsewhere a line on stderr now and then.
+"""
+
+import contextlib
+import datetime
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import rich.console
+import rich.progress
+
+_NO_EDGE = 10_000  # characters; wider than any output
+_TOGETHER_S = 0.1  # steps within this time come together
+EVERY_S = 20.0  # between two lines of progress
+
+
+def say(console: rich.console.Console, sentence: str) -> None:
+  """Prints a sentence as it is, without interpreting it as rich's markup."""
+  console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def console() -> rich.console.Console:
+  """Returns standard output, as wide as COLUMNS or the terminal.
+
+  Output to a pipe is not folded, unless COLUMNS is set.
+  """
+  stdout = rich.console.Console()
+  has_width = os.environ.get('COLUMNS', '').isdigit()
+  if not (stdout.is_terminal or stdout.is_jupyter or has_width):
+    stdout.width = _NO_EDGE
+  return stdout
+
+
+@contextlib.contextmanager
+def _lines(describe: Callable[[], str]) -> Iterator[None]:
+  """Prints the progress each `EVERY_S`, while the block runs.
+
+  A thread does so, because a step may be a compilation of minutes.
+  """
+  begin = time.monotonic()
+  ended = threading.Event()
+
+  def say() -> None:
+    while not ended.wait(EVERY_S):
+      elapsed = time.monotonic() - begin
+      print(f'{describe()}, {elapsed:.0f} s', file=sys.stderr, flush=True)
+
+  thread = threading.Thread(target=say, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
+
+
+@contextlib.contextmanager
+def bar(
+  console: rich.console.Console, label: str, total: int = 0, done: float = 0
+) -> Iterator[Callable[..., None]]:
+  """Shows a bar of `total` steps, or only the label, while the block runs.
+
+  The bar has the number of steps that are done, steps per second, and the time
+  that is left. `done` steps are done before it begins.
+
+  Yields a function that moves the bar by a number of steps, by default 1.
+  """
+  text, steps, *_ = rich.progress.Progress.get_default_columns()
+  progress = rich.progress.Progress(
+    rich.progress.SpinnerColumn(),  # it moves while the first step compiles
+    text,
+    *(
+      (steps, rich.progress.TextColumn('{task.fields[pace]}')) if total else ()
+    ),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  )
+  number = progress.add_task(label, total=total, pace='')
+  progress.update(number, completed=done)
+  first_time, first_steps = 0.0, float(total)
+
+  def pace() -> str:
+    (task,) = progress.tasks
+    counted = f'{task.completed:.0f} of {total}'
+    if task.completed <= first_steps:
+      return counted
+    rate = (task.completed - first_steps) / (time.monotonic() - first_time)
+    left = datetime.timedelta(seconds=round((total - task.completed) / rate))
+    return f'{counted}, {rate:.3g} a second, {left} left'
+
+  def advance(count: float = 1) -> None:
+    nonlocal first_time, first_steps
+    progress.advance(number, count)
+    # Programs are compiled before the first steps, which may come together.
+    first_time = first_time or time.monotonic()
+    if time.monotonic() - first_time < _TOGETHER_S:
+      first_steps = progress.tasks[0].completed
+    progress.update(number, pace=pace())
+
+  progress.update(number, pace=pace())
+
+  def describe() -> str:
+    return f'{label}: {pace()}' if total else label
+
+  with progress if console.is_terminal else _lines(describe):
+    yield advance

@@ -1,0 +1,191 @@
+"""Records: JSON files of measurements, and how a measurement begins and ends.
+
+A record is a dict: `kind` and `version`, its results and settings, `machine`.
+"""
+
+import os
+import pathlib
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import rich.console
+
+from specdec_jax import files
+from specdec_jax.checks.fields import unexpected
+from specdec_jax.files import same_run
+from specdec_jax.models import backend
+from specdec_jax.report import console as consoles
+from specdec_jax.report import plot
+from specdec_jax.report.table import Table
+from specdec_jax.text.tasks import reading
+
+Record = dict[str, Any]
+# Version of the file format; a file without a version has version 1.
+VERSION = 1
+
+
+def describe() -> dict[str, Any]:
+  """Returns device, cores, versions and load of this machine."""
+  device = jax.devices()[0]
+  is_cpu = device.platform == 'cpu'
+  return {
+    'device': backend.cpu_name() if is_cpu else device.device_kind,
+    'platform': device.platform,
+    'devices': jax.device_count(),
+    'cores': backend.num_cores(),
+    **({'isa': backend.instruction_set()} if is_cpu else {}),
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+    # The mean number of running processes in the last minute, with this one.
+    'load_average': (
+      round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
+    ),
+  }
+
+
+def seconds_since_start() -> float | None:
+  """Seconds since this process began, imports included; None if unknown."""
+  stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
+  if not (stat.exists() and uptime.exists()):
+    return None  # only Linux has these files
+  # Field 22 of the file is number 19 after the process's name, which is in
+  # brackets and may hold blanks.
+  fields = stat.read_text().rpartition(')')[2].split()
+  began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
+  return float(uptime.read_text().split()[0]) - began
+
+
+def new(kind: str, values: Mapping[str, Any]) -> Record:
+  """Returns a record of measurements on this machine.
+
+  Args:
+    kind: kind of the record, such as 'alpha'.
+    values: name -> JSON value: results and settings.
+  """
+  head = {'kind': kind, 'version': VERSION}
+  return head | dict(values) | {'machine': describe()}
+
+
+def where(record: Mapping[str, Any]) -> str:
+  """Returns device and versions of a record's machine as a line."""
+  machine = record['machine']
+  isa = f'{machine["isa"]}, ' if 'isa' in machine else ''
+  cores = f'{machine["cores"]} core{"" if machine["cores"] == 1 else "s"}'
+  return (
+    f'{machine["device"]}, {isa}{cores}, JAX {machine["jax"]}, Python'
+    f' {machine["python"]}'
+  )
+
+
+def load(path: str | os.PathLike[str], *kinds: str) -> Record:
+  """Reads the record in a file.
+
+  Args:
+    path: the file.
+    *kinds: the expected kinds; without them any kind is read.
+
+  Raises:
+    ValueError: the file is missing or broken, or of another kind or version.
+  """
+  path = os.fspath(path)
+  record = files.read_json(path)
+  kind = record.get('kind')
+  if kind is None or (kinds and kind not in kinds):
+    expected = f'one of {sorted(kinds)}' if kinds else 'a name'
+    raise unexpected(f'{path}: kind', expected, kind)
+  if (version := record.get('version', VERSION)) != VERSION:
+    raise unexpected(
+      f'{path}: version', str(VERSION), version, 'Measure it again.'
+    )
+  return record
+
+
+def earlier(
+  path: str | os.PathLike[str] | None, kind: str, settings: Mapping[str, Any]
+) -> Record | None:
+  """Returns the record of an earlier run with the same settings, or None.
+
+  Args:
+    path: the file of the record; None means that there is none.
+    kind: the kind that the record must have.
+    settings: the settings of this run; others in the record are ignored.
+
+  Raises:
+    ValueError: the file is not such a record, or has other settings.
+  """
+  if path is None or not os.path.exists(path):
+    return None
+  advice = 'Remove it, or name another output_file.'
+  try:
+    record = load(path, kind)
+  except ValueError as error:
+    raise ValueError(f'{error} {advice}') from error
+  before = record.get('settings')
+  if not isinstance(before, dict):
+    raise unexpected(f'{path}: settings', 'those of a run', before, advice)
+  before = {name: before.get(name) for name in settings}
+  what = f'{os.fspath(path)!r} was measured with other settings'
+  same_run.check(before, settings, what, advice)
+  return record
+
+
+def begin(
+  console: rich.console.Console | None,
+  output_file: str | None,
+  plot_file: str | None = None,
+  input_file: object = None,
+) -> rich.console.Console:
+  """Begins a measurement: checks its outputs, says how its input is read.
+
+  Args:
+    console: shows the measurement; None uses standard output.
+    output_file: file of the record; None writes none.
+    plot_file: file of a picture; None draws none.
+    input_file: the input; if it is a path, a line says how it is read.
+
+  Returns:
+    The console.
+
+  Raises:
+    ValueError: a file cannot be written, or matplotlib is not installed.
+  """
+  for path in filter(None, (output_file, plot_file)):
+    files.check_writable(path)
+  if plot_file:
+    plot.load_matplotlib()
+  console = console or consoles.console()
+  if isinstance(input_file, str) and (sentence := reading(input_file)):
+    consoles.say(console, sentence)
+  return console
+
+
+def finish(
+  output_file: str | None,
+  console: rich.console.Console,
+  record: Mapping[str, Any],
+  *shown: Table | str,
+) -> None:
+  """Ends a measurement: writes its record, then shows it.
+
+  The file is written first, because a reader may close the output early.
+
+  Args:
+    output_file: file of the record; None writes none.
+    console: shows the tables and sentences.
+    record: the record.
+    *shown: tables and sentences.
+
+  Raises:
+    OSError: the file cannot be written.
+  """
+  try:
+    if output_file:
+      files.write_json(output_file, record)
+  finally:
+    for part in shown:
+      if isinstance(part, str):
+        consoles.say(console, part)
+      else:
+        console.print(part)

@@ -1,0 +1,182 @@
+"""Languages of texts and outputs, through the engine."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import small_vocabulary
+import toy_models
+from folders import LANGUAGES, write_nllb
+from specdec_jax import training
+from specdec_jax.engine.engine import Engine
+from specdec_jax.models.m2m100 import M2M100
+from specdec_jax.models.model import Model
+from specdec_jax.text.tokenizer import Tokenizer
+from toy_families import NLLB as SMALL
+from toy_families import logits_of, make
+
+PAIR = dict(source_lang='eng_Latn', target_lang='deu_Latn')
+# Texts and ids of several lengths, ids with and without their end.
+TEXTS = ['the red dog runs', [60, 0, 61], 'a cat', [62, 60, 2]]
+LENGTH = 16
+
+
+@pytest.fixture(scope='module')
+def vocabulary(folder):
+  return Tokenizer(write_nllb(folder / 'nllb'))
+
+
+@pytest.fixture(scope='module')
+def models(vocabulary):
+  """A target and a drafter that often agree, but not always."""
+  size = vocabulary.vocab_size + 2  # as NLLB has two ids more
+  config = dataclasses.replace(SMALL, vocab_size=size)
+  network, target = make(config)
+  _, other = make(config, seed=1)
+  draft = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, target, other)
+  ends = dict(stop_ids=(2,), tokenizer=vocabulary)
+  return Model(network, target, **ends), Model(network, draft, **ends)
+
+
+@pytest.fixture(scope='module')
+def engine(models):
+  return Engine(*models, gamma=3, max_input_len=64, max_decode_len=LENGTH)
+
+
+@pytest.fixture(scope='module')
+def chains(vocabulary):
+  """An engine whose programs are compiled in no time."""
+  limits = {'max_input_len': 16, 'max_decode_len': 8}
+  return toy_models.chain_engine(vocabulary, **limits)
+
+
+def test_the_vocabulary_knows_its_languages(vocabulary, tmp_path):
+  assert list(vocabulary.languages) == list(LANGUAGES)
+  ids = vocabulary.languages.values()
+  assert all(vocabulary.decode([one, 2]) == '' for one in ids)
+  assert vocabulary.bos_id is None and vocabulary.eos_id == 2
+  text = 'eng_Latn </s> the'
+  assert vocabulary.encode(text)[0] == vocabulary.languages['eng_Latn']
+  plain = Tokenizer(vocabulary.path, split_special_tokens=True)
+  assert not {*plain.encode(text)} & {*ids, 2}
+  other = write_nllb(tmp_path / 'm2m', ('__de__', '__en__'))
+  assert list(Tokenizer(other).languages) == ['de', 'en']
+
+
+def test_texts_and_outputs_begin_with_their_language(engine, vocabulary):
+  known = vocabulary.languages
+  eng, deu = known['eng_Latn'], known['deu_Latn']
+  ids = vocabulary.encode('the dog')
+  assert engine.codec.input_ids('the dog', 'eng_Latn') == [eng, *ids, 2]
+  # Ids that begin with a language say it themselves; words of a text do not,
+  # as in transformers.
+  assert engine.codec.input_ids([eng, *ids, 2]) == [eng, *ids, 2]
+  said = 'deu_Latn the dog'
+  assert engine.codec.input_ids(said, 'eng_Latn')[:2] == [eng, deu]
+  assert engine.request([said], **PAIR).inputs[0, :2].tolist() == [eng, deu]
+  assert engine.codec.input_ids(said)[0] == deu  # no other language is known
+  request = engine.request(['the dog'], **PAIR)
+  assert request.inputs[0, : len(ids) + 3].tolist() == [eng, *ids, 2, 1]
+  assert request.prompt[0].tolist() == [2, deu]
+  request = engine.request(['the dog'], prompts=[[5, 6]], **PAIR)
+  assert request.prompt[0, : request.prompt_length[0]].tolist() == [
+    2, deu, 5, 6,
+  ]  # fmt: skip
+  request = engine.request(['the dog'], src_lang='deu_Latn', prompts=[[eng]])
+  assert request.prompt[0].tolist() == [2, eng]
+  assert request.inputs[0, 0] == deu
+
+
+def forced(engine, model, text, output):
+  """The argmax after each token of an output, by teacher-forced logits."""
+  ids = engine.codec.input_ids(text, 'eng_Latn')
+  inputs = np.full((1, 16), 1, np.int32)
+  inputs[0, : len(ids)] = ids
+  first = [2, engine.tokenizer.languages['deu_Latn']]
+  read = np.full((1, 32), 5, np.int32)
+  read[0, : 2 + len(output)] = [*first, *output]
+  logits = logits_of(model.network, model.params, inputs, read)[0]
+  return np.asarray(logits).argmax(-1)[1 : 1 + len(output)].tolist()
+
+
+@pytest.mark.slow
+def test_greedy_is_speculative_is_teacher_forced(engine, models):
+  have = engine.generate(TEXTS, **PAIR)
+  want = engine.generate(TEXTS, speculative=False, **PAIR)
+  assert [one.tokens for one in have] == [one.tokens for one in want]
+  accepted = sum(one.stats.num_accepted for one in have)
+  assert 0 < accepted < sum(one.stats.num_tested for one in have)
+  for text, one in zip(TEXTS, have, strict=True):
+    assert one.tokens == forced(engine, models[0], text, one.tokens)
+  other = engine.generate(TEXTS, source_lang='eng_Latn', target_lang='zho_Hans')
+  assert [one.tokens for one in other] != [one.tokens for one in have]
+
+
+def test_scores_are_those_of_decoding(chains):
+  done = chains.generate(TEXTS, **PAIR)
+  outputs = [one.tokens for one in done]
+  scores = chains.score(TEXTS, outputs, **PAIR)
+  for one, score in zip(done, scores, strict=True):
+    np.testing.assert_allclose(score.log_probs, one.log_probs, atol=1e-4)
+  others = chains.score(TEXTS, outputs, **PAIR | {'target_lang': 'zho_Hans'})
+  assert others[0].log_probs != scores[0].log_probs
+
+
+def test_an_engine_may_have_languages_of_its_own(engine, models):
+  other = Engine(models[0], max_input_len=64, max_decode_len=LENGTH, **PAIR)
+  request, same = other.request(['a cat']), engine.request(['a cat'], **PAIR)
+  np.testing.assert_array_equal(request.inputs, same.inputs)
+  np.testing.assert_array_equal(request.prompt, same.prompt)
+  assert other.num_input_tokens('') == 0
+
+
+@pytest.mark.parametrize(
+  ('asked', 'said'),
+  [
+    ({'source_lang': 'eng_Latn'}, "target_lang: expected .*'deu_Latn'"),
+    ({'target_lang': 'eng_Latn'}, 'source_lang: expected the'),
+    (PAIR | {'target_lang': 'deu_latn'}, 'Nearest known: deu_Latn'),
+    (PAIR | {'source_lang': ['eng_Latn']}, 'source_lang: expected text'),
+  ],
+  ids=str,
+)
+def test_languages_that_are_none(asked, said, engine):
+  with pytest.raises(ValueError, match=said):
+    engine.generate(['the dog'], **asked)
+
+
+def test_models_without_languages(tokenizer):
+  network = small_vocabulary.network(1)
+  model = Model(network, small_vocabulary.weights(network, 0), tokenizer)
+  with pytest.raises(ValueError, match='source_lang: .*no tokens'):
+    Engine(model, source_lang='eng_Latn')
+
+
+def test_requests_name_their_languages(chains):
+  import clients
+
+  want = chains.generate(TEXTS[:1], **PAIR)[0].tokens
+  body = {'prompt': TEXTS[0], 'temperature': 0}
+  body['return_token_ids'] = True
+  with clients.asking_of(chains) as ask:
+    answer = ask('/v1/completions', body | PAIR).json()
+    assert answer['choices'][0]['token_ids'] == want
+    answer = ask('/v1/completions', body | {'target_lang': 'deu_Latn'})
+  assert answer.status_code == 400
+  assert answer.json()['error']['param'] == 'source_lang'
+
+
+def test_a_drafter_with_other_padding_is_refused(models):
+  target, draft = models
+  config = dataclasses.replace(draft.network.config, pad_id=0)
+  other = Model(M2M100(config), draft.params)
+  with pytest.raises(ValueError, match='draft: expected padding with id 1'):
+    Engine(target, other)
+
+
+def test_training_pads_otherwise(tmp_path):
+  inputs = dict(train_file='demo/input.txt', vocab_path='demo/vocab.model')
+  with pytest.raises(ValueError, match='model: .*pads with id 0.* got 1'):
+    training.TrainRun(make(SMALL)[0], str(tmp_path), **inputs)

@@ -1,0 +1,152 @@
+"""Rules on tokens are transformers' own: greedy outputs and beams of models."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import parity
+from parity import pair_of
+from specdec_jax.decoding.loop import Loop
+from specdec_jax.drafters.small_model import small_model
+from specdec_jax.engine.padding import padded
+from specdec_jax.probs import SamplingConfig
+from specdec_jax.request import BeamScoring, example_keys, new_request
+from specdec_jax.rules.options import NO_RULES, ruling_of
+from toy_beams import settings_of
+
+pytestmark = parity.MARKS
+
+SLOTS, WIDTH, GAMMA, END = 64, 3, 3, 1
+# transformers' arguments, and our rules.
+NUMBERS = [
+  {'repetition_penalty': 1.4},
+  {'no_repeat_ngram_size': 2},
+  {'encoder_no_repeat_ngram_size': 2},
+  {'repetition_penalty': 0.8, 'no_repeat_ngram_size': 3},
+  {'repetition_penalty': 1.2, 'encoder_no_repeat_ngram_size': 3},
+]
+
+
+def cases(likely, vocab_size):
+  """Of each case transformers' arguments and our rules; `likely` are tokens."""
+  one, two, three, *_ = likely
+  pairs = [((one,), -2.5), ((two, three), 4.0), ((one, two), -4.0)]
+  words = [[two], [one, three]]
+  bans = [([*ids], -np.inf) for ids in words]
+  for numbers in NUMBERS:
+    yield numbers, {'numbers': numbers}
+  yield {'sequence_bias': dict(pairs)}, {'sequences': pairs}
+  yield {'bad_words_ids': words}, {'sequences': bans}
+  suppressed = np.zeros((vocab_size,), np.float32)
+  suppressed[[one, two]] = -np.inf
+  yield {'suppress_tokens': [one, two]}, {'bias': suppressed}
+  yield (
+    {'begin_suppress_tokens': [one, two], 'no_repeat_ngram_size': 2},
+    {'begin_suppress': [one, two], 'numbers': {'no_repeat_ngram_size': 2}},
+  )
+  yield (
+    {'forced_eos_token_id': END, 'bad_words_ids': words},
+    {'forced_end': END, 'sequences': bans},
+  )
+
+
+def theirs(pair, rule, width):
+  """Of each row the tokens of its outputs, the best last."""
+  options = dict(
+    num_beams=width,
+    num_return_sequences=width,
+    early_stopping=False,
+    eos_token_id=END,
+    max_new_tokens=SLOTS,
+    pad_token_id=0,
+    **rule,
+  )
+  rows = []
+  for row in pair.rows:
+    made = parity.generate(pair.theirs, row[None], **options).tolist()
+    begin = 1 if pair.network.has_encoder else len(row)
+    ends = [[*tokens[begin:], END].index(END) + 1 for tokens in made]
+    rows.append(
+      [t[begin : begin + n] for t, n in zip(made, ends, strict=True)][::-1]
+    )
+  return rows
+
+
+@functools.cache
+def loops(network):
+  """Of each gamma the loop."""
+  drafts = {0: None, GAMMA: small_model(network)}
+  return {gamma: Loop(network, drafter) for gamma, drafter in drafts.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decode(loop, params, request):
+  return loop.decode(params, request)
+
+
+def ours(pair, rows, rules, width, gamma):
+  """As `theirs`, of rows with a rule each: all of one batch, one program."""
+  count, width_of, network = len(rows), max(map(len, rows)), pair.network
+  read = inputs = padded(rows, count, width_of, network.pad_id)[0]
+  prompt, lengths = padded([[network.start_id]] * count, count, 1)
+  if not network.has_encoder:
+    prompt, lengths = padded(rows, count, width_of)
+    read, inputs = prompt, np.zeros((count, 1), np.int32)
+  size = network.vocab_size
+  made, automata = ruling_of(
+    [NO_RULES._replace(vocab_size=size, **rule) for rule in rules],
+    lengths,
+    lengths + SLOTS,
+    np.where(read == network.pad_id, -1, read),
+  )
+  request = new_request(
+    inputs,
+    example_keys(0, np.arange(count, dtype=np.uint32)),
+    SamplingConfig(0.0),
+    slots=SLOTS,
+    gamma=gamma,
+    stop_ids=(END,),
+    token_rules=made,
+    automata=automata,
+    beams=settings_of(width, width + 1, 1.0, scoring=BeamScoring.TRANSFORMERS)
+    if width > 1
+    else None,
+    prompt=prompt,
+    prompt_length=lengths,
+    pad_id=network.pad_id,
+  )
+  params = pair.params if gamma else pair.params._replace(draft=None)
+  done = jax.device_get(decode(loops(network)[gamma], params, request))
+  tokens = [
+    row[:n].tolist() for row, n in zip(done.tokens, done.length, strict=True)
+  ]
+  return [tokens[i * width : (i + 1) * width] for i in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['T5 1.1', 'GPT-2', 'T5Gemma'])
+def test_outputs_are_those_of_transformers(name):
+  for width in (1, WIDTH):
+    check(pair_of(name), width)
+
+
+def check(pair, width):
+  plain = theirs(pair, {}, width)
+  said = np.concatenate([tokens for row in plain for tokens in row])
+  ids, counts = np.unique(said, return_counts=True)
+  likely = ids[np.argsort(-counts, kind='stable')].tolist()
+  likely = [token for token in likely if token != END]
+  named, rules = zip(*cases(likely, pair.network.vocab_size), strict=True)
+  want = [theirs(pair, one, width) for one in named]
+  assert sum(rows != plain for rows in want) > 5
+  each = [rule for rule in rules for _ in pair.rows]
+  for gamma in (0, GAMMA):
+    have = ours(pair, [*pair.rows] * len(rules), each, width, gamma)
+    for one, rows in zip(named, want, strict=True):
+      some, have = have[: len(rows)], have[len(rows) :]
+      assert some == rows, (one, gamma)
+  # A batch of one row.
+  alone = ours(pair, pair.rows[:1], rules[:1], width, GAMMA)
+  assert alone == want[0][:1]

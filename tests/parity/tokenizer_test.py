@@ -1,0 +1,266 @@
+"""Ids and texts of each family's vocabulary are those of transformers."""
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+
+import parity
+import small_vocabulary
+from folders import write_vocabulary
+from repository import SHARED
+from small_vocabulary import sentences
+from specdec_jax.text.tokenizer import Tokenizer
+
+pytestmark = parity.MARKS
+T5_VOCAB = SHARED / 'data' / 'vocab' / 't5.spiece.model'
+ADDED = ['<hl>', '<sep>', '{', '}', '<think>']
+# What public reports had in their texts.
+PARTS = [
+  *('the red dog', ' The', 'cat\n', '\n\n', '\t', '  ', '{', '}', "it's", 'x1'),
+  *('<extra_id_0>', '<extra_id_99>', '<extra_id_1>,', '<hl>', ' <sep>', '<HL>'),
+  *('<think>', '</s>', '<s>', '<pad>', '<unk>', '<bos>', '<eos>', '<|im_end|>'),
+  *('<|endoftext|>', 'eng_Latn', '\ufb01\u2460', 'e\u0301', '\u00e9', '\u200b'),
+  *('\u3000', '\U0001f642', '\u8a9e', '\u2581', '.', ', ', '12 345', ' '),
+]
+
+
+def texts():
+  draw = random.Random(0)
+  return ['', *PARTS] + [
+    ''.join(draw.choices(PARTS, k=draw.randint(2, 8))) for _ in range(200)
+  ]
+
+
+def spiece(folder, **options):
+  """A sentencepiece model in a folder."""
+  folder.mkdir(parents=True)
+  ids = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
+  options = {'vocab_size': 70, 'hard_vocab_limit': False} | ids | options
+  more = ['is { 1 } 2 3 4 5 x ,.']
+  small_vocabulary.sentencepiece_of(folder / 'spiece.model', more, **options)
+  return folder
+
+
+def t5(folder):
+  if os.path.exists(T5_VOCAB):
+    folder.mkdir(parents=True)
+    shutil.copy(T5_VOCAB, folder / 'spiece.model')
+  else:
+    spiece(folder)
+  return settings(folder, 't5')
+
+
+def settings(folder, model_type, **said):
+  (folder / 'config.json').write_text(json.dumps({'model_type': model_type}))
+  if said:
+    (folder / 'tokenizer_config.json').write_text(json.dumps(said))
+  return folder
+
+
+def saved(folder, tokenizer, model_type):
+  """What `save_pretrained` writes."""
+  tokenizer.save_pretrained(folder)
+  return settings(folder, model_type)
+
+
+def flan(folder):
+  import transformers
+
+  made = transformers.AutoTokenizer.from_pretrained(t5(folder / 'before'))
+  made.add_tokens(
+    [transformers.AddedToken(one, normalized=False) for one in ADDED]
+  )
+  made.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
+  return saved(folder / 'after', made, 't5')
+
+
+def old_flan(folder):
+  """As transformers 4 wrote it: spiece.model and added_tokens_decoder."""
+  t5(folder)
+  size = Tokenizer(folder / 'spiece.model').vocab_size
+  sentinels = [f'<extra_id_{i}>' for i in range(100)]
+  names = {'pad_token': '<pad>', 'eos_token': '</s>', 'unk_token': '<unk>'}
+  special = [*names.values(), *[None] * (size - 3), *sentinels[::-1]]
+  decoder = {
+    i: {'content': name, 'special': i < size + 100, 'normalized': False}
+    for i, name in enumerate([*special, *ADDED])
+    if name
+  }
+  return settings(
+    folder,
+    't5',
+    added_tokens_decoder=decoder,
+    additional_special_tokens=sentinels,
+    extra_ids=100,
+    tokenizer_class='T5Tokenizer',
+    **names,
+  )
+
+
+def mt5(folder):
+  own = [f'\u2581<extra_id_{i}>' for i in range(99, -1, -1)]
+  spiece(folder, user_defined_symbols=own, vocab_size=170)
+  return settings(
+    folder,
+    'mt5',
+    extra_ids=0,
+    additional_special_tokens=None,
+    tokenizer_class='T5Tokenizer',
+  )
+
+
+def umt5(folder):
+  import transformers
+
+  made = transformers.AutoTokenizer.from_pretrained(mt5(folder / 'before'))
+  after = saved(folder / 'after', made, 'umt5')
+  said = json.loads((after / 'tokenizer_config.json').read_text())
+  said['tokenizer_class'] = 'TokenizersBackend'  # as transformers asks for
+  return settings(after, 'umt5', **said)
+
+
+def bpe(pre_tokenizer, special, alphabet):
+  """A vocabulary and merges."""
+  made = small_vocabulary.trained_bpe(
+    pre_tokenizer, sentences() * 3, special, alphabet, 600
+  )
+  model = json.loads(made.to_str())['model']
+  return model['vocab'], [tuple(merge) for merge in model['merges']]
+
+
+def byte_level(folder, special=()):
+  """A folder with vocab.json and merges.txt."""
+  folder.mkdir(parents=True)
+  return small_vocabulary.byte_level(folder, sentences(), special)[1]
+
+
+ROBERTA = dict(
+  bos_token='<s>', eos_token='</s>', unk_token='<unk>', sep_token='</s>',
+  cls_token='<s>', pad_token='<pad>', mask_token='<mask>',
+  tokenizer_class='RobertaTokenizer',
+)  # fmt: skip
+
+
+def old_codet5(folder):
+  names = ['<pad>', '<s>', '</s>', '<unk>', '<mask>']
+  return settings(byte_level(folder, names), 't5', **ROBERTA)
+
+
+def codet5(folder):
+  import transformers
+
+  before = old_codet5(folder / 'before')
+  made = transformers.RobertaTokenizer.from_pretrained(before)
+  return saved(folder / 'after', made, 't5')
+
+
+def old_qwen(folder):
+  folder = byte_level(folder)
+  size = len(json.loads((folder / 'vocab.json').read_text()))
+  names = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+  decoder = {
+    size + i: {'content': name, 'special': i < 3}
+    for i, name in enumerate([*names, '<think>'])
+  }
+  return settings(
+    folder,
+    'qwen2',
+    added_tokens_decoder=decoder,
+    eos_token='<|im_end|>',
+    pad_token='<|endoftext|>',
+    bos_token=None,
+    add_bos_token=False,
+    tokenizer_class='Qwen2Tokenizer',
+  )
+
+
+def qwen(folder):
+  import transformers
+
+  before = old_qwen(folder / 'before')
+  made = transformers.Qwen2Tokenizer.from_pretrained(before)
+  return saved(folder / 'after', made, 'qwen3')
+
+
+def gemma(folder):
+  import tokenizers
+  import transformers
+
+  names = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '<|im_end|>']
+  vocab, merges = bpe(
+    tokenizers.pre_tokenizers.Metaspace(),
+    [*names, *(f'<0x{i:02X}>' for i in range(256))],
+    [*'\u2581\n\t{}'],
+  )
+  made = transformers.GemmaTokenizer(vocab, merges, add_bos_token=True)
+  made.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
+  return saved(folder / 'one', made, 'gemma3_text')
+
+
+def nllb(folder):
+  import tokenizers
+  import transformers
+
+  vocab, merges = bpe(
+    tokenizers.pre_tokenizers.Metaspace(),
+    ['<s>', '<pad>', '</s>', '<unk>'],
+    [*'\u2581.,'],
+  )
+  made = transformers.NllbTokenizer(
+    vocab, merges, extra_special_tokens=['deu_Latn', 'eng_Latn']
+  )
+  return saved(folder / 'one', made, 'm2m_100')
+
+
+def llama(folder):
+  folder.mkdir(parents=True)
+  said = {'bos_token': '<bos>', 'eos_token': '<turn>'}
+  said['tokenizer_class'] = 'PreTrainedTokenizerFast'
+  return settings(write_vocabulary(folder, '<bos>', **said), 'llama', **said)
+
+
+FAMILIES = [
+  *(t5, flan, old_flan, mt5, umt5, codet5, old_codet5),
+  *(gemma, nllb, llama, qwen, old_qwen),
+]
+
+
+@pytest.mark.filterwarnings('ignore')  # those of transformers
+@pytest.mark.parametrize('family', FAMILIES, ids=lambda one: one.__name__)
+def test_ids_and_texts(family, tmp_path):
+  import transformers
+
+  folder = family(tmp_path / family.__name__)
+  theirs = transformers.AutoTokenizer.from_pretrained(folder)
+  kinds = {
+    skip: Tokenizer(folder, skip_special_tokens=skip) for skip in (True, False)
+  }
+  ours = kinds[True]
+  first = [ours.languages['eng_Latn']] if ours.languages else []
+  for text in texts():
+    want = theirs(text).input_ids
+    assert [*first, *ours.before, *ours.encode(text), *ours.after] == want, text
+    for skip, made in kinds.items():
+      said = theirs.decode(want, skip_special_tokens=skip)
+      assert made.decode(want) == said, (text, skip)
+
+
+def test_m2m_without_a_tokenizer_json(tmp_path):
+  import transformers
+
+  made = Tokenizer(small_vocabulary.m2m(tmp_path))
+  known = made.languages
+  theirs = transformers.M2M100Tokenizer.from_pretrained(
+    made.path,
+    src_lang='en',
+    additional_special_tokens=[f'__{name}__' for name in known],
+  )
+  assert known == {name: theirs.get_lang_id(name) for name in known}
+  for text in texts():
+    want = theirs(text).input_ids
+    assert [known['en'], *made.encode(text), made.eos_id] == want, text
+    shown = theirs.decode(want, skip_special_tokens=True)  # and stripped
+    assert made.decode(want).strip() == shown

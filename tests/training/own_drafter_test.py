@@ -1,0 +1,249 @@
+"""`specdec distil`: from a T5 and texts to a calibrated drafter."""
+
+import dataclasses
+import math
+import re
+import shlex
+import shutil
+import types
+from unittest.mock import Mock
+
+import gin
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+import small_vocabulary
+import toy_calibration
+from specdec_jax.checkpoints import huggingface, t5x
+from specdec_jax.checkpoints.disk_arrays import fingerprint
+from specdec_jax.cli import main
+from specdec_jax.engine import calibration
+from specdec_jax.engine.calibration import CalibrationError
+from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.loading import load
+from specdec_jax.measure import calls
+from specdec_jax.models.model import Model
+from specdec_jax.models.other_ids import Shortlisted
+from specdec_jax.models.t5 import T5
+from specdec_jax.training import DistilConfig, distil, own_drafter
+from specdec_jax.training.outputs import read_outputs
+
+pytest.importorskip('safetensors')
+TEXTS = small_vocabulary.sentences()[:40]
+QUICK = {'max_input_length': 32, 'max_decode_len': 14, 'steps': 3}
+QUICK |= {'max_gamma': 1, 'num_tokens': 20, 'repeats': 2}
+
+
+@pytest.fixture(scope='module')
+def target(folder, tokenizer):
+  """A T5 whose outputs end after some tokens, in a folder; texts beside it."""
+  network = small_vocabulary.network(2)
+  params = network.init(jax.random.key(0))
+  kernel = 6.0 * params['decoder']['logits_dense']['kernel']
+  params['decoder']['logits_dense']['kernel'] = kernel.at[:, 1].mul(4.0)
+  huggingface.save_huggingface(folder / 'target', network.config, params)
+  shutil.copy(tokenizer.path, folder / 'target' / 'spiece.model')
+  (folder / 'target' / 'texts.txt').write_text('\n'.join(TEXTS) + '\n')
+  # The same as T5X has it, which does not say its sizes.
+  t5x.save_t5x(folder / 'target.msgpack', params, 0)
+  sizes = dataclasses.asdict(network.config)
+  fields = '\n'.join(
+    f't5.T5Config.{name} = {value!r}' for name, value in sizes.items()
+  )
+  (folder / 'sizes.gin').write_text(
+    'from __gin__ import dynamic_registration\n'
+    'from specdec_jax.models import t5\n'
+    f'{fields}\nt5.T5.config = @t5.T5Config()\nSMALL = @t5.T5()\n'
+  )
+  return str(folder / 'target')
+
+
+@pytest.fixture
+def run(capsys, target, tmp_path, monkeypatch):
+  """Status, stdout and stderr of `specdec distil` with flags, in `tmp_path`."""
+  monkeypatch.chdir(tmp_path)
+
+  def run(*argv, **changes):
+    flags = [f'--{name}={value}' for name, value in (QUICK | changes).items()]
+    given = ['--target', target, '--texts', f'{target}/texts.txt']
+    given += ['--output-dir', 'mine']
+    status = main.main(['distil', *given, *flags, *argv])
+    shown = capsys.readouterr()
+    gin.clear_config()
+    return status, shown.out, shown.err
+
+  return run
+
+
+def check_drafter(target, tmp_path, err):
+  """What is in its folder, for this target and of these texts."""
+  assert 'agreement' in err  # of the held-out texts
+  mine = load('mine')
+  assert mine.network.reads_encoder
+  assert isinstance(mine.network, Shortlisted)
+  assert mine.made_for == fingerprint(load(target).params)
+  held_out = (tmp_path / 'mine/held_out.txt').read_text().splitlines()
+  assert 2 <= len(held_out) < len(set(TEXTS)) and set(held_out) < set(TEXTS)
+  place = np.asarray(mine.params['place'])
+  outputs = read_outputs('mine/training/outputs/train.jsonl')
+  listed = set(np.flatnonzero(place < mine.network.num_ids))
+  assert listed == {1}.union(*(ids for _, ids in outputs))
+  return mine
+
+
+def check_again(run, tmp_path, said):
+  """Nothing is trained or measured twice."""
+  before = (tmp_path / 'mine/model.safetensors').read_bytes()
+  status, out, err = run()
+  assert status == 0, err
+  assert said in out and 'resumed at step 3' in err
+  assert (tmp_path / 'mine/model.safetensors').read_bytes() == before
+  # With other settings it is another run.
+  status, _, err = run(num_layers=2)
+  assert status == 2 and 'other settings' in err
+
+
+def check_command(capsys, out, held_out):
+  """The last line is a command that decodes the texts that were held out."""
+  name, *argv = shlex.split(out.splitlines()[-1])
+  assert name == 'specdec' and main.main(argv) == 0
+  gin.clear_config()
+  shown = capsys.readouterr().out.splitlines()
+  assert len(shown) == len(held_out.read_text().splitlines())
+  return argv
+
+
+def test_from_texts_to_a_drafter(run, capsys, target, tmp_path, monkeypatch):
+  """All but the calibration, which `measure/calibrate_test` has quickly."""
+  wrong = CalibrationError('a call took less')
+  monkeypatch.setattr(
+    own_drafter.calibrate, 'calibrate', Mock(side_effect=wrong)
+  )
+  monkeypatch.setattr(own_drafter.calibrate, 'time_calls', lambda *_: [])
+  sizes = [f'--gin_file={target}/../sizes.gin', '--gin.TARGET=%SMALL']
+  sizes += ['--gin_file=gin/runs/own_drafter.gin', f'--target={target}.msgpack']
+  status, out, err = run(*sizes, f'--vocab={target}/spiece.model')
+  assert status == 0, err
+  assert 'No calibration: a call took less' in out
+  check_drafter(target, tmp_path, err)
+  argv = check_command(capsys, out, tmp_path / 'mine/held_out.txt')
+  assert '--calibration' not in argv
+  made = Mock(return_value=toy_calibration.make())
+  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', made)
+  check_again(run, tmp_path, '--calibration mine/calibration.json')
+
+
+def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
+  """What is left to learn in, by what the calls took; then what is measured."""
+  clock = types.SimpleNamespace(now=0.0)
+  clock.monotonic = lambda: clock.now
+  monkeypatch.setattr(own_drafter, 'time', clock)
+  monkeypatch.setattr(own_drafter, '_shortlist', lambda _: None)
+  monkeypatch.setattr(own_drafter._Measured, '_engine', lambda *_: None)
+  network = load(target).network
+  config = DistilConfig(load(target), 'texts', str(tmp_path), minutes=3)
+
+  def left(at, seconds, wrong=''):
+    """Seconds to keep; what is said if the training takes the others."""
+    clock.now = 0.0
+    end = own_drafter._end_of(3.0)
+    clock.now = at
+    console = rich.console.Console(record=True, width=200)
+    made = own_drafter._Measured(config, 8, end, console)
+
+    def time_calls(*_):
+      clock.now += seconds
+      if wrong:
+        raise CalibrationError(wrong)
+      return [1]
+
+    monkeypatch.setattr(own_drafter.calibrate, 'time_calls', time_calls)
+    monkeypatch.setattr(own_drafter.calibrate, 'calibrate', lambda *_: made)
+    made.time_calls(network, {})
+    closing = made.closing_s()
+    clock.now = end - closing
+    return closing, made.calibrated() is made, console.export_text()
+
+  assert left(60, 20) == (32, True, '')
+  # Behind the training they are timed again; not where there is no time.
+  assert left(60, 20, 'wrong') == (56, True, '')
+  for at, seconds, wrong, words in (
+    (60, 60, 'It is wrong.', 'It is wrong'),
+    (60, 90, '', 'time is over'),
+    (130, 0, '', 'time is over'),
+  ):
+    closing, measures, text = left(at, seconds, wrong)
+    assert closing == 8 and not measures and words in text
+  with pytest.raises(ValueError, match='minutes: expected more than 3'):
+    left(100, 70)
+
+
+def test_what_has_learned_nothing_is_no_drafter(run, monkeypatch, tmp_path):
+  """It is said, and the same command goes on."""
+  refused = Mock(side_effect=CalibrationError('a call took less'))
+  for name in ('calibrate', 'time_calls'):
+    monkeypatch.setattr(own_drafter.calibrate, name, refused)
+  with monkeypatch.context() as patched:
+    patched.setattr(own_drafter._Measured, 'closing_s', lambda _: math.inf)
+    status, _, err = run()
+    assert status == 2 and 'minutes: expected more than 90' in err
+    assert not (tmp_path / 'mine/model.safetensors').exists()
+  status, _, err = run()
+  assert status == 0, err
+  assert 'parameters after 3 steps' in err
+
+
+@pytest.mark.slow
+def test_from_texts_to_a_calibrated_pair(
+  run, capsys, target, tmp_path, monkeypatch
+):
+  # The calls of a toy take microseconds.
+  for module in (calls, calibration):
+    monkeypatch.setattr(module, 'contradiction', lambda _: '')
+  status, out, err = run()
+  assert status == 0, err
+  assert 'speculation' in out
+  assert '--calibration' in check_command(
+    capsys, out, tmp_path / 'mine/held_out.txt'
+  )
+  mine = check_drafter(target, tmp_path, err)
+  # The pair decodes as the target does, and the calibration is this pair's.
+  engine = Engine(load(target), mine, max_input_len=32, max_decode_len=14)
+  made = calibration.load('mine/calibration.json')
+  assert made.fingerprints == engine.fingerprints
+  have = engine.generate(TEXTS[:5])
+  want = engine.generate(TEXTS[:5], speculative=False)
+  assert [c.tokens for c in have] == [c.tokens for c in want]
+  check_again(run, tmp_path, 'of this pair already')
+
+
+def test_bad_input_is_seen_first(run, target, tmp_path):
+  (tmp_path / 'few.txt').write_text('a dog\n' * 20)
+  for flag, words in (
+    ('--texts=few.txt', 'few.txt'),
+    ('--max-input-length=2', 'no line that can be decoded'),
+    ('--num-layers=3', 'num_layers: expected at most 2'),
+    ('--minutes=0.1', 'minutes: expected 0 .*, or 2 minutes or more'),
+    ('--minutes=1e9', 'minutes: expected .* from 0 to 10080'),
+    ('--max-gamma=1000000', 'max_gamma: expected .* from 1 to 64'),
+    (f'--output-dir={target}', 'output_dir'),
+    (f'--output-dir={target}/texts.txt', 'output_dir'),
+  ):
+    status, _, err = run(flag)
+    assert status == 2 and re.search(words, err)
+    assert not (tmp_path / 'mine').exists()
+
+
+def test_targets_that_have_no_such_drafter(target, tmp_path):
+  network = load(target).network
+  alone = dataclasses.replace(network.config, num_encoder_layers=0)
+  for model, words in (
+    (Model(T5(alone), {}, name='x'), 'T5 with an encoder'),
+    (Model(network, {}), 'loaded from a checkpoint'),
+    (Model(network, {}, name='x'), 'vocabulary'),
+  ):
+    texts = f'{target}/texts.txt'
+    with pytest.raises(ValueError, match=words):
+      distil(DistilConfig(model, texts, str(tmp_path / 'new')))
