@@ -25,8 +25,8 @@ from specdec_jax.drafters.uniform import uniform as uniform
 from specdec_jax.drafters.with_fallback import with_fallback as with_fallback
 from specdec_jax.engine.completion import Completion as Completion
 from specdec_jax.engine.completion import CompletionStats as CompletionStats
+from specdec_jax.engine.config import EngineConfig as EngineConfig
 from specdec_jax.engine.engine import Engine as Engine
-from specdec_jax.engine.engine import EngineConfig as EngineConfig
 from specdec_jax.engine.loading import load as load
 from specdec_jax.models.base import LanguageModel as LanguageModel
 from specdec_jax.models.causal_lm import CausalLM as CausalLM

@@ -162,7 +162,7 @@ class Request:
   """
 
   inputs: jax.Array
-  keys: jax.Array
+  keys: Array
   sampling: SamplingParams
   stop_ids: jax.Array
   min_length: jax.Array
@@ -272,7 +272,7 @@ def whole_buckets(tokens: int) -> int:
 
 def new_request(
   inputs: Array,
-  keys: jax.Array,
+  keys: Array,
   sampling: SamplingConfig,
   *,
   slots: int,

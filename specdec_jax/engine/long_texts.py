@@ -9,6 +9,7 @@ from typing import Any
 from specdec_jax.checks.fields import is_a, unexpected
 from specdec_jax.engine.codec import Codec, check_unicode
 from specdec_jax.engine.completion import Completion, joined
+from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.options import Options, example_id, sentence_id
 from specdec_jax.text.sentences import Sentences, language_of, split
 
@@ -20,7 +21,7 @@ _PREFIX = re.compile(
 
 def splitter(
   codec: Codec,
-  max_input_len: int,
+  config: EngineConfig,
   options: Options,
   as_input: Callable[[str], Any] = lambda text: text,
 ) -> Callable[[str], Sentences]:
@@ -28,7 +29,7 @@ def splitter(
 
   Args:
     codec: of the target.
-    max_input_len: tokens that it reads at most.
+    config: has the tokens that it reads at most.
     options: has the languages, and the prefix of each sentence.
     as_input: turns a sentence with its prefix into what the target reads; by
       default it is left as it is.
@@ -42,10 +43,10 @@ def splitter(
 
   around = 0
   around = count('')  # tokens before and after each sentence
-  longest = max_input_len - around
+  longest = config.max_input_len - around
   if longest < 1:
     expected = f'more than the {around} tokens around each sentence'
-    raise unexpected('max_input_len', expected, max_input_len)
+    raise unexpected('max_input_len', expected, config.max_input_len)
 
   def of(text: str) -> Sentences:
     check_unicode(text)
@@ -74,7 +75,7 @@ class LongTexts:
   def __init__(
     self,
     codec: Codec,
-    max_input_len: int,
+    config: EngineConfig,
     texts: Sequence[Any],
     options: Options,
   ):
@@ -82,7 +83,7 @@ class LongTexts:
 
     Args:
       codec: of the target.
-      max_input_len: tokens that it reads at most.
+      config: has the tokens that it reads at most.
       texts: the texts.
       options: with `split`.
 
@@ -103,7 +104,7 @@ class LongTexts:
     # One beam search gives all outputs of a sentence.
     self._each = 1 if options.num_beams is None else options.num_samples
     samples = range(options.num_samples // self._each)
-    whole = [*map(splitter(codec, max_input_len, options), texts)]
+    whole = [*map(splitter(codec, config, options), texts)]
     self._outputs = [sentences for sentences in whole for _ in samples]
     parts = [part for output in self._outputs for part in output.parts]
     self.parts = [options.split_prefix + part for part in parts]

@@ -25,6 +25,7 @@ from specdec_jax.engine.completion import (
   from_generation,
   passed_over,
 )
+from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.options import KEY_BITS, Options, example_id
 from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.engine.scoring import Ruled
@@ -40,7 +41,7 @@ from specdec_jax.request import (
 )
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
 from specdec_jax.tree_shape import TreeShape
-from specdec_jax.types import FinishReason, Generation
+from specdec_jax.types import Array, FinishReason, Generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +146,9 @@ class Row:
     """Returns its text so far, without a stop id."""
     if self.slot_text is None:
       self.slot_text = self.request.text()
-    has_stop_id = generation.finish_reason[slot] == FinishReason.STOP
-    end: Any = generation.length[slot] - has_stop_id
-    tokens: Any = generation.tokens[slot, self.num_read : end]
+    has_stop_id = bool(generation.finish_reason[slot] == FinishReason.STOP)
+    end = int(generation.length[slot]) - has_stop_id
+    tokens = np.asarray(generation.tokens[slot, self.num_read : end])
     self.slot_text.extend(tokens)
     self.num_read += len(tokens)
     return self.slot_text
@@ -167,7 +168,7 @@ class Row:
       done = self.completion(generation, slot)
       text, tokens, log_probs = done.text, done.tokens, done.log_probs
     else:
-      length: Any = generation.length[slot]
+      length = int(generation.length[slot])
       text = self.read(generation, slot).ready
       tokens = generation.tokens[slot, :length].tolist()
       log_probs = generation.log_probs[slot, :length].tolist()
@@ -191,10 +192,9 @@ class Row:
     draft, generation = view.draft, view.generation
     if draft is None or draft.tree is not None:
       return None
-    length: Any = draft.length[slot]
-    proposed: Any = draft.tokens[slot, :length]
-    end = generation.length[slot]
-    new: Any = generation.tokens[slot, self.num_told : end]
+    proposed = draft.tokens[slot, : int(draft.length[slot])]
+    end = int(generation.length[slot])
+    new = generation.tokens[slot, self.num_told : end]
     accepted = int(generation.stats.num_accepted[slot]) - self.num_accepted
     self.num_accepted += accepted
     after = new[accepted : accepted + 1].tolist()
@@ -225,8 +225,9 @@ def joined(
     size: B, filled up with rows without a text; None is the number of rows.
   """
   if size is not None and size > len(rows):
-    empty: Any = {'inputs': (), 'prompt': (), 'widths': (1, 1), 'max_length': 0}
-    filler = dataclasses.replace(rows[0], **empty)
+    filler = dataclasses.replace(
+      rows[0], inputs=(), prompt=(), widths=(1, 1), max_length=0
+    )
     rows = [*rows, *[filler] * (size - len(rows))]
 
   def each(dtype: Any, values: Iterable[Any]) -> Any:
@@ -247,9 +248,9 @@ def joined(
   inputs, _ = padding.padded(
     [row.inputs for row in rows], len(rows), width, shared.pad_id
   )
-  stop_ids: Any = shared.stop_ids
+  stop_ids: Array = shared.stop_ids
   if np.ndim(stop_ids) > 1:  # each row has values of its own
-    listed: Any = [one.stop_ids for one in options]
+    listed = [one.stop_ids or () for one in options]
     stop_ids, _ = padding.padded(listed, len(rows), stop_ids.shape[1], -1)
   max_length = each(np.int32, (row.max_length for row in rows))
   # Without an encoder the prompt is the input.
@@ -278,19 +279,6 @@ def joined(
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """Sizes of the arrays of a pair.
-
-  Attributes:
-    input_len: tokens that an input may have, its end included.
-    decode_len: tokens that an output may have, its end included.
-  """
-
-  input_len: int
-  decode_len: int
-
-
 class TextRequest:
   """Texts with options on their way through the engine.
 
@@ -308,7 +296,7 @@ class TextRequest:
   def __init__(
     self,
     codec: Codec,
-    limits: Limits,
+    config: EngineConfig,
     texts: Sequence[str | Sequence[int]],
     options: Options,
     rules: RowRules,
@@ -319,7 +307,7 @@ class TextRequest:
 
     Args:
       codec: encodes them.
-      limits: of the pair.
+      config: has the greatest lengths.
       texts: the texts.
       options: what the caller asked for, its stop ids too.
       rules: those of the options.
@@ -332,7 +320,7 @@ class TextRequest:
     """
     check_texts(texts)
     self.options, self.rules = options, rules
-    self._codec, self._limits = codec, limits
+    self._codec, self._config = codec, config
     self._languages = codec.languages(options.source_lang, options.target_lang)
     # A beam search gives all outputs of its row.
     self._per_row = 1 if options.num_beams is None else options.num_samples
@@ -341,7 +329,7 @@ class TextRequest:
     self.passed_over: dict[int, Sequence[Completion]] = {}
     self.rows: list[Row] = []
     self._check_sizes(len(texts))
-    self.shared = _shared(codec, limits, options, drafting, tree)
+    self.shared = _shared(codec, config, options, drafting, tree)
     for number, text in enumerate(texts):
       ids = self._encode(number, text)
       for sample in range(samples):
@@ -374,7 +362,7 @@ class TextRequest:
     Raises:
       ValueError: it cannot be read, and `on_too_long` is not 'report'.
     """
-    codec, limit = self._codec, self._limits.input_len
+    codec, limit = self._codec, self._config.max_input_len
     try:
       ids = codec.bare_ids(text)
       check_ids(f'Text {index}', ids, codec.network.vocab_size)
@@ -406,7 +394,7 @@ class TextRequest:
     self, index: int, number: int, sample: int, ids: Sequence[int]
   ) -> Row:
     """Makes the row of a sample of a text."""
-    options, most = self.options, self._limits.input_len
+    options, most = self.options, self._config.max_input_len
     temperature: Any = options.sampling.temperature
     if isinstance(temperature, tuple):
       temperature = temperature[number]
@@ -436,7 +424,7 @@ class TextRequest:
       widths=(width, prompt_width if has_prompts else 1),
       example_id=example_id(example, sample),
       temperature=temperature,
-      max_length=options.max_length or self._limits.decode_len,
+      max_length=options.max_length or self._config.max_decode_len,
     )
 
   def _prompt(self, number: int) -> tuple[int, ...]:
@@ -516,13 +504,13 @@ class TextRequest:
 
 def _shared(
   codec: Codec,
-  limits: Limits,
+  config: EngineConfig,
   options: Options,
   drafting: Drafting,
   tree: TreeShape | None,
 ) -> Request:
   """Makes what all rows of a request share: a request of one row, no text."""
-  most, gamma = limits.decode_len, drafting.gamma
+  most, gamma = config.max_decode_len, drafting.gamma
   if options.max_length is not None and options.max_length > most:
     expected = f'at most max_decode_len = {most}'
     raise unexpected('max_length', expected, options.max_length)
@@ -530,7 +518,7 @@ def _shared(
   if options.min_length > max_length:
     expected = f'at most max_length = {max_length}'
     raise unexpected('min_length', expected, options.min_length)
-  lenience: Any = None  # its program differs from that of all numbers
+  lenience: Array | None = None  # its program differs from that of all numbers
   if gamma and options.lenience != 1:
     lenience = np.asarray(options.lenience, np.float32)
   # Greedy programs have no such choice: they stay the same ones.
@@ -539,7 +527,7 @@ def _shared(
     as_blocks = False  # blocks are chains
   stop_ids = [*(options.stop_ids or ())]
   # NumPy arrays: the call of a program moves them to the device together.
-  nothing: Any = np.zeros((1, 1), np.int32)
+  nothing = np.zeros((1, 1), np.int32)
   request = new_request(
     nothing,
     nothing,

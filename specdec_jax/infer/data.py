@@ -513,7 +513,7 @@ def _checked_lines(
   limit = engine.config.max_input_len
   splits = None
   if config.options.split:
-    splits = splitter(engine.codec, limit, config.options, as_input)
+    splits = splitter(engine.codec, engine.config, config.options, as_input)
   checked = []
   for number, example in enumerate(examples):
     source, skipped = example.source, example.skipped

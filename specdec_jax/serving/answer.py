@@ -119,8 +119,8 @@ class Answer:
     request, engine = self.request, self._engine
     options = engine.options(**request.options())
     if request.split:
-      most = engine.config.max_input_len
-      long = LongTexts(engine.codec, most, request.prompts, options)
+      config, prompts = engine.config, request.prompts
+      long = LongTexts(engine.codec, config, prompts, options)
       self._long, limit = long, self._service.worker.settings.max_waiting
       if len(long.parts) > limit:
         expected = f'at most {limit} sentences (max_waiting)'
