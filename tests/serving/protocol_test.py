@@ -5,8 +5,9 @@ import types
 import pytest
 
 from specdec_jax.engine.codec import Codec
+from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.options import Options
-from specdec_jax.engine.request import Limits, TextRequest
+from specdec_jax.engine.request import TextRequest
 from specdec_jax.request import Drafting
 from specdec_jax.rules.options import NO_RULES
 from specdec_jax.serving import protocol
@@ -52,8 +53,8 @@ CODECS = {
 def read_by(codec, text):
   """What the models read of a text, and its completion if there is nothing."""
   options = Options(stop_ids=(END,))
-  limits = Limits(24, 8)
-  request = TextRequest(codec, limits, [text], options, NO_RULES, Drafting())
+  config = EngineConfig(max_input_len=24, max_decode_len=8)
+  request = TextRequest(codec, config, [text], options, NO_RULES, Drafting())
   rows = [(list(x.inputs), list(x.prompt), x.widths) for x in request.rows]
   return rows, request.passed_over
 
