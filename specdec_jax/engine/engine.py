@@ -321,9 +321,9 @@ class Engine:
       ValueError: it is for beams or several samples, or the target's logits
         became invalid.
     """
-    if request.options.num_beams is not None:
+    if request.terms.options.num_beams is not None:
       expected = 'None in a stream, for no beam is known before its end'
-      raise unexpected('num_beams', expected, request.options.num_beams)
+      raise unexpected('num_beams', expected, request.terms.options.num_beams)
     if len(request.rows) > 1:
       raise unexpected('num_samples', '1 in a stream', len(request.rows))
     for row in request.rows:
@@ -447,7 +447,7 @@ class Engine:
     spelled = trace.spell(trace.rounds_of(updates), self.tokenizer)
     if not isinstance(text, str):
       text = self.tokenizer.decode(text)
-    return Trace(text, spelled, request.options.lenience)
+    return Trace(text, spelled, request.terms.options.lenience)
 
   def scheduler(self, settings: PoolSettings | int | None = None) -> Scheduler:
     """Makes a scheduler of the engine's programs, for requests of its own.
@@ -609,7 +609,7 @@ def _with_top(
     outputs: its completions.
     rows: outputs that are read together.
   """
-  num_top = request.options.top_log_probs
+  num_top = request.terms.options.top_log_probs
   if not num_top:
     return outputs
   done: list[Completion] = []

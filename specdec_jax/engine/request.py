@@ -40,6 +40,7 @@ from specdec_jax.request import (
   new_request,
 )
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
+from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, FinishReason, Generation
 
@@ -78,12 +79,63 @@ class Update:
     return bool(self.outputs) or self.error is not None
 
 
+@dataclasses.dataclass(frozen=True)
+class Terms:
+  """What all rows of a request share.
+
+  Attributes:
+    options: the options that the caller asked for.
+    rules: the rules on the tokens of the outputs.
+    shared: a `Request` of one row without a text, with all that the loops know
+      of every row.
+    tokenizer: turns ids into text.
+    has_encoder: whether the target has one.
+  """
+
+  options: Options
+  rules: RowRules
+  shared: Request
+  tokenizer: Vocabulary
+  has_encoder: bool
+
+  @property
+  def num_outputs(self) -> int:
+    """Outputs of a row: one, or the best beams of a search."""
+    searches = self.options.num_beams is not None
+    return self.options.num_samples if searches else 1
+
+  def text(self) -> Text:
+    """Returns the text of an output, before its first token."""
+    options = self.options
+    return Text(self.tokenizer, options.stop_strings, options.min_length)
+
+  def completion(self, generation: Generation, row: int) -> Completion:
+    """Returns the completion of one row of a `Generation` on the host."""
+    lossless = self.shared.lenience is None
+    return from_generation(generation, row, self.tokenizer, lossless)
+
+  def outputs(self, generation: Generation, place: int) -> Sequence[Completion]:
+    """Returns what came of the row at a place of a `Generation` on the host.
+
+    Of beams the `num_samples` best ones, which are last.
+    """
+    last = (place + 1) * (self.options.num_beams or 1)
+    places = range(last - self.num_outputs, last)
+    return [self.completion(generation, i) for i in places]
+
+  def ended(self, outputs: Sequence[Completion]) -> Update:
+    """Returns the last update of a row with these outputs."""
+    if self.options.num_beams is not None:
+      return Update(beams=outputs)
+    return Update(completion=outputs[0])
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Row:
   """One output that is to be decoded, or a beam search.
 
   Attributes:
-    request: the request that it belongs to, with its options and rules.
+    terms: what all rows of its request share.
     index: its place among the outputs of the request.
     inputs: ids that the encoder reads; () without an encoder.
     prompt: ids that the decoder begins with.
@@ -100,9 +152,10 @@ class Row:
     deadline: `time.monotonic()` at which it ends in any case.
     is_cancelled: whether it is to end without an update.
     slot_text: its text so far, once somebody has read it.
+    passed_over: its outputs, where there is nothing to decode.
   """
 
-  request: 'TextRequest'
+  terms: Terms
   index: int
   inputs: Sequence[int] = ()
   prompt: Sequence[int] = ()
@@ -122,11 +175,12 @@ class Row:
   num_sent: int = 0  # characters
   num_read: int = 0  # tokens that are in its text
   slot_text: Text | None = None
+  passed_over: Sequence[Completion] = ()
 
   @property
   def options(self) -> Options:
     """The options of its request."""
-    return self.request.options
+    return self.terms.options
 
   @property
   def is_simple(self) -> bool:
@@ -135,9 +189,16 @@ class Row:
     greedy = options.sampling.greedy and not options.min_length
     return greedy and not options.log_probs
 
+  @property
+  def ruled(self) -> Ruled:
+    """The rules that it is decoded by."""
+    before = len(self.prompt) - 1 if self.terms.has_encoder else 0
+    is_beam = self.options.num_beams is not None
+    return Ruled(self.terms.rules, before, self.max_length, is_beam)
+
   def shortened(self, length: int) -> 'Row':
     """Returns a new row like this one, with an output of `length` at most."""
-    length = min(length, self.request.shared.slots)
+    length = min(length, self.terms.shared.slots)
     return dataclasses.replace(
       self, max_length=length, streams=True, tell=None, deadline=math.inf
     )
@@ -145,7 +206,7 @@ class Row:
   def read(self, generation: Generation, slot: int) -> Text:
     """Returns its text so far, without a stop id."""
     if self.slot_text is None:
-      self.slot_text = self.request.text()
+      self.slot_text = self.terms.text()
     has_stop_id = bool(generation.finish_reason[slot] == FinishReason.STOP)
     end = int(generation.length[slot]) - has_stop_id
     tokens = np.asarray(generation.tokens[slot, self.num_read : end])
@@ -155,7 +216,7 @@ class Row:
 
   def completion(self, generation: Generation, slot: int) -> Completion:
     """Returns the whole output, once it is finished."""
-    done = self.request.completion(generation, slot)
+    done = self.terms.completion(generation, slot)
     if not self.options.stop_strings:
       return done
     return self.read(generation, slot).cut(done)
@@ -200,7 +261,7 @@ class Row:
     after = new[accepted : accepted + 1].tolist()
     passed = int(generation.stats.num_passed[slot]) - self.num_passed
     self.num_passed += passed
-    as_block = self.request.shared.judges_blocks
+    as_block = self.terms.shared.judges_blocks
     return Round(
       proposed.tolist(),
       accepted,
@@ -257,7 +318,7 @@ def joined(
   texts = [row.inputs if len(row.inputs) else row.prompt for row in rows]
   widest = max(width, prompt_width)
   rules, automata = ruling_of(
-    [row.request.rules for row in rows],
+    [row.terms.rules for row in rows],
     prompt_length,
     prompt_length + max_length,
     padding.padded(texts, len(rows), widest, -1)[0],
@@ -285,10 +346,8 @@ class TextRequest:
   Memory grows by the ids of each text, and by no array.
 
   Attributes:
-    options: what the caller asked for.
-    rules: the rules on the tokens of its outputs.
+    terms: what its rows share.
     rows: the outputs that are decoded; of a beam search one for each text.
-    shared: what all rows share, as a `Request` of one row without a text.
     passed_over: index -> outputs of each text that is not decoded at all.
     num_outputs: outputs of all texts, those of a beam search counted once.
   """
@@ -319,29 +378,32 @@ class TextRequest:
         be read, and `on_too_long` is not 'report'.
     """
     check_texts(texts)
-    self.options, self.rules = options, rules
     self._codec, self._config = codec, config
     self._languages = codec.languages(options.source_lang, options.target_lang)
-    # A beam search gives all outputs of its row.
-    self._per_row = 1 if options.num_beams is None else options.num_samples
-    samples = options.num_samples // self._per_row
+    self.terms = Terms(
+      options,
+      rules,
+      _shared(codec, config, options, drafting, tree),
+      codec.tokenizer,
+      codec.network.has_encoder,
+    )
+    samples = options.num_samples // self.terms.num_outputs
     self.num_outputs = len(texts) * samples
     self.passed_over: dict[int, Sequence[Completion]] = {}
     self.rows: list[Row] = []
     self._check_sizes(len(texts))
-    self.shared = _shared(codec, config, options, drafting, tree)
     for number, text in enumerate(texts):
       ids = self._encode(number, text)
       for sample in range(samples):
         index = number * samples + sample
         if isinstance(ids, Completion):
-          self.passed_over[index] = [ids] * self._per_row
+          self.passed_over[index] = [ids] * self.terms.num_outputs
         else:
           self.rows.append(self._row(index, number, sample, ids))
 
   def _check_sizes(self, num_texts: int) -> None:
     """Checks the options that have a value for each text."""
-    options = self.options
+    options = self.terms.options
     if options.prompts is not None and not self._codec.network.has_encoder:
       expected = 'None: texts are the prompts of a model without an encoder'
       raise unexpected('prompts', expected, options.prompts)
@@ -373,7 +435,7 @@ class TextRequest:
       return passed_over('empty')
     first = [*first, *self._languages.before_text(text, ids)]
     free = limit - len(first) - len(last)
-    if len(ids) > free and self.options.on_too_long != 'truncate':
+    if len(ids) > free and self.terms.options.on_too_long != 'truncate':
       expected = (
         f'at most max_input_len = {limit} tokens with its start and end'
       )
@@ -386,7 +448,7 @@ class TextRequest:
 
   def _reported(self, error: ValueError) -> Completion:
     """Returns the completion of a text that cannot be read, or raises."""
-    if self.options.on_too_long != 'report':
+    if self.terms.options.on_too_long != 'report':
       raise error
     return passed_over('error', str(error))
 
@@ -394,7 +456,7 @@ class TextRequest:
     self, index: int, number: int, sample: int, ids: Sequence[int]
   ) -> Row:
     """Makes the row of a sample of a text."""
-    options, most = self.options, self._config.max_input_len
+    options, most = self.terms.options, self._config.max_input_len
     temperature: Any = options.sampling.temperature
     if isinstance(temperature, tuple):
       temperature = temperature[number]
@@ -417,7 +479,7 @@ class TextRequest:
       not has_encoder or options.prompts is not None or self._languages.known
     )
     return Row(
-      self,
+      self.terms,
       index,
       inputs=ids if has_encoder else (),
       prompt=prompt,
@@ -430,15 +492,15 @@ class TextRequest:
   def _prompt(self, number: int) -> tuple[int, ...]:
     """Returns ids that the decoder of a model with an encoder begins with."""
     ids: list[int] = []
-    if self.options.prompts is not None:
-      ids = [int(token) for token in self.options.prompts[number]]
+    if self.terms.options.prompts is not None:
+      ids = [int(token) for token in self.terms.options.prompts[number]]
       check_ids(f'Prompt {number}', ids, self._codec.network.vocab_size)
     language = self._languages.before_output(ids)
     return self._codec.network.start_id, *language, *ids
 
   def batch(self, size: int | None = None) -> Request:
     """Returns the arrays of all rows, filled up to `size` without a text."""
-    return joined(self.rows, self.shared, size=size)
+    return joined(self.rows, self.terms.shared, size=size)
 
   def completions(
     self, outputs: Mapping[int, Sequence[Completion]]
@@ -450,26 +512,6 @@ class TextRequest:
     """
     every = {**self.passed_over, **outputs}
     return [done for i in range(self.num_outputs) for done in every[i]]
-
-  def ended(self, outputs: Sequence[Completion]) -> Update:
-    """Returns the last update of a row with these outputs."""
-    if self.options.num_beams is not None:
-      return Update(beams=outputs)
-    return Update(completion=outputs[0])
-
-  def outputs(self, generation: Generation, place: int) -> Sequence[Completion]:
-    """Returns what came of the row at a place of a `Generation` on the host.
-
-    Of beams the `num_samples` best ones, which are last.
-    """
-    last = (place + 1) * (self.options.num_beams or 1)
-    places = range(last - self._per_row, last)
-    return [self.completion(generation, i) for i in places]
-
-  def completion(self, generation: Generation, row: int) -> Completion:
-    """Returns the completion of one row of a `Generation` on the host."""
-    lossless = self.shared.lenience is None
-    return from_generation(generation, row, self._codec.tokenizer, lossless)
 
   def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Returns what each of the `completions` was decoded from.
@@ -484,22 +526,14 @@ class TextRequest:
       sources[row.index] = (row.inputs, row.prompt[1:])
       if not network.has_encoder:
         sources[row.index] = row.prompt, ()
-    return [source for source in sources for _ in range(self._per_row)]
+    return [source for source in sources for _ in range(self.terms.num_outputs)]
 
   def ruled(self) -> list[Ruled]:
     """Returns the rules that each of the `completions` was decoded by."""
     ruled = [Ruled(NO_RULES, 0, 1)] * self.num_outputs
     for row in self.rows:
-      before = len(row.prompt) - 1 if self._codec.network.has_encoder else 0
-      is_beam = self.options.num_beams is not None
-      ruled[row.index] = Ruled(self.rules, before, row.max_length, is_beam)
-    return [each for each in ruled for _ in range(self._per_row)]
-
-  def text(self) -> Text:
-    """Returns the text of an output, before its first token."""
-    options = self.options
-    tokenizer = self._codec.tokenizer
-    return Text(tokenizer, options.stop_strings, options.min_length)
+      ruled[row.index] = row.ruled
+    return [each for each in ruled for _ in range(self.terms.num_outputs)]
 
 
 def _shared(

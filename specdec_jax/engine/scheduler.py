@@ -460,9 +460,9 @@ class FixedBatches:
     if generation is None:
       return []
     rows, self.running = self.running, []
-    request = rows[0].request
-    outputs = [request.outputs(generation, place) for place in range(len(rows))]
-    pairs = zip(rows, map(request.ended, outputs), strict=True)
+    terms = rows[0].terms
+    outputs = [terms.outputs(generation, place) for place in range(len(rows))]
+    pairs = zip(rows, map(terms.ended, outputs), strict=True)
     return [pair for pair in pairs if not pair[0].is_cancelled]
 
   def rehearse_all(self, rows: Sequence[Row]) -> None:
@@ -495,12 +495,12 @@ class FixedBatches:
 
 def _maker(rows: Sequence[Row]):
   """Returns what makes the request of rows, filled up to a number of rows."""
-  return lambda size: joined(rows, rows[0].request.shared, size=size)
+  return lambda size: joined(rows, rows[0].terms.shared, size=size)
 
 
 def kind_of(row: Row) -> Any:
   """Returns what the programs of a row depend on, as a dictionary key."""
-  request = joined([row], row.request.shared)
+  request = joined([row], row.terms.shared)
   leaves, tree = jax.tree.flatten(request)
   return tree, row.is_plain, row.widths, *map(np.shape, leaves)
 
@@ -622,9 +622,9 @@ class Scheduler:
 
   def kind_of(self, row: Row) -> Any:
     """Returns the key of a row's lane; None if it needs no own programs."""
-    request, options = row.request, row.options
+    options = row.options
     if self._ordinary is None:
-      return id(request)
+      return id(row.terms)
     is_special = options.num_beams is not None or options.min_p
     return kind_of(row) if is_special or options.rules else None
 
@@ -773,7 +773,7 @@ class Scheduler:
   def _rehearse(self, lane: Lane) -> set[Any]:
     """Decodes short outputs; returns the uses of programs in slots."""
     pool, size = self._pool_of([lane.example]), self._settings.rows
-    row = lane.example.shortened(lane.example.request.shared.gamma + 2)
+    row = lane.example.shortened(lane.example.terms.shared.gamma + 2)
     if isinstance(pool, FixedBatches):
       pool.rehearse_all([row])
       return set()
@@ -800,7 +800,7 @@ class Scheduler:
         self._drop(lane)
     for lane in idle[:1]:
       row = lane.example
-      request = joined([row], row.request.shared)
+      request = joined([row], row.terms.shared)
       self._programs.forget(lane.programs or request)
     return False
 
@@ -832,7 +832,7 @@ class Scheduler:
     """Gives a row to a pool of its lane; False: it waits for one."""
     if row.is_cancelled:
       return True
-    shared, automaton = row.request.shared, row.request.rules.automaton
+    shared, automaton = row.terms.shared, row.terms.rules.automaton
     key = shared.stop_ids.tobytes(), id(automaton)
     if key not in lane.pools:
       is_aside = self._ordinary is not None
@@ -865,6 +865,6 @@ class Scheduler:
     widths = [row.widths for row in rows]
     inputs, prompts = map(max, zip(*widths, strict=True))
     widest = inputs, prompts
-    example = joined(rows[:1], rows[0].request.shared, widest)
+    example = joined(rows[:1], rows[0].terms.shared, widest)
     first = widths[0][0]
     return SlotPool(programs, settings, example, widest, first, lock=self.lock)

@@ -258,7 +258,7 @@ class Answer:
       return ()
     searches = self.request.use_beam_search
     row = self.rows[index // self.request.n if searches else index]
-    return row.request.ruled()[:1]
+    return [row.ruled]
 
   def _counts(self) -> dict[str, Any]:
     """Returns what speculation did for the request, in the words of vLLM."""

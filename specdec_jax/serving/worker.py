@@ -106,7 +106,7 @@ class Worker:
       SlotPool,
       engine.programs,
       pool,
-      self._of_any_kind(joined([widest], widest.request.shared)),
+      self._of_any_kind(joined([widest], widest.terms.shared)),
       widest.widths,
       counts=self._counts,
     )
@@ -156,7 +156,10 @@ class Worker:
       ValueError: as `Engine.generate`.
     """
     request = self._request(text, options=options, **named)
-    row = request.rows[0] if request.rows else Row(request, 0)
+    if request.rows:
+      (row,) = request.rows
+    else:
+      row = Row(request.terms, 0, passed_over=request.passed_over[0])
     row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
     row.is_plain = plain
     row.deadline = time.monotonic() + self.settings.max_seconds
@@ -171,7 +174,7 @@ class Worker:
     Raises:
       ApiError: there is no room for all of them, or no rows are taken.
     """
-    decoded = [row for row in rows if row.request.rows]
+    decoded = [row for row in rows if not row.passed_over]
     kinds = [self.scheduler.kind_of(row) for row in decoded]
     with self._lock:
       if self._refuses is not None:
@@ -187,9 +190,8 @@ class Worker:
       for lane in self.scheduler.submit(decoded, kinds):
         self._to_compile.put(lane)
     for row in rows:
-      if not row.request.rows:
-        (done,) = row.request.passed_over.values()
-        self._tell(row, row.request.ended(done))
+      if row.passed_over:
+        self._tell(row, row.terms.ended(row.passed_over))
 
   def cancel(self, rows: Iterable[Any]) -> None:
     """Ends rows whose outputs nobody wants any more; they hear nothing."""
