@@ -19,7 +19,11 @@ from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving import protocol
 from specdec_jax.serving.log_probs import Shown
 from specdec_jax.serving.metrics import Metrics
-from specdec_jax.serving.protocol import ApiError, CompletionRequest, Prompt
+from specdec_jax.serving.protocol import (
+  ApiError,
+  CompletionRequest,
+  Prompt,
+)
 from specdec_jax.serving.turns import Turns
 from specdec_jax.serving.worker import Worker
 
@@ -29,11 +33,11 @@ _Updates = asyncio.Queue[tuple[int, Update]]
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-  """What all requests of a server share.
+  """The objects that all requests of a server share.
 
   Attributes:
     worker: decodes.
-    turns: of what the target reads beside that.
+    turns: in which the target reads beside that.
     metrics: the counters.
     model: the name by which requests call the model.
   """
@@ -117,14 +121,12 @@ class Answer:
     if request.split:
       config, prompts = engine.config, request.prompts
       long = LongTexts(engine.codec, config, prompts, options)
-      self._long = long
-      most = self._service.worker.settings.max_waiting
-      if len(long.parts) > most:
-        expected = f'at most {most} sentences (max_waiting)'
+      self._long, limit = long, self._service.worker.settings.max_waiting
+      if len(long.parts) > limit:
+        expected = f'at most {limit} sentences (max_waiting)'
         raise unexpected('prompt', expected, len(long.parts))
-      source = request.source_lang
       taken = {  # samples have the same sentences
-        part: protocol.encoded(self._engine, part, source)[1]
+        part: protocol.encoded(self._engine, part, request.source_lang)[1]
         for part in {*long.parts}
       }
       inputs = [taken[part] for part in long.parts]
@@ -177,7 +179,7 @@ class Answer:
     if self._long is not None:
       parts = [done for _, done in sorted(self._done.items())]
       self._done = dict(enumerate(self._long.joined(parts)))
-    self._service.metrics.whole.observe(time.perf_counter() - self._begin)
+    self._service.metrics.end_to_end.observe(time.perf_counter() - self._begin)
     choices = [
       await self._choice(index, done.text, done)
       for index, done in sorted(self._done.items())
@@ -207,7 +209,9 @@ class Answer:
         yield _event(common | {'choices': [choice]} | counts)
       if usage:
         yield _event(common | {'choices': []} | self._usage() | self._counts())
-      self._service.metrics.whole.observe(time.perf_counter() - self._begin)
+      self._service.metrics.end_to_end.observe(
+        time.perf_counter() - self._begin
+      )
     except ApiError as error:
       yield _event(error.body)
     yield b'data: [DONE]\n\n'
@@ -216,9 +220,9 @@ class Answer:
     """Observes when tokens of a stream came."""
     now, metrics = time.perf_counter(), self._service.metrics
     if num_tokens and self._heard:
-      metrics.between.observe((now - self._heard) / num_tokens)
+      metrics.between_tokens.observe((now - self._heard) / num_tokens)
     elif num_tokens:
-      metrics.first.observe(now - self._begin)
+      metrics.first_token.observe(now - self._begin)
     self._heard = now if num_tokens else self._heard
 
   async def _choice(
@@ -259,8 +263,8 @@ class Answer:
   def _counts(self) -> dict[str, Any]:
     """Returns what speculation did for the request, in the words of vLLM."""
     counts = completion.total(done.stats for done in self._done.values())
-    most = len(counts.histogram) - 1
-    if self.request.use_beam_search or most < 1:
+    gamma = len(counts.histogram) - 1
+    if self.request.use_beam_search or gamma < 1:
       return {}
     steps, accepted = counts.num_target_calls, counts.num_accepted
     rested = counts.fallback_rounds
@@ -273,7 +277,7 @@ class Answer:
       'num_draft_tokens': counts.num_drafted,
       'num_tested': counts.num_tested,
       'num_passed': counts.num_passed,
-      'num_spec_tokens': most,
+      'num_spec_tokens': gamma,
       **({'fallback_rounds': rested} if rested else {}),
     }
     return {'metrics': {'speculative_decoding': metrics}}

@@ -25,17 +25,14 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Row
-from specdec_jax.serving import protocol
 from specdec_jax.serving.access import Access, check_acting
 from specdec_jax.serving.answer import Answer, Service
 from specdec_jax.serving.log import LOG, say
 from specdec_jax.serving.metrics import Metrics
-from specdec_jax.serving.protocol import ApiError
+from specdec_jax.serving.protocol import ApiError, Parser
 from specdec_jax.serving.turns import Turns
 from specdec_jax.serving.worker import Worker
-from specdec_jax.text.chat import ChatTemplate, template_of
 
 # Another thread reads bodies of more bytes, and chats, whose template may take
 # its time, and those that may constrain outputs, whose automaton does.
@@ -73,22 +70,21 @@ class Application:
       name: the name by which requests call the model.
       keys: each request needs one of them; without any, it needs none.
     """
-    self._worker, self.name = worker, name
-    self._engine, self._settings = worker.engine, worker.settings
-    self._access = Access(worker.settings, keys)
-    self.metrics = Metrics(worker)
-    self._turns = Turns(worker.engine, worker.settings.max_seconds)
+    engine, settings = worker.engine, worker.settings
+    self._worker, self._settings, self.name = worker, settings, name
+    self._access, self.metrics = Access(settings, keys), Metrics(worker)
+    self._parser = Parser(engine, settings, name)
+    self._turns = Turns(engine, settings.max_seconds)
     self._service = Service(worker, self._turns, self.metrics, name)
     self._card = {
       'id': name,
       'object': 'model',
       'created': int(time.time()),
       'owned_by': 'specdec_jax',
-      'max_input_len': self._engine.config.max_input_len,
-      'max_decode_len': self._engine.config.max_decode_len,
+      'max_input_len': engine.config.max_input_len,
+      'max_decode_len': engine.config.max_decode_len,
       'speculates': worker.speculates,
     }
-    self._template, self._no_chat = _template_of(self._engine, name)
     errors = (ApiError, HTTPException, ClientDisconnect, Exception)
     self._routes = Starlette(
       routes=[
@@ -105,6 +101,17 @@ class Application:
       ],
       exception_handlers=dict.fromkeys(errors, _answer_to_error),
     )
+
+  def close(self) -> None:
+    """Ends the worker, and the requests that it still has."""
+    self._worker.stop()
+    self._worker.join()
+    self.metrics.close()
+
+  def check(self) -> None:
+    """Raises RuntimeError if the worker has failed."""
+    if self._worker.failure is not None:
+      raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers one request; counts and logs it, and ends what it leaves."""
@@ -158,7 +165,7 @@ class Application:
     return JSONResponse({'object': 'list', 'data': [self._card]})
 
   async def _model(self, request: Request) -> Response:
-    protocol.check_model(request.path_params['name'], self.name)
+    self._parser.check_model(request.path_params['name'])
     return JSONResponse(self._card)
 
   async def _health(self, request: Request) -> Response:
@@ -177,21 +184,14 @@ class Application:
 
   async def _decoded(self, request: Request) -> Response:
     """Answers a request for completions, or for the next message of a chat."""
-    template = None
-    if request.url.path.endswith('/chat/completions'):
-      template = self._template
-      if template is None:
-        raise ApiError(self._no_chat)
-    data = await self._body(request)
-    loop = asyncio.get_running_loop()
+    is_chat = request.url.path.endswith('/chat/completions')
+    data, loop = await self._body(request), asyncio.get_running_loop()
 
     def read() -> Answer:
-      asked = protocol.parse(
-        data, self._engine, self._settings, self.name, template
-      )
-      return Answer(asked, self._service, loop)
+      body = self._parser.completion(data, is_chat)
+      return Answer(body, self._service, loop)
 
-    is_slow = len(data) > _LARGE or template is not None
+    is_slow = len(data) > _LARGE or is_chat
     is_slow |= any(word in data for word in _CONSTRAINTS)
     answer = await asyncio.to_thread(read) if is_slow else read()
     # Whatever happens, they end with the request.
@@ -209,7 +209,7 @@ class Application:
   async def _classified(self, request: Request) -> Response:
     """Answers a request for the likeliest label of texts."""
     data = await self._body(request)
-    texts, labels = protocol.parse_labels(data, self.name, self._settings)
+    texts, labels = self._parser.labels(data)
 
     async def classified() -> dict[str, Any]:
       rows = await self._turns.classify(texts, labels)
@@ -233,31 +233,21 @@ class Application:
       ApiError: `check_acting` refuses it, or it is too large or too late.
     """
     check_acting(request.headers)
-    most, seconds = self._settings.max_body, self._settings.body_seconds
+    limit, seconds = self._settings.max_body, self._settings.body_seconds
     data = bytearray()
     try:
       async with asyncio.timeout(seconds):
         async for part in request.stream():
           data += part
-          if len(data) > most:
-            message = f'The body has more than {most} bytes. Send less at once.'
+          if len(data) > limit:
+            message = (
+              f'The body has more than {limit} bytes. Send less at once.'
+            )
             raise ApiError(message, status=413)
     except TimeoutError:
       message = f'The body did not come within {seconds:g} seconds.'
       raise ApiError(message, status=408) from None
     return bytes(data)
-
-
-def _template_of(engine: Engine, name: str) -> tuple[ChatTemplate | None, str]:
-  """Returns the chat template, or None and the error of a chat without it."""
-  try:
-    template = template_of(engine.tokenizer)
-  except ValueError as error:  # completions need none
-    return None, f'{name!r} cannot answer a chat: {error}'
-  return template, (
-    f'{name!r} has no chat template, so it cannot answer a chat. Send the text'
-    ' itself to /v1/completions.'
-  )
 
 
 async def _answer_to_error(request: Request, error: Exception) -> Response:
@@ -286,7 +276,7 @@ async def _unless_left(
     await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
     if whole.done():
       return JSONResponse(whole.result())
-    return Response(status_code=LEFT)  # nobody reads it
+    return Response(status_code=LEFT)
   finally:
     whole.cancel()
     left.cancel()

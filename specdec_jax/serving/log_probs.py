@@ -20,7 +20,7 @@ _LogProb = tuple[float | None, Sequence[tuple[int, float]]]
 
 
 class Shown:
-  """What an answer shows beside the text of an output."""
+  """Makes the parts of an answer that stand beside the text of an output."""
 
   def __init__(self, request: CompletionRequest, engine: Engine, turns: Turns):
     """Takes a request, its engine, and turns in which the target reads."""
@@ -29,18 +29,18 @@ class Shown:
 
   def prompt_text(self, prompt: int) -> str:
     """Returns the text of a prompt; that of its tokens, if they are shown."""
-    given = self._request.prompts[prompt]
-    if isinstance(given, str) and self._request.num_top is None:
-      return given
+    text = self._request.prompts[prompt]
+    if isinstance(text, str) and self._request.num_top is None:
+      return text
     return completion.decode(self._engine.tokenizer, self._echoed(prompt)[1])
 
   def _echoed(self, prompt: int) -> tuple[list[int], list[int]]:
     """Returns the ids of a prompt that are not shown, and those that are."""
-    given = self._request.prompts[prompt]
+    text = self._request.prompts[prompt]
     bos = [] if self._codec.bos_id is None else [self._codec.bos_id]
-    if isinstance(given, str):
+    if isinstance(text, str):
       return bos, self._request.prompt_ids[prompt][len(bos) :]
-    return ([] if given[:1] == bos else bos), list(given)
+    return ([] if text[:1] == bos else bos), list(text)
 
   async def log_probs(
     self, prompt: int, done: Completion, ruled: Sequence[Ruled]
@@ -66,10 +66,10 @@ class Shown:
       values = await self._scored(prompt, done.tokens, ruled)
     entries, shift = list[dict[str, Any]](), 0
     if request.echo:
-      _, shown = self._echoed(prompt)
-      pieces = Text(tokenizer).pieces_of(shown)
-      entries = _entries(tokenizer, shown, pieces, values)
-      values = values[len(shown) :]
+      _, echo = self._echoed(prompt)
+      pieces = Text(tokenizer).pieces_of(echo)
+      entries = _entries(tokenizer, echo, pieces, values)
+      values = values[len(echo) :]
       shift = len(self.prompt_text(prompt))
     pieces = completion.pieces_of(done, tokenizer)
     entries += _entries(tokenizer, done.tokens, pieces, values, shift)
@@ -85,8 +85,8 @@ class Shown:
     request, engine = self._request, self._engine
     read, targets, hidden = [*request.prompt_ids[prompt]], [*tokens], 0
     if request.echo:
-      before, shown = self._echoed(prompt)
-      every = [*before, *shown, *tokens]
+      before, echo = self._echoed(prompt)
+      every = [*before, *echo, *tokens]
       read, targets, hidden = every[:1], every[1:], len(before)
     if not read:
       return []

@@ -33,9 +33,9 @@ class Metrics:
 
   Attributes:
     requests: counts requests by the status of their answers.
-    first: seconds until the first token of a stream.
-    between: seconds between tokens of a stream.
-    whole: seconds until the last token.
+    first_token: seconds until the first token of a stream.
+    between_tokens: seconds between tokens of a stream.
+    end_to_end: seconds until the last token.
   """
 
   def __init__(self, worker: Worker):
@@ -67,9 +67,11 @@ class Metrics:
     running.set_function(lambda: worker.num_running)
     waiting = add(client.Gauge, 'num_requests_waiting', 'Outputs in the queue.')
     waiting.set_function(lambda: worker.num_waiting)
-    self.first = seconds('time_to_first_token', 'Until the first text.')
-    self.between = seconds('inter_token_latency', 'Between tokens of a stream.')
-    self.whole = seconds('e2e_request_latency', 'Until the last token.')
+    self.first_token = seconds('time_to_first_token', 'Until the first text.')
+    self.between_tokens = seconds(
+      'inter_token_latency', 'Between tokens of a stream.'
+    )
+    self.end_to_end = seconds('e2e_request_latency', 'Until the last token.')
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def _listen(self, event: str, duration_secs: float, **_: Any) -> None:

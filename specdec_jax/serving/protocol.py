@@ -23,13 +23,14 @@ from specdec_jax.checks.fields import (
 )
 from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.options import Options
 from specdec_jax.serving.settings import ServeSettings
-from specdec_jax.text.chat import ChatTemplate, RenderedIds
+from specdec_jax.text.chat import ChatTemplate, RenderedIds, template_of
 from specdec_jax.types import Count, Positive
 
 Prompt = str | list[int]
 
-_MAX_TOKENS = 16  # OpenAI's default
+_MAX_TOKENS, _TEMPERATURE = 16, 1.0  # OpenAI's defaults
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 # Each label has a beginning of its own.
 _Labels = Annotated[list[str] | list[list[int]], Bound(1, MOST_NODES)]
@@ -56,23 +57,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
   'add_generation_prompt': (True,), 'guided_decoding_backend': ('auto',),
   'add_special_tokens': (True, False),
 }  # fmt: skip
-# The only values that fields may have in a kind of request.
-_ONLY: dict[str, dict[str, Any]] = {
-  'in a beam search': {
+# The only values that fields may have in a kind of request, which has the first
+# field.
+_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
+  'use_beam_search': ('in a beam search', {
     'temperature': 0, 'top_p': 1, 'top_k': 0, 'min_p': 0, 'min_tokens': 0,
     'stop': [], 'ignore_eos': False, 'stream': False,
-  },
+  }),
   # Its answer is put together at its end.
-  'with split': {'stream': False, 'echo': False, 'logprobs': None},
+  'split': ('with split', {'stream': False, 'echo': False, 'logprobs': None}),
   # Its template has the special tokens.
-  'in a chat': {'echo': False, 'split': None, 'add_special_tokens': False},
+  'is_chat': (
+    'in a chat', {'echo': False, 'split': None, 'add_special_tokens': False}
+  ),
 }  # fmt: skip
-# Fields that are options of `Engine.generate` with the same name.
-_OPTIONS = (
-  'presence_penalty', 'frequency_penalty', 'repetition_penalty',
-  'no_repeat_ngram_size', 'bad_words', 'allowed_token_ids', 'json_blanks',
-  'source_lang', 'target_lang', 'split', 'split_lang', 'split_prefix',
-)  # fmt: skip
 # vLLM's words of `structured_outputs`, and after 'guided_' -> the options.
 _STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
 _ANY_OBJECT = {'type': 'object'}
@@ -165,10 +163,10 @@ class CompletionRequest:
   stop: str | list[str] | None = None
   ignore_eos: bool = False
 
-  temperature: Annotated[float, Bound(0, 100)] = 1.0
-  top_p: float = 1.0
+  temperature: Annotated[float, Bound(0, 100)] | None = None
+  top_p: float | None = None
   top_k: Annotated[int, Bound(-1, (1 << 31) - 1)] = 0
-  min_p: float = 0.0
+  min_p: float | None = None
   seed: Annotated[int, Bound(-(1 << 63), (1 << 64) - 1)] | None = None
   use_beam_search: bool = False
   speculative: bool = True
@@ -219,7 +217,8 @@ class CompletionRequest:
   @property
   def is_greedy(self) -> bool:
     """Whether each token is the likeliest of all at its place."""
-    return not (self.temperature or self.min_tokens or self.use_beam_search)
+    draws = self.temperature != 0
+    return not (draws or self.min_tokens or self.use_beam_search)
 
   @property
   def is_scored(self) -> bool:
@@ -246,7 +245,7 @@ class CompletionRequest:
     Raises:
       ValueError: two fields do, or one has an unknown form.
     """
-    given: dict[str, _Object] = {
+    constraints: dict[str, _Object] = {
       'guided_choice': {'choice': self.guided_choice},
       'guided_regex': {'regex': self.guided_regex},
       'guided_json': {'json': self.guided_json},
@@ -254,7 +253,7 @@ class CompletionRequest:
       'response_format': {'json': self._schema()},
     }
     options = []
-    for field, words in given.items():
+    for field, words in constraints.items():
       for word, value in words.items():
         if word == 'json_object':
           word, value = 'json', _ANY_OBJECT if value else None
@@ -289,27 +288,26 @@ class CompletionRequest:
     Raises:
       ValueError: a field has an unknown form.
     """
-    named = {name: getattr(self, name) for name in _OPTIONS}
+    names = (x.name for x in dataclasses.fields(Options) if x.name in _TYPES)
+    named = {name: getattr(self, name) for name in names}
     options = {
-      name: value for name, value in named.items() if value is not None
+      x: value for x, value in named.items() if value not in (None, [])
     }
-    if self.logit_bias:
+    if self.logit_bias is not None:
       if not all(map(_ID.fullmatch, self.logit_bias)):
         raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
-      options['logit_bias'] = {int(i): b for i, b in self.logit_bias.items()}
+      bias = {int(i): bias for i, bias in self.logit_bias.items()}
+      options['logit_bias'] = bias or None
     options |= self.constraint[1]
     options |= {'max_length': max(1, self.max_length), 'num_samples': self.n}
     if self.use_beam_search:
       return options | {'num_beams': self.n}
-    return options | {
-      'temperature': float(self.temperature),
+    drawn = {'temperature': _TEMPERATURE, 'seed': secrets.randbits(32)}
+    return {**drawn, **options} | {
       'top_k': max(0, self.top_k),
-      'top_p': float(self.top_p),
-      'min_p': float(self.min_p),
       'min_length': self.min_tokens,
       'stop_strings': self.stop_strings,
       'stop_ids': () if self.ignore_eos else None,
-      'seed': secrets.randbits(32) if self.seed is None else self.seed,
       'log_probs': self.num_top is not None,
     }
 
@@ -343,76 +341,149 @@ def naming_the_field(
     raise ApiError(message, name if name in _KNOWN else otherwise) from error
 
 
-def _parse_json(data: bytes) -> dict[str, Any]:
-  """Returns the object of a body, without its fields that are null.
+class Parser:
+  """Reads the bodies of requests for one model."""
 
-  Raises:
-    ApiError: the body is no object.
-  """
+  def __init__(self, engine: Engine, settings: ServeSettings, model: str):
+    """Looks for a chat template.
 
-  def refuse(name: str) -> None:
-    raise ValueError(f'{name} is no number of JSON')
+    Args:
+      engine: decodes the requests.
+      settings: the limits.
+      model: the name by which requests call the model.
+    """
+    self._engine, self._settings, self._model = engine, settings, model
+    self.template: ChatTemplate | None = None
+    self._no_chat = (
+      f'{model!r} has no chat template, so it cannot answer a chat. Send the'
+      ' text itself to /v1/completions.'
+    )
+    try:
+      self.template = template_of(engine.tokenizer)
+    except ValueError as error:  # completions need none
+      self._no_chat = f'{model!r} cannot answer a chat: {error}'
 
-  try:
-    body = json.loads(data.decode('utf-8'), parse_constant=refuse)
-    if b'\\u' in data:  # half of a character is no text
-      json.dumps(body, ensure_ascii=False).encode('utf-8')
-  except (RecursionError, ValueError) as error:
-    # json's own errors may repeat the body.
-    message = f'The body is not JSON in UTF-8: {str(error)[:200]}.'
-    raise ApiError(message) from None
-  if not isinstance(body, dict):
-    raise ApiError('Expected a JSON object such as {"prompt": "..."}.')
-  return {name: value for name, value in body.items() if value is not None}
+  def check_model(self, name: str) -> None:
+    """Raises ApiError unless a request names the model that is served."""
+    if name != self._model:
+      message = f'There is no model {shortened(name)} here,'
+      message += f' only {self._model!r}.'
+      raise ApiError(message, 'model', 404, 'model_not_found')
 
+  def completion(self, data: bytes, is_chat: bool = False) -> CompletionRequest:
+    """Reads a body that asks for completions, or for a message of a chat.
 
-def check_model(name: str, served: str) -> None:
-  """Raises ApiError unless a request names the model that is served."""
-  if name != served:
-    message = f'There is no model {shortened(name)} here, only {served!r}.'
-    raise ApiError(message, 'model', 404, 'model_not_found')
-
-
-def parse(
-  data: bytes,
-  engine: Engine,
-  settings: ServeSettings,
-  model: str,
-  template: ChatTemplate | None = None,
-) -> CompletionRequest:
-  """Reads a body that asks for completions or, with a template, of a chat.
-
-  Raises:
-    ApiError: a field is wrong or unknown.
-  """
-  body = _parse_json(data)
-  with naming_the_field('messages' if template else 'prompt'):
-    request = CompletionRequest(**_checked(body))
-    request.is_chat = template is not None
-    check_model(request.model or model, model)
-    longest = request.max_completion_tokens or request.max_tokens
-    if longest is None:
-      most = engine.config.max_decode_len
-      longest = most if template or request.split else min(_MAX_TOKENS, most)
-    request.max_length = longest
-    if template is not None:
-      request.prompts = [_chat_ids(template, request.messages)]
-    else:
+    Raises:
+      ApiError: a field is wrong or unknown, or there is no chat template.
+    """
+    if is_chat and self.template is None:
+      raise ApiError(self._no_chat)
+    body, engine = _parse_json(data), self._engine
+    with naming_the_field('messages' if is_chat else 'prompt'):
+      request = CompletionRequest(**_checked(body))
+      request.is_chat = is_chat
+      self.check_model(request.model or self._model)
+      length = request.max_completion_tokens or request.max_tokens
+      if length is None:
+        length = engine.config.max_decode_len
+        if not (is_chat or request.split):
+          length = min(_MAX_TOKENS, length)
+      request.max_length = length
       request.prompts = _prompts(request.prompt)
-    _check(body, request, engine, settings)
-    pairs = [encoded(engine, x, request.source_lang) for x in request.prompts]
-    request.prompt_ids = [ids for ids, _ in pairs]
-    request.inputs = [taken for _, taken in pairs]
-  most = engine.config.max_input_len
-  for index, ids in enumerate(request.prompt_ids):
-    if len(ids) > most and not request.split:
-      raise ApiError(
-        f'prompt {index} has {len(ids)} tokens (its end or start included); the'
-        f' model reads {most} at most. Shorten it.',
-        'prompt',
-        code='context_length_exceeded',
-      )
-  return request
+      if is_chat:
+        request.prompts = [_chat_ids(self.template, request.messages)]
+      self._check(body, request)
+      pairs = [encoded(engine, x, request.source_lang) for x in request.prompts]
+      request.prompt_ids = [ids for ids, _ in pairs]
+      request.inputs = [taken for _, taken in pairs]
+    limit = engine.config.max_input_len
+    for index, ids in enumerate(request.prompt_ids):
+      if len(ids) > limit and not request.split:
+        raise ApiError(
+          f'prompt {index} has {len(ids)} tokens (its end or start included);'
+          f' the model reads {limit} at most. Shorten it.',
+          'prompt',
+          code='context_length_exceeded',
+        )
+    return request
+
+  def labels(self, data: bytes) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Reads the texts and the labels of a body that asks to classify.
+
+    Raises:
+      ApiError: a field is wrong or unknown.
+    """
+    body, limit = _parse_json(data), self._settings.max_outputs
+    with naming_the_field('input'):
+      unknown = body.keys() - {'model', 'input', 'labels'}
+      if unknown:
+        raise unexpected('input', 'model, input and labels', min(unknown))
+      self.check_model(body.get('model', self._model))
+      check_type('labels', body.get('labels'), _Labels)
+      texts = _prompts(body.get('input'))
+      if not 1 <= len(texts) <= limit:
+        expected = f'1 to {limit} texts, or ids of each'
+        raise unexpected('input', expected, body.get('input'))
+    return texts, body['labels']
+
+  def _check(self, body: _Object, request: CompletionRequest) -> None:
+    """Raises ValueError for a field that does not fit the model or another."""
+
+    def check(name: str, holds: Any, expected: str) -> None:
+      if not holds:
+        raise unexpected(name, expected, body.get(name))
+
+    settings, stream, chat = self._settings, request.stream, request.is_chat
+    outputs = min(settings.max_outputs, settings.max_waiting)
+    n, count, beams = request.n, len(request.prompts), list(settings.beams)
+    check('n', n <= outputs, f'1 to {outputs}')
+    check('best_of', request.best_of in (None, n), f'{n}, as n is')
+    length, longest = request.max_length, self._engine.config.max_decode_len
+    least = 0 if request.echo else 1
+    is_new = request.max_completion_tokens is not None  # OpenAI's newer name
+    name = 'max_completion_tokens' if is_new else 'max_tokens'
+    expected = f'{least} to {longest}'
+    check(name, least <= length <= longest, expected)
+    check('min_tokens', request.min_tokens <= length, f'0 to {length}')
+    check('prompt', count, 'a text, ids, or a list of either')
+    expected = f'{outputs} outputs (prompts * n) at most'
+    check('prompt', count * n <= outputs, expected)
+    check('prompt', not (chat and request.prompt), 'none in a chat')
+    check('messages', chat or not request.messages, 'none but in a chat')
+    echoes = not self._engine.target.has_encoder
+    check('echo', echoes or not request.echo, 'false with an encoder')
+    kind = bool if chat else int
+    fits = is_a(request.logprobs, kind | None)
+    check('logprobs', fits, kind.__name__)
+    scores = request.num_top is not None
+    has_top = chat and scores or not request.top_logprobs
+    check('top_logprobs', has_top, '0 but in a chat with logprobs')
+    check('return_rounds', stream or not request.return_rounds, 'a stream')
+    expected = f'n among {beams}, not {n}' if beams else 'false without --beams'
+    check(
+      'use_beam_search', n in beams or not request.use_beam_search, expected
+    )
+    # A sample without a drafter would depend on the traffic.
+    may_be_plain = request.is_greedy and not scores
+    expected = 'true unless greedy'
+    check('speculative', request.speculative or may_be_plain, expected)
+    check(
+      'allowed_token_ids', request.allowed_token_ids != [], 'one id or more'
+    )
+    stops = [*map(len, request.stop_strings)]
+    fits = len(stops) <= _MOST_STOPS and all(
+      0 < size <= _LONGEST_STOP for size in stops
+    )
+    expected = f'up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters'
+    check('stop', fits, expected)
+    wants = [name for name, on in (request.stream_options or {}).items() if on]
+    fits = not wants or stream and wants == ['include_usage']
+    check('stream_options', fits, '{"include_usage": true}, of a stream')
+    for kind_of, (where, fields) in _ONLY.items():
+      for name, only in fields.items() if getattr(request, kind_of) else ():
+        fits = body.get(name, only) == only
+        check(name, fits, f'{json.dumps(only)} {where}')
+    request.options()  # raises if a field has an unknown form
 
 
 def encoded(
@@ -436,26 +507,27 @@ def encoded(
   return ids, ids if last else RenderedIds(ids)
 
 
-def parse_labels(
-  data: bytes, model: str, settings: ServeSettings
-) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-  """Reads the texts and the labels of a body that asks to classify.
+def _parse_json(data: bytes) -> dict[str, Any]:
+  """Returns the object of a body, without its fields that are null.
 
   Raises:
-    ApiError: a field is wrong or unknown.
+    ApiError: the body is no object.
   """
-  body = _parse_json(data)
-  with naming_the_field('input'):
-    unknown = body.keys() - {'model', 'input', 'labels'}
-    if unknown:
-      raise unexpected('input', 'model, input and labels', min(unknown))
-    check_model(body.get('model', model), model)
-    check_type('labels', body.get('labels'), _Labels)
-    texts = _prompts(body.get('input'))
-    if not 1 <= len(texts) <= settings.max_outputs:
-      expected = f'1 to {settings.max_outputs} texts, or ids of each'
-      raise unexpected('input', expected, body.get('input'))
-  return texts, body['labels']
+
+  def refuse(name: str) -> None:
+    raise ValueError(f'{name} is no number of JSON')
+
+  try:
+    body = json.loads(data.decode('utf-8'), parse_constant=refuse)
+    if b'\\u' in data:  # half of a character is no text
+      json.dumps(body, ensure_ascii=False).encode('utf-8')
+  except (RecursionError, ValueError) as error:
+    # json's own errors may repeat the body.
+    message = f'The body is not JSON in UTF-8: {str(error)[:200]}.'
+    raise ApiError(message) from None
+  if not isinstance(body, dict):
+    raise ApiError('Expected a JSON object such as {"prompt": "..."}.')
+  return {name: value for name, value in body.items() if value is not None}
 
 
 def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -481,73 +553,6 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
   return values
 
 
-def _check(
-  body: Mapping[str, Any],
-  request: CompletionRequest,
-  engine: Engine,
-  settings: ServeSettings,
-) -> None:
-  """Raises ValueError for a field that does not fit the server or another."""
-  n, count, chat = request.n, len(request.prompts), request.is_chat
-  most = min(settings.max_outputs, settings.max_waiting)
-  length, longest = request.max_length, engine.config.max_decode_len
-  least = 0 if request.echo else 1
-  limit = 'max_completion_tokens' if request.max_completion_tokens else ''
-  search, beams = request.use_beam_search, list(settings.beams)
-  searches = f'n among {beams}, not {n}' if beams else 'false without --beams'
-  scores, is_top = request.num_top is not None, request.top_logprobs > 0
-  kind = bool if chat else int
-  stops = [*map(len, request.stop_strings)]
-  wants = [name for name, on in (request.stream_options or {}).items() if on]
-  # A sample without a drafter would depend on the traffic.
-  may_be_plain = request.is_greedy and not scores
-  applies = {
-    'in a beam search': search,
-    'with split': request.split,
-    'in a chat': chat,
-  }
-  checks = (
-    ('n', n <= most, f'1 to {most}'),
-    ('best_of', request.best_of in (None, n), f'{n}, as n is'),
-    (
-      limit or 'max_tokens',
-      least <= length <= longest,
-      f'{least} to {longest}',
-    ),
-    ('min_tokens', request.min_tokens <= length, f'0 to {length}'),
-    ('prompt', count, 'a text, ids, or a list of either'),
-    ('prompt', count * n <= most, f'{most} outputs (prompts * n) at most'),
-    ('prompt', not (chat and request.prompt), 'none in a chat'),
-    ('messages', chat or not request.messages, 'none but in a chat'),
-    ('echo', not (request.echo and engine.target.has_encoder), 'false here'),
-    ('logprobs', type(request.logprobs) in (kind, type(None)), kind.__name__),
-    ('top_logprobs', not is_top or chat and scores, '0 but with logprobs'),
-    ('return_rounds', request.stream or not request.return_rounds, 'a stream'),
-    ('use_beam_search', not search or n in beams, searches),
-    ('speculative', request.speculative or may_be_plain, 'true unless greedy'),
-    (
-      'stop',
-      len(stops) <= _MOST_STOPS and all(0 < x <= _LONGEST_STOP for x in stops),
-      f'up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters',
-    ),
-    (
-      'stream_options',
-      not wants or request.stream and wants == ['include_usage'],
-      '{"include_usage": true}, of a stream',
-    ),
-    *(
-      (name, body.get(name, only) == only, f'{json.dumps(only)} {where}')
-      for where, fields in _ONLY.items()
-      for name, only in fields.items()
-      if applies[where]
-    ),
-  )
-  for name, holds, expected in checks:
-    if not holds:
-      raise unexpected(name, expected, body.get(name))
-  request.options()  # raises if a field has an unknown form
-
-
 def _prompts(value: Any) -> Sequence[Prompt]:
   """Returns the prompts of a field with one or several; () with neither."""
   if isinstance(value, str) or value and is_a(value, list[int]):
@@ -556,7 +561,7 @@ def _prompts(value: Any) -> Sequence[Prompt]:
   return value if are else ()
 
 
-def _chat_ids(template: ChatTemplate, messages: Any) -> list[int]:
+def _chat_ids(template: Any, messages: Any) -> list[int]:
   """Returns the ids of a chat; the parts of a content become one text.
 
   Raises:

@@ -201,12 +201,10 @@ def _deployment(
       from specdec_jax.serving.app import Application  # needs the extra
 
       self._worker, name = make()
-      application = Application(self._worker, name, keys)
-      applications.append(application)
-      self._ends.callback(application.metrics.close)
+      self._application = Application(self._worker, name, keys)
+      applications.append(self._application)
       self._worker.start()
-      self._ends.callback(self._worker.join)
-      self._ends.callback(self._worker.stop)
+      self._ends.callback(self._application.close)
       threading.Thread(target=self._watch, daemon=True).start()
       while not self._worker.is_compiled:
         self.check_health()
@@ -214,8 +212,7 @@ def _deployment(
 
     def check_health(self):
       """Raises if the worker has failed; then Ray replaces the replica."""
-      if self._worker.failure is not None:
-        raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
+      self._application.check()
 
     def _watch(self):
       """Ends the requests that are left when the time to finish is over.

@@ -50,8 +50,8 @@ class Server(uvicorn.Server):
     """
     self.application = Application(worker, name, keys)
     self._worker, self._settings = worker, worker.settings
-    most = _connections(self._settings.max_connections)
-    settings = dataclasses.replace(self._settings, max_connections=most)
+    number = _connections(self._settings.max_connections)
+    settings = dataclasses.replace(self._settings, max_connections=number)
     self._socket = listening_socket(settings)
     self.port: int = self._socket.getsockname()[1]
     options: dict[str, Any] = {  # uvicorn takes more than its types say
@@ -85,12 +85,9 @@ class Server(uvicorn.Server):
       await super().serve([self._socket])
     finally:
       watch.cancel()
-      self._worker.stop()
-      await asyncio.to_thread(self._worker.join)
-      self.application.metrics.close()
+      await asyncio.to_thread(self.application.close)
       say('stopped')
-    if self._worker.failure is not None:
-      raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
+    self.application.check()
 
   async def _watch(self) -> None:
     """Ends the server if the scheduler fails."""
@@ -114,20 +111,20 @@ class Server(uvicorn.Server):
     await super().shutdown(sockets)
 
 
-def _connections(most: int) -> int:
-  """Returns how many connections there may be, `most` at most.
+def _connections(wanted: int) -> int:
+  """Returns how many connections there may be, `wanted` at most.
 
   Each is an open file of the process, whose limit is raised if it can be.
   """
   try:
     import resource
   except ImportError:  # not a Unix
-    return most
+    return wanted
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = most + _OTHER_FILES
-  files = max(soft, wanted if hard < 0 else min(wanted, hard))
+  number = wanted + _OTHER_FILES
+  files = max(soft, number if hard < 0 else min(number, hard))
   resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-  return min(most, max(1, files - _OTHER_FILES))
+  return min(wanted, max(1, files - _OTHER_FILES))
 
 
 class Connection(HttpToolsProtocol):

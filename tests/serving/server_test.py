@@ -331,6 +331,7 @@ BAD = (  # the field that is named, and the body
   ('temprature', {'temprature': 0}),
   ('logit_bias', {'logit_bias': {'5': 101}}),
   ('logit_bias', {'logit_bias': {'x': 1}}),
+  ('allowed_token_ids', {'allowed_token_ids': []}),
   ('repetition_penalty', {'repetition_penalty': 0}),
   ('response_format', {'response_format': {'type': 'grammar'}}),
   ('structured_outputs', {'structured_outputs': {'choice': []}}),

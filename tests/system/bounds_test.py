@@ -117,7 +117,7 @@ def test_bodies_that_pass_can_be_decoded(engine, name):
   for written in WRITTEN:
     data = f'{{{json.dumps(beside)[1:-1]}, "{name}": {written}}}'.encode()
     try:
-      asked = protocol.parse(data, engine, LIMITS, 'toy')
+      asked = protocol.Parser(engine, LIMITS, 'toy').completion(data)
       with protocol.naming_the_field(constraint=asked.constraint[0]):
         options = asked.options().items()
         options = {k: v for k, v in options if k[:5] != 'split'}
@@ -143,7 +143,8 @@ MANY = {
 def test_there_are_not_too_many(engine, name):
   body = {'prompt': TEXT, name: MANY[name]}
   with pytest.raises(protocol.ApiError) as caught:
-    asked = protocol.parse(json.dumps(body).encode(), engine, LIMITS, 'toy')
+    data = json.dumps(body).encode()
+    asked = protocol.Parser(engine, LIMITS, 'toy').completion(data)
     with protocol.naming_the_field():
       engine.text_request(asked.prompts, **asked.options())
   assert caught.value.body['error']['param'] == name
@@ -167,10 +168,11 @@ def test_words_are_not_too_long(engine):
     ('unknown', 1),
   ],
 )
-def test_labels_are_not_too_many(name, value):
+def test_labels_are_not_too_many(engine, name, value):
+  parser = protocol.Parser(engine, LIMITS, 'toy')
   body = {'input': 'a', 'labels': ['a', 'b']} | {name: value}
   with pytest.raises(protocol.ApiError) as caught:
-    protocol.parse_labels(json.dumps(body).encode(), 'toy', LIMITS)
+    parser.labels(json.dumps(body).encode())
   assert name in str(caught.value)
 
 

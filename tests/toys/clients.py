@@ -63,6 +63,9 @@ def texts_of(answer):
 NEUTRAL = {name: values[-1] for name, values in protocol._NEUTRAL.items()}
 NEUTRAL |= {
   'best_of': 1,
+  'bad_words': [],
+  'logit_bias': {},
+  'repetition_penalty': 1.0,
   'max_tokens': 2.0,
   'prompt_cache_key': 'mine',
   'stop': [],

@@ -1,6 +1,7 @@
 """Long classifications give way to whoever else wants the target to read."""
 
 import asyncio
+import functools
 import threading
 import types
 
@@ -26,7 +27,7 @@ class Reader:
 
   def __init__(self):
     languages = types.SimpleNamespace(known={})
-    self.languages = lambda: languages
+    self.languages, self.codec = lambda: languages, self
     self.target = types.SimpleNamespace(has_encoder=True, vocab_size=99)
     self.order, self.may_go_on = [], threading.Event()
     self.has_begun, self._reads = threading.Event(), threading.Lock()
@@ -88,16 +89,14 @@ def test_two_long_ones_take_turns():
   made = Turns(reader, 60.0)
   reader.may_go_on.set()
 
+  def pieces(name):
+    return [functools.partial(reader.read, (name, i)) for i in range(8)]
+
   async def main():
-    await asyncio.gather(
-      made.classify(TEXTS, LABELS), made.classify(TEXTS, LABELS)
-    )
+    await asyncio.gather(made.run(pieces('a')), made.run(pieces('b')))
 
   asyncio.run(main())
-  assert all(
-    first == second
-    for first, second in zip(reader.order[::2], reader.order[1::2], strict=True)
-  )
+  assert reader.order == [(name, i) for i in range(8) for name in 'ab']
 
 
 def test_a_piece_that_nobody_wants_any_more_keeps_its_turn():
