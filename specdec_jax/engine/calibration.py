@@ -1,7 +1,7 @@
 """A calibration: the best gamma for a pair on a machine, from measurements.
 
-Written by `specdec calibrate`, read by `specdec decode`. It holds for the
-models and the device that it was made with, and for nothing else.
+`specdec calibrate` writes it, `specdec decode` reads it. It holds only for the
+models and the device that it was measured with.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from specdec_jax.request import Drafting, RestPolicy
 from specdec_jax.types import Above0, Amount, Count, LengthRule, Positive
 
 _KIND, _VERSION = 'calibration', 1  # of the file
-# How far noise may move the time of a call. Kernels of their own for one row
-# made calls over two to four tokens .9 of one over one, on an idle machine.
+# How far noise may move the time of a call. On an idle machine, with special
+# kernels for one row, a call over 2 to 4 tokens took .9 of a call over 1.
 _NOISE = 0.15
 
 
@@ -41,7 +41,7 @@ def contradiction(times: Mapping[str, float]) -> str:
 
   Args:
     times: 'call_m' -> time of a call of the target over m tokens, 'round_g' ->
-      of a round with g proposals; others are not looked at.
+      time of a round with g proposals; other names are ignored.
   """
   for kind, unit in (('call_', 'tokens'), ('round_', 'proposals')):
     sizes, costs = numbered(times, kind)
@@ -80,7 +80,7 @@ def numbered(
 
 
 def rising(costs: np.ndarray) -> np.ndarray:
-  """The costs that never fall and are nearest to those that were measured."""
+  """Returns the non-decreasing costs that are nearest to the measured ones."""
   from scipy import optimize  # takes a third of a second
 
   fitted: np.ndarray = optimize.isotonic_regression(costs).x
@@ -126,10 +126,10 @@ class Choice(Checked):
       raise ValueError(f'call_cost: {wrong}.')
 
   def rests(self, gamma: int, adapts: bool) -> RestPolicy | None:
-    """When the drafter rests, by these costs; None if they do not say.
+    """Returns when the drafter rests; None if the costs are not known.
 
     Args:
-      gamma: proposals at most.
+      gamma: the most proposals of a draft.
       adapts: whether drafts may end early.
     """
     if gamma + 1 > len(self.call_cost):
@@ -162,15 +162,15 @@ class Calibration:
   record: Mapping[str, Any]
 
   def rule(self, rows: int) -> LengthRule:
-    """When a draft ends whose length adapts, with so many rows.
+    """Returns when an adaptive draft ends, for a number of rows.
 
-    It has at most as many proposals as the best gamma. A proposal is worth its
-    costs if they would not buy as many tokens at the expected speed-up. The
-    first one pays what a call over two tokens takes more than one; of what the
-    longest call takes more than that, the others pay the same share each.
+    A draft has at most as many proposals as the best gamma. A proposal is worth
+    its cost if the same time would yield fewer tokens at the expected speed-up.
+    The first proposal costs the difference of a call over two tokens and a call
+    over one; the others share the further cost of the longest call equally.
 
     Raises:
-      CalibrationError: the calibration does not know.
+      CalibrationError: the calibration lacks the times of the calls.
     """
     choice = self.at(rows)
     most = max(1, choice.gamma)
@@ -189,17 +189,17 @@ class Calibration:
     return plain_rule(worth, asking)
 
   def at(self, rows: int) -> Choice:
-    """The choice for a number of rows.
+    """Returns the choice for a number of rows.
 
-    It is that of the next larger number that was measured, or of the largest.
-    More rows make a call more expensive, so that this rather proposes too few
-    tokens.
+    It is the choice for the next larger number that was measured, or for the
+    largest. Calls over more rows cost more, so that its gamma is rather too
+    small than too large.
     """
-    larger = [one for one in self.choices if one.rows >= rows]
+    larger = [choice for choice in self.choices if choice.rows >= rows]
     return (larger or self.choices)[0 if larger else -1]
 
   def least_length(self, rows: int) -> int:
-    """Tokens of an output from which on speculation pays; 0 if it never does.
+    """Returns the least output length for which speculation pays; 0: none.
 
     Args:
       rows: rows that are decoded together.
@@ -207,14 +207,14 @@ class Calibration:
     choice = self.at(rows)
     if not choice.gamma:
       return 0
-    # The drafter reads the input first, which takes as long for any output.
+    # The drafter reads the input once; longer outputs make up for it.
     times = self.times_ms(rows)
     first = times.get('draft_encoder', {'median': 0.0})['median']
-    won = 1 - 1 / choice.expected_speed_up
-    return max(1, math.ceil(first / times['call_1']['median'] / won))
+    saved = 1 - 1 / choice.expected_speed_up
+    return max(1, math.ceil(first / times['call_1']['median'] / saved))
 
   def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
-    """What was timed for a number of rows, as a benchmark's record has it."""
+    """Returns the measured times for a number of rows: name -> statistics."""
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
 
@@ -230,7 +230,7 @@ class Calibration:
     """
     adapts = drafting.adapts
     plan: dict[int, Drafting] = {}
-    for size in {rows, *(one.rows for one in self.choices if one.rows < rows)}:
+    for size in {rows, *(x.rows for x in self.choices if x.rows < rows)}:
       choice = self.at(size)
       rule = self.rule(size) if choice.gamma and adapts else None
       costs = choice.rests(choice.gamma, adapts)
@@ -240,10 +240,10 @@ class Calibration:
     return plan
 
   def direct(self, engine: Engine, rows: int) -> None:
-    """Sets `gamma` of an engine that adapts, and `fallback` of one that rests.
+    """Sets an engine's adaptive `gamma` and its `fallback` by measured costs.
 
     Args:
-      engine: what follows no costs stays as it is.
+      engine: a fixed gamma stays, and so does a fallback that is off.
       rows: rows that are decoded together.
 
     Raises:
@@ -276,7 +276,7 @@ class Calibration:
       )
 
   def to_json(self) -> dict[str, Any]:
-    """The calibration as its file has it."""
+    """Returns the calibration as the JSON object of its file."""
     return {'kind': _KIND, 'version': _VERSION} | dataclasses.asdict(self)
 
   def save(self, path: str) -> None:
@@ -285,7 +285,7 @@ class Calibration:
 
 
 def device_name() -> str:
-  """The device that a calibration made here is of."""
+  """Returns the name of this device, which a calibration records."""
   device = jax.devices()[0]
   if device.platform == 'cpu':
     return backend.cpu_name()
@@ -306,13 +306,13 @@ def load(path: str) -> Calibration:
       raise ValueError(f'{kind!r} of version {version!r}')
     if not content['choices']:
       raise ValueError('no choices')
-    content['choices'] = [_made(Choice, one) for one in content['choices']]
-    made: Calibration = _made(Calibration, content)
-    for costs in made.record.get('costs', ()):
+    content['choices'] = [_from_json(Choice, x) for x in content['choices']]
+    calibration: Calibration = _from_json(Calibration, content)
+    for costs in calibration.record.get('costs', ()):
       times = {name: ms['median'] for name, ms in costs['times_ms'].items()}
       if wrong := contradiction(times):
         raise ValueError(f'{wrong}; more is never cheaper')
-    return made
+    return calibration
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise CalibrationError(
       f'{path!r} is not a calibration. Expected a file that `specdec calibrate`'
@@ -320,8 +320,8 @@ def load(path: str) -> Calibration:
     ) from error
 
 
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-  """A dataclass from JSON, whose lists are tuples; fields of today only."""
+def _from_json(kind: Any, values: Mapping[str, Any]) -> Any:
+  """Makes a dataclass from JSON; drops names that are not fields any more."""
   names = {field.name for field in dataclasses.fields(kind)}
   return kind(
     **{

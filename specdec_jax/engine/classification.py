@@ -1,7 +1,7 @@
-"""Classification: how likely a target says each of some labels, and no other.
+"""Classification: the probability of each label, normalised over the labels.
 
-Labels that begin alike share these tokens: the target reads all of them as one
-tree behind an input, in one call. The log-probability of a label is that which
+Labels with the same first tokens share these: the target reads all labels as
+one tree after an input, in one call. A label has the log-probability that
 `scoring.score` gives it.
 """
 
@@ -21,8 +21,8 @@ from specdec_jax.engine.compilation_cache import few_programs
 from specdec_jax.models.base import LanguageModel, Params, read_prompt
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
-MOST_NODES = 1024  # beginnings of labels
-_NODES_AT_ONCE = 256  # of all rows: each has V logits
+MOST_NODES = 1024  # the most nodes of the tree of labels
+_NODES_AT_ONCE = 256  # over all rows, since each node has V logits
 
 
 def classify(
@@ -39,10 +39,10 @@ def classify(
     params: its parameters, as a checkpoint has them or placed.
     inputs: ids that the encoder reads; empty ones without an encoder.
     prompts: ids that the decoder begins with, one or more each.
-    labels: ids of each label, with what ends it.
+    labels: ids of each label, its end included.
 
   Raises:
-    ValueError: there are no labels, one is there twice, or there are too many.
+    ValueError: there are no labels, one occurs twice, or there are too many.
   """
   if not labels or len({tuple(ids) for ids in labels}) < len(labels):
     raise unexpected('labels', 'one or more, each once', labels)
@@ -58,10 +58,10 @@ def classify(
     slots = prompt.shape[1] + number
     tree = static_tree(trie.parents, jnp.asarray(length - 1), slots)
     with few_programs(_log_probs):
-      found = _log_probs(
+      log_probs = _log_probs(
         network, params, texts, prompt, length, tree, trie.tokens, trie.edges
       )
-    edges = partitioning.on_host(found)[: len(prompts[some])]
+    edges = partitioning.on_host(log_probs)[: len(prompts[some])]
     step_of, label_of = trie.taken
     totals += [
       np.bincount(label_of, row[step_of], len(labels)) for row in edges
@@ -72,13 +72,13 @@ def classify(
 
 
 class _Trie(NamedTuple):
-  """N beginnings of labels, the empty one first, and E steps from one to more.
+  """A trie of labels: N nodes, which are proper prefixes, and E edges.
 
   Attributes:
-    parents: of each beginning, that with one token less.
-    tokens: int32[N], the last token of each.
-    edges: int32[2, E], a beginning and a token that follows it.
-    taken: int[2, N], a step and a label that takes it.
+    parents: the parent of each node; node 0 is the root.
+    tokens: int32[N], the last token of each node.
+    edges: int32[2, E], the node and the token of each edge.
+    taken: int[2, T], pairs of an edge and a label whose path has that edge.
   """
 
   parents: list[int]
@@ -97,11 +97,11 @@ def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
       taken.append((edges.setdefault(step, len(edges)), label))
       if place + 1 < len(ids):
         node = nodes.setdefault(step, len(nodes))
-    if len(nodes) > MOST_NODES:  # before arrays are made of them
+    if len(nodes) > MOST_NODES:  # raises before arrays are made
       advice = 'Give them as choices of generate.'
       expected = f'labels with at most {MOST_NODES} different beginnings'
       raise unexpected('labels', expected, f'{len(labels)} labels', advice)
-  # Few sizes, so that other labels need no other program.
+  # Sizes are rounded up, so that other labels seldom need another program.
   size, steps = map(padding.next_power_of_two, (len(nodes), len(edges)))
   parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
   pairs = [*edges, *[(0, 0)] * (steps - len(edges))]
@@ -133,15 +133,15 @@ def _log_probs(
   features, _ = network.extend(params, cache, fed, tree)
   size = min(features.shape[1], _NODES_AT_ONCE)
 
-  def add_block(found, block):
-    """Adds the edges that begin in one block of nodes, [B, `size`, M]."""
+  def add_block(log_probs, block):
+    """Fills in the edges that begin in one block of nodes, [B, `size`, M]."""
     number, features = block
     logits = network.head(params, features).astype(jnp.float32)
     total = jax.nn.logsumexp(logits, axis=-1)
     total = jnp.where(probs.valid_logits(logits), total, jnp.nan)
     is_here, node = edges[0] // size == number, edges[0] % size
     log_prob = logits[:, node, edges[1]] - total[:, node]
-    return jnp.where(is_here, log_prob, found), None
+    return jnp.where(is_here, log_prob, log_probs), None
 
   blocks = features.reshape(len(prompt), -1, size, features.shape[-1])
   blocks = jnp.moveaxis(blocks, 1, 0)

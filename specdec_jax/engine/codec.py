@@ -1,7 +1,7 @@
-"""Texts and ids, as the target of a pair reads and says them.
+"""Encodes texts as a target reads them, and outputs as it produces them.
 
-`Codec` knows a vocabulary and what a target expects around a text. `Languages`
-are the tokens before texts and outputs of models that translate between many.
+`Codec` has a vocabulary and adds the special tokens that a target expects
+around a text. `Languages` has the language tokens of multilingual models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tokenizer import Vocabulary
 
-_SHOWN = 3  # languages in a message
+_SHOWN = 3  # the most languages that a message lists
 
 
 class Languages(NamedTuple):
@@ -24,8 +24,8 @@ class Languages(NamedTuple):
 
   Attributes:
     known: name -> token, of all languages; empty if the model has none.
-    source: token of the texts' language; None if it was not said.
-    target: token of the outputs' language; None if it was not said.
+    source: token of the texts' language; None if none was given.
+    target: token of the outputs' language; None if none was given.
   """
 
   known: Mapping[str, int]
@@ -37,12 +37,12 @@ class Languages(NamedTuple):
   ) -> list[int]:
     """Returns the tokens to put before the ids of a text.
 
-    Words of a text that look like a language's token are text where its
-    language is known, as in transformers: 'deu_Latn' in English is English.
-    Ids that begin with a language say it themselves.
+    If the source language is given, a word such as 'deu_Latn' in a text is
+    ordinary text, as in transformers. Ids may begin with a language token; then
+    nothing is added.
 
     Args:
-      text: what the caller gave, a text or its ids.
+      text: the text, or its ids if the caller gave ids.
       ids: the ids of the text.
 
     Raises:
@@ -185,9 +185,9 @@ class Codec:
     return len(self.input_ids(text)) if first or self.bare_ids(text) else 0
 
   def output_ids(self, text: str | Sequence[int] = '') -> list[int]:
-    """Returns the ids of a text as the target would say it, with its end.
+    """Returns the ids of a text as the target would produce it, EOS included.
 
-    Ids that are given in place of a text get the end alone.
+    If ids are given in place of a text, only the EOS is added.
     """
     end = self.tokenizer.eos_id
     end = end if end in self.stop_ids else self.stop_ids[0]

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from specdec_jax.files.locations import user_cache
 
-_MOST_PROGRAMS = 32  # of a function whose shapes clients choose
+_MOST_PROGRAMS = 32  # kept for a function whose shapes clients choose
 
 
 def default_folder() -> pathlib.Path:
@@ -54,9 +54,9 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
 
 @contextlib.contextmanager
 def few_programs(jitted: Any) -> Iterator[None]:
-  """Bounds what a jitted function remembers, for a call inside the block.
+  """Bounds the programs that JAX keeps of a jitted function called inside.
 
-  Its shapes are chosen by clients, who may send any number of them.
+  Clients choose the function's shapes, and may send any number of them.
   """
   if jitted._cache_size() >= _MOST_PROGRAMS:
     jitted.clear_cache()
@@ -80,7 +80,8 @@ def give_back() -> None:
 def _remove_damaged() -> None:
   """Makes JAX remove an entry that it cannot read; once in a process."""
   module: Any = jax_cache
-  # It is private to JAX: where it goes, damaged entries stay, and cost time.
+  # The function is private to JAX. Without it damaged entries stay in the
+  # cache, which only costs time.
   read = getattr(module, 'get_executable_and_time', None)
   if read is None:
     return

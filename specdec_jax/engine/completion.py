@@ -23,11 +23,11 @@ _REASONS[FinishReason.INVALID] = 'error'
 
 @dataclasses.dataclass(frozen=True)
 class CompletionStats:
-  """What producing one output took.
+  """The counts of the calls and proposals that one output took.
 
   Attributes:
-    num_tokens: tokens produced, a stop id included; of a beam search, its
-      levels. The best beam has the counts of the search, the others have none.
+    num_tokens: tokens produced, a stop id included; in a beam search, its
+      levels. The best beam has the counts of the search, the others have zeros.
     num_target_calls: calls of the target.
     num_tested: proposals that Algorithm 1 judges.
     num_accepted: proposals accepted.
@@ -57,7 +57,7 @@ class CompletionStats:
 
   @property
   def acceptance_rate(self) -> float | None:
-    """Passed / tested proposals: alpha; None if none was tested."""
+    """Alpha, passed / tested proposals; None if none was tested."""
     return self.num_passed / self.num_tested if self.num_tested else None
 
   @property
@@ -107,7 +107,7 @@ class Completion:
       a text that was not split.
     num_cut: sentences of a split text that were longer than the model reads, so
       that they were cut.
-    parts: what came of each part of a split text.
+    parts: the completions of the parts of a split text.
 
   Examples:
     >>> [done] = engine.generate(['Good morning!'])
@@ -191,7 +191,7 @@ def from_generation(
   stats: Any = {name: np.asarray(of[row]).tolist() for name, of in counts}
   stats['num_target_calls'] = calls = stats.pop('num_rounds')
   stats['histogram'] = tuple(stats['histogram'])
-  # Levels of a beam search: one a call, and one for each that held.
+  # Levels of a beam search: one for each call, one for each accepted level.
   levels = calls + stats['num_accepted']
   return Completion(
     text=decode(tokenizer, shown),
@@ -213,12 +213,12 @@ def decode(tokenizer: Vocabulary, tokens: Sequence[int]) -> str:
 
 
 class Piece(NamedTuple):
-  """What a token adds to a text.
+  """The text that one token adds to an output.
 
   Attributes:
-    text: its text. Of tokens that share a character only the last one adds it.
-    end: where it ends in the whole text.
-    part: of a token that is only a part of a character, its bytes.
+    text: the added text. If tokens share a character, the last one adds it.
+    end: the place in the whole text where the token ends.
+    part: the bytes of a token that is only a part of a character; else empty.
   """
 
   text: str
@@ -227,7 +227,7 @@ class Piece(NamedTuple):
 
   @property
   def name(self) -> str:
-    """The text, or the bytes as vLLM and OpenAI write them."""
+    """The text; incomplete bytes are written as vLLM and OpenAI do."""
     if not self.part:
       return self.text
     return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self.part)
@@ -259,18 +259,18 @@ class Text:
     stop_strings: Sequence[str] = (),
     min_length: int = 0,
   ):
-    """Begins with no token.
+    """Makes the text of an output without tokens.
 
     Args:
       tokenizer: the vocabulary.
       stop_strings: strings that end the output.
-      min_length: tokens before a stop string counts: it must end behind them.
+      min_length: a stop string must end after so many tokens.
     """
     self._tokenizer = tokenizer
     self._stop_strings, self._min_length = stop_strings, min_length
-    # The last byte of a character that no vocabulary has.
+    # The last byte of a character; no vocabulary has it as a token.
     self._byte = tokenizer.encode('\U0010ffff')[-1:]
-    self._context: list[int] = []  # read before `_open`, so it keeps its blank
+    self._context: list[int] = []  # decoded before `_open`, to keep its blank
     self._open: list[int] = []  # tokens whose text is not settled
     self._settled = self._stable = self.whole = ''
     self._num_tokens = self._searched = self._stop_begin = 0
@@ -288,7 +288,7 @@ class Text:
       self._searched = len(self._stable)
 
   def _read(self, ids: list[int]) -> None:
-    """Takes tokens whose texts settle together, or not yet."""
+    """Appends tokens, and settles the text if it is stable after them."""
     begin = len(decode(self._tokenizer, self._context))
     self._open = self._open + ids
     window = self._context + self._open
@@ -298,13 +298,14 @@ class Text:
     self.whole = self._settled + text[begin:]
     self._stable = self._settled + stable[begin:]
     if stable == text:
-      # A decoder takes blanks from the begin of a text: the context has more.
+      # A decoder strips blanks at the beginning of a text, so that the context
+    # is decoded too.
       alone = decode(self._tokenizer, self._open).strip()
       self._context = self._open if alone else window
       self._open, self._settled = [], self.whole
 
   def _stop_in(self, text: str) -> tuple[int, int | None]:
-    """Begin and end of the stop string that is complete first in new text."""
+    """Returns begin and end of the first complete stop string in new text."""
     ends = []
     for string in self._stop_strings:
       at = text.find(string, max(self._searched + 1 - len(string), 0))
@@ -316,18 +317,18 @@ class Text:
   def pieces_of(
     self, tokens: Sequence[int], *, is_end: bool = True
   ) -> list[Piece]:
-    """What tokens that follow would add; this text does not take them.
+    """Returns the pieces that further tokens would add, without adding them.
 
-    The first one adds what has not settled before it, too.
+    The first piece also has the text that is not settled before it.
 
     Args:
       tokens: the tokens.
-      is_end: whether nothing follows them. Otherwise the last tokens have no
-        piece while their text may still change.
+      is_end: whether no tokens follow. Otherwise the last tokens have no piece
+        while their text may still change.
     """
     longer, pieces = copy.copy(self), list[Piece]()
     unspelled: list[tuple[int, str]] = []  # tokens, the text after each
-    begin = len(self._settled)  # of the text that is in no piece
+    begin = len(self._settled)  # where the text without a piece begins
     for count, token in enumerate(tokens, 1):
       longer.extend([token])
       unspelled.append((token, longer.whole))
@@ -343,7 +344,7 @@ class Text:
     return pieces
 
   def _pieces(self, tokens: list[int], text: str, begin: int) -> list[Piece]:
-    """Those of tokens that share what a text has from `begin` on."""
+    """Returns the pieces of tokens that share the text from `begin` on."""
     added = text[begin:]
     parts = [b''] * len(tokens)
     if len(tokens) > 1:
@@ -355,18 +356,18 @@ class Text:
     return [*pieces, Piece(added, len(text), last)]
 
   def adds(self, token: int) -> Piece:
-    """What one more token would add to `whole`."""
+    """Returns the text that one more token would add to `whole`."""
     longer = copy.copy(self)
     longer.extend([token])
     whole = longer.whole
-    completes = not whole.startswith(self.whole)  # a character before it
+    completes = not whole.startswith(self.whole)  # an earlier character
     is_part = completes or whole.endswith(_INCOMPLETE)
     part = _bytes_of(self._tokenizer, token) if is_part else b''
     return Piece(whole[len(self.whole) :], len(whole), part)
 
   @property
   def ready(self) -> str:
-    """The part of the text that nothing that follows can change or cut."""
+    """The part of the text that later tokens can neither change nor cut."""
     if self.stop_end is not None:
       return self.whole[: self._stop_begin]
     held = 0
@@ -377,13 +378,13 @@ class Text:
     return self._stable[: len(self._stable) - held]
 
   def end(self) -> str:
-    """The text if nothing follows, which ends before a stop string."""
+    """Returns the final text, cut before the first stop string."""
     if self.stop_end is None and self._num_tokens > self._min_length:
       self._stop_begin, self.stop_end = self._stop_in(self.whole)
     return self.whole if self.stop_end is None else self.ready
 
   def cut(self, completion: Completion) -> Completion:
-    """Ends a completion, whose tokens this text has read, at a stop string.
+    """Cuts a completion at a stop string; its tokens were given to `extend`.
 
     A round may produce tokens past it, so the tokens are cut to the fewest
     whose text holds it. The counts stay: they say what was computed.
@@ -405,9 +406,9 @@ class Text:
 
 
 def pieces_of(completion: Completion, tokenizer: Vocabulary) -> list[Piece]:
-  """What each token of a completion adds: joined they are its text.
+  """Returns the piece of each token; joined, they are the completion's text.
 
-  Tokens behind a stop string, and a stop id, add nothing.
+  A stop id adds nothing, nor do tokens after a stop string.
   """
   size, tokens = len(completion.text), completion.tokens
   has_stop_id = completion.finish_reason == _REASONS[FinishReason.STOP]
@@ -425,7 +426,7 @@ def pieces_of(completion: Completion, tokenizer: Vocabulary) -> list[Piece]:
 
 
 def _bytes_of(tokenizer: Vocabulary, token: int) -> bytes:
-  """The bytes of a token that is a part of a character."""
+  """Returns the bytes of a token that is a part of a character."""
   if not decode(tokenizer, [token]):
-    return b''  # a special token between two parts
+    return b''  # the token is a special one between two parts
   return tokenizer.bytes_of(token)

@@ -46,10 +46,10 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import LengthRule
 
-_PAIRS = 1 << 14  # of a memory that are tokenised together
+_PAIRS = 1 << 14  # pairs of a memory file that are tokenised together
 USUAL_GAMMA = 4
 Texts = Sequence[str | Sequence[int]]
-Gamma = int | str | LengthRule | None  # None is the engine's
+Gamma = int | str | LengthRule | None  # None: the engine's gamma
 
 
 class Engine:
@@ -63,13 +63,13 @@ class Engine:
 
   Attributes:
     config: the settings.
-    codec: texts and ids, as the target reads and says them.
+    codec: encodes texts for the target, and decodes its outputs.
     tokenizer: turns text into ids and back.
-    rule_book: makes rules on tokens of options.
+    rule_book: turns options into rules on tokens.
     programs: the compiled programs, which all schedulers of the engine share.
     fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
       loaded.
-    target: the target's network; over several devices, as `follow` gives it.
+    target: the target's network; on several devices, the result of `follow`.
     models: 'target', and 'draft' if a small model proposes -> the model that
       was given, without its parameters.
     params: the parameters of both, as they are placed; the drafter's are None
@@ -168,10 +168,10 @@ class Engine:
   def gamma(self) -> int:
     """The most proposals per round; it may be set between calls.
 
-    It may be set to whatever the engine can be made with.
+    It may be set to any gamma that the constructor accepts.
 
     Raises:
-      ValueError: it is set to something else.
+      ValueError: it is set to another value.
     """
     return self._drafting.gamma
 
@@ -181,7 +181,7 @@ class Engine:
 
   @property
   def drafting(self) -> Drafting:
-    """How many tokens are proposed, and when the drafter rests."""
+    """The length of drafts, and when the drafter rests."""
     return drafting_of(self._drafting, self.fallback)
 
   @property
@@ -200,12 +200,12 @@ class Engine:
 
   @property
   def tree(self) -> TreeShape | None:
-    """The tree that the drafter proposes; None is a chain."""
+    """The tree that the drafter proposes; None: it proposes a chain."""
     return self.drafter.tree if self.has_drafter else None
 
   @property
   def num_programs(self) -> int:
-    """How many programs of fixed batches have been compiled so far."""
+    """The number of programs of fixed batches compiled so far."""
     return self.programs.count
 
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
@@ -311,15 +311,15 @@ class Engine:
   def updates(
     self, request: TextRequest, shows_rounds: bool = False
   ) -> Iterator[Update]:
-    """Yields what each round brings the only text of a request.
+    """Yields an update after each round of a request that has one output.
 
     Args:
       request: from `text_request`.
       shows_rounds: whether the updates have `Update.round`.
 
     Raises:
-      ValueError: it is for beams or several samples, or the target's logits
-        became invalid.
+      ValueError: the request has beams or several samples, or the target's
+        logits became invalid.
     """
     if request.terms.options.num_beams is not None:
       expected = 'None in a stream, for no beam is known before its end'
@@ -387,7 +387,7 @@ class Engine:
     source_lang: str | None = None,
     target_lang: str | None = None,
   ) -> np.ndarray:
-    """Returns the probability of each label of a text, no other allowed.
+    """Returns the probability of each label, normalised over the labels.
 
     Args:
       texts: strings, or ids with or without their end of sequence.
@@ -423,7 +423,7 @@ class Engine:
     return classify(self.target, params, inputs, prompts, outputs)
 
   def trace(self, text: str | Sequence[int], **options: Any) -> Trace:
-    """Decodes one text and says what became of each proposal.
+    """Decodes one text and reports which proposals were accepted.
 
     Args:
       text: the input.
@@ -464,7 +464,7 @@ class Engine:
     return Scheduler(self.programs, PoolSettings(rows=rows), in_batches=True)
 
   def options(self, options: Options | None = None, **named: Any) -> Options:
-    """Makes `Options`; rules that are left open the target's folder may say.
+    """Makes `Options`; the target's folder may set rules that are not given.
 
     Args:
       options: the options; or give them by name.
@@ -484,7 +484,7 @@ class Engine:
     options: Options | None = None,
     **named: Any,
   ) -> TextRequest:
-    """Checks and encodes what a scheduler is to decode.
+    """Checks and encodes texts for a scheduler.
 
     Args:
       texts: as for `generate`.
@@ -574,7 +574,7 @@ def _codec_of(
 
 
 def _remembered(codec: Codec, path: str | os.PathLike[str]) -> Memory:
-  """Reads the texts of a file, as the target of a codec reads and says them."""
+  """Encodes the texts of a memory file as a target reads and produces them."""
   first, last = codec.ids_around()
   languages = codec.languages()
   *begin, end = codec.output_ids('')
@@ -600,14 +600,14 @@ def _with_top(
   outputs: list[Completion],
   rows: int,
 ) -> list[Completion]:
-  """Gives outputs `top_log_probs`, if they are wanted: the target reads them.
+  """Adds `top_log_probs` to outputs if they are wanted, by a call of the target.
 
   Args:
     network: the target.
-    params: its parameters.
-    request: what they are the outputs of.
-    outputs: its completions.
-    rows: outputs that are read together.
+    params: the target's parameters.
+    request: the request that was decoded.
+    outputs: the completions of the request.
+    rows: the number of outputs that the target reads together.
   """
   num_top = request.terms.options.top_log_probs
   if not num_top:

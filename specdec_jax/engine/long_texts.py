@@ -13,7 +13,7 @@ from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.options import Options, example_id, sentence_id
 from specdec_jax.text.sentences import Sentences, language_of, split
 
-# What T5 and MADLAD-400 expect before each input.
+# The prefixes that T5 and MADLAD-400 expect before each input.
 _PREFIX = re.compile(
   r'<2\w+>\s*|(translate|summarize)\b[^.:\n]*:\s*', re.IGNORECASE
 )
@@ -28,11 +28,11 @@ def splitter(
   """Makes a function that splits a text into sentences that a target can read.
 
   Args:
-    codec: of the target.
-    config: has the tokens that it reads at most.
+    codec: the codec of the target.
+    config: its `max_input_len` bounds a sentence.
     options: has the languages, and the prefix of each sentence.
-    as_input: turns a sentence with its prefix into what the target reads; by
-      default it is left as it is.
+    as_input: converts a sentence with its prefix into the target's input, such
+      as a chat; by default the sentence itself is the input.
   """
   prefix = options.split_prefix
   source = options.source_lang or codec.source_lang
@@ -63,13 +63,13 @@ def splitter(
 
 
 class LongTexts:
-  """Splits texts into sentences, for whatever decodes many short texts.
+  """Splits texts into sentences, and joins the outputs of the sentences.
 
   Attributes:
-    parts: the sentences of all outputs in order, each with its prefix, those of
-      each sample together.
-    example_ids: of each part.
-    options: those of the parts.
+    parts: the sentences to decode, each with its prefix, output by output; a
+      text with several samples occurs once per sample.
+    example_ids: the id of each part.
+    options: the options with which the parts are decoded.
   """
 
   def __init__(
@@ -82,10 +82,10 @@ class LongTexts:
     """Splits the texts.
 
     Args:
-      codec: of the target.
-      config: has the tokens that it reads at most.
+      codec: the codec of the target.
+      config: its `max_input_len` bounds a sentence.
       texts: the texts.
-      options: with `split`.
+      options: the options of the texts; `split` is set.
 
     Raises:
       ValueError: as for `Engine.generate`, a text is not a string, or the
@@ -124,7 +124,7 @@ class LongTexts:
     )
 
   def joined(self, done: Sequence[Completion]) -> Iterator[Completion]:
-    """Yields the outputs of the texts, of those of `parts`."""
+    """Yields the outputs of the texts, joined from the outputs of `parts`."""
     begin = 0
     for sentences in self._outputs:
       end = begin + len(sentences.spans) * self._each

@@ -1,7 +1,7 @@
-"""What a caller may ask of an output: `Options`, checked before anything runs.
+"""The options of an output: `Options`, checked before anything runs.
 
-It also has the names that other libraries use for them, and the numbers that an
-output's random numbers derive from.
+This file also has the names that other libraries use for the options, and the
+ids that an output's random numbers derive from.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ from specdec_jax.types import Count, LengthRule, Positive
 from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
-MOST_ROWS = 1 << 16  # that are decoded together, or samples of an example
+MOST_ROWS = 1 << 16  # rows decoded together, or samples of an example
 ADAPTIVE = 'adaptive'  # a draft ends where its drafter is not sure enough
-KEY_BITS = 32  # of the number that an example's random numbers derive from
+KEY_BITS = 32  # bits of the id that an example's random numbers derive from
 # Names of these options in other libraries.
 _USUAL_NAMES = {
   'max_new_tokens': 'max_length',
@@ -56,7 +56,7 @@ _USUAL_NAMES = {
   'src_lang': 'source_lang',
   'tgt_lang': 'target_lang',
 }
-# Names that have no other here, and what to do instead.
+# Names of other libraries without a counterpart -> what to do instead.
 _INSTEAD = {
   'sampling': 'give temperature, top_k and top_p by themselves.',
   'do_sample': 'temperature says it; 0 is greedy, anything above samples.',
@@ -65,7 +65,7 @@ _INSTEAD = {
   'early_stopping': 'a beam search ends as T5X ends it, or with length_penalty'
   ' as transformers does where early_stopping is False.',
 }
-ALPHA = 0.6  # of T5's papers and of T5X
+ALPHA = 0.6  # as in T5's papers and in T5X
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Options(RuleOptions):
     top_log_probs: how many of the likeliest tokens at each place of an output
       are wanted with their log-probabilities; the target reads the output once
       more for them.
-    num_beams: a beam search of this width, see `decoding.beams`; None is none.
-      `num_samples` outputs come of it, the best one last.
+    num_beams: the width of a beam search, see `decoding.beams`; None: no beam
+      search. It returns the best `num_samples` beams, the best one last.
     alpha: of a beam search: T5X's exponent of its brevity penalty, score =
       log_prob / ((5 + tokens) / 6) ** alpha; None is 0.6 unless
       `length_penalty` is given.
@@ -211,10 +211,10 @@ class Options(RuleOptions):
         raise unexpected(name, expected, getattr(self, name))
 
   def beam_settings(self, num_ends: int) -> BeamSettings | None:
-    """What the loops are asked for; None without a beam search.
+    """Returns the settings of a beam search; None without one.
 
     Args:
-      num_ends: how many ids end an output.
+      num_ends: the number of ids that end an output.
     """
     if self.num_beams is None:
       return None
@@ -232,7 +232,7 @@ class Options(RuleOptions):
     )
 
   def filled(self, rules: Mapping[str, Any]) -> 'Options':
-    """Returns the options, with these rules where nothing else is asked for."""
+    """Returns the options, with these rules where no rule is given."""
     left = {k: value for k, value in rules.items() if k not in self.rules}
     return dataclasses.replace(self, **left) if left else self
 
@@ -243,7 +243,7 @@ class Options(RuleOptions):
 
 
 def example_id(index: int, sample: int) -> int:
-  """The id that the random numbers of one sample of one example derive from.
+  """Returns the id from which the random numbers of a sample derive.
 
   The bits of `sample` are filled in from the highest bit down, those of `index`
   from the lowest bit up: so all pairs that fit have different ids, and the
@@ -260,10 +260,10 @@ def example_id(index: int, sample: int) -> int:
 
 
 def sentence_id(example: int, sentence: int) -> int:
-  """The id that the random numbers of a sentence of an example derive from.
+  """Returns the id from which the random numbers of a sentence derive.
 
-  That of the first one is the example's own: a text of one sentence is decoded
-  as it is without a split.
+  The first sentence has the example's id, so that a text of one sentence gives
+  the same output with and without a split.
   """
   if not sentence:
     return example
@@ -277,8 +277,8 @@ def options_of(
   """Makes `Options`; accepts the names that other libraries use as well.
 
   Args:
-    named: what is asked for.
-    otherwise: options that hold where nothing else is asked for.
+    named: name -> value of the options that are given.
+    otherwise: options that hold where none is given.
 
   Raises:
     ValueError: a name is unknown, an option is given twice, or a value is out
@@ -304,11 +304,10 @@ def drafting_of(
   """Makes the `Drafting` that a caller asks for.
 
   Args:
-    gamma: a number of proposals; 'adaptive', see `length.plain_rule`; a rule,
-      as `Calibration.rule` gives it; or a `Drafting`, whose resting is not
-      looked at.
+    gamma: a number of proposals; 'adaptive', see `length.plain_rule`; a rule
+      from `Calibration.rule`; or a `Drafting`, whose rests are ignored.
     rests: whether the drafter rests where it does not pay, by guessed costs; or
-      by these. Costs of another gamma are not known here: they are guessed.
+      measured costs. Costs that were measured at another gamma are not used.
 
   Raises:
     ValueError: gamma is none of these, or too large.
@@ -328,13 +327,13 @@ def _drafting(value: Any) -> Drafting:
   if value == ADAPTIVE:
     value = plain_rule()
   if isinstance(value, LengthRule):
-    # The loop of a number has less to do.
+    # A rule that never stops compiles to the simpler loop of a fixed gamma.
     ends_nothing = not (np.any(value.worth) or np.any(value.worth_asking))
     return Drafting(value.most, None if ends_nothing else value)
   if isinstance(value, str):
     raise unexpected('gamma', f'a whole number or {ADAPTIVE!r}', value)
   check_number('gamma', value, 0)
-  # Caches and logits grow with gamma, and more gain nothing.
+  # Caches and logits grow with gamma; larger values gain nothing.
   if value > MAX_GAMMA:
     raise unexpected('gamma', f'at most {MAX_GAMMA}', value)
   return Drafting(value)

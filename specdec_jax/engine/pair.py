@@ -26,7 +26,8 @@ from specdec_jax.models.t5gemma import T5Gemma
 from specdec_jax.text.tokenizer import Vocabulary, contradiction
 from specdec_jax.text.vocabulary import SENTENCEPIECE, TOKENIZER
 
-# 100 sentinels, and padding to a multiple of 1,024.
+# The ids that a network may have beyond its tokenizer's: 100 sentinels, and
+# padding to a multiple of 1,024.
 _MOST_MORE_IDS = 100 + 1023
 _EXAMPLES = 3
 _PLAINLY = 'decode plainly (speculative=False; --mode plain)'
@@ -157,7 +158,7 @@ class MemoryCheck:
     self._free = memory.device_bytes if on_one else memory.all_bytes
 
   def mark_params_loaded(self) -> None:
-    """From now on the parameters do not count: they are on the devices."""
+    """Notes that the parameters are on the devices, so they are not counted."""
     self._unread = 0
 
   def check(

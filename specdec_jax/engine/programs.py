@@ -39,7 +39,8 @@ class Programs:
     has_drafter: whether there is a drafter.
     row_multiple: the devices that rows are split over; the rows of a program
       are a multiple of them.
-    warm: what schedulers have compiled all programs for, as keys of theirs.
+    warm: keys of the kinds of rows whose programs are all compiled; schedulers
+      add them.
   """
 
   def __init__(
@@ -52,8 +53,8 @@ class Programs:
 
     Args:
       pair: the models, on their devices.
-      partition: how rows are split over devices; None: they are not.
-      memory_check: checks the memory.
+      partition: how rows are split over devices; None: they are not split.
+      memory_check: checks whether a run fits into memory.
     """
     self.memory_check, self._partition = memory_check, partition
     self.row_multiple = partition.row_multiple if partition else 1
@@ -66,7 +67,7 @@ class Programs:
       loop = Loop(pair.target, drafter)
       self._speculative = self._constrained = loop, params
       if drafter.tree is None and not drafter.follows_rules:
-        # Where a constraint leaves one token, it is proposed first.
+        # If a constraint allows only one token, that token is proposed first.
         ahead = with_fallback(only_token(), drafter)
         ahead_params = PairParams(params.target, ((), params.draft))
         self._constrained = Loop(pair.target, ahead), ahead_params
@@ -105,19 +106,19 @@ class Programs:
 
   @property
   def count(self) -> int:
-    """How many programs of fixed batches have been compiled so far."""
+    """The number of programs of fixed batches compiled so far."""
     return len(self._whole)
 
   def fitting(
     self, request_of: Callable[[int], Request], num_rows: int
   ) -> Request:
-    """Returns a request of as many rows as a program has, if one is near.
+    """Returns a request padded to the rows of a compiled program, if one fits.
 
-    That is the smallest program of at least as many rows as are needed and at
-    most twice as many: those extra rows cost less than a compilation.
+    That is the smallest program with at least the rows that are needed and at
+    most twice as many; the extra rows cost less than a compilation.
 
     Args:
-      request_of: makes the request of so many rows or more.
+      request_of: makes the request, given its number of rows.
       num_rows: rows with a text.
     """
     least = rounded_up(padded_rows(num_rows), self.row_multiple)
@@ -179,10 +180,10 @@ class Programs:
     """Returns programs of pools, compiled where they are used first.
 
     Args:
-      example: rows without text, as many as are read together; with gamma 0
-        they are of the plain loop.
+      example: rows without text, as many as are read together; gamma 0 selects
+        the plain loop.
     """
-    # All widths of inputs have the same programs' functions.
+    # One set of jitted functions serves all widths of inputs.
     key = len(example.inputs), _shapes(example.replace(inputs=None))
     if key not in self._pools:
       loop, params = self._loop_of(example)
@@ -190,7 +191,7 @@ class Programs:
     return self._pools[key]
 
   def forget(self, programs: PoolPrograms | Request) -> None:
-    """Frees programs of pools, or those of the pieces of such a request.
+    """Frees the programs of pools, or the piecewise programs of a request.
 
     No other thread may compile meanwhile.
     """
@@ -209,8 +210,8 @@ class Programs:
 
     Args:
       name: a method of `Loop`: 'decode', or 'start' and after it 'run'.
-      request: what it will be called with.
-      state: of 'run', what `start` gave.
+      request: the request that it will be called with.
+      state: for 'run', the result of `start`.
 
     Raises:
       ValueError: no memory could hold it.
@@ -231,7 +232,7 @@ class Programs:
     options: dict[str, Any] = {}
     if self._partition is not None:
       args[1] = self._partition.request(request)
-      if name == 'decode':  # the host reads it: the whole on each device
+      if name == 'decode':  # each device holds the result, for the host
         options['out_shardings'] = self._partition.sharding()
     if name == 'run':
       args += [state, np.int32(0)]

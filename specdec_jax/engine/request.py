@@ -1,10 +1,9 @@
-"""A request is made once, at the door, and its rows travel to the slots.
+"""Requests on the host: texts and options become rows, rows become arrays.
 
-A `TextRequest` is made of texts and options: everything is checked and encoded
-here, before anything is compiled. Each of its `Row`s is one output that is to
-be decoded; `joined` makes the arrays of those that are read together, and only
-then. What becomes of a row is told as `Update`s, the last one with its
-`Completion`.
+A `TextRequest` checks and encodes texts and options before anything is
+compiled. Each of its `Row`s is one output to decode. `joined` makes the arrays
+of the rows that are read together, just before they are read. The listener of a
+row gets `Update`s; the last one has the `Completion`.
 """
 
 import dataclasses
@@ -50,14 +49,14 @@ class Update:
   """One message to the listener of a row.
 
   Attributes:
-    text: text that is new, and will not change.
-    tokens: ids that are new.
-    log_probs: of these, if the row wants them.
-    completion: the whole output, at its end.
-    round: what became of the last draft, if the row shows rounds.
-    beams: the outputs of a beam search instead, the best one last.
-    error: why it ends without an output: 'deadline', 'stopped', 'failed', or
-      'failed alone'.
+    text: new text, which will not change.
+    tokens: new ids.
+    log_probs: the log-probabilities of the new ids, if the row wants them.
+    completion: the whole output; None before its end.
+    round: the last round, with its accepted proposals, if the row shows rounds.
+    beams: in place of `completion`, the outputs of a beam search, the best last.
+    error: why the row ends without an output: 'deadline', 'stopped', 'failed',
+      or 'failed alone'.
   """
 
   text: str = ''
@@ -75,19 +74,19 @@ class Update:
 
   @property
   def is_last(self) -> bool:
-    """Whether nothing follows."""
+    """Whether this is the row's last update."""
     return bool(self.outputs) or self.error is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-  """What all rows of a request share.
+  """The data that all rows of a request share.
 
   Attributes:
     options: the options that the caller asked for.
     rules: the rules on the tokens of the outputs.
-    shared: a `Request` of one row without a text, with all that the loops know
-      of every row.
+    shared: a `Request` of one row without a text; its static fields, and the
+      values that all rows have in common, hold for every row.
     tokenizer: turns ids into text.
     has_encoder: whether the target has one.
   """
@@ -115,9 +114,9 @@ class Terms:
     return from_generation(generation, row, self.tokenizer, lossless)
 
   def outputs(self, generation: Generation, place: int) -> Sequence[Completion]:
-    """Returns what came of the row at a place of a `Generation` on the host.
+    """Returns the outputs of the row at a place of a `Generation` on the host.
 
-    Of beams the `num_samples` best ones, which are last.
+    A beam search gives its best `num_samples` beams, which are last.
     """
     last = (place + 1) * (self.options.num_beams or 1)
     places = range(last - self.num_outputs, last)
@@ -136,23 +135,23 @@ class Row:
 
   Attributes:
     terms: what all rows of its request share.
-    index: its place among the outputs of the request.
+    index: the row's place among the outputs of the request.
     inputs: ids that the encoder reads; () without an encoder.
     prompt: ids that the decoder begins with.
-    widths: of the arrays that inputs and prompt are read in.
-    example_id: its random numbers derive from this and the seed.
-    temperature: its own.
+    widths: widths of the arrays in which inputs and prompt are read.
+    example_id: the row's random numbers derive from this and the seed.
+    temperature: the row's temperature.
     max_length: tokens after which it stops; 0 for a row that fills a batch up.
     streams: whether there are updates before the end.
-    is_plain: whether it is to be decoded without a drafter, where no other row
+    is_plain: whether it should be decoded without a drafter while no other row
       runs beside it.
     shows_rounds: whether its updates have rounds; then it streams.
     tell: is called with each update, by the thread that decodes; None where the
       scheduler's caller reads the updates.
     deadline: `time.monotonic()` at which it ends in any case.
     is_cancelled: whether it is to end without an update.
-    slot_text: its text so far, once somebody has read it.
-    passed_over: its outputs, where there is nothing to decode.
+    slot_text: the text so far; None until `read` is called.
+    passed_over: the outputs of a row that needs no decoding.
   """
 
   terms: Terms
@@ -171,9 +170,9 @@ class Row:
   is_cancelled: bool = False
   num_accepted: int = 0
   num_passed: int = 0
-  num_told: int = 0  # tokens
-  num_sent: int = 0  # characters
-  num_read: int = 0  # tokens that are in its text
+  num_told: int = 0  # tokens that updates had so far
+  num_sent: int = 0  # characters that updates had so far
+  num_read: int = 0  # tokens that `slot_text` has
   slot_text: Text | None = None
   passed_over: Sequence[Completion] = ()
 
@@ -184,7 +183,7 @@ class Row:
 
   @property
   def is_simple(self) -> bool:
-    """Whether the program without sampling and log-probabilities is enough."""
+    """Whether the row needs neither sampling nor log-probabilities."""
     options = self.options
     greedy = options.sampling.greedy and not options.min_length
     return greedy and not options.log_probs
@@ -247,8 +246,8 @@ class Row:
     """Returns the row's last round, if a chain was judged in it.
 
     Args:
-      view: of a pool that has run one round.
-      slot: the row's.
+      view: the view of a pool that has run one round.
+      slot: the slot of the row.
     """
     draft, generation = view.draft, view.generation
     if draft is None or draft.tree is not None:
@@ -280,10 +279,9 @@ def joined(
 
   Args:
     rows: the rows.
-    shared: has what all rows share: static fields, and the values of which it
-      has one for all rows.
-    least: widths that inputs and prompts have at least.
-    size: B, filled up with rows without a text; None is the number of rows.
+    shared: the `Terms.shared` of the rows.
+    least: the least widths of inputs and prompts.
+    size: B, filled up with rows without a text; None: the number of rows.
   """
   if size is not None and size > len(rows):
     filler = dataclasses.replace(
@@ -297,11 +295,11 @@ def joined(
   widths = zip(least, *(row.widths for row in rows), strict=True)
   width, prompt_width = map(max, widths)
   options = [row.options for row in rows]
-  min_p = each(np.float32, (one.min_p for one in options))
+  min_p = each(np.float32, (x.min_p for x in options))
   sampling = shared.sampling.replace(
     temperature=each(np.float32, (row.temperature for row in rows)),
-    top_k=each(np.int32, (one.top_k for one in options)),
-    top_p=each(np.float32, (one.top_p for one in options)),
+    top_k=each(np.int32, (x.top_k for x in options)),
+    top_p=each(np.float32, (x.top_p for x in options)),
     min_p=min_p if np.any(min_p) else None,
   )
   prompts = [row.prompt for row in rows]
@@ -310,8 +308,8 @@ def joined(
     [row.inputs for row in rows], len(rows), width, shared.pad_id
   )
   stop_ids: Array = shared.stop_ids
-  if np.ndim(stop_ids) > 1:  # each row has values of its own
-    listed = [one.stop_ids or () for one in options]
+  if np.ndim(stop_ids) > 1:  # the rows have different stop ids
+    listed = [x.stop_ids or () for x in options]
     stop_ids, _ = padding.padded(listed, len(rows), stop_ids.shape[1], -1)
   max_length = each(np.int32, (row.max_length for row in rows))
   # Without an encoder the prompt is the input.
@@ -329,11 +327,11 @@ def joined(
     prompt_length=prompt_length,
     stop_ids=stop_ids,
     keys=keys_of_rows(
-      each(np.uint32, (one.seed & 0xFFFFFFFF for one in options)),
+      each(np.uint32, (x.seed & 0xFFFFFFFF for x in options)),
       each(np.uint32, (row.example_id for row in rows)),
     ),
     sampling=sampling,
-    min_length=each(np.int32, (one.min_length for one in options)),
+    min_length=each(np.int32, (x.min_length for x in options)),
     max_length=max_length,
     token_rules=rules,
     automata=automata,
@@ -341,14 +339,14 @@ def joined(
 
 
 class TextRequest:
-  """Texts with options on their way through the engine.
+  """Texts with options, checked and encoded.
 
-  Memory grows by the ids of each text, and by no array.
+  It holds the ids of each text, but no padded arrays.
 
   Attributes:
     terms: what its rows share.
     rows: the outputs that are decoded; of a beam search one for each text.
-    passed_over: index -> outputs of each text that is not decoded at all.
+    passed_over: index -> outputs of a text that needs no decoding.
     num_outputs: outputs of all texts, those of a beam search counted once.
   """
 
@@ -365,12 +363,12 @@ class TextRequest:
     """Encodes the texts, once each.
 
     Args:
-      codec: encodes them.
-      config: has the greatest lengths.
+      codec: encodes the texts.
+      config: has the greatest lengths of inputs and outputs.
       texts: the texts.
       options: what the caller asked for, its stop ids too.
-      rules: those of the options.
-      drafting: how the outputs are drafted for.
+      rules: the rules that the options ask for.
+      drafting: the lengths of drafts, and when the drafter rests.
       tree: the tree that the drafter proposes; None: a chain.
 
     Raises:
@@ -419,7 +417,7 @@ class TextRequest:
   def _encode(
     self, index: int, text: str | Sequence[int]
   ) -> list[int] | Completion:
-    """Returns ids as the model reads them, or the completion without any.
+    """Returns the ids of a text, or the completion of an unreadable text.
 
     Raises:
       ValueError: it cannot be read, and `on_too_long` is not 'report'.
@@ -469,7 +467,7 @@ class TextRequest:
     if has_encoder:
       width = max(padding.SMALLEST_INPUT, next_power_of_two(len(ids)))
       width = min(width, most)
-    # A language alone is all that most prompts of translations are.
+    # The prompt of a translation is usually just the language's token.
     smallest = 1 if self._languages.known else padding.SMALLEST_PROMPT
     # One more than a power of two: the last token is read by the first round.
     prompt_width = 1 + max(smallest, next_power_of_two(len(prompt) - 1))
@@ -514,10 +512,10 @@ class TextRequest:
     return [done for i in range(self.num_outputs) for done in every[i]]
 
   def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Returns what each of the `completions` was decoded from.
+    """Returns the ids from which each of the `completions` was decoded.
 
-    It is the ids of its input, and with an encoder those that the output begins
-    with after the start token.
+    These are the ids of the input and, with an encoder, the prompt ids that
+    follow the start token.
     """
     network = self._codec.network
     nothing: tuple[Sequence[int], Sequence[int]] = [network.start_id], ()
@@ -543,7 +541,7 @@ def _shared(
   drafting: Drafting,
   tree: TreeShape | None,
 ) -> Request:
-  """Makes what all rows of a request share: a request of one row, no text."""
+  """Makes `Terms.shared`: a request of one row without a text."""
   most, gamma = config.max_decode_len, drafting.gamma
   if options.max_length is not None and options.max_length > most:
     expected = f'at most max_decode_len = {most}'
@@ -552,10 +550,10 @@ def _shared(
   if options.min_length > max_length:
     expected = f'at most max_length = {max_length}'
     raise unexpected('min_length', expected, options.min_length)
-  lenience: Array | None = None  # its program differs from that of all numbers
+  lenience: Array | None = None  # None has a program of its own
   if gamma and options.lenience != 1:
     lenience = np.asarray(options.lenience, np.float32)
-  # Greedy programs have no such choice: they stay the same ones.
+  # Greedy decoding is the same either way, so that one program is enough.
   as_blocks = options.judges_blocks and not options.sampling.greedy
   if tree is not None and options.verification is None:
     as_blocks = False  # blocks are chains

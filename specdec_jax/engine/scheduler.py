@@ -32,16 +32,16 @@ from specdec_jax.request import Drafting, Request, whole_buckets
 from specdec_jax.types import FinishReason, Positive
 
 _LOG = logging.getLogger(__name__)
-# Rounds after which the host looks in any case, and where it looks for a stop
-# string or others may come.
+# Rounds after which the host looks at the results: at most; and while rows have
+# stop strings or new rows may come.
 _MAX_ROUNDS = 32
 _FEW_ROUNDS = 4
-_ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones: 3 times
-_SHRINK_AFTER = 16  # steps with a pool that is larger than it need be
-_MOST_POOLS = 4  # of lanes, whose programs are compiled aside
-_PIECE_ROUNDS = 4  # of a beam search, between two steps of other rows
-IDLE_LANES = 4  # whose programs are kept
-_MOST_LANES = 16  # if all are in use
+_ALONE_ROUNDS = 12  # if one row runs and none waits; 3 times that without draft
+_SHRINK_AFTER = 16  # steps after which a pool that is too large shrinks
+_MOST_POOLS = 4  # pools of lanes whose programs another thread compiles
+_PIECE_ROUNDS = 4  # rounds of a beam search between two steps of other rows
+IDLE_LANES = 4  # idle lanes that keep their programs
+_MOST_LANES = 16  # lanes at a time, if all are in use
 
 Told = list[tuple[Row, Update]]
 
@@ -86,9 +86,9 @@ class DraftPolicy:
   so sampled rows always have the engine's gamma.
 
   Attributes:
-    by_rows: rows -> how a pool of so many greedy rows is drafted for.
+    by_rows: rows -> the drafting of a pool of so many greedy rows.
     longest: proposals of the longest draft.
-    skips_rounds: whether rows go on without the drafter in some pools.
+    skips_rounds: whether pools of some sizes decode without the drafter.
   """
 
   def __init__(self, settings: PoolSettings, request: Request, multiple: int):
@@ -98,16 +98,16 @@ class DraftPolicy:
       settings: has `gammas`.
       request: has the drafting of sampled rows; gamma 0 decodes all rows
         plainly.
-      multiple: pools have a multiple of so many rows. Of pools that become one
-        the larger one's gamma stays: it was chosen for more rows, whose calls
-        cost more, so it rather proposes too few tokens.
+      multiple: the rows of a pool are rounded up to a multiple of this. If two
+        sizes round to the same pool, the larger size's gamma is taken, which
+        rather proposes too few tokens.
     """
     self._base = request.drafting
     self.by_rows = {settings.rows: self._base}
     if settings.gammas is not None and request.gamma:
       plan = sorted(settings.gammas.items())
-      self.by_rows = {rounded_up(rows, multiple): one for rows, one in plan}
-    gammas = [self._base.gamma, *(one.gamma for one in self.by_rows.values())]
+      self.by_rows = {rounded_up(rows, multiple): x for rows, x in plan}
+    gammas = [self._base.gamma, *(x.gamma for x in self.by_rows.values())]
     self.longest = max(gammas)
     self.skips_rounds = self.longest > 0 and 0 in gammas
 
@@ -116,15 +116,15 @@ class DraftPolicy:
     """Rows -> gamma of greedy rows; empty without drafts."""
     if not self.longest:
       return {}
-    return {rows: one.gamma for rows, one in self.by_rows.items()}
+    return {rows: x.gamma for rows, x in self.by_rows.items()}
 
   def drafting(self, size: int, varies: bool, plainly: bool) -> Drafting:
-    """Returns how the rounds of a pool are drafted for.
+    """Returns the drafting of a pool's next rounds.
 
     Args:
       size: rows of the pool.
       varies: whether gamma may depend on the size.
-      plainly: whether no row is to be drafted for.
+      plainly: whether to decode without the drafter.
     """
     if plainly:
       return Drafting()
@@ -137,8 +137,9 @@ class DraftPolicy:
 class SlotPool:
   """Decodes rows of one kind as they come; a finished one makes room.
 
-  A use of a program is a tuple: ('rounds', rows, simply, plainly), ('alone',
-  widths, plainly) or ('read', rows, widths).
+  The use of a program is a tuple: ('rounds', rows, simply, plainly), ('alone',
+  widths, plainly) or ('read', rows, widths). `simply`: no row samples or wants
+  log-probabilities; `plainly`: the drafter is not used.
 
   Attributes:
     policy: how long drafts are.
@@ -149,7 +150,7 @@ class SlotPool:
       would use another program takes one of these with larger arrays or for
       more kinds of rows instead.
     used: the uses so far.
-    is_closed: whether no row will come that is not queued.
+    is_closed: whether all rows have been queued, so that no others will come.
   """
 
   def __init__(
@@ -165,13 +166,13 @@ class SlotPool:
     """Runs nothing.
 
     Args:
-      programs: of the pair.
-      settings: of the pool.
-      example: a request of the kind of the rows, with what all of them share.
+      programs: the programs of the pair.
+      settings: the settings of the pool.
+      example: the `Terms.shared` of rows of this kind.
       widest: widths of the widest inputs and prompts.
-      first_width: of the inputs that the pool has room for at first, and grows
-        from; None is the widest.
-      counts: numbers of rows that are read together, in order; None is
+      first_width: width of inputs for which the pool is made at first; it grows
+        later. None: the widest.
+      counts: numbers of rows that are read together, in order; None: only
         `refill`.
       lock: is held where `waiting` changes.
 
@@ -185,12 +186,13 @@ class SlotPool:
     self._refill = min(settings.refill or max(1, largest // 8), largest)
     self._counts = counts or [rounded_up(self._refill, multiple)]
     self._shared = example.replace(skips_rounds=self.policy.skips_rounds)
-    self._is_exact = np.ndim(example.stop_ids) == 1  # of one kind of rows
+    # Rows that share their stop ids run without padding of these.
+    self._is_exact = np.ndim(example.stop_ids) == 1
     gamma = self.policy.longest
     draft_slots = example.with_drafting(gamma=gamma).draft_slots
     num_slots = whole_buckets(widest[1] + example.slots + draft_slots)
     programs.memory_check.check(largest, widest[0], num_slots, 1 + draft_slots)
-    # So that requests with prompts and without have as many slots.
+    # Requests with and without prompts get the same number of cache slots.
     tokens = num_slots - draft_slots
     self._slots = Slots(
       programs.pool, self._shared, tokens, gamma, self._counts[-1]
@@ -198,8 +200,8 @@ class SlotPool:
     self._widest, self._first_width = widest, first_width or widest[0]
     self.waiting: collections.deque[Row] = collections.deque()
     self.lock = lock or threading.Condition()
-    self._coming: tuple[PoolView, int] | None = None  # with its gamma
-    self._too_large = 0  # steps since the pool had to be as large as it is
+    self._coming: tuple[PoolView, int] | None = None  # pending view, its gamma
+    self._too_large = 0  # steps for which a smaller pool would have been enough
     self.compiled: set[Any] | None = None
     self.used: set[Any] = set()
     self.is_closed = False
@@ -224,14 +226,14 @@ class SlotPool:
     """Waits for the rounds of the last step, and starts the next ones.
 
     Returns:
-      What the last rounds brought, for rows that have finished or stream.
+      The updates of the rows that have finished or that stream.
     """
     view, heard = self._collect()
     self._drop_cancelled()
     self._resize()
     self._fill()
     self._advance()
-    # The device is busy from here until its answer.
+    # The device is busy from here until the next step fetches its answer.
     return [
       (row, row.update(view, slot, is_last)) for row, slot, is_last in heard
     ]
@@ -242,9 +244,9 @@ class SlotPool:
     """Decodes rows, so that the programs that they need are compiled.
 
     Args:
-      rows: one streams, and has more tokens than a round makes.
-      size: of the pool.
-      then: sizes of the pools that the rows are moved to.
+      rows: one row must stream, and have more tokens than a round produces.
+      size: the size of the pool.
+      then: sizes of the pools that the rows are moved to afterwards.
     """
     sizes, self.is_closed = self.sizes, True
     self.sizes = [size]
@@ -277,9 +279,10 @@ class SlotPool:
   # The parts of a step.
 
   def _collect(self) -> tuple[Any, list[tuple[Row, int, bool]]]:
-    """Fetches the answer; rows that hear of it, their slots, whether they end.
+    """Fetches the answer of the device.
 
-    Later the rows may be in other slots.
+    Returns the rows that get an update, with their slots at that time, and
+    whether they end.
     """
     if self._coming is None:
       return None, []
@@ -328,7 +331,7 @@ class SlotPool:
     wanted = running + len(self.waiting)
     fits = min((s for s in sizes if s >= wanted), default=max(sizes, default=1))
     if not slots.owners:
-      # A pool that does not come from a smaller one needs another program.
+      # A new pool needs another program than one that was resized.
       first = fits if self.compiled is None else min(sizes)
       slots.begin(first, self._first_width)
     size = len(slots.owners)
@@ -353,7 +356,7 @@ class SlotPool:
       self._read(rows)
 
   def _read(self, rows: Sequence[Row]) -> None:
-    """Reads rows into free slots; a row alone with its first rounds."""
+    """Reads rows into free slots; a single row is read by its first rounds."""
     slots = self._slots
     count = min(count for count in self._counts if count >= len(rows))
     # Filled up, so that there are few programs.
@@ -378,7 +381,7 @@ class SlotPool:
     simply = all(row.is_simple for row in rows)
     plainly = simply and all(row.is_plain for row in rows)
     if not self._may('rounds', size, simply, plainly):
-      simply = plainly = False  # this one is there
+      simply = plainly = False  # this program has been compiled
     self.used.add(('rounds', size, simply, plainly))
     varies = simply or self._shared.greedy
     drafting = self.policy.drafting(size, varies, plainly)
@@ -387,9 +390,9 @@ class SlotPool:
     self._coming = self._slots.run(rounds, enough, drafting, simply), gamma
 
   def _max_rounds(self, rows: Sequence[Row], gamma: int) -> int:
-    """Rounds until the next step, in which nobody who comes gets a slot."""
+    """Returns the rounds of a step; new rows get a slot only after them."""
     if any(row.streams for row in rows):
-      return 1  # somebody watches
+      return 1
     if any(row.options.stop_strings for row in rows):
       return _FEW_ROUNDS
     if self.is_closed:
@@ -399,10 +402,10 @@ class SlotPool:
     return _ALONE_ROUNDS if gamma else 3 * _ALONE_ROUNDS
 
   def _enough(self, running: int) -> int:
-    """How many rows must finish before the host looks.
+    """Returns the number of finished rows that ends a step early.
 
-    One while others may still come; `refill` while some wait; else as many as
-    let the pool become a smaller one.
+    It is one while new rows may come, `refill` while rows wait, and otherwise
+    as many as let the pool shrink.
     """
     if not self.is_closed:
       return 1
@@ -413,28 +416,28 @@ class SlotPool:
     return running - max(smaller, default=0)
 
   def _may(self, *use: Any) -> bool:
-    """Whether a use needs no compilation, or may compile."""
+    """Returns whether a program has been compiled, or may be compiled now."""
     return self.compiled is None or use in self.compiled
 
 
 class FixedBatches:
   """Decodes rows of one kind batch after batch, without stop strings.
 
-  It is quicker than a `SlotPool` where no row waits for another's slot, and the
-  only way of beam searches.
+  It is quicker than a `SlotPool` if all rows fit into a batch. Beam searches
+  always run in fixed batches.
 
   Attributes:
     waiting: rows that are not in a batch; the caller's lock guards it.
     running: the rows of the batch.
-    rounds: is empty.
+    rounds: always empty; a `SlotPool` counts its rounds here.
   """
 
   def __init__(self, programs: Programs, rows: int, num_rounds: int = 0):
     """Runs nothing.
 
     Args:
-      programs: of the pair.
-      rows: of a batch.
+      programs: the programs of the pair.
+      rows: the rows of a batch.
       num_rounds: rounds of a step; 0: one call decodes a batch.
     """
     self._programs, self._size, self._num_rounds = programs, rows, num_rounds
@@ -450,7 +453,7 @@ class FixedBatches:
     return bool(self.waiting or self.running)
 
   def step(self) -> Told:
-    """Decodes a batch, or a piece of it; returns what became of its rows."""
+    """Decodes a batch, or a piece of it; returns the updates of its rows."""
     if self.running and all(row.is_cancelled for row in self.running):
       self.running = []
     if not self.running:
@@ -494,12 +497,12 @@ class FixedBatches:
 
 
 def _maker(rows: Sequence[Row]):
-  """Returns what makes the request of rows, filled up to a number of rows."""
+  """Returns a function: number of rows -> request, filled up to that number."""
   return lambda size: joined(rows, rows[0].terms.shared, size=size)
 
 
 def kind_of(row: Row) -> Any:
-  """Returns what the programs of a row depend on, as a dictionary key."""
+  """Returns the properties that decide a row's programs, as a dict key."""
   request = joined([row], row.terms.shared)
   leaves, tree = jax.tree.flatten(request)
   return tree, row.is_plain, row.widths, *map(np.shape, leaves)
@@ -507,16 +510,15 @@ def kind_of(row: Row) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Lane:
-  """Rows of one kind, which need programs that other rows do not.
+  """The rows of one kind, which share their programs with no other rows.
 
   Attributes:
-    example: one of them.
+    example: a row of the kind.
     waiting: rows that wait for the programs, or for a pool.
     uses: `SlotPool.used` once the programs are compiled; None before.
-    programs: these, of rows in slots.
-    is_kept: whether they are never forgotten.
-    pools: what decodes its rows: those with the same stop ids and constraint
-      share one.
+    programs: the programs of slot pools; None for fixed batches.
+    is_kept: whether the programs are kept for ever.
+    pools: stop ids and constraint -> the pool that decodes such rows.
   """
 
   example: Row
@@ -530,7 +532,7 @@ class Lane:
 
   @property
   def rows(self) -> list[Row]:
-    """All of its rows."""
+    """All rows of the lane, waiting or running."""
     pools = [*self.pools.values()]
     return [
       *self.waiting,
@@ -539,12 +541,12 @@ class Lane:
 
   @property
   def is_wanted(self) -> bool:
-    """Whether it has a row that nobody has cancelled."""
+    """Whether the lane has a row that is not cancelled."""
     return any(not row.is_cancelled for row in self.rows)
 
   @property
   def name(self) -> str:
-    """What is special about its rows."""
+    """A name for messages: the options that make these rows special."""
     options = self.example.options
     names = [*options.rules, *['min_p'] * bool(options.min_p)]
     if options.num_beams is not None:
@@ -555,13 +557,13 @@ class Lane:
 class Scheduler:
   """Decodes rows of all kinds, each kind in a lane of its own.
 
-  Where a pool for ordinary rows is given, it decodes rows without rules, and
-  nothing else than that pool and lanes that were compiled decodes: a row of
-  another kind waits in its lane until `compile` was called for it, by another
-  thread. Without such a pool, programs are compiled where they are needed.
+  If a pool for ordinary rows is given, it decodes the rows without rules, and
+  `step` compiles nothing: a row of another kind waits in its lane until another
+  thread has called `compile` for that lane. Without such a pool, `step`
+  compiles the programs that it needs.
 
   Attributes:
-    lanes: kind -> lane, the one that was used last is last.
+    lanes: kind -> lane, in the order of their last use.
   """
 
   def __init__(
@@ -574,28 +576,28 @@ class Scheduler:
     """Runs nothing.
 
     Args:
-      programs: of the pair.
-      settings: of the pools of lanes.
-      in_batches: whether rows that all fit into a batch are decoded as one.
+      programs: the programs of the pair.
+      settings: the settings of the lanes' pools.
+      in_batches: whether rows that fit into one batch are decoded as a batch.
       ordinary: decodes the rows that need no programs of their own.
     """
     self._programs, self._settings = programs, settings
     self._in_batches, self._ordinary = in_batches, ordinary
     self.lanes: dict[Any, Lane] = {}
-    # Of everything that waits.
+    # Guards all queues.
     self.lock = ordinary.lock if ordinary else threading.Condition()
     self.rounds: Mapping[int, int] = {}
 
-  # What any thread may call.
+  # Methods that any thread may call.
 
   def submit(
     self, rows: Sequence[Row], kinds: Sequence[Any] = ()
   ) -> list[Lane]:
-    """Queues rows; returns the lanes that are to be compiled for them.
+    """Queues rows; returns the lanes that must be compiled for them.
 
     Args:
       rows: the rows.
-      kinds: `kind_of` of each, if it is known.
+      kinds: the result of `kind_of` for each row, if it was called already.
     """
     fresh = []
     kinds = kinds or [self.kind_of(row) for row in rows]
@@ -621,7 +623,7 @@ class Scheduler:
       self.lock.notify()
 
   def kind_of(self, row: Row) -> Any:
-    """Returns the key of a row's lane; None if it needs no own programs."""
+    """Returns the key of a row's lane; None if the ordinary pool decodes it."""
     options = row.options
     if self._ordinary is None:
       return id(row.terms)
@@ -630,7 +632,7 @@ class Scheduler:
 
   @property
   def pools(self) -> list[SlotPool | FixedBatches]:
-    """Everything that decodes."""
+    """All pools: the ordinary one, and those of the lanes."""
     ordinary = [self._ordinary] if self._ordinary is not None else []
     lanes = [*self.lanes.values()]
     return [*ordinary, *(p for x in lanes for p in [*x.pools.values()])]
@@ -653,10 +655,10 @@ class Scheduler:
     is_ready = any(x.waiting and self._is_ready(x) for x in self.lanes.values())
     return is_ready or any(pool.has_work for pool in self.pools)
 
-  # What the thread that decodes calls.
+  # Methods that only the decoding thread calls.
 
   def step(self) -> Told:
-    """Moves rows into pools, and steps each pool; returns what came of it."""
+    """Moves rows into pools, and steps each pool; returns the updates."""
     updates = self._ordinary.step() if self._ordinary is not None else []
     for lane in [*self.lanes.values()]:
       if not self._is_ready(lane):
@@ -682,7 +684,7 @@ class Scheduler:
     return updates
 
   def fail(self, lane: Lane) -> Told:
-    """Ends the rows of a lane, and no others, by the exception of now."""
+    """Ends all rows of a lane because of the exception being handled."""
     _LOG.exception('Rows of a kind failed: %s', lane.name)
     with self.lock:
       rows, lane.waiting, lane.pools = lane.rows, [], {}
@@ -691,7 +693,7 @@ class Scheduler:
     return [(row, Update(error='failed alone')) for row in rows]
 
   def drain(self) -> Iterator[tuple[Row, Update]]:
-    """Decodes all rows that were queued; yields what becomes of them."""
+    """Decodes all rows that were queued; yields their updates."""
     while self.has_work:
       yield from self.step()
 
@@ -737,16 +739,15 @@ class Scheduler:
     self._programs.warm.add(key)
     return time.perf_counter() - begin
 
-  # What the thread that compiles calls, where lanes are compiled aside.
+  # Methods that only the compiling thread calls, if there is one.
 
   def compile(self, lane: Lane) -> bool:
-    """Compiles the programs of a lane by short outputs; its rows wait.
+    """Compiles a lane's programs by decoding short outputs; its rows wait.
 
-    Without a row that somebody wants, nothing is compiled and the lane is
-    forgotten.
+    If all its rows are cancelled, the lane is removed instead.
 
     Returns:
-      Whether that is all; False: rows came just now, and it must be repeated.
+      Whether the lane is done; False: new rows came meanwhile, call it again.
     """
     with self.lock:
       wanted = lane.is_wanted or lane.is_kept
@@ -760,10 +761,10 @@ class Scheduler:
     return is_over
 
   def keep(self, row: Row) -> None:
-    """Compiles the programs of a lane that is never forgotten.
+    """Compiles the programs of a lane, and keeps them for ever.
 
     Args:
-      row: of its kind; it is not decoded.
+      row: a row of the lane's kind; it is not decoded.
     """
     with self.lock:
       lane = self.lanes.setdefault(self.kind_of(row), Lane(row))
@@ -771,13 +772,13 @@ class Scheduler:
     self.compile(lane)
 
   def _rehearse(self, lane: Lane) -> set[Any]:
-    """Decodes short outputs; returns the uses of programs in slots."""
+    """Decodes short outputs to compile programs; returns `SlotPool.used`."""
     pool, size = self._pool_of([lane.example]), self._settings.rows
     row = lane.example.shortened(lane.example.terms.shared.gamma + 2)
     if isinstance(pool, FixedBatches):
       pool.rehearse_all([row])
       return set()
-    # A program is compiled anew for arrays that another one has placed.
+    # A program is compiled again for arrays that another program has placed.
     for _ in range(2):
       rows = [dataclasses.replace(row) for _ in range(min(2, size))]
       pool.rehearse(rows, size)
@@ -785,7 +786,9 @@ class Scheduler:
     return pool.used | {('rounds', size, False, False)}
 
   def forget_idle(self) -> bool:
-    """Frees the programs of a lane that was used long ago, if there are many.
+    """Frees the programs of the least recently used lanes beyond `IDLE_LANES`.
+
+    A lane is a kind of rows with its programs.
 
     Returns:
       Whether there is room for another lane.
@@ -812,7 +815,7 @@ class Scheduler:
   # Pools and the rows in them.
 
   def _in_order(self, rows: Sequence[Row]) -> list[Row]:
-    """The shortest first, if they come and go: neighbours are then alike."""
+    """Sorts rows by length for fixed batches, so that little is padding."""
     if self._is_batch(rows):
       return [*rows]
     key = lambda row: (row.widths, len(row.inputs) + len(row.prompt))  # noqa: E731
@@ -829,7 +832,7 @@ class Scheduler:
     return self._ordinary is None or lane.uses is not None
 
   def _enters(self, lane: Lane, row: Row) -> bool:
-    """Gives a row to a pool of its lane; False: it waits for one."""
+    """Gives a row to a pool of its lane; False: it must wait for a pool."""
     if row.is_cancelled:
       return True
     shared, automaton = row.terms.shared, row.terms.rules.automaton
@@ -849,7 +852,7 @@ class Scheduler:
     return True
 
   def _pool_of(self, rows: Sequence[Row]) -> SlotPool | FixedBatches:
-    """Makes what decodes rows of one kind; runs nothing.
+    """Makes the pool that decodes rows of one kind; runs nothing.
 
     Raises:
       ValueError: it cannot fit into memory.

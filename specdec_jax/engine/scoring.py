@@ -26,7 +26,7 @@ from specdec_jax.rules.tokens import Prefix, Ruling
 
 # For each token of an output: the likeliest ids and their log-probabilities.
 Top = Sequence[Sequence[tuple[int, float]]]
-_SMALLEST = 16  # tokens of the shortest program
+_SMALLEST = 16  # the least number of tokens in a program
 # Positions read in one call. Not all of them together: the logits of a batch of
 # long outputs would take gigabytes.
 _BLOCK = 64
@@ -37,9 +37,10 @@ class Ruled(NamedTuple):
 
   Attributes:
     rules: on its tokens.
-    before: how many tokens of the scored ones it begins behind.
-    max_length: the most tokens that it could have.
-    is_beam: whether a beam search found it: then they adjust log-probabilities.
+    before: the number of scored tokens before the output, such as a prompt's.
+    max_length: the most tokens that the output could have.
+    is_beam: whether a beam search found it; then the rules adjust
+      log-probabilities in place of logits.
   """
 
   rules: RowRules
@@ -109,7 +110,7 @@ def score(
   begins, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
   padded_inputs = _padded(encoded, pad=network.pad_id)
-  # Not a program for each number.
+  # Rounded up, so that there is not a program for each number.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
   tokens = _padded(rows, 1)
   ruling = _ruling(network, ruled, inputs, rows, begins, len(tokens))
@@ -146,7 +147,7 @@ def _rows(
   targets: Sequence[Sequence[int]],
   prompt: Sequence[int] = (),
 ) -> tuple[list[int], list[list[int]]]:
-  """The decoder's ids, read and then produced, and where producing begins.
+  """Returns the decoder's ids (read, then scored) and where scoring begins.
 
   The decoder of an encoder-decoder begins with its start token and the prompt,
   a decoder-only model with the input. The logits after the last of these tokens
@@ -169,7 +170,7 @@ def _ruling(
   batch: int,
 ) -> Ruling | None:
   """The rules of a padded batch; None if no row has any."""
-  each = [one.rules for one in ruled] + [NO_RULES] * (batch - len(ruled))
+  each = [x.rules for x in ruled] + [NO_RULES] * (batch - len(ruled))
   begin = np.ones((batch,), np.int32)
   most = np.ones((batch,), np.int32)
   for row, one in enumerate(ruled):
@@ -185,7 +186,7 @@ def _ruling(
 
 
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
-  """The tokens up to each place of rows int32[B, W], [B, W]."""
+  """Returns the prefix before each place of rows int32[B, W], as [B, W]."""
   batch, width = rows.shape
   states = None
   if ruling.rules.automaton is not None:
@@ -205,7 +206,7 @@ def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
 
 
 def _log_prob(logits: jax.Array, following: jax.Array) -> jax.Array:
-  """Log-probability of each id that followed; NaN without a distribution."""
+  """Returns each next id's log-probability; NaN for invalid logits."""
   log_probs = probs.log_prob_of(logits, following)
   return jnp.where(probs.valid_logits(logits), log_probs, jnp.nan)
 
@@ -224,7 +225,7 @@ def _measured(
   rows: jax.Array,
   ruling: Ruling | None = None,
 ) -> tuple[jax.Array, ...]:
-  """The log-probability of each id of rows int32[B, S + 1] but the first.
+  """Returns the log-probabilities of rows int32[B, S + 1], less the first id.
 
   S is a power of two, `_SMALLEST` at least: a whole number of blocks.
 

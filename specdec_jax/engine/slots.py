@@ -32,10 +32,11 @@ class Slots:
     """Makes no slots; call `begin`.
 
     Args:
-      programs: gives those of rows without text, as many as are read together.
+      programs: returns the pool's programs, given as many rows without text as
+        are read together.
       request: any request of the kind that will be read, on the host.
       tokens: slots of the caches for prompts and outputs.
-      room: the largest gamma, for whose draft they have more.
+      room: the largest gamma; the caches have further slots for its draft.
       read_rows: rows that are read together, for tracing.
     """
     self._request, self._read_rows = request, read_rows
@@ -49,10 +50,10 @@ class Slots:
     """Makes `size` free slots, for inputs of this width."""
     self.width = self._pool_width = width
     self.owners = [None] * size
-    self._pool: Any = None  # until it is needed
+    self._pool: Any = None  # is made when it is needed
 
   def _example(self, width: int) -> Request:
-    """Rows without text, as many as are read together."""
+    """Makes rows without text, as many as are read together."""
     count = self._read_rows
     rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
     return rows.replace(
@@ -71,7 +72,7 @@ class Slots:
     return self._empty_rows[width]
 
   def _in_slots(self, request: Request) -> Request:
-    """The request, with the cache slots that all others have."""
+    """Returns the request with the cache slots of the pool's other rows."""
     return request.replace(
       drafting=request.drafting.replace(gamma=self._gamma),
       slots=self._tokens - request.prompt_width,
@@ -81,9 +82,9 @@ class Slots:
     """Reads rows and gives them free slots.
 
     Args:
-      request: of these rows, and perhaps more to fill it up; inputs and prompts
-        are as wide as they are to be read.
-      rows: their owners.
+      request: the request of these rows, and of others that fill it up; inputs
+        and prompts are padded to the width at which they are read.
+      rows: the owners of the slots.
     """
     self.width = max(self.width, request.inputs.shape[1])
     empty = self._empty_row(self.width)
@@ -104,8 +105,8 @@ class Slots:
     one call of the device, where `admit` and `run` are three and a copy.
 
     Args:
-      request: of this row, as for `admit`.
-      owner: the row's.
+      request: the request of this row, see `admit`.
+      owner: the owner of the slot.
     """
     self._unread = self._in_slots(request)
     self.width = max(self.width, request.inputs.shape[1])

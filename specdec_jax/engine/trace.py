@@ -1,9 +1,9 @@
 """Figure 1: which proposals of one generation were accepted, round by round.
 
 `rounds_of` keeps what the drafter proposed, `spell` turns the ids into text,
-and a `Trace` shows itself on a terminal, as an HTML page and as an SVG picture.
-No mark is by colour alone: rejected tokens are struck through, those of the
-target are underlined, and without colour there are brackets.
+and a `Trace` can be shown on a terminal, as an HTML page, or as an SVG picture.
+Marks do not depend on colour alone: rejected tokens are struck through, the
+target's own tokens are underlined, and without colour there are brackets.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ MEANING = {
   REJECTED: 'proposed and rejected',
   UNUSED: 'not judged',
 }
-# Without colour: the notation of wdiff, and one mark more; with it: the style;
-# in a page: the tag.
+# Kind of token -> opening and closing mark without colour (as in wdiff), style
+# with colour, and tag in an HTML page.
 _MARKS = {
   ACCEPTED: ('', '', 'green', 'span'),
   REJECTED: ('[-', '-]', 'red strike', 'del'),
@@ -45,7 +45,7 @@ _PAGE, _PICTURE = (
   string.Template(pathlib.Path(__file__).with_name(name).read_text('utf-8'))
   for name in ('trace.html', 'trace.svg')
 )
-# Of a picture, in pixels: a character, a line, and what is around all of it.
+# Sizes of a picture in pixels: a character, a line, and the margin.
 _CHARACTER, _LINE, _MARGIN = 8.4, 30, 16
 # Heights of a trace's frame: one row, everything around the rows, the maximum.
 _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
@@ -59,8 +59,8 @@ class Round(Generic[Token]):
     proposed: x_1..x_gamma; fewer if the drafter or the row's budget ended.
     num_accepted: n, the leading proposals that were kept.
     next_token: t, the target's own token; None after an accepted stop id.
-    num_passed: of a draft that was judged as a whole: the leading proposals
-      that pass Algorithm 1's test; None elsewhere: `num_accepted`.
+    num_passed: for a draft judged as a block, the leading proposals that pass
+      Algorithm 1's test; None for other drafts, where it is `num_accepted`.
   """
 
   proposed: Sequence[Token]
@@ -93,13 +93,13 @@ class Round(Generic[Token]):
 
   @property
   def num_judged(self) -> int:
-    """Proposals that verification judged: all, if it did as a whole."""
+    """Proposals that verification judged; a block is judged as a whole."""
     as_block = self.num_passed is not None
     return len(self.proposed) if as_block else self.num_tested
 
   @property
   def parts(self) -> list[tuple[str, Token]]:
-    """Each token with what became of it, in the order of the figure."""
+    """Pairs of a token's kind and the token, in the order of the figure."""
     num_rejected = self.num_judged - self.num_accepted
     kinds = [ACCEPTED] * self.num_accepted + [REJECTED] * num_rejected
     kinds += [UNUSED] * (len(self.proposed) - self.num_judged)
@@ -112,7 +112,7 @@ class Round(Generic[Token]):
 
 
 def rounds_of(updates: Iterable[Any]) -> list[Round[int]]:
-  """Returns the rounds of the updates of a row that shows them, as ids.
+  """Returns `Update.round` of each update, as rounds of ids.
 
   Their `kept` tokens, put together, are the output, a stop id included.
   """
@@ -184,9 +184,9 @@ def summary(rounds: Sequence[Round]) -> str:
 
 
 def shown(piece: str) -> tuple[str, str]:
-  """Returns the blank before a piece, and the rest made fit for one line.
+  """Splits off a piece's leading blank, and makes the rest printable.
 
-  Control characters become U+FFFD: an output must not steer a terminal.
+  Control characters become U+FFFD, since they would control the terminal.
   """
   text = piece.replace('\n', '\u21b5').replace('\t', ' ') or _INCOMPLETE
   text = ''.join(c if c.isprintable() else _INCOMPLETE for c in text)
@@ -198,7 +198,7 @@ def shown(piece: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """What became of each proposal of one decode; shows itself.
+  """The accepted and rejected proposals of one decode, which can be shown.
 
   Attributes:
     source: the input.
@@ -224,7 +224,7 @@ class Trace:
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> rich.console.RenderResult:
-    """A line for each round; with marks if the console shows no colour."""
+    """Yields a line for each round; without colour it has marks."""
     coloured = console.color_system is not None and not console.no_color
 
     def show(kind: str, piece: str) -> rich.text.Text:
@@ -246,7 +246,7 @@ class Trace:
     yield rich.text.Text(summary(self.rounds))
 
   def page(self) -> str:
-    """A self-contained HTML page, for a light or a dark screen.
+    """Returns a self-contained HTML page, for a light or a dark screen.
 
     It has no script and loads nothing from elsewhere; its security policy
     forbids both. All text of a model is escaped.
@@ -271,9 +271,9 @@ class Trace:
     )
 
   def svg(self) -> str:
-    """A picture, for a light or a dark page: a line for each round.
+    """Returns an SVG picture with a line per round, for light or dark pages.
 
-    Tokens that have one place in their round stand below each other.
+    Tokens at the same place in their round are aligned in a column.
     """
     lines = [
       [('quiet', f'{number:>2}')]
@@ -282,11 +282,12 @@ class Trace:
     ]
     columns = itertools.zip_longest(*lines, fillvalue=(UNUSED, ''))
     longest = [max(x, key=lambda part: _width(part[1])) for x in columns]
-    counted = summary(self.rounds).partition(';')[0]  # the rest is longer
+    counted = summary(self.rounds).partition(';')[0]  # drops the rate
     source = shown(self.source)[1]
-    said = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
+    header = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
     body, right = list[str](), 0.0
-    rows = [*enumerate([*said, *lines]), (len(lines) + 2.4, [*MEANING.items()])]
+    legend = len(lines) + 2.4, [*MEANING.items()]
+    rows = [*enumerate([*header, *lines]), legend]
     for row, parts in rows:
       measured = longest if parts in lines else parts
       widths = [_width(text) for _, text in measured]
@@ -301,7 +302,7 @@ class Trace:
     )
 
   def _repr_html_(self) -> str:
-    """The page, in a frame that keeps its style to itself."""
+    """Returns the page in a frame, so that its style does not leak."""
     height = min(_AROUND_REM + _ROW_REM * len(self.rounds), _MOST_REM)
     return (
       f'<iframe sandbox title="Trace" srcdoc="{html.escape(self.page())}"'
@@ -310,12 +311,12 @@ class Trace:
 
 
 def _width(text: str) -> float:
-  """Pixels that a text takes in a picture, a gap behind it included."""
+  """Returns a text's width in a picture, in pixels, with the gap after it."""
   return _CHARACTER * rich.cells.cell_len(text) + _MARGIN
 
 
 def _drawn(part: tuple[str, str], x: float, row: float) -> str:
-  """A text of a kind in a picture; without one of `MEANING` it has no box."""
+  """Returns the SVG of a token; only the kinds in `MEANING` have a box."""
   kind, text = part
   y, width = _MARGIN + _LINE * row, _width(text) - _MARGIN
   box = (

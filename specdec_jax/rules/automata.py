@@ -3,7 +3,7 @@
 The automata of the constraints are made on the host, see `constraints`.
 `joined` puts those of a batch into the tables of one `Automata` on the device,
 padded to few sizes, so that another regex or schema recompiles nothing. State
-`FREE` allows every token: it is that of rows without a constraint.
+`FREE` allows every token; rows without a constraint stay in it.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ from jax import lax
 from specdec_jax.types import Array
 
 FREE = 0
-FEW = 32  # edges of a state that has no row of bits
+FEW = 32  # the most edges of a state whose tokens are listed, without a bit set
 _WORD = 32
-NONE = -1  # no row of bits, and no token
+NONE = -1  # marks a state without a row of bits, and a row without a token
 _LEAST_STATES, _LEAST_EDGES, _LEAST_ROWS = 1 << 12, 1 << 18, 1 << 8
-_STEP = 4  # between two sizes of a table
+_STEP = 4  # the factor from one size of a table to the next
 
 
 @struct.dataclass
 class ByBytes:
-  """T states that read the bytes of a token, `FREE` the first of them.
+  """An automaton of T states that reads tokens byte by byte; `FREE` is state 0.
 
   Attributes:
-    step: int32[T, 256], the state behind each state and byte.
-    spelled: uint8[S], the bytes of all tokens behind each other.
-    spans: int32[V + 1], where those of each token begin.
+    step: int32[T, 256], the next state after each state and byte.
+    spelled: uint8[S], the bytes of all tokens, concatenated.
+    spans: int32[V + 1], the place in `spelled` where each token begins.
   """
 
   step: Array
@@ -53,10 +53,10 @@ class ByBytes:
 
 @struct.dataclass
 class ById:
-  """N states and E edges; the edges of a state are sorted by their tokens.
+  """An automaton of N states whose E edges are token ids, sorted per state.
 
   Attributes:
-    first: int32[N + 1], the first edge of each state; behind it the next one's.
+    first: int32[N + 1], the first edge of each state; first[i + 1] ends it.
     tokens: int32[E], the token of each edge.
     targets: int32[E], the state after it.
   """
@@ -68,7 +68,7 @@ class ById:
   def edge(
     self, state: jax.Array, token: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """The edge of a state with a token, int32[]; and whether there is one."""
+    """Returns a state's edge for a token, int32[], and whether there is one."""
     end = self.first[state + 1]
 
     def halve(_, bounds):
@@ -87,17 +87,19 @@ class ById:
 
 @struct.dataclass
 class Automata:
-  """States of `by_bytes`, or `FREE` alone, and behind these T those of `by_id`.
+  """The automata of a batch in one table of states.
 
-  A part that no row of a batch needs is None, and no part of the program.
+  States 0..T - 1 are those of `by_bytes` (`FREE` alone without it), states
+  T..T + N - 1 those of `by_id`. A part that no row of a batch needs is None, so
+  that the compiled program does not contain it.
 
   Attributes:
-    by_bytes: of texts.
-    by_id: of choices.
-    bits_of: int32[T + N], the row of `bits` of each state; -1 where it has few
-      edges.
-    bits: uint32[R, ceil(V / 32)], the tokens that a state allows.
-    only: int32[R], the token of a row that allows one alone; else -1.
+    by_bytes: the automata of regexes and schemas.
+    by_id: the automata of choices.
+    bits_of: int32[T + N], the row of `bits` of each state; -1 for a state with
+      at most `FEW` edges, which are read from `by_id`.
+    bits: uint32[R, ceil(V / 32)], a bit for each token that is allowed.
+    only: int32[R], the token of a row that allows a single one; else -1.
   """
 
   by_bytes: ByBytes | None
@@ -107,35 +109,35 @@ class Automata:
   only: Array
 
   @property
-  def _behind(self) -> int:
+  def _first_by_id(self) -> int:
     """T, the first state of `by_id`."""
     return 1 if self.by_bytes is None else self.by_bytes.step.shape[0]
 
   def next_state(self, state: jax.Array, token: jax.Array) -> jax.Array:
     """The state after a token, int32[].
 
-    One that is not allowed has no probability: nothing behind it is kept, so
-    the state after it does not matter.
+    A token that is not allowed has probability 0, so that no token after it is
+    kept, and the state after it does not matter.
     """
     after = jnp.full_like(state, FREE)
     if self.by_bytes is not None:
       after = self.by_bytes.next_state(state, token)
     if self.by_id is None:
       return after
-    at = jnp.maximum(state - self._behind, 0)
+    at = jnp.maximum(state - self._first_by_id, 0)
     place, is_edge = self.by_id.edge(at, token)
-    target = jnp.where(is_edge, self._behind + self.by_id.targets[place], FREE)
-    return jnp.where(state < self._behind, after, target)
+    target = jnp.where(is_edge, self._first_by_id + self.by_id.targets[place], FREE)
+    return jnp.where(state < self._first_by_id, after, target)
 
   def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:
-    """bool[V], the tokens that may follow a state int32[]."""
+    """Returns bool[V], the tokens that may follow a state int32[]."""
     row = self.bits_of[state]
     words = self.bits[jnp.maximum(row, 0)]
     flags = (words[:, None] >> jnp.arange(_WORD, dtype=jnp.uint32)) & 1
     by_bits = flags.reshape(-1)[:vocab_size] > 0
     if self.by_id is None:
       return by_bits
-    at = jnp.maximum(state - self._behind, 0)
+    at = jnp.maximum(state - self._first_by_id, 0)
     place = self.by_id.first[at] + jnp.arange(FEW)
     is_edge = place < self.by_id.first[at + 1]
     tokens = jnp.where(is_edge, self.by_id.tokens[place], vocab_size)
@@ -143,11 +145,11 @@ class Automata:
     return jnp.where(row == NONE, few, by_bits)
 
   def only_token(self, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bool[], whether one token alone may follow; and that token, int32[]."""
+    """Returns whether only one token may follow, and that token, int32[]."""
     row = self.bits_of[state]
     only: Any = self.only[jnp.maximum(row, 0)]
     if self.by_id is not None:
-      at = jnp.maximum(state - self._behind, 0)
+      at = jnp.maximum(state - self._first_by_id, 0)
       begin = self.by_id.first[at]
       is_one = self.by_id.first[at + 1] == begin + 1
       few = jnp.where(is_one, self.by_id.tokens[begin], NONE)
@@ -157,14 +159,14 @@ class Automata:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Automaton:
-  """An automaton of one constraint on the host; parts as in `Automata`.
+  """The automaton of one constraint, on the host.
 
   Attributes:
-    tables: a `ByBytes`, of which state 0 is `FREE`, or a `ById`.
-    bits_of: int32[T] or int32[N].
-    bits: uint32[R, ceil(V / 32)].
-    only: int32[R].
-    start: the state in which it begins.
+    tables: a `ByBytes`, whose state 0 is `FREE`, or a `ById`.
+    bits_of: int32[T] or int32[N], see `Automata`.
+    bits: uint32[R, ceil(V / 32)], see `Automata`.
+    only: int32[R], see `Automata`.
+    start: the state in which an output begins.
   """
 
   tables: Any
@@ -174,24 +176,24 @@ class Automaton:
   start: int
 
   def first_tokens(self, vocab_size: int) -> np.ndarray:
-    """The ids that an output may begin with, of an automaton by bytes."""
+    """Returns the ids that may come first; the tables must be a `ByBytes`."""
     row = self.bits[self.bits_of[self.start]].view(np.uint8)
     flags = np.unpackbits(row, bitorder='little')[:vocab_size]
     return np.flatnonzero(flags)
 
 
 def packed(flags: np.ndarray) -> np.ndarray:
-  """Rows of `Automata.bits` of rows of flags bool[R, V]."""
+  """Packs flags bool[R, V] into the bits of `Automata.bits`."""
   missing = -flags.shape[1] % _WORD
   flags = np.pad(flags, ((0, 0), (0, missing)))
   return np.packbits(flags, axis=1, bitorder='little').view('<u4')
 
 
-@functools.lru_cache(maxsize=8)  # rows of one constraint come again and again
+@functools.lru_cache(maxsize=8)  # batches often repeat the same constraints
 def joined(
   parts: tuple[Automaton, ...], vocab_size: int
 ) -> tuple[Automata, list[int]]:
-  """The tables of some automata, and the state in which each begins."""
+  """Joins automata into one table; also returns where each of them begins."""
   texts = [part for part in parts if isinstance(part.tables, ByBytes)]
   choices = [part for part in parts if isinstance(part.tables, ById)]
   starts: dict[Automaton, int] = {}
@@ -200,7 +202,7 @@ def joined(
   bits, only = [packed(np.ones((1, vocab_size), bool))], [np.array([NONE])]
 
   def add(part: Automaton, first: int, begin: int) -> None:
-    """Adds the rows of a part's states from one on, where states begin."""
+    """Appends the states of a part from `first` on; `begin` is their number."""
     rows = part.bits_of[first:]
     bits_of.append(np.where(rows < 0, NONE, rows + sum(map(len, bits))))
     bits.append(part.bits)
@@ -216,8 +218,8 @@ def joined(
       size += len(step)
     step = _padded(np.concatenate(steps), _LEAST_STATES, FREE)
     bits_of.append(np.zeros((len(step) - size,), np.int32))
-    size, like = len(step), texts[0].tables
-    by_bytes = ByBytes(step, like.spelled, like.spans)
+    size, tables = len(step), texts[0].tables
+    by_bytes = ByBytes(step, tables.spelled, tables.spans)
   if choices:
     firsts, tokens, targets, state, edge = [], [], [], 0, 0
     for part in choices:
@@ -235,18 +237,18 @@ def joined(
     )
     missing = len(by_id.first) - 1 - state
     bits_of.append(np.full((missing,), NONE, np.int32))
-  tables = Automata(
+  automata = Automata(
     by_bytes,
     by_id,
     np.concatenate(bits_of).astype(np.int32),
     _padded(np.concatenate(bits), _LEAST_ROWS, 0),
     _padded(np.concatenate(only).astype(np.int32), _LEAST_ROWS, NONE),
   )
-  return tables, [starts[part] for part in parts]
+  return automata, [starts[part] for part in parts]
 
 
 def _padded(table: np.ndarray, least: int, fill: int) -> np.ndarray:
-  """A table as long as the least of its sizes that is enough."""
+  """Pads a table to the next of its sizes: least * 4 ** n."""
   while least < len(table):
     least *= _STEP
   missing = [(0, least - len(table))] + [(0, 0)] * (table.ndim - 1)

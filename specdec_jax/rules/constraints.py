@@ -1,4 +1,4 @@
-"""Automata over tokens: of choices, and of the texts of a language."""
+"""Makes the automata over tokens of choices, regexes and JSON schemas."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -11,25 +11,25 @@ from specdec_jax.rules import automata, languages
 from specdec_jax.rules.automata import Automaton, ByBytes, ById
 from specdec_jax.rules.languages import Dfa, Language
 
-SECONDS = 3.5  # of a thread, that an automaton may take
-_MOST_BITS = 1 << 30  # states that differ in what they allow, times ids
+SECONDS = 3.5  # of processor time in which an automaton must be made
+_MOST_BITS = 1 << 30  # distinct rows of allowed tokens, times the vocabulary
 _CHUNK = 1 << 25
 
 
 def of_choices(
   choices: Sequence[Sequence[int]], stop_ids: Sequence[int], vocab_size: int
 ) -> Automaton:
-  """A trie of outputs, each of which ends with a stop id.
+  """Makes a trie of outputs, each of which ends with a stop id.
 
   Args:
-    choices: ids of each, without what ends it.
+    choices: ids of each output, without a stop id.
     stop_ids: ids that end an output.
     vocab_size: V.
 
   Raises:
-    ValueError: a choice is empty, or there twice, or ends before its last id.
+    ValueError: a choice is empty, occurs twice, or has a stop id inside.
   """
-  nodes: dict[tuple[int, int], int] = {}  # behind a node and a token
+  nodes: dict[tuple[int, int], int] = {}  # (node, token) -> the next node
   leaves: dict[int, None] = {}
   for ids in choices:
     node = 0
@@ -64,13 +64,13 @@ def of_choices(
 
 
 class _Level(NamedTuple):
-  """The nodes of a tree of words that are one byte longer.
+  """One level of a byte trie: its N nodes are prefixes of the same length.
 
   Attributes:
-    before: int[N], the node of the level before.
+    before: int[N], the parent of each node, on the level before.
     kinds: int[N], the class of the last byte.
-    words: the tokens that end here.
-    nodes: the node of each of these.
+    words: the tokens that end on this level.
+    nodes: the node in which each of these tokens ends.
   """
 
   before: np.ndarray
@@ -80,12 +80,12 @@ class _Level(NamedTuple):
 
 
 class _Walks(NamedTuple):
-  """Walks that are at a node each; those of a node follow one another.
+  """W walks through an automaton along a trie, sorted by the trie's nodes.
 
   Attributes:
     bounds: int[N + 1], the first walk of each node.
-    origins: int[W], which of the states each began in.
-    states: int[W], where it is.
+    origins: int[W], the index of the state in which each walk began.
+    states: int[W], the state that each walk has reached.
   """
 
   bounds: np.ndarray
@@ -96,9 +96,9 @@ class _Walks(NamedTuple):
 def _walked(
   dfa: Dfa, tree: list[_Level], states: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray, _Walks]]:
-  """Walks all words of a tree from some states at once, byte by byte.
+  """Walks all words of a trie from several states at once, byte by byte.
 
-  Walks that cannot reach an accepting state end.
+  Walks that cannot reach an accepting state are dropped.
 
   Yields:
     For each level the words that end there, the node of each, and the walks.
@@ -121,7 +121,7 @@ def _walked(
 def _spans(
   bounds: np.ndarray, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The places of the walks of some nodes, and which of these each is at."""
+  """Returns the walks of the given nodes, and the index of each walk's node."""
   counts = bounds[nodes + 1] - bounds[nodes]
   which = np.repeat(np.arange(len(nodes)), counts)
   skipped = bounds[nodes] - np.append(0, np.cumsum(counts)[:-1])
@@ -129,10 +129,10 @@ def _spans(
 
 
 class Vocabulary:
-  """The tokens that are text, by their bytes.
+  """The tokens that stand for text, with their bytes.
 
   Attributes:
-    begins_blank: whether outputs begin with a blank that is no text.
+    begins_blank: whether outputs begin with a blank that is not in their text.
   """
 
   def __init__(
@@ -141,7 +141,7 @@ class Vocabulary:
     begins_blank: bool,
     vocab_size: int,
   ):
-    """Takes the bytes of tokens -> the ids of these, and V."""
+    """Takes a map from bytes to the ids that they spell, and V."""
     self.begins_blank, self._size = begins_blank, vocab_size
     words: list[bytes] = [b''] * vocab_size
     for word, ids in spellings.items():
@@ -154,7 +154,7 @@ class Vocabulary:
     inside = np.arange(self._bytes.shape[1]) < self._lengths[:, None]
     self._bytes[inside] = self._spelled
     self._words = {*words} - {b''}
-    # Words that others are made of: characters, or bytes of them.
+    # Words that other words are composed of: characters, or single bytes.
     self._elements = np.array(
       [
         index
@@ -167,10 +167,10 @@ class Vocabulary:
   def automaton(
     self, name: str, language: Language, stop_ids: Sequence[int]
   ) -> Automaton:
-    """The automaton of the outputs whose text is one of a language.
+    """Makes the automaton of the outputs whose text belongs to a language.
 
     Args:
-      name: the option that it comes from, for messages.
+      name: the option that the language comes from, for messages.
       language: the UTF-8 of the texts.
       stop_ids: ids that end an output.
 
@@ -213,7 +213,7 @@ class Vocabulary:
     )
 
   def _tree(self, kinds: np.ndarray, words: np.ndarray) -> list[_Level]:
-    """The tree of words by the classes of their bytes, int[256].
+    """Makes the trie of words, over classes of bytes in place of bytes.
 
     Args:
       kinds: int[256], the class of each byte.

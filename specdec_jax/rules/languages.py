@@ -1,9 +1,8 @@
 """Sets of texts as automata: regexes, and how UTF-8 and JSON spell them.
 
-A `Language` knows how to add itself to a nondeterministic automaton in front of
-a state. Its minimal deterministic automaton is made where one is needed. The
-bounds are checked while that happens, so that no pattern takes more memory or
-time than they allow.
+A `Language` can add itself to a nondeterministic automaton, so that its texts
+lead to a given state. Its minimal deterministic automaton is made when it is
+needed. Bounds on memory and time are checked while an automaton is made.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ MOST_POSITIONS = 1 << 17  # states of a nondeterministic automaton
 _MOST_CELLS = 1 << 23  # states times classes of symbols
 _MOST_MEMBERS = 1 << 21  # positions in the sets that become states
 
-Intervals = tuple[tuple[int, int], ...]  # of symbols, ends included
+Intervals = tuple[tuple[int, int], ...]  # first and last symbol of each
 _NEWLINE: Intervals = ((10, 10),)
 _TOP = 0x110000
 _deadline = contextvars.ContextVar('deadline', default=math.inf)
@@ -35,12 +34,12 @@ class TooLarge(ValueError):
 
 
 class NotFollowed(ValueError):
-  """A regex is none, or has what no automaton follows."""
+  """A regex is invalid, or has parts that automata do not support."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-  """Inside, what takes this thread longer to make is `TooLarge`."""
+  """Limits the thread's time to make automata in a block; see `check_time`."""
   token = _deadline.set(time.thread_time() + seconds)
   try:
     yield
@@ -55,7 +54,7 @@ def check_time() -> None:
 
 
 def check_size(size: int, most: int, what: str) -> None:
-  """Raises TooLarge if there are more than so many of something."""
+  """Raises TooLarge if `size` is above `most`; `what` names the counted."""
   if size > most:
     raise TooLarge(f'its automaton has more than {most} {what}')
 
@@ -66,7 +65,7 @@ class Dfa(NamedTuple):
   Attributes:
     cuts: int[I], where intervals of symbols begin, the first at 0.
     classes: int[I], the class of the symbols of each interval.
-    step: int32[N, C], the state behind each state and class.
+    step: int32[N, C], the next state after each state and class.
     accepting: bool[N].
     start: the state in which it begins.
   """
@@ -89,13 +88,14 @@ class Dfa(NamedTuple):
 
 
 class _Nfa:
-  """A nondeterministic automaton that grows; its texts end in state 0.
+  """A nondeterministic automaton under construction; state 0 accepts.
 
   Attributes:
-    labels: sets of symbols, and their numbers.
-    edges: of each state, labels and the states behind them.
-    empty: of each state, the states that need no symbol.
-    guards: of each state, anchors and the states where these hold.
+    labels: set of symbols -> its number.
+    edges: for each state, pairs of a label and the next state.
+    empty: for each state, the states that it reaches without a symbol.
+    guards: for each state, pairs of an anchor and the state that is reached
+      without a symbol where the anchor holds.
   """
 
   def __init__(self):
@@ -107,7 +107,7 @@ class _Nfa:
     self.new()
 
   def new(self, *following: int) -> int:
-    """A new state, from which some others are reached without a symbol."""
+    """Adds a state that reaches others without a symbol; returns its number."""
     check_size(len(self.edges), MOST_POSITIONS, 'positions')
     if not len(self.edges) % 256:
       check_time()
@@ -117,21 +117,21 @@ class _Nfa:
     return len(self.edges) - 1
 
   def label(self, intervals: Intervals) -> int:
-    """The number of a set of symbols."""
+    """Returns the number of a set of symbols."""
     return self.labels.setdefault(intervals, len(self.labels))
 
   def begin(self, language: 'Language', end: int) -> int:
-    """The state from which the texts of a language lead to another state."""
+    """Returns a state from which the texts of a language lead to `end`."""
     if (language, end) not in self._begins:
       self._begins[language, end] = language.add(self, end)
     return self._begins[language, end]
 
 
 class Language:
-  """A set of texts; `+` joins, `|`, `&` and `-` are those of sets."""
+  """A set of texts; `+` concatenates, `|`, `&` and `-` are set operations."""
 
   def __init__(self, add: Callable[[_Nfa, int], int]):
-    """Takes a function that adds it to an automaton, see `_Nfa.begin`."""
+    """Takes a function of an automaton and an end state, see `_Nfa.begin`."""
     self.add = add
 
   def __add__(self, other: 'Language') -> 'Language':
@@ -147,7 +147,7 @@ class Language:
     return (self._others() | other)._others()
 
   def repeat(self, least: int, most: int | None = None) -> 'Language':
-    """So many of its texts behind each other; None: no bound."""
+    """Returns `least` to `most` of its texts, joined; None: no upper bound."""
 
     def add(nfa: _Nfa, end: int) -> int:
       begin = end
@@ -163,12 +163,12 @@ class Language:
     return Language(add)
 
   def _others(self) -> 'Language':
-    """All sequences of symbols that are not in it."""
+    """Returns the complement: all other sequences of symbols."""
     return _automaton(self.dfa._replace(accepting=~self.dfa.accepting))
 
   @functools.cached_property
   def dfa(self) -> Dfa:
-    """Its minimal automaton.
+    """The language's minimal deterministic automaton.
 
     Raises:
       TooLarge: it has too many states, or takes too long.
@@ -178,11 +178,11 @@ class Language:
 
   @property
   def is_empty(self) -> bool:
-    """Whether it has no text."""
+    """Whether the language has no text."""
     return self.dfa.start == 0
 
   def matches(self, text: str | bytes) -> bool:
-    """Whether it has this text; symbols are characters or bytes."""
+    """Returns whether the language has a text, in characters or in bytes."""
     symbols = text if isinstance(text, bytes) else map(ord, text)
     state = self.dfa.start
     for symbol in symbols:
@@ -191,11 +191,11 @@ class Language:
     return bool(self.dfa.accepting[state])
 
   def shortest(self) -> list[int] | None:
-    """The symbols of one of its shortest texts; None if it has none."""
+    """Returns the symbols of a shortest text; None for the empty language."""
     firsts = [intervals[0][0] for intervals in self.dfa.intervals()]
     texts: dict[int, Any] = {self.dfa.start: ()}
     todo = [self.dfa.start] if self.dfa.start else []
-    for state in todo:  # it grows
+    for state in todo:  # the loop appends to the list
       if self.dfa.accepting[state]:
         return [*texts[state]]
       for symbol, target in zip(firsts, self.dfa.step[state], strict=True):
@@ -220,7 +220,7 @@ def _character(symbol: int) -> Language:
 
 
 def concat(parts: Iterable[Language]) -> Language:
-  """Texts of each, behind each other."""
+  """Returns the texts that concatenate one text of each part."""
   listed = [*parts]
 
   def add(nfa: _Nfa, end: int) -> int:
@@ -232,7 +232,7 @@ def concat(parts: Iterable[Language]) -> Language:
 
 
 def union(parts: Iterable[Language]) -> Language:
-  """Texts of any of them."""
+  """Returns the texts that belong to any of the parts."""
   listed = [*parts]
   return Language(
     lambda nfa, end: nfa.new(*(nfa.begin(part, end) for part in listed))
@@ -244,18 +244,18 @@ def graph(
   following: Callable[[Any], Iterable[tuple[Language, Any]]],
   is_final: Callable[[Any], Any],
 ) -> Language:
-  """Texts along the paths from a node to one of the final ones.
+  """Returns the texts along the paths from a node to a final node.
 
   Args:
-    start: a node, of any hashable kind, in which a text begins.
-    following: gives of a node the texts that lead to other nodes, and these.
+    start: the node in which a text begins; nodes are any hashable values.
+    following: returns the edges of a node: a language and the next node.
     is_final: whether a text may end in a node.
   """
 
   def add(nfa: _Nfa, end: int) -> int:
     states = {start: nfa.new()}
     todo = [start]
-    for node in todo:  # it grows
+    for node in todo:  # the loop appends to the list
       if is_final(node):
         nfa.empty[states[node]].append(end)
       for part, target in following(node):
@@ -269,19 +269,19 @@ def graph(
 
 
 def literal(text: str) -> Language:
-  """One text."""
+  """Returns the language that has a single text."""
   check_size(len(text), MOST_POSITIONS, 'positions')
   return concat(_character(ord(char)) for char in text)
 
 
 def words(texts: Sequence[str]) -> Language:
-  """These texts."""
+  """Returns the language that has exactly these texts."""
   check_size(sum(map(len, texts)), MOST_POSITIONS, 'positions')
   return union(map(literal, texts))
 
 
 def _automaton(dfa: Dfa, parts: Sequence[Language] = ()) -> Language:
-  """The texts of an automaton, the symbols of each class spelled by a part."""
+  """Returns an automaton's texts, each class of symbols replaced by a part."""
   parts = parts or [*map(_symbols, dfa.intervals())]
 
   def following(state: int) -> Iterator[tuple[Language, int]]:
@@ -300,18 +300,19 @@ NOTHING = union(())
 
 # Determinising and minimising.
 
-_EDGE, _LAST_NEWLINE = -1, -2  # beside classes: no symbol, and the last '\n'
-_B_IN_NOTHING = re.match(r'\B', '') is not None  # from Python 3.14 on
+# Two more classes of symbols: the begin or end of a text, and a final '\n'.
+_EDGE, _LAST_NEWLINE = -1, -2
+_B_IN_NOTHING = re.match(r'\B', '') is not None  # True from Python 3.14 on
 
 
 def _holds(anchor: str, inside: set[int], before: int, after: int) -> bool:
-  """Whether an anchor holds between the classes of two symbols.
+  """Returns whether an anchor holds between two symbols of given classes.
 
   Args:
-    anchor: its name.
-    inside: the classes of newlines, of `\\b` and `\\B` those of words.
-    before: the class of the symbol before it.
-    after: that of the symbol behind it.
+    anchor: the name of the anchor.
+    inside: the classes of newlines; for `\\b` and `\\B` those of word characters.
+    before: the class of the symbol before the anchor.
+    after: the class of the symbol after it.
   """
   is_first, is_last = before == _EDGE, after == _EDGE
   is_boundary = (before in inside) != (after in inside)
@@ -332,9 +333,10 @@ def _holds(anchor: str, inside: set[int], before: int, after: int) -> bool:
 
 
 def _determined(nfa: _Nfa, start: int) -> Dfa:
-  """The automaton whose states are sets of positions.
+  """Makes the automaton deterministic: a state is a set of the old states.
 
-  Where an anchor stands, a state also has the class of the symbol before it.
+  The old states are called positions here. A state with an anchor among its
+  positions also contains the class of the symbol before it.
   """
   cuts, classes, covered = _classes([*nfa.labels])
   kinds, members = range(1 + int(classes.max())), 0
@@ -342,15 +344,15 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
 
   @functools.cache
   def closure(position: int) -> frozenset[int]:
-    """The positions behind one that need no symbol and lead somewhere."""
+    """Returns the positions reached without a symbol, less the dead ends."""
     nonlocal members
     reached, todo = {position}, [position]
     while todo:
       more = {*nfa.empty[todo.pop()]} - reached
       reached |= more
       todo += more
-    kept = (x for x in reached if nfa.edges[x] or x in guarded or x == 0)
-    members += len(closed := frozenset(kept))
+    useful = (x for x in reached if nfa.edges[x] or x in guarded or x == 0)
+    members += len(closed := frozenset(useful))
     check_size(members, _MOST_MEMBERS, 'positions in its states')
     return closed
 
@@ -358,9 +360,9 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
     return frozenset[int]().union(*map(closure, positions))
 
   def through(positions: frozenset[int], before: int, after: int) -> list[int]:
-    """Also the positions behind the anchors that hold between two symbols."""
+    """Adds the positions reached by anchors that hold between two symbols."""
     reached, listed = {*positions}, [*positions]
-    for position in listed:  # it grows
+    for position in listed:  # the loop appends to the list
       for (anchor, label), target in nfa.guards[position]:
         if _holds(anchor, covered[label], before, after):
           listed += closure(target) - reached
@@ -390,12 +392,12 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
 
   begin = number(frozenset([start]), _EDGE, False)
   newline = covered[nfa.labels[_NEWLINE]] if _NEWLINE in nfa.labels else ()
-  for subset, before, is_end in states:  # it grows
+  for subset, before, is_end in states:  # the loop appends to the list
     if not len(rows) % 64:
       check_time()
     accepting.append(is_end or 0 in through(subset, before, _EDGE))
     following: list[set[int]] = [set() for _ in kinds]
-    ends = set[int]()  # the newline, if it may be the last symbol
+    ends = set[int]()  # the newline's class, if a text may end with it
     if not subset.isdisjoint(guarded):
       following = [{*behind(through(subset, before, x), x)} for x in kinds]
       for kind in newline:
@@ -487,8 +489,8 @@ def blocks(
     _, at, part, counts = np.unique(
       mixed + hashes[block[todo]], True, True, True
     )
-    # Of a block whose states are all looked at the largest part keeps the
-    # number, else those that are not looked at.
+    # If all states of a block are looked at, its largest part keeps the block's
+    # number; otherwise the states that are not looked at keep it.
     old, largest = block[todo[at]], np.zeros((count + 2,), np.int64)
     largest[old[np.argsort(counts)]] = np.argsort(counts)
     is_whole = np.bincount(block)[old] == np.bincount(old, counts)[old]
@@ -504,8 +506,9 @@ def blocks(
 
 # Spelling characters by bytes: as UTF-8, or in a string of JSON.
 
-# Ranges of characters, and of each byte of their spelling what it may be; these
-# are the digits of the character, less the first one of the range or 0.
+# Rows of a table: the first and last character of a range, a base, and the
+# choices for each byte of the spelling. The bytes are the digits of the number
+# `character - base`, each digit an index into the choices for its byte.
 _Table = tuple[tuple[int, int, int, tuple[Sequence[int], ...]], ...]
 _TAIL, _HEX = range(0x80, 0xC0), b'0123456789abcdef'
 _SHORT = zip(b'"\\\b\f\n\r\t', b'"\\bfnrt', strict=True)
@@ -542,7 +545,10 @@ _JSON: _Table = (
 
 
 def _digits(low: int, high: int, places: Sequence[Sequence[int]]) -> Language:
-  """The numbers from `low` to `high`, a symbol for the digit of each place."""
+  """Returns the numbers from `low` to `high`, written with a symbol per digit.
+
+  The digits of each place are written with the symbols in `places`.
+  """
   symbols, *rest = places
   size = math.prod(map(len, rest))
   (first, low), (last, high) = divmod(low, size), divmod(high, size)
@@ -559,7 +565,7 @@ def _digits(low: int, high: int, places: Sequence[Sequence[int]]) -> Language:
 
 @functools.lru_cache(1 << 8)
 def _spelling(intervals: Intervals, table: _Table) -> Language:
-  """The spellings of one of some characters."""
+  """Returns the spellings of the characters in the intervals."""
   return _automaton(
     union(
       _digits(max(low, first) - base, min(high, last) - base, places)
@@ -571,28 +577,28 @@ def _spelling(intervals: Intervals, table: _Table) -> Language:
 
 
 def _spelled(language: Language, table: _Table) -> Language:
-  """The spellings of its texts."""
+  """Returns the texts of a language, spelled character by character."""
   dfa = language.dfa
   parts = [_spelling(each, table) for each in dfa.intervals()]
   return _automaton(dfa, parts)
 
 
 def in_bytes(language: Language) -> Language:
-  """The UTF-8 of its texts; symbols are bytes."""
+  """Returns the UTF-8 of a language's texts; the symbols are bytes."""
   return _spelled(language, _UTF8)
 
 
 def json_string(values: Language) -> Language:
-  """The UTF-8 of the JSON of strings, quotes included.
+  """Returns the UTF-8 of strings as JSON, quotes included.
 
-  Characters are as they are where JSON allows it, or as json.dumps escapes
-  them.
+  A character is written as itself where JSON allows it, or as `json.dumps`
+  escapes it.
   """
   quote = literal('"')
   return concat([quote, _spelled(values, _JSON), quote])
 
 
-# Regexes, as Python's own parser has them.
+# Regexes, parsed by Python's own parser.
 
 _BEGINNINGS = (_constants.AT_BEGINNING_STRING, _constants.AT_BEGINNING)
 _LOOKAHEADS = (_constants.ASSERT, _constants.ASSERT_NOT)
@@ -607,16 +613,16 @@ _UNKNOWN = {
 
 
 def regex(pattern: str, search: bool = False) -> Language:
-  """The texts that a regex of Python's `re` matches as a whole.
+  """Returns the texts that a regex of Python's `re` matches as a whole.
 
   Args:
     pattern: the regex.
-    search: whether it need only match somewhere, as `pattern` of JSON schemas;
-      there `$` is the end, and classes such as `\\d` are of ASCII.
+    search: whether a match anywhere in the text is enough, as for `pattern` of
+      JSON schemas. Then `$` matches only at the end, and `\\d` only ASCII.
 
   Raises:
-    NotFollowed: it is no regex, or has what is not followed.
-    TooLarge: its automaton is.
+    NotFollowed: the regex is invalid, or has parts that are not supported.
+    TooLarge: its automaton is too large.
   """
   check_size(len(pattern), MOST_POSITIONS, 'characters')
   reader = _Reader(search)
@@ -651,11 +657,11 @@ class _Reader:
     self._made: dict[tuple[str, int], Language] = {}
 
   def whole(self, nodes: Any, flags: int, rest: Language = EMPTY) -> Language:
-    """The texts that parsed nodes match, and what may follow them."""
+    """Returns the texts that parsed nodes match, with a text of `rest` after."""
     language = self._read(nodes, flags) + rest
     if self._search:
       language = concat([EVERY, language, EVERY])
-    # Anchors are of a whole text, not of one that this becomes a part of.
+    # Anchors refer to this text, not to a longer one that will contain it.
     return _automaton(language.dfa) if self._has_anchors else language
 
   def _read(self, nodes: Any, flags: int) -> Language:
@@ -708,14 +714,14 @@ def _every_character() -> str:
 
 
 def _matched(node: Any, flags: int) -> Intervals:
-  """The characters that a node of a parsed regex matches, as `re` has it."""
+  """Asks `re` which characters a node of a parsed regex matches."""
   if node[0] == _constants.LITERAL and not flags & re.IGNORECASE:
     return ((node[1], node[1]),)
   state = _parser.State()
   state.flags = flags
   state.str = ''
-  one = _parser.SubPattern(state, [node])
-  repeated = (_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))
+  single = _parser.SubPattern(state, [node])
+  repeated = (_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, single))
   compiled = _compiler.compile(_parser.SubPattern(state, [repeated]), flags)
   spans = (match.span() for match in compiled.finditer(_every_character()))
   return tuple((begin, end - 1) for begin, end in spans)

@@ -1,4 +1,4 @@
-"""What a caller may ask of an output's tokens, and the rules of a batch."""
+"""The options that restrict an output's tokens, and the rules of a batch."""
 
 import dataclasses
 import functools
@@ -17,13 +17,13 @@ from specdec_jax.rules.schema import language_of
 from specdec_jax.rules.tokens import Rules
 from specdec_jax.types import Count
 
-_REMEMBERED = 16  # constraints of an engine
+_REMEMBERED = 16  # automata that an engine keeps
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
 _DTYPES = {int: np.int32, float: np.float32}
-_LEAST_WIDTH = 4  # of sequences, and of lists of them
-_MOST_WORDS = 4096  # and sequences with a bias
-_MOST_IN_WORDS = 1 << 16  # ids of a row's words, each as long as the longest
-_Added = Annotated[float, Bound(-100, 100)]  # to a logit
+_LEAST_WIDTH = 4  # the least padded length of a sequence, and of a list of them
+_MOST_WORDS = 4096  # the most bad words, and the most sequences with a bias
+_MOST_IN_WORDS = 1 << 16  # ids of a row's words, padded to the longest
+_Added = Annotated[float, Bound(-100, 100)]  # is added to a logit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ _NUMBERS = {
   for field in dataclasses.fields(RuleOptions)
   if isinstance(field.default, int | float)
 }
-# What is off, of the fields of `Rules`.
+# Field of `Rules` -> the value that turns it off.
 _OFF = {**_NUMBERS, 'bias': 0.0, 'sequence_bias': 0.0}
 _OFF |= dict.fromkeys(('sequences', 'begin_suppress', 'forced_end'), -1)
 
@@ -124,12 +124,12 @@ class RowRules(NamedTuple):
 
   Attributes:
     vocab_size: V.
-    numbers: name -> value of those that are numbers and on.
-    bias: float32[V]; None is none.
-    sequences: pairs as of `RuleOptions.sequence_bias`.
-    begin_suppress: ids.
-    forced_end: an id; -1 is none.
-    automaton: of its constraint; None is none.
+    numbers: name -> value, for the rules that are a number and are on.
+    bias: float32[V], added to the logits; None: no bias.
+    sequences: pairs of ids and bias, see `RuleOptions.sequence_bias`.
+    begin_suppress: ids that the output must not begin with.
+    forced_end: the last id of an output of full length; -1: any.
+    automaton: the automaton of the row's constraint; None: no constraint.
   """
 
   vocab_size: int = 0
@@ -141,7 +141,7 @@ class RowRules(NamedTuple):
   automaton: Automaton | None = None
 
   def values(self) -> dict[str, np.ndarray]:
-    """The fields of `Rules` that are on, of this row alone."""
+    """Returns the fields of `Rules` that are on, for this row alone."""
     values = {
       name: np.asarray(value, _DTYPES[type(_OFF[name])])
       for name, value in self.numbers.items()
@@ -161,7 +161,7 @@ class RowRules(NamedTuple):
     return values
 
   def allows(self, ids: Sequence[int]) -> bool:
-    """Whether an output may begin with these ids, its automaton aside."""
+    """Returns whether an output may begin with ids, its automaton aside."""
     size = int(self.numbers.get('no_repeat_ngram_size', 0))
     grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
     bans = [tuple(banned) for banned, bias in self.sequences if bias == -np.inf]
@@ -181,22 +181,22 @@ NO_RULES = RowRules()
 
 
 class RuleBook:
-  """Turns options into rules, and remembers the automata of the last ones."""
+  """Turns options into rules; caches the automata of constraints."""
 
   def __init__(self, tokenizer: Any, vocab_size: int):
     """Takes the vocabulary of outputs, and the target's number of ids."""
     self._tokenizer: Any = tokenizer
     self._vocab_size = vocab_size
-    self._remembered = functools.lru_cache(_REMEMBERED)(self._made)
+    self._automaton = functools.lru_cache(_REMEMBERED)(self._make_automaton)
     self._spelled = functools.lru_cache(2 * _MOST_WORDS)(self._spell)
-    # One automaton at a time: together they would take the memory of all.
+    # Threads make one automaton at a time, since each takes much memory.
     self._lock = threading.Lock()
 
   def rules_of(self, options: RuleOptions, stop_ids: Sequence[int]) -> RowRules:
-    """The rules of a row.
+    """Makes the rules of a row.
 
     Args:
-      options: what is asked for.
+      options: the options of the row.
       stop_ids: ids that end its output.
 
     Raises:
@@ -237,18 +237,18 @@ class RuleBook:
   def _check_possible(
     self, options: RuleOptions, row: RowRules, stop_ids: Sequence[int]
   ) -> None:
-    """Raises ValueError for rules that leave no output, where that is known.
+    """Raises ValueError for rules that exclude every output, as far as it sees.
 
-    Of choices each is looked at as a whole, else the first token.
+    It checks each choice as a whole; without choices, the first token.
     """
     of_constraints = {*_CONSTRAINTS, 'json_blanks'}
-    given = [name for name in options.rules if name not in of_constraints]
-    if not given:
+    others = [name for name in options.rules if name not in of_constraints]
+    if not others:
       return
     choices = options.choices
     if choices is not None:
       ids = [self._encoded('choices', choice) for choice in choices]
-      is_possible = any(row.allows([*one, *stop_ids[:1]]) for one in ids)
+      is_possible = any(row.allows([*x, *stop_ids[:1]]) for x in ids)
     else:
       firsts = np.arange(self._vocab_size)
       if row.automaton is not None:
@@ -257,8 +257,8 @@ class RuleBook:
         firsts = firsts[row.bias[firsts] > -np.inf]
       is_possible = any(row.allows([token]) for token in firsts.tolist())
     if not is_possible:
-      (name,) = [n for n in _CONSTRAINTS if n in options.rules] or given[:1]
-      expected = f'what {" and ".join(given)} leave possible'
+      (name,) = [n for n in _CONSTRAINTS if n in options.rules] or others[:1]
+      expected = f'what {" and ".join(others)} leave possible'
       raise unexpected(name, expected, getattr(options, name))
 
   def _ids(self, name: str, ids: Sequence[int]) -> list[int]:
@@ -269,7 +269,7 @@ class RuleBook:
     return [int(token) for token in ids]
 
   def _words(self, options: RuleOptions) -> list[Sequence[int]]:
-    """Ids of the bad words; a word behind a blank is another one."""
+    """Returns the ids of the bad words, each also with a blank before it."""
     words: list[Sequence[int]] = []
     for word in options.bad_words:
       words += self._spelled(word) if isinstance(word, str) else [word]
@@ -297,25 +297,25 @@ class RuleBook:
   def _constraint(
     self, options: RuleOptions, stop_ids: Sequence[int]
   ) -> Automaton | None:
-    asked = [getattr(options, name) for name in _CONSTRAINTS]
-    if asked == [None] * len(asked):
+    values = [getattr(options, name) for name in _CONSTRAINTS]
+    if values == [None] * len(values):
       return None
     if not stop_ids:
       expected = 'an id that ends an output beside choices, regex, json_schema'
       raise unexpected('stop_ids', expected, stop_ids)
-    listed = [*asked, options.json_blanks, stop_ids]
+    listed = [*values, options.json_blanks, stop_ids]
     with self._lock:
-      return self._remembered(json.dumps(listed, default=lambda x: x.tolist()))
+      return self._automaton(json.dumps(listed, default=lambda x: x.tolist()))
 
-  def _made(self, asked: str) -> Automaton:
-    """The automaton of the JSON of a constraint and the stop ids."""
-    choices, pattern, schema, blanks, stop_ids = json.loads(asked)
+  def _make_automaton(self, key: str) -> Automaton:
+    """Makes the automaton of a constraint and its stop ids, given as JSON."""
+    choices, pattern, schema, blanks, stop_ids = json.loads(key)
     if choices is not None:
-      ids = [self._encoded('choices', one) for one in choices]
+      ids = [self._encoded('choices', choice) for choice in choices]
       return constraints.of_choices(ids, stop_ids, self._vocab_size)
-    name, given = 'regex', pattern
+    name, value = 'regex', pattern
     if pattern is None:
-      name, given = 'json_schema', schema
+      name, value = 'json_schema', schema
     try:
       with languages.deadline(constraints.SECONDS):
         if schema is not None:
@@ -325,13 +325,13 @@ class RuleBook:
         return self._vocabulary.automaton(name, language, stop_ids)
     except languages.TooLarge as error:
       expected = 'what makes a smaller automaton'
-      raise unexpected(name, expected, given, f'({error})') from error
+      raise unexpected(name, expected, value, f'({error})') from error
     except languages.NotFollowed as error:
       expected = 'a regex of Python that an automaton can follow'
-      raise unexpected(name, expected, given, f'({error})') from error
+      raise unexpected(name, expected, value, f'({error})') from error
 
   def _encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
-    """The ids of a text, or ids that are checked.
+    """Returns the ids of a text; ids are checked and returned as they are.
 
     Raises:
       ValueError: the vocabulary has no tokens for some of its characters.
@@ -353,14 +353,14 @@ class RuleBook:
 def ruling_of(
   rows: Sequence[RowRules], begin: Any, end: Any, inputs: Any
 ) -> tuple[Rules | None, Automata | None]:
-  """The rules of a batch, and the automata that they share; None is off.
+  """Stacks the rules of rows; returns a batch's rules and automata, or None.
 
-  A rule is on if any row has it; sizes are powers of two.
+  A rule is on if any row has it; sizes are rounded up to powers of two.
 
   Args:
     rows: the rules of each row.
     begin: int32[B], see `Rules`.
-    end: int32[B].
+    end: int32[B], see `Rules`.
     inputs: int32[B, E], -1 past their ends.
   """
   is_same = all(row is rows[0] for row in rows)
@@ -368,7 +368,7 @@ def ruling_of(
   values: dict[str, Any] = {}
   for name in dict.fromkeys(itertools.chain(*each)):
     table = _stacked(name, [row.get(name) for row in each])
-    # Views of one row: memory does not grow with the texts of a call.
+    # If all rows are the same, this is a view: memory does not grow with B.
     values[name] = np.broadcast_to(table, (len(rows), *table.shape[1:]))
   if 'encoder_no_repeat_ngram_size' in values:
     values['inputs'] = inputs
@@ -384,7 +384,7 @@ def ruling_of(
 
 
 def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
-  """One field of `Rules` of that of each row, in front of which it is off."""
+  """Stacks one field of all rows, padded in front by the value that is off."""
   arrays = [value for value in values if value is not None]
   sizes = np.max([array.shape for array in arrays], axis=0).astype(int).tolist()
   if name != 'bias':

@@ -8,13 +8,13 @@ from decimal import Decimal
 from specdec_jax.rules import languages
 from specdec_jax.rules.languages import Language, concat
 
-MOST_RESIDUES = 2_000  # of a `multipleOf`
+MOST_RESIDUES = 2_000  # the largest `multipleOf`: its automaton has residues
 
 _WHOLE = r'(?:0|[1-9][0-9]*)'
-# Of which something is said: without an exponent and without zeros at the end.
+# Numbers with a bound or a step: no exponent, and no zeros after the last digit.
 NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.(?:0|[0-9]{{0,19}}[1-9]))?')
 INTEGER = languages.regex(rf'-?{_WHOLE}(?:\.0)?')
-# Those of JSON, where nothing is said of their values.
+# Any number of JSON, for schemas that do not restrict its value.
 ANY_NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?')
 
 _YEAR = r'[0-9]{4}'
@@ -75,7 +75,7 @@ FORMATS = {
 }
 
 
-# What these mean in a pattern is not what they mean in Python.
+# These mean something else in ECMA-262 than in Python.
 _BLANKS = r'\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff'
 _NO_BLANKS = (
   r'\0-\x08\x0e-\x1f!-\x9f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e'
@@ -108,7 +108,7 @@ def pattern(text: str) -> Language:
 
 
 def equal_to(values: list[Decimal]) -> Language:
-  """Texts of numbers, each of which equals one of some values."""
+  """Returns the texts of the numbers that equal one of the values."""
   texts = []
   for value in values:
     whole, _, part = f'{abs(value):f}'.partition('.')
@@ -120,7 +120,7 @@ def equal_to(values: list[Decimal]) -> Language:
 
 
 def above(bound: Decimal) -> Language:
-  """Texts of the numbers above a bound."""
+  """Returns the texts of the numbers above a bound."""
   minus = languages.literal('-')
   if bound < 0:
     return NUMBER - (minus + (_sizes_above(-bound) | equal_to([-bound])))
@@ -128,7 +128,7 @@ def above(bound: Decimal) -> Language:
 
 
 def _sizes_above(bound: Decimal) -> Language:
-  """Texts without a sign of the numbers above a bound from 0."""
+  """Returns the texts of the numbers above a bound >= 0, without a sign."""
   whole, _, part = f'{bound:f}'.partition('.')
   part = part.rstrip('0')
 

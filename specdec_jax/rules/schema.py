@@ -1,10 +1,11 @@
 """The JSON texts that a JSON schema describes, as a `Language` over bytes.
 
-A stated part of draft 2020-12, see docs/rules.md. Texts are written as
-`json.dumps` writes them, with `ensure_ascii` or without. What schemas say of a
-value is split into branches without alternatives. In a branch, what is said of
-strings and numbers is a `Language`; arrays and objects are graphs whose edges
-are their items and members. What cannot be followed is refused by name.
+It supports the part of draft 2020-12 that docs/rules.md lists, and refuses
+other keywords by name. Texts are written as `json.dumps` writes them, with
+`ensure_ascii` or without. The schemas of a value are split into branches without
+alternatives. In a branch, the strings and the numbers that the schemas allow
+are a `Language`; arrays and objects are graphs whose edges are their items and
+members.
 """
 
 import collections
@@ -21,42 +22,44 @@ from specdec_jax.rules import languages, scalars, subschemas
 from specdec_jax.rules.languages import EMPTY, NOTHING, Language
 from specdec_jax.rules.subschemas import Schema
 
-MOST_RECURSION = 3  # times that `$ref` enters a schema within itself
-MOST_NESTING = 4  # of arrays and objects where any value may be
-MOST_UNORDERED = 12_000  # states of an object whose keys have any order
-# What is behind a comma and a colon, and what is around these and in brackets.
+MOST_RECURSION = 3  # how often `$ref` may enter a schema within itself
+MOST_NESTING = 4  # depth of arrays and objects where any value is allowed
+MOST_UNORDERED = 12_000  # states of an object with keys in any order
+# The blank after a comma or colon, and the regex of blanks around these and
+# inside brackets.
 BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
 
-_ANYTHING = '{}'  # among the schemas entered: one that says nothing
-_POSSIBLY = '?'  # what is cut off counts as possible
+# Marks among the schemas entered: one without restrictions; and a flag that
+# values beyond the depth limits count as allowed, not as forbidden.
+_ANYTHING, _POSSIBLY = '{}', '?'
 _TYPE_OF = {type(None): 'null', bool: 'boolean', str: 'string', list: 'array'}
 _TYPE_OF[Schema] = 'object'
 
-_Kinds = dict[str, Language]  # what is possible of each type
-# Of strings the values; arrays and objects have a mark.
+_Kinds = dict[str, Language]  # type -> the values that are allowed
+# Strings have their values here, not JSON. EVERY marks arrays and objects.
 _FULL = dict.fromkeys(('string', 'array', 'object'), languages.EVERY)
 _FULL['null'] = languages.literal('null')
 _FULL['boolean'] = languages.words(['false', 'true'])
 _FULL['number'] = scalars.ANY_NUMBER
 
 _Member = tuple[Language, Language]  # key and value
-_Schemas = tuple[Any, ...]  # of which a value is one
-_Entered = tuple[str, ...]  # what was entered on the path to a value, sorted
+_Schemas = tuple[Any, ...]  # schemas that all apply to a value
+_Entered = tuple[str, ...]  # schemas entered on the path to a value, sorted
 
 
 def language_of(
   schema: Mapping[str, Any] | str | bool, blanks: str = 'one'
 ) -> Language:
-  """The UTF-8 of the JSON texts of the values that a schema describes.
+  """Returns the UTF-8 of the JSON texts that a schema allows.
 
   Args:
-    schema: the schema, or JSON of it.
-    blanks: the blanks between the parts of a text: 'one' behind each comma and
+    schema: the schema, or its JSON.
+    blanks: the blanks between the parts of a text: 'one' after each comma and
       colon, as `json.dumps` writes them; 'none'; or 'any'.
 
   Raises:
-    ValueError: it is no schema, or it has what is not followed; or no text, or
-      an automaton that is too large, belongs to it.
+    ValueError: the schema is invalid, has a keyword that is not supported,
+      allows no text, or needs an automaton that is too large.
   """
   check_choice('blanks', blanks, BLANKS)
   try:
@@ -74,7 +77,7 @@ def language_of(
 
 
 class _Texts:
-  """Makes the languages of one schema; what was made once is kept."""
+  """Makes the languages of one schema; results are cached."""
 
   def __init__(self, blanks: str):
     behind, around = BLANKS[blanks]
@@ -88,22 +91,22 @@ class _Texts:
       setattr(self, name, functools.cache(getattr(self, name)))
 
   def language(self, schemas: _Schemas, entered: _Entered) -> Language:
-    """The texts of values that are of each of some schemas."""
+    """Returns the texts of the values that satisfy all of the schemas."""
     schemas = tuple(schema for schema in schemas if not _is_open(schema))
     if not schemas:
       if entered.count(_ANYTHING) >= MOST_NESTING:
         return _FULL['null'] if _POSSIBLY in entered else NOTHING
       entered = _with(entered, _ANYTHING)
     parts = []
-    for kinds, said, inside in self._branches(schemas, entered):
+    for kinds, applied, inside in self._branches(schemas, entered):
       plain = ('null', 'boolean', 'number')
       parts += [kinds[kind] for kind in plain if kind in kinds]
       if 'string' in kinds:
         parts.append(self._string(kinds['string']))
       if 'array' in kinds:
-        parts.append(self._array(said, inside))
+        parts.append(self._array(applied, inside))
       if 'object' in kinds:
-        parts.append(self._object(said, inside))
+        parts.append(self._object(applied, inside))
     return languages.union(dict.fromkeys(parts))
 
   # Branches.
@@ -111,20 +114,20 @@ class _Texts:
   def _branches(
     self, schemas: _Schemas, entered: _Entered
   ) -> Iterator[tuple[_Kinds, tuple[Schema, ...], _Entered]]:
-    """What is said of a value, without alternatives.
+    """Splits schemas that apply to a value into branches without alternatives.
 
     Yields:
-      What is possible of each type; the schemas that say something of it, of
-      its items or members; and what was entered on the path to it.
+      The allowed values of each type; all schemas that apply to the value, for
+      its items or members; and the schemas entered on the path to it.
     """
     stack: list[tuple[Any, ...]] = [(schemas, _FULL, (), (), entered)]
     while stack:
-      schemas, kinds, said, choices, entered = stack.pop()
+      schemas, kinds, applied, choices, entered = stack.pop()
       todo = [*schemas]
       while todo and kinds:
         languages.check_time()
         schema = todo.pop(0)
-        if schema is True or schema in said:
+        if schema is True or schema in applied:
           continue
         is_recursive = schema and schema.is_recursive
         if is_recursive and entered.count(schema.at) >= MOST_RECURSION:
@@ -134,7 +137,7 @@ class _Texts:
         if isinstance(schema, bool):
           kinds = kinds if schema else {}
           continue
-        said = (*said, schema)
+        applied = (*applied, schema)
         kinds = _both(kinds, self._kinds(schema))
         todo += schema.get('allOf', ())
         todo += (part for keyword, part in schema.parts if keyword == '$ref')
@@ -142,14 +145,14 @@ class _Texts:
       if kinds and choices:
         first, *rest = sorted(choices, key=len)
         stack += (
-          ((part,), kinds, said, tuple(rest), entered)
+          ((part,), kinds, applied, tuple(rest), entered)
           for part in reversed(first)
         )
       elif kinds:
-        yield kinds, said, entered
+        yield kinds, applied, entered
 
   def _kinds(self, schema: Schema) -> _Kinds:
-    """What a schema says of each type."""
+    """Returns the values of each type that a schema allows by itself."""
     names = schema.get('type', subschemas.TYPES)
     names = [names] if isinstance(names, str) else names
     kinds = {name: full for name, full in _FULL.items() if name in names}
@@ -157,13 +160,13 @@ class _Texts:
       kinds['number'] = scalars.INTEGER
     for values in _enumerations(schema):
       kinds = _both(kinds, _kinds_of(values))
-    for kind, said in (('string', _strings), ('number', _numbers)):
-      for language in said(schema) if kind in kinds else ():
+    for kind, limits in (('string', _strings), ('number', _numbers)):
+      for language in limits(schema) if kind in kinds else ():
         kinds = _both(kinds, {**_FULL, kind: language})
     return kinds
 
   def _alternatives(self, schema: Schema) -> tuple[list[Any], ...]:
-    """Lists of schemas, of each of which one holds where a schema does."""
+    """Returns lists of schemas; a value must satisfy one schema of each list."""
     lists = [schema[key] for key in ('anyOf', 'oneOf') if key in schema]
     for pair in itertools.combinations(schema.get('oneOf', ()), 2):
       if not self.language(pair, (_POSSIBLY,)).is_empty:
@@ -173,13 +176,13 @@ class _Texts:
       nested = [_equal_to(schema, x) for x in values if _is_nested(x)]
       plain = [value for value in values if not _is_nested(value)]
       if nested:
-        lists.append([_made(schema, enum=plain), *nested])
+        lists.append([_derived(schema, enum=plain), *nested])
     return tuple(lists)
 
   # Arrays and objects.
 
   def _array(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
-    """Arrays; a node is the place of an item."""
+    """Returns the texts of arrays; a node of the graph is an item's index."""
     least = max(_counts(schemas, 'minItems'), default=0)
     most = min(_counts(schemas, 'maxItems'), default=math.inf)
     last = max(
@@ -197,10 +200,11 @@ class _Texts:
     return self._open['['] + items + self._close[']']
 
   def _object(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
-    """Objects; a node is which keys there are, and how many.
+    """Returns the texts of objects; a node of the graph is the keys so far.
 
-    Keys have any order. In a large object those in the schema have its order,
-    and the others are behind them; then a node has the place in the schema.
+    Keys may come in any order. In a large object the keys that the schema names
+    come in its order, and the others after them; then a node of the graph is
+    the index in the schema, with the number of keys.
     """
     least = max(_counts(schemas, 'minProperties'), default=0)
     most = min(_counts(schemas, 'maxProperties'), default=math.inf)
@@ -245,7 +249,7 @@ class _Texts:
   def _members(
     self, schemas: tuple[Schema, ...], entered: _Entered
   ) -> tuple[dict[str, _Member], list[_Member]]:
-    """The members with a name that is in the schemas, and all others."""
+    """Returns the members that the schemas name, and those with other keys."""
     names = dict.fromkeys(
       name
       for schema in schemas
@@ -277,7 +281,7 @@ class _Texts:
   def _split(
     self, schema: Schema, name: str | None, keys: Language
   ) -> list[tuple[Language, _Schemas]]:
-    """What a schema says of the values of keys; name is that of one key."""
+    """Splits keys by the schemas of their values; name: the key, if one."""
     if 'propertyNames' in schema:
       keys &= self._names(schema['propertyNames'])
     properties = schema.get('properties', {})
@@ -291,13 +295,13 @@ class _Texts:
     return [(keys, values or rest) for keys, values in parts]
 
   def _names(self, schema: Any) -> Language:
-    """The values of strings that a schema describes."""
+    """Returns the strings that a schema allows, as values and not as JSON."""
     branches = self._branches((schema,), ())
     return languages.union(x.get('string', NOTHING) for x, _, _ in branches)
 
 
 def _is_open(schema: Any) -> bool:
-  """Whether a schema says nothing of values."""
+  """Returns whether a schema allows every value."""
   return schema is True or isinstance(schema, Schema) and schema.says_nothing
 
 
@@ -310,16 +314,16 @@ def _counts(schemas: Iterable[Schema], keyword: str) -> list[int]:
 
 
 def _at(schema: Schema, place: int) -> Any:
-  """What a schema says of the item at a place."""
+  """Returns the schema of an array's item at an index."""
   first = schema.get('prefixItems', ())
   return first[place] if place < len(first) else schema.get('items', True)
 
 
-def _made(like: Schema, **keywords: Any) -> Schema:
-  """A schema that is not written, but follows from another one."""
-  made = Schema(keywords)
-  made.at = like.at
-  return made
+def _derived(source: Schema, **keywords: Any) -> Schema:
+  """Makes a schema from keywords; its errors point at the source schema."""
+  schema = Schema(keywords)
+  schema.at = source.at
+  return schema
 
 
 def _is_nested(value: Any) -> bool:
@@ -327,13 +331,13 @@ def _is_nested(value: Any) -> bool:
 
 
 def _enumerations(schema: Schema) -> list[list[Any]]:
-  """Lists of values, of each of which a value equals one."""
+  """Returns lists of values; a value must equal one value of each list."""
   constants = [[schema['const']]] if 'const' in schema else []
   return constants + [schema[x] for x in ('enum',) if x in schema]
 
 
 def _kinds_of(values: list[Any]) -> _Kinds:
-  """The values of each type."""
+  """Groups values by type, as languages."""
   groups: dict[str, list[Any]] = collections.defaultdict(list)
   for value in values:
     groups[_TYPE_OF.get(type(value), 'number')].append(value)
@@ -348,8 +352,8 @@ def _kinds_of(values: list[Any]) -> _Kinds:
 
 
 def _equal_to(schema: Schema, value: Any) -> Schema:
-  """The schema of an array or an object that equals another one."""
-  part = functools.partial(_made, schema)
+  """Returns the schema that only a given array or object satisfies."""
+  part = functools.partial(_derived, schema)
   if isinstance(value, list):
     items = [part(const=item) for item in value]
     return part(
@@ -361,7 +365,7 @@ def _equal_to(schema: Schema, value: Any) -> Schema:
 
 
 def _strings(schema: Schema) -> Iterator[Language]:
-  """What a schema says of strings."""
+  """Yields the restrictions of strings that a schema has, as languages."""
   if 'pattern' in schema:
     yield _search(schema, 'pattern', schema['pattern'])
   if 'format' in schema:
@@ -374,7 +378,7 @@ def _strings(schema: Schema) -> Iterator[Language]:
 
 
 def _numbers(schema: Schema) -> Iterator[Language]:
-  """What a schema says of numbers."""
+  """Yields the restrictions of numbers that a schema has, as languages."""
   for keyword in subschemas.BOUNDS & schema.keys():
     bound = Decimal(schema[keyword])
     numbers = scalars.above(bound)
@@ -387,7 +391,7 @@ def _numbers(schema: Schema) -> Iterator[Language]:
 
 
 def _search(schema: Schema, keyword: str, pattern: str) -> Language:
-  """The texts in which a pattern is."""
+  """Returns the texts in which a pattern matches; names the keyword if not."""
   try:
     return scalars.pattern(pattern)
   except languages.NotFollowed as error:
@@ -396,12 +400,12 @@ def _search(schema: Schema, keyword: str, pattern: str) -> Language:
 
 
 def _both(kinds: _Kinds, others: _Kinds) -> _Kinds:
-  """What is possible of each type by both."""
+  """Intersects the values of each type; drops types without any."""
   both = {}
   for kind in kinds.keys() & others.keys():
-    one, other, full = kinds[kind], others[kind], _FULL[kind]
-    if one is full or other is full:
-      both[kind] = other if one is full else one
-    elif not (met := one & other).is_empty:
-      both[kind] = met
+    left, right, full = kinds[kind], others[kind], _FULL[kind]
+    if left is full or right is full:
+      both[kind] = right if left is full else left
+    elif not (common := left & right).is_empty:
+      both[kind] = common
   return both

@@ -1,7 +1,7 @@
-"""A JSON schema whose keywords and references are checked.
+"""Parses a JSON schema, and checks its keywords and references.
 
-Each keyword is one that is followed, or one that says nothing of values.
-Whatever else a schema has is refused by its JSON pointer.
+A keyword must be one that `schema` supports, or an annotation. Any other is
+refused; the message has its JSON pointer.
 """
 
 import functools
@@ -15,13 +15,14 @@ from specdec_jax.checks.fields import Bound, check_type, unexpected
 from specdec_jax.rules import scalars
 from specdec_jax.rules.languages import check_time
 
-MOST_CHARACTERS = 1 << 22  # of the JSON of a schema
+MOST_CHARACTERS = 1 << 22  # of a schema's JSON
 MOST_SUBSCHEMAS = 10_000
-MOST_LENGTH = 100_000  # that maxLength and its like may be
+MOST_LENGTH = 100_000  # bound of minLength, maxItems and the other counts
 _MOST_DIGITS = 400
 
 TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
-# Subschemas of the same value, and of its items and members.
+# Keywords whose subschemas apply to the value itself; then to its items and
+# members.
 _SAME = ['allOf', 'anyOf', 'oneOf', '$ref']
 _WITHIN = ['items', 'additionalProperties', 'propertyNames', 'prefixItems']
 _WITHIN += ['properties', 'patternProperties']
@@ -124,7 +125,7 @@ def _number(text: str) -> int | Decimal:
 
 
 def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
-  """Keyword, schema and JSON pointer of the subschemas of a schema."""
+  """Yields keyword, schema and JSON pointer of each direct subschema."""
   for keyword, value in schema.items():
     at = f'{schema.at}/{keyword}'
     if keyword in _LISTS:
@@ -138,7 +139,7 @@ def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
 
 
 def _check(schema: Schema, keyword: str) -> None:
-  """Raises ValueError for a keyword or a value that is not followed."""
+  """Raises ValueError if a keyword or its value is not supported."""
   value = schema[keyword]
   if keyword not in _HINTS:
     raise schema.refusal(keyword, 'only keywords that are followed')
@@ -151,7 +152,7 @@ def _check(schema: Schema, keyword: str) -> None:
 
 
 def _follow_references(root: Schema, places: dict[str, Any]) -> None:
-  """Adds to the parts what references mean, and says which are recursive."""
+  """Resolves each `$ref` into `parts`, and marks the recursive schemas."""
   schemas = [each for each in places.values() if isinstance(each, Schema)]
   is_old = any(x in root.get('$schema', '') for x in _DRAFTS[2:])
   for schema in schemas:
@@ -174,13 +175,14 @@ def _follow_references(root: Schema, places: dict[str, Any]) -> None:
 
 
 def _is_within(schema: Schema, keywords: frozenset[str]) -> bool:
-  """Whether a schema is below itself by some keywords."""
-  known: set[Schema] = set()
+  """Returns whether a schema contains itself, by way of these keywords."""
+  visited: set[Schema] = set()
   todo = [schema]
   while todo:
     check_time()
     for keyword, part in todo.pop().parts:
-      if keyword in keywords and isinstance(part, Schema) and part not in known:
-        known.add(part)
+      is_new = isinstance(part, Schema) and part not in visited
+      if keyword in keywords and is_new:
+        visited.add(part)
         todo.append(part)
-  return schema in known
+  return schema in visited

@@ -1,4 +1,4 @@
-"""What rules do to the logits of a token, given the tokens before it.
+"""Applies rules to the logits of a token, given the tokens before it.
 
 A rule is a function of the committed prefix and the logits. Applied to the
 target's logits at every place of a call, each place with **its own** prefix,
@@ -23,7 +23,7 @@ from specdec_jax.types import Array, Draft
 
 @struct.dataclass
 class Rules:
-  """The rules of B rows; None is off, and no part of the program.
+  """The rules of B rows; a rule that is None is not part of the program.
 
   Attributes:
     begin: int32[B], tokens before the output, the start token counted.
@@ -37,10 +37,11 @@ class Rules:
       logits of tokens that were said; a prompt's count.
     presence_penalty: float32[B], is subtracted once from logits of tokens of
       the output.
-    frequency_penalty: float32[B], likewise, as often as they were said.
+    frequency_penalty: float32[B], is subtracted once for each time that the
+      token occurs in the output.
     no_repeat_ngram_size: int32[B]; 0 is off.
     encoder_no_repeat_ngram_size: int32[B], the same with ngrams of `inputs`.
-    begin_suppress: int32[B, K], no output begins with these; -1 is none.
+    begin_suppress: int32[B, K], no output begins with these; -1 is padding.
     forced_end: int32[B], the last token of an output of full length; -1 is any.
     automaton: int32[B], the state of the `Automata` in which each row begins.
   """
@@ -66,9 +67,9 @@ class Prefix:
   """The tokens before a place.
 
   Attributes:
-    tokens: int32[..., W]; past `length` they mean nothing.
+    tokens: int32[..., W], the first `length` of them count.
     length: int32[...].
-    state: int32[...], the automaton's; None without one.
+    state: int32[...], the automaton's state after them; None without one.
   """
 
   tokens: jax.Array
@@ -141,7 +142,7 @@ def adjust(
   size, length = logits.shape[-1], prefix.length
   logits = logits.astype(jnp.float32)
   place = jnp.arange(prefix.tokens.shape[0])
-  # An id of V is none: it is dropped.
+  # An id of V is out of range: the scatter drops it.
   ids = jnp.where(place < length, prefix.tokens, size)
   if rules.bias is not None:
     logits += rules.bias
@@ -151,9 +152,9 @@ def adjust(
     logits = logits.at[last].add(rules.sequence_bias, mode='drop')
   if rules.repetition_penalty is not None:
     penalty = rules.repetition_penalty
-    known = logits.at[ids].get(mode='fill', fill_value=0.0)
-    known = jnp.where(known < 0, known * penalty, known / penalty)
-    logits = logits.at[ids].set(known, mode='drop')
+    scores = logits.at[ids].get(mode='fill', fill_value=0.0)
+    scores = jnp.where(scores < 0, scores * penalty, scores / penalty)
+    logits = logits.at[ids].set(scores, mode='drop')
   presence, frequency = rules.presence_penalty, rules.frequency_penalty
   if presence is not None or frequency is not None:
     produced = jnp.where(place >= rules.begin, ids, size)
@@ -176,7 +177,7 @@ def adjust(
 
 
 def _forbidden(rules: Rules, prefix: Prefix) -> list[jax.Array]:
-  """Ids int32[K] that must not follow; -1 is none."""
+  """Returns arrays of ids that must not come next; -1 is padding."""
   forbidden, length = [], prefix.length
   if rules.no_repeat_ngram_size is not None:
     forbidden.append(
@@ -192,7 +193,7 @@ def _forbidden(rules: Rules, prefix: Prefix) -> list[jax.Array]:
 
 
 def _ends_with(prefix: Prefix, ids: jax.Array) -> jax.Array:
-  """bool[], whether the prefix ends with ids int32[L], -1 in front of them."""
+  """Returns whether the prefix ends with ids int32[L], padded in front by -1."""
   count = ids.shape[0]
   place = prefix.length - count + jnp.arange(count)
   same = prefix.tokens[jnp.maximum(place, 0)] == ids
@@ -202,13 +203,13 @@ def _ends_with(prefix: Prefix, ids: jax.Array) -> jax.Array:
 def _continued(
   source: jax.Array, length: Any, prefix: Prefix, size: Any
 ) -> jax.Array:
-  """The ids that would say an ngram of `source` again, int32[W]; -1 is none.
+  """Returns the ids that would complete an n-gram of `source`; else -1, [W].
 
   Args:
     source: int32[W], `length` tokens.
     length: int32[].
-    prefix: the last of its tokens begin the ngram.
-    size: int32[], tokens of an ngram; 0 is off.
+    prefix: its last tokens are the beginning of the n-gram.
+    size: int32[], tokens of an n-gram; 0 is off.
   """
   place = jnp.arange(source.shape[0])
 
@@ -217,7 +218,7 @@ def _continued(
     return same & (jnp.roll(source, back) == before) & (place >= back)
 
   is_on = (size > 0) & (prefix.length + 1 >= size)
-  # A long ngram that cannot have been said costs nothing.
+  # An n-gram longer than the text cannot repeat: no work is done for it.
   end = jnp.where(is_on, size, 0)
   same = lax.fori_loop(1, end, compare, (place < length) & is_on)
   return jnp.where(same, source, -1)
