@@ -176,7 +176,11 @@ def verify_block(
 
 
 def kept_shares(draft: Draft, target_probs: jax.Array) -> jax.Array:
-  """Returns P_0, ..., P_G, float32[G + 1]; meaningless past the draft's end."""
+  """Returns P_0, ..., P_G of block verification, float32[G + 1].
+
+  P_i is the running product of p / q, cut to 1 at each step (see the top of
+  this file). Entries past the draft's end have no meaning.
+  """
   gamma = draft.tokens.shape[0]
   target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
   proposed_with = draft_prob(draft)

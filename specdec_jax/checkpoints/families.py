@@ -26,7 +26,7 @@ from specdec_jax.models.families import Config, network_of
 
 Described = Mapping[str, Any]  # config.json, or a part of it
 _HERE = pathlib.Path(__file__)
-# Words in a folder's files that all families share.
+# Names in Hugging Face files that all model families share.
 WORDS: dict[str, Any] = tomllib.loads(
   _HERE.with_name('transformers.toml').read_text('utf-8')
 )

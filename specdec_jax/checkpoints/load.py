@@ -100,9 +100,10 @@ class Opened:
     return any(array.dtype == INT8 for array in self.arrays.values())
 
   def made_of(self) -> tuple[str, ...]:
-    """Returns the `fingerprint`s of the floats on disk, and before rounding.
+    """Returns the fingerprints of the parameters, on disk and before rounding.
 
-    All arrays of floats are read, one at a time. () if unknown.
+    A rounded checkpoint has only the fingerprint from before it was rounded; ()
+    if it is unknown. Arrays of floats are read, one at a time.
 
     Raises:
       ValueError: an array cannot be read.

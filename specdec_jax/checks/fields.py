@@ -185,7 +185,7 @@ def _either(words: list[str]) -> str:
 
 
 def is_finite(value: Any) -> bool:
-  """Whether a number is one that a float can hold."""
+  """Returns whether a number is one that a float can hold."""
   try:
     return math.isfinite(value)
   except OverflowError:

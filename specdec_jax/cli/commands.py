@@ -116,9 +116,9 @@ def distil() -> None:
     specdec distil --target demo --texts inputs.txt --output-dir my_drafter \\
       --minutes 10
 
-  The target decodes the texts, one a line; a part of its decoder, which reads
-  its encoder, learns these outputs; and the pair is calibrated on texts that
-  were held out. The same command continues a run that was stopped. The
+  The target decodes the texts, one a line. Some layers of its decoder, which
+  read the target's encoder, are trained on these outputs. Then the pair is
+  calibrated on held-out texts. The same command continues a stopped run. The
   speed-up goes to stdout, progress to stderr; the last line is a command that
   decodes with the drafter.
   """

@@ -51,7 +51,7 @@ _MISSING = re.compile(
 )
 # Messages of Python that show an object, and a tuple.
 _NO_LITERAL = re.compile(r'malformed node or string.*?: <ast\..+?>')
-# Of a configurable that was called, its name and its scope.
+# Matches gin's words for a configurable that was called: name and scope.
 _CALLED = re.compile(
   r"In call to configurable '([\w.]+)' .*?(?: in scope '(\w+)')?$", re.MULTILINE
 )
@@ -65,7 +65,7 @@ _MODEL_FLAGS = frozenset(
   ' --max-decode-len'.split()
 )
 _of_models: list[str] = []  # see `of_models`
-# gin searches, and lists in errors, a folder as often as it was added.
+# gin would search a folder twice, and list it twice, if it were added twice.
 _search_too = functools.cache(gin.add_config_file_search_path)
 
 
@@ -223,7 +223,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
-  """Returns the parser of a command, and the result of `options.add`."""
+  """Returns the parser of a command, and its map from gin's names to flags."""
   places = [f'[{options.PLACES[name]}]' for name in command.places]
   parser = _Parser(
     usage=' '.join(filter(None, ['specdec', name, *places, '[FLAGS]'])),
@@ -451,7 +451,7 @@ def _reason(error: BaseException) -> str:
 
 
 def is_unbound(error: BaseException) -> bool:
-  """Whether `error` is that of an argument without a value in gin."""
+  """Returns whether `error` is that of an argument without a value in gin."""
   text = str(error)
   return 'In call to configurable' in text and bool(_MISSING.search(text))
 
@@ -479,7 +479,7 @@ def one_line(error: BaseException, argv: Sequence[str] = ()) -> str:
 
 
 def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
-  """A field as its flag in `argv`, else as in gin, else as it is.
+  """Spells a field as its flag in `argv`, else as in gin, else unchanged.
 
   Args:
     field: the name, or other words, which are returned.

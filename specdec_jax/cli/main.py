@@ -128,7 +128,7 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
 
 
 def _as_process(function: Callable[[], int]) -> int:
-  """Calls `_guarded`; an interrupt ends the process soon, whatever it does.
+  """Calls `_guarded`; an interrupt soon ends the process in any case.
 
   Python alone would wait for the end of each compilation, also of those in
   other threads: a minute or more.
@@ -258,7 +258,7 @@ def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
 
 
 def _lacks_devices(error: AssertionError) -> bool:
-  """Whether the error is JAX's assertion that there is a device.
+  """Returns whether the error is JAX's assertion that there is a device.
 
   JAX raises it if JAX_PLATFORMS names a platform whose plug-in is not
   installed; for an unknown platform it raises a RuntimeError with a message.

@@ -375,7 +375,7 @@ def _levels(request: Request, search: Search, used: jax.Array):
 
 
 def _joined(levels: list[Level]) -> tuple[jax.Array, jax.Array, Any]:
-  """Joins the tokens, int32[B, N], masks, bool[B, N, T], and prefixes."""
+  """Concatenates levels: tokens int32[B, N], masks bool[B, N, T], prefixes."""
   parts = [(level.tokens, level.visible, level.prefix) for level in levels]
   return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *parts)
 

@@ -32,7 +32,7 @@ def classify(
   prompts: Sequence[Sequence[int]],
   labels: Sequence[Sequence[int]],
 ) -> np.ndarray:
-  """The probabilities of labels, float64[B, L]; each row sums to 1.
+  """Returns the probabilities of labels, float64[B, L]; each row sums to 1.
 
   Args:
     network: such as `T5(config)`.

@@ -18,7 +18,7 @@ _MOST_PROGRAMS = 32  # kept for a function whose shapes clients choose
 
 
 def default_folder() -> pathlib.Path:
-  """The folder of this library in the user's cache folder."""
+  """Returns the folder of this library in the user's cache folder."""
   return user_cache() / 'xla'
 
 

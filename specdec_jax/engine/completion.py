@@ -68,7 +68,7 @@ class CompletionStats:
 
 
 def total(stats: Iterable[CompletionStats]) -> CompletionStats:
-  """The sum of the counts of several outputs."""
+  """Returns the sum of the counts of several outputs."""
   sums: collections.Counter[str] = collections.Counter()
   histogram: tuple[int, ...] = ()
   for part in stats:
@@ -132,12 +132,12 @@ class Completion:
 
 
 def passed_over(reason: str, error: str | None = None) -> Completion:
-  """The completion of a text that was not decoded."""
+  """Returns the completion of a text that was not decoded."""
   return Completion('', [], [], reason, error=error)
 
 
 def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
-  """The completion of a text, of those of its sentences, in order.
+  """Returns the completion of a text, of those of its sentences, in order.
 
   Tokens, log-probabilities and counts are those of all sentences. It ends by
   'length' if any of them does.
@@ -165,7 +165,7 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
 
 
 def no_distribution(place: str = '') -> str:
-  """The error message for logits that give no probabilities."""
+  """Returns the error message for logits that give no probabilities."""
   return (
     "The target's logits were not a distribution (NaN, infinite or all"
     f' masked){place}; check its parameters and dtype.'
@@ -299,7 +299,7 @@ class Text:
     self._stable = self._settled + stable[begin:]
     if stable == text:
       # A decoder strips blanks at the beginning of a text, so that the context
-    # is decoded too.
+      # is decoded too.
       alone = decode(self._tokenizer, self._open).strip()
       self._context = self._open if alone else window
       self._open, self._settled = [], self.whole

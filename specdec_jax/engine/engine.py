@@ -600,7 +600,7 @@ def _with_top(
   outputs: list[Completion],
   rows: int,
 ) -> list[Completion]:
-  """Adds `top_log_probs` to outputs if they are wanted, by a call of the target.
+  """Adds `top_log_probs` to outputs if they are wanted; calls the target.
 
   Args:
     network: the target.

@@ -12,7 +12,7 @@ SMALLEST_PROMPT = 8
 def padded(
   encoded: Sequence[Sequence[int]], batch: int, width: int, pad_id: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The ids as int32[batch, width], padded, and their lengths.
+  """Returns the ids as int32[batch, width], padded, and their lengths.
 
   Each length is at least 1, also that of a row without ids.
   """
@@ -36,10 +36,10 @@ def padded_rows(number: int) -> int:
 
 
 def next_power_of_two(number: int) -> int:
-  """The least power of two that is not below `number`."""
+  """Returns the least power of two that is not below `number`."""
   return 1 << max(number - 1, 0).bit_length()
 
 
 def rounded_up(number: int, multiple: int) -> int:
-  """The least multiple of `multiple` that is not below `number`."""
+  """Returns the least multiple of `multiple` that is not below `number`."""
   return number + -number % multiple

@@ -54,7 +54,8 @@ class Update:
     log_probs: the log-probabilities of the new ids, if the row wants them.
     completion: the whole output; None before its end.
     round: the last round, with its accepted proposals, if the row shows rounds.
-    beams: in place of `completion`, the outputs of a beam search, the best last.
+    beams: the outputs of a beam search, the best one last; then `completion` is
+      None.
     error: why the row ends without an output: 'deadline', 'stopped', 'failed',
       or 'failed alone'.
   """

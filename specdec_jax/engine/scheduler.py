@@ -186,7 +186,7 @@ class SlotPool:
     self._refill = min(settings.refill or max(1, largest // 8), largest)
     self._counts = counts or [rounded_up(self._refill, multiple)]
     self._shared = example.replace(skips_rounds=self.policy.skips_rounds)
-    # Rows that share their stop ids run without padding of these.
+    # All rows share their stop ids.
     self._is_exact = np.ndim(example.stop_ids) == 1
     gamma = self.policy.longest
     draft_slots = example.with_drafting(gamma=gamma).draft_slots
@@ -281,8 +281,9 @@ class SlotPool:
   def _collect(self) -> tuple[Any, list[tuple[Row, int, bool]]]:
     """Fetches the answer of the device.
 
-    Returns the rows that get an update, with their slots at that time, and
-    whether they end.
+    Returns:
+      The view of the pool; and for each row that gets an update: the row, the
+      slot that it had, and whether it has ended.
     """
     if self._coming is None:
       return None, []
@@ -786,12 +787,10 @@ class Scheduler:
     return pool.used | {('rounds', size, False, False)}
 
   def forget_idle(self) -> bool:
-    """Frees the programs of the least recently used lanes beyond `IDLE_LANES`.
-
-    A lane is a kind of rows with its programs.
+    """Frees the programs of the longest idle lane, if too many lanes have some.
 
     Returns:
-      Whether there is room for another lane.
+      True if there was room for another lane, so that nothing was freed.
     """
     with self.lock:
       ready = [lane for lane in self.lanes.values() if lane.uses is not None]
@@ -815,14 +814,14 @@ class Scheduler:
   # Pools and the rows in them.
 
   def _in_order(self, rows: Sequence[Row]) -> list[Row]:
-    """Sorts rows by length for fixed batches, so that little is padding."""
+    """Sorts rows for slots by length; fixed batches keep their order."""
     if self._is_batch(rows):
       return [*rows]
     key = lambda row: (row.widths, len(row.inputs) + len(row.prompt))  # noqa: E731
     return sorted(rows, key=key)
 
   def _is_batch(self, rows: Sequence[Row]) -> bool:
-    """Whether rows are decoded in fixed batches."""
+    """Returns whether rows are decoded in fixed batches."""
     if not rows or rows[0].options.num_beams is not None:
       return True
     fits = self._in_batches and len(rows) <= self._settings.rows

@@ -169,7 +169,7 @@ def _ruling(
   begins: Sequence[int],
   batch: int,
 ) -> Ruling | None:
-  """The rules of a padded batch; None if no row has any."""
+  """Returns the rules of a padded batch; None if no row has any."""
   each = [x.rules for x in ruled] + [NO_RULES] * (batch - len(ruled))
   begin = np.ones((batch,), np.int32)
   most = np.ones((batch,), np.int32)
@@ -266,7 +266,7 @@ def _measured(
 
 
 def _padded(rows: Sequence[Sequence[int]], begin: int = 0, pad: int = 0) -> Any:
-  """Rows of ids as int32[B, begin + S]."""
+  """Returns rows of ids as int32[B, begin + S]."""
   width = begin + _width(rows, begin)
   return padded(rows, padded_rows(len(rows)), width, pad)[0]
 

@@ -1,4 +1,4 @@
-"""What a run decodes and how: `DecodeConfig`, and the examples of its data set.
+"""The configuration of a run, `DecodeConfig`, and the examples of its data set.
 
 A data set is a file of lines, or a task: one that seqio knows, or a file of
 examples (`.tsv`, `.jsonl`, lines) for which neither seqio nor TensorFlow is
@@ -36,7 +36,7 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.types import Count, Positive
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
-# Decoding -> the ways that run, in turn.
+# Value of `mode` -> the modes that run, one after another.
 WAYS = {
   'both': (PLAIN, SPECULATIVE),
   PLAIN: (PLAIN,),
@@ -95,7 +95,7 @@ class DecodeConfig:
     distinct: whether lines of a file of examples that have the same input are
       one example, whose references are the targets of all.
     metrics: names of functions of `text.metrics`; 'task' is what the task
-      names, or BLEU for a file with targets; () or None is none.
+      names, or BLEU for a file with targets; () or None: no metrics.
     chat: takes each line for a user's message, and puts it into the target's
       chat template.
     calibration: file of `specdec calibrate`, which chooses gamma for the rows
@@ -233,7 +233,7 @@ class DecodeConfig:
 
   @property
   def files_prefix(self) -> str:
-    """What the names of all other files begin with."""
+    """The first part of the names of all other files."""
     name = self.results_name
     return '' if name == PREDICTIONS else f'{name}.'
 
@@ -250,11 +250,11 @@ class DecodeConfig:
     return task
 
   def index(self, number: int) -> int:
-    """The index in the task or file of the shard's example `number`."""
+    """Returns the index in the task or file of the shard's example `number`."""
     return number * self.num_shards + self.shard_id
 
   def identity(self) -> dict[str, Any]:
-    """The fields that decide the results, as JSON values."""
+    """Returns the fields that decide the results, as JSON values."""
     fields = vars(self).items()
     settings = {k: value for k, value in fields if k not in _NOT_DECIDING}
     settings['options'] = dataclasses.asdict(self.options)
@@ -310,13 +310,13 @@ class Example(NamedTuple):
 
   @property
   def parts(self) -> list['Example']:
-    """What is decoded one by one: its sentences, or itself."""
+    """The parts that are decoded one by one: the sentences, or the example."""
     if self.sentences is None:
       return [self]
     return [self._replace(source=source) for source in self.sources]
 
   def whole(self, outputs: Sequence[Any]) -> Completion:
-    """The output of the example, of those of its parts."""
+    """Returns the output of the example, of those of its parts."""
     if self.sentences is not None:
       return joined(self.sentences, outputs)
     return self.skipped or outputs[0]
@@ -396,7 +396,7 @@ class DataSet:
     ]
 
   def _splitting(self) -> str | None:
-    """What was split, in a sentence or two; None if nothing was."""
+    """Returns a sentence or two on the split lines; None if none was split."""
     split = [x.sentences for x in self.examples if x.sentences and x.sources]
     if not split:
       return self.reading

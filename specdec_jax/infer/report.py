@@ -1,4 +1,4 @@
-"""What a run leaves: results, records, a summary, and the report of it.
+"""The results of a run: records, a summary, and the printed report.
 
 The summary is what `infer.decode` writes as summary.json and what README's
 result block is generated from, so every number has one source.
@@ -36,12 +36,12 @@ _NUM_EXAMPLES = 5  # lines that the report shows with their outputs
 
 @dataclasses.dataclass
 class Batch:
-  """What one way made of some items.
+  """The outputs of a batch of items, decoded in one mode.
 
   Attributes:
     completions: number of the item -> completion.
     seconds: wall time, tokenisation included.
-    compile_seconds: of programs that were needed, not part of `seconds`.
+    compile_seconds: time of compiling its programs, not part of `seconds`.
     first_output_seconds: from the start of the process to this batch; None
       where it is unknown.
   """
@@ -70,9 +70,9 @@ class Batch:
     return cls(**{**value, 'completions': completions})
 
 
-# Way of decoding, or scoring -> its batches, in the order of decoding.
+# Mode ('plain', 'speculative' or 'scoring') -> its batches, in order.
 Ways = Mapping[str, list[Batch]]
-# Way -> the completions of an example, one for each sample or beam.
+# Mode -> the completions of an example, one for each sample or beam.
 Outputs = Mapping[str, Sequence[Completion]]
 
 
@@ -83,7 +83,7 @@ def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
 
 
 def outputs_of(data: DataSet, ways: Ways, num_samples: int) -> list[Outputs]:
-  """The outputs of each example, in the order of the data."""
+  """Returns the outputs of each example, in the order of the data."""
   completions = {name: completions_of(way) for name, way in ways.items()}
   outputs, begin = list[Outputs](), 0
   for example in data.examples:
@@ -146,7 +146,7 @@ def _shown(example: Example, config: DecodeConfig) -> Any:
 
 
 def error_of(outputs: Outputs) -> str | None:
-  """The first error of an example, or None."""
+  """Returns the first error of an example, or None."""
   errors = [output.error for made in outputs.values() for output in made]
   return next(filter(None, errors), None)
 
@@ -154,7 +154,7 @@ def error_of(outputs: Outputs) -> str | None:
 def errors_of(
   data: DataSet, outputs: Sequence[Outputs], config: DecodeConfig
 ) -> list[str]:
-  """The error of each example that has one, with its place."""
+  """Returns the error of each example that has one, with its place."""
   errors = []
   for i, (example, made) in enumerate(zip(data.examples, outputs, strict=True)):
     error, place = error_of(made), f'line {1 + config.index(i)}'
@@ -228,7 +228,7 @@ def print_outputs(made: Sequence[Mapping[str, Any]]) -> None:
         print(' '.join(text.splitlines()))
     sys.stdout.flush()
   except BrokenPipeError:
-    # What Python would flush at its end has nowhere to go.
+    # Python flushes stdout when it ends, which would fail with a closed pipe.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -328,7 +328,7 @@ _LAST = (
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-  """A row for each number, a column for each way."""
+  """Returns a row for each number, a column for each way."""
   names = [n for n in (PLAIN, SPECULATIVE, SCORING) if n in summary]
   titles = list(names)
   if not summary.get('lossless', True):
@@ -391,7 +391,7 @@ def show_examples(
 
 
 def _notes(summary: Mapping[str, Any]) -> list[str]:
-  """What the table does not say."""
+  """Returns the lines that follow the table: errors, warnings and notes."""
   notes = [summary['reading']] if summary.get('reading') else []
   if not summary.get('lossless', True):
     notes.append(

@@ -51,8 +51,8 @@ from specdec_jax.text import metrics, tasks
 Beside = Mapping[str, Callable[[], str]]
 SUMMARY = 'summary.json'
 _OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
-# Continuous batching hands over what is finished after so long, so that a kill
-# costs no more than that.
+# Continuous batching writes finished outputs at this interval, so that a kill
+# loses no more than that.
 _KEEP_SECONDS = 30.0
 
 
@@ -264,7 +264,7 @@ class _Run:
     return summary
 
   def _results(self) -> report.Ways | None:
-    """The batches of each way; None if another process writes them."""
+    """Returns the batches of each way; None if another process writes them."""
     folder, config = self.folder, self.config
     results: dict[str, list[Batch]] = {name: [] for name in self.ways}
 
@@ -309,7 +309,7 @@ class _Run:
     return results
 
   def _context(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
-    """The summary's entries besides its measurements."""
+    """Returns the summary's entries besides its measurements."""
     config, engine = self.config, self.engine
     options, models = config.options, engine.models
     last = [x for made in outputs for x in list(made.values())[-1]]
@@ -341,7 +341,7 @@ class _Run:
   def _measured(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
     """Metrics of each way, over the examples with a target.
 
-    Of several samples the first counts, of beams the best one, which is last.
+    It scores the first of several samples, or the best beam, which is the last.
     Nothing is raised here, because the results must be written in any case.
     """
     references = self.data.references
@@ -393,7 +393,7 @@ def choose_gammas(
 ) -> Mapping[int, Drafting] | None:
   """Sets the engine's gamma to the best one of a calibration, if there is one.
 
-  Of an engine whose gamma is 'adaptive', to the rule of the calibration.
+  If the engine's gamma is 'adaptive', it sets the calibration's rule.
 
   Args:
     measured: the run's calibration. Where it is None, the gamma is left open
@@ -580,7 +580,7 @@ def _sources(items: Sequence[Item]) -> list[Any]:
 
 
 def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
-  """A scored target in the form of a decoded output."""
+  """Returns a scored target in the form of a decoded output."""
   if math.isnan(score.total):
     return completion.passed_over('error', completion.no_distribution())
   stats = CompletionStats(num_tokens=len(target), num_target_calls=1)

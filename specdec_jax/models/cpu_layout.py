@@ -138,7 +138,7 @@ def _from_json(value: Any) -> CpuLayout:
 
 
 def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
-  """Chooses the quickest layout, and widths quicker than fewer rows."""
+  """Chooses the quickest layout, and the numbers of rows worth padding to."""
   below = {4: 2, 8: 5, 16: 9}
   widths = tuple(
     width

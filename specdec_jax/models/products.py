@@ -20,8 +20,8 @@ KERNEL_INIT = nn.initializers.variance_scaling(
 )
 
 
-# If there are at most so many rows, or numbers in their copies, a product with
-# blocks copies the rows for each block. Otherwise blocks follow one another.
+# Up to these limits (of rows, and of elements in all copies) a product with
+# blocks copies the rows for each block. Above them it loops over the blocks.
 MOST_COPIED_ROWS, _MOST_COPIED = 32, 1 << 20
 
 # T5X's `gelu` is the tanh form.

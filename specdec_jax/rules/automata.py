@@ -41,7 +41,7 @@ class ByBytes:
   spans: Array
 
   def next_state(self, state: jax.Array, token: jax.Array) -> jax.Array:
-    """The state after a token, int32[]."""
+    """Returns the state after a token, int32[]."""
     step, spelled = jnp.asarray(self.step), jnp.asarray(self.spelled)
     return lax.fori_loop(
       self.spans[token],
@@ -114,7 +114,7 @@ class Automata:
     return 1 if self.by_bytes is None else self.by_bytes.step.shape[0]
 
   def next_state(self, state: jax.Array, token: jax.Array) -> jax.Array:
-    """The state after a token, int32[].
+    """Returns the state after a token, int32[].
 
     A token that is not allowed has probability 0, so that no token after it is
     kept, and the state after it does not matter.
@@ -126,7 +126,9 @@ class Automata:
       return after
     at = jnp.maximum(state - self._first_by_id, 0)
     place, is_edge = self.by_id.edge(at, token)
-    target = jnp.where(is_edge, self._first_by_id + self.by_id.targets[place], FREE)
+    target = jnp.where(
+      is_edge, self._first_by_id + self.by_id.targets[place], FREE
+    )
     return jnp.where(state < self._first_by_id, after, target)
 
   def allowed(self, state: jax.Array, vocab_size: int) -> jax.Array:

@@ -247,7 +247,7 @@ class Vocabulary:
     return np.isin(np.arange(size), order)
 
   def missing(self, text: str) -> list[str]:
-    """The characters of a text that no tokens spell."""
+    """Returns the characters of a text that no tokens spell."""
     return [
       char
       for char in dict.fromkeys(text)
@@ -258,7 +258,7 @@ class Vocabulary:
 
 
 def unwritable(name: str, text: str, missing: Sequence[str]) -> ValueError:
-  """The error of an option whose text has characters without tokens."""
+  """Returns the error of an option whose text has characters without tokens."""
   expected = 'what tokens of this vocabulary can write'
   if missing:
     expected = f'a vocabulary with a token for {" ".join(missing)}'

@@ -77,7 +77,7 @@ class Dfa(NamedTuple):
   start: int
 
   def intervals(self) -> list[Intervals]:
-    """The intervals of the symbols of each class."""
+    """Returns the intervals of the symbols of each class."""
     ends = [*(self.cuts[1:] - 1).tolist(), _TOP - 1]
     listed: list[list[tuple[int, int]]] = [[] for _ in self.step[0]]
     for low, high, kind in zip(
@@ -310,7 +310,7 @@ def _holds(anchor: str, inside: set[int], before: int, after: int) -> bool:
 
   Args:
     anchor: the name of the anchor.
-    inside: the classes of newlines; for `\\b` and `\\B` those of word characters.
+    inside: the classes of newlines; for `\\b` and `\\B`, of word characters.
     before: the class of the symbol before the anchor.
     after: the class of the symbol after it.
   """
@@ -442,7 +442,7 @@ def _classes(
 
 
 def _minimal(dfa: Dfa) -> Dfa:
-  """The automaton with the fewest states of the same language."""
+  """Returns the automaton with the fewest states of the same language."""
   _, first, block = np.unique(blocks(dfa.step.T, dfa.accepting), True, True)
   # Numbered by their first states, so that the dead one stays the first.
   order = np.argsort(first)
@@ -657,7 +657,7 @@ class _Reader:
     self._made: dict[tuple[str, int], Language] = {}
 
   def whole(self, nodes: Any, flags: int, rest: Language = EMPTY) -> Language:
-    """Returns the texts that parsed nodes match, with a text of `rest` after."""
+    """Returns the texts that parsed nodes match, followed by those of `rest`."""
     language = self._read(nodes, flags) + rest
     if self._search:
       language = concat([EVERY, language, EVERY])

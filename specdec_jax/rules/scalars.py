@@ -11,7 +11,7 @@ from specdec_jax.rules.languages import Language, concat
 MOST_RESIDUES = 2_000  # the largest `multipleOf`: its automaton has residues
 
 _WHOLE = r'(?:0|[1-9][0-9]*)'
-# Numbers with a bound or a step: no exponent, and no zeros after the last digit.
+# Numbers that a schema bounds: no exponent, and no zeros after the last digit.
 NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.(?:0|[0-9]{{0,19}}[1-9]))?')
 INTEGER = languages.regex(rf'-?{_WHOLE}(?:\.0)?')
 # Any number of JSON, for schemas that do not restrict its value.
@@ -86,7 +86,7 @@ _CLASSES = {r'\s': _BLANKS, r'\S': _NO_BLANKS}
 
 @functools.lru_cache
 def pattern(text: str) -> Language:
-  r"""The texts in which a pattern of ECMA-262 matches somewhere.
+  r"""Returns the texts in which a pattern of ECMA-262 matches somewhere.
 
   Python's parser reads it. `\d`, `\w` and `\b` are of ASCII in both, `$` is the
   end alone, and `\s` and `.` are replaced by what they mean.

@@ -2,10 +2,10 @@
 
 It supports the part of draft 2020-12 that docs/rules.md lists, and refuses
 other keywords by name. Texts are written as `json.dumps` writes them, with
-`ensure_ascii` or without. The schemas of a value are split into branches without
-alternatives. In a branch, the strings and the numbers that the schemas allow
-are a `Language`; arrays and objects are graphs whose edges are their items and
-members.
+`ensure_ascii` or without. The schemas of a value are split into branches
+without alternatives. In a branch, the strings and the numbers that the schemas
+allow are a `Language`; arrays and objects are graphs whose edges are their
+items and members.
 """
 
 import collections
@@ -166,7 +166,7 @@ class _Texts:
     return kinds
 
   def _alternatives(self, schema: Schema) -> tuple[list[Any], ...]:
-    """Returns lists of schemas; a value must satisfy one schema of each list."""
+    """Returns lists of schemas; a value must satisfy one of each list."""
     lists = [schema[key] for key in ('anyOf', 'oneOf') if key in schema]
     for pair in itertools.combinations(schema.get('oneOf', ()), 2):
       if not self.language(pair, (_POSSIBLY,)).is_empty:

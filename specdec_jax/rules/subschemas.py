@@ -74,13 +74,13 @@ class Schema(dict):
     return self.keys() <= _NOTES
 
   def refusal(self, keyword: str, expected: str) -> ValueError:
-    """The error of a keyword whose value is not followed."""
+    """Returns the error of a keyword whose value is not followed."""
     name = f'json_schema: {keyword} at {self.at}'
     return unexpected(name, expected, self[keyword])
 
 
 def checked(text: str) -> Schema | bool:
-  """The schema of a JSON text.
+  """Returns the schema of a JSON text.
 
   Raises:
     ValueError: it is none, or it has what is not followed.

@@ -103,14 +103,14 @@ class Ruling:
     return Prefix(tokens, prefix.length + 1, state)
 
   def next_state(self, state: Any, token: jax.Array) -> Any:
-    """The automata's states after tokens int32[...]."""
+    """Returns the automata's states after tokens int32[...]."""
     if self.automata is None:
       return None
     step = jnp.vectorize(self.automata.next_state)
     return step(state, token)
 
   def along(self, prefix: Prefix, draft: Draft) -> Prefix:
-    """The prefixes of all places of a call, [B, G + 1].
+    """Returns the prefixes of all places of a call, [B, G + 1].
 
     Args:
       prefix: [B], the committed tokens.
@@ -138,7 +138,7 @@ class Ruling:
 def adjust(
   rules: Rules, automata: Automata | None, prefix: Prefix, logits: jax.Array
 ) -> jax.Array:
-  """The logits float32[V] of one place of one row, see `Rules`."""
+  """Returns the logits float32[V] of one place of one row, see `Rules`."""
   size, length = logits.shape[-1], prefix.length
   logits = logits.astype(jnp.float32)
   place = jnp.arange(prefix.tokens.shape[0])
@@ -193,7 +193,7 @@ def _forbidden(rules: Rules, prefix: Prefix) -> list[jax.Array]:
 
 
 def _ends_with(prefix: Prefix, ids: jax.Array) -> jax.Array:
-  """Returns whether the prefix ends with ids int32[L], padded in front by -1."""
+  """Returns whether the prefix ends with int32[L], padded in front by -1."""
   count = ids.shape[0]
   place = prefix.length - count + jnp.arange(count)
   same = prefix.tokens[jnp.maximum(place, 0)] == ids

@@ -194,7 +194,7 @@ class Application:
     is_slow = len(data) > _LARGE or is_chat
     is_slow |= any(word in data for word in _CONSTRAINTS)
     answer = await asyncio.to_thread(read) if is_slow else read()
-    # Whatever happens, they end with the request.
+    # When the request ends, for any reason, these rows are cancelled.
     request.state.rows.extend(answer.rows)
     self._worker.take(answer.rows)
     self.metrics.taken(answer.num_prompt_tokens)

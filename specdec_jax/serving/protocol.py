@@ -587,6 +587,6 @@ def _chat_ids(template: Any, messages: Any) -> list[int]:
 
 
 def _is_text(part: Any) -> bool:
-  """Whether a part of a message's content is a text."""
+  """Returns whether a part of a message's content is a text."""
   is_text = isinstance(part, dict) and part.get('type') == 'text'
   return is_text and isinstance(part.get('text'), str)

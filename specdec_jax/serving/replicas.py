@@ -173,7 +173,7 @@ def _end(ray_serve: Any, settings: ServeSettings) -> None:
 
 
 def _is_kept(ray_serve: Any) -> bool:
-  """Whether Ray Serve keeps the application running."""
+  """Returns whether Ray Serve keeps the application running."""
   application = ray_serve.status().applications.get(NAME)
   return application is not None and application.status != 'DELETING'
 

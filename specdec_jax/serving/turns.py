@@ -1,7 +1,7 @@
-"""The target reads outputs and labels that are known, in turns.
+"""Scoring and classification on a server: requests take turns.
 
-It does so beside the scheduler, which decodes. A long request asks for one
-piece after another and gives way to others between them.
+The target scores on a thread beside the scheduler, which decodes. A long
+request is split into pieces, and other requests may run between two pieces.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ _Value = TypeVar('_Value')
 class Turns:
   """Runs pieces of bounded work one after another, in the order they came in.
 
-  So no more memory is taken than for one piece, and whoever comes waits for one
-  piece of each other request at most.
+  Memory is needed for one piece at a time, and a new request waits for at most
+  one piece of each other request.
   """
 
   def __init__(self, engine: Engine, max_seconds: float):
@@ -35,10 +35,10 @@ class Turns:
     self._thread = concurrent.futures.ThreadPoolExecutor(1, 'turns')
 
   async def run(self, pieces: Sequence[Callable[[], _Value]]) -> list[_Value]:
-    """Returns the values of pieces, each of which has waited for its turn.
+    """Runs the pieces of a request, each at its turn; returns their values.
 
-    A piece that has begun runs to its end, and others wait for it, even if
-    nobody wants its value any more.
+    A piece that has begun runs to its end, and other requests wait for it, even
+    if its own request is cancelled.
 
     Raises:
       ApiError: the time of the request is over.

@@ -36,11 +36,11 @@ from specdec_jax.serving.settings import ServeSettings
 
 _LOG = logging.getLogger(__name__)
 _NOT_READY = 'The server is not ready yet: it compiles.'
-_READ_TOGETHER = 4  # rows, where several wait
-_LANE_ROWS = 4  # of a pool of rows with the same rules
+_READ_TOGETHER = 4  # the most waiting rows that are read in one call
+_LANE_ROWS = 4  # rows in the pool of a lane
 _LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
-_STOP_IDS = 8  # that each row has room for, if the engine has no more
-# Kinds of rows for which rounds have programs of their own.
+_STOP_IDS = 8  # stop ids per row, or more if the engine has more
+# Kinds of rows whose rounds need different programs.
 _SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
 
 
@@ -194,7 +194,7 @@ class Worker:
         self._tell(row, row.terms.ended(row.passed_over))
 
   def cancel(self, rows: Iterable[Any]) -> None:
-    """Ends rows whose outputs nobody wants any more; they hear nothing."""
+    """Cancels rows; their listeners get no further update."""
     with self._lock:
       self._taken.difference_update(rows)
       self.scheduler.cancel(rows)
@@ -242,10 +242,10 @@ class Worker:
 
   @property
   def num_rows(self) -> int:
-    """Rows that were taken and are not done."""
+    """The number of rows that were taken and are not finished."""
     return self.num_waiting + self.num_running
 
-  # What the thread that decodes does.
+  # Methods of the decoding thread.
 
   def _run(self) -> None:
     try:
@@ -296,7 +296,7 @@ class Worker:
     except RuntimeError:  # the loop of its listener has ended
       self.cancel([row])
 
-  # What the thread that compiles does.
+  # Methods of the compiling thread.
 
   def _compile(self) -> None:
     """Compiles all programs; with the first ones there, rows are taken.
@@ -335,7 +335,7 @@ class Worker:
       self._compile_lane(lane)
 
   def _compile_lane(self, lane: Lane) -> None:
-    """Compiles the programs of a lane, unless nobody wants them any more."""
+    """Compiles the programs of a lane, unless its rows were cancelled."""
     begin = time.perf_counter()
     while not (self.scheduler.forget_idle() or self._ends):
       time.sleep(_LOOK_SECONDS)
@@ -392,7 +392,11 @@ class Worker:
   def _rehearse(
     self, pool: SlotPool, decodes: Iterable[tuple[Any, ...]]
   ) -> None:
-    """Decodes: text, kind, rows, size of the pool, and later sizes of each."""
+    """Decodes short outputs to compile programs; no one reads the outputs.
+
+    Each item has a text, a kind, a number of rows, the size of the pool, and
+    the sizes that the pool takes later.
+    """
     # More tokens than two rounds make.
     longest = 2 * pool.policy.longest + 3
     longest = min(longest, self.engine.config.max_decode_len)
@@ -426,7 +430,7 @@ class Worker:
     return self.engine.text_request([text], speculative, **options)
 
   def _some(self, text: Any, **options: Any) -> TextRequest:
-    """Makes the request of a text that nobody reads, in any language."""
+    """Makes a request for warm-up, in any of the target's languages."""
     for language in list(self.engine.codec.languages().known)[:1]:
       options |= {'source_lang': language, 'target_lang': language}
     return self._request(text, **options)

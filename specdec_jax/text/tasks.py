@@ -403,7 +403,8 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
     Two lists of int32[n], without the end-of-sequence id.
 
   Raises:
-    ValueError: the task lacks one of the two features, or as for its examples.
+    ValueError: the task lacks one of the two features, or its examples cannot
+      be read.
   """
   ends = task.eos_ids()
   if not {*FEATURES} <= ends.keys():

@@ -213,7 +213,7 @@ class PackedBatches:
       step: steps that have been done.
 
     Yields:
-      The epochs before a batch, with a fraction; and the batch.
+      The progress in epochs at which a batch begins, a float; and the batch.
     """
     for number in itertools.count():
       size = len(self._plan(number).batches)

@@ -216,7 +216,7 @@ class Trainer:
         self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
       if time.monotonic() < until:
         self.compile(state)
-      start = time.monotonic() - elapsed  # of the training, over all resumes
+      start = time.monotonic() - elapsed  # as if it had never been interrupted
       most_s = until - start
       if self.config.max_minutes > 0:
         most_s = min(most_s, 60 * self.config.max_minutes)
