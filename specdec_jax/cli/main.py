@@ -100,7 +100,7 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
   for number in range(3):
     try:
       os.fstat(number)
-    except OSError:  # a file would get this number, and then the output
+    except OSError:  # or the next file opened would receive the output
       os.open(os.devnull, os.O_RDWR)
   if sys.stderr is None:  # `print` would use stdout instead
     sys.stderr = open(2, 'w', closefd=False)
@@ -179,7 +179,7 @@ def _interrupted() -> int:
   if unfinished:
     words = sys.orig_argv
     if words[1:] == sys.argv and not words[1].endswith('.py'):
-      words = words[1:]  # the script `specdec` names its Python itself
+      words = words[1:]  # drops Python: `specdec` is a script that starts it
     message += f'. {unfinished[0]!r} has what was finished; to go on'
     message += ', with the same input' * ('-' in words)
     message += f':\n  {shlex.join(words)}'

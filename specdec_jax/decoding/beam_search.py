@@ -442,7 +442,7 @@ def _replay(
     search = beams.where(going_on, after, before)
     going_on, num_held = held, num_held + held
     begin += request.search.draft_width
-  # No level after the last one can hold.
+  # Levels after the last one were not drafted, so none can be accepted.
   last = used + len(draft) * width
   after, _ = _next_level(request, search, of_live, last)
   search = beams.where(going_on, after, search)

@@ -37,7 +37,7 @@ _CREDIT = 4.0  # the most gains that are saved up, in multiples of patience
 # The share of an output's time that a drafter may take that is always wrong; it
 # may take a hundredth more to read the input.
 _MOST_LOST = 0.04
-LEAST_OUTPUT = 128  # tokens of the shortest output that this holds for
+LEAST_OUTPUT = 128  # tokens; the bound holds for outputs of this length or more
 
 
 def of_costs(

@@ -225,7 +225,7 @@ class Drafter(NamedTuple):
 
   @property
   def models(self) -> list[Model]:
-    """The models among `params`; none once an engine has placed these."""
+    """The models among `params`; [] after an engine has placed them."""
     leaves = jax.tree.leaves(self.params)
     return [leaf for leaf in leaves if isinstance(leaf, Model)]
 

@@ -23,7 +23,7 @@ from specdec_jax.models import backend
 from specdec_jax.request import Drafting, RestPolicy
 from specdec_jax.types import Above0, Amount, Count, LengthRule, Positive
 
-_KIND, _VERSION = 'calibration', 1  # of the file
+_KIND, _VERSION = 'calibration', 1  # kind and version of the file's format
 # How far noise may move the time of a call. On an idle machine, with special
 # kernels for one row, a call over 2 to 4 tokens took .9 of a call over 1.
 _NOISE = 0.15

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# A short sentence; the encoder takes as long as its width, a program for each.
+# Least padded widths. Wider ones cost time in the encoder; narrower ones would
+# need more programs.
 SMALLEST_INPUT = 16
 SMALLEST_PROMPT = 8
 

@@ -41,7 +41,7 @@ class PlacedPair(NamedTuple):
     drafter: the drafter, or None.
     params: the placed parameters of both; None for a missing drafter.
     fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of the
-      parameters; with the name of a drafter that is not a small model.
+      parameters; for a drafter that is not a small model, its name is added.
   """
 
   target: LanguageModel

@@ -212,7 +212,7 @@ class DecodeConfig:
 
   @property
   def rows(self) -> int:
-    """Outputs that are decoded together: those of each example."""
+    """Outputs that are decoded together: batch size times samples."""
     return self.batch_size * self.options.num_samples
 
   @property

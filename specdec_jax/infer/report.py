@@ -161,7 +161,7 @@ def errors_of(
     if config.is_task:
       place = f'example {config.index(i)}'
     if error is not None:
-      # The reader of a file has named the line.
+      # Errors of the file's reader name the line already.
       errors.append(error if example.skipped else f'{place}: {error}')
   return errors
 

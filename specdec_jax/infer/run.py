@@ -412,7 +412,7 @@ def choose_gammas(
     calibration.CalibrationError: it is of other models or of another device.
   """
   _ = engine.drafter  # raises if there is none
-  temperature: Any = config.options.temperature  # a run has one
+  temperature: Any = config.options.temperature  # the same for all texts
   rows = config.rows
   if engine.fallback and config.searches:
     expected = 'False in a beam search, where no drafter rests'

@@ -184,7 +184,10 @@ def _times(
 def _with_run(
   predicted: Calibration, engine: Engine, texts: Sequence[str], until: float
 ) -> Calibration:
-  """Returns the calibration with the speed-up for one row limited by a run."""
+  """Lowers the speed-up for one row to a measured one, if that is smaller.
+
+  A calibration predicts the speed-up; here texts are decoded to measure it.
+  """
   choice = predicted.choices[0]
   # Texts of similar lengths need few programs.
   by_length = sorted(dict.fromkeys(texts), key=engine.num_input_tokens)
@@ -574,7 +577,7 @@ def _read_times(value: Mapping[str, Any]) -> dict[str, float]:
 def host_times(
   engine: Engine, rows: int, temperature: float
 ) -> dict[str, float]:
-  """Returns milliseconds of each of `_HOST_TIMES`: medians of runs in turn.
+  """Returns milliseconds of the encoders, a round, and calls: medians.
 
   Raises:
     CalibrationError: they contradict each other.

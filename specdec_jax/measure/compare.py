@@ -31,7 +31,7 @@ from specdec_jax.report.table import Column, Table
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Amount, Positive
 
-KIND = 'methods'  # of the record
+KIND = 'methods'  # the record's kind
 PLAIN = 'plain'
 _DRAWS = 2000  # bootstrap samples of the texts, for intervals
 _INTERVAL = (2.5, 97.5)  # percent

@@ -229,7 +229,7 @@ class _Work:
   def figure5(self):
     # The benchmark's table is of random ids, but the figure is of the text.
     quiet = rich.console.Console(quiet=True)
-    assert self.config.costs is not None  # `_NEEDS`
+    assert self.config.costs is not None  # checked before, see `_NEEDS`
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):

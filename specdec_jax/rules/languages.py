@@ -657,7 +657,7 @@ class _Reader:
     self._made: dict[tuple[str, int], Language] = {}
 
   def whole(self, nodes: Any, flags: int, rest: Language = EMPTY) -> Language:
-    """Returns the texts that parsed nodes match, followed by those of `rest`."""
+    """Returns the texts that parsed nodes match, each followed by `rest`."""
     language = self._read(nodes, flags) + rest
     if self._search:
       language = concat([EVERY, language, EVERY])

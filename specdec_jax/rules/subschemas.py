@@ -59,8 +59,9 @@ class Schema(dict):
 
   Attributes:
     at: its JSON pointer.
-    parts: pairs of a keyword and a subschema; of `$ref`, of what it means.
-    is_recursive: whether it is within itself.
+    parts: pairs of a keyword and a subschema; a `$ref` is paired with the
+      schema that it refers to.
+    is_recursive: whether the schema contains itself.
   """
 
   __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]

@@ -57,16 +57,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
   'add_generation_prompt': (True,), 'guided_decoding_backend': ('auto',),
   'add_special_tokens': (True, False),
 }  # fmt: skip
-# The only values that fields may have in a kind of request, which has the first
-# field.
+# Field -> words for messages, and the only values that other fields may have in
+# a request with that field.
 _ONLY: dict[str, tuple[str, dict[str, Any]]] = {
   'use_beam_search': ('in a beam search', {
     'temperature': 0, 'top_p': 1, 'top_k': 0, 'min_p': 0, 'min_tokens': 0,
     'stop': [], 'ignore_eos': False, 'stream': False,
   }),
-  # Its answer is put together at its end.
+  # The outputs of the sentences are joined only when all are finished.
   'split': ('with split', {'stream': False, 'echo': False, 'logprobs': None}),
-  # Its template has the special tokens.
+  # A chat's template adds the special tokens itself.
   'is_chat': (
     'in a chat', {'echo': False, 'split': None, 'add_special_tokens': False}
   ),

@@ -403,7 +403,7 @@ class PiecesBackend:
     return count if isinstance(count, int) else 0
 
   def with_sentinels(self, exist: bool) -> 'PiecesBackend':
-    """Returns a copy whose `sentinels` are added tokens, or do not exist."""
+    """Returns a copy with `sentinels` as added tokens, or without them."""
     backend = copy.copy(self)
     if not exist:
       backend.added, backend.pieces = (
