@@ -98,7 +98,7 @@ class Worker:
     if engine.programs.row_multiple > 1:
       expected = '1: a pool of one row cannot be split'
       multiple = engine.programs.row_multiple
-      raise unexpected('data', expected, multiple)
+      raise unexpected('Placement.data', expected, multiple)
     self._texts = self._texts_of_all_widths()
     self._counts = (1, _READ_TOGETHER)[: settings.rows]
     widest = self._some(self._texts[-1], max_length=1).rows[0]
