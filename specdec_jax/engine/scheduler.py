@@ -40,7 +40,7 @@ _ALONE_ROUNDS = 12  # where one row runs and none waits; plain ones: 3 times
 _SHRINK_AFTER = 16  # steps with a pool that is larger than it need be
 _MOST_POOLS = 4  # of lanes, whose programs are compiled aside
 _PIECE_ROUNDS = 4  # of a beam search, between two steps of other rows
-IDLE_LANES = 4  # whose programs are kept
+IDLE_LANES = 2  # whose programs are kept
 _MOST_LANES = 16  # if all are in use
 
 Told = list[tuple[Row, Update]]
@@ -515,6 +515,7 @@ class Lane:
     uses: `SlotPool.used` once the programs are compiled; None before.
     programs: these, of rows in slots.
     is_kept: whether they are never forgotten.
+    last_used: `time.monotonic()` at which a row came.
     pools: what decodes its rows: those with the same stop ids and constraint
       share one.
   """
@@ -524,6 +525,7 @@ class Lane:
   uses: set[Any] | None = None
   programs: PoolPrograms | None = None
   is_kept: bool = False
+  last_used: float = 0.0
   pools: dict[Any, SlotPool | FixedBatches] = dataclasses.field(
     default_factory=dict
   )
@@ -609,6 +611,7 @@ class Scheduler:
           lane = Lane(row)
           fresh.append(lane)
         self.lanes[kind] = lane
+        lane.last_used = time.monotonic()
         lane.waiting.append(row)
       self.lock.notify()
     return fresh
@@ -784,17 +787,23 @@ class Scheduler:
     lane.programs = pool.programs
     return pool.used | {('rounds', size, False, False)}
 
-  def forget_idle(self) -> bool:
-    """Frees the programs of a lane that was used long ago, if there are many.
+  def forget_idle(self, before: float = 0.0) -> bool:
+    """Frees the programs of the lane that was used longest ago, if it is idle.
+
+    Args:
+      before: frees what was used before that, by `time.monotonic()`; 0 frees
+        one where there is no room for another lane.
 
     Returns:
-      Whether there is room for another lane.
+      Whether nothing is left to be freed.
     """
     with self.lock:
       ready = [lane for lane in self.lanes.values() if lane.uses is not None]
       ready = [lane for lane in ready if not lane.is_kept]
       idle = [lane for lane in ready if not lane.rows]
-      if len(idle) < IDLE_LANES and len(ready) < _MOST_LANES:
+      is_full = len(idle) >= IDLE_LANES or len(ready) >= _MOST_LANES
+      is_old = any(lane.last_used < before for lane in idle[:1])
+      if not (is_old if before else is_full):
         return True
       for lane in idle[:1]:
         self._drop(lane)
