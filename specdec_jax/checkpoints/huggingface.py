@@ -85,12 +85,11 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
     raise unexpected(os.fspath(folder), expected, names, advice)
   index, where = files.read_json(folder / INDEX), os.fspath(folder / INDEX)
   check_type(f'{where}: weight_map', index.get('weight_map'), Mapping[str, str])
-  shards = {*index['weight_map'].values()}
-  for shard in shards:
+  for tensor, shard in index['weight_map'].items():
     if pathlib.Path(shard).name != shard:  # a path could leave the folder
       expected = 'names of files of the same folder'
-      raise unexpected(f'{where}: weight_map', expected, shard)
-  return sorted(shards)
+      raise unexpected(f'{where}: {tensor}', expected, shard)
+  return sorted({*index['weight_map'].values()})
 
 
 def _twice(source: object, first: DiskArray, second: DiskArray) -> ValueError:

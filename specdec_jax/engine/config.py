@@ -5,14 +5,15 @@ import os
 from typing import Annotated
 
 from specdec_jax import partitioning
-from specdec_jax.checks.fields import Bound, Checked
+from specdec_jax.checks.fields import Bound, check_types
+from specdec_jax.engine.options import drafting_of
 from specdec_jax.request import RestPolicy
 from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.types import LengthRule, Positive
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineConfig(Checked):
+class EngineConfig:
   """The settings of an engine.
 
   Attributes:
@@ -50,6 +51,11 @@ class EngineConfig(Checked):
       `translation_memory`: pairs (.tsv), records of `specdec decode`
       (predictions.jsonl) or of a task (.jsonl), or lines of outputs.
 
+  Examples:
+    >>> config = sd.EngineConfig(gamma=5, max_input_len=64)
+    >>> config.max_input_len, config.max_decode_len
+    (64, 120)
+
   Raises:
     ValueError: a value is of another type, too small, or too large for any
       memory.
@@ -69,3 +75,8 @@ class EngineConfig(Checked):
   split_special_tokens: bool | None = None
   skip_special_tokens: bool | None = None
   memory: str | os.PathLike[str] | None = None
+
+  def __post_init__(self):
+    check_types(self)
+    if self.gamma is not None:
+      drafting_of(self.gamma)

@@ -40,7 +40,7 @@ _ALONE_ROUNDS = 12  # if one row runs and none waits; 3 times that without draft
 _SHRINK_AFTER = 16  # steps after which a pool that is too large shrinks
 _MOST_POOLS = 4  # pools of lanes whose programs another thread compiles
 _PIECE_ROUNDS = 4  # rounds of a beam search between two steps of other rows
-IDLE_LANES = 4  # idle lanes that keep their programs
+IDLE_LANES = 2  # idle lanes that keep their programs
 _MOST_LANES = 16  # lanes at a time, if all are in use
 
 Told = list[tuple[Row, Update]]
@@ -519,6 +519,7 @@ class Lane:
     uses: `SlotPool.used` once the programs are compiled; None before.
     programs: the programs of slot pools; None for fixed batches.
     is_kept: whether the programs are kept for ever.
+    last_used: `time.monotonic()` when the last row came.
     pools: stop ids and constraint -> the pool that decodes such rows.
   """
 
@@ -527,6 +528,7 @@ class Lane:
   uses: set[Any] | None = None
   programs: PoolPrograms | None = None
   is_kept: bool = False
+  last_used: float = 0.0
   pools: dict[Any, SlotPool | FixedBatches] = dataclasses.field(
     default_factory=dict
   )
@@ -612,6 +614,7 @@ class Scheduler:
           lane = Lane(row)
           fresh.append(lane)
         self.lanes[kind] = lane
+        lane.last_used = time.monotonic()
         lane.waiting.append(row)
       self.lock.notify()
     return fresh
@@ -786,17 +789,23 @@ class Scheduler:
     lane.programs = pool.programs
     return pool.used | {('rounds', size, False, False)}
 
-  def forget_idle(self) -> bool:
-    """Frees the programs of the longest idle lane, if too many lanes have some.
+  def forget_idle(self, before: float = 0.0) -> bool:
+    """Frees the programs of the least recently used lane, if it is idle.
+
+    Args:
+      before: frees the lane if it was last used before that `time.monotonic()`;
+        0 frees one lane if there is no room for another.
 
     Returns:
-      True if there was room for another lane, so that nothing was freed.
+      Whether nothing is left to be freed.
     """
     with self.lock:
       ready = [lane for lane in self.lanes.values() if lane.uses is not None]
       ready = [lane for lane in ready if not lane.is_kept]
       idle = [lane for lane in ready if not lane.rows]
-      if len(idle) < IDLE_LANES and len(ready) < _MOST_LANES:
+      is_full = len(idle) >= IDLE_LANES or len(ready) >= _MOST_LANES
+      is_old = any(lane.last_used < before for lane in idle[:1])
+      if not (is_old if before else is_full):
         return True
       for lane in idle[:1]:
         self._drop(lane)

@@ -166,7 +166,8 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
     (['demo', '--max-new-tokens=0'], '^error: --max-new-tokens: expected a w'),
     (['demo', '--draft-dtype=x'], "^error: --draft-dtype: .*, got 'x'"),
     (['demo', '--no-repeat-ngram-size=-1'], '^error: --no-repeat-ngram-size: '),
-    (['demo', '--gin.Engine.gamma=-1'], '^error: Engine.gamma: expected'),
+    (['demo', '--gin.EngineConfig.gamma=-1'], '^error: EngineConfig.gamma: '),
+    (['demo', '--gin.Engine.gamma=5'], '^error: engine.Engine.gamma: .*Config'),
     (
       ['demo', '--gin.draft/load.dtype=x'],
       '^error: draft/load.dtype: expected',

@@ -144,5 +144,5 @@ def test_costs_are_made_for_the_gamma_of_each_request(tokenizer):
     request = engine.request(TEXTS[:1], gamma=gamma)
     assert request.drafting.rests.costs.shape == (gamma + 1,)
     assert (request.drafting.rests is costs) == (gamma == 2)
-  plain = engine.text_request(TEXTS[:1], speculative=False).shared
+  plain = engine.text_request(TEXTS[:1], speculative=False).terms.shared
   assert plain.drafting == Drafting()

@@ -124,7 +124,7 @@ def test_greedy_outputs_are_the_targets_own(target, plain, tokenizer, kind):
 
 
 def test_what_was_said_before_costs_few_calls(target, plain, tokenizer):
-  reads = engine_of(tokenizer, target, None).input_ids
+  reads = engine_of(tokenizer, target, None).codec.input_ids
   said = [[*reads(t), *ids] for t, ids in zip(TEXTS, plain, strict=True)]
   drafter = translation_memory(remember(said[:2]), min_match=4)
   found = engine_of(tokenizer, target, drafter).generate(TEXTS)

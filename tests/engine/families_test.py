@@ -192,7 +192,7 @@ def test_given_ids_begin_once(name, engine, tokenizer):
   assert engine.codec.input_ids([BOS]) == [BOS]
   # A text begins with id 0 unless another is given.
   other = Engine(Model(*make('T5X')), tokenizer=tokenizer)
-  assert (other.bos_id, other.num_input_tokens('')) == (0, 1)
+  assert (other.codec.bos_id, other.num_input_tokens('')) == (0, 1)
   for bos_id in (-1, VOCAB_SIZE, 1.5, 'x', True):
     with pytest.raises(ValueError, match='bos_id'):
       make_engine(name, tokenizer, bos_id=bos_id)

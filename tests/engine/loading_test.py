@@ -122,7 +122,7 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
     for seed, network in enumerate(networks)
   ]
   found = notebook.load(*paths, **LENGTHS)
-  assert found.input_ids(TEXTS[0])[-1] == 2
+  assert found.codec.input_ids(TEXTS[0])[-1] == 2
   (score,) = found.score(TEXTS[:1], ['the tree'])
   ends = [*found.tokenizer.encode('the tree'), 2]
   assert found.score(TEXTS[:1], [ends]) == [score]
@@ -207,11 +207,11 @@ def test_ids_that_a_folder_names(tmp_path, vocabularies):
   ):
     folder = gpt2_folder(tmp_path / str(number), one, **described)
     model = notebook.load(folder, **LENGTHS)
-    assert (model.bos_id, model.stop_ids) == (begin, ends)
+    assert (model.codec.bos_id, model.codec.stop_ids) == (begin, ends)
   # A fine-tune ends by others, as its generation_config.json says.
   settings = {'eos_token_id': [9, eos], 'pad_token_id': 299}
   (folder / 'generation_config.json').write_text(json.dumps(settings))
-  assert notebook.load(folder, **LENGTHS).stop_ids == (9, eos)
+  assert notebook.load(folder, **LENGTHS).codec.stop_ids == (9, eos)
   folder = gpt2_folder(tmp_path / 'text', one, eos_token_id='x')
   with pytest.raises(ValueError, match="eos_token_id: .*'x'"):
     notebook.load(folder)

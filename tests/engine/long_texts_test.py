@@ -210,11 +210,12 @@ def test_each_sentence_gets_the_prefix(toy):
 def test_a_prefix_of_the_first_sentence_alone_is_said(tokenizer, prefix):
   ask = {'split': 'sentences'}
   engine = chain_engine(tokenizer, max_input_len=99, max_decode_len=12)
-  split_up = splitter(engine, infer.Options(**ask))
+  split_up = splitter(engine.codec, engine.config, infer.Options(**ask))
   with pytest.warns(UserWarning, match=f"'{prefix}'.*split_prefix"):
     split_up(f'{prefix}a! b!')
   split_up(f'{prefix}a!')  # has no other sentence
-  splitter(engine, infer.Options(**ask, split_prefix=prefix))('a! b!')
+  with_prefix = infer.Options(**ask, split_prefix=prefix)
+  splitter(engine.codec, engine.config, with_prefix)('a! b!')
 
 
 def test_samples_beams_and_texts_without_a_word(toy):

@@ -53,7 +53,7 @@ def client(url):
 @pytest.fixture
 def held(scheduler, monkeypatch):
   """No row gets a slot until this is called."""
-  monkeypatch.setattr(scheduler, '_fill', lambda: time.sleep(0.001))
+  monkeypatch.setattr(scheduler.ordinary, '_fill', lambda: time.sleep(0.001))
   yield monkeypatch.undo
   monkeypatch.undo()
   wait_until(lambda: not scheduler.num_rows)

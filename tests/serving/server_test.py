@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.util
 import itertools
@@ -251,22 +252,24 @@ def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
   asked = {'n': 2, 'max_tokens': 9, 'use_beam_search': True}
   with nothing_compiles():
     want = texts_of(create(client, TEXTS[0], **asked))
-  real, over = engine.search, threading.Event()
+  name, over = 'decode_in_pieces', threading.Event()
+  real = engine.programs.decode_in_pieces
 
   def slow(*args):
-    advance = real(*args)
-    return lambda rounds: advance(rounds) if over.is_set() else None
+    while not over.is_set():
+      yield None
+    yield from real(*args)
 
   def fail(*args):
     raise RuntimeError('no memory')
 
-  monkeypatch.setattr(engine, 'search', lambda *_: fail)
+  monkeypatch.setattr(engine.programs, name, fail)
   with pytest.raises(openai.InternalServerError, match='kind'):
     create(client, TEXTS[0], **asked)
-  monkeypatch.setattr(engine, 'search', slow)
+  monkeypatch.setattr(engine.programs, name, slow)
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     long = pool.submit(create, client, TEXTS[0], **asked)
-    wait_until(lambda: scheduler.num_waiting)
+    wait_until(lambda: scheduler.num_running)
     assert create(client, TEXTS[1]).choices and not long.done()
     over.set()
     assert texts_of(long.result()) == want
@@ -661,7 +664,8 @@ def test_a_stop_finishes_what_was_taken(engine, monkeypatch):
 def test_a_stop_ends_what_takes_too_long(engine, monkeypatch):
   with stopping(engine, drain_seconds=0.2) as (made, address, scheduler):
     wait_until(lambda: scheduler.takes_rows)
-    monkeypatch.setattr(scheduler, '_fill', lambda: time.sleep(0.001))
+    wait = functools.partial(time.sleep, 0.001)
+    monkeypatch.setattr(scheduler.ordinary, '_fill', wait)
     body = {'prompt': TEXTS[0], 'stream': True}
     url = f'{address}{PATH}'
     with httpx.stream('POST', url, json=body, timeout=300) as answer:

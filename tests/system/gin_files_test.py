@@ -10,7 +10,6 @@ import pytest
 from repository import ROOT
 from specdec_jax import infer, training
 from specdec_jax.cli import gin_flags
-from specdec_jax.models import sizes
 from specdec_jax.models.base import param_shapes
 from specdec_jax.paper import printed
 
@@ -72,7 +71,6 @@ def test_every_size_has_its_published_count(alone):
 def counted(name, network):
   """Parameters in millions; LaMDA's without its embedding."""
   count = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(network)))
-  assert sizes.num_params(network.config) == pytest.approx(count, rel=0.1)
   if name.startswith('lamda'):
     count -= network.config.vocab_size * network.config.emb_dim
   return count / 1e6

@@ -117,6 +117,7 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
         assert status == want, body
         beside += found
       beside += ordinary(http, max(1, 200 - len(beside)))
+      served.until(lambda: served.lines and '"left": 1}' in served.lines[-1])
     begin, end, most = memory.all[0], memory.now, max(memory.all)
     for name, found in (('alone', alone), ('beside', beside)):
       middle = statistics.median(found)
@@ -131,7 +132,7 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
     ]
     assert len(compiled) >= 9
     assert statistics.median(beside) <= 3 * statistics.median(alone)
-    assert slowest <= min(compiled) / 4, (slowest, compiled)
-    # Four kinds are kept, each with some 50 MB of programs.
-    assert end <= begin + (400 << 20) and most <= begin + (1 << 30)
+    assert slowest <= 3 * max(alone), (slowest, compiled)
+    assert slowest <= min(compiled) / 4  # nobody waits for a compilation
+    assert end <= 1.4 * begin and most <= begin + (1 << 30)
     assert served.end() == 0
