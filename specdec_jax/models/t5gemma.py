@@ -124,5 +124,5 @@ class T5Gemma(Transformer):
   """
 
   config: T5GemmaConfig
-  # An input begins with `Engine.bos_id` and has no end of sequence.
+  # An input begins with `Codec.bos_id` and has no end of sequence.
   ends_inputs = False
