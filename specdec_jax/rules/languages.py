@@ -332,58 +332,83 @@ def _holds(anchor: str, inside: set[int], before: int, after: int) -> bool:
   return is_boundary
 
 
-def _determined(nfa: _Nfa, start: int) -> Dfa:
-  """Makes the automaton deterministic: a state is a set of the old states.
+class _Positions:
+  """Sets of an automaton's old states, which are called positions here.
 
-  The old states are called positions here. A state with an anchor among its
-  positions also contains the class of the symbol before it.
+  Attributes:
+    guarded: the positions with an anchor.
+    members: positions in all sets so far.
   """
-  cuts, classes, covered = _classes([*nfa.labels])
-  kinds, members = range(1 + int(classes.max())), 0
-  guarded = {position for position, each in enumerate(nfa.guards) if each}
 
-  @functools.cache
-  def closure(position: int) -> frozenset[int]:
+  def __init__(self, nfa: _Nfa, covered: list[set[int]]):
+    """Takes the automaton, and the classes of symbols of each label."""
+    self._nfa, self._covered = nfa, covered
+    self.guarded = {place for place, each in enumerate(nfa.guards) if each}
+    self.members = 0
+    self._closures: dict[int, frozenset[int]] = {}
+
+  def closure(self, position: int) -> frozenset[int]:
     """Returns the positions reached without a symbol, less the dead ends."""
-    nonlocal members
-    reached, todo = {position}, [position]
+    if position in self._closures:
+      return self._closures[position]
+    nfa, reached, todo = self._nfa, {position}, [position]
     while todo:
       more = {*nfa.empty[todo.pop()]} - reached
       reached |= more
       todo += more
-    useful = (x for x in reached if nfa.edges[x] or x in guarded or x == 0)
-    members += len(closed := frozenset(useful))
-    check_size(members, _MOST_MEMBERS, 'positions in its states')
-    return closed
+    useful = frozenset(
+      x for x in reached if nfa.edges[x] or x in self.guarded or x == 0
+    )
+    self.count(len(useful))
+    self._closures[position] = useful
+    return useful
 
-  def closed(positions: frozenset[int]) -> frozenset[int]:
-    return frozenset[int]().union(*map(closure, positions))
+  def count(self, number: int) -> None:
+    """Adds to `members`; raises TooLarge if there are too many."""
+    self.members += number
+    check_size(self.members, _MOST_MEMBERS, 'positions in its states')
 
-  def through(positions: frozenset[int], before: int, after: int) -> list[int]:
+  def closed(self, positions: frozenset[int]) -> frozenset[int]:
+    """Returns the closures of positions together."""
+    return frozenset[int]().union(*map(self.closure, positions))
+
+  def through(
+    self, positions: frozenset[int], before: int, after: int
+  ) -> list[int]:
     """Adds the positions reached by anchors that hold between two symbols."""
     reached, listed = {*positions}, [*positions]
     for position in listed:  # the loop appends to the list
-      for (anchor, label), target in nfa.guards[position]:
-        if _holds(anchor, covered[label], before, after):
-          listed += closure(target) - reached
-          reached |= closure(target)
+      for (anchor, label), target in self._nfa.guards[position]:
+        if _holds(anchor, self._covered[label], before, after):
+          listed += self.closure(target) - reached
+          reached |= self.closure(target)
     return listed
 
-  def behind(positions: Iterable[int], kind: int) -> frozenset[int]:
-    edges = itertools.chain.from_iterable(nfa.edges[x] for x in positions)
+  def behind(self, positions: Iterable[int], kind: int) -> frozenset[int]:
+    """Returns the positions behind a symbol of a class."""
+    edges = itertools.chain.from_iterable(self._nfa.edges[x] for x in positions)
     return frozenset(
-      target for label, target in edges if kind in covered[label]
+      target for label, target in edges if kind in self._covered[label]
     )
 
+
+def _determined(nfa: _Nfa, start: int) -> Dfa:
+  """Makes the automaton deterministic: a state is a set of positions.
+
+  A state with an anchor among its positions also contains the class of the
+  symbol before it.
+  """
+  cuts, classes, covered = _classes([*nfa.labels])
+  kinds, positions = range(1 + int(classes.max())), _Positions(nfa, covered)
+  guarded = positions.guarded
   states: list[tuple[frozenset[int], int, bool]] = [(frozenset(), 0, False)]
   numbers, accepting = {states[0]: 0}, list[bool]()
   rows = list[np.ndarray]()
 
   @functools.cache
-  def number(positions: frozenset[int], before: int, is_end: bool) -> int:
-    nonlocal members
-    subset = closed(positions)
-    members += len(positions) + len(subset)
+  def number(targets: frozenset[int], before: int, is_end: bool) -> int:
+    subset = positions.closed(targets)
+    positions.count(len(targets) + len(subset))
     state = subset, 0 if subset.isdisjoint(guarded) else before, is_end
     if state not in numbers:
       numbers[state] = len(states)
@@ -392,6 +417,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
 
   begin = number(frozenset([start]), _EDGE, False)
   newline = covered[nfa.labels[_NEWLINE]] if _NEWLINE in nfa.labels else ()
+  through, behind = positions.through, positions.behind
   for subset, before, is_end in states:  # the loop appends to the list
     if not len(rows) % 64:
       check_time()
@@ -402,7 +428,8 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
       following = [{*behind(through(subset, before, x), x)} for x in kinds]
       for kind in newline:
         last = behind(through(subset, before, _LAST_NEWLINE), kind)
-        ends |= {kind} if 0 in through(closed(last), kind, _EDGE) else set()
+        last = positions.closed(last)
+        ends |= {kind} if 0 in through(last, kind, _EDGE) else set()
     else:
       for label, target in itertools.chain(*(nfa.edges[x] for x in subset)):
         for kind in covered[label]:
@@ -414,7 +441,6 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
     rows.append(np.array(row, np.int32))
     check_size(len(states), MOST_STATES, 'states')
     check_size(len(states) * len(kinds), _MOST_CELLS, 'edges')
-    check_size(members, _MOST_MEMBERS, 'positions in its states')
   return Dfa(cuts, classes, np.stack(rows), np.array(accepting), begin)
 
 
