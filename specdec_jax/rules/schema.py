@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -42,6 +43,10 @@ _FULL['null'] = languages.literal('null')
 _FULL['boolean'] = languages.words(['false', 'true'])
 _FULL['number'] = scalars.ANY_NUMBER
 
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+# Brackets in each other: each takes ten of the 1,000 calls that Python allows,
+# and NumPy says something else where a call is one too many.
+_MOST_DEPTH = 64
 _Member = tuple[Language, Language]  # key and value
 _Schemas = tuple[Any, ...]  # schemas that all apply to a value
 _Entered = tuple[str, ...]  # schemas entered on the path to a value, sorted
@@ -66,12 +71,13 @@ def language_of(
     text = schema if isinstance(schema, str) else json.dumps(schema)
   except (TypeError, RecursionError) as error:
     raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
-  try:
-    language = _Texts(blanks).language((subschemas.checked(text),), ())
-    is_empty = language.is_empty
-  except RecursionError:
-    raise unexpected('json_schema', 'less nesting', schema) from None
-  if is_empty:
+  brackets = re.findall(r'[][{}]', _QUOTED.sub('', text))
+  depths = itertools.accumulate(1 if x in '[{' else -1 for x in brackets)
+  if max(depths, default=0) > _MOST_DEPTH:
+    expected = f'a nesting of at most {_MOST_DEPTH}'
+    raise unexpected('json_schema', expected, schema)
+  language = _Texts(blanks).language((subschemas.checked(text),), ())
+  if language.is_empty:
     raise unexpected('json_schema', 'a schema that has a value', schema)
   return language
 
