@@ -56,7 +56,7 @@ TOKENS, TURNS = 52, 15
 NO_END = {'stop_ids': (), 'max_length': TOKENS}
 PENALTIES = {'repetition_penalty': 1.2, 'no_repeat_ngram_size': 3}
 JSON = {'json_schema': SCHEMA}
-# Of as many tokens as those without rules: what is read weighs the same.
+# As many tokens as without rules, so that reading the input weighs the same.
 REGEX = {'regex': '[A-Za-z ,.]{300,}', 'max_length': TOKENS}
 TEXT = {'type': 'string', 'minLength': 300}
 LONG = {'json_schema': {'items': TEXT, 'minItems': 1, 'type': 'array'}}

@@ -127,7 +127,7 @@ def imported_suites(path: pathlib.Path) -> set[str]:
 
 
 def test_suites_share_only_toys(tmp_path):
-  """What two suites need is in tests/toys."""
+  """Suites share helpers through tests/toys alone."""
   for path in TESTS.rglob('*.py'):
     assert not imported_suites(path), path
   # The check itself sees an import of a test module.

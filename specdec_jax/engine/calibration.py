@@ -234,8 +234,7 @@ class Calibration:
       choice = self.at(size)
       rule = self.rule(size) if choice.gamma and adapts else None
       costs = choice.rests(choice.gamma, adapts)
-      rests = costs or drafting.rests or False
-      rests = rests if drafting.rests else False
+      rests = (costs or drafting.rests) if drafting.rests else False
       plan[size] = drafting_of(rule or choice.gamma, rests)
     return plan
 

@@ -227,11 +227,11 @@ class Engine:
       batch_size: texts that are decoded together; None is the engine's. If
         there are more, each finished text makes room for the next.
       **options: fields of `Options` and `RuleOptions`, such as `temperature`,
-        `top_k`, `top_p`,
-        `max_length`, `min_length`, `num_samples`, `stop_strings`, `stop_ids`,
-        `num_beams`, `seed`, `example_ids` and `split`; names from other
-        libraries, such as `max_new_tokens`, `num_return_sequences` and `stop`;
-        and `gamma` and `speculative` of `text_batch`.
+        `top_k`, `top_p`, `max_length`, `min_length`, `num_samples`,
+        `stop_strings`, `stop_ids`, `num_beams`, `seed`, `example_ids` and
+        `split`; names from other libraries, such as `max_new_tokens`,
+        `num_return_sequences` and `stop`; and `gamma` and `speculative` of
+        `text_request`.
 
     Returns:
       A `Completion` for each sample of each text, in order; with `num_samples`
@@ -252,8 +252,8 @@ class Engine:
       call = {
         x: options.pop(x) for x in ('speculative', 'gamma') & options.keys()
       }
-      asked = self.options(**options)
-      long = LongTexts(self.codec, self.config, texts, asked)
+      of_texts = self.options(**options)
+      long = LongTexts(self.codec, self.config, texts, of_texts)
       call |= {'options': long.options, 'batch_size': batch_size}
       return [*long.joined(self.generate(long.parts, **call))]
     request = self.text_request(texts, **options)
@@ -497,31 +497,32 @@ class Engine:
     Raises:
       ValueError: as for `generate`.
     """
-    asked = self.options(options, **named)
-    if asked.split is not None:
+    options = self.options(options, **named)
+    if options.split is not None:
       expected = 'None: only Engine.generate and a run split texts'
-      raise unexpected('split', expected, asked.split)
-    check_texts(texts)
+      raise unexpected('split', expected, options.split)
     check_type('speculative', speculative, bool | None)
     if speculative is None:
-      drafts = asked.num_beams is None or backend.kind() != 'cpu'
+      drafts = options.num_beams is None or backend.kind() != 'cpu'
       speculative = self.has_drafter and drafts
     drafting = Drafting()
     if speculative:
       drafting = self.drafting
       if gamma is not None:
         drafting = drafting_of(gamma, self.fallback)
-      pair.check_drafts(self.drafter, drafting.adapts, asked.num_beams)
-    stop_ids = self.codec.stop_ids if asked.stop_ids is None else asked.stop_ids
+      pair.check_drafts(self.drafter, drafting.adapts, options.num_beams)
+    stop_ids = (
+      self.codec.stop_ids if options.stop_ids is None else options.stop_ids
+    )
     stop_ids = [int(token) for token in stop_ids]
     check_ids('stop_ids', stop_ids, self.target.vocab_size)
-    asked = dataclasses.replace(asked, stop_ids=stop_ids)
+    options = dataclasses.replace(options, stop_ids=stop_ids)
     return TextRequest(
       self.codec,
       self.config,
       texts,
-      asked,
-      self.rule_book.rules_of(asked, stop_ids),
+      options,
+      self.rule_book.rules_of(options, stop_ids),
       drafting,
       self.tree,
     )

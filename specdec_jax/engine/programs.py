@@ -121,8 +121,8 @@ class Programs:
       request_of: makes the request, given its number of rows.
       num_rows: rows with a text.
     """
-    least = rounded_up(padded_rows(num_rows), self.row_multiple)
-    request = request_of(least)
+    request = self.exactly(request_of, num_rows)
+    least = len(request.inputs)
     if ('decode', _shapes(request)) not in self._whole:
       for rows in sorted(self._whole_rows):
         if least < rows <= 2 * least:

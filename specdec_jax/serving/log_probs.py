@@ -144,7 +144,7 @@ def _of_completions(
 ) -> dict[str, Any]:
   """Returns the `logprobs` of completions; the top has the token itself."""
   top = [
-    # Of tokens with the same name the likeliest counts.
+    # If tokens have the same name, the likeliest one is shown.
     {each['token']: each['logprob'] for each in (entry, *likeliest[::-1])}
     if (likeliest := entry['top_logprobs'])
     else None

@@ -223,7 +223,7 @@ def test_json_of_another_kind(saved, tmp_path, text):
 
 @pytest.mark.parametrize('value', WRONG, ids=repr)
 def test_values_of_another_kind(saved, tmp_path, value):
-  """Of a specification; huggingface_test has config.json's."""
+  """Reads a specification; huggingface_test does so for config.json."""
   stored = shutil.copytree(saved / 'stored', tmp_path / 'stored')
   for field in ('metadata', 'driver', 'kvstore'):
     write_stored(stored, PARAMS, **{field: value})

@@ -75,7 +75,7 @@ def test_what_a_shell_may_take_away(folder, line, status, words):
 BUSY = """
 import hashlib, signal, sys, threading, time
 from specdec_jax.cli import main, resumable
-# What runs in the background of a script ignores it, and these tests may.
+# A script's background jobs ignore SIGINT, and these tests may be such a job.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def busy():

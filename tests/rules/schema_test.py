@@ -246,7 +246,7 @@ def test_some_of_the_official_suite():
 def test_the_official_suite():
   wrong, refused = wrong_of_suite(SUITE)
   assert wrong == []
-  # Of what is not followed nothing is wrong; the rest is more than two thirds.
+  # What is followed has no error, and more than two thirds is followed.
   assert len(refused) < len(SUITE) / 3
 
 
