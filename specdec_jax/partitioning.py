@@ -59,6 +59,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('wo/kernel', ('mlp', 'embed')),
   ('(out|wo)/bias', ('embed',)),
   ('logits_dense/kernel', ('embed', 'vocab')),
+  ('logits_bias', (None, 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
   ('place', (None,)),  # see `models.other_ids`

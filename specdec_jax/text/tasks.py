@@ -223,7 +223,8 @@ class LocalTask:
           has_ids = feature == 'inputs' or text[feature]
           ids: list[int] = []
           if has_ids and BROKEN not in example:
-            ids = vocabulary.whole(text[feature], lengths.get(feature))
+            reader = vocabulary.inputs if feature == 'inputs' else vocabulary
+            ids = reader.whole(text[feature], lengths.get(feature))
           example[feature] = np.asarray(ids, np.int32)
         yield example
 

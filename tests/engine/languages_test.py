@@ -11,7 +11,7 @@ import toy_models
 from folders import LANGUAGES, write_nllb
 from specdec_jax import training
 from specdec_jax.engine.engine import Engine
-from specdec_jax.models.m2m100 import M2M100
+from specdec_jax.models.bart import M2M100
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
 from toy_families import NLLB as SMALL
