@@ -59,6 +59,7 @@ FOLDERS = {
     'gpt2': GPT2,
     'm2m_100': NLLB,
     'bart': BART,
+    'plbart': BART,
     'mbart': MBART,
     'pegasus': PEGASUS,
     'marian': MARIAN,
@@ -76,7 +77,8 @@ LLAMA_3_1 = _CONFIGS['llama']['rope_scaling']
 # What stands before all names in a file, the output layer's excepted.
 PREFIXES = {
   'gpt2': 'transformer.',
-  **dict.fromkeys(('m2m_100', 'bart', 'mbart', 'pegasus', 'marian'), 'model.'),
+  **dict.fromkeys(('m2m_100', 'bart', 'plbart', 'mbart'), 'model.'),
+  **dict.fromkeys(('pegasus', 'marian'), 'model.'),
   'gemma3': 'language_model.model.',
   **dict.fromkeys(('llama', 'qwen2', 'qwen3', 'gemma2'), 'model.'),
   **dict.fromkeys(('gemma3_text', 't5gemma', 't5gemma2'), 'model.'),

@@ -87,6 +87,8 @@ def their_model(name: str) -> Any:
         scale = 0.05
       elif is_bart and 'embed_positions' in part:
         scale = 1.0
+      elif family in ('PLBart', 'Marian') and 'layer' not in part:
+        scale = 0.05  # they are multiplied by sqrt(M)
       parameter += scale * torch.randn(parameter.shape)
     if name == 'T5 1.0':
       model.shared.weight *= 0.1
@@ -96,7 +98,7 @@ def their_model(name: str) -> Any:
       model.generation_config.forced_eos_token_id = None
     if hasattr(model, 'final_logits_bias'):
       bias = model.final_logits_bias
-      bias += 0.3 * torch.randn(bias.shape)
+      bias += 0.1 * torch.randn(bias.shape)
       bias[:, described.pad_token_id] = -9
   return model.eval()
 

@@ -146,6 +146,13 @@ DECODERS = {
   'Gemma 2': GEMMA2,
   'Gemma 3': GEMMA3,
 }
+BARTS = {
+  'NLLB': NLLB,
+  'BART': BART,
+  'mBART': MBART,
+  'Pegasus': PEGASUS,
+  'Marian': MARIAN,
+}
 ALL = {
   'T5 1.1': T5_1_1,
   'T5 1.0': T5_1_0,
@@ -154,11 +161,7 @@ ALL = {
   'untied': UNTIED,
   'T5X': T5X,
   **DECODERS,
-  'NLLB': NLLB,
-  'BART': BART,
-  'mBART': MBART,
-  'Pegasus': PEGASUS,
-  'Marian': MARIAN,
+  **BARTS,
   'T5Gemma': ONE,
   'T5Gemma 2': TWO,
 }
