@@ -525,6 +525,10 @@ def _numbered(
     model = _sentencepiece(place)
     pieces = map(model.id_to_piece, range(skipped, model.vocab_size()))
     numbers = {name: i for i, name in enumerate([*first, *pieces])}
+    if _UNK not in numbers:
+      where = f'{os.fspath(place)!r}: first pieces'
+      expected = f'{_PAD}, {_EOS}, {_UNK}, as in Pegasus'
+      raise unexpected(where, expected, [*map(model.id_to_piece, range(3))])
   added = {}
   if family:
     from specdec_jax.checkpoints.families import WORDS  # brings JAX

@@ -483,3 +483,23 @@ def test_the_configuration_is_written_last(tmp_path, monkeypatch):
     huggingface.save_huggingface(tmp_path, folders.T5, make(folders.T5)[1])
   with pytest.raises(ValueError, match='config.json'):
     read(tmp_path)
+
+
+@pytest.mark.parametrize('layers', [0, 3])
+@pytest.mark.parametrize(
+  'name', ['m2m_100', 'bart', 'mbart', 'pegasus', 'marian']
+)
+def test_a_bart_is_written_as_it_is_read(name, layers, tmp_path):
+  """Also a decoder alone, which reads its target's encoder."""
+  config = dataclasses.replace(FOLDERS[name][1], num_encoder_layers=layers)
+  params = make(config)[1]
+  ids = config_json.SpecialIds(config.start_id, (2,), config.pad_id)
+  huggingface.save_huggingface(tmp_path, config, params, ids, {'target': 'x'})
+  have, loaded = read(tmp_path)
+  assert have == config and folders.special_ids(tmp_path) == ids
+  described = json.loads((tmp_path / 'config.json').read_text())
+  assert described['model_type'] == name
+  for ours, theirs in zip(
+    jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True
+  ):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)

@@ -218,3 +218,5 @@ def test_an_engine_beyond_the_positions(tokenizer):
   with pytest.raises(ValueError, match='learned 128 positions.*lower'):
     engine.generate(['a'])
   assert engine.num_programs == 0
+  with pytest.raises(ValueError, match='max_input_len: expected at most 160'):
+    make_engine('BART', tokenizer, max_input_len=161)

@@ -359,3 +359,61 @@ def test_special_ids_that_are_refused(tmp_path):
     small_vocabulary.train_as_madlad(tmp_path / 'w', **special)
     with pytest.raises(ValueError, match=words):
       Tokenizer(tmp_path / 'w')
+
+
+# BART's kin; tests/parity has more of them.
+
+
+def described(folder, name, model_type, ids=types.MappingProxyType({}), **said):
+  folder.mkdir()
+  small_vocabulary.sentencepiece_of(
+    folder / name, vocab_size=50, hard_vocab_limit=False, **ids
+  )
+  (folder / 'config.json').write_text(json.dumps({'model_type': model_type}))
+  (folder / 'tokenizer_config.json').write_text(json.dumps(said))
+  return folder
+
+
+def test_mbart_has_its_language_behind_or_before(tmp_path):
+  for kind, count, last in ('MBart', 25, True), ('MBart50', 52, False):
+    name = f'{kind}Tokenizer'
+    made = Tokenizer(
+      described(tmp_path / kind, M2M, 'mbart', tokenizer_class=name)
+    )
+    first = made.languages['ar_AR']
+    assert [*made.languages.values()] == [*range(first, first + count)]
+    assert made.language_last == last and (made.eos_id, made.after) == (2, [2])
+    assert made.decode([first, *made.encode('a cat'), 2]) == 'a cat'
+
+
+def test_pegasus_moves_its_pieces(tmp_path):
+  ids = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+  one = 'spiece.model', 'pegasus'
+  made = Tokenizer(described(tmp_path / 'one', *one, ids))
+  assert [made.pieces[i] for i in (0, 1, 2, 3, 4)] == [
+    *('<pad>', '</s>', '<mask_1>', '<mask_2>', '<unk_2>')
+  ]
+  assert min(made.encode('a cat')) > 105
+  assert made.decode([*made.encode('a cat'), 1]) == 'a cat'
+  with pytest.raises(ValueError, match='first pieces: expected <pad>'):
+    Tokenizer(described(tmp_path / 'two', *one))
+
+
+def test_marian_reads_by_one_model_and_writes_by_another(tmp_path):
+  folder = described(tmp_path / 'one', 'source.spm', 'marian')
+  model = small_vocabulary.sentencepiece_of(
+    folder / 'target.spm', ['und'], vocab_size=50, hard_vocab_limit=False
+  )
+  pieces = [model.id_to_piece(i) for i in range(3, model.vocab_size())]
+  names = ['</s>', '<unk>', *pieces, '>>fra<<', '<pad>']
+  (folder / 'vocab.json').write_text(
+    json.dumps({name: i for i, name in enumerate(names)})
+  )
+  made = Tokenizer(folder)
+  code, *rest = made.inputs.encode('>>fra<< a cat')
+  assert code == names.index('>>fra<<') and rest == made.inputs.encode('a cat')
+  assert made.inputs.encode('>>xyz<< a')[0] == 1
+  assert made.decode([*rest, 0]) == 'a cat'
+  (folder / 'source.spm').unlink()
+  with pytest.raises(ValueError, match='source.spm'):
+    Tokenizer(folder)
