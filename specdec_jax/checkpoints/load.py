@@ -18,6 +18,7 @@ from specdec_jax.checkpoints.disk_arrays import (
   Shardings,
 )
 from specdec_jax.checks.fields import unexpected
+from specdec_jax.files import shipped
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, NetworkWrapper, param_shapes
@@ -178,18 +179,18 @@ def locate(
     ValueError: there is no checkpoint, or there are several; or a revision is
       given for a path, or for an id that has one already.
   """
-  location, name = open_location(path), os.fspath(path)
+  location, name = open_location(shipped.model(path)), os.fspath(path)
   if revision is not None:
     if location.exists() or '@' in name:
       expected = f'None: {name!r} is no id of the hub, or has its own'
       raise unexpected('revision', expected, revision)
     name = f'{name}@{revision}'
     location = open_location(name)
+  missing = f'No checkpoint could be read at {str(location)!r}'
+  if problem := location.problem():
+    raise ValueError(f'{missing}: {problem}.')
   if not location.exists():
-    missing = (
-      f'No checkpoint could be read at {str(location)!r}: No such file or'
-      ' folder'
-    )
+    missing += ': No such file or folder'
     is_text = isinstance(path, str) or revision is not None
     if not is_text or not _may_be_on_the_hub(name):
       raise ValueError(f'{missing}.')

@@ -77,6 +77,14 @@ class Location:
   def exists(self) -> bool:
     return os.path.lexists(self.path)
 
+  def problem(self) -> str:
+    """Says why what is there cannot be found, such as a loop of links."""
+    try:
+      os.path.lexists(self.path) and os.stat(self.path)
+    except OSError as error:
+      return error.strerror or str(error)
+    return ''
+
   def is_folder(self) -> bool:
     return os.path.isdir(self.path)
 

@@ -200,6 +200,10 @@ def test_a_link_that_leads_nowhere_is_named(saved, tmp_path, name, to):
     ValueError, match=f'{name}.*(No such file|Too many levels)'
   ):
     specdec_jax.load(folder)
+  link = tmp_path / 'b'
+  link.symlink_to(link if to == 'itself' else to)
+  with pytest.raises(ValueError, match='b.: (No such file|Too many levels)'):
+    specdec_jax.load(link)
 
 
 # Metadata of other kinds.
@@ -345,7 +349,7 @@ def test_memory(tmp_path, kind, dtype, place):
 
   To a device some pieces are on their way, too. The least of some processes
   counts: a thread of TensorStore that other processes interrupt frees a chunk
-  only after the next one was read, so that a busy machine adds arrays by chance.
+  only after the next one was read, so a busy machine adds arrays by chance.
   """
   path = tmp_path / 'checkpoint_1'
   rows, total = 8 * 1024, 6 * 32 * MIB
