@@ -86,7 +86,8 @@ class DecodeConfig:
       of a finished example to the next one. Scores come in fixed batches.
     prompt_feature: feature whose tokens each output begins with; 'targets' is
       T5X's prompt_with_targets.
-    shard_id: examples with index % `num_shards` == `shard_id` are decoded.
+    shard_id: examples with index % `num_shards` == `shard_id` are decoded;
+      needed where there are several shards.
     num_shards: number of shards that the examples are split into.
     checkpoint_period: batches that continuous batching takes together.
     include_all_inputs: whether records hold all features, not only texts.
@@ -128,7 +129,7 @@ class DecodeConfig:
   batch_size: Annotated[int, Bound(1, MOST_ROWS)] = 1
   batching: Literal['fixed', 'continuous'] = 'fixed'
   prompt_feature: str | None = None
-  shard_id: Count = 0
+  shard_id: Count | None = None
   num_shards: Positive = 1
   checkpoint_period: Positive = 100
   include_all_inputs: bool = False
@@ -148,6 +149,7 @@ class DecodeConfig:
       if not is_right:
         value = operator.attrgetter(name)(self)
         raise unexpected(name.removeprefix('options.'), expected, value)
+    object.__setattr__(self, 'shard_id', self.shard_id or 0)
     if self.is_task:  # its examples are cut already
       changes: dict[str, Any] = {
         'log_probs': self.task_mode != 'predict',
@@ -164,8 +166,9 @@ class DecodeConfig:
     for name in _PATHS:
       path = getattr(self, name)
       yield name, path is None or (path and '://' not in path), local
-    shards = self.num_shards
-    yield 'shard_id', self.shard_id < shards, f'less than {shards} (num_shards)'
+    shards, shard = self.num_shards, self.shard_id
+    is_shard = shards == 1 if shard is None else shard < shards
+    yield 'shard_id', is_shard, f'less than {shards} (num_shards)'
     lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
     sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
     are_sizes = all(type(size) is int for size in sizes)

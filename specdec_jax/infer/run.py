@@ -154,7 +154,9 @@ def _in_folder(
       path = stack.enter_context(tempfile.TemporaryDirectory())
     folder = Folder(path, config.results_name, process)
     stack.enter_context(folder.claimed())
-    is_finished = folder.finished and not config.overwrite
+    if is_finished := folder.finished and not config.overwrite:
+      kept = f'{folder.name} is finished; it is kept if the models are the same'
+      say(console, f'{kept}. Overwrite it (--overwrite) to make it again.')
     run = _Run(config, folder, console)
     return run.earlier() if is_finished else run.summary(beside)
 
@@ -214,11 +216,6 @@ class _Run:
     summary = folder.read_json(self.config.files_prefix + SUMMARY)
     before = summary.get('settings')
     folder.check_same(before, self.settings, 'finished results')
-    say(
-      self.console,
-      f'{folder.name} is finished; it is kept. Overwrite it (--overwrite) to'
-      ' make it again.',
-    )
     if self._prints_outputs:
       report.print_outputs(folder.read_json(folder.name, lines=True))
     if folder.process == 0:

@@ -238,8 +238,13 @@ WRONG = {
 
 @pytest.mark.parametrize('name', WRONG)
 def test_config_names_the_wrong_field(name):
-  values = {'engine': ReversingEngine, 'num_shards': 2}
+  values = {'engine': ReversingEngine, 'num_shards': 2, 'shard_id': 1}
   values[name.partition('.')[0]] = WRONG[name]
   field = name.removeprefix('options.')
   with pytest.raises(ValueError, match=f'^{field}: expected'):
     infer.DecodeConfig(**values)
+
+
+def test_one_of_several_shards_must_be_named():
+  with pytest.raises(ValueError, match='^shard_id: expected less than 2'):
+    infer.DecodeConfig(ReversingEngine, num_shards=2)
