@@ -30,7 +30,7 @@ from specdec_jax.report import record
 from specdec_jax.report.console import bar, say
 from specdec_jax.report.table import Column, Table
 from specdec_jax.text.tasks import read_prompts
-from specdec_jax.types import Positive
+from specdec_jax.types import Minutes, Positive
 
 # Rounds of these gammas give the time of a proposal, and that of a round
 # without its calls.
@@ -54,6 +54,7 @@ class CalibrateConfig(Timing):
     batches: rows decoded together, in the costs; each has a gamma of its own.
     max_gamma: the largest gamma considered; v(m) is measured to one more.
     repeats: timed rounds, interleaved.
+    minutes: when measurements are cut short; 0: no limit.
     output_file: JSON for `specdec decode`; None writes nothing.
 
   Raises:
@@ -69,6 +70,7 @@ class CalibrateConfig(Timing):
   repeats: Annotated[int, Bound(2, 10_000)] = dataclasses.field(
     default=9, kw_only=True
   )
+  minutes: Minutes = 60.0
 
 
 # An entry per number of rows: 'batch', and 'times_ms', see `calls.steady_ms`.
@@ -98,6 +100,7 @@ def calibrate(
     CalibrationError: the timings contradict each other.
   """
   console = record.begin(console, config.output_file, config.input_file)
+  until = min(until, time.monotonic() + (60 * config.minutes or math.inf))
   with bar(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(

@@ -453,7 +453,7 @@ def call_runs(
 
   def in_time(make: Callable[[], Run]) -> Run:
     if time.monotonic() > until:
-      raise CalibrationError('The time is over.')
+      raise CalibrationError('The time is over: give more minutes.')
     return make()
 
   # XLA compiles without Python's lock, a program on each core.

@@ -126,6 +126,8 @@ def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
   )
   with pytest.raises(CalibrationError, match='time is over'):
     calibrate.calibrate(config, console, until=0.0)
+  with pytest.raises(CalibrationError, match='give more minutes'):
+    calibrate.calibrate(dataclasses.replace(config, minutes=1e-9), console)
   calibrate.calibrate(config, console)
   found = calibration.load(config.output_file)
   (one,), (costs,) = found.choices, found.record['costs']

@@ -132,6 +132,10 @@ def test_from_texts_to_a_drafter(run, capsys, target, tmp_path, monkeypatch):
   assert '--calibration' not in argv
   made = Mock(return_value=toy_calibration.make())
   monkeypatch.setattr(own_drafter.calibrate, 'calibrate', made)
+  with monkeypatch.context() as patched:  # ended by time
+    patched.setattr(own_drafter, '_num_steps', lambda _: 2)
+    _, out, _ = run()
+  assert 'learned in 2 steps only' in out
   check_again(run, tmp_path, '--calibration mine/calibration.json')
 
 
