@@ -400,7 +400,7 @@ class Engine:
       the probabilities that `score` gives to the labels.
 
     Raises:
-      ValueError: as for `score`, or as for `classification.classify`.
+      ValueError: as for `label_ids`, or as for `classification.classify`.
 
     Examples:
       >>> probs = engine.classify(
@@ -410,17 +410,27 @@ class Engine:
       ((1, 2), True)
     """
     check_texts(texts)
-    check_texts(labels, 'labels')
-    outputs = [self.codec.output_ids(label) for label in labels]
+    outputs = self.label_ids(labels)
     read = [self.codec.input_ids(text, source_lang) for text in texts]
     begin = self.codec.languages(target_lang=target_lang).before_output(())
     inputs: Any = [[]] * len(read)
     prompts = read
     if self.target.has_encoder:
       inputs, prompts = read, [[self.target.start_id, *begin]] * len(read)
-    scoring.check_ids(self.target, inputs=read, labels=outputs)
+    scoring.check_ids(self.target, inputs=read)
     params = self.params.target
     return classify(self.target, params, inputs, prompts, outputs)
+
+  def label_ids(self, labels: Texts) -> list[list[int]]:
+    """Returns the ids of labels, each with its end.
+
+    Raises:
+      ValueError: as for `score`, or the vocabulary cannot write one of them.
+    """
+    check_texts(labels, 'labels')
+    for label in labels:
+      self.rule_book.encoded('labels', label)
+    return [self.codec.output_ids(label) for label in labels]
 
   def trace(self, text: str | Sequence[int], **options: Any) -> Trace:
     """Decodes one text and reports which proposals were accepted.

@@ -184,7 +184,7 @@ class Vocabulary:
     kinds = dfa.classes[np.searchsorted(dfa.cuts, range(256), 'right') - 1]
     is_alive = self._alive(dfa, kinds)
     if not is_alive[dfa.start]:
-      text = bytes(language.shortest() or b'').decode()
+      text = bytes(language.shortest() or b'').decode()[self.begins_blank :]
       raise unwritable(name, text, self.missing(text))
     # States of one block allow the same tokens.
     block = languages.blocks(

@@ -247,7 +247,7 @@ class RuleBook:
       return
     choices = options.choices
     if choices is not None:
-      ids = [self._encoded('choices', choice) for choice in choices]
+      ids = [self.encoded('choices', choice) for choice in choices]
       is_possible = any(row.allows([*x, *stop_ids[:1]]) for x in ids)
     else:
       firsts = np.arange(self._vocab_size)
@@ -311,7 +311,7 @@ class RuleBook:
     """Makes the automaton of a constraint and its stop ids, given as JSON."""
     choices, pattern, schema, blanks, stop_ids = json.loads(key)
     if choices is not None:
-      ids = [self._encoded('choices', choice) for choice in choices]
+      ids = [self.encoded('choices', choice) for choice in choices]
       return constraints.of_choices(ids, stop_ids, self._vocab_size)
     name, value = 'regex', pattern
     if pattern is None:
@@ -330,18 +330,18 @@ class RuleBook:
       expected = 'a regex of Python that an automaton can follow'
       raise unexpected(name, expected, value, f'({error})') from error
 
-  def _encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
+  def encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
     """Returns the ids of a text; ids are checked and returned as they are.
 
     Raises:
-      ValueError: the vocabulary has no tokens for some of its characters.
+      ValueError: its tokens are those of another text, blanks aside, since the
+        vocabulary has none for some of its characters.
     """
     if not isinstance(text, str):
       return self._ids(name, text)
     ids = self._tokenizer.encode(text)
-    missing = self._vocabulary.missing(text)
-    if missing and not {*missing} <= {*self._tokenizer.decode(ids)}:
-      raise constraints.unwritable(name, text, missing)
+    if self._tokenizer.decode(ids).split() != text.split():
+      raise constraints.unwritable(name, text, self._vocabulary.missing(text))
     return ids
 
   @functools.cached_property

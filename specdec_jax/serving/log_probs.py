@@ -117,13 +117,15 @@ def _entries(
 ) -> list[dict[str, Any]]:
   """Returns the tokens of a text that begins `shift` characters into an answer.
 
-  Each has where it begins, and the likeliest ones at its place.
+  Each has where it begins, and the likeliest ones at its place; tokens that a
+  rule forbids are none of these.
   """
   entries, before = [], Text(tokenizer)
   for token, piece, (log_prob, top) in zip(ids, pieces, values, strict=False):
     likeliest = [
       _entry(piece if other == token else before.adds(other), value)
       for other, value in top
+      if value > -math.inf
     ]
     offset = shift + piece.end - len(piece.text)
     more = {'top_logprobs': likeliest, 'offset': offset}

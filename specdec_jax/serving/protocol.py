@@ -263,8 +263,9 @@ class CompletionRequest:
           expected = f'one of {[*_STRUCTURED, "json_object"]}'
           raise unexpected(field, expected, {word: value})
     if len(options) > 1:
-      expected = f'nothing beside {options[0][0]}'
-      raise unexpected(options[1][0], expected, options[1][1])
+      (first, option), (second, other) = options[:2]
+      expected = f'no constraint beside {[*option][0]} of {first}'
+      raise unexpected(second, expected, other)
     return options[0] if options else ('', {})
 
   def _schema(self) -> Any:
@@ -335,9 +336,8 @@ def naming_the_field(
   except ValueError as error:
     message = str(error)[:500]
     name, *_ = re.split(r'\W', message)
-    if name in _STRUCTURED.values():
-      name = constraint
-    name = 'ignore_eos' if name == 'stop_ids' else name
+    if constraint and name in _STRUCTURED.values():
+      message, name = message.replace(name, constraint, 1), constraint
     raise ApiError(message, name if name in _KNOWN else otherwise) from error
 
 
@@ -445,6 +445,9 @@ class Parser:
     expected = f'{least} to {longest}'
     check(name, least <= length <= longest, expected)
     check('min_tokens', request.min_tokens <= length, f'0 to {length}')
+    constraint, _ = request.constraint
+    has_end = not (constraint and request.ignore_eos)
+    check('ignore_eos', has_end, f'false beside {constraint}')
     check('prompt', count, 'a text, ids, or a list of either')
     expected = f'{outputs} outputs (prompts * n) at most'
     check('prompt', count * n <= outputs, expected)

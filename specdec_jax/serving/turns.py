@@ -72,10 +72,7 @@ class Turns:
     )
     scoring.check_ids(engine.target, inputs=ids)
     # The engine puts the end of an output after ids.
-    outputs = [
-      engine.codec.output_ids(label)[:-1] if isinstance(label, str) else label
-      for label in labels
-    ]
+    outputs = [ids[:-1] for ids in engine.label_ids(labels)]
     longest = next_power_of_two(max(map(len, ids)))
     number = max(1, _PIECE // (longest + sum(map(len, outputs))))
     return [

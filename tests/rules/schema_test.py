@@ -399,7 +399,7 @@ def test_refusals(schema, named):
   ids=['alternatives', 'product', 'pairs', 'wide'],
 )
 def test_what_takes_long_ends(schema):
-  began = time.monotonic()
+  began = time.process_time()
   with languages.deadline(0.5), pytest.raises(languages.TooLarge):
     language_of(schema)
-  assert time.monotonic() - began < 5
+  assert time.process_time() - began < 2
