@@ -287,7 +287,7 @@ def test_texts_with_characters_that_a_vocabulary_lacks(tmp_path):
   """As T5's, which has no braces: `<unk>` is not taken for the text."""
   path = tmp_path / 'a.model'
   special = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
-  small_vocabulary.sentencepiece_of(path, vocab_size=40, **special)
+  small_vocabulary.sentencepiece_of(path, vocab_size=30, **special)
   engine = toy_models.chain_engine(Tokenizer(path))
   for decode, name in (
     (engine.generate, 'choices'),
