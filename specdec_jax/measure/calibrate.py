@@ -172,7 +172,7 @@ def _times(
   batch: int,
   sizes: Sequence[int],
   gammas: Sequence[int],
-  advance: Callable[[], None] = lambda: None,
+  advance: Callable[..., None] = lambda *_: None,
   until: float = math.inf,
 ) -> dict[str, dict[str, float]]:
   """Returns `steady_ms`; raises CalibrationError for a contradiction."""

@@ -465,7 +465,7 @@ def call_runs(
 def steady_ms(
   runs: Mapping[str, Run],
   repeats: int,
-  advance: Callable[[], None] = lambda: None,
+  advance: Callable[..., None] = lambda *_: None,
   until: float = math.inf,
 ) -> tuple[dict[str, dict[str, float]], str]:
   """Times runs in turn, and again where the times contradict each other.
@@ -473,7 +473,7 @@ def steady_ms(
   Args:
     runs: runs of `call_runs`, and others.
     repeats: timed rounds.
-    advance: called after each round of the first attempt.
+    advance: called after each round; a new attempt takes its rounds back.
     until: no further attempt begins after this time (`time.monotonic()`).
 
   Returns:
@@ -484,11 +484,12 @@ def steady_ms(
   """
   times: dict[str, list[float]] = {name: [] for name in runs}
   for attempt in range(_ATTEMPTS):
-    if attempt and time.monotonic() > until:
-      break
+    if attempt:
+      if time.monotonic() > until:
+        break
+      advance(-repeats)
     for name, more in interleave(runs, repeats, advance, until).items():
       times[name] += more
-    advance = lambda: None  # noqa: E731  the bar has reached its end
     both = zip(times['encoder'], times['start'], strict=True)
     reading = [max(0.0, start - encoder) for encoder, start in both]
     values = times | {'draft_encoder': reading}
