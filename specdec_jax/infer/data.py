@@ -254,7 +254,7 @@ class DecodeConfig:
 
   def index(self, number: int) -> int:
     """Returns the index in the task or file of the shard's example `number`."""
-    return number * self.num_shards + self.shard_id
+    return number * self.num_shards + (self.shard_id or 0)
 
   def identity(self) -> dict[str, Any]:
     """Returns the fields that decide the results, as JSON values."""

@@ -32,9 +32,13 @@ _deadline = contextvars.ContextVar('deadline', default=math.inf)
 class TooLarge(ValueError):
   """An automaton has more states, or takes longer to make, than is allowed."""
 
+  expected = 'what makes a smaller automaton'
+
 
 class NotFollowed(ValueError):
   """A regex is invalid, or has parts that automata do not support."""
+
+  expected = 'a regex of Python that an automaton can follow'
 
 
 @contextlib.contextmanager
@@ -56,7 +60,7 @@ def check_time() -> None:
 def check_size(size: int, most: int, what: str) -> None:
   """Raises TooLarge if `size` is above `most`; `what` names the counted."""
   if size > most:
-    raise TooLarge(f'its automaton has more than {most} {what}')
+    raise TooLarge(f'it has more than {most} {what}')
 
 
 class Dfa(NamedTuple):
@@ -548,25 +552,14 @@ _UTF8: _Table = (
 _RAW = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F))
 _LONG = ((0, 7), (11, 11), (14, 31), (0x7F, 0xD7FF), (0xE000, 0xFFFF))
 _UNIT = (b'\\', b'u', _HEX, _HEX, _HEX, _HEX)
+_HIGH = (*_UNIT[:2], b'd', b'89ab', *_UNIT[4:])  # the first of two surrogates
+_LOW = (*_UNIT[:2], b'd', b'cdef', *_UNIT[4:])
 _JSON: _Table = (
   *((low, high, 0, _UTF8[0][3]) for low, high in _RAW),
   *_UTF8[1:],
   *((char, char, char, (b'\\', bytes([x]))) for char, x in _SHORT),
   *((low, high, 0, _UNIT) for low, high in _LONG),
-  (
-    *(0x10000, 0x10FFFF, 0x10000),
-    (
-      *_UNIT[:2],
-      b'd',
-      b'89ab',
-      _HEX,
-      _HEX,
-      *_UNIT[:2],
-      b'd',
-      b'cdef',
-      *_UNIT[4:],
-    ),
-  ),
+  (0x10000, 0x10FFFF, 0x10000, _HIGH + _LOW),
 )
 
 

@@ -98,7 +98,8 @@ class RuleOptions:
       values = getattr(self, name)
       if values is None or name == 'bad_words' and not len(values):
         continue
-      if not len(values) or not all(map(len, filter(_has_length, values))):
+      lengths = [len(x) for x in values if hasattr(x, '__len__')]
+      if not len(values) or 0 in lengths:
         raise unexpected(name, 'no empty entry, and at least one', values)
 
   @property
@@ -245,8 +246,7 @@ class RuleBook:
     others = [name for name in options.rules if name not in of_constraints]
     if not others:
       return
-    choices = options.choices
-    if choices is not None:
+    if (choices := options.choices) is not None:
       ids = [self.encoded('choices', choice) for choice in choices]
       is_possible = any(row.allows([*x, *stop_ids[:1]]) for x in ids)
     else:
@@ -323,12 +323,8 @@ class RuleBook:
         else:
           language = languages.in_bytes(languages.regex(pattern))
         return self._vocabulary.automaton(name, language, stop_ids)
-    except languages.TooLarge as error:
-      expected = 'what makes a smaller automaton'
-      raise unexpected(name, expected, value, f'({error})') from error
-    except languages.NotFollowed as error:
-      expected = 'a regex of Python that an automaton can follow'
-      raise unexpected(name, expected, value, f'({error})') from error
+    except (languages.TooLarge, languages.NotFollowed) as error:
+      raise unexpected(name, error.expected, value, f'({error})') from error
 
   def encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
     """Returns the ids of a text; ids are checked and returned as they are.
@@ -395,10 +391,6 @@ def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
       places: Any = [slice(-size, None) for size in value.shape]
       table[(row, *places)] = value
   return table
-
-
-def _has_length(value: Any) -> bool:
-  return hasattr(value, '__len__')
 
 
 def _power(size: int) -> int:

@@ -73,9 +73,8 @@ def language_of(
     raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
   brackets = re.findall(r'[][{}]', _QUOTED.sub('', text))
   depths = itertools.accumulate(1 if x in '[{' else -1 for x in brackets)
-  if max(depths, default=0) > _MOST_DEPTH:
-    expected = f'a nesting of at most {_MOST_DEPTH}'
-    raise unexpected('json_schema', expected, schema)
+  depth = max(depths, default=0)
+  languages.check_size(depth, _MOST_DEPTH, 'levels of nesting')
   language = _Texts(blanks).language((subschemas.checked(text),), ())
   if language.is_empty:
     raise unexpected('json_schema', 'a schema that has a value', schema)
@@ -308,7 +307,8 @@ class _Texts:
 
 def _is_open(schema: Any) -> bool:
   """Returns whether a schema allows every value."""
-  return schema is True or isinstance(schema, Schema) and schema.says_nothing
+  is_schema = isinstance(schema, Schema)
+  return schema is True or is_schema and schema.keys() <= subschemas.NOTES
 
 
 def _with(entered: _Entered, name: str) -> _Entered:

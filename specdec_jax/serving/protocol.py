@@ -246,9 +246,7 @@ class CompletionRequest:
       ValueError: two fields do, or one has an unknown form.
     """
     constraints: dict[str, _Object] = {
-      'guided_choice': {'choice': self.guided_choice},
-      'guided_regex': {'regex': self.guided_regex},
-      'guided_json': {'json': self.guided_json},
+      **{f'guided_{x}': {x: getattr(self, f'guided_{x}')} for x in _STRUCTURED},
       'structured_outputs': self.structured_outputs or {},
       'response_format': {'json': self._schema()},
     }
@@ -256,6 +254,7 @@ class CompletionRequest:
     for field, words in constraints.items():
       for word, value in words.items():
         if word == 'json_object':
+          check_type(field, value, bool | None)
           word, value = 'json', _ANY_OBJECT if value else None
         if word in _STRUCTURED and value is not None:
           options.append((field, {_STRUCTURED[word]: value}))
@@ -270,14 +269,16 @@ class CompletionRequest:
 
   def _schema(self) -> Any:
     """Returns the JSON schema of `response_format`; None if it has none."""
-    form: Any = self.response_format or {}
-    match form.get('type', 'text'):
-      case 'text':
+    form = self.response_format or {'type': 'text'}
+    given = {name for name, value in form.items() if value is not None}
+    match form:
+      case {'type': 'text'} if given == {'type'}:
         return None
-      case 'json_object':
+      case {'type': 'json_object'} if given <= {'type', 'schema'}:
         return form.get('schema') or _ANY_OBJECT
-      case 'json_schema' if 'schema' in (form.get('json_schema') or ()):
-        return form['json_schema']['schema']
+      case {'type': 'json_schema', 'json_schema': {'schema': schema}}:
+        if schema is not None:
+          return schema
     expected = 'text, json_object, or json_schema with a schema'
     raise unexpected('response_format', expected, form)
 

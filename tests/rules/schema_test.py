@@ -372,7 +372,7 @@ def nested(depth, keyword):
     ({'type': 'array', 'maxItems': 99_999}, ['positions']),
     ({'enum': [f'word {i}' for i in range(10**5)]}, ['positions']),
     ({'anyOf': [{'type': 'string'}] * 20_000}, ['10000 subschemas']),
-    (nested(65, 'items'), ['nesting of at most 64']),
+    (nested(65, 'items'), ['more than 64 levels of nesting']),
     (nested(20_000, 'items'), ['nesting']),
   ],
   ids=lambda x: None,

@@ -343,7 +343,18 @@ BAD = (  # the field that is named, and the body
   ('logit_bias', {'logit_bias': {'x': 1}}),
   ('allowed_token_ids', {'allowed_token_ids': []}),
   ('repetition_penalty', {'repetition_penalty': 0}),
-  ('response_format', {'response_format': {'type': 'grammar'}}),
+  *(
+    ('response_format', {'response_format': form})
+    for form in (
+      {'type': 'grammar'},
+      {'schema': {}},
+      {'type': 'text', 'schema': {}},
+      {'type': 'json_object', 'json_schema': {'schema': {}}},
+      {'type': 'json_schema', 'json_schema': {'schema': None}},
+      {'type': 'json_schema', 'json_schema': 'schema'},
+    )
+  ),
+  ('structured_outputs', {'structured_outputs': {'json_object': 'x'}}),
   ('structured_outputs', {'structured_outputs': {'choice': []}}),
   ('structured_outputs', {'structured_outputs': {'grammar': 'a'}}),
   (
