@@ -345,7 +345,7 @@ def test_memory(tmp_path, kind, dtype, place):
 
   To a device some pieces are on their way, too. The least of some processes
   counts: a thread of TensorStore that other processes interrupt frees a chunk
-  only after the next one was read, so that a busy machine adds arrays by chance.
+  only after the next one was read, so a busy machine adds arrays by chance.
   """
   path = tmp_path / 'checkpoint_1'
   rows, total = 8 * 1024, 6 * 32 * MIB
