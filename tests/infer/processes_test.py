@@ -58,12 +58,19 @@ jax.config.update('jax_compilation_cache_dir', folder + '/xla')
 batches = 0
 
 class Counted(Engine):
-  def generate(self, texts, **options):
-    global batches
-    batches += 1
-    if batches == int(fatal):
-      os.kill(os.getpid(), signal.SIGKILL)
-    return super().generate(texts, **options)
+  def scheduler(self, settings):
+    scheduler = super().scheduler(settings)
+    run = scheduler.run
+
+    def counted(request):
+      global batches
+      batches += 1
+      if batches == int(fatal):
+        os.kill(os.getpid(), signal.SIGKILL)
+      return run(request)
+
+    scheduler.run = counted
+    return scheduler
 
 def decode():
   assert len(jax.local_devices()) == 2 and len(jax.devices()) == 2 * count
