@@ -40,9 +40,8 @@ from specdec_jax.measure import (
   compare,
   pair_check,
 )
-from specdec_jax.report import record
-from specdec_jax.report.record import Record, where
-from specdec_jax.report.table import Table
+from specdec_jax.report import Record, Table, record
+from specdec_jax.report.record import where
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = (

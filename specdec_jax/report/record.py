@@ -1,6 +1,6 @@
-"""Records: JSON files of measurements, and how a measurement begins and ends.
+"""Begins and ends measurements, whose records are JSON files.
 
-A record is a dict: `kind` and `version`, its results and settings, `machine`.
+A record is a dict with `kind`, `version`, settings, results, and `machine`.
 """
 
 import os
@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
     **({'isa': backend.instruction_set()} if is_cpu else {}),
     'jax': jax.__version__,
     'python': platform.python_version(),
-    # The mean number of running processes in the last minute, with this one.
+    # The mean number of running processes in the last minute.
     'load_average': (
       round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
     ),
@@ -46,7 +46,7 @@ def describe() -> dict[str, Any]:
 
 
 def seconds_since_start() -> float | None:
-  """Seconds since this process began, imports included; None if unknown."""
+  """Returns the time since this process began; None if it is unknown."""
   stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
   if not (stat.exists() and uptime.exists()):
     return None  # only Linux has these files
@@ -138,7 +138,7 @@ def begin(
   input_file: object = None,
   plot_file: str | None = None,
 ) -> rich.console.Console:
-  """Begins a measurement: checks its outputs, says how its input is read.
+  """Begins a measurement: checks its files, and prints how its input is read.
 
   Args:
     console: shows the measurement; None uses standard output.

@@ -1,4 +1,4 @@
-"""One table class for all outputs: console, Markdown and JSON.
+"""A table that can be printed, or written as Markdown or JSON.
 
 A cell is text, a number, or None for a value that was not measured. Numbers
 stay numbers until they are shown, in the format of their column.
@@ -53,7 +53,7 @@ class Table:
 
   Attributes:
     title: title above the table, or ''.
-    columns: a `Column` or a header each.
+    columns: the columns, each a `Column` or only its header.
     rows: rows with a cell for each column.
     notes: sentences below the table.
 
