@@ -98,7 +98,7 @@ def unexpected(
 
 
 def is_a(value: Any, hint: Any) -> bool:
-  """Whether a value has the type of an annotation, see `check_types`."""
+  """Returns whether a value has the type that `check_types` would accept."""
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
     return is_a(value, inside[0]) and _is_within(value, inside[1])
@@ -136,7 +136,7 @@ def _is_within(value: Any, bound: Bound) -> bool:
 def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
   if hasattr(value, 'tolist'):
     value = value.tolist()
-  # Looks at methods, because not all sequences are `Sequence`s.
+  # Methods are checked, because not all sequences are `Sequence`s.
   has_items = hasattr(value, '__len__') and hasattr(value, '__getitem__')
   if not has_items or isinstance(value, str | bytes | collections.abc.Mapping):
     return False
@@ -144,7 +144,7 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
     return len(value) == len(inside) and all(map(is_a, value, inside))
   kinds = set(map(type, value))
   if not inside or (kinds <= {int, str} and kinds == {inside[0]}):
-    return True  # a quick answer for long prompts
+    return True  # long prompts need no loop in Python
   return all(is_a(item, inside[0]) for item in value)
 
 

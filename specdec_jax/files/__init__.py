@@ -26,10 +26,10 @@ MAX_PIPE_LINES = 10_000_000
 # A .gz file may unpack to so many times its size. Text packs 3 to 20 times
 # smaller, and gzip reaches a factor of a thousand.
 MAX_RATIO = 200
-_FREE = 16 << 20  # unpacked bytes from which on the ratio matters
+_FREE = 16 << 20  # the ratio is checked after so many unpacked bytes
 _CHUNK = 1 << 16
 _PIECE = 1 << 10  # compressed bytes that are unpacked at once
-_SHOWN = 200  # bytes kept of a line that is too long
+_SHOWN = 200  # bytes of a line that is too long which are kept
 MOST_JSON = 256 << 20  # bytes
 _KINDS = {
   stat.S_IFIFO: 'a pipe',
@@ -109,7 +109,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
 
 
 def reason(error: Exception) -> object:
-  """Why an operation failed; an OSError's text without number and path."""
+  """Returns why an operation failed, without number and path of an OSError."""
   return error.strerror or error if isinstance(error, OSError) else error
 
 
@@ -218,7 +218,7 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
       try:
         piece = inflate.decompress(data)
       except zlib.error:
-        for byte in data:  # raises it again, at the damaged one
+        for byte in data:  # raises the error again, at the damaged byte
           yield before.decompress(bytes([byte]))
         raise
       unpacked += len(piece)

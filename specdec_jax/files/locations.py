@@ -33,7 +33,7 @@ _ADVICE = (
 
 
 def user_cache() -> pathlib.Path:
-  """The folder of this library in the user's cache folder."""
+  """Returns the folder of this library in the user's cache folder."""
   base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   return pathlib.Path(base) / 'specdec_jax'
 
@@ -81,7 +81,7 @@ class Location:
     return os.path.isdir(self.path)
 
   def names(self) -> set[str]:
-    """Names of the files and folders directly in the folder."""
+    """Returns the names of the files and folders in the folder."""
     return set(os.listdir(self.path))
 
   def child(self, name: str) -> 'Location':
@@ -91,7 +91,7 @@ class Location:
     return Location(os.path.dirname(self.path))
 
   def size(self) -> int:
-    """Bytes of the file.
+    """Returns the number of bytes of the file.
 
     Raises:
       ValueError: it is a pipe, a device or a folder; `read` and `read_all`
@@ -180,7 +180,7 @@ class RemoteLocation(Location):
     return {**self._spec, 'path': f'{self._spec["path"]}/'}
 
   def _holds(self, position: int) -> bool:
-    """Whether the object has a byte at this position."""
+    """Returns whether the object has a byte at this position."""
     return bool(self._read(position, position + 1))
 
   def _read(self, start: int, stop: int | None, first: bool = False) -> bytes:
@@ -195,7 +195,7 @@ class RemoteLocation(Location):
   def _ask(
     self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
   ) -> Any:
-    """Asks the store; None if nothing is there. `first` waits less long."""
+    """Asks the store; None if nothing is there. `first` gives up earlier."""
     import tensorstore
 
     context = _context(_FIRST) if first else reading()

@@ -13,14 +13,14 @@ _SHOWN = 5  # most differences in a message
 _LONGEST = 200  # most characters of a value in a message
 
 
-def differences(before: Any, now: Any, name: str = '') -> list[str]:
+def differences(before: Any, now: Any) -> list[str]:
   """Lists where two JSON values differ, each with its place and both values.
 
   Both are first converted to JSON: tuples become lists, and objects of other
   classes become text. A missing key equals a key with None, so that a new
   setting that is not in use makes no difference.
   """
-  return _differences(_plain(before), _plain(now), name)
+  return _differences(_plain(before), _plain(now), '')
 
 
 def check(
