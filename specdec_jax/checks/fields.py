@@ -228,31 +228,31 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 # Names.
 
 
-def check_choice(name: str, value: Any, known: Collection[str]) -> None:
-  """Raises ValueError unless a value is one of the known words.
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+  """Raises ValueError unless a value is one of some words.
 
   Args:
     name: name of the value, for the message.
     value: the value that was given.
-    known: the words that it may be.
+    choices: the words that it may be.
   """
-  if value not in tuple(known):
-    near = nearest(str(value), known, or_all=False).lstrip()
-    raise unexpected(name, f'one of {sorted(known)}', value, near)
+  if value not in tuple(choices):
+    near = nearest(str(value), choices, or_all=False).lstrip()
+    raise unexpected(name, f'one of {sorted(choices)}', value, near)
 
 
-def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:
+def nearest(name: str, candidates: Iterable[str], or_all: bool = True) -> str:
   """Lists the known names that are near a name, for the end of a message.
 
   Args:
     name: the name that was given; upper and lower case do not matter.
-    known: the known names.
+    candidates: the known names.
     or_all: whether to list all known names if none is near.
 
   Returns:
     ' Nearest known: a, b.', ' Known: a, b, c, d.', or nothing.
   """
-  names = sorted(set(known))
+  names = sorted(set(candidates))
   lower = {candidate.lower(): candidate for candidate in names}
   close = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.6)
   if close:

@@ -64,9 +64,9 @@ def free_bytes() -> int | None:
   Memory that the system would give up, such as cached files, is free.
   """
   machine = re.search(r'^MemAvailable: +(\d+) kB$', _text(_MACHINE), re.M)
-  whole = int(machine[1]) << 10 if machine else host_bytes()
+  available = int(machine[1]) << 10 if machine else host_bytes()
   left = [max(0, limit - used) for limit, used in _groups()]
-  return None if whole is None else min([whole, *left])
+  return None if available is None else min([available, *left])
 
 
 def _groups() -> Iterator[tuple[int, int]]:

@@ -488,15 +488,15 @@ def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
     argv: the arguments of the command line.
   """
   flags = [word.partition('=')[0] for word in argv]
-  given = {flag.replace('_', '-'): flag for flag in flags}
+  written = {flag.replace('_', '-'): flag for flag in flags}
   spellings, in_gin = options.spellings(field), field
   for name, scope in _CALLED.findall(text):
     with contextlib.suppress(KeyError, ValueError):  # several of that name
       called = gin.config.ConfigurableReference(name, evaluate=False)
-      made = called.configurable.wrapped
-      if field in inspect.signature(made).parameters:
+      owner = called.configurable.wrapped
+      if field in inspect.signature(owner).parameters:
         # A drafter's dtype may be given with the target's.
-        spellings[:0] = options.spellings(field, made.__name__, scope)
+        spellings[:0] = options.spellings(field, owner.__name__, scope)
         in_gin = f'{scope}/{name}.{field}'.lstrip('/')
         break
-  return next((given[word] for word in spellings if word in given), in_gin)
+  return next((written[word] for word in spellings if word in written), in_gin)

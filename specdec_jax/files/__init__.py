@@ -190,9 +190,9 @@ def _bounded(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
     yield chunk
 
 
-def _endless(path: str, most: str) -> ValueError:
+def _endless(path: str, limit: str) -> ValueError:
   return ValueError(
-    f'More than {most} came from {path!r}, which may have no end; put so much'
+    f'More than {limit} came from {path!r}, which may have no end; put so much'
     ' text in a file.'
   )
 
@@ -343,12 +343,12 @@ def json_object(text: str | bytes, place: str) -> dict[str, Any]:
   return value
 
 
-def read_small(path: str | os.PathLike[str], most: int) -> bytes:
+def read_small(path: str | os.PathLike[str], limit: int) -> bytes:
   """Reads a regular file that should be small.
 
   Args:
     path: the file.
-    most: the maximal number of bytes.
+    limit: the maximal number of bytes.
 
   Raises:
     ValueError: it is not a regular file, or too large; then the message gives
@@ -356,15 +356,15 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     OSError: it is missing or may not be read.
   """
   with open_regular(path) as stream:
-    check_size(path, os.fstat(stream.fileno()).st_size, most)
-    return stream.read(most)
+    check_size(path, os.fstat(stream.fileno()).st_size, limit)
+    return stream.read(limit)
 
 
-def check_size(what: str | os.PathLike[str], size: int, most: int) -> None:
-  """Raises ValueError for a file of more than `most` bytes."""
-  if size > most:
+def check_size(what: str | os.PathLike[str], size: int, limit: int) -> None:
+  """Raises ValueError for a file of more than `limit` bytes."""
+  if size > limit:
     raise ValueError(
-      f'{os.fspath(what)!r} has {size} bytes, expected at most {most}: it is'
+      f'{os.fspath(what)!r} has {size} bytes, expected at most {limit}: it is'
       ' not the kind of file that its name says.'
     )
 

@@ -106,13 +106,13 @@ class Location:
       stream.seek(offset)
       return stream.read(size)
 
-  def read_all(self, most: int) -> bytes:
-    """Reads the whole file, which may have at most `most` bytes.
+  def read_all(self, limit: int) -> bytes:
+    """Reads the whole file, which may have at most `limit` bytes.
 
     Raises:
       ValueError: it has more bytes.
     """
-    return files.read_small(self.path, most)
+    return files.read_small(self.path, limit)
 
   def kvstore(self) -> dict[str, Any]:
     """Returns TensorStore's specification of the folder."""
@@ -169,9 +169,9 @@ class RemoteLocation(Location):
     end = min(offset + size, self.size())
     return self._read(offset, end) if end > offset else b''
 
-  def read_all(self, most: int) -> bytes:
-    if self._read(most, most + 1, first=True):
-      files.check_size(self.path, self.size(), most)
+  def read_all(self, limit: int) -> bytes:
+    if self._read(limit, limit + 1, first=True):
+      files.check_size(self.path, self.size(), limit)
     if not (data := self._read(0, None, first=True)):
       raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     return data

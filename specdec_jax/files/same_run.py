@@ -56,8 +56,8 @@ def _differences(before: Any, now: Any, name: str) -> list[str]:
     ]
   if before == now:
     return []
-  shown = [repr(value) for value in (before, now)]
+  texts = [repr(value) for value in (before, now)]
   was, now = (
-    text[:_LONGEST] + '...' * (len(text) > _LONGEST) for text in shown
+    text[:_LONGEST] + '...' * (len(text) > _LONGEST) for text in texts
   )
   return [f'{name or "all"} was {was}, is {now}']

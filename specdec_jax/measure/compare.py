@@ -354,8 +354,8 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
 
   def draw(figure):
     axes = figure.subplots()
-    for i, (label, shown) in enumerate(series.items()):
-      places = [names.index(row['method']) + i * height for row in shown]
+    for i, (label, bars) in enumerate(series.items()):
+      places = [names.index(row['method']) + i * height for row in bars]
       unknown = [None, None]  # NaN in the array
       values = [
         [
@@ -363,7 +363,7 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
           x.get('predicted'),
           *(x['speed_up_interval'] or unknown),
         ]
-        for x in shown
+        for x in bars
       ]
       measured, predicted, *interval = np.array(values, float).T
       color = PALETTE[i % len(PALETTE)]

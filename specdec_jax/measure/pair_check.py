@@ -233,8 +233,8 @@ def check(
   done = record.new(KIND, values, has_run=False)
   reasons = {row['refused'] for row in results if row['refused']}
   refused = [f'Refused by the compiler: {reason}' for reason in reasons]
-  shown: list[Table | str] = [conditions(done), table(done), *refused]
-  record.finish(config.output_file, console, done, *shown)
+  parts: list[Table | str] = [conditions(done), table(done), *refused]
+  record.finish(config.output_file, console, done, *parts)
   return done
 
 

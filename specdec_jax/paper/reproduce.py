@@ -231,8 +231,8 @@ class _Work:
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
-      shown = self._engine.trace(self.config.text, gamma=gamma)
-      runs[gamma] = [len(each.kept) for each in shown.rounds]
+      trace = self._engine.trace(self.config.text, gamma=gamma)
+      runs[gamma] = [len(x.kept) for x in trace.rounds]
     runs[0] = [1] * sum(runs[gamma])
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, costs)

@@ -49,9 +49,9 @@ class Comparison:
     measured = [row for row in self.rows if row['measured'] is not None]
     rows = measured or self.rows
     notes = []
-    if others := len(self.rows) - len(measured):
+    if missing := len(self.rows) - len(measured):
       notes.append(
-        f'{others} of {len(self.rows)} rows not measured: {self.missing}.'
+        f'{missing} of {len(self.rows)} rows not measured: {self.missing}.'
       )
     ratios: list[Any] = [row[_RATIO] for row in measured if row[_RATIO]]
     if ratios:

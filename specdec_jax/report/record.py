@@ -166,7 +166,7 @@ def finish(
   output_file: str | None,
   console: rich.console.Console,
   record: Mapping[str, Any],
-  *shown: Table | str,
+  *parts: Table | str,
 ) -> None:
   """Ends a measurement: writes its record, then shows it.
 
@@ -176,7 +176,7 @@ def finish(
     output_file: file of the record; None writes none.
     console: shows the tables and sentences.
     record: the record.
-    *shown: tables and sentences.
+    *parts: tables and sentences.
 
   Raises:
     OSError: the file cannot be written.
@@ -185,7 +185,7 @@ def finish(
     if output_file:
       files.write_json(output_file, record)
   finally:
-    for part in shown:
+    for part in parts:
       if isinstance(part, str):
         consoles.say(console, part)
       else:
