@@ -26,7 +26,7 @@ from specdec_jax.infer.data import (
   DecodeConfig,
   Example,
 )
-from specdec_jax.report import Column, Table, say
+from specdec_jax.report import Table, say
 from specdec_jax.report.record import new as new_record
 
 _MOST_LINES = 10  # the report lists no more differences, and no more errors
@@ -354,12 +354,10 @@ def table(summary: Mapping[str, Any]) -> Table:
     cells = [None if v is None else format(v, form) for v in values]
     if any(cells):
       rows.append([title, *cells])
-  title = ' and '.join(titles)
-  return Table(
-    'Scoring' if title == SCORING else f'Decoding, {title}',
-    ['', *(Column(title, align='right') for title in titles)],
-    rows,
+  title = (
+    'Scoring' if modes == [SCORING] else f'Decoding, {" and ".join(titles)}'
   )
+  return Table(title, ['', *titles], rows)
 
 
 def show(
