@@ -10,7 +10,7 @@ unfinished: list[str] = []
 
 @contextlib.contextmanager
 def resumable(folder: str | None) -> Iterator[None]:
-  """Keeps a folder in `unfinished` in its block, and if that is interrupted."""
+  """Lists a folder in `unfinished` during a block, and after an interrupt."""
   unfinished[:] = [folder] if folder else []
   try:
     yield

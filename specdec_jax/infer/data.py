@@ -147,7 +147,7 @@ class DecodeConfig:
       if not is_right:
         value = operator.attrgetter(name)(self)
         raise unexpected(name.removeprefix('options.'), expected, value)
-    if self.is_task:  # its examples are cut already
+    if self.is_task:  # the examples of a task are cut already
       changes: dict[str, Any] = {
         'log_probs': self.task_mode != 'predict',
         'on_too_long': 'truncate',
@@ -158,7 +158,7 @@ class DecodeConfig:
       object.__setattr__(self, 'task_mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
-    """Yields fields, each with whether its value is right and what is right."""
+    """Yields conditions: a field, whether it is right, and what is right."""
     local = 'a path on this machine (a bucket may hold the models alone)'
     for name in _PATHS:
       path = getattr(self, name)
@@ -290,7 +290,7 @@ class Example(NamedTuple):
 
   Attributes:
     source: the input, as text or as ids.
-    features: the text of a line, or all features of an example; for records.
+    features: what a record shows: the text of a line, or all features.
     target: ids of the target; empty if there is no target.
     prompt: ids that the output begins with; None: no prompt.
     skipped: the completion of an example that is not decoded, because it is
@@ -425,7 +425,7 @@ class DataSet:
 
   @property
   def references(self) -> dict[int, Any]:
-    """Index -> reference, for the examples that have one."""
+    """The references, by the index of their example."""
     references = {n: x.reference for n, x in enumerate(self.examples)}
     return {n: text for n, text in references.items() if text is not None}
 

@@ -50,7 +50,7 @@ from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
 SUMMARY = 'summary.json'
-_OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # a summary has these
+_OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
 # Continuous batching writes finished outputs at this interval; a kill loses
 # only what was decoded since then.
 _KEEP_SECONDS = 30.0

@@ -267,7 +267,7 @@ def _conclude(
   alpha, error = rate['alpha'], rate['standard_error']
   return Calibration(
     fingerprints=engine.fingerprints,
-    device=calibration.device_name(),
+    device=backend.device_name(),
     temperature=temperature,
     choices=tuple(
       choose_gamma(
@@ -518,7 +518,7 @@ def _cached_times(
   """
   key = {
     **backend.host(),
-    'device': calibration.device_name(),
+    'device': backend.device_name(),
     'layout': engine.kernel_layout,
     'fingerprints': dict(engine.fingerprints),
     'rows': rows,

@@ -44,6 +44,12 @@ def cpu_name() -> str:
   return platform.processor() or platform.machine()
 
 
+def device_name() -> str:
+  """Returns the name of the first device; of a CPU, that of the processor."""
+  device = jax.devices()[0]
+  return cpu_name() if device.platform == 'cpu' else str(device.device_kind)
+
+
 def _cpuinfo() -> str:
   """Reads Linux's description of the processor; '' on other systems."""
   exists = _CPUINFO.exists()

@@ -28,14 +28,13 @@ VERSION = 1
 
 def describe() -> dict[str, Any]:
   """Returns device, cores, versions and load of this machine."""
-  device = jax.devices()[0]
-  is_cpu = device.platform == 'cpu'
+  kind = jax.default_backend()
   return {
-    'device': backend.cpu_name() if is_cpu else device.device_kind,
-    'platform': device.platform,
+    'device': backend.device_name(),
+    'platform': kind,
     'devices': jax.device_count(),
     'cores': backend.num_cores(),
-    **({'isa': backend.instruction_set()} if is_cpu else {}),
+    **({'isa': backend.instruction_set()} if kind == 'cpu' else {}),
     'jax': jax.__version__,
     'python': platform.python_version(),
     # The mean number of running processes in the last minute.
