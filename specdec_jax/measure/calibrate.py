@@ -208,7 +208,7 @@ def _with_run(
   ).values()
   plain_ms, ms = (np.median(x.ms, axis=0) for x in (plain, speculative))
   measured = float(plain_ms.sum() / ms.sum())
-  lengths = np.array([x.num_tokens for x in plain.stats]) // len(plain.ms)
+  lengths = plain.tokens // len(plain.ms)
   expected = predicted_speed_up(predicted, choice.gamma, lengths, plain_ms)
   assert expected is not None  # the gamma was chosen by its costs
   speed_up = min(measured, expected)

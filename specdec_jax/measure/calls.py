@@ -121,6 +121,11 @@ class Timed(NamedTuple):
       for part in self.outputs
     ]
 
+  @property
+  def tokens(self) -> np.ndarray:
+    """int[N], the tokens of each part, over all rounds."""
+    return np.array([part.num_tokens for part in self.stats])
+
 
 def decode_in_turn(
   methods: Mapping[str, tuple[Engine, Mapping[str, Any]]],

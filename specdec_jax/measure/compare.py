@@ -201,8 +201,7 @@ class _Comparison(NamedTuple):
       gamma = method.options.get('gamma')
       predicted = None
       if isinstance(gamma, int) and gamma in self.config.gammas and rows == 1:
-        lengths = np.array([x.num_tokens for x in plain.stats]) // repeats
-        ms = plain.ms.mean(axis=0)
+        lengths, ms = plain.tokens // repeats, plain.ms.mean(axis=0)
         if measured is not None:
           predicted = predicted_speed_up(measured, gamma, lengths, ms)
       yield {
@@ -252,14 +251,10 @@ def _with_intervals(timed: Timed, plain: Timed) -> dict[str, Any]:
   def ratio(over: np.ndarray, under: np.ndarray) -> np.ndarray:
     return over[picks].sum(-1) / under[picks].sum(-1)
 
-  tokens, plain_tokens = (
-    np.array([part.num_tokens for part in x.stats]) for x in (timed, plain)
-  )
   calls = np.array([part.num_target_calls for part in timed.stats])
-  ms = ratio(timed.ms.sum(axis=0), tokens)
-  plain_ms = ratio(plain.ms.sum(axis=0), plain_tokens)
+  ms, plain_ms = (ratio(x.ms.sum(axis=0), x.tokens) for x in (timed, plain))
   values = {
-    'tokens_per_call': ratio(tokens, calls),
+    'tokens_per_call': ratio(timed.tokens, calls),
     'ms_per_token': ms,
     'plain_ms_per_token': plain_ms,
     'speed_up': plain_ms / ms,

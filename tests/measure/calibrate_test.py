@@ -20,7 +20,6 @@ from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import CalibrationError
-from specdec_jax.engine.completion import CompletionStats
 from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache
 from specdec_jax.measure import acceptance, calibrate, calls, compare
@@ -261,10 +260,10 @@ def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
   ):
 
     def decoded(methods, part, *_, run=run, **__):
-      stats = [CompletionStats(num_tokens=3 * 16)] * len(part)
+      tokens = np.full(len(part), 3 * 16)
       return {
         method: types.SimpleNamespace(
-          ms=np.full((3, len(part)), 18.0 / factor), stats=stats
+          ms=np.full((3, len(part)), 18.0 / factor), tokens=tokens
         )
         for method, factor in zip(methods, (1.0, run), strict=True)
       }
