@@ -16,7 +16,7 @@ from specdec_jax.checks.fields import check_number, unexpected
 
 # A process that sends no heartbeat for so long counts as dead.
 _HEARTBEAT_S = 10
-_JOIN_S = 300
+_JOIN_S = 300  # a process waits so long for the others to join
 # The exit status of a process that notices that another one ended. A process
 # that is waiting is aborted by JAX, with JAX's own message.
 PEER_ENDED = 3
@@ -36,20 +36,18 @@ class Meeting:
       two are None, JAX finds them out on TPU pods and under Slurm or Open MPI.
     process_count: the number of processes.
     process_index: the index of this process, from 0.
-    join_seconds: how long to wait for the other processes.
 
   Raises:
-    ValueError: some of the first three are missing, or one is out of range.
+    ValueError: some are missing but not all, or one is out of range.
   """
 
   coordinator_address: str | None = None
   process_count: int | None = None
   process_index: int | None = None
-  join_seconds: int = _JOIN_S
 
   def __post_init__(self):
-    flags = ('coordinator_address', 'process_count', 'process_index')
-    missing = [f'--{x}' for x in flags if getattr(self, x) is None]
+    flags = vars(self).items()
+    missing = [f'--{name}' for name, value in flags if value is None]
     if len(missing) == len(flags):
       return
     if missing:
@@ -93,7 +91,7 @@ def join(meeting: Meeting) -> None:
       of the flags. If they do not join in time, JAX aborts this process.
   """
   print(
-    f'Waiting for the other processes, {meeting.join_seconds} s at most.',
+    f'Waiting for the other processes, {_JOIN_S} s at most.',
     file=sys.stderr,
   )
   # With this service JAX would only note a SIGTERM, and go on.
@@ -106,7 +104,7 @@ def join(meeting: Meeting) -> None:
       meeting.coordinator_address,
       meeting.process_count,
       meeting.process_index,
-      initialization_timeout=meeting.join_seconds,
+      initialization_timeout=_JOIN_S,
       heartbeat_timeout_seconds=_HEARTBEAT_S,
     )
   except (RuntimeError, ValueError) as error:

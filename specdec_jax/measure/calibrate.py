@@ -173,7 +173,7 @@ def _times(
   advance: Callable[[], None] = lambda: None,
   until: float = math.inf,
 ) -> dict[str, dict[str, float]]:
-  """Calls `steady_ms`; raises CalibrationError if times contradict others."""
+  """Times calls; raises CalibrationError if the times contradict each other."""
   runs = calls.call_runs(engine, timing, batch, sizes, gammas, until)
   times, wrong = calls.steady_ms(runs, timing.repeats, advance, until)
   if wrong:

@@ -41,7 +41,7 @@ from specdec_jax.partitioning import Placement
 from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.types import Positive
 
-KIND = 'pair_check'  # of the record
+KIND = 'pair_check'  # the record's kind
 
 
 @dataclasses.dataclass(frozen=True)
