@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from specdec_jax.checkpoints import t5x
-from specdec_jax.checkpoints.load import locate, open_checkpoint
+from specdec_jax.checkpoints.load import TARGET, open_checkpoint
 from specdec_jax.checks.fields import Checked, unexpected
 from specdec_jax.drafters import base
 from specdec_jax.drafters.base import Context, Drafter
@@ -189,20 +189,16 @@ def load(path: str | os.PathLike[str]) -> Drafter:
     >>> sd.Engine(target, sd.load_heads('heads.msgpack'), gamma=3)
     Engine(target=..., draft='heads(...)', gamma=3, ...)
   """
-  location, source = locate(path), os.fspath(path)
-  expected = f'a file of heads that {_MADE_BY} wrote'
-  if location.is_folder():
-    raise unexpected('heads', expected, source, 'It is a folder.')
-  _, about = t5x.open_t5x(location)
-  about = about if isinstance(about, dict) else {}
-  if about.get('kind') != KIND or not isinstance(about.get('target'), str):
+  opened, source = open_checkpoint(path), os.fspath(path)
+  if opened.about.get('kind') != KIND or TARGET not in opened.about:
+    expected = f'a file of heads that {_MADE_BY} wrote'
     advice = 'A model is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)
-  params = open_checkpoint(location).read()
+  params = opened.read()
   network = _shape_of(params, source)
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   t5x.check_params(params, shapes, repr(source))
-  return heads(network, params, (about['target'],))
+  return heads(network, params, (opened.about[TARGET],))
 
 
 def _shape_of(params: Params, source: str) -> Heads:
