@@ -655,6 +655,14 @@ def _example(
   return dict(zip(FEATURES, [*columns, ''], strict=False))
 
 
+def field_of(fields: Mapping[str, Any], field: str, place: str, to_do: str):
+  """Returns a field of a JSON object; ValueError, with `to_do`, without it."""
+  if field not in fields:
+    near = nearest(field, list(fields)[:_MAX_NAMES])
+    raise ValueError(f'{place} has no field {field!r}.{near} {to_do}')
+  return fields[field]
+
+
 def _of_object(
   fields: dict[str, Any], place: str, used: Mapping[str, str | None]
 ) -> dict[str, Any]:
@@ -662,13 +670,8 @@ def _of_object(
   for feature, field in used.items():
     if field is None:
       continue
-    if field not in fields:
-      names = list(fields)[:_MAX_NAMES]
-      raise ValueError(
-        f'{place} has no field {field!r}.{nearest(field, names)}'
-        f' LocalTask.{feature}_field names another field.'
-      )
-    text = fields[field]
+    to_do = f'LocalTask.{feature}_field names another field.'
+    text = field_of(fields, field, place, to_do)
     if feature == 'targets' and isinstance(text, list) and text:
       texts['references'] = text
       text = text[0]
@@ -698,6 +701,17 @@ def check_feature_lengths(
     check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 
+def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields the place of each line of a JSONL file, for messages; its object.
+
+  Raises:
+    ValueError: as for `files.text_lines`; or a line is not a JSON object.
+  """
+  for number, line in enumerate(files.text_lines(path), 1):
+    place = f'{path!r} line {number}'
+    yield place, files.json_object(line, place)
+
+
 def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   """Yields the source and the target of each line that has a target.
 
@@ -709,8 +723,7 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
     ValueError: as for `files.lines`; or a line is broken, with its number.
   """
   kind = kind_of(path)
-  first = next(iter(files.text_lines(path)), '') if kind == 'jsonl' else ''
-  if first and 'prediction' in files.json_object(first, path):
+  if kind == 'jsonl' and 'prediction' in next(records(path), ('', {}))[1]:
     yield from _predictions(path)
     return
   for example in read(path, keep_broken=False):
@@ -722,8 +735,7 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
 
 def _predictions(path: str) -> Iterator[tuple[str, str]]:
   """Yields the pairs of predictions.jsonl, without records of errors."""
-  for number, line in enumerate(files.text_lines(path), 1):
-    record = files.json_object(line, f'{path!r} line {number}')
+  for _, record in records(path):
     pairs = record.get(
       'parts', [(record.get('inputs'), record.get('prediction'))]
     )

@@ -24,6 +24,7 @@ from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.types import Amount, Count, Positive
 
 NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
+_BUCKETS = (12, 16, 20, 26, 32, 40, 52, 68, 96)  # lengths of sentences
 
 # Source and target ids of each pair.
 Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -81,17 +82,7 @@ class PackingConfig:
   """
 
   weights: tuple[Amount, ...] = (0.4, 0.25, 0.2, 0.15)
-  buckets: Annotated[tuple[Positive, ...], Bound(1)] = (
-    12,
-    16,
-    20,
-    26,
-    32,
-    40,
-    52,
-    68,
-    96,
-  )
+  buckets: Annotated[tuple[Positive, ...], Bound(1)] = _BUCKETS
   tokens_per_batch: int = 4096
   tokens_per_part: Count = 0
   max_targets: int = 0
@@ -144,22 +135,20 @@ class PackedBatches:
       those of the first epoch.
   """
 
-  def __init__(
-    self, pairs: Pairs, config: PackingConfig, regroups: bool = True
-  ):
+  regroups = True
+
+  def __init__(self, pairs: Pairs, config: PackingConfig):
     """Drops the pairs that are empty or do not fit the longest bucket.
 
     Args:
       pairs: the data.
       config: the settings.
-      regroups: see the class.
 
     Raises:
       ValueError: no pair is left.
     """
     self._pairs = pairs
     self._config = config
-    self.regroups = regroups
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
     # An end-of-sequence id follows the last pair.

@@ -3,17 +3,16 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import rich.console
 
-from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
+from specdec_jax.checks.fields import check_types, is_a, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
-from specdec_jax.files import json_object, text_lines, writable
+from specdec_jax.files import writable
 from specdec_jax.report import record
 from specdec_jax.report.table import Table
-from specdec_jax.text.tasks import kind_of, read
+from specdec_jax.text.tasks import field_of, kind_of, read, records
 from specdec_jax.text.tokenizer import Tokenizer
 
 
@@ -116,8 +115,8 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
   kind = kind_of(path)
   if kind == 'jsonl':
     values = (
-      _field(f'{path!r} line {number}', line, field)
-      for number, line in enumerate(text_lines(path), 1)
+      field_of(fields, field, place, 'Set field.')
+      for place, fields in records(path)
     )
   else:
     side = 'targets' if kind == 'tsv' else 'inputs'
@@ -135,11 +134,3 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
         raise unexpected(place, 'text or ids', value)
       if ids:
         yield ids
-
-
-def _field(place: str, line: str, field: str) -> Any:
-  record = json_object(line, place)
-  if field not in record:
-    names = nearest(field, record)
-    raise ValueError(f'{place} has no field {field!r}.{names} Set field.')
-  return record[field]
