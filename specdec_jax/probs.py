@@ -24,7 +24,7 @@ from specdec_jax.types import Array, Count
 _FLOAT32 = np.finfo(np.float32)
 _TINY = float(_FLOAT32.tiny)
 
-_FEW_IDS = 16  # the most ids that tokens are compared with one by one
+_FEW_IDS = 16  # tokens are compared with up to so many ids one by one
 _BLOCK, _LEAST_BLOCK = 128, 32  # sizes of the blocks of logits of `top_tokens`
 
 # The purposes of the random numbers of one row in one round, see `draft_key`.
@@ -214,13 +214,13 @@ def largest_threshold(
     float32[].
   """
   mass = jnp.asarray(mass).astype(jnp.float32)
-  # Ordered images of -inf and of the float after +inf.
+  # These are the ordered images of -inf and of the float after +inf.
   low, high = jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800001)
 
   def halve(_, bracket):
     low, high = bracket
     middle = low + (high - low) // 2
-    # Compared as floats, not as integers: -0.0 and 0.0 are a tie.
+    # Floats are compared, not their images: -0.0 and 0.0 are a tie.
     above = jnp.where(values >= _ordered_float(middle), weights, 0.0)
     reached = jnp.sum(above) >= mass
     return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
@@ -329,7 +329,7 @@ def top_tokens(
   blocks = blocks.reshape(*rows, -1, block)
   maxima = jnp.max(blocks, axis=-1)
   _, chosen = lax.top_k(maxima, needed)
-  chosen = jnp.sort(chosen, axis=-1)  # the first ids stay the first
+  chosen = jnp.sort(chosen, axis=-1)  # smaller ids stay first
   few = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
   ids = chosen[..., None] * block + jnp.arange(block)
   few, ids = (x.reshape(*rows, -1) for x in (few, ids))

@@ -142,7 +142,7 @@ def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
 
 
 def _as_on_disk(params: Params, opened: Opened) -> Params:
-  """Casts all but kernels and factors to their dtype on disk."""
+  """Casts all arrays except kernels and factors to their dtype on disk."""
 
   def in_dtype_of_disk(keys, leaf):
     array = opened.arrays.get('/'.join(key.key for key in keys))

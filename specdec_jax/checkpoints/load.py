@@ -258,7 +258,7 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
 
 
 def check_dtype(dtype: Dtype) -> None:
-  """Raises ValueError unless it is None, a float type, or one for kernels."""
+  """Raises ValueError unless a dtype is None, of floats, or for kernels."""
   with contextlib.suppress(TypeError):
     if dtype in (None, *INTEGERS):
       return
@@ -303,5 +303,5 @@ def _may_be_on_the_hub(path: str) -> bool:
   match = _HUB_ID.fullmatch(path)
   if not match or match[1].endswith('.msgpack'):
     return False
-  # A name in a folder that exists is a mistyped path.
+  # A name that begins with a folder which exists is a mistyped path.
   return not os.path.isdir(os.path.dirname(match[1]))

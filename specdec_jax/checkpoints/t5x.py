@@ -338,7 +338,7 @@ def unroll(
       array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  read = functools.lru_cache(1)(disk_arrays.load_array)  # caches one array
+  read = functools.lru_cache(1)(disk_arrays.load_array)  # it caches one array
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
     match = _STACKED.fullmatch(name)
@@ -348,9 +348,9 @@ def unroll(
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
     layers = [f'{stack}/layers_{i}/{inner}' for i in range(count)]
     if not layers or layers[0] not in expected:
-      unrolled[name] = array  # the check of names will refuse it
+      unrolled[name] = array  # the check of names refuses it later
       continue
-    # A norm shows the axis of the layers; T5X's own is the second.
+    # The shape of a norm shows which axis counts layers, by default the second.
     (emb_dim,) = expected[f'{stack}/layers_0/{_NORM}']
     norm = have.get(name.removesuffix(inner) + _NORM, (emb_dim,))
     axis = 1 if emb_dim == norm[0] else 0

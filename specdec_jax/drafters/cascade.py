@@ -62,9 +62,8 @@ def cascade(
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
   Its parameters and its state are pairs (the model's, the cheaper drafter's).
-  Tokens that the target rejects were already committed to the cheaper drafter:
-  `Request.catches_up` tells it that this may happen, and a `commit` of fewer
-  tokens that it did.
+  The cheaper drafter commits tokens that the target may reject later. It then
+  gets a `commit` of fewer tokens, for which `Request.catches_up` prepares it.
 
   Args:
     model: the model that the draft is sampled from.

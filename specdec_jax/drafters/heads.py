@@ -9,9 +9,9 @@ Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), followed by
 the target's output layer. That layer and the embeddings e are read from the
 target's parameters and not copied. With a hidden width of M, head i (from 0)
 adds (3 + i) M^2 + M parameters; an output matrix for each head would add M V.
-At T5-XXL's size these are 50 million for the first head, and 132 million. A
-round reads the output layer once for each head, as a small model of that width
-would.
+At T5-XXL's size the first head has 50 million parameters, and an output matrix
+would have 132 million. A round reads the output layer once for each head, as a
+small model of that width would.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class _Head(nn.Module):
     dtype = str(features.dtype)
     read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
     wi = products.Dense(self.hidden_dim, dtype, use_bias=True, name='wi')
-    # It begins as the identity: every head then predicts as the target does.
+    # A new head is the identity, and predicts as the target does.
     zeros = nn.initializers.zeros
     wo = products.Dense(self.emb_dim, dtype, zeros, name='wo')
     return features + wo(nn.silu(wi(read)))

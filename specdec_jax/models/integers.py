@@ -106,7 +106,7 @@ def rounded(
     else value
     for name, value in params.items()
   }
-  if SCALE in result:  # perhaps held as float32, see `sizes.held_bytes`
+  if SCALE in result:  # integers may be held as float32, see `held_bytes`
     return result
   for name, (to_in_out, lay_out) in _LAYOUTS.items():
     kernel = result.get(name)

@@ -45,7 +45,7 @@ def digest(pairs: Pairs) -> str:
 
 
 class Batch(NamedTuple):
-  """Padded rows in N parts; a row of nothing but padding has no weight.
+  """Padded rows in N parts; a row without tokens has no weight.
 
   Attributes:
     inputs: int32[N, B, L], source ids, end of sequence, `PAD_ID`.
@@ -70,8 +70,8 @@ class PackingConfig:
     buckets: increasing lengths, the only ones that a batch may have; an example
       goes into the smallest bucket that holds its source and its target. One
       program is compiled for each bucket.
-    tokens_per_batch: places that a batch has on each side, roughly.
-    tokens_per_part: places that a part of a batch has, roughly. A batch is
+    tokens_per_batch: roughly the places for tokens on each side of a batch.
+    tokens_per_part: roughly the places of one part of a batch. A batch is
       computed part by part, and the gradients are summed. On a CPU the logits
       of a part then stay in its cache; 0, for a GPU or TPU, makes the whole
       batch one part.
@@ -97,7 +97,7 @@ class PackingConfig:
     if [*self.buckets] != sorted({*self.buckets}):
       expected = 'increasing numbers'
       raise unexpected('buckets', expected, self.buckets)
-    # A batch has room for one row, and a row for a token and its end.
+    # A batch must have room for one row, and a row for a token and its end.
     least = {'tokens_per_batch': self.buckets[-1]}
     least['max_targets'] = 2 if self.max_targets else 0
     for name, number in least.items():
@@ -123,7 +123,9 @@ class _Plan(NamedTuple):
 
 
 class PackedBatches:
-  """Length-bucketed batches; they depend only on the seed and their place.
+  """Batches of examples of similar lengths.
+
+  A batch depends only on the seed and on its place in the order.
 
   An epoch shuffles the pairs, joins neighbours, and sorts examples into
   buckets. Examples that do not fill a batch move on to the next longer bucket;
