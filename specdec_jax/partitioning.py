@@ -205,8 +205,7 @@ class Partition:
       for name in ('num_heads', 'num_kv_heads'):
         heads = getattr(stack, name)
         self._check_shape(f'attention, {name}', ('heads',), (heads,))
-    shapes = base.param_shapes(network)
-    flat = flax.traverse_util.flatten_dict(shapes, sep='/')
+    flat = flax.traverse_util.flatten_dict(base.param_shapes(network), sep='/')
     for name, leaf in flat.items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)
 
@@ -432,8 +431,7 @@ class Placement:
       check_choice('dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       sizes = 'numbers of devices, one of which may be 0 for all that are left'
-      numbers = [self.data, self.model]
-      raise unexpected('data and model', sizes, numbers)
+      raise unexpected('data and model', sizes, [self.data, self.model])
     if self.kernel_layout == 'blocks' and not self.on_one_device:
       only = "'blocks' on one device alone"
       mesh = f'a mesh of data={self.data}, model={self.model}'

@@ -129,8 +129,7 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   stored = disk_arrays.open_stored(specs, source) if specs else {}
   for name, array in stored.items():
     metadata = leaves[name].get('metadata') or {}
-    is_mapping = isinstance(metadata, Mapping)
-    shape = metadata.get('shape') if is_mapping else metadata
+    shape = metadata.get('shape') if isinstance(metadata, Mapping) else metadata
     if shape is not None and shape != list(array.shape):
       why = f'its folder has {list(array.shape)}, the file says {shape!r}'
       raise disk_arrays.broken(source, name, why)
@@ -288,8 +287,7 @@ def _sizes(shapes: Shapes) -> dict[str, Any]:
         sizes |= zip(fields, shape, strict=True)
   sizes.pop('', None)
   if 'vocab_size' in sizes:
-    head = 'decoder/logits_dense/kernel'
-    sizes['logits_via_embedding'] = head not in shapes
+    sizes['logits_via_embedding'] = 'decoder/logits_dense/kernel' not in shapes
   inner = {name.partition('/mlp/')[2] for name in shapes}
   if gates := [n for n in ('wi/kernel', 'wi_1/kernel') if n in inner]:
     sizes['len(mlp_activations)'] = 1 + gates[0].startswith('wi_1')

@@ -141,8 +141,7 @@ def run(
     going_on, one_round, (jnp.int32(0), (pool.state, no_draft))
   )
   generation = decode_state.generation(pool.request, state)
-  view = PoolView(generation, num_rounds, draft)
-  return pool.replace(state=state), view
+  return pool.replace(state=state), PoolView(generation, num_rounds, draft)
 
 
 def _typed(leaf: jax.Array) -> jax.Array:

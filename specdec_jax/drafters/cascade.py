@@ -184,8 +184,7 @@ class _Cascade:
     tokens = write(tokens, verdict.next_token[:, None], (length + accepted,))
     count = jnp.where(now.done < goal, accepted + 1, 0)
     if now.rows is not None and rows is not None:
-      start = (now.done, jnp.zeros_like(now.done))
-      rows = write(now.rows, rows, start)
+      rows = write(now.rows, rows, (now.done, jnp.zeros_like(now.done)))
     return _Rounds(
       number=now.number + 1,
       tokens=tokens,

@@ -49,8 +49,7 @@ class _Head(nn.Module):
     read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
     wi = products.Dense(self.hidden_dim, dtype, use_bias=True, name='wi')
     # A new head is the identity, and predicts as the target does.
-    zeros = nn.initializers.zeros
-    wo = products.Dense(self.emb_dim, dtype, zeros, name='wo')
+    wo = products.Dense(self.emb_dim, dtype, nn.initializers.zeros, name='wo')
     return features + wo(nn.silu(wi(read)))
 
 

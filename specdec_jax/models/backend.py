@@ -52,8 +52,7 @@ def device_name() -> str:
 
 def _cpuinfo() -> str:
   """Reads Linux's description of the processor; '' on other systems."""
-  exists = _CPUINFO.exists()
-  return _CPUINFO.read_text(errors='replace') if exists else ''
+  return _CPUINFO.read_text(errors='replace') if _CPUINFO.exists() else ''
 
 
 def instruction_set() -> str:

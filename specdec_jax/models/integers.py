@@ -112,8 +112,7 @@ def rounded(
     kernel = result.get(name)
     if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):
       continue
-    name_in_message = f'{module}{name}'
-    kernel, scale = quantise(to_in_out(kernel), name_in_message, dtype)
+    kernel, scale = quantise(to_in_out(kernel), f'{module}{name}', dtype)
     result |= {name: lay_out(kernel), SCALE: scale}
   return result
 

@@ -246,8 +246,7 @@ def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
   _check_sizes(map(int, re.findall('[0-9]{1,20}', text)))
   if re.search(r'%[^a-zA-Z]*\*|:[^}]*\{', text):
     for value in values:
-      parts = value.values() if isinstance(value, Mapping) else [value]
-      _check_sizes(parts)
+      _check_sizes(value.values() if isinstance(value, Mapping) else [value])
 
 
 def _sized(function: Callable[..., Any]) -> Callable[..., Any]:

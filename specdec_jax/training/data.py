@@ -95,8 +95,7 @@ class PackingConfig:
       expected = 'weights, at least one of them above 0'
       raise unexpected('weights', expected, self.weights)
     if [*self.buckets] != sorted({*self.buckets}):
-      expected = 'increasing numbers'
-      raise unexpected('buckets', expected, self.buckets)
+      raise unexpected('buckets', 'increasing numbers', self.buckets)
     # A batch must have room for one row, and a row for a token and its end.
     least = {'tokens_per_batch': self.buckets[-1]}
     least['max_targets'] = 2 if self.max_targets else 0

@@ -56,8 +56,7 @@ class FitNgramConfig:
         raise unexpected(name, 'a file', value)
     size, first = self.tokenizer.vocab_size, self.start_id
     if first is not None and not 0 <= first < size:
-      expected = f'None or an id below {size}'
-      raise unexpected('start_id', expected, first)
+      raise unexpected('start_id', f'None or an id below {size}', first)
 
 
 def fit_ngram(

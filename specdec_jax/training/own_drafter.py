@@ -247,8 +247,7 @@ def _texts(
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
-    field = f'texts {config.texts!r}'
-    raise unexpected(field, expected, len(texts))
+    raise unexpected(f'texts {config.texts!r}', expected, len(texts))
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
   held_out = texts[:: len(texts) // number][:number]
   left_out = set(held_out)

@@ -263,8 +263,7 @@ class Trainer:
     sides = batch.inputs, batch.targets
     key = sides[0].shape, *(side.tobytes() for side in sides)
     if key not in self._stored:
-      features = self._features(self._objective, batch)
-      self._stored[key] = jax.device_get(features)
+      self._stored[key] = jax.device_get(self._features(self._objective, batch))
     return batch._replace(features=self._stored[key])
 
   def _one_step(self, state: TrainState, step: int, batch: Batch, rate: float):
