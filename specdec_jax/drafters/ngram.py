@@ -132,7 +132,8 @@ def continuations(table: NGramTable, node: jax.Array, count: int):
   Returns:
     int32[B, K] and float32[B, K], sorted; -inf past the last one.
   """
-  index = table.starts[node][:, None] + jnp.arange(count)
+  place = jnp.arange(count)
+  index = table.starts[node][:, None] + place
   live = index < table.starts[node + 1][:, None]
   ids = jnp.take(table.ids, index, mode='clip')
   log_probs = jnp.take(table.log_probs, index, mode='clip')
