@@ -170,8 +170,8 @@ class _Cascade:
       budget=None,
     )
     draft, cheaper = self.cheaper.propose(params[1], now.cheaper, inner)
-    room = jnp.maximum(goal - now.done - 1, 0)
-    draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
+    left = jnp.maximum(goal - now.done - 1, 0)
+    draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, left))
 
     # Tokens past `count` are overwritten or cut off later.
     write = jax.vmap(lax.dynamic_update_slice)

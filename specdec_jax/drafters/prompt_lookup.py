@@ -96,13 +96,13 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   # `place` is before the end, so the period is at least 1.
   period = jnp.maximum(length - place, 1)
   from_output = tokens.at[place + steps % period].get(mode='clip')
-  room = jnp.where(use_input, jnp.minimum(end - place, gamma), gamma)
+  left = jnp.where(use_input, jnp.minimum(end - place, gamma), gamma)
   proposed = jnp.where(use_input, from_input, from_output)
   longest = jnp.maximum(input_match, match)
   others = jnp.any((input_matches == longest) & (inputs != proposed[0]))
   others |= jnp.any((matches == longest) & (tokens != proposed[0]))
   matched = (longest >= min_match) & ((longest > 1) | ~others)
-  return proposed, jnp.where(matched, room, 0).astype(jnp.int32)
+  return proposed, jnp.where(matched, left, 0).astype(jnp.int32)
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:

@@ -130,8 +130,8 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
     place, match = jax.vmap(functools.partial(_longest, memory))(recent)
     steps = place[:, None] + jnp.arange(context.gamma)
     tokens = jnp.take(memory.tokens, steps, mode='clip')
-    room = jnp.minimum(memory.tokens.size - place, context.gamma)
-    length = jnp.where(match >= min_match, room, 0)
+    left = jnp.minimum(memory.tokens.size - place, context.gamma)
+    length = jnp.where(match >= min_match, left, 0)
     return Draft(tokens, None, length.astype(jnp.int32)), state
 
   name = f'translation_memory({min_match})'

@@ -140,7 +140,7 @@ def language_of(name: str | None) -> str:
 
 
 def split(
-  text: str, language: str, count: Callable[[str], int], most: int
+  text: str, language: str, count: Callable[[str], int], limit: int
 ) -> Sentences:
   """Splits a text into sentences that a model can read.
 
@@ -150,8 +150,8 @@ def split(
     text: lines, paragraphs or a whole document.
     language: a result of `language_of`.
     count: counts the tokens of a text.
-    most: the most tokens of a sentence. A longer one is cut after clauses, else
-      after words, else between any two characters.
+    limit: the most tokens of a sentence. A longer one is cut after clauses,
+      else after words, else between any two characters.
 
   Raises:
     ValueError: sentencex is not installed.
@@ -160,7 +160,7 @@ def split(
   spans, num_cut, at = list[tuple[int, int]](), 0, 0
   for line in text.splitlines(keepends=True):
     for begin, end in _sentences(line, language):
-      pieces, begin = _cut(line[begin:end], count, most), at + begin
+      pieces, begin = _cut(line[begin:end], count, limit), at + begin
       num_cut += len(pieces) > 1
       for piece in pieces:
         if core := piece.strip():
@@ -284,32 +284,32 @@ def _goes_without_blank(text: str, at: int) -> bool:
 def _cut(
   text: str,
   count: Callable[[str], int],
-  most: int,
+  limit: int,
   cuts: Sequence[re.Pattern] = _CUTS,
 ) -> list[str]:
-  """Cuts a text into pieces of at most `most` tokens."""
+  """Cuts a text into pieces of at most `limit` tokens."""
 
   def size(piece: str) -> int:
-    too_long = len(piece) > most * _MOST_CHARACTERS
-    return most + 1 if too_long else count(piece)
+    too_long = len(piece) > limit * _MOST_CHARACTERS
+    return limit + 1 if too_long else count(piece)
 
-  if len(text) == 1 or size(text.strip()) <= most:
+  if len(text) == 1 or size(text.strip()) <= limit:
     return [text]
   if not cuts:
     middle = len(text) // 2
     near = range(middle, min(middle + 16, len(text)))
     half = next((i for i in near if not _joins(text[i - 1 : i + 1])), middle)
     halves = text[:half], text[half:]
-    return [x for piece in halves for x in _cut(piece, count, most, ())]
+    return [x for piece in halves for x in _cut(piece, count, limit, ())]
   groups, left = list[list[str]](), -1
   for piece in cuts[0].findall(text):
     left -= (tokens := size(piece))
     if left < 0:
       groups.append([])
-      left = most - tokens
+      left = limit - tokens
     groups[-1].append(piece)
   wholes = map(''.join, groups)
-  return [x for whole in wholes for x in _cut(whole, count, most, cuts[1:])]
+  return [x for whole in wholes for x in _cut(whole, count, limit, cuts[1:])]
 
 
 def _joins(pair: str) -> bool:

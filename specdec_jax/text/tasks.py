@@ -772,8 +772,8 @@ def read_prompts(
   if not isinstance(source, str) or kind_of(source) != 'txt':
     texts = list(dict.fromkeys(texts))
   # Any output may follow an empty text, which tells little about a pair.
-  most = math.inf if limit is None else limit
-  usable = [text for text in texts if text and 0 < count(text) <= most]
+  longest = math.inf if limit is None else limit
+  usable = [text for text in texts if text and 0 < count(text) <= longest]
   if not usable:
     short = '' if limit is None else f' of at most {limit} tokens per line'
     raise ValueError(

@@ -106,21 +106,21 @@ class Vocabulary:
     """Applies `encode` to each text."""
     return [self.encode(text) for text in texts]
 
-  def whole(self, text: str, most: int | None = None) -> list[int]:
+  def whole(self, text: str, limit: int | None = None) -> list[int]:
     """Returns the ids of a whole text, `before` and `after` included.
 
     If `after` is empty, the end of sequence alone is added.
 
     Args:
       text: the text.
-      most: cuts the text so that all ids are at most so many; None: no limit.
+      limit: the most ids in all, to which the text is cut; None: no limit.
     """
     first, last = self.before, self.after
     if not last:
       first, last = [], [self.eos_id]
     ids = self.encode(text)
-    if most is not None:
-      ids = ids[: max(0, most - len(first) - len(last))]
+    if limit is not None:
+      ids = ids[: max(0, limit - len(first) - len(last))]
     return [*first, *ids, *last]
 
   def is_text(self, token: int) -> bool:
