@@ -191,7 +191,7 @@ def load(path: str | os.PathLike[str]) -> Drafter:
   opened, source = open_checkpoint(path), os.fspath(path)
   if opened.about.get('kind') != KIND or TARGET not in opened.about:
     expected = f'a file of heads that {_MADE_BY} wrote'
-    advice = 'A model is read by specdec_jax.load.'
+    advice = 'A model, or a folder, is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)
   params = opened.read()
   network = _shape_of(params, source)
