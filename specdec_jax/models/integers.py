@@ -106,14 +106,13 @@ def rounded(
     else value
     for name, value in params.items()
   }
-  if SCALE in result:  # perhaps held as float32, see `sizes.held_bytes`
+  if SCALE in result:  # integers may be held as float32, see `held_bytes`
     return result
   for name, (to_in_out, lay_out) in _LAYOUTS.items():
     kernel = result.get(name)
     if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):
       continue
-    name_in_message = f'{module}{name}'
-    kernel, scale = quantise(to_in_out(kernel), name_in_message, dtype)
+    kernel, scale = quantise(to_in_out(kernel), f'{module}{name}', dtype)
     result |= {name: lay_out(kernel), SCALE: scale}
   return result
 
