@@ -459,9 +459,11 @@ class Placement:
   @property
   def layout(self) -> str:
     """The layout of kernels: 'in_out', 'out_in' or 'blocks'."""
+    on_cpu = backend.kind() == 'cpu' and self.on_one_device
+    if on_cpu and self.dtype == integers.INT8:
+      return 'out_in'  # see `products.dense_int8`
     if self.kernel_layout != 'auto':
       return self.kernel_layout
-    on_cpu = backend.kind() == 'cpu' and self.on_one_device
     if on_cpu and self.dtype != 'bfloat16':
       return cpu_layout.cpu_layout().kernel_layout
     return 'in_out'
@@ -500,8 +502,7 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   """Returns the parameters on their devices, in their dtype and layout.
 
   Args:
-    params: a nested dict of arrays as in a checkpoint. If they are already
-      placed, only the dtype changes.
+    params: a nested dict of arrays as in a checkpoint.
     placement: devices, dtype and layout.
 
   Returns:
@@ -645,7 +646,8 @@ def _cast(value: Any, placement: Placement) -> Any:
     dtype = value.dtype
   elif integers.is_integers(dtype):  # kernels have been rounded already
     keeps = value.dtype == jnp.bfloat16 or integers.is_integers(value.dtype)
-    keeps = keeps and backend.kind() != 'cpu'
+    if backend.kind() == 'cpu':
+      keeps = placement.on_one_device and value.dtype == integers.INT8
     dtype = value.dtype if keeps else 'float32'
   if placement.on_one_device:
     return jnp.asarray(value, dtype)
