@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import pathlib
-import shutil
 import sys
 
 import gin
@@ -11,6 +10,7 @@ import pytest
 
 import small_vocabulary
 import update_readme
+from folders import save_folder
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.cli import main
 from specdec_jax.engine.engine import Engine
@@ -29,12 +29,11 @@ LENGTHS = ['--max-decode-len', '12', '--max-input-length', '32', '--gamma', '3']
 def pair(folder, tokenizer):
   """Flags of two folders that describe themselves, random weights in them."""
   network = small_vocabulary.network(1)
-  for seed, name in enumerate(('large', 'small')):
-    params = small_vocabulary.weights(network, seed)
-    huggingface.save_huggingface(folder / name, network.config, params)
-    shutil.copy(tokenizer.path, folder / name / 'spiece.model')
   (folder / 'in.txt').write_text('\n'.join(LINES) + '\n')
-  return [str(folder / 'large'), str(folder / 'small')]
+  return [
+    save_folder(folder / name, network, seed, tokenizer.path)
+    for seed, name in enumerate(('large', 'small'))
+  ]
 
 
 @pytest.fixture
