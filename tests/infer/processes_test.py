@@ -1,4 +1,4 @@
-"""Runs, rows and servers that several processes or devices share."""
+"""Runs and rows that several processes share."""
 
 import json
 import signal
@@ -95,13 +95,10 @@ run(decode)
 """
 
 
-def ends_of(code, folder, *each, devices=1):
+def ends_of(code, folder, *each):
   """Status, stdout and stderr of processes, from what each has as `more`."""
   argv = BEGIN + code, folder, free_address(), len(each)
-  processes = [
-    started(*argv, index, *more, devices=devices)
-    for index, more in enumerate(each)
-  ]
+  processes = [started(*argv, index, *more) for index, more in enumerate(each)]
   # The last one first, since it may die.
   ends = [process.communicate() for process in processes[::-1]][::-1]
   return [
@@ -235,34 +232,6 @@ def test_rows_of_two_processes(tokenizer, folder):
   (alone,) = run(1)
   assert len(alone) == 2 + 2 + 1 + 2 and 'stop_string' in ''.join(alone)
   assert run(2) == [alone, alone]
-
-
-# A server whose target is split over both.
-SERVER = """
-import warnings
-from toy_workers import Heard, started
-from compilations import nothing_compiles
-
-warnings.simplefilter('error')
-engine = small(
-  max_input_len=8, max_decode_len=12, placement=Placement(data=1, model=2))
-texts = ['red', 'a cat', 'blue']
-kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
-want = [engine.generate([text], **kind)[0].tokens
-        for kind in kinds for text in texts]
-with started(engine, rows=2) as scheduler, nothing_compiles():
-  heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
-  scheduler.take([one.row for one in heard])
-  assert [one.last.completion.tokens for one in heard] == want
-print('the same')
-"""
-
-
-@pytest.mark.slow
-def test_a_server_whose_target_two_devices_share(tokenizer, folder):
-  ((status, out, err),) = ends_of(SERVER, folder, (), devices=2)
-  assert status == 0, err
-  assert out.strip() == 'the same'
 
 
 # It waits for two seconds, then in C code that looks for no signal, as a

@@ -5,7 +5,8 @@ form, so that whatever decodes with it can be compared with the truth:
 
     model = random_markov(seed=0, vocab_size=5, order=2)
     observed = count_ngrams(tokens_of_some_loop[:, :3], vocab_size=5)
-    assert chi_squared_p_value(observed, model.law(3, SamplingConfig())) > 1e-3
+    law = joint_law(model.next_probs(SamplingConfig()), 3, vocab_size=5)
+    assert chi_squared_p_value(observed, law) > 1e-3
 
 Where the space is small enough to enumerate a whole step, `exact` goes further.
 """
@@ -200,17 +201,6 @@ class MarkovModel(LanguageModel):
       ]
 
     return law
-
-  def law(
-    self,
-    length: int,
-    config: probs.SamplingConfig,
-    inputs: Sequence[int] = (),
-    stop_ids: Sequence[int] = (),
-  ) -> np.ndarray:
-    """Joint law of the first `length` generated tokens; float64[V, ..., V]."""
-    next_probs = self.next_probs(config, inputs)
-    return joint_law(next_probs, length, self.vocab_size, stop_ids)
 
 
 class MarkovOnEncoder(MarkovModel):
