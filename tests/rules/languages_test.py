@@ -233,10 +233,7 @@ REFUSED = [
 def test_what_is_refused_is_refused_soon(pattern, why):
   """And the memory that was ever taken grows by less than a gigabyte."""
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  with (
-    languages.deadline(SECONDS),
-    pytest.raises(ValueError, match=why),
-  ):
+  with languages.deadline(SECONDS), pytest.raises(ValueError, match=why):
     assert languages.in_bytes(languages.regex(pattern)).dfa
   after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   assert after - before < 1 << 20  # KiB
