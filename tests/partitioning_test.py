@@ -5,7 +5,6 @@ import dataclasses
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,14 +88,6 @@ def test_projections_of_one_input_are_joined(layout):
   if layout == 'out_in':
     kernel = kernel.T
   np.testing.assert_array_equal(kernel, [[0, 0, 0, 1, 1, 1, 2, 2, 2]] * 2)
-
-
-def test_placing_twice_changes_only_the_dtype():
-  once = place(PROJECTIONS, Placement(kernel_layout='out_in'))
-  again = place(once, Placement('bfloat16', kernel_layout='out_in'))
-  assert jax.tree.structure(again) == jax.tree.structure(once)
-  kinds = {leaf.dtype for leaf in jax.tree.leaves(again)}
-  assert kinds == {jnp.dtype('bfloat16')}
 
 
 @pytest.mark.parametrize('name', ALL)
