@@ -5,11 +5,10 @@ import os
 import re
 import resource
 
-import jax
 import numpy as np
 import pytest
 
-from specdec_jax.rules import automata, languages
+from specdec_jax.rules import languages
 from specdec_jax.rules.constraints import SECONDS, Vocabulary
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -192,23 +191,6 @@ def test_tokens_are_those_that_texts_need(name, every):
       for byte in begin + text.encode():
         state = made.tables.step[state, byte]
       assert bool(state and ends[state - 1]) == is_match, (pattern, text)
-
-
-def test_states_on_the_device_are_those_of_the_bytes():
-  vocabulary, stop = vocabulary_of('demo')
-  made = [
-    laid(vocabulary, one, stop) for one in ('a|ab+', '[0-9]+(\\.[0-9]+)?')
-  ]
-  size = len(made[0].tables.spans) - 1
-  tables, starts = automata.joined(tuple(made), size)
-  tables = jax.device_put(tables)
-  step = jax.jit(jax.vmap(tables.next_state, in_axes=(None, 0)))
-  for one, start in zip(made, starts, strict=True):
-    states, _ = next_states(one)
-    want = states[one.start]
-    want = np.where(want > 0, want + start - one.start, automata.FREE)
-    have = np.asarray(step(np.int32(start), np.arange(size)))
-    np.testing.assert_array_equal(have, want)
 
 
 REFUSED = [
