@@ -28,57 +28,47 @@ def test_auto_follows_the_device(monkeypatch):
   assert Placement('bfloat16').layout == 'in_out'
 
 
-def test_a_decoders_kernels_are_cut_into_blocks():
-  """Not an encoder's, nor what makes keys and values of its output."""
-  rng = np.random.default_rng(0)
-  kernels = {
-    name: {'kernel': rng.normal(size=(3, 64)).astype(np.float32)}
-    for name in ('query', 'key', 'value', 'out')
-  }
-  wide = {'kernel': rng.normal(size=(3, 192)).astype(np.float32)}
-  params = {
-    'encoder': {'self_attention': kernels},
-    'decoder': {
-      'self_attention': kernels,
-      'encoder_decoder_attention': kernels,
-      'logits_dense': wide,
-      'narrow': {'kernel': np.zeros((3, 96), np.float32)},
-    },
-  }
-  placed = place(params, Placement(kernel_layout='blocks'))
-  flat = flax.traverse_util.flatten_dict(placed, sep='/')
-  cut = {name for name in flat if name.endswith('/kernel_blocks')}
-  assert cut == {
-    'decoder/self_attention/qkv/kernel_blocks',
-    'decoder/self_attention/out/kernel_blocks',
-    'decoder/encoder_decoder_attention/query/kernel_blocks',
-    'decoder/encoder_decoder_attention/out/kernel_blocks',
-    'decoder/logits_dense/kernel_blocks',
-  }
-  blocks = flat['decoder/logits_dense/kernel_blocks']
-  assert blocks.shape == (3, 3, 64)
-  np.testing.assert_array_equal(np.concatenate(blocks, axis=1), wide['kernel'])
-
-
 def _kernels(names):
   return {
-    name: {'kernel': np.full((2, 3), i, np.float32)}
+    name: {'kernel': np.full((2, 64), i, np.float32)}
     for i, name in enumerate(names.split())
   }
 
 
-PROJECTIONS = {
-  'decoder': {
-    'self_attention': _kernels('query key value out'),
-    'encoder_decoder_attention': _kernels('query key value out'),
-    'mlp': _kernels('wi_0 wi_1 wo'),
-  }
+LAYER = {
+  'self_attention': _kernels('query key value out'),
+  'encoder_decoder_attention': _kernels('query key value out'),
+  'mlp': _kernels('wi_0 wi_1 wo'),
 }
+
+
+def test_a_decoders_kernels_are_cut_into_blocks():
+  """Not an encoder's, nor what makes keys and values of its output."""
+  wide = np.random.default_rng(0).normal(size=(3, 192)).astype(np.float32)
+  others = {
+    'logits_dense': {'kernel': wide},
+    'narrow': {'kernel': np.zeros((3, 96), np.float32)},
+  }
+  params = {'encoder': LAYER, 'decoder': LAYER | others}
+  placed = place(params, Placement(kernel_layout='blocks'))
+  flat = flax.traverse_util.flatten_dict(placed, sep='/')
+  cut = {name for name in flat if name.endswith('/kernel_blocks')}
+  assert cut == {
+    f'decoder/{name}/kernel_blocks'
+    for name in """
+      self_attention/qkv self_attention/out mlp/wi_joined mlp/wo logits_dense
+      encoder_decoder_attention/query encoder_decoder_attention/out
+    """.split()
+  }
+  blocks = flat['decoder/logits_dense/kernel_blocks']
+  assert blocks.shape == (3, 3, 64)
+  np.testing.assert_array_equal(np.concatenate(blocks, axis=1), wide)
 
 
 @pytest.mark.parametrize('layout', ['in_out', 'out_in'])
 def test_projections_of_one_input_are_joined(layout):
-  decoder = place(PROJECTIONS, Placement(kernel_layout=layout))['decoder']
+  placed = place({'decoder': LAYER}, Placement(kernel_layout=layout))
+  decoder = placed['decoder']
   assert set(decoder['self_attention']) == {'qkv', 'out'}
   assert set(decoder['mlp']) == {'wi_joined', 'wo'}
   # Its queries come from the decoder, its keys from the encoder.
@@ -87,7 +77,7 @@ def test_projections_of_one_input_are_joined(layout):
   (kernel,) = decoder['self_attention']['qkv'].values()
   if layout == 'out_in':
     kernel = kernel.T
-  np.testing.assert_array_equal(kernel, [[0, 0, 0, 1, 1, 1, 2, 2, 2]] * 2)
+  np.testing.assert_array_equal(kernel, [np.repeat([0, 1, 2], 64)] * 2)
 
 
 @pytest.mark.parametrize('name', ALL)

@@ -97,9 +97,6 @@ def test_trees_of_orbax(tmp_path, root, item):
 
 def test_device_and_rule(saved):
   path, device = saved / 'orbax', jax.devices()[0]
-  on_device = checkpoints.load(path, sharding=device)
-  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(on_device))
-  assert_same(on_device, PARAMS)
   rule = lambda name: device if name.endswith('scale') else None  # noqa: E731
   mixed = checkpoints.load(path, sharding=rule)
   assert isinstance(mixed['token_embedder']['embedding'], np.ndarray)

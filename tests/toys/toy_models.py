@@ -185,17 +185,14 @@ class MarkovModel(LanguageModel):
     return table[context] + added
 
   def next_probs(
-    self,
-    config: probs.SamplingConfig,
-    inputs: Sequence[int] = (),
-    start: int = 0,
+    self, config: probs.SamplingConfig, inputs: Sequence[int] = ()
   ) -> NextProbs:
     """The standardised law of the next token given the generated ones."""
     params = config.params(1)
 
     @functools.cache
     def law(prefix: tuple[int, ...]) -> np.ndarray:
-      logits = self.logits_after((start, *prefix), inputs)
+      logits = self.logits_after((0, *prefix), inputs)
       return np.asarray(_standardise(jnp.asarray(logits)[None, None], params))[
         0, 0
       ]
@@ -310,9 +307,9 @@ def _read_ancestor(slots: jax.Array, tree, back: int) -> jax.Array:
 
 
 @functools.cache
-def cycle(period=10, vocab_size=12):
+def cycle(period=10):
   """A chain that counts 2, 3, ... and goes on: greedy output is known."""
-  table = np.zeros((vocab_size, vocab_size))
+  table = np.zeros((12, 12))
   table[0, 2] = 30.0
   for token in range(2, 2 + period):
     table[token, 2 + (token - 1) % period] = 30.0
