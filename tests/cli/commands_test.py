@@ -1,6 +1,5 @@
 """`specdec decode`, `score` and `try` on Hugging Face folders, without gin."""
 
-import importlib.util
 import io
 import pathlib
 import sys
@@ -17,10 +16,6 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.report import record
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
-)
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 LENGTHS = ['--max-decode-len', '12', '--max-input-length', '32', '--gamma', '3']
 

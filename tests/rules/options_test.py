@@ -7,6 +7,7 @@ import json
 import re
 
 import jax
+import jsonschema
 import numpy as np
 import pytest
 
@@ -90,7 +91,6 @@ def test_neutral_values_are_no_rules(engine):
 @pytest.mark.slow
 def test_ten_thousand_samples_are_all_taken(engine):
   """A thousand of each constraint; those that were cut off have no end."""
-  jsonschema = pytest.importorskip('jsonschema')
   constraints = [{'regex': one} for one in REGEXES]
   for asked in constraints + [{'json_schema': one} for one in SCHEMAS]:
     outputs = engine.generate(

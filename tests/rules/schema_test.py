@@ -7,6 +7,7 @@ import pathlib
 import random
 import time
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -280,7 +281,6 @@ def number_of(text):
 
 def errors_of(schema, texts):
   """Texts that the package jsonschema does not take, with exact decimals."""
-  jsonschema = pytest.importorskip('jsonschema')
 
   def is_whole(_, value):
     if isinstance(value, decimal.Decimal) and abs(value.adjusted()) < 400:

@@ -30,7 +30,6 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.training import DistilConfig, distil, own_drafter
 from specdec_jax.training.outputs import read_outputs
 
-pytest.importorskip('safetensors')
 TEXTS = small_vocabulary.sentences()[:40]
 QUICK = {'max_input_length': 32, 'max_decode_len': 14, 'steps': 3}
 QUICK |= {'max_gamma': 1, 'num_tokens': 20, 'repeats': 2}
