@@ -1,7 +1,6 @@
 """Placement: names, layouts, dtypes, and what is split over which devices."""
 
 import collections
-import dataclasses
 
 import flax.traverse_util
 import jax
@@ -120,12 +119,3 @@ def test_one_device_has_no_mesh():
   # What is left is one device.
   mesh = Placement(model=0).partition(jax.devices()[:1]).mesh
   assert dict(mesh.shape) == {'data': 1, 'model': 1}
-
-
-def test_a_drafter_is_whole_on_each_device():
-  draft = Placement('bfloat16', data=2, model=4).replicated()
-  assert (draft.dtype, draft.data, draft.model) == ('bfloat16', 2, 4)
-  split = [getattr(draft.axes, f.name) for f in dataclasses.fields(draft.axes)]
-  assert set(split) == {'data', None} and draft.axes.batch == 'data'
-  assert draft.joins('mlp') and draft.joins('heads')
-  assert not Placement(model=0).joins('heads')
