@@ -81,10 +81,7 @@ def _lengths(draft, gamma, vocab_size, rule):
   )
   batch = len(proposals)
   context = toy_requests.context_of(
-    [(0,)] * batch,
-    gamma,
-    SamplingConfig(1.0),
-    budget=jnp.full((batch,), gamma),
+    [(0,)] * batch, gamma, SamplingConfig(1.0), budget=jnp.full((batch,), gamma)
   )
   rule = jax.tree.map(jnp.asarray, rule)
   context = context.within(drafting=Drafting(gamma, rule))
