@@ -38,7 +38,7 @@ SHIPPED = {f'specdec_jax.shipped.{name}': name for name in ('gin', 'demo')}
 
 setuptools.setup(
   name='specdec_jax',
-  version='0.3.0.dev0',
+  version='0.3.0',
   description='Lossless speculative decoding for T5-style models in JAX.',
   long_description=pathlib.Path(__file__)
   .with_name('README.md')

@@ -27,7 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  Sharding,
+)
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
@@ -38,7 +44,7 @@ from specdec_jax.models.families import config_of
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.models.model import Model
 
-# The two axes of a mesh, for the rows of requests and for weights.
+# The two axes of a mesh: one splits the rows of requests, the other weights.
 DATA: Final = 'data'
 MODEL: Final = 'model'
 MeshAxis = Literal['data', 'model']
@@ -137,7 +143,7 @@ REPLICATED = LogicalAxes(heads=None, mlp=None, vocab=None)
 
 
 def axes_of_parameter(name: str) -> Axes:
-  """Returns a parameter's axes; a name is 'decoder/layers_0/mlp/wo/kernel'.
+  """Returns the axes of a parameter such as 'decoder/layers_0/mlp/wo/kernel'.
 
   Raises:
     ValueError: no rule covers the name.
@@ -199,8 +205,7 @@ class Partition:
       for name in ('num_heads', 'num_kv_heads'):
         heads = getattr(stack, name)
         self._check_shape(f'attention, {name}', ('heads',), (heads,))
-    shapes = base.param_shapes(network)
-    flat = flax.traverse_util.flatten_dict(shapes, sep='/')
+    flat = flax.traverse_util.flatten_dict(base.param_shapes(network), sep='/')
     for name, leaf in flat.items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)
 
@@ -218,7 +223,7 @@ class Partition:
     flat = flax.traverse_util.flatten_dict(params, sep='/')
     for name, leaf in flat.items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)
-      placed[name] = _put(leaf, self.parameter(name))
+      placed[name] = put(leaf, self.parameter(name))
     return flax.traverse_util.unflatten_dict(placed, sep='/')
 
   def request(self, request: Any) -> Any:
@@ -276,10 +281,17 @@ def on_host(tree: Any) -> Any:
   return jax.device_get(jax.tree.map(gathered, tree))
 
 
-def _put(value: Any, sharding: NamedSharding) -> jax.Array:
+def put(value: Any, sharding: Sharding | None) -> Any:
+  """Moves an array to its devices, each of which gets only its part.
+
+  Args:
+    value: an array of NumPy or JAX.
+    sharding: the places of its parts; None returns the array as it is.
+  """
+  if sharding is None:
+    return value
   if isinstance(value, jax.Array):
     return jax.device_put(value, sharding)
-  # Each device and process gets only its part.
   host = np.asarray(value)
   return jax.make_array_from_callback(
     host.shape, sharding, lambda index: host[index]
@@ -330,8 +342,8 @@ class Following(NetworkWrapper):
 
   def head(self, params, features):
     logits = self._split('head', params, features)
-    # First split, and only then whole: otherwise XLA would gather the kernel of
-    # the output layer instead.
+    # Logits are first split and then gathered: otherwise XLA would gather the
+    # kernel of the output layer.
     split, whole = (('batch', None, last) for last in ('vocab', None))
     return self._at(self._at(logits, split), whole)
 
@@ -354,7 +366,7 @@ class Following(NetworkWrapper):
     return dataclasses.replace(cache, **fields)
 
   def _at(self, array, axes):
-    # A mask without relative bias is one row for all heads.
+    # A mask without relative biases has one row, for all heads.
     one_row = axes[0] == 'heads' and array.shape[0] == 1
     sharding = self.partition.sharding(*(() if one_row else axes))
     return lax.with_sharding_constraint(array, sharding)
@@ -419,8 +431,7 @@ class Placement:
       check_choice('dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       sizes = 'numbers of devices, one of which may be 0 for all that are left'
-      numbers = [self.data, self.model]
-      raise unexpected('data and model', sizes, numbers)
+      raise unexpected('data and model', sizes, [self.data, self.model])
     if self.kernel_layout == 'blocks' and not self.on_one_device:
       only = "'blocks' on one device alone"
       mesh = f'a mesh of data={self.data}, model={self.model}'
@@ -448,9 +459,11 @@ class Placement:
   @property
   def layout(self) -> str:
     """The layout of kernels: 'in_out', 'out_in' or 'blocks'."""
+    on_cpu = backend.kind() == 'cpu' and self.on_one_device
+    if on_cpu and self.dtype == integers.INT8:
+      return 'out_in'  # see `products.dense_int8`
     if self.kernel_layout != 'auto':
       return self.kernel_layout
-    on_cpu = backend.kind() == 'cpu' and self.on_one_device
     if on_cpu and self.dtype != 'bfloat16':
       return cpu_layout.cpu_layout().kernel_layout
     return 'in_out'
@@ -458,7 +471,7 @@ class Placement:
   def joins(self, axis: str) -> bool:
     """Whether kernels with this output axis are joined."""
     mesh_axis = getattr(self.axes, axis)
-    # 0 devices may mean 1 or more, so kernels stay apart then, too.
+    # 0 devices may become more than 1, so kernels are not joined then either.
     return mesh_axis is None or getattr(self, mesh_axis) == 1
 
   def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
@@ -489,8 +502,7 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   """Returns the parameters on their devices, in their dtype and layout.
 
   Args:
-    params: a nested dict of arrays as in a checkpoint. If they are already
-      placed, only the dtype changes.
+    params: a nested dict of arrays as in a checkpoint.
     placement: devices, dtype and layout.
 
   Returns:
@@ -594,7 +606,7 @@ def _lay_out(
     params = {n: value for n, value in params.items() if n not in parts}
     leaves = jax.tree.leaves(kernels)
     xp = np if all(isinstance(x, np.ndarray) for x in leaves) else jnp
-    params[joined] = {  # [in, out], or of outputs alone or first
+    params[joined] = {  # kernels are [in, out]; outputs are a bias's first axis
       name: xp.concatenate([k[name] for k in kernels], int(name == 'kernel'))
       for name in kernels[0]
     }
@@ -610,7 +622,7 @@ def _lay_out(
       laid_out[name] = _cast(value, placement)
     else:
       if not isinstance(value, jax.core.Tracer):
-        value = np.asarray(value)  # on a CPU the same memory; compiles nothing
+        value = np.asarray(value)  # a CPU's arrays share it; nothing compiles
       laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
 
@@ -630,11 +642,12 @@ def _meets_many_rows(modules: Sequence[str]) -> bool:
 def _cast(value: Any, placement: Placement) -> Any:
   """Casts an array to the placement's dtype; one device also receives it."""
   dtype = placement.param_dtype
-  if value.dtype == jnp.int32:  # indices, not weights
+  if value.dtype == jnp.int32:  # they are indices, not weights
     dtype = value.dtype
-  elif integers.is_integers(dtype):  # kernels are integers already
+  elif integers.is_integers(dtype):  # kernels have been rounded already
     keeps = value.dtype == jnp.bfloat16 or integers.is_integers(value.dtype)
-    keeps = keeps and backend.kind() != 'cpu'
+    if backend.kind() == 'cpu':
+      keeps = placement.on_one_device and value.dtype == integers.INT8
     dtype = value.dtype if keeps else 'float32'
   if placement.on_one_device:
     return jnp.asarray(value, dtype)

@@ -105,9 +105,9 @@ def count_accepted(
   gamma = draft.tokens.shape[0]
   target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
   proposed_with = draft_prob(draft)
-  # Strictly less, because `uniforms` are in [0, 1) and can be 0: then "<="
-  # would accept a token that the target never emits. Equal probabilities are
-  # always accepted, as they must be. Without a division, 0 needs no special
+  # It must be strictly less: `uniforms` are in [0, 1) and can be 0, and "<="
+  # would then accept a token that the target never emits. Equal probabilities
+  # are always accepted, as they must be. Without a division, 0 needs no special
   # case.
   accepted = (proposed_with > 0) & (uniforms * proposed_with < target_prob)
   proposed = jnp.arange(gamma) < draft.length
@@ -289,7 +289,7 @@ def check_lenience(lenience: float) -> None:
 
 def first_false(flags: jax.Array) -> jax.Array:
   """Returns the index of the first False in bool[G], or G; int32[]."""
-  if not flags.size:  # the plain loop's rounds
+  if not flags.size:  # rounds of the plain loop have no proposals
     return jnp.int32(0)
   ends = jnp.append(flags, False)
   return jnp.argmin(ends).astype(jnp.int32)

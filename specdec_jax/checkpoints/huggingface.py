@@ -47,7 +47,7 @@ PATTERNS = (
   'model*.safetensors',
   INDEX,
   'spiece.model',
-  'sentencepiece.bpe.model',  # of M2M-100
+  'sentencepiece.bpe.model',  # M2M-100 has it
   'tokenizer*',
   'vocab.json',
   'merges.txt',
@@ -86,7 +86,7 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
   index, where = files.read_json(folder / INDEX), os.fspath(folder / INDEX)
   check_type(f'{where}: weight_map', index.get('weight_map'), Mapping[str, str])
   for tensor, shard in index['weight_map'].items():
-    if pathlib.Path(shard).name != shard:  # a path could leave the folder
+    if pathlib.Path(shard).name != shard:  # it could lead out of the folder
       expected = 'names of files of the same folder'
       raise unexpected(f'{where}: {tensor}', expected, shard)
   return sorted({*index['weight_map'].values()})
@@ -160,11 +160,11 @@ def _tidy(
   described: Described,
   source: str,
 ) -> tuple[dict[str, DiskArray], bool]:
-  """Renames the arrays that a model reads as in `families.table`.
+  """Gives the arrays that a model reads their names in `families.table`.
 
   Returns:
     The arrays, and whether the output layer is the embedding, by transformers'
-    rule: config.json decides, unless the file has both and they differ.
+    rule: config.json decides, unless the file has two arrays that differ.
 
   Raises:
     ValueError: an array is there twice.
@@ -202,7 +202,7 @@ def _tidy(
 
 
 def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
-  """Whether two names have one array, which then keeps only `name`.
+  """Whether two names stand for one array, which then keeps only `name`.
 
   A file may have either name, or both.
   """
@@ -300,7 +300,7 @@ def fetch(name: str) -> pathlib.Path:
     fetched = hub.snapshot_download(
       hub_id, revision=revision or None, allow_patterns=list(PATTERNS)
     )
-  except Exception as error:  # errors of its HTTP client have no common base
+  except Exception as error:  # its HTTP client's errors have no common base
     why = ' '.join(str(error).split())
     raise ValueError(
       f'{at} could not be fetched from the hub ({type(error).__name__}: {why}).'

@@ -32,7 +32,7 @@ def check_room(
   Args:
     what: names the arrays, as the beginning of a sentence.
     needed: bytes that they need.
-    free: returns the free bytes; None, if unknown, never raises.
+    free: returns the free bytes, or None if unknown, which never raises.
     advice: a sentence that says what to do.
 
   Raises:
@@ -40,7 +40,7 @@ def check_room(
   """
   size = free()
   if size is not None and needed > size:
-    gc.collect()  # an engine that is not used any more may be collected
+    gc.collect()  # frees engines that nothing uses any more
     size = free()
   if size is not None and needed > size:
     raise DoesNotFitError(
@@ -64,16 +64,16 @@ def free_bytes() -> int | None:
   Memory that the system would give up, such as cached files, is free.
   """
   machine = re.search(r'^MemAvailable: +(\d+) kB$', _text(_MACHINE), re.M)
-  whole = int(machine[1]) << 10 if machine else host_bytes()
+  available = int(machine[1]) << 10 if machine else host_bytes()
   left = [max(0, limit - used) for limit, used in _groups()]
-  return None if whole is None else min([whole, *left])
+  return None if available is None else min([available, *left])
 
 
 def _groups() -> Iterator[tuple[int, int]]:
   """Yields limit and use, in bytes, of each control group with a limit."""
   for line in _text(_OWN_GROUPS).splitlines():
     number, _, path = line.split(':', 2)
-    if number != '0':  # of the first version of control groups
+    if number != '0':  # a group of version 1
       continue
     group = _GROUPS / path.strip('/')
     # A container may not see groups above it; then its own group is the root.

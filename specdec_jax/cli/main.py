@@ -37,14 +37,14 @@ _NO_PLUG_IN = (
   'its plug-in for JAX is not installed. Install it, such as'
   " pip install 'specdec_jax[cuda]', or set JAX_PLATFORMS=cpu."
 )
-# Beginnings of errors that are the machine's fault, not the program's.
+# Errors that begin like this are the machine's fault, not the program's.
 _OF_MACHINE = (
   'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
   _NO_BACKEND,
   'The scheduler failed',  # the server has logged the reason
 )
 _INTERRUPTED = 130
-_UNWIND_S = 1.0  # an interrupted command may take so long to end by itself
+_UNWIND_S = 1.0  # an interrupted command has so much time to end by itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
   for number in range(3):
     try:
       os.fstat(number)
-    except OSError:  # or the next file opened would receive the output
+    except OSError:  # the next file that is opened would get the output
       os.open(os.devnull, os.O_RDWR)
   if sys.stderr is None:  # `print` would use stdout instead
     sys.stderr = open(2, 'w', closefd=False)
@@ -115,12 +115,12 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
     print(f'error: {wrong}', file=sys.stderr)
     return 2
   for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):  # all files are UTF-8, too
+    if isinstance(stream, io.TextIOWrapper):  # UTF-8, as in all files
       stream.reconfigure(encoding='utf-8', errors=stream.errors)
   try:
     with _watched() if is_process else contextlib.nullcontext():
       return function()
-  except KeyboardInterrupt:  # perhaps while it was importing
+  except KeyboardInterrupt:  # it may come during an import
     return _interrupted()
 
 
@@ -130,8 +130,8 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
 def _as_process(function: Callable[[], int]) -> int:
   """Calls `_guarded`; an interrupt soon ends the process in any case.
 
-  Python alone would wait for the end of each compilation, also of those in
-  other threads: a minute or more.
+  Python alone would wait until all compilations end, also those of other
+  threads, which can take a minute or more.
   """
   status = _guarded(function, is_process=True)
   if status == _INTERRUPTED:
@@ -190,10 +190,10 @@ def _interrupted() -> int:
 def run(command: Command, argv: Sequence[str], name: str = '') -> int:
   """Loads the configuration, runs a command and returns the exit status.
 
-  Bad input (ValueError, OSError) ends as one line on stderr and status 2, too
-  little memory, or a loss that diverges, as one line and status 1, an interrupt
-  as status 130; `--traceback` lets the exception through instead.
-  SIGTERM ends the process, as it does any.
+  Bad input (ValueError, OSError) leads to one line on stderr and status 2; too
+  little memory, or a loss that diverges, to one line and status 1; an interrupt
+  to status 130. With `--traceback` the exception is raised instead. SIGTERM
+  ends the process, as it ends any other.
 
   Args:
     command: the command.
@@ -224,7 +224,7 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
 
 
 def _complaining(function: Callable[[], int], argv: Sequence[str]) -> int:
-  """Calls a function; prints an error that is no bug as one line."""
+  """Calls a function; prints an error as one line, unless it may be a bug."""
   from specdec_jax.cli import gin_flags
 
   try:
@@ -253,7 +253,7 @@ def _status(error: Exception) -> int:
 
 
 def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
-  """Formats a warning as a line, without its place in the code."""
+  """Formats a warning as one line, without its place in the code."""
   return f'warning: {" ".join(str(message).split())}\n'
 
 

@@ -64,9 +64,9 @@ class Search:
     previous: the level before the live beams. The drafter has not read it if
       all its proposals were accepted, and reads it again otherwise.
     known_values: float32[B, K, C], log-probabilities of the `candidates` of
-      live beams that the target has read already; -inf for the other beams. A
-      level that does not hold mostly lacks one beam; the others were nodes of
-      the tree, so the next draft need not guess their continuations.
+      live beams that the target has read already; -inf for the other beams.
+      Where a level does not hold, most of its live beams are nodes all the
+      same, so the next draft need not guess their continuations.
     known_ids: int32[B, K, C], these candidates.
     finish_reason: int32[B], a `FinishReason`.
   """
@@ -179,7 +179,7 @@ def step(
 ) -> BeamState:
   """Runs a round: 1 to gamma + 1 levels in each row that is still searched."""
   search, width = state.search, request.search.width
-  # Rows that are over work on their first slots, which no result comes from.
+  # Finished rows compute on their first slots, and the results are not used.
   used = jnp.where(state.running, state.used, width)
   # The live beams' last tokens are nodes in the next K slots.
   visible = _with_own(search.ancestors, used, width)
@@ -208,7 +208,8 @@ def step(
     logits, count, forbidden, request.stop_ids, _rules(request, prefix)
   )
 
-  # Its own search on its own scores, as long as its live beams are nodes.
+  # The target's own search goes on, by its own scores, while its live beams are
+  # nodes of the tree.
   search, chosen, num_held = _replay(request, search, draft, used, candidates)
   # Proposals after the end of a search do not count.
   ended = ~search.running & state.running
@@ -284,7 +285,7 @@ def generation(request: Request, state: BeamState) -> Generation:
 
 
 def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
-  """Adds to bool[B, N, T] each node's slot; the first is begin, int32[B]."""
+  """Marks each node's slot in bool[B, N, T]; the first is begin, int32[B]."""
   slots = begin[:, None] + jnp.arange(count)
   return ancestors | (jnp.arange(ancestors.shape[-1]) == slots[..., None])
 
@@ -301,7 +302,7 @@ def _propose(
   """Runs the drafter's search; returns its cache and its nodes by level."""
   search, settings = state.search, request.search
   width, draft_width = settings.width, settings.draft_width
-  place = search.live.length[:, :1] - 1  # of the roots
+  place = search.live.length[:, :1] - 1  # the roots' place in their sequences
 
   def guess(cache, score, tokens, positions, visible, prefix, known=None):
     """Reads nodes, and finds the best continuations of the last beams.
@@ -326,7 +327,7 @@ def _propose(
       ids = jnp.append(ids, known_ids, axis=2)
     return cache, *beams.widen(score, values, ids, draft_width)
 
-  # It may not have read the level before the roots, see `Search.previous`.
+  # The drafter may lack the level before the roots, see `Search.previous`.
   cache = drafter.rewind(state.draft_cache, used - width)
   tokens, visible, _ = _joined([search.previous, roots.replace(prefix=None)])
   positions = jnp.repeat(place, 2 * width, axis=1)
@@ -336,7 +337,7 @@ def _propose(
   known = search.known_values, search.known_ids
   above, prefix, levels = roots.visible, roots.prefix, []
   nodes = tokens, positions, visible
-  # Unrolled: a loop would carry the cache, and copy it in and out.
+  # A loop of the device would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
     cache, score, parents, tokens = guess(
       cache, score, *nodes, prefix, None if depth else known
@@ -362,7 +363,8 @@ def _levels(request: Request, search: Search, used: jax.Array):
   level = np.repeat(np.arange(gamma + 1), widths)
   slot = jnp.arange(search.ancestors.shape[2])
   base = (request.prompt_length - 1)[:, None]
-  # The prompt but its last token, K unused slots, then K slots a level.
+  # The slots hold the prompt without its last token, K unused ones, and then K
+  # for each level.
   earlier = base + (slot - base) // settings.width - 1
   number = slot - used[:, None]
   node = jnp.asarray(level)[jnp.clip(number, 0, level.size - 1)]
@@ -425,7 +427,7 @@ def _replay(
     is_node = jnp.any(same, axis=2)
     beaten = beams.is_beaten(request, live, after.finished)
     held = going_on & jnp.all(is_node | beaten, axis=1) & after.running
-    # The target has not read a beam that is no node: it is dropped.
+    # The target has not read a live beam that is not a node; it is dropped.
     dropped = held[:, None] & ~is_node
     live = live.replace(
       score=jnp.where(dropped, beams.ABSENT, live.score),

@@ -111,7 +111,7 @@ def candidates(
     values, ids, _ = probs.top_tokens(adjusted, count, stop_ids, forbidden)
     return values, ids, probs.valid_logits(logits)
   values, ids, maximum = probs.top_tokens(logits, count, stop_ids, forbidden)
-  # NaN where a logit is, where one is +inf, and where all are -inf.
+  # The total is NaN if a logit is NaN or +inf, or if all are -inf.
   total = jnp.sum(jnp.exp(logits - maximum[..., None]), axis=-1)
   valid = jnp.isfinite(total) & (maximum > jnp.finfo(jnp.float32).min)
   return values - (jnp.log(total) + maximum)[..., None], ids, valid
@@ -256,7 +256,7 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
 
 
 def gather(values: Tree, index: jax.Array) -> Tree:
-  """Takes values[b, index[b, n]] of each array [B, K, ...], for int32[B, N]."""
+  """Takes values[b, index[b, n]] from arrays [B, K, ...]; index is [B, N]."""
 
   def take(leaf):
     place = index.reshape(*index.shape, *(1,) * (leaf.ndim - 2))

@@ -25,8 +25,8 @@ from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
 SMALL_MODEL = 'small_model'
-# Calls that catch up: the tokens of a call, and the lack of tokens at which no
-# more calls of that size are made.
+# Sizes of the calls that catch up: so many tokens are read in one call, as long
+# as more than the second number are missing.
 _CATCH_UP = (32, 8), (8, 0)
 
 

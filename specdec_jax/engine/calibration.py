@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 
 from specdec_jax import files
@@ -148,7 +147,7 @@ class Calibration:
   Attributes:
     fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of its
       parameters.
-    device: `device_name()` where it was measured.
+    device: name of the device where it was measured.
     temperature: temperature at which the acceptance rate was measured.
     choices: the choice for each number of rows that was measured, in ascending
       order.
@@ -263,7 +262,7 @@ class Calibration:
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
     """Raises CalibrationError if it is of other models or another device."""
-    device = device_name()
+    device = backend.device_name()
     differs = same_run.differences(
       {**self.fingerprints, 'device': self.device},
       {**fingerprints, 'device': device},
@@ -281,14 +280,6 @@ class Calibration:
   def save(self, path: str) -> None:
     """Writes the calibration as JSON; makes its folder."""
     files.write_json(path, self.to_json())
-
-
-def device_name() -> str:
-  """Returns the name of this device, which a calibration records."""
-  device = jax.devices()[0]
-  if device.platform == 'cpu':
-    return backend.cpu_name()
-  return str(device.device_kind)
 
 
 def load(path: str) -> Calibration:

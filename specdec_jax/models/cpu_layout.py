@@ -26,7 +26,7 @@ from specdec_jax.models import backend
 
 Layout = Literal['in_out', 'out_in', 'blocks']
 LAYOUTS: tuple[str, ...] = get_args(Layout)
-VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # in the environment: a layout
+VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # it may name a layout, in the environment
 BLOCK = 64  # outputs of a block
 WIDTHS = (4, 8, 16)  # numbers of rows after padding
 # Rows in a call of plain decoding, and in a round with a gamma of 4.
@@ -99,7 +99,7 @@ def product_of_blocks(
 
 
 def cpu_layout() -> CpuLayout:
-  """Returns the layout of the environment, or else the measured one.
+  """Returns the layout that the environment names, or else the measured one.
 
   Raises:
     ValueError: SPECDEC_KERNEL_LAYOUT names no layout.
@@ -122,7 +122,7 @@ def width(count: int) -> int:
 def _of_this_host() -> CpuLayout:
   return host_cache.measured(
     'kernel_layout',
-    # Ignores timings of other kernels.
+    # Stored timings of other kernels are not used.
     backend.host() | {'chains': [list(chain) for chain in _CHAINS]},
     lambda: dataclasses.asdict(_chosen(_measured())),
     _from_json,

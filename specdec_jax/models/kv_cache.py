@@ -138,7 +138,7 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   # In a branch XLA writes once. Outside it would write once for the attention
   # and again for the cache, each time into a copy.
   if backend.is_whole_on('cpu') and len(slots) == 1:
-    is_written = start[0] >= 0  # always
+    is_written = start[0] >= 0  # it is always true, which XLA does not know
     first_row = functools.partial(next_row, 0)
     return lax.cond(is_written, first_row, lambda buffer: buffer, buffer)
   return jax.vmap(one_row)(buffer, slots, start)

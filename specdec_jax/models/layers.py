@@ -21,7 +21,7 @@ from specdec_jax.models.rope import Rope
 
 _BUCKETS, _MAX_DISTANCE = 32, 128  # of T5's relative biases
 LAYER_NORM_EPSILON = 1e-5  # in GPT-2 and M2M-100
-MASKED = -1e10  # is added to the scores of hidden slots, as in T5X
+MASKED = -1e10  # added to the scores of hidden slots, as in T5X
 
 
 class Embed(nn.Module):
@@ -294,7 +294,7 @@ def attend(
       scores = scores * scale
     if softcap:
       scores = softcap * jnp.tanh(scores / softcap)
-    if bias.shape[1:3] == (1, 1):  # the same for all
+    if bias.shape[1:3] == (1, 1):  # all heads and queries share it
       return scores + bias
     bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
     bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:]).swapaxes(
@@ -335,7 +335,7 @@ class Attention(nn.Module):
       use_bias=stack.use_bias or stack.qkv_bias,
     )
 
-    # Includes the factor 1/sqrt(head_dim), which T5's scores lack.
+    # The kernel includes the factor 1/sqrt(head_dim), which T5's scores lack.
     def query_init(*args):
       return products.KERNEL_INIT(*args) / np.sqrt(stack.head_dim)
 

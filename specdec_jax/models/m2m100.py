@@ -1,9 +1,9 @@
 """M2M-100 and NLLB-200.
 
-LayerNorms and products with biases, ReLU, sinusoidal positions that are added
-to scaled embeddings, and no bias of scores but the mask. The parameter tree has
-T5X's names. As in T5, the 1/sqrt(D) of attention scores is part of the query
-projection (`checkpoints/families.toml` moves it there).
+They have LayerNorms and products with biases, ReLU, sinusoidal positions that
+are added to scaled embeddings, and no bias of scores but the mask. The
+parameter tree has T5X's names. As in T5, the 1/sqrt(D) of attention scores is
+part of the query projection (`checkpoints/families.toml` moves it there).
 
 Padding is id 1, and 0 is a token; the decoder begins with the end of sequence.
 """

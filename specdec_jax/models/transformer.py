@@ -65,7 +65,7 @@ class Tokens:
     """Maps int32[...] to embeddings [..., M], without positions."""
     x = table(ids)
     if self.scale_embeddings:
-      # Rounded to the dtype, as Gemma was trained.
+      # The factor is rounded to the dtype, as Gemma was trained.
       x = x * jnp.asarray(np.sqrt(self.emb_dim), x.dtype)
     return x
 
@@ -121,7 +121,8 @@ class Layer(nn.Module):
     blocks = [stack.self_attention, 'mlp']
     if stack.cross == 'apart':
       blocks.append('cross_attention')
-      # Its keys come from the encoder, maybe of another width, without norms.
+      # Its keys come from an encoder, which may have another width, and have no
+      # norms.
       plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
       self.encoder_decoder_attention = layers.Attention(plain)
     for block in blocks:
@@ -521,7 +522,7 @@ class Transformer(Checked, LanguageModel):
     return _init(self.shape, key)
 
   def param_shapes(self) -> Params:
-    """As `LanguageModel.param_shapes`; traces one layer of each stack."""
+    """Returns the shapes of `init`, from a trace of one layer of each stack."""
     shape = self.shape
     stacks = {'decoder': shape.decoder}
     if shape.encoder is not None:

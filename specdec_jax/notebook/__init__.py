@@ -19,8 +19,7 @@ from specdec_jax.engine.loading import Path
 from specdec_jax.engine.loading import load as load_model
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.report import record
-from specdec_jax.report.table import Table
+from specdec_jax.report import Table, record
 from specdec_jax.text.tokenizer import Vocabulary
 
 __all__ = ['Interactive', 'load']

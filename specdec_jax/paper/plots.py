@@ -1,4 +1,4 @@
-"""The paper's Figures 2 to 5, with measured points; Figure 1 is a `Trace`.
+"""Draws the paper's Figures 2 to 5, with measured points.
 
 The curves come from `specdec_jax.analysis`, all measured values from records of
 `measure.calls.benchmark`. Lines differ in their dashes as well as in their
@@ -16,8 +16,8 @@ import numpy as np
 
 from specdec_jax import analysis
 from specdec_jax.paper.tables import titled
+from specdec_jax.report import Record
 from specdec_jax.report.plot import PALETTE, save_plot
-from specdec_jax.report.record import Record
 
 Path = str | os.PathLike[str]
 
@@ -125,7 +125,7 @@ TARGET_ENCODER = "target's encoder"
 DRAFT_START = 'drafter reads the input'
 DRAFT = 'draft call, one token'
 TARGET = 'target call'
-# The paper's colours, as near as the palette has them, and heights.
+# Kind of a call -> its colour, which is near the paper's, and its height.
 _CALLS = {
   TARGET_ENCODER: ('#F0E442', 0.7),
   DRAFT_START: ('#E69F00', 0.42),
@@ -133,7 +133,7 @@ _CALLS = {
   TARGET: ('#CC79A7', 0.7),
 }
 _FILLED = 0.92  # part of a call's time that is drawn; the rest is a gap
-_MOST_COUNTS = 40  # rows of more rounds have no token counts
+_MOST_COUNTS = 40  # a row of more rounds shows no token counts
 
 
 class Call(NamedTuple):

@@ -1,4 +1,4 @@
-"""The paper's tables: its values beside predicted and measured ones.
+"""Makes the paper's tables, with predicted and measured values beside its own.
 
 Every value that was measured with forced acceptance is marked, in its row and
 in the title: weights were random, and so was the acceptance of proposals.
@@ -49,9 +49,9 @@ class Comparison:
     measured = [row for row in self.rows if row['measured'] is not None]
     rows = measured or self.rows
     notes = []
-    if others := len(self.rows) - len(measured):
+    if missing := len(self.rows) - len(measured):
       notes.append(
-        f'{others} of {len(self.rows)} rows not measured: {self.missing}.'
+        f'{missing} of {len(self.rows)} rows not measured: {self.missing}.'
       )
     ratios: list[Any] = [row[_RATIO] for row in measured if row[_RATIO]]
     if ratios:
@@ -138,7 +138,7 @@ def write(
     output_dir: the folder, which exists.
     comparisons: in the order of the report.
     machines: `record.where` of the machines that measured.
-    figures: file name in `output_dir` -> what the figure shows.
+    figures: file name in `output_dir` -> title of the figure.
 
   Raises:
     OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""T5X's decode functions, by speculative decoding.
+"""T5X's decode functions, with speculative decoding.
 
 They have T5X's names and arguments. T5X gives a decode function
 `tokens_to_logits`, which reads one token per call.
@@ -180,7 +180,7 @@ def beam_search(
     with_log_probs=False,
     beams=options.beam_settings(num_ends=1),
   )
-  if pair.has_prompt:  # but not for beams that do not exist
+  if pair.has_prompt:  # beams that do not exist have no prompt
     tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
   scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
   return tokens.reshape(batch, num_decodes, length), scores
@@ -203,7 +203,7 @@ def _decode(
     for each row.
   """
   length = prompt.shape[1]
-  produced = jnp.zeros(prompt.shape[:1], jnp.int32)  # by the prompt
+  produced = jnp.zeros(prompt.shape[:1], jnp.int32)  # tokens of the prompt
   if pair.has_prompt:
     produced = jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
   request = Request(

@@ -129,7 +129,7 @@ class Speculates:
   _default_decoder_params: Any
 
   def __init__(self, model: Any, draft_module: Any, gamma: int = 4):
-    """Takes over all attributes of `model`.
+    """Copies all attributes of `model`.
 
     Args:
       model: T5X's `EncoderDecoderModel`, with a decode function of this
@@ -228,7 +228,7 @@ class Speculates:
     decoder_params.setdefault('eos_id', eos_id)
 
     prompt = batch['decoder_input_tokens']
-    if prompt_with_targets:  # its end of sequence would end the output
+    if prompt_with_targets:  # the end of a prompt would end the output
       prompt = prompt * (prompt != eos_id)
     decodes, scores = self.decode_fn(
       inputs=prompt,

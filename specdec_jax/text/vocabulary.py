@@ -19,23 +19,24 @@ from specdec_jax.files.locations import open_location
 
 # For comparison: the largest vocabulary in use, of 256,000 pieces, has 5 MiB.
 MOST_BYTES = 256 << 20
-SENTENCEPIECE = 'spiece.model'  # T5's
+SENTENCEPIECE = 'spiece.model'  # T5 has it
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
-PIECES = 'sentencepiece.bpe.model'  # M2M-100's, whose ids are in vocab.json
+PIECES = 'sentencepiece.bpe.model'  # M2M-100's; vocab.json has the ids
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
-_NAMES = 'special_tokens_map.json'  # of folders that transformers 4 wrote
+_NAMES = 'special_tokens_map.json'  # transformers 4 wrote it
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
-# Marks names that are no tokens; Unicode reserves it, so no text has it.
+# A character that marks names in a user's words, which are not tokens there. It
+# is in no text, because Unicode reserves it.
 MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
-END = '<|endoftext|>'  # GPT-2's, where a folder does not say
-BLANK = '\u2581'  # sentencepiece's mark
+END = '<|endoftext|>'  # GPT-2's end, the default of byte-level BPE
+BLANK = '\u2581'  # in the pieces of sentencepiece
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
-_MANY = 256  # texts for which sentencepiece may start its threads
-_SENTINELS = 100  # of T5, in seqio and in transformers
+_MANY = 256  # texts, from which on sentencepiece may start threads
+_SENTINELS = 100  # seqio and transformers give T5 so many
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -133,14 +134,23 @@ def added_tokens(
   return dict(sorted(tokens.items()))
 
 
+def _contradiction(
+  file: str | os.PathLike[str], token: Any, number: int, got: Any
+) -> ValueError:
+  """Makes the error for an added token that has another id in `file`."""
+  expected = f'id {number} as {SETTINGS} or {ADDED} has it'
+  where = f'{os.fspath(file)!r}: {token.content!r}'
+  return unexpected(where, expected, got, _COPY)
+
+
 class JsonBackend:
   """A vocabulary of the package tokenizers.
 
   Attributes:
     pieces: id -> text of each token.
     added: id -> `AddedToken`, the tokens that a text is split at.
-    before: ids that stand in front of each text.
-    after: ids that stand behind each text.
+    before: ids in front of each text.
+    after: ids after each text.
     is_bpe: whether its model is BPE.
     is_byte_level: whether its pieces are made of bytes, as GPT-2's.
     sentinels: ids of T5's sentinels that no file names.
@@ -178,9 +188,7 @@ class JsonBackend:
         processor.add_tokens([token])
       actual = processor.token_to_id(token.content)
       if actual != number:
-        where = f'{os.fspath(place)!r}: {token.content!r}'
-        ours = f'id {number} as {SETTINGS} or {ADDED} has it'
-        raise unexpected(where, ours, actual, _COPY)
+        raise _contradiction(place, token, number, actual)
     named = {
       token.content for token in processor.get_added_tokens_decoder().values()
     }
@@ -252,7 +260,7 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
   data = read_bytes(place)
   try:
     return tokenizers.Tokenizer.from_str(data.decode())
-  # The package raises plain Exceptions.
+  # The package raises `Exception` itself, without a class of its own.
   except Exception as error:
     # The package names its own types, such as PreTokenizerWrapper.
     kind = re.search('enum (?:Py)?(.+)(?:Untagged|Wrapper)', str(error))
@@ -290,7 +298,7 @@ def _of_vocab(
     content(config.get(name)) if config.get(f'add_{name}') else ''
     for name in ('bos_token', 'eos_token')
   ]
-  if kind.startswith('Roberta') or config.get('cls_token'):  # CodeT5's
+  if kind.startswith('Roberta') or config.get('cls_token'):  # as CodeT5's
     names = (('cls_token', _BOS), ('sep_token', _EOS))
     ends = [content(config.get(name)) or default for name, default in names]
   elif processor.token_to_id(END) is not None and not config.get('eos_token'):
@@ -378,12 +386,8 @@ class PiecesBackend:
     for i, token in (added or {}).items():
       piece = self.added[i].content if i in self.added else self.pieces.get(i)
       if piece not in (None, token.content) or ids.get(token.content, i) != i:
-        raise unexpected(
-          f'{os.fspath(path)!r}: {token.content!r}',
-          f'id {i} as {SETTINGS} or {ADDED} has it',
-          f'id {ids.get(token.content)}, and {piece!r} as id {i}',
-          _COPY,
-        )
+        got = f'id {ids.get(token.content)}, and {piece!r} as id {i}'
+        raise _contradiction(path, token, i, got)
       self.added[i] = token
       ids[token.content] = i
     added_names = {token.content for token in self.added.values()}
@@ -424,7 +428,7 @@ class PiecesBackend:
       texts = [text.replace(MARK, '') for text in texts]
       if len(texts) < _MANY or self._numbers:
         return [*map(self._encode, texts)]
-      return self._processor.encode(texts)  # by all cores
+      return self._processor.encode(texts)  # it uses all cores
     parts = split.encode_batch(list(texts))
     ids = {token.content: i for i, token in self.added.items()}
     rows: list[list[int]] = [[] for _ in texts]
@@ -477,9 +481,10 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
 
 
 def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
-  """Opens M2M-100's: a sentencepiece model whose pieces vocab.json numbers.
+  """Opens M2M-100's vocabulary, a sentencepiece model with other ids.
 
-  The languages' tokens follow, in an order that no file of the folder has.
+  vocab.json has the ids of its pieces. The languages' tokens follow them, in an
+  order that no file of the folder has.
   """
   path = folder / VOCAB
   numbers = _object_of(path)
@@ -488,7 +493,7 @@ def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
   if not is_whole or not {*_M2M} <= numbers.keys():
     expected = f'pieces of M2M-100 with {[*_M2M]}, numbered from 0'
     raise unexpected(repr(os.fspath(path)), expected, numbers, _COPY)
-  from specdec_jax.checkpoints.families import WORDS  # brings JAX
+  from specdec_jax.checkpoints.families import WORDS  # it imports JAX
 
   codes = content(config.get('language_codes')) or 'm2m100'
   languages = WORDS['languages']

@@ -58,9 +58,11 @@ _FEW_STEPS = 400  # fewer are too few to learn; also between two evaluations
 _DECODING, _TIMING, _LEARNING = 0.25, 0.2, 0.05
 # The drafter is not measured if less than this part of the time for it is left.
 _MEASURABLE = 0.7
-_SAVING_S = 8.0  # for writing the drafter, and its last evaluation
-_STARTED_S = 5.0  # from the start of the process to this module
-_SMALL_PART = 0.5  # of a vocabulary: a larger shortlist gains little
+# Seconds to write the drafter and to evaluate it for the last time, and those
+# from the start of the process to a call of `distil`.
+_SAVING_S, _STARTED_S = 8.0, 5.0
+# The largest part of a vocabulary that a shortlist may have; more gains little.
+_SMALL_PART = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class DistilConfig:
       most three tenths to decode, the rest to learn and to measure. It must be
       2 or more, since compilation alone takes a minute; 0 sets no limit, so
       that `steps` ends the run.
-    steps: the training ends after this many steps, if not before.
+    steps: the most steps of the training.
     max_gamma, num_tokens, repeats: the largest gamma of the calibration, the
       tokens that it measures acceptance on, and its timed rounds.
 
@@ -157,7 +159,7 @@ def distil(
     measured.time_calls(draft, params)
     return end - measured.closing_s()
 
-  # The target's outputs replace the second sides.
+  # The second sides are not used: the target's outputs replace them.
   pairs, valid = (
     [(ids[text], ids[text]) for text in texts] for texts in (learned, held_out)
   )
@@ -211,7 +213,8 @@ def draft_network(config: DistilConfig) -> T5:
 def decoder_layers(params: Params, num_layers: int) -> Params:
   """Takes a T5's parameters without its encoder, and with few decoder layers.
 
-  A drafter that begins with them only has to learn to do with fewer layers.
+  A drafter that begins with these parameters only has to learn to work with
+  fewer layers.
 
   Args:
     params: the T5's parameters.
@@ -248,8 +251,7 @@ def _texts(
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
-    field = f'texts {config.texts!r}'
-    raise unexpected(field, expected, len(texts))
+    raise unexpected(f'texts {config.texts!r}', expected, len(texts))
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
   held_out = texts[:: len(texts) // number][:number]
   left_out = set(held_out)
@@ -316,7 +318,7 @@ def _shortlist(config: DistilConfig) -> NGramTable | None:
   tokenizer = own_vocabulary(config.target)
   size = tokenizer.vocab_size
   outputs = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
-  # Not the ids that only pad the output layer.
+  # Ids that only pad the output layer are left out.
   tokens = [token for _, ids in outputs for token in ids if token < size]
   table = fit(
     [[0, *tokens]],
@@ -339,11 +341,11 @@ class _Measured:
     console: rich.console.Console,
   ):
     self._config, self._end, self._console = config, end, console
-    self._seconds = 60 * config.minutes or math.inf  # of the whole run
+    self._seconds = 60 * config.minutes or math.inf  # the whole run may take
     self._path = os.path.join(config.output_dir, CALIBRATION)
     self._costs: calibrate.Costs | None = None
-    self._calls_s = 0.0  # time that the calls took
-    self._closing_s = 0.0  # time to measure in after the training
+    self._calls_s = 0.0  # seconds that timing the calls took
+    self._closing_s = 0.0  # seconds to measure in after the training
     self._problem = 'The time is over.'
     self._calibration = calibrate.CalibrateConfig(
       engine=lambda: self._engine(
@@ -376,7 +378,7 @@ class _Measured:
     """Times calls with a drafter of the same shape that has not learned."""
     begin = time.monotonic()
     if self._left < 0.4 * self._seconds:
-      self._closing_s = self._seconds  # more than there is
+      self._closing_s = self._seconds  # so long that nothing is measured
       return
     model = Model(draft, params, dtype=self._config.target.dtype)
     if (table := _shortlist(self._config)) is not None:
@@ -397,7 +399,7 @@ class _Measured:
   def closing_s(self) -> float:
     """Returns the seconds to leave for everything after the training.
 
-    If they leave too little to learn in, the drafter is not measured.
+    The drafter is not measured if that would leave too little time to learn.
 
     Raises:
       ValueError: there is no time to learn in.

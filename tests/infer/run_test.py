@@ -90,9 +90,9 @@ def test_a_file_that_another_process_changes(tmp_path, monkeypatch):
   data, path = b'a b\nc d\n', tmp_path / 'input.txt'
 
   class Changed(ReversingEngine):
-    def generate(self, texts, **options):
+    def generate(self, *request):
       path.write_bytes(b'a b\nc d\ne\n')
-      return super().generate(texts, **options)
+      return super().generate(*request)
 
   with pytest.raises(ValueError, match="input.txt' was changed while it was d"):
     run(tmp_path, data, Changed())
