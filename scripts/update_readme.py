@@ -138,7 +138,7 @@ _TIMES = ('ms/', 'compile', 'start')
 
 def _decode(summary: Record, path: pathlib.Path) -> list[str | Table]:
   table = report.table(summary)
-  if 'speed_up' not in summary:  # a run that measures quality alone
+  if 'speed_up' not in summary:  # the run measured quality alone
     rows = [x for x in table.rows if not str(x[0]).startswith(_TIMES)]
     table = dataclasses.replace(table, rows=rows)
   parts: list[str | Table] = [

@@ -122,7 +122,7 @@ def acceptance_prob(
   # Where `accepted` is false, leeway is positive.
   partly = target / jnp.where(accepted, 1, leeway)
   total = jnp.sum(jnp.where(accepted, draft, partly), axis=-1)
-  return jnp.clip(total, 0, 1)  # it may be outside by rounding
+  return jnp.clip(total, 0, 1)  # rounding may lead outside of [0, 1]
 
 
 def walltime_factor(

@@ -67,7 +67,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('logits_dense/kernel', ('embed', 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
-  ('place', (None,)),  # see `models.other_ids`
+  ('place', (None,)),  # this is an array of `models.other_ids`
 )
 
 # A field of `KVCache` -> the axes of its arrays.
@@ -372,7 +372,7 @@ class Following(NetworkWrapper):
     return lax.with_sharding_constraint(array, sharding)
 
 
-# Placement of parameters.
+# These classes and functions place parameters.
 
 # Module -> name of its joined kernel, its parts in their order, and their axis.
 # A joined kernel is not split: equal parts of query | key | value do not
@@ -461,7 +461,7 @@ class Placement:
     """The layout of kernels: 'in_out', 'out_in' or 'blocks'."""
     on_cpu = backend.kind() == 'cpu' and self.on_one_device
     if on_cpu and self.dtype == integers.INT8:
-      return 'out_in'  # see `products.dense_int8`
+      return 'out_in'  # `products.dense_int8` needs this layout
     if self.kernel_layout != 'auto':
       return self.kernel_layout
     if on_cpu and self.dtype != 'bfloat16':
@@ -471,7 +471,8 @@ class Placement:
   def joins(self, axis: str) -> bool:
     """Whether kernels with this output axis are joined."""
     mesh_axis = getattr(self.axes, axis)
-    # 0 devices may become more than 1, so kernels are not joined then either.
+    # The number of devices 0 means all devices, which may be several: kernels
+    # are not joined then either.
     return mesh_axis is None or getattr(self, mesh_axis) == 1
 
   def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
@@ -606,7 +607,8 @@ def _lay_out(
     params = {n: value for n, value in params.items() if n not in parts}
     leaves = jax.tree.leaves(kernels)
     xp = np if all(isinstance(x, np.ndarray) for x in leaves) else jnp
-    params[joined] = {  # kernels are [in, out]; outputs are a bias's first axis
+    # Kernels are [in, out]; a bias is [out].
+    params[joined] = {
       name: xp.concatenate([k[name] for k in kernels], int(name == 'kernel'))
       for name in kernels[0]
     }
@@ -622,7 +624,8 @@ def _lay_out(
       laid_out[name] = _cast(value, placement)
     else:
       if not isinstance(value, jax.core.Tracer):
-        value = np.asarray(value)  # a CPU's arrays share it; nothing compiles
+        # NumPy shares a CPU's array, and compiles nothing.
+        value = np.asarray(value)
       laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
 
@@ -642,7 +645,7 @@ def _meets_many_rows(modules: Sequence[str]) -> bool:
 def _cast(value: Any, placement: Placement) -> Any:
   """Casts an array to the placement's dtype; one device also receives it."""
   dtype = placement.param_dtype
-  if value.dtype == jnp.int32:  # they are indices, not weights
+  if value.dtype == jnp.int32:  # int32 arrays are indices, not weights
     dtype = value.dtype
   elif integers.is_integers(dtype):  # kernels have been rounded already
     keeps = value.dtype == jnp.bfloat16 or integers.is_integers(value.dtype)

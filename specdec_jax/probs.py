@@ -25,7 +25,8 @@ _FLOAT32 = np.finfo(np.float32)
 _TINY = float(_FLOAT32.tiny)
 
 _FEW_IDS = 16  # tokens are compared with up to so many ids one by one
-_BLOCK, _LEAST_BLOCK = 128, 32  # sizes of the blocks of logits of `top_tokens`
+# `top_tokens` splits logits into blocks of these sizes.
+_BLOCK, _LEAST_BLOCK = 128, 32
 
 # The purposes of the random numbers of one row in one round, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2

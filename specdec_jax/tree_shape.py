@@ -22,7 +22,7 @@ from flax import struct
 from specdec_jax.checks.fields import unexpected
 
 ROOT = -1
-MAX_NODES = 256  # also of a chain
+MAX_NODES = 256  # a chain may have at most so many nodes, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def branching(*counts: int | Sequence[int]) -> TreeShape:
     (-1, -1, -1, 0, 0, 1, 3, 4, 5)
   """
   parents: list[int] = []
-  above = [(ROOT, 0)]  # number and rank of each node of the level above
+  above = [(ROOT, 0)]  # (node, rank) in the level above
   for count in counts:
     level = []
     for parent, rank in above:

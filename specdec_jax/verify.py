@@ -92,7 +92,7 @@ def verify(
   check_shapes(draft, target_probs)
   uniforms, of_next = verdict_uniforms(key, draft.tokens.shape[0])
   if lenience is not None:
-    uniforms = lenience * uniforms  # the test becomes r l q < p
+    uniforms = lenience * uniforms  # the test r q < p becomes r l q < p
   num_accepted = count_accepted(draft, target_probs, uniforms)
   weights = next_token_weights(draft, target_probs, num_accepted)
   return Verdict(num_accepted, inverse_cdf(weights, of_next))

@@ -83,7 +83,8 @@ def walk(
   """
   shape = shape_of(draft, target_probs.shape[0])
   children = jnp.asarray(shape.children)
-  levels = jnp.asarray(np.append(0, shape.levels))  # the root first
+  # The root's level comes first.
+  levels = jnp.asarray(np.append(0, shape.levels))
   size = target_probs.shape[1]
 
   def attempt(carry, trial):

@@ -255,7 +255,7 @@ def _causal(
   has_local = 'local' in kinds
   window = values.get('sliding_window')
   if 'use_sliding_window' in values and not values['use_sliding_window']:
-    window = None  # the configuration then refuses local layers
+    window = None  # the configuration then refuses layers of the kind 'local'
   is_gemma = 'hidden_activation' in values
   word = 'hidden_activation' if is_gemma else 'hidden_act'
   scalar = values.get('query_pre_attn_scalar', sizes['head_dim'])
@@ -283,7 +283,8 @@ def _with_images(family: Family, described: Described, where: str, tied: bool):
 
 def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
   """Returns the shortest sequence of kinds that all layers repeat."""
-  count = min(values['num_hidden_layers'], MOST_LAYERS)  # more is refused later
+  # A larger number of layers is refused later.
+  count = min(values['num_hidden_layers'], MOST_LAYERS)
   for name in ('sliding_window_pattern', 'max_window_layers'):
     if name in values:
       _check_size(values[name], name, where)
@@ -529,7 +530,7 @@ def _single(value: Any) -> Any:
   return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-# Comparing a folder's configuration with the expected one.
+# These functions compare a folder's configuration with the expected one.
 
 
 def check_config(actual: Config, expected: Any, source: str) -> None:

@@ -24,8 +24,10 @@ from specdec_jax.files.locations import Location
 from specdec_jax.models import integers
 from specdec_jax.partitioning import put
 
-PIECE_BYTES = 128 << 20  # of one read by TensorStore, or one larger chunk
-_SAMPLED = 64  # values of an array, roughly, that decide its fingerprint
+# TensorStore reads an array in pieces of this size, or of one chunk if chunks
+# are larger.
+PIECE_BYTES = 128 << 20
+_SAMPLED = 64  # about so many values of an array decide its fingerprint
 # The errors that reading raises if metadata are not what it expects.
 METADATA_ERRORS = (
   AttributeError,
@@ -39,8 +41,8 @@ Params = dict[str, Any]
 Index = tuple[slice, ...]
 Dtype: TypeAlias = DTypeLike | None
 Layout: TypeAlias = jax.Device | Sharding
-# One place for all arrays, or a function from an array's T5X name to its place;
-# None is the host.
+# All arrays have one place, or a function returns the place of an array from
+# its T5X name; None is the host.
 Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
 
 
@@ -198,7 +200,7 @@ def load_array(
     return shards[bounds]
 
   loaded = jax.make_array_from_callback(array.shape, layout, shard)
-  # If it did not wait, the host could hold copies of several arrays.
+  # The wait keeps the host from holding copies of several arrays.
   return jax.block_until_ready(loaded)
 
 
@@ -270,7 +272,7 @@ def file_array(
 
   def read_bytes(start: int, stop: int) -> Iterator[bytes]:
     """Yields the parts of the array's bytes from `start` to `stop`."""
-    first = 0  # the array's byte that a span begins with
+    first = 0  # the index of the span's first byte in the array
     for offset, size in spans:
       begin, end = max(start - first, 0), min(stop - first, size)
       if begin < end:

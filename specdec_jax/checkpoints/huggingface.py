@@ -47,7 +47,7 @@ PATTERNS = (
   'model*.safetensors',
   INDEX,
   'spiece.model',
-  'sentencepiece.bpe.model',  # M2M-100 has it
+  'sentencepiece.bpe.model',  # the vocabulary of M2M-100
   'tokenizer*',
   'vocab.json',
   'merges.txt',
@@ -57,7 +57,7 @@ PATTERNS = (
 )
 
 
-# Opening a folder.
+# These functions open a folder.
 
 
 def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
@@ -86,7 +86,8 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
   index, where = files.read_json(folder / INDEX), os.fspath(folder / INDEX)
   check_type(f'{where}: weight_map', index.get('weight_map'), Mapping[str, str])
   for tensor, shard in index['weight_map'].items():
-    if pathlib.Path(shard).name != shard:  # it could lead out of the folder
+    # The path could lead out of the folder.
+    if pathlib.Path(shard).name != shard:
       expected = 'names of files of the same folder'
       raise unexpected(f'{where}: {tensor}', expected, shard)
   return sorted({*index['weight_map'].values()})
@@ -218,7 +219,7 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   return equal
 
 
-# Writing a folder.
+# These functions write a folder.
 
 
 def save_huggingface(
@@ -270,7 +271,7 @@ def save_huggingface(
   files.write_json(folder / CONFIG, described, indent=2, sort_keys=True)
 
 
-# The hub.
+# These functions use the hub.
 
 
 def fetch(name: str) -> pathlib.Path:

@@ -170,7 +170,7 @@ def _resolve(
   return {'driver': spec['driver'], 'kvstore': where}
 
 
-# Comparing with a network.
+# These functions compare a checkpoint with a network.
 
 
 def check_params(params: Params, expected: Any, source: str = 'params') -> None:
@@ -307,7 +307,7 @@ def _sizes(shapes: Shapes) -> dict[str, Any]:
   return sizes
 
 
-# Layers that were trained as a scan.
+# These functions split layers that were trained as a scan.
 
 
 def is_scanned(arrays: Mapping[str, Any]) -> bool:
@@ -336,7 +336,8 @@ def unroll(
       array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  read = functools.lru_cache(1)(disk_arrays.load_array)  # it caches one array
+  # The cache holds one array.
+  read = functools.lru_cache(1)(disk_arrays.load_array)
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
     match = _STACKED.fullmatch(name)
@@ -346,7 +347,7 @@ def unroll(
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
     layers = [f'{stack}/layers_{i}/{inner}' for i in range(count)]
     if not layers or layers[0] not in expected:
-      unrolled[name] = array  # the check of names refuses it later
+      unrolled[name] = array  # the check of names refuses this array later
       continue
     # The shape of a norm shows which axis counts layers, by default the second.
     (emb_dim,) = expected[f'{stack}/layers_0/{_NORM}']

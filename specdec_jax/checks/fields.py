@@ -144,7 +144,7 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
     return len(value) == len(inside) and all(map(is_a, value, inside))
   kinds = set(map(type, value))
   if not inside or (kinds <= {int, str} and kinds == {inside[0]}):
-    return True  # long prompts need no loop in Python
+    return True  # a loop in Python would be slow for long prompts
   return all(is_a(item, inside[0]) for item in value)
 
 
@@ -196,13 +196,13 @@ def shortened(value: Any) -> str:
   """Returns a value as text for a message; the middle of a long text is cut."""
   try:
     text = repr(value)
-  except ValueError:  # Python's limit of digits
+  except ValueError:  # Python does not print longer integers
     text = 'a huge number'
   # The end of a path matters most.
   return text if len(text) <= 160 else f'{text[:80]}...{text[-80:]}'
 
 
-# Numbers.
+# These functions check numbers.
 
 
 def check_number(name: str, value: Any, least: float) -> None:
@@ -225,7 +225,7 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
       raise unexpected(name, f'ids of the vocabulary of {vocab_size}', token)
 
 
-# Names.
+# These functions check names.
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
@@ -260,7 +260,7 @@ def nearest(name: str, candidates: Iterable[str], or_all: bool = True) -> str:
   return f' Known: {", ".join(names)}.' if names and or_all else ''
 
 
-# Packages.
+# These functions import optional packages.
 
 
 def package(what: str, module: str, extra: str, otherwise: str = '') -> Any:

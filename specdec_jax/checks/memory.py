@@ -17,7 +17,8 @@ _MACHINE = pathlib.Path('/proc/meminfo')
 _OWN_GROUPS = pathlib.Path('/proc/self/cgroup')
 _GROUPS = pathlib.Path('/sys/fs/cgroup')
 _BYTES = 'memory.max', 'memory.current'
-_CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)  # cached files
+# The memory of cached files.
+_CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)
 
 
 class DoesNotFitError(ValueError):
@@ -54,7 +55,7 @@ def host_bytes() -> int | None:
   try:
     size = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   except (AttributeError, OSError, ValueError):
-    return None  # not a Unix
+    return None  # this system is not a Unix
   return min([size, *(limit for limit, _ in _groups())])
 
 
@@ -73,7 +74,7 @@ def _groups() -> Iterator[tuple[int, int]]:
   """Yields limit and use, in bytes, of each control group with a limit."""
   for line in _text(_OWN_GROUPS).splitlines():
     number, _, path = line.split(':', 2)
-    if number != '0':  # a group of version 1
+    if number != '0':  # the line is of a control group of version 1
       continue
     group = _GROUPS / path.strip('/')
     # A container may not see groups above it; then its own group is the root.

@@ -58,7 +58,8 @@ _CALLED = re.compile(
 # Python's error for text without an end; it shows a tuple.
 _OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 
-_NO_COMMAND = Command(lambda: None)  # it has no flags of its own
+# Stands for a script without flags of its own.
+_NO_COMMAND = Command(lambda: None)
 _T = TypeVar('_T')
 # Flags of a model and of the lengths of its texts.
 _MODEL_FLAGS = frozenset(
@@ -272,7 +273,7 @@ def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
   return None
 
 
-# Bindings.
+# These functions bind macros and parameters.
 
 
 def _value(name: str, text: str) -> Any:
@@ -389,7 +390,7 @@ def _check_complete(flags: Mapping[str, str]) -> None:
     raise ValueError(f'The macro %{macro} is used and has no value.{near}')
 
 
-# Objects that the gin files describe.
+# These functions build the objects that the gin files describe.
 
 
 def build(cls: type[_T]) -> _T:
@@ -425,7 +426,7 @@ def _built(cls: type[_T], config: str) -> _T:
   return build(cls)
 
 
-# Errors.
+# These functions word gin's errors for users.
 
 
 @contextlib.contextmanager
@@ -491,7 +492,8 @@ def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
   written = {flag.replace('_', '-'): flag for flag in flags}
   spellings, in_gin = options.spellings(field), field
   for name, scope in _CALLED.findall(text):
-    with contextlib.suppress(KeyError, ValueError):  # several of that name
+    # Several configurables may have that name.
+    with contextlib.suppress(KeyError, ValueError):
       called = gin.config.ConfigurableReference(name, evaluate=False)
       owner = called.configurable.wrapped
       if field in inspect.signature(owner).parameters:

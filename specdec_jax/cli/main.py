@@ -32,14 +32,15 @@ tokens in one call, and the output is exactly the large one's.
 _TAIL = """
 `specdec COMMAND --help` describes its flags and shows examples.
 """
-_NO_BACKEND = 'Unable to initialize backend'  # JAX's error for JAX_PLATFORMS
+# The begin of JAX's error for a wrong JAX_PLATFORMS.
+_NO_BACKEND = 'Unable to initialize backend'
 _NO_PLUG_IN = (
   'its plug-in for JAX is not installed. Install it, such as'
   " pip install 'specdec_jax[cuda]', or set JAX_PLATFORMS=cpu."
 )
 # Errors that begin like this are the machine's fault, not the program's.
 _OF_MACHINE = (
-  'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
+  'RESOURCE_EXHAUSTED',  # JAX's error if memory is too small
   _NO_BACKEND,
   'The scheduler failed',  # the server has logged the reason
 )
@@ -100,7 +101,8 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
   for number in range(3):
     try:
       os.fstat(number)
-    except OSError:  # the next file that is opened would get the output
+    except OSError:
+      # Otherwise the next file that is opened would get the number, and output.
       os.open(os.devnull, os.O_RDWR)
   if sys.stderr is None:  # `print` would use stdout instead
     sys.stderr = open(2, 'w', closefd=False)
@@ -120,11 +122,11 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
   try:
     with _watched() if is_process else contextlib.nullcontext():
       return function()
-  except KeyboardInterrupt:  # it may come during an import
+  except KeyboardInterrupt:  # the interrupt may come during an import
     return _interrupted()
 
 
-# Interrupts.
+# These functions end an interrupted process.
 
 
 def _as_process(function: Callable[[], int]) -> int:

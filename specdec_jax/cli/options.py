@@ -33,7 +33,7 @@ _RENAMED = {
   # The languages of a run are those of its engine.
   'Options.source_lang': '',
   'Options.target_lang': '',
-  'Options.split_prefix': '',  # `DecodeConfig.prefix`
+  'Options.split_prefix': '',  # a run has `DecodeConfig.prefix` instead
   'Tokenizer.path': 'vocab',
   'load.path': 'target',
   'open_tokenizer.path': 'vocab',

@@ -302,7 +302,8 @@ def _propose(
   """Runs the drafter's search; returns its cache and its nodes by level."""
   search, settings = state.search, request.search
   width, draft_width = settings.width, settings.draft_width
-  place = search.live.length[:, :1] - 1  # the roots' place in their sequences
+  # The index of the roots in their sequences.
+  place = search.live.length[:, :1] - 1
 
   def guess(cache, score, tokens, positions, visible, prefix, known=None):
     """Reads nodes, and finds the best continuations of the last beams.

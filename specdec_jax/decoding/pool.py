@@ -30,7 +30,7 @@ from specdec_jax.partitioning import shardings
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Draft, FinishReason, Generation
 
-_SHARED = None  # in place of an axis, for a leaf that belongs to no row
+_SHARED = None  # stands in place of an axis, for a leaf that no row owns
 
 
 @struct.dataclass
@@ -147,7 +147,7 @@ def run(
 def _typed(leaf: jax.Array) -> jax.Array:
   """Drops a weak type: a round would drop it and be compiled once more."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-    return leaf  # they are PRNG keys
+    return leaf  # arrays of PRNG keys have no weak type
   return lax.convert_element_type(leaf, leaf.dtype)
 
 

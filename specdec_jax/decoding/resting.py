@@ -31,13 +31,17 @@ from specdec_jax.types import DecodeStats, Draft, Verdict
 # right .7 of the time would rest at once in one of eleven outputs, needlessly.
 _PATIENCE = 2.0
 _FIRST_REST = 32  # the least rounds of a first rest
-_GROWTH = 4  # factor of the next rest, if the probe before it loses
-_MOST_REST = 1 << 20  # rounds, which in effect is for ever
-_CREDIT = 4.0  # the most gains that are saved up, in multiples of patience
+# If the probe after a rest loses too, the next rest is longer by this factor.
+_GROWTH = 4
+# A rest of so many rounds lasts for ever in effect.
+_MOST_REST = 1 << 20
+# A row may save up at most so many times the patience in gains.
+_CREDIT = 4.0
 # A drafter that is always wrong may take this share of an output's time, and a
 # hundredth more to read the input.
 _MOST_LOST = 0.04
-LEAST_OUTPUT = 128  # tokens, from which on this bound holds for an output
+# The bound holds for outputs of at least so many tokens.
+LEAST_OUTPUT = 128
 
 
 def of_costs(
@@ -73,7 +77,7 @@ def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
     tokens = int(_PATIENCE // loss) + 1  # rounds before the first rest
     lost = loss * tokens
     while lost <= _MOST_LOST * max(tokens, LEAST_OUTPUT):
-      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # a probe loses
+      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # this probe loses
       tokens += rest + 1
       rest = min(rest * _GROWTH, _MOST_REST)
       if tokens > 32 * LEAST_OUTPUT:

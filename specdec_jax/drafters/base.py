@@ -230,7 +230,7 @@ class Drafter(NamedTuple):
     return [leaf for leaf in leaves if isinstance(leaf, Model)]
 
 
-NO_DRAFTER = Drafter()  # the plain loop has it, with a gamma of 0
+NO_DRAFTER = Drafter()  # is the drafter of the plain loop, whose gamma is 0
 
 
 def ask_unless(

@@ -160,7 +160,8 @@ class _Cascade:
   ) -> _Rounds:
     keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
-    # Without a prefix no token rules apply: it ends where the round began.
+    # The prefix ends where the round began, so it is left out, and no token
+    # rules apply.
     inner = dataclasses.replace(
       context.within(drafting=Drafting(self.gamma), skips_rounds=True),
       tokens=now.tokens,

@@ -15,7 +15,7 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.types import Draft
 
-_PIVOTS = 32  # children that one step of a search compares with
+_PIVOTS = 32  # each step of a search compares with so many children
 
 
 def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
@@ -45,7 +45,7 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     raise unexpected("n-gram table's vocabulary", expected, table.vocab_size)
 
   def propose(table: NGramTable, state, context: Context):
-    size = table.order - 1  # tokens of the longest context
+    size = table.order - 1  # the number of tokens of the longest context
     count = table.max_continuations
     if context.request.greedy and not context.request.forbids_stops:
       count = 1  # the most frequent continuation comes first

@@ -84,9 +84,10 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   recent = jnp.where(back >= 0, tokens[jnp.maximum(back, 0)], -1)
   input_matches = _matches(inputs, end, recent)
   matches = _matches(tokens, length, recent)
-  input_place = jnp.argmax(input_matches)  # it takes the first of equals
+  input_place = jnp.argmax(input_matches)  # the first of equally long matches
   input_match = input_matches[input_place]
-  place = tokens.size - 1 - jnp.argmax(matches[::-1])  # the last of equals
+  # The last of equally long matches wins.
+  place = tokens.size - 1 - jnp.argmax(matches[::-1])
   match = matches[place]
 
   use_input = input_match >= match

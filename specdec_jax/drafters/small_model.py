@@ -25,8 +25,8 @@ from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
 SMALL_MODEL = 'small_model'
-# Sizes of the calls that catch up: so many tokens are read in one call, as long
-# as more than the second number are missing.
+# Pairs (size, limit): calls that catch up read `size` tokens as long as more
+# than `limit` tokens are missing.
 _CATCH_UP = (32, 8), (8, 0)
 
 

@@ -78,9 +78,9 @@ def _propose(
   uniforms = None
   if not context.request.greedy:
     over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
-    uniforms = over_rows(context.keys, shape.num_nodes)  # [B, N, 2]
+    uniforms = over_rows(context.keys, shape.num_nodes)  # uniforms [B, N, 2]
   inner, tree = _inner_nodes(shape, context)
-  parents = np.array([ROOT])  # the nodes that the logits belong to
+  parents = np.array([ROOT])  # the nodes after which `logits` come
   levels = []
   for level in range(1, shape.depth + 1):
     nodes = np.flatnonzero(shape.levels == level)

@@ -41,7 +41,8 @@ class Slots:
     """
     self._request, self._read_rows = request, read_rows
     self._gamma, self._tokens = room, tokens
-    self._unread: Request | None = None  # see `hold`
+    # The request that `hold` leaves for the next `run`.
+    self._unread: Request | None = None
     self.programs = programs(self._example(request.inputs.shape[1]))
     self._empty_rows: dict[int, Pool] = {}
     self.owners: list[Row | None] = []
@@ -50,7 +51,7 @@ class Slots:
     """Makes `size` free slots, for inputs of this width."""
     self.width = self._pool_width = width
     self.owners = [None] * size
-    self._pool: Any = None  # is made when it is needed
+    self._pool: Any = None  # the pool is made when it is needed
 
   def _example(self, width: int) -> Request:
     """Makes rows without text, as many as are read together."""
@@ -142,7 +143,7 @@ class Slots:
     places = np.array([*running, *[0] * free], np.int32)
     self._pool = self.programs.smaller(self._pool, places)
     self.owners = [*self.rows, *[None] * free]
-    # The new slots hold copies of another row.
+    # Each new slot holds a copy of another row, which must not run.
     reasons = np.full((size,), FinishReason.RUNNING, np.int32)
     reasons[len(running) :] = FinishReason.LENGTH
     self.set_reasons(reasons)

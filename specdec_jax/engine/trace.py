@@ -192,7 +192,7 @@ def shown(piece: str) -> tuple[str, str]:
   text = ''.join(c if c.isprintable() else _INCOMPLETE for c in text)
   word = text.lstrip(' ')
   if not word:
-    return '', '\u2423'  # a blank of its own
+    return '', '\u2423'  # a blank that is a token by itself
   return text[: len(text) - len(word)], word
 
 
@@ -282,7 +282,8 @@ class Trace:
     ]
     columns = itertools.zip_longest(*lines, fillvalue=(UNUSED, ''))
     longest = [max(x, key=lambda part: _width(part[1])) for x in columns]
-    counted = summary(self.rounds).partition(';')[0]  # drops the rate
+    # The sentence without the acceptance rate.
+    counted = summary(self.rounds).partition(';')[0]
     source = shown(self.source)[1]
     header = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
     body, right = list[str](), 0.0

@@ -19,18 +19,19 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 
-MAX_LINE = 16 << 20  # most bytes of a line; a longer line has an error
+MAX_LINE = 16 << 20  # a longer line, in bytes, becomes an error
 # Limits of a pipe, which may have no end (a file has one).
-MAX_PIPE = 1 << 30  # bytes
+MAX_PIPE = 1 << 30  # in bytes
 MAX_PIPE_LINES = 10_000_000
 # A .gz file may unpack to so many times its size. Text packs 3 to 20 times
 # smaller, and gzip reaches a factor of a thousand.
 MAX_RATIO = 200
-_FREE = 16 << 20  # the ratio is checked after so many unpacked bytes
+# The ratio is checked once a file has so many unpacked bytes.
+_FREE = 16 << 20
 _CHUNK = 1 << 16
 _PIECE = 1 << 10  # compressed bytes that are unpacked at once
-_SHOWN = 200  # bytes of a line that is too long which are kept
-MOST_JSON = 256 << 20  # bytes
+_SHOWN = 200  # an error shows so many bytes of a line that is too long
+MOST_JSON = 256 << 20  # in bytes
 _KINDS = {
   stat.S_IFIFO: 'a pipe',
   stat.S_IFCHR: 'a device',
@@ -210,7 +211,7 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
     read += len(data)
     while data:
       if inflate.eof:
-        data = data.lstrip(b'\0')  # padding of a member
+        data = data.lstrip(b'\0')  # zeros may follow a member of a .gz file
         if not data:
           break
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -421,7 +422,7 @@ def write_atomically(
   try:
     stream = open(temporary, 'xb')
   except OSError as error:
-    error.filename = path  # a user does not know the temporary one
+    error.filename = path  # the user does not know the temporary file
     raise
   try:
     with stream:

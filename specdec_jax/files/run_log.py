@@ -30,7 +30,7 @@ class RunLog:
     """
     self.path = os.fspath(path)
     self._settings = settings
-    self._end = 0  # bytes that were read or written
+    self._end = 0  # the place up to which the file was read or written
 
   def settings(self) -> Any:
     """Reads the settings that the file begins with.
@@ -59,7 +59,8 @@ class RunLog:
       data = stream.read()
     *lines, cut = data.split(b'\n')
     values, damaged = [], []
-    for line in lines if self._end else lines[1:]:  # without the settings
+    # The first line has the settings.
+    for line in lines if self._end else lines[1:]:
       try:
         values.append(json.loads(line))
       except (ValueError, RecursionError):

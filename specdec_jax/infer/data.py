@@ -149,7 +149,7 @@ class DecodeConfig:
         value = operator.attrgetter(name)(self)
         raise unexpected(name.removeprefix('options.'), expected, value)
     object.__setattr__(self, 'shard_id', self.shard_id or 0)
-    if self.is_task:  # the examples of a task are cut already
+    if self.is_task:  # the examples of a task are already cut to the lengths
       changes: dict[str, Any] = {
         'log_probs': self.task_mode != 'predict',
         'on_too_long': 'truncate',
@@ -564,7 +564,7 @@ def _task_example(
   prompt = None
   if config.prompt_feature is not None:
     prompt = ids[prompt_feature]
-    # Its end is left out, because it would end the output.
+    # The prompt loses its end of sequence, which would end the output.
     if config.tokenizer and prompt[-1:] == [config.tokenizer.eos_id]:
       prompt = prompt[:-1]
   return Example(ids[INPUTS], features, ids.get(TARGETS, []), prompt)

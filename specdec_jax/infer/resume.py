@@ -28,12 +28,13 @@ from specdec_jax.files.run_log import RunLog
 
 try:
   import fcntl
-except ImportError:  # not on Windows
+except ImportError:  # Windows lacks this module
   fcntl = None  # type: ignore[assignment]
 
 _OVERWRITE = 'overwrite (--overwrite, in gin DecodeConfig.overwrite = True)'
 _POLL_S = 0.2  # a waiting process looks at the files at this interval
-# Compiling a program, decoding a batch, or computing metrics takes less.
+# Compiling a program, decoding a batch, and computing metrics each take less
+# time.
 _MOST_SILENCE_S = 1800.0
 
 
@@ -56,7 +57,7 @@ class Folder:
     self._lock = self.path / f'.{name}{suffix}.lock'
     self._partial = self.path / f'{name}.partial{suffix}'
     self._marker = self.path / f'{name}.COMPLETED'
-    self._logs: dict[pathlib.Path, RunLog] = {}  # one for each process
+    self._logs: dict[pathlib.Path, RunLog] = {}  # each process has a log
 
   @contextlib.contextmanager
   def claimed(self) -> Iterator[None]:

@@ -114,7 +114,8 @@ def decode(
   if len(sources) > 1:
     make_drafter = config.drafter and functools.cache(config.drafter)
     config = dataclasses.replace(config, drafter=make_drafter)
-    if config.task_feature_lengths is not None:  # of all tasks
+    # The lengths are the same for all tasks.
+    if config.task_feature_lengths is not None:
       config = dataclasses.replace(config, engine=_once(config.engine))
   summaries = {}
   for source in sources:
@@ -174,7 +175,8 @@ class _Run:
     self.metrics, self.unmeasured = _metrics(config, self.data)
     self.failed_metric: str | None = None
     measured = None
-    if config.calibration is not None:  # before any model is loaded
+    # A bad calibration fails before any model is loaded.
+    if config.calibration is not None:
       measured = calibration.load(config.calibration)
     options = self.data.engine_options(config)
     with bar(console, 'Loading models, vocabulary and memory'):
@@ -411,8 +413,9 @@ def choose_gammas(
     ValueError: there is no drafter, or it rests in a beam search.
     calibration.CalibrationError: it is of other models or of another device.
   """
-  _ = engine.drafter  # raises if there is none
-  temperature: Any = config.options.temperature  # the same for all texts
+  _ = engine.drafter  # raises an error if there is no drafter
+  # All texts have the same temperature.
+  temperature: Any = config.options.temperature
   rows = config.rows
   if engine.fallback and config.searches:
     expected = 'False in a beam search, where no drafter rests'
@@ -472,7 +475,8 @@ class Decoder:
     """
     self._engine, self._mode, self._config = engine, mode, config
     self._pool = config.slots and dataclasses.replace(config.slots, gammas=plan)
-    self._scored: set[tuple[int, ...]] = set()  # shapes that are compiled
+    # The shapes for which scoring is compiled.
+    self._scored: set[tuple[int, ...]] = set()
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles the programs of `run`; returns seconds, 0.0 if all exist."""
@@ -613,7 +617,7 @@ def _metrics(
         return [], None
       try:
         metrics.bleu(['a'], ['a'])
-      except ValueError as error:  # its package is missing
+      except ValueError as error:  # the package of the metric is missing
         return [], str(error)
       names = ('bleu',)
   for name in names:

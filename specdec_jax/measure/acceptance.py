@@ -477,5 +477,5 @@ def table(measured: Mapping[str, Any]) -> Table:
 def _alpha_text(row: Mapping[str, Any]) -> str | None:
   if row['alpha'] is None:
     return None
-  error = row['standard_error']  # None if there was only one text
+  error = row['standard_error']  # one text alone has no standard error
   return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')

@@ -34,7 +34,7 @@ from specdec_jax.types import Minutes, Positive
 # of a round without its calls.
 _ROUND_GAMMAS = 1, 4, 8
 MOST_GAMMA = 64  # a program is compiled for each gamma
-# On an idle machine the prediction differs from the run by a smaller factor.
+# On an idle machine, prediction and run differ by a smaller factor.
 _MOST_APART = 1.25
 _RUN_TEXTS, _RUN_REPEATS = 16, 3
 _BUSY = 'Something keeps this machine busy: calibrate again when it is idle.'
@@ -111,7 +111,7 @@ def calibrate(
     # The error of an acceptance rate comes from differences between texts.
     expected = 'two texts or more that can be decoded'
     raise unexpected('input_file', expected, config.input_file)
-  if costs is None:  # timing takes at most half of the time until `until`
+  if costs is None:  # timing takes at most half of the time that is left
     now = time.monotonic()
     costs = time_calls(config, engine, console, now + (until - now) / 2)
   with bar(console, 'Tokens', config.num_tokens) as advance:
@@ -349,7 +349,7 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
   slope, besides = 0.0, -1.0
   if len(gammas) > 1:
     slope, besides = np.polyfit(gammas, more, 1)
-  if besides < 0:  # the line is fitted through the origin
+  if besides < 0:  # a line through the origin is fitted instead
     slope, besides = gammas @ more / (gammas @ gammas), 0.0
   if slope < 0:
     slope, besides = 0.0, max(0.0, more.mean())
@@ -457,8 +457,8 @@ def _rows(count: int) -> str:
 
 
 # `for_host` times these, which takes a second or two after compilation.
-_HOST_SIZES = 1, 2, 4, 5, 8  # tokens of calls
-_HOST_GAMMA = 7  # gamma of the rounds
+_HOST_SIZES = 1, 2, 4, 5, 8  # numbers of tokens of the timed calls
+_HOST_GAMMA = 7  # the gamma of the timed rounds
 _HOST_TIMES = (
   'encoder',
   'draft_encoder',
@@ -567,7 +567,7 @@ def host_times(
     CalibrationError: they contradict each other.
   """
   timing = Timing(
-    decode_len=112,  # 128 slots of a cache, with any of the calls
+    decode_len=112,  # each call then fits into a cache of 128 slots
     temperature=temperature,
     calls_a_run=10,
     repeats=5,

@@ -254,7 +254,7 @@ def _accepted(key, length, acceptance_rate, width):
   return jnp.argmin(jnp.append(accepted, False)).astype(jnp.int32)
 
 
-_MATRIX = (6144, 8192)  # 192 MiB of float32: more than any cache
+_MATRIX = (6144, 8192)  # a float32 matrix takes 192 MiB, more than any cache
 
 
 def matvec() -> tuple[Run, int]:
@@ -301,7 +301,8 @@ def make_request(
     prompt=prompt,
     prompt_length=prompt.shape[1],
   )
-  return jax.device_put(request)  # so that no run spends time on moving it
+  # A run then spends no time on moving the request.
+  return jax.device_put(request)
 
 
 def loop_run(
@@ -379,7 +380,8 @@ def call_run(
   return Run(prepare, calls)
 
 
-_ATTEMPTS = 5  # to get times that do not contradict each other
+# Times that contradict each other are measured again, up to so often.
+_ATTEMPTS = 5
 MOST_LEN, _MOST_RUNS = 1 << 17, 10_000
 LEAST_DECODE_LEN = 32  # a shorter run would mostly time its start
 
@@ -472,7 +474,8 @@ def call_runs(
   read_both = functools.partial(start, pair.params, largest)
   cache = read().target_cache
   jax.block_until_ready(read_both())
-  makers: dict[str, Callable[[], Run]] = {  # the longest compilations first
+  # The longest compilations come first.
+  makers: dict[str, Callable[[], Run]] = {
     f'round_{gamma}': functools.partial(
       loop_run, loop, start, pair.params, request(gamma), count
     )

@@ -31,7 +31,7 @@ from specdec_jax.types import Amount, Positive
 KIND = 'methods'  # the record's kind
 PLAIN = 'plain'
 _DRAWS = 2000  # bootstrap samples of the texts, for intervals
-_INTERVAL = (2.5, 97.5)  # percent
+_INTERVAL = (2.5, 97.5)  # the percentiles of an interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +246,8 @@ def _with_intervals(timed: Timed, plain: Timed) -> dict[str, Any]:
   """Returns the numbers of a method, with intervals over texts."""
   count = timed.ms.shape[1]
   drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
-  picks = np.vstack([np.arange(count), drawn])  # first all texts, each once
+  # The first row picks each text once.
+  picks = np.vstack([np.arange(count), drawn])
 
   def ratio(over: np.ndarray, under: np.ndarray) -> np.ndarray:
     return over[picks].sum(-1) / under[picks].sum(-1)
@@ -351,7 +352,7 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
     axes = figure.subplots()
     for i, (label, bars) in enumerate(series.items()):
       places = [names.index(row['method']) + i * height for row in bars]
-      unknown = [None, None]  # NaN in the array
+      unknown = [None, None]  # None becomes NaN in the array
       values = [
         [
           x['speed_up'],
@@ -374,7 +375,8 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color='#888888', label='plain decoding')
     axes.set_xlabel('times as fast as plain decoding, and its interval')
-    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))  # covers no point
+    # The legend covers no point.
+    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))
     pair = comparison['pair']
     figure.suptitle(f'{pair} on {record.where(comparison)}', fontsize='small')
 

@@ -81,7 +81,7 @@ _TPU_DESCRIPTION = {
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 _TPU_CHIP = 'megacore'  # both cores of a v4 chip as one device
-_NO_TRIALS = '--xla_gpu_autotune_level=0'  # kernels are not tried out
+_NO_TRIALS = '--xla_gpu_autotune_level=0'  # XLA does not try kernels out
 
 
 def describe(name: str) -> tuple[Any, dict[str, str]]:
@@ -131,7 +131,7 @@ def _described(spec: Device) -> Any:
   logging.disable(logging.CRITICAL)
   try:
     with mock.patch.dict(os.environ, hidden):
-      jax.devices('cpu')  # finds plug-ins, unless JAX_PLATFORMS is cpu
+      jax.devices('cpu')  # JAX finds its plug-ins, unless JAX_PLATFORMS is cpu
       if not xla_client.pjrt_plugin_loaded('cuda'):
         xla_bridge.discover_pjrt_plugins()
   finally:

@@ -31,7 +31,7 @@ def kind() -> str:
 
 def num_cores() -> int:
   """Returns the number of CPU cores that this process may run on."""
-  if hasattr(os, 'sched_getaffinity'):  # only Linux has it
+  if hasattr(os, 'sched_getaffinity'):  # only Linux has this function
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 

@@ -26,13 +26,15 @@ from specdec_jax.models import backend
 
 Layout = Literal['in_out', 'out_in', 'blocks']
 LAYOUTS: tuple[str, ...] = get_args(Layout)
-VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # it may name a layout, in the environment
-BLOCK = 64  # outputs of a block
+# A variable of the environment that may name a layout.
+VARIABLE = 'SPECDEC_KERNEL_LAYOUT'
+BLOCK = 64  # the number of outputs of a block
 WIDTHS = (4, 8, 16)  # numbers of rows after padding
 # Rows in a call of plain decoding, and in a round with a gamma of 4.
 _TOKEN, _CALL = 1, 5
 # Number of pairs of kernels, and their sizes, for a larger and a small model.
-_CHAINS = (2, 1024, 2048), (5, 256, 1664)  # 48 MiB a layout
+# The kernels of one layout take 48 MiB.
+_CHAINS = (2, 1024, 2048), (5, 256, 1664)
 _REPEATS = 5
 
 

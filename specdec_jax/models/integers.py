@@ -26,7 +26,7 @@ from specdec_jax.models import backend
 
 INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
-MOST_INT8 = 127  # symmetric: -128 is not used
+MOST_INT8 = 127  # integers are symmetric: -128 is not used
 _MOST = {INT8: MOST_INT8, INT4: 7}
 INTEGERS = tuple(_MOST)  # dtypes of kernels
 _ROWS_BYTES = 32 << 20  # an array becomes float32 in pieces of this size
@@ -107,7 +107,8 @@ def rounded(
     for name, value in params.items()
   }
   kernel = result.get(KERNEL)
-  if SCALE in result or kernel is None:  # rounded already, or no product
+  # No product, or one that is rounded already.
+  if SCALE in result or kernel is None:
     return result
   kernel, scale = quantise(kernel, f'{module}{KERNEL}', dtype)
   return result | {KERNEL: kernel, SCALE: scale}

@@ -19,8 +19,8 @@ from jax import lax
 from specdec_jax.models import backend, products
 from specdec_jax.models.rope import Rope
 
-_BUCKETS, _MAX_DISTANCE = 32, 128  # of T5's relative biases
-LAYER_NORM_EPSILON = 1e-5  # in GPT-2 and M2M-100
+_BUCKETS, _MAX_DISTANCE = 32, 128  # the buckets of T5's relative biases
+LAYER_NORM_EPSILON = 1e-5  # GPT-2 and M2M-100 have this epsilon
 MASKED = -1e10  # added to the scores of hidden slots, as in T5X
 
 

@@ -66,7 +66,7 @@ class M2M100Config:
   pad_id: int = 1
   start_id: int = 2
   dtype: str = 'float32'
-  # All of these models have it.
+  # In all of these models the output layer is the embedding.
   logits_via_embedding: ClassVar[bool] = True
 
   def __post_init__(self):

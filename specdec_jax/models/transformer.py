@@ -323,7 +323,8 @@ class Decoder(_Layers):
   def empty_cache(self, batch, num_slots, keys=(), values=(), bias=None):
     """Makes a `KVCache` of `batch` rows without tokens."""
     stack = self.stack
-    relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    # Slot of the key - slot of the query.
+    relative = np.arange(2 * num_slots) - (num_slots - 1)
     heads = stack.num_kv_heads or stack.num_heads
     shape = batch, heads, stack.head_dim, num_slots
 

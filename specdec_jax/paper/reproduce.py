@@ -122,7 +122,8 @@ def reproduce(
     expected = 'a folder with records of measurements (NAME.json)'
     raise unexpected(field, expected, config.records)
   if _PICTURES & set(config.items):
-    load_matplotlib()  # fails now, not after hours of measuring
+    # A missing matplotlib fails now, not after hours of measuring.
+    load_matplotlib()
   files.make_folder(config.output_dir)
   work = _Work(config, console)
   for item in config.items:
@@ -181,7 +182,7 @@ class _Work:
 
   @functools.cached_property
   def _engine(self) -> Engine:
-    assert self.config.engine is not None  # `_NEEDS`
+    assert self.config.engine is not None  # `_NEEDS` names this field
     return self.config.engine()
 
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
@@ -225,9 +226,10 @@ class _Work:
     plots.plot_figure4(path, records)
 
   def figure5(self):
-    # The benchmark's table is of random ids, but the figure is of the text.
+    # The benchmark's table is not shown: it is of random ids, the figure of a
+    # text.
     quiet = rich.console.Console(quiet=True)
-    assert self.config.costs is not None  # checked before, see `_NEEDS`
+    assert self.config.costs is not None  # `_NEEDS` names this field
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
@@ -281,7 +283,7 @@ def suite_records(
     ValueError: the folder has a record with other settings.
   """
   suite = config.suite
-  assert suite is not None  # `_NEEDS`
+  assert suite is not None  # `_NEEDS` names this field
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)

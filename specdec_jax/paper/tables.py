@@ -25,7 +25,7 @@ _FORMS = {
   'alpha of the run': '.3f',
 }
 Row = Mapping[str, Cell]
-Measured = Sequence[Mapping[str, Any]]  # rows of records
+Measured = Sequence[Mapping[str, Any]]  # the rows of records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Comparison:
         f' {statistics.median(ratios):.2f}, from {min(ratios):.2f} to'
         f' {max(ratios):.2f}.'
       )
-    names = max(rows, key=len)  # a row may lack details
+    names = max(rows, key=len)  # some rows may lack columns of details
     columns = [Column(name, _FORMS.get(name, '')) for name in names]
     forced: list[Any] = [row[_FORCED] for row in rows]
     body = [[row.get(name) for name in names] for row in rows]
@@ -250,7 +250,8 @@ def table3(measured: Measured) -> Comparison:
       of the paper gets the paper's value.
   """
   rows = _rates(
-    [row for row in measured if row['lenience'] == 1],  # see Table 5
+    # Table 5 has the other rows.
+    [row for row in measured if row['lenience'] == 1],
     {tuple(row[:3]): row.acceptance_rate for row in printed.TABLE3},
     _RATE_COLUMNS,
     {'proposes': 'proposes', 'tokens': 'num_tokens'},

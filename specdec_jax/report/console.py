@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import rich.console
 import rich.progress
 
-_NO_EDGE = 10_000  # characters; wider than any output
+_NO_EDGE = 10_000  # is wider, in characters, than any output
 _TOGETHER_S = 0.1  # steps within this time count as simultaneous
-EVERY_S = 20.0  # time between two lines of progress
+EVERY_S = 20.0  # a line of progress is printed at this interval
 
 
 def say(console: rich.console.Console, sentence: str) -> None:

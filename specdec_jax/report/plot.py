@@ -19,7 +19,8 @@ _STYLE = {
   'axes.spines.right': False,
   'axes.spines.top': False,
   'axes.titlesize': 'medium',
-  'font.family': 'DejaVu Sans',  # comes with matplotlib: the same everywhere
+  # Matplotlib brings this font, so it is the same everywhere.
+  'font.family': 'DejaVu Sans',
   'font.size': 10.0,
   'grid.color': '#E3E3E3',
   'legend.frameon': False,

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_STATES = 1 << 16
-MOST_POSITIONS = 1 << 17  # states of a nondeterministic automaton
-_MOST_CELLS = 1 << 23  # states times classes of symbols
-_MOST_MEMBERS = 1 << 21  # positions in the sets that become states
+MOST_POSITIONS = 1 << 17  # the most states of a nondeterministic automaton
+_MOST_CELLS = 1 << 23  # the limit of (states) * (classes of symbols)
+# The most positions in all sets together that become states.
+_MOST_MEMBERS = 1 << 21
 
-Intervals = tuple[tuple[int, int], ...]  # first and last symbol of each
+# The first and the last symbol of each interval.
+Intervals = tuple[tuple[int, int], ...]
 _NEWLINE: Intervals = ((10, 10),)
 _TOP = 0x110000
 _deadline = contextvars.ContextVar('deadline', default=math.inf)
@@ -302,11 +304,12 @@ EMPTY = concat(())
 NOTHING = union(())
 
 
-# Determinising and minimising.
+# These functions make automata deterministic and minimal.
 
 # Two more classes of symbols: the begin or end of a text, and a final '\n'.
 _EDGE, _LAST_NEWLINE = -1, -2
-_B_IN_NOTHING = re.match(r'\B', '') is not None  # True from Python 3.14 on
+# Python 3.14 and later find a match.
+_B_IN_NOTHING = re.match(r'\B', '') is not None
 
 
 def _holds(anchor: str, inside: set[int], before: int, after: int) -> bool:
@@ -427,7 +430,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
       check_time()
     accepting.append(is_end or 0 in through(subset, before, _EDGE))
     following: list[set[int]] = [set() for _ in kinds]
-    ends = set[int]()  # the newline's class, if a text may end with it
+    ends = set[int]()  # holds the newline's class if a text may end with one
     if not subset.isdisjoint(guarded):
       following = [{*behind(through(subset, before, x), x)} for x in kinds]
       for kind in newline:
@@ -534,7 +537,7 @@ def blocks(
   return block
 
 
-# Spelling characters by bytes: as UTF-8, or in a string of JSON.
+# These functions spell characters by bytes: as UTF-8, or in a string of JSON.
 
 # Rows of a table: the first and last character of a range, a base, and the
 # choices for each byte of the spelling. The bytes are the digits of the number
@@ -617,7 +620,7 @@ def json_string(values: Language) -> Language:
   return concat([quote, _spelled(values, _JSON), quote])
 
 
-# Regexes, parsed by Python's own parser.
+# These functions read regexes with Python's own parser.
 
 _BEGINNINGS = (_constants.AT_BEGINNING_STRING, _constants.AT_BEGINNING)
 _LOOKAHEADS = (_constants.ASSERT, _constants.ASSERT_NOT)

@@ -17,13 +17,14 @@ from specdec_jax.rules.schema import language_of
 from specdec_jax.rules.tokens import Rules
 from specdec_jax.types import Count
 
-_REMEMBERED = 16  # automata that an engine keeps
+_REMEMBERED = 16  # an engine keeps the automata of the last so many constraints
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
 _DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # the least padded length of a sequence, and of a list of them
 _MOST_WORDS = 4096  # the most bad words, and the most sequences with a bias
-_MOST_IN_WORDS = 1 << 16  # ids of a row's words, padded to the longest
-_Added = Annotated[float, Bound(-100, 100)]  # is added to a logit
+# The most ids of a row's words, each padded to the longest.
+_MOST_IN_WORDS = 1 << 16
+_Added = Annotated[float, Bound(-100, 100)]  # a number that is added to a logit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

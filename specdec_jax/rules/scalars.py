@@ -8,7 +8,8 @@ from decimal import Decimal
 from specdec_jax.rules import languages
 from specdec_jax.rules.languages import Language, concat
 
-MOST_RESIDUES = 2_000  # the largest `multipleOf`: its automaton has residues
+# The largest `multipleOf`; its automaton has a state per residue.
+MOST_RESIDUES = 2_000
 
 _WHOLE = r'(?:0|[1-9][0-9]*)'
 # Numbers that a schema bounds: no exponent, and no zeros after the last digit.

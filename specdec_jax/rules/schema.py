@@ -23,9 +23,9 @@ from specdec_jax.rules import languages, scalars, subschemas
 from specdec_jax.rules.languages import EMPTY, NOTHING, Language
 from specdec_jax.rules.subschemas import Schema
 
-MOST_RECURSION = 3  # how often `$ref` may enter a schema within itself
-MOST_NESTING = 4  # depth of arrays and objects where any value is allowed
-MOST_UNORDERED = 12_000  # states of an object with keys in any order
+MOST_RECURSION = 3  # `$ref` may enter a schema within itself so often
+MOST_NESTING = 4  # the depth of arrays and objects where any value is allowed
+MOST_UNORDERED = 12_000  # the most states of an object with keys in any order
 # The blank after a comma or colon, and the regex of blanks around these and
 # inside brackets.
 BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
@@ -44,10 +44,10 @@ _FULL['boolean'] = languages.words(['false', 'true'])
 _FULL['number'] = scalars.ANY_NUMBER
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-# Brackets in each other: each takes ten of the 1,000 calls that Python allows,
-# and NumPy says something else where a call is one too many.
+# The most brackets in each other. Each takes ten of the 1,000 nested calls that
+# Python allows; with one call too many NumPy raises another error.
 _MOST_DEPTH = 64
-_Member = tuple[Language, Language]  # key and value
+_Member = tuple[Language, Language]  # the languages of a key and its value
 _Schemas = tuple[Any, ...]  # schemas that all apply to a value
 _Entered = tuple[str, ...]  # schemas entered on the path to a value, sorted
 
@@ -114,7 +114,7 @@ class _Texts:
         parts.append(self._object(applied, inside))
     return languages.union(dict.fromkeys(parts))
 
-  # Branches.
+  # These methods split schemas into branches.
 
   def _branches(
     self, schemas: _Schemas, entered: _Entered
@@ -184,7 +184,7 @@ class _Texts:
         lists.append([_derived(schema, enum=plain), *nested])
     return tuple(lists)
 
-  # Arrays and objects.
+  # These methods make the graphs of arrays and objects.
 
   def _array(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
     """Returns the texts of arrays; a node of the graph is an item's index."""

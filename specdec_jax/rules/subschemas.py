@@ -15,9 +15,9 @@ from specdec_jax.checks.fields import Bound, check_type, unexpected
 from specdec_jax.rules import scalars
 from specdec_jax.rules.languages import check_size, check_time
 
-MOST_CHARACTERS = 1 << 22  # of a schema's JSON
+MOST_CHARACTERS = 1 << 22  # the most characters of a schema's JSON
 MOST_SUBSCHEMAS = 10_000
-MOST_LENGTH = 100_000  # bound of minLength, maxItems and the other counts
+MOST_LENGTH = 100_000  # the limit of minLength, maxItems and the other counts
 _MOST_DIGITS = 400
 
 TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')

@@ -23,7 +23,7 @@ from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Generation
 
-MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to here
+MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to this temperature
 
 
 class Pair(NamedTuple):
@@ -203,7 +203,8 @@ def _decode(
     for each row.
   """
   length = prompt.shape[1]
-  produced = jnp.zeros(prompt.shape[:1], jnp.int32)  # tokens of the prompt
+  # The number of tokens of each prompt.
+  produced = jnp.zeros(prompt.shape[:1], jnp.int32)
   if pair.has_prompt:
     produced = jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
   request = Request(

@@ -25,11 +25,12 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 
 FILE = 'chat_template.jinja'
 _FIELD = 'chat_template'  # a field of tokenizer_config.json
-_SECONDS = 1.0  # processor time for one text
-_MOST = 1 << 23  # characters of a text, or bits of a number
+_SECONDS = 1.0  # the processor time for rendering one text
+_MOST = 1 << 23  # the most characters of a text, and bits of a number
 # Filters with a width or a count among their arguments.
 _SIZED = ('batch', 'center', 'indent', 'round', 'slice', 'tojson')
-_END = contextvars.ContextVar[float]('_END')  # when rendering must have ended
+# The time at which rendering must have ended.
+_END = contextvars.ContextVar[float]('_END')
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -136,7 +137,8 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
       source = files.read_small(file, vocabulary.MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
       raise ValueError(f'{str(file)!r} cannot be read: {error}.') from error
-  if isinstance(source, list):  # it has several templates, each with a name
+  # A list holds several templates, each with a name.
+  if isinstance(source, list):
     entries = [entry for entry in source if isinstance(entry, dict)]
     named = {entry.get('name'): entry.get('template') for entry in entries}
     source = named.get('default')
@@ -200,7 +202,7 @@ def _environment() -> Any:
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
   environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
-  del environment.globals['lipsum']  # it may take arbitrarily long
+  del environment.globals['lipsum']  # this function may take arbitrarily long
   environment.extend(step=_step)
   return environment
 

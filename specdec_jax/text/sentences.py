@@ -34,7 +34,7 @@ _OTHERWISE = 'en'
 # Characters that sentencex gets at once: it takes quadratic time for texts
 # without spaces, and for quotation marks that are not closed.
 _BLOCK = 1 << 11
-_MOST_CHARACTERS = 64  # of a token: it need not be counted in longer texts
+_MOST_CHARACTERS = 64  # a longer text is more than one token, without counting
 _COUNTS = 1 << 12  # results of `count` that are cached, because words repeat
 # Long sentences are cut after clauses, then after words.
 _CUTS = (
@@ -46,7 +46,7 @@ _UNSPACED = re.compile(
   '[\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\ufe30-\uffef'
   '\U00020000-\U0003ffff]'
 )
-_PLAIN = re.compile(r'[\w\s,]*')  # a text in which no sentence ends
+_PLAIN = re.compile(r'[\w\s,]*')  # no sentence ends inside such a text
 _LETTER = re.compile(r'[^\W\d_]')
 _TABLES = tomllib.loads(
   pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
@@ -185,7 +185,7 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
       behind = line[mark.end() : mark.end() + 2].strip()
       is_list = not mark['number'] or not behind.islower()
       if not is_list and _LETTER.search(line, 0, begin):
-        break  # it is an ordinal: 'Geldi. 19. yüzyılda oldu.'
+        break  # the number is an ordinal: 'Geldi. 19. yüzyılda oldu.'
       begin = mark.end()
     return begin
 
@@ -226,11 +226,11 @@ def _rules_of(language: str) -> _Rules:
 
   changes: dict[str, Any] = {
     r'\s': ' ',  # sentencex 1.0.32 panics at wide blanks after an initial
-    '[។៕།༎]': '。',  # Khmer and Tibetan
+    '[។៕།༎]': '。',  # the full stops of Khmer and Tibetan
     r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': stop_if(
       lambda match: words & {match[1], match[1].lower()}
     ),
-    r'(?:^|(?<=[.!?] ))([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
+    r'(?:^|(?<=[.!?] ))([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # such as 'Step 1.'
     **ordinals,
     r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': stop_if(
       lambda match: match[2].islower()
@@ -238,7 +238,7 @@ def _rules_of(language: str) -> _Rules:
     # sentencex knows only initials from A to Z.
     r'(?<!\w)([^\W\d_A-Z])\.(?= )': stop_if(lambda match: match[1].isupper()),
     r'(?<=[A-Z]\.-)([A-Z])\.(?= )': r'\1_',
-    r'(?<= al)\.(?= [(\[])': '_',  # 'et al. [2004]'
+    r'(?<= al)\.(?= [(\[])': '_',  # such as 'et al. [2004]'
     # sentencex begins no sentence with a digit.
     r'(?<=[^\W\d_]{4}\. )\d': 'X',
     rf'(?<=[。！？])[\da-zA-Z]|(?<={_UNSPACED.pattern}[!?])[\da-zA-Z]': '一',

@@ -45,7 +45,7 @@ BROKEN = '<broken>'  # key of the reason why an example's line is broken
 # Keys that this module sets; fields of a line with these names are left out.
 _RESERVED = frozenset((*FEATURES, 'references', BROKEN))
 _MAX_REASON = 1000  # characters of the reason why a line is broken
-_MAX_NAMES = 100  # fields that a message about a missing one chooses from
+_MAX_NAMES = 100  # a message chooses from so many fields
 VOCAB = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
 EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 
@@ -408,7 +408,8 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
     where = f'features of the task {task.name!r}'
     raise unexpected(where, f'{FEATURES} among them', sorted(ends))
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
-  for example in task.examples(split):  # the caller cuts them
+  # The caller cuts the ids to their lengths.
+  for example in task.examples(split):
     for key, rows in sides.items():
       ids = example[key]
       rows.append(ids[:-1] if len(ids) and ids[-1] == ends[key] else ids)
@@ -494,7 +495,7 @@ def check_prepared(source: Any) -> None:
     return
   loader = source.tfds_dataset
   if loader.name is None:
-    return  # it joins several datasets, and TFDS raises their errors
+    return  # the loader joins several data sets, and TFDS raises their errors
   folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
   command = (
     'python -c "import tensorflow_datasets as tfds;'
@@ -550,7 +551,7 @@ def _text(value: bytes) -> str:
   return value.decode('utf-8', 'replace')
 
 
-# Files of examples.
+# These functions read files of examples.
 
 
 def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -738,7 +739,7 @@ def _predictions(path: str) -> Iterator[tuple[str, str]]:
     )
     for source, target in pairs:
       target = target[-1] if isinstance(target, list) else target
-      if isinstance(source, dict):  # it holds the features of an example
+      if isinstance(source, dict):  # the source of a task is a dict of features
         source = source.get('inputs_pretokenized')
       if source and target:
         yield source, target

@@ -19,12 +19,13 @@ from specdec_jax.files.locations import open_location
 
 # For comparison: the largest vocabulary in use, of 256,000 pieces, has 5 MiB.
 MOST_BYTES = 256 << 20
-SENTENCEPIECE = 'spiece.model'  # T5 has it
+SENTENCEPIECE = 'spiece.model'  # the vocabulary of T5
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
-PIECES = 'sentencepiece.bpe.model'  # M2M-100's; vocab.json has the ids
+# M2M-100's pieces, whose ids are in vocab.json.
+PIECES = 'sentencepiece.bpe.model'
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
-_NAMES = 'special_tokens_map.json'  # transformers 4 wrote it
+_NAMES = 'special_tokens_map.json'  # transformers 4 wrote this file
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
 # A character that marks names in a user's words, which are not tokens there. It
 # is in no text, because Unicode reserves it.
@@ -32,10 +33,10 @@ MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
 END = '<|endoftext|>'  # GPT-2's end, the default of byte-level BPE
-BLANK = '\u2581'  # in the pieces of sentencepiece
+BLANK = '\u2581'  # a blank in the pieces of sentencepiece
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
-_MANY = 256  # texts, from which on sentencepiece may start threads
+_MANY = 256  # sentencepiece may start threads for so many texts
 _SENTINELS = 100  # seqio and transformers give T5 so many
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -298,7 +299,8 @@ def _of_vocab(
     content(config.get(name)) if config.get(f'add_{name}') else ''
     for name in ('bos_token', 'eos_token')
   ]
-  if kind.startswith('Roberta') or config.get('cls_token'):  # as CodeT5's
+  # CodeT5's tokenizer is of this kind.
+  if kind.startswith('Roberta') or config.get('cls_token'):
     names = (('cls_token', _BOS), ('sep_token', _EOS))
     ends = [content(config.get(name)) or default for name, default in names]
   elif processor.token_to_id(END) is not None and not config.get('eos_token'):
@@ -428,7 +430,7 @@ class PiecesBackend:
       texts = [text.replace(MARK, '') for text in texts]
       if len(texts) < _MANY or self._numbers:
         return [*map(self._encode, texts)]
-      return self._processor.encode(texts)  # it uses all cores
+      return self._processor.encode(texts)  # sentencepiece uses all cores
     parts = split.encode_batch(list(texts))
     ids = {token.content: i for i, token in self.added.items()}
     rows: list[list[int]] = [[] for _ in texts]
@@ -493,7 +495,7 @@ def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
   if not is_whole or not {*_M2M} <= numbers.keys():
     expected = f'pieces of M2M-100 with {[*_M2M]}, numbered from 0'
     raise unexpected(repr(os.fspath(path)), expected, numbers, _COPY)
-  from specdec_jax.checkpoints.families import WORDS  # it imports JAX
+  from specdec_jax.checkpoints.families import WORDS  # this module imports JAX
 
   codes = content(config.get('language_codes')) or 'm2m100'
   languages = WORDS['languages']

@@ -23,8 +23,9 @@ from specdec_jax.checks.fields import (
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.types import Amount, Count, Positive
 
-NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
-_BUCKETS = (12, 16, 20, 26, 32, 40, 52, 68, 96)  # lengths of sentences
+NO_TOKEN = -1  # marks places past a row's targets; some vocabularies use 0
+# The lengths of buckets of sentences.
+_BUCKETS = (12, 16, 20, 26, 32, 40, 52, 68, 96)
 
 # Source and target ids of each pair.
 Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]

@@ -341,7 +341,8 @@ class _Measured:
     console: rich.console.Console,
   ):
     self._config, self._end, self._console = config, end, console
-    self._seconds = 60 * config.minutes or math.inf  # the whole run may take
+    # The time for the whole run.
+    self._seconds = 60 * config.minutes or math.inf
     self._path = os.path.join(config.output_dir, CALIBRATION)
     self._costs: calibrate.Costs | None = None
     self._calls_s = 0.0  # seconds that timing the calls took
@@ -378,7 +379,7 @@ class _Measured:
     """Times calls with a drafter of the same shape that has not learned."""
     begin = time.monotonic()
     if self._left < 0.4 * self._seconds:
-      self._closing_s = self._seconds  # so long that nothing is measured
+      self._closing_s = self._seconds  # no time is left for measurements
       return
     model = Model(draft, params, dtype=self._config.target.dtype)
     if (table := _shortlist(self._config)) is not None:

@@ -44,7 +44,7 @@ from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
-STATES = 'train_states'  # the folder of the states
+STATES = 'train_states'  # the folder of Orbax's training states
 # Fields of `TrainConfig` that must not change when a run goes on.
 _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
@@ -268,7 +268,8 @@ def _learning_settings(run: TrainRun, target: str) -> dict[str, Any]:
   if run.learning is None:
     return {'z_loss': run.z_loss}
   changes = {'checkpoint_path': target, 'outputs': None, 'outputs_folder': None}
-  return vars(run.learning) | changes  # outputs are compared with the data
+  # The outputs are compared with the data instead.
+  return vars(run.learning) | changes
 
 
 def _check_settings(run: TrainRun, **settings: Any) -> None:

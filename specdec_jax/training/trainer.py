@@ -216,7 +216,7 @@ class Trainer:
         self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
       if time.monotonic() < until:
         self.compile(state)
-      # When it would have started if it had never been interrupted.
+      # An uninterrupted run would have started at this time.
       start = time.monotonic() - elapsed
       most_s = until - start
       if self.config.max_minutes > 0:
