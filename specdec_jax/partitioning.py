@@ -243,7 +243,7 @@ class Partition:
     return jax.tree_util.tree_map_with_path(placed, request)
 
   def _sizes(self, axes: Axes) -> dict[int, int]:
-    """Dimension -> parts it is split into; whole dimensions are left out."""
+    """Returns, for each dimension that is split, its number of parts."""
     split = enumerate(self.axes.split(axes))
     sizes = {i: self.mesh.shape[name] for i, name in split if name}
     return {i: size for i, size in sizes.items() if size > 1}
@@ -631,10 +631,10 @@ def _lay_out(
 
 
 def _meets_many_rows(modules: Sequence[str]) -> bool:
-  """Whether a kernel multiplies a whole input, which is too much for blocks.
+  """Whether a kernel multiplies a whole input at once.
 
-  These are an encoder's kernels, and a decoder's that make keys and values from
-  the encoder's output.
+  Kernels in blocks are quicker for few rows only. Many rows meet an encoder's
+  kernels, and a decoder's that make keys and values from the encoder's output.
   """
   return 'encoder' in modules or (
     modules[-2:-1] == ('encoder_decoder_attention',)

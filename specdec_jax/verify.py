@@ -195,7 +195,9 @@ def kept_shares(draft: Draft, target_probs: jax.Array) -> jax.Array:
 def count_accepted_block(
   draft: Draft, target_probs: jax.Array, shares: jax.Array, uniforms: jax.Array
 ) -> jax.Array:
-  """Returns n of block verification, the last i with r_i < h_i; int32[].
+  """Counts the proposals that block verification keeps, n; int32[].
+
+  n is the last i with r_i < h_i, see the top of this file.
 
   Args:
     draft: the draft.
@@ -337,7 +339,7 @@ def _end(draft: Draft) -> jax.Array:
 
 
 def check_shapes(draft: Draft, target_probs: jax.Array) -> None:
-  """Raises ValueError unless a draft of one sequence and its rows fit."""
+  """Raises ValueError unless a sequence's draft fits the target's rows."""
   gamma = draft.tokens.shape[0]
   if target_probs.ndim != 2 or target_probs.shape[0] != gamma + 1:
     raise unexpected(

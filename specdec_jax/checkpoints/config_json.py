@@ -276,7 +276,7 @@ def _causal(
 
 
 def _with_images(family: Family, described: Described, where: str, tied: bool):
-  """Returns the configuration of the text model beside one for images."""
+  """Returns the text model's configuration if the model also reads images."""
   check_fields(described, _AROUND_TEXT, where)
   return _causal(family, _object(described, 'text_config', where), where, tied)
 
@@ -376,7 +376,7 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
 
 
 def _t5gemma_ids(described: Described) -> dict[str, Any]:
-  """Returns the special ids; the decoder starts with that of a text's begin."""
+  """Returns special ids; by default the decoder starts with `bos_token_id`."""
   ids = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
   decoder = described.get('decoder')
   for part in (decoder if isinstance(decoder, Mapping) else {}, described):

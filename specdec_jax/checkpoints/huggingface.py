@@ -203,7 +203,7 @@ def _tidy(
 
 
 def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
-  """Whether two names stand for one array, which then keeps only `name`.
+  """Checks whether two names stand for one array; if so, keeps only `name`.
 
   A file may have either name, or both.
   """

@@ -365,8 +365,8 @@ def _check_scopes() -> None:
 def _check_complete(flags: Mapping[str, str]) -> None:
   """Raises ValueError for macros and parameters without a value.
 
-  A required macro without a reference, which a binding has replaced, needs no
-  value and is removed.
+  If a binding replaces the only reference to a required macro, the macro needs
+  no value and is removed.
 
   Args:
     flags: binding -> its flag.

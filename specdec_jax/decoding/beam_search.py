@@ -182,7 +182,7 @@ def step(
   # Finished rows compute on their first slots, and the results are not used.
   used = jnp.where(state.running, state.used, width)
   # The live beams' last tokens are nodes in the next K slots.
-  visible = _with_own(search.ancestors, used, width)
+  visible = _see_self(search.ancestors, used, width)
   prefix = search.live.prefix if request.ruling else None
   roots = Level(search.live.last_token, visible, prefix=prefix)
 
@@ -284,8 +284,11 @@ def generation(request: Request, state: BeamState) -> Generation:
   )
 
 
-def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
-  """Marks each node's slot in bool[B, N, T]; the first is begin, int32[B]."""
+def _see_self(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
+  """Returns the masks bool[B, N, T] with each node's slot added.
+
+  The nodes have `count` neighbouring slots from `begin`, int32[B], on.
+  """
   slots = begin[:, None] + jnp.arange(count)
   return ancestors | (jnp.arange(ancestors.shape[-1]) == slots[..., None])
 
@@ -344,7 +347,7 @@ def _propose(
       cache, score, *nodes, prefix, None if depth else known
     )
     begin = used + width + depth * draft_width
-    above = _with_own(beams.gather(above, parents), begin, draft_width)
+    above = _see_self(beams.gather(above, parents), begin, draft_width)
     if request.ruling is not None and prefix is not None:
       prefix = request.ruling.longer(beams.gather(prefix, parents), tokens)
     levels.append(Level(tokens, above, parents, prefix))
@@ -472,7 +475,7 @@ def _next_level(request: Request, search: Search, of_live, first: jax.Array):
   over = beams.is_over(request, live, finished)
   reason = jnp.where(over, FinishReason.STOP, search.finish_reason)
   reason = jnp.where(is_valid, reason, FinishReason.INVALID)
-  visible = _with_own(search.ancestors, first, request.search.width)
+  visible = _see_self(search.ancestors, first, request.search.width)
   after = Search(
     live=live,
     finished=finished,

@@ -54,7 +54,7 @@ class Hypotheses:
 
   @property
   def last_token(self) -> jax.Array:
-    """int32[B, K], the last token of each sequence; of an empty one, any."""
+    """int32[B, K], each sequence's last token; any id for an empty one."""
     index = jnp.maximum(self.length - 1, 0)[..., None]
     return jnp.take_along_axis(self.tokens, index, axis=2)[..., 0]
 

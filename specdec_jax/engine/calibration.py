@@ -68,7 +68,7 @@ def contradiction(times: Mapping[str, float]) -> str:
 def numbered(
   times: Mapping[str, float], kind: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns numbers and values of the times named `kind` and a number."""
+  """Returns n and the time of each entry named `kind` + n, sorted by n."""
   pairs = sorted(
     (int(name.removeprefix(kind)), float(time))
     for name, time in times.items()
@@ -218,7 +218,7 @@ class Calibration:
     return costs['times_ms']
 
   def plan(self, rows: int, drafting: Drafting) -> dict[int, Drafting]:
-    """Returns how greedy rows are drafted for: `PoolSettings.gammas`.
+    """Returns the drafting of greedy rows, as `PoolSettings.gammas` has it.
 
     Args:
       rows: rows that are decoded together; fewer are left at a run's end.

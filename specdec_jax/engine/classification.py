@@ -124,7 +124,10 @@ def _log_probs(
   tokens: jax.Array,
   edges: jax.Array,
 ) -> jax.Array:
-  """The log-probability of each edge, float32[B, E]; NaN without any."""
+  """Returns each edge's log-probability, float32[B, E].
+
+  It is NaN where the logits give no distribution.
+  """
   slots = tree.slot_positions.shape[1]
   args = network, params, inputs, slots, prompt, slots
   cache = network.rewind(read_prompt(*args)[1], length - 1)

@@ -93,7 +93,7 @@ class Codec:
     source_lang: str | None = None,
     target_lang: str | None = None,
   ):
-    """Takes the attributes.
+    """Stores the arguments as attributes.
 
     Raises:
       ValueError: a language is not known, or the target has none.

@@ -225,9 +225,9 @@ def _measured(
   rows: jax.Array,
   ruling: Ruling | None = None,
 ) -> tuple[jax.Array, ...]:
-  """Returns the log-probabilities of rows int32[B, S + 1], less the first id.
+  """Returns the log-probabilities of all ids of int32[B, S + 1] but the first.
 
-  S is a power of two, `_SMALLEST` at least: a whole number of blocks.
+  S is a power of two, at least `_SMALLEST`, so that it divides into blocks.
 
   Returns:
     float32[B, S]; with `num_top` also the likeliest ids, int32[B, S, num_top],

@@ -160,7 +160,7 @@ class DecodeConfig:
       object.__setattr__(self, 'task_mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
-    """Yields conditions: a field, whether it is right, and what is right."""
+    """Yields fields, whether their values are right, and what is expected."""
     local = 'a path on this machine (a bucket may hold the models alone)'
     for name in _PATHS:
       path = getattr(self, name)

@@ -143,7 +143,7 @@ def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
 def _in_folder(
   config: DecodeConfig, beside: Beside, console: rich.console.Console
 ) -> dict[str, Any]:
-  """Locks the output folder, by default a temporary one, and runs."""
+  """Locks the output folder, by default a temporary one, and decodes."""
   process = jax.process_index()
   if jax.process_count() > 1 and not config.output_dir:
     expected = 'a folder that all processes see (--output-dir)'

@@ -81,7 +81,7 @@ class Rates(NamedTuple):
   overall: Rate
 
   def as_record(self, rate: Rate | None) -> dict[str, Any]:
-    """Returns `alpha` or `overall` as records have it, with `proposes`."""
+    """Returns one of the rates, and how often the drafter proposes, as JSON."""
     return {
       'alpha': rate and rate.mean,
       'standard_error': rate and rate.standard_error,

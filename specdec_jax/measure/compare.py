@@ -216,7 +216,10 @@ class _Comparison(NamedTuple):
   def _methods(
     self, measured: Calibration | None
   ) -> dict[str, tuple[Engine, dict[str, Any]]]:
-    """Returns name -> engine and options, where a calibration is applied."""
+    """Returns name -> engine and options.
+
+    A calibration gives an adaptive method its thresholds, or turns it off.
+    """
     methods = {
       PLAIN: (self.engines[self.config.engine], {'speculative': False})
     }

@@ -193,13 +193,13 @@ class Stack:
 
   @property
   def numbers(self) -> tuple[int, ...]:
-    """Index into `kinds`, per layer."""
+    """The index of each layer's kind in `kinds`."""
     indices = tuple(map(self.kinds.index, self.layer_kinds))
     return indices or (0,) * self.num_layers
 
   @property
   def bias_of(self) -> tuple[int, ...]:
-    """Index into the stack's biases of scores, per layer."""
+    """The index of each layer's relative bias among those of the stack."""
     if self.relative_bias == 'layer':
       return tuple(range(self.num_layers))
     return self.numbers

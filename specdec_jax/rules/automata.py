@@ -204,7 +204,7 @@ def joined(
   bits, only = [packed(np.ones((1, vocab_size), bool))], [np.array([NONE])]
 
   def add(part: Automaton, first: int, begin: int) -> None:
-    """Appends the states of a part from `first` on; `begin` is their number."""
+    """Appends a part's states from `first` on, numbered from `begin` on."""
     rows = part.bits_of[first:]
     bits_of.append(np.where(rows < 0, NONE, rows + sum(map(len, bits))))
     bits.append(part.bits)

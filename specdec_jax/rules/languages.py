@@ -60,7 +60,7 @@ def check_time() -> None:
 
 
 def check_size(size: int, most: int, what: str) -> None:
-  """Raises TooLarge if `size` is above `most`; `what` names the counted."""
+  """Raises TooLarge if `size`, a number of `what`, is above `most`."""
   if size > most:
     raise TooLarge(f'it has more than {most} {what}')
 
@@ -454,7 +454,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
 def _classes(
   labels: list[Intervals],
 ) -> tuple[np.ndarray, np.ndarray, list[set[int]]]:
-  """Classes of symbols that are in the same labels.
+  """Makes classes of the symbols that belong to the same labels.
 
   Returns:
     `cuts` and `classes` of a `Dfa`, and the classes of each label.
@@ -497,7 +497,7 @@ def _minimal(dfa: Dfa) -> Dfa:
 def blocks(
   columns: np.ndarray, kinds: np.ndarray, most: int | None = None
 ) -> np.ndarray:
-  """Numbers of states, int[N], that are the same where states are equal.
+  """Numbers the states, int[N]; equal states have the same number.
 
   States are told apart by where they lead; only those that lead to a state
   whose number has changed are looked at again.

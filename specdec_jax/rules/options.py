@@ -105,7 +105,7 @@ class RuleOptions:
 
   @property
   def rules(self) -> dict[str, Any]:
-    """Those of these fields that differ from their defaults."""
+    """The rules that are set: name -> value."""
     fields = dataclasses.fields(RuleOptions)
     values = ((field, getattr(self, field.name)) for field in fields)
     return {f.name: value for f, value in values if value != f.default}
@@ -239,7 +239,7 @@ class RuleBook:
   def _check_possible(
     self, options: RuleOptions, row: RowRules, stop_ids: Sequence[int]
   ) -> None:
-    """Raises ValueError for rules that exclude every output, as far as it sees.
+    """Raises ValueError for rules that are seen to exclude every output.
 
     It checks each choice as a whole; without choices, the first token.
     """
@@ -381,7 +381,7 @@ def ruling_of(
 
 
 def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
-  """Stacks one field of all rows, padded in front by the value that is off."""
+  """Stacks one field of all rows, padded in front by the field's off value."""
   arrays = [value for value in values if value is not None]
   sizes = np.max([array.shape for array in arrays], axis=0).astype(int).tolist()
   if name != 'bias':

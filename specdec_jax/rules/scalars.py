@@ -134,7 +134,7 @@ def _sizes_above(bound: Decimal) -> Language:
   part = part.rstrip('0')
 
   def higher(digits: str, rest: str) -> list[str]:
-    """Digits of which one is higher where those before are the same."""
+    """Returns regexes: one digit is higher, and those before it are equal."""
     return [
       f'{digits[:i]}[{int(digit) + 1}-9]{rest.format(len(digits) - i - 1)}'
       for i, digit in enumerate(digits)
@@ -149,7 +149,10 @@ def _sizes_above(bound: Decimal) -> Language:
 
 
 def multiples(divisor: int) -> Language:
-  """Texts of the multiples of a whole number; a node is a residue."""
+  """Returns the texts of the multiples of a whole number.
+
+  A node of the graph is the remainder of the digits so far.
+  """
 
   def following(residue: int) -> Iterator[tuple[Language, int]]:
     for digit in range(10):

@@ -187,7 +187,7 @@ class _Texts:
   # These methods make the graphs of arrays and objects.
 
   def _array(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
-    """Returns the texts of arrays; a node of the graph is an item's index."""
+    """Returns the texts of arrays; nodes of the graph are indices of items."""
     least = max(_counts(schemas, 'minItems'), default=0)
     most = min(_counts(schemas, 'maxItems'), default=math.inf)
     last = max(
@@ -205,7 +205,7 @@ class _Texts:
     return self._open['['] + items + self._close[']']
 
   def _object(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
-    """Returns the texts of objects; a node of the graph is the keys so far.
+    """Returns the texts of objects; nodes of the graph are the keys so far.
 
     Keys may come in any order. In a large object the keys that the schema names
     come in its order, and the others after them; then a node of the graph is
@@ -286,7 +286,13 @@ class _Texts:
   def _split(
     self, schema: Schema, name: str | None, keys: Language
   ) -> list[tuple[Language, _Schemas]]:
-    """Splits keys by the schemas of their values; name: the key, if one."""
+    """Splits keys by the schemas of their values.
+
+    Args:
+      schema: the schema of an object.
+      name: the only key in `keys`; None for the keys that no schema names.
+      keys: the keys to split.
+    """
     if 'propertyNames' in schema:
       keys &= self._names(schema['propertyNames'])
     properties = schema.get('properties', {})

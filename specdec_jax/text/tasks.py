@@ -654,7 +654,11 @@ def _example(
 
 
 def field_of(fields: Mapping[str, Any], field: str, place: str, to_do: str):
-  """Returns a field of a JSON object; ValueError, with `to_do`, without it."""
+  """Returns a field of a JSON object.
+
+  Raises:
+    ValueError: there is no such field; the message ends with `to_do`.
+  """
   if field not in fields:
     near = nearest(field, list(fields)[:_MAX_NAMES])
     raise ValueError(f'{place} has no field {field!r}.{near} {to_do}')
@@ -700,7 +704,7 @@ def check_feature_lengths(
 
 
 def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields the place of each line of a JSONL file, for messages; its object.
+  """Yields each line of a JSONL file: its place, for messages, and its object.
 
   Raises:
     ValueError: as for `files.text_lines`; or a line is not a JSON object.

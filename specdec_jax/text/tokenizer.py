@@ -235,7 +235,7 @@ class Tokenizer(Vocabulary):
   def _end(
     self, ids: dict[str, int], config: dict[str, Any], eos_token: str | None
   ) -> int:
-    """Finds the end of sequence."""
+    """Finds the id of the end of sequence."""
     if eos_token is not None and eos_token not in ids:
       where = f'eos_token for {self.path!r}'
       raise unexpected(where, 'a token of this vocabulary', eos_token)

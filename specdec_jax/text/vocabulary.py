@@ -420,7 +420,7 @@ class PiecesBackend:
     return backend
 
   def encode(self, texts: Sequence[str], names: bool) -> list[list[int]]:
-    """See `JsonBackend`."""
+    """Returns the ids of texts, as `JsonBackend.encode` does."""
     if names not in self._splitters:
       tokens = [x for x in self.added.values() if names or not x.special]
       any_name = '|'.join(re.escape(token.content) for token in tokens)
@@ -443,7 +443,7 @@ class PiecesBackend:
     return rows
 
   def encode_marked(self, text: str) -> list[int]:
-    """See `JsonBackend`."""
+    """Returns the ids of a text with marked names, see `Tokenizer`."""
     return self.encode([text], True)[0]
 
   def _encode(self, text: str) -> list[int]:
@@ -453,7 +453,7 @@ class PiecesBackend:
     return [self._numbers.get(piece, self.unk_id) for piece in pieces]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """See `JsonBackend`."""
+    """Returns the text of ids, special ones included."""
     text = ''
     marked = self.added | self.control
     for is_marked, run in itertools.groupby(ids, marked.__contains__):

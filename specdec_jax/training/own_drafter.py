@@ -364,7 +364,7 @@ class _Measured:
 
   @property
   def _left(self) -> float:
-    """Seconds that are left."""
+    """The seconds until the run must end."""
     return self._end - time.monotonic()
 
   def _engine(self, drafter: Model) -> Engine:
@@ -400,7 +400,8 @@ class _Measured:
   def closing_s(self) -> float:
     """Returns the seconds to leave for everything after the training.
 
-    The drafter is not measured if that would leave too little time to learn.
+    If measuring the drafter would leave too little time to learn, it is
+    skipped.
 
     Raises:
       ValueError: there is no time to learn in.
