@@ -67,7 +67,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('logits_dense/kernel', ('embed', 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
-  ('place', (None,)),  # this is an array of `models.other_ids`
+  ('place', (None,)),  # `models.other_ids` has this array
 )
 
 # A field of `KVCache` -> the axes of its arrays.

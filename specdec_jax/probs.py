@@ -518,7 +518,7 @@ def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _ordered_float(image: jax.Array) -> jax.Array:
-  """Returns the float32 at the place `image`, uint32, among all of them."""
+  """Inverts the order-preserving map of the float32 numbers to uint32."""
   sign = jnp.uint32(0x80000000)
   bits = jnp.where(image >= sign, image ^ sign, ~image)
   return lax.bitcast_convert_type(bits, jnp.float32)

@@ -298,7 +298,7 @@ def first_false(flags: jax.Array) -> jax.Array:
 
 
 def value_of(rows: jax.Array, tokens: jax.Array, otherwise: float) -> jax.Array:
-  """Takes rows[..., i, tokens[..., i]], or `otherwise` for ids outside V."""
+  """Returns rows[..., i, tokens[..., i]]; `otherwise` for ids outside of V."""
   in_range = (tokens >= 0) & (tokens < rows.shape[-1])
   chosen = jnp.take_along_axis(rows, tokens[..., None], axis=-1, mode='clip')
   return jnp.where(in_range, chosen[..., 0], otherwise)

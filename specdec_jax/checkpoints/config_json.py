@@ -482,7 +482,8 @@ def read_facts(
     ValueError: a file is broken, an id is not a whole number, or the decoder
       starts with another id than all models of its family.
   """
-  # As transformers does, it takes config.json without the other file.
+  # As in transformers, a folder may lack generation_config.json: config.json
+  # then has its settings.
   path, settings = folder / CONFIG, described
   if os.path.lexists(folder / FILE):
     path = folder / FILE

@@ -301,7 +301,7 @@ def fetch(name: str) -> pathlib.Path:
     fetched = hub.snapshot_download(
       hub_id, revision=revision or None, allow_patterns=list(PATTERNS)
     )
-  except Exception as error:  # its HTTP client's errors have no common base
+  except Exception as error:  # errors of its HTTP client have no base class
     why = ' '.join(str(error).split())
     raise ValueError(
       f'{at} could not be fetched from the hub ({type(error).__name__}: {why}).'

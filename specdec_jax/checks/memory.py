@@ -41,7 +41,7 @@ def check_room(
   """
   size = free()
   if size is not None and needed > size:
-    gc.collect()  # frees engines that nothing uses any more
+    gc.collect()  # the collector frees engines that nothing uses any more
     size = free()
   if size is not None and needed > size:
     raise DoesNotFitError(

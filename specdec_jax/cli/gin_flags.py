@@ -58,7 +58,7 @@ _CALLED = re.compile(
 # Python's error for text without an end; it shows a tuple.
 _OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 
-# Stands for a script without flags of its own.
+# A script has no flags of its own.
 _NO_COMMAND = Command(lambda: None)
 _T = TypeVar('_T')
 # Flags of a model and of the lengths of its texts.
@@ -66,7 +66,7 @@ _MODEL_FLAGS = frozenset(
   '--target --vocab --dtype --adapter --revision --max-input-len'
   ' --max-decode-len'.split()
 )
-_of_models: list[str] = []  # see `of_models`
+_of_models: list[str] = []  # the flags that `of_models` returns
 # gin would search a folder twice, and list it twice, if it were added twice.
 _search_too = functools.cache(gin.add_config_file_search_path)
 

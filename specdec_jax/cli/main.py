@@ -148,7 +148,7 @@ def _watched() -> Iterator[None]:
   pythons.setblocking(False)
 
   def watch() -> None:
-    while data := ours.recv(1):  # until `pythons` is closed
+    while data := ours.recv(1):  # the loop ends when `pythons` is closed
       (number,) = data
       # A server handles the signal itself.
       python_raises = signal.getsignal(number) is signal.default_int_handler
@@ -168,7 +168,7 @@ def _watched() -> Iterator[None]:
 def _leave(status: int) -> None:
   """Ends the process without waiting for its threads."""
   if sys.stdout and sys.stdout.isatty():
-    print('\x1b[?25h', end='')  # shows the cursor, which a bar hides
+    print('\x1b[?25h', end='')  # the cursor comes back, which a bar hides
   for stream in filter(None, (sys.stdout, sys.stderr)):
     with contextlib.suppress(OSError):
       stream.flush()
@@ -181,7 +181,7 @@ def _interrupted() -> int:
   if unfinished:
     words = sys.orig_argv
     if words[1:] == sys.argv and not words[1].endswith('.py'):
-      words = words[1:]  # drops Python: `specdec` is a script that starts it
+      words = words[1:]  # the name of Python is left out: `specdec` starts it
     message += f'. {unfinished[0]!r} has what was finished; to go on'
     message += ', with the same input' * ('-' in words)
     message += f':\n  {shlex.join(words)}'

@@ -30,7 +30,7 @@ from specdec_jax.partitioning import shardings
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Draft, FinishReason, Generation
 
-_SHARED = None  # stands in place of an axis, for a leaf that no row owns
+_SHARED = None  # an axis of None: the leaf belongs to no row
 
 
 @struct.dataclass
@@ -208,7 +208,7 @@ class RowLayout:
     return self._changed(lambda axis, leaf: jnp.take(leaf, rows, axis), pool)
 
   def _changed(self, change, pool: Pool, *others: Pool) -> Pool:
-    """Returns the pool with change(axis, leaf, ...) for each leaf with rows."""
+    """Applies change(axis, leaf, ...) to each leaf of the pool that has rows."""
     leaves, tree = jax.tree.flatten(pool)
     each = zip(self.axes, leaves, *map(jax.tree.leaves, others), strict=True)
     return tree.unflatten(

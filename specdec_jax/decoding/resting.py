@@ -77,7 +77,7 @@ def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
     tokens = int(_PATIENCE // loss) + 1  # rounds before the first rest
     lost = loss * tokens
     while lost <= _MOST_LOST * max(tokens, LEAST_OUTPUT):
-      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # this probe loses
+      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # the probe loses
       tokens += rest + 1
       rest = min(rest * _GROWTH, _MOST_REST)
       if tokens > 32 * LEAST_OUTPUT:

@@ -144,7 +144,7 @@ def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:
   """Spreads rows float32[G, B, K] of ids int32[G, B, K] to [B, G, V]."""
 
   def spread(ids, row):
-    # It adds, because the padding of a row repeats an id with probability 0.
+    # `add`, not `set`: a row's padding repeats an id with probability 0.
     return jnp.zeros((vocab_size,), row.dtype).at[ids].add(row)
 
   return jax.vmap(jax.vmap(spread), in_axes=1)(ids, rows)

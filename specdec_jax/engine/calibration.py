@@ -80,7 +80,7 @@ def numbered(
 
 def rising(costs: np.ndarray) -> np.ndarray:
   """Returns the non-decreasing costs that are nearest to the measured ones."""
-  from scipy import optimize  # takes a third of a second
+  from scipy import optimize  # this import takes a third of a second
 
   fitted: np.ndarray = optimize.isotonic_regression(costs).x
   return fitted

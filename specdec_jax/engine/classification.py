@@ -98,7 +98,8 @@ def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
       taken.append((edges.setdefault(step, len(edges)), label))
       if place + 1 < len(ids):
         node = nodes.setdefault(step, len(nodes))
-    if len(nodes) > MOST_NODES:  # refuses a large tree before arrays are made
+    # A large tree is refused before arrays are made.
+    if len(nodes) > MOST_NODES:
       advice = 'Give them as choices of generate.'
       expected = f'labels with at most {MOST_NODES} different beginnings'
       raise unexpected('labels', expected, f'{len(labels)} labels', advice)

@@ -270,7 +270,7 @@ class Text:
     self._stop_strings, self._min_length = stop_strings, min_length
     # The last byte of a character; no vocabulary has it as a token.
     self._byte = tokenizer.encode('\U0010ffff')[-1:]
-    # Is decoded before `_open`, to keep its blank.
+    # These tokens are decoded before `_open`, to keep its first blank.
     self._context: list[int] = []
     self._open: list[int] = []  # the tokens whose text may still change
     self._settled = self._stable = self.whole = ''
@@ -278,7 +278,7 @@ class Text:
     self.stop_end: int | None = None
 
   def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
-    """Takes the tokens that follow."""
+    """Appends the tokens that follow."""
     ids = [int(token) for token in tokens]
     first = max(self._min_length - self._num_tokens, 0)
     for part in filter(None, (ids[:first], ids[first:])):

@@ -32,7 +32,8 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import is_vocabulary
 
 Path = str | os.PathLike[str]
-# In the folder of a drafter; beside draft.msgpack it is draft.shortlist.npz.
+# This file is in a drafter's folder; beside draft.msgpack its name is
+# draft.shortlist.npz.
 SHORTLIST = 'shortlist.npz'
 
 

@@ -49,7 +49,7 @@ class Programs:
     partition: partitioning.Partition | None,
     memory_check: MemoryCheck,
   ):
-    """Compiles nothing.
+    """Keeps the arguments; programs are compiled where they are needed.
 
     Args:
       pair: the models, on their devices.

@@ -29,7 +29,7 @@ class Slots:
     room: int,
     read_rows: int,
   ):
-    """Makes no slots; call `begin`.
+    """Gets the pool's programs; `begin` makes the slots.
 
     Args:
       programs: returns the pool's programs, given as many rows without text as

@@ -40,7 +40,7 @@ _MARKS = {
   UNUSED: ('[~', '~]', 'dim strike', 'del'),
   TARGET: ('{+', '+}', 'bold blue underline', 'ins'),
 }
-_INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
+_INCOMPLETE = '\ufffd'  # this character stands for incomplete bytes
 _PAGE, _PICTURE = (
   string.Template(pathlib.Path(__file__).with_name(name).read_text('utf-8'))
   for name in ('trace.html', 'trace.svg')
@@ -150,7 +150,7 @@ def spell(
     return [names.get(i, text) for i, text in zip(ids, texts, strict=True)]
 
   before = Text(tokenizer)
-  for token in context:  # one by one, so that each settles where it can
+  for token in context:  # one call per token lets each settle where it can
     before.extend([token])
   output = iter(named([i for step in rounds for i in step.kept], is_whole))
   spelled = []

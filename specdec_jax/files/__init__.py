@@ -21,7 +21,7 @@ from specdec_jax.files import shipped
 
 MAX_LINE = 16 << 20  # a longer line, in bytes, becomes an error
 # Limits of a pipe, which may have no end (a file has one).
-MAX_PIPE = 1 << 30  # in bytes
+MAX_PIPE = 1 << 30  # the most bytes
 MAX_PIPE_LINES = 10_000_000
 # A .gz file may unpack to so many times its size. Text packs 3 to 20 times
 # smaller, and gzip reaches a factor of a thousand.
@@ -31,7 +31,7 @@ _FREE = 16 << 20
 _CHUNK = 1 << 16
 _PIECE = 1 << 10  # compressed bytes that are unpacked at once
 _SHOWN = 200  # an error shows so many bytes of a line that is too long
-MOST_JSON = 256 << 20  # in bytes
+MOST_JSON = 256 << 20  # the most bytes of a JSON file
 _KINDS = {
   stat.S_IFIFO: 'a pipe',
   stat.S_IFCHR: 'a device',
@@ -219,7 +219,8 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
       try:
         piece = inflate.decompress(data)
       except zlib.error:
-        for byte in data:  # raises the error again, at the damaged byte
+        # The loop raises the error again, at the damaged byte.
+        for byte in data:
           yield before.decompress(bytes([byte]))
         raise
       unpacked += len(piece)

@@ -203,7 +203,10 @@ class RemoteLocation(Location):
   def _ask(
     self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
   ) -> Any:
-    """Asks the store; None if nothing is there. `first` gives up earlier."""
+    """Returns the answer of the store; None if there is no such object.
+
+    If `first`, it gives up earlier, because there may be no network.
+    """
     import tensorstore
 
     context = _context(_FIRST) if first else reading()

@@ -22,7 +22,7 @@ class RunLog:
   """
 
   def __init__(self, path: str | os.PathLike[str], settings: Any = None):
-    """Does not open the file yet.
+    """Keeps the arguments; the file is opened when it is read or written.
 
     Args:
       path: the file.

@@ -378,7 +378,7 @@ class DataSet:
       expected = f"the engine's vocabulary, {of_engine.path!r}"
       raise unexpected('tokenizer', expected, of_task.path)
     samples = config.options.num_samples
-    if self.examples:  # checks the largest number, before a long loop
+    if self.examples:  # a number that is too large fails before a long loop
       example_id(config.index(len(self.examples) - 1), samples - 1)
     parts = [
       (number, place, part)

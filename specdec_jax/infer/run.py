@@ -181,7 +181,7 @@ class _Run:
     options = self.data.engine_options(config)
     with bar(console, 'Loading models, vocabulary and memory'):
       if config.drafter is not None and SPECULATIVE in config.modes:
-        # Before the target is loaded, because the drafter may be missing.
+        # The drafter is loaded first, because it may be missing.
         options['drafter'] = config.drafter()
       self.engine = config.engine(**options)
     self.items = self.data.prepare(config, self.engine)
@@ -413,7 +413,7 @@ def choose_gammas(
     ValueError: there is no drafter, or it rests in a beam search.
     calibration.CalibrationError: it is of other models or of another device.
   """
-  _ = engine.drafter  # raises an error if there is no drafter
+  _ = engine.drafter  # this raises an error if there is no drafter
   # All texts have the same temperature.
   temperature: Any = config.options.temperature
   rows = config.rows
@@ -465,7 +465,7 @@ class Decoder:
     config: DecodeConfig,
     plan: Mapping[int, Drafting] | None = None,
   ):
-    """Compiles nothing yet.
+    """Keeps the arguments; `warmup` compiles the programs.
 
     Args:
       engine: the engine.

@@ -107,7 +107,7 @@ def rounded(
     for name, value in params.items()
   }
   kernel = result.get(KERNEL)
-  # No product, or one that is rounded already.
+  # the module is no product, or its kernel is rounded already
   if SCALE in result or kernel is None:
     return result
   kernel, scale = quantise(kernel, f'{module}{KERNEL}', dtype)

@@ -88,7 +88,7 @@ class RMSNorm(nn.Module):
     """Normalises [..., M], computed in float32."""
     at_first = nn.initializers.constant(1.0 - self.offset)
     scale = self.param('scale', at_first, (x.shape[-1],))
-    if self.offset:  # in float32: a bfloat16 near 1 is coarser than near 0
+    if self.offset:  # the sum is in float32: a bfloat16 near 1 is coarser
       scale = scale.astype(jnp.float32) + self.offset
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
@@ -405,8 +405,8 @@ def relative_position_bucket(
   else:
     distance = np.maximum(distance, 0)
   max_exact = num_buckets // 2
-  # In float32 and with its epsilon, to round as T5X does; distance 0 takes the
-  # exact branch, so its logarithm does not matter.
+  # The logarithm has T5X's dtype and epsilon, to round as T5X does. Distance 0
+  # takes the exact branch, so its logarithm does not matter.
   ratio = np.maximum(distance, 1).astype(np.float32) / max_exact
   ratio += np.finfo(np.float32).eps
   scale = (num_buckets - max_exact) / np.log(_MAX_DISTANCE / max_exact)

@@ -121,8 +121,8 @@ class Layer(nn.Module):
     blocks = [stack.self_attention, 'mlp']
     if stack.cross == 'apart':
       blocks.append('cross_attention')
-      # Its keys come from an encoder, which may have another width, and have no
-      # norms.
+      # The keys of cross-attention come from an encoder, which may have another
+      # width, and have no norms.
       plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
       self.encoder_decoder_attention = layers.Attention(plain)
     for block in blocks:
@@ -287,7 +287,7 @@ class Decoder(_Layers):
     if self.stack.cross == 'none':
       _add_tokens(self, tokens)
     if not tokens.logits_via_embedding:
-      # In float32, as in T5X: bfloat16 would add ties.
+      # The logits are in float32, as in T5X: bfloat16 would add ties.
       self.logits_dense = products.Dense(
         tokens.vocab_size, tokens.dtype, result_dtype='float32'
       )

@@ -102,7 +102,8 @@ def load(
   if dtype is None and options.get('placement') is not None:
     dtype = options['placement'].dtype
   small = None
-  if draft is not None:  # loads quickly, so that its errors come early
+  # The drafter loads quickly, so that its errors come early.
+  if draft is not None:
     small = load_model(draft, draft_network, dtype=dtype)
   large = load_model(target, network, tokenizer=tokenizer, dtype=dtype)
   return Interactive(large, small, **options)

@@ -182,7 +182,8 @@ class _Work:
 
   @functools.cached_property
   def _engine(self) -> Engine:
-    assert self.config.engine is not None  # `_NEEDS` names this field
+    # `__post_init__` has checked the field.
+    assert self.config.engine is not None
     return self.config.engine()
 
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
@@ -229,7 +230,8 @@ class _Work:
     # The benchmark's table is not shown: it is of random ids, the figure of a
     # text.
     quiet = rich.console.Console(quiet=True)
-    assert self.config.costs is not None  # `_NEEDS` names this field
+    # `__post_init__` has checked the field.
+    assert self.config.costs is not None
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
@@ -283,7 +285,7 @@ def suite_records(
     ValueError: the folder has a record with other settings.
   """
   suite = config.suite
-  assert suite is not None  # `_NEEDS` names this field
+  assert suite is not None  # `__post_init__` has checked the field
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)

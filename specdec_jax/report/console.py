@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import rich.console
 import rich.progress
 
-_NO_EDGE = 10_000  # is wider, in characters, than any output
+_NO_EDGE = 10_000  # this width, in characters, is wider than any output
 _TOGETHER_S = 0.1  # steps within this time count as simultaneous
 EVERY_S = 20.0  # a line of progress is printed at this interval
 
@@ -73,7 +73,8 @@ def bar(
   text, steps, *_ = rich.progress.Progress.get_default_columns()
   counters = [steps, rich.progress.TextColumn('{task.fields[pace]}')]
   progress = rich.progress.Progress(
-    rich.progress.SpinnerColumn(),  # it moves while the first step compiles
+    # The spinner moves while the first step compiles.
+    rich.progress.SpinnerColumn(),
     text,
     *(counters if total else ()),
     rich.progress.TimeElapsedColumn(),

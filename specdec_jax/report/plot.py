@@ -51,7 +51,7 @@ def save_plot(
   with matplotlib.rc_context():
     matplotlib.rcdefaults()
     matplotlib.rcParams.update(_STYLE)
-    # Without pyplot, which would look for a window system and keep state.
+    # Pyplot would look for a window system, and keep state.
     figure = matplotlib.figure.Figure(figsize=size, layout='constrained')
     draw(figure)
     figure.savefig(stream, format='png', dpi=_DPI, metadata={'Software': None})

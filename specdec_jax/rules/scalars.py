@@ -76,7 +76,7 @@ FORMATS = {
 }
 
 
-# These mean something else in ECMA-262 than in Python.
+# `\s` and `\S` mean something else in ECMA-262 than in Python.
 _BLANKS = r'\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff'
 _NO_BLANKS = (
   r'\0-\x08\x0e-\x1f!-\x9f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e'

@@ -32,7 +32,7 @@ PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 # cut off: a row that repeats itself does not hold up the others.
 _MOST_UNFINISHED = 0.05
 _LOG_SECONDS = 15
-_COMPLETE = 'complete'  # is the last line of a file with all outputs
+_COMPLETE = 'complete'  # this is the last line of a file with all outputs
 
 
 @dataclasses.dataclass(frozen=True)
