@@ -360,7 +360,7 @@ def open_stored(
     for name, future in opening.items():
       store = future.result(timeout=locations.READ_SECONDS)
       arrays[name] = _stored_array(store)
-  except locations.STORE_ERRORS as error:  # a path may lead elsewhere
+  except locations.STORE_ERRORS as error:  # the path may lead to something else
     raise broken(source, name, locations.reason(error)) from error
   return arrays
 

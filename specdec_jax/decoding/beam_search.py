@@ -311,7 +311,7 @@ def _propose(
   def guess(cache, score, tokens, positions, visible, prefix, known=None):
     """Reads nodes, and finds the best continuations of the last beams.
 
-    The known candidates of beams take the place of guessed ones.
+    `known` has the target's candidates of some beams in place of guesses.
     """
     tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
     features, cache = drafter.extend(params, cache, tokens, tree)

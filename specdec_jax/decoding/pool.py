@@ -208,7 +208,7 @@ class RowLayout:
     return self._changed(lambda axis, leaf: jnp.take(leaf, rows, axis), pool)
 
   def _changed(self, change, pool: Pool, *others: Pool) -> Pool:
-    """Applies change(axis, leaf, ...) to each of the pool's leaves with rows."""
+    """Applies change(axis, leaf, ...) to each leaf of a pool that has rows."""
     leaves, tree = jax.tree.flatten(pool)
     each = zip(self.axes, leaves, *map(jax.tree.leaves, others), strict=True)
     return tree.unflatten(

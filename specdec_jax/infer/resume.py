@@ -33,8 +33,8 @@ except ImportError:  # Windows lacks this module
 
 _OVERWRITE = 'overwrite (--overwrite, in gin DecodeConfig.overwrite = True)'
 _POLL_S = 0.2  # a waiting process looks at the files at this interval
-# Compiling a program, decoding a batch, and computing metrics each take less
-# time.
+# A process counts as dead after this time without a write. Compiling a program,
+# decoding a batch, and computing metrics each take less.
 _MOST_SILENCE_S = 1800.0
 
 

@@ -80,7 +80,7 @@ class KVCache:
 
     def moved(buffer):
       held = jnp.take_along_axis(buffer, slots[:, None, None], axis=3)
-      return write(buffer, held.transpose(0, 3, 1, 2), length)  # bhdn -> bnhd
+      return write(buffer, held.transpose(0, 3, 1, 2), length)  # [B, N, H, D]
 
     return self.replace(
       keys=tuple(map(moved, self.keys)),
