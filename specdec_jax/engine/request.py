@@ -147,8 +147,8 @@ class Row:
     is_plain: whether it should be decoded without a drafter while no other row
       runs beside it.
     shows_rounds: whether its updates have rounds; then it streams.
-    tell: is called with each update, by the thread that decodes; None where the
-      scheduler's caller reads the updates.
+    tell: the thread that decodes calls it with `index` and each update; None if
+      the scheduler's caller reads the updates.
     deadline: `time.monotonic()` at which it ends in any case.
     is_cancelled: whether it is to end without an update.
     slot_text: the text so far; None until `read` is called.
@@ -166,7 +166,7 @@ class Row:
   streams: bool = False
   is_plain: bool = False
   shows_rounds: bool = False
-  tell: Callable[[Update], None] | None = None
+  tell: Callable[[int, Update], None] | None = None
   deadline: float = math.inf
   is_cancelled: bool = False
   num_accepted: int = 0

@@ -6,14 +6,14 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import completion, trace
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.long_texts import LongTexts
-from specdec_jax.engine.options import Options, example_id
+from specdec_jax.engine.options import Options
 from specdec_jax.engine.request import Row, Update
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving import protocol
@@ -87,20 +87,18 @@ class Answer:
     self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
+    with protocol.naming_the_field(constraint=request.constraint[0]):
+      inputs, options = self._inputs()
+      self.rows: list[Row] = worker.rows(
+        inputs,
+        tell,
+        request.stream,
+        not request.speculative,
+        request.return_rounds,
+        options=options,
+      )
     # A beam search gives all outputs of its row.
     self._per_row = request.n if request.use_beam_search else 1
-    with protocol.naming_the_field(constraint=request.constraint[0]):
-      self.rows: list[Row] = [
-        worker.row(
-          taken,
-          functools.partial(tell, index),
-          request.stream,
-          not request.speculative,
-          request.return_rounds,
-          options,
-        )
-        for index, (taken, options) in enumerate(self._inputs())
-      ]
     self._num_outputs = len(self.rows) * self._per_row
     if not request.max_length:  # only the prompt is wanted
       nothing = [Completion('', [], [], 'length')] * self._per_row
@@ -108,44 +106,26 @@ class Answer:
         tell(index, Update(beams=nothing))
       self.rows = []
 
-  def _inputs(self) -> Iterator[tuple[Prompt, Options]]:
-    """Yields what the engine reads for each row, and its options.
-
-    The random numbers are those of `Engine.generate` for all prompts together.
+  def _inputs(self) -> tuple[Sequence[Prompt], Options]:
+    """Returns the texts that the engine reads, and its options for them.
 
     Raises:
       ValueError: the prompts have too many sentences.
     """
     request, engine = self.request, self._engine
     options = engine.options(**request.options())
-    if request.split:
-      config, prompts = engine.config, request.prompts
-      long = LongTexts(engine.codec, config, prompts, options)
-      self._long, limit = long, self._service.worker.settings.max_waiting
-      if len(long.parts) > limit:
-        expected = f'at most {limit} sentences (max_waiting)'
-        raise unexpected('prompt', expected, len(long.parts))
-      taken = {  # samples have the same sentences
-        part: protocol.encoded(self._engine, part, request.source_lang)[1]
-        for part in {*long.parts}
-      }
-      inputs = [taken[part] for part in long.parts]
-      options, examples = long.options, long.example_ids
-    else:
-      samples = range(request.n // self._per_row)
-      inputs = [text for text in request.inputs for _ in samples]
-      examples = [
-        example_id(index, sample)
-        for index in range(len(request.inputs))
-        for sample in samples
-      ]
-    for text, example in zip(inputs, examples, strict=True):
-      yield (
-        text,
-        dataclasses.replace(
-          options, num_samples=self._per_row, example_ids=[example]
-        ),
-      )
+    if not request.split:
+      return request.inputs, options
+    long = LongTexts(engine.codec, engine.config, request.prompts, options)
+    self._long, limit = long, self._service.worker.settings.max_waiting
+    if len(long.parts) > limit:
+      expected = f'at most {limit} sentences (max_waiting)'
+      raise unexpected('prompt', expected, len(long.parts))
+    inputs = {  # samples have the same sentences
+      part: protocol.encoded(engine, part, request.source_lang)[1]
+      for part in {*long.parts}
+    }
+    return [inputs[part] for part in long.parts], long.options
 
   async def _next(self) -> tuple[int, Update]:
     """Returns the next update, and the index of its row.

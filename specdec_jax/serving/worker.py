@@ -22,7 +22,6 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.options import Options
 from specdec_jax.engine.request import Row, TextRequest, Update, joined
 from specdec_jax.engine.scheduler import (
   Lane,
@@ -144,42 +143,39 @@ class Worker:
     """Begins to compile, and soon to decode."""
     self._compiler.start()
 
-  def row(
+  def rows(
     self,
-    text: Any,
-    tell: Callable[[Update], None],
+    texts: Sequence[Any],
+    tell: Callable[[int, Update], None],
     streams: bool = False,
     plain: bool = False,
     shows_rounds: bool = False,
-    options: Options | None = None,
-    **named: Any,
-  ) -> Row:
-    """Makes a row of a text and options of `Engine.generate`.
+    **options: Any,
+  ) -> list[Row]:
+    """Makes the rows of all outputs of one request, in order.
 
     Args:
-      text: the input.
-      tell: `Row.tell`.
+      texts: the inputs.
+      tell: see `Row`.
       streams: see `Row`.
-      plain: `Row.is_plain`, of greedy rows alone.
+      plain: whether the rows, which are greedy, are decoded plainly.
       shows_rounds: see `Row`.
-      options: of the output; or give them by name.
-      **named: as for `Engine.generate`.
+      **options: as for `Engine.text_request`.
 
     Raises:
-      ValueError: as `Engine.generate`.
+      ValueError: as for `Engine.generate`.
     """
-    request = self._request(text, options=options, **named)
-    if request.rows:
-      (row,) = request.rows
-    else:
-      row = Row(request.terms, 0, passed_over=request.passed_over[0])
-    row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
-    row.is_plain = plain
-    row.deadline = time.monotonic() + self.settings.max_seconds
-    is_short = 0 < row.max_length < self.least_length
-    if is_short and row.is_simple and self.scheduler.kind_of(row) is None:
-      row.is_plain = True
-    return row
+    request = self._request(texts, **options)
+    rows = [*request.rows]
+    for index, outputs in request.passed_over.items():
+      rows.insert(index, Row(request.terms, index, passed_over=outputs))
+    for row in rows:
+      row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
+      row.deadline = time.monotonic() + self.settings.max_seconds
+      is_short = 0 < row.max_length < self.least_length and row.is_simple
+      pays_not = is_short and self.scheduler.kind_of(row) is None
+      row.is_plain = plain or pays_not
+    return rows
 
   def take(self, rows: Sequence[Row]) -> None:
     """Queues rows, all of them or none; those without a text end at once.
@@ -305,7 +301,7 @@ class Worker:
     if update.is_last:
       self._taken.discard(row)
     try:
-      row.tell(update)
+      row.tell(row.index, update)
     except RuntimeError:  # the loop of its listener has ended
       self.cancel([row])
 
@@ -452,16 +448,16 @@ class Worker:
 
   # Requests.
 
-  def _request(self, text: Any, **options: Any) -> TextRequest:
+  def _request(self, texts: Sequence[Any], **options: Any) -> TextRequest:
     # The engine knows where beams are slower with a drafter.
     speculative = None if self.speculates else False
-    return self.engine.text_request([text], speculative, **options)
+    return self.engine.text_request(texts, speculative, **options)
 
   def _some(self, text: Any, **options: Any) -> TextRequest:
     """Makes a request for warm-up, in any of the target's languages."""
     for language in list(self.engine.codec.languages().known)[:1]:
       options |= {'source_lang': language, 'target_lang': language}
-    return self._request(text, **options)
+    return self._request([text], **options)
 
   def _of_any_kind(self, request: Request) -> Request:
     """Returns a request like this one, whose rows have values of their own."""

@@ -33,9 +33,9 @@ class Heard:
 
   def __init__(self, scheduler, text, streams=False, **options):
     self.news, self._end = [], threading.Event()
-    self.row = scheduler.row(text, self._tell, streams, **options)
+    (self.row,) = scheduler.rows([text], self._tell, streams, **options)
 
-  def _tell(self, news):
+  def _tell(self, _, news):
     self.news.append(news)
     if news.is_last:
       self._end.set()
