@@ -52,10 +52,9 @@ class Update:
     text: new text, which will not change.
     tokens: new ids.
     log_probs: the log-probabilities of the new ids, if the row wants them.
-    completion: the whole output; None before its end.
+    outputs: the whole output; of a beam search all outputs, the best one last;
+      () before the end.
     round: the last round, with its accepted proposals, if the row shows rounds.
-    beams: the outputs of a beam search, the best one last; then `completion` is
-      None.
     error: why the row ends without an output: 'deadline', 'stopped', 'failed',
       or 'failed alone'.
   """
@@ -63,15 +62,9 @@ class Update:
   text: str = ''
   tokens: Sequence[int] = ()
   log_probs: Sequence[float] = ()
-  completion: Completion | None = None
+  outputs: Sequence[Completion] = ()
   round: Round[int] | None = None
-  beams: Sequence[Completion] = ()
   error: str | None = None
-
-  @property
-  def outputs(self) -> Sequence[Completion]:
-    """The finished outputs; () before the end."""
-    return self.beams if self.completion is None else (self.completion,)
 
   @property
   def is_last(self) -> bool:
@@ -122,12 +115,6 @@ class Terms:
     last = (place + 1) * (self.options.num_beams or 1)
     places = range(last - self.num_outputs, last)
     return [self.completion(generation, i) for i in places]
-
-  def ended(self, outputs: Sequence[Completion]) -> Update:
-    """Returns the last update of a row with these outputs."""
-    if self.options.num_beams is not None:
-      return Update(beams=outputs)
-    return Update(completion=outputs[0])
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -224,10 +211,11 @@ class Row:
   def update(self, view: PoolView, slot: int, is_last: bool) -> Update:
     """Returns what is new, of the text that will not change."""
     generation, told = view.generation, self.num_told
-    done: Completion | None = None
+    outputs: Sequence[Completion] = ()
     if is_last:
       done = self.completion(generation, slot)
       text, tokens, log_probs = done.text, done.tokens, done.log_probs
+      outputs = [done]
     else:
       length = int(generation.length[slot])
       text = self.read(generation, slot).ready
@@ -237,7 +225,7 @@ class Row:
       text[self.num_sent :],
       tokens[told:],
       log_probs[told:] if self.options.log_probs else [],
-      completion=done,
+      outputs=outputs,
       round=self._last_round(view, slot) if self.shows_rounds else None,
     )
     self.num_sent, self.num_told = len(text), len(tokens)

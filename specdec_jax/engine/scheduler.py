@@ -465,9 +465,11 @@ class FixedBatches:
       return []
     rows, self.running = self.running, []
     terms = rows[0].terms
-    outputs = [terms.outputs(generation, place) for place in range(len(rows))]
-    pairs = zip(rows, map(terms.ended, outputs), strict=True)
-    return [pair for pair in pairs if not pair[0].is_cancelled]
+    return [
+      (row, Update(outputs=terms.outputs(generation, place)))
+      for place, row in enumerate(rows)
+      if not row.is_cancelled
+    ]
 
   def rehearse_all(self, rows: Sequence[Row]) -> None:
     """Compiles the programs of so many rows, and no larger ones."""

@@ -103,7 +103,7 @@ class Answer:
     if not request.max_length:  # only the prompt is wanted
       nothing = [Completion('', [], [], 'length')] * self._per_row
       for index in range(len(self.rows)):
-        tell(index, Update(beams=nothing))
+        tell(index, Update(outputs=nothing))
       self.rows = []
 
   def _inputs(self) -> tuple[Sequence[Prompt], Options]:
@@ -177,7 +177,8 @@ class Answer:
         if not (update.text or update.tokens or update.is_last):
           continue
         before = self._tokens.get(index, [])
-        choice = await self._choice(index, update.text, update.completion)
+        done = update.outputs[0] if update.outputs else None
+        choice = await self._choice(index, update.text, done)
         if update.round is not None:
           (spelled,) = trace.spell(
             [update.round], self._engine.tokenizer, before, update.is_last

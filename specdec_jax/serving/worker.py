@@ -200,7 +200,7 @@ class Worker:
         self._to_compile.put(lane)
     for row in rows:
       if row.passed_over:
-        self._tell(row, row.terms.ended(row.passed_over))
+        self._tell(row, Update(outputs=row.passed_over))
 
   def cancel(self, rows: Iterable[Any]) -> None:
     """Cancels rows; their listeners get no further update."""

@@ -253,7 +253,7 @@ want = [engine.generate([text], **kind)[0].tokens
 with started(engine, rows=2) as scheduler, nothing_compiles():
   heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
   scheduler.take([one.row for one in heard])
-  assert [one.last.completion.tokens for one in heard] == want
+  assert [one.last.outputs[0].tokens for one in heard] == want
 print('the same')
 """
 

@@ -36,7 +36,8 @@ def ask(scheduler, text, **options):
   """A completion, alone."""
   heard = Heard(scheduler, text, **options)
   scheduler.take([heard.row])
-  return heard.last.completion
+  (done,) = heard.last.outputs
+  return done
 
 
 KINDS = (
@@ -87,10 +88,10 @@ def test_alone_and_under_traffic_and_as_the_engine(engine):
       scheduler.take([one.row for one in heard[at : at + 3]])
       time.sleep(0.005)
     for one in heard:
-      assert one.last.completion
+      assert one.last.outputs
     assert ask(scheduler, '').finish_reason == 'empty'
   for one, (_, asked, want) in zip(heard, traffic, strict=True):
-    same(one.last.completion, want)
+    same(one.last.outputs[0], want)
     assert ''.join(news.text for news in one.news) == want.text
     assert sum((news.tokens for news in one.news), []) == want.tokens
     if asked.get('log_probs', True):
@@ -129,7 +130,7 @@ def test_rows_are_themselves_whatever_is_compiled(simple, monkeypatch):
       heard = [Heard(made, text, **options) for text, options, _ in traffic]
       made.take([one.row for one in heard])
       for one, (_, _, want) in zip(heard, traffic, strict=True):
-        same(one.last.completion, want)
+        same(one.last.outputs[0], want)
   made.stop()
   made.join()
 
@@ -202,15 +203,13 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
       assert any(word in name for word in (*options, 'search of 2 beams'))
       assert made.num_rows == made.num_waiting == 1 and not ruled[0].news
       over.set()
-      last = ruled[0].last
-      same((last.beams or [last.completion])[0], want)
+      same(ruled[0].last.outputs[-1], want)
       over.clear()
       wait_until(lambda: not made.num_rows)
       with nothing_compiles():  # the second one of a kind
         again = Heard(made, SHORT_TEXTS[0], **options)
         made.take([again.row])
-        last = again.last
-      same((last.beams or [last.completion])[0], want)
+      same(again.last.outputs[-1], want)
       assert not made.compiling and not ruled[1].news
 
 
@@ -285,7 +284,7 @@ def test_a_calibration_says_what_is_drafted_for(simple):
       for text, most in zip(SHORT_TEXTS, (16, 16, 24), strict=False)
     ]
     scheduler.take([one.row for one in heard])
-    *both, longest = (one.last.completion for one in heard)
+    *both, longest = (one.last.outputs[0] for one in heard)
     assert [one.stats.num_drafted for one in both] == [0, 0]
     # A sample has the engine's gamma.
     sampled = ask(scheduler, SHORT_TEXTS[3], temperature=1.0, stop_ids=())
