@@ -134,7 +134,35 @@ class DraftPolicy:
     return self.by_rows[min(larger, default=max(self.by_rows))]
 
 
-class SlotPool:
+class RowPool:
+  """Rows of one kind that are decoded together.
+
+  Attributes:
+    waiting: rows that are not decoded yet; the caller's lock guards it.
+    rounds: gamma -> rounds that ran; only slots count them.
+  """
+
+  def __init__(self):
+    """Makes a pool without rows."""
+    self.waiting: collections.deque[Row] = collections.deque()
+    self.rounds: collections.Counter[int] = collections.Counter()
+
+  @property
+  def running(self) -> list[Row]:
+    """The rows that are being decoded."""
+    raise NotImplementedError
+
+  @property
+  def has_work(self) -> bool:
+    """Whether there is a row that waits or runs."""
+    return bool(self.waiting or self.running)
+
+  def step(self) -> Told:
+    """Decodes some rounds; returns the updates of the rows."""
+    raise NotImplementedError
+
+
+class SlotPool(RowPool):
   """Decodes rows of one kind as they come; a finished one makes room.
 
   The use of a program is a tuple: ('rounds', rows, simply, plainly), ('alone',
@@ -144,13 +172,11 @@ class SlotPool:
   Attributes:
     policy: how long drafts are.
     sizes: rows of the pools, in order.
-    waiting: rows without a slot; the caller's lock guards it.
-    rounds: gamma -> rounds that ran.
-    compiled: the uses that need no compilation; None allows all. A step that
-      would use another program takes one of these with larger arrays or for
-      more kinds of rows instead.
+    compiled: the uses that need no compilation. A step that would use another
+      program takes one of these with larger arrays or for more kinds of rows
+      instead. None: steps compile what they need, and all rows that will come
+      have been queued.
     used: the uses so far.
-    is_closed: whether all rows have been queued, so that no others will come.
   """
 
   def __init__(
@@ -162,6 +188,7 @@ class SlotPool:
     first_width: int | None = None,
     counts: Sequence[int] | None = None,
     lock: threading.Condition | None = None,
+    compiled: set[Any] | None = None,
   ):
     """Runs nothing.
 
@@ -175,10 +202,12 @@ class SlotPool:
       counts: numbers of rows that are read together, in order; None: only
         `refill`.
       lock: is held where `waiting` changes.
+      compiled: see the attributes.
 
     Raises:
       ValueError: the pool cannot fit into memory.
     """
+    super().__init__()
     multiple = programs.row_multiple
     self.policy = DraftPolicy(settings, example, multiple)
     self.sizes = settings.pool_sizes(multiple)
@@ -198,19 +227,11 @@ class SlotPool:
       programs.pool, self._shared, tokens, gamma, self._counts[-1]
     )
     self._widest, self._first_width = widest, first_width or widest[0]
-    self.waiting: collections.deque[Row] = collections.deque()
     self.lock = lock or threading.Condition()
     self._coming: tuple[PoolView, int] | None = None  # pending view, its gamma
     self._too_large = 0  # steps for which a smaller pool would have been enough
-    self.compiled: set[Any] | None = None
+    self.compiled = compiled
     self.used: set[Any] = set()
-    self.is_closed = False
-    self.rounds: collections.Counter[int] = collections.Counter()
-
-  @property
-  def has_work(self) -> bool:
-    """Whether there is a row that waits or runs."""
-    return bool(self.waiting or self._slots.rows or self._coming)
 
   @property
   def running(self) -> list[Row]:
@@ -248,8 +269,7 @@ class SlotPool:
       size: the size of the pool.
       then: sizes of the pools that the rows are moved to afterwards.
     """
-    sizes, self.is_closed = self.sizes, True
-    self.sizes = [size]
+    sizes, self.sizes = self.sizes, [size]
     self.waiting.extend(rows)
     for other in then:
       self.step()
@@ -337,7 +357,8 @@ class SlotPool:
       slots.begin(first, self._first_width)
     size = len(slots.owners)
     self._too_large = self._too_large + 1 if fits < size else 0
-    at_once = not running or (self.is_closed and not self.waiting)
+    is_closed = self.compiled is None
+    at_once = not running or is_closed and not self.waiting
     if (
       fits > size
       or fits < size
@@ -396,7 +417,7 @@ class SlotPool:
       return 1
     if any(row.options.stop_strings for row in rows):
       return _FEW_ROUNDS
-    if self.is_closed:
+    if self.compiled is None:
       return _MAX_ROUNDS
     if len(rows) + len(self.waiting) > 1:
       return _FEW_ROUNDS
@@ -408,7 +429,7 @@ class SlotPool:
     It is one while new rows may come, `refill` while rows wait, and otherwise
     as many as let the pool shrink.
     """
-    if not self.is_closed:
+    if self.compiled is not None:
       return 1
     if self.waiting:
       return self._refill
@@ -421,16 +442,11 @@ class SlotPool:
     return self.compiled is None or use in self.compiled
 
 
-class FixedBatches:
+class FixedBatches(RowPool):
   """Decodes rows of one kind batch after batch, without stop strings.
 
   It is quicker than a `SlotPool` if all rows fit into a batch. Beam searches
   always run in fixed batches.
-
-  Attributes:
-    waiting: rows that are not in a batch; the caller's lock guards it.
-    running: the rows of the batch.
-    rounds: always empty; a `SlotPool` counts its rounds here.
   """
 
   def __init__(self, programs: Programs, rows: int, num_rounds: int = 0):
@@ -441,29 +457,25 @@ class FixedBatches:
       rows: the rows of a batch.
       num_rounds: rounds of a step; 0: one call decodes a batch.
     """
+    super().__init__()
     self._programs, self._size, self._num_rounds = programs, rows, num_rounds
-    self.waiting: collections.deque[Row] = collections.deque()
-    self.running: list[Row] = []
-    self.rounds: Mapping[int, int] = {}
-    self.is_closed, self.compiled = False, None
+    self._batch: list[Row] = []
     self._pieces: Iterator[Any] = iter(())
 
   @property
-  def has_work(self) -> bool:
-    """Whether there is a row that waits or runs."""
-    return bool(self.waiting or self.running)
+  def running(self) -> list[Row]:
+    """The rows of the batch."""
+    return self._batch
 
   def step(self) -> Told:
     """Decodes a batch, or a piece of it; returns the updates of its rows."""
-    if self.running and all(row.is_cancelled for row in self.running):
-      self.running = []
-    if not self.running:
-      self.running = self._next_batch()
-      self._pieces = self._decode(self.running) if self.running else iter(())
+    if all(row.is_cancelled for row in self._batch):
+      self._batch = batch = self._next_batch()
+      self._pieces = self._decode(batch) if batch else iter(())
     generation = next(self._pieces, None)
     if generation is None:
       return []
-    rows, self.running = self.running, []
+    rows, self._batch = self._batch, []
     terms = rows[0].terms
     return [
       (row, Update(outputs=terms.outputs(generation, place)))
@@ -531,9 +543,7 @@ class Lane:
   programs: PoolPrograms | None = None
   is_kept: bool = False
   last_used: float = 0.0
-  pools: dict[Any, SlotPool | FixedBatches] = dataclasses.field(
-    default_factory=dict
-  )
+  pools: dict[Any, RowPool] = dataclasses.field(default_factory=dict)
 
   @property
   def rows(self) -> list[Row]:
@@ -637,9 +647,9 @@ class Scheduler:
     return kind_of(row) if is_special or options.rules else None
 
   @property
-  def pools(self) -> list[SlotPool | FixedBatches]:
+  def pools(self) -> list[RowPool]:
     """All pools: the ordinary one, and those of the lanes."""
-    ordinary = [self._ordinary] if self._ordinary is not None else []
+    ordinary = [self._ordinary] if self._ordinary else []
     lanes = [*self.lanes.values()]
     return [*ordinary, *(p for x in lanes for p in [*x.pools.values()])]
 
@@ -852,17 +862,19 @@ class Scheduler:
       num_pools = sum(len(other.pools) for other in self.lanes.values())
       if is_aside and num_pools >= _MOST_POOLS:
         return False
-      pool = self._pool_of([row] if is_aside else lane.waiting)
-      lane.pools[key] = pool
-      if is_aside:
-        pool.compiled = lane.uses
-      else:
-        pool.is_closed, self.rounds = True, pool.rounds
+      pool = self._pool_of([row] if is_aside else lane.waiting, lane.uses)
+      lane.pools[key], self.rounds = pool, pool.rounds
     lane.pools[key].waiting.append(row)
     return True
 
-  def _pool_of(self, rows: Sequence[Row]) -> SlotPool | FixedBatches:
+  def _pool_of(
+    self, rows: Sequence[Row], compiled: set[Any] | None = None
+  ) -> SlotPool | FixedBatches:
     """Makes the pool that decodes rows of one kind; runs nothing.
+
+    Args:
+      rows: the rows.
+      compiled: see `SlotPool`.
 
     Raises:
       ValueError: it cannot fit into memory.
@@ -879,5 +891,12 @@ class Scheduler:
     inputs, prompts = map(max, zip(*widths, strict=True))
     widest = inputs, prompts
     example = joined(rows[:1], rows[0].terms.shared, widest)
-    first = widths[0][0]
-    return SlotPool(programs, settings, example, widest, first, lock=self.lock)
+    return SlotPool(
+      programs,
+      settings,
+      example,
+      widest,
+      first_width=widths[0][0],
+      lock=self.lock,
+      compiled=compiled,
+    )

@@ -123,8 +123,7 @@ class Worker:
       widest.widths,
       counts=self._counts,
     )
-    self.ordinary: SlotPool = self._make_pool()
-    self.ordinary.compiled = set()
+    self.ordinary: SlotPool = self._make_pool(compiled=set())
     lanes = PoolSettings(rows=min(_LANE_ROWS, settings.rows))
     self.scheduler = Scheduler(engine.programs, lanes, ordinary=self.ordinary)
     self._lock = self.scheduler.lock
