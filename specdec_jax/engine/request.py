@@ -7,10 +7,12 @@ row gets `Update`s; the last one has the `Completion`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specdec_jax.checks.fields import check_ids, unexpected
@@ -90,6 +92,13 @@ class Terms:
   shared: Request
   tokenizer: Vocabulary
   has_encoder: bool
+
+  @functools.cached_property
+  def kind(self) -> Any:
+    """A key: rows of equal widths that share it have the same programs."""
+    leaves, tree = jax.tree.flatten(self.shared)
+    has_min_p = bool(self.options.min_p)
+    return tree, *map(np.shape, leaves), has_min_p, self.rules.sizes
 
   @property
   def num_outputs(self) -> int:
@@ -175,6 +184,11 @@ class Row:
     options = self.options
     greedy = options.sampling.greedy and not options.min_length
     return greedy and not options.log_probs
+
+  @property
+  def kind(self) -> Any:
+    """A key: rows that share it have the same programs."""
+    return self.terms.kind, self.is_plain, self.widths
 
   @property
   def ruled(self) -> Ruled:

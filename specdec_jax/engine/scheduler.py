@@ -516,13 +516,6 @@ def _maker(rows: Sequence[Row]):
   return lambda size: joined(rows, rows[0].terms.shared, size=size)
 
 
-def kind_of(row: Row) -> Any:
-  """Returns the properties that decide a row's programs, as a dict key."""
-  request = joined([row], row.terms.shared)
-  leaves, tree = jax.tree.flatten(request)
-  return tree, row.is_plain, row.widths, *map(np.shape, leaves)
-
-
 @dataclasses.dataclass(eq=False)
 class Lane:
   """The rows of one kind, which share their programs with no other rows.
@@ -644,7 +637,7 @@ class Scheduler:
     if self._ordinary is None:
       return id(row.terms)
     is_special = options.num_beams is not None or options.min_p
-    return kind_of(row) if is_special or options.rules else None
+    return row.kind if is_special or options.rules else None
 
   @property
   def pools(self) -> list[RowPool]:

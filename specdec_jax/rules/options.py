@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
@@ -159,6 +160,28 @@ class RowRules(NamedTuple):
     if self.forced_end >= 0:
       values['forced_end'] = np.asarray(self.forced_end, np.int32)
     return values
+
+  @property
+  def sizes(self) -> Any:
+    """A key: rows that share it get arrays of the same shapes by `ruling_of`.
+
+    It is made without these arrays, but for the tables of an automaton, which
+    are kept.
+    """
+    longest = max((len(ids) for ids, _ in self.sequences), default=0)
+    lengths = len(self.sequences), longest, len(self.begin_suppress)
+    tables = None
+    if self.automaton is not None:
+      tables, _ = automata.joined((self.automaton,), self.vocab_size)
+    leaves, tree = jax.tree.flatten(tables)
+    return (
+      frozenset(self.numbers),
+      None if self.bias is None else self.vocab_size,
+      *(_power(length) if length else 0 for length in lengths),
+      self.forced_end >= 0,
+      tree,
+      *map(np.shape, leaves),
+    )
 
   def allows(self, ids: Sequence[int]) -> bool:
     """Returns whether an output may begin with ids, its automaton aside."""
