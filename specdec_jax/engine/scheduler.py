@@ -161,6 +161,14 @@ class RowPool:
     """Decodes some rounds; returns the updates of the rows."""
     raise NotImplementedError
 
+  def warmup(self, rows: Sequence[Row]) -> bool:
+    """Compiles the programs that rows like these need, and no larger ones.
+
+    Returns:
+      Whether there was anything to compile.
+    """
+    raise NotImplementedError
+
 
 class SlotPool(RowPool):
   """Decodes rows of one kind as they come; a finished one makes room.
@@ -278,23 +286,24 @@ class SlotPool(RowPool):
       self.step()
     self.sizes = sizes
 
-  def first_size(self, count: int) -> int:
-    """Returns the rows of the pool in which so many rows begin."""
-    fits = [size for size in self.sizes if size >= count]
-    return min(fits, default=self.sizes[-1])
-
-  def rehearse_all(self, rows: Sequence[Row], first: int) -> None:
-    """Compiles what rows like these need, and pools of all smaller sizes.
-
-    Args:
-      rows: short ones, one of each pair of widths, the widest last.
-      first: rows of the first pool.
-    """
-    for row in rows:
+  def warmup(self, rows: Sequence[Row]) -> bool:
+    """Decodes short outputs, also in pools of all smaller sizes."""
+    by_width = {row.widths: row for row in rows}
+    fits = [size for size in self.sizes if size >= len(rows)]
+    first = min(fits, default=self.sizes[-1])
+    plan = jax.tree.structure(self.policy.by_rows)
+    key = plan, *self.sizes, first, *sorted(by_width)
+    if key in self.programs.warm:
+      return False
+    length = self.policy.longest + 2
+    short = [by_width[widths].shortened(length) for widths in sorted(by_width)]
+    for row in short:
       self.rehearse([row], first)
     smaller = [size for size in self.sizes[::-1] if size < first]
     for size, then in zip([first, *smaller], smaller, strict=False):
-      self.rehearse([dataclasses.replace(rows[-1])], size, [then])
+      self.rehearse([dataclasses.replace(short[-1])], size, [then])
+    self.programs.warm.add(key)
+    return True
 
   # The parts of a step.
 
@@ -483,8 +492,9 @@ class FixedBatches(RowPool):
       if not row.is_cancelled
     ]
 
-  def rehearse_all(self, rows: Sequence[Row]) -> None:
-    """Compiles the programs of so many rows, and no larger ones."""
+  def warmup(self, rows: Sequence[Row]) -> bool:
+    """Compiles the programs of the batches; pieces are decoded for it."""
+    before = self._programs.count
     for at in range(0, len(rows), self._size):
       some = rows[at : at + self._size]
       if self._num_rounds:
@@ -492,6 +502,7 @@ class FixedBatches(RowPool):
           pass
       else:
         self._programs.compile(self._programs.exactly(_maker(some), len(some)))
+    return self._programs.count > before
 
   def _next_batch(self) -> list[Row]:
     rows: list[Row] = []
@@ -598,19 +609,12 @@ class Scheduler:
 
   # Methods that any thread may call.
 
-  def submit(
-    self, rows: Sequence[Row], kinds: Sequence[Any] = ()
-  ) -> list[Lane]:
-    """Queues rows; returns the lanes that must be compiled for them.
-
-    Args:
-      rows: the rows.
-      kinds: the result of `kind_of` for each row, if it was called already.
-    """
+  def submit(self, rows: Sequence[Row]) -> list[Lane]:
+    """Queues rows; returns the lanes that must be compiled for them."""
     fresh = []
-    kinds = kinds or [self.kind_of(row) for row in rows]
     with self.lock:
-      for row, kind in zip(rows, kinds, strict=True):
+      for row in rows:
+        kind = self.kind_of(row)
         if kind is None and self._ordinary is not None:
           self._ordinary.waiting.append(row)
           continue
@@ -727,26 +731,9 @@ class Scheduler:
     Returns:
       Seconds that it took; 0.0 if everything had been compiled.
     """
-    begin, before = time.perf_counter(), self._programs.count
-    rows = self._in_order(request.rows)
-    if not rows:
-      return 0.0
-    pool = self._pool_of(rows)
-    if isinstance(pool, FixedBatches):
-      pool.rehearse_all(rows)
-      is_new = self._programs.count > before
-      return time.perf_counter() - begin if is_new else 0.0
-    by_width = {row.widths: row for row in rows}
-    first = pool.first_size(len(rows))
-    plan = jax.tree.structure(pool.policy.by_rows)
-    key = pool.programs, plan, *pool.sizes, first, *sorted(by_width)
-    if key in self._programs.warm:
-      return 0.0
-    length = pool.policy.longest + 2
-    short = [by_width[widths].shortened(length) for widths in sorted(by_width)]
-    pool.rehearse_all(short, first)
-    self._programs.warm.add(key)
-    return time.perf_counter() - begin
+    begin, rows = time.perf_counter(), self._in_order(request.rows)
+    is_new = bool(rows) and self._pool_of(rows).warmup(rows)
+    return time.perf_counter() - begin if is_new else 0.0
 
   # Methods that only the compiling thread calls, if there is one.
 
@@ -785,7 +772,7 @@ class Scheduler:
     pool, size = self._pool_of([lane.example]), self._settings.rows
     row = lane.example.shortened(lane.example.terms.shared.gamma + 2)
     if isinstance(pool, FixedBatches):
-      pool.rehearse_all([row])
+      pool.warmup([row])
       return set()
     # A program is compiled again for arrays that another program has placed.
     for _ in range(2):

@@ -170,18 +170,13 @@ class RowRules(NamedTuple):
     """
     longest = max((len(ids) for ids, _ in self.sequences), default=0)
     lengths = len(self.sequences), longest, len(self.begin_suppress)
-    tables = None
+    sizes = [length and _power(length) for length in lengths]
+    are_on = self.bias is not None, self.forced_end >= 0
+    shapes: Any = ()
     if self.automaton is not None:
       tables, _ = automata.joined((self.automaton,), self.vocab_size)
-    leaves, tree = jax.tree.flatten(tables)
-    return (
-      frozenset(self.numbers),
-      None if self.bias is None else self.vocab_size,
-      *(_power(length) if length else 0 for length in lengths),
-      self.forced_end >= 0,
-      tree,
-      *map(np.shape, leaves),
-    )
+      shapes = tables.by_id is None, *map(np.shape, jax.tree.leaves(tables))
+    return frozenset(self.numbers), *sizes, *are_on, *shapes
 
   def allows(self, ids: Sequence[int]) -> bool:
     """Returns whether an output may begin with ids, its automaton aside."""

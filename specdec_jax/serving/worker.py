@@ -1,7 +1,6 @@
-"""The engine's scheduler with a thread of its own, and its warm-up.
+"""Decodes rows in one thread, and compiles programs in another.
 
-Requests come from other threads. One thread directs the device; another one
-compiles what is not compiled yet. Nothing here knows of HTTP.
+Rows come from any thread. Nothing here knows of HTTP.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ _NOT_READY = 'The server is not ready yet: it compiles.'
 _READ_TOGETHER = 4  # the most waiting rows that are read in one call
 _LANE_ROWS = 4  # rows in the pool of a lane
 _KEEP_SECONDS = 60.0  # for which a lane's programs are kept after its last row
-# Seconds after which Python lets another thread run while a lane is compiled.
+# Seconds after which Python lets another thread run while one compiles.
 # With its usual 0.005, requests beside that took seven times as long, not two.
 _TURN_SECONDS = 0.0005
 _LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
@@ -70,8 +69,9 @@ class Worker:
     speculates: whether a drafter helps.
     least_length: greedy rows that may have fewer tokens are decoded plainly,
       see `Calibration.least_length`.
-    is_compiled: whether all programs are. Rows are taken once those for one row
-      are; until the others are, pools are smaller and inputs read wider.
+    is_compiled: whether all programs are compiled. Rows are taken before that,
+      once the programs for one row are compiled; meanwhile pools are smaller,
+      and inputs are padded wider.
     failure: what ended the threads; None if it is well.
   """
 
@@ -84,11 +84,11 @@ class Worker:
     """Starts nothing; call `start`.
 
     Args:
-      engine: the engine whose models decode; with a calibration one that adapts
-        or rests goes by its costs.
+      engine: the engine whose models decode; if it adapts or rests, it does so
+        by the costs of the calibration, if there is one.
       settings: sizes and limits.
-      measured: a calibration, which says how greedy rows are drafted for.
-        Samples have the engine's gamma, whatever else is asked for.
+      measured: a calibration, which decides how greedy rows are drafted for.
+        Sampled rows have the engine's gamma in any case.
 
     Raises:
       ValueError: the slots cannot fit into memory, the engine splits rows over
@@ -130,13 +130,13 @@ class Worker:
     self.is_compiled = False
     self.failure: str | None = None
     self._to_compile = queue.SimpleQueue[Lane | None]()
-    self._taken: set[Row] = set()  # that have not heard their last update
+    self._taken: set[Row] = set()  # rows without their last update
     self._refuses: str | None = _NOT_READY
     self._ends = False
     self._compiler = threading.Thread(target=self._compile, daemon=True)
     self._thread = threading.Thread(target=self._run, daemon=True)
 
-  # What other threads call.
+  # Methods that other threads call.
 
   def start(self) -> None:
     """Begins to compile, and soon to decode."""
@@ -171,23 +171,23 @@ class Worker:
     for row in rows:
       row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
       row.deadline = time.monotonic() + self.settings.max_seconds
+      # The kind is known from here on: `take` holds a lock.
+      is_ordinary = self.scheduler.kind_of(row) is None
       is_short = 0 < row.max_length < self.least_length and row.is_simple
-      pays_not = is_short and self.scheduler.kind_of(row) is None
-      row.is_plain = plain or pays_not
+      row.is_plain = plain or is_ordinary and is_short
     return rows
 
   def take(self, rows: Sequence[Row]) -> None:
-    """Queues rows, all of them or none; those without a text end at once.
+    """Queues rows, all of them or none; rows without a text end at once.
 
     Raises:
       ApiError: there is no room for all of them, or no rows are taken.
     """
     decoded = [row for row in rows if not row.passed_over]
-    kinds = [self.scheduler.kind_of(row) for row in decoded]
     with self._lock:
       if self._refuses is not None:
         raise ApiError(self._refuses, status=503)
-      most, waiting = self.settings.max_waiting, self.num_waiting
+      most, waiting = self.settings.max_waiting, self.scheduler.num_waiting
       if waiting + len(rows) > most:
         message = (
           f'{waiting} outputs wait, and {len(rows)} more would be more than'
@@ -195,7 +195,7 @@ class Worker:
         )
         raise ApiError(message, status=429, code='queue_full')
       self._taken.update(decoded)
-      for lane in self.scheduler.submit(decoded, kinds):
+      for lane in self.scheduler.submit(decoded):
         self._to_compile.put(lane)
     for row in rows:
       if row.passed_over:
@@ -239,19 +239,9 @@ class Worker:
     return [lane.name for lane in lanes if lane.uses is None]
 
   @property
-  def num_waiting(self) -> int:
-    """Rows without a slot, and beam searches that wait."""
-    return self.scheduler.num_waiting
-
-  @property
-  def num_running(self) -> int:
-    """Rows that are being decoded."""
-    return self.scheduler.num_running
-
-  @property
   def num_rows(self) -> int:
     """The number of rows that were taken and are not finished."""
-    return self.num_waiting + self.num_running
+    return self.scheduler.num_waiting + self.scheduler.num_running
 
   # Methods of the decoding thread.
 
@@ -307,9 +297,9 @@ class Worker:
   # Methods of the compiling thread.
 
   def _compile(self) -> None:
-    """Compiles all programs; with the first ones there, rows are taken.
+    """Compiles all programs; rows are taken once the first are compiled.
 
-    Then it compiles those of lanes, whose rows wait meanwhile.
+    Then it compiles the programs of lanes, whose rows wait meanwhile.
     """
     begin = time.perf_counter()
 
@@ -331,8 +321,8 @@ class Worker:
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
           say_since('ready')
-        if not self._to_compile.empty() and (lane := self._to_compile.get()):
-          self._compile_lane(lane)
+        if not self._to_compile.empty():
+          self._compile_lane(self._to_compile.get())
       with self._lock:
         self.is_compiled = not self._ends
       compilation_cache.give_back()
@@ -341,14 +331,19 @@ class Worker:
       self._fail(failure)
     while not self._ends:
       try:
-        if (lane := self._to_compile.get(timeout=_KEEP_SECONDS / 4)) is None:
-          return
-        self._compile_lane(lane)
+        # No name here holds a lane, which would keep its programs.
+        self._compile_lane(self._to_compile.get(timeout=_KEEP_SECONDS / 4))
       except queue.Empty:
         self._forget_lanes(time.monotonic() - _KEEP_SECONDS)
 
-  def _compile_lane(self, lane: Lane) -> None:
-    """Compiles the programs of a lane, unless its rows were cancelled."""
+  def _compile_lane(self, lane: Lane | None) -> None:
+    """Compiles the programs of a lane, unless its rows were cancelled.
+
+    Args:
+      lane: the lane; None, which `stop` queues: there is none.
+    """
+    if lane is None:
+      return
     begin = time.perf_counter()
     self._forget_lanes()
     try:
@@ -374,7 +369,9 @@ class Worker:
   def _rehearsals(
     self, pool: SlotPool
   ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Short decodes that together use all programs, the most needed first.
+    """Yields short decodes that together use all programs.
+
+    The programs that are needed most come first.
 
     A program is compiled anew for arrays that another program has placed. So
     each pool is filled afresh and from each smaller one, twice.
@@ -438,7 +435,7 @@ class Worker:
       pool.rehearse(rows, *sizes)
 
   def _short_searches(self) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A short beam search of each width, of texts of each width."""
+    """Yields beam searches of each width, for a text of each width."""
     for width, text in itertools.product(self.settings.beams, self._texts):
       options = {'num_beams': width, 'num_samples': width, 'max_length': 1}
       (row,) = self._some(text, **options).rows

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import gc
+import math
 import threading
 import time
 
@@ -16,6 +18,7 @@ from compilations import nothing_compiles
 from specdec_jax.engine import scheduler
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import Scheduler
+from specdec_jax.serving import worker
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.serving.worker import Worker
@@ -201,7 +204,8 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
       made.cancel([ruled[1].row])
       (name,) = made.compiling
       assert any(word in name for word in (*options, 'search of 2 beams'))
-      assert made.num_rows == made.num_waiting == 1 and not ruled[0].news
+      assert made.num_rows == made.scheduler.num_waiting == 1
+      assert not ruled[0].news
       over.set()
       same(ruled[0].last.outputs[-1], want)
       over.clear()
@@ -230,6 +234,8 @@ def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
 def test_lanes_are_forgotten(simple, monkeypatch):
   """The one that was used first, with its programs; not one in use."""
   monkeypatch.setattr(scheduler, 'IDLE_LANES', 2)
+  # On a busy machine the others may take a minute to compile.
+  monkeypatch.setattr(worker, '_KEEP_SECONDS', 600.0)
   made_of = simple.programs
   before = len(made_of._pools), made_of.count
   with started(simple, rows=2) as made:
@@ -249,6 +255,30 @@ def test_lanes_are_forgotten(simple, monkeypatch):
     heard = [Heard(made, SHORT_TEXTS[0], **one) for one in kinds]
     made.take([one.row for one in heard])  # all in use at once
     assert all(one.last.error is None for one in heard)
+
+
+def test_nothing_keeps_the_programs_of_forgotten_lanes(simple):
+  """No thread, cache or key; also none of a beam search."""
+  client = jax.devices()[0].client
+
+  def count():
+    gc.collect()
+    return len(client.live_executables())
+
+  with started(simple, rows=2) as made:
+    counts = []
+    for _ in range(2):  # other tests may have left some programs
+      for options in LANES:
+        heard = Heard(made, SHORT_TEXTS[0], **options)
+        made.take([heard.row])
+        assert heard.last.error is None
+      counts.append(count())
+      while not made.scheduler.forget_idle(math.inf):
+        pass
+      assert not made.scheduler.lanes
+      counts.append(count())
+  _, before, most, after = counts
+  assert after == before < most
 
 
 # By a calibration, with drafts that adapt, with rests.
