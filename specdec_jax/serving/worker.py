@@ -313,7 +313,8 @@ class Worker:
         if self._ends:
           return
         say('compiling', what=name, number=number, of=len(runs))
-        run()
+        with short_turns():
+          run()
         self.ordinary.compiled = pool.used.copy()
         if number == 1:
           self._thread.start()
