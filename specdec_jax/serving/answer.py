@@ -1,4 +1,4 @@
-"""OpenAI's answers, made of the outputs of a request as they come."""
+"""Makes OpenAI's answers from the outputs of a request while they grow."""
 
 import asyncio
 import dataclasses
@@ -37,7 +37,7 @@ class Service:
 
   Attributes:
     worker: decodes.
-    turns: in which the target reads beside that.
+    turns: runs scores and classifications of the target, beside the decoding.
     metrics: the counters.
     model: the name by which requests call the model.
   """
@@ -49,7 +49,7 @@ class Service:
 
 
 class Answer:
-  """The outputs of one request as they come, and the answer made of them.
+  """Collects the outputs of one request, and makes the answer from them.
 
   Attributes:
     request: the request.
@@ -63,7 +63,12 @@ class Answer:
     service: Service,
     loop: asyncio.AbstractEventLoop,
   ):
-    """Makes the rows; `loop` is that in which the answer is awaited.
+    """Makes the rows.
+
+    Args:
+      request: the request.
+      service: what decodes and counts.
+      loop: the event loop in which the answer is awaited.
 
     Raises:
       ApiError: the engine cannot decode it.
@@ -84,7 +89,7 @@ class Answer:
       'model': service.model,
     }
     self._done: dict[int, Completion] = {}
-    self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
+    self._tokens: dict[int, list[int]] = {}  # told so far
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
     with protocol.naming_the_field(constraint=request.constraint[0]):
@@ -100,7 +105,7 @@ class Answer:
     # A beam search gives all outputs of its row.
     self._per_row = request.n if request.use_beam_search else 1
     self._num_outputs = len(self.rows) * self._per_row
-    if not request.max_length:  # only the prompt is wanted
+    if not request.max_length:  # the client wants the prompt alone
       nothing = [Completion('', [], [], 'length')] * self._per_row
       for index in range(len(self.rows)):
         tell(index, Update(outputs=nothing))
@@ -131,7 +136,7 @@ class Answer:
     """Returns the next update, and the index of its row.
 
     Raises:
-      ApiError: an output ends without a text.
+      ApiError: an output ends with an error.
     """
     index, update = await self._queue.get()
     if update.error is not None:
@@ -149,10 +154,10 @@ class Answer:
     return len(self._done) == self._num_outputs
 
   async def whole(self) -> dict[str, Any]:
-    """Returns the answer when all outputs are there.
+    """Returns the answer once all outputs have ended.
 
     Raises:
-      ApiError: one of them ends without a text.
+      ApiError: an output ends with an error.
     """
     while not self._is_over:
       await self._next()
@@ -167,7 +172,7 @@ class Answer:
     return self._common | {'choices': choices} | self._usage() | self._counts()
 
   async def stream(self) -> AsyncIterator[bytes]:
-    """Yields the answer as events, as outputs come."""
+    """Yields the answer as server-sent events while the outputs grow."""
     usage = self.request.include_usage
     common = self._common | ({'usage': None} if usage else {})
     try:
@@ -198,7 +203,7 @@ class Answer:
     yield b'data: [DONE]\n\n'
 
   def _time(self, num_tokens: int) -> None:
-    """Observes when tokens of a stream came."""
+    """Records how long a stream's client waited for tokens."""
     now, metrics = time.perf_counter(), self._service.metrics
     if num_tokens and self._heard:
       metrics.between_tokens.observe((now - self._heard) / num_tokens)
@@ -234,15 +239,13 @@ class Answer:
     return choice
 
   def _ruled(self, index: int) -> Sequence[Ruled]:
-    """Returns the rules by which the target scores an output; () if not."""
+    """Returns the rules by which an output is scored; () if it is not."""
     if not (self.request.is_scored and self.rows):
       return ()
-    searches = self.request.use_beam_search
-    row = self.rows[index // self.request.n if searches else index]
-    return [row.ruled]
+    return [self.rows[index // self._per_row].ruled]
 
   def _counts(self) -> dict[str, Any]:
-    """Returns what speculation did for the request, in the words of vLLM."""
+    """Returns the counts of speculation, under vLLM's names."""
     counts = completion.total(done.stats for done in self._done.values())
     gamma = len(counts.histogram) - 1
     if self.request.use_beam_search or gamma < 1:
@@ -275,8 +278,8 @@ def _tell(
 ) -> None:
   """Queues an update; the thread that decodes calls it.
 
-  It does not know the answer, which has the rows that call it: so a request
-  that is over is freed at once, and not when Python looks for cycles.
+  It has no reference to the answer, whose rows refer to it: a cycle would keep
+  a finished request until Python's garbage collector runs.
   """
   loop.call_soon_threadsafe(queue.put_nowait, (index, update))
 
