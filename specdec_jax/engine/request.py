@@ -45,6 +45,8 @@ from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, FinishReason, Generation
 
+Source = tuple[Sequence[int], Sequence[int], Ruled]  # see `TextRequest.sources`
+
 
 @dataclasses.dataclass(frozen=True)
 class Update:
@@ -514,27 +516,20 @@ class TextRequest:
     every = {**self.passed_over, **outputs}
     return [done for i in range(self.num_outputs) for done in every[i]]
 
-  def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Returns the ids from which each of the `completions` was decoded.
+  def sources(self) -> list[Source]:
+    """Returns what each of the `completions` was decoded from.
 
-    These are the ids of the input and, with an encoder, the prompt ids that
-    follow the start token.
+    These are the ids of the input; with an encoder, the prompt ids that follow
+    the start token; and the rules.
     """
     network = self._codec.network
-    nothing: tuple[Sequence[int], Sequence[int]] = [network.start_id], ()
-    sources = [nothing] * self.num_outputs
+    nothing = [network.start_id], (), Ruled(NO_RULES, 0, 1)
+    sources: list[Source] = [nothing] * self.num_outputs
     for row in self.rows:
-      sources[row.index] = (row.inputs, row.prompt[1:])
-      if not network.has_encoder:
-        sources[row.index] = row.prompt, ()
+      sources[row.index] = row.prompt, (), row.ruled
+      if network.has_encoder:
+        sources[row.index] = row.inputs, row.prompt[1:], row.ruled
     return [source for source in sources for _ in range(self.terms.num_outputs)]
-
-  def ruled(self) -> list[Ruled]:
-    """Returns the rules that each of the `completions` was decoded by."""
-    ruled = [Ruled(NO_RULES, 0, 1)] * self.num_outputs
-    for row in self.rows:
-      ruled[row.index] = row.ruled
-    return [each for each in ruled for _ in range(self.terms.num_outputs)]
 
 
 def _shared(

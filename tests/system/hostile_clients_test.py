@@ -193,8 +193,7 @@ def test_an_ordinary_client_beside_new_kinds_at_once(tmp_path, monkeypatch):
 
     ordinary(http, 20)
     alone, new = ordinary(http, 200), beside()
-    count = len(compiled())
-    assert count >= len(FIRST_USES)
+    served.until(lambda: len(compiled()) >= len(FIRST_USES))
     # Idle lanes are forgotten: all are kept busy until all are compiled.
     beside(compiles)
     count, used = len(compiled()), []
