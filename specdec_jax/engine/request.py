@@ -103,6 +103,11 @@ class Terms:
     return tree, *map(np.shape, leaves), has_min_p, self.rules.sizes
 
   @property
+  def pool_key(self) -> Any:
+    """A key: rows of a kind that share it may be in one pool."""
+    return self.shared.stop_ids.tobytes(), id(self.rules.automaton)
+
+  @property
   def num_outputs(self) -> int:
     """Outputs of a row: one, or the best beams of a search."""
     searches = self.options.num_beams is not None

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -542,7 +542,9 @@ class Lane:
   """
 
   example: Row
-  waiting: list[Row] = dataclasses.field(default_factory=list)
+  waiting: collections.deque[Row] = dataclasses.field(
+    default_factory=collections.deque
+  )
   uses: set[Any] | None = None
   programs: PoolPrograms | None = None
   is_kept: bool = False
@@ -654,8 +656,8 @@ class Scheduler:
   def num_waiting(self) -> int:
     """Rows without a slot."""
     waiting = [lane.waiting for lane in [*self.lanes.values()]]
-    waiting += [[*pool.waiting] for pool in self.pools]
-    return sum(not row.is_cancelled for rows in waiting for row in rows)
+    waiting += [pool.waiting for pool in self.pools]
+    return sum(not row.is_cancelled for rows in waiting for row in [*rows])
 
   @property
   def num_running(self) -> int:
@@ -673,21 +675,23 @@ class Scheduler:
   def step(self) -> Told:
     """Moves rows into pools, and steps each pool; returns the updates."""
     updates = self._ordinary.step() if self._ordinary is not None else []
+    while (lane := self._next_lane()) is not None:
+      updates += self._alone(lane, self._enter)
     for lane in [*self.lanes.values()]:
-      if not self._is_ready(lane):
-        continue
-      try:
-        updates += self._step(lane)
-      except Exception:
-        if self._ordinary is None:
-          raise
-        updates += self.fail(lane)
+      updates += self._alone(lane, self._step)
     return updates
 
+  def _alone(self, lane: Lane, run: Callable[[Lane], Told]) -> Told:
+    """Calls a function for a lane; other lanes go on if it fails."""
+    try:
+      return run(lane)
+    except Exception:
+      if self._ordinary is None:
+        raise
+      return self.fail(lane)
+
   def _step(self, lane: Lane) -> Told:
-    """Moves rows of a lane into pools, and steps these."""
-    with self.lock:
-      lane.waiting = [x for x in lane.waiting if not self._enters(lane, x)]
+    """Steps the pools of a lane."""
     updates: Told = []
     for key, pool in [*lane.pools.items()]:
       updates += pool.step()
@@ -700,7 +704,7 @@ class Scheduler:
     """Ends all rows of a lane because of the exception being handled."""
     _LOG.exception('Rows of a kind failed: %s', lane.name)
     with self.lock:
-      rows, lane.waiting, lane.pools = lane.rows, [], {}
+      rows, lane.waiting, lane.pools = lane.rows, collections.deque(), {}
       if lane.uses is None:  # the next row tries anew
         self._drop(lane)
     return [(row, Update(error='failed alone')) for row in rows]
@@ -831,21 +835,35 @@ class Scheduler:
   def _is_ready(self, lane: Lane) -> bool:
     return self._ordinary is None or lane.uses is not None
 
-  def _enters(self, lane: Lane, row: Row) -> bool:
-    """Gives a row to a pool of its lane; False: it must wait for a pool."""
-    if row.is_cancelled:
-      return True
-    shared, automaton = row.terms.shared, row.terms.rules.automaton
-    key = shared.stop_ids.tobytes(), id(automaton)
-    if key not in lane.pools:
-      is_aside = self._ordinary is not None
+  def _next_lane(self) -> Lane | None:
+    """Returns the lane whose first row enters a pool next; None: none does.
+
+    No row overtakes one that waits for a pool. Otherwise lanes that always have
+    rows would keep all pools.
+    """
+    with self.lock:
+      lanes = [x for x in self.lanes.values() if x.waiting]
+      ready = [lane for lane in lanes if self._is_ready(lane)]
+      if not ready:
+        return None
+      lane = min(ready, key=lambda lane: lane.waiting[0].deadline)
       num_pools = sum(len(other.pools) for other in self.lanes.values())
-      if is_aside and num_pools >= _MOST_POOLS:
-        return False
-      pool = self._pool_of([row] if is_aside else lane.waiting, lane.uses)
-      lane.pools[key], self.rounds = pool, pool.rounds
-    lane.pools[key].waiting.append(row)
-    return True
+      is_full = self._ordinary is not None and num_pools >= _MOST_POOLS
+      has_pool = lane.waiting[0].terms.pool_key in lane.pools
+      return None if is_full and not has_pool else lane
+
+  def _enter(self, lane: Lane) -> Told:
+    """Gives the first row of a lane to a pool, unless it is cancelled."""
+    with self.lock:
+      row, key = lane.waiting[0], lane.waiting[0].terms.pool_key
+      if key not in lane.pools and not row.is_cancelled:
+        rows = [*lane.waiting] if self._ordinary is None else [row]
+        lane.pools[key] = pool = self._pool_of(rows, lane.uses)
+        self.rounds = pool.rounds
+      lane.waiting.popleft()
+      if not row.is_cancelled:
+        lane.pools[key].waiting.append(row)
+    return []
 
   def _pool_of(
     self, rows: Sequence[Row], compiled: set[Any] | None = None

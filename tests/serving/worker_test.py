@@ -257,6 +257,26 @@ def test_lanes_are_forgotten(simple, monkeypatch):
     assert all(one.last.error is None for one in heard)
 
 
+def test_no_kind_keeps_all_pools(simple, monkeypatch):
+  """Rows of one kind come without a pause; other kinds get through."""
+  monkeypatch.setattr(scheduler, '_MOST_POOLS', 1)
+  with started(simple, rows=2) as made:
+
+    def come_again(_, update):
+      if update.is_last and not is_over.is_set():
+        made.take(made.rows(SHORT_TEXTS[:1], come_again, **RULED))
+
+    is_over = threading.Event()
+    for _ in range(3):
+      made.take(made.rows(SHORT_TEXTS[:1], come_again, **RULED))
+    for options in LANES[1:] * 2:
+      heard = Heard(made, SHORT_TEXTS[1], **options)
+      made.take([heard.row])
+      assert heard.last.outputs
+    is_over.set()
+    wait_until(lambda: not made.num_rows)
+
+
 def test_nothing_keeps_the_programs_of_forgotten_lanes(simple):
   """No thread, cache or key; also none of a beam search."""
   client = jax.devices()[0].client
