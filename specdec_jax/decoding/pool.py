@@ -165,11 +165,16 @@ class RowLayout:
     Raises:
       ValueError: an array grows with the batch in two axes.
     """
-    shapes = functools.partial(jax.eval_shape, functools.partial(read, loop))
-    few = shapes(params, request)
-    twice = np.zeros((2 * request.inputs.shape[0],), np.int32)
-    many = shapes(params, take_rows(request, twice))
-    both = zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True)
+    count = request.inputs.shape[0]
+
+    def shapes(number: int) -> list[Any]:
+      def read_rows(params, request):
+        rows = take_rows(request, np.zeros((number,), np.int32))
+        return read(loop, params, rows)
+
+      return jax.tree.leaves(jax.eval_shape(read_rows, params, request))
+
+    both = zip(shapes(count), shapes(2 * count), strict=True)
     self.axes = [_axis(a, b) for a, b in both]
 
   def admit(
@@ -225,10 +230,14 @@ class PoolPrograms:
   would be compiled again for that; on one device, for each mixture of arrays
   from the host and from other programs. Each device has a whole copy of the
   host's view.
+
+  Attributes:
+    warm: keys of the kinds of rows for which everything is compiled.
   """
 
   def __init__(self, loop: Loop, params: PairParams, example: Request):
     """Traces `read` with a request `example`, as `RowLayout` wants it."""
+    self.warm: set[Any] = set()
     self._layout = layout = RowLayout(loop, params, example)
     read_rows = functools.partial(read, loop)
     run_rounds = functools.partial(run, loop)

@@ -624,18 +624,14 @@ def _with_top(
   if not num_top:
     return outputs
   done: list[Completion] = []
-  ruled, sources = request.ruled(), request.sources()
+  sources = request.sources()
   for at in range(0, len(outputs), rows):
     part = slice(at, at + rows)
-    begins = [begin for _, begin in sources[part]]
+    inputs, begins, ruled = zip(*sources[part], strict=True)
     pairs = [*zip(outputs[part], begins, strict=True)]
+    targets = [[*begin, *output.tokens] for output, begin in pairs]
     scores = scoring.score(
-      network,
-      params,
-      [source for source, _ in sources[part]],
-      [[*begin, *output.tokens] for output, begin in pairs],
-      num_top=num_top,
-      ruled=ruled[part],
+      network, params, inputs, targets, num_top=num_top, ruled=ruled
     )
     done += [
       dataclasses.replace(

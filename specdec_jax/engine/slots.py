@@ -8,7 +8,7 @@ import numpy as np
 
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.engine.request import Row
-from specdec_jax.request import Drafting, Request
+from specdec_jax.request import Drafting, Request, keys_of_rows
 from specdec_jax.types import FinishReason
 
 
@@ -56,8 +56,12 @@ class Slots:
   def _example(self, width: int) -> Request:
     """Makes rows without text, as many as are read together."""
     count = self._read_rows
-    rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
+    keys = keys_of_rows(*np.zeros((2, count), np.uint32))
+    # JAX compiles each operation on keys outside a program, and keeps it.
+    request = self._request.replace(keys=np.zeros((1,), np.uint32))
+    rows: Any = take_rows(request, np.zeros((count,), np.int32))
     return rows.replace(
+      keys=keys,
       inputs=np.full((count, width), rows.pad_id, np.int32),
       max_length=np.zeros((count,), np.int32),
       prompt=rows.prompt[:, :1],

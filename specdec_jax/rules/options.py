@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
@@ -161,6 +162,23 @@ class RowRules(NamedTuple):
     if self.forced_end >= 0:
       values['forced_end'] = np.asarray(self.forced_end, np.int32)
     return values
+
+  @property
+  def sizes(self) -> Any:
+    """A key: rows that share it get arrays of the same shapes by `ruling_of`.
+
+    It is made without these arrays, but for the tables of an automaton, which
+    are kept.
+    """
+    longest = max((len(ids) for ids, _ in self.sequences), default=0)
+    lengths = len(self.sequences), longest, len(self.begin_suppress)
+    sizes = [length and _power(length) for length in lengths]
+    are_on = self.bias is not None, self.forced_end >= 0
+    shapes: Any = ()
+    if self.automaton is not None:
+      tables, _ = automata.joined((self.automaton,), self.vocab_size)
+      shapes = tables.by_id is None, *map(np.shape, jax.tree.leaves(tables))
+    return frozenset(self.numbers), *sizes, *are_on, *shapes
 
   def allows(self, ids: Sequence[int]) -> bool:
     """Returns whether an output may begin with ids, its automaton aside."""

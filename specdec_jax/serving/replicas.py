@@ -83,7 +83,7 @@ def run(
   if not settings.port:
     raise unexpected('port', 'one that each machine has', settings.port)
   check_cluster()
-  # Or Ray would report a port that is taken in many lines of another process.
+  # Ray would report a port that is taken only in the log of another process.
   listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
@@ -111,7 +111,7 @@ def run(
 def check_cluster() -> None:
   """Raises ReplicasError if no cluster listens at `RAY_ADDRESS`.
 
-  Ray would try it for minutes.
+  Ray itself would try to connect for minutes.
   """
   address = os.environ.get('RAY_ADDRESS', '')
   host, _, port = address.rpartition('://')[2].rpartition(':')

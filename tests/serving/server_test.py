@@ -276,7 +276,7 @@ def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
   monkeypatch.setattr(engine.programs, name, slow)
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     long = pool.submit(create, client, TEXTS[0], **asked)
-    wait_until(lambda: scheduler.num_running)
+    wait_until(lambda: scheduler.scheduler.num_running)
     assert create(client, TEXTS[1]).choices and not long.done()
     over.set()
     assert texts_of(long.result()) == want
@@ -921,7 +921,7 @@ def test_overload(url, scheduler, want, held):
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     running = pool.submit(load.arriving, url, bodies, 1000.0)
     wait_until(lambda: answered(url, 429) == before + refused)
-    assert scheduler.num_waiting == most
+    assert scheduler.scheduler.num_waiting == most
     answer = httpx.post(f'{url}{PATH}', json=load.body(texts[0]))
     assert answer.status_code == 429
     assert int(answer.headers['retry-after']) >= 1

@@ -310,7 +310,7 @@ def test_a_server(family, tokenizer):
   with started(engine, rows=2) as scheduler, nothing_compiles():
     heard = [Heard(scheduler, text, **kind) for text, kind in asked]
     scheduler.take([one.row for one in heard])
-    assert [one.last.completion.tokens for one in heard] == want
+    assert [one.last.outputs[0].tokens for one in heard] == want
 
 
 def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path):
