@@ -55,6 +55,7 @@ DOCUMENTS = (
   'docs/api/round.md',
   'docs/decode-your-data.md',
   'docs/models.md',
+  'docs/what-is-not-exact.md',
   'docs/your-own-drafter.md',
 )
 _BLOCK = re.compile(
