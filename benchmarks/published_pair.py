@@ -17,6 +17,7 @@ there.
 import argparse
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -87,21 +88,20 @@ def convert(folder: pathlib.Path, name: str) -> None:
 
 
 def theirs(folder: pathlib.Path) -> list[list[list[int]]]:
-  """Returns ids of inputs and greedy outputs of transformers in float32."""
+  """Returns inputs and greedy outputs of transformers, decoded as a batch."""
   import transformers as hf
 
-  tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+  tokenizer = hf.AutoTokenizer.from_pretrained(folder, padding_side='left')
   model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype='float32')
-  size, pairs = SIZES['max_decode_len'], []
-  for text in CHATS + GIVEN['beginnings']:
-    if tokenizer.chat_template and text in CHATS:
-      options = {'tokenize': False, 'add_generation_prompt': True}
-      text = tokenizer.apply_chat_template(chat_of(text), **options)
-    ids = tokenizer(text, return_tensors='pt')
-    (output,) = model.generate(**ids, do_sample=False, max_new_tokens=size)
-    length = ids['input_ids'].shape[1]
-    pairs.append([output[:length].tolist(), output[length:].tolist()])
-  return pairs
+  texts, size = CHATS, SIZES['max_decode_len']
+  if tokenizer.chat_template:
+    options = {'tokenize': False, 'add_generation_prompt': True}
+    texts = tokenizer.apply_chat_template([*map(chat_of, CHATS)], **options)
+  texts = texts + GIVEN['beginnings']
+  batch = tokenizer(texts, padding=True, return_tensors='pt')
+  outputs = model.generate(**batch, do_sample=False, max_new_tokens=size)
+  rows = zip(batch['input_ids'], batch['attention_mask'], outputs, strict=True)
+  return [[x[y > 0].tolist(), z[len(x) :].tolist()] for x, y, z in rows]
 
 
 def chat_of(text: str) -> list[dict[str, str]]:
@@ -119,14 +119,14 @@ def ours(folder: pathlib.Path, right: list) -> list[list]:
   """Compares inputs and greedy outputs with those of transformers."""
   engine, rows = Engine(load(str(folder)), **SIZES), []
   texts = asked(engine, CHATS) + GIVEN['beginnings']
-  for text, (ids, others) in zip(texts, right, strict=True):
-    tokens, gap = engine.generate([text], log_probs=False)[0].tokens, None
-    if tokens != others:
-      pairs = enumerate(zip(tokens, others, strict=False), 1)
-      end = next(n for n, (token, other) in pairs if token != other)
-      scores = engine.score([text] * 2, [tokens[:end], others[:end]])
+  outputs = engine.generate(texts, log_probs=False)
+  for text, done, (ids, others) in zip(texts, outputs, right, strict=True):
+    both, gap = [done.tokens, others[: len(done.tokens)]], None  # pads behind
+    if both[0] != both[1]:
+      end = 1 + len(os.path.commonprefix(both))
+      scores = engine.score([text] * 2, [tokens[:end] for tokens in both])
       gap = abs(scores[0].log_probs[-1] - scores[1].log_probs[-1])
-    rows.append([ids == engine.codec.input_ids(text), len(others), gap])
+    rows.append([ids == engine.codec.input_ids(text), len(done.tokens), gap])
   return rows
 
 
