@@ -28,13 +28,15 @@ from specdec_jax.engine.completion import CompletionStats as CompletionStats
 from specdec_jax.engine.config import EngineConfig as EngineConfig
 from specdec_jax.engine.engine import Engine as Engine
 from specdec_jax.engine.loading import load as load
+from specdec_jax.models.bart import M2M100 as M2M100
+from specdec_jax.models.bart import Bart as Bart
+from specdec_jax.models.bart import BartConfig as BartConfig
+from specdec_jax.models.bart import M2M100Config as M2M100Config
 from specdec_jax.models.base import LanguageModel as LanguageModel
 from specdec_jax.models.causal_lm import CausalLM as CausalLM
 from specdec_jax.models.causal_lm import CausalLMConfig as CausalLMConfig
 from specdec_jax.models.gpt import GPT as GPT
 from specdec_jax.models.gpt import GPTConfig as GPTConfig
-from specdec_jax.models.m2m100 import M2M100 as M2M100
-from specdec_jax.models.m2m100 import M2M100Config as M2M100Config
 from specdec_jax.models.model import Model as Model
 from specdec_jax.models.rope import Rope as Rope
 from specdec_jax.models.t5 import T5 as T5

@@ -65,6 +65,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('wo/kernel', ('mlp', 'embed')),
   ('(out|wo)/bias', ('embed',)),
   ('logits_dense/kernel', ('embed', 'vocab')),
+  ('logits_bias', (None, 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
   ('place', (None,)),  # `models.other_ids` has this array

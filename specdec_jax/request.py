@@ -31,10 +31,11 @@ class BeamScoring(enum.Enum):
   may end a beam, a beam that is cut off has not finished, and the search goes
   on until no live beam can beat a finished one at any length.
 
-  TRANSFORMERS (Hugging Face's, with `early_stopping=False`): the score is
+  TRANSFORMERS (Hugging Face's): the score is
   log_prob / n ** penalty, n without the prompt. Only the K best continuations
   may end a beam, a beam that is cut off counts as finished, and the search goes
-  on until no live beam beats a finished one at its present length.
+  on until no live beam beats a finished one at its present length, if
+  `early_stopping` does not say otherwise.
   """
 
   T5X = 't5x'
@@ -52,6 +53,9 @@ class BeamSettings:
     draft_width: static, U, the number of the drafter's beams.
     num_ends: static, the number of ids that end a beam.
     scoring: static, the library whose scores are used.
+    early_stopping: static, when transformers' search ends, see `Options`.
+    num_forced: static, tokens at the end of a prompt that transformers forces
+      and counts as output, such as that of a language.
   """
 
   penalty: jax.Array
@@ -61,6 +65,8 @@ class BeamSettings:
   scoring: BeamScoring = struct.field(
     pytree_node=False, default=BeamScoring.T5X
   )
+  early_stopping: bool | str = struct.field(pytree_node=False, default=False)
+  num_forced: int = struct.field(pytree_node=False, default=0)
 
   @property
   def num_candidates(self) -> int:

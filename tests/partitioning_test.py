@@ -90,7 +90,9 @@ def test_every_parameter_has_its_axes(name, layout):
   )
   shape = config.shape
   sizes = collections.defaultdict(set)
-  sizes['vocab'], sizes['relpos_buckets'] = {shape.tokens.vocab_size}, {32}
+  tables = filter(None, (shape.tokens, shape.encoder_tokens))
+  sizes['vocab'] = {tokens.vocab_size for tokens in tables}
+  sizes['relpos_buckets'], sizes[None] = {32}, {1}
   sizes['abspos_buckets'] = {shape.tokens.num_positions}
   for stack in filter(None, (shape.encoder, shape.decoder)):
     heads = {stack.num_heads, kept := stack.num_kv_heads or stack.num_heads}

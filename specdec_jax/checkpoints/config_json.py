@@ -24,11 +24,11 @@ from specdec_jax.checks.fields import (
   check_type,
   unexpected,
 )
+from specdec_jax.models.bart import BartConfig, M2M100Config
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.config import MOST_LAYERS
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
@@ -186,18 +186,21 @@ def _t5(family: Family, described: Described, where: str, tied: bool):
   )
 
 
-def describe(family: Family, config: T5Config) -> dict[str, Any]:
-  """Returns config.json of a T5, except for ids and dtype.
+def describe(config: T5Config | BartConfig) -> dict[str, Any]:
+  """Returns config.json of a T5 or BART, except for ids and dtype.
 
   Raises:
-    ValueError: transformers has no T5 with its activations.
+    ValueError: transformers has none with its activations, or its fields.
   """
+  if isinstance(config, BartConfig):
+    return _describe_bart(config)
   forms = _WORDS['feed_forward']
   words = {tuple(value): word for word, value in forms.items()}
   if config.mlp_activations not in words:
     expected = f'one of {[*words]}, which transformers has'
     raise unexpected('mlp_activations', expected, config.mlp_activations)
   name = 'UMT5' if config.bias_per_layer else 'T5'
+  family = families.FAMILIES[name.lower()]
   encoded_dim = config.shape.encoded_dim
   return {
     'architectures': [f'{name}ForConditionalGeneration'],
@@ -227,20 +230,63 @@ def _gpt2(family: Family, described: Described, where: str, tied: bool):
   )
 
 
-# M2M-100 and NLLB-200.
+# BART, mBART, Pegasus, Marian, M2M-100 and NLLB-200.
 
 
-def _m2m100(family: Family, described: Described, where: str, tied: bool):
-  del tied  # the output layer of these models always is the embedding
+def has_own_tables(family: Family, described: Described) -> bool:
+  """Whether encoder and decoder have embeddings of their own."""
+  shares = described.get('share_encoder_decoder_embeddings', True)
+  return family.make == 'bart' and not (shares and is_tied(family, described))
+
+
+def _bart(family: Family, described: Described, where: str, tied: bool):
   values, sizes = _fields_of(family, described, where)
   ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
-  return M2M100Config(
-    **sizes,
+  if has_own_tables(family, described):
+    sizes['encoder_vocab_size'] = sizes['vocab_size']
+    if not values.get('share_encoder_decoder_embeddings', True):
+      name = 'decoder_vocab_size'
+      sizes['vocab_size'] = values.get(name, sizes['vocab_size'])
+      _check_size(sizes['vocab_size'], name, where)
+  kind = M2M100Config if 'from_padding' in family.settings else BartConfig
+  return kind(
+    **sizes | family.settings,
     **{ours: _single(values[n]) for ours, n in ids.items() if n in values},
     head_dim=_head_dim(family, sizes, where),
     mlp_activations=(_activation(values, 'activation_function', where),),
     scale_embeddings=values['scale_embedding'],
+    logits_via_embedding=tied,
+    dropout_rate=values.get('dropout', 0.0),
   )
+
+
+def _describe_bart(config: BartConfig) -> dict[str, Any]:
+  kinds = {
+    name: family
+    for name, family in families.FAMILIES.items()
+    if family.make == 'bart'
+    and all(getattr(config, k) == v for k, v in family.settings.items())
+  }
+  words = {ours: word for word, ours in _WORDS['activations'].items()}
+  if not kinds or config.mlp_activations[0] not in words:
+    raise unexpected('config', 'a network that transformers has', config)
+  # The first with the most settings: Pegasus has those of Marian, and more.
+  kind = max(kinds, key=lambda name: len(kinds[name].settings))
+  fields, same = kinds[kind].fields, kinds[kind].same
+  described = {theirs: getattr(config, ours) for ours, theirs in fields.items()}
+  described |= {
+    'model_type': kind,
+    'is_encoder_decoder': True,
+    'activation_function': words[config.mlp_activations[0]],
+    'dropout': config.dropout_rate,
+    'scale_embedding': config.scale_embeddings,
+    'tie_word_embeddings': config.logits_via_embedding,
+  }
+  if config.encoder_vocab_size and kind == 'marian':
+    described['share_encoder_decoder_embeddings'] = False
+    described['decoder_vocab_size'] = config.vocab_size
+    described['vocab_size'] = config.encoder_vocab_size
+  return described | {name: described[other] for name, other in same.items()}
 
 
 # Llama, Qwen and Gemma.
@@ -389,7 +435,7 @@ def _t5gemma_ids(described: Described) -> dict[str, Any]:
 _MAKERS = {
   't5': _t5,
   'gpt2': _gpt2,
-  'm2m100': _m2m100,
+  'bart': _bart,
   'causal': _causal,
   'with_images': _with_images,
   't5gemma': _t5gemma,
@@ -491,7 +537,7 @@ def read_facts(
   ids = _special_ids(
     _given(described) | _given(settings), os.fspath(folder), config
   )
-  if isinstance(config, T5GemmaConfig):
+  if isinstance(config, T5GemmaConfig | BartConfig):
     config = dataclasses.replace(config, start_id=ids.decoder_start)
   rules, unfollowed = generation.read_settings(settings, os.fspath(path))
   return FolderFacts(described, config, ids, rules, unfollowed)
@@ -504,6 +550,8 @@ def _special_ids(values: Described, where: str, config: Config) -> SpecialIds:
   ids |= values
   if isinstance(config, T5GemmaConfig):
     ids |= _t5gemma_ids(values)
+  elif isinstance(config, BartConfig):
+    ids = {'decoder_start_token_id': config.start_id} | ids
   pad, ends = ids['pad_token_id'], ids['eos_token_id']
   # As in transformers, a decoder without a start token starts with padding.
   start = _single(ids.get('decoder_start_token_id', pad))
@@ -515,7 +563,8 @@ def _special_ids(values: Described, where: str, config: Config) -> SpecialIds:
     ends = tuple(token for token in ends if token < config.vocab_size)
     return SpecialIds(T5_IDS.decoder_start, ends, pad)
   check_type(f'{where}: decoder_start_token_id', start, int)
-  if not isinstance(config, T5GemmaConfig) and start != config.shape.start_id:
+  is_t5 = isinstance(config, T5Config)
+  if is_t5 and start != config.shape.start_id:
     only = f'{config.shape.start_id}, as in every model of this family'
     raise unexpected(f'{where}: decoder_start_token_id', only, start)
   return SpecialIds(start, ends, pad)

@@ -7,7 +7,7 @@ arrays in a file.
 
 Kernels are [out, in] in files and [in, out] here; GPT-2's are [in, out] in
 both. Some factors of transformers become part of a kernel or a norm here: GPT-2
-and M2M-100 divide queries by sqrt(D); a GPT-2's embedding as output layer does
+and BART divide queries by sqrt(D); a GPT-2's embedding as output layer does
 not divide its input by sqrt(M), as ours does; a T5 may divide the input of a
 separate output layer by sqrt(M).
 """
@@ -55,6 +55,7 @@ class Family(NamedTuple):
     skipped: pattern of names of arrays that no model reads.
     images: pattern of names of arrays that only images need.
     aliases: names of arrays -> names of arrays that they must be equal to.
+    zeros: arrays that are 0 where a file leaves them out.
     kernels_in_out: whether kernels are [in, out], and those of query, key and
       value are thirds of one (GPT-2).
     scales_queries: whether queries are divided by sqrt(D) after projection.
@@ -77,6 +78,7 @@ class Family(NamedTuple):
   skipped: str = '(?!)'
   images: str = '(?!)'
   aliases: Mapping[str, str] = {}
+  zeros: Collection[str] = ()
   kernels_in_out: bool = False
   scales_queries: bool = False
   stack: 'Family | None' = None
@@ -158,6 +160,12 @@ class Row(NamedTuple):
     """The shape of the whole array in the file."""
     shape = self.shape[::-1] if self.transposed else self.shape
     return shape if self.third is None else (*shape[:-1], 3 * shape[-1])
+
+  def to_file(self, array: Any) -> Any:
+    """Returns what a file holds of our array, if it holds no third of one."""
+    if self.scale != 1.0:
+      array = (array.astype('float32') / self.scale).astype(array.dtype)
+    return array.T if self.transposed else array
 
 
 def table(

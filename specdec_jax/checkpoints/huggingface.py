@@ -34,9 +34,10 @@ from specdec_jax.checkpoints.families import Described, Family
 from specdec_jax.checkpoints.t5x import check_params
 from specdec_jax.checks.fields import check_type, package, unexpected
 from specdec_jax.models import sizes
+from specdec_jax.models.bart import BartConfig
 from specdec_jax.models.base import LanguageModel, param_shapes
-from specdec_jax.models.families import config_of
-from specdec_jax.models.t5 import T5, T5Config
+from specdec_jax.models.families import config_of, network_of
+from specdec_jax.models.t5 import T5Config
 
 WEIGHTS = 'model.safetensors'
 INDEX = f'{WEIGHTS}.index.json'
@@ -138,6 +139,10 @@ def open_huggingface(
   sizes.check_params(config, f'The model of {source!r}', itemsize)
   scales_head = config_json.scales_output(described) and not tied
   table = families.table(family, config, scales_head)
+  for row in table.values():
+    if row.name not in stored and row.name in family.zeros:
+      zeros = np.zeros(row.stored_shape, np.float32)
+      stored[row.name] = DiskArray(zeros.shape, zeros.dtype, zeros.__getitem__)
   expected = {
     row.name: jax.ShapeDtypeStruct(row.stored_shape, np.float32)
     for row in table.values()
@@ -185,7 +190,12 @@ def _tidy(
       ' here reads text alone.',
       stacklevel=3,
     )
-  for other, name in family.aliases.items():
+  aliases = family.aliases
+  if config_json.has_own_tables(family, described):
+    # transformers reads no table for both.
+    arrays.pop('shared.weight', None)
+    aliases = {}
+  for other, name in aliases.items():
     if not _is_one(arrays, other, name):
       raise ValueError(
         f'{source!r}: {other} {list(arrays[other].shape)} and {name}'
@@ -224,12 +234,12 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
 
 def save_huggingface(
   folder: str | os.PathLike[str],
-  config: T5Config,
+  config: T5Config | BartConfig,
   params: Params,
   ids: SpecialIds = config_json.T5_IDS,
   about: Mapping[str, str] | None = None,
 ) -> None:
-  """Writes a T5 as a folder that transformers' `from_pretrained` reads.
+  """Writes a T5 or BART as a folder that transformers' `from_pretrained` reads.
 
   config.json is written last: if it exists, everything else is complete. One
   array at a time is copied.
@@ -247,15 +257,15 @@ def save_huggingface(
       its activations.
     OSError: the disk is full or the folder not writable.
   """
-  family = families.FAMILIES['umt5' if config.bias_per_layer else 't5']
-  described = config_json.describe(family, config)
-  check_params(params, param_shapes(T5(config)))
+  described = config_json.describe(config)
+  family = families.FAMILIES[described['model_type']]
+  check_params(params, param_shapes(network_of(config)))
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / CONFIG).unlink(missing_ok=True)
   arrays = {
-    row.name: flat[name].T if row.transposed else flat[name]
+    row.name: row.to_file(flat[name])
     for name, row in families.table(family, config).items()
   }
   safetensors_files.write_file(folder / WEIGHTS, arrays)

@@ -226,9 +226,15 @@ def is_over(
   at_end = live.length[:, 0] - request.prompt_length >= request.max_length
   if request.search.scoring is BeamScoring.T5X:
     return at_end | is_beaten(request, live, finished)[:, -1]
-  best = live.score[:, -1] / _penalty(request, live.length)[:, -1]
-  worst = jnp.min(finished.score, axis=1)
-  return at_end | (jnp.all(finished.exists, axis=1) & (worst >= best))
+  settings, length = request.search, live.length
+  all_ended = jnp.all(finished.exists, axis=1)
+  if settings.early_stopping is True:
+    return at_end | all_ended
+  if settings.early_stopping == 'never':
+    longest = (request.prompt_length + request.max_length)[:, None]
+    length = jnp.where(settings.penalty > 0, longest, length)
+  best = live.score[:, -1] / _penalty(request, length)[:, -1]
+  return at_end | (all_ended & (jnp.min(finished.score, axis=1) >= best))
 
 
 def where(condition: jax.Array, left: Tree, right: Tree) -> Tree:
@@ -251,7 +257,8 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
   if request.search.scoring is BeamScoring.T5X:
     base = (5.0 + (length - 1)) / 6.0
   else:
-    base = (length - request.prompt_length[:, None]).astype(jnp.float32)
+    produced = length - request.prompt_length[:, None]
+    base = (produced + request.search.num_forced).astype(jnp.float32)
   return jnp.power(base, request.search.penalty)
 
 

@@ -19,8 +19,9 @@ class Languages(NamedTuple):
   """The languages of a call, as tokens.
 
   The vocabulary has a token for each language. That of the source stands before
-  a text that the encoder reads; that of the target is a prompt of the decoder,
-  behind its start token, and no part of the output.
+  a text that the encoder reads, in mBART-25 behind it; that of the target is a
+  prompt of the decoder, behind its start token or in place of it, and no part
+  of the output.
 
   Attributes:
     known: name -> token, of all languages; empty if the model has none.
@@ -82,6 +83,7 @@ class Codec:
     source_lang: language of the texts unless a call gives another; None where
       the model has no languages, or each call says its own.
     target_lang: that of the outputs.
+    target_id: the token of the outputs' language where none is given.
   """
 
   def __init__(
@@ -92,6 +94,7 @@ class Codec:
     stop_ids: Sequence[int],
     source_lang: str | None = None,
     target_lang: str | None = None,
+    target_id: int | None = None,
   ):
     """Stores the arguments as attributes.
 
@@ -102,6 +105,7 @@ class Codec:
     self.bos_id = bos_id
     self.stop_ids = stop_ids or (tokenizer.eos_id,)
     self.source_lang, self.target_lang = source_lang, target_lang
+    self.target_id = network.start_id if target_id is None else target_id
     self.languages()
 
   def languages(
@@ -131,7 +135,10 @@ class Codec:
         path = self.tokenizer.path
         expected = f'one of the {len(known)} languages of {path!r}'
         raise unexpected(name, expected, language, advice)
-    return Languages(known, *(known.get(name or '') for name in names.values()))
+    source, target = (known.get(name or '') for name in names.values())
+    if target is None and self.target_id in known.values():
+      target = self.target_id
+    return Languages(known, source, target)
 
   def ids_around(
     self, text: str | Sequence[int] = ''
@@ -145,16 +152,55 @@ class Codec:
     if isinstance(text, RenderedIds):
       return [], []
     if self.network.has_encoder and self.network.ends_inputs:
-      return [*self.tokenizer.before], [*self.tokenizer.after]
+      tokenizer = self.tokenizer.inputs
+      return [*tokenizer.before], [*tokenizer.after]
     return [] if self.bos_id is None else [self.bos_id], []
+
+  def around(
+    self, text: str | Sequence[int], ids: Sequence[int], languages: Languages
+  ) -> tuple[list[int], list[int]]:
+    """Returns `ids_around` with the token of the text's language.
+
+    Args:
+      text: the text, or its ids if the caller gave ids.
+      ids: the ids of the text.
+      languages: the languages of the call.
+
+    Raises:
+      ValueError: as for `Languages.before_text`.
+    """
+    first, last = self.ids_around(text)
+    language = languages.before_text(text, ids)
+    if self.tokenizer.language_last:
+      return first, [*last, *language]
+    return [*first, *language], last
+
+  def begin(
+    self, languages: Languages, ids: Sequence[int] = ()
+  ) -> tuple[int, ...]:
+    """Returns all ids that a decoder begins with.
+
+    Args:
+      languages: the languages of the call.
+      ids: the prompt.
+
+    Raises:
+      ValueError: as for `Languages.before_output`.
+    """
+    begin = *languages.before_output(ids), *ids
+    if self.tokenizer.language_last:
+      return begin
+    return self.network.start_id, *begin
 
   def bare_ids(self, text: str | Sequence[int]) -> list[int]:
     """Returns the ids of a text; of given ids those between `ids_around`."""
-    ids = encoded(self.tokenizer, text)
+    ids = encoded(self.tokenizer.inputs, text)
     if isinstance(text, str | RenderedIds):
       return ids
     first, last = self.ids_around()
     last = last or [self.tokenizer.eos_id]
+    if self.tokenizer.language_last and ids:
+      ids = ids[: len(ids) - (ids[-1] in self.tokenizer.languages.values())]
     if ids[-len(last) :] == last:
       del ids[-len(last) :]
     return ids[len(first) :] if ids[: len(first)] == first else ids
@@ -170,10 +216,9 @@ class Codec:
     Raises:
       ValueError: as for `languages`; or `source_lang` is missing.
     """
-    first, last = self.ids_around(text)
     ids = self.bare_ids(text)
-    language = self.languages(source_lang).before_text(text, ids)
-    return [*first, *language, *ids, *last]
+    first, last = self.around(text, ids, self.languages(source_lang))
+    return [*first, *ids, *last]
 
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Counts the tokens of a text as the target reads it.

@@ -122,6 +122,7 @@ class Engine:
       drafter = pair.fitted(target, as_drafter(drafter))
     tokenizer = _tokenizer_of(target, config)
     pair.check_pair(target, drafter, tokenizer)
+    pair.check_positions(target, config.max_input_len)
     self.tokenizer = tokenizer = tokenizer.for_network(
       target.network.vocab_size,
       config.split_special_tokens,
@@ -374,7 +375,7 @@ class Engine:
       for target in targets
     ]
     inputs = [self.codec.input_ids(text, source_lang) for text in texts]
-    begin = self.codec.languages(target_lang=target_lang).before_output(())
+    begin = self.codec.begin(self.codec.languages(target_lang=target_lang))
     return scoring.score(
       self.target, self.params.target, inputs, outputs, begin
     )
@@ -412,11 +413,11 @@ class Engine:
     check_texts(texts)
     outputs = self.label_ids(labels)
     read = [self.codec.input_ids(text, source_lang) for text in texts]
-    begin = self.codec.languages(target_lang=target_lang).before_output(())
+    begin = self.codec.begin(self.codec.languages(target_lang=target_lang))
     inputs: Any = [[]] * len(read)
     prompts = read
     if self.target.has_encoder:
-      inputs, prompts = read, [[self.target.start_id, *begin]] * len(read)
+      inputs, prompts = read, [[*begin]] * len(read)
     scoring.check_ids(self.target, inputs=read)
     params = self.params.target
     return classify(self.target, params, inputs, prompts, outputs)
@@ -481,6 +482,8 @@ class Engine:
       **named: fields of `Options`, or other libraries' names of them.
     """
     rules = self.models['target'].rules
+    if self.codec.languages().known:  # then it is the language of outputs
+      rules = {k: v for k, v in rules.items() if k != 'forced_bos_token_id'}
     return (
       options_of(named, rules) if options is None else options.filled(rules)
     )
@@ -581,12 +584,15 @@ def _codec_of(
     bos_id = pair.first_id(target.network, tokenizer)
   pair.check_bos(bos_id, target.network)
   languages = config.source_lang, config.target_lang
-  return Codec(tokenizer, target.network, bos_id, target.stop_ids, *languages)
+  forced = target.rules.get('forced_bos_token_id')
+  stop_ids = target.stop_ids
+  return Codec(
+    tokenizer, target.network, bos_id, stop_ids, *languages, target_id=forced
+  )
 
 
 def _remembered(codec: Codec, path: str | os.PathLike[str]) -> Memory:
   """Encodes the texts of a memory file as a target reads and produces them."""
-  first, last = codec.ids_around()
   languages = codec.languages()
   *begin, end = codec.output_ids('')
   tokenizer = codec.tokenizer
@@ -594,11 +600,12 @@ def _remembered(codec: Codec, path: str | os.PathLike[str]) -> Memory:
   def texts(pairs: Iterator[tuple[str, str]]) -> Iterator[list[int]]:
     while some := [*itertools.islice(pairs, _PAIRS)]:
       sources, targets = zip(*some, strict=True)
-      inputs = encoded_texts(tokenizer, sources)
+      inputs = encoded_texts(tokenizer.inputs, sources)
       outputs = encoded_texts(tokenizer, targets)
       for source, ids, output in zip(sources, inputs, outputs, strict=True):
         if source:
-          ids = [*first, *languages.before_text(source, ids), *ids, *last]
+          first, last = codec.around(source, ids, languages)
+          ids = [*first, *ids, *last]
         yield [*ids, *begin, *output, end]
 
   return remember(texts(read_pairs(os.fspath(path))))
@@ -631,7 +638,13 @@ def _with_top(
     pairs = [*zip(outputs[part], begins, strict=True)]
     targets = [[*begin, *output.tokens] for output, begin in pairs]
     scores = scoring.score(
-      network, params, inputs, targets, num_top=num_top, ruled=ruled
+      network,
+      params,
+      inputs,
+      targets,
+      request.first_ids,
+      num_top=num_top,
+      ruled=ruled,
     )
     done += [
       dataclasses.replace(

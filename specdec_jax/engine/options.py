@@ -61,10 +61,7 @@ _USUAL_NAMES = {
 _INSTEAD = {
   'sampling': 'give temperature, top_k and top_p by themselves.',
   'do_sample': 'temperature says it; 0 is greedy, anything above samples.',
-  'forced_bos_token_id': 'prompts says it: [[id]] * len(texts).',
   'prefix_allowed_tokens_fn': 'choices, regex and json_schema say it.',
-  'early_stopping': 'a beam search ends as T5X ends it, or with length_penalty'
-  ' as transformers does where early_stopping is False.',
 }
 ALPHA = 0.6  # the exponent of the length penalty in T5's papers and in T5X
 
@@ -119,6 +116,9 @@ class Options(RuleOptions):
       `length_penalty` is given.
     length_penalty: of a beam search as transformers has it: score = log_prob /
       tokens ** length_penalty; below 0 shorter outputs score better.
+    early_stopping: of a beam search with `length_penalty`, as transformers has
+      it: True ends it once `num_beams` beams have ended; 'never' lets it go on
+      until no live beam can beat a finished one at any length.
     draft_beams: beams of the drafter; None is 2 * `num_beams`.
     lenience: below 1 more proposals pass, and the output is lossy. A token may
       come up to 1 / lenience times as often as it should; at temperature 0 a
@@ -153,6 +153,7 @@ class Options(RuleOptions):
   num_beams: Positive | None = None
   alpha: Annotated[float, Bound(0, 10)] | None = None
   length_penalty: Annotated[float, Bound(-10, 10)] | None = None
+  early_stopping: bool | Literal['never'] = False
   draft_beams: Positive | None = None
   source_lang: str | None = None
   target_lang: str | None = None
@@ -193,10 +194,14 @@ class Options(RuleOptions):
   def _check_beams(self) -> None:
     width = self.num_beams
     if width is None:
-      for name in ('alpha', 'length_penalty', 'draft_beams'):
-        if (value := getattr(self, name)) is not None:
+      names = ('alpha', 'length_penalty', 'draft_beams', 'early_stopping')
+      for name in names:
+        if (value := getattr(self, name)) not in (None, False):
           raise unexpected(name, 'None without num_beams', value)
       return
+    if self.early_stopping and self.length_penalty is None:
+      expected = 'False without length_penalty, the search of transformers'
+      raise unexpected('early_stopping', expected, self.early_stopping)
     if self.draft_beams is not None:
       check_number('draft_beams', self.draft_beams, width)
     rules = (self.alpha, self.length_penalty)
@@ -211,11 +216,14 @@ class Options(RuleOptions):
         expected += f' in a beam search (num_beams = {width})'
         raise unexpected(name, expected, getattr(self, name))
 
-  def beam_settings(self, num_ends: int) -> BeamSettings | None:
+  def beam_settings(
+    self, num_ends: int, num_forced: int = 0
+  ) -> BeamSettings | None:
     """Returns the settings of a beam search; None without one.
 
     Args:
       num_ends: the number of ids that end an output.
+      num_forced: see `BeamSettings`.
     """
     if self.num_beams is None:
       return None
@@ -230,6 +238,8 @@ class Options(RuleOptions):
       draft_width=self.draft_beams or 2 * self.num_beams,
       num_ends=num_ends,
       scoring=scoring,
+      early_stopping=self.early_stopping,
+      num_forced=num_forced,
     )
 
   def filled(self, rules: Mapping[str, Any]) -> 'Options':

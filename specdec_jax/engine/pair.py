@@ -367,6 +367,15 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Vocabulary) -> None:
   raise unexpected(f"{name}'s vocabulary", expected, size, advice)
 
 
+def check_positions(target: Model, max_input_len: int) -> None:
+  """Raises ValueError if inputs may exceed an encoder's learned positions."""
+  limit = target.network.most_positions
+  if target.network.has_encoder and 0 < limit < max_input_len:
+    expected = f'at most {limit}, the learned positions of {target.name!r}'
+    advice = "Longer texts: on_too_long='truncate', or split='sentences'."
+    raise unexpected('max_input_len', expected, max_input_len, advice)
+
+
 def check_ends(model: Model) -> None:
   """Raises ValueError if a model's end is an id that its vocabulary lacks."""
   if model.tokenizer is None:

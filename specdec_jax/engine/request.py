@@ -435,13 +435,12 @@ class TextRequest:
     codec, limit = self._codec, self._config.max_input_len
     try:
       ids = codec.bare_ids(text)
-      check_ids(f'Text {index}', ids, codec.network.vocab_size)
+      check_ids(f'Text {index}', ids, codec.network.input_vocab_size)
     except ValueError as error:
       return self._reported(error)
-    first, last = codec.ids_around(text)
-    if not ids and not first:
+    if not ids and not codec.ids_around(text)[0]:
       return passed_over('empty')
-    first = [*first, *self._languages.before_text(text, ids)]
+    first, last = codec.around(text, ids, self._languages)
     free = limit - len(first) - len(last)
     if len(ids) > free and self.terms.options.on_too_long != 'truncate':
       expected = (
@@ -503,8 +502,7 @@ class TextRequest:
     if self.terms.options.prompts is not None:
       ids = [int(token) for token in self.terms.options.prompts[number]]
       check_ids(f'Prompt {number}', ids, self._codec.network.vocab_size)
-    language = self._languages.before_output(ids)
-    return self._codec.network.start_id, *language, *ids
+    return self._codec.begin(self._languages, ids)
 
   def batch(self, size: int | None = None) -> Request:
     """Returns the arrays of all rows, filled up to `size` without a text."""
@@ -536,6 +534,12 @@ class TextRequest:
         sources[row.index] = row.inputs, row.prompt[1:], row.ruled
     return [source for source in sources for _ in range(self.terms.num_outputs)]
 
+  @property
+  def first_ids(self) -> Sequence[int]:
+    """The first id of the decoder, with an encoder."""
+    is_given = self.rows and self.terms.has_encoder
+    return self.rows[0].prompt[:1] if is_given else ()
+
 
 def _shared(
   codec: Codec,
@@ -561,6 +565,9 @@ def _shared(
   if tree is not None and options.verification is None:
     as_blocks = False  # blocks are chains
   stop_ids = [*(options.stop_ids or ())]
+  # A language is a prompt here; transformers counts it as output.
+  has_language = bool(codec.languages().known) and options.prompts is None
+  num_forced = int(has_language and not codec.tokenizer.language_last)
   # NumPy arrays: the call of a program moves them to the device together.
   nothing = np.zeros((1, 1), np.int32)
   request = new_request(
@@ -575,7 +582,9 @@ def _shared(
     with_log_probs=options.log_probs,
     lenience=lenience,
     verification=BLOCK if as_blocks else TOKEN,
-    beams=_beams(options, gamma, codec.network.vocab_size, len(stop_ids)),
+    beams=_beams(
+      options, gamma, codec.network.vocab_size, len(stop_ids), num_forced
+    ),
     drafting=drafting,
     tree=tree if gamma else None,
     pad_id=codec.network.pad_id,
@@ -586,10 +595,14 @@ def _shared(
 
 
 def _beams(
-  options: Options, gamma: int, vocab_size: int, num_ends: int
+  options: Options,
+  gamma: int,
+  vocab_size: int,
+  num_ends: int,
+  num_forced: int,
 ) -> BeamSettings | None:
   """Makes the settings of a beam search, checked; None without one."""
-  settings = options.beam_settings(num_ends)
+  settings = options.beam_settings(num_ends, num_forced)
   if settings is None:
     return None
   most = vocab_size // max(2, 1 + settings.num_ends)

@@ -90,8 +90,8 @@ def score(
     inputs: ids of each input as the model reads them: for a model with an
       encoder with their end of sequence; for a decoder-only model not empty.
     targets: ids of each output; an end of sequence among them is scored too.
-    prompt: with an encoder, ids that every output begins with and that are not
-      scored, such as the token of a language.
+    prompt: with an encoder, all ids that the decoder begins with and that are
+      not scored, such as the token of a language; () is its start token.
     num_top: how many of the likeliest tokens at each place are wanted.
     ruled: the rules of each output; () if there are none.
 
@@ -149,11 +149,11 @@ def _rows(
 ) -> tuple[list[int], list[list[int]]]:
   """Returns the decoder's ids (read, then scored) and where scoring begins.
 
-  The decoder of an encoder-decoder begins with its start token and the prompt,
-  a decoder-only model with the input. The logits after the last of these tokens
-  are those of the first output token.
+  The decoder of an encoder-decoder begins with the prompt, a decoder-only model
+  with the input. The logits after the last of these tokens are those of the
+  first output token.
   """
-  begin = [network.start_id, *prompt]
+  begin = [*prompt] or [network.start_id]
   firsts = [begin if network.has_encoder else [*ids] for ids in inputs]
   return (
     [len(first) - 1 for first in firsts],
@@ -279,7 +279,9 @@ def check_ids(network: LanguageModel, **named: Sequence[Sequence[int]]) -> None:
   """Raises ValueError for ids, `inputs` or outputs, that it cannot read."""
   for name, rows in named.items():
     for index, ids in enumerate(rows):
-      fields.check_ids(f'{name}[{index}]', ids, network.vocab_size)
+      reads = name == 'inputs' and network.has_encoder
+      size = network.input_vocab_size if reads else network.vocab_size
+      fields.check_ids(f'{name}[{index}]', ids, size)
       if name == 'inputs' and not network.has_encoder and not len(ids):
         expected = 'a token that a model without an encoder begins with'
         raise unexpected(f'inputs[{index}]', expected, ids)

@@ -59,6 +59,16 @@ class LanguageModel(Protocol[Cache]):
     """
 
   @property
+  def input_vocab_size(self) -> int:
+    """The number of ids that an encoder reads, or a decoder without one."""
+    return self.vocab_size
+
+  @property
+  def most_positions(self) -> int:
+    """The most learned positions of a sequence; 0: no limit."""
+    return 0
+
+  @property
   def start_id(self) -> int:
     """The id that a decoder with an encoder begins with."""
     return 0

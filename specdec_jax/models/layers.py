@@ -141,6 +141,9 @@ class Stack:
     norm_epsilon: epsilon of all norms.
     norm_offset: is added to the scales of RMS norms.
     post_norms: whether a norm follows each block, before its residual.
+    norms_after: whether a norm follows each residual, in place of those before
+      the blocks and of the final one.
+    embedding_norm: whether a norm precedes the first layer.
     qk_norm: whether each head's queries and keys are normed.
     use_bias: whether all projections have biases.
     qkv_bias: adds biases to the query, key and value projections.
@@ -167,6 +170,8 @@ class Stack:
   norm_epsilon: float = 1e-6
   norm_offset: float = 0.0
   post_norms: bool = False
+  norms_after: bool = False
+  embedding_norm: bool = False
   qk_norm: bool = False
   use_bias: bool = False
   qkv_bias: bool = False

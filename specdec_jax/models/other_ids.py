@@ -147,9 +147,11 @@ def cut(params: Params, ids: Any, vocab_size: int) -> Params:
   rest = {path: array for path, array in flat.items() if path not in head}
   # Or the output layer is the embedding, which must also stay whole.
   head = head or _decoders(flat, 'token_embedder')
+  head = head | _decoders(flat, 'logits_bias')
   # A kernel is [M, V]; an embedding, and factors of integers, begin with V.
+  last = (integers.KERNEL, 'logits_bias')
   shortened = {
-    path: array[:, ids] if path[-1] == integers.KERNEL else array[ids]
+    path: array[:, ids] if path[-1] in last else array[ids]
     for path, array in head.items()
   }
   place = np.full(vocab_size, len(ids), np.int32)

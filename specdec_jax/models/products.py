@@ -24,10 +24,11 @@ KERNEL_INIT = nn.initializers.variance_scaling(
 # blocks copies the rows for each block. Above them it loops over the blocks.
 MOST_COPIED_ROWS, _MOST_COPIED = 32, 1 << 20
 
-# T5X's `gelu` is the tanh form.
+# T5X's `gelu` is the tanh form, PyTorch's the exact one.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'relu': jax.nn.relu,
   'gelu': functools.partial(jax.nn.gelu, approximate=True),
+  'exact_gelu': functools.partial(jax.nn.gelu, approximate=False),
   'silu': jax.nn.silu,
   'linear': lambda x: x,
 }

@@ -2,13 +2,13 @@
 
 Families differ in data: `layers.Stack` describes the layers of an encoder or
 decoder, `Tokens` the embedding and the output layer, `Shape` the whole network.
-A family (`t5`, `gpt`, `causal_lm`, `m2m100`, `t5gemma`) is a configuration that
+A family (`t5`, `gpt`, `causal_lm`, `bart`, `t5gemma`) is a configuration that
 has a `shape`. Parameters have T5X's names, or Flax's if T5X lacks them. Layers
 are unrolled: a scanned stack would copy its weights at each step.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from specdec_jax.models.layers import Stack
 from specdec_jax.models.rope import rotate
 from specdec_jax.tree_shape import Tree
 
+_SLOTS = 'slots of prompt, output and a draft (in multiples of 64)'
 _LONGEST_WAVE = 10000.0  # wavelength / 2 pi of the slowest sinusoid
 
 
@@ -37,8 +38,10 @@ class Tokens:
     divides_logits: whether such an output layer divides by sqrt(M), as T5's.
     scale_embeddings: whether embeddings are multiplied by sqrt(M).
     num_positions: number of learned positions, which are added to embeddings.
-    first_sinusoid: the first position of sinusoids that are added to
-      embeddings; None: no sinusoids.
+    sinusoid_steps: steps from the shortest wavelength of sinusoids, which are
+      added to embeddings, to that of 2 pi * 10000; 0: no sinusoids.
+    first_position: the position of the first token.
+    logits_bias: whether there is a bias of the logits.
     logit_softcap: logits become softcap * tanh(logit / softcap); 0: no cap.
     image_end_id: an id whose embedding is not in the table; 0: no such id.
     dtype: dtype of the computation.
@@ -50,7 +53,9 @@ class Tokens:
   divides_logits: bool = True
   scale_embeddings: bool = False
   num_positions: int = 0
-  first_sinusoid: int | None = None
+  sinusoid_steps: int = 0
+  first_position: int = 0
+  logits_bias: bool = False
   logit_softcap: float = 0.0
   image_end_id: int = 0
   dtype: str = 'float32'
@@ -94,14 +99,14 @@ class Shape:
   start_id: int = 0
 
 
-def sinusoids(places: jax.Array, size: int) -> jax.Array:
+def sinusoids(places: jax.Array, size: int, steps: int) -> jax.Array:
   """Maps places int[...] to float32[..., size]: sines, then cosines.
 
-  As in tensor2tensor, wavelengths grow from 2 pi to 2 pi * 10000, both
-  included.
+  Wavelengths grow from 2 pi. After `steps` steps they would be 2 pi * 10000:
+  that one is included in tensor2tensor, and the next one in Marian.
   """
   half = size // 2
-  exponents = np.arange(half, dtype=np.float32) / (half - 1)
+  exponents = np.arange(half, dtype=np.float32) / steps
   rates = np.exp(exponents * -np.log(np.float32(_LONGEST_WAVE)))
   angles = places[..., None].astype(jnp.float32) * rates
   return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
@@ -126,8 +131,9 @@ class Layer(nn.Module):
       plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
       self.encoder_decoder_attention = layers.Attention(plain)
     for block in blocks:
-      setattr(self, f'pre_{block}_layer_norm', stack.make_norm())
-      if stack.post_norms:
+      if not stack.norms_after:
+        setattr(self, f'pre_{block}_layer_norm', stack.make_norm())
+      if stack.post_norms or stack.norms_after:
         setattr(self, f'post_{block}_layer_norm', stack.make_norm())
     self.dropout = layers.dropout(stack.dropout_rate)
 
@@ -166,13 +172,18 @@ class Layer(nn.Module):
     return self._added('mlp', x, output, deterministic), kv
 
   def _normed(self, block, x):
+    if self.stack.norms_after:
+      return x
     return getattr(self, f'pre_{block}_layer_norm')(x)
 
   def _added(self, block, x, output, deterministic):
-    """Applies post-norm, dropout and residual to a block's output."""
+    """Applies norms, dropout and residual to a block's output."""
     if self.stack.post_norms:
       output = getattr(self, f'post_{block}_layer_norm')(output)
-    return x + self.dropout(output, deterministic=deterministic)
+    x = x + self.dropout(output, deterministic=deterministic)
+    if self.stack.norms_after:
+      x = getattr(self, f'post_{block}_layer_norm')(x)
+    return x
 
 
 def _relative_bias(stack: Stack) -> layers.RelativeBias:
@@ -184,15 +195,38 @@ class _Layers(nn.Module):
   """The layers of a stack, and its final norm."""
 
   stack: Stack
-  tokens: Tokens | None  # None: the embeddings lie in another module
+  tokens: Tokens
+  has_table: bool  # whether the table of embeddings lies here
 
-  def add_layers(self, norm: str) -> None:
-    """Makes the layers, in `setup`; `norm` is the final norm's name in T5X."""
+  final_norm: ClassVar[str]  # T5X's name
+
+  def add_layers(self) -> None:
+    """Makes the layers and all that stands before and behind them."""
+    if self.has_table:
+      _add_table(self, self.tokens)
+    if self.tokens.num_positions:
+      self.position_embedder = layers.Embed(
+        self.tokens.num_positions, self.tokens.emb_dim, self.tokens.dtype
+      )
+    if self.stack.embedding_norm:
+      self.embedding_norm = self.stack.make_norm()
     if self.stack.relative_bias == 'stack':
       self.relpos_bias = _relative_bias(self.stack)
     self.layers = [Layer(self.stack) for _ in range(self.stack.num_layers)]
-    setattr(self, norm, self.stack.make_norm())
+    if not self.stack.norms_after:
+      setattr(self, self.final_norm, self.stack.make_norm())
     self.dropout = layers.dropout(self.stack.dropout_rate)
+
+  def place(self, x, positions):
+    """Adds positions, int32[...], to embeddings [..., M]."""
+    tokens = self.tokens
+    positions = positions + tokens.first_position
+    if tokens.num_positions:
+      x = x + self.position_embedder(positions)
+    if tokens.sinusoid_steps:
+      waves = sinusoids(positions, tokens.emb_dim, tokens.sinusoid_steps)
+      x = x + waves.astype(x.dtype)
+    return self.embedding_norm(x) if self.stack.embedding_norm else x
 
   def relative_biases(self, relative: np.ndarray):
     """Returns each table's bias float32[H, ...] at int[...] (key - query)."""
@@ -228,22 +262,26 @@ class _Layers(nn.Module):
       kv.append(layer_kv)
     return x, kv
 
-  def run_whole(self, norm, x, biases, cross, deterministic):
-    """Runs all layers and a norm on whole sequences x, [B, S, M]."""
+  def end(self, x):
+    """Applies the final norm, if there is one."""
+    return x if self.stack.norms_after else getattr(self, self.final_norm)(x)
+
+  def run_whole(self, x, biases, cross, deterministic):
+    """Runs all layers and the final norm on whole sequences x, [B, S, M]."""
     attend = [kv_cache.reader(bias, self.stack.attend) for bias in biases]
     x, positions = self.dropout(x, deterministic), jnp.arange(x.shape[1])
     alone = [kv_cache.without_cache] * self.stack.num_layers
     x, _ = self.run(x, positions, alone, attend, cross, deterministic)
-    return self.dropout(norm(x), deterministic=deterministic)
+    return self.dropout(self.end(x), deterministic=deterministic)
 
 
 class Encoder(_Layers):
   """The encoder's layers and its final norm."""
 
+  final_norm = 'encoder_norm'
+
   def setup(self):
-    if self.tokens is not None:
-      self.token_embedder = self.tokens.make_table()
-    self.add_layers('encoder_norm')
+    self.add_layers()
 
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
@@ -254,7 +292,7 @@ class Encoder(_Layers):
       for bias in self.relative_biases(np.arange(1 - size, size))
     ] or [_mask(kind.hides(places - places[:, None])) for kind in kinds]
     biases = [bias + padding_bias for bias in biases]
-    return self.run_whole(self.encoder_norm, x, biases, (), deterministic)
+    return self.run_whole(x, biases, (), deterministic)
 
 
 def _mask(unseen: Any) -> Any:
@@ -279,13 +317,11 @@ def _of_pairs(of_distances: jax.Array) -> jax.Array:
 class Decoder(_Layers):
   """The decoder's layers, its final norm and its output layer."""
 
-  tokens: Tokens
+  final_norm = 'decoder_norm'
 
   def setup(self):
     tokens = self.tokens
-    self.add_layers('decoder_norm')
-    if self.stack.cross == 'none':
-      _add_tokens(self, tokens)
+    self.add_layers()
     if not tokens.logits_via_embedding:
       # The logits are in float32, as in T5X: bfloat16 would add ties.
       self.logits_dense = products.Dense(
@@ -346,7 +382,7 @@ class Decoder(_Layers):
     position = np.arange(x.shape[1])
     biases = self.biases(position[None, :] - position[:, None])
     biases = [bias[None] for bias in biases]
-    return self.run_whole(self.decoder_norm, x, biases, cross, deterministic)
+    return self.run_whole(x, biases, cross, deterministic)
 
   def extend(self, x, positions, cache, tree):
     """Returns features [B, S, M] and the cache with S embedded tokens more."""
@@ -357,7 +393,7 @@ class Decoder(_Layers):
     cross = cache.cross_keys, cache.cross_values, cache.cross_bias
     append_kv = [*map(cache.append_kv, range(self.stack.num_layers))]
     x, kv = self.run(x, positions, append_kv, attend, cross, True)
-    return self.decoder_norm(x), cache.grown(kv, num_queries)
+    return self.end(x), cache.grown(kv, num_queries)
 
 
 class Network(nn.Module):
@@ -370,11 +406,16 @@ class Network(nn.Module):
 
   def setup(self):
     shape = self.shape
-    if shape.decoder.cross != 'none':
-      _add_tokens(self, shape.tokens)
+    has_inputs = shape.decoder.cross != 'none'
+    if has_inputs:
+      _add_table(self, shape.tokens)
     if shape.encoder is not None:
-      self.encoder = Encoder(shape.encoder, shape.encoder_tokens)
-    self.decoder = Decoder(shape.decoder, shape.tokens)
+      own = shape.encoder_tokens
+      self.encoder = Encoder(shape.encoder, own or shape.tokens, bool(own))
+    self.decoder = Decoder(shape.decoder, shape.tokens, not has_inputs)
+    if shape.tokens.logits_bias:  # [1, V], as in transformers
+      row = 1, shape.tokens.vocab_size
+      self.logits_bias = self.param('logits_bias', nn.initializers.zeros, row)
 
   @property
   def _owner(self):
@@ -388,7 +429,7 @@ class Network(nn.Module):
   def extend(self, cache, tokens, tree=None):
     """Returns features [B, S, M] and the grown cache."""
     positions = kv_cache.positions(cache, tokens.shape[1], tree)
-    x = self._embed_at(tokens, positions)
+    x = self.decoder.place(self.embed(tokens), positions)
     return self.decoder.extend(x, positions, cache, tree)
 
   def embed(self, tokens):
@@ -399,16 +440,6 @@ class Network(nn.Module):
     is_end = (tokens == self.shape.tokens.image_end_id)[..., None]
     return jnp.where(is_end, self._owner.image_end_embedding.astype(x.dtype), x)
 
-  def _embed_at(self, ids, positions):
-    """Embeds ids [B, S] at positions int[S] or int[B, S] of their rows."""
-    x, tokens = self.embed(ids), self.shape.tokens
-    if tokens.num_positions:
-      x = x + self._owner.position_embedder(positions)
-    if tokens.first_sinusoid is not None:
-      waves = sinusoids(positions + tokens.first_sinusoid, tokens.emb_dim)
-      x = x + waves.astype(x.dtype)
-    return x
-
   def head(self, features):
     """Applies the output layer: [..., M] to logits float32[..., V]."""
     tokens = self.shape.tokens
@@ -416,6 +447,8 @@ class Network(nn.Module):
       logits = self._owner.token_embedder.attend(features)
     else:
       logits = self.decoder.logits_dense(features)
+    if tokens.logits_bias:
+      logits = logits + self.logits_bias[0]
     cap = tokens.logit_softcap
     return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -425,9 +458,10 @@ class Network(nn.Module):
     if tokens is not None:
       x = tokens.embed(self.encoder.token_embedder, inputs)
     else:
-      # Padding, which is masked, may have any position.
-      positions = jnp.cumsum(inputs != self.shape.pad_id, axis=1) - 1
-      x = self._embed_at(inputs, positions)
+      x = self.embed(inputs)
+    # Padding, which is masked, may have any position.
+    positions = jnp.cumsum(inputs != self.shape.pad_id, axis=1) - 1
+    x = self.encoder.place(x, positions)
     bias = layers.padding_bias(inputs, self.shape.pad_id)
     return self.encoder(x, bias, deterministic)
 
@@ -446,7 +480,8 @@ class Network(nn.Module):
   def features(self, inputs, decoder_inputs, deterministic=True, encoded=None):
     """Returns teacher-forced features [B, S, M]."""
     cross = self._cross(inputs, encoded, deterministic)
-    x = self._embed_at(decoder_inputs, jnp.arange(decoder_inputs.shape[1]))
+    positions = jnp.arange(decoder_inputs.shape[1])
+    x = self.decoder.place(self.embed(decoder_inputs), positions)
     return self.decoder.teacher_forced(x, cross, deterministic)
 
   def prefill(self, inputs, max_length, encoded=None):
@@ -455,13 +490,9 @@ class Network(nn.Module):
     return self.decoder.empty_cache(inputs.shape[0], max_length, *cross)
 
 
-def _add_tokens(module: Any, tokens: Tokens) -> None:
-  """Adds the embeddings of ids and positions to a module, in its `setup`."""
+def _add_table(module: Any, tokens: Tokens) -> None:
+  """Adds the embeddings of ids to a module, in its `setup`."""
   module.token_embedder = tokens.make_table()
-  if tokens.num_positions:
-    module.position_embedder = layers.Embed(
-      tokens.num_positions, tokens.emb_dim, tokens.dtype
-    )
   if tokens.image_end_id:
     module.image_end_embedding = module.param(
       'image_end_embedding', nn.initializers.zeros, (tokens.emb_dim,)
@@ -494,6 +525,11 @@ class Transformer(Checked, LanguageModel):
     return self.shape.tokens.vocab_size
 
   @property
+  def input_vocab_size(self) -> int:
+    """The number of ids that inputs may have."""
+    return (self.shape.encoder_tokens or self.shape.tokens).vocab_size
+
+  @property
   def has_encoder(self) -> bool:
     """Whether an encoder reads the inputs: its own, or its target's."""
     return self.shape.decoder.cross != 'none'
@@ -518,6 +554,12 @@ class Transformer(Checked, LanguageModel):
     """Width of the encoder's output; 0 without one."""
     return self.shape.encoded_dim
 
+  @property
+  def most_positions(self) -> int:
+    """The most learned positions of a sequence; 0: no limit."""
+    tokens = self.shape.tokens
+    return max(0, tokens.num_positions - tokens.first_position)
+
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters, a nested dict with T5X's names."""
     return _init(self.shape, key)
@@ -541,7 +583,7 @@ class Transformer(Checked, LanguageModel):
 
   def encode(self, params: Params, inputs: jax.Array) -> jax.Array:
     """Runs the encoder: maps int32[B, E] to float[B, E, M]."""
-    self._check_encoded(None)
+    self._check_inputs(inputs, None)
     return self._apply(params, inputs, method='encode')
 
   def logits(
@@ -583,7 +625,7 @@ class Transformer(Checked, LanguageModel):
     encoded: jax.Array | None = None,
   ) -> jax.Array:
     """Returns teacher-forced features [B, S, M]; see `logits`."""
-    self._check_encoded(encoded)
+    self._check_inputs(inputs, encoded)
     self._check_length(decoder_inputs.shape[1])
     return self._apply(
       params,
@@ -605,7 +647,7 @@ class Transformer(Checked, LanguageModel):
       ValueError: a sequence would exceed the number of learned positions, or
         `encoded` does not fit.
     """
-    self._check_encoded(encoded)
+    self._check_inputs(inputs, encoded)
     self._check_length(longest or max_length)
     return self._apply(params, inputs, max_length, encoded, method='prefill')
 
@@ -632,7 +674,9 @@ class Transformer(Checked, LanguageModel):
   def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:
     return self.module.apply({'params': params}, *args, **kwargs)
 
-  def _check_encoded(self, encoded: jax.Array | None) -> None:
+  def _check_inputs(self, inputs: jax.Array, encoded: jax.Array | None) -> None:
+    if self.shape.encoder is not None:
+      self._check_length(inputs.shape[1], 'ids of an input')
     if not self.reads_encoder:
       return
     width = self.shape.encoded_dim
@@ -646,10 +690,9 @@ class Transformer(Checked, LanguageModel):
       expected, got = f'a width of {width}', encoded.shape[-1]
       raise unexpected("encoder's output", expected, got, advice)
 
-  def _check_length(self, length: int) -> None:
-    limit = self.shape.tokens.num_positions
+  def _check_length(self, length: int, field: str = _SLOTS) -> None:
+    limit = self.most_positions
     if limit and length > limit:
-      field = 'slots of prompt, output and a draft (in multiples of 64)'
       expected = f'at most the learned {limit} positions'
       advice = 'They must fit: lower max_input_len, max_decode_len or gamma.'
       raise unexpected(field, expected, length, advice)

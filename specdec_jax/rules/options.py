@@ -51,6 +51,8 @@ class RuleOptions:
     encoder_no_repeat_ngram_size: no output says so many tokens of its input; 0
       is off.
     begin_suppress_tokens: ids that no output begins with.
+    forced_bos_token_id: the first id of an output without a prompt; None is
+      any.
     forced_eos_token_id: the last id of an output of full length; None is any.
     choices: the only outputs, as texts or as ids; None is all.
     regex: what the whole text of an output matches.
@@ -74,6 +76,7 @@ class RuleOptions:
   no_repeat_ngram_size: Count = 0
   encoder_no_repeat_ngram_size: Count = 0
   begin_suppress_tokens: Sequence[int] = ()
+  forced_bos_token_id: int | None = None
   forced_eos_token_id: int | None = None
   choices: Sequence[str | Sequence[int]] | None = None
   regex: str | None = None
@@ -119,7 +122,12 @@ _NUMBERS = {
 }
 # Field of `Rules` -> the value that turns it off.
 _OFF = {**_NUMBERS, 'bias': 0.0, 'sequence_bias': 0.0}
-_OFF |= dict.fromkeys(('sequences', 'begin_suppress', 'forced_end'), -1)
+_FORCED = {
+  'forced_bos_token_id': 'forced_begin',
+  'forced_eos_token_id': 'forced_end',
+}
+_IDS = ('sequences', 'begin_suppress', *_FORCED.values())
+_OFF |= dict.fromkeys(_IDS, -1)
 
 
 class RowRules(NamedTuple):
@@ -131,6 +139,7 @@ class RowRules(NamedTuple):
     bias: float32[V], added to the logits; None: no bias.
     sequences: pairs of ids and bias, see `RuleOptions.sequence_bias`.
     begin_suppress: ids that the output must not begin with.
+    forced_begin: the first id of an output without a prompt; -1: any.
     forced_end: the last id of an output of full length; -1: any.
     automaton: the automaton of the row's constraint; None: no constraint.
   """
@@ -140,6 +149,7 @@ class RowRules(NamedTuple):
   bias: np.ndarray | None = None
   sequences: Sequence[tuple[Sequence[int], float]] = ()
   begin_suppress: Sequence[int] = ()
+  forced_begin: int = -1
   forced_end: int = -1
   automaton: Automaton | None = None
 
@@ -159,8 +169,9 @@ class RowRules(NamedTuple):
       values['sequence_bias'] = np.array(biases, np.float32)
     if self.begin_suppress:
       values['begin_suppress'] = np.array(self.begin_suppress, np.int32)
-    if self.forced_end >= 0:
-      values['forced_end'] = np.asarray(self.forced_end, np.int32)
+    for name in _FORCED.values():
+      if (token := getattr(self, name)) >= 0:
+        values[name] = np.asarray(token, np.int32)
     return values
 
   @property
@@ -194,6 +205,7 @@ class RowRules(NamedTuple):
         for i in range(len(ids))
       )
       and ids[0] not in self.begin_suppress
+      and self.forced_begin in (-1, ids[0])
     )
 
 
@@ -237,9 +249,12 @@ class RuleBook:
       name = 'bad_words' if options.bad_words else 'sequence_bias'
       expected = f'at most {_MOST_IN_WORDS} ids, each as long as the longest'
       raise unexpected(name, expected, f'{len(sequences)} of up to {width} ids')
-    forced = options.forced_eos_token_id
-    if forced is not None:
-      self._ids('forced_eos_token_id', [forced])
+    given = {name: getattr(options, name) for name in _FORCED}
+    forced = {
+      _FORCED[name]: self._ids(name, [token])[0]
+      for name, token in given.items()
+      if token is not None
+    }
     row = RowRules(
       self._vocab_size,
       numbers={k: x for k, x in options.rules.items() if k in _NUMBERS},
@@ -248,8 +263,8 @@ class RuleBook:
       begin_suppress=self._ids(
         'begin_suppress_tokens', options.begin_suppress_tokens
       ),
-      forced_end=-1 if forced is None else forced,
       automaton=self._constraint(options, stop_ids),
+      **forced,
     )
     self._check_possible(options, row, stop_ids)
     return row

@@ -7,7 +7,7 @@ verified is the adjusted target. A drafter that follows the rules keeps its
 acceptance; one that does not is still exact.
 
 The order is that of transformers: bias and sequences, repetition, presence and
-frequency, bans, a forced end, and last the automaton.
+frequency, bans, a forced begin and end, and last the automaton.
 """
 
 from typing import Any
@@ -42,6 +42,8 @@ class Rules:
     no_repeat_ngram_size: int32[B]; 0 is off.
     encoder_no_repeat_ngram_size: int32[B], the same with ngrams of `inputs`.
     begin_suppress: int32[B, K], no output begins with these; -1 is padding.
+    forced_begin: int32[B], the first token of an output without a prompt; -1 is
+      any.
     forced_end: int32[B], the last token of an output of full length; -1 is any.
     automaton: int32[B], the state of the `Automata` in which each row begins.
   """
@@ -58,6 +60,7 @@ class Rules:
   no_repeat_ngram_size: Array | None = None
   encoder_no_repeat_ngram_size: Array | None = None
   begin_suppress: Array | None = None
+  forced_begin: Array | None = None
   forced_end: Array | None = None
   automaton: Array | None = None
 
@@ -166,10 +169,12 @@ def adjust(
   for forbidden in _forbidden(rules, prefix):
     nothing = jnp.where(forbidden < 0, size, forbidden)
     logits = logits.at[nothing].set(-jnp.inf, mode='drop')
-  if rules.forced_end is not None:
-    at_end = (length == rules.end - 1) & (rules.forced_end >= 0)
-    is_end = jnp.arange(size) == rules.forced_end
-    logits = jnp.where(at_end, jnp.where(is_end, 0.0, -jnp.inf), logits)
+  end = rules.forced_end, rules.end - 1
+  for forced, only_at in ((rules.forced_begin, 1), end):
+    if forced is not None:
+      is_here = (length == only_at) & (forced >= 0)
+      alone = jnp.where(jnp.arange(size) == forced, 0.0, -jnp.inf)
+      logits = jnp.where(is_here, alone, logits)
   if automata is not None and prefix.state is not None:
     allowed = automata.allowed(prefix.state, size)
     logits = jnp.where(allowed, logits, -jnp.inf)

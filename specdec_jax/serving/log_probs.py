@@ -98,7 +98,7 @@ class Shown:
       engine.params.target,
       [read],
       [targets],
-      languages.before_output(()),
+      self._codec.begin(languages),
       num_top=request.num_top or 0,
       ruled=[rules._replace(before=num_before) for rules in ruled],
     )

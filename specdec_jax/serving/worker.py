@@ -477,7 +477,7 @@ class Worker:
   def _texts_of_all_widths(self) -> list[list[int]]:
     """Makes a text of each width that texts are read in, the widest last."""
     codec, texts = self.engine.codec, {}
-    some_id = codec.tokenizer.vocab_size - 1
+    some_id = codec.tokenizer.inputs.vocab_size - 1
     nothing = codec.input_ids([], next(iter(codec.languages().known), None))
     most = self.engine.config.max_input_len - len(nothing)
     for length in sorted({most, *(1 << n for n in range(most.bit_length()))}):

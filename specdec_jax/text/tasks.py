@@ -220,7 +220,8 @@ class LocalTask:
         for feature in FEATURES:
           example[f'{feature}_pretokenized'] = text = example.pop(feature)
           has_ids = BROKEN not in example and (text or feature == 'inputs')
-          ids = vocabulary.whole(text, lengths.get(feature)) if has_ids else []
+          reader = vocabulary.inputs if feature == 'inputs' else vocabulary
+          ids = reader.whole(text, lengths.get(feature)) if has_ids else []
           example[feature] = np.asarray(ids, np.int32)
         yield example
 

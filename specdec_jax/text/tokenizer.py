@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import pathlib
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +35,11 @@ _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 _BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
 _BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
-# Tokens of languages: NLLB's, such as eng_Latn, and M2M-100's, such as __en__.
-_LANGUAGE = re.compile(r'[a-z]{3}_[A-Z][a-z]{3}|__([a-z]{2,3})__')
+# Tokens of languages: NLLB's, such as eng_Latn, mBART's, such as en_XX, and
+# those of M2M-100 and PLBART, such as __en__.
+_LANGUAGE = re.compile(
+  r'[a-z]{3}_[A-Z][a-z]{3}|([a-z]{2}_[A-Z]{2})|__([a-z]+|en_XX)__'
+)
 
 
 class Vocabulary:
@@ -57,7 +61,10 @@ class Vocabulary:
       one: the end of sequence for BPE, as in GPT-2, or 0, as in models that
       were trained here and in T5X's.
     languages: name -> id of each language's token in the vocabularies of
-      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's.
+      translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's, 'en_XX'
+      in mBART's.
+    language_last: whether the language stands behind a text, and is the first
+      token of an output, in place of a start token, as in mBART-25.
     pieces: id -> its text in the vocabulary's file.
     split_special_tokens: see `Tokenizer`.
     skip_special_tokens: see `Tokenizer`.
@@ -71,9 +78,15 @@ class Vocabulary:
   says_ends: bool = False
   start_id: int = 0
   languages: Mapping[str, int] = types.MappingProxyType({})
+  language_last: bool = False
   pieces: Mapping[int, str] = types.MappingProxyType({})
   split_special_tokens: bool = False
   skip_special_tokens: bool | None = None
+
+  @property
+  def inputs(self) -> 'Vocabulary':
+    """The vocabulary of inputs: this one, or another (Marian's source)."""
+    return self
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -173,9 +186,11 @@ class Tokenizer(Vocabulary):
 
     Args:
       path: a sentencepiece model, also `gs://bucket/file`; a tokenizer.json; or
-        a folder with tokenizer.json, or spiece.model, or vocab.json with
-        sentencepiece.bpe.model (M2M-100) or with merges.txt (GPT-2); the first
-        of these that exists is used.
+        a folder with source.spm, target.spm and vocab.json (Marian, whose
+        outputs have this vocabulary, and inputs `inputs`), with tokenizer.json,
+        spiece.model, sentencepiece.bpe.model (mBART; M2M-100, with vocab.json),
+        or vocab.json with merges.txt (GPT-2, BART); the first of these that
+        exists is used.
       eos_token: the token that ends a sequence; None: the one that the folder
         names.
       split_special_tokens: whether the name of a special token in a text, such
@@ -194,7 +209,16 @@ class Tokenizer(Vocabulary):
     self.path = os.fspath(path)
     self.split_special_tokens = split_special_tokens
     self.skip_special_tokens = skip_special_tokens
-    self._backend, config = vocabulary.open_backend(shipped.find(self.path))
+    found = shipped.find(self.path)
+    self._inputs: Tokenizer | None = None
+    if vocabulary.is_marian(pathlib.Path(found)):
+      source = os.path.join(found, vocabulary.SOURCE)
+      self._inputs = Tokenizer(
+        source,
+        split_special_tokens=split_special_tokens,
+        skip_special_tokens=skip_special_tokens,
+      )
+    self._backend, config = vocabulary.open_backend(found)
     backend = self._backend
     ids = {piece: i for i, piece in backend.pieces.items()}
     self.eos_id = eos_id = self._end(ids, config, eos_token)
@@ -219,11 +243,15 @@ class Tokenizer(Vocabulary):
           'Train it with pad_id=0, eos_id=1, unk_id=2.',
         )
     self.languages = {
-      match[1] or match[0]: i
+      match[2] or match[0]: i
       for i in sorted(self._special)
       if (match := _LANGUAGE.fullmatch(backend.pieces[i]))
     }
     languages = {*self.languages.values()}
+    behind = map(backend.pieces.get, languages.intersection(backend.after))
+    matches = filter(None, map(_LANGUAGE.fullmatch, filter(None, behind)))
+    # In old folders of NLLB-200 it does, other than the network was trained.
+    self.language_last = any(match.lastindex for match in matches)
     self.says_ends = isinstance(backend, JsonBackend)
     after = backend.after if self.says_ends else [eos_id]
     self.before = [i for i in backend.before if i not in languages]
@@ -231,6 +259,10 @@ class Tokenizer(Vocabulary):
     self.bos_id = self.before[0] if self.before else None
     self.start_id = eos_id if backend.is_bpe else PAD_ID
     self._set_sizes()
+
+  @property
+  def inputs(self) -> 'Tokenizer':
+    return self._inputs or self
 
   def _end(
     self, ids: dict[str, int], config: dict[str, Any], eos_token: str | None
@@ -240,7 +272,7 @@ class Tokenizer(Vocabulary):
       where = f'eos_token for {self.path!r}'
       raise unexpected(where, 'a token of this vocabulary', eos_token)
     eos_token = eos_token or vocabulary.content(config.get('eos_token'))
-    candidates = [ids.get(eos_token), *self._backend.after[-1:]]
+    candidates = [ids.get(eos_token), *self._backend.after[:1]]
     for token in candidates + [ids.get(name) for name in _ENDS]:
       if token is not None:
         return token
@@ -319,6 +351,10 @@ class Tokenizer(Vocabulary):
       skip_special_tokens: as for `__init__`; None changes nothing.
     """
     result, backend = copy.copy(self), self._backend
+    if self._inputs:
+      result._inputs = self._inputs.for_network(
+        size, split_special_tokens, skip_special_tokens
+      )
     if split_special_tokens is not None:
       result.split_special_tokens = split_special_tokens
     if skip_special_tokens is not None:

@@ -22,8 +22,11 @@ MOST_BYTES = 256 << 20
 SENTENCEPIECE = 'spiece.model'  # the vocabulary of T5
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
-# M2M-100's pieces, whose ids are in vocab.json.
+# The pieces of M2M-100 and mBART.
 PIECES = 'sentencepiece.bpe.model'
+# Marian's two models; the numbers of its outputs' pieces, if they are others.
+SOURCE, TARGET = 'source.spm', 'target.spm'
+TARGET_VOCAB = 'target_vocab.json'
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
 _NAMES = 'special_tokens_map.json'  # transformers 4 wrote this file
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
@@ -42,7 +45,10 @@ _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
-_M2M = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
+_FAIRSEQ = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
+_MASK = '<mask>'
+_CODE = re.compile('>>.*?<<', re.DOTALL)  # Marian's language of the output
+_MOVED = 103  # Pegasus' ids before those of pieces
 
 
 def added_token(content: str, **fields: bool) -> Any:
@@ -65,8 +71,8 @@ def splitter(tokens: Iterable[Any]) -> Any:
 
 def is_vocabulary(folder: pathlib.Path) -> bool:
   """Whether a folder holds the files of a vocabulary."""
-  kinds = ((TOKENIZER,), (SENTENCEPIECE,), (PIECES,), (VOCAB, MERGES))
-  paths = [[folder / file for file in kind] for kind in kinds]
+  kinds = TOKENIZER, SENTENCEPIECE, PIECES, f'{VOCAB} {MERGES}', SOURCE, TARGET
+  paths = [[folder / file for file in kind.split()] for kind in kinds]
   return any(all(map(os.path.lexists, kind)) for kind in paths)
 
 
@@ -299,10 +305,16 @@ def _of_vocab(
     content(config.get(name)) if config.get(f'add_{name}') else ''
     for name in ('bos_token', 'eos_token')
   ]
-  # CodeT5's tokenizer is of this kind.
-  if kind.startswith('Roberta') or config.get('cls_token'):
-    names = (('cls_token', _BOS), ('sep_token', _EOS))
-    ends = [content(config.get(name)) or default for name, default in names]
+  # CodeT5's and BART's tokenizers are of this kind.
+  is_bart = processor.token_to_id(_MASK) is not None
+  if is_bart:
+    names = [*map(added_token, _FAIRSEQ), added_token(_MASK, lstrip=True)]
+    processor.add_special_tokens(names)
+  if is_bart or kind.startswith('Roberta') or config.get('cls_token'):
+    ends = [
+      content(config.get(name)) or default
+      for name, default in (('cls_token', _BOS), ('sep_token', _EOS))
+    ]
   elif processor.token_to_id(END) is not None and not config.get('eos_token'):
     processor.add_special_tokens([END])
   first, last = ends
@@ -342,8 +354,10 @@ class PiecesBackend:
     eos_id: the end of sequence.
     sentinels: in T5's vocabulary 100 ids after the pieces, as in seqio and in
       transformers.
+    has_codes: whether a text may begin with a code such as `>>fra<<`.
   """
 
+  has_codes = False
   before: list[int] = []
   is_bpe = is_byte_level = False
 
@@ -371,7 +385,8 @@ class PiecesBackend:
     control.append(model.unk_id())
     self.unk_id, self.eos_id = model.unk_id(), model.eos_id()
     if numbers is not None:
-      ids_of, control = numbers, [numbers[name] for name in _M2M]
+      ids_of = numbers
+      control = [numbers[name] for name in _FAIRSEQ if name in numbers]
       self.unk_id, self.eos_id = numbers[_UNK], numbers[_EOS]
     self.after = [self.eos_id]
     self.size, self._numbers = len(ids_of), numbers
@@ -449,7 +464,9 @@ class PiecesBackend:
   def _encode(self, text: str) -> list[int]:
     if self._numbers is None:
       return self._processor.encode(text)
-    pieces = self._processor.encode(text, out_type=str)
+    code = _CODE.match(text) if self.has_codes else None
+    codes, text = ([code[0]], text[code.end() :]) if code else ([], text)
+    pieces = codes + self._processor.encode(text, out_type=str)
     return [self._numbers.get(piece, self.unk_id) for piece in pieces]
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -482,30 +499,78 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
     raise ValueError(f'{os.fspath(path)!r}: {problem}. {_COPY}') from error
 
 
-def _m2m_backend(folder: pathlib.Path, config: dict[str, Any]) -> PiecesBackend:
-  """Opens M2M-100's vocabulary, a sentencepiece model with other ids.
+def _numbered(
+  place: pathlib.Path, config: dict[str, Any], kind: str
+) -> PiecesBackend:
+  """Opens a sentencepiece model whose pieces have other ids than in the model.
 
-  vocab.json has the ids of its pieces. The languages' tokens follow them, in an
+  They follow from vocab.json (M2M-100, Marian), or from the special tokens that
+  come first (mBART, Pegasus). Tokens of languages follow the pieces, in an
   order that no file of the folder has.
   """
-  path = folder / VOCAB
-  numbers = _object_of(path)
-  # If pieces were missing, the languages after them would get wrong ids.
-  is_whole = {*map(repr, numbers.values())} == {*map(repr, range(len(numbers)))}
-  if not is_whole or not {*_M2M} <= numbers.keys():
-    expected = f'pieces of M2M-100 with {[*_M2M]}, numbered from 0'
-    raise unexpected(repr(os.fspath(path)), expected, numbers, _COPY)
-  from specdec_jax.checkpoints.families import WORDS  # this module imports JAX
+  folder, family, codes = (
+    place.parent,
+    '',
+    content(config.get('language_codes')),
+  )
+  if place.name in (SOURCE, TARGET):
+    is_own = place.name == TARGET and config.get('separate_vocabs')
+    numbers = _numbers_of(folder / (TARGET_VOCAB if is_own else VOCAB), ())
+  elif place.name == PIECES and os.path.lexists(folder / VOCAB):
+    numbers = _numbers_of(folder / VOCAB, _FAIRSEQ)
+    family, codes = 'm2m100', codes or 'm2m100'
+  else:
+    first, skipped = [*_FAIRSEQ], 3
+    if 'plbart' in kind:
+      family, codes = 'plbart', codes or 'base'
+    elif place.name == PIECES:
+      is_50 = 'mbart50' in kind or 'af_ZA' in named_tokens(config)
+      family, codes = 'mbart', 'mbart50' if is_50 else 'mbart'
+    else:
+      unused = (f'<unk_{i}>' for i in range(2, config.get('offset', _MOVED)))
+      first, skipped = [_PAD, _EOS, '<mask_1>', '<mask_2>', *unused], 2
+    model = _sentencepiece(place)
+    pieces = map(model.id_to_piece, range(skipped, model.vocab_size()))
+    numbers = {name: i for i, name in enumerate([*first, *pieces])}
+  added = {}
+  if family:
+    from specdec_jax.checkpoints.families import WORDS  # brings JAX
 
-  codes = content(config.get('language_codes')) or 'm2m100'
-  languages = WORDS['languages']
-  if codes not in languages:
-    where = f'{os.fspath(folder)!r}: language_codes'
-    raise unexpected(where, f'one of {sorted(languages)}', codes)
-  names = [f'__{name}__' for name in languages[codes].split()]
-  added = {len(numbers) + i: added_token(name) for i, name in enumerate(names)}
+    known = WORDS['languages'][family]
+    if codes not in known:
+      where = f'{os.fspath(folder)!r}: language_codes'
+      raise unexpected(where, f'one of {sorted(known)}', codes)
+    named = '{}' if family == 'mbart' else '__{}__'
+    names = [*map(named.format, known[codes].split())]
+    added = {len(numbers) + i: added_token(x) for i, x in enumerate(names)}
+    if family == 'mbart':
+      added[len(numbers) + len(names)] = added_token(_MASK, lstrip=True)
   added |= added_tokens(folder, config)
-  return PiecesBackend(folder / PIECES, config, added, numbers)
+  if place.name == SENTENCEPIECE:
+    added |= {i: added_token(name) for i, name in enumerate(first)}
+  backend = PiecesBackend(place, config, added, numbers)
+  backend.has_codes = place.name in (SOURCE, TARGET)
+  if family == 'plbart' or codes == 'mbart':
+    backend.after = [backend.eos_id, len(numbers)]  # any language
+  return backend
+
+
+def _numbers_of(path: pathlib.Path, special: Iterable[str]) -> dict[str, int]:
+  """Reads a file that numbers pieces, with the special ones that it must have.
+
+  If pieces were missing, the languages after them would get wrong ids.
+  """
+  numbers = _object_of(path)
+  is_whole = {*map(repr, numbers.values())} == {*map(repr, range(len(numbers)))}
+  if not is_whole or not {_EOS, _UNK, *special} <= numbers.keys():
+    expected = f'pieces with {[*special] or [_EOS, _UNK]}, numbered from 0'
+    raise unexpected(repr(os.fspath(path)), expected, numbers, _COPY)
+  return numbers
+
+
+def is_marian(folder: pathlib.Path) -> bool:
+  """Whether a folder has a Marian's vocabularies, or a part of them."""
+  return any(os.path.lexists(folder / name) for name in (SOURCE, TARGET))
 
 
 def open_backend(
@@ -518,23 +583,32 @@ def open_backend(
   if is_folder:
     names = (TOKENIZER, SENTENCEPIECE, PIECES, VOCAB)
     places = [folder / x for x in names if os.path.lexists(folder / x)]
+    if is_marian(folder):
+      places = [folder / TARGET]
     if not places:
       expected = f'{TOKENIZER}, {SENTENCEPIECE} or {VOCAB} in it'
       raise unexpected(f'vocabulary {path!r}', expected, 'a folder without')
     place = places[0]
-  elif place.name not in (TOKENIZER, SENTENCEPIECE) or not any(
-    os.path.lexists(folder / name) for name in (SETTINGS, ADDED)
+  elif place.name not in (TOKENIZER, SENTENCEPIECE, SOURCE) or not any(
+    os.path.lexists(folder / name) for name in (SETTINGS, ADDED, VOCAB)
   ):
     is_json = place.suffix == '.json' and not is_remote
     return JsonBackend(place, {}, {}) if is_json else PiecesBackend(path), {}
   config = settings(folder)
-  if place.name == PIECES:
-    return _m2m_backend(folder, config), config
+  described = _object_of(folder / 'config.json')
+  kind = ' '.join(
+    content(x)
+    for x in (config.get('tokenizer_class'), described.get('model_type'))
+  ).lower()
+  is_moved = 'pegasus' in kind
+  models = (PIECES, SOURCE, TARGET, *[SENTENCEPIECE] * is_moved)
+  if place.name in models:
+    return _numbered(place, config, kind), config
   added = added_tokens(folder, config)
   if place.name == SENTENCEPIECE:
     return PiecesBackend(place, config, added), config
   backend = JsonBackend(place, config, added)
-  if is_folder and place.name == TOKENIZER:
+  if is_folder and place.name == TOKENIZER and not is_moved:
     _check_same(folder, backend)
   return backend, config
 

@@ -49,7 +49,7 @@ class Batch(NamedTuple):
   """Padded rows in N parts; a row without tokens has no weight.
 
   Attributes:
-    inputs: int32[N, B, L], source ids, end of sequence, `PAD_ID`.
+    inputs: int32[N, B, L], source ids, end of sequence, padding.
     targets: int32[N, B, S], target ids, end of sequence, `NO_TOKEN`.
     features: the target's, see `losses.Distillation.features`; None lets the
       objective compute them.
@@ -139,18 +139,19 @@ class PackedBatches:
 
   regroups = True
 
-  def __init__(self, pairs: Pairs, config: PackingConfig):
+  def __init__(self, pairs: Pairs, config: PackingConfig, pad_id: int = PAD_ID):
     """Drops the pairs that are empty or do not fit the longest bucket.
 
     Args:
       pairs: the data.
       config: the settings.
+      pad_id: the padding of inputs.
 
     Raises:
       ValueError: no pair is left.
     """
     self._pairs = pairs
-    self._config = config
+    self._config, self._pad_id = config, pad_id
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
     # An end-of-sequence id follows the last pair.
@@ -270,7 +271,7 @@ class PackedBatches:
     shapes = self._shapes(length)[:2]
     batch = [
       np.full((math.prod(shape[:2]), shape[2]), padding, np.int32)
-      for shape, padding in zip(shapes, (PAD_ID, NO_TOKEN), strict=True)
+      for shape, padding in zip(shapes, (self._pad_id, NO_TOKEN), strict=True)
     ]
     for row, example in enumerate(examples):
       for side, ids in zip(batch, self._joined(plan, example), strict=True):

@@ -22,7 +22,7 @@ from specdec_jax.files.run_log import RunLog
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import Request, example_keys, new_request
-from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
+from specdec_jax.text.tokenizer import EOS_ID
 from specdec_jax.training.data import Pairs, digest
 from specdec_jax.types import Amount, Count, FinishReason, Positive
 
@@ -98,7 +98,7 @@ def decode(
     itself.
   """
   batch = config.batch_size
-  inputs = np.full((batch, width), PAD_ID, np.int32)
+  inputs = np.full((batch, width), model.pad_id, np.int32)
   max_length = np.zeros(batch, np.int32)
   for row, source in enumerate(sources):
     inputs[row, : len(source)] = source
@@ -116,6 +116,7 @@ def decode(
     max_length=max_length,
     with_log_probs=False,
     prompt=np.full((batch, 1), first, np.int32),
+    pad_id=model.pad_id,
   )
   enough = len(sources) - int(_MOST_UNFINISHED * len(sources))
   done = jax.device_get(_decode(model, params, request, np.int32(enough)))

@@ -1,4 +1,4 @@
-"""Makes a drafter for a user's T5 from texts alone: `specdec distil`.
+"""Makes a drafter for an encoder-decoder from texts: `specdec distil`.
 
 The target decodes the texts. Some layers of its decoder become a drafter, which
 reads the target's encoder (see `decoder_layers`) and learns from the outputs.
@@ -23,6 +23,7 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
+from specdec_jax.checkpoints.config_json import T5_IDS, SpecialIds
 from specdec_jax.checkpoints.safetensors_files import import_safetensors
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
@@ -32,6 +33,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN
+from specdec_jax.models.bart import Bart
 from specdec_jax.models.base import Params
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
@@ -70,8 +72,8 @@ class DistilConfig:
   """The settings of `distil`.
 
   Attributes:
-    target: a T5 with an encoder and its vocabulary, as `specdec_jax.load`
-      gives it.
+    target: a T5, BART, Pegasus or Marian with an encoder and its vocabulary, as
+      `specdec_jax.load` gives it.
     texts: file of inputs as the target gets them, prefix included, one a line.
     output_dir: folder of the drafter; made if needed.
     num_layers: number of the target's decoder layers that the drafter takes.
@@ -131,10 +133,15 @@ def distil(
   console = console or terminal()
   draft = draft_network(config)
   tokenizer = own_vocabulary(config.target)
+  if tokenizer.languages:
+    expected = 'a model without tokens of languages, which training lacks'
+    raise unexpected('target', expected, config.target.name)
   import_safetensors()
   _check_folder(config.output_dir)
   learned, held_out = _texts(config, tokenizer)
-  ids = {text: tokenizer.whole(text)[:-1] for text in (*learned, *held_out)}
+  ids = {
+    text: tokenizer.inputs.whole(text)[:-1] for text in (*learned, *held_out)
+  }
   sizes = [1 + len(row) for row in ids.values()]
   say(
     console,
@@ -181,26 +188,27 @@ def _end_of(minutes: float) -> float:
   return time.monotonic() - _STARTED_S + (60 * minutes or math.inf)
 
 
-def draft_network(config: DistilConfig) -> T5:
+def draft_network(config: DistilConfig) -> T5 | Bart:
   """Returns the drafter's network.
 
   Raises:
-    ValueError: the target is no T5 with an encoder that was loaded from a
-      checkpoint, or has fewer layers than the drafter should have.
+    ValueError: the target is no T5, BART, Pegasus or Marian with an encoder
+      that was loaded from a checkpoint, or has fewer layers than the drafter
+      should have.
   """
   target = config.target
   network: Any = target.network
   # The training reads the target again, by this name.
-  is_whole = isinstance(network, T5) and not network.reads_encoder
+  is_whole = isinstance(network, T5 | Bart) and not network.reads_encoder
   if not (is_whole and target.name):
-    expected = 'a T5 with an encoder, loaded from a checkpoint'
+    expected = 'a T5, BART, Pegasus or Marian with an encoder, in a checkpoint'
     advice = 'For a decoder-only target see gin/runs/train_lm.gin.'
     raise unexpected('target', expected, target, advice)
   num_layers = network.config.num_decoder_layers
   if config.num_layers > num_layers:
     expected = f'at most {num_layers}, the layers of the target'
     raise unexpected('num_layers', expected, config.num_layers)
-  return T5(
+  return type(network)(
     dataclasses.replace(
       network.config,
       num_encoder_layers=0,
@@ -211,13 +219,13 @@ def draft_network(config: DistilConfig) -> T5:
 
 
 def decoder_layers(params: Params, num_layers: int) -> Params:
-  """Takes a T5's parameters without its encoder, and with few decoder layers.
+  """Takes parameters without the encoder, and with few decoder layers.
 
   A drafter that begins with these parameters only has to learn to work with
   fewer layers.
 
   Args:
-    params: the T5's parameters.
+    params: the target's parameters.
     num_layers: number of decoder layers to take, evenly spaced.
   """
   decoder = params['decoder']
@@ -246,7 +254,9 @@ def _texts(
 ) -> tuple[list[str], list[str]]:
   """Returns the texts to learn from, and those to hold out."""
   prompts = read_prompts(
-    config.texts, lambda text: len(tokenizer.whole(text)), config.max_input_len
+    config.texts,
+    lambda text: len(tokenizer.inputs.whole(text)),
+    config.max_input_len,
   )
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
@@ -259,7 +269,7 @@ def _texts(
 
 
 def _train_run(
-  config: DistilConfig, draft: T5, tokenizer: Vocabulary, longest: int
+  config: DistilConfig, draft: T5 | Bart, tokenizer: Vocabulary, longest: int
 ) -> TrainRun:
   longest = max(longest, config.max_decode_len)
   # Powers of two from 16 on, because each length compiles a program.
@@ -301,13 +311,14 @@ def _num_steps(training: str) -> int:
   return max((int(name) for name in names if name.isdigit()), default=0)
 
 
-def _export(config: DistilConfig, draft: T5, training: str) -> None:
+def _export(config: DistilConfig, draft: T5 | Bart, training: str) -> None:
   """Writes the drafter's sizes, parameters, target and shortlist."""
   path = os.path.join(training, training_run.MODEL_FILE)
   draft_model = loading.load(path, draft)
   params, about = draft_model.read(), {'target': draft_model.made_for}
-  folder = config.output_dir
-  huggingface.save_huggingface(folder, draft.config, params, about=about)
+  folder, ends = config.output_dir, config.target.stop_ids or T5_IDS.eos
+  ids = SpecialIds(draft.start_id, ends, draft.pad_id)
+  huggingface.save_huggingface(folder, draft.config, params, ids, about)
   if (table := _shortlist(config)) is not None:
     table.save(os.path.join(folder, loading.SHORTLIST))
 
@@ -375,7 +386,7 @@ class _Measured:
       max_decode_len=self._config.max_decode_len,
     )
 
-  def time_calls(self, draft: T5, params: Params) -> None:
+  def time_calls(self, draft: T5 | Bart, params: Params) -> None:
     """Times calls with a drafter of the same shape that has not learned."""
     begin = time.monotonic()
     if self._left < 0.4 * self._seconds:

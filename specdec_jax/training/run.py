@@ -156,10 +156,6 @@ class TrainRun:
   def _check_networks(self) -> None:
     model: Any = self.model
     target = self.target
-    for name, network in (('model', model), ('target', target)):
-      if isinstance(network, LanguageModel) and network.pad_id != PAD_ID:
-        expected = f'a network that pads with id {PAD_ID}, as batches do'
-        raise unexpected(f'TrainRun: {name}', expected, network.pad_id)
     if isinstance(model, Heads):
       if target is None:
         expected = 'FromTarget with a T5 or GPT, whose features heads read'
@@ -242,10 +238,13 @@ def train(
     packing=dataclasses.asdict(packing),
     train_data=digest(pairs),
   )
-  batches = PackedBatches(pairs, packing)
+  pad_id = run.network.pad_id
+  batches = PackedBatches(pairs, packing, pad_id=pad_id)
   stores = _stores_features(objective, batches)
   batches.regroups = not stores
-  valid = None if held_out is None else PackedBatches(held_out, packing)
+  valid = None
+  if held_out is not None:
+    valid = PackedBatches(held_out, packing, pad_id=pad_id)
   log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'

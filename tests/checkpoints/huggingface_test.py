@@ -45,8 +45,17 @@ decoder/decoder_norm/scale ln_f x*M**.5
 """,
   'm2m_100': """
 encoder/layers_1/attention/query/kernel \
-  model.encoder.layers.1.self_attn.q_proj x.T/D**.5
-decoder/layers_0/mlp/wi/kernel model.decoder.layers.0.fc1 T
+  encoder.layers.1.self_attn.q_proj x.T/D**.5
+decoder/layers_0/mlp/wi/kernel decoder.layers.0.fc1 T
+""",
+  'bart': """
+token_embedder/embedding decoder.embed_tokens =
+encoder/position_embedder/embedding encoder.embed_positions =
+decoder/layers_1/post_mlp_layer_norm/scale decoder.layers.1.final_layer_norm =
+""",
+  'marian': """
+token_embedder/embedding decoder.embed_tokens =
+encoder/token_embedder/embedding encoder.embed_tokens =
 """,
   'qwen3': """
 decoder/layers_2/pre_mlp_layer_norm/scale layers.2.post_attention_layernorm =
@@ -262,13 +271,20 @@ _SCALED = {'rope_scaling': LLAMA_3_1 | {'partial_rotary_factor': 0.5}}
 # Folder, what is changed in config.json, and what the message names if it is
 # not that field.
 CONFIGS_REFUSED = [
-  ('t5', {'model_type': 'bart'}),
+  ('t5', {'model_type': 'led'}),
+  ('t5', {'model_type': 'bigbird_pegasus'}),
+  ('t5', {'model_type': 'prophetnet'}),
+  ('t5', {'model_type': 'fsmt'}),
+  ('t5', {'model_type': 'blenderbot'}),
   ('t5', {'layer_norm_epsilon': 1e-5}),
   ('t5', {'feed_forward_proj': 'gated-gleu'}, 'gleu.* known: gated-gelu'),
   ('gpt2', {'n_embd': 25}, 'n_embd: .* n_head = 3, got 25'),
-  ('gpt2', {'activation_function': 'gelu'}),
+  ('gpt2', {'activation_function': 'gelu_fast'}),
   ('m2m_100', {'decoder_ffn_dim': 7}, 'decoder_ffn_dim: expected 40.* got 7'),
   ('m2m_100', {'tie_word_embeddings': False}),
+  ('bart', {'decoder_attention_heads': 4}, 'heads: expected 3.* got 4'),
+  ('bart', {'max_position_embeddings': None}, 'max_position_embeddings'),
+  ('marian', {'decoder_vocab_size': 0}, 'decoder_vocab_size'),
   ('llama', {'num_attention_heads': 5}, 'num_heads'),
   ('llama', {'rope_scaling': {'type': 'yarn'}}, 'rope_type'),
   ('llama', {'rope_scaling': {'type': 'linear'}}, "'linear'.* factor"),

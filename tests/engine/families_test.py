@@ -17,7 +17,7 @@ from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.tree_shape import branching
-from toy_families import DECODERS, GEMMA3, GPT2, NLLB, ONE, SUPPORT
+from toy_families import BARTS, DECODERS, GEMMA3, GPT2, ONE, SUPPORT
 from toy_pools import Pooled
 
 # A layer of each kind is enough, `models/conformance_test` has more.
@@ -30,7 +30,17 @@ FAMILIES = toy_families.ALL | {
   'Gemma 3': dataclasses.replace(GEMMA3, **_KINDS),
   'GPT-2': dataclasses.replace(GPT2, num_positions=128),
   # The vocabulary's padding; its end begins an output.
-  'NLLB': dataclasses.replace(NLLB, num_decoder_layers=2, pad_id=0, start_id=1),
+  **{
+    name: dataclasses.replace(
+      config,
+      num_encoder_layers=2,
+      num_decoder_layers=2,
+      encoder_vocab_size=VOCAB_SIZE * bool(config.encoder_vocab_size),
+      pad_id=0,
+      start_id=1,
+    )
+    for name, config in BARTS.items()
+  },
   'T5Gemma': dataclasses.replace(
     ONE, decoder=dataclasses.replace(ONE.decoder, **_KINDS)
   ),
@@ -41,7 +51,12 @@ LENGTH = 20  # more than twice Gemma's window
 BOS = 2
 # A target's parameters are multiplied by the first number, and a drafter's are
 # the target's by the second and others by the rest: it is to agree, not always.
-_SCALES = {'T5Gemma': (0.75, 0.93), 'T5Gemma 2': (0.75, 0.93)}
+_SCALES = {
+  'BART': (0.3, 0.9),
+  'Marian': (0.3, 0.9),
+  'T5Gemma': (0.75, 0.93),
+  'T5Gemma 2': (0.75, 0.93),
+}
 
 
 def make(name, seed=0):

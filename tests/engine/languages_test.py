@@ -11,9 +11,10 @@ import toy_models
 from folders import LANGUAGES, write_nllb
 from specdec_jax import training
 from specdec_jax.engine.engine import Engine
-from specdec_jax.models.m2m100 import M2M100
+from specdec_jax.models.bart import M2M100
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.training.data import PackedBatches, PackingConfig
 from toy_families import NLLB as SMALL
 from toy_families import logits_of, make
 
@@ -176,7 +177,13 @@ def test_a_drafter_with_other_padding_is_refused(models):
     Engine(target, other)
 
 
-def test_training_pads_otherwise(tmp_path):
+def test_training_pads_with_the_networks_own_id(tmp_path):
+  """Id 0 is a token there: inputs that are padded with it would be others."""
+  pairs, pad_id = [([5, 6, 7], [8]), ([5], [8, 9])], SMALL.pad_id
+  packing = PackingConfig(weights=(1.0,), buckets=(8,), eos_id=2)
+  [batch] = PackedBatches(pairs, packing, pad_id=pad_id).epoch()
+  rows = batch.inputs.reshape(-1, 8).tolist()
+  assert [5, 6, 7, 2] + [pad_id] * 4 in rows and [5, 2] + [pad_id] * 6 in rows
   inputs = dict(train_file='demo/input.txt', vocab_path='demo/vocab.model')
-  with pytest.raises(ValueError, match='model: .*pads with id 0.* got 1'):
-    training.TrainRun(make(SMALL)[0], str(tmp_path), **inputs)
+  run = training.TrainRun(make(SMALL)[0], str(tmp_path), **inputs)
+  assert run.network.pad_id == pad_id

@@ -318,7 +318,8 @@ SETTINGS = [
   # Nothing is sampled or searched for, and these decide nothing.
   ({'num_beams': 1, 'do_sample': False, 'temperature': 0.6}, '', ''),
   ({'do_sample': True, 'temperature': 0.6}, 'temperature', ''),
-  ({'num_beams': 4, 'early_stopping': True}, 'num_beams', 'early_stopping'),
+  ({'num_beams': 4, 'num_beam_groups': 2}, 'num_beams', 'num_beam_groups'),
+  ({'num_beams': 4, 'early_stopping': True}, 'early_stopping, num_beams', ''),
   ({'max_new_tokens': 9, 'min_length': 5}, 'max_length, min_length', ''),
 ]
 

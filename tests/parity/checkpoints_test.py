@@ -37,6 +37,18 @@ SLOW = {
 }
 
 
+# They say few tokens over and over.
+REPEATS = {'M2M-100, not scaled', 'Marian', 'Marian, own vocabularies'}
+SLOW |= {
+  'BART, untied',
+  'mBART',
+  'PLBART',
+  'Pegasus, untied',
+  'Marian',
+  'Marian, untied',
+}
+
+
 @pytest.mark.parametrize(
   'name',
   [
@@ -53,7 +65,7 @@ def test_what_transformers_saves_is_read(name):
   theirs = parity.their_greedy(model, rows, network)
   assert parity.greedy(network, placed, rows) == theirs
   assert parity.greedy(network, placed, rows[2:3]) == theirs[2:3]
-  if name != 'M2M-100, not scaled':  # which repeats one token
+  if name not in REPEATS:
     parity.check_rows(theirs)
 
 

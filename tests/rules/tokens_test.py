@@ -58,6 +58,7 @@ RULES = {
   'no ngram of the input': {'numbers': {'encoder_no_repeat_ngram_size': 2}},
   'begin': {'begin_suppress': [2, STOP]},
   'end': {'forced_end': 4},
+  'forced begin': {'forced_begin': 3},
   'choices': {'automaton': constraints.of_choices(CHOICES, [STOP], VOCAB)},
   **{
     name: {
@@ -129,6 +130,8 @@ def adjusted(name, prefix, logits) -> np.ndarray:
         logits[last] = -INF
   if not prefix:
     logits[rules.get('begin_suppress', [])] = -INF
+    if 'forced_begin' in rules:
+      logits = np.where(np.arange(VOCAB) == rules['forced_begin'], 0.0, -INF)
   if 'forced_end' in rules and len(prefix) == LENGTH - 1:
     logits = np.where(np.arange(VOCAB) == rules['forced_end'], 0.0, -INF)
   if 'automaton' in rules:

@@ -35,6 +35,8 @@ from specdec_jax.cli import commands, gin_flags
 DOCUMENTS = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
 REFERENCE = ROOT / 'docs' / 'api' / 'README.md'
 FILES = sorted((ROOT / 'examples').glob('*.py'))
+# Examples that need more than the extras of the tests.
+MORE = ('ray_data', 'parameters_of_your_own')
 QUICK_FILES = (
   *('constrain_an_output', 'table_1', 'translate_a_document'),
   'write_a_drafter',
@@ -181,13 +183,21 @@ def test_a_block_runs(block, place):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'path',
-  [path for path in FILES if path.stem != 'ray_data'],
+  [path for path in FILES if path.stem not in MORE],
   ids=lambda path: (
     f'{"quick" if path.stem in QUICK_FILES else "minutes"}, {path.stem}'
   ),
 )
 def test_a_file_of_examples_runs(path, place):
   assert run([sys.executable, '-W', 'error', f'examples/{path.name}'], place)
+
+
+@pytest.mark.slow
+def test_parameters_of_a_stranger(place):
+  pytest.importorskip('annalog', reason='needs pip install annalog')
+  pytest.importorskip('torch', reason='needs pip install torch')
+  argv = [sys.executable, 'examples/parameters_of_your_own.py']
+  assert run(argv, place) == 'CC(=O)Oc1ccccc1C(=O)O\n'
 
 
 @pytest.mark.slow
@@ -216,7 +226,7 @@ def test_a_file_goes_through_two_engines_of_ray_and_goes_on(place):
 def test_files_of_examples_are_short_and_listed():
   listed = (ROOT / 'docs' / 'examples.md').read_text()
   names = re.findall(r'\(\.\./examples/(\w+\.py)\)', listed)
-  assert sorted(names) == [path.name for path in FILES] and len(FILES) <= 9
+  assert sorted(names) == [path.name for path in FILES] and len(FILES) <= 10
   for path in FILES:
     assert len(path.read_text().splitlines()) <= 60, path
 

@@ -20,9 +20,9 @@ from specdec_jax.engine.loading import load
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.measure.calls import make_request
 from specdec_jax.models import backend, families
+from specdec_jax.models.bart import M2M100Config
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.gpt import GPTConfig
-from specdec_jax.models.m2m100 import M2M100Config
 from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig

@@ -32,6 +32,15 @@ T5_10 = dataclasses.replace(
 UMT5 = dataclasses.replace(T5, bias_per_layer=True)
 GPT2 = dataclasses.replace(toy_families.GPT2, dropout_rate=0.1)
 NLLB = dataclasses.replace(toy_families.NLLB, head_dim=8)
+BART, MBART, PEGASUS, MARIAN = (
+  dataclasses.replace(config, head_dim=8)
+  for config in (
+    toy_families.BART,
+    toy_families.MBART,
+    toy_families.PEGASUS,
+    toy_families.MARIAN,
+  )
+)
 LLAMA, QWEN2, QWEN3 = toy_families.LLAMA, toy_families.QWEN2, toy_families.QWEN3
 GEMMA2, GEMMA3 = toy_families.GEMMA2, toy_families.GEMMA3
 T5GEMMA, T5GEMMA2 = toy_families.ONE, toy_families.TWO
@@ -49,6 +58,11 @@ FOLDERS = {
     'umt5': UMT5,
     'gpt2': GPT2,
     'm2m_100': NLLB,
+    'bart': BART,
+    'plbart': BART,
+    'mbart': MBART,
+    'pegasus': PEGASUS,
+    'marian': MARIAN,
     'llama': LLAMA,
     'qwen2': QWEN2,
     'qwen3': QWEN3,
@@ -63,6 +77,8 @@ LLAMA_3_1 = _CONFIGS['llama']['rope_scaling']
 # What stands before all names in a file, the output layer's excepted.
 PREFIXES = {
   'gpt2': 'transformer.',
+  **dict.fromkeys(('m2m_100', 'bart', 'plbart', 'mbart'), 'model.'),
+  **dict.fromkeys(('pegasus', 'marian'), 'model.'),
   'gemma3': 'language_model.model.',
   **dict.fromkeys(('llama', 'qwen2', 'qwen3', 'gemma2'), 'model.'),
   **dict.fromkeys(('gemma3_text', 't5gemma', 't5gemma2'), 'model.'),
@@ -87,7 +103,8 @@ def arrays_of(name, config=None, dtype=np.float32):
   described, own = FOLDERS[name]
   family = families.FAMILIES[described['model_type']]
   for row in families.table(family, config or own).values():
-    prefix = '' if row.name.startswith('lm_head') else PREFIXES.get(name, '')
+    has_none = row.name.startswith(('lm_head', 'final_logits'))
+    prefix = '' if has_none else PREFIXES.get(name, '')
     values = rng.standard_normal(row.stored_shape).astype(dtype)
     arrays[prefix + row.name] = values
   return arrays | {name: np.ones(3) for name in IMAGES.get(name, ())}

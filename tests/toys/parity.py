@@ -41,6 +41,7 @@ BUDGET = 40  # tokens a row; more than windows
 LENGTHS = (7, 2, 30, 3, 12)  # of the rows, their ends included
 LANGUAGE = 90  # what outputs of M2M-100 begin with
 
+_BARTS = ('Bart', 'MBart', 'PLBart', 'Pegasus', 'Marian', 'M2M100')
 MODELS = families.read_tables(
   pathlib.Path(__file__).with_name('parity_models.toml')
 )
@@ -59,8 +60,9 @@ def their_model(name: str) -> Any:
   described = getattr(transformers, f'{family}{text}Config')(**settings)
   kinds = {'GPT2': 'LMHeadModel', 'T': 'ForConditionalGeneration'}
   kind = kinds.get(family, 'ForCausalLM')
-  if 'T5' in family or family == 'M2M100':
-    kind = kinds['T']
+  is_bart = family in _BARTS
+  if 'T5' in family or is_bart:
+    kind = 'MTModel' if family == 'Marian' else kinds['T']
   torch.manual_seed(0)
   # Others than the eager attention leave out what they do not have.
   model = getattr(transformers, family + kind)._from_config(
@@ -72,19 +74,32 @@ def their_model(name: str) -> Any:
     shape = model.shared.weight.shape
     model.lm_head.weight = torch.nn.Parameter(torch.randn(shape))
   # Or each token's own embedding, which is the head, would choose it again.
-  small = {'M2M100': 0.8, 'T5Gemma': 0.5, 'T5Gemma2': 0.8}.get(family, 0.2)
+  small = {'T5Gemma': 0.5, 'T5Gemma2': 0.8}.get(family, 0.2)
+  if is_bart:  # norms that follow residuals leave little of them
+    small = 0.1 if family in ('Bart', 'PLBart', 'Marian') else 0.8
   with torch.no_grad():
     for part, parameter in model.named_parameters():
+      if not parameter.requires_grad:  # sinusoids
+        continue
       is_table = any(word in part for word in ('norm', 'embed', 'shared'))
       scale = 0.1 if is_t5 else 0.2 if is_table else small
       if family == 'T5Gemma2' and 'embed' in part:
         scale = 0.05
+      elif is_bart and 'embed_positions' in part:
+        scale = 1.0
+      elif family in ('PLBart', 'Marian') and 'layer' not in part:
+        scale = 0.05  # they are multiplied by sqrt(M)
       parameter += scale * torch.randn(parameter.shape)
     if name == 'T5 1.0':
       model.shared.weight *= 0.1
-    if family == 'M2M100':
+    if is_bart:
       # Padding is never the likeliest: transformers would mask it as an output.
-      model.model.shared.weight[described.pad_token_id] = 0
+      model.lm_head.weight[described.pad_token_id] = 0
+      model.generation_config.forced_eos_token_id = None
+    if hasattr(model, 'final_logits_bias'):
+      bias = model.final_logits_bias
+      bias += 0.1 * torch.randn(bias.shape)
+      bias[:, described.pad_token_id] = -9
   return model.eval()
 
 

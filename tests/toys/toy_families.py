@@ -10,6 +10,7 @@ import numpy as np
 import toy_requests
 from repository import ROOT
 from specdec_jax import (
+  BartConfig,
   CausalLMConfig,
   GPTConfig,
   M2M100Config,
@@ -100,6 +101,34 @@ GEMMA3 = dataclasses.replace(
 NLLB = M2M100Config(
   **_SIZES, num_heads=3, num_encoder_layers=2, num_decoder_layers=3, head_dim=10
 )
+BART = BartConfig(
+  **_SIZES,
+  num_heads=3,
+  num_encoder_layers=3,
+  num_decoder_layers=2,
+  head_dim=10,
+  num_positions=160,
+)
+MBART = dataclasses.replace(BART, norms_after=False)
+MARIAN = dataclasses.replace(
+  BART,
+  embedding_norm=False,
+  num_positions=0,
+  mlp_activations=('silu',),
+  scale_embeddings=True,
+  encoder_vocab_size=64,
+  pad_id=3,
+  start_id=3,
+)
+PEGASUS = dataclasses.replace(
+  MARIAN,
+  norms_after=False,
+  mlp_activations=('relu',),
+  logits_via_embedding=False,
+  encoder_vocab_size=60,
+  pad_id=0,
+  start_id=0,
+)
 # The encoder is wider than the decoder and has other heads, as in 9B-2B.
 ONE = T5GemmaConfig(
   dataclasses.replace(
@@ -117,6 +146,13 @@ DECODERS = {
   'Gemma 2': GEMMA2,
   'Gemma 3': GEMMA3,
 }
+BARTS = {
+  'NLLB': NLLB,
+  'BART': BART,
+  'mBART': MBART,
+  'Pegasus': PEGASUS,
+  'Marian': MARIAN,
+}
 ALL = {
   'T5 1.1': T5_1_1,
   'T5 1.0': T5_1_0,
@@ -125,7 +161,7 @@ ALL = {
   'untied': UNTIED,
   'T5X': T5X,
   **DECODERS,
-  'NLLB': NLLB,
+  **BARTS,
   'T5Gemma': ONE,
   'T5Gemma 2': TWO,
 }
