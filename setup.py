@@ -38,7 +38,7 @@ SHIPPED = {f'specdec_jax.shipped.{name}': name for name in ('gin', 'demo')}
 
 setuptools.setup(
   name='specdec_jax',
-  version='0.3.0.dev0',
+  version='0.3.0',
   description='Lossless speculative decoding for T5-style models in JAX.',
   long_description=pathlib.Path(__file__)
   .with_name('README.md')
@@ -110,6 +110,11 @@ setuptools.setup(
     'ray': [*SERVE, 'ray[data,serve]>=2.54'],
     'parity': PARITY,
     'peers': [*PARITY, 'ctranslate2>=4.5'],
+    # benchmarks/published_pair.py
+    'published': [
+      *('accelerate>=1.0', 'aiohttp>=3.10', 'gguf>=0.17', 'jinja2>=3.1'),
+      *('transformers>=5.24', *PARITY, *SERVE),
+    ],
     # The documents as a site, see mkdocs.yml; Ruff formats signatures.
     'docs': ['mkdocs-material>=9.7', 'mkdocstrings[python]>=1.0', 'ruff>=0.6'],
     # The server's page in Debian's Chromium.

@@ -10,15 +10,12 @@ relative to rounds without rules at the same temperature.
 """
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import pathlib
-import resource
 import statistics
 import time
 
 import numpy as np
-from common import demo_pair, report
+from common import alone, demo_pair, peak, report
 
 from specdec_jax import Engine
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
@@ -61,10 +58,6 @@ REGEX = {'regex': '[A-Za-z ,.]{300,}', 'max_length': TOKENS}
 TEXT = {'type': 'string', 'minLength': 300}
 LONG = {'json_schema': {'items': TEXT, 'minItems': 1, 'type': 'array'}}
 LONG |= {'max_length': TOKENS}
-
-
-def peak() -> float:
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def automaton(case) -> list[str]:
@@ -153,11 +146,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--output-dir', type=pathlib.Path, required=True)
   folder = parser.parse_args().output_dir
-  # A process for each: memory that was once taken is seen again by no other.
-  with concurrent.futures.ProcessPoolExecutor(
-    1, multiprocessing.get_context('spawn'), max_tasks_per_child=1
-  ) as pool:
-    rows = list(pool.map(automaton, AUTOMATA))
+  rows = [alone(case[0], automaton, case) for case in AUTOMATA]
   columns = ['automaton', 'ids', 's', 'MB', 'outcome']
   title = 'Automata of constraints'
   report(title, columns, rows, folder / 'rules_automata.json')

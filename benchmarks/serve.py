@@ -11,11 +11,16 @@ shows. Needs the package aiohttp.
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import json
 import pathlib
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -147,6 +152,63 @@ def _row(name: str, replies: Sequence[Reply], seconds: float) -> list[str]:
   return [name, *counts, first, whole, str(len(replies) - len(good))]
 
 
+def measured(
+  url: str, texts: Sequence[str], clients: Sequence[int], rate: float = 0.0
+) -> tuple[list[str], list[list[str]]]:
+  """Returns columns, and a row for each number of clients that wait.
+
+  Args:
+    url: the address of a server.
+    texts: a prompt for each request.
+    clients: numbers of clients.
+    rate: requests a second of clients that arrive; 0: none do.
+  """
+  requests = [body(text, True, max_tokens=120) for text in texts]
+  closed(url, requests[:32], 16)  # a server's first answers are slower
+  rows = []
+  for count in clients:
+    part = requests[: max(32, len(requests) * min(count, 16) // 16)]
+    rows.append(_row(f'{count} clients', *closed(url, part, count)))
+  if rate:
+    found = arriving(url, requests, rate)
+    rows.append(_row(f'{rate:g} a second', *found))
+  columns = ['load', 'requests/s', 'tokens/s', 'first token, ms']
+  return [*columns, 'end to end, ms', 'errors'], rows
+
+
+@contextlib.contextmanager
+def started(options: Mapping[str, Any], log: pathlib.Path) -> Iterator[str]:
+  """Starts a server with flags; yields its address when all is compiled.
+
+  Raises:
+    ValueError: the server has ended.
+  """
+  with socket.create_server(('127.0.0.1', 0)) as free:
+    port = free.getsockname()[1]
+  url = f'http://127.0.0.1:{port}'
+  flags = [
+    f'--{key}={value}' for key, value in {**options, 'port': port}.items()
+  ]
+  command = [sys.executable, '-m', 'specdec_jax', 'serve', *flags]
+  with log.open('w') as file, subprocess.Popen(command, stderr=file) as server:
+    try:
+      while not _is_compiled(url):
+        if server.poll() is not None:
+          raise ValueError(f'the server has ended: {log}')
+        time.sleep(0.5)
+      yield url
+    finally:
+      server.terminate()
+
+
+def _is_compiled(url: str) -> bool:
+  try:
+    with urllib.request.urlopen(f'{url}/health') as answer:
+      return json.load(answer)['compiled']
+  except OSError:
+    return False
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('url')
@@ -157,19 +219,8 @@ def main() -> None:
   flags = parser.parse_args()
   lines = pathlib.Path(flags.texts).read_text('utf-8').splitlines()
   texts = [line for line in lines if line.strip()]
-  requests = [
-    body(texts[i % len(texts)], True, max_tokens=120)
-    for i in range(flags.requests)
-  ]
-  closed(flags.url, requests[:32], 16)  # a server's first answers are slower
-  rows = []
-  for clients in (1, 16, 64):
-    part = requests[: max(32, len(requests) * min(clients, 16) // 16)]
-    rows.append(_row(f'{clients} clients', *closed(flags.url, part, clients)))
-  found = arriving(flags.url, requests, flags.rate)
-  rows.append(_row(f'{flags.rate:g} a second', *found))
-  columns = ['load', 'requests/s', 'tokens/s', 'first token, ms']
-  columns += ['end to end, ms', 'errors']
+  requests = [texts[i % len(texts)] for i in range(flags.requests)]
+  columns, rows = measured(flags.url, requests, (1, 16, 64), flags.rate)
   print('\n'.join(' | '.join(row) for row in [columns, *rows]))
   if flags.output:
     from specdec_jax import files

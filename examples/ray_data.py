@@ -11,10 +11,10 @@ import json
 import pathlib
 import sys
 
-import ray.data
-from ray.data.checkpoint import CheckpointConfig
+import ray.data.checkpoint
 
 import specdec_jax as sd
+from specdec_jax.serving.replicas import check_cluster
 
 NUM_ENGINES = 2
 EACH = {'num_cpus': 0}  # on a cluster what each needs: {'num_gpus': 1}
@@ -22,9 +22,7 @@ file, out = sys.argv[1:] or ('demo/input.txt', 'outputs/ray')
 file, out = pathlib.Path(file).resolve(), pathlib.Path(out).resolve()
 
 
-class Translate:
-  """An engine, which lives as long as its actor."""
-
+class Translate:  # an engine, which lives as long as its actor
   def __init__(self):
     # With a pair of yours: sd.Engine(sd.load('MY_TARGET'), sd.load('MY_DRAFT'))
     pair = sd.load('demo'), sd.load('demo-draft')
@@ -35,10 +33,16 @@ class Translate:
     return batch | {'translation': [one.text for one in done]}
 
 
-ray.data.DataContext.get_current().checkpoint_config = CheckpointConfig(
+try:
+  check_cluster()
+  ray.init()
+  lines = file.read_bytes().decode().removesuffix('\n').split('\n')
+except (OSError, ValueError) as error:
+  sys.exit(f'error: {error}')
+checkpoints = ray.data.checkpoint.CheckpointConfig(
   'text', str(out / 'checkpoint'), delete_checkpoint_on_success=False
 )
-lines = file.read_bytes().decode().removesuffix('\n').split('\n')
+ray.data.DataContext.get_current().checkpoint_config = checkpoints
 blocks = max(2 * NUM_ENGINES, len(lines) // 256)
 actors = ray.data.ActorPoolStrategy(size=NUM_ENGINES)
 texts = ray.data.read_text(str(file), override_num_blocks=blocks)

@@ -40,28 +40,22 @@ from specdec_jax.measure import (
   compare,
   pair_check,
 )
-from specdec_jax.report import record
-from specdec_jax.report.record import Record, where
-from specdec_jax.report.table import Table
+from specdec_jax.report import Record, Table, record
+from specdec_jax.report.record import where
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTS = (
-  'README.md',
-  'demo/README.md',
-  'benchmarks/README.md',
-  'docs/api/decode.md',
-  'docs/api/drafters.md',
-  'docs/api/networks.md',
-  'docs/api/round.md',
-  'docs/decode-your-data.md',
-  'docs/models.md',
-  'docs/your-own-drafter.md',
-)
 _BLOCK = re.compile(
   r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
   r'.*?(?P<end><!-- /results -->)',
   re.DOTALL,
 )
+# The documents that have a block.
+DOCUMENTS = [
+  path.relative_to(ROOT).as_posix()
+  for folder in ('', 'benchmarks', 'demo', 'docs', 'docs/api')
+  for path in sorted((ROOT / folder).glob('*.md'))
+  if '<!-- results:' in path.read_text('utf-8')
+]
 _NUM_EXAMPLES = 3
 
 
@@ -144,7 +138,7 @@ _TIMES = ('ms/', 'compile', 'start')
 
 def _decode(summary: Record, path: pathlib.Path) -> list[str | Table]:
   table = report.table(summary)
-  if 'speed_up' not in summary:  # a run that measures quality alone
+  if 'speed_up' not in summary:  # the run measured quality alone
     rows = [x for x in table.rows if not str(x[0]).startswith(_TIMES)]
     table = dataclasses.replace(table, rows=rows)
   parts: list[str | Table] = [

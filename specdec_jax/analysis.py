@@ -122,7 +122,7 @@ def acceptance_prob(
   # Where `accepted` is false, leeway is positive.
   partly = target / jnp.where(accepted, 1, leeway)
   total = jnp.sum(jnp.where(accepted, draft, partly), axis=-1)
-  return jnp.clip(total, 0, 1)  # rounding may have left the range
+  return jnp.clip(total, 0, 1)  # rounding may lead outside of [0, 1]
 
 
 def walltime_factor(
@@ -279,13 +279,13 @@ def _aligned(*arrays: jax.Array) -> list[jax.Array]:
   floats = [array for array in arrays if _is(array, jnp.floating)]
   dtype = jnp.result_type(*floats)
   cast = (array.astype(dtype) for array in arrays)
-  return list(jnp.broadcast_arrays(*cast))  # a tuple since JAX 0.12
+  return list(jnp.broadcast_arrays(*cast))  # JAX 0.12 returns a tuple
 
 
 def _distributions(
   target_probs: ArrayLike, draft_probs: ArrayLike
 ) -> list[jax.Array]:
-  """Returns both as float[..., V] of one shape; checks all but tracers."""
+  """Returns both as float[..., V] of one shape; tracers are not checked."""
   named = {'target_probs': target_probs, 'draft_probs': draft_probs}
   arrays = [_checked(name, value, _COST) for name, value in named.items()]
   sizes = [array.shape[-1:] for array in arrays]

@@ -27,7 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec,
+  Sharding,
+)
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
@@ -38,7 +44,7 @@ from specdec_jax.models.families import config_of
 from specdec_jax.models.kv_cache import KVCache
 from specdec_jax.models.model import Model
 
-# The two axes of a mesh, for the rows of requests and for weights.
+# The two axes of a mesh: one splits the rows of requests, the other weights.
 DATA: Final = 'data'
 MODEL: Final = 'model'
 MeshAxis = Literal['data', 'model']
@@ -62,7 +68,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('logits_bias', (None, 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
-  ('place', (None,)),  # see `models.other_ids`
+  ('place', (None,)),  # `models.other_ids` has this array
 )
 
 # A field of `KVCache` -> the axes of its arrays.
@@ -138,7 +144,7 @@ REPLICATED = LogicalAxes(heads=None, mlp=None, vocab=None)
 
 
 def axes_of_parameter(name: str) -> Axes:
-  """Returns a parameter's axes; a name is 'decoder/layers_0/mlp/wo/kernel'.
+  """Returns the axes of a parameter such as 'decoder/layers_0/mlp/wo/kernel'.
 
   Raises:
     ValueError: no rule covers the name.
@@ -200,8 +206,7 @@ class Partition:
       for name in ('num_heads', 'num_kv_heads'):
         heads = getattr(stack, name)
         self._check_shape(f'attention, {name}', ('heads',), (heads,))
-    shapes = base.param_shapes(network)
-    flat = flax.traverse_util.flatten_dict(shapes, sep='/')
+    flat = flax.traverse_util.flatten_dict(base.param_shapes(network), sep='/')
     for name, leaf in flat.items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)
 
@@ -219,7 +224,7 @@ class Partition:
     flat = flax.traverse_util.flatten_dict(params, sep='/')
     for name, leaf in flat.items():
       self._check_shape(name, axes_of_parameter(name), leaf.shape)
-      placed[name] = _put(leaf, self.parameter(name))
+      placed[name] = put(leaf, self.parameter(name))
     return flax.traverse_util.unflatten_dict(placed, sep='/')
 
   def request(self, request: Any) -> Any:
@@ -239,7 +244,7 @@ class Partition:
     return jax.tree_util.tree_map_with_path(placed, request)
 
   def _sizes(self, axes: Axes) -> dict[int, int]:
-    """Dimension -> parts it is split into; whole dimensions are left out."""
+    """Returns, for each dimension that is split, its number of parts."""
     split = enumerate(self.axes.split(axes))
     sizes = {i: self.mesh.shape[name] for i, name in split if name}
     return {i: size for i, size in sizes.items() if size > 1}
@@ -277,10 +282,17 @@ def on_host(tree: Any) -> Any:
   return jax.device_get(jax.tree.map(gathered, tree))
 
 
-def _put(value: Any, sharding: NamedSharding) -> jax.Array:
+def put(value: Any, sharding: Sharding | None) -> Any:
+  """Moves an array to its devices, each of which gets only its part.
+
+  Args:
+    value: an array of NumPy or JAX.
+    sharding: the places of its parts; None returns the array as it is.
+  """
+  if sharding is None:
+    return value
   if isinstance(value, jax.Array):
     return jax.device_put(value, sharding)
-  # Each device and process gets only its part.
   host = np.asarray(value)
   return jax.make_array_from_callback(
     host.shape, sharding, lambda index: host[index]
@@ -331,8 +343,8 @@ class Following(NetworkWrapper):
 
   def head(self, params, features):
     logits = self._split('head', params, features)
-    # First split, and only then whole: otherwise XLA would gather the kernel of
-    # the output layer instead.
+    # Logits are first split and then gathered: otherwise XLA would gather the
+    # kernel of the output layer.
     split, whole = (('batch', None, last) for last in ('vocab', None))
     return self._at(self._at(logits, split), whole)
 
@@ -355,13 +367,13 @@ class Following(NetworkWrapper):
     return dataclasses.replace(cache, **fields)
 
   def _at(self, array, axes):
-    # A mask without relative bias is one row for all heads.
+    # A mask without relative biases has one row, for all heads.
     one_row = axes[0] == 'heads' and array.shape[0] == 1
     sharding = self.partition.sharding(*(() if one_row else axes))
     return lax.with_sharding_constraint(array, sharding)
 
 
-# Placement of parameters.
+# These classes and functions place parameters.
 
 # Module -> name of its joined kernel, its parts in their order, and their axis.
 # A joined kernel is not split: equal parts of query | key | value do not
@@ -420,8 +432,7 @@ class Placement:
       check_choice('dtype', self.dtype, PARAM_DTYPES)
     if min(self.data, self.model) < 0 or self.data == self.model == 0:
       sizes = 'numbers of devices, one of which may be 0 for all that are left'
-      numbers = [self.data, self.model]
-      raise unexpected('data and model', sizes, numbers)
+      raise unexpected('data and model', sizes, [self.data, self.model])
     if self.kernel_layout == 'blocks' and not self.on_one_device:
       only = "'blocks' on one device alone"
       mesh = f'a mesh of data={self.data}, model={self.model}'
@@ -449,9 +460,11 @@ class Placement:
   @property
   def layout(self) -> str:
     """The layout of kernels: 'in_out', 'out_in' or 'blocks'."""
+    on_cpu = backend.kind() == 'cpu' and self.on_one_device
+    if on_cpu and self.dtype == integers.INT8:
+      return 'out_in'  # `products.dense_int8` needs this layout
     if self.kernel_layout != 'auto':
       return self.kernel_layout
-    on_cpu = backend.kind() == 'cpu' and self.on_one_device
     if on_cpu and self.dtype != 'bfloat16':
       return cpu_layout.cpu_layout().kernel_layout
     return 'in_out'
@@ -459,7 +472,8 @@ class Placement:
   def joins(self, axis: str) -> bool:
     """Whether kernels with this output axis are joined."""
     mesh_axis = getattr(self.axes, axis)
-    # 0 devices may mean 1 or more, so kernels stay apart then, too.
+    # The number of devices 0 means all devices, which may be several: kernels
+    # are not joined then either.
     return mesh_axis is None or getattr(self, mesh_axis) == 1
 
   def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
@@ -490,8 +504,7 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   """Returns the parameters on their devices, in their dtype and layout.
 
   Args:
-    params: a nested dict of arrays as in a checkpoint. If they are already
-      placed, only the dtype changes.
+    params: a nested dict of arrays as in a checkpoint.
     placement: devices, dtype and layout.
 
   Returns:
@@ -595,7 +608,8 @@ def _lay_out(
     params = {n: value for n, value in params.items() if n not in parts}
     leaves = jax.tree.leaves(kernels)
     xp = np if all(isinstance(x, np.ndarray) for x in leaves) else jnp
-    params[joined] = {  # [in, out], or of outputs alone or first
+    # Kernels are [in, out]; a bias is [out].
+    params[joined] = {
       name: xp.concatenate([k[name] for k in kernels], int(name == 'kernel'))
       for name in kernels[0]
     }
@@ -611,16 +625,17 @@ def _lay_out(
       laid_out[name] = _cast(value, placement)
     else:
       if not isinstance(value, jax.core.Tracer):
-        value = np.asarray(value)  # on a CPU the same memory; compiles nothing
+        # NumPy shares a CPU's array, and compiles nothing.
+        value = np.asarray(value)
       laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
 
 
 def _meets_many_rows(modules: Sequence[str]) -> bool:
-  """Whether a kernel multiplies a whole input, which is too much for blocks.
+  """Whether a kernel multiplies a whole input at once.
 
-  These are an encoder's kernels, and a decoder's that make keys and values from
-  the encoder's output.
+  Kernels in blocks are quicker for few rows only. Many rows meet an encoder's
+  kernels, and a decoder's that make keys and values from the encoder's output.
   """
   return 'encoder' in modules or (
     modules[-2:-1] == ('encoder_decoder_attention',)
@@ -631,11 +646,12 @@ def _meets_many_rows(modules: Sequence[str]) -> bool:
 def _cast(value: Any, placement: Placement) -> Any:
   """Casts an array to the placement's dtype; one device also receives it."""
   dtype = placement.param_dtype
-  if value.dtype == jnp.int32:  # indices, not weights
+  if value.dtype == jnp.int32:  # int32 arrays are indices, not weights
     dtype = value.dtype
-  elif integers.is_integers(dtype):  # kernels are integers already
+  elif integers.is_integers(dtype):  # kernels have been rounded already
     keeps = value.dtype == jnp.bfloat16 or integers.is_integers(value.dtype)
-    keeps = keeps and backend.kind() != 'cpu'
+    if backend.kind() == 'cpu':
+      keeps = placement.on_one_device and value.dtype == integers.INT8
     dtype = value.dtype if keeps else 'float32'
   if placement.on_one_device:
     return jnp.asarray(value, dtype)

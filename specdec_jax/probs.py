@@ -10,7 +10,7 @@ on a CPU that costs more than the rest of the sampling together.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,15 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from specdec_jax.checks.fields import is_a, unexpected
-from specdec_jax.types import Array
+from specdec_jax.checks.fields import Bound, check_types, is_a, unexpected
+from specdec_jax.types import Array, Count
 
 _FLOAT32 = np.finfo(np.float32)
 _TINY = float(_FLOAT32.tiny)
 
-_FEW_IDS = 16  # the most ids that tokens are compared with one by one
-_BLOCK, _LEAST_BLOCK = 128, 32  # sizes of the blocks of logits of `top_tokens`
+_FEW_IDS = 16  # tokens are compared with up to so many ids one by one
+# `top_tokens` splits logits into blocks of these sizes.
+_BLOCK, _LEAST_BLOCK = 128, 32
 
 # The purposes of the random numbers of one row in one round, see `draft_key`.
 _ACCEPT, _RESAMPLE, _FIRST_DRAFT = 0, 1, 2
@@ -72,9 +73,10 @@ class SamplingConfig:
   """
 
   temperature: float | Sequence[float] = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
+  top_k: Count = 0
+  # A float64 may be above 0 and yet 0 in float32.
+  top_p: Annotated[float, Bound(_TINY, 1)] = 1.0
+  min_p: Annotated[float, Bound(0, 1)] = 0.0
 
   def __post_init__(self):
     temperature: Any = self.temperature
@@ -85,20 +87,10 @@ class SamplingConfig:
     if not numbers or not all(map(_is_temperature, numbers)):
       expected = 'a number >= 0 that float32 can hold, or one an example'
       raise unexpected('temperature', expected, self.temperature)
-    limit = np.iinfo(np.int32).max
-    if not is_a(self.top_k, int) or not 0 <= self.top_k <= limit:
-      expected = f'a whole number from 0 (keeps every token) to {limit}'
-      raise unexpected('top_k', expected, self.top_k)
-    # A float64 may be above 0 and yet 0 in float32.
-    if not is_a(self.top_p, float) or not _TINY <= self.top_p <= 1:
-      expected = 'a number in (0, 1] (1 keeps every token)'
-      raise unexpected('top_p', expected, self.top_p)
-    if not is_a(self.min_p, float) or not 0 <= self.min_p <= 1:
-      expected = 'a number from 0 (keeps every token) to 1'
-      raise unexpected('min_p', expected, self.min_p)
     # Python numbers and tuples, so that configs compare and hash by value.
     floats = tuple(map(float, numbers))
     object.__setattr__(self, 'temperature', floats if several else floats[0])
+    check_types(self)
     object.__setattr__(self, 'top_k', int(self.top_k))
     object.__setattr__(self, 'top_p', float(self.top_p))
 
@@ -223,13 +215,13 @@ def largest_threshold(
     float32[].
   """
   mass = jnp.asarray(mass).astype(jnp.float32)
-  # Ordered images of -inf and of the float after +inf.
+  # These are the ordered images of -inf and of the float after +inf.
   low, high = jnp.uint32(0x007FFFFF), jnp.uint32(0xFF800001)
 
   def halve(_, bracket):
     low, high = bracket
     middle = low + (high - low) // 2
-    # Compared as floats, not as integers: -0.0 and 0.0 are a tie.
+    # Floats are compared, not their images: -0.0 and 0.0 are a tie.
     above = jnp.where(values >= _ordered_float(middle), weights, 0.0)
     reached = jnp.sum(above) >= mass
     return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
@@ -338,7 +330,7 @@ def top_tokens(
   blocks = blocks.reshape(*rows, -1, block)
   maxima = jnp.max(blocks, axis=-1)
   _, chosen = lax.top_k(maxima, needed)
-  chosen = jnp.sort(chosen, axis=-1)  # the first ids stay the first
+  chosen = jnp.sort(chosen, axis=-1)  # smaller ids stay first
   few = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
   ids = chosen[..., None] * block + jnp.arange(block)
   few, ids = (x.reshape(*rows, -1) for x in (few, ids))
@@ -526,7 +518,7 @@ def _first_above(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _ordered_float(image: jax.Array) -> jax.Array:
-  """Returns the float32 at the place `image`, uint32, among all of them."""
+  """Inverts the order-preserving map of the float32 numbers to uint32."""
   sign = jnp.uint32(0x80000000)
   bits = jnp.where(image >= sign, image ^ sign, ~image)
   return lax.bitcast_convert_type(bits, jnp.float32)

@@ -19,7 +19,7 @@ from specdec_jax.rules.tokens import Rules, Ruling
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, LengthRule
 
-# The kinds of verification: token by token, or of a draft as a whole.
+# A draft is verified token by token, or as a whole.
 TOKEN, BLOCK = 'token', 'block'
 
 

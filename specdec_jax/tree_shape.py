@@ -22,7 +22,7 @@ from flax import struct
 from specdec_jax.checks.fields import unexpected
 
 ROOT = -1
-MAX_NODES = 256  # the length of the longest chain
+MAX_NODES = 256  # a chain may have at most so many nodes, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TreeShape:
 
   @property
   def num_nodes(self) -> int:
-    """N."""
+    """N, the number of nodes."""
     return len(self.parents)
 
   @functools.cached_property
@@ -121,7 +121,7 @@ def branching(*counts: int | Sequence[int]) -> TreeShape:
     (-1, -1, -1, 0, 0, 1, 3, 4, 5)
   """
   parents: list[int] = []
-  above = [(ROOT, 0)]  # number and rank
+  above = [(ROOT, 0)]  # (node, rank) in the level above
   for count in counts:
     level = []
     for parent, rank in above:

@@ -24,6 +24,7 @@ Array: TypeAlias = jax.Array | np.ndarray
 _MOST, _MOST_FLOAT = np.iinfo(np.int32).max, 1e9
 Count = Annotated[int, Bound(0, _MOST)]
 Positive = Annotated[int, Bound(1, _MOST)]
+Minutes = Annotated[float, Bound(0, 7 * 24 * 60.0)]
 Amount = Annotated[float, Bound(0, _MOST_FLOAT)]
 Above0 = Annotated[float, Bound(0, _MOST_FLOAT, is_open=True)]
 

@@ -92,7 +92,7 @@ def verify(
   check_shapes(draft, target_probs)
   uniforms, of_next = verdict_uniforms(key, draft.tokens.shape[0])
   if lenience is not None:
-    uniforms = lenience * uniforms  # the test becomes r l q < p
+    uniforms = lenience * uniforms  # the test r q < p becomes r l q < p
   num_accepted = count_accepted(draft, target_probs, uniforms)
   weights = next_token_weights(draft, target_probs, num_accepted)
   return Verdict(num_accepted, inverse_cdf(weights, of_next))
@@ -105,9 +105,9 @@ def count_accepted(
   gamma = draft.tokens.shape[0]
   target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
   proposed_with = draft_prob(draft)
-  # Strictly less, because `uniforms` are in [0, 1) and can be 0: then "<="
-  # would accept a token that the target never emits. Equal probabilities are
-  # always accepted, as they must be. Without a division, 0 needs no special
+  # It must be strictly less: `uniforms` are in [0, 1) and can be 0, and "<="
+  # would then accept a token that the target never emits. Equal probabilities
+  # are always accepted, as they must be. Without a division, 0 needs no special
   # case.
   accepted = (proposed_with > 0) & (uniforms * proposed_with < target_prob)
   proposed = jnp.arange(gamma) < draft.length
@@ -195,7 +195,9 @@ def kept_shares(draft: Draft, target_probs: jax.Array) -> jax.Array:
 def count_accepted_block(
   draft: Draft, target_probs: jax.Array, shares: jax.Array, uniforms: jax.Array
 ) -> jax.Array:
-  """Returns n of block verification, the last i with r_i < h_i; int32[].
+  """Counts the proposals that block verification keeps, n; int32[].
+
+  n is the last i with r_i < h_i, see the top of this file.
 
   Args:
     draft: the draft.
@@ -289,14 +291,14 @@ def check_lenience(lenience: float) -> None:
 
 def first_false(flags: jax.Array) -> jax.Array:
   """Returns the index of the first False in bool[G], or G; int32[]."""
-  if not flags.size:  # the plain loop's rounds
+  if not flags.size:  # rounds of the plain loop have no proposals
     return jnp.int32(0)
   ends = jnp.append(flags, False)
   return jnp.argmin(ends).astype(jnp.int32)
 
 
 def value_of(rows: jax.Array, tokens: jax.Array, otherwise: float) -> jax.Array:
-  """Takes rows[..., i, tokens[..., i]], or `otherwise` for ids outside V."""
+  """Returns rows[..., i, tokens[..., i]]; `otherwise` for ids outside of V."""
   in_range = (tokens >= 0) & (tokens < rows.shape[-1])
   chosen = jnp.take_along_axis(rows, tokens[..., None], axis=-1, mode='clip')
   return jnp.where(in_range, chosen[..., 0], otherwise)
@@ -337,7 +339,7 @@ def _end(draft: Draft) -> jax.Array:
 
 
 def check_shapes(draft: Draft, target_probs: jax.Array) -> None:
-  """Raises ValueError unless a draft of one sequence and its rows fit."""
+  """Raises ValueError unless a sequence's draft fits the target's rows."""
   gamma = draft.tokens.shape[0]
   if target_probs.ndim != 2 or target_probs.shape[0] != gamma + 1:
     raise unexpected(

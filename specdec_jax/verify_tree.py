@@ -83,7 +83,8 @@ def walk(
   """
   shape = shape_of(draft, target_probs.shape[0])
   children = jnp.asarray(shape.children)
-  levels = jnp.asarray(np.append(0, shape.levels))  # the root first
+  # The root's level comes first.
+  levels = jnp.asarray(np.append(0, shape.levels))
   size = target_probs.shape[1]
 
   def attempt(carry, trial):
@@ -95,7 +96,7 @@ def walk(
     token, draft_row = draft.tokens[child], draft_rows(draft, child, size)
     draft_prob = value_of(draft_row, token, 0.0)
     offered &= draft_prob > 0
-    # Strictly less, as in `verify`: a uniform may be 0.
+    # It must be strictly less, as in `verify`, because a uniform may be 0.
     target_prob = value_of(probs, token, 0.0)
     accepted = offered & (uniform * draft_prob < target_prob)
     left = jnp.where(offered, _residual(probs, draft_row), probs)

@@ -6,10 +6,10 @@ And that of its tests: they lie as the library does, and share only toys.
 import ast
 import graphlib
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from toy_processes import output_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / 'specdec_jax'
@@ -166,7 +166,4 @@ assert 'optax' not in sys.modules, 'to decode nothing that trains is needed'
 for name in {names!r}:
   importlib.import_module(name)
 """
-  done = subprocess.run(
-    [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stderr
+  output_of(code)

@@ -36,7 +36,8 @@ from specdec_jax.models.t5gemma import T5GemmaConfig
 CONFIG = 'config.json'
 # Fingerprints that a checkpoint may hold -> their fields in config.json.
 ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
-# The field with the width of the encoder of a decoder alone.
+# The field of a decoder without an encoder that has the width of the encoder
+# whose output it reads.
 ENCODER_DIM = 'specdec_encoder_dim'
 
 _WORDS = families.WORDS['config']
@@ -76,7 +77,7 @@ def scales_output(described: Described) -> bool:
 def _fields_of(
   family: Family, described: Described, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns config.json with defaults, and sizes by our names."""
+  """Fills in config.json's defaults; also returns its sizes by our names."""
   read = {*family.fields.values(), *family.defaults, *family.read}
   check_fields(described, read, where, family.fixed, family.same)
   values = _given(described)
@@ -169,7 +170,7 @@ def _t5(family: Family, described: Described, where: str, tied: bool):
   word = values['feed_forward_proj']
   check_choice(f'{where}: feed_forward_proj', word, _WORDS['feed_forward'])
   first, *gate = _WORDS['feed_forward'][word]
-  # transformers follows these two if they are given.
+  # In transformers these two fields override feed_forward_proj.
   if 'dense_act_fn' in values:
     first = _activation(values, 'dense_act_fn', where)
   gated = values.get('is_gated_act')
@@ -300,7 +301,7 @@ def _causal(
   has_local = 'local' in kinds
   window = values.get('sliding_window')
   if 'use_sliding_window' in values and not values['use_sliding_window']:
-    window = None  # then local layers are an error
+    window = None  # the configuration then refuses layers of the kind 'local'
   is_gemma = 'hidden_activation' in values
   word = 'hidden_activation' if is_gemma else 'hidden_act'
   scalar = values.get('query_pre_attn_scalar', sizes['head_dim'])
@@ -321,14 +322,15 @@ def _causal(
 
 
 def _with_images(family: Family, described: Described, where: str, tied: bool):
-  """Returns the configuration of the model that reads texts."""
+  """Returns the text model's configuration if the model also reads images."""
   check_fields(described, _AROUND_TEXT, where)
   return _causal(family, _object(described, 'text_config', where), where, tied)
 
 
 def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
-  """Returns the shortest sequence of layer kinds that repeats."""
-  count = min(values['num_hidden_layers'], MOST_LAYERS)  # more is refused later
+  """Returns the shortest sequence of kinds that all layers repeat."""
+  # A larger number of layers is refused later.
+  count = min(values['num_hidden_layers'], MOST_LAYERS)
   for name in ('sliding_window_pattern', 'max_window_layers'):
     if name in values:
       _check_size(values[name], name, where)
@@ -372,7 +374,7 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
     raise unexpected(f'{where}: rope_parameters', each, settings)
   theta = values['rope_theta']
   if layer_type == 'sliding_attention' and has_local:
-    theta = values['rope_local_base_freq']  # without scaling
+    theta = values['rope_local_base_freq']  # local layers have no scaling
   elif 'rope_scaling' in values:
     settings |= _object(values, 'rope_scaling', where)
   word = settings.get('rope_type', settings.get('type', 'default'))
@@ -420,7 +422,7 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
 
 
 def _t5gemma_ids(described: Described) -> dict[str, Any]:
-  """Returns the ids of the decoder, which begins with a text's begin."""
+  """Returns special ids; by default the decoder starts with `bos_token_id`."""
   ids = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
   decoder = described.get('decoder')
   for part in (decoder if isinstance(decoder, Mapping) else {}, described):
@@ -526,7 +528,9 @@ def read_facts(
     ValueError: a file is broken, an id is not a whole number, or the decoder
       starts with another id than all models of its family.
   """
-  path, settings = folder / CONFIG, described  # as in transformers
+  # As in transformers, a folder may lack generation_config.json: config.json
+  # then has its settings.
+  path, settings = folder / CONFIG, described
   if os.path.lexists(folder / FILE):
     path = folder / FILE
     settings = files.read_json(path)
@@ -549,12 +553,13 @@ def _special_ids(values: Described, where: str, config: Config) -> SpecialIds:
   elif isinstance(config, BartConfig):
     ids = {'decoder_start_token_id': config.start_id} | ids
   pad, ends = ids['pad_token_id'], ids['eos_token_id']
-  start = _single(ids.get('decoder_start_token_id', pad))  # as transformers
+  # As in transformers, a decoder without a start token starts with padding.
+  start = _single(ids.get('decoder_start_token_id', pad))
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
   check_type(f'{where}: pad_token_id', pad, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
   if not has_encoder:
-    # transformers writes GPT-2's end id (50256) for any size of vocabulary.
+    # transformers writes GPT-2's end id, 50256, whatever the vocabulary is.
     ends = tuple(token for token in ends if token < config.vocab_size)
     return SpecialIds(T5_IDS.decoder_start, ends, pad)
   check_type(f'{where}: decoder_start_token_id', start, int)
@@ -571,11 +576,11 @@ def _given(described: Described) -> dict[str, Any]:
 
 
 def _single(value: Any) -> Any:
-  """Returns the value, or the item of a list of one, which may stand for it."""
+  """Returns the item of a list of one, and any other value as it is."""
   return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-# Comparing a folder's configuration with the expected one.
+# These functions compare a folder's configuration with the expected one.
 
 
 def check_config(actual: Config, expected: Any, source: str) -> None:

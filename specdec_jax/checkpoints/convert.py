@@ -97,13 +97,11 @@ def convert(config: ConvertConfig) -> str:
   if output.exists():
     raise unexpected(f'output {config.output}', 'a new path', 'one that exists')
   files.make_folder(output.parent)
-  path = config.checkpoint_path
-  location = locate(path, config.revision)
+  location = locate(config.checkpoint_path, config.revision)
   opened = open_checkpoint(location, config.network, dtype=config.dtype)
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
     field = f'dtype of {location}, whose kernels have eight bits'
-    expected = 'a dtype of floats, such as float32'
-    raise unexpected(field, expected, config.dtype)
+    raise unexpected(field, 'a dtype of floats, such as float32', config.dtype)
   sizes = _sizes(config, opened, str(location))
   params = opened.read(config.dtype)
   if config.dtype == INT8:
@@ -142,7 +140,7 @@ def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
 
 
 def _as_on_disk(params: Params, opened: Opened) -> Params:
-  """Casts all but kernels and factors to their dtype on disk."""
+  """Casts all arrays except kernels and factors to their dtype on disk."""
 
   def in_dtype_of_disk(keys, leaf):
     array = opened.arrays.get('/'.join(key.key for key in keys))

@@ -6,7 +6,7 @@ If an array is split over devices, each process reads only its parts.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import flax.traverse_util
@@ -22,10 +22,13 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import locations
 from specdec_jax.files.locations import Location
 from specdec_jax.models import integers
+from specdec_jax.partitioning import put
 
-PIECE_BYTES = 128 << 20  # TensorStore reads so much, or a chunk, at once
+# TensorStore reads an array in pieces of this size, or of one chunk if chunks
+# are larger.
+PIECE_BYTES = 128 << 20
 _SAMPLED = 64  # about so many values of an array decide its fingerprint
-# Errors of code that reads unexpected metadata.
+# The errors that reading raises if metadata are not what it expects.
 METADATA_ERRORS = (
   AttributeError,
   LookupError,
@@ -38,7 +41,8 @@ Params = dict[str, Any]
 Index = tuple[slice, ...]
 Dtype: TypeAlias = DTypeLike | None
 Layout: TypeAlias = jax.Device | Sharding
-# One for all arrays, or a function of an array's T5X name; None: the host.
+# All arrays have one place, or a function returns the place of an array from
+# its T5X name; None is the host.
 Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
 
 
@@ -52,8 +56,7 @@ class DiskArray:
     read: returns the part at an index, in that dtype or in float32; raises
       ValueError with the reason if the file is missing, cut short or corrupt.
     where: its name and file, for messages.
-    cast: returns the array in another dtype; None: NumPy casts it after it was
-      read.
+    cast: returns the array in another dtype; None: NumPy casts what was read.
   """
 
   shape: tuple[int, ...]
@@ -105,14 +108,14 @@ def load_arrays(
       host = _load_named(array, name, source)
       kernel, scale = integers.quantise(host, where, wanted)
       del host
-      flat[name] = _put(kernel, layouts[name])
+      flat[name] = put(kernel, layouts[name])
       layout = _layout_of(sharding, f'{name}_scale', scale.shape)
-      flat[f'{name}_scale'] = _put(scale, layout)
+      flat[f'{name}_scale'] = put(scale, layout)
       del kernel
     elif integers.is_scale(name):
       scale = np.asarray(_load_named(array, name, source, wanted))
       integers.check_scale(scale, where)
-      flat[name] = _put(scale, layouts[name])
+      flat[name] = put(scale, layouts[name])
     else:
       flat[name] = _load_named(array, name, source, wanted, layouts[name])
   return flax.traverse_util.unflatten_dict(flat, sep='/')
@@ -156,15 +159,6 @@ def _dtype_of(name: str, dtype: Dtype) -> Any:
   return integers.computes_in() if is_table else 'float32'
 
 
-def _put(array: np.ndarray, layout: Sharding | None) -> np.ndarray | jax.Array:
-  """Moves an array of the host to its place."""
-  if layout is None:
-    return array
-  return jax.make_array_from_callback(
-    array.shape, layout, lambda index: array[index]
-  )
-
-
 def _load_named(
   array: DiskArray,
   name: str,
@@ -206,7 +200,7 @@ def load_array(
     return shards[bounds]
 
   loaded = jax.make_array_from_callback(array.shape, layout, shard)
-  # Without waiting, the host could hold copies of several arrays.
+  # The wait keeps the host from holding copies of several arrays.
   return jax.block_until_ready(loaded)
 
 
@@ -270,26 +264,22 @@ def file_array(
 
   def read(index: Index) -> np.ndarray:
     rows = index[0] if index else slice(0, 1)
-    data = read_bytes(rows.start * row, (rows.stop - rows.start) * row)
+    data = b''.join(read_bytes(rows.start * row, rows.stop * row))
     values = np.frombuffer(data, dtype)
     if not index:
       return values[0]
     return values.reshape(-1, *shape[1:])[:, *index[1:]]
 
-  def read_bytes(start: int, size: int) -> bytes:
-    """Reads `size` bytes of the array from `start` on, in several spans."""
-    parts = []
-    for offset, length in spans:
-      if size > 0 and start < length:
-        part = location.read(offset + start, min(size, length - start))
-        if not part:
+  def read_bytes(start: int, stop: int) -> Iterator[bytes]:
+    """Yields the parts of the array's bytes from `start` to `stop`."""
+    first = 0  # the index of the span's first byte in the array
+    for offset, size in spans:
+      begin, end = max(start - first, 0), min(stop - first, size)
+      if begin < end:
+        if not (part := location.read(offset + begin, end - begin)):
           raise ValueError(f'{location} ends inside the array')
-        parts.append(part)
-        size -= len(part)
-        start = 0
-      else:
-        start -= length
-    return parts[0] if len(parts) == 1 else b''.join(parts)
+        yield part
+      first += size
 
   return DiskArray(shape, dtype, read)
 
@@ -355,7 +345,8 @@ def open_stored(
   }
   for folder, name in folders.items():
     try:
-      files.check_all_regular(folder)  # TensorStore would wait for a pipe
+      # TensorStore would wait for ever to read from a pipe.
+      files.check_all_regular(folder)
     except ValueError as error:
       raise broken(source, name, str(error).rstrip('.')) from error
   # By default a missing chunk would read as zeros. T5X and Orbax write all
@@ -369,7 +360,7 @@ def open_stored(
     for name, future in opening.items():
       store = future.result(timeout=locations.READ_SECONDS)
       arrays[name] = _stored_array(store)
-  except locations.STORE_ERRORS as error:  # such as a path to another folder
+  except locations.STORE_ERRORS as error:  # the path may lead to something else
     raise broken(source, name, locations.reason(error)) from error
   return arrays
 
@@ -413,7 +404,7 @@ def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
 
 
 def _some(array: Any) -> np.ndarray:
-  """Returns some values of an array, by index: a reshape would gather all."""
+  """Takes some values of an array by index; a reshape would gather it all."""
   size = math.prod(array.shape)
   stride = max(1, size // _SAMPLED)
   index = np.unravel_index(np.arange(0, size, stride), array.shape)

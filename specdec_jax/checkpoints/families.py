@@ -42,7 +42,7 @@ class Family(NamedTuple):
     names: our module -> transformers' module, * for the number of a layer; or
       our array -> transformers' array.
     fields: our configuration's field -> config.json's.
-    settings: fields of the configuration that all models have.
+    settings: values of our configuration's fields in all models.
     defaults: fields of config.json -> their values if it leaves them out.
     read: further fields of config.json that are read.
     fixed: fields of config.json -> the only values that the network supports.
@@ -94,7 +94,7 @@ class Family(NamedTuple):
 def read_tables(file: pathlib.Path) -> dict[str, Any]:
   """Reads a TOML file whose tables may extend the table that `like` names.
 
-  Tables whose names begin with _ are only extended, and left out.
+  Tables whose names begin with _ are left out: others only extend them.
   """
   tables = tomllib.loads(file.read_text('utf-8'))
 
@@ -113,7 +113,7 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _merged(base: Any, value: Any) -> Any:
-  """Extends a value by another: dicts are merged, lists joined."""
+  """Extends a value by another: merges dicts and joins lists."""
   if isinstance(value, dict):
     base = base or {}
     return base | {name: _merged(base.get(name), value[name]) for name in value}

@@ -48,7 +48,7 @@ PATTERNS = (
   'model*.safetensors',
   INDEX,
   'spiece.model',
-  'sentencepiece.bpe.model',  # of M2M-100
+  'sentencepiece.bpe.model',  # the vocabulary of M2M-100
   'tokenizer*',
   'vocab.json',
   'merges.txt',
@@ -58,7 +58,7 @@ PATTERNS = (
 )
 
 
-# Opening a folder.
+# These functions open a folder.
 
 
 def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
@@ -87,7 +87,8 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
   index, where = files.read_json(folder / INDEX), os.fspath(folder / INDEX)
   check_type(f'{where}: weight_map', index.get('weight_map'), Mapping[str, str])
   for tensor, shard in index['weight_map'].items():
-    if pathlib.Path(shard).name != shard:  # a path could leave the folder
+    # The path could lead out of the folder.
+    if pathlib.Path(shard).name != shard:
       expected = 'names of files of the same folder'
       raise unexpected(f'{where}: {tensor}', expected, shard)
   return sorted({*index['weight_map'].values()})
@@ -165,11 +166,11 @@ def _tidy(
   described: Described,
   source: str,
 ) -> tuple[dict[str, DiskArray], bool]:
-  """Renames the arrays that a model reads as in `families.table`.
+  """Gives the arrays that a model reads their names in `families.table`.
 
   Returns:
     The arrays, and whether the output layer is the embedding, by transformers'
-    rule: config.json decides, unless the file has both and they differ.
+    rule: config.json decides, unless the file has two arrays that differ.
 
   Raises:
     ValueError: an array is there twice.
@@ -212,7 +213,7 @@ def _tidy(
 
 
 def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
-  """Whether two names have one array, which then keeps only `name`.
+  """Checks whether two names stand for one array; if so, keeps only `name`.
 
   A file may have either name, or both.
   """
@@ -228,7 +229,7 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   return equal
 
 
-# Writing a folder.
+# These functions write a folder.
 
 
 def save_huggingface(
@@ -280,7 +281,7 @@ def save_huggingface(
   files.write_json(folder / CONFIG, described, indent=2, sort_keys=True)
 
 
-# The hub.
+# These functions use the hub.
 
 
 def fetch(name: str) -> pathlib.Path:
@@ -310,7 +311,7 @@ def fetch(name: str) -> pathlib.Path:
     fetched = hub.snapshot_download(
       hub_id, revision=revision or None, allow_patterns=list(PATTERNS)
     )
-  except Exception as error:  # errors of its HTTP client have no common base
+  except Exception as error:  # errors of its HTTP client have no base class
     why = ' '.join(str(error).split())
     raise ValueError(
       f'{at} could not be fetched from the hub ({type(error).__name__}: {why}).'

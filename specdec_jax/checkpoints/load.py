@@ -18,6 +18,7 @@ from specdec_jax.checkpoints.disk_arrays import (
   Shardings,
 )
 from specdec_jax.checks.fields import unexpected
+from specdec_jax.files import shipped
 from specdec_jax.files.locations import Location, few, open_location
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, NetworkWrapper, param_shapes
@@ -86,7 +87,8 @@ class Opened:
     source: path or address of the checkpoint.
     arrays: T5X's name -> array.
     facts: the facts of a Hugging Face folder; None for other checkpoints.
-    about: the fingerprints `TARGET` and `MADE_OF`, if the checkpoint has them.
+    about: the texts beside the arrays, such as the fingerprints `TARGET` and
+      `MADE_OF`; {} if the checkpoint has none.
   """
 
   source: str
@@ -143,13 +145,13 @@ def open_checkpoint(
   check_network(network, dtype)
   location = path if isinstance(path, Location) else locate(path)
   source, is_folder = str(location), location.is_folder()
-  about: dict[str, Any] = {}
+  about: Any = {}
   if is_huggingface(location):
     facts, arrays = huggingface.open_huggingface(
       location.path, network, dtype, adapter
     )
     if adapter is None:
-      about = {name: facts.described.get(ABOUT[name]) for name in ABOUT}
+      about = {n: facts.described.get(field) for n, field in ABOUT.items()}
   else:
     facts = None
     if adapter is not None:
@@ -163,10 +165,9 @@ def open_checkpoint(
         location.child(T5X_FILE) if is_folder else location
       )
     arrays = _checked(arrays, network, source)
-  about = about if isinstance(about, dict) else {}
-  texts = {name: about.get(name) for name in ABOUT}
-  about = {name: x for name, x in texts.items() if isinstance(x, str)}
-  return Opened(source, arrays, facts, about)
+  entries = about.items() if isinstance(about, dict) else ()
+  texts = {name: text for name, text in entries if isinstance(text, str)}
+  return Opened(source, arrays, facts, texts)
 
 
 def locate(
@@ -178,18 +179,18 @@ def locate(
     ValueError: there is no checkpoint, or there are several; or a revision is
       given for a path, or for an id that has one already.
   """
-  location, name = open_location(path), os.fspath(path)
+  location, name = open_location(shipped.model(path)), os.fspath(path)
   if revision is not None:
     if location.exists() or '@' in name:
       expected = f'None: {name!r} is no id of the hub, or has its own'
       raise unexpected('revision', expected, revision)
     name = f'{name}@{revision}'
     location = open_location(name)
+  missing = f'No checkpoint could be read at {str(location)!r}'
+  if problem := location.problem():
+    raise ValueError(f'{missing}: {problem}.')
   if not location.exists():
-    missing = (
-      f'No checkpoint could be read at {str(location)!r}: No such file or'
-      ' folder'
-    )
+    missing += ': No such file or folder'
     is_text = isinstance(path, str) or revision is not None
     if not is_text or not _may_be_on_the_hub(name):
       raise ValueError(f'{missing}.')
@@ -258,7 +259,7 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
 
 
 def check_dtype(dtype: Dtype) -> None:
-  """Raises ValueError unless it is None, a float type, or one for kernels."""
+  """Raises ValueError unless a dtype is None, of floats, or for kernels."""
   with contextlib.suppress(TypeError):
     if dtype in (None, *INTEGERS):
       return
@@ -303,5 +304,5 @@ def _may_be_on_the_hub(path: str) -> bool:
   match = _HUB_ID.fullmatch(path)
   if not match or match[1].endswith('.msgpack'):
     return False
-  # A name in a folder that exists is a mistyped path.
+  # A name that begins with a folder which exists is a mistyped path.
   return not os.path.isdir(os.path.dirname(match[1]))

@@ -25,7 +25,8 @@ from specdec_jax.checkpoints.safetensors_files import open_file
 from specdec_jax.checks.fields import check_number, check_type, unexpected
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
-_PREFIX = 'base_model.model.'  # before all names, by PEFT
+# PEFT begins the names of all modules with this prefix.
+_PREFIX = 'base_model.model.'
 _HALF = re.compile(r'(.+)\.lora_([AB])(?:\.\w+)?\.weight')
 _READ = {'peft_type', 'r', 'lora_alpha', 'use_rslora'}
 _NO_MATTER = {*WORDS['adapter']['no_matter']}

@@ -20,7 +20,8 @@ from specdec_jax.files.locations import Location
 METADATA = '_METADATA'
 # Names of the folder of a tree inside a checkpoint, by T5X and by Orbax.
 _ITEMS = ('state', 'default')
-_METADATA_BYTES = 256 << 20  # limit; Orbax writes some 200 bytes per array
+# The most bytes of the metadata. Orbax writes about 200 per array.
+_METADATA_BYTES = 256 << 20
 _TEMPORARY = '.orbax-checkpoint-tmp'
 # Parameters inside a larger tree: T5X's training state, flax's variables.
 _PARAMS = ('target', 'params')

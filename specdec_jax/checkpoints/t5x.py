@@ -129,8 +129,7 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   stored = disk_arrays.open_stored(specs, source) if specs else {}
   for name, array in stored.items():
     metadata = leaves[name].get('metadata') or {}
-    is_mapping = isinstance(metadata, Mapping)
-    shape = metadata.get('shape') if is_mapping else metadata
+    shape = metadata.get('shape') if isinstance(metadata, Mapping) else metadata
     if shape is not None and shape != list(array.shape):
       why = f'its folder has {list(array.shape)}, the file says {shape!r}'
       raise disk_arrays.broken(source, name, why)
@@ -171,7 +170,7 @@ def _resolve(
   return {'driver': spec['driver'], 'kvstore': where}
 
 
-# Comparing with a network.
+# These functions compare a checkpoint with a network.
 
 
 def check_params(params: Params, expected: Any, source: str = 'params') -> None:
@@ -288,8 +287,7 @@ def _sizes(shapes: Shapes) -> dict[str, Any]:
         sizes |= zip(fields, shape, strict=True)
   sizes.pop('', None)
   if 'vocab_size' in sizes:
-    head = 'decoder/logits_dense/kernel'
-    sizes['logits_via_embedding'] = head not in shapes
+    sizes['logits_via_embedding'] = 'decoder/logits_dense/kernel' not in shapes
   inner = {name.partition('/mlp/')[2] for name in shapes}
   if gates := [n for n in ('wi/kernel', 'wi_1/kernel') if n in inner]:
     sizes['len(mlp_activations)'] = 1 + gates[0].startswith('wi_1')
@@ -309,7 +307,7 @@ def _sizes(shapes: Shapes) -> dict[str, Any]:
   return sizes
 
 
-# Layers that were trained as a scan.
+# These functions split layers that were trained as a scan.
 
 
 def is_scanned(arrays: Mapping[str, Any]) -> bool:
@@ -338,7 +336,8 @@ def unroll(
       array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  read = functools.lru_cache(1)(disk_arrays.load_array)  # caches one array
+  # The cache holds one array.
+  read = functools.lru_cache(1)(disk_arrays.load_array)
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
     match = _STACKED.fullmatch(name)
@@ -348,9 +347,9 @@ def unroll(
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
     layers = [f'{stack}/layers_{i}/{inner}' for i in range(count)]
     if not layers or layers[0] not in expected:
-      unrolled[name] = array  # the check of names will refuse it
+      unrolled[name] = array  # the check of names refuses this array later
       continue
-    # A norm shows the axis of the layers; T5X's own is the second.
+    # The shape of a norm shows which axis counts layers, by default the second.
     (emb_dim,) = expected[f'{stack}/layers_0/{_NORM}']
     norm = have.get(name.removesuffix(inner) + _NORM, (emb_dim,))
     axis = 1 if emb_dim == norm[0] else 0

@@ -98,7 +98,7 @@ def unexpected(
 
 
 def is_a(value: Any, hint: Any) -> bool:
-  """Whether a value has the type of an annotation, see `check_types`."""
+  """Returns whether a value has the type that `check_types` would accept."""
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
     return is_a(value, inside[0]) and _is_within(value, inside[1])
@@ -136,7 +136,7 @@ def _is_within(value: Any, bound: Bound) -> bool:
 def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
   if hasattr(value, 'tolist'):
     value = value.tolist()
-  # Looks at methods, because not all sequences are `Sequence`s.
+  # Methods are checked, because not all sequences are `Sequence`s.
   has_items = hasattr(value, '__len__') and hasattr(value, '__getitem__')
   if not has_items or isinstance(value, str | bytes | collections.abc.Mapping):
     return False
@@ -144,7 +144,7 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
     return len(value) == len(inside) and all(map(is_a, value, inside))
   kinds = set(map(type, value))
   if not inside or (kinds <= {int, str} and kinds == {inside[0]}):
-    return True  # a quick answer for long prompts
+    return True  # a loop in Python would be slow for long prompts
   return all(is_a(item, inside[0]) for item in value)
 
 
@@ -196,13 +196,13 @@ def shortened(value: Any) -> str:
   """Returns a value as text for a message; the middle of a long text is cut."""
   try:
     text = repr(value)
-  except ValueError:  # Python's limit of digits
+  except ValueError:  # Python does not print longer integers
     text = 'a huge number'
   # The end of a path matters most.
   return text if len(text) <= 160 else f'{text[:80]}...{text[-80:]}'
 
 
-# Numbers.
+# These functions check numbers.
 
 
 def check_number(name: str, value: Any, least: float) -> None:
@@ -225,34 +225,34 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
       raise unexpected(name, f'ids of the vocabulary of {vocab_size}', token)
 
 
-# Names.
+# These functions check names.
 
 
-def check_choice(name: str, value: Any, known: Collection[str]) -> None:
-  """Raises ValueError unless a value is one of the known words.
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+  """Raises ValueError unless a value is one of some words.
 
   Args:
     name: name of the value, for the message.
     value: the value that was given.
-    known: the words that it may be.
+    choices: the words that it may be.
   """
-  if value not in tuple(known):
-    near = nearest(str(value), known, or_all=False).lstrip()
-    raise unexpected(name, f'one of {sorted(known)}', value, near)
+  if value not in tuple(choices):
+    near = nearest(str(value), choices, or_all=False).lstrip()
+    raise unexpected(name, f'one of {sorted(choices)}', value, near)
 
 
-def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:
+def nearest(name: str, candidates: Iterable[str], or_all: bool = True) -> str:
   """Lists the known names that are near a name, for the end of a message.
 
   Args:
     name: the name that was given; upper and lower case do not matter.
-    known: the known names.
+    candidates: the known names.
     or_all: whether to list all known names if none is near.
 
   Returns:
     ' Nearest known: a, b.', ' Known: a, b, c, d.', or nothing.
   """
-  names = sorted(set(known))
+  names = sorted(set(candidates))
   lower = {candidate.lower(): candidate for candidate in names}
   close = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.6)
   if close:
@@ -260,7 +260,7 @@ def nearest(name: str, known: Iterable[str], or_all: bool = True) -> str:
   return f' Known: {", ".join(names)}.' if names and or_all else ''
 
 
-# Packages.
+# These functions import optional packages.
 
 
 def package(what: str, module: str, extra: str, otherwise: str = '') -> Any:

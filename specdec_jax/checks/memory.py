@@ -17,7 +17,8 @@ _MACHINE = pathlib.Path('/proc/meminfo')
 _OWN_GROUPS = pathlib.Path('/proc/self/cgroup')
 _GROUPS = pathlib.Path('/sys/fs/cgroup')
 _BYTES = 'memory.max', 'memory.current'
-_CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)  # cached files
+# The memory of cached files.
+_CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)
 
 
 class DoesNotFitError(ValueError):
@@ -32,7 +33,7 @@ def check_room(
   Args:
     what: names the arrays, as the beginning of a sentence.
     needed: bytes that they need.
-    free: returns the free bytes; None, if unknown, never raises.
+    free: returns the free bytes, or None if unknown, which never raises.
     advice: a sentence that says what to do.
 
   Raises:
@@ -40,7 +41,7 @@ def check_room(
   """
   size = free()
   if size is not None and needed > size:
-    gc.collect()  # an engine that is not used any more may be collected
+    gc.collect()  # the collector frees engines that nothing uses any more
     size = free()
   if size is not None and needed > size:
     raise DoesNotFitError(
@@ -54,7 +55,7 @@ def host_bytes() -> int | None:
   try:
     size = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
   except (AttributeError, OSError, ValueError):
-    return None  # not a Unix
+    return None  # this system is not a Unix
   return min([size, *(limit for limit, _ in _groups())])
 
 
@@ -64,16 +65,16 @@ def free_bytes() -> int | None:
   Memory that the system would give up, such as cached files, is free.
   """
   machine = re.search(r'^MemAvailable: +(\d+) kB$', _text(_MACHINE), re.M)
-  whole = int(machine[1]) << 10 if machine else host_bytes()
+  available = int(machine[1]) << 10 if machine else host_bytes()
   left = [max(0, limit - used) for limit, used in _groups()]
-  return None if whole is None else min([whole, *left])
+  return None if available is None else min([available, *left])
 
 
 def _groups() -> Iterator[tuple[int, int]]:
   """Yields limit and use, in bytes, of each control group with a limit."""
   for line in _text(_OWN_GROUPS).splitlines():
     number, _, path = line.split(':', 2)
-    if number != '0':  # of the first version of control groups
+    if number != '0':  # the line is of a control group of version 1
       continue
     group = _GROUPS / path.strip('/')
     # A container may not see groups above it; then its own group is the root.

@@ -1,9 +1,8 @@
 """The command line: its commands, gin's flags, and checks of their names."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 # Folders of interrupted runs, which continue when they are started again.
 unfinished: list[str] = []
@@ -11,7 +10,7 @@ unfinished: list[str] = []
 
 @contextlib.contextmanager
 def resumable(folder: str | None) -> Iterator[None]:
-  """Keeps a folder in `unfinished` in its block, and after an interrupt."""
+  """Lists a folder in `unfinished` during a block, and after an interrupt."""
   unfinished[:] = [folder] if folder else []
   try:
     yield
@@ -21,22 +20,20 @@ def resumable(folder: str | None) -> Iterator[None]:
   unfinished.clear()
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
   """A command.
 
   Attributes:
-    function: takes nothing and returns a status, None for 0; it makes its
-      configuration by `gin_flags.build`. Its docstring is the --help.
-    run_file: its run file without a --gin_file; None requires a --gin_file.
+    function: runs the command, with a configuration of `gin_flags.build`, and
+      returns the exit status or None for 0. Its docstring is the --help.
+    run_file: the gin file that is loaded without a --gin_file; None: a
+      --gin_file is required.
     places: flags that may be given as positional arguments, in this order.
-    implied: values of macros that a flag also sets: flag -> macro -> value.
-      They hold if the run file has the macro; --gin.MACRO overrides them.
+    implied: flag -> macro -> the value that the flag gives to the macro too, if
+      the run file has that macro; --gin.MACRO overrides it.
   """
 
   function: Callable[[], int | None]
   run_file: str | None = None
   places: tuple[str, ...] = ()
-  implied: Mapping[str, Mapping[str, Any]] = dataclasses.field(
-    default_factory=dict
-  )
+  implied: Mapping[str, Mapping[str, Any]] = {}

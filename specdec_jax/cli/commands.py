@@ -6,7 +6,6 @@ the classes that its run file configures, see `options`. A command imports its
 modules when it runs.
 """
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Callable
@@ -266,7 +265,7 @@ def _build(cls: type) -> Any:
 
 
 def _beside() -> dict[str, Callable[[], str]]:
-  """Returns name -> text of the files that are written with the results."""
+  """Returns further files of a run: name -> function that returns the text."""
   import gin
 
   return {'operative_config.gin': gin.operative_config_str}
@@ -294,7 +293,7 @@ def _chosen(name: str, functions: dict[type, Callable[[Any], object]]) -> None:
 
 _FILE = ('input',)
 _OF_TEXTS = {'--input': {'STDOUT': 'outputs'}}
-# Another target takes neither the shipped drafter nor the shipped pair's name.
+# The shipped drafter, and the name of the shipped pair, fit no other target.
 _OTHER_PAIR = {'--target': {'DRAFT_CHECKPOINT_PATH': None, 'MODEL_NAME': None}}
 
 # Name -> command, in the order of --help.
@@ -312,8 +311,5 @@ COMMANDS = {
   'reproduce': Command(reproduce),
   'compile-check': Command(compile_check, 'gin/runs/compile_check.gin'),
 }
-# The names by which T5X users start them; their run file is always given.
-SCRIPTS = {
-  name: dataclasses.replace(COMMANDS[name], run_file=None)
-  for name in ('decode', 'train')
-}
+# T5X users start these with a --gin_file.
+SCRIPTS = {x: COMMANDS[x]._replace(run_file=None) for x in ('decode', 'train')}

@@ -1,4 +1,4 @@
-"""Command line shared by all commands: gin files and bindings, as in T5X.
+"""The flags that all commands have: gin files and bindings, as in T5X.
 
   --gin_file=FILE           a gin file; repeatable, later files override
   --gin.NAME=VALUE          a macro (INPUT_FILE) or a binding (scope/fn.param)
@@ -11,8 +11,8 @@
                             one of several processes anywhere else
 
 A VALUE that is not a gin value is text, so `--gin.DTYPE=int8` and
-`--gin.DTYPE='"int8"'` mean the same. gin itself accepts a mistyped macro
-or scope silently; here a name that the gin files do not know is an error.
+`--gin.DTYPE='"int8"'` mean the same. gin itself ignores a mistyped macro or
+scope; here a name that the gin files do not know is an error.
 
 A command is a function whose docstring is its --help, see `commands`. It has
 flags for the fields of what its gin files configure, see `options`.
@@ -49,22 +49,24 @@ _REQUIRED = '%gin.REQUIRED'
 _MISSING = re.compile(
   r'(\w+)(?:\.__init__)?\(\) missing \d+ required .*?arguments?: (.*)'
 )
-# Messages of Python that show an object, and a tuple.
+# Python's error for a value that is no literal; it shows an object.
 _NO_LITERAL = re.compile(r'malformed node or string.*?: <ast\..+?>')
-# Matches gin's words for a configurable that was called: name and scope.
+# gin's words for a configurable that was called, with its name and scope.
 _CALLED = re.compile(
   r"In call to configurable '([\w.]+)' .*?(?: in scope '(\w+)')?$", re.MULTILINE
 )
+# Python's error for text without an end; it shows a tuple.
 _OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 
-_NO_COMMAND = Command(lambda: None)  # without flags of its own
+# A script has no flags of its own.
+_NO_COMMAND = Command(lambda: None)
 _T = TypeVar('_T')
 # Flags of a model and of the lengths of its texts.
 _MODEL_FLAGS = frozenset(
   '--target --vocab --dtype --adapter --revision --max-input-len'
   ' --max-decode-len'.split()
 )
-_of_models: list[str] = []  # see `of_models`
+_of_models: list[str] = []  # the flags that `of_models` returns
 # gin would search a folder twice, and list it twice, if it were added twice.
 _search_too = functools.cache(gin.add_config_file_search_path)
 
@@ -128,7 +130,7 @@ def load(
 
 
 def _check_engines() -> None:
-  """Raises ValueError for settings of engines where 0.2 had them."""
+  """Raises ValueError for a setting that is bound to Engine, as in 0.2."""
   for (scope, selector), values in bindings().items():
     settings = values.keys() - {'target', 'drafter', 'config'}
     if selector.endswith('engine.Engine') and settings:
@@ -187,12 +189,12 @@ def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def _is_no_search_error(record: logging.LogRecord) -> bool:
-  """Drops the error that gin logs for each folder without the file."""
+  """Returns False for the error that gin logs for a folder without the file."""
   return record.msg != 'Path not found: %s'
 
 
 class _Parser(argparse.ArgumentParser):
-  """A parser whose errors are ValueErrors like all others."""
+  """An argument parser that raises ValueError for bad arguments."""
 
   def __init__(self, **settings: Any):
     shape = argparse.RawDescriptionHelpFormatter
@@ -223,7 +225,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
-  """Returns the parser of a command, and its map from gin's names to flags."""
+  """Returns the parser of a command, and gin's names -> flags."""
   places = [f'[{options.PLACES[name]}]' for name in command.places]
   parser = _Parser(
     usage=' '.join(filter(None, ['specdec', name, *places, '[FLAGS]'])),
@@ -271,7 +273,7 @@ def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
   return None
 
 
-# Bindings.
+# These functions bind macros and parameters.
 
 
 def _value(name: str, text: str) -> Any:
@@ -288,7 +290,7 @@ def _value(name: str, text: str) -> Any:
     if parser.current_token.string:
       raise ValueError('expected one value (a literal, @reference or %MACRO)')
     return value
-  # As text, `false` would be true; gin's own spelling is Python's.
+  # The text 'false' would count as true; gin spells False as Python does.
   if text.lower() in ('true', 'false', 'none') and text != text.capitalize():
     expected = f'{text.capitalize()}, or text in quotes'
     raise unexpected(f'--gin.{name}', expected, text)
@@ -346,8 +348,8 @@ def roots() -> set[str]:
 def _check_scopes() -> None:
   """Raises ValueError for a scope that is bound but never entered.
 
-  Only references (`@scope/fn()`) enter scopes, since the library does not use
-  gin.
+  Only references in gin files (`@scope/fn()`) enter scopes, because the library
+  does not use gin.
   """
   paths = [r.scopes for r in references() if r.config_key[1] not in _INTERNAL]
   # The reference @a/b/fn enters the scopes a and a/b.
@@ -363,8 +365,8 @@ def _check_scopes() -> None:
 def _check_complete(flags: Mapping[str, str]) -> None:
   """Raises ValueError for macros and parameters without a value.
 
-  A required macro without a reference, which a binding has replaced, needs no
-  value and is removed.
+  If a binding replaces the only reference to a required macro, the macro needs
+  no value and is removed.
 
   Args:
     flags: binding -> its flag.
@@ -388,15 +390,15 @@ def _check_complete(flags: Mapping[str, str]) -> None:
     raise ValueError(f'The macro %{macro} is used and has no value.{near}')
 
 
-# Objects that the gin files describe.
+# These functions build the objects that the gin files describe.
 
 
 def build(cls: type[_T]) -> _T:
   """Returns the instance of `cls` that the loaded gin files describe.
 
   Raises:
-    ValueError: no gin file configures `cls`, or values need each other without
-      end.
+    ValueError: no gin file configures `cls`, or values refer to each other in a
+      circle.
     TypeError: a field has no value, see `is_unbound`.
   """
   name = f'{cls.__module__}.{cls.__qualname__}'
@@ -414,7 +416,7 @@ def build(cls: type[_T]) -> _T:
 
 
 def builder(cls: type[_T]) -> Callable[[], _T]:
-  """Returns `build(cls)` for another process; it takes along the values."""
+  """Returns `build(cls)` for another process, with the values of gin files."""
   return functools.partial(_built, cls, gin.config_str())
 
 
@@ -424,12 +426,12 @@ def _built(cls: type[_T], config: str) -> _T:
   return build(cls)
 
 
-# Errors.
+# These functions word gin's errors for users.
 
 
 @contextlib.contextmanager
 def _explained(where: str) -> Iterator[None]:
-  """Turns errors of gin into ValueErrors that begin with `where`."""
+  """Turns an error of gin into a ValueError that begins with `where`."""
   try:
     yield
   except Exception as error:
@@ -451,7 +453,7 @@ def _reason(error: BaseException) -> str:
 
 
 def is_unbound(error: BaseException) -> bool:
-  """Returns whether `error` is that of an argument without a value in gin."""
+  """Returns whether an argument of a call had no value in the gin files."""
   text = str(error)
   return 'In call to configurable' in text and bool(_MISSING.search(text))
 
@@ -460,9 +462,9 @@ def one_line(error: BaseException, argv: Sequence[str] = ()) -> str:
   """Returns the message without line breaks and without gin's call trail.
 
   Args:
-    error: its message may begin with the field of a configuration.
-    argv: by whose flag the field is named, if one of them gives it; else it is
-      named as in gin.
+    error: the error; its message may begin with the field of a configuration.
+    argv: the arguments of the command line. If one of their flags gives the
+      field, the message names that flag; else the field as in gin.
   """
   text = str(error)
   if is_unbound(error) and (missing := _MISSING.search(text)):
@@ -482,20 +484,21 @@ def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
   """Spells a field as its flag in `argv`, else as in gin, else unchanged.
 
   Args:
-    field: the name, or other words, which are returned.
-    text: says which configurable of gin was called.
-    argv: of the command line.
+    field: the name of a field; other words are returned unchanged.
+    text: the message, in which gin names the configurable that was called.
+    argv: the arguments of the command line.
   """
   flags = [word.partition('=')[0] for word in argv]
-  given = {flag.replace('_', '-'): flag for flag in flags}
+  written = {flag.replace('_', '-'): flag for flag in flags}
   spellings, in_gin = options.spellings(field), field
   for name, scope in _CALLED.findall(text):
-    with contextlib.suppress(KeyError, ValueError):  # several of that name
+    # Several configurables may have that name.
+    with contextlib.suppress(KeyError, ValueError):
       called = gin.config.ConfigurableReference(name, evaluate=False)
-      made = called.configurable.wrapped
-      if field in inspect.signature(made).parameters:
+      owner = called.configurable.wrapped
+      if field in inspect.signature(owner).parameters:
         # A drafter's dtype may be given with the target's.
-        spellings[:0] = options.spellings(field, made.__name__, scope)
+        spellings[:0] = options.spellings(field, owner.__name__, scope)
         in_gin = f'{scope}/{name}.{field}'.lstrip('/')
         break
-  return next((given[word] for word in spellings if word in given), in_gin)
+  return next((written[word] for word in spellings if word in written), in_gin)

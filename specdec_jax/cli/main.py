@@ -32,19 +32,20 @@ tokens in one call, and the output is exactly the large one's.
 _TAIL = """
 `specdec COMMAND --help` describes its flags and shows examples.
 """
-_NO_BACKEND = 'Unable to initialize backend'  # JAX's error for JAX_PLATFORMS
+# The begin of JAX's error for a wrong JAX_PLATFORMS.
+_NO_BACKEND = 'Unable to initialize backend'
 _NO_PLUG_IN = (
   'its plug-in for JAX is not installed. Install it, such as'
   " pip install 'specdec_jax[cuda]', or set JAX_PLATFORMS=cpu."
 )
-# Beginnings of errors that are the machine's fault, not the program's.
+# Errors that begin like this are the machine's fault, not the program's.
 _OF_MACHINE = (
-  'RESOURCE_EXHAUSTED',  # JAX, where memory is too small
+  'RESOURCE_EXHAUSTED',  # JAX's error if memory is too small
   _NO_BACKEND,
   'The scheduler failed',  # the server has logged the reason
 )
 _INTERRUPTED = 130
-_UNWIND_S = 1.0  # an interrupted command may take so long to end by itself
+_UNWIND_S = 1.0  # an interrupted command has so much time to end by itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +101,8 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
   for number in range(3):
     try:
       os.fstat(number)
-    except OSError:  # or the next file opened would receive the output
+    except OSError:
+      # Otherwise the next file that is opened would get the number, and output.
       os.open(os.devnull, os.O_RDWR)
   if sys.stderr is None:  # `print` would use stdout instead
     sys.stderr = open(2, 'w', closefd=False)
@@ -115,23 +117,23 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
     print(f'error: {wrong}', file=sys.stderr)
     return 2
   for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):  # all files are UTF-8, too
+    if isinstance(stream, io.TextIOWrapper):  # UTF-8, as in all files
       stream.reconfigure(encoding='utf-8', errors=stream.errors)
   try:
     with _watched() if is_process else contextlib.nullcontext():
       return function()
-  except KeyboardInterrupt:  # perhaps while it was importing
+  except KeyboardInterrupt:  # the interrupt may come during an import
     return _interrupted()
 
 
-# Interrupts.
+# These functions end an interrupted process.
 
 
 def _as_process(function: Callable[[], int]) -> int:
   """Calls `_guarded`; an interrupt soon ends the process in any case.
 
-  Python alone would wait for the end of each compilation, also of those in
-  other threads: a minute or more.
+  Python alone would wait until all compilations end, also those of other
+  threads, which can take a minute or more.
   """
   status = _guarded(function, is_process=True)
   if status == _INTERRUPTED:
@@ -146,7 +148,7 @@ def _watched() -> Iterator[None]:
   pythons.setblocking(False)
 
   def watch() -> None:
-    while data := ours.recv(1):  # until `pythons` is closed
+    while data := ours.recv(1):  # the loop ends when `pythons` is closed
       (number,) = data
       # A server handles the signal itself.
       python_raises = signal.getsignal(number) is signal.default_int_handler
@@ -166,7 +168,7 @@ def _watched() -> Iterator[None]:
 def _leave(status: int) -> None:
   """Ends the process without waiting for its threads."""
   if sys.stdout and sys.stdout.isatty():
-    print('\x1b[?25h', end='')  # shows the cursor, which a bar hides
+    print('\x1b[?25h', end='')  # the cursor comes back, which a bar hides
   for stream in filter(None, (sys.stdout, sys.stderr)):
     with contextlib.suppress(OSError):
       stream.flush()
@@ -179,7 +181,7 @@ def _interrupted() -> int:
   if unfinished:
     words = sys.orig_argv
     if words[1:] == sys.argv and not words[1].endswith('.py'):
-      words = words[1:]  # drops Python: `specdec` is a script that starts it
+      words = words[1:]  # the name of Python is left out: `specdec` starts it
     message += f'. {unfinished[0]!r} has what was finished; to go on'
     message += ', with the same input' * ('-' in words)
     message += f':\n  {shlex.join(words)}'
@@ -190,10 +192,10 @@ def _interrupted() -> int:
 def run(command: Command, argv: Sequence[str], name: str = '') -> int:
   """Loads the configuration, runs a command and returns the exit status.
 
-  Bad input (ValueError, OSError) ends as one line on stderr and status 2, too
-  little memory, or a loss that diverges, as one line and status 1, an interrupt
-  as status 130; `--traceback` lets the exception through instead.
-  SIGTERM ends the process, as it does any.
+  Bad input (ValueError, OSError) leads to one line on stderr and status 2; too
+  little memory, or a loss that diverges, to one line and status 1; an interrupt
+  to status 130. With `--traceback` the exception is raised instead. SIGTERM
+  ends the process, as it ends any other.
 
   Args:
     command: the command.
@@ -224,7 +226,7 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
 
 
 def _complaining(function: Callable[[], int], argv: Sequence[str]) -> int:
-  """Calls a function; prints an error that is no bug as one line."""
+  """Calls a function; prints an error as one line, unless it may be a bug."""
   from specdec_jax.cli import gin_flags
 
   try:
@@ -253,7 +255,7 @@ def _status(error: Exception) -> int:
 
 
 def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
-  """Formats a warning as a line, without its place in the code."""
+  """Formats a warning as one line, without its place in the code."""
   return f'warning: {" ".join(str(message).split())}\n'
 
 

@@ -25,15 +25,15 @@ from specdec_jax.checks.fields import is_a, unexpected
 
 MACRO = 'gin.macro'
 
-# Field, or CLASS.FIELD -> the name of its flag, if that is another; '' means
-# that it has no flag. A field without a class is renamed in every class.
+# FIELD or CLASS.FIELD -> the name of its flag, if it is not the field's name;
+# '': there is no flag. A FIELD without a class is renamed in every class.
 _RENAMED = {
   'ReplicaSettings.cpus': 'replica-cpus',
   'ReplicaSettings.gpus': 'replica-gpus',
   # The languages of a run are those of its engine.
   'Options.source_lang': '',
   'Options.target_lang': '',
-  'Options.split_prefix': '',  # `DecodeConfig.prefix`
+  'Options.split_prefix': '',  # a run has `DecodeConfig.prefix` instead
   'Tokenizer.path': 'vocab',
   'load.path': 'target',
   'open_tokenizer.path': 'vocab',
@@ -46,7 +46,7 @@ _RENAMED = {
   'stop_strings': 'stop',
   'tokenizer': 'vocab',
 }
-# Flag -> its name in other programs.
+# Flag -> the name that other programs give to it.
 _ALIASES = {
   'draft': 'assistant-model',
   'gamma': 'num-speculative-tokens',
@@ -59,14 +59,14 @@ _ALIASES = {
   'vocab': 'tokenizer',
 }
 PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
-_PLACE = 'place of '  # before the binding of a positional argument
+_PLACE = 'place of '  # argparse's name of a positional argument begins so
 _PLAIN = (int, float, str)
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
 _EXPECTED = {int: 'a whole number', float: 'a finite number', str: 'text'}
 
 
 class _Flag(NamedTuple):
-  """A possible flag of a field.
+  """A flag that a field may have.
 
   Attributes:
     names: its spellings, the main one first.
@@ -102,7 +102,7 @@ def add(
   first field that the gin files bind.
 
   Args:
-    parser: gets the flags, for `values_of`.
+    parser: the parser that the flags are added to.
     places: flags that may also be positional arguments, in this order.
 
   Returns:
@@ -135,10 +135,10 @@ def add(
 def values_of(
   args: argparse.Namespace, main: Mapping[str, str]
 ) -> dict[str, Any]:
-  """Returns binding -> its value, for the flags of a command line.
+  """Returns binding -> value, for the flags of a command line.
 
   Args:
-    args: the result of a parser that leaves out missing flags.
+    args: what the parser has read; flags that were not given are missing.
     main: the result of `add`.
 
   Raises:
@@ -195,8 +195,8 @@ def spellings(field: str, owner: str = '', scope: str = '') -> list[str]:
 
   Args:
     field: the name.
-    owner: the class or function that has the field; '' is any.
-    scope: of gin.
+    owner: the class or function that has the field; '': any.
+    scope: gin's scope.
   """
   general = _RENAMED.get(field, field.replace('_', '-'))
   name = _RENAMED.get(f'{owner}.{field}', general)
@@ -209,7 +209,7 @@ def spellings(field: str, owner: str = '', scope: str = '') -> list[str]:
 
 
 def _settings(configured: Callable, field: str) -> dict[str, Any]:
-  """Returns argparse's settings for a field; {} if its type is not plain."""
+  """Returns arguments of `add_argument`; {} if the type is not plain."""
   is_class = inspect.isclass(configured)
   function = configured.__init__ if is_class else configured
   members = _members(typing.get_type_hints(function).get(field))
@@ -236,7 +236,7 @@ def _settings(configured: Callable, field: str) -> dict[str, Any]:
 
 
 def _members(annotation: Any) -> list[Any]:
-  """Returns the types of a union; another annotation alone."""
+  """Returns the types of a union; or the annotation, if it is no union."""
   if typing.get_origin(annotation) in (types.UnionType, typing.Union):
     return list(typing.get_args(annotation))
   return [annotation]
@@ -251,11 +251,11 @@ def _plain(members: Sequence[Any]) -> list[type]:
 def _value(text: str, kinds: Sequence[type], is_list: bool) -> Any:
   """Converts a text on the command line.
 
-  A list becomes a tuple: of texts, where the flag is repeated, or of numbers
-  with commas between them.
+  For a list it returns a tuple: the text, which other texts follow if the flag
+  is repeated; or numbers, with commas between them in the text.
 
   Raises:
-    argparse.ArgumentTypeError: the text is none of these kinds.
+    argparse.ArgumentTypeError: the text is of none of these kinds.
   """
   parts = [text]
   if is_list and str not in kinds:
@@ -296,7 +296,7 @@ def _sentence(configured: Callable, field: str) -> str:
 
 
 def _default(value: Any) -> str:
-  """Returns ' (default: VALUE)'; '' for False, '', () and values of no flag."""
+  """Returns ' (default: VALUE)'; '' for False, (), '', and other objects."""
   is_plain = isinstance(value, int | float | str | tuple)
   return (
     f' (default: {value})' if is_plain and value not in (False, (), '') else ''

@@ -64,9 +64,9 @@ class Search:
     previous: the level before the live beams. The drafter has not read it if
       all its proposals were accepted, and reads it again otherwise.
     known_values: float32[B, K, C], log-probabilities of the `candidates` of
-      live beams that the target has read already; -inf for the other beams. A
-      level that does not hold mostly lacks one beam; the others were nodes of
-      the tree, so the next draft need not guess their continuations.
+      live beams that the target has read already; -inf for the other beams.
+      Where a level does not hold, most of its live beams are nodes all the
+      same, so the next draft need not guess their continuations.
     known_ids: int32[B, K, C], these candidates.
     finish_reason: int32[B], a `FinishReason`.
   """
@@ -179,10 +179,10 @@ def step(
 ) -> BeamState:
   """Runs a round: 1 to gamma + 1 levels in each row that is still searched."""
   search, width = state.search, request.search.width
-  # Rows that are over work on their first slots, which no result comes from.
+  # Finished rows compute on their first slots, and the results are not used.
   used = jnp.where(state.running, state.used, width)
   # The live beams' last tokens are nodes in the next K slots.
-  visible = _with_own(search.ancestors, used, width)
+  visible = _see_self(search.ancestors, used, width)
   prefix = search.live.prefix if request.ruling else None
   roots = Level(search.live.last_token, visible, prefix=prefix)
 
@@ -208,7 +208,8 @@ def step(
     logits, count, forbidden, request.stop_ids, _rules(request, prefix)
   )
 
-  # Its own search on its own scores, as long as its live beams are nodes.
+  # The target's own search goes on, by its own scores, while its live beams are
+  # nodes of the tree.
   search, chosen, num_held = _replay(request, search, draft, used, candidates)
   # Proposals after the end of a search do not count.
   ended = ~search.running & state.running
@@ -283,8 +284,11 @@ def generation(request: Request, state: BeamState) -> Generation:
   )
 
 
-def _with_own(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
-  """Adds to bool[B, N, T] each node's slot; the first is begin, int32[B]."""
+def _see_self(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
+  """Returns the masks bool[B, N, T] with each node's slot added.
+
+  The nodes have `count` neighbouring slots from `begin`, int32[B], on.
+  """
   slots = begin[:, None] + jnp.arange(count)
   return ancestors | (jnp.arange(ancestors.shape[-1]) == slots[..., None])
 
@@ -301,12 +305,13 @@ def _propose(
   """Runs the drafter's search; returns its cache and its nodes by level."""
   search, settings = state.search, request.search
   width, draft_width = settings.width, settings.draft_width
-  place = search.live.length[:, :1] - 1  # of the roots
+  # The index of the roots in their sequences.
+  place = search.live.length[:, :1] - 1
 
   def guess(cache, score, tokens, positions, visible, prefix, known=None):
     """Reads nodes, and finds the best continuations of the last beams.
 
-    The known candidates of beams take the place of guessed ones.
+    `known` has the target's candidates of some beams in place of guesses.
     """
     tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
     features, cache = drafter.extend(params, cache, tokens, tree)
@@ -326,7 +331,7 @@ def _propose(
       ids = jnp.append(ids, known_ids, axis=2)
     return cache, *beams.widen(score, values, ids, draft_width)
 
-  # It may not have read the level before the roots, see `Search.previous`.
+  # The drafter may lack the level before the roots, see `Search.previous`.
   cache = drafter.rewind(state.draft_cache, used - width)
   tokens, visible, _ = _joined([search.previous, roots.replace(prefix=None)])
   positions = jnp.repeat(place, 2 * width, axis=1)
@@ -336,13 +341,13 @@ def _propose(
   known = search.known_values, search.known_ids
   above, prefix, levels = roots.visible, roots.prefix, []
   nodes = tokens, positions, visible
-  # Unrolled: a loop would carry the cache, and copy it in and out.
+  # A loop of the device would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
     cache, score, parents, tokens = guess(
       cache, score, *nodes, prefix, None if depth else known
     )
     begin = used + width + depth * draft_width
-    above = _with_own(beams.gather(above, parents), begin, draft_width)
+    above = _see_self(beams.gather(above, parents), begin, draft_width)
     if request.ruling is not None and prefix is not None:
       prefix = request.ruling.longer(beams.gather(prefix, parents), tokens)
     levels.append(Level(tokens, above, parents, prefix))
@@ -362,7 +367,8 @@ def _levels(request: Request, search: Search, used: jax.Array):
   level = np.repeat(np.arange(gamma + 1), widths)
   slot = jnp.arange(search.ancestors.shape[2])
   base = (request.prompt_length - 1)[:, None]
-  # The prompt but its last token, K unused slots, then K slots a level.
+  # The slots hold the prompt without its last token, K unused ones, and then K
+  # for each level.
   earlier = base + (slot - base) // settings.width - 1
   number = slot - used[:, None]
   node = jnp.asarray(level)[jnp.clip(number, 0, level.size - 1)]
@@ -425,7 +431,7 @@ def _replay(
     is_node = jnp.any(same, axis=2)
     beaten = beams.is_beaten(request, live, after.finished)
     held = going_on & jnp.all(is_node | beaten, axis=1) & after.running
-    # The target has not read a beam that is no node: it is dropped.
+    # The target has not read a live beam that is not a node; it is dropped.
     dropped = held[:, None] & ~is_node
     live = live.replace(
       score=jnp.where(dropped, beams.ABSENT, live.score),
@@ -469,7 +475,7 @@ def _next_level(request: Request, search: Search, of_live, first: jax.Array):
   over = beams.is_over(request, live, finished)
   reason = jnp.where(over, FinishReason.STOP, search.finish_reason)
   reason = jnp.where(is_valid, reason, FinishReason.INVALID)
-  visible = _with_own(search.ancestors, first, request.search.width)
+  visible = _see_self(search.ancestors, first, request.search.width)
   after = Search(
     live=live,
     finished=finished,

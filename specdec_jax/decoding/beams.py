@@ -54,7 +54,7 @@ class Hypotheses:
 
   @property
   def last_token(self) -> jax.Array:
-    """int32[B, K], the last token of each sequence; of an empty one, any."""
+    """int32[B, K], each sequence's last token; any id for an empty one."""
     index = jnp.maximum(self.length - 1, 0)[..., None]
     return jnp.take_along_axis(self.tokens, index, axis=2)[..., 0]
 
@@ -111,7 +111,7 @@ def candidates(
     values, ids, _ = probs.top_tokens(adjusted, count, stop_ids, forbidden)
     return values, ids, probs.valid_logits(logits)
   values, ids, maximum = probs.top_tokens(logits, count, stop_ids, forbidden)
-  # NaN where a logit is, where one is +inf, and where all are -inf.
+  # The total is NaN if a logit is NaN or +inf, or if all are -inf.
   total = jnp.sum(jnp.exp(logits - maximum[..., None]), axis=-1)
   valid = jnp.isfinite(total) & (maximum > jnp.finfo(jnp.float32).min)
   return values - (jnp.log(total) + maximum)[..., None], ids, valid
@@ -263,7 +263,7 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
 
 
 def gather(values: Tree, index: jax.Array) -> Tree:
-  """Takes values[b, index[b, n]] of each array [B, K, ...], for int32[B, N]."""
+  """Takes values[b, index[b, n]] from arrays [B, K, ...]; index is [B, N]."""
 
   def take(leaf):
     place = index.reshape(*index.shape, *(1,) * (leaf.ndim - 2))

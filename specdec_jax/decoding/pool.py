@@ -30,7 +30,7 @@ from specdec_jax.partitioning import shardings
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Draft, FinishReason, Generation
 
-_SHARED = None  # the axis of a leaf that belongs to no row
+_SHARED = None  # an axis of None: the leaf belongs to no row
 
 
 @struct.dataclass
@@ -141,14 +141,13 @@ def run(
     going_on, one_round, (jnp.int32(0), (pool.state, no_draft))
   )
   generation = decode_state.generation(pool.request, state)
-  view = PoolView(generation, num_rounds, draft)
-  return pool.replace(state=state), view
+  return pool.replace(state=state), PoolView(generation, num_rounds, draft)
 
 
 def _typed(leaf: jax.Array) -> jax.Array:
-  """Drops a weak type: a round would drop it too, and so recompile."""
+  """Drops a weak type: a round would drop it and be compiled once more."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-    return leaf  # PRNG keys
+    return leaf  # arrays of PRNG keys have no weak type
   return lax.convert_element_type(leaf, leaf.dtype)
 
 
@@ -166,11 +165,16 @@ class RowLayout:
     Raises:
       ValueError: an array grows with the batch in two axes.
     """
-    shapes = functools.partial(jax.eval_shape, functools.partial(read, loop))
-    few = shapes(params, request)
-    twice = np.zeros((2 * request.inputs.shape[0],), np.int32)
-    many = shapes(params, take_rows(request, twice))
-    both = zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True)
+    count = request.inputs.shape[0]
+
+    def shapes(number: int) -> list[Any]:
+      def read_rows(params, request):
+        rows = take_rows(request, np.zeros((number,), np.int32))
+        return read(loop, params, rows)
+
+      return jax.tree.leaves(jax.eval_shape(read_rows, params, request))
+
+    both = zip(shapes(count), shapes(2 * count), strict=True)
     self.axes = [_axis(a, b) for a, b in both]
 
   def admit(
@@ -209,7 +213,7 @@ class RowLayout:
     return self._changed(lambda axis, leaf: jnp.take(leaf, rows, axis), pool)
 
   def _changed(self, change, pool: Pool, *others: Pool) -> Pool:
-    """Returns the pool with change(axis, leaf, ...) for each leaf with rows."""
+    """Applies change(axis, leaf, ...) to each leaf of a pool that has rows."""
     leaves, tree = jax.tree.flatten(pool)
     each = zip(self.axes, leaves, *map(jax.tree.leaves, others), strict=True)
     return tree.unflatten(
@@ -226,14 +230,18 @@ class PoolPrograms:
   would be compiled again for that; on one device, for each mixture of arrays
   from the host and from other programs. Each device has a whole copy of the
   host's view.
+
+  Attributes:
+    warm: keys of the kinds of rows for which everything is compiled.
   """
 
   def __init__(self, loop: Loop, params: PairParams, example: Request):
-    """Traces `read`; see `RowLayout`, whose `request` is `example`."""
+    """Traces `read` with a request `example`, as `RowLayout` wants it."""
+    self.warm: set[Any] = set()
     self._layout = layout = RowLayout(loop, params, example)
     read_rows = functools.partial(read, loop)
     run_rounds = functools.partial(run, loop)
-    # Traced once for both programs that run rounds.
+    # Both programs that run rounds share one trace.
     inner_run = jax.jit(run_rounds, static_argnums=5)
 
     def read_wide(params, request, empty_row):
@@ -246,7 +254,7 @@ class PoolPrograms:
     def bound(function, **options):
       return functools.partial(jax.jit(function, **options), params)
 
-    # Its rows are as wide as the pool, so that `admit` is one program.
+    # `read` makes rows as wide as the pool, so that `admit` is one program.
     self.read = bound(read_wide)
     self._read_rows = bound(read_rows)
     copied = placed = jax.tree.leaves(params)[0].sharding
@@ -262,7 +270,7 @@ class PoolPrograms:
     self.admit = jit(layout.admit, donate_argnums=0)
     view = {'out_shardings': (placed, copied)}
     self.run = bound(run_rounds, static_argnums=5, donate_argnums=1, **view)
-    # Reads a row that has its own pool, and runs its first rounds.
+    # `begin` reads a row into a pool of its own, and runs its first rounds.
     self.begin = bound(begun, static_argnums=4, **view)
 
   def empty_row(self, request: Request) -> Pool:
@@ -280,7 +288,7 @@ def _axis(few: Any, many: Any) -> int | None:
 
 
 def _widened(axis: int, leaf: jax.Array, row: jax.Array) -> jax.Array:
-  """Fills `leaf` up from `row` to the size of `row` in all other axes."""
+  """Pads `leaf` with values of `row` to the size of `row` in other axes."""
   wide = jnp.repeat(row, leaf.shape[axis], axis)
   if wide.shape == leaf.shape:
     return leaf

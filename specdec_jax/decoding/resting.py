@@ -31,13 +31,17 @@ from specdec_jax.types import DecodeStats, Draft, Verdict
 # right .7 of the time would rest at once in one of eleven outputs, needlessly.
 _PATIENCE = 2.0
 _FIRST_REST = 32  # the least rounds of a first rest
-_GROWTH = 4  # factor from a rest to the next one, if the probe between loses
-_MOST_REST = 1 << 20  # rounds: in effect for ever
-_CREDIT = 4.0  # the most gains that are saved up, in multiples of patience
-# The share of an output's time that a drafter may take that is always wrong; it
-# may take a hundredth more to read the input.
+# If the probe after a rest loses too, the next rest is longer by this factor.
+_GROWTH = 4
+# A rest of so many rounds lasts for ever in effect.
+_MOST_REST = 1 << 20
+# A row may save up at most so many times the patience in gains.
+_CREDIT = 4.0
+# A drafter that is always wrong may take this share of an output's time, and a
+# hundredth more to read the input.
 _MOST_LOST = 0.04
-LEAST_OUTPUT = 128  # tokens; the bound holds for outputs of this length or more
+# The bound holds for outputs of at least so many tokens.
+LEAST_OUTPUT = 128
 
 
 def of_costs(
@@ -63,17 +67,17 @@ def of_costs(
 def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
   """Returns the least first rest with which a drafter may always be wrong.
 
-  It checks outputs of up to several probes; in longer ones the share of lost
+  It checks outputs with up to several probes; in longer ones the share of lost
   time falls, or the rest lasts for ever. A call that catches up makes no logits
   and is taken to cost two calls of the drafter.
   """
-  loss = float(np.max(costs)) - 1  # of the most expensive round
+  loss = float(np.max(costs)) - 1  # the most that a round can lose
 
   def is_enough(rest):
     tokens = int(_PATIENCE // loss) + 1  # rounds before the first rest
     lost = loss * tokens
     while lost <= _MOST_LOST * max(tokens, LEAST_OUTPUT):
-      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # of a lost probe
+      lost += loss + 2 * cost_ratio * catch_up_calls(rest)  # the probe loses
       tokens += rest + 1
       rest = min(rest * _GROWTH, _MOST_REST)
       if tokens > 32 * LEAST_OUTPUT:
@@ -87,7 +91,7 @@ def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
 
 
 def to_json(policy: bool | RestPolicy) -> Any:
-  """Returns a policy, or whether there is one, as JSON values."""
+  """Returns a policy as JSON values, and True or False as it is."""
   if isinstance(policy, bool):
     return policy
   return np.asarray(policy.costs).tolist()

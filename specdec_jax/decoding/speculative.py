@@ -57,7 +57,7 @@ def _judge_greedy(request: Request, draft: Draft, logits: jax.Array) -> Verdict:
   if request.lenience is not None:
     near = verify.near_argmax(draft.tokens, logits[:, :-1], request.lenience)
   if logits.shape[1] == 1:
-    # In the plain loop, rows [B, V]: XLA would share the maximum of [B, 1, V]
+    # The plain loop takes rows [B, V]: XLA would share the maximum of [B, 1, V]
     # with the log-probabilities, and write the logits out once more.
     tokens = probs.greedy_token(logits[:, 0])[:, None]
   else:
@@ -195,7 +195,7 @@ def context_of(
     request=request,
     tokens=state.tokens,
     length=state.visible_length,
-    # They derive from seed, example and the row's own round.
+    # Keys derive from seed, example and the row's own round.
     keys=jax.vmap(jax.random.fold_in)(request.keys, state.stats.num_rounds),
     running=state.running,
     budget=budget,
@@ -265,14 +265,14 @@ def start(
   slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
   longest = None if request.tree is None else request.longest
   encoded = None
-  if drafter.reads_encoder:  # it runs once for both
+  if drafter.reads_encoder:  # the encoder runs once for both
     encoded = target.encode(params.target, inputs)
   read, cache = read_prompt(
     target, params.target, inputs, slots, prompt, longest, encoded
   )
   features = no_features(target, drafter, params.target, cache)
   if features is not None and read is not None:
-    # The last token of a prompt follows from the last but one.
+    # The feature that gave the last token is that of the token before it.
     place = request.prompt_length - 2
     of_prompt = features_at(read, jnp.maximum(place, 0))
     features = jnp.where(place[:, None] >= 0, of_prompt, features)

@@ -112,7 +112,7 @@ def start(
   width = request.cache_slots + 1
   return DecodeState(
     tokens=first_tokens(request, width),
-    # A sum: a donated state must not share an array with the request.
+    # The sum is another array: a donated state shares none with the request.
     length=jnp.zeros((batch,), jnp.int32) + request.prompt_length,
     log_probs=jnp.zeros((batch, width if request.with_log_probs else 0)),
     finish_reason=jnp.where(
@@ -130,7 +130,7 @@ def first_states(request: Request) -> jax.Array | None:
   """Returns int32[B], the first states of constraints; None without any."""
   if request.token_rules is None or request.token_rules.automaton is None:
     return None
-  # A sum: a donated state must not share an array with the request.
+  # The sum is another array: a donated state shares none with the request.
   return jnp.zeros((), jnp.int32) + request.token_rules.automaton
 
 
@@ -143,7 +143,7 @@ def first_tokens(request: Request, width: int) -> jax.Array:
 def _after_none(
   request: Request, state: DecodeState, logits: jax.Array
 ) -> jax.Array:
-  """Returns bool[B, S], True from the first place on that allows no token."""
+  """Returns bool[B, S], True from the first place without allowed tokens on."""
   if request.forbids_stops:
     produced = _produced(request, state)
     logits = probs.forbid_early_stops(
@@ -265,7 +265,7 @@ def append(
 
 
 def _log_probs(request: Request, logits: jax.Array, tokens: jax.Array):
-  """Returns float32[B, S] for tokens [B, S] and their logits [B, S, V]."""
+  """Returns the log-probability of each token [B, S] in logits [B, S, V]."""
   if not request.log_probs_as_drawn:
     return probs.log_prob_of(logits, tokens)
   drawn_from = probs.standardise_batch(logits, request.sampling)

@@ -100,7 +100,7 @@ class Context:
 
   @property
   def num_slots(self) -> int:
-    """T, `max_length` of `Drafter.init`."""
+    """T, the number of slots of a drafter's cache."""
     return self.tokens.shape[1] - 1
 
 
@@ -230,7 +230,7 @@ class Drafter(NamedTuple):
     return [leaf for leaf in leaves if isinstance(leaf, Model)]
 
 
-NO_DRAFTER = Drafter()  # of the plain loop, whose gamma is 0
+NO_DRAFTER = Drafter()  # the plain loop has this drafter, with a gamma of 0
 
 
 def ask_unless(
@@ -238,7 +238,7 @@ def ask_unless(
   ask: Callable[[DrafterState], tuple[Draft, DrafterState]],
   state: DrafterState,
 ) -> tuple[Draft, DrafterState]:
-  """Returns `ask(state)`, or an empty draft and the same state.
+  """Returns `ask(state)`; if `skipped`, an empty draft and the same state.
 
   It is a loop of at most one turn, which updates the cache in place, where a
   conditional would copy it. On a GPU it waits for the host once a round, which

@@ -62,9 +62,8 @@ def cascade(
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
   Its parameters and its state are pairs (the model's, the cheaper drafter's).
-  Tokens that the target rejects were already committed to the cheaper drafter:
-  `Request.catches_up` tells it that this may happen, and a `commit` of fewer
-  tokens that it did.
+  The cheaper drafter commits tokens that the target may reject later. It then
+  gets a `commit` of fewer tokens, for which `Request.catches_up` prepares it.
 
   Args:
     model: the model that the draft is sampled from.
@@ -161,7 +160,8 @@ class _Cascade:
   ) -> _Rounds:
     keys_of_rows = jax.vmap(probs.draft_key, in_axes=(0, None))
     length = context.length + now.done
-    # Without a prefix no token rules apply: it ends where the round began.
+    # The prefix ends where the round began, so it is left out, and no token
+    # rules apply.
     inner = dataclasses.replace(
       context.within(drafting=Drafting(self.gamma), skips_rounds=True),
       tokens=now.tokens,
@@ -171,8 +171,8 @@ class _Cascade:
       budget=None,
     )
     draft, cheaper = self.cheaper.propose(params[1], now.cheaper, inner)
-    room = jnp.maximum(goal - now.done - 1, 0)
-    draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, room))
+    left = jnp.maximum(goal - now.done - 1, 0)
+    draft = dataclasses.replace(draft, length=jnp.minimum(draft.length, left))
 
     # Tokens past `count` are overwritten or cut off later.
     write = jax.vmap(lax.dynamic_update_slice)
@@ -185,8 +185,7 @@ class _Cascade:
     tokens = write(tokens, verdict.next_token[:, None], (length + accepted,))
     count = jnp.where(now.done < goal, accepted + 1, 0)
     if now.rows is not None and rows is not None:
-      start = (now.done, jnp.zeros_like(now.done))
-      rows = write(now.rows, rows, start)
+      rows = write(now.rows, rows, (now.done, jnp.zeros_like(now.done)))
     return _Rounds(
       number=now.number + 1,
       tokens=tokens,

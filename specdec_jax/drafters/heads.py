@@ -9,9 +9,9 @@ Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), followed by
 the target's output layer. That layer and the embeddings e are read from the
 target's parameters and not copied. With a hidden width of M, head i (from 0)
 adds (3 + i) M^2 + M parameters; an output matrix for each head would add M V.
-At T5-XXL's size these are 50 million for the first head, and 132 million. A
-round reads the output layer once for each head, as a small model of that width
-would.
+At T5-XXL's size the first head has 50 million parameters, and an output matrix
+would have 132 million. A round reads the output layer once for each head, as a
+small model of that width would.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from specdec_jax.checkpoints import t5x
-from specdec_jax.checkpoints.load import locate, open_checkpoint
+from specdec_jax.checkpoints.load import TARGET, open_checkpoint
 from specdec_jax.checks.fields import Checked, unexpected
 from specdec_jax.drafters import base
 from specdec_jax.drafters.base import Context, Drafter
@@ -48,9 +48,8 @@ class _Head(nn.Module):
     dtype = str(features.dtype)
     read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
     wi = products.Dense(self.hidden_dim, dtype, use_bias=True, name='wi')
-    # It begins as the identity: every head then predicts as the target does.
-    zeros = nn.initializers.zeros
-    wo = products.Dense(self.emb_dim, dtype, zeros, name='wo')
+    # A new head is the identity, and predicts as the target does.
+    wo = products.Dense(self.emb_dim, dtype, nn.initializers.zeros, name='wo')
     return features + wo(nn.silu(wi(read)))
 
 
@@ -189,20 +188,16 @@ def load(path: str | os.PathLike[str]) -> Drafter:
     >>> sd.Engine(target, sd.load_heads('heads.msgpack'), gamma=3)
     Engine(target=..., draft='heads(...)', gamma=3, ...)
   """
-  location, source = locate(path), os.fspath(path)
-  expected = f'a file of heads that {_MADE_BY} wrote'
-  if location.is_folder():
-    raise unexpected('heads', expected, source, 'It is a folder.')
-  _, about = t5x.open_t5x(location)
-  about = about if isinstance(about, dict) else {}
-  if about.get('kind') != KIND or not isinstance(about.get('target'), str):
-    advice = 'A model is read by specdec_jax.load.'
+  opened, source = open_checkpoint(path), os.fspath(path)
+  if opened.about.get('kind') != KIND or TARGET not in opened.about:
+    expected = f'a file of heads that {_MADE_BY} wrote'
+    advice = 'A model, or a folder, is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)
-  params = open_checkpoint(location).read()
+  params = opened.read()
   network = _shape_of(params, source)
   shapes = jax.eval_shape(network.init, jax.random.key(0))
   t5x.check_params(params, shapes, repr(source))
-  return heads(network, params, (about['target'],))
+  return heads(network, params, (opened.about[TARGET],))
 
 
 def _shape_of(params: Params, source: str) -> Heads:

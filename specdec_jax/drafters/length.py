@@ -33,7 +33,7 @@ from specdec_jax.types import Draft, LengthRule
 MOST = 5
 _WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
 _EXPECTED = 0.7  # acceptance probability of a proposal that is still to be made
-_STEPS = 10  # different confidences
+_STEPS = 10  # confidence is rounded down to one of so many steps
 
 # (cache, tokens int32[B]) -> (logits float[B, V] of the next tokens, cache)
 Read = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -106,7 +106,7 @@ def draft(
     if rows is not None:
       rows = lax.dynamic_update_slice_in_dim(rows, row[:, None], index, 1)
     length = now.length + makes
-    # Nothing follows a stop id.
+    # A draft ends after a stop id.
     ended = jnp.any(token[:, None] == context.request.stop_ids, axis=1)
     expected = survival * _EXPECTED
     worth_asking = (
@@ -153,8 +153,9 @@ def draft(
 def acceptance_of(confidence: jax.Array) -> jax.Array:
   """Estimates the acceptance probability, float32[B], from a top probability.
 
-  It is the root of the top probability, because drafters are right more often
-  than they are sure; in steps of a tenth, because the estimate is rough.
+  The estimate is the root of the top probability, because drafters are right
+  more often than they are sure. Confidence has steps of a tenth, because the
+  estimate is rough.
   """
   step = jnp.minimum(jnp.floor(confidence * _STEPS), _STEPS - 1)
   return jnp.sqrt((step + 0.5) / _STEPS)

@@ -15,7 +15,7 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.ngram_table import NGramTable
 from specdec_jax.types import Draft
 
-_PIVOTS = 32  # children that one step of a search compares with
+_PIVOTS = 32  # each step of a search compares with so many children
 
 
 def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
@@ -45,11 +45,11 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
     raise unexpected("n-gram table's vocabulary", expected, table.vocab_size)
 
   def propose(table: NGramTable, state, context: Context):
-    size = table.order - 1  # of a context
+    size = table.order - 1  # the number of tokens of the longest context
     count = table.max_continuations
     if context.request.greedy and not context.request.forbids_stops:
-      count = 1  # the most frequent one comes first
-    # The last token first, as in the table.
+      count = 1  # the most frequent continuation comes first
+    # The last token comes first, as in the table.
     index = context.length[:, None] - 1 - jnp.arange(size)
     recent = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
 
@@ -144,7 +144,7 @@ def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:
   """Spreads rows float32[G, B, K] of ids int32[G, B, K] to [B, G, V]."""
 
   def spread(ids, row):
-    # Added, not set: the padding of a row repeats an id, with probability 0.
+    # `add`, not `set`: a row's padding repeats an id with probability 0.
     return jnp.zeros((vocab_size,), row.dtype).at[ids].add(row)
 
   return jax.vmap(jax.vmap(spread), in_axes=1)(ids, rows)

@@ -43,7 +43,7 @@ class NGramTable:
   """The parameters of the `ngram` drafter; see the module for the layout.
 
   Attributes:
-    tokens: int32[N], for each context the token in front of its parent's.
+    tokens: int32[N], the token that each context has in front of its parent's.
     children: int32[N + 1].
     starts: int32[N + 1].
     ids: int32[C], tokens that follow a context.
@@ -117,9 +117,9 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
   """
   path = os.fspath(path)
   try:
-    # Opened here, because NumPy does not close a file that it refuses.
+    # NumPy would not close a file that it refuses.
     with files.open_regular(path) as stream:
-      # For other files NumPy's error would say how to load them unsafely.
+      # NumPy's error about another file would advise to load it unsafely.
       if not zipfile.is_zipfile(stream):
         raise ValueError('it is not an .npz archive')
       stream.seek(0)
@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
 
 
 def _edges(children: np.ndarray, order: int) -> list[int]:
-  """Lists where the contexts of 0, 1, ... order - 1 tokens begin; the end."""
+  """Lists where the contexts of 0, 1, ... order - 1 tokens begin and end."""
   edges = [0, 1]
   for _ in range(order - 1):
     edges.append(int(children[edges[-1]]))
@@ -213,7 +213,7 @@ def check_vocabulary(which: str, table: NGramTable, vocabulary: Any) -> None:
     raise unexpected(f'vocabulary of table {which}', expected, got, advice)
 
 
-# --- Fitting ------------------------------------------------------------------
+# Fitting a table to a corpus.
 
 
 def fit(
@@ -262,7 +262,7 @@ def fit(
   check_number('vocab_size', vocab_size, 1)
   check_number('max_continuations', max_continuations, 1)
   check_number('min_count', min_count, 1)
-  # It begins with an empty row, so that a corpus without text can be joined.
+  # Rows can be joined even without text, because the first one is empty.
   rows = [np.zeros(0, np.int64)]
   rows += [np.asarray(row, np.int64).reshape(-1) for row in sequences]
   for row in rows:

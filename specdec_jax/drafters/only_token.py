@@ -1,4 +1,4 @@
-"""A drafter of the tokens that a constraint leaves no choice about."""
+"""A drafter that proposes tokens where a constraint allows only one."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from specdec_jax.types import Draft
 def only_token() -> Drafter:
   """Returns a drafter that proposes tokens for as long as only one may follow.
 
-  The target accepts all of them. An engine puts it in front of drafters that do
-  not follow token rules. Small models do, and guess beyond the next choice.
+  The target accepts all of them. An engine asks it before drafters that do not
+  follow token rules. Small models follow them, and guess past the next choice.
   """
 
   def propose(params, state, context: Context):

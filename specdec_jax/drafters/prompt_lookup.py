@@ -57,7 +57,7 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
     return Draft(tokens, None, length), inputs
 
   name = f'prompt_lookup({max_match}, {min_match})'
-  # The prompt is in the context.
+  # The state is the inputs alone, because the context has the prompt.
   return Drafter(lambda params, inputs, *_: inputs, propose, name=name)
 
 
@@ -84,9 +84,10 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   recent = jnp.where(back >= 0, tokens[jnp.maximum(back, 0)], -1)
   input_matches = _matches(inputs, end, recent)
   matches = _matches(tokens, length, recent)
-  input_place = jnp.argmax(input_matches)  # the first among equals
+  input_place = jnp.argmax(input_matches)  # the first of equally long matches
   input_match = input_matches[input_place]
-  place = tokens.size - 1 - jnp.argmax(matches[::-1])  # the last
+  # The last of equally long matches wins.
+  place = tokens.size - 1 - jnp.argmax(matches[::-1])
   match = matches[place]
 
   use_input = input_match >= match
@@ -96,13 +97,13 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   # `place` is before the end, so the period is at least 1.
   period = jnp.maximum(length - place, 1)
   from_output = tokens.at[place + steps % period].get(mode='clip')
-  room = jnp.where(use_input, jnp.minimum(end - place, gamma), gamma)
+  left = jnp.where(use_input, jnp.minimum(end - place, gamma), gamma)
   proposed = jnp.where(use_input, from_input, from_output)
   longest = jnp.maximum(input_match, match)
   others = jnp.any((input_matches == longest) & (inputs != proposed[0]))
   others |= jnp.any((matches == longest) & (tokens != proposed[0]))
   matched = (longest >= min_match) & ((longest > 1) | ~others)
-  return proposed, jnp.where(matched, room, 0).astype(jnp.int32)
+  return proposed, jnp.where(matched, left, 0).astype(jnp.int32)
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:

@@ -25,8 +25,8 @@ from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 
 SMALL_MODEL = 'small_model'
-# Calls that catch up: the tokens of a call, and the lack of tokens at which no
-# more calls of that size are made.
+# Pairs (size, limit): calls that catch up read `size` tokens as long as more
+# than `limit` tokens are missing.
 _CATCH_UP = (32, 8), (8, 0)
 
 

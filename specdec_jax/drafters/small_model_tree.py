@@ -51,7 +51,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
   network = network_of(model)
 
   def init(params, inputs, max_length, prompt, encoded):
-    # No sequence is as long as all nodes together.
+    # The slots hold all nodes, but a sequence has only one node of a level.
     longest = max_length - shape.num_nodes + shape.depth
     return read_prompt(
       network, params, inputs, max_length, prompt, longest, encoded
@@ -78,9 +78,9 @@ def _propose(
   uniforms = None
   if not context.request.greedy:
     over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
-    uniforms = over_rows(context.keys, shape.num_nodes)  # [B, N, 2]
+    uniforms = over_rows(context.keys, shape.num_nodes)  # uniforms [B, N, 2]
   inner, tree = _inner_nodes(shape, context)
-  parents = np.array([ROOT])  # the nodes whose logits are there
+  parents = np.array([ROOT])  # the nodes after which `logits` come
   levels = []
   for level in range(1, shape.depth + 1):
     nodes = np.flatnonzero(shape.levels == level)

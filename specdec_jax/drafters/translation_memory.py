@@ -21,7 +21,7 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.prompt_lookup import ends_of
 from specdec_jax.types import Array, Draft
 
-_MOST_RANK = 1 << 31  # the product of two such ranks fits in an int64
+_MOST_RANK = 1 << 31  # an int64 holds the product of two such ranks
 
 
 @struct.dataclass
@@ -130,8 +130,8 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
     place, match = jax.vmap(functools.partial(_longest, memory))(recent)
     steps = place[:, None] + jnp.arange(context.gamma)
     tokens = jnp.take(memory.tokens, steps, mode='clip')
-    room = jnp.minimum(memory.tokens.size - place, context.gamma)
-    length = jnp.where(match >= min_match, room, 0)
+    left = jnp.minimum(memory.tokens.size - place, context.gamma)
+    length = jnp.where(match >= min_match, left, 0)
     return Draft(tokens, None, length.astype(jnp.int32)), state
 
   name = f'translation_memory({min_match})'
@@ -154,7 +154,7 @@ def _recent(size, inputs, end, tokens, length, skip):
   """
   back = jnp.arange(size)
   place = length - 1 - back
-  before = end - 1 - (back - (length - skip))  # the place in the inputs
+  before = end - 1 - (back - (length - skip))  # the token's place in the input
   from_input = jnp.where(before >= 0, inputs[jnp.maximum(before, 0)], -1)
   return jnp.where(place >= skip, tokens[jnp.maximum(place, 0)], from_input)
 
@@ -180,12 +180,13 @@ def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
     high = jnp.where(is_after, middle, high)
     return jnp.where(is_after, low, middle + 1), high
 
-  # The first place that is sorted after the row's own past.
+  # The search finds the first place that is sorted after the row's own past.
   bracket = jnp.int32(0), jnp.int32(size)
   low, _ = lax.fori_loop(0, size.bit_length(), halve, bracket)
   ranks = jnp.clip(jnp.stack([low - 1, low]), 0, size - 1)
   agrees = jax.vmap(past)(ranks) == recent
   # -1, before the beginning of all texts, agrees with nothing.
   matches = jnp.sum(jnp.cumprod(agrees & (recent >= 0), axis=1), axis=1)
-  best = jnp.argmax(matches)  # of equal matches the first, of the newer text
+  # Of equal matches the first one wins, from the newer text.
+  best = jnp.argmax(matches)
   return memory.order[ranks[best]], matches[best]

@@ -76,8 +76,7 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
       lambda second_state: second.propose(params[1], second_state, context),
       state.second,
     )
-    length = context.length
-    state = FallbackState(first_state, second_state, length, has_draft)
+    state = FallbackState(first_state, second_state, context.length, has_draft)
     return _choose(has_draft, draft, other), state
 
   def commit(state: FallbackState, length: jax.Array):

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 
 from specdec_jax import files
@@ -69,7 +68,7 @@ def contradiction(times: Mapping[str, float]) -> str:
 def numbered(
   times: Mapping[str, float], kind: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns numbers and values of the times named `kind` and a number."""
+  """Returns n and the time of each entry named `kind` + n, sorted by n."""
   pairs = sorted(
     (int(name.removeprefix(kind)), float(time))
     for name, time in times.items()
@@ -81,7 +80,7 @@ def numbered(
 
 def rising(costs: np.ndarray) -> np.ndarray:
   """Returns the non-decreasing costs that are nearest to the measured ones."""
-  from scipy import optimize  # takes a third of a second
+  from scipy import optimize  # this import takes a third of a second
 
   fitted: np.ndarray = optimize.isotonic_regression(costs).x
   return fitted
@@ -148,7 +147,7 @@ class Calibration:
   Attributes:
     fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of its
       parameters.
-    device: `device_name()` where it was measured.
+    device: name of the device where it was measured.
     temperature: temperature at which the acceptance rate was measured.
     choices: the choice for each number of rows that was measured, in ascending
       order.
@@ -219,7 +218,7 @@ class Calibration:
     return costs['times_ms']
 
   def plan(self, rows: int, drafting: Drafting) -> dict[int, Drafting]:
-    """Returns how greedy rows are drafted for: `PoolSettings.gammas`.
+    """Returns the drafting of greedy rows, as `PoolSettings.gammas` has it.
 
     Args:
       rows: rows that are decoded together; fewer are left at a run's end.
@@ -263,7 +262,7 @@ class Calibration:
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
     """Raises CalibrationError if it is of other models or another device."""
-    device = device_name()
+    device = backend.device_name()
     differs = same_run.differences(
       {**self.fingerprints, 'device': self.device},
       {**fingerprints, 'device': device},
@@ -281,14 +280,6 @@ class Calibration:
   def save(self, path: str) -> None:
     """Writes the calibration as JSON; makes its folder."""
     files.write_json(path, self.to_json())
-
-
-def device_name() -> str:
-  """Returns the name of this device, which a calibration records."""
-  device = jax.devices()[0]
-  if device.platform == 'cpu':
-    return backend.cpu_name()
-  return str(device.device_kind)
 
 
 def load(path: str) -> Calibration:

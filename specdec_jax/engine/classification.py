@@ -22,7 +22,8 @@ from specdec_jax.models.base import LanguageModel, Params, read_prompt
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
 MOST_NODES = 1024  # the most nodes of the tree of labels
-_NODES_AT_ONCE = 256  # over all rows, since each node has V logits
+# A call reads at most so many nodes over all rows, since each has V logits.
+_NODES_AT_ONCE = 256
 
 
 def classify(
@@ -97,7 +98,8 @@ def _trie(labels: Sequence[Sequence[int]]) -> _Trie:
       taken.append((edges.setdefault(step, len(edges)), label))
       if place + 1 < len(ids):
         node = nodes.setdefault(step, len(nodes))
-    if len(nodes) > MOST_NODES:  # raises before arrays are made
+    # A large tree is refused before arrays are made.
+    if len(nodes) > MOST_NODES:
       advice = 'Give them as choices of generate.'
       expected = f'labels with at most {MOST_NODES} different beginnings'
       raise unexpected('labels', expected, f'{len(labels)} labels', advice)
@@ -123,7 +125,10 @@ def _log_probs(
   tokens: jax.Array,
   edges: jax.Array,
 ) -> jax.Array:
-  """The log-probability of each edge, float32[B, E]; NaN without any."""
+  """Returns each edge's log-probability, float32[B, E].
+
+  It is NaN where the logits give no distribution.
+  """
   slots = tree.slot_positions.shape[1]
   args = network, params, inputs, slots, prompt, slots
   cache = network.rewind(read_prompt(*args)[1], length - 1)

@@ -96,7 +96,7 @@ class Codec:
     target_lang: str | None = None,
     target_id: int | None = None,
   ):
-    """Takes the attributes.
+    """Stores the arguments as attributes.
 
     Raises:
       ValueError: a language is not known, or the target has none.

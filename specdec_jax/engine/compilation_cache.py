@@ -14,7 +14,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from specdec_jax.files.locations import user_cache
 
-_MOST_PROGRAMS = 32  # kept for a function whose shapes clients choose
+# A function whose shapes clients choose keeps at most so many programs.
+_MOST_PROGRAMS = 32
 
 
 def default_folder() -> pathlib.Path:

@@ -270,14 +270,15 @@ class Text:
     self._stop_strings, self._min_length = stop_strings, min_length
     # The last byte of a character; no vocabulary has it as a token.
     self._byte = tokenizer.encode('\U0010ffff')[-1:]
-    self._context: list[int] = []  # decoded before `_open`, to keep its blank
-    self._open: list[int] = []  # tokens whose text is not settled
+    # These tokens are decoded before `_open`, to keep its first blank.
+    self._context: list[int] = []
+    self._open: list[int] = []  # the tokens whose text may still change
     self._settled = self._stable = self.whole = ''
     self._num_tokens = self._searched = self._stop_begin = 0
     self.stop_end: int | None = None
 
   def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
-    """Takes the tokens that follow."""
+    """Appends the tokens that follow."""
     ids = [int(token) for token in tokens]
     first = max(self._min_length - self._num_tokens, 0)
     for part in filter(None, (ids[:first], ids[first:])):
@@ -327,8 +328,8 @@ class Text:
         while their text may still change.
     """
     longer, pieces = copy.copy(self), list[Piece]()
-    unspelled: list[tuple[int, str]] = []  # tokens, the text after each
-    begin = len(self._settled)  # where the text without a piece begins
+    unspelled: list[tuple[int, str]] = []  # (token, text after it)
+    begin = len(self._settled)  # the text of the next piece begins here
     for count, token in enumerate(tokens, 1):
       longer.extend([token])
       unspelled.append((token, longer.whole))
@@ -349,7 +350,7 @@ class Text:
     parts = [b''] * len(tokens)
     if len(tokens) > 1:
       parts = [_bytes_of(self._tokenizer, token) for token in tokens]
-    if b''.join(parts) != added.encode():  # bytes that are no character
+    if b''.join(parts) != added.encode():  # some bytes belong to no character
       parts = [b''] * len(tokens)
     *first, last = parts
     pieces = [Piece('', begin, part) for part in first]
@@ -360,7 +361,8 @@ class Text:
     longer = copy.copy(self)
     longer.extend([token])
     whole = longer.whole
-    completes = not whole.startswith(self.whole)  # an earlier character
+    # The token completes an earlier character.
+    completes = not whole.startswith(self.whole)
     is_part = completes or whole.endswith(_INCOMPLETE)
     part = _bytes_of(self._tokenizer, token) if is_part else b''
     return Piece(whole[len(self.whole) :], len(whole), part)
@@ -428,5 +430,5 @@ def pieces_of(completion: Completion, tokenizer: Vocabulary) -> list[Piece]:
 def _bytes_of(tokenizer: Vocabulary, token: int) -> bytes:
   """Returns the bytes of a token that is a part of a character."""
   if not decode(tokenizer, [token]):
-    return b''  # the token is a special one between two parts
+    return b''  # a special token adds no bytes
   return tokenizer.bytes_of(token)

@@ -64,7 +64,8 @@ class EngineConfig:
   tokenizer: Vocabulary | str | os.PathLike[str] | None = None
   gamma: int | str | LengthRule | None = None
   max_input_len: Annotated[int, Bound(2)] = 128
-  max_decode_len: Positive = 120  # and a round more are 128 slots of a cache
+  # An output and a round take 128 slots of a cache.
+  max_decode_len: Positive = 120
   batch_size: Positive = 32
   bos_id: int | None = None
   placement: partitioning.Placement | None = None

@@ -401,7 +401,7 @@ class Engine:
       the probabilities that `score` gives to the labels.
 
     Raises:
-      ValueError: as for `score`, or as for `classification.classify`.
+      ValueError: as for `label_ids`, or as for `classification.classify`.
 
     Examples:
       >>> probs = engine.classify(
@@ -411,17 +411,27 @@ class Engine:
       ((1, 2), True)
     """
     check_texts(texts)
-    check_texts(labels, 'labels')
-    outputs = [self.codec.output_ids(label) for label in labels]
+    outputs = self.label_ids(labels)
     read = [self.codec.input_ids(text, source_lang) for text in texts]
     begin = self.codec.begin(self.codec.languages(target_lang=target_lang))
     inputs: Any = [[]] * len(read)
     prompts = read
     if self.target.has_encoder:
       inputs, prompts = read, [[*begin]] * len(read)
-    scoring.check_ids(self.target, inputs=read, labels=outputs)
+    scoring.check_ids(self.target, inputs=read)
     params = self.params.target
     return classify(self.target, params, inputs, prompts, outputs)
+
+  def label_ids(self, labels: Texts) -> list[list[int]]:
+    """Returns the ids of labels, each with its end.
+
+    Raises:
+      ValueError: as for `score`, or the vocabulary cannot write one of them.
+    """
+    check_texts(labels, 'labels')
+    for label in labels:
+      self.rule_book.encoded('labels', label)
+    return [self.codec.output_ids(label) for label in labels]
 
   def trace(self, text: str | Sequence[int], **options: Any) -> Trace:
     """Decodes one text and reports which proposals were accepted.
@@ -621,19 +631,20 @@ def _with_top(
   if not num_top:
     return outputs
   done: list[Completion] = []
-  ruled, sources = request.ruled(), request.sources()
+  sources = request.sources()
   for at in range(0, len(outputs), rows):
     part = slice(at, at + rows)
-    begins = [begin for _, begin in sources[part]]
+    inputs, begins, ruled = zip(*sources[part], strict=True)
     pairs = [*zip(outputs[part], begins, strict=True)]
+    targets = [[*begin, *output.tokens] for output, begin in pairs]
     scores = scoring.score(
       network,
       params,
-      [source for source, _ in sources[part]],
-      [[*begin, *output.tokens] for output, begin in pairs],
+      inputs,
+      targets,
       request.first_ids,
       num_top=num_top,
-      ruled=ruled[part],
+      ruled=ruled,
     )
     done += [
       dataclasses.replace(

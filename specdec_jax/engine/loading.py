@@ -32,14 +32,9 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import is_vocabulary
 
 Path = str | os.PathLike[str]
-# In the folder of a drafter; beside draft.msgpack it is draft.shortlist.npz.
+# This file is in a drafter's folder; beside draft.msgpack its name is
+# draft.shortlist.npz.
 SHORTLIST = 'shortlist.npz'
-# The shipped models -> checkpoint and dtype. The target's kernels have eight
-# bits only in the file.
-_DEMO = {
-  'demo': ('demo/target.msgpack', 'float32'),
-  'demo-draft': ('demo/draft.msgpack', None),
-}
 
 
 def load(
@@ -105,11 +100,12 @@ def load(
     expected = 'its path (--draft, in gin DRAFT_CHECKPOINT_PATH)'
     advice = 'Or decode without a drafter: --mode plain.'
     raise unexpected('checkpoint of the drafter', expected, None, advice)
-  path = os.fspath(path)
-  if path in _DEMO and not os.path.exists(os.path.join(path, 'config.json')):
-    path, usual_dtype = _DEMO[path]
+  name, path = os.fspath(path), shipped.model(path)
+  if path != name:
     network = network or _demo_network(path)
-    tokenizer, dtype = tokenizer or 'demo/vocab.model', dtype or usual_dtype
+    tokenizer = tokenizer or 'demo/vocab.model'
+    # The target's kernels have eight bits only in the file.
+    dtype = dtype or ('float32' if name == 'demo' else None)
   check_network(network, dtype)
   location = locate(path, revision)
   if network is None and not is_huggingface(location):

@@ -42,7 +42,7 @@ def splitter(
     return len(codec.input_ids(as_input(prefix + text), source)) - around
 
   around = 0
-  around = count('')  # tokens before and after each sentence
+  around = count('')  # the number of special tokens around each sentence
   longest = config.max_input_len - around
   if longest < 1:
     expected = f'more than the {around} tokens around each sentence'

@@ -35,7 +35,8 @@ from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
 MOST_ROWS = 1 << 16  # rows decoded together, or samples of an example
-ADAPTIVE = 'adaptive'  # a draft ends where its drafter is not sure enough
+# With this gamma, a draft ends where its drafter is unsure.
+ADAPTIVE = 'adaptive'
 KEY_BITS = 32  # bits of the id that an example's random numbers derive from
 # Names of these options in other libraries.
 _USUAL_NAMES = {
@@ -62,7 +63,7 @@ _INSTEAD = {
   'do_sample': 'temperature says it; 0 is greedy, anything above samples.',
   'prefix_allowed_tokens_fn': 'choices, regex and json_schema say it.',
 }
-ALPHA = 0.6  # as in T5's papers and in T5X
+ALPHA = 0.6  # the exponent of the length penalty in T5's papers and in T5X
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Options(RuleOptions):
   def __post_init__(self):
     for name, value in dataclasses.asdict(self.sampling).items():
       object.__setattr__(self, name, value)
-    if isinstance(self.sequence_bias, Mapping):  # as transformers has it
+    if isinstance(self.sequence_bias, Mapping):  # transformers takes a dict
       pairs = tuple(self.sequence_bias.items())
       object.__setattr__(self, 'sequence_bias', pairs)
     if isinstance(self.stop_strings, str):

@@ -63,7 +63,7 @@ def placed_pair(
   """
   params = PairParams(None, None)
   prints, of_draft = {}, placement.replicated()
-  original = drafter  # keeps `made_for`, which `small_model` drops
+  original = drafter  # `small_model` drops the fingerprint `made_for`
   if drafter is not None and original is not None:
     read = partitioning.read_parts(drafter.params, of_draft)
     prints['draft'] = fingerprint(read)
@@ -428,7 +428,8 @@ def first_id(
     return None
   by_vocabulary = isinstance(network, CausalLM | T5Gemma)
   if by_vocabulary and tokenizer is not None and tokenizer.says_ends:
-    return tokenizer.bos_id  # Qwen's config.json names one that it never reads
+    # Qwen's config.json names a first id that the model never reads.
+    return tokenizer.bos_id
   if network.has_encoder:
     return network.start_id
   if type(named) is int and 0 <= named < network.vocab_size:

@@ -39,8 +39,6 @@ class Programs:
     has_drafter: whether there is a drafter.
     row_multiple: the devices that rows are split over; the rows of a program
       are a multiple of them.
-    warm: keys of the kinds of rows whose programs are all compiled; schedulers
-      add them.
   """
 
   def __init__(
@@ -49,7 +47,7 @@ class Programs:
     partition: partitioning.Partition | None,
     memory_check: MemoryCheck,
   ):
-    """Compiles nothing.
+    """Keeps the arguments; programs are compiled where they are needed.
 
     Args:
       pair: the models, on their devices.
@@ -74,7 +72,6 @@ class Programs:
     self._whole: dict[Any, Callable[..., Any]] = {}
     self._whole_rows: set[int] = set()
     self._pools: dict[Any, PoolPrograms] = {}
-    self.warm: set[Any] = set()
 
   @property
   def drafter(self) -> Drafter:
@@ -169,12 +166,12 @@ class Programs:
     state = self._program('start', request)(request)
     run = self._program('run', request, state)
     while True:
-      state = run(request, state, np.int32(num_rounds))
+      state, outputs = run(request, state, np.int32(num_rounds))
       reasons = partitioning.on_host(state.finish_reason)
       if not np.any(reasons == FinishReason.RUNNING):
         break
       yield None
-    yield partitioning.on_host(_generation(request, state))
+    yield partitioning.on_host(outputs)
 
   def pool(self, example: Request) -> PoolPrograms:
     """Returns programs of pools, compiled where they are used first.
@@ -228,23 +225,26 @@ class Programs:
 
   def _compile(self, name: str, request: Request, state: DecodeState | None):
     loop, params = self._loop_of(request)
-    args: list[Any] = [params, request]
+    function, args = getattr(loop, name), list[Any]([params, request])
     options: dict[str, Any] = {}
     if self._partition is not None:
       args[1] = self._partition.request(request)
       if name == 'decode':  # each device holds the result, for the host
         options['out_shardings'] = self._partition.sharding()
     if name == 'run':
+      function = functools.partial(_run, loop)
       args += [state, np.int32(0)]
       # The state is donated: the caches are updated where they are.
-      placed = partitioning.shardings(state)
+      placed = partitioning.shardings(state), None
       options |= {'donate_argnums': 2, 'out_shardings': placed}
-    lowered = jax.jit(getattr(loop, name), **options).lower(*args)
+    lowered = jax.jit(function, **options).lower(*args)
     return functools.partial(lowered.compile(), params)
 
 
-# Jitted: run one by one, its operations took milliseconds per call.
-_generation = jax.jit(generation)
+def _run(loop: Loop, params: PairParams, request: Request, *state: Any):
+  """Runs rounds as `Loop.run` does; returns the state and its outputs."""
+  state = loop.run(params, request, *state)
+  return state, generation(request, state)
 
 
 def _shapes(request: Request):

@@ -7,10 +7,12 @@ row gets `Update`s; the last one has the `Completion`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specdec_jax.checks.fields import check_ids, unexpected
@@ -43,6 +45,8 @@ from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, FinishReason, Generation
 
+Source = tuple[Sequence[int], Sequence[int], Ruled]  # see `TextRequest.sources`
+
 
 @dataclasses.dataclass(frozen=True)
 class Update:
@@ -52,10 +56,9 @@ class Update:
     text: new text, which will not change.
     tokens: new ids.
     log_probs: the log-probabilities of the new ids, if the row wants them.
-    completion: the whole output; None before its end.
+    outputs: the whole output; of a beam search all outputs, the best one last;
+      () before the end.
     round: the last round, with its accepted proposals, if the row shows rounds.
-    beams: the outputs of a beam search, the best one last; then `completion` is
-      None.
     error: why the row ends without an output: 'deadline', 'stopped', 'failed',
       or 'failed alone'.
   """
@@ -63,15 +66,9 @@ class Update:
   text: str = ''
   tokens: Sequence[int] = ()
   log_probs: Sequence[float] = ()
-  completion: Completion | None = None
+  outputs: Sequence[Completion] = ()
   round: Round[int] | None = None
-  beams: Sequence[Completion] = ()
   error: str | None = None
-
-  @property
-  def outputs(self) -> Sequence[Completion]:
-    """The finished outputs; () before the end."""
-    return self.beams if self.completion is None else (self.completion,)
 
   @property
   def is_last(self) -> bool:
@@ -98,6 +95,18 @@ class Terms:
   tokenizer: Vocabulary
   has_encoder: bool
 
+  @functools.cached_property
+  def kind(self) -> Any:
+    """A key: rows of equal widths that share it have the same programs."""
+    leaves, tree = jax.tree.flatten(self.shared)
+    has_min_p = bool(self.options.min_p)
+    return tree, *map(np.shape, leaves), has_min_p, self.rules.sizes
+
+  @property
+  def pool_key(self) -> Any:
+    """A key: rows of a kind that share it may be in one pool."""
+    return self.shared.stop_ids.tobytes(), id(self.rules.automaton)
+
   @property
   def num_outputs(self) -> int:
     """Outputs of a row: one, or the best beams of a search."""
@@ -123,12 +132,6 @@ class Terms:
     places = range(last - self.num_outputs, last)
     return [self.completion(generation, i) for i in places]
 
-  def ended(self, outputs: Sequence[Completion]) -> Update:
-    """Returns the last update of a row with these outputs."""
-    if self.options.num_beams is not None:
-      return Update(beams=outputs)
-    return Update(completion=outputs[0])
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Row:
@@ -147,8 +150,8 @@ class Row:
     is_plain: whether it should be decoded without a drafter while no other row
       runs beside it.
     shows_rounds: whether its updates have rounds; then it streams.
-    tell: is called with each update, by the thread that decodes; None where the
-      scheduler's caller reads the updates.
+    tell: the thread that decodes calls it with `index` and each update; None if
+      the scheduler's caller reads the updates.
     deadline: `time.monotonic()` at which it ends in any case.
     is_cancelled: whether it is to end without an update.
     slot_text: the text so far; None until `read` is called.
@@ -166,7 +169,7 @@ class Row:
   streams: bool = False
   is_plain: bool = False
   shows_rounds: bool = False
-  tell: Callable[[Update], None] | None = None
+  tell: Callable[[int, Update], None] | None = None
   deadline: float = math.inf
   is_cancelled: bool = False
   num_accepted: int = 0
@@ -188,6 +191,11 @@ class Row:
     options = self.options
     greedy = options.sampling.greedy and not options.min_length
     return greedy and not options.log_probs
+
+  @property
+  def kind(self) -> Any:
+    """A key: rows that share it have the same programs."""
+    return self.terms.kind, self.is_plain, self.widths
 
   @property
   def ruled(self) -> Ruled:
@@ -224,10 +232,11 @@ class Row:
   def update(self, view: PoolView, slot: int, is_last: bool) -> Update:
     """Returns what is new, of the text that will not change."""
     generation, told = view.generation, self.num_told
-    done: Completion | None = None
+    outputs: Sequence[Completion] = ()
     if is_last:
       done = self.completion(generation, slot)
       text, tokens, log_probs = done.text, done.tokens, done.log_probs
+      outputs = [done]
     else:
       length = int(generation.length[slot])
       text = self.read(generation, slot).ready
@@ -237,7 +246,7 @@ class Row:
       text[self.num_sent :],
       tokens[told:],
       log_probs[told:] if self.options.log_probs else [],
-      completion=done,
+      outputs=outputs,
       round=self._last_round(view, slot) if self.shows_rounds else None,
     )
     self.num_sent, self.num_told = len(text), len(tokens)
@@ -510,32 +519,26 @@ class TextRequest:
     every = {**self.passed_over, **outputs}
     return [done for i in range(self.num_outputs) for done in every[i]]
 
-  def sources(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Returns the ids from which each of the `completions` was decoded.
+  def sources(self) -> list[Source]:
+    """Returns what each of the `completions` was decoded from.
 
-    These are the ids of the input and, with an encoder, the prompt ids that
-    follow the start token.
+    These are the ids of the input; with an encoder, the prompt ids that follow
+    the start token; and the rules.
     """
     network = self._codec.network
-    nothing: tuple[Sequence[int], Sequence[int]] = [network.start_id], ()
-    sources = [nothing] * self.num_outputs
+    nothing = [network.start_id], (), Ruled(NO_RULES, 0, 1)
+    sources: list[Source] = [nothing] * self.num_outputs
     for row in self.rows:
-      sources[row.index] = (row.inputs, row.prompt[1:])
-      if not network.has_encoder:
-        sources[row.index] = row.prompt, ()
+      sources[row.index] = row.prompt, (), row.ruled
+      if network.has_encoder:
+        sources[row.index] = row.inputs, row.prompt[1:], row.ruled
     return [source for source in sources for _ in range(self.terms.num_outputs)]
 
   @property
   def first_ids(self) -> Sequence[int]:
     """The first id of the decoder, with an encoder."""
-    return self.rows[0].prompt[:1] if self.terms.has_encoder else ()
-
-  def ruled(self) -> list[Ruled]:
-    """Returns the rules that each of the `completions` was decoded by."""
-    ruled = [Ruled(NO_RULES, 0, 1)] * self.num_outputs
-    for row in self.rows:
-      ruled[row.index] = row.ruled
-    return [each for each in ruled for _ in range(self.terms.num_outputs)]
+    is_given = self.rows and self.terms.has_encoder
+    return self.rows[0].prompt[:1] if is_given else ()
 
 
 def _shared(

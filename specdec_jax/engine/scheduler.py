@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -134,7 +134,43 @@ class DraftPolicy:
     return self.by_rows[min(larger, default=max(self.by_rows))]
 
 
-class SlotPool:
+class RowPool:
+  """Rows of one kind that are decoded together.
+
+  Attributes:
+    waiting: rows that are not decoded yet; the caller's lock guards it.
+    rounds: gamma -> rounds that ran; only slots count them.
+  """
+
+  def __init__(self):
+    """Makes a pool without rows."""
+    self.waiting: collections.deque[Row] = collections.deque()
+    self.rounds: collections.Counter[int] = collections.Counter()
+
+  @property
+  def running(self) -> list[Row]:
+    """The rows that are being decoded."""
+    raise NotImplementedError
+
+  @property
+  def has_work(self) -> bool:
+    """Whether there is a row that waits or runs."""
+    return bool(self.waiting or self.running)
+
+  def step(self) -> Told:
+    """Decodes some rounds; returns the updates of the rows."""
+    raise NotImplementedError
+
+  def warmup(self, rows: Sequence[Row]) -> bool:
+    """Compiles the programs that rows like these need, and no larger ones.
+
+    Returns:
+      Whether there was anything to compile.
+    """
+    raise NotImplementedError
+
+
+class SlotPool(RowPool):
   """Decodes rows of one kind as they come; a finished one makes room.
 
   The use of a program is a tuple: ('rounds', rows, simply, plainly), ('alone',
@@ -144,13 +180,11 @@ class SlotPool:
   Attributes:
     policy: how long drafts are.
     sizes: rows of the pools, in order.
-    waiting: rows without a slot; the caller's lock guards it.
-    rounds: gamma -> rounds that ran.
-    compiled: the uses that need no compilation; None allows all. A step that
-      would use another program takes one of these with larger arrays or for
-      more kinds of rows instead.
+    compiled: the uses that need no compilation. A step that would use another
+      program takes one of these with larger arrays or for more kinds of rows
+      instead. None: steps compile what they need, and all rows that will come
+      have been queued.
     used: the uses so far.
-    is_closed: whether all rows have been queued, so that no others will come.
   """
 
   def __init__(
@@ -162,6 +196,7 @@ class SlotPool:
     first_width: int | None = None,
     counts: Sequence[int] | None = None,
     lock: threading.Condition | None = None,
+    compiled: set[Any] | None = None,
   ):
     """Runs nothing.
 
@@ -175,10 +210,12 @@ class SlotPool:
       counts: numbers of rows that are read together, in order; None: only
         `refill`.
       lock: is held where `waiting` changes.
+      compiled: see the attributes.
 
     Raises:
       ValueError: the pool cannot fit into memory.
     """
+    super().__init__()
     multiple = programs.row_multiple
     self.policy = DraftPolicy(settings, example, multiple)
     self.sizes = settings.pool_sizes(multiple)
@@ -198,19 +235,11 @@ class SlotPool:
       programs.pool, self._shared, tokens, gamma, self._counts[-1]
     )
     self._widest, self._first_width = widest, first_width or widest[0]
-    self.waiting: collections.deque[Row] = collections.deque()
     self.lock = lock or threading.Condition()
     self._coming: tuple[PoolView, int] | None = None  # pending view, its gamma
     self._too_large = 0  # steps for which a smaller pool would have been enough
-    self.compiled: set[Any] | None = None
+    self.compiled = compiled
     self.used: set[Any] = set()
-    self.is_closed = False
-    self.rounds: collections.Counter[int] = collections.Counter()
-
-  @property
-  def has_work(self) -> bool:
-    """Whether there is a row that waits or runs."""
-    return bool(self.waiting or self._slots.rows or self._coming)
 
   @property
   def running(self) -> list[Row]:
@@ -248,8 +277,7 @@ class SlotPool:
       size: the size of the pool.
       then: sizes of the pools that the rows are moved to afterwards.
     """
-    sizes, self.is_closed = self.sizes, True
-    self.sizes = [size]
+    sizes, self.sizes = self.sizes, [size]
     self.waiting.extend(rows)
     for other in then:
       self.step()
@@ -258,23 +286,24 @@ class SlotPool:
       self.step()
     self.sizes = sizes
 
-  def first_size(self, count: int) -> int:
-    """Returns the rows of the pool in which so many rows begin."""
-    fits = [size for size in self.sizes if size >= count]
-    return min(fits, default=self.sizes[-1])
-
-  def rehearse_all(self, rows: Sequence[Row], first: int) -> None:
-    """Compiles what rows like these need, and pools of all smaller sizes.
-
-    Args:
-      rows: short ones, one of each pair of widths, the widest last.
-      first: rows of the first pool.
-    """
-    for row in rows:
+  def warmup(self, rows: Sequence[Row]) -> bool:
+    """Decodes short outputs, also in pools of all smaller sizes."""
+    by_width = {row.widths: row for row in rows}
+    fits = [size for size in self.sizes if size >= len(rows)]
+    first = min(fits, default=self.sizes[-1])
+    plan = jax.tree.structure(self.policy.by_rows)
+    key = plan, *self.sizes, first, *sorted(by_width)
+    if key in self.programs.warm:
+      return False
+    length = self.policy.longest + 2
+    short = [by_width[widths].shortened(length) for widths in sorted(by_width)]
+    for row in short:
       self.rehearse([row], first)
     smaller = [size for size in self.sizes[::-1] if size < first]
     for size, then in zip([first, *smaller], smaller, strict=False):
-      self.rehearse([dataclasses.replace(rows[-1])], size, [then])
+      self.rehearse([dataclasses.replace(short[-1])], size, [then])
+    self.programs.warm.add(key)
+    return True
 
   # The parts of a step.
 
@@ -337,7 +366,8 @@ class SlotPool:
       slots.begin(first, self._first_width)
     size = len(slots.owners)
     self._too_large = self._too_large + 1 if fits < size else 0
-    at_once = not running or (self.is_closed and not self.waiting)
+    is_closed = self.compiled is None
+    at_once = not running or is_closed and not self.waiting
     if (
       fits > size
       or fits < size
@@ -396,7 +426,7 @@ class SlotPool:
       return 1
     if any(row.options.stop_strings for row in rows):
       return _FEW_ROUNDS
-    if self.is_closed:
+    if self.compiled is None:
       return _MAX_ROUNDS
     if len(rows) + len(self.waiting) > 1:
       return _FEW_ROUNDS
@@ -408,7 +438,7 @@ class SlotPool:
     It is one while new rows may come, `refill` while rows wait, and otherwise
     as many as let the pool shrink.
     """
-    if not self.is_closed:
+    if self.compiled is not None:
       return 1
     if self.waiting:
       return self._refill
@@ -421,16 +451,11 @@ class SlotPool:
     return self.compiled is None or use in self.compiled
 
 
-class FixedBatches:
+class FixedBatches(RowPool):
   """Decodes rows of one kind batch after batch, without stop strings.
 
   It is quicker than a `SlotPool` if all rows fit into a batch. Beam searches
   always run in fixed batches.
-
-  Attributes:
-    waiting: rows that are not in a batch; the caller's lock guards it.
-    running: the rows of the batch.
-    rounds: always empty; a `SlotPool` counts its rounds here.
   """
 
   def __init__(self, programs: Programs, rows: int, num_rounds: int = 0):
@@ -441,36 +466,35 @@ class FixedBatches:
       rows: the rows of a batch.
       num_rounds: rounds of a step; 0: one call decodes a batch.
     """
+    super().__init__()
     self._programs, self._size, self._num_rounds = programs, rows, num_rounds
-    self.waiting: collections.deque[Row] = collections.deque()
-    self.running: list[Row] = []
-    self.rounds: Mapping[int, int] = {}
-    self.is_closed, self.compiled = False, None
+    self._batch: list[Row] = []
     self._pieces: Iterator[Any] = iter(())
 
   @property
-  def has_work(self) -> bool:
-    """Whether there is a row that waits or runs."""
-    return bool(self.waiting or self.running)
+  def running(self) -> list[Row]:
+    """The rows of the batch."""
+    return self._batch
 
   def step(self) -> Told:
     """Decodes a batch, or a piece of it; returns the updates of its rows."""
-    if self.running and all(row.is_cancelled for row in self.running):
-      self.running = []
-    if not self.running:
-      self.running = self._next_batch()
-      self._pieces = self._decode(self.running) if self.running else iter(())
+    if all(row.is_cancelled for row in self._batch):
+      self._batch = batch = self._next_batch()
+      self._pieces = self._decode(batch) if batch else iter(())
     generation = next(self._pieces, None)
     if generation is None:
       return []
-    rows, self.running = self.running, []
+    rows, self._batch = self._batch, []
     terms = rows[0].terms
-    outputs = [terms.outputs(generation, place) for place in range(len(rows))]
-    pairs = zip(rows, map(terms.ended, outputs), strict=True)
-    return [pair for pair in pairs if not pair[0].is_cancelled]
+    return [
+      (row, Update(outputs=terms.outputs(generation, place)))
+      for place, row in enumerate(rows)
+      if not row.is_cancelled
+    ]
 
-  def rehearse_all(self, rows: Sequence[Row]) -> None:
-    """Compiles the programs of so many rows, and no larger ones."""
+  def warmup(self, rows: Sequence[Row]) -> bool:
+    """Compiles the programs of the batches; pieces are decoded for it."""
+    before = self._programs.count
     for at in range(0, len(rows), self._size):
       some = rows[at : at + self._size]
       if self._num_rounds:
@@ -478,6 +502,7 @@ class FixedBatches:
           pass
       else:
         self._programs.compile(self._programs.exactly(_maker(some), len(some)))
+    return self._programs.count > before
 
   def _next_batch(self) -> list[Row]:
     rows: list[Row] = []
@@ -502,13 +527,6 @@ def _maker(rows: Sequence[Row]):
   return lambda size: joined(rows, rows[0].terms.shared, size=size)
 
 
-def kind_of(row: Row) -> Any:
-  """Returns the properties that decide a row's programs, as a dict key."""
-  request = joined([row], row.terms.shared)
-  leaves, tree = jax.tree.flatten(request)
-  return tree, row.is_plain, row.widths, *map(np.shape, leaves)
-
-
 @dataclasses.dataclass(eq=False)
 class Lane:
   """The rows of one kind, which share their programs with no other rows.
@@ -524,14 +542,14 @@ class Lane:
   """
 
   example: Row
-  waiting: list[Row] = dataclasses.field(default_factory=list)
+  waiting: collections.deque[Row] = dataclasses.field(
+    default_factory=collections.deque
+  )
   uses: set[Any] | None = None
   programs: PoolPrograms | None = None
   is_kept: bool = False
   last_used: float = 0.0
-  pools: dict[Any, SlotPool | FixedBatches] = dataclasses.field(
-    default_factory=dict
-  )
+  pools: dict[Any, RowPool] = dataclasses.field(default_factory=dict)
 
   @property
   def rows(self) -> list[Row]:
@@ -593,19 +611,12 @@ class Scheduler:
 
   # Methods that any thread may call.
 
-  def submit(
-    self, rows: Sequence[Row], kinds: Sequence[Any] = ()
-  ) -> list[Lane]:
-    """Queues rows; returns the lanes that must be compiled for them.
-
-    Args:
-      rows: the rows.
-      kinds: the result of `kind_of` for each row, if it was called already.
-    """
+  def submit(self, rows: Sequence[Row]) -> list[Lane]:
+    """Queues rows; returns the lanes that must be compiled for them."""
     fresh = []
-    kinds = kinds or [self.kind_of(row) for row in rows]
     with self.lock:
-      for row, kind in zip(rows, kinds, strict=True):
+      for row in rows:
+        kind = self.kind_of(row)
         if kind is None and self._ordinary is not None:
           self._ordinary.waiting.append(row)
           continue
@@ -632,12 +643,12 @@ class Scheduler:
     if self._ordinary is None:
       return id(row.terms)
     is_special = options.num_beams is not None or options.min_p
-    return kind_of(row) if is_special or options.rules else None
+    return row.kind if is_special or options.rules else None
 
   @property
-  def pools(self) -> list[SlotPool | FixedBatches]:
+  def pools(self) -> list[RowPool]:
     """All pools: the ordinary one, and those of the lanes."""
-    ordinary = [self._ordinary] if self._ordinary is not None else []
+    ordinary = [self._ordinary] if self._ordinary else []
     lanes = [*self.lanes.values()]
     return [*ordinary, *(p for x in lanes for p in [*x.pools.values()])]
 
@@ -645,8 +656,8 @@ class Scheduler:
   def num_waiting(self) -> int:
     """Rows without a slot."""
     waiting = [lane.waiting for lane in [*self.lanes.values()]]
-    waiting += [[*pool.waiting] for pool in self.pools]
-    return sum(not row.is_cancelled for rows in waiting for row in rows)
+    waiting += [pool.waiting for pool in self.pools]
+    return sum(not row.is_cancelled for rows in waiting for row in [*rows])
 
   @property
   def num_running(self) -> int:
@@ -664,21 +675,23 @@ class Scheduler:
   def step(self) -> Told:
     """Moves rows into pools, and steps each pool; returns the updates."""
     updates = self._ordinary.step() if self._ordinary is not None else []
+    while (lane := self._next_lane()) is not None:
+      updates += self._alone(lane, self._enter)
     for lane in [*self.lanes.values()]:
-      if not self._is_ready(lane):
-        continue
-      try:
-        updates += self._step(lane)
-      except Exception:
-        if self._ordinary is None:
-          raise
-        updates += self.fail(lane)
+      updates += self._alone(lane, self._step)
     return updates
 
+  def _alone(self, lane: Lane, run: Callable[[Lane], Told]) -> Told:
+    """Calls a function for a lane; other lanes go on if it fails."""
+    try:
+      return run(lane)
+    except Exception:
+      if self._ordinary is None:
+        raise
+      return self.fail(lane)
+
   def _step(self, lane: Lane) -> Told:
-    """Moves rows of a lane into pools, and steps these."""
-    with self.lock:
-      lane.waiting = [x for x in lane.waiting if not self._enters(lane, x)]
+    """Steps the pools of a lane."""
     updates: Told = []
     for key, pool in [*lane.pools.items()]:
       updates += pool.step()
@@ -691,7 +704,7 @@ class Scheduler:
     """Ends all rows of a lane because of the exception being handled."""
     _LOG.exception('Rows of a kind failed: %s', lane.name)
     with self.lock:
-      rows, lane.waiting, lane.pools = lane.rows, [], {}
+      rows, lane.waiting, lane.pools = lane.rows, collections.deque(), {}
       if lane.uses is None:  # the next row tries anew
         self._drop(lane)
     return [(row, Update(error='failed alone')) for row in rows]
@@ -722,26 +735,9 @@ class Scheduler:
     Returns:
       Seconds that it took; 0.0 if everything had been compiled.
     """
-    begin, before = time.perf_counter(), self._programs.count
-    rows = self._in_order(request.rows)
-    if not rows:
-      return 0.0
-    pool = self._pool_of(rows)
-    if isinstance(pool, FixedBatches):
-      pool.rehearse_all(rows)
-      is_new = self._programs.count > before
-      return time.perf_counter() - begin if is_new else 0.0
-    by_width = {row.widths: row for row in rows}
-    first = pool.first_size(len(rows))
-    plan = jax.tree.structure(pool.policy.by_rows)
-    key = pool.programs, plan, *pool.sizes, first, *sorted(by_width)
-    if key in self._programs.warm:
-      return 0.0
-    length = pool.policy.longest + 2
-    short = [by_width[widths].shortened(length) for widths in sorted(by_width)]
-    pool.rehearse_all(short, first)
-    self._programs.warm.add(key)
-    return time.perf_counter() - begin
+    begin, rows = time.perf_counter(), self._in_order(request.rows)
+    is_new = bool(rows) and self._pool_of(rows).warmup(rows)
+    return time.perf_counter() - begin if is_new else 0.0
 
   # Methods that only the compiling thread calls, if there is one.
 
@@ -780,7 +776,7 @@ class Scheduler:
     pool, size = self._pool_of([lane.example]), self._settings.rows
     row = lane.example.shortened(lane.example.terms.shared.gamma + 2)
     if isinstance(pool, FixedBatches):
-      pool.rehearse_all([row])
+      pool.warmup([row])
       return set()
     # A program is compiled again for arrays that another program has placed.
     for _ in range(2):
@@ -839,28 +835,44 @@ class Scheduler:
   def _is_ready(self, lane: Lane) -> bool:
     return self._ordinary is None or lane.uses is not None
 
-  def _enters(self, lane: Lane, row: Row) -> bool:
-    """Gives a row to a pool of its lane; False: it must wait for a pool."""
-    if row.is_cancelled:
-      return True
-    shared, automaton = row.terms.shared, row.terms.rules.automaton
-    key = shared.stop_ids.tobytes(), id(automaton)
-    if key not in lane.pools:
-      is_aside = self._ordinary is not None
-      num_pools = sum(len(other.pools) for other in self.lanes.values())
-      if is_aside and num_pools >= _MOST_POOLS:
-        return False
-      pool = self._pool_of([row] if is_aside else lane.waiting)
-      lane.pools[key] = pool
-      if is_aside:
-        pool.compiled = lane.uses
-      else:
-        pool.is_closed, self.rounds = True, pool.rounds
-    lane.pools[key].waiting.append(row)
-    return True
+  def _next_lane(self) -> Lane | None:
+    """Returns the lane whose first row enters a pool next; None: none does.
 
-  def _pool_of(self, rows: Sequence[Row]) -> SlotPool | FixedBatches:
+    No row overtakes one that waits for a pool. Otherwise lanes that always have
+    rows would keep all pools.
+    """
+    with self.lock:
+      lanes = [x for x in self.lanes.values() if x.waiting]
+      ready = [lane for lane in lanes if self._is_ready(lane)]
+      if not ready:
+        return None
+      lane = min(ready, key=lambda lane: lane.waiting[0].deadline)
+      num_pools = sum(len(other.pools) for other in self.lanes.values())
+      is_full = self._ordinary is not None and num_pools >= _MOST_POOLS
+      has_pool = lane.waiting[0].terms.pool_key in lane.pools
+      return None if is_full and not has_pool else lane
+
+  def _enter(self, lane: Lane) -> Told:
+    """Gives the first row of a lane to a pool, unless it is cancelled."""
+    with self.lock:
+      row, key = lane.waiting[0], lane.waiting[0].terms.pool_key
+      if key not in lane.pools and not row.is_cancelled:
+        rows = [*lane.waiting] if self._ordinary is None else [row]
+        lane.pools[key] = pool = self._pool_of(rows, lane.uses)
+        self.rounds = pool.rounds
+      lane.waiting.popleft()
+      if not row.is_cancelled:
+        lane.pools[key].waiting.append(row)
+    return []
+
+  def _pool_of(
+    self, rows: Sequence[Row], compiled: set[Any] | None = None
+  ) -> SlotPool | FixedBatches:
     """Makes the pool that decodes rows of one kind; runs nothing.
+
+    Args:
+      rows: the rows.
+      compiled: see `SlotPool`.
 
     Raises:
       ValueError: it cannot fit into memory.
@@ -877,5 +889,12 @@ class Scheduler:
     inputs, prompts = map(max, zip(*widths, strict=True))
     widest = inputs, prompts
     example = joined(rows[:1], rows[0].terms.shared, widest)
-    first = widths[0][0]
-    return SlotPool(programs, settings, example, widest, first, lock=self.lock)
+    return SlotPool(
+      programs,
+      settings,
+      example,
+      widest,
+      first_width=widths[0][0],
+      lock=self.lock,
+      compiled=compiled,
+    )

@@ -24,7 +24,7 @@ from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
 from specdec_jax.rules.tokens import Prefix, Ruling
 
-# For each token of an output: the likeliest ids and their log-probabilities.
+# The likeliest ids and their log-probabilities, for each token of an output.
 Top = Sequence[Sequence[tuple[int, float]]]
 _SMALLEST = 16  # the least number of tokens in a program
 # Positions read in one call. Not all of them together: the logits of a batch of
@@ -110,7 +110,7 @@ def score(
   begins, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
   padded_inputs = _padded(encoded, pad=network.pad_id)
-  # Rounded up, so that there is not a program for each number.
+  # The number is rounded up, so that few programs are compiled.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
   tokens = _padded(rows, 1)
   ruling = _ruling(network, ruled, inputs, rows, begins, len(tokens))
@@ -225,9 +225,9 @@ def _measured(
   rows: jax.Array,
   ruling: Ruling | None = None,
 ) -> tuple[jax.Array, ...]:
-  """Returns the log-probabilities of rows int32[B, S + 1], less the first id.
+  """Returns the log-probabilities of all ids of int32[B, S + 1] but the first.
 
-  S is a power of two, `_SMALLEST` at least: a whole number of blocks.
+  S is a power of two, at least `_SMALLEST`, so that it divides into blocks.
 
   Returns:
     float32[B, S]; with `num_top` also the likeliest ids, int32[B, S, num_top],

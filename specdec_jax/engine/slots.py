@@ -8,7 +8,7 @@ import numpy as np
 
 from specdec_jax.decoding.pool import Pool, PoolPrograms, PoolView, take_rows
 from specdec_jax.engine.request import Row
-from specdec_jax.request import Drafting, Request
+from specdec_jax.request import Drafting, Request, keys_of_rows
 from specdec_jax.types import FinishReason
 
 
@@ -29,7 +29,7 @@ class Slots:
     room: int,
     read_rows: int,
   ):
-    """Makes no slots; call `begin`.
+    """Gets the pool's programs; `begin` makes the slots.
 
     Args:
       programs: returns the pool's programs, given as many rows without text as
@@ -41,7 +41,8 @@ class Slots:
     """
     self._request, self._read_rows = request, read_rows
     self._gamma, self._tokens = room, tokens
-    self._unread: Request | None = None  # see `hold`
+    # The request that `hold` leaves for the next `run`.
+    self._unread: Request | None = None
     self.programs = programs(self._example(request.inputs.shape[1]))
     self._empty_rows: dict[int, Pool] = {}
     self.owners: list[Row | None] = []
@@ -50,13 +51,17 @@ class Slots:
     """Makes `size` free slots, for inputs of this width."""
     self.width = self._pool_width = width
     self.owners = [None] * size
-    self._pool: Any = None  # is made when it is needed
+    self._pool: Any = None  # the pool is made when it is needed
 
   def _example(self, width: int) -> Request:
     """Makes rows without text, as many as are read together."""
     count = self._read_rows
-    rows: Any = take_rows(self._request, np.zeros((count,), np.int32))
+    keys = keys_of_rows(*np.zeros((2, count), np.uint32))
+    # JAX compiles each operation on keys outside a program, and keeps it.
+    request = self._request.replace(keys=np.zeros((1,), np.uint32))
+    rows: Any = take_rows(request, np.zeros((count,), np.int32))
     return rows.replace(
+      keys=keys,
       inputs=np.full((count, width), rows.pad_id, np.int32),
       max_length=np.zeros((count,), np.int32),
       prompt=rows.prompt[:, :1],
@@ -142,7 +147,7 @@ class Slots:
     places = np.array([*running, *[0] * free], np.int32)
     self._pool = self.programs.smaller(self._pool, places)
     self.owners = [*self.rows, *[None] * free]
-    # The new slots hold copies of another row.
+    # Each new slot holds a copy of another row, which must not run.
     reasons = np.full((size,), FinishReason.RUNNING, np.int32)
     reasons[len(running) :] = FinishReason.LENGTH
     self.set_reasons(reasons)

@@ -40,7 +40,7 @@ _MARKS = {
   UNUSED: ('[~', '~]', 'dim strike', 'del'),
   TARGET: ('{+', '+}', 'bold blue underline', 'ins'),
 }
-_INCOMPLETE = '\ufffd'  # stands for bytes that form no whole character
+_INCOMPLETE = '\ufffd'  # this character stands for incomplete bytes
 _PAGE, _PICTURE = (
   string.Template(pathlib.Path(__file__).with_name(name).read_text('utf-8'))
   for name in ('trace.html', 'trace.svg')
@@ -150,7 +150,7 @@ def spell(
     return [names.get(i, text) for i, text in zip(ids, texts, strict=True)]
 
   before = Text(tokenizer)
-  for token in context:  # one by one, so that each settles where it can
+  for token in context:  # one call per token lets each settle where it can
     before.extend([token])
   output = iter(named([i for step in rounds for i in step.kept], is_whole))
   spelled = []
@@ -192,7 +192,7 @@ def shown(piece: str) -> tuple[str, str]:
   text = ''.join(c if c.isprintable() else _INCOMPLETE for c in text)
   word = text.lstrip(' ')
   if not word:
-    return '', '\u2423'  # a blank of its own
+    return '', '\u2423'  # a blank that is a token by itself
   return text[: len(text) - len(word)], word
 
 
@@ -282,7 +282,8 @@ class Trace:
     ]
     columns = itertools.zip_longest(*lines, fillvalue=(UNUSED, ''))
     longest = [max(x, key=lambda part: _width(part[1])) for x in columns]
-    counted = summary(self.rounds).partition(';')[0]  # drops the rate
+    # The sentence without the acceptance rate.
+    counted = summary(self.rounds).partition(';')[0]
     source = shown(self.source)[1]
     header = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
     body, right = list[str](), 0.0

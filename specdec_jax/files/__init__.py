@@ -19,18 +19,19 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 
-MAX_LINE = 16 << 20  # most bytes of a line; a longer line has an error
+MAX_LINE = 16 << 20  # a longer line, in bytes, becomes an error
 # Limits of a pipe, which may have no end (a file has one).
-MAX_PIPE = 1 << 30  # bytes
+MAX_PIPE = 1 << 30  # the most bytes
 MAX_PIPE_LINES = 10_000_000
 # A .gz file may unpack to so many times its size. Text packs 3 to 20 times
 # smaller, and gzip reaches a factor of a thousand.
 MAX_RATIO = 200
-_FREE = 16 << 20  # unpacked bytes from which on the ratio matters
+# The ratio is checked once a file has so many unpacked bytes.
+_FREE = 16 << 20
 _CHUNK = 1 << 16
 _PIECE = 1 << 10  # compressed bytes that are unpacked at once
-_SHOWN = 200  # bytes kept of a line that is too long
-MOST_JSON = 256 << 20  # bytes
+_SHOWN = 200  # an error shows so many bytes of a line that is too long
+MOST_JSON = 256 << 20  # the most bytes of a JSON file
 _KINDS = {
   stat.S_IFIFO: 'a pipe',
   stat.S_IFCHR: 'a device',
@@ -109,7 +110,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
 
 
 def reason(error: Exception) -> object:
-  """Why an operation failed; an OSError's text without number and path."""
+  """Returns why an operation failed, without number and path of an OSError."""
   return error.strerror or error if isinstance(error, OSError) else error
 
 
@@ -190,9 +191,9 @@ def _bounded(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
     yield chunk
 
 
-def _endless(path: str, most: str) -> ValueError:
+def _endless(path: str, limit: str) -> ValueError:
   return ValueError(
-    f'More than {most} came from {path!r}, which may have no end; put so much'
+    f'More than {limit} came from {path!r}, which may have no end; put so much'
     ' text in a file.'
   )
 
@@ -210,7 +211,7 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
     read += len(data)
     while data:
       if inflate.eof:
-        data = data.lstrip(b'\0')  # padding of a member
+        data = data.lstrip(b'\0')  # zeros may follow a member of a .gz file
         if not data:
           break
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -218,7 +219,8 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
       try:
         piece = inflate.decompress(data)
       except zlib.error:
-        for byte in data:  # raises it again, at the damaged one
+        # The loop raises the error again, at the damaged byte.
+        for byte in data:
           yield before.decompress(bytes([byte]))
         raise
       unpacked += len(piece)
@@ -343,12 +345,12 @@ def json_object(text: str | bytes, place: str) -> dict[str, Any]:
   return value
 
 
-def read_small(path: str | os.PathLike[str], most: int) -> bytes:
+def read_small(path: str | os.PathLike[str], limit: int) -> bytes:
   """Reads a regular file that should be small.
 
   Args:
     path: the file.
-    most: the maximal number of bytes.
+    limit: the maximal number of bytes.
 
   Raises:
     ValueError: it is not a regular file, or too large; then the message gives
@@ -356,15 +358,15 @@ def read_small(path: str | os.PathLike[str], most: int) -> bytes:
     OSError: it is missing or may not be read.
   """
   with open_regular(path) as stream:
-    check_size(path, os.fstat(stream.fileno()).st_size, most)
-    return stream.read(most)
+    check_size(path, os.fstat(stream.fileno()).st_size, limit)
+    return stream.read(limit)
 
 
-def check_size(what: str | os.PathLike[str], size: int, most: int) -> None:
-  """Raises ValueError for a file of more than `most` bytes."""
-  if size > most:
+def check_size(what: str | os.PathLike[str], size: int, limit: int) -> None:
+  """Raises ValueError for a file of more than `limit` bytes."""
+  if size > limit:
     raise ValueError(
-      f'{os.fspath(what)!r} has {size} bytes, expected at most {most}: it is'
+      f'{os.fspath(what)!r} has {size} bytes, expected at most {limit}: it is'
       ' not the kind of file that its name says.'
     )
 
@@ -421,7 +423,7 @@ def write_atomically(
   try:
     stream = open(temporary, 'xb')
   except OSError as error:
-    error.filename = path  # a user does not know the temporary one
+    error.filename = path  # the user does not know the temporary file
     raise
   try:
     with stream:

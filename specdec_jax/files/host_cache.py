@@ -1,4 +1,4 @@
-"""Measurements of this processor, in the user's cache folder."""
+"""Keeps measurements of this processor in the user's cache folder."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ def measured(
 ) -> _Result:
   """Returns a stored measurement of an earlier process, or measures and stores.
 
-  A broken file, or one of another key, is measured again, with a warning. If
-  the folder cannot be written, nothing is stored.
+  A broken file, or a file with another key, leads to a warning and a new
+  measurement. If the folder cannot be written, nothing is stored.
 
   Args:
     name: the subject; the file's name begins with it.

@@ -33,7 +33,7 @@ _ADVICE = (
 
 
 def user_cache() -> pathlib.Path:
-  """The folder of this library in the user's cache folder."""
+  """Returns the folder of this library in the user's cache folder."""
   base = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   return pathlib.Path(base) / 'specdec_jax'
 
@@ -77,11 +77,19 @@ class Location:
   def exists(self) -> bool:
     return os.path.lexists(self.path)
 
+  def problem(self) -> str:
+    """Says why what is there cannot be found, such as a loop of links."""
+    try:
+      os.path.lexists(self.path) and os.stat(self.path)
+    except OSError as error:
+      return error.strerror or str(error)
+    return ''
+
   def is_folder(self) -> bool:
     return os.path.isdir(self.path)
 
   def names(self) -> set[str]:
-    """Names of the files and folders directly in the folder."""
+    """Returns the names of the files and folders in the folder."""
     return set(os.listdir(self.path))
 
   def child(self, name: str) -> 'Location':
@@ -91,7 +99,7 @@ class Location:
     return Location(os.path.dirname(self.path))
 
   def size(self) -> int:
-    """Bytes of the file.
+    """Returns the number of bytes of the file.
 
     Raises:
       ValueError: it is a pipe, a device or a folder; `read` and `read_all`
@@ -106,13 +114,13 @@ class Location:
       stream.seek(offset)
       return stream.read(size)
 
-  def read_all(self, most: int) -> bytes:
-    """Reads the whole file, which may have at most `most` bytes.
+  def read_all(self, limit: int) -> bytes:
+    """Reads the whole file, which may have at most `limit` bytes.
 
     Raises:
       ValueError: it has more bytes.
     """
-    return files.read_small(self.path, most)
+    return files.read_small(self.path, limit)
 
   def kvstore(self) -> dict[str, Any]:
     """Returns TensorStore's specification of the folder."""
@@ -169,9 +177,9 @@ class RemoteLocation(Location):
     end = min(offset + size, self.size())
     return self._read(offset, end) if end > offset else b''
 
-  def read_all(self, most: int) -> bytes:
-    if self._read(most, most + 1, first=True):
-      files.check_size(self.path, self.size(), most)
+  def read_all(self, limit: int) -> bytes:
+    if self._read(limit, limit + 1, first=True):
+      files.check_size(self.path, self.size(), limit)
     if not (data := self._read(0, None, first=True)):
       raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     return data
@@ -180,7 +188,7 @@ class RemoteLocation(Location):
     return {**self._spec, 'path': f'{self._spec["path"]}/'}
 
   def _holds(self, position: int) -> bool:
-    """Whether the object has a byte at this position."""
+    """Returns whether the object has a byte at this position."""
     return bool(self._read(position, position + 1))
 
   def _read(self, start: int, stop: int | None, first: bool = False) -> bytes:
@@ -195,7 +203,10 @@ class RemoteLocation(Location):
   def _ask(
     self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
   ) -> Any:
-    """Asks the store; None if nothing is there. `first` waits less long."""
+    """Returns the answer of the store; None if there is no such object.
+
+    If `first`, it gives up earlier, because there may be no network.
+    """
     import tensorstore
 
     context = _context(_FIRST) if first else reading()

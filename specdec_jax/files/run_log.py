@@ -15,14 +15,14 @@ from specdec_jax.checks.fields import unexpected
 
 
 class RunLog:
-  """One log file, from which this object reads on where it has stopped.
+  """A log file; each reading goes on where the last one has stopped.
 
   Attributes:
     path: the file; it need not exist before the first `append`.
   """
 
   def __init__(self, path: str | os.PathLike[str], settings: Any = None):
-    """Opens nothing yet.
+    """Keeps the arguments; the file is opened when it is read or written.
 
     Args:
       path: the file.
@@ -30,7 +30,7 @@ class RunLog:
     """
     self.path = os.fspath(path)
     self._settings = settings
-    self._end = 0  # bytes that were read or written
+    self._end = 0  # the place up to which the file was read or written
 
   def settings(self) -> Any:
     """Reads the settings that the file begins with.
@@ -49,7 +49,7 @@ class RunLog:
     """Reads the work that was appended since the last call.
 
     Returns:
-      The values, in order; and the lines that are no JSON.
+      The values, in order; and the lines that are not JSON.
 
     Raises:
       OSError: the file cannot be read.
@@ -59,7 +59,8 @@ class RunLog:
       data = stream.read()
     *lines, cut = data.split(b'\n')
     values, damaged = [], []
-    for line in lines if self._end else lines[1:]:  # without the settings
+    # The first line has the settings.
+    for line in lines if self._end else lines[1:]:
       try:
         values.append(json.loads(line))
       except (ValueError, RecursionError):
@@ -68,10 +69,11 @@ class RunLog:
     return values, damaged
 
   def append(self, value: Any) -> None:
-    """Writes a piece of work, behind what was read and written so far.
+    """Writes a piece of work, after what was read and written so far.
 
     A killed process loses nothing that was written. The file is not synced:
-    that takes longer than many a batch, and the system does it within a minute.
+    that would take longer than many batches, and the system writes the data to
+    the disk within a minute.
 
     Raises:
       OSError: it could not be written; earlier work is kept.

@@ -13,14 +13,14 @@ _SHOWN = 5  # most differences in a message
 _LONGEST = 200  # most characters of a value in a message
 
 
-def differences(before: Any, now: Any, name: str = '') -> list[str]:
+def differences(before: Any, now: Any) -> list[str]:
   """Lists where two JSON values differ, each with its place and both values.
 
   Both are first converted to JSON: tuples become lists, and objects of other
   classes become text. A missing key equals a key with None, so that a new
   setting that is not in use makes no difference.
   """
-  return _differences(_plain(before), _plain(now), name)
+  return _differences(_plain(before), _plain(now), '')
 
 
 def check(
@@ -56,8 +56,8 @@ def _differences(before: Any, now: Any, name: str) -> list[str]:
     ]
   if before == now:
     return []
-  shown = [repr(value) for value in (before, now)]
+  texts = [repr(value) for value in (before, now)]
   was, now = (
-    text[:_LONGEST] + '...' * (len(text) > _LONGEST) for text in shown
+    text[:_LONGEST] + '...' * (len(text) > _LONGEST) for text in texts
   )
   return [f'{name or "all"} was {was}, is {now}']

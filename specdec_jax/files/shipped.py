@@ -13,6 +13,7 @@ _IN_WHEEL = _PACKAGE / 'shipped'
 # The folder that holds gin/ and demo/.
 ROOT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent
 _FOLDERS = ('gin', 'demo')
+_MODELS = {'demo': 'demo/target.msgpack', 'demo-draft': 'demo/draft.msgpack'}
 
 
 def find(path: str | os.PathLike[str]) -> str:
@@ -30,3 +31,13 @@ def find(path: str | os.PathLike[str]) -> str:
   return (
     str(shipped) if not os.path.lexists(path) and shipped.exists() else path
   )
+
+
+def model(path: str | os.PathLike[str]) -> str:
+  """Returns the path of the shipped model with a name, or any other path.
+
+  A Hugging Face folder of that name in the working folder takes precedence.
+  """
+  path = os.fspath(path)
+  is_folder = os.path.exists(os.path.join(path, 'config.json'))
+  return path if is_folder else _MODELS.get(path, path)

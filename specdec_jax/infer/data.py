@@ -1,8 +1,7 @@
 """The configuration of a run, `DecodeConfig`, and the examples of its data set.
 
-A data set is a file of lines, or a task: one that seqio knows, or a file of
-examples (`.tsv`, `.jsonl`, lines) for which neither seqio nor TensorFlow is
-needed.
+A data set is a file of lines, or a task. A task is one of seqio, or a file of
+examples (`.tsv`, `.jsonl`, lines), which needs neither seqio nor TensorFlow.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ from specdec_jax.types import Count, Positive
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
 # Value of `mode` -> the modes that run, one after another.
-WAYS = {
+MODES = {
   'both': (PLAIN, SPECULATIVE),
   PLAIN: (PLAIN,),
   SPECULATIVE: (SPECULATIVE,),
@@ -45,7 +44,7 @@ WAYS = {
 INPUTS, TARGETS = 'inputs', 'targets'
 PREDICTIONS = 'predictions.jsonl'  # the results of a run over lines
 _PATHS = ('input_file', 'output_dir', 'calibration')
-# Fields that decide no result, or only by what the identity describes.
+# Fields that do not change results, or that `identity` describes otherwise.
 _NOT_DECIDING = frozenset(
   'engine drafter tokenizer input_file mixture_or_task_name output_dir'
   ' overwrite metrics calibration acceptance checkpoint_period stdout'
@@ -55,24 +54,24 @@ _NOT_DECIDING = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-  """One run over the lines of a file, or over a task as T5X users know it.
+  """A run over the lines of a file, or over a task as T5X users know it.
 
   Attributes:
-    engine: makes the engine; called after all that is cheap was checked. For a
-      task it is given `max_input_len` and `max_decode_len`.
+    engine: makes the engine; it is called after the cheap checks, for a task
+      with `max_input_len` and `max_decode_len`.
     input_file: UTF-8 text, one input a line, plain or `.gz`, or a named pipe;
-      '-' is stdin. It is read where there is no `mixture_or_task_name`.
+      '-' is stdin. It is read if there is no `mixture_or_task_name`.
     output_dir: folder of the results; None writes none. Several processes, and
       shards, may share it.
     mixture_or_task_name: name of a task or a mixture, a local task, or the path
       of a file of examples.
     tokenizer: the models' tokenizer; a task needs it.
-    drafter: makes the drafter that `engine` is called with, where anything is
-      decoded speculatively; None leaves it to `engine`.
+    drafter: makes the drafter, which `engine` is called with if a mode is
+      speculative; None leaves the drafter to `engine`.
     options: how an output is decoded: temperature, seed, beams, lenience, ...
-      With several samples or beams, a record has lists. For lines, its
-      `on_too_long` is 'error', which makes a line that is too long a record
-      with an error, or 'truncate'.
+      With several samples or beams, a record has lists. For lines,
+      `on_too_long` is 'error' or 'truncate'; with 'error' the record of a line
+      that is too long has an error.
     task_feature_lengths: feature -> tokens at most, the end included; longer
       'inputs' and 'targets' are cut. None: the lengths of the longest example.
     task_split: split of the task; a file has only one.
@@ -83,30 +82,31 @@ class DecodeConfig:
       speculative outputs.
     batch_size: examples decoded together, if there are as many.
     batching: 'fixed' decodes batch after batch; 'continuous' gives the place
-      of a finished example to the next one. Scores come in fixed batches.
+      of a finished example to the next one. Scoring uses fixed batches.
     prompt_feature: feature whose tokens each output begins with; 'targets' is
       T5X's prompt_with_targets.
-    shard_id: examples with index % `num_shards` == `shard_id` are decoded.
+    shard_id: examples with index % `num_shards` == `shard_id` are decoded;
+      needed where there are several shards.
     num_shards: number of shards that the examples are split into.
     checkpoint_period: batches that continuous batching takes together.
     include_all_inputs: whether records hold all features, not only texts.
-    prefix: text before each input of a file, such as 'summarize: '; before each
-      sentence of a text that is split.
+    prefix: text before each input of a file, such as 'summarize: '; of a text
+      that is split, before each sentence.
     distinct: whether lines of a file of examples that have the same input are
-      one example, whose references are the targets of all.
-    metrics: names of functions of `text.metrics`; 'task' is what the task
+      one example, whose references are the targets of all these lines.
+    metrics: names of functions of `text.metrics`; 'task': those that the task
       names, or BLEU for a file with targets; () or None: no metrics.
-    chat: takes each line for a user's message, and puts it into the target's
+    chat: treats each line as a user's message, and puts it into the target's
       chat template.
     calibration: file of `specdec calibrate`, which chooses gamma for the rows
       that are decoded together, or says that speculation does not pay.
-    acceptance: record of how often this target accepts this drafter. With it,
-      and neither a calibration nor a gamma, the run chooses the gamma that pays
-      on this host.
+    acceptance: record of how often this target accepts this drafter. If it is
+      given without a calibration and a gamma, the run times some calls, and
+      chooses the gamma that pays on this host.
     overwrite: replaces results, and the unfinished run of another
       configuration, in the output folder.
-    stdout: 'report'; or 'outputs', which go to stdout, a line for each, and the
-      report to stderr.
+    stdout: 'report' prints the report; 'outputs' prints the outputs, a line for
+      each, and the report goes to stderr.
     require_agreement: whether differing greedy outputs fail the run.
 
   Raises:
@@ -128,7 +128,7 @@ class DecodeConfig:
   batch_size: Annotated[int, Bound(1, MOST_ROWS)] = 1
   batching: Literal['fixed', 'continuous'] = 'fixed'
   prompt_feature: str | None = None
-  shard_id: Count = 0
+  shard_id: Count | None = None
   num_shards: Positive = 1
   checkpoint_period: Positive = 100
   include_all_inputs: bool = False
@@ -148,7 +148,8 @@ class DecodeConfig:
       if not is_right:
         value = operator.attrgetter(name)(self)
         raise unexpected(name.removeprefix('options.'), expected, value)
-    if self.is_task:  # its examples are cut already
+    object.__setattr__(self, 'shard_id', self.shard_id or 0)
+    if self.is_task:  # the examples of a task are already cut to the lengths
       changes: dict[str, Any] = {
         'log_probs': self.task_mode != 'predict',
         'on_too_long': 'truncate',
@@ -159,13 +160,14 @@ class DecodeConfig:
       object.__setattr__(self, 'task_mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
-    """Yields a field, whether it is right, and what is expected of it."""
+    """Yields fields, whether their values are right, and what is expected."""
     local = 'a path on this machine (a bucket may hold the models alone)'
     for name in _PATHS:
       path = getattr(self, name)
       yield name, path is None or (path and '://' not in path), local
-    shards = self.num_shards
-    yield 'shard_id', self.shard_id < shards, f'less than {shards} (num_shards)'
+    shards, shard = self.num_shards, self.shard_id
+    is_shard = shards == 1 if shard is None else shard < shards
+    yield 'shard_id', is_shard, f'less than {shards} (num_shards)'
     lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
     sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
     are_sizes = all(type(size) is int for size in sizes)
@@ -190,20 +192,20 @@ class DecodeConfig:
     )
     yield 'options.on_too_long', not cuts, expected
     expected = 'None with num_beams, for it is of single outputs'
-    tries = self.searches and SPECULATIVE in self.ways
-    yield 'calibration', not (tries and self.calibration), expected
+    drafts = self.searches and SPECULATIVE in self.modes
+    yield 'calibration', not (drafts and self.calibration), expected
     fixed = not self.searches or self.batching == 'fixed'
     yield 'batching', fixed, "'fixed' with beams (--batching fixed)"
 
   @property
   def is_task(self) -> bool:
-    """Whether the run is over a task, not over lines."""
+    """Whether the data set is a task; otherwise it is a file of lines."""
     return self.mixture_or_task_name is not None
 
   @property
-  def ways(self) -> tuple[str, ...]:
-    """The ways of decoding, in turn; or scoring."""
-    return (SCORING,) if self.task_mode == 'score' else WAYS[self.mode]
+  def modes(self) -> tuple[str, ...]:
+    """The modes that run in turn: scoring; or plain, speculative, or both."""
+    return (SCORING,) if self.task_mode == 'score' else MODES[self.mode]
 
   @property
   def searches(self) -> bool:
@@ -212,12 +214,12 @@ class DecodeConfig:
 
   @property
   def rows(self) -> int:
-    """Outputs that are decoded together: batch size times samples."""
+    """The number of outputs that are decoded together."""
     return self.batch_size * self.options.num_samples
 
   @property
   def slots(self) -> PoolSettings | None:
-    """Settings of continuous batching; None where batches are fixed."""
+    """The settings of continuous batching; None for fixed batches."""
     pooled = self.batching == 'continuous' or self.options.split is not None
     if self.searches or self.task_mode == 'score' or not pooled:
       return None
@@ -225,7 +227,7 @@ class DecodeConfig:
 
   @property
   def results_name(self) -> str:
-    """The name of the file of records; for a task it is T5X's."""
+    """The name of the file of records; for a task T5X's name."""
     shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
     if not self.is_task:
       return PREDICTIONS if self.num_shards == 1 else f'{PREDICTIONS}-{shard}'
@@ -233,25 +235,25 @@ class DecodeConfig:
 
   @property
   def files_prefix(self) -> str:
-    """The first part of the names of all other files."""
+    """The first part of the names of the other files."""
     name = self.results_name
     return '' if name == PREDICTIONS else f'{name}.'
 
   @property
   def task_name(self) -> str:
-    """The name that a task's results have."""
+    """The task's name in the names of files."""
     return self.task.name.replace(os.sep, '_')
 
   @property
   def task(self) -> tasks.Task:
-    """The task, where `tasks.find` has found it."""
+    """The task; `tasks.find` has found it by its name."""
     task = self.mixture_or_task_name
     assert task is not None and not isinstance(task, str)
     return task
 
   def index(self, number: int) -> int:
     """Returns the index in the task or file of the shard's example `number`."""
-    return number * self.num_shards + self.shard_id
+    return number * self.num_shards + (self.shard_id or 0)
 
   def identity(self) -> dict[str, Any]:
     """Returns the fields that decide the results, as JSON values."""
@@ -266,11 +268,11 @@ class DecodeConfig:
 def open_tokenizer(
   path: str | None = None, target: Callable[[], Model] | None = None
 ) -> Vocabulary:
-  """Opens a vocabulary, or that of the target where there is no path.
+  """Opens a vocabulary; without a path, that of the target.
 
   Args:
     path: a file or a folder that holds a vocabulary; None: the target's own.
-    target: loads the target; called where there is no path.
+    target: loads the target; it is called only without a path.
 
   Raises:
     ValueError: it cannot be read, or the target has none.
@@ -291,12 +293,12 @@ class Example(NamedTuple):
 
   Attributes:
     source: the input, as text or as ids.
-    features: what a record may show: the text of a line, or all features.
-    target: ids of the target; empty without one.
+    features: what a record shows: the text of a line, or all features.
+    target: ids of the target; empty if there is no target.
     prompt: ids that the output begins with; None: no prompt.
     skipped: the completion of an example that is not decoded, because it is
       broken or empty; else None.
-    sentences: those of a text that is split; None of others.
+    sentences: the sentences of a text that is split; else None.
     sources: the sentences as the model reads them.
   """
 
@@ -310,20 +312,20 @@ class Example(NamedTuple):
 
   @property
   def parts(self) -> list['Example']:
-    """The parts that are decoded one by one: the sentences, or the example."""
+    """The examples to decode: the sentences of a split text, or this one."""
     if self.sentences is None:
       return [self]
     return [self._replace(source=source) for source in self.sources]
 
-  def whole(self, outputs: Sequence[Any]) -> Completion:
-    """Returns the output of the example, of those of its parts."""
+  def output(self, outputs: Sequence[Any]) -> Completion:
+    """Returns the output of the example; joins the outputs of its parts."""
     if self.sentences is not None:
       return joined(self.sentences, outputs)
     return self.skipped or outputs[0]
 
   @property
   def reference(self) -> Any:
-    """The correct text, or a list of several; None without one."""
+    """The correct text, or a list of correct texts; None if none is given."""
     if self.skipped or not isinstance(self.features, Mapping):
       return None
     references = self.features.get('references')
@@ -334,10 +336,10 @@ class Item(NamedTuple):
   """One output to decode, or one target to score.
 
   Attributes:
-    number: its place among the outputs; those of an example, and of each of its
-      sentences, lie together.
-    example_id: its random numbers derive from this and the seed.
-    example: the example that it is of.
+    number: the index of the output; the samples of an example, or of each of
+      its sentences, follow one another.
+    example_id: the random numbers derive from this and from the seed.
+    example: the example, or one of its parts.
   """
 
   number: int
@@ -353,7 +355,7 @@ class DataSet:
     examples: the examples of the run's shard, in order.
     broken_off: why the file could not be read to its end, or None.
     reading: a sentence on how the file is read; None for lines of text.
-    lines: the index of the example of each part, once they are prepared.
+    lines: the index of the example of each part; `prepare` sets it.
   """
 
   examples: list[Example]
@@ -362,7 +364,7 @@ class DataSet:
   lines: Sequence[int] = ()
 
   def prepare(self, config: DecodeConfig, engine: Engine) -> list[Item]:
-    """Checks the examples with an engine; the items of those to decode.
+    """Checks the examples with an engine; returns the items to decode.
 
     Raises:
       ValueError: the task was made for another vocabulary, the engine has no
@@ -376,7 +378,7 @@ class DataSet:
       expected = f"the engine's vocabulary, {of_engine.path!r}"
       raise unexpected('tokenizer', expected, of_task.path)
     samples = config.options.num_samples
-    if self.examples:  # the largest number first: there may be very many
+    if self.examples:  # a number that is too large fails before a long loop
       example_id(config.index(len(self.examples) - 1), samples - 1)
     parts = [
       (number, place, part)
@@ -396,29 +398,29 @@ class DataSet:
     ]
 
   def _splitting(self) -> str | None:
-    """Returns a sentence or two on the split lines; None if none was split."""
+    """Returns `reading`, and how many lines were split into sentences."""
     split = [x.sentences for x in self.examples if x.sentences and x.sources]
     if not split:
       return self.reading
     count, cut = sum(len(x.spans) for x in split), sum(x.num_cut for x in split)
-    said = f'Lines that were split: {len(split)}, into {count} parts.'
+    numbers = f'Lines that were split: {len(split)}, into {count} parts.'
     if cut:
-      said += f' Sentences that were too long, and were cut: {cut}.'
-    return ' '.join(filter(None, (self.reading, said)))
+      numbers += f' Sentences that were too long, and were cut: {cut}.'
+    return ' '.join(filter(None, (self.reading, numbers)))
 
   def identity(self) -> dict[str, Any]:
-    """What tells this data set from others, as JSON values."""
+    """Returns a digest and the number of the examples, as JSON values."""
     digest = hashlib.sha256()
     for example in self.examples:
-      shown = example.features
-      if isinstance(shown, Mapping):
-        shown = sorted(
+      features = example.features
+      if isinstance(features, Mapping):
+        features = sorted(
           (key, value.tolist() if isinstance(value, np.ndarray) else value)
-          for key, value in shown.items()
+          for key, value in features.items()
         )
       error = example.skipped and example.skipped.error
       spans = example.sentences and example.sentences.spans
-      digest.update(repr((shown, error, spans)).encode())
+      digest.update(repr((features, error, spans)).encode())
     return {
       'examples': len(self.examples),
       'examples_sha256': digest.hexdigest(),
@@ -426,15 +428,15 @@ class DataSet:
 
   @property
   def references(self) -> dict[int, Any]:
-    """The number of each example that has a target -> the target."""
-    known = {n: example.reference for n, example in enumerate(self.examples)}
-    return {n: text for n, text in known.items() if text is not None}
+    """The references, by the index of their example."""
+    references = {n: x.reference for n, x in enumerate(self.examples)}
+    return {n: text for n, text in references.items() if text is not None}
 
   def engine_options(self, config: DecodeConfig) -> dict[str, Any]:
-    """Lengths for a task's engine.
+    """Returns the lengths of a task's engine; {} for lines.
 
     Raises:
-      ValueError: nothing says how long an output may be.
+      ValueError: the task has no targets, and `task_feature_lengths` is None.
     """
     if not config.is_task:
       return {}
@@ -447,7 +449,7 @@ class DataSet:
       field = 'task_feature_lengths (gin: TASK_FEATURE_LENGTHS)'
       advice = "Write {'inputs': 512, 'targets': 128}."
       raise unexpected(field, expected, config.task_feature_lengths, advice)
-    # The token of a language stands before the text.
+    # The token of the language comes before the text.
     more = 1 if config.tokenizer and config.tokenizer.languages else 0
     return {
       'max_input_len': max(2, lengths[INPUTS] + more),
@@ -456,30 +458,23 @@ class DataSet:
 
 
 def read(config: DecodeConfig) -> DataSet:
-  """Reads the examples of a run; those that are broken have an error.
+  """Reads the examples of a run; broken ones have an error.
 
   Raises:
     ValueError: they cannot be read, or all of them are broken.
   """
-  shard = config.shard_id, None, config.num_shards
-  if not config.is_task:
-    path = config.input_file
-    reading = tasks.reading(path)
-    read_all = tasks.read(path, targets_field=None)
-    lines, broken_off = files.until_broken(itertools.islice(read_all, *shard))
-    examples = [
-      Example(x['inputs'], x['inputs'], skipped=_failed(x.get(tasks.BROKEN)))
-      for x in lines
-    ]
-  else:
+  if config.is_task:
     features = config.task.examples(
       config.task_split, config.task_feature_lengths, True, config.tokenizer
     )
-    of_shard, broken_off = files.until_broken(
-      itertools.islice(features, *shard)
-    )
-    examples = [_task_example(config, *pair) for pair in enumerate(of_shard)]
     reading = config.task.reading(config.task_split)
+  else:
+    features = tasks.read(config.input_file, targets_field=None)
+    reading = tasks.reading(config.input_file)
+  shard = itertools.islice(features, config.shard_id, None, config.num_shards)
+  values, broken_off = files.until_broken(shard)
+  make = _task_example if config.is_task else _line
+  examples = [make(config, *pair) for pair in enumerate(values)]
   if examples and all(example.skipped for example in examples):
     first = examples[0].skipped
     raise ValueError(first and first.error)
@@ -490,10 +485,17 @@ def _failed(error: str | None) -> Completion | None:
   return passed_over('error', error) if error else None
 
 
+def _line(
+  config: DecodeConfig, number: int, line: Mapping[str, Any]
+) -> Example:
+  text = line[INPUTS]
+  return Example(text, text, skipped=_failed(line.get(tasks.BROKEN)))
+
+
 def _checked_lines(
   config: DecodeConfig, engine: Engine, examples: Sequence[Example]
 ) -> list[Example]:
-  """Lines for an engine; those that are empty or too long are skipped."""
+  """Prepares lines for an engine; empty and too long ones are skipped."""
   template = None
   if config.chat:
     template = template_of(engine.tokenizer)
@@ -518,10 +520,10 @@ def _checked_lines(
   for number, example in enumerate(examples):
     source, skipped = example.source, example.skipped
     if skipped is None and splits:
-      of = splits(str(source))
+      sentences = splits(str(source))
       before = config.options.split_prefix
-      sources = [as_input(before + part) for part in of.parts]
-      example = example._replace(sentences=of, sources=sources)
+      sources = [as_input(before + part) for part in sentences.parts]
+      example = example._replace(sentences=sentences, sources=sources)
     elif skipped is None:
       bare, source = source, as_input(source)
       count = engine.num_input_tokens(source)
@@ -540,7 +542,7 @@ def _checked_lines(
 def _task_example(
   config: DecodeConfig, number: int, features: Mapping[str, Any]
 ) -> Example:
-  """An example of a task, with an error where it lacks what the run needs."""
+  """Returns an example of a task; one that lacks needed ids has an error."""
   features = dict(features)
   error = features.pop(tasks.BROKEN, None)
   arrays = {k: v for k, v in features.items() if isinstance(v, np.ndarray)}
@@ -562,7 +564,7 @@ def _task_example(
   prompt = None
   if config.prompt_feature is not None:
     prompt = ids[prompt_feature]
-    # Without its end: an output that begins with it would be over.
+    # The prompt loses its end of sequence, which would end the output.
     if config.tokenizer and prompt[-1:] == [config.tokenizer.eos_id]:
       prompt = prompt[:-1]
   return Example(ids[INPUTS], features, ids.get(TARGETS, []), prompt)

@@ -1,7 +1,7 @@
 """Several processes of one run, joined by `jax.distributed`.
 
-JAX watches them: if one ends without saying so, or never comes, the others end
-too. Finished work is on disk, and all of them can be started again.
+JAX watches the processes: if one crashes or never joins, the others end too.
+Finished work is on disk, and all processes can be started again.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ import jax
 
 from specdec_jax.checks.fields import check_number, unexpected
 
-# A process that gives no sign of life for so long counts as dead.
+# A process that sends no heartbeat for so long counts as dead.
 _HEARTBEAT_S = 10
-_JOIN_S = 300
-# The exit status of a process that notices that another one ended. One that
-# waits is aborted by JAX, with JAX's own message.
+_JOIN_S = 300  # a process waits so long for the others to join
+# The exit status of a process that notices that another one ended. A process
+# that is waiting is aborted by JAX, with JAX's own message.
 PEER_ENDED = 3
 _ENDED = (
   'error: another process of this run has ended, never came, or cannot be'
@@ -29,27 +29,25 @@ _ENDED = (
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-  """How the processes find each other; T5X's flags.
+  """T5X's flags, by which the processes find each other.
 
   Attributes:
     coordinator_address: host:port of the first process. If this and the next
-      two are None, JAX finds them out, on TPU pods and under Slurm or Open MPI.
-    process_count: how many processes there are.
-    process_index: which of them this is, from 0.
-    join_seconds: how long to wait for the other processes.
+      two are None, JAX finds them out on TPU pods and under Slurm or Open MPI.
+    process_count: the number of processes.
+    process_index: the index of this process, from 0.
 
   Raises:
-    ValueError: some of the first three are missing, or one is out of range.
+    ValueError: some are missing but not all, or one is out of range.
   """
 
   coordinator_address: str | None = None
   process_count: int | None = None
   process_index: int | None = None
-  join_seconds: int = _JOIN_S
 
   def __post_init__(self):
-    flags = ('coordinator_address', 'process_count', 'process_index')
-    missing = [f'--{x}' for x in flags if getattr(self, x) is None]
+    flags = vars(self).items()
+    missing = [f'--{name}' for name, value in flags if value is None]
     if len(missing) == len(flags):
       return
     if missing:
@@ -66,10 +64,11 @@ class Meeting:
 
 
 def run(function: Callable[[], int]) -> int:
-  """Calls `function`, which joins other processes, and notices if one ends.
+  """Calls `function`, which joins other processes, and exits if one ends.
 
   Returns:
-    The exit status: the function's, or `PEER_ENDED` with a message on stderr.
+    The function's exit status, if it is 0; else the process exits with it, or
+    with `PEER_ENDED` after a message on stderr.
   """
   try:
     status = function()
@@ -77,7 +76,7 @@ def run(function: Callable[[], int]) -> int:
     print(f'{error}\n{_ENDED}', file=sys.stderr)
     status = PEER_ENDED
   if status:
-    # A normal exit of JAX would wait for the processes that go on.
+    # A normal exit of JAX would wait for the other processes.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -85,17 +84,17 @@ def run(function: Callable[[], int]) -> int:
 
 
 def join(meeting: Meeting) -> None:
-  """Joins the other processes; call it before any other use of JAX.
+  """Joins the other processes; must be called before any other use of JAX.
 
   Raises:
-    ValueError: the others cannot be found, or there are not as many as the
-      flags say. If they do not come, JAX aborts this process.
+    ValueError: the other processes cannot be found, or their number is not that
+      of the flags. If they do not join in time, JAX aborts this process.
   """
   print(
-    f'Waiting for the other processes, {meeting.join_seconds} s at most.',
+    f'Waiting for the other processes, {_JOIN_S} s at most.',
     file=sys.stderr,
   )
-  # JAX would take SIGTERM for a warning, and go on.
+  # With this service JAX would only note a SIGTERM, and go on.
   jax.config.update('jax_enable_preemption_service', False)
   # Python runs no handler inside JAX's code; with the default action an
   # interrupt ends the process immediately.
@@ -105,7 +104,7 @@ def join(meeting: Meeting) -> None:
       meeting.coordinator_address,
       meeting.process_count,
       meeting.process_index,
-      initialization_timeout=meeting.join_seconds,
+      initialization_timeout=_JOIN_S,
       heartbeat_timeout_seconds=_HEARTBEAT_S,
     )
   except (RuntimeError, ValueError) as error:

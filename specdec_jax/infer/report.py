@@ -1,7 +1,7 @@
 """The results of a run: records, a summary, and the printed report.
 
-The summary is what `infer.decode` writes as summary.json and what README's
-result block is generated from, so every number has one source.
+`infer.decode` writes the summary as summary.json, and the tables in README and
+docs are made from it, so that every number has one source.
 """
 
 import dataclasses
@@ -26,12 +26,11 @@ from specdec_jax.infer.data import (
   DecodeConfig,
   Example,
 )
-from specdec_jax.report.console import say
+from specdec_jax.report import Table, say
 from specdec_jax.report.record import new as new_record
-from specdec_jax.report.table import Column, Table
 
-_MOST_SHOWN = 10  # lines of a kind in the report
-_NUM_EXAMPLES = 5  # lines that the report shows with their outputs
+_MOST_LINES = 10  # the report lists no more differences, and no more errors
+_NUM_EXAMPLES = 5  # the report shows the outputs of so many lines
 
 
 @dataclasses.dataclass
@@ -42,8 +41,8 @@ class Batch:
     completions: number of the item -> completion.
     seconds: wall time, tokenisation included.
     compile_seconds: time of compiling its programs, not part of `seconds`.
-    first_output_seconds: from the start of the process to this batch; None
-      where it is unknown.
+    first_output_seconds: time from the start of the process to this batch;
+      None if it is unknown.
   """
 
   completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
@@ -59,8 +58,7 @@ class Batch:
 
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> 'Batch':
-    """The inverse of `dataclasses.asdict`, after a round trip through JSON."""
-
+    """Makes a batch from the JSON of its `dataclasses.asdict`."""
     completions = {
       int(number): Completion(
         **fields | {'stats': CompletionStats(**fields['stats'])}
@@ -71,47 +69,47 @@ class Batch:
 
 
 # Mode ('plain', 'speculative' or 'scoring') -> its batches, in order.
-Ways = Mapping[str, list[Batch]]
+Results = Mapping[str, list[Batch]]
 # Mode -> the completions of an example, one for each sample or beam.
 Outputs = Mapping[str, Sequence[Completion]]
 
 
 def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
-  """Number of the item -> completion, in the order of the input."""
+  """Returns number of the item -> completion, in the order of the input."""
   merged = {n: x for batch in batches for n, x in batch.completions.items()}
   return dict(sorted(merged.items()))
 
 
-def outputs_of(data: DataSet, ways: Ways, num_samples: int) -> list[Outputs]:
+def outputs_of(
+  data: DataSet, results: Results, num_samples: int
+) -> list[Outputs]:
   """Returns the outputs of each example, in the order of the data."""
-  completions = {name: completions_of(way) for name, way in ways.items()}
+  completions = {mode: completions_of(x) for mode, x in results.items()}
   outputs, begin = list[Outputs](), 0
   for example in data.examples:
     numbers = range(begin, begin + len(example.parts) * num_samples)
     begin = numbers.stop
-    made = {
-      name: [
-        example.whole([way.get(i) for i in numbers[sample::num_samples]])
-        for sample in range(num_samples)
-      ]
-      for name, way in completions.items()
+    samples = [numbers[sample::num_samples] for sample in range(num_samples)]
+    decoded = {
+      mode: [example.output([*map(done.get, parts)]) for parts in samples]
+      for mode, done in completions.items()
     }
-    outputs.append(made)
+    outputs.append(decoded)
   return outputs
 
 
 def record(
   example: Example, outputs: Outputs, config: DecodeConfig
 ) -> dict[str, Any]:
-  """The JSON object of an example: the fields that T5X writes, in its order.
+  """Returns the JSON object of an example, with T5X's fields in T5X's order.
 
-  The outputs of the last way are shown. All ways draw from the same
-  distribution, unless lenience makes the last one lossy; then the record says
-  so. Records depend neither on time nor on how often the run was started.
+  It has the outputs of the last mode. All modes draw from the same
+  distribution, unless lenience makes the last one lossy; then 'lossless' is
+  false. A record does not depend on time, or on how often the run was started.
   """
   last = list(outputs.values())[-1]
   scores = one_or_all([_score(output) for output in last])
-  values: dict[str, Any] = {'inputs': _shown(example, config)}
+  values: dict[str, Any] = {'inputs': _inputs(example, config)}
   if config.task_mode == 'score':
     values['score'] = scores
   else:
@@ -127,10 +125,10 @@ def record(
       'scores': scores,
       'finish_reason': one_or_all([output.finish_reason for output in last]),
     }
-    for name, made in outputs.items():
-      values['aux'][name] = one_or_all([counts(output) for output in made])
+    for mode, decoded in outputs.items():
+      values['aux'][mode] = one_or_all([counts(output) for output in decoded])
   if config.options.split:
-    # A memory of this file reads the pairs, see `tasks.read_pairs`.
+    # A translation memory reads these pairs, see `tasks.read_pairs`.
     pairs = [*zip(example.sources, last[-1].parts, strict=True)]
     values |= {'sentences': len(pairs), 'cut': last[0].num_cut, 'parts': pairs}
   if error := error_of(outputs):
@@ -138,7 +136,7 @@ def record(
   return values
 
 
-def _shown(example: Example, config: DecodeConfig) -> Any:
+def _inputs(example: Example, config: DecodeConfig) -> Any:
   features = example.features
   if isinstance(features, str) or config.include_all_inputs:
     return features
@@ -147,7 +145,7 @@ def _shown(example: Example, config: DecodeConfig) -> Any:
 
 def error_of(outputs: Outputs) -> str | None:
   """Returns the first error of an example, or None."""
-  errors = [output.error for made in outputs.values() for output in made]
+  errors = (output.error for mode in outputs.values() for output in mode)
   return next(filter(None, errors), None)
 
 
@@ -156,8 +154,9 @@ def errors_of(
 ) -> list[str]:
   """Returns the error of each example that has one, with its place."""
   errors = []
-  for i, (example, made) in enumerate(zip(data.examples, outputs, strict=True)):
-    error, place = error_of(made), f'line {1 + config.index(i)}'
+  pairs = zip(data.examples, outputs, strict=True)
+  for i, (example, decoded) in enumerate(pairs):
+    error, place = error_of(decoded), f'line {1 + config.index(i)}'
     if config.is_task:
       place = f'example {config.index(i)}'
     if error is not None:
@@ -167,7 +166,7 @@ def errors_of(
 
 
 def _score(output: Completion) -> float | None:
-  """What beams are sorted by; of other outputs the log-probability, in nats."""
+  """Returns a beam's score, or another output's log-probability in nats."""
   score = output.score
   if score is None:
     score = float(sum(output.log_probs))
@@ -175,12 +174,12 @@ def _score(output: Completion) -> float | None:
 
 
 def one_or_all(values: list[Any]) -> Any:
-  """The value if there is only one, as in T5X, else the list of values."""
+  """Returns the value if there is only one, as T5X does; else the list."""
   return values[0] if len(values) == 1 else values
 
 
 def counts(output: Completion) -> dict[str, Any]:
-  """What producing an output took, as JSON values."""
+  """Returns the calls and proposals that an output took, as JSON values."""
   values = dataclasses.asdict(output.stats)
   values['acceptance_rate'] = output.stats.acceptance_rate
   return values
@@ -189,8 +188,8 @@ def counts(output: Completion) -> dict[str, Any]:
 def plain(value: Any) -> Any:
   """Converts any value of an example to strict JSON and UTF-8.
 
-  NaN and infinity become null, bytes that are not text and lone surrogates
-  U+FFFD, and other objects their `str`, so that results can always be written.
+  Results can always be written: NaN and infinity become null; bytes that are
+  not text, and lone surrogates, become U+FFFD; other objects become text.
   """
   if isinstance(value, Mapping):
     return {plain(str(key)): plain(item) for key, item in value.items()}
@@ -208,57 +207,57 @@ def plain(value: Any) -> Any:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-  """Strict JSON of any value and a line feed; see `plain`."""
-  shown = plain(value)
-  text = json.dumps(shown, ensure_ascii=False, allow_nan=False, indent=indent)
+  """Returns strict JSON of any value, with a line feed; see `plain`."""
+  value = plain(value)
+  text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
   return f'{text}\n'
 
 
-def print_outputs(made: Sequence[Mapping[str, Any]]) -> None:
+def print_outputs(records: Sequence[Mapping[str, Any]]) -> None:
   """Prints the outputs of records, or their scores, a line for each.
 
-  Line breaks in an output become spaces. Nothing is raised when a reader has
-  seen enough.
+  Line breaks in an output become spaces. A reader may close the pipe early, as
+  `head` does.
   """
   try:
-    for record in made:
+    for record in records:
       values = record.get('prediction', record.get('score'))
       for value in values if isinstance(values, list) else [values]:
         text = '' if value is None else files.writable(str(value))
         print(' '.join(text.splitlines()))
     sys.stdout.flush()
   except BrokenPipeError:
-    # Python flushes stdout when it ends, which would fail with a closed pipe.
+    # Python flushes stdout as it exits, which would fail with a closed pipe.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def summarise(
-  ways: Ways, greedy: bool, context: Mapping[str, Any]
+  results: Results, greedy: bool, context: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Every number of a run as a dict that JSON can hold.
+  """Returns the summary of a run, as a dict of JSON values.
 
   Args:
-    ways: the results of each way.
-    greedy: whether temperature is 0, so that both ways must agree.
-    context: what else belongs to the record; 'lenience' at least.
+    results: the batches of each mode.
+    greedy: whether temperature is 0, so that both modes must agree.
+    context: further entries of the summary; at least 'lenience'.
   """
   summary = dict(context)
-  summary['lossless'] = SPECULATIVE not in ways or summary['lenience'] == 1
-  for name, batches in ways.items():
-    summary[name] = _way_summary(batches)
-  if len(ways) == 2:
-    ratios = _ratios(ways[PLAIN], ways[SPECULATIVE])
-    summary['speed_up_median'] = _median(ratios)
-    ms = [summary[name]['ms_per_token'] for name in (PLAIN, SPECULATIVE)]
+  summary['lossless'] = SPECULATIVE not in results or summary['lenience'] == 1
+  for mode, batches in results.items():
+    summary[mode] = _measurements(batches)
+  if len(results) == 2:
+    both = results[PLAIN], results[SPECULATIVE]
+    summary['speed_up_median'] = _median(_speed_ups(*both))
+    ms = [summary[mode]['ms_per_token'] for mode in (PLAIN, SPECULATIVE)]
     summary['speed_up'] = ms[0] / ms[1] if all(ms) else None
     if greedy:
-      summary['agreement'] = _agreement(ways[PLAIN], ways[SPECULATIVE])
+      summary['agreement'] = _agreement(*both)
   return new_record('decode', summary)
 
 
-def _way_summary(batches: Sequence[Batch]) -> dict[str, Any]:
-  whole = Batch(completions_of(batches), sum(x.seconds for x in batches))
-  took = total(output.stats for output in whole.completions.values())
+def _measurements(batches: Sequence[Batch]) -> dict[str, Any]:
+  run = Batch(completions_of(batches), sum(x.seconds for x in batches))
+  took = total(output.stats for output in run.completions.values())
   times = [batch.ms_per_token for batch in batches]
   starts = [batch.first_output_seconds for batch in batches]
   return {
@@ -268,9 +267,9 @@ def _way_summary(batches: Sequence[Batch]) -> dict[str, Any]:
     'acceptance_rate': took.acceptance_rate,
     'histogram': list(took.histogram),
     'fallback_rounds': took.fallback_rounds,
-    'ms_per_token': whole.ms_per_token,
+    'ms_per_token': run.ms_per_token,
     'ms_per_token_median': _median([ms for ms in times if ms]),
-    'seconds': whole.seconds,
+    'seconds': run.seconds,
     'compile_seconds': sum(batch.compile_seconds for batch in batches),
     'first_output_seconds': next(filter(None, starts), None),
   }
@@ -280,8 +279,8 @@ def _median(values: Sequence[float]) -> float | None:
   return statistics.median(values) if values else None
 
 
-def _ratios(plain: Sequence[Batch], fast: Sequence[Batch]) -> list[float]:
-  """The speed-up of each batch that both ways have decoded as a whole."""
+def _speed_ups(plain: Sequence[Batch], fast: Sequence[Batch]) -> list[float]:
+  """Returns the speed-up of each batch that both modes decoded together."""
   slow_ms, fast_ms = (
     {frozenset(batch.completions): batch.ms_per_token for batch in batches}
     for batches in (plain, fast)
@@ -293,24 +292,23 @@ def _ratios(plain: Sequence[Batch], fast: Sequence[Batch]) -> list[float]:
 def _agreement(
   plain: Sequence[Batch], speculative: Sequence[Batch]
 ) -> dict[str, Any]:
-  """Compares the tokens of both ways, output by output."""
-  ours, theirs = completions_of(plain), completions_of(speculative)
-  pairs = [(number, one, theirs[number]) for number, one in ours.items()]
+  """Compares the tokens of both modes, output by output."""
+  slow, fast = completions_of(plain), completions_of(speculative)
   differences = [
     {
       'line': number + 1,
-      'position': len(os.path.commonprefix([one.tokens, other.tokens])),
-      PLAIN: one.text,
-      SPECULATIVE: other.text,
+      'position': len(os.path.commonprefix([a.tokens, fast[number].tokens])),
+      PLAIN: a.text,
+      SPECULATIVE: fast[number].text,
     }
-    for number, one, other in pairs
-    if one.tokens != other.tokens
+    for number, a in slow.items()
+    if a.tokens != fast[number].tokens
   ]
-  return {'compared': len(ours), 'disagreements': differences}
+  return {'compared': len(slow), 'disagreements': differences}
 
 
-# The rows of the table: title, key in the summary of a way, and format. Between
-# both stand the metrics.
+# Rows of the table: title, key in a mode's part of the summary, and format. The
+# metrics are between _FIRST and _LAST.
 _FIRST = (
   ('tokens', 'tokens', ','),
   ('calls of the target', 'target_calls', ','),
@@ -328,39 +326,38 @@ _LAST = (
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-  """Returns a row for each number, a column for each way."""
-  names = [n for n in (PLAIN, SPECULATIVE, SCORING) if n in summary]
-  titles = list(names)
+  """Returns a row for each number, a column for each mode."""
+  modes = [mode for mode in (PLAIN, SPECULATIVE, SCORING) if mode in summary]
+  titles = list(modes)
   if not summary.get('lossless', True):
     titles[-1] += ', lossy'
   measured = summary.get('metrics') or {}
-  ways = [dict(summary[name]) for name in names]
-  for name, way in zip(names, ways, strict=True):
-    of_way = measured.get(name, {})
-    way.update({f'metrics.{key}': value for key, value in of_way.items()})
+  columns = [
+    summary[mode]
+    | {f'metrics.{key}': x for key, x in measured.get(mode, {}).items()}
+    for mode in modes
+  ]
   for key in ('speed_up_median', 'speed_up'):
     if summary.get(key):
-      ways[0][key], ways[-1][key] = 1.0, summary[key]
+      columns[0][key], columns[-1][key] = 1.0, summary[key]
   metrics = [
-    (metric, f'metrics.{metric}', '.2f')
-    for metric, value in measured.get(names[0], {}).items()
+    (name, f'metrics.{name}', '.2f')
+    for name, value in measured.get(modes[0], {}).items()
     # Other values, such as a signature, are in the summary only.
     if isinstance(value, float | int)
   ]
   rows = []
   for title, key, form in (*_FIRST, *metrics, *_LAST):
-    values = [way.get(key) for way in ways]
+    values = [column.get(key) for column in columns]
     if summary.get('num_beams'):  # a level of a search is a token of each beam
       title = title.replace('token', 'level')
-    if any(value is not None for value in values):
-      cells = [None if v is None else format(v, form) for v in values]
+    cells = [None if v is None else format(v, form) for v in values]
+    if any(cells):
       rows.append([title, *cells])
-  title = ' and '.join(titles)
-  return Table(
-    'Scoring' if title == SCORING else f'Decoding, {title}',
-    ['', *(Column(title, align='right') for title in titles)],
-    rows,
+  title = (
+    'Scoring' if modes == [SCORING] else f'Decoding, {" and ".join(titles)}'
   )
+  return Table(title, ['', *titles], rows)
 
 
 def show(
@@ -368,7 +365,7 @@ def show(
   summary: Mapping[str, Any],
   config: DecodeConfig,
 ) -> None:
-  """Prints the table of a summary, and what the table does not say."""
+  """Prints the table of a summary, and notes below it."""
   console.print(table(summary))
   notes = _notes(summary)
   if config.output_dir:
@@ -380,10 +377,10 @@ def show(
 def show_examples(
   console: rich.console.Console, data: DataSet, outputs: Sequence[Outputs]
 ) -> None:
-  """Prints the first decoded lines, each way in a column of its own."""
+  """Prints the first decoded lines, with a column for each mode."""
   rows = [
-    [example.features, *(way[0].text for way in made.values())]
-    for example, made in zip(data.examples, outputs, strict=True)
+    [example.features, *(decoded[0].text for decoded in modes.values())]
+    for example, modes in zip(data.examples, outputs, strict=True)
     if example.skipped is None
   ][:_NUM_EXAMPLES]
   if rows:
@@ -391,7 +388,7 @@ def show_examples(
 
 
 def _notes(summary: Mapping[str, Any]) -> list[str]:
-  """Returns the lines that follow the table: errors, warnings and notes."""
+  """Returns the lines below the table: errors, warnings and notes."""
   notes = [summary['reading']] if summary.get('reading') else []
   if not summary.get('lossless', True):
     notes.append(
@@ -410,13 +407,13 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     notes += [
       f'  line {item["line"]} differs from token {item["position"]} on:'
       f' {item[PLAIN]!r} / {item[SPECULATIVE]!r}'
-      for item in differing[:_MOST_SHOWN]
+      for item in differing[:_MOST_LINES]
     ]
   if summary.get('mean_score') is not None:
     notes.append(f'Mean log-probability: {summary["mean_score"]:.4f} nats.')
   if errors := summary.get('errors'):
     notes.append(f'Inputs that could not be decoded: {len(errors)}.')
-    notes += [f'  {error}' for error in errors[:_MOST_SHOWN]]
+    notes += [f'  {error}' for error in errors[:_MOST_LINES]]
   if summary.get('unmeasured'):
     notes.append(summary['unmeasured'])
   if (summary.get('speed_up') or 1) < 1:

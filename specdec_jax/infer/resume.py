@@ -1,10 +1,10 @@
-"""The output folder of a run, from which a killed run goes on.
+"""The output folder of a run; it lets a killed run go on.
 
-While a run goes on, it appends the results of each batch to the log
-`NAME.partial` (see `files.run_log`); each of several processes has a log of its
-own. At the end the run writes its results and, last, the marker
-`NAME.COMPLETED`. Meanwhile `.NAME.lock` keeps other runs out; the system
-releases it with the process, however that ends.
+A run appends the results of each batch to the log `NAME.partial` (see
+`files.run_log`); each of several processes has a log of its own. At the end the
+run writes its results and, last, the marker `NAME.COMPLETED`. Meanwhile the
+lock `.NAME.lock` keeps other runs out; the system releases it when the process
+ends, even if it is killed.
 """
 
 import contextlib
@@ -28,39 +28,40 @@ from specdec_jax.files.run_log import RunLog
 
 try:
   import fcntl
-except ImportError:  # not on Windows
+except ImportError:  # Windows lacks this module
   fcntl = None  # type: ignore[assignment]
 
 _OVERWRITE = 'overwrite (--overwrite, in gin DecodeConfig.overwrite = True)'
-_LOOK_S = 0.2  # time before files are looked at again
-# Longer than compiling a program, decoding a batch, or computing metrics takes.
+_POLL_S = 0.2  # a waiting process looks at the files at this interval
+# A process counts as dead after this time without a write. Compiling a program,
+# decoding a batch, and computing metrics each take less.
 _MOST_SILENCE_S = 1800.0
 
 
 class Folder:
-  """The output folder of one run, or of one shard of it.
+  """The output folder of a run, or of a shard of it.
 
   Attributes:
     path: the folder; other runs may share it.
     name: name of the file of records; other runs in the folder must have other
       names.
-    process: the number of this process among the run's, from 0; process 0
-      writes the files that belong to all.
+    process: the index of this process, from 0; process 0 writes the files that
+      all processes share.
   """
 
   def __init__(self, path: str, name: str, process: int = 0):
     self.path = pathlib.Path(path)
     self.name = name
     self.process = process
-    share = f'-{process:05}' if process else ''
-    self._lock = self.path / f'.{name}{share}.lock'
-    self._partial = self.path / f'{name}.partial{share}'
+    suffix = f'-{process:05}' if process else ''
+    self._lock = self.path / f'.{name}{suffix}.lock'
+    self._partial = self.path / f'{name}.partial{suffix}'
     self._marker = self.path / f'{name}.COMPLETED'
-    self._logs: dict[pathlib.Path, RunLog] = {}  # of all processes
+    self._logs: dict[pathlib.Path, RunLog] = {}  # each process has a log
 
   @contextlib.contextmanager
   def claimed(self) -> Iterator[None]:
-    """Makes the folder and locks these results against other runs.
+    """Makes the folder, and keeps other runs from writing these results.
 
     Raises:
       ValueError: the folder cannot be made or written, or another process is
@@ -72,7 +73,7 @@ class Folder:
 
   @property
   def finished(self) -> bool:
-    """Whether there are finished results."""
+    """Whether the folder has finished results."""
     return self._marker.exists() and (self.path / self.name).exists()
 
   def read_json(self, name: str, lines: bool = False) -> Any:
@@ -83,7 +84,7 @@ class Folder:
       lines: whether each line holds a value; then a list is returned.
 
     Raises:
-      ValueError: it cannot be read, or does not hold such JSON.
+      ValueError: the file cannot be read, or is not such JSON.
     """
     path = self.path / name
     try:
@@ -101,7 +102,7 @@ class Folder:
   def check_same(
     self, before: Any, settings: Mapping[str, Any], kind: str
   ) -> None:
-    """Raises ValueError if the settings of earlier work are others."""
+    """Raises ValueError if earlier work has other settings than this run."""
     name, other, same = 'examples_sha256', 'configuration', 'configuration'
     if isinstance(before, dict) and before.get(name) != settings.get(name):
       other, same = 'input, or of the file before it was changed', 'input'
@@ -119,14 +120,14 @@ class Folder:
 
     Args:
       settings: everything that decides the output, as JSON values.
-      overwrite: whether the work of other settings may be removed.
+      overwrite: whether work with other settings may be removed.
 
     Returns:
       The work that all processes have appended so far. Broken lines are left
       out and reported on stderr.
 
     Raises:
-      ValueError: an unfinished run of other settings is there.
+      ValueError: the folder has an unfinished run with other settings.
       OSError: the folder could not be written.
     """
     self._logs = {self._partial: RunLog(self._partial, settings)}
@@ -152,22 +153,22 @@ class Folder:
         ' inputs or settings: give all of them the same command, and files that'
         ' nobody changes. Finished work is kept.'
       ) from error
-    done = self.appended(own=True)
+    done = self.appended(include_own=True)
     multihost_utils.sync_global_devices(f'{self.name} was read')
     return done
 
   def _partials(self) -> list[pathlib.Path]:
     return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
 
-  def appended(self, own: bool = False) -> list[dict[str, Any]]:
-    """Returns the work that was appended since the last call.
+  def appended(self, include_own: bool = False) -> list[dict[str, Any]]:
+    """Returns the work that other processes have appended since the last call.
 
     Args:
-      own: whether to include the work of this process.
+      include_own: whether to include the work of this process.
     """
     contents = []
     for path in self._partials():
-      if path == self._partial and not own:
+      if path == self._partial and not include_own:
         continue
       log = self._logs.setdefault(path, RunLog(path))
       values, damaged = log.read_new()
@@ -177,16 +178,16 @@ class Folder:
     return contents
 
   def append(self, content: Mapping[str, Any]) -> None:
-    """Appends finished work, JSON values, to the log of this process.
+    """Appends finished work, as JSON values, to the log of this process.
 
     Raises:
-      OSError: it could not be written; earlier work is kept.
+      OSError: the log could not be written; earlier work is kept.
     """
     with _explained(self._partial):
       self._logs[self._partial].append(content)
 
   def finish(self, contents: Mapping[str, str], failed: bool = False) -> None:
-    """Writes the results, the marker last, and removes the finished work.
+    """Writes the results and then the marker, and removes the logs.
 
     Args:
       contents: file name -> text.
@@ -194,34 +195,34 @@ class Folder:
         results again.
 
     Raises:
-      OSError: a file could not be written; then there is no marker.
+      OSError: a file could not be written; then no marker is written.
     """
     if not failed:
       contents = {**contents, self._marker.name: ''}
     for name, text in contents.items():
       with _explained(self.path / name):
-        # A kill may have left these.
+        # A killed run may have left temporary files.
         for torn in self.path.glob(f'.{glob.escape(name)}.*.tmp'):
           torn.unlink(missing_ok=True)
         files.write_atomically(self.path / name, text.encode())
     self.clean()
 
   def clean(self) -> None:
-    """Removes work that a finished run does not need."""
+    """Removes the logs, which a finished run does not need."""
     for path in self._partials():
       path.unlink(missing_ok=True)
 
-  def wait(self, is_there: Callable[[], bool]) -> None:
-    """Waits for other processes while any of them still writes something.
+  def wait(self, is_done: Callable[[], bool]) -> None:
+    """Waits until `is_done`, as long as other processes write files.
 
     Raises:
       ValueError: no process has written anything for `_MOST_SILENCE_S`.
     """
-    seen, since = self._written(), time.monotonic()
-    while not is_there():
-      time.sleep(_LOOK_S)
-      if (now := self._written()) != seen:
-        seen, since = now, time.monotonic()
+    before, since = self._written(), time.monotonic()
+    while not is_done():
+      time.sleep(_POLL_S)
+      if (now := self._written()) != before:
+        before, since = now, time.monotonic()
       elif time.monotonic() - since > _MOST_SILENCE_S:
         raise ValueError(
           f'Nothing was written in {str(self.path)!r} for'
@@ -231,7 +232,7 @@ class Folder:
         )
 
   def _written(self) -> list[int]:
-    """Lists the times of this run's files; [] if one was just removed."""
+    """Returns when each file of this run was written; [] if one vanishes."""
     with contextlib.suppress(FileNotFoundError):
       paths = sorted(self.path.glob(f'{glob.escape(self.name)}*'))
       return [path.stat().st_mtime_ns for path in paths]
@@ -257,16 +258,16 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, subject: str) -> Iterator[None]:
-  """Holds a lock that is released with the process, however it ends.
+  """Holds a lock, which the system releases even if the process is killed.
 
-  If the file system has no locks, it prints a warning to stderr.
+  A file system without locks leads to a warning on stderr.
 
   Args:
     path: the file that is locked.
     subject: the name of the locked results, for messages.
 
   Raises:
-    ValueError: another process has the lock; the message names it.
+    ValueError: another process has the lock; the message names that process.
   """
   with open(path, 'a+', encoding='utf-8') as lock:
     lock.seek(0)

@@ -1,8 +1,8 @@
-"""Runs over lines, over a task, or over each task of a mixture.
+"""Decodes or scores lines, a task, or each task of a mixture.
 
-One loop for all: read the examples, make the engine, decode what is not done
-yet, batch by batch and with all ways in turn, and write the results. A run that
-is killed goes on when it is started again, see `resume`.
+A run reads the examples, makes the engine, decodes batch after batch in each
+mode, and writes the results. A run that was killed goes on when it is started
+again, and does not repeat what is done, see `resume`.
 """
 
 import codecs
@@ -43,7 +43,7 @@ from specdec_jax.infer.data import (
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
-from specdec_jax.report.console import bar, say
+from specdec_jax.report import bar, say
 from specdec_jax.report.record import seconds_since_start
 from specdec_jax.request import Drafting
 from specdec_jax.text import metrics, tasks
@@ -51,8 +51,8 @@ from specdec_jax.text import metrics, tasks
 Beside = Mapping[str, Callable[[], str]]
 SUMMARY = 'summary.json'
 _OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
-# Continuous batching writes finished outputs at this interval, so that a kill
-# loses no more than that.
+# Continuous batching writes finished outputs at this interval; a kill loses
+# only what was decoded since then.
 _KEEP_SECONDS = 30.0
 
 
@@ -74,10 +74,10 @@ def decode(
 
   Args:
     config: the run.
-    beside: more files for the output folder: name -> function of its text,
-      called when the engine exists (a configuration that was in force).
-    console: where the report goes; by default stdout, or stderr where outputs
-      go to stdout. Progress is shown only on a terminal.
+    beside: more files for the output folder: name -> function that returns
+      the text; it is called after decoding (gin's operative configuration).
+    console: prints the report; by default on stdout, or on stderr if the
+      outputs go to stdout. A progress bar is shown only on a terminal.
 
   Returns:
     The summary, see `report.summarise`, with 'metrics' for a task (and
@@ -85,12 +85,12 @@ def decode(
     dict of kind 'mixture', whose 'tasks' has each task's summary by its name.
 
   Raises:
-    ValueError: before the engine is made: the input or the output folder is
-      bad. Before anything is compiled: the models do not fit. After everything
-      was written, also if the run is started again: the input broke off,
-      greedy outputs differ although `config.require_agreement` is set, or a
-      metric failed. If nothing could be decoded, the records are written, and
-      no marker.
+    ValueError: before the engine is made, if the input or the output folder is
+      bad; before anything is compiled, if the models do not fit. After the
+      results were written, and again if the run is started again: the input
+      broke off, greedy outputs differ although `config.require_agreement` is
+      set, or a metric failed. If no example could be decoded, the records are
+      written without the marker.
     OSError: results could not be written; finished work is kept.
   """
   prints = config.stdout == 'outputs'
@@ -114,7 +114,8 @@ def decode(
   if len(sources) > 1:
     make_drafter = config.drafter and functools.cache(config.drafter)
     config = dataclasses.replace(config, drafter=make_drafter)
-    if config.task_feature_lengths is not None:  # of all tasks
+    # The lengths are the same for all tasks.
+    if config.task_feature_lengths is not None:
       config = dataclasses.replace(config, engine=_once(config.engine))
   summaries = {}
   for source in sources:
@@ -128,13 +129,13 @@ def decode(
 
 
 def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
-  """Makes an engine for the first task, and returns it for the others."""
-  made: list[Engine] = []
+  """Returns a function that makes one engine, whatever options come later."""
+  engines: list[Engine] = []
 
   def once(**options: Any) -> Engine:
-    if not made:
-      made.append(make(**options))
-    return made[0]
+    if not engines:
+      engines.append(make(**options))
+    return engines[0]
 
   return once
 
@@ -142,7 +143,7 @@ def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
 def _in_folder(
   config: DecodeConfig, beside: Beside, console: rich.console.Console
 ) -> dict[str, Any]:
-  """Claims the output folder, or one that is not kept, and runs."""
+  """Locks the output folder, by default a temporary one, and decodes."""
   process = jax.process_index()
   if jax.process_count() > 1 and not config.output_dir:
     expected = 'a folder that all processes see (--output-dir)'
@@ -154,46 +155,50 @@ def _in_folder(
       path = stack.enter_context(tempfile.TemporaryDirectory())
     folder = Folder(path, config.results_name, process)
     stack.enter_context(folder.claimed())
-    is_finished = folder.finished and not config.overwrite
+    if is_finished := folder.finished and not config.overwrite:
+      kept = f'{folder.name} is finished; it is kept if the models are the same'
+      say(console, f'{kept}. Overwrite it (--overwrite) to make it again.')
     run = _Run(config, folder, console)
     return run.earlier() if is_finished else run.summary(beside)
 
 
 class _Run:
-  """A run whose output folder is claimed."""
+  """A run whose output folder is locked."""
 
   def __init__(
     self, config: DecodeConfig, folder: Folder, console: rich.console.Console
   ):
-    """Reads the examples, and loads the models."""
+    """Reads the examples and loads the models."""
     self.folder, self.console = folder, console
     self.input_state = files.state(config.input_file)
     self.data = read(config)
     self.metrics, self.unmeasured = _metrics(config, self.data)
     self.failed_metric: str | None = None
     measured = None
-    if config.calibration is not None:  # before any model is loaded
+    # A bad calibration fails before any model is loaded.
+    if config.calibration is not None:
       measured = calibration.load(config.calibration)
     options = self.data.engine_options(config)
     with bar(console, 'Loading models, vocabulary and memory'):
-      if config.drafter is not None and SPECULATIVE in config.ways:
-        options['drafter'] = config.drafter()  # first: it may be missing
+      if config.drafter is not None and SPECULATIVE in config.modes:
+        # The drafter is loaded first, because it may be missing.
+        options['drafter'] = config.drafter()
       self.engine = config.engine(**options)
     self.items = self.data.prepare(config, self.engine)
-    # No more rows than there are examples: more would be padding.
+    # More rows than examples would be padding.
     examples = max(1, len(self.items) // config.options.num_samples)
     rows = min(config.batch_size, examples)
     config = dataclasses.replace(config, batch_size=rows)
     gammas = plan = None
-    if SPECULATIVE in config.ways:
+    if SPECULATIVE in config.modes:
       plan = choose_gammas(measured, config, self.engine, console)
     if plan is not None:
       gammas = {str(size): drafting.gamma for size, drafting in plan.items()}
       if not any(gammas.values()):
         config = dataclasses.replace(config, mode='plain')
     self.config = config
-    self.ways = {
-      name: Way(self.engine, name, config, plan) for name in config.ways
+    self.decoders = {
+      mode: Decoder(self.engine, mode, config, plan) for mode in config.modes
     }
     settings = {
       **config.identity(),
@@ -208,17 +213,12 @@ class _Run:
     return self.config.stdout == 'outputs' and self.folder.process == 0
 
   def earlier(self) -> dict[str, Any]:
-    """Prints the finished results of an earlier run; their summary."""
+    """Prints the finished results of an earlier run; returns their summary."""
     folder = self.folder
     summary: dict[str, Any]
     summary = folder.read_json(self.config.files_prefix + SUMMARY)
     before = summary.get('settings')
     folder.check_same(before, self.settings, 'finished results')
-    say(
-      self.console,
-      f'{folder.name} is finished; it is kept. Overwrite it (--overwrite) to'
-      ' make it again.',
-    )
     if self._prints_outputs:
       report.print_outputs(folder.read_json(folder.name, lines=True))
     if folder.process == 0:
@@ -227,7 +227,7 @@ class _Run:
     return summary
 
   def summary(self, beside: Beside) -> dict[str, Any]:
-    """Decodes, writes and prints; the summary."""
+    """Decodes, writes and prints; returns the summary."""
     config, folder, console = self.config, self.folder, self.console
     results = self._results()
     if results is None:
@@ -263,15 +263,15 @@ class _Run:
     self._check_end(summary)
     return summary
 
-  def _results(self) -> report.Ways | None:
-    """Returns the batches of each way; None if another process writes them."""
+  def _results(self) -> report.Results | None:
+    """Returns the batches of each mode; None if another process writes them."""
     folder, config = self.folder, self.config
-    results: dict[str, list[Batch]] = {name: [] for name in self.ways}
+    results: dict[str, list[Batch]] = {mode: [] for mode in self.decoders}
 
     def add(works: Sequence[Mapping[str, Any]]) -> None:
       for work in works:
-        for name, part in work.items():
-          results[name].append(Batch.from_json(part))
+        for mode, part in work.items():
+          results[mode].append(Batch.from_json(part))
 
     add(folder.begin(self.settings, config.overwrite))
     process, count = folder.process, jax.process_count()
@@ -283,36 +283,38 @@ class _Run:
       items = [x for x in items if x.number // samples % count == process]
     pooled = config.slots is not None
     size = config.rows * (config.checkpoint_period if pooled else 1)
-    done = {name: report.completions_of(x) for name, x in results.items()}
-    before = sum(x.number in way for x in items for way in done.values())
-    share = 1 / len(self.ways)  # of an item, which each way decodes
+    done = {mode: report.completions_of(x) for mode, x in results.items()}
+    before = sum(
+      x.number in outputs for x in items for outputs in done.values()
+    )
+    share = 1 / len(done)  # an item is done after all modes
     with bar(self.console, 'Decoding', len(items), before * share) as advance:
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
-        for name, way in self.ways.items():
-          left = [item for item in batch if item.number not in done[name]]
-          for part in way.batches(left, lambda: advance(share)):
-            results[name].append(part)
+        for mode, decoder in self.decoders.items():
+          left = [item for item in batch if item.number not in done[mode]]
+          for part in decoder.batches(left, lambda: advance(share)):
+            results[mode].append(part)
             if apart or process == 0:
-              folder.append({name: dataclasses.asdict(part)})
+              folder.append({mode: dataclasses.asdict(part)})
     if process:
       folder.wait(lambda: folder.finished)
       return None
 
     def all_came() -> bool:
       add(folder.appended())
-      known = map(report.completions_of, results.values())
-      return min(map(len, known)) == len(self.items)
+      outputs = map(report.completions_of, results.values())
+      return min(map(len, outputs)) == len(self.items)
 
     if apart:
       folder.wait(all_came)
     return results
 
   def _context(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
-    """Returns the summary's entries besides its measurements."""
+    """Returns the entries of the summary that are no measurements."""
     config, engine = self.config, self.engine
     options, models = config.options, engine.models
-    last = [x for made in outputs for x in list(made.values())[-1]]
+    last = [x for modes in outputs for x in list(modes.values())[-1]]
     reasons = collections.Counter(output.finish_reason for output in last)
     scores = [float(sum(x.log_probs)) for x in last if not x.error]
     is_scored = config.task_mode == 'score' and scores
@@ -339,21 +341,21 @@ class _Run:
     }
 
   def _measured(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
-    """Metrics of each way, over the examples with a target.
+    """Computes the metrics of each mode, over the examples with a target.
 
-    It scores the first of several samples, or the best beam, which is the last.
-    Nothing is raised here, because the results must be written in any case.
+    They are those of the first sample, or of the best beam, which is the last.
+    An error of a metric is kept, because the results must be written first.
     """
     references = self.data.references
     if not references:
       return {}
     counted = -1 if self.config.searches else 0
-    measured: dict[str, dict[str, Any]] = {name: {} for name in self.ways}
-    for name in self.ways:
-      texts = [outputs[number][name][counted].text for number in references]
+    measured: dict[str, dict[str, Any]] = {mode: {} for mode in self.decoders}
+    for mode, values in measured.items():
+      texts = [outputs[number][mode][counted].text for number in references]
       for metric in self.metrics:
         try:
-          measured[name] |= metric(list(references.values()), texts)
+          values |= metric(list(references.values()), texts)
         except Exception as error:  # a task's own code may raise anything
           self.failed_metric = (
             f'A metric of the task failed: {type(error).__name__}: {error}'
@@ -361,7 +363,7 @@ class _Run:
     return measured
 
   def _check_end(self, summary: Mapping[str, Any]) -> None:
-    """Raises ValueError, after all is written, for a run that fails then."""
+    """Raises ValueError for a run that fails although its results are kept."""
     config = self.config
     where = f'in {config.output_dir!r}' if config.output_dir else 'decoded'
     if self.data.broken_off is not None:
@@ -396,14 +398,14 @@ def choose_gammas(
   If the engine's gamma is 'adaptive', it sets the calibration's rule.
 
   Args:
-    measured: the run's calibration. Where it is None, the gamma is left open
-      and the pair's acceptance is known, this host is measured.
+    measured: the run's calibration. If it is None, `config` has a record of
+      acceptance and no gamma was given, calls are timed on this host.
     config: configuration of the run.
     engine: the engine; its `gamma` is set if speculation pays.
-    console: gets lines about the choice.
+    console: prints lines about the choice.
 
   Returns:
-    Rows -> how they are drafted for: for the rows that are decoded together,
+    Number of rows -> their drafting: for the rows that are decoded together,
     and with continuous batching also for fewer rows, which are left at its end.
     None without a calibration.
 
@@ -411,8 +413,9 @@ def choose_gammas(
     ValueError: there is no drafter, or it rests in a beam search.
     calibration.CalibrationError: it is of other models or of another device.
   """
-  _ = engine.drafter  # raises if there is none
-  temperature: Any = config.options.temperature  # the same for all texts
+  _ = engine.drafter  # this raises an error if there is no drafter
+  # All texts have the same temperature.
+  temperature: Any = config.options.temperature
   rows = config.rows
   if engine.fallback and config.searches:
     expected = 'False in a beam search, where no drafter rests'
@@ -438,55 +441,46 @@ def choose_gammas(
   plan = measured.plan(rows, engine.drafting)
   if config.slots is None or not config.options.sampling.greedy:
     plan = {rows: plan[rows]}
-  if most := max(drafting.gamma for drafting in plan.values()):
+  if longest := max(drafting.gamma for drafting in plan.values()):
     if not engine.drafting.adapts:
-      engine.gamma = most
+      engine.gamma = longest
     measured.direct(engine, rows)
-  for size, drafting in sorted(
-    plan.items(), key=lambda pair: pair[0], reverse=True
-  ):
-    gamma, choice = drafting.gamma, measured.at(size)
-    said = f'gamma = {gamma}, expected speed-up {choice.expected_speed_up:.2f}'
+  for size in sorted(plan, reverse=True):
+    gamma, speed_up = plan[size].gamma, measured.at(size).expected_speed_up
+    verdict = f'gamma = {gamma}, expected speed-up {speed_up:.2f}'
     if not gamma:
-      said = 'speculation does not pay here, decoding plainly'
-    what = '1 row' if size == 1 else f'{size} rows'
-    say(console, f'By the calibration, for {what}: {said}.')
+      verdict = 'speculation does not pay here, decoding plainly'
+    number = '1 row' if size == 1 else f'{size} rows'
+    say(console, f'By the calibration, for {number}: {verdict}.')
   return plan
 
 
-class Way:
-  """Decodes or scores items in one way: plainly, speculatively, or scoring.
-
-  Attributes:
-    in_batches: whether a batch is timed as a whole; otherwise outputs come one
-      by one, from slots.
-  """
+class Decoder:
+  """Decodes items plainly or speculatively, or scores them."""
 
   def __init__(
     self,
     engine: Engine,
-    name: str,
+    mode: str,
     config: DecodeConfig,
     plan: Mapping[int, Drafting] | None = None,
   ):
-    """Takes what decodes.
+    """Keeps the arguments; `warmup` compiles the programs.
 
     Args:
       engine: the engine.
-      name: plain, speculative or scoring.
-      config: how outputs are decoded.
-      plan: as `choose_gammas` returns it.
+      mode: plain, speculative or scoring.
+      config: configuration of the run.
+      plan: the result of `choose_gammas`.
     """
-    self._engine, self._name, self._config = engine, name, config
-    self.in_batches = config.slots is None
-    self._slots = config.slots and dataclasses.replace(
-      config.slots, gammas=plan
-    )
-    self._scored: set[tuple[int, ...]] = set()  # shapes that are compiled
+    self._engine, self._mode, self._config = engine, mode, config
+    self._pool = config.slots and dataclasses.replace(config.slots, gammas=plan)
+    # The shapes for which scoring is compiled.
+    self._scored: set[tuple[int, ...]] = set()
 
   def warmup(self, items: Sequence[Item]) -> float:
-    """Compiles what `run` needs; returns seconds, 0.0 if it needs nothing."""
-    if self._name != SCORING:
+    """Compiles the programs of `run`; returns seconds, 0.0 if all exist."""
+    if self._mode != SCORING:
       return self._scheduler(items).warmup(self._request(items))
     sources = _sources(items)
     targets = [item.example.target for item in items]
@@ -499,27 +493,24 @@ class Way:
     return time.perf_counter() - begin
 
   def run(self, items: Sequence[Item]) -> Iterator[tuple[int, Completion]]:
-    """Yields the place and the output of each item as it is finished."""
-    if self._name == SCORING:
+    """Yields the index and the output of each item as it is finished."""
+    if self._mode == SCORING:
       targets = [item.example.target for item in items]
       scores = self._engine.score(_sources(items), targets)
       yield from enumerate(map(_scored, targets, scores))
       return
     request = self._request(items)
-    if self.in_batches:
-      yield from enumerate(self._scheduler(items).generate(request))
-      return
     ready = sorted(request.passed_over.items())
     running = self._scheduler(items).run(request)
-    for place, (done,) in itertools.chain(ready, running):
-      yield place, done
+    for number, outputs in itertools.chain(ready, running):
+      yield from enumerate(outputs, number * len(outputs))
 
   def batches(
     self, items: Sequence[Item], advance: Callable[[], None] = lambda: None
   ) -> Iterator[Batch]:
-    """Runs items that belong together; yields their results.
+    """Decodes or scores items together; yields their outputs.
 
-    With continuous batching they come in parts, one each half minute.
+    Continuous batching yields a part of the outputs each half minute.
 
     Args:
       items: the items.
@@ -527,19 +518,19 @@ class Way:
     """
     if not items:
       return
-    rows = self._config.rows if self.in_batches else 0
-    # Filled up with its last item: a shorter batch would need another program.
+    rows = 0 if self._pool else self._config.rows
+    # The last item fills a shorter batch, which would need another program.
     padded = [*items] + [items[-1]] * (rows - len(items))
     part = Batch(compile_seconds=self.warmup(padded))
     if part.compile_seconds > 0 and rows:
-      # Not timed: the first run also compiles the code around the program.
+      # This run is not timed, because it compiles the code around the program.
       for _ in self.run(padded):
         pass
     part.first_output_seconds = seconds_since_start()
     begin, last = time.perf_counter(), len(padded) - 1
-    for count, (place, output) in enumerate(self.run(padded)):
-      if place < len(items):
-        part.completions[items[place].number] = output
+    for count, (index, output) in enumerate(self.run(padded)):
+      if index < len(items):
+        part.completions[items[index].number] = output
         advance()
       seconds = time.perf_counter() - begin
       is_due = not rows and seconds >= _KEEP_SECONDS
@@ -549,12 +540,12 @@ class Way:
         part, begin = Batch(), begin + seconds
 
   def _scheduler(self, items: Sequence[Item]) -> Scheduler:
-    return self._engine.scheduler(self._slots or max(1, len(items)))
+    return self._engine.scheduler(self._pool or max(1, len(items)))
 
   def _request(self, items: Sequence[Item]) -> TextRequest:
-    """Makes the request of items."""
+    """Makes a request that decodes the items."""
     options = self._config.options
-    # One beam search gives all outputs of a source.
+    # One beam search finds all outputs of a source.
     outputs = options.num_samples if self._config.searches else 1
     items = items[::outputs]
     has_prompts = any(item.example.prompt is not None for item in items)
@@ -563,7 +554,7 @@ class Way:
     options = dataclasses.replace(
       options,
       num_samples=outputs,
-      split=None,  # items are sentences
+      split=None,  # each item is a sentence already
       split_lang=None,
       split_prefix='',
       example_ids=[item.example_id for item in items],
@@ -571,7 +562,7 @@ class Way:
       on_too_long='report' if reports else options.on_too_long,
     )
     return self._engine.text_request(
-      _sources(items), self._name == SPECULATIVE, options=options
+      _sources(items), self._mode == SPECULATIVE, options=options
     )
 
 
@@ -580,7 +571,7 @@ def _sources(items: Sequence[Item]) -> list[Any]:
 
 
 def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
-  """Returns a scored target in the form of a decoded output."""
+  """Returns a completion with the score of a target."""
   if math.isnan(score.total):
     return completion.passed_over('error', completion.no_distribution())
   stats = CompletionStats(num_tokens=len(target), num_target_calls=1)
@@ -588,7 +579,7 @@ def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
 
 
 def engine_identity(engine: Engine) -> dict[str, Any]:
-  """The properties of an engine that decide its outputs, as JSON values."""
+  """Returns an engine's properties that decide its outputs, as JSON values."""
   leaves = jax.tree.leaves(engine.params.target)
   vocab, rule = engine.tokenizer, engine.drafting.draft_rule
   return {
@@ -609,7 +600,7 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
 def _metrics(
   config: DecodeConfig, data: DataSet
 ) -> tuple[list[metrics.Metric], str | None]:
-  """The metric functions of a task, and why the usual one is missing, or None.
+  """Returns a task's metrics, and why the usual one is missing, or None.
 
   Raises:
     ValueError: a metric that was named is unknown, or its package is missing.
@@ -626,7 +617,7 @@ def _metrics(
         return [], None
       try:
         metrics.bleu(['a'], ['a'])
-      except ValueError as error:  # its package is missing
+      except ValueError as error:  # the package of the metric is missing
         return [], str(error)
       names = ('bleu',)
   for name in names:

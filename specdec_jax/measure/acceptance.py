@@ -2,10 +2,11 @@
 
 The target decodes; at each step the drafter proposes a token for the same
 place, and the overlap of both distributions, sum of min, is the probability
-that it would have been accepted (beta). No proposal is ever used, so that all
-drafters are measured over exactly the same prefixes. The mean is alpha. A
-drafter may have nothing to propose, as `prompt_lookup` without a match. Such
-places do not count in acceptance rates; their share is a separate rate.
+that the proposal would have been accepted (beta). The mean of beta is alpha. No
+proposal is ever used, so that all drafters are measured over exactly the same
+prefixes. A drafter may have nothing to propose, as `prompt_lookup` without a
+match. Such places do not count in acceptance rates; their share is a rate of
+its own.
 """
 
 import dataclasses
@@ -33,10 +34,7 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.measure.calls import Pair
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
-from specdec_jax.report import record
-from specdec_jax.report.console import bar
-from specdec_jax.report.record import Record
-from specdec_jax.report.table import Column, Table
+from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.request import Request
 from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import Amount, FinishReason, Positive, Verdict
@@ -46,7 +44,7 @@ _NOT_FINITE = (
   'An acceptance probability is not finite: the logits of the target or of the'
   ' drafter are NaN or infinite. Check both checkpoints.'
 )
-_NO_PROPOSAL = -1.0  # in place of a beta
+_NO_PROPOSAL = -1.0  # the beta of a place without a proposal
 
 
 class Rate(NamedTuple):
@@ -83,7 +81,7 @@ class Rates(NamedTuple):
   overall: Rate
 
   def as_record(self, rate: Rate | None) -> dict[str, Any]:
-    """Returns `alpha` or `overall` as records have it, with `proposes`."""
+    """Returns one of the rates, and how often the drafter proposes, as JSON."""
     return {
       'alpha': rate and rate.mean,
       'standard_error': rate and rate.standard_error,
@@ -136,10 +134,10 @@ def ratio(
 
 
 class Overlap(NamedTuple):
-  """A plain decode, and beta of its drafter at each token.
+  """A plain decoding, and the beta of a drafter at each of its tokens.
 
   Attributes:
-    state: the state of the decode.
+    state: the last state of the decoding loop.
     betas: float32[B, L], acceptance probability at each produced token, or
       `_NO_PROPOSAL`; meaningless past a row's end.
   """
@@ -155,7 +153,7 @@ def decode(
 
   Args:
     target: the model that decodes.
-    drafter: any drafter; it is asked for one token per step.
+    drafter: any drafter; it proposes one token per step.
     params: the parameters of both.
     request: a request with gamma 1.
   """
@@ -166,7 +164,7 @@ def decode(
 
 
 def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
-  """Steps the plain loop; a proposal beside it is judged and not used."""
+  """Takes a step of the plain loop; a proposal is judged, but not used."""
   state = carry.state
   context = speculative.context_of(target, params, request, state)
   draft, drafter_state = drafter.propose(
@@ -213,7 +211,7 @@ def _beta(request, draft, logits, target_probs):
   return jnp.where(request.sampling.temperature == 0, near, beta)
 
 
-# The texts of a batch, which identify outputs, and their request.
+# The texts of a batch, which identify its outputs, and its request.
 Batch = tuple[Sequence[Any], Request]
 
 
@@ -479,5 +477,5 @@ def table(measured: Mapping[str, Any]) -> Table:
 def _alpha_text(row: Mapping[str, Any]) -> str | None:
   if row['alpha'] is None:
     return None
-  error = row['standard_error']  # None if there was only one text
+  error = row['standard_error']  # one text alone has no standard error
   return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')

@@ -1,8 +1,8 @@
-"""Calibration: costs and acceptance of a pair here, and the gamma they give.
+"""Calibrates a pair here: measures costs and acceptance, and chooses gamma.
 
-`calibrate` measures both, in minutes. `for_host` takes the acceptance from a
-record that is shipped with the drafter, since acceptance does not depend on the
-processor, and times a few calls, once on each host.
+`calibrate` measures both, which takes minutes. `for_host` takes the acceptance
+from a record that is shipped with the drafter, because acceptance does not
+depend on the processor, and times a few calls, once on each host.
 """
 
 import dataclasses
@@ -26,17 +26,15 @@ from specdec_jax.measure import calls
 from specdec_jax.measure.acceptance import rates
 from specdec_jax.measure.calls import Timing, medians
 from specdec_jax.models import backend
-from specdec_jax.report import record
-from specdec_jax.report.console import bar, say
-from specdec_jax.report.table import Column, Table
+from specdec_jax.report import Column, Table, bar, record, say
 from specdec_jax.text.tasks import read_prompts
-from specdec_jax.types import Positive
+from specdec_jax.types import Minutes, Positive
 
-# Rounds of these gammas give the time of a proposal, and that of a round
-# without its calls.
+# The timed rounds have these gammas; they give the time of a proposal, and that
+# of a round without its calls.
 _ROUND_GAMMAS = 1, 4, 8
-MOST_GAMMA = 64  # a program is compiled for each
-# On an idle machine prediction and run differ by a smaller factor.
+MOST_GAMMA = 64  # a program is compiled for each gamma
+# On an idle machine, prediction and run differ by a smaller factor.
 _MOST_APART = 1.25
 _RUN_TEXTS, _RUN_REPEATS = 16, 3
 _BUSY = 'Something keeps this machine busy: calibrate again when it is idle.'
@@ -51,9 +49,12 @@ class CalibrateConfig(Timing):
     input_file: the user's own prompts, one a line.
     num_tokens: tokens of the target that alpha is measured on.
     temperature: temperature at which alpha and the costs are measured.
-    batches: rows decoded together, in the costs; each has a gamma of its own.
-    max_gamma: the largest gamma considered; v(m) is measured to one more.
-    repeats: timed rounds, interleaved.
+    batches: numbers of rows that are decoded together; a gamma is chosen for
+      each.
+    max_gamma: the largest gamma considered; calls are timed over up to one more
+      token.
+    repeats: timed rounds; each round has all runs, in random order.
+    minutes: when measurements are cut short; 0: no limit.
     output_file: JSON for `specdec decode`; None writes nothing.
 
   Raises:
@@ -69,9 +70,11 @@ class CalibrateConfig(Timing):
   repeats: Annotated[int, Bound(2, 10_000)] = dataclasses.field(
     default=9, kw_only=True
   )
+  minutes: Minutes = 60.0
 
 
-# An entry per number of rows: 'batch', and 'times_ms', see `calls.steady_ms`.
+# A dict for each number of rows, with 'batch' and with 'times_ms', which is a
+# result of `calls.steady_ms`.
 Costs = Sequence[Mapping[str, Any]]
 
 
@@ -83,8 +86,8 @@ def calibrate(
 ) -> Calibration:
   """Measures costs and alpha, chooses gamma, and prints the reasons.
 
-  The gamma that is chosen for one row is also run on some of the prompts; its
-  speed-up is the lower one of that run and the prediction.
+  Some prompts are also decoded with the gamma that is chosen for one row; its
+  speed-up is the lower one of that run and of the prediction.
 
   Args:
     config: the calibration.
@@ -98,6 +101,7 @@ def calibrate(
     CalibrationError: the timings contradict each other.
   """
   console = record.begin(console, config.output_file, config.input_file)
+  until = min(until, time.monotonic() + (60 * config.minutes or math.inf))
   with bar(console, 'Loading the models'):
     engine = config.engine()
   texts = read_prompts(
@@ -107,7 +111,7 @@ def calibrate(
     # The error of an acceptance rate comes from differences between texts.
     expected = 'two texts or more that can be decoded'
     raise unexpected('input_file', expected, config.input_file)
-  if costs is None:  # takes at most half of the time
+  if costs is None:  # timing takes at most half of the time that is left
     now = time.monotonic()
     costs = time_calls(config, engine, console, now + (until - now) / 2)
   with bar(console, 'Tokens', config.num_tokens) as advance:
@@ -120,9 +124,10 @@ def calibrate(
       advance=advance,
       until=until,
     )
-  # The closed forms expect a proposal at every place: without one, beta is 0.
+  # The closed forms assume a proposal at every place. A place without one
+  # counts as a rejected proposal.
   rate = measured.as_record(measured.overall)
-  result = _concluded(engine, config.temperature, rate, costs)
+  result = _conclude(engine, config.temperature, rate, costs)
   if result.choices[0].rows == 1 and result.choices[0].gamma:
     with bar(console, 'Running the pair'):
       result = _with_run(result, engine, texts, until)
@@ -150,9 +155,8 @@ def time_calls(
   """
   batches = sorted(set(config.batches))
   for batch in batches[::-1]:
-    config.check_room(
-      engine.programs.memory_check, engine.target, batch, config.max_gamma
-    )
+    check = engine.programs.memory_check
+    config.check_fits(check, engine.target, batch, config.max_gamma)
   gammas = sorted({min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS})
   sizes = range(1, config.max_gamma + 2)
   costs = []
@@ -169,10 +173,10 @@ def _times(
   batch: int,
   sizes: Sequence[int],
   gammas: Sequence[int],
-  advance: Callable[[], None] = lambda: None,
+  advance: Callable[..., None] = lambda *_: None,
   until: float = math.inf,
 ) -> dict[str, dict[str, float]]:
-  """Returns `steady_ms`; raises CalibrationError for a contradiction."""
+  """Times calls; raises CalibrationError if the times contradict each other."""
   runs = calls.call_runs(engine, timing, batch, sizes, gammas, until)
   times, wrong = calls.steady_ms(runs, timing.repeats, advance, until)
   if wrong:
@@ -184,19 +188,31 @@ def _times(
 def _with_run(
   predicted: Calibration, engine: Engine, texts: Sequence[str], until: float
 ) -> Calibration:
-  """Lowers the speed-up for one row to a measured one, if that is smaller.
+  """Lowers the predicted speed-up for one row to a measured one, if smaller.
 
-  A calibration predicts the speed-up; here texts are decoded to measure it.
+  Some texts are decoded one by one, plainly and speculatively in turn.
   """
   choice = predicted.choices[0]
   # Texts of similar lengths need few programs.
   by_length = sorted(dict.fromkeys(texts), key=engine.num_input_tokens)
   first = max(0, (len(by_length) - _RUN_TEXTS) // 2)
   part = by_length[first : first + _RUN_TEXTS]
-  temperature = predicted.temperature
-  ms, lengths = _run_ms(engine, part, choice.gamma, temperature, until)
-  measured = float(ms['plain'].sum() / ms['speculative'].sum())
-  expected = predicted_speed_up(predicted, choice.gamma, lengths, ms['plain'])
+  plain, speculative = calls.decode_in_turn(
+    {
+      'plain': (engine, {'speculative': False}),
+      'speculative': (engine, {'gamma': choice.gamma}),
+    },
+    part,
+    [[index] for index in range(len(part))],
+    _RUN_REPEATS,
+    until=until,
+    temperature=predicted.temperature,
+    seed=0,
+  ).values()
+  plain_ms, ms = (np.median(x.ms, axis=0) for x in (plain, speculative))
+  measured = float(plain_ms.sum() / ms.sum())
+  lengths = plain.tokens // len(plain.ms)
+  expected = predicted_speed_up(predicted, choice.gamma, lengths, plain_ms)
   assert expected is not None  # the gamma was chosen by its costs
   speed_up = min(measured, expected)
   low, high = (x * speed_up / choice.expected_speed_up for x in choice.interval)
@@ -217,39 +233,6 @@ def _with_run(
     choices=(choice, *predicted.choices[1:]),
     record={**predicted.record, 'run': run},
   )
-
-
-def _run_ms(
-  engine: Engine,
-  texts: Sequence[str],
-  gamma: int,
-  temperature: float,
-  until: float,
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-  """Decodes texts one by one, plainly and speculatively in turn.
-
-  Returns:
-    'plain' and 'speculative' -> milliseconds of each text; tokens of each.
-  """
-  methods: dict[str, tuple[Engine, dict[str, Any]]] = {
-    'plain': (engine, {'speculative': False}),
-    'speculative': (engine, {'gamma': gamma}),
-  }
-  times, outputs = calls.decode_in_turn(
-    methods,
-    texts,
-    [[index] for index in range(len(texts))],
-    _RUN_REPEATS,
-    until=until,
-    temperature=temperature,
-    seed=0,
-  )
-  numbers = range(len(texts))
-  lengths = [outputs['plain', i][-1][0].stats.num_tokens for i in numbers]
-  return {
-    method: np.array([np.median(times[method, i]) for i in numbers])
-    for method in methods
-  }, np.array(lengths)
 
 
 def predicted_speed_up(
@@ -276,18 +259,18 @@ def predicted_speed_up(
   return costs.speed_up(lengths.tolist(), alpha, gamma)
 
 
-def _concluded(
+def _conclude(
   engine: Engine, temperature: float, rate: Mapping[str, Any], costs: Costs
 ) -> Calibration:
   """Chooses a gamma for each number of rows, by an acceptance rate and costs.
 
-  Outputs are assumed to be as long as those that the rate was measured on.
+  It assumes that outputs are as long as those that the rate was measured on.
   """
   length = max(1, round(rate['num_tokens'] / rate['num_outputs']))
   alpha, error = rate['alpha'], rate['standard_error']
   return Calibration(
     fingerprints=engine.fingerprints,
-    device=calibration.device_name(),
+    device=backend.device_name(),
     temperature=temperature,
     choices=tuple(
       choose_gamma(
@@ -304,7 +287,7 @@ def _concluded(
 
 
 class CallCosts(NamedTuple):
-  """Costs of calls, in calls of the target over one token.
+  """The costs of calls; the unit is a call of the target over one token.
 
   Attributes:
     call_cost: v(1), v(2), ....
@@ -347,13 +330,14 @@ class CallCosts(NamedTuple):
 
 
 def call_costs(times: Mapping[str, float]) -> CallCosts:
-  """Returns costs from times, see `calls.steady_ms`; sizes are interpolated.
+  """Returns the costs that follow from times, see `calls.steady_ms`.
 
-  A call over more tokens is assumed to cost no less than one over fewer. A line
-  is fitted to (round minus the target's call) over gamma: its slope is c, its
-  value at gamma 0 is the cost of a round besides its calls. Neither is below 0:
-  a drafter whose cost is lost in noise costs nothing. With a single gamma all
-  of it counts as the cost of proposals.
+  Costs of calls are interpolated between the sizes that were timed, and a call
+  over more tokens costs at least as much as one over fewer. A line is fitted to
+  (round minus the target's call) over gamma: its slope is c, its value at gamma
+  0 is the cost of a round besides its calls. Neither is below 0, because the
+  cost of a small drafter can be lost in noise. With a single gamma the whole
+  difference is the cost of proposals.
   """
   unit = times['call_1']
   sizes, call_ms = calibration.numbered(times, 'call_')
@@ -365,7 +349,7 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
   slope, besides = 0.0, -1.0
   if len(gammas) > 1:
     slope, besides = np.polyfit(gammas, more, 1)
-  if besides < 0:  # fits the line through the origin
+  if besides < 0:  # a line through the origin is fitted instead
     slope, besides = gammas @ more / (gammas @ gammas), 0.0
   if slope < 0:
     slope, besides = 0.0, max(0.0, more.mean())
@@ -386,7 +370,7 @@ def choose_gamma(
   Args:
     acceptance_rate: alpha.
     error: its standard error, which gives the interval.
-    costs: the costs; gamma is less than the number of calls.
+    costs: the costs; the largest gamma is one less than the sizes of calls.
     length: tokens of an output.
     rows: the number of rows that these costs were measured with.
   """
@@ -436,7 +420,7 @@ def report(measured: Calibration) -> list[Table | str]:
 
 
 def _verdict(measured: Calibration, choice: Choice) -> str:
-  """Says whether speculation pays with a number of rows; costs and a run."""
+  """Says whether speculation pays with a number of rows, and why."""
   rows, low, high = _rows(choice.rows), *choice.interval
   if choice.gamma:
     verdict = (
@@ -472,9 +456,9 @@ def _rows(count: int) -> str:
   return f'{count} row{"s" * (count > 1)}'
 
 
-# `for_host` times these: a second or two besides compilation.
-_HOST_SIZES = 1, 2, 4, 5, 8  # of calls; those between are interpolated
-_HOST_GAMMA = 7  # of the rounds
+# `for_host` times these, which takes a second or two after compilation.
+_HOST_SIZES = 1, 2, 4, 5, 8  # numbers of tokens of the timed calls
+_HOST_GAMMA = 7  # the gamma of the timed rounds
 _HOST_TIMES = (
   'encoder',
   'draft_encoder',
@@ -518,26 +502,26 @@ def for_host(
   rate = min(
     rows_of_pair, key=lambda row: abs(row['temperature'] - temperature)
   )
-  times = _kept_times(engine, rows, temperature, console)
+  times = _cached_times(engine, rows, temperature, console)
   if times is None:
     return None
-  # The closed forms expect a proposal at every place: without one, beta is 0.
+  # A place without a proposal counts as a rejected one, as in `calibrate`.
   rate = rate | {'alpha': rate.get('proposes', 1.0) * (rate['alpha'] or 0.0)}
   summaries = {name: {'median': ms} for name, ms in times.items()}
   costs = [{'batch': rows, 'times_ms': summaries}]
-  return _concluded(engine, temperature, rate, costs)
+  return _conclude(engine, temperature, rate, costs)
 
 
-def _kept_times(
+def _cached_times(
   engine: Engine, rows: int, temperature: float, console: rich.console.Console
 ) -> dict[str, float] | None:
   """Returns this host's times from the cache, or measures them; see `for_host`.
 
-  Several processes all use the times of the first.
+  All processes of a run use the times of the first process.
   """
   key = {
     **backend.host(),
-    'device': calibration.device_name(),
+    'device': backend.device_name(),
     'layout': engine.kernel_layout,
     'fingerprints': dict(engine.fingerprints),
     'rows': rows,
@@ -583,7 +567,7 @@ def host_times(
     CalibrationError: they contradict each other.
   """
   timing = Timing(
-    decode_len=112,  # 128 slots of a cache, with any of the calls
+    decode_len=112,  # each call then fits into a cache of 128 slots
     temperature=temperature,
     calls_a_run=10,
     repeats=5,
@@ -593,7 +577,7 @@ def host_times(
 
 
 def host_verdict(measured: Calibration) -> str:
-  """Returns a line with the numbers that decided in `for_host`."""
+  """Returns a sentence with the numbers by which `for_host` chose gamma."""
   (choice,) = measured.choices
   sizes = _HOST_SIZES[1:]
   costs = ', '.join(f'{choice.call_cost[size - 1]:.2f}' for size in sizes)

@@ -1,4 +1,4 @@
-"""Costs of calls: the calls, rounds and loops of a pair are timed in turn.
+"""Times the calls, rounds and loops of a pair, in turn.
 
 A `Run` is a call over some tokens, some rounds out of the middle of a loop, or
 a whole loop. `interleave` times runs in turn, so that noise affects all alike.
@@ -32,6 +32,7 @@ from specdec_jax.decoding.speculative import Judge, PairParams
 from specdec_jax.drafters.base import check_chain
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.calibration import CalibrationError, contradiction
+from specdec_jax.engine.completion import Completion, CompletionStats, total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.pair import MemoryCheck, PlacedPair, placed_pair
 from specdec_jax.measure import memory
@@ -40,10 +41,7 @@ from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.report import record
-from specdec_jax.report.console import bar
-from specdec_jax.report.record import Record
-from specdec_jax.report.table import Column, Table
+from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.request import Request, example_keys, new_request
 from specdec_jax.types import Amount, Positive
 
@@ -103,6 +101,32 @@ def interleave(
   return times
 
 
+class Timed(NamedTuple):
+  """Texts that a method decoded, in some timed rounds.
+
+  Attributes:
+    ms: float[R, N], milliseconds of each round and of each part of the texts.
+    outputs: the completions of each part, first those of the call that
+      compiled, then those of each round.
+  """
+
+  ms: np.ndarray
+  outputs: Sequence[Sequence[Sequence[Completion]]]
+
+  @property
+  def stats(self) -> list[CompletionStats]:
+    """The counts of each part, over all rounds."""
+    return [
+      total(output.stats for done in part[1:] for output in done)
+      for part in self.outputs
+    ]
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """int[N], the tokens of each part, over all rounds."""
+    return np.array([part.num_tokens for part in self.stats])
+
+
 def decode_in_turn(
   methods: Mapping[str, tuple[Engine, Mapping[str, Any]]],
   texts: Sequence[str],
@@ -111,7 +135,7 @@ def decode_in_turn(
   advance: Callable[[], None] = lambda: None,
   until: float = math.inf,
   **options: Any,
-) -> tuple[dict[tuple[str, int], list[float]], dict[tuple[str, int], Any]]:
+) -> dict[str, Timed]:
   """Times texts by several methods of decoding in turn, after compiling them.
 
   Args:
@@ -124,8 +148,7 @@ def decode_in_turn(
     **options: options of `Engine.generate` for all methods.
 
   Returns:
-    (method, index of the part) -> milliseconds of each round, and the same ->
-    the completions of each call, of which the first one compiled.
+    Name of the method -> its times and outputs.
   """
   outputs: dict[tuple[str, int], list[Any]] = {}
 
@@ -141,9 +164,16 @@ def decode_in_turn(
 
     return Run(lambda: decode)
 
-  places = [(name, part) for name in methods for part in range(len(parts))]
-  runs = {place: run(*place) for place in places}
-  return interleave(runs, repeats, advance, until), outputs
+  numbers = range(len(parts))
+  runs = {(name, part): run(name, part) for name in methods for part in numbers}
+  times = interleave(runs, repeats, advance, until)
+  return {
+    name: Timed(
+      np.array([times[name, part] for part in numbers]).T,
+      [outputs[name, part] for part in numbers],
+    )
+    for name in methods
+  }
 
 
 def summarise(values: Sequence[float]) -> dict[str, float]:
@@ -160,15 +190,15 @@ def summarise(values: Sequence[float]) -> dict[str, float]:
 
 
 def medians(times: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-  """Returns name -> median of name -> `summarise` of its times."""
+  """Returns name -> median, from name -> the result of `summarise`."""
   return {name: summary['median'] for name, summary in times.items()}
 
 
 def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
   """Draws parameters on the device, array by array, in their final dtype.
 
-  A T5-XXL in bfloat16 therefore never exists in float32: besides the result, at
-  most one more array is held.
+  A T5-XXL in bfloat16 therefore never exists in float32: the memory holds the
+  result and at most one more array.
 
   Args:
     network: the network; its `init` gives names and shapes.
@@ -198,9 +228,9 @@ def forced_judge(acceptance_rate: float) -> Judge:
   """Returns a judge that does Algorithm 1's work, but accepts at random.
 
   It gives the walltime that a pair would have at an alpha, for models whose
-  fine-tuned checkpoints are not available: models of the real size do all their
-  work, and each proposal is accepted with a given probability, independently,
-  as Section 3.1 of the paper models it. The output is meaningless.
+  fine-tuned checkpoints are not available. Models of the real size do all their
+  work, but each proposal is accepted with the same probability, independently
+  of others, as Section 3.1 of the paper assumes. The output is meaningless.
   """
 
   def judge(request, draft, logits, keys):
@@ -224,7 +254,7 @@ def _accepted(key, length, acceptance_rate, width):
   return jnp.argmin(jnp.append(accepted, False)).astype(jnp.int32)
 
 
-_MATRIX = (6144, 8192)  # 192 MiB of float32: more than any cache
+_MATRIX = (6144, 8192)  # a float32 matrix takes 192 MiB, more than any cache
 
 
 def matvec() -> tuple[Run, int]:
@@ -271,7 +301,8 @@ def make_request(
     prompt=prompt,
     prompt_length=prompt.shape[1],
   )
-  return jax.device_put(request)  # so that no run spends time on moving it
+  # A run then spends no time on moving the request.
+  return jax.device_put(request)
 
 
 def loop_run(
@@ -349,14 +380,15 @@ def call_run(
   return Run(prepare, calls)
 
 
-_ATTEMPTS = 5  # to get times that do not contradict each other
+# Times that contradict each other are measured again, up to so often.
+_ATTEMPTS = 5
 MOST_LEN, _MOST_RUNS = 1 << 17, 10_000
 LEAST_DECODE_LEN = 32  # a shorter run would mostly time its start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing(Checked):
-  """Settings of timed calls: random tokens, in runs that take turns.
+  """Settings of timed calls, which read random tokens.
 
   Attributes:
     input_len: E, tokens of an input, in the costs; without an encoder those of
@@ -364,7 +396,7 @@ class Timing(Checked):
     decode_len: tokens of an output, in the costs.
     temperature: 0 is greedy.
     calls_a_run: calls in one timed loop.
-    repeats: timed rounds, interleaved.
+    repeats: timed rounds; each round has all runs, in random order.
     seed: seed of inputs and samples.
 
   Raises:
@@ -375,7 +407,7 @@ class Timing(Checked):
   decode_len: Annotated[int, Bound(LEAST_DECODE_LEN, MOST_LEN)] = 120
   temperature: Amount = 0.0
   calls_a_run: Annotated[int, Bound(1, _MOST_RUNS)] = 20
-  # A single round has no spread, and so no error.
+  # The error of a time needs the spread of two rounds or more.
   repeats: Annotated[int, Bound(2, _MOST_RUNS)] = 7
   seed: int = 0
 
@@ -384,19 +416,20 @@ class Timing(Checked):
     shape = batch, self.input_len, self.decode_len
     return make_request(target, *shape, self.temperature, self.seed, gamma)
 
-  def check_room(
-    self, room: MemoryCheck, target: LanguageModel, batch: int, gamma: int
+  def check_fits(
+    self, check: MemoryCheck, target: LanguageModel, batch: int, gamma: int
   ) -> None:
     """Raises DoesNotFitError if a run of `request` does not fit.
 
     Args:
-      room: checks the memory.
+      check: checks the memory.
       target: the target.
       batch: B.
       gamma: the largest gamma.
     """
     request = jax.eval_shape(lambda: self.request(target, batch, gamma))
-    room.check(batch, self.input_len, request.cache_slots, request.call_tokens)
+    slots, tokens = request.cache_slots, request.call_tokens
+    check.check(batch, self.input_len, slots, tokens)
 
 
 def call_runs(
@@ -409,9 +442,9 @@ def call_runs(
 ) -> dict[str, Run]:
   """Prepares the calls and rounds of a pair, programs compiled side by side.
 
-  A round is timed inside the speculative loop. It costs more there than the sum
-  of its calls measured alone, since each model finds the processor's caches
-  filled by the other model. No proposal is accepted in it.
+  A round is timed inside the speculative loop. There it takes more time than
+  its calls measured alone, because each model finds the processor's caches
+  filled by the other model. No proposal is accepted.
 
   Args:
     pair: the pair.
@@ -422,8 +455,8 @@ def call_runs(
     until: no program is compiled after this time (`time.monotonic()`).
 
   Returns:
-    'encoder', the call that reads the input; 'start', the same of both models;
-    'call_m' for each size, 'round_g' for each gamma.
+    Runs: 'encoder', the target's call that reads the input; 'start', the calls
+    of both models that do so; 'call_m' for each size, 'round_g' for each gamma.
 
   Raises:
     CalibrationError: the time is over.
@@ -441,7 +474,8 @@ def call_runs(
   read_both = functools.partial(start, pair.params, largest)
   cache = read().target_cache
   jax.block_until_ready(read_both())
-  makers: dict[str, Callable[[], Run]] = {  # the longest compilations first
+  # The longest compilations come first.
+  makers: dict[str, Callable[[], Run]] = {
     f'round_{gamma}': functools.partial(
       loop_run, loop, start, pair.params, request(gamma), count
     )
@@ -453,7 +487,7 @@ def call_runs(
 
   def in_time(make: Callable[[], Run]) -> Run:
     if time.monotonic() > until:
-      raise CalibrationError('The time is over.')
+      raise CalibrationError('The time is over: give more minutes.')
     return make()
 
   # XLA compiles without Python's lock, a program on each core.
@@ -465,7 +499,7 @@ def call_runs(
 def steady_ms(
   runs: Mapping[str, Run],
   repeats: int,
-  advance: Callable[[], None] = lambda: None,
+  advance: Callable[..., None] = lambda *_: None,
   until: float = math.inf,
 ) -> tuple[dict[str, dict[str, float]], str]:
   """Times runs in turn, and again where the times contradict each other.
@@ -473,22 +507,23 @@ def steady_ms(
   Args:
     runs: runs of `call_runs`, and others.
     repeats: timed rounds.
-    advance: called after each round of the first attempt.
+    advance: called after each round; a new attempt takes its rounds back.
     until: no further attempt begins after this time (`time.monotonic()`).
 
   Returns:
-    `summarise` of the times of each run, and of 'draft_encoder': the time that
-    the drafter takes to read the input, by which a start of both models is
-    longer than one of the target. Then the contradiction that is left, see
+    The result of `summarise` for each run, and for 'draft_encoder', the time in
+    which the drafter reads the input: that of 'start' less that of 'encoder'.
+    And how the times still contradict each other, see
     `calibration.contradiction`, or ''.
   """
   times: dict[str, list[float]] = {name: [] for name in runs}
   for attempt in range(_ATTEMPTS):
-    if attempt and time.monotonic() > until:
-      break
+    if attempt:
+      if time.monotonic() > until:
+        break
+      advance(-repeats)
     for name, more in interleave(runs, repeats, advance, until).items():
       times[name] += more
-    advance = lambda: None  # noqa: E731  the bar has reached its end
     both = zip(times['encoder'], times['start'], strict=True)
     reading = [max(0.0, start - encoder) for encoder, start in both]
     values = times | {'draft_encoder': reading}
@@ -501,12 +536,12 @@ def steady_ms(
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig(Timing):
-  """A benchmark of a pair; no run stops before its budget.
+  """A benchmark of a pair; each output has `decode_len` tokens.
 
   Attributes:
-    target: the model to time; random parameters of a bare network are drawn on
-      the device.
-    drafter: the small model that drafts, as for `target`.
+    target: the model to time; a network without parameters gets random ones,
+      which are drawn on the device.
+    drafter: the small model that drafts; a network gets random parameters too.
     placement: layout and dtype of both.
     gammas: proposals per round.
     batch: B.
@@ -558,8 +593,8 @@ class BenchmarkConfig(Timing):
   def check_memory(self) -> None:
     """Raises DoesNotFitError if the pair does not fit."""
     target, draft = self.models
-    room = MemoryCheck(target, small_model(draft), self.placement)
-    self.check_room(room, target.network, self.batch, max(self.gammas))
+    check = MemoryCheck(target, small_model(draft), self.placement)
+    self.check_fits(check, target.network, self.batch, max(self.gammas))
 
   def pair(self) -> PlacedPair:
     """Places the models."""
@@ -670,7 +705,7 @@ def _of_gamma(
 
 
 def table(benchmarked: Mapping[str, Any]) -> Table:
-  """Returns a row for each gamma, with notes on the plain loop and calls."""
+  """Returns a table with a row for each gamma, and notes on the plain loop."""
   settings, call_cost = benchmarked['settings'], benchmarked['call_cost']
   forced = settings['forced_acceptance']
   note = '' if forced is None else f', acceptance forced to {forced}'
@@ -699,7 +734,7 @@ def table(benchmarked: Mapping[str, Any]) -> Table:
   return Table.from_records(title, columns, benchmarked['gammas'], notes)
 
 
-# Sentences under tables.
+# Sentences below tables.
 COSTS_NOTE = (
   'v(m): time of a call of the target over m tokens, in calls over one token.'
   ' c: time of a proposal, in the same unit, inside a round, where each model'

@@ -1,9 +1,9 @@
-"""Methods of decoding compared, over temperatures and rows at once.
+"""Compares methods of decoding, at several temperatures and numbers of rows.
 
 A method is an engine with options: a gamma, an adaptive gamma, drafts judged by
-token or as a block, a tree, heads. One text at a time, or many by continuous
-batching, are decoded plainly and by every method in random order, so that
-noise of the machine affects all methods alike.
+token or as a block, a tree, heads. Texts are decoded one at a time, or many at
+a time by continuous batching, plainly and by every method. The order is random,
+so that noise of the machine affects all methods alike.
 """
 
 import dataclasses
@@ -22,19 +22,16 @@ from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import ADAPTIVE
 from specdec_jax.measure.calibrate import for_host, predicted_speed_up
-from specdec_jax.measure.calls import decode_in_turn
-from specdec_jax.report import record
-from specdec_jax.report.console import bar
+from specdec_jax.measure.calls import Timed, decode_in_turn
+from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.report.plot import PALETTE, save_plot
-from specdec_jax.report.record import Record, where
-from specdec_jax.report.table import Column, Table
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Amount, Positive
 
 KIND = 'methods'  # the record's kind
 PLAIN = 'plain'
 _DRAWS = 2000  # bootstrap samples of the texts, for intervals
-_INTERVAL = (2.5, 97.5)  # percent
+_INTERVAL = (2.5, 97.5)  # the percentiles of an interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +61,15 @@ class CompareConfig:
     gammas: each adds a method that proposes so many tokens a round, whose
       speed-up is also predicted if a calibration or `acceptance` is given.
     temperatures: 0 is greedy.
-    rows: texts that are decoded together: 1 times each text by itself, more
-      times all of them, by continuous batching.
+    rows: texts that are decoded together; 1 times each text alone, a larger
+      number times all texts at once, by continuous batching.
     num_lines: how many lines are decoded; None decodes all of them.
     repeats: timed repetitions; above temperature 0 each draws other samples.
     calibrations: files of `specdec calibrate`, one a temperature, which predict
       speed-ups and say where an 'adaptive' gamma ends a draft; if such a file
       says that no gamma pays, 'adaptive' decodes plainly. None is skipped.
-    acceptance: without a calibration, a record of the pair's acceptance: calls
-      are timed here, see `calibrate.for_host`. None predicts nothing.
+    acceptance: record of the pair's acceptance; without a calibration, calls
+      are timed here to predict speed-ups, see `calibrate.for_host`.
     output_file: path of the record, JSON; None writes none.
     plot_file: path of the picture, PNG; None draws none.
     name: name of the pair, for the title.
@@ -192,18 +189,19 @@ class _Comparison(NamedTuple):
     numbers = range(len(self.texts))
     parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
     options = {'temperature': temperature, 'batch_size': rows}
-    times, outputs = decode_in_turn(
+    timed = decode_in_turn(
       methods, self.texts, parts, repeats, advance, **options
     )
+    plain = timed[PLAIN]
     if temperature == 0:
-      for (name, part), (first, *_) in outputs.items():
-        _check_equal(name, first, outputs[PLAIN, part][0])
-    plain = Timed.sums(PLAIN, times, outputs)
+      for name, other in timed.items():
+        for outputs, right in zip(other.outputs, plain.outputs, strict=True):
+          _check_equal(name, outputs[0], right[0])
     for method in self.config.all_methods:
       gamma = method.options.get('gamma')
       predicted = None
       if isinstance(gamma, int) and gamma in self.config.gammas and rows == 1:
-        lengths, ms = plain.tokens // repeats, plain.ms / repeats
+        lengths, ms = plain.tokens // repeats, plain.ms.mean(axis=0)
         if measured is not None:
           predicted = predicted_speed_up(measured, gamma, lengths, ms)
       yield {
@@ -211,14 +209,17 @@ class _Comparison(NamedTuple):
         'temperature': temperature,
         'rows': rows,
         'gamma': gamma if isinstance(gamma, int) else None,
-        **_with_intervals(Timed.sums(method.name, times, outputs), plain),
+        **_with_intervals(timed[method.name], plain),
         'predicted': predicted,
       }
 
   def _methods(
     self, measured: Calibration | None
   ) -> dict[str, tuple[Engine, dict[str, Any]]]:
-    """Returns name -> engine and options, where a calibration is applied."""
+    """Returns name -> engine and options.
+
+    A calibration gives an adaptive method its thresholds, or turns it off.
+    """
     methods = {
       PLAIN: (self.engines[self.config.engine], {'speculative': False})
     }
@@ -234,43 +235,6 @@ class _Comparison(NamedTuple):
     return methods
 
 
-class Timed(NamedTuple):
-  """Sums over the repetitions of a method.
-
-  Attributes:
-    ms: float[N], time of each text, or of all texts that were timed together.
-    tokens: int[N], tokens of the outputs.
-    calls: int[N], calls of the target.
-    acceptance_rate: rate over all texts; None if nothing was proposed.
-  """
-
-  ms: np.ndarray
-  tokens: np.ndarray
-  calls: np.ndarray
-  acceptance_rate: float | None
-
-  @classmethod
-  def sums(
-    cls,
-    method: str,
-    times: Mapping[tuple[str, int], Sequence[float]],
-    outputs: Mapping[tuple[str, int], Any],
-  ) -> 'Timed':
-    """Sums the results of `decode_in_turn` for a method."""
-    places = [place for place in times if place[0] == method]
-    stats = [
-      # The first call compiled.
-      total(output.stats for done in outputs[place][1:] for output in done)
-      for place in places
-    ]
-    return cls(
-      np.array([sum(times[place]) for place in places]),
-      np.array([part.num_tokens for part in stats]),
-      np.array([part.num_target_calls for part in stats]),
-      total(stats).acceptance_rate,
-    )
-
-
 def _check_equal(name: str, outputs: Any, plain: Any) -> None:
   """Raises ValueError if a method's greedy output is not the plain loop's."""
   for output, right in zip(outputs, plain, strict=True):
@@ -283,22 +247,24 @@ def _check_equal(name: str, outputs: Any, plain: Any) -> None:
 
 def _with_intervals(timed: Timed, plain: Timed) -> dict[str, Any]:
   """Returns the numbers of a method, with intervals over texts."""
-  count = len(timed.ms)
+  count = timed.ms.shape[1]
   drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
-  picks = np.vstack([np.arange(count), drawn])  # first all texts, each once
+  # The first row picks each text once.
+  picks = np.vstack([np.arange(count), drawn])
 
   def ratio(over: np.ndarray, under: np.ndarray) -> np.ndarray:
     return over[picks].sum(-1) / under[picks].sum(-1)
 
-  ms, plain_ms = (ratio(x.ms, x.tokens) for x in (timed, plain))
+  calls = np.array([part.num_target_calls for part in timed.stats])
+  ms, plain_ms = (ratio(x.ms.sum(axis=0), x.tokens) for x in (timed, plain))
   values = {
-    'tokens_per_call': ratio(timed.tokens, timed.calls),
+    'tokens_per_call': ratio(timed.tokens, calls),
     'ms_per_token': ms,
     'plain_ms_per_token': plain_ms,
     'speed_up': plain_ms / ms,
   }
   measured: dict[str, Any] = {n: value[0].item() for n, value in values.items()}
-  measured['acceptance_rate'] = timed.acceptance_rate
+  measured['acceptance_rate'] = total(timed.stats).acceptance_rate
   for name in ('tokens_per_call', 'speed_up'):
     interval = np.percentile(values[name][1:], _INTERVAL).tolist()
     measured[f'{name}_interval'] = interval if count > 1 else None
@@ -348,7 +314,7 @@ def side_by_side(records: Sequence[Record]) -> Table:
     rows.append(
       by_gamma[gamma]
       | {
-        'machine': where(host),
+        'machine': record.where(host),
         'kernels': host['kernel_layout'],
         'best': f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
       }
@@ -387,16 +353,16 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
 
   def draw(figure):
     axes = figure.subplots()
-    for i, (label, shown) in enumerate(series.items()):
-      places = [names.index(row['method']) + i * height for row in shown]
-      unknown = [None, None]  # NaN in the array
+    for i, (label, bars) in enumerate(series.items()):
+      places = [names.index(row['method']) + i * height for row in bars]
+      unknown = [None, None]  # None becomes NaN in the array
       values = [
         [
           x['speed_up'],
           x.get('predicted'),
           *(x['speed_up_interval'] or unknown),
         ]
-        for x in shown
+        for x in bars
       ]
       measured, predicted, *interval = np.array(values, float).T
       color = PALETTE[i % len(PALETTE)]
@@ -412,8 +378,9 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color='#888888', label='plain decoding')
     axes.set_xlabel('times as fast as plain decoding, and its interval')
-    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))  # covers no point
+    # The legend covers no point.
+    axes.legend(loc='upper left', bbox_to_anchor=(1, 1))
     pair = comparison['pair']
-    figure.suptitle(f'{pair} on {where(comparison)}', fontsize='small')
+    figure.suptitle(f'{pair} on {record.where(comparison)}', fontsize='small')
 
   save_plot(path, draw, (7.2, 1.2 + 0.35 * len(names)))

@@ -1,6 +1,6 @@
 """Bytes that a call must read, counted from shapes without making arrays.
 
-What a run holds is `engine.pair.MemoryCheck`'s subject.
+`engine.pair.MemoryCheck` counts what a run holds.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from specdec_jax.request import Request
 # Kernels of cross-attention's keys and values: only `prefill` reads them.
 _ONCE = ('encoder_decoder_attention/key/', 'encoder_decoder_attention/value/')
 _ENCODER = 'encoder/'
-_TABLE = 'embedder/embedding'  # tokens or positions; a call reads some rows
+_TABLE = 'embedder/embedding'  # a call reads only a few of its rows
 
 
 def tree_bytes(tree: Any) -> int:

@@ -1,10 +1,10 @@
-"""Whether pairs fit on a device that is not there, and the times that follow.
+"""Checks whether pairs fit on a device that is not there, and predicts times.
 
 For each row of Table 2 the loop is compiled as `Engine` would run it. The
 memory is what the compiler reports; the bytes that a call reads are counted
 from shapes. libtpu and XLA's CUDA compiler need only a description of a device.
-Kernels of a GPU are chosen by rules, as trials need the device: products that a
-real GPU would give to cuBLAS may come out as generated kernels.
+XLA chooses the kernels of a GPU by rules, because it cannot try them: it may
+generate a kernel for a product that it would give to cuBLAS on a real GPU.
 """
 
 import dataclasses
@@ -38,18 +38,15 @@ from specdec_jax.models import backend
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.partitioning import Placement
-from specdec_jax.report import record
-from specdec_jax.report.console import bar
-from specdec_jax.report.record import Record
-from specdec_jax.report.table import Column, Table
+from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.types import Positive
 
-KIND = 'pair_check'  # of the record
+KIND = 'pair_check'  # the record's kind
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A device that is not there, and that programs are compiled for.
+  """A device that programs are compiled for, although it is not there.
 
   Attributes:
     platform: 'gpu' or 'tpu'.
@@ -73,9 +70,9 @@ class Device:
   numbers: str = ''
 
 
-_DEVICES = read_tables(pathlib.Path(__file__).with_name('devices.toml'))
-KNOWN = {name: Device(**device) for name, device in _DEVICES.items()}
-# Without these, libtpu asks a cloud machine's metadata server for its machine.
+_TABLES = read_tables(pathlib.Path(__file__).with_name('devices.toml'))
+DEVICES = {name: Device(**table) for name, table in _TABLES.items()}
+# Without these, libtpu asks the metadata server of a cloud about this machine.
 _TPU_DESCRIPTION = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v4-8',
@@ -84,7 +81,7 @@ _TPU_DESCRIPTION = {
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 _TPU_CHIP = 'megacore'  # both cores of a v4 chip as one device
-_NO_TRIALS = '--xla_gpu_autotune_level=0'  # they need the device
+_NO_TRIALS = '--xla_gpu_autotune_level=0'  # XLA does not try kernels out
 
 
 def describe(name: str) -> tuple[Any, dict[str, str]]:
@@ -95,7 +92,7 @@ def describe(name: str) -> tuple[Any, dict[str, str]]:
   Raises:
     ValueError: its compiler is missing, or does not know the device.
   """
-  spec = KNOWN[name]
+  spec = DEVICES[name]
   if importlib.util.find_spec(spec.compiler) is None:
     raise ValueError(
       f'To compile for {name!r}, {spec.compiler} is needed: pip install'
@@ -134,7 +131,7 @@ def _described(spec: Device) -> Any:
   logging.disable(logging.CRITICAL)
   try:
     with mock.patch.dict(os.environ, hidden):
-      jax.devices('cpu')  # looks for plug-ins, unless told to keep to the CPU
+      jax.devices('cpu')  # JAX finds its plug-ins, unless JAX_PLATFORMS is cpu
       if not xla_client.pjrt_plugin_loaded('cuda'):
         xla_bridge.discover_pjrt_plugins()
   finally:
@@ -172,7 +169,7 @@ class PairCheckConfig:
     batch: examples that are decoded together.
     param_dtype: dtype of the parameters on the device.
     name: title of the table.
-    device: name of the device in `KNOWN`.
+    device: name of the device in `DEVICES`.
     output_file: the record, JSON; None writes none.
 
   Raises:
@@ -191,7 +188,7 @@ class PairCheckConfig:
 
   def __post_init__(self):
     check_types(self)
-    check_choice('device', self.device, KNOWN)
+    check_choice('device', self.device, DEVICES)
 
 
 def check(
@@ -205,11 +202,12 @@ def check(
 
   Returns:
     The record: its settings, and for each row whether the pair `fits`; the
-    `peak_bytes` of the larger of its two programs, both models held, or None
-    and the message of a compiler that `refused` a program; `target_call_bytes`
-    that a call reads, and its `target_call_ms`; the drafter's `cost_ratio`, a
-    ratio of bytes; and the `walltime_factor` E(gamma, alpha) / (1 + gamma c)
-    with the paper's alpha, which a loop without other costs would reach.
+    `peak_bytes` of the larger of its two programs, with both models in memory,
+    or None and the message with which the compiler `refused` a program; the
+    `target_call_bytes` that a call reads, and its `target_call_ms`; the
+    drafter's `cost_ratio`, a ratio of bytes; and the `walltime_factor`
+    E(gamma, alpha) / (1 + gamma c) with the paper's alpha, which a loop without
+    other costs would reach.
 
   Raises:
     ValueError: the device's compiler is missing, or a row names a draft or task
@@ -220,7 +218,7 @@ def check(
     check_choice('drafts', row.draft, config.drafts)
     check_choice('input_lens', row.task, config.input_lens)
     check_choice('decode_lens', row.task, config.decode_lens)
-  spec = KNOWN[config.device]
+  spec = DEVICES[config.device]
   device, versions = describe(config.device)
   results = []
   compiling = backend.compiled_for(spec.platform)
@@ -235,8 +233,8 @@ def check(
   done = record.new(KIND, values, has_run=False)
   reasons = {row['refused'] for row in results if row['refused']}
   refused = [f'Refused by the compiler: {reason}' for reason in reasons]
-  shown: list[Table | str] = [conditions(done), table(done), *refused]
-  record.finish(config.output_file, console, done, *shown)
+  parts: list[Table | str] = [conditions(done), table(done), *refused]
+  record.finish(config.output_file, console, done, *parts)
   return done
 
 
@@ -261,7 +259,7 @@ def _checked(
   run = jax.jit(loop.run, donate_argnums=2, keep_unused=True).lower(
     params, request, state, limit
   )
-  spec, peak, refused = KNOWN[config.device], None, None
+  spec, peak, refused = DEVICES[config.device], None, None
   try:
     peak = max(_peak_bytes(lowered) for lowered in (start, run))
   except jax.errors.JaxRuntimeError as error:

@@ -1,1 +1,1 @@
-"""Language models behind one contract."""
+"""Language models that share one contract."""

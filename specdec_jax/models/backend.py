@@ -31,7 +31,7 @@ def kind() -> str:
 
 def num_cores() -> int:
   """Returns the number of CPU cores that this process may run on."""
-  if hasattr(os, 'sched_getaffinity'):  # Linux
+  if hasattr(os, 'sched_getaffinity'):  # only Linux has this function
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 
@@ -44,10 +44,15 @@ def cpu_name() -> str:
   return platform.processor() or platform.machine()
 
 
+def device_name() -> str:
+  """Returns the name of the first device; of a CPU, that of the processor."""
+  device = jax.devices()[0]
+  return cpu_name() if device.platform == 'cpu' else str(device.device_kind)
+
+
 def _cpuinfo() -> str:
   """Reads Linux's description of the processor; '' on other systems."""
-  exists = _CPUINFO.exists()
-  return _CPUINFO.read_text(errors='replace') if exists else ''
+  return _CPUINFO.read_text(errors='replace') if _CPUINFO.exists() else ''
 
 
 def instruction_set() -> str:

@@ -15,7 +15,7 @@ from specdec_jax.models.products import ACTIVATIONS
 
 # No published model has a quarter of this, and each layer is a module to build.
 MOST_LAYERS = 1024
-MOST = 2**31 - 1  # ids and places in arrays are int32
+MOST = 2**31 - 1  # an int32 must hold ids, and places in arrays
 DTYPES = ('float32', 'bfloat16')  # dtypes of computations
 PARAM_DTYPES = (*DTYPES, *INTEGERS)  # dtypes of parameters
 

@@ -26,13 +26,15 @@ from specdec_jax.models import backend
 
 Layout = Literal['in_out', 'out_in', 'blocks']
 LAYOUTS: tuple[str, ...] = get_args(Layout)
-VARIABLE = 'SPECDEC_KERNEL_LAYOUT'  # in the environment: a layout
-BLOCK = 64  # outputs of a block
+# A variable of the environment that may name a layout.
+VARIABLE = 'SPECDEC_KERNEL_LAYOUT'
+BLOCK = 64  # the number of outputs of a block
 WIDTHS = (4, 8, 16)  # numbers of rows after padding
 # Rows in a call of plain decoding, and in a round with a gamma of 4.
 _TOKEN, _CALL = 1, 5
 # Number of pairs of kernels, and their sizes, for a larger and a small model.
-_CHAINS = (2, 1024, 2048), (5, 256, 1664)  # 48 MiB a layout
+# The kernels of one layout take 48 MiB.
+_CHAINS = (2, 1024, 2048), (5, 256, 1664)
 _REPEATS = 5
 
 
@@ -99,7 +101,7 @@ def product_of_blocks(
 
 
 def cpu_layout() -> CpuLayout:
-  """Returns the layout of the environment, or else the measured one.
+  """Returns the layout that the environment names, or else the measured one.
 
   Raises:
     ValueError: SPECDEC_KERNEL_LAYOUT names no layout.
@@ -122,7 +124,7 @@ def width(count: int) -> int:
 def _of_this_host() -> CpuLayout:
   return host_cache.measured(
     'kernel_layout',
-    # Ignores timings of other kernels.
+    # Stored timings of other kernels are not used.
     backend.host() | {'chains': [list(chain) for chain in _CHAINS]},
     lambda: dataclasses.asdict(_chosen(_measured())),
     _from_json,

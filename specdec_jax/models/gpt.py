@@ -2,11 +2,10 @@
 
 Fields of the configuration choose between GPT-2 (learned positions, LayerNorm,
 biases) and T5X's decoder-only network (relative bias, RMS norm, no biases). The
-parameters have T5X's names, or Flax's if T5X lacks them. Two factors are
-applied
-as in T5X, in both families: the 1/sqrt(D) of attention scores is part of the
-query projection, and a shared embedding reads x / sqrt(M). For checkpoints of
-another convention the factors are moved into the weights
+parameters have T5X's names, or Flax's if T5X lacks them. Both families apply
+two factors as T5X does: the 1/sqrt(D) of attention scores is part of the query
+projection, and a shared embedding reads x / sqrt(M). For checkpoints of another
+convention the factors are moved into the weights
 (`checkpoints/families.toml`).
 """
 

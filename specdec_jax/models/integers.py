@@ -4,8 +4,9 @@ A kernel [in, out] becomes `kernel`, int8[in, out] or int4[in, out], and
 `kernel_scale`, float32[out]: the numbers of an output are rounded to multiples
 of its largest absolute value over 127, or over 7. A product is computed with
 the integers in the dtype of the computation, and then multiplied by the
-factors. Norms and biases stay as they are; an embedding has the dtype of the
-computation.
+factors. On a CPU kernels of eight bits multiply activations of eight bits, see
+`products.dense_int8`. Norms and biases stay as they are; an embedding has the
+dtype of the computation.
 
 A target with integer kernels is another model than the original, and
 speculation is exact for its distribution. A drafter with integer kernels
@@ -13,7 +14,7 @@ changes no output.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,13 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models import backend, cpu_layout
+from specdec_jax.models import backend
 
 INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
-# `partitioning.place` may lay a kernel out as [out, in], or in blocks.
-_OUT_IN, _BLOCKS = 'kernel_out_in', 'kernel_blocks'
-_MOST = {INT8: 127, INT4: 7}  # symmetric: -128 and -8 are not used
+MOST_INT8 = 127  # integers are symmetric: -128 is not used
+_MOST = {INT8: MOST_INT8, INT4: 7}
 INTEGERS = tuple(_MOST)  # dtypes of kernels
 _ROWS_BYTES = 32 << 20  # an array becomes float32 in pieces of this size
 
@@ -91,7 +91,7 @@ def rounded(
   """Rounds the kernels of parameters, unless they are integers already.
 
   Args:
-    params: parameters as in a checkpoint, or as placed.
+    params: parameters as in a checkpoint.
     dtype: 'int8' or 'int4'; another dtype rounds nothing.
     module: name of the module and a slash, for messages.
 
@@ -106,24 +106,12 @@ def rounded(
     else value
     for name, value in params.items()
   }
-  if SCALE in result:  # perhaps held as float32, see `sizes.held_bytes`
+  kernel = result.get(KERNEL)
+  # the module is no product, or its kernel is rounded already
+  if SCALE in result or kernel is None:
     return result
-  for name, (to_in_out, lay_out) in _LAYOUTS.items():
-    kernel = result.get(name)
-    if kernel is None or not jnp.issubdtype(kernel.dtype, jnp.floating):
-      continue
-    name_in_message = f'{module}{name}'
-    kernel, scale = quantise(to_in_out(kernel), name_in_message, dtype)
-    result |= {name: lay_out(kernel), SCALE: scale}
-  return result
-
-
-# Name of a kernel -> functions from its layout to [in, out], and back.
-_LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-  KERNEL: (lambda kernel: kernel, lambda kernel: kernel),
-  _OUT_IN: (lambda kernel: kernel.T, lambda kernel: kernel.T),
-  _BLOCKS: (cpu_layout.out_of_blocks, cpu_layout.in_blocks),
-}
+  kernel, scale = quantise(kernel, f'{module}{KERNEL}', dtype)
+  return result | {KERNEL: kernel, SCALE: scale}
 
 
 def in_floats(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from specdec_jax.models import backend, layers
 from specdec_jax.tree_shape import Tree
 
 KV = tuple[jax.Array, jax.Array]  # keys and values, each [B, K, D, T]
-Attend = Callable[..., jax.Array]  # like `layers.attend`
-_AT_ONCE = 32  # rows that are written without a loop over them
+Attend = Callable[..., jax.Array]  # a function such as `layers.attend`
+_AT_ONCE = 32  # up to so many rows are written without a loop over them
 
 
 @struct.dataclass
@@ -80,7 +80,7 @@ class KVCache:
 
     def moved(buffer):
       held = jnp.take_along_axis(buffer, slots[:, None, None], axis=3)
-      return write(buffer, held.transpose(0, 3, 1, 2), length)  # bhdn -> bnhd
+      return write(buffer, held.transpose(0, 3, 1, 2), length)  # [B, N, H, D]
 
     return self.replace(
       keys=tuple(map(moved, self.keys)),
@@ -131,14 +131,15 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     place = (row, zero, zero, start[row])
     return lax.dynamic_update_slice(buffer, new_slots, place)
 
-  # Writing all rows at once is a scatter. On a TPU that is a loop with ten
-  # operations a row, with slots in lanes, where each write touches every tile.
+  # Writing all rows at once is a scatter, which a TPU runs as a loop with ten
+  # operations per row. Slots lie in the vector lanes, so each write touches
+  # every tile.
   if backend.is_whole_on('tpu'):
     return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
   # In a branch XLA writes once. Outside it would write once for the attention
   # and again for the cache, each time into a copy.
   if backend.is_whole_on('cpu') and len(slots) == 1:
-    is_written = start[0] >= 0  # always
+    is_written = start[0] >= 0  # this is always true, which XLA does not know
     first_row = functools.partial(next_row, 0)
     return lax.cond(is_written, first_row, lambda buffer: buffer, buffer)
   return jax.vmap(one_row)(buffer, slots, start)

@@ -19,9 +19,9 @@ from jax import lax
 from specdec_jax.models import backend, products
 from specdec_jax.models.rope import Rope
 
-_BUCKETS, _MAX_DISTANCE = 32, 128  # of T5's relative biases
-LAYER_NORM_EPSILON = 1e-5  # in GPT-2 and M2M-100
-MASKED = -1e10  # is added to the scores of hidden slots, as in T5X
+_BUCKETS, _MAX_DISTANCE = 32, 128  # the buckets of T5's relative biases
+LAYER_NORM_EPSILON = 1e-5  # GPT-2 and M2M-100 have this epsilon
+MASKED = -1e10  # added to the scores of hidden slots, as in T5X
 
 
 class Embed(nn.Module):
@@ -88,7 +88,7 @@ class RMSNorm(nn.Module):
     """Normalises [..., M], computed in float32."""
     at_first = nn.initializers.constant(1.0 - self.offset)
     scale = self.param('scale', at_first, (x.shape[-1],))
-    if self.offset:  # in float32: a bfloat16 near 1 is coarser than near 0
+    if self.offset:  # the sum is in float32: a bfloat16 near 1 is coarser
       scale = scale.astype(jnp.float32) + self.offset
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
@@ -198,13 +198,13 @@ class Stack:
 
   @property
   def numbers(self) -> tuple[int, ...]:
-    """Index into `kinds`, per layer."""
+    """The index of each layer's kind in `kinds`."""
     indices = tuple(map(self.kinds.index, self.layer_kinds))
     return indices or (0,) * self.num_layers
 
   @property
   def bias_of(self) -> tuple[int, ...]:
-    """Index into the stack's biases of scores, per layer."""
+    """The index of each layer's relative bias among those of the stack."""
     if self.relative_bias == 'layer':
       return tuple(range(self.num_layers))
     return self.numbers
@@ -299,7 +299,7 @@ def attend(
       scores = scores * scale
     if softcap:
       scores = softcap * jnp.tanh(scores / softcap)
-    if bias.shape[1:3] == (1, 1):  # the same for all
+    if bias.shape[1:3] == (1, 1):  # all heads and queries share it
       return scores + bias
     bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
     bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:]).swapaxes(
@@ -340,7 +340,7 @@ class Attention(nn.Module):
       use_bias=stack.use_bias or stack.qkv_bias,
     )
 
-    # Includes the factor 1/sqrt(head_dim), which T5's scores lack.
+    # The kernel includes the factor 1/sqrt(head_dim), which T5's scores lack.
     def query_init(*args):
       return products.KERNEL_INIT(*args) / np.sqrt(stack.head_dim)
 
@@ -410,8 +410,8 @@ def relative_position_bucket(
   else:
     distance = np.maximum(distance, 0)
   max_exact = num_buckets // 2
-  # In float32 and with its epsilon, to round as T5X does; distance 0 takes the
-  # exact branch, so its logarithm does not matter.
+  # The logarithm has T5X's dtype and epsilon, to round as T5X does. Distance 0
+  # takes the exact branch, so its logarithm does not matter.
   ratio = np.maximum(distance, 1).astype(np.float32) / max_exact
   ratio += np.finfo(np.float32).eps
   scale = (num_buckets - max_exact) / np.log(_MAX_DISTANCE / max_exact)

@@ -65,8 +65,7 @@ class Fitted(NetworkWrapper):
     return padded[..., : self.vocab_size]
 
   def _tokens(self, tokens):
-    # Without an embedding an id would read as NaN. Any embedding is right for a
-    # drafter.
+    # An id without an embedding would read as NaN. A drafter may read another.
     return jnp.minimum(tokens, self.network.vocab_size - 1)
 
 
@@ -92,7 +91,7 @@ class Shortlisted(NetworkWrapper):
     return cut(self.network.init(key), np.arange(self.num_ids), self.vocab_size)
 
   def param_shapes(self) -> Params:
-    """As `LanguageModel.param_shapes`."""
+    """Returns names, shapes and dtypes of the parameters that `init` makes."""
     return jax.eval_shape(self.init, jax.random.key(0))
 
   def _params(self, params):

@@ -125,6 +125,37 @@ def dense_blocks(
   return parts.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
 
 
+def dense_int8(kernel: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns x @ kernel.T * scale; each row of x is rounded to eight bits.
+
+  A CPU multiplies integers of eight bits in a fraction of the time of floats,
+  of which it also reads four times as many bytes. Sums of integers are exact,
+  so that the product of a row does not depend on the rows beside it.
+
+  Args:
+    kernel: int8[out, in].
+    scale: float32[out], the factors of the kernel.
+    x: [..., in].
+
+  Returns:
+    float32[..., out].
+  """
+  rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+  count = len(rows)
+  if count == 1:  # XLA has no fast product of one row of integers
+    rows = jnp.pad(rows, ((0, 1), (0, 0)))
+  largest = jnp.max(jnp.abs(rows), -1, keepdims=True)
+  factors = jnp.where(largest == 0, 1.0, largest / integers.MOST_INT8)
+  sums = lax.dot_general(
+    jnp.rint(rows / factors).astype(jnp.int8),
+    kernel,
+    (((1,), (1,)), ((), ())),
+    preferred_element_type=jnp.int32,
+  )
+  product = sums.astype(jnp.float32) * factors * scale
+  return product[:count].reshape(*x.shape[:-1], len(kernel))
+
+
 class Dense(nn.Module):
   """The matrix product of all networks; without a bias in the T5 family.
 
@@ -166,13 +197,16 @@ class Dense(nn.Module):
       shape = (x.shape[-1], self.features)
       kernel = self.param('kernel', self.kernel_init, shape, jnp.float32)
       dense = dense_in_out
-    x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
+    x = x.astype(self.dtype)
     if self.has_variable('params', integers.SCALE):
       scale: jax.Array = self.get_variable('params', integers.SCALE)
-      scaled = dense(kernel, x, 'float32') * scale
+      if kernel.dtype == jnp.int8 and backend.is_whole_on('cpu'):
+        scaled = dense_int8(kernel, scale, x)
+      else:
+        scaled = dense(kernel.astype(self.dtype), x, 'float32') * scale
       product = scaled.astype(self.result_dtype or self.dtype)
     else:
-      product = dense(kernel, x, self.result_dtype)
+      product = dense(kernel.astype(self.dtype), x, self.result_dtype)
     if self.use_bias:
       zeros = nn.initializers.zeros
       bias = self.param('bias', zeros, (self.features,), jnp.float32)

@@ -15,10 +15,10 @@ from specdec_jax.models.model import Model
 def held_bytes(count: int, dtype: str) -> int:
   """Returns the bytes of `count` parameters of a dtype on the device.
 
-  On a CPU integers are held as float32: the compiler would convert them in each
-  call, before its loop.
+  On a CPU integers of four bits are held as float32: the compiler would convert
+  them in each call, before its loop.
   """
-  if integers.is_integers(dtype) and backend.kind() == 'cpu':
+  if dtype == integers.INT4 and backend.kind() == 'cpu':
     dtype = 'float32'
   return memory.array_bytes((count,), dtype)
 

@@ -91,7 +91,7 @@ class T5Config:
 
 @dataclasses.dataclass(frozen=True)
 class T5(Transformer):
-  """The network of T5 and its kin: Flan-T5, mT5, UMT5, MADLAD-400, UL2.
+  """The network of T5, Flan-T5, mT5, UMT5, MADLAD-400 and UL2.
 
   Examples:
     >>> sizes = sd.T5Config(8000, 256, 4, 3, 6, 64, 1664)

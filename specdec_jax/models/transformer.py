@@ -70,7 +70,7 @@ class Tokens:
     """Maps int32[...] to embeddings [..., M], without positions."""
     x = table(ids)
     if self.scale_embeddings:
-      # Rounded to the dtype, as Gemma was trained.
+      # The factor is rounded to the dtype, as Gemma was trained.
       x = x * jnp.asarray(np.sqrt(self.emb_dim), x.dtype)
     return x
 
@@ -126,7 +126,8 @@ class Layer(nn.Module):
     blocks = [stack.self_attention, 'mlp']
     if stack.cross == 'apart':
       blocks.append('cross_attention')
-      # Its keys come from the encoder, maybe of another width, without norms.
+      # The keys of cross-attention come from an encoder, which may have another
+      # width, and have no norms.
       plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
       self.encoder_decoder_attention = layers.Attention(plain)
     for block in blocks:
@@ -322,7 +323,7 @@ class Decoder(_Layers):
     tokens = self.tokens
     self.add_layers()
     if not tokens.logits_via_embedding:
-      # In float32, as in T5X: bfloat16 would add ties.
+      # The logits are in float32, as in T5X: bfloat16 would add ties.
       self.logits_dense = products.Dense(
         tokens.vocab_size, tokens.dtype, result_dtype='float32'
       )
@@ -358,7 +359,8 @@ class Decoder(_Layers):
   def empty_cache(self, batch, num_slots, keys=(), values=(), bias=None):
     """Makes a `KVCache` of `batch` rows without tokens."""
     stack = self.stack
-    relative = np.arange(2 * num_slots) - (num_slots - 1)  # slot - query
+    # Slot of the key - slot of the query.
+    relative = np.arange(2 * num_slots) - (num_slots - 1)
     heads = stack.num_kv_heads or stack.num_heads
     shape = batch, heads, stack.head_dim, num_slots
 
@@ -563,7 +565,7 @@ class Transformer(Checked, LanguageModel):
     return _init(self.shape, key)
 
   def param_shapes(self) -> Params:
-    """As `LanguageModel.param_shapes`; traces one layer of each stack."""
+    """Returns the shapes of `init`, from a trace of one layer of each stack."""
     shape = self.shape
     stacks = {'decoder': shape.decoder}
     if shape.encoder is not None:

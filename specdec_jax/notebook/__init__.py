@@ -19,8 +19,7 @@ from specdec_jax.engine.loading import Path
 from specdec_jax.engine.loading import load as load_model
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.report import record
-from specdec_jax.report.table import Table
+from specdec_jax.report import Table, record
 from specdec_jax.text.tokenizer import Vocabulary
 
 __all__ = ['Interactive', 'load']
@@ -103,7 +102,8 @@ def load(
   if dtype is None and options.get('placement') is not None:
     dtype = options['placement'].dtype
   small = None
-  if draft is not None:  # loads quickly, so that its errors come early
+  # The drafter loads quickly, so that its errors come early.
+  if draft is not None:
     small = load_model(draft, draft_network, dtype=dtype)
   large = load_model(target, network, tokenizer=tokenizer, dtype=dtype)
   return Interactive(large, small, **options)

@@ -1,4 +1,4 @@
-"""The paper's Figures 2 to 5, with measured points; Figure 1 is a `Trace`.
+"""Draws the paper's Figures 2 to 5, with measured points.
 
 The curves come from `specdec_jax.analysis`, all measured values from records of
 `measure.calls.benchmark`. Lines differ in their dashes as well as in their
@@ -16,14 +16,14 @@ import numpy as np
 
 from specdec_jax import analysis
 from specdec_jax.paper.tables import titled
+from specdec_jax.report import Record
 from specdec_jax.report.plot import PALETTE, save_plot
-from specdec_jax.report.record import Record
 
 Path = str | os.PathLike[str]
 
 _DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))
 GAMMAS = (1, 3, 5, 7, 10)
-RATES = np.linspace(0, 1, 201)  # alpha
+RATES = np.linspace(0, 1, 201)  # values of alpha
 COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
 # Up to this rate the optimum is below `MAX_GAMMA` for all `COST_RATIOS`.
 MAX_RATE, MAX_GAMMA = 0.95, 64
@@ -125,15 +125,16 @@ TARGET_ENCODER = "target's encoder"
 DRAFT_START = 'drafter reads the input'
 DRAFT = 'draft call, one token'
 TARGET = 'target call'
-# The paper's colours, as near as the palette has them, and heights.
+# Kind of a call -> its colour, which is near the paper's, and its height.
 _CALLS = {
   TARGET_ENCODER: ('#F0E442', 0.7),
   DRAFT_START: ('#E69F00', 0.42),
   DRAFT: ('#0072B2', 0.42),
   TARGET: ('#CC79A7', 0.7),
 }
-_FILLED = 0.92  # part of a call's time that is drawn; the rest is a gap
-_MOST_COUNTS = 40  # rows of more rounds have no token counts
+# A call fills this part of its time; the rest is a gap.
+_FILLED = 0.92
+_MOST_COUNTS = 40  # a row of more rounds shows no token counts
 
 
 class Call(NamedTuple):
@@ -166,7 +167,8 @@ def calls(
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
   draft_ms = ratios.get(gamma, 0.0) * median['call_1']
   parts = [(TARGET_ENCODER, median['encoder'], 0)]
-  if gamma and median['draft_encoder']:  # 0 if the drafter reads no input
+  # The time is 0 if the drafter reads no input.
+  if gamma and median['draft_encoder']:
     parts.append((DRAFT_START, median['draft_encoder'], 0))
   for count in tokens_per_round:
     parts += [(DRAFT, draft_ms, 0)] * gamma
@@ -225,7 +227,7 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
       (at - height / 2, height),
       facecolor=color,
       linewidth=0,
-      snap=False,  # with it, some of several equal calls are a pixel wider
+      snap=False,  # snapping would make some of several equal calls wider
       label=kind if spans and not at else None,
     )
   counted = [call for call in row if call.num_tokens]

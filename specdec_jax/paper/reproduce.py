@@ -19,11 +19,9 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5
 from specdec_jax.paper import plots, printed, tables
 from specdec_jax.partitioning import place
-from specdec_jax.report import record
+from specdec_jax.report import Column, Record, Table, record
 from specdec_jax.report.console import console as terminal
 from specdec_jax.report.plot import load_matplotlib
-from specdec_jax.report.record import Record
-from specdec_jax.report.table import Column, Table
 
 ITEMS = tuple(f'{kind}{i}' for kind in ('table', 'figure') for i in range(1, 6))
 _NEEDS = {
@@ -33,7 +31,7 @@ _NEEDS = {
   'figure5': ('engine', 'text', 'costs'),
 }
 _PICTURES = {'figure2', 'figure3', 'figure4', 'figure5'}
-# These show a generation, which is decoded again each time.
+# These figures show a generation, which is decoded each time.
 _NO_RECORDS = {'figure1', 'figure5'}
 
 
@@ -124,7 +122,8 @@ def reproduce(
     expected = 'a folder with records of measurements (NAME.json)'
     raise unexpected(field, expected, config.records)
   if _PICTURES & set(config.items):
-    load_matplotlib()  # fails now, not after hours of measuring
+    # A missing matplotlib fails now, not after hours of measuring.
+    load_matplotlib()
   files.make_folder(config.output_dir)
   work = _Work(config, console)
   for item in config.items:
@@ -183,7 +182,8 @@ class _Work:
 
   @functools.cached_property
   def _engine(self) -> Engine:
-    assert self.config.engine is not None  # `_NEEDS`
+    # `__post_init__` has checked the field.
+    assert self.config.engine is not None
     return self.config.engine()
 
   def _figure(self, name: str, meaning: str) -> pathlib.Path:
@@ -227,14 +227,16 @@ class _Work:
     plots.plot_figure4(path, records)
 
   def figure5(self):
-    # The benchmark's table is of random ids, but the figure is of the text.
+    # The benchmark's table is not shown: it is of random ids, the figure of a
+    # text.
     quiet = rich.console.Console(quiet=True)
-    assert self.config.costs is not None  # checked before, see `_NEEDS`
+    # `__post_init__` has checked the field.
+    assert self.config.costs is not None
     costs = benchmark(self.config.costs, quiet)
     runs = {}
     for gamma in (row['gamma'] for row in costs['gammas']):
-      shown = self._engine.trace(self.config.text, gamma=gamma)
-      runs[gamma] = [len(each.kept) for each in shown.rounds]
+      trace = self._engine.trace(self.config.text, gamma=gamma)
+      runs[gamma] = [len(x.kept) for x in trace.rounds]
     runs[0] = [1] * sum(runs[gamma])
     path = self._figure('figure5.png', 'Figure 5: calls over time')
     plots.plot_figure5(path, runs, costs)
@@ -242,7 +244,7 @@ class _Work:
 
 
 def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
-  """Returns the numbers of Figure 5, see `plots.plot_figure5`."""
+  """Returns a table with the numbers of Figure 5, see `plots.plot_figure5`."""
   ends = {g: plots.calls(g, runs[g], costs)[-1].end_ms for g in runs}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
   notes = [COSTS_NOTE, 'ms and speed-up: of what is drawn, for this text.']
@@ -283,7 +285,7 @@ def suite_records(
     ValueError: the folder has a record with other settings.
   """
   suite = config.suite
-  assert suite is not None  # `_NEEDS`
+  assert suite is not None  # `__post_init__` has checked the field
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)

@@ -23,7 +23,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.paper.speculative_execution import settle
 from specdec_jax.verify import check_lenience
 
-MAX_SAMPLES = 10**8  # four bytes each
+MAX_SAMPLES = 10**8  # a sample takes four bytes
 # A correct `verify` fails the check for one seed in a million.
 ALPHA = 1e-6
 _CHUNK_ENTRIES = 1 << 21  # probabilities that are processed together

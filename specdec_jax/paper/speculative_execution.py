@@ -155,7 +155,7 @@ def speculate_in_threads(
       return Outcome(early.result(), guess, True)
     return Outcome(g(int(sample)), int(sample), False)
   finally:
-    early.cancel()  # does nothing if it has begun
+    early.cancel()  # a call that has begun goes on
 
 
 def settle(

@@ -1,4 +1,4 @@
-"""The paper's tables: its values beside predicted and measured ones.
+"""Makes the paper's tables, with predicted and measured values beside its own.
 
 Every value that was measured with forced acceptance is marked, in its row and
 in the title: weights were random, and so was the acceptance of proposals.
@@ -25,7 +25,7 @@ _FORMS = {
   'alpha of the run': '.3f',
 }
 Row = Mapping[str, Cell]
-Measured = Sequence[Mapping[str, Any]]  # rows of records
+Measured = Sequence[Mapping[str, Any]]  # the rows of records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Comparison:
     measured = [row for row in self.rows if row['measured'] is not None]
     rows = measured or self.rows
     notes = []
-    if others := len(self.rows) - len(measured):
+    if missing := len(self.rows) - len(measured):
       notes.append(
-        f'{others} of {len(self.rows)} rows not measured: {self.missing}.'
+        f'{missing} of {len(self.rows)} rows not measured: {self.missing}.'
       )
     ratios: list[Any] = [row[_RATIO] for row in measured if row[_RATIO]]
     if ratios:
@@ -60,7 +60,7 @@ class Comparison:
         f' {statistics.median(ratios):.2f}, from {min(ratios):.2f} to'
         f' {max(ratios):.2f}.'
       )
-    names = max(rows, key=len)  # a row may lack details
+    names = max(rows, key=len)  # some rows may lack columns of details
     columns = [Column(name, _FORMS.get(name, '')) for name in names]
     forced: list[Any] = [row[_FORCED] for row in rows]
     body = [[row.get(name) for name in names] for row in rows]
@@ -138,7 +138,7 @@ def write(
     output_dir: the folder, which exists.
     comparisons: in the order of the report.
     machines: `record.where` of the machines that measured.
-    figures: file name in `output_dir` -> what the figure shows.
+    figures: file name in `output_dir` -> title of the figure.
 
   Raises:
     OSError: the file cannot be written.
@@ -250,7 +250,8 @@ def table3(measured: Measured) -> Comparison:
       of the paper gets the paper's value.
   """
   rows = _rates(
-    [row for row in measured if row['lenience'] == 1],  # see Table 5
+    # Table 5 has the other rows.
+    [row for row in measured if row['lenience'] == 1],
     {tuple(row[:3]): row.acceptance_rate for row in printed.TABLE3},
     _RATE_COLUMNS,
     {'proposes': 'proposes', 'tokens': 'num_tokens'},

@@ -1,1 +1,7 @@
-"""Consoles, tables, records and plots: how results are shown and kept."""
+"""Shows results on a console, and keeps them: tables, records, plots."""
+
+from specdec_jax.report.console import bar, say
+from specdec_jax.report.record import Record
+from specdec_jax.report.table import Column, Table
+
+__all__ = ['Column', 'Record', 'Table', 'bar', 'say']

@@ -1,6 +1,6 @@
-"""The console: sentences, and progress as a bar or as lines.
+"""Prints sentences and progress.
 
-Progress is a bar on a terminal, and elsewhere a line on stderr now and then.
+On a terminal progress is a bar, elsewhere a line on stderr now and then.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import rich.console
 import rich.progress
 
-_NO_EDGE = 10_000  # characters; wider than any output
-_TOGETHER_S = 0.1  # steps within this time come together
-EVERY_S = 20.0  # between two lines of progress
+_NO_EDGE = 10_000  # this width, in characters, is wider than any output
+_TOGETHER_S = 0.1  # steps within this time count as simultaneous
+EVERY_S = 20.0  # a line of progress is printed at this interval
 
 
 def say(console: rich.console.Console, sentence: str) -> None:
@@ -40,7 +40,7 @@ def console() -> rich.console.Console:
 def _lines(describe: Callable[[], str]) -> Iterator[None]:
   """Prints the progress each `EVERY_S`, while the block runs.
 
-  A thread does so, because a step may be a compilation of minutes.
+  A thread prints, because a step may be a compilation of minutes.
   """
   begin = time.monotonic()
   ended = threading.Event()
@@ -73,7 +73,8 @@ def bar(
   text, steps, *_ = rich.progress.Progress.get_default_columns()
   counters = [steps, rich.progress.TextColumn('{task.fields[pace]}')]
   progress = rich.progress.Progress(
-    rich.progress.SpinnerColumn(),  # it moves while the first step compiles
+    # The spinner moves while the first step compiles.
+    rich.progress.SpinnerColumn(),
     text,
     *(counters if total else ()),
     rich.progress.TimeElapsedColumn(),
@@ -97,7 +98,7 @@ def bar(
   def advance(count: float = 1) -> None:
     nonlocal first_time, first_steps
     progress.advance(number, count)
-    # Programs are compiled before the first steps, which may come together.
+    # The time starts here, because programs are compiled before the first step.
     first_time = first_time or time.monotonic()
     if time.monotonic() - first_time < _TOGETHER_S:
       first_steps = task.completed

@@ -19,7 +19,8 @@ _STYLE = {
   'axes.spines.right': False,
   'axes.spines.top': False,
   'axes.titlesize': 'medium',
-  'font.family': 'DejaVu Sans',  # comes with matplotlib: the same everywhere
+  # Matplotlib brings this font, so it is the same everywhere.
+  'font.family': 'DejaVu Sans',
   'font.size': 10.0,
   'grid.color': '#E3E3E3',
   'legend.frameon': False,
@@ -50,7 +51,7 @@ def save_plot(
   with matplotlib.rc_context():
     matplotlib.rcdefaults()
     matplotlib.rcParams.update(_STYLE)
-    # Without pyplot, which would look for a window system and keep state.
+    # Pyplot would look for a window system, and keep state.
     figure = matplotlib.figure.Figure(figsize=size, layout='constrained')
     draw(figure)
     figure.savefig(stream, format='png', dpi=_DPI, metadata={'Software': None})

@@ -1,6 +1,6 @@
-"""Records: JSON files of measurements, and how a measurement begins and ends.
+"""Begins and ends measurements, whose records are JSON files.
 
-A record is a dict: `kind` and `version`, its results and settings, `machine`.
+A record is a dict with `kind`, `version`, settings, results, and `machine`.
 """
 
 import os
@@ -28,17 +28,16 @@ VERSION = 1
 
 def describe() -> dict[str, Any]:
   """Returns device, cores, versions and load of this machine."""
-  device = jax.devices()[0]
-  is_cpu = device.platform == 'cpu'
+  kind = jax.default_backend()
   return {
-    'device': backend.cpu_name() if is_cpu else device.device_kind,
-    'platform': device.platform,
+    'device': backend.device_name(),
+    'platform': kind,
     'devices': jax.device_count(),
     'cores': backend.num_cores(),
-    **({'isa': backend.instruction_set()} if is_cpu else {}),
+    **({'isa': backend.instruction_set()} if kind == 'cpu' else {}),
     'jax': jax.__version__,
     'python': platform.python_version(),
-    # The mean number of running processes in the last minute, with this one.
+    # The mean number of running processes in the last minute.
     'load_average': (
       round(os.getloadavg()[0], 2) if hasattr(os, 'getloadavg') else None
     ),
@@ -46,7 +45,7 @@ def describe() -> dict[str, Any]:
 
 
 def seconds_since_start() -> float | None:
-  """Seconds since this process began, imports included; None if unknown."""
+  """Returns the time since this process began; None if it is unknown."""
   stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
   if not (stat.exists() and uptime.exists()):
     return None  # only Linux has these files
@@ -138,7 +137,7 @@ def begin(
   input_file: object = None,
   plot_file: str | None = None,
 ) -> rich.console.Console:
-  """Begins a measurement: checks its outputs, says how its input is read.
+  """Begins a measurement: checks its files, and prints how its input is read.
 
   Args:
     console: shows the measurement; None uses standard output.
@@ -166,7 +165,7 @@ def finish(
   output_file: str | None,
   console: rich.console.Console,
   record: Mapping[str, Any],
-  *shown: Table | str,
+  *parts: Table | str,
 ) -> None:
   """Ends a measurement: writes its record, then shows it.
 
@@ -176,7 +175,7 @@ def finish(
     output_file: file of the record; None writes none.
     console: shows the tables and sentences.
     record: the record.
-    *shown: tables and sentences.
+    *parts: tables and sentences.
 
   Raises:
     OSError: the file cannot be written.
@@ -185,7 +184,7 @@ def finish(
     if output_file:
       files.write_json(output_file, record)
   finally:
-    for part in shown:
+    for part in parts:
       if isinstance(part, str):
         consoles.say(console, part)
       else:

@@ -1,4 +1,4 @@
-"""One table class for all outputs: console, Markdown and JSON.
+"""A table that can be printed, or written as Markdown or JSON.
 
 A cell is text, a number, or None for a value that was not measured. Numbers
 stay numbers until they are shown, in the format of their column.
@@ -8,7 +8,7 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import rich.console
 import rich.measure
@@ -29,12 +29,10 @@ class Column:
   Attributes:
     header: name of the column.
     form: format of numbers, such as '.2f'; '' shows three digits of a float.
-    align: 'right', or '' to align columns of numbers right.
   """
 
   header: str
   form: str = ''
-  align: Literal['right', ''] = ''
 
   def text(self, cell: Cell) -> str:
     """Formats a cell."""
@@ -53,7 +51,7 @@ class Table:
 
   Attributes:
     title: title above the table, or ''.
-    columns: a `Column` or a header each.
+    columns: the columns, each a `Column` or only its header.
     rows: rows with a cell for each column.
     notes: sentences below the table.
 
@@ -103,11 +101,9 @@ class Table:
 
   @property
   def _is_right(self) -> list[bool]:
-    """Whether each column is aligned right."""
-    return [
-      bool(column.align) or all(_NUMBER.fullmatch(row[i]) for row in self.texts)
-      for i, column in enumerate(self._columns)
-    ]
+    """Whether each column is aligned right, as those of numbers are."""
+    columns = range(len(self.columns))
+    return [all(_NUMBER.fullmatch(x[i]) for x in self.texts) for i in columns]
 
   def markdown(self) -> str:
     """Returns the table as Markdown, without title and notes."""

@@ -21,7 +21,7 @@ from specdec_jax.types import Array
 FREE = 0
 FEW = 32  # the most edges of a state whose tokens are listed, without a bit set
 _WORD = 32
-NONE = -1  # marks a state without a row of bits, and a row without a token
+NONE = -1  # marks a state without a row of bits, and a missing token
 _LEAST_STATES, _LEAST_EDGES, _LEAST_ROWS = 1 << 12, 1 << 18, 1 << 8
 _STEP = 4  # the factor from one size of a table to the next
 
@@ -204,7 +204,7 @@ def joined(
   bits, only = [packed(np.ones((1, vocab_size), bool))], [np.array([NONE])]
 
   def add(part: Automaton, first: int, begin: int) -> None:
-    """Appends the states of a part from `first` on; `begin` is their number."""
+    """Appends a part's states from `first` on, numbered from `begin` on."""
     rows = part.bits_of[first:]
     bits_of.append(np.where(rows < 0, NONE, rows + sum(map(len, bits))))
     bits.append(part.bits)

@@ -11,8 +11,9 @@ from specdec_jax.rules import automata, languages
 from specdec_jax.rules.automata import Automaton, ByBytes, ById
 from specdec_jax.rules.languages import Dfa, Language
 
-SECONDS = 3.5  # of processor time in which an automaton must be made
-_MOST_BITS = 1 << 30  # distinct rows of allowed tokens, times the vocabulary
+# An automaton must be made in so much processor time.
+SECONDS = 3.5
+_MOST_BITS = 1 << 30  # the limit of (different rows of allowed tokens) * V
 _CHUNK = 1 << 25
 
 
@@ -184,9 +185,9 @@ class Vocabulary:
     kinds = dfa.classes[np.searchsorted(dfa.cuts, range(256), 'right') - 1]
     is_alive = self._alive(dfa, kinds)
     if not is_alive[dfa.start]:
-      text = bytes(language.shortest() or b'').decode()
+      text = bytes(language.shortest() or b'').decode()[self.begins_blank :]
       raise unwritable(name, text, self.missing(text))
-    # States of one block allow the same tokens.
+    # The states of a block allow the same tokens.
     block = languages.blocks(
       dfa.step.T, is_alive.astype(np.int64), self._bytes.shape[1]
     )
@@ -234,7 +235,8 @@ class Vocabulary:
     if len([word for word in self._words if len(word) == 1]) == 256:
       return np.arange(size) > 0
     accepting = np.flatnonzero(dfa.accepting)
-    # From the end to accepting states, and from each state to those before it.
+    # Edges go backwards: from an end state to the accepting ones, and from each
+    # state to those before it.
     edges = [(np.full_like(accepting, size), accepting)]
     tree = self._tree(kinds, self._elements)
     for _, nodes, walks in _walked(dfa, tree, np.arange(size)):

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_STATES = 1 << 16
-MOST_POSITIONS = 1 << 17  # states of a nondeterministic automaton
-_MOST_CELLS = 1 << 23  # states times classes of symbols
-_MOST_MEMBERS = 1 << 21  # positions in the sets that become states
+MOST_POSITIONS = 1 << 17  # the most states of a nondeterministic automaton
+_MOST_CELLS = 1 << 23  # the limit of (states) * (classes of symbols)
+# The most positions in all sets together that become states.
+_MOST_MEMBERS = 1 << 21
 
-Intervals = tuple[tuple[int, int], ...]  # first and last symbol of each
+# The first and the last symbol of each interval.
+Intervals = tuple[tuple[int, int], ...]
 _NEWLINE: Intervals = ((10, 10),)
 _TOP = 0x110000
 _deadline = contextvars.ContextVar('deadline', default=math.inf)
@@ -32,9 +34,13 @@ _deadline = contextvars.ContextVar('deadline', default=math.inf)
 class TooLarge(ValueError):
   """An automaton has more states, or takes longer to make, than is allowed."""
 
+  expected = 'what makes a smaller automaton'
+
 
 class NotFollowed(ValueError):
   """A regex is invalid, or has parts that automata do not support."""
+
+  expected = 'a regex of Python that an automaton can follow'
 
 
 @contextlib.contextmanager
@@ -54,9 +60,9 @@ def check_time() -> None:
 
 
 def check_size(size: int, most: int, what: str) -> None:
-  """Raises TooLarge if `size` is above `most`; `what` names the counted."""
+  """Raises TooLarge if `size`, a number of `what`, is above `most`."""
   if size > most:
-    raise TooLarge(f'its automaton has more than {most} {what}')
+    raise TooLarge(f'it has more than {most} {what}')
 
 
 class Dfa(NamedTuple):
@@ -298,11 +304,12 @@ EMPTY = concat(())
 NOTHING = union(())
 
 
-# Determinising and minimising.
+# These functions make automata deterministic and minimal.
 
 # Two more classes of symbols: the begin or end of a text, and a final '\n'.
 _EDGE, _LAST_NEWLINE = -1, -2
-_B_IN_NOTHING = re.match(r'\B', '') is not None  # True from Python 3.14 on
+# Python 3.14 and later find a match.
+_B_IN_NOTHING = re.match(r'\B', '') is not None
 
 
 def _holds(anchor: str, inside: set[int], before: int, after: int) -> bool:
@@ -423,7 +430,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
       check_time()
     accepting.append(is_end or 0 in through(subset, before, _EDGE))
     following: list[set[int]] = [set() for _ in kinds]
-    ends = set[int]()  # the newline's class, if a text may end with it
+    ends = set[int]()  # holds the newline's class if a text may end with one
     if not subset.isdisjoint(guarded):
       following = [{*behind(through(subset, before, x), x)} for x in kinds]
       for kind in newline:
@@ -447,7 +454,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
 def _classes(
   labels: list[Intervals],
 ) -> tuple[np.ndarray, np.ndarray, list[set[int]]]:
-  """Classes of symbols that are in the same labels.
+  """Makes classes of the symbols that belong to the same labels.
 
   Returns:
     `cuts` and `classes` of a `Dfa`, and the classes of each label.
@@ -490,7 +497,7 @@ def _minimal(dfa: Dfa) -> Dfa:
 def blocks(
   columns: np.ndarray, kinds: np.ndarray, most: int | None = None
 ) -> np.ndarray:
-  """Numbers of states, int[N], that are the same where states are equal.
+  """Numbers the states, int[N]; equal states have the same number.
 
   States are told apart by where they lead; only those that lead to a state
   whose number has changed are looked at again.
@@ -530,7 +537,7 @@ def blocks(
   return block
 
 
-# Spelling characters by bytes: as UTF-8, or in a string of JSON.
+# These functions spell characters by bytes: as UTF-8, or in a string of JSON.
 
 # Rows of a table: the first and last character of a range, a base, and the
 # choices for each byte of the spelling. The bytes are the digits of the number
@@ -548,25 +555,14 @@ _UTF8: _Table = (
 _RAW = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F))
 _LONG = ((0, 7), (11, 11), (14, 31), (0x7F, 0xD7FF), (0xE000, 0xFFFF))
 _UNIT = (b'\\', b'u', _HEX, _HEX, _HEX, _HEX)
+_HIGH = (*_UNIT[:2], b'd', b'89ab', *_UNIT[4:])  # the first of two surrogates
+_LOW = (*_UNIT[:2], b'd', b'cdef', *_UNIT[4:])
 _JSON: _Table = (
   *((low, high, 0, _UTF8[0][3]) for low, high in _RAW),
   *_UTF8[1:],
   *((char, char, char, (b'\\', bytes([x]))) for char, x in _SHORT),
   *((low, high, 0, _UNIT) for low, high in _LONG),
-  (
-    *(0x10000, 0x10FFFF, 0x10000),
-    (
-      *_UNIT[:2],
-      b'd',
-      b'89ab',
-      _HEX,
-      _HEX,
-      *_UNIT[:2],
-      b'd',
-      b'cdef',
-      *_UNIT[4:],
-    ),
-  ),
+  (0x10000, 0x10FFFF, 0x10000, _HIGH + _LOW),
 )
 
 
@@ -624,7 +620,7 @@ def json_string(values: Language) -> Language:
   return concat([quote, _spelled(values, _JSON), quote])
 
 
-# Regexes, parsed by Python's own parser.
+# These functions read regexes with Python's own parser.
 
 _BEGINNINGS = (_constants.AT_BEGINNING_STRING, _constants.AT_BEGINNING)
 _LOOKAHEADS = (_constants.ASSERT, _constants.ASSERT_NOT)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
@@ -17,13 +18,14 @@ from specdec_jax.rules.schema import language_of
 from specdec_jax.rules.tokens import Rules
 from specdec_jax.types import Count
 
-_REMEMBERED = 16  # automata that an engine keeps
+_REMEMBERED = 16  # an engine keeps the automata of the last so many constraints
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
 _DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # the least padded length of a sequence, and of a list of them
 _MOST_WORDS = 4096  # the most bad words, and the most sequences with a bias
-_MOST_IN_WORDS = 1 << 16  # ids of a row's words, padded to the longest
-_Added = Annotated[float, Bound(-100, 100)]  # is added to a logit
+# The most ids of a row's words, each padded to the longest.
+_MOST_IN_WORDS = 1 << 16
+_Added = Annotated[float, Bound(-100, 100)]  # a number that is added to a logit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,12 +103,13 @@ class RuleOptions:
       values = getattr(self, name)
       if values is None or name == 'bad_words' and not len(values):
         continue
-      if not len(values) or not all(map(len, filter(_has_length, values))):
+      lengths = [len(x) for x in values if hasattr(x, '__len__')]
+      if not len(values) or 0 in lengths:
         raise unexpected(name, 'no empty entry, and at least one', values)
 
   @property
   def rules(self) -> dict[str, Any]:
-    """Those of these fields that differ from their defaults."""
+    """The rules that are set: name -> value."""
     fields = dataclasses.fields(RuleOptions)
     values = ((field, getattr(self, field.name)) for field in fields)
     return {f.name: value for f, value in values if value != f.default}
@@ -170,6 +173,23 @@ class RowRules(NamedTuple):
       if (token := getattr(self, name)) >= 0:
         values[name] = np.asarray(token, np.int32)
     return values
+
+  @property
+  def sizes(self) -> Any:
+    """A key: rows that share it get arrays of the same shapes by `ruling_of`.
+
+    It is made without these arrays, but for the tables of an automaton, which
+    are kept.
+    """
+    longest = max((len(ids) for ids, _ in self.sequences), default=0)
+    lengths = len(self.sequences), longest, len(self.begin_suppress)
+    sizes = [length and _power(length) for length in lengths]
+    are_on = self.bias is not None, self.forced_end >= 0
+    shapes: Any = ()
+    if self.automaton is not None:
+      tables, _ = automata.joined((self.automaton,), self.vocab_size)
+      shapes = tables.by_id is None, *map(np.shape, jax.tree.leaves(tables))
+    return frozenset(self.numbers), *sizes, *are_on, *shapes
 
   def allows(self, ids: Sequence[int]) -> bool:
     """Returns whether an output may begin with ids, its automaton aside."""
@@ -252,7 +272,7 @@ class RuleBook:
   def _check_possible(
     self, options: RuleOptions, row: RowRules, stop_ids: Sequence[int]
   ) -> None:
-    """Raises ValueError for rules that exclude every output, as far as it sees.
+    """Raises ValueError for rules that are seen to exclude every output.
 
     It checks each choice as a whole; without choices, the first token.
     """
@@ -260,9 +280,8 @@ class RuleBook:
     others = [name for name in options.rules if name not in of_constraints]
     if not others:
       return
-    choices = options.choices
-    if choices is not None:
-      ids = [self._encoded('choices', choice) for choice in choices]
+    if (choices := options.choices) is not None:
+      ids = [self.encoded('choices', choice) for choice in choices]
       is_possible = any(row.allows([*x, *stop_ids[:1]]) for x in ids)
     else:
       firsts = np.arange(self._vocab_size)
@@ -326,7 +345,7 @@ class RuleBook:
     """Makes the automaton of a constraint and its stop ids, given as JSON."""
     choices, pattern, schema, blanks, stop_ids = json.loads(key)
     if choices is not None:
-      ids = [self._encoded('choices', choice) for choice in choices]
+      ids = [self.encoded('choices', choice) for choice in choices]
       return constraints.of_choices(ids, stop_ids, self._vocab_size)
     name, value = 'regex', pattern
     if pattern is None:
@@ -338,25 +357,21 @@ class RuleBook:
         else:
           language = languages.in_bytes(languages.regex(pattern))
         return self._vocabulary.automaton(name, language, stop_ids)
-    except languages.TooLarge as error:
-      expected = 'what makes a smaller automaton'
-      raise unexpected(name, expected, value, f'({error})') from error
-    except languages.NotFollowed as error:
-      expected = 'a regex of Python that an automaton can follow'
-      raise unexpected(name, expected, value, f'({error})') from error
+    except (languages.TooLarge, languages.NotFollowed) as error:
+      raise unexpected(name, error.expected, value, f'({error})') from error
 
-  def _encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
+  def encoded(self, name: str, text: str | Sequence[int]) -> list[int]:
     """Returns the ids of a text; ids are checked and returned as they are.
 
     Raises:
-      ValueError: the vocabulary has no tokens for some of its characters.
+      ValueError: its tokens are those of another text, blanks aside, since the
+        vocabulary has none for some of its characters.
     """
     if not isinstance(text, str):
       return self._ids(name, text)
     ids = self._tokenizer.encode(text)
-    missing = self._vocabulary.missing(text)
-    if missing and not {*missing} <= {*self._tokenizer.decode(ids)}:
-      raise constraints.unwritable(name, text, missing)
+    if self._tokenizer.decode(ids).split() != text.split():
+      raise constraints.unwritable(name, text, self._vocabulary.missing(text))
     return ids
 
   @functools.cached_property
@@ -399,7 +414,7 @@ def ruling_of(
 
 
 def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
-  """Stacks one field of all rows, padded in front by the value that is off."""
+  """Stacks one field of all rows, padded in front by the field's off value."""
   arrays = [value for value in values if value is not None]
   sizes = np.max([array.shape for array in arrays], axis=0).astype(int).tolist()
   if name != 'bias':
@@ -410,10 +425,6 @@ def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
       places: Any = [slice(-size, None) for size in value.shape]
       table[(row, *places)] = value
   return table
-
-
-def _has_length(value: Any) -> bool:
-  return hasattr(value, '__len__')
 
 
 def _power(size: int) -> int:

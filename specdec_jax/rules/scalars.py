@@ -8,7 +8,8 @@ from decimal import Decimal
 from specdec_jax.rules import languages
 from specdec_jax.rules.languages import Language, concat
 
-MOST_RESIDUES = 2_000  # the largest `multipleOf`: its automaton has residues
+# The largest `multipleOf`; its automaton has a state per residue.
+MOST_RESIDUES = 2_000
 
 _WHOLE = r'(?:0|[1-9][0-9]*)'
 # Numbers that a schema bounds: no exponent, and no zeros after the last digit.
@@ -75,7 +76,7 @@ FORMATS = {
 }
 
 
-# These mean something else in ECMA-262 than in Python.
+# `\s` and `\S` mean something else in ECMA-262 than in Python.
 _BLANKS = r'\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff'
 _NO_BLANKS = (
   r'\0-\x08\x0e-\x1f!-\x9f\u00a1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e'
@@ -133,7 +134,7 @@ def _sizes_above(bound: Decimal) -> Language:
   part = part.rstrip('0')
 
   def higher(digits: str, rest: str) -> list[str]:
-    """Digits of which one is higher where those before are the same."""
+    """Returns regexes: one digit is higher, and those before it are equal."""
     return [
       f'{digits[:i]}[{int(digit) + 1}-9]{rest.format(len(digits) - i - 1)}'
       for i, digit in enumerate(digits)
@@ -148,7 +149,10 @@ def _sizes_above(bound: Decimal) -> Language:
 
 
 def multiples(divisor: int) -> Language:
-  """Texts of the multiples of a whole number; a node is a residue."""
+  """Returns the texts of the multiples of a whole number.
+
+  A node of the graph is the remainder of the digits so far.
+  """
 
   def following(residue: int) -> Iterator[tuple[Language, int]]:
     for digit in range(10):

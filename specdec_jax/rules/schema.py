@@ -23,9 +23,9 @@ from specdec_jax.rules import languages, scalars, subschemas
 from specdec_jax.rules.languages import EMPTY, NOTHING, Language
 from specdec_jax.rules.subschemas import Schema
 
-MOST_RECURSION = 3  # how often `$ref` may enter a schema within itself
-MOST_NESTING = 4  # depth of arrays and objects where any value is allowed
-MOST_UNORDERED = 12_000  # states of an object with keys in any order
+MOST_RECURSION = 3  # `$ref` may enter a schema within itself so often
+MOST_NESTING = 4  # the depth of arrays and objects where any value is allowed
+MOST_UNORDERED = 12_000  # the most states of an object with keys in any order
 # The blank after a comma or colon, and the regex of blanks around these and
 # inside brackets.
 BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
@@ -44,10 +44,10 @@ _FULL['boolean'] = languages.words(['false', 'true'])
 _FULL['number'] = scalars.ANY_NUMBER
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-# Brackets in each other: each takes ten of the 1,000 calls that Python allows,
-# and NumPy says something else where a call is one too many.
+# The most brackets in each other. Each takes ten of the 1,000 nested calls that
+# Python allows; with one call too many NumPy raises another error.
 _MOST_DEPTH = 64
-_Member = tuple[Language, Language]  # key and value
+_Member = tuple[Language, Language]  # the languages of a key and its value
 _Schemas = tuple[Any, ...]  # schemas that all apply to a value
 _Entered = tuple[str, ...]  # schemas entered on the path to a value, sorted
 
@@ -73,9 +73,8 @@ def language_of(
     raise unexpected('json_schema', 'JSON', schema, f'({error})') from error
   brackets = re.findall(r'[][{}]', _QUOTED.sub('', text))
   depths = itertools.accumulate(1 if x in '[{' else -1 for x in brackets)
-  if max(depths, default=0) > _MOST_DEPTH:
-    expected = f'a nesting of at most {_MOST_DEPTH}'
-    raise unexpected('json_schema', expected, schema)
+  depth = max(depths, default=0)
+  languages.check_size(depth, _MOST_DEPTH, 'levels of nesting')
   language = _Texts(blanks).language((subschemas.checked(text),), ())
   if language.is_empty:
     raise unexpected('json_schema', 'a schema that has a value', schema)
@@ -115,7 +114,7 @@ class _Texts:
         parts.append(self._object(applied, inside))
     return languages.union(dict.fromkeys(parts))
 
-  # Branches.
+  # These methods split schemas into branches.
 
   def _branches(
     self, schemas: _Schemas, entered: _Entered
@@ -185,10 +184,10 @@ class _Texts:
         lists.append([_derived(schema, enum=plain), *nested])
     return tuple(lists)
 
-  # Arrays and objects.
+  # These methods make the graphs of arrays and objects.
 
   def _array(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
-    """Returns the texts of arrays; a node of the graph is an item's index."""
+    """Returns the texts of arrays; nodes of the graph are indices of items."""
     least = max(_counts(schemas, 'minItems'), default=0)
     most = min(_counts(schemas, 'maxItems'), default=math.inf)
     last = max(
@@ -206,7 +205,7 @@ class _Texts:
     return self._open['['] + items + self._close[']']
 
   def _object(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
-    """Returns the texts of objects; a node of the graph is the keys so far.
+    """Returns the texts of objects; nodes of the graph are the keys so far.
 
     Keys may come in any order. In a large object the keys that the schema names
     come in its order, and the others after them; then a node of the graph is
@@ -287,7 +286,13 @@ class _Texts:
   def _split(
     self, schema: Schema, name: str | None, keys: Language
   ) -> list[tuple[Language, _Schemas]]:
-    """Splits keys by the schemas of their values; name: the key, if one."""
+    """Splits keys by the schemas of their values.
+
+    Args:
+      schema: the schema of an object.
+      name: the only key in `keys`; None for the keys that no schema names.
+      keys: the keys to split.
+    """
     if 'propertyNames' in schema:
       keys &= self._names(schema['propertyNames'])
     properties = schema.get('properties', {})
@@ -308,7 +313,8 @@ class _Texts:
 
 def _is_open(schema: Any) -> bool:
   """Returns whether a schema allows every value."""
-  return schema is True or isinstance(schema, Schema) and schema.says_nothing
+  is_schema = isinstance(schema, Schema)
+  return schema is True or is_schema and schema.keys() <= subschemas.NOTES
 
 
 def _with(entered: _Entered, name: str) -> _Entered:

@@ -13,11 +13,11 @@ from urllib.parse import unquote
 
 from specdec_jax.checks.fields import Bound, check_type, unexpected
 from specdec_jax.rules import scalars
-from specdec_jax.rules.languages import check_time
+from specdec_jax.rules.languages import check_size, check_time
 
-MOST_CHARACTERS = 1 << 22  # of a schema's JSON
+MOST_CHARACTERS = 1 << 22  # the most characters of a schema's JSON
 MOST_SUBSCHEMAS = 10_000
-MOST_LENGTH = 100_000  # bound of minLength, maxItems and the other counts
+MOST_LENGTH = 100_000  # the limit of minLength, maxItems and the other counts
 _MOST_DIGITS = 400
 
 TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
@@ -31,14 +31,14 @@ _DICTS = ['properties', 'patternProperties', '$defs', 'definitions']
 _COUNTS = [x + y for x in ('min', 'max') for y in ('Length', 'Items')]
 _COUNTS += ['minProperties', 'maxProperties']
 BOUNDS = {'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'}
-_NOTES = {
+NOTES = {  # they say nothing of values
   *'$comment title description default example examples deprecated'.split(),
   *'readOnly writeOnly contentEncoding contentMediaType'.split(),
   *('contentSchema', 'discriminator', '$id', '$schema', '$defs', 'definitions'),
 }
 _Type = Literal[(*TYPES, 'integer')]  # type: ignore[valid-type]
 _HINTS: dict[str, Any] = {
-  **dict.fromkeys({*_WITHIN, *_NOTES, 'const'}, Any),
+  **dict.fromkeys({*_WITHIN, *NOTES, 'const'}, Any),
   **dict.fromkeys(_LISTS, Annotated[Sequence[Any], Bound(1)]),
   **dict.fromkeys(_DICTS, Mapping[str, Any]),
   **dict.fromkeys(_COUNTS, Annotated[int, Bound(0, MOST_LENGTH)]),
@@ -69,11 +69,6 @@ class Schema(dict):
   parts: tuple[tuple[str, Any], ...] = ()
   is_recursive = False
 
-  @property
-  def says_nothing(self) -> bool:
-    """Whether it has no keyword that says something of values."""
-    return self.keys() <= _NOTES
-
   def refusal(self, keyword: str, expected: str) -> ValueError:
     """Returns the error of a keyword whose value is not followed."""
     name = f'json_schema: {keyword} at {self.at}'
@@ -84,11 +79,9 @@ def checked(text: str) -> Schema | bool:
   """Returns the schema of a JSON text.
 
   Raises:
-    ValueError: it is none, or it has what is not followed.
+    ValueError: it is none, is too large, or has what is not followed.
   """
-  if len(text) > MOST_CHARACTERS:
-    expected = f'at most {MOST_CHARACTERS} characters'
-    raise unexpected('json_schema', expected, text)
+  check_size(len(text), MOST_CHARACTERS, 'characters')
   try:
     root = json.loads(
       text, object_hook=Schema, parse_float=_number, parse_constant=_number
@@ -110,9 +103,7 @@ def checked(text: str) -> Schema | bool:
       below = list(_below(schema))
       schema.parts = tuple((keyword, part) for keyword, part, _ in below)
       todo += [(part, at) for _, part, at in below]
-    if len(places) + len(todo) > MOST_SUBSCHEMAS:
-      expected = f'at most {MOST_SUBSCHEMAS} subschemas'
-      raise unexpected('json_schema', expected, text)
+    check_size(len(places) + len(todo), MOST_SUBSCHEMAS, 'subschemas')
   if isinstance(root, Schema):
     _follow_references(root, places)
   return root
@@ -163,7 +154,7 @@ def _follow_references(root: Schema, places: dict[str, Any]) -> None:
       place = unquote(schema['$ref'].removeprefix(root.get('$id', '')))
       if place not in places:
         raise schema.refusal('$ref', 'a part of this schema, as "#/$defs/name"')
-      if is_old and schema.keys() - _NOTES != {'$ref'}:
+      if is_old and schema.keys() - NOTES != {'$ref'}:
         raise schema.refusal('$ref', 'nothing beside it in this draft')
       schema.parts = (*schema.parts, ('$ref', places[place]))
   is_within = functools.cache(_is_within)

@@ -99,7 +99,7 @@ class Ruling:
     return of_rows(self.rules, self.automata, prefix, logits)
 
   def longer(self, prefix: Prefix, token: jax.Array) -> Prefix:
-    """Prefixes of any shape with one token more each, int32[...]."""
+    """Appends a token, int32[...], to each of the prefixes."""
     is_place = jnp.arange(prefix.tokens.shape[-1]) == prefix.length[..., None]
     tokens = jnp.where(is_place, token[..., None], prefix.tokens)
     state = self.next_state(prefix.state, token)
@@ -208,7 +208,9 @@ def _ends_with(prefix: Prefix, ids: jax.Array) -> jax.Array:
 def _continued(
   source: jax.Array, length: Any, prefix: Prefix, size: Any
 ) -> jax.Array:
-  """Returns the ids that would complete an n-gram of `source`; else -1, [W].
+  """Returns the ids that would complete an n-gram of `source`, int32[W].
+
+  Places without such an id have -1.
 
   Args:
     source: int32[W], `length` tokens.

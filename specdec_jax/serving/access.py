@@ -1,4 +1,4 @@
-"""Who may use a server: names, keys, and pages of other sites."""
+"""Decides whether a request may use a server: by its host, key and site."""
 
 import hashlib
 import hmac
@@ -12,7 +12,7 @@ class Access:
   """Decides whether a request is answered at all."""
 
   def __init__(self, settings: ServeSettings, keys: Sequence[str]):
-    """Takes the settings, and the keys; without any, no request needs one."""
+    """Takes the settings and the keys; without keys, no request needs one."""
     self._settings = settings
     self._keys = [_digest(key.encode()) for key in keys]
 
@@ -33,7 +33,7 @@ class Access:
     return None
 
   def _has_key(self, headers: Mapping[str, str]) -> bool:
-    """Whether a request has a key; all are compared, in constant time."""
+    """Returns whether a request has a key; it takes as long if it has none."""
     scheme, _, key = headers.get('authorization', '').partition(' ')
     sent = _digest(key.encode('latin-1') if scheme.lower() == 'bearer' else b'')
     same = [hmac.compare_digest(sent, key) for key in self._keys]
@@ -41,13 +41,14 @@ class Access:
 
 
 def check_acting(headers: Mapping[str, str]) -> None:
-  """Refuses a request that is to do something for the page of another site.
+  """Refuses a request that the page of another site sends.
 
   Browsers send bodies of a few types to other sites without asking these first,
   but not JSON.
 
   Raises:
-    ApiError: a page of another site sends it, or it is not said to be JSON.
+    ApiError: a page of another site sends it, or no header says that it is
+      JSON.
   """
   if _is_of_another_site(headers):
     message = "A page of another site may not use this server's models."
@@ -61,9 +62,10 @@ def check_acting(headers: Mapping[str, str]) -> None:
 
 
 def _is_of_another_site(headers: Mapping[str, str]) -> bool:
-  """Whether a browser sends a request for a page that is not the server's.
+  """Returns whether a browser sends a request for a page of another site.
 
-  A proxy may change the Host header, so the browser's own word comes first.
+  A proxy may change the Host header, so the browser's own Sec-Fetch-Site is
+  read first.
   """
   site, origin = headers.get('sec-fetch-site'), headers.get('origin')
   if site is not None:

@@ -1,4 +1,4 @@
-"""OpenAI's answers, made of the outputs of a request as they come."""
+"""Makes OpenAI's answers from the outputs of a request while they grow."""
 
 import asyncio
 import dataclasses
@@ -6,14 +6,14 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import completion, trace
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.long_texts import LongTexts
-from specdec_jax.engine.options import Options, example_id
+from specdec_jax.engine.options import Options
 from specdec_jax.engine.request import Row, Update
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving import protocol
@@ -37,7 +37,7 @@ class Service:
 
   Attributes:
     worker: decodes.
-    turns: in which the target reads beside that.
+    turns: runs scores and classifications of the target, beside the decoding.
     metrics: the counters.
     model: the name by which requests call the model.
   """
@@ -49,7 +49,7 @@ class Service:
 
 
 class Answer:
-  """The outputs of one request as they come, and the answer made of them.
+  """Collects the outputs of one request, and makes the answer from them.
 
   Attributes:
     request: the request.
@@ -63,7 +63,12 @@ class Answer:
     service: Service,
     loop: asyncio.AbstractEventLoop,
   ):
-    """Makes the rows; `loop` is that in which the answer is awaited.
+    """Makes the rows.
+
+    Args:
+      request: the request.
+      service: what decodes and counts.
+      loop: the event loop in which the answer is awaited.
 
     Raises:
       ApiError: the engine cannot decode it.
@@ -84,74 +89,54 @@ class Answer:
       'model': service.model,
     }
     self._done: dict[int, Completion] = {}
-    self._tokens: dict[int, list[int]] = {}  # of outputs that have begun
+    self._tokens: dict[int, list[int]] = {}  # told so far
     tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
+    with protocol.naming_the_field(constraint=request.constraint[0]):
+      inputs, options = self._inputs()
+      self.rows: list[Row] = worker.rows(
+        inputs,
+        tell,
+        request.stream,
+        not request.speculative,
+        request.return_rounds,
+        options=options,
+      )
     # A beam search gives all outputs of its row.
     self._per_row = request.n if request.use_beam_search else 1
-    with protocol.naming_the_field(constraint=request.constraint[0]):
-      self.rows: list[Row] = [
-        worker.row(
-          taken,
-          functools.partial(tell, index),
-          request.stream,
-          not request.speculative,
-          request.return_rounds,
-          options,
-        )
-        for index, (taken, options) in enumerate(self._inputs())
-      ]
     self._num_outputs = len(self.rows) * self._per_row
-    if not request.max_length:  # only the prompt is wanted
+    if not request.max_length:  # the client wants the prompt alone
       nothing = [Completion('', [], [], 'length')] * self._per_row
       for index in range(len(self.rows)):
-        tell(index, Update(beams=nothing))
+        tell(index, Update(outputs=nothing))
       self.rows = []
 
-  def _inputs(self) -> Iterator[tuple[Prompt, Options]]:
-    """Yields what the engine reads for each row, and its options.
-
-    The random numbers are those of `Engine.generate` for all prompts together.
+  def _inputs(self) -> tuple[Sequence[Prompt], Options]:
+    """Returns the texts that the engine reads, and its options for them.
 
     Raises:
       ValueError: the prompts have too many sentences.
     """
     request, engine = self.request, self._engine
     options = engine.options(**request.options())
-    if request.split:
-      config, prompts = engine.config, request.prompts
-      long = LongTexts(engine.codec, config, prompts, options)
-      self._long, limit = long, self._service.worker.settings.max_waiting
-      if len(long.parts) > limit:
-        expected = f'at most {limit} sentences (max_waiting)'
-        raise unexpected('prompt', expected, len(long.parts))
-      taken = {  # samples have the same sentences
-        part: protocol.encoded(self._engine, part, request.source_lang)[1]
-        for part in {*long.parts}
-      }
-      inputs = [taken[part] for part in long.parts]
-      options, examples = long.options, long.example_ids
-    else:
-      samples = range(request.n // self._per_row)
-      inputs = [text for text in request.inputs for _ in samples]
-      examples = [
-        example_id(index, sample)
-        for index in range(len(request.inputs))
-        for sample in samples
-      ]
-    for text, example in zip(inputs, examples, strict=True):
-      yield (
-        text,
-        dataclasses.replace(
-          options, num_samples=self._per_row, example_ids=[example]
-        ),
-      )
+    if not request.split:
+      return request.inputs, options
+    long = LongTexts(engine.codec, engine.config, request.prompts, options)
+    self._long, limit = long, self._service.worker.settings.max_waiting
+    if len(long.parts) > limit:
+      expected = f'at most {limit} sentences (max_waiting)'
+      raise unexpected('prompt', expected, len(long.parts))
+    inputs = {  # samples have the same sentences
+      part: protocol.encoded(engine, part, request.source_lang)[1]
+      for part in {*long.parts}
+    }
+    return [inputs[part] for part in long.parts], long.options
 
   async def _next(self) -> tuple[int, Update]:
     """Returns the next update, and the index of its row.
 
     Raises:
-      ApiError: an output ends without a text.
+      ApiError: an output ends with an error.
     """
     index, update = await self._queue.get()
     if update.error is not None:
@@ -169,10 +154,10 @@ class Answer:
     return len(self._done) == self._num_outputs
 
   async def whole(self) -> dict[str, Any]:
-    """Returns the answer when all outputs are there.
+    """Returns the answer once all outputs have ended.
 
     Raises:
-      ApiError: one of them ends without a text.
+      ApiError: an output ends with an error.
     """
     while not self._is_over:
       await self._next()
@@ -187,7 +172,7 @@ class Answer:
     return self._common | {'choices': choices} | self._usage() | self._counts()
 
   async def stream(self) -> AsyncIterator[bytes]:
-    """Yields the answer as events, as outputs come."""
+    """Yields the answer as server-sent events while the outputs grow."""
     usage = self.request.include_usage
     common = self._common | ({'usage': None} if usage else {})
     try:
@@ -197,7 +182,8 @@ class Answer:
         if not (update.text or update.tokens or update.is_last):
           continue
         before = self._tokens.get(index, [])
-        choice = await self._choice(index, update.text, update.completion)
+        done = update.outputs[0] if update.outputs else None
+        choice = await self._choice(index, update.text, done)
         if update.round is not None:
           (spelled,) = trace.spell(
             [update.round], self._engine.tokenizer, before, update.is_last
@@ -217,7 +203,7 @@ class Answer:
     yield b'data: [DONE]\n\n'
 
   def _time(self, num_tokens: int) -> None:
-    """Observes when tokens of a stream came."""
+    """Records how long a stream's client waited for tokens."""
     now, metrics = time.perf_counter(), self._service.metrics
     if num_tokens and self._heard:
       metrics.between_tokens.observe((now - self._heard) / num_tokens)
@@ -253,15 +239,13 @@ class Answer:
     return choice
 
   def _ruled(self, index: int) -> Sequence[Ruled]:
-    """Returns the rules by which the target scores an output; () if not."""
+    """Returns the rules by which an output is scored; () if it is not."""
     if not (self.request.is_scored and self.rows):
       return ()
-    searches = self.request.use_beam_search
-    row = self.rows[index // self.request.n if searches else index]
-    return [row.ruled]
+    return [self.rows[index // self._per_row].ruled]
 
   def _counts(self) -> dict[str, Any]:
-    """Returns what speculation did for the request, in the words of vLLM."""
+    """Returns the counts of speculation, under vLLM's names."""
     counts = completion.total(done.stats for done in self._done.values())
     gamma = len(counts.histogram) - 1
     if self.request.use_beam_search or gamma < 1:
@@ -294,8 +278,8 @@ def _tell(
 ) -> None:
   """Queues an update; the thread that decodes calls it.
 
-  It does not know the answer, which has the rows that call it: so a request
-  that is over is freed at once, and not when Python looks for cycles.
+  It has no reference to the answer, whose rows refer to it: a cycle would keep
+  a finished request until Python's garbage collector runs.
   """
   loop.call_soon_threadsafe(queue.put_nowait, (index, update))
 

@@ -34,8 +34,8 @@ from specdec_jax.serving.protocol import ApiError, Parser
 from specdec_jax.serving.turns import Turns
 from specdec_jax.serving.worker import Worker
 
-# Another thread reads bodies of more bytes, and chats, whose template may take
-# its time, and those that may constrain outputs, whose automaton does.
+# Another thread reads bodies of more bytes; chats, whose template may be slow;
+# and bodies that may constrain outputs, whose automaton is slow to make.
 _LARGE = 1 << 14
 _CONSTRAINTS = b'structured_outputs', b'response_format', b'guided_', b'\\u'
 _PAGE = pathlib.Path(__file__).with_name('page.html')
@@ -55,7 +55,7 @@ _HEADERS = {
 
 
 class Application:
-  """Answers requests by one worker; it is called as ASGI has it.
+  """An ASGI application that answers requests by one worker.
 
   Attributes:
     metrics: the counters.
@@ -114,7 +114,7 @@ class Application:
       raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers one request; counts and logs it, and ends what it leaves."""
+    """Answers a request, counts it, logs it, and cancels what is left of it."""
     if scope['type'] != 'http':
       return
     begin, headers = time.perf_counter(), Headers(scope=scope)
@@ -140,7 +140,7 @@ class Application:
       answer = _response(refusal) if refusal else self._routes
       await answer(scope, receive, send_noted)
     except Exception:
-      # The application has answered as well as it can.
+      # The client has been told, if it still could be.
       LOG.exception('request %s failed', request_id)
       status, is_whole = 500, True
     finally:
@@ -227,10 +227,11 @@ class Application:
     return await _unless_left(request, classified())
 
   async def _body(self, request: Request) -> bytes:
-    """Returns the body of a request that is to do something.
+    """Returns the body of a POST request.
 
     Raises:
-      ApiError: `check_acting` refuses it, or it is too large or too late.
+      ApiError: `check_acting` refuses the request, or the body is too large or
+        comes too late.
     """
     check_acting(request.headers)
     limit, seconds = self._settings.max_body, self._settings.body_seconds
@@ -269,7 +270,7 @@ def _response(error: ApiError) -> Response:
 async def _unless_left(
   request: Request, answer: Awaitable[dict[str, Any]]
 ) -> Response:
-  """Returns an answer, which ends early if its client leaves."""
+  """Awaits an answer, which is cancelled if its client leaves."""
   whole = asyncio.ensure_future(answer)
   left = asyncio.ensure_future(_left(request))
   try:
@@ -283,6 +284,6 @@ async def _unless_left(
 
 
 async def _left(request: Request) -> None:
-  """Returns when the client has left; its body has been read."""
+  """Waits until the client leaves; its body has been read before."""
   while (await request.receive())['type'] != 'http.disconnect':
     pass

@@ -1,4 +1,4 @@
-"""The log of a server: JSON objects on stderr, one a line."""
+"""The log of a server: JSON objects on stderr, one per line."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def logging_to_stderr() -> Iterator[None]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-  loggers[1].setLevel(logging.WARNING)  # the rest is in this log as JSON
+  loggers[1].setLevel(logging.WARNING)  # `say` logs the rest
   logging.captureWarnings(True)
   try:
     yield

@@ -1,4 +1,4 @@
-"""OpenAI's `logprobs` of an output, and of the prompt if it is echoed."""
+"""Makes OpenAI's `logprobs` of an output, and of an echoed prompt."""
 
 import functools
 import math
@@ -13,9 +13,9 @@ from specdec_jax.serving.protocol import CompletionRequest
 from specdec_jax.serving.turns import Turns
 from specdec_jax.text.tokenizer import Vocabulary
 
-_LEAST = -9999.0  # OpenAI's logarithm of no probability
-# The log-probability of a token, which the first one of a prompt has not, and
-# the likeliest ids at its place and theirs, the likeliest first.
+_LEAST = -9999.0  # what OpenAI has for the logarithm of 0
+# The log-probability of a token, None for the first token of a prompt; and the
+# likeliest ids at its place with their log-probabilities, the likeliest first.
 _LogProb = tuple[float | None, Sequence[tuple[int, float]]]
 
 
@@ -23,19 +23,19 @@ class Shown:
   """Makes the parts of an answer that stand beside the text of an output."""
 
   def __init__(self, request: CompletionRequest, engine: Engine, turns: Turns):
-    """Takes a request, its engine, and turns in which the target reads."""
+    """Takes a request, its engine, and the turns in which the target scores."""
     self._request, self._engine, self._turns = request, engine, turns
     self._codec = engine.codec
 
   def prompt_text(self, prompt: int) -> str:
-    """Returns the text of a prompt; that of its tokens, if they are shown."""
+    """Returns a prompt as it is echoed: as given, or decoded from its ids."""
     text = self._request.prompts[prompt]
     if isinstance(text, str) and self._request.num_top is None:
       return text
     return completion.decode(self._engine.tokenizer, self._echoed(prompt)[1])
 
   def _echoed(self, prompt: int) -> tuple[list[int], list[int]]:
-    """Returns the ids of a prompt that are not shown, and those that are."""
+    """Returns the ids of a prompt that are not echoed, and those that are."""
     text = self._request.prompts[prompt]
     bos = [] if self._codec.bos_id is None else [self._codec.bos_id]
     if isinstance(text, str):
@@ -53,7 +53,7 @@ class Shown:
       ruled: the rules on its tokens; () without an output.
 
     Raises:
-      ApiError: it waits too long for the target to read it once more.
+      ApiError: the output waits too long for its turn to be scored.
     """
     request, tokenizer = self._request, self._engine.tokenizer
     if request.num_top is None:
@@ -81,7 +81,7 @@ class Shown:
   async def _scored(
     self, prompt: int, tokens: Sequence[int], ruled: Sequence[Ruled]
   ) -> list[_LogProb]:
-    """Returns what the target gives to an output, and to an echoed prompt."""
+    """Returns the scores of an output, after those of an echoed prompt."""
     request, engine = self._request, self._engine
     read, targets, hidden = [*request.prompt_ids[prompt]], [*tokens], 0
     if request.echo:
@@ -117,13 +117,15 @@ def _entries(
 ) -> list[dict[str, Any]]:
   """Returns the tokens of a text that begins `shift` characters into an answer.
 
-  Each has where it begins, and the likeliest ones at its place.
+  Each has its offset in the answer, and the likeliest tokens at its place;
+  tokens that a rule forbids are none of these.
   """
   entries, before = [], Text(tokenizer)
   for token, piece, (log_prob, top) in zip(ids, pieces, values, strict=False):
     likeliest = [
       _entry(piece if other == token else before.adds(other), value)
       for other, value in top
+      if value > -math.inf
     ]
     offset = shift + piece.end - len(piece.text)
     more = {'top_logprobs': likeliest, 'offset': offset}
@@ -133,7 +135,7 @@ def _entries(
 
 
 def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
-  """Returns a token as chats have it; JSON has no infinite numbers."""
+  """Returns a token in the form of a chat; JSON has no infinite numbers."""
   if log_prob is not None and not math.isfinite(log_prob):
     log_prob = None
   return {'token': piece.name, 'logprob': log_prob, 'bytes': piece.bytes}
@@ -142,7 +144,7 @@ def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
 def _of_completions(
   entries: Sequence[dict[str, Any]], number: int
 ) -> dict[str, Any]:
-  """Returns the `logprobs` of completions; the top has the token itself."""
+  """Returns the `logprobs` of completions; a top includes the token itself."""
   top = [
     # If tokens have the same name, the likeliest one is shown.
     {each['token']: each['logprob'] for each in (entry, *likeliest[::-1])}

@@ -1,4 +1,4 @@
-"""The metrics of a server, in vLLM's names with another prefix."""
+"""The metrics of a server, under vLLM's names with another prefix."""
 
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ class Metrics:
   """
 
   def __init__(self, worker: Worker):
-    """Makes all of them, for a worker that decodes."""
+    """Makes the metrics of a worker."""
     self._registry = client.CollectorRegistry()
     self._worker = worker
     # CPU seconds and resident bytes of the process, on systems that have them.
@@ -64,9 +64,9 @@ class Metrics:
     text = 'Requests answered.'
     self.requests = add(client.Counter, 'requests', text, 'status')
     running = add(client.Gauge, 'num_requests_running', 'Outputs in slots.')
-    running.set_function(lambda: worker.num_running)
+    running.set_function(lambda: worker.scheduler.num_running)
     waiting = add(client.Gauge, 'num_requests_waiting', 'Outputs in the queue.')
-    waiting.set_function(lambda: worker.num_waiting)
+    waiting.set_function(lambda: worker.scheduler.num_waiting)
     self.first_token = seconds('time_to_first_token', 'Until the first text.')
     self.between_tokens = seconds(
       'inter_token_latency', 'Between tokens of a stream.'
@@ -108,5 +108,5 @@ class Metrics:
       self._counters[name].inc(count)
 
   def text(self) -> bytes:
-    """Returns all of them, as Prometheus reads them."""
+    """Returns all metrics in the format of Prometheus."""
     return client.generate_latest(self._registry)

@@ -32,14 +32,14 @@ Prompt = str | list[int]
 
 _MAX_TOKENS, _TEMPERATURE = 16, 1.0  # OpenAI's defaults
 _MOST_STOPS, _LONGEST_STOP = 16, 256
-# Each label has a beginning of its own.
+# Each label has a node of its own in the tree of labels.
 _Labels = Annotated[list[str] | list[list[int]], Bound(1, MOST_NODES)]
 _NumTop = Annotated[int, Bound(0, 20)]  # log-probabilities at a place
 _Object = Mapping[str, Any]
 _ID = re.compile(r'[0-9]{1,9}', re.ASCII)
 
-# Fields of OpenAI and vLLM that are not supported -> the values that a body may
-# have; of those of the first kind these are empty, zero or false.
+# Field of OpenAI or vLLM that is not supported -> the values that it may have,
+# because they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
   'suffix stop_token_ids include_stop_str_in_output'
   ' return_tokens_as_token_ids tools functions store metadata priority'
@@ -71,11 +71,12 @@ _ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     'in a chat', {'echo': False, 'split': None, 'add_special_tokens': False}
   ),
 }  # fmt: skip
-# vLLM's words of `structured_outputs`, and after 'guided_' -> the options.
+# KEY of vLLM's `structured_outputs`, or of its field `guided_KEY` -> an option
+# of the engine.
 _STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
 _ANY_OBJECT = {'type': 'object'}
 
-# `Update.error` -> message and status of an output that has no end.
+# `Update.error` -> message and HTTP status of an output that ends early.
 _WITHOUT_END = {
   'deadline': ('The time of the request is over.', 504),
   'stopped': ('The server is stopping. Try again later.', 503),
@@ -85,7 +86,7 @@ _WITHOUT_END = {
     500,
   ),
 }
-# Status of HTTP -> OpenAI's type of the error.
+# HTTP status -> OpenAI's type of the error.
 _KINDS = {
   401: 'authentication_error',
   429: 'rate_limit_error',
@@ -94,10 +95,10 @@ _KINDS = {
 
 
 class ApiError(Exception):
-  """A request that is not answered, or not to its end.
+  """An error that a client is told, because its request cannot be answered.
 
   Attributes:
-    status: of HTTP.
+    status: the HTTP status.
     body: OpenAI's error object.
   """
 
@@ -112,9 +113,9 @@ class ApiError(Exception):
 
     Args:
       message: says what is wrong.
-      param: the field that is wrong; None where no field is.
-      status: of HTTP.
-      code: OpenAI's word for the error; None where it has no word.
+      param: the field that is wrong; None if no field is.
+      status: the HTTP status.
+      code: OpenAI's word for the error; None if it has no word.
     """
     super().__init__(message)
     self.status = status
@@ -125,7 +126,7 @@ class ApiError(Exception):
 
 
 def without_end(reason: str) -> ApiError:
-  """Returns the error of an output that ends early, see `Update.error`."""
+  """Returns the error of an output that ends early, given `Update.error`."""
   message, status = _WITHOUT_END[reason]
   return ApiError(message, status=status)
 
@@ -134,16 +135,16 @@ def without_end(reason: str) -> ApiError:
 class CompletionRequest:
   """A request for completions or for the next message of a chat.
 
-  Each field of a body stands here once, with its type, its bounds, and the
-  value that it has if the body does not have it; with None the engine decides.
-  docs/serve.md says what each does.
+  Each field that a body may have stands here once, with its type, bounds and
+  default; None leaves the value to the engine. docs/serve.md explains the
+  fields.
 
   Attributes:
     is_chat: whether the answer is a message of a chat.
     max_length: tokens that each output may have.
     prompts: texts, or ids, as the client gave them.
-    prompt_ids: the ids of each as the model reads them.
-    inputs: what an engine takes for each, see `encoded`.
+    prompt_ids: the ids of each prompt, as the model reads them.
+    inputs: for each prompt what the engine is given, see `encoded`.
   """
 
   prompt: Any = None
@@ -208,7 +209,7 @@ class CompletionRequest:
   def num_top(self) -> int | None:
     """The number of the likeliest tokens at each place that are wanted.
 
-    With 0 the log-probability of the chosen token is wanted, with None none.
+    0: only the log-probability of the chosen token; None: no log-probabilities.
     """
     if self.is_chat:
       return self.top_logprobs if self.logprobs else None
@@ -240,15 +241,15 @@ class CompletionRequest:
 
   @property
   def constraint(self) -> tuple[str, dict[str, Any]]:
-    """The field that constrains whole outputs, and its option; '' without.
+    """The field that constrains whole outputs, and its option.
+
+    Without such a field they are '' and {}.
 
     Raises:
-      ValueError: two fields do, or one has an unknown form.
+      ValueError: two fields constrain outputs, or one has an unknown form.
     """
     constraints: dict[str, _Object] = {
-      'guided_choice': {'choice': self.guided_choice},
-      'guided_regex': {'regex': self.guided_regex},
-      'guided_json': {'json': self.guided_json},
+      **{f'guided_{x}': {x: getattr(self, f'guided_{x}')} for x in _STRUCTURED},
       'structured_outputs': self.structured_outputs or {},
       'response_format': {'json': self._schema()},
     }
@@ -256,6 +257,7 @@ class CompletionRequest:
     for field, words in constraints.items():
       for word, value in words.items():
         if word == 'json_object':
+          check_type(field, value, bool | None)
           word, value = 'json', _ANY_OBJECT if value else None
         if word in _STRUCTURED and value is not None:
           options.append((field, {_STRUCTURED[word]: value}))
@@ -263,20 +265,23 @@ class CompletionRequest:
           expected = f'one of {[*_STRUCTURED, "json_object"]}'
           raise unexpected(field, expected, {word: value})
     if len(options) > 1:
-      expected = f'nothing beside {options[0][0]}'
-      raise unexpected(options[1][0], expected, options[1][1])
+      (first, option), (second, other) = options[:2]
+      expected = f'no constraint beside {[*option][0]} of {first}'
+      raise unexpected(second, expected, other)
     return options[0] if options else ('', {})
 
   def _schema(self) -> Any:
     """Returns the JSON schema of `response_format`; None if it has none."""
-    form: Any = self.response_format or {}
-    match form.get('type', 'text'):
-      case 'text':
+    form = self.response_format or {'type': 'text'}
+    given = {name for name, value in form.items() if value is not None}
+    match form:
+      case {'type': 'text'} if given == {'type'}:
         return None
-      case 'json_object':
+      case {'type': 'json_object'} if given <= {'type', 'schema'}:
         return form.get('schema') or _ANY_OBJECT
-      case 'json_schema' if 'schema' in (form.get('json_schema') or ()):
-        return form['json_schema']['schema']
+      case {'type': 'json_schema', 'json_schema': {'schema': schema}}:
+        if schema is not None:
+          return schema
     expected = 'text, json_object, or json_schema with a schema'
     raise unexpected('response_format', expected, form)
 
@@ -324,10 +329,10 @@ _KNOWN = {*_TYPES, *_NEUTRAL}
 def naming_the_field(
   otherwise: str = 'prompt', constraint: str = ''
 ) -> Iterator[None]:
-  """Turns a ValueError, which begins with a field, into an ApiError.
+  """Turns a ValueError, which begins with the wrong field, into an ApiError.
 
   Args:
-    otherwise: the field of an error that begins with none.
+    otherwise: the field to name if the error begins with none.
     constraint: the field that constrains whole outputs.
   """
   try:
@@ -335,9 +340,8 @@ def naming_the_field(
   except ValueError as error:
     message = str(error)[:500]
     name, *_ = re.split(r'\W', message)
-    if name in _STRUCTURED.values():
-      name = constraint
-    name = 'ignore_eos' if name == 'stop_ids' else name
+    if constraint and name in _STRUCTURED.values():
+      message, name = message.replace(name, constraint, 1), constraint
     raise ApiError(message, name if name in _KNOWN else otherwise) from error
 
 
@@ -445,6 +449,9 @@ class Parser:
     expected = f'{least} to {longest}'
     check(name, least <= length <= longest, expected)
     check('min_tokens', request.min_tokens <= length, f'0 to {length}')
+    constraint, _ = request.constraint
+    has_end = not (constraint and request.ignore_eos)
+    check('ignore_eos', has_end, f'false beside {constraint}')
     check('prompt', count, 'a text, ids, or a list of either')
     expected = f'{outputs} outputs (prompts * n) at most'
     check('prompt', count * n <= outputs, expected)
@@ -489,21 +496,21 @@ class Parser:
 def encoded(
   engine: Engine, prompt: Prompt, source_lang: str | None = None
 ) -> tuple[list[int], Prompt]:
-  """Returns a prompt's ids, and what an engine reads as the prompt itself.
+  """Returns a prompt's ids, and what the engine is given for the prompt.
 
-  That is these ids, so that a text is not encoded again; or the prompt, if
-  there is nothing in it.
+  The engine is given the ids, so that it does not encode a text again; if there
+  is nothing in the prompt, it is given the prompt.
 
   Raises:
-    ValueError: as for `Engine.input_ids`.
+    ValueError: as for `Codec.input_ids`.
   """
   ids = engine.codec.input_ids(prompt, source_lang)
   first, last = engine.codec.ids_around(prompt)
   num_around = len(first) + len(last) + bool(engine.codec.languages().known)
   if len(ids) <= num_around:
     return ids, prompt
-  # An engine looks for the end of a text in ids, and finds it here. If texts
-  # have no end, it would take one that stands in this text for it.
+  # The engine drops the end of given ids, and adds it again. If texts have no
+  # end, it would only drop one that the user wrote.
   return ids, ids if last else RenderedIds(ids)
 
 
@@ -511,7 +518,7 @@ def _parse_json(data: bytes) -> dict[str, Any]:
   """Returns the object of a body, without its fields that are null.
 
   Raises:
-    ApiError: the body is no object.
+    ApiError: the body is not a JSON object.
   """
 
   def refuse(name: str) -> None:
@@ -519,7 +526,7 @@ def _parse_json(data: bytes) -> dict[str, Any]:
 
   try:
     body = json.loads(data.decode('utf-8'), parse_constant=refuse)
-    if b'\\u' in data:  # half of a character is no text
+    if b'\\u' in data:  # a surrogate alone is no text
       json.dumps(body, ensure_ascii=False).encode('utf-8')
   except (RecursionError, ValueError) as error:
     # json's own errors may repeat the body.
@@ -535,7 +542,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
 
   Raises:
     ApiError: a field is unknown.
-    ValueError: a value has another type, or asks for what is not supported.
+    ValueError: a value has the wrong type, or asks for what is not supported.
   """
   values = {}
   for name, value in body.items():
@@ -554,7 +561,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(value: Any) -> Sequence[Prompt]:
-  """Returns the prompts of a field with one or several; () with neither."""
+  """Returns the prompts of a field, one or several; () if it has no prompt."""
   if isinstance(value, str) or value and is_a(value, list[int]):
     return [value]
   are = is_a(value, list[str]) or is_a(value, list[list[int]]) and all(value)

@@ -82,8 +82,8 @@ def run(
   begin = time.perf_counter()
   if not settings.port:
     raise unexpected('port', 'one that each machine has', settings.port)
-  _check_cluster(os.environ.get('RAY_ADDRESS', ''))
-  # Or Ray would report a port that is taken in many lines of another process.
+  check_cluster()
+  # Ray would report a port that is taken only in the log of another process.
   listening_socket(settings).close()
   address = {'host': settings.host, 'port': settings.port}
   url = f'http://{settings.host}:{settings.port}'
@@ -108,11 +108,12 @@ def run(
     raise ReplicasError(f'Ray did not start the replicas: {line}') from error
 
 
-def _check_cluster(address: str) -> None:
-  """Raises ReplicasError if no cluster listens at an address.
+def check_cluster() -> None:
+  """Raises ReplicasError if no cluster listens at `RAY_ADDRESS`.
 
-  Ray would try it for minutes.
+  Ray itself would try to connect for minutes.
   """
+  address = os.environ.get('RAY_ADDRESS', '')
   host, _, port = address.rpartition('://')[2].rpartition(':')
   if not (host and port.isdigit()):  # '', or a word that Ray knows
     return

@@ -150,7 +150,8 @@ class Connection(HttpToolsProtocol):
     super().__init__(**options)
     self._settings, self._all_waiting = settings, waiting
     self._num_unparsed = 0  # bytes since a header, or a part of a body, ended
-    # One ends a connection unless a header comes, one unless its client reads.
+    # They close the connection unless a header comes, and unless the client
+    # reads.
     self._header_timer: _Timer = None
     self._write_timer: _Timer = None
 
@@ -173,7 +174,7 @@ class Connection(HttpToolsProtocol):
     self._all_waiting.pop(self, None)
 
   def data_received(self, data: bytes) -> None:
-    """Bounds a header that has begun."""
+    """Limits the bytes and the time of a header that has begun."""
     self._num_unparsed += len(data)
     super().data_received(data)
     if self._num_unparsed > self._settings.max_header:
@@ -229,7 +230,7 @@ class Connection(HttpToolsProtocol):
     super().on_body(body)
 
   def send_400_response(self, msg: str) -> None:
-    """Refuses what the parser refused, unless the client knows already."""
+    """Answers what the parser refused, unless another error was sent."""
     if not self.transport.is_closing():
       super().send_400_response(msg)
 
@@ -275,7 +276,7 @@ class Connection(HttpToolsProtocol):
     self.transport.close()
 
   def _probe(self) -> None:
-    """Writes what has no meaning; a client that has left then resets it."""
+    """Writes bytes that clients overlook, to find out whether one has left."""
     if self._is_idle or self.transport.is_closing():
       return
     if not self.pipeline:  # else an answer to another request is under way
@@ -297,9 +298,9 @@ def _is_old(cycle: Any) -> bool:
 
 
 async def _send_without_chunks(cycle: Any, message: Any) -> None:
-  """Sends as a cycle does, but without chunks, which HTTP/1.0 has not.
+  """Sends as uvicorn's cycle does, but without chunks, unknown to HTTP/1.0.
 
-  An answer without a length ends with its connection.
+  An answer without a length ends when the connection is closed.
   """
   if message['type'] == 'http.response.start':
     if not any(name == b'content-length' for name, _ in message['headers']):

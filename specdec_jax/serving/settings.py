@@ -15,7 +15,7 @@ _LAST_SECONDS = 5.0  # for the errors of requests that were cut off
 
 @dataclasses.dataclass(frozen=True)
 class ServeSettings(Checked):
-  """How requests are taken and decoded.
+  """The settings by which requests are taken and decoded.
 
   Attributes:
     host: the address to listen at; by default of this machine alone.

@@ -30,7 +30,7 @@ class Turns:
   """
 
   def __init__(self, engine: Engine, max_seconds: float):
-    """Takes what reads, and the seconds after which a request ends."""
+    """Takes the engine that scores, and the most seconds of a request."""
     self._engine, self._max_seconds = engine, max_seconds
     self._thread = concurrent.futures.ThreadPoolExecutor(1, 'turns')
 
@@ -53,7 +53,7 @@ class Turns:
   async def classify(
     self, texts: Sequence[Prompt], labels: Sequence[Prompt]
   ) -> np.ndarray:
-    """Returns the probabilities of `Engine.classify`, of texts in pieces.
+    """Returns what `Engine.classify` does; it reads the texts in pieces.
 
     Raises:
       ApiError: the engine refuses them, or the time of the request is over.
@@ -71,11 +71,8 @@ class Turns:
       *(protocol.encoded(engine, x) for x in texts), strict=True
     )
     scoring.check_ids(engine.target, inputs=ids)
-    # The engine puts the end of an output after ids.
-    outputs = [
-      engine.codec.output_ids(label)[:-1] if isinstance(label, str) else label
-      for label in labels
-    ]
+    # `Engine.classify` adds the end of an output to ids.
+    outputs = [ids[:-1] for ids in engine.label_ids(labels)]
     longest = next_power_of_two(max(map(len, ids)))
     number = max(1, _PIECE // (longest + sum(map(len, outputs))))
     return [

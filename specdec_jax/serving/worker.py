@@ -1,7 +1,6 @@
-"""The engine's scheduler with a thread of its own, and its warm-up.
+"""Decodes rows in one thread, and compiles programs in another.
 
-Requests come from other threads. One thread directs the device; another one
-compiles what is not compiled yet. Nothing here knows of HTTP.
+Rows come from any thread. Nothing here knows of HTTP.
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.options import Options
 from specdec_jax.engine.request import Row, TextRequest, Update, joined
 from specdec_jax.engine.scheduler import (
   Lane,
@@ -40,7 +38,7 @@ _NOT_READY = 'The server is not ready yet: it compiles.'
 _READ_TOGETHER = 4  # the most waiting rows that are read in one call
 _LANE_ROWS = 4  # rows in the pool of a lane
 _KEEP_SECONDS = 60.0  # for which a lane's programs are kept after its last row
-# Seconds after which Python lets another thread run while a lane is compiled.
+# Seconds after which Python lets another thread run while one compiles.
 # With its usual 0.005, requests beside that took seven times as long, not two.
 _TURN_SECONDS = 0.0005
 _LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
@@ -71,8 +69,9 @@ class Worker:
     speculates: whether a drafter helps.
     least_length: greedy rows that may have fewer tokens are decoded plainly,
       see `Calibration.least_length`.
-    is_compiled: whether all programs are. Rows are taken once those for one row
-      are; until the others are, pools are smaller and inputs read wider.
+    is_compiled: whether all programs are compiled. Rows are taken before that,
+      once the programs for one row are compiled; meanwhile pools are smaller,
+      and inputs are padded wider.
     failure: what ended the threads; None if it is well.
   """
 
@@ -85,11 +84,11 @@ class Worker:
     """Starts nothing; call `start`.
 
     Args:
-      engine: the engine whose models decode; with a calibration one that adapts
-        or rests goes by its costs.
+      engine: the engine whose models decode; if it adapts or rests, it does so
+        by the costs of the calibration, if there is one.
       settings: sizes and limits.
-      measured: a calibration, which says how greedy rows are drafted for.
-        Samples have the engine's gamma, whatever else is asked for.
+      measured: a calibration, which decides how greedy rows are drafted for.
+        Sampled rows have the engine's gamma in any case.
 
     Raises:
       ValueError: the slots cannot fit into memory, the engine splits rows over
@@ -124,75 +123,71 @@ class Worker:
       widest.widths,
       counts=self._counts,
     )
-    self.ordinary: SlotPool = self._make_pool()
-    self.ordinary.compiled = set()
+    self.ordinary: SlotPool = self._make_pool(compiled=set())
     lanes = PoolSettings(rows=min(_LANE_ROWS, settings.rows))
     self.scheduler = Scheduler(engine.programs, lanes, ordinary=self.ordinary)
     self._lock = self.scheduler.lock
     self.is_compiled = False
     self.failure: str | None = None
     self._to_compile = queue.SimpleQueue[Lane | None]()
-    self._taken: set[Row] = set()  # that have not heard their last update
+    self._taken: set[Row] = set()  # rows without their last update
     self._refuses: str | None = _NOT_READY
     self._ends = False
     self._compiler = threading.Thread(target=self._compile, daemon=True)
     self._thread = threading.Thread(target=self._run, daemon=True)
 
-  # What other threads call.
+  # Methods that other threads call.
 
   def start(self) -> None:
     """Begins to compile, and soon to decode."""
     self._compiler.start()
 
-  def row(
+  def rows(
     self,
-    text: Any,
-    tell: Callable[[Update], None],
+    texts: Sequence[Any],
+    tell: Callable[[int, Update], None],
     streams: bool = False,
     plain: bool = False,
     shows_rounds: bool = False,
-    options: Options | None = None,
-    **named: Any,
-  ) -> Row:
-    """Makes a row of a text and options of `Engine.generate`.
+    **options: Any,
+  ) -> list[Row]:
+    """Makes the rows of all outputs of one request, in order.
 
     Args:
-      text: the input.
-      tell: `Row.tell`.
+      texts: the inputs.
+      tell: see `Row`.
       streams: see `Row`.
-      plain: `Row.is_plain`, of greedy rows alone.
+      plain: whether the rows, which are greedy, are decoded plainly.
       shows_rounds: see `Row`.
-      options: of the output; or give them by name.
-      **named: as for `Engine.generate`.
+      **options: as for `Engine.text_request`.
 
     Raises:
-      ValueError: as `Engine.generate`.
+      ValueError: as for `Engine.generate`.
     """
-    request = self._request(text, options=options, **named)
-    if request.rows:
-      (row,) = request.rows
-    else:
-      row = Row(request.terms, 0, passed_over=request.passed_over[0])
-    row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
-    row.is_plain = plain
-    row.deadline = time.monotonic() + self.settings.max_seconds
-    is_short = 0 < row.max_length < self.least_length
-    if is_short and row.is_simple and self.scheduler.kind_of(row) is None:
-      row.is_plain = True
-    return row
+    request = self._request(texts, **options)
+    rows = [*request.rows]
+    for index, outputs in request.passed_over.items():
+      rows.insert(index, Row(request.terms, index, passed_over=outputs))
+    for row in rows:
+      row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
+      row.deadline = time.monotonic() + self.settings.max_seconds
+      # The kind is known from here on: `take` holds a lock.
+      is_ordinary = self.scheduler.kind_of(row) is None
+      is_short = 0 < row.max_length < self.least_length and row.is_simple
+      row.is_plain = plain or is_ordinary and is_short
+    return rows
 
   def take(self, rows: Sequence[Row]) -> None:
-    """Queues rows, all of them or none; those without a text end at once.
+    """Queues rows, all of them or none; rows without a text end at once.
 
     Raises:
       ApiError: there is no room for all of them, or no rows are taken.
     """
     decoded = [row for row in rows if not row.passed_over]
-    kinds = [self.scheduler.kind_of(row) for row in decoded]
     with self._lock:
       if self._refuses is not None:
         raise ApiError(self._refuses, status=503)
-      most, waiting = self.settings.max_waiting, self.num_waiting
+      most, waiting = self.settings.max_waiting, self.scheduler.num_waiting
       if waiting + len(rows) > most:
         message = (
           f'{waiting} outputs wait, and {len(rows)} more would be more than'
@@ -200,11 +195,11 @@ class Worker:
         )
         raise ApiError(message, status=429, code='queue_full')
       self._taken.update(decoded)
-      for lane in self.scheduler.submit(decoded, kinds):
+      for lane in self.scheduler.submit(decoded):
         self._to_compile.put(lane)
     for row in rows:
       if row.passed_over:
-        self._tell(row, row.terms.ended(row.passed_over))
+        self._tell(row, Update(outputs=row.passed_over))
 
   def cancel(self, rows: Iterable[Any]) -> None:
     """Cancels rows; their listeners get no further update."""
@@ -244,19 +239,9 @@ class Worker:
     return [lane.name for lane in lanes if lane.uses is None]
 
   @property
-  def num_waiting(self) -> int:
-    """Rows without a slot, and beam searches that wait."""
-    return self.scheduler.num_waiting
-
-  @property
-  def num_running(self) -> int:
-    """Rows that are being decoded."""
-    return self.scheduler.num_running
-
-  @property
   def num_rows(self) -> int:
     """The number of rows that were taken and are not finished."""
-    return self.num_waiting + self.num_running
+    return self.scheduler.num_waiting + self.scheduler.num_running
 
   # Methods of the decoding thread.
 
@@ -305,16 +290,16 @@ class Worker:
     if update.is_last:
       self._taken.discard(row)
     try:
-      row.tell(update)
+      row.tell(row.index, update)
     except RuntimeError:  # the loop of its listener has ended
       self.cancel([row])
 
   # Methods of the compiling thread.
 
   def _compile(self) -> None:
-    """Compiles all programs; with the first ones there, rows are taken.
+    """Compiles all programs; rows are taken once the first are compiled.
 
-    Then it compiles those of lanes, whose rows wait meanwhile.
+    Then it compiles the programs of lanes, whose rows wait meanwhile.
     """
     begin = time.perf_counter()
 
@@ -328,7 +313,8 @@ class Worker:
         if self._ends:
           return
         say('compiling', what=name, number=number, of=len(runs))
-        run()
+        with short_turns():
+          run()
         self.ordinary.compiled = pool.used.copy()
         if number == 1:
           self._thread.start()
@@ -336,8 +322,8 @@ class Worker:
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
           say_since('ready')
-        if not self._to_compile.empty() and (lane := self._to_compile.get()):
-          self._compile_lane(lane)
+        if not self._to_compile.empty():
+          self._compile_lane(self._to_compile.get())
       with self._lock:
         self.is_compiled = not self._ends
       compilation_cache.give_back()
@@ -346,14 +332,19 @@ class Worker:
       self._fail(failure)
     while not self._ends:
       try:
-        if (lane := self._to_compile.get(timeout=_KEEP_SECONDS / 4)) is None:
-          return
-        self._compile_lane(lane)
+        # No name here holds a lane, which would keep its programs.
+        self._compile_lane(self._to_compile.get(timeout=_KEEP_SECONDS / 4))
       except queue.Empty:
         self._forget_lanes(time.monotonic() - _KEEP_SECONDS)
 
-  def _compile_lane(self, lane: Lane) -> None:
-    """Compiles the programs of a lane, unless its rows were cancelled."""
+  def _compile_lane(self, lane: Lane | None) -> None:
+    """Compiles the programs of a lane, unless its rows were cancelled.
+
+    Args:
+      lane: the lane; None, which `stop` queues: there is none.
+    """
+    if lane is None:
+      return
     begin = time.perf_counter()
     self._forget_lanes()
     try:
@@ -379,7 +370,9 @@ class Worker:
   def _rehearsals(
     self, pool: SlotPool
   ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Short decodes that together use all programs, the most needed first.
+    """Yields short decodes that together use all programs.
+
+    The programs that are needed most come first.
 
     A program is compiled anew for arrays that another program has placed. So
     each pool is filled afresh and from each smaller one, twice.
@@ -443,7 +436,7 @@ class Worker:
       pool.rehearse(rows, *sizes)
 
   def _short_searches(self) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A short beam search of each width, of texts of each width."""
+    """Yields beam searches of each width, for a text of each width."""
     for width, text in itertools.product(self.settings.beams, self._texts):
       options = {'num_beams': width, 'num_samples': width, 'max_length': 1}
       (row,) = self._some(text, **options).rows
@@ -452,16 +445,16 @@ class Worker:
 
   # Requests.
 
-  def _request(self, text: Any, **options: Any) -> TextRequest:
+  def _request(self, texts: Sequence[Any], **options: Any) -> TextRequest:
     # The engine knows where beams are slower with a drafter.
     speculative = None if self.speculates else False
-    return self.engine.text_request([text], speculative, **options)
+    return self.engine.text_request(texts, speculative, **options)
 
   def _some(self, text: Any, **options: Any) -> TextRequest:
     """Makes a request for warm-up, in any of the target's languages."""
     for language in list(self.engine.codec.languages().known)[:1]:
       options |= {'source_lang': language, 'target_lang': language}
-    return self._request(text, **options)
+    return self._request([text], **options)
 
   def _of_any_kind(self, request: Request) -> Request:
     """Returns a request like this one, whose rows have values of their own."""

@@ -1,4 +1,4 @@
-"""T5X's decode functions, by speculative decoding.
+"""T5X's decode functions, with speculative decoding.
 
 They have T5X's names and arguments. T5X gives a decode function
 `tokens_to_logits`, which reads one token per call.
@@ -23,7 +23,7 @@ from specdec_jax.probs import SamplingConfig, SamplingParams
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Generation
 
-MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to here
+MIN_TEMPERATURE = 1e-4  # T5X takes the argmax up to this temperature
 
 
 class Pair(NamedTuple):
@@ -180,7 +180,7 @@ def beam_search(
     with_log_probs=False,
     beams=options.beam_settings(num_ends=1),
   )
-  if pair.has_prompt:  # but not for beams that do not exist
+  if pair.has_prompt:  # beams that do not exist have no prompt
     tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
   scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
   return tokens.reshape(batch, num_decodes, length), scores
@@ -203,7 +203,8 @@ def _decode(
     for each row.
   """
   length = prompt.shape[1]
-  produced = jnp.zeros(prompt.shape[:1], jnp.int32)  # by the prompt
+  # The number of tokens of each prompt.
+  produced = jnp.zeros(prompt.shape[:1], jnp.int32)
   if pair.has_prompt:
     produced = jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
   request = Request(

@@ -124,12 +124,12 @@ class Speculates:
   It is a base of `t5x_plugin.EncoderDecoderModel`; the other one is T5X's.
   """
 
-  decode_fn: Any  # attributes of T5X's model
+  decode_fn: Any  # T5X's model has these attributes
   output_vocabulary: Any
   _default_decoder_params: Any
 
   def __init__(self, model: Any, draft_module: Any, gamma: int = 4):
-    """Takes over all attributes of `model`.
+    """Copies all attributes of `model`.
 
     Args:
       model: T5X's `EncoderDecoderModel`, with a decode function of this
@@ -228,7 +228,8 @@ class Speculates:
     decoder_params.setdefault('eos_id', eos_id)
 
     prompt = batch['decoder_input_tokens']
-    if prompt_with_targets:  # its end of sequence would end the output
+    # An end of sequence in a prompt would end the output.
+    if prompt_with_targets:
       prompt = prompt * (prompt != eos_id)
     decodes, scores = self.decode_fn(
       inputs=prompt,

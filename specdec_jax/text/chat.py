@@ -24,12 +24,13 @@ from specdec_jax.text import vocabulary
 from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 
 FILE = 'chat_template.jinja'
-_FIELD = 'chat_template'  # in tokenizer_config.json
-_SECONDS = 1.0  # processor time for one text
-_MOST = 1 << 23  # characters of a text, or bits of a number
+_FIELD = 'chat_template'  # a field of tokenizer_config.json
+_SECONDS = 1.0  # the processor time for rendering one text
+_MOST = 1 << 23  # the most characters of a text, and bits of a number
 # Filters with a width or a count among their arguments.
 _SIZED = ('batch', 'center', 'indent', 'round', 'slice', 'tojson')
-_END = contextvars.ContextVar[float]('_END')  # when time is up
+# The time at which rendering must have ended.
+_END = contextvars.ContextVar[float]('_END')
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -136,7 +137,8 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
       source = files.read_small(file, vocabulary.MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
       raise ValueError(f'{str(file)!r} cannot be read: {error}.') from error
-  if isinstance(source, list):  # several templates with names
+  # A list holds several templates, each with a name.
+  if isinstance(source, list):
     entries = [entry for entry in source if isinstance(entry, dict)]
     named = {entry.get('name'): entry.get('template') for entry in entries}
     source = named.get('default')
@@ -200,13 +202,13 @@ def _environment() -> Any:
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
   environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
-  del environment.globals['lipsum']  # it may take arbitrarily long
+  del environment.globals['lipsum']  # this function may take arbitrarily long
   environment.extend(step=_step)
   return environment
 
 
 def _compiled(environment: Any, source: str) -> Any:
-  """Compiles a template that calls `_step` in everything that may repeat."""
+  """Compiles a template in which all parts that may repeat call `_step`."""
   from jinja2 import nodes
 
   tree = environment.parse(source)
@@ -241,13 +243,12 @@ def _format(form: Any, *args: Any, **named: Any) -> str:
 
 
 def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
-  """Checks the widths in a format, and widths among its values."""
+  """Checks the widths in a format, and those that its values may give."""
   text = str(form)
   _check_sizes(map(int, re.findall('[0-9]{1,20}', text)))
   if re.search(r'%[^a-zA-Z]*\*|:[^}]*\{', text):
     for value in values:
-      parts = value.values() if isinstance(value, Mapping) else [value]
-      _check_sizes(parts)
+      _check_sizes(value.values() if isinstance(value, Mapping) else [value])
 
 
 def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,21 +273,9 @@ def _check_size(size: int) -> None:
     raise OverflowError(f'a value of size {size}; {_MOST} at most')
 
 
-def _to_json(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
   # Jinja's own filter writes for HTML, and has fewer arguments.
-  text = json.dumps(
-    value,
-    ensure_ascii=ensure_ascii,
-    indent=indent,
-    separators=separators,
-    sort_keys=sort_keys,
-  )
+  text = json.dumps(value, ensure_ascii=ensure_ascii, **options)
   return text.replace(json.dumps(vocabulary.MARK)[1:-1], vocabulary.MARK)
 
 

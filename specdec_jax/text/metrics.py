@@ -92,8 +92,7 @@ def first_bleu(
   targets: Sequence[Target], predictions: Sequence[str]
 ) -> dict[str, Any]:
   """Computes `bleu` with the first reference of each prediction alone."""
-  firsts = [texts[:1] for texts in _references(targets)]
-  score = bleu(firsts, predictions)
+  score = bleu([texts[:1] for texts in _references(targets)], predictions)
   return {f'first_{name}': value for name, value in score.items()}
 
 

@@ -2,9 +2,9 @@
 
 A line break always ends a sentence. The package sentencex (extra `[split]`)
 finds the other ends. Where it errs, `_Rules` replaces characters before it
-reads them, or an end is left out or moved. Marks of lists, headings, quotations
-and tables, links, code, and parts without a letter stay as they are. A sentence
-that is too long for a model is cut.
+reads them, or this module moves the end or leaves it out. Marks of lists,
+headings, quotations and tables, links, code, and parts without a letter stay as
+they are. A sentence that is too long for a model is cut.
 """
 
 import functools
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import package
 
-# Languages with rules in sentencex or abbreviations.toml: NLLB's names=theirs.
+# Languages for which sentencex or abbreviations.toml has rules, as pairs of
+# NLLB's name and theirs.
 _LANGUAGES = dict(
   pair.split('=')
   for pair in """
@@ -33,24 +34,24 @@ _OTHERWISE = 'en'
 # Characters that sentencex gets at once: it takes quadratic time for texts
 # without spaces, and for quotation marks that are not closed.
 _BLOCK = 1 << 11
-_MOST_CHARACTERS = 64  # per token: a longer text is too long for sure
-_COUNTS = 1 << 12  # texts whose counts are cached, because words repeat
+_MOST_CHARACTERS = 64  # a longer text is more than one token, without counting
+_COUNTS = 1 << 12  # results of `count` that are cached, because words repeat
 # Long sentences are cut after clauses, then after words.
 _CUTS = (
   re.compile(r'.+?(?:[;:,–—]\s+|[，、；：،؛]+\s*|\Z)', re.DOTALL),
   re.compile(r'\s*\S+\s*'),
 )
-# Writing without blanks between words, from Thai to Chinese.
+# Scripts that put no blanks between words, from Thai to Chinese.
 _UNSPACED = re.compile(
   '[\u0e00-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\ufe30-\uffef'
   '\U00020000-\U0003ffff]'
 )
-_PLAIN = re.compile(r'[\w\s,]*')  # text without the end of a sentence
+_PLAIN = re.compile(r'[\w\s,]*')  # no sentence ends inside such a text
 _LETTER = re.compile(r'[^\W\d_]')
 _TABLES = tomllib.loads(
   pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
 )
-# Parts inside a line that stay; a link's text lies between two of them.
+# Parts inside a line that are not decoded; a link's text lies between two.
 _MARKUP = r"""
   [^\S\r\n]{3,} | \t
   | (?<!\S)\|+ | \|+(?!\S)
@@ -65,7 +66,7 @@ _IN_TABLE = re.compile(
   rf'\| | {_MARKUP}', re.VERBOSE
 )  # lines that begin with |
 _NUMERALS = '一二三四五六七八九十百'
-# Marks at the begin of a sentence, which stay; several may follow.
+# Marks at the begin of a sentence, maybe several, which are not decoded.
 _MARK = re.compile(
   rf"""
   \s+ | (?:[^\w\s]|_)+(?=\s) | >+ | [—–―]+(?!\d)
@@ -79,7 +80,7 @@ _MARK = re.compile(
   """,
   re.VERBOSE,
 )
-_STOPS = '።፧।॥۔؟։'  # unlike '.', they need no blank after them
+_STOPS = '።፧।॥۔؟։'  # unlike '.', these need no blank after them
 _OPENING = re.compile(r"""\s["'“”«„‘(\[]+\Z""")
 
 
@@ -106,8 +107,8 @@ class Sentences(NamedTuple):
     """Replaces each part by its output.
 
     A line break within an output becomes a space, so the number of lines stays.
-    Between Chinese sentences there is no space; their outputs get one, unless
-    they are Chinese too.
+    There is no space between Chinese sentences; between their outputs one is
+    added, unless these are Chinese too.
     """
     pieces, at = [''], 0
     for (begin, end), output in zip(self.spans, outputs, strict=True):
@@ -139,7 +140,7 @@ def language_of(name: str | None) -> str:
 
 
 def split(
-  text: str, language: str, count: Callable[[str], int], most: int
+  text: str, language: str, count: Callable[[str], int], limit: int
 ) -> Sentences:
   """Splits a text into sentences that a model can read.
 
@@ -149,8 +150,8 @@ def split(
     text: lines, paragraphs or a whole document.
     language: a result of `language_of`.
     count: counts the tokens of a text.
-    most: the most tokens of a sentence. A longer one is cut after clauses, else
-      after words, else between any two characters.
+    limit: the most tokens of a sentence. A longer one is cut after clauses,
+      else after words, else between any two characters.
 
   Raises:
     ValueError: sentencex is not installed.
@@ -159,7 +160,7 @@ def split(
   spans, num_cut, at = list[tuple[int, int]](), 0, 0
   for line in text.splitlines(keepends=True):
     for begin, end in _sentences(line, language):
-      pieces, begin = _cut(line[begin:end], count, most), at + begin
+      pieces, begin = _cut(line[begin:end], count, limit), at + begin
       num_cut += len(pieces) > 1
       for piece in pieces:
         if core := piece.strip():
@@ -184,7 +185,7 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
       behind = line[mark.end() : mark.end() + 2].strip()
       is_list = not mark['number'] or not behind.islower()
       if not is_list and _LETTER.search(line, 0, begin):
-        break  # an ordinal within a line: 'Geldi. 19. yüzyılda oldu.'
+        break  # the number is an ordinal: 'Geldi. 19. yüzyılda oldu.'
       begin = mark.end()
     return begin
 
@@ -225,19 +226,19 @@ def _rules_of(language: str) -> _Rules:
 
   changes: dict[str, Any] = {
     r'\s': ' ',  # sentencex 1.0.32 panics at wide blanks after an initial
-    '[។៕།༎]': '。',  # Khmer and Tibetan
+    '[។៕།༎]': '。',  # the full stops of Khmer and Tibetan
     r'(?<![^\s(["“„«])([^\s(["“„«]{1,10})\.(?= )': stop_if(
       lambda match: words & {match[1], match[1].lower()}
     ),
-    r'(?:^|(?<=[.!?] ))([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # 'Step 1.'
+    r'(?:^|(?<=[.!?] ))([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # such as 'Step 1.'
     **ordinals,
     r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': stop_if(
       lambda match: match[2].islower()
     ),
-    # Initials of all scripts; sentencex knows those from A to Z.
+    # sentencex knows only initials from A to Z.
     r'(?<!\w)([^\W\d_A-Z])\.(?= )': stop_if(lambda match: match[1].isupper()),
     r'(?<=[A-Z]\.-)([A-Z])\.(?= )': r'\1_',
-    r'(?<= al)\.(?= [(\[])': '_',  # 'et al. [2004]'
+    r'(?<= al)\.(?= [(\[])': '_',  # such as 'et al. [2004]'
     # sentencex begins no sentence with a digit.
     r'(?<=[^\W\d_]{4}\. )\d': 'X',
     rf'(?<=[。！？])[\da-zA-Z]|(?<={_UNSPACED.pattern}[!?])[\da-zA-Z]': '一',
@@ -276,39 +277,39 @@ def ends(text: str, language: str) -> Iterator[int]:
 
 
 def _goes_without_blank(text: str, at: int) -> bool:
-  """Whether a sentence may end at `at`, where no blank is."""
+  """Whether a sentence may end at the place `at` without a blank."""
   return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 
 def _cut(
   text: str,
   count: Callable[[str], int],
-  most: int,
+  limit: int,
   cuts: Sequence[re.Pattern] = _CUTS,
 ) -> list[str]:
-  """Cuts a text into pieces of at most `most` tokens."""
+  """Cuts a text into pieces of at most `limit` tokens."""
 
   def size(piece: str) -> int:
-    too_long = len(piece) > most * _MOST_CHARACTERS
-    return most + 1 if too_long else count(piece)
+    too_long = len(piece) > limit * _MOST_CHARACTERS
+    return limit + 1 if too_long else count(piece)
 
-  if len(text) == 1 or size(text.strip()) <= most:
+  if len(text) == 1 or size(text.strip()) <= limit:
     return [text]
   if not cuts:
     middle = len(text) // 2
     near = range(middle, min(middle + 16, len(text)))
     half = next((i for i in near if not _joins(text[i - 1 : i + 1])), middle)
     halves = text[:half], text[half:]
-    return [x for piece in halves for x in _cut(piece, count, most, ())]
+    return [x for piece in halves for x in _cut(piece, count, limit, ())]
   groups, left = list[list[str]](), -1
   for piece in cuts[0].findall(text):
     left -= (tokens := size(piece))
     if left < 0:
       groups.append([])
-      left = most - tokens
+      left = limit - tokens
     groups[-1].append(piece)
   wholes = map(''.join, groups)
-  return [x for whole in wholes for x in _cut(whole, count, most, cuts[1:])]
+  return [x for whole in wholes for x in _cut(whole, count, limit, cuts[1:])]
 
 
 def _joins(pair: str) -> bool:

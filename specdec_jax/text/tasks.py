@@ -41,11 +41,11 @@ from specdec_jax.text.vocabulary import SENTENCEPIECE
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
 TRAIN_SPLIT, EVAL_SPLIT, PROMPTS_SPLIT = 'train', 'validation', 'test'
-BROKEN = '<broken>'  # key of an example: why its line is broken
-# This module sets these keys of an example; such fields of a line are left out.
+BROKEN = '<broken>'  # key of the reason why an example's line is broken
+# Keys that this module sets; fields of a line with these names are left out.
 _RESERVED = frozenset((*FEATURES, 'references', BROKEN))
 _MAX_REASON = 1000  # characters of the reason why a line is broken
-_MAX_NAMES = 100  # field names among which the nearest one is looked for
+_MAX_NAMES = 100  # a message chooses from so many fields
 VOCAB = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
 EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 
@@ -97,7 +97,7 @@ class LocalTask:
       `tokenizer.Tokenizer`.
     kind: the form of a line: 'txt' is an input; 'tsv' is source<TAB>target, or
       a source alone; 'jsonl' is an object. None: the ending of the file's name
-      says it.
+      decides.
     prefix: is put before each input, such as 'summarize: '.
     inputs_field: the field of a JSONL object with its input.
     targets_field: the field of a JSONL object with its target: a text, or a
@@ -212,19 +212,16 @@ class LocalTask:
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
     vocabulary = tokenizer or Tokenizer(self.vocab_path)
-    # Called here, so that errors show now, not at the first example.
+    # Outside of `generate`, whose errors show only at the first example.
     texts = self.texts(split, keep_broken)
 
     def generate():
       for example in texts:
-        text = {feature: example.pop(feature) for feature in FEATURES}
         for feature in FEATURES:
-          example[f'{feature}_pretokenized'] = text[feature]
-          has_ids = feature == 'inputs' or text[feature]
-          ids: list[int] = []
-          if has_ids and BROKEN not in example:
-            reader = vocabulary.inputs if feature == 'inputs' else vocabulary
-            ids = reader.whole(text[feature], lengths.get(feature))
+          example[f'{feature}_pretokenized'] = text = example.pop(feature)
+          has_ids = BROKEN not in example and (text or feature == 'inputs')
+          reader = vocabulary.inputs if feature == 'inputs' else vocabulary
+          ids = reader.whole(text, lengths.get(feature)) if has_ids else []
           example[feature] = np.asarray(ids, np.int32)
         yield example
 
@@ -412,7 +409,8 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
     where = f'features of the task {task.name!r}'
     raise unexpected(where, f'{FEATURES} among them', sorted(ends))
   sides: dict[str, list[Any]] = {key: [] for key in FEATURES}
-  for example in task.examples(split):  # the caller decides about lengths
+  # The caller cuts the ids to their lengths.
+  for example in task.examples(split):
     for key, rows in sides.items():
       ids = example[key]
       rows.append(ids[:-1] if len(ids) and ids[-1] == ends[key] else ids)
@@ -498,7 +496,7 @@ def check_prepared(source: Any) -> None:
     return
   loader = source.tfds_dataset
   if loader.name is None:
-    return  # it joins several datasets, whose errors TFDS raises itself
+    return  # the loader joins several data sets, and TFDS raises their errors
   folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
   command = (
     'python -c "import tensorflow_datasets as tfds;'
@@ -554,7 +552,7 @@ def _text(value: bytes) -> str:
   return value.decode('utf-8', 'replace')
 
 
-# Files of examples.
+# These functions read files of examples.
 
 
 def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -656,6 +654,18 @@ def _example(
   return dict(zip(FEATURES, [*columns, ''], strict=False))
 
 
+def field_of(fields: Mapping[str, Any], field: str, place: str, to_do: str):
+  """Returns a field of a JSON object.
+
+  Raises:
+    ValueError: there is no such field; the message ends with `to_do`.
+  """
+  if field not in fields:
+    near = nearest(field, list(fields)[:_MAX_NAMES])
+    raise ValueError(f'{place} has no field {field!r}.{near} {to_do}')
+  return fields[field]
+
+
 def _of_object(
   fields: dict[str, Any], place: str, used: Mapping[str, str | None]
 ) -> dict[str, Any]:
@@ -663,13 +673,8 @@ def _of_object(
   for feature, field in used.items():
     if field is None:
       continue
-    if field not in fields:
-      names = list(fields)[:_MAX_NAMES]
-      raise ValueError(
-        f'{place} has no field {field!r}.{nearest(field, names)}'
-        f' LocalTask.{feature}_field names another field.'
-      )
-    text = fields[field]
+    to_do = f'LocalTask.{feature}_field names another field.'
+    text = field_of(fields, field, place, to_do)
     if feature == 'targets' and isinstance(text, list) and text:
       texts['references'] = text
       text = text[0]
@@ -699,6 +704,17 @@ def check_feature_lengths(
     check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 
+def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields each line of a JSONL file: its place, for messages, and its object.
+
+  Raises:
+    ValueError: as for `files.text_lines`; or a line is not a JSON object.
+  """
+  for number, line in enumerate(files.text_lines(path), 1):
+    place = f'{path!r} line {number}'
+    yield place, files.json_object(line, place)
+
+
 def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   """Yields the source and the target of each line that has a target.
 
@@ -710,8 +726,7 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
     ValueError: as for `files.lines`; or a line is broken, with its number.
   """
   kind = kind_of(path)
-  first = next(iter(files.text_lines(path)), '') if kind == 'jsonl' else ''
-  if first and 'prediction' in files.json_object(first, path):
+  if kind == 'jsonl' and 'prediction' in next(records(path), ('', {}))[1]:
     yield from _predictions(path)
     return
   for example in read(path, keep_broken=False):
@@ -723,14 +738,13 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
 
 def _predictions(path: str) -> Iterator[tuple[str, str]]:
   """Yields the pairs of predictions.jsonl, without records of errors."""
-  for number, line in enumerate(files.text_lines(path), 1):
-    record = files.json_object(line, f'{path!r} line {number}')
+  for _, record in records(path):
     pairs = record.get(
       'parts', [(record.get('inputs'), record.get('prediction'))]
     )
     for source, target in pairs:
       target = target[-1] if isinstance(target, list) else target
-      if isinstance(source, dict):  # the features of a task's example
+      if isinstance(source, dict):  # the source of a task is a dict of features
         source = source.get('inputs_pretokenized')
       if source and target:
         yield source, target
@@ -741,7 +755,7 @@ def read_prompts(
 ) -> list[str]:
   """Returns the texts that can be decoded, in their order.
 
-  A text that stands several times in a task, in TSV or in JSONL, as with
+  A text that a task, a TSV or a JSONL has several times, such as one with
   several references, is returned once.
 
   Args:
@@ -763,9 +777,9 @@ def read_prompts(
   texts = [example['inputs'] for example in examples]
   if not isinstance(source, str) or kind_of(source) != 'txt':
     texts = list(dict.fromkeys(texts))
-  # Any output may follow an empty text, so it says little about a pair.
-  most = math.inf if limit is None else limit
-  usable = [text for text in texts if text and 0 < count(text) <= most]
+  # Any output may follow an empty text, which tells little about a pair.
+  longest = math.inf if limit is None else limit
+  usable = [text for text in texts if text and 0 < count(text) <= longest]
   if not usable:
     short = '' if limit is None else f' of at most {limit} tokens per line'
     raise ValueError(

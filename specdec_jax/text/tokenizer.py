@@ -26,7 +26,8 @@ from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend
 PAD_ID = 0
 EOS_ID = 1
 UNK_ID = 2
-_ENDS = (vocabulary.END, '</s>')  # if no file names the end of sequence
+# Names of the end of sequence that are tried if no file names it.
+_ENDS = (vocabulary.END, '</s>')
 _BYTE = re.compile('<0x([0-9A-F]{2})>')
 # The characters of byte-level vocabularies: visible ones of Latin-1 stand for
 # themselves, characters from U+0100 on for the other bytes, in their order.
@@ -52,8 +53,8 @@ class Vocabulary:
     vocab_size: V, the largest id plus one.
     eos_id: the end of sequence.
     path: path of its files, for messages.
-    before: ids in front of every text, such as `<s>` in CodeT5, except
-      languages.
+    before: ids in front of every text, such as `<s>` in CodeT5, without those
+      of languages.
     bos_id: the first id in `before`; None in T5, GPT-2 and Qwen.
     says_ends: whether the vocabulary's own files decide `before` and `after`.
     start_id: the first id of a decoder-only model's texts where no file names
@@ -89,7 +90,7 @@ class Vocabulary:
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """Text that differs between vocabularies."""
+    """A text that is different for each vocabulary."""
     raise NotImplementedError
 
   def encode(self, text: str) -> list[int]:
@@ -102,7 +103,7 @@ class Vocabulary:
 
   @functools.cached_property
   def after(self) -> Sequence[int]:
-    """Ids behind every text, such as `</s>`, except languages."""
+    """Ids after every text, such as `</s>`, without those of languages."""
     return [self.eos_id]
 
   @functools.cached_property
@@ -118,21 +119,21 @@ class Vocabulary:
     """Applies `encode` to each text."""
     return [self.encode(text) for text in texts]
 
-  def whole(self, text: str, most: int | None = None) -> list[int]:
+  def whole(self, text: str, limit: int | None = None) -> list[int]:
     """Returns the ids of a whole text, `before` and `after` included.
 
     If `after` is empty, the end of sequence alone is added.
 
     Args:
       text: the text.
-      most: cuts the text so that all ids are at most so many; None: no limit.
+      limit: the most ids in all, to which the text is cut; None: no limit.
     """
     first, last = self.before, self.after
     if not last:
       first, last = [], [self.eos_id]
     ids = self.encode(text)
-    if most is not None:
-      ids = ids[: max(0, most - len(first) - len(last))]
+    if limit is not None:
+      ids = ids[: max(0, limit - len(first) - len(last))]
     return [*first, *ids, *last]
 
   def is_text(self, token: int) -> bool:
@@ -266,7 +267,7 @@ class Tokenizer(Vocabulary):
   def _end(
     self, ids: dict[str, int], config: dict[str, Any], eos_token: str | None
   ) -> int:
-    """Finds the end of sequence."""
+    """Finds the id of the end of sequence."""
     if eos_token is not None and eos_token not in ids:
       where = f'eos_token for {self.path!r}'
       raise unexpected(where, 'a token of this vocabulary', eos_token)
@@ -329,7 +330,7 @@ class Tokenizer(Vocabulary):
       for token in tokens
     }
     drops_blank = not all(shows_blank.values())
-    if drops_blank:  # a blank that is shown, such as a byte, never comes first
+    if drops_blank:  # blanks that show, such as bytes, never come first
       ids[b' '] = [x for x in ids.get(b' ', ()) if not shows_blank[x]]
     return ids, drops_blank
 
@@ -437,7 +438,7 @@ class Tokenizer(Vocabulary):
 
 
 def contradiction(first: Vocabulary, second: Vocabulary) -> str:
-  """Says which id is a different token in two vocabularies; '' if none is.
+  """Names an id that is another token in a second vocabulary; '' if none is.
 
   One of them may have more tokens, such as those that a fine-tune added.
   Vocabularies without `pieces` are compared by their fingerprints.

@@ -19,25 +19,28 @@ from specdec_jax.files.locations import open_location
 
 # For comparison: the largest vocabulary in use, of 256,000 pieces, has 5 MiB.
 MOST_BYTES = 256 << 20
-SENTENCEPIECE = 'spiece.model'  # T5's
+SENTENCEPIECE = 'spiece.model'  # the vocabulary of T5
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
-PIECES = 'sentencepiece.bpe.model'  # M2M-100's and mBART's
-SOURCE, TARGET = 'source.spm', 'target.spm'  # Marian's
-TARGET_VOCAB = 'target_vocab.json'  # of Marian's outputs, if it is another one
+# The pieces of M2M-100 and mBART.
+PIECES = 'sentencepiece.bpe.model'
+# Marian's two models; the numbers of its outputs' pieces, if they are others.
+SOURCE, TARGET = 'source.spm', 'target.spm'
+TARGET_VOCAB = 'target_vocab.json'
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
-_NAMES = 'special_tokens_map.json'  # of folders that transformers 4 wrote
+_NAMES = 'special_tokens_map.json'  # transformers 4 wrote this file
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
-# Marks names that are no tokens; Unicode reserves it, so no text has it.
+# A character that marks names in a user's words, which are not tokens there. It
+# is in no text, because Unicode reserves it.
 MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
-END = '<|endoftext|>'  # GPT-2's, where a folder does not say
-BLANK = '\u2581'  # sentencepiece's mark
+END = '<|endoftext|>'  # GPT-2's end, the default of byte-level BPE
+BLANK = '\u2581'  # a blank in the pieces of sentencepiece
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
-_MANY = 256  # texts for which sentencepiece may start its threads
-_SENTINELS = 100  # of T5, in seqio and in transformers
+_MANY = 256  # sentencepiece may start threads for so many texts
+_SENTINELS = 100  # seqio and transformers give T5 so many
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -138,14 +141,23 @@ def added_tokens(
   return dict(sorted(tokens.items()))
 
 
+def _contradiction(
+  file: str | os.PathLike[str], token: Any, number: int, got: Any
+) -> ValueError:
+  """Makes the error for an added token that has another id in `file`."""
+  expected = f'id {number} as {SETTINGS} or {ADDED} has it'
+  where = f'{os.fspath(file)!r}: {token.content!r}'
+  return unexpected(where, expected, got, _COPY)
+
+
 class JsonBackend:
   """A vocabulary of the package tokenizers.
 
   Attributes:
     pieces: id -> text of each token.
     added: id -> `AddedToken`, the tokens that a text is split at.
-    before: ids that stand in front of each text.
-    after: ids that stand behind each text.
+    before: ids in front of each text.
+    after: ids after each text.
     is_bpe: whether its model is BPE.
     is_byte_level: whether its pieces are made of bytes, as GPT-2's.
     sentinels: ids of T5's sentinels that no file names.
@@ -183,9 +195,7 @@ class JsonBackend:
         processor.add_tokens([token])
       actual = processor.token_to_id(token.content)
       if actual != number:
-        where = f'{os.fspath(place)!r}: {token.content!r}'
-        ours = f'id {number} as {SETTINGS} or {ADDED} has it'
-        raise unexpected(where, ours, actual, _COPY)
+        raise _contradiction(place, token, number, actual)
     named = {
       token.content for token in processor.get_added_tokens_decoder().values()
     }
@@ -257,7 +267,7 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
   data = read_bytes(place)
   try:
     return tokenizers.Tokenizer.from_str(data.decode())
-  # The package raises plain Exceptions.
+  # The package raises `Exception` itself, without a class of its own.
   except Exception as error:
     # The package names its own types, such as PreTokenizerWrapper.
     kind = re.search('enum (?:Py)?(.+)(?:Untagged|Wrapper)', str(error))
@@ -295,6 +305,7 @@ def _of_vocab(
     content(config.get(name)) if config.get(f'add_{name}') else ''
     for name in ('bos_token', 'eos_token')
   ]
+  # CodeT5's and BART's tokenizers are of this kind.
   is_bart = processor.token_to_id(_MASK) is not None
   if is_bart:
     names = [*map(added_token, _FAIRSEQ), added_token(_MASK, lstrip=True)]
@@ -392,12 +403,8 @@ class PiecesBackend:
     for i, token in (added or {}).items():
       piece = self.added[i].content if i in self.added else self.pieces.get(i)
       if piece not in (None, token.content) or ids.get(token.content, i) != i:
-        raise unexpected(
-          f'{os.fspath(path)!r}: {token.content!r}',
-          f'id {i} as {SETTINGS} or {ADDED} has it',
-          f'id {ids.get(token.content)}, and {piece!r} as id {i}',
-          _COPY,
-        )
+        got = f'id {ids.get(token.content)}, and {piece!r} as id {i}'
+        raise _contradiction(path, token, i, got)
       self.added[i] = token
       ids[token.content] = i
     added_names = {token.content for token in self.added.values()}
@@ -428,7 +435,7 @@ class PiecesBackend:
     return backend
 
   def encode(self, texts: Sequence[str], names: bool) -> list[list[int]]:
-    """See `JsonBackend`."""
+    """Returns the ids of texts, as `JsonBackend.encode` does."""
     if names not in self._splitters:
       tokens = [x for x in self.added.values() if names or not x.special]
       any_name = '|'.join(re.escape(token.content) for token in tokens)
@@ -438,7 +445,7 @@ class PiecesBackend:
       texts = [text.replace(MARK, '') for text in texts]
       if len(texts) < _MANY or self._numbers:
         return [*map(self._encode, texts)]
-      return self._processor.encode(texts)  # by all cores
+      return self._processor.encode(texts)  # sentencepiece uses all cores
     parts = split.encode_batch(list(texts))
     ids = {token.content: i for i, token in self.added.items()}
     rows: list[list[int]] = [[] for _ in texts]
@@ -451,7 +458,7 @@ class PiecesBackend:
     return rows
 
   def encode_marked(self, text: str) -> list[int]:
-    """See `JsonBackend`."""
+    """Returns the ids of a text with marked names, see `Tokenizer`."""
     return self.encode([text], True)[0]
 
   def _encode(self, text: str) -> list[int]:
@@ -463,7 +470,7 @@ class PiecesBackend:
     return [self._numbers.get(piece, self.unk_id) for piece in pieces]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """See `JsonBackend`."""
+    """Returns the text of ids, special ones included."""
     text = ''
     marked = self.added | self.control
     for is_marked, run in itertools.groupby(ids, marked.__contains__):

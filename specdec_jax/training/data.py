@@ -23,7 +23,9 @@ from specdec_jax.checks.fields import (
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.types import Amount, Count, Positive
 
-NO_TOKEN = -1  # past the end of a row of targets; some vocabularies use 0
+NO_TOKEN = -1  # marks places past a row's targets; some vocabularies use 0
+# The lengths of buckets of sentences.
+_BUCKETS = (12, 16, 20, 26, 32, 40, 52, 68, 96)
 
 # Source and target ids of each pair.
 Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -44,7 +46,7 @@ def digest(pairs: Pairs) -> str:
 
 
 class Batch(NamedTuple):
-  """Padded rows in N parts; a row of nothing but padding has no weight.
+  """Padded rows in N parts; a row without tokens has no weight.
 
   Attributes:
     inputs: int32[N, B, L], source ids, end of sequence, padding.
@@ -69,8 +71,8 @@ class PackingConfig:
     buckets: increasing lengths, the only ones that a batch may have; an example
       goes into the smallest bucket that holds its source and its target. One
       program is compiled for each bucket.
-    tokens_per_batch: places that a batch has on each side, roughly.
-    tokens_per_part: places that a part of a batch has, roughly. A batch is
+    tokens_per_batch: roughly the places for tokens on each side of a batch.
+    tokens_per_part: roughly the places of one part of a batch. A batch is
       computed part by part, and the gradients are summed. On a CPU the logits
       of a part then stay in its cache; 0, for a GPU or TPU, makes the whole
       batch one part.
@@ -81,17 +83,7 @@ class PackingConfig:
   """
 
   weights: tuple[Amount, ...] = (0.4, 0.25, 0.2, 0.15)
-  buckets: Annotated[tuple[Positive, ...], Bound(1)] = (
-    12,
-    16,
-    20,
-    26,
-    32,
-    40,
-    52,
-    68,
-    96,
-  )
+  buckets: Annotated[tuple[Positive, ...], Bound(1)] = _BUCKETS
   tokens_per_batch: int = 4096
   tokens_per_part: Count = 0
   max_targets: int = 0
@@ -104,9 +96,8 @@ class PackingConfig:
       expected = 'weights, at least one of them above 0'
       raise unexpected('weights', expected, self.weights)
     if [*self.buckets] != sorted({*self.buckets}):
-      expected = 'increasing numbers'
-      raise unexpected('buckets', expected, self.buckets)
-    # A batch has room for one row, and a row for a token and its end.
+      raise unexpected('buckets', 'increasing numbers', self.buckets)
+    # A batch must have room for one row, and a row for a token and its end.
     least = {'tokens_per_batch': self.buckets[-1]}
     least['max_targets'] = 2 if self.max_targets else 0
     for name, number in least.items():
@@ -132,7 +123,9 @@ class _Plan(NamedTuple):
 
 
 class PackedBatches:
-  """Length-bucketed batches; they depend only on the seed and their place.
+  """Batches of examples of similar lengths.
+
+  A batch depends only on the seed and on its place in the order.
 
   An epoch shuffles the pairs, joins neighbours, and sorts examples into
   buckets. Examples that do not fill a batch move on to the next longer bucket;
@@ -144,19 +137,14 @@ class PackedBatches:
       those of the first epoch.
   """
 
-  def __init__(
-    self,
-    pairs: Pairs,
-    config: PackingConfig,
-    regroups: bool = True,
-    pad_id: int = PAD_ID,
-  ):
+  regroups = True
+
+  def __init__(self, pairs: Pairs, config: PackingConfig, pad_id: int = PAD_ID):
     """Drops the pairs that are empty or do not fit the longest bucket.
 
     Args:
       pairs: the data.
       config: the settings.
-      regroups: see the class.
       pad_id: the padding of inputs.
 
     Raises:
@@ -164,7 +152,6 @@ class PackedBatches:
     """
     self._pairs = pairs
     self._config, self._pad_id = config, pad_id
-    self.regroups = regroups
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
     # An end-of-sequence id follows the last pair.

@@ -56,8 +56,7 @@ def teacher_forced(
   if start_id is None:
     fed, targets = ids[:, :-1], targets[:, 1:]
   else:
-    first = ((0, 0), (1, 0))
-    fed = jnp.pad(ids[:, :-1], first, constant_values=start_id)
+    fed = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=start_id)
   weights = (targets != NO_TOKEN).astype(jnp.float32)
   return fed, jnp.maximum(targets, 0), weights
 

@@ -3,17 +3,16 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import rich.console
 
-from specdec_jax.checks.fields import check_types, is_a, nearest, unexpected
+from specdec_jax.checks.fields import check_types, is_a, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
-from specdec_jax.files import json_object, text_lines, writable
+from specdec_jax.files import writable
 from specdec_jax.report import record
 from specdec_jax.report.table import Table
-from specdec_jax.text.tasks import kind_of, read
+from specdec_jax.text.tasks import field_of, kind_of, read, records
 from specdec_jax.text.tokenizer import Tokenizer
 
 
@@ -57,8 +56,7 @@ class FitNgramConfig:
         raise unexpected(name, 'a file', value)
     size, first = self.tokenizer.vocab_size, self.start_id
     if first is not None and not 0 <= first < size:
-      expected = f'None or an id below {size}'
-      raise unexpected('start_id', expected, first)
+      raise unexpected('start_id', f'None or an id below {size}', first)
 
 
 def fit_ngram(
@@ -116,8 +114,8 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
   kind = kind_of(path)
   if kind == 'jsonl':
     values = (
-      _field(f'{path!r} line {number}', line, field)
-      for number, line in enumerate(text_lines(path), 1)
+      field_of(fields, field, place, 'Set field.')
+      for place, fields in records(path)
     )
   else:
     side = 'targets' if kind == 'tsv' else 'inputs'
@@ -135,11 +133,3 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
         raise unexpected(place, 'text or ids', value)
       if ids:
         yield ids
-
-
-def _field(place: str, line: str, field: str) -> Any:
-  record = json_object(line, place)
-  if field not in record:
-    names = nearest(field, record)
-    raise ValueError(f'{place} has no field {field!r}.{names} Set field.')
-  return record[field]

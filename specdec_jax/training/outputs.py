@@ -32,7 +32,7 @@ PLACEMENT = partitioning.Placement(kernel_layout='in_out')
 # cut off: a row that repeats itself does not hold up the others.
 _MOST_UNFINISHED = 0.05
 _LOG_SECONDS = 15
-_COMPLETE = 'complete'  # the last line of a file of outputs
+_COMPLETE = 'complete'  # this is the last line of a file with all outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class OutputsConfig(Checked):
 
   Attributes:
     num_examples: the most sources to decode; 0 decodes all.
-    max_minutes: if > 0, no batch begins after this time, which a run that is
-      started again has once more. Batches come in random order, so that the
+    max_minutes: if > 0, no batch begins after this time; a run that is started
+      again has the whole time again. Batches come in random order, so that the
       outputs until then are a fair sample.
     temperatures: batches take these alternately; 0 is greedy.
     batch_size: rows that are decoded together; their sources have similar
@@ -153,9 +153,9 @@ def generate_outputs(
   """Pairs each source with the output that the model itself gives for it.
 
   The pairs of each batch are appended to a `RunLog`, from which a killed run
-  goes on. Its last line says that no more is to be decoded, because all sources
-  are done or `max_minutes` were over. An output that does not end by itself is
-  left out, so that every pair can get its end of sequence.
+  goes on. The last line tells that the outputs are complete, because all
+  sources were decoded or `max_minutes` were over. An output that does not end
+  by itself is left out, so that every pair can get its end of sequence.
 
   Args:
     model: a `LanguageModel`.
@@ -231,7 +231,7 @@ def read_outputs(path: str | os.PathLike[str]) -> Pairs:
 
 
 def _batches_of(run_log: RunLog) -> list[Any]:
-  """Reads the pairs of each batch, and `_COMPLETE` if no more is to come.
+  """Reads the pairs of each batch, then `_COMPLETE` if outputs are complete.
 
   Raises:
     ValueError: a line is damaged.
@@ -259,7 +259,7 @@ def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
 def _batches(
   sources: Sequence[Sequence[int]], config: OutputsConfig
 ) -> list[np.ndarray]:
-  """Groups sources of similar length, by number; batches in random order."""
+  """Returns the numbers of sources of similar length, in random batches."""
   lengths = np.array([*map(len, sources)])
   usable = np.flatnonzero(lengths > 0)[: config.num_examples or None]
   if not len(usable):

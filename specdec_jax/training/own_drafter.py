@@ -46,22 +46,25 @@ from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
 from specdec_jax.training.run import FromTarget, TrainRun
 from specdec_jax.training.trainer import TrainConfig
-from specdec_jax.types import Positive
+from specdec_jax.types import Minutes, Positive
 
 CALIBRATION = 'calibration.json'
 HELD_OUT = 'held_out.txt'
 _TRAINING = 'training'
 _LEAST_TEXTS = 8
 _MOST_HELD_OUT = 512
-_LEAST_MINUTES, _WEEK = 2.0, 7 * 24 * 60.0
+_LEAST_MINUTES = 2.0
+_FEW_STEPS = 400  # fewer are too few to learn; also between two evaluations
 # Shares of the time: the most for decoding texts (without the held-out ones),
 # the most for timing calls, and the least for learning.
 _DECODING, _TIMING, _LEARNING = 0.25, 0.2, 0.05
 # The drafter is not measured if less than this part of the time for it is left.
 _MEASURABLE = 0.7
-_SAVING_S = 8.0  # for writing the drafter, and its last evaluation
-_STARTED_S = 5.0  # from the start of the process to this module
-_SMALL_PART = 0.5  # of a vocabulary: a larger shortlist gains little
+# Seconds to write the drafter and to evaluate it for the last time, and those
+# from the start of the process to a call of `distil`.
+_SAVING_S, _STARTED_S = 8.0, 5.0
+# The largest part of a vocabulary that a shortlist may have; more gains little.
+_SMALL_PART = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,7 @@ class DistilConfig:
       most three tenths to decode, the rest to learn and to measure. It must be
       2 or more, since compilation alone takes a minute; 0 sets no limit, so
       that `steps` ends the run.
-    steps: the training ends after this many steps, if not before.
+    steps: the most steps of the training.
     max_gamma, num_tokens, repeats: the largest gamma of the calibration, the
       tokens that it measures acceptance on, and its timed rounds.
 
@@ -94,7 +97,7 @@ class DistilConfig:
   num_layers: Positive = 1
   max_input_len: Annotated[int, Bound(2, MOST_LEN)] = 128
   max_decode_len: Annotated[int, Bound(2, MOST_LEN)] = 120
-  minutes: Annotated[float, Bound(0, _WEEK)] = 90.0
+  minutes: Minutes = 90.0
   steps: Annotated[int, Bound(1, 10**9)] = 1_000_000
   max_gamma: Annotated[int, Bound(1, calibrate.MOST_GAMMA)] = 8
   num_tokens: Positive = 2000
@@ -163,14 +166,17 @@ def distil(
     measured.time_calls(draft, params)
     return end - measured.closing_s()
 
-  # The target's outputs replace the second sides.
+  # The second sides are not used: the target's outputs replace them.
   pairs, valid = (
     [(ids[text], ids[text]) for text in texts] for texts in (learned, held_out)
   )
   begin = functools.partial(decoder_layers, num_layers=config.num_layers)
   training_run.train(run, (pairs, valid), begin, until=until)
-  if not _num_steps(run.model_dir):
+  if not (steps := _num_steps(run.model_dir)):
     raise measured.too_short()
+  if steps < min(config.steps, _FEW_STEPS):
+    advice = 'Give another folder and more minutes, or an idle machine.'
+    say(console, f'It learned in {steps} steps only, which is little. {advice}')
   _export(config, draft, run.model_dir)
   calibrated = measured.calibrated()
   say(console, f'The drafter is in {config.output_dir}.')
@@ -215,7 +221,8 @@ def draft_network(config: DistilConfig) -> T5 | Bart:
 def decoder_layers(params: Params, num_layers: int) -> Params:
   """Takes parameters without the encoder, and with few decoder layers.
 
-  A drafter that begins with them only has to learn to do with fewer layers.
+  A drafter that begins with these parameters only has to learn to work with
+  fewer layers.
 
   Args:
     params: the target's parameters.
@@ -254,8 +261,7 @@ def _texts(
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
-    field = f'texts {config.texts!r}'
-    raise unexpected(field, expected, len(texts))
+    raise unexpected(f'texts {config.texts!r}', expected, len(texts))
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
   held_out = texts[:: len(texts) // number][:number]
   left_out = set(held_out)
@@ -286,7 +292,7 @@ def _train_run(
     ),
     training=TrainConfig(
       steps=config.steps,
-      eval_every=400,
+      eval_every=_FEW_STEPS,
       checkpoint_minutes=5.0,
       warmup_steps=50,
     ),
@@ -323,7 +329,7 @@ def _shortlist(config: DistilConfig) -> NGramTable | None:
   tokenizer = own_vocabulary(config.target)
   size = tokenizer.vocab_size
   outputs = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
-  # Not the ids that only pad the output layer.
+  # Ids that only pad the output layer are left out.
   tokens = [token for _, ids in outputs for token in ids if token < size]
   table = fit(
     [[0, *tokens]],
@@ -346,11 +352,12 @@ class _Measured:
     console: rich.console.Console,
   ):
     self._config, self._end, self._console = config, end, console
-    self._seconds = 60 * config.minutes or math.inf  # of the whole run
+    # The time for the whole run.
+    self._seconds = 60 * config.minutes or math.inf
     self._path = os.path.join(config.output_dir, CALIBRATION)
     self._costs: calibrate.Costs | None = None
-    self._calls_s = 0.0  # time that the calls took
-    self._closing_s = 0.0  # time to measure in after the training
+    self._calls_s = 0.0  # seconds that timing the calls took
+    self._closing_s = 0.0  # seconds to measure in after the training
     self._problem = 'The time is over.'
     self._calibration = calibrate.CalibrateConfig(
       engine=lambda: self._engine(
@@ -362,12 +369,13 @@ class _Measured:
       decode_len=max(config.max_decode_len, LEAST_DECODE_LEN),
       max_gamma=config.max_gamma,
       repeats=config.repeats,
+      minutes=config.minutes,
       output_file=self._path,
     )
 
   @property
   def _left(self) -> float:
-    """Seconds that are left."""
+    """The seconds until the run must end."""
     return self._end - time.monotonic()
 
   def _engine(self, drafter: Model) -> Engine:
@@ -382,7 +390,7 @@ class _Measured:
     """Times calls with a drafter of the same shape that has not learned."""
     begin = time.monotonic()
     if self._left < 0.4 * self._seconds:
-      self._closing_s = self._seconds  # more than there is
+      self._closing_s = self._seconds  # no time is left for measurements
       return
     model = Model(draft, params, dtype=self._config.target.dtype)
     if (table := _shortlist(self._config)) is not None:
@@ -403,7 +411,8 @@ class _Measured:
   def closing_s(self) -> float:
     """Returns the seconds to leave for everything after the training.
 
-    If they leave too little to learn in, the drafter is not measured.
+    If measuring the drafter would leave too little time to learn, it is
+    skipped.
 
     Raises:
       ValueError: there is no time to learn in.

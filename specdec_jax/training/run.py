@@ -44,14 +44,14 @@ from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
-STATES = 'train_states'  # folder
+STATES = 'train_states'  # the folder of Orbax's training states
 # Fields of `TrainConfig` that must not change when a run goes on.
 _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
-_EVAL_PART = 0.2  # share of the minutes for outputs, added for held-out ones
+_EVAL_PART = 0.2  # held-out outputs may take this share of `max_minutes` more
 # The part of the host's memory that the target's features may take. It is a
 # part of all memory, not of free memory, because the order of batches depends
 # on it, and a run that goes on must have the same order.
@@ -267,7 +267,8 @@ def _learning_settings(run: TrainRun, target: str) -> dict[str, Any]:
   if run.learning is None:
     return {'z_loss': run.z_loss}
   changes = {'checkpoint_path': target, 'outputs': None, 'outputs_folder': None}
-  return vars(run.learning) | changes  # the outputs are part of the data
+  # The outputs are compared with the data instead.
+  return vars(run.learning) | changes
 
 
 def _check_settings(run: TrainRun, **settings: Any) -> None:
@@ -363,7 +364,7 @@ def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
     for feature, rows in zip(FEATURES, (inputs, targets), strict=True)
   )
   if not run.network.has_encoder and not any(map(len, targets)):
-    # Lines of text. A pair needs two sides; no network reads this source.
+    # The data are lines of text. No network reads the source of such a pair.
     inputs, targets = [[PAD_ID]] * len(inputs), inputs
   return list(zip(inputs, targets, strict=True))
 
@@ -374,7 +375,7 @@ def _first_params(run: TrainRun) -> tuple[Params, str]:
   if run.init_checkpoint_path is not None:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
     return params, fingerprint(params)
-  # Room for the parameters and their gradients.
+  # Memory must hold the parameters and their gradients.
   config, subject = config_of(model), 'The model to train'
   sizes.check_params(config, subject, 2 * 4, memory.free_bytes)
   return model.init(jax.random.key(run.training.seed)), ''

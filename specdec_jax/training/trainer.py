@@ -20,7 +20,7 @@ from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective, Sums
 from specdec_jax.types import Above0, Amount, Count, Positive
 
-_STATES = 2  # the newest ones stay on disk
+_STATES = 2  # so many of the newest states stay on disk
 # Muon's update is for matrices that map activations to activations; AdamW
 # updates these.
 _NOT_MUON = (
@@ -153,7 +153,7 @@ class Trainer:
     self._gradient = jax.jit(_gradient)
     self._evaluate = jax.jit(_evaluate)
     self._features = jax.jit(_features) if stores_features else None
-    self._stored: dict[Any, Any] = {}  # features by the ids of a batch
+    self._stored: dict[Any, Any] = {}  # the ids of a batch -> its features
     self._update = jax.jit(
       functools.partial(_update, self._optimizer), donate_argnums=0
     )
@@ -216,7 +216,8 @@ class Trainer:
         self._log(f'resumed at step {step}, {elapsed / 60:.1f} min')
       if time.monotonic() < until:
         self.compile(state)
-      start = time.monotonic() - elapsed  # as if it had never been interrupted
+      # An uninterrupted run would have started at this time.
+      start = time.monotonic() - elapsed
       most_s = until - start
       if self.config.max_minutes > 0:
         most_s = min(most_s, 60 * self.config.max_minutes)
@@ -262,8 +263,7 @@ class Trainer:
     sides = batch.inputs, batch.targets
     key = sides[0].shape, *(side.tobytes() for side in sides)
     if key not in self._stored:
-      features = self._features(self._objective, batch)
-      self._stored[key] = jax.device_get(features)
+      self._stored[key] = jax.device_get(self._features(self._objective, batch))
     return batch._replace(features=self._stored[key])
 
   def _one_step(self, state: TrainState, step: int, batch: Batch, rate: float):
@@ -286,7 +286,7 @@ class Trainer:
 
 
 def _states(folder: str | os.PathLike[str]) -> Any:
-  """Opens Orbax's manager of states, which removes what a kill has cut."""
+  """Opens Orbax's manager of states, which removes unfinished ones."""
   import orbax.checkpoint as ocp
 
   return ocp.CheckpointManager(

@@ -220,14 +220,6 @@ def test_broken_ones(tmp_path, path, change, words):
     checkpoints.load(tmp_path / 'broken', NET)
 
 
-def test_floats_that_are_not_finite(tmp_path):
-  params = draw()
-  params['decoder']['layers_0']['mlp']['wo']['kernel'][1, 2] = np.nan
-  with pytest.raises(ValueError, match='wo/kernel: .*finite.* output 2 '):
-    written(tmp_path, params)
-  assert not (tmp_path / 'made').exists()
-
-
 @pytest.mark.parametrize('dtype', [None, 'int8'])
 def test_a_converted_drafter_remembers_its_target(tmp_path, dtype):
   """One that reads its target's encoder: Orbax's folder says for which."""

@@ -241,6 +241,7 @@ FOREIGN = {
   'pruned_heads': {},
   'quantization_config': None,
   'transformers.js_config': {'dtype': 'q4'},
+  'unk_token_id': 0,
 }
 # What changes the mathematics, or may.
 DECIDES = {

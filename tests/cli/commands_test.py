@@ -1,9 +1,7 @@
 """`specdec decode`, `score` and `try` on Hugging Face folders, without gin."""
 
-import importlib.util
 import io
 import pathlib
-import shutil
 import sys
 
 import gin
@@ -11,16 +9,13 @@ import pytest
 
 import small_vocabulary
 import update_readme
+from folders import save_folder
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.cli import main
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.report import record
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec('safetensors') is None,
-  reason="needs safetensors: pip install 'specdec_jax[huggingface]'",
-)
 LINES = ['the red dog runs', '', 'a cat sleeps', 'the old house sings here']
 LENGTHS = ['--max-decode-len', '12', '--max-input-length', '32', '--gamma', '3']
 
@@ -29,12 +24,11 @@ LENGTHS = ['--max-decode-len', '12', '--max-input-length', '32', '--gamma', '3']
 def pair(folder, tokenizer):
   """Flags of two folders that describe themselves, random weights in them."""
   network = small_vocabulary.network(1)
-  for seed, name in enumerate(('large', 'small')):
-    params = small_vocabulary.weights(network, seed)
-    huggingface.save_huggingface(folder / name, network.config, params)
-    shutil.copy(tokenizer.path, folder / name / 'spiece.model')
   (folder / 'in.txt').write_text('\n'.join(LINES) + '\n')
-  return [str(folder / 'large'), str(folder / 'small')]
+  return [
+    save_folder(folder / name, network, seed, tokenizer.path)
+    for seed, name in enumerate(('large', 'small'))
+  ]
 
 
 @pytest.fixture

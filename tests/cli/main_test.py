@@ -247,12 +247,3 @@ DRAFT = {'DRAFT_CHECKPOINT_PATH': 'small', 'MODEL_NAME': 'x'}
 )
 def test_what_else_a_line_binds(line, want):
   assert macros(*line.split(), names=want) == want
-
-
-def test_t5x_names_stay():
-  names = ('CHECKPOINT_PATH', 'MIXTURE_OR_TASK_NAME', 'INFER_OUTPUT_DIR')
-  flags = ['--gin_file=gin/runs/infer.gin', '--gin.TASK_FEATURE_LENGTHS=None']
-  flags += [f'--gin.{name}=a' for name in names]
-  gin_flags.load(flags)
-  with pytest.raises(ValueError, match='--output-dir'):
-    gin_flags.load(flags[:-1])

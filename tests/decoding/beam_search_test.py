@@ -17,11 +17,7 @@ from specdec_jax.decoding.beams import ABSENT
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.request import (
-  BeamScoring,
-  example_keys,
-  new_request,
-)
+from specdec_jax.request import BeamScoring, example_keys, new_request
 from specdec_jax.types import FinishReason
 from toy_beams import near, program, settings_of
 from toy_models import random_markov

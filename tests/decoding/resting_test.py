@@ -49,11 +49,9 @@ RULE = jax.tree.map(np.float32, adaptive_rule(GAMMA))
 
 def _request(slots, **changes):
   request = toy_requests.request_of(
-    ROWS, GAMMA, GREEDY, slots, inputs=(0,), seed=3
+    ROWS, GAMMA, GREEDY, slots, inputs=(0,), seed=3, **changes
   )
-  of_drafting = {'draft_rule', 'rests'} & changes.keys()
-  request = request.with_drafting(**{n: changes.pop(n) for n in of_drafting})
-  return request.replace(**{'inputs': jnp.asarray(INPUTS)} | changes)
+  return request.replace(inputs=jnp.asarray(INPUTS))
 
 
 @toy_requests.quick_jit
@@ -83,10 +81,7 @@ def _lengths(draft, gamma, vocab_size, rule):
   )
   batch = len(proposals)
   context = toy_requests.context_of(
-    [(0,)] * batch,
-    gamma,
-    SamplingConfig(1.0),
-    budget=jnp.full((batch,), gamma),
+    [(0,)] * batch, gamma, SamplingConfig(1.0), budget=jnp.full((batch,), gamma)
   )
   rule = jax.tree.map(jnp.asarray, rule)
   context = context.within(drafting=Drafting(gamma, rule))
@@ -133,8 +128,8 @@ def test_a_row_does_not_depend_on_its_neighbours():
     'draft_rule': RULE,
     'rests': COSTS.replace(patience=np.float32(0.01)),
   }
-  sampling = SamplingConfig(1.0).params(ROWS)
-  request = _request(40, **changes, sampling=sampling, greedy=False)
+  request = _request(40, **changes, greedy=False)
+  request = request.replace(sampling=SamplingConfig(1.0).params(ROWS))
   together = _decode(request, NEAR)
   alone = [
     _decode(take_rows(request, np.array([i])), NEAR) for i in range(ROWS)

@@ -19,10 +19,7 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.drafters.translation_memory import (
-  remember,
-  translation_memory,
-)
+from specdec_jax.drafters.translation_memory import remember, translation_memory
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.types import Draft
@@ -165,24 +162,30 @@ def propose_copies(drafter, inputs, texts):
   ]
 
 
+def match(source, place, said, most):
+  """How many tokens before a place are the last ones of what was said."""
+  agrees = 0
+  while agrees < min(most, place, len(said)):
+    if source[place - agrees - 1] != said[-agrees - 1]:
+      break
+    agrees += 1
+  return agrees
+
+
 def reference(inputs, text, max_match, min_match):
   """The rule, place by place."""
   best, own, found = 0, False, []
   after_one = set()
   for source in (inputs, text):
     for place in range(1, len(source)):
-      match = 0
-      for back in range(1, min(max_match, place, len(text)) + 1):
-        if source[place - back] != text[-back]:
-          break
-        match = back
-      if match == 1:
+      size = match(source, place, text, max_match)
+      if size == 1:
         after_one.add(source[place])
       # The first place of the input goes before all others; of the output a
       # later one replaces an earlier one that it found itself.
-      better = match > best or (match == best and source is text and own)
-      if match >= min_match and better:
-        best, own = match, source is text
+      better = size > best or (size == best and source is text and own)
+      if size >= min_match and better:
+        best, own = size, source is text
         found = source[place : place + GAMMA]
         if own:
           found = (text[place:] * GAMMA)[:GAMMA]
@@ -221,19 +224,13 @@ def test_a_memory_goes_on_from_the_longest_match(max_match, min_match):
   drafter = translation_memory(memory, min_match)
   found = propose_copies(drafter, inputs, outputs)
 
-  def match(place, said):
-    agrees = 0
-    for back in range(1, min(max_match, place, len(said)) + 1):
-      if memory.tokens[place - back] != said[-back]:
-        break
-      agrees = back
-    return agrees
-
   number = memory.tokens.size
   seen = set()
   for row, ids, text in zip(found, inputs, outputs, strict=True):
     said = [*ids, *text[len(ids) > 0 :]]
-    matches = [match(place, said) for place in range(number)]
+    matches = [
+      match(memory.tokens, place, said, max_match) for place in range(number)
+    ]
     best = max(matches)
     at_best = [place for place in range(number) if matches[place] == best]
     if best == max_match:  # the newest of equals

@@ -131,7 +131,7 @@ def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
   )
   plan = run.choose_gammas(measured, config, engine, SILENT)
   assert {rows: one.gamma for rows, one in plan.items()} == {2: 3, 1: 2}
-  way = run.Way(engine, 'speculative', config, plan)
+  way = run.Decoder(engine, 'speculative', config, plan)
   items = [Item(i, i, Example(text, text)) for i, text in enumerate(TEXTS)]
   rested = [one.stats.fallback_rounds > 0 for _, one in way.run(items)]
   assert sum(rested) == len(TEXTS) % 2 == 1

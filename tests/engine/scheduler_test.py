@@ -1,6 +1,8 @@
 """Continuous batching: outputs of fixed batches, in order, and its runs."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.monitoring
@@ -129,6 +131,14 @@ def test_warmup_compiles_what_is_needed(engine):
   with nothing_compiles():
     decoder.generate(texts, max_length=4)
   assert decoder.warmup(texts[::-1], max_length=2) == 0.0
+  # Programs that are forgotten are freed.
+  programs, ruled = engine.programs, {'no_repeat_ngram_size': 2}
+  assert decoder.warmup(texts[:1], **ruled) > 0
+  assert decoder.warmup(texts[:1], **ruled) == 0.0
+  last = weakref.ref([*programs._pools.values()][-1])
+  programs.forget(last())
+  gc.collect()
+  assert last() is None
 
 
 @pytest.mark.parametrize(

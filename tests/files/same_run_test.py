@@ -5,7 +5,6 @@ import json
 import pytest
 
 from specdec_jax.files import same_run
-from specdec_jax.report import record
 
 
 def test_what_a_file_cannot_tell_apart_is_the_same():
@@ -19,11 +18,3 @@ def test_what_a_file_cannot_tell_apart_is_the_same():
   with pytest.raises(ValueError, match='and 95 more') as caught:
     same_run.check({}, many, 'Here', '')
   assert len(str(caught.value)) < 2_000
-
-
-@pytest.mark.parametrize('text', ['', '{"kind": "alpha", "settings": 1}'])
-def test_a_record_that_is_none_is_named(tmp_path, text):
-  path = tmp_path / 'results.json'
-  path.write_text(text)
-  with pytest.raises(ValueError, match='results.json.*Remove it'):
-    record.earlier(path, 'alpha', {'a': 1})

@@ -50,6 +50,8 @@ gin_flags.load(['--gin_file=gin/runs/demo.gin'])
 found = shipped.find('demo/vocab.model')
 assert found == str(shipped.ROOT / 'demo' / 'vocab.model')
 import specdec_jax
+from specdec_jax.checkpoints.load import locate
+assert all(locate(x).size() > 1e6 for x in ('demo', 'demo-draft'))
 target, draft = specdec_jax.load('demo'), specdec_jax.load('demo-draft')
 assert target.tokenizer.vocab_size == draft.network.vocab_size == 8000
 assert specdec_jax.Engine(target, draft).has_drafter

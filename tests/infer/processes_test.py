@@ -1,4 +1,4 @@
-"""Runs, rows and servers that several processes or devices share."""
+"""Runs and rows that several processes share."""
 
 import json
 import signal
@@ -58,12 +58,19 @@ jax.config.update('jax_compilation_cache_dir', folder + '/xla')
 batches = 0
 
 class Counted(Engine):
-  def generate(self, texts, **options):
-    global batches
-    batches += 1
-    if batches == int(fatal):
-      os.kill(os.getpid(), signal.SIGKILL)
-    return super().generate(texts, **options)
+  def scheduler(self, settings):
+    scheduler = super().scheduler(settings)
+    run = scheduler.run
+
+    def counted(request):
+      global batches
+      batches += 1
+      if batches == int(fatal):
+        os.kill(os.getpid(), signal.SIGKILL)
+      return run(request)
+
+    scheduler.run = counted
+    return scheduler
 
 def decode():
   assert len(jax.local_devices()) == 2 and len(jax.devices()) == 2 * count
@@ -88,13 +95,10 @@ run(decode)
 """
 
 
-def ends_of(code, folder, *each, devices=1):
+def ends_of(code, folder, *each):
   """Status, stdout and stderr of processes, from what each has as `more`."""
   argv = BEGIN + code, folder, free_address(), len(each)
-  processes = [
-    started(*argv, index, *more, devices=devices)
-    for index, more in enumerate(each)
-  ]
+  processes = [started(*argv, index, *more) for index, more in enumerate(each)]
   # The last one first, since it may die.
   ends = [process.communicate() for process in processes[::-1]][::-1]
   return [
@@ -230,34 +234,6 @@ def test_rows_of_two_processes(tokenizer, folder):
   assert run(2) == [alone, alone]
 
 
-# A server whose target is split over both.
-SERVER = """
-import warnings
-from toy_workers import Heard, started
-from compilations import nothing_compiles
-
-warnings.simplefilter('error')
-engine = small(
-  max_input_len=8, max_decode_len=12, placement=Placement(data=1, model=2))
-texts = ['red', 'a cat', 'blue']
-kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
-want = [engine.generate([text], **kind)[0].tokens
-        for kind in kinds for text in texts]
-with started(engine, rows=2) as scheduler, nothing_compiles():
-  heard = [Heard(scheduler, text, **kind) for kind in kinds for text in texts]
-  scheduler.take([one.row for one in heard])
-  assert [one.last.completion.tokens for one in heard] == want
-print('the same')
-"""
-
-
-@pytest.mark.slow
-def test_a_server_whose_target_two_devices_share(tokenizer, folder):
-  ((status, out, err),) = ends_of(SERVER, folder, (), devices=2)
-  assert status == 0, err
-  assert out.strip() == 'the same'
-
-
 # It waits for two seconds, then in C code that looks for no signal, as a
 # compiled program does; argv: address, count.
 WAITS = """
@@ -265,7 +241,8 @@ import hashlib, sys
 from specdec_jax.infer import processes
 
 def waits():
-  processes.join(processes.Meeting(sys.argv[1], int(sys.argv[2]), 0, 2))
+  processes._JOIN_S = 2
+  processes.join(processes.Meeting(sys.argv[1], int(sys.argv[2]), 0))
   print('waiting', flush=True)
   hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
 

@@ -175,7 +175,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
 def test_a_process_that_does_nothing_is_not_waited_for(tmp_path, monkeypatch):
   """As one that hangs, or that writes into another folder of this name."""
   monkeypatch.setattr(resume, '_MOST_SILENCE_S', 0.3)
-  monkeypatch.setattr(resume, '_LOOK_S', 0.1)
+  monkeypatch.setattr(resume, '_POLL_S', 0.1)
   looks = []
 
   def look():

@@ -90,9 +90,9 @@ def test_a_file_that_another_process_changes(tmp_path, monkeypatch):
   data, path = b'a b\nc d\n', tmp_path / 'input.txt'
 
   class Changed(ReversingEngine):
-    def generate(self, texts, **options):
+    def generate(self, *request):
       path.write_bytes(b'a b\nc d\ne\n')
-      return super().generate(texts, **options)
+      return super().generate(*request)
 
   with pytest.raises(ValueError, match="input.txt' was changed while it was d"):
     run(tmp_path, data, Changed())
@@ -238,8 +238,13 @@ WRONG = {
 
 @pytest.mark.parametrize('name', WRONG)
 def test_config_names_the_wrong_field(name):
-  values = {'engine': ReversingEngine, 'num_shards': 2}
+  values = {'engine': ReversingEngine, 'num_shards': 2, 'shard_id': 1}
   values[name.partition('.')[0]] = WRONG[name]
   field = name.removeprefix('options.')
   with pytest.raises(ValueError, match=f'^{field}: expected'):
     infer.DecodeConfig(**values)
+
+
+def test_one_of_several_shards_must_be_named():
+  with pytest.raises(ValueError, match='^shard_id: expected less than 2'):
+    infer.DecodeConfig(ReversingEngine, num_shards=2)

@@ -238,7 +238,6 @@ def knows(run, tokenizer, tmp_path):
 
 
 def test_metrics_are_of_the_examples_with_a_target(knows, monkeypatch):
-  pytest.importorskip('sacrebleu', reason='it is in the extra [metrics]')
   summary, *_ = knows()
   assert summary['metrics']['plain']['bleu'] == pytest.approx(100)
   assert knows(metrics=())[0]['metrics'] == {'plain': {}}
@@ -262,7 +261,6 @@ def test_a_metric_that_fails_loses_no_result(knows, tmp_path, monkeypatch):
 
 
 def test_distinct_inputs_have_all_their_references(run, make, tmp_path):
-  pytest.importorskip('sacrebleu', reason='it is in the extra [metrics]')
   lines = ['the dog\ta cat', 'a tree\tthe tree', 'the dog\tthe old cat sleeps']
   text = '\n'.join([*lines, lines[0]])
   path = write(tmp_path / 'several.tsv', text.encode())

@@ -126,6 +126,8 @@ def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
   )
   with pytest.raises(CalibrationError, match='time is over'):
     calibrate.calibrate(config, console, until=0.0)
+  with pytest.raises(CalibrationError, match='give more minutes'):
+    calibrate.calibrate(dataclasses.replace(config, minutes=1e-9), console)
   calibrate.calibrate(config, console)
   found = calibration.load(config.output_file)
   (one,), (costs,) = found.choices, found.record['costs']
@@ -249,7 +251,7 @@ def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
   rate = {'alpha': 0.8, 'standard_error': 0.02, 'proposes': 1.0}
   rate |= {'num_tokens': 1600, 'num_outputs': 100}
   pair = types.SimpleNamespace(fingerprints={}, num_input_tokens=len)
-  made = calibrate._concluded(pair, 0.0, rate, costs)
+  made = calibrate._conclude(pair, 0.0, rate, costs)
   texts = [f'text {number}' for number in range(40)]
   predicted = made.at(1).expected_speed_up
   for run, gamma, words in (
@@ -259,11 +261,16 @@ def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
     (0.43, 0, 'does not pay.* 0.43 times.* busy'),
   ):
 
-    def decoded(engine, part, *_, run=run):
-      each = np.full(len(part), 18.0)
-      return {'plain': each, 'speculative': each / run}, each.astype(int) - 2
+    def decoded(methods, part, *_, run=run, **__):
+      tokens = np.full(len(part), 3 * 16)
+      return {
+        method: types.SimpleNamespace(
+          ms=np.full((3, len(part)), 18.0 / factor), tokens=tokens
+        )
+        for method, factor in zip(methods, (1.0, run), strict=True)
+      }
 
-    monkeypatch.setattr(calibrate, '_run_ms', decoded)
+    monkeypatch.setattr(calibrate.calls, 'decode_in_turn', decoded)
     checked = calibrate._with_run(made, pair, texts, math.inf)
     choice = checked.at(1)
     assert choice.gamma == gamma and choice.factors == made.at(1).factors

@@ -66,7 +66,9 @@ def test_times_that_cannot_be_are_measured_again(monkeypatch):
   ):
     left = iter(series)
     monkeypatch.setattr(calls, 'interleave', lambda *_, of=left: next(of))
-    times, found = calls.steady_ms(dict.fromkeys(right), 3)
+    moves = list[int]()
+    times, found = calls.steady_ms(dict.fromkeys(right), 3, moves.append)
+    assert moves == [-3] * (len(series) - 1), 'a bar goes back'
     assert found.startswith(said) and bool(found) == bool(said)
     assert times['call_2']['median'] == want and not [*left]
   # When the time is over it is not measured again.

@@ -15,14 +15,17 @@ from specdec_jax.measure.compare import (
 )
 
 
-@pytest.fixture
-def config(tokenizer, tmp_path) -> CompareConfig:
+@pytest.fixture(scope='module')
+def config(tokenizer, folder) -> CompareConfig:
   """A comparison of a drafter that is right with one that often is not."""
-  path = tmp_path / 'lines.txt'
+  path = folder / 'lines.txt'
   path.write_text('one two\nthree\nfour five six\n')
   limits = {'max_input_len': 16, 'max_decode_len': 16}
+  # Made once: their programs are compiled once.
   good, bad = (
-    functools.partial(toy_models.chain_engine, tokenizer, noise, **limits)
+    functools.cache(
+      functools.partial(toy_models.chain_engine, tokenizer, noise, **limits)
+    )
     for noise in (0.0, 5.0)
   )
   methods = [Method('good'), Method('bad', engine=bad)]

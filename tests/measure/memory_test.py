@@ -126,7 +126,7 @@ def test_free_bytes_are_what_nobody_uses(tmp_path, monkeypatch):
 
 
 def test_a_cpu_holds_bfloat16_and_float32_of_it():
-  """As the compiler does, before a loop; an int8 kernel is held as float32."""
+  """As the compiler does, before a loop; an int4 kernel is held as float32."""
   model = t5.T5(dataclasses.replace(T5_1_1, dtype='bfloat16'))
   placement = Placement('bfloat16', 'in_out')
   params = PairParams(partitioning.place(make(T5_1_1)[1], placement), None)
@@ -139,7 +139,8 @@ def test_a_cpu_holds_bfloat16_and_float32_of_it():
     params.target
   )  # though the encoder is left out
   assert sizes.widened_bytes(model, 'float32') == 0
-  assert sizes.held_bytes(3, 'int8') == sizes.held_bytes(3, 'float32') == 12
+  assert sizes.held_bytes(3, 'int4') == sizes.held_bytes(3, 'float32') == 12
+  assert sizes.held_bytes(3, 'int8') == 3
 
 
 def test_an_engine_counts_what_is_not_there_yet(

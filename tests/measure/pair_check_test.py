@@ -72,8 +72,8 @@ def test_what_is_told_of_a_pair(tmp_path, monkeypatch):
   assert row['walltime_factor'] == pytest.approx(expected)
   assert 'compiled for and not run' in pair_check.conditions(record)
 
-  small = dataclasses.replace(pair_check.KNOWN['tpu_v4'], usable_bytes=1000)
-  monkeypatch.setitem(pair_check.KNOWN, 'tpu_v4', small)
+  small = dataclasses.replace(pair_check.DEVICES['tpu_v4'], usable_bytes=1000)
+  monkeypatch.setitem(pair_check.DEVICES, 'tpu_v4', small)
   record, shown = check(settings(**CPU_PAIR))
   assert not record['rows'][0]['fits'] and 'NO' in shown
 
@@ -98,7 +98,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 def test_the_run_file_has_every_pair_of_table_2():
-  for name in pair_check.KNOWN:
+  for name in pair_check.DEVICES:
     flags = ['--gin_file=gin/runs/compile_check.gin', f'--device={name}']
     gin_flags.load(flags)
     made = gin_flags.build(pair_check.PairCheckConfig)

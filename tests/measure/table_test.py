@@ -94,6 +94,10 @@ def test_what_is_no_record_is_named(tmp_path):
       path.write_text(text)
     with pytest.raises(ValueError, match=f'x.json.*{words}'):
       record.load(path, 'alpha')
+  for text in ('', '{"kind": "alpha", "settings": 1}'):
+    path.write_text(text)
+    with pytest.raises(ValueError, match='x.json.*Remove it'):
+      record.earlier(path, 'alpha', {'a': 1})
 
 
 @pytest.mark.parametrize('is_terminal', [True, False])

@@ -204,18 +204,25 @@ def test_bfloat16_stays_close(config):
   ],
 )
 def test_kernels_of_eight_bits(name):
-  """Logits are those of the rounded numbers as floats."""
+  """Logits are those of the rounded numbers as floats; on a CPU near them."""
   config = toys.ALL[name]
   network, params = make(config)
-  rounded = integers.rounded(params)
-  placed = partitioning.place(params, partitioning.Placement(dtype='int8'))
+  placement = partitioning.Placement(dtype='int8')
   given = inputs_of(config), tokens(2, 3, 40)
-  have, want, floats = (
-    np.asarray(logits_of(network, one, *given))
-    for one in (placed, integers.in_floats(rounded), params)
-  )
+  with backend.compiled_for('gpu'):
+    have, want, floats = (
+      np.asarray(logits_of(network, one, *given))
+      for one in (
+        partitioning.place(params, placement),
+        integers.in_floats(integers.rounded(params)),
+        params,
+      )
+    )
   near(have, want, 1e-4)
   assert differs(floats, want)
+  on_cpu = logits_of(network, partitioning.place(params, placement), *given)
+  assert differs(on_cpu, want)
+  assert np.corrcoef(np.ravel(on_cpu), np.ravel(want))[0, 1] > 0.99
 
 
 def test_a_scale_near_one_is_not_rounded():

@@ -1,7 +1,5 @@
 """Kernels of integers: what is rounded, where, and what comes of it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +8,10 @@ from flax.traverse_util import flatten_dict
 
 import small_vocabulary
 from specdec_jax.checkpoints import save_t5x
-from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.models import backend, integers, products
-from specdec_jax.models.model import Model
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.partitioning import Placement, place
-
-TEXTS = ['the old house sings', 'a red dog', 'cat cat', 'blue tree runs here']
 
 
 def kernel(shape=(64, 40), seed=0):
@@ -54,7 +48,7 @@ def test_numbers_that_are_not_finite(bad, made):
 @pytest.mark.parametrize(
   ('layout', 'kind', 'rows', 'dtype'),
   [
-    ('in_out', 'cpu', 1, 'int8'),
+    ('in_out', 'cpu', 1, 'int4'),
     ('out_in', 'cpu', 3, 'int4'),
     ('in_out', 'gpu', 3, 'int8'),
     ('out_in', 'tpu', 1, 'int4'),
@@ -76,11 +70,45 @@ def test_a_product_is_that_of_the_rounded_numbers(layout, kind, rows, dtype):
   assert np.abs(dense.apply({'params': without}, x) - want).max() > 1
 
 
+def on_a_cpu(rows):
+  """A product of eight bits for each of the rows [rows, in], and its params."""
+  dense = products.Dense(40)
+  params = place({'kernel': kernel()}, Placement('int8'))
+  return np.asarray(dense.apply({'params': params}, jnp.asarray(rows))), params
+
+
+def test_on_a_cpu_rows_are_rounded_too():
+  rows = kernel((5, 64), 1)
+  rows[2] = 0
+  have, params = on_a_cpu(rows)
+  assert params['kernel_out_in'].dtype == 'int8'
+  largest = np.abs(rows).max(1, keepdims=True)
+  factors = np.where(largest > 0, largest / np.float32(127), np.float32(1))
+  whole = np.rint(rows / factors).astype(np.int64)
+  sums = whole @ np.asarray(params['kernel_out_in'], np.int64).T
+  want = sums * factors * np.asarray(params[integers.SCALE])
+  np.testing.assert_allclose(have, want, rtol=1e-6)
+  exact = rows @ kernel()
+  assert 1e-4 < np.abs(have - exact).max() / np.abs(exact).max() < 0.02
+  for row in (0, 2, 4):  # beside others a row has the same product
+    np.testing.assert_array_equal(
+      on_a_cpu(rows[row : row + 1])[0][0], have[row]
+    )
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf])
+def test_on_a_cpu_bad_numbers_stay_bad(bad):
+  rows = kernel((3, 64), 1)
+  rows[1, 5] = bad
+  is_finite = np.isfinite(on_a_cpu(rows)[0]).all(1)
+  assert is_finite.tolist() == [True, False, True]
+
+
 @pytest.fixture(scope='module')
 def on_disk(tmp_path_factory):
   """A decoder in one file, and its network."""
-  sizes = dict(vocab_size=8000, emb_dim=128, num_heads=4, head_dim=32)
-  layers = dict(num_encoder_layers=0, num_decoder_layers=2, mlp_dim=384)
+  sizes = dict(vocab_size=640, emb_dim=128, num_heads=2, head_dim=32)
+  layers = dict(num_encoder_layers=0, num_decoder_layers=1, mlp_dim=128)
   net = T5(T5Config(**sizes, **layers))
   path = tmp_path_factory.mktemp('decoder') / 'draft.msgpack'
   params = small_vocabulary.weights(net, 0)
@@ -89,8 +117,7 @@ def on_disk(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-  ('layout', 'dtype'),
-  [('in_out', 'int4'), ('out_in', 'int8'), ('blocks', 'int8')],
+  ('layout', 'dtype'), [('in_out', 'int4'), ('blocks', 'int8')]
 )
 def test_read_from_a_file_or_rounded_in_memory(on_disk, layout, dtype):
   path, net = on_disk
@@ -98,36 +125,6 @@ def test_read_from_a_file_or_rounded_in_memory(on_disk, layout, dtype):
   read = load(path, net, dtype=dtype).read(dtype)
   kept = place(load(path, net).read('bfloat16'), placement)
   jax.tree.map(np.testing.assert_array_equal, place(read, placement), kept)
-  floats = dataclasses.replace(placement, dtype='float32')
-  params = jax.tree.map(jnp.asarray, load(path, net).read('float32'))
-  later, once = (
-    place(place(params, floats), placement),
-    place(params, placement),
-  )
-  jax.tree.map(np.testing.assert_array_equal, later, once)
   for name, leaf in flatten_dict(read, sep='/').items():
     is_kernel = name.endswith('/kernel')
     assert leaf.dtype == (dtype if is_kernel else 'float32'), name
-
-
-def model(seed, dtype=None):
-  net = small_vocabulary.network(1)
-  return Model(net, small_vocabulary.weights(net, seed), dtype=dtype)
-
-
-def test_each_of_a_pair_for_itself(tokenizer):
-  """A drafter of integers changes no output."""
-  engine = Engine(
-    *(model(0), model(1, 'int8')),
-    tokenizer=tokenizer,
-    gamma=3,
-    max_input_len=32,
-    max_decode_len=16,
-  )
-  for side, params in engine.params._asdict().items():
-    names = flatten_dict(params, sep='/')
-    has_factors = any(name.endswith(integers.SCALE) for name in names)
-    assert has_factors == (side == 'draft')
-  found = [one.tokens for one in engine.generate(TEXTS)]
-  plain = engine.generate(TEXTS, speculative=False)
-  assert found == [one.tokens for one in plain]

@@ -11,7 +11,6 @@ import toy_requests
 from small_vocabulary import VOCAB_SIZE, weights
 from specdec_jax import checkpoints
 from specdec_jax.drafters import ngram_table
-from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.models import layers
 from specdec_jax.models.causal_lm import CausalLMConfig
@@ -19,7 +18,6 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import cut, shortlisted
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
-from specdec_jax.partitioning import Placement
 
 SIZES = dict(
   vocab_size=VOCAB_SIZE, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=24
@@ -67,28 +65,13 @@ def test_ids_that_are_kept_have_the_logits_that_they_had(name):
   assert (other[..., -1] == layers.MASKED).all() and (have[..., -1] > -99).all()
 
 
-@functools.cache
-def pair() -> tuple[Model, Model]:
-  big = T5(T5Config(**SIZES, num_encoder_layers=1, num_decoder_layers=2))
-  small = NETWORKS['t5']
-  return Model(big, weights(big, 1)), Model(small, weights(small, 1))
-
-
-def test_parameters_of_another_dtype(tokenizer):
-  """Where an id lies stays a whole number, and is not rounded."""
-  target, draft = pair()
-  limits = dict(max_input_len=16, max_decode_len=12)
-  placed = dict(tokenizer=tokenizer, placement=Placement(dtype='int8'))
-  short = draft.with_shortlist(range(280))
-  engine = Engine(target, short, **placed, **limits)
-  place = engine.params.draft['place']
-  assert place.dtype == jnp.int32 and int(place[271]) == 271
+DRAFT = Model(NETWORKS['t5'], weights(NETWORKS['t5'], 1))
 
 
 @pytest.fixture
 def path(tmp_path):
   path = tmp_path / 'draft.msgpack'
-  checkpoints.save_t5x(path, pair()[1].params, step=0)
+  checkpoints.save_t5x(path, DRAFT.params, step=0)
   return path
 
 
@@ -119,4 +102,4 @@ def test_a_table_beside_the_checkpoint_is_one(path, tmp_path):
 @pytest.mark.parametrize('ids', [[], [-1, 3], [3, VOCAB_SIZE]])
 def test_ids_that_are_none(ids):
   with pytest.raises(ValueError, match=f'ids below {VOCAB_SIZE}'):
-    pair()[1].with_shortlist(ids)
+    DRAFT.with_shortlist(ids)

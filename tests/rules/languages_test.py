@@ -1,15 +1,15 @@
 """Regexes as automata: those of `re.fullmatch`, as texts and through tokens."""
 
 import itertools
+import json
 import os
 import re
 import resource
 
-import jax
 import numpy as np
 import pytest
 
-from specdec_jax.rules import automata, languages
+from specdec_jax.rules import languages
 from specdec_jax.rules.constraints import SECONDS, Vocabulary
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -102,17 +102,7 @@ def test_a_search_is_that_of_ecma():
       np.testing.assert_array_equal(have, want, err_msg=pattern)
 
 
-def test_sets_and_strings_of_json():
-  import json
-
-  some, other = languages.regex('a*b?c*'), languages.regex('[ab]*')
-  for language, holds in (
-    (some & other, lambda x, y: x & y),
-    (some - other, lambda x, y: x & ~y),
-    (some | other, lambda x, y: x | y),
-  ):
-    want = holds(matched('a*b?c*', 'abc'), matched('[ab]*', 'abc'))
-    np.testing.assert_array_equal(accepted(language, 'abc'), want)
+def test_strings_of_json():
   strings = languages.json_string(languages.regex('[^a]{0,2}|aé|\U0001f600'))
   for value in ('', 'b"', '\\\n', '\x00\x7f', 'aé', '\U0001f600', 'é\u2028'):
     for ensure_ascii in (True, False):
@@ -194,23 +184,6 @@ def test_tokens_are_those_that_texts_need(name, every):
       assert bool(state and ends[state - 1]) == is_match, (pattern, text)
 
 
-def test_states_on_the_device_are_those_of_the_bytes():
-  vocabulary, stop = vocabulary_of('demo')
-  made = [
-    laid(vocabulary, one, stop) for one in ('a|ab+', '[0-9]+(\\.[0-9]+)?')
-  ]
-  size = len(made[0].tables.spans) - 1
-  tables, starts = automata.joined(tuple(made), size)
-  tables = jax.device_put(tables)
-  step = jax.jit(jax.vmap(tables.next_state, in_axes=(None, 0)))
-  for one, start in zip(made, starts, strict=True):
-    states, _ = next_states(one)
-    want = states[one.start]
-    want = np.where(want > 0, want + start - one.start, automata.FREE)
-    have = np.asarray(step(np.int32(start), np.arange(size)))
-    np.testing.assert_array_equal(have, want)
-
-
 REFUSED = [
   ('a(?=b)', 'lookarounds'),
   ('(?<!a)b', 'lookarounds'),
@@ -233,10 +206,7 @@ REFUSED = [
 def test_what_is_refused_is_refused_soon(pattern, why):
   """And the memory that was ever taken grows by less than a gigabyte."""
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  with (
-    languages.deadline(SECONDS),
-    pytest.raises(ValueError, match=why),
-  ):
+  with languages.deadline(SECONDS), pytest.raises(ValueError, match=why):
     assert languages.in_bytes(languages.regex(pattern)).dfa
   after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   assert after - before < 1 << 20  # KiB

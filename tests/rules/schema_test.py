@@ -7,6 +7,7 @@ import pathlib
 import random
 import time
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -105,11 +106,7 @@ CASES = [
     [{}, {'a': 1}],
   ),
   ({'type': 'number'}, [0, 1.5, -1e-9, 1e100], ['1']),
-  (
-    {'type': 'integer'},
-    [0, -3, 2.0, 12345678901234567890],
-    [1.5, 1e-5, True],
-  ),
+  ({'type': 'integer'}, [0, -3, 2.0, 12345678901234567890], [1.5, 1e-5, True]),
   (
     {'minimum': -1.5, 'exclusiveMaximum': 1e17},
     [-1.5, 0.0001, 99999999999999999],
@@ -280,7 +277,6 @@ def number_of(text):
 
 def errors_of(schema, texts):
   """Texts that the package jsonschema does not take, with exact decimals."""
-  jsonschema = pytest.importorskip('jsonschema')
 
   def is_whole(_, value):
     if isinstance(value, decimal.Decimal) and abs(value.adjusted()) < 400:
@@ -372,7 +368,7 @@ def nested(depth, keyword):
     ({'type': 'array', 'maxItems': 99_999}, ['positions']),
     ({'enum': [f'word {i}' for i in range(10**5)]}, ['positions']),
     ({'anyOf': [{'type': 'string'}] * 20_000}, ['10000 subschemas']),
-    (nested(65, 'items'), ['nesting of at most 64']),
+    (nested(65, 'items'), ['more than 64 levels of nesting']),
     (nested(20_000, 'items'), ['nesting']),
   ],
   ids=lambda x: None,
@@ -399,7 +395,7 @@ def test_refusals(schema, named):
   ids=['alternatives', 'product', 'pairs', 'wide'],
 )
 def test_what_takes_long_ends(schema):
-  began = time.monotonic()
+  began = time.process_time()
   with languages.deadline(0.5), pytest.raises(languages.TooLarge):
     language_of(schema)
-  assert time.monotonic() - began < 5
+  assert time.process_time() - began < 2

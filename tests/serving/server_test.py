@@ -247,6 +247,13 @@ def test_tokens_joined_are_the_text(client, engine, number, options):
     assert have == pytest.approx(best, abs=1e-4)
 
 
+def test_tokens_that_rules_forbid_are_not_likely(client):
+  """A number of JSON is finite: a client would get null."""
+  asked = {'logprobs': 5, 'temperature': 0, 'guided_choice': LABELS}
+  probs = create(client, TEXTS[0], **asked).choices[0].logprobs
+  assert all(None not in top.values() for top in probs.top_logprobs)
+
+
 def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
   """One that fails ends alone, and a long one only has its turns."""
   asked = {'n': 2, 'max_tokens': 9, 'use_beam_search': True}
@@ -269,7 +276,7 @@ def test_a_search_keeps_nobody_waiting(client, engine, scheduler, monkeypatch):
   monkeypatch.setattr(engine.programs, name, slow)
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     long = pool.submit(create, client, TEXTS[0], **asked)
-    wait_until(lambda: scheduler.num_running)
+    wait_until(lambda: scheduler.scheduler.num_running)
     assert create(client, TEXTS[1]).choices and not long.done()
     over.set()
     assert texts_of(long.result()) == want
@@ -336,7 +343,18 @@ BAD = (  # the field that is named, and the body
   ('logit_bias', {'logit_bias': {'x': 1}}),
   ('allowed_token_ids', {'allowed_token_ids': []}),
   ('repetition_penalty', {'repetition_penalty': 0}),
-  ('response_format', {'response_format': {'type': 'grammar'}}),
+  *(
+    ('response_format', {'response_format': form})
+    for form in (
+      {'type': 'grammar'},
+      {'schema': {}},
+      {'type': 'text', 'schema': {}},
+      {'type': 'json_object', 'json_schema': {'schema': {}}},
+      {'type': 'json_schema', 'json_schema': {'schema': None}},
+      {'type': 'json_schema', 'json_schema': 'schema'},
+    )
+  ),
+  ('structured_outputs', {'structured_outputs': {'json_object': 'x'}}),
   ('structured_outputs', {'structured_outputs': {'choice': []}}),
   ('structured_outputs', {'structured_outputs': {'grammar': 'a'}}),
   (
@@ -386,14 +404,15 @@ BAD = (  # the field that is named, and the body
 
 @pytest.mark.parametrize(('param', 'body'), BAD)
 def test_bad_input(client, param, body):
-  """The error names the field, and shows what came."""
+  """The error names the field, also in its message, and shows what came."""
   asked = {'prompt': TEXTS[0], 'model': NAME} | body
   with pytest.raises(openai.APIStatusError) as caught:
     client.post('/completions', body=asked, cast_to=object)
   error = caught.value
   assert error.status_code == (404 if param == 'model' else 400)
   assert error.body['type'] == 'invalid_request_error'
-  assert error.body['param'] == param and error.body['message']
+  assert error.body['param'] == param
+  assert param in error.body['message'] or param == 'prompt'
 
 
 def test_neutral_values_pass(client):
@@ -902,7 +921,7 @@ def test_overload(url, scheduler, want, held):
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     running = pool.submit(load.arriving, url, bodies, 1000.0)
     wait_until(lambda: answered(url, 429) == before + refused)
-    assert scheduler.num_waiting == most
+    assert scheduler.scheduler.num_waiting == most
     answer = httpx.post(f'{url}{PATH}', json=load.body(texts[0]))
     assert answer.status_code == 429
     assert int(answer.headers['retry-after']) >= 1

@@ -1,4 +1,4 @@
-"""One client does what is worst for the server; another one notices nothing."""
+"""Some clients do what is worst for a server; another one notices nothing."""
 
 import concurrent.futures
 import contextlib
@@ -17,6 +17,18 @@ COMPLETIONS, CLASSIFY = '/v1/completions', '/v1/classify'
 ORDINARY = {'prompt': 'Where is the station?', 'temperature': 0}
 ASKED = {'prompt': 'Good morning!', 'temperature': 0, 'max_tokens': 12}
 SCHEMA = {'type': 'object', 'properties': {'a': {'type': 'integer'}}}
+FIRST_USES = (  # six kinds of rules, and a beam search
+  {'no_repeat_ngram_size': 3},
+  {'logit_bias': {'7': -100}},
+  {'bad_words': ['Bahnhof', 'Morgen']},
+  {'structured_outputs': {'choice': ['ja', 'nein']}},
+  {'repetition_penalty': 1.3, 'presence_penalty': 1},
+  {'min_p': 0.2, 'temperature': 1, 'frequency_penalty': 1},
+  {'use_beam_search': True, 'n': 2, 'bad_words': ['a']},
+)
+FLAGS = (
+  '--port 0 --beams 2 --max-seconds 600 --rows 2 --max-input-length 16'.split()
+)
 MANY = [f'w{i}' for i in range(50_000)]
 HOSTILE = (  # path, body, and the status of its answer
   (COMPLETIONS, {'no_repeat_ngram_size': 3}, 200),
@@ -88,6 +100,11 @@ def ordinary(http, count):
   return [seconds for seconds, _ in found]
 
 
+def slowest_of_200(seconds):
+  """The usual slowest of so many requests: one in 200 takes longer."""
+  return sorted(seconds)[-1 - (len(seconds) - 1) // 200]
+
+
 @pytest.mark.slow
 def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
   """In turn it is alone and beside one; it never waits for a compilation.
@@ -96,8 +113,7 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
   long as each compilation takes.
   """
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))
-  flags = '--port 0 --beams 2 --max-seconds 600 --rows 2 --max-input-length 16'
-  with Served(*flags.split()) as served, contextlib.ExitStack() as stack:
+  with Served(*FLAGS) as served, contextlib.ExitStack() as stack:
     served.until(lambda: served.said('compiled'))
     http = stack.enter_context(httpx.Client(base_url=served.url))
     pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
@@ -123,7 +139,7 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
       middle = statistics.median(found)
       print(f'{name}: {len(found)}, median {middle:.3f}, {max(found):.3f} most')
     print(f'memory: {begin:.4g} at first, {most:.4g} at most, {end:.4g}')
-    slowest = sorted(beside)[-1 - (len(beside) - 1) // 200]
+    slowest = slowest_of_200(beside)
     print(f'slowest of 200: {slowest / max(alone):.2f} times as slow')
     compiled = [
       json.loads(line)['seconds']
@@ -135,4 +151,57 @@ def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
     assert slowest <= 3 * max(alone), (slowest, compiled)
     assert slowest <= min(compiled) / 4  # nobody waits for a compilation
     assert end <= 1.4 * begin and most <= begin + (1 << 30)
+    assert served.end() == 0
+
+
+@pytest.mark.slow
+def test_an_ordinary_client_beside_new_kinds_at_once(tmp_path, monkeypatch):
+  """Seven clients use a new kind each; then the same kinds, compiled."""
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))
+  with Served(*FLAGS) as served, contextlib.ExitStack() as stack:
+    served.until(lambda: served.said('compiled'))
+    http = stack.enter_context(httpx.Client(base_url=served.url))
+    clients = concurrent.futures.ThreadPoolExecutor(len(FIRST_USES))
+    pool = stack.enter_context(clients)
+
+    def beside(goes_on=lambda: False):
+      """Seconds of ordinary requests while each of the others asks."""
+
+      def use(body):
+        body, path = ASKED | body, served.url + COMPLETIONS
+        status = {ask(httpx, path, body)[1]}
+        while goes_on():
+          status.add(ask(httpx, path, body)[1])
+        return status
+
+      running = [pool.submit(use, body) for body in FIRST_USES]
+      found = ordinary(http, 1)
+      while not all(one.done() for one in running):
+        found += ordinary(http, 1)
+      assert set().union(*(one.result() for one in running)) == {200}
+      return found
+
+    def compiled():
+      return [line for line in served.lines if '"compiled a lane"' in line]
+
+    def compiles():
+      """Whether a lane was compiled in the last two seconds."""
+      if http.get('/health').json()['compiling']:
+        return True
+      last = json.loads(compiled()[-1])['time']
+      return time.time() < last + 2
+
+    ordinary(http, 20)
+    alone, new = ordinary(http, 200), beside()
+    served.until(lambda: len(compiled()) >= len(FIRST_USES))
+    # Idle lanes are forgotten: all are kept busy until all are compiled.
+    beside(compiles)
+    count, used = len(compiled()), []
+    while len(used) < 200:
+      used += beside()
+    assert len(compiled()) == count
+    for name, found in (('alone', alone), ('new', new), ('compiled', used)):
+      numbers = statistics.median(found), max(found), slowest_of_200(found)
+      print(f'{name}: {len(found)}, median, slowest, slowest of 200:', *numbers)
+    assert slowest_of_200(new) <= 2 * slowest_of_200(used)
     assert served.end() == 0

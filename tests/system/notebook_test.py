@@ -6,8 +6,6 @@ import html
 import io
 import json
 import re
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -18,6 +16,7 @@ import toy_models
 from repository import ROOT
 from specdec_jax import load, notebook
 from specdec_jax.models.model import Model
+from toy_processes import output_of
 
 NOTEBOOK = ROOT / 'notebooks' / 'speculative_decoding.ipynb'
 
@@ -70,15 +69,7 @@ def test_the_pair_of_its_cell_is_shipped(cells):
 
 @pytest.mark.slow  # cells are parsed above; what they call has tests of its own
 def test_it_runs_with_the_demo_pair(cells):
-  done = subprocess.run(
-    [sys.executable, '-c', RUNNER, json.dumps(cells)],
-    cwd=NOTEBOOK.parent,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
-  text = done.stdout
-
+  text = output_of(RUNNER, json.dumps(cells), cwd=NOTEBOOK.parent)
   assert 'equal outputs: 3 of 3' in text
   (rate,) = re.findall(r'acceptance rate: ([\d.]+)', text)
   assert 0 < float(rate) < 1 and 'speed-up: ' in text

@@ -29,6 +29,7 @@ from specdec_jax.models.t5gemma import T5GemmaConfig
 from specdec_jax.partitioning import Following, LogicalAxes, Placement
 from specdec_jax.request import Drafting
 from toy_pools import Pooled
+from toy_workers import Heard, started
 
 SIZES = dict(
   vocab_size=VOCAB_SIZE, emb_dim=48, num_heads=8, head_dim=4, mlp_dim=80
@@ -297,6 +298,19 @@ def test_slots(engines, alone):
   assert set(decoder.rounds) == {0, 2}
   with nothing_compiles():
     decoder.generate(texts, **GREEDY)
+
+
+@pytest.mark.slow
+def test_a_server(family, tokenizer):
+  """What it compiled ahead takes a target that two devices share."""
+  engine = make_engine(family, tokenizer, Placement(model=2))
+  kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
+  asked = [(text, kind) for kind in kinds for text in TEXTS[:3]]
+  want = [engine.generate([text], **kind)[0].tokens for text, kind in asked]
+  with started(engine, rows=2) as scheduler, nothing_compiles():
+    heard = [Heard(scheduler, text, **kind) for text, kind in asked]
+    scheduler.take([one.row for one in heard])
+    assert [one.last.outputs[0].tokens for one in heard] == want
 
 
 def test_a_checkpoint_goes_straight_to_its_shards(family, tmp_path):

@@ -47,16 +47,6 @@ def test_blocks_of_the_repository_are_up_to_date(name):
   assert all(path.startswith(places) for path in paths)
 
 
-def test_features_that_are_tested_are_named(tmp_path):
-  (tmp_path / 'r').mkdir()
-  (tmp_path / 'r' / 'support.toml').write_text(
-    '[New]\nmodel_type = ["new"]\nfeatures = ["beams"]\ncompared = []\n'
-    'pair = ["a/large", "a/small"]\n'
-  )
-  text = update_readme.fill(BLOCK.format('support.toml'), tmp_path)
-  assert '| New | `new` | `a/large`, `a/small` | beams |  |' in text
-
-
 def test_main(tmp_path, monkeypatch, capsys):
   """Each document is filled; --check only says which would be."""
   monkeypatch.setattr(update_readme, 'ROOT', tmp_path)

@@ -6,8 +6,6 @@ import pytest
 
 from specdec_jax.text import metrics
 
-for name in ('sacrebleu', 'rouge_score'):
-  pytest.importorskip(name, reason='needs the extra [metrics]')
 SENTENCE = 'the cat sat on the mat'
 
 

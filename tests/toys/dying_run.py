@@ -21,7 +21,7 @@ def start(tmp_path, engine=None, **options):
 
 
 class Dies(ReversingEngine):
-  def generate(self, request):
-    if LINES[3] in request[0]:
+  def generate(self, texts, *terms):
+    if LINES[3] in texts:
       os.kill(os.getpid(), signal.SIGKILL)
-    return super().generate(request)
+    return super().generate(texts, *terms)

@@ -1,7 +1,7 @@
 """Calibrations of which nothing was measured."""
 
-from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, Choice
+from specdec_jax.models import backend
 
 
 def choice(rows, gamma):
@@ -12,7 +12,7 @@ def choice(rows, gamma):
 def make(**changes):
   fields = {
     'fingerprints': {'target': 'aa', 'draft': 'bb'},
-    'device': calibration.device_name(),
+    'device': backend.device_name(),
     'temperature': 0.0,
     'choices': (choice(1, 5), choice(4, 2), choice(16, 0)),
     'record': {'cost_ratio': 0.1},

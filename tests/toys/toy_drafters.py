@@ -20,10 +20,7 @@ from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
-from specdec_jax.drafters.translation_memory import (
-  remember,
-  translation_memory,
-)
+from specdec_jax.drafters.translation_memory import remember, translation_memory
 from specdec_jax.drafters.uniform import uniform
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.models.gpt import GPT, GPTConfig

@@ -5,7 +5,8 @@ form, so that whatever decodes with it can be compared with the truth:
 
     model = random_markov(seed=0, vocab_size=5, order=2)
     observed = count_ngrams(tokens_of_some_loop[:, :3], vocab_size=5)
-    assert chi_squared_p_value(observed, model.law(3, SamplingConfig())) > 1e-3
+    law = joint_law(model.next_probs(SamplingConfig()), 3, vocab_size=5)
+    assert chi_squared_p_value(observed, law) > 1e-3
 
 Where the space is small enough to enumerate a whole step, `exact` goes further.
 """
@@ -184,33 +185,19 @@ class MarkovModel(LanguageModel):
     return table[context] + added
 
   def next_probs(
-    self,
-    config: probs.SamplingConfig,
-    inputs: Sequence[int] = (),
-    start: int = 0,
+    self, config: probs.SamplingConfig, inputs: Sequence[int] = ()
   ) -> NextProbs:
     """The standardised law of the next token given the generated ones."""
     params = config.params(1)
 
     @functools.cache
     def law(prefix: tuple[int, ...]) -> np.ndarray:
-      logits = self.logits_after((start, *prefix), inputs)
+      logits = self.logits_after((0, *prefix), inputs)
       return np.asarray(_standardise(jnp.asarray(logits)[None, None], params))[
         0, 0
       ]
 
     return law
-
-  def law(
-    self,
-    length: int,
-    config: probs.SamplingConfig,
-    inputs: Sequence[int] = (),
-    stop_ids: Sequence[int] = (),
-  ) -> np.ndarray:
-    """Joint law of the first `length` generated tokens; float64[V, ..., V]."""
-    next_probs = self.next_probs(config, inputs)
-    return joint_law(next_probs, length, self.vocab_size, stop_ids)
 
 
 class MarkovOnEncoder(MarkovModel):
@@ -320,9 +307,9 @@ def _read_ancestor(slots: jax.Array, tree, back: int) -> jax.Array:
 
 
 @functools.cache
-def cycle(period=10, vocab_size=12):
+def cycle(period=10):
   """A chain that counts 2, 3, ... and goes on: greedy output is known."""
-  table = np.zeros((vocab_size, vocab_size))
+  table = np.zeros((12, 12))
   table[0, 2] = 30.0
   for token in range(2, 2 + period):
     table[token, 2 + (token - 1) % period] = 30.0

@@ -7,7 +7,7 @@ import sys
 from repository import ROOT
 
 
-def started(code, *argv, devices=1):
+def started(code, *argv, devices=1, cwd=None):
   """A process of Python, with so many devices."""
   path = f'{ROOT}{os.pathsep}{ROOT / "tests/toys"}'
   flags = os.environ.get('XLA_FLAGS', '')
@@ -19,4 +19,13 @@ def started(code, *argv, devices=1):
     stderr=subprocess.PIPE,
     text=True,
     env=os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': flags},
+    cwd=cwd,
   )
+
+
+def output_of(code, *argv, **options):
+  """What a process printed that ended well."""
+  with started(code, *argv, **options) as process:
+    out, err = process.communicate()
+  assert process.returncode == 0, out + err
+  return out

@@ -60,21 +60,25 @@ class ReversingEngine:
     return words and words + 1  # its end
 
   def text_request(self, texts, speculative, options):
-    return texts, speculative, options
+    request = texts, speculative, options
+    return types.SimpleNamespace(terms=request, passed_over={})
 
   def scheduler(self, size):
     self.size = size
     return self
 
   def warmup(self, request):
-    texts, speculative, _ = request
+    texts, speculative, _ = request.terms
     if (speculative, len(texts)) in self.warm:
       return 0.0
     self.warm.append((speculative, len(texts)))
     return 0.5
 
-  def generate(self, request):
-    texts, speculative, options = request
+  def run(self, request):
+    outputs = enumerate(self.generate(*request.terms))
+    return [(index, [output]) for index, output in outputs]
+
+  def generate(self, texts, speculative, options):
     assert self.size == len(texts)
     lossless = options.lenience == 1 or not speculative
     self.calls.append((speculative, list(texts), list(options.example_ids)))

@@ -10,12 +10,14 @@ from specdec_jax.serving.worker import Worker
 
 TEXTS = [text for text in make_texts(24) if len(text) < 60]
 POOLS = {'rows': 2}  # the server's suite has them too
+_SECONDS = 600.0  # in which programs are compiled on a busy machine
 
 
 @contextlib.contextmanager
 def started(engine, measured=None, whole=True, **settings):
   """A worker that has compiled all programs, or enough of them to begin."""
-  made = Worker(engine, ServeSettings(**settings), measured)
+  limits = {'max_seconds': _SECONDS} | settings
+  made = Worker(engine, ServeSettings(**limits), measured)
   made.start()
   wait_until(
     lambda: made.failure or (made.is_compiled or not whole) and made.takes_rows
@@ -33,21 +35,21 @@ class Heard:
 
   def __init__(self, scheduler, text, streams=False, **options):
     self.news, self._end = [], threading.Event()
-    self.row = scheduler.row(text, self._tell, streams, **options)
+    (self.row,) = scheduler.rows([text], self._tell, streams, **options)
 
-  def _tell(self, news):
+  def _tell(self, _, news):
     self.news.append(news)
     if news.is_last:
       self._end.set()
 
   @property
   def last(self):
-    assert self._end.wait(60)
+    assert self._end.wait(_SECONDS)
     return self.news[-1]
 
 
 def wait_until(condition):
-  end = time.monotonic() + 600  # programs may have to be compiled
+  end = time.monotonic() + _SECONDS
   while not condition():
     assert time.monotonic() < end
     time.sleep(0.005)

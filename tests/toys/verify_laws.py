@@ -135,18 +135,9 @@ def sampler_law(weights: jax.Array) -> jax.Array:
   return law.reshape(-1)[:size]
 
 
-def step_law(*args, **options) -> np.ndarray:
-  """The law that `step_outcomes` finds; its arguments."""
-  return step_outcomes(*args, **options)[0]
-
-
 def law_error(target: NextProbs, *args, **options) -> float:
-  """Largest difference between `step_law` and the target's law."""
-  return distance(step_law(target, *args, **options), target)
-
-
-def distance(law: np.ndarray, target: NextProbs) -> float:
-  """Largest difference between a joint law and the target's."""
+  """Largest difference between a step's joint law and the target's."""
+  law, _ = step_outcomes(target, *args, **options)
   assert law.sum() == pytest.approx(1, abs=1e-5)
   return np.abs(law - joint_law(target, law.ndim, len(law))).max()
 

@@ -57,7 +57,8 @@ def test_what_the_target_says_is_computed_once(tmp_path):
     return [batch.targets.tobytes() for batch in batches.epoch(number)]
 
   anew = data.PackedBatches(pairs, packing)
-  same = data.PackedBatches(pairs, packing, regroups=False)
+  same = data.PackedBatches(pairs, packing)
+  same.regroups = False
   assert ids(same, 0) == ids(anew, 0) and len(ids(same, 0)) == 4
   assert {*ids(same, 0)} == {*ids(same, 1)} and ids(same, 0) != ids(same, 1)
   assert {*ids(anew, 0)} != {*ids(anew, 1)}

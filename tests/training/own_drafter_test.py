@@ -30,7 +30,6 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.training import DistilConfig, distil, own_drafter
 from specdec_jax.training.outputs import read_outputs
 
-pytest.importorskip('safetensors')
 TEXTS = small_vocabulary.sentences()[:40]
 QUICK = {'max_input_length': 32, 'max_decode_len': 14, 'steps': 3}
 QUICK |= {'max_gamma': 1, 'num_tokens': 20, 'repeats': 2}
@@ -116,22 +115,36 @@ def check_command(capsys, out, held_out):
 
 
 def test_from_texts_to_a_drafter(run, capsys, target, tmp_path, monkeypatch):
-  """All but the calibration, which `measure/calibrate_test` has quickly."""
-  wrong = CalibrationError('a call took less')
-  monkeypatch.setattr(
-    own_drafter.calibrate, 'calibrate', Mock(side_effect=wrong)
-  )
+  """All but the calibration, which `measure/calibrate_test` has quickly.
+
+  What has learned nothing is no drafter: this is said, and the same command
+  goes on.
+  """
+  refused = Mock(side_effect=CalibrationError('a call took less'))
+  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', refused)
   monkeypatch.setattr(own_drafter.calibrate, 'time_calls', lambda *_: [])
-  sizes = [f'--gin_file={target}/../sizes.gin', '--gin.TARGET=%SMALL']
-  sizes += ['--gin_file=gin/runs/own_drafter.gin', f'--target={target}.msgpack']
-  status, out, err = run(*sizes, f'--vocab={target}/spiece.model')
+  flags = [f'--gin_file={target}/../sizes.gin', '--gin.TARGET=%SMALL']
+  flags += ['--gin_file=gin/runs/own_drafter.gin', f'--target={target}.msgpack']
+  flags.append(f'--vocab={target}/spiece.model')
+  with monkeypatch.context() as patched:
+    patched.setattr(own_drafter.calibrate, 'time_calls', refused)
+    patched.setattr(own_drafter._Measured, 'closing_s', lambda _: math.inf)
+    status, _, err = run(*flags)
+    assert status == 2 and 'minutes: expected more than 90' in err
+    assert not (tmp_path / 'mine/model.safetensors').exists()
+  status, out, err = run(*flags)
   assert status == 0, err
   assert 'No calibration: a call took less' in out
+  assert 'parameters after 3 steps' in err
   check_drafter(target, tmp_path, err)
   argv = check_command(capsys, out, tmp_path / 'mine/held_out.txt')
   assert '--calibration' not in argv
   made = Mock(return_value=toy_calibration.make())
   monkeypatch.setattr(own_drafter.calibrate, 'calibrate', made)
+  with monkeypatch.context() as patched:  # ended by time
+    patched.setattr(own_drafter, '_num_steps', lambda _: 2)
+    _, out, _ = run()
+  assert 'learned in 2 steps only' in out
   check_again(run, tmp_path, '--calibration mine/calibration.json')
 
 
@@ -178,21 +191,6 @@ def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
     assert closing == 8 and not measures and words in text
   with pytest.raises(ValueError, match='minutes: expected more than 3'):
     left(100, 70)
-
-
-def test_what_has_learned_nothing_is_no_drafter(run, monkeypatch, tmp_path):
-  """It is said, and the same command goes on."""
-  refused = Mock(side_effect=CalibrationError('a call took less'))
-  for name in ('calibrate', 'time_calls'):
-    monkeypatch.setattr(own_drafter.calibrate, name, refused)
-  with monkeypatch.context() as patched:
-    patched.setattr(own_drafter._Measured, 'closing_s', lambda _: math.inf)
-    status, _, err = run()
-    assert status == 2 and 'minutes: expected more than 90' in err
-    assert not (tmp_path / 'mine/model.safetensors').exists()
-  status, _, err = run()
-  assert status == 0, err
-  assert 'parameters after 3 steps' in err
 
 
 @pytest.mark.slow
