@@ -66,7 +66,7 @@ def get(name: str, folder: pathlib.Path) -> None:
     output.seek(0)
     digest = hashlib.file_digest(output, 'sha256').hexdigest()
   if digest != model['sha256']:
-    raise fields.unexpected(f'{name}: SHA-256', model['sha256'], digest)
+    raise fields.unexpected(f'{parts}: SHA-256', model['sha256'], digest)
   joined.rename(folder / f'{name}.gguf')
   shutil.rmtree(parts)
 
@@ -119,7 +119,7 @@ def ours(folder: pathlib.Path, right: list) -> list[list]:
   """Compares inputs and greedy outputs with those of transformers."""
   engine, rows = Engine(load(str(folder)), **SIZES), []
   texts = asked(engine, CHATS) + GIVEN['beginnings']
-  outputs = engine.generate(texts, log_probs=False)
+  outputs = engine.generate(texts, batch_size=8, log_probs=False)
   for text, done, (ids, others) in zip(texts, outputs, right, strict=True):
     both, gap = [done.tokens, others[: len(done.tokens)]], None  # pads behind
     if both[0] != both[1]:
@@ -136,8 +136,8 @@ def measure(folder: pathlib.Path, name: str) -> dict:
   target, draft = (load(str(folder / model)) for model in (TARGET, DRAFT))
   drafter = draft if case['drafter'] == 'small model' else prompt_lookup()
   target.rules = case['rules']
-  engine, file = Engine(target, drafter, **SIZES), folder / f'{name}.jsonl'
-  loaded = time.perf_counter() - begin
+  engine = Engine(target, drafter, max_input_len=256, max_decode_len=48)
+  loaded, file = time.perf_counter() - begin, folder / f'{name}.jsonl'
   texts = asked(engine, GIVEN[case['texts']][: case['count']])
   file.write_text('\n'.join(json.dumps({'inputs': text}) for text in texts))
   methods = [Method(*method) for method in case['methods'].items()]
@@ -198,7 +198,7 @@ def main() -> None:
   flags = parser.parse_args()
   try:
     run(flags.folder, flags.models)
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, zipfile.BadZipFile) as error:
     raise SystemExit(f'{parser.prog}: {error}') from error
 
 

@@ -195,7 +195,7 @@ def started(options: Mapping[str, Any], log: pathlib.Path) -> Iterator[str]:
       while not _is_compiled(url):
         if server.poll() is not None:
           raise ValueError(f'the server has ended: {log}')
-        time.sleep(0.5)
+        time.sleep(2.0)
       yield url
     finally:
       server.terminate()

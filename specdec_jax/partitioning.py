@@ -500,12 +500,16 @@ class Placement:
     return Partition(mesh, self.axes)
 
 
-def place(params: Params, placement: Placement = Placement()) -> Params:
+def place(
+  params: Params, placement: Placement = Placement(), empties: bool = False
+) -> Params:
   """Returns the parameters on their devices, in their dtype and layout.
 
   Args:
     params: a nested dict of arrays as in a checkpoint.
     placement: devices, dtype and layout.
+    empties: whether each array is removed from `params` once it is placed, so
+      that memory does not hold the whole model twice.
 
   Returns:
     The same tree, except for kernels: depending on the layout, `kernel`
@@ -517,7 +521,7 @@ def place(params: Params, placement: Placement = Placement()) -> Params:
   """
   partition = placement.partition()
   rounded = integers.rounded(params, placement.param_dtype)
-  laid_out = _lay_out(rounded, placement)
+  laid_out = _lay_out(rounded if empties else _copied(rounded), placement)
   return laid_out if partition is None else partition.place(laid_out)
 
 
@@ -538,7 +542,8 @@ def place_parts(params: Any, placement: Placement, models: Any) -> Any:
 
   def part(model, value):
     if isinstance(value, Mapping):
-      return place(value, placement.for_model(model))
+      is_read = isinstance(model, Model) and model.given is None
+      return place(value, placement.for_model(model), empties=is_read)
     where = partition and partition.sharding()
     return jax.device_put(jnp.asarray(value), where)
 
@@ -592,20 +597,17 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
   return jax.tree.map(part, params)
 
 
-def _lay_out(
-  params: Mapping[str, Any], placement: Placement, *modules: str
-) -> Params:
+def _lay_out(params: Params, placement: Placement, *modules: str) -> Params:
   """Joins, casts and lays out the parameters of a module.
 
   Args:
-    params: the module's parameters.
+    params: the module's parameters, which are removed one after another.
     placement: dtype and layout.
     *modules: the names of the modules around it, and its name.
   """
   joined, parts, axis = _JOINED.get(modules[-1] if modules else '', _NONE)
   if parts and params.keys() >= {*parts} and placement.joins(axis):
-    kernels = [params[part] for part in parts]
-    params = {n: value for n, value in params.items() if n not in parts}
+    kernels = [params.pop(part) for part in parts]
     leaves = jax.tree.leaves(kernels)
     xp = np if all(isinstance(x, np.ndarray) for x in leaves) else jnp
     # Kernels are [in, out]; a bias is [out].
@@ -614,7 +616,8 @@ def _lay_out(
       for name in kernels[0]
     }
   laid_out: Params = {}
-  for name, value in params.items():
+  for name in [*params]:
+    value = params.pop(name)
     if isinstance(value, Mapping):
       laid_out[name] = _lay_out(value, placement, *modules, name)
     elif name != 'kernel' or placement.layout == 'in_out':
@@ -629,6 +632,14 @@ def _lay_out(
         value = np.asarray(value)
       laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
+
+
+def _copied(params: Mapping[str, Any]) -> Params:
+  """Returns new dicts with the same arrays."""
+  return {
+    name: _copied(value) if isinstance(value, Mapping) else value
+    for name, value in params.items()
+  }
 
 
 def _meets_many_rows(modules: Sequence[str]) -> bool:

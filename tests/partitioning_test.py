@@ -27,6 +27,19 @@ def test_auto_follows_the_device(monkeypatch):
   assert Placement('bfloat16').layout == 'in_out'
 
 
+@pytest.mark.parametrize('layout', cpu_layout.LAYOUTS)
+def test_arrays_are_given_up_one_by_one(layout):
+  """Or a model would be in memory twice while it is laid out."""
+  params = {'decoder': {'self_attention': _kernels('query key value out')}}
+  attention = params['decoder']['self_attention']
+  placement = Placement(kernel_layout=layout)
+  placed = place(params, placement)
+  assert len(attention) == 4
+  again = place(params, placement, empties=True)
+  jax.tree.map(np.testing.assert_array_equal, placed, again)
+  assert not attention and not params
+
+
 def _kernels(names):
   return {
     name: {'kernel': np.full((2, 64), i, np.float32)}

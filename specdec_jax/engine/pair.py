@@ -82,7 +82,11 @@ def placed_pair(
   if original is not None:
     dtype = placement.param_dtype
     _check_made_for(original, target, read, prints['target'], dtype)
-  params = params._replace(target=partitioning.place(read, placement))
+  is_read = target.given is None
+  params = params._replace(
+    target=partitioning.place(read, placement, empties=is_read)
+  )
+  memory.give_back()
   network = partitioning.follow(target.network, placement.partition())
   return PlacedPair(network, drafter, params, prints)
 
