@@ -1,7 +1,6 @@
 """JAX's persistent compilation cache, on by default in the user's folder."""
 
 import contextlib
-import ctypes
 import functools
 import os
 import pathlib
@@ -12,6 +11,7 @@ import jax
 from jax._src import compilation_cache as jax_cache
 from jax.experimental.compilation_cache import compilation_cache
 
+from specdec_jax.checks import memory
 from specdec_jax.files.locations import user_cache
 
 # A function whose shapes clients choose keeps at most so many programs.
@@ -64,17 +64,7 @@ def few_programs(jitted: Any) -> Iterator[None]:
   before = jitted._cache_size()
   yield
   if jitted._cache_size() > before:
-    give_back()
-
-
-def give_back() -> None:
-  """Gives memory that a compilation has freed back to the system.
-
-  glibc keeps it, some 100 MB of each program; other allocators have no such
-  function, or no need of it.
-  """
-  with contextlib.suppress(AttributeError, OSError, TypeError):
-    ctypes.CDLL(None).malloc_trim(0)
+    memory.give_back()
 
 
 @functools.cache

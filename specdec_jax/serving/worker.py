@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.checks import memory
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Row, TextRequest, Update, joined
@@ -326,7 +326,7 @@ class Worker:
           self._compile_lane(self._to_compile.get())
       with self._lock:
         self.is_compiled = not self._ends
-      compilation_cache.give_back()
+      memory.give_back()
       say_since('compiled')
     except Exception as failure:
       self._fail(failure)
@@ -353,7 +353,7 @@ class Worker:
           self._to_compile.put(lane)
     except Exception:
       self._tell_all(self.scheduler.fail(lane))
-    compilation_cache.give_back()
+    memory.give_back()
     seconds = round(time.perf_counter() - begin, 3)
     say('compiled a lane', what=lane.name, seconds=seconds)
 
@@ -364,7 +364,7 @@ class Worker:
       time.sleep(_LOOK_SECONDS)
     left = len(self.scheduler.lanes)
     if left < number:
-      compilation_cache.give_back()
+      memory.give_back()
       say('forgot lanes', left=left)
 
   def _rehearsals(
