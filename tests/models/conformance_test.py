@@ -222,7 +222,7 @@ def test_kernels_of_eight_bits(name):
   assert differs(floats, want)
   on_cpu = logits_of(network, partitioning.place(params, placement), *given)
   assert differs(on_cpu, want)
-  assert np.corrcoef(np.ravel(on_cpu), np.ravel(want))[0, 1] > 0.99
+  assert np.corrcoef(np.ravel(on_cpu), np.ravel(want))[0, 1] > 0.9
 
 
 def test_a_scale_near_one_is_not_rounded():

@@ -73,7 +73,7 @@ def read_by(codec, text):
 def test_ids_are_read_as_their_prompt(name, text):
   vocabulary, network, bos_id = CODECS[name]
   network = types.SimpleNamespace(
-    **network, vocab_size=40, start_id=0, pad_id=0
+    **network, vocab_size=40, input_vocab_size=40, start_id=0, pad_id=0
   )
   languages = ['eng', 'deu'] if vocabulary.languages else []
   codec = Codec(vocabulary, network, bos_id, (END,), *languages)

@@ -28,7 +28,8 @@ class Reader:
   def __init__(self):
     languages = types.SimpleNamespace(known={})
     self.languages, self.codec = lambda: languages, self
-    self.target = types.SimpleNamespace(has_encoder=True, vocab_size=99)
+    sizes = {'vocab_size': 99, 'input_vocab_size': 99}
+    self.target = types.SimpleNamespace(has_encoder=True, **sizes)
     self.order, self.may_go_on = [], threading.Event()
     self.has_begun, self._reads = threading.Event(), threading.Lock()
     self.sizes = []
@@ -39,8 +40,8 @@ class Reader:
   def ids_around(self, text):
     return [], [END]
 
-  def output_ids(self, text):
-    return [7, 8, END]
+  def label_ids(self, labels):
+    return [[*([7, 8] if isinstance(x, str) else x), END] for x in labels]
 
   def classify(self, texts, labels):
     assert labels == [[7, 8], [3, 4]]
