@@ -56,11 +56,12 @@ def engine_of(name):
   return model, engine
 
 
-def batch_of(network, seed):
+def batch_of(engine, seed):
+  network, begin = engine.target, [*engine.tokenizer.languages.values()]
   rng = np.random.default_rng(seed)
   ids = [i for i in range(3, 80) if i not in (network.pad_id, parity.LANGUAGE)]
   sizes = [*rng.integers(2, 24, ROWS - 1), 24]
-  return [[*rng.choice(ids, size).tolist(), 2] for size in sizes]
+  return [[*begin, *rng.choice(ids, size).tolist(), 2] for size in sizes]
 
 
 def settings_of(name, seed, ends):
@@ -108,7 +109,7 @@ def theirs(model, rows, network, ends, said):
 def compare(name, seed, ends):
   model, engine = engine_of(name)
   network, said = engine.target, settings_of(name, seed, ends)
-  rows = batch_of(network, seed)
+  rows = batch_of(engine, seed)
   forced, more = [], 0
   given = dict(said)
   if name == 'mBART-50':
@@ -150,7 +151,7 @@ def compare(name, seed, ends):
 def likely_end(name):
   """A token within many outputs: beams that end early are compared too."""
   model, engine = engine_of(name)
-  rows = batch_of(engine.target, 0)
+  rows = batch_of(engine, 0)
   done = engine.generate(rows, num_beams=4, num_samples=4, stop_ids=[1])
   inner = [token for one in done for token in one.tokens[3:-2]]
   ids, counts = np.unique(inner, return_counts=True)
