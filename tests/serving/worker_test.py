@@ -204,7 +204,8 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
       made.cancel([ruled[1].row])
       (name,) = made.compiling
       assert any(word in name for word in (*options, 'search of 2 beams'))
-      assert made.num_rows == made.scheduler.num_waiting == 1
+      # A row is told of its end before it leaves the queue.
+      wait_until(lambda: made.num_rows == made.scheduler.num_waiting == 1)
       assert not ruled[0].news
       over.set()
       same(ruled[0].last.outputs[-1], want)
