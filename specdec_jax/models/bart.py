@@ -162,15 +162,7 @@ class Bart(Transformer):
   """The network of BART, mBART, Pegasus and Marian.
 
   Examples:
-    >>> sizes = sd.BartConfig(
-    ...   vocab_size=100,
-    ...   emb_dim=8,
-    ...   num_heads=2,
-    ...   num_encoder_layers=1,
-    ...   num_decoder_layers=1,
-    ...   head_dim=4,
-    ...   mlp_dim=16,
-    ... )
+    >>> sizes = sd.BartConfig(100, 8, 2, 1, 1, 4, 16)
     >>> sd.Bart(sizes).has_encoder
     True
   """
@@ -183,15 +175,7 @@ class M2M100(Bart):
   """The network of M2M-100 and of NLLB-200 without experts.
 
   Examples:
-    >>> sizes = sd.M2M100Config(
-    ...   vocab_size=100,
-    ...   emb_dim=8,
-    ...   num_heads=2,
-    ...   num_encoder_layers=1,
-    ...   num_decoder_layers=1,
-    ...   head_dim=4,
-    ...   mlp_dim=16,
-    ... )
+    >>> sizes = sd.M2M100Config(100, 8, 2, 1, 1, 4, 16)
     >>> sd.M2M100(sizes).has_encoder
     True
   """

@@ -77,11 +77,6 @@ def in_blocks(kernel: Any) -> Any:
   return apart.swapaxes(0, 1)
 
 
-def out_of_blocks(kernel: Any) -> Any:
-  """Inverts `in_blocks`."""
-  return kernel.swapaxes(0, 1).reshape(kernel.shape[1], -1)
-
-
 def product_of_blocks(
   kernel: jax.Array,
   rows: jax.Array,
