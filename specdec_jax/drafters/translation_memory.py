@@ -187,6 +187,6 @@ def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
   agrees = jax.vmap(past)(ranks) == recent
   # -1, before the beginning of all texts, agrees with nothing.
   matches = jnp.sum(jnp.cumprod(agrees & (recent >= 0), axis=1), axis=1)
-  # Of equal matches the first one wins, from the newer text.
+  # If matches are equally long, argmax takes the first, of the newest text.
   best = jnp.argmax(matches)
   return memory.order[ranks[best]], matches[best]

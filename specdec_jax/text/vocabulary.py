@@ -508,11 +508,8 @@ def _numbered(
   come first (mBART, Pegasus). Tokens of languages follow the pieces, in an
   order that no file of the folder has.
   """
-  folder, family, codes = (
-    place.parent,
-    '',
-    content(config.get('language_codes')),
-  )
+  folder, family = place.parent, ''
+  codes = content(config.get('language_codes'))
   if place.name in (SOURCE, TARGET):
     is_own = place.name == TARGET and config.get('separate_vocabs')
     numbers = _numbers_of(folder / (TARGET_VOCAB if is_own else VOCAB), ())

@@ -83,7 +83,7 @@ def settings_of(name, seed, ends):
 
 
 def theirs(model, rows, network, ends, said):
-  """Of each row all outputs, from the worst to the best."""
+  """Returns all outputs of each row, from the worst to the best."""
   inputs = np.full((len(rows), max(map(len, rows))), network.pad_id)
   for row, ids in zip(inputs, rows, strict=True):
     row[: len(ids)] = ids

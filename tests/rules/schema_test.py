@@ -243,7 +243,7 @@ def test_some_of_the_official_suite():
 def test_the_official_suite():
   wrong, refused = wrong_of_suite(SUITE)
   assert wrong == []
-  # What is followed has no error, and more than two thirds is followed.
+  # More than two thirds of the suite is followed, all of it without error.
   assert len(refused) < len(SUITE) / 3
 
 

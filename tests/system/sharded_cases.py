@@ -302,7 +302,7 @@ def test_slots(engines, alone):
 
 @pytest.mark.slow
 def test_a_server(family, tokenizer):
-  """What it compiled ahead takes a target that two devices share."""
+  """Programs compiled ahead serve a target that two devices share."""
   engine = make_engine(family, tokenizer, Placement(model=2))
   kinds = {'stop_ids': ()}, {'stop_ids': (), 'temperature': 1.0, 'seed': 2}
   asked = [(text, kind) for kind in kinds for text in TEXTS[:3]]

@@ -7,7 +7,7 @@ import pytest
 from toy_processes import output_of
 
 CASES = pathlib.Path(__file__).with_name('sharded_cases.py')
-# What XLA exchanges is the same as optimised, and it compiles in half the time.
+# Unoptimised programs exchange the same arrays, and compile in half the time.
 RUN = """
 import os, sys
 for name in [name for name in os.environ if name.startswith('PYTEST_')]:

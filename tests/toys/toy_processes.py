@@ -24,7 +24,7 @@ def started(code, *argv, devices=1, cwd=None):
 
 
 def output_of(code, *argv, **options):
-  """What a process printed that ended well."""
+  """Returns the output of a process, which must end without an error."""
   with started(code, *argv, **options) as process:
     out, err = process.communicate()
   assert process.returncode == 0, out + err
