@@ -12,6 +12,7 @@ answers, never from a clock, so that all processes of a run decide alike.
 
 import collections
 import dataclasses
+import itertools
 import logging
 import threading
 import time
@@ -41,6 +42,7 @@ _SHRINK_AFTER = 16  # steps after which a pool that is too large shrinks
 _MOST_POOLS = 4  # pools of lanes whose programs another thread compiles
 _PIECE_ROUNDS = 4  # rounds of a beam search between two steps of other rows
 IDLE_LANES = 2  # idle lanes that keep their programs
+_PAUSE_SECONDS = 5.0  # a lane without rows is idle after so long
 _MOST_LANES = 16  # lanes at a time, if all are in use
 
 Told = list[tuple[Row, Update]]
@@ -380,11 +382,15 @@ class SlotPool(RowPool):
     """Gives free slots to the rows that have waited longest."""
     while free := len(self._slots.free):
       with self.lock:
-        count = min(self._counts[-1], free, len(self.waiting))
-        rows = [self.waiting.popleft() for _ in range(count)]
+        first = itertools.islice(self.waiting, min(self._counts[-1], free))
+        rows = [*first]
       if not rows:
         return
       self._read(rows)
+      # A row is always in `waiting` or in `running`, also if reading it fails.
+      with self.lock:
+        for _ in rows:
+          self.waiting.popleft()
 
   def _read(self, rows: Sequence[Row]) -> None:
     """Reads rows into free slots; a single row is read by its first rounds."""
@@ -537,7 +543,7 @@ class Lane:
     uses: `SlotPool.used` once the programs are compiled; None before.
     programs: the programs of slot pools; None for fixed batches.
     is_kept: whether the programs are kept for ever.
-    last_used: `time.monotonic()` when the last row came.
+    last_used: `time.monotonic()` when the last row came, or a pool ended.
     pools: stop ids and constraint -> the pool that decodes such rows.
   """
 
@@ -698,6 +704,7 @@ class Scheduler:
       if not pool.has_work:
         with self.lock:
           del lane.pools[key]
+          lane.last_used = time.monotonic()
     return updates
 
   def fail(self, lane: Lane) -> Told:
@@ -798,11 +805,14 @@ class Scheduler:
     with self.lock:
       ready = [lane for lane in self.lanes.values() if lane.uses is not None]
       ready = [lane for lane in ready if not lane.is_kept]
-      idle = [lane for lane in ready if not lane.rows]
-      is_full = len(idle) >= IDLE_LANES or len(ready) >= _MOST_LANES
-      is_old = any(lane.last_used < before for lane in idle[:1])
-      if not (is_old if before else is_full):
-        return True
+      idle = [lane for lane in ready if not (lane.waiting or lane.pools)]
+      is_full = len(ready) >= _MOST_LANES
+      if before or not is_full:
+        # A client that asks again at once should not wait for a compilation.
+        latest = before or time.monotonic() - _PAUSE_SECONDS
+        idle = [lane for lane in idle if lane.last_used < latest]
+        if not idle or not before and len(idle) < IDLE_LANES:
+          return True
       for lane in idle[:1]:
         self._drop(lane)
     for lane in idle[:1]:

@@ -17,7 +17,7 @@ import toy_models
 from compilations import nothing_compiles
 from specdec_jax.engine import scheduler
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import Scheduler
+from specdec_jax.engine.scheduler import Scheduler, SlotPool
 from specdec_jax.serving import worker
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
@@ -235,6 +235,7 @@ def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
 def test_lanes_are_forgotten(simple, monkeypatch):
   """The one that was used first, with its programs; not one in use."""
   monkeypatch.setattr(scheduler, 'IDLE_LANES', 2)
+  monkeypatch.setattr(scheduler, '_PAUSE_SECONDS', 0.0)
   # On a busy machine the others may take a minute to compile.
   monkeypatch.setattr(worker, '_KEEP_SECONDS', 600.0)
   made_of = simple.programs
@@ -256,6 +257,49 @@ def test_lanes_are_forgotten(simple, monkeypatch):
     heard = [Heard(made, SHORT_TEXTS[0], **one) for one in kinds]
     made.take([one.row for one in heard])  # all in use at once
     assert all(one.last.error is None for one in heard)
+
+
+def test_lanes_of_busy_clients_are_kept(simple, monkeypatch):
+  """Between two requests a lane has no rows, and is not idle."""
+  monkeypatch.setattr(scheduler, '_PAUSE_SECONDS', 600.0)
+  compiled = []
+  compile_lane = Scheduler.compile
+  monkeypatch.setattr(
+    Scheduler,
+    'compile',
+    lambda self, lane: compiled.append(lane.name) or compile_lane(self, lane),
+  )
+  kinds = *LANES, {'presence_penalty': 1.0}
+  assert len(kinds) > scheduler.IDLE_LANES
+  with started(simple, rows=2) as made:
+    for options in kinds * 2:
+      heard = Heard(made, SHORT_TEXTS[0], **options)
+      made.take([heard.row])
+      assert heard.last.error is None
+  assert len(compiled) == len({*compiled}) == len(kinds)
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_no_row_is_lost_while_it_is_read(simple, monkeypatch, fails):
+  """Its lane is not idle, and it is told if reading it fails."""
+  read, left = SlotPool._read, []
+
+  def read_late(pool, rows):
+    while not made.scheduler.forget_idle(math.inf):
+      pass
+    left.extend(made.scheduler.lanes.values())
+    if fails:
+      raise MemoryError
+    read(pool, rows)
+
+  with started(simple, rows=2) as made:
+    assert ask(made, SHORT_TEXTS[0], **RULED).tokens
+    monkeypatch.setattr(SlotPool, '_read', read_late)
+    heard = Heard(made, SHORT_TEXTS[0], **RULED)
+    made.take([heard.row])
+    wait_until(lambda: left)
+    assert len(left) == 1
+    assert heard.last.error == ('failed alone' if fails else None)
 
 
 def test_no_kind_keeps_all_pools(simple, monkeypatch):
