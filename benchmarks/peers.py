@@ -2,13 +2,15 @@
 
   pip install '.[peers]'
   python benchmarks/peers.py --output-file benchmarks/results/peers_demo.json
+  python benchmarks/peers.py FILE --rows 32 --output-file ...
 
-Batch 1, float32, greedy, one process. Every system decodes all lines once,
-untimed, and then in turn with the others. All read the same parameters, which
-are exported once, and use the same tokenizer, whose time counts. "Same lines"
-are those whose tokens are those of the plain loop here. The table goes to
-stdout. Nothing else should be running. transformers has no assistant here: the
-shipped drafter has a shortlist, which it does not know.
+Greedy, one process; the first command decodes line by line, the second a file
+in batches. Every system decodes all lines once, untimed, and then in turn with
+the others. All read the same parameters, which are exported once, and use the
+same tokenizer, whose time counts. "Same lines" are those whose tokens are those
+of the plain loop here. The table goes to stdout. Nothing else should be
+running. transformers is there for line by line alone, and without an assistant:
+the shipped drafter has a shortlist, which it does not know.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import transformers
 from common import demo_pair
 from ctranslate2.converters import TransformersConverter
 
-from specdec_jax import Engine, files
+from specdec_jax import Engine, files, load
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.measure.calls import summarise
 from specdec_jax.report import record
@@ -56,10 +58,10 @@ class Vocabulary:
     return self.pieces[token]
 
 
-def ours(engine: Engine, speculative: bool):
-  def generate(text):
-    (done,) = engine.generate([text], speculative=speculative)
-    return done.tokens
+def ours(engine: Engine, speculative: bool | None, rows: int):
+  def generate(texts):
+    options = {'batch_size': rows, 'speculative': speculative}
+    return [done.tokens for done in engine.generate(texts, **options)]
 
   return generate
 
@@ -73,7 +75,8 @@ def of_transformers(engine, folder, **options):
   # layers, and fails if the decoder has more.
   target.config.num_layers = target.config.num_decoder_layers
 
-  def generate(text):
+  def generate(texts):
+    (text,) = texts
     inputs = torch.tensor([engine.codec.input_ids(text)])
     sequence = target.generate(
       input_ids=inputs,
@@ -85,12 +88,12 @@ def of_transformers(engine, folder, **options):
     )
     tokens = sequence[0, 1:].tolist()  # without the start token
     engine.tokenizer.decode(tokens)
-    return tokens
+    return [tokens]
 
   return generate
 
 
-def of_ctranslate2(engine, folder, threads, compute_type):
+def of_ctranslate2(engine, folder, rows, compute_type):
   """CTranslate2's translator of a Hugging Face folder, converted by its own."""
   words = Vocabulary(engine.tokenizer)
   made = f'{folder}_{compute_type}'
@@ -102,55 +105,74 @@ def of_ctranslate2(engine, folder, threads, compute_type):
   # It rescales the input of every output layer, for transformers 5 calls every
   # T5 tied: one positive factor, which changes no greedy token.
   Converter(str(folder)).convert(made)
+  # A batch on each core is quicker than a batch on all of them.
+  cores = record.describe()['cores']
+  inter, intra = (1, cores) if rows == 1 else (cores, 1)
   translator = ctranslate2.Translator(
-    made, compute_type=compute_type, inter_threads=1, intra_threads=threads
+    made, compute_type=compute_type, inter_threads=inter, intra_threads=intra
   )
 
-  def generate(text):
-    (done,) = translator.translate_batch(
-      [[words.pieces[token] for token in engine.codec.input_ids(text)]],
+  def generate(texts):
+    ids = [engine.codec.input_ids(text) for text in texts]
+    found = []
+    for done in translator.translate_batch(
+      [[words.pieces[token] for token in of_text] for of_text in ids],
       beam_size=1,
+      max_batch_size=rows,
       max_input_length=0,
       max_decoding_length=engine.config.max_decode_len,
       return_end_token=True,
-    )
-    tokens = [words.ids.get(piece, -1) for piece in done.hypotheses[0]]
-    engine.tokenizer.decode([token for token in tokens if token >= 0])
-    return tokens
+    ):
+      tokens = [words.ids.get(piece, -1) for piece in done.hypotheses[0]]
+      engine.tokenizer.decode([token for token in tokens if token >= 0])
+      found.append(tokens)
+    return found
 
   return generate
 
 
-def decoders(engine: Engine, model, folder: pathlib.Path, threads: int):
-  """Name of each system -> what decodes a text with it."""
-  torch.set_num_threads(threads)
+def decoders(folder: pathlib.Path, rows: int):
+  """Name of each system -> what decodes some texts with it."""
+  torch.set_num_threads(record.describe()['cores'])
   transformers.utils.logging.set_verbosity_error()
+  sizes = {'max_decode_len': 120, 'batch_size': rows}
+  model, draft = demo_pair()
+  engine = Engine(model, draft, **sizes)
   path = folder / 'target'
   huggingface.save_huggingface(path, model.network.config, model.params)
-  torch_ = functools.partial(of_transformers, engine, path)
-  translator = functools.partial(of_ctranslate2, engine, path, threads)
-  return {
-    PLAIN: ours(engine, False),
-    'specdec_jax speculative': ours(engine, True),
-    'transformers plain': torch_(),
-    'transformers prompt lookup': torch_(prompt_lookup_num_tokens=3),
-    'CTranslate2 float32': translator('float32'),
-    'CTranslate2 int8': translator('int8_float32'),
+  systems = {
+    PLAIN: ours(engine, False, rows),
+    'specdec_jax speculative': ours(engine, True, rows),
+    'specdec_jax by default': ours(engine, None, rows),
   }
+  int8 = Engine(load('demo', dtype='int8'), load('demo-draft'), **sizes)
+  systems['specdec_jax int8 plain'] = ours(int8, False, rows)
+  systems['specdec_jax int8 speculative'] = ours(int8, True, rows)
+  if rows == 1:
+    torch_ = functools.partial(of_transformers, engine, path)
+    systems['transformers plain'] = torch_()
+    lookup = torch_(prompt_lookup_num_tokens=3)
+    systems['transformers prompt lookup'] = lookup
+  translator = functools.partial(of_ctranslate2, engine, path, rows)
+  systems['CTranslate2 float32'] = translator('float32')
+  systems['CTranslate2 int8'] = translator('int8_float32')
+  return systems
 
 
-def measure(systems, texts, repeats: int):
+def measure(systems, texts, rows: int, repeats: int):
   """Outputs of each system, and its seconds in each pass."""
-  outputs = {
-    name: [one(text) for text in texts] for name, one in systems.items()
-  }
+  parts = [texts] if rows > 1 else [[text] for text in texts]
+
+  def decode(generate):
+    return [tokens for part in parts for tokens in generate(part)]
+
+  outputs = {name: decode(generate) for name, generate in systems.items()}
   seconds: dict[str, list[float]] = {name: [] for name in systems}
   for _ in range(repeats):
     for name, generate in systems.items():
       time.sleep(PAUSE_SECONDS)
       begin = time.perf_counter()
-      for text in texts:
-        generate(text)
+      decode(generate)
       seconds[name].append(time.perf_counter() - begin)
   return outputs, seconds
 
@@ -175,19 +197,18 @@ def table(title: str, outputs, seconds) -> Table:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('file', nargs='?', default='demo/input.txt')
+  parser.add_argument('--rows', type=int, default=1)
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--output-file')
   args = parser.parse_args()
-  threads = record.describe()['cores']
   texts = read_prompts(args.file, lambda text: len(text.strip()))
-  model, draft = demo_pair()
-  engine = Engine(model, draft, max_decode_len=120, gamma=4)
   with tempfile.TemporaryDirectory() as folder:
-    systems = decoders(engine, model, pathlib.Path(folder), threads)
-    outputs, seconds = measure(systems, texts, args.repeats)
+    systems = decoders(pathlib.Path(folder), args.rows)
+    outputs, seconds = measure(systems, texts, args.rows, args.repeats)
+  together = 'line by line' if args.rows == 1 else f'{args.rows} rows at once'
   shown = table(
-    f'{args.file}, {len(texts)} lines, batch 1, float32, greedy, gamma 4,'
-    f' {threads} threads, {args.repeats} passes in turn',
+    f'{args.file}, {len(texts)} lines, {together}, greedy, gamma 4,'
+    f' {args.repeats} passes in turn',
     outputs,
     seconds,
   )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specdec_jax import partitioning
+from specdec_jax import analysis, partitioning
 from specdec_jax.checks.fields import (
   check_ids,
   check_number,
@@ -31,12 +31,13 @@ from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.long_texts import LongTexts
 from specdec_jax.engine.options import Options, drafting_of, options_of
+from specdec_jax.engine.padding import padded_rows
 from specdec_jax.engine.pair import MemoryCheck
 from specdec_jax.engine.programs import Programs
 from specdec_jax.engine.request import TextRequest, Update
 from specdec_jax.engine.scheduler import PoolSettings, Scheduler
 from specdec_jax.engine.trace import Trace
-from specdec_jax.models import backend
+from specdec_jax.models import backend, cpu_layout
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting, Request
@@ -48,6 +49,9 @@ from specdec_jax.types import LengthRule
 
 _PAIRS = 1 << 14  # pairs of a memory file that are tokenised together
 USUAL_GAMMA = 4
+# The rate that the paper measured with T5-small for T5-XXL (Table 3, EnDe,
+# greedy), and the least predicted gain for which a drafter is used.
+_USUAL_ACCEPTANCE, _LEAST_GAIN = 0.75, 1.1
 Texts = Sequence[str | Sequence[int]]
 Gamma = int | str | LengthRule | None  # None: the engine's gamma
 
@@ -257,8 +261,8 @@ class Engine:
       long = LongTexts(self.codec, self.config, texts, of_texts)
       call |= {'options': long.options, 'batch_size': batch_size}
       return [*long.joined(self.generate(long.parts, **call))]
-    request = self.text_request(texts, **options)
     rows = self.config.batch_size if batch_size is None else batch_size
+    request = self.text_request(texts, rows=rows, **options)
     done = self.scheduler(rows).generate(request)
     return _with_top(self.target, self.params.target, request, done, rows)
 
@@ -283,8 +287,9 @@ class Engine:
       >>> engine.warmup(['Good night!'])  # of the same shape
       0.0
     """
-    request = self.text_request(texts, **options)
-    return self.scheduler(batch_size).warmup(request)
+    rows = self.config.batch_size if batch_size is None else batch_size
+    request = self.text_request(texts, rows=rows, **options)
+    return self.scheduler(rows).warmup(request)
 
   def stream(self, text: str | Sequence[int], **options: Any) -> Iterator[str]:
     """Yields the output of one text piece by piece, as rounds finish.
@@ -495,6 +500,7 @@ class Engine:
     *,
     gamma: Gamma = None,
     options: Options | None = None,
+    rows: int = 1,
     **named: Any,
   ) -> TextRequest:
     """Checks and encodes texts for a scheduler.
@@ -502,9 +508,11 @@ class Engine:
     Args:
       texts: as for `generate`.
       speculative: whether the drafter helps; None is yes if there is a drafter,
-        but no for beams on a CPU, where they are slower with it.
+        but on a CPU no where it is slower: for beams, and for as many greedy
+        rows as `speculation_pays` refuses.
       gamma: as for the engine, of this call; None is the engine's.
       options: the options; or give them by name.
+      rows: the most rows that are decoded together.
       **named: fields of `Options`, or other libraries' names of them.
 
     Raises:
@@ -517,6 +525,8 @@ class Engine:
     check_type('speculative', speculative, bool | None)
     if speculative is None:
       drafts = options.num_beams is None or backend.kind() != 'cpu'
+      if gamma is None and drafts and options.sampling.greedy:
+        drafts = self.speculation_pays(min(rows, padded_rows(len(texts))))
       speculative = self.has_drafter and drafts
     drafting = Drafting()
     if speculative:
@@ -539,6 +549,32 @@ class Engine:
       drafting,
       self.tree,
     )
+
+  def speculation_pays(self, rows: int) -> bool:
+    """Whether drafts of a length that nobody chose are quicker than none.
+
+    It goes by this processor's measured costs of calls, see
+    `cpu_layout.call_cost`, and by the acceptance rate of a usual drafter. On
+    other devices than one CPU, with a tree, or with a gamma that was chosen the
+    answer is yes.
+
+    Args:
+      rows: greedy rows that are decoded together.
+    """
+    usual = self.config.gamma is None and self.drafting == drafting_of(
+      USUAL_GAMMA, self.fallback
+    )
+    is_one = backend.kind() == 'cpu' and jax.device_count() == 1
+    if not (self.has_drafter and usual and is_one) or self.tree is not None:
+      return True
+    cost = cpu_layout.call_cost(rows, 1 + USUAL_GAMMA)
+    if cost is None:
+      return True
+    cost_ratio = pair.relative_size(self.params)
+    gain = analysis.walltime_factor(
+      _USUAL_ACCEPTANCE, USUAL_GAMMA, cost_ratio, cost
+    )
+    return bool(gain >= _LEAST_GAIN)
 
   def request(
     self, texts: Texts, gamma: Gamma = None, **options: Any

@@ -452,3 +452,22 @@ def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
     expected = f'None or an id below {network.vocab_size}'
     raise unexpected('bos_id', expected, bos_id)
+
+
+def relative_size(params: PairParams) -> float:
+  """Returns the drafter's size over that of the target.
+
+  The size is that of the kernels that each token is multiplied by, so that of a
+  target with an encoder only the decoder counts.
+  """
+
+  def size(tree: Any) -> int:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    names = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+    return sum(
+      leaf.size
+      for name, leaf in names
+      if 'kernel' in name and "'encoder'" not in name
+    )
+
+  return size(params.draft) / max(1, size(params.target))

@@ -429,7 +429,15 @@ def choose_gammas(
     if measured is not None:
       say(console, calibrate.host_verdict(measured))
   if measured is None:
-    return None
+    is_greedy = config.options.sampling.greedy
+    if not opens or not is_greedy or engine.speculation_pays(rows):
+      return None
+    say(
+      console,
+      f'By the costs of calls on this processor, speculation does not pay for'
+      f' {rows} rows at once: decoding plainly. `--gamma 4` speculates.',
+    )
+    return {rows: Drafting()}
   measured.check(engine.fingerprints)
   most_rows = measured.choices[-1].rows
   if measured.temperature != temperature or rows > most_rows:

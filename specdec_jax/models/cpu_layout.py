@@ -2,15 +2,17 @@
 
 XLA computes a product of one row by generated code and one of a few rows by a
 library. The time of either depends on the instruction set, the number of cores
-and the version of JAX: on a Zen 4 and a Zen 5 blocks are quickest, on a Zen 3
-they take more than twice the time of [out, in]. So this module times the
-products on this processor, in a few seconds, and stores the result in the
-user's cache folder. Outputs depend on it only by rounding.
+and the version of JAX: on a Zen 4 blocks are quickest, on a Zen 3 they take
+more than twice the time of [out, in]. So this module times the products on this
+processor, in a few seconds, and stores the result in the user's cache folder.
+Outputs depend on it only by rounding. The times also say how much more a call
+over more tokens costs, see `call_cost`.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,9 +20,10 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from specdec_jax.checks.fields import check_choice
+from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.files import host_cache
 from specdec_jax.models import backend
 
@@ -32,9 +35,14 @@ BLOCK = 64  # the number of outputs of a block
 WIDTHS = (4, 8, 16)  # numbers of rows after padding
 # Rows in a call of plain decoding, and in a round with a gamma of 4.
 _TOKEN, _CALL = 1, 5
+# The same for a batch of 32. No batch is worth a layout that is slower by more
+# than this factor for a few rows.
+_BATCH = 32, 160
+_FEW_SLOWER = 1.1
 # Number of pairs of kernels, and their sizes, for a larger and a small model.
 # The kernels of one layout take 48 MiB.
 _CHAINS = (2, 1024, 2048), (5, 256, 1664)
+_COUNTS = _TOKEN, _CALL, *_BATCH
 _REPEATS = 5
 
 
@@ -46,10 +54,13 @@ class CpuLayout:
     kernel_layout: 'in_out', 'out_in' or 'blocks', see `products`.
     widths: the `WIDTHS` to which padding the rows of a product with an
       [out, in] kernel saves time.
+    times_ms: milliseconds of the products of 1, 5, 32 and 160 rows; () if they
+      were not measured.
   """
 
   kernel_layout: str
   widths: tuple[int, ...] = WIDTHS
+  times_ms: tuple[float, ...] = ()
 
 
 def product_out_in(
@@ -115,42 +126,86 @@ def width(count: int) -> int:
   return wider if wider in cpu_layout().widths else count
 
 
+def call_cost(rows: int, tokens: int) -> float | None:
+  """Returns v(m) of a batch: the cost of a call over more than one token.
+
+  It is the ratio of the times of their products, interpolated between the
+  numbers of rows that were measured.
+
+  Args:
+    rows: rows of the batch.
+    tokens: m, the tokens of each row.
+
+  Returns:
+    The cost in calls over one token; None if nothing was measured.
+  """
+  times = cpu_layout().times_ms
+  if not times:
+    return None
+  most, most_ms = _COUNTS[-1], times[-1]
+
+  def ms(count: int) -> float:
+    if count > most:
+      return most_ms * count / most
+    return math.exp(np.interp(math.log(count), *map(np.log, (_COUNTS, times))))
+
+  return max(1.0, ms(rows * tokens) / ms(rows))
+
+
 @functools.cache
 def _of_this_host() -> CpuLayout:
   return host_cache.measured(
     'kernel_layout',
     # Stored timings of other kernels are not used.
-    backend.host() | {'chains': [list(chain) for chain in _CHAINS]},
+    backend.host()
+    | {'chains': [list(chain) for chain in _CHAINS], 'counts': [*_COUNTS]},
     lambda: dataclasses.asdict(_chosen(_measured())),
     _from_json,
   )
 
 
 def _from_json(value: Any) -> CpuLayout:
-  layout = CpuLayout(**value | {'widths': tuple(value['widths'])})
+  lists = {name: tuple(value[name]) for name in ('widths', 'times_ms')}
+  layout = CpuLayout(**value | lists)
   check_choice('kernel_layout', layout.kernel_layout, LAYOUTS)
   if not set(layout.widths) <= set(WIDTHS):
     raise ValueError(f'widths are of {WIDTHS}, got {layout.widths}')
+  times = layout.times_ms
+  if len(times) != len(_COUNTS) or not 0 < times[0] <= times[-1] < math.inf:
+    raise unexpected('times_ms', f'one for each of {_COUNTS} rows', times)
+  if [*times] != sorted(times):
+    raise unexpected('times_ms', 'more for more rows', times)
   return layout
 
 
 def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
-  """Chooses the quickest layout, and the numbers of rows worth padding to."""
+  """Chooses the layout, and the numbers of rows worth padding to.
+
+  Of those that are nearly the quickest for a few rows, it is the quickest for a
+  batch.
+  """
   below = {4: 2, 8: 5, 16: 9}
   widths = tuple(
     width
     for width in WIDTHS
     if times_ms['out_in', width] < times_ms['out_in', below[width]]
   )
-  quickest = min(
-    LAYOUTS, key=lambda name: times_ms[name, _CALL] + times_ms[name, _TOKEN]
-  )
-  return CpuLayout(quickest, widths)
+
+  def total(name: str, counts: tuple[int, ...]) -> float:
+    return sum(times_ms[name, count] for count in counts)
+
+  few = {name: total(name, (_TOKEN, _CALL)) for name in LAYOUTS}
+  bound = _FEW_SLOWER * min(few.values())
+  quick = [name for name in LAYOUTS if few[name] <= bound]
+  chosen = min(quick, key=lambda name: total(name, _BATCH))
+  # Noise may make a product of more rows seem quicker.
+  times = itertools.accumulate((times_ms[chosen, n] for n in _COUNTS), max)
+  return CpuLayout(chosen, widths, tuple(times))
 
 
 def _measured() -> dict[tuple[str, int], float]:
   """Times chains of products in milliseconds, by layout and number of rows."""
-  runs = [(name, count) for name in LAYOUTS for count in (_TOKEN, _CALL)]
+  runs = [(name, count) for name in LAYOUTS for count in _COUNTS]
   runs += [('out_in', count) for count in (2, 4, 8, 9, 16)]
   whole = [
     [
@@ -176,7 +231,7 @@ def _measured() -> dict[tuple[str, int], float]:
         x = product_of_blocks(kernel, x).swapaxes(0, 1).reshape(count, -1)
     return x.sum()
 
-  # One program compiles in less time than eleven.
+  # One program compiles in less time than many.
   @jax.jit
   def run(index, kernels):
     def chains(kernels, name, count):

@@ -28,7 +28,7 @@ from specdec_jax.engine.scheduler import (
   Scheduler,
   SlotPool,
 )
-from specdec_jax.request import BLOCK, TOKEN, Request
+from specdec_jax.request import BLOCK, TOKEN, Drafting, Request
 from specdec_jax.serving.log import say
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import ServeSettings
@@ -88,7 +88,8 @@ class Worker:
         by the costs of the calibration, if there is one.
       settings: sizes and limits.
       measured: a calibration, which decides how greedy rows are drafted for.
-        Sampled rows have the engine's gamma in any case.
+        None: as many rows as `Engine.speculation_pays` refuses are decoded
+        plainly. Sampled rows have the engine's gamma in any case.
 
     Raises:
       ValueError: the slots cannot fit into memory, the engine splits rows over
@@ -103,6 +104,15 @@ class Worker:
       pays = any(drafting.gamma for drafting in plan.values())
       pool = dataclasses.replace(pool, gammas=plan)
       self.least_length = measured.least_length(1)
+    elif settings.speculative is None:
+      drafted = {size: engine.speculation_pays(size) for size in settings.sizes}
+      pays = any(drafted.values())
+      if not all(drafted.values()):
+        drafting = Drafting(), engine.drafting
+        plan = {
+          size: drafting[is_drafted] for size, is_drafted in drafted.items()
+        }
+        pool = dataclasses.replace(pool, gammas=plan)
     self.speculates: bool = engine.has_drafter and pays
     if settings.speculative is not None:
       self.speculates = settings.speculative

@@ -16,10 +16,12 @@ import toy_models
 from compilations import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import Engine, Model
+from specdec_jax.decoding.state import PairParams
 from specdec_jax.drafters.small_model_tree import small_model_tree
-from specdec_jax.engine import compilation_cache
+from specdec_jax.engine import compilation_cache, pair
 from specdec_jax.engine.options import Options, example_id, options_of
 from specdec_jax.engine.padding import padded_rows
+from specdec_jax.models import cpu_layout
 from specdec_jax.partitioning import Placement
 from specdec_jax.text import tokenizer as tokenizer_lib
 from specdec_jax.tree_shape import TreeShape
@@ -75,6 +77,44 @@ def test_gamma_of_a_request(chains):
   have = chains.generate(TEXTS, gamma=1)
   assert chains.gamma == 2 and len(have[0].stats.histogram) == 2
   assert tokens_of(have) == tokens_of(chains.generate(TEXTS))
+
+
+@pytest.fixture
+def slow_batches(monkeypatch):
+  """A CPU on which a call over more tokens is dear in a batch alone."""
+  layout = cpu_layout.CpuLayout('in_out', times_ms=(1.0, 1.0, 4.0, 20.0))
+  monkeypatch.setattr(cpu_layout, 'cpu_layout', lambda: layout)
+  monkeypatch.setattr(jax, 'device_count', lambda: 1)
+
+
+def _proposed(done):
+  return sum(each.stats.num_tested for each in done) > 0
+
+
+def test_batches_are_not_slower_by_default(tokenizer, slow_batches):
+  engine = toy_models.chain_engine(tokenizer, gamma=None)
+  assert engine.speculation_pays(1) and not engine.speculation_pays(32)
+  texts = TEXTS * 16
+  for options, drafts in (
+    ({}, False),
+    ({'batch_size': 1}, True),
+    ({'speculative': True}, True),
+    ({'gamma': 2}, True),
+    ({'temperature': 1.0}, True),  # a sample does not depend on the machine
+  ):
+    done = engine.generate(texts, max_length=4, **options)
+    assert _proposed(done) == drafts, options
+  assert _proposed(engine.generate(TEXTS[:1], max_length=4))
+  chosen = toy_models.chain_engine(tokenizer, gamma=4)
+  assert _proposed(chosen.generate(texts, max_length=4))
+
+
+def test_the_relative_size_of_a_drafter():
+  """Of what each token is multiplied by."""
+  kernel = {'kernel': np.zeros((2, 6))}
+  target = {'encoder': kernel, 'decoder': kernel | {'embedding': np.zeros(9)}}
+  params = PairParams(target, ({'decoder': {'kernel_blocks': np.zeros(3)}},))
+  assert pair.relative_size(params) == 0.25
 
 
 def test_too_long(engine):

@@ -8,10 +8,15 @@ from specdec_jax.files import host_cache
 from specdec_jax.models import cpu_layout
 
 OUT_IN = {1: 2.0, 2: 3.0, 4: 2.5, 5: 4.0, 8: 3.5, 9: 5.0, 16: 6.0}
+BATCH = {32: 8.0, 160: 40.0}
 TIMES = {
-  **{('in_out', 1): 2.0, ('in_out', 5): 9.0},
-  **{('blocks', 1): 2.0, ('blocks', 5): 5.0},
-  **{('out_in', rows): time for rows, time in OUT_IN.items()},
+  **{
+    ('in_out', rows): time for rows, time in {1: 2.0, 5: 9.0, **BATCH}.items()
+  },
+  **{
+    ('blocks', rows): time for rows, time in {1: 2.0, 5: 5.0, **BATCH}.items()
+  },
+  **{('out_in', rows): time for rows, time in {**OUT_IN, **BATCH}.items()},
 }
 
 
@@ -47,6 +52,9 @@ def _with(content, fields):
     lambda value: '{',
     lambda value: json.dumps(value | {'key': {'processor': 'another'}}),
     lambda value: _with(value, {'widths': [3]}),
+    lambda value: _with(value, {'times_ms': [2, 4, 8]}),
+    lambda value: _with(value, {'times_ms': [2, 4, 3, 8]}),
+    lambda value: _with(value, {'times_ms': [2, 4, 8, float('nan')]}),
   ],
 )
 def test_a_broken_file_is_measured_again_and_said_once(
@@ -61,6 +69,39 @@ def test_a_broken_file_is_measured_again_and_said_once(
   cpu_layout._of_this_host.cache_clear()
   assert cpu_layout.cpu_layout() == layout  # it is whole again
   assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+  'few, batch, wanted',
+  [
+    (6.4, 20.0, 'in_out'),  # nearly as quick for few rows, quicker for many
+    (6.4, 50.0, 'out_in'),
+    (7.0, 20.0, 'out_in'),  # too slow for few rows
+  ],
+)
+def test_a_batch_decides_between_equals(few, batch, wanted):
+  in_out = {('in_out', 1): 1.0, ('in_out', 5): few - 1, ('in_out', 160): batch}
+  assert cpu_layout._chosen(TIMES | in_out).kernel_layout == wanted
+
+
+def test_the_cost_of_more_tokens(measured):
+  assert cpu_layout.cpu_layout().times_ms == (2.0, 4.0, 8.0, 40.0)
+  assert cpu_layout.call_cost(1, 5) == pytest.approx(2.0)
+  assert cpu_layout.call_cost(32, 5) == pytest.approx(5.0)
+  assert cpu_layout.call_cost(320, 5) == pytest.approx(5.0)  # in proportion
+  assert cpu_layout.call_cost(5, 1) == 1.0
+  assert 1.0 < cpu_layout.call_cost(2, 5) < cpu_layout.call_cost(8, 5) < 5.0
+
+
+def test_more_rows_never_take_less(measured, monkeypatch):
+  monkeypatch.setattr(
+    cpu_layout, '_measured', lambda: TIMES | {('out_in', 32): 3.0}
+  )
+  assert cpu_layout.cpu_layout().times_ms == (2.0, 4.0, 4.0, 40.0)
+
+
+def test_a_forced_layout_has_no_costs():
+  assert cpu_layout.call_cost(32, 5) is None
 
 
 def test_a_layout_that_is_none(monkeypatch):
