@@ -137,6 +137,25 @@ def test_a_smaller_pool_has_costs_of_its_own(tokenizer, tmp_path):
   assert sum(rested) == len(TEXTS) % 2 == 1
 
 
+@pytest.mark.parametrize('gamma, plain', [(None, True), (4, False)])
+def test_a_file_is_not_slower_by_default(
+  tokenizer, tmp_path, monkeypatch, gamma, plain
+):
+  toy_models.dear_batches(monkeypatch)
+  engine = make(tokenizer, gamma=gamma)
+  texts = tmp_path / 'input.txt'
+  texts.write_text('\n'.join(TEXTS * 8) + '\n')
+  config = infer.DecodeConfig(
+    lambda: engine,
+    str(texts),
+    mode='speculative',
+    batch_size=32,
+    output_dir=str(tmp_path / 'out'),
+  )
+  summary = infer.decode(config, console=SILENT)
+  assert (summary['gammas'] == {'32': 0}) == plain, summary
+
+
 def test_costs_are_made_for_the_gamma_of_each_request(tokenizer):
   costs = RestPolicy(np.ones(3, np.float32), np.float32(2), np.int32(32))
   engine = make(tokenizer, gamma=2, fallback=costs)

@@ -21,7 +21,6 @@ from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine import compilation_cache, pair
 from specdec_jax.engine.options import Options, example_id, options_of
 from specdec_jax.engine.padding import padded_rows
-from specdec_jax.models import cpu_layout
 from specdec_jax.partitioning import Placement
 from specdec_jax.text import tokenizer as tokenizer_lib
 from specdec_jax.tree_shape import TreeShape
@@ -79,19 +78,12 @@ def test_gamma_of_a_request(chains):
   assert tokens_of(have) == tokens_of(chains.generate(TEXTS))
 
 
-@pytest.fixture
-def slow_batches(monkeypatch):
-  """A CPU on which a call over more tokens is dear in a batch alone."""
-  layout = cpu_layout.CpuLayout('in_out', times_ms=(1.0, 1.0, 4.0, 20.0))
-  monkeypatch.setattr(cpu_layout, 'cpu_layout', lambda: layout)
-  monkeypatch.setattr(jax, 'device_count', lambda: 1)
-
-
 def _proposed(done):
   return sum(each.stats.num_tested for each in done) > 0
 
 
-def test_batches_are_not_slower_by_default(tokenizer, slow_batches):
+def test_batches_are_not_slower_by_default(tokenizer, monkeypatch):
+  toy_models.dear_batches(monkeypatch)
   engine = toy_models.chain_engine(tokenizer, gamma=None)
   assert engine.speculation_pays(1) and not engine.speculation_pays(32)
   texts = TEXTS * 16

@@ -416,3 +416,13 @@ def test_what_no_worker_can_do_is_refused(simple, tokenizer, monkeypatch):
   monkeypatch.setattr(simple.programs, 'row_multiple', 2)
   with pytest.raises(ValueError, match='Placement'):
     Worker(simple, settings)
+
+
+def test_pools_of_many_rows_are_plain_by_default(tokenizer, monkeypatch):
+  toy_models.dear_batches(monkeypatch)
+  limits = {'max_input_len': 8, 'max_decode_len': 24}
+  engine = toy_models.chain_engine(tokenizer, gamma=None, **limits)
+  gammas = Worker(engine, ServeSettings(rows=32)).ordinary.policy.gammas
+  assert gammas == {1: 4, 4: 4, 16: 0, 32: 0}
+  asked = ServeSettings(rows=32, speculative=True)
+  assert Worker(engine, asked).ordinary.policy.gammas == {32: 4}

@@ -23,6 +23,7 @@ from jax import lax
 
 from specdec_jax import probs
 from specdec_jax.engine.engine import Engine
+from specdec_jax.models import cpu_layout
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.model import Model
 from specdec_jax.paper.simulation import chi_squared_p_value  # noqa: F401
@@ -246,6 +247,13 @@ def chain_engine(tokenizer, noise: float = 1, **options) -> Engine:
   size = tokenizer.vocab_size
   target, draft = chain_model(size), chain_model(size, noise)
   return Engine(target, draft, tokenizer=tokenizer, **{'gamma': 3} | options)
+
+
+def dear_batches(monkeypatch) -> None:
+  """Makes a CPU on which calls over more tokens are dear in batches alone."""
+  layout = cpu_layout.CpuLayout('in_out', times_ms=(1.0, 1.0, 2.0, 20.0))
+  monkeypatch.setattr(cpu_layout, 'cpu_layout', lambda: layout)
+  monkeypatch.setattr(jax, 'device_count', lambda: 1)
 
 
 def joint_law(
