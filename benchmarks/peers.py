@@ -105,11 +105,13 @@ def of_ctranslate2(engine, folder, rows, compute_type):
   # It rescales the input of every output layer, for transformers 5 calls every
   # T5 tied: one positive factor, which changes no greedy token.
   Converter(str(folder)).convert(made)
-  # A batch on each core is quicker than a batch on all of them.
-  cores = record.describe()['cores']
-  inter, intra = (1, cores) if rows == 1 else (cores, 1)
+  # A batch on each core is quicker than a batch on all of them, and so is one
+  # line on one core alone.
   translator = ctranslate2.Translator(
-    made, compute_type=compute_type, inter_threads=inter, intra_threads=intra
+    made,
+    compute_type=compute_type,
+    inter_threads=record.describe()['cores'],
+    intra_threads=1,
   )
 
   def generate(texts):
