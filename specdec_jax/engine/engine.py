@@ -521,6 +521,7 @@ class Engine:
     Raises:
       ValueError: as for `generate`.
     """
+    check_texts(texts)
     options = self.options(options, **named)
     if options.split is not None:
       expected = 'None: only Engine.generate and a run split texts'

@@ -19,7 +19,7 @@ from specdec_jax.checks.fields import check_ids, unexpected
 from specdec_jax.decoding import tree_round
 from specdec_jax.decoding.pool import PoolView
 from specdec_jax.engine import padding
-from specdec_jax.engine.codec import Codec, check_texts
+from specdec_jax.engine.codec import Codec
 from specdec_jax.engine.completion import (
   Completion,
   Text,
@@ -385,7 +385,6 @@ class TextRequest:
       ValueError: an option does not fit the texts or the pair, or a text cannot
         be read, and `on_too_long` is not 'report'.
     """
-    check_texts(texts)
     self._codec, self._config = codec, config
     self._languages = codec.languages(options.source_lang, options.target_lang)
     self.terms = Terms(
