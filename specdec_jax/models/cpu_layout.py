@@ -147,7 +147,8 @@ def call_cost(rows: int, tokens: int) -> float | None:
   def ms(count: int) -> float:
     if count > most:
       return most_ms * count / most
-    return math.exp(np.interp(math.log(count), *map(np.log, (_COUNTS, times))))
+    log_ms = np.interp(math.log(count), np.log(_COUNTS), np.log(times))
+    return math.exp(log_ms)
 
   return max(1.0, ms(rows * tokens) / ms(rows))
 
