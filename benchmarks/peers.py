@@ -1,7 +1,7 @@
 """The demo pair beside transformers and CTranslate2, on the same weights.
 
   pip install '.[peers]'
-  python benchmarks/peers.py --output-file benchmarks/results/peers_demo.json
+  python benchmarks/peers.py --output-file benchmarks/results/peers_demo_1.json
   python benchmarks/peers.py FILE --rows 32 --output-file ...
 
 Greedy, one process; the first command decodes line by line, the second a file

@@ -264,7 +264,7 @@ class Engine:
       long = LongTexts(self.codec, self.config, texts, of_texts)
       call |= {'options': long.options, 'batch_size': batch_size}
       return [*long.joined(self.generate(long.parts, **call))]
-    rows = self.config.batch_size if batch_size is None else batch_size
+    rows = self._rows(batch_size)
     request = self.text_request(texts, rows=rows, **options)
     done = self.scheduler(rows).generate(request)
     return _with_top(self.target, self.params.target, request, done, rows)
@@ -290,7 +290,7 @@ class Engine:
       >>> engine.warmup(['Good night!'])  # of the same shape
       0.0
     """
-    rows = self.config.batch_size if batch_size is None else batch_size
+    rows = self._rows(batch_size)
     request = self.text_request(texts, rows=rows, **options)
     return self.scheduler(rows).warmup(request)
 
@@ -478,9 +478,18 @@ class Engine:
     """
     if isinstance(settings, PoolSettings):
       return Scheduler(self.programs, settings)
-    rows = self.config.batch_size if settings is None else settings
+    rows = PoolSettings(rows=self._rows(settings))
+    return Scheduler(self.programs, rows, in_batches=True)
+
+  def _rows(self, batch_size: int | None) -> int:
+    """Returns a call's batch size, the engine's if it is None.
+
+    Raises:
+      ValueError: it is no positive integer.
+    """
+    rows = self.config.batch_size if batch_size is None else batch_size
     check_number('batch_size', rows, 1)
-    return Scheduler(self.programs, PoolSettings(rows=rows), in_batches=True)
+    return rows
 
   def options(self, options: Options | None = None, **named: Any) -> Options:
     """Makes `Options`; the target's folder may set rules that are not given.

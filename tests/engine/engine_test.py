@@ -97,12 +97,17 @@ def test_batches_are_not_slower_by_default(tokenizer, monkeypatch):
     done = engine.generate(texts, max_length=4, **options)
     assert _proposed(done) == drafts, options
   assert _proposed(engine.generate(TEXTS[:1], max_length=4))
+  for batch_size in (0, -1, '4'):  # refused before any cost is asked for
+    with pytest.raises(ValueError, match='batch_size'):
+      engine.generate(texts, batch_size=batch_size)
+    with pytest.raises(ValueError, match='batch_size'):
+      engine.warmup(texts, batch_size=batch_size)
   chosen = toy_models.chain_engine(tokenizer, gamma=4)
   assert _proposed(chosen.generate(texts, max_length=4))
 
 
 def test_the_relative_size_of_a_drafter():
-  """Of what each token is multiplied by."""
+  """The kernels that multiply each token count, and nothing else does."""
   kernel = {'kernel': np.zeros((2, 6))}
   target = {'encoder': kernel, 'decoder': kernel | {'embedding': np.zeros(9)}}
   params = PairParams(target, ({'decoder': {'kernel_blocks': np.zeros(3)}},))
