@@ -142,12 +142,14 @@ class RowPool:
   Attributes:
     waiting: rows that are not decoded yet; the caller's lock guards it.
     rounds: gamma -> rounds that ran; only slots count them.
+    is_closed: whether it takes no more rows, for another pool to follow it.
   """
 
   def __init__(self):
     """Makes a pool without rows."""
     self.waiting: collections.deque[Row] = collections.deque()
     self.rounds: collections.Counter[int] = collections.Counter()
+    self.is_closed = False
 
   @property
   def running(self) -> list[Row]:
@@ -848,19 +850,24 @@ class Scheduler:
   def _next_lane(self) -> Lane | None:
     """Returns the lane whose first row enters a pool next; None: none does.
 
-    No row overtakes one that waits for a pool. Otherwise lanes that always have
-    rows would keep all pools.
+    Where all pools are taken, a row that needs another one closes the pool with
+    the fewest rows: that pool takes no more of them, and ends. Otherwise lanes
+    that always have rows would keep all pools.
     """
     with self.lock:
-      lanes = [x for x in self.lanes.values() if x.waiting]
-      ready = [lane for lane in lanes if self._is_ready(lane)]
-      if not ready:
-        return None
-      lane = min(ready, key=lambda lane: lane.waiting[0].deadline)
-      num_pools = sum(len(other.pools) for other in self.lanes.values())
-      is_full = self._ordinary is not None and num_pools >= _MOST_POOLS
-      has_pool = lane.waiting[0].terms.pool_key in lane.pools
-      return None if is_full and not has_pool else lane
+      lanes = [
+        x for x in self.lanes.values() if x.waiting and self._is_ready(x)
+      ]
+      pools = [x for y in self.lanes.values() for x in y.pools.values()]
+      is_full = self._ordinary is not None and len(pools) >= _MOST_POOLS
+      for lane in sorted(lanes, key=lambda lane: lane.waiting[0].deadline):
+        pool = lane.pools.get(lane.waiting[0].terms.pool_key)
+        if not (is_full if pool is None else pool.is_closed):
+          return lane
+        if pool is None and not any(other.is_closed for other in pools):
+          fewest = lambda pool: len(pool.waiting) + len(pool.running)  # noqa: E731
+          min(pools, key=fewest).is_closed = True
+    return None
 
   def _enter(self, lane: Lane) -> Told:
     """Gives the first row of a lane to a pool, unless it is cancelled."""

@@ -322,6 +322,36 @@ def test_no_kind_keeps_all_pools(simple, monkeypatch):
     wait_until(lambda: not made.num_rows)
 
 
+def test_a_row_that_waits_for_a_pool_holds_back_one_kind(simple, monkeypatch):
+  """The pool with the fewest rows closes; rows enter the others as before."""
+  monkeypatch.setattr(scheduler, '_MOST_POOLS', 2)
+  made = Worker(simple, ServeSettings(rows=4))
+  made.ordinary.compiled = None  # it compiles what it needs
+  lanes, rows = made.scheduler, []
+
+  def come(**options):
+    (row,) = simple.text_request(SHORT_TEXTS[:1], **options).rows
+    row.deadline = float(len(rows))
+    rows.append(row)
+    for lane in lanes.submit([row]):
+      assert lanes.compile(lane)
+    lanes.step()
+    return row
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Scheduler, '_step', lambda *_: [])  # no pool decodes
+    for penalty in (0.5, 0.5):
+      come(presence_penalty=penalty)
+    come(frequency_penalty=0.5)
+    waits = come(repetition_penalty=1.5)
+    come(presence_penalty=0.5)
+    held = come(frequency_penalty=0.5)
+    outside = [row for lane in lanes.lanes.values() for row in lane.waiting]
+    assert outside == [waits, held]
+  ended = [row for row, update in lanes.drain() if update.is_last]
+  assert {*ended} == {*rows} and ended.index(waits) < ended.index(held)
+
+
 def test_nothing_keeps_the_programs_of_forgotten_lanes(simple):
   """No thread, cache or key; also none of a beam search."""
   client = jax.devices()[0].client
