@@ -25,6 +25,7 @@ _LEAST_WIDTH = 4  # the least padded length of a sequence, and of a list of them
 _MOST_WORDS = 4096  # the most bad words, and the most sequences with a bias
 # The most ids of a row's words, each padded to the longest.
 _MOST_IN_WORDS = 1 << 16
+_MOST_CHOICES = 100_000
 _Added = Annotated[float, Bound(-100, 100)]  # a number that is added to a logit
 
 
@@ -78,7 +79,9 @@ class RuleOptions:
   begin_suppress_tokens: Sequence[int] = ()
   forced_bos_token_id: int | None = None
   forced_eos_token_id: int | None = None
-  choices: Sequence[str | Sequence[int]] | None = None
+  choices: (
+    Annotated[Sequence[str | Sequence[int]], Bound(0, _MOST_CHOICES)] | None
+  ) = None
   regex: str | None = None
   json_schema: Mapping[str, Any] | str | None = None
   json_blanks: Literal['one', 'none', 'any'] = 'one'

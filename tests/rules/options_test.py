@@ -234,6 +234,7 @@ BAD = [
   ({'choices': ['a', '']}, 'choices'),
   ({'choices': ['a', 'a']}, 'choices'),
   ({'choices': []}, 'choices'),
+  ({'choices': ['a'] * 100_001}, 'choices: .*100000'),
   ({'choices': [[5, 1, 5]]}, 'choices'),
   ({'choices': ['a'], 'regex': 'a'}, 'regex'),
   ({'bad_words': ['']}, 'bad_words'),
