@@ -108,7 +108,7 @@ def demo() -> None:
 
 
 def distil() -> None:
-  """Makes a drafter for a T5 of your own, from texts alone.
+  """Makes a drafter for an encoder-decoder of your own, from texts alone.
 
     specdec distil --target my_t5 --texts inputs.txt --output-dir my_drafter
 
@@ -131,6 +131,8 @@ def distil() -> None:
     calibrated = training.distil(config)
   argv = ['decode', *gin_flags.of_models('gin/runs/decode.gin')]
   argv += ['--draft', folder]
+  for name, language in config.languages.items():
+    argv += [f'--{name.replace("_", "-")}', language] if language else []
   if calibrated is not None:
     argv += ['--calibration', os.path.join(folder, CALIBRATION)]
   argv.append(os.path.join(folder, HELD_OUT))

@@ -134,7 +134,7 @@ class Engine:
       config.split_special_tokens,
       config.skip_special_tokens,
     )
-    self.codec = _codec_of(target, tokenizer, config)
+    self.codec = codec_of(target, tokenizer, config)
     if config.memory is not None:
       first = translation_memory(_remembered(self.codec, config.memory))
       pair.check_tables(target, first, tokenizer)
@@ -622,7 +622,7 @@ def _tokenizer_of(target: Model, config: EngineConfig) -> Vocabulary:
   return tokenizer
 
 
-def _codec_of(
+def codec_of(
   target: Model, tokenizer: Vocabulary, config: EngineConfig
 ) -> Codec:
   bos_id = target.bos_id if config.bos_id is None else config.bos_id

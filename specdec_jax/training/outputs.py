@@ -74,7 +74,7 @@ def decode(
   ids: Sequence[int] | np.ndarray,
   width: int,
   temperature: float = 0.0,
-  start_id: int | None = None,
+  begin: Sequence[int] = (),
   eos_id: int = EOS_ID,
 ) -> list[list[int] | None]:
   """Decodes a batch of sources: one loop over as many rows as a batch has.
@@ -90,12 +90,13 @@ def decode(
     ids: the examples' numbers, from which their random numbers derive.
     width: places for a source and its end; a program is compiled for each.
     temperature: 0 is greedy.
-    start_id: the id that a decoder-only model reads first; it reads no source.
+    begin: the ids that the decoder reads first, and nothing else if it has no
+      encoder; without ids, the model's start.
     eos_id: the end of sequence of sources and outputs.
 
   Returns:
-    An output for each source, without its end; None if it did not end by
-    itself.
+    What the decoder read and said for each source, without its first id and its
+    end; None if it did not end by itself.
   """
   batch = config.batch_size
   inputs = np.full((batch, width), model.pad_id, np.int32)
@@ -105,7 +106,7 @@ def decode(
     inputs[row, len(source)] = eos_id
     max_length[row] = config.limit(len(source))
   numbers = np.resize(np.asarray(ids, np.uint32), batch)
-  first = model.start_id if model.has_encoder else start_id
+  begin = begin or [model.start_id]
   request = new_request(
     inputs,
     example_keys(config.seed, numbers),
@@ -115,13 +116,14 @@ def decode(
     stop_ids=[eos_id],
     max_length=max_length,
     with_log_probs=False,
-    prompt=np.full((batch, 1), first, np.int32),
+    prompt=np.tile(np.array(begin, np.int32), (batch, 1)),
+    prompt_length=len(begin),
     pad_id=model.pad_id,
   )
   enough = len(sources) - int(_MOST_UNFINISHED * len(sources))
   done = jax.device_get(_decode(model, params, request, np.int32(enough)))
   return [
-    done.tokens[row, : done.length[row] - 1].tolist()
+    [*begin[1:], *done.tokens[row, : done.length[row] - 1].tolist()]
     if done.finish_reason[row] == FinishReason.STOP
     else None
     for row in range(len(sources))
@@ -146,7 +148,7 @@ def generate_outputs(
   sources: Sequence[Sequence[int]],
   path: str | os.PathLike[str],
   config: OutputsConfig = OutputsConfig(),
-  start_id: int | None = None,
+  begin: Sequence[int] = (),
   eos_id: int = EOS_ID,
   log: Callable[[str], None] = print,
 ) -> Pairs:
@@ -163,7 +165,7 @@ def generate_outputs(
     sources: the ids of examples, in random order.
     path: the `.jsonl` file; if all outputs are in it, it is only read.
     config: the settings.
-    start_id, eos_id: see `decode`.
+    begin, eos_id: see `decode`.
     log: gets lines of progress.
 
   Returns:
@@ -178,7 +180,7 @@ def generate_outputs(
   settings = {
     'params': fingerprint(params),
     'sources': digest([(source, ()) for source in sources]),
-    'start_id': start_id,
+    'begin': [*begin],
     'eos_id': eos_id,
     'outputs': dataclasses.asdict(config) | {'max_minutes': None},
   }
@@ -189,14 +191,14 @@ def generate_outputs(
   if done[-1:] != [_COMPLETE]:
     placed = partitioning.place(params, PLACEMENT)
     longest = 1 + max(map(len, sources))
-    begin = due = time.monotonic()
-    end = begin + 60 * (config.max_minutes or math.inf)
+    start = due = time.monotonic()
+    end = start + 60 * (config.max_minutes or math.inf)
     for number in range(len(done), len(batches)):
       if (now := time.monotonic()) >= end:
         break
       if now >= due:
         due = now + _LOG_SECONDS
-        minutes = (now - begin) / 60
+        minutes = (now - start) / 60
         log(f'outputs {number}/{len(batches)} batches, {minutes:.1f} min')
       texts = [[*map(int, sources[i])] for i in batches[number]]
       widest = max(map(len, texts))
@@ -208,7 +210,7 @@ def generate_outputs(
         batches[number],
         min(1 << max(4, widest.bit_length()), longest),
         config.temperatures[number % len(config.temperatures)],
-        start_id,
+        begin,
         eos_id,
       )
       both = zip(texts, outputs, strict=True)

@@ -15,6 +15,7 @@ import functools
 import math
 import os
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -29,7 +30,9 @@ from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration, CalibrationError
-from specdec_jax.engine.engine import Engine
+from specdec_jax.engine.codec import Codec
+from specdec_jax.engine.config import EngineConfig
+from specdec_jax.engine.engine import Engine, codec_of
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN
@@ -40,7 +43,6 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.report.console import console as terminal
 from specdec_jax.report.console import say
 from specdec_jax.text.tasks import read_prompts
-from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.training import run as training_run
 from specdec_jax.training.data import PackingConfig
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
@@ -83,6 +85,8 @@ class DistilConfig:
       most three tenths to decode, the rest to learn and to measure. It must be
       2 or more, since compilation alone takes a minute; 0 sets no limit, so
       that `steps` ends the run.
+    source_lang, target_lang: the languages of the texts and of the outputs, for
+      a target with tokens of languages.
     steps: the most steps of the training.
     max_gamma, num_tokens, repeats: the largest gamma of the calibration, the
       tokens that it measures acceptance on, and its timed rounds.
@@ -98,6 +102,8 @@ class DistilConfig:
   max_input_len: Annotated[int, Bound(2, MOST_LEN)] = 128
   max_decode_len: Annotated[int, Bound(2, MOST_LEN)] = 120
   minutes: Minutes = 90.0
+  source_lang: str | None = None
+  target_lang: str | None = None
   steps: Annotated[int, Bound(1, 10**9)] = 1_000_000
   max_gamma: Annotated[int, Bound(1, calibrate.MOST_GAMMA)] = 8
   num_tokens: Positive = 2000
@@ -108,6 +114,11 @@ class DistilConfig:
     if 0 < self.minutes < _LEAST_MINUTES:
       expected = f'0 (no limit), or {_LEAST_MINUTES:g} minutes or more'
       raise unexpected('minutes', expected, self.minutes)
+
+  @property
+  def languages(self) -> dict[str, Any]:
+    """The languages, as options of an engine."""
+    return {'source_lang': self.source_lang, 'target_lang': self.target_lang}
 
 
 def distil(
@@ -133,15 +144,15 @@ def distil(
   console = console or terminal()
   draft = draft_network(config)
   tokenizer = own_vocabulary(config.target)
-  if tokenizer.languages:
-    expected = 'a model without tokens of languages, which training lacks'
+  if tokenizer.language_last:
+    expected = 'a model whose texts do not end with their language'
     raise unexpected('target', expected, config.target.name)
+  codec = codec_of(config.target, tokenizer, EngineConfig(**config.languages))
+  begin = codec.begin(codec.languages())
   import_safetensors()
   _check_folder(config.output_dir)
-  learned, held_out = _texts(config, tokenizer)
-  ids = {
-    text: tokenizer.inputs.whole(text)[:-1] for text in (*learned, *held_out)
-  }
+  learned, held_out = _texts(config, codec)
+  ids = {text: codec.input_ids(text)[:-1] for text in (*learned, *held_out)}
   sizes = [1 + len(row) for row in ids.values()]
   say(
     console,
@@ -149,7 +160,7 @@ def distil(
     f' is {config.num_layers} of the decoder layers of {config.target.name!r};'
     f' {config.minutes:g} minutes in all (0: no limit).',
   )
-  run = _train_run(config, draft, tokenizer, max(sizes))
+  run = _train_run(config, draft, begin, tokenizer.eos_id, max(sizes))
   files.make_folder(run.model_dir)
   lines = ''.join(f'{text}\n' for text in held_out)
   path = os.path.join(config.output_dir, HELD_OUT)
@@ -170,8 +181,8 @@ def distil(
   pairs, valid = (
     [(ids[text], ids[text]) for text in texts] for texts in (learned, held_out)
   )
-  begin = functools.partial(decoder_layers, num_layers=config.num_layers)
-  training_run.train(run, (pairs, valid), begin, until=until)
+  layers = functools.partial(decoder_layers, num_layers=config.num_layers)
+  training_run.train(run, (pairs, valid), layers, until=until)
   if not (steps := _num_steps(run.model_dir)):
     raise measured.too_short()
   if steps < min(config.steps, _FEW_STEPS):
@@ -249,14 +260,10 @@ def _check_folder(folder: str) -> None:
     raise unexpected(f'output_dir {folder!r}', expected, names)
 
 
-def _texts(
-  config: DistilConfig, tokenizer: Vocabulary
-) -> tuple[list[str], list[str]]:
+def _texts(config: DistilConfig, codec: Codec) -> tuple[list[str], list[str]]:
   """Returns the texts to learn from, and those to hold out."""
   prompts = read_prompts(
-    config.texts,
-    lambda text: len(tokenizer.inputs.whole(text)),
-    config.max_input_len,
+    config.texts, codec.num_input_tokens, config.max_input_len
   )
   texts = list(dict.fromkeys(prompts))
   if len(texts) < _LEAST_TEXTS:
@@ -269,7 +276,11 @@ def _texts(
 
 
 def _train_run(
-  config: DistilConfig, draft: T5 | Bart, tokenizer: Vocabulary, longest: int
+  config: DistilConfig,
+  draft: T5 | Bart,
+  begin: Sequence[int],
+  eos_id: int,
+  longest: int,
 ) -> TrainRun:
   longest = max(longest, config.max_decode_len)
   # Powers of two from 16 on, because each length compiles a program.
@@ -288,7 +299,7 @@ def _train_run(
       buckets=buckets,
       tokens_per_batch=max(2048, buckets[-1]),
       tokens_per_part=256 if jax.default_backend() == 'cpu' else 0,
-      eos_id=tokenizer.eos_id,
+      eos_id=eos_id,
     ),
     training=TrainConfig(
       steps=config.steps,
@@ -300,6 +311,7 @@ def _train_run(
       target=config.target.network,
       checkpoint_path=config.target.name,
       outputs=outputs,
+      begin=begin,
     ),
   )
 
@@ -384,6 +396,7 @@ class _Measured:
       drafter,
       max_input_len=self._config.max_input_len,
       max_decode_len=self._config.max_decode_len,
+      **self._config.languages,
     )
 
   def time_calls(self, draft: T5 | Bart, params: Params) -> None:

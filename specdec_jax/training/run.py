@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -71,6 +71,7 @@ class FromTarget(Checked):
       outputs, which helps if there is no time for many outputs.
     outputs_folder: folder of the outputs; None is a folder in
       `TrainRun.model_dir`.
+    begin: ids that the target's decoder reads first; without ids, its start.
   """
 
   target: LanguageModel
@@ -78,6 +79,7 @@ class FromTarget(Checked):
   outputs: OutputsConfig | None = OutputsConfig()
   with_references: bool = False
   outputs_folder: str | None = None
+  begin: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,7 +422,7 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
       [source for source, _ in references],
       os.path.join(folder, f'{name}.jsonl'),
       config,
-      objective.start_id,
+      learning.begin or [objective.start_id],
       packing.eos_id,
       log,
     )

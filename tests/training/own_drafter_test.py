@@ -16,7 +16,9 @@ import rich.console
 
 import small_vocabulary
 import toy_calibration
+from folders import write_nllb
 from specdec_jax.checkpoints import huggingface, t5x
+from specdec_jax.checkpoints.config_json import SpecialIds
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.cli import main
 from specdec_jax.engine import calibration
@@ -24,11 +26,14 @@ from specdec_jax.engine.calibration import CalibrationError
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.loading import load
 from specdec_jax.measure import calls
+from specdec_jax.models.families import network_of
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import Shortlisted
 from specdec_jax.models.t5 import T5
+from specdec_jax.text.tokenizer import Tokenizer
 from specdec_jax.training import DistilConfig, distil, own_drafter
 from specdec_jax.training.outputs import read_outputs
+from toy_families import NLLB
 
 TEXTS = small_vocabulary.sentences()[:40]
 QUICK = {'max_input_length': 32, 'max_decode_len': 14, 'steps': 3}
@@ -245,3 +250,31 @@ def test_targets_that_have_no_such_drafter(target, tmp_path):
     texts = f'{target}/texts.txt'
     with pytest.raises(ValueError, match=words):
       distil(DistilConfig(model, texts, str(tmp_path / 'new')))
+
+
+def test_a_target_with_languages(run, capsys, tmp_path, monkeypatch):
+  """Its texts and outputs begin with them, in training as in the command."""
+  folder = write_nllb(tmp_path / 'nllb')
+  size = Tokenizer(folder).vocab_size
+  config = dataclasses.replace(NLLB, vocab_size=size, head_dim=8)
+  params = small_vocabulary.weights(network_of(config), 0)
+  # Its outputs end after some tokens.
+  params['token_embedder']['embedding'][2] *= 5.0
+  ids = SpecialIds(2, (2,), 1)
+  huggingface.save_huggingface(folder, config, params, ids=ids)
+  (folder / 'texts.txt').write_text('\n'.join(TEXTS) + '\n')
+  refused = Mock(side_effect=CalibrationError('a call took less'))
+  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', refused)
+  monkeypatch.setattr(own_drafter.calibrate, 'time_calls', lambda *_: [])
+  flags = [f'--target={folder}', f'--texts={folder}/texts.txt']
+  flags.append('--source-lang=eng_Latn')
+  status, _, err = run(*flags)
+  assert status == 2 and 'target_lang' in err
+  assert not (tmp_path / 'mine').exists()
+  status, out, err = run(*flags, '--target-lang=deu_Latn')
+  assert status == 0, err
+  known = load(str(folder)).tokenizer.languages
+  for source, output in read_outputs('mine/training/outputs/train.jsonl'):
+    assert source[0] == known['eng_Latn'] and output[0] == known['deu_Latn']
+  argv = check_command(capsys, out, tmp_path / 'mine/held_out.txt')
+  assert argv[argv.index('--target-lang') + 1] == 'deu_Latn'
