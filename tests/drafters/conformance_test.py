@@ -6,19 +6,23 @@ negative controls that must fail), must not recompile, and must be right after
 every acceptance count, alone and in a ragged batch.
 """
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import toy_families
 import toy_models
 import toy_requests
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
+from specdec_jax.models.families import network_of
 from specdec_jax.probs import SamplingConfig
 from toy_drafters import (
   DRAFT,
@@ -75,17 +79,18 @@ every_kind = _drafters(_LONG)
 every_law = _drafters(_LONG, slow=sorted(_LONG))
 
 
+def _judge(wrong, request, draft, logits, keys):
+  """With `wrong`, each round keeps the proposal that it should reject."""
+  verdict = speculative.judge(request, draft, logits, keys)
+  if verdict.path is not None:
+    return verdict  # `verify_law_test` has controls of its own
+  more = jnp.minimum(verdict.num_accepted + wrong, draft.length)
+  return verdict.replace(num_accepted=more)
+
+
 @functools.partial(toy_requests.quick_jit, static_argnums=0)
 def _decode(drafter, params, request, wrong):
-  """With `wrong`, each round keeps the proposal that it should reject."""
-
-  def judge(request, draft, logits, keys):
-    verdict = speculative.judge(request, draft, logits, keys)
-    if verdict.path is not None:
-      return verdict  # `verify_law_test` has controls of its own
-    more = jnp.minimum(verdict.num_accepted + wrong, draft.length)
-    return verdict.replace(num_accepted=more)
-
+  judge = functools.partial(_judge, wrong)
   request = request.replace(tree=drafter.tree)
   pair = PairParams(TARGET.params, params)
   return Loop(TARGET, drafter, judge).decode(pair, request)
@@ -327,3 +332,43 @@ def _context(request, tokens, lengths):
 def _before_last(tokens, lengths):
   place = np.maximum(np.asarray(lengths) - 2, 0)[:, None]
   return np.take_along_axis(np.asarray(tokens), place, axis=1)[:, 0]
+
+
+# A network in place of the chain: its caches, positions and both embeddings.
+
+
+@pytest.mark.parametrize('name', ['BART', 'Marian'])
+def test_samples_of_a_network_have_its_law(name):
+  """Three tokens of a small one, drafted for by another of other weights."""
+  config, length = toy_families.ALL[name], 3
+  config = dataclasses.replace(config, vocab_size=VOCAB, pad_id=0, start_id=0)
+  network = network_of(config)
+  # Weights by which no token is certain.
+  params, other = (
+    jax.tree.map(lambda x: x / 4, toy_families.make(config, seed)[1])
+    for seed in (0, 1)
+  )
+  inputs, drafter = [4, 2, 3], small_model(network)
+  prefixes = np.array([*itertools.product(range(VOCAB), repeat=length - 1)])
+  fed = np.pad(prefixes, ((0, 0), (1, 0)))  # behind the start token
+  inputs_of_all = np.tile(np.array(inputs, np.int32), (len(fed), 1))
+  logits = toy_families.logits_of(network, params, inputs_of_all, fed)
+  exponents = np.exp(np.asarray(logits, np.float64))
+  assert 1e-3 < exponents[0, 0].min() / exponents[0, 0].sum() < 0.2
+
+  def next_probs(prefix):
+    row = (prefixes[:, : len(prefix)] == prefix).all(axis=1).argmax()
+    return exponents[row, len(prefix)]
+
+  law = toy_models.joint_law(next_probs, length, VOCAB)
+  request = toy_requests.request_of(
+    ROWS, 2, SamplingConfig(1.0), length, inputs=inputs, seed=7
+  )
+  for wrong in (False, True):
+    judge = functools.partial(_judge, wrong)
+    loop = Loop(network, drafter, judge)
+    decode = toy_requests.quick_jit(loop.decode)
+    result = jax.device_get(decode(PairParams(params, other), request))
+    counts = toy_models.count_ngrams(result.tokens, VOCAB)
+    p_value = toy_models.chi_squared_p_value(counts, law)
+    assert (p_value > ALPHA) == (not wrong)
