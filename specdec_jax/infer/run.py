@@ -434,8 +434,8 @@ def choose_gammas(
       return None
     say(
       console,
-      f'By the costs of calls on this processor, speculation does not pay for'
-      f' {rows} rows at once: decoding plainly. `--gamma 4` speculates.',
+      'By the costs of calls on this processor, speculation does not pay with'
+      f' a batch size of {rows}: decoding plainly. `--gamma 4` speculates.',
     )
     return {rows: Drafting()}
   measured.check(engine.fingerprints)

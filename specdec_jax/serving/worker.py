@@ -97,22 +97,18 @@ class Worker:
     """
     self.engine, self.settings = engine, settings
     pool = PoolSettings(rows=settings.rows, sizes=settings.sizes)
-    pays, self.least_length = True, 0
+    plan, self.least_length = None, 0
     if measured is not None:
       measured.direct(engine, settings.rows)
       plan = measured.plan(settings.rows, engine.drafting)
-      pays = any(drafting.gamma for drafting in plan.values())
-      pool = dataclasses.replace(pool, gammas=plan)
       self.least_length = measured.least_length(1)
     elif settings.speculative is None:
-      drafted = {size: engine.speculation_pays(size) for size in settings.sizes}
-      pays = any(drafted.values())
-      if not all(drafted.values()):
-        drafting = Drafting(), engine.drafting
-        plan = {
-          size: drafting[is_drafted] for size, is_drafted in drafted.items()
-        }
-        pool = dataclasses.replace(pool, gammas=plan)
+      plan = {
+        size: engine.drafting if engine.speculation_pays(size) else Drafting()
+        for size in settings.sizes
+      }
+    pool = dataclasses.replace(pool, gammas=plan)
+    pays = plan is None or any(drafting.gamma for drafting in plan.values())
     self.speculates: bool = engine.has_drafter and pays
     if settings.speculative is not None:
       self.speculates = settings.speculative
