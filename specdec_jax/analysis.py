@@ -12,7 +12,7 @@ and differentiated. Values out of range raise a ValueError; under a
 transformation they are tracers and cannot be checked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,32 +60,28 @@ def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
   return 1 + rate * _power_sum(rate, steps, _num_bits(gamma))
 
 
-def expected_rounds(
-  acceptance_rate: float, gamma: int, num_tokens: int
-) -> float:
-  """Returns the mean number of rounds of an output of `num_tokens` tokens.
+def expected_rounds(betas: Sequence[float], gamma: int) -> float:
+  """Returns the mean number of rounds of an output.
 
-  It is more than num_tokens / E(gamma, alpha), since tokens of the last round
-  after the end are lost: if a round has k tokens with probability P(k), then
-  R(n) = 1 + sum over k of P(k) R(n - k), and R(n) = 0 for n <= 0.
+  Unlike num_tokens / E(gamma, alpha) it counts the tokens of the last round
+  behind the end, and that proposals which are accepted stand together. If a
+  round from place i on has k tokens with probability P(i, k), then R(i) = 1 +
+  sum over k of P(i, k) R(i + k), and R is 0 behind the end.
 
   Args:
-    acceptance_rate: alpha, of independent proposals.
+    betas: probability that a proposal is accepted at each place of the output,
+      its end included.
     gamma: proposals per round; with 0 each round gives one token.
-    num_tokens: tokens of the output, its end included.
 
   Example:
-    expected_rounds(0.8, gamma=4, num_tokens=16)  # 5.2, and 16 / 3.36 is 4.8
+    expected_rounds([0.8] * 16, gamma=4)  # 5.2, and 16 / 3.36 is 4.8
   """
-  alpha = float(acceptance_rate)
-  probs = [alpha**k * (1 - alpha) for k in range(gamma)] + [alpha**gamma]
-  rounds = [0.0]
-  for length in range(1, num_tokens + 1):
-    later = (
-      prob * rounds[max(length - k, 0)] for k, prob in enumerate(probs, 1)
-    )
-    rounds.append(1 + sum(later))
-  return rounds[-1]
+  rounds = np.zeros(len(betas) + gamma + 1)
+  for place in reversed(range(len(betas))):
+    reach = np.cumprod([1.0, *betas[place : place + gamma]])
+    probs = reach - np.append(reach[1:], 0.0)
+    rounds[place] = 1 + probs @ rounds[place + 1 : place + 1 + len(probs)]
+  return float(rounds[0])
 
 
 def acceptance_prob(

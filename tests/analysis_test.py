@@ -118,11 +118,21 @@ def test_rounds_of_an_output_that_ends():
   kept = np.cumprod(accepted, axis=-1).sum(-1) + 1
   rounds = (np.cumsum(kept, axis=1) < length).sum(1) + 1
   error = rounds.std() / np.sqrt(outputs)
-  found = analysis.expected_rounds(alpha, gamma, length)
+  found = analysis.expected_rounds([alpha] * length, gamma)
   assert abs(rounds.mean() - found) <= 4 * error
   endless = length / float(analysis.expected_tokens(alpha, gamma))
   assert abs(rounds.mean() - endless) > 4 * error  # the control
-  assert analysis.expected_rounds(alpha, 0, length) == length
+  assert analysis.expected_rounds([alpha] * length, 0) == length
+
+
+def test_rounds_of_proposals_that_are_judged_by_their_place():
+  """Counted by hand: a round ends behind the first proposal that fails."""
+  betas = [1, 1, 0, 1, 1, 1, 1, 0, 0, 1]
+  for gamma, rounds in enumerate((10, 7, 5, 5, 4)):
+    assert analysis.expected_rounds(betas, gamma) == rounds
+  # Accepted proposals that stand together are worth less than as many others.
+  alone = analysis.expected_rounds([np.mean(betas)] * 10, 4)
+  assert analysis.expected_rounds([1] * 6 + [0] * 4, 4) > alone
 
 
 # --- The numbers that the paper prints ---------------------------------------

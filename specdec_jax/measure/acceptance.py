@@ -45,6 +45,7 @@ _NOT_FINITE = (
   ' drafter are NaN or infinite. Check both checkpoints.'
 )
 _NO_PROPOSAL = -1.0  # the beta of a place without a proposal
+_MOST_GAMMA = 16  # rounds are predicted up to this gamma
 
 
 class Rate(NamedTuple):
@@ -74,20 +75,24 @@ class Rates(NamedTuple):
     proposes: share of all tokens that had a proposal.
     overall: mean beta of all tokens, 0 where nothing was proposed. The paper's
       closed forms need this rate: they assume a proposal at every place.
+    rounds: rounds a token with gamma 0, 1, ...; see `analysis.expected_rounds`.
   """
 
   alpha: Rate | None
   proposes: Rate
   overall: Rate
+  rounds: Sequence[Rate]
 
   def as_record(self, rate: Rate | None) -> dict[str, Any]:
-    """Returns one of the rates, and how often the drafter proposes, as JSON."""
+    """Returns one of the rates, and what gamma is chosen by, as JSON."""
     return {
       'alpha': rate and rate.mean,
       'standard_error': rate and rate.standard_error,
       'proposes': self.proposes.mean,
       'num_tokens': self.proposes.num_tokens,
       'num_outputs': self.proposes.num_outputs,
+      'rounds': [rounds.mean for rounds in self.rounds],
+      'rounds_errors': [rounds.standard_error for rounds in self.rounds],
     }
 
 
@@ -221,6 +226,7 @@ def of_outputs(
   num_tokens: int,
   advance: Callable[[int], None] = lambda count: None,
   until: float = math.inf,
+  most_gamma: int = _MOST_GAMMA,
 ) -> Rates:
   """Measures alpha over at least `num_tokens` tokens that the target generates.
 
@@ -231,6 +237,7 @@ def of_outputs(
     num_tokens: once there are so many tokens, no further batch is begun.
     advance: called with the number of tokens of each batch, for a progress bar.
     until: no further batch is begun after this time (`time.monotonic()`).
+    most_gamma: the largest gamma for which rounds are predicted.
 
   Raises:
     ValueError: nothing was generated, the target's logits were invalid, or the
@@ -240,40 +247,47 @@ def of_outputs(
   assert drafter is not None
   check_chain(drafter, 'The acceptance rate alpha')
   program = jax.jit(functools.partial(decode, pair.target, drafter))
-  outputs: list[tuple[Any, float, int, int]] = []
+  outputs: list[tuple[Any, np.ndarray]] = []
   count = 0
   for texts, request in batches:
     more = list(_outputs(texts, jax.device_get(program(pair.params, request))))
     outputs += more
-    tokens = sum(length for *_, length in more)
+    tokens = sum(len(betas) for _, betas in more)
     count += tokens
     advance(tokens)
     if count >= num_tokens or time.monotonic() > until:
       break
-  keys, hits, proposals, lengths = (
-    zip(*outputs, strict=True) if outputs else ((),) * 4
-  )
+  keys = [text for text, _ in outputs]
+  lengths = [len(betas) for _, betas in outputs]
+  proposals = [int(np.sum(betas != _NO_PROPOSAL)) for _, betas in outputs]
+  # A place without a proposal counts as one whose proposal fails.
+  chances = [np.maximum(betas, 0.0) for _, betas in outputs]
+  hits = [float(betas.sum()) for betas in chances]
+  rounds = [
+    [analysis.expected_rounds(betas, gamma) for betas in chances]
+    for gamma in range(most_gamma + 1)
+  ]
   return Rates(
     proposes=ratio(proposals, lengths, keys),
     overall=ratio(hits, lengths, keys),
     alpha=ratio(hits, proposals, keys) if any(proposals) else None,
+    rounds=[ratio(numbers, lengths, keys) for numbers in rounds],
   )
 
 
 def _outputs(
   texts: Sequence[Any], overlap: Overlap
-) -> Iterator[tuple[Any, float, int, int]]:
-  """Yields text, hits, proposals and tokens of each row that has a text."""
+) -> Iterator[tuple[Any, np.ndarray]]:
+  """Yields text and betas of each row that has a text."""
   lengths = np.asarray(overlap.state.stats.num_rounds)
   for row, text in enumerate(texts):
     if not (end := int(lengths[row])):
       continue
-    betas = np.asarray(overlap.betas[row, :end])
-    betas = betas[betas != _NO_PROPOSAL]
+    betas = np.asarray(overlap.betas[row, :end], np.float64)
     invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
     if invalid or not np.all(np.isfinite(betas)):
       raise ValueError(_NOT_FINITE)
-    yield text, float(betas.sum()), len(betas), end
+    yield text, betas
 
 
 def rates(
@@ -286,6 +300,7 @@ def rates(
   seed: int = 0,
   advance: Callable[[int], None] = lambda count: None,
   until: float = math.inf,
+  most_gamma: int = _MOST_GAMMA,
   **options: Any,
 ) -> Rates:
   """Measures alpha of an engine's pair, see `of_outputs`.
@@ -300,6 +315,7 @@ def rates(
     seed: seed of the samples.
     advance: called with the number of tokens of each batch.
     until: no further batch is begun after this time (`time.monotonic()`).
+    most_gamma: see `of_outputs`.
     **options: further options of `Engine.request`.
   """
   options |= {'temperature': temperature, 'seed': seed}
@@ -313,7 +329,7 @@ def rates(
       if temperature == 0:
         return
 
-  return of_outputs(engine, batches(), num_tokens, advance, until)
+  return of_outputs(engine, batches(), num_tokens, advance, until, most_gamma)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ depend on the processor, and times a few calls, once on each host.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,6 @@ import numpy as np
 import rich.console
 from jax.experimental import multihost_utils
 
-from specdec_jax import analysis
 from specdec_jax.checks.fields import Bound, unexpected
 from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration, CalibrationError, Choice
@@ -123,9 +123,8 @@ def calibrate(
       seed=config.seed,
       advance=advance,
       until=until,
+      most_gamma=config.max_gamma,
     )
-  # The closed forms assume a proposal at every place. A place without one
-  # counts as a rejected proposal.
   rate = measured.as_record(measured.overall)
   result = _conclude(engine, config.temperature, rate, costs)
   if result.choices[0].rows == 1 and result.choices[0].gamma:
@@ -251,31 +250,29 @@ def predicted_speed_up(
   """
   times = medians(measured.times_ms(1))
   costs = call_costs(times)
-  if gamma + 1 > len(costs.call_cost):
+  # Older calibrations have no rounds.
+  rounds = measured.record['acceptance_rate'].get('rounds', ())
+  if gamma >= min(len(rounds), len(costs.call_cost)):
     return None
-  besides = (plain_ms / times['call_1'] - lengths).mean().item()
+  length = lengths.mean().item()
+  besides = (plain_ms / times['call_1']).mean().item() - length
   costs = costs._replace(start=max(costs.start, besides))
-  alpha = measured.record['acceptance_rate']['alpha']
-  return costs.speed_up(lengths.tolist(), alpha, gamma)
+  return costs.speed_up(length, length * rounds[gamma], gamma)
 
 
 def _conclude(
   engine: Engine, temperature: float, rate: Mapping[str, Any], costs: Costs
 ) -> Calibration:
-  """Chooses a gamma for each number of rows, by an acceptance rate and costs.
+  """Chooses a gamma for each number of rows, by measured acceptance and costs.
 
-  It assumes that outputs are as long as those that the rate was measured on.
+  It assumes that outputs are as long as those that acceptance was measured on.
   """
-  length = max(1, round(rate['num_tokens'] / rate['num_outputs']))
-  alpha, error = rate['alpha'], rate['standard_error']
   return Calibration(
     fingerprints=engine.fingerprints,
     device=backend.device_name(),
     temperature=temperature,
     choices=tuple(
-      choose_gamma(
-        alpha, error, call_costs(medians(x['times_ms'])), length, x['batch']
-      )
+      choose_gamma(rate, call_costs(medians(x['times_ms'])), x['batch'])
       for x in costs
     ),
     record={
@@ -303,30 +300,21 @@ class CallCosts(NamedTuple):
   start: float = 0.0
   draft_start: float = 0.0
 
-  def speed_up(
-    self, lengths: Sequence[int], acceptance_rate: float, gamma: int
-  ) -> float:
-    """Returns the expected speed-up of whole outputs, decoded one at a time.
+  def speed_up(self, length: float, rounds: float, gamma: int) -> float:
+    """Returns the expected speed-up of outputs that are decoded one at a time.
 
-    Unlike the factor per token it counts the calls that read the input, and the
-    tokens of the last round after an output's end.
+    Unlike the factor per token it counts the calls that read the input.
 
     Args:
-      lengths: tokens of each output, its end included.
-      acceptance_rate: alpha, of independent proposals.
+      length: mean number of tokens, the end included.
+      rounds: mean number of rounds, see `analysis.expected_rounds`.
       gamma: proposals per round; 0 is the plain loop.
     """
     if not gamma:
       return 1.0
-    alpha = min(1.0, max(0.0, acceptance_rate))
     a_round = self.call_cost[gamma] + gamma * self.cost_ratio + self.round_cost
-    plain = sum(self.start + length for length in lengths)
     starts = self.start + self.draft_start
-    speculative = sum(
-      starts + a_round * analysis.expected_rounds(alpha, gamma, length)
-      for length in lengths
-    )
-    return plain / speculative
+    return (self.start + length) / (starts + a_round * rounds)
 
 
 def call_costs(times: Mapping[str, float]) -> CallCosts:
@@ -363,28 +351,33 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
 
 
 def choose_gamma(
-  acceptance_rate: float, error: float, costs: CallCosts, length: int, rows: int
+  rate: Mapping[str, Any], costs: CallCosts, rows: int
 ) -> Choice:
   """Chooses the gamma with the largest speed-up, see `CallCosts.speed_up`.
 
   Args:
-    acceptance_rate: alpha.
-    error: its standard error, which gives the interval.
+    rate: a result of `Rates.as_record`; the errors of its rounds give the
+      interval.
     costs: the costs; the largest gamma is one less than the sizes of calls.
-    length: tokens of an output.
     rows: the number of rows that these costs were measured with.
   """
+  length = rate['num_tokens'] / rate['num_outputs']
 
   def speed_up(gamma: int, errors: float = 0.0) -> float:
-    return costs.speed_up([length], acceptance_rate + errors * error, gamma)
+    rounds = rate['rounds'][gamma] + errors * (
+      rate['rounds_errors'][gamma] or 0
+    )
+    rounds = max(rounds, 1 / (gamma + 1))
+    return costs.speed_up(length, length * rounds, gamma)
 
-  factors = tuple(map(speed_up, range(len(costs.call_cost))))
+  sizes = min(len(costs.call_cost), len(rate['rounds']))
+  factors = tuple(map(speed_up, range(sizes)))
   gamma = int(np.argmax(factors))
   return Choice(
     rows=rows,
     gamma=gamma,
     expected_speed_up=factors[gamma],
-    interval=(speed_up(gamma, -1.96), speed_up(gamma, 1.96)),
+    interval=(speed_up(gamma, 1.96), speed_up(gamma, -1.96)),
     factors=factors,
     cost_ratio=costs.cost_ratio,
     call_cost=tuple(costs.call_cost),
@@ -473,6 +466,7 @@ def for_host(
   rows: int,
   temperature: float,
   console: rich.console.Console,
+  anew: bool = False,
 ) -> Calibration | None:
   """Times calls of a pair here, unless that was done before, and chooses gamma.
 
@@ -483,6 +477,7 @@ def for_host(
     rows: rows that are decoded together.
     temperature: temperature of the run.
     console: shows a sentence if the timings contradict each other.
+    anew: whether to time calls in any case.
 
   Returns:
     The calibration. None if the timings contradict each other, or if the record
@@ -496,24 +491,27 @@ def for_host(
     row
     for row in record.load(shipped.find(acceptance_file), 'alpha')['rows']
     if row.get('fingerprints') == pair and row['lenience'] == 1
+    if 'rounds' in row  # older records have none
   ]
   if not rows_of_pair:
     return None
   rate = min(
     rows_of_pair, key=lambda row: abs(row['temperature'] - temperature)
   )
-  times = _cached_times(engine, rows, temperature, console)
+  times = _cached_times(engine, rows, temperature, console, anew)
   if times is None:
     return None
-  # A place without a proposal counts as a rejected one, as in `calibrate`.
-  rate = rate | {'alpha': rate.get('proposes', 1.0) * (rate['alpha'] or 0.0)}
   summaries = {name: {'median': ms} for name, ms in times.items()}
   costs = [{'batch': rows, 'times_ms': summaries}]
   return _conclude(engine, temperature, rate, costs)
 
 
 def _cached_times(
-  engine: Engine, rows: int, temperature: float, console: rich.console.Console
+  engine: Engine,
+  rows: int,
+  temperature: float,
+  console: rich.console.Console,
+  anew: bool,
 ) -> dict[str, float] | None:
   """Returns this host's times from the cache, or measures them; see `for_host`.
 
@@ -529,9 +527,12 @@ def _cached_times(
     'times': list(_HOST_TIMES),
   }
   times: dict[str, float] | None = None
+  measure = functools.partial(host_times, engine, rows, temperature)
   try:
-    times = host_cache.measured(
-      'calls', key, lambda: host_times(engine, rows, temperature), _read_times
+    times = (
+      measure()
+      if anew
+      else host_cache.measured('calls', key, measure, _read_times)
     )
   except CalibrationError as error:
     say(console, f'No gamma is chosen by timing. {error}')

@@ -21,27 +21,42 @@ COSTS = CallCosts([1 + 0.05 * size for size in range(9)], 0.1, 0.02, 2.0, 0.5)
 
 def factor(gamma, alpha, length=30):
   """By hand: both loops read the input, and rounds take what they take."""
-  rounds = analysis.expected_rounds(alpha, gamma, length)
+  rounds = analysis.expected_rounds([alpha] * length, gamma)
   a_round = COSTS.call_cost[gamma] + gamma * 0.1 + 0.02
   return (2.0 + length) / (2.0 + 0.5 + rounds * a_round)
 
 
+def rate(alpha, length, error=0.0):
+  """A record of proposals that are accepted independently."""
+  rounds = [analysis.expected_rounds([alpha] * length, x) for x in range(9)]
+  return {
+    'num_tokens': 7 * length,
+    'num_outputs': 7,
+    'rounds': [number / length for number in rounds],
+    'rounds_errors': [error] * 9,
+  }
+
+
 def test_gamma_is_the_best_of_all():
-  chosen = choose_gamma(0.8, 0.01, COSTS, 30, 1)
+  record = rate(0.8, 30, 0.01)
+  chosen = choose_gamma(record, COSTS, 1)
   factors = [1.0, *(factor(gamma, 0.8) for gamma in range(1, 9))]
   assert chosen.factors == pytest.approx(factors)
   assert 0 < chosen.gamma == int(np.argmax(factors)) < 8
   assert chosen.expected_speed_up == max(factors)
-  # Its interval is that of alpha, at its 95 % ends.
-  low, high = (factor(chosen.gamma, 0.8 + x * 0.0196) for x in (-1, 1))
-  assert chosen.interval == pytest.approx((low, high))
+  # Its interval is that of the rounds, at its 95 % ends.
+  a_round = COSTS.call_cost[chosen.gamma] + chosen.gamma * 0.1 + 0.02
+  rounds = record['rounds'][chosen.gamma]
+  assert chosen.interval == pytest.approx(
+    [32 / (2.5 + 30 * a_round * (rounds + x)) for x in (0.0196, -0.0196)]
+  )
   # For long outputs it is the paper's closed form.
-  (_, found, *_) = choose_gamma(0.8, 0.01, COSTS, 1000, 1).factors
+  (_, found, *_) = choose_gamma(rate(0.8, 1000), COSTS, 1).factors
   want = analysis.walltime_factor(0.8, 1, 0.1, 1.05 + 0.02)
   assert found == pytest.approx(float(want), rel=3e-3)
   # Where none pays it is 0.
   dear = CallCosts([1.0 + 0.9 * size for size in range(5)], 0.5)
-  chosen = choose_gamma(0.3, 0.01, dear, 30, 1)
+  chosen = choose_gamma(rate(0.3, 30), dear, 1)
   assert (chosen.gamma, chosen.expected_speed_up) == (0, 1.0)
   assert chosen.interval == (1.0, 1.0)
 

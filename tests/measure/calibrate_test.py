@@ -15,7 +15,7 @@ import rich.console
 import toy_calibration
 import toy_models
 from small_vocabulary import network
-from specdec_jax import infer
+from specdec_jax import analysis, infer
 from specdec_jax.cli import gin_flags
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.engine import calibration
@@ -184,6 +184,12 @@ DEAR = COSTS | {
 }
 
 
+def rounds_of(alpha):
+  """A rate, and the rounds of 16 tokens that are accepted independently."""
+  rounds = [analysis.expected_rounds([alpha] * 16, x) / 16 for x in range(9)]
+  return {'alpha': alpha, 'rounds': rounds}
+
+
 def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
   with monkeypatch.context() as patched:
     patched.setattr(calls, 'contradiction', lambda _: '')
@@ -196,10 +202,11 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
 
   def chosen(costs, rows=1, temperature=0.0, **changes):
     """By a record of acceptance with changed rows."""
-    row = {'standard_error': 0.02, 'num_tokens': 1600, 'num_outputs': 100}
+    row = {'num_tokens': 1600, 'num_outputs': 100, 'rounds_errors': [0.01] * 9}
     row |= {'fingerprints': dict(engine.fingerprints), 'lenience': 1.0}
     known = [
-      row | {'temperature': t, 'alpha': a} | changes for t, a in ALPHAS.items()
+      row | {'temperature': t, **rounds_of(a)} | changes
+      for t, a in ALPHAS.items()
     ]
     path.write_text(json.dumps({'kind': 'alpha', 'rows': known}))
     monkeypatch.setattr(
@@ -248,8 +255,8 @@ def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
   costs = [
     {'batch': 1, 'times_ms': {n: {'median': x} for n, x in CHEAP.items()}}
   ]
-  rate = {'alpha': 0.8, 'standard_error': 0.02, 'proposes': 1.0}
-  rate |= {'num_tokens': 1600, 'num_outputs': 100}
+  rate = {'standard_error': 0.02, 'proposes': 1.0, **rounds_of(0.8)}
+  rate |= {'num_tokens': 1600, 'num_outputs': 100, 'rounds_errors': [0.01] * 9}
   pair = types.SimpleNamespace(fingerprints={}, num_input_tokens=len)
   made = calibrate._conclude(pair, 0.0, rate, costs)
   texts = [f'text {number}' for number in range(40)]

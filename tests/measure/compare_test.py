@@ -87,7 +87,7 @@ def test_gammas_are_measured_beside_predicted(config, tmp_path):
     toy_calibration.make(
       fingerprints=engine.fingerprints,
       choices=[toy_calibration.choice(1, best)],
-      record={'acceptance_rate': {'alpha': 0.8}, 'costs': [times]},
+      record={'acceptance_rate': {'rounds': [1.0, 0.6]}, 'costs': [times]},
     ).save(path)
     return compare(dataclasses.replace(config, **changes))
 
@@ -96,7 +96,7 @@ def test_gammas_are_measured_beside_predicted(config, tmp_path):
   assert [row['gamma'] for row in rows] == [1, 3] and record['chosen'] == 1
   known, unknown = (row['predicted'] for row in rows)
   # An output's start, in either way, leaves less than a token's factor.
-  assert 1 < known < 1.8 / 1.2 and unknown is None
+  assert 1 < known < 1 / 0.6 / 1.2 and unknown is None
   # Where no gamma pays, one that adapts is the plain loop.
   adaptive = [Method('adaptive', {'gamma': 'adaptive'})]
   (row,) = run(0, methods=adaptive)['rows_measured']
