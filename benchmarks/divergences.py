@@ -38,6 +38,18 @@ def _reverse(draft, target):
   return _forward(target, draft)
 
 
+def _surprise(draft, target):
+  """Of an accepted proposal: the first LK loss of arXiv 2602.23881."""
+  return -jax.nn.logsumexp(jnp.minimum(draft, target), axis=-1)
+
+
+def _blend(draft, target):
+  """The second one: forward where few are accepted, else total variation."""
+  distance = _total_variation(draft, target)
+  share = jnp.exp(-3 * jax.lax.stop_gradient(1 - distance))
+  return share * _forward(draft, target) + (1 - share) * distance
+
+
 def _jensen_shannon(draft, target):
   middle = jnp.logaddexp(draft, target) - jnp.log(2.0)
   return (_forward(middle, target) + _forward(middle, draft)) / 2
@@ -57,6 +69,13 @@ DIVERGENCES = {
     _total_variation: 1,
   },
   'forward + reverse': {_forward: 1, _reverse: 1},
+  '-log(acceptance)': {_surprise: 1},
+  'forward and total variation by exp(-3 alpha)': {_blend: 1},
+  'forward + reverse - log(acceptance)': {
+    _forward: 1,
+    _reverse: 1,
+    _surprise: 1,
+  },
 }
 
 

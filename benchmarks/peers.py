@@ -1,21 +1,24 @@
 """The demo pair beside transformers and CTranslate2, on the same weights.
 
   pip install '.[peers]'
-  python benchmarks/peers.py --output-file benchmarks/results/peers_demo_1.json
-  python benchmarks/peers.py FILE --rows 32 --output-file ...
+  python benchmarks/peers.py FILE --output-file benchmarks/results/...
+  python benchmarks/peers.py FILE --base --output-file benchmarks/results/...
 
-Greedy, one process; the first command decodes line by line, the second a file
-in batches. Every system decodes all lines once, untimed, and then in turn with
-the others. All read the same parameters, which are exported once, and use the
-same tokenizer, whose time counts. "Same lines" are those whose tokens are those
-of the plain loop here. The table goes to stdout. Nothing else should be
-running. transformers is there for line by line alone, and without an assistant:
-the shipped drafter has a shortlist, which it does not know.
+Greedy, one process: lines one by one (the first 48), and the whole file in
+batches of 8 and of 32. The second command has a T5 1.1 base with random
+weights, which says 32 tokens a line, and for which nothing drafts. Every system
+decodes all lines once, untimed, and then in turn with the others. All read the
+same parameters, which are exported once, and use the same tokenizer, whose time
+counts. "Same lines" are those whose tokens are those of the plain loop here.
+The table goes to stdout. Nothing else should be running. transformers is there
+for the demo pair line by line alone, and without an assistant: the shipped
+drafter has a shortlist, which it does not know.
 """
 
 import argparse
 import functools
 import importlib.metadata
+import operator
 import pathlib
 import tempfile
 import time
@@ -28,10 +31,12 @@ from ctranslate2.converters import TransformersConverter
 
 from specdec_jax import Engine, files, load
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.measure.calls import summarise
+from specdec_jax.measure.calls import random_params, summarise
+from specdec_jax.models.model import Model
+from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.report import record
 from specdec_jax.report.console import console
-from specdec_jax.report.table import Column, Table
+from specdec_jax.report.table import Table
 from specdec_jax.text.tasks import read_prompts
 
 PLAIN = 'specdec_jax plain'
@@ -39,13 +44,18 @@ PACKAGES = ('transformers', 'torch', 'ctranslate2', 'sentencepiece')
 # OpenMP's threads spin for up to 0.2 s after their work; the pause keeps that
 # out of the next system's time.
 PAUSE_SECONDS = 0.3
+ROWS = 1, 8, 32
+_LINES = 48  # are decoded one by one
+_ALONE = 'transformers'  # decodes nothing in batches here
 
 
 class Vocabulary:
   """The part of a transformers tokenizer that CTranslate2's converter needs."""
 
-  def __init__(self, tokenizer):
+  def __init__(self, tokenizer, size):
+    more = range(tokenizer.vocab_size, size)
     self.pieces = [tokenizer.pieces[i] for i in range(tokenizer.vocab_size)]
+    self.pieces += [f'<extra {number}>' for number in more]
     self.ids = {piece: i for i, piece in enumerate(self.pieces)}
     self.pad_token = self.pieces[tokenizer.pad_id]
     self.eos_token = self.pieces[tokenizer.eos_id]
@@ -58,8 +68,8 @@ class Vocabulary:
     return self.pieces[token]
 
 
-def ours(engine: Engine, speculative: bool | None, rows: int):
-  def generate(texts):
+def ours(engine: Engine, speculative: bool | None):
+  def generate(texts, rows):
     options = {'batch_size': rows, 'speculative': speculative}
     return [done.tokens for done in engine.generate(texts, **options)]
 
@@ -75,7 +85,7 @@ def of_transformers(engine, folder, **options):
   # layers, and fails if the decoder has more.
   target.config.num_layers = target.config.num_decoder_layers
 
-  def generate(texts):
+  def generate(texts, rows):
     (text,) = texts
     inputs = torch.tensor([engine.codec.input_ids(text)])
     sequence = target.generate(
@@ -93,9 +103,9 @@ def of_transformers(engine, folder, **options):
   return generate
 
 
-def of_ctranslate2(engine, folder, rows, compute_type):
+def of_ctranslate2(engine, folder, compute_type):
   """CTranslate2's translator of a Hugging Face folder, converted by its own."""
-  words = Vocabulary(engine.tokenizer)
+  words = Vocabulary(engine.tokenizer, engine.target.vocab_size)
   made = f'{folder}_{compute_type}'
 
   class Converter(TransformersConverter):
@@ -114,7 +124,7 @@ def of_ctranslate2(engine, folder, rows, compute_type):
     intra_threads=1,
   )
 
-  def generate(texts):
+  def generate(texts, rows):
     ids = [engine.codec.input_ids(text) for text in texts]
     found = []
     for done in translator.translate_batch(
@@ -133,90 +143,109 @@ def of_ctranslate2(engine, folder, rows, compute_type):
   return generate
 
 
-def decoders(folder: pathlib.Path, rows: int):
-  """Name of each system -> what decodes some texts with it."""
+def base(dtype: str = 'float32') -> Model:
+  """A T5 1.1 base with random weights, and the demo's vocabulary."""
+  sizes = dict(emb_dim=768, num_heads=12, head_dim=64, mlp_dim=2048)
+  layers = dict(num_encoder_layers=12, num_decoder_layers=12)
+  network = T5(T5Config(vocab_size=32_128, **sizes, **layers))
+  params = random_params(network, 0, 'float32')
+  return Model(network, params, dtype=dtype, tokenizer=load('demo').tokenizer)
+
+
+def decoders(folder: pathlib.Path, is_base: bool):
+  """Name of each system -> what decodes some texts, so many at once."""
   torch.set_num_threads(record.describe()['cores'])
   transformers.utils.logging.set_verbosity_error()
-  sizes = {'max_decode_len': 120, 'batch_size': rows}
-  model, draft = demo_pair()
+  sizes = {'max_decode_len': 32 if is_base else 120}
+  model, draft = (base(), None) if is_base else demo_pair()
   engine = Engine(model, draft, **sizes)
   path = folder / 'target'
   huggingface.save_huggingface(path, model.network.config, model.params)
-  systems = {
-    PLAIN: ours(engine, False, rows),
-    'specdec_jax speculative': ours(engine, True, rows),
-    'specdec_jax by default': ours(engine, None, rows),
-  }
-  int8 = Engine(load('demo', dtype='int8'), load('demo-draft'), **sizes)
-  systems['specdec_jax int8 plain'] = ours(int8, False, rows)
-  systems['specdec_jax int8 speculative'] = ours(int8, True, rows)
-  if rows == 1:
+  small = base('int8') if is_base else load('demo', dtype='int8')
+  int8 = Engine(small, draft, **sizes)
+  systems = {PLAIN: ours(engine, False)}
+  if draft:
+    systems['specdec_jax speculative'] = ours(engine, True)
+    systems['specdec_jax by default'] = ours(engine, None)
+  systems['specdec_jax int8 plain'] = ours(int8, False)
+  if draft:
+    systems['specdec_jax int8 speculative'] = ours(int8, True)
+  systems['CTranslate2 float32'] = of_ctranslate2(engine, path, 'float32')
+  systems['CTranslate2 int8'] = of_ctranslate2(engine, path, 'int8_float32')
+  if draft:
     torch_ = functools.partial(of_transformers, engine, path)
-    systems['transformers plain'] = torch_()
+    systems[f'{_ALONE} plain'] = torch_()
     lookup = torch_(prompt_lookup_num_tokens=3)
-    systems['transformers prompt lookup'] = lookup
-  translator = functools.partial(of_ctranslate2, engine, path, rows)
-  systems['CTranslate2 float32'] = translator('float32')
-  systems['CTranslate2 int8'] = translator('int8_float32')
+    systems[f'{_ALONE} prompt lookup'] = lookup
   return systems
 
 
-def measure(systems, texts, rows: int, repeats: int):
-  """Outputs of each system, and its seconds in each pass."""
-  parts = [texts] if rows > 1 else [[text] for text in texts]
+def measure(systems, texts, repeats: int):
+  """Name and rows -> outputs, and milliseconds a token in each pass."""
+  outputs, ms = {}, {}
 
-  def decode(generate):
-    return [tokens for part in parts for tokens in generate(part)]
+  def decode(name, rows):
+    some = texts if rows > 1 else texts[:_LINES]
+    parts = [some] if rows > 1 else [[text] for text in some]
+    return [out for part in parts for out in systems[name](part, rows)]
 
-  outputs = {name: decode(generate) for name, generate in systems.items()}
-  seconds: dict[str, list[float]] = {name: [] for name in systems}
-  for _ in range(repeats):
-    for name, generate in systems.items():
+  runs = [(n, r) for r in ROWS for n in systems if r == 1 or _ALONE not in n]
+  for number in range(repeats + 1):
+    for run in runs:
       time.sleep(PAUSE_SECONDS)
       begin = time.perf_counter()
-      decode(generate)
-      seconds[name].append(time.perf_counter() - begin)
-  return outputs, seconds
+      outputs[run] = decode(*run)
+      seconds = time.perf_counter() - begin
+      if number:
+        count = sum(map(len, outputs[run]))
+        ms.setdefault(run, []).append(1e3 * seconds / count)
+  return outputs, ms
 
 
-def table(title: str, outputs, seconds) -> Table:
-  """A row a system."""
+def table(title: str, systems, outputs, ms) -> Table:
+  """A row a system: milliseconds a token by rows, and lines as plainly."""
+
+  def cell(run):
+    if run not in ms:
+      return None
+    times = summarise(ms[run])
+    return '{median:.2f} ({min:.2f} to {max:.2f})'.format_map(times)
+
   rows = []
-  for name, found in outputs.items():
-    count = sum(map(len, found))
-    times = summarise([1e3 * each / count for each in seconds[name]])
-    if name == PLAIN:
-      plain = times['median']
-    same = sum(a == b for a, b in zip(found, outputs[PLAIN], strict=True))
-    ms = [times[key] for key in ('median', 'min', 'max')]
-    rows.append([name, *ms, plain / ms[0], count, f'{same}/{len(found)}'])
-  columns = ['system', *(Column(n, '.2f') for n in ('ms/token', 'min', 'max'))]
-  columns += [Column(f'against {PLAIN}', '.2f'), Column('tokens', ',')]
+  for name in systems:
+    most = max(rows for other, rows in ms if other == name)
+    both = outputs[name, most], outputs[PLAIN, most]
+    same = f'{sum(map(operator.eq, *both))} of {len(both[0])}'
+    rows.append([name, *(cell((name, number)) for number in ROWS), same])
+  columns = ['ms a token (least to most)']
+  columns += [f'{rows} row{"s" * (rows > 1)}' for rows in ROWS]
   versions = [f'{name} {importlib.metadata.version(name)}' for name in PACKAGES]
   return Table(title, [*columns, 'same lines'], rows, [', '.join(versions)])
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('file', nargs='?', default='demo/input.txt')
-  parser.add_argument('--rows', type=int, default=1)
+  parser.add_argument('file')
+  parser.add_argument('--base', action='store_true')
   parser.add_argument('--repeats', type=int, default=5)
   parser.add_argument('--output-file')
   args = parser.parse_args()
   texts = read_prompts(args.file, lambda text: len(text.strip()))
   with tempfile.TemporaryDirectory() as folder:
-    systems = decoders(pathlib.Path(folder), args.rows)
-    outputs, seconds = measure(systems, texts, args.rows, args.repeats)
-  together = 'line by line' if args.rows == 1 else f'{args.rows} rows at once'
+    systems = decoders(pathlib.Path(folder), args.base)
+    outputs, ms = measure(systems, texts, args.repeats)
+  name = 'T5 1.1 base, random weights' if args.base else 'demo pair'
   shown = table(
-    f'{args.file}, {len(texts)} lines, {together}, greedy, gamma 4,'
-    f' {args.repeats} passes in turn',
+    f'{name}: {min(len(texts), _LINES)} lines one by one, {len(texts)} in'
+    f' batches, greedy{", gamma 4" * (not args.base)}, {args.repeats} passes in'
+    ' turn',
+    systems,
     outputs,
-    seconds,
+    ms,
   )
   console().print(shown)
   if args.output_file:
-    values = shown.to_json() | {'name': 'peers, demo pair'}
+    values = shown.to_json() | {'name': f'peers, {name}'}
     files.write_json(args.output_file, record.new('table', values))
 
 

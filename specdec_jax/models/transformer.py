@@ -8,6 +8,7 @@ are unrolled: a scanned stack would copy its weights at each step.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -509,7 +510,8 @@ class Transformer(Checked, LanguageModel):
 
   config: Any
 
-  @property
+  # Each request asks for it a dozen times.
+  @functools.cached_property
   def shape(self) -> Shape:
     """The shape of the network."""
     return self.config.shape
