@@ -37,6 +37,8 @@ MOST_GAMMA = 64  # a program is compiled for each gamma
 # On an idle machine, prediction and run differ by a smaller factor.
 _MOST_APART = 1.25
 _RUN_TEXTS, _RUN_REPEATS = 16, 3
+# Options of `generate` that decode until the first token.
+START: dict[str, Any] = {'speculative': False, 'max_length': 1}
 _BUSY = 'Something keeps this machine busy: calibrate again when it is idle.'
 
 
@@ -196,8 +198,9 @@ def _with_run(
   by_length = sorted(dict.fromkeys(texts), key=engine.num_input_tokens)
   first = max(0, (len(by_length) - _RUN_TEXTS) // 2)
   part = by_length[first : first + _RUN_TEXTS]
-  plain, speculative = calls.decode_in_turn(
+  start, plain, speculative = calls.decode_in_turn(
     {
+      'start': (engine, START),
       'plain': (engine, {'speculative': False}),
       'speculative': (engine, {'gamma': choice.gamma}),
     },
@@ -208,10 +211,13 @@ def _with_run(
     temperature=predicted.temperature,
     seed=0,
   ).values()
-  plain_ms, ms = (np.median(x.ms, axis=0) for x in (plain, speculative))
-  measured = float(plain_ms.sum() / ms.sum())
+  all_ms = (np.median(x.ms, axis=0).sum() for x in (start, plain, speculative))
+  start_ms, plain_ms, ms = map(float, all_ms)
+  measured = plain_ms / ms
   lengths = plain.tokens // len(plain.ms)
-  expected = predicted_speed_up(predicted, choice.gamma, lengths, plain_ms)
+  expected = predicted_speed_up(
+    predicted, choice.gamma, lengths, plain_ms, start_ms
+  )
   assert expected is not None  # the gamma was chosen by its costs
   speed_up = min(measured, expected)
   low, high = (x * speed_up / choice.expected_speed_up for x in choice.interval)
@@ -235,28 +241,35 @@ def _with_run(
 
 
 def predicted_speed_up(
-  measured: Calibration, gamma: int, lengths: np.ndarray, plain_ms: np.ndarray
+  measured: Calibration,
+  gamma: int,
+  lengths: np.ndarray,
+  plain_ms: float,
+  start_ms: float,
 ) -> float | None:
   """Predicts the speed-up of outputs; None if there are no costs of `gamma`.
 
-  The time of plain decoding besides its calls, such as that of the encoder, the
-  tokenizer and the transfers, is assumed to be the same for speculation.
+  A call's time and what an output takes besides its calls, such as that of the
+  encoder, the tokenizer and the transfers, are those of the run itself, for the
+  machine may have been quicker or slower when calls were timed. The rest is
+  ratios of these timings.
 
   Args:
     measured: the calibration.
     gamma: proposals per round.
     lengths: tokens of each output.
-    plain_ms: time of plain decoding for each output.
+    plain_ms: time of plain decoding for all outputs.
+    start_ms: time until each has its first token, see `START`.
   """
-  times = medians(measured.times_ms(1))
-  costs = call_costs(times)
+  costs = call_costs(medians(measured.times_ms(1)))
   # Older calibrations have no rounds.
   rounds = measured.record['acceptance_rate'].get('rounds', ())
-  if gamma >= min(len(rounds), len(costs.call_cost)):
-    return None
   length = lengths.mean().item()
-  besides = (plain_ms / times['call_1']).mean().item() - length
-  costs = costs._replace(start=max(costs.start, besides))
+  call_ms = (plain_ms - start_ms) / len(lengths) / max(length - 1, 1)
+  if gamma >= min(len(rounds), len(costs.call_cost)) or call_ms <= 0:
+    return None
+  start = start_ms / len(lengths) / call_ms - 1
+  costs = costs._replace(start=max(costs.start, start))
   return costs.speed_up(length, length * rounds[gamma], gamma)
 
 
@@ -450,12 +463,12 @@ def _rows(count: int) -> str:
 
 
 # `for_host` times these, which takes a second or two after compilation.
-_HOST_SIZES = 1, 2, 4, 5, 8  # numbers of tokens of the timed calls
-_HOST_GAMMA = 7  # the gamma of the timed rounds
+_HOST_SIZES = 1, 2, 5, 8  # numbers of tokens of the timed calls
+_HOST_GAMMAS = 1, 7  # the gammas of the timed rounds
 _HOST_TIMES = (
   'encoder',
   'draft_encoder',
-  f'round_{_HOST_GAMMA}',
+  *(f'round_{gamma}' for gamma in _HOST_GAMMAS),
   *(f'call_{size}' for size in _HOST_SIZES),
 )
 
@@ -573,7 +586,7 @@ def host_times(
     calls_a_run=10,
     repeats=5,
   )
-  times = medians(_times(engine, timing, rows, _HOST_SIZES, (_HOST_GAMMA,)))
+  times = medians(_times(engine, timing, rows, _HOST_SIZES, _HOST_GAMMAS))
   return {name: times[name] for name in _HOST_TIMES}
 
 

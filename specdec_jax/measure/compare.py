@@ -21,7 +21,7 @@ from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import ADAPTIVE
-from specdec_jax.measure.calibrate import for_host, predicted_speed_up
+from specdec_jax.measure.calibrate import START, for_host, predicted_speed_up
 from specdec_jax.measure.calls import Timed, decode_in_turn
 from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.report.plot import PALETTE, save_plot
@@ -30,6 +30,7 @@ from specdec_jax.types import Amount, Positive
 
 KIND = 'methods'  # the record's kind
 PLAIN = 'plain'
+_START = 'start'
 _DRAWS = 2000  # bootstrap samples of the texts, for intervals
 _INTERVAL = (2.5, 97.5)  # the percentiles of an interval
 
@@ -95,8 +96,8 @@ class CompareConfig:
   def __post_init__(self):
     check_types(self)
     names = [PLAIN, *(method.name for method in self.all_methods)]
-    if len(names) < 2 or len(set(names)) < len(names):
-      expected = f'different names, none of them {PLAIN!r}'
+    if len(names) < 2 or len({*names, _START}) <= len(names):
+      expected = f'different names, none of them {PLAIN!r} or {_START!r}'
       raise unexpected('methods', expected, names[1:])
 
   @property
@@ -192,7 +193,7 @@ class _Comparison(NamedTuple):
     timed = decode_in_turn(
       methods, self.texts, parts, repeats, advance, **options
     )
-    plain = timed[PLAIN]
+    plain, start = timed[PLAIN], timed.pop(_START)
     if temperature == 0:
       for name, other in timed.items():
         for outputs, right in zip(other.outputs, plain.outputs, strict=True):
@@ -201,9 +202,10 @@ class _Comparison(NamedTuple):
       gamma = method.options.get('gamma')
       predicted = None
       if isinstance(gamma, int) and gamma in self.config.gammas and rows == 1:
-        lengths, ms = plain.tokens // repeats, plain.ms.mean(axis=0)
+        all_ms = (float(x.ms.mean(axis=0).sum()) for x in (plain, start))
+        lengths = plain.tokens // repeats
         if measured is not None:
-          predicted = predicted_speed_up(measured, gamma, lengths, ms)
+          predicted = predicted_speed_up(measured, gamma, lengths, *all_ms)
       yield {
         'method': method.name,
         'temperature': temperature,
@@ -220,9 +222,8 @@ class _Comparison(NamedTuple):
 
     A calibration gives an adaptive method its thresholds, or turns it off.
     """
-    methods = {
-      PLAIN: (self.engines[self.config.engine], {'speculative': False})
-    }
+    engine = self.engines[self.config.engine]
+    methods = {PLAIN: (engine, {'speculative': False}), _START: (engine, START)}
     for method in self.config.all_methods:
       options = dict(method.options)
       if options.get('gamma') == ADAPTIVE and measured is not None:

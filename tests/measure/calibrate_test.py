@@ -173,12 +173,12 @@ def test_decode_takes_gammas_from_a_calibration(engine, prompts, tmp_path):
 # The gamma that pays on a host, from a pair's known acceptance.
 
 COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round_7': 2.7, 'call_1': 1.0}
-CHEAP = COSTS | {'call_2': 1.0, 'call_4': 1.1, 'call_5': 1.2, 'call_8': 2.0}
+CHEAP = COSTS | {'call_2': 1.0, 'call_5': 1.2, 'call_8': 2.0, 'round_1': 1.1}
 ALPHAS = {0.0: 0.8, 1.0: 0.01}  # by temperature
 DEAR = COSTS | {
   'round_7': 9.0,
+  'round_1': 3.0,
   'call_2': 2.0,
-  'call_4': 4.0,
   'call_5': 5.0,
   'call_8': 8.0,
 }
@@ -272,9 +272,9 @@ def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
       tokens = np.full(len(part), 3 * 16)
       return {
         method: types.SimpleNamespace(
-          ms=np.full((3, len(part)), 18.0 / factor), tokens=tokens
+          ms=np.full((3, len(part)), ms), tokens=tokens
         )
-        for method, factor in zip(methods, (1.0, run), strict=True)
+        for method, ms in zip(methods, (3.0, 18.0, 18.0 / run), strict=True)
       }
 
     monkeypatch.setattr(calibrate.calls, 'decode_in_turn', decoded)
