@@ -108,7 +108,7 @@ def demo() -> None:
 
 
 def distil() -> None:
-  """Makes a drafter for an encoder-decoder of your own, from texts alone.
+  """Makes a drafter for a model of your own, from texts alone.
 
     specdec distil --target my_t5 --texts inputs.txt --output-dir my_drafter
 
