@@ -128,7 +128,9 @@ def main() -> None:
     )
     with (
       mock.patch.object(losses, 'distillation', instead(weights)),
-      mock.patch.object(own_drafter, '_calibrate'),
+      mock.patch.multiple(
+        own_drafter._Measured, time_calls=mock.DEFAULT, calibrated=mock.DEFAULT
+      ),
     ):
       own_drafter.distil(config)
     count, rates = speculated(target, folder)
