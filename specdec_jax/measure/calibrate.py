@@ -266,10 +266,12 @@ def predicted_speed_up(
   rounds = measured.record['acceptance_rate'].get('rounds', ())
   length = lengths.mean().item()
   call_ms = (plain_ms - start_ms) / len(lengths) / max(length - 1, 1)
-  if gamma >= min(len(rounds), len(costs.call_cost)) or call_ms <= 0:
+  if gamma >= min(len(rounds), len(costs.call_cost)):
     return None
-  start = start_ms / len(lengths) / call_ms - 1
-  costs = costs._replace(start=max(costs.start, start))
+  # A disturbed run may have been quicker than its start.
+  if call_ms > 0:
+    start = start_ms / len(lengths) / call_ms - 1
+    costs = costs._replace(start=max(costs.start, start))
   return costs.speed_up(length, length * rounds[gamma], gamma)
 
 

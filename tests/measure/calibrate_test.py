@@ -261,20 +261,25 @@ def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
   made = calibrate._conclude(pair, 0.0, rate, costs)
   texts = [f'text {number}' for number in range(40)]
   predicted = made.at(1).expected_speed_up
-  for run, gamma, words in (
-    (predicted, made.at(1).gamma, 'pays here'),
-    (0.9 * predicted, made.at(1).gamma, 'pays here'),
-    (3.0, made.at(1).gamma, 'busy'),  # it is not worth more than predicted
-    (0.43, 0, 'does not pay.* 0.43 times.* busy'),
+  for run, start_ms, gamma, words in (
+    (predicted, 3.0, made.at(1).gamma, 'pays here'),
+    (0.9 * predicted, 3.0, made.at(1).gamma, 'pays here'),
+    # It is not worth more than predicted.
+    (3.0, 3.0, made.at(1).gamma, 'busy'),
+    (0.43, 3.0, 0, 'does not pay.* 0.43 times.* busy'),
+    # Disturbed until the first token.
+    (0.9 * predicted, 20.0, made.at(1).gamma, 'pays here'),
   ):
 
-    def decoded(methods, part, *_, run=run, **__):
+    def decoded(methods, part, *_, run=run, start_ms=start_ms, **__):
       tokens = np.full(len(part), 3 * 16)
       return {
         method: types.SimpleNamespace(
           ms=np.full((3, len(part)), ms), tokens=tokens
         )
-        for method, ms in zip(methods, (3.0, 18.0, 18.0 / run), strict=True)
+        for method, ms in zip(
+          methods, (start_ms, 18.0, 18.0 / run), strict=True
+        )
       }
 
     monkeypatch.setattr(calibrate.calls, 'decode_in_turn', decoded)
