@@ -408,6 +408,19 @@ class TextRequest:
         else:
           self.rows.append(self._row(index, number, sample, ids))
 
+  @property
+  def widest(self) -> tuple[int, int]:
+    """The widths of the widest inputs and of the widest prompts."""
+    widths = zip((1, 1), *(row.widths for row in self.rows), strict=True)
+    inputs, prompts = map(max, widths)
+    return inputs, prompts
+
+  def widen(self, least: tuple[int, int]) -> None:
+    """Pads the rows to at least these widths of inputs and prompts."""
+    for row in self.rows:
+      inputs, prompts = map(max, row.widths, least)
+      row.widths = inputs, prompts
+
   def _check_sizes(self, num_texts: int) -> None:
     """Checks the options that have a value for each text."""
     options = self.terms.options

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pathlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -10,6 +11,26 @@ from specdec_jax.files import read_json, write_json
 from specdec_jax.files.locations import user_cache
 
 _Result = TypeVar('_Result')
+
+
+def stored(
+  name: str, key: Mapping[str, Any], read: Callable[[Any], _Result]
+) -> _Result | None:
+  """Returns the measurement of an earlier process, or None; see `measured`."""
+  path = _path(name, key)
+  if path.exists():
+    try:
+      stored = read_json(path)
+      if stored['key'] != key:
+        raise ValueError(f'expected the key {key}, got {stored["key"]}')
+      return read(stored['value'])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+      warnings.warn(
+        f'{str(path)!r} is not what was measured here ({error}); it is measured'
+        ' again.',
+        stacklevel=2,
+      )
+  return None
 
 
 def measured(
@@ -31,24 +52,18 @@ def measured(
     read: turns these into the result; raises ValueError, LookupError or
       TypeError for values that `make` cannot have returned.
   """
-  digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
-  path = user_cache() / f'{name}-{digest.hexdigest()[:12]}.json'
-  if path.exists():
-    try:
-      stored = read_json(path)
-      if stored['key'] != key:
-        raise ValueError(f'expected the key {key}, got {stored["key"]}')
-      return read(stored['value'])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-      warnings.warn(
-        f'{str(path)!r} is not what was measured here ({error}); it is measured'
-        ' again.',
-        stacklevel=2,
-      )
+  found = stored(name, key, read)
+  if found is not None:
+    return found
   value = make()
   try:
-    write_json(path, {'key': key, 'value': value})
+    write_json(_path(name, key), {'key': key, 'value': value})
   except OSError:
     pass  # the next process measures again
   # JSON changes some values: a new measurement is read like a stored one.
   return read(json.loads(json.dumps(value)))
+
+
+def _path(name: str, key: Mapping[str, Any]) -> pathlib.Path:
+  digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
+  return user_cache() / f'{name}-{digest.hexdigest()[:12]}.json'

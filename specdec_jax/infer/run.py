@@ -7,6 +7,7 @@ again, and does not repeat what is done, see `resume`.
 
 import codecs
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -54,6 +55,9 @@ _OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
 # Continuous batching writes finished outputs at this interval; a kill loses
 # only what was decoded since then.
 _KEEP_SECONDS = 30.0
+# So many items take less time than ten programs take to compile. For them calls
+# are not timed, and inputs and prompts up to these widths share a program.
+_FEW_ITEMS, _SHORT = 256, (64, 65)
 
 
 def decode(
@@ -191,7 +195,8 @@ class _Run:
     config = dataclasses.replace(config, batch_size=rows)
     gammas = plan = None
     if SPECULATIVE in config.modes:
-      plan = choose_gammas(measured, config, self.engine, console)
+      is_short = len(self.items) <= _FEW_ITEMS
+      plan = choose_gammas(measured, config, self.engine, console, is_short)
     if plan is not None:
       gammas = {str(size): drafting.gamma for size, drafting in plan.items()}
       if not any(gammas.values()):
@@ -289,6 +294,8 @@ class _Run:
     )
     share = 1 / len(done)  # an item is done after all modes
     with bar(self.console, 'Decoding', len(items), before * share) as advance:
+      if before < len(items) * len(done):
+        self._prepare(items)
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         for mode, decoder in self.decoders.items():
@@ -309,6 +316,14 @@ class _Run:
     if apart:
       folder.wait(all_came)
     return results
+
+  def _prepare(self, items: Sequence[Item]) -> None:
+    """Compiles the programs of all modes side by side, on one host."""
+    threads = len(self.decoders) if jax.process_count() == 1 else 1
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+      decoders = self.decoders.values()
+      for _ in pool.map(lambda decoder: decoder.prepare(items), decoders):
+        pass
 
   def _context(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
     """Returns the entries of the summary that are no measurements."""
@@ -392,6 +407,7 @@ def choose_gammas(
   config: DecodeConfig,
   engine: Engine,
   console: rich.console.Console,
+  is_short: bool = False,
 ) -> Mapping[int, Drafting] | None:
   """Sets the engine's gamma to the best one of a calibration, if there is one.
 
@@ -399,10 +415,12 @@ def choose_gammas(
 
   Args:
     measured: the run's calibration. If it is None, `config` has a record of
-      acceptance and no gamma was given, calls are timed on this host.
+      acceptance and no gamma was given, the times of calls on this host count.
     config: configuration of the run.
     engine: the engine; its `gamma` is set if speculation pays.
     console: prints lines about the choice.
+    is_short: whether decoding takes less time than it would take to time calls;
+      then only times that an earlier run found count.
 
   Returns:
     Number of rows -> their drafting: for the rows that are decoded together,
@@ -423,8 +441,9 @@ def choose_gammas(
   opens = engine.config.gamma is None and not config.searches
   if measured is None and opens and config.acceptance is not None:
     with bar(console, 'Timing calls on this host'):
+      when: calibrate.When = 'never' if is_short else 'unknown'
       measured = calibrate.for_host(
-        engine, config.acceptance, rows, temperature, console
+        engine, config.acceptance, rows, temperature, console, when
       )
     if measured is not None:
       say(console, calibrate.host_verdict(measured))
@@ -485,6 +504,29 @@ class Decoder:
     self._pool = config.slots and dataclasses.replace(config.slots, gammas=plan)
     # The shapes for which scoring is compiled.
     self._scored: set[tuple[int, ...]] = set()
+    self._widths = 1, 1
+    self._compile_seconds = 0.0
+
+  def prepare(self, items: Sequence[Item]) -> None:
+    """Compiles the program of the first of fixed batches.
+
+    If there are few items, short inputs get one width, because each width needs
+    a program of its own, which takes longer to compile.
+    """
+    if self._pool or self._mode == SCORING:
+      return
+    if len(items) <= _FEW_ITEMS:
+      widest = map(min, self._request(items).widest, _SHORT)
+      self._widths = next(widest), next(widest)
+    self._compile_seconds = self.warmup(self._padded(items))
+
+  def _padded(self, items: Sequence[Item]) -> Sequence[Item]:
+    """Returns the first batch, filled up with its last item.
+
+    A shorter batch would need another program.
+    """
+    rows = self._config.rows
+    return [*items[:rows], *[items[-1]] * (rows - len(items))]
 
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles the programs of `run`; returns seconds, 0.0 if all exist."""
@@ -527,9 +569,9 @@ class Decoder:
     if not items:
       return
     rows = 0 if self._pool else self._config.rows
-    # The last item fills a shorter batch, which would need another program.
-    padded = [*items] + [items[-1]] * (rows - len(items))
-    part = Batch(compile_seconds=self.warmup(padded))
+    padded = self._padded(items) if rows else items
+    part = Batch(compile_seconds=self.warmup(padded) + self._compile_seconds)
+    self._compile_seconds = 0.0
     if part.compile_seconds > 0 and rows:
       # This run is not timed, because it compiles the code around the program.
       for _ in self.run(padded):
@@ -569,9 +611,11 @@ class Decoder:
       prompts=prompts if has_prompts else None,
       on_too_long='report' if reports else options.on_too_long,
     )
-    return self._engine.text_request(
+    request = self._engine.text_request(
       _sources(items), self._mode == SPECULATIVE, options=options
     )
+    request.widen(self._widths)
+    return request
 
 
 def _sources(items: Sequence[Item]) -> list[Any]:

@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -39,6 +39,7 @@ _MOST_APART = 1.25
 _RUN_TEXTS, _RUN_REPEATS = 16, 3
 # Options of `generate` that decode until the first token.
 START: dict[str, Any] = {'speculative': False, 'max_length': 1}
+When = Literal['unknown', 'never', 'always']
 _BUSY = 'Something keeps this machine busy: calibrate again when it is idle.'
 
 
@@ -481,7 +482,7 @@ def for_host(
   rows: int,
   temperature: float,
   console: rich.console.Console,
-  anew: bool = False,
+  when: When = 'unknown',
 ) -> Calibration | None:
   """Times calls of a pair here, unless that was done before, and chooses gamma.
 
@@ -492,11 +493,11 @@ def for_host(
     rows: rows that are decoded together.
     temperature: temperature of the run.
     console: shows a sentence if the timings contradict each other.
-    anew: whether to time calls in any case.
+    when: when calls are timed: if that was not done before, never, or always.
 
   Returns:
-    The calibration. None if the timings contradict each other, or if the record
-    has no row of this pair, whose acceptance is then unknown.
+    The calibration. None if the times are unknown or contradict each other, or
+    if the record has no row of this pair, whose acceptance is then unknown.
 
   Raises:
     ValueError: the file is no such record.
@@ -513,7 +514,7 @@ def for_host(
   rate = min(
     rows_of_pair, key=lambda row: abs(row['temperature'] - temperature)
   )
-  times = _cached_times(engine, rows, temperature, console, anew)
+  times = _cached_times(engine, rows, temperature, console, when)
   if times is None:
     return None
   summaries = {name: {'median': ms} for name, ms in times.items()}
@@ -526,7 +527,7 @@ def _cached_times(
   rows: int,
   temperature: float,
   console: rich.console.Console,
-  anew: bool,
+  when: When,
 ) -> dict[str, float] | None:
   """Returns this host's times from the cache, or measures them; see `for_host`.
 
@@ -544,11 +545,12 @@ def _cached_times(
   times: dict[str, float] | None = None
   measure = functools.partial(host_times, engine, rows, temperature)
   try:
-    times = (
-      measure()
-      if anew
-      else host_cache.measured('calls', key, measure, _read_times)
-    )
+    if when == 'always':
+      times = measure()
+    elif when == 'unknown':
+      times = host_cache.measured('calls', key, measure, _read_times)
+    else:
+      times = host_cache.stored('calls', key, _read_times)
   except CalibrationError as error:
     say(console, f'No gamma is chosen by timing. {error}')
   if jax.process_count() == 1:

@@ -143,7 +143,7 @@ def compare(
     with bar(console, 'Timing calls on this host'):
       for temperature in config.temperatures:
         calibrations[temperature] = for_host(
-          engine, config.acceptance, 1, temperature, console, anew=True
+          engine, config.acceptance, 1, temperature, console, 'always'
         )
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.config.max_input_len

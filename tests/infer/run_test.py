@@ -10,7 +10,9 @@ import sys
 import types
 
 import pytest
+import rich.console
 
+import toy_models
 from specdec_jax import files, infer
 from specdec_jax.infer import report
 from specdec_jax.infer import run as infer_run
@@ -18,6 +20,27 @@ from specdec_jax.infer.data import PREDICTIONS
 from toy_runs import MAX_INPUT_LEN, ReversingEngine, records_of, run
 
 COMPLETED = f'{PREDICTIONS}.COMPLETED'
+
+
+@pytest.mark.parametrize('few, programs', [(3, 2), (2, 4)])
+def test_a_short_file_has_a_program_for_each_mode(
+  tokenizer, tmp_path, monkeypatch, few, programs
+):
+  """In a longer one, inputs of another width have programs of their own."""
+  monkeypatch.setattr(infer_run, '_FEW_ITEMS', few)
+  engine = toy_models.chain_engine(tokenizer, max_decode_len=8)
+  texts = ['one', ' '.join(['two'] * 5), 'three']
+  widths = [len(engine.text_request([x]).rows[0].inputs) for x in texts]
+  assert widths[0] <= 16 < widths[1] <= 32
+  (tmp_path / 'lines.txt').write_text('\n'.join(texts))
+  file = str(tmp_path / 'lines.txt')
+  config = infer.DecodeConfig(lambda: engine, file, require_agreement=True)
+  summary = infer.decode(config, console=rich.console.Console(quiet=True))
+  assert engine.num_programs == programs
+  parts = summary['plain'], summary['speculative']
+  assert all(part['compile_seconds'] > 0 for part in parts)
+  want = [engine.generate([x], speculative=False)[0].tokens for x in texts]
+  assert parts[0]['tokens'] == parts[1]['tokens'] == sum(map(len, want))
 
 
 def test_records_are_in_order_and_files_complete(tmp_path):

@@ -200,7 +200,7 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
   monkeypatch.setattr(host_cache, 'user_cache', lambda: tmp_path / 'cache')
   path, runs, console = tmp_path / 'acceptance.json', [], quiet()
 
-  def chosen(costs, rows=1, temperature=0.0, **changes):
+  def chosen(costs, rows=1, temperature=0.0, when='unknown', **changes):
     """By a record of acceptance with changed rows."""
     row = {'num_tokens': 1600, 'num_outputs': 100, 'rounds_errors': [0.01] * 9}
     row |= {'fingerprints': dict(engine.fingerprints), 'lenience': 1.0}
@@ -212,8 +212,10 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(
       calibrate, 'host_times', lambda *_: runs.append(1) or costs
     )
-    return calibrate.for_host(engine, str(path), rows, temperature, console)
+    settings = engine, str(path), rows, temperature, console, when
+    return calibrate.for_host(*settings)
 
+  assert chosen(CHEAP, when='never') is None and not runs
   measured = chosen(CHEAP)
   choice = measured.at(1)
   assert 3 <= choice.gamma <= 5 and 1.5 < choice.expected_speed_up < 2.5
@@ -221,7 +223,8 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
   assert low < choice.expected_speed_up < high
   assert '1.20' in calibrate.host_verdict(measured)
   # What an earlier start measured counts.
-  assert chosen(DEAR).at(1) == choice and len(runs) == 1
+  for when in ('unknown', 'never'):
+    assert chosen(DEAR, when=when).at(1) == choice and len(runs) == 1
   # Other rows are another measurement, and here nothing pays.
   assert chosen(DEAR, rows=2).at(2).gamma == 0
   # Nor with proposals that are hardly accepted.
