@@ -101,8 +101,9 @@ class DecodeConfig:
     calibration: file of `specdec calibrate`, which chooses gamma for the rows
       that are decoded together, or says that speculation does not pay.
     acceptance: record of how often this target accepts this drafter. If it is
-      given without a calibration and a gamma, the run times some calls, and
-      chooses the gamma that pays on this host.
+      given without a calibration and a gamma, the run chooses the gamma that
+      pays on this host by the times of some calls. They are measured once, by a
+      run of more than 256 lines; before that the gamma is the usual one.
     overwrite: replaces results, and the unfinished run of another
       configuration, in the output folder.
     stdout: 'report' prints the report; 'outputs' prints the outputs, a line for
