@@ -42,6 +42,7 @@ _SHRINK_AFTER = 16  # steps after which a pool that is too large shrinks
 _MOST_POOLS = 4  # pools of lanes whose programs another thread compiles
 _PIECE_ROUNDS = 4  # rounds of a beam search between two steps of other rows
 IDLE_LANES = 2  # idle lanes that keep their programs
+_READ_TOKENS = 64  # fewer tokens take as long to read
 _PAUSE_SECONDS = 5.0  # a lane without rows is idle after so long
 _MOST_LANES = 16  # lanes at a time, if all are in use
 
@@ -55,8 +56,8 @@ class PoolSettings(Checked):
   Attributes:
     rows: B, slots; rows that are decoded together.
     refill: the host looks earlier once this many rows have finished; None is an
-      eighth of the rows. A smaller number keeps the slots fuller and takes more
-      of the host's time.
+      eighth of the rows, or more for short inputs, see `with_refill`. A smaller
+      number keeps the slots fuller and takes more of the host's time.
     gammas: rows -> how greedy rows in a pool of so many or fewer rows are
       drafted for, as `Calibration.plan` has it. The largest number of rows
       replaces `rows`. Sampled rows have the engine's gamma, so that a sample
@@ -78,6 +79,16 @@ class PoolSettings(Checked):
     """Rows of the pools, in order; multiples of the devices that split rows."""
     sizes = self.sizes or self.gammas or [self.rows]
     return sorted({rounded_up(size, multiple) for size in sizes})
+
+  def with_refill(self, width: int) -> 'PoolSettings':
+    """Sets `refill`, if it is None, for inputs of a width that is usual.
+
+    Short inputs are read together: the call reads the same kernels for one.
+    """
+    rows = self.pool_sizes(1)[-1]
+    together = min(_READ_TOKENS // width, rows // 2)
+    refill = self.refill or max(1, rows // 8, together)
+    return dataclasses.replace(self, refill=refill)
 
 
 class DraftPolicy:
@@ -903,6 +914,8 @@ class Scheduler:
       size = padded_rows(len(rows))
       settings = PoolSettings(rows=size, refill=size)
     widths = [row.widths for row in rows]
+    if compiled is None:
+      settings = settings.with_refill(max(widths[len(rows) // 2]))
     inputs, prompts = map(max, zip(*widths, strict=True))
     widest = inputs, prompts
     example = joined(rows[:1], rows[0].terms.shared, widest)

@@ -20,10 +20,10 @@ def stored(
   path = _path(name, key)
   if path.exists():
     try:
-      stored = read_json(path)
-      if stored['key'] != key:
-        raise ValueError(f'expected the key {key}, got {stored["key"]}')
-      return read(stored['value'])
+      content = read_json(path)
+      if content['key'] != key:
+        raise ValueError(f'expected the key {key}, got {content["key"]}')
+      return read(content['value'])
     except (OSError, ValueError, LookupError, TypeError) as error:
       warnings.warn(
         f'{str(path)!r} is not what was measured here ({error}); it is measured'

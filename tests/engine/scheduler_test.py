@@ -151,6 +151,20 @@ def test_bad_settings(name, value):
 
 
 @pytest.mark.parametrize(
+  'rows, refill, width, want',
+  [
+    *((8, None, 16, 4), (8, None, 32, 2), (8, None, 512, 1), (32, None, 16, 4)),
+    *((64, None, 512, 8), (2, None, 1, 1), (1, None, 16, 1), (8, 1, 16, 1)),
+  ],
+)
+def test_short_inputs_are_read_together(rows, refill, width, want):
+  settings = PoolSettings(rows=rows, refill=refill)
+  assert settings.with_refill(width).refill == want
+  plan = PoolSettings(refill=refill, gammas={rows: Drafting(2)})
+  assert plan.with_refill(width).refill == want
+
+
+@pytest.mark.parametrize(
   'devices, rows, gammas, sizes',
   [
     (1, 3, {4: 2, 1: 3}, [1, 4]),
