@@ -135,10 +135,21 @@ def _as_process(function: Callable[[], int]) -> int:
   Python alone would wait until all compilations end, also those of other
   threads, which can take a minute or more.
   """
+  _hide_hints()
   status = _guarded(function, is_process=True)
   if status == _INTERRUPTED:
     _leave(status)
   return status
+
+
+def _hide_hints() -> None:
+  """Keeps JAX 0.10, that of Python 3.11, from logging what is no error.
+
+  On Intel processors it logs kilobytes for each program of its cache: it does
+  not know two of their features, which are hints to the compiler.
+  """
+  if sys.version_info < (3, 12):
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
 @contextlib.contextmanager

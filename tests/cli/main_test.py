@@ -114,6 +114,20 @@ def test_an_interrupt_ends_what_is_busy_and_says_how_to_go_on(where, tmp_path):
   assert err.endswith(f':\n  {shlex.join(argv)}\n')
 
 
+@pytest.mark.parametrize(
+  'version, given, want',
+  [((3, 11), None, '3'), ((3, 11), '0', '0'), ((3, 12), None, None)],
+)
+def test_hints_are_not_logged_as_errors(monkeypatch, version, given, want):
+  name = 'TF_CPP_MIN_LOG_LEVEL'
+  monkeypatch.setenv(name, given or '')
+  if given is None:
+    monkeypatch.delenv(name)
+  monkeypatch.setattr(sys, 'version_info', version)
+  main._hide_hints()
+  assert os.environ.get(name) == want
+
+
 def test_output_is_utf_8_whatever_the_locale_is():
   code = "from specdec_jax.cli import main; main._guarded(lambda: print('ä'))"
   environment = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONPATH': str(ROOT)}
