@@ -122,10 +122,11 @@ class Slots:
     if self._pool is None:
       empty = self._empty_row(self._pool_width)
       self._pool = self.programs.repeated(empty, len(self.owners))
-    if self.width > self._pool_width:
-      empty = self._empty_row(self.width)
+    # Step by step, so that there are few programs.
+    while self.width > self._pool_width:
+      self._pool_width = min(2 * self._pool_width, self.width)
+      empty = self._empty_row(self._pool_width)
       self._pool = self.programs.widened(self._pool, empty)
-      self._pool_width = self.width
 
   @property
   def free(self) -> list[int]:
