@@ -1,15 +1,14 @@
 """A BART that writes titles, and what speculation gains with a drafter of it.
 
-  python3 -m venv .venv && .venv/bin/pip install -e '.[peers]' torch
+  python3 -m venv .venv && .venv/bin/pip install -e '.[peers]'
   .venv/bin/python benchmarks/summaries.py PAIRS outputs/summaries
 
 PAIRS has a JSON object a line with an abstract, 'source', and its title,
 'target'; a name that ends in .gz is a compressed file. A small BART with random
-weights learns from them, all but the last fifty, for `--minutes`, as
-transformers has it. `specdec distil` makes a drafter of layers of its decoder.
-Then the held-out abstracts are decoded one at a time, greedily and by a search
-with four beams, with the settings of bart-large-cnn. What is in the folder is
-not made again.
+weights learns for `--minutes` from all but the last fifty. `specdec distil`
+makes a drafter of layers of its decoder. Then the held-out abstracts are
+decoded one at a time, greedily and by a search with four beams, with the
+settings of bart-large-cnn. What is in the folder is not made again.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from specdec_jax.report.console import bar, console
 
 SIZE, MOST_INPUT, MOST_OUTPUT, BATCH = 256, 128, 32, 32
 HELD_OUT, REPEATS = 50, 3
-# Of bart-large-cnn, but for the lengths.
+# Settings of bart-large-cnn; only the lengths are smaller.
 BEAMS = dict(num_beams=4, length_penalty=2.0, early_stopping=True, min_length=4)
 RULES = dict(no_repeat_ngram_size=3, forced_bos_token_id=0)
 SPECIAL = ['<s>', '<pad>', '</s>', '<unk>', '<mask>']
@@ -90,7 +89,7 @@ def train(pairs: list, folder: pathlib.Path, minutes: float) -> None:
       losses.append(now.item())
       advance(int(100 * done) - shown)
       shown = int(100 * done)
-  last = sum(losses[-100:]) / len(losses[-100:])
+  last = np.mean(losses[-100:])
   print(f'{len(losses)} steps of {BATCH} pairs, loss {last:.2f} at last')
   model.generation_config.update(max_length=MOST_OUTPUT, **RULES, **BEAMS)
   for content in (tokenizer, model):

@@ -279,6 +279,15 @@ class Row:
     )
 
 
+def widest_of(
+  rows: Iterable[Row], least: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
+  """Returns the greatest widths of inputs and prompts, at least `least`."""
+  widths = zip(least, *(row.widths for row in rows), strict=True)
+  inputs, prompts = map(max, widths)
+  return inputs, prompts
+
+
 def joined(
   rows: Sequence[Row],
   shared: Request,
@@ -302,8 +311,7 @@ def joined(
   def each(dtype: Any, values: Iterable[Any]) -> Any:
     return np.fromiter(values, dtype, len(rows))
 
-  widths = zip(least, *(row.widths for row in rows), strict=True)
-  width, prompt_width = map(max, widths)
+  width, prompt_width = widest_of(rows, least)
   options = [row.options for row in rows]
   min_p = each(np.float32, (x.min_p for x in options))
   sampling = shared.sampling.replace(
@@ -407,13 +415,6 @@ class TextRequest:
           self.passed_over[index] = [ids] * self.terms.num_outputs
         else:
           self.rows.append(self._row(index, number, sample, ids))
-
-  @property
-  def widest(self) -> tuple[int, int]:
-    """The widths of the widest inputs and of the widest prompts."""
-    widths = zip((1, 1), *(row.widths for row in self.rows), strict=True)
-    inputs, prompts = map(max, widths)
-    return inputs, prompts
 
   def widen(self, least: tuple[int, int]) -> None:
     """Pads the rows to at least these widths of inputs and prompts."""

@@ -27,7 +27,13 @@ from specdec_jax.decoding.pool import PoolPrograms, PoolView
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.padding import padded_rows, rounded_up
 from specdec_jax.engine.programs import Programs
-from specdec_jax.engine.request import Row, TextRequest, Update, joined
+from specdec_jax.engine.request import (
+  Row,
+  TextRequest,
+  Update,
+  joined,
+  widest_of,
+)
 from specdec_jax.engine.slots import Slots
 from specdec_jax.request import Drafting, Request, whole_buckets
 from specdec_jax.types import FinishReason, Positive
@@ -56,7 +62,7 @@ class PoolSettings(Checked):
   Attributes:
     rows: B, slots; rows that are decoded together.
     refill: the host looks earlier once this many rows have finished; None is an
-      eighth of the rows, or more for short inputs, see `with_refill`. A smaller
+      eighth of the rows, or more for short inputs, see `refill_of`. A smaller
       number keeps the slots fuller and takes more of the host's time.
     gammas: rows -> how greedy rows in a pool of so many or fewer rows are
       drafted for, as `Calibration.plan` has it. The largest number of rows
@@ -80,15 +86,14 @@ class PoolSettings(Checked):
     sizes = self.sizes or self.gammas or [self.rows]
     return sorted({rounded_up(size, multiple) for size in sizes})
 
-  def with_refill(self, width: int) -> 'PoolSettings':
-    """Sets `refill`, if it is None, for inputs of a width that is usual.
+  def refill_of(self, width: int, multiple: int = 1) -> int:
+    """Returns `refill`, or its default for inputs that are usually so wide.
 
     Short inputs are read together: the call reads the same kernels for one.
     """
-    rows = self.pool_sizes(1)[-1]
+    rows = self.pool_sizes(multiple)[-1]
     together = min(_READ_TOKENS // width, rows // 2)
-    refill = self.refill or max(1, rows // 8, together)
-    return dataclasses.replace(self, refill=refill)
+    return min(self.refill or max(1, rows // 8, together), rows)
 
 
 class DraftPolicy:
@@ -209,6 +214,7 @@ class SlotPool(RowPool):
     example: Request,
     widest: tuple[int, int],
     first_width: int | None = None,
+    usual_width: int = _READ_TOKENS,
     counts: Sequence[int] | None = None,
     lock: threading.Condition | None = None,
     compiled: set[Any] | None = None,
@@ -222,6 +228,8 @@ class SlotPool(RowPool):
       widest: widths of the widest inputs and prompts.
       first_width: width of inputs for which the pool is made at first; it grows
         later. None: the widest.
+      usual_width: width of most inputs, or prompts; narrow ones are read
+        together.
       counts: numbers of rows that are read together, in order; None: only
         `refill`.
       lock: is held where `waiting` changes.
@@ -235,7 +243,7 @@ class SlotPool(RowPool):
     self.policy = DraftPolicy(settings, example, multiple)
     self.sizes = settings.pool_sizes(multiple)
     largest = self.sizes[-1]
-    self._refill = min(settings.refill or max(1, largest // 8), largest)
+    self._refill = settings.refill_of(usual_width, multiple)
     self._counts = counts or [rounded_up(self._refill, multiple)]
     self._shared = example.replace(skips_rounds=self.policy.skips_rounds)
     # All rows share their stop ids.
@@ -913,18 +921,16 @@ class Scheduler:
     if self._in_batches and len(rows) <= settings.rows:  # read together
       size = padded_rows(len(rows))
       settings = PoolSettings(rows=size, refill=size)
-    widths = [row.widths for row in rows]
-    if compiled is None:
-      settings = settings.with_refill(max(widths[len(rows) // 2]))
-    inputs, prompts = map(max, zip(*widths, strict=True))
-    widest = inputs, prompts
+    middle = rows[len(rows) // 2]
+    widest = widest_of(rows)
     example = joined(rows[:1], rows[0].terms.shared, widest)
     return SlotPool(
       programs,
       settings,
       example,
       widest,
-      first_width=widths[0][0],
+      first_width=rows[0].widths[0],
+      usual_width=max(middle.widths) if compiled is None else _READ_TOKENS,
       lock=self.lock,
       compiled=compiled,
     )

@@ -52,9 +52,9 @@ def measured(
     read: turns these into the result; raises ValueError, LookupError or
       TypeError for values that `make` cannot have returned.
   """
-  found = stored(name, key, read)
-  if found is not None:
-    return found
+  earlier = stored(name, key, read)
+  if earlier is not None:
+    return earlier
   value = make()
   try:
     write_json(_path(name, key), {'key': key, 'value': value})

@@ -30,7 +30,7 @@ from specdec_jax.decoding import resting
 from specdec_jax.engine import calibration, completion, scoring
 from specdec_jax.engine.completion import Completion, CompletionStats
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import TextRequest
+from specdec_jax.engine.request import TextRequest, widest_of
 from specdec_jax.engine.scheduler import Scheduler
 from specdec_jax.infer import report
 from specdec_jax.infer.data import (
@@ -294,8 +294,13 @@ class _Run:
     )
     share = 1 / len(done)  # an item is done after all modes
     with bar(self.console, 'Decoding', len(items), before * share) as advance:
-      if before < len(items) * len(done):
-        self._prepare(items)
+      left = [
+        item
+        for item in items
+        if any(item.number not in outputs for outputs in done.values())
+      ]
+      if left:
+        self._prepare(items, left)
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         for mode, decoder in self.decoders.items():
@@ -317,12 +322,12 @@ class _Run:
       folder.wait(all_came)
     return results
 
-  def _prepare(self, items: Sequence[Item]) -> None:
+  def _prepare(self, items: Sequence[Item], left: Sequence[Item]) -> None:
     """Compiles the programs of all modes side by side, on one host."""
     threads = len(self.decoders) if jax.process_count() == 1 else 1
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
       decoders = self.decoders.values()
-      for _ in pool.map(lambda decoder: decoder.prepare(items), decoders):
+      for _ in pool.map(lambda decoder: decoder.prepare(items, left), decoders):
         pass
 
   def _context(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
@@ -507,18 +512,22 @@ class Decoder:
     self._widths = 1, 1
     self._compile_seconds = 0.0
 
-  def prepare(self, items: Sequence[Item]) -> None:
+  def prepare(self, items: Sequence[Item], left: Sequence[Item]) -> None:
     """Compiles the program of the first of fixed batches.
 
     If there are few items, short inputs get one width, because each width needs
     a program of its own, which takes longer to compile.
+
+    Args:
+      items: all items of the run, so that it goes on with the same width.
+      left: those that are not decoded yet.
     """
     if self._pool or self._mode == SCORING:
       return
     if len(items) <= _FEW_ITEMS:
-      widest = map(min, self._request(items).widest, _SHORT)
-      self._widths = next(widest), next(widest)
-    self._compile_seconds = self.warmup(self._padded(items))
+      inputs, prompts = map(min, widest_of(self._request(items).rows), _SHORT)
+      self._widths = inputs, prompts
+    self._compile_seconds = self.warmup(self._padded(left))
 
   def _padded(self, items: Sequence[Item]) -> Sequence[Item]:
     """Returns the first batch, filled up with its last item.

@@ -159,9 +159,9 @@ def test_bad_settings(name, value):
 )
 def test_short_inputs_are_read_together(rows, refill, width, want):
   settings = PoolSettings(rows=rows, refill=refill)
-  assert settings.with_refill(width).refill == want
+  assert settings.refill_of(width) == want
   plan = PoolSettings(refill=refill, gammas={rows: Drafting(2)})
-  assert plan.with_refill(width).refill == want
+  assert plan.refill_of(width) == want
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class ReversingEngine:
   def text_request(self, texts, speculative, options):
     request = texts, speculative, options
     return types.SimpleNamespace(
-      terms=request, passed_over={}, widest=(1, 1), widen=lambda least: None
+      terms=request, passed_over={}, rows=[], widen=lambda least: None
     )
 
   def scheduler(self, size):
