@@ -5,15 +5,18 @@ programs no other kind can use; its rows share pools. Each `step` moves rows
 into pools, runs rounds on the device, and says what became of the rows; `drain`
 steps until nothing is left. There are two kinds of pool: in `SlotPool` a
 finished row makes room for the next, `FixedBatches` decodes batch after batch.
+On a CPU pools of one kind may decode `SideBySide`.
 
 Without cancelled rows its decisions follow from the rows and from the device's
 answers, never from a clock, so that all processes of a run decide alike.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +38,7 @@ from specdec_jax.engine.request import (
   widest_of,
 )
 from specdec_jax.engine.slots import Slots
+from specdec_jax.models import backend
 from specdec_jax.request import Drafting, Request, whole_buckets
 from specdec_jax.types import FinishReason, Positive
 
@@ -49,6 +53,7 @@ _MOST_POOLS = 4  # pools of lanes whose programs another thread compiles
 _PIECE_ROUNDS = 4  # rounds of a beam search between two steps of other rows
 IDLE_LANES = 2  # idle lanes that keep their programs
 _READ_TOKENS = 64  # fewer tokens take as long to read
+_LEAST_ROWS = 8  # of pools side by side; pools of fewer rows are slower so
 _PAUSE_SECONDS = 5.0  # a lane without rows is idle after so long
 _MOST_LANES = 16  # lanes at a time, if all are in use
 
@@ -85,6 +90,19 @@ class PoolSettings(Checked):
     """Rows of the pools, in order; multiples of the devices that split rows."""
     sizes = self.sizes or self.gammas or [self.rows]
     return sorted({rounded_up(size, multiple) for size in sizes})
+
+  def share(self, number: int) -> 'PoolSettings':
+    """Returns the settings of one of several pools that share the rows."""
+
+    def part(size: int) -> int:
+      return max(1, size // number)
+
+    return PoolSettings(
+      part(self.rows),
+      self.refill and part(self.refill),
+      self.gammas and {part(x): self.gammas[x] for x in sorted(self.gammas)},
+      self.sizes and sorted(set(map(part, self.sizes))),
+    )
 
   def refill_of(self, width: int, multiple: int = 1) -> int:
     """Returns `refill`, or its default for inputs that are usually so wide.
@@ -218,6 +236,7 @@ class SlotPool(RowPool):
     counts: Sequence[int] | None = None,
     lock: threading.Condition | None = None,
     compiled: set[Any] | None = None,
+    beside: int = 1,
   ):
     """Runs nothing.
 
@@ -234,11 +253,13 @@ class SlotPool(RowPool):
         `refill`.
       lock: is held where `waiting` changes.
       compiled: see the attributes.
+      beside: the number of such pools that share the rows of `settings`.
 
     Raises:
-      ValueError: the pool cannot fit into memory.
+      ValueError: the pools cannot fit into memory.
     """
     super().__init__()
+    settings = settings.share(beside)
     multiple = programs.row_multiple
     self.policy = DraftPolicy(settings, example, multiple)
     self.sizes = settings.pool_sizes(multiple)
@@ -251,7 +272,8 @@ class SlotPool(RowPool):
     gamma = self.policy.longest
     draft_slots = example.with_drafting(gamma=gamma).draft_slots
     num_slots = whole_buckets(widest[1] + example.slots + draft_slots)
-    programs.memory_check.check(largest, widest[0], num_slots, 1 + draft_slots)
+    call = widest[0], num_slots, 1 + draft_slots
+    programs.memory_check.check(largest * beside, *call)
     # Requests with and without prompts get the same number of cache slots.
     tokens = num_slots - draft_slots
     self._slots = Slots(
@@ -476,6 +498,64 @@ class SlotPool(RowPool):
   def _may(self, *use: Any) -> bool:
     """Returns whether a program has been compiled, or may be compiled now."""
     return self.compiled is None or use in self.compiled
+
+
+class SideBySide(RowPool):
+  """Pools that share the rows of one kind; each decodes in its own thread.
+
+  Of XLA's programs on a CPU the products alone use several cores, so that two
+  programs at once are quicker than one over all rows.
+  """
+
+  def __init__(self, pools: Sequence[RowPool]):
+    """Starts no thread; pools that are alike share their programs."""
+    super().__init__()
+    self._pools = pools
+    self._rows: list[Row] = []
+    # Updates; and of a pool that has ended, the future of its thread.
+    self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    self._num_left = 0  # pools that decode
+
+  @property
+  def running(self) -> list[Row]:
+    """All rows, until the last one has ended."""
+    return self._rows if self._num_left else []
+
+  def step(self) -> Told:
+    """Waits for a step of any pool; returns the updates of its rows.
+
+    Raises:
+      Exception: that of a step.
+    """
+    if self.waiting:
+      self._begin()
+    told = self._told.get()
+    if not isinstance(told, concurrent.futures.Future):
+      return told
+    self._num_left -= 1
+    return told.result()
+
+  def _begin(self) -> None:
+    """Deals the rows to the pools, and starts the threads."""
+    self._rows = [*self.waiting]
+    self.waiting.clear()
+    self._num_left = len(self._pools)
+    threads = concurrent.futures.ThreadPoolExecutor(self._num_left)
+    for first, pool in enumerate(self._pools):
+      pool.waiting.extend(self._rows[first :: len(self._pools)])
+      threads.submit(self._drain, pool).add_done_callback(self._told.put)
+    threads.shutdown(wait=False)
+
+  def _drain(self, pool: RowPool) -> Told:
+    while pool.has_work:
+      self._told.put(pool.step())
+    return []
+
+  def warmup(self, rows: Sequence[Row]) -> bool:
+    """Compiles what each pool needs for its part of rows like these."""
+    number = len(self._pools)
+    parts = [rows[first::number] for first in range(number)]
+    return any([x.warmup(y) for x, y in zip(self._pools, parts, strict=True)])
 
 
 class FixedBatches(RowPool):
@@ -749,9 +829,13 @@ class Scheduler:
     `TextRequest.completions`.
     """
     self.submit(self._in_order(request.rows))
-    for row, update in self.drain():
-      if update.outputs:
-        yield row.index, update.outputs
+    try:
+      for row, update in self.drain():
+        if update.outputs:
+          yield row.index, update.outputs
+    except BaseException:  # also if the caller wants no more
+      self.cancel(request.rows)
+      raise
 
   def generate(self, request: TextRequest) -> list[Completion]:
     """Decodes a request; returns its completions, in order."""
@@ -806,6 +890,7 @@ class Scheduler:
     if isinstance(pool, FixedBatches):
       pool.warmup([row])
       return set()
+    assert isinstance(pool, SlotPool)
     # A program is compiled again for arrays that another program has placed.
     for _ in range(2):
       rows = [dataclasses.replace(row) for _ in range(min(2, size))]
@@ -901,9 +986,17 @@ class Scheduler:
         lane.pools[key].waiting.append(row)
     return []
 
+  def _num_pools(self, rows: Sequence[Row]) -> int:
+    """Returns how many pools decode rows side by side: on a CPU one a core."""
+    is_one = backend.kind() == 'cpu' and jax.device_count() == 1
+    if self._ordinary is not None or not is_one:
+      return 1
+    together = min(len(rows), self._settings.pool_sizes(1)[-1])
+    return max(1, min(backend.num_cores(), together // _LEAST_ROWS))
+
   def _pool_of(
     self, rows: Sequence[Row], compiled: set[Any] | None = None
-  ) -> SlotPool | FixedBatches:
+  ) -> RowPool:
     """Makes the pool that decodes rows of one kind; runs nothing.
 
     Args:
@@ -922,15 +1015,20 @@ class Scheduler:
       size = padded_rows(len(rows))
       settings = PoolSettings(rows=size, refill=size)
     middle = rows[len(rows) // 2]
-    widest = widest_of(rows)
+    widest, number = widest_of(rows), self._num_pools(rows)
     example = joined(rows[:1], rows[0].terms.shared, widest)
-    return SlotPool(
-      programs,
-      settings,
-      example,
-      widest,
-      first_width=rows[0].widths[0],
-      usual_width=max(middle.widths) if compiled is None else _READ_TOKENS,
-      lock=self.lock,
-      compiled=compiled,
-    )
+    pools = [
+      SlotPool(
+        programs,
+        settings,
+        example,
+        widest,
+        first_width=rows[0].widths[0],
+        usual_width=max(middle.widths) if compiled is None else _READ_TOKENS,
+        lock=self.lock,
+        compiled=compiled,
+        beside=number,
+      )
+      for _ in range(number)
+    ]
+    return SideBySide(pools) if number > 1 else pools[0]

@@ -82,7 +82,9 @@ class DecodeConfig:
       speculative outputs.
     batch_size: examples decoded together, if there are as many.
     batching: 'fixed' decodes batch after batch; 'continuous' gives the place
-      of a finished example to the next one. Scoring uses fixed batches.
+      of a finished example to the next one, and on a CPU decodes on each core.
+      None: 'continuous' on a CPU for more than 256 outputs and several rows.
+      Scoring and beams use fixed batches.
     prompt_feature: feature whose tokens each output begins with; 'targets' is
       T5X's prompt_with_targets.
     shard_id: examples with index % `num_shards` == `shard_id` are decoded;
@@ -127,7 +129,7 @@ class DecodeConfig:
   task_mode: Literal['predict', 'score', 'predict_with_aux'] = 'predict'
   mode: Literal['both', 'plain', 'speculative'] = 'both'
   batch_size: Annotated[int, Bound(1, MOST_ROWS)] = 1
-  batching: Literal['fixed', 'continuous'] = 'fixed'
+  batching: Literal['fixed', 'continuous'] | None = None
   prompt_feature: str | None = None
   shard_id: Count | None = None
   num_shards: Positive = 1
@@ -195,7 +197,7 @@ class DecodeConfig:
     expected = 'None with num_beams, for it is of single outputs'
     drafts = self.searches and SPECULATIVE in self.modes
     yield 'calibration', not (drafts and self.calibration), expected
-    fixed = not self.searches or self.batching == 'fixed'
+    fixed = not self.searches or self.batching != 'continuous'
     yield 'batching', fixed, "'fixed' with beams (--batching fixed)"
 
   @property

@@ -44,6 +44,7 @@ from specdec_jax.infer.data import (
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
+from specdec_jax.models import backend
 from specdec_jax.report import bar, say
 from specdec_jax.report.record import seconds_since_start
 from specdec_jax.request import Drafting
@@ -56,7 +57,8 @@ _OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
 # only what was decoded since then.
 _KEEP_SECONDS = 30.0
 # So many items take less time than ten programs take to compile. For them calls
-# are not timed, and inputs and prompts up to these widths share a program.
+# are not timed, inputs and prompts up to these widths share a program, and
+# batches are fixed.
 _FEW_ITEMS, _SHORT = 256, (64, 65)
 
 
@@ -192,10 +194,16 @@ class _Run:
     # More rows than examples would be padding.
     examples = max(1, len(self.items) // config.options.num_samples)
     rows = min(config.batch_size, examples)
-    config = dataclasses.replace(config, batch_size=rows)
+    is_short = len(self.items) <= _FEW_ITEMS
+    slots = backend.kind() == 'cpu' and 1 < rows < examples and not is_short
+    slots &= not config.searches and config.task_mode != 'score'
+    config = dataclasses.replace(
+      config,
+      batch_size=rows,
+      batching=config.batching or ('continuous' if slots else 'fixed'),
+    )
     gammas = plan = None
     if SPECULATIVE in config.modes:
-      is_short = len(self.items) <= _FEW_ITEMS
       plan = choose_gammas(measured, config, self.engine, console, is_short)
     if plan is not None:
       gammas = {str(size): drafting.gamma for size, drafting in plan.items()}

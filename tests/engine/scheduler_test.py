@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import threading
 import weakref
 
 import jax
@@ -13,10 +14,12 @@ import small_vocabulary
 import toy_models
 from compilations import nothing_compiles
 from small_vocabulary import make_texts
+from specdec_jax.engine import scheduler
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.infer import resume
 from specdec_jax.infer import run as run_lib
+from specdec_jax.models import backend
 from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting
 from toy_pools import Pooled
@@ -207,3 +210,49 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
   with pytest.raises(ValueError, match='batching'):
     run(tmp_path, data, engine, **options | {'batching': 'fixed'})
   assert run(tmp_path, data, engine, overwrite=True, **options)[1] == records
+
+
+@pytest.fixture
+def cores(monkeypatch):
+  """Two pools of two rows share a pool of four; says which threads step."""
+  monkeypatch.setattr(scheduler, '_LEAST_ROWS', 2)
+  monkeypatch.setattr(backend, 'num_cores', lambda: 2)
+  threads, step = set(), scheduler.SlotPool.step
+
+  def noted(pool):
+    threads.add(threading.current_thread())
+    return step(pool)
+
+  monkeypatch.setattr(scheduler.SlotPool, 'step', noted)
+  return threads
+
+
+def test_pools_side_by_side_give_the_same(decoder, want, cores):
+  same(decoder.generate(TEXTS, **SAMPLED), want)
+  assert len(cores) == 2 and threading.current_thread() not in cores
+  cores.clear()
+  few = SAMPLED | {'temperature': TEMPERATURES[:3]}  # too few for two pools
+  same(decoder.generate(TEXTS[:3], **few), want[:3])
+  assert cores == {threading.current_thread()}
+
+
+def test_pools_side_by_side_end_with_their_caller(decoder, cores, monkeypatch):
+  outputs = decoder.run(TEXTS * 20, **SAMPLED | {'temperature': 1.0})
+  next(outputs)
+  outputs.close()
+  for thread in cores:
+    thread.join(20)
+    assert not thread.is_alive()
+  advance = scheduler.SlotPool._advance
+
+  def failing(pool):
+    if pool._slots.owners[0].index % 2:
+      raise ZeroDivisionError
+    advance(pool)
+
+  monkeypatch.setattr(scheduler.SlotPool, '_advance', failing)
+  with pytest.raises(ZeroDivisionError):
+    decoder.generate(TEXTS, **SAMPLED)
+  for thread in cores:
+    thread.join(20)
+    assert not thread.is_alive()
