@@ -53,7 +53,9 @@ _MOST_POOLS = 4  # pools of lanes whose programs another thread compiles
 _PIECE_ROUNDS = 4  # rounds of a beam search between two steps of other rows
 IDLE_LANES = 2  # idle lanes that keep their programs
 _READ_TOKENS = 64  # fewer tokens take as long to read
-_LEAST_ROWS = 8  # of pools side by side; pools of fewer rows are slower so
+# Pools side by side: the most, for Python runs one thread at a time; and the
+# fewest rows of each, because smaller pools are slower side by side.
+_MOST_BESIDE, _LEAST_ROWS = 8, 8
 _PAUSE_SECONDS = 5.0  # a lane without rows is idle after so long
 _MOST_LANES = 16  # lanes at a time, if all are in use
 
@@ -992,7 +994,8 @@ class Scheduler:
     if self._ordinary is not None or not is_one:
       return 1
     together = min(len(rows), self._settings.pool_sizes(1)[-1])
-    return max(1, min(backend.num_cores(), together // _LEAST_ROWS))
+    most = min(backend.num_cores(), _MOST_BESIDE)
+    return max(1, min(most, together // _LEAST_ROWS))
 
   def _pool_of(
     self, rows: Sequence[Row], compiled: set[Any] | None = None
