@@ -101,6 +101,8 @@ def is_a(value: Any, hint: Any) -> bool:
   """Returns whether a value has the type that `check_types` would accept."""
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
+    if hasattr(value, '__len__') and not _is_within(value, inside[1]):
+      return False  # before its items are looked at
     return is_a(value, inside[0]) and _is_within(value, inside[1])
   if origin in (Union, types.UnionType):
     return any(is_a(value, option) for option in inside)
@@ -143,7 +145,11 @@ def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
   if len(inside) > 1 and inside[1] is not Ellipsis:
     return len(value) == len(inside) and all(map(is_a, value, inside))
   kinds = set(map(type, value))
-  if not inside or (kinds <= {int, str} and kinds == {inside[0]}):
+  if not inside:
+    return True
+  is_union = typing.get_origin(inside[0]) in (Union, types.UnionType)
+  options = typing.get_args(inside[0]) if is_union else inside[:1]
+  if len(kinds) == 1 and kinds <= {int, str}.intersection(options):
     return True  # a loop in Python would be slow for long prompts
   return all(is_a(item, inside[0]) for item in value)
 

@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import toy_families as toys
 from specdec_jax import infer
 from specdec_jax.checkpoints.convert import ConvertConfig
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import check_types
+from specdec_jax.checks.fields import Bound, check_types
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import PoolSettings
@@ -39,6 +39,16 @@ def place(tmp_path, monkeypatch):
 # Values of another kind, of whatever is configured.
 
 
+class Endless(list):
+  """A long list whose items nobody should look at."""
+
+  def __len__(self):
+    return 10**9
+
+  def __iter__(self):
+    raise AssertionError
+
+
 @dataclasses.dataclass(frozen=True)
 class Fields:
   """One field of each kind that configurations have."""
@@ -53,6 +63,7 @@ class Fields:
   several: tuple[int, ...] = ()
   pair: tuple[int, float] = (1, 1.0)
   numbers: Sequence[float] = ()
+  few: Annotated[Sequence[str | Sequence[int]], Bound(1, 9)] | None = None
   named: Mapping[str, int] | None = None
   function: Callable[[], int] | None = None
   inner: 'Fields | None' = None
@@ -76,6 +87,8 @@ class Fields:
     ('several', [], [(1.5,), ('x',), [None]]),
     ('pair', [(1, 2.5), [1, 2]], [(1,), (1, 2, 3), (1.5, 1), 'ab']),
     ('numbers', [[1, 0.5]], [5, ['x'], [NAN]]),
+    ('few', [['a'] * 9, ['a', [1]], [[1]]], [[], [1], ['a', 1], ['a'] * 10]),
+    ('few', [], [Endless()]),
     ('named', [{'a': 1}, None], [5, [1], 'a']),
     ('function', [len, None], [5, 'len']),
     ('inner', [None, Fields()], [5, 'x', {}]),

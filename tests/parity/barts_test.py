@@ -169,4 +169,4 @@ def test_beams_are_those_of_transformers(name, batches):
   end, lengths = likely_end(name), set()
   for seed in range(batches):
     lengths |= compare(name, seed, end)
-  assert len(lengths) > 2
+  assert len(lengths) > 1  # some end early
