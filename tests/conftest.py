@@ -130,14 +130,27 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope='module', autouse=True)
 def _few_programs():
-  """Drops compiled programs after a module, once there are many.
+  """Drops compiled programs after a module, once there are many."""
+  yield
+  _drop_programs(15_000)
+
+
+@pytest.fixture(autouse=True)
+def _not_too_many_programs(request):
+  """Drops them after a slow test too: some compile hundreds."""
+  yield
+  if request.node.get_closest_marker('slow'):
+    _drop_programs(30_000)
+
+
+def _drop_programs(most):
+  """Drops compiled programs if they have more memory mappings than `most`.
 
   A program takes some 15 memory mappings. Linux gives a process 65,530, and
   XLA ends in a segmentation fault where there are no more.
   """
-  yield
   mappings = pathlib.Path('/proc/self/maps')
-  if mappings.exists() and len(mappings.read_text().splitlines()) > 15_000:
+  if mappings.exists() and mappings.read_text().count('\n') > most:
     import jax
 
     jax.clear_caches()
