@@ -161,7 +161,7 @@ def likely_end(name):
 @pytest.mark.parametrize(
   ('name', 'batches'),
   [
-    ('BART', 2),
+    ('BART', 4),
     *(pytest.param(name, BATCHES, marks=pytest.mark.slow) for name in NAMES),
   ],
 )
@@ -169,4 +169,4 @@ def test_beams_are_those_of_transformers(name, batches):
   end, lengths = likely_end(name), set()
   for seed in range(batches):
     lengths |= compare(name, seed, end)
-  assert len(lengths) > 1  # some end early
+  assert len(lengths) > 2
