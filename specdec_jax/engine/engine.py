@@ -577,8 +577,8 @@ class Engine:
     usual = self.config.gamma is None and self.drafting == drafting_of(
       USUAL_GAMMA, self.fallback
     )
-    is_one = backend.kind() == 'cpu' and jax.device_count() == 1
-    if not (self.has_drafter and usual and is_one) or self.tree is not None:
+    known = self.has_drafter and usual and backend.is_one_cpu()
+    if not known or self.tree is not None:
       return True
     cost = cpu_layout.call_cost(rows, 1 + USUAL_GAMMA)
     if cost is None:

@@ -531,11 +531,11 @@ class SideBySide(RowPool):
     """
     if self.waiting:
       self._begin()
-    told = self._told.get()
-    if not isinstance(told, concurrent.futures.Future):
-      return told
+    updates = self._told.get()
+    if not isinstance(updates, concurrent.futures.Future):
+      return updates
     self._num_left -= 1
-    return told.result()
+    return updates.result()
 
   def _begin(self) -> None:
     """Deals the rows to the pools, and starts the threads."""
@@ -990,8 +990,7 @@ class Scheduler:
 
   def _num_pools(self, rows: Sequence[Row]) -> int:
     """Returns how many pools decode rows side by side: on a CPU one a core."""
-    is_one = backend.kind() == 'cpu' and jax.device_count() == 1
-    if self._ordinary is not None or not is_one:
+    if self._ordinary is not None or not backend.is_one_cpu():
       return 1
     together = min(len(rows), self._settings.pool_sizes(1)[-1])
     most = min(backend.num_cores(), _MOST_BESIDE)

@@ -224,9 +224,12 @@ class DecodeConfig:
   def slots(self) -> PoolSettings | None:
     """The settings of continuous batching; None for fixed batches."""
     pooled = self.batching == 'continuous' or self.options.split is not None
-    if self.searches or self.task_mode == 'score' or not pooled:
-      return None
-    return PoolSettings(rows=self.rows)
+    return PoolSettings(rows=self.rows) if pooled and self.may_pool else None
+
+  @property
+  def may_pool(self) -> bool:
+    """Whether a finished output may give its place to another."""
+    return not self.searches and self.task_mode != 'score'
 
   @property
   def results_name(self) -> str:

@@ -195,12 +195,12 @@ class _Run:
     examples = max(1, len(self.items) // config.options.num_samples)
     rows = min(config.batch_size, examples)
     is_short = len(self.items) <= _FEW_ITEMS
-    slots = backend.kind() == 'cpu' and 1 < rows < examples and not is_short
-    slots &= not config.searches and config.task_mode != 'score'
+    is_long = 1 < rows < examples and not is_short
+    pools = is_long and config.may_pool and backend.kind() == 'cpu'
     config = dataclasses.replace(
       config,
       batch_size=rows,
-      batching=config.batching or ('continuous' if slots else 'fixed'),
+      batching=config.batching or ('continuous' if pools else 'fixed'),
     )
     gammas = plan = None
     if SPECULATIVE in config.modes:

@@ -29,6 +29,11 @@ def kind() -> str:
   return compiled_for.value or jax.default_backend()
 
 
+def is_one_cpu() -> bool:
+  """Returns whether programs run on one CPU, and arrays are not split."""
+  return kind() == 'cpu' and jax.device_count() == 1
+
+
 def num_cores() -> int:
   """Returns the number of CPU cores that this process may run on."""
   if hasattr(os, 'sched_getaffinity'):  # only Linux has this function
