@@ -14,7 +14,7 @@ import sys
 import ray.data.checkpoint
 
 import specdec_jax as sd
-from specdec_jax.serving.replicas import check_cluster
+from specdec_jax.serving.run import check_cluster
 
 NUM_ENGINES = 2
 EACH = {'num_cpus': 0}  # on a cluster what each needs: {'num_gpus': 1}

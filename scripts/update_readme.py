@@ -33,13 +33,8 @@ from specdec_jax import files
 from specdec_jax.checkpoints import families
 from specdec_jax.engine import calibration
 from specdec_jax.infer import report
-from specdec_jax.measure import (
-  acceptance,
-  calibrate,
-  calls,
-  compare,
-  pair_check,
-)
+from specdec_jax.measure import acceptance, calibrate, calls, compare
+from specdec_jax.measure import pair_check as pairs
 from specdec_jax.report import Record, Table, record
 from specdec_jax.report.record import where
 
@@ -176,14 +171,6 @@ def _table(saved: Record, _: pathlib.Path) -> list[str | Table]:
   return [f'{table.title} ({where(saved)}):', table, *table.notes]
 
 
-def _alpha(measured: Record, _: pathlib.Path) -> list[str | Table]:
-  return [f'{where(measured)}.', acceptance.table(measured)]
-
-
-def _pair_check(checked: Record, _: pathlib.Path) -> list[str | Table]:
-  return [pair_check.conditions(checked), pair_check.table(checked)]
-
-
 # Kind of a record -> makes its paragraphs.
 _RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
   'decode': _decode,
@@ -191,8 +178,8 @@ _RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
   'methods': _table,
   'benchmark': _benchmark,
   'calibration': _calibration,
-  'alpha': _alpha,
-  'pair_check': _pair_check,
+  'alpha': lambda saved, _: [f'{where(saved)}.', acceptance.table(saved)],
+  'pair_check': lambda saved, _: [pairs.conditions(saved), pairs.table(saved)],
 }
 
 

@@ -117,8 +117,6 @@ def is_a(value: Any, hint: Any) -> bool:
     return is_mapping and all(all(map(is_a, pair, inside)) for pair in pairs)
   if kind in _SEQUENCES:
     return _is_sequence(value, inside)
-  if kind is bool:
-    return isinstance(value, bool)
   if kind in (int, float):
     number = numbers.Integral if kind is int else numbers.Real
     is_number = isinstance(value, number) and not isinstance(value, bool)
@@ -159,8 +157,9 @@ def _described(hint: Any) -> str:
   if origin is Annotated:
     words, (least, most, is_open) = _described(inside[0]), inside[1]
     if inside[0] not in (int, float):
-      number = f'{least:g} or more' if math.isinf(most) else f'{most:g} at most'
-      return f'{words}, {number} of them'
+      unit = 'characters' if inside[0] is str else 'of them'
+      end = ' or more' if math.isinf(most) else f' to {most:g}'
+      return f'{words}, {least:g}{end} {unit}'
     end = f' to {most:.15g}' if math.isfinite(most) else ''
     return f'{words} {"above" if is_open else "from"} {least:g}{end}'
   if origin in (Union, types.UnionType):
@@ -180,9 +179,8 @@ def _described(hint: Any) -> str:
     return f'a sequence ({", ".join(items)})' if items else 'a sequence'
   if kind is os.PathLike:
     return 'a path'
-  return str(
-    _WORDS.get(kind) or (kind.__name__ if isinstance(kind, type) else kind)
-  )
+  name = kind.__name__ if isinstance(kind, type) else str(kind)
+  return _WORDS.get(kind, name)
 
 
 def _either(words: list[str]) -> str:

@@ -46,10 +46,8 @@ def check_room(
     gc.collect()  # the collector frees engines that nothing uses any more
     size = free()
   if size is not None and needed > size:
-    raise DoesNotFitError(
-      f'{what}: {gib(needed)} of memory are needed and {gib(size)} are'
-      f' free. {advice}'
-    )
+    sizes = f'{gib(needed)} of memory are needed and {gib(size)} are free'
+    raise DoesNotFitError(f'{what}: {sizes}. {advice}')
 
 
 def give_back() -> None:

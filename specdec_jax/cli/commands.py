@@ -159,14 +159,12 @@ def measure() -> None:
   """
   from specdec_jax.measure import acceptance, calls, compare
 
-  _chosen(
-    'measure',
-    {
-      acceptance.MeasureAlphaConfig: acceptance.measure_alpha,
-      calls.BenchmarkConfig: calls.benchmark,
-      compare.CompareConfig: compare.compare,
-    },
-  )
+  functions: dict[type, Callable[[Any], object]] = {
+    acceptance.MeasureAlphaConfig: acceptance.measure_alpha,
+    calls.BenchmarkConfig: calls.benchmark,
+    compare.CompareConfig: compare.compare,
+  }
+  _chosen('measure', functions)
 
 
 def reproduce() -> None:

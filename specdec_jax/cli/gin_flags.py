@@ -27,7 +27,7 @@ import inspect
 import logging
 import re
 import tokenize
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gin
@@ -89,30 +89,26 @@ def load(
   common, rest = _common(argv)
   files = common.gin_file or [*filter(None, [command.run_file])]
   if not files and not common.help:
-    raise ValueError(
-      'No --gin_file was given. Expected the path of a run, such as'
-      ' --gin_file=gin/runs/demo.gin.'
-    )
+    example = '--gin_file=gin/runs/demo.gin'
+    raise ValueError(f'No --gin_file was given. Expected one, as {example}.')
   _load_files(files, (common.gin_search_paths or '').split(','))
   parser, flags = _parser(command, name)
   if common.help:
     parser.print_help()
     parser.exit()
   values = options.values_of(_parsed(parser, rest, files), flags)
+  kept = [f for f in files if not f.endswith(command.run_file or f)]
   _of_models[:] = [
-    *(
-      f'--gin_file={f}' for f in files if not f.endswith(command.run_file or f)
-    ),
+    *(f'--gin_file={f}' for f in kept),
     *(f'--gin.{x}' for x in common.gin_bindings or () if '/' not in x),
     *(f'{flags[x]}={values[x]}' for x in values if flags[x] in _MODEL_FLAGS),
   ]
-  macros = _macros()
+  macros, implied = _macros(), dict[str, Any]()
   for binding in values:
-    implied = command.implied.get(flags[binding], {})
-    for macro in implied.keys() & macros:
-      _bind(macro, implied[macro])
+    implied |= command.implied.get(flags[binding], {})
+  implied = {macro: implied[macro] for macro in implied.keys() & macros}
   # Later bindings override: explicit bindings come after flags.
-  for binding, value in values.items():
+  for binding, value in [*implied.items(), *values.items()]:
     _bind(binding, value)
   for text in common.gin_bindings or ():
     binding, _, value = (part.strip() for part in text.partition('='))
@@ -134,12 +130,10 @@ def _check_engines() -> None:
   for (scope, selector), values in bindings().items():
     settings = values.keys() - {'target', 'drafter', 'config'}
     if selector.endswith('engine.Engine') and settings:
-      name = min(settings)
-      expected = 'in engine.EngineConfig, with engine.Engine.config ='
+      name, config = min(settings), 'engine.EngineConfig'
+      expected = f'in {config}, with engine.Engine.config = @{config}()'
       field = f'{scope}/engine.Engine.{name}'.lstrip('/')
-      raise unexpected(
-        field, f'{expected} @engine.EngineConfig()', values[name]
-      )
+      raise unexpected(field, expected, values[name])
 
 
 def of_models(run_file: str) -> list[str]:
@@ -158,16 +152,12 @@ def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
   """Parses the flags of all commands; returns also the other arguments."""
   parser = _Parser()
   parser.add_common()
-  return parser.parse_known_args([_rewrite(arg) for arg in argv])
-
-
-def _rewrite(arg: str) -> str:
-  """Turns --gin.NAME=VALUE into --gin_bindings=NAME=VALUE."""
-  if not arg.startswith('--gin.'):
-    return arg
-  if '=' not in arg:
-    raise ValueError(f'{arg}: expected --gin.NAME=VALUE, but there is no =.')
-  return f'--gin_bindings={arg.removeprefix("--gin.")}'
+  for arg in argv:
+    if arg.startswith('--gin.') and '=' not in arg:
+      raise ValueError(f'{arg}: expected --gin.NAME=VALUE, but there is no =.')
+  # --gin.NAME=VALUE is --gin_bindings=NAME=VALUE.
+  args = [re.sub(r'\A--gin\.', '--gin_bindings=', arg) for arg in argv]
+  return parser.parse_known_args(args)
 
 
 def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
@@ -240,22 +230,17 @@ def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
 def _parsed(
   parser: _Parser, argv: Sequence[str], files: Sequence[str]
 ) -> argparse.Namespace:
-  flags = parser._option_string_actions  # noqa: SLF001
-  args, unknown = parser.parse_known_args([_dashed(arg, flags) for arg in argv])
+  flags, dashed = parser._option_string_actions, []  # noqa: SLF001
+  for arg in argv:  # --max_length is the flag --max-length
+    name, equals, value = arg.partition('=')
+    flag = name.replace('_', '-')
+    dashed.append(f'{flag}{equals}{value}' if flag in flags else arg)
+  args, unknown = parser.parse_known_args(dashed)
   if unknown:
-    name = unknown[0].split('=')[0]
+    name, run = unknown[0].split('=')[0], ', '.join(files)
     near = nearest(name, [*flags, '--gin.NAME=VALUE'])
-    raise ValueError(
-      f'Unknown argument {name!r} of a run of {", ".join(files)}.{near}'
-    )
+    raise ValueError(f'Unknown argument {name!r} of a run of {run}.{near}')
   return args
-
-
-def _dashed(arg: str, flags: Collection[str]) -> str:
-  """Spells --max_length as the flag --max-length."""
-  name, equals, value = arg.partition('=')
-  dashed = name.replace('_', '-')
-  return f'{dashed}{equals}{value}' if dashed in flags else arg
 
 
 def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
@@ -406,9 +391,8 @@ def build(cls: type[_T]) -> _T:
     configured = gin.get_configurable(cls)
   except ValueError as error:
     names = ', '.join(sorted(roots())) or 'nothing'
-    raise ValueError(
-      f'The gin files configure {names}, not {name}, which this command needs.'
-    ) from error
+    message = f'The gin files configure {names}; this command needs {name}.'
+    raise ValueError(message) from error
   try:
     return configured()
   except RecursionError as error:
@@ -445,10 +429,8 @@ def _reason(error: BaseException) -> str:
       ' need each other in a circle, or in too long a chain.'
     )
   prefix = 'not valid gin: ' if isinstance(error, _INVALID) else ''
-  text = _NO_LITERAL.sub(
-    'expected a literal, @reference or %MACRO.', one_line(error)
-  )
-  text = _OF_TUPLE.sub(r'\1', text)
+  expected = 'expected a literal, @reference or %MACRO.'
+  text = _OF_TUPLE.sub(r'\1', _NO_LITERAL.sub(expected, one_line(error)))
   return f'{prefix}{text.rstrip(".")}.'
 
 
@@ -469,12 +451,9 @@ def one_line(error: BaseException, argv: Sequence[str] = ()) -> str:
   text = str(error)
   if is_unbound(error) and (missing := _MISSING.search(text)):
     return f'{missing[1]} needs a value in the gin files for {missing[2]}.'
-  lines = [
-    line for line in text.splitlines() if 'In call to configurable' not in line
-  ]
-  field, colon, rest = (
-    ' '.join(' '.join(lines).split()) or type(error).__name__
-  ).partition(': ')
+  lines = [x for x in text.splitlines() if 'In call to configurable' not in x]
+  line = ' '.join(' '.join(lines).split()) or type(error).__name__
+  field, colon, rest = line.partition(': ')
   if colon:
     field = _as_written(field, text, argv)
   return f'{field}{colon}{rest}'

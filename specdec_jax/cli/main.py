@@ -261,8 +261,8 @@ def _status(error: Exception) -> int:
     return 2
   if isinstance(error, FloatingPointError | MemoryError):
     return 1
-  of_machine = str(error).startswith(_OF_MACHINE)
-  return 1 if isinstance(error, RuntimeError) and of_machine else 0
+  is_known = str(error).startswith(_OF_MACHINE)
+  return int(isinstance(error, RuntimeError) and is_known)
 
 
 def _warning(message: Warning | str, *_: Any, **__: Any) -> str:

@@ -28,23 +28,19 @@ MACRO = 'gin.macro'
 # FIELD or CLASS.FIELD -> the name of its flag, if it is not the field's name;
 # '': there is no flag. A FIELD without a class is renamed in every class.
 _RENAMED = {
-  'ReplicaSettings.cpus': 'replica-cpus',
-  'ReplicaSettings.gpus': 'replica-gpus',
-  # The languages of a run are those of its engine.
-  'Options.source_lang': '',
-  'Options.target_lang': '',
-  'Options.split_prefix': '',  # a run has `DecodeConfig.prefix` instead
-  'Tokenizer.path': 'vocab',
-  'load.path': 'target',
-  'open_tokenizer.path': 'vocab',
-  'batches': 'batch-sizes',
-  'checkpoint_path': 'target',
-  'input_file': 'input',
-  'mixture_or_task_name': 'input',
-  'number': 'replicas',
-  'output': 'output-dir',
-  'stop_strings': 'stop',
-  'tokenizer': 'vocab',
+  **{'ReplicaSettings.cpus': 'replica-cpus', 'number': 'replicas'},
+  **{'ReplicaSettings.gpus': 'replica-gpus', 'batches': 'batch-sizes'},
+  # The languages of a run are those of its engine, and its prefix is
+  # `DecodeConfig.prefix`.
+  **dict.fromkeys(('Options.source_lang', 'Options.target_lang'), ''),
+  **{
+    'Options.split_prefix': '',
+    'output': 'output-dir',
+    'stop_strings': 'stop',
+  },
+  **dict.fromkeys(('Tokenizer.path', 'open_tokenizer.path'), 'vocab'),
+  **{'tokenizer': 'vocab', 'load.path': 'target', 'checkpoint_path': 'target'},
+  **dict.fromkeys(('input_file', 'mixture_or_task_name'), 'input'),
 }
 # Flag -> the name that other programs give to it.
 _ALIASES = {
@@ -215,13 +211,9 @@ def _settings(configured: Callable, field: str) -> dict[str, Any]:
   members = _members(typing.get_type_hints(function).get(field))
   if bool in members:
     return {'action': argparse.BooleanOptionalAction}
-  items = [
-    member
-    for sequence in members
-    if typing.get_origin(sequence) in _SEQUENCES
-    for item in typing.get_args(sequence)
-    for member in _members(item)
-  ]
+  sequences = [x for x in members if typing.get_origin(x) in _SEQUENCES]
+  inside = [item for x in sequences for item in typing.get_args(x)]
+  items = [member for item in inside for member in _members(item)]
   kinds = _plain(members) or _plain(items)
   if not kinds:
     return {}
@@ -264,10 +256,9 @@ def _value(text: str, kinds: Sequence[type], is_list: bool) -> Any:
     values = tuple(_number_or_text(part, kinds) for part in parts)
   except ValueError as error:
     expected = ' or '.join(_EXPECTED[kind] for kind in kinds)
-    between = ', with commas between several' if is_list else ''
-    raise argparse.ArgumentTypeError(
-      f'expected {expected}{between}, got {text!r}'
-    ) from error
+    expected += ', with commas between several' * is_list
+    message = f'expected {expected}, got {text!r}'
+    raise argparse.ArgumentTypeError(message) from error
   return values if is_list else values[0]
 
 
@@ -298,6 +289,5 @@ def _sentence(configured: Callable, field: str) -> str:
 def _default(value: Any) -> str:
   """Returns ' (default: VALUE)'; '' for False, (), '', and other objects."""
   is_plain = isinstance(value, int | float | str | tuple)
-  return (
-    f' (default: {value})' if is_plain and value not in (False, (), '') else ''
-  )
+  is_shown = is_plain and value not in (False, (), '')
+  return f' (default: {value})' if is_shown else ''

@@ -2,11 +2,10 @@
 
 `serve` runs one as `ServeConfig` says. `worker` decodes and knows no HTTP;
 `protocol` knows OpenAI's requests, `answer` its answers; `app` puts them
-together. `replicas` has several of them behind one address.
+together. With `ReplicaSettings` there are several behind one address.
 """
 
-from specdec_jax.serving.replicas import ReplicaSettings
-from specdec_jax.serving.run import ServeConfig, serve
+from specdec_jax.serving.run import ReplicaSettings, ServeConfig, serve
 from specdec_jax.serving.settings import ServeSettings
 
 __all__ = ['ReplicaSettings', 'ServeConfig', 'ServeSettings', 'serve']

@@ -1,51 +1,107 @@
-"""Makes OpenAI's answers from the outputs of a request while they grow."""
+"""Makes OpenAI's answers from the outputs of a request while they grow.
+
+The target also scores and classifies, on a thread beside the scheduler, which
+decodes. There requests take turns.
+"""
 
 import asyncio
-import dataclasses
+import concurrent.futures
 import functools
 import json
+import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.engine import completion, trace
-from specdec_jax.engine.completion import Completion
+from specdec_jax.engine import completion, scoring, trace
+from specdec_jax.engine.completion import Completion, Piece, Text
+from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.long_texts import LongTexts
 from specdec_jax.engine.options import Options
+from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.engine.request import Row, Update
-from specdec_jax.engine.scoring import Ruled
 from specdec_jax.serving import protocol
-from specdec_jax.serving.log_probs import Shown
 from specdec_jax.serving.metrics import Metrics
-from specdec_jax.serving.protocol import (
-  ApiError,
-  CompletionRequest,
-  Prompt,
-)
-from specdec_jax.serving.turns import Turns
+from specdec_jax.serving.protocol import ApiError, CompletionRequest, Prompt
 from specdec_jax.serving.worker import Worker
+from specdec_jax.text.tokenizer import Vocabulary
 
 _FINISH = {'stop_string': 'stop', 'empty': 'stop'}
-_Updates = asyncio.Queue[tuple[int, Update]]
+# `Update.error` -> message and HTTP status of an output that ends early.
+_WITHOUT_END = {
+  'deadline': ('The time of the request is over.', 504),
+  'stopped': ('The server is stopping. Try again later.', 503),
+  'failed': ('The server has failed; see its log.', 500),
+  'failed alone': ('Requests of this kind fail; the log says why.', 500),
+}
+_PIECE = 2048  # tokens that are read at once, unless one text has more
+_LEAST = -9999.0  # what OpenAI has for the logarithm of 0
+# The log-probability of a token, None for the first token of a prompt; and the
+# likeliest ids at its place with their log-probabilities, the likeliest first.
+_LogProb = tuple[float | None, Sequence[tuple[int, float]]]
+_Value = TypeVar('_Value')
 
 
-@dataclasses.dataclass(frozen=True)
-class Service:
-  """The objects that all requests of a server share.
+class Turns:
+  """Runs pieces of bounded work one after another, in the order they came in.
 
-  Attributes:
-    worker: decodes.
-    turns: runs scores and classifications of the target, beside the decoding.
-    metrics: the counters.
-    model: the name by which requests call the model.
+  Memory is needed for one piece at a time, and a new request waits for at most
+  one piece of each other request.
   """
 
-  worker: Worker
-  turns: Turns
-  metrics: Metrics
-  model: str
+  def __init__(self, engine: Engine, max_seconds: float):
+    """Takes the engine that scores, and the most seconds of a request."""
+    self._engine, self._max_seconds = engine, max_seconds
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'turns')
+
+  async def run(self, pieces: Sequence[Callable[[], _Value]]) -> list[_Value]:
+    """Runs the pieces of a request, each at its turn; returns their values.
+
+    A piece that has begun runs to its end, and other requests wait for it, even
+    if its own request is cancelled.
+
+    Raises:
+      ApiError: the time of the request is over.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+      async with asyncio.timeout(self._max_seconds):
+        return [await loop.run_in_executor(self._thread, x) for x in pieces]
+    except TimeoutError:
+      raise _without_end('deadline') from None
+
+  async def classify(
+    self, texts: Sequence[Prompt], labels: Sequence[Prompt]
+  ) -> np.ndarray:
+    """Returns what `Engine.classify` does; it reads the texts in pieces.
+
+    Raises:
+      ApiError: the engine refuses them, or the time of the request is over.
+    """
+    with protocol.naming_the_field('input'):
+      pieces = await asyncio.to_thread(self._pieces, texts, labels)
+      return np.concatenate(await self.run(pieces))
+
+  def _pieces(
+    self, texts: Sequence[Prompt], labels: Sequence[Prompt]
+  ) -> list[Callable[[], np.ndarray]]:
+    """Encodes and checks everything, before the first piece is read."""
+    engine = self._engine
+    pairs = [protocol.encoded(engine, x) for x in texts]
+    ids, inputs = zip(*pairs, strict=True)
+    scoring.check_ids(engine.target, inputs=ids)
+    # `Engine.classify` adds the end of an output to ids.
+    outputs = [ids[:-1] for ids in engine.label_ids(labels)]
+    longest = next_power_of_two(max(map(len, ids)))
+    number = max(1, _PIECE // (longest + sum(map(len, outputs))))
+    return [
+      functools.partial(engine.classify, inputs[at : at + number], outputs)
+      for at in range(0, len(inputs), number)
+    ]
 
 
 class Answer:
@@ -60,47 +116,50 @@ class Answer:
   def __init__(
     self,
     request: CompletionRequest,
-    service: Service,
+    worker: Worker,
+    turns: Turns,
+    metrics: Metrics,
+    model: str,
     loop: asyncio.AbstractEventLoop,
   ):
     """Makes the rows.
 
     Args:
       request: the request.
-      service: what decodes and counts.
+      worker: decodes.
+      turns: runs the scores of the target, beside the decoding.
+      metrics: the counters.
+      model: the name by which requests call the model.
       loop: the event loop in which the answer is awaited.
 
     Raises:
       ApiError: the engine cannot decode it.
     """
-    worker = service.worker
-    self.request, self._service, self._engine = request, service, worker.engine
+    self.request, self._turns, self._metrics = request, turns, metrics
+    self._worker, self._engine = worker, worker.engine
     self._begin, self._heard = time.perf_counter(), 0.0
-    self._queue: _Updates = asyncio.Queue()
-    self._shown = Shown(request, worker.engine, service.turns)
+    self._queue = queue = asyncio.Queue[tuple[int, Update]]()
     self.num_prompt_tokens = sum(map(len, request.prompt_ids))
-    name = 'chat.completion' if request.is_chat else 'text_completion'
-    if request.is_chat and request.stream:
-      name += '.chunk'
-    self._common = {
-      'id': f'{"chat" * request.is_chat}cmpl-{secrets.token_hex(12)}',
-      'object': name,
-      'created': int(time.time()),
-      'model': service.model,
-    }
+    prefix, name = 'cmpl', 'text_completion'
+    if request.is_chat:
+      prefix, name = 'chatcmpl', f'chat.completion{".chunk" * request.stream}'
+    self._common: dict[str, Any] = {'object': name, 'model': model}
+    self._common['id'] = f'{prefix}-{secrets.token_hex(12)}'
+    self._common['created'] = int(time.time())
     self._done: dict[int, Completion] = {}
     self._tokens: dict[int, list[int]] = {}  # told so far
-    tell = functools.partial(_tell, loop, self._queue)
     self._long: LongTexts | None = None
+
+    # The rows refer to the listener: without a reference to the answer there is
+    # no cycle, which would live until Python's garbage collector runs.
+    def tell(index: int, update: Update) -> None:
+      loop.call_soon_threadsafe(queue.put_nowait, (index, update))
+
     with protocol.naming_the_field(constraint=request.constraint[0]):
       inputs, options = self._inputs()
+      is_plain, shown = not request.speculative, request.return_rounds
       self.rows: list[Row] = worker.rows(
-        inputs,
-        tell,
-        request.stream,
-        not request.speculative,
-        request.return_rounds,
-        options=options,
+        inputs, tell, request.stream, is_plain, shown, options=options
       )
     # A beam search gives all outputs of its row.
     self._per_row = request.n if request.use_beam_search else 1
@@ -122,15 +181,13 @@ class Answer:
     if not request.split:
       return request.inputs, options
     long = LongTexts(engine.codec, engine.config, request.prompts, options)
-    self._long, limit = long, self._service.worker.settings.max_waiting
+    self._long, limit = long, self._worker.settings.max_waiting
     if len(long.parts) > limit:
       expected = f'at most {limit} sentences (max_waiting)'
       raise unexpected('prompt', expected, len(long.parts))
-    inputs = {  # samples have the same sentences
-      part: protocol.encoded(engine, part, request.source_lang)[1]
-      for part in {*long.parts}
-    }
-    return [inputs[part] for part in long.parts], long.options
+    encoded = functools.cache(protocol.encoded)  # samples have equal sentences
+    inputs = [encoded(engine, x, request.source_lang)[1] for x in long.parts]
+    return inputs, long.options
 
   async def _next(self) -> tuple[int, Update]:
     """Returns the next update, and the index of its row.
@@ -140,12 +197,12 @@ class Answer:
     """
     index, update = await self._queue.get()
     if update.error is not None:
-      raise protocol.without_end(update.error)
+      raise _without_end(update.error)
     outputs = update.outputs[::-1]  # of beams the best one first
     for place, output in enumerate(outputs, index * len(outputs)):
       if output.finish_reason == 'error':
         raise ApiError(str(output.error), status=500)
-      self._service.metrics.ended(output)
+      self._metrics.ended(output)
       self._done[place] = output
     return index, update
 
@@ -164,52 +221,47 @@ class Answer:
     if self._long is not None:
       parts = [done for _, done in sorted(self._done.items())]
       self._done = dict(enumerate(self._long.joined(parts)))
-    self._service.metrics.end_to_end.observe(time.perf_counter() - self._begin)
-    choices = [
-      await self._choice(index, done.text, done)
-      for index, done in sorted(self._done.items())
-    ]
+    self._metrics.end_to_end.observe(time.perf_counter() - self._begin)
+    every = sorted(self._done.items())
+    choices = [await self._choice(i, done.text, done) for i, done in every]
     return self._common | {'choices': choices} | self._usage() | self._counts()
 
   async def stream(self) -> AsyncIterator[bytes]:
     """Yields the answer as server-sent events while the outputs grow."""
-    usage = self.request.include_usage
+    usage = any((self.request.stream_options or {}).values())
     common = self._common | ({'usage': None} if usage else {})
     try:
       while not self._is_over:
         index, update = await self._next()
-        self._time(len(update.tokens))
+        if update.tokens:
+          self._time(len(update.tokens))
         if not (update.text or update.tokens or update.is_last):
           continue
         before = self._tokens.get(index, [])
         done = update.outputs[0] if update.outputs else None
         choice = await self._choice(index, update.text, done)
         if update.round is not None:
-          (spelled,) = trace.spell(
-            [update.round], self._engine.tokenizer, before, update.is_last
-          )
-          choice['round'] = spelled.parts
+          given = [update.round], self._engine.tokenizer, before, update.is_last
+          choice['round'] = trace.spell(*given)[0].parts
         self._tokens[index] = [*before, *update.tokens]
         last = self._is_over and not usage
         counts: dict[str, Any] = self._counts() if last else {}
         yield _event(common | {'choices': [choice]} | counts)
       if usage:
         yield _event(common | {'choices': []} | self._usage() | self._counts())
-      self._service.metrics.end_to_end.observe(
-        time.perf_counter() - self._begin
-      )
+      self._metrics.end_to_end.observe(time.perf_counter() - self._begin)
     except ApiError as error:
       yield _event(error.body)
     yield b'data: [DONE]\n\n'
 
   def _time(self, num_tokens: int) -> None:
     """Records how long a stream's client waited for tokens."""
-    now, metrics = time.perf_counter(), self._service.metrics
-    if num_tokens and self._heard:
+    now, metrics = time.perf_counter(), self._metrics
+    if self._heard:
       metrics.between_tokens.observe((now - self._heard) / num_tokens)
-    elif num_tokens:
+    else:
       metrics.first_token.observe(now - self._begin)
-    self._heard = now if num_tokens else self._heard
+    self._heard = now
 
   async def _choice(
     self, index: int, text: str, done: Completion | None
@@ -222,27 +274,87 @@ class Answer:
     if done is not None:
       reason = done.finish_reason
       choice['finish_reason'] = _FINISH.get(reason, reason)
-      choice['logprobs'] = await self._shown.log_probs(
-        prompt, done, self._ruled(index)
-      )
+      choice['logprobs'] = await self._log_probs(index, done)
       if request.return_token_ids:
         choice['token_ids'] = done.tokens
         choice['prompt_token_ids'] = request.prompt_ids[prompt]
       if request.split:
         choice |= {'sentences': done.num_sentences, 'cut': done.num_cut}
     if request.echo and is_first:
-      choice['text'] = self._shown.prompt_text(prompt) + text
+      choice['text'] = self._prompt_text(prompt) + text
     if request.is_chat:
       role = {'role': 'assistant'} if is_first else {}
       message = {**role, 'content': choice.pop('text')}
       choice['delta' if request.stream else 'message'] = message
     return choice
 
-  def _ruled(self, index: int) -> Sequence[Ruled]:
-    """Returns the rules by which an output is scored; () if it is not."""
-    if not (self.request.is_scored and self.rows):
-      return ()
-    return [self.rows[index // self._per_row].ruled]
+  def _prompt_text(self, prompt: int) -> str:
+    """Returns a prompt as it is echoed: as given, or decoded from its ids."""
+    text = self.request.prompts[prompt]
+    if isinstance(text, str) and self.request.num_top is None:
+      return text
+    return completion.decode(self._engine.tokenizer, self._echoed(prompt)[1])
+
+  def _echoed(self, prompt: int) -> tuple[list[int], list[int]]:
+    """Returns the ids of a prompt that are not echoed, and those that are."""
+    text, bos_id = self.request.prompts[prompt], self._engine.codec.bos_id
+    bos = [] if bos_id is None else [bos_id]
+    if isinstance(text, str):
+      return bos, self.request.prompt_ids[prompt][len(bos) :]
+    return ([] if text[:1] == bos else bos), list(text)
+
+  async def _log_probs(
+    self, index: int, done: Completion
+  ) -> dict[str, Any] | None:
+    """Returns the `logprobs` of an output; None if none are wanted.
+
+    Raises:
+      ApiError: the output waits too long for its turn to be scored.
+    """
+    request, tokenizer = self.request, self._engine.tokenizer
+    if request.num_top is None:
+      return None
+    pairs = zip(done.tokens, done.log_probs, strict=False)
+    values: list[_LogProb] = [(value, [(x, value)]) for x, value in pairs]
+    if request.is_scored:
+      values = await self._scored(index, done.tokens)
+    entries, shift = list[dict[str, Any]](), 0
+    if request.echo:
+      _, echo = self._echoed(index // request.n)
+      pieces = Text(tokenizer).pieces_of(echo)
+      entries = _entries(tokenizer, echo, pieces, values)
+      values = values[len(echo) :]
+      shift = len(self._prompt_text(index // request.n))
+    pieces = completion.pieces_of(done, tokenizer)
+    entries += _entries(tokenizer, done.tokens, pieces, values, shift)
+    if not entries:
+      return None
+    form = _of_a_chat if request.is_chat else _of_completions
+    return form(entries, request.num_top)
+
+  async def _scored(self, index: int, tokens: Sequence[int]) -> list[_LogProb]:
+    """Returns the scores of an output, after those of an echoed prompt."""
+    request, engine = self.request, self._engine
+    prompt = index // request.n
+    read, targets, hidden = [*request.prompt_ids[prompt]], [*tokens], 0
+    if request.echo:
+      before, echo = self._echoed(prompt)
+      every = [*before, *echo, *tokens]
+      read, targets, hidden = every[:1], every[1:], len(before)
+    if not read:
+      return []
+    languages = engine.codec.languages(target_lang=request.target_lang)
+    rows = self.rows and [self.rows[index // self._per_row]]
+    num_before = len(targets) - len(tokens)
+    ruled = [row.ruled._replace(before=num_before) for row in rows]
+    model = engine.target, engine.params.target
+    given = *model, [read], [targets], engine.codec.begin(languages)
+    score = functools.partial(scoring.score, *given, ruled=ruled)
+    score = functools.partial(score, num_top=request.num_top or 0)
+    [[scored]] = await self._turns.run([score])
+    first: list[_LogProb] = [(None, ())] if request.echo else []
+    tops = scored.top or [()] * len(targets)
+    return [*first, *zip(scored.log_probs, tops, strict=True)][hidden:]
 
   def _counts(self) -> dict[str, Any]:
     """Returns the counts of speculation, under vLLM's names."""
@@ -273,16 +385,74 @@ class Answer:
     return {'usage': usage | {'total_tokens': inputs + outputs}}
 
 
-def _tell(
-  loop: asyncio.AbstractEventLoop, queue: _Updates, index: int, update: Update
-) -> None:
-  """Queues an update; the thread that decodes calls it.
-
-  It has no reference to the answer, whose rows refer to it: a cycle would keep
-  a finished request until Python's garbage collector runs.
-  """
-  loop.call_soon_threadsafe(queue.put_nowait, (index, update))
+def _without_end(reason: str) -> ApiError:
+  """Returns the error of an output that ends early, given `Update.error`."""
+  message, status = _WITHOUT_END[reason]
+  return ApiError(message, status=status)
 
 
 def _event(body: Any) -> bytes:
   return f'data: {json.dumps(body)}\n\n'.encode()
+
+
+def _entries(
+  tokenizer: Vocabulary,
+  ids: Sequence[int],
+  pieces: Sequence[Piece],
+  values: Sequence[_LogProb],
+  shift: int = 0,
+) -> list[dict[str, Any]]:
+  """Returns the tokens of a text that begins `shift` characters into an answer.
+
+  Each has its offset in the answer, and the likeliest tokens at its place;
+  tokens that a rule forbids are none of these.
+  """
+  entries, before = [], Text(tokenizer)
+  for token, piece, (log_prob, top) in zip(ids, pieces, values, strict=False):
+    likeliest = [
+      _entry(piece if other == token else before.adds(other), value)
+      for other, value in top
+      if value > -math.inf
+    ]
+    offset = shift + piece.end - len(piece.text)
+    more = {'top_logprobs': likeliest, 'offset': offset}
+    entries.append(_entry(piece, log_prob) | more)
+    before.extend([token])
+  return entries
+
+
+def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
+  """Returns a token in the form of a chat; JSON has no infinite numbers."""
+  if log_prob is not None and not math.isfinite(log_prob):
+    log_prob = None
+  return {'token': piece.name, 'logprob': log_prob, 'bytes': piece.bytes}
+
+
+def _of_completions(
+  entries: Sequence[dict[str, Any]], number: int
+) -> dict[str, Any]:
+  """Returns the `logprobs` of completions; a top includes the token itself."""
+  top: list[dict[str, Any] | None] = []
+  for entry in entries:  # of tokens with the same name the likeliest is shown
+    tokens = entry, *entry['top_logprobs'][::-1]
+    named = {each['token']: each['logprob'] for each in tokens}
+    top.append(named if entry['top_logprobs'] else None)
+  return {
+    'tokens': [entry['token'] for entry in entries],
+    'token_logprobs': [entry['logprob'] for entry in entries],
+    'top_logprobs': top if number else None,
+    'text_offset': [entry['offset'] for entry in entries],
+  }
+
+
+def _of_a_chat(
+  entries: Sequence[dict[str, Any]], number: int
+) -> dict[str, Any]:
+  """Returns the `logprobs` of chats, whose clients expect a number."""
+  for entry in entries:
+    entry['top_logprobs'] = entry['top_logprobs'][:number]
+    del entry['offset']
+    for each in (entry, *entry['top_logprobs']):
+      if each['logprob'] is None:
+        each['logprob'] = _LEAST
+  return {'content': list(entries), 'refusal': None}

@@ -1,10 +1,12 @@
 """The HTTP application: OpenAI's completions, health and metrics.
 
-starlette has the routes. The application adds request ids, keys, the log and
-the counters.
+starlette has the routes. The application decides by its host, key and site
+whether a request is answered, and adds request ids, the log and the counters.
 """
 
 import asyncio
+import hashlib
+import hmac
 import pathlib
 import re
 import secrets
@@ -16,22 +18,16 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import (
-  HTMLResponse,
-  JSONResponse,
-  Response,
-  StreamingResponse,
-)
+from starlette.responses import HTMLResponse as Html
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from specdec_jax.engine.request import Row
-from specdec_jax.serving.access import Access, check_acting
-from specdec_jax.serving.answer import Answer, Service
-from specdec_jax.serving.log import LOG, say
+from specdec_jax.serving.answer import Answer, Turns
 from specdec_jax.serving.metrics import Metrics
 from specdec_jax.serving.protocol import ApiError, Parser
-from specdec_jax.serving.turns import Turns
+from specdec_jax.serving.settings import LOG, say
 from specdec_jax.serving.worker import Worker
 
 # Another thread reads bodies of more bytes; chats, whose template may be slow;
@@ -39,11 +35,11 @@ from specdec_jax.serving.worker import Worker
 _LARGE = 1 << 14
 _CONSTRAINTS = b'structured_outputs', b'response_format', b'guided_', b'\\u'
 _PAGE = pathlib.Path(__file__).with_name('page.html')
-_ITSELF_ALONE = (  # what the page may load and call
-  "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
-  " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
-  " frame-ancestors 'none'"
-)
+_ITSELF_ALONE = {  # what the page may load and call
+  'content-security-policy': "default-src 'none'; style-src 'unsafe-inline';"
+  " script-src 'unsafe-inline'; connect-src 'self'; img-src data:;"
+  " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+}
 LEFT = 499  # status of a client that left before it had the whole answer
 _REQUEST_ID = re.compile(r'[\w.:-]{1,64}', re.ASCII)
 # Status of an error -> header fields of its answer.
@@ -72,31 +68,30 @@ class Application:
     """
     engine, settings = worker.engine, worker.settings
     self._worker, self._settings, self.name = worker, settings, name
-    self._access, self.metrics = Access(settings, keys), Metrics(worker)
-    self._parser = Parser(engine, settings, name)
+    self._keys = [_digest(key.encode()) for key in keys]
+    self.metrics, self._parser = Metrics(worker), Parser(engine, settings, name)
     self._turns = Turns(engine, settings.max_seconds)
-    self._service = Service(worker, self._turns, self.metrics, name)
-    self._card = {
-      'id': name,
-      'object': 'model',
-      'created': int(time.time()),
-      'owned_by': 'specdec_jax',
-      'max_input_len': engine.config.max_input_len,
-      'max_decode_len': engine.config.max_decode_len,
-      'speculates': worker.speculates,
-    }
+    card = {'id': name, 'object': 'model', 'created': int(time.time())}
+    card |= {'owned_by': 'specdec_jax', 'speculates': worker.speculates}
+    card['max_input_len'] = engine.config.max_input_len
+    card['max_decode_len'] = engine.config.max_decode_len
+    page = Html(_PAGE.read_text('utf-8'), headers=_ITSELF_ALONE)
+    cards = JSONResponse({'object': 'list', 'data': [card]})
+
+    async def named(request: Request) -> Response:
+      self._parser.check_model(request.path_params['name'])
+      return JSONResponse(card)
+
     errors = (ApiError, HTTPException, ClientDisconnect, Exception)
     self._routes = Starlette(
       routes=[
-        Route('/', self._page),
+        Route('/', page, methods=['GET']),
         Route('/v1/completions', self._decoded, methods=['POST']),
         Route('/v1/chat/completions', self._decoded, methods=['POST']),
         Route('/v1/classify', self._classified, methods=['POST']),
-        Route('/v1/models', self._models),
-        Route('/v1/models/{name:path}', self._model),
-        Route('/health', self._health),
-        Route('/health/live', self._health),
-        Route('/health/ready', self._health),
+        Route('/v1/models', cards, methods=['GET']),
+        Route('/v1/models/{name:path}', named),
+        *(Route(f'/health{x}', self._health) for x in ('', '/live', '/ready')),
         Route('/metrics', self._metrics),
       ],
       exception_handlers=dict.fromkeys(errors, _answer_to_error),
@@ -136,7 +131,7 @@ class Application:
       await send(message)
 
     try:
-      refusal = self._access.refusal(scope['path'], headers)
+      refusal = self._refusal(scope['path'], headers)
       answer = _response(refusal) if refusal else self._routes
       await answer(scope, receive, send_noted)
     except Exception:
@@ -147,26 +142,27 @@ class Application:
       status = status if is_whole else LEFT
       self._worker.cancel(rows)
       self.metrics.requests.labels(status=str(status)).inc()
-      say(
-        'request',
-        id=request_id,
-        method=scope['method'],
-        path=scope['path'][:200],
-        status=status,
-        outputs=len(rows),
-        seconds=round(time.perf_counter() - begin, 6),
+      seconds = round(time.perf_counter() - begin, 6)
+      asked = {'method': scope['method'], 'path': scope['path'][:200]}
+      answered = {'outputs': len(rows), 'seconds': seconds}
+      say('request', id=request_id, **asked, status=status, **answered)
+
+  def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+    """Returns the error of a request that may not pass by its host or key."""
+    if not self._settings.answers_to(headers.get('host', '')):
+      return ApiError(
+        'The Host header does not name this server. Start it with'
+        ' --allowed-hosts and the names that clients call it by.',
+        status=403,
       )
-
-  async def _page(self, request: Request) -> Response:
-    headers = {'content-security-policy': _ITSELF_ALONE}
-    return HTMLResponse(_PAGE.read_text('utf-8'), 200, headers)
-
-  async def _models(self, request: Request) -> Response:
-    return JSONResponse({'object': 'list', 'data': [self._card]})
-
-  async def _model(self, request: Request) -> Response:
-    self._parser.check_model(request.path_params['name'])
-    return JSONResponse(self._card)
+    scheme, _, key = headers.get('authorization', '').partition(' ')
+    sent = _digest(key.encode('latin-1') if scheme.lower() == 'bearer' else b'')
+    # It takes as long whether a key is right, wrong or missing.
+    same = [hmac.compare_digest(sent, key) for key in self._keys]
+    if path.startswith('/v1/') and same and not any(same):
+      message = 'Expected a key of this server, as "Authorization: Bearer KEY".'
+      return ApiError(message, status=401, code='invalid_api_key')
+    return None
 
   async def _health(self, request: Request) -> Response:
     body = {
@@ -189,7 +185,9 @@ class Application:
 
     def read() -> Answer:
       body = self._parser.completion(data, is_chat)
-      return Answer(body, self._service, loop)
+      return Answer(
+        body, self._worker, self._turns, self.metrics, self.name, loop
+      )
 
     is_slow = len(data) > _LARGE or is_chat
     is_slow |= any(word in data for word in _CONSTRAINTS)
@@ -199,11 +197,9 @@ class Application:
     self._worker.take(answer.rows)
     self.metrics.taken(answer.num_prompt_tokens)
     if answer.request.stream:
-      return StreamingResponse(
-        answer.stream(),
-        media_type='text/event-stream',
-        headers={'cache-control': 'no-cache', 'x-accel-buffering': 'no'},
-      )
+      headers = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}
+      headers['content-type'] = 'text/event-stream; charset=utf-8'
+      return StreamingResponse(answer.stream(), headers=headers)
     return await _unless_left(request, answer.whole())
 
   async def _classified(self, request: Request) -> Response:
@@ -213,15 +209,10 @@ class Application:
 
     async def classified() -> dict[str, Any]:
       rows = await self._turns.classify(texts, labels)
-      choices = [
-        {
-          'index': index,
-          'label': labels[row.argmax()],
-          'probs': row.tolist(),
-          'num_classes': len(labels),
-        }
-        for index, row in enumerate(rows)
-      ]
+      choices, number = [], {'num_classes': len(labels)}
+      for i, row in enumerate(rows):
+        choice = {'index': i, 'label': labels[row.argmax()], **number}
+        choices.append(choice | {'probs': row.tolist()})
       return {'object': 'list', 'model': self.name, 'data': choices}
 
     return await _unless_left(request, classified())
@@ -241,14 +232,41 @@ class Application:
         async for part in request.stream():
           data += part
           if len(data) > limit:
-            message = (
-              f'The body has more than {limit} bytes. Send less at once.'
-            )
+            message = f'The body has more than {limit} bytes. Send less.'
             raise ApiError(message, status=413)
     except TimeoutError:
       message = f'The body did not come within {seconds:g} seconds.'
       raise ApiError(message, status=408) from None
     return bytes(data)
+
+
+def check_acting(headers: Headers) -> None:
+  """Refuses a request that the page of another site sends.
+
+  Browsers send bodies of a few types to other sites without asking these first,
+  but not JSON.
+
+  Raises:
+    ApiError: a page of another site sends it, or no header says that it is
+      JSON.
+  """
+  site, origin = headers.get('sec-fetch-site'), headers.get('origin')
+  is_ours = site in ('same-origin', 'none') or site is origin is None
+  # A proxy may change the Host header, so the browser's own word goes first.
+  if site is None and origin is not None:
+    _, _, host = origin.partition('://')
+    is_ours = host.lower() == headers.get('host', '').lower()
+  if not is_ours:
+    message = "A page of another site may not use this server's models."
+    raise ApiError(message, status=403)
+  kind, *_ = headers.get('content-type', '').split(';')
+  if kind.strip().lower() != 'application/json':
+    message = 'Expected the header "content-type: application/json".'
+    raise ApiError(message, status=415)
+
+
+def _digest(key: bytes) -> bytes:
+  return hashlib.sha256(key).digest()
 
 
 async def _answer_to_error(request: Request, error: Exception) -> Response:
@@ -271,8 +289,13 @@ async def _unless_left(
   request: Request, answer: Awaitable[dict[str, Any]]
 ) -> Response:
   """Awaits an answer, which is cancelled if its client leaves."""
+
+  async def client_left() -> None:
+    while (await request.receive())['type'] != 'http.disconnect':
+      pass  # the body has been read before
+
   whole = asyncio.ensure_future(answer)
-  left = asyncio.ensure_future(_left(request))
+  left = asyncio.ensure_future(client_left())
   try:
     await asyncio.wait({whole, left}, return_when='FIRST_COMPLETED')
     if whole.done():
@@ -281,9 +304,3 @@ async def _unless_left(
   finally:
     whole.cancel()
     left.cancel()
-
-
-async def _left(request: Request) -> None:
-  """Waits until the client leaves; its body has been read before."""
-  while (await request.receive())['type'] != 'http.disconnect':
-    pass

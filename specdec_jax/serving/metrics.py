@@ -10,10 +10,8 @@ from specdec_jax.serving.worker import Worker
 
 _Metric = TypeVar('_Metric', client.Counter, client.Gauge, client.Histogram)
 _COMPILED = '/jax/core/compile/backend_compile_duration'
-_SECONDS = (
-  *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-  *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
-)
+_TENTHS = 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
+_SECONDS = *_TENTHS, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 
 _COUNTERS = {
   'spec_decode_num_drafts': 'Drafts.',
@@ -46,36 +44,33 @@ class Metrics:
     client.ProcessCollector(registry=self._registry)
 
     def add(
-      kind: type[_Metric], name: str, text: str, *labels: str, **options: Any
+      kind: type[_Metric], name: str, text: str, labels: Any = (), **more: Any
     ) -> _Metric:
-      name = f'specdec:{name}'
-      return kind(name, text, labels, registry=self._registry, **options)
+      more['registry'] = self._registry
+      return kind(f'specdec:{name}', text, labels, **more)
 
     def seconds(name: str, text: str) -> client.Histogram:
-      name = f'{name}_seconds'
-      return add(client.Histogram, name, text, buckets=_SECONDS)
+      return add(client.Histogram, f'{name}_seconds', text, buckets=_SECONDS)
 
     self._counters = {
       name: add(client.Counter, name, text) for name, text in _COUNTERS.items()
     }
     name = 'spec_decode_num_accepted_tokens_per_pos'
     text = 'Tokens accepted at each place of a draft.'
-    self._by_place = add(client.Counter, name, text, 'position')
+    self._by_place = add(client.Counter, name, text, ['position'])
     text = 'Requests answered.'
-    self.requests = add(client.Counter, 'requests', text, 'status')
+    self.requests = add(client.Counter, 'requests', text, ['status'])
     running = add(client.Gauge, 'num_requests_running', 'Outputs in slots.')
     running.set_function(lambda: worker.scheduler.num_running)
     waiting = add(client.Gauge, 'num_requests_waiting', 'Outputs in the queue.')
     waiting.set_function(lambda: worker.scheduler.num_waiting)
     self.first_token = seconds('time_to_first_token', 'Until the first text.')
-    self.between_tokens = seconds(
-      'inter_token_latency', 'Between tokens of a stream.'
-    )
+    text = 'Between tokens of a stream.'
+    self.between_tokens = seconds('inter_token_latency', text)
     self.end_to_end = seconds('e2e_request_latency', 'Until the last token.')
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
-    del duration_secs
     if event == _COMPILED and self._worker.is_compiled:
       self._counters['compilations'].inc()
 

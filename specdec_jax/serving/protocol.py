@@ -13,25 +13,19 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from specdec_jax.checks.fields import (
-  Bound,
-  check_type,
-  is_a,
-  nearest,
-  shortened,
-  unexpected,
-)
+from specdec_jax.checks import fields as checks
+from specdec_jax.checks.fields import Bound, check_type, is_a, unexpected
 from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import Options
 from specdec_jax.serving.settings import ServeSettings
-from specdec_jax.text.chat import ChatTemplate, RenderedIds, template_of
+from specdec_jax.text.chat import RenderedIds, template_of
 from specdec_jax.types import Count, Positive
 
 Prompt = str | list[int]
 
 _MAX_TOKENS, _TEMPERATURE = 16, 1.0  # OpenAI's defaults
-_MOST_STOPS, _LONGEST_STOP = 16, 256
+_Stop = Annotated[str, Bound(1, 256)]
 # Each label has a node of its own in the tree of labels.
 _Labels = Annotated[list[str] | list[list[int]], Bound(1, MOST_NODES)]
 _NumTop = Annotated[int, Bound(0, 20)]  # log-probabilities at a place
@@ -76,22 +70,8 @@ _ONLY: dict[str, tuple[str, dict[str, Any]]] = {
 _STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
 _ANY_OBJECT = {'type': 'object'}
 
-# `Update.error` -> message and HTTP status of an output that ends early.
-_WITHOUT_END = {
-  'deadline': ('The time of the request is over.', 504),
-  'stopped': ('The server is stopping. Try again later.', 503),
-  'failed': ('The server has failed; see its log.', 500),
-  'failed alone': (
-    'Requests of this kind fail; the log of the server says why.',
-    500,
-  ),
-}
 # HTTP status -> OpenAI's type of the error.
-_KINDS = {
-  401: 'authentication_error',
-  429: 'rate_limit_error',
-  504: 'timeout_error',
-}
+_KINDS = {401: 'authentication', 429: 'rate_limit', 504: 'timeout'}
 
 
 class ApiError(Exception):
@@ -119,16 +99,10 @@ class ApiError(Exception):
     """
     super().__init__(message)
     self.status = status
-    kind = 'server_error' if status >= 500 else 'invalid_request_error'
-    kind = _KINDS.get(status, kind)
+    usual = 'server' if status >= 500 else 'invalid_request'
+    kind = f'{_KINDS.get(status, usual)}_error'
     error = {'message': message, 'type': kind, 'param': param, 'code': code}
     self.body: dict[str, Any] = {'error': error}
-
-
-def without_end(reason: str) -> ApiError:
-  """Returns the error of an output that ends early, given `Update.error`."""
-  message, status = _WITHOUT_END[reason]
-  return ApiError(message, status=status)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -161,7 +135,7 @@ class CompletionRequest:
   max_tokens: Count | None = None
   max_completion_tokens: Positive | None = None
   min_tokens: Count = 0
-  stop: str | list[str] | None = None
+  stop: _Stop | Annotated[list[_Stop], Bound(0, 16)] | None = None
   ignore_eos: bool = False
 
   temperature: Annotated[float, Bound(0, 100)] | None = None
@@ -178,7 +152,7 @@ class CompletionRequest:
   repetition_penalty: float | None = None
   no_repeat_ngram_size: int | None = None
   bad_words: list[str] | None = None
-  allowed_token_ids: list[int] | None = None
+  allowed_token_ids: Annotated[list[int], Bound(1)] | None = None
   structured_outputs: _Object | None = None
   response_format: _Object | None = None
   guided_choice: list[str] | None = None
@@ -228,16 +202,6 @@ class CompletionRequest:
       return False
     # Of a greedy output the token that was chosen is the likeliest one.
     return self.echo or self.num_top > int(self.is_greedy)
-
-  @property
-  def include_usage(self) -> bool:
-    """Whether a stream ends with the counts of tokens."""
-    return any((self.stream_options or {}).values())
-
-  @property
-  def stop_strings(self) -> list[str]:
-    """The texts that end an output."""
-    return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
   @property
   def constraint(self) -> tuple[str, dict[str, Any]]:
@@ -294,10 +258,8 @@ class CompletionRequest:
       ValueError: a field has an unknown form.
     """
     names = (x.name for x in dataclasses.fields(Options) if x.name in _TYPES)
-    named = {name: getattr(self, name) for name in names}
-    options = {
-      x: value for x, value in named.items() if value not in (None, [])
-    }
+    values = {name: getattr(self, name) for name in names}
+    options = {x: y for x, y in values.items() if y not in (None, [])}
     if self.logit_bias is not None:
       if not all(map(_ID.fullmatch, self.logit_bias)):
         raise unexpected('logit_bias', 'ids -> numbers', self.logit_bias)
@@ -307,21 +269,19 @@ class CompletionRequest:
     options |= {'max_length': max(1, self.max_length), 'num_samples': self.n}
     if self.use_beam_search:
       return options | {'num_beams': self.n}
+    stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
     drawn = {'temperature': _TEMPERATURE, 'seed': secrets.randbits(32)}
     return {**drawn, **options} | {
       'top_k': max(0, self.top_k),
       'min_length': self.min_tokens,
-      'stop_strings': self.stop_strings,
+      'stop_strings': stops,
       'stop_ids': () if self.ignore_eos else None,
       'log_probs': self.num_top is not None,
     }
 
 
-_TYPES: dict[str, Any] = {
-  field.name: field.type
-  for field in dataclasses.fields(CompletionRequest)
-  if field.init
-}
+_FIELDS = dataclasses.fields(CompletionRequest)
+_TYPES: dict[str, Any] = {x.name: x.type for x in _FIELDS if x.init}
 _KNOWN = {*_TYPES, *_NEUTRAL}
 
 
@@ -357,21 +317,18 @@ class Parser:
       model: the name by which requests call the model.
     """
     self._engine, self._settings, self._model = engine, settings, model
-    self.template: ChatTemplate | None = None
-    self._no_chat = (
-      f'{model!r} has no chat template, so it cannot answer a chat. Send the'
-      ' text itself to /v1/completions.'
-    )
+    self._template, why = None, 'it has no chat template. Use /v1/completions.'
     try:
-      self.template = template_of(engine.tokenizer)
+      self._template = template_of(engine.tokenizer)
     except ValueError as error:  # completions need none
-      self._no_chat = f'{model!r} cannot answer a chat: {error}'
+      why = str(error)
+    self._no_chat = f'{model!r} cannot answer a chat: {why}'
 
   def check_model(self, name: str) -> None:
     """Raises ApiError unless a request names the model that is served."""
     if name != self._model:
-      message = f'There is no model {shortened(name)} here,'
-      message += f' only {self._model!r}.'
+      found = checks.shortened(name)
+      message = f'There is no model {found} here, only {self._model!r}.'
       raise ApiError(message, 'model', 404, 'model_not_found')
 
   def completion(self, data: bytes, is_chat: bool = False) -> CompletionRequest:
@@ -380,35 +337,31 @@ class Parser:
     Raises:
       ApiError: a field is wrong or unknown, or there is no chat template.
     """
-    if is_chat and self.template is None:
+    if is_chat and self._template is None:
       raise ApiError(self._no_chat)
     body, engine = _parse_json(data), self._engine
     with naming_the_field('messages' if is_chat else 'prompt'):
       request = CompletionRequest(**_checked(body))
       request.is_chat = is_chat
       self.check_model(request.model or self._model)
+      longest = engine.config.max_decode_len
+      usual = min(longest, longest if is_chat or request.split else _MAX_TOKENS)
       length = request.max_completion_tokens or request.max_tokens
-      if length is None:
-        length = engine.config.max_decode_len
-        if not (is_chat or request.split):
-          length = min(_MAX_TOKENS, length)
-      request.max_length = length
+      request.max_length = usual if length is None else length
       request.prompts = _prompts(request.prompt)
       if is_chat:
-        request.prompts = [_chat_ids(self.template, request.messages)]
+        request.prompts = [_chat_ids(self._template, request.messages)]
       self._check(body, request)
       pairs = [encoded(engine, x, request.source_lang) for x in request.prompts]
-      request.prompt_ids = [ids for ids, _ in pairs]
-      request.inputs = [taken for _, taken in pairs]
+      request.prompt_ids, request.inputs = zip(*pairs, strict=True)
     limit = engine.config.max_input_len
     for index, ids in enumerate(request.prompt_ids):
       if len(ids) > limit and not request.split:
-        raise ApiError(
+        message = (
           f'prompt {index} has {len(ids)} tokens (its end or start included);'
-          f' the model reads {limit} at most. Shorten it.',
-          'prompt',
-          code='context_length_exceeded',
+          f' the model reads {limit} at most. Shorten it.'
         )
+        raise ApiError(message, 'prompt', code='context_length_exceeded')
     return request
 
   def labels(self, data: bytes) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
@@ -443,11 +396,10 @@ class Parser:
     check('n', n <= outputs, f'1 to {outputs}')
     check('best_of', request.best_of in (None, n), f'{n}, as n is')
     length, longest = request.max_length, self._engine.config.max_decode_len
-    least = 0 if request.echo else 1
     is_new = request.max_completion_tokens is not None  # OpenAI's newer name
     name = 'max_completion_tokens' if is_new else 'max_tokens'
-    expected = f'{least} to {longest}'
-    check(name, least <= length <= longest, expected)
+    least = int(not request.echo)
+    check(name, least <= length <= longest, f'{least} to {longest}')
     check('min_tokens', request.min_tokens <= length, f'0 to {length}')
     constraint, _ = request.constraint
     has_end = not (constraint and request.ignore_eos)
@@ -460,29 +412,17 @@ class Parser:
     echoes = not self._engine.target.has_encoder
     check('echo', echoes or not request.echo, 'false with an encoder')
     kind = bool if chat else int
-    fits = is_a(request.logprobs, kind | None)
-    check('logprobs', fits, kind.__name__)
+    check('logprobs', is_a(request.logprobs, kind | None), kind.__name__)
     scores = request.num_top is not None
     has_top = chat and scores or not request.top_logprobs
     check('top_logprobs', has_top, '0 but in a chat with logprobs')
     check('return_rounds', stream or not request.return_rounds, 'a stream')
     expected = f'n among {beams}, not {n}' if beams else 'false without --beams'
-    check(
-      'use_beam_search', n in beams or not request.use_beam_search, expected
-    )
+    is_served = n in beams or not request.use_beam_search
+    check('use_beam_search', is_served, expected)
     # A sample without a drafter would depend on the traffic.
-    may_be_plain = request.is_greedy and not scores
-    expected = 'true unless greedy'
-    check('speculative', request.speculative or may_be_plain, expected)
-    check(
-      'allowed_token_ids', request.allowed_token_ids != [], 'one id or more'
-    )
-    stops = [*map(len, request.stop_strings)]
-    fits = len(stops) <= _MOST_STOPS and all(
-      0 < size <= _LONGEST_STOP for size in stops
-    )
-    expected = f'up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters'
-    check('stop', fits, expected)
+    may_be = request.speculative or request.is_greedy and not scores
+    check('speculative', may_be, 'true unless greedy')
     wants = [name for name, on in (request.stream_options or {}).items() if on]
     fits = not wants or stream and wants == ['include_usage']
     check('stream_options', fits, '{"include_usage": true}, of a stream')
@@ -552,8 +492,8 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
       check_type(name, value, _TYPES[name])
       values[name] = value
     elif name not in _KNOWN:
-      near = nearest(name[:64], _KNOWN, or_all=False)
-      message = f'There is no field {shortened(name)}.{near} Leave it out.'
+      near = checks.nearest(name[:64], _KNOWN, or_all=False)
+      message = f'There is no field {checks.shortened(name)}.{near} Omit it.'
       raise ApiError(message, name[:64])
     elif value not in _NEUTRAL[name]:
       raise unexpected(name, 'nothing: it is not supported', value)
@@ -583,17 +523,12 @@ def _chat_ids(template: Any, messages: Any) -> list[int]:
     role = fields.get('role')
     # The content of a model's message that only calls a tool is empty.
     content = fields.get('content', '' if role == 'assistant' else None)
-    if isinstance(content, list) and all(map(_is_text, content)):
-      content = ''.join(part['text'] for part in content)
-    is_text = isinstance(content, str) and isinstance(role, str)
-    if not is_text or set(fields) - {'role', 'content', 'name'}:
+    with contextlib.suppress(KeyError, TypeError):  # parts of another form
+      if isinstance(content, list) and {x['type'] for x in content} == {'text'}:
+        content = ''.join(part['text'] for part in content)
+    are_texts = is_a([content, role], list[str])
+    if not are_texts or set(fields) - {'role', 'content', 'name'}:
       expected = 'texts alone, as {"role": "user", "content": "..."}'
       raise unexpected('messages', expected, message)
     checked.append({**fields, 'content': content})
   return template.ids(checked)
-
-
-def _is_text(part: Any) -> bool:
-  """Returns whether a part of a message's content is a text."""
-  is_text = isinstance(part, dict) and part.get('type') == 'text'
-  return is_text and isinstance(part.get('text'), str)

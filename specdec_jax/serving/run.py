@@ -1,11 +1,21 @@
-"""Runs a server: loads the models, and serves until a signal."""
+"""Runs a server until a signal: alone, or several behind one address.
+
+Those are replicas, kept by Ray Serve. Each is the application of `specdec
+serve` with its worker, in another process, on any machine of a Ray cluster. Ray
+has the address, gives each request to a replica, keeps their number, and
+replaces one that has failed.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Iterator
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from specdec_jax import files
 from specdec_jax.checks.fields import Checked, package, unexpected
@@ -14,14 +24,43 @@ from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
-from specdec_jax.serving import replicas
-from specdec_jax.serving.log import logging_to_stderr, say
-from specdec_jax.serving.replicas import ReplicaSettings
-from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.serving import settings as served
+from specdec_jax.serving.settings import ServeSettings, say, say_since
 from specdec_jax.serving.worker import Worker
+from specdec_jax.types import Amount, Count
 
 _KEYS = 'SPECDEC_API_KEYS'
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
+NAME = 'specdec'  # Ray shows the application and its deployment by this name
+_HEALTH_SECONDS = 2.0  # between two checks of a replica
+_LOOK_SECONDS = 0.1
+_SIGNALS = signal.SIGTERM, signal.SIGINT
+_CONNECT_SECONDS = 5.0  # in which a cluster must answer
+_LAST_SECONDS = 5.0  # after which Ray has seen that a replica has ended
+
+
+class ReplicasError(OSError):
+  """Ray did not start, or did not start the replicas."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaSettings(Checked):
+  """The number of replicas, and the resources that Ray reserves for each.
+
+  Attributes:
+    number: how many replicas there are; 0: one server without Ray.
+    cpus: cores of each, which may be a fraction.
+    gpus: GPUs of each. JAX sees no others.
+    resources: other resources of each, by Ray's names, such as {'TPU': 4}.
+
+  Raises:
+    ValueError: a value is outside its range.
+  """
+
+  number: Count = 0
+  cpus: Amount = 1.0
+  gpus: Amount = 0.0
+  resources: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +106,27 @@ def serve(
     ValueError: a value is out of range, packages of the extras [serve] or [ray]
       are not installed, or the keys cannot be read.
     OSError: the port is taken.
-    replicas.ReplicasError: no replica could be started.
+    ReplicasError: no replica could be started.
   """
   settings = config.settings
   for name in ('uvicorn', 'starlette', 'prometheus_client', 'httptools'):
     package('A server', name, 'serve')  # before models are loaded
   keys = api_keys(settings.api_key_file)
   _calibration_of(config)  # before models are loaded, too
-  with logging_to_stderr():
+  with served.logging_to_stderr():
     if config.replicas.number:
       make = remake or (lambda: config)
-      replicas.run(lambda: worker_of(make()), settings, config.replicas, keys)
+      run_replicas(lambda: worker_of(make()), settings, config.replicas, keys)
     else:
       from specdec_jax.serving.server import Server  # needs the extra
 
       server = Server(*worker_of(config), keys)
-      with _sigterm_once():
+      # uvicorn raises SIGTERM again after it has stopped.
+      before = signal.signal(signal.SIGTERM, lambda *_: None)
+      try:
         asyncio.run(server.serve())
+      finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def worker_of(config: ServeConfig) -> tuple[Worker, str]:
@@ -99,12 +142,8 @@ def worker_of(config: ServeConfig) -> tuple[Worker, str]:
   engine = config.engine(**options)
   name = config.settings.model_name or engine.models['target'].name or 'target'
   worker = Worker(engine, config.settings, measured)
-  say(
-    'loaded',
-    model=name,
-    gammas=worker.ordinary.policy.gammas,
-    least_length=worker.least_length,
-  )
+  gammas = worker.ordinary.policy.gammas
+  say('loaded', model=name, gammas=gammas, least_length=worker.least_length)
   return worker, name
 
 
@@ -129,17 +168,207 @@ def api_keys(path: str | None) -> list[str]:
   keys = [line.strip() for line in text.splitlines() if line.strip()]
   if not keys and (path is not None or text):
     # The user believes that the server needs a key.
-    raise unexpected(
-      path or _KEYS, 'one key or more', text, 'Give or unset it.'
-    )
+    name, advice = path or _KEYS, 'Give or unset it.'
+    raise unexpected(name, 'one key or more', text, advice)
   return keys
 
 
-@contextlib.contextmanager
-def _sigterm_once() -> Iterator[None]:
-  """Ignores SIGTERM, which uvicorn raises again after it has stopped."""
-  before = signal.signal(signal.SIGTERM, lambda *_: None)
+def run_replicas(
+  make: Callable[[], tuple[Worker, str]],
+  settings: ServeSettings,
+  replicas: ReplicaSettings,
+  keys: Sequence[str],
+) -> None:
+  """Serves by replicas until SIGTERM or SIGINT.
+
+  They run in an existing Ray cluster (`RAY_ADDRESS`, or one that was started on
+  this machine). Without one, Ray starts a cluster of this machine alone, which
+  ends with this process, and listens to this machine alone if the server does.
+
+  Args:
+    make: makes a worker and the model's name in the process of a replica; Ray
+      must be able to send it there.
+    settings: the settings of the server.
+    replicas: the number and the resources of the replicas.
+    keys: each request needs one of them.
+
+  Raises:
+    ValueError: Ray Serve is not installed, or the port is 0.
+    OSError: the port is taken on this machine.
+    ReplicasError: Ray or a replica did not start, or there is no cluster at
+      `RAY_ADDRESS`.
+  """
+  ray = package('A server with replicas', 'ray', 'ray')
+  ray_serve = package('A server with replicas', 'ray.serve', 'ray')
+  begin = time.perf_counter()
+  if not settings.port:
+    raise unexpected('port', 'one that each machine has', settings.port)
+  check_cluster()
+  # Ray would report a port that is taken only in the log of another process.
+  served.listening_socket(settings).close()
+  url = f'http://{settings.host}:{settings.port}'
   try:
-    yield
-  finally:
-    signal.signal(signal.SIGTERM, before)
+    with contextlib.ExitStack() as ends:
+      # This process loads neither JAX nor models.
+      is_alone = _connect(ray, settings)
+      ends.callback(say, 'stopped')
+      ends.callback(ray.shutdown)
+      ends.enter_context(contextlib.suppress(KeyboardInterrupt))
+      for kind in _SIGNALS:  # the first one ends it, others are ignored
+        ends.callback(signal.signal, kind, signal.signal(kind, _stop))
+      address = {'host': settings.host, 'port': settings.port}
+      ray_serve.start(http_options=address)
+      say('listening', url=url, replicas=replicas.number)
+      given = make, settings, replicas, keys, is_alone
+      deployment = _deployment(ray_serve, *given)
+      ends.callback(_end, ray_serve, settings)
+      ray_serve.run(deployment.bind(), name=NAME, route_prefix='/')
+      say_since('ready', begin, url=url)
+      threading.Event().wait()
+  except (ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
+    line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    raise ReplicasError(f'Ray did not start the replicas: {line}') from error
+
+
+def _stop(*_: Any) -> None:
+  for kind in _SIGNALS:
+    signal.signal(kind, signal.SIG_IGN)
+  say('stopping')
+  raise KeyboardInterrupt
+
+
+def check_cluster() -> None:
+  """Raises ReplicasError if no cluster listens at `RAY_ADDRESS`.
+
+  Ray itself would try to connect for minutes.
+  """
+  address = os.environ.get('RAY_ADDRESS', '')
+  host, _, port = address.rpartition('://')[2].rpartition(':')
+  if not (host and port.isdigit()):  # '', or a word that Ray knows
+    return
+  try:
+    socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+  except OSError as error:
+    raise ReplicasError(
+      f'No Ray cluster is at RAY_ADDRESS={address!r}: {error}. Start one (`ray'
+      ' start --head`), or unset it for one of this machine alone.'
+    ) from error
+
+
+def _connect(ray: Any, settings: ServeSettings) -> bool:
+  """Connects to an existing cluster, or starts one.
+
+  Returns:
+    Whether the cluster listens to this machine alone.
+
+  Raises:
+    ConnectionError: there is no cluster at `RAY_ADDRESS`.
+  """
+  try:
+    ray.init(address='auto', configure_logging=False)
+    return False
+  except ConnectionError:
+    if os.environ.get('RAY_ADDRESS'):
+      raise
+  if settings.is_local:
+    # With these Ray's address is 127.0.0.1, as it is on other systems than
+    # Linux. Otherwise its ports are open to all networks, with any address.
+    os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+  ray.init(address='local', include_dashboard=False, configure_logging=False)
+  return settings.is_local
+
+
+def _listen_to_this_machine() -> None:
+  """Binds the port by which replicas may call each other to this machine."""
+  from ray.serve._private import replica
+
+  add_port = replica.add_port_to_grpc_server
+  replica.add_port_to_grpc_server = lambda server, address: add_port(
+    server, address.replace('[::]', '127.0.0.1')
+  )
+
+
+def _end(ray_serve: Any, settings: ServeSettings) -> None:
+  """Lets each replica finish its requests, within a limit.
+
+  Other applications of Ray Serve in the cluster go on.
+  """
+  ray_serve.delete(NAME, _blocking=False)
+  until = time.monotonic() + settings.end_seconds + _LAST_SECONDS
+  while time.monotonic() < until and NAME in ray_serve.status().applications:
+    time.sleep(_LOOK_SECONDS)
+  if not set(ray_serve.status().applications) - {NAME}:
+    ray_serve.shutdown()
+
+
+def _is_kept(ray_serve: Any) -> bool:
+  """Returns whether Ray Serve keeps the application running."""
+  application = ray_serve.status().applications.get(NAME)
+  return application is not None and application.status != 'DELETING'
+
+
+def _deployment(
+  ray_serve: Any,
+  make: Callable[[], tuple[Worker, str]],
+  settings: ServeSettings,
+  replicas: ReplicaSettings,
+  keys: Sequence[str],
+  is_alone: bool,
+) -> Any:
+  """Makes the deployment that Ray sends to the machines and keeps running."""
+  applications: list[Any] = []  # one in the process of a replica
+
+  class Replica:
+    """One server: its worker, and the application that Ray calls."""
+
+    def __init__(self):
+      """Returns when everything is compiled; then Ray sends requests."""
+      self._ends = contextlib.ExitStack()
+      self._ends.enter_context(served.logging_to_stderr())
+      if is_alone:
+        _listen_to_this_machine()
+      from specdec_jax.serving.app import Application  # needs the extra
+
+      self._worker, name = make()
+      self._application = Application(self._worker, name, keys)
+      applications.append(self._application)
+      self._worker.start()
+      self._ends.callback(self._application.close)
+      threading.Thread(target=self._watch, daemon=True).start()
+      while not self._worker.is_compiled:
+        self.check_health()
+        time.sleep(_LOOK_SECONDS)
+
+    def check_health(self):
+      """Raises if the worker has failed; then Ray replaces the replica."""
+      self._application.check()
+
+    def _watch(self):
+      """Ends the requests that are left when the time to finish is over.
+
+      Ray does not tell a replica to end while it has requests.
+      """
+      while _is_kept(ray_serve):
+        time.sleep(_HEALTH_SECONDS / 2)
+      self._worker.refuse('The server is stopping. Try again later.')
+      time.sleep(settings.drain_seconds)
+      self._worker.stop()
+
+    def __del__(self):
+      """Ends the server; Ray calls it after the last request."""
+      self._ends.close()
+
+  reserved: Any = {'num_cpus': replicas.cpus, 'num_gpus': replicas.gpus}
+  reserved['resources'] = dict(replicas.resources)
+  return ray_serve.deployment(
+    ray_serve.ingress(lambda: applications[0])(Replica),
+    name=NAME,
+    num_replicas=replicas.number,
+    # The worker itself refuses requests when its queue is full.
+    max_ongoing_requests=settings.max_connections,
+    graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
+    graceful_shutdown_timeout_s=settings.end_seconds,
+    health_check_period_s=_HEALTH_SECONDS,
+    ray_actor_options=reserved,
+  )

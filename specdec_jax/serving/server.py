@@ -19,9 +19,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from specdec_jax.serving.app import Application
-from specdec_jax.serving.log import say
 from specdec_jax.serving.protocol import ApiError
-from specdec_jax.serving.settings import ServeSettings, listening_socket
+from specdec_jax.serving.settings import ServeSettings, listening_socket, say
 from specdec_jax.serving.worker import Worker
 
 _OTHER_FILES = 64  # open files that are no connections
@@ -59,17 +58,9 @@ class Server(uvicorn.Server):
       'timeout_keep_alive': settings.idle_seconds,
       'timeout_graceful_shutdown': math.ceil(settings.end_seconds),
     }
-    super().__init__(
-      uvicorn.Config(
-        self.application,
-        lifespan='off',
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws='none',
-        **options,
-      )
-    )
+    options |= {'lifespan': 'off', 'log_config': None, 'ws': 'none'}
+    options |= {'access_log': False, 'server_header': False}
+    super().__init__(uvicorn.Config(self.application, **options))
 
   async def serve(self, sockets: list[socket.socket] | None = None) -> None:
     """Serves until a signal, or `should_exit`.
@@ -135,10 +126,7 @@ class Connection(HttpToolsProtocol):
   """
 
   def __init__(
-    self,
-    settings: ServeSettings,
-    waiting: 'dict[Connection, None]',
-    **options: Any,
+    self, settings: ServeSettings, waiting: dict[Any, None], **options: Any
   ):
     """Makes a connection without a transport.
 
@@ -194,9 +182,8 @@ class Connection(HttpToolsProtocol):
   def pause_writing(self) -> None:
     """Begins to wait for a client that does not read."""
     super().pause_writing()
-    self._write_timer = self.loop.call_later(
-      self._settings.idle_seconds, self.transport.abort
-    )
+    seconds = self._settings.idle_seconds
+    self._write_timer = self.loop.call_later(seconds, self.transport.abort)
     self._note()
 
   def resume_writing(self) -> None:
@@ -220,9 +207,8 @@ class Connection(HttpToolsProtocol):
     self.limit_concurrency = 1 if is_over else None  # 1: uvicorn answers by 503
     super().on_headers_complete()
     if _is_old(self.cycle):
-      self.cycle.send = functools.partial(  # type: ignore[method-assign]
-        _send_without_chunks, self.cycle
-      )
+      send = functools.partial(_send_without_chunks, self.cycle)
+      self.cycle.send = send  # type: ignore[method-assign]
 
   def on_body(self, body: bytes) -> None:
     """Takes a part of a body."""
@@ -251,9 +237,8 @@ class Connection(HttpToolsProtocol):
       self._all_waiting.pop(self, None)
 
   def _await_header(self) -> None:
-    self._header_timer = self.loop.call_later(
-      self._settings.header_seconds, self._end
-    )
+    seconds = self._settings.header_seconds
+    self._header_timer = self.loop.call_later(seconds, self._end)
 
   def _end(self) -> None:
     """Closes the connection, since no header came in time."""

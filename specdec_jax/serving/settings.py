@@ -1,16 +1,26 @@
-"""The settings of a server: its address, sizes and limits."""
+"""The settings of a server, its socket, and its log.
 
+The log has JSON objects on stderr, one per line.
+"""
+
+import contextlib
 import dataclasses
 import ipaddress
+import json
+import logging
 import socket
+import sys
+import time
 import urllib.parse
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from specdec_jax.checks.fields import Bound, Checked
 from specdec_jax.types import Above0, Positive
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _LAST_SECONDS = 5.0  # for the errors of requests that were cut off
+LOG = logging.getLogger('specdec_jax.serving')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,3 +145,51 @@ def listening_socket(settings: ServeSettings) -> socket.socket:
   # makes. Without it the second part of an answer waits 40 ms for an ACK.
   listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   return listening
+
+
+def say(event: str, **fields: Any) -> None:
+  """Logs an event and its fields."""
+  LOG.info(event, extra={'fields': fields})
+
+
+def say_since(event: str, begin: float, **fields: Any) -> None:
+  """Logs an event with its seconds since `time.perf_counter` was `begin`."""
+  say(event, **fields, seconds=round(time.perf_counter() - begin, 3))
+
+
+class _Lines(logging.Formatter):
+  """Formats each record as a JSON object on one line."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    """Returns the line of a record."""
+    line = {
+      'time': round(record.created, 3),
+      'level': record.levelname,
+      'event': record.getMessage().rstrip(),
+      **vars(record).get('fields', {}),
+    }
+    if record.exc_info:
+      line['error'] = self.formatException(record.exc_info)
+    return json.dumps(line)
+
+
+@contextlib.contextmanager
+def logging_to_stderr() -> Iterator[None]:
+  """Sends the log to stderr."""
+  handler = logging.StreamHandler(sys.stderr)
+  handler.setFormatter(_Lines())
+  names = LOG.name, 'uvicorn.error', 'py.warnings'
+  loggers = [logging.getLogger(name) for name in names]
+  for logger in loggers:
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+  loggers[1].setLevel(logging.WARNING)  # `say` logs the rest
+  logging.captureWarnings(True)
+  try:
+    yield
+  finally:
+    logging.captureWarnings(False)
+    for logger in loggers:
+      logger.removeHandler(handler)
+      logger.propagate = True

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import queue
 import sys
 import threading
@@ -22,18 +21,11 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Row, TextRequest, Update, joined
-from specdec_jax.engine.scheduler import (
-  Lane,
-  PoolSettings,
-  Scheduler,
-  SlotPool,
-)
+from specdec_jax.engine.scheduler import Lane, PoolSettings, Scheduler, SlotPool
 from specdec_jax.request import BLOCK, TOKEN, Drafting, Request
-from specdec_jax.serving.log import say
 from specdec_jax.serving.protocol import ApiError
-from specdec_jax.serving.settings import ServeSettings
+from specdec_jax.serving.settings import LOG, ServeSettings, say, say_since
 
-_LOG = logging.getLogger(__name__)
 _NOT_READY = 'The server is not ready yet: it compiles.'
 _READ_TOGETHER = 4  # the most waiting rows that are read in one call
 _LANE_ROWS = 4  # rows in the pool of a lane
@@ -96,7 +88,6 @@ class Worker:
         devices, or the calibration is of something else (`CalibrationError`).
     """
     self.engine, self.settings = engine, settings
-    pool = PoolSettings(rows=settings.rows, sizes=settings.sizes)
     plan, self.least_length = None, 0
     if measured is not None:
       measured.direct(engine, settings.rows)
@@ -107,28 +98,24 @@ class Worker:
         size: engine.drafting if engine.speculation_pays(size) else Drafting()
         for size in settings.sizes
       }
-    pool = dataclasses.replace(pool, gammas=plan)
+    pool = PoolSettings(settings.rows, gammas=plan, sizes=settings.sizes)
     pays = plan is None or any(drafting.gamma for drafting in plan.values())
     self.speculates: bool = engine.has_drafter and pays
     if settings.speculative is not None:
       self.speculates = settings.speculative
     if self.speculates:
       _ = engine.drafter  # raises if there is none
-    if engine.programs.row_multiple > 1:
+    # The engine knows where beams are slower with a drafter.
+    self._drafts = None if self.speculates else False
+    if (multiple := engine.programs.row_multiple) > 1:
       expected = '1: a pool of one row cannot be split'
-      multiple = engine.programs.row_multiple
       raise unexpected('Placement.data', expected, multiple)
     self._texts = self._texts_of_all_widths()
     self._counts = (1, _READ_TOGETHER)[: settings.rows]
     widest = self._some(self._texts[-1], max_length=1).rows[0]
-    self._make_pool = functools.partial(
-      SlotPool,
-      engine.programs,
-      pool,
-      self._of_any_kind(joined([widest], widest.terms.shared)),
-      widest.widths,
-      counts=self._counts,
-    )
+    kind = self._of_any_kind(joined([widest], widest.terms.shared))
+    given = engine.programs, pool, kind, widest.widths
+    self._make_pool = functools.partial(SlotPool, *given, counts=self._counts)
     self.ordinary: SlotPool = self._make_pool(compiled=set())
     lanes = PoolSettings(rows=min(_LANE_ROWS, settings.rows))
     self.scheduler = Scheduler(engine.programs, lanes, ordinary=self.ordinary)
@@ -170,7 +157,7 @@ class Worker:
     Raises:
       ValueError: as for `Engine.generate`.
     """
-    request = self._request(texts, **options)
+    request = self.engine.text_request(texts, self._drafts, **options)
     rows = [*request.rows]
     for index, outputs in request.passed_over.items():
       rows.insert(index, Row(request.terms, index, passed_over=outputs))
@@ -195,17 +182,14 @@ class Worker:
         raise ApiError(self._refuses, status=503)
       most, waiting = self.settings.max_waiting, self.scheduler.num_waiting
       if waiting + len(rows) > most:
-        message = (
-          f'{waiting} outputs wait, and {len(rows)} more would be more than'
-          f' {most}. Try again later.'
-        )
+        message = f'{waiting} outputs wait; {len(rows)} more exceed {most}.'
+        message += ' Try again later.'
         raise ApiError(message, status=429, code='queue_full')
       self._taken.update(decoded)
       for lane in self.scheduler.submit(decoded):
         self._to_compile.put(lane)
-    for row in rows:
-      if row.passed_over:
-        self._tell(row, Update(outputs=row.passed_over))
+    over = [row for row in rows if row.passed_over]
+    self._tell_all((row, Update(outputs=row.passed_over)) for row in over)
 
   def cancel(self, rows: Iterable[Any]) -> None:
     """Cancels rows; their listeners get no further update."""
@@ -270,7 +254,7 @@ class Worker:
 
   def _fail(self, failure: Exception) -> None:
     """Ends both threads."""
-    _LOG.exception('The scheduler failed.')
+    LOG.exception('The scheduler failed.')
     with self._lock:
       self.failure = repr(failure)
       self._refuses = 'The server has failed; see its log.'
@@ -288,17 +272,14 @@ class Worker:
 
   def _tell_all(self, updates: Iterable[tuple[Row, Update]]) -> None:
     for row, update in updates:
-      self._tell(row, update)
-
-  def _tell(self, row: Row, update: Update) -> None:
-    if row.is_cancelled or row.tell is None:
-      return
-    if update.is_last:
-      self._taken.discard(row)
-    try:
-      row.tell(row.index, update)
-    except RuntimeError:  # the loop of its listener has ended
-      self.cancel([row])
+      if row.is_cancelled or row.tell is None:
+        continue
+      if update.is_last:
+        self._taken.discard(row)
+      try:
+        row.tell(row.index, update)
+      except RuntimeError:  # the loop of its listener has ended
+        self.cancel([row])
 
   # Methods of the compiling thread.
 
@@ -308,10 +289,6 @@ class Worker:
     Then it compiles the programs of lanes, whose rows wait meanwhile.
     """
     begin = time.perf_counter()
-
-    def say_since(event: str) -> None:
-      say(event, seconds=round(time.perf_counter() - begin, 3))
-
     try:
       pool = self._make_pool()
       runs = [*self._rehearsals(pool), *self._short_searches()]
@@ -327,13 +304,13 @@ class Worker:
           with self._lock:
             if self._refuses == _NOT_READY:  # else it was told to take none
               self._refuses = None
-          say_since('ready')
+          say_since('ready', begin)
         if not self._to_compile.empty():
           self._compile_lane(self._to_compile.get())
       with self._lock:
         self.is_compiled = not self._ends
       memory.give_back()
-      say_since('compiled')
+      say_since('compiled', begin)
     except Exception as failure:
       self._fail(failure)
     while not self._ends:
@@ -360,8 +337,7 @@ class Worker:
     except Exception:
       self._tell_all(self.scheduler.fail(lane))
     memory.give_back()
-    seconds = round(time.perf_counter() - begin, 3)
-    say('compiled a lane', what=lane.name, seconds=seconds)
+    say_since('compiled a lane', begin, what=lane.name)
 
   def _forget_lanes(self, before: float = 0.0) -> None:
     """Frees programs of lanes until there is room; waits while all are used."""
@@ -410,10 +386,8 @@ class Worker:
       for kind in (_GREEDY, _PLAIN):  # a row alone; then others come
         alone = (text, kind, 1, 1, (1, several)), (widest, _SAMPLED, 1, 1)
         yield f'a row alone, {inputs}, {kind}', rehearsal(*alone)
-      read = [
-        (text, _SAMPLED, min(count, several), several)
-        for count in counts[:several]
-      ]
+      some = [min(count, several) for count in counts[:several]]
+      read = [(text, _SAMPLED, count, several) for count in some]
       yield f'reading, {inputs}', rehearsal(*read)
 
   def _rehearse(
@@ -428,16 +402,11 @@ class Worker:
     longest = 2 * pool.policy.longest + 3
     longest = min(longest, self.engine.config.max_decode_len)
     for text, kind, count, *sizes in decodes:
-      request = self._some(
-        text,
-        max_length=longest,
-        stop_ids=(),
-        log_probs=kind == _SAMPLED,
-        temperature=float(kind == _SAMPLED),
-      )
-      row = dataclasses.replace(
-        request.rows[0], streams=True, is_plain=kind == _PLAIN
-      )
+      is_sampled = kind == _SAMPLED
+      options: dict[str, Any] = {'max_length': longest, 'stop_ids': ()}
+      options |= {'log_probs': is_sampled, 'temperature': float(is_sampled)}
+      (row,) = self._some(text, **options).rows
+      row.streams, row.is_plain = True, kind == _PLAIN
       rows = [dataclasses.replace(row) for _ in range(count)]
       pool.rehearse(rows, *sizes)
 
@@ -451,33 +420,26 @@ class Worker:
 
   # Requests.
 
-  def _request(self, texts: Sequence[Any], **options: Any) -> TextRequest:
-    # The engine knows where beams are slower with a drafter.
-    speculative = None if self.speculates else False
-    return self.engine.text_request(texts, speculative, **options)
-
   def _some(self, text: Any, **options: Any) -> TextRequest:
     """Makes a request for warm-up, in any of the target's languages."""
     for language in list(self.engine.codec.languages().known)[:1]:
       options |= {'source_lang': language, 'target_lang': language}
-    return self._request([text], **options)
+    return self.engine.text_request([text], self._drafts, **options)
 
   def _of_any_kind(self, request: Request) -> Request:
     """Returns a request like this one, whose rows have values of their own."""
-    tree = self.engine.tree
-    shared: Any = request.sampling
+    sampling: Any = request.sampling
+    top = {'top_k': np.zeros(1, np.int32), 'top_p': np.ones(1, np.float32)}
     num_stops = max(_STOP_IDS, len(self.engine.codec.stop_ids))
     stop_ids: Any = np.full((1, num_stops), -1, np.int32)
     return dataclasses.replace(
       request,
-      sampling=shared.replace(
-        top_k=np.zeros((1,), np.int32), top_p=np.ones((1,), np.float32)
-      ),
+      sampling=sampling.replace(**top),
       stop_ids=stop_ids,
       greedy=False,
       forbids_stops=True,
       with_log_probs=True,
-      verification=BLOCK if tree is None else TOKEN,
+      verification=BLOCK if self.engine.tree is None else TOKEN,
     )
 
   def _texts_of_all_widths(self) -> list[list[int]]:

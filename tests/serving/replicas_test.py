@@ -20,7 +20,7 @@ import pytest
 from served import Served
 from specdec_jax import serving
 from specdec_jax.cli import commands, gin_flags
-from specdec_jax.serving import replicas
+from specdec_jax.serving import run
 
 SERVE = commands.COMMANDS['serve']
 PROMPTS = ('Good morning!', 'Where is it?', 'Thank you.')
@@ -66,13 +66,13 @@ def test_what_cannot_be_is_said_before_a_model_or_ray(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match='is not a calibration'):
     serving.serve(serving.ServeConfig(no_model, calibration=str(path)))
   started = types.SimpleNamespace(init=lambda **_: pytest.fail('it started'))
-  monkeypatch.setattr(replicas, 'package', lambda *_: started)
+  monkeypatch.setattr(run, 'package', lambda *_: started)
   two = serving.ReplicaSettings(2)
   with socket.create_server(('127.0.0.1', 0)) as taken:
     port = taken.getsockname()[1]
     for error, number in ((ValueError, 0), (OSError, port)):
       with pytest.raises(error, match='port.*got 0|in use'):
-        replicas.run(list, serving.ServeSettings(port=number), two, [])
+        run.run_replicas(list, serving.ServeSettings(port=number), two, [])
 
 
 @pytest.mark.parametrize('kind', [ArithmeticError, RuntimeError])
@@ -82,22 +82,22 @@ def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind, monkeypatch):
 
   errors = types.SimpleNamespace(RayError=ArithmeticError)
   ray = types.SimpleNamespace(init=init, exceptions=errors)
-  monkeypatch.setattr(replicas, 'package', lambda *_: ray)
+  monkeypatch.setattr(run, 'package', lambda *_: ray)
   settings = serving.ServeSettings(port=free_port())
   match = r'did not start the replicas: The actor died\.$'
-  with pytest.raises(replicas.ReplicasError, match=match):
-    replicas.run(list, settings, serving.ReplicaSettings(2), [])
+  with pytest.raises(run.ReplicasError, match=match):
+    run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
 
 
 @pytest.mark.parametrize('scheme', ['', 'ray://'])
 def test_a_cluster_that_is_not_there_is_said_at_once(scheme, monkeypatch):
   ray = types.SimpleNamespace(init=lambda **_: pytest.fail('Ray looks for it'))
-  monkeypatch.setattr(replicas, 'package', lambda *_: ray)
+  monkeypatch.setattr(run, 'package', lambda *_: ray)
   address = f'{scheme}127.0.0.1:{free_port()}'
   monkeypatch.setenv('RAY_ADDRESS', address)
   settings = serving.ServeSettings(port=free_port())
-  with pytest.raises(replicas.ReplicasError, match=f'{address}.*refused'):
-    replicas.run(list, settings, serving.ReplicaSettings(2), [])
+  with pytest.raises(run.ReplicasError, match=f'{address}.*refused'):
+    run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
 
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '0.0.0.0'])
@@ -118,15 +118,15 @@ def test_ray_listens_where_the_server_does(host, named, monkeypatch):
     exceptions=types.SimpleNamespace(RayError=ArithmeticError),
     _private=types.SimpleNamespace(ray_constants=constants),
   )
-  monkeypatch.setattr(replicas, 'package', lambda *_: ray)
+  monkeypatch.setattr(run, 'package', lambda *_: ray)
   monkeypatch.setenv(alone, 'unset')
   monkeypatch.delenv(alone)
   monkeypatch.setenv('RAY_ADDRESS', 'cluster' if named else '')
   settings = serving.ServeSettings(host=host, port=free_port())
   with pytest.raises(
-    replicas.ReplicasError, match='no Ray at' if named else 'enough'
+    run.ReplicasError, match='no Ray at' if named else 'enough'
   ):
-    replicas.run(list, settings, serving.ReplicaSettings(2), [])
+    run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
   is_local = host == '127.0.0.1'
   want = [] if named else [('local', False, '0' if is_local else None)]
   assert started == want

@@ -23,18 +23,9 @@ import numpy as np
 import openai
 import pytest
 
+import clients
 from benchmarks import serve as load
-from clients import (
-  LIMITS,
-  NAME,
-  NEUTRAL,
-  NULL,
-  PATH,
-  asking,
-  create,
-  serving,
-  texts_of,
-)
+from clients import LIMITS, NAME, PATH, asking, create, serving, texts_of
 from compilations import nothing_compiles
 from repository import ROOT
 from served import Served
@@ -53,14 +44,11 @@ def test_answers_are_those_of_the_engine(client, engine):
   assert texts_of(have) == [one.text for one in want]
   assert [one.index for one in have.choices] == [0, 1, 2]
   assert have.usage.completion_tokens == sum(len(one.tokens) for one in want)
-  assert have.usage.prompt_tokens == sum(
-    len(engine.codec.input_ids(t)) for t in prompts
-  )
-  options = {'temperature': 1.1, 'seed': 7, 'top_p': 0.9}
-  want = engine.generate(
-    TEXTS[:2], num_samples=2, top_k=20, max_length=12, **options
-  )
-  have = create(client, TEXTS[:2], n=2, max_tokens=12, top_k=20, **options)
+  read = map(engine.codec.input_ids, prompts)
+  assert have.usage.prompt_tokens == sum(map(len, read))
+  options = {'temperature': 1.1, 'seed': 7, 'top_p': 0.9, 'top_k': 20}
+  want = engine.generate(TEXTS[:2], num_samples=2, max_length=12, **options)
+  have = create(client, TEXTS[:2], n=2, max_tokens=12, **options)
   assert texts_of(have) == [one.text for one in want]
   # Samples are drafted for by the engine's gamma, whoever shares the slots.
   counts = have.metrics['speculative_decoding']
@@ -77,10 +65,8 @@ def test_streams_are_whole_and_never_taken_back(client, url):
   options = {'temperature': 1.3, 'seed': 3, 'max_tokens': 24, 'n': 2}
   options |= {'ignore_eos': True}
   whole = create(client, TEXTS[0], **options)
-  usage = {'include_usage': True}
-  *parts, last = create(
-    client, TEXTS[0], stream=True, stream_options=usage, **options
-  )
+  options |= {'stream_options': {'include_usage': True}}
+  *parts, last = create(client, TEXTS[0], stream=True, **options)
   assert last.choices == [] and last.usage == whole.usage
   assert last.metrics == whole.metrics
   assert all(one.usage is None for one in parts)
@@ -103,55 +89,50 @@ def test_streams_are_whole_and_never_taken_back(client, url):
 LABELS = ['red', 'the dog', 'a']
 OBJECT = {'type': 'object'}
 SCHEMA = {'type': 'object', 'properties': {'a': {'type': 'integer'}}}
+PENALTY = {'min_p': 0.2, 'presence_penalty': 1.0}
+
+
+def formatted(**form):
+  return {'response_format': form}
+
+
 RULES = (
   ({'structured_outputs': {'choice': LABELS}}, {'choices': LABELS}),
-  (
-    {'min_p': 0.2, 'presence_penalty': 1},
-    {'min_p': 0.2, 'presence_penalty': 1.0},
-  ),
+  (PENALTY, PENALTY),
   ({'structured_outputs': {'json': SCHEMA}}, {'json_schema': SCHEMA}),
   ({'structured_outputs': {'regex': 'a', 'choice': None}}, {'regex': 'a'}),
   ({'structured_outputs': {'json_object': True}}, {'json_schema': OBJECT}),
   ({'guided_choice': LABELS, 'guided_json': None}, {'choices': LABELS}),
   ({'guided_regex': 'a'}, {'regex': 'a'}),
   ({'guided_json': SCHEMA}, {'json_schema': SCHEMA}),
-  (
-    {'response_format': {'type': 'json_object', 'schema': SCHEMA}},
-    {'json_schema': SCHEMA},
-  ),
-  ({'response_format': {'type': 'text'}}, {}),
-  (
-    {'response_format': {'type': 'json_object'}},
-    {'json_schema': {'type': 'object'}},
-  ),
-  (
-    {'response_format': {'type': 'json_schema', 'json_schema': {'schema': {}}}},
-    {'json_schema': {}},
-  ),
+  (formatted(type='json_object', schema=SCHEMA), {'json_schema': SCHEMA}),
+  (formatted(type='text'), {}),
+  (formatted(type='json_object'), {'json_schema': OBJECT}),
+  (formatted(type='json_schema', json_schema={'schema': {}}),
+   {'json_schema': {}}),
   ({'logit_bias': {'7': -100}}, {'logit_bias': {7: -100}}),
   ({'bad_words': ['a'], 'top_k': 3}, {'bad_words': ['a']}),
-)
+)  # fmt: skip
 
 
 def test_rules_are_those_of_the_engine(client, engine, url):
   """Of streams and samples, too, beside rows that have none."""
-  for fields, options in RULES[:1]:
-    shared = {'temperature': 0.7, 'seed': 2}
-    asked = shared | fields | {'max_tokens': 16, 'n': 2}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-      plain = pool.submit(create, client, TEXTS[1], temperature=0)
-      parts = [*create(client, TEXTS[0], stream=True, **asked)]
-      have = create(client, TEXTS[0], **asked)
-    want = engine.generate(
-      TEXTS[:1], num_samples=2, max_length=16, **shared, **options
-    )
-    assert texts_of(have) == [one.text for one in want], fields
-    found = {0: '', 1: ''}
-    for choice in (part.choices[0] for part in parts if part.choices):
-      found[choice.index] += choice.text
-    assert [*found.values()] == texts_of(have)
-    same = engine.generate(TEXTS[1:2], max_length=16)[0].text
-    assert texts_of(plain.result()) == [same]
+  fields, options = RULES[0]
+  shared = {'temperature': 0.7, 'seed': 2}
+  asked = shared | fields | {'max_tokens': 16, 'n': 2}
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    plain = pool.submit(create, client, TEXTS[1], temperature=0)
+    parts = [*create(client, TEXTS[0], stream=True, **asked)]
+    have = create(client, TEXTS[0], **asked)
+  options = shared | options | {'num_samples': 2, 'max_length': 16}
+  want = engine.generate(TEXTS[:1], **options)
+  assert texts_of(have) == [one.text for one in want], fields
+  found = {0: '', 1: ''}
+  for choice in (part.choices[0] for part in parts if part.choices):
+    found[choice.index] += choice.text
+  assert [*found.values()] == texts_of(have)
+  same = engine.generate(TEXTS[1:2], max_length=16)[0].text
+  assert texts_of(plain.result()) == [same]
   body = {'input': TEXTS[:2], 'labels': LABELS}
   found = httpx.post(f'{url}/v1/classify', json=body, timeout=60).json()['data']
   rows = engine.classify(TEXTS[:2], LABELS)
@@ -190,14 +171,11 @@ def test_a_greedy_row_alone_may_be_plain(client, engine, mixed, scheduler):
   want = engine.generate([mixed], max_length=20)[0].text
   asked = {'temperature': 0, 'max_tokens': 20}
   with nothing_compiles():
-    fast, slow = (
-      create(client, mixed, speculative=one, **asked) for one in (True, False)
-    )
+    fast = create(client, mixed, **asked)
+    slow = create(client, mixed, speculative=False, **asked)
   assert texts_of(fast) == texts_of(slow) == [want]
-  calls, tokens = (
-    one.metrics['speculative_decoding']['num_spec_steps']
-    for one in (fast, slow)
-  )
+  both = [x.metrics['speculative_decoding'] for x in (fast, slow)]
+  calls, tokens = (counts['num_spec_steps'] for counts in both)
   assert calls < tokens == slow.usage.completion_tokens
 
 
@@ -307,9 +285,7 @@ def test_models_health_and_metrics(client, url):
   assert more['specdec:compilations_total'] == 0
   assert more['specdec:requests_total{status="200"}'] == 3
   assert more['specdec:spec_decode_num_drafts_total'] > 0
-  accepted = sum(
-    value for name, value in more.items() if '_per_pos_total{' in name
-  )
+  accepted = sum(more[name] for name in more if '_per_pos_total{' in name)
   assert accepted == more['specdec:spec_decode_num_accepted_tokens_total']
   assert after['specdec:num_requests_running'] == 0
   assert after['specdec:num_requests_waiting'] == 0
@@ -336,75 +312,42 @@ def answered(url, status):
 
 BEAMS = {'use_beam_search': True, 'n': 2}
 USAGE = {'include_usage': True}
-BAD = (  # the field that is named, and the body
-  ('model', {'model': 'gpt-5'}),
-  ('temprature', {'temprature': 0}),
-  ('logit_bias', {'logit_bias': {'5': 101}}),
-  ('logit_bias', {'logit_bias': {'x': 1}}),
-  ('allowed_token_ids', {'allowed_token_ids': []}),
-  ('repetition_penalty', {'repetition_penalty': 0}),
+LONG_REGEX = '(((a{1,99}){1,99}){1,99}){9}'
+BAD = (  # each body begins with the field that is named
+  *({'model': 'gpt-5'}, {'temprature': 0}, {'allowed_token_ids': []}),
+  *({'logit_bias': {'5': 101}}, {'logit_bias': {'x': 1}}),
+  *({'repetition_penalty': 0}, {'speculative': False}, {'n': 9}),
+  *(formatted(type='grammar'), formatted(type='text', schema={})),
+  formatted(type='json_object', json_schema={'schema': {}}),
+  formatted(type='json_schema', json_schema={'schema': None}),
+  *(formatted(type='json_schema', json_schema='schema'), formatted(schema={})),
+  formatted(type='json_object', schema={'$ref': '#'}),
   *(
-    ('response_format', {'response_format': form})
+    {'structured_outputs': form}
     for form in (
-      {'type': 'grammar'},
-      {'schema': {}},
-      {'type': 'text', 'schema': {}},
-      {'type': 'json_object', 'json_schema': {'schema': {}}},
-      {'type': 'json_schema', 'json_schema': {'schema': None}},
-      {'type': 'json_schema', 'json_schema': 'schema'},
+      *({'json_object': 'x'}, {'choice': []}, {'grammar': 'a'}),
+      *({'regex': LONG_REGEX}, {'choice': ['a'], 'regex': 'a'}),
     )
   ),
-  ('structured_outputs', {'structured_outputs': {'json_object': 'x'}}),
-  ('structured_outputs', {'structured_outputs': {'choice': []}}),
-  ('structured_outputs', {'structured_outputs': {'grammar': 'a'}}),
-  (
-    'structured_outputs',
-    {'structured_outputs': {'regex': '(((a{1,99}){1,99}){1,99}){9}'}},
-  ),
-  (
-    'structured_outputs',
-    {'structured_outputs': {'choice': ['a'], 'regex': 'a'}},
-  ),
-  (
-    'structured_outputs',
-    {'guided_regex': 'a', 'structured_outputs': {'regex': 'a'}},
-  ),
-  ('guided_regex', {'guided_regex': '(?=a)'}),
-  ('guided_json', {'guided_json': {'type': 'nothing'}}),
-  (
-    'response_format',
-    {'response_format': {'type': 'json_object', 'schema': {'$ref': '#'}}},
-  ),
-  ('guided_choice', {'guided_choice': ['a'], 'bad_words': ['a']}),
-  ('ignore_eos', {'ignore_eos': True, 'guided_regex': 'a'}),
-  ('use_beam_search', {'use_beam_search': True, 'n': 3}),
-  ('temperature', BEAMS | {'temperature': 1}),
-  ('stream', BEAMS | {'stream': True}),
-  ('speculative', {'speculative': False}),
-  ('prompt', {'prompt': 'Q' * 99}),
-  ('prompt', {'prompt': ['a'] * 3, 'n': 3}),
-  ('prompt', {'prompt': []}),
-  ('prompt', {'prompt': [3, 999]}),
-  ('n', {'n': 9}),
-  ('best_of', {'best_of': 3}),
-  ('echo', {'echo': True}),
-  ('max_tokens', {'max_tokens': 25}),
-  ('min_tokens', {'min_tokens': 17}),
-  ('temperature', {'temperature': -1}),
-  ('top_p', {'top_p': 0}),
-  ('top_k', {'top_k': 1.5}),
-  ('stop', {'stop': ['']}),
-  ('logprobs', {'logprobs': 21}),
-  ('seed', {'seed': 'x'}),
-  ('return_rounds', {'return_rounds': True}),
-  ('stream_options', {'stream_options': USAGE}),
-  ('stream_options', {'stream': True, 'stream_options': {'obfuscate': True}}),
+  {'structured_outputs': {'regex': 'a'}, 'guided_regex': 'a'},
+  *({'guided_regex': '(?=a)'}, {'guided_json': {'type': 'nothing'}}),
+  {'guided_choice': ['a'], 'bad_words': ['a']},
+  {'ignore_eos': True, 'guided_regex': 'a'},
+  {'use_beam_search': True, 'n': 3},
+  *({'temperature': 1, **BEAMS}, {'stream': True, **BEAMS}),
+  *({'prompt': 'Q' * 99}, {'prompt': ['a'] * 3, 'n': 3}, {'prompt': []}),
+  *({'prompt': [3, 999]}, {'best_of': 3}, {'echo': True}, {'max_tokens': 25}),
+  *({'min_tokens': 17}, {'temperature': -1}, {'top_p': 0}, {'top_k': 1.5}),
+  *({'stop': ['']}, {'logprobs': 21}, {'seed': 'x'}, {'return_rounds': True}),
+  {'stream_options': USAGE},
+  {'stream_options': {'obfuscate': True}, 'stream': True},
 )
 
 
-@pytest.mark.parametrize(('param', 'body'), BAD)
-def test_bad_input(client, param, body):
+@pytest.mark.parametrize('body', BAD)
+def test_bad_input(client, body):
   """The error names the field, also in its message, and shows what came."""
+  param, *_ = body
   asked = {'prompt': TEXTS[0], 'model': NAME} | body
   with pytest.raises(openai.APIStatusError) as caught:
     client.post('/completions', body=asked, cast_to=object)
@@ -416,13 +359,10 @@ def test_bad_input(client, param, body):
 
 
 def test_neutral_values_pass(client):
+  asked = {'prompt': TEXTS[0], 'seed': 3, 'max_tokens': 2}
   plain, neutral, null = (
-    client.post(
-      '/completions',
-      body={'prompt': TEXTS[0], 'seed': 3, 'max_tokens': 2} | more,
-      cast_to=object,
-    )
-    for more in ({}, NEUTRAL, NULL | {'seed': 3})
+    client.post('/completions', body=body, cast_to=object)
+    for body in (asked, asked | clients.NEUTRAL, clients.NULL | asked)
   )
   assert neutral['choices'] == null['choices'] == plain['choices']
   default = create(client, TEXTS[1], ignore_eos=True)
@@ -477,10 +417,9 @@ def test_a_text_is_tokenised_once(client, engine, monkeypatch):
 
 
 def test_what_is_no_request(client, url):
+  messages = [{'role': 'user', 'content': 'Hello'}]
   with pytest.raises(openai.BadRequestError, match='no chat template'):
-    client.chat.completions.create(
-      model=NAME, messages=[{'role': 'user', 'content': 'Hello'}]
-    )
+    client.chat.completions.create(model=NAME, messages=messages)
   nothing = httpx.get(f'{url}/nothing')
   assert nothing.status_code == 404 and nothing.json()['error']['message']
   wrong = httpx.get(f'{url}{PATH}')
@@ -532,11 +471,8 @@ SIMPLE = [
   for kind in (
     *(None, '', 'text/plain', 'text/plain;charset=UTF-8', 'TEXT/PLAIN'),
     *('application/x-www-form-urlencoded', 'multipart/form-data; boundary=x'),
-    *(
-      'text/plain; a=application/json',
-      'application/jsonp',
-      ',application/json',
-    ),
+    *('text/plain; a=application/json', 'application/jsonp'),
+    ',application/json',
   )
 ]
 ACTING = (PATH, '/v1/chat/completions', '/v1/classify')
@@ -548,14 +484,12 @@ def test_simple_requests_do_nothing(scheduler, url, monkeypatch, method, kind):
   monkeypatch.setattr(scheduler, 'take', lambda rows: pytest.fail('taken'))
   monkeypatch.setattr(scheduler.engine, 'classify', scheduler.take)
   headers = {} if kind is None else {'content-type': kind}
+  body = HEARD
   if kind == 'multipart/form-data; boundary=x':
     body = f'--x\r\ncontent-disposition: form-data\r\n\r\n{HEARD}\r\n--x--'
-  else:
-    body = HEARD
   for path in ACTING:
-    answer = httpx.request(
-      method, f'{url}{path}', content=body.encode(), headers=headers
-    )
+    sent = {'content': body.encode(), 'headers': headers}
+    answer = httpx.request(method, f'{url}{path}', **sent)
     known = {415, 400} if 'chat' in path else {415}  # it has no template
     assert answer.status_code in (known if method == 'POST' else {405})
     assert not any('access-control' in name for name in answer.headers)
@@ -591,29 +525,24 @@ def test_pages_of_other_sites_do_nothing(scheduler, server, headers, is_ours):
 def test_it_does_not_ask_browsers_to_go_on(url):
   """Their question before JSON, which a page of another site may send."""
   for path in ACTING:
-    asked = {'origin': 'http://evil.example'}
-    asked['access-control-request-method'] = 'POST'
-    asked['access-control-request-headers'] = 'content-type'
+    asked = {'method': 'POST', 'headers': 'content-type'}
+    asked = {f'access-control-request-{x}': y for x, y in asked.items()}
+    asked['origin'] = 'http://evil.example'
     answer = httpx.options(f'{url}{path}', headers=asked)
     assert answer.status_code == 405
     assert not any('access-control' in name for name in answer.headers)
 
 
-HOSTS = {  # -> whether a server is called so: alone, for all, for all by name
-  '': (True, True, True),
-  'localhost:80': (True, True, True),
-  'LOCALHOST': (True, True, True),
-  '127.0.0.1:8000': (True, True, True),
-  '[::1]:8000': (True, True, True),
-  '192.168.0.9:8000': (True, True, True),
-  'chat.example:443': (False, True, True),
-  'Chat.Example': (False, True, True),
-  'evil.example': (False, True, False),
-  'localhost.evil.example': (False, True, False),
-  '127.0.0.1.evil.example:8000': (False, True, False),
-  'evil.example:127.0.0.1': (False, True, False),
-  'chat.example.evil.example': (False, True, False),
-  '[': (False, True, False),
+# -> whether a server is called so: alone, for all, for all by name
+HERE = '', 'localhost:80', 'LOCALHOST', '127.0.0.1:8000', '[::1]:8000'
+ELSEWHERE = (
+  *('evil.example', 'localhost.evil.example', '127.0.0.1.evil.example:8000'),
+  *('evil.example:127.0.0.1', 'chat.example.evil.example', '['),
+)
+HOSTS = {
+  **dict.fromkeys((*HERE, '192.168.0.9:8000'), (True, True, True)),
+  **dict.fromkeys(('chat.example:443', 'Chat.Example'), (False, True, True)),
+  **dict.fromkeys(ELSEWHERE, (False, True, False)),
 }
 
 
@@ -664,13 +593,10 @@ def test_a_stop_finishes_what_was_taken(engine, monkeypatch):
     assert ready.status_code == 503 and ready.json()['live']
     may_compile.set()
     wait_until(lambda: scheduler.takes_rows)
-    asked = [
-      pool.submit(httpx.post, f'{address}{PATH}', json=body | more, timeout=300)
-      for more in ({}, {'stream': True})
-    ]
-    wait_until(
-      lambda: scheduler.num_rows == 6 or all(one.done() for one in asked)
-    )
+    post = functools.partial(httpx.post, f'{address}{PATH}', timeout=300)
+    bodies = body, body | {'stream': True}
+    asked = [pool.submit(post, json=body) for body in bodies]
+    wait_until(lambda: scheduler.num_rows == 6 or all(x.done() for x in asked))
     made.should_exit = True
     whole, streamed = (one.result() for one in asked)
     # uvicorn sees the stop at its next look, a tenth of a second later at most.
@@ -778,12 +704,9 @@ BROKEN = (
 def test_malformed_bodies(url, scheduler, want):
   """Some of them are of 10 MB, and two clients are slow."""
   large = b'{"prompt": "' + b'x' * (10 << 20) + b'"}'
-  odd = [
-    json.dumps({'prompt': TEXTS[0], name: value}).encode()
-    for name, _ in BAD
-    if name != 'repetition_penalty'  # a good one is compiled
-    for value in ODD
-  ]
+  names = [name for name, *_ in BAD if name != 'repetition_penalty']  # compiles
+  bodies = [{'prompt': TEXTS[0], x: value} for x in names for value in ODD]
+  odd = [json.dumps(body).encode() for body in bodies]
   with (
     others(url, want),
     nothing_compiles(),
@@ -793,9 +716,7 @@ def test_malformed_bodies(url, scheduler, want):
     for _ in range(2):
       # It may be refused before all of it is sent.
       with contextlib.suppress(httpx.WriteError, httpx.ReadError):
-        answer = httpx.post(
-          f'{url}{PATH}', content=large, headers=JSON, timeout=300
-        )
+        answer = http.post(f'{url}{PATH}', content=large, headers=JSON)
         assert answer.status_code == 413
     for data in (*BROKEN, *odd):
       answer = http.post(f'{url}{PATH}', content=data, headers=JSON)

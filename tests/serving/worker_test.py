@@ -1,6 +1,5 @@
 """Requests that come at any time; whoever shares the slots, a row is itself."""
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -14,7 +13,7 @@ import pytest
 
 import small_vocabulary
 import toy_models
-from compilations import nothing_compiles
+from compilations import compiling_threads, nothing_compiles
 from specdec_jax.engine import scheduler
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import Scheduler, SlotPool
@@ -67,10 +66,9 @@ def traffic_of(engine, every, kinds=KINDS):
 
 
 def same(have, want):
-  plain = dataclasses.replace
-  assert plain(have, log_probs=[], stats=want.stats) == plain(
-    want, log_probs=[]
-  )
+  shared = {'log_probs': [], 'stats': want.stats}
+  replaced = [dataclasses.replace(one, **shared) for one in (have, want)]
+  assert replaced[0] == replaced[1]
 
 
 @pytest.mark.slow
@@ -160,23 +158,6 @@ RULED = {'no_repeat_ngram_size': 2, 'seed': 1}
 LANES = (RULED, {'temperature': 1.0, 'min_p': 0.3}, {'num_beams': 2})
 
 
-@contextlib.contextmanager
-def only_the_compiler_compiles(made):
-  threads = []
-
-  def listen(event, duration, **_):
-    del duration
-    if event == '/jax/core/compile/backend_compile_duration':
-      threads.append(threading.current_thread())
-
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  try:
-    yield
-  finally:
-    jax.monitoring.unregister_event_duration_listener(listen)
-  assert made._compiler in threads and made._thread not in threads
-
-
 def hold(monkeypatch):
   """Lanes are compiled once the result is set."""
   over, real = threading.Event(), Scheduler._rehearse
@@ -193,7 +174,7 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
   """Late rows and those that are cancelled, too; then it is there."""
   over = hold(monkeypatch)
   plain = simple.generate(SHORT_TEXTS[1:2])[0]
-  with started(simple, rows=2) as made, only_the_compiler_compiles(made):
+  with started(simple, rows=2) as made, compiling_threads() as threads:
     for options in LANES:
       want = simple.generate(SHORT_TEXTS[:1], **options)[-1]
       ruled = [Heard(made, SHORT_TEXTS[0], **options) for _ in range(3)]
@@ -212,10 +193,9 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
       over.clear()
       wait_until(lambda: not made.num_rows)
       with nothing_compiles():  # the second one of a kind
-        again = Heard(made, SHORT_TEXTS[0], **options)
-        made.take([again.row])
-      same(again.last.outputs[-1], want)
+        same(ask(made, SHORT_TEXTS[0], **options), want)
       assert not made.compiling and not ruled[1].news
+  assert made._compiler in threads and made._thread not in threads
 
 
 def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
@@ -243,14 +223,9 @@ def test_lanes_are_forgotten(simple, monkeypatch):
   with started(simple, rows=2) as made:
     kinds = (*LANES, {'presence_penalty': 1.0})
     for options in kinds:
-      heard = Heard(made, SHORT_TEXTS[0], **options)
-      made.take([heard.row])
-      assert heard.last.error is None
-    lanes = made.scheduler.lanes.values()
-    assert [lane.name for lane in lanes] == [
-      'a search of 2 beams',
-      'presence_penalty',
-    ]
+      ask(made, SHORT_TEXTS[0], **options)
+    lanes, last = made.scheduler.lanes.values(), 'presence_penalty'
+    assert [lane.name for lane in lanes] == ['a search of 2 beams', last]
     wait_until(lambda: not any(lane.pools for lane in lanes))
     pools, programs = len(made_of._pools), made_of.count
     assert pools <= before[0] + 2 and programs <= before[1] + 2
@@ -262,20 +237,18 @@ def test_lanes_are_forgotten(simple, monkeypatch):
 def test_lanes_of_busy_clients_are_kept(simple, monkeypatch):
   """Between two requests a lane has no rows, and is not idle."""
   monkeypatch.setattr(scheduler, '_PAUSE_SECONDS', 600.0)
-  compiled = []
-  compile_lane = Scheduler.compile
-  monkeypatch.setattr(
-    Scheduler,
-    'compile',
-    lambda self, lane: compiled.append(lane.name) or compile_lane(self, lane),
-  )
+  compiled, compile_lane = [], Scheduler.compile
+
+  def noted(self, lane):
+    compiled.append(lane.name)
+    return compile_lane(self, lane)
+
+  monkeypatch.setattr(Scheduler, 'compile', noted)
   kinds = *LANES, {'presence_penalty': 1.0}
   assert len(kinds) > scheduler.IDLE_LANES
   with started(simple, rows=2) as made:
     for options in kinds * 2:
-      heard = Heard(made, SHORT_TEXTS[0], **options)
-      made.take([heard.row])
-      assert heard.last.error is None
+      ask(made, SHORT_TEXTS[0], **options)
   assert len(compiled) == len({*compiled}) == len(kinds)
 
 
@@ -315,9 +288,7 @@ def test_no_kind_keeps_all_pools(simple, monkeypatch):
     for _ in range(3):
       made.take(made.rows(SHORT_TEXTS[:1], come_again, **RULED))
     for options in LANES[1:] * 2:
-      heard = Heard(made, SHORT_TEXTS[1], **options)
-      made.take([heard.row])
-      assert heard.last.outputs
+      ask(made, SHORT_TEXTS[1], **options)
     is_over.set()
     wait_until(lambda: not made.num_rows)
 
@@ -364,9 +335,7 @@ def test_nothing_keeps_the_programs_of_forgotten_lanes(simple):
     counts = []
     for _ in range(2):  # other tests may have left some programs
       for options in LANES:
-        heard = Heard(made, SHORT_TEXTS[0], **options)
-        made.take([heard.row])
-        assert heard.last.error is None
+        ask(made, SHORT_TEXTS[0], **options)
       counts.append(count())
       while not made.scheduler.forget_idle(math.inf):
         pass
@@ -398,10 +367,8 @@ def test_a_calibration_says_what_is_drafted_for(simple):
   assert measured.least_length(1) == SHORT and measured.least_length(2) == 0
   greedy = {'log_probs': False, 'stop_ids': ()}
   with started(simple, measured, rows=2) as scheduler, nothing_compiles():
-    short, enough = (
-      ask(scheduler, SHORT_TEXTS[0], max_length=most, **greedy)
-      for most in (SHORT - 1, SHORT)
-    )
+    asked = functools.partial(ask, scheduler, SHORT_TEXTS[0], **greedy)
+    short, enough = (asked(max_length=most) for most in (SHORT - 1, SHORT))
     assert short.stats.num_drafted == 0 < enough.stats.num_drafted
     # Two at a time are not drafted for; the one that is left is.
     heard = [

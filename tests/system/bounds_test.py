@@ -20,7 +20,7 @@ from specdec_jax.engine.options import Options
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.serving import protocol
-from specdec_jax.serving.replicas import ReplicaSettings
+from specdec_jax.serving.run import ReplicaSettings
 from specdec_jax.serving.settings import ServeSettings
 
 TEXT = 'the red dog'

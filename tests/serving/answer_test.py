@@ -8,9 +8,9 @@ import types
 import numpy as np
 import pytest
 
-from specdec_jax.serving import turns
+from specdec_jax.serving import answer
+from specdec_jax.serving.answer import Turns
 from specdec_jax.serving.protocol import ApiError
-from specdec_jax.serving.turns import Turns
 
 TEXTS = [[5 + i] * 300 for i in range(64)]
 LABELS = ['no', [3, 4]]
@@ -82,7 +82,7 @@ def test_a_long_classification_gives_way_after_each_piece():
   # They waited for the piece that had begun, and for no other.
   assert reader.order[1:4] == ['a', 'b', 'c'] and len(reader.order) > 10
   assert sum(reader.sizes, []) == [301] * 64
-  assert all(512 * len(sizes) <= turns._PIECE for sizes in reader.sizes)
+  assert all(512 * len(sizes) <= answer._PIECE for sizes in reader.sizes)
 
 
 def test_two_long_ones_take_turns():
