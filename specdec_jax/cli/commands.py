@@ -1,9 +1,9 @@
 """The commands: a function for each, whose docstring is its --help.
 
 `specdec NAME` runs those of `COMMANDS`; `python scripts/NAME.py` runs those of
-`SCRIPTS`. Each takes T5X's flags, see `gin_flags`, and flags for the fields of
-the classes that its run file configures, see `options`. A command imports its
-modules when it runs.
+`SCRIPTS`. Each takes T5X's flags, and flags for the fields of the classes that
+its run file configures, see `gin_flags`. A command imports its modules when it
+runs.
 """
 
 import os

@@ -15,11 +15,18 @@ A VALUE that is not a gin value is text, so `--gin.DTYPE=int8` and
 scope; here a name that the gin files do not know is an error.
 
 A command is a function whose docstring is its --help, see `commands`. It has
-flags for the fields of what its gin files configure, see `options`.
+flags for the fields of what its gin files configure. Such an option is declared
+once, as a field with its type, its default and a line in the docstring of its
+class. Each field of a plain type, of each class that the gin files configure,
+is a flag: `Engine.gamma` is --gamma, and `dtype` in the scope `draft` is
+--draft-dtype. A flag binds its field in gin. Where the run file gives that
+field by a macro, the flag binds the macro, so that everything else that refers
+to the macro follows.
 """
 
 import argparse
 import ast
+import collections.abc
 import contextlib
 import functools
 import importlib.util  # noqa: F401  gin uses it for a missing include.
@@ -27,20 +34,56 @@ import inspect
 import logging
 import re
 import tokenize
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import gin
 
-from specdec_jax.checks.fields import nearest, unexpected
-from specdec_jax.cli import Command, options
-from specdec_jax.cli.options import MACRO, bindings, references
+from specdec_jax.checks.fields import is_a, nearest, unexpected
+from specdec_jax.cli import Command
 from specdec_jax.files import shipped
 
 if TYPE_CHECKING:
   from specdec_jax.infer import processes
 
 ROOT = shipped.ROOT  # the folder that holds gin/
+MACRO = 'gin.macro'
+# FIELD or CLASS.FIELD -> the name of its flag, if it is not the field's name;
+# '': there is no flag. A FIELD without a class is renamed in every class.
+_RENAMED = {
+  **{'ReplicaSettings.cpus': 'replica-cpus', 'number': 'replicas'},
+  **{'ReplicaSettings.gpus': 'replica-gpus', 'batches': 'batch-sizes'},
+  # The languages of a run are those of its engine, and its prefix is
+  # `DecodeConfig.prefix`.
+  **dict.fromkeys(('Options.source_lang', 'Options.target_lang'), ''),
+  **{
+    'Options.split_prefix': '',
+    'output': 'output-dir',
+    'stop_strings': 'stop',
+  },
+  **dict.fromkeys(('Tokenizer.path', 'open_tokenizer.path'), 'vocab'),
+  **{'tokenizer': 'vocab', 'load.path': 'target', 'checkpoint_path': 'target'},
+  **dict.fromkeys(('input_file', 'mixture_or_task_name'), 'input'),
+}
+# Flag -> the name that other programs give to it.
+_ALIASES = {
+  'draft': 'assistant-model',
+  'gamma': 'num-speculative-tokens',
+  'max-input-len': 'max-input-length',
+  'max-length': 'max-new-tokens',
+  'num-samples': 'num-return-sequences',
+  'output-dir': 'output',
+  'output-file': 'output',
+  'target': 'model',
+  'vocab': 'tokenizer',
+}
+PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
+_PLACE = 'place of '  # argparse's name of a positional argument begins so
+_PLAIN = (int, float, str)
+_SEQUENCES = (tuple, list, collections.abc.Sequence)
+_EXPECTED = {int: 'a whole number', float: 'a finite number', str: 'text'}
 
 _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
 _INVALID = (SyntaxError, tokenize.TokenError)
@@ -71,6 +114,208 @@ _of_models: list[str] = []  # the flags that `of_models` returns
 _search_too = functools.cache(gin.add_config_file_search_path)
 
 
+# The spellings of a flag, the main one first; the name that it binds in gin, a
+# macro or 'scope/class.field'; whether the gin files bind the field; and
+# arguments of `add_argument`.
+_Flag = tuple[list[str], str, bool, dict[str, Any]]
+
+
+def bindings() -> dict[tuple[str, str], dict[str, Any]]:
+  """Returns gin's loaded values: (scope, full name) -> parameter -> value."""
+  # gin shows its bindings only to finalize hooks, which is after the command
+  # line has been merged into them.
+  return gin.config._CONFIG  # noqa: SLF001
+
+
+def references() -> list[gin.config.ConfigurableReference]:
+  """Returns all references in the values that gin has loaded."""
+  return list(gin.config.iterate_references(bindings()))
+
+
+def add_flags(
+  parser: argparse.ArgumentParser, places: Sequence[str] = ()
+) -> dict[str, str]:
+  """Adds the flags of a command, once its gin files are loaded.
+
+  If several classes have a field of the same name, the flag belongs to the
+  first field that the gin files bind.
+
+  Args:
+    parser: the parser that the flags are added to.
+    places: flags that may also be positional arguments, in this order.
+
+  Returns:
+    The name that gin binds (a macro, or 'scope/class.field') -> the flag that
+    binds it; the first one if there are two.
+  """
+  by_place = parser.add_argument_group('inputs')
+  group = parser.add_argument_group('options')
+  flags = _flags()
+  owners: dict[str, _Flag] = {}
+  for flag in sorted(flags, key=lambda flag: not flag[2]):
+    for name in flag[0]:
+      owners.setdefault(name, flag)
+  main: dict[str, str] = {}
+  actions: dict[str, argparse.Action] = {}
+  for flag in flags:
+    spelled, binding, _, settings = flag
+    names = [name for name in spelled if owners[name] is flag]
+    if names:
+      main.setdefault(binding, names[0])
+      action = group.add_argument(*names, dest=binding, **settings)
+      actions[names[0]] = action
+  for action in [actions[f'--{x}'] for x in places if f'--{x}' in actions]:
+    place = PLACES[action.option_strings[0][2:]]
+    dest, text = f'{_PLACE}{action.dest}', action.help
+    by_place.add_argument(dest, nargs='?', metavar=place, help=text)
+    action.help = f'the same as {place}'
+  return main
+
+
+def _flags() -> list[_Flag]:
+  """Returns a flag for each field of plain type that the gin files configure.
+
+  Classes that nothing refers to come first. Only the scopes `target` and
+  `draft` count; networks, and classes of other libraries, are left out.
+  """
+  referred = {reference.config_key for reference in references()}
+  keys = dict.fromkeys([*bindings(), *sorted(referred)])
+  flags = []
+  for scope, selector in sorted(keys, key=lambda key: key in referred):
+    reference = gin.config.ConfigurableReference(selector, evaluate=False)
+    configured = reference.configurable.wrapped
+    package, _, module = configured.__module__.partition('.')
+    is_ours = package == 'specdec_jax' and not module.startswith('models.')
+    if not is_ours or scope not in ('', 'target', 'draft'):
+      continue
+    bound = bindings().get((scope, selector), {})
+    for field, parameter in inspect.signature(configured).parameters.items():
+      names = spellings(field, configured.__name__, scope)
+      settings = _settings(configured, field)
+      if not (names and settings):
+        continue
+      binding = f'{scope}/{selector}.{field}'.lstrip('/')
+      value = bound.get(field, parameter.default)
+      is_reference = isinstance(value, gin.config.ConfigurableReference)
+      if is_reference and value.config_key[1] == MACRO:
+        binding = value.config_key[0]
+        value = bindings().get(value.config_key, {}).get('value')
+      text = f'{_sentence(configured, field)}{_default(value)}'
+      settings['help'] = text.replace('%', '%%')
+      flags.append((names, binding, field in bound, settings))
+  return flags
+
+
+def spellings(field: str, owner: str = '', scope: str = '') -> list[str]:
+  """Returns the spellings of the flag of a field; [] if it has none.
+
+  Args:
+    field: the name.
+    owner: the class or function that has the field; '': any.
+    scope: gin's scope.
+  """
+  general = _RENAMED.get(field, field.replace('_', '-'))
+  name = _RENAMED.get(f'{owner}.{field}', general)
+  # Only drafters have a shortlist, and only targets a tokenizer.
+  if (scope, field) in (('target', 'shortlist'), ('draft', 'tokenizer')):
+    name = ''
+  if scope == 'draft' and name:
+    name = 'draft' if name == 'target' else f'draft-{name}'
+  return [f'--{x}' for x in (name, _ALIASES.get(name)) if x]
+
+
+def _settings(configured: Callable, field: str) -> dict[str, Any]:
+  """Returns arguments of `add_argument`; {} if the type is not plain."""
+  is_class = inspect.isclass(configured)
+  function = configured.__init__ if is_class else configured
+  members = _members(typing.get_type_hints(function).get(field))
+  if bool in members:
+    return {'action': argparse.BooleanOptionalAction}
+  sequences = [x for x in members if typing.get_origin(x) in _SEQUENCES]
+  inside = [item for x in sequences for item in typing.get_args(x)]
+  items = [member for item in inside for member in _members(item)]
+  kinds = _plain(members) or _plain(items)
+  if not kinds:
+    return {}
+  is_list = not _plain(members)
+  number = 'X' if float in kinds else 'N'
+  numbers = f'{number},{number}' if is_list else number
+  return {
+    'metavar': 'TEXT' if str in kinds else numbers,
+    'type': functools.partial(_value, kinds=kinds, is_list=is_list),
+    'action': 'extend' if is_list else 'store',
+  }
+
+
+def _members(annotation: Any) -> list[Any]:
+  """Returns the types of a union; or the annotation, if it is no union."""
+  if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+    return list(typing.get_args(annotation))
+  return [annotation]
+
+
+def _plain(members: Sequence[Any]) -> list[type]:
+  """Returns the types among `members` that text on a command line can give."""
+  kinds = {str if typing.get_origin(m) is Literal else m for m in members}
+  return [kind for kind in _PLAIN if kind in kinds]
+
+
+def _value(text: str, kinds: Sequence[type], is_list: bool) -> Any:
+  """Converts a text on the command line.
+
+  For a list it returns a tuple: the text, which other texts follow if the flag
+  is repeated; or numbers, with commas between them in the text.
+
+  Raises:
+    argparse.ArgumentTypeError: the text is of none of these kinds.
+  """
+  parts = [text]
+  if is_list and str not in kinds:
+    parts = text.split(',')
+  try:
+    values = tuple(_number_or_text(part, kinds) for part in parts)
+  except ValueError as error:
+    expected = ' or '.join(_EXPECTED[kind] for kind in kinds)
+    expected += ', with commas between several' * is_list
+    message = f'expected {expected}, got {text!r}'
+    raise argparse.ArgumentTypeError(message) from error
+  return values if is_list else values[0]
+
+
+def _number_or_text(text: str, kinds: Sequence[type]) -> Any:
+  for kind in kinds:
+    with contextlib.suppress(ValueError):
+      if is_a(value := kind(text), kind):
+        return value
+  raise ValueError(text)
+
+
+def _sentence(configured: Callable, field: str) -> str:
+  """Returns the first sentence about a field in a docstring, or ''."""
+  owners: Sequence[Any] = [configured]
+  if inspect.isclass(configured):
+    owners = [configured.__init__, *configured.__mro__]
+  for owner in owners:
+    doc = inspect.cleandoc(owner.__doc__ or '')
+    pattern = rf'^  (?:\w+, )*{field}(?:, \w+)*: (.*(?:\n    .*)*)'
+    if described := re.search(pattern, doc, re.MULTILINE):
+      text = ' '.join(described[1].split())
+      # References to code do not help in a terminal.
+      text = re.sub(r'[,;:]? see `[\w.]+`', '', text).replace('`', '')
+      return re.split(r'\.(?: |$)|; None\b', text)[0]
+  return ''
+
+
+def _default(value: Any) -> str:
+  """Returns ' (default: VALUE)'; '' for False, (), '', and other objects."""
+  is_plain = isinstance(value, int | float | str | tuple)
+  is_shown = is_plain and value not in (False, (), '')
+  return f' (default: {value})' if is_shown else ''
+
+
+# These functions load gin files and parse command lines.
+
+
 def load(
   argv: Sequence[str], command: Command = _NO_COMMAND, name: str = ''
 ) -> None:
@@ -96,7 +341,7 @@ def load(
   if common.help:
     parser.print_help()
     parser.exit()
-  values = options.values_of(_parsed(parser, rest, files), flags)
+  values = _parsed(parser, rest, files)
   kept = [f for f in files if not f.endswith(command.run_file or f)]
   _of_models[:] = [
     *(f'--gin_file={f}' for f in kept),
@@ -116,7 +361,7 @@ def load(
       expected = 'NAME=VALUE, a macro or scope/function.parameter and its value'
       raise unexpected('--gin', expected, text)
     with _explained(f'--gin.{binding}={value[:80]}'):
-      value = _value(binding, value)
+      value = _gin_value(binding, value)
     _bind(binding, value)
   _check_scopes()
   _check_engines()
@@ -216,20 +461,26 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(command: Command, name: str) -> tuple[_Parser, dict[str, str]]:
   """Returns the parser of a command, and gin's names -> flags."""
-  places = [f'[{options.PLACES[name]}]' for name in command.places]
+  places = [f'[{PLACES[name]}]' for name in command.places]
   parser = _Parser(
     usage=' '.join(filter(None, ['specdec', name, *places, '[FLAGS]'])),
     description=inspect.getdoc(command.function),
     argument_default=argparse.SUPPRESS,
   )
-  flags = options.add(parser, command.places)
+  flags = add_flags(parser, command.places)
   parser.add_common()
   return parser, flags
 
 
 def _parsed(
   parser: _Parser, argv: Sequence[str], files: Sequence[str]
-) -> argparse.Namespace:
+) -> dict[str, Any]:
+  """Returns binding -> value, for the flags of a command line.
+
+  Raises:
+    ValueError: a flag is not known; or a positional argument and its flag
+      contradict each other.
+  """
   flags, dashed = parser._option_string_actions, []  # noqa: SLF001
   for arg in argv:  # --max_length is the flag --max-length
     name, equals, value = arg.partition('=')
@@ -240,7 +491,16 @@ def _parsed(
     name, run = unknown[0].split('=')[0], ', '.join(files)
     near = nearest(name, [*flags, '--gin.NAME=VALUE'])
     raise ValueError(f'Unknown argument {name!r} of a run of {run}.{near}')
-  return args
+  values = {
+    k: tuple(v) if type(v) is list else v for k, v in vars(args).items()
+  }
+  for name in [name for name in values if name.startswith(_PLACE)]:
+    binding, place = name.removeprefix(_PLACE), values.pop(name)
+    if (value := values.setdefault(binding, place)) != place:
+      flag = next(x for x in flags if flags[x].dest == binding)
+      advice = f'Give one of them, not {place!r} by its place too.'
+      raise unexpected(flag, 'one value', value, advice)
+  return values
 
 
 def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
@@ -261,7 +521,7 @@ def meeting_of(argv: Sequence[str]) -> 'processes.Meeting | None':
 # These functions bind macros and parameters.
 
 
-def _value(name: str, text: str) -> Any:
+def _gin_value(name: str, text: str) -> Any:
   """Returns the gin value of a text on the command line, or the text itself.
 
   Raises:
@@ -469,7 +729,7 @@ def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
   """
   flags = [word.partition('=')[0] for word in argv]
   written = {flag.replace('_', '-'): flag for flag in flags}
-  spellings, in_gin = options.spellings(field), field
+  names, in_gin = spellings(field), field
   for name, scope in _CALLED.findall(text):
     # Several configurables may have that name.
     with contextlib.suppress(KeyError, ValueError):
@@ -477,7 +737,7 @@ def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
       owner = called.configurable.wrapped
       if field in inspect.signature(owner).parameters:
         # A drafter's dtype may be given with the target's.
-        spellings[:0] = options.spellings(field, owner.__name__, scope)
+        names[:0] = spellings(field, owner.__name__, scope)
         in_gin = f'{scope}/{name}.{field}'.lstrip('/')
         break
-  return next((written[word] for word in spellings if word in written), in_gin)
+  return next((written[word] for word in names if word in written), in_gin)

@@ -71,26 +71,20 @@ def _main(argv: list[str]) -> int:
     return 0
   if name in commands.COMMANDS:
     return run(commands.COMMANDS[name], argv[1:], name)
-  print(_unknown(name) if name else _help(), file=sys.stderr)
+  hint = nearest(name, commands.COMMANDS)
+  if name.startswith('-'):
+    hint = ' A command comes first, its flags after it; see `specdec --help`.'
+  unknown = f'error: there is no command {name!r}.{hint}'
+  print(unknown if name else _help(), file=sys.stderr)
   return 2
 
 
 def _help() -> str:
-  summaries = {
-    name: str(command.function.__doc__).partition('.\n')[0]
-    for name, command in commands.COMMANDS.items()
-  }
-  width = max(map(len, summaries))
-  lines = [f'  {name:{width}}  {text}' for name, text in summaries.items()]
-  return _HEAD + '\n'.join(lines) + '\n' + _TAIL
-
-
-def _unknown(name: str) -> str:
-  if name.startswith('-'):
-    hint = ' A command comes first, its flags after it; see `specdec --help`.'
-  else:
-    hint = nearest(name, commands.COMMANDS)
-  return f'error: there is no command {name!r}.{hint}'
+  lines, width = '', max(map(len, commands.COMMANDS))
+  for name, command in commands.COMMANDS.items():
+    summary, *_ = str(command.function.__doc__).split('.\n')
+    lines += f'  {name:{width}}  {summary}\n'
+  return f'{_HEAD}{lines}{_TAIL}'
 
 
 def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
@@ -245,7 +239,11 @@ def _complaining(function: Callable[[], int], argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     return _interrupted()
   except Exception as error:
-    if isinstance(error, AssertionError) and _lacks_devices(error):
+    *_, last = traceback.walk_tb(error.__traceback__)
+    where = last[0].f_code.co_filename
+    # JAX asserts that there is a device: JAX_PLATFORMS names a platform whose
+    # plug-in is not installed. For an unknown one JAX raises a RuntimeError.
+    if isinstance(error, AssertionError) and where.endswith('xla_bridge.py'):
       name = os.environ.get('JAX_PLATFORMS')
       error = RuntimeError(f'{_NO_BACKEND} {name!r}: {_NO_PLUG_IN}')
     status = 2 if gin_flags.is_unbound(error) else _status(error)
@@ -268,13 +266,3 @@ def _status(error: Exception) -> int:
 def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
   """Formats a warning as one line, without its place in the code."""
   return f'warning: {" ".join(str(message).split())}\n'
-
-
-def _lacks_devices(error: AssertionError) -> bool:
-  """Returns whether the error is JAX's assertion that there is a device.
-
-  JAX raises it if JAX_PLATFORMS names a platform whose plug-in is not
-  installed; for an unknown platform it raises a RuntimeError with a message.
-  """
-  *_, last = traceback.walk_tb(error.__traceback__)
-  return last[0].f_code.co_filename.endswith('xla_bridge.py')

@@ -242,7 +242,10 @@ class Worker:
           if not (self.scheduler.has_work or self._ends):
             # Rows that wait for programs have no work, but a time that ends.
             self._lock.wait(_LOOK_SECONDS if self._taken else None)
-        self._end_late()
+          now = time.monotonic()
+          late = [row for row in self._taken if row.deadline <= now]
+        self._tell_all((row, Update(error='deadline')) for row in late)
+        self.cancel(late)
         self._tell_all(self.scheduler.step())
     except Exception as failure:
       self._fail(failure)
@@ -261,14 +264,6 @@ class Worker:
       self._ends, self.is_compiled = True, False
       self._lock.notify()
     self._to_compile.put(None)
-
-  def _end_late(self) -> None:
-    """Ends the rows whose time is over."""
-    now = time.monotonic()
-    with self._lock:
-      late = [row for row in self._taken if row.deadline <= now]
-    self._tell_all((row, Update(error='deadline')) for row in late)
-    self.cancel(late)
 
   def _tell_all(self, updates: Iterable[tuple[Row, Update]]) -> None:
     for row, update in updates:
@@ -422,8 +417,8 @@ class Worker:
 
   def _some(self, text: Any, **options: Any) -> TextRequest:
     """Makes a request for warm-up, in any of the target's languages."""
-    for language in list(self.engine.codec.languages().known)[:1]:
-      options |= {'source_lang': language, 'target_lang': language}
+    language = next(iter(self.engine.codec.languages().known), None)
+    options |= {'source_lang': language, 'target_lang': language}
     return self.engine.text_request([text], self._drafts, **options)
 
   def _of_any_kind(self, request: Request) -> Request:

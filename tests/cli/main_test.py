@@ -13,7 +13,7 @@ import gin
 import pytest
 
 from repository import ROOT
-from specdec_jax.cli import commands, gin_flags, main, options
+from specdec_jax.cli import commands, gin_flags, main
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +59,9 @@ def test_what_a_shell_may_take_away(folder, line, status, words):
   """A closed stream, the working folder, a plug-in: a line at most."""
   line = line.replace('specdec ', f'{sys.executable} -m specdec_jax ')
   line = line.replace('python s', f'{sys.executable} {ROOT}/s')
-  done = subprocess.run(
-    ['sh', '-c', line],
-    cwd=folder,
-    capture_output=True,
-    env=os.environ | {'PYTHONPATH': str(ROOT)},
-    timeout=60,
-  )
+  env = os.environ | {'PYTHONPATH': str(ROOT)}
+  how = {'cwd': folder, 'env': env, 'timeout': 60}
+  done = subprocess.run(['sh', '-c', line], capture_output=True, **how)
   err = done.stderr.decode()
   assert (done.returncode, done.stdout) == (status, b''), err
   assert words in err and err.count('\n') == bool(words)
@@ -100,9 +96,8 @@ def test_an_interrupt_ends_what_is_busy_and_says_how_to_go_on(where, tmp_path):
   argv = [sys.executable, 'busy.py', where]
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
   environment = os.environ | {'PYTHONPATH': str(ROOT)}
-  with subprocess.Popen(
-    argv, cwd=tmp_path, env=environment, **pipes
-  ) as process:
+  pipes |= {'cwd': tmp_path, 'env': environment}
+  with subprocess.Popen(argv, **pipes) as process:
     try:
       assert process.stdout.readline() == 'busy\n'
       process.send_signal(signal.SIGINT)
@@ -145,7 +140,7 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
   assert max(map(len, out.splitlines())) <= 80
   command, argv = commands.COMMANDS[name], []
   parser = argparse.ArgumentParser(add_help=False)
-  options.add(parser, command.places)
+  gin_flags.add_flags(parser, command.places)
   for flag in parser._actions:
     assert len(flag.help) > 5, flag
     assert all(option in out for option in flag.option_strings)
@@ -182,10 +177,7 @@ def test_help_describes_every_flag_and_each_can_be_given(capsys, name):
     (['demo', '--no-repeat-ngram-size=-1'], '^error: --no-repeat-ngram-size: '),
     (['demo', '--gin.EngineConfig.gamma=-1'], '^error: EngineConfig.gamma: '),
     (['demo', '--gin.Engine.gamma=5'], '^error: engine.Engine.gamma: .*Config'),
-    (
-      ['demo', '--gin.draft/load.dtype=x'],
-      '^error: draft/load.dtype: expected',
-    ),
+    (['demo', '--gin.draft/load.dtype=x'], '^error: draft/load.dtype: '),
   ],
 )
 def test_what_is_wrong_is_said_in_a_line(capsys, argv, words):
@@ -198,12 +190,8 @@ def test_what_is_wrong_is_said_in_a_line(capsys, argv, words):
 def macros(command, *argv, names=()):
   """Values of macros after a command line was loaded."""
   gin_flags.load(argv, commands.COMMANDS[command], command)
-  return {
-    name: gin.query_parameter(
-      name if '.' in name else f'{name}/gin.macro.value'
-    )
-    for name in names
-  }
+  full = {x: x if '.' in x else f'{x}/gin.macro.value' for x in names}
+  return {name: gin.query_parameter(full[name]) for name in names}
 
 
 def test_a_flag_binds_its_field_or_the_macro_that_sets_it():

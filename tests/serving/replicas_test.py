@@ -65,14 +65,23 @@ def test_what_cannot_be_is_said_before_a_model_or_ray(tmp_path, monkeypatch):
   path.write_text('{}')
   with pytest.raises(ValueError, match='is not a calibration'):
     serving.serve(serving.ServeConfig(no_model, calibration=str(path)))
-  started = types.SimpleNamespace(init=lambda **_: pytest.fail('it started'))
-  monkeypatch.setattr(run, 'package', lambda *_: started)
-  two = serving.ReplicaSettings(2)
+  fake_ray(monkeypatch, lambda **_: pytest.fail('it started'))
   with socket.create_server(('127.0.0.1', 0)) as taken:
     port = taken.getsockname()[1]
     for error, number in ((ValueError, 0), (OSError, port)):
       with pytest.raises(error, match='port.*got 0|in use'):
-        run.run_replicas(list, serving.ServeSettings(port=number), two, [])
+        start(port=number)
+
+
+def fake_ray(monkeypatch, init, **more):
+  errors = types.SimpleNamespace(RayError=ArithmeticError)
+  ray = types.SimpleNamespace(init=init, exceptions=errors, **more)
+  monkeypatch.setattr(run, 'package', lambda *_: ray)
+
+
+def start(**settings):
+  settings = serving.ServeSettings(**{'port': free_port()} | settings)
+  run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
 
 
 @pytest.mark.parametrize('kind', [ArithmeticError, RuntimeError])
@@ -80,24 +89,19 @@ def test_what_keeps_ray_from_starting_is_said_in_a_sentence(kind, monkeypatch):
   def init(**_):
     raise kind('The actor died.\nmore')
 
-  errors = types.SimpleNamespace(RayError=ArithmeticError)
-  ray = types.SimpleNamespace(init=init, exceptions=errors)
-  monkeypatch.setattr(run, 'package', lambda *_: ray)
-  settings = serving.ServeSettings(port=free_port())
+  fake_ray(monkeypatch, init)
   match = r'did not start the replicas: The actor died\.$'
   with pytest.raises(run.ReplicasError, match=match):
-    run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
+    start()
 
 
 @pytest.mark.parametrize('scheme', ['', 'ray://'])
 def test_a_cluster_that_is_not_there_is_said_at_once(scheme, monkeypatch):
-  ray = types.SimpleNamespace(init=lambda **_: pytest.fail('Ray looks for it'))
-  monkeypatch.setattr(run, 'package', lambda *_: ray)
+  fake_ray(monkeypatch, lambda **_: pytest.fail('Ray looks for it'))
   address = f'{scheme}127.0.0.1:{free_port()}'
   monkeypatch.setenv('RAY_ADDRESS', address)
-  settings = serving.ServeSettings(port=free_port())
   with pytest.raises(run.ReplicasError, match=f'{address}.*refused'):
-    run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
+    start()
 
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '0.0.0.0'])
@@ -113,20 +117,14 @@ def test_ray_listens_where_the_server_does(host, named, monkeypatch):
     raise ArithmeticError('enough')
 
   constants = types.SimpleNamespace(ENABLE_RAY_CLUSTER=True)
-  ray = types.SimpleNamespace(
-    init=init,
-    exceptions=types.SimpleNamespace(RayError=ArithmeticError),
-    _private=types.SimpleNamespace(ray_constants=constants),
-  )
-  monkeypatch.setattr(run, 'package', lambda *_: ray)
+  private = types.SimpleNamespace(ray_constants=constants)
+  fake_ray(monkeypatch, init, _private=private)
   monkeypatch.setenv(alone, 'unset')
   monkeypatch.delenv(alone)
   monkeypatch.setenv('RAY_ADDRESS', 'cluster' if named else '')
-  settings = serving.ServeSettings(host=host, port=free_port())
-  with pytest.raises(
-    run.ReplicasError, match='no Ray at' if named else 'enough'
-  ):
-    run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
+  match = 'no Ray at' if named else 'enough'
+  with pytest.raises(run.ReplicasError, match=match):
+    start(host=host)
   is_local = host == '127.0.0.1'
   want = [] if named else [('local', False, '0' if is_local else None)]
   assert started == want
