@@ -496,10 +496,10 @@ def _parsed(
   }
   for name in [name for name in values if name.startswith(_PLACE)]:
     binding, place = name.removeprefix(_PLACE), values.pop(name)
-    if (value := values.setdefault(binding, place)) != place:
+    if (given := values.setdefault(binding, place)) != place:
       flag = next(x for x in flags if flags[x].dest == binding)
       advice = f'Give one of them, not {place!r} by its place too.'
-      raise unexpected(flag, 'one value', value, advice)
+      raise unexpected(flag, 'one value', given, advice)
   return values
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdec_jax import files
@@ -89,9 +89,10 @@ class ServeConfig(Checked):
   replicas: ReplicaSettings = ReplicaSettings()
 
 
-def serve(
-  config: ServeConfig, remake: Callable[[], ServeConfig] | None = None
-) -> None:
+_Make = Callable[[], ServeConfig]
+
+
+def serve(config: ServeConfig, remake: _Make | None = None) -> None:
   """Serves until SIGTERM or SIGINT.
 
   The server listens at once, is ready when the programs for one row are
@@ -115,8 +116,7 @@ def serve(
   _calibration_of(config)  # before models are loaded, too
   with served.logging_to_stderr():
     if config.replicas.number:
-      make = remake or (lambda: config)
-      run_replicas(lambda: worker_of(make()), settings, config.replicas, keys)
+      run_replicas(remake or (lambda: config), config, keys)
     else:
       from specdec_jax.serving.server import Server  # needs the extra
 
@@ -173,12 +173,7 @@ def api_keys(path: str | None) -> list[str]:
   return keys
 
 
-def run_replicas(
-  make: Callable[[], tuple[Worker, str]],
-  settings: ServeSettings,
-  replicas: ReplicaSettings,
-  keys: Sequence[str],
-) -> None:
+def run_replicas(make: _Make, config: ServeConfig, keys: list[str]) -> None:
   """Serves by replicas until SIGTERM or SIGINT.
 
   They run in an existing Ray cluster (`RAY_ADDRESS`, or one that was started on
@@ -186,10 +181,9 @@ def run_replicas(
   ends with this process, and listens to this machine alone if the server does.
 
   Args:
-    make: makes a worker and the model's name in the process of a replica; Ray
-      must be able to send it there.
-    settings: the settings of the server.
-    replicas: the number and the resources of the replicas.
+    make: makes the configuration in the process of a replica; Ray must be able
+      to send it there.
+    config: the configuration.
     keys: each request needs one of them.
 
   Raises:
@@ -200,7 +194,7 @@ def run_replicas(
   """
   ray = package('A server with replicas', 'ray', 'ray')
   ray_serve = package('A server with replicas', 'ray.serve', 'ray')
-  begin = time.perf_counter()
+  begin, settings = time.perf_counter(), config.settings
   if not settings.port:
     raise unexpected('port', 'one that each machine has', settings.port)
   check_cluster()
@@ -218,9 +212,8 @@ def run_replicas(
         ends.callback(signal.signal, kind, signal.signal(kind, _stop))
       address = {'host': settings.host, 'port': settings.port}
       ray_serve.start(http_options=address)
-      say('listening', url=url, replicas=replicas.number)
-      given = make, settings, replicas, keys, is_alone
-      deployment = _deployment(ray_serve, *given)
+      say('listening', url=url, replicas=config.replicas.number)
+      deployment = _deployment(ray_serve, make, config, keys, is_alone)
       ends.callback(_end, ray_serve, settings)
       ray_serve.run(deployment.bind(), name=NAME, route_prefix='/')
       say_since('ready', begin, url=url)
@@ -309,14 +302,10 @@ def _is_kept(ray_serve: Any) -> bool:
 
 
 def _deployment(
-  ray_serve: Any,
-  make: Callable[[], tuple[Worker, str]],
-  settings: ServeSettings,
-  replicas: ReplicaSettings,
-  keys: Sequence[str],
-  is_alone: bool,
+  ray_serve: Any, make: _Make, config: ServeConfig, keys: list[str], alone: bool
 ) -> Any:
   """Makes the deployment that Ray sends to the machines and keeps running."""
+  settings, replicas = config.settings, config.replicas
   applications: list[Any] = []  # one in the process of a replica
 
   class Replica:
@@ -326,11 +315,11 @@ def _deployment(
       """Returns when everything is compiled; then Ray sends requests."""
       self._ends = contextlib.ExitStack()
       self._ends.enter_context(served.logging_to_stderr())
-      if is_alone:
+      if alone:
         _listen_to_this_machine()
       from specdec_jax.serving.app import Application  # needs the extra
 
-      self._worker, name = make()
+      self._worker, name = worker_of(make())
       self._application = Application(self._worker, name, keys)
       applications.append(self._application)
       self._worker.start()

@@ -197,8 +197,7 @@ class Connection(HttpToolsProtocol):
     self._header_timer = _cancelled(self._header_timer)
     self._num_unparsed = 0
     sizes = (len(name) + len(value) + 4 for name, value in self.headers)
-    size = len(self.url) + sum(sizes)
-    if size > self._settings.max_header:
+    if len(self.url) + sum(sizes) > self._settings.max_header:
       self._refuse(*_TOO_LARGE)
     if self.transport.is_closing() or len(self.pipeline) >= _MOST_PIPELINED:
       raise ValueError('a large header, or too many requests')  # to the parser
@@ -230,8 +229,7 @@ class Connection(HttpToolsProtocol):
     return self.cycle is None or self.cycle.response_complete
 
   def _note(self) -> None:
-    waits = self._is_idle or self.cycle.more_body or self.flow.write_paused
-    if waits:
+    if self._is_idle or self.cycle.more_body or self.flow.write_paused:
       self._all_waiting.setdefault(self)
     else:
       self._all_waiting.pop(self, None)

@@ -20,7 +20,7 @@ from specdec_jax.checks import memory
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.request import Row, TextRequest, Update, joined
+from specdec_jax.engine.request import Row, Update, joined
 from specdec_jax.engine.scheduler import Lane, PoolSettings, Scheduler, SlotPool
 from specdec_jax.request import BLOCK, TOKEN, Drafting, Request
 from specdec_jax.serving.protocol import ApiError
@@ -35,6 +35,8 @@ _KEEP_SECONDS = 60.0  # for which a lane's programs are kept after its last row
 _TURN_SECONDS = 0.0005
 _LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
 _STOP_IDS = 8  # stop ids per row, or more if the engine has more
+# What is compiled, and functions that do it.
+_Runs = Iterator[tuple[str, Callable[[], object]]]
 # Kinds of rows whose rounds need different programs.
 _SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
 
@@ -112,7 +114,7 @@ class Worker:
       raise unexpected('Placement.data', expected, multiple)
     self._texts = self._texts_of_all_widths()
     self._counts = (1, _READ_TOGETHER)[: settings.rows]
-    widest = self._some(self._texts[-1], max_length=1).rows[0]
+    widest = self._some(self._texts[-1], max_length=1)
     kind = self._of_any_kind(joined([widest], widest.terms.shared))
     given = engine.programs, pool, kind, widest.widths
     self._make_pool = functools.partial(SlotPool, *given, counts=self._counts)
@@ -344,9 +346,7 @@ class Worker:
       memory.give_back()
       say('forgot lanes', left=left)
 
-  def _rehearsals(
-    self, pool: SlotPool
-  ) -> Iterator[tuple[str, Callable[[], object]]]:
+  def _rehearsals(self, pool: SlotPool) -> _Runs:
     """Yields short decodes that together use all programs.
 
     The programs that are needed most come first.
@@ -368,11 +368,8 @@ class Worker:
     several = sizes[min(1, len(sizes) - 1)]
     widest = self._texts[-1]
     for size in sizes:
-      moved = [
-        (widest, _SAMPLED, min(count, other), other, (size, other))
-        for other in sizes[: sizes.index(size) + 1]
-        for count in counts[:other]
-      ]
+      pairs = [(x, count) for x in sizes if x <= size for count in counts[:x]]
+      moved = [(widest, _SAMPLED, min(n, x), x, (size, x)) for x, n in pairs]
       yield f'{size} rows', rehearsal(*moved, *moved)
       for kind in (_GREEDY, _PLAIN):
         yield f'{size} rows, {kind}', rehearsal((widest, kind, 1, size))
@@ -381,13 +378,11 @@ class Worker:
       for kind in (_GREEDY, _PLAIN):  # a row alone; then others come
         alone = (text, kind, 1, 1, (1, several)), (widest, _SAMPLED, 1, 1)
         yield f'a row alone, {inputs}, {kind}', rehearsal(*alone)
-      some = [min(count, several) for count in counts[:several]]
-      read = [(text, _SAMPLED, count, several) for count in some]
+      numbers = [min(count, several) for count in counts[:several]]
+      read = [(text, _SAMPLED, number, several) for number in numbers]
       yield f'reading, {inputs}', rehearsal(*read)
 
-  def _rehearse(
-    self, pool: SlotPool, decodes: Iterable[tuple[Any, ...]]
-  ) -> None:
+  def _rehearse(self, pool: SlotPool, decodes: Iterable[Any]) -> None:
     """Decodes short outputs to compile programs; no one reads the outputs.
 
     Each item has a text, a kind, a number of rows, the size of the pool, and
@@ -400,26 +395,26 @@ class Worker:
       is_sampled = kind == _SAMPLED
       options: dict[str, Any] = {'max_length': longest, 'stop_ids': ()}
       options |= {'log_probs': is_sampled, 'temperature': float(is_sampled)}
-      (row,) = self._some(text, **options).rows
+      row = self._some(text, **options)
       row.streams, row.is_plain = True, kind == _PLAIN
       rows = [dataclasses.replace(row) for _ in range(count)]
       pool.rehearse(rows, *sizes)
 
-  def _short_searches(self) -> Iterator[tuple[str, Callable[[], object]]]:
+  def _short_searches(self) -> _Runs:
     """Yields beam searches of each width, for a text of each width."""
     for width, text in itertools.product(self.settings.beams, self._texts):
       options = {'num_beams': width, 'num_samples': width, 'max_length': 1}
-      (row,) = self._some(text, **options).rows
+      row = self._some(text, **options)
       name = f'a search of {width} beams, inputs of {len(text)}'
       yield name, functools.partial(self.scheduler.keep, row)
 
   # Requests.
 
-  def _some(self, text: Any, **options: Any) -> TextRequest:
-    """Makes a request for warm-up, in any of the target's languages."""
+  def _some(self, text: Any, **options: Any) -> Row:
+    """Makes a row for warm-up, in any of the target's languages."""
     language = next(iter(self.engine.codec.languages().known), None)
     options |= {'source_lang': language, 'target_lang': language}
-    return self.engine.text_request([text], self._drafts, **options)
+    return self.engine.text_request([text], self._drafts, **options).rows[0]
 
   def _of_any_kind(self, request: Request) -> Request:
     """Returns a request like this one, whose rows have values of their own."""
@@ -445,5 +440,5 @@ class Worker:
     most = self.engine.config.max_input_len - len(nothing)
     for length in sorted({most, *(1 << n for n in range(most.bit_length()))}):
       text = [some_id] * length
-      texts[self._some(text, max_length=1).rows[0].widths] = text
+      texts[self._some(text, max_length=1).widths] = text
     return list(texts.values())

@@ -81,7 +81,9 @@ def fake_ray(monkeypatch, init, **more):
 
 def start(**settings):
   settings = serving.ServeSettings(**{'port': free_port()} | settings)
-  run.run_replicas(list, settings, serving.ReplicaSettings(2), [])
+  two = serving.ReplicaSettings(2)
+  config = serving.ServeConfig(no_model, settings, replicas=two)
+  run.run_replicas(lambda: config, config, [])
 
 
 @pytest.mark.parametrize('kind', [ArithmeticError, RuntimeError])

@@ -12,28 +12,15 @@ from toy_workers import POOLS, started
 
 _WHY = 'needs the extra [serve], aiohttp, httpx and the package openai'
 httpx = pytest.importorskip('httpx', reason=_WHY)
-for needed in (
-  'openai',
-  'aiohttp',
-  'uvicorn',
-  'starlette',
-  'prometheus_client',
-):
+for needed in 'openai aiohttp uvicorn starlette prometheus_client'.split():
   pytest.importorskip(needed, reason=_WHY)
 from specdec_jax.serving.app import Application  # noqa: E402
 
 NAME = 'toy'
 PATH = '/v1/completions'
-LIMITS = ServeSettings(
-  port=0,
-  beams=(2,),
-  **POOLS,
-  max_waiting=8,
-  max_outputs=8,
-  header_seconds=2.0,
-  body_seconds=2.0,
-  max_seconds=600.0,
-)
+SECONDS = {'header_seconds': 2.0, 'body_seconds': 2.0, 'max_seconds': 600.0}
+SIZES = {'beams': (2,), 'max_waiting': 8, 'max_outputs': 8}
+LIMITS = ServeSettings(port=0, **SIZES, **POOLS, **SECONDS)
 
 
 @contextlib.contextmanager
@@ -61,18 +48,10 @@ def texts_of(answer):
 
 # What clients send that asks for nothing: OpenAI's fields and vLLM's.
 NEUTRAL = {name: values[-1] for name, values in protocol._NEUTRAL.items()}
-NEUTRAL |= {
-  'best_of': 1,
-  'bad_words': [],
-  'logit_bias': {},
-  'repetition_penalty': 1.0,
-  'max_tokens': 2.0,
-  'prompt_cache_key': 'mine',
-  'stop': [],
-  'stream_options': {'include_usage': None},
-  'top_k': -1,
-  'use_beam_search': False,
-}
+NEUTRAL |= {'best_of': 1, 'bad_words': [], 'logit_bias': {}, 'stop': []}
+NEUTRAL |= {'repetition_penalty': 1.0, 'max_tokens': 2.0, 'top_k': -1}
+NEUTRAL |= {'stream_options': {'include_usage': None}, 'use_beam_search': False}
+NEUTRAL['prompt_cache_key'] = 'mine'
 NULL = dict.fromkeys(
   'audio echo guided_json logprobs metadata n prediction reasoning_effort seed'
   ' store stream stream_options temperature tools web_search_options'.split()
