@@ -40,9 +40,8 @@ from specdec_jax.report.record import where
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(
-  r'(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
-  r'.*?(?P<end><!-- /results -->)',
-  re.DOTALL,
+  r'(?s)(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
+  r'.*?(?P<end><!-- /results -->)'
 )
 # The documents that have a block.
 DOCUMENTS = [
@@ -85,9 +84,8 @@ def _render(path: pathlib.Path, *others: pathlib.Path) -> str:
     return _names(path).markdown()
   results = record.load(path, *_RENDERERS)
   parts = _RENDERERS[results['kind']](results, path)
-  return '\n\n'.join(
-    part.markdown() if isinstance(part, Table) else part for part in parts
-  )
+  texts = [x.markdown() if isinstance(x, Table) else x for x in parts]
+  return '\n\n'.join(texts)
 
 
 _FEATURES = ('greedy', 'samples', 'beams', 'trees', 'int8', 'lora', 'server')
@@ -98,10 +96,8 @@ def _support(path: pathlib.Path) -> Table:
   header = ['family', '`model_type`', 'target, drafter', 'tested']
   rows = []
   for family, row in families.read_tables(path).items():
-    types, pair = (
-      ', '.join(f'`{word}`' for word in row[name])
-      for name in ('model_type', 'pair')
-    )
+    words = [[f'`{word}`' for word in row[x]] for x in ('model_type', 'pair')]
+    types, pair = map(', '.join, words)
     tested = ', '.join(name for name in _FEATURES if name in row['features'])
     tested = 'all' if tested == ', '.join(_FEATURES) else tested
     rows.append([family, types, pair, tested, ', '.join(row['compared'])])
@@ -109,8 +105,7 @@ def _support(path: pathlib.Path) -> Table:
 
 
 _SHOWN = re.compile(
-  r'^::: specdec_jax\.(\S+)(?:\n    options:\n      members: \[(.*?)\])?',
-  re.DOTALL | re.MULTILINE,
+  r'(?ms)^::: specdec_jax\.(\S+)(?:\n    options:\n      members: \[(.*?)\])?'
 )
 
 
@@ -143,10 +138,9 @@ def _decode(summary: Record, path: pathlib.Path) -> list[str | Table]:
     table,
   ]
   if agreement := summary.get('agreement'):
-    equal = agreement['compared'] - len(agreement['disagreements'])
-    parts.append(
-      f'Outputs that agree token for token: {equal} of {agreement["compared"]}.'
-    )
+    compared = agreement['compared']
+    equal = compared - len(agreement['disagreements'])
+    parts.append(f'Outputs that agree token for token: {equal} of {compared}.')
   predictions = path.with_name('predictions.jsonl')
   if predictions.exists():
     lines = predictions.read_text('utf-8').rstrip('\n').split('\n')
@@ -174,8 +168,7 @@ def _table(saved: Record, _: pathlib.Path) -> list[str | Table]:
 # Kind of a record -> makes its paragraphs.
 _RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
   'decode': _decode,
-  'table': _table,
-  'methods': _table,
+  **dict.fromkeys(('table', 'methods'), _table),
   'benchmark': _benchmark,
   'calibration': _calibration,
   'alpha': lambda saved, _: [f'{where(saved)}.', acceptance.table(saved)],

@@ -218,8 +218,7 @@ def check_number(name: str, value: Any, least: float) -> None:
     least: the least value allowed; if it is an int, only whole numbers are.
   """
   if not is_a(value, type(least)) or value < least:
-    kind = _WORDS[type(least)]
-    raise unexpected(name, f'{kind} from {least:g}', value)
+    raise unexpected(name, f'{_WORDS[type(least)]} from {least:g}', value)
 
 
 def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -57,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def script(name: str) -> int:
   """Runs `scripts/NAME.py` as a process; returns the exit status."""
-  command = commands.SCRIPTS[name]
-  return _as_process(lambda: run(command, sys.argv[1:], name))
+  return _as_process(lambda: run(commands.SCRIPTS[name], sys.argv[1:], name))
 
 
 def _main(argv: list[str]) -> int:

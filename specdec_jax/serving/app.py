@@ -150,11 +150,9 @@ class Application:
   def _refusal(self, path: str, headers: Headers) -> ApiError | None:
     """Returns the error of a request that may not pass by its host or key."""
     if not self._settings.answers_to(headers.get('host', '')):
-      return ApiError(
-        'The Host header does not name this server. Start it with'
-        ' --allowed-hosts and the names that clients call it by.',
-        status=403,
-      )
+      message = 'The Host header does not name this server. Start it with'
+      message += ' --allowed-hosts and the names that clients call it by.'
+      return ApiError(message, status=403)
     scheme, _, key = headers.get('authorization', '').partition(' ')
     sent = _digest(key.encode('latin-1') if scheme.lower() == 'bearer' else b'')
     # It takes as long whether a key is right, wrong or missing.
@@ -165,12 +163,10 @@ class Application:
     return None
 
   async def _health(self, request: Request) -> Response:
-    body = {
-      'live': self._worker.failure is None,
-      'ready': self._worker.takes_rows,
-      'compiled': self._worker.is_compiled,
-      'compiling': self._worker.compiling,
-    }
+    worker = self._worker
+    body: dict[str, Any] = {'live': worker.failure is None}
+    body['ready'] = worker.takes_rows
+    body |= {'compiled': worker.is_compiled, 'compiling': worker.compiling}
     name = 'live' if request.url.path.endswith('/live') else 'ready'
     return JSONResponse(body, 200 if body[name] else 503)
 
@@ -185,9 +181,8 @@ class Application:
 
     def read() -> Answer:
       body = self._parser.completion(data, is_chat)
-      return Answer(
-        body, self._worker, self._turns, self.metrics, self.name, loop
-      )
+      given = self._worker, self._turns, self.metrics, self.name
+      return Answer(body, *given, loop)
 
     is_slow = len(data) > _LARGE or is_chat
     is_slow |= any(word in data for word in _CONSTRAINTS)

@@ -162,12 +162,9 @@ class _Lines(logging.Formatter):
 
   def format(self, record: logging.LogRecord) -> str:
     """Returns the line of a record."""
-    line = {
-      'time': round(record.created, 3),
-      'level': record.levelname,
-      'event': record.getMessage().rstrip(),
-      **vars(record).get('fields', {}),
-    }
+    line = {'time': round(record.created, 3), 'level': record.levelname}
+    line |= {'event': record.getMessage().rstrip()}
+    line |= vars(record).get('fields', {})
     if record.exc_info:
       line['error'] = self.formatException(record.exc_info)
     return json.dumps(line)
@@ -179,7 +176,7 @@ def logging_to_stderr() -> Iterator[None]:
   handler = logging.StreamHandler(sys.stderr)
   handler.setFormatter(_Lines())
   names = LOG.name, 'uvicorn.error', 'py.warnings'
-  loggers = [logging.getLogger(name) for name in names]
+  loggers = [*map(logging.getLogger, names)]
   for logger in loggers:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
