@@ -33,13 +33,14 @@ def pair(folder, tokenizer):
 
 @pytest.fixture
 def run(capsys, pair, tmp_path, monkeypatch):
-  """Runs a command line; its status, lines of stdout, and stderr."""
+  """Runs a command line, checks its status; lines of stdout, and stderr."""
   monkeypatch.chdir(tmp_path)
 
-  def run(*argv):
-    status = main.main([*argv, '--gin.DTYPE=float32'])
+  def run(*argv, status=0):
+    found = main.main([*argv, '--gin.DTYPE=float32'])
     shown = capsys.readouterr()
-    return status, shown.out.splitlines(), shown.err
+    assert found == status, shown.err
+    return shown.out.splitlines(), shown.err
 
   yield run
   gin.clear_config()
@@ -55,13 +56,12 @@ def expected(pair):
 
 def test_outputs_are_lines_of_stdout(run, pair, folder, expected, monkeypatch):
   flags = ['--target', pair[0], '--draft', pair[1], *LENGTHS]
-  status, out, err = run('decode', *flags, str(folder / 'in.txt'))
-  assert status == 0, err
+  out, err = run('decode', *flags, str(folder / 'in.txt'))
   assert out == expected and out[1] == ''
   stdin = io.TextIOWrapper(io.BytesIO('\n'.join(LINES).encode()))
   monkeypatch.setattr(sys, 'stdin', stdin)
-  status, out, err = run('decode', *flags, '-', '--mode=both')
-  assert status == 0 and out == expected
+  out, err = run('decode', *flags, '-', '--mode=both')
+  assert out == expected
   assert 'speed-up' in err and '3 of 3' in err
   assert not list(pathlib.Path().iterdir())  # nothing is kept
 
@@ -70,8 +70,7 @@ def test_a_folder_is_kept(run, pair, folder, tmp_path):
   flags = ['--target', pair[0], '--draft', pair[1], *LENGTHS]
   flags += ['--num-samples', '3', '--temperature', '1', '--seed', '4']
   flags += [str(folder / 'in.txt'), '--output-dir', 'out', '--batch-size', '2']
-  status, out, err = run('decode', *flags)
-  assert status == 0, err
+  out, err = run('decode', *flags)
   assert len(out) == 3 * len(LINES) and out[3:6] == [''] * 3
   assert len(set(out[:3])) == 3
   assert (tmp_path / 'out' / 'predictions.jsonl').exists()
@@ -82,21 +81,20 @@ def test_a_folder_is_kept(run, pair, folder, tmp_path):
 def test_a_stop_string_and_what_needs_no_drafter(run, pair, folder, expected):
   stop = expected[0][1:3]
   flags = ['--target', pair[0], '--mode', 'plain', str(folder / 'in.txt')]
-  status, out, err = run('decode', *flags, *LENGTHS, '--stop', stop)
-  assert status == 0, err
+  out, err = run('decode', *flags, *LENGTHS, '--stop', stop)
   assert out == [line.partition(stop)[0] for line in expected]
-  status, out, err = run('decode', '--target', pair[0], str(folder / 'in.txt'))
-  assert status == 2 and '--draft' in err and '--mode plain' in err
+  alone = 'decode', '--target', pair[0], str(folder / 'in.txt')
+  _, err = run(*alone, status=2)
+  assert '--draft' in err and '--mode plain' in err
 
 
 def test_scores_are_lines_of_stdout(run, pair, tmp_path):
   (tmp_path / 'pairs.tsv').write_text('a dog\tthe cat\nno target\na\tb\n')
-  status, out, err = run('score', '--target', pair[0], 'pairs.tsv')
-  assert status == 0, err
+  out, err = run('score', '--target', pair[0], 'pairs.tsv')
   assert out[1] == '' and float(out[0]) < 0 and float(out[2]) < 0
   assert 'Mean log-probability' in err and 'has no tokens' in err
   flags = ['--output-dir=out', 'pairs.tsv']
-  assert run('score', '--target', pair[0], *flags)[1] == out
+  assert run('score', '--target', pair[0], *flags)[0] == out
   assert (tmp_path / 'out/pairs-score.jsonl-00000-of-00001').exists()
 
 
@@ -107,8 +105,7 @@ def test_a_first_look(run, pair, tmp_path, monkeypatch):
   monkeypatch.setattr(huggingface, 'fetch', ids.__getitem__)
   flags = ['mine.tsv', '--prefix', '', *LENGTHS, '--output-dir', 'out']
   flags += ['--revision', 'refs/pr/1']
-  status, out, err = run('try', 'someone/large', 'someone/small', *flags)
-  assert status == 0, err
+  out, err = run('try', 'someone/large', 'someone/small', *flags)
   assert 'agree token for token: 2 of 2' in '\n'.join(out)
   summary = 'out/mine-predict.jsonl-00000-of-00001.summary.json'
   found = record.load(summary, 'decode')

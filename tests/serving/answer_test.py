@@ -57,20 +57,27 @@ class Reader:
     self._reads.release()
 
 
+@pytest.fixture
+def reader():
+  return Reader()
+
+
+@pytest.fixture
+def made(reader):
+  return Turns(reader, 60.0)
+
+
 async def begun(reader):
   assert await asyncio.to_thread(reader.has_begun.wait, 60)
   reader.has_begun.clear()
 
 
-def test_a_long_classification_gives_way_after_each_piece():
-  reader = Reader()
-  made = Turns(reader, 60.0)
+def test_a_long_classification_gives_way_after_each_piece(reader, made):
 
   async def main():
     long = asyncio.create_task(made.classify(TEXTS, LABELS))
     await begun(reader)
-    names = ['a', 'b', 'c']
-    pieces = [lambda name=name: reader.read(name) for name in names]
+    pieces = [functools.partial(reader.read, name) for name in 'abc']
     scores = [asyncio.create_task(made.run([piece])) for piece in pieces]
     await asyncio.sleep(0)  # they have asked for their turns
     reader.may_go_on.set()
@@ -85,9 +92,7 @@ def test_a_long_classification_gives_way_after_each_piece():
   assert all(512 * len(sizes) <= answer._PIECE for sizes in reader.sizes)
 
 
-def test_two_long_ones_take_turns():
-  reader = Reader()
-  made = Turns(reader, 60.0)
+def test_two_long_ones_take_turns(reader, made):
   reader.may_go_on.set()
 
   def pieces(name):
@@ -100,10 +105,8 @@ def test_two_long_ones_take_turns():
   assert reader.order == [(name, i) for i in range(8) for name in 'ab']
 
 
-def test_a_piece_that_nobody_wants_any_more_keeps_its_turn():
+def test_a_piece_that_nobody_wants_any_more_keeps_its_turn(reader, made):
   """Else clients that leave would take the memory of many pieces."""
-  reader = Reader()
-  made = Turns(reader, 60.0)
 
   async def main():
     gone = asyncio.create_task(made.classify(TEXTS, LABELS))
@@ -120,8 +123,7 @@ def test_a_piece_that_nobody_wants_any_more_keeps_its_turn():
   assert reader.order == [5, 'score']
 
 
-def test_it_ends_with_the_time_of_the_request():
-  reader = Reader()
+def test_it_ends_with_the_time_of_the_request(reader):
 
   async def main():
     try:
@@ -134,8 +136,7 @@ def test_it_ends_with_the_time_of_the_request():
   assert caught.value.status == 504
 
 
-def test_what_cannot_be_read_is_refused_before_the_first_piece():
-  reader = Reader()
+def test_what_cannot_be_read_is_refused_before_the_first_piece(reader, made):
   with pytest.raises(ApiError, match=r'inputs\[63\]'):
-    asyncio.run(Turns(reader, 60.0).classify([*TEXTS[:63], [100]], LABELS))
+    asyncio.run(made.classify([*TEXTS[:63], [100]], LABELS))
   assert not reader.order

@@ -9,13 +9,9 @@ from toy_workers import wait_until
 selenium = pytest.importorskip('selenium', reason='needs selenium')
 webdriver = pytest.importorskip('selenium.webdriver')
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="needs Debian's packages chromium and chromium-driver",
-  ),
-]
+_WHY = "needs Debian's packages chromium and chromium-driver"
+_needs = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=_WHY)
+pytestmark = [pytest.mark.slow, _needs]
 
 
 @pytest.fixture
@@ -50,9 +46,8 @@ def write(browser, name, text):
 
 def cells(browser):
   rows = at(browser, 'rows').find_elements('tag name', 'tr')
-  return [
-    [cell.text for cell in row.find_elements('tag name', 'td')] for row in rows
-  ]
+  every = [row.find_elements('tag name', 'td') for row in rows]
+  return [[cell.text for cell in row] for row in every]
 
 
 def test_an_output_with_its_rounds(browser, engine, mixed):
@@ -61,8 +56,8 @@ def test_an_output_with_its_rounds(browser, engine, mixed):
   at(browser, 'go').click()
   wait_until(lambda: cells(browser))
   (done,) = engine.generate([mixed], max_length=20)
-  want = [part for one in engine.trace(mixed, max_length=20).rounds
-          for part in one.parts]  # fmt: skip
+  rounds = engine.trace(mixed, max_length=20).rounds
+  want = [part for one in rounds for part in one.parts]
   spans = at(browser, 'output').find_elements('tag name', 'span')
   kinds = [one.get_attribute('class') for one in spans]
   assert kinds == [kind for kind, _ in want]
@@ -93,14 +88,11 @@ def test_an_error_is_shown(browser):
   assert browser.execute_script(script) <= 0, 'it is too wide'
   # Nothing makes a telephone zoom, and a finger meets each field.
   for field in browser.find_elements('css selector', '.row *, textarea'):
-    if (
-      field.tag_name in ('input', 'textarea', 'button') and field.is_displayed()
-    ):
+    is_field = field.tag_name in ('input', 'textarea', 'button')
+    if is_field and field.is_displayed():
       assert float(field.value_of_css_property('font-size')[:-2]) >= 16
       assert field.rect['height'] >= 44
   assert not at(browser, 'key').is_displayed()  # none is needed
   browser.set_window_size(1280, 844)  # the legend's boxes are as high as words
-  assert all(
-    span.rect['height'] < 30
-    for span in browser.find_elements('css selector', '.legend span')
-  )
+  spans = browser.find_elements('css selector', '.legend span')
+  assert all(span.rect['height'] < 30 for span in spans)
