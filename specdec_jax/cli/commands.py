@@ -129,8 +129,7 @@ def distil() -> None:
   folder = config.output_dir
   with resumable(folder):
     calibrated = training.distil(config)
-  argv = ['decode', *gin_flags.of_models('gin/runs/decode.gin')]
-  argv += ['--draft', folder]
+  argv = ['decode', *gin_flags.of_models, '--draft', folder]
   for name, language in config.languages.items():
     argv += [f'--{name.replace("_", "-")}', language] if language else []
   if calibrated is not None:

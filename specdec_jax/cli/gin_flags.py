@@ -109,7 +109,8 @@ _MODEL_FLAGS = frozenset(
   '--target --vocab --dtype --adapter --revision --max-input-len'
   ' --max-decode-len'.split()
 )
-_of_models: list[str] = []  # the flags that `of_models` returns
+# Arguments that give `specdec decode` the models that were loaded.
+of_models: list[str] = []
 # gin would search a folder twice, and list it twice, if it were added twice.
 _search_too = functools.cache(gin.add_config_file_search_path)
 
@@ -343,7 +344,8 @@ def load(
     parser.exit()
   values = _parsed(parser, rest, files)
   kept = [f for f in files if not f.endswith(command.run_file or f)]
-  _of_models[:] = [
+  kept += ['gin/runs/decode.gin'] * bool(kept)  # not implied by other files
+  of_models[:] = [
     *(f'--gin_file={f}' for f in kept),
     *(f'--gin.{x}' for x in common.gin_bindings or () if '/' not in x),
     *(f'{flags[x]}={values[x]}' for x in values if flags[x] in _MODEL_FLAGS),
@@ -379,18 +381,6 @@ def _check_engines() -> None:
       expected = f'in {config}, with engine.Engine.config = @{config}()'
       field = f'{scope}/engine.Engine.{name}'.lstrip('/')
       raise unexpected(field, expected, values[name])
-
-
-def of_models(run_file: str) -> list[str]:
-  """Returns arguments that give another command the loaded models.
-
-  Args:
-    run_file: run file of that command.
-  """
-  files = [arg for arg in _of_models if arg.startswith('--gin_file=')]
-  # A command with gin files in its arguments ignores its default run file.
-  run_files = [f'--gin_file={run_file}'] if files else []
-  return [*files, *run_files, *_of_models[len(files) :]]
 
 
 def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -491,9 +481,8 @@ def _parsed(
     name, run = unknown[0].split('=')[0], ', '.join(files)
     near = nearest(name, [*flags, '--gin.NAME=VALUE'])
     raise ValueError(f'Unknown argument {name!r} of a run of {run}.{near}')
-  values = {
-    k: tuple(v) if type(v) is list else v for k, v in vars(args).items()
-  }
+  values = vars(args)
+  values |= {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
   for name in [name for name in values if name.startswith(_PLACE)]:
     binding, place = name.removeprefix(_PLACE), values.pop(name)
     if (given := values.setdefault(binding, place)) != place:
