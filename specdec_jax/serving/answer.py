@@ -157,10 +157,10 @@ class Answer:
 
     with protocol.naming_the_field(constraint=request.constraint[0]):
       inputs, options = self._inputs()
-      is_plain, shown = not request.speculative, request.return_rounds
-      self.rows: list[Row] = worker.rows(
-        inputs, tell, request.stream, is_plain, shown, options=options
-      )
+      self.rows: list[Row] = worker.rows(inputs, tell, options=options)
+    for row in self.rows:
+      row.streams, row.shows_rounds = request.stream, request.return_rounds
+      row.is_plain |= not request.speculative
     # A beam search gives all outputs of its row.
     self._per_row = request.n if request.use_beam_search else 1
     self._num_outputs = len(self.rows) * self._per_row

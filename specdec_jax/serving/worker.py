@@ -35,6 +35,7 @@ _KEEP_SECONDS = 60.0  # for which a lane's programs are kept after its last row
 _TURN_SECONDS = 0.0005
 _LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
 _STOP_IDS = 8  # stop ids per row, or more if the engine has more
+_Tell = Callable[[int, Update], None]
 # What is compiled, and functions that do it.
 _Runs = Iterator[tuple[str, Callable[[], object]]]
 # Kinds of rows whose rounds need different programs.
@@ -138,22 +139,13 @@ class Worker:
     self._compiler.start()
 
   def rows(
-    self,
-    texts: Sequence[Any],
-    tell: Callable[[int, Update], None],
-    streams: bool = False,
-    plain: bool = False,
-    shows_rounds: bool = False,
-    **options: Any,
+    self, texts: Sequence[Any], tell: _Tell, **options: Any
   ) -> list[Row]:
     """Makes the rows of all outputs of one request, in order.
 
     Args:
       texts: the inputs.
-      tell: see `Row`.
-      streams: see `Row`.
-      plain: whether the rows, which are greedy, are decoded plainly.
-      shows_rounds: see `Row`.
+      tell: see `Row`, of which a caller may set other fields before `take`.
       **options: as for `Engine.text_request`.
 
     Raises:
@@ -163,13 +155,13 @@ class Worker:
     rows = [*request.rows]
     for index, outputs in request.passed_over.items():
       rows.insert(index, Row(request.terms, index, passed_over=outputs))
+    deadline = time.monotonic() + self.settings.max_seconds
     for row in rows:
-      row.tell, row.streams, row.shows_rounds = tell, streams, shows_rounds
-      row.deadline = time.monotonic() + self.settings.max_seconds
+      row.tell, row.deadline = tell, deadline
       # The kind is known from here on: `take` holds a lock.
       is_ordinary = self.scheduler.kind_of(row) is None
       is_short = 0 < row.max_length < self.least_length and row.is_simple
-      row.is_plain = plain or is_ordinary and is_short
+      row.is_plain = is_ordinary and is_short
     return rows
 
   def take(self, rows: Sequence[Row]) -> None:

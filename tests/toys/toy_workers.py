@@ -35,7 +35,8 @@ class Heard:
 
   def __init__(self, scheduler, text, streams=False, **options):
     self.news, self._end = [], threading.Event()
-    (self.row,) = scheduler.rows([text], self._tell, streams, **options)
+    (self.row,) = scheduler.rows([text], self._tell, **options)
+    self.row.streams = streams
 
   def _tell(self, _, news):
     self.news.append(news)
