@@ -105,10 +105,8 @@ _OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 _NO_COMMAND = Command(lambda: None)
 _T = TypeVar('_T')
 # Flags of a model and of the lengths of its texts.
-_MODEL_FLAGS = frozenset(
-  '--target --vocab --dtype --adapter --revision --max-input-len'
-  ' --max-decode-len'.split()
-)
+_MODEL_FLAGS = '--target --vocab --dtype --adapter --revision'.split()
+_MODEL_FLAGS += ['--max-input-len', '--max-decode-len']
 # Arguments that give `specdec decode` the models that were loaded.
 of_models: list[str] = []
 # gin would search a folder twice, and list it twice, if it were added twice.

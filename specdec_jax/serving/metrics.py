@@ -10,8 +10,8 @@ from specdec_jax.serving.worker import Worker
 
 _Metric = TypeVar('_Metric', client.Counter, client.Gauge, client.Histogram)
 _COMPILED = '/jax/core/compile/backend_compile_duration'
-_TENTHS = 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
-_SECONDS = *_TENTHS, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
+_BELOW_ONE = 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
+_SECONDS = *_BELOW_ONE, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 
 _COUNTERS = {
   'spec_decode_num_drafts': 'Drafts.',
