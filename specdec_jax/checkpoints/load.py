@@ -136,7 +136,7 @@ def open_checkpoint(
     path: as for `load`, or the result of `locate`.
     network: as for `load`.
     dtype: the arrays must fit into memory in this dtype.
-    adapter: folder of a LoRA adapter to merge, see `lora`.
+    adapter: folder of a LoRA adapter to merge, see `huggingface`.
 
   Raises:
     ValueError: as for `load`, except errors of reading arrays.
