@@ -593,8 +593,5 @@ def check_config(actual: Config, expected: Any, source: str) -> None:
     and not name.endswith(('dropout_rate', 'dtype'))
   ]
   if problems:
-    raise ValueError(
-      f'{source} is not a checkpoint of this model configuration:'
-      f' {"; ".join(problems)}. Take the configuration of its size, or another'
-      ' checkpoint.'
-    )
+    why = f'not a checkpoint of this model configuration: {"; ".join(problems)}'
+    raise ValueError(f'{source} is {why}. Change one of both.')

@@ -6,8 +6,8 @@ If an array is split over devices, each process reads only its parts.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.traverse_util
 import jax
@@ -29,13 +29,7 @@ from specdec_jax.partitioning import put
 PIECE_BYTES = 128 << 20
 _SAMPLED = 64  # about so many values of an array decide its fingerprint
 # The errors that reading raises if metadata are not what it expects.
-METADATA_ERRORS = (
-  AttributeError,
-  LookupError,
-  RecursionError,
-  TypeError,
-  ValueError,
-)
+WRONG_DATA = AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 Params = dict[str, Any]
 Index = tuple[slice, ...]
@@ -93,12 +87,9 @@ def load_arrays(
     memory.array_bytes(array.shape, _dtype_of(name, dtype) or array.dtype)
     for name, array in arrays.items()
   )
-  memory.check_room(
-    f'The parameters of {source!r}',
-    needed,
-    memory.free_bytes if sharding is None else memory.all_bytes,
-    'Take a smaller model, bfloat16, or more devices.',
-  )
+  free = memory.free_bytes if sharding is None else memory.all_bytes
+  advice = 'Take a smaller model, bfloat16, or more devices.'
+  memory.check_room(f'The parameters of {source!r}', needed, free, advice)
   layouts = {n: _layout_of(sharding, n, a.shape) for n, a in arrays.items()}
   flat: dict[str, Any] = {}
   for name, array in arrays.items():
@@ -106,12 +97,11 @@ def load_arrays(
     if integers.is_integers(wanted) and wanted != array.dtype:
       # A kernel is read as a whole, because all of its rows decide the factors.
       host = _load_named(array, name, source)
-      kernel, scale = integers.quantise(host, where, wanted)
-      del host
-      flat[name] = put(kernel, layouts[name])
+      host, scale = integers.quantise(host, where, wanted)
+      flat[name] = put(host, layouts[name])
       layout = _layout_of(sharding, f'{name}_scale', scale.shape)
       flat[f'{name}_scale'] = put(scale, layout)
-      del kernel
+      del host
     elif integers.is_scale(name):
       scale = np.asarray(_load_named(array, name, source, wanted))
       integers.check_scale(scale, where)
@@ -130,13 +120,11 @@ def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
   Args:
     arrays: T5X's name, with slashes -> array; factors fit their kernels.
   """
-  return {
-    name: _product(name, array, arrays[f'{name}_scale'])
-    if array.dtype == integers.INT8
-    else array
-    for name, array in arrays.items()
-    if not integers.is_scale(name)
-  }
+  floats = {n: a for n, a in arrays.items() if not integers.is_scale(n)}
+  for name, array in floats.items():
+    if array.dtype == integers.INT8:
+      floats[name] = _product(name, array, arrays[f'{name}_scale'])
+  return floats
 
 
 def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
@@ -232,17 +220,16 @@ def _layout_of(
   try:
     layout.shard_shape(shape)
   except ValueError as error:
-    raise ValueError(
-      f'{name} {list(shape)} cannot be laid out by {layout}: {error}'
-    ) from error
+    why = f'{name} {list(shape)} cannot be laid out by {layout}: {error}'
+    raise ValueError(why) from error
   return layout
 
 
 def broken(source: str, name: str, why: str) -> ValueError:
   """Makes the error for an array that cannot be read."""
+  advice = 'Its file is missing, cut short or corrupt; copy it again.'
   return ValueError(
-    f'{source!r}: the array {name} cannot be read: {why}. Its file is missing,'
-    ' cut short or corrupt; copy it again.'
+    f'{source!r}: the array {name} cannot be read: {why}. {advice}'
   )
 
 
@@ -379,8 +366,7 @@ def fingerprint(params: Any) -> str:
   Args:
     params: a pytree of arrays, on the host, on a device or in shards.
   """
-  flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  return _digest((path, leaf.shape, _some(leaf)) for path, leaf in flat)
+  return _digest(jax.tree.map(_sample, params))
 
 
 def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
@@ -393,28 +379,31 @@ def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
     ValueError: an array cannot be read.
   """
   # Arrays are read in their order, in which layers of a scan are neighbours.
-  parts = {
-    tuple(name.split('/')): (array.shape, _some(load_array(array)))
-    for name, array in arrays.items()
-  }
-  return _digest(
-    (tuple(map(jax.tree_util.DictKey, keys)), *parts[keys])
-    for keys in sorted(parts)
-  )
+  samples = {name: _sample(load_array(array)) for name, array in arrays.items()}
+  return _digest(flax.traverse_util.unflatten_dict(samples, sep='/'))
 
 
-def _some(array: Any) -> np.ndarray:
+class _Sample(NamedTuple):
+  """The shape of an array, and some of its values."""
+
+  shape: tuple[int, ...]
+  some: np.ndarray
+
+
+def _sample(array: Any) -> _Sample:
   """Takes some values of an array by index; a reshape would gather it all."""
   size = math.prod(array.shape)
   stride = max(1, size // _SAMPLED)
   index = np.unravel_index(np.arange(0, size, stride), array.shape)
-  return np.asarray(array[index])
+  return _Sample(array.shape, np.asarray(array[index]))
 
 
-def _digest(parts: Iterable[tuple[Any, tuple[int, ...], np.ndarray]]) -> str:
+def _digest(samples: Any) -> str:
   """Hashes each array's path, shape and values."""
   digest = hashlib.sha256()
-  for path, shape, some in parts:
+  is_leaf = lambda part: isinstance(part, _Sample)  # noqa: E731
+  flat, _ = jax.tree_util.tree_flatten_with_path(samples, is_leaf)
+  for path, (shape, some) in flat:
     digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())
     if jnp.issubdtype(some.dtype, jnp.floating):
       some = some.astype(jnp.bfloat16)

@@ -93,10 +93,8 @@ def _add(
 ) -> None:
   """Adds an array to those of a folder; ValueError if it is there already."""
   if name in arrays:
-    raise ValueError(
-      f'{str(source)!r} has an array twice: as {arrays[name].where} and as'
-      f' {array.where}.'
-    )
+    both = f'as {arrays[name].where} and as {array.where}'
+    raise ValueError(f'{str(source)!r} has an array twice: {both}.')
   arrays[name] = array
 
 
@@ -178,11 +176,9 @@ def _tidy(
     _add(arrays, name, array, source)
   count = sum(bool(re.search(family.images, name)) for name in stored)
   if count:
-    warnings.warn(
-      f'{source!r}: {count} arrays are for images and are skipped: the network'
-      ' here reads text alone.',
-      stacklevel=3,
-    )
+    skipped = f'{count} arrays are for images and are skipped'
+    why = f'{source!r}: {skipped}: the network here reads text alone.'
+    warnings.warn(why, stacklevel=3)
   aliases = family.aliases
   if config_json.has_own_tables(family, described):
     # transformers reads no table for both.
@@ -190,10 +186,9 @@ def _tidy(
     aliases = {}
   for other, name in aliases.items():
     if not _is_one(arrays, other, name):
-      raise ValueError(
-        f'{source!r}: {other} {list(arrays[other].shape)} and {name}'
-        f' {list(arrays[name].shape)} differ: expected one array. Correct one.'
-      )
+      shapes = [f'{x} {list(arrays[x].shape)}' for x in (other, name)]
+      both = f'{" and ".join(shapes)} differ: expected one array'
+      raise ValueError(f'{source!r}: {both}. Correct one.')
   tied = config_json.is_tied(family, described)
   tied = tied and _is_one(arrays, family.head, family.embedding)
   if family.ties_by_arrays and tied and family.embedding in arrays:
@@ -308,15 +303,14 @@ def fetch(name: str) -> pathlib.Path:
     )
   except Exception as error:  # errors of its HTTP client have no base class
     why = ' '.join(str(error).split())
-    raise ValueError(
-      f'{at} could not be fetched from the hub ({type(error).__name__}: {why}).'
-      ' Expected an id that it has, and `hf auth login` where it is private.'
-    ) from error
+    why = f'could not be fetched from the hub ({type(error).__name__}: {why})'
+    advice = 'Expected an id that it has; `hf auth login` where it is private.'
+    raise ValueError(f'{at} {why}. {advice}') from error
   folder = pathlib.Path(fetched)
   if not any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX)):
-    raise ValueError(
-      f'{at} of the hub has no {WEIGHTS} and no {INDEX}. Try another revision,'
-      f" such as '{hub_id}@refs/pr/1', or save it with safe_serialization=True."
+    advice = f"Try another revision, such as '{hub_id}@refs/pr/1'."
+    raise unexpected(
+      f'{at} of the hub', f'{WEIGHTS} or {INDEX}', 'none', advice
     )
   return folder
 
@@ -422,10 +416,8 @@ def _merged(
     change = up.read((out, ranks)).astype(np.float32)
     change = change @ down.read((ranks, into)).astype(np.float32)
     if not np.isfinite(change).all():
-      raise ValueError(
-        f'{down.where}: A and B of {kernel.where} have numbers that are not'
-        ' finite: the adapter is broken, or its training diverged.'
-      )
+      why = 'are not finite: the adapter is broken, or its training diverged'
+      raise ValueError(f'{down.where}: A and B of {kernel.where} {why}.')
     change = change.T if in_out else change
     added = part.astype(np.float32) + np.float32(scale) * change
     return added.astype(part.dtype)
@@ -525,10 +517,8 @@ def _opened(path: str) -> Iterator[Any]:
   try:
     file = safetensors.safe_open(path, framework='numpy')
   except (OSError, safetensors.SafetensorError) as error:
-    raise ValueError(
-      f'{path!r} is missing, cut short or not a safetensors file ({error});'
-      ' copy it again.'
-    ) from error
+    why = f'is missing, cut short or not a safetensors file ({error})'
+    raise ValueError(f'{path!r} {why}; copy it again.') from error
   with file:
     yield file
 

@@ -95,27 +95,29 @@ def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
   source = str(folder)
   if _TEMPORARY in source:
     raise unexpected(source, 'a finished checkpoint', 'a part of one')
-  folder = _item(folder) or folder
+  folder = item_of(folder) or folder
   described, keys = _read_metadata(folder)
-  root = folder.kvstore()
+  if not keys:
+    raise unexpected(source, 'an Orbax checkpoint with arrays', keys)
+  store = folder.kvstore()
   in_one_store = 'manifest.ocdbt' in folder.names()
   driver = 'zarr3' if described.get('use_zarr3') else 'zarr'
+  roots = {parts[0] for parts in keys}
+  root = next((root for root in _PARAMS if root in roots), None)
   specs = {}
-  for name, key in _parameters(keys, source).items():
-    kvstore = {**root, 'path': f'{root["path"]}{key}/'}
+  for parts in keys:
+    kvstore = {**store, 'path': f'{store["path"]}{".".join(parts)}/'}
     if in_one_store:
-      kvstore = {'driver': 'ocdbt', 'base': root, 'path': f'{key}/'}
-    specs[name] = {'driver': driver, 'kvstore': kvstore}
+      path = f'{".".join(parts)}/'
+      kvstore = {'driver': 'ocdbt', 'base': store, 'path': path}
+    if root in (None, parts[0]):
+      name = '/'.join(parts if root is None else parts[1:])
+      specs[name] = {'driver': driver, 'kvstore': kvstore}
   arrays = disk_arrays.open_stored(specs, source)
   return arrays, described.get('custom_metadata')
 
 
-def is_orbax(folder: Location) -> bool:
-  """Whether a folder holds an Orbax checkpoint."""
-  return _item(folder) is not None
-
-
-def _item(folder: Location) -> Location | None:
+def item_of(folder: Location) -> Location | None:
   """Returns the folder of the tree, or None in another kind of checkpoint."""
   names = folder.names()
   items = [folder, *(folder.child(name) for name in _ITEMS if name in names)]
@@ -134,20 +136,7 @@ def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
     if not all(keys):
       raise ValueError('an array without a name')
     return described, keys
-  except disk_arrays.METADATA_ERRORS as error:
-    raise ValueError(
-      f'{str(location)!r} is cut short or not what Orbax writes'
-      f' ({type(error).__name__}: {error}); copy it again.'
-    ) from error
-
-
-def _parameters(keys: list[list[str]], source: str) -> dict[str, str]:
-  """Returns names of parameters -> Orbax's names of their arrays."""
-  if not keys:
-    raise unexpected(source, 'an Orbax checkpoint with arrays', keys)
-  roots = {parts[0] for parts in keys}
-  for root in _PARAMS:
-    if root in roots:
-      inside = [parts for parts in keys if parts[0] == root]
-      return {'/'.join(parts[1:]): '.'.join(parts) for parts in inside}
-  return {'/'.join(parts): '.'.join(parts) for parts in keys}
+  except disk_arrays.WRONG_DATA as error:
+    why = f'not what Orbax writes ({type(error).__name__}: {error})'
+    why = f'{str(location)!r} is cut short or {why}; copy it again.'
+    raise ValueError(why) from error

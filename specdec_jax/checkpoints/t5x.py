@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.serialization
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from specdec_jax import files
 from specdec_jax.checkpoints import disk_arrays
@@ -74,15 +74,10 @@ def save_t5x(
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     return array.astype(dtype) if dtype is not None and is_float else array
 
-  tree: dict[str, Any] = {
-    'version': VERSION,
-    'optimizer': {
-      'target': jax.tree.map(to_disk, params),
-      'state': {'step': np.asarray(step, np.int32), 'param_states': {}},
-    },
-  }
-  if about is not None:
-    tree['about'] = dict(about)
+  state = {'step': np.asarray(step, np.int32), 'param_states': {}}
+  trees = {'target': jax.tree.map(to_disk, params), 'state': state}
+  tree: dict[str, Any] = {'version': VERSION, 'optimizer': trees}
+  tree |= {} if about is None else {'about': dict(about)}
   path = os.fspath(path)
   os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
   files.write_atomically(path, flax.serialization.msgpack_serialize(tree))
@@ -111,11 +106,8 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
     other = 'a TensorFlow checkpoint of T5'
     raise unexpected(source, "T5X's format", other, advice)
   tree = read_tree(location)
-  leaves = flax.traverse_util.flatten_dict(
-    _target(tree, source),
-    sep='/',
-    is_leaf=lambda _, value: {'driver', 'kvstore'} <= value.keys(),
-  )
+  is_spec = lambda _, value: {'driver', 'kvstore'} <= value.keys()  # noqa: E731
+  leaves = flatten_dict(_target(tree, source), sep='/', is_leaf=is_spec)
   if not leaves:
     raise unexpected(source, 'a T5X checkpoint with parameters', leaves)
   specs = {}
@@ -123,9 +115,8 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
     if isinstance(leaf, Mapping):
       specs[name] = _resolve(leaf, location.parent(), name, source)
     elif not isinstance(leaf, ArrayBytes):
-      raise disk_arrays.broken(
-        source, name, f'it is of type {type(leaf).__name__}'
-      )
+      why = f'it is of type {type(leaf).__name__}'
+      raise disk_arrays.broken(source, name, why)
   stored = disk_arrays.open_stored(specs, source) if specs else {}
   for name, array in stored.items():
     metadata = leaves[name].get('metadata') or {}
@@ -146,11 +137,8 @@ def _target(tree: Any, source: str) -> Mapping[str, Any]:
   target = optimizer.get('target') if isinstance(optimizer, dict) else None
   if not isinstance(target, dict):
     inside = sorted(tree) if isinstance(tree, dict) else tree
-    raise unexpected(
-      source,
-      'a whole T5X checkpoint, with a tree of parameters in optimizer/target',
-      inside,
-    )
+    whole = 'a whole T5X checkpoint, with parameters in optimizer/target'
+    raise unexpected(source, whole, inside)
   if (version := tree.get('version', 0)) not in _READABLE:
     raise unexpected(f'{source}: version', f'one of {_READABLE}', version)
   return target
@@ -215,10 +203,8 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
       if have.get(name, shape) != shape
     ],
   }
-  if any(problems.values()):
-    lists = [
-      f'{kind}: {few(names)}' for kind, names in problems.items() if names
-    ]
+  lists = [f'{kind}: {few(names)}' for kind, names in problems.items() if names]
+  if lists:
     raise _another_model(source, have, want, '; '.join(lists))
 
 
@@ -226,20 +212,20 @@ def _another_model(
   source: str, have: Shapes, want: Shapes, problems: str
 ) -> ValueError:
   there, here = _sizes(have), _sizes(want)
-  fields = ', '.join(
-    f'{field} is {there[field]}, expected {here[field]}'
-    for field in here
-    if field in there and there[field] != here[field]
+  fields = ''.join(
+    f'{field} is {there[field]}, expected {size}; '
+    for field, size in here.items()
+    if there.get(field, size) != size
   )
-  return ValueError(
-    f'The parameters of {source} are not those of this model configuration:'
-    f' {f"{fields}; " if fields else ""}{problems}.'
+  other = (
+    f'The parameters of {source} are not those of this model configuration'
   )
+  return ValueError(f'{other}: {fields}{problems}.')
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:
   """Returns name with slashes -> shape for a nested dict."""
-  flat = flax.traverse_util.flatten_dict(dict(params), sep='/')
+  flat = flatten_dict(dict(params), sep='/')
   return {name: tuple(leaf.shape) for name, leaf in flat.items()}
 
 
@@ -258,10 +244,8 @@ def infer_config(shapes: Shapes, source: str) -> T5Config:
     gated = activations[sizes.pop('len(mlp_activations)')]
     return T5Config(**sizes, mlp_activations=gated)
   except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(
-      f'{source!r}: its arrays do not show the sizes of a T5 ({error}): give'
-      ' the network.'
-    ) from error
+    why = f'its arrays do not show the sizes of a T5 ({error})'
+    raise ValueError(f'{source!r}: {why}: give the network.') from error
 
 
 # Names of parameters -> the fields that their axes show; '' for no field.
@@ -338,10 +322,13 @@ def unroll(
   have = {name: tuple(array.shape) for name, array in arrays.items()}
   # The cache holds one array.
   read = functools.lru_cache(1)(disk_arrays.load_array)
+
+  def read_layer(stack: Any, place: Any, shape: Shape, index: Index) -> Any:
+    return read(stack)[place].reshape(shape)[index]
+
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
-    match = _STACKED.fullmatch(name)
-    if not match:
+    if not (match := _STACKED.fullmatch(name)):
       continue
     stack, inner = match.groups()
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
@@ -364,20 +351,10 @@ def unroll(
     for number, layer in enumerate(layers):
       if layer in unrolled:
         raise ValueError(f'{source!r} has {layer} twice: alone, and in {name}.')
-      unrolled[layer] = _layer(array, axis, number, alone, read)
+      place = (slice(None),) * axis + (number,)
+      part = functools.partial(read_layer, array, place, alone)
+      unrolled[layer] = DiskArray(alone, array.dtype, part)
   return unrolled
-
-
-def _layer(
-  stack: DiskArray, axis: int, number: int, shape: Shape, read: Any
-) -> DiskArray:
-  """Returns one layer of a stacked array."""
-  place = (slice(None),) * axis + (number,)
-
-  def read_part(index: Index) -> np.ndarray:
-    return read(stack)[place].reshape(shape)[index]
-
-  return DiskArray(shape, stack.dtype, read_part)
 
 
 def _as_stored(
@@ -399,7 +376,7 @@ def _as_stored(
 # (shape, name of the dtype, bytes), see `flax.serialization`.
 
 _WINDOW = 1 << 16
-_NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
+_ARRAYS = 1, 3  # flax's codes of arrays and of scalars
 _CHUNKED = '__msgpack_chunked_array__'
 # First byte -> kind of the value, and the value or its size; or, as text, the
 # format in which the value or size is packed after that byte.
@@ -445,12 +422,11 @@ def read_tree(location: Location) -> Any:
     tree = scanner.value()
     if scanner.position != scanner.size:
       raise ValueError(f'{scanner.size - scanner.position} bytes too many')
-  except disk_arrays.METADATA_ERRORS as error:
-    place = '/'.join(scanner.path)
-    raise ValueError(
-      f'{str(location)!r} ({scanner.size} bytes) is cut short or not a T5X'
-      f' checkpoint ({f"at {place}: " if place else ""}{error}); copy it again.'
-    ) from error
+  except disk_arrays.WRONG_DATA as error:
+    place = f'at {"/".join(scanner.path)}: ' if scanner.path else ''
+    why = f'is cut short or not a T5X checkpoint ({place}{error})'
+    source = f'{str(location)!r} ({scanner.size} bytes)'
+    raise ValueError(f'{source} {why}; copy it again.') from error
   return tree
 
 
@@ -458,11 +434,9 @@ class _Scanner:
   """Walks over a file, from value to value."""
 
   def __init__(self, location: Location):
-    self.size = location.size()
-    self.position = 0
+    self.size, self.position = location.size(), 0
     self.path: list[str] = []
-    self._location = location
-    self._window = (0, b'')
+    self._location, self._window = location, (0, b'')
 
   def value(self) -> Any:
     first = self._take(1)[0]
@@ -479,7 +453,16 @@ class _Scanner:
       return self._take(size).decode()
     if kind == 'bytes':
       return self._skip(size)
-    return size if kind == 'value' else self._extension(size)
+    if kind == 'value':
+      return size
+    code, end = self._take(1)[0], self.position + size
+    if code not in _ARRAYS:
+      self._skip(size)
+      return None
+    shape, name, span = self.value()
+    if self.position != end:
+      raise ValueError('an array of another length than its header says')
+    return _array(shape, np.dtype(name), [span])
 
   def _dict(self, size: int) -> Any:
     entries: dict[str, Any] = {}
@@ -491,18 +474,15 @@ class _Scanner:
         raise ValueError('it is there twice')
       entries[name] = value
       self.path.pop()
-    return _joined(entries) if _CHUNKED in entries else entries
-
-  def _extension(self, size: int) -> Any:
-    code = self._take(1)[0]
-    end = self.position + size
-    if code not in (_NDARRAY, _SCALAR):
-      self._skip(size)
-      return None
-    shape, name, span = self.value()
-    if self.position != end:
-      raise ValueError('an array of another length than its header says')
-    return _array(shape, np.dtype(name), [span])
+    if _CHUNKED not in entries:
+      return entries
+    # flax has cut an array into chunks, of at most 2 GiB each.
+    shape, parts = (
+      [entries[name][str(i)] for i in range(len(entries[name]))]
+      for name in ('shape', 'chunks')
+    )
+    spans = [span for part in parts for span in part.spans]
+    return _array(shape, parts[0].dtype, spans)
 
   def _skip(self, size: int) -> tuple[int, int]:
     span = self.position, size
@@ -531,18 +511,6 @@ def _array(
   if not all(type(size) is int and size >= 0 for size in shape):
     raise ValueError(f'an array of shape {list(shape)}')
   needed = math.prod(shape) * dtype.itemsize
-  if (have := sum(size for _, size in spans)) != needed:
-    raise ValueError(
-      f'{dtype} {list(shape)} needs {needed} bytes, found {have}'
-    )
+  if (size := sum(size for _, size in spans)) != needed:
+    raise ValueError(f'{dtype} {list(shape)} needs {needed} bytes, not {size}')
   return ArrayBytes(tuple(shape), dtype, spans)
-
-
-def _joined(chunked: dict[str, Any]) -> ArrayBytes:
-  """Joins an array that flax has cut into chunks, of at most 2 GiB each."""
-  shape, parts = (
-    [chunked[name][str(i)] for i in range(len(chunked[name]))]
-    for name in ('shape', 'chunks')
-  )
-  spans = [span for part in parts for span in part.spans]
-  return _array(shape, parts[0].dtype, spans)

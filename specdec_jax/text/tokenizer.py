@@ -223,12 +223,11 @@ class Tokenizer(Vocabulary):
     ids = {piece: i for i, piece in backend.pieces.items()}
     self.eos_id = eos_id = self._end(ids, config, eos_token)
 
-    def id_of(name: str, otherwise: str = '') -> int:
-      token = vocabulary.content(config.get(name)) or otherwise
-      return ids.get(token, eos_id)
-
-    self.pad_id = id_of('pad_token', '<pad>')
-    self.unk_id = id_of('unk_token')
+    pad, unk = map(
+      vocabulary.content, map(config.get, ['pad_token', 'unk_token'])
+    )
+    self.pad_id = ids.get(pad or '<pad>', eos_id)
+    self.unk_id = ids.get(unk, eos_id)
     self._special = {i for i, token in backend.added.items() if token.special}
     if isinstance(backend, PiecesBackend):
       self.unk_id = backend.unk_id
@@ -236,12 +235,11 @@ class Tokenizer(Vocabulary):
         self.pad_id = PAD_ID
       self._special |= {*backend.control}
       if backend.eos_id < 0 or 0 not in self._special:
-        raise unexpected(
-          f'{self.path!r}: id 0 and the end of sequence',
-          'padding or the unknown piece, and an id',
-          [backend.pieces[0], backend.eos_id],
-          'Train it with pad_id=0, eos_id=1, unk_id=2.',
-        )
+        where = f'{self.path!r}: id 0 and the end of sequence'
+        expected = 'padding or the unknown piece, and an id'
+        got = [backend.pieces[0], backend.eos_id]
+        advice = 'Train it with pad_id=0, eos_id=1, unk_id=2.'
+        raise unexpected(where, expected, got, advice)
     self.languages = {
       match[2] or match[0]: i
       for i in sorted(self._special)
@@ -403,21 +401,17 @@ class Tokenizer(Vocabulary):
     """Marks names of special tokens in a user's words, see `encode_marked`."""
     text = text.replace(vocabulary.MARK, '')
     encoded = self._names.encode(text)
-    parts = (
-      (i, text[slice(*span)])
-      for i, span in zip(encoded.ids, encoded.offsets, strict=True)
-    )
-    return ''.join(
-      vocabulary.MARK.join([*part, '']) if i else part for i, part in parts
-    )
+    marked = ''
+    for i, span in zip(encoded.ids, encoded.offsets, strict=True):
+      part = text[slice(*span)]
+      marked += vocabulary.MARK.join([*part, '']) if i else part
+    return marked
 
   @functools.cached_property
   def _names(self) -> Any:
     """Finds the names of special tokens."""
-    special = self._special & self.pieces.keys()
-    return vocabulary.splitter(
-      vocabulary.added_token(self.pieces[i]) for i in special
-    )
+    names = [self.pieces[i] for i in self._special & self.pieces.keys()]
+    return vocabulary.splitter(map(vocabulary.added_token, names))
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids`; see `skip_special_tokens`.
@@ -429,9 +423,8 @@ class Tokenizer(Vocabulary):
     for token in map(int, ids):
       has_piece = token in self.pieces
       if not has_piece and not 0 <= token < self.vocab_size:
-        raise ValueError(
-          f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
-        )
+        where = f'outside the vocabulary of {self.vocab_size}'
+        raise ValueError(f'Token id {token} is {where}.')
       if has_piece and token not in self._hidden:
         visible.append(token)
     return self._backend.decode(visible)

@@ -49,6 +49,8 @@ _FAIRSEQ = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
 _MASK = '<mask>'
 _CODE = re.compile('>>.*?<<', re.DOTALL)  # Marian's language of the output
 _MOVED = 103  # Pegasus' ids before those of pieces
+Settings = Mapping[str, Any]  # tokenizer_config.json
+Added = Mapping[int, Any]  # id -> `AddedToken`
 
 
 def added_token(content: str, **fields: bool) -> Any:
@@ -93,7 +95,7 @@ def content(token: Any) -> str:
   return token if isinstance(token, str) else ''
 
 
-def named_tokens(config: Mapping[str, Any]) -> list[str]:
+def named_tokens(config: Settings) -> list[str]:
   """Returns special tokens that tokenizer_config.json names without ids."""
   names = [value for key, value in config.items() if key.endswith('_token')]
   for key in _LISTS:
@@ -102,9 +104,7 @@ def named_tokens(config: Mapping[str, Any]) -> list[str]:
   return [name for name in map(content, names) if name]
 
 
-def added_tokens(
-  folder: pathlib.Path, config: Mapping[str, Any]
-) -> dict[int, Any]:
+def added_tokens(folder: pathlib.Path, config: Settings) -> dict[int, Any]:
   """Reads the added tokens with ids in the files beside a vocabulary.
 
   Args:
@@ -131,9 +131,8 @@ def added_tokens(
     if not isinstance(number, int):
       where = f'{os.fspath(folder / ADDED)!r}: {name!r}'
       raise unexpected(where, 'the id of a token', number)
-    other = tokens.setdefault(
-      number, added_token(name, special=name in special)
-    )
+    token = added_token(name, special=name in special)
+    other = tokens.setdefault(number, token)
     if other.content != name:
       where = f'{os.fspath(folder)!r}: id {number} in {ADDED}'
       ours = f'{other.content!r} as in {SETTINGS}'
@@ -141,9 +140,7 @@ def added_tokens(
   return dict(sorted(tokens.items()))
 
 
-def _contradiction(
-  file: str | os.PathLike[str], token: Any, number: int, got: Any
-) -> ValueError:
+def _contradiction(file: Any, token: Any, number: int, got: Any) -> ValueError:
   """Makes the error for an added token that has another id in `file`."""
   expected = f'id {number} as {SETTINGS} or {ADDED} has it'
   where = f'{os.fspath(file)!r}: {token.content!r}'
@@ -165,12 +162,7 @@ class JsonBackend:
 
   sentinels: set[int] = set()
 
-  def __init__(
-    self,
-    place: pathlib.Path,
-    config: Mapping[str, Any],
-    added: Mapping[int, Any],
-  ):
+  def __init__(self, place: pathlib.Path, config: Settings, added: Added):
     """Loads a vocabulary.
 
     Args:
@@ -196,12 +188,10 @@ class JsonBackend:
       actual = processor.token_to_id(token.content)
       if actual != number:
         raise _contradiction(place, token, number, actual)
-    named = {
-      token.content for token in processor.get_added_tokens_decoder().values()
-    }
-    processor.add_special_tokens(
-      [name for name in named_tokens(config) if name not in named]
-    )
+    tokens = processor.get_added_tokens_decoder().values()
+    known = {token.content for token in tokens}
+    names = [name for name in named_tokens(config) if name not in known]
+    processor.add_special_tokens(names)
     self._processor = processor
     self.is_bpe = type(processor.model).__name__ == 'BPE'
     self.is_byte_level = 'ByteLevel' in repr(processor.decoder)
@@ -242,9 +232,8 @@ class JsonBackend:
         continue
       is_name = text[start:end].strip() == added.content.strip()
       if not is_name or text[end : end + 1] == MARK:
-        raise ValueError(
-          f'The vocabulary reads {added.content!r} out of plain text.'
-        )
+        why = f'The vocabulary reads {added.content!r} out of plain text.'
+        raise ValueError(why)
     return encoded.ids
 
   @functools.cached_property
@@ -274,14 +263,11 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
     field = re.sub('(?!^)([A-Z])', r'_\1', kind[1]).lower() if kind else ''
     why = f'it does not read the field {field!r}' if field else error
     whole = f'a vocabulary of the package tokenizers {tokenizers.__version__}'
-    raise ValueError(
-      f'{os.fspath(place)!r}: expected {whole} ({why}). {_COPY}'
-    ) from error
+    why = f'{os.fspath(place)!r}: expected {whole} ({why}). {_COPY}'
+    raise ValueError(why) from error
 
 
-def _of_vocab(
-  tokenizers: Any, place: pathlib.Path, config: Mapping[str, Any]
-) -> Any:
+def _of_vocab(tokenizers: Any, place: pathlib.Path, config: Settings) -> Any:
   """Makes the processor of vocab.json and merges.txt by `tokenizer_class`."""
   paths = [os.fspath(place), os.fspath(place.with_name(MERGES))]
   for path in paths:
@@ -364,8 +350,8 @@ class PiecesBackend:
   def __init__(
     self,
     path: str | os.PathLike[str],
-    config: Mapping[str, Any] | None = None,
-    added: Mapping[int, Any] | None = None,
+    config: Settings | None = None,
+    added: Added | None = None,
     numbers: dict[str, int] | None = None,
   ):
     """Loads a model.
@@ -393,7 +379,10 @@ class PiecesBackend:
     self.pieces = {i: piece for piece, i in ids_of.items()}
     self.control = {i: added_token(self.pieces[i]) for i in control}
     self.added = {} if config is None else dict(self.control)
-    count = self._num_sentinels(config or {})
+    has_own = any(map(SENTINEL.fullmatch, self.pieces.values()))
+    is_t5 = (self.eos_id, self.unk_id) == (1, 2) and not numbers
+    count = (config or {}).get('extra_ids', _SENTINELS)
+    count = count if is_t5 and not has_own and isinstance(count, int) else 0
     for i in range(count):
       self.added[self.size + count - 1 - i] = added_token(f'<extra_id_{i}>')
     self.sentinels: set[int] = set()
@@ -415,13 +404,6 @@ class PiecesBackend:
     self.sentinels -= {*(added or {})}
     self.pieces |= {i: token.content for i, token in self.added.items()}
     self._splitters: dict[bool, tuple[re.Pattern[str], Any]] = {}
-
-  def _num_sentinels(self, config: Mapping[str, Any]) -> int:
-    has_own = any(map(SENTINEL.fullmatch, self.pieces.values()))
-    if has_own or self._numbers or (self.eos_id, self.unk_id) != (1, 2):
-      return 0
-    count = config.get('extra_ids', _SENTINELS)
-    return count if isinstance(count, int) else 0
 
   def with_sentinels(self, exist: bool) -> 'PiecesBackend':
     """Returns a copy with `sentinels` as added tokens, or without them."""
@@ -450,9 +432,8 @@ class PiecesBackend:
     ids = {token.content: i for i, token in self.added.items()}
     rows: list[list[int]] = [[] for _ in texts]
     for row, text, part in zip(rows, texts, parts, strict=True):
-      for i, name, span in zip(
-        part.ids, part.tokens, part.offsets, strict=True
-      ):
+      each = zip(part.ids, part.tokens, part.offsets, strict=True)
+      for i, name, span in each:
         rest = text[slice(*span)].replace(MARK, '')
         row += [ids[name]] if i else self._encode(rest)
     return rows
@@ -595,12 +576,9 @@ def open_backend(
   ):
     is_json = place.suffix == '.json' and not is_remote
     return JsonBackend(place, {}, {}) if is_json else PiecesBackend(path), {}
-  config = settings(folder)
-  described = _object_of(folder / 'config.json')
-  kind = ' '.join(
-    content(x)
-    for x in (config.get('tokenizer_class'), described.get('model_type'))
-  ).lower()
+  config, described = settings(folder), _object_of(folder / 'config.json')
+  kinds = config.get('tokenizer_class'), described.get('model_type')
+  kind = ' '.join(map(content, kinds)).lower()
   is_moved = 'pegasus' in kind
   models = (PIECES, SOURCE, TARGET, *[SENTENCEPIECE] * is_moved)
   if place.name in models:
@@ -609,22 +587,15 @@ def open_backend(
   if place.name == SENTENCEPIECE:
     return PiecesBackend(place, config, added), config
   backend = JsonBackend(place, config, added)
-  if is_folder and place.name == TOKENIZER and not is_moved:
-    _check_same(folder, backend)
-  return backend, config
-
-
-def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
-  """Raises ValueError if spiece.model has other pieces than tokenizer.json."""
-  if not os.path.lexists(folder / SENTENCEPIECE):
-    return
-  pieces = PiecesBackend(folder / SENTENCEPIECE).pieces
+  spiece = folder / SENTENCEPIECE
+  both = is_folder and place.name == TOKENIZER and os.path.lexists(spiece)
+  pieces = PiecesBackend(spiece).pieces if both and not is_moved else {}
   for i, piece in pieces.items():
     other = backend.pieces.get(i, piece)
     if other != piece and not SENTINEL.fullmatch(other):
-      raise unexpected(
-        f'{os.fspath(folder)!r} has two vocabularies: id {i}',
-        f'{other!r} as in {TOKENIZER}',
-        piece,
-        f'Remove it, or {SENTENCEPIECE}: what the weights do not belong to.',
+      where = f'{os.fspath(folder)!r} has two vocabularies: id {i}'
+      advice = (
+        f'Remove it or {SENTENCEPIECE}, whichever the weights do not have.'
       )
+      raise unexpected(where, f'{other!r} as in {TOKENIZER}', piece, advice)
+  return backend, config

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read, what is refused, what is written."""
+"""Hugging Face folders and adapters: what is read, refused, written."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import folders
+import small_vocabulary
 import specdec_jax
 from folders import FOLDERS, LLAMA_3_1, WRONG, write_folder
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import config_json, huggingface
+from specdec_jax.checkpoints import config_json, families, huggingface
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
-from toy_families import assert_same, make
+from toy_families import SUPPORT, assert_same, make
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*arrays are for images')
 all_folders = pytest.mark.parametrize('name', FOLDERS)
@@ -128,14 +129,11 @@ def add(name, *shape):
 
 def newer_names(arrays):
   """transformers 5 says `text_model`, and a file may have both tables."""
-  rename('encoder.layers', 'encoder.text_model.layers')(arrays)
-  rename('encoder.norm', 'encoder.text_model.norm')(arrays)
-  rename('encoder.embed_tokens.w', 'encoder.text_model.embed_tokens.w')(arrays)
-  copy(
-    'model.encoder.text_model.embed_tokens.weight',
-    'model.decoder.embed_tokens.weight',
-    'lm_head.out_proj.weight',
-  )(arrays)
+  for name in ('layers', 'norm', 'embed_tokens.w'):
+    rename(f'encoder.{name}', f'encoder.text_model.{name}')(arrays)
+  table = 'model.encoder.text_model.embed_tokens.weight'
+  names = 'model.decoder.embed_tokens.weight', 'lm_head.out_proj.weight'
+  copy(table, *names)(arrays)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +160,8 @@ def test_other_names_of_files_are_known(name, change, tmp_path):
 
 def test_a_head_of_its_own_beside_a_tied_config(tmp_path):
   """It is the head, as in transformers; T5's rescales what it reads."""
-  for name, shape, value in (
-    ('qwen3', (60, 24), 1.0),
-    ('t5 1.0', (61, 20), 20**-0.5),
-  ):
+  cases = ('qwen3', (60, 24), 1.0), ('t5 1.0', (61, 20), 20**-0.5)
+  for name, shape, value in cases:
     write_folder(tmp_path, name, add('lm_head.weight', *shape))
     config, params = read(tmp_path)
     assert not config.logits_via_embedding
@@ -175,11 +171,16 @@ def test_a_head_of_its_own_beside_a_tied_config(tmp_path):
 
 # What config.json says.
 
-_ROPES = {
-  'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
-  'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
-}
 _LOCAL, _FULL = 'sliding_attention', 'full_attention'
+_ROPES = {
+  _FULL: {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
+  _LOCAL: {'rope_type': 'default', 'rope_theta': 1e4},
+}
+_NO_ROPE = {'rope_scaling': None, 'rope_theta': None}
+_KINDS = {
+  'sliding_window_pattern': None,
+  'layer_types': [_LOCAL, _LOCAL, _FULL, _LOCAL],
+}
 
 
 @pytest.mark.parametrize(
@@ -193,21 +194,12 @@ _LOCAL, _FULL = 'sliding_attention', 'full_attention'
     # As transformers 5 writes RoPE, for all layers or for each kind.
     (
       'llama',
-      {
-        'rope_scaling': None,
-        'rope_theta': None,
-        'rope_parameters': LLAMA_3_1 | {'rope_theta': 5e5},
-      },
+      _NO_ROPE | {'rope_parameters': LLAMA_3_1 | {'rope_theta': 5e5}},
       {},
     ),
     (
       'gemma3_text',
-      {
-        'rope_scaling': None,
-        'sliding_window_pattern': None,
-        'layer_types': [_LOCAL, _LOCAL, _FULL, _LOCAL],
-        'rope_parameters': _ROPES,
-      },
+      _KINDS | {'rope_scaling': None, 'rope_parameters': _ROPES},
       {},
     ),
     ('llama', {'num_key_value_heads': None}, {'num_kv_heads': 6}),
@@ -319,9 +311,7 @@ def test_configurations_that_are_refused(case):
 def test_values_of_another_kind(name):
   """A field is refused in a sentence, or does not matter."""
   described = FOLDERS[name][0]
-  inner = {
-    n: value for n, value in described.items() if isinstance(value, dict)
-  }
+  inner = {n: x for n, x in described.items() if isinstance(x, dict)}
   for part, fields in ({'': described} | inner).items():
     for field, value in itertools.product(fields, WRONG):
       changed = fields | {field: value}
@@ -346,27 +336,23 @@ def quantise(arrays):
   arrays['shared.weight'] = arrays['shared.weight'].astype(np.int8)
 
 
+SPOILT = (
+  'missing: decoder.final_layer_norm.weight',
+  'unknown: encoder.block.9.extra.weight',
+  'EncDecAttention.k.weight is [20, 12], expected [12, 20]',
+)
+TABLE = 'model.decoder.embed_tokens.weight'
+
+
 @pytest.mark.parametrize(
   ('name', 'change', 'words'),
   [
-    (
-      't5',
-      spoil,
-      [
-        'missing: decoder.final_layer_norm.weight',
-        'unknown: encoder.block.9.extra.weight',
-        'EncDecAttention.k.weight is [20, 12], expected [12, 20]',
-      ],
-    ),
+    ('t5', spoil, SPOILT),
     ('t5', quantise, ['shared.weight', 'I8']),
     ('t5', add('encoder.embed_tokens.weight', 61, 20), ['[61, 20] and shared']),
     ('gpt2', drop('transformer.wte.weight'), ['missing: wte.weight']),
     ('gpt2', add('wte.weight', 2), ['wte.weight in', 'twice']),
-    (
-      't5gemma2',
-      add('model.decoder.embed_tokens.weight', 60, 24),
-      ['encoder.embed_tokens.weight [60, 24]'],
-    ),
+    ('t5gemma2', add(TABLE, 60, 24), ['encoder.embed_tokens.weight [60, 24]']),
   ],
 )
 def test_arrays_that_are_refused(name, change, words, tmp_path):
@@ -392,15 +378,13 @@ def test_broken_folders(tmp_path):
     read(tmp_path)
 
 
-@pytest.mark.parametrize(
-  ('name', 'extra'),
-  [('safetensors', 'huggingface'), ('huggingface_hub', 'hub')],
-)
-def test_a_package_is_missing(name, extra, tmp_path, monkeypatch):
+def test_a_package_is_missing(tmp_path, monkeypatch):
   write_folder(tmp_path, 't5')
-  monkeypatch.setitem(sys.modules, name, None)
-  with pytest.raises(ValueError, match=rf'specdec_jax\[{extra}\]'):
-    checkpoints.load(tmp_path if extra == 'huggingface' else 'a/b')
+  for name in ('safetensors', 'huggingface_hub'):
+    monkeypatch.setitem(sys.modules, name, None)
+  for path, extra in ((tmp_path, 'huggingface'), ('a/b', 'hub')):
+    with pytest.raises(ValueError, match=rf'specdec_jax\[{extra}\]'):
+      checkpoints.load(path)
 
 
 # Ids.
@@ -424,22 +408,6 @@ def test_special_ids(tmp_path):
 
 
 # What is written.
-
-
-def test_round_trip_keeps_every_bit(tmp_path):
-  config = folders.UMT5
-  folder, params = tmp_path / 'new' / 'folder', make(config)[1]
-  ids = config_json.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
-  huggingface.save_huggingface(folder, config, params, ids=ids)
-  found, loaded = read(folder)
-  assert found == config
-  assert_same(loaded, params)
-  assert folders.special_ids(folder) == ids
-  narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-  huggingface.save_huggingface(folder, config, narrow)
-  assert_same(read(folder)[1], narrow)
-  described = json.loads((folder / 'config.json').read_text())
-  assert described['torch_dtype'] == 'bfloat16'
 
 
 def test_several_files(tmp_path):
@@ -488,19 +456,177 @@ def test_the_configuration_is_written_last(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('layers', [0, 3])
 @pytest.mark.parametrize(
-  'name', ['m2m_100', 'bart', 'mbart', 'pegasus', 'marian']
+  'name', ['umt5', 'm2m_100', 'bart', 'mbart', 'pegasus', 'marian']
 )
-def test_a_bart_is_written_as_it_is_read(name, layers, tmp_path):
+def test_what_is_written_is_read(name, layers, tmp_path):
   """Also a decoder alone, which reads its target's encoder."""
   config = dataclasses.replace(FOLDERS[name][1], num_encoder_layers=layers)
-  params = make(config)[1]
-  ids = config_json.SpecialIds(config.start_id, (2,), config.pad_id)
-  huggingface.save_huggingface(tmp_path, config, params, ids, {'target': 'x'})
-  have, loaded = read(tmp_path)
-  assert have == config and folders.special_ids(tmp_path) == ids
-  described = json.loads((tmp_path / 'config.json').read_text())
+  ids = config_json.SpecialIds(0, (2, 5), 1)
+  if name != 'umt5':
+    ids = config_json.SpecialIds(config.start_id, (2,), config.pad_id)
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make(config)[1])
+  folder = tmp_path / 'new' / 'folder'
+  about = {'target': 'x'}
+  huggingface.save_huggingface(folder, config, params, ids, about)
+  have, loaded = read(folder)
+  assert have == config and folders.special_ids(folder) == ids
+  described = json.loads((folder / 'config.json').read_text())
   assert described['model_type'] == name
-  for ours, theirs in zip(
-    jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True
-  ):
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+  assert described['torch_dtype'] == 'bfloat16'
+  if name == 'umt5':  # every bit; a BART's queries are scaled
+    assert_same(loaded, params)
+  pairs = zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True)
+  for ours, theirs in pairs:
+    ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+    np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+
+
+# Adapters that are merged when a model is loaded.
+
+RANK, ALPHA = 3, 7
+MERGED = {
+  name
+  for row in SUPPORT.values()
+  for name in row['model_type']
+  if 'lora' in row['features']
+}
+
+
+def write(folder, family, arrays):
+  folders.write_arrays(folder, arrays, FOLDERS[family][0])
+
+
+def adapter_of(family, base):
+  """Module, as PEFT calls it -> A [r, in] and B [out, r]; some of each kind."""
+  described, config = FOLDERS[family]
+  rows = families.table(families.FAMILIES[described['model_type']], config)
+  prefix, rng, found = (
+    folders.PREFIXES.get(family, ''),
+    np.random.default_rng(1),
+    {},
+  )
+  kernels = [
+    prefix + row.name.removesuffix('.weight')
+    for name, row in rows.items()
+    if name.endswith('/kernel') and 'logits' not in name
+  ]
+  for module in [*dict.fromkeys(kernels)][::2]:
+    out, into = base[f'{module}.weight'].shape[:: -1 if family == 'gpt2' else 1]
+    halves = rng.standard_normal((RANK, into)), rng.standard_normal((out, RANK))
+    found[module] = tuple(half.astype(np.float32) for half in halves)
+  return found
+
+
+SAID = {'peft_type': 'LORA', 'r': RANK, 'lora_alpha': ALPHA, 'bias': 'none'}
+SAID |= {'fan_in_fan_out': False, 'init_lora_weights': True, 'use_dora': False}
+SAID |= {'modules_to_save': None, 'target_modules': ['q'], 'some_new_field': []}
+
+
+def write_adapter(folder, adapter, said=SAID, **more):
+  from safetensors.numpy import save_file
+
+  folder.mkdir(exist_ok=True)
+  arrays = dict(more)
+  for module, (down, up) in adapter.items():
+    arrays[f'base_model.model.{module}.lora_A.weight'] = down
+    arrays[f'base_model.model.{module}.lora_B.weight'] = up
+  save_file(arrays, folder / 'adapter_model.safetensors')
+  (folder / 'adapter_config.json').write_text(json.dumps(said))
+  return folder
+
+
+def merged(family, base, adapter, scale):
+  """The arrays of a file after merging, in float64."""
+  found = dict(base)
+  for module, (down, up) in adapter.items():
+    name = f'{module}.weight'
+    change = scale * np.einsum('or,ri->oi', up, down, dtype=float)
+    kernel = base[name] + (change.T if family == 'gpt2' else change)
+    found[name] = kernel.astype(base[name].dtype)
+  return found
+
+
+def loaded(folder, adapter=None):
+  return specdec_jax.load(folder, adapter=adapter).params
+
+
+def check_same(have, want, rtol):
+  def compare(leaf, other):
+    assert leaf.dtype == other.dtype
+    leaf, other = (np.asarray(x, np.float32) for x in (leaf, other))
+    np.testing.assert_allclose(leaf, other, rtol=rtol, atol=rtol)
+
+  jax.tree.map(compare, have, want)
+
+
+RS = {'use_rslora': True, 'rank_pattern': {'wo': RANK}}
+
+
+@pytest.mark.parametrize(
+  ('family', 'dtype', 'said', 'divided'),
+  [
+    ('t5', np.float32, RS, RANK**0.5),
+    ('llama', jnp.bfloat16, {}, RANK),
+    *((name, np.float32, {}, RANK) for name in sorted(MERGED)),
+  ],
+)
+def test_an_adapter_is_merged(family, dtype, said, divided, tmp_path):
+  base = folders.arrays_of(family, dtype=dtype)
+  write(tmp_path / 'base', family, base)
+  adapter = adapter_of(family, base)
+  place = write_adapter(tmp_path / 'adapter', adapter, SAID | said)
+  want = merged(family, base, adapter, ALPHA / divided)
+  write(tmp_path / 'merged', family, want)
+  have = loaded(tmp_path / 'base', place)
+  rtol = 1e-5 if dtype == np.float32 else 2**-7
+  check_same(have, loaded(tmp_path / 'merged'), rtol)
+  # Negative control: it is not what it was.
+  with pytest.raises(AssertionError):
+    check_same(have, loaded(tmp_path / 'base'), rtol)
+
+
+QUERY = 'encoder.block.0.layer.0.SelfAttention.q'
+
+
+def _other(module=QUERY, down=20, up=12, rank=RANK, value=1.0):
+  return {module: (np.full((rank, down), value), np.ones((up, rank)))}
+
+
+@pytest.mark.parametrize(
+  ('said', 'adapter', 'words'),
+  [
+    ({'peft_type': 'IA3'}, {}, 'peft_type'),
+    ({'bias': 'all'}, {}, 'bias'),
+    ({'init_lora_weights': 'pissa'}, {}, 'init_lora_weights'),
+    ({'alpha_pattern': {'q': 3}}, {}, 'alpha_pattern'),
+    ({'r': 0}, {}, 'r: .* 0'),
+    ({'r': RANK + 1}, _other(), r'A \[4, .*\[3, 20\]'),
+    # The end of the name alone would be right.
+    ({}, _other(f'vision.{QUERY}'), 'vision'),
+    ({}, _other(down=17), r'kernel \[12, 20\], got \[\[3, 17\], \[12, 3\]\]'),
+    ({}, _other(rank=0), r'kernel \[12, 20\], got \[\[0, 20\], \[12, 0\]\]'),
+    ({}, _other(value=np.nan), 'SelfAttention.q.* not finite'),
+    ({}, {}, 'nothing'),
+    ({}, {'base_model.model.q.lora_magnitude_vector': np.zeros(4)}, 'q.lora_m'),
+    ({}, {'base_model.model.q.lora_A.weight': np.ones((3, 4))}, 'q: .*lora_A'),
+  ],
+  ids=str,
+)
+def test_adapters_that_are_refused(said, adapter, words, tmp_path):
+  write(tmp_path / 'base', 't5', folders.arrays_of('t5'))
+  arrays = {n: a for n, a in adapter.items() if n.startswith('base_model')}
+  adapter = {n: a for n, a in adapter.items() if n not in arrays}
+  place = write_adapter(tmp_path / 'adapter', adapter, SAID | said, **arrays)
+  with pytest.raises(ValueError, match=words):
+    loaded(tmp_path / 'base', place)
+
+
+def test_what_is_no_adapter_or_no_folder(tmp_path):
+  write(tmp_path / 'base', 't5', folders.arrays_of('t5'))
+  with pytest.raises(ValueError, match=f'adapter {tmp_path}'):
+    specdec_jax.load(tmp_path / 'base', adapter=tmp_path)
+  demo = 'demo/target.msgpack'
+  with pytest.raises(ValueError, match=demo):
+    specdec_jax.load(
+      demo, network=small_vocabulary.network(1), adapter=tmp_path
+    )
