@@ -594,4 +594,5 @@ def check_config(actual: Config, expected: Any, source: str) -> None:
   ]
   if problems:
     why = f'not a checkpoint of this model configuration: {"; ".join(problems)}'
-    raise ValueError(f'{source} is {why}. Change one of both.')
+    advice = 'Take the configuration of its size, or another checkpoint.'
+    raise ValueError(f'{source} is {why}. {advice}')

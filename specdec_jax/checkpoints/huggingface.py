@@ -308,10 +308,10 @@ def fetch(name: str) -> pathlib.Path:
     raise ValueError(f'{at} {why}. {advice}') from error
   folder = pathlib.Path(fetched)
   if not any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX)):
-    advice = f"Try another revision, such as '{hub_id}@refs/pr/1'."
-    raise unexpected(
-      f'{at} of the hub', f'{WEIGHTS} or {INDEX}', 'none', advice
+    advice = (
+      f"Try '{hub_id}@refs/pr/1', or save it with safe_serialization=True"
     )
+    raise ValueError(f'{at} of the hub: no {WEIGHTS} and no {INDEX}. {advice}.')
   return folder
 
 

@@ -733,6 +733,7 @@ def read_prompts(
   usable = [text for text in texts if text and 0 < count(text) <= longest]
   if not usable:
     short = '' if limit is None else f' of at most {limit} tokens'
-    got = f'{len(texts)} that are empty or too long'
-    raise unexpected(f'lines of {name!r}', f'UTF-8 text{short}', got)
+    where = f'{name!r} has no line that can be decoded'
+    got = f'{len(texts)} lines that are empty or too long'
+    raise unexpected(where, f'UTF-8 text{short}', got)
   return usable
