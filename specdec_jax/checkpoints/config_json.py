@@ -19,12 +19,12 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import flax.traverse_util
+from flax.traverse_util import flatten_dict
 
 from specdec_jax import files
 from specdec_jax.checkpoints import families
 from specdec_jax.checkpoints.families import Described, Family
-from specdec_jax.checks import fields
+from specdec_jax.checks import fields as checks
 from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.models.bart import BartConfig, M2M100Config
 from specdec_jax.models.causal_lm import CausalLMConfig
@@ -45,9 +45,8 @@ ENCODER_DIM = 'specdec_encoder_dim'
 
 _WORDS, _SETTINGS = families.WORDS['config'], families.WORDS['generation']
 # Settings of `generate` that change outputs -> their neutral value.
-_NEUTRAL: dict[str, Any] = _SETTINGS['neutral'] | dict.fromkeys(
-  _SETTINGS['unset']
-)
+_UNSET: dict[str, Any] = dict.fromkeys(_SETTINGS['unset'])
+_NEUTRAL = _SETTINGS['neutral'] | _UNSET
 _NO_MATTER = re.compile('|'.join(_WORDS['no_matter']))
 _AROUND_TEXT = {*_WORDS['around_text']}
 _KINDS: Mapping[str, Any] = _WORDS['layers']
@@ -85,13 +84,9 @@ def _fields_of(
   """Fills in config.json's defaults; also returns its sizes by our names."""
   read = {*family.fields.values(), *family.defaults, *family.read}
   check_fields(described, read, where, family.fixed, family.same)
-  values = _given(described)
-  defaults = {
-    name: value
-    for name, value in family.defaults.items()
-    if name not in described or name not in _WORDS['off_by_null']
-  }
-  values = defaults | values
+  off = described.keys() & {*_WORDS['off_by_null']}
+  values = {n: x for n, x in family.defaults.items() if n not in off}
+  values |= _given(described)
   for name, derive in _DERIVED.items():
     if name in read and name not in values:
       with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
@@ -103,7 +98,7 @@ def _fields_of(
 
 def _check_size(value: Any, name: str, where: str) -> None:
   least = 0 if name in _WORDS['may_be_zero'] else 1
-  fields.check_number(f'{where}: {name}', value, least)
+  checks.check_number(f'{where}: {name}', value, least)
 
 
 def check_fields(
@@ -267,9 +262,7 @@ def _gpt2_or_bart(family: Family, described: Described, where: str, tied: bool):
 # Llama, Qwen and Gemma.
 
 
-def _causal(
-  family: Family, described: Described, where: str, tied: bool
-) -> CausalLMConfig:
+def _causal(family: Family, described: Described, where: str, tied: bool):
   if family.make == 'with_images':  # its model of texts is read
     check_fields(described, _AROUND_TEXT, where)
     described = _object(described, 'text_config', where)
@@ -312,9 +305,8 @@ def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
     pattern = values.get('sliding_window_pattern')
     slides = values.get('use_sliding_window')
     first = values.get('max_window_layers', count) if slides else count
-    full = (
-      (i + 1) % pattern == 0 if pattern else i < first for i in range(count)
-    )
+    layers = range(1, count + 1)
+    full = (n % pattern == 0 if pattern else n <= first for n in layers)
     types = ['full_attention' if x else 'sliding_attention' for x in full]
   if not isinstance(types, list) or len(types) != count:
     raise unexpected(f'{where}: layer_types', f'a list of {count} names', types)
@@ -372,12 +364,9 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
   if merged and not tied:
     shared = f'true, without another array {family.head}: one embedding'
     raise unexpected(f'{where}: tie_word_embeddings', shared, tied)
-  config = T5GemmaConfig(
-    _causal(stack, encoder, f'{where}: encoder', tied),
-    _causal(stack, decoder, f'{where}: decoder', tied),
-    merged_attention=merged,
-    image_end_id=image_end,
-  )
+  first = _causal(stack, encoder, f'{where}: encoder', tied)
+  second = _causal(stack, decoder, f'{where}: decoder', tied)
+  config = T5GemmaConfig(first, second, merged, image_end_id=image_end)
   width = decoder.get('cross_attention_hidden_size')
   if width not in (None, config.encoder.emb_dim):
     name = f'{where}: decoder.cross_attention_hidden_size'
@@ -514,13 +503,13 @@ def _special_ids(
 
 
 def read_settings(
-  described: Mapping[str, Any], where: str
+  described: Described, path: str
 ) -> tuple[dict[str, Any], str]:
   """Reads the settings for `generate`.
 
   Args:
     described: generation_config.json, or config.json if it is missing.
-    where: the path of that file, for messages.
+    path: the path of that file, for messages.
 
   Returns:
     Options of `Engine.generate`; and a sentence on the settings that are not
@@ -541,20 +530,19 @@ def read_settings(
   for name in [name for name in _SETTINGS['rules'] if name in wanted]:
     option, value = _SETTINGS['rules'][name], wanted.pop(name)
     try:
-      check_type(f'{where}: {name}', value, hints[option])
+      check_type(f'{path}: {name}', value, hints[option])
       rules[option] = value
     except ValueError as error:
       wrong += f' {error} It is not followed.'
   if not wanted:
     return rules, wrong.strip()
   known = _SETTINGS['options']
-  listed = [f'{name}={fields.shortened(x)}' for name, x in wanted.items()]
+  listed = [f'{name}={checks.shortened(x)}' for name, x in wanted.items()]
   options = {known[name] for name in wanted if name in known}
   others = [name for name in wanted if name not in known]
-  text = f'{where} asks for {", ".join(listed)}: not followed.'
-  text += (
-    f' Options that do so: {", ".join(sorted(options))}.' if options else ''
-  )
+  text = f'{path} asks for {", ".join(listed)}: not followed.'
+  ours = ', '.join(sorted(options))
+  text += f' Options that do so: {ours}.' if options else ''
   text += f' No option does: {", ".join(others)}.' if others else ''
   return rules, text + wrong
 
@@ -582,10 +570,8 @@ def check_config(actual: Config, expected: Any, source: str) -> None:
     ValueError: they differ; the message has both values of each field that
       differs, such as 'encoder.num_layers'.
   """
-  have, want = (
-    flax.traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')
-    for config in (actual, expected)
-  )
+  have = flatten_dict(dataclasses.asdict(actual), sep='.')
+  want = flatten_dict(dataclasses.asdict(expected), sep='.')
   problems = [
     f'{name}: expected {want.get(name)!r}, got {have.get(name)!r}'
     for name in have | want

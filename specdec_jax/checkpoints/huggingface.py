@@ -33,10 +33,10 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checkpoints import config_json, disk_arrays, families
 from specdec_jax.checkpoints.config_json import CONFIG, FolderFacts, SpecialIds
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Dtype, Index, Params
+from specdec_jax.checkpoints.disk_arrays import Arrays, DiskArray, Index, Path
 from specdec_jax.checkpoints.families import WORDS, Described, Family, Row
 from specdec_jax.checkpoints.t5x import check_params
-from specdec_jax.checks import fields
+from specdec_jax.checks import fields as checks
 from specdec_jax.checks.fields import check_type, package, unexpected
 from specdec_jax.models import sizes
 from specdec_jax.models.bart import BartConfig
@@ -99,10 +99,10 @@ def _add(
 
 
 def open_huggingface(
-  folder: str | os.PathLike[str],
+  folder: Path,
   network: LanguageModel | None = None,
-  dtype: Dtype = None,
-  adapter: str | os.PathLike[str] | None = None,
+  dtype: disk_arrays.Dtype = None,
+  adapter: Path | None = None,
 ) -> tuple[FolderFacts, dict[str, DiskArray]]:
   """Finds the arrays of a model, without reading them.
 
@@ -140,9 +140,9 @@ def open_huggingface(
     if row.name not in stored and row.name in family.zeros:
       zeros = np.zeros(row.stored_shape, np.float32)
       stored[row.name] = DiskArray(zeros.shape, zeros.dtype, zeros.__getitem__)
+  shapes = {row.name: row.stored_shape for row in table.values()}
   expected = {
-    row.name: jax.ShapeDtypeStruct(row.stored_shape, np.float32)
-    for row in table.values()
+    n: jax.ShapeDtypeStruct(x, jnp.float32) for n, x in shapes.items()
   }
   check_params(stored, expected, repr(source))
   expected_config = config_of(network)
@@ -154,10 +154,7 @@ def open_huggingface(
 
 
 def _tidy(
-  stored: Mapping[str, DiskArray],
-  family: Family,
-  described: Described,
-  source: str,
+  stored: Arrays, family: Family, described: Described, source: str
 ) -> tuple[dict[str, DiskArray], bool]:
   """Gives the arrays that a model reads their names in `families.table`.
 
@@ -208,12 +205,9 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   if other not in arrays:
     return True
   array, first = arrays[other], arrays.setdefault(name, arrays[other])
-  equal = array is first or (
-    array.shape == first.shape
-    and np.array_equal(
-      disk_arrays.load_array(array), disk_arrays.load_array(first)
-    )
-  )
+  equal = array is first
+  if not equal and array.shape == first.shape:
+    equal = np.array_equal(*map(disk_arrays.load_array, (array, first)))
   if equal:
     del arrays[other]
   return equal
@@ -223,11 +217,11 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
 
 
 def save_huggingface(
-  folder: str | os.PathLike[str],
+  folder: Path,
   config: T5Config | BartConfig,
-  params: Params,
+  params: disk_arrays.Params,
   ids: SpecialIds = config_json.T5_IDS,
-  about: Mapping[str, str] | None = None,
+  about: disk_arrays.About = None,
 ) -> None:
   """Writes a T5 or BART as a folder that transformers' `from_pretrained` reads.
 
@@ -254,10 +248,8 @@ def save_huggingface(
   folder = pathlib.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / CONFIG).unlink(missing_ok=True)
-  arrays = {
-    row.name: row.to_file(flat[name])
-    for name, row in families.table(family, config).items()
-  }
+  rows = families.table(family, config).items()
+  arrays = {row.name: row.to_file(flat[name]) for name, row in rows}
   _write_file(folder / WEIGHTS, arrays)
   # Otherwise files of an earlier save would be read, too.
   for old in folder.glob('model*.safetensors*'):
@@ -327,9 +319,7 @@ _MERGE = "Merge it with PEFT's merge_and_unload, and load the result."
 
 
 def _adapted(
-  stored: Mapping[str, DiskArray],
-  adapter: str | os.PathLike[str],
-  family: Family,
+  stored: Arrays, adapter: Path, family: Family
 ) -> dict[str, DiskArray]:
   """Adds the arrays of an adapter to those of a model.
 
@@ -391,7 +381,7 @@ def _check_adapter(described: Described, where: str) -> None:
     allowed = words['supported'].get(name, [False, '', [], {}])
     if value not in allowed and (value is not None or name == 'peft_type'):
       raise unexpected(f'{where}: {name}', f'one of {allowed}', value, _MERGE)
-  fields.check_number(f'{where}: r', described.get('r'), 1)
+  checks.check_number(f'{where}: r', described.get('r'), 1)
   check_type(f'{where}: lora_alpha', described.get('lora_alpha'), float)
   check_type(f'{where}: use_rslora', described.get('use_rslora'), bool | None)
 
@@ -428,7 +418,7 @@ def _merged(
 # These functions read and write safetensors files.
 
 # safetensors' names of dtypes.
-_DTYPES = {
+_DTYPES: dict[str, Any] = {
   'F64': np.dtype(np.float64),
   'F32': np.dtype(np.float32),
   'F16': np.dtype(np.float16),
@@ -452,7 +442,7 @@ def _view(stored: DiskArray, row: Row) -> DiskArray:
   return DiskArray(row.shape, stored.dtype, read)
 
 
-def open_file(path: str | os.PathLike[str]) -> dict[str, DiskArray]:
+def open_file(path: Path) -> dict[str, DiskArray]:
   """Returns name -> array of a safetensors file.
 
   A file is mapped into memory, and mapped pages count as this process's memory

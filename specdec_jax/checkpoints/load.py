@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specdec_jax.checkpoints import disk_arrays, huggingface, orbax, t5x
 from specdec_jax.checkpoints.config_json import ABOUT, CONFIG, FolderFacts
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Dtype, Params
+from specdec_jax.checkpoints.disk_arrays import Arrays, Dtype, Params, Shardings
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 from specdec_jax.files.locations import Location, few, open_location
@@ -28,11 +28,11 @@ _HUB_ID = re.compile(r'([\w-][\w.-]*(/[\w-][\w.-]*)?)(@[\w./-]+)?')
 
 
 def load(
-  path: str | os.PathLike[str],
+  path: disk_arrays.Path,
   network: LanguageModel | None = None,
   *,
   dtype: Dtype = None,
-  sharding: disk_arrays.Shardings = None,
+  sharding: Shardings = None,
 ) -> Params:
   """Loads the parameters of a checkpoint of any supported kind.
 
@@ -85,7 +85,7 @@ class Opened(NamedTuple):
   """
 
   source: str
-  arrays: Mapping[str, DiskArray]
+  arrays: Arrays
   facts: FolderFacts | None
   about: Mapping[str, str]
 
@@ -108,9 +108,7 @@ class Opened(NamedTuple):
       return before
     return (disk_arrays.fingerprint_on_disk(self.arrays), *before)
 
-  def read(
-    self, dtype: Dtype = None, sharding: disk_arrays.Shardings = None
-  ) -> Params:
+  def read(self, dtype: Dtype = None, sharding: Shardings = None) -> Params:
     """Reads the arrays; see `load`."""
     arrays = self.arrays
     if self.is_rounded and dtype not in (None, INT8):
@@ -119,11 +117,11 @@ class Opened(NamedTuple):
 
 
 def open_checkpoint(
-  path: str | os.PathLike[str] | Location,
+  path: disk_arrays.Path | Location,
   network: LanguageModel | None = None,
   *,
   dtype: Dtype = None,
-  adapter: str | os.PathLike[str] | None = None,
+  adapter: disk_arrays.Path | None = None,
 ) -> Opened:
   """Finds the arrays of a checkpoint, without reading them.
 
@@ -163,9 +161,7 @@ def open_checkpoint(
   return Opened(source, arrays, facts, texts)
 
 
-def locate(
-  path: str | os.PathLike[str], revision: str | None = None
-) -> Location:
+def locate(path: disk_arrays.Path, revision: str | None = None) -> Location:
   """Finds the file or folder of one checkpoint, or fetches it from the hub.
 
   Raises:
@@ -203,8 +199,8 @@ def is_huggingface(location: Location) -> bool:
 
 
 def _checked(
-  arrays: dict[str, DiskArray], network: LanguageModel | None, source: str
-) -> dict[str, DiskArray]:
+  arrays: Arrays, network: LanguageModel | None, source: str
+) -> Arrays:
   """Splits arrays into layers, and compares them with those of a network."""
   factors = _check_dtypes(arrays, source)
   if network is None:
@@ -222,7 +218,7 @@ def _checked(
   return arrays
 
 
-def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
+def _check_dtypes(arrays: Arrays, source: str) -> set[str]:
   """Checks that arrays are floats, or kernels of eight bits with factors.
 
   Returns:

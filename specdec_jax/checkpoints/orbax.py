@@ -7,13 +7,12 @@ Orbax takes seconds, so it is imported only for writing.
 
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from specdec_jax.checkpoints import disk_arrays
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Params
+from specdec_jax.checkpoints.disk_arrays import About, DiskArray, Params, Path
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location
 
@@ -27,11 +26,7 @@ _TEMPORARY = '.orbax-checkpoint-tmp'
 _PARAMS = ('target', 'params')
 
 
-def save_orbax(
-  folder: str | os.PathLike[str],
-  params: Params,
-  about: Mapping[str, str] | None = None,
-) -> None:
+def save_orbax(folder: Path, params: Params, about: About = None) -> None:
   """Writes parameters to a new folder, whole or not at all.
 
   Each process of a run writes its own shards.
@@ -72,10 +67,9 @@ def save_orbax(
   os.makedirs(os.path.dirname(folder), exist_ok=True)
   # Orbax writes to a folder with a temporary name and renames it at the end.
   with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-    checkpointer.save(
-      folder,
-      args=ocp.args.StandardSave(params, custom_metadata=dict(about or {})),
-    )
+    texts = dict(about or {})
+    args = ocp.args.StandardSave(params, custom_metadata=texts)
+    checkpointer.save(folder, args=args)
 
 
 def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
@@ -129,10 +123,8 @@ def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
   location = folder.child(METADATA)
   try:
     described = json.loads(location.read_all(_METADATA_BYTES))
-    keys = [
-      [str(key['key']) for key in entry['key_metadata']]
-      for entry in described['tree_metadata'].values()
-    ]
+    entries = described['tree_metadata'].values()
+    keys = [[str(key['key']) for key in x['key_metadata']] for x in entries]
     if not all(keys):
       raise ValueError('an array without a name')
     return described, keys

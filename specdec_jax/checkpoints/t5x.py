@@ -30,12 +30,11 @@ from flax.traverse_util import flatten_dict
 
 from specdec_jax import files
 from specdec_jax.checkpoints import disk_arrays
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Dtype, Index, Params
+from specdec_jax.checkpoints.disk_arrays import About, DiskArray, Path, Shape
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few
 from specdec_jax.models.t5 import T5Config
 
-Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 VERSION = 3
@@ -48,11 +47,11 @@ _NORM = 'pre_mlp_layer_norm/scale'
 
 
 def save_t5x(
-  path: str | os.PathLike[str],
-  params: Params,
+  path: Path,
+  params: disk_arrays.Params,
   step: int,
-  dtype: Dtype = None,
-  about: Mapping[str, str] | None = None,
+  dtype: disk_arrays.Dtype = None,
+  about: About = None,
 ) -> None:
   """Writes parameters to the single file `path`, whole or not at all.
 
@@ -113,7 +112,14 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
   specs = {}
   for name, leaf in leaves.items():
     if isinstance(leaf, Mapping):
-      specs[name] = _resolve(leaf, location.parent(), name, source)
+      kvstore = leaf['kvstore'] if isinstance(leaf['kvstore'], Mapping) else {}
+      # TensorStore before 0.1.14 had the path beside the kvstore.
+      path = kvstore.get('path', leaf.get('path'))
+      if type(path) is not str:
+        raise unexpected(f'{source}: the path of {name}', 'text', path)
+      where = location.parent().kvstore()
+      where['path'] += path.rstrip('/') + '/'
+      specs[name] = {'driver': leaf['driver'], 'kvstore': where}
     elif not isinstance(leaf, ArrayBytes):
       why = f'it is of type {type(leaf).__name__}'
       raise disk_arrays.broken(source, name, why)
@@ -144,24 +150,12 @@ def _target(tree: Any, source: str) -> Mapping[str, Any]:
   return target
 
 
-def _resolve(
-  spec: Mapping[str, Any], folder: Location, name: str, source: str
-) -> dict[str, Any]:
-  """Returns TensorStore's specification of an array of this checkpoint."""
-  kvstore = spec['kvstore'] if isinstance(spec['kvstore'], Mapping) else {}
-  # TensorStore before 0.1.14 had the path beside the kvstore.
-  path = kvstore.get('path', spec.get('path'))
-  if type(path) is not str:
-    raise unexpected(f'{source}: the path of {name}', 'text', path)
-  where = folder.kvstore()
-  where['path'] += path.rstrip('/') + '/'
-  return {'driver': spec['driver'], 'kvstore': where}
-
-
 # These functions compare a checkpoint with a network.
 
 
-def check_params(params: Params, expected: Any, source: str = 'params') -> None:
+def check_params(
+  params: disk_arrays.Params, expected: Any, source: str = 'params'
+) -> None:
   """Checks that parameters have the names and shapes of a model.
 
   Args:
@@ -194,22 +188,21 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
     ValueError: The parameters of mine are not those of this model ...
   """
   have, want = shapes_of(params), shapes_of(expected)
+  differ = [name for name in have.keys() & want if have[name] != want[name]]
   problems = {
     'missing': want.keys() - have.keys(),
     'unknown': have.keys() - want.keys(),
     'wrong shape': [
-      f'{name} is {list(have[name])}, expected {list(shape)}'
-      for name, shape in want.items()
-      if have.get(name, shape) != shape
+      f'{x} is {list(have[x])}, expected {list(want[x])}' for x in differ
     ],
   }
   lists = [f'{kind}: {few(names)}' for kind, names in problems.items() if names]
   if lists:
-    raise _another_model(source, have, want, '; '.join(lists))
+    raise _other_model(source, have, want, '; '.join(lists))
 
 
-def _another_model(
-  source: str, have: Shapes, want: Shapes, problems: str
+def _other_model(
+  source: str, have: Shapes, want: Shapes, why: str
 ) -> ValueError:
   there, here = _sizes(have), _sizes(want)
   fields = ''.join(
@@ -220,7 +213,7 @@ def _another_model(
   other = (
     f'The parameters of {source} are not those of this model configuration'
   )
-  return ValueError(f'{other}: {fields}{problems}.')
+  return ValueError(f'{other}: {fields}{why}.')
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:
@@ -300,10 +293,7 @@ def is_scanned(arrays: Mapping[str, Any]) -> bool:
 
 
 def unroll(
-  arrays: Mapping[str, DiskArray],
-  expected: Shapes,
-  num_heads: int | None,
-  source: str,
+  arrays: disk_arrays.Arrays, expected: Shapes, heads: int | None, source: str
 ) -> dict[str, DiskArray]:
   """Replaces each stacked array by its layers.
 
@@ -312,7 +302,7 @@ def unroll(
   Args:
     arrays: T5X's name -> array; arrays outside of stacks stay as they are.
     expected: name -> shape, for each parameter of the network.
-    num_heads: H, for kernels that have heads on an axis; None if unknown.
+    heads: H, for kernels that have heads on an axis; None if unknown.
     source: path of the checkpoint, for messages.
 
   Raises:
@@ -323,7 +313,7 @@ def unroll(
   # The cache holds one array.
   read = functools.lru_cache(1)(disk_arrays.load_array)
 
-  def read_layer(stack: Any, place: Any, shape: Shape, index: Index) -> Any:
+  def read_layer(stack: Any, place: Any, shape: Shape, index: Any) -> Any:
     return read(stack)[place].reshape(shape)[index]
 
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
@@ -342,12 +332,12 @@ def unroll(
     axis = 1 if emb_dim == norm[0] else 0
     shape, alone = have[name], expected[layers[0]]
     rest = shape[:axis] + shape[axis + 1 :]
-    in_file = _as_stored(layers[0], alone, num_heads)
+    in_file = _as_stored(layers[0], alone, heads)
     if shape[axis : axis + 1] != (count,) or rest not in in_file:
       each = ' or '.join(str(list(s)) for s in in_file)
       problem = f'{name} is {list(shape)}, expected {count} layers of {each}'
       problem += f' on axis {axis}, as in its norm'
-      raise _another_model(repr(source), have, expected, problem)
+      raise _other_model(repr(source), have, expected, problem)
     for number, layer in enumerate(layers):
       if layer in unrolled:
         raise ValueError(f'{source!r} has {layer} twice: alone, and in {name}.')
@@ -357,15 +347,13 @@ def unroll(
   return unrolled
 
 
-def _as_stored(
-  name: str, shape: Shape, num_heads: int | None
-) -> tuple[Shape, ...]:
+def _as_stored(name: str, shape: Shape, heads: int | None) -> tuple[Shape, ...]:
   """Returns the shapes that one layer of a parameter may have in a file."""
-  if num_heads is None or not re.search(r'attention/\w+/kernel$', name):
+  if heads is None or not re.search(r'attention/\w+/kernel$', name):
     return (shape,)
   if name.endswith('out/kernel'):
-    return shape, (num_heads, shape[0] // num_heads, shape[1])
-  return shape, (shape[0], num_heads, shape[1] // num_heads)
+    return shape, (heads, shape[0] // heads, shape[1])
+  return shape, (shape[0], heads, shape[1] // heads)
 
 
 # The tree in a msgpack file, without the bytes of its arrays.
@@ -405,9 +393,9 @@ _KINDS: dict[int, tuple[str, Any]] = {
 class ArrayBytes(NamedTuple):
   """The place of an array in a file: the (offset, size) of its parts."""
 
-  shape: tuple[int, ...]
+  shape: Shape
   dtype: np.dtype
-  spans: list[tuple[int, int]]
+  spans: disk_arrays.Spans
 
 
 def read_tree(location: Location) -> Any:
@@ -504,9 +492,7 @@ class _Scanner:
     return taken
 
 
-def _array(
-  shape: Any, dtype: np.dtype, spans: list[tuple[int, int]]
-) -> ArrayBytes:
+def _array(shape: Any, dtype: np.dtype, spans: disk_arrays.Spans) -> ArrayBytes:
   """Makes an `ArrayBytes`; ValueError if its spans have another size."""
   if not all(type(size) is int and size >= 0 for size in shape):
     raise ValueError(f'an array of shape {list(shape)}')

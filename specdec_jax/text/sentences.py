@@ -33,6 +33,7 @@ _LANGUAGES = dict(
 # Characters that sentencex gets at once: it takes quadratic time for texts
 # without spaces, and for quotation marks that are not closed.
 _BLOCK = 1 << 11
+Count = Callable[[str], int]  # of the tokens of a text
 _MOST_CHARACTERS = 64  # a longer text is more than one token, without counting
 _COUNTS = 1 << 12  # results of `count` that are cached, because words repeat
 # Long sentences are cut after clauses, then after words.
@@ -135,9 +136,7 @@ def language_of(name: str | None) -> str:
   return language
 
 
-def split(
-  text: str, language: str, count: Callable[[str], int], limit: int
-) -> Sentences:
+def split(text: str, language: str, count: Count, limit: int) -> Sentences:
   """Splits a text into sentences that a model can read.
 
   Example: `split('Hi! Bye.', 'en', len, 9).parts` is `['Hi!', 'Bye.']`.
@@ -270,12 +269,7 @@ def _goes_without_blank(text: str, at: int) -> bool:
   return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 
-def _cut(
-  text: str,
-  count: Callable[[str], int],
-  limit: int,
-  cuts: Sequence[re.Pattern] = _CUTS,
-) -> list[str]:
+def _cut(text: str, count: Count, limit: int, cuts: Any = _CUTS) -> list[str]:
   """Cuts a text into pieces of at most `limit` tokens."""
 
   def size(piece: str) -> int:

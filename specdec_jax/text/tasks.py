@@ -36,6 +36,7 @@ from specdec_jax.text.vocabulary import SENTENCEPIECE
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
 TRAIN_SPLIT, EVAL_SPLIT, PROMPTS_SPLIT = 'train', 'validation', 'test'
+Examples = Iterator[dict[str, Any]]
 BROKEN = '<broken>'  # key of the reason why an example's line is broken
 # Keys that this module sets; fields of a line with these names are left out.
 _RESERVED = frozenset((*FEATURES, 'references', BROKEN))
@@ -145,9 +146,7 @@ class LocalTask:
     path = os.fspath(self.files[split])
     return reading(path, self._kind(path), self.inputs_field)
 
-  def texts(
-    self, split: str, keep_broken: bool = False
-  ) -> Iterator[dict[str, Any]]:
+  def texts(self, split: str, keep_broken: bool = False) -> Examples:
     """Reads the examples of a split, without tokenising them.
 
     Args:
@@ -184,7 +183,7 @@ class LocalTask:
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
     tokenizer: Vocabulary | None = None,
-  ) -> Iterator[dict[str, Any]]:
+  ) -> Examples:
     """Reads the examples of a split once, in their order.
 
     Args:
@@ -264,7 +263,7 @@ class SeqioTask:
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
     tokenizer: Vocabulary | None = None,
-  ) -> Iterator[dict[str, Any]]:
+  ) -> Examples:
     """Reads the examples of a split as `LocalTask.examples` does.
 
     A task of seqio has its own vocabularies and no broken examples.
@@ -447,11 +446,8 @@ def import_seqio() -> tuple[Any, Any]:
     ValueError: they are not installed.
   """
   otherwise = 'Or give a path: a file of source<TAB>target lines needs neither.'
-  seqio, tf = (
-    package('A seqio task', name, 'tasks', otherwise)
-    for name in ('seqio', 'tensorflow')
-  )
-  return seqio, tf
+  seqio = package('A seqio task', 'seqio', 'tasks', otherwise)
+  return seqio, package('A seqio task', 'tensorflow', 'tasks', otherwise)
 
 
 def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
@@ -521,7 +517,7 @@ def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
 # These functions read files of examples.
 
 
-def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _distinct(examples: Iterable[dict[str, Any]]) -> Examples:
   """Yields one example per input, with the references of all its lines."""
   merged: dict[str, dict[str, Any]] = {}
   lines, broken_off = files.until_broken(iter(examples))
@@ -571,7 +567,7 @@ def read(
   inputs_field: str = 'inputs',
   targets_field: str | None = 'targets',
   keep_broken: bool = True,
-) -> Iterator[dict[str, Any]]:
+) -> Examples:
   """Yields the example of each line of a file; see `LocalTask.texts`.
 
   A line is broken if it has invalid UTF-8, NUL bytes, too many bytes or another

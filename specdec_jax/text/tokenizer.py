@@ -21,7 +21,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 from specdec_jax.files.locations import check_path
 from specdec_jax.text import vocabulary
-from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend
+from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend, content
 
 PAD_ID = 0
 EOS_ID = 1
@@ -223,11 +223,9 @@ class Tokenizer(Vocabulary):
     ids = {piece: i for i, piece in backend.pieces.items()}
     self.eos_id = eos_id = self._end(ids, config, eos_token)
 
-    pad, unk = map(
-      vocabulary.content, map(config.get, ['pad_token', 'unk_token'])
-    )
-    self.pad_id = ids.get(pad or '<pad>', eos_id)
-    self.unk_id = ids.get(unk, eos_id)
+    pad = content(config.get('pad_token')) or '<pad>'
+    self.pad_id = ids.get(pad, eos_id)
+    self.unk_id = ids.get(content(config.get('unk_token')), eos_id)
     self._special = {i for i, token in backend.added.items() if token.special}
     if isinstance(backend, PiecesBackend):
       self.unk_id = backend.unk_id
@@ -269,7 +267,7 @@ class Tokenizer(Vocabulary):
     if eos_token is not None and eos_token not in ids:
       where = f'eos_token for {self.path!r}'
       raise unexpected(where, 'a token of this vocabulary', eos_token)
-    eos_token = eos_token or vocabulary.content(config.get('eos_token'))
+    eos_token = eos_token or content(config.get('eos_token'))
     candidates = [ids.get(eos_token), *self._backend.after[:1]]
     for token in candidates + [ids.get(name) for name in _ENDS]:
       if token is not None:
@@ -294,11 +292,9 @@ class Tokenizer(Vocabulary):
 
   def is_text(self, token: int) -> bool:
     """Whether an id is a piece of text, not padding or an added token."""
-    return token in self.pieces and not (
-      token in self._special
-      or token in self._backend.added
-      or token in (self.pad_id, self.unk_id, self.eos_id)
-    )
+    is_marked = token in self._special or token in self._backend.added
+    has_role = token in (self.pad_id, self.unk_id, self.eos_id)
+    return token in self.pieces and not is_marked and not has_role
 
   def bytes_of(self, token: int) -> bytes:
     """Returns the bytes of a piece, which may be a part of a character."""
@@ -321,12 +317,9 @@ class Tokenizer(Vocabulary):
       if self.is_text(token) and token not in self._hidden:
         ids.setdefault(self.bytes_of(token), []).append(token)
     ids.pop(b'', None)
-    shows_blank = {
-      token: self.decode([token]).startswith(' ')
-      for spelling, tokens in ids.items()
-      if spelling.startswith(b' ')
-      for token in tokens
-    }
+    blanks = [x for spelling, x in ids.items() if spelling.startswith(b' ')]
+    first = {i: self.decode([i]) for tokens in blanks for i in tokens}
+    shows_blank = {i: text.startswith(' ') for i, text in first.items()}
     drops_blank = not all(shows_blank.values())
     if drops_blank:  # blanks that show, such as bytes, never come first
       ids[b' '] = [x for x in ids.get(b' ', ()) if not shows_blank[x]]
@@ -474,10 +467,7 @@ def train_tokenizer(
       vocab_size=vocab_size,
       character_coverage=0.9999,
       byte_fallback=True,
-      pad_id=PAD_ID,
-      eos_id=EOS_ID,
-      unk_id=UNK_ID,
-      bos_id=-1,
+      **{'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID, 'bos_id': -1},
       # The number of threads decides the order in which expected counts are
       # summed, and so their rounding. A fixed number gives the same file on
       # every machine.

@@ -287,27 +287,22 @@ def _of_vocab(tokenizers: Any, place: pathlib.Path, config: Settings) -> Any:
     level = parts.ByteLevel(add_prefix_space=prefix, use_regex=False)
     split = parts.Split(tokenizers.Regex(_QWEN), 'isolated')
     processor.pre_tokenizer = parts.Sequence([split, level])
-  ends = [
-    content(config.get(name)) if config.get(f'add_{name}') else ''
-    for name in ('bos_token', 'eos_token')
-  ]
+  bos = content(config.get('bos_token')) if config.get('add_bos_token') else ''
+  eos = content(config.get('eos_token')) if config.get('add_eos_token') else ''
   # CodeT5's and BART's tokenizers are of this kind.
   is_bart = processor.token_to_id(_MASK) is not None
   if is_bart:
     names = [*map(added_token, _FAIRSEQ), added_token(_MASK, lstrip=True)]
     processor.add_special_tokens(names)
   if is_bart or kind.startswith('Roberta') or config.get('cls_token'):
-    ends = [
-      content(config.get(name)) or default
-      for name, default in (('cls_token', _BOS), ('sep_token', _EOS))
-    ]
+    bos = content(config.get('cls_token')) or _BOS
+    eos = content(config.get('sep_token')) or _EOS
   elif processor.token_to_id(END) is not None and not config.get('eos_token'):
     processor.add_special_tokens([END])
-  first, last = ends
-  named = [name for name in ends if name]
+  named = [name for name in (bos, eos) if name]
   processor.add_special_tokens(named)
   processor.post_processor = tokenizers.processors.TemplateProcessing(
-    f'{first} $A {last}'.strip(),
+    f'{bos} $A {eos}'.strip(),
     special_tokens=[(name, processor.token_to_id(name)) for name in named],
   )
   return processor
@@ -409,10 +404,9 @@ class PiecesBackend:
     """Returns a copy with `sentinels` as added tokens, or without them."""
     backend = copy.copy(self)
     if not exist:
-      backend.added, backend.pieces = (
-        {i: value for i, value in tokens.items() if i not in self.sentinels}
-        for tokens in (self.added, self.pieces)
-      )
+      kept = (self.added.keys() | self.pieces) - self.sentinels
+      backend.added = {i: x for i, x in self.added.items() if i in kept}
+      backend.pieces = {i: x for i, x in self.pieces.items() if i in kept}
     backend.sentinels, backend._splitters = set(), {}
     return backend
 
@@ -480,38 +474,36 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
     raise ValueError(f'{os.fspath(path)!r}: {problem}. {_COPY}') from error
 
 
-def _numbered(
-  place: pathlib.Path, config: dict[str, Any], kind: str
-) -> PiecesBackend:
+def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
   """Opens a sentencepiece model whose pieces have other ids than in the model.
 
   They follow from vocab.json (M2M-100, Marian), or from the special tokens that
   come first (mBART, Pegasus). Tokens of languages follow the pieces, in an
   order that no file of the folder has.
   """
-  folder, family = place.parent, ''
+  folder, family = path.parent, ''
   codes = content(config.get('language_codes'))
-  if place.name in (SOURCE, TARGET):
-    is_own = place.name == TARGET and config.get('separate_vocabs')
+  if path.name in (SOURCE, TARGET):
+    is_own = path.name == TARGET and config.get('separate_vocabs')
     numbers = _numbers_of(folder / (TARGET_VOCAB if is_own else VOCAB), ())
-  elif place.name == PIECES and os.path.lexists(folder / VOCAB):
+  elif path.name == PIECES and os.path.lexists(folder / VOCAB):
     numbers = _numbers_of(folder / VOCAB, _FAIRSEQ)
     family, codes = 'm2m100', codes or 'm2m100'
   else:
     first, skipped = [*_FAIRSEQ], 3
     if 'plbart' in kind:
       family, codes = 'plbart', codes or 'base'
-    elif place.name == PIECES:
+    elif path.name == PIECES:
       is_50 = 'mbart50' in kind or 'af_ZA' in named_tokens(config)
       family, codes = 'mbart', 'mbart50' if is_50 else 'mbart'
     else:
       unused = (f'<unk_{i}>' for i in range(2, config.get('offset', _MOVED)))
       first, skipped = [_PAD, _EOS, '<mask_1>', '<mask_2>', *unused], 2
-    model = _sentencepiece(place)
+    model = _sentencepiece(path)
     pieces = map(model.id_to_piece, range(skipped, model.vocab_size()))
     numbers = {name: i for i, name in enumerate([*first, *pieces])}
     if _UNK not in numbers:
-      where = f'{os.fspath(place)!r}: first pieces'
+      where = f'{os.fspath(path)!r}: first pieces'
       expected = f'{_PAD}, {_EOS}, {_UNK}, as in Pegasus'
       raise unexpected(where, expected, [*map(model.id_to_piece, range(3))])
   added = {}
@@ -528,10 +520,10 @@ def _numbered(
     if family == 'mbart':
       added[len(numbers) + len(names)] = added_token(_MASK, lstrip=True)
   added |= added_tokens(folder, config)
-  if place.name == SENTENCEPIECE:
+  if path.name == SENTENCEPIECE:
     added |= {i: added_token(name) for i, name in enumerate(first)}
-  backend = PiecesBackend(place, config, added, numbers)
-  backend.has_codes = place.name in (SOURCE, TARGET)
+  backend = PiecesBackend(path, config, added, numbers)
+  backend.has_codes = path.name in (SOURCE, TARGET)
   if family == 'plbart' or codes == 'mbart':
     backend.after = [backend.eos_id, len(numbers)]  # any language
   return backend
@@ -555,9 +547,10 @@ def is_marian(folder: pathlib.Path) -> bool:
   return any(os.path.lexists(folder / name) for name in (SOURCE, TARGET))
 
 
-def open_backend(
-  path: str,
-) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
+Backend = JsonBackend | PiecesBackend
+
+
+def open_backend(path: str) -> tuple[Backend, dict[str, Any]]:
   """Returns a vocabulary's backend, and the tokenizer_config.json beside it."""
   place, is_remote = pathlib.Path(path), '://' in path
   is_folder = not is_remote and place.is_dir()
@@ -594,8 +587,6 @@ def open_backend(
     other = backend.pieces.get(i, piece)
     if other != piece and not SENTINEL.fullmatch(other):
       where = f'{os.fspath(folder)!r} has two vocabularies: id {i}'
-      advice = (
-        f'Remove it or {SENTENCEPIECE}, whichever the weights do not have.'
-      )
+      advice = f'Remove it or {SENTENCEPIECE}, whichever is not of the weights.'
       raise unexpected(where, f'{other!r} as in {TOKENIZER}', piece, advice)
   return backend, config

@@ -259,15 +259,13 @@ def inside(name, part, **fields):
   return {part: FOLDERS[name][0][part] | fields}
 
 
+UNKNOWN = 'led bigbird_pegasus prophetnet fsmt blenderbot'.split()
+_CROSSED = inside('t5gemma', 'decoder', cross_attention_hidden_size=24)
 _SCALED = {'rope_scaling': LLAMA_3_1 | {'partial_rotary_factor': 0.5}}
 # Folder, what is changed in config.json, and what the message names if it is
 # not that field.
 CONFIGS_REFUSED = [
-  ('t5', {'model_type': 'led'}),
-  ('t5', {'model_type': 'bigbird_pegasus'}),
-  ('t5', {'model_type': 'prophetnet'}),
-  ('t5', {'model_type': 'fsmt'}),
-  ('t5', {'model_type': 'blenderbot'}),
+  *(('t5', {'model_type': name}) for name in UNKNOWN),
   ('t5', {'layer_norm_epsilon': 1e-5}),
   ('t5', {'feed_forward_proj': 'gated-gleu'}, 'gleu.* known: gated-gelu'),
   ('gpt2', {'n_embd': 25}, 'n_embd: .* n_head = 3, got 25'),
@@ -289,11 +287,7 @@ CONFIGS_REFUSED = [
   ('gemma2', {'sliding_window_size': 8}),
   ('t5gemma', {'decoder': None}),
   ('t5gemma', inside('t5gemma', 'decoder', bits=2), 'json: decoder: bits'),
-  (
-    't5gemma',
-    inside('t5gemma', 'decoder', cross_attention_hidden_size=24),
-    'decoder.cross_attention_hidden_size: .* 20, got 24',
-  ),
+  ('t5gemma', _CROSSED, 'decoder.cross_attention_hidden_size: .* 20, got 24'),
   ('t5gemma', inside('t5gemma', 'decoder', vocab_size=61), 'vocab_size'),
   ('t5gemma2', {'tie_word_embeddings': False}),
 ]
@@ -500,16 +494,13 @@ def adapter_of(family, base):
   """Module, as PEFT calls it -> A [r, in] and B [out, r]; some of each kind."""
   described, config = FOLDERS[family]
   rows = families.table(families.FAMILIES[described['model_type']], config)
-  prefix, rng, found = (
-    folders.PREFIXES.get(family, ''),
-    np.random.default_rng(1),
-    {},
-  )
+  prefix, rng = folders.PREFIXES.get(family, ''), np.random.default_rng(1)
   kernels = [
     prefix + row.name.removesuffix('.weight')
     for name, row in rows.items()
     if name.endswith('/kernel') and 'logits' not in name
   ]
+  found = {}
   for module in [*dict.fromkeys(kernels)][::2]:
     out, into = base[f'{module}.weight'].shape[:: -1 if family == 'gpt2' else 1]
     halves = rng.standard_normal((RANK, into)), rng.standard_normal((out, RANK))

@@ -87,10 +87,8 @@ def test_fingerprints_tell_parameters_apart():
   params = {'a': {'kernel': kernel}}
   own = fingerprint(params)
   assert own == fingerprint(jax.tree.map(jnp.asarray, params))
-  renamed, reshaped = (
-    {'b': params['a']},
-    {'a': {'kernel': kernel.reshape(15, 20)}},
-  )
+  renamed = {'b': params['a']}
+  reshaped = {'a': {'kernel': kernel.reshape(15, 20)}}
   trained = {'a': {'kernel': kernel * 1.01}}
   others = {fingerprint(x) for x in (renamed, reshaped, trained)}
   assert len(others | {own}) == 4
