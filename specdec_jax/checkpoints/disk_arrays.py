@@ -222,9 +222,8 @@ def _layout_of(sharding: Shardings, name: str, shape: Shape) -> Sharding | None:
 def broken(source: str, name: str, why: str) -> ValueError:
   """Makes the error for an array that cannot be read."""
   advice = 'Its file is missing, cut short or corrupt; copy it again.'
-  return ValueError(
-    f'{source!r}: the array {name} cannot be read: {why}. {advice}'
-  )
+  where = f'{source!r}: the array {name} cannot be read'
+  return ValueError(f'{where}: {why}. {advice}')
 
 
 def file_array(
@@ -353,7 +352,15 @@ def fingerprint(params: Any) -> str:
   Args:
     params: a pytree of arrays, on the host, on a device or in shards.
   """
-  return _digest(jax.tree.map(_sample, params))
+  digest = hashlib.sha256()
+  is_leaf = lambda part: isinstance(part, _Sample)  # noqa: E731
+  for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf)[0]:
+    shape, some = leaf if is_leaf(leaf) else _sample(leaf)
+    digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())
+    if jnp.issubdtype(some.dtype, jnp.floating):
+      some = some.astype(jnp.bfloat16)
+    digest.update(some.astype(np.float32).tobytes())
+  return digest.hexdigest()[:16]
 
 
 def fingerprint_on_disk(arrays: Arrays) -> str:
@@ -367,7 +374,7 @@ def fingerprint_on_disk(arrays: Arrays) -> str:
   """
   # Arrays are read in their order, in which layers of a scan are neighbours.
   samples = {name: _sample(load_array(array)) for name, array in arrays.items()}
-  return _digest(flax.traverse_util.unflatten_dict(samples, sep='/'))
+  return fingerprint(flax.traverse_util.unflatten_dict(samples, sep='/'))
 
 
 class _Sample(NamedTuple):
@@ -383,16 +390,3 @@ def _sample(array: Any) -> _Sample:
   stride = max(1, size // _SAMPLED)
   index = np.unravel_index(np.arange(0, size, stride), array.shape)
   return _Sample(array.shape, np.asarray(array[index]))
-
-
-def _digest(samples: Any) -> str:
-  """Hashes each array's path, shape and values."""
-  digest = hashlib.sha256()
-  is_leaf = lambda part: isinstance(part, _Sample)  # noqa: E731
-  flat, _ = jax.tree_util.tree_flatten_with_path(samples, is_leaf)
-  for path, (shape, some) in flat:
-    digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())
-    if jnp.issubdtype(some.dtype, jnp.floating):
-      some = some.astype(jnp.bfloat16)
-    digest.update(some.astype(np.float32).tobytes())
-  return digest.hexdigest()[:16]

@@ -141,9 +141,7 @@ def open_huggingface(
       zeros = np.zeros(row.stored_shape, np.float32)
       stored[row.name] = DiskArray(zeros.shape, zeros.dtype, zeros.__getitem__)
   shapes = {row.name: row.stored_shape for row in table.values()}
-  expected = {
-    n: jax.ShapeDtypeStruct(x, jnp.float32) for n, x in shapes.items()
-  }
+  expected = {n: jax.ShapeDtypeStruct(x, float) for n, x in shapes.items()}
   check_params(stored, expected, repr(source))
   expected_config = config_of(network)
   if isinstance(expected_config, type(config)):
@@ -207,7 +205,8 @@ def _is_one(arrays: dict[str, DiskArray], other: str, name: str) -> bool:
   array, first = arrays[other], arrays.setdefault(name, arrays[other])
   equal = array is first
   if not equal and array.shape == first.shape:
-    equal = np.array_equal(*map(disk_arrays.load_array, (array, first)))
+    one, two = map(disk_arrays.load_array, (array, first))
+    equal = np.array_equal(one, two)
   if equal:
     del arrays[other]
   return equal
@@ -258,13 +257,12 @@ def save_huggingface(
   ends = ids.eos[0] if len(ids.eos) == 1 else list(ids.eos)
   special = {'eos_token_id': ends, 'pad_token_id': ids.pad}
   special |= {'decoder_start_token_id': ids.decoder_start}
-  files.write_json(
-    folder / config_json.GENERATION, special, indent=2, sort_keys=True
-  )
+  form: dict[str, Any] = {'indent': 2, 'sort_keys': True}
+  files.write_json(folder / config_json.GENERATION, special, **form)
   dtype = flat['token_embedder/embedding'].dtype
   described |= {'torch_dtype': np.dtype(dtype).name, **special}
   described |= {config_json.ABOUT[n]: text for n, text in (about or {}).items()}
-  files.write_json(folder / CONFIG, described, indent=2, sort_keys=True)
+  files.write_json(folder / CONFIG, described, **form)
 
 
 # These functions use the hub.
@@ -300,9 +298,7 @@ def fetch(name: str) -> pathlib.Path:
     raise ValueError(f'{at} {why}. {advice}') from error
   folder = pathlib.Path(fetched)
   if not any(os.path.lexists(folder / name) for name in (WEIGHTS, INDEX)):
-    advice = (
-      f"Try '{hub_id}@refs/pr/1', or save it with safe_serialization=True"
-    )
+    advice = f"Try '{hub_id}@refs/pr/1', or save with safe_serialization=True"
     raise ValueError(f'{at} of the hub: no {WEIGHTS} and no {INDEX}. {advice}.')
   return folder
 
@@ -311,9 +307,7 @@ def fetch(name: str) -> pathlib.Path:
 
 ADAPTER = 'adapter_config.json', 'adapter_model.safetensors'
 # PEFT begins the names of all modules with a prefix.
-_HALF = re.compile(
-  r'(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight'
-)
+_HALF = re.compile(r'(?:base_model\.model\.)?(.+)\.lora_([AB])(\.\w+)?\.weight')
 _OTHER = 'It is an adapter of another model.'
 _MERGE = "Merge it with PEFT's merge_and_unload, and load the result."
 

@@ -138,6 +138,7 @@ def open_checkpoint(
   check_network(network, dtype)
   location = path if isinstance(path, Location) else locate(path)
   source, facts, about = str(location), None, dict[Any, Any]()
+  arrays: Arrays
   if is_huggingface(location):
     facts, arrays = huggingface.open_huggingface(
       location.path, network, dtype, adapter

@@ -117,8 +117,8 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
     return None
   path = pathlib.Path(tokenizer.path)
   folder = path if path.is_dir() else path.parent
-  config = vocabulary.settings(folder)
-  file, name = folder / FILE, f'{str(folder / vocabulary.SETTINGS)!r}'
+  config, file = vocabulary.settings(folder), folder / FILE
+  name = f'{str(folder / vocabulary.SETTINGS)!r}: chat_template'
   source = config.get('chat_template')
   if os.path.lexists(file):
     name = repr(str(file))

@@ -597,8 +597,9 @@ def read(
       else:
         columns = line.text.split('\t') if kind == 'tsv' else [line.text]
         if len(columns) > 2:
-          got = f'{len(columns)} columns'
-          raise unexpected(place, 'source<TAB>target', got)
+          raise unexpected(
+            place, 'source<TAB>target', f'{len(columns)} columns'
+          )
         example = dict(zip(FEATURES, [*columns, ''], strict=False))
     except ValueError as error:
       if not keep_broken:
@@ -646,14 +647,12 @@ def _of_object(
 
 
 def check_feature_lengths(
-  lengths: Mapping[str, int], features: Iterable[str], task: str
+  lengths: Mapping[str, int], features: Collection[str], task: str
 ) -> None:
   """Raises ValueError for a feature that a task lacks, or for a bad length."""
-  features = list(features)
   for feature, length in lengths.items():
-    checks.check_choice(
-      f'TASK_FEATURE_LENGTHS of task {task!r}', feature, features
-    )
+    name = f'TASK_FEATURE_LENGTHS of task {task!r}'
+    checks.check_choice(name, feature, features)
     checks.check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 

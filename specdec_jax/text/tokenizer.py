@@ -458,6 +458,7 @@ def train_tokenizer(
   """
   import sentencepiece
 
+  ids: dict[str, Any] = {'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID}
   proto = io.BytesIO()
   try:
     sentencepiece.SentencePieceTrainer.train(
@@ -467,7 +468,8 @@ def train_tokenizer(
       vocab_size=vocab_size,
       character_coverage=0.9999,
       byte_fallback=True,
-      **{'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID, 'bos_id': -1},
+      **ids,
+      bos_id=-1,
       # The number of threads decides the order in which expected counts are
       # summed, and so their rounding. A fixed number gives the same file on
       # every machine.

@@ -210,7 +210,7 @@ def test_broken_ones(tmp_path, path, change, words):
   flat[path] = change(flat[path])
   kept = {name: array for name, array in flat.items() if array is not None}
   params = unflatten_dict(kept, sep='/')
-  checkpoints.save_orbax(tmp_path / 'broken', params)
+  checkpoints.save_t5x(tmp_path / 'broken', params, step=0)
   with pytest.raises(ValueError, match=words):
     checkpoints.load(tmp_path / 'broken', NET)
 
