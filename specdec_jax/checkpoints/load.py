@@ -181,8 +181,11 @@ def locate(path: disk_arrays.Path, revision: str | None = None) -> Location:
     raise ValueError(f'{missing}: {problem}.')
   if not location.exists():
     missing += ': No such file or folder'
-    is_text = isinstance(path, str) or revision is not None
-    if not is_text or not _may_be_on_the_hub(name):
+    match = _HUB_ID.fullmatch(name)
+    is_file = not match or match[1].endswith('.msgpack')
+    # A name that begins with a folder which exists is a mistyped path.
+    is_file = is_file or os.path.isdir(os.path.dirname(name.partition('@')[0]))
+    if is_file or not (isinstance(path, str) or revision is not None):
       raise ValueError(f'{missing}.')
     try:
       return Location(os.fspath(huggingface.fetch(name)))
@@ -280,12 +283,3 @@ def _check_single(folder: Location) -> None:
     raise unexpected(str(folder), 'one checkpoint', ', '.join(several), advice)
   kinds = f"T5X's {T5X_FILE!r}, Orbax's {orbax.METADATA!r} or Hugging Face's"
   raise unexpected(str(folder), f'{kinds} {CONFIG!r} in it', few(names))
-
-
-def _may_be_on_the_hub(path: str) -> bool:
-  """Whether a path that does not exist looks like an id of the hub."""
-  match = _HUB_ID.fullmatch(path)
-  if not match or match[1].endswith('.msgpack'):
-    return False
-  # A name that begins with a folder which exists is a mistyped path.
-  return not os.path.isdir(os.path.dirname(match[1]))

@@ -133,11 +133,8 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
     source = named.get('default')
   if not isinstance(source, str):
     return None
-  tokens = {
-    name: vocabulary.content(value)
-    for name, value in config.items()
-    if name.endswith('_token') and vocabulary.content(value)
-  }
+  texts = {n: vocabulary.content(x) for n, x in config.items()}
+  tokens = {n: x for n, x in texts.items() if x and n.endswith('_token')}
   return ChatTemplate(source, tokenizer, tokens, name)
 
 

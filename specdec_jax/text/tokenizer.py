@@ -238,16 +238,14 @@ class Tokenizer(Vocabulary):
         got = [backend.pieces[0], backend.eos_id]
         advice = 'Train it with pad_id=0, eos_id=1, unk_id=2.'
         raise unexpected(where, expected, got, advice)
-    self.languages = {
-      match[2] or match[0]: i
-      for i in sorted(self._special)
-      if (match := _LANGUAGE.fullmatch(backend.pieces[i]))
-    }
+    names = {i: backend.pieces[i] for i in sorted(self._special)}
+    found_in = {i: _LANGUAGE.fullmatch(name) for i, name in names.items()}
+    matches = {i: match for i, match in found_in.items() if match}
+    self.languages = {m[2] or m[0]: i for i, m in matches.items()}
     languages = {*self.languages.values()}
-    behind = map(backend.pieces.get, languages.intersection(backend.after))
-    matches = filter(None, map(_LANGUAGE.fullmatch, filter(None, behind)))
+    behind = languages.intersection(backend.after)
     # In old folders of NLLB-200 it does, other than the network was trained.
-    self.language_last = any(match.lastindex for match in matches)
+    self.language_last = any(matches[i].lastindex for i in behind)
     self.says_ends = isinstance(backend, JsonBackend)
     after = backend.after if self.says_ends else [eos_id]
     self.before = [i for i in backend.before if i not in languages]
@@ -282,13 +280,11 @@ class Tokenizer(Vocabulary):
     text = backend.pieces.keys() - self._special
     ends = {self.eos_id, *self.before, *self.languages.values()}
     self.least_size = 1 + max(text | ends)
-    skip = self.skip_special_tokens
-    shows = vocabulary.SENTINEL.fullmatch  # by default sentinels are shown
-    self._hidden = {
-      i
-      for i in self._special & backend.pieces.keys()
-      if skip or (skip is None and not shows(backend.pieces[i]))
-    }
+    special = self._special & backend.pieces.keys()
+    is_sentinel = vocabulary.SENTINEL.fullmatch
+    default = {i for i in special if not is_sentinel(backend.pieces[i])}
+    hidden = {True: special, False: set(), None: default}
+    self._hidden = hidden[self.skip_special_tokens]
 
   def is_text(self, token: int) -> bool:
     """Whether an id is a piece of text, not padding or an added token."""
@@ -362,11 +358,9 @@ class Tokenizer(Vocabulary):
     It is the same for all kinds of files of one vocabulary.
     """
     added = self._special | self._backend.added.keys()
-    pieces = sorted(
-      (i, piece)
-      for i, piece in self.pieces.items()
-      if i not in added and not vocabulary.SENTINEL.fullmatch(piece)
-    )
+    is_sentinel = vocabulary.SENTINEL.fullmatch
+    pieces = [(i, x) for i, x in self.pieces.items() if not is_sentinel(x)]
+    pieces = sorted(pair for pair in pieces if pair[0] not in added)
     text = json.dumps([pieces, sorted(self.languages.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 
