@@ -83,7 +83,8 @@ def _fields_of(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Fills in config.json's defaults; also returns its sizes by our names."""
   read = {*family.fields.values(), *family.defaults, *family.read}
-  check_fields(described, read, where, family.fixed, family.same)
+  same = {name: described.get(other) for name, other in family.same.items()}
+  check_fields(described, read, where, family.fixed | same)
   off = described.keys() & {*_WORDS['off_by_null']}
   values = {n: x for n, x in family.defaults.items() if n not in off}
   values |= _given(described)
@@ -102,11 +103,7 @@ def _check_size(value: Any, name: str, where: str) -> None:
 
 
 def check_fields(
-  described: Described,
-  read: Collection[str],
-  where: str,
-  fixed: Described | None = None,
-  same: Mapping[str, str] | None = None,
+  described: Described, read: Collection[str], where: str, fixed: Any = None
 ) -> None:
   """Checks that nothing in config.json changes the mathematics unnoticed.
 
@@ -116,16 +113,14 @@ def check_fields(
     described: config.json, or a part of it.
     read: fields that the caller reads.
     where: the path, for messages.
-    fixed: fields -> the only value that the network supports.
-    same: fields -> fields that they must be equal to.
+    fixed: fields -> the only value that the network supports, or None.
 
   Raises:
     ValueError: a field is unknown, or has an unsupported value.
   """
   for name in ('tie_word_embeddings', 'scale_decoder_outputs'):
     check_type(f'{where}: {name}', described.get(name), bool | None)
-  others = {name: described.get(other) for name, other in (same or {}).items()}
-  expected = {**_WORDS['fixed'], **(fixed or {}), **others}
+  expected = {**_WORDS['fixed'], **(fixed or {})}
   for name, value in described.items():
     if value is None or name in read:
       continue

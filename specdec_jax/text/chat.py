@@ -152,11 +152,7 @@ def _environment() -> Any:
     def parse(self, parser: Any) -> Any:
       line = next(parser.stream).lineno
       body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-      call = self.call_method('_same')
-      return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _same(self, caller: Callable[[], str]) -> str:
-      return caller()
+      return nodes.Scope(body, lineno=line)
 
   def refuse(message: str) -> None:
     raise TemplateError(message)

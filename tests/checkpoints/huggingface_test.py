@@ -31,55 +31,44 @@ read = folders.read
 # What is read.
 
 _CROSS = 'decoder.block.0.layer.1.EncDecAttention'
-# Our array, the one in the file, and what is done to that: T is its transpose.
+# Family, our array, the one in the file, and what is done to that.
 # M is 24 and D is 8 in the GPT-2 and the NLLB. tests/parity has all arrays.
-PINS = {
-  't5': """
-decoder/layers_1/encoder_decoder_attention/value/kernel \
-  decoder.block.1.layer.1.EncDecAttention.v T
-""",
-  'gpt2': """
-decoder/layers_1/self_attention/query/kernel h.1.attn.c_attn x[:,:M]/D**.5
-decoder/layers_1/self_attention/value/kernel h.1.attn.c_attn x[:,2*M:]
-decoder/layers_0/mlp/wo/kernel h.0.mlp.c_proj =
-decoder/decoder_norm/scale ln_f x*M**.5
-""",
-  'm2m_100': """
-encoder/layers_1/attention/query/kernel \
+PINS = """
+t5 decoder/layers_1/encoder_decoder_attention/value/kernel \
+  decoder.block.1.layer.1.EncDecAttention.v x.T
+gpt2 decoder/layers_1/self_attention/query/kernel \
+  h.1.attn.c_attn x[:,:M]/D**.5
+gpt2 decoder/layers_1/self_attention/value/kernel h.1.attn.c_attn x[:,2*M:]
+gpt2 decoder/layers_0/mlp/wo/kernel h.0.mlp.c_proj x
+gpt2 decoder/decoder_norm/scale ln_f x*M**.5
+m2m_100 encoder/layers_1/attention/query/kernel \
   encoder.layers.1.self_attn.q_proj x.T/D**.5
-decoder/layers_0/mlp/wi/kernel decoder.layers.0.fc1 T
-""",
-  'bart': """
-token_embedder/embedding decoder.embed_tokens =
-encoder/position_embedder/embedding encoder.embed_positions =
-decoder/layers_1/post_mlp_layer_norm/scale decoder.layers.1.final_layer_norm =
-""",
-  'marian': """
-token_embedder/embedding decoder.embed_tokens =
-encoder/token_embedder/embedding encoder.embed_tokens =
-""",
-  'qwen3': """
-decoder/layers_2/pre_mlp_layer_norm/scale layers.2.post_attention_layernorm =
-decoder/layers_0/self_attention/query_norm/scale layers.0.self_attn.q_norm =
-""",
-  'gemma3': """
-decoder/layers_2/pre_mlp_layer_norm/scale layers.2.pre_feedforward_layernorm =
-""",
-  't5gemma': """
-decoder/layers_0/encoder_decoder_attention/key/kernel \
-  decoder.layers.0.cross_attn.k_proj T
-""",
-}
+m2m_100 decoder/layers_0/mlp/wi/kernel decoder.layers.0.fc1 x.T
+bart token_embedder/embedding decoder.embed_tokens x
+bart encoder/position_embedder/embedding encoder.embed_positions x
+bart decoder/layers_1/post_mlp_layer_norm/scale \
+  decoder.layers.1.final_layer_norm x
+marian token_embedder/embedding decoder.embed_tokens x
+marian encoder/token_embedder/embedding encoder.embed_tokens x
+qwen3 decoder/layers_2/pre_mlp_layer_norm/scale \
+  layers.2.post_attention_layernorm x
+qwen3 decoder/layers_0/self_attention/query_norm/scale \
+  layers.0.self_attn.q_norm x
+gemma3 decoder/layers_2/pre_mlp_layer_norm/scale \
+  layers.2.pre_feedforward_layernorm x
+t5gemma decoder/layers_0/encoder_decoder_attention/key/kernel \
+  decoder.layers.0.cross_attn.k_proj x.T
+"""
 
 
 def pins_of(name):
   """Our array, the name in the file, and the function between both."""
   prefix = folders.PREFIXES.get(name, '')
-  words = PINS.get(name, '').replace('\\', '').split()
-  for ours, theirs, text in zip(*[iter(words)] * 3, strict=True):
-    text = {'T': 'x.T', '=': 'x'}.get(text, text)
-    function = eval(f'lambda x, M=24, D=8: {text}')
-    yield ours, f'{prefix}{theirs}.weight', function
+  for line in PINS.strip().splitlines():
+    family, ours, theirs, text = line.split()
+    if family == name:
+      function = eval(f'lambda x, M=24, D=8: {text}')
+      yield ours, f'{prefix}{theirs}.weight', function
 
 
 @all_folders
