@@ -19,17 +19,12 @@ from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import package
 
-# Languages for which sentencex or abbreviations.toml has rules, as pairs of
-# NLLB's name and theirs.
-_LANGUAGES = dict(
-  pair.split('=')
-  for pair in """
-    amh=am arb=ar bul=bg ben=bn cat=ca dan=da deu=de ell=el eng=en spa=es fin=fi
-    fra=fr guj=gu hin=hi hye=hy ita=it jpn=ja kaz=kk kan=kn mal=ml mar=mr mya=my
-    nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te ukr=uk bos=bs ces=cs
-    est=et hrv=hr hun=hu ind=id lit=lt ltz=lb lvs=lv nb=no nob=no ron=ro slv=sl
-    srp=sr swe=sv tur=tr""".split()
+# Abbreviations and ordinals by language; NLLB's names of languages.
+_TABLES = tomllib.loads(
+  pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
 )
+# NLLB's name -> the name here, of languages that have rules.
+_LANGUAGES: dict[str, str] = _TABLES['languages']
 # Characters that sentencex gets at once: it takes quadratic time for texts
 # without spaces, and for quotation marks that are not closed.
 _BLOCK = 1 << 11
@@ -48,9 +43,6 @@ _UNSPACED = re.compile(
 )
 _PLAIN = re.compile(r'[\w\s,]*')  # no sentence ends inside such a text
 _LETTER = re.compile(r'[^\W\d_]')
-_TABLES = tomllib.loads(
-  pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
-)
 # Parts inside a line that are not decoded; a link's text lies between two.
 _MARKUP = r"""
   [^\S\r\n]{3,} | \t

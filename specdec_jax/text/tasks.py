@@ -19,7 +19,9 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -47,38 +49,26 @@ EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 
 
 class T5Task(NamedTuple):
-  """A task of T5 over TensorFlow Datasets (TFDS).
+  """A task of T5 over TensorFlow Datasets (TFDS), in t5_tasks.toml.
 
   Attributes:
     tfds: dataset, configuration and version.
-    inputs: the feature of TFDS with the input; None: inputs are empty.
     targets: the feature of TFDS with the target.
+    inputs: the feature of TFDS with the input; None: inputs are empty.
     prefix: is put before each input.
     metrics: names of `metrics.METRICS`.
   """
 
   tfds: str
-  inputs: str | None
   targets: str
+  inputs: str | None = None
   prefix: str = ''
-  metrics: tuple[str, ...] = ()
+  metrics: Collection[str] = ()
 
 
-TASKS = {
-  'wmt_t2t_ende_v003': T5Task(
-    'wmt_t2t_translate/de-en:1.0.0',
-    'en',
-    'de',
-    'translate English to German: ',
-    ('t5_bleu',),
-  ),
-  # T5 used 3.1.0, which TFDS no longer makes. 3.4.0 differs: no space before
-  # the full stops of the targets (ROUGE ignores it), and two more features.
-  'cnn_dailymail_v002': T5Task(
-    'cnn_dailymail:3.4.0', 'article', 'highlights', 'summarize: ', ('rouge',)
-  ),
-  'lm1b_v110': T5Task('lm1b:1.1.0', None, 'text'),
-}
+_FILE = pathlib.Path(__file__).with_name('t5_tasks.toml')
+_TABLES = tomllib.loads(_FILE.read_text('utf-8'))
+TASKS = {name: T5Task(**table) for name, table in _TABLES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
