@@ -5,6 +5,7 @@ import fnmatch
 import itertools
 import json
 import shutil
+import sys
 import types
 
 import jax
@@ -391,7 +392,7 @@ def revisions(on_hub, tmp_path, monkeypatch):
     return str(folder)
 
   hub = types.SimpleNamespace(snapshot_download=snapshot_download)
-  monkeypatch.setattr(huggingface, 'package', lambda *_: hub)
+  monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
   monkeypatch.chdir(tmp_path)
   return revisions
 
