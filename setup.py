@@ -72,7 +72,7 @@ setuptools.setup(
     'specdec_jax.measure': ['devices.toml'],
     'specdec_jax.paper': ['printed.json'],
     'specdec_jax.serving': ['page.html'],
-    'specdec_jax.text': ['abbreviations.toml'],
+    'specdec_jax.text': ['*.toml'],
   },
   entry_points={
     'console_scripts': [

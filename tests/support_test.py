@@ -32,7 +32,7 @@ RUN = {
   'trees': f'{FAMILIES_TEST}::test_trees',
   'int8': 'models/conformance_test.py::test_kernels_of_eight_bits',
   'server': f'{FAMILIES_TEST}::test_rows_that_come_and_go',
-  'lora': 'checkpoints/lora_test.py::test_an_adapter_is_merged',
+  'lora': 'checkpoints/huggingface_test.py::test_an_adapter_is_merged',
 }
 COMPARED = {
   'beams': (

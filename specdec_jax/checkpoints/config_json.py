@@ -2,6 +2,12 @@
 
 A `Family` maps fields of config.json to fields of our configuration, and lists
 the fields that may have only one value. All unknown fields are refused.
+
+Of the settings for transformers' `generate` token rules are followed, unless a
+call gives others. For all else the defaults of this library hold everywhere:
+outputs are greedy and end at the engine's length. A warning lists the other
+settings once, when an engine is made of the model, with the options that do the
+same here.
 """
 
 import contextlib
@@ -9,21 +15,17 @@ import dataclasses
 import os
 import pathlib
 import re
+import typing
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import flax.traverse_util
+from flax.traverse_util import flatten_dict
 
 from specdec_jax import files
-from specdec_jax.checkpoints import families, generation
+from specdec_jax.checkpoints import families
 from specdec_jax.checkpoints.families import Described, Family
-from specdec_jax.checkpoints.generation import FILE, SETTINGS
-from specdec_jax.checks.fields import (
-  check_choice,
-  check_number,
-  check_type,
-  unexpected,
-)
+from specdec_jax.checks import fields as checks
+from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.models.bart import BartConfig, M2M100Config
 from specdec_jax.models.causal_lm import CausalLMConfig
 from specdec_jax.models.config import MOST_LAYERS
@@ -32,26 +34,28 @@ from specdec_jax.models.gpt import GPTConfig
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig
+from specdec_jax.rules.options import RuleOptions
 
-CONFIG = 'config.json'
+CONFIG, GENERATION = 'config.json', 'generation_config.json'
 # Fingerprints that a checkpoint may hold -> their fields in config.json.
 ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
 # The field of a decoder without an encoder that has the width of the encoder
 # whose output it reads.
 ENCODER_DIM = 'specdec_encoder_dim'
 
-_WORDS = families.WORDS['config']
+_WORDS, _SETTINGS = families.WORDS['config'], families.WORDS['generation']
+# Settings of `generate` that change outputs -> their neutral value.
+_UNSET: dict[str, Any] = dict.fromkeys(_SETTINGS['unset'])
+_NEUTRAL = _SETTINGS['neutral'] | _UNSET
 _NO_MATTER = re.compile('|'.join(_WORDS['no_matter']))
 _AROUND_TEXT = {*_WORDS['around_text']}
 _KINDS: Mapping[str, Any] = _WORDS['layers']
 # Fields that follow from others if config.json leaves them out.
 _DERIVED = {
-  'head_dim': lambda values: (
-    values['hidden_size'] // values['num_attention_heads']
-  ),
-  'n_inner': lambda values: 4 * values['n_embd'],
-  'num_decoder_layers': lambda values: values['num_layers'],
-  'num_key_value_heads': lambda values: values['num_attention_heads'],
+  'head_dim': lambda size: size['hidden_size'] // size['num_attention_heads'],
+  'n_inner': lambda size: 4 * size['n_embd'],
+  'num_decoder_layers': lambda size: size['num_layers'],
+  'num_key_value_heads': lambda size: size['num_attention_heads'],
 }
 
 
@@ -79,14 +83,11 @@ def _fields_of(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Fills in config.json's defaults; also returns its sizes by our names."""
   read = {*family.fields.values(), *family.defaults, *family.read}
-  check_fields(described, read, where, family.fixed, family.same)
-  values = _given(described)
-  defaults = {
-    name: value
-    for name, value in family.defaults.items()
-    if name not in described or name not in _WORDS['off_by_null']
-  }
-  values = defaults | values
+  same = {name: described.get(other) for name, other in family.same.items()}
+  check_fields(described, read, where, family.fixed | same)
+  off = described.keys() & {*_WORDS['off_by_null']}
+  values = {n: x for n, x in family.defaults.items() if n not in off}
+  values |= _given(described)
   for name, derive in _DERIVED.items():
     if name in read and name not in values:
       with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
@@ -98,15 +99,11 @@ def _fields_of(
 
 def _check_size(value: Any, name: str, where: str) -> None:
   least = 0 if name in _WORDS['may_be_zero'] else 1
-  check_number(f'{where}: {name}', value, least)
+  checks.check_number(f'{where}: {name}', value, least)
 
 
 def check_fields(
-  described: Described,
-  read: Collection[str],
-  where: str,
-  fixed: Described | None = None,
-  same: Mapping[str, str] | None = None,
+  described: Described, read: Collection[str], where: str, fixed: Any = None
 ) -> None:
   """Checks that nothing in config.json changes the mathematics unnoticed.
 
@@ -116,16 +113,14 @@ def check_fields(
     described: config.json, or a part of it.
     read: fields that the caller reads.
     where: the path, for messages.
-    fixed: fields -> the only value that the network supports.
-    same: fields -> fields that they must be equal to.
+    fixed: fields -> the only value that the network supports, or None.
 
   Raises:
     ValueError: a field is unknown, or has an unsupported value.
   """
   for name in ('tie_word_embeddings', 'scale_decoder_outputs'):
     check_type(f'{where}: {name}', described.get(name), bool | None)
-  others = {name: described.get(other) for name, other in (same or {}).items()}
-  expected = {**_WORDS['fixed'], **(fixed or {}), **others}
+  expected = {**_WORDS['fixed'], **(fixed or {})}
   for name, value in described.items():
     if value is None or name in read:
       continue
@@ -133,7 +128,7 @@ def check_fields(
       if value != expected[name]:
         only = f'{expected[name]}, as the network here has it'
         raise unexpected(f'{where}: {name}', only, value)
-    elif name not in SETTINGS and not _NO_MATTER.fullmatch(name):
+    elif name not in _NEUTRAL and not _NO_MATTER.fullmatch(name):
       nothing = 'no such field, which may change what the model says'
       advice = 'If it does not, remove it from config.json.'
       raise unexpected(f'{where}: {name}', nothing, value, advice)
@@ -148,15 +143,6 @@ def _activation(values: Described, name: str, where: str) -> str:
 def _object(values: Described, name: str, where: str) -> Described:
   check_type(f'{where}: {name}', values.get(name), Mapping)
   return values[name]
-
-
-def _head_dim(family: Family, sizes: Described, where: str) -> int:
-  width, heads = sizes['emb_dim'], sizes['num_heads']
-  if width % heads:
-    theirs = family.fields
-    multiple = f'a multiple of {theirs["num_heads"]} = {heads}'
-    raise unexpected(f'{where}: {theirs["emb_dim"]}', multiple, width)
-  return width // heads
 
 
 # T5, T5 1.1, Flan-T5, ByT5, CodeT5, UL2 and MADLAD-400 ('t5'), mT5, UMT5.
@@ -192,45 +178,46 @@ def describe(config: T5Config | BartConfig) -> dict[str, Any]:
   Raises:
     ValueError: transformers has none with its activations, or its fields.
   """
-  if isinstance(config, BartConfig):
-    return _describe_bart(config)
-  forms = _WORDS['feed_forward']
-  words = {tuple(value): word for word, value in forms.items()}
+  is_t5 = isinstance(config, T5Config)
+  words = {(ours,): word for word, ours in _WORDS['activations'].items()}
+  if is_t5:
+    forms = _WORDS['feed_forward'].items()
+    words = {tuple(value): word for word, value in forms}
   if config.mlp_activations not in words:
     expected = f'one of {[*words]}, which transformers has'
     raise unexpected('mlp_activations', expected, config.mlp_activations)
-  name = 'UMT5' if config.bias_per_layer else 'T5'
-  family = families.FAMILIES[name.lower()]
-  encoded_dim = config.shape.encoded_dim
-  return {
-    'architectures': [f'{name}ForConditionalGeneration'],
-    'model_type': name.lower(),
-    'is_encoder_decoder': True,
-    **{theirs: getattr(config, ours) for ours, theirs in family.fields.items()},
-    'feed_forward_proj': words[config.mlp_activations],
-    'dropout_rate': config.dropout_rate,
-    # Only this decides whether transformers scales the logits of a T5.
-    'tie_word_embeddings': config.logits_via_embedding,
-    **family.fixed,
-    **({} if config.num_encoder_layers else {ENCODER_DIM: encoded_dim}),
-  }
+  kinds = [
+    name
+    for name, family in families.FAMILIES.items()
+    if family.make == ('t5' if is_t5 else 'bart')
+    and all(getattr(config, k) == v for k, v in family.settings.items())
+  ]
+  if not kinds:
+    raise unexpected('config', 'a network that transformers has', config)
+  # The first with the most settings: Pegasus has those of Marian, and more.
+  kind = max(kinds, key=lambda name: len(families.FAMILIES[name].settings))
+  family, word = families.FAMILIES[kind], words[config.mlp_activations]
+  described = {n: getattr(config, ours) for ours, n in family.fields.items()}
+  # Of a T5 `tie_word_embeddings` alone decides whether logits are scaled.
+  described |= {'model_type': kind, 'is_encoder_decoder': True}
+  described |= {'tie_word_embeddings': config.logits_via_embedding}
+  if isinstance(config, T5Config):
+    described |= {'architectures': [f'{kind.upper()}ForConditionalGeneration']}
+    described |= {'feed_forward_proj': word, **family.fixed}
+    described |= {'dropout_rate': config.dropout_rate}
+    if not config.num_encoder_layers:
+      described[ENCODER_DIM] = config.shape.encoded_dim
+    return described
+  described |= {'activation_function': word, 'dropout': config.dropout_rate}
+  described |= {'scale_embedding': config.scale_embeddings}
+  if config.encoder_vocab_size and kind == 'marian':
+    described['share_encoder_decoder_embeddings'] = False
+    described['decoder_vocab_size'] = config.vocab_size
+    described['vocab_size'] = config.encoder_vocab_size
+  return described | {n: described[other] for n, other in family.same.items()}
 
 
-# GPT-2.
-
-
-def _gpt2(family: Family, described: Described, where: str, tied: bool):
-  values, sizes = _fields_of(family, described, where)
-  return GPTConfig(
-    **sizes,
-    head_dim=_head_dim(family, sizes, where),
-    mlp_activations=(_activation(values, 'activation_function', where),),
-    logits_via_embedding=tied,
-    dropout_rate=values.get('resid_pdrop', 0.0),
-  )
-
-
-# BART, mBART, Pegasus, Marian, M2M-100 and NLLB-200.
+# GPT-2; BART, mBART, Pegasus, Marian, M2M-100 and NLLB-200.
 
 
 def has_own_tables(family: Family, described: Described) -> bool:
@@ -239,62 +226,41 @@ def has_own_tables(family: Family, described: Described) -> bool:
   return family.make == 'bart' and not (shares and is_tied(family, described))
 
 
-def _bart(family: Family, described: Described, where: str, tied: bool):
+def _gpt2_or_bart(family: Family, described: Described, where: str, tied: bool):
   values, sizes = _fields_of(family, described, where)
-  ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
+  width, heads = sizes['emb_dim'], sizes['num_heads']
+  if width % heads:
+    multiple = f'a multiple of {family.fields["num_heads"]} = {heads}'
+    raise unexpected(f'{where}: {family.fields["emb_dim"]}', multiple, width)
   if has_own_tables(family, described):
     sizes['encoder_vocab_size'] = sizes['vocab_size']
     if not values.get('share_encoder_decoder_embeddings', True):
       name = 'decoder_vocab_size'
       sizes['vocab_size'] = values.get(name, sizes['vocab_size'])
       _check_size(sizes['vocab_size'], name, where)
-  kind = M2M100Config if 'from_padding' in family.settings else BartConfig
-  return kind(
-    **sizes | family.settings,
+  sizes |= family.settings
+  sizes |= {'head_dim': width // heads, 'logits_via_embedding': tied}
+  activation = (_activation(values, 'activation_function', where),)
+  if family.make == 'gpt2':
+    dropout = values.get('resid_pdrop', 0.0)
+    return GPTConfig(**sizes, mlp_activations=activation, dropout_rate=dropout)
+  ids = {'pad_id': 'pad_token_id', 'start_id': 'decoder_start_token_id'}
+  return (M2M100Config if 'from_padding' in family.settings else BartConfig)(
+    **sizes,
     **{ours: _single(values[n]) for ours, n in ids.items() if n in values},
-    head_dim=_head_dim(family, sizes, where),
-    mlp_activations=(_activation(values, 'activation_function', where),),
+    mlp_activations=activation,
     scale_embeddings=values['scale_embedding'],
-    logits_via_embedding=tied,
     dropout_rate=values.get('dropout', 0.0),
   )
-
-
-def _describe_bart(config: BartConfig) -> dict[str, Any]:
-  kinds = {
-    name: family
-    for name, family in families.FAMILIES.items()
-    if family.make == 'bart'
-    and all(getattr(config, k) == v for k, v in family.settings.items())
-  }
-  words = {ours: word for word, ours in _WORDS['activations'].items()}
-  if not kinds or config.mlp_activations[0] not in words:
-    raise unexpected('config', 'a network that transformers has', config)
-  # The first with the most settings: Pegasus has those of Marian, and more.
-  kind = max(kinds, key=lambda name: len(kinds[name].settings))
-  fields, same = kinds[kind].fields, kinds[kind].same
-  described = {theirs: getattr(config, ours) for ours, theirs in fields.items()}
-  described |= {
-    'model_type': kind,
-    'is_encoder_decoder': True,
-    'activation_function': words[config.mlp_activations[0]],
-    'dropout': config.dropout_rate,
-    'scale_embedding': config.scale_embeddings,
-    'tie_word_embeddings': config.logits_via_embedding,
-  }
-  if config.encoder_vocab_size and kind == 'marian':
-    described['share_encoder_decoder_embeddings'] = False
-    described['decoder_vocab_size'] = config.vocab_size
-    described['vocab_size'] = config.encoder_vocab_size
-  return described | {name: described[other] for name, other in same.items()}
 
 
 # Llama, Qwen and Gemma.
 
 
-def _causal(
-  family: Family, described: Described, where: str, tied: bool
-) -> CausalLMConfig:
+def _causal(family: Family, described: Described, where: str, tied: bool):
+  if family.make == 'with_images':  # its model of texts is read
+    check_fields(described, _AROUND_TEXT, where)
+    described = _object(described, 'text_config', where)
   values, sizes = _fields_of(family, described, where)
   kinds = _layer_kinds(values, where)
   rope, local = (_rope(values, word, where) for word in _KINDS)
@@ -321,12 +287,6 @@ def _causal(
   )
 
 
-def _with_images(family: Family, described: Described, where: str, tied: bool):
-  """Returns the text model's configuration if the model also reads images."""
-  check_fields(described, _AROUND_TEXT, where)
-  return _causal(family, _object(described, 'text_config', where), where, tied)
-
-
 def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
   """Returns the shortest sequence of kinds that all layers repeat."""
   # A larger number of layers is refused later.
@@ -336,28 +296,20 @@ def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
       _check_size(values[name], name, where)
   types = values.get('layer_types')
   if types is None:
-    types = [_layer_type(values, i) for i in range(count)]
+    # Each layer slides but the last of a pattern; or all from the first one.
+    pattern = values.get('sliding_window_pattern')
+    slides = values.get('use_sliding_window')
+    first = values.get('max_window_layers', count) if slides else count
+    layers = range(1, count + 1)
+    full = (n % pattern == 0 if pattern else n <= first for n in layers)
+    types = ['full_attention' if x else 'sliding_attention' for x in full]
   if not isinstance(types, list) or len(types) != count:
     raise unexpected(f'{where}: layer_types', f'a list of {count} names', types)
   for word in types:
     check_choice(f'{where}: layer_types', word, _KINDS)
   kinds = tuple(_KINDS[word] for word in types)
-  sizes = (
-    size
-    for size in range(1, count + 1)
-    if all(kinds[i] == kinds[i % size] for i in range(count))
-  )
-  return kinds[: next(sizes)]
-
-
-def _layer_type(values: Described, layer: int) -> str:
-  """Returns a layer's type in configurations without `layer_types`."""
-  if 'sliding_window_pattern' in values:
-    slides = (layer + 1) % values['sliding_window_pattern'] != 0
-  else:
-    first = values.get('max_window_layers', layer + 1)
-    slides = bool(values.get('use_sliding_window')) and layer >= first
-  return 'sliding_attention' if slides else 'full_attention'
+  repeats = (kinds[:size] * count for size in range(1, count + 1))
+  return next(x[: len(x) // count] for x in repeats if x[:count] == kinds)
 
 
 def _rope(values: Described, layer_type: str, where: str) -> Rope:
@@ -407,13 +359,9 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
   if merged and not tied:
     shared = f'true, without another array {family.head}: one embedding'
     raise unexpected(f'{where}: tie_word_embeddings', shared, tied)
-  config = T5GemmaConfig(
-    _causal(stack, encoder, f'{where}: encoder', tied),
-    _causal(stack, decoder, f'{where}: decoder', tied),
-    merged_attention=merged,
-    start_id=_t5gemma_ids(described)['decoder_start_token_id'],
-    image_end_id=image_end,
-  )
+  first = _causal(stack, encoder, f'{where}: encoder', tied)
+  second = _causal(stack, decoder, f'{where}: decoder', tied)
+  config = T5GemmaConfig(first, second, merged, image_end_id=image_end)
   width = decoder.get('cross_attention_hidden_size')
   if width not in (None, config.encoder.emb_dim):
     name = f'{where}: decoder.cross_attention_hidden_size'
@@ -421,25 +369,8 @@ def _t5gemma(family: Family, described: Described, where: str, tied: bool):
   return config
 
 
-def _t5gemma_ids(described: Described) -> dict[str, Any]:
-  """Returns special ids; by default the decoder starts with `bos_token_id`."""
-  ids = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
-  decoder = described.get('decoder')
-  for part in (decoder if isinstance(decoder, Mapping) else {}, described):
-    ids |= {name: part[name] for name in ids if part.get(name) is not None}
-  start = _single(described.get('decoder_start_token_id'))
-  start = ids['bos_token_id'] if start is None else start
-  return ids | {'decoder_start_token_id': start}
-
-
-_MAKERS = {
-  't5': _t5,
-  'gpt2': _gpt2,
-  'bart': _bart,
-  'causal': _causal,
-  'with_images': _with_images,
-  't5gemma': _t5gemma,
-}
+_MAKERS = dict(t5=_t5, gpt2=_gpt2_or_bart, bart=_gpt2_or_bart, causal=_causal)
+_MAKERS |= {'with_images': _causal, 't5gemma': _t5gemma}
 
 
 def read_config(
@@ -486,15 +417,6 @@ class SpecialIds(NamedTuple):
 T5_IDS = SpecialIds(decoder_start=0, eos=(1,), pad=0)
 
 
-def describe_ids(ids: SpecialIds) -> dict[str, Any]:
-  """Returns config.json's entries for special ids."""
-  return {
-    'decoder_start_token_id': ids.decoder_start,
-    'eos_token_id': ids.eos[0] if len(ids.eos) == 1 else list(ids.eos),
-    'pad_token_id': ids.pad,
-  }
-
-
 class FolderFacts(NamedTuple):
   """The facts in config.json and generation_config.json of a folder.
 
@@ -531,30 +453,36 @@ def read_facts(
   # As in transformers, a folder may lack generation_config.json: config.json
   # then has its settings.
   path, settings = folder / CONFIG, described
-  if os.path.lexists(folder / FILE):
-    path = folder / FILE
+  if os.path.lexists(folder / GENERATION):
+    path = folder / GENERATION
     settings = files.read_json(path)
-  ids = _special_ids(
-    _given(described) | _given(settings), os.fspath(folder), config
-  )
+  ids = _special_ids(described, settings, os.fspath(folder), config)
   if isinstance(config, T5GemmaConfig | BartConfig):
     config = dataclasses.replace(config, start_id=ids.decoder_start)
-  rules, unfollowed = generation.read_settings(settings, os.fspath(path))
+  rules, unfollowed = read_settings(settings, os.fspath(path))
   return FolderFacts(described, config, ids, rules, unfollowed)
 
 
-def _special_ids(values: Described, where: str, config: Config) -> SpecialIds:
+def _special_ids(
+  described: Described, settings: Described, where: str, config: Config
+) -> SpecialIds:
   has_encoder = config.shape.decoder.cross != 'none'
-  ids: dict[str, Any] = {'pad_token_id': T5_IDS.pad}
-  ids['eos_token_id'] = [*T5_IDS.eos] if has_encoder else []
-  ids |= values
+  ids: dict[str, Any] = {'pad_token_id': 0, 'eos_token_id': []}
+  if has_encoder:
+    ids['eos_token_id'] = [*T5_IDS.eos]
   if isinstance(config, T5GemmaConfig):
-    ids |= _t5gemma_ids(values)
-  elif isinstance(config, BartConfig):
-    ids = {'decoder_start_token_id': config.start_id} | ids
-  pad, ends = ids['pad_token_id'], ids['eos_token_id']
+    ids = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
+    decoder = _given(described['decoder'])
+    ids |= {name: decoder[name] for name in ids & decoder.keys()}
+  ids |= _given(described) | _given(settings)
   # As in transformers, a decoder without a start token starts with padding.
-  start = _single(ids.get('decoder_start_token_id', pad))
+  pad, ends = ids['pad_token_id'], ids['eos_token_id']
+  start = pad
+  if isinstance(config, T5GemmaConfig):
+    start = ids['bos_token_id']
+  elif isinstance(config, BartConfig):
+    start = config.start_id
+  start = _single(ids.get('decoder_start_token_id', start))
   ends = tuple(ends) if isinstance(ends, list) else (ends,)
   check_type(f'{where}: pad_token_id', pad, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
@@ -563,11 +491,55 @@ def _special_ids(values: Described, where: str, config: Config) -> SpecialIds:
     ends = tuple(token for token in ends if token < config.vocab_size)
     return SpecialIds(T5_IDS.decoder_start, ends, pad)
   check_type(f'{where}: decoder_start_token_id', start, int)
-  is_t5 = isinstance(config, T5Config)
-  if is_t5 and start != config.shape.start_id:
+  if isinstance(config, T5Config) and start != config.shape.start_id:
     only = f'{config.shape.start_id}, as in every model of this family'
     raise unexpected(f'{where}: decoder_start_token_id', only, start)
   return SpecialIds(start, ends, pad)
+
+
+def read_settings(
+  described: Described, path: str
+) -> tuple[dict[str, Any], str]:
+  """Reads the settings for `generate`.
+
+  Args:
+    described: generation_config.json, or config.json if it is missing.
+    path: the path of that file, for messages.
+
+  Returns:
+    Options of `Engine.generate`; and a sentence on the settings that are not
+    followed, '' if there are none.
+  """
+  samples = described.get('do_sample')
+  searches = described.get('num_beams') not in (None, 1)
+  wanted = {
+    name: value
+    for name, value in described.items()
+    if name in _NEUTRAL
+    and value not in (None, _NEUTRAL[name], [])
+    and (samples or name not in _SETTINGS['of_samples'])
+    and (searches or name not in _SETTINGS['of_beams'])
+  }
+  hints = typing.get_type_hints(RuleOptions, include_extras=True)
+  rules, wrong = {}, ''
+  for name in [name for name in _SETTINGS['rules'] if name in wanted]:
+    option, value = _SETTINGS['rules'][name], wanted.pop(name)
+    try:
+      check_type(f'{path}: {name}', value, hints[option])
+      rules[option] = value
+    except ValueError as error:
+      wrong += f' {error} It is not followed.'
+  if not wanted:
+    return rules, wrong.strip()
+  known = _SETTINGS['options']
+  listed = [f'{name}={checks.shortened(x)}' for name, x in wanted.items()]
+  options = {known[name] for name in wanted if name in known}
+  others = [name for name in wanted if name not in known]
+  text = f'{path} asks for {", ".join(listed)}: not followed.'
+  ours = ', '.join(sorted(options))
+  text += f' Options that do so: {ours}.' if options else ''
+  text += f' No option does: {", ".join(others)}.' if others else ''
+  return rules, text + wrong
 
 
 def _given(described: Described) -> dict[str, Any]:
@@ -593,10 +565,8 @@ def check_config(actual: Config, expected: Any, source: str) -> None:
     ValueError: they differ; the message has both values of each field that
       differs, such as 'encoder.num_layers'.
   """
-  have, want = (
-    flax.traverse_util.flatten_dict(dataclasses.asdict(config), sep='.')
-    for config in (actual, expected)
-  )
+  have = flatten_dict(dataclasses.asdict(actual), sep='.')
+  want = flatten_dict(dataclasses.asdict(expected), sep='.')
   problems = [
     f'{name}: expected {want.get(name)!r}, got {have.get(name)!r}'
     for name in have | want
@@ -604,8 +574,6 @@ def check_config(actual: Config, expected: Any, source: str) -> None:
     and not name.endswith(('dropout_rate', 'dtype'))
   ]
   if problems:
-    raise ValueError(
-      f'{source} is not a checkpoint of this model configuration:'
-      f' {"; ".join(problems)}. Take the configuration of its size, or another'
-      ' checkpoint.'
-    )
+    why = f'not a checkpoint of this model configuration: {"; ".join(problems)}'
+    advice = 'Take the configuration of its size, or another checkpoint.'
+    raise ValueError(f'{source} is {why}. {advice}')

@@ -11,6 +11,7 @@ import pathlib
 import tempfile
 from typing import Literal
 
+import flax.traverse_util
 import jax
 
 from specdec_jax import files
@@ -69,13 +70,9 @@ class ConvertConfig:
   def __post_init__(self):
     check_types(self)
     check_dtype(self.dtype)
-    if self.dtype == INT4 or (
-      self.dtype == INT8 and self.format == 'safetensors'
-    ):
+    if self.dtype in (INT4, *[INT8] * (self.format == 'safetensors')):
       expected = "one of floats, or 'int8' for 'orbax' and 't5x'"
-      advice = (
-        f'Floats are rounded when a model is loaded (--dtype {self.dtype}).'
-      )
+      advice = f'A model is rounded as it is loaded (--dtype {self.dtype}).'
       raise unexpected('dtype', expected, self.dtype, advice)
     if '://' in self.output:
       raise unexpected('output', 'a path on this machine', self.output)
@@ -102,11 +99,16 @@ def convert(config: ConvertConfig) -> str:
   if opened.is_rounded and (config.dtype is None or config.dtype == INT8):
     field = f'dtype of {location}, whose kernels have eight bits'
     raise unexpected(field, 'a dtype of floats, such as float32', config.dtype)
-  sizes = _sizes(config, opened, str(location))
+  needs_sizes = config.format == 'safetensors'
+  sizes = _sizes(config, opened, str(location)) if needs_sizes else None
   params = opened.read(config.dtype)
   if config.dtype == INT8:
     params = _as_on_disk(params, opened)
-  about = _about(config, opened)
+  about = {n: text for n, text in opened.about.items() if n == TARGET}
+  rounds = opened.is_rounded or config.dtype not in _AS_BEFORE
+  if rounds or MADE_OF in opened.about:
+    made_of = opened.made_of()
+    about |= {MADE_OF: made_of[-1]} if made_of else {}
   if config.format == 'orbax':
     orbax.save_orbax(output, params, about)
   else:
@@ -121,42 +123,23 @@ def convert(config: ConvertConfig) -> str:
         huggingface.save_huggingface(written, sizes, params, ids, about)
       os.rename(written, output)
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
-  total = sum(math.prod(shape) for shape in counted)
+  total, count = sum(map(math.prod, counted)), len(jax.tree.leaves(params))
   suffix = f' of {sizes}' if sizes else ''
-  if config.format == 't5x':
-    output /= _T5X_FILE.parent
-  count = len(jax.tree.leaves(params))
+  output /= _T5X_FILE.parent if config.format == 't5x' else ''
   return f'{output}: {count} arrays, {total:,} parameters{suffix}'
-
-
-def _about(config: ConvertConfig, opened: Opened) -> dict[str, str]:
-  """Returns the fingerprints to write, see `Opened.about`."""
-  about = {n: text for n, text in opened.about.items() if n == TARGET}
-  rounds = opened.is_rounded or config.dtype not in _AS_BEFORE
-  if rounds or MADE_OF in opened.about:
-    made_of = opened.made_of()
-    about |= {MADE_OF: made_of[-1]} if made_of else {}
-  return about
 
 
 def _as_on_disk(params: Params, opened: Opened) -> Params:
   """Casts all arrays except kernels and factors to their dtype on disk."""
-
-  def in_dtype_of_disk(keys, leaf):
-    array = opened.arrays.get('/'.join(key.key for key in keys))
-    if array is None or leaf.dtype == INT8:
-      return leaf
-    return leaf.astype(array.dtype)
-
-  return jax.tree_util.tree_map_with_path(in_dtype_of_disk, params)
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  for name, array in opened.arrays.items():
+    if flat[name].dtype != INT8:
+      flat[name] = flat[name].astype(array.dtype)
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def _sizes(
-  config: ConvertConfig, opened: Opened, source: str
-) -> T5Config | None:
-  """Returns the model's configuration if the format needs it."""
-  if config.format != 'safetensors':
-    return None
+def _sizes(config: ConvertConfig, opened: Opened, source: str) -> T5Config:
+  """Returns the model's configuration for a Hugging Face folder."""
   sizes = config_of(config.network)
   if sizes is None and opened.facts:
     sizes = opened.facts.config

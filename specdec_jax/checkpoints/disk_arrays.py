@@ -6,8 +6,9 @@ If an array is split over devices, each process reads only its parts.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.traverse_util
 import jax
@@ -29,16 +30,14 @@ from specdec_jax.partitioning import put
 PIECE_BYTES = 128 << 20
 _SAMPLED = 64  # about so many values of an array decide its fingerprint
 # The errors that reading raises if metadata are not what it expects.
-METADATA_ERRORS = (
-  AttributeError,
-  LookupError,
-  RecursionError,
-  TypeError,
-  ValueError,
-)
+WRONG_DATA = AttributeError, LookupError, RecursionError, TypeError, ValueError
 
+Path: TypeAlias = str | os.PathLike[str]
 Params = dict[str, Any]
+About: TypeAlias = Mapping[str, str] | None  # texts beside parameters
+Shape = tuple[int, ...]
 Index = tuple[slice, ...]
+Spans = Sequence[tuple[int, int]]  # (offset, size) of the parts of an array
 Dtype: TypeAlias = DTypeLike | None
 Layout: TypeAlias = jax.Device | Sharding
 # All arrays have one place, or a function returns the place of an array from
@@ -59,18 +58,18 @@ class DiskArray:
     cast: returns the array in another dtype; None: NumPy casts what was read.
   """
 
-  shape: tuple[int, ...]
+  shape: Shape
   dtype: np.dtype
   read: Callable[[Index], np.ndarray]
   where: str = ''
   cast: Callable[[Any], 'DiskArray'] | None = None
 
 
+Arrays = Mapping[str, DiskArray]
+
+
 def load_arrays(
-  arrays: Mapping[str, DiskArray],
-  source: str,
-  dtype: Dtype = None,
-  sharding: Shardings = None,
+  arrays: Arrays, source: str, dtype: Dtype = None, sharding: Shardings = None
 ) -> Params:
   """Reads arrays one after another, each to its place.
 
@@ -89,39 +88,40 @@ def load_arrays(
     ValueError: the arrays do not fit into memory; `sharding` does not fit; or
       an array cannot be read (the message names it).
   """
-  needed = sum(
-    memory.array_bytes(array.shape, _dtype_of(name, dtype) or array.dtype)
-    for name, array in arrays.items()
-  )
-  memory.check_room(
-    f'The parameters of {source!r}',
-    needed,
-    memory.free_bytes if sharding is None else memory.all_bytes,
-    'Take a smaller model, bfloat16, or more devices.',
-  )
+  kinds = {n: _dtype_of(n, dtype) or array.dtype for n, array in arrays.items()}
+  needed = sum(memory.array_bytes(arrays[n].shape, x) for n, x in kinds.items())
+  free = memory.free_bytes if sharding is None else memory.all_bytes
+  advice = 'Take a smaller model, bfloat16, or more devices.'
+  memory.check_room(f'The parameters of {source!r}', needed, free, advice)
   layouts = {n: _layout_of(sharding, n, a.shape) for n, a in arrays.items()}
   flat: dict[str, Any] = {}
+
+  def read(name: str, *options: Any) -> Any:
+    try:
+      return load_array(arrays[name], *options)
+    except ValueError as error:
+      raise broken(source, name, str(error)) from error
+
   for name, array in arrays.items():
     wanted, where = _dtype_of(name, dtype), f'{source!r}: {name}'
     if integers.is_integers(wanted) and wanted != array.dtype:
       # A kernel is read as a whole, because all of its rows decide the factors.
-      host = _load_named(array, name, source)
-      kernel, scale = integers.quantise(host, where, wanted)
-      del host
-      flat[name] = put(kernel, layouts[name])
+      host = read(name)
+      host, scale = integers.quantise(host, where, wanted)
+      flat[name] = put(host, layouts[name])
       layout = _layout_of(sharding, f'{name}_scale', scale.shape)
       flat[f'{name}_scale'] = put(scale, layout)
-      del kernel
+      del host
     elif integers.is_scale(name):
-      scale = np.asarray(_load_named(array, name, source, wanted))
+      scale = np.asarray(read(name, wanted))
       integers.check_scale(scale, where)
       flat[name] = put(scale, layouts[name])
     else:
-      flat[name] = _load_named(array, name, source, wanted, layouts[name])
+      flat[name] = read(name, wanted, layouts[name])
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
+def in_floats(arrays: Arrays) -> dict[str, DiskArray]:
   """Converts a checkpoint's kernels of eight bits to float32.
 
   Each number becomes its integer times the factor of its output. Training,
@@ -130,13 +130,11 @@ def in_floats(arrays: Mapping[str, DiskArray]) -> dict[str, DiskArray]:
   Args:
     arrays: T5X's name, with slashes -> array; factors fit their kernels.
   """
-  return {
-    name: _product(name, array, arrays[f'{name}_scale'])
-    if array.dtype == integers.INT8
-    else array
-    for name, array in arrays.items()
-    if not integers.is_scale(name)
-  }
+  floats = {n: a for n, a in arrays.items() if not integers.is_scale(n)}
+  for name, array in floats.items():
+    if array.dtype == integers.INT8:
+      floats[name] = _product(name, array, arrays[f'{name}_scale'])
+  return floats
 
 
 def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
@@ -157,20 +155,6 @@ def _dtype_of(name: str, dtype: Dtype) -> Any:
   # An embedding is only ever read in the dtype of the computation.
   is_table = name.rpartition('/')[2] == 'embedding'
   return integers.computes_in() if is_table else 'float32'
-
-
-def _load_named(
-  array: DiskArray,
-  name: str,
-  source: str,
-  dtype: Dtype = None,
-  layout: Sharding | None = None,
-) -> Any:
-  """Applies `load_array`; its error has the array's name."""
-  try:
-    return load_array(array, dtype, layout)
-  except ValueError as error:
-    raise broken(source, name, str(error)) from error
 
 
 def load_array(
@@ -212,9 +196,7 @@ def _read(array: DiskArray, index: Index, dtype: Dtype) -> np.ndarray:
   return part.astype(dtype or array.dtype, copy=not part.flags.writeable)
 
 
-def _layout_of(
-  sharding: Shardings, name: str, shape: tuple[int, ...]
-) -> Sharding | None:
+def _layout_of(sharding: Shardings, name: str, shape: Shape) -> Sharding | None:
   """Returns the place of the array `name`.
 
   Raises:
@@ -232,25 +214,20 @@ def _layout_of(
   try:
     layout.shard_shape(shape)
   except ValueError as error:
-    raise ValueError(
-      f'{name} {list(shape)} cannot be laid out by {layout}: {error}'
-    ) from error
+    why = f'{name} {list(shape)} cannot be laid out by {layout}: {error}'
+    raise ValueError(why) from error
   return layout
 
 
 def broken(source: str, name: str, why: str) -> ValueError:
   """Makes the error for an array that cannot be read."""
-  return ValueError(
-    f'{source!r}: the array {name} cannot be read: {why}. Its file is missing,'
-    ' cut short or corrupt; copy it again.'
-  )
+  advice = 'Its file is missing, cut short or corrupt; copy it again.'
+  where = f'{source!r}: the array {name} cannot be read'
+  return ValueError(f'{where}: {why}. {advice}')
 
 
 def file_array(
-  location: Location,
-  shape: tuple[int, ...],
-  dtype: np.dtype,
-  spans: Sequence[tuple[int, int]],
+  location: Location, shape: Shape, dtype: np.dtype, spans: Spans
 ) -> DiskArray:
   """Returns an array inside a larger file, in C order.
 
@@ -338,11 +315,7 @@ def open_stored(
   import tensorstore as ts
 
   stores = {n: s['kvstore'].get('base', s['kvstore']) for n, s in specs.items()}
-  folders = {
-    store['path']: name
-    for name, store in stores.items()
-    if store['driver'] == 'file'
-  }
+  folders = {x['path']: n for n, x in stores.items() if x['driver'] == 'file'}
   for folder, name in folders.items():
     try:
       # TensorStore would wait for ever to read from a pipe.
@@ -379,11 +352,18 @@ def fingerprint(params: Any) -> str:
   Args:
     params: a pytree of arrays, on the host, on a device or in shards.
   """
-  flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  return _digest((path, leaf.shape, _some(leaf)) for path, leaf in flat)
+  digest = hashlib.sha256()
+  is_leaf = lambda part: isinstance(part, _Sample)  # noqa: E731
+  for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf)[0]:
+    shape, some = leaf if is_leaf(leaf) else _sample(leaf)
+    digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())
+    if jnp.issubdtype(some.dtype, jnp.floating):
+      some = some.astype(jnp.bfloat16)
+    digest.update(some.astype(np.float32).tobytes())
+  return digest.hexdigest()[:16]
 
 
-def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
+def fingerprint_on_disk(arrays: Arrays) -> str:
   """Returns the `fingerprint` of arrays on disk; holds one array at a time.
 
   Args:
@@ -393,30 +373,20 @@ def fingerprint_on_disk(arrays: Mapping[str, DiskArray]) -> str:
     ValueError: an array cannot be read.
   """
   # Arrays are read in their order, in which layers of a scan are neighbours.
-  parts = {
-    tuple(name.split('/')): (array.shape, _some(load_array(array)))
-    for name, array in arrays.items()
-  }
-  return _digest(
-    (tuple(map(jax.tree_util.DictKey, keys)), *parts[keys])
-    for keys in sorted(parts)
-  )
+  samples = {name: _sample(load_array(array)) for name, array in arrays.items()}
+  return fingerprint(flax.traverse_util.unflatten_dict(samples, sep='/'))
 
 
-def _some(array: Any) -> np.ndarray:
+class _Sample(NamedTuple):
+  """The shape of an array, and some of its values."""
+
+  shape: Shape
+  some: np.ndarray
+
+
+def _sample(array: Any) -> _Sample:
   """Takes some values of an array by index; a reshape would gather it all."""
   size = math.prod(array.shape)
   stride = max(1, size // _SAMPLED)
   index = np.unravel_index(np.arange(0, size, stride), array.shape)
-  return np.asarray(array[index])
-
-
-def _digest(parts: Iterable[tuple[Any, tuple[int, ...], np.ndarray]]) -> str:
-  """Hashes each array's path, shape and values."""
-  digest = hashlib.sha256()
-  for path, shape, some in parts:
-    digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())
-    if jnp.issubdtype(some.dtype, jnp.floating):
-      some = some.astype(jnp.bfloat16)
-    digest.update(some.astype(np.float32).tobytes())
-  return digest.hexdigest()[:16]
+  return _Sample(array.shape, np.asarray(array[index]))

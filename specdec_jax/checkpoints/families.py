@@ -105,11 +105,7 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
     base = value.get('like')
     return _merged(whole(tables[base]), table) if base else table
 
-  return {
-    name: whole(table)
-    for name, table in tables.items()
-    if not name.startswith('_')
-  }
+  return {n: whole(table) for n, table in tables.items() if n[0] != '_'}
 
 
 def _merged(base: Any, value: Any) -> Any:
@@ -125,10 +121,8 @@ def _family(table: Any) -> Family:
   return Family(**table | stack)
 
 
-FAMILIES = {
-  name: _family(table)
-  for name, table in read_tables(_HERE.with_name('families.toml')).items()
-}
+_TABLES = read_tables(_HERE.with_name('families.toml'))
+FAMILIES = {name: _family(table) for name, table in _TABLES.items()}
 
 
 def family_of(described: Described, where: str) -> Family:

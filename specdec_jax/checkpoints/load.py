@@ -1,22 +1,16 @@
 """Loads parameters from checkpoints of all supported kinds."""
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import disk_arrays, huggingface, orbax, t5x
 from specdec_jax.checkpoints.config_json import ABOUT, CONFIG, FolderFacts
-from specdec_jax.checkpoints.disk_arrays import (
-  DiskArray,
-  Dtype,
-  Params,
-  Shardings,
-)
+from specdec_jax.checkpoints.disk_arrays import Arrays, Dtype, Params, Shardings
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 from specdec_jax.files.locations import Location, few, open_location
@@ -34,7 +28,7 @@ _HUB_ID = re.compile(r'([\w-][\w.-]*(/[\w-][\w.-]*)?)(@[\w./-]+)?')
 
 
 def load(
-  path: str | os.PathLike[str],
+  path: disk_arrays.Path,
   network: LanguageModel | None = None,
   *,
   dtype: Dtype = None,
@@ -79,8 +73,7 @@ def load(
   return open_checkpoint(path, network, dtype=dtype).read(dtype, sharding)
 
 
-@dataclasses.dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
   """A checkpoint whose arrays have been found and checked, but not read.
 
   Attributes:
@@ -92,9 +85,9 @@ class Opened:
   """
 
   source: str
-  arrays: Mapping[str, DiskArray]
-  facts: FolderFacts | None = None
-  about: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  arrays: Arrays
+  facts: FolderFacts | None
+  about: Mapping[str, str]
 
   @property
   def is_rounded(self) -> bool:
@@ -124,11 +117,11 @@ class Opened:
 
 
 def open_checkpoint(
-  path: str | os.PathLike[str] | Location,
+  path: disk_arrays.Path | Location,
   network: LanguageModel | None = None,
   *,
   dtype: Dtype = None,
-  adapter: str | os.PathLike[str] | None = None,
+  adapter: disk_arrays.Path | None = None,
 ) -> Opened:
   """Finds the arrays of a checkpoint, without reading them.
 
@@ -136,7 +129,7 @@ def open_checkpoint(
     path: as for `load`, or the result of `locate`.
     network: as for `load`.
     dtype: the arrays must fit into memory in this dtype.
-    adapter: folder of a LoRA adapter to merge, see `lora`.
+    adapter: folder of a LoRA adapter to merge, see `huggingface`.
 
   Raises:
     ValueError: as for `load`, except errors of reading arrays.
@@ -144,35 +137,32 @@ def open_checkpoint(
   check_dtype(dtype)
   check_network(network, dtype)
   location = path if isinstance(path, Location) else locate(path)
-  source, is_folder = str(location), location.is_folder()
-  about: Any = {}
+  source, facts, about = str(location), None, dict[Any, Any]()
+  arrays: Arrays
   if is_huggingface(location):
     facts, arrays = huggingface.open_huggingface(
       location.path, network, dtype, adapter
     )
     if adapter is None:
       about = {n: facts.described.get(field) for n, field in ABOUT.items()}
+  elif adapter is not None:
+    expected = 'a Hugging Face folder, whose names an adapter goes by'
+    advice = 'Write one first (specdec convert --format safetensors).'
+    raise unexpected(source, expected, 'another checkpoint', advice)
   else:
-    facts = None
-    if adapter is not None:
-      expected = 'a Hugging Face folder, whose names an adapter goes by'
-      advice = 'Write one first (specdec convert --format safetensors).'
-      raise unexpected(source, expected, 'another checkpoint', advice)
-    if is_folder and orbax.is_orbax(location):
+    is_folder = location.is_folder()
+    if is_folder and orbax.item_of(location):
       arrays, about = orbax.open_orbax(location)
     else:
-      arrays, about = t5x.open_t5x(
-        location.child(T5X_FILE) if is_folder else location
-      )
+      file = location.child(T5X_FILE) if is_folder else location
+      arrays, about = t5x.open_t5x(file)
     arrays = _checked(arrays, network, source)
   entries = about.items() if isinstance(about, dict) else ()
   texts = {name: text for name, text in entries if isinstance(text, str)}
   return Opened(source, arrays, facts, texts)
 
 
-def locate(
-  path: str | os.PathLike[str], revision: str | None = None
-) -> Location:
+def locate(path: disk_arrays.Path, revision: str | None = None) -> Location:
   """Finds the file or folder of one checkpoint, or fetches it from the hub.
 
   Raises:
@@ -182,8 +172,8 @@ def locate(
   location, name = open_location(shipped.model(path)), os.fspath(path)
   if revision is not None:
     if location.exists() or '@' in name:
-      expected = f'None: {name!r} is no id of the hub, or has its own'
-      raise unexpected('revision', expected, revision)
+      no_id = f'None: {name!r} is no id of the hub, or has its own'
+      raise unexpected('revision', no_id, revision)
     name = f'{name}@{revision}'
     location = open_location(name)
   missing = f'No checkpoint could be read at {str(location)!r}'
@@ -191,15 +181,17 @@ def locate(
     raise ValueError(f'{missing}: {problem}.')
   if not location.exists():
     missing += ': No such file or folder'
-    is_text = isinstance(path, str) or revision is not None
-    if not is_text or not _may_be_on_the_hub(name):
+    match = _HUB_ID.fullmatch(name)
+    is_file = not match or match[1].endswith('.msgpack')
+    # A name that begins with a folder which exists is a mistyped path.
+    is_file = is_file or os.path.isdir(os.path.dirname(name.partition('@')[0]))
+    if is_file or not (isinstance(path, str) or revision is not None):
       raise ValueError(f'{missing}.')
     try:
       return Location(os.fspath(huggingface.fetch(name)))
     except ValueError as error:
-      raise ValueError(
-        f'{missing}; and on the Hugging Face hub: {error}'
-      ) from error
+      missing += f'; and on the Hugging Face hub: {error}'
+      raise ValueError(missing) from error
   if location.is_folder():
     _check_single(location)
   return location
@@ -211,16 +203,14 @@ def is_huggingface(location: Location) -> bool:
 
 
 def _checked(
-  arrays: dict[str, DiskArray], network: LanguageModel | None, source: str
-) -> dict[str, DiskArray]:
+  arrays: Arrays, network: LanguageModel | None, source: str
+) -> Arrays:
   """Splits arrays into layers, and compares them with those of a network."""
   factors = _check_dtypes(arrays, source)
   if network is None:
     if t5x.is_scanned(arrays):
-      raise ValueError(
-        f'{source!r} has all layers of a stack in one array; give the network,'
-        ' whose shapes say how to cut such an array into layers.'
-      )
+      why = f'{source!r} has all layers of a stack in one array'
+      raise ValueError(f'{why}: give the network, which says how to cut it.')
     return arrays
   expected = param_shapes(network)
   if t5x.is_scanned(arrays):
@@ -232,7 +222,7 @@ def _checked(
   return arrays
 
 
-def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
+def _check_dtypes(arrays: Arrays, source: str) -> set[str]:
   """Checks that arrays are floats, or kernels of eight bits with factors.
 
   Returns:
@@ -261,9 +251,8 @@ def _check_dtypes(arrays: Mapping[str, DiskArray], source: str) -> set[str]:
 def check_dtype(dtype: Dtype) -> None:
   """Raises ValueError unless a dtype is None, of floats, or for kernels."""
   with contextlib.suppress(TypeError):
-    if dtype in (None, *INTEGERS):
-      return
-    if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+    known = dtype in (None, *INTEGERS)
+    if known or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
       return
   expected = "a floating-point type, such as 'bfloat16', or 'int8' or 'int4'"
   raise unexpected('dtype', expected, dtype)
@@ -275,9 +264,7 @@ def check_network(network: LanguageModel | None, dtype: Dtype = None) -> None:
   Raises:
     ValueError: it is not a network, or does not fit into any memory.
   """
-  if network is None:
-    return
-  if not isinstance(network, LanguageModel | NetworkWrapper):
+  if not isinstance(network, LanguageModel | NetworkWrapper | None):
     expected = 'a network, such as T5(T5Config(...)) (gin: %T5_1_1_XL)'
     raise unexpected('network', expected, network)
   itemsize = 2 if dtype is None else jnp.dtype(dtype).itemsize
@@ -287,22 +274,12 @@ def check_network(network: LanguageModel | None, dtype: Dtype = None) -> None:
 def _check_single(folder: Location) -> None:
   """Raises ValueError unless the folder is one checkpoint."""
   names = folder.names()
-  if CONFIG in names or T5X_FILE in names or orbax.is_orbax(folder):
+  if CONFIG in names or T5X_FILE in names or orbax.item_of(folder):
     return
   steps = sorted(int(m[1]) for name in names if (m := _STEP.fullmatch(name)))
   if steps:
-    checkpoints = [f'checkpoint_{step}' for step in steps]
-    several = ', '.join(checkpoints)
-    advice = f'The newest is {str(folder.child(checkpoints[-1]))!r}.'
-    raise unexpected(str(folder), 'one checkpoint', several, advice)
+    several = [f'checkpoint_{step}' for step in steps]
+    advice = f'The newest is {str(folder.child(several[-1]))!r}.'
+    raise unexpected(str(folder), 'one checkpoint', ', '.join(several), advice)
   kinds = f"T5X's {T5X_FILE!r}, Orbax's {orbax.METADATA!r} or Hugging Face's"
   raise unexpected(str(folder), f'{kinds} {CONFIG!r} in it', few(names))
-
-
-def _may_be_on_the_hub(path: str) -> bool:
-  """Whether a path that does not exist looks like an id of the hub."""
-  match = _HUB_ID.fullmatch(path)
-  if not match or match[1].endswith('.msgpack'):
-    return False
-  # A name that begins with a folder which exists is a mistyped path.
-  return not os.path.isdir(os.path.dirname(match[1]))

@@ -7,13 +7,12 @@ Orbax takes seconds, so it is imported only for writing.
 
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from specdec_jax.checkpoints import disk_arrays
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Params
+from specdec_jax.checkpoints.disk_arrays import About, DiskArray, Params, Path
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location
 
@@ -27,11 +26,7 @@ _TEMPORARY = '.orbax-checkpoint-tmp'
 _PARAMS = ('target', 'params')
 
 
-def save_orbax(
-  folder: str | os.PathLike[str],
-  params: Params,
-  about: Mapping[str, str] | None = None,
-) -> None:
+def save_orbax(folder: Path, params: Params, about: About = None) -> None:
   """Writes parameters to a new folder, whole or not at all.
 
   Each process of a run writes its own shards.
@@ -72,10 +67,9 @@ def save_orbax(
   os.makedirs(os.path.dirname(folder), exist_ok=True)
   # Orbax writes to a folder with a temporary name and renames it at the end.
   with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-    checkpointer.save(
-      folder,
-      args=ocp.args.StandardSave(params, custom_metadata=dict(about or {})),
-    )
+    texts = dict(about or {})
+    args = ocp.args.StandardSave(params, custom_metadata=texts)
+    checkpointer.save(folder, args=args)
 
 
 def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
@@ -95,27 +89,29 @@ def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
   source = str(folder)
   if _TEMPORARY in source:
     raise unexpected(source, 'a finished checkpoint', 'a part of one')
-  folder = _item(folder) or folder
+  folder = item_of(folder) or folder
   described, keys = _read_metadata(folder)
-  root = folder.kvstore()
+  if not keys:
+    raise unexpected(source, 'an Orbax checkpoint with arrays', keys)
+  store = folder.kvstore()
   in_one_store = 'manifest.ocdbt' in folder.names()
   driver = 'zarr3' if described.get('use_zarr3') else 'zarr'
+  roots = {parts[0] for parts in keys}
+  root = next((root for root in _PARAMS if root in roots), None)
   specs = {}
-  for name, key in _parameters(keys, source).items():
-    kvstore = {**root, 'path': f'{root["path"]}{key}/'}
+  for parts in keys:
+    kvstore = {**store, 'path': f'{store["path"]}{".".join(parts)}/'}
     if in_one_store:
-      kvstore = {'driver': 'ocdbt', 'base': root, 'path': f'{key}/'}
-    specs[name] = {'driver': driver, 'kvstore': kvstore}
+      path = f'{".".join(parts)}/'
+      kvstore = {'driver': 'ocdbt', 'base': store, 'path': path}
+    if root in (None, parts[0]):
+      name = '/'.join(parts if root is None else parts[1:])
+      specs[name] = {'driver': driver, 'kvstore': kvstore}
   arrays = disk_arrays.open_stored(specs, source)
   return arrays, described.get('custom_metadata')
 
 
-def is_orbax(folder: Location) -> bool:
-  """Whether a folder holds an Orbax checkpoint."""
-  return _item(folder) is not None
-
-
-def _item(folder: Location) -> Location | None:
+def item_of(folder: Location) -> Location | None:
   """Returns the folder of the tree, or None in another kind of checkpoint."""
   names = folder.names()
   items = [folder, *(folder.child(name) for name in _ITEMS if name in names)]
@@ -127,27 +123,12 @@ def _read_metadata(folder: Location) -> tuple[dict[str, Any], list[list[str]]]:
   location = folder.child(METADATA)
   try:
     described = json.loads(location.read_all(_METADATA_BYTES))
-    keys = [
-      [str(key['key']) for key in entry['key_metadata']]
-      for entry in described['tree_metadata'].values()
-    ]
+    entries = described['tree_metadata'].values()
+    keys = [[str(key['key']) for key in x['key_metadata']] for x in entries]
     if not all(keys):
       raise ValueError('an array without a name')
     return described, keys
-  except disk_arrays.METADATA_ERRORS as error:
-    raise ValueError(
-      f'{str(location)!r} is cut short or not what Orbax writes'
-      f' ({type(error).__name__}: {error}); copy it again.'
-    ) from error
-
-
-def _parameters(keys: list[list[str]], source: str) -> dict[str, str]:
-  """Returns names of parameters -> Orbax's names of their arrays."""
-  if not keys:
-    raise unexpected(source, 'an Orbax checkpoint with arrays', keys)
-  roots = {parts[0] for parts in keys}
-  for root in _PARAMS:
-    if root in roots:
-      inside = [parts for parts in keys if parts[0] == root]
-      return {'/'.join(parts[1:]): '.'.join(parts) for parts in inside}
-  return {'/'.join(parts): '.'.join(parts) for parts in keys}
+  except disk_arrays.WRONG_DATA as error:
+    why = f'not what Orbax writes ({type(error).__name__}: {error})'
+    why = f'{str(location)!r} is cut short or {why}; copy it again.'
+    raise ValueError(why) from error

@@ -23,19 +23,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.serialization
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from specdec_jax import files
 from specdec_jax.checkpoints import disk_arrays
-from specdec_jax.checkpoints.disk_arrays import DiskArray, Dtype, Index, Params
+from specdec_jax.checkpoints.disk_arrays import About, DiskArray, Path, Shape
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location, few
 from specdec_jax.models.t5 import T5Config
 
-Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 VERSION = 3
@@ -48,11 +47,11 @@ _NORM = 'pre_mlp_layer_norm/scale'
 
 
 def save_t5x(
-  path: str | os.PathLike[str],
-  params: Params,
+  path: Path,
+  params: disk_arrays.Params,
   step: int,
-  dtype: Dtype = None,
-  about: Mapping[str, str] | None = None,
+  dtype: disk_arrays.Dtype = None,
+  about: About = None,
 ) -> None:
   """Writes parameters to the single file `path`, whole or not at all.
 
@@ -74,15 +73,10 @@ def save_t5x(
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     return array.astype(dtype) if dtype is not None and is_float else array
 
-  tree: dict[str, Any] = {
-    'version': VERSION,
-    'optimizer': {
-      'target': jax.tree.map(to_disk, params),
-      'state': {'step': np.asarray(step, np.int32), 'param_states': {}},
-    },
-  }
-  if about is not None:
-    tree['about'] = dict(about)
+  state = {'step': np.asarray(step, np.int32), 'param_states': {}}
+  trees = {'target': jax.tree.map(to_disk, params), 'state': state}
+  tree: dict[str, Any] = {'version': VERSION, 'optimizer': trees}
+  tree |= {} if about is None else {'about': dict(about)}
   path = os.fspath(path)
   os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
   files.write_atomically(path, flax.serialization.msgpack_serialize(tree))
@@ -111,21 +105,24 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
     other = 'a TensorFlow checkpoint of T5'
     raise unexpected(source, "T5X's format", other, advice)
   tree = read_tree(location)
-  leaves = flax.traverse_util.flatten_dict(
-    _target(tree, source),
-    sep='/',
-    is_leaf=lambda _, value: {'driver', 'kvstore'} <= value.keys(),
-  )
+  is_spec = lambda _, value: {'driver', 'kvstore'} <= value.keys()  # noqa: E731
+  leaves = flatten_dict(_target(tree, source), sep='/', is_leaf=is_spec)
   if not leaves:
     raise unexpected(source, 'a T5X checkpoint with parameters', leaves)
   specs = {}
   for name, leaf in leaves.items():
     if isinstance(leaf, Mapping):
-      specs[name] = _resolve(leaf, location.parent(), name, source)
+      kvstore = leaf['kvstore'] if isinstance(leaf['kvstore'], Mapping) else {}
+      # TensorStore before 0.1.14 had the path beside the kvstore.
+      path = kvstore.get('path', leaf.get('path'))
+      if type(path) is not str:
+        raise unexpected(f'{source}: the path of {name}', 'text', path)
+      where = location.parent().kvstore()
+      where['path'] += path.rstrip('/') + '/'
+      specs[name] = {'driver': leaf['driver'], 'kvstore': where}
     elif not isinstance(leaf, ArrayBytes):
-      raise disk_arrays.broken(
-        source, name, f'it is of type {type(leaf).__name__}'
-      )
+      why = f'it is of type {type(leaf).__name__}'
+      raise disk_arrays.broken(source, name, why)
   stored = disk_arrays.open_stored(specs, source) if specs else {}
   for name, array in stored.items():
     metadata = leaves[name].get('metadata') or {}
@@ -146,34 +143,19 @@ def _target(tree: Any, source: str) -> Mapping[str, Any]:
   target = optimizer.get('target') if isinstance(optimizer, dict) else None
   if not isinstance(target, dict):
     inside = sorted(tree) if isinstance(tree, dict) else tree
-    raise unexpected(
-      source,
-      'a whole T5X checkpoint, with a tree of parameters in optimizer/target',
-      inside,
-    )
+    whole = 'a whole T5X checkpoint, with parameters in optimizer/target'
+    raise unexpected(source, whole, inside)
   if (version := tree.get('version', 0)) not in _READABLE:
     raise unexpected(f'{source}: version', f'one of {_READABLE}', version)
   return target
 
 
-def _resolve(
-  spec: Mapping[str, Any], folder: Location, name: str, source: str
-) -> dict[str, Any]:
-  """Returns TensorStore's specification of an array of this checkpoint."""
-  kvstore = spec['kvstore'] if isinstance(spec['kvstore'], Mapping) else {}
-  # TensorStore before 0.1.14 had the path beside the kvstore.
-  path = kvstore.get('path', spec.get('path'))
-  if type(path) is not str:
-    raise unexpected(f'{source}: the path of {name}', 'text', path)
-  where = folder.kvstore()
-  where['path'] += path.rstrip('/') + '/'
-  return {'driver': spec['driver'], 'kvstore': where}
-
-
 # These functions compare a checkpoint with a network.
 
 
-def check_params(params: Params, expected: Any, source: str = 'params') -> None:
+def check_params(
+  params: disk_arrays.Params, expected: Any, source: str = 'params'
+) -> None:
   """Checks that parameters have the names and shapes of a model.
 
   Args:
@@ -206,40 +188,37 @@ def check_params(params: Params, expected: Any, source: str = 'params') -> None:
     ValueError: The parameters of mine are not those of this model ...
   """
   have, want = shapes_of(params), shapes_of(expected)
+  differ = [name for name in have.keys() & want if have[name] != want[name]]
   problems = {
     'missing': want.keys() - have.keys(),
     'unknown': have.keys() - want.keys(),
     'wrong shape': [
-      f'{name} is {list(have[name])}, expected {list(shape)}'
-      for name, shape in want.items()
-      if have.get(name, shape) != shape
+      f'{x} is {list(have[x])}, expected {list(want[x])}' for x in differ
     ],
   }
-  if any(problems.values()):
-    lists = [
-      f'{kind}: {few(names)}' for kind, names in problems.items() if names
-    ]
-    raise _another_model(source, have, want, '; '.join(lists))
+  lists = [f'{kind}: {few(names)}' for kind, names in problems.items() if names]
+  if lists:
+    raise _other_model(source, have, want, '; '.join(lists))
 
 
-def _another_model(
-  source: str, have: Shapes, want: Shapes, problems: str
+def _other_model(
+  source: str, have: Shapes, want: Shapes, why: str
 ) -> ValueError:
   there, here = _sizes(have), _sizes(want)
-  fields = ', '.join(
-    f'{field} is {there[field]}, expected {here[field]}'
-    for field in here
-    if field in there and there[field] != here[field]
+  fields = ''.join(
+    f'{field} is {there[field]}, expected {size}; '
+    for field, size in here.items()
+    if there.get(field, size) != size
   )
-  return ValueError(
-    f'The parameters of {source} are not those of this model configuration:'
-    f' {f"{fields}; " if fields else ""}{problems}.'
+  other = (
+    f'The parameters of {source} are not those of this model configuration'
   )
+  return ValueError(f'{other}: {fields}{why}.')
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:
   """Returns name with slashes -> shape for a nested dict."""
-  flat = flax.traverse_util.flatten_dict(dict(params), sep='/')
+  flat = flatten_dict(dict(params), sep='/')
   return {name: tuple(leaf.shape) for name, leaf in flat.items()}
 
 
@@ -258,10 +237,8 @@ def infer_config(shapes: Shapes, source: str) -> T5Config:
     gated = activations[sizes.pop('len(mlp_activations)')]
     return T5Config(**sizes, mlp_activations=gated)
   except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(
-      f'{source!r}: its arrays do not show the sizes of a T5 ({error}): give'
-      ' the network.'
-    ) from error
+    why = f'its arrays do not show the sizes of a T5 ({error})'
+    raise ValueError(f'{source!r}: {why}: give the network.') from error
 
 
 # Names of parameters -> the fields that their axes show; '' for no field.
@@ -316,10 +293,7 @@ def is_scanned(arrays: Mapping[str, Any]) -> bool:
 
 
 def unroll(
-  arrays: Mapping[str, DiskArray],
-  expected: Shapes,
-  num_heads: int | None,
-  source: str,
+  arrays: disk_arrays.Arrays, expected: Shapes, heads: int | None, source: str
 ) -> dict[str, DiskArray]:
   """Replaces each stacked array by its layers.
 
@@ -328,7 +302,7 @@ def unroll(
   Args:
     arrays: T5X's name -> array; arrays outside of stacks stay as they are.
     expected: name -> shape, for each parameter of the network.
-    num_heads: H, for kernels that have heads on an axis; None if unknown.
+    heads: H, for kernels that have heads on an axis; None if unknown.
     source: path of the checkpoint, for messages.
 
   Raises:
@@ -338,10 +312,13 @@ def unroll(
   have = {name: tuple(array.shape) for name, array in arrays.items()}
   # The cache holds one array.
   read = functools.lru_cache(1)(disk_arrays.load_array)
+
+  def read_layer(stack: Any, place: Any, shape: Shape, index: Any) -> Any:
+    return read(stack)[place].reshape(shape)[index]
+
   unrolled = {n: a for n, a in arrays.items() if not _STACKED.fullmatch(n)}
   for name, array in arrays.items():
-    match = _STACKED.fullmatch(name)
-    if not match:
+    if not (match := _STACKED.fullmatch(name)):
       continue
     stack, inner = match.groups()
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
@@ -355,40 +332,28 @@ def unroll(
     axis = 1 if emb_dim == norm[0] else 0
     shape, alone = have[name], expected[layers[0]]
     rest = shape[:axis] + shape[axis + 1 :]
-    in_file = _as_stored(layers[0], alone, num_heads)
+    in_file = _as_stored(layers[0], alone, heads)
     if shape[axis : axis + 1] != (count,) or rest not in in_file:
       each = ' or '.join(str(list(s)) for s in in_file)
       problem = f'{name} is {list(shape)}, expected {count} layers of {each}'
       problem += f' on axis {axis}, as in its norm'
-      raise _another_model(repr(source), have, expected, problem)
+      raise _other_model(repr(source), have, expected, problem)
     for number, layer in enumerate(layers):
       if layer in unrolled:
         raise ValueError(f'{source!r} has {layer} twice: alone, and in {name}.')
-      unrolled[layer] = _layer(array, axis, number, alone, read)
+      place = (slice(None),) * axis + (number,)
+      part = functools.partial(read_layer, array, place, alone)
+      unrolled[layer] = DiskArray(alone, array.dtype, part)
   return unrolled
 
 
-def _layer(
-  stack: DiskArray, axis: int, number: int, shape: Shape, read: Any
-) -> DiskArray:
-  """Returns one layer of a stacked array."""
-  place = (slice(None),) * axis + (number,)
-
-  def read_part(index: Index) -> np.ndarray:
-    return read(stack)[place].reshape(shape)[index]
-
-  return DiskArray(shape, stack.dtype, read_part)
-
-
-def _as_stored(
-  name: str, shape: Shape, num_heads: int | None
-) -> tuple[Shape, ...]:
+def _as_stored(name: str, shape: Shape, heads: int | None) -> tuple[Shape, ...]:
   """Returns the shapes that one layer of a parameter may have in a file."""
-  if num_heads is None or not re.search(r'attention/\w+/kernel$', name):
+  if heads is None or not re.search(r'attention/\w+/kernel$', name):
     return (shape,)
   if name.endswith('out/kernel'):
-    return shape, (num_heads, shape[0] // num_heads, shape[1])
-  return shape, (shape[0], num_heads, shape[1] // num_heads)
+    return shape, (heads, shape[0] // heads, shape[1])
+  return shape, (shape[0], heads, shape[1] // heads)
 
 
 # The tree in a msgpack file, without the bytes of its arrays.
@@ -399,7 +364,7 @@ def _as_stored(
 # (shape, name of the dtype, bytes), see `flax.serialization`.
 
 _WINDOW = 1 << 16
-_NDARRAY, _SCALAR = 1, 3  # flax's codes of the two kinds of arrays
+_ARRAYS = 1, 3  # flax's codes of arrays and of scalars
 _CHUNKED = '__msgpack_chunked_array__'
 # First byte -> kind of the value, and the value or its size; or, as text, the
 # format in which the value or size is packed after that byte.
@@ -428,9 +393,9 @@ _KINDS: dict[int, tuple[str, Any]] = {
 class ArrayBytes(NamedTuple):
   """The place of an array in a file: the (offset, size) of its parts."""
 
-  shape: tuple[int, ...]
+  shape: Shape
   dtype: np.dtype
-  spans: list[tuple[int, int]]
+  spans: disk_arrays.Spans
 
 
 def read_tree(location: Location) -> Any:
@@ -445,12 +410,11 @@ def read_tree(location: Location) -> Any:
     tree = scanner.value()
     if scanner.position != scanner.size:
       raise ValueError(f'{scanner.size - scanner.position} bytes too many')
-  except disk_arrays.METADATA_ERRORS as error:
-    place = '/'.join(scanner.path)
-    raise ValueError(
-      f'{str(location)!r} ({scanner.size} bytes) is cut short or not a T5X'
-      f' checkpoint ({f"at {place}: " if place else ""}{error}); copy it again.'
-    ) from error
+  except disk_arrays.WRONG_DATA as error:
+    place = f'at {"/".join(scanner.path)}: ' if scanner.path else ''
+    why = f'is cut short or not a T5X checkpoint ({place}{error})'
+    source = f'{str(location)!r} ({scanner.size} bytes)'
+    raise ValueError(f'{source} {why}; copy it again.') from error
   return tree
 
 
@@ -458,11 +422,9 @@ class _Scanner:
   """Walks over a file, from value to value."""
 
   def __init__(self, location: Location):
-    self.size = location.size()
-    self.position = 0
+    self.size, self.position = location.size(), 0
     self.path: list[str] = []
-    self._location = location
-    self._window = (0, b'')
+    self._location, self._window = location, (0, b'')
 
   def value(self) -> Any:
     first = self._take(1)[0]
@@ -479,7 +441,16 @@ class _Scanner:
       return self._take(size).decode()
     if kind == 'bytes':
       return self._skip(size)
-    return size if kind == 'value' else self._extension(size)
+    if kind == 'value':
+      return size
+    code, end = self._take(1)[0], self.position + size
+    if code not in _ARRAYS:
+      self._skip(size)
+      return None
+    shape, name, span = self.value()
+    if self.position != end:
+      raise ValueError('an array of another length than its header says')
+    return _array(shape, np.dtype(name), [span])
 
   def _dict(self, size: int) -> Any:
     entries: dict[str, Any] = {}
@@ -491,18 +462,15 @@ class _Scanner:
         raise ValueError('it is there twice')
       entries[name] = value
       self.path.pop()
-    return _joined(entries) if _CHUNKED in entries else entries
-
-  def _extension(self, size: int) -> Any:
-    code = self._take(1)[0]
-    end = self.position + size
-    if code not in (_NDARRAY, _SCALAR):
-      self._skip(size)
-      return None
-    shape, name, span = self.value()
-    if self.position != end:
-      raise ValueError('an array of another length than its header says')
-    return _array(shape, np.dtype(name), [span])
+    if _CHUNKED not in entries:
+      return entries
+    # flax has cut an array into chunks, of at most 2 GiB each.
+    shape, parts = (
+      [entries[name][str(i)] for i in range(len(entries[name]))]
+      for name in ('shape', 'chunks')
+    )
+    spans = [span for part in parts for span in part.spans]
+    return _array(shape, parts[0].dtype, spans)
 
   def _skip(self, size: int) -> tuple[int, int]:
     span = self.position, size
@@ -524,25 +492,11 @@ class _Scanner:
     return taken
 
 
-def _array(
-  shape: Any, dtype: np.dtype, spans: list[tuple[int, int]]
-) -> ArrayBytes:
+def _array(shape: Any, dtype: np.dtype, spans: disk_arrays.Spans) -> ArrayBytes:
   """Makes an `ArrayBytes`; ValueError if its spans have another size."""
   if not all(type(size) is int and size >= 0 for size in shape):
     raise ValueError(f'an array of shape {list(shape)}')
   needed = math.prod(shape) * dtype.itemsize
-  if (have := sum(size for _, size in spans)) != needed:
-    raise ValueError(
-      f'{dtype} {list(shape)} needs {needed} bytes, found {have}'
-    )
+  if (size := sum(size for _, size in spans)) != needed:
+    raise ValueError(f'{dtype} {list(shape)} needs {needed} bytes, not {size}')
   return ArrayBytes(tuple(shape), dtype, spans)
-
-
-def _joined(chunked: dict[str, Any]) -> ArrayBytes:
-  """Joins an array that flax has cut into chunks, of at most 2 GiB each."""
-  shape, parts = (
-    [chunked[name][str(i)] for i in range(len(chunked[name]))]
-    for name in ('shape', 'chunks')
-  )
-  spans = [span for part in parts for span in part.spans]
-  return _array(shape, parts[0].dtype, spans)

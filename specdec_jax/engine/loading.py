@@ -74,7 +74,8 @@ def load(
       which are rounded when they are read, see `models.integers`; the
       computation is then in bfloat16, on a CPU in float32.
     adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
-      merged into the parameters when they are read, see `checkpoints.lora`.
+      merged into the parameters when they are read, see
+      `checkpoints.huggingface`.
     shortlist: for a drafter, the only tokens that it proposes, see
       `models.other_ids`: their ids; or the path of texts like the outputs, one
       a line, or of a table that `specdec train` fitted to such texts

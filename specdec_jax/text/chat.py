@@ -24,7 +24,6 @@ from specdec_jax.text import vocabulary
 from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 
 FILE = 'chat_template.jinja'
-_FIELD = 'chat_template'  # a field of tokenizer_config.json
 _SECONDS = 1.0  # the processor time for rendering one text
 _MOST = 1 << 23  # the most characters of a text, and bits of a number
 # Filters with a width or a count among their arguments.
@@ -83,22 +82,14 @@ class ChatTemplate:
       ValueError: the template does not take such messages.
     """
     end = _END.set(time.thread_time() + _SECONDS)
+    names = {'tools': None, 'documents': None, 'add_generation_prompt': True}
     try:
-      text: str = self._template.render(
-        messages=[
-          {key: value for key, value in message.items() if value is not None}
-          for message in messages
-        ],
-        tools=None,
-        documents=None,
-        add_generation_prompt=True,
-        **self._tokens,
-      )
+      said = [{k: x for k, x in m.items() if x is not None} for m in messages]
+      text: str = self._template.render(messages=said, **names, **self._tokens)
       _check_size(len(text))
     except Exception as error:  # the template may raise anything
-      raise ValueError(
-        f'{self._name} does not take these messages: {_why(error)}.'
-      ) from error
+      why = f'{self._name} does not take these messages: {_why(error)}.'
+      raise ValueError(why) from error
     finally:
       _END.reset(end)
     return text
@@ -112,9 +103,7 @@ class ChatTemplate:
       ValueError: as for `text`, or the vocabulary reads a special token out of
         plain text.
     """
-    marked = [
-      _each_text(self._tokenizer.hide_names, message) for message in messages
-    ]
+    marked = _each_text(self._tokenizer.hide_names, [*messages])
     return RenderedIds(self._tokenizer.encode_marked(self.text(marked)))
 
 
@@ -128,9 +117,9 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
     return None
   path = pathlib.Path(tokenizer.path)
   folder = path if path.is_dir() else path.parent
-  config = vocabulary.settings(folder)
-  file, name = folder / FILE, f'{str(folder / vocabulary.SETTINGS)!r}: {_FIELD}'
-  source = config.get(_FIELD)
+  config, file = vocabulary.settings(folder), folder / FILE
+  name = f'{str(folder / vocabulary.SETTINGS)!r}: chat_template'
+  source = config.get('chat_template')
   if os.path.lexists(file):
     name = repr(str(file))
     try:
@@ -144,11 +133,8 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
     source = named.get('default')
   if not isinstance(source, str):
     return None
-  tokens = {
-    name: vocabulary.content(value)
-    for name, value in config.items()
-    if name.endswith('_token') and vocabulary.content(value)
-  }
+  texts = {n: vocabulary.content(x) for n, x in config.items()}
+  tokens = {n: x for n, x in texts.items() if x and n.endswith('_token')}
   return ChatTemplate(source, tokenizer, tokens, name)
 
 
@@ -166,11 +152,7 @@ def _environment() -> Any:
     def parse(self, parser: Any) -> Any:
       line = next(parser.stream).lineno
       body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-      call = self.call_method('_same')
-      return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _same(self, caller: Callable[[], str]) -> str:
-      return caller()
+      return nodes.Scope(body, lineno=line)
 
   def refuse(message: str) -> None:
     raise TemplateError(message)
@@ -193,15 +175,14 @@ def _environment() -> Any:
         _check_sizes([*args, *kwargs.values()])
       return super().call(context, function, *args, **kwargs)
 
-  environment = Bounded(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=[Generation, 'jinja2.ext.loopcontrols'],
-  )
+  extensions = [Generation, 'jinja2.ext.loopcontrols']
+  trim = {'trim_blocks': True, 'lstrip_blocks': True}
+  environment = Bounded(**trim, extensions=extensions)
   environment.filters |= {'tojson': _to_json, 'format': _format}
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
-  environment.globals |= {'raise_exception': refuse, 'strftime_now': _now}
+  now = lambda form: datetime.datetime.now().strftime(form)  # noqa: E731
+  environment.globals |= {'raise_exception': refuse, 'strftime_now': now}
   del environment.globals['lipsum']  # this function may take arbitrarily long
   environment.extend(step=_step)
   return environment
@@ -277,10 +258,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
   # Jinja's own filter writes for HTML, and has fewer arguments.
   text = json.dumps(value, ensure_ascii=ensure_ascii, **options)
   return text.replace(json.dumps(vocabulary.MARK)[1:-1], vocabulary.MARK)
-
-
-def _now(form: str) -> str:
-  return datetime.datetime.now().strftime(form)
 
 
 def _each_text(function: Callable[[str], str], value: Any) -> Any:

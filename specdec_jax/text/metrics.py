@@ -10,14 +10,14 @@ from typing import Any
 
 from specdec_jax.checks.fields import package
 
-Target = str | Sequence[str]
-Metric = Callable[[Sequence[Target], Sequence[str]], dict[str, Any]]
+Targets = Sequence[str | Sequence[str]]
+Metric = Callable[[Targets, Sequence[str]], dict[str, Any]]
 
 _ROUGE = ('rouge1', 'rouge2', 'rougeL', 'rougeLsum')
 
 
 def bleu(
-  targets: Sequence[Target], predictions: Sequence[str], tokenize: str = '13a'
+  targets: Targets, predictions: Sequence[str], tokenize: str = '13a'
 ) -> dict[str, Any]:
   """Computes corpus BLEU by sacrebleu, with its default settings.
 
@@ -51,9 +51,7 @@ def bleu(
   return {'bleu': score.score, 'bleu_signature': str(metric.get_signature())}
 
 
-def rouge(
-  targets: Sequence[Target], predictions: Sequence[str]
-) -> dict[str, float]:
+def rouge(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
   """Computes mean ROUGE F-measures by rouge_score, without stemming.
 
   T5's own metric is the median of resampled means: the same number except for
@@ -81,31 +79,23 @@ def rouge(
   return {name: 100 * totals[name] / len(references) for name in _ROUGE}
 
 
-def t5_bleu(
-  targets: Sequence[Target], predictions: Sequence[str]
-) -> dict[str, Any]:
+def t5_bleu(targets: Targets, predictions: Sequence[str]) -> dict[str, Any]:
   """Computes `bleu` with international tokenization, as in the T5 paper."""
   return bleu(targets, predictions, tokenize='intl')
 
 
-def first_bleu(
-  targets: Sequence[Target], predictions: Sequence[str]
-) -> dict[str, Any]:
+def first_bleu(targets: Targets, predictions: Sequence[str]) -> dict[str, Any]:
   """Computes `bleu` with the first reference of each prediction alone."""
   score = bleu([texts[:1] for texts in _references(targets)], predictions)
   return {f'first_{name}': value for name, value in score.items()}
 
 
 # The metrics that a configuration can name.
-METRICS: Mapping[str, Metric] = {
-  'bleu': bleu,
-  'first_bleu': first_bleu,
-  't5_bleu': t5_bleu,
-  'rouge': rouge,
-}
+_METRICS = bleu, first_bleu, t5_bleu, rouge
+METRICS: Mapping[str, Metric] = {metric.__name__: metric for metric in _METRICS}
 
 
-def _references(targets: Sequence[Target]) -> list[list[str]]:
+def _references(targets: Targets) -> list[list[str]]:
   return [[t] if isinstance(t, str) else list(t) for t in targets]
 
 

@@ -1,7 +1,7 @@
 """Splits a long text into sentences, and joins their outputs again.
 
 A line break always ends a sentence. The package sentencex (extra `[split]`)
-finds the other ends. Where it errs, `_Rules` replaces characters before it
+finds the other ends. Where it errs, `_rules_of` replaces characters before it
 reads them, or this module moves the end or leaves it out. Marks of lists,
 headings, quotations and tables, links, code, and parts without a letter stay as
 they are. A sentence that is too long for a model is cut.
@@ -19,21 +19,16 @@ from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import package
 
-# Languages for which sentencex or abbreviations.toml has rules, as pairs of
-# NLLB's name and theirs.
-_LANGUAGES = dict(
-  pair.split('=')
-  for pair in """
-    amh=am arb=ar bul=bg ben=bn cat=ca dan=da deu=de ell=el eng=en spa=es fin=fi
-    fra=fr guj=gu hin=hi hye=hy ita=it jpn=ja kaz=kk kan=kn mal=ml mar=mr mya=my
-    nld=nl pan=pa pol=pl por=pt rus=ru slk=sk tam=ta tel=te ukr=uk bos=bs ces=cs
-    est=et hrv=hr hun=hu ind=id lit=lt ltz=lb lvs=lv nb=no nob=no ron=ro slv=sl
-    srp=sr swe=sv tur=tr""".split()
+# Abbreviations and ordinals by language; NLLB's names of languages.
+_TABLES = tomllib.loads(
+  pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
 )
-_OTHERWISE = 'en'
+# NLLB's name -> the name here, of languages that have rules.
+_LANGUAGES: dict[str, str] = _TABLES['languages']
 # Characters that sentencex gets at once: it takes quadratic time for texts
 # without spaces, and for quotation marks that are not closed.
 _BLOCK = 1 << 11
+Count = Callable[[str], int]  # of the tokens of a text
 _MOST_CHARACTERS = 64  # a longer text is more than one token, without counting
 _COUNTS = 1 << 12  # results of `count` that are cached, because words repeat
 # Long sentences are cut after clauses, then after words.
@@ -48,9 +43,6 @@ _UNSPACED = re.compile(
 )
 _PLAIN = re.compile(r'[\w\s,]*')  # no sentence ends inside such a text
 _LETTER = re.compile(r'[^\W\d_]')
-_TABLES = tomllib.loads(
-  pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
-)
 # Parts inside a line that are not decoded; a link's text lies between two.
 _MARKUP = r"""
   [^\S\r\n]{3,} | \t
@@ -62,9 +54,8 @@ _MARKUP = r"""
   | !?\[(?=[^][]*\]\() | \]\([^()\s]*\)
 """
 _IN_LINE = re.compile(_MARKUP, re.VERBOSE)
-_IN_TABLE = re.compile(
-  rf'\| | {_MARKUP}', re.VERBOSE
-)  # lines that begin with |
+# The same in lines that begin with |.
+_IN_TABLE = re.compile(rf'\| | {_MARKUP}', re.VERBOSE)
 _NUMERALS = '一二三四五六七八九十百'
 # Marks at the begin of a sentence, maybe several, which are not decoded.
 _MARK = re.compile(
@@ -128,20 +119,16 @@ def language_of(name: str | None) -> str:
   Args:
     name: such as 'de', 'de_DE' or NLLB's 'deu_Latn'; None means English.
   """
-  first = re.split('[-_]', (name or _OTHERWISE).lower())[0]
+  first = re.split('[-_]', (name or 'en').lower())[0]
   language = _LANGUAGES.get(first, first)
   if language not in _LANGUAGES.values():
-    warnings.warn(
-      f'split_lang: there are no rules of its own for {name!r}. Sentences'
-      ' are split by those of a related language or of English.',
-      stacklevel=2,
-    )
+    text = f'split_lang: there are no rules of its own for {name!r}. Sentences'
+    text += ' are split by those of a related language or of English.'
+    warnings.warn(text, stacklevel=2)
   return language
 
 
-def split(
-  text: str, language: str, count: Callable[[str], int], limit: int
-) -> Sentences:
+def split(text: str, language: str, count: Count, limit: int) -> Sentences:
   """Splits a text into sentences that a model can read.
 
   Example: `split('Hi! Bye.', 'en', len, 9).parts` is `['Hi!', 'Bye.']`.
@@ -176,7 +163,7 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
   if not _LETTER.search(line):
     return
   markup = _IN_TABLE if line.lstrip().startswith('|') else _IN_LINE
-  abbreviations = _rules_of(language).abbreviations
+  abbreviations, _ = _rules_of(language)
 
   def after_marks(begin: int, end: int) -> int:
     while mark := _MARK.match(line, begin, end):
@@ -201,25 +188,18 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
     begin = match.end() if match else end
 
 
-class _Rules(NamedTuple):
-  """The rules of a language.
-
-  Attributes:
-    abbreviations: words whose full stop ends no sentence.
-    changes: patterns and their replacements, of the same length, which
-      sentencex reads: `_` replaces a full stop that ends no sentence.
-  """
-
-  abbreviations: frozenset[str]
-  changes: Sequence[tuple[re.Pattern, Any]]
-
-
 @functools.cache
-def _rules_of(language: str) -> _Rules:
+def _rules_of(language: str) -> tuple[frozenset[str], list[Any]]:
+  """Returns the rules of a language.
+
+  Returns:
+    Words whose full stop ends no sentence; and patterns with their
+    replacements, of the same length, which sentencex reads: `_` replaces a full
+    stop that ends no sentence.
+  """
   words = frozenset(_TABLES['abbreviations'].get(language, '').split())
+  has_ordinals = language in _TABLES['ordinals'].split()
   ordinals = {r'(?<![\w.,:%–-])(\d{1,2}|[IVX]+)\.(?= )': r'\1_'}
-  if language not in _TABLES['ordinals'].split():
-    ordinals = {}
 
   def stop_if(holds: Callable[[re.Match], object]) -> Callable[..., str]:
     return lambda match: match[1] + '_' if holds(match) else match[0]
@@ -231,7 +211,7 @@ def _rules_of(language: str) -> _Rules:
       lambda match: words & {match[1], match[1].lower()}
     ),
     r'(?:^|(?<=[.!?] ))([^\W\d_]+ \d{1,3})\.(?= )': r'\1_',  # such as 'Step 1.'
-    **ordinals,
+    **(ordinals if has_ordinals else {}),
     r'([\dIVX]|(?<=\d )[^\W\d_]{1,5})\.(?= \W*(\w))': stop_if(
       lambda match: match[2].islower()
     ),
@@ -243,7 +223,7 @@ def _rules_of(language: str) -> _Rules:
     r'(?<=[^\W\d_]{4}\. )\d': 'X',
     rf'(?<=[。！？])[\da-zA-Z]|(?<={_UNSPACED.pattern}[!?])[\da-zA-Z]': '一',
   }
-  return _Rules(words, [(re.compile(x), to) for x, to in changes.items()])
+  return words, [(re.compile(x), to) for x, to in changes.items()]
 
 
 def ends(text: str, language: str) -> Iterator[int]:
@@ -253,7 +233,7 @@ def ends(text: str, language: str) -> Iterator[int]:
     return
   sentencex = package('Splitting texts into sentences', 'sentencex', 'split')
   plain, at, last = text, 0, 0
-  for pattern, to in _rules_of(language).changes:
+  for pattern, to in _rules_of(language)[1]:
     plain = pattern.sub(to, plain)
   while True:
     block = plain[at : at + _BLOCK]
@@ -281,12 +261,7 @@ def _goes_without_blank(text: str, at: int) -> bool:
   return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 
-def _cut(
-  text: str,
-  count: Callable[[str], int],
-  limit: int,
-  cuts: Sequence[re.Pattern] = _CUTS,
-) -> list[str]:
+def _cut(text: str, count: Count, limit: int, cuts: Any = _CUTS) -> list[str]:
   """Cuts a text into pieces of at most `limit` tokens."""
 
   def size(piece: str) -> int:

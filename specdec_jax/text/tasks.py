@@ -14,26 +14,23 @@ nowhere else in the library. Names, prefixes and metrics of T5's tasks are those
 of T5's own task definitions (Raffel et al. 2020, appendix D).
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
+import pathlib
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_jax import files
-from specdec_jax.checks.fields import (
-  check_choice,
-  check_number,
-  check_types,
-  nearest,
-  package,
-  unexpected,
-)
-from specdec_jax.files import TextLine, shipped
+from specdec_jax.checks import fields as checks
+from specdec_jax.checks.fields import nearest, package, unexpected
+from specdec_jax.files import shipped
 from specdec_jax.text import metrics
 from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import SENTENCEPIECE
@@ -41,6 +38,7 @@ from specdec_jax.text.vocabulary import SENTENCEPIECE
 FEATURES = ('inputs', 'targets')
 KINDS = ('txt', 'tsv', 'jsonl')
 TRAIN_SPLIT, EVAL_SPLIT, PROMPTS_SPLIT = 'train', 'validation', 'test'
+Examples = Iterator[dict[str, Any]]
 BROKEN = '<broken>'  # key of the reason why an example's line is broken
 # Keys that this module sets; fields of a line with these names are left out.
 _RESERVED = frozenset((*FEATURES, 'references', BROKEN))
@@ -51,38 +49,26 @@ EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 
 
 class T5Task(NamedTuple):
-  """A task of T5 over TensorFlow Datasets (TFDS).
+  """A task of T5 over TensorFlow Datasets (TFDS), in t5_tasks.toml.
 
   Attributes:
     tfds: dataset, configuration and version.
-    inputs: the feature of TFDS with the input; None: inputs are empty.
     targets: the feature of TFDS with the target.
+    inputs: the feature of TFDS with the input; None: inputs are empty.
     prefix: is put before each input.
     metrics: names of `metrics.METRICS`.
   """
 
   tfds: str
-  inputs: str | None
   targets: str
+  inputs: str | None = None
   prefix: str = ''
-  metrics: tuple[str, ...] = ()
+  metrics: Collection[str] = ()
 
 
-TASKS = {
-  'wmt_t2t_ende_v003': T5Task(
-    'wmt_t2t_translate/de-en:1.0.0',
-    'en',
-    'de',
-    'translate English to German: ',
-    ('t5_bleu',),
-  ),
-  # T5 used 3.1.0, which TFDS no longer makes. 3.4.0 differs: no space before
-  # the full stops of the targets (ROUGE ignores it), and two more features.
-  'cnn_dailymail_v002': T5Task(
-    'cnn_dailymail:3.4.0', 'article', 'highlights', 'summarize: ', ('rouge',)
-  ),
-  'lm1b_v110': T5Task('lm1b:1.1.0', None, 'text'),
-}
+_FILE = pathlib.Path(__file__).with_name('t5_tasks.toml')
+_TABLES = tomllib.loads(_FILE.read_text('utf-8'))
+TASKS = {name: T5Task(**table) for name, table in _TABLES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +109,7 @@ class LocalTask:
   distinct: bool = False
 
   def __post_init__(self):
-    check_types(self)
+    checks.check_types(self)
     paths = [shipped.find(path) for path in self.files.values()]
     missing = [path for path in paths if not os.path.isfile(path)]
     vocabulary = shipped.find(self.vocab_path)
@@ -133,9 +119,9 @@ class LocalTask:
       raise ValueError(f'Task {self.name!r}: there is no file {missing[0]!r}.')
     for path in paths:
       name = f'kind of {path!r}, by default the ending'
-      check_choice(name, self._kind(path), KINDS)
+      checks.check_choice(name, self._kind(path), KINDS)
     for metric in self.metrics:
-      check_choice('metrics', metric, metrics.METRICS)
+      checks.check_choice('metrics', metric, metrics.METRICS)
 
   @property
   def splits(self) -> Collection[str]:
@@ -150,9 +136,7 @@ class LocalTask:
     path = os.fspath(self.files[split])
     return reading(path, self._kind(path), self.inputs_field)
 
-  def texts(
-    self, split: str, keep_broken: bool = False
-  ) -> Iterator[dict[str, Any]]:
+  def texts(self, split: str, keep_broken: bool = False) -> Examples:
     """Reads the examples of a split, without tokenising them.
 
     Args:
@@ -189,7 +173,7 @@ class LocalTask:
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
     tokenizer: Vocabulary | None = None,
-  ) -> Iterator[dict[str, Any]]:
+  ) -> Examples:
     """Reads the examples of a split once, in their order.
 
     Args:
@@ -254,7 +238,10 @@ class SeqioTask:
     Raises:
       ValueError: TFDS has not prepared the data.
     """
-    check_prepared(self.task.source)
+    # seqio would begin a download that may take hours.
+    seqio, _ = import_seqio()
+    if isinstance(self.task.source, seqio.TfdsDataSource):
+      _check_prepared(self.task.source.tfds_dataset)
     return self.task.splits
 
   def reading(self, split: str) -> str | None:
@@ -266,7 +253,7 @@ class SeqioTask:
     task_feature_lengths: Mapping[str, int] | None = None,
     keep_broken: bool = False,
     tokenizer: Vocabulary | None = None,
-  ) -> Iterator[dict[str, Any]]:
+  ) -> Examples:
     """Reads the examples of a split as `LocalTask.examples` does.
 
     A task of seqio has its own vocabularies and no broken examples.
@@ -280,7 +267,15 @@ class SeqioTask:
     check_feature_lengths(lengths, task.output_features, self.name)
     # TFDS reads the part in brackets, as in 'test[:1%]'.
     check_split(self, split.split('[')[0])
-    check_vocabularies(task)
+    seqio, tf = import_seqio()
+    for feature in task.output_features.values():
+      if isinstance(feature.vocabulary, seqio.SentencePieceVocabulary):
+        path, exists = feature.vocabulary.sentencepiece_model_file, False
+        with contextlib.suppress(tf.errors.OpError):
+          exists = tf.io.gfile.exists(path)
+        if not exists:
+          name = f'vocabulary {path!r} of the task {task.name!r}'
+          raise unexpected(name, 'a file (VOCAB_PATH)', 'nothing')
     dataset = task.get_dataset(lengths or None, split, shuffle=False)
     ends = self.eos_ids()
     return (plain(example, ends) for example in dataset.as_numpy_iterator())
@@ -362,10 +357,8 @@ def find(
     name = os.path.basename(path).removesuffix('.gz')
     if ending_of(path) in KINDS:
       name = os.path.splitext(name)[0]
-    vocabulary, kind = tokenizer.path, kind_of(path)
-    task = LocalTask(
-      name, {split: path}, vocabulary, kind, prefix, distinct=distinct
-    )
+    of_file = {split: path}, tokenizer.path, kind_of(path), prefix
+    task = LocalTask(name, *of_file, distinct=distinct)
   if tokenizer is not None:
     other = Tokenizer(task.vocab_path)
     for field in ('fingerprint', 'eos_id'):
@@ -382,11 +375,10 @@ def find_one(task: str | LocalTask) -> Task:
   Raises:
     ValueError: as for `find`; or the name is that of a mixture.
   """
-  first, *others = find(task)
+  first, *others = tasks = find(task)
   if others:
-    names = [part.name for part in (first, *others)]
-    expected = f'one task, such as {names[0]}'
-    raise unexpected(str(task), expected, f'the tasks {names}')
+    names = f'the tasks {[part.name for part in tasks]}'
+    raise unexpected(str(task), f'one task, such as {first.name}', names)
   return first
 
 
@@ -424,19 +416,17 @@ def _subtasks(name: str, tokenizer: Vocabulary | None) -> list[Any]:
   except ValueError as error:
     if name in TASKS:
       raise
-    raise ValueError(
-      f'No task {name!r} is known without seqio.{nearest(name, TASKS)} {error}'
-    ) from error
+    near = nearest(name, TASKS)
+    why = f'No task {name!r} is known without seqio.{near} {error}'
+    raise ValueError(why) from error
   names = {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
   if name in names:
     return list(seqio.get_subtasks(seqio.get_mixture_or_task(name)))
   if name in TASKS:
     return [t5_task(name, tokenizer.path if tokenizer else None)]
-  raise ValueError(
-    f'There is no task {name!r}.{nearest(name, names | TASKS.keys())} Import'
-    ' the module that registers a task of your own first (`import my_tasks` in'
-    ' a gin file).'
-  )
+  near = nearest(name, names | TASKS.keys())
+  advice = 'Import the module of your own task first (gin: `import my_tasks`).'
+  raise ValueError(f'There is no task {name!r}.{near} {advice}')
 
 
 def import_seqio() -> tuple[Any, Any]:
@@ -445,10 +435,7 @@ def import_seqio() -> tuple[Any, Any]:
   Raises:
     ValueError: they are not installed.
   """
-  otherwise = (
-    'Local files need no such package: instead of a task give the path of a'
-    ' file, such as one of source<TAB>target lines.'
-  )
+  otherwise = 'Or give a path: a file of source<TAB>target lines needs neither.'
   seqio = package('A seqio task', 'seqio', 'tasks', otherwise)
   return seqio, package('A seqio task', 'tensorflow', 'tasks', otherwise)
 
@@ -471,63 +458,32 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
   # Otherwise seqio would begin to download data that are missing.
   source = seqio.TfdsDataSource(described.tfds, read_only=True)
   vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=EXTRA_IDS)
+  steps = seqio.preprocessors
+  feature = seqio.Feature(vocabulary, add_eos=True)
   return seqio.Task(
     name,
     source=source,
-    preprocessors=[
-      two_sides,
-      seqio.preprocessors.tokenize,
-      seqio.preprocessors.append_eos_after_trim,
-    ],
-    output_features=dict.fromkeys(
-      FEATURES, seqio.Feature(vocabulary, add_eos=True)
-    ),
+    preprocessors=[two_sides, steps.tokenize, steps.append_eos_after_trim],
+    output_features=dict.fromkeys(FEATURES, feature),
     metric_fns=[metrics.METRICS[metric] for metric in described.metrics],
   )
 
 
-def check_prepared(source: Any) -> None:
-  """Raises ValueError if the data are not prepared.
-
-  seqio would begin a download that may take hours.
-  """
-  seqio, _ = import_seqio()
-  if not isinstance(source, seqio.TfdsDataSource):
-    return
-  loader = source.tfds_dataset
+def _check_prepared(loader: Any) -> None:
+  """Raises ValueError if TFDS has not prepared the data of a loader."""
   if loader.name is None:
     return  # the loader joins several data sets, and TFDS raises their errors
   folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
-  command = (
-    'python -c "import tensorflow_datasets as tfds;'
-    f" tfds.builder('{loader.name}'{folder}).download_and_prepare()\""
-  )
+  command = f"tfds.builder('{loader.name}'{folder}).download_and_prepare()"
+  command = f'python -c "import tensorflow_datasets as tfds; {command}"'
   try:
     problem = f'are not in {loader.builder.data_path}'
     if loader.builder.is_prepared():
       return
   except (AssertionError, ValueError) as error:
     problem = f'cannot be loaded ({error})'
-  raise ValueError(
-    f"TensorFlow Datasets' {loader.name} {problem}. Get them by: {command}."
-    ' TFDS_DATA_DIR in the environment names another folder.'
-  )
-
-
-def check_vocabularies(task: Any) -> None:
-  """Raises ValueError if a vocabulary of a seqio task cannot be reached."""
-  seqio, tf = import_seqio()
-  for feature in task.output_features.values():
-    if not isinstance(feature.vocabulary, seqio.SentencePieceVocabulary):
-      continue
-    path = feature.vocabulary.sentencepiece_model_file
-    try:
-      exists = tf.io.gfile.exists(path)
-    except tf.errors.OpError:
-      exists = False
-    if not exists:
-      name = f'vocabulary {path!r} of the task {task.name!r}'
-      raise unexpected(name, 'a file (VOCAB_PATH)', 'nothing')
+  advice = f'Get them by: {command}. TFDS_DATA_DIR names another folder.'
+  raise ValueError(f"TensorFlow Datasets' {loader.name} {problem}. {advice}")
 
 
 def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
@@ -535,27 +491,23 @@ def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
   fields: dict[str, Any] = {'targets': np.zeros(0, np.int32)}
   for key, value in example.items():
     if isinstance(value, bytes):
-      fields[key] = _text(value)
+      fields[key] = value.decode('utf-8', 'replace')
     elif key in ends:
       if value.ndim == 1 and np.issubdtype(value.dtype, np.integer):
         fields[key] = value.astype(np.int32)
     elif isinstance(value, np.number):
       fields[key] = value.item()
     elif np.ndim(value) == 1 and value.dtype.hasobject:
-      fields[key] = [_text(part) for part in value]
+      fields[key] = [part.decode('utf-8', 'replace') for part in value]
   if fields['targets'].tolist() == [ends.get('targets')]:
     fields['targets'] = np.zeros(0, np.int32)
   return fields
 
 
-def _text(value: bytes) -> str:
-  return value.decode('utf-8', 'replace')
-
-
 # These functions read files of examples.
 
 
-def _distinct(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _distinct(examples: Iterable[dict[str, Any]]) -> Examples:
   """Yields one example per input, with the references of all its lines."""
   merged: dict[str, dict[str, Any]] = {}
   lines, broken_off = files.until_broken(iter(examples))
@@ -605,7 +557,7 @@ def read(
   inputs_field: str = 'inputs',
   targets_field: str | None = 'targets',
   keep_broken: bool = True,
-) -> Iterator[dict[str, Any]]:
+) -> Examples:
   """Yields the example of each line of a file; see `LocalTask.texts`.
 
   A line is broken if it has invalid UTF-8, NUL bytes, too many bytes or another
@@ -624,34 +576,28 @@ def read(
       number).
   """
   kind = kind or kind_of(path)
+  used = {'inputs': inputs_field, 'targets': targets_field}
   for number, line in enumerate(files.lines(path), 1):
     place = f'{path!r} line {number}'
     try:
-      yield _example(line, kind, place, inputs_field, targets_field)
+      if line.error is not None:
+        raise ValueError(f'{place}: {line.error}.')
+      if kind == 'jsonl':
+        example = _of_object(files.json_object(line.text, place), place, used)
+      else:
+        columns = line.text.split('\t') if kind == 'tsv' else [line.text]
+        if len(columns) > 2:
+          raise unexpected(
+            place, 'source<TAB>target', f'{len(columns)} columns'
+          )
+        example = dict(zip(FEATURES, [*columns, ''], strict=False))
     except ValueError as error:
       if not keep_broken:
         raise
       # The message quotes parts of the line, such as names of fields.
       why = files.writable(str(error)[:_MAX_REASON])
-      yield {'inputs': line.text, 'targets': '', BROKEN: why}
-
-
-def _example(
-  line: TextLine,
-  kind: str,
-  place: str,
-  inputs_field: str,
-  targets_field: str | None,
-) -> dict[str, Any]:
-  if line.error is not None:
-    raise ValueError(f'{place}: {line.error}.')
-  if kind == 'jsonl':
-    used = {'inputs': inputs_field, 'targets': targets_field}
-    return _of_object(files.json_object(line.text, place), place, used)
-  columns = line.text.split('\t') if kind == 'tsv' else [line.text]
-  if len(columns) > 2:
-    raise unexpected(place, 'source<TAB>target', f'{len(columns)} columns')
-  return dict(zip(FEATURES, [*columns, ''], strict=False))
+      example = {'inputs': line.text, 'targets': '', BROKEN: why}
+    yield example
 
 
 def field_of(fields: Mapping[str, Any], field: str, place: str, to_do: str):
@@ -679,29 +625,25 @@ def _of_object(
       texts['references'] = text
       text = text[0]
     parts = texts.get('references', [text])
+    where = f'{place}: field {field!r}'
     if not all(isinstance(part, str) for part in parts):
-      raise unexpected(f'{place}: field {field!r}', 'text', text)
+      raise unexpected(where, 'text', text)
     if any(part != files.writable(part) for part in parts):
-      where = f'{place}: field {field!r}'
       raise unexpected(where, 'characters', 'a lone surrogate (\\ud800)')
     texts[feature] = text
-  others = {
-    key: value
-    for key, value in fields.items()
-    if key not in {*used.values(), *_RESERVED}
-    and isinstance(value, str | int | float)
-  }
-  return others | texts
+  hidden = {*used.values(), *_RESERVED}
+  kept = {n: x for n, x in fields.items() if isinstance(x, str | int | float)}
+  return {n: x for n, x in kept.items() if n not in hidden} | texts
 
 
 def check_feature_lengths(
-  lengths: Mapping[str, int], features: Iterable[str], task: str
+  lengths: Mapping[str, int], features: Collection[str], task: str
 ) -> None:
   """Raises ValueError for a feature that a task lacks, or for a bad length."""
-  features = list(features)
   for feature, length in lengths.items():
-    check_choice(f'TASK_FEATURE_LENGTHS of task {task!r}', feature, features)
-    check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
+    name = f'TASK_FEATURE_LENGTHS of task {task!r}'
+    checks.check_choice(name, feature, features)
+    checks.check_number(f'TASK_FEATURE_LENGTHS[{feature!r}]', length, 1)
 
 
 def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -727,27 +669,21 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   """
   kind = kind_of(path)
   if kind == 'jsonl' and 'prediction' in next(records(path), ('', {}))[1]:
-    yield from _predictions(path)
+    # Records of errors have no pairs.
+    for _, record in records(path):
+      whole = record.get('inputs'), record.get('prediction')
+      for source, target in record.get('parts', [whole]):
+        target = target[-1] if isinstance(target, list) else target
+        if isinstance(source, dict):  # the features of a task
+          source = source.get('inputs_pretokenized')
+        if source and target:
+          yield source, target
     return
   for example in read(path, keep_broken=False):
     pair = example['inputs'], example['targets']
     source, target = ('', pair[0]) if kind == 'txt' else pair
     if target:
       yield source, target
-
-
-def _predictions(path: str) -> Iterator[tuple[str, str]]:
-  """Yields the pairs of predictions.jsonl, without records of errors."""
-  for _, record in records(path):
-    pairs = record.get(
-      'parts', [(record.get('inputs'), record.get('prediction'))]
-    )
-    for source, target in pairs:
-      target = target[-1] if isinstance(target, list) else target
-      if isinstance(source, dict):  # the source of a task is a dict of features
-        source = source.get('inputs_pretokenized')
-      if source and target:
-        yield source, target
 
 
 def read_prompts(
@@ -781,9 +717,8 @@ def read_prompts(
   longest = math.inf if limit is None else limit
   usable = [text for text in texts if text and 0 < count(text) <= longest]
   if not usable:
-    short = '' if limit is None else f' of at most {limit} tokens per line'
-    raise ValueError(
-      f'{name!r} has no line that can be decoded: expected UTF-8 text{short},'
-      f' got {len(texts)} lines that are empty or too long.'
-    )
+    short = '' if limit is None else f' of at most {limit} tokens'
+    where = f'{name!r} has no line that can be decoded'
+    got = f'{len(texts)} lines that are empty or too long'
+    raise unexpected(where, f'UTF-8 text{short}', got)
   return usable

@@ -21,7 +21,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.files import shipped
 from specdec_jax.files.locations import check_path
 from specdec_jax.text import vocabulary
-from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend
+from specdec_jax.text.vocabulary import JsonBackend, PiecesBackend, content
 
 PAD_ID = 0
 EOS_ID = 1
@@ -223,12 +223,9 @@ class Tokenizer(Vocabulary):
     ids = {piece: i for i, piece in backend.pieces.items()}
     self.eos_id = eos_id = self._end(ids, config, eos_token)
 
-    def id_of(name: str, otherwise: str = '') -> int:
-      token = vocabulary.content(config.get(name)) or otherwise
-      return ids.get(token, eos_id)
-
-    self.pad_id = id_of('pad_token', '<pad>')
-    self.unk_id = id_of('unk_token')
+    pad = content(config.get('pad_token')) or '<pad>'
+    self.pad_id = ids.get(pad, eos_id)
+    self.unk_id = ids.get(content(config.get('unk_token')), eos_id)
     self._special = {i for i, token in backend.added.items() if token.special}
     if isinstance(backend, PiecesBackend):
       self.unk_id = backend.unk_id
@@ -236,22 +233,19 @@ class Tokenizer(Vocabulary):
         self.pad_id = PAD_ID
       self._special |= {*backend.control}
       if backend.eos_id < 0 or 0 not in self._special:
-        raise unexpected(
-          f'{self.path!r}: id 0 and the end of sequence',
-          'padding or the unknown piece, and an id',
-          [backend.pieces[0], backend.eos_id],
-          'Train it with pad_id=0, eos_id=1, unk_id=2.',
-        )
-    self.languages = {
-      match[2] or match[0]: i
-      for i in sorted(self._special)
-      if (match := _LANGUAGE.fullmatch(backend.pieces[i]))
-    }
+        where = f'{self.path!r}: id 0 and the end of sequence'
+        expected = 'padding or the unknown piece, and an id'
+        got = [backend.pieces[0], backend.eos_id]
+        advice = 'Train it with pad_id=0, eos_id=1, unk_id=2.'
+        raise unexpected(where, expected, got, advice)
+    names = {i: backend.pieces[i] for i in sorted(self._special)}
+    found_in = {i: _LANGUAGE.fullmatch(name) for i, name in names.items()}
+    matches = {i: match for i, match in found_in.items() if match}
+    self.languages = {m[2] or m[0]: i for i, m in matches.items()}
     languages = {*self.languages.values()}
-    behind = map(backend.pieces.get, languages.intersection(backend.after))
-    matches = filter(None, map(_LANGUAGE.fullmatch, filter(None, behind)))
+    behind = languages.intersection(backend.after)
     # In old folders of NLLB-200 it does, other than the network was trained.
-    self.language_last = any(match.lastindex for match in matches)
+    self.language_last = any(matches[i].lastindex for i in behind)
     self.says_ends = isinstance(backend, JsonBackend)
     after = backend.after if self.says_ends else [eos_id]
     self.before = [i for i in backend.before if i not in languages]
@@ -271,7 +265,7 @@ class Tokenizer(Vocabulary):
     if eos_token is not None and eos_token not in ids:
       where = f'eos_token for {self.path!r}'
       raise unexpected(where, 'a token of this vocabulary', eos_token)
-    eos_token = eos_token or vocabulary.content(config.get('eos_token'))
+    eos_token = eos_token or content(config.get('eos_token'))
     candidates = [ids.get(eos_token), *self._backend.after[:1]]
     for token in candidates + [ids.get(name) for name in _ENDS]:
       if token is not None:
@@ -286,21 +280,17 @@ class Tokenizer(Vocabulary):
     text = backend.pieces.keys() - self._special
     ends = {self.eos_id, *self.before, *self.languages.values()}
     self.least_size = 1 + max(text | ends)
-    skip = self.skip_special_tokens
-    shows = vocabulary.SENTINEL.fullmatch  # by default sentinels are shown
-    self._hidden = {
-      i
-      for i in self._special & backend.pieces.keys()
-      if skip or (skip is None and not shows(backend.pieces[i]))
-    }
+    special = self._special & backend.pieces.keys()
+    is_sentinel = vocabulary.SENTINEL.fullmatch
+    default = {i for i in special if not is_sentinel(backend.pieces[i])}
+    hidden = {True: special, False: set(), None: default}
+    self._hidden = hidden[self.skip_special_tokens]
 
   def is_text(self, token: int) -> bool:
     """Whether an id is a piece of text, not padding or an added token."""
-    return token in self.pieces and not (
-      token in self._special
-      or token in self._backend.added
-      or token in (self.pad_id, self.unk_id, self.eos_id)
-    )
+    is_marked = token in self._special or token in self._backend.added
+    has_role = token in (self.pad_id, self.unk_id, self.eos_id)
+    return token in self.pieces and not is_marked and not has_role
 
   def bytes_of(self, token: int) -> bytes:
     """Returns the bytes of a piece, which may be a part of a character."""
@@ -323,12 +313,9 @@ class Tokenizer(Vocabulary):
       if self.is_text(token) and token not in self._hidden:
         ids.setdefault(self.bytes_of(token), []).append(token)
     ids.pop(b'', None)
-    shows_blank = {
-      token: self.decode([token]).startswith(' ')
-      for spelling, tokens in ids.items()
-      if spelling.startswith(b' ')
-      for token in tokens
-    }
+    blanks = [x for spelling, x in ids.items() if spelling.startswith(b' ')]
+    first = {i: self.decode([i]) for tokens in blanks for i in tokens}
+    shows_blank = {i: text.startswith(' ') for i, text in first.items()}
     drops_blank = not all(shows_blank.values())
     if drops_blank:  # blanks that show, such as bytes, never come first
       ids[b' '] = [x for x in ids.get(b' ', ()) if not shows_blank[x]]
@@ -371,11 +358,9 @@ class Tokenizer(Vocabulary):
     It is the same for all kinds of files of one vocabulary.
     """
     added = self._special | self._backend.added.keys()
-    pieces = sorted(
-      (i, piece)
-      for i, piece in self.pieces.items()
-      if i not in added and not vocabulary.SENTINEL.fullmatch(piece)
-    )
+    is_sentinel = vocabulary.SENTINEL.fullmatch
+    pieces = [(i, x) for i, x in self.pieces.items() if not is_sentinel(x)]
+    pieces = sorted(pair for pair in pieces if pair[0] not in added)
     text = json.dumps([pieces, sorted(self.languages.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -403,21 +388,17 @@ class Tokenizer(Vocabulary):
     """Marks names of special tokens in a user's words, see `encode_marked`."""
     text = text.replace(vocabulary.MARK, '')
     encoded = self._names.encode(text)
-    parts = (
-      (i, text[slice(*span)])
-      for i, span in zip(encoded.ids, encoded.offsets, strict=True)
-    )
-    return ''.join(
-      vocabulary.MARK.join([*part, '']) if i else part for i, part in parts
-    )
+    marked = ''
+    for i, span in zip(encoded.ids, encoded.offsets, strict=True):
+      part = text[slice(*span)]
+      marked += vocabulary.MARK.join([*part, '']) if i else part
+    return marked
 
   @functools.cached_property
   def _names(self) -> Any:
     """Finds the names of special tokens."""
-    special = self._special & self.pieces.keys()
-    return vocabulary.splitter(
-      vocabulary.added_token(self.pieces[i]) for i in special
-    )
+    names = [self.pieces[i] for i in self._special & self.pieces.keys()]
+    return vocabulary.splitter(map(vocabulary.added_token, names))
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids`; see `skip_special_tokens`.
@@ -429,9 +410,8 @@ class Tokenizer(Vocabulary):
     for token in map(int, ids):
       has_piece = token in self.pieces
       if not has_piece and not 0 <= token < self.vocab_size:
-        raise ValueError(
-          f'Token id {token} is outside the vocabulary of {self.vocab_size}.'
-        )
+        where = f'outside the vocabulary of {self.vocab_size}'
+        raise ValueError(f'Token id {token} is {where}.')
       if has_piece and token not in self._hidden:
         visible.append(token)
     return self._backend.decode(visible)
@@ -472,6 +452,7 @@ def train_tokenizer(
   """
   import sentencepiece
 
+  ids: dict[str, Any] = {'pad_id': PAD_ID, 'eos_id': EOS_ID, 'unk_id': UNK_ID}
   proto = io.BytesIO()
   try:
     sentencepiece.SentencePieceTrainer.train(
@@ -481,9 +462,7 @@ def train_tokenizer(
       vocab_size=vocab_size,
       character_coverage=0.9999,
       byte_fallback=True,
-      pad_id=PAD_ID,
-      eos_id=EOS_ID,
-      unk_id=UNK_ID,
+      **ids,
       bos_id=-1,
       # The number of threads decides the order in which expected counts are
       # summed, and so their rounding. A fixed number gives the same file on

@@ -49,6 +49,8 @@ _FAIRSEQ = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
 _MASK = '<mask>'
 _CODE = re.compile('>>.*?<<', re.DOTALL)  # Marian's language of the output
 _MOVED = 103  # Pegasus' ids before those of pieces
+Settings = Mapping[str, Any]  # tokenizer_config.json
+Added = Mapping[int, Any]  # id -> `AddedToken`
 
 
 def added_token(content: str, **fields: bool) -> Any:
@@ -93,7 +95,7 @@ def content(token: Any) -> str:
   return token if isinstance(token, str) else ''
 
 
-def named_tokens(config: Mapping[str, Any]) -> list[str]:
+def named_tokens(config: Settings) -> list[str]:
   """Returns special tokens that tokenizer_config.json names without ids."""
   names = [value for key, value in config.items() if key.endswith('_token')]
   for key in _LISTS:
@@ -102,9 +104,7 @@ def named_tokens(config: Mapping[str, Any]) -> list[str]:
   return [name for name in map(content, names) if name]
 
 
-def added_tokens(
-  folder: pathlib.Path, config: Mapping[str, Any]
-) -> dict[int, Any]:
+def added_tokens(folder: pathlib.Path, config: Settings) -> dict[int, Any]:
   """Reads the added tokens with ids in the files beside a vocabulary.
 
   Args:
@@ -131,9 +131,8 @@ def added_tokens(
     if not isinstance(number, int):
       where = f'{os.fspath(folder / ADDED)!r}: {name!r}'
       raise unexpected(where, 'the id of a token', number)
-    other = tokens.setdefault(
-      number, added_token(name, special=name in special)
-    )
+    token = added_token(name, special=name in special)
+    other = tokens.setdefault(number, token)
     if other.content != name:
       where = f'{os.fspath(folder)!r}: id {number} in {ADDED}'
       ours = f'{other.content!r} as in {SETTINGS}'
@@ -141,9 +140,7 @@ def added_tokens(
   return dict(sorted(tokens.items()))
 
 
-def _contradiction(
-  file: str | os.PathLike[str], token: Any, number: int, got: Any
-) -> ValueError:
+def _contradiction(file: Any, token: Any, number: int, got: Any) -> ValueError:
   """Makes the error for an added token that has another id in `file`."""
   expected = f'id {number} as {SETTINGS} or {ADDED} has it'
   where = f'{os.fspath(file)!r}: {token.content!r}'
@@ -165,12 +162,7 @@ class JsonBackend:
 
   sentinels: set[int] = set()
 
-  def __init__(
-    self,
-    place: pathlib.Path,
-    config: Mapping[str, Any],
-    added: Mapping[int, Any],
-  ):
+  def __init__(self, place: pathlib.Path, config: Settings, added: Added):
     """Loads a vocabulary.
 
     Args:
@@ -196,12 +188,10 @@ class JsonBackend:
       actual = processor.token_to_id(token.content)
       if actual != number:
         raise _contradiction(place, token, number, actual)
-    named = {
-      token.content for token in processor.get_added_tokens_decoder().values()
-    }
-    processor.add_special_tokens(
-      [name for name in named_tokens(config) if name not in named]
-    )
+    tokens = processor.get_added_tokens_decoder().values()
+    known = {token.content for token in tokens}
+    names = [name for name in named_tokens(config) if name not in known]
+    processor.add_special_tokens(names)
     self._processor = processor
     self.is_bpe = type(processor.model).__name__ == 'BPE'
     self.is_byte_level = 'ByteLevel' in repr(processor.decoder)
@@ -242,9 +232,8 @@ class JsonBackend:
         continue
       is_name = text[start:end].strip() == added.content.strip()
       if not is_name or text[end : end + 1] == MARK:
-        raise ValueError(
-          f'The vocabulary reads {added.content!r} out of plain text.'
-        )
+        why = f'The vocabulary reads {added.content!r} out of plain text.'
+        raise ValueError(why)
     return encoded.ids
 
   @functools.cached_property
@@ -274,14 +263,11 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
     field = re.sub('(?!^)([A-Z])', r'_\1', kind[1]).lower() if kind else ''
     why = f'it does not read the field {field!r}' if field else error
     whole = f'a vocabulary of the package tokenizers {tokenizers.__version__}'
-    raise ValueError(
-      f'{os.fspath(place)!r}: expected {whole} ({why}). {_COPY}'
-    ) from error
+    why = f'{os.fspath(place)!r}: expected {whole} ({why}). {_COPY}'
+    raise ValueError(why) from error
 
 
-def _of_vocab(
-  tokenizers: Any, place: pathlib.Path, config: Mapping[str, Any]
-) -> Any:
+def _of_vocab(tokenizers: Any, place: pathlib.Path, config: Settings) -> Any:
   """Makes the processor of vocab.json and merges.txt by `tokenizer_class`."""
   paths = [os.fspath(place), os.fspath(place.with_name(MERGES))]
   for path in paths:
@@ -301,27 +287,22 @@ def _of_vocab(
     level = parts.ByteLevel(add_prefix_space=prefix, use_regex=False)
     split = parts.Split(tokenizers.Regex(_QWEN), 'isolated')
     processor.pre_tokenizer = parts.Sequence([split, level])
-  ends = [
-    content(config.get(name)) if config.get(f'add_{name}') else ''
-    for name in ('bos_token', 'eos_token')
-  ]
+  bos = content(config.get('bos_token')) if config.get('add_bos_token') else ''
+  eos = content(config.get('eos_token')) if config.get('add_eos_token') else ''
   # CodeT5's and BART's tokenizers are of this kind.
   is_bart = processor.token_to_id(_MASK) is not None
   if is_bart:
     names = [*map(added_token, _FAIRSEQ), added_token(_MASK, lstrip=True)]
     processor.add_special_tokens(names)
   if is_bart or kind.startswith('Roberta') or config.get('cls_token'):
-    ends = [
-      content(config.get(name)) or default
-      for name, default in (('cls_token', _BOS), ('sep_token', _EOS))
-    ]
+    bos = content(config.get('cls_token')) or _BOS
+    eos = content(config.get('sep_token')) or _EOS
   elif processor.token_to_id(END) is not None and not config.get('eos_token'):
     processor.add_special_tokens([END])
-  first, last = ends
-  named = [name for name in ends if name]
+  named = [name for name in (bos, eos) if name]
   processor.add_special_tokens(named)
   processor.post_processor = tokenizers.processors.TemplateProcessing(
-    f'{first} $A {last}'.strip(),
+    f'{bos} $A {eos}'.strip(),
     special_tokens=[(name, processor.token_to_id(name)) for name in named],
   )
   return processor
@@ -364,8 +345,8 @@ class PiecesBackend:
   def __init__(
     self,
     path: str | os.PathLike[str],
-    config: Mapping[str, Any] | None = None,
-    added: Mapping[int, Any] | None = None,
+    config: Settings | None = None,
+    added: Added | None = None,
     numbers: dict[str, int] | None = None,
   ):
     """Loads a model.
@@ -393,7 +374,10 @@ class PiecesBackend:
     self.pieces = {i: piece for piece, i in ids_of.items()}
     self.control = {i: added_token(self.pieces[i]) for i in control}
     self.added = {} if config is None else dict(self.control)
-    count = self._num_sentinels(config or {})
+    has_own = any(map(SENTINEL.fullmatch, self.pieces.values()))
+    is_t5 = (self.eos_id, self.unk_id) == (1, 2) and not numbers
+    count = (config or {}).get('extra_ids', _SENTINELS)
+    count = count if is_t5 and not has_own and isinstance(count, int) else 0
     for i in range(count):
       self.added[self.size + count - 1 - i] = added_token(f'<extra_id_{i}>')
     self.sentinels: set[int] = set()
@@ -416,21 +400,13 @@ class PiecesBackend:
     self.pieces |= {i: token.content for i, token in self.added.items()}
     self._splitters: dict[bool, tuple[re.Pattern[str], Any]] = {}
 
-  def _num_sentinels(self, config: Mapping[str, Any]) -> int:
-    has_own = any(map(SENTINEL.fullmatch, self.pieces.values()))
-    if has_own or self._numbers or (self.eos_id, self.unk_id) != (1, 2):
-      return 0
-    count = config.get('extra_ids', _SENTINELS)
-    return count if isinstance(count, int) else 0
-
   def with_sentinels(self, exist: bool) -> 'PiecesBackend':
     """Returns a copy with `sentinels` as added tokens, or without them."""
     backend = copy.copy(self)
     if not exist:
-      backend.added, backend.pieces = (
-        {i: value for i, value in tokens.items() if i not in self.sentinels}
-        for tokens in (self.added, self.pieces)
-      )
+      kept = (self.added.keys() | self.pieces) - self.sentinels
+      backend.added = {i: x for i, x in self.added.items() if i in kept}
+      backend.pieces = {i: x for i, x in self.pieces.items() if i in kept}
     backend.sentinels, backend._splitters = set(), {}
     return backend
 
@@ -450,9 +426,8 @@ class PiecesBackend:
     ids = {token.content: i for i, token in self.added.items()}
     rows: list[list[int]] = [[] for _ in texts]
     for row, text, part in zip(rows, texts, parts, strict=True):
-      for i, name, span in zip(
-        part.ids, part.tokens, part.offsets, strict=True
-      ):
+      each = zip(part.ids, part.tokens, part.offsets, strict=True)
+      for i, name, span in each:
         rest = text[slice(*span)].replace(MARK, '')
         row += [ids[name]] if i else self._encode(rest)
     return rows
@@ -499,38 +474,36 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
     raise ValueError(f'{os.fspath(path)!r}: {problem}. {_COPY}') from error
 
 
-def _numbered(
-  place: pathlib.Path, config: dict[str, Any], kind: str
-) -> PiecesBackend:
+def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
   """Opens a sentencepiece model whose pieces have other ids than in the model.
 
   They follow from vocab.json (M2M-100, Marian), or from the special tokens that
   come first (mBART, Pegasus). Tokens of languages follow the pieces, in an
   order that no file of the folder has.
   """
-  folder, family = place.parent, ''
+  folder, family = path.parent, ''
   codes = content(config.get('language_codes'))
-  if place.name in (SOURCE, TARGET):
-    is_own = place.name == TARGET and config.get('separate_vocabs')
+  if path.name in (SOURCE, TARGET):
+    is_own = path.name == TARGET and config.get('separate_vocabs')
     numbers = _numbers_of(folder / (TARGET_VOCAB if is_own else VOCAB), ())
-  elif place.name == PIECES and os.path.lexists(folder / VOCAB):
+  elif path.name == PIECES and os.path.lexists(folder / VOCAB):
     numbers = _numbers_of(folder / VOCAB, _FAIRSEQ)
     family, codes = 'm2m100', codes or 'm2m100'
   else:
     first, skipped = [*_FAIRSEQ], 3
     if 'plbart' in kind:
       family, codes = 'plbart', codes or 'base'
-    elif place.name == PIECES:
+    elif path.name == PIECES:
       is_50 = 'mbart50' in kind or 'af_ZA' in named_tokens(config)
       family, codes = 'mbart', 'mbart50' if is_50 else 'mbart'
     else:
       unused = (f'<unk_{i}>' for i in range(2, config.get('offset', _MOVED)))
       first, skipped = [_PAD, _EOS, '<mask_1>', '<mask_2>', *unused], 2
-    model = _sentencepiece(place)
+    model = _sentencepiece(path)
     pieces = map(model.id_to_piece, range(skipped, model.vocab_size()))
     numbers = {name: i for i, name in enumerate([*first, *pieces])}
     if _UNK not in numbers:
-      where = f'{os.fspath(place)!r}: first pieces'
+      where = f'{os.fspath(path)!r}: first pieces'
       expected = f'{_PAD}, {_EOS}, {_UNK}, as in Pegasus'
       raise unexpected(where, expected, [*map(model.id_to_piece, range(3))])
   added = {}
@@ -547,10 +520,10 @@ def _numbered(
     if family == 'mbart':
       added[len(numbers) + len(names)] = added_token(_MASK, lstrip=True)
   added |= added_tokens(folder, config)
-  if place.name == SENTENCEPIECE:
+  if path.name == SENTENCEPIECE:
     added |= {i: added_token(name) for i, name in enumerate(first)}
-  backend = PiecesBackend(place, config, added, numbers)
-  backend.has_codes = place.name in (SOURCE, TARGET)
+  backend = PiecesBackend(path, config, added, numbers)
+  backend.has_codes = path.name in (SOURCE, TARGET)
   if family == 'plbart' or codes == 'mbart':
     backend.after = [backend.eos_id, len(numbers)]  # any language
   return backend
@@ -574,9 +547,10 @@ def is_marian(folder: pathlib.Path) -> bool:
   return any(os.path.lexists(folder / name) for name in (SOURCE, TARGET))
 
 
-def open_backend(
-  path: str,
-) -> tuple[JsonBackend | PiecesBackend, dict[str, Any]]:
+Backend = JsonBackend | PiecesBackend
+
+
+def open_backend(path: str) -> tuple[Backend, dict[str, Any]]:
   """Returns a vocabulary's backend, and the tokenizer_config.json beside it."""
   place, is_remote = pathlib.Path(path), '://' in path
   is_folder = not is_remote and place.is_dir()
@@ -595,12 +569,9 @@ def open_backend(
   ):
     is_json = place.suffix == '.json' and not is_remote
     return JsonBackend(place, {}, {}) if is_json else PiecesBackend(path), {}
-  config = settings(folder)
-  described = _object_of(folder / 'config.json')
-  kind = ' '.join(
-    content(x)
-    for x in (config.get('tokenizer_class'), described.get('model_type'))
-  ).lower()
+  config, described = settings(folder), _object_of(folder / 'config.json')
+  kinds = config.get('tokenizer_class'), described.get('model_type')
+  kind = ' '.join(map(content, kinds)).lower()
   is_moved = 'pegasus' in kind
   models = (PIECES, SOURCE, TARGET, *[SENTENCEPIECE] * is_moved)
   if place.name in models:
@@ -609,22 +580,13 @@ def open_backend(
   if place.name == SENTENCEPIECE:
     return PiecesBackend(place, config, added), config
   backend = JsonBackend(place, config, added)
-  if is_folder and place.name == TOKENIZER and not is_moved:
-    _check_same(folder, backend)
-  return backend, config
-
-
-def _check_same(folder: pathlib.Path, backend: JsonBackend) -> None:
-  """Raises ValueError if spiece.model has other pieces than tokenizer.json."""
-  if not os.path.lexists(folder / SENTENCEPIECE):
-    return
-  pieces = PiecesBackend(folder / SENTENCEPIECE).pieces
+  spiece = folder / SENTENCEPIECE
+  both = is_folder and place.name == TOKENIZER and os.path.lexists(spiece)
+  pieces = PiecesBackend(spiece).pieces if both and not is_moved else {}
   for i, piece in pieces.items():
     other = backend.pieces.get(i, piece)
     if other != piece and not SENTINEL.fullmatch(other):
-      raise unexpected(
-        f'{os.fspath(folder)!r} has two vocabularies: id {i}',
-        f'{other!r} as in {TOKENIZER}',
-        piece,
-        f'Remove it, or {SENTENCEPIECE}: what the weights do not belong to.',
-      )
+      where = f'{os.fspath(folder)!r} has two vocabularies: id {i}'
+      advice = f'Remove it or {SENTENCEPIECE}, whichever is not of the weights.'
+      raise unexpected(where, f'{other!r} as in {TOKENIZER}', piece, advice)
+  return backend, config

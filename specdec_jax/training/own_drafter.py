@@ -25,7 +25,7 @@ import rich.console
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.config_json import T5_IDS, SpecialIds
-from specdec_jax.checkpoints.safetensors_files import import_safetensors
+from specdec_jax.checkpoints.huggingface import import_safetensors
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.engine import calibration, loading

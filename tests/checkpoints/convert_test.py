@@ -30,12 +30,11 @@ all_targets = pytest.mark.parametrize('target', typing.get_args(convert.Format))
 def save(path, kind, config, params=None):
   """Writes parameters, by default those of `make`."""
   params = make(config)[1] if params is None else params
-  if kind == 'orbax':
-    checkpoints.save_orbax(path, params)
-  elif kind == 'safetensors':
+  if kind == 'safetensors':
     huggingface.save_huggingface(path, config, params)
   else:
-    checkpoints.save_t5x(path, params, step=0)
+    kinds = {'orbax': checkpoints.save_orbax, 't5x': checkpoints.save_t5x}
+    kinds[kind](path, params, *[0] * (kind == 't5x'))
   return path
 
 
@@ -147,11 +146,8 @@ def test_engines_of_eight_bits(tmp_path, tokenizer):
   params = draw()
   source, made = written(tmp_path, params)
   rounded = integers.rounded(params)
-  targets = (
-    load(made, NET),
-    load(source, NET, dtype='int8'),
-    Model(NET, params, dtype='int8'),
-  )
+  targets = [load(made, NET), load(source, NET, dtype='int8')]
+  targets.append(Model(NET, params, dtype='int8'))
   limits = dict(tokenizer=tokenizer, max_input_len=16, max_decode_len=8)
   texts = ['a red dog', 'cat cat']
 
@@ -163,9 +159,8 @@ def test_engines_of_eight_bits(tmp_path, tokenizer):
     for wanted in (params, integers.in_floats(rounded)):
       engine = Engine(target, made_for(fingerprint(wanted)), **limits)
       assert engine.fingerprints['target'] == fingerprint(rounded)
-    outputs.append(
-      [done.tokens for done in engine.generate(texts, speculative=False)]
-    )
+    done = engine.generate(texts, speculative=False)
+    outputs.append([completion.tokens for completion in done])
     other = made_for(fingerprint(draw(1)))
     with pytest.raises(ValueError, match="target: .* 'mine' was made for"):
       Engine(target, other, tokenizer=tokenizer)
@@ -215,7 +210,7 @@ def test_broken_ones(tmp_path, path, change, words):
   flat[path] = change(flat[path])
   kept = {name: array for name, array in flat.items() if array is not None}
   params = unflatten_dict(kept, sep='/')
-  checkpoints.save_orbax(tmp_path / 'broken', params)
+  checkpoints.save_t5x(tmp_path / 'broken', params, step=0)
   with pytest.raises(ValueError, match=words):
     checkpoints.load(tmp_path / 'broken', NET)
 
@@ -223,16 +218,14 @@ def test_broken_ones(tmp_path, path, change, words):
 @pytest.mark.parametrize('dtype', [None, 'int8'])
 def test_a_converted_drafter_remembers_its_target(tmp_path, dtype):
   """One that reads its target's encoder: Orbax's folder says for which."""
-  alone = t5.T5(
-    dataclasses.replace(NET.config, num_encoder_layers=0, num_decoder_layers=1)
-  )
+  layers = dict(num_encoder_layers=0, num_decoder_layers=1)
+  alone = t5.T5(dataclasses.replace(NET.config, **layers))
   draft, wanted = weights(alone, 3), fingerprint(draw())
   source = tmp_path / 'floats'
   checkpoints.save_t5x(source, draft, 0, about={'target': wanted})
-  for output, kind, as_dtype in (
-    ('folder', 'orbax', dtype),
-    ('file', 't5x', None if dtype != 'int8' else 'float32'),
-  ):
+  floats = 'float32' if dtype else None
+  cases = ('folder', 'orbax', dtype), ('file', 't5x', floats)
+  for output, kind, as_dtype in cases:
     source = converted(source, tmp_path / output, kind, dtype=as_dtype)
     found = load(source, alone)
     assert found.made_for == wanted, output

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read, what is refused, what is written."""
+"""Hugging Face folders and adapters: what is read, refused, written."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import folders
+import small_vocabulary
 import specdec_jax
 from folders import FOLDERS, LLAMA_3_1, WRONG, write_folder
 from specdec_jax import checkpoints
-from specdec_jax.checkpoints import config_json, huggingface
+from specdec_jax.checkpoints import config_json, families, huggingface
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
-from toy_families import assert_same, make
+from toy_families import SUPPORT, assert_same, make
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*arrays are for images')
 all_folders = pytest.mark.parametrize('name', FOLDERS)
@@ -30,55 +31,44 @@ read = folders.read
 # What is read.
 
 _CROSS = 'decoder.block.0.layer.1.EncDecAttention'
-# Our array, the one in the file, and what is done to that: T is its transpose.
+# Family, our array, the one in the file, and what is done to that.
 # M is 24 and D is 8 in the GPT-2 and the NLLB. tests/parity has all arrays.
-PINS = {
-  't5': """
-decoder/layers_1/encoder_decoder_attention/value/kernel \
-  decoder.block.1.layer.1.EncDecAttention.v T
-""",
-  'gpt2': """
-decoder/layers_1/self_attention/query/kernel h.1.attn.c_attn x[:,:M]/D**.5
-decoder/layers_1/self_attention/value/kernel h.1.attn.c_attn x[:,2*M:]
-decoder/layers_0/mlp/wo/kernel h.0.mlp.c_proj =
-decoder/decoder_norm/scale ln_f x*M**.5
-""",
-  'm2m_100': """
-encoder/layers_1/attention/query/kernel \
+PINS = """
+t5 decoder/layers_1/encoder_decoder_attention/value/kernel \
+  decoder.block.1.layer.1.EncDecAttention.v x.T
+gpt2 decoder/layers_1/self_attention/query/kernel \
+  h.1.attn.c_attn x[:,:M]/D**.5
+gpt2 decoder/layers_1/self_attention/value/kernel h.1.attn.c_attn x[:,2*M:]
+gpt2 decoder/layers_0/mlp/wo/kernel h.0.mlp.c_proj x
+gpt2 decoder/decoder_norm/scale ln_f x*M**.5
+m2m_100 encoder/layers_1/attention/query/kernel \
   encoder.layers.1.self_attn.q_proj x.T/D**.5
-decoder/layers_0/mlp/wi/kernel decoder.layers.0.fc1 T
-""",
-  'bart': """
-token_embedder/embedding decoder.embed_tokens =
-encoder/position_embedder/embedding encoder.embed_positions =
-decoder/layers_1/post_mlp_layer_norm/scale decoder.layers.1.final_layer_norm =
-""",
-  'marian': """
-token_embedder/embedding decoder.embed_tokens =
-encoder/token_embedder/embedding encoder.embed_tokens =
-""",
-  'qwen3': """
-decoder/layers_2/pre_mlp_layer_norm/scale layers.2.post_attention_layernorm =
-decoder/layers_0/self_attention/query_norm/scale layers.0.self_attn.q_norm =
-""",
-  'gemma3': """
-decoder/layers_2/pre_mlp_layer_norm/scale layers.2.pre_feedforward_layernorm =
-""",
-  't5gemma': """
-decoder/layers_0/encoder_decoder_attention/key/kernel \
-  decoder.layers.0.cross_attn.k_proj T
-""",
-}
+m2m_100 decoder/layers_0/mlp/wi/kernel decoder.layers.0.fc1 x.T
+bart token_embedder/embedding decoder.embed_tokens x
+bart encoder/position_embedder/embedding encoder.embed_positions x
+bart decoder/layers_1/post_mlp_layer_norm/scale \
+  decoder.layers.1.final_layer_norm x
+marian token_embedder/embedding decoder.embed_tokens x
+marian encoder/token_embedder/embedding encoder.embed_tokens x
+qwen3 decoder/layers_2/pre_mlp_layer_norm/scale \
+  layers.2.post_attention_layernorm x
+qwen3 decoder/layers_0/self_attention/query_norm/scale \
+  layers.0.self_attn.q_norm x
+gemma3 decoder/layers_2/pre_mlp_layer_norm/scale \
+  layers.2.pre_feedforward_layernorm x
+t5gemma decoder/layers_0/encoder_decoder_attention/key/kernel \
+  decoder.layers.0.cross_attn.k_proj x.T
+"""
 
 
 def pins_of(name):
   """Our array, the name in the file, and the function between both."""
   prefix = folders.PREFIXES.get(name, '')
-  words = PINS.get(name, '').replace('\\', '').split()
-  for ours, theirs, text in zip(*[iter(words)] * 3, strict=True):
-    text = {'T': 'x.T', '=': 'x'}.get(text, text)
-    function = eval(f'lambda x, M=24, D=8: {text}')
-    yield ours, f'{prefix}{theirs}.weight', function
+  for line in PINS.strip().splitlines():
+    family, ours, theirs, text = line.split()
+    if family == name:
+      function = eval(f'lambda x, M=24, D=8: {text}')
+      yield ours, f'{prefix}{theirs}.weight', function
 
 
 @all_folders
@@ -128,14 +118,11 @@ def add(name, *shape):
 
 def newer_names(arrays):
   """transformers 5 says `text_model`, and a file may have both tables."""
-  rename('encoder.layers', 'encoder.text_model.layers')(arrays)
-  rename('encoder.norm', 'encoder.text_model.norm')(arrays)
-  rename('encoder.embed_tokens.w', 'encoder.text_model.embed_tokens.w')(arrays)
-  copy(
-    'model.encoder.text_model.embed_tokens.weight',
-    'model.decoder.embed_tokens.weight',
-    'lm_head.out_proj.weight',
-  )(arrays)
+  for name in ('layers', 'norm', 'embed_tokens.w'):
+    rename(f'encoder.{name}', f'encoder.text_model.{name}')(arrays)
+  table = 'model.encoder.text_model.embed_tokens.weight'
+  names = 'model.decoder.embed_tokens.weight', 'lm_head.out_proj.weight'
+  copy(table, *names)(arrays)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +149,8 @@ def test_other_names_of_files_are_known(name, change, tmp_path):
 
 def test_a_head_of_its_own_beside_a_tied_config(tmp_path):
   """It is the head, as in transformers; T5's rescales what it reads."""
-  for name, shape, value in (
-    ('qwen3', (60, 24), 1.0),
-    ('t5 1.0', (61, 20), 20**-0.5),
-  ):
+  cases = ('qwen3', (60, 24), 1.0), ('t5 1.0', (61, 20), 20**-0.5)
+  for name, shape, value in cases:
     write_folder(tmp_path, name, add('lm_head.weight', *shape))
     config, params = read(tmp_path)
     assert not config.logits_via_embedding
@@ -175,11 +160,16 @@ def test_a_head_of_its_own_beside_a_tied_config(tmp_path):
 
 # What config.json says.
 
-_ROPES = {
-  'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
-  'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
-}
 _LOCAL, _FULL = 'sliding_attention', 'full_attention'
+_ROPES = {
+  _FULL: {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
+  _LOCAL: {'rope_type': 'default', 'rope_theta': 1e4},
+}
+_NO_ROPE = {'rope_scaling': None, 'rope_theta': None}
+_KINDS = {
+  'sliding_window_pattern': None,
+  'layer_types': [_LOCAL, _LOCAL, _FULL, _LOCAL],
+}
 
 
 @pytest.mark.parametrize(
@@ -193,21 +183,12 @@ _LOCAL, _FULL = 'sliding_attention', 'full_attention'
     # As transformers 5 writes RoPE, for all layers or for each kind.
     (
       'llama',
-      {
-        'rope_scaling': None,
-        'rope_theta': None,
-        'rope_parameters': LLAMA_3_1 | {'rope_theta': 5e5},
-      },
+      _NO_ROPE | {'rope_parameters': LLAMA_3_1 | {'rope_theta': 5e5}},
       {},
     ),
     (
       'gemma3_text',
-      {
-        'rope_scaling': None,
-        'sliding_window_pattern': None,
-        'layer_types': [_LOCAL, _LOCAL, _FULL, _LOCAL],
-        'rope_parameters': _ROPES,
-      },
+      _KINDS | {'rope_scaling': None, 'rope_parameters': _ROPES},
       {},
     ),
     ('llama', {'num_key_value_heads': None}, {'num_kv_heads': 6}),
@@ -267,15 +248,13 @@ def inside(name, part, **fields):
   return {part: FOLDERS[name][0][part] | fields}
 
 
+UNKNOWN = 'led bigbird_pegasus prophetnet fsmt blenderbot'.split()
+_CROSSED = inside('t5gemma', 'decoder', cross_attention_hidden_size=24)
 _SCALED = {'rope_scaling': LLAMA_3_1 | {'partial_rotary_factor': 0.5}}
 # Folder, what is changed in config.json, and what the message names if it is
 # not that field.
 CONFIGS_REFUSED = [
-  ('t5', {'model_type': 'led'}),
-  ('t5', {'model_type': 'bigbird_pegasus'}),
-  ('t5', {'model_type': 'prophetnet'}),
-  ('t5', {'model_type': 'fsmt'}),
-  ('t5', {'model_type': 'blenderbot'}),
+  *(('t5', {'model_type': name}) for name in UNKNOWN),
   ('t5', {'layer_norm_epsilon': 1e-5}),
   ('t5', {'feed_forward_proj': 'gated-gleu'}, 'gleu.* known: gated-gelu'),
   ('gpt2', {'n_embd': 25}, 'n_embd: .* n_head = 3, got 25'),
@@ -297,11 +276,7 @@ CONFIGS_REFUSED = [
   ('gemma2', {'sliding_window_size': 8}),
   ('t5gemma', {'decoder': None}),
   ('t5gemma', inside('t5gemma', 'decoder', bits=2), 'json: decoder: bits'),
-  (
-    't5gemma',
-    inside('t5gemma', 'decoder', cross_attention_hidden_size=24),
-    'decoder.cross_attention_hidden_size: .* 20, got 24',
-  ),
+  ('t5gemma', _CROSSED, 'decoder.cross_attention_hidden_size: .* 20, got 24'),
   ('t5gemma', inside('t5gemma', 'decoder', vocab_size=61), 'vocab_size'),
   ('t5gemma2', {'tie_word_embeddings': False}),
 ]
@@ -319,9 +294,7 @@ def test_configurations_that_are_refused(case):
 def test_values_of_another_kind(name):
   """A field is refused in a sentence, or does not matter."""
   described = FOLDERS[name][0]
-  inner = {
-    n: value for n, value in described.items() if isinstance(value, dict)
-  }
+  inner = {n: x for n, x in described.items() if isinstance(x, dict)}
   for part, fields in ({'': described} | inner).items():
     for field, value in itertools.product(fields, WRONG):
       changed = fields | {field: value}
@@ -346,27 +319,23 @@ def quantise(arrays):
   arrays['shared.weight'] = arrays['shared.weight'].astype(np.int8)
 
 
+SPOILT = (
+  'missing: decoder.final_layer_norm.weight',
+  'unknown: encoder.block.9.extra.weight',
+  'EncDecAttention.k.weight is [20, 12], expected [12, 20]',
+)
+TABLE = 'model.decoder.embed_tokens.weight'
+
+
 @pytest.mark.parametrize(
   ('name', 'change', 'words'),
   [
-    (
-      't5',
-      spoil,
-      [
-        'missing: decoder.final_layer_norm.weight',
-        'unknown: encoder.block.9.extra.weight',
-        'EncDecAttention.k.weight is [20, 12], expected [12, 20]',
-      ],
-    ),
+    ('t5', spoil, SPOILT),
     ('t5', quantise, ['shared.weight', 'I8']),
     ('t5', add('encoder.embed_tokens.weight', 61, 20), ['[61, 20] and shared']),
     ('gpt2', drop('transformer.wte.weight'), ['missing: wte.weight']),
     ('gpt2', add('wte.weight', 2), ['wte.weight in', 'twice']),
-    (
-      't5gemma2',
-      add('model.decoder.embed_tokens.weight', 60, 24),
-      ['encoder.embed_tokens.weight [60, 24]'],
-    ),
+    ('t5gemma2', add(TABLE, 60, 24), ['encoder.embed_tokens.weight [60, 24]']),
   ],
 )
 def test_arrays_that_are_refused(name, change, words, tmp_path):
@@ -392,15 +361,13 @@ def test_broken_folders(tmp_path):
     read(tmp_path)
 
 
-@pytest.mark.parametrize(
-  ('name', 'extra'),
-  [('safetensors', 'huggingface'), ('huggingface_hub', 'hub')],
-)
-def test_a_package_is_missing(name, extra, tmp_path, monkeypatch):
+def test_a_package_is_missing(tmp_path, monkeypatch):
   write_folder(tmp_path, 't5')
-  monkeypatch.setitem(sys.modules, name, None)
-  with pytest.raises(ValueError, match=rf'specdec_jax\[{extra}\]'):
-    checkpoints.load(tmp_path if extra == 'huggingface' else 'a/b')
+  for name in ('safetensors', 'huggingface_hub'):
+    monkeypatch.setitem(sys.modules, name, None)
+  for path, extra in ((tmp_path, 'huggingface'), ('a/b', 'hub')):
+    with pytest.raises(ValueError, match=rf'specdec_jax\[{extra}\]'):
+      checkpoints.load(path)
 
 
 # Ids.
@@ -424,22 +391,6 @@ def test_special_ids(tmp_path):
 
 
 # What is written.
-
-
-def test_round_trip_keeps_every_bit(tmp_path):
-  config = folders.UMT5
-  folder, params = tmp_path / 'new' / 'folder', make(config)[1]
-  ids = config_json.SpecialIds(decoder_start=0, eos=(2, 5), pad=1)
-  huggingface.save_huggingface(folder, config, params, ids=ids)
-  found, loaded = read(folder)
-  assert found == config
-  assert_same(loaded, params)
-  assert folders.special_ids(folder) == ids
-  narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-  huggingface.save_huggingface(folder, config, narrow)
-  assert_same(read(folder)[1], narrow)
-  described = json.loads((folder / 'config.json').read_text())
-  assert described['torch_dtype'] == 'bfloat16'
 
 
 def test_several_files(tmp_path):
@@ -488,19 +439,175 @@ def test_the_configuration_is_written_last(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('layers', [0, 3])
 @pytest.mark.parametrize(
-  'name', ['m2m_100', 'bart', 'mbart', 'pegasus', 'marian']
+  'name', ['umt5', 'm2m_100', 'bart', 'mbart', 'pegasus', 'marian']
 )
-def test_a_bart_is_written_as_it_is_read(name, layers, tmp_path):
+def test_what_is_written_is_read(name, layers, tmp_path):
   """Also a decoder alone, which reads its target's encoder."""
   config = dataclasses.replace(FOLDERS[name][1], num_encoder_layers=layers)
-  params = make(config)[1]
-  ids = config_json.SpecialIds(config.start_id, (2,), config.pad_id)
-  huggingface.save_huggingface(tmp_path, config, params, ids, {'target': 'x'})
-  have, loaded = read(tmp_path)
-  assert have == config and folders.special_ids(tmp_path) == ids
-  described = json.loads((tmp_path / 'config.json').read_text())
-  assert described['model_type'] == name
-  for ours, theirs in zip(
-    jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True
-  ):
+  params, dtype = make(config)[1], 'float32'
+  ids = config_json.SpecialIds(0, (2, 5), 1)
+  if name == 'umt5':
+    dtype = 'bfloat16'
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+  else:
+    ids = config_json.SpecialIds(config.start_id, (2,), config.pad_id)
+  folder, about = tmp_path / 'new' / 'folder', {'target': 'x'}
+  huggingface.save_huggingface(folder, config, params, ids, about)
+  have, loaded = read(folder)
+  assert have == config and folders.special_ids(folder) == ids
+  described = json.loads((folder / 'config.json').read_text())
+  assert (described['model_type'], described['torch_dtype']) == (name, dtype)
+  if name == 'umt5':  # every bit; a BART's queries are scaled
+    assert_same(loaded, params)
+    return
+  pairs = zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True)
+  for ours, theirs in pairs:
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+# Adapters that are merged when a model is loaded.
+
+RANK, ALPHA = 3, 7
+MERGED = {
+  name
+  for row in SUPPORT.values()
+  for name in row['model_type']
+  if 'lora' in row['features']
+}
+
+
+def write(folder, family, arrays):
+  folders.write_arrays(folder, arrays, FOLDERS[family][0])
+
+
+def adapter_of(family, base):
+  """Module, as PEFT calls it -> A [r, in] and B [out, r]; some of each kind."""
+  described, config = FOLDERS[family]
+  rows = families.table(families.FAMILIES[described['model_type']], config)
+  prefix, rng = folders.PREFIXES.get(family, ''), np.random.default_rng(1)
+  kernels = [
+    prefix + row.name.removesuffix('.weight')
+    for name, row in rows.items()
+    if name.endswith('/kernel') and 'logits' not in name
+  ]
+  found = {}
+  for module in [*dict.fromkeys(kernels)][::2]:
+    out, into = base[f'{module}.weight'].shape[:: -1 if family == 'gpt2' else 1]
+    halves = rng.standard_normal((RANK, into)), rng.standard_normal((out, RANK))
+    found[module] = tuple(half.astype(np.float32) for half in halves)
+  return found
+
+
+SAID = {'peft_type': 'LORA', 'r': RANK, 'lora_alpha': ALPHA, 'bias': 'none'}
+SAID |= {'fan_in_fan_out': False, 'init_lora_weights': True, 'use_dora': False}
+SAID |= {'modules_to_save': None, 'target_modules': ['q'], 'some_new_field': []}
+
+
+def write_adapter(folder, adapter, said=SAID, **more):
+  from safetensors.numpy import save_file
+
+  folder.mkdir(exist_ok=True)
+  arrays = dict(more)
+  for module, (down, up) in adapter.items():
+    arrays[f'base_model.model.{module}.lora_A.weight'] = down
+    arrays[f'base_model.model.{module}.lora_B.weight'] = up
+  save_file(arrays, folder / 'adapter_model.safetensors')
+  (folder / 'adapter_config.json').write_text(json.dumps(said))
+  return folder
+
+
+def merged(family, base, adapter, scale):
+  """The arrays of a file after merging, in float64."""
+  found = dict(base)
+  for module, (down, up) in adapter.items():
+    name = f'{module}.weight'
+    change = scale * np.einsum('or,ri->oi', up, down, dtype=float)
+    kernel = base[name] + (change.T if family == 'gpt2' else change)
+    found[name] = kernel.astype(base[name].dtype)
+  return found
+
+
+def loaded(folder, adapter=None):
+  return specdec_jax.load(folder, adapter=adapter).params
+
+
+def check_same(have, want, rtol):
+  def compare(leaf, other):
+    assert leaf.dtype == other.dtype
+    leaf, other = (np.asarray(x, np.float32) for x in (leaf, other))
+    np.testing.assert_allclose(leaf, other, rtol=rtol, atol=rtol)
+
+  jax.tree.map(compare, have, want)
+
+
+RS = {'use_rslora': True, 'rank_pattern': {'wo': RANK}}
+
+
+@pytest.mark.parametrize(
+  ('family', 'dtype', 'said', 'divided'),
+  [
+    ('t5', np.float32, RS, RANK**0.5),
+    ('llama', jnp.bfloat16, {}, RANK),
+    *((name, np.float32, {}, RANK) for name in sorted(MERGED)),
+  ],
+)
+def test_an_adapter_is_merged(family, dtype, said, divided, tmp_path):
+  base = folders.arrays_of(family, dtype=dtype)
+  write(tmp_path / 'base', family, base)
+  adapter = adapter_of(family, base)
+  place = write_adapter(tmp_path / 'adapter', adapter, SAID | said)
+  want = merged(family, base, adapter, ALPHA / divided)
+  write(tmp_path / 'merged', family, want)
+  have = loaded(tmp_path / 'base', place)
+  rtol = 1e-5 if dtype == np.float32 else 2**-7
+  check_same(have, loaded(tmp_path / 'merged'), rtol)
+  # Negative control: it is not what it was.
+  with pytest.raises(AssertionError):
+    check_same(have, loaded(tmp_path / 'base'), rtol)
+
+
+QUERY = 'encoder.block.0.layer.0.SelfAttention.q'
+
+
+def _other(module=QUERY, down=20, up=12, rank=RANK, value=1.0):
+  return {module: (np.full((rank, down), value), np.ones((up, rank)))}
+
+
+@pytest.mark.parametrize(
+  ('said', 'adapter', 'words'),
+  [
+    ({'peft_type': 'IA3'}, {}, 'peft_type'),
+    ({'bias': 'all'}, {}, 'bias'),
+    ({'init_lora_weights': 'pissa'}, {}, 'init_lora_weights'),
+    ({'alpha_pattern': {'q': 3}}, {}, 'alpha_pattern'),
+    ({'r': 0}, {}, 'r: .* 0'),
+    ({'r': RANK + 1}, _other(), r'A \[4, .*\[3, 20\]'),
+    # The end of the name alone would be right.
+    ({}, _other(f'vision.{QUERY}'), 'vision'),
+    ({}, _other(down=17), r'kernel \[12, 20\], got \[\[3, 17\], \[12, 3\]\]'),
+    ({}, _other(rank=0), r'kernel \[12, 20\], got \[\[0, 20\], \[12, 0\]\]'),
+    ({}, _other(value=np.nan), 'SelfAttention.q.* not finite'),
+    ({}, {}, 'nothing'),
+    ({}, {'base_model.model.q.lora_magnitude_vector': np.zeros(4)}, 'q.lora_m'),
+    ({}, {'base_model.model.q.lora_A.weight': np.ones((3, 4))}, 'q: .*lora_A'),
+  ],
+  ids=str,
+)
+def test_adapters_that_are_refused(said, adapter, words, tmp_path):
+  write(tmp_path / 'base', 't5', folders.arrays_of('t5'))
+  arrays = {n: a for n, a in adapter.items() if n.startswith('base_model')}
+  adapter = {n: a for n, a in adapter.items() if n not in arrays}
+  place = write_adapter(tmp_path / 'adapter', adapter, SAID | said, **arrays)
+  with pytest.raises(ValueError, match=words):
+    loaded(tmp_path / 'base', place)
+
+
+def test_what_is_no_adapter_or_no_folder(tmp_path):
+  write(tmp_path / 'base', 't5', folders.arrays_of('t5'))
+  with pytest.raises(ValueError, match=f'adapter {tmp_path}'):
+    specdec_jax.load(tmp_path / 'base', adapter=tmp_path)
+  demo = 'demo/target.msgpack'
+  with pytest.raises(ValueError, match=demo):
+    specdec_jax.load(
+      demo, network=small_vocabulary.network(1), adapter=tmp_path
+    )

@@ -1,4 +1,4 @@
-"""`checkpoints.load`: each format read, placed, refused.
+"""`checkpoints.load`: each format read, placed, refused; fingerprints.
 
 Nothing outside of a checkpoint's folder is read, a pipe is not waited for, and
 no kind of value in a file of metadata ends in a traceback.
@@ -20,6 +20,7 @@ import toy_families
 from folders import ARRAY, WRONG, write_stored
 from specdec_jax import checkpoints
 from specdec_jax.checkpoints import huggingface
+from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.models import t5
 from specdec_jax.text.tokenizer import Tokenizer
 from toy_families import TINY, assert_same
@@ -28,16 +29,16 @@ from toy_processes import output_of
 NETWORK, PARAMS = toy_families.make(TINY)
 
 
-WRITERS = {
-  'file': lambda folder, params: checkpoints.save_t5x(
-    folder / 'checkpoint', params, step=0
-  ),
-  'stored': write_stored,
-  'orbax': checkpoints.save_orbax,
-  'huggingface': lambda folder, params: huggingface.save_huggingface(
-    folder, TINY, params
-  ),
-}
+def write_file(folder, params):
+  checkpoints.save_t5x(folder / 'checkpoint', params, step=0)
+
+
+def write_huggingface(folder, params):
+  huggingface.save_huggingface(folder, TINY, params)
+
+
+WRITERS = {'file': write_file, 'huggingface': write_huggingface}
+WRITERS |= {'stored': write_stored, 'orbax': checkpoints.save_orbax}
 
 
 @pytest.fixture(scope='module')
@@ -78,6 +79,19 @@ def test_round_trip(name, tmp_path):
   for dtype in ('bfloat16', jnp.float32):
     loaded = checkpoints.load(path, dtype=dtype)
     assert_same(loaded, PARAMS, jnp.dtype(dtype))
+    assert fingerprint(loaded) == fingerprint(PARAMS)
+
+
+def test_fingerprints_tell_parameters_apart():
+  kernel = np.arange(300.0, dtype=np.float32).reshape(20, 15) / 7
+  params = {'a': {'kernel': kernel}}
+  own = fingerprint(params)
+  assert own == fingerprint(jax.tree.map(jnp.asarray, params))
+  renamed = {'b': params['a']}
+  reshaped = {'a': {'kernel': kernel.reshape(15, 20)}}
+  trained = {'a': {'kernel': kernel * 1.01}}
+  others = {fingerprint(x) for x in (renamed, reshaped, trained)}
+  assert len(others | {own}) == 4
 
 
 @pytest.mark.parametrize(
@@ -164,12 +178,8 @@ def test_only_regular_files(saved, tmp_path, kind):
     folder = shutil.copytree(saved, tmp_path / str(number))
     path = folder / name
     path.unlink(missing_ok=True)
-    if kind == 'pipe':
-      os.mkfifo(path)
-    elif kind == 'device':
-      path.symlink_to('/dev/zero')
-    else:
-      path.mkdir()
+    make = {'pipe': os.mkfifo, 'folder': os.mkdir}
+    make.get(kind, lambda path: path.symlink_to('/dev/zero'))(path)
     if name.startswith('vocab'):
       for read in (checkpoints.load, Tokenizer):
         with pytest.raises(ValueError, match='vocab'):
@@ -179,22 +189,18 @@ def test_only_regular_files(saved, tmp_path, kind):
 
 
 @pytest.mark.parametrize('to', ['itself', 'gone'])
-@pytest.mark.parametrize(
-  'name',
-  """
-  config.json model.safetensors generation_config.json shortlist.npz
-  tokenizer.json spiece.model
-  """.split(),
-)
-def test_a_link_that_leads_nowhere_is_named(saved, tmp_path, name, to):
+def test_a_link_that_leads_nowhere_is_named(saved, tmp_path, to):
   """Not taken for a file that is not there, which says another one's name."""
-  folder = shutil.copytree(saved / 'huggingface', tmp_path / 'a')
-  (folder / name).unlink(missing_ok=True)
-  (folder / name).symlink_to(name if to == 'itself' else to)
-  with pytest.raises(
-    ValueError, match=f'{name}.*(No such file|Too many levels)'
-  ):
-    specdec_jax.load(folder)
+  for name in """
+    config.json model.safetensors generation_config.json shortlist.npz
+    tokenizer.json spiece.model
+    """.split():
+    folder = shutil.copytree(saved / 'huggingface', tmp_path / f'of {name}')
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(name if to == 'itself' else to)
+    words = f'{name}.*(No such file|Too many levels)'
+    with pytest.raises(ValueError, match=words):
+      specdec_jax.load(folder)
   link = tmp_path / 'b'
   link.symlink_to(link if to == 'itself' else to)
   with pytest.raises(ValueError, match='b.: (No such file|Too many levels)'):
@@ -208,12 +214,10 @@ DEEP = '[' * 100_000
 
 @pytest.mark.parametrize('text', ['', DEEP, '[]', '\ud800'])
 def test_json_of_another_kind(saved, tmp_path, text):
-  for name in (
-    'huggingface/config.json',
-    'huggingface/generation_config.json',
-    'stored/array/.zarray',
-    'orbax/_METADATA',
-  ):
+  for name in """
+    huggingface/config.json huggingface/generation_config.json
+    stored/array/.zarray orbax/_METADATA
+    """.split():
     folder, _, inner = name.partition('/')
     place = shutil.copytree(saved / folder, tmp_path / name.replace('/', '-'))
     (place / inner).write_bytes(text.encode('utf-8', 'surrogatepass'))
@@ -234,23 +238,14 @@ def test_values_of_another_kind(saved, tmp_path, value):
   refused(stored, ARRAY)
 
 
-@pytest.mark.parametrize(
-  'harm',
-  [
-    lambda folder: (folder / '0.0').unlink(),
-    lambda folder: (folder / '1.1').write_bytes(b''),
-    lambda folder: (folder / '1.0').write_bytes(
-      (folder / '1.0').read_bytes()[:-25]
-    ),
-    lambda folder: (folder / '.zarray').write_text(
-      (folder / '.zarray').read_text().replace('[12,8]', '[12,9]')
-    ),
-  ],
-  ids='gone empty cut reshaped'.split(),
-)
+@pytest.mark.parametrize('harm', 'gone empty cut reshaped'.split())
 def test_broken_arrays_are_named(saved, tmp_path, harm):
   folder = copied(saved, tmp_path, 'stored')
-  harm(folder / 'array')
+  path = folder / 'array' / ('.zarray' if harm == 'reshaped' else '0.0')
+  data = path.read_bytes().replace(b'[12,8]', b'[12,9]')
+  path.write_bytes({'empty': b'', 'cut': data[:-25]}.get(harm, data))
+  if harm == 'gone':
+    path.unlink()
   refused(folder, f'the array {ARRAY} cannot be read: ', 'copy it again.')
 
 
@@ -270,8 +265,6 @@ def test_a_chunk_of_zeros_is_no_missing_chunk(tmp_path):
 # How much memory a load takes beside what it returns.
 
 MIB = 1 << 20
-
-
 MEASURE = """
 import json, re, sys
 import flax.serialization, jax, tensorstore
@@ -297,11 +290,6 @@ else:
 loaded = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 print(json.dumps([status('VmHWM'), before, loaded]))
 """
-
-
-def measured(*arguments):
-  """The peak of a fresh process, what it had before, and what it loaded."""
-  return json.loads(output_of(MEASURE, *arguments))
 
 
 def write_large(folder, rows, stored):
@@ -350,7 +338,7 @@ def test_memory(tmp_path, kind, dtype, place):
   write_large(path, rows, kind == 'stored')
   bound = 2 * 32 * MIB + (8 * MIB if place == 'device' else 0)
   for _ in range(5):
-    peak, before, loaded = measured(path, dtype, place)
+    peak, before, loaded = json.loads(output_of(MEASURE, path, dtype, place))
     assert loaded == total // (1 if dtype == 'float32' else 2)
     assert peak > before + loaded * 0.9  # it does measure
     if (beside := peak - before - loaded) < bound:
@@ -359,5 +347,6 @@ def test_memory(tmp_path, kind, dtype, place):
   if kind == 'file':
     # The bound is one that flax's own reader does not keep.
     path = path / 'checkpoint'
-    peak, before, loaded = measured(path, dtype, 'control')
+    output = output_of(MEASURE, path, dtype, 'control')
+    peak, before, loaded = json.loads(output)
     assert peak - before - loaded > 4 * 32 * MIB

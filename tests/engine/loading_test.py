@@ -5,6 +5,7 @@ import fnmatch
 import itertools
 import json
 import shutil
+import sys
 import types
 
 import jax
@@ -23,12 +24,7 @@ from folders import (
   write_vocabulary,
 )
 from specdec_jax import Engine, notebook
-from specdec_jax.checkpoints import (
-  config_json,
-  generation,
-  huggingface,
-  save_t5x,
-)
+from specdec_jax.checkpoints import config_json, huggingface, save_t5x
 from specdec_jax.checks import memory
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import main
@@ -326,7 +322,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(('settings', 'options', 'others'), SETTINGS)
 def test_what_a_folder_asks_of_generate(settings, options, others):
-  _, text = generation.read_settings(settings, 'x.json')
+  _, text = config_json.read_settings(settings, 'x.json')
   assert bool(text) == bool(options or others)
   assert f'do so: {options}.' in text or not options
   assert f'does: {others}.' in text or not others
@@ -343,7 +339,7 @@ def test_what_a_folder_asks_of_generate(settings, options, others):
 )
 def test_a_rule_of_another_type_is_named(name, value, expected):
   settings = {name: value, 'num_beams': 4}
-  rules, text = generation.read_settings(settings, 'x.json')
+  rules, text = config_json.read_settings(settings, 'x.json')
   assert not rules and 'x.json asks for num_beams=4' in text
   assert f'x.json: {name}: expected {expected}, got {value!r}' in text
 
@@ -396,7 +392,7 @@ def revisions(on_hub, tmp_path, monkeypatch):
     return str(folder)
 
   hub = types.SimpleNamespace(snapshot_download=snapshot_download)
-  monkeypatch.setattr(huggingface, 'package', lambda *_: hub)
+  monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
   monkeypatch.chdir(tmp_path)
   return revisions
 

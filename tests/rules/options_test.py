@@ -14,7 +14,7 @@ import pytest
 import small_vocabulary
 import toy_models
 from compilations import nothing_compiles
-from specdec_jax.checkpoints import generation
+from specdec_jax.checkpoints import config_json
 from specdec_jax.engine.options import options_of
 from specdec_jax.rules import automata, constraints
 from specdec_jax.rules.automata import FREE
@@ -283,7 +283,7 @@ def test_rules_of_a_folder(tokenizer):
     'num_beams': 4,
     'repetition_penalty': 1.0,
   }
-  rules, rest = generation.read_settings(settings, 'x.json')
+  rules, rest = config_json.read_settings(settings, 'x.json')
   assert rules == {'no_repeat_ngram_size': 2} and 'repeat' not in rest
   assert 'num_beams=4' in rest
   made = toy_models.chain_engine(tokenizer)

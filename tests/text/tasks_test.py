@@ -21,10 +21,9 @@ PAIRS = [
   ('a red tree sleeps here', 'ein roter Baum schläft hier'),
   ('a dog', ''),
 ]
-needs_seqio = pytest.mark.skipif(
-  importlib.util.find_spec('seqio') is None,
-  reason='needs seqio, the extra [tasks]',
-)
+WHY = 'needs seqio, the extra [tasks]'
+HAS_SEQIO = importlib.util.find_spec('seqio') is not None
+needs_seqio = pytest.mark.skipif(not HAS_SEQIO, reason=WHY)
 # TensorFlow and its companions warn about Python's own deprecations.
 quiet = pytest.mark.filterwarnings('ignore')
 
@@ -49,16 +48,12 @@ def to_seqio(task):
     return tf.data.Dataset.from_tensor_slices(columns)
 
   vocabulary = seqio.SentencePieceVocabulary(os.fspath(task.vocab_path))
+  feature, steps = seqio.Feature(vocabulary, add_eos=True), seqio.preprocessors
   return seqio.Task(
     task.name,
     source=seqio.FunctionDataSource(read, splits=tuple(task.files)),
-    preprocessors=[
-      seqio.preprocessors.tokenize,
-      seqio.preprocessors.append_eos_after_trim,
-    ],
-    output_features={
-      name: seqio.Feature(vocabulary, add_eos=True) for name in tasks.FEATURES
-    },
+    preprocessors=[steps.tokenize, steps.append_eos_after_trim],
+    output_features=dict.fromkeys(tasks.FEATURES, feature),
     metric_fns=[metrics.METRICS[name] for name in task.metrics],
   )
 
@@ -86,9 +81,7 @@ def test_a_tsv_task_has_prefix_text_ids_and_end(pairs, tokenizer):
     assert short['inputs_pretokenized'] == whole['inputs_pretokenized']
 
 
-def test_a_jsonl_task_takes_its_fields_and_keeps_the_others(
-  tokenizer, tmp_path
-):
+def test_a_jsonl_task_keeps_its_other_fields(tokenizer, tmp_path):
   path = tmp_path / 'papers.jsonl.gz'
   objects = [
     {'source': 'a house', 'title': 'house', 'year': 2018, 'id': 'x', 'n': [1]},
@@ -96,15 +89,9 @@ def test_a_jsonl_task_takes_its_fields_and_keeps_the_others(
   ]
   text = '\n'.join(map(json.dumps, objects))
   path.write_bytes(gzip.compress(text.encode()))
-  task = LocalTask(
-    'papers',
-    {'test': path},
-    tokenizer.path,
-    prefix='summarize: ',
-    inputs_field='source',
-    targets_field='title',
-    metrics=('rouge', 'bleu'),
-  )
+  fields = {'inputs_field': 'source', 'targets_field': 'title'}
+  fields |= {'prefix': 'summarize: ', 'metrics': ('rouge', 'bleu')}
+  task = LocalTask('papers', {'test': path}, tokenizer.path, **fields)
   first, second = task.examples('test')
   assert first['inputs_pretokenized'] == 'summarize: a house'
   assert first['targets'].tolist() == with_end(tokenizer, 'house')
