@@ -1,5 +1,6 @@
 """Regexes as automata: those of `re.fullmatch`, as texts and through tokens."""
 
+import functools
 import itertools
 import json
 import os
@@ -9,8 +10,9 @@ import resource
 import numpy as np
 import pytest
 
+from repository import ROOT
 from specdec_jax.rules import languages
-from specdec_jax.rules.constraints import SECONDS, Vocabulary
+from specdec_jax.rules.automata import SECONDS, Vocabulary
 from specdec_jax.text.tokenizer import Tokenizer
 
 LONGEST = 6
@@ -43,14 +45,8 @@ REGEXES = {
   ],
 }  # fmt: skip
 PAIRS = [(alphabet, one) for alphabet, each in REGEXES.items() for one in each]
-T5 = os.path.join(
-  os.path.dirname(__file__), '..', '..', 'shared/data/vocab/t5.spiece.model'
-)
-VOCABULARIES = {'bytes': None, 'demo': 'demo/vocab.model', 't5': T5}
-
-
-def test_there_are_enough():
-  assert len(PAIRS) >= 80
+T5 = ROOT / 'shared/data/vocab/t5.spiece.model'
+VOCABULARIES = {'demo': 'demo/vocab.model', 't5': T5}
 
 
 def accepted(language, alphabet):
@@ -64,6 +60,7 @@ def accepted(language, alphabet):
   return np.concatenate(found)
 
 
+@functools.cache
 def texts_of(alphabet):
   return [
     ''.join(text)
@@ -114,21 +111,14 @@ def test_strings_of_json():
 
 def vocabulary_of(name):
   """A `Vocabulary`, and an id that ends outputs."""
-  path = VOCABULARIES[name]
-  if path is None:
+  if name == 'bytes':
     return Vocabulary({bytes([b]): [b + 3] for b in range(256)}, False, 259), 1
+  path = VOCABULARIES[name]
   if not os.path.exists(path):
     pytest.skip(f'there is no {path}')
   tokenizer = Tokenizer(path)
   size = tokenizer.vocab_size
-  spellings = tokenizer.spellings(size)
-  return Vocabulary(*spellings, size), tokenizer.eos_id
-
-
-def laid(vocabulary, pattern, stop):
-  with languages.deadline(60):
-    language = languages.in_bytes(languages.regex(pattern))
-    return vocabulary.automaton('regex', language, [stop])
+  return Vocabulary(*tokenizer.spellings(size), size), tokenizer.eos_id
 
 
 def next_states(made):
@@ -142,15 +132,14 @@ def next_states(made):
   return states, ends > starts
 
 
+SLOW = [pytest.mark.slow, pytest.mark.system]
+
+
 @pytest.mark.parametrize(
   ('name', 'every'),
   [
-    ('bytes', 1),
-    ('demo', 8),
-    *(
-      pytest.param(name, 1, marks=[pytest.mark.slow, pytest.mark.system])
-      for name in ('demo', 't5')
-    ),
+    *(('bytes', 1), ('demo', 8)),
+    *(pytest.param(name, 1, marks=SLOW) for name in VOCABULARIES),
   ],
 )
 def test_tokens_are_those_that_texts_need(name, every):
@@ -161,7 +150,9 @@ def test_tokens_are_those_that_texts_need(name, every):
     if not want.any():
       continue
     try:
-      made = laid(vocabulary, pattern, stop)
+      with languages.deadline(60):
+        language = languages.in_bytes(languages.regex(pattern))
+        made = vocabulary.automaton('regex', language, [stop])
     except ValueError as error:
       assert name == 't5' and 'token for' in str(error), pattern
       continue
