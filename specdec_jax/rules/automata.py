@@ -10,7 +10,7 @@ stay in it.
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -317,57 +317,35 @@ def of_choices(
   )
 
 
-class _Level(NamedTuple):
-  """One level of a byte trie: its N nodes are prefixes of the same length.
-
-  Attributes:
-    before: int[N], the parent of each node, on the level before.
-    kinds: int[N], the class of the last byte.
-    words: the tokens that end on this level.
-    nodes: the node in which each of these tokens ends.
-  """
-
-  before: np.ndarray
-  kinds: np.ndarray
-  words: np.ndarray
-  nodes: np.ndarray
-
-
-class _Walks(NamedTuple):
-  """W walks through an automaton along a trie, sorted by the trie's nodes.
-
-  Attributes:
-    bounds: int[N + 1], the first walk of each node.
-    origins: int[W], the index of the state in which each walk began.
-    states: int[W], the state that each walk has reached.
-  """
-
-  bounds: np.ndarray
-  origins: np.ndarray
-  states: np.ndarray
+# One level of a byte trie, whose N nodes are prefixes of the same length: the
+# parent of each node on the level before, int[N]; the class of the last byte,
+# int[N]; the tokens that end on this level; and the node in which each ends.
+_Level = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def _walked(
   dfa: Dfa, tree: list[_Level], states: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray, _Walks]]:
+) -> Iterator[tuple[np.ndarray, ...]]:
   """Walks all words of a trie from several states at once, byte by byte.
 
-  Walks that cannot reach an accepting state are dropped.
+  Walks that cannot reach an accepting state are dropped. The W walks of a level
+  are sorted by the trie's nodes.
 
   Yields:
-    For each level the words that end there, the node of each, and the walks.
+    For each level the words that end there, and the node of each; the first
+    walk of each node, int[N + 1]; the index of the state in which each walk
+    began, int[W]; and the state that it has reached, int[W].
   """
-  walks = _Walks(np.array([0, len(states)]), np.arange(len(states)), states)
-  for level in tree:
+  bounds, origins = np.array([0, len(states)]), np.arange(len(states))
+  for before, kinds, words, nodes in tree:
     languages.check_time()
-    place, node = _spans(walks.bounds, level.before)
-    reached = dfa.step[walks.states[place], level.kinds[node]]
-    keep = np.flatnonzero(reached)
-    counts = np.bincount(node[keep], minlength=len(level.before))
-    walks = _Walks(
-      np.append(0, np.cumsum(counts)), walks.origins[place[keep]], reached[keep]
-    )
-    yield level.words, level.nodes, walks
+    place, node = _spans(bounds, before)
+    states, origins = dfa.step[states[place], kinds[node]], origins[place]
+    keep = np.flatnonzero(states)
+    counts = np.bincount(node[keep], minlength=len(before))
+    bounds = np.append(0, np.cumsum(counts))
+    states, origins = states[keep], origins[keep]
+    yield words, nodes, bounds, origins, states
 
 
 def _spans(
@@ -406,15 +384,14 @@ class Vocabulary:
     inside = np.arange(self._bytes.shape[1]) < self._lengths[:, None]
     self._bytes[inside] = self._spelled
     self._words = {*words} - {b''}
-    # Words that other words are composed of: characters, or single bytes.
-    self._elements = np.array(
-      [
-        index
-        for index, word in enumerate(words)
-        for parts in [_characters(word)]
-        if word in parts or not parts <= self._words
-      ]
-    )
+
+    def is_element(word: bytes) -> bool:
+      """Returns whether a word is a character, a byte, or composed of none."""
+      text = word.decode('utf-8', 'surrogateescape')
+      parts = {char.encode('utf-8', 'surrogateescape') for char in text}
+      return word in parts or not parts <= self._words
+
+    self._elements = np.flatnonzero([*map(is_element, words)])
 
   def automaton(
     self, name: str, language: Language, stop_ids: Sequence[int]
@@ -437,7 +414,7 @@ class Vocabulary:
     is_alive = self._alive(dfa, kinds)
     if not is_alive[dfa.start]:
       text = bytes(language.shortest() or b'').decode()[self.begins_blank :]
-      raise unwritable(name, text, self.missing(text))
+      raise self.unwritable(name, text)
     # The states of a block allow the same tokens.
     block = languages.blocks(
       dfa.step.T, is_alive.astype(np.int64), self._bytes.shape[1]
@@ -448,10 +425,9 @@ class Vocabulary:
     rows, only = [], []
     for part in np.array_split(states, 1 + len(states) * self._size // _CHUNK):
       flags = np.zeros((len(part), self._size), bool)
-      for tokens, nodes, walks in _walked(dfa, tree, part):
-        place, which = _spans(walks.bounds, nodes)
-        is_kept = is_alive[walks.states[place]]
-        flags[walks.origins[place], tokens[which]] = is_kept
+      for tokens, nodes, bounds, origins, reached in _walked(dfa, tree, part):
+        place, which = _spans(bounds, nodes)
+        flags[origins[place], tokens[which]] = is_alive[reached[place]]
       flags[:, stop_ids] = dfa.accepting[part, None]
       rows.append(packed(flags))
       is_one = np.bitwise_count(rows[-1]).sum(axis=1) == 1
@@ -476,7 +452,7 @@ class Vocabulary:
       keys = nodes * 256 + kinds[column[words]]
       keys, nodes = np.unique(keys, return_inverse=True)
       is_end = self._lengths[words] == depth + 1
-      levels.append(_Level(*np.divmod(keys, 256), words[is_end], nodes[is_end]))
+      levels.append((*np.divmod(keys, 256), words[is_end], nodes[is_end]))
       words, nodes = words[~is_end], nodes[~is_end]
     return levels
 
@@ -490,35 +466,27 @@ class Vocabulary:
     # state to those before it.
     edges = [(np.full_like(accepting, size), accepting)]
     tree = self._tree(kinds, self._elements)
-    for _, nodes, walks in _walked(dfa, tree, np.arange(size)):
-      place, _ = _spans(walks.bounds, np.unique(nodes))
-      edges.append((walks.states[place], walks.origins[place]))
+    for _, nodes, bounds, origins, reached in _walked(
+      dfa, tree, np.arange(size)
+    ):
+      place, _ = _spans(bounds, np.unique(nodes))
+      edges.append((reached[place], origins[place]))
     before, behind = np.concatenate(edges, axis=1)
     weights = np.ones(before.shape, np.float32)
     graph = csr_array((weights, (before, behind)), shape=(size + 1, size + 1))
     order = csgraph.breadth_first_order(graph, size, return_predecessors=False)
     return np.isin(np.arange(size), order)
 
-  def missing(self, text: str) -> list[str]:
-    """Returns the characters of a text that no tokens spell."""
-    return [
+  def unwritable(self, name: str, text: str) -> ValueError:
+    """Returns the error of an option whose text tokens cannot write."""
+    expected = 'what tokens of this vocabulary can write'
+    missing = [
       char
       for char in dict.fromkeys(text)
       if not char.isspace()
       and char.encode() not in self._words
       and not {bytes([byte]) for byte in char.encode()} <= self._words
     ]
-
-
-def unwritable(name: str, text: str, missing: Sequence[str]) -> ValueError:
-  """Returns the error of an option whose text has characters without tokens."""
-  expected = 'what tokens of this vocabulary can write'
-  if missing:
-    expected = f'a vocabulary with a token for {" ".join(missing)}'
-  return unexpected(name, expected, text, 'Its text cannot be written.')
-
-
-def _characters(word: bytes) -> set[bytes]:
-  """The characters of a word, and the bytes that are parts of others."""
-  text = word.decode('utf-8', 'surrogateescape')
-  return {char.encode('utf-8', 'surrogateescape') for char in text}
+    if missing:
+      expected = f'a vocabulary with a token for {" ".join(missing)}'
+    return unexpected(name, expected, text, 'Its text cannot be written.')

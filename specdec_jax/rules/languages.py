@@ -526,7 +526,11 @@ _MARKS = _symbols(((_CHARACTERS, _TOP - 1),)).repeat(0)
 _MARKED = _symbols(((0, _TOP - 1),)).repeat(0)
 # Python 3.14 and later find a match.
 _B_IN_NOTHING = re.match(r'\B', '') is not None
-_BEGINNINGS = (_constants.AT_BEGINNING_STRING, _constants.AT_BEGINNING)
+_BEGINNINGS = [(_constants.AT, _constants.AT_BEGINNING_STRING)]
+_BEGINNINGS.append((_constants.AT, _constants.AT_BEGINNING))
+_ENDS = [
+  (_constants.AT, x) for x in (_constants.AT_END, _constants.AT_END_STRING)
+]
 _LOOKAHEADS = (_constants.ASSERT, _constants.ASSERT_NOT)
 _UNKNOWN = {
   'ASSERT': 'lookarounds that are not at the beginning',
@@ -558,10 +562,10 @@ def regex(pattern: str, search: bool = False) -> Language:
     lookaheads, is_begin = [], not search
     while place < len(nodes):
       kind, value = nodes[place]
-      if value in _BEGINNINGS and not flags & re.MULTILINE:
+      if nodes[place] in _BEGINNINGS and not flags & re.MULTILINE:
         place, is_begin = place + 1, True
       elif is_begin and kind in _LOOKAHEADS and value[0] == 1:
-        lookaheads.append((kind, [(_constants.AT, _BEGINNINGS[0]), *value[1]]))
+        lookaheads.append((kind, [_BEGINNINGS[0], *value[1]]))
         del nodes[place]
       else:
         break
@@ -585,9 +589,18 @@ class _Reader:
 
   def whole(self, nodes: Any, flags: int, rest: Language = EMPTY) -> Language:
     """Returns the texts that parsed nodes match, each followed by `rest`."""
-    language = self._read(nodes, flags) + rest
-    if self._search:
-      language = concat([EVERY, language, EVERY])
+    nodes, before = [*nodes], EVERY if self._search else EMPTY
+    after = EVERY if self._search else rest
+    # Without marks, the automaton of most patterns is made in a third of the
+    # time.
+    if not flags & re.MULTILINE:
+      while nodes and nodes[0] in _BEGINNINGS:
+        before = EMPTY
+        del nodes[0]
+      if nodes and nodes[-1] in _ENDS and (self._search or rest is EMPTY):
+        after = EMPTY
+        del nodes[-1]
+    language = concat([before, self._read(nodes, flags), after])
     if not self._marks:
       return language
     misplaced = (_misplaced(*key, mark) for key, mark in self._marks.items())

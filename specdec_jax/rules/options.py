@@ -340,7 +340,7 @@ class RuleBook:
       return self._ids(name, text)
     ids = self._tokenizer.encode(text)
     if self._tokenizer.decode(ids).split() != text.split():
-      raise automata.unwritable(name, text, self._vocabulary.missing(text))
+      raise self._vocabulary.unwritable(name, text)
     return ids
 
   @functools.cached_property

@@ -239,10 +239,11 @@ class _Texts:
         expected = 'alternatives of which no value has two'
         raise schema.refusal('oneOf', expected)
     for values in _enumerations(schema):
-      nested = [_equal_to(schema, x) for x in values if _is_nested(x)]
-      plain = [value for value in values if not _is_nested(value)]
+      nested = [x for x in values if isinstance(x, list | Schema)]
+      plain = [x for x in values if not isinstance(x, list | Schema)]
       if nested:
-        lists.append([_derived(schema, enum=plain), *nested])
+        schemas = (_equal_to(schema, x) for x in nested)
+        lists.append([_derived(schema, enum=plain), *schemas])
     return tuple(lists)
 
   # These methods make the graphs of arrays and objects.
@@ -286,9 +287,7 @@ class _Texts:
     def is_last(seen: int) -> bool:
       return seen & needed == needed if is_free else seen == count
 
-    def following(
-      node: tuple[int, int, bool],
-    ) -> Iterator[tuple[Language, Any]]:
+    def following(node: Any) -> Iterator[tuple[Language, Any]]:
       seen, number, is_behind = node
       comma = self._comma if is_behind else EMPTY
       more = min(number + 1, last)
@@ -304,11 +303,10 @@ class _Texts:
         if number < most:
           yield comma + key + value, (seen, more, True)
 
-    inside = languages.graph(
-      (0, 0, False),
-      following,
-      lambda node: is_last(node[0]) and node[1] >= least,
-    )
+    def is_final(node: Any) -> bool:
+      return is_last(node[0]) and node[1] >= least
+
+    inside = languages.graph((0, 0, False), following, is_final)
     return self._open['{'] + inside + self._close['}']
 
   def _members(
@@ -387,10 +385,6 @@ def _derived(source: Schema, **keywords: Any) -> Schema:
   schema = Schema(keywords)
   schema.at = source.at
   return schema
-
-
-def _is_nested(value: Any) -> bool:
-  return isinstance(value, list | Schema)
 
 
 def _enumerations(schema: Schema) -> list[list[Any]]:

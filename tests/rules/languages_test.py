@@ -4,8 +4,10 @@ import functools
 import itertools
 import json
 import os
+import pathlib
 import re
 import resource
+import tomllib
 
 import numpy as np
 import pytest
@@ -17,33 +19,9 @@ from specdec_jax.text.tokenizer import Tokenizer
 
 LONGEST = 6
 # Alphabets, and regexes that are tried on all texts of them.
-REGEXES = {
-  'abc': [
-    'a|ab', 'ab|a', '(a|ab)(c|bc)', '(a|ab|abc)*', 'a*', 'a+b?', '(ab)+c*',
-    'a{2}', 'a{2,}', 'a{,2}b', 'a{1,3}?b', '(a{1,2}){2}', '((a|b)?c){0,2}',
-    '[ab]', '[^a]', '[^ab]+', '[a-b]{2,4}', '.', '.*b.*', '.{3}', '',
-    '(|a)b', '(a|)(b|)(c|)', 'a??b*?c+?', '(?:a(?:b(?:c)?)?)?', '(?P<x>a)b',
-    '(a|b)*a(a|b)', '((a*)*b)*', 'a|b|c|aa|bb|cc', '(a|b|c){6}',
-    '(?i)AB', '(?i:A)b', 'a(?i:B|C)', '(?s).', '(?x) a  b # c',
-    '(?!a)', '(?=a)b', '(?!ab|c)[abc]*', '(?!^[bc]*$)a?b*c*',
-    '^(?=.*b)(?=.*c)(?!.*a$)[a-c]+',
-  ],
-  'ab\n': [
-    '^a', 'a$', '^a$', '^a|b$', '(^a|b$)+', 'a^b', 'a$b', '\\Aa\\Z', 'a\\Zb?',
-    '(^|b)a($|b)', 'a$\n', 'a$\n?', '(?m)^a$\n^b$', '(?m)a$\n?b?', '(?m)^a',
-    '(?m)(^a\n?)*', '$', '^', '^$', '(a?^b|$)*', 'a.b', '(?s)a.b', '(a$|b)*',
-    '(?:a\\Z|b)*\\Z', '(?m:^b$)|a\n$',
-    '^(?!a$)[ab]*\n?', '\\A(?=a?$)a*\n*', '(?m)(?!^b)(?=a$|b)[^x]*',
-  ],
-  'a -': [
-    'a\\b.*', '\\ba\\b', '\\Ba|a\\B', 'a\\b-a', 'a\\Ba', '\\b', '\\B', '.\\b.',
-    '(\\ba\\b ?)*', '\\w+', '\\W', '\\s*a\\S*', '[\\w-]+', '[^\\W]',
-  ],
-  '1.eé٣': [
-    '\\d+', '[0-9]+(\\.[0-9]+)?', '\\d+(\\.\\d+)?(e1)?', '(?a)\\w+', '\\w+é?',
-    '[^\\d]', '(?i)É', 'é|1é', '[\x80-\uffff]+', '(1|1\\.1)(e|\\.)?',
-  ],
-}  # fmt: skip
+REGEXES = tomllib.loads(
+  pathlib.Path(__file__).with_name('regexes.toml').read_text('utf-8')
+)
 PAIRS = [(alphabet, one) for alphabet, each in REGEXES.items() for one in each]
 T5 = ROOT / 'shared/data/vocab/t5.spiece.model'
 VOCABULARIES = {'demo': 'demo/vocab.model', 't5': T5}

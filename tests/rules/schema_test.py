@@ -141,21 +141,19 @@ def wrong_of_suite(groups, language_of=made):
   return wrong, refused
 
 
-def test_some_of_the_official_suite():
-  groups = SUITE[::11]
-  assert wrong_of_suite(groups)[0] == []
+SLOW = [pytest.mark.slow, pytest.mark.parity]
+
+
+@pytest.mark.parametrize('every', [11, pytest.param(1, marks=SLOW)])
+def test_the_official_suite(every):
+  groups = SUITE[::every]
+  wrong, refused = wrong_of_suite(groups)
+  assert wrong == []
+  # More than a half of it is followed (two thirds of the whole suite).
+  assert len(refused) < len(groups) / (3 if every == 1 else 2)
   # Control: an automaton of any value is wrong.
   anything = made({})
   assert len(wrong_of_suite(groups, lambda _: anything)[0]) > 50
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-def test_the_official_suite():
-  wrong, refused = wrong_of_suite(SUITE)
-  assert wrong == []
-  # More than two thirds of the suite is followed, all of it without error.
-  assert len(refused) < len(SUITE) / 3
 
 
 def walks(language, count, seed=0):
