@@ -156,6 +156,7 @@ def read_draft(
     and the draft.
   """
   target, params, tree = context.target, context.target_params, None
+  assert target is not None  # `context_of` gives it
   cache = target.rewind(state.target_cache, state.visible_length - 1)
   tokens = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
   if draft.tree is not None:

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
@@ -398,7 +398,7 @@ def _kinds_of(values: list[Any]) -> _Kinds:
   groups: dict[str, list[Any]] = collections.defaultdict(list)
   for value in values:
     groups[_TYPE_OF.get(type(value), 'number')].append(value)
-  makers = {
+  makers: dict[str, Callable[[list[Any]], Language]] = {
     'number': lambda numbers: scalars.equal_to([*map(Decimal, numbers)]),
     'string': languages.words,
     'boolean': lambda flags: languages.words([*map(json.dumps, flags)]),
