@@ -217,11 +217,10 @@ def step(
 
   # Both caches keep the nodes that were live beams.
   num_kept = used + width * (1 + num_held)
-  first = used + width
 
   def keep(model, cache):
     if chosen.shape[1]:
-      cache = model.keep(cache, first, used[:, None] + chosen)
+      cache = model.keep(cache, used + width, used[:, None] + chosen)
     return model.rewind(cache, num_kept)
 
   if draft:
