@@ -20,7 +20,7 @@ from common import alone, demo_pair, peak, report
 from specdec_jax import Engine
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import as_drafter
-from specdec_jax.rules import constraints, languages
+from specdec_jax.rules import automata, languages
 from specdec_jax.rules.schema import language_of
 
 SCHEMA = {
@@ -68,10 +68,10 @@ def automaton(case) -> list[str]:
   for token in range(259, size):
     word = rng.choice(list(b' etaoinshrdlu",:{}'), rng.integers(2, 9))
     words.setdefault(bytes(word.tolist()), []).append(token)
-  vocabulary = constraints.Vocabulary(words, False, size)
+  vocabulary = automata.Vocabulary(words, False, size)
   begin, before, outcome = time.thread_time(), peak(), ''
   try:
-    with languages.deadline(constraints.SECONDS):
+    with languages.deadline(automata.SECONDS):
       if isinstance(rule, str):
         language = languages.in_bytes(languages.regex(rule))
       else:

@@ -13,7 +13,6 @@ result is that of the plain search whatever the drafter proposes; a round
 without proposals is the plain search itself.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -148,7 +147,9 @@ def start(
 
   search = Search(
     live=live,
-    finished=beams.none_finished(live),
+    finished=jax.tree.map(jnp.zeros_like, live).replace(
+      score=jnp.full_like(live.score, beams.ABSENT)
+    ),
     ancestors=jnp.repeat(is_prompt[:, None], width, axis=1),
     previous=Level(
       tokens=jnp.zeros((batch, width), jnp.int32),
@@ -204,9 +205,7 @@ def step(
   produced = search.live.length[:, :1] - request.prompt_length[:, None] + level
   forbidden = produced < request.min_length[:, None]
   count = request.search.num_candidates
-  candidates = beams.candidates(
-    logits, count, forbidden, request.stop_ids, _rules(request, prefix)
-  )
+  candidates = beams.candidates(request, logits, count, forbidden, prefix)
 
   # The target's own search goes on, by its own scores, while its live beams are
   # nodes of the tree.
@@ -218,11 +217,10 @@ def step(
 
   # Both caches keep the nodes that were live beams.
   num_kept = used + width * (1 + num_held)
-  first = used + width
 
   def keep(model, cache):
     if chosen.shape[1]:
-      cache = model.keep(cache, first, used[:, None] + chosen)
+      cache = model.keep(cache, used + width, used[:, None] + chosen)
     return model.rewind(cache, num_kept)
 
   if draft:
@@ -308,29 +306,6 @@ def _propose(
   # The index of the roots in their sequences.
   place = search.live.length[:, :1] - 1
 
-  def guess(cache, score, tokens, positions, visible, prefix, known=None):
-    """Reads nodes, and finds the best continuations of the last beams.
-
-    `known` has the target's candidates of some beams in place of guesses.
-    """
-    tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
-    features, cache = drafter.extend(params, cache, tokens, tree)
-    logits = drafter.head(params, features[:, -score.shape[1] :])
-    # No beam may end here: a beam that ends is not live.
-    every = jnp.ones(score.shape, bool)
-    count = min(draft_width, logits.shape[-1])
-    values, ids, _ = beams.candidates(
-      logits, count, every, request.stop_ids, _rules(request, prefix)
-    )
-    if known is not None:
-      known_values, known_ids = known
-      values = jnp.where(known_values[..., :1] > -jnp.inf, -jnp.inf, values)
-      ends = is_stop(request, known_ids)
-      known_values = jnp.where(ends, -jnp.inf, known_values)
-      values = jnp.append(values, known_values, axis=2)
-      ids = jnp.append(ids, known_ids, axis=2)
-    return cache, *beams.widen(score, values, ids, draft_width)
-
   # The drafter may lack the level before the roots, see `Search.previous`.
   cache = drafter.rewind(state.draft_cache, used - width)
   tokens, visible, _ = _joined([search.previous, roots.replace(prefix=None)])
@@ -338,20 +313,30 @@ def _propose(
   positions = jnp.maximum(positions - (np.arange(2 * width) < width), 0)
   beaten = beams.is_beaten(request, search.live, search.finished)
   score = jnp.where(beaten, beams.ABSENT, search.live.score)
-  known = search.known_values, search.known_ids
   above, prefix, levels = roots.visible, roots.prefix, []
-  nodes = tokens, positions, visible
   # A loop of the device would carry the cache, and copy it in and out.
   for depth in range(request.gamma):
-    cache, score, parents, tokens = guess(
-      cache, score, *nodes, prefix, None if depth else known
-    )
+    # Reads nodes, and finds the best continuations of the last beams.
+    tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
+    features, cache = drafter.extend(params, cache, tokens, tree)
+    logits = drafter.head(params, features[:, -score.shape[1] :])
+    # No beam may end here: a beam that ends is not live.
+    every = jnp.ones(score.shape, bool)
+    count = min(draft_width, logits.shape[-1])
+    values, ids, _ = beams.candidates(request, logits, count, every, prefix)
+    if not depth:  # the target's candidates replace guesses
+      known = search.known_values
+      values = jnp.where(known[..., :1] > -jnp.inf, -jnp.inf, values)
+      known = jnp.where(is_stop(request, search.known_ids), -jnp.inf, known)
+      values = jnp.append(values, known, axis=2)
+      ids = jnp.append(ids, search.known_ids, axis=2)
+    score, parents, tokens = beams.widen(score, values, ids, draft_width)
     begin = used + width + depth * draft_width
     above = _see_self(beams.gather(above, parents), begin, draft_width)
     if request.ruling is not None and prefix is not None:
       prefix = request.ruling.longer(beams.gather(prefix, parents), tokens)
     levels.append(Level(tokens, above, parents, prefix))
-    nodes = tokens, place + 1 + depth, above
+    positions, visible = place + 1 + depth, above
   return cache, levels
 
 
@@ -384,12 +369,6 @@ def _joined(levels: list[Level]) -> tuple[jax.Array, jax.Array, Any]:
   """Concatenates levels: tokens int32[B, N], masks bool[B, N, T], prefixes."""
   parts = [(level.tokens, level.visible, level.prefix) for level in levels]
   return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *parts)
-
-
-def _rules(request: Request, prefix: Any):
-  """Returns the function that adjusts log-probabilities; None without rules."""
-  ruling = request.ruling
-  return ruling and functools.partial(ruling.adjust, prefix)
 
 
 def _replay(

@@ -7,7 +7,6 @@ are the next live beams. `transformers` differs in four points, see
 `BeamScoring`.
 """
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -77,37 +76,35 @@ def start(request: Request, tokens: jax.Array) -> Hypotheses:
   )
 
 
-def none_finished(live: Hypotheses) -> Hypotheses:
-  """Returns K finished beams, none of which exists."""
-  zeros = jax.tree.map(jnp.zeros_like, live)
-  return zeros.replace(score=jnp.full_like(live.score, ABSENT))
-
-
 def candidates(
+  request: Request,
   logits: jax.Array,
   count: int,
   forbidden: jax.Array,
-  stop_ids: jax.Array,
-  adjust: Callable[[jax.Array], jax.Array] | None = None,
+  prefix: Prefix | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Finds the likeliest tokens after each of N nodes.
 
+  Token rules adjust the log-probabilities, which then need not sum to 1, as in
+  transformers.
+
   Args:
+    request: stop ids and token rules.
     logits: float32[B, N, V].
     count: C, number of tokens.
     forbidden: bool[B, N], the nodes after which no beam may end. The other
       tokens keep their probabilities, as in transformers.
-    stop_ids: int32[K].
-    adjust: applies token rules to the log-probabilities, which then need not
-      sum to 1, as in transformers; None without rules.
+    prefix: the sequences up to each node, [B, N]; None without rules.
 
   Returns:
     Log-probabilities float32[B, N, C] and tokens int32[B, N, C], from the
     likeliest on; and bool[B, N], whether the logits give probabilities, see
     `probs.valid_logits`.
   """
-  if adjust is not None:
-    adjusted = jnp.maximum(adjust(jax.nn.log_softmax(logits)), ABSENT)
+  stop_ids = request.stop_ids
+  if request.ruling is not None and prefix is not None:
+    adjusted = request.ruling.adjust(prefix, jax.nn.log_softmax(logits))
+    adjusted = jnp.maximum(adjusted, ABSENT)
     values, ids, _ = probs.top_tokens(adjusted, count, stop_ids, forbidden)
     return values, ids, probs.valid_logits(logits)
   values, ids, maximum = probs.top_tokens(logits, count, stop_ids, forbidden)

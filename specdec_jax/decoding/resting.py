@@ -25,7 +25,7 @@ from flax import struct
 from specdec_jax.drafters.small_model import catch_up_calls
 from specdec_jax.models import backend
 from specdec_jax.request import RestPolicy
-from specdec_jax.types import DecodeStats, Draft, Verdict
+from specdec_jax.types import Draft, Verdict
 
 # The limit, in calls of the target over one token. With 1.5 a drafter that is
 # right .7 of the time would rest at once in one of eleven outputs, needlessly.
@@ -144,41 +144,20 @@ class Rests:
     zeros = jnp.zeros((batch,), jnp.int32)
     return cls(zeros.astype(jnp.float32), zeros, zeros)
 
-
-def after_round(
-  policy: RestPolicy | None,
-  rests: Rests | None,
-  stats: DecodeStats,
-  running: jax.Array,
-  draft: Draft,
-  verdict: Verdict,
-) -> tuple[Rests | None, DecodeStats]:
-  """Returns the accounts and the counts after a round.
-
-  Args:
-    policy: the costs; None leaves the accounts as they are.
-    rests: the accounts before; None if no drafter ever rests.
-    stats: the counts before.
-    running: bool[B], rows that were unfinished before the round.
-    draft: the proposals of the round.
-    verdict: the number of accepted proposals.
-  """
-  stats = stats.after_round(running, draft.length, verdict)
-  if policy is None or rests is None:
-    return rests, stats
-  limit = policy.patience
-  rested = rests.left > 0
-  lost = policy.costs[draft.length] - (verdict.num_accepted + 1)
-  loss = jnp.where(rested, rests.loss, rests.loss + lost)
-  begins = ~rested & (loss > limit)
-  rest = jnp.float32(policy.first_rest) * jnp.float32(_GROWTH) ** rests.count
-  rest = jnp.minimum(rest, _MOST_REST).astype(jnp.int32)
-  count = jnp.where(loss <= 0, 0, rests.count + begins)
-  after = Rests(
-    # The loss stays at the limit, so that a probe that loses begins a rest.
-    loss=jnp.clip(loss, -_CREDIT * limit, limit),
-    count=count,
-    left=jnp.where(begins, rest, jnp.maximum(rests.left - 1, 0)),
-  )
-  fallback_rounds = stats.fallback_rounds + (running & rested)
-  return after, stats.replace(fallback_rounds=fallback_rounds)
+  def after_round(
+    self, policy: RestPolicy, draft: Draft, verdict: Verdict
+  ) -> 'Rests':
+    """Returns the accounts after a round of a draft and its verdict."""
+    limit = policy.patience
+    rested = self.left > 0
+    lost = policy.costs[draft.length] - (verdict.num_accepted + 1)
+    loss = jnp.where(rested, self.loss, self.loss + lost)
+    begins = ~rested & (loss > limit)
+    rest = jnp.float32(policy.first_rest) * jnp.float32(_GROWTH) ** self.count
+    rest = jnp.minimum(rest, _MOST_REST).astype(jnp.int32)
+    return Rests(
+      # The loss stays at the limit, so that a probe that loses begins a rest.
+      loss=jnp.clip(loss, -_CREDIT * limit, limit),
+      count=jnp.where(loss <= 0, 0, self.count + begins),
+      left=jnp.where(begins, rest, jnp.maximum(self.left - 1, 0)),
+    )

@@ -2,26 +2,33 @@
 
 `step` is one round: it proposes, reads the draft, judges it and commits. The
 functions below it hold the details: rests of the drafter and the usable part of
-a draft (`propose`), trees, token rules and early stops (`read_draft`),
-temperature, blocks and lenience (`judge`), paths and features (`commit`).
+a draft (`propose`), token rules and trees (`read_draft`), temperature, blocks
+and lenience (`judge`).
+
+The target reads the last committed token and all nodes of a tree in one call
+with an ancestor mask. The verdict is a path, which the round then treats as a
+chain. The slots of the path are moved together; the root's is in place already,
+so these are at most as many as the tree has levels.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from specdec_jax import probs, verify, verify_tree
-from specdec_jax.decoding import resting, tree_round
+from specdec_jax.decoding import resting
 from specdec_jax.decoding import state as decode_state
 from specdec_jax.decoding.state import DecodeState, PairParams
 from specdec_jax.drafters import base
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
-from specdec_jax.request import Request
+from specdec_jax.request import TOKEN, Request
+from specdec_jax.tree_shape import ROOT, TreeShape, static_tree
 from specdec_jax.types import Draft, Verdict
 
 # (request, draft, logits float32[B, G + 1, V], keys [B]) -> the verdict. The
@@ -84,11 +91,21 @@ def step(
 
   def check(state: DecodeState, draft: Draft) -> DecodeState:
     # Run the target on all of them in parallel.
-    reading = read_draft(target, params.target, context, state, draft)
+    features, logits, cache = read_draft(context, state, draft)
+    levels = None if draft.tree is None else np.append(0, draft.tree.levels)
+    allowed = base.forbid_early_stops(logits, context, places=levels)
     # Determine the number of accepted guesses n; draw t after them.
-    verdict = judge(request, draft, reading.allowed, context.keys)
+    verdict = judge(request, draft, allowed, context.keys)
+    if verdict.path is not None:  # the kept path of a tree becomes a chain
+      length = state.visible_length
+      cache = target.keep(cache, length, length[:, None] + verdict.path)
+      draft, verdict, logits = as_chain(request, draft, verdict, logits)
     # Append x_1..x_n, t.
-    return commit(target, drafter, request, state, draft, verdict, reading)
+    state = decode_state.append(request, state, draft, verdict, logits)
+    if drafter.reads_features:
+      place = verdict.num_accepted
+      state = state.replace(features=features_at(features, place))
+    return state.replace(target_cache=cache)
 
   state = in_narrowest_call(check, request, state, draft)
   # The drafter's cache goes back to the committed tokens; the target's goes
@@ -118,67 +135,39 @@ def propose(
   else:
     all_rest = ~jnp.any(state.running & (state.rests.left == 0))
     draft, drafter_state = base.ask_unless(all_rest, ask, state.drafter_state)
-  usable = tree_round.usable_length(request, draft)
-  length = jnp.minimum(usable, _budget(request, state))
+  length = draft.length
+  if draft.tree is not None:  # a verdict tells where its path ends
+    check_tree(request, draft.tree)
+  else:  # what follows a stop id is cut off, and not counted anywhere
+    length, _ = decode_state.up_to_stop(request, draft.tokens, length)
+  length = jnp.minimum(length, _budget(request, state))
   return draft.replace(length=length.astype(jnp.int32)), drafter_state
 
 
-class Reading(NamedTuple):
-  """The target's reading of a draft of N tokens.
-
-  Attributes:
-    cache: holds the committed tokens and the draft.
-    features: [B, N + 1, M], the hidden states that the logits come from.
-    logits: float32[B, N + 1, V], after the last committed token and after each
-      proposal, adjusted by the token rules.
-    allowed: the same logits, without stop ids before `min_length`.
-  """
-
-  cache: Any
-  features: jax.Array
-  logits: jax.Array
-  allowed: jax.Array
-
-
 def read_draft(
-  target: LanguageModel,
-  params: Any,
-  context: Context,
-  state: DecodeState,
-  draft: Draft,
-) -> Reading:
-  """Calls the target on the last committed token and all proposals."""
+  context: Context, state: DecodeState, draft: Draft
+) -> tuple[jax.Array, jax.Array, Any]:
+  """Calls the target on the last committed token and all N proposals.
+
+  Returns:
+    The hidden states [B, N + 1, M] that the logits come from; the logits
+    float32[B, N + 1, V] after the last committed token and after each proposal,
+    adjusted by the token rules; and the cache, which holds the committed tokens
+    and the draft.
+  """
+  target, params, tree = context.target, context.target_params, None
+  assert target is not None  # `context_of` gives it
   cache = target.rewind(state.target_cache, state.visible_length - 1)
   tokens = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
-  tree = tree_round.tree_of(state, draft, cache)
+  if draft.tree is not None:
+    parents = (ROOT, *(parent + 1 for parent in draft.tree.parents))
+    tree = static_tree(parents, cache.length, state.tokens.shape[1] - 1)
   features, cache = target.extend(params, cache, tokens, tree)
   logits = target.head(params, features)
   ruling = context.request.ruling
   if ruling is not None:  # each place has its own prefix
     logits = ruling.adjust(ruling.along(state.prefix, draft), logits)
-  places = tree_round.places_of(draft)
-  allowed = base.forbid_early_stops(logits, context, places=places)
-  return Reading(cache, features, logits, allowed)
-
-
-def commit(
-  target: LanguageModel,
-  drafter: Drafter,
-  request: Request,
-  state: DecodeState,
-  draft: Draft,
-  verdict: Verdict,
-  reading: Reading,
-) -> DecodeState:
-  """Appends the accepted tokens; the kept path of a tree becomes a chain."""
-  draft, verdict, logits, cache = tree_round.keep_path(
-    target, request, state, draft, verdict, reading.logits, reading.cache
-  )
-  state = decode_state.append(request, state, draft, verdict, logits)
-  features = None
-  if drafter.reads_features:
-    features = features_at(reading.features, verdict.num_accepted)
-  return state.replace(target_cache=cache, features=features)
+  return features, logits, cache
 
 
 def context_of(
@@ -213,6 +202,54 @@ def _budget(request: Request, state: DecodeState) -> jax.Array:
   if state.rests is None:
     return budget
   return jnp.where(state.rests.left > 0, 0, budget)
+
+
+def check_tree(request: Request, shape: TreeShape) -> None:
+  """Raises ValueError unless drafts of this shape fit a request."""
+  if shape.depth > request.gamma or shape.num_nodes > request.draft_slots:
+    raise ValueError(
+      f'The drafter proposes {shape.num_nodes} nodes on {shape.depth} levels:'
+      f' expected at most {request.draft_slots} on {request.gamma}, as'
+      ' `Drafter.tree` has them.'
+    )
+  for name, fits, expected in (
+    ('lenience', request.lenience is None, '1'),
+    ('verification', not request.judges_blocks, repr(TOKEN)),
+    ('gamma', not request.drafting.adapts, 'a number of levels'),
+    ('fallback', request.drafting.rests is None, 'False'),
+  ):
+    if not fits:  # these options assume one proposal per place
+      raise ValueError(f'{name}: expected {expected} with a tree of proposals.')
+
+
+def as_chain(
+  request: Request, draft: Draft, verdict: Verdict, logits: jax.Array
+) -> tuple[Draft, Verdict, jax.Array]:
+  """Makes a draft of the kept path, as if nothing else had been proposed.
+
+  The draft ends where no child could be tried: below a leaf or a stop id.
+
+  Returns:
+    The draft of D tokens, its verdict, and the logits [B, D + 1, V] before each
+    of these tokens and after the last.
+  """
+  shape, path = draft.tree, verdict.path
+  assert shape is not None and path is not None
+  tokens = jnp.take_along_axis(draft.tokens, path, axis=1)
+  accepted, stopped = decode_state.up_to_stop(
+    request, tokens, verdict.num_accepted
+  )
+  has_child = jnp.asarray(shape.children[:, 0] >= 0)
+  last = jnp.take_along_axis(
+    path, jnp.maximum(accepted - 1, 0)[:, None], axis=1
+  )
+  last = jnp.where(accepted > 0, last[:, 0], ROOT)
+  below = has_child[last + 1] & ~stopped
+  length = jnp.minimum(draft.length, accepted + below)
+  places = jnp.pad(path + 1, ((0, 0), (1, 0)))[..., None]
+  chain = Draft(tokens, None, length.astype(jnp.int32))
+  verdict = verdict.replace(num_accepted=accepted.astype(jnp.int32))
+  return chain, verdict, jnp.take_along_axis(logits, places, axis=1)
 
 
 def in_narrowest_call(
@@ -252,10 +289,8 @@ def in_narrowest_call(
 
 def call_widths(request: Request) -> tuple[int, ...]:
   """Lists the tokens per row of each call that a round may choose."""
-  drafting = request.drafting
-  rests = drafting.rests is not None
-  widths = resting.widths(drafting.gamma, drafting.adapts, rests)
-  return tuple(sorted(set(widths)))
+  adapts, rests = request.drafting.adapts, request.drafting.rests is not None
+  return tuple(sorted({*resting.widths(request.gamma, adapts, rests)}))
 
 
 def start(
@@ -264,33 +299,25 @@ def start(
   """Reads the inputs with both models; returns the first state."""
   slots, inputs, prompt = request.cache_slots, request.inputs, request.prompt
   longest = None if request.tree is None else request.longest
-  encoded = None
+  encoded = features = None
   if drafter.reads_encoder:  # the encoder runs once for both
     encoded = target.encode(params.target, inputs)
   read, cache = read_prompt(
     target, params.target, inputs, slots, prompt, longest, encoded
   )
-  features = no_features(target, drafter, params.target, cache)
-  if features is not None and read is not None:
-    # The feature that gave the last token is that of the token before it.
-    place = request.prompt_length - 2
-    of_prompt = features_at(read, jnp.maximum(place, 0))
-    features = jnp.where(place[:, None] >= 0, of_prompt, features)
+  if drafter.reads_features:
+    base.check_chain(drafter, 'Drafters that read features of the target')
+    token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
+    shape, _ = jax.eval_shape(target.extend, params.target, cache, token)
+    features = jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
+    if read is not None:
+      # The feature that gave the last token is that of the token before it.
+      place = request.prompt_length - 2
+      of_prompt = features_at(read, jnp.maximum(place, 0))
+      features = jnp.where(place[:, None] >= 0, of_prompt, features)
   drafter_state = drafter.init(params.draft, inputs, slots, prompt, encoded)
   state = decode_state.start(request, cache, drafter_state)
   return state.replace(features=features)
-
-
-def no_features(
-  target: LanguageModel, drafter: Drafter, params: Any, cache: Any
-) -> jax.Array | None:
-  """Returns zeros [B, M] of the features' dtype; None if they are not read."""
-  if not drafter.reads_features:
-    return None
-  base.check_chain(drafter, 'Drafters that read features of the target')
-  token = jax.ShapeDtypeStruct((cache.length.shape[0], 1), jnp.int32)
-  shape, _ = jax.eval_shape(target.extend, params, cache, token)
-  return jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
 
 
 def features_at(features: jax.Array, place: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ from flax import struct
 from jax import lax
 
 from specdec_jax import probs
-from specdec_jax.decoding import resting
 from specdec_jax.decoding.resting import Rests
 from specdec_jax.request import Request
 from specdec_jax.rules.tokens import Prefix
@@ -210,14 +209,12 @@ def append(
   Returns:
     The state after the round; its caches and features are those before.
   """
-  rests, stats = resting.after_round(
-    request.drafting.rests,
-    state.rests,
-    state.stats,
-    state.running,
-    draft,
-    verdict,
-  )
+  stats = state.stats.after_round(state.running, draft.length, verdict)
+  rests, policy = state.rests, request.drafting.rests
+  if rests is not None and policy is not None:
+    rested = stats.fallback_rounds + (state.running & (rests.left > 0))
+    stats = stats.replace(fallback_rounds=rested)
+    rests = rests.after_round(policy, draft, verdict)
   count = verdict.num_accepted + 1
   padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
   position = jnp.arange(padded.shape[1])
@@ -233,9 +230,7 @@ def append(
     is_cut = jnp.sum(used, axis=1) < count
     count = jnp.sum(used, axis=1)
   invalid = jnp.any(used & ~probs.valid_logits(logits), axis=1)
-
-  reason = state.finish_reason
-  reason = jnp.where(count == left, FinishReason.LENGTH, reason)
+  reason = jnp.where(count == left, FinishReason.LENGTH, state.finish_reason)
   reason = jnp.where(stopped, FinishReason.STOP, reason)
   reason = jnp.where(invalid, FinishReason.INVALID, reason)
   if request.token_rules is not None:
@@ -250,7 +245,12 @@ def append(
     automaton = lax.fori_loop(0, tokens.shape[1], read, automaton)
   log_probs = state.log_probs
   if request.with_log_probs:
-    new = _log_probs(request, logits, tokens)
+    if request.log_probs_as_drawn:
+      drawn_from = probs.standardise_batch(logits, request.sampling)
+      index = tokens[..., None]
+      new = jnp.log(jnp.take_along_axis(drawn_from, index, axis=-1)[..., 0])
+    else:
+      new = probs.log_prob_of(logits, tokens)
     log_probs = _write_rows(log_probs, new, state.length)
   return state.replace(
     # The next round overwrites tokens that are written past `count`.
@@ -264,27 +264,21 @@ def append(
   )
 
 
-def _log_probs(request: Request, logits: jax.Array, tokens: jax.Array):
-  """Returns the log-probability of each token [B, S] in logits [B, S, V]."""
-  if not request.log_probs_as_drawn:
-    return probs.log_prob_of(logits, tokens)
-  drawn_from = probs.standardise_batch(logits, request.sampling)
-  index = tokens[..., None]
-  return jnp.log(jnp.take_along_axis(drawn_from, index, axis=-1)[..., 0])
-
-
 def _write_rows(buffer, new, first):
   return jax.vmap(lax.dynamic_update_slice)(buffer, new, (first,))
 
 
 def generation(request: Request, state: DecodeState) -> Generation:
   """Returns the outputs without their prompts, and zeros past each end."""
-  tokens, log_probs = state.tokens, state.log_probs
   length = _produced(request, state)
   live = jnp.arange(request.slots) < length[:, None]
-  tokens = _from(request, tokens)
+  # Of the slots that follow each prompt.
+  index = request.prompt_length[:, None] + jnp.arange(request.slots)
+  tokens = jnp.take_along_axis(state.tokens, index, axis=1)
+  log_probs = state.log_probs
   if request.with_log_probs:
-    log_probs = jnp.where(live, _from(request, log_probs), 0.0)
+    log_probs = jnp.take_along_axis(log_probs, index, axis=1)
+    log_probs = jnp.where(live, log_probs, 0.0)
   return Generation(
     tokens=jnp.where(live, tokens, 0),
     length=length,
@@ -292,9 +286,3 @@ def generation(request: Request, state: DecodeState) -> Generation:
     finish_reason=state.finish_reason,
     stats=state.stats,
   )
-
-
-def _from(request: Request, buffer: jax.Array) -> jax.Array:
-  """Returns the part [B, slots] of `buffer` that follows each prompt."""
-  index = request.prompt_length[:, None] + jnp.arange(request.slots)
-  return jnp.take_along_axis(buffer, index, axis=1)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from specdec_jax.checks.fields import check_ids, unexpected
-from specdec_jax.decoding import tree_round
+from specdec_jax.decoding import speculative
 from specdec_jax.decoding.pool import PoolView
 from specdec_jax.engine import padding
 from specdec_jax.engine.codec import Codec
@@ -603,7 +603,7 @@ def _shared(
     pad_id=codec.network.pad_id,
   )
   if request.tree is not None:
-    tree_round.check(request, request.tree.cut(gamma))
+    speculative.check_tree(request, request.tree.cut(gamma))
   return request
 
 

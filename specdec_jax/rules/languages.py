@@ -26,8 +26,8 @@ _MOST_MEMBERS = 1 << 21
 
 # The first and the last symbol of each interval.
 Intervals = tuple[tuple[int, int], ...]
-_NEWLINE: Intervals = ((10, 10),)
-_TOP = 0x110000
+_CHARACTERS = 0x110000
+_TOP = _CHARACTERS + 16  # symbols behind the characters mark anchors of regexes
 _deadline = contextvars.ContextVar('deadline', default=math.inf)
 
 
@@ -100,15 +100,12 @@ class _Nfa:
     labels: set of symbols -> its number.
     edges: for each state, pairs of a label and the next state.
     empty: for each state, the states that it reaches without a symbol.
-    guards: for each state, pairs of an anchor and the state that is reached
-      without a symbol where the anchor holds.
   """
 
   def __init__(self):
     self.labels: dict[Intervals, int] = {}
     self.edges: list[list[tuple[int, int]]] = []
     self.empty: list[list[int]] = []
-    self.guards: list[list[tuple[Any, int]]] = []
     self._begins: dict[tuple[Language, int], int] = {}
     self.new()
 
@@ -119,7 +116,6 @@ class _Nfa:
       check_time()
     self.edges.append([])
     self.empty.append([*following])
-    self.guards.append([])
     return len(self.edges) - 1
 
   def label(self, intervals: Intervals) -> int:
@@ -211,6 +207,7 @@ class Language:
     return None
 
 
+@functools.lru_cache(1 << 10)
 def _symbols(intervals: Intervals) -> Language:
   def add(nfa: _Nfa, end: int) -> int:
     begin = nfa.new()
@@ -218,11 +215,6 @@ def _symbols(intervals: Intervals) -> Language:
     return begin
 
   return Language(add)
-
-
-@functools.lru_cache(1 << 10)
-def _character(symbol: int) -> Language:
-  return _symbols(((symbol, symbol),))
 
 
 def concat(parts: Iterable[Language]) -> Language:
@@ -277,7 +269,7 @@ def graph(
 def literal(text: str) -> Language:
   """Returns the language that has a single text."""
   check_size(len(text), MOST_POSITIONS, 'positions')
-  return concat(_character(ord(char)) for char in text)
+  return concat(_symbols(((ord(char), ord(char)),)) for char in text)
 
 
 def words(texts: Sequence[str]) -> Language:
@@ -298,7 +290,7 @@ def _automaton(dfa: Dfa, parts: Sequence[Language] = ()) -> Language:
   return graph(dfa.start, following, dfa.accepting.__getitem__)
 
 
-ANY = _symbols(((0, _TOP - 1),))
+ANY = _symbols(((0, _CHARACTERS - 1),))
 EVERY = ANY.repeat(0)
 EMPTY = concat(())
 NOTHING = union(())
@@ -306,149 +298,55 @@ NOTHING = union(())
 
 # These functions make automata deterministic and minimal.
 
-# Two more classes of symbols: the begin or end of a text, and a final '\n'.
-_EDGE, _LAST_NEWLINE = -1, -2
-# Python 3.14 and later find a match.
-_B_IN_NOTHING = re.match(r'\B', '') is not None
 
+def _determined(nfa: _Nfa, start: int) -> Dfa:
+  """Makes the automaton deterministic: a state is a set of old states.
 
-def _holds(anchor: str, inside: set[int], before: int, after: int) -> bool:
-  """Returns whether an anchor holds between two symbols of given classes.
-
-  Args:
-    anchor: the name of the anchor.
-    inside: the classes of newlines; for `\\b` and `\\B`, of word characters.
-    before: the class of the symbol before the anchor.
-    after: the class of the symbol after it.
+  The old states are called positions here.
   """
-  is_first, is_last = before == _EDGE, after == _EDGE
-  is_boundary = (before in inside) != (after in inside)
-  match anchor:
-    case 'BEGINNING':
-      return is_first
-    case 'END':
-      return is_last
-    case 'LAST_LINE':
-      return is_last or after == _LAST_NEWLINE
-    case 'LINE_BEGINNING':
-      return is_first or before in inside
-    case 'LINE_END':
-      return is_last or after == _LAST_NEWLINE or after in inside
-    case 'NON_BOUNDARY' if _B_IN_NOTHING or not (is_first and is_last):
-      return not is_boundary
-  return is_boundary
+  cuts, classes, covered = _classes([*nfa.labels])
+  states, numbers = [frozenset[int]()], {frozenset[int](): 0}
+  rows, members = list[list[int]](), 0
 
+  def count(number: int) -> None:
+    nonlocal members
+    members += number
+    check_size(members, _MOST_MEMBERS, 'positions in its states')
 
-class _Positions:
-  """Sets of an automaton's old states, which are called positions here.
-
-  Attributes:
-    guarded: the positions with an anchor.
-    members: positions in all sets so far.
-  """
-
-  def __init__(self, nfa: _Nfa, covered: list[set[int]]):
-    """Takes the automaton, and the classes of symbols of each label."""
-    self._nfa, self._covered = nfa, covered
-    self.guarded = {place for place, each in enumerate(nfa.guards) if each}
-    self.members = 0
-    self._closures: dict[int, frozenset[int]] = {}
-
-  def closure(self, position: int) -> frozenset[int]:
+  @functools.cache
+  def closure(position: int) -> frozenset[int]:
     """Returns the positions reached without a symbol, less the dead ends."""
-    if position in self._closures:
-      return self._closures[position]
-    nfa, reached, todo = self._nfa, {position}, [position]
+    reached, todo = {position}, [position]
     while todo:
       more = {*nfa.empty[todo.pop()]} - reached
       reached |= more
       todo += more
-    useful = frozenset(
-      x for x in reached if nfa.edges[x] or x in self.guarded or x == 0
-    )
-    self.count(len(useful))
-    self._closures[position] = useful
+    useful = frozenset(x for x in reached if nfa.edges[x] or x == 0)
+    count(len(useful))
     return useful
 
-  def count(self, number: int) -> None:
-    """Adds to `members`; raises TooLarge if there are too many."""
-    self.members += number
-    check_size(self.members, _MOST_MEMBERS, 'positions in its states')
-
-  def closed(self, positions: frozenset[int]) -> frozenset[int]:
-    """Returns the closures of positions together."""
-    return frozenset[int]().union(*map(self.closure, positions))
-
-  def through(
-    self, positions: frozenset[int], before: int, after: int
-  ) -> list[int]:
-    """Adds the positions reached by anchors that hold between two symbols."""
-    reached, listed = {*positions}, [*positions]
-    for position in listed:  # the loop appends to the list
-      for (anchor, label), target in self._nfa.guards[position]:
-        if _holds(anchor, self._covered[label], before, after):
-          listed += self.closure(target) - reached
-          reached |= self.closure(target)
-    return listed
-
-  def behind(self, positions: Iterable[int], kind: int) -> frozenset[int]:
-    """Returns the positions behind a symbol of a class."""
-    edges = itertools.chain.from_iterable(self._nfa.edges[x] for x in positions)
-    return frozenset(
-      target for label, target in edges if kind in self._covered[label]
-    )
-
-
-def _determined(nfa: _Nfa, start: int) -> Dfa:
-  """Makes the automaton deterministic: a state is a set of positions.
-
-  A state with an anchor among its positions also contains the class of the
-  symbol before it.
-  """
-  cuts, classes, covered = _classes([*nfa.labels])
-  kinds, positions = range(1 + int(classes.max())), _Positions(nfa, covered)
-  guarded = positions.guarded
-  states: list[tuple[frozenset[int], int, bool]] = [(frozenset(), 0, False)]
-  numbers, accepting = {states[0]: 0}, list[bool]()
-  rows = list[np.ndarray]()
-
   @functools.cache
-  def number(targets: frozenset[int], before: int, is_end: bool) -> int:
-    subset = positions.closed(targets)
-    positions.count(len(targets) + len(subset))
-    state = subset, 0 if subset.isdisjoint(guarded) else before, is_end
-    if state not in numbers:
-      numbers[state] = len(states)
-      states.append(state)
-    return numbers[state]
+  def number(targets: frozenset[int]) -> int:
+    subset = frozenset[int]().union(*map(closure, targets))
+    count(len(targets) + len(subset))
+    if subset not in numbers:
+      numbers[subset] = len(states)
+      states.append(subset)
+    return numbers[subset]
 
-  begin = number(frozenset([start]), _EDGE, False)
-  newline = covered[nfa.labels[_NEWLINE]] if _NEWLINE in nfa.labels else ()
-  through, behind = positions.through, positions.behind
-  for subset, before, is_end in states:  # the loop appends to the list
+  begin = number(frozenset([start]))
+  for subset in states:  # the loop appends to the list
     if not len(rows) % 64:
       check_time()
-    accepting.append(is_end or 0 in through(subset, before, _EDGE))
-    following: list[set[int]] = [set() for _ in kinds]
-    ends = set[int]()  # holds the newline's class if a text may end with one
-    if not subset.isdisjoint(guarded):
-      following = [{*behind(through(subset, before, x), x)} for x in kinds]
-      for kind in newline:
-        last = behind(through(subset, before, _LAST_NEWLINE), kind)
-        last = positions.closed(last)
-        ends |= {kind} if 0 in through(last, kind, _EDGE) else set()
-    else:
-      for label, target in itertools.chain(*(nfa.edges[x] for x in subset)):
-        for kind in covered[label]:
-          following[kind].add(target)
-    row = [
-      number(frozenset(targets), kind if guarded else 0, kind in ends)
-      for kind, targets in enumerate(following)
-    ]
-    rows.append(np.array(row, np.int32))
+    following: list[set[int]] = [set() for _ in range(1 + int(classes.max()))]
+    for label, target in itertools.chain(*(nfa.edges[x] for x in subset)):
+      for kind in covered[label]:
+        following[kind].add(target)
+    rows.append([number(frozenset(targets)) for targets in following])
     check_size(len(states), MOST_STATES, 'states')
-    check_size(len(states) * len(kinds), _MOST_CELLS, 'edges')
-  return Dfa(cuts, classes, np.stack(rows), np.array(accepting), begin)
+    check_size(len(states) * len(following), _MOST_CELLS, 'edges')
+  accepting = np.array([0 in subset for subset in states])
+  return Dfa(cuts, classes, np.array(rows, np.int32), accepting, begin)
 
 
 def _classes(
@@ -622,7 +520,17 @@ def json_string(values: Language) -> Language:
 
 # These functions read regexes with Python's own parser.
 
-_BEGINNINGS = (_constants.AT_BEGINNING_STRING, _constants.AT_BEGINNING)
+# An anchor is a symbol behind the characters, its mark. Texts with a mark where
+# the anchor does not hold are removed, and then the marks.
+_MARKS = _symbols(((_CHARACTERS, _TOP - 1),)).repeat(0)
+_MARKED = _symbols(((0, _TOP - 1),)).repeat(0)
+# Python 3.14 and later find a match.
+_B_IN_NOTHING = re.match(r'\B', '') is not None
+_BEGINNINGS = [(_constants.AT, _constants.AT_BEGINNING_STRING)]
+_BEGINNINGS.append((_constants.AT, _constants.AT_BEGINNING))
+_ENDS = [
+  (_constants.AT, x) for x in (_constants.AT_END, _constants.AT_END_STRING)
+]
 _LOOKAHEADS = (_constants.ASSERT, _constants.ASSERT_NOT)
 _UNKNOWN = {
   'ASSERT': 'lookarounds that are not at the beginning',
@@ -654,10 +562,10 @@ def regex(pattern: str, search: bool = False) -> Language:
     lookaheads, is_begin = [], not search
     while place < len(nodes):
       kind, value = nodes[place]
-      if value in _BEGINNINGS and not flags & re.MULTILINE:
+      if nodes[place] in _BEGINNINGS and not flags & re.MULTILINE:
         place, is_begin = place + 1, True
       elif is_begin and kind in _LOOKAHEADS and value[0] == 1:
-        lookaheads.append((kind, [(_constants.AT, _BEGINNINGS[0]), *value[1]]))
+        lookaheads.append((kind, [_BEGINNINGS[0], *value[1]]))
         del nodes[place]
       else:
         break
@@ -675,16 +583,29 @@ class _Reader:
   """Makes languages of parsed regexes."""
 
   def __init__(self, search: bool):
-    self._search, self._has_anchors = search, False
+    self._search = search
     self._made: dict[tuple[str, int], Language] = {}
+    self._marks: dict[tuple[str, Intervals], Language] = {}
 
   def whole(self, nodes: Any, flags: int, rest: Language = EMPTY) -> Language:
     """Returns the texts that parsed nodes match, each followed by `rest`."""
-    language = self._read(nodes, flags) + rest
-    if self._search:
-      language = concat([EVERY, language, EVERY])
-    # Anchors refer to this text, not to a longer one that will contain it.
-    return _automaton(language.dfa) if self._has_anchors else language
+    nodes, before = [*nodes], EVERY if self._search else EMPTY
+    after = EVERY if self._search else rest
+    # Without marks, the automaton of most patterns is made in a third of the
+    # time.
+    if not flags & re.MULTILINE:
+      while nodes and nodes[0] in _BEGINNINGS:
+        before = EMPTY
+        del nodes[0]
+      if nodes and nodes[-1] in _ENDS and (self._search or rest is EMPTY):
+        after = EMPTY
+        del nodes[-1]
+    language = concat([before, self._read(nodes, flags), after])
+    if not self._marks:
+      return language
+    misplaced = (_misplaced(*key, mark) for key, mark in self._marks.items())
+    dfa = (language - union(misplaced)).dfa
+    return _automaton(dfa, [*map(_without_marks, dfa.intervals())])
 
   def _read(self, nodes: Any, flags: int) -> Language:
     return concat(self._node(kind, value, flags) for kind, value in nodes)
@@ -701,7 +622,6 @@ class _Reader:
         bound = None if most == _constants.MAXREPEAT else int(most)
         return self._read(tree, flags).repeat(int(least), bound)
       case 'AT':
-        self._has_anchors = True
         return self._anchor(value, flags)
       case name if name in _UNKNOWN:
         raise NotFollowed(f'{_UNKNOWN[name]} are not followed')
@@ -713,7 +633,7 @@ class _Reader:
 
   def _anchor(self, value: Any, flags: int) -> Language:
     name = str(value).removeprefix('AT_').removesuffix('_STRING')
-    inside = _NEWLINE
+    inside: Intervals = ((10, 10),)
     if value in (_constants.AT_BEGINNING, _constants.AT_END):
       if flags & re.MULTILINE:
         name = 'LINE_' + name
@@ -721,18 +641,52 @@ class _Reader:
         name = 'LAST_LINE'
     elif 'BOUNDARY' in name:
       inside = _matched(_parser.parse(r'\w')[0], flags & re.ASCII)
+    symbol = _CHARACTERS + len(self._marks)
+    return self._marks.setdefault((name, inside), _symbols(((symbol, symbol),)))
 
-    def add(nfa: _Nfa, end: int) -> int:
-      begin = nfa.new()
-      nfa.guards[begin].append(((name, nfa.label(inside)), end))
-      return begin
 
-    return Language(add)
+def _misplaced(name: str, inside: Intervals, mark: Language) -> Language:
+  """Returns the texts in which a mark is where its anchor does not hold.
+
+  Args:
+    name: the name of the anchor.
+    inside: newlines; for `\\b` and `\\B`, the characters of words.
+    mark: the text that is the mark alone.
+  """
+  within = _symbols(inside)
+  outside = ANY - within
+  before = [_MARKED + x + _MARKS + mark for x in (within, outside)]
+  after = [_MARKS + x + _MARKED for x in (within, outside)]
+  match name:
+    case 'BEGINNING':
+      return _MARKED + ANY + _MARKED + mark + _MARKED
+    case 'END':
+      return _MARKED + mark + _MARKED + ANY + _MARKED
+    case 'LAST_LINE':
+      more = within + _MARKS + ANY | outside
+      return concat([_MARKED, mark, _MARKS, more, _MARKED])
+    case 'LINE_BEGINNING':
+      return before[1] + _MARKED
+    case 'LINE_END':
+      return _MARKED + mark + after[1]
+  before[1] |= _MARKS + mark
+  after[1] |= _MARKS
+  if name == 'BOUNDARY':
+    return before[0] + after[0] | before[1] + after[1]
+  differ = before[0] + after[1] | before[1] + after[0]
+  return differ if _B_IN_NOTHING else differ | _MARKS + mark + _MARKS
+
+
+def _without_marks(intervals: Intervals) -> Language:
+  """Returns the characters in the intervals, and nothing for their marks."""
+  characters = [(x, min(y, _CHARACTERS - 1)) for x, y in intervals]
+  language = _symbols(tuple(pair for pair in characters if pair[0] <= pair[1]))
+  return language | EMPTY if intervals[-1][1] >= _CHARACTERS else language
 
 
 @functools.cache
 def _every_character() -> str:
-  return ''.join(map(chr, range(_TOP)))
+  return ''.join(map(chr, range(_CHARACTERS)))
 
 
 def _matched(node: Any, flags: int) -> Intervals:

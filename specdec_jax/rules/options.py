@@ -5,14 +5,14 @@ import functools
 import itertools
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from specdec_jax.checks.fields import Bound, check_ids, unexpected
-from specdec_jax.rules import automata, constraints, languages
+from specdec_jax.rules import automata, languages
 from specdec_jax.rules.automata import Automata, Automaton
 from specdec_jax.rules.schema import language_of
 from specdec_jax.rules.tokens import Rules
@@ -20,6 +20,7 @@ from specdec_jax.types import Count
 
 _REMEMBERED = 16  # an engine keeps the automata of the last so many constraints
 _CONSTRAINTS = ('choices', 'regex', 'json_schema')
+_SEQUENCES = ('sequences', 'sequence_bias')
 _DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # the least padded length of a sequence, and of a list of them
 _MOST_WORDS = 4096  # the most bad words, and the most sequences with a bias
@@ -123,14 +124,14 @@ _NUMBERS = {
   for field in dataclasses.fields(RuleOptions)
   if isinstance(field.default, int | float)
 }
-# Field of `Rules` -> the value that turns it off.
-_OFF = {**_NUMBERS, 'bias': 0.0, 'sequence_bias': 0.0}
-_FORCED = {
+_IDS = {  # option -> field of `Rules`
+  'begin_suppress_tokens': 'begin_suppress',
   'forced_bos_token_id': 'forced_begin',
   'forced_eos_token_id': 'forced_end',
 }
-_IDS = ('sequences', 'begin_suppress', *_FORCED.values())
-_OFF |= dict.fromkeys(_IDS, -1)
+# Field of `Rules` -> the value that turns it off.
+_OFF = {**_NUMBERS, 'bias': 0.0, 'sequence_bias': 0.0, 'sequences': -1}
+_OFF |= dict.fromkeys(_IDS.values(), -1)
 
 
 class RowRules(NamedTuple):
@@ -138,85 +139,54 @@ class RowRules(NamedTuple):
 
   Attributes:
     vocab_size: V.
-    numbers: name -> value, for the rules that are a number and are on.
-    bias: float32[V], added to the logits; None: no bias.
-    sequences: pairs of ids and bias, see `RuleOptions.sequence_bias`.
-    begin_suppress: ids that the output must not begin with.
-    forced_begin: the first id of an output without a prompt; -1: any.
-    forced_end: the last id of an output of full length; -1: any.
+    values: the fields of `Rules` that are on, for this row alone.
     automaton: the automaton of the row's constraint; None: no constraint.
   """
 
   vocab_size: int = 0
-  numbers: Mapping[str, float] = {}
-  bias: np.ndarray | None = None
-  sequences: Sequence[tuple[Sequence[int], float]] = ()
-  begin_suppress: Sequence[int] = ()
-  forced_begin: int = -1
-  forced_end: int = -1
+  values: Mapping[str, np.ndarray] = {}
   automaton: Automaton | None = None
-
-  def values(self) -> dict[str, np.ndarray]:
-    """Returns the fields of `Rules` that are on, for this row alone."""
-    values = {
-      name: np.asarray(value, _DTYPES[type(_OFF[name])])
-      for name, value in self.numbers.items()
-    }
-    if self.bias is not None:
-      values['bias'] = self.bias
-    if self.sequences:
-      lists, biases = zip(*self.sequences, strict=True)
-      width = max(map(len, lists))
-      table = [[-1] * (width - len(ids)) + [*ids] for ids in lists]
-      values['sequences'] = np.array(table, np.int32)
-      values['sequence_bias'] = np.array(biases, np.float32)
-    if self.begin_suppress:
-      values['begin_suppress'] = np.array(self.begin_suppress, np.int32)
-    for name in _FORCED.values():
-      if (token := getattr(self, name)) >= 0:
-        values[name] = np.asarray(token, np.int32)
-    return values
 
   @property
   def sizes(self) -> Any:
-    """A key: rows that share it get arrays of the same shapes by `ruling_of`.
-
-    It is made without these arrays, but for the tables of an automaton, which
-    are kept.
-    """
-    longest = max((len(ids) for ids, _ in self.sequences), default=0)
-    lengths = len(self.sequences), longest, len(self.begin_suppress)
-    sizes = [length and _power(length) for length in lengths]
-    are_on = self.bias is not None, self.forced_end >= 0
+    """A key: rows that share it get the same shapes by `ruling_of`."""
     shapes: Any = ()
     if self.automaton is not None:
       tables, _ = automata.joined((self.automaton,), self.vocab_size)
       shapes = tables.by_id is None, *map(np.shape, jax.tree.leaves(tables))
-    return frozenset(self.numbers), *sizes, *are_on, *shapes
+    sizes = ((k, *map(_power, x.shape)) for k, x in self.values.items())
+    return frozenset(sizes), *shapes
 
-  def allows(self, ids: Sequence[int]) -> bool:
-    """Returns whether an output may begin with ids, its automaton aside."""
-    size = int(self.numbers.get('no_repeat_ngram_size', 0))
-    grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
-    bans = [tuple(banned) for banned, bias in self.sequences if bias == -np.inf]
-    return (
-      (self.bias is None or bool(np.all(self.bias[ids] > -np.inf)))
-      and (not size or len(grams) == len({*grams}))
-      and not any(
-        tuple(ids[i : i + len(banned)]) == banned
-        for banned in bans
-        for i in range(len(ids))
+  def allows_any(self, texts: Iterable[Sequence[int]]) -> bool:
+    """Returns whether outputs may begin with some ids, its automaton aside."""
+    values, bias = self.values, self.values.get('bias')
+    size = int(values.get('no_repeat_ngram_size', 0))
+    pairs = zip(*(values.get(x, ()) for x in _SEQUENCES), strict=True)
+    bans = [ids[ids >= 0].tolist() for ids, added in pairs if added == -np.inf]
+    begin = values.get('forced_begin', -1)
+
+    def allows(ids: Sequence[int]) -> bool:
+      grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
+      return (
+        (bias is None or bool(np.all(bias[ids] > -np.inf)))
+        and (not size or len(grams) == len({*grams}))
+        and not any(
+          ids[i : i + len(banned)] == banned
+          for banned in bans
+          for i in range(len(ids))
+        )
+        and ids[0] not in values.get('begin_suppress', ())
+        and begin in (-1, ids[0])
       )
-      and ids[0] not in self.begin_suppress
-      and self.forced_begin in (-1, ids[0])
-    )
+
+    return any(map(allows, texts))
 
 
 NO_RULES = RowRules()
 
 
 class RuleBook:
-  """Turns options into rules; caches the automata of constraints."""
+  """Turns options into rules; caches the automata of automata."""
 
   def __init__(self, tokenizer: Any, vocab_size: int):
     """Takes the vocabulary of outputs, and the target's number of ids."""
@@ -238,65 +208,45 @@ class RuleBook:
       ValueError: an id is outside the vocabulary, or a constraint cannot be
         followed.
     """
-    if not options.rules:
+    given = options.rules
+    if not given:
       return NO_RULES
-    sequences = [
-      (self._ids('bad_words', w), -np.inf) for w in self._words(options)
-    ]
-    sequences += [
-      (self._ids('sequence_bias', ids), bias)
-      for ids, bias in options.sequence_bias
-    ]
-    width = _power(max((len(ids) for ids, _ in sequences), default=0))
-    if width * _power(len(sequences)) > _MOST_IN_WORDS:
-      name = 'bad_words' if options.bad_words else 'sequence_bias'
-      expected = f'at most {_MOST_IN_WORDS} ids, each as long as the longest'
-      raise unexpected(name, expected, f'{len(sequences)} of up to {width} ids')
-    given = {name: getattr(options, name) for name in _FORCED}
-    forced = {
-      _FORCED[name]: self._ids(name, [token])[0]
-      for name, token in given.items()
-      if token is not None
-    }
-    row = RowRules(
-      self._vocab_size,
-      numbers={k: x for k, x in options.rules.items() if k in _NUMBERS},
-      bias=self._bias(options, stop_ids),
-      sequences=sequences,
-      begin_suppress=self._ids(
-        'begin_suppress_tokens', options.begin_suppress_tokens
-      ),
-      automaton=self._constraint(options, stop_ids),
-      **forced,
-    )
-    self._check_possible(options, row, stop_ids)
+    values = self._sequences(options) | self._bias(options, stop_ids)
+    for name, value in given.items():
+      if name in _NUMBERS:
+        values[name] = np.asarray(value, _DTYPES[type(_NUMBERS[name])])
+      elif name in _IDS and np.size(value):
+        ids = self._ids(name, np.ravel(value).tolist())
+        values[_IDS[name]] = np.array(ids, np.int32).reshape(np.shape(value))
+    automaton = self._constraint(options, stop_ids)
+    row = RowRules(self._vocab_size, values, automaton)
+    self._check_possible(given, row, stop_ids)
     return row
 
   def _check_possible(
-    self, options: RuleOptions, row: RowRules, stop_ids: Sequence[int]
+    self, given: Mapping[str, Any], row: RowRules, stop_ids: Sequence[int]
   ) -> None:
     """Raises ValueError for rules that are seen to exclude every output.
 
     It checks each choice as a whole; without choices, the first token.
     """
-    of_constraints = {*_CONSTRAINTS, 'json_blanks'}
-    others = [name for name in options.rules if name not in of_constraints]
+    others = [x for x in given if x not in (*_CONSTRAINTS, 'json_blanks')]
     if not others:
       return
-    if (choices := options.choices) is not None:
-      ids = [self.encoded('choices', choice) for choice in choices]
-      is_possible = any(row.allows([*x, *stop_ids[:1]]) for x in ids)
+    if 'choices' in given:
+      choices = (self.encoded('choices', x) for x in given['choices'])
+      is_possible = row.allows_any([*x, *stop_ids[:1]] for x in choices)
     else:
       firsts = np.arange(self._vocab_size)
       if row.automaton is not None:
         firsts = row.automaton.first_tokens(self._vocab_size)
-      if row.bias is not None:
-        firsts = firsts[row.bias[firsts] > -np.inf]
-      is_possible = any(row.allows([token]) for token in firsts.tolist())
+      if 'bias' in row.values:
+        firsts = firsts[row.values['bias'][firsts] > -np.inf]
+      is_possible = row.allows_any([token] for token in firsts.tolist())
     if not is_possible:
-      (name,) = [n for n in _CONSTRAINTS if n in options.rules] or others[:1]
+      (name,) = [x for x in _CONSTRAINTS if x in given] or others[:1]
       expected = f'what {" and ".join(others)} leave possible'
-      raise unexpected(name, expected, getattr(options, name))
+      raise unexpected(name, expected, given[name])
 
   def _ids(self, name: str, ids: Sequence[int]) -> list[int]:
     check_ids(name, ids, self._vocab_size)
@@ -305,12 +255,30 @@ class RuleBook:
       raise unexpected(name, expected, f'{len(ids)} ids')
     return [int(token) for token in ids]
 
-  def _words(self, options: RuleOptions) -> list[Sequence[int]]:
-    """Returns the ids of the bad words, each also with a blank before it."""
-    words: list[Sequence[int]] = []
+  def _sequences(self, options: RuleOptions) -> dict[str, np.ndarray]:
+    """Returns the ids and the biases of words and sequences, if there are any.
+
+    A bad word is also banned behind a blank.
+    """
+    lists, added = list[list[int]](), list[float]()
     for word in options.bad_words:
-      words += self._spelled(word) if isinstance(word, str) else [word]
-    return words
+      spelled = self._spelled(word) if isinstance(word, str) else [word]
+      lists += (self._ids('bad_words', ids) for ids in spelled)
+    added += [-np.inf] * len(lists)
+    for ids, bias in options.sequence_bias:
+      lists.append(self._ids('sequence_bias', ids))
+      added.append(bias)
+    if not lists:
+      return {}
+    longest = max(map(len, lists))
+    if _power(longest) * _power(len(lists)) > _MOST_IN_WORDS:
+      name = 'bad_words' if options.bad_words else 'sequence_bias'
+      expected = f'at most {_MOST_IN_WORDS} ids, each as long as the longest'
+      size = f'{len(lists)} of up to {_power(longest)} ids'
+      raise unexpected(name, expected, size)
+    table = [[-1] * (longest - len(ids)) + ids for ids in lists]
+    arrays = np.array(table, np.int32), np.array(added, np.float32)
+    return dict(zip(_SEQUENCES, arrays, strict=True))
 
   def _spell(self, word: str) -> list[tuple[int, ...]]:
     encode = self._tokenizer.encode
@@ -318,47 +286,45 @@ class RuleBook:
 
   def _bias(
     self, options: RuleOptions, stop_ids: Sequence[int]
-  ) -> np.ndarray | None:
+  ) -> dict[str, np.ndarray]:
     suppressed, allowed = options.suppress_tokens, options.allowed_token_ids
-    if not options.logit_bias and not len(suppressed) and allowed is None:
-      return None
+    added = options.logit_bias or {}
+    if not added and not len(suppressed) and allowed is None:
+      return {}
     bias = np.zeros((self._vocab_size,), np.float32)
     if allowed is not None:
       bias[:] = -np.inf
       bias[[*self._ids('allowed_token_ids', allowed), *stop_ids]] = 0.0
-    added = options.logit_bias or {}
     bias[self._ids('logit_bias', [*added])] += [*added.values()]
     bias[self._ids('suppress_tokens', suppressed)] = -np.inf
-    return bias
+    return {'bias': bias}
 
   def _constraint(
     self, options: RuleOptions, stop_ids: Sequence[int]
   ) -> Automaton | None:
-    values = [getattr(options, name) for name in _CONSTRAINTS]
-    if values == [None] * len(values):
+    names = [name for name in _CONSTRAINTS if name in options.rules]
+    if not names:
       return None
     if not stop_ids:
       expected = 'an id that ends an output beside choices, regex, json_schema'
       raise unexpected('stop_ids', expected, stop_ids)
-    listed = [*values, options.json_blanks, stop_ids]
+    value = getattr(options, names[0])
+    listed = [names[0], value, options.json_blanks, stop_ids]
     with self._lock:
       return self._automaton(json.dumps(listed, default=lambda x: x.tolist()))
 
   def _make_automaton(self, key: str) -> Automaton:
     """Makes the automaton of a constraint and its stop ids, given as JSON."""
-    choices, pattern, schema, blanks, stop_ids = json.loads(key)
-    if choices is not None:
-      ids = [self.encoded('choices', choice) for choice in choices]
-      return constraints.of_choices(ids, stop_ids, self._vocab_size)
-    name, value = 'regex', pattern
-    if pattern is None:
-      name, value = 'json_schema', schema
+    name, value, blanks, stop_ids = json.loads(key)
+    if name == 'choices':
+      ids = [self.encoded(name, choice) for choice in value]
+      return automata.of_choices(ids, stop_ids, self._vocab_size)
     try:
-      with languages.deadline(constraints.SECONDS):
-        if schema is not None:
-          language = language_of(schema, blanks)
+      with languages.deadline(automata.SECONDS):
+        if name == 'json_schema':
+          language = language_of(value, blanks)
         else:
-          language = languages.in_bytes(languages.regex(pattern))
+          language = languages.in_bytes(languages.regex(value))
         return self._vocabulary.automaton(name, language, stop_ids)
     except (languages.TooLarge, languages.NotFollowed) as error:
       raise unexpected(name, error.expected, value, f'({error})') from error
@@ -374,13 +340,13 @@ class RuleBook:
       return self._ids(name, text)
     ids = self._tokenizer.encode(text)
     if self._tokenizer.decode(ids).split() != text.split():
-      raise constraints.unwritable(name, text, self._vocabulary.missing(text))
+      raise self._vocabulary.unwritable(name, text)
     return ids
 
   @functools.cached_property
-  def _vocabulary(self) -> constraints.Vocabulary:
+  def _vocabulary(self) -> automata.Vocabulary:
     words, begins_blank = self._tokenizer.spellings(self._vocab_size)
-    return constraints.Vocabulary(words, begins_blank, self._vocab_size)
+    return automata.Vocabulary(words, begins_blank, self._vocab_size)
 
 
 def ruling_of(
@@ -397,7 +363,7 @@ def ruling_of(
     inputs: int32[B, E], -1 past their ends.
   """
   is_same = all(row is rows[0] for row in rows)
-  each = [row.values() for row in (rows[:1] if is_same else rows)]
+  each = [row.values for row in (rows[:1] if is_same else rows)]
   values: dict[str, Any] = {}
   for name in dict.fromkeys(itertools.chain(*each)):
     table = _stacked(name, [row.get(name) for row in each])

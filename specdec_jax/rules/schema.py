@@ -1,11 +1,11 @@
 """The JSON texts that a JSON schema describes, as a `Language` over bytes.
 
 It supports the part of draft 2020-12 that docs/rules.md lists, and refuses
-other keywords by name. Texts are written as `json.dumps` writes them, with
-`ensure_ascii` or without. The schemas of a value are split into branches
-without alternatives. In a branch, the strings and the numbers that the schemas
-allow are a `Language`; arrays and objects are graphs whose edges are their
-items and members.
+other keywords with their name and JSON pointer. Texts are written as
+`json.dumps` writes them, with `ensure_ascii` or without. The schemas of a value
+are split into branches without alternatives. In a branch, the strings and the
+numbers that the schemas allow are a `Language`; arrays and objects are graphs
+whose edges are their items and members.
 """
 
 import collections
@@ -14,14 +14,74 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
-from specdec_jax.checks.fields import check_choice, unexpected
-from specdec_jax.rules import languages, scalars, subschemas
-from specdec_jax.rules.languages import EMPTY, NOTHING, Language
-from specdec_jax.rules.subschemas import Schema
+from specdec_jax.checks.fields import Bound, check_type, unexpected
+from specdec_jax.rules import languages, scalars
+from specdec_jax.rules.languages import EMPTY, NOTHING, Language, check_time
+
+MOST_CHARACTERS = 1 << 22  # the most characters of a schema's JSON
+MOST_SUBSCHEMAS = 10_000
+MOST_LENGTH = 100_000  # the limit of minLength, maxItems and the other counts
+_MOST_DIGITS = 400
+
+TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
+# Keywords whose subschemas apply to the value itself; then to its items and
+# members.
+_SAME = ['allOf', 'anyOf', 'oneOf', '$ref']
+_WITHIN = ['items', 'additionalProperties', 'propertyNames', 'prefixItems']
+_WITHIN += ['properties', 'patternProperties']
+_LISTS = ['allOf', 'anyOf', 'oneOf', 'prefixItems']
+_DICTS = ['properties', 'patternProperties', '$defs', 'definitions']
+_COUNTS = [x + y for x in ('min', 'max') for y in ('Length', 'Items')]
+_COUNTS += ['minProperties', 'maxProperties']
+BOUNDS = {'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'}
+NOTES = {  # they say nothing of values
+  *'$comment title description default example examples deprecated'.split(),
+  *'readOnly writeOnly contentEncoding contentMediaType'.split(),
+  *('contentSchema', 'discriminator', '$id', '$schema', '$defs', 'definitions'),
+}
+_Type = Literal[(*TYPES, 'integer')]  # type: ignore[valid-type]
+_HINTS: dict[str, Any] = {
+  **dict.fromkeys({*_WITHIN, *NOTES, 'const'}, Any),
+  **dict.fromkeys(_LISTS, Annotated[Sequence[Any], Bound(1)]),
+  **dict.fromkeys(_DICTS, Mapping[str, Any]),
+  **dict.fromkeys(_COUNTS, Annotated[int, Bound(0, MOST_LENGTH)]),
+  **dict.fromkeys(['pattern', '$ref', '$id', '$schema'], str),
+  'type': _Type | Annotated[Sequence[_Type], Bound(1)],
+  **dict.fromkeys(BOUNDS, float),
+  'multipleOf': Annotated[int, Bound(1, scalars.MOST_RESIDUES)],
+  'format': Literal[tuple(scalars.FORMATS)],
+  'enum': Sequence[Any],
+  'required': Sequence[str],
+  'uniqueItems': Literal[False],
+}
+_DRAFTS = ('draft/2020-12', 'draft/2019-09', 'draft-07', 'draft-06')
+
+
+class Schema(dict):
+  """A schema that is no boolean; it is compared by identity.
+
+  Attributes:
+    at: its JSON pointer.
+    parts: pairs of a keyword and a subschema; a `$ref` is paired with the
+      schema that it refers to.
+    is_recursive: whether the schema contains itself.
+  """
+
+  __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment]
+  at = '#'
+  parts: tuple[tuple[str, Any], ...] = ()
+  is_recursive = False
+
+  def refusal(self, keyword: str, expected: str) -> ValueError:
+    """Returns the error of a keyword whose value is not followed."""
+    name = f'json_schema: {keyword} at {self.at}'
+    return unexpected(name, expected, self[keyword])
+
 
 MOST_RECURSION = 3  # `$ref` may enter a schema within itself so often
 MOST_NESTING = 4  # the depth of arrays and objects where any value is allowed
@@ -66,7 +126,6 @@ def language_of(
     ValueError: the schema is invalid, has a keyword that is not supported,
       allows no text, or needs an automaton that is too large.
   """
-  check_choice('blanks', blanks, BLANKS)
   try:
     text = schema if isinstance(schema, str) else json.dumps(schema)
   except (TypeError, RecursionError) as error:
@@ -75,7 +134,7 @@ def language_of(
   depths = itertools.accumulate(1 if x in '[{' else -1 for x in brackets)
   depth = max(depths, default=0)
   languages.check_size(depth, _MOST_DEPTH, 'levels of nesting')
-  language = _Texts(blanks).language((subschemas.checked(text),), ())
+  language = _Texts(blanks).language((_checked(text),), ())
   if language.is_empty:
     raise unexpected('json_schema', 'a schema that has a value', schema)
   return language
@@ -97,7 +156,9 @@ class _Texts:
 
   def language(self, schemas: _Schemas, entered: _Entered) -> Language:
     """Returns the texts of the values that satisfy all of the schemas."""
-    schemas = tuple(schema for schema in schemas if not _is_open(schema))
+    schemas = tuple(
+      x for x in schemas if x is False or x is not True and x.keys() - NOTES
+    )
     if not schemas:
       if entered.count(_ANYTHING) >= MOST_NESTING:
         return _FULL['null'] if _POSSIBLY in entered else NOTHING
@@ -130,7 +191,7 @@ class _Texts:
       schemas, kinds, applied, choices, entered = stack.pop()
       todo = [*schemas]
       while todo and kinds:
-        languages.check_time()
+        check_time()
         schema = todo.pop(0)
         if schema is True or schema in applied:
           continue
@@ -158,7 +219,7 @@ class _Texts:
 
   def _kinds(self, schema: Schema) -> _Kinds:
     """Returns the values of each type that a schema allows by itself."""
-    names = schema.get('type', subschemas.TYPES)
+    names = schema.get('type', TYPES)
     names = [names] if isinstance(names, str) else names
     kinds = {name: full for name, full in _FULL.items() if name in names}
     if 'integer' in names and 'number' not in names:
@@ -178,26 +239,27 @@ class _Texts:
         expected = 'alternatives of which no value has two'
         raise schema.refusal('oneOf', expected)
     for values in _enumerations(schema):
-      nested = [_equal_to(schema, x) for x in values if _is_nested(x)]
-      plain = [value for value in values if not _is_nested(value)]
+      nested = [x for x in values if isinstance(x, list | Schema)]
+      plain = [x for x in values if not isinstance(x, list | Schema)]
       if nested:
-        lists.append([_derived(schema, enum=plain), *nested])
+        schemas = (_equal_to(schema, x) for x in nested)
+        lists.append([_derived(schema, enum=plain), *schemas])
     return tuple(lists)
 
   # These methods make the graphs of arrays and objects.
 
   def _array(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
     """Returns the texts of arrays; nodes of the graph are indices of items."""
-    least = max(_counts(schemas, 'minItems'), default=0)
-    most = min(_counts(schemas, 'maxItems'), default=math.inf)
-    last = max(
-      *(len(schema.get('prefixItems', ())) for schema in schemas),
-      *(1, least if most == math.inf else int(most)),
-    )
+    least, most, last = _limits(schemas, 'Items')
+    firsts = [schema.get('prefixItems', ()) for schema in schemas]
+    last = max(1, last, *map(len, firsts))
 
     def following(place: int) -> Iterator[tuple[Language, int]]:
       if place < most:
-        items = tuple(_at(schema, place) for schema in schemas)
+        items = tuple(
+          first[place] if place < len(first) else schema.get('items', True)
+          for first, schema in zip(firsts, schemas, strict=True)
+        )
         comma = self._comma if place else EMPTY
         yield comma + self.language(items, entered), min(place + 1, last)
 
@@ -211,8 +273,7 @@ class _Texts:
     come in its order, and the others after them; then a node of the graph is
     the index in the schema, with the number of keys.
     """
-    least = max(_counts(schemas, 'minProperties'), default=0)
-    most = min(_counts(schemas, 'maxProperties'), default=math.inf)
+    least, most, last = _limits(schemas, 'Properties')
     members, others = self._members(schemas, entered)
     required = {name for x in schemas for name in x.get('required', ())}
     if not required <= members.keys():
@@ -226,12 +287,10 @@ class _Texts:
     def is_last(seen: int) -> bool:
       return seen & needed == needed if is_free else seen == count
 
-    def following(
-      node: tuple[int, int, bool],
-    ) -> Iterator[tuple[Language, Any]]:
+    def following(node: Any) -> Iterator[tuple[Language, Any]]:
       seen, number, is_behind = node
       comma = self._comma if is_behind else EMPTY
-      more = min(number + 1, least if most == math.inf else most)
+      more = min(number + 1, last)
       for i, (name, (key, value)) in enumerate(members.items()):
         if seen >> i & 1 if is_free else i != seen:
           continue
@@ -244,11 +303,10 @@ class _Texts:
         if number < most:
           yield comma + key + value, (seen, more, True)
 
-    inside = languages.graph(
-      (0, 0, False),
-      following,
-      lambda node: is_last(node[0]) and node[1] >= least,
-    )
+    def is_final(node: Any) -> bool:
+      return is_last(node[0]) and node[1] >= least
+
+    inside = languages.graph((0, 0, False), following, is_final)
     return self._open['{'] + inside + self._close['}']
 
   def _members(
@@ -311,24 +369,15 @@ class _Texts:
     return languages.union(x.get('string', NOTHING) for x, _, _ in branches)
 
 
-def _is_open(schema: Any) -> bool:
-  """Returns whether a schema allows every value."""
-  is_schema = isinstance(schema, Schema)
-  return schema is True or is_schema and schema.keys() <= subschemas.NOTES
-
-
 def _with(entered: _Entered, name: str) -> _Entered:
   return tuple(sorted((*entered, name)))
 
 
-def _counts(schemas: Iterable[Schema], keyword: str) -> list[int]:
-  return [schema[keyword] for schema in schemas if keyword in schema]
-
-
-def _at(schema: Schema, place: int) -> Any:
-  """Returns the schema of an array's item at an index."""
-  first = schema.get('prefixItems', ())
-  return first[place] if place < len(first) else schema.get('items', True)
+def _limits(schemas: _Schemas, what: str) -> tuple[int, float, int]:
+  """Returns the least and the greatest number, and up to which to count."""
+  least = max((x.get(f'min{what}', 0) for x in schemas), default=0)
+  most = min((x.get(f'max{what}', math.inf) for x in schemas), default=math.inf)
+  return least, most, least if most == math.inf else int(most)
 
 
 def _derived(source: Schema, **keywords: Any) -> Schema:
@@ -338,14 +387,10 @@ def _derived(source: Schema, **keywords: Any) -> Schema:
   return schema
 
 
-def _is_nested(value: Any) -> bool:
-  return isinstance(value, list | Schema)
-
-
 def _enumerations(schema: Schema) -> list[list[Any]]:
   """Returns lists of values; a value must equal one value of each list."""
-  constants = [[schema['const']]] if 'const' in schema else []
-  return constants + [schema[x] for x in ('enum',) if x in schema]
+  lists = [[schema[x]] for x in ('const',) if x in schema]
+  return lists + [schema[x] for x in ('enum',) if x in schema]
 
 
 def _kinds_of(values: list[Any]) -> _Kinds:
@@ -353,14 +398,15 @@ def _kinds_of(values: list[Any]) -> _Kinds:
   groups: dict[str, list[Any]] = collections.defaultdict(list)
   for value in values:
     groups[_TYPE_OF.get(type(value), 'number')].append(value)
-  kinds = {kind: _FULL[kind] for kind in groups}
-  if numbers := groups.pop('number', []):
-    kinds['number'] = scalars.equal_to([*map(Decimal, numbers)])
-  if strings := groups.pop('string', []):
-    kinds['string'] = languages.words(strings)
-  for kind in groups.keys() & {'boolean'}:
-    kinds[kind] = languages.words([*map(json.dumps, groups[kind])])
-  return kinds
+  makers: dict[str, Callable[[list[Any]], Language]] = {
+    'number': lambda numbers: scalars.equal_to([*map(Decimal, numbers)]),
+    'string': languages.words,
+    'boolean': lambda flags: languages.words([*map(json.dumps, flags)]),
+  }
+  return {
+    kind: makers[kind](some) if kind in makers else _FULL[kind]
+    for kind, some in groups.items()
+  }
 
 
 def _equal_to(schema: Schema, value: Any) -> Schema:
@@ -391,7 +437,7 @@ def _strings(schema: Schema) -> Iterator[Language]:
 
 def _numbers(schema: Schema) -> Iterator[Language]:
   """Yields the restrictions of numbers that a schema has, as languages."""
-  for keyword in subschemas.BOUNDS & schema.keys():
+  for keyword in BOUNDS & schema.keys():
     bound = Decimal(schema[keyword])
     numbers = scalars.above(bound)
     if keyword in ('minimum', 'exclusiveMaximum'):
@@ -421,3 +467,112 @@ def _both(kinds: _Kinds, others: _Kinds) -> _Kinds:
     elif not (common := left & right).is_empty:
       both[kind] = common
   return both
+
+
+# These functions parse a schema, and check its keywords and references.
+
+
+def _checked(text: str) -> Schema | bool:
+  """Returns the schema of a JSON text.
+
+  Raises:
+    ValueError: it is none, is too large, or has what is not followed.
+  """
+  languages.check_size(len(text), MOST_CHARACTERS, 'characters')
+  try:
+    root = json.loads(
+      text, object_hook=Schema, parse_float=_number, parse_constant=_number
+    )
+  except ValueError as error:
+    raise unexpected('json_schema', 'JSON', text, f'({error})') from error
+  places: dict[str, Any] = {}
+  todo = [(root, '#')]
+  while todo:
+    check_time()
+    schema, at = todo.pop()
+    places[at] = schema
+    if not isinstance(schema, bool | Schema):
+      raise unexpected(f'json_schema at {at}', 'a schema', schema)
+    if isinstance(schema, Schema):
+      schema.at = at
+      for keyword in schema:
+        _check(schema, keyword)
+      below = list(_below(schema))
+      schema.parts = tuple((keyword, part) for keyword, part, _ in below)
+      todo += [(part, at) for _, part, at in below]
+    languages.check_size(len(places) + len(todo), MOST_SUBSCHEMAS, 'subschemas')
+  if isinstance(root, Schema):
+    _follow_references(root, places)
+  return root
+
+
+def _number(text: str) -> int | Decimal:
+  number = Decimal(text)
+  if not number.is_finite() or abs(number.adjusted()) > _MOST_DIGITS:
+    raise ValueError(f'{text} is no number of {_MOST_DIGITS} digits')
+  return int(number) if number == number.to_integral_value() else number
+
+
+def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
+  """Yields keyword, schema and JSON pointer of each direct subschema."""
+  for keyword, value in schema.items():
+    at, parts = f'{schema.at}/{keyword}', dict[Any, Any]()
+    if keyword in _LISTS:
+      parts = dict(enumerate(value))
+    elif keyword in _DICTS:
+      parts = value
+    elif keyword in _WITHIN:
+      yield keyword, value, at
+    for key, part in parts.items():
+      key = str(key).replace('~', '~0').replace('/', '~1')
+      yield keyword, part, f'{at}/{key}'
+
+
+def _check(schema: Schema, keyword: str) -> None:
+  """Raises ValueError if a keyword or its value is not supported."""
+  value = schema[keyword]
+  if keyword not in _HINTS:
+    raise schema.refusal(keyword, 'only keywords that are followed')
+  number = float(value) if isinstance(value, Decimal) else value
+  check_type(f'json_schema: {keyword} at {schema.at}', number, _HINTS[keyword])
+  if keyword == '$schema' and not any(
+    f'json-schema.org/{draft}/' in value for draft in _DRAFTS
+  ):
+    raise schema.refusal(keyword, f'one of {", ".join(_DRAFTS)}')
+
+
+def _follow_references(root: Schema, places: dict[str, Any]) -> None:
+  """Resolves each `$ref` into `parts`, and marks the recursive schemas."""
+  schemas = [each for each in places.values() if isinstance(each, Schema)]
+  is_old = any(x in root.get('$schema', '') for x in _DRAFTS[2:])
+  for schema in schemas:
+    if '$id' in schema and schema is not root:
+      raise schema.refusal('$id', 'none below the root')
+    if '$ref' in schema:
+      place = unquote(schema['$ref'].removeprefix(root.get('$id', '')))
+      if place not in places:
+        raise schema.refusal('$ref', 'a part of this schema, as "#/$defs/name"')
+      if is_old and schema.keys() - NOTES != {'$ref'}:
+        raise schema.refusal('$ref', 'nothing beside it in this draft')
+      schema.parts = (*schema.parts, ('$ref', places[place]))
+  is_within = functools.cache(_is_within)
+  for schema in schemas:
+    for keyword, target in schema.parts:
+      if keyword == '$ref' and isinstance(target, Schema):
+        if is_within(target, frozenset(_SAME)):
+          raise schema.refusal('$ref', 'no circle of references')
+        target.is_recursive = is_within(target, frozenset(_SAME + _WITHIN))
+
+
+def _is_within(schema: Schema, keywords: frozenset[str]) -> bool:
+  """Returns whether a schema contains itself, by way of these keywords."""
+  visited: set[Schema] = set()
+  todo = [schema]
+  while todo:
+    check_time()
+    for keyword, part in todo.pop().parts:
+      is_new = isinstance(part, Schema) and part not in visited
+      if keyword in keywords and is_new:
+        visited.add(part)
+        todo.append(part)
+  return schema in visited

@@ -56,13 +56,9 @@ def fixed(loop, params, asked):
 
 def slots_of(loop, params, asked):
   """`SIZE` free slots for rows of a request."""
-  slots = Slots(
-    lambda example: PoolPrograms(loop, params, example),
-    asked,
-    asked.cache_slots - asked.draft_slots,
-    asked.gamma,
-    GROUP,
-  )
+  programs = functools.partial(PoolPrograms, loop, params)
+  tokens = asked.cache_slots - asked.draft_slots
+  slots = Slots(programs, asked, tokens, asked.gamma, GROUP)
   slots.begin(SIZE, asked.inputs.shape[1])
   return slots
 
@@ -96,11 +92,10 @@ def check(found, want, with_stats=True):
     np.testing.assert_array_equal(
       have.tokens[slot, :length], want.tokens[row, :length]
     )
-    if with_stats:
-      for name, counts in vars(want.stats).items():
-        np.testing.assert_array_equal(
-          getattr(have.stats, name)[slot], counts[row]
-        )
+    for name, counts in vars(want.stats).items() if with_stats else ():
+      np.testing.assert_array_equal(
+        getattr(have.stats, name)[slot], counts[row]
+      )
 
 
 def rounds_of(*numbers):

@@ -26,7 +26,7 @@ from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.models import backend
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import Drafting, RestPolicy
-from specdec_jax.types import DecodeStats, Draft, Verdict
+from specdec_jax.types import Draft, Verdict
 from toy_drafters import adaptive_rule
 from verify_laws import law_error, pair
 
@@ -124,16 +124,12 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
   Rows are drawn, their drafts adapt, and some of their rounds rest.
   """
-  changes = {
-    'draft_rule': RULE,
-    'rests': COSTS.replace(patience=np.float32(0.01)),
-  }
-  request = _request(40, **changes, greedy=False)
+  rests = COSTS.replace(patience=np.float32(0.01))
+  request = _request(40, draft_rule=RULE, rests=rests, greedy=False)
   request = request.replace(sampling=SamplingConfig(1.0).params(ROWS))
   together = _decode(request, NEAR)
-  alone = [
-    _decode(take_rows(request, np.array([i])), NEAR) for i in range(ROWS)
-  ]
+  each = (take_rows(request, np.array([i])) for i in range(ROWS))
+  alone = (_decode(row, NEAR) for row in each)
   alone = jax.tree.map(lambda *rows: np.concatenate(rows), *alone)
   np.testing.assert_array_equal(together.tokens, alone.tokens)
   jax.tree.map(np.testing.assert_array_equal, together.stats, alone.stats)
@@ -162,10 +158,7 @@ def account(costs, rests, accepted, length):
   """A row's account after a round that accepts so many of its proposals."""
   draft = Draft(jnp.zeros((1, GAMMA), jnp.int32), None, jnp.array([length]))
   verdict = Verdict(jnp.array([accepted]), jnp.array([0]))
-  stats = DecodeStats.none(1, GAMMA)
-  running = jnp.array([True])
-  after = resting.after_round(costs, rests, stats, running, draft, verdict)
-  return after[0]
+  return rests.after_round(costs, draft, verdict)
 
 
 # c, what a token more in a call adds, gamma: as measured on one core and on
@@ -268,12 +261,8 @@ def test_the_account_of_a_row():
 
 def test_calls_of_a_round_that_rests():
   """One token on a CPU; elsewhere there is one width."""
-  request = _request(10, rests=COSTS)
-  assert speculative.call_widths(request) == (1, GAMMA + 1)
-  assert speculative.call_widths(request.with_drafting(draft_rule=RULE)) == (
-    1,
-    2,
-    4,
-  )
+  request, widths = _request(10, rests=COSTS), speculative.call_widths
+  assert widths(request) == (1, GAMMA + 1)
+  assert widths(request.with_drafting(draft_rule=RULE)) == (1, 2, 4)
   with backend.compiled_for('gpu'):
-    assert speculative.call_widths(request) == (GAMMA + 1,)
+    assert widths(request) == (GAMMA + 1,)

@@ -13,7 +13,7 @@ from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.padding import padded
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import BeamScoring, example_keys, new_request
-from specdec_jax.rules.options import NO_RULES, ruling_of
+from specdec_jax.rules.options import RuleBook, RuleOptions, ruling_of
 from toy_beams import settings_of
 
 pytestmark = parity.MARKS
@@ -29,27 +29,19 @@ NUMBERS = [
 ]
 
 
-def cases(likely, vocab_size):
+def cases(likely):
   """Of each case transformers' arguments and our rules; `likely` are tokens."""
   one, two, three, *_ = likely
   pairs = [((one,), -2.5), ((two, three), 4.0), ((one, two), -4.0)]
   words = [[two], [one, three]]
-  bans = [([*ids], -np.inf) for ids in words]
-  for numbers in NUMBERS:
-    yield numbers, {'numbers': numbers}
-  yield {'sequence_bias': dict(pairs)}, {'sequences': pairs}
-  yield {'bad_words_ids': words}, {'sequences': bans}
-  suppressed = np.zeros((vocab_size,), np.float32)
-  suppressed[[one, two]] = -np.inf
-  yield {'suppress_tokens': [one, two]}, {'bias': suppressed}
-  yield (
-    {'begin_suppress_tokens': [one, two], 'no_repeat_ngram_size': 2},
-    {'begin_suppress': [one, two], 'numbers': {'no_repeat_ngram_size': 2}},
-  )
-  yield (
-    {'forced_eos_token_id': END, 'bad_words_ids': words},
-    {'forced_end': END, 'sequences': bans},
-  )
+  yield from zip(NUMBERS, NUMBERS, strict=True)
+  yield {'sequence_bias': dict(pairs)}, {'sequence_bias': pairs}
+  yield {'bad_words_ids': words}, {'bad_words': words}
+  begin = {'begin_suppress_tokens': [one, two], 'no_repeat_ngram_size': 2}
+  for same in ({'suppress_tokens': [one, two]}, begin):
+    yield same, same
+  end = {'forced_eos_token_id': END}
+  yield end | {'bad_words_ids': words}, end | {'bad_words': words}
 
 
 def theirs(pair, rule, width):
@@ -94,9 +86,9 @@ def ours(pair, rows, rules, width, gamma):
   if not network.has_encoder:
     prompt, lengths = padded(rows, count, width_of)
     read, inputs = prompt, np.zeros((count, 1), np.int32)
-  size = network.vocab_size
+  book = RuleBook(None, network.vocab_size)
   made, automata = ruling_of(
-    [NO_RULES._replace(vocab_size=size, **rule) for rule in rules],
+    [book.rules_of(RuleOptions(**rule), (END,)) for rule in rules],
     lengths,
     lengths + SLOTS,
     np.where(read == network.pad_id, -1, read),
@@ -138,7 +130,7 @@ def check(pair, width):
   ids, counts = np.unique(said, return_counts=True)
   likely = ids[np.argsort(-counts, kind='stable')].tolist()
   likely = [token for token in likely if token != END]
-  named, rules = zip(*cases(likely, pair.network.vocab_size), strict=True)
+  named, rules = zip(*cases(likely), strict=True)
   want = [theirs(pair, one, width) for one in named]
   assert sum(rows != plain for rows in want) > 5
   each = [rule for rule in rules for _ in pair.rows]

@@ -1,56 +1,30 @@
 """Regexes as automata: those of `re.fullmatch`, as texts and through tokens."""
 
+import functools
 import itertools
 import json
 import os
+import pathlib
 import re
 import resource
+import tomllib
 
 import numpy as np
 import pytest
 
+from repository import ROOT
 from specdec_jax.rules import languages
-from specdec_jax.rules.constraints import SECONDS, Vocabulary
+from specdec_jax.rules.automata import SECONDS, Vocabulary
 from specdec_jax.text.tokenizer import Tokenizer
 
 LONGEST = 6
 # Alphabets, and regexes that are tried on all texts of them.
-REGEXES = {
-  'abc': [
-    'a|ab', 'ab|a', '(a|ab)(c|bc)', '(a|ab|abc)*', 'a*', 'a+b?', '(ab)+c*',
-    'a{2}', 'a{2,}', 'a{,2}b', 'a{1,3}?b', '(a{1,2}){2}', '((a|b)?c){0,2}',
-    '[ab]', '[^a]', '[^ab]+', '[a-b]{2,4}', '.', '.*b.*', '.{3}', '',
-    '(|a)b', '(a|)(b|)(c|)', 'a??b*?c+?', '(?:a(?:b(?:c)?)?)?', '(?P<x>a)b',
-    '(a|b)*a(a|b)', '((a*)*b)*', 'a|b|c|aa|bb|cc', '(a|b|c){6}',
-    '(?i)AB', '(?i:A)b', 'a(?i:B|C)', '(?s).', '(?x) a  b # c',
-    '(?!a)', '(?=a)b', '(?!ab|c)[abc]*', '(?!^[bc]*$)a?b*c*',
-    '^(?=.*b)(?=.*c)(?!.*a$)[a-c]+',
-  ],
-  'ab\n': [
-    '^a', 'a$', '^a$', '^a|b$', '(^a|b$)+', 'a^b', 'a$b', '\\Aa\\Z', 'a\\Zb?',
-    '(^|b)a($|b)', 'a$\n', 'a$\n?', '(?m)^a$\n^b$', '(?m)a$\n?b?', '(?m)^a',
-    '(?m)(^a\n?)*', '$', '^', '^$', '(a?^b|$)*', 'a.b', '(?s)a.b', '(a$|b)*',
-    '(?:a\\Z|b)*\\Z', '(?m:^b$)|a\n$',
-    '^(?!a$)[ab]*\n?', '\\A(?=a?$)a*\n*', '(?m)(?!^b)(?=a$|b)[^x]*',
-  ],
-  'a -': [
-    'a\\b.*', '\\ba\\b', '\\Ba|a\\B', 'a\\b-a', 'a\\Ba', '\\b', '\\B', '.\\b.',
-    '(\\ba\\b ?)*', '\\w+', '\\W', '\\s*a\\S*', '[\\w-]+', '[^\\W]',
-  ],
-  '1.eé٣': [
-    '\\d+', '[0-9]+(\\.[0-9]+)?', '\\d+(\\.\\d+)?(e1)?', '(?a)\\w+', '\\w+é?',
-    '[^\\d]', '(?i)É', 'é|1é', '[\x80-\uffff]+', '(1|1\\.1)(e|\\.)?',
-  ],
-}  # fmt: skip
-PAIRS = [(alphabet, one) for alphabet, each in REGEXES.items() for one in each]
-T5 = os.path.join(
-  os.path.dirname(__file__), '..', '..', 'shared/data/vocab/t5.spiece.model'
+REGEXES = tomllib.loads(
+  pathlib.Path(__file__).with_name('regexes.toml').read_text('utf-8')
 )
-VOCABULARIES = {'bytes': None, 'demo': 'demo/vocab.model', 't5': T5}
-
-
-def test_there_are_enough():
-  assert len(PAIRS) >= 80
+PAIRS = [(alphabet, one) for alphabet, each in REGEXES.items() for one in each]
+T5 = ROOT / 'shared/data/vocab/t5.spiece.model'
+VOCABULARIES = {'demo': 'demo/vocab.model', 't5': T5}
 
 
 def accepted(language, alphabet):
@@ -64,6 +38,7 @@ def accepted(language, alphabet):
   return np.concatenate(found)
 
 
+@functools.cache
 def texts_of(alphabet):
   return [
     ''.join(text)
@@ -114,21 +89,14 @@ def test_strings_of_json():
 
 def vocabulary_of(name):
   """A `Vocabulary`, and an id that ends outputs."""
-  path = VOCABULARIES[name]
-  if path is None:
+  if name == 'bytes':
     return Vocabulary({bytes([b]): [b + 3] for b in range(256)}, False, 259), 1
+  path = VOCABULARIES[name]
   if not os.path.exists(path):
     pytest.skip(f'there is no {path}')
   tokenizer = Tokenizer(path)
   size = tokenizer.vocab_size
-  spellings = tokenizer.spellings(size)
-  return Vocabulary(*spellings, size), tokenizer.eos_id
-
-
-def laid(vocabulary, pattern, stop):
-  with languages.deadline(60):
-    language = languages.in_bytes(languages.regex(pattern))
-    return vocabulary.automaton('regex', language, [stop])
+  return Vocabulary(*tokenizer.spellings(size), size), tokenizer.eos_id
 
 
 def next_states(made):
@@ -142,15 +110,14 @@ def next_states(made):
   return states, ends > starts
 
 
+SLOW = [pytest.mark.slow, pytest.mark.system]
+
+
 @pytest.mark.parametrize(
   ('name', 'every'),
   [
-    ('bytes', 1),
-    ('demo', 8),
-    *(
-      pytest.param(name, 1, marks=[pytest.mark.slow, pytest.mark.system])
-      for name in ('demo', 't5')
-    ),
+    *(('bytes', 1), ('demo', 8)),
+    *(pytest.param(name, 1, marks=SLOW) for name in VOCABULARIES),
   ],
 )
 def test_tokens_are_those_that_texts_need(name, every):
@@ -161,7 +128,9 @@ def test_tokens_are_those_that_texts_need(name, every):
     if not want.any():
       continue
     try:
-      made = laid(vocabulary, pattern, stop)
+      with languages.deadline(60):
+        language = languages.in_bytes(languages.regex(pattern))
+        made = vocabulary.automaton('regex', language, [stop])
     except ValueError as error:
       assert name == 't5' and 'token for' in str(error), pattern
       continue

@@ -16,7 +16,7 @@ import toy_models
 from compilations import nothing_compiles
 from specdec_jax.checkpoints import config_json
 from specdec_jax.engine.options import options_of
-from specdec_jax.rules import automata, constraints
+from specdec_jax.rules import automata
 from specdec_jax.rules.automata import FREE
 from specdec_jax.text.tokenizer import Tokenizer
 
@@ -30,23 +30,13 @@ SCHEMA = {
   'required': ['name', 'age'],
   'additionalProperties': False,
 }
-REGEXES = [
-  'a|the (red )?dog',
-  '[a-c]{3,5}',
-  '(the|a) [a-z]+ runs',
-  'x?y?z[0-9]{2}',
-  '-?[0-9]{1,9}',
-]
+REGEXES = ['a|the (red )?dog', '[a-c]{3,5}', '(the|a) [a-z]+ runs']
+REGEXES += ['x?y?z[0-9]{2}', '-?[0-9]{1,9}']
 SCHEMAS = [
   SCHEMA,
   {'type': 'array', 'items': {'type': 'boolean'}, 'maxItems': 4},
   {'enum': ['red', 'blue', 3]},
-  {
-    'type': 'object',
-    'properties': {'a': {'type': 'null'}},
-    'required': ['a'],
-    'additionalProperties': False,
-  },
+  SCHEMA | {'properties': {'a': {'type': 'null'}}, 'required': ['a']},
   {'type': 'string', 'maxLength': 6},
 ]
 
@@ -71,12 +61,11 @@ def test_other_schemas_compile_nothing(engine):
   assert [c.tokens for c in schema] == [
     c.tokens for c in engine.generate(TEXTS, json_schema=SCHEMA, **alone)
   ]
-  book = engine.rule_book
-  made = [
-    book.rules_of(options_of({'json_schema': SCHEMA}), (1,)).automaton
+  rules = [
+    engine.rule_book.rules_of(options_of({'json_schema': SCHEMA}), (1,))
     for _ in range(2)
   ]
-  assert made[0] is made[1]
+  assert rules[0].automaton is rules[1].automaton
 
 
 def test_neutral_values_are_no_rules(engine):
@@ -93,11 +82,10 @@ def test_neutral_values_are_no_rules(engine):
 @pytest.mark.slow
 def test_ten_thousand_samples_are_all_taken(engine):
   """A thousand of each constraint; those that were cut off have no end."""
+  options = {'num_samples': 1000, 'temperature': 1.0}
   constraints = [{'regex': one} for one in REGEXES]
   for asked in constraints + [{'json_schema': one} for one in SCHEMAS]:
-    outputs = engine.generate(
-      ['the dog'], num_samples=1000, temperature=1.0, **asked
-    )
+    outputs = engine.generate(['the dog'], **options, **asked)
     reasons = {one.finish_reason for one in outputs}
     ended = [one.text for one in outputs if one.finish_reason == 'stop']
     assert reasons <= {'stop', 'length'} and len(ended) > 500, asked
@@ -116,10 +104,8 @@ def test_rows_of_a_pool_and_samples(engine):
   assert [c.tokens for c in pooled[:3]] == [
     engine.generate([text], choices=choices)[0].tokens for text in TEXTS
   ]
-  sampled = engine.generate(
-    TEXTS, num_samples=8, temperature=20.0, choices=choices
-  )
-  assert {c.text for c in sampled} == {*choices}
+  asked = {'num_samples': 8, 'temperature': 20.0, 'choices': choices}
+  assert {c.text for c in engine.generate(TEXTS, **asked)} == {*choices}
   beams = engine.generate(TEXTS, num_beams=3, num_samples=3, choices=choices)
   assert {c.text for c in beams} <= {*choices}
   assert len({c.text for c in beams[:3]}) == 3
@@ -162,22 +148,18 @@ def test_a_tree_of_many_choices():
   """Each, and nothing else, is accepted; rows of ids are one automaton."""
   rng = np.random.default_rng(0)
   choices = [*{tuple(rng.integers(2, 60, 1 + i % 5)) for i in range(20_000)}]
-  joined, (start,) = automata.joined(
-    (constraints.of_choices(choices, [1], 64),), 64
-  )
-  tables = jax.device_put(joined)
+  made = automata.of_choices(choices, [1], 64)
+  joined, (start,) = automata.joined((made,), 64)
+  tables, table = jax.device_put(joined), joined.by_id
   known = {(*map(int, one), 1) for one in choices}
-  table = joined.by_id
-  first, tokens, targets = table.first, table.tokens, table.targets
   found, todo = set(), [(start - 1, ())]  # behind `FREE`
-  while todo:
-    state, said = todo.pop()
-    for edge in range(first[state], first[state + 1]):
-      longer = (*said, int(tokens[edge]))
+  for state, said in todo:  # the loop appends to the list
+    for edge in range(table.first[state], table.first[state + 1]):
+      longer = (*said, int(table.tokens[edge]))
       if longer[-1] == 1:
         found.add(longer)
       else:
-        todo.append((targets[edge], longer))
+        todo.append((table.targets[edge], longer))
   assert found == known
   step = jax.jit(jax.vmap(tables.next_state, in_axes=(None, 0)))
   begins = {one[0] for one in known}
@@ -264,30 +246,22 @@ def test_texts_with_characters_that_a_vocabulary_lacks(tmp_path):
   special = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
   small_vocabulary.sentencepiece_of(path, vocab_size=30, **special)
   engine = toy_models.chain_engine(Tokenizer(path))
-  for decode, name in (
-    (engine.generate, 'choices'),
-    (engine.classify, 'labels'),
-  ):
-    with pytest.raises(
-      ValueError, match=f"{name}.*token for {{ }}, got 'a {{a}}'"
-    ):
-      decode(TEXTS, **{name: ['a', 'a {a}']})
+  for decode, name in {'generate': 'choices', 'classify': 'labels'}.items():
+    message = f"{name}.*token for {{ }}, got 'a {{a}}'"
+    with pytest.raises(ValueError, match=message):
+      getattr(engine, decode)(TEXTS, **{name: ['a', 'a {a}']})
   texts = engine.generate(TEXTS, choices=['the  dog', 'a cat'])
   assert {one.text for one in texts} <= {'the dog', 'a cat'}
 
 
 def test_rules_of_a_folder(tokenizer):
   """They are followed, unless a call says otherwise."""
-  settings = {
-    'no_repeat_ngram_size': 2,
-    'num_beams': 4,
-    'repetition_penalty': 1.0,
-  }
+  followed = {'no_repeat_ngram_size': 2}
+  settings = followed | {'num_beams': 4, 'repetition_penalty': 1.0}
   rules, rest = config_json.read_settings(settings, 'x.json')
-  assert rules == {'no_repeat_ngram_size': 2} and 'repeat' not in rest
-  assert 'num_beams=4' in rest
+  assert rules == followed and 'repeat' not in rest and 'num_beams=4' in rest
   made = toy_models.chain_engine(tokenizer)
   made.models['target'].rules = rules
-  followed = made.request(TEXTS)
-  assert followed.token_rules.no_repeat_ngram_size[:3].tolist() == [2, 2, 2]
+  sizes = made.request(TEXTS).token_rules.no_repeat_ngram_size
+  assert sizes[:3].tolist() == [2, 2, 2]
   assert made.request(TEXTS, no_repeat_ngram_size=0).token_rules is None

@@ -8,6 +8,7 @@ token, in float64.
 import functools
 import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,7 @@ from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.rules import constraints, languages
-from specdec_jax.rules.options import NO_RULES, ruling_of
+from specdec_jax.rules.options import RuleBook, RuleOptions, ruling_of
 from specdec_jax.rules.tokens import Prefix, Ruling
 from specdec_jax.tree_shape import branching
 from toy_requests import quick_jit, request_of
@@ -42,44 +42,46 @@ REGEXES = {
   'longer regex': 'a+(b|bab)?|b*a?',
   'a regex and a penalty': '[ab]{1,3}|(ab){2,}',
 }
-VOCABULARY = constraints.Vocabulary(
-  {text.encode(): [token] for token, text in SPELLED.items()}, False, VOCAB
-)
 RULES = {
   'none': {},
-  'bias': {'bias': np.array([0, 0, 1.5, -INF, -1], np.float32)},
-  'sequence': {'sequences': [((2, 3), 2.0), ((4,), -1.0), ((2, 2, 2), -INF)]},
-  'bad word': {'sequences': [((3, 3), -INF), ((3, 2, 4), -INF)]},
-  'repetition': {'numbers': {'repetition_penalty': 1.7}},
-  'presence': {'numbers': {'presence_penalty': 0.9}},
-  'frequency': {'numbers': {'frequency_penalty': 0.7}},
-  'no ngram': {'numbers': {'no_repeat_ngram_size': 2}},
-  'no token': {'numbers': {'no_repeat_ngram_size': 1}},
-  'no ngram of the input': {'numbers': {'encoder_no_repeat_ngram_size': 2}},
-  'begin': {'begin_suppress': [2, STOP]},
-  'end': {'forced_end': 4},
-  'forced begin': {'forced_begin': 3},
-  'choices': {'automaton': constraints.of_choices(CHOICES, [STOP], VOCAB)},
-  **{
-    name: {
-      'automaton': VOCABULARY.automaton(
-        name, languages.in_bytes(languages.regex(one)), [STOP]
-      )
-    }
-    for name, one in REGEXES.items()
+  'bias': {'logit_bias': {2: 1.5, 4: -1.0}, 'suppress_tokens': [3]},
+  'sequence': {
+    'sequence_bias': [((2, 3), 2.0), ((4,), -1.0)],
+    'bad_words': [(2, 2, 2)],
   },
+  'bad word': {'bad_words': [(3, 3), (3, 2, 4)]},
+  'repetition': {'repetition_penalty': 1.7},
+  'presence': {'presence_penalty': 0.9},
+  'frequency': {'frequency_penalty': 0.7},
+  'no ngram': {'no_repeat_ngram_size': 2},
+  'no token': {'no_repeat_ngram_size': 1},
+  'no ngram of the input': {'encoder_no_repeat_ngram_size': 2},
+  'begin': {'begin_suppress_tokens': [2, STOP]},
+  'end': {'forced_eos_token_id': 4},
+  'forced begin': {'forced_bos_token_id': 3},
+  'choices': {'choices': CHOICES},
+  **{name: {'regex': one} for name, one in REGEXES.items()},
   'pair': {
-    'numbers': {'frequency_penalty': -0.5, 'repetition_penalty': 1.4},
-    'bias': np.array([0, -2, 0, 0, 0.5], np.float32),
+    'frequency_penalty': -0.5,
+    'repetition_penalty': 1.4,
+    'logit_bias': {1: -2.0, 4: 0.5},
   },
   'another pair': {
-    'numbers': {'no_repeat_ngram_size': 2, 'presence_penalty': -0.4},
-    'sequences': [((3,), 0.6)],
+    'no_repeat_ngram_size': 2,
+    'presence_penalty': -0.4,
+    'sequence_bias': [((3,), 0.6)],
   },
 }
+RULES['a regex and a penalty']['presence_penalty'] = 0.8
 
 
-RULES['a regex and a penalty']['numbers'] = {'presence_penalty': 0.8}
+@functools.cache
+def each_row():
+  """The rules of one row each."""
+  words = {text.encode(): [token] for token, text in SPELLED.items()}
+  tokenizer = types.SimpleNamespace(spellings=lambda size: (words, False))
+  book = RuleBook(tokenizer, VOCAB)
+  return [book.rules_of(RuleOptions(**one), (STOP,)) for one in RULES.values()]
 
 
 @functools.cache
@@ -108,33 +110,36 @@ def after(name: str, prefix: tuple[int, ...]) -> set[int]:
 def adjusted(name, prefix, logits) -> np.ndarray:
   """The weights of the next token, from the target's logits."""
   rules = RULES[name]
-  numbers, sequences = rules.get('numbers', {}), rules.get('sequences', ())
-  said, logits = (0, *prefix), logits + np.float64(rules.get('bias', 0))
-  for (*before, last), bias in sequences:
+  said, logits = (0, *prefix), np.float64(logits)
+  for token, bias in rules.get('logit_bias', {}).items():
+    logits[token] += bias
+  logits[rules.get('suppress_tokens', [])] = -INF
+  words = [(word, -INF) for word in rules.get('bad_words', ())]
+  for (*before, last), bias in [*words, *rules.get('sequence_bias', ())]:
     if not before or said[-len(before) :] == tuple(before):
       logits[last] += bias
-  for token in {*said} if 'repetition_penalty' in numbers else ():
-    penalty = numbers['repetition_penalty']
+  penalty = rules.get('repetition_penalty', 1)
+  for token in {*said}:
     logits[token] *= penalty if logits[token] < 0 else 1 / penalty
   for token in {*prefix}:
-    logits[token] -= numbers.get('presence_penalty', 0)
-    logits[token] -= numbers.get('frequency_penalty', 0) * prefix.count(token)
+    logits[token] -= rules.get('presence_penalty', 0)
+    logits[token] -= rules.get('frequency_penalty', 0) * prefix.count(token)
   for rule, source in {
     'no_repeat_ngram_size': said,
     'encoder_no_repeat_ngram_size': INPUTS,
   }.items():
-    size = numbers.get(rule, 0)
+    size = rules.get(rule, 0)
     for at in range(len(source) - size + 1) if size else ():
       *first, last = source[at : at + size]
       if size == 1 or said[1 - size :] == tuple(first):
         logits[last] = -INF
   if not prefix:
-    logits[rules.get('begin_suppress', [])] = -INF
-    if 'forced_begin' in rules:
-      logits = np.where(np.arange(VOCAB) == rules['forced_begin'], 0.0, -INF)
-  if 'forced_end' in rules and len(prefix) == LENGTH - 1:
-    logits = np.where(np.arange(VOCAB) == rules['forced_end'], 0.0, -INF)
-  if 'automaton' in rules:
+    logits[rules.get('begin_suppress_tokens', [])] = -INF
+  end = {'forced_bos_token_id': 0, 'forced_eos_token_id': LENGTH - 1}
+  for rule in rules.keys() & end.keys():
+    if len(prefix) == end[rule]:
+      logits = np.where(np.arange(VOCAB) == rules[rule], 0.0, -INF)
+  if {*rules} & {'choices', 'regex'}:
     allowed = after(name, prefix)
     logits[[token for token in range(VOCAB) if token not in allowed]] = -INF
   return np.exp(logits / SAMPLING.temperature)
@@ -178,8 +183,8 @@ def p_values(loop, gamma, changes) -> dict[str, float]:
   request = request_of(
     rows, gamma, SAMPLING, LENGTH, inputs=INPUTS, seed=3, stop_ids=(STOP,)
   )
-  each = [NO_RULES._replace(vocab_size=VOCAB, **r) for r in RULES.values()]
-  rules, tables = ruling_of(each, 1, 1, np.tile(INPUTS, (len(each), 1)))
+  inputs = np.tile(INPUTS, (len(RULES), 1))
+  rules, tables = ruling_of(each_row(), 1, 1, inputs)
   ends = {'begin': np.ones(rows, np.int32), 'end': np.full(rows, 1 + LENGTH)}
   rules = jax.tree.map(
     lambda leaf: np.repeat(leaf, ROWS, axis=0),
