@@ -21,9 +21,9 @@ from specdec_jax.checks.fields import (
   shortened,
   unexpected,
 )
-from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import Options
+from specdec_jax.engine.scoring import MOST_NODES
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.text.chat import ChatTemplate, RenderedIds, template_of
 from specdec_jax.types import Count, Positive
