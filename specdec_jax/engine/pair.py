@@ -15,10 +15,8 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.drafters.translation_memory import Memory
-from specdec_jax.models import sizes
+from specdec_jax.models import causal_lm, families, sizes
 from specdec_jax.models.base import LanguageModel, Params
-from specdec_jax.models.causal_lm import CausalLM
-from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import own_vocab_size
@@ -139,7 +137,7 @@ class MemoryCheck:
     drafts = drafter.models if drafter else ()
     networks = [(target.network, dtype)]
     networks += [(draft.network, draft.dtype or dtype) for draft in drafts]
-    configs = [config_of(network) for network, _ in networks]
+    configs = [families.config_of(network) for network, _ in networks]
     self._configs = [config for config in configs if config is not None]
     self._widened = sum(sizes.widened_bytes(*network) for network in networks)
     parts = target, *jax.tree.leaves(drafter.params if drafter else ())
@@ -408,7 +406,7 @@ def first_id(
   """
   if network.has_encoder and network.ends_inputs:
     return None
-  by_vocabulary = isinstance(network, CausalLM | T5Gemma)
+  by_vocabulary = isinstance(network, causal_lm.CausalLM | T5Gemma)
   if by_vocabulary and tokenizer is not None and tokenizer.says_ends:
     # Qwen's config.json names a first id that the model never reads.
     return tokenizer.bos_id

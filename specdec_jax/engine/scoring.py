@@ -126,8 +126,22 @@ def score(
   texts, tokens = _padded(encoded, pad=network.pad_id), _padded(rows, 1)
   # The number is rounded up, so that few programs are compiled.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
-  ruling = _ruling(network, ruled, inputs, rows, begins, len(tokens))
-  is_beam = ruling is not None and ruled[0].is_beam
+  is_beam, ruling = False, None
+  if ruled:
+    batch = len(tokens)
+    each = [x.rules for x in ruled] + [NO_RULES] * (batch - len(ruled))
+    firsts, most = np.ones((2, batch), np.int32)
+    for row, one in enumerate(ruled):
+      firsts[row] = begins[row] + 1 + one.before
+      most[row] = one.max_length
+    read = inputs
+    if not network.has_encoder:  # then the prompt is the input
+      sizes = firsts.tolist()
+      read = [ids[:size] for ids, size in zip(rows, sizes, strict=False)]
+    prompts = _padded(read, pad=-1)
+    rules, automata = ruling_of(each, firsts, firsts + most, prompts)
+    if rules is not None:
+      is_beam, ruling = ruled[0].is_beam, Ruling(rules, automata)
   with few_programs(_measured):
     scores = _measured(network, number, is_beam, params, texts, tokens, ruling)
   log_probs, *top = map(partitioning.on_host, scores)
@@ -162,28 +176,6 @@ def _rows(
   firsts = [begin if network.has_encoder else [*ids] for ids in inputs]
   rows = [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)]
   return [len(first) - 1 for first in firsts], rows
-
-
-def _ruling(
-  network: LanguageModel,
-  ruled: Sequence[Ruled],
-  inputs: Rows,
-  rows: Rows,
-  begins: Ids,
-  batch: int,
-) -> Ruling | None:
-  """Returns the rules of a padded batch; None if no row has any."""
-  each = [x.rules for x in ruled] + [NO_RULES] * (batch - len(ruled))
-  begin, most = np.ones((2, batch), np.int32)
-  for row, one in enumerate(ruled):
-    begin[row] = begins[row] + 1 + one.before
-    most[row] = one.max_length
-  if not network.has_encoder:  # then the prompt is the input
-    sizes = begin.tolist()
-    inputs = [ids[:size] for ids, size in zip(rows, sizes, strict=False)]
-  ids = _padded(inputs, pad=-1)
-  rules, automata = ruling_of(each, begin, begin + most, ids)
-  return None if rules is None else Ruling(rules, automata)
 
 
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:

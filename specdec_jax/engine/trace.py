@@ -302,9 +302,8 @@ def _drawn(part: tuple[str, str], x: float, row: float) -> str:
   """Returns the SVG of a token; only the kinds in `MEANING` have a box."""
   kind, text = part
   y, width = _MARGIN + _LINE * row, _width(text) - _MARGIN
-  box = (
-    f'<rect x="{x - 4:g}" y="{y:g}" width="{width + 8:g}" height="22" rx="4"/>'
-  )
+  size = f'width="{width + 8:g}" height="22" rx="4"'
+  box = f'<rect x="{x - 4:g}" y="{y:g}" {size}/>'
   return (
     f'<g class="{kind}">{box if kind in MEANING else ""}<text class="{kind}"'
     f' x="{x:g}" y="{y + 16:g}" textLength="{width:g}"'

@@ -237,9 +237,18 @@ def of_outputs(
   outputs: list[tuple[Any, np.ndarray]] = []
   count = 0
   for texts, request in batches:
-    more = [*_outputs(texts, jax.device_get(program(pair.params, request)))]
-    outputs += more
-    tokens = sum(len(betas) for _, betas in more)
+    overlap = jax.device_get(program(pair.params, request))
+    ends = np.asarray(overlap.state.stats.num_rounds).tolist()
+    for row, text in enumerate(texts):
+      if not (end := ends[row]):
+        continue
+      betas = np.asarray(overlap.betas[row, :end], np.float64)
+      invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
+      if invalid or not np.all(np.isfinite(betas)):
+        expected = 'finite logits of target and drafter'
+        raise unexpected('alpha', expected, betas, 'Check both checkpoints.')
+      outputs.append((text, betas))
+    tokens = sum(ends[: len(texts)])
     count += tokens
     advance(tokens)
     if count >= num_tokens or time.monotonic() > until:
@@ -258,22 +267,6 @@ def of_outputs(
   proposes, overall = (ratio(x, lengths, keys) for x in (proposals, hits))
   alpha = ratio(hits, proposals, keys) if any(proposals) else None
   return Rates(alpha, proposes, overall, [*map(rounds, range(most_gamma + 1))])
-
-
-def _outputs(
-  texts: Sequence[Any], overlap: Overlap
-) -> Iterator[tuple[Any, np.ndarray]]:
-  """Yields text and betas of each row that has a text."""
-  lengths = np.asarray(overlap.state.stats.num_rounds)
-  for row, text in enumerate(texts):
-    if not (end := int(lengths[row])):
-      continue
-    betas = np.asarray(overlap.betas[row, :end], np.float64)
-    invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
-    if invalid or not np.all(np.isfinite(betas)):
-      expected = 'finite logits of target and drafter'
-      raise unexpected('alpha', expected, betas, 'Check both checkpoints.')
-    yield text, betas
 
 
 def rates(

@@ -216,11 +216,7 @@ def _with_run(
 
 
 def predicted_speed_up(
-  measured: Calibration,
-  gamma: int,
-  plain: Timed,
-  start: Timed,
-  mean: Any = np.mean,
+  measured: Calibration, gamma: int, plain: Timed, start: Timed, mean: Any
 ) -> float | None:
   """Predicts the speed-up of outputs; None if there are no costs of `gamma`.
 
@@ -234,7 +230,7 @@ def predicted_speed_up(
     gamma: proposals per round.
     plain: texts that were decoded plainly.
     start: the same, until each has its first token, see `START`.
-    mean: gives the time of a text from the times in all rounds.
+    mean: np.mean or np.median, over the rounds.
   """
   costs = call_costs(medians(measured.times_ms(1)))
   # Older calibrations have no rounds.
@@ -419,11 +415,8 @@ def _rows(count: int) -> str:
 # `for_host` times these, which takes a second or two after compilation.
 _HOST_SIZES = 1, 2, 5, 8  # numbers of tokens of the timed calls
 _HOST_GAMMAS = 1, 7  # the gammas of the timed rounds
-_HOST_TIMES = [
-  'encoder',
-  'draft_encoder',
-  *(f'round_{x}' for x in _HOST_GAMMAS),
-]
+_HOST_TIMES = ['encoder', 'draft_encoder']
+_HOST_TIMES += [f'round_{gamma}' for gamma in _HOST_GAMMAS]
 _HOST_TIMES += [f'call_{size}' for size in _HOST_SIZES]
 
 
@@ -463,26 +456,11 @@ def for_host(
   if not known:
     return None
   rate = min(known, key=lambda row: abs(row['temperature'] - temperature))
-  times = _cached_times(engine, rows, temperature, console, when)
-  if times is None:
-    return None
-  summaries = {name: {'median': ms} for name, ms in times.items()}
-  costs = [{'batch': rows, 'times_ms': summaries}]
-  return _conclude(engine, temperature, rate, costs)
-
-
-def _cached_times(
-  engine: Engine, rows: int, temperature: float, console: Console, when: When
-) -> dict[str, float] | None:
-  """Returns this host's times from the cache, or measures them; see `for_host`.
-
-  All processes of a run use the times of the first process.
-  """
   key = {
     **backend.host(),
     'device': backend.device_name(),
     'layout': engine.kernel_layout,
-    'fingerprints': dict(engine.fingerprints),
+    'fingerprints': pair,
     'rows': rows,
     'greedy': temperature == 0,
     'times': _HOST_TIMES,
@@ -498,12 +476,15 @@ def _cached_times(
       times = host_cache.stored('calls', key, _read_times)
   except CalibrationError as error:
     say(console, f'No gamma is chosen by timing. {error}')
-  if jax.process_count() == 1:
-    return times
-  own_times = times or dict.fromkeys(_HOST_TIMES, math.nan)
-  first = multihost_utils.broadcast_one_to_all([*own_times.values()])
-  times = dict(zip(own_times, map(float, first), strict=True))
-  return None if math.isnan(min(times.values())) else times
+  if jax.process_count() > 1:  # all use the times of the first process
+    own_times = times or dict.fromkeys(_HOST_TIMES, math.nan)
+    first = multihost_utils.broadcast_one_to_all([*own_times.values()])
+    times = dict(zip(own_times, map(float, first), strict=True))
+  if times is None or math.isnan(min(times.values())):
+    return None
+  summaries = {name: {'median': ms} for name, ms in times.items()}
+  costs = [{'batch': rows, 'times_ms': summaries}]
+  return _conclude(engine, temperature, rate, costs)
 
 
 def _read_times(value: Mapping[str, Any]) -> dict[str, float]:

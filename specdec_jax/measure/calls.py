@@ -41,7 +41,6 @@ from specdec_jax.models import backend, integers
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
-from specdec_jax.probs import SamplingConfig
 from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.request import Request, example_keys, new_request
 from specdec_jax.types import Amount, Positive
@@ -284,7 +283,7 @@ def make_request(
     prompt = np.append(prompt, inputs, axis=1)
     inputs = np.zeros((batch, 1), np.int32)
   keys = example_keys(seed, np.arange(batch, dtype=np.uint32))
-  args = inputs, keys, SamplingConfig(temperature=temperature)
+  args = inputs, keys, probs.SamplingConfig(temperature=temperature)
   prompts: Record = {'prompt': prompt, 'prompt_length': prompt.shape[1]}
   # A run then spends no time on moving the request.
   return jax.device_put(new_request(*args, slots=slots, gamma=gamma, **prompts))

@@ -200,7 +200,7 @@ class _Comparison(NamedTuple):
       gamma: Any = method.options.get('gamma')
       gamma, predicted = gamma if isinstance(gamma, int) else None, None
       if measured is not None and gamma in config.gammas and rows == 1:
-        predicted = predicted_speed_up(measured, gamma, plain, start)
+        predicted = predicted_speed_up(measured, gamma, plain, start, np.mean)
       yield {
         'method': method.name,
         'temperature': self.temperature,
