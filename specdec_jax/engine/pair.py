@@ -241,8 +241,10 @@ def check_pair(
     _check_encoded(target, tokenizer)
   if drafter is None:
     return
-  if drafter.reads_encoder:
-    _check_encoder(target, drafter)
+  has_width = target.network.has_encoder and target.network.encoded_dim
+  if drafter.reads_encoder and not has_width:
+    expected = 'one with an encoder, which the draft reads'
+    raise unexpected('target', expected, type(target.network).__name__)
   for model in drafter.models:
     _check_draft(target, model)
     _check_side('draft', model, tokenizer)
@@ -253,7 +255,6 @@ def check_tables(
   target: Model, drafter: Drafter, tokenizer: Vocabulary
 ) -> None:
   """Raises ValueError if a drafter has a table with other ids."""
-
   size = target.network.vocab_size
   for table in jax.tree.leaves(
     drafter.params, is_leaf=lambda x: isinstance(x, NGramTable | Memory)
@@ -274,37 +275,27 @@ def _check_side(name: str, model: Model, tokenizer: Vocabulary) -> None:
 
 
 def _check_draft(target: Model, draft: Model) -> None:
-  size = target.network.vocab_size
-  if draft.network.vocab_size != size:
+  made, wanted = draft.network, target.network
+  size, width = wanted.vocab_size, wanted.encoded_dim
+  if made.reads_encoder and made.encoded_dim != width:
+    expected = f'one that reads an encoder of width {width}'
+    advice = 'Distil a drafter for this target (specdec distil).'
+    raise unexpected('draft', expected, made.encoded_dim, advice)
+  if made.vocab_size != size:
     expected = f"the target's {size} ids"
     advice = f'If it differs in padding alone: model.with_vocabulary({size}).'
     name = f"draft's vocabulary ({draft.name or 'a model'})"
-    raise unexpected(name, expected, draft.network.vocab_size, advice)
-  if draft.network.has_encoder and not target.network.has_encoder:
+    raise unexpected(name, expected, made.vocab_size, advice)
+  if made.has_encoder and not wanted.has_encoder:
     expected = 'a decoder-only model, for the target has no encoder'
     raise unexpected('draft', expected, draft.name)
-  pads = draft.network.pad_id, target.network.pad_id
-  if draft.network.has_encoder and pads[0] != pads[1]:
-    expected = f"padding with id {pads[1]}, as in the target's family"
-    raise unexpected('draft', expected, f'id {pads[0]}')
-  if target.network.has_encoder and not draft.network.has_encoder:
+  if made.has_encoder and made.pad_id != wanted.pad_id:
+    expected = f"padding with id {wanted.pad_id}, as in the target's family"
+    raise unexpected('draft', expected, f'id {made.pad_id}')
+  if wanted.has_encoder and not made.has_encoder:
     sees = 'the drafter sees the output so far and nothing of the input'
     told = f'The draft is decoder-only and the target has an encoder: {sees}.'
     warnings.warn(f'{told} Outputs are right all the same.', stacklevel=4)
-
-
-def _check_encoder(target: Model, drafter: Drafter) -> None:
-  """Raises ValueError unless the drafter can read the target's encoder."""
-  width = target.network.encoded_dim
-  if not target.network.has_encoder or width is None:
-    expected = 'one with an encoder, which the draft reads'
-    raise unexpected('target', expected, type(target.network).__name__)
-  for model in drafter.models:
-    reads = model.network.reads_encoder
-    if reads and (wanted := model.network.encoded_dim) != width:
-      expected = f'one that reads an encoder of width {width}'
-      advice = 'Distil a drafter for this target (specdec distil).'
-      raise unexpected('draft', expected, wanted, advice)
 
 
 def _check_encoded(target: Model, tokenizer: Vocabulary) -> None:
