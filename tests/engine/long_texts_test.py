@@ -26,9 +26,8 @@ from toy_models import chain_engine
 sentencex = pytest.importorskip('sentencex', reason='needs the extra [split]')
 DOCUMENTS = pathlib.Path(__file__).with_name('split_documents.txt')
 # What sentencex alone gets wrong: a language, and sentences with a bar between.
-RULED = (
-  DOCUMENTS.with_name('split_sentences.txt').read_text('utf-8').splitlines()
-)
+SENTENCES = DOCUMENTS.with_name('split_sentences.txt')
+RULED = SENTENCES.read_text('utf-8').splitlines()
 # Between the sentences of a document.
 GAPS = [' ', '  ', '\n', '\n\n  ', '\n- ', '\n\n## 1.2. ', '\n| ', ' | ', '\t']
 DOCUMENT = '  a b! A c.\n\n\td e? A b.  \r\n \nc, a.'

@@ -134,9 +134,8 @@ def test_picture_is_escaped_aligned_and_has_no_empty_margin():
   kinds = [kind for one in ROUNDS for kind, _ in one.parts]
   classes = [text.get('class') for text in texts]
   assert [x for x in classes if x in kinds][:-4] == kinds
-  starts, sizes = (
-    [float(t.get(x)) for t in texts] for x in ('x', 'textLength')
-  )
+  names = 'x', 'textLength'
+  starts, sizes = ([float(t.get(name)) for t in texts] for name in names)
   ends = map(sum, zip(starts, sizes, strict=True))
   assert 0 < float(picture.get('width')) - max(ends) < 40
   place = dict(zip(said, starts, strict=True))

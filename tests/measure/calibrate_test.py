@@ -109,11 +109,9 @@ def noise_is_allowed(monkeypatch):
 def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
   console = quiet()
   sizes = {'num_tokens': 20, 'max_gamma': 1, 'repeats': 2, 'calls_a_run': 1}
-  sizes |= {'input_len': 8, 'decode_len': 32}
   path = str(folder / 'calibration.json')
-  config = calibrate.CalibrateConfig(
-    lambda: engine, prompts, output_file=path, **sizes
-  )
+  sizes |= {'input_len': 8, 'decode_len': 32, 'output_file': path}
+  config = calibrate.CalibrateConfig(lambda: engine, prompts, **sizes)
   with pytest.raises(CalibrationError, match='time is over'):
     calibrate.calibrate(config, console, until=0.0)
   with pytest.raises(CalibrationError, match='give more minutes'):

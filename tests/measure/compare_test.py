@@ -20,9 +20,8 @@ def config(tokenizer, folder) -> CompareConfig:
   limits = {'max_input_len': 16, 'max_decode_len': 16}
   # Made once: their programs are compiled once.
   make = functools.partial(toy_models.chain_engine, tokenizer, **limits)
-  good, bad = (
-    functools.cache(functools.partial(make, noise=x)) for x in (0.0, 5.0)
-  )
+  makers = (functools.partial(make, noise=noise) for noise in (0.0, 5.0))
+  good, bad = map(functools.cache, makers)
   methods = [Method('good'), Method('bad', engine=bad)]
   return CompareConfig(good, str(path), methods, repeats=2)
 
