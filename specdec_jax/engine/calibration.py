@@ -50,30 +50,21 @@ def contradiction(times: Mapping[str, float]) -> str:
     worst = int(np.argmin(costs / fitted))
     if costs[worst] < (1 - _NOISE) * fitted[worst]:
       dearest = int(np.argmax(costs[:worst]))
-      return (
-        f'a {kind[:-1]} over {sizes[worst]} {unit} took'
-        f' {costs[worst] / costs[dearest]:.2f} of the time of one over'
-        f' {sizes[dearest]}'
-      )
+      part = f'{costs[worst] / costs[dearest]:.2f} of the time of one over'
+      what = f'a {kind[:-1]} over {sizes[worst]} {unit}'
+      return f'{what} took {part} {sizes[dearest]}'
   for gamma, cost in zip(*numbered(times, 'round_'), strict=True):
     call = times.get(f'call_{gamma + 1}', 0.0)
     if cost < (1 - _NOISE) * call:
-      return (
-        f'a round with {gamma} proposals took {cost / call:.2f} of the time of'
-        ' the call in it'
-      )
+      part = f'{cost / call:.2f} of the time of the call in it'
+      return f'a round with {gamma} proposals took {part}'
   return ''
 
 
-def numbered(
-  times: Mapping[str, float], kind: str
-) -> tuple[np.ndarray, np.ndarray]:
+def numbered(times: Mapping[str, float], kind: str) -> tuple[np.ndarray, ...]:
   """Returns n and the time of each entry named `kind` + n, sorted by n."""
-  pairs = sorted(
-    (int(name.removeprefix(kind)), float(time))
-    for name, time in times.items()
-    if name.startswith(kind)
-  )
+  names = [name for name in times if name.startswith(kind)]
+  pairs = sorted((int(name.removeprefix(kind)), times[name]) for name in names)
   sizes, values = zip(*pairs, strict=True) if pairs else ((), ())
   return np.array(sizes, int), np.array(values, float)
 
@@ -173,11 +164,10 @@ class Calibration:
     """
     choice = self.at(rows)
     most = max(1, choice.gamma)
-    if most + 1 > len(choice.call_cost):
+    if most + 1 > (known := len(choice.call_cost)):
+      needed = f'the costs of calls over 1 to {most + 1} tokens'
       raise CalibrationError(
-        f"gamma = 'adaptive' needs the costs of calls over 1 to {most + 1}"
-        f' tokens, and this calibration has {len(choice.call_cost)}: calibrate'
-        ' again.'
+        f"gamma = 'adaptive' needs {needed}, not {known}: calibrate again."
       )
     sizes = resting.widths(most, adapts=True, rests=False)
     calls = np.asarray([choice.call_cost[size - 1] for size in sizes])
@@ -194,8 +184,8 @@ class Calibration:
     largest. Calls over more rows cost more, so that its gamma is rather too
     small than too large.
     """
-    larger = [choice for choice in self.choices if choice.rows >= rows]
-    return (larger or self.choices)[0 if larger else -1]
+    larger = (choice for choice in self.choices if choice.rows >= rows)
+    return next(larger, self.choices[-1])
 
   def least_length(self, rows: int) -> int:
     """Returns the least output length for which speculation pays; 0: none.
@@ -262,16 +252,12 @@ class Calibration:
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
     """Raises CalibrationError if it is of other models or another device."""
-    device = backend.device_name()
-    differs = same_run.differences(
-      {**self.fingerprints, 'device': self.device},
-      {**fingerprints, 'device': device},
-    )
-    if differs:
-      raise CalibrationError(
-        f'This calibration was made for something else: {"; ".join(differs)}.'
-        ' Run `specdec calibrate` with these models on this machine.'
-      )
+    made_for = {**self.fingerprints, 'device': self.device}
+    here = {**fingerprints, 'device': backend.device_name()}
+    if differs := same_run.differences(made_for, here):
+      advice = 'Run `specdec calibrate` with these models on this machine.'
+      reason = f'was made for something else: {"; ".join(differs)}'
+      raise CalibrationError(f'This calibration {reason}. {advice}')
 
   def to_json(self) -> dict[str, Any]:
     """Returns the calibration as the JSON object of its file."""
@@ -304,19 +290,14 @@ def load(path: str) -> Calibration:
         raise ValueError(f'{wrong}; more is never cheaper')
     return calibration
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-    raise CalibrationError(
-      f'{path!r} is not a calibration. Expected a file that `specdec calibrate`'
-      f' wrote, found: {error}'
-    ) from error
+    expected = 'Expected what `specdec calibrate` wrote'
+    message = f'{path!r} is not a calibration. {expected}, found: {error}'
+    raise CalibrationError(message) from error
 
 
 def _from_json(kind: Any, values: Mapping[str, Any]) -> Any:
   """Makes a dataclass from JSON; drops names that are not fields any more."""
-  names = {field.name for field in dataclasses.fields(kind)}
-  return kind(
-    **{
-      name: tuple(value) if isinstance(value, list) else value
-      for name, value in values.items()
-      if name in names
-    }
-  )
+  names = {field.name for field in dataclasses.fields(kind)} & values.keys()
+  items = {name: values[name] for name in names}
+  lists = {k: tuple(v) for k, v in items.items() if isinstance(v, list)}
+  return kind(**items | lists)

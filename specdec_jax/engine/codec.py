@@ -12,6 +12,8 @@ from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tokenizer import Vocabulary
 
+Ids = Sequence[int]
+Text = str | Ids  # a text, or its ids
 _SHOWN = 3  # the most languages that a message lists
 
 
@@ -33,42 +35,25 @@ class Languages(NamedTuple):
   source: int | None
   target: int | None
 
-  def before_text(
-    self, text: str | Sequence[int], ids: Sequence[int]
-  ) -> list[int]:
-    """Returns the tokens to put before the ids of a text.
-
-    If the source language is given, a word such as 'deu_Latn' in a text is
-    ordinary text, as in transformers. Ids may begin with a language token; then
-    nothing is added.
+  def before(self, ids: Ids, side: str) -> list[int]:
+    """Returns the token of a language to put before ids, if they lack one.
 
     Args:
-      text: the text, or its ids if the caller gave ids.
-      ids: the ids of the text.
+      ids: the ids of a text, or those that an output begins with.
+      side: 'source' or 'target'.
 
     Raises:
-      ValueError: `source_lang` is missing, and the ids do not begin with a
-        language.
+      ValueError: the language of this side is missing, and the ids do not begin
+        with a language.
     """
-    if isinstance(text, str) and self.source is not None:
-      return [self.source]
-    return self._before(ids, self.source, 'source_lang', 'the texts')
-
-  def before_output(self, ids: Sequence[int]) -> list[int]:
-    """Returns the tokens to put before the ids that an output begins with.
-
-    Raises:
-      ValueError: `target_lang` is missing, and the ids do not begin with a
-        language.
-    """
-    return self._before(ids, self.target, 'target_lang', 'the outputs')
-
-  def _before(self, ids, token, name, whose) -> list[int]:
     if not self.known or (len(ids) and ids[0] in self.known.values()):
       return []
+    token = self.source if side == 'source' else self.target
     if token is None:
       some = ', '.join(map(repr, list(self.known)[:_SHOWN]))
-      raise unexpected(name, f'the language of {whose}, such as {some}', None)
+      whose = 'texts' if side == 'source' else 'outputs'
+      expected = f'the language of the {whose}, such as {some}'
+      raise unexpected(f'{side}_lang', expected, None)
     return [token]
 
 
@@ -91,7 +76,7 @@ class Codec:
     tokenizer: Vocabulary,
     network: LanguageModel,
     bos_id: int | None,
-    stop_ids: Sequence[int],
+    stop_ids: Ids,
     source_lang: str | None = None,
     target_lang: str | None = None,
     target_id: int | None = None,
@@ -117,14 +102,11 @@ class Codec:
       ValueError: a language is not known, or the target has none.
     """
     # A model without an encoder has no use for languages.
-    known: Mapping[str, int] = {}
-    if self.network.has_encoder:
-      known = self.tokenizer.languages
-    names = {
-      'source_lang': source_lang or self.source_lang,
-      'target_lang': target_lang or self.target_lang,
-    }
-    for name, language in names.items():
+    has_encoder = self.network.has_encoder
+    known = self.tokenizer.languages if has_encoder else {}
+    names = source_lang or self.source_lang, target_lang or self.target_lang
+    sides = 'source_lang', 'target_lang'
+    for name, language in zip(sides, names, strict=True):
       check_type(name, language, str | None)
       if language is not None and not known:
         expected = 'None, for this model has no tokens of languages'
@@ -135,14 +117,12 @@ class Codec:
         path = self.tokenizer.path
         expected = f'one of the {len(known)} languages of {path!r}'
         raise unexpected(name, expected, language, advice)
-    source, target = (known.get(name or '') for name in names.values())
+    source, target = (known.get(name or '') for name in names)
     if target is None and self.target_id in known.values():
       target = self.target_id
     return Languages(known, source, target)
 
-  def ids_around(
-    self, text: str | Sequence[int] = ''
-  ) -> tuple[list[int], list[int]]:
+  def ids_around(self, text: Text = '') -> tuple[list[int], list[int]]:
     """Returns the ids before and after a text as the target reads it.
 
     An encoder's text ends with the end of sequence, if it does in its family. A
@@ -157,9 +137,13 @@ class Codec:
     return [] if self.bos_id is None else [self.bos_id], []
 
   def around(
-    self, text: str | Sequence[int], ids: Sequence[int], languages: Languages
+    self, text: Text, ids: Ids, languages: Languages
   ) -> tuple[list[int], list[int]]:
     """Returns `ids_around` with the token of the text's language.
+
+    If the source language is given, a word such as 'deu_Latn' in a text is
+    ordinary text, as in transformers. Ids may begin with a language token; then
+    nothing is added.
 
     Args:
       text: the text, or its ids if the caller gave ids.
@@ -167,17 +151,16 @@ class Codec:
       languages: the languages of the call.
 
     Raises:
-      ValueError: as for `Languages.before_text`.
+      ValueError: as for `Languages.before`.
     """
     first, last = self.ids_around(text)
-    language = languages.before_text(text, ids)
+    is_named = isinstance(text, str) and languages.source is not None
+    language = languages.before(() if is_named else ids, 'source')
     if self.tokenizer.language_last:
       return first, [*last, *language]
     return [*first, *language], last
 
-  def begin(
-    self, languages: Languages, ids: Sequence[int] = ()
-  ) -> tuple[int, ...]:
+  def begin(self, languages: Languages, ids: Ids = ()) -> tuple[int, ...]:
     """Returns all ids that a decoder begins with.
 
     Args:
@@ -185,14 +168,12 @@ class Codec:
       ids: the prompt.
 
     Raises:
-      ValueError: as for `Languages.before_output`.
+      ValueError: as for `Languages.before`.
     """
-    begin = *languages.before_output(ids), *ids
-    if self.tokenizer.language_last:
-      return begin
-    return self.network.start_id, *begin
+    start = () if self.tokenizer.language_last else (self.network.start_id,)
+    return *start, *languages.before(ids, 'target'), *ids
 
-  def bare_ids(self, text: str | Sequence[int]) -> list[int]:
+  def bare_ids(self, text: Text) -> list[int]:
     """Returns the ids of a text; of given ids those between `ids_around`."""
     ids = encoded(self.tokenizer.inputs, text)
     if isinstance(text, str | RenderedIds):
@@ -205,9 +186,7 @@ class Codec:
       del ids[-len(last) :]
     return ids[len(first) :] if ids[: len(first)] == first else ids
 
-  def input_ids(
-    self, text: str | Sequence[int], source_lang: str | None = None
-  ) -> list[int]:
+  def input_ids(self, text: Text, source_lang: str | None = None) -> list[int]:
     """Returns the ids of a text as the target reads them.
 
     The text may also be given as ids, with or without the id that texts begin
@@ -220,7 +199,7 @@ class Codec:
     first, last = self.around(text, ids, self.languages(source_lang))
     return [*first, *ids, *last]
 
-  def num_input_tokens(self, text: str | Sequence[int]) -> int:
+  def num_input_tokens(self, text: Text) -> int:
     """Counts the tokens of a text as the target reads it.
 
     It is 0 if there is nothing to read; of an empty text, a target with a
@@ -229,7 +208,7 @@ class Codec:
     first, _ = self.ids_around(text)
     return len(self.input_ids(text)) if first or self.bare_ids(text) else 0
 
-  def output_ids(self, text: str | Sequence[int] = '') -> list[int]:
+  def output_ids(self, text: Text = '') -> list[int]:
     """Returns the ids of a text as the target would produce it, EOS included.
 
     If ids are given in place of a text, only the EOS is added.
@@ -238,12 +217,12 @@ class Codec:
     end = end if end in self.stop_ids else self.stop_ids[0]
     if not isinstance(text, str):
       return [*map(int, text), end]
+    ids = [*encoded(self.tokenizer, text), end]
     begins = self.network.has_encoder and self.network.ends_inputs
-    first = self.ids_around()[0] if begins else []
-    return [*first, *encoded(self.tokenizer, text), end]
+    return [*self.ids_around()[0], *ids] if begins else ids
 
 
-def encoded(tokenizer: Vocabulary, text: str | Sequence[int]) -> list[int]:
+def encoded(tokenizer: Vocabulary, text: Text) -> list[int]:
   """Returns the ids of a text, or those that were given in its place.
 
   Raises:

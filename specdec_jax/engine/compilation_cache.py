@@ -40,7 +40,7 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   chosen = jax.config.values.get('jax_compilation_cache_dir')
   if chosen and folder is None:
     return pathlib.Path(chosen)
-  path = pathlib.Path(folder) if folder is not None else default_folder()
+  path = default_folder() if folder is None else pathlib.Path(folder)
   if chosen == str(path):
     return path
   try:
@@ -73,8 +73,7 @@ def _remove_damaged() -> None:
   module: Any = jax_cache
   # The function is private to JAX. Without it damaged entries stay in the
   # cache, which only costs time.
-  read = getattr(module, 'get_executable_and_time', None)
-  if read is None:
+  if (read := getattr(module, 'get_executable_and_time', None)) is None:
     return
 
   @functools.wraps(read)

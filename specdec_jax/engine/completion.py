@@ -1,6 +1,5 @@
 """From produced tokens to text: `Completion`, stop strings, safe prefixes."""
 
-import collections
 import copy
 import dataclasses
 import itertools
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.engine.scoring import Top
+from specdec_jax.engine.scoring import Ids, Top
 from specdec_jax.text.sentences import Sentences
 from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.types import FinishReason, Generation
@@ -19,6 +18,8 @@ _INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
 
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}
 _REASONS[FinishReason.INVALID] = 'error'
+# If a part of a text ends by one of these, so does the whole, by the first.
+_FIRST_REASONS = 'error', 'rules', 'length'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +70,13 @@ class CompletionStats:
 
 def total(stats: Iterable[CompletionStats]) -> CompletionStats:
   """Returns the sum of the counts of several outputs."""
-  sums: collections.Counter[str] = collections.Counter()
-  histogram: tuple[int, ...] = ()
-  for part in stats:
-    counts = dict(vars(part))
-    # Histograms of different gammas have different widths.
-    pairs = itertools.zip_longest(
-      histogram, counts.pop('histogram'), fillvalue=0
-    )
-    histogram = tuple(map(sum, pairs))
-    sums.update(counts)
-  return CompletionStats(histogram=histogram, **sums)
+  parts = [dict(vars(part)) for part in stats]
+  # Histograms of different gammas have different widths.
+  histograms = [part.pop('histogram') for part in parts]
+  columns = itertools.zip_longest(*histograms, fillvalue=0)
+  names = parts[0] if parts else ()
+  sums = {name: sum(part[name] for part in parts) for name in names}
+  return CompletionStats(histogram=tuple(map(sum, columns)), **sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +147,7 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
     text=sentences.joined(parts),
     tokens=[token for output in outputs for token in output.tokens],
     log_probs=[value for output in outputs for value in output.log_probs],
-    finish_reason=next(
-      (r for r in ('error', 'rules', 'length') if r in reasons), last
-    ),
+    finish_reason=next((x for x in _FIRST_REASONS if x in reasons), last),
     stats=total(output.stats for output in outputs),
     error=next((x.error for x in outputs if x.error), None),
     lossless=all(output.lossless for output in outputs),
@@ -166,10 +161,8 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
 
 def no_distribution(place: str = '') -> str:
   """Returns the error message for logits that give no probabilities."""
-  return (
-    "The target's logits were not a distribution (NaN, infinite or all"
-    f' masked){place}; check its parameters and dtype.'
-  )
+  reason = f'not a distribution (NaN, infinite or all masked){place}'
+  return f"The target's logits were {reason}; check its parameters and dtype."
 
 
 def from_generation(
@@ -179,9 +172,9 @@ def from_generation(
   length = int(generation.length[row])
   tokens = [int(token) for token in generation.tokens[row, :length]]
   reason = FinishReason(int(generation.finish_reason[row]))
-  error = score = None
-  if generation.scores is not None:
-    score = float(generation.scores[row])
+  scores = generation.scores
+  score = None if scores is None else float(scores[row])
+  error = None
   if reason == FinishReason.INVALID:
     error = no_distribution(f' at token {length}')
   # The tokenizer does not always hide a stop id: one that the caller chose may
@@ -205,11 +198,10 @@ def from_generation(
   )
 
 
-def decode(tokenizer: Vocabulary, tokens: Sequence[int]) -> str:
+def decode(tokenizer: Vocabulary, tokens: Ids) -> str:
   """The text of tokens; ids beyond the tokenizer's vocabulary give no text."""
-  return tokenizer.decode(
-    [token for token in tokens if token < tokenizer.vocab_size]
-  )
+  known = [token for token in tokens if token < tokenizer.vocab_size]
+  return tokenizer.decode(known)
 
 
 class Piece(NamedTuple):
@@ -254,20 +246,17 @@ class Text:
   """
 
   def __init__(
-    self,
-    tokenizer: Vocabulary,
-    stop_strings: Sequence[str] = (),
-    min_length: int = 0,
+    self, tokenizer: Vocabulary, stops: Sequence[str] = (), min_length: int = 0
   ):
     """Makes the text of an output without tokens.
 
     Args:
       tokenizer: the vocabulary.
-      stop_strings: strings that end the output.
+      stops: strings that end the output.
       min_length: a stop string must end after so many tokens.
     """
     self._tokenizer = tokenizer
-    self._stop_strings, self._min_length = stop_strings, min_length
+    self._stop_strings, self._min_length = stops, min_length
     # The last byte of a character; no vocabulary has it as a token.
     self._byte = tokenizer.encode('\U0010ffff')[-1:]
     # These tokens are decoded before `_open`, to keep its first blank.
@@ -277,15 +266,14 @@ class Text:
     self._num_tokens = self._searched = self._stop_begin = 0
     self.stop_end: int | None = None
 
-  def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
+  def extend(self, tokens: Ids | np.ndarray) -> None:
     """Appends the tokens that follow."""
     ids = [int(token) for token in tokens]
     first = max(self._min_length - self._num_tokens, 0)
     for part in filter(None, (ids[:first], ids[first:])):
       self._read(part)
       self._num_tokens += len(part)
-      if self._num_tokens > self._min_length and self.stop_end is None:
-        self._stop_begin, self.stop_end = self._stop_in(self._stable)
+      self._search(self._stable)
       self._searched = len(self._stable)
 
   def _read(self, ids: list[int]) -> None:
@@ -305,19 +293,18 @@ class Text:
       self._context = self._open if alone else window
       self._open, self._settled = [], self.whole
 
-  def _stop_in(self, text: str) -> tuple[int, int | None]:
-    """Returns begin and end of the first complete stop string in new text."""
+  def _search(self, text: str) -> None:
+    """Searches new text for the first whole stop string, if none is found."""
+    if self._num_tokens <= self._min_length or self.stop_end is not None:
+      return
     ends = []
     for string in self._stop_strings:
       at = text.find(string, max(self._searched + 1 - len(string), 0))
       if at >= 0:
         ends.append((at + len(string), at))
-    end, begin = min(ends, default=(None, 0))
-    return begin, end
+    self.stop_end, self._stop_begin = min(ends, default=(None, 0))
 
-  def pieces_of(
-    self, tokens: Sequence[int], *, is_end: bool = True
-  ) -> list[Piece]:
+  def pieces_of(self, tokens: Ids, is_end: bool = True) -> list[Piece]:
     """Returns the pieces that further tokens would add, without adding them.
 
     The first piece also has the text that is not settled before it.
@@ -346,12 +333,11 @@ class Text:
 
   def _pieces(self, tokens: list[int], text: str, begin: int) -> list[Piece]:
     """Returns the pieces of tokens that share the text from `begin` on."""
-    added = text[begin:]
-    parts = [b''] * len(tokens)
+    added, parts = text[begin:], [b''] * len(tokens)
     if len(tokens) > 1:
-      parts = [_bytes_of(self._tokenizer, token) for token in tokens]
-    if b''.join(parts) != added.encode():  # some bytes belong to no character
-      parts = [b''] * len(tokens)
+      read = [_bytes_of(self._tokenizer, token) for token in tokens]
+      if b''.join(read) == added.encode():  # all bytes belong to characters
+        parts = read
     *first, last = parts
     pieces = [Piece('', begin, part) for part in first]
     return [*pieces, Piece(added, len(text), last)]
@@ -361,9 +347,8 @@ class Text:
     longer = copy.copy(self)
     longer.extend([token])
     whole = longer.whole
-    # The token completes an earlier character.
-    completes = not whole.startswith(self.whole)
-    is_part = completes or whole.endswith(_INCOMPLETE)
+    # The token may also complete an earlier character.
+    is_part = whole.endswith(_INCOMPLETE) or not whole.startswith(self.whole)
     part = _bytes_of(self._tokenizer, token) if is_part else b''
     return Piece(whole[len(self.whole) :], len(whole), part)
 
@@ -381,8 +366,7 @@ class Text:
 
   def end(self) -> str:
     """Returns the final text, cut before the first stop string."""
-    if self.stop_end is None and self._num_tokens > self._min_length:
-      self._stop_begin, self.stop_end = self._stop_in(self.whole)
+    self._search(self.whole)
     return self.whole if self.stop_end is None else self.ready
 
   def cut(self, completion: Completion) -> Completion:
@@ -415,20 +399,14 @@ def pieces_of(completion: Completion, tokenizer: Vocabulary) -> list[Piece]:
   size, tokens = len(completion.text), completion.tokens
   has_stop_id = completion.finish_reason == _REASONS[FinishReason.STOP]
   pieces = Text(tokenizer).pieces_of(tokens[: len(tokens) - has_stop_id])
-  cut = [
-    piece
-    if piece.end + (not piece.text) <= size
-    else Piece(
-      piece.text[: max(size - piece.end + len(piece.text), 0)],
-      min(piece.end, size),
-    )
-    for piece in pieces
-  ]
-  return cut + [Piece('', size)] * has_stop_id
+  for number, (text, end, _) in enumerate(pieces):
+    if end + (not text) > size:
+      left = max(size - end + len(text), 0)
+      pieces[number] = Piece(text[:left], min(end, size))
+  return pieces + [Piece('', size)] * has_stop_id
 
 
 def _bytes_of(tokenizer: Vocabulary, token: int) -> bytes:
   """Returns the bytes of a token that is a part of a character."""
-  if not decode(tokenizer, [token]):
-    return b''  # a special token adds no bytes
-  return tokenizer.bytes_of(token)
+  # A special token adds no bytes.
+  return tokenizer.bytes_of(token) if decode(tokenizer, [token]) else b''

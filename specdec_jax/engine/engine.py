@@ -25,7 +25,6 @@ from specdec_jax.drafters.translation_memory import (
 )
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import compilation_cache, pair, scoring, trace
-from specdec_jax.engine.classification import classify
 from specdec_jax.engine.codec import Codec, check_texts, encoded_texts
 from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.config import EngineConfig
@@ -409,7 +408,7 @@ class Engine:
       the probabilities that `score` gives to the labels.
 
     Raises:
-      ValueError: as for `label_ids`, or as for `classification.classify`.
+      ValueError: as for `label_ids`, or as for `scoring.classify`.
 
     Examples:
       >>> probs = engine.classify(
@@ -428,7 +427,7 @@ class Engine:
       inputs, prompts = read, [[*begin]] * len(read)
     scoring.check_ids(self.target, inputs=read)
     params = self.params.target
-    return classify(self.target, params, inputs, prompts, outputs)
+    return scoring.classify(self.target, params, inputs, prompts, outputs)
 
   def label_ids(self, labels: Texts) -> list[list[int]]:
     """Returns the ids of labels, each with its end.

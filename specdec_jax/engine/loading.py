@@ -116,7 +116,11 @@ def load(
   opened = open_checkpoint(location, network, adapter=adapter)
   facts = opened.facts
   named = facts and facts.described.get('bos_token_id')
-  network = _computing(network, facts, dtype)
+  if network is None or (dtype is not None and isinstance(network, Network)):
+    sized: Any = facts if network is None else network
+    computes_in = integers.computes_in() if is_integers(dtype) else dtype
+    computes_in = computes_in or 'float32'
+    network = network_of(dataclasses.replace(sized.config, dtype=computes_in))
   tokenizer = _vocabulary(tokenizer, facts, location, network)
   model = Model(
     network,
@@ -135,10 +139,9 @@ def load(
   check_ends(model)
   if shortlist is None:
     beside = f'{os.path.splitext(location.path)[0]}.{SHORTLIST}'
-    beside = location.child(SHORTLIST).path if facts else beside
-    if not os.path.lexists(beside):
+    shortlist = location.child(SHORTLIST).path if facts else beside
+    if not os.path.lexists(shortlist):
       return model
-    shortlist = beside
   return model.with_shortlist(_ids(shortlist, tokenizer, model.stop_ids))
 
 
@@ -156,48 +159,27 @@ def _ids(
 ) -> list[int]:
   """Returns the ids of a shortlist, and those that end an output."""
   check_type('shortlist', shortlist, str | os.PathLike | Sequence[int])
-  ids = set(_listed(shortlist, tokenizer))
+  listed: Iterable[int]
+  if not isinstance(shortlist, str | os.PathLike):
+    listed = shortlist
+  else:
+    path = shipped.find(shortlist)
+    files.check_regular(path)
+    if path.endswith('.npz') or zipfile.is_zipfile(path):
+      table = ngram_table.load(path, tokenizer)
+      listed = table.ids[: table.starts[1]].tolist()
+    elif tokenizer is None:
+      expected = 'a table or ids, for the drafter has no vocabulary beside it'
+      raise unexpected('shortlist', expected, path, 'Or give tokenizer=.')
+    else:
+      rows = tokenizer.encode_batch([*files.text_lines(path)])
+      listed = {token for ids in rows for token in ids}
   if tokenizer is not None:
     ends = [*ends, tokenizer.eos_id]
-  if not ids - {*ends}:
+  if not {*listed} - {*ends}:
     expected = 'ids, or texts with tokens that a drafter could propose'
     raise unexpected('shortlist', expected, shortlist)
-  return sorted({*ids, *ends})
-
-
-def _listed(
-  shortlist: Path | Sequence[int], tokenizer: Vocabulary | None
-) -> Iterable[int]:
-  """Returns the ids of a shortlist that is given, or read from a file."""
-  if not isinstance(shortlist, str | os.PathLike):
-    return shortlist
-  path = shipped.find(shortlist)
-  files.check_regular(path)
-  if path.endswith('.npz') or zipfile.is_zipfile(path):
-    table = ngram_table.load(path, tokenizer)
-    return table.ids[: table.starts[1]].tolist()
-  if tokenizer is None:
-    expected = 'a table or ids, for the drafter has no vocabulary beside it'
-    raise unexpected('shortlist', expected, path, 'Or give tokenizer=.')
-  texts = list(files.text_lines(path))
-  listed = {token for ids in tokenizer.encode_batch(texts) for token in ids}
-  if not listed:
-    raise unexpected('shortlist', 'a file with texts', path)
-  return listed
-
-
-def _computing(
-  network: Any, facts: FolderFacts | None, dtype: str | None
-) -> LanguageModel:
-  """Returns the network that was given, or the folder's, with a dtype."""
-  if network is not None and (
-    dtype is None or not isinstance(network, Network)
-  ):
-    return network
-  config = network.config if network is not None else facts and facts.config
-  assert config is not None
-  computes_in = integers.computes_in() if is_integers(dtype) else dtype
-  return network_of(dataclasses.replace(config, dtype=computes_in or 'float32'))
+  return sorted({*listed, *ends})
 
 
 def _vocabulary(
@@ -211,10 +193,10 @@ def _vocabulary(
   Raises:
     ValueError: it cannot be read, or the network has too few or too many ids.
   """
-  if tokenizer is None and facts and is_vocabulary(pathlib.Path(location.path)):
-    tokenizer = location.path
   if tokenizer is None:
-    return None
+    if not facts or not is_vocabulary(pathlib.Path(location.path)):
+      return None
+    tokenizer = location.path
   if not isinstance(tokenizer, Vocabulary):
     tokenizer = Tokenizer(tokenizer)
   try:

@@ -14,9 +14,7 @@ from specdec_jax.engine.options import Options, example_id, sentence_id
 from specdec_jax.text.sentences import Sentences, language_of, split
 
 # The prefixes that T5 and MADLAD-400 expect before each input.
-_PREFIX = re.compile(
-  r'<2\w+>\s*|(translate|summarize)\b[^.:\n]*:\s*', re.IGNORECASE
-)
+_PREFIX = re.compile(r'<2\w+>\s*|(translate|summarize)\b[^.:\n]*:\s*', re.I)
 
 
 def splitter(
@@ -52,11 +50,9 @@ def splitter(
     check_unicode(text)
     whole = split(text, language, count, longest)
     if len(whole.spans) > 1 and not prefix and (found := _PREFIX.match(text)):
-      warnings.warn(
-        f'split: only the first sentence of a text begins with {found[0]!r}.'
-        ' Leave it out, and give it as split_prefix (--prefix).',
-        stacklevel=2,
-      )
+      said = f'only the first sentence of a text begins with {found[0]!r}'
+      advice = 'Leave it out, and give it as split_prefix (--prefix).'
+      warnings.warn(f'split: {said}. {advice}', stacklevel=2)
     return whole
 
   return of
@@ -73,11 +69,7 @@ class LongTexts:
   """
 
   def __init__(
-    self,
-    codec: Codec,
-    config: EngineConfig,
-    texts: Sequence[Any],
-    options: Options,
+    self, codec: Codec, config: EngineConfig, texts: Any, options: Options
   ):
     """Splits the texts.
 
@@ -94,34 +86,28 @@ class LongTexts:
     if not is_a(texts, Sequence[str]) or isinstance(texts, str):
       raise unexpected('texts', 'a sequence of strings with split', texts)
     ids = options.example_ids or range(len(texts))
-    one_number = isinstance(options.temperature, float | int)
-    for name, fits, expected in (
-      ('temperature', one_number, 'one number'),
-      ('example_ids', len(ids) == len(texts), f'{len(texts)} numbers'),
-    ):
-      if not fits:
-        raise unexpected(name, f'{expected} with split', getattr(options, name))
+    if not isinstance(options.temperature, float | int):
+      expected = 'one number with split'
+      raise unexpected('temperature', expected, options.temperature)
+    if len(ids) != len(texts):
+      raise unexpected('example_ids', f'{len(texts)} numbers with split', ids)
     # One beam search gives all outputs of a sentence.
     self._each = 1 if options.num_beams is None else options.num_samples
     samples = range(options.num_samples // self._each)
     whole = [*map(splitter(codec, config, options), texts)]
     self._outputs = [sentences for sentences in whole for _ in samples]
-    parts = [part for output in self._outputs for part in output.parts]
-    self.parts = [options.split_prefix + part for part in parts]
+    self.parts = [
+      options.split_prefix + part for x in self._outputs for part in x.parts
+    ]
     self.example_ids = [
       sentence_id(example_id(number, sample), place)
       for number, sentences in zip(ids, whole, strict=True)
       for sample in samples
       for place in range(len(sentences.spans))
     ]
-    self.options = dataclasses.replace(
-      options,
-      split=None,
-      split_lang=None,
-      split_prefix='',
-      num_samples=self._each,
-      example_ids=self.example_ids,
-    )
+    of: dict[str, Any] = {'split': None, 'split_lang': None, 'split_prefix': ''}
+    of |= {'num_samples': self._each, 'example_ids': self.example_ids}
+    self.options = dataclasses.replace(options, **of)
 
   def joined(self, done: Sequence[Completion]) -> Iterator[Completion]:
     """Yields the outputs of the texts, joined from the outputs of `parts`."""

@@ -15,14 +15,13 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.ngram_table import NGramTable, check_vocabulary
 from specdec_jax.drafters.small_model import alone, small_model
 from specdec_jax.drafters.translation_memory import Memory
-from specdec_jax.models import sizes
+from specdec_jax.models import causal_lm, families, sizes
 from specdec_jax.models.base import LanguageModel, Params
-from specdec_jax.models.causal_lm import CausalLM
-from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import own_vocab_size
 from specdec_jax.models.t5gemma import T5Gemma
+from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import Vocabulary, contradiction
 from specdec_jax.text.vocabulary import SENTENCEPIECE, TOKENIZER
 
@@ -51,7 +50,7 @@ class PlacedPair(NamedTuple):
 
 
 def placed_pair(
-  target: Model, drafter: Drafter | None, placement: partitioning.Placement
+  target: Model, drafter: Drafter | None, placement: Placement
 ) -> PlacedPair:
   """Reads parameters that are not read yet, and places all on the devices.
 
@@ -61,34 +60,29 @@ def placed_pair(
     ValueError: a checkpoint is broken, or cannot be split as the placement
       says; or the drafter was made for another target.
   """
-  params = PairParams(None, None)
   prints, of_draft = {}, placement.replicated()
-  original = drafter  # `small_model` drops the fingerprint `made_for`
-  if drafter is not None and original is not None:
+  placed, draft_params = None, None
+  if drafter is not None:
     read = partitioning.read_parts(drafter.params, of_draft)
     prints['draft'] = fingerprint(read)
-    small = alone(drafter)
+    placed, small = drafter, alone(drafter)
     if small is None:
       # Drafters without parameters differ only in their names.
       prints['draft'] += f' {drafter.name or drafter.propose.__qualname__}'
     else:
       follows = partitioning.follow(small.network, of_draft.partition())
-      drafter = small_model(follows)
-    read = partitioning.place_parts(read, of_draft, original.params)
-    drafter = drafter._replace(params=read)
-    params = params._replace(draft=read)
+      placed = small_model(follows)
+    draft_params = partitioning.place_parts(read, of_draft, drafter.params)
+    placed = placed._replace(params=draft_params)
   read = partitioning.read_parts(target, placement)
   prints = {'target': fingerprint(read)} | prints
-  if original is not None:
+  if drafter is not None:
     dtype = placement.param_dtype
-    _check_made_for(original, target, read, prints['target'], dtype)
-  is_read = target.given is None
-  params = params._replace(
-    target=partitioning.place(read, placement, empties=is_read)
-  )
+    _check_made_for(drafter, target, read, prints['target'], dtype)
+  params = partitioning.place(read, placement, empties=target.given is None)
   memory.give_back()
   network = partitioning.follow(target.network, placement.partition())
-  return PlacedPair(network, drafter, params, prints)
+  return PlacedPair(network, placed, PairParams(params, draft_params), prints)
 
 
 def _check_made_for(
@@ -105,7 +99,12 @@ def _check_made_for(
   if wanted and is_integers(dtype):
     wanted.discard(fingerprint(in_floats(read)))
   if wanted:
-    made_of = _made_of(target)
+    if target.made_of is not None:
+      made_of = target.made_of()
+    else:
+      floats = target.read()
+      dtypes = {leaf.dtype for leaf in jax.tree.leaves(floats)}
+      made_of = () if any(map(is_integers, dtypes)) else (fingerprint(floats),)
     if not made_of:
       expected = f'one with a checkpoint of floats, loaded with dtype={dtype!r}'
       raise unexpected('target', expected, f'{target.name} of {dtype}')
@@ -117,16 +116,6 @@ def _check_made_for(
     raise unexpected('target', expected, f'{target.name} ({print_of})', advice)
 
 
-def _made_of(target: Model) -> tuple[str, ...]:
-  """Returns fingerprints of a target before rounding; () if unknown."""
-  if target.made_of is not None:
-    return target.made_of()
-  params = target.read()
-  leaves = jax.tree.leaves(params)
-  is_rounded = any(is_integers(leaf.dtype) for leaf in leaves)
-  return () if is_rounded else (fingerprint(params),)
-
-
 class MemoryCheck:
   """Checks whether the arrays of a run fit into the free memory.
 
@@ -135,10 +124,7 @@ class MemoryCheck:
   """
 
   def __init__(
-    self,
-    target: Model,
-    drafter: Drafter | None,
-    placement: partitioning.Placement,
+    self, target: Model, drafter: Drafter | None, placement: Placement
   ):
     """
     Args:
@@ -149,13 +135,11 @@ class MemoryCheck:
     """
     dtype = placement.param_dtype
     drafts = drafter.models if drafter else ()
-    models = (target, *drafts)
-    configs = [config_of(model.network) for model in models]
+    networks = [(target.network, dtype)]
+    networks += [(draft.network, draft.dtype or dtype) for draft in drafts]
+    configs = [families.config_of(network) for network, _ in networks]
     self._configs = [config for config in configs if config is not None]
-    self._widened = sizes.widened_bytes(target.network, dtype) + sum(
-      sizes.widened_bytes(draft.network, draft.dtype or dtype)
-      for draft in drafts
-    )
+    self._widened = sum(sizes.widened_bytes(*network) for network in networks)
     parts = target, *jax.tree.leaves(drafter.params if drafter else ())
     self._unread = sum(_unread_bytes(part, dtype) for part in parts)
     on_one = placement.on_one_device
@@ -187,10 +171,9 @@ class MemoryCheck:
     if self._unread:
       more = f', beside {memory.gib(self._unread)} of parameters'
     if self._widened:
-      more += (
-        f', and {memory.gib(self._widened)} of float32 that a CPU makes of'
-        " bfloat16 (dtype='float32' takes less)"
-      )
+      size = memory.gib(self._widened)
+      more += f', and {size} of float32 that a CPU makes of bfloat16'
+      more += " (dtype='float32' takes less)"
     memory.check_room(
       f'{batch} rows of {num_slots} slots (prompt, output and draft) and inputs'
       f' of {input_len} tokens{more}',
@@ -203,8 +186,10 @@ class MemoryCheck:
 
 def _unread_bytes(part: Any, dtype: str) -> int:
   """Returns the bytes that a model or array still needs on the devices."""
+  if isinstance(part, jax.Array):
+    return 0
   if not isinstance(part, Model):
-    return 0 if isinstance(part, jax.Array) else np.asarray(part).nbytes
+    return np.asarray(part).nbytes
   dtype = part.dtype or dtype
   if part.given is None:
     return sizes.held_bytes(part.num_params, dtype)
@@ -256,8 +241,10 @@ def check_pair(
     _check_encoded(target, tokenizer)
   if drafter is None:
     return
-  if drafter.reads_encoder:
-    _check_encoder(target, drafter)
+  has_width = target.network.has_encoder and target.network.encoded_dim
+  if drafter.reads_encoder and not has_width:
+    expected = 'one with an encoder, which the draft reads'
+    raise unexpected('target', expected, type(target.network).__name__)
   for model in drafter.models:
     _check_draft(target, model)
     _check_side('draft', model, tokenizer)
@@ -268,18 +255,15 @@ def check_tables(
   target: Model, drafter: Drafter, tokenizer: Vocabulary
 ) -> None:
   """Raises ValueError if a drafter has a table with other ids."""
-
-  def is_table(value: Any) -> bool:
-    return isinstance(value, NGramTable | Memory)
-
   size = target.network.vocab_size
-  for table in jax.tree.leaves(drafter.params, is_leaf=is_table):
+  for table in jax.tree.leaves(
+    drafter.params, is_leaf=lambda x: isinstance(x, NGramTable | Memory)
+  ):
     if isinstance(table, NGramTable):
       check_vocabulary('of the draft', table, tokenizer)
-    elif (
-      isinstance(table, Memory) and (most := int(table.tokens.max())) >= size
-    ):
-      raise unexpected('translation memory', f'ids below {size}', most)
+    elif isinstance(table, Memory):
+      if (most := int(table.tokens.max())) >= size:
+        raise unexpected('translation memory', f'ids below {size}', most)
 
 
 def _check_side(name: str, model: Model, tokenizer: Vocabulary) -> None:
@@ -291,40 +275,27 @@ def _check_side(name: str, model: Model, tokenizer: Vocabulary) -> None:
 
 
 def _check_draft(target: Model, draft: Model) -> None:
-  size = target.network.vocab_size
-  if draft.network.vocab_size != size:
+  made, wanted = draft.network, target.network
+  size, width = wanted.vocab_size, wanted.encoded_dim
+  if made.reads_encoder and made.encoded_dim != width:
+    expected = f'one that reads an encoder of width {width}'
+    advice = 'Distil a drafter for this target (specdec distil).'
+    raise unexpected('draft', expected, made.encoded_dim, advice)
+  if made.vocab_size != size:
     expected = f"the target's {size} ids"
     advice = f'If it differs in padding alone: model.with_vocabulary({size}).'
     name = f"draft's vocabulary ({draft.name or 'a model'})"
-    raise unexpected(name, expected, draft.network.vocab_size, advice)
-  if draft.network.has_encoder and not target.network.has_encoder:
+    raise unexpected(name, expected, made.vocab_size, advice)
+  if made.has_encoder and not wanted.has_encoder:
     expected = 'a decoder-only model, for the target has no encoder'
     raise unexpected('draft', expected, draft.name)
-  pads = draft.network.pad_id, target.network.pad_id
-  if draft.network.has_encoder and pads[0] != pads[1]:
-    expected = f"padding with id {pads[1]}, as in the target's family"
-    raise unexpected('draft', expected, f'id {pads[0]}')
-  if target.network.has_encoder and not draft.network.has_encoder:
-    warnings.warn(
-      'The draft is decoder-only and the target has an encoder: the drafter'
-      ' sees the output so far and nothing of the input. Outputs are right all'
-      ' the same.',
-      stacklevel=4,
-    )
-
-
-def _check_encoder(target: Model, drafter: Drafter) -> None:
-  """Raises ValueError unless the drafter can read the target's encoder."""
-  width = target.network.encoded_dim
-  if not target.network.has_encoder or width is None:
-    expected = 'one with an encoder, which the draft reads'
-    raise unexpected('target', expected, type(target.network).__name__)
-  for model in drafter.models:
-    reads = model.network.reads_encoder
-    if reads and (wanted := model.network.encoded_dim) != width:
-      expected = f'one that reads an encoder of width {width}'
-      advice = 'Distil a drafter for this target (specdec distil).'
-      raise unexpected('draft', expected, wanted, advice)
+  if made.has_encoder and made.pad_id != wanted.pad_id:
+    expected = f"padding with id {wanted.pad_id}, as in the target's family"
+    raise unexpected('draft', expected, f'id {made.pad_id}')
+  if wanted.has_encoder and not made.has_encoder:
+    sees = 'the drafter sees the output so far and nothing of the input'
+    told = f'The draft is decoder-only and the target has an encoder: {sees}.'
+    warnings.warn(f'{told} Outputs are right all the same.', stacklevel=4)
 
 
 def _check_encoded(target: Model, tokenizer: Vocabulary) -> None:
@@ -363,10 +334,8 @@ def check_vocabulary_size(name: str, size: int, tokenizer: Vocabulary) -> None:
   last = ''
   if 0 < len(past) < _MOST_MORE_IDS:
     last = f' (its last ones are {dict(list(past.items())[-_EXAMPLES:])})'
-  expected = (
-    f"the tokenizer's {tokenizer.vocab_size} ids{last}, or up to"
-    f' {_MOST_MORE_IDS} more'
-  )
+  size_of = f"the tokenizer's {tokenizer.vocab_size} ids{last}"
+  expected = f'{size_of}, or up to {_MOST_MORE_IDS} more'
   advice = "Take the vocabulary it was trained with, or the checkpoint's sizes."
   raise unexpected(f"{name}'s vocabulary", expected, size, advice)
 
@@ -409,12 +378,10 @@ def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
     name = drafter.name or drafter.propose.__qualname__
     expected = f'a small model for a beam search; else {_PLAINLY}'
     raise unexpected('drafter', expected, name)
-  if searches and adapts:
-    expected = f'a number in a beam search (num_beams = {num_beams})'
-    raise unexpected('gamma', expected, 'adaptive')
-  if adapts and not drafter.adapts:
-    expected = f'a number: {drafter.name!r} does not say how sure it is'
-    raise unexpected('gamma', expected, 'adaptive')
+  if adapts and (searches or not drafter.adapts):
+    reason = f'{drafter.name!r} does not say how sure it is'
+    reason = f'num_beams = {num_beams}' if searches else reason
+    raise unexpected('gamma', f'a number: {reason}', 'adaptive')
 
 
 def first_id(
@@ -430,27 +397,26 @@ def first_id(
   """
   if network.has_encoder and network.ends_inputs:
     return None
-  by_vocabulary = isinstance(network, CausalLM | T5Gemma)
+  by_vocabulary = isinstance(network, causal_lm.CausalLM | T5Gemma)
   if by_vocabulary and tokenizer is not None and tokenizer.says_ends:
     # Qwen's config.json names a first id that the model never reads.
     return tokenizer.bos_id
   if network.has_encoder:
     return network.start_id
-  if type(named) is int and 0 <= named < network.vocab_size:
-    if tokenizer is not None or not by_vocabulary:
-      return named
+  is_id = type(named) is int and 0 <= named < network.vocab_size
+  if is_id and (tokenizer is not None or not by_vocabulary):
+    return named
   return None if tokenizer is None else tokenizer.start_id
 
 
 def check_bos(bos_id: int | None, network: LanguageModel) -> None:
   """Raises ValueError if the target's texts cannot begin with `bos_id`."""
-  if bos_id is None:
-    return
+  expected = f'None or an id below {network.vocab_size}'
+  fits = type(bos_id) is int and 0 <= bos_id < network.vocab_size
   if network.has_encoder and network.ends_inputs:
     expected = f'None: the target begins with id {network.start_id} by itself'
-    raise unexpected('bos_id', expected, bos_id)
-  if type(bos_id) is not int or not 0 <= bos_id < network.vocab_size:
-    expected = f'None or an id below {network.vocab_size}'
+    fits = False
+  if bos_id is not None and not fits:
     raise unexpected('bos_id', expected, bos_id)
 
 
@@ -462,12 +428,9 @@ def relative_size(params: PairParams) -> float:
   """
 
   def size(tree: Any) -> int:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-    return sum(
-      leaf.size
-      for name, leaf in names
-      if 'kernel' in name and "'encoder'" not in name
-    )
+    leaves = jax.tree.leaves_with_path(tree)
+    named = [(jax.tree_util.keystr(path), leaf.size) for path, leaf in leaves]
+    read = [(name, count) for name, count in named if "'encoder'" not in name]
+    return sum(count for name, count in read if 'kernel' in name)
 
   return size(params.draft) / max(1, size(params.target))

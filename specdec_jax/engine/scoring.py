@@ -1,11 +1,15 @@
-"""Scoring: the log-probability that a model gives to known outputs.
+"""Log-probabilities that a model gives to known outputs, and to labels.
 
 The model reads the outputs instead of choosing them (teacher forcing), through
 the same `prefill` and `extend` as the decoding loops, so that a score is the
 log-probability that decoding reports for the same tokens.
+
+A classification gives the probability of each label, normalised over the
+labels. Labels with the same first tokens share these: the target reads all
+labels as one tree after an input, in one call. A label has the log-probability
+that `score` gives it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,17 +23,28 @@ from specdec_jax import partitioning, probs
 from specdec_jax.checks import fields
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.compilation_cache import few_programs
-from specdec_jax.engine.padding import next_power_of_two, padded, padded_rows
-from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.engine.padding import (
+  SMALLEST_PROMPT,
+  next_power_of_two,
+  padded,
+  padded_rows,
+)
+from specdec_jax.models.base import LanguageModel, Params, read_prompt
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
 from specdec_jax.rules.tokens import Prefix, Ruling
+from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
+Ids = Sequence[int]
+Rows = Sequence[Ids]  # the ids of several texts
 # The likeliest ids and their log-probabilities, for each token of an output.
 Top = Sequence[Sequence[tuple[int, float]]]
 _SMALLEST = 16  # the least number of tokens in a program
 # Positions read in one call. Not all of them together: the logits of a batch of
 # long outputs would take gigabytes.
 _BLOCK = 64
+MOST_NODES = 1024  # the most nodes of the tree of labels
+# A call reads at most so many nodes over all rows, since each has V logits.
+_NODES_AT_ONCE = 256
 
 
 class Ruled(NamedTuple):
@@ -49,8 +64,7 @@ class Ruled(NamedTuple):
   is_beam: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
   """The log-probabilities that a model gives to one output.
 
   Attributes:
@@ -72,9 +86,9 @@ class Score:
 def score(
   network: LanguageModel,
   params: Params,
-  inputs: Sequence[Sequence[int]],
-  targets: Sequence[Sequence[int]],
-  prompt: Sequence[int] = (),
+  inputs: Rows,
+  targets: Rows,
+  prompt: Ids = (),
   *,
   num_top: int = 0,
   ruled: Sequence[Ruled] = (),
@@ -109,16 +123,27 @@ def score(
     return []
   begins, rows = _rows(network, inputs, targets, prompt)
   encoded = inputs if network.has_encoder else [[]] * len(inputs)
-  padded_inputs = _padded(encoded, pad=network.pad_id)
+  texts, tokens = _padded(encoded, pad=network.pad_id), _padded(rows, 1)
   # The number is rounded up, so that few programs are compiled.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
-  tokens = _padded(rows, 1)
-  ruling = _ruling(network, ruled, inputs, rows, begins, len(tokens))
-  is_beam = ruling is not None and ruled[0].is_beam
+  is_beam, ruling = False, None
+  if ruled:
+    batch = len(tokens)
+    each = [x.rules for x in ruled] + [NO_RULES] * (batch - len(ruled))
+    firsts, most = np.ones((2, batch), np.int32)
+    for row, one in enumerate(ruled):
+      firsts[row] = begins[row] + 1 + one.before
+      most[row] = one.max_length
+    read = inputs
+    if not network.has_encoder:  # then the prompt is the input
+      sizes = firsts.tolist()
+      read = [ids[:size] for ids, size in zip(rows, sizes, strict=False)]
+    prompts = _padded(read, pad=-1)
+    rules, automata = ruling_of(each, firsts, firsts + most, prompts)
+    if rules is not None:
+      is_beam, ruling = ruled[0].is_beam, Ruling(rules, automata)
   with few_programs(_measured):
-    scores = _measured(
-      network, number, is_beam, params, padded_inputs, tokens, ruling
-    )
+    scores = _measured(network, number, is_beam, params, texts, tokens, ruling)
   log_probs, *top = map(partitioning.on_host, scores)
   scores = []
   for row, (begin, target) in enumerate(zip(begins, targets, strict=True)):
@@ -130,10 +155,7 @@ def score(
 
 
 def shapes(
-  network: LanguageModel,
-  inputs: Sequence[Sequence[int]],
-  targets: Sequence[Sequence[int]],
-  prompt: Sequence[int] = (),
+  network: LanguageModel, inputs: Rows, targets: Rows, prompt: Ids = ()
 ) -> tuple[int, ...]:
   """The sizes that decide which program `score` runs for these examples."""
   _, rows = _rows(network, inputs, targets, prompt)
@@ -142,10 +164,7 @@ def shapes(
 
 
 def _rows(
-  network: LanguageModel,
-  inputs: Sequence[Sequence[int]],
-  targets: Sequence[Sequence[int]],
-  prompt: Sequence[int] = (),
+  network: LanguageModel, inputs: Rows, targets: Rows, prompt: Ids
 ) -> tuple[list[int], list[list[int]]]:
   """Returns the decoder's ids (read, then scored) and where scoring begins.
 
@@ -155,34 +174,8 @@ def _rows(
   """
   begin = [*prompt] or [network.start_id]
   firsts = [begin if network.has_encoder else [*ids] for ids in inputs]
-  return (
-    [len(first) - 1 for first in firsts],
-    [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)],
-  )
-
-
-def _ruling(
-  network: LanguageModel,
-  ruled: Sequence[Ruled],
-  inputs: Sequence[Sequence[int]],
-  rows: Sequence[Sequence[int]],
-  begins: Sequence[int],
-  batch: int,
-) -> Ruling | None:
-  """Returns the rules of a padded batch; None if no row has any."""
-  each = [x.rules for x in ruled] + [NO_RULES] * (batch - len(ruled))
-  begin = np.ones((batch,), np.int32)
-  most = np.ones((batch,), np.int32)
-  for row, one in enumerate(ruled):
-    begin[row] = begins[row] + 1 + one.before
-    most[row] = one.max_length
-  # Without an encoder the prompt is the input.
-  read = inputs
-  if not network.has_encoder:
-    read = [ids[:size] for ids, size in zip(rows, begin.tolist(), strict=False)]
-  ids = _padded(read, pad=-1)
-  rules, automata = ruling_of(each, begin, begin + most, ids)
-  return None if rules is None else Ruling(rules, automata)
+  rows = [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)]
+  return [len(first) - 1 for first in firsts], rows
 
 
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
@@ -203,16 +196,6 @@ def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
   length = jnp.broadcast_to(jnp.arange(width) + 1, (batch, width))
   repeated = jnp.broadcast_to(rows[:, None], (batch, width, width))
   return Prefix(repeated, length, states)
-
-
-def _log_prob(logits: jax.Array, following: jax.Array) -> jax.Array:
-  """Returns each next id's log-probability; NaN for invalid logits."""
-  log_probs = probs.log_prob_of(logits, following)
-  return jnp.where(probs.valid_logits(logits), log_probs, jnp.nan)
-
-
-def _value(values: jax.Array, following: jax.Array) -> jax.Array:
-  return jnp.take_along_axis(values, following[..., None], axis=-1)[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -240,12 +223,18 @@ def _measured(
     tokens, following, prefix = part
     features, cache = network.extend(params, cache, tokens)
     logits = network.head(params, features)
-    log_prob = functools.partial(_log_prob, logits)
+    if is_beam:
+      logits = jax.nn.log_softmax(logits)
     if ruling is not None:
-      if is_beam:
-        logits = jax.nn.log_softmax(logits)
       logits = ruling.adjust(prefix, logits)
-      log_prob = functools.partial(_value if is_beam else _log_prob, logits)
+
+    def log_prob(ids):
+      """Returns the log-probability of each id; NaN for invalid logits."""
+      if is_beam:
+        return jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+      log_probs = probs.log_prob_of(logits, ids)
+      return jnp.where(probs.valid_logits(logits), log_probs, jnp.nan)
+
     if not num_top:
       return cache, (log_prob(following),)
     _, ids = lax.top_k(logits, num_top)
@@ -265,17 +254,17 @@ def _measured(
   )
 
 
-def _padded(rows: Sequence[Sequence[int]], begin: int = 0, pad: int = 0) -> Any:
+def _padded(rows: Rows, begin: int = 0, pad: int = 0) -> Any:
   """Returns rows of ids as int32[B, begin + S]."""
   width = begin + _width(rows, begin)
   return padded(rows, padded_rows(len(rows)), width, pad)[0]
 
 
-def _width(rows: Sequence[Sequence[int]], begin: int = 0) -> int:
+def _width(rows: Rows, begin: int = 0) -> int:
   return max(_SMALLEST, next_power_of_two(max(map(len, rows)) - begin))
 
 
-def check_ids(network: LanguageModel, **named: Sequence[Sequence[int]]) -> None:
+def check_ids(network: LanguageModel, **named: Rows) -> None:
   """Raises ValueError for ids, `inputs` or outputs, that it cannot read."""
   for name, rows in named.items():
     for index, ids in enumerate(rows):
@@ -285,3 +274,133 @@ def check_ids(network: LanguageModel, **named: Sequence[Sequence[int]]) -> None:
       if name == 'inputs' and not network.has_encoder and not len(ids):
         expected = 'a token that a model without an encoder begins with'
         raise unexpected(f'inputs[{index}]', expected, ids)
+
+
+def classify(
+  network: LanguageModel,
+  params: Params,
+  inputs: Rows,
+  prompts: Rows,
+  labels: Rows,
+) -> np.ndarray:
+  """Returns the probabilities of labels, float64[B, L]; each row sums to 1.
+
+  Args:
+    network: such as `T5(config)`.
+    params: its parameters, as a checkpoint has them or placed.
+    inputs: ids that the encoder reads; empty ones without an encoder.
+    prompts: ids that the decoder begins with, one or more each.
+    labels: ids of each label, its end included.
+
+  Raises:
+    ValueError: there are no labels, one occurs twice, or there are too many.
+  """
+  if not labels or len({tuple(ids) for ids in labels}) < len(labels):
+    raise unexpected('labels', 'one or more, each once', labels)
+  trie = _trie(labels)
+  number = len(trie.parents)
+  step = max(1, _NODES_AT_ONCE // number)
+  totals = list[np.ndarray]()
+  for at in range(0, len(prompts), step):
+    some = slice(at, at + step)
+    texts, _ = _as_prompts(inputs[some], network.pad_id)
+    prompt, length = _as_prompts(prompts[some])
+    slots = prompt.shape[1] + number
+    tree = static_tree(trie.parents, jnp.asarray(length - 1), slots)
+    with few_programs(_log_probs):
+      log_probs = _log_probs(
+        network, params, texts, prompt, length, tree, trie.tokens, trie.edges
+      )
+    edges = partitioning.on_host(log_probs)[: len(prompts[some])]
+    taken, of = trie.taken
+    totals += [np.bincount(of, row[taken], len(labels)) for row in edges]
+  logits = np.reshape(totals, (len(prompts), len(labels)))
+  weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+  return weights / weights.sum(axis=1, keepdims=True)
+
+
+class _Trie(NamedTuple):
+  """A trie of labels: N nodes, which are proper prefixes, and E edges.
+
+  Attributes:
+    parents: the parent of each node; node 0 is the root.
+    tokens: int32[N], the last token of each node.
+    edges: int32[2, E], the node and the token of each edge.
+    taken: int[2, T], pairs of an edge and a label whose path has that edge.
+  """
+
+  parents: list[int]
+  tokens: np.ndarray
+  edges: np.ndarray
+  taken: np.ndarray
+
+
+def _trie(labels: Rows) -> _Trie:
+  nodes, edges = {(ROOT, 0): 0}, dict[tuple[int, int], int]()
+  taken: list[tuple[int, int]] = []
+  for label, ids in enumerate(labels):
+    node = 0
+    for place, token in enumerate(ids):
+      step = node, int(token)
+      taken.append((edges.setdefault(step, len(edges)), label))
+      if place + 1 < len(ids):
+        node = nodes.setdefault(step, len(nodes))
+    # A large tree is refused before arrays are made.
+    if len(nodes) > MOST_NODES:
+      advice = 'Give them as choices of generate.'
+      expected = f'labels with at most {MOST_NODES} different beginnings'
+      raise unexpected('labels', expected, f'{len(labels)} labels', advice)
+  # Sizes are rounded up, so that other labels seldom need another program.
+  size, steps = map(next_power_of_two, (len(nodes), len(edges)))
+  parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
+  pairs: Any = [*edges, *[(0, 0)] * (steps - len(edges))]
+  nodes_of, tokens = zip(*parents, strict=True)
+  arrays = np.array(tokens, np.int32), np.array(pairs, np.int32).T
+  return _Trie([*nodes_of], *arrays, np.transpose(taken))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(
+  network: LanguageModel,
+  params: Params,
+  inputs: jax.Array,
+  prompt: jax.Array,
+  length: jax.Array,
+  tree: Tree,
+  tokens: jax.Array,
+  edges: jax.Array,
+) -> jax.Array:
+  """Returns each edge's log-probability, float32[B, E].
+
+  It is NaN where the logits give no distribution.
+  """
+  slots = tree.slot_positions.shape[1]
+  args = network, params, inputs, slots, prompt, slots
+  cache = network.rewind(read_prompt(*args)[1], length - 1)
+  last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)
+  below = jnp.broadcast_to(tokens[1:], (len(prompt), len(tokens) - 1))
+  fed = jnp.append(last, below, axis=1)
+  features, _ = network.extend(params, cache, fed, tree)
+  size = min(features.shape[1], _NODES_AT_ONCE)
+
+  def add_block(log_probs, block):
+    """Fills in the edges that begin in one block of nodes, [B, `size`, M]."""
+    number, features = block
+    logits = network.head(params, features).astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    total = jnp.where(probs.valid_logits(logits), total, jnp.nan)
+    is_here, node = edges[0] // size == number, edges[0] % size
+    log_prob = logits[:, node, edges[1]] - total[:, node]
+    return jnp.where(is_here, log_prob, log_probs), None
+
+  blocks = features.reshape(len(prompt), -1, size, features.shape[-1])
+  blocks = jnp.moveaxis(blocks, 1, 0)
+  nothing = jnp.zeros((len(prompt), edges.shape[1]), jnp.float32)
+  numbers = jnp.arange(len(blocks))
+  return lax.scan(add_block, nothing, (numbers, blocks))[0]
+
+
+def _as_prompts(ids: Rows, pad: int = 0) -> tuple[np.ndarray, np.ndarray]:
+  """Returns rows of ids, padded as prompts are, and their lengths."""
+  width = next_power_of_two(max(SMALLEST_PROMPT, *map(len, ids)))
+  return padded(ids, padded_rows(len(ids)), width, pad)

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import rich.cells
-import rich.console
-import rich.table
-import rich.text
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text as Line
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.completion import Text
@@ -76,10 +76,8 @@ class Round(Generic[Token]):
   @property
   def kept(self) -> list[Token]:
     """The tokens that the round added to the output."""
-    kept = list(self.proposed[: self.num_accepted])
-    if self.next_token is not None:
-      kept.append(self.next_token)
-    return kept
+    last = () if self.next_token is None else (self.next_token,)
+    return [*self.proposed[: self.num_accepted], *last]
 
   @property
   def passed(self) -> int:
@@ -102,13 +100,11 @@ class Round(Generic[Token]):
     """Pairs of a token's kind and the token, in the order of the figure."""
     num_rejected = self.num_judged - self.num_accepted
     kinds = [ACCEPTED] * self.num_accepted + [REJECTED] * num_rejected
-    kinds += [UNUSED] * (len(self.proposed) - self.num_judged)
-    tokens = list(zip(kinds, self.proposed, strict=True))
-    # Tokens that were not judged come last: a line reads as text up to there.
-    judged, unused = tokens[: self.num_judged], tokens[self.num_judged :]
+    judged = [*zip(kinds, self.proposed, strict=False)]
     if self.next_token is not None:
       judged.append((TARGET, self.next_token))
-    return judged + unused
+    # Tokens that were not judged come last: a line reads as text up to there.
+    return judged + [(UNUSED, x) for x in self.proposed[self.num_judged :]]
 
 
 def rounds_of(updates: Iterable[Any]) -> list[Round[int]]:
@@ -116,11 +112,8 @@ def rounds_of(updates: Iterable[Any]) -> list[Round[int]]:
 
   Their `kept` tokens, put together, are the output, a stop id included.
   """
-  return [
-    # Without proposals the loop is the plain one, which has no drafts.
-    update.round or Round((), 0, next(iter(update.tokens), None))
-    for update in updates
-  ]
+  # Without proposals the loop is the plain one, which has no drafts.
+  return [x.round or Round((), 0, next(iter(x.tokens), None)) for x in updates]
 
 
 def spell(
@@ -158,10 +151,8 @@ def spell(
     kept = list(itertools.islice(output, len(step.kept)))
     proposed = kept[: step.num_accepted]
     proposed += named(step.proposed)[step.num_accepted :]
-    next_token = None if step.next_token is None else kept[-1]
-    spelled.append(
-      Round(proposed, step.num_accepted, next_token, step.num_passed)
-    )
+    last = None if step.next_token is None else kept[-1]
+    spelled.append(Round(proposed, step.num_accepted, last, step.num_passed))
     for token in step.kept:
       before.extend([token])
   return spelled
@@ -175,12 +166,10 @@ def summary(rounds: Sequence[Round]) -> str:
   unused = sum(len(step.proposed) for step in rounds) - judged
   behind = f', {unused} more after a rejection not judged' if unused else ''
   tested = sum(step.num_tested for step in rounds)
-  rate = sum(step.passed for step in rounds) / tested if tested else None
-  last = '' if rate is None else f'; acceptance rate {rate:.3f}'
-  return (
-    f'{tokens} tokens in {len(rounds)} calls of the target; {accepted} of'
-    f' {judged} judged proposals accepted{behind}{last}.'
-  )
+  passed = sum(step.passed for step in rounds)
+  last = f'; acceptance rate {passed / tested:.3f}' if tested else ''
+  begin = f'{tokens} tokens in {len(rounds)} calls of the target; {accepted}'
+  return f'{begin} of {judged} judged proposals accepted{behind}{last}.'
 
 
 def shown(piece: str) -> tuple[str, str]:
@@ -222,28 +211,28 @@ class Trace:
     return f'Trace({self.source!r}: {summary(self.rounds)}{self._lossy})'
 
   def __rich_console__(
-    self, console: rich.console.Console, options: rich.console.ConsoleOptions
-  ) -> rich.console.RenderResult:
+    self, console: Console, options: ConsoleOptions
+  ) -> RenderResult:
     """Yields a line for each round; without colour it has marks."""
     coloured = console.color_system is not None and not console.no_color
 
-    def show(kind: str, piece: str) -> rich.text.Text:
+    def show(kind: str, piece: str) -> Line:
       blank, word = shown(piece)
       opening, closing, style, _ = _MARKS[kind]
       if coloured:
-        return rich.text.Text(blank).append(word, style=style)
-      return rich.text.Text(f'{blank}{opening}{word}{closing}')
+        return Line(blank).append(word, style=style)
+      return Line(f'{blank}{opening}{word}{closing}')
 
-    grid = rich.table.Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2))
     grid.add_column(justify='right')
     grid.add_column(overflow='fold')
     for number, step in enumerate(self.rounds, start=1):
-      line = rich.text.Text().join(show(*part) for part in step.parts)
+      line = Line().join(show(*part) for part in step.parts)
       grid.add_row(str(number), line)
-    yield rich.text.Text(self._title, style='bold')
-    yield rich.text.Text('  ').join(show(*part) for part in MEANING.items())
+    yield Line(self._title, style='bold')
+    yield Line('  ').join(show(*part) for part in MEANING.items())
     yield grid
-    yield rich.text.Text(summary(self.rounds))
+    yield Line(summary(self.rounds))
 
   def page(self) -> str:
     """Returns a self-contained HTML page, for a light or a dark screen.
@@ -253,22 +242,18 @@ class Trace:
     """
     output = ''.join(piece for step in self.rounds for piece in step.kept)
     legend = [f'<li>{_tagged(*part)}</li>' for part in MEANING.items()]
-    rows = []
-    for number, step in enumerate(self.rounds, start=1):
-      tokens = ''.join(_tagged(*part) for part in step.parts)
-      rows.append(
-        f'<tr><th scope="row">{number}</th>'
-        f'<td>{step.num_accepted} of {step.num_judged}</td>'
-        f'<td class="tokens">{tokens}</td></tr>'
-      )
-    return _PAGE.substitute(
-      title=html.escape(self._title),
-      source=html.escape(self.source),
-      output=html.escape(output.removesuffix('</s>')),
-      summary=html.escape(summary(self.rounds)),
-      legend='\n'.join(legend),
-      rows='\n'.join(rows),
-    )
+    rows = [
+      f'<tr><th scope="row">{number}</th>'
+      f'<td>{step.num_accepted} of {step.num_judged}</td><td class="tokens">'
+      f'{"".join(_tagged(*part) for part in step.parts)}</td></tr>'
+      for number, step in enumerate(self.rounds, start=1)
+    ]
+    texts = {'title': self._title, 'source': self.source}
+    texts['output'] = output.removesuffix('</s>')
+    texts['summary'] = summary(self.rounds)
+    escaped = {name: html.escape(text) for name, text in texts.items()}
+    lists = {'legend': '\n'.join(legend), 'rows': '\n'.join(rows)}
+    return _PAGE.substitute(escaped | lists)
 
   def svg(self) -> str:
     """Returns an SVG picture with a line per round, for light or dark pages.
@@ -276,20 +261,17 @@ class Trace:
     Tokens at the same place in their round are aligned in a column.
     """
     lines = [
-      [('quiet', f'{number:>2}')]
-      + [(kind, shown(piece)[1]) for kind, piece in step.parts]
-      for number, step in enumerate(self.rounds, start=1)
+      [('quiet', f'{n:>2}'), *((kind, shown(x)[1]) for kind, x in step.parts)]
+      for n, step in enumerate(self.rounds, start=1)
     ]
     columns = itertools.zip_longest(*lines, fillvalue=(UNUSED, ''))
     longest = [max(x, key=lambda part: _width(part[1])) for x in columns]
     # The sentence without the acceptance rate.
     counted = summary(self.rounds).partition(';')[0]
-    source = shown(self.source)[1]
+    source, body, right = shown(self.source)[1], list[str](), 0.0
     header = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]
-    body, right = list[str](), 0.0
     legend = len(lines) + 2.4, [*MEANING.items()]
-    rows = [*enumerate([*header, *lines]), legend]
-    for row, parts in rows:
+    for row, parts in [*enumerate([*header, *lines]), legend]:
       measured = longest if parts in lines else parts
       widths = [_width(text) for _, text in measured]
       places = itertools.accumulate(widths, initial=_MARGIN)
@@ -320,9 +302,8 @@ def _drawn(part: tuple[str, str], x: float, row: float) -> str:
   """Returns the SVG of a token; only the kinds in `MEANING` have a box."""
   kind, text = part
   y, width = _MARGIN + _LINE * row, _width(text) - _MARGIN
-  box = (
-    f'<rect x="{x - 4:g}" y="{y:g}" width="{width + 8:g}" height="22" rx="4"/>'
-  )
+  size = f'width="{width + 8:g}" height="22" rx="4"'
+  box = f'<rect x="{x - 4:g}" y="{y:g}" {size}/>'
   return (
     f'<g class="{kind}">{box if kind in MEANING else ""}<text class="{kind}"'
     f' x="{x:g}" y="{y + 16:g}" textLength="{width:g}"'

@@ -21,11 +21,11 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 from jax import lax
+from rich.console import Console
 
 from specdec_jax import analysis, probs
-from specdec_jax.checks.fields import Bound, check_choice, check_types
+from specdec_jax.checks.fields import Bound, Checked, check_choice, unexpected
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState
@@ -40,12 +40,9 @@ from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import Amount, FinishReason, Positive, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
-_NOT_FINITE = (
-  'An acceptance probability is not finite: the logits of the target or of the'
-  ' drafter are NaN or infinite. Check both checkpoints.'
-)
 _NO_PROPOSAL = -1.0  # the beta of a place without a proposal
 _MOST_GAMMA = 16  # rounds are predicted up to this gamma
+Values = Sequence[float]
 
 
 class Rate(NamedTuple):
@@ -97,9 +94,7 @@ class Rates(NamedTuple):
 
 
 def ratio(
-  hits: Sequence[float],
-  tries: Sequence[float],
-  texts: Sequence[Any] | None = None,
+  hits: Values, tries: Values, texts: Sequence[Any] | None = None
 ) -> Rate:
   """Returns sum(hits) / sum(tries), with its standard error.
 
@@ -119,17 +114,14 @@ def ratio(
   bottoms = np.asarray(tries, np.float64)
   total = bottoms.sum()
   if not total > 0:
-    raise ValueError(
-      'No acceptance rate without tokens: expected at least one output that'
-      f' is not empty, got {len(bottoms)} outputs of {total:.0f} tokens.'
-    )
+    got = f'{len(bottoms)} outputs of {total:.0f} tokens'
+    raise unexpected('alpha', 'an output that is not empty', got)
   mean = tops.sum() / total
   outputs = int(np.sum(bottoms > 0))
   if texts is not None:
     numbers: dict[Any, int] = {}
     text = [numbers.setdefault(name, len(numbers)) for name in texts]
-    tops = np.bincount(text, tops).astype(np.float64)
-    bottoms = np.bincount(text, bottoms).astype(np.float64)
+    tops, bottoms = np.bincount(text, tops), np.bincount(text, bottoms)
   count = int(np.sum(bottoms > 0))
   error = None
   if count > 1:
@@ -172,9 +164,8 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   """Takes a step of the plain loop; a proposal is judged, but not used."""
   state = carry.state
   context = speculative.context_of(target, params, request, state)
-  draft, drafter_state = drafter.propose(
-    params.draft, state.drafter_state, context
-  )
+  own = params.draft, state.drafter_state
+  draft, drafter_state = drafter.propose(*own, context)
   betas = []
 
   def judge(plain, nothing, logits, keys):
@@ -184,14 +175,9 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
     tokens = jax.vmap(probs.sample)(target_probs, resample_keys)
     return Verdict(nothing.length, tokens)
 
-  after, _ = speculative.step(
-    target,
-    drafter,
-    params,
-    request.with_drafting(gamma=0),
-    state.replace(drafter_state=drafter_state),
-    judge,
-  )
+  plain = request.with_drafting(gamma=0)
+  state = state.replace(drafter_state=drafter_state)
+  after, _ = speculative.step(target, drafter, params, plain, state, judge)
   # Each round makes one token, so the number of rounds is the token's place,
   # whatever the prompt is. A finished row writes past its end, or past the
   # array.
@@ -218,13 +204,14 @@ def _beta(request, draft, logits, target_probs):
 
 # The texts of a batch, which identify its outputs, and its request.
 Batch = tuple[Sequence[Any], Request]
+Advance = Callable[[int], None]
 
 
 def of_outputs(
   pair: Pair,
   batches: Iterable[Batch],
   num_tokens: int,
-  advance: Callable[[int], None] = lambda count: None,
+  advance: Advance = lambda count: None,
   until: float = math.inf,
   most_gamma: int = _MOST_GAMMA,
 ) -> Rates:
@@ -250,9 +237,18 @@ def of_outputs(
   outputs: list[tuple[Any, np.ndarray]] = []
   count = 0
   for texts, request in batches:
-    more = list(_outputs(texts, jax.device_get(program(pair.params, request))))
-    outputs += more
-    tokens = sum(len(betas) for _, betas in more)
+    overlap = jax.device_get(program(pair.params, request))
+    ends = np.asarray(overlap.state.stats.num_rounds).tolist()
+    for row, text in enumerate(texts):
+      if not (end := ends[row]):
+        continue
+      betas = np.asarray(overlap.betas[row, :end], np.float64)
+      invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
+      if invalid or not np.all(np.isfinite(betas)):
+        expected = 'finite logits of target and drafter'
+        raise unexpected('alpha', expected, betas, 'Check both checkpoints.')
+      outputs.append((text, betas))
+    tokens = sum(ends[: len(texts)])
     count += tokens
     advance(tokens)
     if count >= num_tokens or time.monotonic() > until:
@@ -263,31 +259,14 @@ def of_outputs(
   # A place without a proposal counts as one whose proposal fails.
   chances = [np.maximum(betas, 0.0) for _, betas in outputs]
   hits = [float(betas.sum()) for betas in chances]
-  rounds = [
-    [analysis.expected_rounds(betas, gamma) for betas in chances]
-    for gamma in range(most_gamma + 1)
-  ]
-  return Rates(
-    proposes=ratio(proposals, lengths, keys),
-    overall=ratio(hits, lengths, keys),
-    alpha=ratio(hits, proposals, keys) if any(proposals) else None,
-    rounds=[ratio(numbers, lengths, keys) for numbers in rounds],
-  )
 
+  def rounds(gamma: int) -> Rate:
+    numbers = [analysis.expected_rounds(betas, gamma) for betas in chances]
+    return ratio(numbers, lengths, keys)
 
-def _outputs(
-  texts: Sequence[Any], overlap: Overlap
-) -> Iterator[tuple[Any, np.ndarray]]:
-  """Yields text and betas of each row that has a text."""
-  lengths = np.asarray(overlap.state.stats.num_rounds)
-  for row, text in enumerate(texts):
-    if not (end := int(lengths[row])):
-      continue
-    betas = np.asarray(overlap.betas[row, :end], np.float64)
-    invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
-    if invalid or not np.all(np.isfinite(betas)):
-      raise ValueError(_NOT_FINITE)
-    yield text, betas
+  proposes, overall = (ratio(x, lengths, keys) for x in (proposals, hits))
+  alpha = ratio(hits, proposals, keys) if any(proposals) else None
+  return Rates(alpha, proposes, overall, [*map(rounds, range(most_gamma + 1))])
 
 
 def rates(
@@ -295,11 +274,10 @@ def rates(
   texts: Sequence[str],
   temperature: float,
   num_tokens: int,
+  advance: Advance,
+  until: float = math.inf,
   *,
   batch_size: int = 8,
-  seed: int = 0,
-  advance: Callable[[int], None] = lambda count: None,
-  until: float = math.inf,
   most_gamma: int = _MOST_GAMMA,
   **options: Any,
 ) -> Rates:
@@ -310,15 +288,14 @@ def rates(
     texts: at least one text, as `read_prompts` returns them. Above temperature
       0 they are repeated, each time with other random numbers.
     temperature: temperature of both models.
-    num_tokens: once there are so many tokens, no further batch is begun.
+    num_tokens: see `of_outputs`.
+    advance: see `of_outputs`.
+    until: see `of_outputs`.
     batch_size: texts decoded together; no rate depends on it.
-    seed: seed of the samples.
-    advance: called with the number of tokens of each batch.
-    until: no further batch is begun after this time (`time.monotonic()`).
     most_gamma: see `of_outputs`.
-    **options: further options of `Engine.request`.
+    **options: further options of `Engine.request`, such as `seed`.
   """
-  options |= {'temperature': temperature, 'seed': seed}
+  options |= {'temperature': temperature}
 
   def batches() -> Iterator[Batch]:
     for first_id in itertools.count(step=len(texts)):
@@ -333,7 +310,7 @@ def rates(
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasureAlphaConfig:
+class MeasureAlphaConfig(Checked):
   """A measurement of acceptance rates of one target with some drafters.
 
   Attributes:
@@ -382,7 +359,7 @@ class MeasureAlphaConfig:
   paper_drafts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    check_types(self)
+    super().__post_init__()
     for lenience in self.leniences:
       check_lenience(lenience)
     pairs = {(row.target, row.draft) for row in printed.TABLE3}
@@ -406,7 +383,7 @@ class MeasureAlphaConfig:
 
 
 def measure_alpha(
-  config: MeasureAlphaConfig, console: rich.console.Console | None = None
+  config: MeasureAlphaConfig, console: Console | None = None
 ) -> Record:
   """Measures alpha at every temperature; prints rows as in Table 3.
 
@@ -429,35 +406,26 @@ def measure_alpha(
   settings = len(config.temperatures) * len(config.leniences)
   steps = len(config.engines) * settings * config.num_tokens
   with bar(console, 'Tokens', steps) as advance:
-    rows = [
-      row for name in config.engines for row in _rows(config, name, advance)
-    ]
+    rows = [row for x in config.engines for row in _rows(config, x, advance)]
   done = record.new('alpha', {'settings': config.settings, 'rows': rows})
   record.finish(config.output_file, console, done, table(done))
   return done
 
 
 def _rows(
-  config: MeasureAlphaConfig, name: str, advance: Callable[[int], None]
-) -> Iterator[dict[str, Any]]:
+  config: MeasureAlphaConfig, name: str, advance: Advance
+) -> Iterator[Record]:
   """Yields the rows of one drafter."""
   engine = config.engines[name]()
   limit = None if config.truncate else engine.config.max_input_len
   texts = read_prompts(config.input_file, engine.num_input_tokens, limit)
   draft = config.paper_drafts.get(name)
+  options: Record = {'batch_size': config.batch_size, 'seed': config.seed}
+  options['on_too_long'] = 'truncate' if config.truncate else 'error'
   settings = itertools.product(config.temperatures, config.leniences)
   for temperature, lenience in settings:
-    measured = rates(
-      engine,
-      texts,
-      temperature,
-      config.num_tokens,
-      batch_size=config.batch_size,
-      seed=config.seed,
-      advance=advance,
-      lenience=lenience,
-      on_too_long='truncate' if config.truncate else 'error',
-    )
+    args = engine, texts, temperature, config.num_tokens, advance
+    measured = rates(*args, lenience=lenience, **options)
     yield {
       'target': config.target,
       'draft': name,
@@ -469,8 +437,15 @@ def _rows(
     }
 
 
-def table(measured: Mapping[str, Any]) -> Table:
+def table(measured: Record) -> Table:
   """Returns rows as in the paper's Table 3, with their standard errors."""
+
+  def alpha(row: Record) -> str | None:
+    if row['alpha'] is None:
+      return None
+    error = row['standard_error']  # one text alone has no standard error
+    return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')
+
   return Table.from_records(
     'Acceptance rates (Corollary 3.6)',
     {
@@ -478,20 +453,13 @@ def table(measured: Mapping[str, Any]) -> Table:
       'draft': 'draft',
       Column('T', 'g'): 'temperature',
       Column('lenience', 'g'): 'lenience',
-      'alpha': _alpha_text,
+      'alpha': alpha,
       Column('proposes', '.3f'): 'proposes',
       Column('tokens', ','): 'num_tokens',
     },
     measured['rows'],
-    (
+    [
       'alpha: of proposals; proposes: tokens with a proposal, of all. Below'
-      ' lenience 1 outputs are lossy.',
-    ),
+      ' lenience 1 outputs are lossy.'
+    ],
   )
-
-
-def _alpha_text(row: Mapping[str, Any]) -> str | None:
-  if row['alpha'] is None:
-    return None
-  error = row['standard_error']  # one text alone has no standard error
-  return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-import rich.console
 from jax.experimental import multihost_utils
+from rich.console import Console
 
 from specdec_jax.checks.fields import Bound, unexpected
 from specdec_jax.engine import calibration
@@ -24,9 +24,9 @@ from specdec_jax.engine.engine import Engine
 from specdec_jax.files import host_cache, shipped
 from specdec_jax.measure import calls
 from specdec_jax.measure.acceptance import rates
-from specdec_jax.measure.calls import Timing, medians
+from specdec_jax.measure.calls import Timed, Timing, medians
 from specdec_jax.models import backend
-from specdec_jax.report import Column, Table, bar, record, say
+from specdec_jax.report import Column, Record, Table, bar, record, say
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Minutes, Positive
 
@@ -70,10 +70,9 @@ class CalibrateConfig(Timing):
   batches: Annotated[Sequence[Positive], Bound(1)] = (1,)
   max_gamma: Annotated[int, Bound(1, MOST_GAMMA)] = 16
   output_file: str | None = None
-  repeats: Annotated[int, Bound(2, 10_000)] = dataclasses.field(
-    default=9, kw_only=True
-  )
   minutes: Minutes = 60.0
+  _: dataclasses.KW_ONLY
+  repeats: Annotated[int, Bound(2, 10_000)] = 9
 
 
 # A dict for each number of rows, with 'batch' and with 'times_ms', which is a
@@ -83,7 +82,7 @@ Costs = Sequence[Mapping[str, Any]]
 
 def calibrate(
   config: CalibrateConfig,
-  console: rich.console.Console | None = None,
+  console: Console | None = None,
   costs: Costs | None = None,
   until: float = math.inf,
 ) -> Calibration:
@@ -118,16 +117,9 @@ def calibrate(
     now = time.monotonic()
     costs = time_calls(config, engine, console, now + (until - now) / 2)
   with bar(console, 'Tokens', config.num_tokens) as advance:
-    measured = rates(
-      engine,
-      texts,
-      config.temperature,
-      config.num_tokens,
-      seed=config.seed,
-      advance=advance,
-      until=until,
-      most_gamma=config.max_gamma,
-    )
+    args = engine, texts, config.temperature, config.num_tokens, advance, until
+    most: Record = {'most_gamma': config.max_gamma, 'seed': config.seed}
+    measured = rates(*args, **most)
   rate = measured.as_record(measured.overall)
   result = _conclude(engine, config.temperature, rate, costs)
   if result.choices[0].rows == 1 and result.choices[0].gamma:
@@ -138,10 +130,7 @@ def calibrate(
 
 
 def time_calls(
-  config: CalibrateConfig,
-  engine: Engine,
-  console: rich.console.Console,
-  until: float = math.inf,
+  config: CalibrateConfig, engine: Engine, console: Console, until: float
 ) -> Costs:
   """Times the calls and rounds of a pair; the drafter's values do not matter.
 
@@ -156,15 +145,16 @@ def time_calls(
     CalibrationError: the timings contradict each other, or the time is over.
   """
   batches = sorted(set(config.batches))
+  most = config.max_gamma
   for batch in batches[::-1]:
     check = engine.programs.memory_check
-    config.check_fits(check, engine.target, batch, config.max_gamma)
-  gammas = sorted({min(gamma, config.max_gamma) for gamma in _ROUND_GAMMAS})
-  sizes = range(1, config.max_gamma + 2)
+    config.check_fits(check, engine.target, batch, most)
+  gammas = sorted({min(gamma, most) for gamma in _ROUND_GAMMAS})
   costs = []
   with bar(console, 'Costs', len(batches) * config.repeats) as advance:
     for batch in batches:
-      times = _times(engine, config, batch, sizes, gammas, advance, until)
+      args = engine, config, batch, range(1, most + 2), gammas
+      times = _times(*args, advance, until)
       costs.append({'batch': batch, 'times_ms': times})
   return costs
 
@@ -182,8 +172,7 @@ def _times(
   runs = calls.call_runs(engine, timing, batch, sizes, gammas, until)
   times, wrong = calls.steady_ms(runs, timing.repeats, advance, until)
   if wrong:
-    message = f'The timings contradict themselves: {wrong}. {_BUSY}'
-    raise CalibrationError(message)
+    raise CalibrationError(f'Timings contradict themselves: {wrong}. {_BUSY}')
   return times
 
 
@@ -199,54 +188,35 @@ def _with_run(
   by_length = sorted(dict.fromkeys(texts), key=engine.num_input_tokens)
   first = max(0, (len(by_length) - _RUN_TEXTS) // 2)
   part = by_length[first : first + _RUN_TEXTS]
-  start, plain, speculative = calls.decode_in_turn(
-    {
-      'start': (engine, START),
-      'plain': (engine, {'speculative': False}),
-      'speculative': (engine, {'gamma': choice.gamma}),
-    },
-    part,
-    [[index] for index in range(len(part))],
-    _RUN_REPEATS,
-    until=until,
-    temperature=predicted.temperature,
-    seed=0,
-  ).values()
-  all_ms = (np.median(x.ms, axis=0).sum() for x in (start, plain, speculative))
-  start_ms, plain_ms, ms = map(float, all_ms)
-  measured = plain_ms / ms
-  lengths = plain.tokens // len(plain.ms)
-  expected = predicted_speed_up(
-    predicted, choice.gamma, lengths, plain_ms, start_ms
-  )
+  methods: dict[str, tuple[Engine, dict[str, Any]]] = {
+    'start': (engine, START),
+    'plain': (engine, {'speculative': False}),
+    'speculative': (engine, {'gamma': choice.gamma}),
+  }
+  parts = [[index] for index in range(len(part))]
+  args = methods, part, parts, _RUN_REPEATS
+  options: Record = {'temperature': predicted.temperature, 'seed': 0}
+  timed = calls.decode_in_turn(*args, until=until, **options)
+  start, plain, speculative = timed.values()
+  plain_ms, ms = (np.median(x.ms, axis=0).sum() for x in (plain, speculative))
+  measured = float(plain_ms / ms)
+  pair = plain, start
+  expected = predicted_speed_up(predicted, choice.gamma, *pair, np.median)
   assert expected is not None  # the gamma was chosen by its costs
   speed_up = min(measured, expected)
   low, high = (x * speed_up / choice.expected_speed_up for x in choice.interval)
-  choice = dataclasses.replace(
-    choice,
-    gamma=choice.gamma if speed_up > 1 else 0,
-    expected_speed_up=max(speed_up, 1.0),
-    interval=(low, high) if speed_up > 1 else (1.0, 1.0),
-  )
-  run = {
-    'texts': len(part),
-    'gamma': predicted.choices[0].gamma,
-    'speed_up': measured,
-    'predicted': expected,
-  }
-  return dataclasses.replace(
-    predicted,
-    choices=(choice, *predicted.choices[1:]),
-    record={**predicted.record, 'run': run},
-  )
+  run: Record = {'texts': len(part), 'gamma': choice.gamma}
+  run |= {'speed_up': measured, 'predicted': expected}
+  of: Record = {'gamma': 0, 'expected_speed_up': 1.0, 'interval': (1.0, 1.0)}
+  if speed_up > 1:
+    of = {'expected_speed_up': speed_up, 'interval': (low, high)}
+  choices = dataclasses.replace(choice, **of), *predicted.choices[1:]
+  known = {**predicted.record, 'run': run}
+  return dataclasses.replace(predicted, choices=choices, record=known)
 
 
 def predicted_speed_up(
-  measured: Calibration,
-  gamma: int,
-  lengths: np.ndarray,
-  plain_ms: float,
-  start_ms: float,
+  measured: Calibration, gamma: int, plain: Timed, start: Timed, mean: Any
 ) -> float | None:
   """Predicts the speed-up of outputs; None if there are no costs of `gamma`.
 
@@ -258,45 +228,39 @@ def predicted_speed_up(
   Args:
     measured: the calibration.
     gamma: proposals per round.
-    lengths: tokens of each output.
-    plain_ms: time of plain decoding for all outputs.
-    start_ms: time until each has its first token, see `START`.
+    plain: texts that were decoded plainly.
+    start: the same, until each has its first token, see `START`.
+    mean: np.mean or np.median, over the rounds.
   """
   costs = call_costs(medians(measured.times_ms(1)))
   # Older calibrations have no rounds.
   rounds = measured.record['acceptance_rate'].get('rounds', ())
-  length = lengths.mean().item()
-  call_ms = (plain_ms - start_ms) / len(lengths) / max(length - 1, 1)
+  length = (plain.tokens // len(plain.ms)).mean().item()
+  plain_ms, start_ms = (mean(x.ms, axis=0).mean() for x in (plain, start))
+  call_ms = (plain_ms - start_ms) / max(length - 1, 1)
   if gamma >= min(len(rounds), len(costs.call_cost)):
     return None
   # A disturbed run may have been quicker than its start.
   if call_ms > 0:
-    start = start_ms / len(lengths) / call_ms - 1
-    costs = costs._replace(start=max(costs.start, start))
-  return costs.speed_up(length, length * rounds[gamma], gamma)
+    costs = costs._replace(start=max(costs.start, start_ms / call_ms - 1))
+  return float(costs.speed_up(length, length * rounds[gamma], gamma))
 
 
 def _conclude(
-  engine: Engine, temperature: float, rate: Mapping[str, Any], costs: Costs
+  engine: Engine, temperature: float, rate: Record, costs: Costs
 ) -> Calibration:
   """Chooses a gamma for each number of rows, by measured acceptance and costs.
 
   It assumes that outputs are as long as those that acceptance was measured on.
   """
-  return Calibration(
-    fingerprints=engine.fingerprints,
-    device=backend.device_name(),
-    temperature=temperature,
-    choices=tuple(
-      choose_gamma(rate, call_costs(medians(x['times_ms'])), x['batch'])
-      for x in costs
-    ),
-    record={
-      'acceptance_rate': dict(rate),
-      'costs': costs,
-      'machine': record.describe(),
-    },
+  choices = tuple(
+    choose_gamma(rate, call_costs(medians(x['times_ms'])), x['batch'])
+    for x in costs
   )
+  known = {'acceptance_rate': dict(rate), 'costs': costs}
+  known['machine'] = record.describe()
+  where = engine.fingerprints, backend.device_name()
+  return Calibration(*where, temperature, choices, known)
 
 
 class CallCosts(NamedTuple):
@@ -357,18 +321,12 @@ def call_costs(times: Mapping[str, float]) -> CallCosts:
     slope, besides = gammas @ more / (gammas @ gammas), 0.0
   if slope < 0:
     slope, besides = 0.0, max(0.0, more.mean())
-  return CallCosts(
-    tuple(call_cost.tolist()),
-    float(slope),
-    float(besides),
-    times['encoder'] / unit,
-    times['draft_encoder'] / unit,
-  )
+  starts = times['encoder'] / unit, times['draft_encoder'] / unit
+  proposal, a_round = float(slope), float(besides)
+  return CallCosts(tuple(call_cost.tolist()), proposal, a_round, *starts)
 
 
-def choose_gamma(
-  rate: Mapping[str, Any], costs: CallCosts, rows: int
-) -> Choice:
+def choose_gamma(rate: Record, costs: CallCosts, rows: int) -> Choice:
   """Chooses the gamma with the largest speed-up, see `CallCosts.speed_up`.
 
   Args:
@@ -380,25 +338,16 @@ def choose_gamma(
   length = rate['num_tokens'] / rate['num_outputs']
 
   def speed_up(gamma: int, errors: float = 0.0) -> float:
-    rounds = rate['rounds'][gamma] + errors * (
-      rate['rounds_errors'][gamma] or 0
-    )
-    rounds = max(rounds, 1 / (gamma + 1))
+    more = errors * (rate['rounds_errors'][gamma] or 0)
+    rounds = max(rate['rounds'][gamma] + more, 1 / (gamma + 1))
     return costs.speed_up(length, length * rounds, gamma)
 
   sizes = min(len(costs.call_cost), len(rate['rounds']))
   factors = tuple(map(speed_up, range(sizes)))
   gamma = int(np.argmax(factors))
-  return Choice(
-    rows=rows,
-    gamma=gamma,
-    expected_speed_up=factors[gamma],
-    interval=(speed_up(gamma, 1.96), speed_up(gamma, -1.96)),
-    factors=factors,
-    cost_ratio=costs.cost_ratio,
-    call_cost=tuple(costs.call_cost),
-    round_cost=costs.round_cost,
-  )
+  interval = speed_up(gamma, 1.96), speed_up(gamma, -1.96)
+  of_calls = costs.cost_ratio, tuple(costs.call_cost), costs.round_cost
+  return Choice(rows, gamma, factors[gamma], interval, factors, *of_calls)
 
 
 def report(measured: Calibration) -> list[Table | str]:
@@ -415,7 +364,7 @@ def report(measured: Calibration) -> list[Table | str]:
     for name in ('v(gamma + 1)', 'speed-up'):
       columns.append(Column(f'{name}, {_rows(choice.rows)}', '.2f'))
     cells += [choice.call_cost, choice.factors]
-  rows = list(zip(*cells, strict=True))
+  rows = [*zip(*cells, strict=True)]
   rate = measured.record['acceptance_rate']
   acceptance = (
     f'Acceptance {rate["alpha"]:.3f} ± {rate["standard_error"]:.3f} over'
@@ -439,10 +388,8 @@ def _verdict(measured: Calibration, choice: Choice) -> str:
       f' {measured.least_length(choice.rows)} tokens or more.'
     )
   else:
-    verdict = (
-      f'{rows}: speculation does not pay here: no gamma is expected to be'
-      ' quicker than plain decoding.'
-    )
+    reason = 'no gamma is expected to be quicker than plain decoding'
+    verdict = f'{rows}: speculation does not pay here: {reason}.'
   run = measured.record.get('run')
   if run and choice.rows == 1:
     verdict += (
@@ -468,12 +415,9 @@ def _rows(count: int) -> str:
 # `for_host` times these, which takes a second or two after compilation.
 _HOST_SIZES = 1, 2, 5, 8  # numbers of tokens of the timed calls
 _HOST_GAMMAS = 1, 7  # the gammas of the timed rounds
-_HOST_TIMES = (
-  'encoder',
-  'draft_encoder',
-  *(f'round_{gamma}' for gamma in _HOST_GAMMAS),
-  *(f'call_{size}' for size in _HOST_SIZES),
-)
+_HOST_TIMES = ['encoder', 'draft_encoder']
+_HOST_TIMES += [f'round_{gamma}' for gamma in _HOST_GAMMAS]
+_HOST_TIMES += [f'call_{size}' for size in _HOST_SIZES]
 
 
 def for_host(
@@ -481,7 +425,7 @@ def for_host(
   acceptance_file: str,
   rows: int,
   temperature: float,
-  console: rich.console.Console,
+  console: Console,
   when: When = 'unknown',
 ) -> Calibration | None:
   """Times calls of a pair here, unless that was done before, and chooses gamma.
@@ -503,44 +447,23 @@ def for_host(
     ValueError: the file is no such record.
   """
   pair = dict(engine.fingerprints)
-  rows_of_pair = [
+  known = [
     row
     for row in record.load(shipped.find(acceptance_file), 'alpha')['rows']
     if row.get('fingerprints') == pair and row['lenience'] == 1
     if 'rounds' in row  # older records have none
   ]
-  if not rows_of_pair:
+  if not known:
     return None
-  rate = min(
-    rows_of_pair, key=lambda row: abs(row['temperature'] - temperature)
-  )
-  times = _cached_times(engine, rows, temperature, console, when)
-  if times is None:
-    return None
-  summaries = {name: {'median': ms} for name, ms in times.items()}
-  costs = [{'batch': rows, 'times_ms': summaries}]
-  return _conclude(engine, temperature, rate, costs)
-
-
-def _cached_times(
-  engine: Engine,
-  rows: int,
-  temperature: float,
-  console: rich.console.Console,
-  when: When,
-) -> dict[str, float] | None:
-  """Returns this host's times from the cache, or measures them; see `for_host`.
-
-  All processes of a run use the times of the first process.
-  """
+  rate = min(known, key=lambda row: abs(row['temperature'] - temperature))
   key = {
     **backend.host(),
     'device': backend.device_name(),
     'layout': engine.kernel_layout,
-    'fingerprints': dict(engine.fingerprints),
+    'fingerprints': pair,
     'rows': rows,
     'greedy': temperature == 0,
-    'times': list(_HOST_TIMES),
+    'times': _HOST_TIMES,
   }
   times: dict[str, float] | None = None
   measure = functools.partial(host_times, engine, rows, temperature)
@@ -553,12 +476,15 @@ def _cached_times(
       times = host_cache.stored('calls', key, _read_times)
   except CalibrationError as error:
     say(console, f'No gamma is chosen by timing. {error}')
-  if jax.process_count() == 1:
-    return times
-  own_times = times or dict.fromkeys(_HOST_TIMES, math.nan)
-  first = multihost_utils.broadcast_one_to_all([*own_times.values()])
-  times = dict(zip(own_times, map(float, first), strict=True))
-  return None if math.isnan(min(times.values())) else times
+  if jax.process_count() > 1:  # all use the times of the first process
+    own_times = times or dict.fromkeys(_HOST_TIMES, math.nan)
+    first = multihost_utils.broadcast_one_to_all([*own_times.values()])
+    times = dict(zip(own_times, map(float, first), strict=True))
+  if times is None or math.isnan(min(times.values())):
+    return None
+  summaries = {name: {'median': ms} for name, ms in times.items()}
+  costs = [{'batch': rows, 'times_ms': summaries}]
+  return _conclude(engine, temperature, rate, costs)
 
 
 def _read_times(value: Mapping[str, Any]) -> dict[str, float]:
@@ -584,12 +510,9 @@ def host_times(
   Raises:
     CalibrationError: they contradict each other.
   """
-  timing = Timing(
-    decode_len=112,  # each call then fits into a cache of 128 slots
-    temperature=temperature,
-    calls_a_run=10,
-    repeats=5,
-  )
+  # Each call then fits into a cache of 128 slots.
+  cut = {'decode_len': 112, 'calls_a_run': 10, 'repeats': 5}
+  timing = Timing(temperature=temperature, **cut)
   times = medians(_times(engine, timing, rows, _HOST_SIZES, _HOST_GAMMAS))
   return {name: times[name] for name in _HOST_TIMES}
 
@@ -599,11 +522,11 @@ def host_verdict(measured: Calibration) -> str:
   (choice,) = measured.choices
   sizes = _HOST_SIZES[1:]
   costs = ', '.join(f'{choice.call_cost[size - 1]:.2f}' for size in sizes)
+  call_ms = medians(measured.times_ms(choice.rows))['call_1']
+  alpha = measured.record['acceptance_rate']['alpha']
   return (
-    'On this host a call of the target over one token takes'
-    f' {measured.times_ms(choice.rows)["call_1"]["median"]:.2f} ms, one over'
-    f' {", ".join(map(str, sizes))} tokens {costs} times that, and a proposal'
-    f' {choice.cost_ratio:.2f};'
-    f' {measured.record["acceptance_rate"]["alpha"]:.0%} of the proposals are'
+    f'On this host a call of the target over one token takes {call_ms:.2f} ms,'
+    f' one over {", ".join(map(str, sizes))} tokens {costs} times that, and a'
+    f' proposal {choice.cost_ratio:.2f}; {alpha:.0%} of the proposals are'
     ' accepted.'
   )

@@ -9,6 +9,7 @@ chosen from.
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import random
@@ -20,8 +21,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 from jax import lax
+from rich.console import Console
 
 from specdec_jax import analysis, partitioning, probs
 from specdec_jax.checks.fields import Bound, Checked, unexpected
@@ -40,13 +41,13 @@ from specdec_jax.models import backend, integers
 from specdec_jax.models.base import LanguageModel, param_shapes
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
-from specdec_jax.probs import SamplingConfig
 from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.request import Request, example_keys, new_request
 from specdec_jax.types import Amount, Positive
 
 Name = TypeVar('Name', bound=Hashable)
 Pair = Engine | PlacedPair
+Advance = Callable[..., None]
 
 
 class Run(NamedTuple):
@@ -65,7 +66,7 @@ class Run(NamedTuple):
 def interleave(
   runs: Mapping[Name, Run],
   repeats: int,
-  advance: Callable[[], None] = lambda: None,
+  advance: Advance = lambda: None,
   until: float = math.inf,
 ) -> dict[Name, list[float]]:
   """Times every run once per round, in `repeats` rounds, after a warm-up.
@@ -116,10 +117,8 @@ class Timed(NamedTuple):
   @property
   def stats(self) -> list[CompletionStats]:
     """The counts of each part, over all rounds."""
-    return [
-      total(output.stats for done in part[1:] for output in done)
-      for part in self.outputs
-    ]
+    timed = [itertools.chain(*part[1:]) for part in self.outputs]
+    return [total(output.stats for output in part) for part in timed]
 
   @property
   def tokens(self) -> np.ndarray:
@@ -164,16 +163,16 @@ def decode_in_turn(
 
     return Run(lambda: decode)
 
-  numbers = range(len(parts))
-  runs = {(name, part): run(name, part) for name in methods for part in numbers}
+  names = [*itertools.product(methods, range(len(parts)))]
+  runs = {name: run(*name) for name in names}
   times = interleave(runs, repeats, advance, until)
-  return {
-    name: Timed(
-      np.array([times[name, part] for part in numbers]).T,
-      [outputs[name, part] for part in numbers],
-    )
-    for name in methods
-  }
+
+  def timed(method: str) -> Timed:
+    of = [name for name in names if name[0] == method]
+    ms = np.array([times[name] for name in of]).T
+    return Timed(ms, [outputs[name] for name in of])
+
+  return {method: timed(method) for method in methods}
 
 
 def summarise(values: Sequence[float]) -> dict[str, float]:
@@ -212,13 +211,14 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
   dtype = 'bfloat16' if integers.is_integers(dtype) else dtype
   leaves, tree = jax.tree.flatten(param_shapes(network))
   keys = jax.random.split(jax.random.key(seed), len(leaves))
-  arrays = [
-    _normal(key, leaf.shape, dtype) / jnp.asarray(leaf.shape[0] ** 0.5, dtype)
-    if len(leaf.shape) > 1
-    else jnp.ones(leaf.shape, dtype)
-    for key, leaf in zip(keys, leaves, strict=True)
-  ]
-  return jax.tree.unflatten(tree, arrays)
+
+  def draw(key: jax.Array, leaf: Any) -> jax.Array:
+    shape = leaf.shape
+    if len(shape) < 2:
+      return jnp.ones(shape, dtype)
+    return _normal(key, shape, dtype) / jnp.asarray(shape[0] ** 0.5, dtype)
+
+  return jax.tree.unflatten(tree, map(draw, keys, leaves))
 
 
 _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
@@ -237,32 +237,22 @@ def forced_judge(acceptance_rate: float) -> Judge:
     # The token depends on the complete real verdict, so that the compiler
     # cannot leave out any part of that work.
     verdict = speculative.judge(request, draft, logits, keys)
-    num_accepted = jax.vmap(_accepted, in_axes=(0, 0, None, None))(
-      keys, draft.length, acceptance_rate, draft.tokens.shape[1]
-    )
-    return verdict.replace(num_accepted=num_accepted)
+    width = draft.tokens.shape[1]
+
+    def accepted(key, length):
+      """Counts the proposals of a row before its first rejection, int32[]."""
+      # The real verdict has consumed `accept_key`: this draw needs another key.
+      new_key = jax.random.fold_in(probs.accept_key(key), 1)
+      passes = jax.random.uniform(new_key, (width,)) < acceptance_rate
+      passes &= jnp.arange(width) < length
+      return jnp.argmin(jnp.append(passes, False)).astype(jnp.int32)
+
+    return verdict.replace(num_accepted=jax.vmap(accepted)(keys, draft.length))
 
   return judge
 
 
-def _accepted(key, length, acceptance_rate, width):
-  """Counts the proposals of a row before its first rejection, int32[]."""
-  # The real verdict has consumed `accept_key`, so this draw needs another key.
-  new_key = jax.random.fold_in(probs.accept_key(key), 1)
-  accepted = jax.random.uniform(new_key, (width,)) < acceptance_rate
-  accepted &= jnp.arange(width) < length
-  return jnp.argmin(jnp.append(accepted, False)).astype(jnp.int32)
-
-
 _MATRIX = (6144, 8192)  # a float32 matrix takes 192 MiB, more than any cache
-
-
-def matvec() -> tuple[Run, int]:
-  """Returns a matrix-vector product, and the bytes that it reads."""
-  matrix = jnp.ones(_MATRIX, jnp.float32)
-  vector = jnp.ones((_MATRIX[1], 1), jnp.float32)
-  product = functools.partial(jax.jit(jnp.matmul), matrix, vector)
-  return Run(lambda: product), matrix.nbytes
 
 
 def make_request(
@@ -292,17 +282,11 @@ def make_request(
   if not network.has_encoder:
     prompt = np.append(prompt, inputs, axis=1)
     inputs = np.zeros((batch, 1), np.int32)
-  request = new_request(
-    inputs,
-    example_keys(seed, np.arange(batch, dtype=np.uint32)),
-    SamplingConfig(temperature=temperature),
-    slots=slots,
-    gamma=gamma,
-    prompt=prompt,
-    prompt_length=prompt.shape[1],
-  )
+  keys = example_keys(seed, np.arange(batch, dtype=np.uint32))
+  args = inputs, keys, probs.SamplingConfig(temperature=temperature)
+  prompts: Record = {'prompt': prompt, 'prompt_length': prompt.shape[1]}
   # A run then spends no time on moving the request.
-  return jax.device_put(request)
+  return jax.device_put(new_request(*args, slots=slots, gamma=gamma, **prompts))
 
 
 def loop_run(
@@ -427,9 +411,8 @@ class Timing(Checked):
       batch: B.
       gamma: the largest gamma.
     """
-    request = jax.eval_shape(lambda: self.request(target, batch, gamma))
-    slots, tokens = request.cache_slots, request.call_tokens
-    check.check(batch, self.input_len, slots, tokens)
+    made = jax.eval_shape(lambda: self.request(target, batch, gamma))
+    check.check(batch, self.input_len, made.cache_slots, made.call_tokens)
 
 
 def call_runs(
@@ -475,12 +458,10 @@ def call_runs(
   cache = read().target_cache
   jax.block_until_ready(read_both())
   # The longest compilations come first.
-  makers: dict[str, Callable[[], Run]] = {
-    f'round_{gamma}': functools.partial(
-      loop_run, loop, start, pair.params, request(gamma), count
-    )
-    for gamma in gammas
-  }
+  makers: dict[str, Callable[[], Run]] = {}
+  for gamma in gammas:
+    of = loop, start, pair.params, request(gamma), count
+    makers[f'round_{gamma}'] = functools.partial(loop_run, *of)
   for size in sizes:
     args = pair, largest, cache, size, count
     makers[f'call_{size}'] = functools.partial(call_run, *args)
@@ -573,20 +554,19 @@ class BenchmarkConfig(Timing):
   @functools.cached_property
   def models(self) -> tuple[Model, Model]:
     """Target and drafter."""
-    return self._model(self.target, 0), self._model(self.drafter, 1)
 
-  def _model(self, model: Model | LanguageModel, number: int) -> Model:
-    if isinstance(model, Model):
-      return model
-    seed = self.seed + number
-    return Model(model, reader=lambda t, _: random_params(model, seed, t))
+    def made(model: Model | LanguageModel, seed: int) -> Model:
+      if isinstance(model, Model):
+        return model
+      return Model(model, reader=lambda t, _: random_params(model, seed, t))
+
+    return made(self.target, self.seed), made(self.drafter, self.seed + 1)
 
   @property
   def settings(self) -> dict[str, Any]:
     """The settings as JSON values."""
     names = [field.name for field in dataclasses.fields(self)]
-    values = {name: getattr(self, name) for name in names}
-    del values['output_file']
+    values = {x: getattr(self, x) for x in names if x != 'output_file'}
     values['target'], values['drafter'] = (m.network for m in self.models)
     return json.loads(json.dumps(values, default=repr))
 
@@ -606,7 +586,7 @@ class BenchmarkConfig(Timing):
 
 
 def benchmark(
-  config: BenchmarkConfig, console: rich.console.Console | None = None
+  config: BenchmarkConfig, console: Console | None = None
 ) -> Record:
   """Times the calls and loops of a pair; prints a table, writes the record.
 
@@ -631,27 +611,29 @@ def benchmark(
     sizes = {*config.call_sizes, *(gamma + 1 for gamma in config.gammas)}
     runs = call_runs(pair, config, config.batch, sorted(sizes), config.gammas)
     loops, counts = _loop_runs(config, pair)
-    matrix, matrix_bytes = matvec()
-    runs |= loops | {'matvec': matrix}
+    matrix = jnp.ones(_MATRIX, jnp.float32)
+    vector = jnp.ones((_MATRIX[1], 1), jnp.float32)
+    product = functools.partial(jax.jit(jnp.matmul), matrix, vector)
+    runs |= loops | {'matvec': Run(lambda: product)}
     times, wrong = steady_ms(runs, config.repeats, advance)
   median = medians(times)
   plain = config.request(pair.target, config.batch, 0)
   call_bytes = memory.call_bytes(pair.target, pair.params.target, plain)
   bandwidth = call_bytes / median['plain_loop']
+  costs = {m: median[f'call_{m}'] / median['call_1'] for m in sorted(sizes)}
+  gammas = [
+    _of_gamma(config.decode_len, gamma, median, stats)
+    for gamma, stats in counts.items()
+  ]
+  if wrong:
+    gammas = [row | {'expected_speed_up': None} for row in gammas]
   values = {
     'settings': config.settings,
     'times_ms': times,
-    'call_cost': {
-      str(size): median[f'call_{size}'] / median['call_1']
-      for size in sorted(sizes)
-    },
-    'bandwidth_fraction': bandwidth / (matrix_bytes / median['matvec']),
+    'call_cost': {str(size): cost for size, cost in costs.items()},
+    'bandwidth_fraction': bandwidth / (matrix.nbytes / median['matvec']),
     'contradiction': wrong,
-    'gammas': [
-      _of_gamma(config.decode_len, gamma, median, stats)
-      | ({'expected_speed_up': None} if wrong else {})
-      for gamma, stats in counts.items()
-    ],
+    'gammas': gammas,
   }
   done = record.new('benchmark', values)
   # The tables of `specdec reproduce` explain benchmarks of forced acceptance.
@@ -684,27 +666,25 @@ def _loop_runs(
 
 def _of_gamma(
   decode_len: int, gamma: int, median: Mapping[str, float], stats: Any
-) -> dict[str, Any]:
+) -> Record:
   """Returns a gamma's measurements, and a prediction from costs and alpha."""
   call, verify = median['call_1'], median[f'call_{gamma + 1}']
   # A drafter whose cost is lost in the target's noise counts as 0, not less.
   cost_ratio = max(median[f'round_{gamma}'] - verify, 0.0) / gamma / call
-  acceptance = stats.num_accepted.sum() / max(stats.num_tested.sum(), 1)
-  factor = analysis.walltime_factor(
-    float(acceptance), gamma, cost_ratio, verify / call
-  )
+  alpha = float(stats.num_accepted.sum() / max(stats.num_tested.sum(), 1))
+  factor = analysis.walltime_factor(alpha, gamma, cost_ratio, verify / call)
   plain = median['plain_loop'] * decode_len
   return {
     'gamma': gamma,
     'histogram': stats.histogram.sum(axis=0).tolist(),
-    'acceptance_rate': float(acceptance),
+    'acceptance_rate': alpha,
     'cost_ratio': cost_ratio,
     'expected_speed_up': float(factor),
     'speed_up': plain / median[f'speculative_{gamma}'],
   }
 
 
-def table(benchmarked: Mapping[str, Any]) -> Table:
+def table(benchmarked: Record) -> Table:
   """Returns a table with a row for each gamma, and notes on the plain loop."""
   settings, call_cost = benchmarked['settings'], benchmarked['call_cost']
   forced = settings['forced_acceptance']
@@ -719,7 +699,7 @@ def table(benchmarked: Mapping[str, Any]) -> Table:
   notes = [
     f'Plain loop: {plain:.2f} ms per token, at'
     f" {benchmarked['bandwidth_fraction']:.0%} of a matrix-vector product's"
-    f' bandwidth. Calls: {", ".join(costs)}.',
+    f' bandwidth. Calls: {", ".join(costs)}.'
   ]
   if wrong := benchmarked.get('contradiction'):
     notes.insert(0, f'No speed-up is predicted: {wrong}.')

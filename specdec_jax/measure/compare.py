@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import rich.console
+from rich.console import Console
 
 from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
 from specdec_jax.engine import calibration
@@ -22,7 +22,7 @@ from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import ADAPTIVE
 from specdec_jax.measure.calibrate import START, for_host, predicted_speed_up
-from specdec_jax.measure.calls import Timed, decode_in_turn
+from specdec_jax.measure.calls import Advance, Timed, decode_in_turn
 from specdec_jax.report import Column, Record, Table, bar, record
 from specdec_jax.report.plot import PALETTE, save_plot
 from specdec_jax.text.tasks import read_prompts
@@ -103,16 +103,11 @@ class CompareConfig:
   @property
   def all_methods(self) -> list[Method]:
     """The methods, and those of `gammas`."""
-    fixed = [
-      Method(f'gamma {gamma}', {'gamma': gamma})
-      for gamma in dict.fromkeys(self.gammas)
-    ]
-    return [*self.methods, *fixed]
+    sizes = dict.fromkeys(self.gammas)
+    return [*self.methods, *(Method(f'gamma {x}', {'gamma': x}) for x in sizes)]
 
 
-def compare(
-  config: CompareConfig, console: rich.console.Console | None = None
-) -> Record:
+def compare(config: CompareConfig, console: Console | None = None) -> Record:
   """Times every method; prints a table, writes the record and the picture.
 
   Returns:
@@ -127,9 +122,8 @@ def compare(
       calibration is of another pair or machine, or a greedy output differs from
       the plain one.
   """
-  console = record.begin(
-    console, config.output_file, config.input_file, config.plot_file
-  )
+  paths = config.output_file, config.input_file, config.plot_file
+  console = record.begin(console, *paths)
   files = [calibration.load(path) for path in config.calibrations if path]
   # Engines that are equal are made once.
   makers = [method.engine for method in config.all_methods]
@@ -141,21 +135,18 @@ def compare(
     calibrations[measured.temperature] = measured
   if config.acceptance and not files:
     with bar(console, 'Timing calls on this host'):
-      for temperature in config.temperatures:
-        calibrations[temperature] = for_host(
-          engine, config.acceptance, 1, temperature, console, 'always'
-        )
+      for at in config.temperatures:
+        args = engine, config.acceptance, 1, at, console
+        calibrations[at] = for_host(*args, 'always')
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )[: config.num_lines]
-  comparison = _Comparison(config, engines, texts)
   settings = list(itertools.product(config.temperatures, config.rows))
-  rows: list[dict[str, Any]] = []
-  steps = len(settings) * config.repeats
+  rows, steps = list[dict[str, Any]](), len(settings) * config.repeats
   with bar(console, 'Compiling and timing', steps) as advance:
-    for temperature, count in settings:
-      calibrated = calibrations.get(temperature)
-      rows += comparison.rows(temperature, count, calibrated, advance)
+    for at, count in settings:
+      comparison = _Comparison(config, engines, texts, at, calibrations.get(at))
+      rows += comparison.rows(count, advance)
   greedy = calibrations.get(0.0)
   table = _table(config, rows, len(texts))
   content = {
@@ -172,68 +163,52 @@ def compare(
 
 
 class _Comparison(NamedTuple):
-  """The configuration of a comparison, its engines and its texts."""
+  """A comparison at one temperature: its engines, texts and calibration."""
 
   config: CompareConfig
   engines: Mapping[Any, Engine]
   texts: Sequence[str]
+  temperature: float
+  measured: Calibration | None
 
-  def rows(
-    self,
-    temperature: float,
-    rows: int,
-    measured: Calibration | None,
-    advance: Callable[[], None],
-  ) -> Iterator[dict[str, Any]]:
-    """Measures each method at one temperature and number of rows."""
-    repeats, methods = self.config.repeats, self._methods(measured)
-    numbers = range(len(self.texts))
-    parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
-    options = {'temperature': temperature, 'batch_size': rows}
-    timed = decode_in_turn(
-      methods, self.texts, parts, repeats, advance, **options
-    )
-    plain, start = timed[PLAIN], timed.pop(_START)
-    if temperature == 0:
-      for name, other in timed.items():
-        for outputs, right in zip(other.outputs, plain.outputs, strict=True):
-          _check_equal(name, outputs[0], right[0])
-    for method in self.config.all_methods:
-      gamma = method.options.get('gamma')
-      predicted = None
-      if isinstance(gamma, int) and gamma in self.config.gammas and rows == 1:
-        all_ms = (float(x.ms.mean(axis=0).sum()) for x in (plain, start))
-        lengths = plain.tokens // repeats
-        if measured is not None:
-          predicted = predicted_speed_up(measured, gamma, lengths, *all_ms)
-      yield {
-        'method': method.name,
-        'temperature': temperature,
-        'rows': rows,
-        'gamma': gamma if isinstance(gamma, int) else None,
-        **_with_intervals(timed[method.name], plain),
-        'predicted': predicted,
-      }
-
-  def _methods(
-    self, measured: Calibration | None
-  ) -> dict[str, tuple[Engine, dict[str, Any]]]:
-    """Returns name -> engine and options.
-
-    A calibration gives an adaptive method its thresholds, or turns it off.
-    """
-    engine = self.engines[self.config.engine]
+  def rows(self, rows: int, advance: Advance) -> Iterator[Record]:
+    """Measures each method with a number of rows."""
+    config, measured = self.config, self.measured
+    engine = self.engines[config.engine]
     methods = {PLAIN: (engine, {'speculative': False}), _START: (engine, START)}
-    for method in self.config.all_methods:
+    for method in config.all_methods:
       options = dict(method.options)
+      # A calibration gives an adaptive method its thresholds, or turns it off.
       if options.get('gamma') == ADAPTIVE and measured is not None:
         if measured.at(1).gamma:
           options['gamma'] = measured.rule(1)
         else:
           options['speculative'] = False
-      engine = self.engines[method.engine or self.config.engine]
+      engine = self.engines[method.engine or config.engine]
       methods[method.name] = engine, options
-    return methods
+    numbers = range(len(self.texts))
+    parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
+    options = {'temperature': self.temperature, 'batch_size': rows}
+    args = methods, self.texts, parts, config.repeats, advance
+    timed = decode_in_turn(*args, **options)
+    plain, start = timed[PLAIN], timed.pop(_START)
+    if self.temperature == 0:
+      for name, other in timed.items():
+        for outputs, right in zip(other.outputs, plain.outputs, strict=True):
+          _check_equal(name, outputs[0], right[0])
+    for method in config.all_methods:
+      gamma: Any = method.options.get('gamma')
+      gamma, predicted = gamma if isinstance(gamma, int) else None, None
+      if measured is not None and gamma in config.gammas and rows == 1:
+        predicted = predicted_speed_up(measured, gamma, plain, start, np.mean)
+      yield {
+        'method': method.name,
+        'temperature': self.temperature,
+        'rows': rows,
+        'gamma': gamma,
+        **_with_intervals(timed[method.name], plain),
+        'predicted': predicted,
+      }
 
 
 def _check_equal(name: str, outputs: Any, plain: Any) -> None:
@@ -264,7 +239,7 @@ def _with_intervals(timed: Timed, plain: Timed) -> dict[str, Any]:
     'plain_ms_per_token': plain_ms,
     'speed_up': plain_ms / ms,
   }
-  measured: dict[str, Any] = {n: value[0].item() for n, value in values.items()}
+  measured: Record = {name: value[0].item() for name, value in values.items()}
   measured['acceptance_rate'] = total(timed.stats).acceptance_rate
   for name in ('tokens_per_call', 'speed_up'):
     interval = np.percentile(values[name][1:], _INTERVAL).tolist()
@@ -272,14 +247,12 @@ def _with_intervals(timed: Timed, plain: Timed) -> dict[str, Any]:
   return measured
 
 
-def _table(
-  config: CompareConfig, measured: Sequence[Mapping[str, Any]], lines: int
-) -> Table:
-  def between(row: Mapping[str, Any], name: str) -> str | None:
+def _table(config: CompareConfig, rows: Sequence[Record], lines: int) -> Table:
+  def between(row: Record, name: str) -> str | None:
     interval = row[f'{name}_interval']
     return interval and f'{interval[0]:.2f} to {interval[1]:.2f}'
 
-  table = Table.from_records(
+  return Table.from_records(
     f'{config.name}: {lines} lines of {config.input_file}, {config.repeats}'
     ' repetitions; intervals over texts',
     {
@@ -293,9 +266,8 @@ def _table(
       '95 % ': lambda row: between(row, 'speed_up'),
       Column('predicted', '.2f'): 'predicted',
     },
-    measured,
-  )
-  return table.without_empty()
+    rows,
+  ).without_empty()
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
@@ -312,14 +284,12 @@ def side_by_side(records: Sequence[Record]) -> Table:
     if (gamma := host['chosen']) not in by_gamma:
       expected = f'the chosen gamma, {gamma}, among those that were measured'
       raise unexpected('gammas', expected, [*by_gamma])
-    rows.append(
-      by_gamma[gamma]
-      | {
-        'machine': record.where(host),
-        'kernels': host['kernel_layout'],
-        'best': f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
-      }
-    )
+    row = {
+      'machine': record.where(host),
+      'kernels': host['kernel_layout'],
+      'best': f'{best["speed_up"]:.2f} (gamma {best["gamma"]})',
+    }
+    rows.append(by_gamma[gamma] | row)
   columns: dict[Column | str, str] = {
     'machine': 'machine',
     'kernels': 'kernels',
@@ -356,21 +326,16 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
     axes = figure.subplots()
     for i, (label, bars) in enumerate(series.items()):
       places = [names.index(row['method']) + i * height for row in bars]
-      unknown = [None, None]  # None becomes NaN in the array
+      none = [None, None]  # None becomes NaN in the array
       values = [
-        [
-          x['speed_up'],
-          x.get('predicted'),
-          *(x['speed_up_interval'] or unknown),
-        ]
+        [x['speed_up'], x.get('predicted'), *(x['speed_up_interval'] or none)]
         for x in bars
       ]
       measured, predicted, *interval = np.array(values, float).T
       color = PALETTE[i % len(PALETTE)]
+      style: Record = {'capsize': 3, 'color': color, 'label': label}
       errors = np.abs(interval - measured)
-      axes.errorbar(
-        measured, places, None, errors, 'o', capsize=3, color=color, label=label
-      )
+      axes.errorbar(measured, places, None, errors, 'o', **style)
       if not np.isnan(predicted).all():
         name = f'{label}, predicted'
         axes.plot(predicted, places, 'x', color=color, label=name)

@@ -8,10 +8,10 @@ from typing import Any
 import flax.traverse_util
 import jax
 
-from specdec_jax import partitioning
 from specdec_jax.checks.memory import array_bytes
 from specdec_jax.models import kv_cache
 from specdec_jax.models.base import LanguageModel, Params
+from specdec_jax.partitioning import Placement, place
 from specdec_jax.request import Request
 
 # Kernels of cross-attention's keys and values: only `prefill` reads them.
@@ -22,19 +22,14 @@ _TABLE = 'embedder/embedding'  # a call reads only a few of its rows
 
 def tree_bytes(tree: Any) -> int:
   """Returns the bytes of all leaves, arrays or `ShapeDtypeStruct`s."""
-  leaves = jax.tree.leaves(tree)
-  return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
+  return sum(array_bytes(x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
-def param_shapes(
-  network: LanguageModel, placement: partitioning.Placement
-) -> Params:
+def param_shapes(network: LanguageModel, placement: Placement) -> Params:
   """Returns the shapes and dtypes of parameters laid out by `placement`."""
 
-  def init():
-    return partitioning.place(network.init(jax.random.key(0)), placement)
-
-  return jax.eval_shape(init)
+  key = jax.random.key(0)
+  return jax.eval_shape(lambda: place(network.init(key), placement))
 
 
 def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
@@ -58,32 +53,20 @@ def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
   cache = jax.eval_shape(prefill, params, request.inputs)
   sizes = kv_cache.buckets(request.cache_slots)
   first = request.prompt_width - 1
-  attended = [
-    min(size for size in sizes if size > position)
-    for position in range(first, first + request.slots)
-  ]
+  places = range(first, first + request.slots)
+  attended = [min(size for size in sizes if size > x) for x in places]
   slots = tree_bytes((cache.keys, cache.values))
   attention = slots * sum(attended) // (cache.num_slots * len(attended))
   cross_attention = tree_bytes((cache.cross_keys, cache.cross_values))
-  return tree_bytes(_weights(params)) + attention + cross_attention
-
-
-def _weights(params: Params) -> list[Any]:
-  """Returns the parameters that each call of a decoder reads completely.
-
-  They exclude the encoder, the kernels of cross-attention's keys and values,
-  and a table of embeddings unless it is also the output layer.
-  """
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   is_tied = not any('logits_dense/' in name for name in flat)
 
   def is_read(name: str) -> bool:
-    if _TABLE in name:
-      return is_tied and f'token_{_TABLE}' in name
-    return not any(part in name for part in _ONCE)
+    """Whether each call reads all of an array of parameters."""
+    if name.startswith(_ENCODER) or any(part in name for part in _ONCE):
+      return False
+    # A table of embeddings only if it is also the output layer.
+    return _TABLE not in name or (is_tied and f'token_{_TABLE}' in name)
 
-  return [
-    leaf
-    for name, leaf in flat.items()
-    if not name.startswith(_ENCODER) and is_read(name)
-  ]
+  weights = tree_bytes([leaf for name, leaf in flat.items() if is_read(name)])
+  return weights + attention + cross_attention

@@ -20,14 +20,14 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import rich.console
 from jax._src import xla_bridge
 from jax._src.lib import xla_client
 from jax.experimental import topologies
+from rich.console import Console
 
 from specdec_jax import analysis
 from specdec_jax.checkpoints.families import read_tables
-from specdec_jax.checks.fields import check_choice, check_types
+from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.checks.memory import GIB
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
@@ -94,19 +94,15 @@ def describe(name: str) -> tuple[Any, dict[str, str]]:
   """
   spec = DEVICES[name]
   if importlib.util.find_spec(spec.compiler) is None:
-    raise ValueError(
-      f'To compile for {name!r}, {spec.compiler} is needed: pip install'
-      f" 'specdec_jax[{spec.extra}]'."
-    )
+    advice = f"pip install 'specdec_jax[{spec.extra}]'"
+    raise unexpected('device', f'one with {spec.compiler} here', name, advice)
   packages = 'jax', spec.compiler
   versions = {name: importlib.metadata.version(name) for name in packages}
   try:
     (device, *_) = _described(spec).devices
   except (jax.errors.JaxRuntimeError, NotImplementedError, KeyError) as error:
-    raise ValueError(
-      f'{spec.compiler} {versions[spec.compiler]} does not describe a device'
-      f' {name!r}: {error}'
-    ) from error
+    expected = f'one of {spec.compiler} {versions[spec.compiler]} ({error})'
+    raise unexpected('device', expected, name) from error
   compiled_for = spec.name or f'{device.device_kind}, {spec.topology}'
   return device, {'compiled_for': compiled_for} | versions
 
@@ -116,37 +112,26 @@ def _described(spec: Device) -> Any:
   if spec.platform == 'tpu':
     for name, value in _TPU_DESCRIPTION.items():
       os.environ.setdefault(name, value)
-    return topologies.get_topology_desc(
-      spec.topology, platform='tpu', chip_config_name=_TPU_CHIP
-    )
+    chip = {'platform': 'tpu', 'chip_config_name': _TPU_CHIP}
+    return topologies.get_topology_desc(spec.topology, **chip)
   flags = os.environ.get('XLA_FLAGS', '')
   if 'xla_gpu_autotune_level' not in flags:
     os.environ['XLA_FLAGS'] = f'{flags} {_NO_TRIALS}'.strip()
   # JAX must neither look for a driver nor warn that there is none.
-  hidden = {
-    'CUDA_VISIBLE_DEVICES': '-1',
-    'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
-  }
+  skipped = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
   disabled = logging.root.manager.disable
   logging.disable(logging.CRITICAL)
   try:
-    with mock.patch.dict(os.environ, hidden):
+    with mock.patch.dict(os.environ, skipped, CUDA_VISIBLE_DEVICES='-1'):
       jax.devices('cpu')  # JAX finds its plug-ins, unless JAX_PLATFORMS is cpu
       if not xla_client.pjrt_plugin_loaded('cuda'):
         xla_bridge.discover_pjrt_plugins()
   finally:
     logging.disable(disabled)
-  _name_gpu_cuda()
-  return topologies.get_topology_desc(
-    platform='cuda', target_config=spec.numbers, topology=spec.topology
-  )
-
-
-def _name_gpu_cuda() -> None:
-  """Makes JAX take 'gpu' for CUDA where there is no GPU (jax issue 23971)."""
   original = xla_bridge.canonicalize_platform
 
   def canonicalize(platform: str) -> str:
+    """Takes 'gpu' for CUDA where there is no GPU (jax issue 23971)."""
     try:
       return original(platform)
     except RuntimeError:
@@ -155,6 +140,8 @@ def _name_gpu_cuda() -> None:
       raise
 
   xla_bridge.canonicalize_platform = canonicalize
+  of = {'target_config': spec.numbers, 'topology': spec.topology}
+  return topologies.get_topology_desc(platform='cuda', **of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +178,7 @@ class PairCheckConfig:
     check_choice('device', self.device, DEVICES)
 
 
-def check(
-  config: PairCheckConfig, console: rich.console.Console | None = None
-) -> Record:
+def check(config: PairCheckConfig, console: Console | None = None) -> Record:
   """Compiles every row of Table 2; prints a table, writes the record.
 
   Args:
@@ -220,8 +205,7 @@ def check(
     check_choice('decode_lens', row.task, config.decode_lens)
   spec = DEVICES[config.device]
   device, versions = describe(config.device)
-  results = []
-  compiling = backend.compiled_for(spec.platform)
+  results, compiling = [], backend.compiled_for(spec.platform)
   with compiling, bar(console, 'Compiling', len(rows)) as advance:
     for row in rows:
       results.append(row._asdict() | _checked(config, row, device))
@@ -240,14 +224,20 @@ def check(
 
 def _checked(
   config: PairCheckConfig, row: printed.Table2Row, device: Any
-) -> dict[str, Any]:
+) -> Record:
   """Compiles the loop of a row, and predicts times from bytes of calls."""
   target, draft = config.target, config.drafts[row.draft]
-  place = functools.partial(_place, device=device)
   placement = Placement(config.param_dtype)
-  params = PairParams(
-    *(place(param_shapes(network, placement)) for network in (target, draft))
+  on = functools.partial(
+    jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
   )
+
+  def place(tree: Any) -> Any:
+    """Returns the shapes of a tree with a sharding on the device."""
+    return jax.tree.map(lambda x: on(x.shape, x.dtype), tree)
+
+  pair = (place(param_shapes(x, placement)) for x in (target, draft))
+  params = PairParams(*pair)
   lengths = config.input_lens[row.task], config.decode_lens[row.task]
   args = target, config.batch, *lengths, row.temperature, 0, row.gamma
   request = place(jax.eval_shape(functools.partial(make_request, *args)))
@@ -256,9 +246,8 @@ def _checked(
   # Unused arguments are kept, because both models stay loaded.
   start = jax.jit(loop.start, keep_unused=True).lower(params, request)
   state = place(start.out_info)
-  run = jax.jit(loop.run, donate_argnums=2, keep_unused=True).lower(
-    params, request, state, limit
-  )
+  running = jax.jit(loop.run, donate_argnums=2, keep_unused=True)
+  run = running.lower(params, request, state, limit)
   spec, peak, refused = DEVICES[config.device], None, None
   try:
     peak = max(_peak_bytes(lowered) for lowered in (start, run))
@@ -280,26 +269,15 @@ def _checked(
   }
 
 
-def _place(tree: Any, device: Any) -> Any:
-  """Returns the shapes of a tree with a sharding on the device."""
-  sharding = jax.sharding.SingleDeviceSharding(device)
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-  )
-
-
 def _peak_bytes(lowered: Any) -> int:
   sizes = lowered.compile().memory_analysis()
-  parts = (
-    sizes.argument_size_in_bytes,
-    sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
-    sizes.temp_size_in_bytes,
-    sizes.generated_code_size_in_bytes,
-  )
-  return max(sum(parts), sizes.peak_memory_in_bytes)
+  made = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  held = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+  parts = made + held + sizes.generated_code_size_in_bytes
+  return max(parts, sizes.peak_memory_in_bytes)
 
 
-def table(checked: Mapping[str, Any]) -> Table:
+def table(checked: Record) -> Table:
   """Returns a table of a record with a line for each row of Table 2."""
   return Table.from_records(
     checked['settings']['name'],
@@ -310,11 +288,11 @@ def table(checked: Mapping[str, Any]) -> Table:
       'gamma': 'gamma',
       Column('alpha', '.2f'): 'acceptance_rate',
       'fits': lambda row: 'yes' if row['fits'] else 'NO',
-      Column('peak, GiB', '.2f'): lambda row: (
-        row['peak_bytes'] and row['peak_bytes'] / GIB
+      Column('peak, GiB', '.2f'): lambda x: (
+        (x['peak_bytes'] or 0) / GIB or None
       ),
-      Column('a token reads, GB', '.2f'): lambda row: (
-        row['target_call_bytes'] / 1e9
+      Column('a token reads, GB', '.2f'): lambda x: (
+        x['target_call_bytes'] / 1e9
       ),
       Column('ms', '.2f'): 'target_call_ms',
       Column('c', '.3f'): 'cost_ratio',
@@ -325,18 +303,15 @@ def table(checked: Mapping[str, Any]) -> Table:
   )
 
 
-def conditions(checked: Mapping[str, Any]) -> str:
+def conditions(checked: Record) -> str:
   """Returns a sentence on device, sizes and versions of a record."""
   settings = checked['settings']
   lengths = '; '.join(
     f'{task}: {length} input and {settings["decode_lens"][task]} output tokens'
     for task, length in settings['input_lens'].items()
   )
-  versions = ', '.join(
-    f'{name} {settings[name]}'
-    for name in ('jax', 'libtpu', 'jax_cuda12_plugin')
-    if name in settings
-  )
+  names = 'jax', 'libtpu', 'jax_cuda12_plugin'
+  versions = ', '.join(f'{x} {settings[x]}' for x in names if x in settings)
   return (
     f'One {settings["compiled_for"]}, compiled for and not run; {versions};'
     f' memory that programs may use {settings["usable_bytes"] / GIB:.2f} GiB,'

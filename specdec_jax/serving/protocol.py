@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from specdec_jax.checks import fields as checks
 from specdec_jax.checks.fields import Bound, check_type, is_a, unexpected
-from specdec_jax.engine.classification import MOST_NODES
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import Options
+from specdec_jax.engine.scoring import MOST_NODES
 from specdec_jax.serving.settings import ServeSettings
 from specdec_jax.text.chat import RenderedIds, template_of
 from specdec_jax.types import Count, Positive

@@ -42,18 +42,18 @@ def piece_ids(tokenizer, char: str) -> list[int]:
   return tokenizer.encode(char)[1:] or tokenizer.encode(char)
 
 
-@pytest.mark.parametrize(
-  'stops', [('😀', 'ü'), ('zzz',), ('{last}zzz', '{mid}'), ('{two}',)]
-)
+STOPS = ('😀', 'ü'), ('zzz',), ('{last}zzz', '{mid}'), ('{two}',)
+
+
+@pytest.mark.parametrize('stops', STOPS)
 def test_stop_strings(scripted, stops):
-  whole = scripted.generate(['a'])[0]
+  (whole,) = scripted.generate(['a'])
   text = whole.text
   assert whole.finish_reason == 'stop' and all(x in text for x in 'ü€😀')
   parts = {'last': text[-1], 'mid': text[4:6], 'two': text[3:9]}
   stops = [stop.format(**parts) for stop in stops]
-  options = dict(stop_strings=stops)
-  (done,) = scripted.generate(['a'], **options)
-  pieces = list(scripted.stream('a', **options))
+  (done,) = scripted.generate(['a'], stop_strings=stops)
+  pieces = list(scripted.stream('a', stop_strings=stops))
   assert ''.join(pieces) == done.text
   assert list(scripted.stream('')) == []
   found = [text.find(stop) for stop in stops if stop in text]
@@ -69,9 +69,10 @@ def test_stop_strings(scripted, stops):
   assert len(done.log_probs) == len(done.tokens)
 
 
-@pytest.fixture(
-  scope='module', params=['sentencepiece', 'Gemma', 'Llama 2', 'GPT-2']
-)
+KINDS = 'sentencepiece', 'Gemma', 'Llama 2', 'GPT-2'
+
+
+@pytest.fixture(scope='module', params=KINDS)
 def vocabulary(request, tokenizer, folder):
   """One vocabulary of each kind, and its ids of bytes or of any tokens."""
   if request.param == 'sentencepiece':
@@ -156,8 +157,8 @@ def test_tokens_joined_are_the_text(vocabulary):
 def test_a_stream_that_breaks_says_so(tokenizer):
   ids = tokenizer.encode('the dog')
   model = chain(ids)
-  broken = dict(model.params)
-  broken['table'] = broken['table'].at[ids[-1]].set(np.nan)
+  table = model.params['table'].at[ids[-1]].set(np.nan)
+  broken = model.params | {'table': table}
   models = Model(model, broken), Model(model, model.params)
   engine = Engine(*models, tokenizer=tokenizer, gamma=1, max_decode_len=12)
   with pytest.raises(ValueError, match=f'NaN.* token {len(ids) + 1}'):

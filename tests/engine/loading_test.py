@@ -14,17 +14,9 @@ import pytest
 import folders
 import small_vocabulary
 import specdec_jax
-from folders import (
-  LLAMA,
-  NLLB,
-  T5GEMMA,
-  save_folder,
-  write_folder,
-  write_nllb,
-  write_vocabulary,
-)
-from specdec_jax import Engine, notebook
-from specdec_jax.checkpoints import config_json, huggingface, save_t5x
+from folders import save_folder, write_folder, write_nllb, write_vocabulary
+from specdec_jax import Engine, checkpoints, notebook
+from specdec_jax.checkpoints import config_json, huggingface
 from specdec_jax.checks import memory
 from specdec_jax.checks.memory import DoesNotFitError
 from specdec_jax.cli import main
@@ -37,51 +29,49 @@ from toy_families import GPT2
 
 TEXTS = ['the old house sings', 'a red dog', 'the tree']
 LENGTHS = {'max_input_len': 32, 'max_decode_len': 12, 'gamma': 3}
+NETWORKS = small_vocabulary.network(2), small_vocabulary.network(1)
 
 
 @pytest.fixture(scope='module')
-def networks():
-  return small_vocabulary.network(2), small_vocabulary.network(1)
-
-
-@pytest.fixture(scope='module')
-def files(folder, networks):
+def files(folder):
   """The pair as T5X's files, which do not describe themselves."""
-  names = ('target.msgpack', 'draft.msgpack')
-  for seed, (network, name) in enumerate(zip(networks, names, strict=True)):
-    save_t5x(folder / name, small_vocabulary.weights(network, seed), step=1)
-  return [folder / name for name in names]
+  paths = folder / 'target.msgpack', folder / 'draft.msgpack'
+  for seed, (network, path) in enumerate(zip(NETWORKS, paths, strict=True)):
+    params = small_vocabulary.weights(network, seed)
+    checkpoints.save_t5x(path, params, step=1)
+  return paths
 
 
-@pytest.mark.parametrize(
-  'options',
-  [{}, {'dtype': 'bfloat16'}, {'placement': Placement('bfloat16')}],
-)
-def test_folders_describe_themselves(
-  tmp_path, networks, tokenizer, files, options
-):
-  paths = [
-    save_folder(tmp_path / str(seed), network, seed, tokenizer.path)
-    for seed, network in enumerate(networks)
-  ]
+def save_pair(folder, *options):
+  """Saves target and draft, in a folder each."""
+  numbered = enumerate(NETWORKS)
+  return [save_folder(folder / str(i), x, i, *options) for i, x in numbered]
+
+
+WAYS = {}, {'dtype': 'bfloat16'}, {'placement': Placement('bfloat16')}
+
+
+@pytest.mark.parametrize('options', WAYS)
+def test_folders_describe_it(tmp_path, tokenizer, files, options):
+  paths = save_pair(tmp_path, tokenizer.path)
   found = notebook.load(*paths, **options, **LENGTHS)
   want = 'bfloat16' if options else 'float32'
-  for side, network in zip(('target', 'draft'), networks, strict=True):
+  for side, network in zip(('target', 'draft'), NETWORKS, strict=True):
     config = dataclasses.replace(network.config, dtype=want)
     assert found.models[side].network == T5(config)
   leaves = jax.tree.leaves(found.params.target)
   assert {str(leaf.dtype) for leaf in leaves} == {want}
   assert found.tokenizer.fingerprint == tokenizer.fingerprint
   if not options:  # the same weights as T5X's files
-    sides = dict(zip(('network', 'draft_network'), networks, strict=True))
+    sides = dict(zip(('network', 'draft_network'), NETWORKS, strict=True))
     other = notebook.load(*files, **sides, tokenizer=tokenizer, **LENGTHS)
     outputs = found.generate(TEXTS)
     assert outputs == other.generate(TEXTS)
     assert all(done.tokens for done in outputs)
 
 
-def test_what_a_folder_names_and_lacks(tmp_path, networks, tokenizer):
-  folder = save_folder(tmp_path / 'one', networks[0], 0, tokenizer.path)
+def test_what_a_folder_names_and_lacks(tmp_path, tokenizer):
+  folder = save_folder(tmp_path / 'one', NETWORKS[0], 0, tokenizer.path)
   added = tmp_path / 'one' / 'added_tokens.json'
   added.write_text(json.dumps({'<hl>': 388}))
   with pytest.raises(ValueError, match="'<hl>': 388.*got 288"):
@@ -93,12 +83,12 @@ def test_what_a_folder_names_and_lacks(tmp_path, networks, tokenizer):
     specdec_jax.load(folder)
 
 
-def test_a_drafter_of_another_vocabulary(tmp_path, networks, tokenizer):
-  target = save_folder(tmp_path / 'large', networks[0], 0, tokenizer.path)
+def test_a_drafter_of_another_vocabulary(tmp_path, tokenizer):
+  target = save_folder(tmp_path / 'large', NETWORKS[0], 0, tokenizer.path)
   # As many ids, and other pieces.
   words = itertools.permutations('lorem ipsum dolor sit amet'.split(), 3)
   other = train_tokenizer(map(' '.join, words), tmp_path / 'other.model', 272)
-  small = save_folder(tmp_path / 'same', networks[1], 1, other.path)
+  small = save_folder(tmp_path / 'same', NETWORKS[1], 1, other.path)
   with pytest.raises(ValueError, match='tokenizer: .*large.*id 2.*same'):
     notebook.load(target, small)
   # Those of one vocabulary come as far as the weights.
@@ -108,15 +98,12 @@ def test_a_drafter_of_another_vocabulary(tmp_path, networks, tokenizer):
     notebook.load(target, small)
 
 
-def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
+def test_special_ids_of_a_folder(tmp_path, tokenizer):
   """As MADLAD-400 has them: 0 is unknown, 1 pads, 2 ends."""
   vocabulary = tmp_path / 'madlad.model'
   small_vocabulary.train_as_madlad(vocabulary)
   ids = config_json.SpecialIds(decoder_start=0, eos=(2,), pad=1)
-  paths = [
-    save_folder(tmp_path / str(seed), network, seed, vocabulary, ids)
-    for seed, network in enumerate(networks)
-  ]
+  paths = save_pair(tmp_path, vocabulary, ids)
   found = notebook.load(*paths, **LENGTHS)
   assert found.codec.input_ids(TEXTS[0])[-1] == 2
   (score,) = found.score(TEXTS[:1], ['the tree'])
@@ -128,8 +115,8 @@ def test_special_ids_of_a_folder(tmp_path, networks, tokenizer):
     notebook.load(paths[0], tokenizer=tokenizer)
 
 
-def test_a_folder_without_its_vocabulary(tmp_path, networks, tokenizer):
-  folder = save_folder(tmp_path / 'alone', networks[0], 0)
+def test_a_folder_without_its_vocabulary(tmp_path, tokenizer):
+  folder = save_folder(tmp_path / 'alone', NETWORKS[0], 0)
   with pytest.raises(ValueError, match='tokenizer: .*alone'):
     notebook.load(folder)
   model = notebook.load(folder, tokenizer=tokenizer, **LENGTHS)
@@ -142,8 +129,8 @@ def test_a_folder_without_its_vocabulary(tmp_path, networks, tokenizer):
   assert 'vocabulary of 288, got 387' in done.error
 
 
-def test_bad_input(files, networks, tokenizer, tmp_path, monkeypatch):
-  target, draft = networks
+def test_bad_input(files, tokenizer, tmp_path, monkeypatch):
+  target, draft = NETWORKS
   given = {'network': target, 'tokenizer': tokenizer}
   missing = tmp_path / 'missing.msgpack'
   side = {'draft_network': draft, **given}
@@ -180,10 +167,8 @@ def gpt2_folder(folder, vocabulary, **described):
 
 
 def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
-  paths = [
-    gpt2_folder(tmp_path / str(kind), vocabulary)
-    for kind, vocabulary in enumerate(vocabularies)
-  ]
+  numbered = enumerate(vocabularies)
+  paths = [gpt2_folder(tmp_path / str(kind), made) for kind, made in numbered]
   model = notebook.load(*paths, **LENGTHS)
   own = Tokenizer(vocabularies[0])
   assert model.tokenizer.fingerprint == own.fingerprint
@@ -192,16 +177,14 @@ def test_a_pair_whose_vocabularies_are_other_files(tmp_path, vocabularies):
 def test_ids_that_a_folder_names(tmp_path, vocabularies):
   one, _ = vocabularies
   eos = Tokenizer(one).eos_id
-  for number, (described, begin, ends) in enumerate(
-    (
-      ({}, eos, (eos,)),
-      ({'eos_token_id': 7}, eos, (7,)),
-      ({'eos_token_id': 7, 'bos_token_id': 8, 'pad_token_id': 7}, 8, (7,)),
-      # transformers' defaults, whatever the vocabulary.
-      ({'eos_token_id': 50256, 'bos_token_id': 50256}, eos, (eos,)),
-    )
+  for described, begin, ends in (
+    ({}, eos, (eos,)),
+    ({'eos_token_id': 7}, eos, (7,)),
+    ({'eos_token_id': 7, 'bos_token_id': 8, 'pad_token_id': 7}, 8, (7,)),
+    # transformers' defaults, whatever the vocabulary.
+    ({'eos_token_id': 50256, 'bos_token_id': 50256}, eos, (eos,)),
   ):
-    folder = gpt2_folder(tmp_path / str(number), one, **described)
+    folder = gpt2_folder(tmp_path / str(described), one, **described)
     model = notebook.load(folder, **LENGTHS)
     assert (model.codec.bos_id, model.codec.stop_ids) == (begin, ends)
   # A fine-tune ends by others, as its generation_config.json says.
@@ -249,7 +232,7 @@ def test_a_folder_with_its_vocabulary(tmp_path):
   folder = write_vocabulary(tmp_path, '<bos>', **settings)
   ends = json.dumps({'eos_token_id': [3, 5]})
   (folder / 'generation_config.json').write_text(ends)
-  sized(folder, 'llama', LLAMA, 267, bos_token_id=7)
+  sized(folder, 'llama', folders.LLAMA, 267, bos_token_id=7)
   model = specdec_jax.load(folder)
   assert model.bos_id == 266 and model.stop_ids == (3, 5)
 
@@ -259,12 +242,10 @@ def test_a_text_begins_as_the_vocabulary_says(begins, tmp_path):
   """Without a config.json, or with one that names another id."""
   files = write_vocabulary(tmp_path, begins)
   alone, path = tmp_path / 'alone', tmp_path / 'model.msgpack'
-  network = CausalLM(sized(alone, 'llama', LLAMA, 268, bos_token_id=7))
-  save_t5x(path, small_vocabulary.weights(network, 0), step=1)
-  engines = [
-    Engine(specdec_jax.load(path, network, tokenizer=files)),
-    Engine(specdec_jax.load(alone), tokenizer=files),
-  ]
+  network = CausalLM(sized(alone, 'llama', folders.LLAMA, 268, bos_token_id=7))
+  checkpoints.save_t5x(path, small_vocabulary.weights(network, 0), step=1)
+  named = specdec_jax.load(path, network, tokenizer=files)
+  engines = Engine(named), Engine(specdec_jax.load(alone), tokenizer=files)
   assert {engine.codec.bos_id for engine in engines} == {begins and 266}
   assert engines[0].num_input_tokens('') == (begins is not None)
 
@@ -273,12 +254,11 @@ def test_texts_of_a_t5gemma(tmp_path):
   """Texts begin as tokenizer.json says, and have no end of sequence."""
   folder = write_vocabulary(tmp_path, '<bos>', eos_token='<turn>')
   described = {'bos_token_id': 266, 'eos_token_id': [267, 3]}
-  stacks = {}
+  stacks, size = {}, {'vocab_size': 300}
   for name in ('encoder', 'decoder'):
-    stacks[name] = dataclasses.replace(getattr(T5GEMMA, name), vocab_size=300)
-    fields = folders.FOLDERS['t5gemma'][0][name]
-    described[name] = fields | {'vocab_size': 300}
-  config = dataclasses.replace(T5GEMMA, **stacks)
+    stacks[name] = dataclasses.replace(getattr(folders.T5GEMMA, name), **size)
+    described[name] = folders.FOLDERS['t5gemma'][0][name] | size
+  config = dataclasses.replace(folders.T5GEMMA, **stacks)
   write_folder(folder, 't5gemma', config=config, **described)
   model = specdec_jax.load(folder)
   assert model.bos_id == model.network.start_id == 266
@@ -294,7 +274,7 @@ def test_texts_of_a_t5gemma(tmp_path):
 
 def test_the_command(tmp_path, capsys):
   nllb = write_nllb(tmp_path / 'nllb')
-  sized(nllb, 'm2m_100', NLLB, Tokenizer(nllb).vocab_size + 2)
+  sized(nllb, 'm2m_100', folders.NLLB, Tokenizer(nllb).vocab_size + 2)
   file = tmp_path / 'texts.txt'
   file.write_text('the red dog\na cat\n')
   flags = ['decode', '--target', str(nllb), '--mode', 'plain', str(file)]
@@ -307,7 +287,6 @@ def test_the_command(tmp_path, capsys):
 
 
 # What a folder asks of `generate`.
-
 
 # A folder's settings: the options that do the same, and what none does.
 SETTINGS = [
@@ -367,18 +346,15 @@ def test_an_engine_says_what_is_not_followed(tmp_path, tokenizer):
 
 
 @pytest.fixture
-def on_hub(tmp_path, tokenizer):
-  """A folder as it lies on the hub, with another framework's weights."""
-  folder = tmp_path / 'model'
-  save_folder(folder, small_vocabulary.network(1), 0, tokenizer.path)
-  (folder / 'pytorch_model.bin').write_bytes(b'large')
-  return folder
+def hub(tmp_path, tokenizer, monkeypatch):
+  """Puts a hub with one model in place, which lies there as a folder.
 
-
-@pytest.fixture
-def revisions(on_hub, tmp_path, monkeypatch):
-  """Puts a hub with one model in place; returns the revisions asked for."""
-  revisions = []
+  Returns the folder, and a list of the revisions asked for. It also has another
+  framework's weights.
+  """
+  source, revisions = tmp_path / 'model', []
+  save_folder(source, NETWORKS[1], 0, tokenizer.path)
+  (source / 'pytorch_model.bin').write_bytes(b'large')
 
   def snapshot_download(hub_id, revision, allow_patterns):
     if hub_id != 'someone/tiny-t5':
@@ -386,7 +362,7 @@ def revisions(on_hub, tmp_path, monkeypatch):
     revisions.append(revision)
     folder = tmp_path / f'cache{len(revisions)}'
     folder.mkdir()
-    for path in on_hub.iterdir():
+    for path in source.iterdir():
       if any(fnmatch.fnmatch(path.name, p) for p in allow_patterns):
         shutil.copy(path, folder)
     return str(folder)
@@ -394,10 +370,11 @@ def revisions(on_hub, tmp_path, monkeypatch):
   hub = types.SimpleNamespace(snapshot_download=snapshot_download)
   monkeypatch.setitem(sys.modules, 'huggingface_hub', hub)
   monkeypatch.chdir(tmp_path)
-  return revisions
+  return source, revisions
 
 
-def test_a_model_of_the_hub(on_hub, revisions):
+def test_a_model_of_the_hub(hub):
+  on_hub, revisions = hub
   there = notebook.load('someone/tiny-t5', **LENGTHS)
   names = {path.name for path in (on_hub.parent / 'cache1').iterdir()}
   assert {'config.json', 'model.safetensors', 'spiece.model'} <= names
@@ -409,7 +386,7 @@ def test_a_model_of_the_hub(on_hub, revisions):
   assert revisions == [None, 'refs/pr/1']
 
 
-def test_paths_are_not_asked_of_the_hub(on_hub, revisions, tmp_path):
+def test_paths_are_not_asked_of_the_hub(hub, tmp_path):
   """Not those that are mistyped, nor one with a revision."""
   for path in (tmp_path, 'org/model@v2'):
     with pytest.raises(ValueError, match="revision: .*, got 'main'"):
@@ -418,13 +395,13 @@ def test_paths_are_not_asked_of_the_hub(on_hub, revisions, tmp_path):
   for path in ('hf/modle', 'model.msgpack', '/a/b', './x/y', 'a/b/c@v1'):
     with pytest.raises(ValueError, match=f"{path}': No such file or folder."):
       specdec_jax.load(path)
-  assert not revisions
+  assert not hub[1]
 
 
-def test_what_the_hub_does_not_have(on_hub, revisions):
+def test_what_the_hub_does_not_have(hub):
   words = r"'someone/other' could not be fetched .*RuntimeError: 404 for"
   with pytest.raises(ValueError, match=words):
     notebook.load('someone/other', **LENGTHS)
-  (on_hub / 'model.safetensors').unlink()
+  (hub[0] / 'model.safetensors').unlink()
   with pytest.raises(ValueError, match="tiny-t5' .* no model.*@refs/pr"):
     huggingface.fetch('someone/tiny-t5')

@@ -1,5 +1,6 @@
 """Long texts: split, decoded by sentence, and put together; nothing is lost."""
 
+import functools
 import gzip
 import itertools
 import json
@@ -13,7 +14,7 @@ import warnings
 import pytest
 import rich.console
 
-from repository import SHARED, TEST_SPLIT
+from repository import TEST_SPLIT
 from specdec_jax import Engine, infer, load
 from specdec_jax.cli import main
 from specdec_jax.engine.long_texts import splitter
@@ -24,37 +25,9 @@ from toy_models import chain_engine
 
 sentencex = pytest.importorskip('sentencex', reason='needs the extra [split]')
 DOCUMENTS = pathlib.Path(__file__).with_name('split_documents.txt')
-ABSTRACTS = SHARED / 'data/summ/acl_title.test.jsonl.gz'
-# What sentencex alone gets wrong.
-RULED = """\
-en I use ASP.NET, Node.JS and File.Txt.| Yes.
-en J.-C. Martin came.| He left.
-en As Smith et al. [2004] say.| Good.
-en Step 1. Open the box.| Close it.| Step 2. Go.| Done.
-en He came on Fri. Jan. 5 with Ms. Lee.| It was fine.
-en He won the game.| 20 people came.
-en He spoke. |"It is late." |He left.
-de Im 19. Jahrhundert kam die 2. Auflage.| Sie war gut.
-de Der 1. FC Köln siegt.| Das kostet 5 € inkl. MwSt. und zzgl. Porto.
-de Das war 1990.| Dann kam Hr. Klein.
-fr M. Dupont et Mme. Curie vont au bd. Voltaire.| Bien.
-pl To prof. Nowak z ul. Długiej, gen. Maj i św. Jan.| Tak.
-pl W 1990 r. było m.in. 5 tys. osób.| Tak.
-ar جاء د. أحمد.| ثم ذهب.
-hi डॉ. शर्मा और पं. नेहरू आए।|वे गए।
-tr Prof. Dr. Ahmet, Sn. Ali ve Hz. Ömer 19. Yüzyıl.| Evet.
-tr Bu II. Abdülhamid.| Evet.| 19. yüzyılda yaşadı.
-ru Это им. Ленина и пос. Мирный.| А. С. Пушкин пришёл.
-hr To je bilo 2006. godine u Zagrebu.| Da.
-pt D. Pedro foi à Av. Brasil.| Sim.
-it S. Francesco arrivò.| Sì.
-es Vi a D. Juan.| Sí.
-uk Проф. Шевченко з вул. Київської.| Так.
-kk Бұл 1990 ж. Алматы.| Иә.
-zh 他来了。|2020年他走了。|NBA很好！|是吗？|是。
-ja 彼は来た。|2020年に行った。|EDも使う。
-km ខ្ញុំទៅ។ |គាត់មក។
-bo བཀྲ་ཤིས། |བདེ་ལེགས།""".splitlines()
+# What sentencex alone gets wrong: a language, and sentences with a bar between.
+SENTENCES = DOCUMENTS.with_name('split_sentences.txt')
+RULED = SENTENCES.read_text('utf-8').splitlines()
 # Between the sentences of a document.
 GAPS = [' ', '  ', '\n', '\n\n  ', '\n- ', '\n\n## 1.2. ', '\n| ', ' | ', '\t']
 DOCUMENT = '  a b! A c.\n\n\td e? A b.  \r\n \nc, a.'
@@ -90,9 +63,8 @@ def test_ten_documents():
     assert whole.joined(whole.parts) == text
     # Where sentences had no blank between them, there is one.
     blanks = re.sub('⟧(?=⟦)', '⟧ ', marked)
-    assert whole.joined(['X'] * len(whole.parts)) == re.sub(
-      '⟦.*?⟧', 'X', blanks
-    )
+    outputs = whole.joined(['X'] * len(whole.parts))
+    assert outputs == re.sub('⟦.*?⟧', 'X', blanks)
 
 
 @pytest.mark.parametrize('line', RULED, ids=lambda line: line[:24])
@@ -103,9 +75,10 @@ def test_sentences_of_a_language(line):
   assert split(text.replace('|', ''), language, len, 999).parts == want
 
 
-@pytest.mark.parametrize(
-  'kind', ['a ', ' "a', '- a ', '`a ', 'a@', '[[a', '>', 'a.b ', '](', '1. ']
-)
+KINDS = 'a ', ' "a', '- a ', '`a ', 'a@', '[[a', '>', 'a.b ', '](', '1. '
+
+
+@pytest.mark.parametrize('kind', KINDS)
 def test_time_is_linear(kind):
   text = kind * (1_000_000 // len(kind))
   begin = time.process_time()
@@ -125,10 +98,8 @@ def test_sentences_and_cuts():
   assert split('abcdefgh', 'en', len, 3).parts == ['ab', 'cd', 'ef', 'gh']
   # What sentencex reads at once neither ends nor begins a sentence.
   far = 'x ' * sentences._BLOCK + 'end. Mr. B. ' + 'y ' * sentences._BLOCK
-  assert split(far, 'en', words, 1 << 20).parts == [
-    far[: far.index(' Mr.')],
-    far[far.index('Mr.') :].strip(),
-  ]
+  parts = split(far, 'en', words, 1 << 20).parts
+  assert parts == [far[: far.index(' Mr.')], far[far.index('Mr.') :].strip()]
   assert len(split('a' + '—' * 100_000, 'en', len, 64).parts) > 1500
   # No accent is cut off.
   assert split('e\u0301' * 4, 'en', len, 3).parts == ['e\u0301'] * 4
@@ -141,15 +112,9 @@ def test_sentences_and_cuts():
   assert whole.joined(['1\n2', ' 3 ', '4', '5', '6']) == '1 2 3 4 5 6'
 
 
-@pytest.mark.parametrize(
-  'name, want',
-  [
-    *((None, 'en'), ('deu_Latn', 'de'), ('FR', 'fr'), ('de-AT', 'de')),
-    *(('tur_Latn', 'tr'), ('nb', 'no')),
-  ],
-)
-def test_languages(name, want):
-  assert language_of(name) == want
+def test_languages():
+  names = None, 'deu_Latn', 'FR', 'de-AT', 'tur_Latn', 'nb'
+  assert [*map(language_of, names)] == ['en', 'de', 'fr', 'de', 'tr', 'no']
 
 
 def test_an_unknown_language_is_said_once():
@@ -166,14 +131,13 @@ def toy(tokenizer):
   return chain_engine(tokenizer, max_input_len=8, max_decode_len=12)
 
 
-def expected(engine, text, alone):
+def expected(text, alone):
   """The text with each part replaced by what came of it alone."""
-  at, pieces = 0, []
+  pieces = []
   for part, done in alone:
-    begin = text.index(part, at)
-    pieces += text[at:begin], done.text
-    at = begin + len(part)
-  return ''.join(pieces) + text[at:]
+    before, _, text = text.partition(part)
+    pieces += before, done.text
+  return ''.join(pieces) + text
 
 
 def test_outputs_are_those_of_the_sentences(toy):
@@ -182,7 +146,7 @@ def test_outputs_are_those_of_the_sentences(toy):
   alone = toy.generate(parts)
   assert whole.num_sentences == 5 and not whole.num_cut
   pairs = [*zip(parts, alone, strict=True)]
-  assert whole.text == expected(toy, DOCUMENT, pairs)
+  assert whole.text == expected(DOCUMENT, pairs)
   assert whole.tokens == [token for one in alone for token in one.tokens]
   assert len(whole.log_probs) == len(whole.tokens) == whole.stats.num_tokens
   calls = [one.stats.num_target_calls for one in alone]
@@ -190,7 +154,7 @@ def test_outputs_are_those_of_the_sentences(toy):
   reasons = {one.finish_reason for one in alone}
   assert (whole.finish_reason == 'length') == ('length' in reasons)
   # A sentence that is lost is seen.
-  assert whole.text != expected(toy, DOCUMENT, pairs[:2] + pairs[3:])
+  assert whole.text != expected(DOCUMENT, pairs[:2] + pairs[3:])
 
 
 def test_each_sentence_gets_the_prefix(toy):
@@ -264,21 +228,23 @@ def test_without_the_package(toy, monkeypatch):
     toy.generate(['a. b.'], split='sentences')
 
 
+def decoded(engine, folder, name, **settings):
+  """Decodes in.txt into the folder of that name; returns the predictions."""
+  paths = str(folder / 'in.txt'), str(folder / name)
+  config = infer.DecodeConfig(lambda: engine, *paths, **settings)
+  infer.decode(config, console=rich.console.Console(quiet=True))
+  return (folder / name / 'predictions.jsonl').read_text()
+
+
 def test_a_killed_run_goes_on(toy, tmp_path, monkeypatch):
   """Finished sentences are kept; a record stays one line of the file."""
   lines = ['a b! c.', '', ' d e? A b. a c.', 'c']
   asked = {'split': 'sentences', 'temperature': 1.0, 'num_samples': 2}
   (tmp_path / 'in.txt').write_text('\n'.join(lines) + '\n')
 
-  def run(name):
-    options = infer.Options(**asked)
-    config = infer.DecodeConfig(
-      lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / name),
-      options=options, mode='speculative', batch_size=2, prefix='e ',
-    )  # fmt: skip
-    infer.decode(config, console=rich.console.Console(quiet=True))
-    return (tmp_path / name / 'predictions.jsonl').read_text()
-
+  settings = {'options': infer.Options(**asked), 'mode': 'speculative'}
+  settings |= {'batch_size': 2, 'prefix': 'e '}
+  run = functools.partial(decoded, toy, tmp_path, **settings)
   whole, kept = run('whole'), []
   append = Folder.append
 
@@ -314,13 +280,8 @@ def test_a_run_of_other_sentences_is_another_run(toy):
 
 def test_a_prefix_of_lines(toy, tmp_path):
   (tmp_path / 'in.txt').write_text('a b\n\nc\n')
-  config = infer.DecodeConfig(
-    lambda: toy, str(tmp_path / 'in.txt'), str(tmp_path / 'out'),
-    mode='plain', prefix='d ',
-  )  # fmt: skip
-  infer.decode(config, console=rich.console.Console(quiet=True))
-  written = (tmp_path / 'out' / 'predictions.jsonl').read_text().splitlines()
-  have = [json.loads(line)['prediction'] for line in written]
+  written = decoded(toy, tmp_path, 'out', mode='plain', prefix='d ')
+  have = [json.loads(line)['prediction'] for line in written.splitlines()]
   first, last = toy.generate(['d a b', 'd c'], speculative=False)
   assert have == [first.text, '', last.text]
 
@@ -347,23 +308,13 @@ def test_no_sentence_of_300_documents_is_missing():
   for text, own, one in zip(documents, parts, done, strict=True):
     assert len(one.text.splitlines()) == len(text.splitlines())
     pairs = [(part, of[part]) for part in own]
-    assert one.text == expected(engine, text, pairs)
+    assert one.text == expected(text, pairs)
     if len(own) > 1:
-      assert one.text != expected(engine, text, pairs[1:])
+      assert one.text != expected(text, pairs[1:])
   for whole in wholes:
     assert whole.joined(whole.parts) == whole.text
   known = [x in own for x, own in zip(inside, parts, strict=True) for x in x]
   assert sum(known) > 0.95 * len(known)
-
-
-@pytest.mark.skipif(not ABSTRACTS.exists(), reason='needs ../shared/data')
-def test_abstracts_lose_nothing():
-  with gzip.open(ABSTRACTS, 'rt', encoding='utf-8') as stream:
-    texts = [json.loads(line)['source'] for line in stream][:300]
-  for text in texts:
-    whole = split(text, 'en', words, 20)
-    assert whole.joined(whole.parts) == text
-    assert max(map(words, whole.parts)) <= 20
 
 
 @pytest.mark.slow

@@ -55,9 +55,8 @@ def test_the_likeliest_tokens_of_an_engines_outputs(engine, options):
   for one, want in zip(done, plain, strict=True):
     np.testing.assert_allclose(one.log_probs, want.log_probs, atol=1e-4)
     assert len(one.top_log_probs) == len(one.tokens)
-    for token, value, top in zip(
-      one.tokens, one.log_probs, one.top_log_probs, strict=True
-    ):
+    columns = one.tokens, one.log_probs, one.top_log_probs
+    for token, value, top in zip(*columns, strict=True):
       assert len(top) == 3 and value <= top[0][1]
       assert sorted(top, key=lambda pair: -pair[1]) == list(top)
       if not options.keys() & {'temperature', 'num_beams'}:

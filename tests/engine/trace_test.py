@@ -132,16 +132,11 @@ def test_picture_is_escaped_aligned_and_has_no_empty_margin():
   assert said[0] == '<img> & \ufffd' and '<script>x</script>' in said
   assert said[-4:] == list(trace.MEANING.values())
   kinds = [kind for one in ROUNDS for kind, _ in one.parts]
-  assert [t.get('class') for t in texts if t.get('class') in kinds][
-    :-4
-  ] == kinds
-  starts = [float(text.get('x')) for text in texts]
-  ends = [
-    x + float(t.get('textLength')) for x, t in zip(starts, texts, strict=True)
-  ]
+  classes = [text.get('class') for text in texts]
+  assert [x for x in classes if x in kinds][:-4] == kinds
+  names = 'x', 'textLength'
+  starts, sizes = ([float(t.get(name)) for t in texts] for name in names)
+  ends = map(sum, zip(starts, sizes, strict=True))
   assert 0 < float(picture.get('width')) - max(ends) < 40
-  first, second = (starts[said.index(word)] for word in (' 1', ' 2'))
-  assert (
-    first == second
-    and starts[said.index('alte')] == starts[said.index('"laut"')]
-  )
+  place = dict(zip(said, starts, strict=True))
+  assert place[' 1'] == place[' 2'] and place['alte'] == place['"laut"']

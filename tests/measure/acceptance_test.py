@@ -14,17 +14,15 @@ from specdec_jax.probs import SamplingConfig
 
 VOCAB, SLOTS, ROWS = 6, 24, 512
 TARGET, DRAFT, OTHER = (toy_models.random_markov(i, VOCAB) for i in (1, 2, 3))
-PAIR = PlacedPair(
-  TARGET, small_model(DRAFT), PairParams(TARGET.params, DRAFT.params), {}
-)
+PARAMS = PairParams(TARGET.params, DRAFT.params)
+PAIR = PlacedPair(TARGET, small_model(DRAFT), PARAMS, {})
 
 
 def make_request(temperature, lenience=None, seed=0, rows=ROWS):
   lenience = None if lenience is None else jnp.float32(lenience)
-  config = SamplingConfig(temperature)
-  return toy_requests.request_of(
-    rows, 1, config, SLOTS, inputs=(1,), seed=seed, lenience=lenience
-  )
+  args = rows, 1, SamplingConfig(temperature), SLOTS
+  options = {'inputs': (1,), 'seed': seed, 'lenience': lenience}
+  return toy_requests.request_of(*args, **options)
 
 
 def rates_of(*requests, pair=PAIR, num_tokens=1, **options):
@@ -54,17 +52,15 @@ def exact_alpha(draft, temperature, lenience=1.0):
   return np.mean(betas)
 
 
-@pytest.mark.parametrize(
-  'temperature, lenience', [(1.0, None), (0.6, None), (1.0, 0.3)]
-)
-def test_alpha_is_the_mean_overlap(temperature, lenience):
+@pytest.mark.parametrize('settings', [(1.0, None), (0.6, None), (1.0, 0.3)])
+def test_alpha_is_the_mean_overlap(settings):
   """Within 4 standard errors; another drafter's must be outside of them."""
-  rates = rates_of(make_request(temperature, lenience))
+  temperature, lenience = settings
+  rates = rates_of(make_request(*settings))
   rate = rates.alpha
   assert rates.proposes.mean == 1 and rates.overall == rate
   assert (rate.num_tokens, rate.num_outputs) == (ROWS * SLOTS, ROWS)
-  within = 4 * rate.standard_error
-  assert within < 0.04
+  assert (within := 4 * rate.standard_error) < 0.04
   expected = exact_alpha(DRAFT, temperature, lenience or 1.0)
   assert abs(rate.mean - expected) < within
   assert abs(rate.mean - exact_alpha(OTHER, temperature)) > within
@@ -131,12 +127,9 @@ def test_what_was_not_proposed_counts_in_no_acceptance_rate():
 
 def test_batches_end_when_enough_was_generated():
   counted = []
-  rate = rates_of(
-    *(make_request(1.0, seed=seed, rows=4) for seed in range(9)),
-    num_tokens=3 * 4 * SLOTS - 1,
-    advance=counted.append,
-  ).alpha
-  assert rate.num_tokens == 3 * 4 * SLOTS
+  requests = [make_request(1.0, seed=seed, rows=4) for seed in range(9)]
+  options = {'num_tokens': 3 * 4 * SLOTS - 1, 'advance': counted.append}
+  assert rates_of(*requests, **options).alpha.num_tokens == 3 * 4 * SLOTS
   assert counted == [4 * SLOTS] * 3
   with pytest.raises(ValueError, match='0 outputs'):
     rates_of()

@@ -35,23 +35,18 @@ def test_what_cannot_be_written_is_refused_first(tmp_path):
   """Before anything else of the configuration is looked at."""
   (tmp_path / 'file').write_text('')
   programs = acceptance.measure_alpha, calibrate.calibrate, ngram.fit_ngram
-  for measure in (*programs, calls.benchmark, compare.compare):
-    for field in ('output_file', 'plot_file')[
-      : 1 + (measure is compare.compare)
-    ]:
-      paths = dict.fromkeys(('input_file', 'output_file', 'plot_file'))
-      paths[field] = str(tmp_path / 'file' / 'x')
-      config = types.SimpleNamespace(**paths)
+  fields = {'output_file': (*programs, calls.benchmark, compare.compare)}
+  for field, measures in (fields | {'plot_file': (compare.compare,)}).items():
+    paths = dict.fromkeys(('input_file', 'output_file', 'plot_file'))
+    config = types.SimpleNamespace(**paths | {field: str(tmp_path / 'file/x')})
+    for measure in measures:
       with pytest.raises(ValueError, match='file.* cannot be written'):
         measure(config)
 
 
-ALPHA = functools.partial(
-  acceptance.MeasureAlphaConfig,
-  engines={'x': Engine},
-  input_file='x',
-  paper_target='t5_xxl_ende',
-)
+SMALL = {'engines': {'x': Engine}, 'paper_target': 't5_xxl_ende'}
+ALPHAS_OF = acceptance.MeasureAlphaConfig
+ALPHA = functools.partial(ALPHAS_OF, input_file='x', **SMALL)
 CALLS = functools.partial(calls.BenchmarkConfig, network(1), network(1))
 COMPARE = functools.partial(compare.CompareConfig, Engine, 'lines')
 PAPER = functools.partial(ReproduceConfig, output_dir='x')
@@ -113,23 +108,16 @@ def noise_is_allowed(monkeypatch):
 @pytest.mark.usefixtures('noise_is_allowed')
 def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
   console = quiet()
-  config = calibrate.CalibrateConfig(
-    engine=lambda: engine,
-    input_file=prompts,
-    num_tokens=20,
-    input_len=8,
-    decode_len=32,
-    max_gamma=1,
-    repeats=2,
-    calls_a_run=1,
-    output_file=str(folder / 'calibration.json'),
-  )
+  sizes = {'num_tokens': 20, 'max_gamma': 1, 'repeats': 2, 'calls_a_run': 1}
+  path = str(folder / 'calibration.json')
+  sizes |= {'input_len': 8, 'decode_len': 32, 'output_file': path}
+  config = calibrate.CalibrateConfig(lambda: engine, prompts, **sizes)
   with pytest.raises(CalibrationError, match='time is over'):
     calibrate.calibrate(config, console, until=0.0)
   with pytest.raises(CalibrationError, match='give more minutes'):
     calibrate.calibrate(dataclasses.replace(config, minutes=1e-9), console)
   calibrate.calibrate(config, console)
-  found = calibration.load(config.output_file)
+  found = calibration.load(path)
   (one,), (costs,) = found.choices, found.record['costs']
   assert one.rows == costs['batch'] == 1
   assert len(one.factors) == len(one.call_cost) == 2 and one.factors[0] == 1.0
@@ -151,15 +139,10 @@ def test_decode_takes_gammas_from_a_calibration(engine, prompts, tmp_path):
     choices = [*map(toy_calibration.choice, (1, 3), gammas)]
     of = {'fingerprints': engine.fingerprints, 'choices': choices}
     toy_calibration.make(**of).save(path)
-    config = infer.DecodeConfig(
-      lambda: engine,
-      prompts,
-      output_dir=str(tmp_path / str(rows)),
-      mode='speculative',
-      batch_size=rows,
-      batching='continuous' if rows > 1 else 'fixed',
-      calibration=path,
-    )
+    options = {'batching': 'continuous' if rows > 1 else 'fixed'}
+    options |= {'mode': 'speculative', 'batch_size': rows, 'calibration': path}
+    output_dir = str(tmp_path / str(rows))
+    config = infer.DecodeConfig(lambda: engine, prompts, output_dir, **options)
     return infer.decode(config, console=quiet())
 
   summary = run(2, 0, rows=3)
@@ -175,13 +158,8 @@ def test_decode_takes_gammas_from_a_calibration(engine, prompts, tmp_path):
 COSTS = {'encoder': 2.0, 'draft_encoder': 0.1, 'round_7': 2.7, 'call_1': 1.0}
 CHEAP = COSTS | {'call_2': 1.0, 'call_5': 1.2, 'call_8': 2.0, 'round_1': 1.1}
 ALPHAS = {0.0: 0.8, 1.0: 0.01}  # by temperature
-DEAR = COSTS | {
-  'round_7': 9.0,
-  'round_1': 3.0,
-  'call_2': 2.0,
-  'call_5': 5.0,
-  'call_8': 8.0,
-}
+DEAR = COSTS | {'call_2': 2.0, 'call_5': 5.0, 'call_8': 8.0}
+DEAR |= {'round_7': 9.0, 'round_1': 3.0}
 
 
 def rounds_of(alpha):
@@ -204,14 +182,11 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
     """By a record of acceptance with changed rows."""
     row = {'num_tokens': 1600, 'num_outputs': 100, 'rounds_errors': [0.01] * 9}
     row |= {'fingerprints': dict(engine.fingerprints), 'lenience': 1.0}
-    known = [
-      row | {'temperature': t, **rounds_of(a)} | changes
-      for t, a in ALPHAS.items()
-    ]
+    rates = [{'temperature': t, **rounds_of(a)} for t, a in ALPHAS.items()]
+    known = [row | rate | changes for rate in rates]
     path.write_text(json.dumps({'kind': 'alpha', 'rows': known}))
-    monkeypatch.setattr(
-      calibrate, 'host_times', lambda *_: runs.append(1) or costs
-    )
+    times = Mock(side_effect=lambda *_: runs.append(1) or costs)
+    monkeypatch.setattr(calibrate, 'host_times', times)
     settings = engine, str(path), rows, temperature, console, when
     return calibrate.for_host(*settings)
 
@@ -255,9 +230,8 @@ def test_costs_and_acceptance_decide(engine, tmp_path, monkeypatch):
 
 
 def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
-  costs = [
-    {'batch': 1, 'times_ms': {n: {'median': x} for n, x in CHEAP.items()}}
-  ]
+  times = {name: {'median': ms} for name, ms in CHEAP.items()}
+  costs = [{'batch': 1, 'times_ms': times}]
   rate = {'standard_error': 0.02, 'proposes': 1.0, **rounds_of(0.8)}
   rate |= {'num_tokens': 1600, 'num_outputs': 100, 'rounds_errors': [0.01] * 9}
   pair = types.SimpleNamespace(fingerprints={}, num_input_tokens=len)
@@ -275,15 +249,10 @@ def test_a_gamma_is_worth_no_more_than_in_a_run(monkeypatch):
   ):
 
     def decoded(methods, part, *_, run=run, start_ms=start_ms, **__):
-      tokens = np.full(len(part), 3 * 16)
-      return {
-        method: types.SimpleNamespace(
-          ms=np.full((3, len(part)), ms), tokens=tokens
-        )
-        for method, ms in zip(
-          methods, (start_ms, 18.0, 18.0 / run), strict=True
-        )
-      }
+      tokens, all_ms = np.full(len(part), 3 * 16), (start_ms, 18.0, 18.0 / run)
+      rounds = [np.full((3, len(part)), ms) for ms in all_ms]
+      made = [types.SimpleNamespace(ms=ms, tokens=tokens) for ms in rounds]
+      return dict(zip(methods, made, strict=True))
 
     monkeypatch.setattr(calibrate.calls, 'decode_in_turn', decoded)
     checked = calibrate._with_run(made, pair, texts, math.inf)
@@ -313,25 +282,15 @@ def test_alpha_of_a_drafter_that_seldom_proposes(engine, folder, tokenizer):
   path.write_text('the red dog\tx\nthe red dog\ty\na cat sleeps here\tx\n')
 
   def copying():
-    return Engine(
-      Model(engine.target, engine.params.target),
-      prompt_lookup(),
-      tokenizer=tokenizer,
-      max_input_len=4,  # cuts both texts
-      max_decode_len=16,
-    )
+    target = Model(engine.target, engine.params.target, tokenizer)
+    limits = {'max_input_len': 4, 'max_decode_len': 16}  # cuts both texts
+    return Engine(target, prompt_lookup(), **limits)
 
-  config = acceptance.MeasureAlphaConfig(
-    {'copy': copying},
-    LocalTask('pairs', {'test': str(path)}, tokenizer.path),
-    truncate=True,
-    num_tokens=200,
-    temperatures=(1.0,),
-    output_file=str(folder / 'drafters.json'),
-    reuse=True,
-    paper_target='t5_xxl_ende',
-    paper_drafts={'copy': 'bigram'},
-  )
+  task = LocalTask('pairs', {'test': str(path)}, tokenizer.path)
+  paper = {'paper_target': 't5_xxl_ende', 'paper_drafts': {'copy': 'bigram'}}
+  options = {'truncate': True, 'num_tokens': 200, 'temperatures': (1.0,)}
+  options |= {'reuse': True, 'output_file': str(folder / 'drafters.json')}
+  config = ALPHAS_OF({'copy': copying}, task, **options, **paper)
   (row,) = acceptance.measure_alpha(config, quiet())['rows']
   assert 0 < row['proposes'] < 1
   assert 0 < row['alpha'] < 1

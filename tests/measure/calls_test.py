@@ -55,9 +55,8 @@ def test_runs_take_turns_and_preparation_is_not_timed(monkeypatch):
 def test_times_that_cannot_be_are_measured_again(monkeypatch):
   """Some times, and then it is said."""
   start = {'encoder': [1.0] * 3, 'start': [1.0] * 3}
-  right, wrong = (
-    start | {'call_1': [1.0] * 3, 'call_2': [ms] * 3} for ms in (1.4, 0.5)
-  )
+  start['call_1'] = [1.0] * 3
+  right, wrong = (start | {'call_2': [ms] * 3} for ms in (1.4, 0.5))
   for series, said, want in (
     ([right], '', 1.4),
     # Of the rounds of both times.
@@ -95,9 +94,8 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   path = tmp_path / 'out/record.json'
   console = rich.console.Console(record=True, width=120)
   options = {'batch': 2, 'calls_a_run': 2, 'output_file': str(path)}
-  config = tiny(
-    gammas=(3,), call_sizes=(1, 3), forced_acceptance=1.0, **options
-  )
+  options |= {'gammas': (3,), 'call_sizes': (1, 3), 'forced_acceptance': 1.0}
+  config = tiny(**options)
   record = calls.benchmark(config, console)
   assert (2, 3) in shapes  # a call ends with the output layer
   assert json.loads(path.read_text()) == record
@@ -118,9 +116,8 @@ def test_a_whole_run_of_a_tiny_pair(tmp_path, monkeypatch):
   assert 'expected speed-up' in text and 'acceptance forced to 1.0' in text
   # Times that contradict themselves predict nothing.
   monkeypatch.setattr(calls, 'contradiction', lambda _: 'a call took less')
-  record = calls.benchmark(
-    dataclasses.replace(config, output_file=None), console
-  )
+  config = dataclasses.replace(config, output_file=None)
+  record = calls.benchmark(config, console)
   (row,) = record['gammas']
   assert row['expected_speed_up'] is None and row['speed_up'] > 0
   assert 'No speed-up is predicted: a call took less' in console.export_text()

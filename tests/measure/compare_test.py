@@ -7,13 +7,9 @@ import pytest
 
 import toy_calibration
 import toy_models
+from specdec_jax.measure import compare as comparisons
 from specdec_jax.measure.calls import decode_in_turn
-from specdec_jax.measure.compare import (
-  CompareConfig,
-  Method,
-  compare,
-  side_by_side,
-)
+from specdec_jax.measure.compare import CompareConfig, Method, compare
 
 
 @pytest.fixture(scope='module')
@@ -23,21 +19,16 @@ def config(tokenizer, folder) -> CompareConfig:
   path.write_text('one two\nthree\nfour five six\n')
   limits = {'max_input_len': 16, 'max_decode_len': 16}
   # Made once: their programs are compiled once.
-  good, bad = (
-    functools.cache(
-      functools.partial(toy_models.chain_engine, tokenizer, noise, **limits)
-    )
-    for noise in (0.0, 5.0)
-  )
+  make = functools.partial(toy_models.chain_engine, tokenizer, **limits)
+  makers = (functools.partial(make, noise=noise) for noise in (0.0, 5.0))
+  good, bad = map(functools.cache, makers)
   methods = [Method('good'), Method('bad', engine=bad)]
   return CompareConfig(good, str(path), methods, repeats=2)
 
 
 def test_a_better_drafter_has_more_tokens_a_call(config):
   record = compare(config)
-  rows = {
-    (row['method'], row['temperature']): row for row in record['rows_measured']
-  }
+  rows = {(x['method'], x['temperature']): x for x in record['rows_measured']}
   assert len(rows) == 4
   for temperature in (0.0, 1.0):
     good, bad = (rows[name, temperature] for name in ('good', 'bad'))
@@ -52,11 +43,9 @@ def test_a_better_drafter_has_more_tokens_a_call(config):
 
 
 def test_many_texts_are_decoded_together(config):
-  alone, together = compare(
-    dataclasses.replace(
-      config, methods=[Method('good')], temperatures=(0.0,), rows=(1, 2)
-    )
-  )['rows_measured']
+  changes = {'methods': [Method('good')], 'temperatures': (0.0,)}
+  config = dataclasses.replace(config, rows=(1, 2), **changes)
+  alone, together = compare(config)['rows_measured']
   assert (alone['rows'], together['rows']) == (1, 2)
   # A greedy output is the same; all of them are one measurement.
   for name in ('acceptance_rate', 'tokens_per_call'):
@@ -73,13 +62,8 @@ def test_a_way_with_other_outputs_is_found_out(config):
 def test_gammas_are_measured_beside_predicted(config, tmp_path, monkeypatch):
   engine, picture = config.engine(), tmp_path / 'curve.png'
   path = str(tmp_path / 'calibration.json')
-  config = dataclasses.replace(
-    config,
-    engine=lambda: engine,
-    temperatures=(0.0,),
-    calibrations=[path],
-    num_lines=2,
-  )
+  changes = {'temperatures': (0.0,), 'calibrations': [path], 'num_lines': 2}
+  config = dataclasses.replace(config, engine=lambda: engine, **changes)
   costs = {f'call_{size}': 0.9 + 0.1 * size for size in (1, 2, 3)}
   costs |= {'round_1': 1.2, 'encoder': 2.0, 'draft_encoder': 0.5}
   times = {'times_ms': {name: {'median': ms} for name, ms in costs.items()}}
@@ -111,8 +95,8 @@ def test_gammas_are_measured_beside_predicted(config, tmp_path, monkeypatch):
   adaptive = [Method('adaptive', {'gamma': 'adaptive'})]
   (row,) = run(0, methods=adaptive)['rows_measured']
   assert row['acceptance_rate'] is None and row['tokens_per_call'] == 1
-  (shown,) = side_by_side([record]).rows
+  (shown,) = comparisons.side_by_side([record]).rows
   assert shown[3] == 1 and shown[4] == rows[0]['speed_up']
   with pytest.raises(ValueError, match=r'chosen gamma, 2, .*\[1, 3\]'):
-    side_by_side([record | {'chosen': 2}])
+    comparisons.side_by_side([record | {'chosen': 2}])
   assert picture.read_bytes().startswith(b'\x89PNG')

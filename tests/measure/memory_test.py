@@ -23,23 +23,19 @@ from specdec_jax.partitioning import Placement
 from toy_families import GPT2, T5_1_1, make
 
 # Sizes of T5 1.1 XXL and small.
-XXL, SMALL = (
-  (32128, 4096, 64, 24, 24, 64, 10240),
-  (32128, 512, 6, 8, 8, 64, 1024),
-)
+XXL = 32128, 4096, 64, 24, 24, 64, 10240
+SMALL = 32128, 512, 6, 8, 8, 64, 1024
 
 
 def request_shapes(network, batch, input_len, slots, gamma=0):
-  return jax.eval_shape(
-    lambda: make_request(network, batch, input_len, slots, 0.0, 0, gamma)
-  )
+  args = network, batch, input_len, slots, 0.0, 0, gamma
+  return jax.eval_shape(lambda: make_request(*args))
 
 
 def test_decoder_of_xxl_is_11_1_gb_and_its_float32_fits_no_chip(monkeypatch):
   """Counted on a machine that could not hold it: nothing is made."""
-  xxl, small = (
-    t5.T5(t5.T5Config(*of, dtype='bfloat16')) for of in (XXL, SMALL)
-  )
+  configs = (t5.T5Config(*of, dtype='bfloat16') for of in (XXL, SMALL))
+  xxl, small = map(t5.T5, configs)
   params = memory.param_shapes(xxl, Placement('bfloat16', 'in_out'))
   assert memory.tree_bytes(params) == 2 * 11_135_332_352  # as published
   request = request_shapes(xxl, 1, 128, 128, 7)
@@ -135,17 +131,14 @@ def test_a_cpu_holds_bfloat16_and_float32_of_it():
   temporary = compiled.memory_analysis().temp_size_in_bytes
   widened = sizes.widened_bytes(model, 'bfloat16')
   assert 0 < widened < temporary
-  assert widened > memory.tree_bytes(
-    params.target
-  )  # though the encoder is left out
+  # Though the encoder is left out.
+  assert widened > memory.tree_bytes(params.target)
   assert sizes.widened_bytes(model, 'float32') == 0
   assert sizes.held_bytes(3, 'int4') == sizes.held_bytes(3, 'float32') == 12
   assert sizes.held_bytes(3, 'int8') == 3
 
 
-def test_an_engine_counts_what_is_not_there_yet(
-  monkeypatch, tokenizer, tmp_path
-):
+def test_an_engine_counts_what_is_to_come(monkeypatch, tokenizer, tmp_path):
   """Parameters that are still to be read; behind that only what a run takes."""
   wide = small_vocabulary.network(1)
   wide = t5.T5(dataclasses.replace(wide.config, mlp_dim=2**15))

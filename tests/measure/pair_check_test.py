@@ -51,9 +51,8 @@ def test_a_small_pair_compiles(device):
   (row,) = record['rows']
   assert row['fits']
   placement = Placement('bfloat16')
-  held = memory.tree_bytes(
-    [memory.param_shapes(model, placement) for model in (TARGET, DRAFT)]
-  )
+  shapes = [memory.param_shapes(model, placement) for model in (TARGET, DRAFT)]
+  held = memory.tree_bytes(shapes)
   assert held < row['peak_bytes'] < 2 * held  # both models are held
 
 

@@ -41,11 +41,8 @@ def test_markdown():
 def test_a_console_gets_what_says_something():
   text = shown(TABLE, 100)
   assert 'Costs [bold]' in text and '[red]<c>' in text
-  assert (
-    'paper' not in text
-    and '20.00' in text
-    and text.rstrip().endswith('A note.')
-  )
+  assert 'paper' not in text and '20.00' in text
+  assert text.rstrip().endswith('A note.')
   many = Table('', ['text', *['some number'] * 5], [['x' * 60, *[1.25] * 5]])
   narrow = shown(many, 60)
   assert max(map(len, narrow.splitlines())) <= 60
@@ -104,10 +101,8 @@ def test_what_is_no_record_is_named(tmp_path):
 def test_a_bar_is_for_a_terminal(is_terminal, capsys, monkeypatch):
   """Elsewhere a line comes now and then, of what takes some time."""
   monkeypatch.setattr(consoles, 'EVERY_S', 0.02)
-  stream = io.StringIO()
-  console = rich.console.Console(
-    file=stream, width=100, force_terminal=is_terminal
-  )
+  options = {'file': io.StringIO(), 'width': 100}
+  console = rich.console.Console(**options, force_terminal=is_terminal)
   with consoles.bar(console, 'Loading'):
     time.sleep(0.1)
   with consoles.bar(console, 'Costs', 9, 3) as advance:
@@ -117,7 +112,7 @@ def test_a_bar_is_for_a_terminal(is_terminal, capsys, monkeypatch):
     time.sleep(0.2)
     advance()
     time.sleep(0.1)
-  shown, err = stream.getvalue(), capsys.readouterr().err
+  shown, err = options['file'].getvalue(), capsys.readouterr().err
   assert ('Costs' in shown) == is_terminal
   if not is_terminal:
     assert 'Loading, 0 s\n' in err and 'Costs: 3 of 9, 0 s\n' in err
