@@ -17,6 +17,7 @@ this module decides about two changes, which `models.products` and
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -38,10 +39,10 @@ from jax.sharding import (
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
 from specdec_jax.models.base import LanguageModel, NetworkWrapper, Params
-from specdec_jax.models.config import PARAM_DTYPES
 from specdec_jax.models.cpu_layout import Layout
 from specdec_jax.models.families import config_of
 from specdec_jax.models.kv_cache import KVCache
+from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 
 # The two axes of a mesh: one splits the rows of requests, the other weights.
@@ -360,7 +361,7 @@ class Following(NetworkWrapper):
       return cache
     fields = {
       name: jax.tree.map(
-        lambda x, axes=axes: self._at(x, axes), getattr(cache, name)
+        functools.partial(self._at, axes=axes), getattr(cache, name)
       )
       for name, axes in CACHE.items()
     }
@@ -521,7 +522,9 @@ def place(
   """
   partition = placement.partition()
   rounded = integers.rounded(params, placement.param_dtype)
-  laid_out = _lay_out(rounded if empties else _copied(rounded), placement)
+  if not empties:
+    rounded = jax.tree.map(lambda leaf: leaf, rounded)  # new dicts
+  laid_out = _lay_out(rounded, placement)
   return laid_out if partition is None else partition.place(laid_out)
 
 
@@ -632,14 +635,6 @@ def _lay_out(params: Params, placement: Placement, *modules: str) -> Params:
         value = np.asarray(value)
       laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
-
-
-def _copied(params: Mapping[str, Any]) -> Params:
-  """Returns new dicts with the same arrays."""
-  return {
-    name: _copied(value) if isinstance(value, Mapping) else value
-    for name, value in params.items()
-  }
 
 
 def _meets_many_rows(modules: Sequence[str]) -> bool:

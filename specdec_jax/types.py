@@ -70,7 +70,7 @@ class Draft:
 
 @struct.dataclass
 class LengthRule:
-  """The thresholds that end a draft, see `drafters.length`.
+  """The thresholds that end a draft, see `drafters.small_model`.
 
   A threshold is the cost of a proposal, as the number of tokens that could be
   decoded in its time. Changing the values does not recompile.

@@ -385,7 +385,7 @@ class MeasureAlphaConfig:
     check_types(self)
     for lenience in self.leniences:
       check_lenience(lenience)
-    pairs = {(row.target, row.draft) for row in printed.TABLE3}
+    pairs = {row[:2] for row in printed.TABLE3}
     for name, draft in self.paper_drafts.items():
       check_choice('paper_drafts', name, self.engines)
       drafts = [x for target, x in pairs if target == self.paper_target]

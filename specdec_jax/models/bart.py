@@ -13,8 +13,7 @@ import dataclasses
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import Stack, check_config, of_config
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 _FIRST_LEARNED = 2  # row of the first position; no model reads those before it

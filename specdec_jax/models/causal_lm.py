@@ -11,8 +11,7 @@ import dataclasses
 from typing import Literal
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Kind, Stack
+from specdec_jax.models.layers import Kind, Stack, check_config, of_config
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 from specdec_jax.types import Above0, Amount

@@ -13,8 +13,7 @@ import dataclasses
 from typing import Literal
 
 from specdec_jax.models import layers
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import Stack, check_config, of_config
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 

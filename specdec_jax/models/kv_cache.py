@@ -187,15 +187,6 @@ def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
   return jnp.where(tree.visible[:, None], bias, layers.MASKED)
 
 
-def positions(
-  cache: KVCache, num_queries: int, tree: Tree | None = None
-) -> jax.Array:
-  """Returns the positions, int32[B, S], of a call's tokens in their rows."""
-  if tree is not None:
-    return tree.positions
-  return cache.length[:, None] + jnp.arange(num_queries)
-
-
 def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the sizes of cache prefixes that attention may be restricted to.
 

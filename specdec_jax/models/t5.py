@@ -6,8 +6,7 @@ The parameter tree is T5X's, so that a T5X checkpoint loads without renaming.
 import dataclasses
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import Stack, check_config, of_config
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 

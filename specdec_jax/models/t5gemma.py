@@ -11,7 +11,7 @@ import dataclasses
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models.causal_lm import CausalLMConfig
-from specdec_jax.models.config import DTYPES
+from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.transformer import Shape, Transformer
 
 

@@ -61,12 +61,6 @@ class Tokens:
   image_end_id: int = 0
   dtype: str = 'float32'
 
-  def make_table(self) -> layers.Embed:
-    """Makes the table of embeddings."""
-    return layers.Embed(
-      self.vocab_size, self.emb_dim, self.dtype, self.divides_logits
-    )
-
   def embed(self, table: layers.Embed, ids: jax.Array) -> jax.Array:
     """Maps int32[...] to embeddings [..., M], without positions."""
     x = table(ids)
@@ -201,8 +195,7 @@ class _Layers(nn.Module):
 
   final_norm: ClassVar[str]  # T5X's name
 
-  def add_layers(self) -> None:
-    """Makes the layers and all that stands before and behind them."""
+  def setup(self):
     if self.has_table:
       _add_table(self, self.tokens)
     if self.tokens.num_positions:
@@ -281,9 +274,6 @@ class Encoder(_Layers):
 
   final_norm = 'encoder_norm'
 
-  def setup(self):
-    self.add_layers()
-
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
     size, kinds = x.shape[1], self.stack.kinds
@@ -321,8 +311,8 @@ class Decoder(_Layers):
   final_norm = 'decoder_norm'
 
   def setup(self):
+    super().setup()
     tokens = self.tokens
-    self.add_layers()
     if not tokens.logits_via_embedding:
       # The logits are in float32, as in T5X: bfloat16 would add ties.
       self.logits_dense = products.Dense(
@@ -429,7 +419,9 @@ class Network(nn.Module):
 
   def extend(self, cache, tokens, tree=None):
     """Returns features [B, S, M] and the grown cache."""
-    positions = kv_cache.positions(cache, tokens.shape[1], tree)
+    positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
+    if tree is not None:
+      positions = tree.positions
     x = self.decoder.place(self.embed(tokens), positions)
     return self.decoder.extend(x, positions, cache, tree)
 
@@ -493,7 +485,9 @@ class Network(nn.Module):
 
 def _add_table(module: Any, tokens: Tokens) -> None:
   """Adds the embeddings of ids to a module, in its `setup`."""
-  module.token_embedder = tokens.make_table()
+  module.token_embedder = layers.Embed(
+    tokens.vocab_size, tokens.emb_dim, tokens.dtype, tokens.divides_logits
+  )
   if tokens.image_end_id:
     module.image_end_embedding = module.param(
       'image_end_embedding', nn.initializers.zeros, (tokens.emb_dim,)

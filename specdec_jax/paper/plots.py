@@ -64,6 +64,7 @@ def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
   if records:
     speed += '\npoints: measured, each with its own c'
   forced = [record['settings']['forced_acceptance'] for record in records]
+  colors = dict(zip(GAMMAS, PALETTE, strict=False))
   operations = r'Figure 4, operations: Theorem 3.11, $\hat{c}$ = 0'
 
   def draw(figure):
@@ -71,7 +72,21 @@ def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
     curves = _by_gamma(analysis.walltime_factor, 0.0)
     unit = 'times faster than plain decoding'
     _draw(left, curves, unit, titled(speed, forced))
-    _draw_points(left, records)
+    for record, marker in zip(records, itertools.cycle('osD^v<>ph*Xd')):
+      run = record['gammas'][0]
+      gamma, cost_ratio = run['gamma'], run['cost_ratio']
+      color = colors.get(gamma, '#222222')
+      is_forced = record['settings']['forced_acceptance'] is not None
+      left.plot(
+        run['acceptance_rate'],
+        run['speed_up'],
+        marker,
+        color=color,
+        markerfacecolor='white' if is_forced else color,
+        label=rf'measured, $\gamma$ = {gamma}, c = {cost_ratio:.2f}',
+        zorder=3,
+      )
+    left.legend(fontsize='x-small')
     curves = _by_gamma(analysis.operations_factor, 0.0)
     _draw(right, curves, 'times the arithmetic of plain decoding', operations)
 
@@ -95,28 +110,10 @@ def _draw(
   axes.set_ylabel(unit)
   axes.set_xlim(0, 1)
   axes.set_ylim(bottom=0)
-  axes.set_title(_wrapped(title))
+  # A remark on forced acceptance begins a line.
+  lines = title.replace(' (forced', '\n(forced').splitlines()
+  axes.set_title('\n'.join(textwrap.fill(line, 50) for line in lines))
   axes.legend()
-
-
-def _draw_points(axes: Any, records: Sequence[Record]) -> None:
-  """Draws points, hollow if they were forced, and legends that name them."""
-  colors = dict(zip(GAMMAS, PALETTE, strict=False))
-  for record, marker in zip(records, itertools.cycle('osD^v<>ph*Xd')):
-    run = record['gammas'][0]
-    gamma, cost_ratio = run['gamma'], run['cost_ratio']
-    color = colors.get(gamma, '#222222')
-    forced = record['settings']['forced_acceptance'] is not None
-    axes.plot(
-      run['acceptance_rate'],
-      run['speed_up'],
-      marker,
-      color=color,
-      markerfacecolor='white' if forced else color,
-      label=rf'measured, $\gamma$ = {gamma}, c = {cost_ratio:.2f}',
-      zorder=3,
-    )
-  axes.legend(fontsize='x-small')
 
 
 # --- Figure 5: when the encoders, the drafter and the target run ------------
@@ -245,9 +242,3 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
     va='center',
     fontsize='small',
   )
-
-
-def _wrapped(title: str) -> str:
-  """Wraps a title into lines; a remark on forced acceptance begins a line."""
-  lines = title.replace(' (forced', '\n(forced').splitlines()
-  return '\n'.join(textwrap.fill(line, 50) for line in lines)

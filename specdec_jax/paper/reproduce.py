@@ -22,6 +22,7 @@ from specdec_jax.partitioning import place
 from specdec_jax.report import Column, Record, Table, record
 from specdec_jax.report.console import console as terminal
 from specdec_jax.report.plot import load_matplotlib
+from specdec_jax.report.table import plain_markdown
 
 ITEMS = tuple(f'{kind}{i}' for kind in ('table', 'figure') for i in range(1, 6))
 _NEEDS = {
@@ -128,10 +129,18 @@ def reproduce(
   work = _Work(config, console)
   for item in config.items:
     getattr(work, item)()
+  parts = ['# The paper, what is predicted, what was measured']
   for compared in work.tables:
     console.print(compared.table())
-  machines = list(dict.fromkeys(map(record.where, work.used)))
-  report = tables.write(config.output_dir, work.tables, machines, work.figures)
+    parts.append(compared.markdown())
+  for name, meaning in work.figures.items():
+    # The report shows pictures, and links pages.
+    mark = '' if name.endswith('.html') else '!'
+    parts.append(f'{mark}[{meaning}]({name})')
+  machines = dict.fromkeys(map(record.where, work.used))
+  parts += [f'Measured on {plain_markdown(machine)}.' for machine in machines]
+  report = pathlib.Path(config.output_dir) / 'report.md'
+  files.write_atomically(report, ('\n\n'.join(parts) + '\n').encode())
   return [*(report.with_name(name) for name in work.figures), report]
 
 
@@ -206,8 +215,7 @@ class _Work:
     self.tables.append(tables.table5(self._alphas))
 
   def figure1(self):
-    text = self.config.text
-    figure = self._engine.trace(text)
+    figure = self._engine.trace(self.config.text)
     self.console.print(figure)
     path = self._figure('figure1.html', 'Figure 1: one generation, as a page')
     files.write_atomically(path, figure.page().encode())

@@ -178,8 +178,7 @@ def chi_squared_p_value(observed, expected_probs) -> float:
   observed = np.asarray(observed, np.float64)
   expected = np.asarray(expected_probs, np.float64)
   if observed.shape != expected.shape:
-    shape = f'counts of shape {expected.shape}'
-    raise unexpected('observed', shape, observed.shape)
+    raise unexpected('observed', f'shape {expected.shape}', observed.shape)
   if not observed.sum() > 0:
     raise unexpected('observed', 'a count above 0', observed)
   if not abs(expected.sum() - 1) < 1e-4 or expected.min() < 0:
