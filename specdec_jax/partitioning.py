@@ -253,12 +253,11 @@ class Partition:
   def _check_shape(self, name: str, axes: Axes, shape: Any) -> None:
     for i, size in self._sizes(axes).items():
       if shape[i] % size:
-        raise unexpected(
-          f'{name}: axis {axes[i]!r}',
-          f'a multiple of the {size} devices of {self.axes.split(axes)[i]!r}',
-          shape[i],
-          f'Or leave LogicalAxes.{axes[i]} None.',
-        )
+        devices = f'{size} devices of {self.axes.split(axes)[i]!r}'
+        expected = f'a multiple of the {devices}'
+        advice = f'Or leave LogicalAxes.{axes[i]} None.'
+        where = f'{name}: axis {axes[i]!r}'
+        raise unexpected(where, expected, shape[i], advice)
 
 
 def shardings(tree: Any) -> Any:
@@ -359,13 +358,11 @@ class Following(NetworkWrapper):
   def _held(self, cache):
     if not isinstance(cache, KVCache):
       return cache
-    fields = {
-      name: jax.tree.map(
-        functools.partial(self._at, axes=axes), getattr(cache, name)
-      )
-      for name, axes in CACHE.items()
-    }
-    return dataclasses.replace(cache, **fields)
+    held = {}
+    for name, axes in CACHE.items():
+      place = functools.partial(self._at, axes=axes)
+      held[name] = jax.tree.map(place, getattr(cache, name))
+    return dataclasses.replace(cache, **held)
 
   def _at(self, array, axes):
     # A mask without relative biases has one row, for all heads.

@@ -175,13 +175,9 @@ def static_tree(
   index = jnp.clip(place, 0, count - 1)
   new = jnp.moveaxis(jnp.asarray(related)[:, index], 0, 1)  # [B, S, T]
   old = (place < 0)[:, None]
-  return Tree(
-    positions=length[:, None] + depth,
-    slot_positions=jnp.where(
-      is_new, length[:, None] + jnp.asarray(depth)[index], slot
-    ),
-    visible=jnp.where(is_new[:, None], new, old),
-  )
+  slots = jnp.where(is_new, length[:, None] + jnp.asarray(depth)[index], slot)
+  visible = jnp.where(is_new[:, None], new, old)
+  return Tree(length[:, None] + depth, slots, visible)
 
 
 def _relations(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

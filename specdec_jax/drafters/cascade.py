@@ -101,14 +101,10 @@ def cascade(
   def commit(state, length: jax.Array):
     return strong.commit(state[0], length), drafter.commit(state[1], length)
 
-  return Drafter(
-    init,
-    propose,
-    commit,
-    f'cascade({drafter.name}, {gamma})',
-    (strong.params, drafter.params),
-    reads_encoder=strong.reads_encoder or drafter.reads_encoder,
-  )
+  name = f'cascade({drafter.name}, {gamma})'
+  made = Drafter(init, propose, commit, name, (strong.params, drafter.params))
+  reads_encoder = strong.reads_encoder or drafter.reads_encoder
+  return made._replace(reads_encoder=reads_encoder)
 
 
 def _one_round(
@@ -135,13 +131,10 @@ def _one_round(
   length = context.length + done
   # The prefix ends where the round began, so it is left out, and no token
   # rules apply.
+  keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, number)
+  inner = context.within(drafting=Drafting(gamma), skips_rounds=True)
   inner = dataclasses.replace(
-    context.within(drafting=Drafting(gamma), skips_rounds=True),
-    tokens=tokens,
-    length=length,
-    keys=jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, number),
-    prefix=None,
-    budget=None,
+    inner, tokens=tokens, length=length, keys=keys, prefix=None, budget=None
   )
   draft, cheaper = drafter.propose(params[1], cheaper, inner)
   left = jnp.maximum(goal - done - 1, 0)

@@ -77,14 +77,13 @@ class Heads(Checked):
 
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters {'heads_0': ..., 'heads_1': ...}."""
-    return {
-      f'heads_{i}': self._head.init(
-        jax.random.fold_in(key, i),
-        jnp.zeros((1, self.emb_dim)),
-        jnp.zeros((1, (1 + i) * self.emb_dim)),
-      )['params']
-      for i in range(self.num_heads)
-    }
+    heads = {}
+    for i in range(self.num_heads):
+      width = self.emb_dim
+      read = jnp.zeros((1, width)), jnp.zeros((1, (1 + i) * width))
+      variables = self._head.init(jax.random.fold_in(key, i), *read)
+      heads[f'heads_{i}'] = variables['params']
+    return heads
 
   def apply(
     self, params: Params, index: int, features: jax.Array, embedded: jax.Array

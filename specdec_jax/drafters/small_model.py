@@ -84,13 +84,11 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     (cache, _, _), more = lax.scan(
       one_more, first, jnp.arange(1, context.gamma)
     )
-    tokens, rows = jax.tree.map(
-      lambda first, others: jnp.concatenate(
-        [first[:, None], others.swapaxes(0, 1)], axis=1
-      ),
-      drawn,
-      more,
-    )
+
+    def joined(first, others):
+      return jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
+
+    tokens, rows = jax.tree.map(joined, drawn, more)
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
 
@@ -99,16 +97,10 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     # draft the token before it has not been read either.
     return network.rewind(cache, jnp.minimum(cache.length, length - 1))
 
-  return Drafter(
-    init,
-    propose,
-    commit,
-    SMALL_MODEL,
-    params=model if isinstance(model, Model) else (),
-    network=network,
-    reads_encoder=network.reads_encoder,
-    adapts=True,
-    follows_rules=True,
+  params = model if isinstance(model, Model) else ()
+  drafter = Drafter(init, propose, commit, SMALL_MODEL, params, network)
+  return drafter._replace(
+    reads_encoder=network.reads_encoder, adapts=True, follows_rules=True
   )
 
 

@@ -56,12 +56,10 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
       network, params, inputs, max_length, prompt, longest, encoded
     )[1]
 
+  propose = functools.partial(_propose, network, shape)
+  name = f'small_model_tree({shape.parents})'
   return small_model(model)._replace(
-    init=init,
-    propose=functools.partial(_propose, network, shape),
-    name=f'small_model_tree({shape.parents})',
-    tree=shape,
-    adapts=False,
+    init=init, propose=propose, name=name, tree=shape, adapts=False
   )
 
 

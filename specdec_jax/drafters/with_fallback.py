@@ -73,12 +73,8 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
     return first_state, second_state, last_length, by_first
 
   name = f'with_fallback({first.name}, {second.name})'
-  return Drafter(
-    init,
-    propose,
-    commit,
-    name,
-    params=(first.params, second.params),
+  made = Drafter(init, propose, commit, name, (first.params, second.params))
+  return made._replace(
     reads_encoder=first.reads_encoder or second.reads_encoder,
     reads_features=first.reads_features or second.reads_features,
     made_for=(*first.made_for, *second.made_for),
@@ -91,13 +87,10 @@ def _choose(has_draft: jax.Array, first: Draft, second: Draft) -> Draft:
   sizes = [draft.probs.shape[-1] for draft in drafts if draft.probs is not None]
   rows = None
   if sizes:
-    both = [draft_rows(draft, slice(None), sizes[0]) for draft in drafts]
-    rows = jnp.where(has_draft[:, None, None], *both)
-  return Draft(
-    jnp.where(has_draft[:, None], first.tokens, second.tokens),
-    rows,
-    jnp.where(has_draft, first.length, second.length),
-  )
+    left, right = (draft_rows(x, slice(None), sizes[0]) for x in drafts)
+    rows = jnp.where(has_draft[:, None, None], left, right)
+  tokens = jnp.where(has_draft[:, None], first.tokens, second.tokens)
+  return Draft(tokens, rows, jnp.where(has_draft, first.length, second.length))
 
 
 def only_token() -> Drafter:

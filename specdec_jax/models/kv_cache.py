@@ -82,11 +82,9 @@ class KVCache:
       held = jnp.take_along_axis(buffer, slots[:, None, None], axis=3)
       return write(buffer, held.transpose(0, 3, 1, 2), length)  # [B, N, H, D]
 
-    return self.replace(
-      keys=tuple(map(moved, self.keys)),
-      values=tuple(map(moved, self.values)),
-      length=length + slots.shape[1],
-    )
+    keys, values = tuple(map(moved, self.keys)), tuple(map(moved, self.values))
+    length = length + slots.shape[1]
+    return self.replace(keys=keys, values=values, length=length)
 
   def append_kv(self, layer: int) -> Callable[..., KV]:
     """Returns a function that appends keys and values, each [B, S, H, D]."""

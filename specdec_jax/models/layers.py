@@ -53,12 +53,8 @@ class Embed(nn.Module):
   divides_logits: bool = True
 
   def setup(self):
-    self.embedding = self.param(
-      'embedding',
-      nn.initializers.normal(stddev=1.0),
-      (self.vocab_size, self.features),
-      jnp.float32,
-    )
+    shape, init = (self.vocab_size, self.features), nn.initializers.normal(1.0)
+    self.embedding = self.param('embedding', init, shape, jnp.float32)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Maps int32[...] to [..., features] with a gather."""
@@ -194,15 +190,6 @@ class Stack:
   self_attention: str = 'self_attention'
   cross: Literal['none', 'apart', 'merged'] = 'none'
   dtype: str = 'float32'
-
-  def as_decoder(self, num_layers: int) -> 'Stack':
-    """Turns an encoder's stack into a decoder's, with cross-attention."""
-    return dataclasses.replace(
-      self,
-      num_layers=num_layers,
-      self_attention='self_attention',
-      cross='apart',
-    )
 
   @property
   def kinds(self) -> tuple[Kind, ...]:
@@ -347,10 +334,9 @@ class Attention(nn.Module):
     stack = self.stack
     width = stack.num_heads * stack.head_dim
     kv_width = (stack.num_kv_heads or stack.num_heads) * stack.head_dim
+    use_bias = stack.use_bias or stack.qkv_bias
     dense = functools.partial(
-      products.Dense,
-      dtype=stack.dtype,
-      use_bias=stack.use_bias or stack.qkv_bias,
+      products.Dense, dtype=stack.dtype, use_bias=use_bias
     )
 
     # The kernel includes the factor 1/sqrt(head_dim), which T5's scores lack.
@@ -442,11 +428,8 @@ class RelativeBias(nn.Module):
   @nn.compact
   def __call__(self, relative_position: np.ndarray) -> jax.Array:
     """Maps int[...] (key - query position) to float32[H, ...]."""
-    table = self.param(
-      'rel_embedding',
-      nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
-      (self.num_heads, _BUCKETS),
-    )
+    init = nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
+    table = self.param('rel_embedding', init, (self.num_heads, _BUCKETS))
     bucket = relative_position_bucket(relative_position, self.bidirectional)
     return jnp.take(table, bucket, axis=1).astype(jnp.float32)
 
@@ -495,3 +478,18 @@ def of_config(kind: type[T], config: Any, **more: Any) -> T:
     name: getattr(config, name) for name in names if hasattr(config, name)
   }
   return kind(**same | more)
+
+
+def two_stacks(config: Any, **more: Any) -> tuple[Stack, Stack | None]:
+  """Makes a decoder with cross-attention, and an encoder that is like it.
+
+  Args:
+    config: a family's configuration; with 0 encoder layers the encoder is None.
+    **more: see `of_config`.
+  """
+  sizes = config.num_encoder_layers, config.num_decoder_layers
+  encoder = of_config(
+    Stack, config, num_layers=sizes[0], self_attention='attention', **more
+  )
+  decoder = of_config(Stack, config, num_layers=sizes[1], cross='apart', **more)
+  return decoder, encoder if sizes[0] else None

@@ -245,14 +245,9 @@ class _Layers(nn.Module):
     for i, layer in enumerate(self.layers):
       is_alone = stack.cross == 'none'
       cross_kv = () if is_alone else (cross[0][i], cross[1][i], cross[2])
-      x, layer_kv = layer(
-        x,
-        angles[stack.numbers[i]],
-        append_kv[i],
-        attend[stack.bias_of[i]],
-        cross_kv,
-        deterministic,
-      )
+      functions = append_kv[i], attend[stack.bias_of[i]]
+      turns = angles[stack.numbers[i]]
+      x, layer_kv = layer(x, turns, *functions, cross_kv, deterministic)
       kv.append(layer_kv)
     return x, kv
 
@@ -358,15 +353,8 @@ class Decoder(_Layers):
     def empty():
       return tuple(jnp.zeros(shape, stack.dtype) for _ in self.layers)
 
-    return kv_cache.KVCache(
-      keys=empty(),
-      values=empty(),
-      cross_keys=keys,
-      cross_values=values,
-      cross_bias=bias,
-      position_bias=tuple(self.biases(relative)),
-      length=jnp.zeros((batch,), jnp.int32),
-    )
+    held = empty(), empty(), keys, values, bias, tuple(self.biases(relative))
+    return kv_cache.KVCache(*held, jnp.zeros((batch,), jnp.int32))
 
   def teacher_forced(self, x, cross, deterministic):
     """Maps embedded tokens [B, S, M] to features, without a cache."""
@@ -623,15 +611,9 @@ class Transformer(Checked, LanguageModel):
     """Returns teacher-forced features [B, S, M]; see `logits`."""
     self._check_inputs(inputs, encoded)
     self._check_length(decoder_inputs.shape[1])
-    return self._apply(
-      params,
-      inputs,
-      decoder_inputs,
-      deterministic=dropout_key is None,
-      encoded=encoded,
-      rngs=None if dropout_key is None else {'dropout': dropout_key},
-      method='features',
-    )
+    args = inputs, decoder_inputs, dropout_key is None, encoded
+    rngs = None if dropout_key is None else {'dropout': dropout_key}
+    return self._apply(params, *args, rngs=rngs, method='features')
 
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
     """Runs the encoder unless `encoded` is given.

@@ -77,15 +77,10 @@ def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
       gamma, cost_ratio = run['gamma'], run['cost_ratio']
       color = colors.get(gamma, '#222222')
       is_forced = record['settings']['forced_acceptance'] is not None
-      left.plot(
-        run['acceptance_rate'],
-        run['speed_up'],
-        marker,
-        color=color,
-        markerfacecolor='white' if is_forced else color,
-        label=rf'measured, $\gamma$ = {gamma}, c = {cost_ratio:.2f}',
-        zorder=3,
-      )
+      label = rf'measured, $\gamma$ = {gamma}, c = {cost_ratio:.2f}'
+      style = {'color': color, 'label': label, 'zorder': 3}
+      style['markerfacecolor'] = 'white' if is_forced else color
+      left.plot(run['acceptance_rate'], run['speed_up'], marker, **style)
     left.legend(fontsize='x-small')
     curves = _by_gamma(analysis.operations_factor, 0.0)
     _draw(right, curves, 'times the arithmetic of plain decoding', operations)
@@ -219,14 +214,10 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
       for call in row
       if call.kind == kind
     ]
-    axes.broken_barh(
-      spans,
-      (at - height / 2, height),
-      facecolor=color,
-      linewidth=0,
-      snap=False,  # snapping would make some of several equal calls wider
-      label=kind if spans and not at else None,
-    )
+    label = kind if spans and not at else None
+    # Snapping would make some of several equal calls wider.
+    bars = {'facecolor': color, 'linewidth': 0, 'snap': False, 'label': label}
+    axes.broken_barh(spans, (at - height / 2, height), **bars)
   counted = [call for call in row if call.num_tokens]
   for call in counted if len(counted) <= _MOST_COUNTS else ():
     middle = (call.begin_ms + call.end_ms) / 2
@@ -234,11 +225,5 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
     axes.text(middle, at, str(call.num_tokens), **style)
   end = row[-1].end_ms
   tokens = sum(call.num_tokens for call in row)
-  axes.annotate(
-    f'{tokens} tokens\n{end:.3g} ms',
-    (end, at),
-    xytext=(5, 0),
-    textcoords='offset points',
-    va='center',
-    fontsize='small',
-  )
+  style = {'textcoords': 'offset points', 'va': 'center', 'fontsize': 'small'}
+  axes.annotate(f'{tokens} tokens\n{end:.3g} ms', (end, at), (5, 0), **style)

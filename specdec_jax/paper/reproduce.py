@@ -258,18 +258,12 @@ def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
   notes = [COSTS_NOTE, 'ms and speed-up: of what is drawn, for this text.']
   if wrong := costs.get('contradiction'):
     notes.insert(0, f'These times contradict themselves: {wrong}.')
-  rows = [
-    [
-      gamma or 'plain',
-      costs['call_cost'][str(gamma + 1)],
-      ratios.get(gamma),
-      sum(counts),
-      len(counts),
-      ends[gamma],
-      None if wrong else ends[0] / ends[gamma],
-    ]
-    for gamma, counts in runs.items()
-  ]
+  rows = []
+  for gamma, counts in runs.items():
+    cost, ms = costs['call_cost'][str(gamma + 1)], ends[gamma]
+    speed_up = None if wrong else ends[0] / ms
+    numbers = cost, ratios.get(gamma), sum(counts), len(counts), ms, speed_up
+    rows.append([gamma or 'plain', *numbers])
   columns: list[Column | str] = ['gamma', Column('v(gamma + 1)', '.2f')]
   columns += [Column('c', '.3f'), 'tokens', 'calls of the target']
   columns += [Column('ms', '.1f'), Column('speed-up', '.2f')]

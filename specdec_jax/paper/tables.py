@@ -68,14 +68,9 @@ class Comparison:
   def markdown(self) -> str:
     """Returns the comparison's part of a report."""
     table = self.table()
-    return '\n\n'.join(
-      [
-        f'## {plain_markdown(table.title)}',
-        plain_markdown(self.caption),
-        table.markdown(),
-        *map(plain_markdown, table.notes),
-      ]
-    )
+    parts = [f'## {plain_markdown(table.title)}', plain_markdown(self.caption)]
+    parts += [table.markdown(), *map(plain_markdown, table.notes)]
+    return '\n\n'.join(parts)
 
 
 def compared(
@@ -97,15 +92,9 @@ def compared(
     details: further columns.
   """
   ratio = measured / predicted if measured and predicted else None
-  return {
-    **keys,
-    'paper': paper,
-    'predicted': predicted,
-    'measured': measured,
-    _FORCED: forced,
-    _RATIO: ratio,
-    **(details or {}),
-  }
+  values = {'paper': paper, 'predicted': predicted, 'measured': measured}
+  values |= {_FORCED: forced, _RATIO: ratio}
+  return {**keys, **values, **(details or {})}
 
 
 def titled(title: str, rates: Sequence[float | None]) -> str:
@@ -136,14 +125,11 @@ def table1() -> list[Comparison]:
     ('SPEED', 3, analysis.walltime_factor, 'walltime factor, c'),
     ('OPERATIONS', 2, analysis.operations_factor, 'operations factor, c-hat'),
   ):
-    rows = [
-      compared(
-        {'alpha': row[0], 'gamma': row[1]},
-        row[index],
-        float(closed_form(*row[:2], 0.0)),
-      )
-      for row in printed.TABLE1
-    ]
+    rows = []
+    for row in printed.TABLE1:
+      keys = {'alpha': row[0], 'gamma': row[1]}
+      predicted = float(closed_form(row[0], row[1], 0.0))
+      rows.append(compared(keys, row[index], predicted))
     texts = f'Table 1: {name}', f'{factor} = 0'
     tables.append(Comparison(*texts, rows, 'a closed form, nothing is run'))
   return tables
