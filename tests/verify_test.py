@@ -52,14 +52,8 @@ TREES = {
   'chosen': _CHOSEN,
 }
 TWO_LEVELS = branching(2, (1,))
-SHAPES = (
-  branching(1, 1),
-  branching(2),
-  branching(3),
-  TWO_LEVELS,
-  # The younger child's subtree.
-  TreeShape((-1, -1, 1, 2)),
-)
+YOUNGER = TreeShape((-1, -1, 1, 2))  # the younger child has a subtree
+SHAPES = branching(1, 1), branching(2), branching(3), TWO_LEVELS, YOUNGER
 
 pytestmark = pytest.mark.usefixtures('strict')
 both_rules = pytest.mark.parametrize('rule', [BY_TOKEN, AS_BLOCK])
@@ -368,13 +362,10 @@ def _random_draft(chosen=False, shape=None):
   """A draft of ragged lengths and unrelated target rows."""
   rng = np.random.default_rng(9)
   size, depth = (shape.num_nodes, shape.depth) if shape else (_G, _G)
-  draft = Draft(
-    tokens=rng.integers(_V, size=(_B, size), dtype=np.int32),
-    probs=None if chosen else _random_laws(rng, size),
-    length=rng.integers(depth + 1, size=_B, dtype=np.int32),
-    tree=shape,
-  )
-  return draft, _random_laws(rng, size + 1)
+  tokens = rng.integers(_V, size=(_B, size), dtype=np.int32)
+  laws = None if chosen else _random_laws(rng, size)
+  length = rng.integers(depth + 1, size=_B, dtype=np.int32)
+  return Draft(tokens, laws, length, shape), _random_laws(rng, size + 1)
 
 
 def _random_laws(rng, rows):
@@ -407,11 +398,9 @@ def test_what_lies_behind_length_is_not_looked_at():
   draft, target_probs = _random_draft()
   verdict = _verify_batch(draft, target_probs, _KEYS, None)
   behind = np.arange(_G) >= draft.length[:, None]
-  garbage = Draft(
-    tokens=np.where(behind, np.int32(-7), draft.tokens),
-    probs=np.where(behind[..., None], np.float32(np.nan), draft.probs),
-    length=draft.length,
-  )
+  tokens = np.where(behind, np.int32(-7), draft.tokens)
+  laws = np.where(behind[..., None], np.float32(np.nan), draft.probs)
+  garbage = Draft(tokens, laws, draft.length)
   rows = np.arange(_G + 1) > draft.length[:, None]
   garbled = np.where(rows[..., None], np.float32(np.nan), target_probs)
   again = _verify_batch(garbage, garbled, _KEYS, None)
@@ -431,9 +420,7 @@ def _check_same(rows, have, want):
     np.testing.assert_array_equal(*paths)
 
 
-@pytest.mark.parametrize(
-  'shape', [None, branching(3), branching(2, (1,)), TreeShape((-1, -1, 1, 2))]
-)
+@pytest.mark.parametrize('shape', [None, branching(3), TWO_LEVELS, YOUNGER])
 def test_argmaxes_are_the_rows_at_temperature_0(shape):
   """The greedy walk is recursive rejection of one-hot rows."""
   draft, rows = _random_draft(True, shape)
@@ -480,11 +467,3 @@ def test_wrong_shapes_are_named():
   ):
     with pytest.raises(ValueError, match=field):
       call()
-
-
-def test_a_shape_knows_its_nodes():
-  shape = branching(3, (2, 1), 1)
-  assert shape.parents == (-1, -1, -1, 0, 0, 1, 3, 4, 5)
-  assert shape.paths[7].tolist() == [0, 4, 7]
-  assert shape.cut(2).parents == (-1, -1, -1, 0, 0, 1)
-  assert shape.cut(3) == shape

@@ -34,12 +34,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def gated(
-  factors: Sequence[jax.Array], activations: Sequence[str]
-) -> jax.Array:
+def gated(parts: Sequence[jax.Array], activations: Sequence[str]) -> jax.Array:
   """Applies an activation to each factor, [...], and multiplies the results."""
-  pairs = zip(activations, factors, strict=True)
-  results = [ACTIVATIONS[name](factor) for name, factor in pairs]
+  pairs = zip(activations, parts, strict=True)
+  results = [ACTIVATIONS[name](part) for name, part in pairs]
   return functools.reduce(jnp.multiply, results)
 
 

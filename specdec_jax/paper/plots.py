@@ -145,14 +145,12 @@ class Call(NamedTuple):
   num_tokens: int = 0
 
 
-def calls(
-  gamma: int, tokens_per_round: Sequence[int], costs: Record
-) -> list[Call]:
+def calls(gamma: int, counts: Sequence[int], costs: Record) -> list[Call]:
   """Returns the calls of a generation, one after the other.
 
   Args:
     gamma: proposals per round; 0 is plain decoding.
-    tokens_per_round: new tokens of each round, 1..gamma + 1.
+    counts: new tokens of each round, 1..gamma + 1.
     costs: the record of a benchmark of the pair; gamma 0 need not be in it.
   """
   median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
@@ -162,7 +160,7 @@ def calls(
   # The time is 0 if the drafter reads no input.
   if gamma and median['draft_encoder']:
     parts.append((DRAFT_START, median['draft_encoder'], 0))
-  for count in tokens_per_round:
+  for count in counts:
     parts += [(DRAFT, draft_ms, 0)] * gamma
     parts.append((TARGET, median[f'call_{gamma + 1}'], count))
   row, end = [], 0.0

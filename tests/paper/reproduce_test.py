@@ -169,13 +169,10 @@ SUITE = BenchmarkConfig(network(1), network(1), name='tiny', decode_len=32)
 
 
 def suite(folder, **changes):
-  return ReproduceConfig(
-    ('table2', 'table4', 'figure4'),
-    str(folder),
-    records_dir=str(folder / 'records'),
-    suite=dataclasses.replace(SUITE, **changes),
-    drafts={'t5_small': network(1)},
-  )
+  items, records = ('table2', 'table4', 'figure4'), str(folder / 'records')
+  pair = {'suite': dataclasses.replace(SUITE, **changes)}
+  pair['drafts'] = {'t5_small': network(1)}
+  return ReproduceConfig(items, str(folder), records, **pair)
 
 
 def test_a_row_is_measured_once(tmp_path, monkeypatch):
