@@ -183,8 +183,9 @@ class DecodeStats:
   @classmethod
   def none(cls, batch: int, gamma: int) -> 'DecodeStats':
     """Returns the counts before the first round of drafts of gamma tokens."""
-    zeros = [jnp.zeros((batch,), jnp.int32)] * 3
-    return cls(*zeros, jnp.zeros((batch, gamma + 1), jnp.int32), *zeros)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    histogram = jnp.zeros((batch, gamma + 1), jnp.int32)
+    return cls(zeros, zeros, zeros, histogram, zeros, zeros, zeros)
 
   def after_round(
     self, running: jax.Array, length: jax.Array, verdict: Verdict
