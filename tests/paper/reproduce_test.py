@@ -78,6 +78,7 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
     pictures.save_plot(path, lambda axes: figures.append(axes) or draw(axes))
 
   monkeypatch.setattr(plots, 'save_plot', save)
+  monkeypatch.setattr(pictures, '_DPI', 30)
   forced = COSTS | {'settings': {'forced_acceptance': 0.75}}
   nothing_read = {'draft_encoder': {'median': 0.0}}
   without = COSTS | {'times_ms': COSTS['times_ms'] | nothing_read}
