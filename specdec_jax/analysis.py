@@ -57,7 +57,9 @@ def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
     _checked('acceptance_rate', acceptance_rate, _RATE),
     _checked('gamma', gamma, _WHOLE),
   )
-  return 1 + rate * _power_sum(rate, steps, _num_bits(gamma))
+  concrete = _concrete(gamma)
+  most = _INT32_MAX if concrete is None else int(concrete.max(initial=0))
+  return 1 + rate * _power_sum(rate, steps, most.bit_length())
 
 
 def expected_rounds(betas: Sequence[float], gamma: int) -> float:
@@ -260,14 +262,6 @@ def _checked(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
 
 def _is(array: np.ndarray | jax.Array, kind) -> bool:
   return jnp.issubdtype(array.dtype, kind)
-
-
-def _num_bits(whole: ArrayLike) -> int:
-  """Returns the number of bits of int32[...] that can be set."""
-  concrete = _concrete(whole)
-  if concrete is None:
-    return _INT32_MAX.bit_length()
-  return int(concrete.max(initial=0)).bit_length()
 
 
 def _aligned(*arrays: jax.Array) -> list[jax.Array]:

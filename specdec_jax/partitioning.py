@@ -17,6 +17,7 @@ this module decides about two changes, which `models.products` and
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -38,10 +39,10 @@ from jax.sharding import (
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
 from specdec_jax.models.base import LanguageModel, NetworkWrapper, Params
-from specdec_jax.models.config import PARAM_DTYPES
 from specdec_jax.models.cpu_layout import Layout
 from specdec_jax.models.families import config_of
 from specdec_jax.models.kv_cache import KVCache
+from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 
 # The two axes of a mesh: one splits the rows of requests, the other weights.
@@ -252,12 +253,11 @@ class Partition:
   def _check_shape(self, name: str, axes: Axes, shape: Any) -> None:
     for i, size in self._sizes(axes).items():
       if shape[i] % size:
-        raise unexpected(
-          f'{name}: axis {axes[i]!r}',
-          f'a multiple of the {size} devices of {self.axes.split(axes)[i]!r}',
-          shape[i],
-          f'Or leave LogicalAxes.{axes[i]} None.',
-        )
+        devices = f'{size} devices of {self.axes.split(axes)[i]!r}'
+        expected = f'a multiple of the {devices}'
+        advice = f'Or leave LogicalAxes.{axes[i]} None.'
+        where = f'{name}: axis {axes[i]!r}'
+        raise unexpected(where, expected, shape[i], advice)
 
 
 def shardings(tree: Any) -> Any:
@@ -358,13 +358,11 @@ class Following(NetworkWrapper):
   def _held(self, cache):
     if not isinstance(cache, KVCache):
       return cache
-    fields = {
-      name: jax.tree.map(
-        lambda x, axes=axes: self._at(x, axes), getattr(cache, name)
-      )
-      for name, axes in CACHE.items()
-    }
-    return dataclasses.replace(cache, **fields)
+    held = {}
+    for name, axes in CACHE.items():
+      place = functools.partial(self._at, axes=axes)
+      held[name] = jax.tree.map(place, getattr(cache, name))
+    return dataclasses.replace(cache, **held)
 
   def _at(self, array, axes):
     # A mask without relative biases has one row, for all heads.
@@ -521,7 +519,9 @@ def place(
   """
   partition = placement.partition()
   rounded = integers.rounded(params, placement.param_dtype)
-  laid_out = _lay_out(rounded if empties else _copied(rounded), placement)
+  if not empties:
+    rounded = jax.tree.map(lambda leaf: leaf, rounded)  # new dicts
+  laid_out = _lay_out(rounded, placement)
   return laid_out if partition is None else partition.place(laid_out)
 
 
@@ -632,14 +632,6 @@ def _lay_out(params: Params, placement: Placement, *modules: str) -> Params:
         value = np.asarray(value)
       laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
-
-
-def _copied(params: Mapping[str, Any]) -> Params:
-  """Returns new dicts with the same arrays."""
-  return {
-    name: _copied(value) if isinstance(value, Mapping) else value
-    for name, value in params.items()
-  }
 
 
 def _meets_many_rows(modules: Sequence[str]) -> bool:

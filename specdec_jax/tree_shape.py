@@ -156,32 +156,26 @@ class Tree:
   visible: jax.Array
 
 
-def static_tree(
-  parents: Sequence[int], length: jax.Array, num_slots: int
-) -> Tree:
+def static_tree(parents: Sequence[int], length: jax.Array, slots: int) -> Tree:
   """Makes a `Tree` of static shape, after the tokens in each row's cache.
 
   Args:
     parents: for each of the S tokens, the number of its parent among them,
       which comes before it; -1 is the last token in the cache.
     length: int32[B], number of tokens in each row's cache.
-    num_slots: T.
+    slots: T.
   """
   levels, related = _relations(parents)
   depth, count = levels - 1, len(parents)
-  slot = jnp.arange(num_slots)
+  slot = jnp.arange(slots)
   place = slot - length[:, None]  # [B, T], the number of the new token there
   is_new = (place >= 0) & (place < count)
   index = jnp.clip(place, 0, count - 1)
   new = jnp.moveaxis(jnp.asarray(related)[:, index], 0, 1)  # [B, S, T]
   old = (place < 0)[:, None]
-  return Tree(
-    positions=length[:, None] + depth,
-    slot_positions=jnp.where(
-      is_new, length[:, None] + jnp.asarray(depth)[index], slot
-    ),
-    visible=jnp.where(is_new[:, None], new, old),
-  )
+  places = jnp.where(is_new, length[:, None] + jnp.asarray(depth)[index], slot)
+  visible = jnp.where(is_new[:, None], new, old)
+  return Tree(length[:, None] + depth, places, visible)
 
 
 def _relations(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

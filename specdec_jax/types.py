@@ -5,7 +5,6 @@ Dimension key, used in every docstring of the library:
   V vocabulary, H heads, D head size, M model size, L output tokens.
 """
 
-import dataclasses
 import enum
 from typing import Annotated, Any, TypeAlias
 
@@ -70,7 +69,7 @@ class Draft:
 
 @struct.dataclass
 class LengthRule:
-  """The thresholds that end a draft, see `drafters.length`.
+  """The thresholds that end a draft, see `drafters.small_model`.
 
   A threshold is the cost of a proposal, as the number of tokens that could be
   decoded in its time. Changing the values does not recompile.
@@ -184,11 +183,9 @@ class DecodeStats:
   @classmethod
   def none(cls, batch: int, gamma: int) -> 'DecodeStats':
     """Returns the counts before the first round of drafts of gamma tokens."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    zeros = dict.fromkeys(names, jnp.zeros((batch,), jnp.int32))
-    return cls(
-      **zeros | {'histogram': jnp.zeros((batch, gamma + 1), jnp.int32)}
-    )
+    zeros = jnp.zeros((batch,), jnp.int32)
+    histogram = jnp.zeros((batch, gamma + 1), jnp.int32)
+    return cls(zeros, zeros, zeros, histogram, zeros, zeros, zeros)
 
   def after_round(
     self, running: jax.Array, length: jax.Array, verdict: Verdict

@@ -191,15 +191,12 @@ def test_oracle_gains_up_to_60_percent():
   assert (1 / (1 - rate) / best).max() > 2
 
 
-@pytest.mark.parametrize(
-  ('rate', 'gamma', 'cost', 'printed', 'decimals'),
-  [
+def test_factors_printed_in_the_text():
+  for rate, gamma, cost, printed, decimals in (
     (0.20, 3, 0, 1.25, 2),  # Section 4.2, bigrams
     (0.75, 8, 0.015, 3.3, 1),  # A.5, lenience at temperature 0
     (0.80, 8, 0.015, 3.9, 1),
     (0.87, 8, 0.015, 4.9, 1),
-  ],
-)
-def test_factors_printed_in_the_text(rate, gamma, cost, printed, decimals):
-  factor = analysis.walltime_factor(rate, gamma, cost)
-  assert rounds_to(factor, printed, decimals)
+  ):
+    factor = analysis.walltime_factor(rate, gamma, cost)
+    assert rounds_to(factor, printed, decimals)

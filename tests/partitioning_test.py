@@ -1,6 +1,7 @@
 """Placement: names, layouts, dtypes, and what is split over which devices."""
 
 import collections
+import functools
 
 import flax.traverse_util
 import jax
@@ -87,8 +88,7 @@ def test_projections_of_one_input_are_joined(layout):
   names = set(decoder['encoder_decoder_attention'])
   assert names == {'query', 'key', 'value', 'out'}
   (kernel,) = decoder['self_attention']['qkv'].values()
-  if layout == 'out_in':
-    kernel = kernel.T
+  kernel = kernel.T if layout == 'out_in' else kernel
   np.testing.assert_array_equal(kernel, [np.repeat([0, 1, 2], 64)] * 2)
 
 
@@ -98,9 +98,8 @@ def test_every_parameter_has_its_axes(name, layout):
   """Each axis is as long as the sizes that its name stands for."""
   config = ALL[name]
   placement = Placement(kernel_layout=layout)
-  placed = jax.eval_shape(
-    lambda params: place(params, placement), make(config)[1]
-  )
+  layout_of = functools.partial(place, placement=placement)
+  placed = jax.eval_shape(layout_of, make(config)[1])
   shape = config.shape
   sizes = collections.defaultdict(set)
   tables = filter(None, (shape.tokens, shape.encoder_tokens))

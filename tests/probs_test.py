@@ -47,11 +47,8 @@ def test_standardise_equals_sorting(temperature, top_k, top_p):
     rng = np.random.default_rng(size)
     for scale in (0.3, 3.0):
       logits = rng.normal(scale=scale, size=size)
-      np.testing.assert_allclose(
-        _standardise(logits, config),
-        _reference(logits, temperature, top_k, top_p),
-        atol=1e-6,
-      )
+      want = _reference(logits, temperature, top_k, top_p)
+      np.testing.assert_allclose(_standardise(logits, config), want, atol=1e-6)
 
 
 def test_standardise_is_exactly_one_hot_at_temperature_zero():
@@ -80,13 +77,9 @@ def test_standardise_keeps_ties_at_the_boundary():
 
 def test_standardise_of_extreme_values():
   logits = [3e38, -3e38, 0.0, -np.inf]
-  for config in (
-    SamplingConfig(),
-    SamplingConfig(1e-30),
-    SamplingConfig(top_k=3),
-    SamplingConfig(top_p=0.5),
-  ):
-    np.testing.assert_array_equal(_standardise(logits, config), [1, 0, 0, 0])
+  for options in {}, {'temperature': 1e-30}, {'top_k': 3}, {'top_p': 0.5}:
+    law = _standardise(logits, SamplingConfig(**options))
+    np.testing.assert_array_equal(law, [1, 0, 0, 0])
   hot = _standardise([1.0, 2.0, -np.inf], SamplingConfig(1e30, top_k=2))
   np.testing.assert_allclose(hot, [0.5, 0.5, 0])
   assert _standardise(np.zeros(3, np.float16), SamplingConfig()).dtype == 'f4'
@@ -134,8 +127,7 @@ def test_greedy_token_is_argmax_with_first_index_on_ties():
   logits[0, 0] = -np.inf
   logits[1, 0, :49] = -np.inf
   found = np.asarray(jax.jit(probs.greedy_token)(logits))
-  expected = np.argmax(logits, axis=-1)
-  np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(found, np.argmax(logits, axis=-1))
   assert found.dtype == np.int32
   logits[:, :, 7] = np.nan
   found = np.asarray(probs.greedy_token(jnp.asarray(logits)))

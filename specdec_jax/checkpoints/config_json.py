@@ -28,9 +28,9 @@ from specdec_jax.checks import fields as checks
 from specdec_jax.checks.fields import check_choice, check_type, unexpected
 from specdec_jax.models.bart import BartConfig, M2M100Config
 from specdec_jax.models.causal_lm import CausalLMConfig
-from specdec_jax.models.config import MOST_LAYERS
 from specdec_jax.models.families import Config
 from specdec_jax.models.gpt import GPTConfig
+from specdec_jax.models.layers import MOST_LAYERS
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
 from specdec_jax.models.t5gemma import T5GemmaConfig

@@ -8,7 +8,7 @@ that, a drafter only needs to be fast and often right.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,66 +104,12 @@ class Context:
     return self.tokens.shape[1] - 1
 
 
-class InitFn(Protocol):
-  """Starts a batch, see `Drafter.init`."""
-
-  def __call__(
-    self,
-    params: Any,
-    inputs: jax.Array,
-    max_length: int,
-    prompt: jax.Array,
-    encoded: jax.Array | None,
-    /,
-  ) -> DrafterState:
-    """Reads the inputs.
-
-    The first context holds the prompt too, so that only a drafter with a cache
-    needs to read it here.
-
-    Args:
-      params: `Drafter.params`, as arrays on the device.
-      inputs: int32[B, E], `pad_id` past each row's end.
-      max_length: T, the decoder slots that the run may use.
-      prompt: int32[B, P], the tokens that the decoder begins with, see
-        `Request`.
-      encoded: float[B, E, M], the inputs as the target's encoder maps them;
-        None unless `Drafter.reads_encoder`.
-    """
-
-
-class ProposeFn(Protocol):
-  """Makes a draft, see `Drafter.propose`."""
-
-  def __call__(
-    self, params: Any, state: DrafterState, context: Context, /
-  ) -> tuple[Draft, DrafterState]:
-    """Proposes up to gamma >= 1 tokens per row; called once per round.
-
-    Args:
-      params: `Drafter.params`, as arrays on the device.
-      state: the drafter's state.
-      context: the request and its committed tokens.
-
-    Returns:
-      The draft, which must keep the conditions that `Draft` states; and the
-      state, which may have read it.
-    """
-
-
-class CommitFn(Protocol):
-  """Ends a round, see `Drafter.commit`."""
-
-  def __call__(self, state: DrafterState, length: jax.Array, /) -> DrafterState:
-    """Forgets everything past the committed tokens; called once per round.
-
-    Inside another drafter (see `Request.catches_up`) `length` may be smaller
-    than before, and the round may have had no `propose`.
-
-    Args:
-      state: the state that `propose` returned.
-      length: int32[B], tokens that are committed now, the start token counted.
-    """
+# The functions of a drafter, see `Drafter`.
+InitFn = Callable[
+  [Any, jax.Array, int, jax.Array, jax.Array | None], DrafterState
+]
+ProposeFn = Callable[[Any, DrafterState, Context], tuple[Draft, DrafterState]]
+CommitFn = Callable[[DrafterState, jax.Array], DrafterState]
 
 
 def no_proposals(*_: Any) -> tuple[Draft, DrafterState]:
@@ -175,9 +121,23 @@ class Drafter(NamedTuple):
   """A source of proposals: three functions and their parameters.
 
   Attributes:
-    init: an `InitFn`; by default there is no state.
-    propose: a `ProposeFn`.
-    commit: a `CommitFn`; by default the state stays as it is.
+    init: starts a batch and reads its inputs: `init(params, inputs, max_length,
+      prompt, encoded) -> state`. `params` are those below, as arrays on the
+      device; `inputs` int32[B, E], `pad_id` past each row's end; `max_length`
+      T, the decoder slots that the run may use; `prompt` int32[B, P], the
+      tokens that the decoder begins with, see `Request`; `encoded`
+      float[B, E, M], the inputs as the target's encoder maps them, None unless
+      `reads_encoder`. The first context holds the prompt too, so that only a
+      drafter with a cache needs to read it here. By default there is no state.
+    propose: proposes up to gamma >= 1 tokens per row, once per round:
+      `propose(params, state, context) -> (draft, state)`. The draft must keep
+      the conditions that `Draft` states; the state may have read it.
+    commit: forgets everything past the committed tokens, once per round:
+      `commit(state, length) -> state`. `state` is the one that `propose`
+      returned; `length` int32[B], the tokens that are committed now, the start
+      token counted. Inside another drafter (see `Request.catches_up`) `length`
+      may be smaller than before, and the round may have had no `propose`. By
+      default the state stays as it is.
     name: the kind of the drafter and its settings. It tells apart drafters with
       the same parameters: a run with a drafter of another name is not resumed,
       and a calibration of another name is not used.

@@ -77,14 +77,13 @@ class Heads(Checked):
 
   def init(self, key: jax.Array) -> Params:
     """Returns random float32 parameters {'heads_0': ..., 'heads_1': ...}."""
-    return {
-      f'heads_{i}': self._head.init(
-        jax.random.fold_in(key, i),
-        jnp.zeros((1, self.emb_dim)),
-        jnp.zeros((1, (1 + i) * self.emb_dim)),
-      )['params']
-      for i in range(self.num_heads)
-    }
+    heads = {}
+    for i in range(self.num_heads):
+      width = self.emb_dim
+      read = jnp.zeros((1, width)), jnp.zeros((1, (1 + i) * width))
+      variables = self._head.init(jax.random.fold_in(key, i), *read)
+      heads[f'heads_{i}'] = variables['params']
+    return heads
 
   def apply(
     self, params: Params, index: int, features: jax.Array, embedded: jax.Array
@@ -194,18 +193,13 @@ def load(path: str | os.PathLike[str]) -> Drafter:
     advice = 'A model, or a folder, is read by specdec_jax.load.'
     raise unexpected('heads', expected, source, advice)
   params = opened.read()
-  network = _shape_of(params, source)
-  shapes = jax.eval_shape(network.init, jax.random.key(0))
-  t5x.check_params(params, shapes, repr(source))
-  return heads(network, params, (opened.about[TARGET],))
-
-
-def _shape_of(params: Params, source: str) -> Heads:
-  """Derives the sizes of heads from the shapes of their arrays."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   try:
     hidden, width = flat['heads_0/wo/kernel'].shape
   except (KeyError, ValueError) as error:
     expected = 'heads_0/wo/kernel [H, M] and so on'
     raise unexpected(f'heads of {source!r}', expected, sorted(flat)) from error
-  return Heads(len(params), width, hidden)
+  network = Heads(len(params), width, hidden)
+  shapes = jax.eval_shape(network.init, jax.random.key(0))
+  t5x.check_params(params, shapes, repr(source))
+  return heads(network, params, (opened.about[TARGET],))

@@ -11,18 +11,21 @@ tokens: its length tells how many, and they are read first.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from specdec_jax import probs
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.drafters import base
-from specdec_jax.drafters import length as length_rules
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.models.model import Model
-from specdec_jax.types import Draft
+from specdec_jax.types import Draft, LengthRule
 
 SMALL_MODEL = 'small_model'
 # Pairs (size, limit): calls that catch up read `size` tokens as long as more
@@ -66,7 +69,7 @@ def small_model(model: Model | LanguageModel) -> Drafter:
       return network.head(params, features)[:, 0], cache
 
     if context.request.drafting.adapts:
-      return length_rules.draft(logits[:, 0], cache, context, read)
+      return adaptive_draft(logits[:, 0], cache, context, read)
     uniforms = base.draft_uniforms(context)
     drawn = base.draw_next(logits[:, 0], context, 0, uniforms)
 
@@ -81,13 +84,11 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     (cache, _, _), more = lax.scan(
       one_more, first, jnp.arange(1, context.gamma)
     )
-    tokens, rows = jax.tree.map(
-      lambda first, others: jnp.concatenate(
-        [first[:, None], others.swapaxes(0, 1)], axis=1
-      ),
-      drawn,
-      more,
-    )
+
+    def joined(first, others):
+      return jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
+
+    tokens, rows = jax.tree.map(joined, drawn, more)
     length = jnp.full(tokens.shape[:1], context.gamma, jnp.int32)
     return Draft(tokens, rows, length), cache
 
@@ -96,16 +97,10 @@ def small_model(model: Model | LanguageModel) -> Drafter:
     # draft the token before it has not been read either.
     return network.rewind(cache, jnp.minimum(cache.length, length - 1))
 
-  return Drafter(
-    init,
-    propose,
-    commit,
-    SMALL_MODEL,
-    params=model if isinstance(model, Model) else (),
-    network=network,
-    reads_encoder=network.reads_encoder,
-    adapts=True,
-    follows_rules=True,
+  params = model if isinstance(model, Model) else ()
+  drafter = Drafter(init, propose, commit, SMALL_MODEL, params, network)
+  return drafter._replace(
+    reads_encoder=network.reads_encoder, adapts=True, follows_rules=True
   )
 
 
@@ -222,3 +217,111 @@ def catch_up_calls(missed: int) -> int:
     now = -(-max(missed - enough, 0) // at_once)
     calls, missed = calls + now, max(missed - now * at_once, 0)
   return calls
+
+
+# Drafts that adapt their length.
+
+# Guesses without a calibration, in units of a call of the target: a call of the
+# drafter costs .2, one more token in the target's call .1, and the time of a
+# call is worth 1.3 tokens. A draft has at most `MOST` proposals.
+MOST = 5
+_WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
+_EXPECTED = 0.7  # acceptance probability of a proposal that is still to be made
+_STEPS = 10  # confidence is rounded down to one of so many steps
+
+
+def plain_rule(
+  worth: Sequence[float] = (_WORTH,) * MOST,
+  worth_asking: Sequence[float] = (_WORTH_ASKING,) * MOST,
+) -> LengthRule:
+  """Returns a `LengthRule` of thresholds, by default of guessed costs."""
+  return LengthRule(
+    np.asarray(worth, np.float32), np.asarray(worth_asking, np.float32)
+  )
+
+
+def adaptive_draft(
+  logits: jax.Array, cache: Any, context: Context, read: Callable[..., Any]
+) -> tuple[Draft, Any]:
+  """Proposes tokens until the request's `draft_rule` ends each row's draft.
+
+  The draft's length is decided while it is made, in one device loop. The top
+  probability of the drafter's distribution tells how likely its next proposal
+  is accepted (`acceptance_of`). The drafter makes a proposal only if it is
+  worth its costs, and is asked for the next one only if that one is expected to
+  be worth its own. Each row stops by itself; the loop ends once all rows have
+  stopped.
+
+  **The output is lossless.** Whether x_i is proposed depends on x_1..x_{i-1}
+  and the distributions up to i. Whether the drafter is asked again depends on
+  x_i too, which stays in the draft. These are the conditions of `Draft`.
+
+  Args:
+    logits: float[B, V], of the first proposal.
+    cache: the drafter's cache, which holds all committed tokens.
+    context: with a `draft_rule` and a `budget`.
+    read: reads a proposal and returns the logits of the next one:
+      (cache, tokens int32[B]) -> (float[B, V], cache).
+
+  Returns:
+    The draft; and the cache, which may lack its last token.
+  """
+  rule, budget = context.request.drafting.draft_rule, context.budget
+  assert rule is not None and budget is not None
+  (batch, vocab_size), size = logits.shape, context.gamma
+  uniforms = base.draft_uniforms(context)
+
+  # The carry: proposals that the drafter was asked for, int32[]; rows that ask
+  # for another one, bool[B]; the probability that all so far are accepted,
+  # float32[B]; the cache; the prefix of the next proposal; and the draft.
+  def propose(carry, logits):
+    index, asks, survival, cache, prefix, made = carry
+    current = dataclasses.replace(context, prefix=prefix)
+    logits = base.ruled(logits, current, index)
+    survival = survival * acceptance_of(probs.top_prob(logits))
+    makes = asks & (survival > rule.worth[index])
+    uniform = None if uniforms is None else uniforms[index]
+    token, row = base.draw(logits, context, uniform)
+    update = lax.dynamic_update_slice_in_dim
+    rows = made.probs
+    if rows is not None:
+      rows = update(rows, row[:, None], index, 1)
+    tokens = update(made.tokens, token[:, None], index, 1)
+    length = made.length + makes
+    # A draft ends after a stop id.
+    ended = jnp.any(token[:, None] == context.request.stop_ids, axis=1)
+    least = rule.worth_asking[jnp.minimum(index + 1, size - 1)]
+    asks = makes & ~ended & (length < budget) & (survival * _EXPECTED > least)
+    made = Draft(tokens, rows, length)
+    return index + 1, asks, survival, cache, current.after(token), made
+
+  def one_more(carry):
+    index, asks, survival, cache, prefix, made = carry
+    last = lax.dynamic_slice_in_dim(made.tokens, index - 1, 1, 1)[:, 0]
+    logits, cache = read(cache, last)
+    return propose((index, asks, survival, cache, prefix, made), logits)
+
+  rows = None
+  if not context.request.greedy:
+    rows = jnp.zeros((batch, size, vocab_size), jnp.float32)
+  tokens = jnp.zeros((batch, size), jnp.int32)
+  empty = Draft(tokens, rows, jnp.zeros((batch,), jnp.int32))
+  survival = jnp.ones((batch,), jnp.float32)
+  first = jnp.int32(0), budget > 0, survival, cache, context.prefix, empty
+  *_, cache, _, made = lax.while_loop(
+    lambda carry: (carry[0] < size) & jnp.any(carry[1]),
+    one_more,
+    propose(first, logits),
+  )
+  return made, cache
+
+
+def acceptance_of(confidence: jax.Array) -> jax.Array:
+  """Estimates the acceptance probability, float32[B], from a top probability.
+
+  The estimate is the root of the top probability, because drafters are right
+  more often than they are sure. Confidence has steps of a tenth, because the
+  estimate is rough.
+  """
+  step = jnp.minimum(jnp.floor(confidence * _STEPS), _STEPS - 1)
+  return jnp.sqrt((step + 0.5) / _STEPS)

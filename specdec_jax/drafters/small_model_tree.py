@@ -8,7 +8,6 @@ tokens of the last one. So the cache holds the path that was kept, whichever it
 is, and no slot of it is moved.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -24,7 +23,7 @@ from specdec_jax.drafters.small_model import (
 )
 from specdec_jax.models.base import LanguageModel, read_prompt
 from specdec_jax.models.model import Model
-from specdec_jax.tree_shape import ROOT, TreeShape, static_tree
+from specdec_jax.tree_shape import ROOT, Tree, TreeShape, static_tree
 from specdec_jax.types import Draft
 
 
@@ -57,12 +56,10 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
       network, params, inputs, max_length, prompt, longest, encoded
     )[1]
 
+  propose = functools.partial(_propose, network, shape)
+  name = f'small_model_tree({shape.parents})'
   return small_model(model)._replace(
-    init=init,
-    propose=functools.partial(_propose, network, shape),
-    name=f'small_model_tree({shape.parents})',
-    tree=shape,
-    adapts=False,
+    init=init, propose=propose, name=name, tree=shape, adapts=False
   )
 
 
@@ -79,7 +76,12 @@ def _propose(
   if not context.request.greedy:
     over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
     uniforms = over_rows(context.keys, shape.num_nodes)  # uniforms [B, N, 2]
-  inner, tree = _inner_nodes(shape, context)
+  # The nodes with children, and their tree; None without any.
+  inner, tree = np.flatnonzero(shape.children[1:, 0] >= 0), None
+  if len(inner):
+    number = {ROOT: ROOT} | {int(node): i for i, node in enumerate(inner)}
+    above = [number[shape.parents[node]] for node in inner]
+    tree = static_tree(above, context.length, context.num_slots)
   parents = np.array([ROOT])  # the nodes after which `logits` come
   levels = []
   for level in range(1, shape.depth + 1):
@@ -93,14 +95,10 @@ def _propose(
       break
     parents = nodes[np.isin(nodes, inner)]
     now = np.searchsorted(inner, parents)
-    features, cache = network.extend(
-      params,
-      cache,
-      tokens[:, np.searchsorted(nodes, parents)],
-      dataclasses.replace(
-        tree, positions=tree.positions[:, now], visible=tree.visible[:, now]
-      ),
-    )
+    positions, visible = tree.positions[:, now], tree.visible[:, now]
+    level_tree = Tree(positions, tree.slot_positions, visible)
+    fed = tokens[:, np.searchsorted(nodes, parents)]
+    features, cache = network.extend(params, cache, fed, level_tree)
     logits = network.head(params, features)
   tokens, rows = jax.tree.map(
     lambda *parts: jnp.concatenate(parts, axis=1), *levels
@@ -109,16 +107,6 @@ def _propose(
   # The cache forgets the nodes.
   cache = network.rewind(cache, context.length)
   return Draft(tokens, rows, length, shape), cache
-
-
-def _inner_nodes(shape: TreeShape, context: Context):
-  """Returns the nodes with children, and their `Tree`; None without any."""
-  inner = np.flatnonzero(shape.children[1:, 0] >= 0)
-  if not len(inner):
-    return inner, None
-  number = {ROOT: ROOT} | {int(node): i for i, node in enumerate(inner)}
-  parents = [number[shape.parents[node]] for node in inner]
-  return inner, static_tree(parents, context.length, context.num_slots)
 
 
 def _children(shape, nodes, parents, logits, uniforms, context):

@@ -1,34 +1,18 @@
-"""Two drafters as one: the second drafts where the first has no proposal."""
+"""Two drafters as one: the second drafts where the first has no proposal.
 
-import dataclasses
+`only_token` is the first one of requests with constraints.
+"""
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from jax import lax
 
 from specdec_jax.drafters import base
-from specdec_jax.drafters.base import Context, Drafter, DrafterState
+from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.small_model import as_drafter
 from specdec_jax.models.model import Model
 from specdec_jax.types import Draft
 from specdec_jax.verify import draft_rows
-
-
-@struct.dataclass
-class FallbackState:
-  """The state of a `with_fallback` drafter.
-
-  Attributes:
-    first: the first drafter's state.
-    second: the second drafter's state.
-    length: int32[B], committed tokens at the last proposal.
-    by_first: bool[B], rows whose last draft came from the first drafter.
-  """
-
-  first: DrafterState
-  second: DrafterState
-  length: jax.Array
-  by_first: jax.Array
 
 
 def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
@@ -56,48 +40,41 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   for drafter in (first, second):
     base.check_chain(drafter, 'with_fallback')
 
+  # The state: that of each drafter; int32[B], committed tokens at the last
+  # proposal; and bool[B], the rows whose last draft came from `first`.
   def init(params, *args):
     batch = args[0].shape[:1]
-    return FallbackState(
-      first=first.init(params[0], *args),
-      second=second.init(params[1], *args),
-      length=jnp.zeros(batch, jnp.int32),
-      by_first=jnp.zeros(batch, bool),
-    )
+    states = first.init(params[0], *args), second.init(params[1], *args)
+    return *states, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
 
-  def propose(params, state: FallbackState, context: Context):
+  def propose(params, state, context: Context):
     # The second drafter is not asked in every round, and the first drafter's
     # draft is not always the one that is verified.
     context = context.within(skips_rounds=True)
-    draft, first_state = first.propose(params[0], state.first, context)
+    draft, first_state = first.propose(params[0], state[0], context)
     has_draft = draft.length > 0
     other, second_state = base.ask_unless(
       jnp.all(has_draft | ~context.running),
       lambda second_state: second.propose(params[1], second_state, context),
-      state.second,
+      state[1],
     )
-    state = FallbackState(first_state, second_state, context.length, has_draft)
+    state = first_state, second_state, context.length, has_draft
     return _choose(has_draft, draft, other), state
 
-  def commit(state: FallbackState, length: jax.Array):
+  def commit(state, length: jax.Array):
     # A drafter whose draft was not verified may have read it all the same. Its
     # state is then right only up to the last token before the round.
-    before = jnp.minimum(length, state.length + 1)
-    of_first = jnp.where(state.by_first, length, before)
-    of_second = jnp.where(state.by_first, before, length)
-    return dataclasses.replace(
-      state,
-      first=first.commit(state.first, of_first),
-      second=second.commit(state.second, of_second),
+    first_state, second_state, last_length, by_first = state
+    before = jnp.minimum(length, last_length + 1)
+    first_state = first.commit(first_state, jnp.where(by_first, length, before))
+    second_state = second.commit(
+      second_state, jnp.where(by_first, before, length)
     )
+    return first_state, second_state, last_length, by_first
 
   name = f'with_fallback({first.name}, {second.name})'
-  return Drafter(
-    init,
-    propose,
-    commit,
-    name,
-    params=(first.params, second.params),
+  made = Drafter(init, propose, commit, name, (first.params, second.params))
+  return made._replace(
     reads_encoder=first.reads_encoder or second.reads_encoder,
     reads_features=first.reads_features or second.reads_features,
     made_for=(*first.made_for, *second.made_for),
@@ -106,15 +83,39 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
 
 def _choose(has_draft: jax.Array, first: Draft, second: Draft) -> Draft:
   """Takes the rows of `first` where bool[B] is True, else of `second`."""
-  sizes = [d.probs.shape[-1] for d in (first, second) if d.probs is not None]
+  drafts = first, second
+  sizes = [draft.probs.shape[-1] for draft in drafts if draft.probs is not None]
   rows = None
   if sizes:
-    left, right = (
-      draft_rows(d, slice(None), sizes[0]) for d in (first, second)
-    )
+    left, right = (draft_rows(x, slice(None), sizes[0]) for x in drafts)
     rows = jnp.where(has_draft[:, None, None], left, right)
-  return Draft(
-    jnp.where(has_draft[:, None], first.tokens, second.tokens),
-    rows,
-    jnp.where(has_draft, first.length, second.length),
-  )
+  tokens = jnp.where(has_draft[:, None], first.tokens, second.tokens)
+  return Draft(tokens, rows, jnp.where(has_draft, first.length, second.length))
+
+
+def only_token() -> Drafter:
+  """Returns a drafter that proposes tokens for as long as only one may follow.
+
+  The target accepts all of them. An engine asks it before drafters that do not
+  follow token rules. Small models follow them, and guess past the next choice.
+  """
+
+  def propose(params, state, context: Context):
+    del params
+    automata, prefix = context.request.automata, context.prefix
+    assert automata is not None and prefix is not None
+    only_token = jax.vmap(automata.only_token)
+    next_state = jax.vmap(automata.next_state)
+
+    def one_more(carry, _):
+      place, length, goes_on = carry
+      is_only, token = only_token(place)
+      goes_on &= is_only
+      return (next_state(place, token), length + goes_on, goes_on), token
+
+    assert prefix.state is not None
+    first = prefix.state, jnp.zeros_like(prefix.state), context.running
+    (_, length, _), tokens = lax.scan(one_more, first, length=context.gamma)
+    return Draft(tokens.T, None, length), state
+
+  return Drafter(propose=propose, name='only_token')

@@ -14,7 +14,7 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
 from specdec_jax.decoding import resting
-from specdec_jax.drafters.length import plain_rule
+from specdec_jax.drafters.small_model import plain_rule
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.options import drafting_of
 from specdec_jax.files import same_run

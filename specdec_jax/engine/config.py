@@ -21,7 +21,7 @@ class EngineConfig:
       is the target's own.
     gamma: tokens that the drafter proposes per round; 'adaptive' ends a draft
       where the drafter is not sure enough. A calibration's rule, too, see
-      `drafters.length`. None is 4, or what a run chooses.
+      `drafters.small_model`. None is 4, or what a run chooses.
     max_input_len: tokens of the longest input, its end included.
     max_decode_len: tokens of the longest output, its end included.
     batch_size: the most texts that are decoded together. If there are more,

@@ -24,9 +24,9 @@ from specdec_jax.files import shipped
 from specdec_jax.files.locations import Location
 from specdec_jax.models import integers
 from specdec_jax.models.base import LanguageModel
-from specdec_jax.models.config import PARAM_DTYPES
 from specdec_jax.models.families import Network, network_of
 from specdec_jax.models.integers import INT8, is_integers
+from specdec_jax.models.layers import PARAM_DTYPES
 from specdec_jax.models.model import Model
 from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import is_vocabulary

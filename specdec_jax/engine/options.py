@@ -20,7 +20,7 @@ from specdec_jax.checks.fields import (
   unexpected,
 )
 from specdec_jax.decoding.resting import guessed
-from specdec_jax.drafters.length import plain_rule
+from specdec_jax.drafters.small_model import plain_rule
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import (
   BLOCK,

@@ -17,8 +17,7 @@ from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.base import Drafter
-from specdec_jax.drafters.only_token import only_token
-from specdec_jax.drafters.with_fallback import with_fallback
+from specdec_jax.drafters.with_fallback import only_token, with_fallback
 from specdec_jax.engine.padding import padded_rows, rounded_up
 from specdec_jax.engine.pair import MemoryCheck, PlacedPair
 from specdec_jax.request import Request

@@ -362,7 +362,7 @@ class MeasureAlphaConfig(Checked):
     super().__post_init__()
     for lenience in self.leniences:
       check_lenience(lenience)
-    pairs = {(row.target, row.draft) for row in printed.TABLE3}
+    pairs = {row[:2] for row in printed.TABLE3}
     for name, draft in self.paper_drafts.items():
       check_choice('paper_drafts', name, self.engines)
       drafts = [x for target, x in pairs if target == self.paper_target]

@@ -13,8 +13,7 @@ import dataclasses
 
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.models import layers
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import check_config, of_config, two_stacks
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 _FIRST_LEARNED = 2  # row of the first position; no model reads those before it
@@ -99,14 +98,9 @@ class BartConfig:
   @property
   def shape(self) -> Shape:
     """The shape of the network: two stacks, as a rule with one embedding."""
-    encoder = of_config(
-      Stack,
-      self,
-      num_layers=self.num_encoder_layers,
-      norm='layer',
-      norm_epsilon=layers.LAYER_NORM_EPSILON,
-      use_bias=True,
-      self_attention='attention',
+    epsilon = layers.LAYER_NORM_EPSILON
+    decoder, encoder = two_stacks(
+      self, norm='layer', norm_epsilon=epsilon, use_bias=True
     )
     places = {
       'first_position': self.from_padding * (self.pad_id + 1),
@@ -116,16 +110,11 @@ class BartConfig:
       rows = _FIRST_LEARNED + self.num_positions
       places = {'first_position': _FIRST_LEARNED, 'num_positions': rows}
     tokens = of_config(Tokens, self, divides_logits=False, **places)
-    own = dataclasses.replace(tokens, vocab_size=self.encoder_vocab_size)
-    return Shape(
-      encoder.as_decoder(self.num_decoder_layers),
-      tokens,
-      encoder if self.num_encoder_layers else None,
-      own if self.encoder_vocab_size else None,
-      encoded_dim=self.emb_dim,
-      pad_id=self.pad_id,
-      start_id=self.start_id,
-    )
+    own = None
+    if self.encoder_vocab_size:
+      own = dataclasses.replace(tokens, vocab_size=self.encoder_vocab_size)
+    ids = self.pad_id, self.start_id
+    return Shape(decoder, tokens, encoder, own, self.emb_dim, *ids)
 
 
 @dataclasses.dataclass(frozen=True)

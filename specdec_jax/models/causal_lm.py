@@ -8,11 +8,11 @@ Face's files, no factor is moved into them.
 """
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Kind, Stack
+from specdec_jax.models.layers import Kind, Stack, check_config, of_config
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 from specdec_jax.types import Above0, Amount
@@ -99,19 +99,14 @@ class CausalLMConfig:
   def __post_init__(self):
     check_config(self, may_be_zero=('window',))
     if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-      raise unexpected(
-        'CausalLMConfig: num_heads, num_kv_heads, head_dim',
-        'a multiple of num_kv_heads, and an even head_dim',
-        (self.num_heads, self.num_kv_heads, self.head_dim),
-      )
-    if not self.layer_kinds or ('local' in self.layer_kinds) != bool(
-      self.window
-    ):
-      raise unexpected(
-        'CausalLMConfig: layer_kinds, window',
-        'a window with local layers, and none without',
-        (self.layer_kinds, self.window),
-      )
+      expected = 'a multiple of num_kv_heads, and an even head_dim'
+      sizes = self.num_heads, self.num_kv_heads, self.head_dim
+      raise unexpected('num_heads, num_kv_heads, head_dim', expected, sizes)
+    has_local = 'local' in self.layer_kinds
+    if not self.layer_kinds or has_local != bool(self.window):
+      expected = 'a window with local layers, and none without'
+      got = self.layer_kinds, self.window
+      raise unexpected('layer_kinds, window', expected, got)
 
   def stack(
     self, sides: tuple[int, int] | None = None, cross: str = 'none'
@@ -124,27 +119,20 @@ class CausalLMConfig:
       cross: see `Stack.cross`.
     """
     before, after = sides or (self.window - 1, None)
-    kinds = {
-      'global': Kind(self.rope),
-      'local': Kind(self.local_rope or self.rope, before, after),
+    local = Kind(self.local_rope or self.rope, before, after)
+    kinds = {'global': Kind(self.rope), 'local': local}
+    names = itertools.islice(itertools.cycle(self.layer_kinds), self.num_layers)
+    more = {
+      'layer_kinds': tuple(kinds[name] for name in names),
+      'scale': (self.query_scalar or self.head_dim) ** -0.5,
+      'softcap': self.score_softcap,
     }
-    names = self.layer_kinds
-    return of_config(
-      Stack,
-      self,
-      layer_kinds=tuple(
-        kinds[names[i % len(names)]] for i in range(self.num_layers)
-      ),
-      scale=(self.query_scalar or self.head_dim) ** -0.5,
-      softcap=self.score_softcap,
-      cross=cross,
-    )
+    return of_config(Stack, self, cross=cross, **more)
 
   def tokens(self, image_end_id: int = 0) -> Tokens:
     """Returns the embedding and output layer, see `Tokens`."""
-    return of_config(
-      Tokens, self, divides_logits=False, image_end_id=image_end_id
-    )
+    more = {'divides_logits': False, 'image_end_id': image_end_id}
+    return of_config(Tokens, self, **more)
 
   @property
   def shape(self) -> Shape:

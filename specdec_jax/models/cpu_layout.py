@@ -155,14 +155,13 @@ def call_cost(rows: int, tokens: int) -> float | None:
 
 @functools.cache
 def _of_this_host() -> CpuLayout:
-  return host_cache.measured(
-    'kernel_layout',
-    # Stored timings of other kernels are not used.
-    backend.host()
-    | {'chains': [list(chain) for chain in _CHAINS], 'counts': [*_COUNTS]},
-    lambda: dataclasses.asdict(_chosen(_measured())),
-    _from_json,
-  )
+  # Stored timings of other kernels are not used.
+  key = backend.host() | {'chains': [*map(list, _CHAINS)], 'counts': [*_COUNTS]}
+
+  def measure() -> dict[str, Any]:
+    return dataclasses.asdict(_chosen(_measured()))
+
+  return host_cache.measured('kernel_layout', key, measure, _from_json)
 
 
 def _from_json(value: Any) -> CpuLayout:
@@ -209,10 +208,7 @@ def _measured() -> dict[tuple[str, int], float]:
   runs = [(name, count) for name in LAYOUTS for count in _COUNTS]
   runs += [('out_in', count) for count in (2, 4, 8, 9, 16)]
   whole = [
-    [
-      jnp.full(shape, 1e-3)
-      for shape in [(size, hidden), (hidden, size)] * pairs
-    ]
+    [jnp.full(x, 1e-3) for x in [(size, hidden), (hidden, size)] * pairs]
     for pairs, size, hidden in _CHAINS
   ]
   kernels = {

@@ -1,6 +1,6 @@
 """The families of networks, by their configurations."""
 
-from specdec_jax.models.bart import M2M100, Bart, BartConfig, M2M100Config
+from specdec_jax.models.bart import M2M100, Bart, BartConfig
 from specdec_jax.models.base import LanguageModel, NetworkWrapper
 from specdec_jax.models.causal_lm import CausalLM, CausalLMConfig
 from specdec_jax.models.gpt import GPT, GPTConfig
@@ -10,14 +10,9 @@ from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 Config = T5Config | GPTConfig | CausalLMConfig | BartConfig | T5GemmaConfig
 Network = T5 | GPT | CausalLM | Bart | T5Gemma
 
-
 _NETWORKS: dict[type, type] = {
-  T5Config: T5,
-  GPTConfig: GPT,
-  CausalLMConfig: CausalLM,
-  BartConfig: Bart,
-  M2M100Config: M2M100,
-  T5GemmaConfig: T5Gemma,
+  network.__annotations__['config']: network
+  for network in (T5, GPT, CausalLM, Bart, M2M100, T5Gemma)
 }
 
 

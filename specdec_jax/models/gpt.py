@@ -13,8 +13,7 @@ import dataclasses
 from typing import Literal
 
 from specdec_jax.models import layers
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import Stack, check_config, of_config
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
@@ -75,12 +74,9 @@ class GPTConfig:
   @property
   def shape(self) -> Shape:
     """The shape of the network, one stack."""
-    stack = of_config(
-      Stack,
-      self,
-      relative_bias='none' if self.num_positions else 'stack',
-      norm_epsilon=layers.LAYER_NORM_EPSILON if self.norm == 'layer' else 1e-6,
-    )
+    bias = 'none' if self.num_positions else 'stack'
+    epsilon = layers.LAYER_NORM_EPSILON if self.norm == 'layer' else 1e-6
+    stack = of_config(Stack, self, relative_bias=bias, norm_epsilon=epsilon)
     return Shape(stack, of_config(Tokens, self))
 
 

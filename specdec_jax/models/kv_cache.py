@@ -82,11 +82,9 @@ class KVCache:
       held = jnp.take_along_axis(buffer, slots[:, None, None], axis=3)
       return write(buffer, held.transpose(0, 3, 1, 2), length)  # [B, N, H, D]
 
-    return self.replace(
-      keys=tuple(map(moved, self.keys)),
-      values=tuple(map(moved, self.values)),
-      length=length + slots.shape[1],
-    )
+    keys, values = tuple(map(moved, self.keys)), tuple(map(moved, self.values))
+    length = length + slots.shape[1]
+    return self.replace(keys=keys, values=values, length=length)
 
   def append_kv(self, layer: int) -> Callable[..., KV]:
     """Returns a function that appends keys and values, each [B, S, H, D]."""
@@ -185,15 +183,6 @@ def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
   place = num_slots - 1 - jnp.clip(distance, 0, num_slots - 1)
   bias = jnp.moveaxis(jnp.take(position_bias, place, axis=1), 0, 1)
   return jnp.where(tree.visible[:, None], bias, layers.MASKED)
-
-
-def positions(
-  cache: KVCache, num_queries: int, tree: Tree | None = None
-) -> jax.Array:
-  """Returns the positions, int32[B, S], of a call's tokens in their rows."""
-  if tree is not None:
-    return tree.positions
-  return cache.length[:, None] + jnp.arange(num_queries)
 
 
 def buckets(num_slots: int) -> tuple[int, ...]:

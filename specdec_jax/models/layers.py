@@ -8,7 +8,7 @@ weights), the norm is RMS without a bias, and no Dense has a bias.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,25 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
+from specdec_jax.checks.fields import (
+  check_choice,
+  check_number,
+  check_types,
+  unexpected,
+)
 from specdec_jax.models import backend, products
+from specdec_jax.models.integers import INTEGERS
 from specdec_jax.models.rope import Rope
 
+T = TypeVar('T')
 _BUCKETS, _MAX_DISTANCE = 32, 128  # the buckets of T5's relative biases
 LAYER_NORM_EPSILON = 1e-5  # GPT-2 and M2M-100 have this epsilon
 MASKED = -1e10  # added to the scores of hidden slots, as in T5X
+# No published model has a quarter of this, and each layer is a module to build.
+MOST_LAYERS = 1024
+MOST = 2**31 - 1  # an int32 must hold ids, and places in arrays
+DTYPES = ('float32', 'bfloat16')  # dtypes of computations
+PARAM_DTYPES = (*DTYPES, *INTEGERS)  # dtypes of parameters
 
 
 class Embed(nn.Module):
@@ -40,12 +53,8 @@ class Embed(nn.Module):
   divides_logits: bool = True
 
   def setup(self):
-    self.embedding = self.param(
-      'embedding',
-      nn.initializers.normal(stddev=1.0),
-      (self.vocab_size, self.features),
-      jnp.float32,
-    )
+    shape, init = (self.vocab_size, self.features), nn.initializers.normal(1.0)
+    self.embedding = self.param('embedding', init, shape, jnp.float32)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Maps int32[...] to [..., features] with a gather."""
@@ -181,15 +190,6 @@ class Stack:
   self_attention: str = 'self_attention'
   cross: Literal['none', 'apart', 'merged'] = 'none'
   dtype: str = 'float32'
-
-  def as_decoder(self, num_layers: int) -> 'Stack':
-    """Turns an encoder's stack into a decoder's, with cross-attention."""
-    return dataclasses.replace(
-      self,
-      num_layers=num_layers,
-      self_attention='self_attention',
-      cross='apart',
-    )
 
   @property
   def kinds(self) -> tuple[Kind, ...]:
@@ -334,10 +334,9 @@ class Attention(nn.Module):
     stack = self.stack
     width = stack.num_heads * stack.head_dim
     kv_width = (stack.num_kv_heads or stack.num_heads) * stack.head_dim
+    use_bias = stack.use_bias or stack.qkv_bias
     dense = functools.partial(
-      products.Dense,
-      dtype=stack.dtype,
-      use_bias=stack.use_bias or stack.qkv_bias,
+      products.Dense, dtype=stack.dtype, use_bias=use_bias
     )
 
     # The kernel includes the factor 1/sqrt(head_dim), which T5's scores lack.
@@ -429,10 +428,68 @@ class RelativeBias(nn.Module):
   @nn.compact
   def __call__(self, relative_position: np.ndarray) -> jax.Array:
     """Maps int[...] (key - query position) to float32[H, ...]."""
-    table = self.param(
-      'rel_embedding',
-      nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
-      (self.num_heads, _BUCKETS),
-    )
+    init = nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
+    table = self.param('rel_embedding', init, (self.num_heads, _BUCKETS))
     bucket = relative_position_bucket(relative_position, self.bidirectional)
     return jnp.take(table, bucket, axis=1).astype(jnp.float32)
+
+
+# Configurations of the families.
+
+
+def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
+  """Checks the fields of a configuration, and turns lists into tuples.
+
+  Args:
+    config: a dataclass with `mlp_activations` and `dtype`.
+    may_be_zero: names of the whole numbers that may be 0; all others must be at
+      least 1.
+
+  Raises:
+    ValueError: a size is too small or too large, or a name is unknown.
+  """
+  check_types(config)
+  for field in dataclasses.fields(config):
+    name, value = field.name, getattr(config, field.name)
+    if isinstance(value, list):
+      object.__setattr__(config, field.name, tuple(value))
+    if field.type in (int, 'int'):
+      most = MOST_LAYERS if field.name.endswith('_layers') else MOST
+      check_number(name, value, 0 if field.name in may_be_zero else 1)
+      if value > most:
+        raise unexpected(name, f'at most {most}', value)
+  check_choice('dtype', config.dtype, DTYPES)
+  unknown = set(config.mlp_activations) - set(products.ACTIVATIONS)
+  if unknown or not config.mlp_activations:
+    names = f'one or more of {sorted(products.ACTIVATIONS)}'
+    raise unexpected('mlp_activations', names, config.mlp_activations)
+
+
+def of_config(kind: type[T], config: Any, **more: Any) -> T:
+  """Makes a dataclass from a configuration's fields of the same names.
+
+  Args:
+    kind: the dataclass, such as `Stack`.
+    config: a family's configuration.
+    **more: the fields that the configuration lacks, or that differ.
+  """
+  names = {field.name for field in dataclasses.fields(cast(Any, kind))}
+  same = {
+    name: getattr(config, name) for name in names if hasattr(config, name)
+  }
+  return kind(**same | more)
+
+
+def two_stacks(config: Any, **more: Any) -> tuple[Stack, Stack | None]:
+  """Makes a decoder with cross-attention, and an encoder that is like it.
+
+  Args:
+    config: a family's configuration; with 0 encoder layers the encoder is None.
+    **more: see `of_config`.
+  """
+  sizes = config.num_encoder_layers, config.num_decoder_layers
+  encoder = of_config(
+    Stack, config, num_layers=sizes[0], self_attention='attention', **more
+  )
+  decoder = of_config(Stack, config, num_layers=sizes[1], cross='apart', **more)
+  return decoder, encoder if sizes[0] else None

@@ -34,12 +34,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def gated(
-  factors: Sequence[jax.Array], activations: Sequence[str]
-) -> jax.Array:
+def gated(parts: Sequence[jax.Array], activations: Sequence[str]) -> jax.Array:
   """Applies an activation to each factor, [...], and multiplies the results."""
-  pairs = zip(activations, factors, strict=True)
-  results = [ACTIVATIONS[name](factor) for name, factor in pairs]
+  pairs = zip(activations, parts, strict=True)
+  results = [ACTIVATIONS[name](part) for name, part in pairs]
   return functools.reduce(jnp.multiply, results)
 
 
@@ -58,26 +56,23 @@ def dense_out_in(
   """
   result_dtype = result_dtype or str(x.dtype)
   if not backend.is_whole_on('cpu'):
-    return jnp.einsum(
-      '...i,oi->...o',
-      x,
-      kernel,
-      precision=backend.precision(str(x.dtype)),
-      preferred_element_type=result_dtype,
-    )
+    product = _in_precision(jnp.einsum, x, result_dtype)
+    return product('...i,oi->...o', x, kernel)
   rows = x.reshape(-1, x.shape[-1])
   count = rows.shape[0]
   if 1 < count <= max(cpu_layout.WIDTHS):
     rows = jnp.pad(rows, ((0, cpu_layout.width(count) - count), (0, 0)))
-  product = cpu_layout.product_out_in(kernel, rows, result_dtype)
-  return product[:count].reshape(*x.shape[:-1], kernel.shape[0])
+  result = cpu_layout.product_out_in(kernel, rows, result_dtype)
+  return result[:count].reshape(*x.shape[:-1], kernel.shape[0])
 
 
-def _matmul(x: jax.Array, result_dtype: str | None) -> Callable[..., jax.Array]:
-  """Returns `jnp.matmul` in the precision of x's dtype."""
+def _in_precision(
+  product: Callable[..., jax.Array], x: jax.Array, result_dtype: str | None
+) -> Callable[..., jax.Array]:
+  """Returns `jnp.matmul` or `jnp.einsum` in the precision of x's dtype."""
   exact = backend.precision(str(x.dtype))
   return functools.partial(
-    jnp.matmul, precision=exact, preferred_element_type=result_dtype
+    product, precision=exact, preferred_element_type=result_dtype
   )
 
 
@@ -94,7 +89,7 @@ def dense_in_out(
   Returns:
     [..., out].
   """
-  return _matmul(x, result_dtype)(x, kernel)
+  return _in_precision(jnp.matmul, x, result_dtype)(x, kernel)
 
 
 def dense_blocks(
@@ -116,7 +111,7 @@ def dense_blocks(
     [..., out], where out is N times the outputs of a block.
   """
   rows = x.reshape(-1, x.shape[-1])
-  matmul = _matmul(x, result_dtype)
+  matmul = _in_precision(jnp.matmul, x, result_dtype)
   is_few = len(rows) <= MOST_COPIED_ROWS
   if is_few or len(kernel) * rows.size <= _MOST_COPIED:
     parts = cpu_layout.product_of_blocks(kernel, rows, matmul)

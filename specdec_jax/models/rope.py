@@ -64,16 +64,14 @@ class Rope:
     share = np.clip((turns - self.low_freq_factor) / span, 0, 1)
     return (share * plain + (1 - share) * slowed).astype(np.float32)
 
-  def angles(
-    self, positions: jax.Array, head_dim: int
-  ) -> tuple[jax.Array, ...]:
+  def angles(self, places: jax.Array, head_dim: int) -> tuple[jax.Array, ...]:
     """Returns cosine and sine of each plane's angle, float32[..., D / 2] each.
 
     Args:
-      positions: int32[...].
+      places: int32[...].
       head_dim: D.
     """
-    turned = positions[..., None].astype(jnp.float32)
+    turned = places[..., None].astype(jnp.float32)
     turned = turned * self.frequencies(head_dim)
     return jnp.cos(turned), jnp.sin(turned)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-import flax.traverse_util
+import jax
 import jax.numpy as jnp
 
 from specdec_jax.checks import memory
@@ -30,12 +30,8 @@ def widened_bytes(network: LanguageModel, dtype: str) -> int:
   """
   if dtype != 'bfloat16' or backend.kind() != 'cpu':
     return 0
-  shapes = flax.traverse_util.flatten_dict(param_shapes(network), sep='/')
-  return sum(
-    4 * leaf.size
-    for name, leaf in shapes.items()
-    if not name.startswith('encoder/')
-  )
+  shapes = {**param_shapes(network), 'encoder': {}}
+  return 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def run_bytes(
@@ -91,9 +87,6 @@ def check_params(
   if config is None:
     return
   count = Model(network_of(config)).num_params
-  memory.check_room(
-    f'{what} has {count} parameters',
-    count * bytes_each,
-    free,
-    'Take a smaller network; or are its sizes mistyped?',
-  )
+  what = f'{what} has {count} parameters'
+  advice = 'Take a smaller network; or are its sizes mistyped?'
+  memory.check_room(what, count * bytes_each, free, advice)

@@ -6,8 +6,7 @@ The parameter tree is T5X's, so that a T5X checkpoint loads without renaming.
 import dataclasses
 
 from specdec_jax.checks.fields import unexpected
-from specdec_jax.models.config import check_config, of_config
-from specdec_jax.models.layers import Stack
+from specdec_jax.models.layers import check_config, of_config, two_stacks
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
 
@@ -74,19 +73,10 @@ class T5Config:
   @property
   def shape(self) -> Shape:
     """The shape of the network: two stacks with one table of embeddings."""
-    encoder = of_config(
-      Stack,
-      self,
-      num_layers=self.num_encoder_layers,
-      relative_bias='layer' if self.bias_per_layer else 'stack',
-      self_attention='attention',
-    )
-    return Shape(
-      encoder.as_decoder(self.num_decoder_layers),
-      of_config(Tokens, self),
-      encoder if self.num_encoder_layers else None,
-      encoded_dim=self.encoder_dim or self.emb_dim,
-    )
+    bias = 'layer' if self.bias_per_layer else 'stack'
+    decoder, encoder = two_stacks(self, relative_bias=bias)
+    width = self.encoder_dim or self.emb_dim
+    return Shape(decoder, of_config(Tokens, self), encoder, encoded_dim=width)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import dataclasses
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models.causal_lm import CausalLMConfig
-from specdec_jax.models.config import DTYPES
+from specdec_jax.models.layers import DTYPES
 from specdec_jax.models.transformer import Shape, Transformer
 
 
@@ -91,15 +91,12 @@ class T5GemmaConfig:
   @property
   def shape(self) -> Shape:
     """The shape of the network; T5Gemma 1's stacks have separate embeddings."""
-    merged = self.merged_attention
-    return Shape(
-      self.decoder.stack(cross='merged' if merged else 'apart'),
-      self.decoder.tokens(self.image_end_id),
-      self.encoder.stack(self.sides),
-      None if merged else self.encoder.tokens(),
-      self.encoder.emb_dim,
-      start_id=self.start_id,
-    )
+    merged, width = self.merged_attention, self.encoder.emb_dim
+    decoder = self.decoder.stack(cross='merged' if merged else 'apart')
+    tokens = self.decoder.tokens(self.image_end_id)
+    own = None if merged else self.encoder.tokens()
+    stacks = decoder, tokens, self.encoder.stack(self.sides), own
+    return Shape(*stacks, width, start_id=self.start_id)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,12 +61,6 @@ class Tokens:
   image_end_id: int = 0
   dtype: str = 'float32'
 
-  def make_table(self) -> layers.Embed:
-    """Makes the table of embeddings."""
-    return layers.Embed(
-      self.vocab_size, self.emb_dim, self.dtype, self.divides_logits
-    )
-
   def embed(self, table: layers.Embed, ids: jax.Array) -> jax.Array:
     """Maps int32[...] to embeddings [..., M], without positions."""
     x = table(ids)
@@ -201,8 +195,7 @@ class _Layers(nn.Module):
 
   final_norm: ClassVar[str]  # T5X's name
 
-  def add_layers(self) -> None:
-    """Makes the layers and all that stands before and behind them."""
+  def setup(self):
     if self.has_table:
       _add_table(self, self.tokens)
     if self.tokens.num_positions:
@@ -252,14 +245,9 @@ class _Layers(nn.Module):
     for i, layer in enumerate(self.layers):
       is_alone = stack.cross == 'none'
       cross_kv = () if is_alone else (cross[0][i], cross[1][i], cross[2])
-      x, layer_kv = layer(
-        x,
-        angles[stack.numbers[i]],
-        append_kv[i],
-        attend[stack.bias_of[i]],
-        cross_kv,
-        deterministic,
-      )
+      functions = append_kv[i], attend[stack.bias_of[i]]
+      turns = angles[stack.numbers[i]]
+      x, layer_kv = layer(x, turns, *functions, cross_kv, deterministic)
       kv.append(layer_kv)
     return x, kv
 
@@ -280,9 +268,6 @@ class Encoder(_Layers):
   """The encoder's layers and its final norm."""
 
   final_norm = 'encoder_norm'
-
-  def setup(self):
-    self.add_layers()
 
   def __call__(self, x, padding_bias, deterministic):
     """Maps embedded inputs [B, E, M] to [B, E, M]."""
@@ -321,8 +306,8 @@ class Decoder(_Layers):
   final_norm = 'decoder_norm'
 
   def setup(self):
+    super().setup()
     tokens = self.tokens
-    self.add_layers()
     if not tokens.logits_via_embedding:
       # The logits are in float32, as in T5X: bfloat16 would add ties.
       self.logits_dense = products.Dense(
@@ -368,15 +353,8 @@ class Decoder(_Layers):
     def empty():
       return tuple(jnp.zeros(shape, stack.dtype) for _ in self.layers)
 
-    return kv_cache.KVCache(
-      keys=empty(),
-      values=empty(),
-      cross_keys=keys,
-      cross_values=values,
-      cross_bias=bias,
-      position_bias=tuple(self.biases(relative)),
-      length=jnp.zeros((batch,), jnp.int32),
-    )
+    held = empty(), empty(), keys, values, bias, tuple(self.biases(relative))
+    return kv_cache.KVCache(*held, jnp.zeros((batch,), jnp.int32))
 
   def teacher_forced(self, x, cross, deterministic):
     """Maps embedded tokens [B, S, M] to features, without a cache."""
@@ -429,7 +407,9 @@ class Network(nn.Module):
 
   def extend(self, cache, tokens, tree=None):
     """Returns features [B, S, M] and the grown cache."""
-    positions = kv_cache.positions(cache, tokens.shape[1], tree)
+    positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
+    if tree is not None:
+      positions = tree.positions
     x = self.decoder.place(self.embed(tokens), positions)
     return self.decoder.extend(x, positions, cache, tree)
 
@@ -493,7 +473,9 @@ class Network(nn.Module):
 
 def _add_table(module: Any, tokens: Tokens) -> None:
   """Adds the embeddings of ids to a module, in its `setup`."""
-  module.token_embedder = tokens.make_table()
+  module.token_embedder = layers.Embed(
+    tokens.vocab_size, tokens.emb_dim, tokens.dtype, tokens.divides_logits
+  )
   if tokens.image_end_id:
     module.image_end_embedding = module.param(
       'image_end_embedding', nn.initializers.zeros, (tokens.emb_dim,)
@@ -629,15 +611,9 @@ class Transformer(Checked, LanguageModel):
     """Returns teacher-forced features [B, S, M]; see `logits`."""
     self._check_inputs(inputs, encoded)
     self._check_length(decoder_inputs.shape[1])
-    return self._apply(
-      params,
-      inputs,
-      decoder_inputs,
-      deterministic=dropout_key is None,
-      encoded=encoded,
-      rngs=None if dropout_key is None else {'dropout': dropout_key},
-      method='features',
-    )
+    args = inputs, decoder_inputs, dropout_key is None, encoded
+    rngs = None if dropout_key is None else {'dropout': dropout_key}
+    return self._apply(params, *args, rngs=rngs, method='features')
 
   def prefill(self, params, inputs, max_length, longest=None, encoded=None):
     """Runs the encoder unless `encoded` is given.

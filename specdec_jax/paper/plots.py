@@ -64,6 +64,7 @@ def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
   if records:
     speed += '\npoints: measured, each with its own c'
   forced = [record['settings']['forced_acceptance'] for record in records]
+  colors = dict(zip(GAMMAS, PALETTE, strict=False))
   operations = r'Figure 4, operations: Theorem 3.11, $\hat{c}$ = 0'
 
   def draw(figure):
@@ -71,7 +72,16 @@ def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
     curves = _by_gamma(analysis.walltime_factor, 0.0)
     unit = 'times faster than plain decoding'
     _draw(left, curves, unit, titled(speed, forced))
-    _draw_points(left, records)
+    for record, marker in zip(records, itertools.cycle('osD^v<>ph*Xd')):
+      run = record['gammas'][0]
+      gamma, cost_ratio = run['gamma'], run['cost_ratio']
+      color = colors.get(gamma, '#222222')
+      is_forced = record['settings']['forced_acceptance'] is not None
+      label = rf'measured, $\gamma$ = {gamma}, c = {cost_ratio:.2f}'
+      style = {'color': color, 'label': label, 'zorder': 3}
+      style['markerfacecolor'] = 'white' if is_forced else color
+      left.plot(run['acceptance_rate'], run['speed_up'], marker, **style)
+    left.legend(fontsize='x-small')
     curves = _by_gamma(analysis.operations_factor, 0.0)
     _draw(right, curves, 'times the arithmetic of plain decoding', operations)
 
@@ -95,28 +105,10 @@ def _draw(
   axes.set_ylabel(unit)
   axes.set_xlim(0, 1)
   axes.set_ylim(bottom=0)
-  axes.set_title(_wrapped(title))
+  # A remark on forced acceptance begins a line.
+  lines = title.replace(' (forced', '\n(forced').splitlines()
+  axes.set_title('\n'.join(textwrap.fill(line, 50) for line in lines))
   axes.legend()
-
-
-def _draw_points(axes: Any, records: Sequence[Record]) -> None:
-  """Draws points, hollow if they were forced, and legends that name them."""
-  colors = dict(zip(GAMMAS, PALETTE, strict=False))
-  for record, marker in zip(records, itertools.cycle('osD^v<>ph*Xd')):
-    run = record['gammas'][0]
-    gamma, cost_ratio = run['gamma'], run['cost_ratio']
-    color = colors.get(gamma, '#222222')
-    forced = record['settings']['forced_acceptance'] is not None
-    axes.plot(
-      run['acceptance_rate'],
-      run['speed_up'],
-      marker,
-      color=color,
-      markerfacecolor='white' if forced else color,
-      label=rf'measured, $\gamma$ = {gamma}, c = {cost_ratio:.2f}',
-      zorder=3,
-    )
-  axes.legend(fontsize='x-small')
 
 
 # --- Figure 5: when the encoders, the drafter and the target run ------------
@@ -153,14 +145,12 @@ class Call(NamedTuple):
   num_tokens: int = 0
 
 
-def calls(
-  gamma: int, tokens_per_round: Sequence[int], costs: Record
-) -> list[Call]:
+def calls(gamma: int, counts: Sequence[int], costs: Record) -> list[Call]:
   """Returns the calls of a generation, one after the other.
 
   Args:
     gamma: proposals per round; 0 is plain decoding.
-    tokens_per_round: new tokens of each round, 1..gamma + 1.
+    counts: new tokens of each round, 1..gamma + 1.
     costs: the record of a benchmark of the pair; gamma 0 need not be in it.
   """
   median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
@@ -170,7 +160,7 @@ def calls(
   # The time is 0 if the drafter reads no input.
   if gamma and median['draft_encoder']:
     parts.append((DRAFT_START, median['draft_encoder'], 0))
-  for count in tokens_per_round:
+  for count in counts:
     parts += [(DRAFT, draft_ms, 0)] * gamma
     parts.append((TARGET, median[f'call_{gamma + 1}'], count))
   row, end = [], 0.0
@@ -222,14 +212,10 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
       for call in row
       if call.kind == kind
     ]
-    axes.broken_barh(
-      spans,
-      (at - height / 2, height),
-      facecolor=color,
-      linewidth=0,
-      snap=False,  # snapping would make some of several equal calls wider
-      label=kind if spans and not at else None,
-    )
+    label = kind if spans and not at else None
+    # Snapping would make some of several equal calls wider.
+    bars = {'facecolor': color, 'linewidth': 0, 'snap': False, 'label': label}
+    axes.broken_barh(spans, (at - height / 2, height), **bars)
   counted = [call for call in row if call.num_tokens]
   for call in counted if len(counted) <= _MOST_COUNTS else ():
     middle = (call.begin_ms + call.end_ms) / 2
@@ -237,17 +223,5 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
     axes.text(middle, at, str(call.num_tokens), **style)
   end = row[-1].end_ms
   tokens = sum(call.num_tokens for call in row)
-  axes.annotate(
-    f'{tokens} tokens\n{end:.3g} ms',
-    (end, at),
-    xytext=(5, 0),
-    textcoords='offset points',
-    va='center',
-    fontsize='small',
-  )
-
-
-def _wrapped(title: str) -> str:
-  """Wraps a title into lines; a remark on forced acceptance begins a line."""
-  lines = title.replace(' (forced', '\n(forced').splitlines()
-  return '\n'.join(textwrap.fill(line, 50) for line in lines)
+  style = {'textcoords': 'offset points', 'va': 'center', 'fontsize': 'small'}
+  axes.annotate(f'{tokens} tokens\n{end:.3g} ms', (end, at), (5, 0), **style)

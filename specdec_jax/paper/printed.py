@@ -15,15 +15,6 @@ import pathlib
 from typing import NamedTuple
 
 
-class Table1Row(NamedTuple):
-  """Table 1: arithmetic operations and speed vs the baseline, c = c-hat = 0."""
-
-  acceptance_rate: float
-  gamma: int
-  operations_factor: float
-  walltime_factor: float
-
-
 class Table2Row(NamedTuple):
   """Tables 2 and 4: the speed-up of T5-XXL, batch 1 on one TPU v4.
 
@@ -42,31 +33,17 @@ class Table2Row(NamedTuple):
   speedup: float
 
 
-class Table3Row(NamedTuple):
-  """Table 3: alpha on 10,000 tokens that the target generated.
-
-  T5-XXL has the task that it was fine-tuned for in its name. LaMDA's outputs at
-  temperature 1 were filtered by top-40 as well.
-  """
-
-  target: str
-  draft: str
-  temperature: int
-  acceptance_rate: float
-
-
-class Table5Row(NamedTuple):
-  """Table 5: alpha by lenience, sampling, T5-XXL on English to German."""
-
-  draft: str
-  lenience: float
-  acceptance_rate: float
-
-
 _ROWS = json.loads(
   pathlib.Path(__file__).with_name('printed.json').read_text('utf-8')
 )
-TABLE1 = tuple(Table1Row(*row) for row in _ROWS['table1'])
+# Table 1, arithmetic operations and speed vs the baseline, c = c-hat = 0:
+# (alpha, gamma, operations factor, walltime factor).
+TABLE1 = tuple(map(tuple, _ROWS['table1']))
 TABLE2 = tuple(Table2Row(*row) for row in _ROWS['table2'])
-TABLE3 = tuple(Table3Row(*row) for row in _ROWS['table3'])
-TABLE5 = tuple(Table5Row(*row) for row in _ROWS['table5'])
+# Table 3, alpha on 10,000 tokens that the target generated: (target, draft,
+# temperature, alpha). T5-XXL has the task that it was fine-tuned for in its
+# name. LaMDA's outputs at temperature 1 were filtered by top-40 as well.
+TABLE3 = tuple(map(tuple, _ROWS['table3']))
+# Table 5, alpha by lenience, sampling, T5-XXL on English to German: (draft,
+# lenience, alpha).
+TABLE5 = tuple(map(tuple, _ROWS['table5']))

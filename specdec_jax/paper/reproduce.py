@@ -22,6 +22,7 @@ from specdec_jax.partitioning import place
 from specdec_jax.report import Column, Record, Table, record
 from specdec_jax.report.console import console as terminal
 from specdec_jax.report.plot import load_matplotlib
+from specdec_jax.report.table import plain_markdown
 
 ITEMS = tuple(f'{kind}{i}' for kind in ('table', 'figure') for i in range(1, 6))
 _NEEDS = {
@@ -128,10 +129,18 @@ def reproduce(
   work = _Work(config, console)
   for item in config.items:
     getattr(work, item)()
+  parts = ['# The paper, what is predicted, what was measured']
   for compared in work.tables:
     console.print(compared.table())
-  machines = list(dict.fromkeys(map(record.where, work.used)))
-  report = tables.write(config.output_dir, work.tables, machines, work.figures)
+    parts.append(compared.markdown())
+  for name, meaning in work.figures.items():
+    # The report shows pictures, and links pages.
+    mark = '' if name.endswith('.html') else '!'
+    parts.append(f'{mark}[{meaning}]({name})')
+  machines = dict.fromkeys(map(record.where, work.used))
+  parts += [f'Measured on {plain_markdown(machine)}.' for machine in machines]
+  report = pathlib.Path(config.output_dir) / 'report.md'
+  files.write_atomically(report, ('\n\n'.join(parts) + '\n').encode())
   return [*(report.with_name(name) for name in work.figures), report]
 
 
@@ -206,8 +215,7 @@ class _Work:
     self.tables.append(tables.table5(self._alphas))
 
   def figure1(self):
-    text = self.config.text
-    figure = self._engine.trace(text)
+    figure = self._engine.trace(self.config.text)
     self.console.print(figure)
     path = self._figure('figure1.html', 'Figure 1: one generation, as a page')
     files.write_atomically(path, figure.page().encode())
@@ -250,18 +258,12 @@ def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
   notes = [COSTS_NOTE, 'ms and speed-up: of what is drawn, for this text.']
   if wrong := costs.get('contradiction'):
     notes.insert(0, f'These times contradict themselves: {wrong}.')
-  rows = [
-    [
-      gamma or 'plain',
-      costs['call_cost'][str(gamma + 1)],
-      ratios.get(gamma),
-      sum(counts),
-      len(counts),
-      ends[gamma],
-      None if wrong else ends[0] / ends[gamma],
-    ]
-    for gamma, counts in runs.items()
-  ]
+  rows = []
+  for gamma, counts in runs.items():
+    cost, ms = costs['call_cost'][str(gamma + 1)], ends[gamma]
+    speed_up = None if wrong else ends[0] / ms
+    numbers = cost, ratios.get(gamma), sum(counts), len(counts), ms, speed_up
+    rows.append([gamma or 'plain', *numbers])
   columns: list[Column | str] = ['gamma', Column('v(gamma + 1)', '.2f')]
   columns += [Column('c', '.3f'), 'tokens', 'calls of the target']
   columns += [Column('ms', '.1f'), Column('speed-up', '.2f')]

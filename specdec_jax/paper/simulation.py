@@ -103,13 +103,10 @@ def simulate(
     raise unexpected('target_probs', 'an array of shape (V,)', shape)
   if not 1 <= num_samples <= MAX_SAMPLES:
     raise unexpected('num_samples', f'1 to {MAX_SAMPLES}', num_samples)
-  counts = _count(
-    _normalised(target_probs).astype(np.float32),
-    _normalised(draft_probs).astype(np.float32),
-    None if lenience == 1 else jnp.float32(lenience),
-    jax.random.key(seed),
-    num_samples,
-  )
+  laws = target_probs, draft_probs
+  pair = [_normalised(law).astype(np.float32) for law in laws]
+  leeway = None if lenience == 1 else jnp.float32(lenience)
+  counts = _count(*pair, leeway, jax.random.key(seed), num_samples)
   law = outcomes(target_probs, draft_probs, lenience)
   return Simulation(law, np.asarray(counts, np.int64), lenience)
 
@@ -178,8 +175,7 @@ def chi_squared_p_value(observed, expected_probs) -> float:
   observed = np.asarray(observed, np.float64)
   expected = np.asarray(expected_probs, np.float64)
   if observed.shape != expected.shape:
-    shape = f'counts of shape {expected.shape}'
-    raise unexpected('observed', shape, observed.shape)
+    raise unexpected('observed', f'shape {expected.shape}', observed.shape)
   if not observed.sum() > 0:
     raise unexpected('observed', 'a count above 0', observed)
   if not abs(expected.sum() - 1) < 1e-4 or expected.min() < 0:

@@ -5,16 +5,14 @@ in the title: weights were random, and so was the acceptance of proposals.
 """
 
 import dataclasses
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax import analysis, files
+from specdec_jax import analysis
 from specdec_jax.paper import printed
 from specdec_jax.report.table import Cell, Column, Table, plain_markdown
 
-REPORT = 'report.md'
 _NO_CHECKPOINTS = 'their checkpoints were not given, or proposed nothing'
 _FORCED = 'forced alpha'
 _RATIO = 'measured / predicted'
@@ -70,14 +68,9 @@ class Comparison:
   def markdown(self) -> str:
     """Returns the comparison's part of a report."""
     table = self.table()
-    return '\n\n'.join(
-      [
-        f'## {plain_markdown(table.title)}',
-        plain_markdown(self.caption),
-        table.markdown(),
-        *map(plain_markdown, table.notes),
-      ]
-    )
+    parts = [f'## {plain_markdown(table.title)}', plain_markdown(self.caption)]
+    parts += [table.markdown(), *map(plain_markdown, table.notes)]
+    return '\n\n'.join(parts)
 
 
 def compared(
@@ -99,15 +92,9 @@ def compared(
     details: further columns.
   """
   ratio = measured / predicted if measured and predicted else None
-  return {
-    **keys,
-    'paper': paper,
-    'predicted': predicted,
-    'measured': measured,
-    _FORCED: forced,
-    _RATIO: ratio,
-    **(details or {}),
-  }
+  values = {'paper': paper, 'predicted': predicted, 'measured': measured}
+  values |= {_FORCED: forced, _RATIO: ratio}
+  return {**keys, **values, **(details or {})}
 
 
 def titled(title: str, rates: Sequence[float | None]) -> str:
@@ -126,35 +113,6 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
   return f'{title} (forced alpha={alphas}, random weights{part})'
 
 
-def write(
-  output_dir: str,
-  comparisons: Sequence[Comparison],
-  machines: Sequence[str],
-  figures: Mapping[str, str],
-) -> pathlib.Path:
-  """Writes report.md, whole or not at all; returns its path.
-
-  Args:
-    output_dir: the folder, which exists.
-    comparisons: in the order of the report.
-    machines: `record.where` of the machines that measured.
-    figures: file name in `output_dir` -> title of the figure.
-
-  Raises:
-    OSError: the file cannot be written.
-  """
-  parts = ['# The paper, what is predicted, what was measured']
-  parts += [comparison.markdown() for comparison in comparisons]
-  for name, meaning in figures.items():
-    # The report shows pictures, and links pages.
-    mark = '!' if name.endswith(('.png', '.svg')) else ''
-    parts.append(f'{mark}[{plain_markdown(meaning)}]({name})')
-  parts += [f'Measured on {plain_markdown(machine)}.' for machine in machines]
-  path = pathlib.Path(output_dir) / REPORT
-  files.write_atomically(path, ('\n\n'.join(parts) + '\n').encode())
-  return path
-
-
 def row_name(row: printed.Table2Row) -> str:
   """Returns the name of a row of Tables 2 and 4, such as 'ende-t5_small-T0'."""
   return f'{row.task}-{row.draft}-T{row.temperature}'
@@ -163,23 +121,17 @@ def row_name(row: printed.Table2Row) -> str:
 def table1() -> list[Comparison]:
   """Returns Table 1 as two tables: speed, and arithmetic operations."""
   tables = []
-  for name, factor, cost in (
-    ('speed', 'walltime_factor', 'c'),
-    ('operations', 'operations_factor', 'c-hat'),
+  for name, index, closed_form, factor in (
+    ('SPEED', 3, analysis.walltime_factor, 'walltime factor, c'),
+    ('OPERATIONS', 2, analysis.operations_factor, 'operations factor, c-hat'),
   ):
-    closed_form = getattr(analysis, factor)
-    rows = [
-      compared(
-        {'alpha': row.acceptance_rate, 'gamma': row.gamma},
-        getattr(row, factor),
-        float(closed_form(row.acceptance_rate, row.gamma, 0.0)),
-      )
-      for row in printed.TABLE1
-    ]
-    title = f'Table 1: {name.upper()}'
-    caption = f'{factor.replace("_", " ")}, {cost} = 0'
-    missing = 'a closed form, nothing is run'
-    tables.append(Comparison(title, caption, rows, missing))
+    rows = []
+    for row in printed.TABLE1:
+      keys = {'alpha': row[0], 'gamma': row[1]}
+      predicted = float(closed_form(row[0], row[1], 0.0))
+      rows.append(compared(keys, row[index], predicted))
+    texts = f'Table 1: {name}', f'{factor} = 0'
+    tables.append(Comparison(*texts, rows, 'a closed form, nothing is run'))
   return tables
 
 
@@ -252,7 +204,7 @@ def table3(measured: Measured) -> Comparison:
   rows = _rates(
     # Table 5 has the other rows.
     [row for row in measured if row['lenience'] == 1],
-    {tuple(row[:3]): row.acceptance_rate for row in printed.TABLE3},
+    {tuple(key): rate for *key, rate in printed.TABLE3},
     _RATE_COLUMNS,
     {'proposes': 'proposes', 'tokens': 'num_tokens'},
   )
@@ -275,8 +227,8 @@ def table5(measured: Measured) -> Comparison:
       temperature 1; its text describes temperature 0 as well.
   """
   values = {
-    ('t5_xxl_ende', row.draft, 1, row.lenience): row.acceptance_rate
-    for row in printed.TABLE5
+    ('t5_xxl_ende', draft, 1, lenience): rate
+    for draft, lenience, rate in printed.TABLE5
   }
   rows = [row for row in measured if row['alpha'] is not None]
   return Comparison(

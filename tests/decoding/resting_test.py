@@ -19,9 +19,14 @@ from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import take_rows
 from specdec_jax.decoding.resting import Rests
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.drafters import base, length
+from specdec_jax.drafters import base
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
-from specdec_jax.drafters.small_model import catch_up_calls, small_model
+from specdec_jax.drafters.small_model import (
+  adaptive_draft,
+  catch_up_calls,
+  plain_rule,
+  small_model,
+)
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.models import backend
 from specdec_jax.probs import SamplingConfig
@@ -100,7 +105,7 @@ def _lengths(draft, gamma, vocab_size, rule):
     base, draft_uniforms=lambda context: places, draw=draw
   ):
     made = toy_requests.quick_jit(
-      lambda context: length.draft(logits[:, 0], 0, context, read)[0]
+      lambda context: adaptive_draft(logits[:, 0], 0, context, read)[0]
     )(context)
   np.testing.assert_array_equal(made.tokens[:, 0], tokens[:, 0])
   found = np.asarray(made.length)
@@ -111,7 +116,7 @@ def test_law_of_a_draft_that_ends_early():
   """The joint law of gamma + 1 tokens, over all drafts and random numbers."""
   target, draft = pair(20, 6)
   seen = set()
-  for rule in (adaptive_rule(2), length.plain_rule([0.45] * 2, [0.0] * 2)):
+  for rule in (adaptive_rule(2), plain_rule([0.45] * 2, [0.0] * 2)):
     lengths = _lengths(draft, 2, 6, rule)
     seen |= set(lengths.values())
     assert law_error(target, draft, 2, 6, length=lengths.get) < 1e-6

@@ -64,26 +64,19 @@ def _drafters(but, slow=()):
 every_drafter = _drafters({'more_ids'})
 # What compiles longest. The quick run has their parts, and of themselves the
 # state after every acceptance count and greedy equality in a ragged batch.
-_LONG = {
-  'more_ids',
-  'fewer_ids',
-  'on_encoder',
-  'short_drafts',
-  'cascade_of_models',
-  'with_fallback_of_models',
-  'with_fallback_on_encoder',
-  'shortlist',
-  'adaptive',  # its law is enumerated in a file of its own
-}
+_LONG = """
+  more_ids fewer_ids shortlist on_encoder with_fallback_on_encoder short_drafts
+  cascade_of_models with_fallback_of_models adaptive
+""".split()  # the law of the adaptive one is enumerated in `resting_test`
 every_kind = _drafters(_LONG)
-every_law = _drafters(_LONG, slow=sorted(_LONG))
+every_law = _drafters(_LONG, slow=_LONG)
 
 
 def _judge(wrong, request, draft, logits, keys):
   """With `wrong`, each round keeps the proposal that it should reject."""
   verdict = speculative.judge(request, draft, logits, keys)
   if verdict.path is not None:
-    return verdict  # `verify_law_test` has controls of its own
+    return verdict  # `verify_test` has controls of its own
   more = jnp.minimum(verdict.num_accepted + wrong, draft.length)
   return verdict.replace(num_accepted=more)
 
@@ -163,17 +156,6 @@ def test_plain_output_has_the_targets_law(sampling):
 # A draft that ends behind a draw is wrong, and the test above must see it.
 
 
-def _unsure(draft):
-  """Its distribution is flat: known before the draw."""
-  return draft.probs.max(axis=-1) < 0.5
-
-
-def _unlikely(draft):
-  """The token that was drawn turned out to be unlikely."""
-  place = draft.tokens[..., None]
-  return jnp.take_along_axis(draft.probs, place, axis=-1)[..., 0] < 0.3
-
-
 def test_control_a_drafter_that_drops_what_it_has_drawn():
   """One program for both, whose parameters say which of them it is."""
   model = small_model(DRAFT)
@@ -183,7 +165,11 @@ def test_control_a_drafter_that_drops_what_it_has_drawn():
 
   def propose(params, state, context):
     draft, state = model.propose(params[1], state, context)
-    fails = jnp.where(params[0], _unsure(draft), _unlikely(draft))
+    # Its distribution is flat, which is known before the draw; or the token
+    # that was drawn turned out to be unlikely.
+    drawn = jnp.take_along_axis(draft.probs, draft.tokens[..., None], axis=-1)
+    unsure, unlikely = draft.probs.max(axis=-1) < 0.5, drawn[..., 0] < 0.3
+    fails = jnp.where(params[0], unsure, unlikely)
     ends = jnp.pad(fails, ((0, 0), (0, 1)), constant_values=True)
     length = jnp.minimum(draft.length, jnp.argmax(ends, axis=1))
     return draft.replace(length=length.astype(jnp.int32)), state
@@ -195,20 +181,12 @@ def test_control_a_drafter_that_drops_what_it_has_drawn():
     assert (p_value(result, 't1') > ALPHA) == is_known
 
 
-def _num_nodes(draft, length) -> int:
-  """Proposals of `length` levels; of a chain, as many."""
-  if draft.tree is None:
-    return int(length)
-  return int(np.sum(draft.tree.levels <= length))
-
-
 def _path(draft, count) -> list[int]:
   """The first `count` proposals; of a tree, the last path of so many."""
   if draft.tree is None or not count:
     return list(range(count))
-  shape = draft.tree
-  last = np.flatnonzero(shape.levels == count)[-1]
-  return shape.paths[last][:count].tolist()
+  last = np.flatnonzero(draft.tree.levels == count)[-1]
+  return draft.tree.paths[last][:count].tolist()
 
 
 @every_drafter
@@ -242,10 +220,8 @@ def test_does_not_recompile(name):
   decode(name, request)
   size = _decode._cache_size()
   changed = SamplingConfig([0.5, 2.0, 0.0, 1.0] * (ROWS // 4), 2, 0.7)
-  other = request.replace(
-    sampling=changed.params(ROWS), max_length=request.max_length // 2
-  )
-  decode(name, other)
+  limits = {'max_length': request.max_length // 2}
+  decode(name, request.replace(sampling=changed.params(ROWS), **limits))
   assert _decode._cache_size() == size
 
 
@@ -262,10 +238,8 @@ def test_state_after_every_acceptance_count(name):
   inputs = request.inputs.at[1].set(0)
   rng = np.random.default_rng(0)
   init = _begin(drafter)
-  propose, commit = (
-    toy_requests.quick_jit(drafter.propose),
-    toy_requests.quick_jit(drafter.commit),
-  )
+  propose = toy_requests.quick_jit(drafter.propose)
+  commit = toy_requests.quick_jit(drafter.commit)
 
   def fresh(row, tokens, length):
     """One that saw only this row, and of it only committed tokens."""
@@ -287,7 +261,9 @@ def test_state_after_every_acceptance_count(name):
         again = fresh(row, tokens, length)
         levels = int(draft.length[row])
         assert levels == int(again.length[row]) <= GAMMA
-        proposed = _num_nodes(draft, levels)
+        proposed = levels
+        if draft.tree is not None:
+          proposed = np.sum(draft.tree.levels <= levels)
         have = np.asarray(draft.tokens)[row, :proposed]
         want = np.asarray(again.tokens)[row, :proposed]
         np.testing.assert_array_equal(have, want)
@@ -306,32 +282,23 @@ def _check_caches(state, tokens):
 
   The chains look at two tokens only, and would not tell an older one.
   """
-  for cache in jax.tree.leaves(state, is_leaf=_is_cache):
-    if _is_cache(cache):
-      for row, length in enumerate(np.asarray(cache.length)):
-        held = np.asarray(cache.tokens)[row, :length]
-        np.testing.assert_array_equal(held, tokens[row, :length])
 
+  def is_cache(part):
+    return isinstance(part, toy_models.MarkovCache)
 
-def _is_cache(part):
-  return isinstance(part, toy_models.MarkovCache)
+  for cache in filter(is_cache, jax.tree.leaves(state, is_leaf=is_cache)):
+    for row, length in enumerate(np.asarray(cache.length)):
+      held = np.asarray(cache.tokens)[row, :length]
+      np.testing.assert_array_equal(held, tokens[row, :length])
 
 
 def _context(request, tokens, lengths):
-  return toy_requests.context_in(
-    request,
-    tokens,
-    lengths,
-    # Of heads: the last but one token, in the place of a feature.
-    features=jax.nn.one_hot(_before_last(tokens, lengths), VOCAB),
-    target=TARGET,
-    target_params=TARGET.params,
-  )
-
-
-def _before_last(tokens, lengths):
-  place = np.maximum(np.asarray(lengths) - 2, 0)[:, None]
-  return np.take_along_axis(np.asarray(tokens), place, axis=1)[:, 0]
+  # Of heads: the last but one token, in the place of a feature.
+  place = np.maximum(np.asarray(lengths) - 2, 0)
+  last = np.asarray(tokens)[np.arange(len(place)), place]
+  of_heads = {'target': TARGET, 'target_params': TARGET.params}
+  of_heads['features'] = jax.nn.one_hot(last, VOCAB)
+  return toy_requests.context_in(request, tokens, lengths, **of_heads)
 
 
 # A network in place of the chain: its caches, positions and both embeddings.
@@ -365,8 +332,7 @@ def test_samples_of_a_network_have_its_law(name):
     ROWS, 2, SamplingConfig(1.0), length, inputs=inputs, seed=7
   )
   for wrong in (False, True):
-    judge = functools.partial(_judge, wrong)
-    loop = Loop(network, drafter, judge)
+    loop = Loop(network, drafter, functools.partial(_judge, wrong))
     decode = toy_requests.quick_jit(loop.decode)
     result = jax.device_get(decode(PairParams(params, other), request))
     counts = toy_models.count_ngrams(result.tokens, VOCAB)

@@ -27,9 +27,7 @@ CORPUS = [
 
 # What follows 2, and how often.
 FOLLOWS = {7: 40, 30: 20, 9: 16, 8: 8, 12: 6, 5: 2}
-SKEWED = [
-  [0, 2, token] for token, count in FOLLOWS.items() for _ in range(count)
-]
+SKEWED = [[0, 2, token] for token in FOLLOWS for _ in range(FOLLOWS[token])]
 
 
 def counts_of(corpus, order, min_count):

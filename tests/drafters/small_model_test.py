@@ -44,10 +44,7 @@ class Counted(toy_models.MarkovModel):
 TARGET, DRAFT = Counted(1, 'target'), Counted(2, 'draft')
 
 
-def request_of(rows, gamma, sampling, slots, inputs=(2, 3), **changes):
-  return toy_requests.request_of(
-    rows, gamma, sampling, slots, inputs=inputs, seed=7, **changes
-  )
+request_of = functools.partial(toy_requests.request_of, inputs=(2, 3), seed=7)
 
 
 extend_draft = toy_requests.quick_jit(DRAFT.extend)
@@ -67,24 +64,21 @@ def decode(drafter, params, request):
   return result
 
 
-def silent() -> Drafter:
-  """Never proposes anything."""
-
-  def propose(params, state, context):
-    batch = context.length.shape[0]
-    tokens = jnp.zeros((batch, context.gamma), jnp.int32)
-    return Draft(tokens, None, jnp.zeros((batch,), jnp.int32)), state
-
-  return Drafter(lambda *_: (), propose, lambda state, _: state, 'silent')
+def never(params, state, context):
+  """Proposes nothing."""
+  nothing = jnp.zeros_like(context.length)
+  tokens = jnp.tile(nothing[:, None], (1, context.gamma))
+  return Draft(tokens, None, nothing), state
 
 
 def test_no_call_is_wasted_after_a_draft_that_was_accepted():
   """Ten rounds of three proposals, all accepted: 30 calls of the model."""
   twin = Counted(1, 'draft')
+  twin_drafter = small_model(twin)
   request = request_of(1, 3, SamplingConfig(0.0), 40)
   for drafter, params in (
-    (small_model(twin), twin.params),
-    (with_fallback(silent(), small_model(twin)), ((), twin.params)),
+    (twin_drafter, twin.params),
+    (with_fallback(Drafter(propose=never), twin_drafter), ((), twin.params)),
   ):
     stats = decode(drafter, params, request).stats
     assert stats.histogram.tolist() == [[0, 0, 0, 10]]
@@ -129,11 +123,9 @@ def test_a_model_reads_what_it_missed(held):
   _, full = extend_draft(DRAFT.params, empty, tokens[:, :57])
   context = toy_requests.context_in(request, tokens, length)
   want, _ = propose_small(DRAFT.params, DRAFT.rewind(full, length - 1), context)
-  have, reached = propose_small(
-    DRAFT.params,
-    DRAFT.rewind(full, jnp.minimum(held, length - 1)),
-    context.within(skips_rounds=True),
-  )
+  behind = DRAFT.rewind(full, jnp.minimum(held, length - 1))
+  context = context.within(skips_rounds=True)
+  have, reached = propose_small(DRAFT.params, behind, context)
   np.testing.assert_array_equal(have.tokens, want.tokens)
   assert np.isfinite(have.probs).all()
   for row, end in enumerate(length):
@@ -199,9 +191,7 @@ def test_copies_follow_the_rule(max_match, min_match):
   # inputs are empty, as a decoder-only model's.
   limits = rng.integers(5, 20, 300)
   inputs = [rng.integers(2, n, rng.integers(0, INPUT_LEN + 1)) for n in limits]
-  texts = [
-    np.append(0, rng.integers(2, n, rng.integers(0, 30))) for n in limits
-  ]
+  texts = [np.append(0, rng.integers(2, n, rng.integers(30))) for n in limits]
   found = propose_copies(prompt_lookup(max_match, min_match), inputs, texts)
   for row, ids, text in zip(found, inputs, texts, strict=True):
     assert row == reference(ids.tolist(), text.tolist(), max_match, min_match)

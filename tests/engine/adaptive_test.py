@@ -10,8 +10,8 @@ import toy_calibration
 import toy_models
 from small_vocabulary import VOCAB_SIZE, WORDS
 from specdec_jax import infer
-from specdec_jax.drafters.length import MOST, plain_rule
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
+from specdec_jax.drafters.small_model import MOST, plain_rule
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine.calibration import CalibrationError
 from specdec_jax.engine.engine import Engine

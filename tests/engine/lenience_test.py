@@ -1,6 +1,6 @@
 """Lenience (Appendix A.5) in an engine: by hand, in one program, never silent.
 
-verify_law_test.py has its law by enumeration, and its bound.
+verify_test.py has its law by enumeration, and its bound.
 """
 
 import numpy as np

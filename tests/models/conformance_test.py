@@ -5,22 +5,22 @@ transformers (see the parity tests) gave the same.
 """
 
 import dataclasses
+import functools
 import pathlib
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import toy_families as toys
-from specdec_jax import partitioning
 from specdec_jax.models import backend, integers, sizes
 from specdec_jax.models.base import param_shapes
 from specdec_jax.models.families import network_of
 from specdec_jax.models.model import Model
 from specdec_jax.models.rope import Rope
 from specdec_jax.models.t5 import T5Config
+from specdec_jax.partitioning import Placement, place
 from toy_families import extend, inputs_of, logits_of, make, prefill, tokens
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / 'golden_logits.npz')
@@ -44,10 +44,9 @@ def changed(config, stack=None, **fields):
 
 def at_once(network, params, inputs, fed):
   """Logits of `fed`, behind which there is noise: one program for all."""
-  longer = np.pad(fed, ((0, 0), (0, 150 - fed.shape[1])), constant_values=9)
-  return np.asarray(logits_of(network, params, inputs, longer))[
-    :, : fed.shape[1]
-  ]
+  size = fed.shape[1]
+  longer = np.pad(fed, ((0, 0), (0, 150 - size)), constant_values=9)
+  return np.asarray(logits_of(network, params, inputs, longer))[:, :size]
 
 
 def teacher_forced(config, fed, **fields):
@@ -125,10 +124,7 @@ def test_pieces_are_the_whole(name):
   network, params = make(config)
   fed = np.asarray(tokens(2, 3, 150))
   want = teacher_forced(config, fed)
-  layout = LAYOUTS.get(name, 'in_out')
-  placed = partitioning.place(
-    params, partitioning.Placement(kernel_layout=layout)
-  )
+  placed = place(params, Placement(kernel_layout=LAYOUTS.get(name, 'in_out')))
   attention = placed['decoder']['layers_1']['self_attention']
   assert {'qkv', 'out'} <= set(attention)
   with backend.compiled_for(KINDS.get(name, 'cpu')):
@@ -147,9 +143,7 @@ def test_rows_at_their_own_places_and_rewound(config):
     _, used = extend(network, params, used, fed[:, at : at + 4])
   starts = np.array([16, 11, 0])
   cache = network.rewind(used, jnp.asarray(starts))
-  new = np.stack(
-    [fed[row, start : start + 4] for row, start in enumerate(starts)]
-  )
+  new = np.stack([fed[row, at : at + 4] for row, at in enumerate(starts)])
   logits, cache = extend(network, params, cache, new)
   np.testing.assert_array_equal(cache.length, starts + 4)
   for row, start in enumerate(starts):
@@ -194,33 +188,25 @@ def test_bfloat16_stays_close(config):
   assert 0 < error < bound * want.std()
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(
-      name, marks=[pytest.mark.slow] * (name not in ('T5 1.1', 'GPT-2'))
-    )
-    for name in toys.ALL
-  ],
-)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+EIGHT_BITS = [x if x in ('T5 1.1', 'GPT-2') else slow(x) for x in toys.ALL]
+
+
+@pytest.mark.parametrize('name', EIGHT_BITS)
 def test_kernels_of_eight_bits(name):
   """Logits are those of the rounded numbers as floats; on a CPU near them."""
   config = toys.ALL[name]
   network, params = make(config)
-  placement = partitioning.Placement(dtype='int8')
   given = inputs_of(config), tokens(2, 3, 40)
+
+  def logits(params):
+    return np.asarray(logits_of(network, params, *given))
+
   with backend.compiled_for('gpu'):
-    have, want, floats = (
-      np.asarray(logits_of(network, one, *given))
-      for one in (
-        partitioning.place(params, placement),
-        integers.in_floats(integers.rounded(params)),
-        params,
-      )
-    )
-  near(have, want, 1e-4)
-  assert differs(floats, want)
-  on_cpu = logits_of(network, partitioning.place(params, placement), *given)
+    want = logits(integers.in_floats(integers.rounded(params)))
+    near(logits(place(params, Placement('int8'))), want, 1e-4)
+    assert differs(logits(params), want)
+  on_cpu = logits(place(params, Placement('int8')))
   assert differs(on_cpu, want)
   assert np.corrcoef(np.ravel(on_cpu), np.ravel(want))[0, 1] > 0.9
 
@@ -231,7 +217,7 @@ def test_a_scale_near_one_is_not_rounded():
   tiny = jax.tree_util.tree_map_with_path(
     lambda path, leaf: leaf / 300 if path[-1].key == 'scale' else leaf, params
   )
-  halved = partitioning.place(tiny, partitioning.Placement(dtype='bfloat16'))
+  halved = place(tiny, Placement('bfloat16'))
   whole = jax.tree.map(lambda leaf: leaf.astype(np.float32), halved)
   fed = tokens(2, 1, 10)
   want = np.asarray(logits_of(network, whole, None, fed))
@@ -240,9 +226,8 @@ def test_a_scale_near_one_is_not_rounded():
 
 @some(toys.T5_1_1, toys.T5X)
 def test_dropout_only_with_a_key(config):
-  layers = {
-    field: 1 for field in vars(config) if field.endswith('_layers')
-  }  # all that drops is in one
+  # All that drops is in one layer.
+  layers = {name: 1 for name in vars(config) if name.endswith('_layers')}
   config = dataclasses.replace(config, **layers)
   _, params = make(config)
   network = network_of(dataclasses.replace(config, dropout_rate=0.3))
@@ -270,13 +255,12 @@ def test_no_more_tokens_than_learned_positions():
 def test_parameters_are_known_before_there_are_any(name):
   """By one layer of each stack."""
   config = toys.ALL[name]
-  flat = flax.traverse_util.flatten_dict(toys.shapes(config), sep='/')
-  quick = flax.traverse_util.flatten_dict(
-    param_shapes(network_of(config)), sep='/'
+  all_shapes, network = toys.shapes(config), network_of(config)
+  want, have = (
+    jax.tree.map(lambda leaf: leaf.shape, tree)
+    for tree in (all_shapes, param_shapes(network))
   )
-  assert {name: leaf.shape for name, leaf in flat.items()} == {
-    name: leaf.shape for name, leaf in quick.items()
-  }
-  num_params = Model(network_of(config)).num_params
-  assert num_params == sum(leaf.size for leaf in flat.values())
+  assert have == want
+  num_params = sum(leaf.size for leaf in jax.tree.leaves(all_shapes))
+  assert Model(network).num_params == num_params
   assert sizes.run_bytes(config, 2, 16, 32, 5) > 0

@@ -22,10 +22,7 @@ from specdec_jax.report import record
 
 FORCED = 'forced alpha=0.75, random weights'
 RESULTS = gin_flags.ROOT / 'benchmarks' / 'results'
-
-
-def quiet():
-  return rich.console.Console(quiet=True)
+QUIET = rich.console.Console(quiet=True)
 
 
 # --- The paper's tables as data ---------------------------------------------
@@ -78,11 +75,10 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
   figures = []
 
   def save(path, draw, **size):
-    pictures.save_plot(
-      path, lambda figure: figures.append(figure) or draw(figure)
-    )
+    pictures.save_plot(path, lambda axes: figures.append(axes) or draw(axes))
 
   monkeypatch.setattr(plots, 'save_plot', save)
+  monkeypatch.setattr(pictures, '_DPI', 30)
   forced = COSTS | {'settings': {'forced_acceptance': 0.75}}
   nothing_read = {'draft_encoder': {'median': 0.0}}
   without = COSTS | {'times_ms': COSTS['times_ms'] | nothing_read}
@@ -105,11 +101,9 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
   texts = {text.get_text() for text in figures[6].axes[0].texts}
   assert {'12 tokens\n51 ms', '12 tokens\n23.5 ms'} <= texts
   # A drafter that reads nothing has no such call, nor a name for it.
-  legends = [
-    [text.get_text() for text in figure.axes[0].get_legend().texts]
-    for figure in (figures[6], figures[8])
-  ]
-  assert plots.DRAFT_START in legends[0] and plots.DRAFT_START not in legends[1]
+  for figure, is_read in (figures[6], True), (figures[8], False):
+    legend = [text.get_text() for text in figure.axes[0].get_legend().texts]
+    assert (plots.DRAFT_START in legend) == is_read
 
 
 # --- Runs ----------------------------------------------------------------
@@ -117,7 +111,7 @@ def test_figures_are_the_same_whatever_the_user_set(monkeypatch, tmp_path):
 
 def test_closed_forms_need_nothing_measured(tmp_path):
   config = ReproduceConfig(('table1', 'table5'), str(tmp_path))
-  written = reproduce.reproduce(config, quiet())
+  written = reproduce.reproduce(config, QUIET)
   assert written[-1] == tmp_path / 'report.md'
   report = written[-1].read_text()
   assert 'a closed form' in report and 'checkpoints were not given' in report
@@ -127,19 +121,16 @@ def test_what_is_missing_is_said_before_anything_is_made(monkeypatch, tmp_path):
   def make():
     return acceptance.MeasureAlphaConfig({'x': lambda: None}, 'x')
 
-  out, records = str(tmp_path / 'out'), str(tmp_path / 'records')
-  for config, words in (
-    (ReproduceConfig(['figure2'], out), 'matplotlib.*plots'),
-    (
-      ReproduceConfig(['table3'], out, records, measure=False),
-      '--records-dir.*records',
-    ),
-    (ReproduceConfig(['table3'], out, alphas=[make] * 2), 'different names'),
+  out = str(tmp_path / 'out')
+  stored = {'records_dir': str(tmp_path / 'records'), 'measure': False}
+  monkeypatch.setitem(sys.modules, 'matplotlib', None)
+  for item, options, words in (
+    ('figure2', {}, 'matplotlib.*plots'),
+    ('table3', stored, '--records-dir.*records'),
+    ('table3', {'alphas': [make] * 2}, 'different names'),
   ):
-    with monkeypatch.context() as patch:
-      patch.setitem(sys.modules, 'matplotlib', None)
-      with pytest.raises(ValueError, match=words):
-        reproduce.reproduce(config, quiet())
+    with pytest.raises(ValueError, match=words):
+      reproduce.reproduce(ReproduceConfig([item], out, **options), QUIET)
   assert not list(tmp_path.glob('out/*'))
 
 
@@ -157,16 +148,13 @@ def test_shipped_records_are_shown_as_they_are(
 ):
   """Nothing is measured, no model or data is read; the report is ours."""
 
-  def measures(*_):
-    raise AssertionError('measured')
-
-  monkeypatch.setattr(reproduce, 'benchmark', measures)
-  monkeypatch.setattr(reproduce, 'measure_alpha', measures)
+  for name in 'benchmark', 'measure_alpha':  # to call them is an error
+    monkeypatch.setattr(reproduce, name, None)
   monkeypatch.chdir(gin_flags.ROOT)
   name, *flags = flags
   flags += [f'--output-dir={tmp_path}', f'--records-dir={RESULTS / records}']
   gin_flags.load([f'--gin_file=gin/runs/{name}.gin', '--no-measure', *flags])
-  reproduce.reproduce(gin_flags.build(ReproduceConfig), quiet())
+  reproduce.reproduce(gin_flags.build(ReproduceConfig), QUIET)
   ours = (RESULTS / report / 'report.md').read_text()
   assert (tmp_path / 'report.md').read_text() == ours
   assert ours.count('not measured') <= 2
@@ -182,13 +170,10 @@ SUITE = BenchmarkConfig(network(1), network(1), name='tiny', decode_len=32)
 
 
 def suite(folder, **changes):
-  return ReproduceConfig(
-    ('table2', 'table4', 'figure4'),
-    str(folder),
-    records_dir=str(folder / 'records'),
-    suite=dataclasses.replace(SUITE, **changes),
-    drafts={'t5_small': network(1)},
-  )
+  items, records = ('table2', 'table4', 'figure4'), str(folder / 'records')
+  pair = {'suite': dataclasses.replace(SUITE, **changes)}
+  pair['drafts'] = {'t5_small': network(1)}
+  return ReproduceConfig(items, str(folder), records, **pair)
 
 
 def test_a_row_is_measured_once(tmp_path, monkeypatch):
@@ -203,16 +188,16 @@ def test_a_row_is_measured_once(tmp_path, monkeypatch):
 
   monkeypatch.setattr(reproduce, 'benchmark', benchmark)
   monkeypatch.setattr(printed, 'TABLE2', (ROW,))
-  *_, report = reproduce.reproduce(suite(tmp_path), quiet())
+  *_, report = reproduce.reproduce(suite(tmp_path), QUIET)
   assert measured == [0.75] and f'({FORCED})' in report.read_text()
   # A suite that goes on does not measure it again.
-  found = reproduce.suite_records(suite(tmp_path), quiet())
+  found = reproduce.suite_records(suite(tmp_path), QUIET)
   assert list(found) == ['ende-t5_small-T0'] and len(measured) == 1
   with pytest.raises(ValueError, match='decode_len was 32, is 48'):
-    reproduce.suite_records(suite(tmp_path, decode_len=48), quiet())
+    reproduce.suite_records(suite(tmp_path, decode_len=48), QUIET)
   monkeypatch.setattr(printed, 'TABLE2', (ROW._replace(gamma=2),))
   with pytest.raises(ValueError, match=r'gammas was \[3\], is \[2\]'):
-    reproduce.suite_records(suite(tmp_path), quiet())
+    reproduce.suite_records(suite(tmp_path), QUIET)
 
 
 def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
@@ -242,7 +227,7 @@ def test_one_generation_is_shown(tokenizer, tmp_path, monkeypatch):
 def test_a_pair_that_does_not_fit_is_said_once(tmp_path, monkeypatch):
   monkeypatch.setattr(memory, 'device_bytes', lambda: 10_000)
   config = dataclasses.replace(suite(tmp_path), items=('table4',))
-  reproduce.reproduce(config, quiet())
+  reproduce.reproduce(config, QUIET)
   report = (tmp_path / 'report.md').read_text()
   # The small drafter's rows, all of them for one reason.
   assert report.count('memory are needed') == 1

@@ -174,14 +174,11 @@ def test_pairs_that_are_equal_or_have_nothing_in_common():
     assert simulation.simulate(*pair, 1000).agrees
 
 
-@pytest.mark.parametrize(
-  'target, draft, options, words',
-  [
-    (np.ones((1, 1)), np.ones((1, 1)), {}, r'target_probs.*\(1, 1\)'),
-    ((1,), (1,), {'lenience': 2.0}, 'lenience.*2.0'),
-    ((1,), (1,), {'num_samples': 0}, 'num_samples.*0'),
-  ],
-)
-def test_bad_input(target, draft, options, words):
-  with pytest.raises(ValueError, match=words):
-    simulation.simulate(target, draft, **options)
+def test_bad_input():
+  for row, options, words in (
+    (np.ones((1, 1)), {}, r'target_probs.*\(1, 1\)'),
+    ((1,), {'lenience': 2.0}, 'lenience.*2.0'),
+    ((1,), {'num_samples': 0}, 'num_samples.*0'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      simulation.simulate(row, row, **options)
