@@ -18,14 +18,8 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.engine.completion import Completion, CompletionStats, total
-from specdec_jax.infer.data import (
-  PLAIN,
-  SCORING,
-  SPECULATIVE,
-  DataSet,
-  DecodeConfig,
-  Example,
-)
+from specdec_jax.infer import data as data_lib
+from specdec_jax.infer.data import PLAIN, SCORING, SPECULATIVE, DecodeConfig
 from specdec_jax.report import Table, say
 from specdec_jax.report.record import new as new_record
 
@@ -81,7 +75,7 @@ def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
 
 
 def outputs_of(
-  data: DataSet, results: Results, num_samples: int
+  data: data_lib.DataSet, results: Results, num_samples: int
 ) -> list[Outputs]:
   """Returns the outputs of each example, in the order of the data."""
   completions = {mode: completions_of(x) for mode, x in results.items()}
@@ -90,16 +84,17 @@ def outputs_of(
     numbers = range(begin, begin + len(example.parts) * num_samples)
     begin = numbers.stop
     samples = [numbers[sample::num_samples] for sample in range(num_samples)]
-    decoded = {
-      mode: [example.output([*map(done.get, parts)]) for parts in samples]
-      for mode, done in completions.items()
-    }
-    outputs.append(decoded)
+    outputs.append(
+      {
+        mode: [example.output([*map(done.get, parts)]) for parts in samples]
+        for mode, done in completions.items()
+      }
+    )
   return outputs
 
 
 def record(
-  example: Example, outputs: Outputs, config: DecodeConfig
+  example: data_lib.Example, outputs: Outputs, config: DecodeConfig
 ) -> dict[str, Any]:
   """Returns the JSON object of an example, with T5X's fields in T5X's order.
 
@@ -109,14 +104,18 @@ def record(
   """
   last = list(outputs.values())[-1]
   scores = one_or_all([_score(output) for output in last])
-  values: dict[str, Any] = {'inputs': _inputs(example, config)}
+  features = example.features
+  if not isinstance(features, str) and not config.include_all_inputs:
+    texts = {k: v for k, v in features.items() if k.endswith('_pretokenized')}
+    features = texts
+  values: dict[str, Any] = {'inputs': features}
   if config.task_mode == 'score':
     values['score'] = scores
   else:
-    texts = [None if output.error else output.text for output in last]
+    said = [None if output.error else output.text for output in last]
     tokens = [list(output.tokens) for output in last]
-    values['prediction'] = one_or_all(texts)
-    values['prediction_tokens'] = one_or_all(tokens)
+    values |= {'prediction': one_or_all(said)}
+    values |= {'prediction_tokens': one_or_all(tokens)}
     if not all(output.lossless for output in last):
       values['lossless'] = False
   if config.task_mode == 'predict_with_aux':
@@ -136,13 +135,6 @@ def record(
   return values
 
 
-def _inputs(example: Example, config: DecodeConfig) -> Any:
-  features = example.features
-  if isinstance(features, str) or config.include_all_inputs:
-    return features
-  return {k: v for k, v in features.items() if k.endswith('_pretokenized')}
-
-
 def error_of(outputs: Outputs) -> str | None:
   """Returns the first error of an example, or None."""
   errors = (output.error for mode in outputs.values() for output in mode)
@@ -150,26 +142,23 @@ def error_of(outputs: Outputs) -> str | None:
 
 
 def errors_of(
-  data: DataSet, outputs: Sequence[Outputs], config: DecodeConfig
+  data: data_lib.DataSet, outputs: Sequence[Outputs], config: DecodeConfig
 ) -> list[str]:
   """Returns the error of each example that has one, with its place."""
-  errors = []
-  pairs = zip(data.examples, outputs, strict=True)
-  for i, (example, decoded) in enumerate(pairs):
-    error, place = error_of(decoded), f'line {1 + config.index(i)}'
-    if config.is_task:
-      place = f'example {config.index(i)}'
-    if error is not None:
-      # Errors of the file's reader name the line already.
-      errors.append(error if example.skipped else f'{place}: {error}')
-  return errors
+  unit, first = ('example', 0) if config.is_task else ('line', 1)
+  pairs = zip(data.examples, map(error_of, outputs), strict=True)
+  # Errors of the file's reader name the line already.
+  return [
+    error if example.skipped else f'{unit} {first + config.index(i)}: {error}'
+    for i, (example, error) in enumerate(pairs)
+    if error is not None
+  ]
 
 
 def _score(output: Completion) -> float | None:
   """Returns a beam's score, or another output's log-probability in nats."""
-  score = output.score
-  if score is None:
-    score = float(sum(output.log_probs))
+  beam = output.score
+  score = float(sum(output.log_probs)) if beam is None else beam
   return None if output.error or not math.isfinite(score) else score
 
 
@@ -180,9 +169,8 @@ def one_or_all(values: list[Any]) -> Any:
 
 def counts(output: Completion) -> dict[str, Any]:
   """Returns the calls and proposals that an output took, as JSON values."""
-  values = dataclasses.asdict(output.stats)
-  values['acceptance_rate'] = output.stats.acceptance_rate
-  return values
+  rate = output.stats.acceptance_rate
+  return dataclasses.asdict(output.stats) | {'acceptance_rate': rate}
 
 
 def plain(value: Any) -> Any:
@@ -354,28 +342,14 @@ def table(summary: Mapping[str, Any]) -> Table:
     cells = [None if v is None else format(v, form) for v in values]
     if any(cells):
       rows.append([title, *cells])
-  title = (
-    'Scoring' if modes == [SCORING] else f'Decoding, {" and ".join(titles)}'
-  )
-  return Table(title, ['', *titles], rows)
-
-
-def show(
-  console: rich.console.Console,
-  summary: Mapping[str, Any],
-  config: DecodeConfig,
-) -> None:
-  """Prints the table of a summary, and notes below it."""
-  console.print(table(summary))
-  notes = _notes(summary)
-  if config.output_dir:
-    notes.append(f'Results are in {config.output_dir}.')
-  for note in notes:
-    say(console, note)
+  kind = 'Scoring' if SCORING in modes else f'Decoding, {" and ".join(titles)}'
+  return Table(kind, ['', *titles], rows)
 
 
 def show_examples(
-  console: rich.console.Console, data: DataSet, outputs: Sequence[Outputs]
+  console: rich.console.Console,
+  data: data_lib.DataSet,
+  outputs: Sequence[Outputs],
 ) -> None:
   """Prints the first decoded lines, with a column for each mode."""
   rows = [
@@ -387,8 +361,11 @@ def show_examples(
     console.print(Table('Examples', ['input', *outputs[0]], rows))
 
 
-def _notes(summary: Mapping[str, Any]) -> list[str]:
-  """Returns the lines below the table: errors, warnings and notes."""
+def show(
+  console: rich.console.Console, summary: Mapping[str, Any], folder: str | None
+) -> None:
+  """Prints the table of a summary, and errors, warnings and notes below it."""
+  console.print(table(summary))
   notes = [summary['reading']] if summary.get('reading') else []
   if not summary.get('lossless', True):
     notes.append(
@@ -398,12 +375,10 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
   if layout := summary.get('kernel_layout'):
     notes.append(f'Kernels are stored as {layout}.')
   if agreement := summary.get('agreement'):
-    differing = agreement['disagreements']
-    compared = agreement['compared']
-    notes.append(
-      f'{"Beams" if summary.get("num_beams") else "Greedy outputs"} that agree'
-      f' token for token: {compared - len(differing)} of {compared}.'
-    )
+    differing, compared = agreement['disagreements'], agreement['compared']
+    subject = 'Beams' if summary.get('num_beams') else 'Greedy outputs'
+    same = f'{compared - len(differing)} of {compared}'
+    notes.append(f'{subject} that agree token for token: {same}.')
     notes += [
       f'  line {item["line"]} differs from token {item["position"]} on:'
       f' {item[PLAIN]!r} / {item[SPECULATIVE]!r}'
@@ -421,4 +396,7 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
       'Speculation does not pay here as it is: `specdec calibrate` says whether'
       ' another gamma does.'
     )
-  return notes
+  if folder:
+    notes.append(f'Results are in {folder}.')
+  for note in notes:
+    say(console, note)
