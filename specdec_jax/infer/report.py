@@ -106,16 +106,16 @@ def record(
   scores = one_or_all([_score(output) for output in last])
   features = example.features
   if not isinstance(features, str) and not config.include_all_inputs:
-    texts = {k: v for k, v in features.items() if k.endswith('_pretokenized')}
-    features = texts
+    shown = [name for name in features if name.endswith('_pretokenized')]
+    features = {name: features[name] for name in shown}
   values: dict[str, Any] = {'inputs': features}
   if config.task_mode == 'score':
     values['score'] = scores
   else:
-    said = [None if output.error else output.text for output in last]
+    texts = [None if output.error else output.text for output in last]
     tokens = [list(output.tokens) for output in last]
-    values |= {'prediction': one_or_all(said)}
-    values |= {'prediction_tokens': one_or_all(tokens)}
+    values['prediction'] = one_or_all(texts)
+    values['prediction_tokens'] = one_or_all(tokens)
     if not all(output.lossless for output in last):
       values['lossless'] = False
   if config.task_mode == 'predict_with_aux':

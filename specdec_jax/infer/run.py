@@ -134,8 +134,7 @@ def _in_folder(
   """Locks the output folder, by default a temporary one, and decodes."""
   process = jax.process_index()
   if jax.process_count() > 1 and not config.output_dir:
-    expected = 'a folder that all processes see (--output-dir)'
-    raise unexpected('output_dir', expected, config.output_dir)
+    raise unexpected('output_dir', 'a folder that all processes see', None)
   console.quiet = console.quiet or process > 0
   with contextlib.ExitStack() as stack:
     folder = Folder(
@@ -163,10 +162,9 @@ class _Run:
     self.data = data.read(config)
     self.metrics, self.unmeasured = _metrics(config, self.data)
     self.failed_metric: str | None = None
-    measured = None
     # A bad calibration fails before any model is loaded.
-    if config.calibration is not None:
-      measured = calibration.load(config.calibration)
+    path = config.calibration
+    measured = None if path is None else calibration.load(path)
     options = self.data.engine_options(config)
     with bar(console, 'Loading models, vocabulary and memory'):
       if config.drafter is not None and SPECULATIVE in config.modes:
@@ -180,11 +178,8 @@ class _Run:
     is_short = len(self.items) <= _FEW_ITEMS
     is_long = 1 < rows < examples and not is_short
     pools = is_long and config.may_pool and backend.kind() == 'cpu'
-    config = dataclasses.replace(
-      config,
-      batch_size=rows,
-      batching=config.batching or ('continuous' if pools else 'fixed'),
-    )
+    batching = config.batching or ('continuous' if pools else 'fixed')
+    config = dataclasses.replace(config, batch_size=rows, batching=batching)
     gammas = plan = None
     if SPECULATIVE in config.modes:
       plan = choose_gammas(measured, config, self.engine, console, is_short)
@@ -206,9 +201,8 @@ class _Run:
 
   def earlier(self) -> dict[str, Any]:
     """Prints the finished results of an earlier run; returns their summary."""
-    folder = self.folder
-    summary: dict[str, Any]
-    summary = folder.read_json(self.config.files_prefix + SUMMARY)
+    folder, name = self.folder, self.config.files_prefix + SUMMARY
+    summary: dict[str, Any] = folder.read_json(name)
     before = summary.get('settings')
     folder.check_same(before, self.settings, 'finished results')
     if self._prints_outputs:
@@ -227,13 +221,12 @@ class _Run:
     outputs = report.outputs_of(self.data, results, config.options.num_samples)
     pairs = zip(self.data.examples, outputs, strict=True)
     records = [report.record(*pair, config) for pair in pairs]
-    summary = report.summarise(
-      results, config.options.sampling.greedy, self._context(outputs)
-    )
+    is_greedy = config.options.sampling.greedy
+    summary = report.summarise(results, is_greedy, self._context(outputs))
     for differing in summary.get('agreement', {}).get('disagreements', ()):
       number = (differing['line'] - 1) // config.options.num_samples
       differing['line'] = 1 + config.index(self.data.lines[number])
-    failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
+    failed = summary['finish_reasons'].keys() <= {'empty', 'error'}
     failed = failed and bool(summary['errors'])
     contents = {folder.name: ''.join(map(report.json_text, records))}
     name = config.files_prefix + SUMMARY
@@ -247,11 +240,9 @@ class _Run:
       report.show_examples(self.console, self.data, outputs)
     report.show(self.console, summary, config.output_dir)
     if failed:
-      first = summary['errors'][0].rstrip('.')
-      message = f'No output could be decoded. The first: {first}.'
-      if config.output_dir is not None:
-        message += f' {config.output_dir!r} has the records, but no marker.'
-      raise ValueError(message)
+      first, place = summary['errors'][0].rstrip('.'), config.output_dir
+      kept = f' {place!r} has the records, but no marker.' if place else ''
+      raise ValueError(f'No output could be decoded. The first: {first}.{kept}')
     self._check_end(summary)
     return summary
 
@@ -261,9 +252,8 @@ class _Run:
     results: dict[str, list[Batch]] = {mode: [] for mode in self.decoders}
 
     def add(works: Sequence[Mapping[str, Any]]) -> None:
-      for work in works:
-        for mode, part in work.items():
-          results[mode].append(Batch.from_json(part))
+      for mode, part in itertools.chain.from_iterable(x.items() for x in works):
+        results[mode].append(Batch.from_json(part))
 
     add(folder.begin(self.settings, config.overwrite))
     process, count = folder.process, jax.process_count()
@@ -366,8 +356,7 @@ class _Run:
     path = config.input_file
     if not config.is_task and files.state(path) != self.input_state:
       raise ValueError(
-        f'{path!r} was changed while it was decoded. All of what it was before'
-        f' is {where}.'
+        f'{path!r} was changed while it was decoded; what it was is {where}.'
       )
     if self.failed_metric is not None:
       raise ValueError(f'{self.failed_metric}. Everything is {where}.')

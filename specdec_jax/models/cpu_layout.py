@@ -155,14 +155,17 @@ def call_cost(rows: int, tokens: int) -> float | None:
 
 @functools.cache
 def _of_this_host() -> CpuLayout:
-  return host_cache.measured(
+  # Stored timings of other kernels are not used.
+  key = backend.host() | {'chains': [[*x] for x in _CHAINS]}
+  key |= {'counts': [*_COUNTS]}
+  layout = host_cache.measured(
     'kernel_layout',
-    # Stored timings of other kernels are not used.
-    backend.host()
-    | {'chains': [list(chain) for chain in _CHAINS], 'counts': [*_COUNTS]},
+    key,
     lambda: dataclasses.asdict(_chosen(_measured())),
     _from_json,
   )
+  assert layout is not None
+  return layout
 
 
 def _from_json(value: Any) -> CpuLayout:

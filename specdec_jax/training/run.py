@@ -21,7 +21,7 @@ from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.pair import first_id
-from specdec_jax.files import shipped
+from specdec_jax.files import same_run, shipped
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.families import config_of
@@ -35,11 +35,7 @@ from specdec_jax.training.data import (
   Pairs,
   digest,
 )
-from specdec_jax.training.outputs import (
-  OutputsConfig,
-  check_settings,
-  generate_outputs,
-)
+from specdec_jax.training.outputs import OutputsConfig, generate_outputs
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
@@ -135,27 +131,6 @@ class TrainRun:
     check_types(self)
     if not self.model_dir:
       raise unexpected('model_dir', 'a folder', self.model_dir)
-    self._check_networks()
-    for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
-      path = getattr(self, name)
-      if path is not None and not os.path.isfile(shipped.find(path)):
-        raise ValueError(f'{name}: there is no file {path!r}.')
-    has_text = self.train_file is not None or self.eval_file is not None
-    if self.vocab_path is None and has_text:
-      expected = 'a sentencepiece model, or a path where one is trained'
-      raise unexpected('vocab_path', expected, None)
-
-  @property
-  def target(self) -> Any:
-    """The network that the model learns from; None without one."""
-    return self.learning and self.learning.target
-
-  @property
-  def network(self) -> Any:
-    """The network that reads the data: the target of heads, else `model`."""
-    return self.target if isinstance(self.model, Heads) else self.model
-
-  def _check_networks(self) -> None:
     model: Any = self.model
     target = self.target
     if isinstance(model, Heads):
@@ -175,6 +150,24 @@ class TrainRun:
       expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('learning', expected, got)
+    for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
+      path = getattr(self, name)
+      if path is not None and not os.path.isfile(shipped.find(path)):
+        raise ValueError(f'{name}: there is no file {path!r}.')
+    has_text = self.train_file is not None or self.eval_file is not None
+    if self.vocab_path is None and has_text:
+      expected = 'a sentencepiece model, or a path where one is trained'
+      raise unexpected('vocab_path', expected, None)
+
+  @property
+  def target(self) -> Any:
+    """The network that the model learns from; None without one."""
+    return self.learning and self.learning.target
+
+  @property
+  def network(self) -> Any:
+    """The network that reads the data: the target of heads, else `model`."""
+    return self.target if isinstance(self.model, Heads) else self.model
 
 
 def train(
@@ -221,32 +214,27 @@ def train(
   pairs, held_out = data or pairs_of(run)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
-    path = os.path.join(run.model_dir, name)
-    files.write_atomically(path, content().encode())
-  target = ''
+    files.write_atomically(f'{run.model_dir}/{name}', content().encode())
+  target, learning = '', dict[str, Any](z_loss=run.z_loss)
   if run.learning is not None:
     target = fingerprint(objective.target_params)
+    # The outputs are compared with the data instead.
+    learning = vars(run.learning) | dict.fromkeys(('outputs', 'outputs_folder'))
+    learning['checkpoint_path'] = target
     if run.learning.outputs is not None:
-      pairs, held_out = _target_outputs(
-        run, objective, packing, pairs, held_out, log
-      )
+      given = packing, pairs, held_out
+      pairs, held_out = _target_outputs(run, objective, *given, log)
       # An output is one example: its source was joined before it was decoded.
       packing = dataclasses.replace(packing, weights=(1.0,))
-  _check_settings(
-    run,
-    init=init,
-    start_id=start_id,
-    learning=_learning_settings(run, target),
-    packing=dataclasses.asdict(packing),
-    train_data=digest(pairs),
-  )
+  settings: dict[str, Any] = {'init': init, 'start_id': start_id}
+  settings |= {'learning': learning, 'packing': dataclasses.asdict(packing)}
+  settings['train_data'] = digest(pairs)
+  _check_settings(run, settings)
   pad_id = run.network.pad_id
-  batches = PackedBatches(pairs, packing, pad_id=pad_id)
+  batches = PackedBatches(pairs, packing, pad_id)
   stores = _stores_features(objective, batches)
   batches.regroups = not stores
-  valid = None
-  if held_out is not None:
-    valid = PackedBatches(held_out, packing, pad_id=pad_id)
+  valid = None if held_out is None else PackedBatches(held_out, packing, pad_id)
   log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
@@ -264,16 +252,7 @@ def train(
   return state.params
 
 
-def _learning_settings(run: TrainRun, target: str) -> dict[str, Any]:
-  """Returns the settings of the objective, with the target's fingerprint."""
-  if run.learning is None:
-    return {'z_loss': run.z_loss}
-  changes = {'checkpoint_path': target, 'outputs': None, 'outputs_folder': None}
-  # The outputs are compared with the data instead.
-  return vars(run.learning) | changes
-
-
-def _check_settings(run: TrainRun, **settings: Any) -> None:
+def _check_settings(run: TrainRun, settings: dict[str, Any]) -> None:
   """Writes the settings that decide the result, or compares them.
 
   Raises:
@@ -283,7 +262,8 @@ def _check_settings(run: TrainRun, **settings: Any) -> None:
   settings |= {'model': repr(run.model), 'training': training}
   path = os.path.join(run.model_dir, 'settings.json')
   if os.path.exists(path):
-    check_settings(path, files.read_json(path), settings)
+    what = f'{path!r} belongs to a run with other settings'
+    same_run.check(files.read_json(path), settings, what)
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
 

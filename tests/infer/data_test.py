@@ -6,6 +6,7 @@ decodes what is right.
 
 import gzip
 import io
+import itertools
 import os
 import sys
 import threading
@@ -108,11 +109,10 @@ def test_what_goes_along_can_be_written(engine, tmp_path):
   path = write(tmp_path / 'a.jsonl', line)
   records, _ = decoded(engine, path, tmp_path, include_all_inputs=True)
   assert records[0]['prediction'] and 'error' not in records[0]
-  inputs = records[0]['inputs']
-  assert inputs['nan'] is inputs['inf'] is inputs['big'] is None
-  assert inputs['id'] == 'x\ufffdy' and inputs['\ufffd'] == 'key'
-  assert inputs['ok'] == 0.5
-  assert not {'<broken>', 'references'} & set(inputs)
+  want = {'nan': None, 'inf': None, 'big': None, 'id': 'x\ufffdy', 'ok': 0.5}
+  want |= {'\ufffd': 'key'}
+  assert records[0]['inputs'].items() >= want.items()
+  assert not {'<broken>', 'references'} & set(records[0]['inputs'])
 
 
 def damaged(folder, kind):
@@ -193,11 +193,10 @@ def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
   monkeypatch.setattr(files, '_FREE', 0)
   for content in (b'\0', b'\n'):
     path = write(tmp_path / 'bomb.gz', content * (1 << 22))
-    count = 0
+    count = itertools.count()
     with pytest.raises(ValueError, match='unpacks to more than 200 times'):
-      for _ in files.lines(path):
-        count += 1
-    assert count < 1 << 20  # it was noticed on the way
+      list(zip(files.lines(path), count, strict=False))
+    assert next(count) < 1 << 20  # it was noticed on the way
   # Text does not pack like that.
   lines = b'\n'.join(b'line %d of a text' % i for i in range(20_000))
   assert len(list(files.lines(write(tmp_path / 'a.gz', lines)))) == 20_000
@@ -218,8 +217,8 @@ def feed(path, content, times=1):
 
 @pytest.fixture
 def pipe(tmp_path):
-  os.mkfifo(tmp_path / 'pipe.txt')
-  return str(tmp_path / 'pipe.txt')
+  os.mkfifo(path := str(tmp_path / 'pipe.txt'))
+  return path
 
 
 def test_stdin(monkeypatch):
@@ -247,12 +246,11 @@ def test_a_pipe_is_read_once_somebody_writes(pipe, engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'bound, content',
-  [('MAX_PIPE', b'\0' * 1000), ('MAX_PIPE_LINES', b'\n' * 1000)],
+  'byte, bound', [(0, 'MAX_PIPE'), (10, 'MAX_PIPE_LINES')]
 )
-def test_an_endless_pipe_is_bounded(pipe, monkeypatch, bound, content):
+def test_an_endless_pipe_is_bounded(pipe, monkeypatch, byte, bound):
   monkeypatch.setattr(files, bound, 10_000)
-  writer = feed(pipe, content, 1_000_000)
+  writer = feed(pipe, bytes([byte]) * 1000, 1_000_000)
   with pytest.raises(ValueError, match='More than 10,000 .* in a file'):
     list(files.lines(pipe))
   writer.join(10)
