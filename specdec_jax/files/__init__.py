@@ -81,10 +81,8 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
   try:
     with _opened(path) as (stream, is_pipe):
       chunks: Iterable[bytes] = iter(lambda: stream.read(_CHUNK), b'')
-      if path.endswith('.gz'):
-        chunks = _unpacked(chunks, path)
-      if is_pipe:
-        chunks = _bounded(chunks, path)
+      chunks = _unpacked(chunks, path) if path.endswith('.gz') else chunks
+      chunks = _bounded(chunks, path) if is_pipe else chunks
       for number, (line, size) in enumerate(_split(chunks), 1):
         bom = codecs.BOM_UTF8 if number == 1 else b''
         yield _text_line(line.removeprefix(bom), size)
@@ -358,10 +356,8 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     os.makedirs(path, exist_ok=True)
     tempfile.TemporaryFile(dir=path).close()
   except OSError as error:
-    raise ValueError(
-      f'The folder {os.fspath(path)!r} cannot be written:'
-      f' {error.strerror or error}. Give another one.'
-    ) from error
+    why = f'cannot be written: {reason(error)}. Give another one.'
+    raise ValueError(f'The folder {os.fspath(path)!r} {why}') from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -93,9 +93,8 @@ class Folder:
       finally:
         self._lock.unlink(missing_ok=True)
 
-  @property
   def finished(self) -> bool:
-    """Whether the folder has finished results."""
+    """Returns whether the folder has finished results."""
     return self._marker.exists() and (self.path / self.name).exists()
 
   def read_json(self, name: str, lines: bool = False) -> Any:
@@ -169,8 +168,7 @@ class Folder:
     except AssertionError as error:
       raise ValueError(
         f'Process {self.process} and another one of this run have different'
-        ' inputs or settings: give all of them the same command, and files that'
-        ' nobody changes. Finished work is kept.'
+        ' inputs or settings: give all the same command and files.'
       ) from error
     done = self.appended(include_own=True)
     multihost_utils.sync_global_devices(f'{self.name} was read')
@@ -243,10 +241,9 @@ class Folder:
         before, since = now, time.monotonic()
       elif time.monotonic() - since > _MOST_SILENCE_S:
         raise ValueError(
-          f'Nothing was written in {str(self.path)!r} for'
-          f' {_MOST_SILENCE_S / 60:g} minutes, where process {self.process}'
-          ' waits for others. Do all of them still run, with the same folder?'
-          ' Start all of them again: finished work is kept.'
+          f'Nothing was written for {_MOST_SILENCE_S / 60:g} minutes, where'
+          f' process {self.process} waits for others: {str(self.path)!r}. Start'
+          ' all again, with one folder: finished work is kept.'
         )
 
   def _written(self) -> list[int]:
@@ -267,8 +264,6 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    raise OSError(
-      error.errno or errno.EIO,
-      f'{path} could not be written ({error.strerror}); what was finished is'
-      ' kept. Free space or give another output folder, and run again',
-    ) from error
+    text = f'{path} could not be written ({error.strerror}); finished work is'
+    text += ' kept. Free space or give another output folder, and run again'
+    raise OSError(error.errno or errno.EIO, text) from error

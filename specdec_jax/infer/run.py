@@ -143,7 +143,7 @@ def _in_folder(
       process,
     )
     stack.enter_context(folder.claimed())
-    if is_finished := folder.finished and not config.overwrite:
+    if is_finished := folder.finished() and not config.overwrite:
       kept = f'{folder.name} is finished; it is kept if the models are the same'
       say(console, f'{kept}. Overwrite it (--overwrite) to make it again.')
     run = _Run(config, folder, console)
@@ -286,7 +286,7 @@ class _Run:
             if apart or process == 0:
               folder.append({mode: dataclasses.asdict(part)})
     if process:
-      folder.wait(lambda: folder.finished)
+      folder.wait(folder.finished)
       return None
 
     def all_came() -> bool:

@@ -177,13 +177,10 @@ def generate_outputs(
   """
   path = os.fspath(path)
   batches = _batches(sources, config)
-  settings = {
-    'params': fingerprint(params),
-    'sources': digest([(source, ()) for source in sources]),
-    'begin': [*begin],
-    'eos_id': eos_id,
-    'outputs': dataclasses.asdict(config) | {'max_minutes': None},
-  }
+  settings: dict[str, Any] = {'params': fingerprint(params)}
+  settings['sources'] = digest([(source, ()) for source in sources])
+  settings |= {'begin': [*begin], 'eos_id': eos_id}
+  settings['outputs'] = dataclasses.asdict(config) | {'max_minutes': None}
   run_log, done = RunLog(path, settings), []
   if os.path.exists(path):
     what = f'{path!r} belongs to a run with other settings'
@@ -198,8 +195,7 @@ def generate_outputs(
       if (now := time.monotonic()) >= end:
         break
       if now >= due:
-        due = now + _LOG_SECONDS
-        minutes = (now - start) / 60
+        due, minutes = now + _LOG_SECONDS, (now - start) / 60
         log(f'outputs {number}/{len(batches)} batches, {minutes:.1f} min')
       ids = batches[number]
       texts = [[*map(int, sources[i])] for i in ids]

@@ -367,12 +367,11 @@ def _objective(run: TrainRun, first: int | None) -> Any:
   learning, model = run.learning, run.model
   if learning is None:
     return losses.CrossEntropy(model, first, run.z_loss)
-  target = learning.target
+  target, kind = learning.target, losses.Distillation
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
-  params = jax.tree.map(jnp.asarray, params)
-  is_heads = isinstance(model, Heads)
-  kind = losses.HeadDistillation if is_heads else losses.Distillation
-  return kind(model, target, params, first)
+  if isinstance(model, Heads):
+    kind = losses.HeadDistillation
+  return kind(model, target, jax.tree.map(jnp.asarray, params), first)
 
 
 def _stores_features(objective: Any, batches: PackedBatches) -> bool:
@@ -394,18 +393,14 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
   folder = learning.outputs_folder or os.path.join(run.model_dir, 'outputs')
   files.make_folder(folder)
 
+  model = objective.target, objective.target_params
+  ends = learning.begin or [objective.start_id], packing.eos_id
+
   def decoded(name, pairs, config):
     references = PackedBatches(pairs, packing).examples()
-    outputs = generate_outputs(
-      objective.target,
-      objective.target_params,
-      [source for source, _ in references],
-      os.path.join(folder, f'{name}.jsonl'),
-      config,
-      learning.begin or [objective.start_id],
-      packing.eos_id,
-      log,
-    )
+    sources = [source for source, _ in references]
+    path = os.path.join(folder, f'{name}.jsonl')
+    outputs = generate_outputs(*model, sources, path, config, *ends, log)
     return outputs, references
 
   if held_out is not None:

@@ -59,10 +59,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if url.path == prefix:
       found = [path for path in folder.rglob('*') if path.is_file()]
       names = sorted(path.relative_to(folder).as_posix() for path in found)
-      begin, end = (
-        query.get('startOffset', ''),
-        query.get('endOffset', '\uffff'),
-      )
+      first, end = query.get('startOffset', ''), query.get('endOffset', '~')
       page = {'items': [{'name': n} for n in names if first <= n < end]}
       return self._answer(200, json.dumps(page).encode())
     path = folder / urllib.parse.unquote(url.path[len(prefix) + 1 :])
@@ -164,9 +161,7 @@ def test_no_network(monkeypatch):
   monkeypatch.setitem(locations._FIRST, 'max_delay', '10ms')
   point_at('http://127.0.0.1:9', monkeypatch)  # nobody listens
   path = 'gs://models/t5_small/checkpoint_1000000'
-  words = (
-    'cannot be read: .*3 retry attempts failed.*Check the address'
-  )
+  words = 'cannot be read: .*3 retry attempts failed.*Check the address'
   with pytest.raises(ValueError, match=f"(?s)'{path}' {words}"):
     checkpoints.load(path)
   with pytest.raises(ValueError, match='vocab.*3 retry attempts failed'):
