@@ -188,16 +188,12 @@ class RemoteLocation(Location):
 
   def _read(self, start: int, stop: int | None, first: bool = False) -> bytes:
     folder, name = os.path.split(self._spec['path'])
-    answer = self._ask(
-      {**self._spec, 'path': f'{folder}/' if folder else ''},
-      lambda store: store.read(name, byte_range=slice(start, stop)),
-      first,
-    )
+    spec = {**self._spec, 'path': f'{folder}/' if folder else ''}
+    part = slice(start, stop)
+    answer = self._ask(spec, lambda x: x.read(name, byte_range=part), first)
     return answer.value if answer else b''
 
-  def _ask(
-    self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
-  ) -> Any:
+  def _ask(self, spec: Any, ask: Callable[[Any], Any], first: bool) -> Any:
     """Returns the answer of the store; None if there is no such object.
 
     If `first`, it gives up earlier, because there may be no network.
@@ -212,9 +208,8 @@ class RemoteLocation(Location):
     except STORE_ERRORS as error:
       if str(error).startswith(('NOT_FOUND', 'OUT_OF_RANGE')):
         return None
-      raise ValueError(
-        f'{self.path!r} cannot be read: {reason(error)}. {_ADVICE}'
-      ) from error
+      why = f'{reason(error)}. {_ADVICE}'
+      raise ValueError(f'{self.path!r} cannot be read: {why}') from error
 
 
 def reading(retries: dict[str, Any] = _READING) -> Any:

@@ -26,10 +26,7 @@ def differences(before: Any, now: Any) -> list[str]:
 
 
 def check(
-  before: Any,
-  now: Mapping[str, Any],
-  what: str,
-  what_to_do: str = _ADVICE,
+  before: Any, now: Mapping[str, Any], what: str, advice: str = _ADVICE
 ) -> None:
   """Raises ValueError unless the settings in a file are this run's.
 
@@ -37,13 +34,13 @@ def check(
     before: the settings in the file.
     now: this run's settings.
     what: names the settings and the file, as the beginning of a sentence.
-    what_to_do: sentences that tell the user what to do.
+    advice: sentences that tell the user what to do.
   """
   if not (lines := differences(before, now)):
     return
   more = len(lines) - _SHOWN
   listed = '; '.join(lines[:_SHOWN]) + (f'; and {more} more' * (more > 0))
-  raise ValueError(f'{what}: {listed}. {what_to_do}')
+  raise ValueError(f'{what}: {listed}. {advice}')
 
 
 def _differences(before: Any, now: Any, name: str = '') -> Iterator[str]:

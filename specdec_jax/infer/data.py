@@ -17,15 +17,11 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine import options as options_lib
 from specdec_jax.engine.completion import Completion, joined, passed_over
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.long_texts import splitter
-from specdec_jax.engine.options import (
-  MOST_ROWS,
-  Options,
-  example_id,
-  sentence_id,
-)
+from specdec_jax.engine.options import MOST_ROWS, Options
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import tasks
@@ -276,9 +272,7 @@ def open_tokenizer(
   model = None if target is None else target()
   if model is None or model.tokenizer is None:
     name = '' if model is None else f' of {model.name!r}'
-    raise ValueError(
-      f'No vocabulary{name} is known: give one (--vocab, in gin VOCAB_PATH).'
-    )
+    raise ValueError(f'No vocabulary{name}: give --vocab (in gin VOCAB_PATH).')
   return model.tokenizer
 
 
@@ -355,7 +349,7 @@ class DataSet:
   examples: list[Example]
   broken_off: str | None
   reading: str | None
-  lines: Sequence[int] = ()
+  lines: list[int] = dataclasses.field(default_factory=list)
 
   def prepare(self, config: DecodeConfig, engine: Engine) -> list[Item]:
     """Checks the examples with an engine; returns the items to decode.
@@ -368,42 +362,34 @@ class DataSet:
     if not config.is_task:
       self.examples = _checked_lines(config, engine, self.examples)
       split = [x.sentences for x in self.examples if x.sentences and x.sources]
-      count, cut = (
-        sum(len(x.spans) for x in split),
-        sum(x.num_cut for x in split),
-      )
-      notes = [
-        self.reading,
-        split and f'Lines that were split: {len(split)}, into {count} parts.',
-        cut and f'Sentences that were too long, and were cut: {cut}.',
-      ]
-      self.reading = ' '.join(map(str, filter(None, notes))) or None
+      notes = [self.reading] if self.reading else []
+      if count := sum(len(x.spans) for x in split):
+        notes.append(
+          f'Lines that were split: {len(split)}, into {count} parts.'
+        )
+      if cut := sum(x.num_cut for x in split):
+        notes.append(f'Sentences that were too long, and were cut: {cut}.')
+      self.reading = ' '.join(notes) or None
     elif of_task and of_task.fingerprint != of_engine.fingerprint:
       expected = f"the engine's vocabulary, {of_engine.path!r}"
       raise unexpected('tokenizer', expected, of_task.path)
     samples = config.options.num_samples
     if self.examples:  # a number that is too large fails before a long loop
-      example_id(config.index(len(self.examples) - 1), samples - 1)
-    parts = [
-      (number, place, part)
-      for number, example in enumerate(self.examples)
-      for place, part in enumerate(example.parts)
-    ]
-    self.lines = [number for number, _, _ in parts]
-    return [
-      Item(
-        index * samples + sample,
-        sentence_id(example_id(config.index(number), sample), place),
-        part,
-      )
-      for index, (number, place, part) in enumerate(parts)
-      if part.skipped is None
-      for sample in range(samples)
-    ]
+      options_lib.example_id(config.index(len(self.examples) - 1), samples - 1)
+    self.lines, items = [], list[Item]()
+    for number, example in enumerate(self.examples):
+      for place, part in enumerate(example.parts):
+        first = len(self.lines) * samples
+        self.lines.append(number)
+        for sample in range(samples) if part.skipped is None else ():
+          whole_id = options_lib.example_id(config.index(number), sample)
+          part_id = options_lib.sentence_id(whole_id, place)
+          items.append(Item(first + sample, part_id, part))
+    return items
 
   def identity(self) -> dict[str, Any]:
     """Returns a digest and the number of the examples, as JSON values."""
-    digest = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for example in self.examples:
       features = example.features
       if isinstance(features, Mapping):
@@ -413,11 +399,9 @@ class DataSet:
         )
       error = example.skipped and example.skipped.error
       spans = example.sentences and example.sentences.spans
-      digest.update(repr((features, error, spans)).encode())
-    return {
-      'examples': len(self.examples),
-      'examples_sha256': digest.hexdigest(),
-    }
+      sha256.update(repr((features, error, spans)).encode())
+    digest = sha256.hexdigest()
+    return {'examples': len(self.examples), 'examples_sha256': digest}
 
   @property
   def references(self) -> dict[int, Any]:

@@ -84,12 +84,11 @@ def outputs_of(
     numbers = range(begin, begin + len(example.parts) * num_samples)
     begin = numbers.stop
     samples = [numbers[sample::num_samples] for sample in range(num_samples)]
-    outputs.append(
-      {
-        mode: [example.output([*map(done.get, parts)]) for parts in samples]
-        for mode, done in completions.items()
-      }
-    )
+    decoded = {
+      mode: [example.output([*map(done.get, parts)]) for parts in samples]
+      for mode, done in completions.items()
+    }
+    outputs.append(decoded)
   return outputs
 
 
@@ -235,11 +234,11 @@ def summarise(
     summary[mode] = _measurements(batches)
   if len(results) == 2:
     both = results[PLAIN], results[SPECULATIVE]
-    summary['speed_up_median'] = _median(_speed_ups(*both))
+    summary['speed_up_median'] = _median(_speed_ups(both))
     ms = [summary[mode]['ms_per_token'] for mode in (PLAIN, SPECULATIVE)]
     summary['speed_up'] = ms[0] / ms[1] if all(ms) else None
     if greedy:
-      summary['agreement'] = _agreement(*both)
+      summary['agreement'] = _agreement(both)
   return new_record('decode', summary)
 
 
@@ -267,21 +266,19 @@ def _median(values: Sequence[float]) -> float | None:
   return statistics.median(values) if values else None
 
 
-def _speed_ups(plain: Sequence[Batch], fast: Sequence[Batch]) -> list[float]:
+def _speed_ups(both: Sequence[Sequence[Batch]]) -> list[float]:
   """Returns the speed-up of each batch that both modes decoded together."""
-  slow_ms, fast_ms = (
+  slow, fast = (
     {frozenset(batch.completions): batch.ms_per_token for batch in batches}
-    for batches in (plain, fast)
+    for batches in both
   )
-  pairs = ((slow, fast_ms.get(key)) for key, slow in slow_ms.items())
-  return [slow / fast for slow, fast in pairs if slow and fast]
+  pairs = ((ms, fast.get(key)) for key, ms in slow.items())
+  return [slow_ms / ms for slow_ms, ms in pairs if slow_ms and ms]
 
 
-def _agreement(
-  plain: Sequence[Batch], speculative: Sequence[Batch]
-) -> dict[str, Any]:
-  """Compares the tokens of both modes, output by output."""
-  slow, fast = completions_of(plain), completions_of(speculative)
+def _agreement(both: Sequence[Sequence[Batch]]) -> dict[str, Any]:
+  """Compares the tokens of plain and speculative decoding, output by output."""
+  slow, fast = map(completions_of, both)
   differences = [
     {
       'line': number + 1,
@@ -320,20 +317,17 @@ def table(summary: Mapping[str, Any]) -> Table:
   if not summary.get('lossless', True):
     titles[-1] += ', lossy'
   measured = summary.get('metrics') or {}
-  columns = [
-    summary[mode]
-    | {f'metrics.{key}': x for key, x in measured.get(mode, {}).items()}
-    for mode in modes
-  ]
+  columns = []
+  for mode in modes:
+    scores = {f'metrics.{x}': y for x, y in measured.get(mode, {}).items()}
+    columns.append(summary[mode] | scores)
   for key in ('speed_up_median', 'speed_up'):
     if summary.get(key):
       columns[0][key], columns[-1][key] = 1.0, summary[key]
-  metrics = [
-    (name, f'metrics.{name}', '.2f')
-    for name, value in measured.get(modes[0], {}).items()
-    # Other values, such as a signature, are in the summary only.
-    if isinstance(value, float | int)
-  ]
+  # Other values, such as a signature, are in the summary only.
+  first = measured.get(modes[0], {})
+  names = [name for name in first if isinstance(first[name], float | int)]
+  metrics = [(name, f'metrics.{name}', '.2f') for name in names]
   rows = []
   for title, key, form in (*_FIRST, *metrics, *_LAST):
     values = [column.get(key) for column in columns]
@@ -368,10 +362,8 @@ def show(
   console.print(table(summary))
   notes = [summary['reading']] if summary.get('reading') else []
   if not summary.get('lossless', True):
-    notes.append(
-      f'Lossy: with lenience {summary["lenience"]:g} outputs are not those of'
-      ' the target alone.'
-    )
+    why = f'Lossy: with lenience {summary["lenience"]:g}'
+    notes.append(f'{why} outputs are not those of the target alone.')
   if layout := summary.get('kernel_layout'):
     notes.append(f'Kernels are stored as {layout}.')
   if agreement := summary.get('agreement'):
@@ -379,11 +371,9 @@ def show(
     subject = 'Beams' if summary.get('num_beams') else 'Greedy outputs'
     same = f'{compared - len(differing)} of {compared}'
     notes.append(f'{subject} that agree token for token: {same}.')
-    notes += [
-      f'  line {item["line"]} differs from token {item["position"]} on:'
-      f' {item[PLAIN]!r} / {item[SPECULATIVE]!r}'
-      for item in differing[:_MOST_LINES]
-    ]
+    for item in differing[:_MOST_LINES]:
+      place = f'line {item["line"]} differs from token {item["position"]} on'
+      notes.append(f'  {place}: {item[PLAIN]!r} / {item[SPECULATIVE]!r}')
   if summary.get('mean_score') is not None:
     notes.append(f'Mean log-probability: {summary["mean_score"]:.4f} nats.')
   if errors := summary.get('errors'):
@@ -392,10 +382,8 @@ def show(
   if summary.get('unmeasured'):
     notes.append(summary['unmeasured'])
   if (summary.get('speed_up') or 1) < 1:
-    notes.append(
-      'Speculation does not pay here as it is: `specdec calibrate` says whether'
-      ' another gamma does.'
-    )
+    advice = '`specdec calibrate` says whether another gamma does.'
+    notes.append(f'Speculation does not pay here as it is: {advice}')
   if folder:
     notes.append(f'Results are in {folder}.')
   for note in notes:

@@ -188,9 +188,8 @@ class _Run:
       if not any(gammas.values()):
         config = dataclasses.replace(config, mode='plain')
     self.config = config
-    self.decoders = {
-      mode: Decoder(self.engine, mode, config, plan) for mode in config.modes
-    }
+    modes = config.modes
+    self.decoders = {x: Decoder(self.engine, x, config, plan) for x in modes}
     settings = config.identity() | self.data.identity()
     settings |= engine_identity(self.engine) | {'gammas': gammas}
     self.settings = json.loads(json.dumps(settings, default=str))

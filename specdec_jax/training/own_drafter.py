@@ -218,9 +218,8 @@ def draft_network(config: DistilConfig) -> T5 | Bart:
     expected = f'at most {num_layers}, the layers of the target'
     raise unexpected('num_layers', expected, config.num_layers)
   sizes = {'num_encoder_layers': 0, 'num_decoder_layers': config.num_layers}
-  return type(network)(
-    dataclasses.replace(network.config, **sizes, dropout_rate=0.0)
-  )
+  smaller = dataclasses.replace(network.config, **sizes, dropout_rate=0.0)
+  return type(network)(smaller)
 
 
 def decoder_layers(params: Params, num_layers: int) -> Params:
@@ -244,17 +243,14 @@ def decoder_layers(params: Params, num_layers: int) -> Params:
 
 def _texts(config: DistilConfig, codec: Codec) -> tuple[list[str], list[str]]:
   """Returns the texts to learn from, and those to hold out."""
-  prompts = read_prompts(
-    config.texts, codec.num_input_tokens, config.max_input_len
-  )
-  texts = list(dict.fromkeys(prompts))
+  count, most = codec.num_input_tokens, config.max_input_len
+  texts = list(dict.fromkeys(read_prompts(config.texts, count, most)))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
     raise unexpected(f'texts {config.texts!r}', expected, len(texts))
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
-  held_out = texts[:: len(texts) // number][:number]
-  left_out = set(held_out)
-  return [text for text in texts if text not in left_out], held_out
+  held_out = dict.fromkeys(texts[:: len(texts) // number][:number])
+  return [text for text in texts if text not in held_out], list(held_out)
 
 
 def _train_run(
@@ -367,10 +363,9 @@ class _Measured:
     if (table := _shortlist(self._config)) is not None:
       model = model.with_shortlist([int(token) for token in table.ids])
     try:
-      engine, end = self._engine(model), begin + _TIMING * self._seconds
-      self._costs = calibrate.time_calls(
-        self._calibration, engine, self._console, end
-      )
+      args = self._calibration, self._engine(model), self._console
+      end = begin + _TIMING * self._seconds
+      self._costs = calibrate.time_calls(*args, end)
     except CalibrationError as error:
       self._problem = str(error)
     # After the training fewer programs are compiled and more is decoded, which
@@ -414,11 +409,10 @@ class _Measured:
         os.remove(self._path)
     if self._left >= _MEASURABLE * self._closing_s:
       try:
-        return calibrate.calibrate(
-          self._calibration, self._console, self._costs, self._end
-        )
+        args = self._calibration, self._console, self._costs
+        return calibrate.calibrate(*args, self._end)
       except CalibrationError as error:
         self._problem = str(error)
-    advice = '`specdec calibrate` makes one.'
-    say(self._console, f'No calibration: {self._problem} {advice}')
+    what = f'No calibration: {self._problem}'
+    say(self._console, f'{what} `specdec calibrate` makes one.')
     return None

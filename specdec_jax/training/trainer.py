@@ -141,9 +141,8 @@ class Trainer:
     self._evaluate = jax.jit(_evaluate)
     self._features = jax.jit(_features) if stores_features else None
     self._stored: dict[Any, Any] = {}  # the ids of a batch -> its features
-    self._update = jax.jit(
-      functools.partial(_update, self._optimizer), donate_argnums=0
-    )
+    update = functools.partial(_update, self._optimizer)
+    self._update = jax.jit(update, donate_argnums=0)
 
   def init(self, params: Params) -> TrainState:
     """Returns the state before the first step, with copies of `params`."""
@@ -254,11 +253,9 @@ class Trainer:
     gradients, sums = self._gradient(self._objective, state.params, batch, key)
     state, norm = self._update(state, gradients, np.float32(rate))
     sums = _host(sums)
-    if not math.isfinite(sums['loss']):
-      raise FloatingPointError(
-        f'The loss at step {step} is {sums["loss"]}. Lower the learning rate,'
-        ' or lengthen the warm-up.'
-      )
+    if not math.isfinite(loss := sums['loss']):
+      advice = 'Lower the learning rate, or lengthen the warm-up.'
+      raise FloatingPointError(f'The loss at step {step} is {loss}. {advice}')
     return state, norm, sums
 
   def _report_eval(self, state: TrainState, step: int) -> None:
@@ -334,11 +331,9 @@ def _evaluate(objective, params, batch):
 
 
 def _update(optimizer, state, gradients, rate):
-  norm = optax.tree.norm(gradients)
-  updates, opt_state = optimizer.update(
-    gradients, state.opt_state, state.params
-  )
-  params = optax.apply_updates(state.params, optax.tree.scale(rate, updates))
+  norm, params = optax.tree.norm(gradients), state.params
+  updates, opt_state = optimizer.update(gradients, state.opt_state, params)
+  params = optax.apply_updates(params, optax.tree.scale(rate, updates))
   state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
   return state, norm
 
