@@ -28,13 +28,9 @@ from specdec_jax.models.families import config_of
 from specdec_jax.text import tasks
 from specdec_jax.text.tasks import FEATURES, TRAIN_SPLIT, LocalTask
 from specdec_jax.text.tokenizer import PAD_ID, Tokenizer, train_tokenizer
+from specdec_jax.training import data as data_lib
 from specdec_jax.training import losses
-from specdec_jax.training.data import (
-  PackedBatches,
-  PackingConfig,
-  Pairs,
-  digest,
-)
+from specdec_jax.training.data import PackedBatches, PackingConfig, Pairs
 from specdec_jax.training.outputs import OutputsConfig, generate_outputs
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
@@ -228,7 +224,7 @@ def train(
       packing = dataclasses.replace(packing, weights=(1.0,))
   settings: dict[str, Any] = {'init': init, 'start_id': start_id}
   settings |= {'learning': learning, 'packing': dataclasses.asdict(packing)}
-  settings['train_data'] = digest(pairs)
+  settings['train_data'] = data_lib.digest(pairs)
   _check_settings(run, settings)
   pad_id = run.network.pad_id
   batches = PackedBatches(pairs, packing, pad_id)

@@ -267,14 +267,12 @@ def _states(folder: str | os.PathLike[str]) -> Any:
   """Opens Orbax's manager of states, which removes unfinished ones."""
   import orbax.checkpoint as ocp
 
-  return ocp.CheckpointManager(
-    os.path.abspath(folder),
-    options=ocp.CheckpointManagerOptions(
-      max_to_keep=_STATES,
-      cleanup_tmp_directories=True,
-      enable_async_checkpointing=False,
-    ),
+  options = ocp.CheckpointManagerOptions(
+    max_to_keep=_STATES,
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=False,
   )
+  return ocp.CheckpointManager(os.path.abspath(folder), options=options)
 
 
 def _save(store: Any, state: TrainState, elapsed_s: float) -> None:

@@ -42,9 +42,7 @@ def begin(tmp_path, data):
   (tmp_path / 'out' / PARTIAL).write_bytes(data)
 
 
-def test_any_prefix_goes_on_to_the_same_records(
-  partial, whole, tmp_path, capsys
-):
+def test_any_prefix_leads_to_the_same_records(partial, whole, tmp_path, capsys):
   """Wherever a kill cuts the file; whole lines are not decoded again."""
   ends = [i + 1 for i, byte in enumerate(partial) if byte == 10]
   assert len(ends) == 1 + 2 * 3  # settings, and three batches in two ways
@@ -66,9 +64,7 @@ def test_any_prefix_goes_on_to_the_same_records(
 
 
 @pytest.mark.parametrize('broken', [b'{"plain": ', b'[' * 9999, b'\xff' * 9])
-def test_a_broken_line_is_decoded_again(
-  partial, whole, tmp_path, capsys, broken
-):
+def test_a_broken_line_is_made_again(partial, whole, tmp_path, capsys, broken):
   """It alone, with a warning."""
   lines = partial.split(b'\n')
   lines[2] = broken

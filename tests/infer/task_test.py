@@ -1,5 +1,6 @@
 """A run over a task or a mixture: T5X's fields, samples, prompts, errors."""
 
+import functools
 import json
 import sys
 from unittest import mock
@@ -185,9 +186,7 @@ def test_tasks_that_are_refused(tmp_path, tokenizer):
       tasks.find(task, vocabulary)
 
 
-def test_each_task_of_a_mixture_has_its_files(
-  run, make, tokenizer, tmp_path, monkeypatch
-):
+def test_each_task_has_its_files(run, make, tokenizer, tmp_path, monkeypatch):
   pairs = {'one.tsv': LINES[:2], 'two.tsv': LINES[2:]}
   names = [write_pairs(tmp_path / name, of) for name, of in pairs.items()]
   apart = [run(name=name, out='apart')[1] for name in names]
@@ -223,9 +222,8 @@ def knows(run, tokenizer, tmp_path):
   text = b'a\tthe cat sat on the mat\nb\nc\tthe cat sat on the mat\n'
   path = write(tmp_path / 'knows.tsv', text)
   engine = Knowing(tokenizer=tokenizer)
-  return lambda **options: run(
-    lambda **_: engine, path, overwrite=True, **options
-  )
+  known = functools.partial(run, lambda **_: engine, path, overwrite=True)
+  return known
 
 
 def test_metrics_are_of_the_examples_with_a_target(knows, monkeypatch):

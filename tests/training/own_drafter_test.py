@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import types
-from unittest.mock import Mock
+from unittest import mock
 
 import gin
 import jax
@@ -119,16 +119,14 @@ def check_command(capsys, out, held_out):
 @pytest.fixture
 def refused(monkeypatch):
   """No calibration, and an optimiser that compiles quickly."""
-  refused = Mock(side_effect=CalibrationError('a call took less'))
+  refused = mock.Mock(side_effect=CalibrationError('a call took less'))
   monkeypatch.setattr(own_drafter.calibrate, 'calibrate', refused)
   monkeypatch.setattr(own_drafter.calibrate, 'time_calls', lambda *_: [])
   monkeypatch.setattr(trainer, 'make_optimizer', optax.sgd)
   return refused
 
 
-def test_from_texts_to_a_drafter(
-  run, capsys, target, tmp_path, monkeypatch, refused
-):
+def test_from_texts_to_a_drafter(run, capsys, target, tmp_path, refused):
   """All but the calibration, which `measure/calibrate_test` has quickly.
 
   What has learned nothing is no drafter: this is said, and the same command
@@ -137,7 +135,7 @@ def test_from_texts_to_a_drafter(
   flags = [f'--gin_file={target}/../sizes.gin', '--gin.TARGET=%SMALL']
   flags += ['--gin_file=gin/runs/own_drafter.gin', f'--target={target}.msgpack']
   flags.append(f'--vocab={target}/spiece.model')
-  with monkeypatch.context() as patched:
+  with pytest.MonkeyPatch.context() as patched:
     patched.setattr(own_drafter.calibrate, 'time_calls', refused)
     patched.setattr(own_drafter._Measured, 'closing_s', lambda _: math.inf)
     status, _, err = run(*flags)
@@ -150,11 +148,9 @@ def test_from_texts_to_a_drafter(
   check_drafter(target, tmp_path, err)
   argv = check_command(capsys, out, tmp_path / 'mine/held_out.txt')
   assert '--calibration' not in argv
-  made = Mock(return_value=toy_calibration.make())
-  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', made)
-  with monkeypatch.context() as patched:  # ended by time
-    patched.setattr(own_drafter, '_num_steps', lambda _: 2)
-    _, out, _ = run()
+  refused.side_effect, refused.return_value = None, toy_calibration.make()
+  with mock.patch.object(own_drafter, '_num_steps', return_value=2):
+    _, out, _ = run()  # ended by time
   assert 'learned in 2 steps only' in out
   check_again(run, tmp_path, '--calibration mine/calibration.json')
 
@@ -204,9 +200,7 @@ def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_from_texts_to_a_calibrated_pair(
-  run, capsys, target, tmp_path, monkeypatch
-):
+def test_from_texts_to_a_pair(run, capsys, target, tmp_path, monkeypatch):
   # The calls of a toy take microseconds.
   for module in (calls, calibration):
     monkeypatch.setattr(module, 'contradiction', lambda _: '')

@@ -109,9 +109,7 @@ LM = GPT(GPTConfig(16, **TINY_LM))
     (dict(model=Heads(2, 9), learning=AFTER), 'emb_dim: .*8, got 9'),
   ],
 )
-def test_bad_input_is_refused_before_anything_is_written(
-  tmp_path, changes, field
-):
+def test_bad_input_is_refused_before_it_writes(tmp_path, changes, field):
   with pytest.raises(ValueError, match=field):
     train(make_run(tmp_path, **changes), data=None)
   assert not (tmp_path / 'model').exists()

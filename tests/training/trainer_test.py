@@ -126,9 +126,7 @@ def first_params():
   return MODEL.init(jax.random.key(0))
 
 
-def train(
-  folder, loop=None, params=None, die_at=None, until=math.inf, **changes
-):
+def train(folder, loop=None, params=None, die_at=0, until=math.inf, **changes):
   """The last state and the lines of a run, perhaps one that dies at a step."""
   loop = copy.copy(loop or compiled_trainer())
   defaults = dict(steps=12, eval_every=6, log_every=1, checkpoint_minutes=60.0)
