@@ -170,23 +170,17 @@ class Folder:
         f'Process {self.process} and another one of this run have different'
         ' inputs or settings: give all the same command and files.'
       ) from error
-    done = self.appended(include_own=True)
+    done = self.new_work()
     multihost_utils.sync_global_devices(f'{self.name} was read')
     return done
 
   def _partials(self) -> list[pathlib.Path]:
     return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
 
-  def appended(self, include_own: bool = False) -> list[dict[str, Any]]:
-    """Returns the work that other processes have appended since the last call.
-
-    Args:
-      include_own: whether to include the work of this process.
-    """
+  def new_work(self) -> list[dict[str, Any]]:
+    """Returns the work in all logs that was neither read nor appended here."""
     contents = []
     for path in self._partials():
-      if path == self._partial and not include_own:
-        continue
       values, damaged = self._logs.setdefault(path, RunLog(path)).read_new()
       contents += values
       for line in damaged:

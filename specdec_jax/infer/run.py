@@ -289,7 +289,7 @@ class _Run:
       return None
 
     def all_came() -> bool:
-      add(folder.appended())
+      add(folder.new_work())
       outputs = map(report.completions_of, results.values())
       return min(map(len, outputs)) == len(self.items)
 
