@@ -136,9 +136,7 @@ def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   (marker,) = out.glob('*.COMPLETED')
   records = toy_runs.records_of(marker.with_suffix(''))
   assert all(record['prediction'] for record in records)
-  inputs = [record['inputs'] for record in records]
-  if kind == 'jsonl':
-    inputs = [one['inputs_pretokenized'] for one in inputs]
+  inputs = [record['inputs']['inputs_pretokenized'] for record in records]
   assert [one.encode() for one in inputs] == texts[1::2]
   (summary,) = out.glob('*summary.json')
   assert 'read on after line' in summary.read_text()
