@@ -29,7 +29,7 @@ MAX_RATIO = 200
 # The ratio is checked once a file has so many unpacked bytes.
 _FREE = 16 << 20
 _CHUNK = 1 << 16
-_PIECE = 1 << 10  # compressed bytes that are unpacked at once
+
 _SHOWN = 200  # an error shows so many bytes of a line that is too long
 MOST_JSON = 256 << 20  # the most bytes of a JSON file
 _KINDS = {
@@ -81,21 +81,14 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
   try:
     with _opened(path) as (stream, is_pipe):
       chunks: Iterable[bytes] = iter(lambda: stream.read(_CHUNK), b'')
-      if path.endswith('.gz'):
-        chunks = _unpacked(chunks, path)
-      if is_pipe:
-        chunks = _bounded(chunks, path)
+      chunks = _unpacked(chunks, path) if path.endswith('.gz') else chunks
+      chunks = _bounded(chunks, path) if is_pipe else chunks
       for number, (line, size) in enumerate(_split(chunks), 1):
-        if is_pipe and number > MAX_PIPE_LINES:
-          raise _endless(path, f'{MAX_PIPE_LINES:,} lines')
-        if number == 1:
-          line = line.removeprefix(codecs.BOM_UTF8)
-        yield _text_line(line, size)
+        bom = codecs.BOM_UTF8 if number == 1 else b''
+        yield _text_line(line.removeprefix(bom), size)
     if state(path) != before:
-      raise ValueError(
-        f'{path!r} was changed while it was read. Run again when nobody writes'
-        ' it.'
-      )
+      advice = 'Run again when nobody writes it.'
+      raise ValueError(f'{path!r} was changed while it was read. {advice}')
   except (OSError, EOFError, zlib.error) as error:
     why = reason(error)
     if number:
@@ -169,9 +162,7 @@ def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
   """Opens a stream; says whether it is a pipe, which may have no end."""
   if path == '-':
     if sys.stdin is None:
-      raise ValueError(
-        "'-' is stdin, which is closed; give it text, or a file."
-      )
+      raise ValueError("'-' is stdin, which is closed; give text or a file.")
     yield sys.stdin.buffer, True
     return
   path = shipped.find(path)
@@ -183,31 +174,24 @@ def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
 
 
 def _bounded(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
-  total = 0
+  sizes = {'bytes': 0, 'lines': 0}
   for chunk in chunks:
-    total += len(chunk)
-    if total > MAX_PIPE:
-      raise _endless(path, f'{MAX_PIPE:,} bytes')
+    sizes['bytes'] += len(chunk)
+    sizes['lines'] += chunk.count(b'\n')
+    for unit, most in (('bytes', MAX_PIPE), ('lines', MAX_PIPE_LINES)):
+      if sizes[unit] > most:
+        raise ValueError(
+          f'More than {most:,} {unit} came from {path!r}, which may have no'
+          ' end; put so much text in a file.'
+        )
     yield chunk
-
-
-def _endless(path: str, limit: str) -> ValueError:
-  return ValueError(
-    f'More than {limit} came from {path!r}, which may have no end; put so much'
-    ' text in a file.'
-  )
 
 
 def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
   """Unpacks gzip data, up to the place where they are damaged."""
   inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
   read, unpacked = 0, 0
-  # A small piece can unpack only to a bounded size.
-  for data in (
-    chunk[at : at + _PIECE]
-    for chunk in chunks
-    for at in range(0, len(chunk), _PIECE)
-  ):
+  for data in chunks:
     read += len(data)
     while data:
       if inflate.eof:
@@ -217,7 +201,7 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
       before = inflate.copy()
       try:
-        piece = inflate.decompress(data)
+        piece = inflate.decompress(data, _CHUNK)
       except zlib.error:
         # The loop raises the error again, at the damaged byte.
         for byte in data:
@@ -230,7 +214,7 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
           ' text does not do; if the file is right, unpack it with gunzip.'
         )
       yield piece
-      data = inflate.unused_data
+      data = inflate.unconsumed_tail or inflate.unused_data
   if read and not inflate.eof:
     raise EOFError('its compressed data have no end')
 
@@ -251,10 +235,8 @@ def _split(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
 def _text_line(line: bytes, size: int) -> TextLine:
   if size > MAX_LINE:
-    return TextLine(
-      line[:_SHOWN].decode('utf-8', errors='replace'),
-      f'{size:,} bytes; a line has at most {MAX_LINE:,}',
-    )
+    text = line[:_SHOWN].decode('utf-8', errors='replace')
+    return TextLine(text, f'{size:,} bytes; a line has at most {MAX_LINE:,}')
   line = line.removesuffix(b'\r')
   try:
     if b'\0' not in line:
@@ -286,15 +268,9 @@ def check_all_regular(folder: str | os.PathLike[str]) -> None:
 
   Links to folders are not followed.
   """
-  try:
-    entries = list(os.scandir(folder))
-  except OSError:
-    return  # opening the files will raise
-  for entry in entries:
-    if entry.is_dir(follow_symlinks=False):
-      check_all_regular(entry.path)
-    elif not entry.is_file() and not entry.is_dir():
-      check_regular(entry.path)
+  for root, _, names in os.walk(folder):
+    for name in names:
+      check_regular(os.path.join(root, name))
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -315,13 +291,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     ValueError: the file is missing, is not a regular one, is too large, or
       holds something else; the message names it.
   """
+  place = repr(os.fspath(path))
   try:
-    data = read_small(path, MOST_JSON)
+    return json_object(read_small(path, MOST_JSON), place)
   except OSError as error:
-    raise ValueError(
-      f'{os.fspath(path)!r} cannot be read: {error.strerror}.'
-    ) from error
-  return json_object(data, repr(os.fspath(path)))
+    raise ValueError(f'{place} cannot be read: {error.strerror}.') from error
 
 
 def json_object(text: str | bytes, place: str) -> dict[str, Any]:
@@ -365,10 +339,8 @@ def read_small(path: str | os.PathLike[str], limit: int) -> bytes:
 def check_size(what: str | os.PathLike[str], size: int, limit: int) -> None:
   """Raises ValueError for a file of more than `limit` bytes."""
   if size > limit:
-    raise ValueError(
-      f'{os.fspath(what)!r} has {size} bytes, expected at most {limit}: it is'
-      ' not the kind of file that its name says.'
-    )
+    expected = f'at most {limit} bytes in a file of this name'
+    raise unexpected(repr(os.fspath(what)), expected, size)
 
 
 # Writing: a file is written whole or not at all.
@@ -384,10 +356,8 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     os.makedirs(path, exist_ok=True)
     tempfile.TemporaryFile(dir=path).close()
   except OSError as error:
-    raise ValueError(
-      f'The folder {os.fspath(path)!r} cannot be written:'
-      f' {error.strerror or error}. Give another one.'
-    ) from error
+    why = f'cannot be written: {reason(error)}. Give another one.'
+    raise ValueError(f'The folder {os.fspath(path)!r} {why}') from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -4,6 +4,7 @@ TensorStore's key-value stores read the files in a bucket, so that `gs://` needs
 no other package. TensorStore is imported when it is needed.
 """
 
+import bisect
 import errno
 import os
 import pathlib
@@ -138,7 +139,7 @@ class RemoteLocation(Location):
     self._size: int | None = None
 
   def exists(self) -> bool:
-    return self.is_folder() or self._holds(0)
+    return self.is_folder() or not self._is_end(0)
 
   def is_folder(self) -> bool:
     return bool(self.names())
@@ -161,16 +162,10 @@ class RemoteLocation(Location):
     """Finds the bytes of the object by bisection; stores do not give them."""
     if self._size is None:
       above = 1
-      while self._holds(above - 1):
+      while not self._is_end(above - 1):
         above *= 2
-      below = above // 2
-      while above - below > 1:
-        middle = (above + below) // 2
-        if self._holds(middle - 1):
-          below = middle
-        else:
-          above = middle
-      self._size = below
+      sizes = range(above // 2, above)
+      self._size = sizes[bisect.bisect_left(sizes, 1, key=self._is_end)]
     return self._size
 
   def read(self, offset: int, size: int) -> bytes:
@@ -187,29 +182,25 @@ class RemoteLocation(Location):
   def kvstore(self) -> dict[str, Any]:
     return {**self._spec, 'path': f'{self._spec["path"]}/'}
 
-  def _holds(self, position: int) -> bool:
-    """Returns whether the object has a byte at this position."""
-    return bool(self._read(position, position + 1))
+  def _is_end(self, position: int) -> bool:
+    """Returns whether the object has no byte at this position."""
+    return not self._read(position, position + 1)
 
   def _read(self, start: int, stop: int | None, first: bool = False) -> bytes:
     folder, name = os.path.split(self._spec['path'])
-    answer = self._ask(
-      {**self._spec, 'path': f'{folder}/' if folder else ''},
-      lambda store: store.read(name, byte_range=slice(start, stop)),
-      first,
-    )
+    spec = {**self._spec, 'path': f'{folder}/' if folder else ''}
+    part = slice(start, stop)
+    answer = self._ask(spec, lambda x: x.read(name, byte_range=part), first)
     return answer.value if answer else b''
 
-  def _ask(
-    self, spec: dict[str, Any], ask: Callable[[Any], Any], first: bool
-  ) -> Any:
+  def _ask(self, spec: Any, ask: Callable[[Any], Any], first: bool) -> Any:
     """Returns the answer of the store; None if there is no such object.
 
     If `first`, it gives up earlier, because there may be no network.
     """
     import tensorstore
 
-    context = _context(_FIRST) if first else reading()
+    context = reading(_FIRST if first else _READING)
     seconds = FIRST_SECONDS if first else READ_SECONDS
     try:
       store = tensorstore.KvStore.open(spec, context=context).result()
@@ -217,17 +208,12 @@ class RemoteLocation(Location):
     except STORE_ERRORS as error:
       if str(error).startswith(('NOT_FOUND', 'OUT_OF_RANGE')):
         return None
-      raise ValueError(
-        f'{self.path!r} cannot be read: {reason(error)}. {_ADVICE}'
-      ) from error
+      why = f'{reason(error)}. {_ADVICE}'
+      raise ValueError(f'{self.path!r} cannot be read: {why}') from error
 
 
-def reading() -> Any:
-  """Returns TensorStore's context for arrays."""
-  return _context(_READING)
-
-
-def _context(retries: dict[str, Any]) -> Any:
+def reading(retries: dict[str, Any] = _READING) -> Any:
+  """Returns TensorStore's context, by default for arrays."""
   import tensorstore
 
   return tensorstore.Context(

@@ -6,10 +6,11 @@ error instead of mixing results.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _SHOWN = 5  # most differences in a message
+_ADVICE = 'Continue it with its own settings, or choose another folder.'
 _LONGEST = 200  # most characters of a value in a message
 
 
@@ -20,11 +21,12 @@ def differences(before: Any, now: Any) -> list[str]:
   classes become text. A missing key equals a key with None, so that a new
   setting that is not in use makes no difference.
   """
-  return _differences(_plain(before), _plain(now), '')
+  values = [json.loads(json.dumps(x, default=str)) for x in (before, now)]
+  return list(_differences(*values))
 
 
 def check(
-  before: Any, now: Mapping[str, Any], what: str, what_to_do: str
+  before: Any, now: Mapping[str, Any], what: str, advice: str = _ADVICE
 ) -> None:
   """Raises ValueError unless the settings in a file are this run's.
 
@@ -32,32 +34,21 @@ def check(
     before: the settings in the file.
     now: this run's settings.
     what: names the settings and the file, as the beginning of a sentence.
-    what_to_do: sentences that tell the user what to do.
+    advice: sentences that tell the user what to do.
   """
   if not (lines := differences(before, now)):
     return
   more = len(lines) - _SHOWN
   listed = '; '.join(lines[:_SHOWN]) + (f'; and {more} more' * (more > 0))
-  raise ValueError(f'{what}: {listed}. {what_to_do}')
+  raise ValueError(f'{what}: {listed}. {advice}')
 
 
-def _plain(value: Any) -> Any:
-  return json.loads(json.dumps(value, default=str))
-
-
-def _differences(before: Any, now: Any, name: str) -> list[str]:
+def _differences(before: Any, now: Any, name: str = '') -> Iterator[str]:
   if isinstance(before, dict) and isinstance(now, dict):
-    return [
-      difference
-      for key in sorted({*before, *now})
-      for difference in _differences(
-        before.get(key), now.get(key), f'{name}.{key}'.lstrip('.')
-      )
-    ]
-  if before == now:
-    return []
-  texts = [repr(value) for value in (before, now)]
-  was, now = (
-    text[:_LONGEST] + '...' * (len(text) > _LONGEST) for text in texts
-  )
-  return [f'{name or "all"} was {was}, is {now}']
+    for key in sorted({*before, *now}):
+      values, place = (before.get(key), now.get(key)), f'{name}.{key}'
+      yield from _differences(*values, place.lstrip('.'))
+  elif before != now:
+    texts = [repr(value) for value in (before, now)]
+    was, now = (x[:_LONGEST] + '...' * (len(x) > _LONGEST) for x in texts)
+    yield f'{name or "all"} was {was}, is {now}'

@@ -28,9 +28,7 @@ def find(path: str | os.PathLike[str]) -> str:
   if not parts or parts[0] not in _FOLDERS or '..' in parts:
     return path
   shipped = ROOT / path
-  return (
-    str(shipped) if not os.path.lexists(path) and shipped.exists() else path
-  )
+  return path if os.path.lexists(path) or not shipped.exists() else str(shipped)
 
 
 def model(path: str | os.PathLike[str]) -> str:

@@ -17,15 +17,11 @@ import numpy as np
 from specdec_jax import files
 from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.drafters.base import Drafter
+from specdec_jax.engine import options as options_lib
 from specdec_jax.engine.completion import Completion, joined, passed_over
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.long_texts import splitter
-from specdec_jax.engine.options import (
-  MOST_ROWS,
-  Options,
-  example_id,
-  sentence_id,
-)
+from specdec_jax.engine.options import MOST_ROWS, Options
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.models.model import Model
 from specdec_jax.text import tasks
@@ -35,15 +31,9 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.types import Count, Positive
 
 PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
-# Value of `mode` -> the modes that run, one after another.
-MODES = {
-  'both': (PLAIN, SPECULATIVE),
-  PLAIN: (PLAIN,),
-  SPECULATIVE: (SPECULATIVE,),
-}
 INPUTS, TARGETS = 'inputs', 'targets'
 PREDICTIONS = 'predictions.jsonl'  # the results of a run over lines
-_PATHS = ('input_file', 'output_dir', 'calibration')
+
 # Fields that do not change results, or that `identity` describes otherwise.
 _NOT_DECIDING = frozenset(
   'engine drafter tokenizer input_file mixture_or_task_name output_dir'
@@ -153,11 +143,10 @@ class DecodeConfig:
         raise unexpected(name.removeprefix('options.'), expected, value)
     object.__setattr__(self, 'shard_id', self.shard_id or 0)
     if self.is_task:  # the examples of a task are already cut to the lengths
-      changes: dict[str, Any] = {
-        'log_probs': self.task_mode != 'predict',
-        'on_too_long': 'truncate',
-      }
-      options = dataclasses.replace(self.options, **changes)
+      log_probs = self.task_mode != 'predict'
+      options = dataclasses.replace(
+        self.options, log_probs=log_probs, on_too_long='truncate'
+      )
       object.__setattr__(self, 'options', options)
     elif self.task_mode == 'predict':
       object.__setattr__(self, 'task_mode', 'predict_with_aux')
@@ -165,17 +154,15 @@ class DecodeConfig:
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
     """Yields fields, whether their values are right, and what is expected."""
     local = 'a path on this machine (a bucket may hold the models alone)'
-    for name in _PATHS:
+    for name in ('input_file', 'output_dir', 'calibration'):
       path = getattr(self, name)
       yield name, path is None or (path and '://' not in path), local
     shards, shard = self.num_shards, self.shard_id
     is_shard = shards == 1 if shard is None else shard < shards
     yield 'shard_id', is_shard, f'less than {shards} (num_shards)'
     lengths = self.task_feature_lengths or {INPUTS: 2, TARGETS: 1}
-    sizes = [lengths.get(feature, 0) for feature in (INPUTS, TARGETS)]
-    are_sizes = all(type(size) is int for size in sizes)
     expected = "as {'inputs': 512, 'targets': 128}, at least 2 and 1"
-    are_right = are_sizes and sizes[0] >= 2 and sizes[1] >= 1
+    are_right = lengths.get(INPUTS, 0) >= 2 and lengths.get(TARGETS, 0) >= 1
     yield 'task_feature_lengths', are_right, expected
     options, samples = self.options, self.options.num_samples
     one_number = isinstance(options.temperature, int | float)
@@ -190,9 +177,7 @@ class DecodeConfig:
     expected = "1 in the task mode 'score' and for lines at temperature 0"
     yield 'options.num_samples', may_differ, f'{expected} (gin: NUM_DECODES)'
     cuts = self.chat and options.on_too_long != 'error'
-    expected = (
-      "'error' in a chat, whose messages end with what the template adds"
-    )
+    expected = "'error' in a chat, where the template ends a message"
     yield 'options.on_too_long', not cuts, expected
     expected = 'None with num_beams, for it is of single outputs'
     drafts = self.searches and SPECULATIVE in self.modes
@@ -208,7 +193,9 @@ class DecodeConfig:
   @property
   def modes(self) -> tuple[str, ...]:
     """The modes that run in turn: scoring; or plain, speculative, or both."""
-    return (SCORING,) if self.task_mode == 'score' else MODES[self.mode]
+    if self.task_mode == 'score':
+      return (SCORING,)
+    return (PLAIN, SPECULATIVE) if self.mode == 'both' else (self.mode,)
 
   @property
   def searches(self) -> bool:
@@ -263,12 +250,9 @@ class DecodeConfig:
 
   def identity(self) -> dict[str, Any]:
     """Returns the fields that decide the results, as JSON values."""
-    fields = vars(self).items()
-    settings = {k: value for k, value in fields if k not in _NOT_DECIDING}
+    settings = {k: x for k, x in vars(self).items() if k not in _NOT_DECIDING}
     settings['options'] = dataclasses.asdict(self.options)
-    if self.is_task:
-      settings['task'] = self.task_name
-    return settings
+    return settings | ({'task': self.task_name} if self.is_task else {})
 
 
 def open_tokenizer(
@@ -288,9 +272,7 @@ def open_tokenizer(
   model = None if target is None else target()
   if model is None or model.tokenizer is None:
     name = '' if model is None else f' of {model.name!r}'
-    raise ValueError(
-      f'No vocabulary{name} is known: give one (--vocab, in gin VOCAB_PATH).'
-    )
+    raise ValueError(f'No vocabulary{name}: give --vocab (in gin VOCAB_PATH).')
   return model.tokenizer
 
 
@@ -367,7 +349,7 @@ class DataSet:
   examples: list[Example]
   broken_off: str | None
   reading: str | None
-  lines: Sequence[int] = ()
+  lines: list[int] = dataclasses.field(default_factory=list)
 
   def prepare(self, config: DecodeConfig, engine: Engine) -> list[Item]:
     """Checks the examples with an engine; returns the items to decode.
@@ -379,44 +361,35 @@ class DataSet:
     of_task, of_engine = config.tokenizer, engine.tokenizer
     if not config.is_task:
       self.examples = _checked_lines(config, engine, self.examples)
-      self.reading = self._splitting()
+      split = [x.sentences for x in self.examples if x.sentences and x.sources]
+      notes = [self.reading] if self.reading else []
+      if count := sum(len(x.spans) for x in split):
+        notes.append(
+          f'Lines that were split: {len(split)}, into {count} parts.'
+        )
+      if cut := sum(x.num_cut for x in split):
+        notes.append(f'Sentences that were too long, and were cut: {cut}.')
+      self.reading = ' '.join(notes) or None
     elif of_task and of_task.fingerprint != of_engine.fingerprint:
       expected = f"the engine's vocabulary, {of_engine.path!r}"
       raise unexpected('tokenizer', expected, of_task.path)
     samples = config.options.num_samples
     if self.examples:  # a number that is too large fails before a long loop
-      example_id(config.index(len(self.examples) - 1), samples - 1)
-    parts = [
-      (number, place, part)
-      for number, example in enumerate(self.examples)
-      for place, part in enumerate(example.parts)
-    ]
-    self.lines = [number for number, _, _ in parts]
-    return [
-      Item(
-        index * samples + sample,
-        sentence_id(example_id(config.index(number), sample), place),
-        part,
-      )
-      for index, (number, place, part) in enumerate(parts)
-      if part.skipped is None
-      for sample in range(samples)
-    ]
-
-  def _splitting(self) -> str | None:
-    """Returns `reading`, and how many lines were split into sentences."""
-    split = [x.sentences for x in self.examples if x.sentences and x.sources]
-    if not split:
-      return self.reading
-    count, cut = sum(len(x.spans) for x in split), sum(x.num_cut for x in split)
-    numbers = f'Lines that were split: {len(split)}, into {count} parts.'
-    if cut:
-      numbers += f' Sentences that were too long, and were cut: {cut}.'
-    return ' '.join(filter(None, (self.reading, numbers)))
+      options_lib.example_id(config.index(len(self.examples) - 1), samples - 1)
+    self.lines, items = [], list[Item]()
+    for number, example in enumerate(self.examples):
+      for place, part in enumerate(example.parts):
+        first = len(self.lines) * samples
+        self.lines.append(number)
+        for sample in range(samples) if part.skipped is None else ():
+          whole_id = options_lib.example_id(config.index(number), sample)
+          part_id = options_lib.sentence_id(whole_id, place)
+          items.append(Item(first + sample, part_id, part))
+    return items
 
   def identity(self) -> dict[str, Any]:
     """Returns a digest and the number of the examples, as JSON values."""
-    digest = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for example in self.examples:
       features = example.features
       if isinstance(features, Mapping):
@@ -426,11 +399,9 @@ class DataSet:
         )
       error = example.skipped and example.skipped.error
       spans = example.sentences and example.sentences.spans
-      digest.update(repr((features, error, spans)).encode())
-    return {
-      'examples': len(self.examples),
-      'examples_sha256': digest.hexdigest(),
-    }
+      sha256.update(repr((features, error, spans)).encode())
+    digest = sha256.hexdigest()
+    return {'examples': len(self.examples), 'examples_sha256': digest}
 
   @property
   def references(self) -> dict[int, Any]:
@@ -479,8 +450,11 @@ def read(config: DecodeConfig) -> DataSet:
     reading = tasks.reading(config.input_file)
   shard = itertools.islice(features, config.shard_id, None, config.num_shards)
   values, broken_off = files.until_broken(shard)
-  make = _task_example if config.is_task else _line
-  examples = [make(config, *pair) for pair in enumerate(values)]
+  if config.is_task:
+    examples = [_task_example(config, *pair) for pair in enumerate(values)]
+  else:
+    lines = [(x[INPUTS], _failed(x.get(tasks.BROKEN))) for x in values]
+    examples = [Example(text, text, skipped=failed) for text, failed in lines]
   if examples and all(example.skipped for example in examples):
     first = examples[0].skipped
     raise ValueError(first and first.error)
@@ -491,26 +465,15 @@ def _failed(error: str | None) -> Completion | None:
   return passed_over('error', error) if error else None
 
 
-def _line(
-  config: DecodeConfig, number: int, line: Mapping[str, Any]
-) -> Example:
-  text = line[INPUTS]
-  return Example(text, text, skipped=_failed(line.get(tasks.BROKEN)))
-
-
 def _checked_lines(
   config: DecodeConfig, engine: Engine, examples: Sequence[Example]
 ) -> list[Example]:
   """Prepares lines for an engine; empty and too long ones are skipped."""
-  template = None
-  if config.chat:
-    template = template_of(engine.tokenizer)
-    if template is None:
-      path = engine.tokenizer.path
-      expected = f'a chat template beside the vocabulary {path!r}'
-      advice = 'Leave --chat out, or take a model that was trained on chats.'
-      raise unexpected('chat', expected, None, advice)
-  truncates = config.options.on_too_long == 'truncate'
+  template = template_of(engine.tokenizer) if config.chat else None
+  if config.chat and template is None:
+    expected = f'a chat template beside {engine.tokenizer.path!r}'
+    advice = 'Leave --chat out, or take a model that was trained on chats.'
+    raise unexpected('chat', expected, None, advice)
 
   def as_input(text: Any) -> Any:
     text = config.prefix + text
@@ -518,24 +481,23 @@ def _checked_lines(
       return text
     return template.ids([{'role': 'user', 'content': text}])
 
-  limit = engine.config.max_input_len
+  limit, options = engine.config.max_input_len, config.options
   splits = None
-  if config.options.split:
-    splits = splitter(engine.codec, engine.config, config.options, as_input)
+  if options.split:
+    splits = splitter(engine.codec, engine.config, options, as_input)
   checked = []
   for number, example in enumerate(examples):
     source, skipped = example.source, example.skipped
     if skipped is None and splits:
       sentences = splits(str(source))
-      before = config.options.split_prefix
-      sources = [as_input(before + part) for part in sentences.parts]
+      sources = [as_input(options.split_prefix + x) for x in sentences.parts]
       example = example._replace(sentences=sentences, sources=sources)
     elif skipped is None:
       bare, source = source, as_input(source)
       count = engine.num_input_tokens(source)
       if not count or config.prefix and not engine.num_input_tokens(bare):
         skipped = passed_over('empty')
-      elif not truncates and count > limit:
+      elif options.on_too_long != 'truncate' and count > limit:
         skipped = _failed(
           f'line {1 + config.index(number)}: {count} tokens (its end'
           f' included), at most {limit}. Shorten it, or set'

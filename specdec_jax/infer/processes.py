@@ -90,10 +90,8 @@ def join(meeting: Meeting) -> None:
     ValueError: the other processes cannot be found, or their number is not that
       of the flags. If they do not join in time, JAX aborts this process.
   """
-  print(
-    f'Waiting for the other processes, {_JOIN_S} s at most.',
-    file=sys.stderr,
-  )
+  message = f'Waiting for the other processes, {_JOIN_S} s at most.'
+  print(message, file=sys.stderr)
   # With this service JAX would only note a SIGTERM, and go on.
   jax.config.update('jax_enable_preemption_service', False)
   # Python runs no handler inside JAX's code; with the default action an
@@ -115,8 +113,7 @@ def join(meeting: Meeting) -> None:
     ) from error
   finally:
     signal.signal(signal.SIGINT, handler)
-  count = jax.process_count()
-  if meeting.process_count not in (None, count):
-    expected = f'{count}, as many as have joined'
-    advice = 'Give each process the same number.'
-    raise unexpected('--process_count', expected, meeting.process_count, advice)
+  joined, expected = jax.process_count(), meeting.process_count
+  if expected not in (None, joined):
+    want = f'{joined}, as many as have joined, for each process'
+    raise unexpected('--process_count', want, expected)

@@ -18,14 +18,8 @@ import rich.console
 
 from specdec_jax import files
 from specdec_jax.engine.completion import Completion, CompletionStats, total
-from specdec_jax.infer.data import (
-  PLAIN,
-  SCORING,
-  SPECULATIVE,
-  DataSet,
-  DecodeConfig,
-  Example,
-)
+from specdec_jax.infer import data as data_lib
+from specdec_jax.infer.data import PLAIN, SCORING, SPECULATIVE, DecodeConfig
 from specdec_jax.report import Table, say
 from specdec_jax.report.record import new as new_record
 
@@ -81,7 +75,7 @@ def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
 
 
 def outputs_of(
-  data: DataSet, results: Results, num_samples: int
+  data: data_lib.DataSet, results: Results, num_samples: int
 ) -> list[Outputs]:
   """Returns the outputs of each example, in the order of the data."""
   completions = {mode: completions_of(x) for mode, x in results.items()}
@@ -99,7 +93,7 @@ def outputs_of(
 
 
 def record(
-  example: Example, outputs: Outputs, config: DecodeConfig
+  example: data_lib.Example, outputs: Outputs, config: DecodeConfig
 ) -> dict[str, Any]:
   """Returns the JSON object of an example, with T5X's fields in T5X's order.
 
@@ -109,7 +103,11 @@ def record(
   """
   last = list(outputs.values())[-1]
   scores = one_or_all([_score(output) for output in last])
-  values: dict[str, Any] = {'inputs': _inputs(example, config)}
+  features = example.features
+  if not isinstance(features, str) and not config.include_all_inputs:
+    shown = [name for name in features if name.endswith('_pretokenized')]
+    features = {name: features[name] for name in shown}
+  values: dict[str, Any] = {'inputs': features}
   if config.task_mode == 'score':
     values['score'] = scores
   else:
@@ -136,13 +134,6 @@ def record(
   return values
 
 
-def _inputs(example: Example, config: DecodeConfig) -> Any:
-  features = example.features
-  if isinstance(features, str) or config.include_all_inputs:
-    return features
-  return {k: v for k, v in features.items() if k.endswith('_pretokenized')}
-
-
 def error_of(outputs: Outputs) -> str | None:
   """Returns the first error of an example, or None."""
   errors = (output.error for mode in outputs.values() for output in mode)
@@ -150,26 +141,23 @@ def error_of(outputs: Outputs) -> str | None:
 
 
 def errors_of(
-  data: DataSet, outputs: Sequence[Outputs], config: DecodeConfig
+  data: data_lib.DataSet, outputs: Sequence[Outputs], config: DecodeConfig
 ) -> list[str]:
   """Returns the error of each example that has one, with its place."""
-  errors = []
-  pairs = zip(data.examples, outputs, strict=True)
-  for i, (example, decoded) in enumerate(pairs):
-    error, place = error_of(decoded), f'line {1 + config.index(i)}'
-    if config.is_task:
-      place = f'example {config.index(i)}'
-    if error is not None:
-      # Errors of the file's reader name the line already.
-      errors.append(error if example.skipped else f'{place}: {error}')
-  return errors
+  unit, first = ('example', 0) if config.is_task else ('line', 1)
+  pairs = zip(data.examples, map(error_of, outputs), strict=True)
+  # Errors of the file's reader name the line already.
+  return [
+    error if example.skipped else f'{unit} {first + config.index(i)}: {error}'
+    for i, (example, error) in enumerate(pairs)
+    if error is not None
+  ]
 
 
 def _score(output: Completion) -> float | None:
   """Returns a beam's score, or another output's log-probability in nats."""
-  score = output.score
-  if score is None:
-    score = float(sum(output.log_probs))
+  beam = output.score
+  score = float(sum(output.log_probs)) if beam is None else beam
   return None if output.error or not math.isfinite(score) else score
 
 
@@ -180,9 +168,8 @@ def one_or_all(values: list[Any]) -> Any:
 
 def counts(output: Completion) -> dict[str, Any]:
   """Returns the calls and proposals that an output took, as JSON values."""
-  values = dataclasses.asdict(output.stats)
-  values['acceptance_rate'] = output.stats.acceptance_rate
-  return values
+  rate = output.stats.acceptance_rate
+  return dataclasses.asdict(output.stats) | {'acceptance_rate': rate}
 
 
 def plain(value: Any) -> Any:
@@ -247,11 +234,11 @@ def summarise(
     summary[mode] = _measurements(batches)
   if len(results) == 2:
     both = results[PLAIN], results[SPECULATIVE]
-    summary['speed_up_median'] = _median(_speed_ups(*both))
+    summary['speed_up_median'] = _median(_speed_ups(both))
     ms = [summary[mode]['ms_per_token'] for mode in (PLAIN, SPECULATIVE)]
     summary['speed_up'] = ms[0] / ms[1] if all(ms) else None
     if greedy:
-      summary['agreement'] = _agreement(*both)
+      summary['agreement'] = _agreement(both)
   return new_record('decode', summary)
 
 
@@ -279,21 +266,19 @@ def _median(values: Sequence[float]) -> float | None:
   return statistics.median(values) if values else None
 
 
-def _speed_ups(plain: Sequence[Batch], fast: Sequence[Batch]) -> list[float]:
+def _speed_ups(both: Sequence[Sequence[Batch]]) -> list[float]:
   """Returns the speed-up of each batch that both modes decoded together."""
-  slow_ms, fast_ms = (
+  slow, fast = (
     {frozenset(batch.completions): batch.ms_per_token for batch in batches}
-    for batches in (plain, fast)
+    for batches in both
   )
-  pairs = ((slow, fast_ms.get(key)) for key, slow in slow_ms.items())
-  return [slow / fast for slow, fast in pairs if slow and fast]
+  pairs = ((ms, fast.get(key)) for key, ms in slow.items())
+  return [slow_ms / ms for slow_ms, ms in pairs if slow_ms and ms]
 
 
-def _agreement(
-  plain: Sequence[Batch], speculative: Sequence[Batch]
-) -> dict[str, Any]:
-  """Compares the tokens of both modes, output by output."""
-  slow, fast = completions_of(plain), completions_of(speculative)
+def _agreement(both: Sequence[Sequence[Batch]]) -> dict[str, Any]:
+  """Compares the tokens of plain and speculative decoding, output by output."""
+  slow, fast = map(completions_of, both)
   differences = [
     {
       'line': number + 1,
@@ -332,20 +317,17 @@ def table(summary: Mapping[str, Any]) -> Table:
   if not summary.get('lossless', True):
     titles[-1] += ', lossy'
   measured = summary.get('metrics') or {}
-  columns = [
-    summary[mode]
-    | {f'metrics.{key}': x for key, x in measured.get(mode, {}).items()}
-    for mode in modes
-  ]
+  columns = []
+  for mode in modes:
+    scores = {f'metrics.{x}': y for x, y in measured.get(mode, {}).items()}
+    columns.append(summary[mode] | scores)
   for key in ('speed_up_median', 'speed_up'):
     if summary.get(key):
       columns[0][key], columns[-1][key] = 1.0, summary[key]
-  metrics = [
-    (name, f'metrics.{name}', '.2f')
-    for name, value in measured.get(modes[0], {}).items()
-    # Other values, such as a signature, are in the summary only.
-    if isinstance(value, float | int)
-  ]
+  # Other values, such as a signature, are in the summary only.
+  first = measured.get(modes[0], {})
+  names = [name for name in first if isinstance(first[name], float | int)]
+  metrics = [(name, f'metrics.{name}', '.2f') for name in names]
   rows = []
   for title, key, form in (*_FIRST, *metrics, *_LAST):
     values = [column.get(key) for column in columns]
@@ -354,28 +336,14 @@ def table(summary: Mapping[str, Any]) -> Table:
     cells = [None if v is None else format(v, form) for v in values]
     if any(cells):
       rows.append([title, *cells])
-  title = (
-    'Scoring' if modes == [SCORING] else f'Decoding, {" and ".join(titles)}'
-  )
-  return Table(title, ['', *titles], rows)
-
-
-def show(
-  console: rich.console.Console,
-  summary: Mapping[str, Any],
-  config: DecodeConfig,
-) -> None:
-  """Prints the table of a summary, and notes below it."""
-  console.print(table(summary))
-  notes = _notes(summary)
-  if config.output_dir:
-    notes.append(f'Results are in {config.output_dir}.')
-  for note in notes:
-    say(console, note)
+  kind = 'Scoring' if SCORING in modes else f'Decoding, {" and ".join(titles)}'
+  return Table(kind, ['', *titles], rows)
 
 
 def show_examples(
-  console: rich.console.Console, data: DataSet, outputs: Sequence[Outputs]
+  console: rich.console.Console,
+  data: data_lib.DataSet,
+  outputs: Sequence[Outputs],
 ) -> None:
   """Prints the first decoded lines, with a column for each mode."""
   rows = [
@@ -387,28 +355,25 @@ def show_examples(
     console.print(Table('Examples', ['input', *outputs[0]], rows))
 
 
-def _notes(summary: Mapping[str, Any]) -> list[str]:
-  """Returns the lines below the table: errors, warnings and notes."""
+def show(
+  console: rich.console.Console, summary: Mapping[str, Any], folder: str | None
+) -> None:
+  """Prints the table of a summary, and errors, warnings and notes below it."""
+  console.print(table(summary))
   notes = [summary['reading']] if summary.get('reading') else []
   if not summary.get('lossless', True):
-    notes.append(
-      f'Lossy: with lenience {summary["lenience"]:g} outputs are not those of'
-      ' the target alone.'
-    )
+    why = f'Lossy: with lenience {summary["lenience"]:g}'
+    notes.append(f'{why} outputs are not those of the target alone.')
   if layout := summary.get('kernel_layout'):
     notes.append(f'Kernels are stored as {layout}.')
   if agreement := summary.get('agreement'):
-    differing = agreement['disagreements']
-    compared = agreement['compared']
-    notes.append(
-      f'{"Beams" if summary.get("num_beams") else "Greedy outputs"} that agree'
-      f' token for token: {compared - len(differing)} of {compared}.'
-    )
-    notes += [
-      f'  line {item["line"]} differs from token {item["position"]} on:'
-      f' {item[PLAIN]!r} / {item[SPECULATIVE]!r}'
-      for item in differing[:_MOST_LINES]
-    ]
+    differing, compared = agreement['disagreements'], agreement['compared']
+    subject = 'Beams' if summary.get('num_beams') else 'Greedy outputs'
+    same = f'{compared - len(differing)} of {compared}'
+    notes.append(f'{subject} that agree token for token: {same}.')
+    for item in differing[:_MOST_LINES]:
+      place = f'line {item["line"]} differs from token {item["position"]} on'
+      notes.append(f'  {place}: {item[PLAIN]!r} / {item[SPECULATIVE]!r}')
   if summary.get('mean_score') is not None:
     notes.append(f'Mean log-probability: {summary["mean_score"]:.4f} nats.')
   if errors := summary.get('errors'):
@@ -417,8 +382,9 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
   if summary.get('unmeasured'):
     notes.append(summary['unmeasured'])
   if (summary.get('speed_up') or 1) < 1:
-    notes.append(
-      'Speculation does not pay here as it is: `specdec calibrate` says whether'
-      ' another gamma does.'
-    )
-  return notes
+    advice = '`specdec calibrate` says whether another gamma does.'
+    notes.append(f'Speculation does not pay here as it is: {advice}')
+  if folder:
+    notes.append(f'Results are in {folder}.')
+  for note in notes:
+    say(console, note)

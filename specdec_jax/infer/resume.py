@@ -50,9 +50,7 @@ class Folder:
   """
 
   def __init__(self, path: str, name: str, process: int = 0):
-    self.path = pathlib.Path(path)
-    self.name = name
-    self.process = process
+    self.path, self.name, self.process = pathlib.Path(path), name, process
     suffix = f'-{process:05}' if process else ''
     self._lock = self.path / f'.{name}{suffix}.lock'
     self._partial = self.path / f'{name}.partial{suffix}'
@@ -63,17 +61,40 @@ class Folder:
   def claimed(self) -> Iterator[None]:
     """Makes the folder, and keeps other runs from writing these results.
 
+    The system releases the lock even if the process is killed. A file system
+    without locks leads to a warning on stderr.
+
     Raises:
       ValueError: the folder cannot be made or written, or another process is
-        writing these results.
+        writing these results; the message names that process.
     """
     files.make_folder(self.path)
-    with locked(self._lock, f'{self.name} in {str(self.path)!r}'):
-      yield
+    subject = f'{self.name} in {str(self.path)!r}'
+    with open(self._lock, 'a+', encoding='utf-8') as lock:
+      lock.seek(0)
+      holder = lock.read() or 'another process'
+      try:
+        if fcntl is None:
+          raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise ValueError(
+          f'{subject} is being written by {holder}. Wait for it, or give'
+          ' another folder.'
+        ) from error
+      except OSError as error:  # a file system without locks
+        why = f'({error.strerror}), so {holder} may write it as well'
+        _warn(f'{subject} cannot be locked {why}. Start one run at a time')
+      lock.truncate(0)
+      lock.write(f'process {os.getpid()} on {socket.gethostname()}')
+      lock.flush()
+      try:
+        yield
+      finally:
+        self._lock.unlink(missing_ok=True)
 
-  @property
   def finished(self) -> bool:
-    """Whether the folder has finished results."""
+    """Returns whether the folder has finished results."""
     return self._marker.exists() and (self.path / self.name).exists()
 
   def read_json(self, name: str, lines: bool = False) -> Any:
@@ -106,12 +127,9 @@ class Folder:
     name, other, same = 'examples_sha256', 'configuration', 'configuration'
     if isinstance(before, dict) and before.get(name) != settings.get(name):
       other, same = 'input, or of the file before it was changed', 'input'
-    same_run.check(
-      before,
-      settings,
-      f'{str(self.path)!r} holds {kind} of another {other} ({self.name})',
-      f'Give another folder, the same {same}, or {_OVERWRITE}.',
-    )
+    what = f'{str(self.path)!r} holds {kind} of another {other} ({self.name})'
+    advice = f'Give another folder, the same {same}, or {_OVERWRITE}.'
+    same_run.check(before, settings, what, advice)
 
   def begin(
     self, settings: Mapping[str, Any], overwrite: bool
@@ -139,10 +157,10 @@ class Folder:
         except ValueError:
           _warn(f'{path} is no work of a run: it is removed, and made again')
         else:
-          if not same_run.differences(before, settings):
-            continue
           if not overwrite:
             self.check_same(before, settings, 'an unfinished run')
+          if not same_run.differences(before, settings):
+            continue
         path.unlink(missing_ok=True)
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     try:
@@ -150,28 +168,20 @@ class Folder:
     except AssertionError as error:
       raise ValueError(
         f'Process {self.process} and another one of this run have different'
-        ' inputs or settings: give all of them the same command, and files that'
-        ' nobody changes. Finished work is kept.'
+        ' inputs or settings: give all the same command and files.'
       ) from error
-    done = self.appended(include_own=True)
+    done = self.new_work()
     multihost_utils.sync_global_devices(f'{self.name} was read')
     return done
 
   def _partials(self) -> list[pathlib.Path]:
     return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
 
-  def appended(self, include_own: bool = False) -> list[dict[str, Any]]:
-    """Returns the work that other processes have appended since the last call.
-
-    Args:
-      include_own: whether to include the work of this process.
-    """
+  def new_work(self) -> list[dict[str, Any]]:
+    """Returns the work in all logs that was neither read nor appended here."""
     contents = []
     for path in self._partials():
-      if path == self._partial and not include_own:
-        continue
-      log = self._logs.setdefault(path, RunLog(path))
-      values, damaged = log.read_new()
+      values, damaged = self._logs.setdefault(path, RunLog(path)).read_new()
       contents += values
       for line in damaged:
         _warn(f'{path}: {line[:18]!r}... is damaged: its work is done again')
@@ -225,10 +235,9 @@ class Folder:
         before, since = now, time.monotonic()
       elif time.monotonic() - since > _MOST_SILENCE_S:
         raise ValueError(
-          f'Nothing was written in {str(self.path)!r} for'
-          f' {_MOST_SILENCE_S / 60:g} minutes, where process {self.process}'
-          ' waits for others. Do all of them still run, with the same folder?'
-          ' Start all of them again: finished work is kept.'
+          f'Nothing was written for {_MOST_SILENCE_S / 60:g} minutes, where'
+          f' process {self.process} waits for others: {str(self.path)!r}. Start'
+          ' all again, with one folder: finished work is kept.'
         )
 
   def _written(self) -> list[int]:
@@ -249,45 +258,6 @@ def _explained(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    raise OSError(
-      error.errno or errno.EIO,
-      f'{path} could not be written ({error.strerror}); what was finished is'
-      ' kept. Free space or give another output folder, and run again',
-    ) from error
-
-
-@contextlib.contextmanager
-def locked(path: pathlib.Path, subject: str) -> Iterator[None]:
-  """Holds a lock, which the system releases even if the process is killed.
-
-  A file system without locks leads to a warning on stderr.
-
-  Args:
-    path: the file that is locked.
-    subject: the name of the locked results, for messages.
-
-  Raises:
-    ValueError: another process has the lock; the message names that process.
-  """
-  with open(path, 'a+', encoding='utf-8') as lock:
-    lock.seek(0)
-    holder = lock.read() or 'another process'
-    try:
-      if fcntl is None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise ValueError(
-        f'{subject} is being written by {holder}. Wait for it, or give another'
-        ' folder.'
-      ) from error
-    except OSError as error:  # a file system without locks
-      why = f'({error.strerror}), so {holder} may write it as well'
-      _warn(f'{subject} cannot be locked {why}. Start one run at a time')
-    lock.truncate(0)
-    lock.write(f'process {os.getpid()} on {socket.gethostname()}')
-    lock.flush()
-    try:
-      yield
-    finally:
-      path.unlink(missing_ok=True)
+    text = f'{path} could not be written ({error.strerror}); finished work is'
+    text += ' kept. Free space or give another output folder, and run again'
+    raise OSError(error.errno or errno.EIO, text) from error

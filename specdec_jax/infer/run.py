@@ -28,19 +28,11 @@ from specdec_jax import files
 from specdec_jax.checks.fields import check_choice, unexpected
 from specdec_jax.decoding import resting
 from specdec_jax.engine import calibration, completion, scoring
-from specdec_jax.engine.completion import Completion, CompletionStats
+from specdec_jax.engine.completion import Completion
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import TextRequest, widest_of
-from specdec_jax.engine.scheduler import Scheduler
-from specdec_jax.infer import report
-from specdec_jax.infer.data import (
-  SCORING,
-  SPECULATIVE,
-  DataSet,
-  DecodeConfig,
-  Item,
-  read,
-)
+from specdec_jax.infer import data, report
+from specdec_jax.infer.data import SCORING, SPECULATIVE, DecodeConfig, Item
 from specdec_jax.infer.report import Batch, Outputs
 from specdec_jax.infer.resume import Folder
 from specdec_jax.measure import calibrate
@@ -102,9 +94,7 @@ def decode(
   prints = config.stdout == 'outputs'
   encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
   if prints and codecs.lookup(encoding).name != 'utf-8':
-    advice = (
-      "Call sys.stdout.reconfigure(encoding='utf-8'), or set PYTHONUTF8=1."
-    )
+    advice = "Set PYTHONUTF8=1, or sys.stdout.reconfigure(encoding='utf-8')."
     raise unexpected('sys.stdout.encoding', "'utf-8'", encoding, advice)
   console = console or rich.console.Console(stderr=prints)
   beside = beside or {}
@@ -112,8 +102,7 @@ def decode(
   if task is None:
     return _in_folder(config, beside, console)
   if tokenizer is None:
-    expected = 'the tokenizer of the models, for a task'
-    raise unexpected('tokenizer', expected, None)
+    raise unexpected('tokenizer', 'that of the models, for a task', None)
   sources = tasks.find(
     task, tokenizer, config.task_split, config.prefix, config.distinct
   )
@@ -122,7 +111,12 @@ def decode(
     config = dataclasses.replace(config, drafter=make_drafter)
     # The lengths are the same for all tasks.
     if config.task_feature_lengths is not None:
-      config = dataclasses.replace(config, engine=_once(config.engine))
+      make, engines = config.engine, dict[str, Engine]()
+
+      def once(**options: Any) -> Engine:
+        return engines.get('') or engines.setdefault('', make(**options))
+
+      config = dataclasses.replace(config, engine=once)
   summaries = {}
   for source in sources:
     if len(sources) > 1:
@@ -134,34 +128,22 @@ def decode(
   return {'kind': 'mixture', 'mixture': str(task), 'tasks': summaries}
 
 
-def _once(make: Callable[..., Engine]) -> Callable[..., Engine]:
-  """Returns a function that makes one engine, whatever options come later."""
-  engines: list[Engine] = []
-
-  def once(**options: Any) -> Engine:
-    if not engines:
-      engines.append(make(**options))
-    return engines[0]
-
-  return once
-
-
 def _in_folder(
   config: DecodeConfig, beside: Beside, console: rich.console.Console
 ) -> dict[str, Any]:
   """Locks the output folder, by default a temporary one, and decodes."""
   process = jax.process_index()
   if jax.process_count() > 1 and not config.output_dir:
-    expected = 'a folder that all processes see (--output-dir)'
-    raise unexpected('output_dir', expected, config.output_dir)
+    raise unexpected('output_dir', 'a folder that all processes see', None)
   console.quiet = console.quiet or process > 0
   with contextlib.ExitStack() as stack:
-    path = config.output_dir
-    if path is None:
-      path = stack.enter_context(tempfile.TemporaryDirectory())
-    folder = Folder(path, config.results_name, process)
+    folder = Folder(
+      config.output_dir or stack.enter_context(tempfile.TemporaryDirectory()),
+      config.results_name,
+      process,
+    )
     stack.enter_context(folder.claimed())
-    if is_finished := folder.finished and not config.overwrite:
+    if is_finished := folder.finished() and not config.overwrite:
       kept = f'{folder.name} is finished; it is kept if the models are the same'
       say(console, f'{kept}. Overwrite it (--overwrite) to make it again.')
     run = _Run(config, folder, console)
@@ -177,13 +159,12 @@ class _Run:
     """Reads the examples and loads the models."""
     self.folder, self.console = folder, console
     self.input_state = files.state(config.input_file)
-    self.data = read(config)
+    self.data = data.read(config)
     self.metrics, self.unmeasured = _metrics(config, self.data)
     self.failed_metric: str | None = None
-    measured = None
     # A bad calibration fails before any model is loaded.
-    if config.calibration is not None:
-      measured = calibration.load(config.calibration)
+    path = config.calibration
+    measured = None if path is None else calibration.load(path)
     options = self.data.engine_options(config)
     with bar(console, 'Loading models, vocabulary and memory'):
       if config.drafter is not None and SPECULATIVE in config.modes:
@@ -197,11 +178,8 @@ class _Run:
     is_short = len(self.items) <= _FEW_ITEMS
     is_long = 1 < rows < examples and not is_short
     pools = is_long and config.may_pool and backend.kind() == 'cpu'
-    config = dataclasses.replace(
-      config,
-      batch_size=rows,
-      batching=config.batching or ('continuous' if pools else 'fixed'),
-    )
+    batching = config.batching or ('continuous' if pools else 'fixed')
+    config = dataclasses.replace(config, batch_size=rows, batching=batching)
     gammas = plan = None
     if SPECULATIVE in config.modes:
       plan = choose_gammas(measured, config, self.engine, console, is_short)
@@ -210,15 +188,10 @@ class _Run:
       if not any(gammas.values()):
         config = dataclasses.replace(config, mode='plain')
     self.config = config
-    self.decoders = {
-      mode: Decoder(self.engine, mode, config, plan) for mode in config.modes
-    }
-    settings = {
-      **config.identity(),
-      **self.data.identity(),
-      **engine_identity(self.engine),
-      'gammas': gammas,
-    }
+    modes = config.modes
+    self.decoders = {x: Decoder(self.engine, x, config, plan) for x in modes}
+    settings = config.identity() | self.data.identity()
+    settings |= engine_identity(self.engine) | {'gammas': gammas}
     self.settings = json.loads(json.dumps(settings, default=str))
 
   @property
@@ -227,9 +200,8 @@ class _Run:
 
   def earlier(self) -> dict[str, Any]:
     """Prints the finished results of an earlier run; returns their summary."""
-    folder = self.folder
-    summary: dict[str, Any]
-    summary = folder.read_json(self.config.files_prefix + SUMMARY)
+    folder, name = self.folder, self.config.files_prefix + SUMMARY
+    summary: dict[str, Any] = folder.read_json(name)
     before = summary.get('settings')
     folder.check_same(before, self.settings, 'finished results')
     if self._prints_outputs:
@@ -241,38 +213,35 @@ class _Run:
 
   def summary(self, beside: Beside) -> dict[str, Any]:
     """Decodes, writes and prints; returns the summary."""
-    config, folder, console = self.config, self.folder, self.console
-    results = self._results()
-    if results is None:
+    config, folder = self.config, self.folder
+    if (results := self._results()) is None:
       self._check_end({})
       return {'kind': 'share', 'process': folder.process}
     outputs = report.outputs_of(self.data, results, config.options.num_samples)
     pairs = zip(self.data.examples, outputs, strict=True)
     records = [report.record(*pair, config) for pair in pairs]
-    summary = report.summarise(
-      results, config.options.sampling.greedy, self._context(outputs)
-    )
+    is_greedy = config.options.sampling.greedy
+    summary = report.summarise(results, is_greedy, self._context(outputs))
     for differing in summary.get('agreement', {}).get('disagreements', ()):
       number = (differing['line'] - 1) // config.options.num_samples
       differing['line'] = 1 + config.index(self.data.lines[number])
-    failed = not summary['finish_reasons'].keys() - {'empty', 'error'}
+    failed = summary['finish_reasons'].keys() <= {'empty', 'error'}
     failed = failed and bool(summary['errors'])
-    texts = {SUMMARY: report.json_text(summary, indent=2)}
-    texts |= {name: text() for name, text in beside.items()}
     contents = {folder.name: ''.join(map(report.json_text, records))}
-    contents |= {config.files_prefix + n: text for n, text in texts.items()}
+    name = config.files_prefix + SUMMARY
+    contents[name] = report.json_text(summary, indent=2)
+    for name, text in beside.items():
+      contents[config.files_prefix + name] = text()
     folder.finish(contents, failed)
     if self._prints_outputs:
       report.print_outputs(records)
     elif not config.is_task:
-      report.show_examples(console, self.data, outputs)
-    report.show(console, summary, config)
+      report.show_examples(self.console, self.data, outputs)
+    report.show(self.console, summary, config.output_dir)
     if failed:
-      first = summary['errors'][0].rstrip('.')
-      message = f'No output could be decoded. The first: {first}.'
-      if config.output_dir is not None:
-        message += f' {config.output_dir!r} has the records, but no marker.'
-      raise ValueError(message)
+      first, place = summary['errors'][0].rstrip('.'), config.output_dir
+      kept = f' {place!r} has the records, but no marker.' if place else ''
+      raise ValueError(f'No output could be decoded. The first: {first}.{kept}')
     self._check_end(summary)
     return summary
 
@@ -282,9 +251,8 @@ class _Run:
     results: dict[str, list[Batch]] = {mode: [] for mode in self.decoders}
 
     def add(works: Sequence[Mapping[str, Any]]) -> None:
-      for work in works:
-        for mode, part in work.items():
-          results[mode].append(Batch.from_json(part))
+      for mode, part in itertools.chain.from_iterable(x.items() for x in works):
+        results[mode].append(Batch.from_json(part))
 
     add(folder.begin(self.settings, config.overwrite))
     process, count = folder.process, jax.process_count()
@@ -297,18 +265,17 @@ class _Run:
     pooled = config.slots is not None
     size = config.rows * (config.checkpoint_period if pooled else 1)
     done = {mode: report.completions_of(x) for mode, x in results.items()}
-    before = sum(
-      x.number in outputs for x in items for outputs in done.values()
-    )
-    share = 1 / len(done)  # an item is done after all modes
-    with bar(self.console, 'Decoding', len(items), before * share) as advance:
-      left = [
-        item
-        for item in items
-        if any(item.number not in outputs for outputs in done.values())
-      ]
-      if left:
-        self._prepare(items, left)
+    # An item counts as a whole when all modes are done.
+    share = 1 / len(done)
+    parts = {x.number: sum(x.number in y for y in done.values()) for x in items}
+    before = sum(parts.values()) * share
+    with bar(self.console, 'Decoding', len(items), before) as advance:
+      if left := [x for x in items if parts[x.number] < len(done)]:
+        # The programs of all modes are compiled side by side, on one host.
+        threads = len(self.decoders) if count == 1 else 1
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+          prepare = functools.partial(Decoder.prepare, items=items, left=left)
+          collections.deque(pool.map(prepare, self.decoders.values()))
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         for mode, decoder in self.decoders.items():
@@ -318,11 +285,11 @@ class _Run:
             if apart or process == 0:
               folder.append({mode: dataclasses.asdict(part)})
     if process:
-      folder.wait(lambda: folder.finished)
+      folder.wait(folder.finished)
       return None
 
     def all_came() -> bool:
-      add(folder.appended())
+      add(folder.new_work())
       outputs = map(report.completions_of, results.values())
       return min(map(len, outputs)) == len(self.items)
 
@@ -330,18 +297,9 @@ class _Run:
       folder.wait(all_came)
     return results
 
-  def _prepare(self, items: Sequence[Item], left: Sequence[Item]) -> None:
-    """Compiles the programs of all modes side by side, on one host."""
-    threads = len(self.decoders) if jax.process_count() == 1 else 1
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-      decoders = self.decoders.values()
-      for _ in pool.map(lambda decoder: decoder.prepare(items, left), decoders):
-        pass
-
   def _context(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
     """Returns the entries of the summary that are no measurements."""
-    config, engine = self.config, self.engine
-    options, models = config.options, engine.models
+    config, models = self.config, self.engine.models
     last = [x for modes in outputs for x in list(modes.values())[-1]]
     reasons = collections.Counter(output.finish_reason for output in last)
     scores = [float(sum(x.log_probs)) for x in last if not x.error]
@@ -357,11 +315,11 @@ class _Run:
       'errors': report.errors_of(self.data, outputs, config),
       'reading': self.data.reading,
       'batch_size': config.batch_size,
-      'sampling': dataclasses.asdict(options.sampling),
-      'num_beams': options.num_beams,
-      'lenience': options.lenience,
+      'sampling': dataclasses.asdict(config.options.sampling),
+      'num_beams': config.options.num_beams,
+      'lenience': config.options.lenience,
       **{name: self.settings[name] for name in _OF_SETTINGS},
-      'kernel_layout': engine.kernel_layout,
+      'kernel_layout': self.engine.kernel_layout,
       'models': {name: model.name for name, model in models.items()},
       'dtypes': {name: model.dtype for name, model in models.items()},
       'input_broken_off': self.data.broken_off,
@@ -374,35 +332,30 @@ class _Run:
     They are those of the first sample, or of the best beam, which is the last.
     An error of a metric is kept, because the results must be written first.
     """
-    references = self.data.references
-    if not references:
+    if not (references := self.data.references):
       return {}
     counted = -1 if self.config.searches else 0
     measured: dict[str, dict[str, Any]] = {mode: {} for mode in self.decoders}
-    for mode, values in measured.items():
+    for mode, metric in itertools.product(measured, self.metrics):
       texts = [outputs[number][mode][counted].text for number in references]
-      for metric in self.metrics:
-        try:
-          values |= metric(list(references.values()), texts)
-        except Exception as error:  # a task's own code may raise anything
-          self.failed_metric = (
-            f'A metric of the task failed: {type(error).__name__}: {error}'
-          )
+      try:
+        measured[mode] |= metric(list(references.values()), texts)
+      except Exception as error:  # a task's own code may raise anything
+        self.failed_metric = (
+          f'A metric of the task failed: {type(error).__name__}: {error}'
+        )
     return measured
 
   def _check_end(self, summary: Mapping[str, Any]) -> None:
     """Raises ValueError for a run that fails although its results are kept."""
     config = self.config
     where = f'in {config.output_dir!r}' if config.output_dir else 'decoded'
-    if self.data.broken_off is not None:
-      raise ValueError(
-        f'{self.data.broken_off} Everything before that is {where}.'
-      )
+    if broken_off := self.data.broken_off:
+      raise ValueError(f'{broken_off} Everything before that is {where}.')
     path = config.input_file
     if not config.is_task and files.state(path) != self.input_state:
       raise ValueError(
-        f'{path!r} was changed while it was decoded. All of what it was before'
-        f' is {where}.'
+        f'{path!r} was changed while it was decoded; what it was is {where}.'
       )
     if self.failed_metric is not None:
       raise ValueError(f'{self.failed_metric}. Everything is {where}.')
@@ -445,9 +398,8 @@ def choose_gammas(
     calibration.CalibrationError: it is of other models or of another device.
   """
   _ = engine.drafter  # this raises an error if there is no drafter
-  # All texts have the same temperature.
-  temperature: Any = config.options.temperature
-  rows = config.rows
+  temperature: Any = config.options.temperature  # the same for all texts
+  rows, is_greedy = config.rows, config.options.sampling.greedy
   if engine.fallback and config.searches:
     expected = 'False in a beam search, where no drafter rests'
     raise unexpected('fallback', expected, engine.fallback)
@@ -461,7 +413,6 @@ def choose_gammas(
     if measured is not None:
       say(console, calibrate.host_verdict(measured))
   if measured is None:
-    is_greedy = config.options.sampling.greedy
     if not opens or not is_greedy or engine.speculation_pays(rows):
       return None
     say(
@@ -479,17 +430,17 @@ def choose_gammas(
       f' up to {most_rows} rows at once: its gamma may not be the best here.',
     )
   plan = measured.plan(rows, engine.drafting)
-  if config.slots is None or not config.options.sampling.greedy:
+  if config.slots is None or not is_greedy:
     plan = {rows: plan[rows]}
   if longest := max(drafting.gamma for drafting in plan.values()):
     if not engine.drafting.adapts:
       engine.gamma = longest
     measured.direct(engine, rows)
   for size in sorted(plan, reverse=True):
-    gamma, speed_up = plan[size].gamma, measured.at(size).expected_speed_up
-    verdict = f'gamma = {gamma}, expected speed-up {speed_up:.2f}'
-    if not gamma:
-      verdict = 'speculation does not pay here, decoding plainly'
+    verdict = 'speculation does not pay here, decoding plainly'
+    if gamma := plan[size].gamma:
+      speed_up = measured.at(size).expected_speed_up
+      verdict = f'gamma = {gamma}, expected speed-up {speed_up:.2f}'
     number = '1 row' if size == 1 else f'{size} rows'
     say(console, f'By the calibration, for {number}: {verdict}.')
   return plan
@@ -548,15 +499,15 @@ class Decoder:
   def warmup(self, items: Sequence[Item]) -> float:
     """Compiles the programs of `run`; returns seconds, 0.0 if all exist."""
     if self._mode != SCORING:
-      return self._scheduler(items).warmup(self._request(items))
-    sources = _sources(items)
-    targets = [item.example.target for item in items]
-    shape = scoring.shapes(self._engine.target, sources, targets)
+      scheduler = self._engine.scheduler(self._pool or len(items))
+      return scheduler.warmup(self._request(items))
+    pairs = _sources(items), [item.example.target for item in items]
+    shape = scoring.shapes(self._engine.target, *pairs)
     if shape in self._scored:
       return 0.0
     self._scored.add(shape)
     begin = time.perf_counter()
-    self._engine.score(sources, targets)
+    self._engine.score(*pairs)
     return time.perf_counter() - begin
 
   def run(self, items: Sequence[Item]) -> Iterator[tuple[int, Completion]]:
@@ -568,7 +519,7 @@ class Decoder:
       return
     request = self._request(items)
     ready = sorted(request.passed_over.items())
-    running = self._scheduler(items).run(request)
+    running = self._engine.scheduler(self._pool or len(items)).run(request)
     for number, outputs in itertools.chain(ready, running):
       yield from enumerate(outputs, number * len(outputs))
 
@@ -606,17 +557,13 @@ class Decoder:
         yield part
         part, begin = Batch(), begin + seconds
 
-  def _scheduler(self, items: Sequence[Item]) -> Scheduler:
-    return self._engine.scheduler(self._pool or max(1, len(items)))
-
   def _request(self, items: Sequence[Item]) -> TextRequest:
     """Makes a request that decodes the items."""
     options = self._config.options
     # One beam search finds all outputs of a source.
     outputs = options.num_samples if self._config.searches else 1
     items = items[::outputs]
-    has_prompts = any(item.example.prompt is not None for item in items)
-    prompts = [item.example.prompt or [] for item in items]
+    prompts: list[Any] = [item.example.prompt for item in items]
     reports = options.on_too_long == 'error'
     options = dataclasses.replace(
       options,
@@ -625,7 +572,7 @@ class Decoder:
       split_lang=None,
       split_prefix='',
       example_ids=[item.example_id for item in items],
-      prompts=prompts if has_prompts else None,
+      prompts=None if None in prompts else prompts,
       on_too_long='report' if reports else options.on_too_long,
     )
     request = self._engine.text_request(
@@ -643,7 +590,7 @@ def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
   """Returns a completion with the score of a target."""
   if math.isnan(score.total):
     return completion.passed_over('error', completion.no_distribution())
-  stats = CompletionStats(num_tokens=len(target), num_target_calls=1)
+  stats = completion.CompletionStats(len(target), num_target_calls=1)
   return Completion('', [*target], list(score.log_probs), 'scored', stats)
 
 
@@ -667,7 +614,7 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
 
 
 def _metrics(
-  config: DecodeConfig, data: DataSet
+  config: DecodeConfig, examples: data.DataSet
 ) -> tuple[list[metrics.Metric], str | None]:
   """Returns a task's metrics, and why the usual one is missing, or None.
 
@@ -680,9 +627,8 @@ def _metrics(
   if names == 'task':
     if isinstance(config.task, tasks.SeqioTask):
       return config.task.metric_functions(), None
-    names = config.task.metrics
-    if not names:
-      if not data.references:
+    if not (names := config.task.metrics):
+      if not examples.references:
         return [], None
       try:
         metrics.bleu(['a'], ['a'])

@@ -470,10 +470,9 @@ def for_host(
   try:
     if when == 'always':
       times = measure()
-    elif when == 'unknown':
-      times = host_cache.measured('calls', key, measure, _read_times)
     else:
-      times = host_cache.stored('calls', key, _read_times)
+      make = measure if when == 'unknown' else None
+      times = host_cache.measured('calls', key, make, _read_times)
   except CalibrationError as error:
     say(console, f'No gamma is chosen by timing. {error}')
   if jax.process_count() > 1:  # all use the times of the first process

@@ -161,7 +161,9 @@ def _of_this_host() -> CpuLayout:
   def measure() -> dict[str, Any]:
     return dataclasses.asdict(_chosen(_measured()))
 
-  return host_cache.measured('kernel_layout', key, measure, _from_json)
+  layout = host_cache.measured('kernel_layout', key, measure, _from_json)
+  assert layout is not None  # it was measured
+  return layout
 
 
 def _from_json(value: Any) -> CpuLayout:

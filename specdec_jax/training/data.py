@@ -14,12 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.checks.fields import (
-  Bound,
-  check_number,
-  check_types,
-  unexpected,
-)
+from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.types import Amount, Count, Positive
 
@@ -98,10 +93,10 @@ class PackingConfig:
     if [*self.buckets] != sorted({*self.buckets}):
       raise unexpected('buckets', 'increasing numbers', self.buckets)
     # A batch must have room for one row, and a row for a token and its end.
-    least = {'tokens_per_batch': self.buckets[-1]}
-    least['max_targets'] = 2 if self.max_targets else 0
-    for name, number in least.items():
-      check_number(name, getattr(self, name), number)
+    if (size := self.tokens_per_batch) < (least := self.buckets[-1]):
+      raise unexpected('tokens_per_batch', f'a whole number from {least}', size)
+    if self.max_targets < 0 or self.max_targets == 1:
+      raise unexpected('max_targets', '0, or 2 or more', self.max_targets)
 
   def target_places(self, length: int) -> int:
     """Returns the number of places on the target side of a bucket."""
@@ -150,8 +145,7 @@ class PackedBatches:
     Raises:
       ValueError: no pair is left.
     """
-    self._pairs = pairs
-    self._config, self._pad_id = config, pad_id
+    self._pairs, self._config, self._pad_id = pairs, config, pad_id
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
     # An end-of-sequence id follows the last pair.
@@ -173,7 +167,7 @@ class PackedBatches:
   def num_places(self) -> int:
     """The number of places of the first epoch, padding included."""
     sides = [self._shapes(length)[:2] for length, _ in self._plan(0).batches]
-    return sum(math.prod(shape) for both in sides for shape in both)
+    return sum(map(math.prod, itertools.chain(*sides)))
 
   def empty_batches(self) -> list[Batch]:
     """Returns a batch of padding for each bucket of the first epoch.
@@ -186,10 +180,10 @@ class PackedBatches:
 
   def _shapes(self, length: int) -> Batch:
     """Returns the shapes (N, B, L) and (N, B, S) of a bucket's batch."""
-    budget = self._config.tokens_per_batch
-    rows = max(1, (self._config.tokens_per_part or budget) // length)
+    config, budget = self._config, self._config.tokens_per_batch
+    rows = max(1, (config.tokens_per_part or budget) // length)
     parts = max(1, budget // (rows * length))
-    places = self._config.target_places(length)
+    places = config.target_places(length)
     return Batch((parts, rows, length), (parts, rows, places))
 
   def epoch(self, number: int = 0, begin: int = 0) -> Iterator[Batch]:
@@ -241,10 +235,8 @@ class PackedBatches:
   def _join(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Cuts `order` into examples that fit; returns the bounds of a `_Plan`."""
     weights = np.asarray(self._config.weights, np.float64)
-    sizes = 1 + rng.choice(
-      len(weights), size=len(order), p=weights / weights.sum()
-    )
-    ends = np.cumsum(sizes)
+    weights = weights / weights.sum()
+    ends = np.cumsum(1 + rng.choice(len(weights), len(order), p=weights))
     bounds = np.array([0, *ends[ends < len(order)], len(order)])
     totals = np.pad(self._lengths[:, order].cumsum(1), ((0, 0), (1, 0)))
     fits = (np.diff(totals[:, bounds]) <= self._limits).all(0)
@@ -269,12 +261,11 @@ class PackedBatches:
 
   def _gather(self, plan: _Plan, length: int, examples: np.ndarray) -> Batch:
     shapes = self._shapes(length)[:2]
-    batch = [
-      np.full((math.prod(shape[:2]), shape[2]), padding, np.int32)
-      for shape, padding in zip(shapes, (self._pad_id, NO_TOKEN), strict=True)
-    ]
-    for row, example in enumerate(examples):
+    fills = zip(shapes, (self._pad_id, NO_TOKEN), strict=True)
+    batch = [np.full(shape, fill, np.int32) for shape, fill in fills]
+    rows = np.ndindex(shapes[0][:2])
+    for row, example in zip(rows, examples, strict=False):  # others are empty
       for side, ids in zip(batch, self._joined(plan, example), strict=True):
-        side[row, : len(ids)] = ids
-        side[row, len(ids)] = self._config.eos_id
-    return Batch(*map(np.reshape, batch, shapes))
+        side[row][: len(ids)] = ids
+        side[row][len(ids)] = self._config.eos_id
+    return Batch(*batch)

@@ -165,9 +165,8 @@ class Distillation:
     arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     target = self.target.head(self.target_params, arrays.pop('features'))
     fed, _, mask = teacher_forced(batch.targets, self.start_id)
-    draft = self.draft.logits(
-      params, batch.inputs, fed, dropout_key=key, **arrays
-    )
+    args = params, batch.inputs, fed
+    draft = self.draft.logits(*args, dropout_key=key, **arrays)
     compared = self._compared(draft, target, mask, key is None)
     return compared | {'tokens': mask.sum()}
 
@@ -209,9 +208,8 @@ class HeadDistillation(Distillation):
     for i in range(min(self.draft.num_heads, places)):
       # Head i at place s learns the target's distribution at place s + i.
       count = places - i
-      read = jnp.stack(
-        [embedded[:, j : j + count] for j in range(1 + i)], axis=2
-      )
+      tokens = [embedded[:, j : j + count] for j in range(1 + i)]
+      read = jnp.stack(tokens, axis=2)
       states = self.draft.apply(params, i, before[:, :count], read)
       logits = self.target.head(self.target_params, states)
       counted = mask[:, i:]

@@ -1,6 +1,7 @@
 """Fits an n-gram drafter to text, or to a target's own outputs."""
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -71,19 +72,15 @@ def fit_ngram(
   """
   console = record.begin(console, config.output_file)
   first = [] if config.start_id is None else [config.start_id]
-
-  def sequences() -> Iterator[list[int]]:
-    for path in config.train_files:
-      for ids in outputs(path, config.tokenizer, config.field):
-        yield [*first, *ids]
-
+  paths, tokenizer = config.train_files, config.tokenizer
+  ids = (outputs(path, tokenizer, config.field) for path in paths)
   table = fit(
-    sequences(),
+    ([*first, *row] for row in itertools.chain.from_iterable(ids)),
     config.order,
-    config.tokenizer.vocab_size,
+    tokenizer.vocab_size,
     max_continuations=config.max_continuations,
     min_count=config.min_count,
-    fingerprint=config.tokenizer.fingerprint,
+    fingerprint=tokenizer.fingerprint,
   )
   table.save(config.output_file)
   rows = [
@@ -112,24 +109,18 @@ def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
     ValueError: the file cannot be read, or a record lacks the field.
   """
   kind = kind_of(path)
+  side = 'targets' if kind == 'tsv' else 'inputs'
+  values = (example[side] for example in read(path, kind, keep_broken=False))
   if kind == 'jsonl':
-    values = (
-      field_of(fields, field, place, 'Set field.')
-      for place, fields in records(path)
-    )
-  else:
-    side = 'targets' if kind == 'tsv' else 'inputs'
-    values = (example[side] for example in read(path, kind, keep_broken=False))
+    values = (field_of(x, field, at, 'Set field.') for at, x in records(path))
   for number, value in enumerate(values, 1):
     several = is_a(value, list) and not is_a(value, list[int])
     for output in value if several else [value]:
-      if is_a(output, list[int]):
-        ids = output
-      elif isinstance(output, str) and output == writable(output):
-        ids = tokenizer.encode(output)
-        ids += [tokenizer.eos_id] * bool(ids)
-      else:
+      if isinstance(output, str) and output == writable(output):
+        output = tokenizer.encode(output)
+        output += [tokenizer.eos_id] * bool(output)
+      if not is_a(output, list[int]):
         place = f'{path!r} line {number}: {field!r}'
         raise unexpected(place, 'text or ids', value)
-      if ids:
-        yield ids
+      if output:
+        yield output

@@ -177,16 +177,14 @@ def generate_outputs(
   """
   path = os.fspath(path)
   batches = _batches(sources, config)
-  settings = {
-    'params': fingerprint(params),
-    'sources': digest([(source, ()) for source in sources]),
-    'begin': [*begin],
-    'eos_id': eos_id,
-    'outputs': dataclasses.asdict(config) | {'max_minutes': None},
-  }
+  settings: dict[str, Any] = {'params': fingerprint(params)}
+  settings['sources'] = digest([(source, ()) for source in sources])
+  settings |= {'begin': [*begin], 'eos_id': eos_id}
+  settings['outputs'] = dataclasses.asdict(config) | {'max_minutes': None}
   run_log, done = RunLog(path, settings), []
   if os.path.exists(path):
-    check_settings(path, run_log.settings(), settings)
+    what = f'{path!r} belongs to a run with other settings'
+    same_run.check(run_log.settings(), settings, what)
     done = _batches_of(run_log)
   if done[-1:] != [_COMPLETE]:
     placed = partitioning.place(params, PLACEMENT)
@@ -197,29 +195,20 @@ def generate_outputs(
       if (now := time.monotonic()) >= end:
         break
       if now >= due:
-        due = now + _LOG_SECONDS
-        minutes = (now - start) / 60
+        due, minutes = now + _LOG_SECONDS, (now - start) / 60
         log(f'outputs {number}/{len(batches)} batches, {minutes:.1f} min')
-      texts = [[*map(int, sources[i])] for i in batches[number]]
-      widest = max(map(len, texts))
-      outputs = decode(
-        model,
-        placed,
-        config,
-        texts,
-        batches[number],
-        min(1 << max(4, widest.bit_length()), longest),
-        config.temperatures[number % len(config.temperatures)],
-        begin,
-        eos_id,
-      )
+      ids = batches[number]
+      texts = [[*map(int, sources[i])] for i in ids]
+      bits = max(4, max(map(len, texts)).bit_length())
+      args = texts, ids, min(1 << bits, longest)
+      temperature = config.temperatures[number % len(config.temperatures)]
+      outputs = decode(model, placed, config, *args, temperature, begin, eos_id)
       both = zip(texts, outputs, strict=True)
       done.append([[text, output] for text, output in both if output])
       run_log.append(done[-1])
     if any(done):
       run_log.append(_COMPLETE)
-  pairs = _pairs_of(done)
-  if not pairs:
+  if not (pairs := _pairs_of(done)):
     raise ValueError(
       f'None of {len(sources)} outputs ended by itself; is the model trained?'
     )
@@ -248,16 +237,6 @@ def _pairs_of(batches: list[Any]) -> Pairs:
   return [pair for batch in batches if batch != _COMPLETE for pair in batch]
 
 
-def check_settings(path: str, before: Any, settings: dict[str, Any]) -> None:
-  """Raises ValueError if the file at `path` has other settings."""
-  same_run.check(
-    before,
-    settings,
-    f'{path!r} belongs to a run with other settings',
-    'Continue that run with its own settings, or choose another folder.',
-  )
-
-
 def _batches(
   sources: Sequence[Sequence[int]], config: OutputsConfig
 ) -> list[np.ndarray]:
@@ -265,8 +244,8 @@ def _batches(
   lengths = np.array([*map(len, sources)])
   usable = np.flatnonzero(lengths > 0)[: config.num_examples or None]
   if not len(usable):
-    expected = 'a source that is not empty'
-    raise unexpected('The sources', expected, f'{len(sources)} empty ones')
+    got = f'{len(sources)} empty ones'
+    raise unexpected('The sources', 'one that is not empty', got)
   order = usable[np.argsort(lengths[usable], kind='stable')]
   starts = range(config.batch_size, len(order), config.batch_size)
   batches = np.split(order, starts)

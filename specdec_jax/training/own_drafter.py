@@ -140,7 +140,7 @@ def distil(
     ValueError: the target, the texts or the folder do not fit (raised before
       anything is compiled); or the folder holds a run with other settings.
   """
-  end = _end_of(config.minutes)
+  end = time.monotonic() - _STARTED_S + (60 * config.minutes or math.inf)
   console = console or terminal()
   draft = draft_network(config)
   tokenizer = own_vocabulary(config.target)
@@ -150,7 +150,11 @@ def distil(
   codec = codec_of(config.target, tokenizer, EngineConfig(**config.languages))
   begin = codec.begin(codec.languages())
   import_safetensors()
-  _check_folder(config.output_dir)
+  folder = config.output_dir
+  names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+  if os.path.isfile(folder) or names and _TRAINING not in names:
+    expected = 'a new folder, or that of an earlier run'
+    raise unexpected(f'output_dir {folder!r}', expected, names or 'a file')
   learned, held_out = _texts(config, codec)
   ids = {text: codec.input_ids(text)[:-1] for text in (*learned, *held_out)}
   sizes = [1 + len(row) for row in ids.values()]
@@ -163,8 +167,7 @@ def distil(
   run = _train_run(config, draft, begin, tokenizer.eos_id, max(sizes))
   files.make_folder(run.model_dir)
   lines = ''.join(f'{text}\n' for text in held_out)
-  path = os.path.join(config.output_dir, HELD_OUT)
-  files.write_atomically(path, lines.encode())
+  files.write_atomically(os.path.join(folder, HELD_OUT), lines.encode())
   measured = _Measured(config, int(np.median(sizes)), end, console)
   # A run that was stopped before its first step has a model file too.
   is_trained = _num_steps(run.model_dir) > 0 and os.path.exists(
@@ -190,13 +193,8 @@ def distil(
     say(console, f'It learned in {steps} steps only, which is little. {advice}')
   _export(config, draft, run.model_dir)
   calibrated = measured.calibrated()
-  say(console, f'The drafter is in {config.output_dir}.')
+  say(console, f'The drafter is in {folder}.')
   return calibrated
-
-
-def _end_of(minutes: float) -> float:
-  """Returns the end of a run that begins now (`time.monotonic()`)."""
-  return time.monotonic() - _STARTED_S + (60 * minutes or math.inf)
 
 
 def draft_network(config: DistilConfig) -> T5 | Bart:
@@ -219,14 +217,9 @@ def draft_network(config: DistilConfig) -> T5 | Bart:
   if config.num_layers > num_layers:
     expected = f'at most {num_layers}, the layers of the target'
     raise unexpected('num_layers', expected, config.num_layers)
-  return type(network)(
-    dataclasses.replace(
-      network.config,
-      num_encoder_layers=0,
-      num_decoder_layers=config.num_layers,
-      dropout_rate=0.0,
-    )
-  )
+  sizes = {'num_encoder_layers': 0, 'num_decoder_layers': config.num_layers}
+  smaller = dataclasses.replace(network.config, **sizes, dropout_rate=0.0)
+  return type(network)(smaller)
 
 
 def decoder_layers(params: Params, num_layers: int) -> Params:
@@ -241,38 +234,23 @@ def decoder_layers(params: Params, num_layers: int) -> Params:
   """
   decoder = params['decoder']
   others = {k: v for k, v in decoder.items() if not k.startswith('layers_')}
-  last = len(decoder) - len(others) - 1
-  layers = {
-    f'layers_{new}': decoder[f'layers_{round(old)}']
-    for new, old in enumerate(np.linspace(0, last, num_layers))
-  }
+  places = np.linspace(0, len(decoder) - len(others) - 1, num_layers)
+  for new, old in enumerate(places):
+    others[f'layers_{new}'] = decoder[f'layers_{round(old)}']
   without = {name: x for name, x in params.items() if name != 'encoder'}
-  return without | {'decoder': others | layers}
-
-
-def _check_folder(folder: str) -> None:
-  """Raises ValueError if a folder holds anything but an earlier run."""
-  names = [os.path.basename(folder)] if os.path.isfile(folder) else []
-  if os.path.isdir(folder):
-    names = sorted(os.listdir(folder))
-  if names and _TRAINING not in names:
-    expected = 'a new folder, or that of an earlier run'
-    raise unexpected(f'output_dir {folder!r}', expected, names)
+  return without | {'decoder': others}
 
 
 def _texts(config: DistilConfig, codec: Codec) -> tuple[list[str], list[str]]:
   """Returns the texts to learn from, and those to hold out."""
-  prompts = read_prompts(
-    config.texts, codec.num_input_tokens, config.max_input_len
-  )
-  texts = list(dict.fromkeys(prompts))
+  count, most = codec.num_input_tokens, config.max_input_len
+  texts = list(dict.fromkeys(read_prompts(config.texts, count, most)))
   if len(texts) < _LEAST_TEXTS:
     expected = f'{_LEAST_TEXTS} different texts or more, better thousands'
     raise unexpected(f'texts {config.texts!r}', expected, len(texts))
   number = min(_MOST_HELD_OUT, max(2, len(texts) // 20))
-  held_out = texts[:: len(texts) // number][:number]
-  left_out = set(held_out)
-  return [text for text in texts if text not in left_out], held_out
+  held_out = dict.fromkeys(texts[:: len(texts) // number][:number])
+  return [text for text in texts if text not in held_out], list(held_out)
 
 
 def _train_run(
@@ -282,37 +260,23 @@ def _train_run(
   eos_id: int,
   longest: int,
 ) -> TrainRun:
-  longest = max(longest, config.max_decode_len)
+  target, extra = config.target, config.max_decode_len
   # Powers of two from 16 on, because each length compiles a program.
-  buckets = tuple(1 << i for i in range(4, max(5, longest.bit_length() + 1)))
+  bits = max(5, max(longest, extra).bit_length() + 1)
+  buckets = tuple(1 << i for i in range(4, bits))
+  size, minutes = max(2048, buckets[-1]), _DECODING * config.minutes
+  part = 256 if jax.default_backend() == 'cpu' else 0
   outputs = OutputsConfig(
-    max_minutes=_DECODING * config.minutes,
-    temperatures=(0.0, 1.0),
-    max_ratio=0.0,
-    max_extra=config.max_decode_len,
+    max_minutes=minutes, temperatures=(0.0, 1.0), max_ratio=0.0, max_extra=extra
   )
   return TrainRun(
     model=draft,
     model_dir=os.path.join(config.output_dir, _TRAINING),
-    packing=PackingConfig(
-      weights=(1.0,),
-      buckets=buckets,
-      tokens_per_batch=max(2048, buckets[-1]),
-      tokens_per_part=256 if jax.default_backend() == 'cpu' else 0,
-      eos_id=eos_id,
-    ),
+    packing=PackingConfig((1.0,), buckets, size, part, eos_id=eos_id),
     training=TrainConfig(
-      steps=config.steps,
-      eval_every=_FEW_STEPS,
-      checkpoint_minutes=5.0,
-      warmup_steps=50,
+      config.steps, 0.0, _FEW_STEPS, checkpoint_minutes=5.0, warmup_steps=50
     ),
-    learning=FromTarget(
-      target=config.target.network,
-      checkpoint_path=config.target.name,
-      outputs=outputs,
-      begin=begin,
-    ),
+    learning=FromTarget(target.network, target.name, outputs, begin=begin),
   )
 
 
@@ -325,9 +289,8 @@ def _num_steps(training: str) -> int:
 
 def _export(config: DistilConfig, draft: T5 | Bart, training: str) -> None:
   """Writes the drafter's sizes, parameters, target and shortlist."""
-  path = os.path.join(training, training_run.MODEL_FILE)
-  draft_model = loading.load(path, draft)
-  params, about = draft_model.read(), {'target': draft_model.made_for}
+  model = loading.load(os.path.join(training, training_run.MODEL_FILE), draft)
+  params, about = model.read(), {'target': model.made_for}
   folder, ends = config.output_dir, config.target.stop_ids or T5_IDS.eos
   ids = SpecialIds(draft.start_id, ends, draft.pad_id)
   huggingface.save_huggingface(folder, draft.config, params, ids, about)
@@ -337,18 +300,13 @@ def _export(config: DistilConfig, draft: T5 | Bart, training: str) -> None:
 
 def _shortlist(config: DistilConfig) -> NGramTable | None:
   """Lists the outputs' tokens, if they are a small part of the vocabulary."""
-  training = os.path.join(config.output_dir, _TRAINING)
+  path = os.path.join(config.output_dir, _TRAINING, 'outputs', 'train.jsonl')
   tokenizer = own_vocabulary(config.target)
-  size = tokenizer.vocab_size
-  outputs = read_outputs(os.path.join(training, 'outputs', 'train.jsonl'))
+  size, fingerprint = tokenizer.vocab_size, tokenizer.fingerprint
   # Ids that only pad the output layer are left out.
-  tokens = [token for _, ids in outputs for token in ids if token < size]
+  tokens = [x for _, ids in read_outputs(path) for x in ids if x < size]
   table = fit(
-    [[0, *tokens]],
-    1,
-    size,
-    max_continuations=size,
-    fingerprint=tokenizer.fingerprint,
+    [[0, *tokens]], 1, size, max_continuations=size, fingerprint=fingerprint
   )
   return table if len(table.ids) <= size * _SMALL_PART else None
 
@@ -366,16 +324,15 @@ class _Measured:
     self._config, self._end, self._console = config, end, console
     # The time for the whole run.
     self._seconds = 60 * config.minutes or math.inf
-    self._path = os.path.join(config.output_dir, CALIBRATION)
+    folder, dtype = config.output_dir, config.target.dtype
+    self._path = os.path.join(folder, CALIBRATION)
     self._costs: calibrate.Costs | None = None
     self._calls_s = 0.0  # seconds that timing the calls took
     self._closing_s = 0.0  # seconds to measure in after the training
     self._problem = 'The time is over.'
     self._calibration = calibrate.CalibrateConfig(
-      engine=lambda: self._engine(
-        loading.load(config.output_dir, dtype=config.target.dtype)
-      ),
-      input_file=os.path.join(config.output_dir, HELD_OUT),
+      engine=lambda: self._engine(loading.load(folder, dtype=dtype)),
+      input_file=os.path.join(folder, HELD_OUT),
       num_tokens=config.num_tokens,
       input_len=input_len,
       decode_len=max(config.max_decode_len, LEAST_DECODE_LEN),
@@ -391,13 +348,10 @@ class _Measured:
     return self._end - time.monotonic()
 
   def _engine(self, drafter: Model) -> Engine:
-    return Engine(
-      self._config.target,
-      drafter,
-      max_input_len=self._config.max_input_len,
-      max_decode_len=self._config.max_decode_len,
-      **self._config.languages,
-    )
+    config, options = self._config, self._config.languages
+    options['max_input_len'] = config.max_input_len
+    options['max_decode_len'] = config.max_decode_len
+    return Engine(config.target, drafter, **options)
 
   def time_calls(self, draft: T5 | Bart, params: Params) -> None:
     """Times calls with a drafter of the same shape that has not learned."""
@@ -409,10 +363,9 @@ class _Measured:
     if (table := _shortlist(self._config)) is not None:
       model = model.with_shortlist([int(token) for token in table.ids])
     try:
-      engine, end = self._engine(model), begin + _TIMING * self._seconds
-      self._costs = calibrate.time_calls(
-        self._calibration, engine, self._console, end
-      )
+      args = self._calibration, self._engine(model), self._console
+      end = begin + _TIMING * self._seconds
+      self._costs = calibrate.time_calls(*args, end)
     except CalibrationError as error:
       self._problem = str(error)
     # After the training fewer programs are compiled and more is decoded, which
@@ -430,8 +383,7 @@ class _Measured:
     Raises:
       ValueError: there is no time to learn in.
     """
-    left = self._left - _SAVING_S
-    least = _LEARNING * self._seconds
+    left, least = self._left - _SAVING_S, _LEARNING * self._seconds
     if left - self._closing_s >= least + 0.5 * self._calls_s:
       return _SAVING_S + self._closing_s
     if left < least:
@@ -440,10 +392,9 @@ class _Measured:
 
   def too_short(self) -> ValueError:
     """Returns the error of a run without time to learn in."""
-    minutes = self._config.minutes
-    expected = f'more than {minutes:g} on this machine'
+    expected = f'more than {self._config.minutes:g} on this machine'
     advice = "The target's outputs are kept: the same command goes on."
-    return unexpected('minutes', expected, minutes, advice)
+    return unexpected('minutes', expected, self._config.minutes, advice)
 
   def calibrated(self) -> Calibration | None:
     """Calibrates the pair, unless an earlier run has done it."""
@@ -458,11 +409,10 @@ class _Measured:
         os.remove(self._path)
     if self._left >= _MEASURABLE * self._closing_s:
       try:
-        return calibrate.calibrate(
-          self._calibration, self._console, self._costs, self._end
-        )
+        args = self._calibration, self._console, self._costs
+        return calibrate.calibrate(*args, self._end)
       except CalibrationError as error:
         self._problem = str(error)
-    advice = '`specdec calibrate` makes one.'
-    say(self._console, f'No calibration: {self._problem} {advice}')
+    what = f'No calibration: {self._problem}'
+    say(self._console, f'{what} `specdec calibrate` makes one.')
     return None

@@ -21,25 +21,17 @@ from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
 from specdec_jax.engine.pair import first_id
-from specdec_jax.files import shipped
+from specdec_jax.files import same_run, shipped
 from specdec_jax.models import sizes
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.families import config_of
 from specdec_jax.text import tasks
 from specdec_jax.text.tasks import FEATURES, TRAIN_SPLIT, LocalTask
 from specdec_jax.text.tokenizer import PAD_ID, Tokenizer, train_tokenizer
+from specdec_jax.training import data as data_lib
 from specdec_jax.training import losses
-from specdec_jax.training.data import (
-  PackedBatches,
-  PackingConfig,
-  Pairs,
-  digest,
-)
-from specdec_jax.training.outputs import (
-  OutputsConfig,
-  check_settings,
-  generate_outputs,
-)
+from specdec_jax.training.data import PackedBatches, PackingConfig, Pairs
+from specdec_jax.training.outputs import OutputsConfig, generate_outputs
 from specdec_jax.training.trainer import TrainConfig, Trainer
 
 Dtype = Literal['float32', 'bfloat16']
@@ -135,27 +127,6 @@ class TrainRun:
     check_types(self)
     if not self.model_dir:
       raise unexpected('model_dir', 'a folder', self.model_dir)
-    self._check_networks()
-    for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
-      path = getattr(self, name)
-      if path is not None and not os.path.isfile(shipped.find(path)):
-        raise ValueError(f'{name}: there is no file {path!r}.')
-    has_text = self.train_file is not None or self.eval_file is not None
-    if self.vocab_path is None and has_text:
-      expected = 'a sentencepiece model, or a path where one is trained'
-      raise unexpected('vocab_path', expected, None)
-
-  @property
-  def target(self) -> Any:
-    """The network that the model learns from; None without one."""
-    return self.learning and self.learning.target
-
-  @property
-  def network(self) -> Any:
-    """The network that reads the data: the target of heads, else `model`."""
-    return self.target if isinstance(self.model, Heads) else self.model
-
-  def _check_networks(self) -> None:
     model: Any = self.model
     target = self.target
     if isinstance(model, Heads):
@@ -175,6 +146,24 @@ class TrainRun:
       expected = f'FromTarget, an encoder of width {model.encoded_dim}'
       got = f'{type(target).__name__} of width {width}'
       raise unexpected('learning', expected, got)
+    for name in ('train_file', 'eval_file', 'init_checkpoint_path'):
+      path = getattr(self, name)
+      if path is not None and not os.path.isfile(shipped.find(path)):
+        raise ValueError(f'{name}: there is no file {path!r}.')
+    has_text = self.train_file is not None or self.eval_file is not None
+    if self.vocab_path is None and has_text:
+      expected = 'a sentencepiece model, or a path where one is trained'
+      raise unexpected('vocab_path', expected, None)
+
+  @property
+  def target(self) -> Any:
+    """The network that the model learns from; None without one."""
+    return self.learning and self.learning.target
+
+  @property
+  def network(self) -> Any:
+    """The network that reads the data: the target of heads, else `model`."""
+    return self.target if isinstance(self.model, Heads) else self.model
 
 
 def train(
@@ -221,32 +210,27 @@ def train(
   pairs, held_out = data or pairs_of(run)
   files.make_folder(run.model_dir)
   for name, content in (beside or {}).items():
-    path = os.path.join(run.model_dir, name)
-    files.write_atomically(path, content().encode())
-  target = ''
+    files.write_atomically(f'{run.model_dir}/{name}', content().encode())
+  target, learning = '', dict[str, Any](z_loss=run.z_loss)
   if run.learning is not None:
     target = fingerprint(objective.target_params)
+    # The outputs are compared with the data instead.
+    learning = vars(run.learning) | dict.fromkeys(('outputs', 'outputs_folder'))
+    learning['checkpoint_path'] = target
     if run.learning.outputs is not None:
-      pairs, held_out = _target_outputs(
-        run, objective, packing, pairs, held_out, log
-      )
+      given = packing, pairs, held_out
+      pairs, held_out = _target_outputs(run, objective, *given, log)
       # An output is one example: its source was joined before it was decoded.
       packing = dataclasses.replace(packing, weights=(1.0,))
-  _check_settings(
-    run,
-    init=init,
-    start_id=start_id,
-    learning=_learning_settings(run, target),
-    packing=dataclasses.asdict(packing),
-    train_data=digest(pairs),
-  )
+  settings: dict[str, Any] = {'init': init, 'start_id': start_id}
+  settings |= {'learning': learning, 'packing': dataclasses.asdict(packing)}
+  settings['train_data'] = data_lib.digest(pairs)
+  _check_settings(run, settings)
   pad_id = run.network.pad_id
-  batches = PackedBatches(pairs, packing, pad_id=pad_id)
+  batches = PackedBatches(pairs, packing, pad_id)
   stores = _stores_features(objective, batches)
   batches.regroups = not stores
-  valid = None
-  if held_out is not None:
-    valid = PackedBatches(held_out, packing, pad_id=pad_id)
+  valid = None if held_out is None else PackedBatches(held_out, packing, pad_id)
   log(
     f'{len(pairs)} pairs, {batches.num_dropped} of them too long or empty;'
     f' {sum(x.size for x in jax.tree.leaves(params))} parameters; compiling'
@@ -264,16 +248,7 @@ def train(
   return state.params
 
 
-def _learning_settings(run: TrainRun, target: str) -> dict[str, Any]:
-  """Returns the settings of the objective, with the target's fingerprint."""
-  if run.learning is None:
-    return {'z_loss': run.z_loss}
-  changes = {'checkpoint_path': target, 'outputs': None, 'outputs_folder': None}
-  # The outputs are compared with the data instead.
-  return vars(run.learning) | changes
-
-
-def _check_settings(run: TrainRun, **settings: Any) -> None:
+def _check_settings(run: TrainRun, settings: dict[str, Any]) -> None:
   """Writes the settings that decide the result, or compares them.
 
   Raises:
@@ -283,7 +258,8 @@ def _check_settings(run: TrainRun, **settings: Any) -> None:
   settings |= {'model': repr(run.model), 'training': training}
   path = os.path.join(run.model_dir, 'settings.json')
   if os.path.exists(path):
-    check_settings(path, files.read_json(path), settings)
+    what = f'{path!r} belongs to a run with other settings'
+    same_run.check(files.read_json(path), settings, what)
   else:
     files.write_json(path, settings, indent=2, sort_keys=True, default=str)
 
@@ -387,12 +363,11 @@ def _objective(run: TrainRun, first: int | None) -> Any:
   learning, model = run.learning, run.model
   if learning is None:
     return losses.CrossEntropy(model, first, run.z_loss)
-  target = learning.target
+  target, kind = learning.target, losses.Distillation
   params = load(learning.checkpoint_path, target, dtype=jnp.float32)
-  params = jax.tree.map(jnp.asarray, params)
-  is_heads = isinstance(model, Heads)
-  kind = losses.HeadDistillation if is_heads else losses.Distillation
-  return kind(model, target, params, first)
+  if isinstance(model, Heads):
+    kind = losses.HeadDistillation
+  return kind(model, target, jax.tree.map(jnp.asarray, params), first)
 
 
 def _stores_features(objective: Any, batches: PackedBatches) -> bool:
@@ -414,18 +389,14 @@ def _target_outputs(run, objective, packing, pairs, held_out, log):
   folder = learning.outputs_folder or os.path.join(run.model_dir, 'outputs')
   files.make_folder(folder)
 
+  model = objective.target, objective.target_params
+  ends = learning.begin or [objective.start_id], packing.eos_id
+
   def decoded(name, pairs, config):
     references = PackedBatches(pairs, packing).examples()
-    outputs = generate_outputs(
-      objective.target,
-      objective.target_params,
-      [source for source, _ in references],
-      os.path.join(folder, f'{name}.jsonl'),
-      config,
-      learning.begin or [objective.start_id],
-      packing.eos_id,
-      log,
-    )
+    sources = [source for source, _ in references]
+    path = os.path.join(folder, f'{name}.jsonl')
+    outputs = generate_outputs(*model, sources, path, config, *ends, log)
     return outputs, references
 
   if held_out is not None:

@@ -23,12 +23,7 @@ from specdec_jax.types import Above0, Amount, Count, Positive
 _STATES = 2  # so many of the newest states stay on disk
 # Muon's update is for matrices that map activations to activations; AdamW
 # updates these.
-_NOT_MUON = (
-  'token_embedder',
-  'position_embedder',
-  'logits_dense',
-  'relpos_bias',
-)
+_NOT_MUON = 'token_embedder position_embedder logits_dense relpos_bias'.split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,29 +70,24 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
   embeddings, logits and norms get AdamW's. The step scales the update by
   `learning_rate`, so that the curve follows the clock without recompiling.
   """
-  return optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.contrib.muon(
-      1.0,
-      weight_decay=weight_decay,
-      adam_b1=0.9,
-      adam_b2=0.98,
-      muon_weight_dimension_numbers=_muon_dimensions,
-      # The root mean square of updates is then 0.2, as with AdamW: one peak
-      # rate serves both kinds of parameters.
-      consistent_rms=0.2,
-    ),
-  )
 
-
-def _muon_dimensions(params: Any) -> Any:
   def dimensions(path, leaf):
-    names = {key.key for key in path}
-    if jnp.ndim(leaf) != 2 or names & set(_NOT_MUON):
-      return None
-    return optax.contrib.MuonDimensionNumbers()
+    is_adams = jnp.ndim(leaf) != 2 or {key.key for key in path} & {*_NOT_MUON}
+    return None if is_adams else optax.contrib.MuonDimensionNumbers()
 
-  return jax.tree_util.tree_map_with_path(dimensions, params)
+  muon = optax.contrib.muon(
+    1.0,
+    weight_decay=weight_decay,
+    adam_b1=0.9,
+    adam_b2=0.98,
+    muon_weight_dimension_numbers=functools.partial(
+      jax.tree.map_with_path, dimensions
+    ),
+    # The root mean square of updates is then 0.2, as with AdamW: one peak rate
+    # serves both kinds of parameters.
+    consistent_rms=0.2,
+  )
+  return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
 
 @flax.struct.dataclass
@@ -144,29 +134,21 @@ class Trainer:
       stores_features: whether the target's features of each batch are computed
         once and stored on the host, see `losses.Distillation.features`.
     """
-    self.config = config
-    self._objective = objective
-    self._train_data = train_data
-    self._valid_data = valid_data
-    self._log = log
+    self.config, self._objective, self._log = config, objective, log
+    self._train_data, self._valid_data = train_data, valid_data
     self._optimizer = make_optimizer(config.weight_decay)
     self._gradient = jax.jit(_gradient)
     self._evaluate = jax.jit(_evaluate)
     self._features = jax.jit(_features) if stores_features else None
     self._stored: dict[Any, Any] = {}  # the ids of a batch -> its features
-    self._update = jax.jit(
-      functools.partial(_update, self._optimizer), donate_argnums=0
-    )
+    update = functools.partial(_update, self._optimizer)
+    self._update = jax.jit(update, donate_argnums=0)
 
   def init(self, params: Params) -> TrainState:
     """Returns the state before the first step, with copies of `params`."""
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
-    return TrainState(
-      step=jnp.zeros((), jnp.int32),
-      params=params,
-      opt_state=self._optimizer.init(params),
-      elapsed_s=jnp.zeros((), jnp.float32),
-    )
+    opt_state = self._optimizer.init(params)
+    return TrainState(jnp.int32(0), params, opt_state, jnp.float32(0))
 
   def compile(self, state: TrainState) -> None:
     """Compiles the programs of the run, outside its training time."""
@@ -218,9 +200,7 @@ class Trainer:
         self.compile(state)
       # An uninterrupted run would have started at this time.
       start = time.monotonic() - elapsed
-      most_s = until - start
-      if self.config.max_minutes > 0:
-        most_s = min(most_s, 60 * self.config.max_minutes)
+      most_s = min(until - start, 60 * config.max_minutes or math.inf)
       saved_s = logged_s = elapsed
       recent: list[dict[str, float]] = []  # sums of the steps since a log line
       data = self._train_data.stream(step)
@@ -273,11 +253,9 @@ class Trainer:
     gradients, sums = self._gradient(self._objective, state.params, batch, key)
     state, norm = self._update(state, gradients, np.float32(rate))
     sums = _host(sums)
-    if not math.isfinite(sums['loss']):
-      raise FloatingPointError(
-        f'The loss at step {step} is {sums["loss"]}. Lower the learning rate,'
-        ' or lengthen the warm-up.'
-      )
+    if not math.isfinite(loss := sums['loss']):
+      advice = 'Lower the learning rate, or lengthen the warm-up.'
+      raise FloatingPointError(f'The loss at step {step} is {loss}. {advice}')
     return state, norm, sums
 
   def _report_eval(self, state: TrainState, step: int) -> None:
@@ -289,14 +267,12 @@ def _states(folder: str | os.PathLike[str]) -> Any:
   """Opens Orbax's manager of states, which removes unfinished ones."""
   import orbax.checkpoint as ocp
 
-  return ocp.CheckpointManager(
-    os.path.abspath(folder),
-    options=ocp.CheckpointManagerOptions(
-      max_to_keep=_STATES,
-      cleanup_tmp_directories=True,
-      enable_async_checkpointing=False,
-    ),
+  options = ocp.CheckpointManagerOptions(
+    max_to_keep=_STATES,
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=False,
   )
+  return ocp.CheckpointManager(os.path.abspath(folder), options=options)
 
 
 def _save(store: Any, state: TrainState, elapsed_s: float) -> None:
@@ -353,11 +329,9 @@ def _evaluate(objective, params, batch):
 
 
 def _update(optimizer, state, gradients, rate):
-  norm = optax.tree.norm(gradients)
-  updates, opt_state = optimizer.update(
-    gradients, state.opt_state, state.params
-  )
-  params = optax.apply_updates(state.params, optax.tree.scale(rate, updates))
+  norm, params = optax.tree.norm(gradients), state.params
+  updates, opt_state = optimizer.update(gradients, state.opt_state, params)
+  params = optax.apply_updates(params, optax.tree.scale(rate, updates))
   state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
   return state, norm
 

@@ -6,6 +6,7 @@ decodes what is right.
 
 import gzip
 import io
+import itertools
 import os
 import sys
 import threading
@@ -67,9 +68,8 @@ def decoded(engine, path, out, **options):
   else:
     options |= {'mixture_or_task_name': path, 'tokenizer': engine.tokenizer}
     options['task_feature_lengths'] = LENGTHS
-  summary, records, _ = toy_runs.decoded(
-    out, lambda **_: engine, mode='plain', **options
-  )
+  options['mode'] = 'plain'
+  summary, records, _ = toy_runs.decoded(out, lambda **_: engine, **options)
   return records, summary
 
 
@@ -86,9 +86,8 @@ def test_bad_lines_stop_no_other(kind, engine, tmp_path, monkeypatch):
   if kind != 'txt':  # examples have samples, each of which lacks a text
     options, nothing = {'options': infer.Options(num_samples=2)}, [None] * 2
   records, summary = decoded(engine, path, tmp_path / 'out', **options)
-  assert ['error' in record for record in records] == [
-    line not in right for line in lines
-  ]
+  wrong = ['error' in record for record in records]
+  assert wrong == [line not in right for line in lines]
   for number, (_, why) in enumerate(bad, 1):
     error = records[number]['error']
     assert why in error and f'line {number + 1}' in error
@@ -108,11 +107,10 @@ def test_what_goes_along_can_be_written(engine, tmp_path):
   path = write(tmp_path / 'a.jsonl', line)
   records, _ = decoded(engine, path, tmp_path, include_all_inputs=True)
   assert records[0]['prediction'] and 'error' not in records[0]
-  inputs = records[0]['inputs']
-  assert inputs['nan'] is inputs['inf'] is inputs['big'] is None
-  assert inputs['id'] == 'x\ufffdy' and inputs['\ufffd'] == 'key'
-  assert inputs['ok'] == 0.5
-  assert not {'<broken>', 'references'} & set(inputs)
+  want = {'nan': None, 'inf': None, 'big': None, 'id': 'x\ufffdy', 'ok': 0.5}
+  want |= {'\ufffd': 'key'}
+  assert records[0]['inputs'].items() >= want.items()
+  assert not {'<broken>', 'references'} & set(records[0]['inputs'])
 
 
 def damaged(folder, kind):
@@ -138,9 +136,7 @@ def test_what_came_before_a_break_counts(kind, engine, tmp_path):
   (marker,) = out.glob('*.COMPLETED')
   records = toy_runs.records_of(marker.with_suffix(''))
   assert all(record['prediction'] for record in records)
-  inputs = [record['inputs'] for record in records]
-  if isinstance(inputs[0], dict):
-    inputs = [one['inputs_pretokenized'] for one in inputs]
+  inputs = [record['inputs']['inputs_pretokenized'] for record in records]
   assert [one.encode() for one in inputs] == texts[1::2]
   (summary,) = out.glob('*summary.json')
   assert 'read on after line' in summary.read_text()
@@ -150,13 +146,12 @@ def test_a_cut_gzip_file_loses_only_its_end(tmp_path):
   content = b'line\n' * 1000 + b'half a line'
   whole = gzip.compress(content, mtime=0)
   (tmp_path / 'a.gz').write_bytes(whole[:-9])
-  found, why = files.until_broken(files.lines(tmp_path / 'a.gz'))
-  assert [line.text for line in found] == ['line'] * 1000 and 'cut short' in why
+  found, why = files.until_broken(files.text_lines(tmp_path / 'a.gz'))
+  assert found == ['line'] * 1000 and 'cut short' in why
   # Several members, and padding between and behind them, are one text.
   (tmp_path / 'a.gz').write_bytes(whole + b'\0' * 3 + whole + b'\0')
-  found, why = files.until_broken(files.lines(tmp_path / 'a.gz'))
-  assert len(found) == 2001 and found[1000].text == 'half a lineline'
-  assert why is None
+  found, why = files.until_broken(files.text_lines(tmp_path / 'a.gz'))
+  assert len(found) == 2001 and found[1000] == 'half a lineline' and not why
   for wrong in (b'no gzip', b'\0' * 100, whole[:12]):
     (tmp_path / 'a.gz').write_bytes(wrong)
     with pytest.raises(ValueError, match="a.gz' could not be read as text"):
@@ -193,11 +188,10 @@ def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
   monkeypatch.setattr(files, '_FREE', 0)
   for content in (b'\0', b'\n'):
     path = write(tmp_path / 'bomb.gz', content * (1 << 22))
-    count = 0
+    count = itertools.count()
     with pytest.raises(ValueError, match='unpacks to more than 200 times'):
-      for _ in files.lines(path):
-        count += 1
-    assert count < 1 << 20  # it was noticed on the way
+      list(zip(files.lines(path), count, strict=False))
+    assert next(count) < 1 << 20  # it was noticed on the way
   # Text does not pack like that.
   lines = b'\n'.join(b'line %d of a text' % i for i in range(20_000))
   assert len(list(files.lines(write(tmp_path / 'a.gz', lines)))) == 20_000
@@ -218,8 +212,8 @@ def feed(path, content, times=1):
 
 @pytest.fixture
 def pipe(tmp_path):
-  os.mkfifo(tmp_path / 'pipe.txt')
-  return str(tmp_path / 'pipe.txt')
+  os.mkfifo(path := str(tmp_path / 'pipe.txt'))
+  return path
 
 
 def test_stdin(monkeypatch):
@@ -247,12 +241,11 @@ def test_a_pipe_is_read_once_somebody_writes(pipe, engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'bound, content',
-  [('MAX_PIPE', b'\0' * 1000), ('MAX_PIPE_LINES', b'\n' * 1000)],
+  'byte, bound', [(0, 'MAX_PIPE'), (10, 'MAX_PIPE_LINES')]
 )
-def test_an_endless_pipe_is_bounded(pipe, monkeypatch, bound, content):
+def test_an_endless_pipe_is_bounded(pipe, monkeypatch, byte, bound):
   monkeypatch.setattr(files, bound, 10_000)
-  writer = feed(pipe, content, 1_000_000)
+  writer = feed(pipe, bytes([byte]) * 1000, 1_000_000)
   with pytest.raises(ValueError, match='More than 10,000 .* in a file'):
     list(files.lines(pipe))
   writer.join(10)

@@ -22,9 +22,8 @@ import jax
 import small_vocabulary
 from toy_pools import Pooled
 from specdec_jax import infer
-from specdec_jax.engine import scoring
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.scheduler import PoolSettings
+from specdec_jax.engine.scheduler import PoolSettings, Scheduler
 from specdec_jax.infer import processes
 from specdec_jax.models.model import Model
 from specdec_jax.partitioning import Placement
@@ -33,13 +32,14 @@ from specdec_jax.text.tokenizer import Tokenizer
 folder, address, count, index, *more = sys.argv[1:]
 count, index = int(count), int(index)
 
-def small(kind=Engine, **options):
+tokenizer = Tokenizer(folder + '/vocab.model')
+
+def small(**options):
   network = small_vocabulary.network(1)
   weights = [small_vocabulary.weights(network, i) for i in range(2)]
-  return kind(
+  return Engine(
     *(Model(network, one) for one in weights), gamma=2,
-    tokenizer=Tokenizer(folder + '/vocab.model'),
-    cache_folder=folder + '/xla', **options)
+    tokenizer=tokenizer, cache_folder=folder + '/xla', **options)
 
 def run(function):
   def joined():
@@ -55,39 +55,30 @@ SCRIPT = """
 out, fatal, placed = more
 jax.config.update('jax_num_cpu_devices', 2)
 jax.config.update('jax_compilation_cache_dir', folder + '/xla')
-batches = 0
+batches, run_batch = 0, Scheduler.run
 
-class Counted(Engine):
-  def scheduler(self, settings):
-    scheduler = super().scheduler(settings)
-    run = scheduler.run
+def counted(scheduler, request):
+  global batches
+  batches += 1
+  if batches == int(fatal):
+    os.kill(os.getpid(), signal.SIGKILL)
+  return run_batch(scheduler, request)
 
-    def counted(request):
-      global batches
-      batches += 1
-      if batches == int(fatal):
-        os.kill(os.getpid(), signal.SIGKILL)
-      return run(request)
-
-    scheduler.run = counted
-    return scheduler
+Scheduler.run = counted
 
 def decode():
   assert len(jax.local_devices()) == 2 and len(jax.devices()) == 2 * count
-  placement = None
+  options = {'max_input_len': 24, 'max_decode_len': 12}
   if placed == 'split':
-    placement = Placement(data=2, model=2, across_hosts=True)
-  sources = {'lines': 'input_file', 'other lines': 'input_file'}
-  lengths = {'max_input_len': 24, 'max_decode_len': 12}
+    options['placement'] = Placement(data=2, model=2, across_hosts=True)
+  source = 'input_file' if 'lines' in placed else 'mixture_or_task_name'
   file = 'other.txt' if index and placed == 'other lines' else 'texts.txt'
   infer.decode(infer.DecodeConfig(
-    lambda **options: small(
-      Counted, placement=placement, **(lengths | options)),
-    tokenizer=Tokenizer(folder + '/vocab.model'),
-    **{sources.get(placed, 'mixture_or_task_name'): folder + '/' + file},
-    output_dir=out, mode='speculative',
+    lambda **lengths: small(**(options | lengths)),
+    tokenizer=tokenizer, **{source: folder + '/' + file},
+    output_dir=out, mode='speculative', batch_size=2,
     task_feature_lengths={'inputs': 24, 'targets': 12},
-    task_mode='predict_with_aux', batch_size=2,
+    task_mode='predict_with_aux',
     options=infer.Options(temperature=1.0, num_samples=2)))
   print('batches', batches)
 
@@ -101,10 +92,7 @@ def ends_of(code, folder, *each):
   processes = [started(*argv, index, *more) for index, more in enumerate(each)]
   # The last one first, since it may die.
   ends = [process.communicate() for process in processes[::-1]][::-1]
-  return [
-    (process.returncode, *end)
-    for process, end in zip(processes, ends, strict=True)
-  ]
+  return [(x.returncode, *y) for x, y in zip(processes, ends, strict=True)]
 
 
 def free_address():
@@ -129,15 +117,6 @@ def run(folder, tokenizer):
   return run
 
 
-@pytest.fixture(scope='module')
-def whole(run, tmp_path_factory):
-  """What one process alone writes."""
-  out = tmp_path_factory.mktemp('whole')
-  ((status, _, said),) = run(out, 1)
-  assert status == 0, said
-  return results(out)
-
-
 def results(out):
   """Name -> bytes of what must not depend on the number of processes."""
   return {
@@ -150,6 +129,16 @@ def results(out):
 def predictions(files):
   lines = next(text for name, text in files.items() if name.endswith('00001'))
   return [json.loads(line)['prediction_tokens'] for line in lines.splitlines()]
+
+
+@pytest.fixture(scope='module')
+def whole(run, tmp_path_factory):
+  """What one process alone writes, of a task and of lines."""
+  outs = {x: tmp_path_factory.mktemp(x) for x in ('apart', 'lines')}
+  for placed, out in outs.items():
+    ((status, _, said),) = run(out, 1, placed=placed)
+    assert status == 0, said
+  return {placed: results(out) for placed, out in outs.items()}
 
 
 @pytest.mark.slow  # one process that is killed goes on in resume_test
@@ -166,31 +155,29 @@ def test_a_killed_process_ends_the_others(run, whole, tmp_path, placed):
   assert ends[1][0] == -signal.SIGKILL and ends[0][0] in ENDED, ends
   assert time.monotonic() - begin < 60
   assert not list(tmp_path.glob('*.COMPLETED'))
-  kept = sum(
-    path.read_bytes().count(b'\n') - 1 for path in tmp_path.glob('*.partial*')
-  )
+  kept = [path.read_text().count('\n') for path in tmp_path.glob('*.partial*')]
+  kept = sum(kept) - len(kept)
   ends = run(tmp_path, 2, placed=placed)
   assert [status for status, *_ in ends] == [0, 0], ends
   again = [int(said.split()[-1]) for _, said, _ in ends]
   if placed == 'split':
     # Six batches, of which the one before the kill was kept.
     assert again == [5 + 1, 5 + 1]
-    assert predictions(results(tmp_path)) == predictions(whole)
+    assert predictions(results(tmp_path)) == predictions(whole['apart'])
     return
   # Of three batches each the victim's first was kept, and what the other
   # process had time for; a program's first run is twice.
   assert again[1] == 2 + 1 and kept >= 1
   assert again[0] == (4 - kept + 1 if kept < 4 else 0)
-  assert results(tmp_path) == whole
+  assert results(tmp_path) == whole['apart']
 
 
 @pytest.mark.slow
-def test_lines_of_two_processes(run, tmp_path):
+def test_lines_of_two_processes(run, whole, tmp_path):
   """They are those of one; a process that reads another file is refused."""
-  for count in (1, 2):
-    ends = run(tmp_path / f'{count}', count, placed='lines')
-    assert [status for status, *_ in ends] == [0] * count, ends
-  assert results(tmp_path / '2') == results(tmp_path / '1')
+  ends = run(tmp_path / 'lines', 2, placed='lines')
+  assert [status for status, *_ in ends] == [0, 0], ends
+  assert results(tmp_path / 'lines') == whole['lines']
   ends = run(tmp_path / 'other', 2, placed='other lines')
   assert [bool(status) for status, *_ in ends] == [True, True], ends
   assert 'Process 1 and another one of this run have' in ends[1][2]
@@ -199,6 +186,8 @@ def test_lines_of_two_processes(run, tmp_path):
 
 # What the host reads between rounds, and scores, of rows of two processes.
 ROWS = """
+from specdec_jax.engine import scoring
+
 def decode():
   placement = Placement(data=2, across_hosts=True) if count > 1 else None
   engine = small(max_input_len=32, max_decode_len=8, placement=placement)
@@ -268,26 +257,17 @@ def test_sigterm_ends_a_process_at_once():
       process.kill()
 
 
-@pytest.mark.parametrize(
-  ('count', 'index', 'address', 'message'),
-  [
-    (2, None, None, '--coordinator_address, --process_index: expected'),
-    (0, 0, 'a:1', '--process_count: .* from 1, got 0'),
-    (1, 0, 'a:65536', "coordinator_address: .*HOST:PORT.* got 'a:65536'"),
-    (2, 1, 'a', "coordinator_address: .*HOST:PORT.* got 'a'"),
-    (2, 2, 'a:1', '--process_index: .*, got 2'),
-  ],
-)
-def test_bad_flags(count, index, address, message):
-  flags = {'process_count': count, 'process_index': index}
-  flags['coordinator_address'] = address
-  given = [f'--{k}={v}' for k, v in flags.items() if v is not None]
-  with pytest.raises(ValueError, match=message):
-    gin_flags.meeting_of(given)
-
-
 def test_flags():
   assert gin_flags.meeting_of(['--gin_file=a.gin']) is None
   assert gin_flags.meeting_of(['--multiprocess']) == Meeting()
   flags = '--coordinator_address=a.b:1234 --process_count=4 --process_index=3'
   assert gin_flags.meeting_of(flags.split()) == Meeting('a.b:1234', 4, 3)
+  for values, message in (
+    ((None, 2, None), '--coordinator_address, --process_index: expected'),
+    (('a:1', 0, 0), '--process_count: .* from 1, got 0'),
+    (('a:65536', 1, 0), "coordinator_address: .*HOST:PORT.* got 'a:65536'"),
+    (('a', 2, 1), "coordinator_address: .*HOST:PORT.* got 'a'"),
+    (('a:1', 2, 2), '--process_index: .*, got 2'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      Meeting(*values)

@@ -1,10 +1,12 @@
 """Runs that are killed and started again; the folder that makes it possible."""
 
 import errno
+import itertools
 import os
 import pathlib
 import shutil
 import signal
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,7 @@ from specdec_jax import files
 from specdec_jax.infer import resume
 from specdec_jax.infer.data import PREDICTIONS
 from toy_processes import started
+from toy_training import Killed
 
 PARTIAL = f'{PREDICTIONS}.partial'
 
@@ -21,14 +24,9 @@ PARTIAL = f'{PREDICTIONS}.partial'
 def partial(tmp_path_factory):
   """The work of a whole run, as it is before the results are written."""
   folder = tmp_path_factory.mktemp('partial')
-  with pytest.MonkeyPatch.context() as patch:
-
-    def killed(self, contents, failed):
-      raise KeyboardInterrupt
-
-    patch.setattr(resume.Folder, 'finish', killed)
-    with pytest.raises(KeyboardInterrupt):
-      start(folder)
+  killed = mock.patch.object(resume.Folder, 'finish', side_effect=Killed)
+  with killed, pytest.raises(Killed):
+    start(folder)
   return (folder / 'out' / PARTIAL).read_bytes()
 
 
@@ -44,9 +42,7 @@ def begin(tmp_path, data):
   (tmp_path / 'out' / PARTIAL).write_bytes(data)
 
 
-def test_any_prefix_goes_on_to_the_same_records(
-  partial, whole, tmp_path, capsys
-):
+def test_any_prefix_leads_to_the_same_records(partial, whole, tmp_path, capsys):
   """Wherever a kill cuts the file; whole lines are not decoded again."""
   ends = [i + 1 for i, byte in enumerate(partial) if byte == 10]
   assert len(ends) == 1 + 2 * 3  # settings, and three batches in two ways
@@ -68,9 +64,7 @@ def test_any_prefix_goes_on_to_the_same_records(
 
 
 @pytest.mark.parametrize('broken', [b'{"plain": ', b'[' * 9999, b'\xff' * 9])
-def test_a_broken_line_is_decoded_again(
-  partial, whole, tmp_path, capsys, broken
-):
+def test_a_broken_line_is_made_again(partial, whole, tmp_path, capsys, broken):
   """It alone, with a warning."""
   lines = partial.split(b'\n')
   lines[2] = broken
@@ -81,7 +75,7 @@ def test_a_broken_line_is_decoded_again(
   assert capsys.readouterr().err.count('is damaged') == 1
 
 
-def test_another_run_is_refused_or_replaced(partial, whole, tmp_path):
+def test_another_run_is_refused_or_replaced(partial, tmp_path):
   begin(tmp_path, partial)
   with pytest.raises(ValueError, match='seed was 0, is 1'):
     start(tmp_path, seed=1)
@@ -123,8 +117,7 @@ def test_a_kill_at_each_write_of_the_results(tmp_path, whole, partial):
     torn.write_bytes(data[::2])
     write(path, data)
 
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(files, 'write_atomically', copying)
+  with mock.patch.object(files, 'write_atomically', copying):
     start(tmp_path)
   # Records, operative configuration, summary, and the marker.
   assert len(moments) == 4
@@ -150,9 +143,9 @@ def test_one_process_at_a_time(tmp_path):
 
 
 def test_a_killed_process_lets_go_and_keeps_its_work(tmp_path, whole):
-  code = 'import pathlib, sys; from dying_run import Dies, start;'
-  code += 'start(pathlib.Path(sys.argv[1]), Dies())'
-  with started(code, tmp_path) as process:
+  code = 'import pathlib; from dying_run import Dies, start;'
+  code += f'start(pathlib.Path({str(tmp_path)!r}), Dies())'
+  with started(code) as process:
     process.communicate()
   assert process.returncode == -signal.SIGKILL
   names = {path.name for path in (tmp_path / 'out').iterdir()}
@@ -162,9 +155,7 @@ def test_a_killed_process_lets_go_and_keeps_its_work(tmp_path, whole):
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
-  def no_locks(*_):
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
+  no_locks = mock.Mock(side_effect=OSError(errno.ENOLCK, 'No locks'))
   monkeypatch.setattr(resume.fcntl, 'flock', no_locks)
   (tmp_path / '.a.jsonl.lock').write_text('process 7 on earth')
   with resume.Folder(str(tmp_path), 'a.jsonl').claimed():
@@ -176,13 +167,12 @@ def test_a_process_that_does_nothing_is_not_waited_for(tmp_path, monkeypatch):
   """As one that hangs, or that writes into another folder of this name."""
   monkeypatch.setattr(resume, '_MOST_SILENCE_S', 0.3)
   monkeypatch.setattr(resume, '_POLL_S', 0.1)
-  looks = []
+  looks = itertools.count()
 
   def look():
-    looks.append(1)
-    if len(looks) < 8:  # a third process is alive for more than the bound
-      (tmp_path / f'a.jsonl.{len(looks)}').write_text('')
+    if (number := next(looks)) < 8:  # a third process lives beyond the bound
+      (tmp_path / f'a.jsonl.{number}').write_text('')
 
   with pytest.raises(ValueError, match='process 0 waits for others'):
     resume.Folder(str(tmp_path), 'a.jsonl').wait(look)
-  assert len(looks) > 9
+  assert next(looks) > 9

@@ -1,5 +1,6 @@
 """A run over a task or a mixture: T5X's fields, samples, prompts, errors."""
 
+import functools
 import json
 import sys
 from unittest import mock
@@ -13,7 +14,6 @@ from specdec_jax.engine import scoring
 from specdec_jax.engine.completion import Completion
 from specdec_jax.infer import data
 from specdec_jax.text import metrics, tasks
-from specdec_jax.text.tasks import LocalTask, read_prompts
 from specdec_jax.text.tokenizer import Tokenizer
 from toy_runs import ReversingEngine, decoded, records_of, write
 
@@ -36,10 +36,13 @@ def make(tokenizer):
   return mock.Mock(return_value=engine, draft=draft)
 
 
+def write_pairs(path, pairs=LINES):
+  return write(path, ''.join(f'{a}\t{b}\n' for a, b in pairs).encode())
+
+
 @pytest.fixture
 def source(tmp_path):
-  text = ''.join(f'{a}\t{b}\n' for a, b in LINES)
-  return write(tmp_path / 'pairs.tsv', text.encode())
+  return write_pairs(tmp_path / 'pairs.tsv')
 
 
 @pytest.fixture
@@ -66,9 +69,8 @@ def test_predictions_as_t5x_writes_them(run, make, tmp_path):
     {'inputs_pretokenized': a, 'targets_pretokenized': b} for a, b in LINES
   ]
   assert set(records[0]) == {'inputs', 'prediction', 'prediction_tokens'}
-  for record, one in zip(records, alone(make()), strict=True):
-    assert record['prediction'] == one.text
-    assert record['prediction_tokens'] == one.tokens
+  have = [(x['prediction'], x['prediction_tokens']) for x in records]
+  assert have == [(x.text, x.tokens) for x in alone(make())]
 
 
 def alone(engine, **options):
@@ -95,10 +97,8 @@ def test_scores_of_targets(run, make, tokenizer):
 
 
 def sampled(**options):
-  return {
-    'task_mode': 'predict_with_aux',
-    'options': infer.Options(1.0, **options),
-  }
+  options = infer.Options(1.0, **options)
+  return {'task_mode': 'predict_with_aux', 'options': options}
 
 
 def test_samples_belong_to_the_example(run):
@@ -119,7 +119,8 @@ def test_samples_belong_to_the_example(run):
 
 
 def test_prompt_with_targets(run, make, tokenizer):
-  _, records, _ = run(prompt_feature='targets')
+  # Where nothing is speculative no drafter is loaded.
+  _, records, _ = run(prompt_feature='targets', drafter=never)
   prompts = [tokenizer.encode(b) for _, b in LINES]
   want = alone(make(), prompts=prompts)
   have = [record['prediction_tokens'] for record in records]
@@ -144,12 +145,6 @@ def test_errors_before_the_engine_is_made(run, tmp_path):
       run(never, **options)
 
 
-def test_a_drafter_is_loaded_where_it_is_needed(run):
-  run(mode='plain', drafter=never)
-  with pytest.raises(AssertionError, match='was made'):
-    run(mode='speculative', drafter=never, out='other')
-
-
 @pytest.mark.parametrize(
   ('name', 'reference'),
   [('test.x.tsv.gz', 'b'), ('own.jsonl', ['b', 'c']), ('lines.de', None)],
@@ -162,13 +157,12 @@ def test_files_are_tasks(tmp_path, tokenizer, name, reference):
     lines.append('{"inputs": "d", "targets": ""}')
   path = write(tmp_path / name, '\n'.join(lines).encode())
   (task,) = tasks.find(path, tokenizer)
-  config = infer.DecodeConfig(
-    never, mixture_or_task_name=task, tokenizer=tokenizer
-  )
+  options = dict(mixture_or_task_name=task, tokenizer=tokenizer)
+  config = infer.DecodeConfig(never, **options)
   assert config.task_name in ('test.x', 'own', 'lines.de')
   want = ['a', 'a', 'd'] if reference else lines
   assert [one['inputs'] for one in tasks.read(path)] == want
-  assert read_prompts(path, len) == list(dict.fromkeys(want))
+  assert tasks.read_prompts(path, len) == list(dict.fromkeys(want))
   found = data.read(config)
   have = [one.features['inputs_pretokenized'] for one in found.examples]
   assert have == want and found.examples[0].reference == reference
@@ -179,7 +173,7 @@ def test_tasks_that_are_refused(tmp_path, tokenizer):
   path = write(tmp_path / 'a.tsv', b'a\tb\n')
   one, two = map(Tokenizer, small_vocabulary.byte_level(tmp_path))
   # The vocabulary of GPT-2, as files of either kind.
-  own = LocalTask('own', {'test': path}, one.path)
+  own = tasks.LocalTask('own', {'test': path}, one.path)
   assert tasks.find(own, two) == [own]
   for task, vocabulary, message in (
     ('none.jsonl.gz', tokenizer, 'task: expected a file .*none'),
@@ -192,13 +186,9 @@ def test_tasks_that_are_refused(tmp_path, tokenizer):
       tasks.find(task, vocabulary)
 
 
-def test_each_task_of_a_mixture_has_its_files(
-  run, make, tokenizer, tmp_path, monkeypatch
-):
-  names = []
-  for name, lines in (('one', LINES[:2]), ('two', LINES[2:])):
-    text = ''.join(f'{a}\t{b}\n' for a, b in lines)
-    names.append(write(tmp_path / f'{name}.tsv', text.encode()))
+def test_each_task_has_its_files(run, make, tokenizer, tmp_path, monkeypatch):
+  pairs = {'one.tsv': LINES[:2], 'two.tsv': LINES[2:]}
+  names = [write_pairs(tmp_path / name, of) for name, of in pairs.items()]
   apart = [run(name=name, out='apart')[1] for name in names]
   asked, drafters = make.call_count, []
   sources = [local for name in names for local in tasks.find(name, tokenizer)]
@@ -232,9 +222,8 @@ def knows(run, tokenizer, tmp_path):
   text = b'a\tthe cat sat on the mat\nb\nc\tthe cat sat on the mat\n'
   path = write(tmp_path / 'knows.tsv', text)
   engine = Knowing(tokenizer=tokenizer)
-  return lambda **options: run(
-    lambda **_: engine, path, overwrite=True, **options
-  )
+  known = functools.partial(run, lambda **_: engine, path, overwrite=True)
+  return known
 
 
 def test_metrics_are_of_the_examples_with_a_target(knows, monkeypatch):
@@ -266,10 +255,8 @@ def test_distinct_inputs_have_all_their_references(run, make, tmp_path):
   path = write(tmp_path / 'several.tsv', text.encode())
   options = dict(metrics=('bleu', 'first_bleu'), include_all_inputs=True)
   summary, records, _ = run(name=path, distinct=True, **options)
-  assert [r['inputs']['references'] for r in records] == [
-    ['a cat', 'the old cat sleeps'],
-    ['the tree'],
-  ]
+  references = [record['inputs']['references'] for record in records]
+  assert references == [['a cat', 'the old cat sleeps'], ['the tree']]
   scores = summary['metrics']['plain']
   assert 'nrefs:var' in scores['bleu_signature']
   assert 'nrefs:1' in scores['first_bleu_signature']

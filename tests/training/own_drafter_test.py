@@ -6,11 +6,12 @@ import re
 import shlex
 import shutil
 import types
-from unittest.mock import Mock
+from unittest import mock
 
 import gin
 import jax
 import numpy as np
+import optax
 import pytest
 import rich.console
 
@@ -31,13 +32,17 @@ from specdec_jax.models.model import Model
 from specdec_jax.models.other_ids import Shortlisted
 from specdec_jax.models.t5 import T5
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training import DistilConfig, distil, own_drafter
+from specdec_jax.training import DistilConfig, distil, own_drafter, trainer
 from specdec_jax.training.outputs import read_outputs
 from toy_families import NLLB
 
 TEXTS = small_vocabulary.sentences()[:40]
 QUICK = {'max_input_length': 32, 'max_decode_len': 14, 'steps': 3}
 QUICK |= {'max_gamma': 1, 'num_tokens': 20, 'repeats': 2}
+GIN = """from __gin__ import dynamic_registration
+from specdec_jax.models import t5
+SMALL = @t5.T5()
+t5.T5.config = @t5.T5Config()"""
 
 
 @pytest.fixture(scope='module')
@@ -53,14 +58,8 @@ def target(folder, tokenizer):
   # The same as T5X has it, which does not say its sizes.
   t5x.save_t5x(folder / 'target.msgpack', params, 0)
   sizes = dataclasses.asdict(network.config)
-  fields = '\n'.join(
-    f't5.T5Config.{name} = {value!r}' for name, value in sizes.items()
-  )
-  (folder / 'sizes.gin').write_text(
-    'from __gin__ import dynamic_registration\n'
-    'from specdec_jax.models import t5\n'
-    f'{fields}\nt5.T5.config = @t5.T5Config()\nSMALL = @t5.T5()\n'
-  )
+  fields = [f't5.T5Config.{name} = {x!r}' for name, x in sizes.items()]
+  (folder / 'sizes.gin').write_text('\n'.join([*GIN.split('\n'), *fields]))
   return str(folder / 'target')
 
 
@@ -74,9 +73,8 @@ def run(capsys, target, tmp_path, monkeypatch):
     given = ['--target', target, '--texts', f'{target}/texts.txt']
     given += ['--output-dir', 'mine']
     status = main.main(['distil', *given, *flags, *argv])
-    shown = capsys.readouterr()
     gin.clear_config()
-    return status, shown.out, shown.err
+    return status, *capsys.readouterr()
 
   return run
 
@@ -85,8 +83,7 @@ def check_drafter(target, tmp_path, err):
   """What is in its folder, for this target and of these texts."""
   assert 'agreement' in err  # of the held-out texts
   mine = load('mine')
-  assert mine.network.reads_encoder
-  assert isinstance(mine.network, Shortlisted)
+  assert mine.network.reads_encoder and isinstance(mine.network, Shortlisted)
   assert mine.made_for == fingerprint(load(target).params)
   held_out = (tmp_path / 'mine/held_out.txt').read_text().splitlines()
   assert 2 <= len(held_out) < len(set(TEXTS)) and set(held_out) < set(TEXTS)
@@ -119,19 +116,26 @@ def check_command(capsys, out, held_out):
   return argv
 
 
-def test_from_texts_to_a_drafter(run, capsys, target, tmp_path, monkeypatch):
+@pytest.fixture
+def refused(monkeypatch):
+  """No calibration, and an optimiser that compiles quickly."""
+  refused = mock.Mock(side_effect=CalibrationError('a call took less'))
+  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', refused)
+  monkeypatch.setattr(own_drafter.calibrate, 'time_calls', lambda *_: [])
+  monkeypatch.setattr(trainer, 'make_optimizer', optax.sgd)
+  return refused
+
+
+def test_from_texts_to_a_drafter(run, capsys, target, tmp_path, refused):
   """All but the calibration, which `measure/calibrate_test` has quickly.
 
   What has learned nothing is no drafter: this is said, and the same command
   goes on.
   """
-  refused = Mock(side_effect=CalibrationError('a call took less'))
-  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', refused)
-  monkeypatch.setattr(own_drafter.calibrate, 'time_calls', lambda *_: [])
   flags = [f'--gin_file={target}/../sizes.gin', '--gin.TARGET=%SMALL']
   flags += ['--gin_file=gin/runs/own_drafter.gin', f'--target={target}.msgpack']
   flags.append(f'--vocab={target}/spiece.model')
-  with monkeypatch.context() as patched:
+  with pytest.MonkeyPatch.context() as patched:
     patched.setattr(own_drafter.calibrate, 'time_calls', refused)
     patched.setattr(own_drafter._Measured, 'closing_s', lambda _: math.inf)
     status, _, err = run(*flags)
@@ -144,11 +148,9 @@ def test_from_texts_to_a_drafter(run, capsys, target, tmp_path, monkeypatch):
   check_drafter(target, tmp_path, err)
   argv = check_command(capsys, out, tmp_path / 'mine/held_out.txt')
   assert '--calibration' not in argv
-  made = Mock(return_value=toy_calibration.make())
-  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', made)
-  with monkeypatch.context() as patched:  # ended by time
-    patched.setattr(own_drafter, '_num_steps', lambda _: 2)
-    _, out, _ = run()
+  refused.side_effect, refused.return_value = None, toy_calibration.make()
+  with mock.patch.object(own_drafter, '_num_steps', return_value=2):
+    _, out, _ = run()  # ended by time
   assert 'learned in 2 steps only' in out
   check_again(run, tmp_path, '--calibration mine/calibration.json')
 
@@ -162,11 +164,10 @@ def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
   monkeypatch.setattr(own_drafter._Measured, '_engine', lambda *_: None)
   network = load(target).network
   config = DistilConfig(load(target), 'texts', str(tmp_path), minutes=3)
+  end = 60 * config.minutes - own_drafter._STARTED_S
 
   def left(at, seconds, wrong=''):
     """Seconds to keep; what is said if the training takes the others."""
-    clock.now = 0.0
-    end = own_drafter._end_of(3.0)
     clock.now = at
     console = rich.console.Console(record=True, width=200)
     made = own_drafter._Measured(config, 8, end, console)
@@ -199,18 +200,14 @@ def test_there_is_one_budget_of_time(target, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_from_texts_to_a_calibrated_pair(
-  run, capsys, target, tmp_path, monkeypatch
-):
+def test_from_texts_to_a_pair(run, capsys, target, tmp_path, monkeypatch):
   # The calls of a toy take microseconds.
   for module in (calls, calibration):
     monkeypatch.setattr(module, 'contradiction', lambda _: '')
   status, out, err = run()
-  assert status == 0, err
-  assert 'speculation' in out
-  assert '--calibration' in check_command(
-    capsys, out, tmp_path / 'mine/held_out.txt'
-  )
+  assert status == 0 and 'speculation' in out, err
+  argv = check_command(capsys, out, tmp_path / 'mine/held_out.txt')
+  assert '--calibration' in argv
   mine = check_drafter(target, tmp_path, err)
   # The pair decodes as the target does, and the calibration is this pair's.
   engine = Engine(load(target), mine, max_input_len=32, max_decode_len=14)
@@ -252,7 +249,8 @@ def test_targets_that_have_no_such_drafter(target, tmp_path):
       distil(DistilConfig(model, texts, str(tmp_path / 'new')))
 
 
-def test_a_target_with_languages(run, capsys, tmp_path, monkeypatch):
+@pytest.mark.usefixtures('refused')
+def test_a_target_with_languages(run, capsys, tmp_path):
   """Its texts and outputs begin with them, in training as in the command."""
   folder = write_nllb(tmp_path / 'nllb')
   size = Tokenizer(folder).vocab_size
@@ -263,9 +261,6 @@ def test_a_target_with_languages(run, capsys, tmp_path, monkeypatch):
   ids = SpecialIds(2, (2,), 1)
   huggingface.save_huggingface(folder, config, params, ids=ids)
   (folder / 'texts.txt').write_text('\n'.join(TEXTS) + '\n')
-  refused = Mock(side_effect=CalibrationError('a call took less'))
-  monkeypatch.setattr(own_drafter.calibrate, 'calibrate', refused)
-  monkeypatch.setattr(own_drafter.calibrate, 'time_calls', lambda *_: [])
   flags = [f'--target={folder}', f'--texts={folder}/texts.txt']
   flags.append('--source-lang=eng_Latn')
   status, _, err = run(*flags)

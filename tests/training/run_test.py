@@ -12,6 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import small_vocabulary
@@ -26,7 +27,7 @@ from specdec_jax.models.gpt import GPT, GPTConfig
 from specdec_jax.models.model import Model
 from specdec_jax.text.tasks import LocalTask
 from specdec_jax.text.tokenizer import Tokenizer
-from specdec_jax.training import data
+from specdec_jax.training import data, trainer
 from specdec_jax.training import run as training_run
 from specdec_jax.training.losses import HeadDistillation
 from specdec_jax.training.outputs import OutputsConfig, read_outputs
@@ -41,14 +42,17 @@ OTHER_IDS = t5.T5(dataclasses.replace(SMALL, vocab_size=8))
 DATA = copy_pairs(80), copy_pairs(20)
 
 
-def make_run(tmp_path, **changes):
-  defaults = dict(
-    model=MODEL,
-    model_dir=str(tmp_path / 'model'),
-    packing=data.PackingConfig((1.0,), (16,), 64),
-    training=TrainConfig(steps=4, eval_every=4),
-  )
-  return training.TrainRun(**(defaults | changes))
+def make_run(tmp_path, model=MODEL, **changes):
+  packing = data.PackingConfig((1.0,), (16,), 64)
+  changes = {'training': TrainConfig(steps=4, eval_every=4)} | changes
+  model_dir = str(tmp_path / 'model')
+  return training.TrainRun(model, model_dir, packing=packing, **changes)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+  """An optimiser that compiles quickly."""
+  monkeypatch.setattr(trainer, 'make_optimizer', lambda _: optax.adam(1.0))
 
 
 def train(run, data=DATA):
@@ -56,6 +60,7 @@ def train(run, data=DATA):
   return training.train(run, data, log=lines.append), lines
 
 
+@pytest.mark.usefixtures('quick')
 def test_a_run_begins_with_a_checkpoint_and_goes_on(tmp_path):
   """In its folder; another configuration does not."""
   first = small_vocabulary.weights(MODEL, 9)
@@ -104,9 +109,7 @@ LM = GPT(GPTConfig(16, **TINY_LM))
     (dict(model=Heads(2, 9), learning=AFTER), 'emb_dim: .*8, got 9'),
   ],
 )
-def test_bad_input_is_refused_before_anything_is_written(
-  tmp_path, changes, field
-):
+def test_bad_input_is_refused_before_it_writes(tmp_path, changes, field):
   with pytest.raises(ValueError, match=field):
     train(make_run(tmp_path, **changes), data=None)
   assert not (tmp_path / 'model').exists()
@@ -117,21 +120,17 @@ def test_texts_become_pairs(tmp_path, tokenizer):
   network = small_vocabulary.network(1)
   lm = small_vocabulary.decoder_only(1)
 
-  def run_of(text, network=network):
-    path = tmp_path / 'lines'
-    path.write_text(text)
-    vocabulary = {'vocab_path': tokenizer.path}
-    return training.TrainRun(network, 'x', str(path), **vocabulary)
+  def pairs_of(text, network):
+    (tmp_path / 'lines').write_text(text)
+    files = {'train_file': f'{tmp_path}/lines', 'vocab_path': tokenizer.path}
+    pairs, _ = training_run.pairs_of(training.TrainRun(network, 'x', **files))
+    return [[list(ids) for ids in pair] for pair in pairs]
 
   ids = [tokenizer.encode(text) for text in ('the red dog', 'a cat')]
-  for text, model, want in (
-    ('the red dog\ta cat\n', network, ids),
-    ('the red dog\n', lm, [[0], ids[0]]),
-  ):
-    pairs, _ = training_run.pairs_of(run_of(text, model))
-    assert [[list(x) for x in pair] for pair in pairs] == [want]
+  assert pairs_of('the red dog\ta cat\n', network) == [ids]
+  assert pairs_of('the red dog\n', lm) == [[[0], ids[0]]]
   with pytest.raises(ValueError, match='lines.*example 2.*a target'):
-    training_run.pairs_of(run_of('the red dog\ta cat\nthe red dog\n'))
+    pairs_of('the red dog\ta cat\nthe red dog\n', network)
 
   path = tmp_path / 'all.jsonl'
   path.write_text('{"long": "red dog runs here", "short": "a cat"}\n' * 3)
@@ -155,6 +154,7 @@ def test_texts_become_pairs(tmp_path, tokenizer):
       training_run.pairs_of(dataclasses.replace(run, **changes))
 
 
+@pytest.mark.usefixtures('quick')
 def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
   """Of a BPE vocabulary by its end of sequence, not by id 0."""
   special = '<x>', small_vocabulary.END
@@ -169,9 +169,8 @@ def test_a_decoder_only_model_begins_as_it_is_read(tmp_path):
   run = make_run(tmp_path, model=network, training=settings, **files)
   params, _ = train(run, data=None)
   engine = Engine(Model(network, params), tokenizer=tokenizer, max_decode_len=8)
-  assert (
-    engine.codec.bos_id == training_run.first_token(network, tokenizer) == 1
-  )
+  begin = training_run.first_token(network, tokenizer)
+  assert engine.codec.bos_id == begin == 1
   (done,) = engine.generate([''])
   assert (done.text, done.finish_reason) == ('the red dog', 'stop')
 
