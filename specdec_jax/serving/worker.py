@@ -125,9 +125,9 @@ class Worker:
       SlotPool,
       engine.programs,
       pool,
+      [widest],
       self._of_any_kind(joined([widest], widest.terms.shared)),
-      widest.widths,
-      counts=self._counts,
+      self._counts,
     )
     self.ordinary: SlotPool = self._make_pool(compiled=set())
     lanes = PoolSettings(rows=min(_LANE_ROWS, settings.rows))
