@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -16,8 +16,8 @@ import numpy as np
 from specdec_jax import partitioning
 from specdec_jax.checks.fields import (
   Bound,
+  check_type,
   check_types,
-  is_a,
   nearest,
   unexpected,
 )
@@ -163,17 +163,9 @@ class Options(RuleOptions):
     check_lenience(self.lenience)
     check_types(self)
     self.check_rules()
-    if '' in self.stop_strings:
-      raise unexpected('stop_strings', 'no empty string', self.stop_strings)
-    if self.judges_blocks and self.lenience != 1:
-      expected = "'token' with a lenience below 1, a rule for single tokens"
-      raise unexpected('verification', expected, self.verification)
-    if self.split and self.prompts is not None:
-      raise unexpected('prompts', 'None with split', self.prompts)
-    for name in ('split_lang', 'split_prefix'):
-      if getattr(self, name) and not self.split:
-        raise unexpected(name, 'nothing without split', getattr(self, name))
-    self._check_beams()
+    for name, fits, expected in self._limits():
+      if not fits:
+        raise unexpected(name, expected, getattr(self, name))
 
   @property
   def judges_blocks(self) -> bool:
@@ -182,28 +174,34 @@ class Options(RuleOptions):
       return self.lenience == 1
     return self.verification == 'block'
 
-  def _check_beams(self) -> None:
+  def _limits(self) -> Iterator[tuple[str, bool, str]]:
+    """Yields (field, whether it fits the others, what would fit)."""
+    yield 'stop_strings', '' not in self.stop_strings, 'no empty string'
+    tokens = "'token' with a lenience below 1, a rule for single tokens"
+    yield 'verification', not self.judges_blocks or self.lenience == 1, tokens
+    yield 'prompts', not self.split or self.prompts is None, 'None with split'
+    for name in ('split_lang', 'split_prefix'):
+      fits = bool(self.split) or not getattr(self, name)
+      yield name, fits, 'nothing without split'
     width, penalty = self.num_beams, self.length_penalty
     if width is None:
       names = ('alpha', 'length_penalty', 'draft_beams', 'early_stopping')
       for name in names:
-        if (value := getattr(self, name)) not in (None, False):
-          raise unexpected(name, 'None without num_beams', value)
+        fits = getattr(self, name) in (None, False)
+        yield name, fits, 'None without num_beams'
       return
     stops = not self.early_stopping or penalty is not None
-    drafts = self.draft_beams is None or self.draft_beams >= width
+    drafts = self.draft_beams or width
     for name, fits, expected in (
       ('early_stopping', stops, 'False without length_penalty'),
-      ('draft_beams', drafts, f'a whole number from {width}'),
+      ('draft_beams', drafts >= width, f'at least {width}'),
       ('temperature', self.sampling.greedy, '0'),
       ('lenience', self.lenience == 1, '1'),
       ('stop_strings', not self.stop_strings, 'none, but stop_ids,'),
       ('num_samples', self.num_samples <= width, f'at most {width}'),
       ('length_penalty', None in (self.alpha, penalty), 'None beside alpha'),
     ):
-      if not fits:
-        expected += f' in a beam search (num_beams = {width})'
-        raise unexpected(name, expected, getattr(self, name))
+      yield name, fits, f'{expected} in a beam search (num_beams = {width})'
 
   def beam_settings(
     self, num_ends: int, num_forced: int = 0
@@ -302,19 +300,15 @@ def drafting_of(
   Raises:
     ValueError: gamma is none of these, or too large.
   """
-  if isinstance(gamma, str) and gamma == ADAPTIVE:
-    gamma = plain_rule()
+  if not isinstance(gamma, Drafting | LengthRule):
+    # Caches and logits grow with gamma; larger values gain nothing.
+    number: Any = Annotated[int, Bound(0, MAX_GAMMA)]
+    check_type('gamma', gamma, number | Literal['adaptive'])
+    gamma = plain_rule() if isinstance(gamma, str) else Drafting(gamma)
   if isinstance(gamma, LengthRule):
     # A rule that never stops compiles to the simpler loop of a fixed gamma.
     ends_some = np.any(gamma.worth) or np.any(gamma.worth_asking)
     gamma = Drafting(gamma.most, gamma if ends_some else None)
-  if not isinstance(gamma, Drafting):
-    # Caches and logits grow with gamma; larger values gain nothing.
-    fits = is_a(gamma, Annotated[int, Bound(0, MAX_GAMMA)])
-    if isinstance(gamma, str) or not fits:
-      expected = f'a whole number from 0 to {MAX_GAMMA}, or {ADAPTIVE!r}'
-      raise unexpected('gamma', expected, gamma)
-    gamma = Drafting(gamma)
   if not rests or not gamma.gamma:
     return gamma.replace(rests=None)
   if rests is True or len(rests.costs) != gamma.gamma + 1:

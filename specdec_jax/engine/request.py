@@ -18,33 +18,19 @@ import numpy as np
 from specdec_jax.checks.fields import check_ids, unexpected
 from specdec_jax.decoding import tree_round
 from specdec_jax.decoding.pool import PoolView
-from specdec_jax.engine import padding
+from specdec_jax.engine import completion, padding
 from specdec_jax.engine.codec import Codec
-from specdec_jax.engine.completion import (
-  Completion,
-  Text,
-  from_generation,
-  passed_over,
-)
+from specdec_jax.engine.completion import Completion, Text
 from specdec_jax.engine.options import (
   KEY_BITS,
   EngineConfig,
   Options,
   example_id,
 )
-from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.engine.trace import Round
-from specdec_jax.request import (
-  BLOCK,
-  TOKEN,
-  Drafting,
-  Request,
-  keys_of_rows,
-  new_request,
-)
+from specdec_jax.request import Drafting, Request, keys_of_rows, new_request
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
-from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, FinishReason, Generation
 
@@ -88,15 +74,13 @@ class Terms:
     rules: the rules on the tokens of the outputs.
     shared: a `Request` of one row without a text; its static fields, and the
       values that all rows have in common, hold for every row.
-    tokenizer: turns ids into text.
-    has_encoder: whether the target has one.
+    codec: turns texts into ids and ids into texts.
   """
 
   options: Options
   rules: RowRules
   shared: Request
-  tokenizer: Vocabulary
-  has_encoder: bool
+  codec: Codec
 
   @functools.cached_property
   def kind(self) -> Any:
@@ -118,8 +102,8 @@ class Terms:
 
   def completion(self, generation: Generation, row: int) -> Completion:
     """Returns the completion of one row of a `Generation` on the host."""
-    lossless = self.shared.lenience is None
-    return from_generation(generation, row, self.tokenizer, lossless)
+    lossless, tokenizer = self.shared.lenience is None, self.codec.tokenizer
+    return completion.from_generation(generation, row, tokenizer, lossless)
 
   def outputs(self, generation: Generation, place: int) -> Sequence[Completion]:
     """Returns the outputs of the row at a place of a `Generation` on the host.
@@ -198,7 +182,8 @@ class Row:
   @property
   def ruled(self) -> Ruled:
     """The rules that it is decoded by."""
-    before = len(self.prompt) - 1 if self.terms.has_encoder else 0
+    has_encoder = self.terms.codec.network.has_encoder
+    before = len(self.prompt) - 1 if has_encoder else 0
     is_beam = self.options.num_beams is not None
     return Ruled(self.terms.rules, before, self.max_length, is_beam)
 
@@ -213,7 +198,7 @@ class Row:
     """Returns its text so far, without a stop id."""
     if self.slot_text is None:
       ends = self.options.stop_strings, self.options.min_length
-      self.slot_text = Text(self.terms.tokenizer, *ends)
+      self.slot_text = Text(self.terms.codec.tokenizer, *ends)
     has_stop_id = bool(generation.finish_reason[slot] == FinishReason.STOP)
     end = int(generation.length[slot]) - has_stop_id
     tokens = np.asarray(generation.tokens[slot, self.num_read : end])
@@ -375,13 +360,8 @@ class TextRequest:
     """
     self._codec, self._config = codec, config
     self._languages = codec.languages(options.source_lang, options.target_lang)
-    self.terms = Terms(
-      options,
-      rules,
-      _shared(codec, config, options, drafting, tree),
-      codec.tokenizer,
-      codec.network.has_encoder,
-    )
+    shared = self._shared(options, drafting, tree)
+    self.terms = Terms(options, rules, shared, codec)
     samples = options.num_samples // self.terms.num_outputs
     self.num_outputs = len(texts) * samples
     self.passed_over: dict[int, Sequence[Completion]] = {}
@@ -396,6 +376,59 @@ class TextRequest:
         else:
           self.rows.append(self._row(index, number, sample, ids))
 
+  def _shared(
+    self, options: Options, drafting: Drafting, tree: TreeShape | None
+  ) -> Request:
+    """Makes `Terms.shared`: a request of one row without a text."""
+    codec, most = self._codec, self._config.max_decode_len
+    network, gamma = codec.network, drafting.gamma
+    stop_ids = [*(options.stop_ids or ())]
+    # A language is a prompt here; transformers counts it as output.
+    has_language = bool(codec.languages().known) and options.prompts is None
+    num_forced = int(has_language and not codec.tokenizer.language_last)
+    beams = options.beam_settings(len(stop_ids), num_forced)
+    longest = options.max_length or most
+    limits = [('max_length', longest, most, 'max_decode_len = ')]
+    limits += [('min_length', options.min_length, longest, 'max_length = ')]
+    if beams is not None:
+      widest = network.vocab_size // (beams.num_candidates // beams.width)
+      limits += [('num_beams', beams.width, widest, '')]
+      limits += [('draft_beams', beams.draft_width, network.vocab_size, '')]
+      if not gamma:  # one program for all plain searches
+        beams = beams.replace(draft_width=beams.width)
+    for name, value, limit, of in limits:
+      if value > limit:
+        raise unexpected(name, f'at most {of}{limit}', value)
+    lenience: Array | None = None  # None has a program of its own
+    if gamma and options.lenience != 1:
+      lenience = np.asarray(options.lenience, np.float32)
+    # Greedy decoding is the same either way, so that one program is enough.
+    as_blocks = options.judges_blocks and not options.sampling.greedy
+    if tree is not None and options.verification is None:
+      as_blocks = False  # blocks are chains
+    # NumPy arrays: the call of a program moves them to the device together.
+    nothing = np.zeros((1, 1), np.int32)
+    request = new_request(
+      nothing,
+      nothing,
+      dataclasses.replace(options.sampling, temperature=0.0),
+      slots=most,
+      stop_ids=stop_ids,
+      min_length=options.min_length,
+      # From all texts, including those that are not decoded.
+      greedy=options.sampling.greedy,
+      with_log_probs=options.log_probs,
+      lenience=lenience,
+      verification='block' if as_blocks else 'token',
+      beams=beams,
+      drafting=drafting,
+      tree=tree if gamma else None,
+      pad_id=codec.network.pad_id,
+    )
+    if request.tree is not None:
+      tree_round.check(request, request.tree.cut(gamma))
+    return request
+
   def widen(self, least: tuple[int, int]) -> None:
     """Pads the rows to at least these widths of inputs and prompts."""
     for row in self.rows:
@@ -409,9 +442,9 @@ class TextRequest:
       raise unexpected('prompts', expected, options.prompts)
     for name in ('prompts', 'example_ids', 'temperature'):
       values = getattr(options, name)
-      if isinstance(values, float | int | None) or len(values) == num_texts:
-        continue
-      raise unexpected(name, f'one for each of {num_texts} texts', values)
+      is_one = isinstance(values, float | int | None)
+      if not is_one and len(values) != num_texts:
+        raise unexpected(name, f'one for each of {num_texts} texts', values)
     ids = () if options.example_ids is None else options.example_ids
     if any(not 0 <= number < 1 << KEY_BITS for number in ids):
       raise unexpected('example_ids', 'numbers in [0, 2**32)', ids)
@@ -431,7 +464,7 @@ class TextRequest:
     except ValueError as error:
       return self._reported(error)
     if not ids and not codec.ids_around(text)[0]:
-      return passed_over('empty')
+      return completion.passed_over('empty')
     first, last = codec.around(text, ids, self._languages)
     free = limit - len(first) - len(last)
     if len(ids) > free and self.terms.options.on_too_long != 'truncate':
@@ -445,7 +478,7 @@ class TextRequest:
     """Returns the completion of a text that cannot be read, or raises."""
     if self.terms.options.on_too_long != 'report':
       raise error
-    return passed_over('error', str(error))
+    return completion.passed_over('error', str(error))
 
   def _row(
     self, index: int, number: int, sample: int, ids: Sequence[int]
@@ -461,15 +494,16 @@ class TextRequest:
     inputs: Sequence[int] = ()
     prompt, width = ids, 1
     if has_encoder := self._codec.network.has_encoder:
-      width = max(padding.SMALLEST_INPUT, next_power_of_two(len(ids)))
+      width = max(padding.SMALLEST_INPUT, padding.next_power_of_two(len(ids)))
       inputs, width = ids, min(width, most)
-      begin = [*map(int, options.prompts[number])] if options.prompts else []
+      given = () if options.prompts is None else options.prompts[number]
+      begin = [int(token) for token in given]
       check_ids(f'Prompt {number}', begin, self._codec.network.vocab_size)
       prompt = self._codec.begin(self._languages, begin)
     # The prompt of a translation is usually just the language's token.
     smallest = 1 if self._languages.known else padding.SMALLEST_PROMPT
     # One more than a power of two: the last token is read by the first round.
-    prompt_width = 1 + max(smallest, next_power_of_two(len(prompt) - 1))
+    prompt_width = 1 + max(smallest, padding.next_power_of_two(len(prompt) - 1))
     if not has_encoder:  # prompts are texts, limited as such
       prompt_width = min(prompt_width, most)
     elif options.prompts is None and not self._languages.known:
@@ -518,62 +552,5 @@ class TextRequest:
   @property
   def first_ids(self) -> Sequence[int]:
     """The first id of the decoder, with an encoder."""
-    is_given = self.rows and self.terms.has_encoder
+    is_given = self.rows and self._codec.network.has_encoder
     return self.rows[0].prompt[:1] if is_given else ()
-
-
-def _shared(
-  codec: Codec,
-  config: EngineConfig,
-  options: Options,
-  drafting: Drafting,
-  tree: TreeShape | None,
-) -> Request:
-  """Makes `Terms.shared`: a request of one row without a text."""
-  network, most, gamma = codec.network, config.max_decode_len, drafting.gamma
-  stop_ids = [*(options.stop_ids or ())]
-  # A language is a prompt here; transformers counts it as output.
-  has_language = bool(codec.languages().known) and options.prompts is None
-  num_forced = int(has_language and not codec.tokenizer.language_last)
-  beams = options.beam_settings(len(stop_ids), num_forced)
-  longest = options.max_length or most
-  limits = [('max_length', longest, most, 'max_decode_len = ')]
-  limits += [('min_length', options.min_length, longest, 'max_length = ')]
-  if beams is not None:
-    widest = network.vocab_size // (beams.num_candidates // beams.width)
-    limits += [('num_beams', beams.width, widest, '')]
-    limits += [('draft_beams', beams.draft_width, network.vocab_size, '')]
-    if not gamma:  # one program for all plain searches
-      beams = beams.replace(draft_width=beams.width)
-  for name, value, limit, of in limits:
-    if value > limit:
-      raise unexpected(name, f'at most {of}{limit}', value)
-  lenience: Array | None = None  # None has a program of its own
-  if gamma and options.lenience != 1:
-    lenience = np.asarray(options.lenience, np.float32)
-  # Greedy decoding is the same either way, so that one program is enough.
-  as_blocks = options.judges_blocks and not options.sampling.greedy
-  if tree is not None and options.verification is None:
-    as_blocks = False  # blocks are chains
-  # NumPy arrays: the call of a program moves them to the device together.
-  nothing = np.zeros((1, 1), np.int32)
-  request = new_request(
-    nothing,
-    nothing,
-    dataclasses.replace(options.sampling, temperature=0.0),
-    slots=most,
-    stop_ids=stop_ids,
-    min_length=options.min_length,
-    # From all texts, including those that are not decoded.
-    greedy=options.sampling.greedy,
-    with_log_probs=options.log_probs,
-    lenience=lenience,
-    verification=BLOCK if as_blocks else TOKEN,
-    beams=beams,
-    drafting=drafting,
-    tree=tree if gamma else None,
-    pad_id=codec.network.pad_id,
-  )
-  if request.tree is not None:
-    tree_round.check(request, request.tree.cut(gamma))
-  return request

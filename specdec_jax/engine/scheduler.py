@@ -59,6 +59,7 @@ _MOST_BESIDE, _LEAST_ROWS = 8, 8
 _PAUSE_SECONDS = 5.0  # a lane without rows is idle after so long
 _MOST_LANES = 16  # lanes at a time, if all are in use
 
+_Queue = collections.deque[Row]
 Told = list[tuple[Row, Update]]
 
 
@@ -181,7 +182,7 @@ class RowPool:
 
   def __init__(self):
     """Makes a pool without rows."""
-    self.waiting: collections.deque[Row] = collections.deque()
+    self.waiting: _Queue = collections.deque()
     self.rounds: collections.Counter[int] = collections.Counter()
     self.is_closed = False
     self._rows: list[Row] = []
@@ -602,9 +603,7 @@ class Lane:
   """
 
   example: Row
-  waiting: collections.deque[Row] = dataclasses.field(
-    default_factory=collections.deque
-  )
+  waiting: _Queue = dataclasses.field(default_factory=collections.deque)
   uses: set[Any] | None = None
   programs: PoolPrograms | None = None
   is_kept: bool = False

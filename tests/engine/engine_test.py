@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import small_vocabulary
-import specdec_jax
 import specdec_jax as sd
 import toy_models
 from compilations import nothing_compiles
@@ -84,21 +83,16 @@ def test_batches_are_not_slower_by_default(tokenizer, monkeypatch):
   engine = toy_models.chain_engine(tokenizer, gamma=None)
   assert engine.speculation_pays(1) and not engine.speculation_pays(32)
   texts = TEXTS * 16
-  for options, drafts in (
-    ({}, False),
-    ({'batch_size': 1}, True),
-    ({'speculative': True}, True),
-    ({'gamma': 2}, True),
-    ({'temperature': 1.0}, True),  # a sample does not depend on the machine
-  ):
+  # A sample does not depend on the machine.
+  asked = {'batch_size': 1, 'speculative': True, 'gamma': 2, 'temperature': 1.0}
+  for options in ({}, *({name: asked[name]} for name in asked)):
     done = engine.generate(texts, max_length=4, **options)
-    assert _proposed(done) == drafts, options
+    assert _proposed(done) == bool(options), options
   assert _proposed(engine.generate(TEXTS[:1], max_length=4))
   for batch_size in (0, -1, '4'):  # refused before any cost is asked for
-    with pytest.raises(ValueError, match='batch_size'):
-      engine.generate(texts, batch_size=batch_size)
-    with pytest.raises(ValueError, match='batch_size'):
-      engine.warmup(texts, batch_size=batch_size)
+    for ask in (engine.generate, engine.warmup):
+      with pytest.raises(ValueError, match='batch_size'):
+        ask(texts, batch_size=batch_size)
   chosen = toy_models.chain_engine(tokenizer, gamma=4)
   assert _proposed(chosen.generate(texts, max_length=4))
 
@@ -182,7 +176,7 @@ def test_samples_of_each_text(engine):
   """Together, or one by one as examples of their own: the same."""
   texts, options = TEXTS[2:], dict(SAMPLED, seed=4, stop_ids=[])
   found = engine.generate(texts, num_samples=2, **options)
-  ids = [example_id(index, sample) for index in range(2) for sample in range(2)]
+  ids = [example_id(*pair) for pair in np.ndindex(2, 2)]
   repeated = [text for text in texts for _ in range(2)]
   alone = engine.generate(repeated, example_ids=ids, **options)
   assert tokens_of(found) == tokens_of(alone)
@@ -201,9 +195,8 @@ def test_names():
   assert options_of(named | {'stop': ()}) == Options(
     num_samples=2, stop_ids=[7], max_length=5, num_beams=3
   )
-  for name in specdec_jax.__all__:
-    assert getattr(specdec_jax, name) is not None
-  assert specdec_jax.__version__ == importlib.metadata.version('specdec_jax')
+  assert all(getattr(sd, name) is not None for name in sd.__all__)
+  assert sd.__version__ == importlib.metadata.version('specdec_jax')
 
 
 # What is wrong.
@@ -256,18 +249,15 @@ def test_bad_options_come_before_compilation(engine, options, field):
 def test_neither_text_nor_ids(engine, text):
   """Each way in names what came, and compiles nothing."""
   before = engine.num_programs
-  for decode in (
-    lambda: engine.generate(['a', text]),
-    lambda: engine.request([text]),
-    lambda: list(engine.stream(text)),
-    lambda: engine.trace(text),
-    lambda: engine.score([text], ['a']),
-    lambda: engine.score(['a'], [text]),
-    lambda: engine.codec.input_ids(text),
-    lambda: engine.num_input_tokens(text),
+  codec = engine.codec
+  for decode, *args in (
+    *((engine.generate, ['a', text]), (engine.request, [text])),
+    *((lambda x: [*engine.stream(x)], text), (engine.trace, text)),
+    *((engine.score, [text], ['a']), (engine.score, ['a'], [text])),
+    *((codec.input_ids, text), (engine.num_input_tokens, text)),
   ):
     with pytest.raises(ValueError) as error:
-      decode()
+      decode(*args)
     assert repr(text) in str(error.value)
   assert engine.num_programs == before
   for ask in (engine.generate, engine.warmup, engine.request):
@@ -284,18 +274,15 @@ def test_bad_pairs(tokenizer, folder):
     [WORDS, WORDS[::-1]], folder / 'foreign.model', 280
   )
   of_foreign = sd.Model(target.network, target.params, foreign)
+  settings = dict(tokenizer=5, bos_id=5, placement='data', fallback='yes')
+  settings |= dict(gamma=-1, max_decode_len=0)
   for models, options, field in (
     ((target, of_foreign), {}, "draft's tokenizer: .*foreign.model"),
     ((make_t5(0, VOCAB_SIZE - 8),), {}, "target's vocabulary: .* got 280"),
     ((target, target.network), {}, 'drafter: expected a Drafter'),
     ((target.network,), {}, 'target'),
     ((target,), {'tokenizer': None}, 'tokenizer: .* beside'),
-    ((target,), {'tokenizer': 5}, 'tokenizer'),
-    ((target,), {'bos_id': 5}, 'bos_id'),
-    ((target,), {'placement': 'data'}, 'placement'),
-    ((target,), {'fallback': 'yes'}, 'fallback'),
-    ((target,), {'gamma': -1}, 'gamma'),
-    ((target,), {'max_decode_len': 0}, 'max_decode_len'),
+    *(((target,), {name: value}, name) for name, value in settings.items()),
   ):
     with pytest.raises(ValueError, match=field):
       sd.Engine(*models, **{'tokenizer': tokenizer} | options)
@@ -398,9 +385,10 @@ def test_compilation_cache_folder(monkeypatch, tmp_path, cache_settings):
 def test_a_dtype_is_said_once(tokenizer):
   """By what loads a model, or by its placement; of each drafter's model too."""
 
-  def dtypes(engine, side='draft'):
-    leaves = jax.tree.leaves(getattr(engine.params, side))
-    return {str(leaf.dtype) for leaf in leaves} - {'int32'}
+  def dtypes(engine):
+    """Those of the target, and those of the drafter."""
+    kinds = [{str(x.dtype) for x in jax.tree.leaves(y)} for y in engine.params]
+    return [kind - {'int32'} for kind in kinds]
 
   def model(seed, dtype=None):
     made = make_t5(seed)
@@ -408,12 +396,11 @@ def test_a_dtype_is_said_once(tokenizer):
 
   half = sd.Placement('bfloat16')
   engine = sd.Engine(model(0), model(1, 'float32'), placement=half, **LENGTHS)
-  assert dtypes(engine, 'target') == {'bfloat16'}
-  assert dtypes(engine) == {'float32'}
+  assert dtypes(engine) == [{'bfloat16'}, {'float32'}]
   engine = sd.Engine(model(0, 'bfloat16'), model(1), placement=sd.Placement())
-  assert dtypes(engine, 'target') == dtypes(engine) == {'bfloat16'}
+  assert dtypes(engine) == [{'bfloat16'}] * 2
   tree = sd.small_model_tree(model(1, 'bfloat16'), sd.TreeShape((-1, -1)))
-  assert dtypes(sd.Engine(model(0), tree, **LENGTHS)) == {'bfloat16'}
+  assert dtypes(sd.Engine(model(0), tree, **LENGTHS))[1] == {'bfloat16'}
   message = "Placement.dtype: .*bfloat16.* 'a' .*'float32'"
   with pytest.raises(ValueError, match=message):
     sd.Engine(model(0, 'bfloat16'), placement=sd.Placement('float32'))
