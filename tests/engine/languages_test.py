@@ -11,6 +11,7 @@ import specdec_jax as sd
 import toy_models
 from folders import LANGUAGES, write_nllb
 from specdec_jax import training
+from specdec_jax.engine.padding import padded
 from specdec_jax.training.data import PackedBatches, PackingConfig
 from toy_families import NLLB as SMALL
 from toy_families import logits_of, make
@@ -87,12 +88,9 @@ def test_texts_and_outputs_begin_with_their_language(engine, vocabulary):
 
 def forced(engine, model, text, output):
   """The argmax after each token of an output, by teacher-forced logits."""
-  ids = engine.codec.input_ids(text, 'eng_Latn')
-  inputs = np.full((1, 16), 1, np.int32)
-  inputs[0, : len(ids)] = ids
   first = [2, engine.tokenizer.languages['deu_Latn']]
-  read = np.full((1, 32), 5, np.int32)
-  read[0, : 2 + len(output)] = [*first, *output]
+  inputs, _ = padded([engine.codec.input_ids(text, 'eng_Latn')], 1, 16, 1)
+  read, _ = padded([[*first, *output]], 1, 32, 5)
   logits = logits_of(model.network, model.params, inputs, read)[0]
   return np.asarray(logits).argmax(-1)[1 : 1 + len(output)].tolist()
 

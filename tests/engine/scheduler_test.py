@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import jax
 import jax.monitoring
@@ -131,13 +132,21 @@ def test_warmup_compiles_what_is_needed(engine):
   assert last() is None
 
 
-@pytest.mark.parametrize(
-  'name, value',
-  [('rows', 0), ('refill', 0), ('gammas', {}), ('gammas', {0: 1})],
-)
-def test_bad_settings(name, value):
-  with pytest.raises(ValueError, match=name):
-    PoolSettings(**{name: value})
+def test_a_lane_has_the_programs_that_were_compiled_for_it(engine):
+  """Whether they are compiled now or have been; so none is compiled later."""
+  ordinary = mock.Mock(lock=threading.Condition())
+  settings = PoolSettings(rows=4)
+  lanes = scheduler.Scheduler(engine.programs, settings, ordinary=ordinary)
+  (row,) = engine.text_request(['a'], no_repeat_ngram_size=2).rows
+  compiles, runs = lanes._pool_of([row]), lanes._pool_of([row], set())
+  assert compiles.programs is runs.programs
+
+
+def test_bad_settings():
+  wrong = ('rows', 0), ('refill', 0), ('gammas', {}), ('gammas', {0: 1})
+  for name, value in wrong:
+    with pytest.raises(ValueError, match=name):
+      PoolSettings(**{name: value})
 
 
 def test_short_inputs_are_read_together():
