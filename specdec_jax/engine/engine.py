@@ -110,10 +110,8 @@ class Engine:
         none, a checkpoint is broken, or devices or a model cannot be split as a
         placement says.
     """
-    self.config = config = dataclasses.replace(
-      config or EngineConfig(), **fields
-    )
-    self.fallback, self._drafting = config.fallback, Drafting()
+    config = dataclasses.replace(config or EngineConfig(), **fields)
+    self.config, self.fallback = config, config.fallback
     self.gamma = USUAL_GAMMA if config.gamma is None else config.gamma
     if not isinstance(target, Model):
       expected = 'a Model, such as specdec_jax.load or Model(network, params)'
@@ -123,12 +121,9 @@ class Engine:
     tokenizer = _tokenizer_of(target, config)
     pair.check_pair(target, drafter, tokenizer)
     pair.check_positions(target, config.max_input_len)
-    self.tokenizer = tokenizer = tokenizer.for_network(
-      target.network.vocab_size,
-      config.split_special_tokens,
-      config.skip_special_tokens,
-    )
-    self.codec = codec_of(target, tokenizer, config)
+    special = config.split_special_tokens, config.skip_special_tokens
+    tokenizer = tokenizer.for_network(target.network.vocab_size, *special)
+    self.tokenizer, self.codec = tokenizer, codec_of(target, tokenizer, config)
     if config.memory is not None:
       memory = _remembered(self.codec, config.memory)
       first = translation_memory.translation_memory(memory)
@@ -252,9 +247,8 @@ class Engine:
       ['Guten Morgen!', 'Wo ist der Bahnhof?']
     """
     if options.get('split') is not None:
-      call = {
-        x: options.pop(x) for x in ('speculative', 'gamma') & options.keys()
-      }
+      names = {'speculative', 'gamma'} & options.keys()
+      call = {name: options.pop(name) for name in names}
       of_texts = self.options(**options)
       long = LongTexts(self.codec, self.config, texts, of_texts)
       call |= {'options': long.options, 'batch_size': batch_size}
@@ -533,12 +527,11 @@ class Engine:
       speculative = self.has_drafter and drafts
     drafting = Drafting()
     if speculative:
-      drafting = self.drafting
-      if gamma is not None:
-        drafting = drafting_of(gamma, self.fallback)
+      chosen = self._drafting if gamma is None else gamma
+      drafting = drafting_of(chosen, self.fallback)
       pair.check_drafts(self.drafter, drafting.adapts, options.num_beams)
-    chosen = options.stop_ids
-    stop_ids = [*map(int, self.codec.stop_ids if chosen is None else chosen)]
+    given = options.stop_ids
+    stop_ids = [*map(int, self.codec.stop_ids if given is None else given)]
     check_ids('stop_ids', stop_ids, self.target.vocab_size)
     options = dataclasses.replace(options, stop_ids=stop_ids)
     what = texts, options, self.rule_book.rules_of(options, stop_ids)
