@@ -25,9 +25,9 @@ from specdec_jax.drafters.uniform import uniform as uniform
 from specdec_jax.drafters.with_fallback import with_fallback as with_fallback
 from specdec_jax.engine.completion import Completion as Completion
 from specdec_jax.engine.completion import CompletionStats as CompletionStats
-from specdec_jax.engine.config import EngineConfig as EngineConfig
 from specdec_jax.engine.engine import Engine as Engine
 from specdec_jax.engine.loading import load as load
+from specdec_jax.engine.options import EngineConfig as EngineConfig
 from specdec_jax.models.bart import M2M100 as M2M100
 from specdec_jax.models.bart import Bart as Bart
 from specdec_jax.models.bart import BartConfig as BartConfig

@@ -10,26 +10,21 @@ import jax
 import numpy as np
 
 from specdec_jax import partitioning
-from specdec_jax.checks.fields import (
-  check_ids,
-  check_number,
-  check_type,
-  unexpected,
-)
+from specdec_jax.checks.fields import check_ids, check_type, unexpected
+from specdec_jax.drafters import translation_memory
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.drafters.small_model import alone, as_drafter
-from specdec_jax.drafters.translation_memory import (
-  Memory,
-  remember,
-  translation_memory,
-)
 from specdec_jax.drafters.with_fallback import with_fallback
 from specdec_jax.engine import compilation_cache, pair, scoring, trace
 from specdec_jax.engine.codec import Codec, check_texts, encoded_texts
 from specdec_jax.engine.completion import Completion
-from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.long_texts import LongTexts
-from specdec_jax.engine.options import Options, drafting_of, options_of
+from specdec_jax.engine.options import (
+  EngineConfig,
+  Options,
+  drafting_of,
+  options_of,
+)
 from specdec_jax.engine.padding import padded_rows
 from specdec_jax.engine.pair import MemoryCheck
 from specdec_jax.engine.programs import Programs
@@ -37,14 +32,13 @@ from specdec_jax.engine.request import TextRequest, Update
 from specdec_jax.engine.scheduler import PoolSettings, Scheduler
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend, cpu_layout
-from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting, Request
 from specdec_jax.rules.options import RuleBook
 from specdec_jax.text.tasks import read_pairs
 from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.tree_shape import TreeShape
-from specdec_jax.types import LengthRule
+from specdec_jax.types import LengthRule, Positive
 
 _PAIRS = 1 << 14  # pairs of a memory file that are tokenised together
 USUAL_GAMMA = 4
@@ -115,10 +109,8 @@ class Engine:
         none, a checkpoint is broken, or devices or a model cannot be split as a
         placement says.
     """
-    self.config = config = dataclasses.replace(
-      config or EngineConfig(), **fields
-    )
-    self.fallback, self._drafting = config.fallback, Drafting()
+    config = dataclasses.replace(config or EngineConfig(), **fields)
+    self.config, self.fallback = config, config.fallback
     self.gamma = USUAL_GAMMA if config.gamma is None else config.gamma
     if not isinstance(target, Model):
       expected = 'a Model, such as specdec_jax.load or Model(network, params)'
@@ -128,14 +120,12 @@ class Engine:
     tokenizer = _tokenizer_of(target, config)
     pair.check_pair(target, drafter, tokenizer)
     pair.check_positions(target, config.max_input_len)
-    self.tokenizer = tokenizer = tokenizer.for_network(
-      target.network.vocab_size,
-      config.split_special_tokens,
-      config.skip_special_tokens,
-    )
-    self.codec = codec_of(target, tokenizer, config)
+    special = config.split_special_tokens, config.skip_special_tokens
+    tokenizer = tokenizer.for_network(target.network.vocab_size, *special)
+    self.tokenizer, self.codec = tokenizer, codec_of(target, tokenizer, config)
     if config.memory is not None:
-      first = translation_memory(_remembered(self.codec, config.memory))
+      memory = _remembered(self.codec, config.memory)
+      first = translation_memory.translation_memory(memory)
       pair.check_tables(target, first, tokenizer)
       drafter = first if drafter is None else with_fallback(first, drafter)
     compilation_cache.enable(config.cache_folder)
@@ -256,9 +246,8 @@ class Engine:
       ['Guten Morgen!', 'Wo ist der Bahnhof?']
     """
     if options.get('split') is not None:
-      call = {
-        x: options.pop(x) for x in ('speculative', 'gamma') & options.keys()
-      }
+      names = {'speculative', 'gamma'} & options.keys()
+      call = {name: options.pop(name) for name in names}
       of_texts = self.options(**options)
       long = LongTexts(self.codec, self.config, texts, of_texts)
       call |= {'options': long.options, 'batch_size': batch_size}
@@ -266,7 +255,7 @@ class Engine:
     rows = self._rows(batch_size)
     request = self.text_request(texts, rows=rows, **options)
     done = self.scheduler(rows).generate(request)
-    return _with_top(self.target, self.params.target, request, done, rows)
+    return _with_top(self, request, done, rows)
 
   def warmup(
     self, texts: Texts, *, batch_size: int | None = None, **options: Any
@@ -329,9 +318,9 @@ class Engine:
       ValueError: the request has beams or several samples, or the target's
         logits became invalid.
     """
-    if request.terms.options.num_beams is not None:
+    if (num_beams := request.terms.options.num_beams) is not None:
       expected = 'None in a stream, for no beam is known before its end'
-      raise unexpected('num_beams', expected, request.terms.options.num_beams)
+      raise unexpected('num_beams', expected, num_beams)
     if len(request.rows) > 1:
       raise unexpected('num_samples', '1 in a stream', len(request.rows))
     for row in request.rows:
@@ -375,17 +364,14 @@ class Engine:
     """
     check_texts(texts)
     check_texts(targets, 'targets')
+    ids = self.codec.output_ids
     outputs = [
-      self.codec.output_ids(target)
-      if isinstance(target, str)
-      else [*map(int, target)]
-      for target in targets
+      ids(x) if isinstance(x, str) else [*map(int, x)] for x in targets
     ]
     inputs = [self.codec.input_ids(text, source_lang) for text in texts]
     begin = self.codec.begin(self.codec.languages(target_lang=target_lang))
-    return scoring.score(
-      self.target, self.params.target, inputs, outputs, begin
-    )
+    params = self.params.target
+    return scoring.score(self.target, params, inputs, outputs, begin)
 
   def classify(
     self,
@@ -418,15 +404,13 @@ class Engine:
       ((1, 2), True)
     """
     check_texts(texts)
-    outputs = self.label_ids(labels)
+    outputs, params = self.label_ids(labels), self.params.target
     read = [self.codec.input_ids(text, source_lang) for text in texts]
     begin = self.codec.begin(self.codec.languages(target_lang=target_lang))
-    inputs: Any = [[]] * len(read)
-    prompts = read
+    scoring.check_ids(self.target, inputs=read)
+    inputs, prompts = [[]] * len(read), read
     if self.target.has_encoder:
       inputs, prompts = read, [[*begin]] * len(read)
-    scoring.check_ids(self.target, inputs=read)
-    params = self.params.target
     return scoring.classify(self.target, params, inputs, prompts, outputs)
 
   def label_ids(self, labels: Texts) -> list[list[int]]:
@@ -477,8 +461,7 @@ class Engine:
     """
     if isinstance(settings, PoolSettings):
       return Scheduler(self.programs, settings)
-    rows = PoolSettings(rows=self._rows(settings))
-    return Scheduler(self.programs, rows, in_batches=True)
+    return Scheduler(self.programs, PoolSettings(self._rows(settings)), True)
 
   def _rows(self, batch_size: int | None) -> int:
     """Returns a call's batch size, the engine's if it is None.
@@ -487,7 +470,7 @@ class Engine:
       ValueError: it is no positive integer.
     """
     rows = self.config.batch_size if batch_size is None else batch_size
-    check_number('batch_size', rows, 1)
+    check_type('batch_size', rows, Positive)
     return rows
 
   def options(self, options: Options | None = None, **named: Any) -> Options:
@@ -500,9 +483,10 @@ class Engine:
     rules = self.models['target'].rules
     if self.codec.languages().known:  # then it is the language of outputs
       rules = {k: v for k, v in rules.items() if k != 'forced_bos_token_id'}
-    return (
-      options_of(named, rules) if options is None else options.filled(rules)
-    )
+    if options is None:
+      return options_of(named, rules)
+    left = {k: value for k, value in rules.items() if k not in options.rules}
+    return dataclasses.replace(options, **left) if left else options
 
   def text_request(
     self,
@@ -542,25 +526,15 @@ class Engine:
       speculative = self.has_drafter and drafts
     drafting = Drafting()
     if speculative:
-      drafting = self.drafting
-      if gamma is not None:
-        drafting = drafting_of(gamma, self.fallback)
+      chosen = self._drafting if gamma is None else gamma
+      drafting = drafting_of(chosen, self.fallback)
       pair.check_drafts(self.drafter, drafting.adapts, options.num_beams)
-    stop_ids = (
-      self.codec.stop_ids if options.stop_ids is None else options.stop_ids
-    )
-    stop_ids = [int(token) for token in stop_ids]
+    given = options.stop_ids
+    stop_ids = [*map(int, self.codec.stop_ids if given is None else given)]
     check_ids('stop_ids', stop_ids, self.target.vocab_size)
     options = dataclasses.replace(options, stop_ids=stop_ids)
-    return TextRequest(
-      self.codec,
-      self.config,
-      texts,
-      options,
-      self.rule_book.rules_of(options, stop_ids),
-      drafting,
-      self.tree,
-    )
+    what = texts, options, self.rule_book.rules_of(options, stop_ids)
+    return TextRequest(self.codec, self.config, *what, drafting, self.tree)
 
   def speculation_pays(self, rows: int) -> bool:
     """Whether drafts of a length that nobody chose are quicker than none.
@@ -573,17 +547,15 @@ class Engine:
     Args:
       rows: greedy rows that are decoded together.
     """
-    usual = self.config.gamma is None and self.drafting == drafting_of(
-      USUAL_GAMMA, self.fallback
-    )
-    known = self.has_drafter and usual and backend.is_one_cpu()
-    if not known or self.tree is not None:
+    is_usual = self.drafting == drafting_of(USUAL_GAMMA, self.fallback)
+    was_chosen = self.config.gamma is not None or not is_usual
+    if was_chosen or not self.has_drafter or self.tree is not None:
       return True
-    cost = cpu_layout.call_cost(rows, 1 + USUAL_GAMMA)
-    if cost is None:
-      return True
-    a_round = cost + USUAL_GAMMA * self._cost_ratio
-    return _USUAL_TOKENS >= _LEAST_GAIN * a_round
+    cost = None
+    if backend.is_one_cpu():
+      cost = cpu_layout.call_cost(rows, 1 + USUAL_GAMMA)
+    a_round = (cost or 0.0) + USUAL_GAMMA * self._cost_ratio
+    return cost is None or _USUAL_TOKENS >= _LEAST_GAIN * a_round
 
   def request(
     self, texts: Texts, gamma: Gamma = None, **options: Any
@@ -628,15 +600,14 @@ def codec_of(
   if bos_id is None:
     bos_id = pair.first_id(target.network, tokenizer)
   pair.check_bos(bos_id, target.network)
-  languages = config.source_lang, config.target_lang
+  ends = bos_id, target.stop_ids, config.source_lang, config.target_lang
   forced = target.rules.get('forced_bos_token_id')
-  stop_ids = target.stop_ids
-  return Codec(
-    tokenizer, target.network, bos_id, stop_ids, *languages, target_id=forced
-  )
+  return Codec(tokenizer, target.network, *ends, forced)
 
 
-def _remembered(codec: Codec, path: str | os.PathLike[str]) -> Memory:
+def _remembered(
+  codec: Codec, path: str | os.PathLike[str]
+) -> translation_memory.Memory:
   """Encodes the texts of a memory file as a target reads and produces them."""
   languages = codec.languages()
   *begin, end = codec.output_ids('')
@@ -653,21 +624,16 @@ def _remembered(codec: Codec, path: str | os.PathLike[str]) -> Memory:
           ids = [*first, *ids, *last]
         yield [*ids, *begin, *output, end]
 
-  return remember(texts(read_pairs(os.fspath(path))))
+  return translation_memory.remember(texts(read_pairs(os.fspath(path))))
 
 
 def _with_top(
-  network: LanguageModel,
-  params: Params,
-  request: TextRequest,
-  outputs: list[Completion],
-  rows: int,
+  engine: Engine, request: TextRequest, outputs: list[Completion], rows: int
 ) -> list[Completion]:
   """Adds `top_log_probs` to outputs if they are wanted; calls the target.
 
   Args:
-    network: the target.
-    params: the target's parameters.
+    engine: has the target.
     request: the request that was decoded.
     outputs: the completions of the request.
     rows: the number of outputs that the target reads together.
@@ -675,28 +641,17 @@ def _with_top(
   num_top = request.terms.options.top_log_probs
   if not num_top:
     return outputs
-  done: list[Completion] = []
-  sources = request.sources()
+  done, sources = list[Completion](), request.sources()
+  model = engine.target, engine.params.target
   for at in range(0, len(outputs), rows):
-    part = slice(at, at + rows)
-    inputs, begins, ruled = zip(*sources[part], strict=True)
-    pairs = [*zip(outputs[part], begins, strict=True)]
+    inputs, begins, ruled = zip(*sources[at : at + rows], strict=True)
+    pairs = [*zip(outputs[at : at + rows], begins, strict=True)]
     targets = [[*begin, *output.tokens] for output, begin in pairs]
-    scores = scoring.score(
-      network,
-      params,
-      inputs,
-      targets,
-      request.first_ids,
-      num_top=num_top,
-      ruled=ruled,
-    )
-    done += [
-      dataclasses.replace(
-        output,
-        log_probs=list(score.log_probs[len(begin) :]),
-        top_log_probs=score.top[len(begin) :],
-      )
-      for (output, begin), score in zip(pairs, scores, strict=True)
-    ]
+    options: Any = dict(num_top=num_top, ruled=ruled)
+    first = request.first_ids
+    scores = scoring.score(*model, inputs, targets, first, **options)
+    for (output, begin), score in zip(pairs, scores, strict=True):
+      new: Any = dict(log_probs=list(score.log_probs[len(begin) :]))
+      new |= dict(top_log_probs=score.top[len(begin) :])
+      done.append(dataclasses.replace(output, **new))
   return done

@@ -9,8 +9,12 @@ from typing import Any
 from specdec_jax.checks.fields import is_a, unexpected
 from specdec_jax.engine.codec import Codec, check_unicode
 from specdec_jax.engine.completion import Completion, joined
-from specdec_jax.engine.config import EngineConfig
-from specdec_jax.engine.options import Options, example_id, sentence_id
+from specdec_jax.engine.options import (
+  EngineConfig,
+  Options,
+  example_id,
+  sentence_id,
+)
 from specdec_jax.text.sentences import Sentences, language_of, split
 
 # The prefixes that T5 and MADLAD-400 expect before each input.

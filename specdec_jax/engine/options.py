@@ -1,4 +1,4 @@
-"""The options of an output: `Options`, checked before anything runs.
+"""`Options` of an output and `EngineConfig`, checked before anything runs.
 
 This file also has the names that other libraries use for the options, and the
 ids that an output's random numbers derive from.
@@ -7,14 +7,16 @@ ids that an output's random numbers derive from.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from specdec_jax import partitioning
 from specdec_jax.checks.fields import (
   Bound,
-  check_number,
+  check_type,
   check_types,
   nearest,
   unexpected,
@@ -22,14 +24,9 @@ from specdec_jax.checks.fields import (
 from specdec_jax.decoding.resting import guessed
 from specdec_jax.drafters.small_model import plain_rule
 from specdec_jax.probs import SamplingConfig
-from specdec_jax.request import (
-  BLOCK,
-  BeamScoring,
-  BeamSettings,
-  Drafting,
-  RestPolicy,
-)
+from specdec_jax.request import BeamScoring, BeamSettings, Drafting, RestPolicy
 from specdec_jax.rules.options import RuleOptions
+from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.types import Count, LengthRule, Positive
 from specdec_jax.verify import check_lenience
 
@@ -38,24 +35,18 @@ MOST_ROWS = 1 << 16  # rows decoded together, or samples of an example
 # With this gamma, a draft ends where its drafter is unsure.
 ADAPTIVE = 'adaptive'
 KEY_BITS = 32  # bits of the id that an example's random numbers derive from
-# Names of these options in other libraries.
+# These options -> their names in other libraries.
 _USUAL_NAMES = {
-  'max_new_tokens': 'max_length',
-  'max_tokens': 'max_length',
-  'max_decode_len': 'max_length',
-  'min_new_tokens': 'min_length',
-  'min_tokens': 'min_length',
-  'num_return_sequences': 'num_samples',
-  'num_decodes': 'num_samples',
-  'n': 'num_samples',
-  'bad_words_ids': 'bad_words',
-  'stop': 'stop_strings',
-  'stop_token_ids': 'stop_ids',
-  'beam_size': 'num_beams',
-  'beam_width': 'num_beams',
-  'brevity_penalty': 'alpha',
-  'src_lang': 'source_lang',
-  'tgt_lang': 'target_lang',
+  'max_length': ('max_new_tokens', 'max_tokens', 'max_decode_len'),
+  'min_length': ('min_new_tokens', 'min_tokens'),
+  'num_samples': ('num_return_sequences', 'num_decodes', 'n'),
+  'bad_words': ('bad_words_ids',),
+  'stop_strings': ('stop',),
+  'stop_ids': ('stop_token_ids',),
+  'num_beams': ('beam_size', 'beam_width'),
+  'alpha': ('brevity_penalty',),
+  'source_lang': ('src_lang',),
+  'target_lang': ('tgt_lang',),
 }
 # Names of other libraries without a counterpart -> what to do instead.
 _INSTEAD = {
@@ -172,49 +163,45 @@ class Options(RuleOptions):
     check_lenience(self.lenience)
     check_types(self)
     self.check_rules()
-    if '' in self.stop_strings:
-      raise unexpected('stop_strings', 'no empty string', self.stop_strings)
-    if self.judges_blocks and self.lenience != 1:
-      expected = "'token' with a lenience below 1, a rule for single tokens"
-      raise unexpected('verification', expected, self.verification)
-    if self.split and self.prompts is not None:
-      raise unexpected('prompts', 'None with split', self.prompts)
-    for name in ('split_lang', 'split_prefix'):
-      if getattr(self, name) and not self.split:
-        raise unexpected(name, 'nothing without split', getattr(self, name))
-    self._check_beams()
+    for name, fits, expected in self._limits():
+      if not fits:
+        raise unexpected(name, expected, getattr(self, name))
 
   @property
   def judges_blocks(self) -> bool:
     """Whether sampled drafts are judged as a whole."""
     if self.verification is None:
       return self.lenience == 1
-    return self.verification == BLOCK
+    return self.verification == 'block'
 
-  def _check_beams(self) -> None:
-    width = self.num_beams
+  def _limits(self) -> Iterator[tuple[str, bool, str]]:
+    """Yields (field, whether it fits the others, what would fit)."""
+    yield 'stop_strings', '' not in self.stop_strings, 'no empty string'
+    tokens = "'token' with a lenience below 1, a rule for single tokens"
+    yield 'verification', not self.judges_blocks or self.lenience == 1, tokens
+    yield 'prompts', not self.split or self.prompts is None, 'None with split'
+    for name in ('split_lang', 'split_prefix'):
+      fits = bool(self.split) or not getattr(self, name)
+      yield name, fits, 'nothing without split'
+    width, penalty = self.num_beams, self.length_penalty
     if width is None:
       names = ('alpha', 'length_penalty', 'draft_beams', 'early_stopping')
       for name in names:
-        if (value := getattr(self, name)) not in (None, False):
-          raise unexpected(name, 'None without num_beams', value)
+        fits = getattr(self, name) in (None, False)
+        yield name, fits, 'None without num_beams'
       return
-    if self.early_stopping and self.length_penalty is None:
-      expected = 'False without length_penalty, the search of transformers'
-      raise unexpected('early_stopping', expected, self.early_stopping)
-    if self.draft_beams is not None:
-      check_number('draft_beams', self.draft_beams, width)
-    rules = (self.alpha, self.length_penalty)
+    stops = not self.early_stopping or penalty is not None
+    drafts = self.draft_beams or width
     for name, fits, expected in (
+      ('early_stopping', stops, 'False without length_penalty'),
+      ('draft_beams', drafts >= width, f'at least {width}'),
       ('temperature', self.sampling.greedy, '0'),
       ('lenience', self.lenience == 1, '1'),
       ('stop_strings', not self.stop_strings, 'none, but stop_ids,'),
       ('num_samples', self.num_samples <= width, f'at most {width}'),
-      ('length_penalty', None in rules, 'None beside alpha'),
+      ('length_penalty', None in (self.alpha, penalty), 'None beside alpha'),
     ):
-      if not fits:
-        expected += f' in a beam search (num_beams = {width})'
-        raise unexpected(name, expected, getattr(self, name))
+      yield name, fits, f'{expected} in a beam search (num_beams = {width})'
 
   def beam_settings(
     self, num_ends: int, num_forced: int = 0
@@ -232,20 +219,10 @@ class Options(RuleOptions):
       scoring = BeamScoring.T5X
       penalty = ALPHA if self.alpha is None else self.alpha
     number: Any = np.float32(penalty)
+    beams = self.num_beams, self.draft_beams or 2 * self.num_beams
     return BeamSettings(
-      penalty=number,
-      width=self.num_beams,
-      draft_width=self.draft_beams or 2 * self.num_beams,
-      num_ends=num_ends,
-      scoring=scoring,
-      early_stopping=self.early_stopping,
-      num_forced=num_forced,
+      number, *beams, num_ends, scoring, self.early_stopping, num_forced
     )
-
-  def filled(self, rules: Mapping[str, Any]) -> 'Options':
-    """Returns the options, with these rules where no rule is given."""
-    left = {k: value for k, value in rules.items() if k not in self.rules}
-    return dataclasses.replace(self, **left) if left else self
 
   @functools.cached_property
   def sampling(self) -> SamplingConfig:
@@ -300,9 +277,9 @@ def options_of(
   for name in named.keys() - defaults.keys():
     if name in _INSTEAD:
       raise ValueError(f'{name}: {_INSTEAD[name]}')
-    if name not in _USUAL_NAMES:
+    field = next((x for x, usual in _USUAL_NAMES.items() if name in usual), '')
+    if not field:
       raise ValueError(f'There is no option {name!r}.{nearest(name, defaults)}')
-    field = _USUAL_NAMES[name]
     if values.get(field, defaults[field]) != defaults[field]:
       raise unexpected(name, f'none beside {field}, its name here', named[name])
     values[field] = named[name]
@@ -323,28 +300,88 @@ def drafting_of(
   Raises:
     ValueError: gamma is none of these, or too large.
   """
-  drafting = _drafting(gamma)
-  if not rests or not drafting.gamma:
-    return drafting.replace(rests=None)
-  if rests is True or len(rests.costs) != drafting.gamma + 1:
-    rests = guessed(drafting.gamma, drafting.adapts)
-  return drafting.replace(rests=rests)
-
-
-def _drafting(value: Any) -> Drafting:
-  """Makes a `Drafting` that never rests."""
-  if isinstance(value, Drafting):
-    return value
-  if value == ADAPTIVE:
-    value = plain_rule()
-  if isinstance(value, LengthRule):
+  if not isinstance(gamma, Drafting | LengthRule):
+    # Caches and logits grow with gamma; larger values gain nothing.
+    number: Any = Annotated[int, Bound(0, MAX_GAMMA)]
+    check_type('gamma', gamma, number | Literal['adaptive'])
+    gamma = plain_rule() if isinstance(gamma, str) else Drafting(gamma)
+  if isinstance(gamma, LengthRule):
     # A rule that never stops compiles to the simpler loop of a fixed gamma.
-    ends_nothing = not (np.any(value.worth) or np.any(value.worth_asking))
-    return Drafting(value.most, None if ends_nothing else value)
-  if isinstance(value, str):
-    raise unexpected('gamma', f'a whole number or {ADAPTIVE!r}', value)
-  check_number('gamma', value, 0)
-  # Caches and logits grow with gamma; larger values gain nothing.
-  if value > MAX_GAMMA:
-    raise unexpected('gamma', f'at most {MAX_GAMMA}', value)
-  return Drafting(value)
+    ends_some = np.any(gamma.worth) or np.any(gamma.worth_asking)
+    gamma = Drafting(gamma.most, gamma if ends_some else None)
+  if not rests or not gamma.gamma:
+    return gamma.replace(rests=None)
+  if rests is True or len(rests.costs) != gamma.gamma + 1:
+    rests = guessed(gamma.gamma, gamma.adapts)
+  return gamma.replace(rests=rests)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+  """The settings of an engine.
+
+  Attributes:
+    tokenizer: the tokenizer of both models, or its path, see `Tokenizer`; None
+      is the target's own.
+    gamma: tokens that the drafter proposes per round; 'adaptive' ends a draft
+      where the drafter is not sure enough. A calibration's rule, too, see
+      `drafters.small_model`. None is 4, or what a run chooses.
+    max_input_len: tokens of the longest input, its end included.
+    max_decode_len: tokens of the longest output, its end included.
+    batch_size: the most texts that are decoded together. If there are more,
+      each finished text makes room for the next.
+    bos_id: id put in front of each text of a target whose texts begin with one
+      (all but T5), which can then also decode an empty text. None is the
+      target's own (bos_token_id of its folder; what the vocabulary of Llama,
+      Qwen, Gemma or T5Gemma says, Qwen's none); else the end of sequence of a
+      BPE vocabulary, as in GPT-2, or id 0, as in models trained here and T5X's.
+    placement: dtype and layout of the target's parameters, and the devices that
+      they and the rows of a batch are split over. Its dtype is that which the
+      target was loaded with, if it was; another is refused. Each device holds
+      the whole drafter, in the dtype that it was loaded with, or else the
+      target's.
+    cache_folder: folder of compiled programs; None is the user's cache folder.
+    fallback: whether the drafter rests where a text's acceptance makes it
+      slower than plain decoding, see `decoding.resting`. True goes by guessed
+      costs, a `RestPolicy` (of `Choice.rests`) by measured ones.
+    source_lang: language of the texts, such as 'eng_Latn', of a model that
+      translates between many, unless a call gives another.
+    target_lang: language of the outputs, such as 'deu_Latn'.
+    split_special_tokens: whether names of special tokens in a text are text;
+      see `Tokenizer`, whose own setting is taken if it is None.
+    skip_special_tokens: whether special tokens have no text in an output; None
+      takes the tokenizer's own setting.
+    memory: file of texts of before, which propose first, see
+      `translation_memory`: pairs (.tsv), records of `specdec decode`
+      (predictions.jsonl) or of a task (.jsonl), or lines of outputs.
+
+  Examples:
+    >>> config = sd.EngineConfig(gamma=5, max_input_len=64)
+    >>> config.max_input_len, config.max_decode_len
+    (64, 120)
+
+  Raises:
+    ValueError: a value is of another type, too small, or too large for any
+      memory.
+  """
+
+  tokenizer: Vocabulary | str | os.PathLike[str] | None = None
+  gamma: int | str | LengthRule | None = None
+  max_input_len: Annotated[int, Bound(2)] = 128
+  # An output and a round take 128 slots of a cache.
+  max_decode_len: Positive = 120
+  batch_size: Positive = 32
+  bos_id: int | None = None
+  placement: partitioning.Placement | None = None
+  cache_folder: str | os.PathLike[str] | None = None
+  fallback: bool | RestPolicy = False
+  source_lang: str | None = None
+  target_lang: str | None = None
+  split_special_tokens: bool | None = None
+  skip_special_tokens: bool | None = None
+  memory: str | os.PathLike[str] | None = None
+
+  def __post_init__(self):
+    check_types(self)
+    if self.gamma is not None:
+      drafting_of(self.gamma)

@@ -5,6 +5,7 @@ may share `Programs`, if no two of them compile at the same time.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,11 +24,8 @@ from specdec_jax.engine.pair import MemoryCheck, PlacedPair
 from specdec_jax.request import Request
 from specdec_jax.types import FinishReason, Generation
 
-_NO_DRAFTER = (
-  'Speculative decoding needs a drafter: Engine(target, drafter), or call with'
-  ' speculative=False.'
-)
 _Bound = tuple[Loop, PairParams]
+_RequestOf = Callable[[int], Request]  # given a number of rows
 
 
 class Programs:
@@ -58,11 +56,10 @@ class Programs:
     drafter, params = pair.drafter, pair.params
     self.has_drafter = drafter is not None
     self._plain = Loop(pair.target), PairParams(params.target, None)
-    self._speculative: _Bound | None = None
-    self._constrained: _Bound | None = None
     if drafter is not None:
       loop = Loop(pair.target, drafter)
-      self._speculative = self._constrained = loop, params
+      self._speculative: _Bound = loop, params
+      self._constrained = self._speculative
       if drafter.tree is None and not drafter.follows_rules:
         # If a constraint allows only one token, that token is proposed first.
         ahead = with_fallback(only_token(), drafter)
@@ -79,57 +76,32 @@ class Programs:
     Raises:
       ValueError: there is no drafter.
     """
-    drafter: Any = self.loop(True)[0].drafter
+    drafter: Any = self._loop(True)[0].drafter
     return drafter
 
-  def loop(self, speculative: bool) -> tuple[Loop, PairParams]:
+  def _loop(self, speculative: bool, constrained: bool = False) -> _Bound:
     """Returns the speculative or the plain loop, and its parameters.
+
+    Args:
+      speculative: whether the drafter proposes.
+      constrained: whether constraints may allow a single token.
 
     Raises:
       ValueError: the speculative loop is asked for, and there is no drafter.
     """
     if not speculative:
       return self._plain
-    if self._speculative is None:
-      raise ValueError(_NO_DRAFTER)
-    return self._speculative
-
-  def _loop_of(self, request: Request) -> tuple[Loop, PairParams]:
-    """Returns the loop that decodes a request: the plain one at gamma 0."""
-    if request.gamma and request.automata and self._constrained is not None:
-      return self._constrained
-    return self.loop(request.gamma > 0)
+    if not self.has_drafter:
+      advice = 'Engine(target, drafter), or call with speculative=False.'
+      raise ValueError(f'Speculative decoding needs a drafter: {advice}')
+    return self._constrained if constrained else self._speculative
 
   @property
   def count(self) -> int:
     """The number of programs of fixed batches compiled so far."""
     return len(self._whole)
 
-  def fitting(
-    self, request_of: Callable[[int], Request], num_rows: int
-  ) -> Request:
-    """Returns a request padded to the rows of a compiled program, if one fits.
-
-    That is the smallest program with at least the rows that are needed and at
-    most twice as many; the extra rows cost less than a compilation.
-
-    Args:
-      request_of: makes the request, given its number of rows.
-      num_rows: rows with a text.
-    """
-    request = self.exactly(request_of, num_rows)
-    least = len(request.inputs)
-    if ('decode', _shapes(request)) not in self._whole:
-      for rows in sorted(self._whole_rows):
-        if least < rows <= 2 * least:
-          larger = request_of(rows)
-          if ('decode', _shapes(larger)) in self._whole:
-            return larger
-    return request
-
-  def exactly(
-    self, request_of: Callable[[int], Request], num_rows: int
-  ) -> Request:
+  def exactly(self, request_of: _RequestOf, num_rows: int) -> Request:
     """Returns a request of the fewest rows that a program may have."""
     return request_of(rounded_up(padded_rows(num_rows), self.row_multiple))
 
@@ -141,14 +113,27 @@ class Programs:
     """
     self._program('decode', request)
 
-  def decode(self, request: Request) -> Generation:
+  def decode(self, request_of: _RequestOf, num_rows: int) -> Generation:
     """Decodes a fixed batch in one call; returns the result on the host.
+
+    It takes the smallest compiled program with at least the rows that are
+    needed and at most twice as many, if there is one; the extra rows cost less
+    than a compilation.
+
+    Args:
+      request_of: makes the request, given its number of rows.
+      num_rows: rows with a text.
 
     Raises:
       ValueError: no memory could hold it.
     """
-    decoded = self._program('decode', request)(request)
-    return partitioning.on_host(decoded)
+    exact = self.exactly(request_of, num_rows)
+    least = len(exact.inputs)
+    sizes = [x for x in sorted(self._whole_rows) if least < x <= 2 * least]
+    fits = itertools.chain([exact], map(request_of, sizes))
+    compiled = (x for x in fits if ('decode', _shapes(x)) in self._whole)
+    request = next(compiled, exact)
+    return partitioning.on_host(self._program('decode', request)(request))
 
   def decode_in_pieces(
     self, request: Request, num_rounds: int
@@ -182,7 +167,7 @@ class Programs:
     # One set of jitted functions serves all widths of inputs.
     key = len(example.inputs), _shapes(example.replace(inputs=None))
     if key not in self._pools:
-      loop, params = self._loop_of(example)
+      loop, params = self._loop(example.gamma > 0, example.automata is not None)
       self._pools[key] = PoolPrograms(loop, params, example)
     return self._pools[key]
 
@@ -191,13 +176,11 @@ class Programs:
 
     No other thread may compile meanwhile.
     """
-    if isinstance(programs, PoolPrograms):
-      for key, pool in list(self._pools.items()):
-        if pool is programs:
-          del self._pools[key]
-    else:
+    if isinstance(programs, Request):
       for name in ('start', 'run'):
         self._whole.pop((name, _shapes(programs)), None)
+    for key in [key for key, x in self._pools.items() if x is programs]:
+      del self._pools[key]
 
   def _program(
     self, name: str, request: Request, state: DecodeState | None = None
@@ -215,15 +198,14 @@ class Programs:
     key = name, _shapes(request)
     if key not in self._whole:
       rows, width = request.inputs.shape
-      self.memory_check.check(
-        rows, width, request.cache_slots, request.call_tokens
-      )
+      call = request.cache_slots, request.call_tokens
+      self.memory_check.check(rows, width, *call)
       self._whole[key] = self._compile(name, request, state)
       self._whole_rows.add(rows)
     return self._whole[key]
 
   def _compile(self, name: str, request: Request, state: DecodeState | None):
-    loop, params = self._loop_of(request)
+    loop, params = self._loop(request.gamma > 0, request.automata is not None)
     function, args = getattr(loop, name), list[Any]([params, request])
     options: dict[str, Any] = {}
     if self._partition is not None:

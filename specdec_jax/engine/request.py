@@ -18,30 +18,19 @@ import numpy as np
 from specdec_jax.checks.fields import check_ids, unexpected
 from specdec_jax.decoding import speculative
 from specdec_jax.decoding.pool import PoolView
-from specdec_jax.engine import padding
+from specdec_jax.engine import completion, padding
 from specdec_jax.engine.codec import Codec
-from specdec_jax.engine.completion import (
-  Completion,
-  Text,
-  from_generation,
-  passed_over,
+from specdec_jax.engine.completion import Completion, Text
+from specdec_jax.engine.options import (
+  KEY_BITS,
+  EngineConfig,
+  Options,
+  example_id,
 )
-from specdec_jax.engine.config import EngineConfig
-from specdec_jax.engine.options import KEY_BITS, Options, example_id
-from specdec_jax.engine.padding import next_power_of_two
 from specdec_jax.engine.scoring import Ruled
 from specdec_jax.engine.trace import Round
-from specdec_jax.request import (
-  BLOCK,
-  TOKEN,
-  BeamSettings,
-  Drafting,
-  Request,
-  keys_of_rows,
-  new_request,
-)
+from specdec_jax.request import Drafting, Request, keys_of_rows, new_request
 from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
-from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, FinishReason, Generation
 
@@ -85,15 +74,13 @@ class Terms:
     rules: the rules on the tokens of the outputs.
     shared: a `Request` of one row without a text; its static fields, and the
       values that all rows have in common, hold for every row.
-    tokenizer: turns ids into text.
-    has_encoder: whether the target has one.
+    codec: turns texts into ids and ids into texts.
   """
 
   options: Options
   rules: RowRules
   shared: Request
-  tokenizer: Vocabulary
-  has_encoder: bool
+  codec: Codec
 
   @functools.cached_property
   def kind(self) -> Any:
@@ -113,15 +100,10 @@ class Terms:
     searches = self.options.num_beams is not None
     return self.options.num_samples if searches else 1
 
-  def text(self) -> Text:
-    """Returns the text of an output, before its first token."""
-    options = self.options
-    return Text(self.tokenizer, options.stop_strings, options.min_length)
-
   def completion(self, generation: Generation, row: int) -> Completion:
     """Returns the completion of one row of a `Generation` on the host."""
-    lossless = self.shared.lenience is None
-    return from_generation(generation, row, self.tokenizer, lossless)
+    lossless, tokenizer = self.shared.lenience is None, self.codec.tokenizer
+    return completion.from_generation(generation, row, tokenizer, lossless)
 
   def outputs(self, generation: Generation, place: int) -> Sequence[Completion]:
     """Returns the outputs of the row at a place of a `Generation` on the host.
@@ -200,7 +182,8 @@ class Row:
   @property
   def ruled(self) -> Ruled:
     """The rules that it is decoded by."""
-    before = len(self.prompt) - 1 if self.terms.has_encoder else 0
+    has_encoder = self.terms.codec.network.has_encoder
+    before = len(self.prompt) - 1 if has_encoder else 0
     is_beam = self.options.num_beams is not None
     return Ruled(self.terms.rules, before, self.max_length, is_beam)
 
@@ -214,7 +197,8 @@ class Row:
   def read(self, generation: Generation, slot: int) -> Text:
     """Returns its text so far, without a stop id."""
     if self.slot_text is None:
-      self.slot_text = self.terms.text()
+      ends = self.options.stop_strings, self.options.min_length
+      self.slot_text = Text(self.terms.codec.tokenizer, *ends)
     has_stop_id = bool(generation.finish_reason[slot] == FinishReason.STOP)
     end = int(generation.length[slot]) - has_stop_id
     tokens = np.asarray(generation.tokens[slot, self.num_read : end])
@@ -222,19 +206,14 @@ class Row:
     self.num_read += len(tokens)
     return self.slot_text
 
-  def completion(self, generation: Generation, slot: int) -> Completion:
-    """Returns the whole output, once it is finished."""
-    done = self.terms.completion(generation, slot)
-    if not self.options.stop_strings:
-      return done
-    return self.read(generation, slot).cut(done)
-
   def update(self, view: PoolView, slot: int, is_last: bool) -> Update:
     """Returns what is new, of the text that will not change."""
     generation, told = view.generation, self.num_told
     outputs: Sequence[Completion] = ()
     if is_last:
-      done = self.completion(generation, slot)
+      done = self.terms.completion(generation, slot)
+      if self.options.stop_strings:
+        done = self.read(generation, slot).cut(done)
       text, tokens, log_probs = done.text, done.tokens, done.log_probs
       outputs = [done]
     else:
@@ -242,41 +221,32 @@ class Row:
       text = self.read(generation, slot).ready
       tokens = generation.tokens[slot, :length].tolist()
       log_probs = generation.log_probs[slot, :length].tolist()
-    update = Update(
-      text[self.num_sent :],
-      tokens[told:],
-      log_probs[told:] if self.options.log_probs else [],
-      outputs=outputs,
-      round=self._last_round(view, slot) if self.shows_rounds else None,
-    )
+    log_probs = log_probs[told:] if self.options.log_probs else []
+    new = text[self.num_sent :], tokens[told:], log_probs, outputs
+    update = Update(*new, self._last_round(view, slot))
     self.num_sent, self.num_told = len(text), len(tokens)
     return update
 
   def _last_round(self, view: PoolView, slot: int) -> Round[int] | None:
-    """Returns the row's last round, if a chain was judged in it.
+    """Returns the row's last round, if it is shown and a chain was judged.
 
     Args:
       view: the view of a pool that has run one round.
       slot: the slot of the row.
     """
     draft, generation = view.draft, view.generation
-    if draft is None or draft.tree is not None:
+    if not self.shows_rounds or draft is None or draft.tree is not None:
       return None
-    proposed = draft.tokens[slot, : int(draft.length[slot])]
+    proposed = draft.tokens[slot, : int(draft.length[slot])].tolist()
     end = int(generation.length[slot])
-    new = generation.tokens[slot, self.num_told : end]
+    new = generation.tokens[slot, self.num_told : end].tolist()
     accepted = int(generation.stats.num_accepted[slot]) - self.num_accepted
-    self.num_accepted += accepted
-    after = new[accepted : accepted + 1].tolist()
     passed = int(generation.stats.num_passed[slot]) - self.num_passed
+    self.num_accepted += accepted
     self.num_passed += passed
+    after = new[accepted] if accepted < len(new) else None
     as_block = self.terms.shared.judges_blocks
-    return Round(
-      proposed.tolist(),
-      accepted,
-      after[0] if after else None,
-      passed if as_block else None,
-    )
+    return Round(proposed, accepted, after, passed if as_block else None)
 
 
 def widest_of(
@@ -302,10 +272,9 @@ def joined(
     least: the least widths of inputs and prompts.
     size: B, filled up with rows without a text; None: the number of rows.
   """
-  if size is not None and size > len(rows):
-    filler = dataclasses.replace(
-      rows[0], inputs=(), prompt=(), widths=(1, 1), max_length=0
-    )
+  if size is not None:
+    nothing: Any = dict(inputs=(), prompt=(), widths=(1, 1), max_length=0)
+    filler = dataclasses.replace(rows[0], **nothing)
     rows = [*rows, *[filler] * (size - len(rows))]
 
   def each(dtype: Any, values: Iterable[Any]) -> Any:
@@ -320,34 +289,30 @@ def joined(
     top_p=each(np.float32, (x.top_p for x in options)),
     min_p=min_p if np.any(min_p) else None,
   )
-  prompts = [row.prompt for row in rows]
-  prompt, prompt_length = padding.padded(prompts, len(rows), prompt_width)
-  inputs, _ = padding.padded(
-    [row.inputs for row in rows], len(rows), width, shared.pad_id
-  )
+
+  def padded(ids: Iterable[Sequence[int]], width: int, pad_id: int = 0):
+    return padding.padded([*ids], len(rows), width, pad_id)
+
+  prompt, prompt_length = padded((row.prompt for row in rows), prompt_width)
   stop_ids: Array = shared.stop_ids
   if np.ndim(stop_ids) > 1:  # the rows have different stop ids
-    listed = [x.stop_ids or () for x in options]
-    stop_ids, _ = padding.padded(listed, len(rows), stop_ids.shape[1], -1)
+    listed = (x.stop_ids or () for x in options)
+    stop_ids, _ = padded(listed, stop_ids.shape[1], -1)
   max_length = each(np.int32, (row.max_length for row in rows))
   # Without an encoder the prompt is the input.
-  texts = [row.inputs if len(row.inputs) else row.prompt for row in rows]
-  widest = max(width, prompt_width)
-  rules, automata = ruling_of(
-    [row.terms.rules for row in rows],
-    prompt_length,
-    prompt_length + max_length,
-    padding.padded(texts, len(rows), widest, -1)[0],
-  )
+  texts = (row.inputs if len(row.inputs) else row.prompt for row in rows)
+  read, _ = padded(texts, max(width, prompt_width), -1)
+  ruled = [row.terms.rules for row in rows]
+  end = prompt_length + max_length
+  rules, automata = ruling_of(ruled, prompt_length, end, read)
+  seeds = each(np.uint32, (x.seed & 0xFFFFFFFF for x in options))
+  ids = each(np.uint32, (row.example_id for row in rows))
   return shared.replace(
-    inputs=inputs,
+    inputs=padded((row.inputs for row in rows), width, shared.pad_id)[0],
     prompt=prompt,
     prompt_length=prompt_length,
     stop_ids=stop_ids,
-    keys=keys_of_rows(
-      each(np.uint32, (x.seed & 0xFFFFFFFF for x in options)),
-      each(np.uint32, (row.example_id for row in rows)),
-    ),
+    keys=keys_of_rows(seeds, ids),
     sampling=sampling,
     min_length=each(np.int32, (x.min_length for x in options)),
     max_length=max_length,
@@ -395,13 +360,8 @@ class TextRequest:
     """
     self._codec, self._config = codec, config
     self._languages = codec.languages(options.source_lang, options.target_lang)
-    self.terms = Terms(
-      options,
-      rules,
-      _shared(codec, config, options, drafting, tree),
-      codec.tokenizer,
-      codec.network.has_encoder,
-    )
+    shared = self._shared(options, drafting, tree)
+    self.terms = Terms(options, rules, shared, codec)
     samples = options.num_samples // self.terms.num_outputs
     self.num_outputs = len(texts) * samples
     self.passed_over: dict[int, Sequence[Completion]] = {}
@@ -416,11 +376,63 @@ class TextRequest:
         else:
           self.rows.append(self._row(index, number, sample, ids))
 
+  def _shared(
+    self, options: Options, drafting: Drafting, tree: TreeShape | None
+  ) -> Request:
+    """Makes `Terms.shared`: a request of one row without a text."""
+    codec, most = self._codec, self._config.max_decode_len
+    network, gamma = codec.network, drafting.gamma
+    stop_ids = [*(options.stop_ids or ())]
+    # A language is a prompt here; transformers counts it as output.
+    has_language = bool(codec.languages().known) and options.prompts is None
+    num_forced = int(has_language and not codec.tokenizer.language_last)
+    beams = options.beam_settings(len(stop_ids), num_forced)
+    longest = options.max_length or most
+    limits = [('max_length', longest, most, 'max_decode_len = ')]
+    limits += [('min_length', options.min_length, longest, 'max_length = ')]
+    if beams is not None:
+      widest = network.vocab_size // (beams.num_candidates // beams.width)
+      limits += [('num_beams', beams.width, widest, '')]
+      limits += [('draft_beams', beams.draft_width, network.vocab_size, '')]
+      if not gamma:  # one program for all plain searches
+        beams = beams.replace(draft_width=beams.width)
+    for name, value, limit, of in limits:
+      if value > limit:
+        raise unexpected(name, f'at most {of}{limit}', value)
+    lenience: Array | None = None  # None has a program of its own
+    if gamma and options.lenience != 1:
+      lenience = np.asarray(options.lenience, np.float32)
+    # Greedy decoding is the same either way, so that one program is enough.
+    as_blocks = options.judges_blocks and not options.sampling.greedy
+    if tree is not None and options.verification is None:
+      as_blocks = False  # blocks are chains
+    # NumPy arrays: the call of a program moves them to the device together.
+    nothing = np.zeros((1, 1), np.int32)
+    request = new_request(
+      nothing,
+      nothing,
+      dataclasses.replace(options.sampling, temperature=0.0),
+      slots=most,
+      stop_ids=stop_ids,
+      min_length=options.min_length,
+      # From all texts, including those that are not decoded.
+      greedy=options.sampling.greedy,
+      with_log_probs=options.log_probs,
+      lenience=lenience,
+      verification='block' if as_blocks else 'token',
+      beams=beams,
+      drafting=drafting,
+      tree=tree if gamma else None,
+      pad_id=codec.network.pad_id,
+    )
+    if request.tree is not None:
+      speculative.check_tree(request, request.tree.cut(gamma))
+    return request
+
   def widen(self, least: tuple[int, int]) -> None:
     """Pads the rows to at least these widths of inputs and prompts."""
     for row in self.rows:
-      inputs, prompts = map(max, row.widths, least)
-      row.widths = inputs, prompts
+      row.widths = widest_of([row], least)
 
   def _check_sizes(self, num_texts: int) -> None:
     """Checks the options that have a value for each text."""
@@ -430,9 +442,9 @@ class TextRequest:
       raise unexpected('prompts', expected, options.prompts)
     for name in ('prompts', 'example_ids', 'temperature'):
       values = getattr(options, name)
-      if isinstance(values, float | int | None) or len(values) == num_texts:
-        continue
-      raise unexpected(name, f'one for each of {num_texts} texts', values)
+      is_one = isinstance(values, float | int | None)
+      if not is_one and len(values) != num_texts:
+        raise unexpected(name, f'one for each of {num_texts} texts', values)
     ids = () if options.example_ids is None else options.example_ids
     if any(not 0 <= number < 1 << KEY_BITS for number in ids):
       raise unexpected('example_ids', 'numbers in [0, 2**32)', ids)
@@ -452,25 +464,21 @@ class TextRequest:
     except ValueError as error:
       return self._reported(error)
     if not ids and not codec.ids_around(text)[0]:
-      return passed_over('empty')
+      return completion.passed_over('empty')
     first, last = codec.around(text, ids, self._languages)
     free = limit - len(first) - len(last)
     if len(ids) > free and self.terms.options.on_too_long != 'truncate':
-      expected = (
-        f'at most max_input_len = {limit} tokens with its start and end'
-      )
-      count = len(ids) + limit - free
+      expected = f'at most max_input_len = {limit} tokens with start and end'
+      values = f'Text {index}', expected, len(ids) + limit - free
       advice = "Shorten it, or set on_too_long='truncate'."
-      return self._reported(
-        unexpected(f'Text {index}', expected, count, advice)
-      )
+      return self._reported(unexpected(*values, advice))
     return [*first, *ids[:free], *last]
 
   def _reported(self, error: ValueError) -> Completion:
     """Returns the completion of a text that cannot be read, or raises."""
     if self.terms.options.on_too_long != 'report':
       raise error
-    return passed_over('error', str(error))
+    return completion.passed_over('error', str(error))
 
   def _row(
     self, index: int, number: int, sample: int, ids: Sequence[int]
@@ -483,39 +491,33 @@ class TextRequest:
     example = number
     if options.example_ids is not None:
       example = options.example_ids[number]
-    has_encoder = self._codec.network.has_encoder
-    prompt = self._prompt(number) if has_encoder else ids
-    width = 1
-    if has_encoder:
-      width = max(padding.SMALLEST_INPUT, next_power_of_two(len(ids)))
-      width = min(width, most)
+    inputs: Sequence[int] = ()
+    prompt, width = ids, 1
+    if has_encoder := self._codec.network.has_encoder:
+      width = max(padding.SMALLEST_INPUT, padding.next_power_of_two(len(ids)))
+      inputs, width = ids, min(width, most)
+      given = () if options.prompts is None else options.prompts[number]
+      begin = [int(token) for token in given]
+      check_ids(f'Prompt {number}', begin, self._codec.network.vocab_size)
+      prompt = self._codec.begin(self._languages, begin)
     # The prompt of a translation is usually just the language's token.
     smallest = 1 if self._languages.known else padding.SMALLEST_PROMPT
     # One more than a power of two: the last token is read by the first round.
-    prompt_width = 1 + max(smallest, next_power_of_two(len(prompt) - 1))
+    prompt_width = 1 + max(smallest, padding.next_power_of_two(len(prompt) - 1))
     if not has_encoder:  # prompts are texts, limited as such
       prompt_width = min(prompt_width, most)
-    has_prompts = (
-      not has_encoder or options.prompts is not None or self._languages.known
-    )
+    elif options.prompts is None and not self._languages.known:
+      prompt_width = 1
     return Row(
       self.terms,
       index,
-      inputs=ids if has_encoder else (),
-      prompt=prompt,
-      widths=(width, prompt_width if has_prompts else 1),
+      inputs,
+      prompt,
+      widths=(width, prompt_width),
       example_id=example_id(example, sample),
       temperature=temperature,
       max_length=options.max_length or self._config.max_decode_len,
     )
-
-  def _prompt(self, number: int) -> tuple[int, ...]:
-    """Returns ids that the decoder of a model with an encoder begins with."""
-    ids: list[int] = []
-    if self.terms.options.prompts is not None:
-      ids = [int(token) for token in self.terms.options.prompts[number]]
-      check_ids(f'Prompt {number}', ids, self._codec.network.vocab_size)
-    return self._codec.begin(self._languages, ids)
 
   def batch(self, size: int | None = None) -> Request:
     """Returns the arrays of all rows, filled up to `size` without a text."""
@@ -550,79 +552,5 @@ class TextRequest:
   @property
   def first_ids(self) -> Sequence[int]:
     """The first id of the decoder, with an encoder."""
-    is_given = self.rows and self.terms.has_encoder
+    is_given = self.rows and self._codec.network.has_encoder
     return self.rows[0].prompt[:1] if is_given else ()
-
-
-def _shared(
-  codec: Codec,
-  config: EngineConfig,
-  options: Options,
-  drafting: Drafting,
-  tree: TreeShape | None,
-) -> Request:
-  """Makes `Terms.shared`: a request of one row without a text."""
-  most, gamma = config.max_decode_len, drafting.gamma
-  if options.max_length is not None and options.max_length > most:
-    expected = f'at most max_decode_len = {most}'
-    raise unexpected('max_length', expected, options.max_length)
-  max_length = options.max_length or most
-  if options.min_length > max_length:
-    expected = f'at most max_length = {max_length}'
-    raise unexpected('min_length', expected, options.min_length)
-  lenience: Array | None = None  # None has a program of its own
-  if gamma and options.lenience != 1:
-    lenience = np.asarray(options.lenience, np.float32)
-  # Greedy decoding is the same either way, so that one program is enough.
-  as_blocks = options.judges_blocks and not options.sampling.greedy
-  if tree is not None and options.verification is None:
-    as_blocks = False  # blocks are chains
-  stop_ids = [*(options.stop_ids or ())]
-  # A language is a prompt here; transformers counts it as output.
-  has_language = bool(codec.languages().known) and options.prompts is None
-  num_forced = int(has_language and not codec.tokenizer.language_last)
-  # NumPy arrays: the call of a program moves them to the device together.
-  nothing = np.zeros((1, 1), np.int32)
-  request = new_request(
-    nothing,
-    nothing,
-    dataclasses.replace(options.sampling, temperature=0.0),
-    slots=most,
-    stop_ids=stop_ids,
-    min_length=options.min_length,
-    # From all texts, including those that are not decoded.
-    greedy=options.sampling.greedy,
-    with_log_probs=options.log_probs,
-    lenience=lenience,
-    verification=BLOCK if as_blocks else TOKEN,
-    beams=_beams(
-      options, gamma, codec.network.vocab_size, len(stop_ids), num_forced
-    ),
-    drafting=drafting,
-    tree=tree if gamma else None,
-    pad_id=codec.network.pad_id,
-  )
-  if request.tree is not None:
-    speculative.check_tree(request, request.tree.cut(gamma))
-  return request
-
-
-def _beams(
-  options: Options,
-  gamma: int,
-  vocab_size: int,
-  num_ends: int,
-  num_forced: int,
-) -> BeamSettings | None:
-  """Makes the settings of a beam search, checked; None without one."""
-  settings = options.beam_settings(num_ends, num_forced)
-  if settings is None:
-    return None
-  most = vocab_size // max(2, 1 + settings.num_ends)
-  if settings.num_candidates > vocab_size:
-    raise unexpected('num_beams', f'at most {most}', settings.width)
-  if settings.draft_width > vocab_size:
-    expected = f'at most {vocab_size}'
-    raise unexpected('draft_beams', expected, settings.draft_width)
-  # One program for all plain searches.
-  return settings if gamma else settings.replace(draft_width=settings.width)

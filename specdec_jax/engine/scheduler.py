@@ -59,6 +59,7 @@ _MOST_BESIDE, _LEAST_ROWS = 8, 8
 _PAUSE_SECONDS = 5.0  # a lane without rows is idle after so long
 _MOST_LANES = 16  # lanes at a time, if all are in use
 
+_Queue = collections.deque[Row]
 Told = list[tuple[Row, Update]]
 
 
@@ -129,32 +130,28 @@ class DraftPolicy:
     skips_rounds: whether pools of some sizes decode without the drafter.
   """
 
-  def __init__(self, settings: PoolSettings, request: Request, multiple: int):
+  def __init__(self, settings: PoolSettings, base: Drafting, multiple: int):
     """Takes the plan of a pool.
 
     Args:
       settings: has `gammas`.
-      request: has the drafting of sampled rows; gamma 0 decodes all rows
-        plainly.
+      base: the drafting of sampled rows; gamma 0 decodes all rows plainly.
       multiple: the rows of a pool are rounded up to a multiple of this. If two
         sizes round to the same pool, the larger size's gamma is taken, which
         rather proposes too few tokens.
     """
-    self._base = request.drafting
-    self.by_rows = {settings.rows: self._base}
-    if settings.gammas is not None and request.gamma:
-      plan = sorted(settings.gammas.items())
-      self.by_rows = {rounded_up(rows, multiple): x for rows, x in plan}
-    gammas = [self._base.gamma, *(x.gamma for x in self.by_rows.values())]
+    self._base = base
+    plan = (base.gamma and settings.gammas) or {settings.rows: base}
+    self.by_rows = {rounded_up(x, multiple): plan[x] for x in sorted(plan)}
+    gammas = [base.gamma, *(x.gamma for x in self.by_rows.values())]
     self.longest = max(gammas)
     self.skips_rounds = self.longest > 0 and 0 in gammas
 
   @property
   def gammas(self) -> dict[int, int]:
     """Rows -> gamma of greedy rows; empty without drafts."""
-    if not self.longest:
-      return {}
-    return {rows: x.gamma for rows, x in self.by_rows.items()}
+    plan = self.by_rows if self.longest else {}
+    return {rows: drafting.gamma for rows, drafting in plan.items()}
 
   def drafting(self, size: int, varies: bool, plainly: bool) -> Drafting:
     """Returns the drafting of a pool's next rounds.
@@ -166,10 +163,12 @@ class DraftPolicy:
     """
     if plainly:
       return Drafting()
-    if not varies:
-      return self._base
-    larger = [rows for rows in self.by_rows if rows >= size]
-    return self.by_rows[min(larger, default=max(self.by_rows))]
+    return self.by_rows[_fitting(self.by_rows, size)] if varies else self._base
+
+
+def _fitting(sizes: Iterable[int], rows: int) -> int:
+  """Returns the smallest size that holds the rows, or else the largest one."""
+  return min((size for size in sizes if size >= rows), default=max(sizes))
 
 
 class RowPool:
@@ -183,14 +182,15 @@ class RowPool:
 
   def __init__(self):
     """Makes a pool without rows."""
-    self.waiting: collections.deque[Row] = collections.deque()
+    self.waiting: _Queue = collections.deque()
     self.rounds: collections.Counter[int] = collections.Counter()
     self.is_closed = False
+    self._rows: list[Row] = []
 
   @property
   def running(self) -> list[Row]:
     """The rows that are being decoded."""
-    raise NotImplementedError
+    return self._rows
 
   @property
   def has_work(self) -> bool:
@@ -231,10 +231,8 @@ class SlotPool(RowPool):
     self,
     programs: Programs,
     settings: PoolSettings,
-    example: Request,
-    widest: tuple[int, int],
-    first_width: int | None = None,
-    usual_width: int = _READ_TOKENS,
+    rows: Sequence[Row],
+    example: Request | None = None,
     counts: Sequence[int] | None = None,
     lock: threading.Condition | None = None,
     compiled: set[Any] | None = None,
@@ -245,12 +243,9 @@ class SlotPool(RowPool):
     Args:
       programs: the programs of the pair.
       settings: the settings of the pool.
-      example: the `Terms.shared` of rows of this kind.
-      widest: widths of the widest inputs and prompts.
-      first_width: width of inputs for which the pool is made at first; it grows
-        later. None: the widest.
-      usual_width: width of most inputs, or prompts; narrow ones are read
-        together.
+      rows: rows as they will come. The pool is as wide as the first one's input
+        at first; how many are read together depends on the middle one.
+      example: a request of one of them; None: all rows share their `Terms`.
       counts: numbers of rows that are read together, in order; None: only
         `refill`.
       lock: is held where `waiting` changes.
@@ -262,26 +257,26 @@ class SlotPool(RowPool):
     """
     super().__init__()
     settings = settings.share(beside)
-    multiple = programs.row_multiple
-    self.policy = DraftPolicy(settings, example, multiple)
+    multiple, self._widest = programs.row_multiple, widest_of(rows)
+    if example is None:
+      example = joined(rows[:1], rows[0].terms.shared, self._widest)
+    self.policy = DraftPolicy(settings, example.drafting, multiple)
     self.sizes = settings.pool_sizes(multiple)
-    largest = self.sizes[-1]
+    usual_width = max(rows[len(rows) // 2].widths)
     self._refill = settings.refill_of(usual_width, multiple)
     self._counts = counts or [rounded_up(self._refill, multiple)]
     self._shared = example.replace(skips_rounds=self.policy.skips_rounds)
-    # All rows share their stop ids.
-    self._is_exact = np.ndim(example.stop_ids) == 1
     gamma = self.policy.longest
     draft_slots = example.with_drafting(gamma=gamma).draft_slots
-    num_slots = whole_buckets(widest[1] + example.slots + draft_slots)
-    call = widest[0], num_slots, 1 + draft_slots
-    programs.memory_check.check(largest * beside, *call)
+    num_slots = whole_buckets(self._widest[1] + example.slots + draft_slots)
+    call = self._widest[0], num_slots, 1 + draft_slots
+    programs.memory_check.check(self.sizes[-1] * beside, *call)
     # Requests with and without prompts get the same number of cache slots.
-    tokens = num_slots - draft_slots
-    self._slots = Slots(
-      programs.pool, self._shared, tokens, gamma, self._counts[-1]
-    )
-    self._widest, self._first_width = widest, first_width or widest[0]
+    tokens, count = num_slots - draft_slots, self._counts[-1]
+    self._slots = Slots(programs.pool, self._shared, tokens, gamma, count)
+    self._first_width = rows[0].widths[0]
+    # The programs, which all pools of this kind share.
+    self.programs = self._slots.programs
     self.lock = lock or threading.Condition()
     self._coming: tuple[PoolView, int] | None = None  # pending view, its gamma
     self._too_large = 0  # steps for which a smaller pool would have been enough
@@ -291,12 +286,7 @@ class SlotPool(RowPool):
   @property
   def running(self) -> list[Row]:
     """The rows that have a slot."""
-    return self._slots.rows
-
-  @property
-  def programs(self) -> PoolPrograms:
-    """The programs of its pools, which all pools of their kind share."""
-    return self._slots.programs
+    return [row for _, row in self._slots.taken]
 
   def step(self) -> Told:
     """Waits for the rounds of the last step, and starts the next ones.
@@ -305,7 +295,10 @@ class SlotPool(RowPool):
       The updates of the rows that have finished or that stream.
     """
     view, heard = self._collect()
-    self._drop_cancelled()
+    with self.lock:
+      left = [row for row in self.waiting if not row.is_cancelled]
+      self.waiting.clear()
+      self.waiting.extend(left)
     self._resize()
     self._fill()
     self._advance()
@@ -336,8 +329,7 @@ class SlotPool(RowPool):
   def warmup(self, rows: Sequence[Row]) -> bool:
     """Decodes short outputs, also in pools of all smaller sizes."""
     by_width = {row.widths: row for row in rows}
-    fits = [size for size in self.sizes if size >= len(rows)]
-    first = min(fits, default=self.sizes[-1])
+    first = _fitting(self.sizes, len(rows))
     plan = jax.tree.structure(self.policy.by_rows)
     key = plan, *self.sizes, first, *sorted(by_width)
     if key in self.programs.warm:
@@ -363,24 +355,19 @@ class SlotPool(RowPool):
     """
     if self._coming is None:
       return None, []
-    coming, gamma = self._coming
-    self._coming = None
+    (coming, gamma), self._coming = self._coming, None
     view = jax.device_get(coming)
     self.rounds[gamma] += int(view.num_rounds)
-    view = self._with_reasons(view)
-    heard = [(row, slot, True) for row, slot in self._slots.release(view)]
-    for slot, row in enumerate(self._slots.owners):
-      if row is not None and row.streams:
-        heard.append((row, slot, False))
+    view, slots = self._with_reasons(view), self._slots
+    heard = [(row, slot, True) for row, slot in slots.release(view)]
+    heard += [(row, slot, False) for slot, row in slots.taken if row.streams]
     return view, [each for each in heard if not each[0].is_cancelled]
 
   def _with_reasons(self, view: PoolView) -> PoolView:
     """Ends rows that are cancelled, or whose text holds a stop string."""
     generation = view.generation
     reasons: Any = np.array(generation.finish_reason)
-    for slot, row in enumerate(self._slots.owners):
-      if row is None:
-        continue
+    for slot, row in self._slots.taken:
       if row.is_cancelled:
         reasons[slot] = FinishReason.LENGTH
       elif row.options.stop_strings and not view.is_free[slot]:
@@ -392,34 +379,19 @@ class SlotPool(RowPool):
     generation = dataclasses.replace(generation, finish_reason=reasons)
     return dataclasses.replace(view, generation=generation)
 
-  def _drop_cancelled(self) -> None:
-    with self.lock:
-      left = [row for row in self.waiting if not row.is_cancelled]
-      self.waiting.clear()
-      self.waiting.extend(left)
-
   def _resize(self) -> None:
     """Takes the smallest pool that is enough; a smaller one after a while."""
-    slots = self._slots
-    sizes = [
-      size for size in self.sizes if self._may('rounds', size, False, False)
-    ]
-    running = len(slots.rows)
-    wanted = running + len(self.waiting)
-    fits = min((s for s in sizes if s >= wanted), default=max(sizes, default=1))
+    slots, running, is_closed = self._slots, self.running, self.compiled is None
+    sizes = [x for x in self.sizes if self._may('rounds', x, False, False)]
+    fits = _fitting(sizes, len(running) + len(self.waiting))
     if not slots.owners:
       # A new pool needs another program than one that was resized.
-      first = fits if self.compiled is None else min(sizes)
-      slots.begin(first, self._first_width)
+      slots.begin(fits if is_closed else min(sizes), self._first_width)
     size = len(slots.owners)
     self._too_large = self._too_large + 1 if fits < size else 0
-    is_closed = self.compiled is None
     at_once = not running or is_closed and not self.waiting
-    if (
-      fits > size
-      or fits < size
-      and (at_once or self._too_large > _SHRINK_AFTER)
-    ):
+    shrinks = self._too_large > (0 if at_once else _SHRINK_AFTER)
+    if fits > size or shrinks:
       slots.resize(fits)
       self._too_large = 0
 
@@ -427,8 +399,7 @@ class SlotPool(RowPool):
     """Gives free slots to the rows that have waited longest."""
     while free := len(self._slots.free):
       with self.lock:
-        first = itertools.islice(self.waiting, min(self._counts[-1], free))
-        rows = [*first]
+        rows = [*itertools.islice(self.waiting, min(self._counts[-1], free))]
       if not rows:
         return
       self._read(rows)
@@ -443,12 +414,13 @@ class SlotPool(RowPool):
     count = min(count for count in self._counts if count >= len(rows))
     # Filled up, so that there are few programs.
     filled = [*rows, *[rows[0]] * (count - len(rows))]
-    request = joined(filled, self._shared)
+    request, first = joined(filled, self._shared), rows[0]
     widths = request.inputs.shape[1], request.prompt_width
-    is_alone = len(slots.owners) == 1 and (self._is_exact or rows[0].is_simple)
-    if is_alone and self._may('alone', widths, rows[0].is_plain):
-      self.used.add(('alone', widths, rows[0].is_plain))
-      slots.hold(request, rows[0])
+    share_stops = np.ndim(self._shared.stop_ids) == 1
+    is_alone = len(slots.owners) == 1 and (share_stops or first.is_simple)
+    if is_alone and self._may('alone', widths, first.is_plain):
+      self.used.add(('alone', widths, first.is_plain))
+      slots.hold(request, first)
       return
     if not self._may('read', count, widths):
       request = joined(filled, self._shared, self._widest)
@@ -457,7 +429,7 @@ class SlotPool(RowPool):
 
   def _advance(self) -> None:
     """Starts the next rounds on the device."""
-    rows, size = self._slots.rows, len(self._slots.owners)
+    rows, size = self.running, len(self._slots.owners)
     if not rows:
       return
     simply = all(row.is_simple for row in rows)
@@ -467,9 +439,9 @@ class SlotPool(RowPool):
     self.used.add(('rounds', size, simply, plainly))
     varies = simply or self._shared.greedy
     drafting = self.policy.drafting(size, varies, plainly)
-    gamma = drafting.gamma
-    rounds, enough = self._max_rounds(rows, gamma), self._enough(len(rows))
-    self._coming = self._slots.run(rounds, enough, drafting, simply), gamma
+    limits = self._max_rounds(rows, drafting.gamma), self._enough(len(rows))
+    view = self._slots.run(*limits, drafting, simply)
+    self._coming = view, drafting.gamma
 
   def _max_rounds(self, rows: Sequence[Row], gamma: int) -> int:
     """Returns the rounds of a step; new rows get a slot only after them."""
@@ -493,8 +465,7 @@ class SlotPool(RowPool):
       return 1
     if self.waiting:
       return self._refill
-    size = len(self._slots.owners)
-    smaller = [s for s in self.sizes if s < size]
+    smaller = [x for x in self.sizes if x < len(self._slots.owners)]
     return running - max(smaller, default=0)
 
   def _may(self, *use: Any) -> bool:
@@ -513,40 +484,33 @@ class SideBySide(RowPool):
     """Starts no thread; pools that are alike share their programs."""
     super().__init__()
     self._pools = pools
-    self._rows: list[Row] = []
     # Updates; and of a pool that has ended, the future of its thread.
     self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._num_left = 0  # pools that decode
 
-  @property
-  def running(self) -> list[Row]:
-    """All rows, until the last one has ended."""
-    return self._rows if self._num_left else []
-
   def step(self) -> Told:
     """Waits for a step of any pool; returns the updates of its rows.
+
+    All rows count as running until the last one has ended.
 
     Raises:
       Exception: that of a step.
     """
-    if self.waiting:
-      self._begin()
+    if self.waiting:  # deals them to the pools, and starts the threads
+      self._rows = [*self.waiting]
+      self.waiting.clear()
+      self._num_left = len(self._pools)
+      threads = concurrent.futures.ThreadPoolExecutor(self._num_left)
+      for first, pool in enumerate(self._pools):
+        pool.waiting.extend(self._rows[first :: len(self._pools)])
+        threads.submit(self._drain, pool).add_done_callback(self._told.put)
+      threads.shutdown(wait=False)
     updates = self._told.get()
     if not isinstance(updates, concurrent.futures.Future):
       return updates
     self._num_left -= 1
+    self._rows = self._rows if self._num_left else []
     return updates.result()
-
-  def _begin(self) -> None:
-    """Deals the rows to the pools, and starts the threads."""
-    self._rows = [*self.waiting]
-    self.waiting.clear()
-    self._num_left = len(self._pools)
-    threads = concurrent.futures.ThreadPoolExecutor(self._num_left)
-    for first, pool in enumerate(self._pools):
-      pool.waiting.extend(self._rows[first :: len(self._pools)])
-      threads.submit(self._drain, pool).add_done_callback(self._told.put)
-    threads.shutdown(wait=False)
 
   def _drain(self, pool: RowPool) -> Told:
     while pool.has_work:
@@ -577,23 +541,21 @@ class FixedBatches(RowPool):
     """
     super().__init__()
     self._programs, self._size, self._num_rounds = programs, rows, num_rounds
-    self._batch: list[Row] = []
     self._pieces: Iterator[Any] = iter(())
-
-  @property
-  def running(self) -> list[Row]:
-    """The rows of the batch."""
-    return self._batch
 
   def step(self) -> Told:
     """Decodes a batch, or a piece of it; returns the updates of its rows."""
-    if all(row.is_cancelled for row in self._batch):
-      self._batch = batch = self._next_batch()
-      self._pieces = self._decode(batch) if batch else iter(())
+    if all(row.is_cancelled for row in self._rows):
+      self._rows = []
+      while self.waiting and len(self._rows) < self._size:
+        row = self.waiting.popleft()
+        if not row.is_cancelled:
+          self._rows.append(row)
+      self._pieces = self._decode([*self._rows])
     generation = next(self._pieces, None)
     if generation is None:
       return []
-    rows, self._batch = self._batch, []
+    rows, self._rows = self._rows, []
     terms = rows[0].terms
     return [
       (row, Update(outputs=terms.outputs(generation, place)))
@@ -603,32 +565,22 @@ class FixedBatches(RowPool):
 
   def warmup(self, rows: Sequence[Row]) -> bool:
     """Compiles the programs of the batches; pieces are decoded for it."""
-    before = self._programs.count
+    programs, before = self._programs, self._programs.count
     for at in range(0, len(rows), self._size):
       some = rows[at : at + self._size]
       if self._num_rounds:
-        for _ in self._decode(some):
-          pass
+        collections.deque(self._decode(some), 0)
       else:
-        self._programs.compile(self._programs.exactly(_maker(some), len(some)))
-    return self._programs.count > before
-
-  def _next_batch(self) -> list[Row]:
-    rows: list[Row] = []
-    while self.waiting and len(rows) < self._size:
-      row = self.waiting.popleft()
-      if not row.is_cancelled:
-        rows.append(row)
-    return rows
+        programs.compile(programs.exactly(_maker(some), len(some)))
+    return programs.count > before
 
   def _decode(self, rows: Sequence[Row]) -> Iterator[Any]:
     """Yields None after each piece, and at last the generation."""
-    programs = self._programs
-    if self._num_rounds:
-      request = programs.exactly(_maker(rows), len(rows))
-      yield from programs.decode_in_pieces(request, self._num_rounds)
-    else:
-      yield programs.decode(programs.fitting(_maker(rows), len(rows)))
+    if self._num_rounds and rows:
+      request = self._programs.exactly(_maker(rows), len(rows))
+      yield from self._programs.decode_in_pieces(request, self._num_rounds)
+    elif rows:
+      yield self._programs.decode(_maker(rows), len(rows))
 
 
 def _maker(rows: Sequence[Row]):
@@ -651,9 +603,7 @@ class Lane:
   """
 
   example: Row
-  waiting: collections.deque[Row] = dataclasses.field(
-    default_factory=collections.deque
-  )
+  waiting: _Queue = dataclasses.field(default_factory=collections.deque)
   uses: set[Any] | None = None
   programs: PoolPrograms | None = None
   is_kept: bool = False
@@ -664,10 +614,8 @@ class Lane:
   def rows(self) -> list[Row]:
     """All rows of the lane, waiting or running."""
     pools = [*self.pools.values()]
-    return [
-      *self.waiting,
-      *(row for pool in pools for row in [*pool.waiting, *pool.running]),
-    ]
+    rows = [row for pool in pools for row in [*pool.waiting, *pool.running]]
+    return [*self.waiting, *rows]
 
   @property
   def is_wanted(self) -> bool:
@@ -729,10 +677,10 @@ class Scheduler:
         if kind is None and self._ordinary is not None:
           self._ordinary.waiting.append(row)
           continue
-        lane = self.lanes.pop(kind, None)
-        if lane is None:
-          lane = Lane(row)
-          fresh.append(lane)
+        if kind not in self.lanes:
+          fresh.append(Lane(row))
+        # The lane that was used last comes last.
+        lane = self.lanes.pop(kind, None) or fresh[-1]
         self.lanes[kind] = lane
         lane.last_used = time.monotonic()
         lane.waiting.append(row)
@@ -748,25 +696,23 @@ class Scheduler:
 
   def kind_of(self, row: Row) -> Any:
     """Returns the key of a row's lane; None if the ordinary pool decodes it."""
-    options = row.options
     if self._ordinary is None:
       return id(row.terms)
-    is_special = options.num_beams is not None or options.min_p
-    return row.kind if is_special or options.rules else None
+    options = row.options
+    is_special = options.num_beams is not None or options.min_p or options.rules
+    return row.kind if is_special else None
 
   @property
   def pools(self) -> list[RowPool]:
     """All pools: the ordinary one, and those of the lanes."""
-    ordinary = [self._ordinary] if self._ordinary else []
-    lanes = [*self.lanes.values()]
-    return [*ordinary, *(p for x in lanes for p in [*x.pools.values()])]
+    lanes = [[*lane.pools.values()] for lane in [*self.lanes.values()]]
+    return sum(lanes, [self._ordinary] if self._ordinary else [])
 
   @property
   def num_waiting(self) -> int:
     """Rows without a slot."""
-    waiting = [lane.waiting for lane in [*self.lanes.values()]]
-    waiting += [pool.waiting for pool in self.pools]
-    return sum(not row.is_cancelled for rows in waiting for row in [*rows])
+    queues = [x.waiting for x in [*self.lanes.values(), *self.pools]]
+    return sum(not row.is_cancelled for rows in queues for row in [*rows])
 
   @property
   def num_running(self) -> int:
@@ -776,7 +722,7 @@ class Scheduler:
   @property
   def has_work(self) -> bool:
     """Whether a step would do anything."""
-    is_ready = any(x.waiting and self._is_ready(x) for x in self.lanes.values())
+    is_ready = any(map(self._is_ready, self.lanes.values()))
     return is_ready or any(pool.has_work for pool in self.pools)
 
   # Methods that only the decoding thread calls.
@@ -911,11 +857,11 @@ class Scheduler:
       Whether nothing is left to be freed.
     """
     with self.lock:
-      ready = [lane for lane in self.lanes.values() if lane.uses is not None]
-      ready = [lane for lane in ready if not lane.is_kept]
+      ready = [
+        x for x in self.lanes.values() if x.uses is not None and not x.is_kept
+      ]
       idle = [lane for lane in ready if not (lane.waiting or lane.pools)]
-      is_full = len(ready) >= _MOST_LANES
-      if before or not is_full:
+      if before or len(ready) < _MOST_LANES:
         # A client that asks again at once should not wait for a compilation.
         latest = before or time.monotonic() - _PAUSE_SECONDS
         idle = [lane for lane in idle if lane.last_used < latest]
@@ -924,15 +870,12 @@ class Scheduler:
       for lane in idle[:1]:
         self._drop(lane)
     for lane in idle[:1]:
-      row = lane.example
-      request = joined([row], row.terms.shared)
-      self._programs.forget(lane.programs or request)
+      self._programs.forget(lane.programs or _maker([lane.example])(1))
     return False
 
   def _drop(self, lane: Lane) -> None:
-    for kind, other in list(self.lanes.items()):
-      if other is lane:
-        del self.lanes[kind]
+    for kind in [x for x, other in self.lanes.items() if other is lane]:
+      del self.lanes[kind]
 
   # Pools and the rows in them.
 
@@ -951,7 +894,9 @@ class Scheduler:
     return fits and not (rows[0].options.stop_strings or rows[0].streams)
 
   def _is_ready(self, lane: Lane) -> bool:
-    return self._ordinary is None or lane.uses is not None
+    """Returns whether a row waits, and for no program."""
+    compiles = self._ordinary is None or lane.uses is not None
+    return compiles and bool(lane.waiting)
 
   def _next_lane(self) -> Lane | None:
     """Returns the lane whose first row enters a pool next; None: none does.
@@ -961,9 +906,7 @@ class Scheduler:
     that always have rows would keep all pools.
     """
     with self.lock:
-      lanes = [
-        x for x in self.lanes.values() if x.waiting and self._is_ready(x)
-      ]
+      lanes = [x for x in self.lanes.values() if self._is_ready(x)]
       pools = [x for y in self.lanes.values() for x in y.pools.values()]
       is_full = self._ordinary is not None and len(pools) >= _MOST_POOLS
       for lane in sorted(lanes, key=lambda lane: lane.waiting[0].deadline):
@@ -1016,21 +959,9 @@ class Scheduler:
     if self._in_batches and len(rows) <= settings.rows:  # read together
       size = padded_rows(len(rows))
       settings = PoolSettings(rows=size, refill=size)
-    middle = rows[len(rows) // 2]
-    widest, number = widest_of(rows), self._num_pools(rows)
-    example = joined(rows[:1], rows[0].terms.shared, widest)
+    number = self._num_pools(rows)
+    options: Any = dict(lock=self.lock, compiled=compiled, beside=number)
     pools = [
-      SlotPool(
-        programs,
-        settings,
-        example,
-        widest,
-        first_width=rows[0].widths[0],
-        usual_width=max(middle.widths) if compiled is None else _READ_TOKENS,
-        lock=self.lock,
-        compiled=compiled,
-        beside=number,
-      )
-      for _ in range(number)
+      SlotPool(programs, settings, rows, **options) for _ in range(number)
     ]
     return SideBySide(pools) if number > 1 else pools[0]

@@ -56,32 +56,25 @@ class Slots:
   def _example(self, width: int) -> Request:
     """Makes rows without text, as many as are read together."""
     count = self._read_rows
-    keys = keys_of_rows(*np.zeros((2, count), np.uint32))
     # JAX compiles each operation on keys outside a program, and keeps it.
     request = self._request.replace(keys=np.zeros((1,), np.uint32))
-    rows: Any = take_rows(request, np.zeros((count,), np.int32))
-    return rows.replace(
-      keys=keys,
+    rows = take_rows(request, nothing := np.zeros((count,), np.int32))
+    return self._in_slots(rows.replace(prompt=rows.prompt[:, :1])).replace(
+      keys=keys_of_rows(*np.zeros((2, count), np.uint32)),
       inputs=np.full((count, width), rows.pad_id, np.int32),
-      max_length=np.zeros((count,), np.int32),
-      prompt=rows.prompt[:, :1],
-      prompt_length=np.ones((count,), np.int32),
-      drafting=rows.drafting.replace(gamma=self._gamma),
-      slots=self._tokens - 1,
+      max_length=nothing,
+      prompt_length=nothing + 1,
     )
 
   def _empty_row(self, width: int) -> Pool:
     if width not in self._empty_rows:
-      row = self.programs.empty_row(self._example(width))
-      self._empty_rows[width] = row
+      self._empty_rows[width] = self.programs.empty_row(self._example(width))
     return self._empty_rows[width]
 
   def _in_slots(self, request: Request) -> Request:
     """Returns the request with the cache slots of the pool's other rows."""
-    return request.replace(
-      drafting=request.drafting.replace(gamma=self._gamma),
-      slots=self._tokens - request.prompt_width,
-    )
+    made = request.with_drafting(gamma=self._gamma)
+    return made.replace(slots=self._tokens - request.prompt_width)
 
   def admit(self, request: Request, rows: Sequence[Row]) -> None:
     """Reads rows and gives them free slots.
@@ -92,14 +85,13 @@ class Slots:
       rows: the owners of the slots.
     """
     self.width = max(self.width, request.inputs.shape[1])
-    empty = self._empty_row(self.width)
-    programs = self.programs
     self._make()
-    read = programs.read(self._in_slots(request), empty)
-    free = self.free[: len(rows)]
+    empty, free = self._empty_row(self.width), self.free[: len(rows)]
+    read = self.programs.read(self._in_slots(request), empty)
     places = np.zeros((len(self.owners),), np.int32)
     places[: len(free)] = free
-    self._pool = programs.admit(self._pool, read, places, np.int32(len(free)))
+    count = np.int32(len(free))
+    self._pool = self.programs.admit(self._pool, read, places, count)
     for slot, row in zip(free, rows, strict=True):
       self.owners[slot] = row
 
@@ -134,38 +126,36 @@ class Slots:
     return [slot for slot, row in enumerate(self.owners) if row is None]
 
   @property
-  def rows(self) -> list[Row]:
-    """The rows that have a slot."""
-    return [row for row in self.owners if row is not None]
+  def taken(self) -> list[tuple[int, Row]]:
+    """The slots with an owner, and their owners."""
+    return [(i, row) for i, row in enumerate(self.owners) if row is not None]
 
   def resize(self, size: int) -> None:
     """Moves the rows to a pool of another size, in which they must fit."""
-    if size == len(self.owners):
-      return
     self._make()
-    running = [slot for slot, row in enumerate(self.owners) if row is not None]
-    free = size - len(running)
-    places = np.array([*running, *[0] * free], np.int32)
+    taken = self.taken
+    free = size - len(taken)
+    places = np.array([*(slot for slot, _ in taken), *[0] * free], np.int32)
     self._pool = self.programs.smaller(self._pool, places)
-    self.owners = [*self.rows, *[None] * free]
+    self.owners = [*(row for _, row in taken), *[None] * free]
     # Each new slot holds a copy of another row, which must not run.
     reasons = np.full((size,), FinishReason.RUNNING, np.int32)
-    reasons[len(running) :] = FinishReason.LENGTH
+    reasons[len(taken) :] = FinishReason.LENGTH
     self.set_reasons(reasons)
 
   def run(
     self, max_rounds: int, enough: int, drafting: Drafting, simply: bool
   ) -> PoolView:
     """Starts the next rounds on the device, see `decoding.pool.run`."""
-    rounds, finished = np.int32(max_rounds), np.int32(enough)
+    rounds = np.int32(max_rounds)
     if self._unread is not None:
       request, self._unread = self._unread, None
       self._pool, view = self.programs.begin(request, rounds, drafting, simply)
       self._pool_width = request.inputs.shape[1]
-      return view
-    self._pool, view = self.programs.run(
-      self._pool, rounds, finished, drafting, simply
-    )
+    else:
+      limits = rounds, np.int32(enough)
+      run = self.programs.run
+      self._pool, view = run(self._pool, *limits, drafting, simply)
     return view
 
   def set_reasons(self, reasons: np.ndarray) -> None:
@@ -175,11 +165,7 @@ class Slots:
 
   def release(self, view: PoolView) -> list[tuple[Row, int]]:
     """Frees the slots of finished rows; returns (owner, slot) of each."""
-    done = [
-      (row, slot)
-      for slot, row in enumerate(self.owners)
-      if row is not None and view.is_free[slot]
-    ]
+    done = [(row, slot) for slot, row in self.taken if view.is_free[slot]]
     for _, slot in done:
       self.owners[slot] = None
     return done

@@ -116,9 +116,14 @@ class Worker:
     self._texts = self._texts_of_all_widths()
     self._counts = (1, _READ_TOGETHER)[: settings.rows]
     widest = self._some(self._texts[-1], max_length=1)
-    kind = self._of_any_kind(joined([widest], widest.terms.shared))
-    given = engine.programs, pool, kind, widest.widths
-    self._make_pool = functools.partial(SlotPool, *given, counts=self._counts)
+    self._make_pool = functools.partial(
+      SlotPool,
+      engine.programs,
+      pool,
+      [widest],
+      self._of_any_kind(joined([widest], widest.terms.shared)),
+      self._counts,
+    )
     self.ordinary: SlotPool = self._make_pool(compiled=set())
     lanes = PoolSettings(rows=min(_LANE_ROWS, settings.rows))
     self.scheduler = Scheduler(engine.programs, lanes, ordinary=self.ordinary)

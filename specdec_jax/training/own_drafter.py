@@ -31,8 +31,8 @@ from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.engine import calibration, loading
 from specdec_jax.engine.calibration import Calibration, CalibrationError
 from specdec_jax.engine.codec import Codec
-from specdec_jax.engine.config import EngineConfig
 from specdec_jax.engine.engine import Engine, codec_of
+from specdec_jax.engine.options import EngineConfig
 from specdec_jax.engine.pair import own_vocabulary
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calls import LEAST_DECODE_LEN, MOST_LEN

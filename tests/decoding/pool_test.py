@@ -16,7 +16,7 @@ from specdec_jax.decoding import pool as decode_pool
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.pool import PoolPrograms
 from specdec_jax.decoding.speculative import PairParams
-from specdec_jax.engine.scheduler import Slots
+from specdec_jax.engine.slots import Slots
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import Drafting, RestPolicy
 from toy_drafters import DRAFTERS, GAMMA, TARGET, VOCAB, request_of
@@ -73,7 +73,7 @@ def decode(slots, asked, order, rounds):
   """Row -> (generation, slot) of its end; rows enter in this order."""
   drafting = asked.drafting
   waiting, found = list(order), {}
-  while waiting or slots.rows:
+  while waiting or slots.taken:
     while slots.free and waiting:
       count = min(GROUP, len(slots.free))
       admit(slots, asked, waiting[:count])

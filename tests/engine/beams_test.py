@@ -7,14 +7,12 @@ import pytest
 import rich.console
 
 import small_vocabulary
+import specdec_jax as sd
 import toy_calibration
 import toy_models
 from small_vocabulary import VOCAB_SIZE
 from specdec_jax import infer
 from specdec_jax.checks import memory
-from specdec_jax.drafters.prompt_lookup import prompt_lookup
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
 
 TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 LIMITS = {'gamma': 2, 'max_input_len': 16, 'max_decode_len': 8}
@@ -69,10 +67,7 @@ def test_speculation_finds_the_same_beams(engine, beams):
   for more in ({}, {'gamma': 1, 'draft_beams': 3}):
     found = engine.generate(TEXTS, **ALL_BEAMS, speculative=True, **more)
     assert outputs(found) == outputs(beams)
-    have, want = (
-      [one.score for one in made if one.score is not None]
-      for made in (found, beams)
-    )
+    have, want = ([x.score or 0 for x in made] for made in (found, beams))
     np.testing.assert_allclose(have, want, atol=1e-4)
   best = found[2]
   assert best.stats.num_tokens >= best.stats.num_target_calls > 0
@@ -95,14 +90,11 @@ def test_batches_do_not_change_beams(engine, beams):
 
 
 def test_what_knows_no_beams(engine, tokenizer):
-  for ask in (
-    lambda **beams: list(engine.stream(TEXTS[0], **beams)),
-    lambda **beams: engine.trace(TEXTS[0], **beams),
-  ):
+  for ask in (engine.stream, engine.trace):
     with pytest.raises(ValueError, match='num_beams'):
-      ask(num_beams=2)
+      list(ask(TEXTS[0], num_beams=2))
   model = toy_models.chain_model(VOCAB_SIZE)
-  copies = Engine(model, prompt_lookup(), tokenizer=tokenizer, **LIMITS)
+  copies = sd.Engine(model, sd.prompt_lookup(), tokenizer=tokenizer, **LIMITS)
   with pytest.raises(ValueError, match='drafter'):
     copies.generate(TEXTS, num_beams=2, speculative=True)
   # On a CPU nobody asks the drafter unless told to.
@@ -113,16 +105,12 @@ def decode_lines(engine, folder, samples=1, **changes):
   """Decodes the texts as a task; returns the records."""
   lines, out = folder / 'in.txt', folder / 'out'
   lines.write_text('\n'.join(TEXTS) + '\n')
+  fields = {'mixture_or_task_name': str(lines), 'output_dir': str(out)}
+  fields |= {'task_feature_lengths': {'inputs': 16, 'targets': 8}}
+  fields |= {'task_mode': 'predict_with_aux', 'batch_size': 4} | changes
+  fields |= {'options': infer.Options(num_beams=3, num_samples=samples)}
   config = infer.DecodeConfig(
-    lambda **_: engine,
-    mixture_or_task_name=str(lines),
-    output_dir=str(out),
-    task_mode='predict_with_aux',
-    batch_size=4,
-    options=infer.Options(num_beams=3, num_samples=samples),
-    tokenizer=engine.tokenizer,
-    task_feature_lengths={'inputs': 16, 'targets': 8},
-    **changes,
+    lambda **_: engine, tokenizer=engine.tokenizer, **fields
   )
   infer.decode(config, console=rich.console.Console(quiet=True))
   (path,) = out.glob('*.jsonl-*-of-*1')
@@ -132,14 +120,11 @@ def decode_lines(engine, folder, samples=1, **changes):
 @pytest.mark.parametrize('samples', [1, 3])
 def test_a_task(engine, beams, tmp_path, samples):
   *_, found = decode_lines(engine, tmp_path, samples, mode='plain')
-  tokens = [one.tokens for one in beams[9:]]
-  scores = [one.score for one in beams[9:]]
-  if samples == 1:
-    assert found['prediction_tokens'] == tokens[-1]
-    np.testing.assert_allclose(found['score'], scores[-1], atol=1e-4)
-  else:
-    assert found['prediction_tokens'] == tokens
-    np.testing.assert_allclose(found['aux']['scores'], scores, atol=1e-4)
+  tokens, scores = zip(*((x.tokens, x.score) for x in beams[9:]), strict=True)
+  have = found['aux']['scores'] if samples > 1 else [found['score']]
+  np.testing.assert_allclose(have, scores[-samples:], atol=1e-4)
+  want = [*tokens] if samples > 1 else tokens[-1]
+  assert found['prediction_tokens'] == want
 
 
 def test_what_does_not_go_together(engine, tokenizer, tmp_path, monkeypatch):
@@ -157,8 +142,8 @@ def test_what_does_not_go_together(engine, tokenizer, tmp_path, monkeypatch):
   free = [2**30]
   monkeypatch.setattr(memory, 'device_bytes', lambda *_: free[0])
   network = small_vocabulary.network(1)
-  model = Model(network, small_vocabulary.weights(network, 0))
-  small = Engine(model, tokenizer=tokenizer, max_decode_len=512)
+  model = sd.Model(network, small_vocabulary.weights(network, 0))
+  small = sd.Engine(model, tokenizer=tokenizer, max_decode_len=512)
   free[0] = 2**16
   with pytest.raises(memory.DoesNotFitError, match='or fewer beams'):
     small.generate(TEXTS[:1], num_beams=12, speculative=False)

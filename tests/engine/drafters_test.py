@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specdec_jax as sd
 import toy_models
 import toy_requests
 from small_vocabulary import VOCAB_SIZE, decoder_only, network, weights
@@ -20,41 +21,24 @@ from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters import heads as heads_module
-from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.heads import Heads, heads
-from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_table import fit
-from specdec_jax.drafters.prompt_lookup import prompt_lookup
-from specdec_jax.drafters.small_model import small_model
-from specdec_jax.drafters.small_model_tree import small_model_tree
-from specdec_jax.drafters.translation_memory import (
-  remember,
-  translation_memory,
-)
-from specdec_jax.drafters.uniform import uniform
-from specdec_jax.drafters.with_fallback import with_fallback
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
-from specdec_jax.models.t5 import T5
 from specdec_jax.models.transformer import Network
-from specdec_jax.probs import SamplingConfig
 from specdec_jax.training.own_drafter import decoder_layers
-from specdec_jax.tree_shape import branching
 from toy_beams import near
 
 TEXTS = ['the red dog runs', 'a cat sleeps here', 'the old house', 'the the']
 # Its head is padded to more ids than the vocabulary has.
 TARGET = network(2, VOCAB_SIZE + 8)
-TREE = branching(3, (2, 1), 1)  # 9 nodes
+TREE = sd.branching(3, (2, 1), 1)  # 9 nodes
 
 
 def engine_of(tokenizer, target, drafter, **changes):
   options = {'gamma': 3, 'max_input_len': 32, 'max_decode_len': 24}
-  return Engine(target, drafter, tokenizer=tokenizer, **(options | changes))
+  return sd.Engine(target, drafter, tokenizer=tokenizer, **(options | changes))
 
 
 def random_model(net, seed=1, **fields):
-  return Model(net, weights(net, seed), **fields)
+  return sd.Model(net, weights(net, seed), **fields)
 
 
 def random_heads(num_heads, emb_dim, scale=1.0):
@@ -69,12 +53,10 @@ def random_heads(num_heads, emb_dim, scale=1.0):
 
 
 def without_encoder(target):
-  config = dataclasses.replace(
-    target.network.config, num_encoder_layers=0, num_decoder_layers=1
-  )
-  params = decoder_layers(target.params, 1)
-  made_for = fingerprint(target.params)
-  return Model(T5(config), params, name='mine', made_for=made_for)
+  layers = {'num_encoder_layers': 0, 'num_decoder_layers': 1}
+  config = dataclasses.replace(target.network.config, **layers)
+  made = {'name': 'mine', 'made_for': fingerprint(target.params)}
+  return sd.Model(sd.T5(config), decoder_layers(target.params, 1), **made)
 
 
 @pytest.fixture(scope='module')
@@ -82,7 +64,7 @@ def target():
   """It likes an id that only padding has."""
   params = weights(TARGET, 0)
   params['decoder']['logits_dense']['kernel'][:, -1] *= 3
-  return Model(TARGET, params)
+  return sd.Model(TARGET, params)
 
 
 @pytest.fixture(scope='module')
@@ -93,29 +75,32 @@ def plain(target, tokenizer):
   return [one.tokens for one in made]
 
 
-# What a drafter is -> how it is made for a target.
-KINDS = {
-  # Of an encoder-decoder target it sees the output alone.
-  'decoder only': lambda _: random_model(decoder_only(1)),
-  'on encoder': without_encoder,
-  # Often right, and often second or third.
-  'tree': lambda target: small_model_tree(
-    Model(TARGET, near(target.params, 0.1)), TREE
-  ),
-  'heads': lambda target: heads(
-    *random_heads(2, TARGET.config.emb_dim, scale=0.1)
-  ),
-}
+def decoder_alone(_):
+  """Of an encoder-decoder target it sees the output alone."""
+  return random_model(decoder_only(1))
+
+
+def tree(target):
+  """Often right, and often second or third."""
+  model = sd.Model(TARGET, near(target.params, 0.1))
+  return sd.small_model_tree(model, TREE)
+
+
+def few_heads(_):
+  return heads(*random_heads(2, TARGET.config.emb_dim, scale=0.1))
+
+
+SLOW = pytest.mark.slow  # trees and heads are quick in the conformance suite
 
 
 @pytest.mark.filterwarnings('ignore:The draft is decoder-only')
 @pytest.mark.parametrize(
-  'kind',  # trees and heads are quick in the conformance suite
-  [*KINDS][:2]
-  + [pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][2:]],
+  'made_for',
+  [decoder_alone, without_encoder]
+  + [pytest.param(made, marks=SLOW) for made in (tree, few_heads)],
 )
-def test_greedy_outputs_are_the_targets_own(target, plain, tokenizer, kind):
-  found = engine_of(tokenizer, target, KINDS[kind](target)).generate(TEXTS)
+def test_greedy_outputs_are_the_targets_own(target, plain, tokenizer, made_for):
+  found = engine_of(tokenizer, target, made_for(target)).generate(TEXTS)
   assert [one.tokens for one in found] == plain
   assert sum(one.stats.num_tested for one in found) > 0
 
@@ -126,7 +111,7 @@ def test_greedy_outputs_are_the_targets_own(target, plain, tokenizer, kind):
 def test_what_was_said_before_costs_few_calls(target, plain, tokenizer):
   reads = engine_of(tokenizer, target, None).codec.input_ids
   said = [[*reads(t), *ids] for t, ids in zip(TEXTS, plain, strict=True)]
-  drafter = translation_memory(remember(said[:2]), min_match=4)
+  drafter = sd.translation_memory(sd.remember(said[:2]), min_match=4)
   found = engine_of(tokenizer, target, drafter).generate(TEXTS)
   assert [one.tokens for one in found] == plain
   calls = [one.stats.num_target_calls for one in found]
@@ -137,16 +122,15 @@ def test_what_was_said_before_costs_few_calls(target, plain, tokenizer):
 def test_a_memory_is_read_from_what_a_user_has(target, tokenizer, tmp_path):
   pairs = [('a cat', 'the dog'), ('the red house', 'here')]
   features = [({'inputs_pretokenized': one}, two) for one, two in pairs]
-  beams = [(source, ['a', said]) for source, said in pairs]
+  whole = {'inputs': 'all', 'prediction': 'all', 'parts': pairs}
   files = {
     'pairs.tsv': '\n'.join('\t'.join(pair) for pair in [*pairs, ('a', '')]),
-    'task.jsonl': _records('inputs', 'targets', pairs),
-    'predictions.jsonl': _records('inputs', 'prediction', pairs),
-    'beams.jsonl': _records('inputs', 'prediction', beams),
-    'task.jsonl-00000-of-00001': _records('inputs', 'prediction', features),
+    'task.jsonl': _records(pairs, 'targets'),
+    'predictions.jsonl': _records(pairs),
+    'beams.jsonl': _records((source, ['a', said]) for source, said in pairs),
+    'task.jsonl-00000-of-00001': _records(features),
     # A text with an error, and one that was split.
-    'split.jsonl': _records('inputs', 'prediction', [('a', None)])
-    + json.dumps({'inputs': 'all', 'prediction': 'all', 'parts': pairs}),
+    'split.jsonl': _records([('a', None)]) + json.dumps(whole),
     'outputs.txt': '\n'.join(said for _, said in pairs),
   }
   for name, text in files.items():
@@ -158,19 +142,17 @@ def test_a_memory_is_read_from_what_a_user_has(target, tokenizer, tmp_path):
       wanted += engine.codec.input_ids(source) if name != 'outputs.txt' else []
       wanted += engine.codec.output_ids(said)
     assert engine.drafter.params.tokens.tolist() == wanted
-  for text, message in (
-    ('', 'two tokens or more.* 0'),
-    ('a\tb\tc\n', 'line 1'),
-    (b'a\t\xff\n', 'line 1.*UTF-8'),
-  ):
+  wrong = {b'': 'two tokens or more.* 0', b'a\tb\tc\n': 'line 1'}
+  wrong |= {b'a\t\xff\n': 'line 1.*UTF-8'}
+  for text, message in wrong.items():
     path = tmp_path / 'broken.tsv'
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text)
     with pytest.raises(ValueError, match=message):
       engine_of(tokenizer, target, None, memory=str(path))
 
 
-def _records(source, target, pairs):
-  lines = (json.dumps({source: one, target: two}) for one, two in pairs)
+def _records(pairs, target='prediction'):
+  lines = (json.dumps({'inputs': one, target: two}) for one, two in pairs)
   return ''.join(f'{line}\n' for line in lines)
 
 
@@ -187,63 +169,57 @@ def parts():
     'decoder only': random_model(decoder_only(1)),
     'on encoder': without_encoder(target),
     'heads': heads(*random_heads(2, 16), (fingerprint(target.params),)),
-    'tree': small_model_tree(random_model(network(2), seed=3), TREE),
+    'tree': sd.small_model_tree(random_model(network(2), seed=3), TREE),
   }
 
 
 def test_what_does_not_fit(parts, tokenizer):
   """A drafter is checked as what it is made of."""
-  copies, draft = prompt_lookup(), parts['draft']
+  copies, draft = sd.prompt_lookup(), parts['draft']
+  counts = [[0, 5, 6, 1]], 2, VOCAB_SIZE
   bigram, table = (
-    ngram(fit([[0, 5, 6, 1]], 2, VOCAB_SIZE, fingerprint=vocabulary))
+    sd.ngram(sd.fit_ngram_table(*counts, fingerprint=vocabulary))
     for vocabulary in ('', 'another')
   )
+  sees_outputs = sd.with_fallback(copies, parts['decoder only'])
   with pytest.warns(UserWarning, match='The draft is decoder-only'):
-    engine_of(
-      tokenizer, parts['target'], with_fallback(copies, parts['decoder only'])
-    )
-  for fits in (  # the controls
-    with_fallback(copies, draft),
-    bigram,
-    parts['on encoder'],
-    parts['heads'],
-  ):
+    engine_of(tokenizer, parts['target'], sees_outputs)
+  controls = sd.with_fallback(copies, draft), bigram
+  for fits in (*controls, parts['on encoder'], parts['heads']):
     engine_of(tokenizer, parts['target'], fits)
-  wider = Model(network(1, VOCAB_SIZE + 2000), {})
-  beyond = remember([[5, VOCAB_SIZE]])
+  wider = sd.Model(network(1, VOCAB_SIZE + 2000), {})
+  beyond = sd.remember([[5, VOCAB_SIZE]])
   # What nothing in the library is: it reads the encoder, and is no model.
-  reads = uniform(VOCAB_SIZE)._replace(reads_encoder=True)
+  reads = sd.uniform(VOCAB_SIZE)._replace(reads_encoder=True)
   prints = [fingerprint(parts[name].params) for name in ('target', 'other')]
   of_another = f'(?s){prints[0]}.*other.*{prints[1]}'
   for of, drafter, said in (
-    ('target', translation_memory(beyond), 'memory: .*below 288, got 288'),
+    ('target', sd.translation_memory(beyond), 'memory: .*below 288, got 288'),
     ('target', wider, "draft's vocabulary .* 288 ids, got 2288"),
-    ('target', with_fallback(copies, wider), 'got 2288'),
-    ('target', cascade(draft, table), 'vocabulary of table of the draft'),
+    ('target', sd.with_fallback(copies, wider), 'got 2288'),
+    ('target', sd.cascade(draft, table), 'vocabulary of table of the draft'),
     ('decoder only', draft, 'draft: expected a decoder-only'),
     ('decoder only', parts['on encoder'], 'target: .*encoder'),
     ('decoder only', reads, 'target: .*encoder'),
     ('on encoder', None, 'target: .*encoder of its own'),
     ('other', parts['on encoder'], 'target: .*was made for.*other.*distil'),
     ('other', parts['heads'], of_another),
-    ('other', with_fallback(copies, parts['heads']), of_another),
+    ('other', sd.with_fallback(copies, parts['heads']), of_another),
   ):
     with pytest.raises(ValueError, match=said):
       engine_of(tokenizer, parts[of], drafter)
   with pytest.raises(ValueError, match='cascade: .*without a tree'):
-    cascade(draft, parts['tree'])
+    sd.cascade(draft, parts['tree'])
   for both in ((parts['tree'], draft), (copies, parts['tree'])):
     with pytest.raises(ValueError, match='with_fallback: .*without a tree'):
-      with_fallback(*both)
+      sd.with_fallback(*both)
 
 
 def test_a_small_model_is_itself_however_it_is_given(parts, tokenizer):
   """Its calibrations and runs are one drafter's; another's are not."""
-  draft = parts['draft']
-  one, same, other = (
-    engine_of(tokenizer, parts['target'], given).fingerprints['draft']
-    for given in (draft, small_model(draft), parts['on encoder'])
-  )
+  given = parts['draft'], sd.small_model(parts['draft']), parts['on encoder']
+  engines = [engine_of(tokenizer, parts['target'], one) for one in given]
+  one, same, other = (engine.fingerprints['draft'] for engine in engines)
   assert one == same != other
 
 
@@ -271,13 +247,12 @@ def test_what_is_for_chains_is_refused(parts, tokenizer):
 
 @pytest.mark.parametrize(('kind', 'times'), [('on encoder', 1), ('draft', 2)])
 def test_the_encoder_runs_once(parts, kind, times):
-  draft, greedy = parts[kind], SamplingConfig(0.0)
+  draft, greedy = parts[kind], sd.SamplingConfig(0.0)
   request = toy_requests.request_of(3, 3, greedy, 12, inputs=(7, 8, 0), seed=0)
-  loop = Loop(parts['target'].network, small_model(draft.network))
+  loop = Loop(parts['target'].network, sd.small_model(draft.network))
   pair = PairParams(parts['target'].params, draft.params)
-  with mock.patch.object(
-    Network, 'encode', autospec=True, side_effect=Network.encode
-  ) as encode:
+  noted = {'autospec': True, 'side_effect': Network.encode}
+  with mock.patch.object(Network, 'encode', **noted) as encode:
     jax.eval_shape(loop.start, pair, request)
   assert encode.call_count == times
 
@@ -304,13 +279,12 @@ def test_features_gave_the_last_committed_token():
   A chain's features are its logits, known in closed form.
   """
   made, params = random_heads(2, 3)
-  prompts = {
-    'prompt': jnp.array([[0, 2, 1], [0, 0, 0], [0, 1, 0], [0, 2, 2]]),
-    'prompt_length': jnp.array([3, 1, 2, 3]),
-    'max_length': jnp.array([9, 9, 2, 9]),
-  }
+  limits = {'prompt_length': np.array([3, 1, 2, 3])}
+  limits |= {'max_length': np.array([9, 9, 2, 9])}
+  limits |= {'prompt': jnp.array([[0, 2, 1], [0, 0, 0], [0, 1, 0], [0, 2, 2]])}
+  law = sd.SamplingConfig(1.0), 9
   request = toy_requests.request_of(
-    4, 2, SamplingConfig(1.0), 9, inputs=(1, 2, 0), seed=5, **prompts
+    4, 2, *law, inputs=(1, 2, 0), seed=5, **limits
   )
   loop, pair = Loop(CHAIN, heads(made, ())), PairParams(CHAIN.params, params)
   state = toy_requests.quick_jit(loop.start)(pair, request)

@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 
 import small_vocabulary
-import specdec_jax
+import specdec_jax as sd
 import toy_models
 from compilations import nothing_compiles
 from small_vocabulary import VOCAB_SIZE, WORDS
-from specdec_jax import Engine, Model
 from specdec_jax.decoding.state import PairParams
-from specdec_jax.drafters.small_model_tree import small_model_tree
 from specdec_jax.engine import compilation_cache, pair
 from specdec_jax.engine.options import Options, example_id, options_of
 from specdec_jax.engine.padding import padded_rows
-from specdec_jax.partitioning import Placement
 from specdec_jax.text import tokenizer as tokenizer_lib
-from specdec_jax.tree_shape import TreeShape
 
 MAX_OUTPUT = 16
 LENGTHS = {'max_input_len': 24, 'max_decode_len': MAX_OUTPUT}
@@ -31,10 +27,10 @@ TEXTS = ['the red dog runs', '', 'a cat', 'the old house sings here there']
 SAMPLED = dict(temperature=1.0)
 
 
-def make_t5(seed: int, vocab_size: int = VOCAB_SIZE) -> Model:
+def make_t5(seed: int, vocab_size: int = VOCAB_SIZE) -> sd.Model:
   """Random weights whose greedy output depends on the input."""
   network = small_vocabulary.network(1, vocab_size)
-  return Model(network, small_vocabulary.weights(network, seed))
+  return sd.Model(network, small_vocabulary.weights(network, seed))
 
 
 @pytest.fixture(scope='module')
@@ -54,7 +50,7 @@ def tokens_of(completions):
 
 def test_greedy_speculative_equals_plain_in_order(tokenizer):
   models = make_t5(0), make_t5(1)
-  engine = Engine(*models, tokenizer=tokenizer, gamma=3, **LENGTHS)
+  engine = sd.Engine(*models, tokenizer=tokenizer, gamma=3, **LENGTHS)
   have = engine.generate(TEXTS)
   want = engine.generate(TEXTS, speculative=False)
   assert tokens_of(have) == tokens_of(want)
@@ -87,21 +83,16 @@ def test_batches_are_not_slower_by_default(tokenizer, monkeypatch):
   engine = toy_models.chain_engine(tokenizer, gamma=None)
   assert engine.speculation_pays(1) and not engine.speculation_pays(32)
   texts = TEXTS * 16
-  for options, drafts in (
-    ({}, False),
-    ({'batch_size': 1}, True),
-    ({'speculative': True}, True),
-    ({'gamma': 2}, True),
-    ({'temperature': 1.0}, True),  # a sample does not depend on the machine
-  ):
+  # A sample does not depend on the machine.
+  asked = {'batch_size': 1, 'speculative': True, 'gamma': 2, 'temperature': 1.0}
+  for options in ({}, *({name: asked[name]} for name in asked)):
     done = engine.generate(texts, max_length=4, **options)
-    assert _proposed(done) == drafts, options
+    assert _proposed(done) == bool(options), options
   assert _proposed(engine.generate(TEXTS[:1], max_length=4))
   for batch_size in (0, -1, '4'):  # refused before any cost is asked for
-    with pytest.raises(ValueError, match='batch_size'):
-      engine.generate(texts, batch_size=batch_size)
-    with pytest.raises(ValueError, match='batch_size'):
-      engine.warmup(texts, batch_size=batch_size)
+    for ask in (engine.generate, engine.warmup):
+      with pytest.raises(ValueError, match='batch_size'):
+        ask(texts, batch_size=batch_size)
   chosen = toy_models.chain_engine(tokenizer, gamma=4)
   assert _proposed(chosen.generate(texts, max_length=4))
 
@@ -185,7 +176,7 @@ def test_samples_of_each_text(engine):
   """Together, or one by one as examples of their own: the same."""
   texts, options = TEXTS[2:], dict(SAMPLED, seed=4, stop_ids=[])
   found = engine.generate(texts, num_samples=2, **options)
-  ids = [example_id(index, sample) for index in range(2) for sample in range(2)]
+  ids = [example_id(*pair) for pair in np.ndindex(2, 2)]
   repeated = [text for text in texts for _ in range(2)]
   alone = engine.generate(repeated, example_ids=ids, **options)
   assert tokens_of(found) == tokens_of(alone)
@@ -204,62 +195,44 @@ def test_names():
   assert options_of(named | {'stop': ()}) == Options(
     num_samples=2, stop_ids=[7], max_length=5, num_beams=3
   )
-  for name in specdec_jax.__all__:
-    assert getattr(specdec_jax, name) is not None
-  assert specdec_jax.__version__ == importlib.metadata.version('specdec_jax')
+  assert all(getattr(sd, name) is not None for name in sd.__all__)
+  assert sd.__version__ == importlib.metadata.version('specdec_jax')
 
 
 # What is wrong.
 
 HUGE = 10**400
 BEAMS = {'num_beams': 2}
+# Each value is wrong by itself, and beside the options of `BEAMS`.
+WRONG = [
+  dict(on_too_long='cut', stop_strings=[''], stop_ids=[VOCAB_SIZE], seed='a'),
+  dict(min_length=-1, max_length=0, num_samples=HUGE, prompts=[[3]], gamma='4'),
+  dict(max_length=99, log_probs='no', top_log_probs=-1, speculative='no'),
+  dict(batch_size=0, temperature=-0.1, top_p=1e300, lenience=HUGE, gamma=257),
+  dict(top_p=1e-60, example_ids=[1], num_beams=0, alpha=1.0),  # 0 in float32
+  dict(example_ids=[0, 1, 2, -1], num_beams=4000),
+]
+WITH_BEAMS = [
+  dict(temperature=1.0, lenience=0.5, num_samples=3, stop_strings='x'),
+  dict(draft_beams=1, alpha=-1.0, length_penalty=float('nan')),
+  dict(alpha=1e300, early_stopping=True),
+]
 
 
 @pytest.mark.parametrize(
   ('options', 'field'),
   [
+    *(({x: y}, x) for wrong in WRONG for x, y in wrong.items()),
+    *((BEAMS | {x: y}, x) for wrong in WITH_BEAMS for x, y in wrong.items()),
     ({'min_lenght': 1}, 'Nearest known: min_length'),
     ({'max_tokens': 5, 'max_length': 6}, 'max_length'),
     ({'do_sample': True}, 'temperature'),
-    ({'on_too_long': 'cut'}, 'on_too_long'),
-    ({'stop_strings': ['']}, 'stop_strings'),
-    ({'stop_ids': [VOCAB_SIZE]}, 'stop_ids'),
-    ({'min_length': -1}, 'min_length'),
     ({'min_length': 9, 'max_length': 8}, 'min_length'),
-    ({'max_length': 0}, 'max_length'),
-    ({'max_length': 99}, 'max_length'),
-    ({'num_samples': HUGE}, 'num_samples'),
-    ({'prompts': [[3]]}, 'prompts'),
     ({'prompts': [[-1]] * 4}, 'Prompt 0'),
-    ({'example_ids': [1]}, 'example_ids'),
-    ({'example_ids': [0, 1, 2, -1]}, 'example_ids'),
-    ({'seed': 'a'}, 'seed'),
-    ({'log_probs': 'no'}, 'log_probs'),
-    ({'top_log_probs': -1}, 'top_log_probs'),
-    ({'speculative': 'no'}, 'speculative'),
-    ({'batch_size': 0}, 'batch_size'),
-    ({'temperature': -0.1}, 'temperature'),
     ({'temperature': [0.0, 1.0]}, 'each of 4 texts'),
-    ({'top_p': 1e300}, 'top_p'),
-    ({'top_p': 1e-60}, 'top_p'),  # 0 in float32
-    ({'lenience': HUGE}, 'lenience'),
     ({'verification': 'block', 'lenience': 0.5}, 'verification'),
-    ({'gamma': '4'}, 'gamma'),
-    ({'gamma': 257}, 'gamma'),
-    ({'num_beams': 0}, 'num_beams'),
-    ({'num_beams': 4000}, 'num_beams'),
-    (BEAMS | {'temperature': 1.0}, 'temperature'),
-    (BEAMS | {'lenience': 0.5}, 'lenience'),
-    (BEAMS | {'num_samples': 3}, 'num_samples'),
-    (BEAMS | {'stop_strings': 'x'}, 'stop_strings'),
-    (BEAMS | {'draft_beams': 1}, 'draft_beams'),
-    (BEAMS | {'alpha': -1.0}, 'alpha'),
-    (BEAMS | {'alpha': 1e300}, 'alpha'),
-    (BEAMS | {'length_penalty': float('nan')}, 'length_penalty'),
     (BEAMS | {'alpha': 1.0, 'length_penalty': 1.0}, 'length_penalty'),
     (BEAMS | {'gamma': 'adaptive', 'speculative': True}, 'gamma'),
-    ({'alpha': 1.0}, 'alpha'),
-    (BEAMS | {'early_stopping': True}, 'early_stopping'),
   ],
 )
 def test_bad_options_come_before_compilation(engine, options, field):
@@ -267,7 +240,7 @@ def test_bad_options_come_before_compilation(engine, options, field):
   with pytest.raises(ValueError, match=field):
     engine.generate(TEXTS, **options)
   assert engine.num_programs == before
-  if 'gamma' in options and not options.keys() & BEAMS.keys():
+  if options.keys() == {'gamma'}:
     with pytest.raises(ValueError, match=field):
       engine.gamma = options['gamma']
 
@@ -276,18 +249,15 @@ def test_bad_options_come_before_compilation(engine, options, field):
 def test_neither_text_nor_ids(engine, text):
   """Each way in names what came, and compiles nothing."""
   before = engine.num_programs
-  for decode in (
-    lambda: engine.generate(['a', text]),
-    lambda: engine.request([text]),
-    lambda: list(engine.stream(text)),
-    lambda: engine.trace(text),
-    lambda: engine.score([text], ['a']),
-    lambda: engine.score(['a'], [text]),
-    lambda: engine.codec.input_ids(text),
-    lambda: engine.num_input_tokens(text),
+  codec = engine.codec
+  for decode, *args in (
+    *((engine.generate, ['a', text]), (engine.request, [text])),
+    *((lambda x: [*engine.stream(x)], text), (engine.trace, text)),
+    *((engine.score, [text], ['a']), (engine.score, ['a'], [text])),
+    *((codec.input_ids, text), (engine.num_input_tokens, text)),
   ):
     with pytest.raises(ValueError) as error:
-      decode()
+      decode(*args)
     assert repr(text) in str(error.value)
   assert engine.num_programs == before
   for ask in (engine.generate, engine.warmup, engine.request):
@@ -303,23 +273,20 @@ def test_bad_pairs(tokenizer, folder):
   foreign = tokenizer_lib.train_tokenizer(
     [WORDS, WORDS[::-1]], folder / 'foreign.model', 280
   )
-  of_foreign = Model(target.network, target.params, foreign)
+  of_foreign = sd.Model(target.network, target.params, foreign)
+  settings = dict(tokenizer=5, bos_id=5, placement='data', fallback='yes')
+  settings |= dict(gamma=-1, max_decode_len=0)
   for models, options, field in (
     ((target, of_foreign), {}, "draft's tokenizer: .*foreign.model"),
     ((make_t5(0, VOCAB_SIZE - 8),), {}, "target's vocabulary: .* got 280"),
     ((target, target.network), {}, 'drafter: expected a Drafter'),
     ((target.network,), {}, 'target'),
     ((target,), {'tokenizer': None}, 'tokenizer: .* beside'),
-    ((target,), {'tokenizer': 5}, 'tokenizer'),
-    ((target,), {'bos_id': 5}, 'bos_id'),
-    ((target,), {'placement': 'data'}, 'placement'),
-    ((target,), {'fallback': 'yes'}, 'fallback'),
-    ((target,), {'gamma': -1}, 'gamma'),
-    ((target,), {'max_decode_len': 0}, 'max_decode_len'),
+    *(((target,), {name: value}, name) for name, value in settings.items()),
   ):
     with pytest.raises(ValueError, match=field):
-      Engine(*models, **{'tokenizer': tokenizer} | options)
-  plain = Engine(target, tokenizer=tokenizer)
+      sd.Engine(*models, **{'tokenizer': tokenizer} | options)
+  plain = sd.Engine(target, tokenizer=tokenizer)
   with pytest.raises(ValueError, match='needs a drafter'):
     plain.generate(['a'], speculative=True)
   assert plain.num_programs == 0
@@ -374,10 +341,10 @@ LEAST_SECONDS = 'jax_persistent_cache_min_compile_time_secs'
 @pytest.fixture
 def cache_settings():
   """Settings of JAX's cache of programs, which come back."""
-  before = dict(jax.config.values)
+  before = {name: jax.config.values[name] for name in (FOLDER, LEAST_SECONDS)}
   yield
-  for name in (FOLDER, LEAST_SECONDS):
-    jax.config.update(name, before[name])
+  for name, value in before.items():
+    jax.config.update(name, value)
   compilation_cache.compilation_cache.reset_cache()
 
 
@@ -418,22 +385,22 @@ def test_compilation_cache_folder(monkeypatch, tmp_path, cache_settings):
 def test_a_dtype_is_said_once(tokenizer):
   """By what loads a model, or by its placement; of each drafter's model too."""
 
-  def dtypes(engine, side='draft'):
-    leaves = jax.tree.leaves(getattr(engine.params, side))
-    return {str(leaf.dtype) for leaf in leaves} - {'int32'}
+  def dtypes(engine):
+    """Those of the target, and those of the drafter."""
+    kinds = [{str(x.dtype) for x in jax.tree.leaves(y)} for y in engine.params]
+    return [kind - {'int32'} for kind in kinds]
 
   def model(seed, dtype=None):
     made = make_t5(seed)
-    return Model(made.network, made.params, tokenizer, name='a', dtype=dtype)
+    return sd.Model(made.network, made.params, tokenizer, name='a', dtype=dtype)
 
-  half = Placement('bfloat16')
-  engine = Engine(model(0), model(1, 'float32'), placement=half, **LENGTHS)
-  assert dtypes(engine, 'target') == {'bfloat16'}
-  assert dtypes(engine) == {'float32'}
-  engine = Engine(model(0, 'bfloat16'), model(1), placement=Placement())
-  assert dtypes(engine, 'target') == dtypes(engine) == {'bfloat16'}
-  tree = small_model_tree(model(1, 'bfloat16'), TreeShape((-1, -1)))
-  assert dtypes(Engine(model(0), tree, **LENGTHS)) == {'bfloat16'}
+  half = sd.Placement('bfloat16')
+  engine = sd.Engine(model(0), model(1, 'float32'), placement=half, **LENGTHS)
+  assert dtypes(engine) == [{'bfloat16'}, {'float32'}]
+  engine = sd.Engine(model(0, 'bfloat16'), model(1), placement=sd.Placement())
+  assert dtypes(engine) == [{'bfloat16'}] * 2
+  tree = sd.small_model_tree(model(1, 'bfloat16'), sd.TreeShape((-1, -1)))
+  assert dtypes(sd.Engine(model(0), tree, **LENGTHS))[1] == {'bfloat16'}
   message = "Placement.dtype: .*bfloat16.* 'a' .*'float32'"
   with pytest.raises(ValueError, match=message):
-    Engine(model(0, 'bfloat16'), placement=Placement('float32'))
+    sd.Engine(model(0, 'bfloat16'), placement=sd.Placement('float32'))

@@ -9,42 +9,28 @@ import jax
 import numpy as np
 import pytest
 
+import specdec_jax as sd
 import toy_families
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax.drafters.small_model_tree import small_model_tree
-from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import PoolSettings
-from specdec_jax.models.model import Model
-from specdec_jax.models.t5gemma import T5GemmaConfig
-from specdec_jax.tree_shape import branching
 from toy_families import BARTS, DECODERS, GEMMA3, GPT2, ONE, SUPPORT
 from toy_pools import Pooled
 
 # A layer of each kind is enough, `models/conformance_test` has more.
 _KINDS = {'num_layers': 2, 'layer_kinds': ('local', 'global')}
+# The vocabulary's padding; its end begins an output.
+_BARTS = {'num_encoder_layers': 2, 'num_decoder_layers': 2}
+_BARTS |= {'pad_id': 0, 'start_id': 1}
+changed = dataclasses.replace
 FAMILIES = toy_families.ALL | {
-  **{
-    name: dataclasses.replace(config, num_layers=2)
-    for name, config in DECODERS.items()
-  },
-  'Gemma 3': dataclasses.replace(GEMMA3, **_KINDS),
-  'GPT-2': dataclasses.replace(GPT2, num_positions=128),
-  # The vocabulary's padding; its end begins an output.
-  **{
-    name: dataclasses.replace(
-      config,
-      num_encoder_layers=2,
-      num_decoder_layers=2,
-      encoder_vocab_size=VOCAB_SIZE * bool(config.encoder_vocab_size),
-      pad_id=0,
-      start_id=1,
-    )
-    for name, config in BARTS.items()
-  },
-  'T5Gemma': dataclasses.replace(
-    ONE, decoder=dataclasses.replace(ONE.decoder, **_KINDS)
-  ),
+  **{name: changed(it, num_layers=2) for name, it in DECODERS.items()},
+  'Gemma 3': changed(GEMMA3, **_KINDS),
+  'GPT-2': changed(GPT2, num_positions=128),
+  'T5Gemma': changed(ONE, decoder=changed(ONE.decoder, **_KINDS)),
 }
+for name, config in BARTS.items():
+  size = VOCAB_SIZE * bool(config.encoder_vocab_size)
+  FAMILIES[name] = changed(config, encoder_vocab_size=size, **_BARTS)
 # Texts and ids of several lengths; nothing at all is a text as well.
 TEXTS = ['the red dog runs', '', [5, 6, 7], 'a cat', 'the old house sings here']
 LENGTH = 20  # more than twice Gemma's window
@@ -61,15 +47,11 @@ _SCALES = {
 
 def make(name, seed=0):
   config, size = FAMILIES[name], {'vocab_size': VOCAB_SIZE}
-  if isinstance(config, T5GemmaConfig):  # its stacks share a vocabulary
-    stacks = {
-      stack: dataclasses.replace(getattr(config, stack), **size)
-      for stack in ('encoder', 'decoder')
-    }
-    config = dataclasses.replace(config, image_end_id=0, **stacks)
-  else:
-    config = dataclasses.replace(config, **size)
-  network, params = toy_families.make(config, seed)
+  if isinstance(config, sd.T5GemmaConfig):  # its stacks share a vocabulary
+    stacks = [changed(x, **size) for x in (config.encoder, config.decoder)]
+    size = dict(zip(('encoder', 'decoder'), stacks, strict=True))
+    size['image_end_id'] = 0
+  network, params = toy_families.make(changed(config, **size), seed)
   scale, _ = _SCALES.get(name, (1.0, 0.0))
   return network, jax.tree.map(lambda leaf: scale * leaf, params)
 
@@ -82,13 +64,13 @@ def models(name):
   draft = jax.tree.map(lambda a, b: near * a + (1 - near) * b, target, other)
   reads_bos = not (network.has_encoder and network.ends_inputs)
   bos_id = BOS if reads_bos else None
-  return Model(network, target, bos_id=bos_id), Model(network, draft)
+  return sd.Model(network, target, bos_id=bos_id), sd.Model(network, draft)
 
 
 def make_engine(name, tokenizer, **changes):
   settings = {'gamma': 3, 'max_input_len': 24, 'max_decode_len': LENGTH}
   pair = dict(zip(('target', 'drafter'), models(name), strict=True))
-  return Engine(**pair | settings | changes, tokenizer=tokenizer)
+  return sd.Engine(**pair | settings | changes, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope='module')
@@ -103,11 +85,11 @@ def in_families(*quick, feature=None):
     row['network'] for row in SUPPORT.values() if feature in row['features']
   ]
   assert {*quick} <= {*have} or feature is None
-  cases = [
-    pytest.param(
-      name, name, id=name, marks=[pytest.mark.slow] * (name not in quick)
-    )
-    for name in dict.fromkeys((*quick, *have))
+  cases = [pytest.param(name, name, id=name) for name in quick]
+  cases += [
+    pytest.param(name, name, id=name, marks=pytest.mark.slow)
+    for name in dict.fromkeys(have)
+    if name not in quick
   ]
   return pytest.mark.parametrize(('name', 'engine'), cases, indirect=['engine'])
 
@@ -121,9 +103,8 @@ def logits_behind(network, params, read, outputs):
   inputs = np.zeros((rows, 32), np.int32)
   inputs[:, : len(read)] = read
   if network.has_encoder:
-    first = np.full((rows, 1), network.start_id)
-    fed = np.concatenate([first, outputs[:, :-1]], 1).astype(np.int32)
-    begin = 0
+    fed, begin = np.roll(outputs, 1, 1).astype(np.int32), 0
+    fed[:, 0] = network.start_id
   else:
     fed = np.zeros((rows, 32 + length), np.int32)
     fed[:, : len(read)] = read
@@ -147,8 +128,7 @@ def test_greedy_is_speculative_is_teacher_forced(name, engine, tokenizer):
       continue
     assert len(out) == LENGTH or out[-1] == tokenizer.eos_id
     padded = np.array([out + [0] * (LENGTH - len(out))])
-    best = logits_behind(*make(name), ids, padded)
-    best = best[0].argmax(-1)
+    best = logits_behind(*make(name), ids, padded)[0].argmax(-1)
     assert out == best[: len(out)].tolist()
 
 
@@ -170,14 +150,12 @@ def test_scores_are_those_of_decoding(name, engine):
 def test_trees(name, engine, tokenizer):
   """More of a tree is kept than of a chain that is as deep."""
   _, draft = models(name)
-  shape = branching(3, 1, 1)
-  tree = make_engine(name, tokenizer, drafter=small_model_tree(draft, shape))
+  shape = sd.branching(3, 1, 1)
+  tree = make_engine(name, tokenizer, drafter=sd.small_model_tree(draft, shape))
   have, chain = tree.generate(TEXTS), engine.generate(TEXTS)
   assert [c.tokens for c in have] == [c.tokens for c in chain]
-  calls = [
-    sum(c.stats.num_target_calls for c in done) for done in (have, chain)
-  ]
-  assert calls[0] < calls[1]
+  calls = [[c.stats.num_target_calls for c in made] for made in (have, chain)]
+  assert sum(calls[0]) < sum(calls[1])
 
 
 @in_families(feature='beams')
@@ -192,9 +170,8 @@ def test_rows_that_come_and_go(name, engine):
   """Greedy ones and samples, as the server has them in its slots."""
   sampling = [0.0, 1.0, 0.0, 1.0, 0.0]
   want = engine.generate(TEXTS, temperature=sampling)
-  have = Pooled(engine, PoolSettings(rows=2)).generate(
-    TEXTS, temperature=sampling
-  )
+  pool = Pooled(engine, PoolSettings(rows=2))
+  have = pool.generate(TEXTS, temperature=sampling)
   assert [c.tokens for c in have] == [c.tokens for c in want]
 
 
@@ -206,7 +183,7 @@ def test_given_ids_begin_once(name, engine, tokenizer):
   # A begin alone is an empty text.
   assert engine.codec.input_ids([BOS]) == [BOS]
   # A text begins with id 0 unless another is given.
-  other = Engine(Model(*make('T5X')), tokenizer=tokenizer)
+  other = sd.Engine(sd.Model(*make('T5X')), tokenizer=tokenizer)
   assert (other.codec.bos_id, other.num_input_tokens('')) == (0, 1)
   for bos_id in (-1, VOCAB_SIZE, 1.5, 'x', True):
     with pytest.raises(ValueError, match='bos_id'):

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import specdec_jax as sd
 import toy_models
 from folders import LANGUAGES, write_nllb
 from specdec_jax import training
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.bart import M2M100
-from specdec_jax.models.model import Model
-from specdec_jax.text.tokenizer import Tokenizer
+from specdec_jax.engine.padding import padded
 from specdec_jax.training.data import PackedBatches, PackingConfig
 from toy_families import NLLB as SMALL
 from toy_families import logits_of, make
@@ -26,7 +24,7 @@ LENGTH = 16
 
 @pytest.fixture(scope='module')
 def vocabulary(folder):
-  return Tokenizer(write_nllb(folder / 'nllb'))
+  return sd.Tokenizer(write_nllb(folder / 'nllb'))
 
 
 @pytest.fixture(scope='module')
@@ -38,12 +36,12 @@ def models(vocabulary):
   _, other = make(config, seed=1)
   draft = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, target, other)
   ends = dict(stop_ids=(2,), tokenizer=vocabulary)
-  return Model(network, target, **ends), Model(network, draft, **ends)
+  return sd.Model(network, target, **ends), sd.Model(network, draft, **ends)
 
 
 @pytest.fixture(scope='module')
 def engine(models):
-  return Engine(*models, gamma=3, max_input_len=64, max_decode_len=LENGTH)
+  return sd.Engine(*models, gamma=3, max_input_len=64, max_decode_len=LENGTH)
 
 
 @pytest.fixture(scope='module')
@@ -60,44 +58,39 @@ def test_the_vocabulary_knows_its_languages(vocabulary, tmp_path):
   assert vocabulary.bos_id is None and vocabulary.eos_id == 2
   text = 'eng_Latn </s> the'
   assert vocabulary.encode(text)[0] == vocabulary.languages['eng_Latn']
-  plain = Tokenizer(vocabulary.path, split_special_tokens=True)
+  plain = sd.Tokenizer(vocabulary.path, split_special_tokens=True)
   assert not {*plain.encode(text)} & {*ids, 2}
   other = write_nllb(tmp_path / 'm2m', ('__de__', '__en__'))
-  assert list(Tokenizer(other).languages) == ['de', 'en']
+  assert list(sd.Tokenizer(other).languages) == ['de', 'en']
 
 
 def test_texts_and_outputs_begin_with_their_language(engine, vocabulary):
-  known = vocabulary.languages
+  known, input_ids = vocabulary.languages, engine.codec.input_ids
   eng, deu = known['eng_Latn'], known['deu_Latn']
-  ids = vocabulary.encode('the dog')
-  assert engine.codec.input_ids('the dog', 'eng_Latn') == [eng, *ids, 2]
+  ids, said = vocabulary.encode('the dog'), 'deu_Latn the dog'
   # Ids that begin with a language say it themselves; words of a text do not,
   # as in transformers.
-  assert engine.codec.input_ids([eng, *ids, 2]) == [eng, *ids, 2]
-  said = 'deu_Latn the dog'
-  assert engine.codec.input_ids(said, 'eng_Latn')[:2] == [eng, deu]
+  for text in ('the dog', [eng, *ids, 2]):
+    assert input_ids(text, 'eng_Latn') == [eng, *ids, 2]
+  assert input_ids([eng, *ids, 2]) == [eng, *ids, 2]
+  assert input_ids(said, 'eng_Latn')[:2] == [eng, deu]
   assert engine.request([said], **PAIR).inputs[0, :2].tolist() == [eng, deu]
-  assert engine.codec.input_ids(said)[0] == deu  # no other language is known
-  request = engine.request(['the dog'], **PAIR)
-  assert request.inputs[0, : len(ids) + 3].tolist() == [eng, *ids, 2, 1]
-  assert request.prompt[0].tolist() == [2, deu]
-  request = engine.request(['the dog'], prompts=[[5, 6]], **PAIR)
-  assert request.prompt[0, : request.prompt_length[0]].tolist() == [
-    2, deu, 5, 6,
-  ]  # fmt: skip
-  request = engine.request(['the dog'], src_lang='deu_Latn', prompts=[[eng]])
-  assert request.prompt[0].tolist() == [2, eng]
-  assert request.inputs[0, 0] == deu
+  assert input_ids(said)[0] == deu  # no other language is known
+  for options, source, prompt in (
+    (PAIR, eng, [2, deu]),
+    (PAIR | {'prompts': [[5, 6]]}, eng, [2, deu, 5, 6]),
+    ({'src_lang': 'deu_Latn', 'prompts': [[eng]]}, deu, [2, eng]),
+  ):
+    request = engine.request(['the dog'], **options)
+    assert request.inputs[0, : len(ids) + 3].tolist() == [source, *ids, 2, 1]
+    assert request.prompt[0, : request.prompt_length[0]].tolist() == prompt
 
 
 def forced(engine, model, text, output):
   """The argmax after each token of an output, by teacher-forced logits."""
-  ids = engine.codec.input_ids(text, 'eng_Latn')
-  inputs = np.full((1, 16), 1, np.int32)
-  inputs[0, : len(ids)] = ids
   first = [2, engine.tokenizer.languages['deu_Latn']]
-  read = np.full((1, 32), 5, np.int32)
-  read[0, : 2 + len(output)] = [*first, *output]
+  inputs, _ = padded([engine.codec.input_ids(text, 'eng_Latn')], 1, 16, 1)
+  read, _ = padded([[*first, *output]], 1, 32, 5)
   logits = logits_of(model.network, model.params, inputs, read)[0]
   return np.asarray(logits).argmax(-1)[1 : 1 + len(output)].tolist()
 
@@ -126,55 +119,44 @@ def test_scores_are_those_of_decoding(chains):
 
 
 def test_an_engine_may_have_languages_of_its_own(engine, models):
-  other = Engine(models[0], max_input_len=64, max_decode_len=LENGTH, **PAIR)
+  other = sd.Engine(models[0], max_input_len=64, max_decode_len=LENGTH, **PAIR)
   request, same = other.request(['a cat']), engine.request(['a cat'], **PAIR)
   np.testing.assert_array_equal(request.inputs, same.inputs)
   np.testing.assert_array_equal(request.prompt, same.prompt)
   assert other.num_input_tokens('') == 0
 
 
-@pytest.mark.parametrize(
-  ('asked', 'said'),
-  [
+def test_languages_that_are_none(engine, models, tokenizer):
+  for asked, said in (
     ({'source_lang': 'eng_Latn'}, "target_lang: expected .*'deu_Latn'"),
     ({'target_lang': 'eng_Latn'}, 'source_lang: expected the'),
     (PAIR | {'target_lang': 'deu_latn'}, 'Nearest known: deu_Latn'),
     (PAIR | {'source_lang': ['eng_Latn']}, 'source_lang: expected text'),
-  ],
-  ids=str,
-)
-def test_languages_that_are_none(asked, said, engine):
-  with pytest.raises(ValueError, match=said):
-    engine.generate(['the dog'], **asked)
-
-
-def test_models_without_languages(tokenizer):
+  ):
+    with pytest.raises(ValueError, match=said):
+      engine.generate(['the dog'], **asked)
   network = small_vocabulary.network(1)
-  model = Model(network, small_vocabulary.weights(network, 0), tokenizer)
+  model = sd.Model(network, small_vocabulary.weights(network, 0), tokenizer)
   with pytest.raises(ValueError, match='source_lang: .*no tokens'):
-    Engine(model, source_lang='eng_Latn')
+    sd.Engine(model, source_lang='eng_Latn')
+  # A drafter with other padding.
+  target, draft = models
+  config = dataclasses.replace(draft.network.config, pad_id=0)
+  with pytest.raises(ValueError, match='draft: expected padding with id 1'):
+    sd.Engine(target, sd.Model(sd.M2M100(config), draft.params))
 
 
 def test_requests_name_their_languages(chains):
   import clients
 
   want = chains.generate(TEXTS[:1], **PAIR)[0].tokens
-  body = {'prompt': TEXTS[0], 'temperature': 0}
-  body['return_token_ids'] = True
+  body = {'prompt': TEXTS[0], 'temperature': 0, 'return_token_ids': True}
   with clients.asking_of(chains) as ask:
     answer = ask('/v1/completions', body | PAIR).json()
     assert answer['choices'][0]['token_ids'] == want
     answer = ask('/v1/completions', body | {'target_lang': 'deu_Latn'})
   assert answer.status_code == 400
   assert answer.json()['error']['param'] == 'source_lang'
-
-
-def test_a_drafter_with_other_padding_is_refused(models):
-  target, draft = models
-  config = dataclasses.replace(draft.network.config, pad_id=0)
-  other = Model(M2M100(config), draft.params)
-  with pytest.raises(ValueError, match='draft: expected padding with id 1'):
-    Engine(target, other)
 
 
 def test_training_pads_with_the_networks_own_id(tmp_path):

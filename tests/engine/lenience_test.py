@@ -5,10 +5,9 @@ verify_test.py has its law by enumeration, and its bound.
 
 import numpy as np
 
+import specdec_jax as sd
 import toy_models
 from small_vocabulary import VOCAB_SIZE
-from specdec_jax.engine.engine import Engine
-from specdec_jax.models.model import Model
 
 TARGET, DRAFT = (toy_models.random_markov(seed, VOCAB_SIZE) for seed in (0, 1))
 SLOTS, GAMMA = 16, 3
@@ -30,16 +29,12 @@ def greedy_by_hand(lenience):
 
 
 def test_greedy_by_hand(tokenizer):
-  target, draft = (Model(chain, chain.params) for chain in (TARGET, DRAFT))
-  engine = Engine(
-    *(target, draft), tokenizer=tokenizer, gamma=GAMMA, max_decode_len=SLOTS
-  )
+  models = (sd.Model(chain, chain.params) for chain in (TARGET, DRAFT))
+  limits = {'gamma': GAMMA, 'max_decode_len': SLOTS}
+  engine = sd.Engine(*models, tokenizer=tokenizer, **limits)
 
-  def request(gamma, **options):
-    return engine.request(['a'], gamma, **options)
-
-  assert request(3).lenience is request(3, lenience=1.0).lenience is None
-  assert request(0, lenience=0.5).lenience is None, 'the plain loop has none'
+  for gamma, lenience in ((3, 1.0), (0, 0.5)):  # the plain loop has none
+    assert engine.request(['a'], gamma, lenience=lenience).lenience is None
 
   def generate(texts='a', **more):
     return engine.generate([*texts], stop_ids=[], log_probs=False, **more)

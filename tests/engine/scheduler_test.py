@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import jax
 import jax.monitoring
@@ -11,34 +12,27 @@ import numpy as np
 import pytest
 
 import small_vocabulary
+import specdec_jax as sd
 import toy_models
 from compilations import nothing_compiles
 from small_vocabulary import make_texts
 from specdec_jax.engine import scheduler
-from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import PoolSettings
 from specdec_jax.infer import resume
 from specdec_jax.infer import run as run_lib
 from specdec_jax.models import backend
-from specdec_jax.models.model import Model
 from specdec_jax.request import Drafting
 from toy_pools import Pooled
 from toy_runs import run
 
-MAX_INPUT, MAX_OUTPUT, GAMMA = 64, 16, 3
+GAMMA = 3
 POISON = 'Q'
-
-
 TEXTS = make_texts(20)
 # Some rows take the argmax, some are drawn: one program for both.
 TEMPERATURES = [float(i % 3 > 0) for i in range(len(TEXTS))]
 # Random weights seldom end by themselves.
 STOPS = list(range(3, small_vocabulary.VOCAB_SIZE, 8))
-SAMPLED = {
-  'temperature': TEMPERATURES,
-  'seed': 5,
-  'stop_ids': STOPS,
-}
+SAMPLED = {'temperature': TEMPERATURES, 'seed': 5, 'stop_ids': STOPS}
 
 
 @pytest.fixture(scope='module')
@@ -47,14 +41,10 @@ def engine(tokenizer):
   chain = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
   poison = tokenizer.encode(POISON)[-1]
   offset = chain.params['offset'].at[poison].set(np.nan)
-  return Engine(
-    Model(chain, chain.params | {'offset': offset}),
-    toy_models.chain_model(small_vocabulary.VOCAB_SIZE, noise=1),
-    tokenizer=tokenizer,
-    gamma=GAMMA,
-    max_input_len=MAX_INPUT,
-    max_decode_len=MAX_OUTPUT,
-  )
+  target = sd.Model(chain, chain.params | {'offset': offset})
+  draft = toy_models.chain_model(small_vocabulary.VOCAB_SIZE, noise=1)
+  limits = {'gamma': GAMMA, 'max_input_len': 64, 'max_decode_len': 16}
+  return sd.Engine(target, draft, tokenizer=tokenizer, **limits)
 
 
 @pytest.fixture(scope='module')
@@ -67,9 +57,7 @@ def same(have, want):
   assert len(have) == len(want)
   for one, other in zip(have, want, strict=True):
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
-    assert dataclasses.replace(one, log_probs=[]) == dataclasses.replace(
-      other, log_probs=[]
-    )
+    assert dataclasses.replace(one, log_probs=other.log_probs) == other
 
 
 @pytest.fixture(scope='module')
@@ -144,42 +132,41 @@ def test_warmup_compiles_what_is_needed(engine):
   assert last() is None
 
 
-@pytest.mark.parametrize(
-  'name, value',
-  [('rows', 0), ('refill', 0), ('gammas', {}), ('gammas', {0: 1})],
-)
-def test_bad_settings(name, value):
-  with pytest.raises(ValueError, match=name):
-    PoolSettings(**{name: value})
+def test_a_lane_has_the_programs_that_were_compiled_for_it(engine):
+  """Whether they are compiled now or have been; so none is compiled later."""
+  ordinary = mock.Mock(lock=threading.Condition())
+  settings = PoolSettings(rows=4)
+  lanes = scheduler.Scheduler(engine.programs, settings, ordinary=ordinary)
+  (row,) = engine.text_request(['a'], no_repeat_ngram_size=2).rows
+  compiles, runs = lanes._pool_of([row]), lanes._pool_of([row], set())
+  assert compiles.programs is runs.programs
 
 
-@pytest.mark.parametrize(
-  'rows, refill, width, want',
-  [
+def test_bad_settings():
+  wrong = ('rows', 0), ('refill', 0), ('gammas', {}), ('gammas', {0: 1})
+  for name, value in wrong:
+    with pytest.raises(ValueError, match=name):
+      PoolSettings(**{name: value})
+
+
+def test_short_inputs_are_read_together():
+  for rows, refill, width, want in (
     *((8, None, 16, 4), (8, None, 32, 2), (8, None, 512, 1), (32, None, 16, 4)),
     *((64, None, 512, 8), (2, None, 1, 1), (1, None, 16, 1), (8, 1, 16, 1)),
-  ],
-)
-def test_short_inputs_are_read_together(rows, refill, width, want):
-  settings = PoolSettings(rows=rows, refill=refill)
-  assert settings.refill_of(width) == want
-  plan = PoolSettings(refill=refill, gammas={rows: Drafting(2)})
-  assert plan.refill_of(width) == want
+  ):
+    plan = PoolSettings(refill=refill, gammas={rows: Drafting(2)})
+    for settings in (PoolSettings(rows=rows, refill=refill), plan):
+      assert settings.refill_of(width) == want, (rows, refill, width)
 
 
-@pytest.mark.parametrize(
-  'devices, rows, gammas, sizes',
-  [
-    (1, 3, {4: 2, 1: 3}, [1, 4]),
-    (2, 3, {4: 2, 1: 3}, [2, 4]),
-    (2, 2, {2: 3, 1: 5, 3: 1}, [2, 4]),
-    (8, 9, None, [16]),
-  ],
-)
-def test_pools_are_multiples_of_the_devices(devices, rows, gammas, sizes):
-  plan = gammas and {n: Drafting(gamma) for n, gamma in gammas.items()}
-  settings = PoolSettings(rows=rows, gammas=plan)
-  assert settings.pool_sizes(devices) == sizes
+def test_pools_are_multiples_of_the_devices():
+  for devices, rows, gammas, sizes in (
+    *((1, 3, (4, 1), [1, 4]), (2, 3, (4, 1), [2, 4])),
+    *((2, 2, (2, 1, 3), [2, 4]), (8, 9, (), [16])),
+  ):
+    plan = dict.fromkeys(gammas, Drafting(2)) or None
+    settings = PoolSettings(rows=rows, gammas=plan)
+    assert settings.pool_sizes(devices) == sizes, (devices, gammas)
 
 
 def test_a_pool_keeps_what_is_finished_while_it_runs(
@@ -192,10 +179,10 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
   options |= {'batching': 'continuous', 'checkpoint_period': 100}
   options |= {'stop_ids': STOPS}  # the programs of the tests above
   monkeypatch.setattr(run_lib, '_KEEP_SECONDS', 0.0)
-  append, kept, bounds = resume.Folder.append, [], [3, 1 << 20]
+  append, kept, most = resume.Folder.append, [], [3]
 
   def counted(folder, work):
-    if len(kept) >= bounds[0]:
+    if most and len(kept) >= most[0]:
       raise KeyboardInterrupt
     append(folder, work)
     kept.extend(work['speculative']['completions'])
@@ -203,7 +190,7 @@ def test_a_pool_keeps_what_is_finished_while_it_runs(
   monkeypatch.setattr(resume.Folder, 'append', counted)
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path, data, engine, **options)
-  assert bounds.pop(0) <= len(kept) < len(lines)
+  assert most.pop() <= len(kept) < len(lines)
   _, records, _ = run(tmp_path, data, engine, **options)
   assert len(kept) == len(lines)
   # Another way of batching is another configuration.
@@ -218,12 +205,11 @@ def cores(monkeypatch):
   monkeypatch.setattr(scheduler, '_LEAST_ROWS', 2)
   monkeypatch.setattr(backend, 'num_cores', lambda: 2)
   threads, step = set(), scheduler.SlotPool.step
-
-  def noted(pool):
-    threads.add(threading.current_thread())
-    return step(pool)
-
-  monkeypatch.setattr(scheduler.SlotPool, 'step', noted)
+  monkeypatch.setattr(
+    scheduler.SlotPool,
+    'step',
+    lambda pool: threads.add(threading.current_thread()) or step(pool),
+  )
   return threads
 
 
@@ -237,12 +223,15 @@ def test_pools_side_by_side_give_the_same(decoder, want, cores):
 
 
 def test_pools_side_by_side_end_with_their_caller(decoder, cores, monkeypatch):
+  def all_end():
+    for thread in cores:
+      thread.join(20)
+      assert not thread.is_alive()
+
   outputs = decoder.run(TEXTS * 20, **SAMPLED | {'temperature': 1.0})
   next(outputs)
   outputs.close()
-  for thread in cores:
-    thread.join(20)
-    assert not thread.is_alive()
+  all_end()
   advance = scheduler.SlotPool._advance
 
   def failing(pool):
@@ -253,6 +242,4 @@ def test_pools_side_by_side_end_with_their_caller(decoder, cores, monkeypatch):
   monkeypatch.setattr(scheduler.SlotPool, '_advance', failing)
   with pytest.raises(ZeroDivisionError):
     decoder.generate(TEXTS, **SAMPLED)
-  for thread in cores:
-    thread.join(20)
-    assert not thread.is_alive()
+  all_end()

@@ -5,8 +5,7 @@ import types
 import pytest
 
 from specdec_jax.engine.codec import Codec
-from specdec_jax.engine.config import EngineConfig
-from specdec_jax.engine.options import Options
+from specdec_jax.engine.options import EngineConfig, Options
 from specdec_jax.engine.request import TextRequest
 from specdec_jax.request import Drafting
 from specdec_jax.rules.options import NO_RULES

@@ -13,7 +13,7 @@ import rich.console
 from specdec_jax import infer
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.completion import Completion, CompletionStats
-from specdec_jax.engine.config import EngineConfig
+from specdec_jax.engine.options import EngineConfig
 from specdec_jax.infer.data import PREDICTIONS
 from specdec_jax.request import Drafting
 from specdec_jax.text.tokenizer import Vocabulary
