@@ -12,27 +12,15 @@ from toy_workers import POOLS, started
 
 _WHY = 'needs the extra [serve], aiohttp, httpx and the package openai'
 httpx = pytest.importorskip('httpx', reason=_WHY)
-for needed in (
-  'openai',
-  'aiohttp',
-  'uvicorn',
-  'starlette',
-  'prometheus_client',
-):
+for needed in 'openai aiohttp uvicorn starlette prometheus_client'.split():
   pytest.importorskip(needed, reason=_WHY)
 from specdec_jax.serving.app import Application  # noqa: E402
 
 NAME = 'toy'
 PATH = '/v1/completions'
 LIMITS = ServeSettings(
-  port=0,
-  beams=(2,),
-  **POOLS,
-  max_waiting=8,
-  max_outputs=8,
-  header_seconds=2.0,
-  body_seconds=2.0,
-  max_seconds=600.0,
+  **POOLS | {'port': 0, 'beams': (2,), 'max_waiting': 8, 'max_outputs': 8},
+  **{'header_seconds': 2.0, 'body_seconds': 2.0, 'max_seconds': 600.0},
 )
 
 
