@@ -31,15 +31,10 @@ def _known_flags(cache):
   for_whom, known = (cache and cache.get('xla_flags', None)) or (None, None)
   if for_whom == asked:
     return known
+  command = [sys.executable, '-c', 'import jax; jax.devices()']
+  asks = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ' '.join(_QUICK_FLAGS)}
   process = subprocess.run(
-    [sys.executable, '-c', 'import jax; jax.devices()'],
-    env={
-      **os.environ,
-      'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': ' '.join(_QUICK_FLAGS),
-    },
-    stderr=subprocess.PIPE,
-    text=True,
+    command, env=os.environ | asks, stderr=subprocess.PIPE, text=True
   )
   known = [flag for flag in _QUICK_FLAGS if flag not in process.stderr]
   if cache:
@@ -53,10 +48,11 @@ def pytest_configure(config):
   The quick run compiles without optimisation. `-m slow`, and `-m ""` for all
   tests, compile what users run.
   """
-  is_worker = hasattr(config, 'workerinput')  # xdist's; inherits them
+  is_worker = hasattr(config, 'workerinput')  # xdist's
   cache = getattr(config, 'cache', None)  # none with -p no:cacheprovider
-  if config.option.markexpr == 'not slow' and not is_worker:
-    given = os.environ.get('XLA_FLAGS', '')  # the last of a kind counts
+  given = os.environ.get('XLA_FLAGS', '')  # the last of a kind counts
+  # Workers, and runs that a test starts, inherit them.
+  if config.option.markexpr == 'not slow' and _QUICK_FLAGS[1] not in given:
     os.environ['XLA_FLAGS'] = ' '.join((*_known_flags(cache), given))
   # Processes that tests start, and kill, have a folder of this run's.
   folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)

@@ -408,9 +408,10 @@ class Engine:
     read = [self.codec.input_ids(text, source_lang) for text in texts]
     begin = self.codec.begin(self.codec.languages(target_lang=target_lang))
     scoring.check_ids(self.target, inputs=read)
-    inputs, prompts = [[]] * len(read), read
+    inputs: list[list[int]] = [[] for _ in read]
+    prompts = read
     if self.target.has_encoder:
-      inputs, prompts = read, [[*begin]] * len(read)
+      inputs, prompts = read, [[*begin] for _ in read]
     return scoring.classify(self.target, params, inputs, prompts, outputs)
 
   def label_ids(self, labels: Texts) -> list[list[int]]:

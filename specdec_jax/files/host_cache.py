@@ -42,9 +42,9 @@ def measured(
         raise ValueError(f'expected the key {key}, got {content["key"]}')
       return read(content['value'])
     except (OSError, ValueError, LookupError, TypeError) as error:
+      advice = 'is not used' if make is None else 'is measured again'
       warnings.warn(
-        f'{str(path)!r} is not what was measured here ({error}); it is measured'
-        ' again.',
+        f'{str(path)!r} is not what was measured here ({error}); it {advice}.',
         stacklevel=2,
       )
   if make is None:

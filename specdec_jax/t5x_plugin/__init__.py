@@ -10,8 +10,11 @@ import functools
 from typing import Any
 
 from specdec_jax.t5x_plugin import model
-from specdec_jax.t5x_plugin.decode_fns import beam_search, temperature_sample
-from specdec_jax.t5x_plugin.model import restore_drafter
+from specdec_jax.t5x_plugin.model import (
+  beam_search,
+  restore_drafter,
+  temperature_sample,
+)
 
 __all__ = [
   'EncoderDecoderModel',

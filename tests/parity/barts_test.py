@@ -82,34 +82,9 @@ def settings_of(name, seed, ends):
   return said
 
 
-def theirs(model, rows, network, ends, said):
-  """Returns all outputs of each row, from the worst to the best."""
-  inputs = np.full((len(rows), max(map(len, rows))), network.pad_id)
-  for row, ids in zip(inputs, rows, strict=True):
-    row[: len(ids)] = ids
-  width = said['num_beams']
-  made = parity.generate(
-    model,
-    inputs,
-    num_return_sequences=width,
-    eos_token_id=ends,
-    return_dict_in_generate=True,
-    output_scores=True,
-    **said,
-  )
-  outputs = []
-  for tokens in made.sequences[:, 1:].tolist():
-    end = tokens.index(ends) + 1 if ends in tokens else len(tokens)
-    outputs.append(tokens[:end])
-  scores = made.sequences_scores.tolist()
-  pairs = [*zip(outputs, scores, strict=True)]
-  return [pairs[i : i + width][::-1] for i in range(0, len(pairs), width)]
-
-
 def compare(name, seed, ends):
   model, engine = engine_of(name)
-  network, said = engine.target, settings_of(name, seed, ends)
-  rows = batch_of(engine, seed)
+  said, rows = settings_of(name, seed, ends), batch_of(engine, seed)
   forced, more = [], 0
   given = dict(said)
   if name == 'mBART-50':
@@ -117,19 +92,14 @@ def compare(name, seed, ends):
     forced, more = [parity.LANGUAGE], 1
     given['min_new_tokens'] = max(0, said['min_new_tokens'] - 1)
     said['forced_bos_token_id'] = parity.LANGUAGE
-  want = theirs(
-    model, rows, network, ends, said | {'max_new_tokens': LENGTH + more}
-  )
+  options = said | {'max_new_tokens': LENGTH + more, 'eos_token_id': ends}
+  width = options.pop('num_beams')
+  texts = map(np.array, rows)
+  want = parity.their_outputs(model, texts, (ends,), width, **options)
   lengths = set()
   for speculative in (False, True):
-    done = engine.generate(
-      rows,
-      speculative=speculative,
-      num_samples=said['num_beams'],
-      stop_ids=[ends],
-      **given,
-    )
-    width = said['num_beams']
+    given |= {'speculative': speculative, 'num_samples': width}
+    done = engine.generate(rows, stop_ids=[ends], **given)
     have = [done[i : i + width] for i in range(0, len(done), width)]
     for ours, others in zip(have, want, strict=True):
       where = f'{name}, {said}, speculative={speculative}'

@@ -1,6 +1,5 @@
 """Parity with transformers' beam search: tokens, scores, all beams of a row."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -9,7 +8,7 @@ from parity import pair_of
 from specdec_jax.engine.padding import padded
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import BeamScoring, example_keys, new_request
-from toy_beams import program, settings_of
+from toy_beams import settings_of
 
 pytestmark = parity.MARKS
 
@@ -18,39 +17,27 @@ PENALTIES = (0.0, 1.0, 2.0, -1.5)
 
 
 def their_beams(pair, width, penalty, ends, length, least):
-  """Of each row all (tokens, score), from the worst to the best."""
-  options = dict(
-    num_beams=width,
-    num_return_sequences=width,
+  return parity.their_outputs(
+    pair.theirs,
+    pair.rows,
+    ends,
+    width,
     length_penalty=penalty,
     early_stopping=False,
     eos_token_id=list(ends),
     max_new_tokens=length,
     min_new_tokens=least,
-    return_dict_in_generate=True,
-    output_scores=True,
     pad_token_id=0,
   )
-  rows = []
-  for row in pair.rows:
-    made = parity.generate(pair.theirs, row[None], **options)
-    begin, beams = 1 if pair.is_t5 else len(row), []
-    for tokens, score in zip(
-      made.sequences.tolist(), made.sequences_scores.tolist(), strict=True
-    ):
-      new = tokens[begin : begin + length]
-      ended = [at for at, token in enumerate(new) if token in ends]
-      beams.append((new[: ended[0] + 1] if ended else new, score))
-    rows.append(beams[::-1])
-  return rows
 
 
 def our_beams(pair, width, penalty, ends, length, least, gamma):
   count = len(pair.rows)
   filled, lengths = padded(pair.rows, count, max(map(len, pair.rows)))
   prompts = dict(prompt=filled, prompt_length=lengths)
+  has_encoder = pair.network.has_encoder
   request = new_request(
-    filled if pair.is_t5 else np.zeros((count, 1), np.int32),
+    filled if has_encoder else np.zeros((count, 1), np.int32),
     example_keys(0, np.arange(count, dtype=np.uint32)),
     SamplingConfig(0.0),
     slots=SLOTS,
@@ -66,19 +53,9 @@ def our_beams(pair, width, penalty, ends, length, least, gamma):
       num_ends=len(ends),
       scoring=BeamScoring.TRANSFORMERS,
     ),
-    **({} if pair.is_t5 else prompts),
+    **({} if has_encoder else prompts),
   )
-  run = program(pair.network, pair.network if gamma else None)
-  params = pair.params if gamma else pair.params._replace(draft=None)
-  done = jax.device_get(run(params, request))
-  beams = [
-    (tokens[:n].tolist(), float(score))
-    for tokens, n, score in zip(
-      done.tokens, done.length, done.scores, strict=True
-    )
-  ]
-  rows = [beams[i * width : (i + 1) * width] for i in range(count)]
-  return rows, done.stats
+  return pair.outputs(request, gamma, width)
 
 
 def likely_ends(rows):
@@ -98,7 +75,7 @@ def test_beams_are_those_of_transformers(name, width, gamma, num_ends):
   def compare(penalty, ends, length=SLOTS, least=0):
     case = width, penalty, ends, length, least
     want = their_beams(pair, *case)
-    have, stats = our_beams(pair, *case, gamma)
+    have, accepted = our_beams(pair, *case, gamma)
     for row, (ours, theirs) in enumerate(zip(have, want, strict=True)):
       where = f'{case}, row {row}: {ours}, there {theirs}'
       assert [t for t, _ in ours] == [t for t, _ in theirs], where
@@ -109,7 +86,7 @@ def test_beams_are_those_of_transformers(name, width, gamma, num_ends):
         atol=1e-4,
         err_msg=where,
       )
-    assert np.any(stats.num_accepted) == (gamma > 0)
+    assert np.any(accepted) == (gamma > 0)
     return want
 
   # Ends that hardly come: beams of all lengths are those that are cut off.

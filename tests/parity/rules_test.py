@@ -1,15 +1,10 @@
 """Rules on tokens are transformers' own: greedy outputs and beams of models."""
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 
 import parity
 from parity import pair_of
-from specdec_jax.decoding.loop import Loop
-from specdec_jax.drafters.small_model import small_model
 from specdec_jax.engine.padding import padded
 from specdec_jax.probs import SamplingConfig
 from specdec_jax.request import BeamScoring, example_keys, new_request
@@ -46,36 +41,9 @@ def cases(likely):
 
 def theirs(pair, rule, width):
   """Of each row the tokens of its outputs, the best last."""
-  options = dict(
-    num_beams=width,
-    num_return_sequences=width,
-    early_stopping=False,
-    eos_token_id=END,
-    max_new_tokens=SLOTS,
-    pad_token_id=0,
-    **rule,
-  )
-  rows = []
-  for row in pair.rows:
-    made = parity.generate(pair.theirs, row[None], **options).tolist()
-    begin = 1 if pair.network.has_encoder else len(row)
-    ends = [[*tokens[begin:], END].index(END) + 1 for tokens in made]
-    rows.append(
-      [t[begin : begin + n] for t, n in zip(made, ends, strict=True)][::-1]
-    )
-  return rows
-
-
-@functools.cache
-def loops(network):
-  """Of each gamma the loop."""
-  drafts = {0: None, GAMMA: small_model(network)}
-  return {gamma: Loop(network, drafter) for gamma, drafter in drafts.items()}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def decode(loop, params, request):
-  return loop.decode(params, request)
+  rule = rule | dict(eos_token_id=END, max_new_tokens=SLOTS, pad_token_id=0)
+  found = parity.their_outputs(pair.theirs, pair.rows, (END,), width, **rule)
+  return [[tokens for tokens, _ in row] for row in found]
 
 
 def ours(pair, rows, rules, width, gamma):
@@ -109,12 +77,8 @@ def ours(pair, rows, rules, width, gamma):
     prompt_length=lengths,
     pad_id=network.pad_id,
   )
-  params = pair.params if gamma else pair.params._replace(draft=None)
-  done = jax.device_get(decode(loops(network)[gamma], params, request))
-  tokens = [
-    row[:n].tolist() for row, n in zip(done.tokens, done.length, strict=True)
-  ]
-  return [tokens[i * width : (i + 1) * width] for i in range(count)]
+  outputs, _ = pair.outputs(request, gamma, width)
+  return [[tokens for tokens, _ in row] for row in outputs]
 
 
 @pytest.mark.slow

@@ -35,13 +35,15 @@ def texts():
   ]
 
 
-def spiece(folder, **options):
-  """A sentencepiece model in a folder."""
+T5_IDS = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
+
+
+def unigram(folder, name='sentencepiece.bpe.model', **options):
+  """A folder with a sentencepiece model like that of XLM-R."""
   folder.mkdir(parents=True)
-  ids = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
-  options = {'vocab_size': 70, 'hard_vocab_limit': False} | ids | options
+  options = {'vocab_size': 70, 'hard_vocab_limit': False} | options
   more = ['is { 1 } 2 3 4 5 x ,.']
-  small_vocabulary.sentencepiece_of(folder / 'spiece.model', more, **options)
+  small_vocabulary.sentencepiece_of(folder / name, more, **options)
   return folder
 
 
@@ -50,7 +52,7 @@ def t5(folder):
     folder.mkdir(parents=True)
     shutil.copy(T5_VOCAB, folder / 'spiece.model')
   else:
-    spiece(folder)
+    unigram(folder, 'spiece.model', **T5_IDS)
   return settings(folder, 't5')
 
 
@@ -65,6 +67,18 @@ def saved(folder, tokenizer, model_type):
   """What `save_pretrained` writes."""
   tokenizer.save_pretrained(folder)
   return settings(folder, model_type)
+
+
+def resaved(old, kind, model_type):
+  """A family whose folder transformers has read, and saved."""
+
+  def family(folder):
+    import transformers
+
+    made = getattr(transformers, kind).from_pretrained(old(folder / 'before'))
+    return saved(folder / 'after', made, model_type)
+
+  return family
 
 
 def flan(folder):
@@ -103,7 +117,8 @@ def old_flan(folder):
 
 def mt5(folder):
   own = [f'\u2581<extra_id_{i}>' for i in range(99, -1, -1)]
-  spiece(folder, user_defined_symbols=own, vocab_size=170)
+  options = T5_IDS | {'user_defined_symbols': own, 'vocab_size': 170}
+  unigram(folder, 'spiece.model', **options)
   return settings(
     folder,
     'mt5',
@@ -150,14 +165,6 @@ def old_codet5(folder):
   return settings(byte_level(folder, names), 't5', **ROBERTA)
 
 
-def codet5(folder):
-  import transformers
-
-  before = old_codet5(folder / 'before')
-  made = transformers.RobertaTokenizer.from_pretrained(before)
-  return saved(folder / 'after', made, 't5')
-
-
 def old_qwen(folder):
   folder = byte_level(folder)
   size = len(json.loads((folder / 'vocab.json').read_text()))
@@ -176,14 +183,6 @@ def old_qwen(folder):
     add_bos_token=False,
     tokenizer_class='Qwen2Tokenizer',
   )
-
-
-def qwen(folder):
-  import transformers
-
-  before = old_qwen(folder / 'before')
-  made = transformers.Qwen2Tokenizer.from_pretrained(before)
-  return saved(folder / 'after', made, 'qwen3')
 
 
 def gemma(folder):
@@ -216,42 +215,9 @@ def nllb(folder):
   return saved(folder / 'one', made, 'm2m_100')
 
 
-def bart(folder):
-  import transformers
-
-  before = old_bart(folder / 'before')
-  made = transformers.BartTokenizer.from_pretrained(before)
-  return saved(folder / 'after', made, 'bart')
-
-
 def old_bart(folder):
   names = ['<s>', '<pad>', '</s>', '<unk>', '<mask>']
   return settings(byte_level(folder, names), 'bart')
-
-
-def unigram(folder, name='sentencepiece.bpe.model', **ids):
-  """A folder with a sentencepiece model like that of XLM-R."""
-  folder.mkdir(parents=True)
-  options = {'vocab_size': 70, 'hard_vocab_limit': False} | ids
-  more = ['is { 1 } 2 3 4 5 x ,.']
-  small_vocabulary.sentencepiece_of(folder / name, more, **options)
-  return folder
-
-
-def _mbart(folder, kind):
-  import transformers
-
-  before = old_mbart(folder / 'before', kind)
-  made = getattr(transformers, kind).from_pretrained(before)
-  return saved(folder / 'after', made, 'mbart')
-
-
-def mbart(folder):
-  return _mbart(folder, 'MBartTokenizer')
-
-
-def mbart50(folder):
-  return _mbart(folder, 'MBart50Tokenizer')
 
 
 def old_mbart(folder, kind='MBartTokenizer'):
@@ -267,17 +233,8 @@ def plbart(folder):
   return settings(unigram(folder), 'plbart', tokenizer_class='PLBartTokenizer')
 
 
-def pegasus(folder):
-  import transformers
-
-  before = old_pegasus(folder / 'before')
-  made = transformers.PegasusTokenizer.from_pretrained(before)
-  return saved(folder / 'after', made, 'pegasus')
-
-
 def old_pegasus(folder):
-  ids = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
-  folder = unigram(folder, 'spiece.model', **ids)
+  folder = unigram(folder, 'spiece.model', **T5_IDS)
   # As the folders of Google have them; the defaults are the other way round.
   masks = {'mask_token': '<mask_1>', 'mask_token_sent': '<mask_2>'}
   masks['tokenizer_class'] = 'PegasusTokenizer'
@@ -326,18 +283,25 @@ def llama(folder):
 
 
 FAMILIES = [
-  *(t5, flan, old_flan, mt5, umt5, codet5, old_codet5),
-  *(gemma, nllb, llama, qwen, old_qwen),
-  *(bart, old_bart, mbart, mbart50, pegasus),
+  *(t5, flan, old_flan, mt5, umt5, old_codet5),
+  *(gemma, nllb, llama, old_qwen, old_bart),
 ]
+FAMILIES = {family.__name__: family for family in FAMILIES} | {
+  'codet5': resaved(old_codet5, 'RobertaTokenizer', 't5'),
+  'qwen': resaved(old_qwen, 'Qwen2Tokenizer', 'qwen3'),
+  'bart': resaved(old_bart, 'BartTokenizer', 'bart'),
+  'mbart': resaved(old_mbart, 'MBartTokenizer', 'mbart'),
+  'mbart50': resaved(old_mbart50, 'MBart50Tokenizer', 'mbart'),
+  'pegasus': resaved(old_pegasus, 'PegasusTokenizer', 'pegasus'),
+}
 
 
 @pytest.mark.filterwarnings('ignore')  # those of transformers
-@pytest.mark.parametrize('family', FAMILIES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_ids_and_texts(family, tmp_path):
   import transformers
 
-  folder = family(tmp_path / family.__name__)
+  folder = FAMILIES[family](tmp_path / family)
   theirs = transformers.AutoTokenizer.from_pretrained(folder)
   kinds = {
     skip: Tokenizer(folder, skip_special_tokens=skip) for skip in (True, False)

@@ -130,24 +130,39 @@ def test_bodies_that_pass_can_be_decoded(engine, name):
   assert {*refused} <= {name, None, *(['model'] if name == 'model' else [])}
 
 
-MANY = {
-  'stop': ['x'] * 17,
-  'bad_words': ['x'] * 4097,
-  'logit_bias': dict.fromkeys(map(str, range(20_000)), 1),
-  'allowed_token_ids': [3] * 20_000,
-  'prompt': ['x'] * 65,
-}
-
-
-@pytest.mark.parametrize('name', MANY)
-def test_there_are_not_too_many(engine, name):
-  body = {'prompt': TEXT, name: MANY[name]}
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [
+    ('stop', ['x'] * 17),
+    ('bad_words', ['x'] * 4097),
+    ('logit_bias', dict.fromkeys(map(str, range(20_000)), 1)),
+    ('allowed_token_ids', [3] * 20_000),
+    ('prompt', ['x'] * 65),
+    ('labels', [f'a{i}' for i in range(50_000)]),
+    ('labels', []),
+    ('labels', [10**400]),
+    ('input', ['a'] * 65),
+    ('input', []),
+    ('unknown', 1),  # of labels
+  ],
+)
+def test_there_are_not_too_many(engine, name, value):
+  """In bodies of completions, and in those of labels."""
+  parser = protocol.Parser(engine, LIMITS, 'toy')
+  of_labels = name in ('labels', 'input', 'unknown')
+  body = {'input': 'a', 'labels': ['a', 'b']} if of_labels else {'prompt': TEXT}
+  data = json.dumps(body | {name: value}).encode()
   with pytest.raises(protocol.ApiError) as caught:
-    data = json.dumps(body).encode()
-    asked = protocol.Parser(engine, LIMITS, 'toy').completion(data)
-    with protocol.naming_the_field():
-      engine.text_request(asked.prompts, **asked.options())
-  assert caught.value.body['error']['param'] == name
+    if of_labels:
+      parser.labels(data)
+    else:
+      asked = parser.completion(data)
+      with protocol.naming_the_field():
+        engine.text_request(asked.prompts, **asked.options())
+  if of_labels:
+    assert name in str(caught.value)
+  else:
+    assert caught.value.body['error']['param'] == name
 
 
 def test_words_are_not_too_long(engine):
@@ -155,25 +170,6 @@ def test_words_are_not_too_long(engine):
   for words in ([[3] * (1 << 17)], [[3] * 99] * 4000):
     with pytest.raises(ValueError, match='bad_words'):
       book.rules_of(Options(bad_words=words), [1])
-
-
-@pytest.mark.parametrize(
-  ('name', 'value'),
-  [
-    ('labels', [f'a{i}' for i in range(50_000)]),
-    ('labels', []),
-    ('labels', [10**400]),
-    ('input', ['a'] * 65),
-    ('input', []),
-    ('unknown', 1),
-  ],
-)
-def test_labels_are_not_too_many(engine, name, value):
-  parser = protocol.Parser(engine, LIMITS, 'toy')
-  body = {'input': 'a', 'labels': ['a', 'b']} | {name: value}
-  with pytest.raises(protocol.ApiError) as caught:
-    parser.labels(json.dumps(body).encode())
-  assert name in str(caught.value)
 
 
 def test_labels_cost_no_more_than_their_tokens(engine, monkeypatch):

@@ -24,17 +24,16 @@ _OURS = re.compile(r'(?<![\w/.])/(src|opt/specdec|var/cache/specdec)\b')
 _FREE = 8000  # the port that both take; another may have it here
 
 
-def instructions() -> list[tuple[str, str]]:
-  """Name and text of each instruction of the Dockerfile."""
-  text = re.sub(r'^#.*\n', '', DOCKERFILE.read_text(), flags=re.M)
-  lines = re.sub(r'\\\n', ' ', text).splitlines()
-  return [tuple(line.split(None, 1)) for line in lines if line]
+_TEXT = re.sub(r'^#.*\n', '', DOCKERFILE.read_text(), flags=re.M)
+_LINES = re.sub(r'\\\n', ' ', _TEXT).splitlines()
+# Name and text of each instruction of the Dockerfile.
+INSTRUCTIONS = [tuple(line.split(None, 1)) for line in _LINES if line]
 
 
 def words(name: str) -> list[str]:
   """The words of all instructions of a name, whose form is exec or shell."""
   every = []
-  for other, text in instructions():
+  for other, text in INSTRUCTIONS:
     if other == name:
       form = text[text.find('[') :]
       every += json.loads(form) if form[:1] == '[' else shlex.split(text)
@@ -42,13 +41,13 @@ def words(name: str) -> list[str]:
 
 
 def test_the_image_and_the_unit_start_the_same_as_nobody():
-  names = [name for name, _ in instructions()]
+  names = [name for name, _ in INSTRUCTIONS]
   assert set(names) <= {
     *('FROM', 'COPY', 'RUN', 'ENV', 'VOLUME', 'WORKDIR', 'USER', 'EXPOSE'),
     *('STOPSIGNAL', 'HEALTHCHECK', 'ENTRYPOINT'),
   }, 'an instruction that these tests do not run'
   assert 'RUN' not in names[names.index('USER') :]
-  for name, text in instructions():
+  for name, text in INSTRUCTIONS:
     if name == 'COPY':
       assert all((ROOT / path).exists() for path in shlex.split(text)[:-1])
   (user,) = words('USER')
@@ -71,7 +70,7 @@ def test_what_the_dockerfile_runs(tmp_path):
     return _OURS.sub(lambda found: f'{tmp_path}{found[0]}', text)
 
   steps = []
-  for name, text in instructions():
+  for name, text in INSTRUCTIONS:
     if name == 'COPY':
       folder = os.path.dirname(text.split()[-1])
       steps.append(f'mkdir -p {folder} && cp -r {text}')

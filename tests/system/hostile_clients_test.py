@@ -1,7 +1,6 @@
 """Some clients do what is worst for a server; another one notices nothing."""
 
 import concurrent.futures
-import contextlib
 import json
 import pathlib
 import statistics
@@ -105,103 +104,103 @@ def slowest_of_200(seconds):
   return sorted(seconds)[-1 - (len(seconds) - 1) // 200]
 
 
+def compiled(served):
+  """What the server has said of each lane that it compiled."""
+  lines = [line for line in served.lines if '"compiled a lane"' in line]
+  return [*map(json.loads, lines)]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+  """A server that has compiled, an ordinary client, and threads of others."""
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))
+  with (
+    Served(*FLAGS) as served,
+    httpx.Client(base_url=served.url) as http,
+    concurrent.futures.ThreadPoolExecutor(len(FIRST_USES)) as pool,
+  ):
+    served.until(lambda: served.said('compiled'))
+    ordinary(http, 20)
+    yield served, http, pool
+    assert served.end() == 0
+
+
 @pytest.mark.slow
-def test_an_ordinary_client_beside_hostile_ones(tmp_path, monkeypatch):
+def test_an_ordinary_client_beside_hostile_ones(server):
   """In turn it is alone and beside one; it never waits for a compilation.
 
   A server that compiles in the thread that decodes lets one request wait for as
   long as each compilation takes.
   """
-  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))
-  with Served(*FLAGS) as served, contextlib.ExitStack() as stack:
-    served.until(lambda: served.said('compiled'))
-    http = stack.enter_context(httpx.Client(base_url=served.url))
-    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
-    ordinary(http, 20)
-    memory = Memory(served.process.pid)
-    alone, beside = [], []
-    with memory:
-      for path, body, want in HOSTILE:
-        alone += ordinary(http, 200 // len(HOSTILE))
-        asked = ASKED | body if path == COMPLETIONS and want != 415 else body
-        running = pool.submit(ask, httpx, served.url + path, asked)
-        found = ordinary(http, 1)
-        while not running.done():
-          found += ordinary(http, 1)
-        seconds, status = running.result()
-        print(f'{seconds:.2f} s, {max(found):.3f} others, {str(body)[:60]}')
-        assert status == want, body
-        beside += found
-      beside += ordinary(http, max(1, 200 - len(beside)))
-      served.until(lambda: served.lines and '"left": 1}' in served.lines[-1])
-    begin, end, most = memory.all[0], memory.now, max(memory.all)
-    for name, found in (('alone', alone), ('beside', beside)):
-      middle = statistics.median(found)
-      print(f'{name}: {len(found)}, median {middle:.3f}, {max(found):.3f} most')
-    print(f'memory: {begin:.4g} at first, {most:.4g} at most, {end:.4g}')
-    slowest = slowest_of_200(beside)
-    print(f'slowest of 200: {slowest / max(alone):.2f} times as slow')
-    compiled = [
-      json.loads(line)['seconds']
-      for line in served.lines
-      if '"compiled a lane"' in line
-    ]
-    assert len(compiled) >= 9
-    assert statistics.median(beside) <= 3 * statistics.median(alone)
-    assert slowest <= 3 * max(alone), (slowest, compiled)
-    assert slowest <= min(compiled) / 4  # nobody waits for a compilation
-    assert end <= 1.4 * begin and most <= begin + (1 << 30)
-    assert served.end() == 0
+  served, http, pool = server
+  memory = Memory(served.process.pid)
+  alone, beside = [], []
+  with memory:
+    for path, body, want in HOSTILE:
+      alone += ordinary(http, 200 // len(HOSTILE))
+      asked = ASKED | body if path == COMPLETIONS and want != 415 else body
+      running = pool.submit(ask, httpx, served.url + path, asked)
+      found = ordinary(http, 1)
+      while not running.done():
+        found += ordinary(http, 1)
+      seconds, status = running.result()
+      print(f'{seconds:.2f} s, {max(found):.3f} others, {str(body)[:60]}')
+      assert status == want, body
+      beside += found
+    beside += ordinary(http, max(1, 200 - len(beside)))
+    served.until(lambda: served.lines and '"left": 1}' in served.lines[-1])
+  begin, end, most = memory.all[0], memory.now, max(memory.all)
+  for name, found in (('alone', alone), ('beside', beside)):
+    middle = statistics.median(found)
+    print(f'{name}: {len(found)}, median {middle:.3f}, {max(found):.3f} most')
+  print(f'memory: {begin:.4g} at first, {most:.4g} at most, {end:.4g}')
+  slowest = slowest_of_200(beside)
+  print(f'slowest of 200: {slowest / max(alone):.2f} times as slow')
+  seconds = [lane['seconds'] for lane in compiled(served)]
+  assert len(seconds) >= 9
+  assert statistics.median(beside) <= 3 * statistics.median(alone)
+  assert slowest <= 3 * max(alone), (slowest, seconds)
+  assert slowest <= min(seconds) / 4  # nobody waits for a compilation
+  assert end <= 1.4 * begin and most <= begin + (1 << 30)
 
 
 @pytest.mark.slow
-def test_an_ordinary_client_beside_new_kinds_at_once(tmp_path, monkeypatch):
+def test_an_ordinary_client_beside_new_kinds_at_once(server):
   """Seven clients use a new kind each; then the same kinds, compiled."""
-  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))
-  with Served(*FLAGS) as served, contextlib.ExitStack() as stack:
-    served.until(lambda: served.said('compiled'))
-    http = stack.enter_context(httpx.Client(base_url=served.url))
-    clients = concurrent.futures.ThreadPoolExecutor(len(FIRST_USES))
-    pool = stack.enter_context(clients)
+  served, http, pool = server
 
-    def beside(goes_on=lambda: False):
-      """Seconds of ordinary requests while each of the others asks."""
+  def beside(goes_on=lambda: False):
+    """Seconds of ordinary requests while each of the others asks."""
 
-      def use(body):
-        body, path = ASKED | body, served.url + COMPLETIONS
-        status = {ask(httpx, path, body)[1]}
-        while goes_on():
-          status.add(ask(httpx, path, body)[1])
-        return status
+    def use(body):
+      body, path = ASKED | body, served.url + COMPLETIONS
+      status = {ask(httpx, path, body)[1]}
+      while goes_on():
+        status.add(ask(httpx, path, body)[1])
+      return status
 
-      running = [pool.submit(use, body) for body in FIRST_USES]
-      found = ordinary(http, 1)
-      while not all(one.done() for one in running):
-        found += ordinary(http, 1)
-      assert set().union(*(one.result() for one in running)) == {200}
-      return found
+    running = [pool.submit(use, body) for body in FIRST_USES]
+    found = ordinary(http, 1)
+    while not all(one.done() for one in running):
+      found += ordinary(http, 1)
+    assert set().union(*(one.result() for one in running)) == {200}
+    return found
 
-    def compiled():
-      return [line for line in served.lines if '"compiled a lane"' in line]
+  def compiles():
+    """Whether a lane was compiled in the last two seconds."""
+    if http.get('/health').json()['compiling']:
+      return True
+    return time.time() < compiled(served)[-1]['time'] + 2
 
-    def compiles():
-      """Whether a lane was compiled in the last two seconds."""
-      if http.get('/health').json()['compiling']:
-        return True
-      last = json.loads(compiled()[-1])['time']
-      return time.time() < last + 2
-
-    ordinary(http, 20)
-    alone, new = ordinary(http, 200), beside()
-    served.until(lambda: len(compiled()) >= len(FIRST_USES))
-    # Idle lanes are forgotten: all are kept busy until all are compiled.
-    beside(compiles)
-    count, used = len(compiled()), []
-    while len(used) < 200:
-      used += beside()
-    assert len(compiled()) == count
-    for name, found in (('alone', alone), ('new', new), ('compiled', used)):
-      numbers = statistics.median(found), max(found), slowest_of_200(found)
-      print(f'{name}: {len(found)}, median, slowest, slowest of 200:', *numbers)
-    assert slowest_of_200(new) <= 2 * slowest_of_200(used)
-    assert served.end() == 0
+  alone, new = ordinary(http, 200), beside()
+  served.until(lambda: len(compiled(served)) >= len(FIRST_USES))
+  # Idle lanes are forgotten: all are kept busy until all are compiled.
+  beside(compiles)
+  count, used = len(compiled(served)), []
+  while len(used) < 200:
+    used += beside()
+  assert len(compiled(served)) == count
+  for name, found in (('alone', alone), ('new', new), ('compiled', used)):
+    numbers = statistics.median(found), max(found), slowest_of_200(found)
+    print(f'{name}: {len(found)}, median, slowest, slowest of 200:', *numbers)
+  assert slowest_of_200(new) <= 2 * slowest_of_200(used)

@@ -20,16 +20,9 @@ from specdec_jax import checkpoints, probs, t5x_plugin
 from specdec_jax.decoding.loop import Loop
 from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.drafters.small_model import small_model
-from specdec_jax.models.t5 import T5, T5Config
-from specdec_jax.t5x_plugin import decode_fns
+from specdec_jax.models.t5 import T5
+from specdec_jax.t5x_plugin.model import Pair
 from t5x_batches import EOS, LENGTH, batch
-
-
-def ours(num_decoder_layers=2, **changes) -> T5:
-  """The network that a module of T5X with these sizes should become."""
-  sizes = dict(vocab_size=40, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
-  layers = dict(num_encoder_layers=1, num_decoder_layers=num_decoder_layers)
-  return T5(T5Config(**(sizes | layers | changes)))
 
 
 class Transformer:
@@ -96,7 +89,7 @@ def t5x(monkeypatch):
   t5x_plugin._class_of.cache_clear()
 
 
-TARGET, DRAFT = ours(), ours(1)
+TARGET, DRAFT = (small_vocabulary.network(n, 40) for n in (2, 1))
 
 
 @functools.cache
@@ -189,7 +182,7 @@ def test_it_is_speculation(monkeypatch):
     params = PairParams(weights('target'), draft)
     inputs = batch()['encoder_input_tokens']
     loop = Loop(TARGET, small_model(TARGET))
-    pair = decode_fns.Pair(loop, params, inputs, gamma=3, has_prompt=False)
+    pair = Pair(loop, params, inputs, gamma=3, has_prompt=False)
     greedy()(jnp.zeros((3, LENGTH), jnp.int32), {}, pair, eos_id=-1)
     return rounds.pop()
 
@@ -237,7 +230,7 @@ def test_decoder_params_reach_the_decode_function():
 
 def test_bad_input(monkeypatch):
   model, key = plugged(), jax.random.PRNGKey(0)
-  wide = Transformer(ours(1, vocab_size=41))
+  wide = Transformer(small_vocabulary.network(1, 41))
   deep = Transformer(TARGET, num_decoder_layers=3)
 
   def predicted(**values):

@@ -47,41 +47,34 @@ def find(text: str) -> list[Collective]:
   of the loop of rounds. So the result is an upper bound.
   """
   known: dict[str, list[str]] = {}
-  lines: list[str] = []
-  entry = ''
+  lines, entry = [], ''
   for line in text.splitlines():
     if head := _HEAD.match(line):
       lines = known.setdefault(head[2], [])
       entry = head[2] if head[1] else entry
     else:
       lines.append(line)
-  return list(_walk(known, entry, 1, False))
 
+  def walk(name: str, times: int, looped: bool) -> Iterator[Collective]:
+    for line in known.get(name, []):
+      if match := _COLLECTIVE.match(line):
+        shapes, size = [], 0.0
+        for dtype, dims in _SHAPE.findall(match[1]):
+          shapes.append(tuple(map(int, filter(None, dims.split(',')))))
+          bits = re.search(r'\d+', dtype)
+          size += math.prod(shapes[-1]) * (int(bits[0]) / 8 if bits else 1)
+        yield Collective(match[2], tuple(shapes), int(size), times, looped)
+      inner, inside = times, looped
+      if ' while(' in line:
+        trips = _TRIPS.search(line)
+        # Only the loop of rounds has no known number of turns: it ends when
+        # its rows are finished.
+        inner, inside = (times * int(trips[1]), looped) if trips else (1, True)
+      called = ' '.join(_CALLED.findall(line))
+      for computation in {*re.findall(r'[\w.-]+', called)}:
+        yield from walk(computation, inner, inside)
 
-def _walk(
-  known: dict[str, list[str]], name: str, times: int, looped: bool
-) -> Iterator[Collective]:
-  for line in known.get(name, []):
-    if match := _COLLECTIVE.match(line):
-      yield _collective(match, times, looped)
-    inner, inside = times, looped
-    if ' while(' in line:
-      trips = _TRIPS.search(line)
-      # Only the loop of rounds has no known number of turns: it ends when its
-      # rows are finished.
-      inner, inside = (times * int(trips[1]), looped) if trips else (1, True)
-    called = ' '.join(_CALLED.findall(line))
-    for computation in {*re.findall(r'[\w.-]+', called)}:
-      yield from _walk(known, computation, inner, inside)
-
-
-def _collective(match: re.Match, times: int, looped: bool) -> Collective:
-  shapes, size = [], 0.0
-  for dtype, dims in _SHAPE.findall(match[1]):
-    shapes.append(tuple(int(count) for count in dims.split(',') if count))
-    bits = re.search(r'\d+', dtype)
-    size += math.prod(shapes[-1]) * (int(bits[0]) / 8 if bits else 1)
-  return Collective(match[2], tuple(shapes), int(size), times, looped)
+  return list(walk(entry, 1, False))
 
 
 def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -89,14 +82,11 @@ def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(sorted(size for size in shape if size > 1))
 
 
-def of_a_round(
-  exchanges: Iterable[Collective],
-) -> dict[str, collections.Counter[str]]:
+def of_a_round(exchanges: Iterable[Collective]) -> dict:
   """Count and bytes by kind of what is exchanged in each round."""
-  kinds: dict[str, collections.Counter[str]] = {}
+  kinds: dict = collections.defaultdict(collections.Counter)
   for exchange in exchanges:
     if exchange.looped:
-      kind = kinds.setdefault(exchange.op, collections.Counter())
-      kind['count'] += exchange.times
-      kind['bytes'] += exchange.times * exchange.bytes
+      size = exchange.times * exchange.bytes
+      kinds[exchange.op].update(count=exchange.times, bytes=size)
   return kinds

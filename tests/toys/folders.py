@@ -17,32 +17,18 @@ from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.models.t5 import T5Config
 
 # H * D is not M, and neither H nor the layers of the stacks are equal.
-T5 = T5Config(
-  vocab_size=61,
-  emb_dim=20,
-  num_heads=3,
-  num_encoder_layers=1,
-  num_decoder_layers=2,
-  head_dim=4,
-  mlp_dim=28,
-)
+_T5 = dict(vocab_size=61, emb_dim=20, num_heads=3, head_dim=4, mlp_dim=28)
+T5 = T5Config(**_T5, num_encoder_layers=1, num_decoder_layers=2)
 T5_10 = dataclasses.replace(
   T5, num_heads=7, mlp_activations=('relu',), logits_via_embedding=True
 )
 UMT5 = dataclasses.replace(T5, bias_per_layer=True)
 GPT2 = dataclasses.replace(toy_families.GPT2, dropout_rate=0.1)
-NLLB = dataclasses.replace(toy_families.NLLB, head_dim=8)
-BART, MBART, PEGASUS, MARIAN = (
+NLLB, BART, MBART, PEGASUS, MARIAN = (
   dataclasses.replace(config, head_dim=8)
-  for config in (
-    toy_families.BART,
-    toy_families.MBART,
-    toy_families.PEGASUS,
-    toy_families.MARIAN,
-  )
+  for config in toy_families.BARTS.values()
 )
-LLAMA, QWEN2, QWEN3 = toy_families.LLAMA, toy_families.QWEN2, toy_families.QWEN3
-GEMMA2, GEMMA3 = toy_families.GEMMA2, toy_families.GEMMA3
+LLAMA, QWEN2, QWEN3, GEMMA2, GEMMA3 = toy_families.DECODERS.values()
 T5GEMMA, T5GEMMA2 = toy_families.ONE, toy_families.TWO
 
 # config.json as the folders of the hub have it, and the configuration.
@@ -52,36 +38,19 @@ _CONFIGS = json.loads(
 FOLDERS = {
   name: (_CONFIGS[name], config)
   for name, config in {
-    't5': T5,
-    't5 1.0': T5_10,
-    'mt5': T5,
-    'umt5': UMT5,
-    'gpt2': GPT2,
-    'm2m_100': NLLB,
-    'bart': BART,
-    'plbart': BART,
-    'mbart': MBART,
-    'pegasus': PEGASUS,
-    'marian': MARIAN,
-    'llama': LLAMA,
-    'qwen2': QWEN2,
-    'qwen3': QWEN3,
-    'gemma2': GEMMA2,
-    'gemma3_text': GEMMA3,
-    'gemma3': GEMMA3,
-    't5gemma': T5GEMMA,
-    't5gemma2': T5GEMMA2,
+    **{'t5': T5, 't5 1.0': T5_10, 'mt5': T5, 'umt5': UMT5, 'gpt2': GPT2},
+    **{'m2m_100': NLLB, 'bart': BART, 'plbart': BART, 'mbart': MBART},
+    **{'pegasus': PEGASUS, 'marian': MARIAN, 'llama': LLAMA, 'qwen2': QWEN2},
+    **{'qwen3': QWEN3, 'gemma2': GEMMA2, 'gemma3_text': GEMMA3},
+    **{'gemma3': GEMMA3, 't5gemma': T5GEMMA, 't5gemma2': T5GEMMA2},
   }.items()
 }
 LLAMA_3_1 = _CONFIGS['llama']['rope_scaling']
 # What stands before all names in a file, the output layer's excepted.
 PREFIXES = {
+  **{name: 'model.' for name in [*FOLDERS][5:]},
   'gpt2': 'transformer.',
-  **dict.fromkeys(('m2m_100', 'bart', 'plbart', 'mbart'), 'model.'),
-  **dict.fromkeys(('pegasus', 'marian'), 'model.'),
   'gemma3': 'language_model.model.',
-  **dict.fromkeys(('llama', 'qwen2', 'qwen3', 'gemma2'), 'model.'),
-  **dict.fromkeys(('gemma3_text', 't5gemma', 't5gemma2'), 'model.'),
 }
 # Arrays that only images go through.
 IMAGES = {
@@ -150,8 +119,6 @@ def write_arrays(folder, arrays, described):
 def write_vocabulary(folder, prefix=None, **settings):
   """A BPE vocabulary whose texts begin with a token, or do not."""
   import tokenizers
-
-  import small_vocabulary
 
   place, _ = small_vocabulary.byte_level(folder)
   made = tokenizers.Tokenizer.from_file(str(place / 'tokenizer.json'))

@@ -21,9 +21,8 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.engine.padding import padded
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.models.families import network_of
-from specdec_jax.models.t5 import T5
 from specdec_jax.probs import SamplingConfig
-from toy_beams import near
+from toy_beams import near, program
 from toy_requests import request_of
 
 MARKS = [
@@ -122,16 +121,12 @@ def rows_of(network: Any, seed: int = 1) -> list[np.ndarray]:
   """Ragged inputs, or prompts; 0 in them is a token unless it is padding."""
   rng = np.random.default_rng(seed)
   ids = np.arange(3, min(network.vocab_size, 90))
-  ids = ids[ids != getattr(network.config, 'pad_id', 0)]
+  ids = ids[ids != network.pad_id]
   rows = [rng.choice(ids, length) for length in LENGTHS]
   if network.has_encoder:
     for row in rows:
       row[-1] = 2 if hasattr(network.config, 'pad_id') else 1
   return rows
-
-
-def _pad_id(network: Any) -> int:
-  return getattr(network.config, 'pad_id', 0)
 
 
 def check_logits(
@@ -152,7 +147,7 @@ def check_logits(
   import torch
 
   network = network_of(config)
-  right = _pad_id(network)
+  right = network.pad_id
   ids = np.arange(0 if right else 1, most)
   ids = ids[ids != right]
   fed = np.random.default_rng(2).choice(ids, (len(LENGTHS), 50))
@@ -184,7 +179,7 @@ def _decode(network: LanguageModel) -> Any:
 def greedy(network: Any, params: Any, rows: list[np.ndarray]) -> list[list]:
   """Tokens of the plain loop over a ragged batch, a list a row."""
   batch = len(rows)
-  tokens, length = padded(rows, batch, max(map(len, rows)), _pad_id(network))
+  tokens, length = padded(rows, batch, max(map(len, rows)), network.pad_id)
   nothing, ones = np.zeros((batch, 1), np.int32), np.ones(batch, np.int32)
   eos, given = 1, (tokens, nothing + getattr(network, 'start_id', 0), ones)
   if hasattr(network.config, 'pad_id'):
@@ -219,9 +214,35 @@ def generate(model: Any, inputs: Any, **options: Any) -> Any:
     )
 
 
-def their_greedy(
-  model: Any, rows: list[np.ndarray], network: Any
-) -> list[list]:
+def their_outputs(
+  model: Any, rows: list, ends: Any, width: int = 1, **options: Any
+) -> list[list[tuple[list[int], float]]]:
+  """Of each row all (tokens, score) of `generate`, from the worst to the best.
+
+  The tokens have neither what the decoder was given nor what follows an end.
+  """
+  outputs = []
+  for row in rows:
+    made = generate(
+      model,
+      row[None],
+      num_beams=width,
+      num_return_sequences=width,
+      return_dict_in_generate=True,
+      output_scores=True,
+      **options,
+    )
+    begin = 1 if model.config.is_encoder_decoder else len(row)
+    some = []
+    for tokens in made.sequences[:, begin:].tolist():
+      at = [i for i, token in enumerate(tokens) if token in ends]
+      some.append(tokens[: at[0] + 1] if at else tokens)
+    scores = made.sequences_scores.tolist() if width > 1 else [0.0]
+    outputs.append([*zip(some, scores, strict=True)][::-1])
+  return outputs
+
+
+def their_greedy(model: Any, rows: list, network: Any) -> list[list]:
   """Tokens of `generate`, without what it is given and what follows an end."""
   has_language = hasattr(network.config, 'pad_id')
   options: dict[str, Any] = {'max_new_tokens': BUDGET + has_language}
@@ -229,14 +250,8 @@ def their_greedy(
     options['forced_bos_token_id'] = LANGUAGE
   elif not network.has_encoder:
     options['pad_token_id'] = 0
-  eos = 2 if has_language else 1
-  outputs = []
-  for row in rows:
-    tokens = generate(model, row[None], num_beams=1, **options)[0].tolist()
-    first = 1 + has_language if network.has_encoder else len(row)
-    tokens = tokens[first:]
-    outputs.append(tokens[: tokens.index(eos) + 1] if eos in tokens else tokens)
-  return outputs
+  found = their_outputs(model, rows, (2 if has_language else 1,), **options)
+  return [tokens[has_language:] for ((tokens, _),) in found]
 
 
 def check_rows(rows: list[list]) -> None:
@@ -257,9 +272,18 @@ class Pair(NamedTuple):
   params: PairParams
   rows: list[np.ndarray]
 
-  @property
-  def is_t5(self):
-    return isinstance(self.network, T5)
+  def outputs(self, request, gamma, width):
+    """Of each row all (tokens, score), the best last, and what was accepted."""
+    run = program(self.network, self.network if gamma else None)
+    params = self.params if gamma else self.params._replace(draft=None)
+    done = jax.device_get(run(params, request))
+    scores = done.scores if width > 1 else np.zeros(len(done.tokens))
+    beams = [
+      (tokens[:n].tolist(), float(score))
+      for tokens, n, score in zip(done.tokens, done.length, scores, strict=True)
+    ]
+    rows = [beams[i : i + width] for i in range(0, len(beams), width)]
+    return rows, done.stats.num_accepted
 
 
 @functools.cache

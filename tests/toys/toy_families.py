@@ -23,39 +23,24 @@ from specdec_jax.models.families import network_of
 
 # What docs/models.md says of each family.
 SUPPORT = families.read_tables(ROOT / 'tests/support.toml')
-T5_1_1 = T5Config(
-  vocab_size=60,
-  emb_dim=32,
-  num_heads=3,
-  num_encoder_layers=2,
-  num_decoder_layers=2,
-  head_dim=12,  # heads * head_dim is not emb_dim
-  mlp_dim=48,
-)
+# heads * head_dim is not emb_dim
+_T5 = dict(vocab_size=60, emb_dim=32, num_heads=3, head_dim=12, mlp_dim=48)
+T5_1_1 = T5Config(**_T5, num_encoder_layers=2, num_decoder_layers=2)
 T5_1_0 = dataclasses.replace(
   T5_1_1, mlp_activations=('relu',), logits_via_embedding=True
 )
 OWN_BIAS = dataclasses.replace(T5_1_1, bias_per_layer=True)
-TINY = T5Config(  # of checkpoints that are only written and read
-  vocab_size=24,
-  emb_dim=8,
-  num_heads=2,
-  num_encoder_layers=3,
-  num_decoder_layers=2,
-  head_dim=5,
-  mlp_dim=12,
-)
+# Of checkpoints that are only written and read.
+_TINY = dict(vocab_size=24, emb_dim=8, num_heads=2, head_dim=5, mlp_dim=12)
+TINY = T5Config(**_TINY, num_encoder_layers=3, num_decoder_layers=2)
 _SIZES = dict(vocab_size=60, emb_dim=24, mlp_dim=40)
+_HEADS = dict(num_heads=3, head_dim=10)
+_GATED = dict(mlp_activations=('gelu', 'linear'))
 GPT2 = GPTConfig(
   **_SIZES, num_heads=3, num_layers=2, head_dim=8, num_positions=160
 )
 T5X = dataclasses.replace(
-  GPT2,
-  head_dim=12,
-  mlp_activations=('gelu', 'linear'),
-  num_positions=0,
-  norm='rms',
-  use_bias=False,
+  GPT2, head_dim=12, num_positions=0, norm='rms', use_bias=False, **_GATED
 )
 UNTIED = dataclasses.replace(GPT2, logits_via_embedding=False)
 LLAMA = CausalLMConfig(
@@ -73,19 +58,11 @@ QWEN2 = dataclasses.replace(
 QWEN3 = dataclasses.replace(
   LLAMA, qk_norm=True, rope=Rope(1e6), logits_via_embedding=True
 )
+_GEMMA = dict(norm_offset=1.0, post_norms=True, query_scalar=7.0, window=9)
+_GEMMA |= dict(scale_embeddings=True, logits_via_embedding=True, **_GATED)
+_SOFTCAPS = dict(score_softcap=5.0, logit_softcap=3.0)
 GEMMA2 = dataclasses.replace(
-  LLAMA,
-  rope=Rope(),
-  mlp_activations=('gelu', 'linear'),
-  layer_kinds=('local', 'global'),
-  window=9,
-  norm_offset=1.0,
-  post_norms=True,
-  query_scalar=7.0,
-  score_softcap=5.0,
-  logit_softcap=3.0,
-  scale_embeddings=True,
-  logits_via_embedding=True,
+  LLAMA, rope=Rope(), layer_kinds=('local', 'global'), **_GEMMA, **_SOFTCAPS
 )
 GEMMA3 = dataclasses.replace(
   GEMMA2,
@@ -95,18 +72,16 @@ GEMMA3 = dataclasses.replace(
   layer_kinds=('local', 'local', 'global'),
   num_layers=4,
   qk_norm=True,
-  score_softcap=0.0,
-  logit_softcap=0.0,
+  **dict.fromkeys(_SOFTCAPS, 0.0),
 )
 NLLB = M2M100Config(
-  **_SIZES, num_heads=3, num_encoder_layers=2, num_decoder_layers=3, head_dim=10
+  **_SIZES, **_HEADS, num_encoder_layers=2, num_decoder_layers=3
 )
 BART = BartConfig(
   **_SIZES,
-  num_heads=3,
+  **_HEADS,
   num_encoder_layers=3,
   num_decoder_layers=2,
-  head_dim=10,
   num_positions=160,
 )
 MBART = dataclasses.replace(BART, norms_after=False)
@@ -120,15 +95,9 @@ MARIAN = dataclasses.replace(
   pad_id=3,
   start_id=3,
 )
-PEGASUS = dataclasses.replace(
-  MARIAN,
-  norms_after=False,
-  mlp_activations=('relu',),
-  logits_via_embedding=False,
-  encoder_vocab_size=60,
-  pad_id=0,
-  start_id=0,
-)
+_PEGASUS = dict(encoder_vocab_size=60, pad_id=0, start_id=0, norms_after=False)
+_PEGASUS |= dict(mlp_activations=('relu',), logits_via_embedding=False)
+PEGASUS = dataclasses.replace(MARIAN, **_PEGASUS)
 # The encoder is wider than the decoder and has other heads, as in 9B-2B.
 ONE = T5GemmaConfig(
   dataclasses.replace(

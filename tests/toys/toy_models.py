@@ -64,6 +64,7 @@ class MarkovModel(LanguageModel):
   """
 
   vocab_size = 0
+  has_encoder = True  # inputs shift the logits of their row
 
   def __init__(self, table, input_offset=None):
     """Makes the chain.
@@ -77,10 +78,9 @@ class MarkovModel(LanguageModel):
     table = np.asarray(table, np.float32)
     self.vocab_size = size = table.shape[-1]
     self.order = table.ndim - 1
-    if input_offset is None:
-      input_offset = np.zeros((size, size))
-    offset = np.asarray(input_offset, np.float32)
-    self.params = {'table': jnp.asarray(table), 'offset': jnp.asarray(offset)}
+    offset = np.zeros((size, size)) if input_offset is None else input_offset
+    offset = jnp.asarray(np.asarray(offset, np.float32))
+    self.params = {'table': jnp.asarray(table), 'offset': offset}
 
   def __eq__(self, other):
     """Chains of one size are one program: their tables are its arguments."""
@@ -90,11 +90,6 @@ class MarkovModel(LanguageModel):
 
   def __hash__(self):
     return hash((type(self), self.vocab_size, self.order))
-
-  @property
-  def has_encoder(self) -> bool:
-    """True: inputs shift the logits of their row."""
-    return True
 
   @property
   def encoded_dim(self) -> int:

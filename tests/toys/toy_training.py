@@ -2,19 +2,11 @@
 
 import numpy as np
 
-from specdec_jax.models import t5
+import small_vocabulary
 from specdec_jax.training import data
 
-CONFIG = t5.T5Config(
-  vocab_size=16,
-  emb_dim=16,
-  num_heads=2,
-  num_encoder_layers=1,
-  num_decoder_layers=1,
-  head_dim=8,
-  mlp_dim=32,
-)
-MODEL = t5.T5(CONFIG)
+MODEL = small_vocabulary.network(1, 16)
+CONFIG = MODEL.config
 
 
 def copy_pairs(number=400, seed=0):
