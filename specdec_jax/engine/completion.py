@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -181,7 +181,7 @@ def from_generation(
   # be an ordinary word.
   shown = tokens[:-1] if reason == FinishReason.STOP else tokens
   counts = vars(generation.stats).items()
-  stats: Any = {name: np.asarray(of[row]).tolist() for name, of in counts}
+  stats = {name: np.asarray(of[row]).tolist() for name, of in counts}
   stats['num_target_calls'] = calls = stats.pop('num_rounds')
   stats['histogram'] = tuple(stats['histogram'])
   # Levels of a beam search: one for each call, one for each accepted level.

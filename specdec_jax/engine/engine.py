@@ -148,7 +148,7 @@ class Engine:
     self.rule_book = RuleBook(tokenizer, self.target.vocab_size)
 
   def __repr__(self) -> str:
-    target: Any = self.models['target']
+    target = self.models['target']
     draft: Any = self.models.get('draft')
     if self.has_drafter and draft is None:
       draft = self.drafter.name or self.drafter.propose.__qualname__
@@ -648,11 +648,13 @@ def _with_top(
     inputs, begins, ruled = zip(*sources[at : at + rows], strict=True)
     pairs = [*zip(outputs[at : at + rows], begins, strict=True)]
     targets = [[*begin, *output.tokens] for output, begin in pairs]
-    options: Any = dict(num_top=num_top, ruled=ruled)
+    options = dict(num_top=num_top, ruled=ruled)
     first = request.first_ids
     scores = scoring.score(*model, inputs, targets, first, **options)
     for (output, begin), score in zip(pairs, scores, strict=True):
-      new: Any = dict(log_probs=list(score.log_probs[len(begin) :]))
-      new |= dict(top_log_probs=score.top[len(begin) :])
-      done.append(dataclasses.replace(output, **new))
+      log_probs = list(score.log_probs[len(begin) :])
+      top = score.top[len(begin) :]
+      done.append(
+        dataclasses.replace(output, log_probs=log_probs, top_log_probs=top)
+      )
   return done

@@ -302,7 +302,7 @@ def drafting_of(
   """
   if not isinstance(gamma, Drafting | LengthRule):
     # Caches and logits grow with gamma; larger values gain nothing.
-    number: Any = Annotated[int, Bound(0, MAX_GAMMA)]
+    number = Annotated[int, Bound(0, MAX_GAMMA)]
     check_type('gamma', gamma, number | Literal['adaptive'])
     gamma = plain_rule() if isinstance(gamma, str) else Drafting(gamma)
   if isinstance(gamma, LengthRule):

@@ -273,8 +273,9 @@ def joined(
     size: B, filled up with rows without a text; None: the number of rows.
   """
   if size is not None:
-    nothing: Any = dict(inputs=(), prompt=(), widths=(1, 1), max_length=0)
-    filler = dataclasses.replace(rows[0], **nothing)
+    filler = dataclasses.replace(
+      rows[0], inputs=(), prompt=(), widths=(1, 1), max_length=0
+    )
     rows = [*rows, *[filler] * (size - len(rows))]
 
   def each(dtype: Any, values: Iterable[Any]) -> Any:

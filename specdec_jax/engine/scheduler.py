@@ -960,8 +960,9 @@ class Scheduler:
       size = padded_rows(len(rows))
       settings = PoolSettings(rows=size, refill=size)
     number = self._num_pools(rows)
-    options: Any = dict(lock=self.lock, compiled=compiled, beside=number)
-    pools = [
-      SlotPool(programs, settings, rows, **options) for _ in range(number)
-    ]
-    return SideBySide(pools) if number > 1 else pools[0]
+
+    def pool() -> SlotPool:
+      args = programs, settings, rows
+      return SlotPool(*args, lock=self.lock, compiled=compiled, beside=number)
+
+    return SideBySide([pool() for _ in range(number)]) if number > 1 else pool()

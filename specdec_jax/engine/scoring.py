@@ -353,7 +353,7 @@ def _trie(labels: Rows) -> _Trie:
   # Sizes are rounded up, so that other labels seldom need another program.
   size, steps = map(next_power_of_two, (len(nodes), len(edges)))
   parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
-  pairs: Any = [*edges, *[(0, 0)] * (steps - len(edges))]
+  pairs = [*edges, *[(0, 0)] * (steps - len(edges))]
   nodes_of, tokens = zip(*parents, strict=True)
   arrays = np.array(tokens, np.int32), np.array(pairs, np.int32).T
   return _Trie([*nodes_of], *arrays, np.transpose(taken))

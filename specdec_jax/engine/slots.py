@@ -58,7 +58,8 @@ class Slots:
     count = self._read_rows
     # JAX compiles each operation on keys outside a program, and keeps it.
     request = self._request.replace(keys=np.zeros((1,), np.uint32))
-    rows = take_rows(request, nothing := np.zeros((count,), np.int32))
+    nothing = np.zeros((count,), np.int32)
+    rows = take_rows(request, nothing)
     return self._in_slots(rows.replace(prompt=rows.prompt[:, :1])).replace(
       keys=keys_of_rows(*np.zeros((2, count), np.uint32)),
       inputs=np.full((count, width), rows.pad_id, np.int32),

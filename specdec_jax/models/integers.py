@@ -67,7 +67,7 @@ def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
   Raises:
     ValueError: a number is not finite; traced arrays are not checked.
   """
-  xp: Any = np if isinstance(kernel, np.ndarray) else jnp
+  xp = np if isinstance(kernel, np.ndarray) else jnp
   step = max(1, _ROWS_BYTES // (4 * max(1, kernel.shape[1])))
   step = step if xp is np else len(kernel)
   pieces = [kernel[i : i + step] for i in range(0, len(kernel), step)]

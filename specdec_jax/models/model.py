@@ -133,7 +133,7 @@ class Model:
     """
     if vocab_size == self.network.vocab_size:
       return self
-    network: Any = Fitted(unfitted(self.network), vocab_size)
+    network = Fitted(unfitted(self.network), vocab_size)
     return dataclasses.replace(self, network=network)
 
   def with_shortlist(self, ids: Sequence[int]) -> 'Model':
@@ -150,7 +150,7 @@ class Model:
         network is not of this library.
     """
     given, reader = self.given, self.reader
-    network: Any = shortlisted(unfitted(self.network), ids)
+    network = shortlisted(unfitted(self.network), ids)
 
     def read(dtype: Any, sharding: Any) -> Params:
       assert reader is not None

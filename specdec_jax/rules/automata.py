@@ -159,7 +159,7 @@ class Automata:
   def only_token(self, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns whether only one token may follow, and that token, int32[]."""
     row = self.bits_of[state]
-    only: Any = self.only[jnp.maximum(row, 0)]
+    only = self.only[jnp.maximum(row, 0)]
     if self.by_id is not None:
       at = jnp.maximum(state - self._first_by_id, 0)
       begin = self.by_id.first[at]

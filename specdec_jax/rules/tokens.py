@@ -189,7 +189,7 @@ def _forbidden(rules: Rules, prefix: Prefix) -> list[jax.Array]:
       _continued(prefix.tokens, length, prefix, rules.no_repeat_ngram_size)
     )
   if rules.encoder_no_repeat_ngram_size is not None:
-    source: Any = rules.inputs
+    source = rules.inputs
     size = rules.encoder_no_repeat_ngram_size
     forbidden.append(_continued(source, source.shape[0], prefix, size))
   if rules.begin_suppress is not None:
