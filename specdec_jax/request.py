@@ -19,9 +19,6 @@ from specdec_jax.rules.tokens import Rules, Ruling
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, LengthRule
 
-# A draft is verified token by token, or as a whole.
-TOKEN, BLOCK = 'token', 'block'
-
 
 class BeamScoring(enum.Enum):
   """The library whose beam search it is, which decides scores and ends.
@@ -182,7 +179,7 @@ class Request:
   with_log_probs: bool = struct.field(pytree_node=False, default=True)
   log_probs_as_drawn: bool = struct.field(pytree_node=False, default=False)
   lenience: jax.Array | None = None
-  verification: str = struct.field(pytree_node=False, default=TOKEN)
+  verification: str = struct.field(pytree_node=False, default='token')
   beams: BeamSettings | None = None
   skips_rounds: bool = struct.field(pytree_node=False, default=False)
   tree: TreeShape | None = struct.field(pytree_node=False, default=None)
@@ -250,7 +247,7 @@ class Request:
   @property
   def judges_blocks(self) -> bool:
     """Whether drafts are judged as a whole."""
-    return self.gamma > 0 and self.verification == BLOCK and not self.greedy
+    return self.gamma > 0 and self.verification == 'block' and not self.greedy
 
   @property
   def longest(self) -> int:

@@ -27,7 +27,7 @@ from specdec_jax.decoding.state import DecodeState, PairParams
 from specdec_jax.drafters import base
 from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.models.base import LanguageModel, read_prompt
-from specdec_jax.request import TOKEN, Request
+from specdec_jax.request import Request
 from specdec_jax.tree_shape import ROOT, TreeShape, static_tree
 from specdec_jax.types import Draft, Verdict
 
@@ -214,7 +214,7 @@ def check_tree(request: Request, shape: TreeShape) -> None:
     )
   for name, fits, expected in (
     ('lenience', request.lenience is None, '1'),
-    ('verification', not request.judges_blocks, repr(TOKEN)),
+    ('verification', not request.judges_blocks, "'token'"),
     ('gamma', not request.drafting.adapts, 'a number of levels'),
     ('fallback', request.drafting.rests is None, 'False'),
   ):

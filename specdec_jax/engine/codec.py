@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.checks.fields import check_type, is_a, nearest, unexpected
+from specdec_jax.engine.padding import Ids
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tokenizer import Vocabulary
 
-Ids = Sequence[int]
 Text = str | Ids  # a text, or its ids
 _SHOWN = 3  # the most languages that a message lists
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_jax.engine.scoring import Ids, Top
+from specdec_jax.engine.padding import Ids
+from specdec_jax.engine.scoring import Top
 from specdec_jax.text.sentences import Sentences
 from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.types import FinishReason, Generation

@@ -462,7 +462,8 @@ class Engine:
     """
     if isinstance(settings, PoolSettings):
       return Scheduler(self.programs, settings)
-    return Scheduler(self.programs, PoolSettings(self._rows(settings)), True)
+    rows = PoolSettings(rows=self._rows(settings))
+    return Scheduler(self.programs, rows, in_batches=True)
 
   def _rows(self, batch_size: int | None) -> int:
     """Returns a call's batch size, the engine's if it is None.
@@ -548,15 +549,16 @@ class Engine:
     Args:
       rows: greedy rows that are decoded together.
     """
-    is_usual = self.drafting == drafting_of(USUAL_GAMMA, self.fallback)
-    was_chosen = self.config.gamma is not None or not is_usual
-    if was_chosen or not self.has_drafter or self.tree is not None:
+    usual = drafting_of(USUAL_GAMMA, self.fallback)
+    was_chosen = self.config.gamma is not None or self.drafting != usual
+    proposes_chain = self.has_drafter and self.tree is None
+    if was_chosen or not proposes_chain or not backend.is_one_cpu():
       return True
-    cost = None
-    if backend.is_one_cpu():
-      cost = cpu_layout.call_cost(rows, 1 + USUAL_GAMMA)
-    a_round = (cost or 0.0) + USUAL_GAMMA * self._cost_ratio
-    return cost is None or _USUAL_TOKENS >= _LEAST_GAIN * a_round
+    cost = cpu_layout.call_cost(rows, 1 + USUAL_GAMMA)
+    if cost is None:
+      return True
+    a_round = cost + USUAL_GAMMA * self._cost_ratio
+    return _USUAL_TOKENS >= _LEAST_GAIN * a_round
 
   def request(
     self, texts: Texts, gamma: Gamma = None, **options: Any

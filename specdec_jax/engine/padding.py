@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+Ids = Sequence[int]
 # Least padded widths. Wider ones cost time in the encoder; narrower ones would
 # need more programs.
 SMALLEST_INPUT = 16
@@ -11,7 +12,7 @@ SMALLEST_PROMPT = 8
 
 
 def padded(
-  encoded: Sequence[Sequence[int]], batch: int, width: int, pad_id: int = 0
+  encoded: Sequence[Ids], batch: int, width: int, pad_id: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the ids as int32[batch, width], padded, and their lengths.
 

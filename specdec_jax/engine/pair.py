@@ -380,7 +380,8 @@ def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
     raise unexpected('drafter', expected, name)
   if adapts and (searches or not drafter.adapts):
     reason = f'{drafter.name!r} does not say how sure it is'
-    reason = f'num_beams = {num_beams}' if searches else reason
+    if searches:
+      reason = f'this is a beam search (num_beams = {num_beams})'
     raise unexpected('gamma', f'a number: {reason}', 'adaptive')
 
 

@@ -551,7 +551,7 @@ class FixedBatches(RowPool):
         row = self.waiting.popleft()
         if not row.is_cancelled:
           self._rows.append(row)
-      self._pieces = self._decode([*self._rows])
+      self._pieces = self._decode(self._rows)
     generation = next(self._pieces, None)
     if generation is None:
       return []
@@ -569,7 +569,8 @@ class FixedBatches(RowPool):
     for at in range(0, len(rows), self._size):
       some = rows[at : at + self._size]
       if self._num_rounds:
-        collections.deque(self._decode(some), 0)
+        for _ in self._decode(some):
+          pass
       else:
         programs.compile(programs.exactly(_maker(some), len(some)))
     return programs.count > before
@@ -959,10 +960,9 @@ class Scheduler:
     if self._in_batches and len(rows) <= settings.rows:  # read together
       size = padded_rows(len(rows))
       settings = PoolSettings(rows=size, refill=size)
-    number = self._num_pools(rows)
-
-    def pool() -> SlotPool:
-      args = programs, settings, rows
-      return SlotPool(*args, lock=self.lock, compiled=compiled, beside=number)
-
-    return SideBySide([pool() for _ in range(number)]) if number > 1 else pool()
+    number, args = self._num_pools(rows), (programs, settings, rows)
+    pools = [
+      SlotPool(*args, lock=self.lock, compiled=compiled, beside=number)
+      for _ in range(number)
+    ]
+    return SideBySide(pools) if number > 1 else pools[0]

@@ -25,6 +25,7 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.engine.compilation_cache import few_programs
 from specdec_jax.engine.padding import (
   SMALLEST_PROMPT,
+  Ids,
   next_power_of_two,
   padded,
   padded_rows,
@@ -34,7 +35,6 @@ from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
 from specdec_jax.rules.tokens import Prefix, Ruling
 from specdec_jax.tree_shape import ROOT, Tree, static_tree
 
-Ids = Sequence[int]
 Rows = Sequence[Ids]  # the ids of several texts
 # The likeliest ids and their log-probabilities, for each token of an output.
 Top = Sequence[Sequence[tuple[int, float]]]
@@ -312,8 +312,8 @@ def classify(
         network, params, texts, prompt, length, tree, trie.tokens, trie.edges
       )
     edges = partitioning.on_host(log_probs)[: len(prompts[some])]
-    taken, of = trie.taken
-    totals += [np.bincount(of, row[taken], len(labels)) for row in edges]
+    edge, label = trie.taken
+    totals += [np.bincount(label, row[edge], len(labels)) for row in edges]
   logits = np.reshape(totals, (len(prompts), len(labels)))
   weights = np.exp(logits - logits.max(axis=1, keepdims=True))
   return weights / weights.sum(axis=1, keepdims=True)

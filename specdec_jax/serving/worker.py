@@ -22,7 +22,7 @@ from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.request import Row, Update, joined
 from specdec_jax.engine.scheduler import Lane, PoolSettings, Scheduler, SlotPool
-from specdec_jax.request import BLOCK, TOKEN, Drafting, Request
+from specdec_jax.request import Drafting, Request
 from specdec_jax.serving.protocol import ApiError
 from specdec_jax.serving.settings import LOG, ServeSettings, say, say_since
 
@@ -426,7 +426,7 @@ class Worker:
       greedy=False,
       forbids_stops=True,
       with_log_probs=True,
-      verification=BLOCK if self.engine.tree is None else TOKEN,
+      verification='block' if self.engine.tree is None else 'token',
     )
 
   def _texts_of_all_widths(self) -> list[list[int]]:

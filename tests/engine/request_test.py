@@ -9,24 +9,32 @@ import toy_models
 from specdec_jax.engine.request import joined
 
 WORDS = [[5, 6], [9, 8, 7], [9, 8, 7, 6, 5]]
+PAIRS = [[i, i] for i in range(3, 12)]
+# An option -> values that it has, one after the other.
+VALUES = {
+  'num_beams': (2, 3),
+  'logit_bias': ({7: -100},),
+  'suppress_tokens': ([8, 9],),
+  'bad_words': (*(WORDS[:i] for i in (1, 2, 3)), PAIRS),
+  'sequence_bias': ([([5], 1.5)],),
+  'no_repeat_ngram_size': (2, 3),
+  'encoder_no_repeat_ngram_size': (3,),
+  'repetition_penalty': (1.5,),
+  'begin_suppress_tokens': ([4], [*range(4, 12)]),
+  'forced_eos_token_id': (1,),
+  'choices': (['red', 'the dog'], ['a', 'the dog runs']),
+  'regex': ('a|the (red )?dog', '[a-c]{3,5}'),
+}
 ASKED = (
-  *({}, {'max_length': 3, 'seed': 7}, {'speculative': False}),
-  *({'temperature': 1.0} | more for more in ({}, {'top_k': 3}, {'min_p': 0.2})),
-  *({'num_beams': number} for number in (2, 3)),
-  *({'logit_bias': {7: -100}}, {'suppress_tokens': [8, 9]}),
-  *({'bad_words': WORDS[:number]} for number in (1, 2, 3)),
-  {'bad_words': [[i, i] for i in range(3, 12)]},
-  *({'no_repeat_ngram_size': size} for size in (2, 3)),
-  *({'encoder_no_repeat_ngram_size': 3}, {'sequence_bias': [([5], 1.5)]}),
-  *(
-    {'repetition_penalty': 2},
-    {'repetition_penalty': 2, 'presence_penalty': 1},
-  ),
-  *({'begin_suppress_tokens': [*range(4, end)]} for end in (5, 12)),
-  {'forced_eos_token_id': 1},
-  *({'choices': some} for some in (['red', 'the dog'], ['a', 'the dog runs'])),
+  *({name: value} for name, values in VALUES.items() for value in values),
   {'choices': [f'a {"red " * i}dog' for i in range(40)]},
-  *({'regex': regex} for regex in ('a|the (red )?dog', '[a-c]{3,5}')),
+  {'repetition_penalty': 1.5, 'presence_penalty': 1.0},
+  {},
+  {'max_length': 3, 'seed': 7},
+  {'speculative': False},
+  {'temperature': 1.0},
+  {'temperature': 1.0, 'top_k': 3},
+  {'temperature': 1.0, 'min_p': 0.2},
 )
 
 

@@ -205,11 +205,12 @@ def cores(monkeypatch):
   monkeypatch.setattr(scheduler, '_LEAST_ROWS', 2)
   monkeypatch.setattr(backend, 'num_cores', lambda: 2)
   threads, step = set(), scheduler.SlotPool.step
-  monkeypatch.setattr(
-    scheduler.SlotPool,
-    'step',
-    lambda pool: threads.add(threading.current_thread()) or step(pool),
-  )
+
+  def noted(pool):
+    threads.add(threading.current_thread())
+    return step(pool)
+
+  monkeypatch.setattr(scheduler.SlotPool, 'step', noted)
   return threads
 
 
