@@ -18,11 +18,6 @@ from specdec_jax.files.locations import user_cache
 _MOST_PROGRAMS = 32
 
 
-def default_folder() -> pathlib.Path:
-  """Returns the folder of this library in the user's cache folder."""
-  return user_cache() / 'xla'
-
-
 def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   """Turns the cache on, unless the user has already chosen one for JAX.
 
@@ -31,7 +26,8 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   and compile its program at each start.
 
   Args:
-    folder: where compiled programs are kept; None is `default_folder()`.
+    folder: where compiled programs are kept; None is a folder in
+      the user's cache folder.
 
   Returns:
     The folder in use; None if it cannot be made, which costs only time.
@@ -40,7 +36,7 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   chosen = jax.config.values.get('jax_compilation_cache_dir')
   if chosen and folder is None:
     return pathlib.Path(chosen)
-  path = default_folder() if folder is None else pathlib.Path(folder)
+  path = user_cache() / 'xla' if folder is None else pathlib.Path(folder)
   if chosen == str(path):
     return path
   try:

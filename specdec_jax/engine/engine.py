@@ -1,6 +1,7 @@
 """Strings in, strings out: an engine with a target and perhaps a drafter."""
 
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from specdec_jax.engine.options import (
 from specdec_jax.engine.padding import padded_rows
 from specdec_jax.engine.pair import MemoryCheck
 from specdec_jax.engine.programs import Programs
-from specdec_jax.engine.request import TextRequest, Update
+from specdec_jax.engine.request import TextRequest, Update, joined
 from specdec_jax.engine.scheduler import PoolSettings, Scheduler
 from specdec_jax.engine.trace import Trace
 from specdec_jax.models import backend, cpu_layout
@@ -576,7 +577,8 @@ class Engine:
     made = self.text_request(texts, gamma=gamma, **options)
     if made.passed_over or not made.rows:
       raise unexpected('texts', 'no empty text in a request', texts)
-    return self.programs.exactly(made.batch, len(made.rows))
+    request_of = functools.partial(joined, made.rows)
+    return self.programs.exactly(request_of, len(made.rows))
 
 
 def _tokenizer_of(target: Model, config: EngineConfig) -> Vocabulary:

@@ -32,8 +32,6 @@ from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
 MOST_ROWS = 1 << 16  # rows decoded together, or samples of an example
-# With this gamma, a draft ends where its drafter is unsure.
-ADAPTIVE = 'adaptive'
 KEY_BITS = 32  # bits of the id that an example's random numbers derive from
 # These options -> their names in other libraries.
 _USUAL_NAMES = {
@@ -292,7 +290,7 @@ def drafting_of(
   """Makes the `Drafting` that a caller asks for.
 
   Args:
-    gamma: a number of proposals; 'adaptive', see `length.plain_rule`; a rule
+    gamma: a number of proposals; 'adaptive', see `plain_rule`; a rule
       from `Calibration.rule`; or a `Drafting`, whose rests are ignored.
     rests: whether the drafter rests where it does not pay, by guessed costs; or
       measured costs. Costs that were measured at another gamma are not used.

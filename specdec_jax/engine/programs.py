@@ -76,8 +76,9 @@ class Programs:
     Raises:
       ValueError: there is no drafter.
     """
-    drafter: Any = self._loop(True)[0].drafter
-    return drafter
+    loop, _ = self._loop(True)
+    assert loop.drafter is not None
+    return loop.drafter
 
   def _loop(self, speculative: bool, constrained: bool = False) -> _Bound:
     """Returns the speculative or the plain loop, and its parameters.
@@ -105,13 +106,13 @@ class Programs:
     """Returns a request of the fewest rows that a program may have."""
     return request_of(rounded_up(padded_rows(num_rows), self.row_multiple))
 
-  def compile(self, request: Request) -> None:
-    """Compiles the program of `decode`, unless it has been compiled.
+  def compile(self, request_of: _RequestOf, num_rows: int) -> None:
+    """Compiles the smallest program that `decode` may take for such requests.
 
     Raises:
       ValueError: no memory could hold it.
     """
-    self._program('decode', request)
+    self._program('decode', self.exactly(request_of, num_rows))
 
   def decode(self, request_of: _RequestOf, num_rows: int) -> Generation:
     """Decodes a fixed batch in one call; returns the result on the host.

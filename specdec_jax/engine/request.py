@@ -260,18 +260,19 @@ def widest_of(
 
 def joined(
   rows: Sequence[Row],
-  shared: Request,
-  least: tuple[int, int] = (1, 1),
   size: int | None = None,
+  least: tuple[int, int] = (1, 1),
+  shared: Request | None = None,
 ) -> Request:
   """Makes the arrays of rows that are read together.
 
   Args:
     rows: the rows.
-    shared: the `Terms.shared` of the rows.
-    least: the least widths of inputs and prompts.
     size: B, filled up with rows without a text; None: the number of rows.
+    least: the least widths of inputs and prompts.
+    shared: in place of the `Terms.shared` of the rows.
   """
+  shared = rows[0].terms.shared if shared is None else shared
   if size is not None:
     filler = dataclasses.replace(
       rows[0], inputs=(), prompt=(), widths=(1, 1), max_length=0
@@ -519,10 +520,6 @@ class TextRequest:
       temperature=temperature,
       max_length=options.max_length or self._config.max_decode_len,
     )
-
-  def batch(self, size: int | None = None) -> Request:
-    """Returns the arrays of all rows, filled up to `size` without a text."""
-    return joined(self.rows, self.terms.shared, size=size)
 
   def completions(
     self, outputs: Mapping[int, Sequence[Completion]]

@@ -14,6 +14,7 @@ answers, never from a clock, so that all processes of a run decide alike.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import logging
 import queue
@@ -259,7 +260,7 @@ class SlotPool(RowPool):
     settings = settings.share(beside)
     multiple, self._widest = programs.row_multiple, widest_of(rows)
     if example is None:
-      example = joined(rows[:1], rows[0].terms.shared, self._widest)
+      example = joined(rows[:1], least=self._widest)
     self.policy = DraftPolicy(settings, example.drafting, multiple)
     self.sizes = settings.pool_sizes(multiple)
     usual_width = max(rows[len(rows) // 2].widths)
@@ -414,7 +415,7 @@ class SlotPool(RowPool):
     count = min(count for count in self._counts if count >= len(rows))
     # Filled up, so that there are few programs.
     filled = [*rows, *[rows[0]] * (count - len(rows))]
-    request, first = joined(filled, self._shared), rows[0]
+    request, first = joined(filled, shared=self._shared), rows[0]
     widths = request.inputs.shape[1], request.prompt_width
     share_stops = np.ndim(self._shared.stop_ids) == 1
     is_alone = len(slots.owners) == 1 and (share_stops or first.is_simple)
@@ -423,7 +424,7 @@ class SlotPool(RowPool):
       slots.hold(request, first)
       return
     if not self._may('read', count, widths):
-      request = joined(filled, self._shared, self._widest)
+      request = joined(filled, least=self._widest, shared=self._shared)
     self.used.add(('read', count, widths))
     slots.admit(request, rows)
 
@@ -572,21 +573,17 @@ class FixedBatches(RowPool):
         for _ in self._decode(some):
           pass
       else:
-        programs.compile(programs.exactly(_maker(some), len(some)))
+        programs.compile(functools.partial(joined, some), len(some))
     return programs.count > before
 
   def _decode(self, rows: Sequence[Row]) -> Iterator[Any]:
     """Yields None after each piece, and at last the generation."""
+    request_of = functools.partial(joined, rows)
     if self._num_rounds and rows:
-      request = self._programs.exactly(_maker(rows), len(rows))
+      request = self._programs.exactly(request_of, len(rows))
       yield from self._programs.decode_in_pieces(request, self._num_rounds)
     elif rows:
-      yield self._programs.decode(_maker(rows), len(rows))
-
-
-def _maker(rows: Sequence[Row]):
-  """Returns a function: number of rows -> request, filled up to that number."""
-  return lambda size: joined(rows, rows[0].terms.shared, size=size)
+      yield self._programs.decode(request_of, len(rows))
 
 
 @dataclasses.dataclass(eq=False)
@@ -871,7 +868,7 @@ class Scheduler:
       for lane in idle[:1]:
         self._drop(lane)
     for lane in idle[:1]:
-      self._programs.forget(lane.programs or _maker([lane.example])(1))
+      self._programs.forget(lane.programs or joined([lane.example]))
     return False
 
   def _drop(self, lane: Lane) -> None:

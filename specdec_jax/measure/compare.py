@@ -20,7 +20,6 @@ from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.completion import total
 from specdec_jax.engine.engine import Engine
-from specdec_jax.engine.options import ADAPTIVE
 from specdec_jax.measure.calibrate import START, for_host, predicted_speed_up
 from specdec_jax.measure.calls import Advance, Timed, decode_in_turn
 from specdec_jax.report import Column, Record, Table, bar, record
@@ -179,7 +178,7 @@ class _Comparison(NamedTuple):
     for method in config.all_methods:
       options = dict(method.options)
       # A calibration gives an adaptive method its thresholds, or turns it off.
-      if options.get('gamma') == ADAPTIVE and measured is not None:
+      if options.get('gamma') == 'adaptive' and measured is not None:
         if measured.at(1).gamma:
           options['gamma'] = measured.rule(1)
         else:

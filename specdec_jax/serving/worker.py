@@ -121,7 +121,7 @@ class Worker:
       engine.programs,
       pool,
       [widest],
-      self._of_any_kind(joined([widest], widest.terms.shared)),
+      self._of_any_kind(joined([widest])),
       self._counts,
     )
     self.ordinary: SlotPool = self._make_pool(compiled=set())

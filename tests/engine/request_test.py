@@ -48,7 +48,7 @@ def test_rows_of_a_kind_have_arrays_of_the_same_shapes(tokenizer):
   ]
   shapes = []
   for row in rows:
-    leaves, tree = jax.tree.flatten(joined([row], row.terms.shared))
+    leaves, tree = jax.tree.flatten(joined([row]))
     shapes.append((tree, [*map(np.shape, leaves)]))
   for one, other in itertools.combinations(range(len(rows)), 2):
     is_same = rows[one].kind == rows[other].kind
