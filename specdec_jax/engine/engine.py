@@ -406,14 +406,9 @@ class Engine:
     """
     check_texts(texts)
     outputs, params = self.label_ids(labels), self.params.target
-    read = [self.codec.input_ids(text, source_lang) for text in texts]
+    inputs = [self.codec.input_ids(text, source_lang) for text in texts]
     begin = self.codec.begin(self.codec.languages(target_lang=target_lang))
-    scoring.check_ids(self.target, inputs=read)
-    inputs: list[list[int]] = [[] for _ in read]
-    prompts = read
-    if self.target.has_encoder:
-      inputs, prompts = read, [[*begin] for _ in read]
-    return scoring.classify(self.target, params, inputs, prompts, outputs)
+    return scoring.classify(self.target, params, inputs, outputs, begin)
 
   def label_ids(self, labels: Texts) -> list[list[int]]:
     """Returns the ids of labels, each with its end.

@@ -121,8 +121,7 @@ def score(
   check_ids(network, inputs=inputs, targets=targets)
   if not inputs:
     return []
-  begins, rows = _rows(network, inputs, targets, prompt)
-  encoded = inputs if network.has_encoder else [[]] * len(inputs)
+  encoded, begins, rows = _rows(network, inputs, targets, prompt)
   texts, tokens = _padded(encoded, pad=network.pad_id), _padded(rows, 1)
   # The number is rounded up, so that few programs are compiled.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
@@ -158,24 +157,24 @@ def shapes(
   network: LanguageModel, inputs: Rows, targets: Rows, prompt: Ids = ()
 ) -> tuple[int, ...]:
   """The sizes that decide which program `score` runs for these examples."""
-  _, rows = _rows(network, inputs, targets, prompt)
-  encoded = inputs if network.has_encoder else [[]]
+  encoded, _, rows = _rows(network, inputs, targets, prompt)
   return padded_rows(len(inputs)), _width(encoded), _width(rows, 1)
 
 
 def _rows(
   network: LanguageModel, inputs: Rows, targets: Rows, prompt: Ids
-) -> tuple[list[int], list[list[int]]]:
-  """Returns the decoder's ids (read, then scored) and where scoring begins.
+) -> tuple[Rows, list[int], list[list[int]]]:
+  """Returns the encoder's ids, where scoring begins, and the decoder's ids.
 
   The decoder of an encoder-decoder begins with the prompt, a decoder-only model
-  with the input. The logits after the last of these tokens are those of the
-  first output token.
+  with the input; the targets follow. The logits after the last id before these
+  are those of the first output token.
   """
   begin = [*prompt] or [network.start_id]
   firsts = [begin if network.has_encoder else [*ids] for ids in inputs]
   rows = [[*first, *ids] for first, ids in zip(firsts, targets, strict=True)]
-  return [len(first) - 1 for first in firsts], rows
+  encoded = inputs if network.has_encoder else [()] * len(inputs)
+  return encoded, [len(first) - 1 for first in firsts], rows
 
 
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
@@ -280,21 +279,24 @@ def classify(
   network: LanguageModel,
   params: Params,
   inputs: Rows,
-  prompts: Rows,
   labels: Rows,
+  prompt: Ids = (),
 ) -> np.ndarray:
   """Returns the probabilities of labels, float64[B, L]; each row sums to 1.
 
   Args:
     network: such as `T5(config)`.
     params: its parameters, as a checkpoint has them or placed.
-    inputs: ids that the encoder reads; empty ones without an encoder.
-    prompts: ids that the decoder begins with, one or more each.
+    inputs: as for `score`.
     labels: ids of each label, its end included.
+    prompt: as for `score`.
 
   Raises:
-    ValueError: there are no labels, one occurs twice, or there are too many.
+    ValueError: as for `score`; or there are no labels, one occurs twice, or
+      there are too many.
   """
+  check_ids(network, inputs=inputs)
+  encoded, _, prompts = _rows(network, inputs, [()] * len(inputs), prompt)
   if not labels or len({tuple(ids) for ids in labels}) < len(labels):
     raise unexpected('labels', 'one or more, each once', labels)
   trie = _trie(labels)
@@ -303,13 +305,13 @@ def classify(
   totals = list[np.ndarray]()
   for at in range(0, len(prompts), step):
     some = slice(at, at + step)
-    texts, _ = _as_prompts(inputs[some], network.pad_id)
-    prompt, length = _as_prompts(prompts[some])
-    slots = prompt.shape[1] + number
+    texts, _ = _as_prompts(encoded[some], network.pad_id)
+    read, length = _as_prompts(prompts[some])
+    slots = read.shape[1] + number
     tree = static_tree(trie.parents, jnp.asarray(length - 1), slots)
     with few_programs(_log_probs):
       log_probs = _log_probs(
-        network, params, texts, prompt, length, tree, trie.tokens, trie.edges
+        network, params, texts, read, length, tree, trie.tokens, trie.edges
       )
     edges = partitioning.on_host(log_probs)[: len(prompts[some])]
     edge, label = trie.taken
