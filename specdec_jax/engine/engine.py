@@ -531,8 +531,10 @@ class Engine:
     stop_ids = [*map(int, self.codec.stop_ids if given is None else given)]
     check_ids('stop_ids', stop_ids, self.target.vocab_size)
     options = dataclasses.replace(options, stop_ids=stop_ids)
-    what = texts, options, self.rule_book.rules_of(options, stop_ids)
-    return TextRequest(self.codec, self.config, *what, drafting, self.tree)
+    rules = self.rule_book.rules_of(options, stop_ids)
+    return TextRequest(
+      self.codec, self.config, texts, options, rules, drafting, self.tree
+    )
 
   def speculation_pays(self, rows: int) -> bool:
     """Whether drafts of a length that nobody chose are quicker than none.

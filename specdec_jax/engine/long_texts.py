@@ -68,7 +68,6 @@ class LongTexts:
   Attributes:
     parts: the sentences to decode, each with its prefix, output by output; a
       text with several samples occurs once per sample.
-    example_ids: the id of each part.
     options: the options with which the parts are decoded.
   """
 
@@ -103,15 +102,17 @@ class LongTexts:
     self.parts = [
       options.split_prefix + part for x in self._outputs for part in x.parts
     ]
-    self.example_ids = [
+    example_ids = [
       sentence_id(example_id(number, sample), place)
       for number, sentences in zip(ids, whole, strict=True)
       for sample in samples
       for place in range(len(sentences.spans))
     ]
-    of: dict[str, Any] = {'split': None, 'split_lang': None, 'split_prefix': ''}
-    of |= {'num_samples': self._each, 'example_ids': self.example_ids}
-    self.options = dataclasses.replace(options, **of)
+    changes: dict[str, Any] = {'split': None, 'split_lang': None}
+    changes |= {'split_prefix': '', 'num_samples': self._each}
+    self.options = dataclasses.replace(
+      options, **changes, example_ids=example_ids
+    )
 
   def joined(self, done: Sequence[Completion]) -> Iterator[Completion]:
     """Yields the outputs of the texts, joined from the outputs of `parts`."""
