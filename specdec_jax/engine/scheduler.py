@@ -167,7 +167,7 @@ class DraftPolicy:
     return self.by_rows[_fitting(self.by_rows, size)] if varies else self._base
 
 
-def _fitting(sizes: Iterable[int], rows: int) -> int:
+def _fitting(sizes: Sequence[int] | Mapping[int, Any], rows: int) -> int:
   """Returns the smallest size that holds the rows, or else the largest one."""
   return min((size for size in sizes if size >= rows), default=max(sizes))
 
