@@ -645,12 +645,14 @@ def _with_top(
     return outputs
   done, sources = list[Completion](), request.sources()
   model = engine.target, engine.params.target
+  first: Sequence[int] = ()
+  if request.rows and engine.target.has_encoder:
+    first = request.rows[0].prompt[:1]  # the decoder's first id
   for at in range(0, len(outputs), rows):
     inputs, begins, ruled = zip(*sources[at : at + rows], strict=True)
     pairs = [*zip(outputs[at : at + rows], begins, strict=True)]
     targets = [[*begin, *output.tokens] for output, begin in pairs]
     options = dict(num_top=num_top, ruled=ruled)
-    first = request.first_ids
     scores = scoring.score(*model, inputs, targets, first, **options)
     for (output, begin), score in zip(pairs, scores, strict=True):
       log_probs = list(score.log_probs[len(begin) :])

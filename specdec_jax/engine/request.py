@@ -541,9 +541,3 @@ class TextRequest:
       ruled = Ruled(rules, len(begin), row.max_length, is_beam)
       sources[row.index] = read, begin, ruled
     return [source for source in sources for _ in range(self.terms.num_outputs)]
-
-  @property
-  def first_ids(self) -> Sequence[int]:
-    """The first id of the decoder, with an encoder."""
-    is_given = self.rows and self._codec.network.has_encoder
-    return self.rows[0].prompt[:1] if is_given else ()
