@@ -179,6 +179,14 @@ class Row:
     """A key: rows that share it have the same programs."""
     return self.terms.kind, self.is_plain, self.widths
 
+  @property
+  def ruled(self) -> Ruled:
+    """The rules that it is decoded by."""
+    has_encoder = self.terms.codec.network.has_encoder
+    before = len(self.prompt) - 1 if has_encoder else 0
+    is_beam = self.options.num_beams is not None
+    return Ruled(self.terms.rules, before, self.max_length, is_beam)
+
   def shortened(self, length: int) -> 'Row':
     """Returns a new row like this one, with an output of `length` at most."""
     length = min(length, self.terms.shared.slots)
@@ -530,14 +538,11 @@ class TextRequest:
     These are the ids of the input; with an encoder, the prompt ids that follow
     the start token; and the rules.
     """
-    network, rules = self._codec.network, self.terms.rules
-    is_beam = self.terms.options.num_beams is not None
+    network = self._codec.network
     nothing = [network.start_id], (), Ruled(NO_RULES, 0, 1)
     sources: list[Source] = [nothing] * self.num_outputs
     for row in self.rows:
-      read, begin = row.prompt, row.prompt[:0]
+      sources[row.index] = row.prompt, (), row.ruled
       if network.has_encoder:
-        read, begin = row.inputs, row.prompt[1:]
-      ruled = Ruled(rules, len(begin), row.max_length, is_beam)
-      sources[row.index] = read, begin, ruled
+        sources[row.index] = row.inputs, row.prompt[1:], row.ruled
     return [source for source in sources for _ in range(self.terms.num_outputs)]
