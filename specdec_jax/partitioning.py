@@ -23,6 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
+import flax.core
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -520,7 +521,7 @@ def place(
   partition = placement.partition()
   rounded = integers.rounded(params, placement.param_dtype)
   if not empties:
-    rounded = jax.tree.map(lambda leaf: leaf, rounded)  # new dicts
+    rounded = flax.core.unfreeze(rounded)  # new dicts of the same arrays
   laid_out = _lay_out(rounded, placement)
   return laid_out if partition is None else partition.place(laid_out)
 

@@ -467,3 +467,10 @@ def test_wrong_shapes_are_named():
   ):
     with pytest.raises(ValueError, match=field):
       call()
+
+
+def test_a_shape_knows_its_nodes():
+  shape = branching(3, (2, 1), 1)
+  assert shape.paths[7].tolist() == [0, 4, 7]
+  assert shape.cut(2).parents == (-1, -1, -1, 0, 0, 1)
+  assert shape.cut(3) == shape

@@ -186,7 +186,7 @@ NO_RULES = RowRules()
 
 
 class RuleBook:
-  """Turns options into rules; caches the automata of automata."""
+  """Turns options into rules; caches the automata of constraints."""
 
   def __init__(self, tokenizer: Any, vocab_size: int):
     """Takes the vocabulary of outputs, and the target's number of ids."""
