@@ -129,9 +129,8 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
     table = from_arrays(arrays, **{name: about[name] for name in _ABOUT})
   except _BROKEN as error:
     expected = 'a whole file that gin/runs/fit_ngram.gin wrote'
-    raise unexpected(
-      'n-gram table', expected, path, f'{files.reason(error)}.'
-    ) from error
+    reason = f'{files.reason(error)}.'
+    raise unexpected('n-gram table', expected, path, reason) from error
   if vocabulary is not None:
     check_vocabulary(repr(path), table, vocabulary)
   return table

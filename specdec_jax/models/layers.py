@@ -302,9 +302,8 @@ def attend(
     if bias.shape[1:3] == (1, 1):  # all heads and queries share it
       return scores + bias
     bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
-    bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:]).swapaxes(
-      2, 3
-    )
+    bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:])
+    bias = bias.swapaxes(2, 3)
     return scores + bias.reshape(len(bias), kv_heads, -1, bias.shape[-1])
 
   def mixed_of(weights, values):

@@ -389,8 +389,8 @@ def _derived(source: Schema, **keywords: Any) -> Schema:
 
 def _enumerations(schema: Schema) -> list[list[Any]]:
   """Returns lists of values; a value must equal one value of each list."""
-  lists = [[schema[x]] for x in ('const',) if x in schema]
-  return lists + [schema[x] for x in ('enum',) if x in schema]
+  constants = [[schema['const']]] if 'const' in schema else []
+  return constants + ([schema['enum']] if 'enum' in schema else [])
 
 
 def _kinds_of(values: list[Any]) -> _Kinds:
@@ -516,16 +516,14 @@ def _number(text: str) -> int | Decimal:
 def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
   """Yields keyword, schema and JSON pointer of each direct subschema."""
   for keyword, value in schema.items():
-    at, parts = f'{schema.at}/{keyword}', dict[Any, Any]()
-    if keyword in _LISTS:
-      parts = dict(enumerate(value))
-    elif keyword in _DICTS:
-      parts = value
+    at = f'{schema.at}/{keyword}'
+    if keyword in (*_LISTS, *_DICTS):
+      parts = value.items() if keyword in _DICTS else enumerate(value)
+      for key, part in parts:
+        key = str(key).replace('~', '~0').replace('/', '~1')
+        yield keyword, part, f'{at}/{key}'
     elif keyword in _WITHIN:
       yield keyword, value, at
-    for key, part in parts.items():
-      key = str(key).replace('~', '~0').replace('/', '~1')
-      yield keyword, part, f'{at}/{key}'
 
 
 def _check(schema: Schema, keyword: str) -> None:
