@@ -473,9 +473,7 @@ def of_config(kind: type[T], config: Any, **more: Any) -> T:
     **more: the fields that the configuration lacks, or that differ.
   """
   names = {field.name for field in dataclasses.fields(cast(Any, kind))}
-  same = {
-    name: getattr(config, name) for name in names if hasattr(config, name)
-  }
+  same = {name: value for name, value in vars(config).items() if name in names}
   return kind(**same | more)
 
 
