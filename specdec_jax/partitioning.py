@@ -519,7 +519,7 @@ def place(
     ValueError: an array cannot be split as the placement says.
   """
   partition = placement.partition()
-  rounded = integers.rounded(params, placement.param_dtype)
+  rounded: Params = integers.rounded(params, placement.param_dtype)
   if not empties:
     rounded = flax.core.unfreeze(rounded)  # new dicts of the same arrays
   laid_out = _lay_out(rounded, placement)
