@@ -41,8 +41,8 @@ _COUNTS += ['minProperties', 'maxProperties']
 _BOUNDS = {'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'}
 _NOTES = {  # they say nothing of values
   *'$comment title description default example examples deprecated'.split(),
-  *'readOnly writeOnly contentEncoding contentMediaType'.split(),
-  *('contentSchema', 'discriminator', '$id', '$schema', '$defs', 'definitions'),
+  *'readOnly writeOnly contentEncoding contentMediaType contentSchema'.split(),
+  *'discriminator $id $schema $defs definitions'.split(),
 }
 _Type = Literal[(*_TYPES, 'integer')]  # type: ignore[valid-type]
 _HINTS: dict[str, Any] = {

@@ -116,7 +116,8 @@ SLOW = [pytest.mark.slow, pytest.mark.system]
 @pytest.mark.parametrize(
   ('name', 'every'),
   [
-    *(('bytes', 1), ('demo', 8)),
+    ('bytes', 1),
+    ('demo', 8),
     *(pytest.param(name, 1, marks=SLOW) for name in VOCABULARIES),
   ],
 )
