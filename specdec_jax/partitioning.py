@@ -29,13 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import (
-  AxisType,
-  Mesh,
-  NamedSharding,
-  PartitionSpec,
-  Sharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers

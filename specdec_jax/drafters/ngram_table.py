@@ -165,10 +165,7 @@ def from_arrays(
     name: arrays[name].astype(kind) for name, kind in _ARRAYS.items()
   }
   tokens, ids, children = cast['tokens'], cast['ids'], cast['children']
-  for name, first, end in (
-    ('children', 1, len(tokens)),
-    ('starts', 0, len(ids)),
-  ):
+  for name, first, end in ('children', 1, len(tokens)), ('starts', 0, len(ids)):
     bounds = cast[name]
     fits = bounds.shape == (len(tokens) + 1,) and bounds[0] == first
     if not fits or bounds[-1] != end or np.any(np.diff(bounds) < 0):
