@@ -23,18 +23,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
+import flax.core
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import (
-  AxisType,
-  Mesh,
-  NamedSharding,
-  PartitionSpec,
-  Sharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specdec_jax.checks.fields import check_choice, check_types, unexpected
 from specdec_jax.models import backend, base, cpu_layout, integers
@@ -518,9 +513,9 @@ def place(
     ValueError: an array cannot be split as the placement says.
   """
   partition = placement.partition()
-  rounded = integers.rounded(params, placement.param_dtype)
+  rounded: Params = integers.rounded(params, placement.param_dtype)
   if not empties:
-    rounded = jax.tree.map(lambda leaf: leaf, rounded)  # new dicts
+    rounded = flax.core.unfreeze(rounded)  # new dicts of the same arrays
   laid_out = _lay_out(rounded, placement)
   return laid_out if partition is None else partition.place(laid_out)
 

@@ -243,10 +243,8 @@ def verify_greedy(
     ValueError: the shapes do not fit, at trace time.
   """
   gamma = draft.tokens.shape[0]
-  if target_tokens.shape != (gamma + 1,):
-    raise unexpected(
-      'target_tokens', f'shape {(gamma + 1,)}', target_tokens.shape
-    )
+  if (got := target_tokens.shape) != (gamma + 1,):
+    raise unexpected('target_tokens', f'shape {(gamma + 1,)}', got)
   proposed = jnp.arange(gamma) < draft.length
   matches = draft.tokens == target_tokens[:gamma]
   if near is not None:
@@ -340,11 +338,9 @@ def _end(draft: Draft) -> jax.Array:
 
 def check_shapes(draft: Draft, target_probs: jax.Array) -> None:
   """Raises ValueError unless a sequence's draft fits the target's rows."""
-  gamma = draft.tokens.shape[0]
-  if target_probs.ndim != 2 or target_probs.shape[0] != gamma + 1:
-    raise unexpected(
-      'target_probs', f'shape ({gamma + 1}, V)', target_probs.shape
-    )
-  expected = (gamma, target_probs.shape[1])
+  gamma, got = draft.tokens.shape[0], target_probs.shape
+  if len(got) != 2 or got[0] != gamma + 1:
+    raise unexpected('target_probs', f'shape ({gamma + 1}, V)', got)
+  expected = (gamma, got[1])
   if draft.probs is not None and draft.probs.shape != expected:
     raise unexpected('draft.probs', f'shape {expected}', draft.probs.shape)

@@ -161,13 +161,12 @@ def test_law_of_a_drafter_that_denies_its_own_token(rule):
 def test_a_token_of_target_probability_zero_is_never_accepted():
   # Not even by a uniform of exactly 0.
   target_rows = jnp.array([[1.0, 0.0]] * 2)
+  zero = jnp.zeros(1)
   for draft_row in ([0.5, 0.5], [1.0, 0.0], [0.0, 1.0]):
     draft = Draft(jnp.array([1]), jnp.array([draft_row]), jnp.int32(1))
-    assert verify.count_accepted(draft, target_rows, jnp.zeros(1)) == 0
+    assert verify.count_accepted(draft, target_rows, zero) == 0
     shares = verify.kept_shares(draft, target_rows)
-    assert not verify.count_accepted_block(
-      draft, target_rows, shares, jnp.zeros(1)
-    )
+    assert not verify.count_accepted_block(draft, target_rows, shares, zero)
 
 
 def test_equal_probabilities_are_always_accepted():
@@ -194,9 +193,8 @@ def _kept(laws, gamma, vocab_size):
 def test_a_block_keeps_no_fewer_tokens():
   # 10/9 of two proposals by tokens, 11/9 as a block.
   rows = [1 / 3, 2 / 3, 0, 0, 0, 0], [2 / 3, 1 / 3, 0, 0, 0, 0]
-  assert _kept(map(constant, rows), 2, 6) == pytest.approx(
-    [10 / 9, 11 / 9], abs=1e-5
-  )
+  want = pytest.approx([10 / 9, 11 / 9], abs=1e-5)
+  assert _kept(map(constant, rows), 2, 6) == want
   by_token, as_block = _kept(pair(0, 4), 3, 4)
   assert as_block > by_token + _WRONG
   for case in ADVERSARIAL:
@@ -411,9 +409,8 @@ def _check_same(rows, have, want):
   """Checks that the verdicts of these rows are the same."""
   have, want = jax.device_get((have, want))
   for name in ('num_accepted', 'next_token'):
-    np.testing.assert_array_equal(
-      getattr(have, name)[rows], getattr(want, name)[rows]
-    )
+    both = (getattr(verdict, name)[rows] for verdict in (have, want))
+    np.testing.assert_array_equal(*both)
   if have.path is not None:
     kept = np.arange(have.path.shape[1]) < have.num_accepted[:, None]
     paths = [np.where(kept, one.path, 0)[rows] for one in (have, want)]
@@ -467,3 +464,10 @@ def test_wrong_shapes_are_named():
   ):
     with pytest.raises(ValueError, match=field):
       call()
+
+
+def test_a_shape_knows_its_nodes():
+  shape = branching(3, (2, 1), 1)
+  assert shape.paths[7].tolist() == [0, 4, 7]
+  assert shape.cut(2).parents == (-1, -1, -1, 0, 0, 1)
+  assert shape.cut(3) == shape

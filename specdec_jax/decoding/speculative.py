@@ -2,8 +2,8 @@
 
 `step` is one round: it proposes, reads the draft, judges it and commits. The
 functions below it hold the details: rests of the drafter and the usable part of
-a draft (`propose`), token rules and trees (`read_draft`), temperature, blocks
-and lenience (`judge`).
+a draft (`propose`), token rules, trees and early stops (`read_draft`),
+temperature, blocks and lenience (`judge`).
 
 The target reads the last committed token and all nodes of a tree in one call
 with an ancestor mask. The verdict is a path, which the round then treats as a
@@ -91,9 +91,7 @@ def step(
 
   def check(state: DecodeState, draft: Draft) -> DecodeState:
     # Run the target on all of them in parallel.
-    features, logits, cache = read_draft(context, state, draft)
-    levels = None if draft.tree is None else np.append(0, draft.tree.levels)
-    allowed = base.forbid_early_stops(logits, context, places=levels)
+    features, logits, allowed, cache = read_draft(context, state, draft)
     # Determine the number of accepted guesses n; draw t after them.
     verdict = judge(request, draft, allowed, context.keys)
     if verdict.path is not None:  # the kept path of a tree becomes a chain
@@ -103,8 +101,8 @@ def step(
     # Append x_1..x_n, t.
     state = decode_state.append(request, state, draft, verdict, logits)
     if drafter.reads_features:
-      place = verdict.num_accepted
-      state = state.replace(features=features_at(features, place))
+      last = features_at(features, verdict.num_accepted)
+      state = state.replace(features=last)
     return state.replace(target_cache=cache)
 
   state = in_narrowest_call(check, request, state, draft)
@@ -146,28 +144,31 @@ def propose(
 
 def read_draft(
   context: Context, state: DecodeState, draft: Draft
-) -> tuple[jax.Array, jax.Array, Any]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
   """Calls the target on the last committed token and all N proposals.
 
   Returns:
     The hidden states [B, N + 1, M] that the logits come from; the logits
     float32[B, N + 1, V] after the last committed token and after each proposal,
-    adjusted by the token rules; and the cache, which holds the committed tokens
-    and the draft.
+    adjusted by the token rules; the same logits without stop ids before
+    `min_length`; and the cache, which holds the committed tokens and the draft.
   """
-  target, params, tree = context.target, context.target_params, None
+  target, params = context.target, context.target_params
   assert target is not None  # `context_of` gives it
   cache = target.rewind(state.target_cache, state.visible_length - 1)
   tokens = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
+  tree = levels = None
   if draft.tree is not None:
     parents = (ROOT, *(parent + 1 for parent in draft.tree.parents))
     tree = static_tree(parents, cache.length, state.tokens.shape[1] - 1)
+    levels = np.append(0, draft.tree.levels)
   features, cache = target.extend(params, cache, tokens, tree)
   logits = target.head(params, features)
   ruling = context.request.ruling
   if ruling is not None:  # each place has its own prefix
     logits = ruling.adjust(ruling.along(state.prefix, draft), logits)
-  return features, logits, cache
+  allowed = base.forbid_early_stops(logits, context, places=levels)
+  return features, logits, allowed, cache
 
 
 def context_of(

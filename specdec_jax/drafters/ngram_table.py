@@ -129,9 +129,8 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
     table = from_arrays(arrays, **{name: about[name] for name in _ABOUT})
   except _BROKEN as error:
     expected = 'a whole file that gin/runs/fit_ngram.gin wrote'
-    raise unexpected(
-      'n-gram table', expected, path, f'{files.reason(error)}.'
-    ) from error
+    reason = f'{files.reason(error)}.'
+    raise unexpected('n-gram table', expected, path, reason) from error
   if vocabulary is not None:
     check_vocabulary(repr(path), table, vocabulary)
   return table
@@ -166,10 +165,7 @@ def from_arrays(
     name: arrays[name].astype(kind) for name, kind in _ARRAYS.items()
   }
   tokens, ids, children = cast['tokens'], cast['ids'], cast['children']
-  for name, first, end in (
-    ('children', 1, len(tokens)),
-    ('starts', 0, len(ids)),
-  ):
+  for name, first, end in ('children', 1, len(tokens)), ('starts', 0, len(ids)):
     bounds = cast[name]
     fits = bounds.shape == (len(tokens) + 1,) and bounds[0] == first
     if not fits or bounds[-1] != end or np.any(np.diff(bounds) < 0):

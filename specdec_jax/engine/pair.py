@@ -19,7 +19,7 @@ from specdec_jax.models import causal_lm, families, sizes
 from specdec_jax.models.base import LanguageModel, Params
 from specdec_jax.models.integers import in_floats, is_integers
 from specdec_jax.models.model import Model
-from specdec_jax.models.other_ids import own_vocab_size
+from specdec_jax.models.other_ids import unfitted
 from specdec_jax.models.t5gemma import T5Gemma
 from specdec_jax.partitioning import Placement
 from specdec_jax.text.tokenizer import Vocabulary, contradiction
@@ -271,7 +271,7 @@ def _check_side(name: str, model: Model, tokenizer: Vocabulary) -> None:
     if differs := contradiction(model.tokenizer, tokenizer):
       expected = f'that of {tokenizer.path!r}, which both share ({differs})'
       raise unexpected(f"{name}'s tokenizer", expected, model.tokenizer.path)
-  check_vocabulary_size(name, own_vocab_size(model.network), tokenizer)
+  check_vocabulary_size(name, unfitted(model.network).vocab_size, tokenizer)
 
 
 def _check_draft(target: Model, draft: Model) -> None:

@@ -173,10 +173,10 @@ def _from_json(value: Any) -> CpuLayout:
   if not set(layout.widths) <= set(WIDTHS):
     raise ValueError(f'widths are of {WIDTHS}, got {layout.widths}')
   times = layout.times_ms
-  if len(times) != len(_COUNTS) or not 0 < times[0] <= times[-1] < math.inf:
-    raise unexpected('times_ms', f'one for each of {_COUNTS} rows', times)
-  if [*times] != sorted(times):
-    raise unexpected('times_ms', 'more for more rows', times)
+  fits = len(times) == len(_COUNTS) and [*times] == sorted(times)
+  if not (fits and 0 < times[0] <= times[-1] < math.inf):
+    expected = f'one for each of {_COUNTS} rows, more for more rows'
+    raise unexpected('times_ms', expected, times)
   return layout
 
 

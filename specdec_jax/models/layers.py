@@ -302,9 +302,8 @@ def attend(
     if bias.shape[1:3] == (1, 1):  # all heads and queries share it
       return scores + bias
     bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
-    bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:]).swapaxes(
-      2, 3
-    )
+    bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:])
+    bias = bias.swapaxes(2, 3)
     return scores + bias.reshape(len(bias), kv_heads, -1, bias.shape[-1])
 
   def mixed_of(weights, values):
@@ -474,9 +473,7 @@ def of_config(kind: type[T], config: Any, **more: Any) -> T:
     **more: the fields that the configuration lacks, or that differ.
   """
   names = {field.name for field in dataclasses.fields(cast(Any, kind))}
-  same = {
-    name: getattr(config, name) for name in names if hasattr(config, name)
-  }
+  same = {name: value for name, value in vars(config).items() if name in names}
   return kind(**same | more)
 
 

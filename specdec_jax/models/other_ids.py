@@ -40,11 +40,6 @@ def unfitted(network: Any) -> Any:
   return network.network if isinstance(network, Fitted) else network
 
 
-def own_vocab_size(network: Any) -> int:
-  """Returns the number of ids of the network without a `Fitted` around it."""
-  return int(unfitted(network).vocab_size)
-
-
 @dataclasses.dataclass(frozen=True)
 class Fitted(NetworkWrapper):
   """A `LanguageModel` with another number of logits than the wrapped network.

@@ -655,18 +655,14 @@ class Transformer(Checked, LanguageModel):
   def _check_inputs(self, inputs: jax.Array, encoded: jax.Array | None) -> None:
     if self.shape.encoder is not None:
       self._check_length(inputs.shape[1], 'ids of an input')
-    if not self.reads_encoder:
-      return
     width = self.shape.encoded_dim
-    if encoded is None:
-      raise ValueError(
+    got = None if encoded is None else encoded.shape[-1]
+    if self.reads_encoder and got != width:
+      advice = (
         'This network has no encoder (num_encoder_layers is 0), and can only'
         ' draft for the target that it was made for.'
       )
-    if encoded.shape[-1] != width:
-      advice = 'Take the target that it was made for.'
-      expected, got = f'a width of {width}', encoded.shape[-1]
-      raise unexpected("encoder's output", expected, got, advice)
+      raise unexpected("encoder's output", f'a width of {width}', got, advice)
 
   def _check_length(self, length: int, field: str = _SLOTS) -> None:
     limit = self.most_positions

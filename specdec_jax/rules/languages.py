@@ -526,11 +526,8 @@ _MARKS = _symbols(((_CHARACTERS, _TOP - 1),)).repeat(0)
 _MARKED = _symbols(((0, _TOP - 1),)).repeat(0)
 # Python 3.14 and later find a match.
 _B_IN_NOTHING = re.match(r'\B', '') is not None
-_BEGINNINGS = [(_constants.AT, _constants.AT_BEGINNING_STRING)]
-_BEGINNINGS.append((_constants.AT, _constants.AT_BEGINNING))
-_ENDS = [
-  (_constants.AT, x) for x in (_constants.AT_END, _constants.AT_END_STRING)
-]
+_BEGINNINGS = [*_parser.parse(r'\A^')]
+_ENDS = [*_parser.parse(r'$\Z')]
 _LOOKAHEADS = (_constants.ASSERT, _constants.ASSERT_NOT)
 _UNKNOWN = {
   'ASSERT': 'lookarounds that are not at the beginning',

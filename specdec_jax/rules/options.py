@@ -186,11 +186,11 @@ NO_RULES = RowRules()
 
 
 class RuleBook:
-  """Turns options into rules; caches the automata of automata."""
+  """Turns options into rules; caches the automata of constraints."""
 
   def __init__(self, tokenizer: Any, vocab_size: int):
     """Takes the vocabulary of outputs, and the target's number of ids."""
-    self._tokenizer: Any = tokenizer
+    self._tokenizer = tokenizer
     self._vocab_size = vocab_size
     self._automaton = functools.lru_cache(_REMEMBERED)(self._make_automaton)
     self._spelled = functools.lru_cache(2 * _MOST_WORDS)(self._spell)

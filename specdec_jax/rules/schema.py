@@ -28,7 +28,7 @@ MOST_SUBSCHEMAS = 10_000
 MOST_LENGTH = 100_000  # the limit of minLength, maxItems and the other counts
 _MOST_DIGITS = 400
 
-TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
+_TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
 # Keywords whose subschemas apply to the value itself; then to its items and
 # members.
 _SAME = ['allOf', 'anyOf', 'oneOf', '$ref']
@@ -38,21 +38,21 @@ _LISTS = ['allOf', 'anyOf', 'oneOf', 'prefixItems']
 _DICTS = ['properties', 'patternProperties', '$defs', 'definitions']
 _COUNTS = [x + y for x in ('min', 'max') for y in ('Length', 'Items')]
 _COUNTS += ['minProperties', 'maxProperties']
-BOUNDS = {'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'}
-NOTES = {  # they say nothing of values
+_BOUNDS = {'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'}
+_NOTES = {  # they say nothing of values
   *'$comment title description default example examples deprecated'.split(),
-  *'readOnly writeOnly contentEncoding contentMediaType'.split(),
-  *('contentSchema', 'discriminator', '$id', '$schema', '$defs', 'definitions'),
+  *'readOnly writeOnly contentEncoding contentMediaType contentSchema'.split(),
+  *'discriminator $id $schema $defs definitions'.split(),
 }
-_Type = Literal[(*TYPES, 'integer')]  # type: ignore[valid-type]
+_Type = Literal[(*_TYPES, 'integer')]  # type: ignore[valid-type]
 _HINTS: dict[str, Any] = {
-  **dict.fromkeys({*_WITHIN, *NOTES, 'const'}, Any),
+  **dict.fromkeys({*_WITHIN, *_NOTES, 'const'}, Any),
   **dict.fromkeys(_LISTS, Annotated[Sequence[Any], Bound(1)]),
   **dict.fromkeys(_DICTS, Mapping[str, Any]),
   **dict.fromkeys(_COUNTS, Annotated[int, Bound(0, MOST_LENGTH)]),
   **dict.fromkeys(['pattern', '$ref', '$id', '$schema'], str),
   'type': _Type | Annotated[Sequence[_Type], Bound(1)],
-  **dict.fromkeys(BOUNDS, float),
+  **dict.fromkeys(_BOUNDS, float),
   'multipleOf': Annotated[int, Bound(1, scalars.MOST_RESIDUES)],
   'format': Literal[tuple(scalars.FORMATS)],
   'enum': Sequence[Any],
@@ -60,6 +60,17 @@ _HINTS: dict[str, Any] = {
   'uniqueItems': Literal[False],
 }
 _DRAFTS = ('draft/2020-12', 'draft/2019-09', 'draft-07', 'draft-06')
+
+MOST_RECURSION = 3  # `$ref` may enter a schema within itself so often
+MOST_NESTING = 4  # the depth of arrays and objects where any value is allowed
+MOST_UNORDERED = 12_000  # the most states of an object with keys in any order
+# The blank after a comma or colon, and the regex of blanks around these and
+# inside brackets.
+_BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
+
+# Marks among the schemas entered: one without restrictions; and a flag that
+# values beyond the depth limits count as allowed, not as forbidden.
+_ANYTHING, _POSSIBLY = '{}', '?'
 
 
 class Schema(dict):
@@ -83,16 +94,6 @@ class Schema(dict):
     return unexpected(name, expected, self[keyword])
 
 
-MOST_RECURSION = 3  # `$ref` may enter a schema within itself so often
-MOST_NESTING = 4  # the depth of arrays and objects where any value is allowed
-MOST_UNORDERED = 12_000  # the most states of an object with keys in any order
-# The blank after a comma or colon, and the regex of blanks around these and
-# inside brackets.
-BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
-
-# Marks among the schemas entered: one without restrictions; and a flag that
-# values beyond the depth limits count as allowed, not as forbidden.
-_ANYTHING, _POSSIBLY = '{}', '?'
 _TYPE_OF = {type(None): 'null', bool: 'boolean', str: 'string', list: 'array'}
 _TYPE_OF[Schema] = 'object'
 
@@ -144,7 +145,7 @@ class _Texts:
   """Makes the languages of one schema; results are cached."""
 
   def __init__(self, blanks: str):
-    behind, around = BLANKS[blanks]
+    behind, around = _BLANKS[blanks]
     pad = languages.regex(around)
     self._comma = pad + languages.literal(',' + behind) + pad
     self._colon = pad + languages.literal(':' + behind) + pad
@@ -157,7 +158,7 @@ class _Texts:
   def language(self, schemas: _Schemas, entered: _Entered) -> Language:
     """Returns the texts of the values that satisfy all of the schemas."""
     schemas = tuple(
-      x for x in schemas if x is False or x is not True and x.keys() - NOTES
+      x for x in schemas if x is False or x is not True and x.keys() - _NOTES
     )
     if not schemas:
       if entered.count(_ANYTHING) >= MOST_NESTING:
@@ -219,7 +220,7 @@ class _Texts:
 
   def _kinds(self, schema: Schema) -> _Kinds:
     """Returns the values of each type that a schema allows by itself."""
-    names = schema.get('type', TYPES)
+    names = schema.get('type', _TYPES)
     names = [names] if isinstance(names, str) else names
     kinds = {name: full for name, full in _FULL.items() if name in names}
     if 'integer' in names and 'number' not in names:
@@ -389,8 +390,8 @@ def _derived(source: Schema, **keywords: Any) -> Schema:
 
 def _enumerations(schema: Schema) -> list[list[Any]]:
   """Returns lists of values; a value must equal one value of each list."""
-  lists = [[schema[x]] for x in ('const',) if x in schema]
-  return lists + [schema[x] for x in ('enum',) if x in schema]
+  constants = [[schema['const']]] if 'const' in schema else []
+  return constants + ([schema['enum']] if 'enum' in schema else [])
 
 
 def _kinds_of(values: list[Any]) -> _Kinds:
@@ -437,7 +438,7 @@ def _strings(schema: Schema) -> Iterator[Language]:
 
 def _numbers(schema: Schema) -> Iterator[Language]:
   """Yields the restrictions of numbers that a schema has, as languages."""
-  for keyword in BOUNDS & schema.keys():
+  for keyword in _BOUNDS & schema.keys():
     bound = Decimal(schema[keyword])
     numbers = scalars.above(bound)
     if keyword in ('minimum', 'exclusiveMaximum'):
@@ -516,16 +517,14 @@ def _number(text: str) -> int | Decimal:
 def _below(schema: Schema) -> Iterator[tuple[str, Any, str]]:
   """Yields keyword, schema and JSON pointer of each direct subschema."""
   for keyword, value in schema.items():
-    at, parts = f'{schema.at}/{keyword}', dict[Any, Any]()
-    if keyword in _LISTS:
-      parts = dict(enumerate(value))
-    elif keyword in _DICTS:
-      parts = value
+    at = f'{schema.at}/{keyword}'
+    if keyword in (*_LISTS, *_DICTS):
+      parts = value.items() if keyword in _DICTS else enumerate(value)
+      for key, part in parts:
+        key = str(key).replace('~', '~0').replace('/', '~1')
+        yield keyword, part, f'{at}/{key}'
     elif keyword in _WITHIN:
       yield keyword, value, at
-    for key, part in parts.items():
-      key = str(key).replace('~', '~0').replace('/', '~1')
-      yield keyword, part, f'{at}/{key}'
 
 
 def _check(schema: Schema, keyword: str) -> None:
@@ -552,7 +551,7 @@ def _follow_references(root: Schema, places: dict[str, Any]) -> None:
       place = unquote(schema['$ref'].removeprefix(root.get('$id', '')))
       if place not in places:
         raise schema.refusal('$ref', 'a part of this schema, as "#/$defs/name"')
-      if is_old and schema.keys() - NOTES != {'$ref'}:
+      if is_old and schema.keys() - _NOTES != {'$ref'}:
         raise schema.refusal('$ref', 'nothing beside it in this draft')
       schema.parts = (*schema.parts, ('$ref', places[place]))
   is_within = functools.cache(_is_within)

@@ -90,14 +90,14 @@ def test_beams_are_those_of_t5x(t5x, width, gamma):
     by_prompt = produced * (kind == 'prompted')
     settings = settings_of(width, width, penalty.removeprefix('alpha'))
     inputs = results['encoder_input_tokens']
-    found = search(
-      *(network, network, params, inputs, settings, gamma),
+    options = dict(
       slots=want.shape[-1],
       stop_ids=[int(eos.removeprefix('eos'))],
       max_length=want.shape[-1] - by_prompt,
       prompt=results['prompt'][:, : 1 + produced.max()],
       prompt_length=1 + by_prompt,
     )
+    found = search(network, network, params, inputs, settings, gamma, **options)
     # There a prompt is part of the result.
     shifted = np.zeros_like(want)
     for row, first in enumerate(by_prompt):

@@ -1,9 +1,14 @@
 """Kernels of integers: what is rounded, where, and what comes of it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
+import small_vocabulary
+from specdec_jax.checkpoints import save_t5x
+from specdec_jax.engine.loading import load
 from specdec_jax.models import backend, integers, products
 from specdec_jax.partitioning import Placement, place
 
@@ -93,3 +98,20 @@ def test_on_a_cpu_bad_numbers_stay_bad(bad):
   rows[1, 5] = bad
   is_finite = np.isfinite(on_a_cpu(rows)[0]).all(1)
   assert is_finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+  ('layout', 'dtype'), [('in_out', 'int4'), ('blocks', 'int8')]
+)
+def test_read_from_a_file_or_rounded_in_memory(tmp_path, layout, dtype):
+  """A file of bfloat16, as most checkpoints are."""
+  path, net = tmp_path / 'model.msgpack', small_vocabulary.network(1)
+  params = small_vocabulary.weights(net, 0)
+  save_t5x(path, params, step=0, dtype=jnp.dtype('bfloat16'))
+  placement = Placement(dtype, kernel_layout=layout)
+  read = load(path, net, dtype=dtype).read(dtype)
+  kept = place(load(path, net).read('bfloat16'), placement)
+  jax.tree.map(np.testing.assert_array_equal, place(read, placement), kept)
+  for name, leaf in flatten_dict(read, sep='/').items():
+    is_kernel = name.endswith('/kernel')
+    assert leaf.dtype == (dtype if is_kernel else 'float32'), name

@@ -19,11 +19,13 @@ from specdec_jax.models.other_ids import cut, shortlisted
 from specdec_jax.models.t5 import T5, T5Config
 from specdec_jax.models.t5gemma import T5Gemma, T5GemmaConfig
 
-SIZES = VOCAB_SIZE, 16, 2, 1, 1, 8, 24
-CAUSAL = CausalLMConfig(*SIZES, logit_softcap=2.0)
+SIZES = dict(vocab_size=VOCAB_SIZE, emb_dim=16, head_dim=8, mlp_dim=24)
+STACKS = dict(num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+HEADS = dict(num_heads=2, num_kv_heads=1)
+CAUSAL = CausalLMConfig(**SIZES, **HEADS, num_layers=1, logit_softcap=2.0)
 NETWORKS = {
-  't5': T5(T5Config(*SIZES)),
-  't5_tied': T5(T5Config(*SIZES, logits_via_embedding=True)),
+  't5': T5(T5Config(**SIZES, **STACKS)),
+  't5_tied': T5(T5Config(**SIZES, **STACKS, logits_via_embedding=True)),
   't5gemma': T5Gemma(T5GemmaConfig(CAUSAL, CAUSAL)),
 }
 IDS = [7, 3, 1, VOCAB_SIZE - 1, 3]

@@ -68,7 +68,7 @@ def test_texts_are_those_of_fullmatch(alphabet):
 
 
 def test_a_search_is_that_of_ecma():
-  for alphabet in ('ab\n', 'a -', '1.eé٣'):
+  for alphabet in ('ab\n', 'a -', '1.eé٣', '\0\1a'):
     for pattern in REGEXES[alphabet]:
       if '(?' in pattern and not pattern.startswith(('^(?', '\\A(?')):
         continue
@@ -116,7 +116,8 @@ SLOW = [pytest.mark.slow, pytest.mark.system]
 @pytest.mark.parametrize(
   ('name', 'every'),
   [
-    *(('bytes', 1), ('demo', 8)),
+    ('bytes', 1),
+    ('demo', 8),
     *(pytest.param(name, 1, marks=SLOW) for name in VOCABULARIES),
   ],
 )

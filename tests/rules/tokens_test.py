@@ -183,13 +183,10 @@ def p_values(loop, gamma, changes) -> dict[str, float]:
   request = request_of(
     rows, gamma, SAMPLING, LENGTH, inputs=INPUTS, seed=3, stop_ids=(STOP,)
   )
+  begin = np.ones(len(RULES), np.int32)
   inputs = np.tile(INPUTS, (len(RULES), 1))
-  rules, tables = ruling_of(each_row(), 1, 1, inputs)
-  ends = {'begin': np.ones(rows, np.int32), 'end': np.full(rows, 1 + LENGTH)}
-  rules = jax.tree.map(
-    lambda leaf: np.repeat(leaf, ROWS, axis=0),
-    rules.replace(begin=None, end=None),
-  ).replace(**ends)
+  rules, tables = ruling_of(each_row(), begin, begin + LENGTH, inputs)
+  rules = jax.tree.map(lambda leaf: np.repeat(leaf, ROWS, axis=0), rules)
   request = request.replace(token_rules=rules, automata=tables, **changes)
   params = PairParams(TARGET.params, DRAFT.params)
   tokens = quick_jit(loop.decode)(params, request).tokens
@@ -202,12 +199,10 @@ def p_values(loop, gamma, changes) -> dict[str, float]:
   }
 
 
-@pytest.mark.parametrize(
-  'way',
-  [
-    w if w == 'block' else pytest.param(w, marks=pytest.mark.slow) for w in WAYS
-  ],
-)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize('way', [x if x == 'block' else slow(x) for x in WAYS])
 def test_each_rule_has_its_law(way):
   found = p_values(*WAYS[way])
   assert min(found.values()) > 1e-5, found
@@ -231,9 +226,7 @@ def with_rejected(state):
   ('where', 'name', 'wrong'),
   [
     (Ruling, 'along', start_of_round),
-    pytest.param(
-      *(DecodeState, 'prefix', property(with_rejected)), marks=pytest.mark.slow
-    ),
+    slow(DecodeState, 'prefix', property(with_rejected)),
   ],
 )
 def test_what_goes_wrong_elsewhere_is_seen(monkeypatch, where, name, wrong):
