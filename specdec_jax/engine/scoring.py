@@ -10,6 +10,7 @@ labels as one tree after an input, in one call. A label has the log-probability
 that `score` gives it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ class Ruled(NamedTuple):
   is_beam: bool = False
 
 
-class Score(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Score:
   """The log-probabilities that a model gives to one output.
 
   Attributes:

@@ -14,7 +14,7 @@ import warnings
 import pytest
 import rich.console
 
-from repository import TEST_SPLIT
+from repository import SHARED, TEST_SPLIT
 from specdec_jax import Engine, infer, load
 from specdec_jax.cli import main
 from specdec_jax.engine.long_texts import splitter
@@ -24,6 +24,7 @@ from specdec_jax.text.sentences import language_of, split
 from toy_models import chain_engine
 
 sentencex = pytest.importorskip('sentencex', reason='needs the extra [split]')
+ABSTRACTS = SHARED / 'data/summ/acl_title.test.jsonl.gz'
 DOCUMENTS = pathlib.Path(__file__).with_name('split_documents.txt')
 # What sentencex alone gets wrong: a language, and sentences with a bar between.
 SENTENCES = DOCUMENTS.with_name('split_sentences.txt')
@@ -315,6 +316,16 @@ def test_no_sentence_of_300_documents_is_missing():
     assert whole.joined(whole.parts) == whole.text
   known = [x in own for x, own in zip(inside, parts, strict=True) for x in x]
   assert sum(known) > 0.95 * len(known)
+
+
+@pytest.mark.skipif(not ABSTRACTS.exists(), reason='needs ../shared/data')
+def test_abstracts_lose_nothing():
+  with gzip.open(ABSTRACTS, 'rt', encoding='utf-8') as stream:
+    texts = [json.loads(line)['source'] for line in stream][:300]
+  for text in texts:
+    whole = split(text, 'en', words, 20)
+    assert whole.joined(whole.parts) == text
+    assert max(map(words, whole.parts)) <= 20
 
 
 @pytest.mark.slow
