@@ -308,8 +308,8 @@ def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
   for word in types:
     check_choice(f'{where}: layer_types', word, _KINDS)
   kinds = tuple(_KINDS[word] for word in types)
-  repeats = (kinds[:size] * count for size in range(1, count + 1))
-  return next(x[: len(x) // count] for x in repeats if x[:count] == kinds)
+  sizes = range(1, count + 1)
+  return kinds[: next(n for n in sizes if kinds[n:] == kinds[: count - n])]
 
 
 def _rope(values: Described, layer_type: str, where: str) -> Rope:

@@ -70,7 +70,8 @@ class ConvertConfig:
   def __post_init__(self):
     check_types(self)
     check_dtype(self.dtype)
-    if self.dtype in (INT4, *[INT8] * (self.format == 'safetensors')):
+    only_floats = self.format == 'safetensors'
+    if self.dtype == INT4 or (self.dtype == INT8 and only_floats):
       expected = "one of floats, or 'int8' for 'orbax' and 't5x'"
       advice = f'A model is rounded as it is loaded (--dtype {self.dtype}).'
       raise unexpected('dtype', expected, self.dtype, advice)

@@ -353,9 +353,11 @@ def fingerprint(params: Any) -> str:
     params: a pytree of arrays, on the host, on a device or in shards.
   """
   digest = hashlib.sha256()
-  is_leaf = lambda part: isinstance(part, _Sample)  # noqa: E731
-  for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf)[0]:
-    shape, some = leaf if is_leaf(leaf) else _sample(leaf)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(
+    params, is_leaf=lambda part: isinstance(part, _Sample)
+  )
+  for path, leaf in leaves:
+    shape, some = leaf if isinstance(leaf, _Sample) else _sample(leaf)
     digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())
     if jnp.issubdtype(some.dtype, jnp.floating):
       some = some.astype(jnp.bfloat16)

@@ -29,7 +29,6 @@ MAX_RATIO = 200
 # The ratio is checked once a file has so many unpacked bytes.
 _FREE = 16 << 20
 _CHUNK = 1 << 16
-
 _SHOWN = 200  # an error shows so many bytes of a line that is too long
 MOST_JSON = 256 << 20  # the most bytes of a JSON file
 _KINDS = {
@@ -193,7 +192,9 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
   read, unpacked = 0, 0
   for data in chunks:
     read += len(data)
-    while data:
+    piece = b''
+    # After a full piece zlib may hold more text, even if no data are left.
+    while data or len(piece) == _CHUNK:
       if inflate.eof:
         data = data.lstrip(b'\0')  # zeros may follow a member of a .gz file
         if not data:

@@ -484,8 +484,6 @@ class Speculates:
       decoder_params['decode_rng'] = rng
     eos_id = self.output_vocabulary.eos_id or 1
     decoder_params.setdefault('eos_id', eos_id)
-
-    prompt = batch['decoder_input_tokens']
     if not flax_mutables or COLLECTION not in flax_mutables:
       advice = (
         'Restore it: utils.RestoreCheckpointConfig.state_transformation_fns ='
@@ -493,6 +491,7 @@ class Speculates:
       )
       expected = "the drafter's parameters"
       raise unexpected('flax_mutables', expected, None, advice)
+    prompt = batch['decoder_input_tokens']
     # An end of sequence in a prompt would end the output.
     if prompt_with_targets:
       prompt = prompt * (prompt != eos_id)

@@ -181,8 +181,10 @@ def _environment() -> Any:
   environment.filters |= {'tojson': _to_json, 'format': _format}
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
-  now = lambda form: datetime.datetime.now().strftime(form)  # noqa: E731
-  environment.globals |= {'raise_exception': refuse, 'strftime_now': now}
+  environment.globals |= {
+    'raise_exception': refuse,
+    'strftime_now': lambda form: datetime.datetime.now().strftime(form),
+  }
   del environment.globals['lipsum']  # this function may take arbitrarily long
   environment.extend(step=_step)
   return environment
