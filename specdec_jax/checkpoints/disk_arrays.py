@@ -106,12 +106,11 @@ def load_arrays(
     wanted, where = _dtype_of(name, dtype), f'{source!r}: {name}'
     if integers.is_integers(wanted) and wanted != array.dtype:
       # A kernel is read as a whole, because all of its rows decide the factors.
-      host = read(name)
-      host, scale = integers.quantise(host, where, wanted)
-      flat[name] = put(host, layouts[name])
+      kernel, scale = integers.quantise(read(name), where, wanted)
+      flat[name] = put(kernel, layouts[name])
       layout = _layout_of(sharding, f'{name}_scale', scale.shape)
       flat[f'{name}_scale'] = put(scale, layout)
-      del host
+      del kernel
     elif integers.is_scale(name):
       scale = np.asarray(read(name, wanted))
       integers.check_scale(scale, where)

@@ -213,10 +213,8 @@ def _other_model(
     for field, size in here.items()
     if there.get(field, size) != size
   )
-  other = (
-    f'The parameters of {source} are not those of this model configuration'
-  )
-  return ValueError(f'{other}: {fields}{why}.')
+  which = f'The parameters of {source} are not those of this model'
+  return ValueError(f'{which} configuration: {fields}{why}.')
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:

@@ -587,9 +587,8 @@ def read(
       else:
         columns = line.text.split('\t') if kind == 'tsv' else [line.text]
         if len(columns) > 2:
-          raise unexpected(
-            place, 'source<TAB>target', f'{len(columns)} columns'
-          )
+          got = f'{len(columns)} columns'
+          raise unexpected(place, 'source<TAB>target', got)
         example = dict(zip(FEATURES, [*columns, ''], strict=False))
     except ValueError as error:
       if not keep_broken:
