@@ -126,7 +126,8 @@ def convert(config: ConvertConfig) -> str:
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
   total, count = sum(map(math.prod, counted)), len(jax.tree.leaves(params))
   suffix = f' of {sizes}' if sizes else ''
-  output /= _T5X_FILE.parent if config.format == 't5x' else ''
+  if config.format == 't5x':
+    output /= _T5X_FILE.parent
   return f'{output}: {count} arrays, {total:,} parameters{suffix}'
 
 
