@@ -483,7 +483,8 @@ def _special_ids(
   # As in transformers, a decoder without a start token starts with padding.
   pad, end = ids['pad_token_id'], ids['eos_token_id']
   start = ids['bos_token_id'] if is_t5gemma else pad
-  start = _single(ids.get('decoder_start_token_id', start))
+  if 'decoder_start_token_id' in ids:
+    start = _single(ids['decoder_start_token_id'])
   ends = tuple(end) if isinstance(end, list) else (end,)
   check_type(f'{where}: pad_token_id', pad, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])

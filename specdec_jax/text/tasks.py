@@ -716,8 +716,8 @@ def read_prompts(
   longest = math.inf if limit is None else limit
   usable = [text for text in texts if text and 0 < count(text) <= longest]
   if not usable:
-    short = '' if limit is None else f' of at most {limit} tokens'
+    short = '' if limit is None else f' of at most {limit} tokens per line'
     where = f'{name!r} has no line that can be decoded'
     got = f'{len(texts)} lines that are empty or too long'
-    raise unexpected(where, f'UTF-8 text{short}', got)
+    raise ValueError(f'{where}: expected UTF-8 text{short}, got {got}.')
   return usable
