@@ -103,7 +103,10 @@ def _check_size(value: Any, name: str, where: str) -> None:
 
 
 def check_fields(
-  described: Described, read: Collection[str], where: str, fixed: Any = None
+  described: Described,
+  read: Collection[str],
+  where: str,
+  fixed: Described | None = None,
 ) -> None:
   """Checks that nothing in config.json changes the mathematics unnoticed.
 
@@ -308,8 +311,8 @@ def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
   for word in types:
     check_choice(f'{where}: layer_types', word, _KINDS)
   kinds = tuple(_KINDS[word] for word in types)
-  repeats = (kinds[:size] * count for size in range(1, count + 1))
-  return next(x[: len(x) // count] for x in repeats if x[:count] == kinds)
+  sizes = range(1, count + 1)
+  return kinds[: next(n for n in sizes if kinds[n:] == kinds[: count - n])]
 
 
 def _rope(values: Described, layer_type: str, where: str) -> Rope:
@@ -467,23 +470,22 @@ def _special_ids(
   described: Described, settings: Described, where: str, config: Config
 ) -> SpecialIds:
   has_encoder = config.shape.decoder.cross != 'none'
-  ids: dict[str, Any] = {'pad_token_id': 0, 'eos_token_id': []}
-  if has_encoder:
-    ids['eos_token_id'] = [*T5_IDS.eos]
-  if isinstance(config, T5GemmaConfig):
+  is_t5gemma = isinstance(config, T5GemmaConfig)
+  default = [*T5_IDS.eos] if has_encoder else []
+  ids: dict[str, Any] = {'pad_token_id': 0, 'eos_token_id': default}
+  if is_t5gemma:
     ids = {'bos_token_id': 2, 'eos_token_id': 1, 'pad_token_id': 0}
     decoder = _given(described['decoder'])
     ids |= {name: decoder[name] for name in ids & decoder.keys()}
+  elif isinstance(config, BartConfig):
+    ids['decoder_start_token_id'] = config.start_id
   ids |= _given(described) | _given(settings)
   # As in transformers, a decoder without a start token starts with padding.
-  pad, ends = ids['pad_token_id'], ids['eos_token_id']
-  start = pad
-  if isinstance(config, T5GemmaConfig):
-    start = ids['bos_token_id']
-  elif isinstance(config, BartConfig):
-    start = config.start_id
-  start = _single(ids.get('decoder_start_token_id', start))
-  ends = tuple(ends) if isinstance(ends, list) else (ends,)
+  pad, end = ids['pad_token_id'], ids['eos_token_id']
+  start = ids['bos_token_id'] if is_t5gemma else pad
+  if 'decoder_start_token_id' in ids:
+    start = _single(ids['decoder_start_token_id'])
+  ends = tuple(end) if isinstance(end, list) else (end,)
   check_type(f'{where}: pad_token_id', pad, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
   if not has_encoder:

@@ -70,7 +70,8 @@ class ConvertConfig:
   def __post_init__(self):
     check_types(self)
     check_dtype(self.dtype)
-    if self.dtype in (INT4, *[INT8] * (self.format == 'safetensors')):
+    only_floats = self.format == 'safetensors'
+    if self.dtype == INT4 or (self.dtype == INT8 and only_floats):
       expected = "one of floats, or 'int8' for 'orbax' and 't5x'"
       advice = f'A model is rounded as it is loaded (--dtype {self.dtype}).'
       raise unexpected('dtype', expected, self.dtype, advice)
@@ -125,7 +126,8 @@ def convert(config: ConvertConfig) -> str:
   counted = (x.shape for name, x in opened.arrays.items() if not is_scale(name))
   total, count = sum(map(math.prod, counted)), len(jax.tree.leaves(params))
   suffix = f' of {sizes}' if sizes else ''
-  output /= _T5X_FILE.parent if config.format == 't5x' else ''
+  if config.format == 't5x':
+    output /= _T5X_FILE.parent
   return f'{output}: {count} arrays, {total:,} parameters{suffix}'
 
 

@@ -106,12 +106,11 @@ def load_arrays(
     wanted, where = _dtype_of(name, dtype), f'{source!r}: {name}'
     if integers.is_integers(wanted) and wanted != array.dtype:
       # A kernel is read as a whole, because all of its rows decide the factors.
-      host = read(name)
-      host, scale = integers.quantise(host, where, wanted)
-      flat[name] = put(host, layouts[name])
+      kernel, scale = integers.quantise(read(name), where, wanted)
+      flat[name] = put(kernel, layouts[name])
       layout = _layout_of(sharding, f'{name}_scale', scale.shape)
       flat[f'{name}_scale'] = put(scale, layout)
-      del host
+      del kernel
     elif integers.is_scale(name):
       scale = np.asarray(read(name, wanted))
       integers.check_scale(scale, where)
@@ -353,9 +352,11 @@ def fingerprint(params: Any) -> str:
     params: a pytree of arrays, on the host, on a device or in shards.
   """
   digest = hashlib.sha256()
-  is_leaf = lambda part: isinstance(part, _Sample)  # noqa: E731
-  for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf)[0]:
-    shape, some = leaf if is_leaf(leaf) else _sample(leaf)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(
+    params, is_leaf=lambda part: isinstance(part, _Sample)
+  )
+  for path, leaf in leaves:
+    shape, some = leaf if isinstance(leaf, _Sample) else _sample(leaf)
     digest.update(f'{jax.tree_util.keystr(path)}{shape}'.encode())
     if jnp.issubdtype(some.dtype, jnp.floating):
       some = some.astype(jnp.bfloat16)

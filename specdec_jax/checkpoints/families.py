@@ -105,7 +105,7 @@ def read_tables(file: pathlib.Path) -> dict[str, Any]:
     base = value.get('like')
     return _merged(whole(tables[base]), table) if base else table
 
-  return {n: whole(table) for n, table in tables.items() if n[0] != '_'}
+  return {n: whole(x) for n, x in tables.items() if not n.startswith('_')}
 
 
 def _merged(base: Any, value: Any) -> Any:

@@ -352,7 +352,7 @@ def _adapted(
       expected = f'a module whose kernel {module}.weight the model has'
       raise unexpected(source, expected, module, _OTHER)
     down, up, kernel = pair['A'], pair['B'], stored[name]
-    shape = kernel.shape[:: -1 if family.kernels_in_out else 1]
+    shape = kernel.shape[::-1] if family.kernels_in_out else kernel.shape
     rank, shapes = down.shape[0], [list(down.shape), list(up.shape)]
     if not rank or shapes != [[rank, *shape[1:]], [*shape[:1], rank]]:
       expected = f'A [r, in] and B [out, r] of a kernel {list(shape)}'

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -137,7 +137,8 @@ def open_checkpoint(
   check_dtype(dtype)
   check_network(network, dtype)
   location = path if isinstance(path, Location) else locate(path)
-  source, facts, about = str(location), None, dict[Any, Any]()
+  source, about = str(location), object()
+  facts: FolderFacts | None = None
   arrays: Arrays
   if is_huggingface(location):
     facts, arrays = huggingface.open_huggingface(

@@ -67,8 +67,7 @@ def save_orbax(folder: Path, params: Params, about: About = None) -> None:
   os.makedirs(os.path.dirname(folder), exist_ok=True)
   # Orbax writes to a folder with a temporary name and renames it at the end.
   with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-    texts = dict(about or {})
-    args = ocp.args.StandardSave(params, custom_metadata=texts)
+    args = ocp.args.StandardSave(params, custom_metadata=dict(about or {}))
     checkpointer.save(folder, args=args)
 
 
@@ -100,13 +99,14 @@ def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
   root = next((root for root in _PARAMS if root in roots), None)
   specs = {}
   for parts in keys:
-    kvstore = {**store, 'path': f'{store["path"]}{".".join(parts)}/'}
+    if root not in (None, parts[0]):
+      continue
+    path = '.'.join(parts) + '/'
+    kvstore = {**store, 'path': store['path'] + path}
     if in_one_store:
-      path = f'{".".join(parts)}/'
       kvstore = {'driver': 'ocdbt', 'base': store, 'path': path}
-    if root in (None, parts[0]):
-      name = '/'.join(parts if root is None else parts[1:])
-      specs[name] = {'driver': driver, 'kvstore': kvstore}
+    name = '/'.join(parts if root is None else parts[1:])
+    specs[name] = {'driver': driver, 'kvstore': kvstore}
   arrays = disk_arrays.open_stored(specs, source)
   return arrays, described.get('custom_metadata')
 

@@ -105,8 +105,11 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
     other = 'a TensorFlow checkpoint of T5'
     raise unexpected(source, "T5X's format", other, advice)
   tree = read_tree(location)
-  is_spec = lambda _, value: {'driver', 'kvstore'} <= value.keys()  # noqa: E731
-  leaves = flatten_dict(_target(tree, source), sep='/', is_leaf=is_spec)
+  leaves = flatten_dict(
+    _target(tree, source),
+    sep='/',
+    is_leaf=lambda _, value: {'driver', 'kvstore'} <= value.keys(),
+  )
   if not leaves:
     raise unexpected(source, 'a T5X checkpoint with parameters', leaves)
   specs = {}
@@ -210,10 +213,8 @@ def _other_model(
     for field, size in here.items()
     if there.get(field, size) != size
   )
-  other = (
-    f'The parameters of {source} are not those of this model configuration'
-  )
-  return ValueError(f'{other}: {fields}{why}.')
+  which = f'The parameters of {source} are not those of this model'
+  return ValueError(f'{which} configuration: {fields}{why}.')
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:

@@ -29,7 +29,6 @@ MAX_RATIO = 200
 # The ratio is checked once a file has so many unpacked bytes.
 _FREE = 16 << 20
 _CHUNK = 1 << 16
-
 _SHOWN = 200  # an error shows so many bytes of a line that is too long
 MOST_JSON = 256 << 20  # the most bytes of a JSON file
 _KINDS = {
@@ -92,10 +91,9 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
   except (OSError, EOFError, zlib.error) as error:
     why = reason(error)
     if number:
-      raise BrokenOff(
-        f'{path!r} could not be read on after line {number}: {why}. It is'
-        ' damaged or cut short; copy it again from its source.'
-      ) from error
+      where = f'{path!r} could not be read on after line {number}'
+      advice = 'It is damaged or cut short; copy it again from its source.'
+      raise BrokenOff(f'{where}: {why}. {advice}') from error
     raise ValueError(
       f'{path!r} could not be read as text: {why}. Expected UTF-8 text, plain'
       f" or .gz, or '-' for stdin; paths are relative to {os.getcwd()}"
@@ -180,10 +178,9 @@ def _bounded(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
     sizes['lines'] += chunk.count(b'\n')
     for unit, most in (('bytes', MAX_PIPE), ('lines', MAX_PIPE_LINES)):
       if sizes[unit] > most:
-        raise ValueError(
-          f'More than {most:,} {unit} came from {path!r}, which may have no'
-          ' end; put so much text in a file.'
-        )
+        why = f'More than {most:,} {unit} came from {path!r}'
+        advice = 'which may have no end; put so much text in a file'
+        raise ValueError(f'{why}, {advice}.')
     yield chunk
 
 
@@ -193,7 +190,9 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
   read, unpacked = 0, 0
   for data in chunks:
     read += len(data)
-    while data:
+    piece = b''
+    # After a full piece zlib may hold more text, even if no data are left.
+    while data or len(piece) == _CHUNK:
       if inflate.eof:
         data = data.lstrip(b'\0')  # zeros may follow a member of a .gz file
         if not data:
@@ -209,10 +208,9 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
         raise
       unpacked += len(piece)
       if unpacked > _FREE + MAX_RATIO * read:
-        raise ValueError(
-          f'{path!r} unpacks to more than {MAX_RATIO} times its size, which'
-          ' text does not do; if the file is right, unpack it with gunzip.'
-        )
+        most = f'{MAX_RATIO} times its size, which text does not do'
+        advice = 'if the file is right, unpack it with gunzip'
+        raise ValueError(f'{path!r} unpacks to more than {most}; {advice}.')
       yield piece
       data = inflate.unconsumed_tail or inflate.unused_data
   if read and not inflate.eof:

@@ -53,10 +53,9 @@ def open_location(path: str | os.PathLike[str]) -> 'Location':
   try:
     spec = tensorstore.KvStore.Spec(text).to_json()
   except ValueError as error:
-    raise ValueError(
-      f'{text!r} is not an address that TensorStore knows ({reason(error)});'
-      ' expected a path, gs://bucket/folder or file:///folder.'
-    ) from error
+    why = f'is not an address that TensorStore knows ({reason(error)})'
+    expected = 'a path, gs://bucket/folder or file:///folder'
+    raise ValueError(f'{text!r} {why}; expected {expected}.') from error
   return RemoteLocation(text, spec)
 
 

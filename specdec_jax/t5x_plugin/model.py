@@ -484,15 +484,12 @@ class Speculates:
       decoder_params['decode_rng'] = rng
     eos_id = self.output_vocabulary.eos_id or 1
     decoder_params.setdefault('eos_id', eos_id)
-
-    prompt = batch['decoder_input_tokens']
     if not flax_mutables or COLLECTION not in flax_mutables:
-      advice = (
-        'Restore it: utils.RestoreCheckpointConfig.state_transformation_fns ='
-        ' [@t5x_plugin.restore_drafter].'
-      )
+      field = 'utils.RestoreCheckpointConfig.state_transformation_fns'
+      advice = f'Restore it: {field} = [@t5x_plugin.restore_drafter].'
       expected = "the drafter's parameters"
       raise unexpected('flax_mutables', expected, None, advice)
+    prompt = batch['decoder_input_tokens']
     # An end of sequence in a prompt would end the output.
     if prompt_with_targets:
       prompt = prompt * (prompt != eos_id)
@@ -562,8 +559,7 @@ def check_decode_fn(decode_fn: Any) -> None:
     is_wrapped = hasattr(inner, '__wrapped__')
     inner = inner.__wrapped__ if is_wrapped else inner.func
   if inner not in (temperature_sample, beam_search):
-    expected = (
-      '@t5x_plugin.temperature_sample or @t5x_plugin.beam_search, which'
-      " speculate (T5X's default is its own beam_search)"
-    )
-    raise unexpected('decode_fn', expected, getattr(inner, '__name__', inner))
+    expected = '@t5x_plugin.temperature_sample or @t5x_plugin.beam_search'
+    got = getattr(inner, '__name__', inner)
+    advice = "T5X's own functions do not speculate; its beam_search is default."
+    raise unexpected('decode_fn', expected, got, advice)

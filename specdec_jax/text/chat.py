@@ -15,7 +15,7 @@ import pathlib
 import re
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import files
@@ -86,7 +86,7 @@ class ChatTemplate:
     try:
       said = [{k: x for k, x in m.items() if x is not None} for m in messages]
       text: str = self._template.render(messages=said, **names, **self._tokens)
-      _check_size(len(text))
+      _check_sizes(len(text))
     except Exception as error:  # the template may raise anything
       why = f'{self._name} does not take these messages: {_why(error)}.'
       raise ValueError(why) from error
@@ -172,7 +172,7 @@ def _environment() -> Any:
       if isinstance(text, str) and method.__name__.startswith('format'):
         _check_form(text, [*args, *kwargs.values()])
       elif isinstance(text, str | bytes):
-        _check_sizes([*args, *kwargs.values()])
+        _check_sizes(*args, *kwargs.values())
       return super().call(context, function, *args, **kwargs)
 
   extensions = [Generation, 'jinja2.ext.loopcontrols']
@@ -181,8 +181,10 @@ def _environment() -> Any:
   environment.filters |= {'tojson': _to_json, 'format': _format}
   for name in _SIZED:
     environment.filters[name] = _sized(environment.filters[name])
-  now = lambda form: datetime.datetime.now().strftime(form)  # noqa: E731
-  environment.globals |= {'raise_exception': refuse, 'strftime_now': now}
+  environment.globals |= {
+    'raise_exception': refuse,
+    'strftime_now': lambda form: datetime.datetime.now().strftime(form),
+  }
   del environment.globals['lipsum']  # this function may take arbitrarily long
   environment.extend(step=_step)
   return environment
@@ -210,11 +212,11 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
   if operator == '%' and isinstance(left, str | bytes):
     _check_form(left, right if isinstance(right, tuple) else [right])
   elif operator == '**' and isinstance(left, int) and isinstance(right, int):
-    _check_size(left.bit_length() * right)
+    _check_sizes(left.bit_length() * right)
   elif operator == '*':
     for value, times in ((left, right), (right, left)):
       if isinstance(times, int) and hasattr(value, '__len__'):
-        _check_size(len(value) * times)
+        _check_sizes(len(value) * times)
 
 
 def _format(form: Any, *args: Any, **named: Any) -> str:
@@ -226,10 +228,10 @@ def _format(form: Any, *args: Any, **named: Any) -> str:
 def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
   """Checks the widths in a format, and those that its values may give."""
   text = str(form)
-  _check_sizes(map(int, re.findall('[0-9]{1,20}', text)))
+  _check_sizes(*map(int, re.findall('[0-9]{1,20}', text)))
   if re.search(r'%[^a-zA-Z]*\*|:[^}]*\{', text):
     for value in values:
-      _check_sizes(value.values() if isinstance(value, Mapping) else [value])
+      _check_sizes(*(value.values() if isinstance(value, Mapping) else [value]))
 
 
 def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,21 +239,17 @@ def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
 
   @functools.wraps(function)
   def checked(*args: Any, **kwargs: Any) -> Any:
-    _check_sizes([*args[1:], *kwargs.values()])
+    _check_sizes(*args[1:], *kwargs.values())
     return function(*args, **kwargs)
 
   return checked
 
 
-def _check_sizes(values: Iterable[Any]) -> None:
-  for value in values:
-    if isinstance(value, int):
-      _check_size(value)
-
-
-def _check_size(size: int) -> None:
-  if size > _MOST:
-    raise OverflowError(f'a value of size {size}; {_MOST} at most')
+def _check_sizes(*values: Any) -> None:
+  """Raises OverflowError if one of the values is a number above `_MOST`."""
+  for size in values:
+    if isinstance(size, int) and size > _MOST:
+      raise OverflowError(f'a value of size {size}; {_MOST} at most')
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

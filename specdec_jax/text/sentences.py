@@ -261,7 +261,9 @@ def _goes_without_blank(text: str, at: int) -> bool:
   return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 
-def _cut(text: str, count: Count, limit: int, cuts=_CUTS) -> list[str]:
+def _cut(
+  text: str, count: Count, limit: int, cuts: Sequence[re.Pattern] = _CUTS
+) -> list[str]:
   """Cuts a text into pieces of at most `limit` tokens."""
 
   def size(piece: str) -> int:

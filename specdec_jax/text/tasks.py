@@ -587,9 +587,8 @@ def read(
       else:
         columns = line.text.split('\t') if kind == 'tsv' else [line.text]
         if len(columns) > 2:
-          raise unexpected(
-            place, 'source<TAB>target', f'{len(columns)} columns'
-          )
+          got = f'{len(columns)} columns'
+          raise unexpected(place, 'source<TAB>target', got)
         example = dict(zip(FEATURES, [*columns, ''], strict=False))
     except ValueError as error:
       if not keep_broken:
@@ -717,8 +716,8 @@ def read_prompts(
   longest = math.inf if limit is None else limit
   usable = [text for text in texts if text and 0 < count(text) <= longest]
   if not usable:
-    short = '' if limit is None else f' of at most {limit} tokens'
+    short = '' if limit is None else f' of at most {limit} tokens per line'
     where = f'{name!r} has no line that can be decoded'
     got = f'{len(texts)} lines that are empty or too long'
-    raise unexpected(where, f'UTF-8 text{short}', got)
+    raise ValueError(f'{where}: expected UTF-8 text{short}, got {got}.')
   return usable

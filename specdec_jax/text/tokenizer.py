@@ -239,8 +239,8 @@ class Tokenizer(Vocabulary):
         advice = 'Train it with pad_id=0, eos_id=1, unk_id=2.'
         raise unexpected(where, expected, got, advice)
     names = {i: backend.pieces[i] for i in sorted(self._special)}
-    found_in = {i: _LANGUAGE.fullmatch(name) for i, name in names.items()}
-    matches = {i: match for i, match in found_in.items() if match}
+    tried = {i: _LANGUAGE.fullmatch(name) for i, name in names.items()}
+    matches = {i: match for i, match in tried.items() if match}
     self.languages = {m[2] or m[0]: i for i, m in matches.items()}
     languages = {*self.languages.values()}
     behind = languages.intersection(backend.after)
@@ -314,8 +314,8 @@ class Tokenizer(Vocabulary):
         ids.setdefault(self.bytes_of(token), []).append(token)
     ids.pop(b'', None)
     blanks = [x for spelling, x in ids.items() if spelling.startswith(b' ')]
-    first = {i: self.decode([i]) for tokens in blanks for i in tokens}
-    shows_blank = {i: text.startswith(' ') for i, text in first.items()}
+    texts = {i: self.decode([i]) for tokens in blanks for i in tokens}
+    shows_blank = {i: text.startswith(' ') for i, text in texts.items()}
     drops_blank = not all(shows_blank.values())
     if drops_blank:  # blanks that show, such as bytes, never come first
       ids[b' '] = [x for x in ids.get(b' ', ()) if not shows_blank[x]]

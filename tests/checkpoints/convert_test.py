@@ -32,9 +32,10 @@ def save(path, kind, config, params=None):
   params = make(config)[1] if params is None else params
   if kind == 'safetensors':
     huggingface.save_huggingface(path, config, params)
+  elif kind == 'orbax':
+    checkpoints.save_orbax(path, params)
   else:
-    kinds = {'orbax': checkpoints.save_orbax, 't5x': checkpoints.save_t5x}
-    kinds[kind](path, params, *[0] * (kind == 't5x'))
+    checkpoints.save_t5x(path, params, step=0)
   return path
 
 

@@ -165,11 +165,12 @@ _ROPES = {
   _FULL: {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
   _LOCAL: {'rope_type': 'default', 'rope_theta': 1e4},
 }
-_NO_ROPE = {'rope_scaling': None, 'rope_theta': None}
-_KINDS = {
-  'sliding_window_pattern': None,
-  'layer_types': [_LOCAL, _LOCAL, _FULL, _LOCAL],
-}
+# As transformers 5 writes RoPE, for all layers or for each kind.
+_FOR_ALL = {'rope_scaling': None, 'rope_theta': None}
+_FOR_ALL |= {'rope_parameters': LLAMA_3_1 | {'rope_theta': 5e5}}
+_FOR_EACH = {'rope_scaling': None, 'rope_parameters': _ROPES}
+_FOR_EACH |= {'layer_types': [_LOCAL, _LOCAL, _FULL, _LOCAL]}
+_FOR_EACH |= {'sliding_window_pattern': None}
 
 
 @pytest.mark.parametrize(
@@ -180,17 +181,8 @@ _KINDS = {
     ('t5', {'dense_act_fn': 'swish'}, {'mlp_activations': ('silu', 'linear')}),
     ('gpt2', {'n_inner': None}, {'mlp_dim': 96}),
     ('m2m_100', {'decoder_start_token_id': [5]}, {'start_id': 5}),
-    # As transformers 5 writes RoPE, for all layers or for each kind.
-    (
-      'llama',
-      _NO_ROPE | {'rope_parameters': LLAMA_3_1 | {'rope_theta': 5e5}},
-      {},
-    ),
-    (
-      'gemma3_text',
-      _KINDS | {'rope_scaling': None, 'rope_parameters': _ROPES},
-      {},
-    ),
+    ('llama', _FOR_ALL, {}),
+    ('gemma3_text', _FOR_EACH, {}),
     ('llama', {'num_key_value_heads': None}, {'num_kv_heads': 6}),
     # Null is "off" where it is a cap.
     ('gemma2', {'attn_logit_softcapping': None}, {'score_softcap': 0.0}),
@@ -606,8 +598,6 @@ def test_what_is_no_adapter_or_no_folder(tmp_path):
   write(tmp_path / 'base', 't5', folders.arrays_of('t5'))
   with pytest.raises(ValueError, match=f'adapter {tmp_path}'):
     specdec_jax.load(tmp_path / 'base', adapter=tmp_path)
-  demo = 'demo/target.msgpack'
+  demo, network = 'demo/target.msgpack', small_vocabulary.network(1)
   with pytest.raises(ValueError, match=demo):
-    specdec_jax.load(
-      demo, network=small_vocabulary.network(1), adapter=tmp_path
-    )
+    specdec_jax.load(demo, network=network, adapter=tmp_path)

@@ -238,10 +238,13 @@ def test_values_of_another_kind(saved, tmp_path, value):
   refused(stored, ARRAY)
 
 
-@pytest.mark.parametrize('harm', 'gone empty cut reshaped'.split())
+HARMED = {'gone': '0.0', 'empty': '1.1', 'cut': '1.0', 'reshaped': '.zarray'}
+
+
+@pytest.mark.parametrize('harm', HARMED)
 def test_broken_arrays_are_named(saved, tmp_path, harm):
   folder = copied(saved, tmp_path, 'stored')
-  path = folder / 'array' / ('.zarray' if harm == 'reshaped' else '0.0')
+  path = folder / 'array' / HARMED[harm]
   data = path.read_bytes().replace(b'[12,8]', b'[12,9]')
   path.write_bytes({'empty': b'', 'cut': data[:-25]}.get(harm, data))
   if harm == 'gone':

@@ -79,8 +79,10 @@ def test_the_package_holds_what_a_checkout_has(tmp_path):
     for path in (tree / name).rglob('*'):
       copy = built / 'specdec_jax' / 'shipped' / path.relative_to(tree)
       assert path.is_dir() or copy.read_bytes() == path.read_bytes()
-  (tmp_path / 'empty').mkdir()
+  for table in (tree / 'specdec_jax').rglob('*.toml'):
+    assert (built / table.relative_to(tree)).exists()
+  empty = tmp_path / 'empty'
+  empty.mkdir()
   command = [sys.executable, '-c', LOADED]
   environment = os.environ | {'PYTHONPATH': str(built)}
-  empty = tmp_path / 'empty'
   subprocess.run(command, cwd=empty, env=environment, check=True)

@@ -44,16 +44,9 @@ def engine_of(name):
   tokenizer = Ids(config.vocab_size, languages)
   target = Model(network, params, tokenizer, stop_ids=(2,))
   draft = Model(network, near(params, 0.05), tokenizer)
-  engine = Engine(
-    target,
-    draft,
-    gamma=2,
-    max_input_len=32,
-    max_decode_len=LENGTH,
-    batch_size=ROWS,
-    target_lang='xx' if languages else None,
-  )
-  return model, engine
+  options = {'max_input_len': 32, 'max_decode_len': LENGTH, 'batch_size': ROWS}
+  options |= {'gamma': 2, 'target_lang': 'xx' if languages else None}
+  return model, Engine(target, draft, **options)
 
 
 def batch_of(engine, seed):
@@ -105,13 +98,8 @@ def compare(name, seed, ends):
       where = f'{name}, {said}, speculative={speculative}'
       tokens = [[*forced, *one.tokens] for one in ours]
       assert tokens == [ids for ids, _ in others], where
-      np.testing.assert_allclose(
-        [one.score for one in ours],
-        [score for _, score in others],
-        rtol=2e-5,
-        atol=1e-4,
-        err_msg=where,
-      )
+      scores = [one.score for one in ours], [score for _, score in others]
+      np.testing.assert_allclose(*scores, rtol=2e-5, atol=1e-4, err_msg=where)
       lengths |= {len(ids) for ids in tokens}
     accepted = sum(one.stats.num_accepted for one in done)
     assert (accepted > 0) == speculative

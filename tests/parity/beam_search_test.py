@@ -17,18 +17,10 @@ PENALTIES = (0.0, 1.0, 2.0, -1.5)
 
 
 def their_beams(pair, width, penalty, ends, length, least):
-  return parity.their_outputs(
-    pair.theirs,
-    pair.rows,
-    ends,
-    width,
-    length_penalty=penalty,
-    early_stopping=False,
-    eos_token_id=list(ends),
-    max_new_tokens=length,
-    min_new_tokens=least,
-    pad_token_id=0,
-  )
+  options = {'length_penalty': penalty, 'early_stopping': False}
+  options |= {'max_new_tokens': length, 'min_new_tokens': least}
+  options |= {'eos_token_id': list(ends), 'pad_token_id': 0}
+  return parity.their_outputs(pair.theirs, pair.rows, ends, width, **options)
 
 
 def our_beams(pair, width, penalty, ends, length, least, gamma):
@@ -36,6 +28,7 @@ def our_beams(pair, width, penalty, ends, length, least, gamma):
   filled, lengths = padded(pair.rows, count, max(map(len, pair.rows)))
   prompts = dict(prompt=filled, prompt_length=lengths)
   has_encoder = pair.network.has_encoder
+  law = {'num_ends': len(ends), 'scoring': BeamScoring.TRANSFORMERS}
   request = new_request(
     filled if has_encoder else np.zeros((count, 1), np.int32),
     example_keys(0, np.arange(count, dtype=np.uint32)),
@@ -46,13 +39,7 @@ def our_beams(pair, width, penalty, ends, length, least, gamma):
     max_length=length,
     min_length=least,
     forbids_stops=True,
-    beams=settings_of(
-      width,
-      width + 1,
-      penalty,
-      num_ends=len(ends),
-      scoring=BeamScoring.TRANSFORMERS,
-    ),
+    beams=settings_of(width, width + 1, penalty, **law),
     **({} if has_encoder else prompts),
   )
   return pair.outputs(request, gamma, width)
@@ -79,13 +66,9 @@ def test_beams_are_those_of_transformers(name, width, gamma, num_ends):
     for row, (ours, theirs) in enumerate(zip(have, want, strict=True)):
       where = f'{case}, row {row}: {ours}, there {theirs}'
       assert [t for t, _ in ours] == [t for t, _ in theirs], where
-      np.testing.assert_allclose(
-        [s for _, s in ours],
-        [s for _, s in theirs],
-        rtol=1e-5,  # by a penalty below 0 scores are 20 ** 1.5 times as large
-        atol=1e-4,
-        err_msg=where,
-      )
+      scores = [[score for _, score in beams] for beams in (ours, theirs)]
+      # By a penalty below 0 scores are 20 ** 1.5 times as large.
+      np.testing.assert_allclose(*scores, rtol=1e-5, atol=1e-4, err_msg=where)
     assert np.any(accepted) == (gamma > 0)
     return want
 

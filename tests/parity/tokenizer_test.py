@@ -1,5 +1,6 @@
 """Ids and texts of each family's vocabulary are those of transformers."""
 
+import functools
 import json
 import os
 import random
@@ -30,11 +31,11 @@ PARTS = [
 
 def texts():
   draw = random.Random(0)
-  return ['', *PARTS] + [
-    ''.join(draw.choices(PARTS, k=draw.randint(2, 8))) for _ in range(200)
-  ]
+  sizes = (draw.randint(2, 8) for _ in range(200))
+  return ['', *PARTS, *(''.join(draw.choices(PARTS, k=n)) for n in sizes)]
 
 
+T5_KIND = {'tokenizer_class': 'T5Tokenizer'}
 T5_IDS = {'pad_id': 0, 'eos_id': 1, 'unk_id': 2, 'bos_id': -1}
 
 
@@ -85,9 +86,8 @@ def flan(folder):
   import transformers
 
   made = transformers.AutoTokenizer.from_pretrained(t5(folder / 'before'))
-  made.add_tokens(
-    [transformers.AddedToken(one, normalized=False) for one in ADDED]
-  )
+  token = functools.partial(transformers.AddedToken, normalized=False)
+  made.add_tokens([*map(token, ADDED)])
   made.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
   return saved(folder / 'after', made, 't5')
 
@@ -104,28 +104,17 @@ def old_flan(folder):
     for i, name in enumerate([*special, *ADDED])
     if name
   }
-  return settings(
-    folder,
-    't5',
-    added_tokens_decoder=decoder,
-    additional_special_tokens=sentinels,
-    extra_ids=100,
-    tokenizer_class='T5Tokenizer',
-    **names,
-  )
+  said = {'added_tokens_decoder': decoder, 'extra_ids': 100}
+  said |= {'additional_special_tokens': sentinels}
+  return settings(folder, 't5', **T5_KIND, **said, **names)
 
 
 def mt5(folder):
   own = [f'\u2581<extra_id_{i}>' for i in range(99, -1, -1)]
   options = T5_IDS | {'user_defined_symbols': own, 'vocab_size': 170}
   unigram(folder, 'spiece.model', **options)
-  return settings(
-    folder,
-    'mt5',
-    extra_ids=0,
-    additional_special_tokens=None,
-    tokenizer_class='T5Tokenizer',
-  )
+  said = {'extra_ids': 0, 'additional_special_tokens': None}
+  return settings(folder, 'mt5', **T5_KIND, **said)
 
 
 def umt5(folder):
@@ -138,11 +127,12 @@ def umt5(folder):
   return settings(after, 'umt5', **said)
 
 
-def bpe(pre_tokenizer, special, alphabet):
+def bpe(special, alphabet):
   """A vocabulary and merges."""
-  made = small_vocabulary.trained_bpe(
-    pre_tokenizer, sentences() * 3, special, alphabet, 600
-  )
+  import tokenizers
+
+  cut, text = tokenizers.pre_tokenizers.Metaspace(), sentences() * 3
+  made = small_vocabulary.trained_bpe(cut, text, special, [*alphabet], 600)
   model = json.loads(made.to_str())['model']
   return model['vocab'], [tuple(merge) for merge in model['merges']]
 
@@ -173,45 +163,29 @@ def old_qwen(folder):
     size + i: {'content': name, 'special': i < 3}
     for i, name in enumerate([*names, '<think>'])
   }
-  return settings(
-    folder,
-    'qwen2',
-    added_tokens_decoder=decoder,
-    eos_token='<|im_end|>',
-    pad_token='<|endoftext|>',
-    bos_token=None,
-    add_bos_token=False,
-    tokenizer_class='Qwen2Tokenizer',
-  )
+  said = {'eos_token': '<|im_end|>', 'pad_token': '<|endoftext|>'}
+  said |= {'bos_token': None, 'add_bos_token': False}
+  said |= {'tokenizer_class': 'Qwen2Tokenizer'}
+  return settings(folder, 'qwen2', added_tokens_decoder=decoder, **said)
 
 
 def gemma(folder):
-  import tokenizers
   import transformers
 
   names = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '<|im_end|>']
-  vocab, merges = bpe(
-    tokenizers.pre_tokenizers.Metaspace(),
-    [*names, *(f'<0x{i:02X}>' for i in range(256))],
-    [*'\u2581\n\t{}'],
-  )
+  special = [*names, *(f'<0x{i:02X}>' for i in range(256))]
+  vocab, merges = bpe(special, '\u2581\n\t{}')
   made = transformers.GemmaTokenizer(vocab, merges, add_bos_token=True)
   made.add_special_tokens({'additional_special_tokens': ['<|im_end|>']})
   return saved(folder / 'one', made, 'gemma3_text')
 
 
 def nllb(folder):
-  import tokenizers
   import transformers
 
-  vocab, merges = bpe(
-    tokenizers.pre_tokenizers.Metaspace(),
-    ['<s>', '<pad>', '</s>', '<unk>'],
-    [*'\u2581.,'],
-  )
-  made = transformers.NllbTokenizer(
-    vocab, merges, extra_special_tokens=['deu_Latn', 'eng_Latn']
-  )
+  vocab, merges = bpe(['<s>', '<pad>', '</s>', '<unk>'], '\u2581.,')
+  more = {'extra_special_tokens': ['deu_Latn', 'eng_Latn']}
+  made = transformers.NllbTokenizer(vocab, merges, **more)
   return saved(folder / 'one', made, 'm2m_100')
 
 
@@ -261,14 +235,8 @@ def marian(folder, own=False):
     if own or name == 'vocab.json':
       numbers = {piece: number for number, piece in enumerate(every)}
       (folder / name).write_text(json.dumps(numbers))
-  return settings(
-    folder,
-    'marian',
-    source_lang='eng',
-    target_lang='mul',
-    separate_vocabs=own,
-    tokenizer_class='MarianTokenizer',
-  )
+  said = {'source_lang': 'eng', 'target_lang': 'mul', 'separate_vocabs': own}
+  return settings(folder, 'marian', tokenizer_class='MarianTokenizer', **said)
 
 
 def own_marian(folder):
@@ -303,9 +271,8 @@ def test_ids_and_texts(family, tmp_path):
 
   folder = FAMILIES[family](tmp_path / family)
   theirs = transformers.AutoTokenizer.from_pretrained(folder)
-  kinds = {
-    skip: Tokenizer(folder, skip_special_tokens=skip) for skip in (True, False)
-  }
+  skips = True, False
+  kinds = {x: Tokenizer(folder, skip_special_tokens=x) for x in skips}
   ours = kinds[True]
   names = {'eng_Latn', 'en_XX'} & ours.languages.keys()
   first, last = [ours.languages[name] for name in names], []
@@ -325,11 +292,9 @@ def test_m2m_without_a_tokenizer_json(tmp_path):
 
   made = Tokenizer(small_vocabulary.m2m(tmp_path))
   known = made.languages
-  theirs = transformers.M2M100Tokenizer.from_pretrained(
-    made.path,
-    src_lang='en',
-    additional_special_tokens=[f'__{name}__' for name in known],
-  )
+  options = {'additional_special_tokens': [f'__{name}__' for name in known]}
+  options['src_lang'] = 'en'
+  theirs = transformers.M2M100Tokenizer.from_pretrained(made.path, **options)
   assert known == {name: theirs.get_lang_id(name) for name in known}
   for text in texts():
     want = theirs(text).input_ids
@@ -338,6 +303,7 @@ def test_m2m_without_a_tokenizer_json(tmp_path):
     assert made.decode(want).strip() == shown
 
 
+PIECES = old_mbart, old_mbart50, plbart, old_pegasus, marian, own_marian
 # sentencepiece itself and transformers' copies of it do not read alike a blank
 # at an end, more than one, and those around the name of a special token.
 _NAMES = ('</s>', '<s>', '<pad>', '<unk>')
@@ -345,11 +311,7 @@ PLAIN = [x.strip() for x in PARTS if len(x.strip()) > 1 and x not in _NAMES]
 
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize(
-  'family',
-  [old_mbart, old_mbart50, plbart, old_pegasus, marian, own_marian],
-  ids=lambda one: one.__name__,
-)
+@pytest.mark.parametrize('family', PIECES, ids=lambda one: one.__name__)
 def test_ids_and_texts_of_sentencepiece(family, tmp_path):
   import transformers
 

@@ -119,10 +119,7 @@ HOSTILE = {
   'indent': ('{{ messages | tojson(indent=10**9) }}', '1000000000'),
   'batch': ('{{ [1] | batch(10**9, 0) | list }}', '1000000000'),
   'power': ('{{ 2 ** (10 ** 9) }}', '2000000000'),
-  'output': (
-    "{% for i in range(30) %}{{ 'a' * 300000 }}{% endfor %}",
-    '9000000',
-  ),
+  'output': ("{% for i in range(9) %}{{ 'a' * 10**6 }}{% endfor %}", '9000000'),
   'attack': ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'unsafe'),
 }
 
@@ -243,9 +240,9 @@ def test_lines_are_messages(engine, tmp_path):
   lines = ['the red dog', '', 'dogs']
   (tmp_path / 'lines.txt').write_text('\n'.join(lines))
   options = dict(input_file=str(tmp_path / 'lines.txt'), chat=True)
-  _, records, _ = toy_runs.decoded(
-    tmp_path / 'out', lambda **_: engine, mode='plain', **options
-  )
+  settings = options | {'mode': 'plain'}
+  out = tmp_path / 'out'
+  _, records, _ = toy_runs.decoded(out, lambda **_: engine, **settings)
   assert [record['inputs'] for record in records] == lines
   template = template_of(engine.tokenizer)
   for line, record in zip(lines, records, strict=True):

@@ -54,8 +54,8 @@ def as_folder(path, folder, **files):
 def kinds(path, folder):
   """One vocabulary with two added tokens, in every kind of folder."""
   added = {'<hl>': FIRST + 1, '<sep>': FIRST + 2}
-  kinds = {'<hl>': {'special': False}, '<sep>': {'special': True}}
-  decoder = {i: kinds[name] | {'content': name} for name, i in added.items()}
+  special = {'<hl>': False, '<sep>': True}
+  decoder = {i: {'content': x, 'special': special[x]} for x, i in added.items()}
   config = {'added_tokens_decoder': decoder, 'extra_ids': 100}
   return (
     as_tokenizer_json(path, folder / 'json', added),
