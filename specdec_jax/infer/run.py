@@ -111,10 +111,12 @@ def decode(
     config = dataclasses.replace(config, drafter=make_drafter)
     # The lengths are the same for all tasks.
     if config.task_feature_lengths is not None:
-      make, engines = config.engine, dict[str, Engine]()
+      make, engines = config.engine, list[Engine]()
 
       def once(**options: Any) -> Engine:
-        return engines.get('') or engines.setdefault('', make(**options))
+        if not engines:
+          engines.append(make(**options))
+        return engines[0]
 
       config = dataclasses.replace(config, engine=once)
   summaries = {}
@@ -275,7 +277,7 @@ class _Run:
         threads = len(self.decoders) if count == 1 else 1
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
           prepare = functools.partial(Decoder.prepare, items=items, left=left)
-          collections.deque(pool.map(prepare, self.decoders.values()))
+          list(pool.map(prepare, self.decoders.values()))
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         for mode, decoder in self.decoders.items():
@@ -355,7 +357,8 @@ class _Run:
     path = config.input_file
     if not config.is_task and files.state(path) != self.input_state:
       raise ValueError(
-        f'{path!r} was changed while it was decoded; what it was is {where}.'
+        f'{path!r} was changed while it was decoded; all that it was before is'
+        f' {where}.'
       )
     if self.failed_metric is not None:
       raise ValueError(f'{self.failed_metric}. Everything is {where}.')

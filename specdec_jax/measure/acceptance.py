@@ -164,8 +164,9 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   """Takes a step of the plain loop; a proposal is judged, but not used."""
   state = carry.state
   context = speculative.context_of(target, params, request, state)
-  own = params.draft, state.drafter_state
-  draft, drafter_state = drafter.propose(*own, context)
+  draft, drafter_state = drafter.propose(
+    params.draft, state.drafter_state, context
+  )
   betas = []
 
   def judge(plain, nothing, logits, keys):
@@ -246,7 +247,8 @@ def of_outputs(
       invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
       if invalid or not np.all(np.isfinite(betas)):
         expected = 'finite logits of target and drafter'
-        raise unexpected('alpha', expected, betas, 'Check both checkpoints.')
+        got = 'NaN or infinite ones'
+        raise unexpected('alpha', expected, got, 'Check both checkpoints.')
       outputs.append((text, betas))
     tokens = sum(ends[: len(texts)])
     count += tokens

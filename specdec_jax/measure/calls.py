@@ -168,9 +168,9 @@ def decode_in_turn(
   times = interleave(runs, repeats, advance, until)
 
   def timed(method: str) -> Timed:
-    of = [name for name in names if name[0] == method]
-    ms = np.array([times[name] for name in of]).T
-    return Timed(ms, [outputs[name] for name in of])
+    keys = [name for name in names if name[0] == method]
+    ms = np.array([times[key] for key in keys]).T
+    return Timed(ms, [outputs[key] for key in keys])
 
   return {method: timed(method) for method in methods}
 
@@ -460,11 +460,13 @@ def call_runs(
   # The longest compilations come first.
   makers: dict[str, Callable[[], Run]] = {}
   for gamma in gammas:
-    of = loop, start, pair.params, request(gamma), count
-    makers[f'round_{gamma}'] = functools.partial(loop_run, *of)
+    makers[f'round_{gamma}'] = functools.partial(
+      loop_run, loop, start, pair.params, request(gamma), count
+    )
   for size in sizes:
-    args = pair, largest, cache, size, count
-    makers[f'call_{size}'] = functools.partial(call_run, *args)
+    makers[f'call_{size}'] = functools.partial(
+      call_run, pair, largest, cache, size, count
+    )
 
   def in_time(make: Callable[[], Run]) -> Run:
     if time.monotonic() > until:

@@ -140,8 +140,8 @@ def _described(spec: Device) -> Any:
       raise
 
   xla_bridge.canonicalize_platform = canonicalize
-  of = {'target_config': spec.numbers, 'topology': spec.topology}
-  return topologies.get_topology_desc(platform='cuda', **of)
+  gpu = {'target_config': spec.numbers, 'topology': spec.topology}
+  return topologies.get_topology_desc(platform='cuda', **gpu)
 
 
 @dataclasses.dataclass(frozen=True)

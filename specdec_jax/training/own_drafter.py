@@ -274,7 +274,10 @@ def _train_run(
     model_dir=os.path.join(config.output_dir, _TRAINING),
     packing=PackingConfig((1.0,), buckets, size, part, eos_id=eos_id),
     training=TrainConfig(
-      config.steps, 0.0, _FEW_STEPS, checkpoint_minutes=5.0, warmup_steps=50
+      config.steps,
+      eval_every=_FEW_STEPS,
+      checkpoint_minutes=5.0,
+      warmup_steps=50,
     ),
     learning=FromTarget(target.network, target.name, outputs, begin=begin),
   )
