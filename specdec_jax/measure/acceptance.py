@@ -31,7 +31,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure.calls import Pair
+from specdec_jax.measure.calls import Advance, Pair
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.report import Column, Record, Table, bar, record
@@ -205,7 +205,6 @@ def _beta(request, draft, logits, target_probs):
 
 # The texts of a batch, which identify its outputs, and its request.
 Batch = tuple[Sequence[Any], Request]
-Advance = Callable[[int], None]
 
 
 def of_outputs(

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -279,6 +279,10 @@ def _peak_bytes(lowered: Any) -> int:
 
 def table(checked: Record) -> Table:
   """Returns a table of a record with a line for each row of Table 2."""
+
+  def scaled(name: str, unit: float) -> Callable[[Record], float | None]:
+    return lambda row: row[name] and row[name] / unit
+
   return Table.from_records(
     checked['settings']['name'],
     {
@@ -288,12 +292,8 @@ def table(checked: Record) -> Table:
       'gamma': 'gamma',
       Column('alpha', '.2f'): 'acceptance_rate',
       'fits': lambda row: 'yes' if row['fits'] else 'NO',
-      Column('peak, GiB', '.2f'): lambda x: (
-        (x['peak_bytes'] or 0) / GIB or None
-      ),
-      Column('a token reads, GB', '.2f'): lambda x: (
-        x['target_call_bytes'] / 1e9
-      ),
+      Column('peak, GiB', '.2f'): scaled('peak_bytes', GIB),
+      Column('a token reads, GB', '.2f'): scaled('target_call_bytes', 1e9),
       Column('ms', '.2f'): 'target_call_ms',
       Column('c', '.3f'): 'cost_ratio',
       Column('predicted', '.2f'): 'walltime_factor',
