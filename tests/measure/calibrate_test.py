@@ -98,15 +98,11 @@ def quiet():
   return rich.console.Console(record=True, width=140)
 
 
-@pytest.fixture
-def noise_is_allowed(monkeypatch):
-  """The calls of a toy take microseconds."""
-  monkeypatch.setattr(calls, 'contradiction', lambda _: '')
-  monkeypatch.setattr(calibration, 'contradiction', lambda _: '')
-
-
-@pytest.mark.usefixtures('noise_is_allowed')
-def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
+def test_a_calibration_holds_what_it_was_made_of(
+  engine, prompts, folder, monkeypatch
+):
+  for module in (calls, calibration):  # the calls of a toy take microseconds
+    monkeypatch.setattr(module, 'contradiction', lambda _: '')
   console = quiet()
   sizes = {'num_tokens': 20, 'max_gamma': 1, 'repeats': 2, 'calls_a_run': 1}
   path = str(folder / 'calibration.json')
