@@ -163,14 +163,13 @@ def decode_in_turn(
 
     return Run(lambda: decode)
 
-  names = [*itertools.product(methods, range(len(parts)))]
-  runs = {name: run(*name) for name in names}
+  numbers = range(len(parts))
+  runs = {name: run(*name) for name in itertools.product(methods, numbers)}
   times = interleave(runs, repeats, advance, until)
 
   def timed(method: str) -> Timed:
-    keys = [name for name in names if name[0] == method]
-    ms = np.array([times[key] for key in keys]).T
-    return Timed(ms, [outputs[key] for key in keys])
+    ms = np.array([times[method, part] for part in numbers]).T
+    return Timed(ms, [outputs[method, part] for part in numbers])
 
   return {method: timed(method) for method in methods}
 

@@ -135,17 +135,18 @@ def compare(config: CompareConfig, console: Console | None = None) -> Record:
     calibrations[measured.temperature] = measured
   if config.acceptance and not files:
     with bar(console, 'Timing calls on this host'):
-      for at in config.temperatures:
-        args = engine, config.acceptance, 1, at, console
-        calibrations[at] = for_host(*args, 'always')
+      for temperature in config.temperatures:
+        args = engine, config.acceptance, 1, temperature, console
+        calibrations[temperature] = for_host(*args, 'always')
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )[: config.num_lines]
   settings = list(itertools.product(config.temperatures, config.rows))
   rows, steps = list[dict[str, Any]](), len(settings) * config.repeats
   with bar(console, 'Compiling and timing', steps) as advance:
-    for at, count in settings:
-      comparison = _Comparison(config, engines, texts, at, calibrations.get(at))
+    for temperature, count in settings:
+      known = calibrations.get(temperature)
+      comparison = _Comparison(config, engines, texts, temperature, known)
       rows += comparison.rows(count, advance)
   greedy = calibrations.get(0.0)
   table = _table(config, rows, len(texts))
@@ -197,8 +198,8 @@ class _Comparison(NamedTuple):
         for outputs, right in zip(other.outputs, plain.outputs, strict=True):
           _check_equal(name, outputs[0], right[0])
     for method in config.all_methods:
-      gamma: Any = method.options.get('gamma')
-      gamma, predicted = gamma if isinstance(gamma, int) else None, None
+      gamma, predicted = method.options.get('gamma'), None
+      gamma = gamma if isinstance(gamma, int) else None
       if measured is not None and gamma in config.gammas and rows == 1:
         predicted = predicted_speed_up(measured, gamma, plain, start, np.mean)
       yield {

@@ -228,13 +228,13 @@ def _checked(
   """Compiles the loop of a row, and predicts times from bytes of calls."""
   target, draft = config.target, config.drafts[row.draft]
   placement = Placement(config.param_dtype)
-  on = functools.partial(
-    jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
-  )
+  sharding = jax.sharding.SingleDeviceSharding(device)
 
   def place(tree: Any) -> Any:
     """Returns the shapes of a tree with a sharding on the device."""
-    return jax.tree.map(lambda x: on(x.shape, x.dtype), tree)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
 
   pair = (place(param_shapes(x, placement)) for x in (target, draft))
   params = PairParams(*pair)
