@@ -199,14 +199,13 @@ class _Comparison(NamedTuple):
           _check_equal(name, outputs[0], right[0])
     for method in config.all_methods:
       gamma, predicted = method.options.get('gamma'), None
-      gamma = gamma if isinstance(gamma, int) else None
       if measured is not None and gamma in config.gammas and rows == 1:
         predicted = predicted_speed_up(measured, gamma, plain, start, np.mean)
       yield {
         'method': method.name,
         'temperature': self.temperature,
         'rows': rows,
-        'gamma': gamma,
+        'gamma': gamma if isinstance(gamma, int) else None,
         **_with_intervals(timed[method.name], plain),
         'predicted': predicted,
       }
