@@ -197,10 +197,11 @@ class _Comparison(NamedTuple):
       for name, other in timed.items():
         for outputs, right in zip(other.outputs, plain.outputs, strict=True):
           _check_equal(name, outputs[0], right[0])
+    known = measured if rows == 1 else None  # costs are those of one row
     for method in config.all_methods:
       gamma, predicted = method.options.get('gamma'), None
-      if measured is not None and gamma in config.gammas and rows == 1:
-        predicted = predicted_speed_up(measured, gamma, plain, start, np.mean)
+      if known and isinstance(gamma, int) and gamma in config.gammas:
+        predicted = predicted_speed_up(known, gamma, plain, start, np.mean)
       yield {
         'method': method.name,
         'temperature': self.temperature,
