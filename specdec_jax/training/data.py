@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -71,9 +71,8 @@ class PackingConfig:
       computed part by part, and the gradients are summed. On a CPU the logits
       of a part then stay in its cache; 0, for a GPU or TPU, makes the whole
       batch one part.
-    max_targets: if > 0, the most target places per row, the end included, for
-      data whose targets are much shorter than its sources; 0 allows as many as
-      source places.
+    max_targets: if > 0, the most target places per row, for data whose targets
+      are much shorter than its sources; 0 allows as many as source places.
     seed: decides order and joining. Together with the step it decides a batch.
     eos_id: the end of sequence; a run over text takes its vocabulary's.
   """
@@ -82,7 +81,7 @@ class PackingConfig:
   buckets: Annotated[tuple[Positive, ...], Bound(1)] = _BUCKETS
   tokens_per_batch: int = 4096
   tokens_per_part: Count = 0
-  max_targets: Literal[0] | Annotated[int, Bound(2)] = 0
+  max_targets: int = 0
   seed: int = 0
   eos_id: int = EOS_ID
 
@@ -93,9 +92,11 @@ class PackingConfig:
       raise unexpected('weights', expected, self.weights)
     if [*self.buckets] != sorted({*self.buckets}):
       raise unexpected('buckets', 'increasing numbers', self.buckets)
-    # A batch must have room for one row.
+    # A batch must have room for one row, and a row for a token and its end.
     if (size := self.tokens_per_batch) < (least := self.buckets[-1]):
       raise unexpected('tokens_per_batch', f'a whole number from {least}', size)
+    if self.max_targets < 0 or self.max_targets == 1:
+      raise unexpected('max_targets', '0, or 2 or more', self.max_targets)
 
   def target_places(self, length: int) -> int:
     """Returns the number of places on the target side of a bucket."""
