@@ -113,7 +113,7 @@ def join(meeting: Meeting) -> None:
     ) from error
   finally:
     signal.signal(signal.SIGINT, handler)
-  joined, expected = jax.process_count(), meeting.process_count
-  if expected not in (None, joined):
-    want = f'{joined}, as many as have joined, for each process'
-    raise unexpected('--process_count', want, expected)
+  joined, count = jax.process_count(), meeting.process_count
+  if count not in (None, joined):
+    expected = f'{joined}, as many as have joined, for each process'
+    raise unexpected('--process_count', expected, count)

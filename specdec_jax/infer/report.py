@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import rich.console
+from rich.console import Console
 
 from specdec_jax import files
 from specdec_jax.engine.completion import Completion, CompletionStats, total
@@ -341,9 +341,7 @@ def table(summary: Mapping[str, Any]) -> Table:
 
 
 def show_examples(
-  console: rich.console.Console,
-  data: data_lib.DataSet,
-  outputs: Sequence[Outputs],
+  console: Console, data: data_lib.DataSet, outputs: Sequence[Outputs]
 ) -> None:
   """Prints the first decoded lines, with a column for each mode."""
   rows = [
@@ -356,7 +354,7 @@ def show_examples(
 
 
 def show(
-  console: rich.console.Console, summary: Mapping[str, Any], folder: str | None
+  console: Console, summary: Mapping[str, Any], folder: str | None
 ) -> None:
   """Prints the table of a summary, and errors, warnings and notes below it."""
   console.print(table(summary))

@@ -168,7 +168,8 @@ class Folder:
     except AssertionError as error:
       raise ValueError(
         f'Process {self.process} and another one of this run have different'
-        ' inputs or settings: give all the same command and files.'
+        ' inputs or settings: give all the same command and files. Finished'
+        ' work is kept.'
       ) from error
     done = self.new_work()
     multihost_utils.sync_global_devices(f'{self.name} was read')

@@ -15,14 +15,14 @@ import itertools
 import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import numpy as np
-import rich.console
+from rich.console import Console
 
 from specdec_jax import files
 from specdec_jax.checks.fields import check_choice, unexpected
@@ -57,7 +57,7 @@ _FEW_ITEMS, _SHORT = 256, (64, 65)
 def decode(
   config: DecodeConfig,
   beside: Beside | None = None,
-  console: rich.console.Console | None = None,
+  console: Console | None = None,
 ) -> dict[str, Any]:
   """Decodes or scores lines or a task, writes the results, prints a report.
 
@@ -96,7 +96,7 @@ def decode(
   if prints and codecs.lookup(encoding).name != 'utf-8':
     advice = "Set PYTHONUTF8=1, or sys.stdout.reconfigure(encoding='utf-8')."
     raise unexpected('sys.stdout.encoding', "'utf-8'", encoding, advice)
-  console = console or rich.console.Console(stderr=prints)
+  console = console or Console(stderr=prints)
   beside = beside or {}
   task, tokenizer = config.mixture_or_task_name, config.tokenizer
   if task is None:
@@ -111,10 +111,12 @@ def decode(
     config = dataclasses.replace(config, drafter=make_drafter)
     # The lengths are the same for all tasks.
     if config.task_feature_lengths is not None:
-      make, engines = config.engine, dict[str, Engine]()
+      make, engines = config.engine, list[Engine]()
 
       def once(**options: Any) -> Engine:
-        return engines.get('') or engines.setdefault('', make(**options))
+        if not engines:
+          engines.append(make(**options))
+        return engines[0]
 
       config = dataclasses.replace(config, engine=once)
   summaries = {}
@@ -129,7 +131,7 @@ def decode(
 
 
 def _in_folder(
-  config: DecodeConfig, beside: Beside, console: rich.console.Console
+  config: DecodeConfig, beside: Beside, console: Console
 ) -> dict[str, Any]:
   """Locks the output folder, by default a temporary one, and decodes."""
   process = jax.process_index()
@@ -137,11 +139,8 @@ def _in_folder(
     raise unexpected('output_dir', 'a folder that all processes see', None)
   console.quiet = console.quiet or process > 0
   with contextlib.ExitStack() as stack:
-    folder = Folder(
-      config.output_dir or stack.enter_context(tempfile.TemporaryDirectory()),
-      config.results_name,
-      process,
-    )
+    path = config.output_dir or stack.enter_context(TemporaryDirectory())
+    folder = Folder(path, config.results_name, process)
     stack.enter_context(folder.claimed())
     if is_finished := folder.finished() and not config.overwrite:
       kept = f'{folder.name} is finished; it is kept if the models are the same'
@@ -153,9 +152,7 @@ def _in_folder(
 class _Run:
   """A run whose output folder is locked."""
 
-  def __init__(
-    self, config: DecodeConfig, folder: Folder, console: rich.console.Console
-  ):
+  def __init__(self, config: DecodeConfig, folder: Folder, console: Console):
     """Reads the examples and loads the models."""
     self.folder, self.console = folder, console
     self.input_state = files.state(config.input_file)
@@ -275,7 +272,7 @@ class _Run:
         threads = len(self.decoders) if count == 1 else 1
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
           prepare = functools.partial(Decoder.prepare, items=items, left=left)
-          collections.deque(pool.map(prepare, self.decoders.values()))
+          list(pool.map(prepare, self.decoders.values()))
       for begin in range(0, len(items), size):
         batch = items[begin : begin + size]
         for mode, decoder in self.decoders.items():
@@ -355,7 +352,8 @@ class _Run:
     path = config.input_file
     if not config.is_task and files.state(path) != self.input_state:
       raise ValueError(
-        f'{path!r} was changed while it was decoded; what it was is {where}.'
+        f'{path!r} was changed while it was decoded; all that it was before is'
+        f' {where}.'
       )
     if self.failed_metric is not None:
       raise ValueError(f'{self.failed_metric}. Everything is {where}.')
@@ -372,7 +370,7 @@ def choose_gammas(
   measured: calibration.Calibration | None,
   config: DecodeConfig,
   engine: Engine,
-  console: rich.console.Console,
+  console: Console,
   is_short: bool = False,
 ) -> Mapping[int, Drafting] | None:
   """Sets the engine's gamma to the best one of a calibration, if there is one.

@@ -31,7 +31,7 @@ from specdec_jax.decoding.speculative import PairParams
 from specdec_jax.decoding.state import DecodeState
 from specdec_jax.drafters.base import Drafter, check_chain
 from specdec_jax.engine.engine import Engine
-from specdec_jax.measure.calls import Pair
+from specdec_jax.measure.calls import Advance, Pair
 from specdec_jax.models.base import LanguageModel
 from specdec_jax.paper import printed
 from specdec_jax.report import Column, Record, Table, bar, record
@@ -164,8 +164,9 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   """Takes a step of the plain loop; a proposal is judged, but not used."""
   state = carry.state
   context = speculative.context_of(target, params, request, state)
-  own = params.draft, state.drafter_state
-  draft, drafter_state = drafter.propose(*own, context)
+  draft, drafter_state = drafter.propose(
+    params.draft, state.drafter_state, context
+  )
   betas = []
 
   def judge(plain, nothing, logits, keys):
@@ -204,7 +205,6 @@ def _beta(request, draft, logits, target_probs):
 
 # The texts of a batch, which identify its outputs, and its request.
 Batch = tuple[Sequence[Any], Request]
-Advance = Callable[[int], None]
 
 
 def of_outputs(
@@ -246,7 +246,8 @@ def of_outputs(
       invalid = overlap.state.finish_reason[row] == FinishReason.INVALID
       if invalid or not np.all(np.isfinite(betas)):
         expected = 'finite logits of target and drafter'
-        raise unexpected('alpha', expected, betas, 'Check both checkpoints.')
+        got = 'NaN or infinite ones'
+        raise unexpected('alpha', expected, got, 'Check both checkpoints.')
       outputs.append((text, betas))
     tokens = sum(ends[: len(texts)])
     count += tokens

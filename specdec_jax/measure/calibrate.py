@@ -118,8 +118,8 @@ def calibrate(
     costs = time_calls(config, engine, console, now + (until - now) / 2)
   with bar(console, 'Tokens', config.num_tokens) as advance:
     args = engine, texts, config.temperature, config.num_tokens, advance, until
-    most: Record = {'most_gamma': config.max_gamma, 'seed': config.seed}
-    measured = rates(*args, **most)
+    options: Record = {'most_gamma': config.max_gamma, 'seed': config.seed}
+    measured = rates(*args, **options)
   rate = measured.as_record(measured.overall)
   result = _conclude(engine, config.temperature, rate, costs)
   if result.choices[0].rows == 1 and result.choices[0].gamma:
@@ -184,6 +184,7 @@ def _with_run(
   Some texts are decoded one by one, plainly and speculatively in turn.
   """
   choice = predicted.choices[0]
+  gamma = choice.gamma
   # Texts of similar lengths need few programs.
   by_length = sorted(dict.fromkeys(texts), key=engine.num_input_tokens)
   first = max(0, (len(by_length) - _RUN_TEXTS) // 2)
@@ -191,7 +192,7 @@ def _with_run(
   methods: dict[str, tuple[Engine, dict[str, Any]]] = {
     'start': (engine, START),
     'plain': (engine, {'speculative': False}),
-    'speculative': (engine, {'gamma': choice.gamma}),
+    'speculative': (engine, {'gamma': gamma}),
   }
   parts = [[index] for index in range(len(part))]
   args = methods, part, parts, _RUN_REPEATS
@@ -200,19 +201,19 @@ def _with_run(
   start, plain, speculative = timed.values()
   plain_ms, ms = (np.median(x.ms, axis=0).sum() for x in (plain, speculative))
   measured = float(plain_ms / ms)
-  pair = plain, start
-  expected = predicted_speed_up(predicted, choice.gamma, *pair, np.median)
+  expected = predicted_speed_up(predicted, gamma, plain, start, np.median)
   assert expected is not None  # the gamma was chosen by its costs
   speed_up = min(measured, expected)
   low, high = (x * speed_up / choice.expected_speed_up for x in choice.interval)
-  run: Record = {'texts': len(part), 'gamma': choice.gamma}
+  run: Record = {'texts': len(part), 'gamma': gamma}
   run |= {'speed_up': measured, 'predicted': expected}
-  of: Record = {'gamma': 0, 'expected_speed_up': 1.0, 'interval': (1.0, 1.0)}
+  # A pair that is slower than plain decoding gets gamma 0.
+  new: Record = {'gamma': 0, 'expected_speed_up': 1.0, 'interval': (1.0, 1.0)}
   if speed_up > 1:
-    of = {'expected_speed_up': speed_up, 'interval': (low, high)}
-  choices = dataclasses.replace(choice, **of), *predicted.choices[1:]
-  known = {**predicted.record, 'run': run}
-  return dataclasses.replace(predicted, choices=choices, record=known)
+    new = {'expected_speed_up': speed_up, 'interval': (low, high)}
+  choices = dataclasses.replace(choice, **new), *predicted.choices[1:]
+  values = {**predicted.record, 'run': run}
+  return dataclasses.replace(predicted, choices=choices, record=values)
 
 
 def predicted_speed_up(
@@ -230,7 +231,7 @@ def predicted_speed_up(
     gamma: proposals per round.
     plain: texts that were decoded plainly.
     start: the same, until each has its first token, see `START`.
-    mean: np.mean or np.median, over the rounds.
+    mean: np.mean or np.median, over the repetitions.
   """
   costs = call_costs(medians(measured.times_ms(1)))
   # Older calibrations have no rounds.
@@ -257,10 +258,10 @@ def _conclude(
     choose_gamma(rate, call_costs(medians(x['times_ms'])), x['batch'])
     for x in costs
   )
-  known = {'acceptance_rate': dict(rate), 'costs': costs}
-  known['machine'] = record.describe()
+  values = {'acceptance_rate': dict(rate), 'costs': costs}
+  values['machine'] = record.describe()
   where = engine.fingerprints, backend.device_name()
-  return Calibration(*where, temperature, choices, known)
+  return Calibration(*where, temperature, choices, values)
 
 
 class CallCosts(NamedTuple):
@@ -510,8 +511,8 @@ def host_times(
     CalibrationError: they contradict each other.
   """
   # Each call then fits into a cache of 128 slots.
-  cut = {'decode_len': 112, 'calls_a_run': 10, 'repeats': 5}
-  timing = Timing(temperature=temperature, **cut)
+  sizes = {'decode_len': 112, 'calls_a_run': 10, 'repeats': 5}
+  timing = Timing(temperature=temperature, **sizes)
   times = medians(_times(engine, timing, rows, _HOST_SIZES, _HOST_GAMMAS))
   return {name: times[name] for name in _HOST_TIMES}
 

@@ -163,14 +163,13 @@ def decode_in_turn(
 
     return Run(lambda: decode)
 
-  names = [*itertools.product(methods, range(len(parts)))]
-  runs = {name: run(*name) for name in names}
+  numbers = range(len(parts))
+  runs = {name: run(*name) for name in itertools.product(methods, numbers)}
   times = interleave(runs, repeats, advance, until)
 
   def timed(method: str) -> Timed:
-    of = [name for name in names if name[0] == method]
-    ms = np.array([times[name] for name in of]).T
-    return Timed(ms, [outputs[name] for name in of])
+    ms = np.array([times[method, part] for part in numbers]).T
+    return Timed(ms, [outputs[method, part] for part in numbers])
 
   return {method: timed(method) for method in methods}
 
@@ -460,11 +459,13 @@ def call_runs(
   # The longest compilations come first.
   makers: dict[str, Callable[[], Run]] = {}
   for gamma in gammas:
-    of = loop, start, pair.params, request(gamma), count
-    makers[f'round_{gamma}'] = functools.partial(loop_run, *of)
+    makers[f'round_{gamma}'] = functools.partial(
+      loop_run, loop, start, pair.params, request(gamma), count
+    )
   for size in sizes:
-    args = pair, largest, cache, size, count
-    makers[f'call_{size}'] = functools.partial(call_run, *args)
+    makers[f'call_{size}'] = functools.partial(
+      call_run, pair, largest, cache, size, count
+    )
 
   def in_time(make: Callable[[], Run]) -> Run:
     if time.monotonic() > until:

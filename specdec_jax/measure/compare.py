@@ -134,17 +134,18 @@ def compare(config: CompareConfig, console: Console | None = None) -> Record:
     calibrations[measured.temperature] = measured
   if config.acceptance and not files:
     with bar(console, 'Timing calls on this host'):
-      for at in config.temperatures:
-        args = engine, config.acceptance, 1, at, console
-        calibrations[at] = for_host(*args, 'always')
+      for temperature in config.temperatures:
+        args = engine, config.acceptance, 1, temperature, console
+        calibrations[temperature] = for_host(*args, 'always')
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )[: config.num_lines]
   settings = list(itertools.product(config.temperatures, config.rows))
   rows, steps = list[dict[str, Any]](), len(settings) * config.repeats
   with bar(console, 'Compiling and timing', steps) as advance:
-    for at, count in settings:
-      comparison = _Comparison(config, engines, texts, at, calibrations.get(at))
+    for temperature, count in settings:
+      known = calibrations.get(temperature)
+      comparison = _Comparison(config, engines, texts, temperature, known)
       rows += comparison.rows(count, advance)
   greedy = calibrations.get(0.0)
   table = _table(config, rows, len(texts))
@@ -195,16 +196,16 @@ class _Comparison(NamedTuple):
       for name, other in timed.items():
         for outputs, right in zip(other.outputs, plain.outputs, strict=True):
           _check_equal(name, outputs[0], right[0])
+    known = measured if rows == 1 else None  # costs are those of one row
     for method in config.all_methods:
-      gamma: Any = method.options.get('gamma')
-      gamma, predicted = gamma if isinstance(gamma, int) else None, None
-      if measured is not None and gamma in config.gammas and rows == 1:
-        predicted = predicted_speed_up(measured, gamma, plain, start, np.mean)
+      gamma, predicted = method.options.get('gamma'), None
+      if known and isinstance(gamma, int) and gamma in config.gammas:
+        predicted = predicted_speed_up(known, gamma, plain, start, np.mean)
       yield {
         'method': method.name,
         'temperature': self.temperature,
         'rows': rows,
-        'gamma': gamma,
+        'gamma': gamma if isinstance(gamma, int) else None,
         **_with_intervals(timed[method.name], plain),
         'predicted': predicted,
       }

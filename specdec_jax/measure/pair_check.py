@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -140,8 +140,8 @@ def _described(spec: Device) -> Any:
       raise
 
   xla_bridge.canonicalize_platform = canonicalize
-  of = {'target_config': spec.numbers, 'topology': spec.topology}
-  return topologies.get_topology_desc(platform='cuda', **of)
+  gpu = {'target_config': spec.numbers, 'topology': spec.topology}
+  return topologies.get_topology_desc(platform='cuda', **gpu)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,13 +228,13 @@ def _checked(
   """Compiles the loop of a row, and predicts times from bytes of calls."""
   target, draft = config.target, config.drafts[row.draft]
   placement = Placement(config.param_dtype)
-  on = functools.partial(
-    jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
-  )
+  sharding = jax.sharding.SingleDeviceSharding(device)
 
   def place(tree: Any) -> Any:
     """Returns the shapes of a tree with a sharding on the device."""
-    return jax.tree.map(lambda x: on(x.shape, x.dtype), tree)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
 
   pair = (place(param_shapes(x, placement)) for x in (target, draft))
   params = PairParams(*pair)
@@ -279,6 +279,10 @@ def _peak_bytes(lowered: Any) -> int:
 
 def table(checked: Record) -> Table:
   """Returns a table of a record with a line for each row of Table 2."""
+
+  def scaled(name: str, unit: float) -> Callable[[Record], float | None]:
+    return lambda row: row[name] and row[name] / unit
+
   return Table.from_records(
     checked['settings']['name'],
     {
@@ -288,12 +292,8 @@ def table(checked: Record) -> Table:
       'gamma': 'gamma',
       Column('alpha', '.2f'): 'acceptance_rate',
       'fits': lambda row: 'yes' if row['fits'] else 'NO',
-      Column('peak, GiB', '.2f'): lambda x: (
-        (x['peak_bytes'] or 0) / GIB or None
-      ),
-      Column('a token reads, GB', '.2f'): lambda x: (
-        x['target_call_bytes'] / 1e9
-      ),
+      Column('peak, GiB', '.2f'): scaled('peak_bytes', GIB),
+      Column('a token reads, GB', '.2f'): scaled('target_call_bytes', 1e9),
       Column('ms', '.2f'): 'target_call_ms',
       Column('c', '.3f'): 'cost_ratio',
       Column('predicted', '.2f'): 'walltime_factor',

@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import jax
 import rich.console
 
-from specdec_jax.checks.fields import check_types, is_a, unexpected
+from specdec_jax.checks.fields import Bound, check_types, is_a, unexpected
 from specdec_jax.drafters.ngram_table import NGramTable, fit
 from specdec_jax.files import writable
 from specdec_jax.report import record
@@ -42,8 +43,8 @@ class FitNgramConfig:
   """
 
   tokenizer: Tokenizer
-  train_files: Sequence[str]
-  output_file: str
+  train_files: Annotated[Sequence[str], Bound(1)]
+  output_file: Annotated[str, Bound(1)]
   order: int = 2
   field: str = 'prediction_tokens'
   start_id: int | None = 0
@@ -52,9 +53,6 @@ class FitNgramConfig:
 
   def __post_init__(self):
     check_types(self)
-    for name in ('train_files', 'output_file'):
-      if not (value := getattr(self, name)):
-        raise unexpected(name, 'a file', value)
     size, first = self.tokenizer.vocab_size, self.start_id
     if first is not None and not 0 <= first < size:
       raise unexpected('start_id', f'None or an id below {size}', first)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-import rich.console
+from rich.console import Console
 
 from specdec_jax import files
 from specdec_jax.checkpoints import huggingface
@@ -122,7 +122,7 @@ class DistilConfig:
 
 
 def distil(
-  config: DistilConfig, console: rich.console.Console | None = None
+  config: DistilConfig, console: Console | None = None
 ) -> Calibration | None:
   """Makes a drafter, and measures its speed-up on this machine.
 
@@ -274,7 +274,10 @@ def _train_run(
     model_dir=os.path.join(config.output_dir, _TRAINING),
     packing=PackingConfig((1.0,), buckets, size, part, eos_id=eos_id),
     training=TrainConfig(
-      config.steps, 0.0, _FEW_STEPS, checkpoint_minutes=5.0, warmup_steps=50
+      config.steps,
+      eval_every=_FEW_STEPS,
+      checkpoint_minutes=5.0,
+      warmup_steps=50,
     ),
     learning=FromTarget(target.network, target.name, outputs, begin=begin),
   )
@@ -315,11 +318,7 @@ class _Measured:
   """The measurements of the pair, before and after the drafter learns."""
 
   def __init__(
-    self,
-    config: DistilConfig,
-    input_len: int,
-    end: float,
-    console: rich.console.Console,
+    self, config: DistilConfig, input_len: int, end: float, console: Console
   ):
     self._config, self._end, self._console = config, end, console
     # The time for the whole run.

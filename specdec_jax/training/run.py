@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from specdec_jax import files
 from specdec_jax.checkpoints import load, t5x
 from specdec_jax.checkpoints.disk_arrays import fingerprint
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import Checked, check_types, unexpected
+from specdec_jax.checks.fields import Bound, Checked, check_types, unexpected
 from specdec_jax.drafters import heads
 from specdec_jax.drafters.heads import Heads
 from specdec_jax.engine import compilation_cache
@@ -110,7 +110,7 @@ class TrainRun:
   """
 
   model: LanguageModel | Heads
-  model_dir: str
+  model_dir: Annotated[str, Bound(1)]
   train_file: str | None = None
   eval_file: str | None = None
   task: str | LocalTask | None = None
@@ -125,8 +125,6 @@ class TrainRun:
 
   def __post_init__(self):
     check_types(self)
-    if not self.model_dir:
-      raise unexpected('model_dir', 'a folder', self.model_dir)
     model: Any = self.model
     target = self.target
     if isinstance(model, Heads):

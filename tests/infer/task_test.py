@@ -222,8 +222,7 @@ def knows(run, tokenizer, tmp_path):
   text = b'a\tthe cat sat on the mat\nb\nc\tthe cat sat on the mat\n'
   path = write(tmp_path / 'knows.tsv', text)
   engine = Knowing(tokenizer=tokenizer)
-  known = functools.partial(run, lambda **_: engine, path, overwrite=True)
-  return known
+  return functools.partial(run, lambda **_: engine, path, overwrite=True)
 
 
 def test_metrics_are_of_the_examples_with_a_target(knows, monkeypatch):

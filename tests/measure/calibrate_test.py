@@ -35,13 +35,13 @@ def test_what_cannot_be_written_is_refused_first(tmp_path):
   """Before anything else of the configuration is looked at."""
   (tmp_path / 'file').write_text('')
   programs = acceptance.measure_alpha, calibrate.calibrate, ngram.fit_ngram
-  fields = {'output_file': (*programs, calls.benchmark, compare.compare)}
-  for field, measures in (fields | {'plot_file': (compare.compare,)}).items():
+  programs = *programs, calls.benchmark, compare.compare
+  cases = [(program, 'output_file') for program in programs]
+  for measure, field in (*cases, (compare.compare, 'plot_file')):
     paths = dict.fromkeys(('input_file', 'output_file', 'plot_file'))
     config = types.SimpleNamespace(**paths | {field: str(tmp_path / 'file/x')})
-    for measure in measures:
-      with pytest.raises(ValueError, match='file.* cannot be written'):
-        measure(config)
+    with pytest.raises(ValueError, match='file.* cannot be written'):
+      measure(config)
 
 
 SMALL = {'engines': {'x': Engine}, 'paper_target': 't5_xxl_ende'}
@@ -98,15 +98,11 @@ def quiet():
   return rich.console.Console(record=True, width=140)
 
 
-@pytest.fixture
-def noise_is_allowed(monkeypatch):
-  """The calls of a toy take microseconds."""
-  monkeypatch.setattr(calls, 'contradiction', lambda _: '')
-  monkeypatch.setattr(calibration, 'contradiction', lambda _: '')
-
-
-@pytest.mark.usefixtures('noise_is_allowed')
-def test_a_calibration_holds_what_it_was_made_of(engine, prompts, folder):
+def test_a_calibration_holds_what_it_was_made_of(
+  engine, prompts, folder, monkeypatch
+):
+  for module in (calls, calibration):  # the calls of a toy take microseconds
+    monkeypatch.setattr(module, 'contradiction', lambda _: '')
   console = quiet()
   sizes = {'num_tokens': 20, 'max_gamma': 1, 'repeats': 2, 'calls_a_run': 1}
   path = str(folder / 'calibration.json')

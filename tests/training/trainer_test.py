@@ -142,6 +142,22 @@ def train(folder, loop=None, params=None, die_at=0, until=math.inf, **changes):
   return loop.train(params or first_params(), folder, until), lines
 
 
+def test_matrices_between_activations_get_muon():
+  """Their update is nearly orthogonal; AdamW's first is of one size."""
+  kernel = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+  others = 'token_embedder', 'position_embedder', 'logits_dense', 'relpos_bias'
+  params = {name: {'kernel': kernel} for name in ('wi', *others)}
+  params['norm'] = {'scale': kernel[0]}
+  optimizer = trainer.make_optimizer(0.0)
+  updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+  values = np.linalg.svd(updates.pop('wi')['kernel'], compute_uv=False)
+  assert values.max() < 2 * values.min()
+  values = np.linalg.svd(kernel, compute_uv=False)
+  assert values.max() > 2 * values.min()  # the control
+  for update in jax.tree.leaves(updates):
+    np.testing.assert_allclose(abs(update), abs(update).max(), rtol=1e-3)
+
+
 def test_learning_rate():
   config = TrainConfig(learning_rate=1.0, warmup_steps=3)
   steps = ((0, 0.0), (1, 0.0), (3, 0.0), (9, 0.5), (9, 1.0))
