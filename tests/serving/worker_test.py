@@ -34,10 +34,16 @@ def simple(tokenizer):
   return toy_models.chain_engine(tokenizer, gamma=2, **limits)
 
 
+def taken(scheduler, texts, **options):
+  """What rows that are taken together are told."""
+  heard = [Heard(scheduler, text, **options) for text in texts]
+  scheduler.take([one.row for one in heard])
+  return heard
+
+
 def ask(scheduler, text, **options):
   """A completion, alone."""
-  heard = Heard(scheduler, text, **options)
-  scheduler.take([heard.row])
+  (heard,) = taken(scheduler, [text], **options)
   (done,) = heard.last.outputs
   return done
 
@@ -142,8 +148,7 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
 
   with started(engine, whole=False, rows=1) as made:
     monkeypatch.setattr(made.ordinary, 'step', fail)
-    heard = [Heard(made, text) for text in TEXTS[:3]]
-    made.take([one.row for one in heard])
+    heard = taken(made, TEXTS[:3])
     assert [one.last.error for one in heard] == ['failed'] * 3
     made.join()
     assert 'no device' in made.failure and not made.is_compiled
@@ -203,8 +208,7 @@ def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
   with started(simple, rows=2) as made:
     for _ in ('when it is compiled', 'when it is decoded'):
       monkeypatch.setattr(Scheduler, '_pool_of', lambda *_: 1 / 0)
-      ruled = Heard(made, SHORT_TEXTS[0], **RULED)
-      made.take([ruled.row])
+      (ruled,) = taken(made, SHORT_TEXTS[:1], **RULED)
       assert ruled.last.error == 'failed alone'
       assert ask(made, SHORT_TEXTS[1]).tokens and not made.num_rows
       monkeypatch.setattr(Scheduler, '_pool_of', real)
@@ -268,8 +272,7 @@ def test_no_row_is_lost_while_it_is_read(simple, monkeypatch, fails):
   with started(simple, rows=2) as made:
     assert ask(made, SHORT_TEXTS[0], **RULED).tokens
     monkeypatch.setattr(SlotPool, '_read', read_late)
-    heard = Heard(made, SHORT_TEXTS[0], **RULED)
-    made.take([heard.row])
+    (heard,) = taken(made, SHORT_TEXTS[:1], **RULED)
     wait_until(lambda: left)
     assert len(left) == 1
     assert heard.last.error == ('failed alone' if fails else None)

@@ -48,7 +48,7 @@ FOLDERS = {
 LLAMA_3_1 = _CONFIGS['llama']['rope_scaling']
 # What stands before all names in a file, the output layer's excepted.
 PREFIXES = {
-  **{name: 'model.' for name in [*FOLDERS][5:]},
+  **{x: 'model.' for x, (_, y) in FOLDERS.items() if type(y) is not T5Config},
   'gpt2': 'transformer.',
   'gemma3': 'language_model.model.',
 }

@@ -60,7 +60,7 @@ def _changed(drafter, context=None, draft=None) -> Drafter:
   return drafter._replace(propose=propose)
 
 
-def _short_drafts(model, step=1) -> Drafter:
+def _short_drafts(step=1) -> Drafter:
   """`small_model` that proposes 0, 1, ... gamma tokens, row by row.
 
   With another `step` only some of these: with 2 none or 2 of 3.
@@ -71,7 +71,7 @@ def _short_drafts(model, step=1) -> Drafter:
     length = number * step % (context.gamma + 1)
     return draft.replace(length=length.astype(jnp.int32))
 
-  return _changed(small_model(model), draft=shorter)
+  return _changed(small_model(DRAFT), draft=shorter)
 
 
 def _shortlist(size: int) -> tuple[Drafter, Any]:
@@ -101,9 +101,8 @@ def adaptive_rule(gamma: int) -> LengthRule:
 TABLE = _table(2)
 
 
-def table_drafter(table) -> Drafter:
-  """Without the table, which is given apart: a key of compiled programs."""
-  return ngram(table)._replace(params=())
+# Without the table, which is given apart: drafters are keys of programs.
+_BIGRAM = ngram(TABLE)._replace(params=())
 
 
 # 8 nodes: the younger child of the root has one child, the elder has two.
@@ -135,11 +134,6 @@ def _noise(rows: int) -> np.ndarray:
 MEMORY = remember([[*INPUTS[:-1], *row] for row in _noise(20)], max_match=4)
 
 
-def _memory(min_match: int) -> Drafter:
-  """Without the texts, which are given apart."""
-  return translation_memory(MEMORY, min_match)._replace(params=())
-
-
 # name -> (drafter, its parameters)
 DRAFTERS = {
   'small_model': (_SMALL, DRAFT.params),
@@ -149,14 +143,17 @@ DRAFTERS = {
   'shortlist': _shortlist(VOCAB - 2),
   'on_encoder': (small_model(ON_ENCODER), ON_ENCODER.params),
   'adaptive': (_changed(small_model(DRAFT), _with_rule), DRAFT.params),
-  'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
-  'bigram': (table_drafter(TABLE), TABLE),
+  'short_drafts': (_short_drafts(), DRAFT.params),
+  'bigram': (_BIGRAM, TABLE),
   'prompt_lookup': (prompt_lookup(), ()),
-  'translation_memory': (_memory(1), MEMORY),
+  'translation_memory': (
+    translation_memory(MEMORY, 1)._replace(params=()),
+    MEMORY,
+  ),
   'uniform': (uniform(VOCAB), ()),
   # Two heads for a gamma of three.
   'heads': _heads(),
-  'cascade': (cascade(DRAFT, table_drafter(TABLE)), (DRAFT.params, TABLE)),
+  'cascade': (cascade(DRAFT, _BIGRAM), (DRAFT.params, TABLE)),
   'cascade_of_models': (
     cascade(DRAFT, small_model(CHEAPER), gamma=3),
     (DRAFT.params, CHEAPER.params),
@@ -168,15 +165,13 @@ DRAFTERS = {
   ),
   # The first has a cache, and often no proposal.
   'with_fallback_of_models': (
-    with_fallback(_short_drafts(DRAFT, 2), small_model(CHEAPER)),
+    with_fallback(_short_drafts(2), small_model(CHEAPER)),
     (DRAFT.params, CHEAPER.params),
   ),
   'tree': (small_model_tree(DRAFT, TREE), DRAFT.params),
   # As parts of others.
   'with_fallback_on_encoder': (
-    with_fallback(
-      prompt_lookup(min_match=2), cascade(ON_ENCODER, table_drafter(TABLE))
-    ),
+    with_fallback(prompt_lookup(min_match=2), cascade(ON_ENCODER, _BIGRAM)),
     ((), (ON_ENCODER.params, TABLE)),
   ),
 }
