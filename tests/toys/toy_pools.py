@@ -11,9 +11,8 @@ class Pooled:
 
   def _request(self, texts, options):
     self._scheduler = self.engine.scheduler(self._settings)
-    return self.engine.text_request(
-      texts, **{'on_too_long': 'report'} | options
-    )
+    options = {'on_too_long': 'report'} | options
+    return self.engine.text_request(texts, **options)
 
   @property
   def rounds(self):
