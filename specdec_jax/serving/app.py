@@ -202,8 +202,8 @@ class Application:
     self.metrics.taken(answer.num_prompt_tokens)
     if answer.request.stream:
       headers = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}
-      headers['content-type'] = 'text/event-stream; charset=utf-8'
-      return StreamingResponse(answer.stream(), headers=headers)
+      kind = 'text/event-stream'
+      return StreamingResponse(answer.stream(), 200, headers, kind)
     return await _unless_left(request, answer.whole())
 
   async def _classified(self, request: Request) -> Response:
