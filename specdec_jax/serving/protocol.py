@@ -345,7 +345,7 @@ class Parser:
       request.is_chat = is_chat
       self.check_model(request.model or self._model)
       longest = engine.config.max_decode_len
-      usual = min(longest, longest if is_chat or request.split else _MAX_TOKENS)
+      usual = longest if is_chat or request.split else min(_MAX_TOKENS, longest)
       length = request.max_completion_tokens or request.max_tokens
       request.max_length = usual if length is None else length
       request.prompts = _prompts(request.prompt)

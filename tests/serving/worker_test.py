@@ -163,21 +163,15 @@ RULED = {'no_repeat_ngram_size': 2, 'seed': 1}
 LANES = (RULED, {'temperature': 1.0, 'min_p': 0.3}, {'num_beams': 2})
 
 
-def hold(monkeypatch):
-  """Lanes are compiled once the result is set."""
-  over, real = threading.Event(), Scheduler._rehearse
-
-  def held(self, lane):
-    assert over.wait(60)
-    return real(self, lane)
-
-  monkeypatch.setattr(Scheduler, '_rehearse', held)
-  return over
-
-
 def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
   """Late rows and those that are cancelled, too; then it is there."""
-  over = hold(monkeypatch)
+  may_compile, rehearse = threading.Event(), Scheduler._rehearse
+
+  def held(*args):
+    assert may_compile.wait(60)
+    return rehearse(*args)
+
+  monkeypatch.setattr(Scheduler, '_rehearse', held)
   plain = simple.generate(SHORT_TEXTS[1:2])[0]
   with started(simple, rows=2) as made, compiling_threads() as threads:
     for options in LANES:
@@ -193,9 +187,9 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
       # A row is told of its end before it leaves the queue.
       wait_until(lambda: made.num_rows == made.scheduler.num_waiting == 1)
       assert not ruled[0].news
-      over.set()
+      may_compile.set()
       same(ruled[0].last.outputs[-1], want)
-      over.clear()
+      may_compile.clear()
       wait_until(lambda: not made.num_rows)
       with nothing_compiles():  # the second one of a kind
         same(ask(made, SHORT_TEXTS[0], **options), want)

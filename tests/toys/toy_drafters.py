@@ -16,7 +16,7 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.heads import Heads, heads
 from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_table import NGramTable, fit
+from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
@@ -40,13 +40,6 @@ _chain = functools.partial(
 )
 TARGET = _chain(1, VOCAB, scale=1.2)
 DRAFT, CHEAPER = _chain(2, VOCAB), _chain(3, VOCAB)
-
-
-def _table(order: int) -> NGramTable:
-  """Fitted to noise, with contexts left out and continuations cut off."""
-  rng = np.random.default_rng(order)
-  corpus = [np.append(0, rng.integers(0, VOCAB, 9)) for _ in range(12)]
-  return fit(corpus, order, VOCAB, max_continuations=3, min_count=2)
 
 
 def _changed(drafter, context=None, draft=None) -> Drafter:
@@ -98,9 +91,10 @@ def adaptive_rule(gamma: int) -> LengthRule:
   return LengthRule(0.55 - 0.14 * index, 0.51 - 0.08 * index)
 
 
-TABLE = _table(2)
-
-
+# Fitted to noise, with contexts left out and continuations cut off.
+_RNG = np.random.default_rng(2)
+_CORPUS = [np.append(0, _RNG.integers(0, VOCAB, 9)) for _ in range(12)]
+TABLE = fit(_CORPUS, 2, VOCAB, max_continuations=3, min_count=2)
 # Without the table, which is given apart: drafters are keys of programs.
 _BIGRAM = ngram(TABLE)._replace(params=())
 
@@ -126,12 +120,9 @@ NARROW, WIDE = _chain(4, VOCAB - 1), _chain(5, VOCAB + 2)
 ON_ENCODER = toy_models.MarkovOnEncoder(np.asarray(DRAFT.params['table']))
 
 
-def _noise(rows: int) -> np.ndarray:
-  return np.random.default_rng(rows).integers(0, VOCAB, (rows, 9))
-
-
 # Texts of noise, each behind the input of the suite.
-MEMORY = remember([[*INPUTS[:-1], *row] for row in _noise(20)], max_match=4)
+_NOISE = np.random.default_rng(20).integers(0, VOCAB, (20, 9))
+MEMORY = remember([[*INPUTS[:-1], *row] for row in _NOISE], max_match=4)
 
 
 # name -> (drafter, its parameters)
