@@ -353,6 +353,7 @@ def _deployment(
       """Ends the server; Ray calls it after the last request."""
       self._ends.close()
 
+  reserved = {'num_cpus': replicas.cpus, 'num_gpus': replicas.gpus}
   return ray_serve.deployment(
     ray_serve.ingress(lambda: applications[0])(Replica),
     name=NAME,
@@ -362,9 +363,5 @@ def _deployment(
     graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
     graceful_shutdown_timeout_s=settings.end_seconds,
     health_check_period_s=_HEALTH_SECONDS,
-    ray_actor_options={
-      'num_cpus': replicas.cpus,
-      'num_gpus': replicas.gpus,
-      'resources': dict(replicas.resources),
-    },
+    ray_actor_options={**reserved, 'resources': dict(replicas.resources)},
   )
