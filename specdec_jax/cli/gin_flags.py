@@ -37,7 +37,7 @@ import tokenize
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import gin
 
@@ -53,19 +53,23 @@ MACRO = 'gin.macro'
 # FIELD or CLASS.FIELD -> the name of its flag, if it is not the field's name;
 # '': there is no flag. A FIELD without a class is renamed in every class.
 _RENAMED = {
-  **{'ReplicaSettings.cpus': 'replica-cpus', 'number': 'replicas'},
-  **{'ReplicaSettings.gpus': 'replica-gpus', 'batches': 'batch-sizes'},
-  # The languages of a run are those of its engine, and its prefix is
-  # `DecodeConfig.prefix`.
-  **dict.fromkeys(('Options.source_lang', 'Options.target_lang'), ''),
-  **{
-    'Options.split_prefix': '',
-    'output': 'output-dir',
-    'stop_strings': 'stop',
-  },
-  **dict.fromkeys(('Tokenizer.path', 'open_tokenizer.path'), 'vocab'),
-  **{'tokenizer': 'vocab', 'load.path': 'target', 'checkpoint_path': 'target'},
-  **dict.fromkeys(('input_file', 'mixture_or_task_name'), 'input'),
+  'ReplicaSettings.cpus': 'replica-cpus',
+  'ReplicaSettings.gpus': 'replica-gpus',
+  # The languages of a run are those of its engine.
+  'Options.source_lang': '',
+  'Options.target_lang': '',
+  'Options.split_prefix': '',  # a run has `DecodeConfig.prefix` instead
+  'Tokenizer.path': 'vocab',
+  'load.path': 'target',
+  'open_tokenizer.path': 'vocab',
+  'batches': 'batch-sizes',
+  'checkpoint_path': 'target',
+  'input_file': 'input',
+  'mixture_or_task_name': 'input',
+  'number': 'replicas',
+  'output': 'output-dir',
+  'stop_strings': 'stop',
+  'tokenizer': 'vocab',
 }
 # Flag -> the name that other programs give to it.
 _ALIASES = {
@@ -113,10 +117,11 @@ of_models: list[str] = []
 _search_too = functools.cache(gin.add_config_file_search_path)
 
 
-# The spellings of a flag, the main one first; the name that it binds in gin, a
-# macro or 'scope/class.field'; whether the gin files bind the field; and
-# arguments of `add_argument`.
-_Flag = tuple[list[str], str, bool, dict[str, Any]]
+class _Flag(NamedTuple):
+  names: list[str]  # its spellings, the main one first
+  binding: str  # the name in gin: a macro, or 'scope/class.field'
+  is_bound: bool  # whether the gin files bind the field
+  settings: dict[str, Any]  # arguments of `add_argument`
 
 
 def bindings() -> dict[tuple[str, str], dict[str, Any]]:
@@ -151,17 +156,16 @@ def add_flags(
   group = parser.add_argument_group('options')
   flags = _flags()
   owners: dict[str, _Flag] = {}
-  for flag in sorted(flags, key=lambda flag: not flag[2]):
-    for name in flag[0]:
+  for flag in sorted(flags, key=lambda flag: not flag.is_bound):
+    for name in flag.names:
       owners.setdefault(name, flag)
   main: dict[str, str] = {}
   actions: dict[str, argparse.Action] = {}
   for flag in flags:
-    spelled, binding, _, settings = flag
-    names = [name for name in spelled if owners[name] is flag]
+    names = [name for name in flag.names if owners[name] is flag]
     if names:
-      main.setdefault(binding, names[0])
-      action = group.add_argument(*names, dest=binding, **settings)
+      main.setdefault(flag.binding, names[0])
+      action = group.add_argument(*names, dest=flag.binding, **flag.settings)
       actions[names[0]] = action
   for action in [actions[f'--{x}'] for x in places if f'--{x}' in actions]:
     place = PLACES[action.option_strings[0][2:]]
@@ -201,7 +205,7 @@ def _flags() -> list[_Flag]:
         value = bindings().get(value.config_key, {}).get('value')
       text = f'{_sentence(configured, field)}{_default(value)}'
       settings['help'] = text.replace('%', '%%')
-      flags.append((names, binding, field in bound, settings))
+      flags.append(_Flag(names, binding, field in bound, settings))
   return flags
 
 
@@ -342,7 +346,8 @@ def load(
     parser.exit()
   values = _parsed(parser, rest, files)
   kept = [f for f in files if not f.endswith(command.run_file or f)]
-  kept += ['gin/runs/decode.gin'] * bool(kept)  # not implied by other files
+  if kept:  # then a command loads no run file by itself
+    kept.append('gin/runs/decode.gin')
   of_models[:] = [
     *(f'--gin_file={f}' for f in kept),
     *(f'--gin.{x}' for x in common.gin_bindings or () if '/' not in x),

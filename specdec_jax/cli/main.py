@@ -245,21 +245,15 @@ def _complaining(function: Callable[[], int], argv: Sequence[str]) -> int:
     if isinstance(error, AssertionError) and where.endswith('xla_bridge.py'):
       name = os.environ.get('JAX_PLATFORMS')
       error = RuntimeError(f'{_NO_BACKEND} {name!r}: {_NO_PLUG_IN}')
-    status = 2 if gin_flags.is_unbound(error) else _status(error)
-    if '--traceback' in argv or not status:
+    is_input = isinstance(error, ValueError | OSError)
+    is_input |= gin_flags.is_unbound(error)
+    is_machine = isinstance(error, FloatingPointError | MemoryError)
+    if isinstance(error, RuntimeError):
+      is_machine |= str(error).startswith(_OF_MACHINE)
+    if '--traceback' in argv or not (is_input or is_machine):
       raise
     print(f'error: {gin_flags.one_line(error, argv)}', file=sys.stderr)
-    return status
-
-
-def _status(error: Exception) -> int:
-  """Returns the exit status for an error; 0 if it may be a bug."""
-  if isinstance(error, ValueError | OSError):
-    return 2
-  if isinstance(error, FloatingPointError | MemoryError):
-    return 1
-  is_known = str(error).startswith(_OF_MACHINE)
-  return int(isinstance(error, RuntimeError) and is_known)
+    return 2 if is_input else 1
 
 
 def _warning(message: Warning | str, *_: Any, **__: Any) -> str:

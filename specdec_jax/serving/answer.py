@@ -143,9 +143,12 @@ class Answer:
     prefix, name = 'cmpl', 'text_completion'
     if request.is_chat:
       prefix, name = 'chatcmpl', f'chat.completion{".chunk" * request.stream}'
-    self._common: dict[str, Any] = {'object': name, 'model': model}
-    self._common['id'] = f'{prefix}-{secrets.token_hex(12)}'
-    self._common['created'] = int(time.time())
+    self._common: dict[str, Any] = {
+      'id': f'{prefix}-{secrets.token_hex(12)}',
+      'object': name,
+      'created': int(time.time()),
+      'model': model,
+    }
     self._done: dict[int, Completion] = {}
     self._tokens: dict[int, list[int]] = {}  # told so far
     self._long: LongTexts | None = None
@@ -222,8 +225,8 @@ class Answer:
       parts = [done for _, done in sorted(self._done.items())]
       self._done = dict(enumerate(self._long.joined(parts)))
     self._metrics.end_to_end.observe(time.perf_counter() - self._begin)
-    every = sorted(self._done.items())
-    choices = [await self._choice(i, done.text, done) for i, done in every]
+    outputs = sorted(self._done.items())
+    choices = [await self._choice(i, done.text, done) for i, done in outputs]
     return self._common | {'choices': choices} | self._usage() | self._counts()
 
   async def stream(self) -> AsyncIterator[bytes]:
@@ -241,8 +244,10 @@ class Answer:
         done = update.outputs[0] if update.outputs else None
         choice = await self._choice(index, update.text, done)
         if update.round is not None:
-          given = [update.round], self._engine.tokenizer, before, update.is_last
-          choice['round'] = trace.spell(*given)[0].parts
+          (spelled,) = trace.spell(
+            [update.round], self._engine.tokenizer, before, update.is_last
+          )
+          choice['round'] = spelled.parts
         self._tokens[index] = [*before, *update.tokens]
         last = self._is_over and not usage
         counts: dict[str, Any] = self._counts() if last else {}
@@ -347,10 +352,13 @@ class Answer:
     rows = self.rows and [self.rows[index // self._per_row]]
     num_before = len(targets) - len(tokens)
     ruled = [row.ruled._replace(before=num_before) for row in rows]
-    model = engine.target, engine.params.target
-    given = *model, [read], [targets], engine.codec.begin(languages)
-    score = functools.partial(scoring.score, *given, ruled=ruled)
-    score = functools.partial(score, num_top=request.num_top or 0)
+    begin, num_top = engine.codec.begin(languages), request.num_top or 0
+
+    def score() -> Any:
+      network, params = engine.target, engine.params.target
+      options: dict[str, Any] = {'num_top': num_top, 'ruled': ruled}
+      return scoring.score(network, params, [read], [targets], begin, **options)
+
     [[scored]] = await self._turns.run([score])
     first: list[_LogProb] = [(None, ())] if request.echo else []
     tops = scored.top or [()] * len(targets)

@@ -71,10 +71,15 @@ class Application:
     self._keys = [_digest(key.encode()) for key in keys]
     self.metrics, self._parser = Metrics(worker), Parser(engine, settings, name)
     self._turns = Turns(engine, settings.max_seconds)
-    card = {'id': name, 'object': 'model', 'created': int(time.time())}
-    card |= {'owned_by': 'specdec_jax', 'speculates': worker.speculates}
-    card['max_input_len'] = engine.config.max_input_len
-    card['max_decode_len'] = engine.config.max_decode_len
+    card = {
+      'id': name,
+      'object': 'model',
+      'created': int(time.time()),
+      'owned_by': 'specdec_jax',
+      'speculates': worker.speculates,
+      'max_input_len': engine.config.max_input_len,
+      'max_decode_len': engine.config.max_decode_len,
+    }
     page = Html(_PAGE.read_text('utf-8'), headers=_ITSELF_ALONE)
     cards = JSONResponse({'object': 'list', 'data': [card]})
 
@@ -164,9 +169,12 @@ class Application:
 
   async def _health(self, request: Request) -> Response:
     worker = self._worker
-    body: dict[str, Any] = {'live': worker.failure is None}
-    body['ready'] = worker.takes_rows
-    body |= {'compiled': worker.is_compiled, 'compiling': worker.compiling}
+    body = {
+      'live': worker.failure is None,
+      'ready': worker.takes_rows,
+      'compiled': worker.is_compiled,
+      'compiling': worker.compiling,
+    }
     name = 'live' if request.url.path.endswith('/live') else 'ready'
     return JSONResponse(body, 200 if body[name] else 503)
 
@@ -181,8 +189,9 @@ class Application:
 
     def read() -> Answer:
       body = self._parser.completion(data, is_chat)
-      given = self._worker, self._turns, self.metrics, self.name
-      return Answer(body, *given, loop)
+      return Answer(
+        body, self._worker, self._turns, self.metrics, self.name, loop
+      )
 
     is_slow = len(data) > _LARGE or is_chat
     is_slow |= any(word in data for word in _CONSTRAINTS)
@@ -193,8 +202,8 @@ class Application:
     self.metrics.taken(answer.num_prompt_tokens)
     if answer.request.stream:
       headers = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}
-      headers['content-type'] = 'text/event-stream; charset=utf-8'
-      return StreamingResponse(answer.stream(), headers=headers)
+      kind = 'text/event-stream'
+      return StreamingResponse(answer.stream(), 200, headers, kind)
     return await _unless_left(request, answer.whole())
 
   async def _classified(self, request: Request) -> Response:
@@ -204,10 +213,11 @@ class Application:
 
     async def classified() -> dict[str, Any]:
       rows = await self._turns.classify(texts, labels)
-      choices, number = [], {'num_classes': len(labels)}
-      for i, row in enumerate(rows):
-        choice = {'index': i, 'label': labels[row.argmax()], **number}
-        choices.append(choice | {'probs': row.tolist()})
+      choices = []
+      for index, row in enumerate(rows):
+        choice = {'index': index, 'label': labels[row.argmax()]}
+        choice |= {'probs': row.tolist(), 'num_classes': len(labels)}
+        choices.append(choice)
       return {'object': 'list', 'model': self.name, 'data': choices}
 
     return await _unless_left(request, classified())
@@ -246,12 +256,13 @@ def check_acting(headers: Headers) -> None:
       JSON.
   """
   site, origin = headers.get('sec-fetch-site'), headers.get('origin')
-  is_ours = site in ('same-origin', 'none') or site is origin is None
-  # A proxy may change the Host header, so the browser's own word goes first.
-  if site is None and origin is not None:
+  is_of_another = False  # what is no browser sends neither
+  if site is not None:  # is read first: a proxy may change the Host header
+    is_of_another = site not in ('same-origin', 'none')
+  elif origin is not None:
     _, _, host = origin.partition('://')
-    is_ours = host.lower() == headers.get('host', '').lower()
-  if not is_ours:
+    is_of_another = host.lower() != headers.get('host', '').lower()
+  if is_of_another:
     message = "A page of another site may not use this server's models."
     raise ApiError(message, status=403)
   kind, *_ = headers.get('content-type', '').split(';')

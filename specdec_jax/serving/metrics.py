@@ -44,7 +44,7 @@ class Metrics:
     client.ProcessCollector(registry=self._registry)
 
     def add(
-      kind: type[_Metric], name: str, text: str, labels: Any = (), **more: Any
+      kind: type[_Metric], name: str, text: str, *labels: str, **more: Any
     ) -> _Metric:
       more['registry'] = self._registry
       return kind(f'specdec:{name}', text, labels, **more)
@@ -57,9 +57,9 @@ class Metrics:
     }
     name = 'spec_decode_num_accepted_tokens_per_pos'
     text = 'Tokens accepted at each place of a draft.'
-    self._by_place = add(client.Counter, name, text, ['position'])
+    self._by_place = add(client.Counter, name, text, 'position')
     text = 'Requests answered.'
-    self.requests = add(client.Counter, 'requests', text, ['status'])
+    self.requests = add(client.Counter, 'requests', text, 'status')
     running = add(client.Gauge, 'num_requests_running', 'Outputs in slots.')
     running.set_function(lambda: worker.scheduler.num_running)
     waiting = add(client.Gauge, 'num_requests_waiting', 'Outputs in the queue.')

@@ -345,7 +345,7 @@ class Parser:
       request.is_chat = is_chat
       self.check_model(request.model or self._model)
       longest = engine.config.max_decode_len
-      usual = min(longest, longest if is_chat or request.split else _MAX_TOKENS)
+      usual = longest if is_chat or request.split else min(_MAX_TOKENS, longest)
       length = request.max_completion_tokens or request.max_tokens
       request.max_length = usual if length is None else length
       request.prompts = _prompts(request.prompt)
@@ -421,8 +421,8 @@ class Parser:
     is_served = n in beams or not request.use_beam_search
     check('use_beam_search', is_served, expected)
     # A sample without a drafter would depend on the traffic.
-    may_be = request.speculative or request.is_greedy and not scores
-    check('speculative', may_be, 'true unless greedy')
+    fits = request.speculative or request.is_greedy and not scores
+    check('speculative', fits, 'true unless greedy')
     wants = [name for name, on in (request.stream_options or {}).items() if on]
     fits = not wants or stream and wants == ['include_usage']
     check('stream_options', fits, '{"include_usage": true}, of a stream')

@@ -24,8 +24,13 @@ from specdec_jax.engine import calibration
 from specdec_jax.engine.calibration import Calibration
 from specdec_jax.engine.engine import Engine
 from specdec_jax.models.model import Model
-from specdec_jax.serving import settings as served
-from specdec_jax.serving.settings import ServeSettings, say, say_since
+from specdec_jax.serving.settings import (
+  ServeSettings,
+  listening_socket,
+  logging_to_stderr,
+  say,
+  say_since,
+)
 from specdec_jax.serving.worker import Worker
 from specdec_jax.types import Amount, Count
 
@@ -114,7 +119,7 @@ def serve(config: ServeConfig, remake: _Make | None = None) -> None:
     package('A server', name, 'serve')  # before models are loaded
   keys = api_keys(settings.api_key_file)
   _calibration_of(config)  # before models are loaded, too
-  with served.logging_to_stderr():
+  with logging_to_stderr():
     if config.replicas.number:
       run_replicas(remake or (lambda: config), config, keys)
     else:
@@ -199,7 +204,7 @@ def run_replicas(make: _Make, config: ServeConfig, keys: list[str]) -> None:
     raise unexpected('port', 'one that each machine has', settings.port)
   check_cluster()
   # Ray would report a port that is taken only in the log of another process.
-  served.listening_socket(settings).close()
+  listening_socket(settings).close()
   url = f'http://{settings.host}:{settings.port}'
   try:
     with contextlib.ExitStack() as ends:
@@ -314,7 +319,7 @@ def _deployment(
     def __init__(self):
       """Returns when everything is compiled; then Ray sends requests."""
       self._ends = contextlib.ExitStack()
-      self._ends.enter_context(served.logging_to_stderr())
+      self._ends.enter_context(logging_to_stderr())
       if alone:
         _listen_to_this_machine()
       from specdec_jax.serving.app import Application  # needs the extra
@@ -348,8 +353,7 @@ def _deployment(
       """Ends the server; Ray calls it after the last request."""
       self._ends.close()
 
-  reserved: Any = {'num_cpus': replicas.cpus, 'num_gpus': replicas.gpus}
-  reserved['resources'] = dict(replicas.resources)
+  reserved = {'num_cpus': replicas.cpus, 'num_gpus': replicas.gpus}
   return ray_serve.deployment(
     ray_serve.ingress(lambda: applications[0])(Replica),
     name=NAME,
@@ -359,5 +363,5 @@ def _deployment(
     graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
     graceful_shutdown_timeout_s=settings.end_seconds,
     health_check_period_s=_HEALTH_SECONDS,
-    ray_actor_options=reserved,
+    ray_actor_options={**reserved, 'resources': dict(replicas.resources)},
   )

@@ -162,9 +162,12 @@ class _Lines(logging.Formatter):
 
   def format(self, record: logging.LogRecord) -> str:
     """Returns the line of a record."""
-    line = {'time': round(record.created, 3), 'level': record.levelname}
-    line |= {'event': record.getMessage().rstrip()}
-    line |= vars(record).get('fields', {})
+    line = {
+      'time': round(record.created, 3),
+      'level': record.levelname,
+      'event': record.getMessage().rstrip(),
+      **vars(record).get('fields', {}),
+    }
     if record.exc_info:
       line['error'] = self.formatException(record.exc_info)
     return json.dumps(line)

@@ -17,7 +17,7 @@ import toy_families as toys
 from specdec_jax import infer
 from specdec_jax.checkpoints.convert import ConvertConfig
 from specdec_jax.checks import memory
-from specdec_jax.checks.fields import Bound, check_types
+from specdec_jax.checks.fields import Bound, Checked
 from specdec_jax.cli import gin_flags
 from specdec_jax.engine.engine import Engine
 from specdec_jax.engine.scheduler import PoolSettings
@@ -50,7 +50,7 @@ class Endless(list):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fields:
+class Fields(Checked):
   """One field of each kind that configurations have."""
 
   whole: int = 1
@@ -68,9 +68,6 @@ class Fields:
   function: Callable[[], int] | None = None
   inner: 'Fields | None' = None
   anything: Any = None
-
-  def __post_init__(self):
-    check_types(self)
 
 
 @pytest.mark.parametrize(

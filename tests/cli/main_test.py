@@ -14,6 +14,7 @@ import pytest
 
 from repository import ROOT
 from specdec_jax.cli import commands, gin_flags, main
+from toy_processes import output_of
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +96,7 @@ def test_an_interrupt_ends_what_is_busy_and_says_how_to_go_on(where, tmp_path):
   (tmp_path / 'busy.py').write_text(BUSY)
   argv = [sys.executable, 'busy.py', where]
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-  environment = os.environ | {'PYTHONPATH': str(ROOT)}
-  pipes |= {'cwd': tmp_path, 'env': environment}
+  pipes |= {'cwd': tmp_path, 'env': os.environ | {'PYTHONPATH': str(ROOT)}}
   with subprocess.Popen(argv, **pipes) as process:
     try:
       assert process.stdout.readline() == 'busy\n'
@@ -123,12 +123,11 @@ def test_hints_are_not_logged_as_errors(monkeypatch, version, given, want):
   assert os.environ.get(name) == want
 
 
-def test_output_is_utf_8_whatever_the_locale_is():
+def test_output_is_utf_8_whatever_the_locale_is(monkeypatch):
   code = "from specdec_jax.cli import main; main._guarded(lambda: print('ä'))"
-  environment = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONPATH': str(ROOT)}
-  argv = [sys.executable, '-c', code.replace('ä', '\\xe4')]
-  out = subprocess.check_output(argv, env=os.environ | environment)
-  assert out == 'ä\n'.encode()
+  monkeypatch.setenv('LC_ALL', 'C')
+  monkeypatch.setenv('PYTHONUTF8', '0')
+  assert output_of(code.replace('ä', '\\xe4')) == 'ä\n'
 
 
 @pytest.mark.parametrize('name', commands.COMMANDS)

@@ -77,7 +77,7 @@ def plain(target, tokenizer):
 
 def decoder_alone(_):
   """Of an encoder-decoder target it sees the output alone."""
-  return random_model(decoder_only(1))
+  return random_model(decoder_only())
 
 
 def tree(target):
@@ -166,7 +166,7 @@ def parts():
     'target': target,
     'other': random_model(network(2), seed=2, name='other'),
     'draft': random_model(network(1)),
-    'decoder only': random_model(decoder_only(1)),
+    'decoder only': random_model(decoder_only()),
     'on encoder': without_encoder(target),
     'heads': heads(*random_heads(2, 16), (fingerprint(target.params),)),
     'tree': sd.small_model_tree(random_model(network(2), seed=3), TREE),

@@ -84,7 +84,7 @@ def test_edges():
   broken = jax.tree.map(lambda leaf: leaf * np.nan, PARAMS)
   (one,) = scoring.score(NETWORK, broken, [[5, 1]], [[7, 1]])
   assert np.isnan(one.total)
-  size, decoder = NETWORK.vocab_size, small_vocabulary.decoder_only(1)
+  size, decoder = NETWORK.vocab_size, small_vocabulary.decoder_only()
   for network, inputs, targets, words in (
     (NETWORK, [[5]], [[5], [6]], 'targets: expected 1'),
     (NETWORK, [[5], [5]], [[5], [6, size]], rf'targets\[1\]: .*{size}'),

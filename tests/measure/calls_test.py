@@ -151,7 +151,7 @@ def test_a_round_makes_proposals_that_are_not_accepted():
 
 
 def test_what_a_decoder_only_pair_reads_is_its_prompt():
-  request = calls.make_request(decoder_only(1), 2, 4, 8, 0.0, 0, gamma=2)
+  request = calls.make_request(decoder_only(), 2, 4, 8, 0.0, 0, gamma=2)
   assert request.prompt.shape == (2, 5) and request.inputs.shape == (2, 1)
   assert request.prompt[:, 0].tolist() == [0, 0]
   assert request.prompt_length.tolist() == [5, 5]

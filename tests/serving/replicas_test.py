@@ -26,16 +26,19 @@ SERVE = commands.COMMANDS['serve']
 PROMPTS = ('Good morning!', 'Where is it?', 'Thank you.')
 
 
+@pytest.fixture(autouse=True)
+def gin_as_it_was():
+  yield
+  gin.clear_config()
+
+
 def test_what_a_replica_is_made_of_goes_to_another_process():
   flags = ('--replicas', '2', '--rows', '3', '--replica-gpus=1')
   gin_flags.load(flags, SERVE)
-  try:
-    here = gin_flags.build(serving.ServeConfig)
-    sent = pickle.dumps(gin_flags.builder(serving.ServeConfig))
-    gin.clear_config()
-    there = pickle.loads(sent)()
-  finally:
-    gin.clear_config()
+  here = gin_flags.build(serving.ServeConfig)
+  sent = pickle.dumps(gin_flags.builder(serving.ServeConfig))
+  gin.clear_config()
+  there = pickle.loads(sent)()
   assert there.settings == here.settings and there.settings.rows == 3
   assert there.replicas == serving.ReplicaSettings(2, gpus=1.0)
   assert there.draft_path == here.draft_path
@@ -160,16 +163,6 @@ def free_port():
     return free.getsockname()[1]
 
 
-def demo_engine():
-  """The engine that `specdec serve` has."""
-  gin_flags.load([], SERVE)
-  try:
-    config = gin_flags.build(serving.ServeConfig)
-    return config.engine(drafter=config.drafter())
-  finally:
-    gin.clear_config()
-
-
 class Replicas(Served):
   """`specdec serve --replicas 2`."""
 
@@ -188,7 +181,10 @@ class Replicas(Served):
 def test_two_replicas_one_of_which_is_killed():
   if importlib.util.find_spec('ray') is None:
     pytest.skip('needs the extra [ray]')
-  engine, sampled = demo_engine(), {'temperature': 1.0, 'seed': 3}
+  gin_flags.load([], SERVE)
+  config = gin_flags.build(serving.ServeConfig)
+  engine = config.engine(drafter=config.drafter())  # that of `specdec serve`
+  sampled = {'temperature': 1.0, 'seed': 3}
   want = {one: engine.generate([one], max_length=12)[0].text for one in PROMPTS}
   drawn = engine.generate(PROMPTS[:1], max_length=12, **sampled)[0].text
   stop = threading.Event()

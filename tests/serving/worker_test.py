@@ -34,10 +34,16 @@ def simple(tokenizer):
   return toy_models.chain_engine(tokenizer, gamma=2, **limits)
 
 
+def taken(scheduler, texts, **options):
+  """What rows that are taken together are told."""
+  heard = [Heard(scheduler, text, **options) for text in texts]
+  scheduler.take([one.row for one in heard])
+  return heard
+
+
 def ask(scheduler, text, **options):
   """A completion, alone."""
-  heard = Heard(scheduler, text, **options)
-  scheduler.take([heard.row])
+  (heard,) = taken(scheduler, [text], **options)
   (done,) = heard.last.outputs
   return done
 
@@ -142,8 +148,7 @@ def test_a_failure_ends_all_rows(engine, monkeypatch):
 
   with started(engine, whole=False, rows=1) as made:
     monkeypatch.setattr(made.ordinary, 'step', fail)
-    heard = [Heard(made, text) for text in TEXTS[:3]]
-    made.take([one.row for one in heard])
+    heard = taken(made, TEXTS[:3])
     assert [one.last.error for one in heard] == ['failed'] * 3
     made.join()
     assert 'no device' in made.failure and not made.is_compiled
@@ -158,21 +163,15 @@ RULED = {'no_repeat_ngram_size': 2, 'seed': 1}
 LANES = (RULED, {'temperature': 1.0, 'min_p': 0.3}, {'num_beams': 2})
 
 
-def hold(monkeypatch):
-  """Lanes are compiled once the result is set."""
-  over, real = threading.Event(), Scheduler._rehearse
-
-  def held(self, lane):
-    assert over.wait(60)
-    return real(self, lane)
-
-  monkeypatch.setattr(Scheduler, '_rehearse', held)
-  return over
-
-
 def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
   """Late rows and those that are cancelled, too; then it is there."""
-  over = hold(monkeypatch)
+  may_compile, rehearse = threading.Event(), Scheduler._rehearse
+
+  def held(*args):
+    assert may_compile.wait(60)
+    return rehearse(*args)
+
+  monkeypatch.setattr(Scheduler, '_rehearse', held)
   plain = simple.generate(SHORT_TEXTS[1:2])[0]
   with started(simple, rows=2) as made, compiling_threads() as threads:
     for options in LANES:
@@ -188,9 +187,9 @@ def test_a_new_kind_waits_alone_for_its_programs(simple, monkeypatch):
       # A row is told of its end before it leaves the queue.
       wait_until(lambda: made.num_rows == made.scheduler.num_waiting == 1)
       assert not ruled[0].news
-      over.set()
+      may_compile.set()
       same(ruled[0].last.outputs[-1], want)
-      over.clear()
+      may_compile.clear()
       wait_until(lambda: not made.num_rows)
       with nothing_compiles():  # the second one of a kind
         same(ask(made, SHORT_TEXTS[0], **options), want)
@@ -203,8 +202,7 @@ def test_a_kind_that_fails_ends_alone(simple, monkeypatch):
   with started(simple, rows=2) as made:
     for _ in ('when it is compiled', 'when it is decoded'):
       monkeypatch.setattr(Scheduler, '_pool_of', lambda *_: 1 / 0)
-      ruled = Heard(made, SHORT_TEXTS[0], **RULED)
-      made.take([ruled.row])
+      (ruled,) = taken(made, SHORT_TEXTS[:1], **RULED)
       assert ruled.last.error == 'failed alone'
       assert ask(made, SHORT_TEXTS[1]).tokens and not made.num_rows
       monkeypatch.setattr(Scheduler, '_pool_of', real)
@@ -268,8 +266,7 @@ def test_no_row_is_lost_while_it_is_read(simple, monkeypatch, fails):
   with started(simple, rows=2) as made:
     assert ask(made, SHORT_TEXTS[0], **RULED).tokens
     monkeypatch.setattr(SlotPool, '_read', read_late)
-    heard = Heard(made, SHORT_TEXTS[0], **RULED)
-    made.take([heard.row])
+    (heard,) = taken(made, SHORT_TEXTS[:1], **RULED)
     wait_until(lambda: left)
     assert len(left) == 1
     assert heard.last.error == ('failed alone' if fails else None)

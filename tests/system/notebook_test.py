@@ -88,10 +88,8 @@ def printed(shown) -> str:
 
 def test_it_shows_what_is_loaded_and_the_last_trace(tokenizer):
   network = toy_models.noisy_chain(small_vocabulary.VOCAB_SIZE)
-  pair = (
-    Model(network, network.params, name=name)
-    for name in ('my_target', 'my_draft')
-  )
+  names = 'my_target', 'my_draft'
+  pair = (Model(network, network.params, name=name) for name in names)
   limits = {'max_input_len': 32, 'max_decode_len': 12}
   model = notebook.Interactive(*pair, tokenizer=tokenizer, gamma=3, **limits)
   count = sum(leaf.size for leaf in jax.tree.leaves(network.params))

@@ -256,7 +256,7 @@ def test_an_encoder_refuses_text_as_its_padding(bpe, tmp_path):
   model = Model(network, small_vocabulary.weights(network, 0))
   with pytest.raises(ValueError, match="id 0 in .*got '!'"):
     Engine(model, tokenizer=swapped)
-  decoder = small_vocabulary.decoder_only(1)
+  decoder = small_vocabulary.decoder_only()
   params = small_vocabulary.weights(decoder, 0)
   Engine(Model(decoder, params), tokenizer=swapped)
 

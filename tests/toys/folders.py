@@ -38,17 +38,17 @@ _CONFIGS = json.loads(
 FOLDERS = {
   name: (_CONFIGS[name], config)
   for name, config in {
-    **{'t5': T5, 't5 1.0': T5_10, 'mt5': T5, 'umt5': UMT5, 'gpt2': GPT2},
-    **{'m2m_100': NLLB, 'bart': BART, 'plbart': BART, 'mbart': MBART},
-    **{'pegasus': PEGASUS, 'marian': MARIAN, 'llama': LLAMA, 'qwen2': QWEN2},
-    **{'qwen3': QWEN3, 'gemma2': GEMMA2, 'gemma3_text': GEMMA3},
-    **{'gemma3': GEMMA3, 't5gemma': T5GEMMA, 't5gemma2': T5GEMMA2},
+    't5': T5, 't5 1.0': T5_10, 'mt5': T5, 'umt5': UMT5, 'gpt2': GPT2,
+    'm2m_100': NLLB, 'bart': BART, 'plbart': BART, 'mbart': MBART,
+    'pegasus': PEGASUS, 'marian': MARIAN, 'llama': LLAMA, 'qwen2': QWEN2,
+    'qwen3': QWEN3, 'gemma2': GEMMA2, 'gemma3_text': GEMMA3, 'gemma3': GEMMA3,
+    't5gemma': T5GEMMA, 't5gemma2': T5GEMMA2,
   }.items()
-}
+}  # fmt: skip
 LLAMA_3_1 = _CONFIGS['llama']['rope_scaling']
 # What stands before all names in a file, the output layer's excepted.
 PREFIXES = {
-  **{name: 'model.' for name in [*FOLDERS][5:]},
+  **{x: 'model.' for x, (_, y) in FOLDERS.items() if type(y) is not T5Config},
   'gpt2': 'transformer.',
   'gemma3': 'language_model.model.',
 }

@@ -25,12 +25,10 @@ from specdec_jax.probs import SamplingConfig
 from toy_beams import near, program
 from toy_requests import request_of
 
+_PACKAGES = 'transformers', 'torch', 'safetensors'
 MARKS = [
   pytest.mark.skipif(
-    any(
-      importlib.util.find_spec(name) is None
-      for name in ('transformers', 'torch', 'safetensors')
-    ),
+    None in map(importlib.util.find_spec, _PACKAGES),
     reason="needs transformers and torch: pip install 'specdec_jax[parity]'",
   ),
   pytest.mark.filterwarnings('ignore'),  # those of torch and transformers

@@ -164,9 +164,9 @@ def network(num_decoder_layers: int, vocab_size: int = VOCAB_SIZE) -> T5:
   return T5(T5Config(vocab_size, 16, 2, **layers, head_dim=8, mlp_dim=32))
 
 
-def decoder_only(num_layers: int) -> GPT:
-  """A decoder-only network of that width."""
-  return GPT(GPTConfig(VOCAB_SIZE, 16, 2, num_layers, head_dim=8, mlp_dim=32))
+def decoder_only() -> GPT:
+  """A decoder-only network of that width, with one layer."""
+  return GPT(GPTConfig(VOCAB_SIZE, 16, 2, 1, head_dim=8, mlp_dim=32))
 
 
 def weights(network, seed: int):

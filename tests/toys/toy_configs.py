@@ -2,17 +2,16 @@
 
 import dataclasses
 
+from specdec_jax.checks.fields import Checked
+from specdec_jax.types import Count
+
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class Size(Checked):
   """A frozen dataclass, as all of the library's configurations are."""
 
-  width: int = 1
+  width: Count = 1
   depth: int = 1
-
-  def __post_init__(self):
-    if self.width < 0:
-      raise ValueError(f'width: expected >= 0, got {self.width}')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from specdec_jax.drafters.base import Drafter
 from specdec_jax.drafters.cascade import cascade
 from specdec_jax.drafters.heads import Heads, heads
 from specdec_jax.drafters.ngram import ngram
-from specdec_jax.drafters.ngram_table import NGramTable, fit
+from specdec_jax.drafters.ngram_table import fit
 from specdec_jax.drafters.prompt_lookup import prompt_lookup
 from specdec_jax.drafters.small_model import small_model
 from specdec_jax.drafters.small_model_tree import small_model_tree
@@ -42,13 +42,6 @@ TARGET = _chain(1, VOCAB, scale=1.2)
 DRAFT, CHEAPER = _chain(2, VOCAB), _chain(3, VOCAB)
 
 
-def _table(order: int) -> NGramTable:
-  """Fitted to noise, with contexts left out and continuations cut off."""
-  rng = np.random.default_rng(order)
-  corpus = [np.append(0, rng.integers(0, VOCAB, 9)) for _ in range(12)]
-  return fit(corpus, order, VOCAB, max_continuations=3, min_count=2)
-
-
 def _changed(drafter, context=None, draft=None) -> Drafter:
   """A drafter with another context, or whose draft is changed."""
 
@@ -60,7 +53,7 @@ def _changed(drafter, context=None, draft=None) -> Drafter:
   return drafter._replace(propose=propose)
 
 
-def _short_drafts(model, step=1) -> Drafter:
+def _short_drafts(step=1) -> Drafter:
   """`small_model` that proposes 0, 1, ... gamma tokens, row by row.
 
   With another `step` only some of these: with 2 none or 2 of 3.
@@ -71,7 +64,7 @@ def _short_drafts(model, step=1) -> Drafter:
     length = number * step % (context.gamma + 1)
     return draft.replace(length=length.astype(jnp.int32))
 
-  return _changed(small_model(model), draft=shorter)
+  return _changed(small_model(DRAFT), draft=shorter)
 
 
 def _shortlist(size: int) -> tuple[Drafter, Any]:
@@ -98,12 +91,12 @@ def adaptive_rule(gamma: int) -> LengthRule:
   return LengthRule(0.55 - 0.14 * index, 0.51 - 0.08 * index)
 
 
-TABLE = _table(2)
-
-
-def table_drafter(table) -> Drafter:
-  """Without the table, which is given apart: a key of compiled programs."""
-  return ngram(table)._replace(params=())
+# Fitted to noise, with contexts left out and continuations cut off.
+_RNG = np.random.default_rng(2)
+_CORPUS = [np.append(0, _RNG.integers(0, VOCAB, 9)) for _ in range(12)]
+TABLE = fit(_CORPUS, 2, VOCAB, max_continuations=3, min_count=2)
+# Without the table, which is given apart: drafters are keys of programs.
+_BIGRAM = ngram(TABLE)._replace(params=())
 
 
 # 8 nodes: the younger child of the root has one child, the elder has two.
@@ -127,17 +120,9 @@ NARROW, WIDE = _chain(4, VOCAB - 1), _chain(5, VOCAB + 2)
 ON_ENCODER = toy_models.MarkovOnEncoder(np.asarray(DRAFT.params['table']))
 
 
-def _noise(rows: int) -> np.ndarray:
-  return np.random.default_rng(rows).integers(0, VOCAB, (rows, 9))
-
-
 # Texts of noise, each behind the input of the suite.
-MEMORY = remember([[*INPUTS[:-1], *row] for row in _noise(20)], max_match=4)
-
-
-def _memory(min_match: int) -> Drafter:
-  """Without the texts, which are given apart."""
-  return translation_memory(MEMORY, min_match)._replace(params=())
+_NOISE = np.random.default_rng(20).integers(0, VOCAB, (20, 9))
+MEMORY = remember([[*INPUTS[:-1], *row] for row in _NOISE], max_match=4)
 
 
 # name -> (drafter, its parameters)
@@ -149,14 +134,17 @@ DRAFTERS = {
   'shortlist': _shortlist(VOCAB - 2),
   'on_encoder': (small_model(ON_ENCODER), ON_ENCODER.params),
   'adaptive': (_changed(small_model(DRAFT), _with_rule), DRAFT.params),
-  'short_drafts': (_short_drafts(DRAFT), DRAFT.params),
-  'bigram': (table_drafter(TABLE), TABLE),
+  'short_drafts': (_short_drafts(), DRAFT.params),
+  'bigram': (_BIGRAM, TABLE),
   'prompt_lookup': (prompt_lookup(), ()),
-  'translation_memory': (_memory(1), MEMORY),
+  'translation_memory': (
+    translation_memory(MEMORY, 1)._replace(params=()),
+    MEMORY,
+  ),
   'uniform': (uniform(VOCAB), ()),
   # Two heads for a gamma of three.
   'heads': _heads(),
-  'cascade': (cascade(DRAFT, table_drafter(TABLE)), (DRAFT.params, TABLE)),
+  'cascade': (cascade(DRAFT, _BIGRAM), (DRAFT.params, TABLE)),
   'cascade_of_models': (
     cascade(DRAFT, small_model(CHEAPER), gamma=3),
     (DRAFT.params, CHEAPER.params),
@@ -168,15 +156,13 @@ DRAFTERS = {
   ),
   # The first has a cache, and often no proposal.
   'with_fallback_of_models': (
-    with_fallback(_short_drafts(DRAFT, 2), small_model(CHEAPER)),
+    with_fallback(_short_drafts(2), small_model(CHEAPER)),
     (DRAFT.params, CHEAPER.params),
   ),
   'tree': (small_model_tree(DRAFT, TREE), DRAFT.params),
   # As parts of others.
   'with_fallback_on_encoder': (
-    with_fallback(
-      prompt_lookup(min_match=2), cascade(ON_ENCODER, table_drafter(TABLE))
-    ),
+    with_fallback(prompt_lookup(min_match=2), cascade(ON_ENCODER, _BIGRAM)),
     ((), (ON_ENCODER.params, TABLE)),
   ),
 }

@@ -175,10 +175,10 @@ def tokens(seed, *shape):
   return jnp.asarray(rng.integers(2, 60, shape).astype(np.int32))
 
 
-def inputs_of(config, lengths=(20, 1, 9), width=24):
+def inputs_of(config, lengths=(20, 1, 9)):
   """Inputs of several lengths; 0 is a token where it is no padding."""
   pad_id = getattr(config, 'pad_id', 0)
-  inputs = np.array(tokens(5, len(lengths), width))
+  inputs = np.array(tokens(5, len(lengths), 24))
   inputs[0, 3] = pad_id + 7
   for row, length in zip(inputs, lengths, strict=True):
     row[length:] = pad_id

@@ -189,9 +189,8 @@ class MarkovModel(LanguageModel):
     @functools.cache
     def law(prefix: tuple[int, ...]) -> np.ndarray:
       logits = self.logits_after((0, *prefix), inputs)
-      return np.asarray(_standardise(jnp.asarray(logits)[None, None], params))[
-        0, 0
-      ]
+      made = _standardise(jnp.asarray(logits)[None, None], params)
+      return np.asarray(made)[0, 0]
 
     return law
 

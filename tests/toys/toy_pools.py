@@ -8,26 +8,26 @@ class Pooled:
 
   def __init__(self, engine, settings=None):
     self.engine, self._settings = engine, settings or PoolSettings()
-    self.rounds = {}
 
-  def _begun(self, texts, options):
+  def _request(self, texts, options):
+    self._scheduler = self.engine.scheduler(self._settings)
     options = {'on_too_long': 'report'} | options
-    return self.engine.scheduler(self._settings), self.engine.text_request(
-      texts, **options
-    )
+    return self.engine.text_request(texts, **options)
+
+  @property
+  def rounds(self):
+    """Those of the last call."""
+    return self._scheduler.rounds
 
   def generate(self, texts, **options):
-    scheduler, request = self._begun(texts, options)
-    done = scheduler.generate(request)
-    self.rounds = scheduler.rounds
-    return done
+    request = self._request(texts, options)
+    return self._scheduler.generate(request)
 
   def run(self, texts, **options):
-    scheduler, request = self._begun(texts, options)
-    for index, (done,) in scheduler.run(request):
-      self.rounds = scheduler.rounds
+    request = self._request(texts, options)
+    for index, (done,) in self._scheduler.run(request):
       yield index, done
 
   def warmup(self, texts, **options):
-    scheduler, request = self._begun(texts, options)
-    return scheduler.warmup(request)
+    request = self._request(texts, options)
+    return self._scheduler.warmup(request)

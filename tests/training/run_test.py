@@ -118,7 +118,7 @@ def test_bad_input_is_refused_before_it_writes(tmp_path, changes, field):
 def test_texts_become_pairs(tmp_path, tokenizer):
   """JSONL with its own fields, cut; a file of lines of text, or of pairs."""
   network = small_vocabulary.network(1)
-  lm = small_vocabulary.decoder_only(1)
+  lm = small_vocabulary.decoder_only()
 
   def pairs_of(text, network):
     (tmp_path / 'lines').write_text(text)
