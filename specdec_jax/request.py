@@ -1,6 +1,6 @@
-"""The request of the loops: B rows with limits, sampling, drafting and rules.
+"""The input of the decoding loops: B rows with limits, sampling and rules.
 
-It lies below models and drafters, which read the fields that they need.
+Models and drafters import this module, and read the fields that they need.
 """
 
 import enum
@@ -21,7 +21,7 @@ from specdec_jax.types import Array, LengthRule
 
 
 class BeamScoring(enum.Enum):
-  """The library whose beam search it is, which decides scores and ends.
+  """The library whose scores and whose stopping rule a beam search uses.
 
   T5X: a finished beam of n tokens, its prompt and its end counted, has the
   score log_prob / ((5 + n) / 6) ** penalty. Any of the 2 K best continuations
@@ -31,8 +31,8 @@ class BeamScoring(enum.Enum):
   TRANSFORMERS (Hugging Face's): the score is
   log_prob / n ** penalty, n without the prompt. Only the K best continuations
   may end a beam, a beam that is cut off counts as finished, and the search goes
-  on until no live beam beats a finished one at its present length, if
-  `early_stopping` does not say otherwise.
+  on until no live beam beats a finished one at its present length, unless
+  `early_stopping` says otherwise.
   """
 
   T5X = 't5x'
@@ -50,9 +50,10 @@ class BeamSettings:
     draft_width: static, U, the number of the drafter's beams.
     num_ends: static, the number of ids that end a beam.
     scoring: static, the library whose scores are used.
-    early_stopping: static, when transformers' search ends, see `Options`.
-    num_forced: static, tokens at the end of a prompt that transformers forces
-      and counts as output, such as that of a language.
+    early_stopping: static, when a search with transformers' scoring ends, see
+      `Options`.
+    num_forced: static, number of tokens at the end of a prompt that
+      transformers forces and counts as output, such as the token of a language.
   """
 
   penalty: jax.Array
@@ -67,7 +68,7 @@ class BeamSettings:
 
   @property
   def num_candidates(self) -> int:
-    """C, enough continuations that K of them do not end a beam."""
+    """C, so many continuations that at least K of them do not end a beam."""
     return max(2, 1 + self.num_ends) * self.width
 
 
@@ -75,13 +76,13 @@ class BeamSettings:
 class RestPolicy:
   """The costs of speculation, and the loss at which a row's drafter rests.
 
-  `decoding.resting` keeps the accounts. Changing values does not recompile.
+  `decoding.resting` counts the losses. Changing values does not recompile.
 
   Attributes:
-    costs: float32[G + 1], time of a round with 0..G proposals, in calls of the
-      target over one token.
-    patience: float32[], the loss at which a row's drafter rests.
-    first_rest: int32[], rounds of a row's first rest.
+    costs: float32[G + 1], the time of a round with 0..G proposals. The unit is
+      the time of a call of the target over one token.
+    patience: float32[], the loss at which a row's drafter rests, in this unit.
+    first_rest: int32[], the number of rounds of a row's first rest.
   """
 
   costs: Array
@@ -96,10 +97,10 @@ class Drafting:
   Attributes:
     gamma: static, the most proposals of a round; of a tree, the most levels. 0
       decodes plainly.
-    draft_rule: thresholds that end drafts early, for `gamma` proposals or more;
-      None: each draft has gamma proposals.
-    rests: lets a drafter rest that loses time, for `gamma` proposals or more;
-      None: it never rests.
+    draft_rule: thresholds that end drafts early, made for at least `gamma`
+      proposals; None: each draft has gamma proposals.
+    rests: costs by which a drafter that loses time rests, made for at least
+      `gamma` proposals; None: the drafter never rests.
   """
 
   gamma: int = struct.field(pytree_node=False, default=0)
@@ -131,8 +132,9 @@ class Request:
     inputs: int32[B, E], `pad_id` past each row's end.
     keys: PRNG keys [B] from (seed, example); each round's keys derive from
       them.
-    sampling: temperature, top-k, top-p.
-    stop_ids: int32[K], ids that end a row, or int32[B, K]; padded with -1.
+    sampling: temperature, top-k, top-p and min-p of each row.
+    stop_ids: int32[K], ids that end any row, or int32[B, K], ids that end each
+      row; padded with -1.
     min_length: int32[B], tokens before a stop id is allowed.
     max_length: int32[B], tokens after which a row stops; 0 for a row that
       only fills up the batch. At most `slots`.
@@ -142,8 +144,9 @@ class Request:
     slots: static, the most tokens of an output.
     drafting: gamma, and the policies that end drafts early or let drafters
       rest.
-    greedy: static, whether every temperature is 0: no softmax, no noise.
-    forbids_stops: static, whether `min_length` is in use.
+    greedy: static, whether every temperature is 0, so that the program needs no
+      softmax and no noise.
+    forbids_stops: static, whether a row may have a `min_length` above 0.
     with_log_probs: static, whether log-probabilities are wanted.
     log_probs_as_drawn: static, whether log-probabilities are those of the
       distribution after temperature, top-k and top-p (0.0 if it is one-hot);
@@ -159,9 +162,10 @@ class Request:
       it never rests; see `catches_up`.
     pad_id: static, the id that inputs are padded with, `models.base.pad_id` of
       the target.
-    token_rules: rules on the tokens of each row; None leaves them out of the
-      program.
-    automata: the tables of all constraints; None without any.
+    token_rules: rules on the tokens of each row; None compiles a program
+      without rules.
+    automata: the tables of the automata of all constraints; None if no row has
+      a constraint.
   """
 
   inputs: jax.Array
@@ -221,14 +225,14 @@ class Request:
 
   @property
   def draft_slots(self) -> int:
-    """Slots that a whole draft takes."""
+    """The number of cache slots that a whole draft takes."""
     if self.tree is None or not self.gamma:
       return self.gamma
     return self.tree.cut(self.gamma).num_nodes
 
   @property
   def call_tokens(self) -> int:
-    """Tokens per row of a call of the target with a whole draft."""
+    """Tokens per row in a call of the target with a whole draft."""
     if self.beams is not None:
       return self.beams.width + self.beams.draft_width * self.gamma
     return 1 + self.draft_slots
@@ -240,7 +244,7 @@ class Request:
 
   @property
   def search(self) -> BeamSettings:
-    """`beams` of a request for a beam search."""
+    """The settings of the beam search, of a request that must have them."""
     assert self.beams is not None
     return self.beams
 
@@ -256,10 +260,10 @@ class Request:
 
   @property
   def cache_slots(self) -> int:
-    """T: slots for prompt, output, and a whole draft past the last token.
+    """T, the slots for prompt, output, and a whole draft past the last token.
 
     In a beam search each output token, and the last token of the prompt, has a
-    slot for every beam. It is a multiple of 64, see `whole_buckets`.
+    slot for every beam. T is a multiple of 64, see `whole_buckets`.
     """
     needed = self.longest - self.gamma + self.draft_slots
     if self.beams is not None:
@@ -269,7 +273,7 @@ class Request:
 
 
 def whole_buckets(tokens: int) -> int:
-  """Rounds up to a multiple of 64."""
+  """Rounds up to a multiple of 64, so that few sizes are compiled."""
   return tokens + -tokens % 64
 
 
@@ -287,21 +291,24 @@ def new_request(
   prompt_length: ArrayLike = 1,
   **others: Any,
 ) -> Request:
-  """Makes a `Request` of NumPy arrays; rows may share a value.
+  """Makes a `Request` of NumPy arrays; one value may serve all rows.
 
   Args:
     inputs: int32[B, E], `pad_id` past each row's end.
     keys: PRNG keys [B], see `example_keys`.
     sampling: sampling of all rows, with one temperature or one for each row.
     slots: the most tokens of an output.
-    gamma: the most proposals per round; 0 for the plain loop. Or give
-      `drafting`.
-    stop_ids: ids that end a row.
-    min_length: see `Request`; one number for all rows, or int[B].
-    max_length: see `Request`; one number for all rows, or int[B]; None is
-      `slots`.
-    prompt: see `Request`; None is the start token 0.
-    prompt_length: see `Request`; one number for all rows, or int[B].
+    gamma: the most proposals per round; 0 for the plain loop. It is ignored if
+      `drafting` is given.
+    stop_ids: ids that end any row.
+    min_length: tokens before a stop id is allowed; one number for all rows, or
+      int[B].
+    max_length: tokens after which a row stops; one number for all rows, or
+      int[B]; None is `slots`.
+    prompt: int32[B, P], the tokens that the decoder begins with; None is the
+      start token 0.
+    prompt_length: tokens of the prompt, the start token counted; one number for
+      all rows, or int[B].
     **others: further fields of `Request`; also `drafting`, `greedy` and
       `forbids_stops`, which otherwise follow from the arguments above.
   """
@@ -334,11 +341,11 @@ def new_request(
 
 
 def example_keys(seed: int, ids: Array) -> jax.Array:
-  """Derives PRNG keys [B] from a seed and the examples' numbers, uint32[B]."""
+  """Derives PRNG keys [B] from a seed and the examples' ids, uint32[B]."""
   return keys_of_rows(np.full(np.shape(ids), seed & 0xFFFFFFFF, np.uint32), ids)
 
 
 @jax.jit
 def keys_of_rows(seeds: Array, ids: Array) -> jax.Array:
-  """Derives PRNG keys [B] from a seed and a number per row, both uint32[B]."""
+  """Derives PRNG keys [B] from a seed and an id per row, both uint32[B]."""
   return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), ids)

@@ -1,4 +1,4 @@
-"""Strings in, strings out: an engine with a target and perhaps a drafter."""
+"""`Engine` decodes strings with a target, and with a drafter if it has one."""
 
 import dataclasses
 import functools
@@ -43,9 +43,9 @@ from specdec_jax.types import LengthRule, Positive
 
 _PAIRS = 1 << 14  # pairs of a memory file that are tokenised together
 USUAL_GAMMA = 4
-# Tokens of a round (Equation 1) at the acceptance rate that the paper measured
-# with T5-small for T5-XXL (Table 3, EnDe, greedy), and the least predicted gain
-# for which a drafter is used.
+# The expected tokens of a round (Equation 1), at the acceptance rate that the
+# paper measured with T5-small for T5-XXL (Table 3, EnDe, greedy). By default, a
+# drafter is used if the predicted speed-up is at least _LEAST_GAIN.
 _USUAL_TOKENS = sum(0.75**i for i in range(1 + USUAL_GAMMA))
 _LEAST_GAIN = 1.1
 Texts = Sequence[str | Sequence[int]]
@@ -67,17 +67,19 @@ class Engine:
     tokenizer: turns text into ids and back.
     rule_book: turns options into rules on tokens.
     programs: the compiled programs, which all schedulers of the engine share.
-    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of what was
-      loaded.
-    target: the target's network; on several devices, the result of `follow`.
+    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of the
+      parameters.
+    target: the target's network; on several devices, its caches are split like
+      its parameters.
     models: 'target', and 'draft' if a small model proposes -> the model that
       was given, without its parameters.
-    params: the parameters of both, as they are placed; the drafter's are None
-      if there is no drafter.
+    params: the parameters of target and drafter, on the devices; the drafter's
+      are None if there is no drafter.
     across_hosts: whether all processes must make the same calls at the same
       time.
     kernel_layout: how the target's kernels are stored, see `Placement`.
-    fallback: whether and by which costs the drafter rests; may be set.
+    fallback: whether the drafter rests where it makes decoding slower, and by
+      which costs, see `EngineConfig`; it may be set between calls.
 
   Examples:
     >>> engine = sd.Engine(target, draft, gamma=4)
@@ -97,18 +99,18 @@ class Engine:
 
     Args:
       target: the model whose distribution the output has.
-      drafter: what proposes tokens: any `Drafter`, or a small model (see
-        `small_model`); None for plain decoding only. A decoder-only drafter of
-        a target with an encoder sees nothing of the input; a warning says so.
+      drafter: a `Drafter` or a small model, which proposes tokens; None for
+        plain decoding only. A decoder-only drafter of a target with an encoder
+        sees nothing of the input, and causes a warning.
       config: the settings.
       **fields: fields of `EngineConfig`, in place of those of `config`.
 
     Raises:
-      ValueError: vocabularies or tokenizers differ, a setting is out of range,
-        `bos_id` is not an id or the target is a T5, whose texts begin with
-        none, there is no tokenizer, a language is not known or the target has
-        none, a checkpoint is broken, or devices or a model cannot be split as a
-        placement says.
+      ValueError: vocabularies or tokenizers differ; a setting is out of range;
+        `bos_id` is not an id, or is given for a T5, whose texts begin with no
+        such id; there is no tokenizer; a language is unknown, or is given for a
+        target without languages; a checkpoint is broken; or devices or a model
+        cannot be split as the placement says.
     """
     config = dataclasses.replace(config or EngineConfig(), **fields)
     self.config, self.fallback = config, config.fallback
@@ -189,7 +191,7 @@ class Engine:
 
   @property
   def drafter(self) -> Drafter:
-    """The drafter, with its parameters as they are placed.
+    """The drafter, with its parameters on the devices.
 
     Raises:
       ValueError: there is no drafter.
@@ -209,21 +211,24 @@ class Engine:
   def num_input_tokens(self, text: str | Sequence[int]) -> int:
     """Counts the tokens of a text as the target reads it.
 
-    It is 0 if there is nothing to read; of an empty text, a target with a
-    `bos_id` reads that id.
+    The number is 0 if there is nothing to read. If texts begin with a `bos_id`,
+    the target reads this id even of an empty text.
     """
     return self.codec.num_input_tokens(text)
 
   def generate(
     self, texts: Texts, *, batch_size: int | None = None, **options: Any
   ) -> list[Completion]:
-    """Decodes texts; with the drafter's help, as the target alone would.
+    """Decodes texts; a drafter makes this faster without changing the result.
+
+    Greedy outputs are those of the target alone, and samples have its
+    distribution, unless `lenience` is below 1.
 
     Args:
-      texts: any number, as strings or as ids with or without their end of
-        sequence.
-      batch_size: texts that are decoded together; None is the engine's. If
-        there are more, each finished text makes room for the next.
+      texts: any number of texts, as strings or as ids. Ids may end with the end
+        of sequence or not.
+      batch_size: the most texts that are decoded together; None is the
+        engine's. If there are more, each finished text makes room for the next.
       **options: fields of `Options` and `RuleOptions`, such as `temperature`,
         `top_k`, `top_p`, `max_length`, `min_length`, `num_samples`,
         `stop_strings`, `stop_ids`, `num_beams`, `seed`, `example_ids` and
@@ -234,8 +239,8 @@ class Engine:
     Returns:
       A `Completion` for each sample of each text, in order; with `num_samples`
       = 2, both of the first text, then both of the second. An empty text gives
-      an empty completion. Of a beam search the `num_samples` best beams, from
-      the worst to the best, as T5X sorts them.
+      an empty completion. A beam search returns its `num_samples` best beams,
+      from the worst to the best, as T5X sorts them.
 
     Raises:
       ValueError: an option is out of range or unknown, or a text is longer than
@@ -295,7 +300,7 @@ class Engine:
       **options: as for `generate`.
 
     Raises:
-      ValueError: as for `generate`, several samples are asked for, or the
+      ValueError: an error of `generate`; several samples are asked for; or the
         target's logits became invalid.
 
     Examples:
@@ -312,7 +317,7 @@ class Engine:
     """Yields an update after each round of a request that has one output.
 
     Args:
-      request: from `text_request`.
+      request: the request, made by `text_request`.
       shows_rounds: whether the updates have `Update.round`.
 
     Raises:
@@ -346,16 +351,19 @@ class Engine:
 
     Args:
       texts: strings, or ids with or without their end of sequence.
-      targets: strings, whose end of sequence is scored too; or ids, scored as
-        they are.
-      source_lang: as for `generate`.
-      target_lang: as for `generate`.
+      targets: the outputs, as strings, whose end of sequence is scored too; or
+        as ids, which are scored as they are.
+      source_lang: language of the texts; None is the engine's.
+      target_lang: language of the outputs; None is the engine's.
 
     Returns:
-      A `scoring.Score` for each output; natural logarithms, temperature 1.
+      A `scoring.Score` for each output, with natural logarithms at temperature
+      1.
 
     Raises:
-      ValueError: as for `scoring.score`, or an example is neither text nor ids.
+      ValueError: the numbers of texts and outputs differ, an id is outside the
+        vocabulary, a decoder-only target has nothing to read, or an example is
+        neither text nor ids.
 
     Examples:
       >>> texts = ['Good morning!', 'Good morning!']
@@ -387,15 +395,16 @@ class Engine:
     Args:
       texts: strings, or ids with or without their end of sequence.
       labels: strings, or ids without their end of sequence.
-      source_lang: as for `generate`.
-      target_lang: as for `generate`.
+      source_lang: language of the texts; None is the engine's.
+      target_lang: language of the labels; None is the engine's.
 
     Returns:
-      float64[texts, labels]; a row sums to 1. They are in the proportions of
-      the probabilities that `score` gives to the labels.
+      float64[texts, labels]; each row sums to 1. The values of a row are
+      proportional to the probabilities that `score` gives to the labels.
 
     Raises:
-      ValueError: as for `label_ids`, or as for `scoring.classify`.
+      ValueError: an error of `score` or `label_ids`; or there are no labels,
+        one occurs twice, or there are too many.
 
     Examples:
       >>> probs = engine.classify(
@@ -411,10 +420,11 @@ class Engine:
     return scoring.classify(self.target, params, inputs, outputs, begin)
 
   def label_ids(self, labels: Texts) -> list[list[int]]:
-    """Returns the ids of labels, each with its end.
+    """Returns the ids of labels, each with its end of sequence.
 
     Raises:
-      ValueError: as for `score`, or the vocabulary cannot write one of them.
+      ValueError: a label is neither text nor ids, or the vocabulary cannot
+        spell it.
     """
     check_texts(labels, 'labels')
     for label in labels:
@@ -433,7 +443,7 @@ class Engine:
       The rounds, as an object that a terminal (rich) and a notebook can show.
 
     Raises:
-      ValueError: as for `generate`, or there is no drafter that proposes a
+      ValueError: an error of `generate`, or there is no drafter that proposes a
         chain.
 
     Examples:
@@ -449,12 +459,12 @@ class Engine:
     return Trace(text, spelled, request.terms.options.lenience)
 
   def scheduler(self, settings: PoolSettings | int | None = None) -> Scheduler:
-    """Makes a scheduler of the engine's programs, for requests of its own.
+    """Makes a scheduler that runs the engine's programs.
 
     Args:
-      settings: of a pool of slots that all rows go through; or a number of rows
-        that are decoded together, as one batch where that is quicker. None is
-        the engine's number.
+      settings: the settings of a pool of slots, which then decodes all rows; or
+        the most rows that are decoded together, as one batch where that is
+        quicker. None is the engine's `batch_size`.
     """
     if isinstance(settings, PoolSettings):
       return Scheduler(self.programs, settings)
@@ -465,21 +475,23 @@ class Engine:
     """Returns a call's batch size, the engine's if it is None.
 
     Raises:
-      ValueError: it is no positive integer.
+      ValueError: the batch size is not a positive integer.
     """
     rows = self.config.batch_size if batch_size is None else batch_size
     check_type('batch_size', rows, Positive)
     return rows
 
   def options(self, options: Options | None = None, **named: Any) -> Options:
-    """Makes `Options`; the target's folder may set rules that are not given.
+    """Makes `Options`; rules that are not given come from the target's folder.
 
     Args:
-      options: the options; or give them by name.
+      options: the options; None makes them of `named`.
       **named: fields of `Options`, or other libraries' names of them.
     """
     rules = self.models['target'].rules
-    if self.codec.languages().known:  # then it is the language of outputs
+    # If there are languages, forced_bos_token_id is that of the outputs, which
+    # the prompt has already.
+    if self.codec.languages().known:
       rules = {k: v for k, v in rules.items() if k != 'forced_bos_token_id'}
     if options is None:
       return options_of(named, rules)
@@ -500,16 +512,17 @@ class Engine:
 
     Args:
       texts: as for `generate`.
-      speculative: whether the drafter helps; None is yes if there is a drafter,
-        but on a CPU no where it is slower: for beams, and for as many greedy
-        rows as `speculation_pays` refuses.
-      gamma: as for the engine, of this call; None is the engine's.
-      options: the options; or give them by name.
+      speculative: whether to use the drafter. None uses it if there is one,
+        except on a CPU for beam searches, and for greedy rows where
+        `speculation_pays` returns False.
+      gamma: the gamma of this call, as in `EngineConfig`; None is the engine's.
+      options: the options; None makes them of `named`.
       rows: the most rows that are decoded together.
       **named: fields of `Options`, or other libraries' names of them.
 
     Raises:
-      ValueError: as for `generate`.
+      ValueError: an option is out of range or unknown, or a text is longer than
+        `max_input_len` and `on_too_long` is 'error'.
     """
     check_texts(texts)
     options = self.options(options, **named)
@@ -537,15 +550,15 @@ class Engine:
     )
 
   def speculation_pays(self, rows: int) -> bool:
-    """Whether drafts of a length that nobody chose are quicker than none.
+    """Returns whether drafts of the default gamma should make decoding faster.
 
-    It goes by this processor's measured costs of calls, see
-    `cpu_layout.call_cost`, and by the acceptance rate of a usual drafter. On
-    other devices than one CPU, with a tree, or with a gamma that was chosen the
-    answer is yes.
+    The prediction uses the costs of calls that were measured on this processor,
+    see `cpu_layout.call_cost`, and the acceptance rate of a usual drafter. The
+    result is True without a prediction if the device is not one CPU, if the
+    drafter proposes a tree, or if a gamma or a policy of rests was chosen.
 
     Args:
-      rows: greedy rows that are decoded together.
+      rows: the number of greedy rows that are decoded together.
     """
     usual = drafting_of(USUAL_GAMMA, self.fallback)
     was_chosen = self.config.gamma is not None or self.drafting != usual
@@ -565,11 +578,11 @@ class Engine:
 
     Args:
       texts: the texts, none of them empty.
-      gamma: as for `text_request`.
+      gamma: the gamma of the request; None is the engine's.
       **options: as for `generate`.
 
     Raises:
-      ValueError: as for `generate`; or a text is empty.
+      ValueError: an error of `generate`, or a text is empty.
     """
     made = self.text_request(texts, gamma=gamma, **options)
     if made.passed_over or not made.rows:
@@ -579,10 +592,10 @@ class Engine:
 
 
 def _tokenizer_of(target: Model, config: EngineConfig) -> Vocabulary:
-  """Opens the tokenizer of a pair, or takes the target's own.
+  """Opens the tokenizer of the settings, or returns the target's own.
 
   Raises:
-    ValueError: there is none, or it cannot be read.
+    ValueError: there is no tokenizer, or it cannot be read.
   """
   tokenizer = config.tokenizer
   if tokenizer is None:
@@ -598,6 +611,11 @@ def _tokenizer_of(target: Model, config: EngineConfig) -> Vocabulary:
 def codec_of(
   target: Model, tokenizer: Vocabulary, config: EngineConfig
 ) -> Codec:
+  """Makes the codec of a target, for the settings of an engine.
+
+  Raises:
+    ValueError: `bos_id` or a language does not fit the target.
+  """
   bos_id = target.bos_id if config.bos_id is None else config.bos_id
   if bos_id is None:
     bos_id = pair.first_id(target.network, tokenizer)
@@ -610,7 +628,7 @@ def codec_of(
 def _remembered(
   codec: Codec, path: str | os.PathLike[str]
 ) -> translation_memory.Memory:
-  """Encodes the texts of a memory file as a target reads and produces them."""
+  """Reads a memory file, with ids as a target reads and produces them."""
   languages = codec.languages()
   *begin, end = codec.output_ids('')
   tokenizer = codec.tokenizer
@@ -632,10 +650,12 @@ def _remembered(
 def _with_top(
   engine: Engine, request: TextRequest, outputs: list[Completion], rows: int
 ) -> list[Completion]:
-  """Adds `top_log_probs` to outputs if they are wanted; calls the target.
+  """Adds `top_log_probs` to completions, if the request asks for them.
+
+  The target reads the outputs once more for this.
 
   Args:
-    engine: has the target.
+    engine: the engine that decoded the request.
     request: the request that was decoded.
     outputs: the completions of the request.
     rows: the number of outputs that the target reads together.

@@ -31,7 +31,7 @@ from specdec_jax.types import Count, LengthRule, Positive
 from specdec_jax.verify import check_lenience
 
 MAX_GAMMA = 256
-MOST_ROWS = 1 << 16  # rows decoded together, or samples of an example
+MOST_ROWS = 1 << 16  # most rows decoded together, and most samples of a text
 KEY_BITS = 32  # bits of the id that an example's random numbers derive from
 # These options -> their names in other libraries.
 _USUAL_NAMES = {
@@ -57,66 +57,68 @@ ALPHA = 0.6  # the exponent of the length penalty in T5's papers and in T5X
 
 @dataclasses.dataclass(frozen=True)
 class Options(RuleOptions):
-  """The options of `generate` and `stream`; also those of `RuleOptions`.
+  """The options of `generate` and `stream`, with those of `RuleOptions`.
 
   Attributes:
-    temperature: 0 is greedy; above it outputs are sampled. One for all texts
-      or one for each.
+    temperature: 0 is greedy; above 0 outputs are sampled. The value is one
+      number for all texts, or one number for each.
     top_k: samples only from the k likeliest tokens, see `SamplingConfig`; 0 is
       off.
     top_p: samples only from the likeliest tokens that together have this
       probability; 1 is off.
-    min_p: samples only from tokens with this part of the likeliest one's
-      probability; 0 is off.
+    min_p: samples only from tokens that have at least this fraction of the
+      likeliest token's probability; 0 is off.
     max_length: the most tokens of an output; None is the engine's maximum.
-    min_length: tokens that an output must have before a stop id is allowed, or
-      behind which a stop string must end.
+    min_length: tokens that an output must have before a stop id or a stop
+      string may end it.
     num_samples: outputs per text; they follow one another in the result.
     stop_strings: strings that end an output; they are not part of its text.
     stop_ids: ids that end an output; None is the engine's.
     seed: all random numbers of an example derive from this seed and the
       example's id.
     example_ids: ids of the texts; 0, 1, ... by default. A text's sample depends
-      on its id, not on its place in a batch or on its neighbours.
+      on its id, not on its position in a batch or on its neighbours.
     prompts: ids that the output of each text begins with, after the decoder's
       start token. They are read, not produced, and are not part of the result.
-      None is no prompts.
-    source_lang: language of the texts, of a model that translates between many,
-      such as 'eng_Latn'; None is the engine's.
+      None: no prompts.
+    source_lang: language of the texts, such as 'eng_Latn', for a model that
+      translates between many languages; None is the engine's.
     target_lang: language of the outputs, such as 'deu_Latn'.
-    split: 'sentences' decodes each sentence of a text by itself, and puts the
-      outputs together as lines and paragraphs were, see `text.sentences`. All
-      other options are those of a sentence.
+    split: 'sentences' decodes each sentence of a text by itself, and joins the
+      outputs with the line breaks of the text, see `text.sentences`. All other
+      options apply to each sentence.
     split_lang: language whose rules find the sentences, such as 'de'; None is
       `source_lang`, or English.
-    split_prefix: put before each sentence, such as 'translate English to
-      German: ' of a T5 or '<2de> ' of MADLAD-400.
-    on_too_long: what happens to an input that is too long: 'error' raises,
-      'truncate' keeps its beginning, 'report' gives a completion with an error
-      (and does so for ids outside the vocabulary too).
-    log_probs: whether log-probabilities are wanted.
-    top_log_probs: how many of the likeliest tokens at each place of an output
-      are wanted with their log-probabilities; the target reads the output once
-      more for them.
+    split_prefix: text put before each sentence, such as 'translate English to
+      German: ' for a T5 or '<2de> ' for MADLAD-400.
+    on_too_long: for an input that is too long, 'error' raises an error,
+      'truncate' keeps its beginning, and 'report' returns a completion with an
+      error (also for ids outside the vocabulary).
+    log_probs: whether completions have the log-probabilities of their tokens.
+    top_log_probs: how many of the likeliest tokens, with log-probabilities,
+      completions have for each position of an output; the target reads the
+      output once more for them.
     num_beams: the width of a beam search, see `decoding.beams`; None: no beam
       search. It returns the best `num_samples` beams, the best one last.
-    alpha: of a beam search: T5X's exponent of its brevity penalty, score =
+    alpha: the exponent of T5X's brevity penalty in a beam search, with score =
       log_prob / ((5 + tokens) / 6) ** alpha; None is 0.6 unless
       `length_penalty` is given.
-    length_penalty: of a beam search as transformers has it: score = log_prob /
-      tokens ** length_penalty; below 0 shorter outputs score better.
-    early_stopping: of a beam search with `length_penalty`, as transformers has
-      it: True ends it once `num_beams` beams have ended; 'never' lets it go on
+    length_penalty: the exponent of transformers' length penalty in a beam
+      search, with score = log_prob / tokens ** length_penalty; below 0 shorter
+      outputs score better.
+    early_stopping: whether a beam search with `length_penalty` ends once
+      `num_beams` beams have ended, as in transformers; 'never' lets it go on
       until no live beam can beat a finished one at any length.
-    draft_beams: beams of the drafter; None is 2 * `num_beams`.
-    lenience: below 1 more proposals pass, and the output is lossy. A token may
-      come up to 1 / lenience times as often as it should; at temperature 0 a
-      token may have only `lenience` times the probability of the best token.
-      See `verify`; the plain loop ignores it.
-    verification: how sampled drafts are judged: 'token', by the paper's
-      Algorithm 1, or 'block', as a whole, which keeps more of them. Both are
-      lossless (see `verify_block`). None is 'block', and 'token' where
-      `lenience` is below 1. At temperature 0 both are the same.
+    draft_beams: the number of the drafter's beams; None is 2 * `num_beams`.
+    lenience: below 1 more proposals are accepted, and the output is lossy. A
+      token may come up to 1 / lenience times as often as it should; at
+      temperature 0 a token may have only `lenience` times the probability of
+      the best token. See `verify`; decoding without a drafter ignores it.
+    verification: how sampled drafts are judged; 'token' judges each token by
+      the paper's Algorithm 1, and 'block' judges the draft as a whole, which
+      accepts more tokens. Both are lossless (see `verify_block`). None is
+      'block', or 'token' where `lenience` is below 1. At temperature 0 both
+      have the same output.
 
   Raises:
     ValueError: a value is outside its range.
@@ -173,7 +175,7 @@ class Options(RuleOptions):
     return self.verification == 'block'
 
   def _limits(self) -> Iterator[tuple[str, bool, str]]:
-    """Yields (field, whether it fits the others, what would fit)."""
+    """Yields (field, whether it fits the other fields, what would fit)."""
     yield 'stop_strings', '' not in self.stop_strings, 'no empty string'
     tokens = "'token' with a lenience below 1, a rule for single tokens"
     yield 'verification', not self.judges_blocks or self.lenience == 1, tokens
@@ -208,7 +210,8 @@ class Options(RuleOptions):
 
     Args:
       num_ends: the number of ids that end an output.
-      num_forced: see `BeamSettings`.
+      num_forced: tokens at the end of a prompt that transformers forces and
+        counts as output.
     """
     if self.num_beams is None:
       return None
@@ -260,11 +263,11 @@ def sentence_id(example: int, sentence: int) -> int:
 def options_of(
   named: Mapping[str, Any], otherwise: Mapping[str, Any] | None = None
 ) -> Options:
-  """Makes `Options`; accepts the names that other libraries use as well.
+  """Makes `Options`, also from the names that other libraries use.
 
   Args:
     named: name -> value of the options that are given.
-    otherwise: options that hold where none is given.
+    otherwise: name -> value of options that `named` does not have.
 
   Raises:
     ValueError: a name is unknown, an option is given twice, or a value is out
@@ -290,10 +293,12 @@ def drafting_of(
   """Makes the `Drafting` that a caller asks for.
 
   Args:
-    gamma: a number of proposals; 'adaptive', see `plain_rule`; a rule
-      from `Calibration.rule`; or a `Drafting`, whose rests are ignored.
-    rests: whether the drafter rests where it does not pay, by guessed costs; or
-      measured costs. Costs that were measured at another gamma are not used.
+    gamma: a number of proposals; 'adaptive', which uses the rule of
+      `plain_rule`; a rule from `Calibration.rule`; or a `Drafting`, whose
+      `rests` are ignored.
+    rests: whether the drafter rests where it makes decoding slower. True uses
+      guessed costs. A `RestPolicy` has measured costs, which are used only if
+      they were measured at the same gamma.
 
   Raises:
     ValueError: gamma is none of these, or too large.
@@ -322,36 +327,39 @@ class EngineConfig:
     tokenizer: the tokenizer of both models, or its path, see `Tokenizer`; None
       is the target's own.
     gamma: tokens that the drafter proposes per round; 'adaptive' ends a draft
-      where the drafter is not sure enough. A calibration's rule, too, see
-      `drafters.small_model`. None is 4, or what a run chooses.
-    max_input_len: tokens of the longest input, its end included.
-    max_decode_len: tokens of the longest output, its end included.
+      where the drafter is not sure enough. The rule of a calibration does this
+      too, see `drafters.small_model`. None is 4, or the gamma that a run
+      chooses.
+    max_input_len: most tokens of an input, its end of sequence included.
+    max_decode_len: most tokens of an output, its end of sequence included.
     batch_size: the most texts that are decoded together. If there are more,
       each finished text makes room for the next.
-    bos_id: id put in front of each text of a target whose texts begin with one
-      (all but T5), which can then also decode an empty text. None is the
-      target's own (bos_token_id of its folder; what the vocabulary of Llama,
-      Qwen, Gemma or T5Gemma says, Qwen's none); else the end of sequence of a
-      BPE vocabulary, as in GPT-2, or id 0, as in models trained here and T5X's.
+    bos_id: id put in front of each text, for all targets but T5; a target with
+      this id can also decode an empty text. None takes the target's own, which
+      is the bos_token_id of its folder, or for Llama, Qwen, Gemma and T5Gemma
+      the one of the vocabulary (Qwen has none). Without either, it is the end
+      of sequence of a BPE vocabulary, as in GPT-2, or id 0, as in models
+      trained here and in T5X.
     placement: dtype and layout of the target's parameters, and the devices that
-      they and the rows of a batch are split over. Its dtype is that which the
-      target was loaded with, if it was; another is refused. Each device holds
-      the whole drafter, in the dtype that it was loaded with, or else the
-      target's.
+      they and the rows of a batch are split over. If the target was loaded with
+      a dtype, another dtype is refused. Each device holds the whole drafter, in
+      the dtype that the drafter was loaded with, or else in the target's.
     cache_folder: folder of compiled programs; None is the user's cache folder.
     fallback: whether the drafter rests where a text's acceptance makes it
-      slower than plain decoding, see `decoding.resting`. True goes by guessed
-      costs, a `RestPolicy` (of `Choice.rests`) by measured ones.
-    source_lang: language of the texts, such as 'eng_Latn', of a model that
-      translates between many, unless a call gives another.
-    target_lang: language of the outputs, such as 'deu_Latn'.
-    split_special_tokens: whether names of special tokens in a text are text;
-      see `Tokenizer`, whose own setting is taken if it is None.
-    skip_special_tokens: whether special tokens have no text in an output; None
-      takes the tokenizer's own setting.
-    memory: file of texts of before, which propose first, see
-      `translation_memory`: pairs (.tsv), records of `specdec decode`
-      (predictions.jsonl) or of a task (.jsonl), or lines of outputs.
+      slower than plain decoding, see `decoding.resting`. True uses guessed
+      costs, a `RestPolicy` (from `Choice.rests`) measured ones.
+    source_lang: language of the texts, such as 'eng_Latn', for a model that
+      translates between many languages, unless a call gives another.
+    target_lang: language of the outputs, such as 'deu_Latn', for such a model,
+      unless a call gives another.
+    split_special_tokens: whether names of special tokens in a text are read as
+      ordinary text; None is the setting of the `Tokenizer`.
+    skip_special_tokens: whether special tokens are left out of the text of an
+      output; None is the setting of the `Tokenizer`.
+    memory: file of earlier translations, whose tokens are proposed before those
+      of the drafter, see `translation_memory`. The file has pairs (.tsv),
+      records of `specdec decode` (predictions.jsonl) or of a task (.jsonl), or
+      lines of outputs.
 
   Examples:
     >>> config = sd.EngineConfig(gamma=5, max_input_len=64)
@@ -366,7 +374,7 @@ class EngineConfig:
   tokenizer: Vocabulary | str | os.PathLike[str] | None = None
   gamma: int | str | LengthRule | None = None
   max_input_len: Annotated[int, Bound(2)] = 128
-  # An output and a round take 128 slots of a cache.
+  # An output and the draft of a round then fit into 128 slots of a cache.
   max_decode_len: Positive = 120
   batch_size: Positive = 32
   bos_id: int | None = None

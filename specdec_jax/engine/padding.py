@@ -1,12 +1,12 @@
-"""Rounds up rows, widths and arrays of ids, so that there are few shapes."""
+"""Pads arrays of ids and rounds up their sizes, so that few shapes compile."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 Ids = Sequence[int]
-# Least padded widths. Wider ones cost time in the encoder; narrower ones would
-# need more programs.
+# The least widths of padded inputs and prompts. Larger ones would cost time in
+# the encoder; smaller ones would need more programs.
 SMALLEST_INPUT = 16
 SMALLEST_PROMPT = 8
 
@@ -16,7 +16,8 @@ def padded(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the ids as int32[batch, width], padded, and their lengths.
 
-  Each length is at least 1, also that of a row without ids.
+  The array has more rows than `encoded` where a batch is filled up; the length
+  of such a row is 1.
   """
   array = np.full((batch, width), pad_id, np.int32)
   length = np.ones((batch,), np.int32)
@@ -27,10 +28,10 @@ def padded(
 
 
 def padded_rows(number: int) -> int:
-  """Rows of a batch for `number` texts: 1, 2, 4, 6, 8, 12, 16, 24, 32, ...
+  """Returns the least size of a batch that holds `number` texts.
 
-  There are few sizes, so that few programs are compiled; and they lie close
-  enough that few rows stay without a text.
+  The sizes are 1, 2, 4, 6, 8, 12, 16, 24, 32, ... They are few, so that few
+  programs are compiled, and so close that few rows stay without a text.
   """
   whole = next_power_of_two(number)
   between = 3 * whole // 4

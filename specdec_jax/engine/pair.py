@@ -1,4 +1,8 @@
-"""Checks that target and drafter fit each other, a tokenizer and memory."""
+"""Checks that a target and its drafter fit each other and into memory.
+
+It also checks that their vocabularies fit the tokenizer, and places their
+parameters on the devices.
+"""
 
 import warnings
 from typing import Any, NamedTuple
@@ -36,7 +40,8 @@ class PlacedPair(NamedTuple):
   """A target and its drafter on their devices, as the loops take them.
 
   Attributes:
-    target: the target's network; the result of `follow` on several devices.
+    target: the target's network; on several devices, its caches are split like
+      its parameters.
     drafter: the drafter, or None.
     params: the placed parameters of both; None for a missing drafter.
     fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of the
@@ -52,9 +57,9 @@ class PlacedPair(NamedTuple):
 def placed_pair(
   target: Model, drafter: Drafter | None, placement: Placement
 ) -> PlacedPair:
-  """Reads parameters that are not read yet, and places all on the devices.
+  """Reads parameters that are still on disk, and places all on the devices.
 
-  The drafter comes first: it is read quickly, so its errors show early.
+  The drafter is read first, because it is smaller, so that errors show early.
 
   Raises:
     ValueError: a checkpoint is broken, or cannot be split as the placement
@@ -90,9 +95,9 @@ def _check_made_for(
 ) -> None:
   """Raises ValueError if a drafter was made for another target.
 
-  A target with integer kernels, here or on disk, also passes as the model of
-  floats before rounding, and as the model of integers times factors: features
-  and outputs are nearly the same.
+  A target whose kernels are rounded to integers, at loading or on disk, also
+  passes if the drafter was made for the kernels before rounding, or for the
+  integers times their scales. Features and outputs are nearly the same.
   """
   models = (model.made_for for model in drafter.models if model.made_for)
   wanted = {*drafter.made_for, *models} - {print_of}
@@ -126,7 +131,8 @@ class MemoryCheck:
   def __init__(
     self, target: Model, drafter: Drafter | None, placement: Placement
   ):
-    """
+    """Sums up the memory of the models.
+
     Args:
       target: the target.
       drafter: the drafter, or None.
@@ -146,7 +152,7 @@ class MemoryCheck:
     self._free = memory.device_bytes if on_one else memory.all_bytes
 
   def mark_params_loaded(self) -> None:
-    """Notes that the parameters are on the devices, so they are not counted."""
+    """Stops counting the parameters, because they are on the devices now."""
     self._unread = 0
 
   def check(
@@ -155,10 +161,10 @@ class MemoryCheck:
     """Checks a run before any of its arrays is made.
 
     Args:
-      batch: B.
-      input_len: E.
+      batch: B, the number of rows.
+      input_len: E, tokens of the padded input.
       num_slots: T, slots of the caches.
-      num_tokens: S, tokens of a call: a whole draft, or all beams.
+      num_tokens: S, tokens per row in a call with a whole draft or all beams.
 
     Raises:
       memory.DoesNotFitError: the run does not fit; the message has its sizes.
@@ -212,10 +218,11 @@ def own_vocabulary(model: Model) -> Vocabulary:
 
 
 def fitted(target: Model, drafter: Drafter) -> Drafter:
-  """Gives a drafter its target's ids, if it is a small model alone.
+  """Gives the output layer of a drafter as many ids as its target has.
 
-  Output layers of one tokenizer may be padded differently. `check_pair` refuses
-  larger differences.
+  Two models with the same tokenizer may have output layers with different
+  padding. Drafters that are not a small model are returned as they are, and so
+  are those with a larger difference, which `check_pair` refuses.
   """
   small, size = alone(drafter), target.network.vocab_size
   if small is None or abs(small.network.vocab_size - size) > _MOST_MORE_IDS:
@@ -254,7 +261,11 @@ def check_pair(
 def check_tables(
   target: Model, drafter: Drafter, tokenizer: Vocabulary
 ) -> None:
-  """Raises ValueError if a drafter has a table with other ids."""
+  """Raises ValueError if a drafter's table has ids that the target lacks.
+
+  Tables are n-gram tables, which must be made for the tokenizer, and
+  translation memories.
+  """
   size = target.network.vocab_size
   for table in jax.tree.leaves(
     drafter.params, is_leaf=lambda x: isinstance(x, NGramTable | Memory)
@@ -350,7 +361,7 @@ def check_positions(target: Model, max_input_len: int) -> None:
 
 
 def check_ends(model: Model) -> None:
-  """Raises ValueError if a model's end is an id that its vocabulary lacks."""
+  """Raises ValueError if a model's vocabulary lacks one of its stop ids."""
   if model.tokenizer is None:
     return
   size = model.tokenizer.vocab_size
@@ -362,11 +373,10 @@ def check_ends(model: Model) -> None:
 
 
 def check_drafts(drafter: Drafter, adapts: bool, num_beams: int | None) -> None:
-  """Raises ValueError unless a drafter supports a call.
+  """Raises ValueError unless a drafter supports what a call asks for.
 
-  A level of a beam search is accepted if all of its beams were proposed. A
-  drafter with one continuation, or with a tree for one output, proposes too
-  few.
+  One step of a beam search is accepted if all beams of that step were proposed.
+  A drafter that proposes one chain, or a tree for one output, proposes too few.
 
   Args:
     drafter: the drafter.
@@ -392,9 +402,9 @@ def first_id(
 
   Args:
     network: the target's network.
-    tokenizer: its vocabulary; None if only the engine will know it, which then
-      calls this function again.
-    named: the `bos_token_id` in config.json of its folder.
+    tokenizer: the vocabulary of the target; None if it is not known yet. The
+      engine, which knows it, calls this function again.
+    named: the `bos_token_id` in config.json of the target's folder.
   """
   if network.has_encoder and network.ends_inputs:
     return None
@@ -422,10 +432,10 @@ def check_bos(bos_id: int | None, network: LanguageModel) -> None:
 
 
 def relative_size(params: PairParams) -> float:
-  """Returns the drafter's size over that of the target.
+  """Returns the number of the drafter's weights over that of the target's.
 
-  The size is that of the kernels that each token is multiplied by, so that of a
-  target with an encoder only the decoder counts.
+  Only kernels count that each output token is multiplied by, so encoders do not
+  count. The ratio is an estimate of c, the cost ratio.
   """
 
   def size(tree: Any) -> int:

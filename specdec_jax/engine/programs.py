@@ -1,7 +1,7 @@
 """The compiled programs of a pair: fixed batches, and pools of slots.
 
 A program is compiled for each kind of request and each number of rows. Threads
-may share `Programs`, if no two of them compile at the same time.
+may share a `Programs` object if no two of them compile at the same time.
 """
 
 import functools
@@ -25,17 +25,17 @@ from specdec_jax.request import Request
 from specdec_jax.types import FinishReason, Generation
 
 _Bound = tuple[Loop, PairParams]
-_RequestOf = Callable[[int], Request]  # given a number of rows
+_RequestOf = Callable[[int], Request]  # number of rows -> request
 
 
 class Programs:
-  """Compiles the loops of a pair where they are needed first, and keeps them.
+  """Compiles the loops of a pair when they are first needed, and keeps them.
 
   Attributes:
     memory_check: checks whether a run could fit into the memory of the devices.
     has_drafter: whether there is a drafter.
-    row_multiple: the devices that rows are split over; the rows of a program
-      are a multiple of them.
+    row_multiple: the number of devices that rows are split over; the rows of
+      each program are a multiple of it.
   """
 
   def __init__(
@@ -44,7 +44,7 @@ class Programs:
     partition: partitioning.Partition | None,
     memory_check: MemoryCheck,
   ):
-    """Keeps the arguments; programs are compiled where they are needed.
+    """Keeps the arguments; programs are compiled when they are first needed.
 
     Args:
       pair: the models, on their devices.
@@ -71,7 +71,7 @@ class Programs:
 
   @property
   def drafter(self) -> Drafter:
-    """The drafter, with its parameters as they are placed.
+    """The drafter, with its parameters on the devices.
 
     Raises:
       ValueError: there is no drafter.
@@ -103,30 +103,39 @@ class Programs:
     return len(self._whole)
 
   def exactly(self, request_of: _RequestOf, num_rows: int) -> Request:
-    """Returns a request of the fewest rows that a program may have."""
+    """Returns a request with the fewest rows that hold `num_rows` texts.
+
+    Args:
+      request_of: makes the request, given its number of rows.
+      num_rows: the number of rows with a text.
+    """
     return request_of(rounded_up(padded_rows(num_rows), self.row_multiple))
 
   def compile(self, request_of: _RequestOf, num_rows: int) -> None:
-    """Compiles the smallest program that `decode` may take for such requests.
+    """Compiles the smallest program that `decode` may use for such requests.
+
+    Args:
+      request_of: makes the request, given its number of rows.
+      num_rows: the number of rows with a text.
 
     Raises:
-      ValueError: no memory could hold it.
+      ValueError: the program cannot fit into memory.
     """
     self._program('decode', self.exactly(request_of, num_rows))
 
   def decode(self, request_of: _RequestOf, num_rows: int) -> Generation:
     """Decodes a fixed batch in one call; returns the result on the host.
 
-    It takes the smallest compiled program with at least the rows that are
-    needed and at most twice as many, if there is one; the extra rows cost less
-    than a compilation.
+    It uses the smallest compiled program with at least the needed rows and at
+    most twice as many, because extra rows cost less than a compilation. If
+    there is none, it compiles one.
 
     Args:
       request_of: makes the request, given its number of rows.
-      num_rows: rows with a text.
+      num_rows: the number of rows with a text.
 
     Raises:
-      ValueError: no memory could hold it.
+      ValueError: the program cannot fit into memory.
     """
     exact = self.exactly(request_of, num_rows)
     least = len(exact.inputs)
@@ -139,14 +148,15 @@ class Programs:
   def decode_in_pieces(
     self, request: Request, num_rounds: int
   ) -> Iterator[Generation | None]:
-    """Decodes a fixed batch, some rounds at a time.
+    """Decodes a fixed batch, `num_rounds` rounds at a time.
 
     Args:
       request: the batch.
-      num_rounds: rounds of a piece.
+      num_rounds: the most rounds between two yields.
 
     Yields:
-      None after each piece, and at last the result on the host.
+      None after so many rounds, until all rows have finished; then the result,
+      on the host.
     """
     state = self._program('start', request)(request)
     run = self._program('run', request, state)
@@ -159,11 +169,13 @@ class Programs:
     yield partitioning.on_host(outputs)
 
   def pool(self, example: Request) -> PoolPrograms:
-    """Returns programs of pools, compiled where they are used first.
+    """Returns the programs of the pools for one kind of request.
+
+    Each program is compiled when it is first used.
 
     Args:
-      example: rows without text, as many as are read together; gamma 0 selects
-        the plain loop.
+      example: a request of placeholder rows, which have no text, as many as are
+        prefilled together; gamma 0 selects the plain loop.
     """
     # One set of jitted functions serves all widths of inputs.
     key = len(example.inputs), _shapes(example.replace(inputs=None))
@@ -173,9 +185,11 @@ class Programs:
     return self._pools[key]
 
   def forget(self, programs: PoolPrograms | Request) -> None:
-    """Frees the programs of pools, or the piecewise programs of a request.
+    """Frees programs. No other thread may compile in the meantime.
 
-    No other thread may compile meanwhile.
+    Args:
+      programs: the programs of pools; or a request whose programs of
+        `decode_in_pieces` are freed.
     """
     if isinstance(programs, Request):
       for name in ('start', 'run'):
@@ -194,7 +208,7 @@ class Programs:
       state: for 'run', the result of `start`.
 
     Raises:
-      ValueError: no memory could hold it.
+      ValueError: the program cannot fit into memory.
     """
     key = name, _shapes(request)
     if key not in self._whole:
@@ -211,12 +225,13 @@ class Programs:
     options: dict[str, Any] = {}
     if self._partition is not None:
       args[1] = self._partition.request(request)
-      if name == 'decode':  # each device holds the result, for the host
+      # Each device gets the whole result, so that every host can read it.
+      if name == 'decode':
         options['out_shardings'] = self._partition.sharding()
     if name == 'run':
       function = functools.partial(_run, loop)
       args += [state, np.int32(0)]
-      # The state is donated: the caches are updated where they are.
+      # The state is donated, so that the caches are updated in place.
       placed = partitioning.shardings(state), None
       options |= {'donate_argnums': 2, 'out_shardings': placed}
     lowered = jax.jit(function, **options).lower(*args)

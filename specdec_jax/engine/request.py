@@ -2,8 +2,8 @@
 
 A `TextRequest` checks and encodes texts and options before anything is
 compiled. Each of its `Row`s is one output to decode. `joined` makes the arrays
-of the rows that are read together, just before they are read. The listener of a
-row gets `Update`s; the last one has the `Completion`.
+of the rows that are prefilled in one call, just before that call. The listener
+of a row gets `Update`s; the last one has the `Completion`.
 """
 
 import dataclasses
@@ -34,7 +34,8 @@ from specdec_jax.rules.options import NO_RULES, RowRules, ruling_of
 from specdec_jax.tree_shape import TreeShape
 from specdec_jax.types import Array, FinishReason, Generation
 
-Source = tuple[Sequence[int], Sequence[int], Ruled]  # see `TextRequest.sources`
+# The ids of an input, the ids of its prompt, and the rules on the output.
+Source = tuple[Sequence[int], Sequence[int], Ruled]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +43,15 @@ class Update:
   """One message to the listener of a row.
 
   Attributes:
-    text: new text, which will not change.
-    tokens: new ids.
-    log_probs: the log-probabilities of the new ids, if the row wants them.
-    outputs: the whole output; of a beam search all outputs, the best one last;
-      () before the end.
+    text: text since the last update; it will not change.
+    tokens: ids since the last update.
+    log_probs: the log-probabilities of these ids, if the row wants them.
+    outputs: in the last update the completed output, or the best beams of a
+      search, the best one last; before that ().
     round: the last round, with its accepted proposals, if the row shows rounds.
-    error: why the row ends without an output: 'deadline', 'stopped', 'failed',
-      or 'failed alone'.
+    error: why the row ends without an output; None if it does not. 'deadline':
+      its time is over. 'stopped': the server stops. 'failed': the whole server
+      failed. 'failed alone': only the rows of this row's lane failed.
   """
 
   text: str = ''
@@ -72,8 +74,8 @@ class Terms:
   Attributes:
     options: the options that the caller asked for.
     rules: the rules on the tokens of the outputs.
-    shared: a `Request` of one row without a text; its static fields, and the
-      values that all rows have in common, hold for every row.
+    shared: a `Request` of one placeholder row, which has no text; its static
+      fields, and its arrays without an entry per row, hold for all rows.
     codec: turns texts into ids and ids into texts.
   """
 
@@ -84,19 +86,19 @@ class Terms:
 
   @functools.cached_property
   def kind(self) -> Any:
-    """A key: rows of equal widths that share it have the same programs."""
+    """A dictionary key; rows of equal kinds and widths share programs."""
     leaves, tree = jax.tree.flatten(self.shared)
     has_min_p = bool(self.options.min_p)
     return tree, *map(np.shape, leaves), has_min_p, self.rules.sizes
 
   @property
   def pool_key(self) -> Any:
-    """A key: rows of a kind that share it may be in one pool."""
+    """A dictionary key; rows of a kind with equal keys may be in one pool."""
     return self.shared.stop_ids.tobytes(), id(self.rules.automaton)
 
   @property
   def num_outputs(self) -> int:
-    """Outputs of a row: one, or the best beams of a search."""
+    """The number of outputs of a row; only a beam search may have several."""
     searches = self.options.num_beams is not None
     return self.options.num_samples if searches else 1
 
@@ -106,9 +108,14 @@ class Terms:
     return completion.from_generation(generation, row, tokenizer, lossless)
 
   def outputs(self, generation: Generation, place: int) -> Sequence[Completion]:
-    """Returns the outputs of the row at a place of a `Generation` on the host.
+    """Returns the outputs of one row, from a `Generation` on the host.
 
-    A beam search gives its best `num_samples` beams, which are last.
+    Those of a beam search are its `num_samples` best beams, the best one last.
+
+    Args:
+      generation: the results of all rows; in a beam search each row has
+        `num_beams` entries, from the worst to the best.
+      place: the index of the row.
     """
     last = (place + 1) * (self.options.num_beams or 1)
     places = range(last - self.num_outputs, last)
@@ -121,21 +128,24 @@ class Row:
 
   Attributes:
     terms: what all rows of its request share.
-    index: the row's place among the outputs of the request.
+    index: the row's position among the outputs of the request.
     inputs: ids that the encoder reads; () without an encoder.
     prompt: ids that the decoder begins with.
-    widths: widths of the arrays in which inputs and prompt are read.
+    widths: the widths to which inputs and prompt are padded.
     example_id: the row's random numbers derive from this and the seed.
-    temperature: the row's temperature.
-    max_length: tokens after which it stops; 0 for a row that fills a batch up.
+    temperature: 0 is greedy; above 0 the output is sampled.
+    max_length: tokens after which the row stops; 0 for a placeholder row, which
+      only fills up a batch.
     streams: whether there are updates before the end.
-    is_plain: whether it should be decoded without a drafter while no other row
-      runs beside it.
-    shows_rounds: whether its updates have rounds; then it streams.
-    tell: the thread that decodes calls it with `index` and each update; None if
-      the scheduler's caller reads the updates.
-    deadline: `time.monotonic()` at which it ends in any case.
-    is_cancelled: whether it is to end without an update.
+    is_plain: whether the row should be decoded without a drafter while no other
+      row runs beside it.
+    shows_rounds: whether updates have a `Round`; such a row must stream.
+    tell: a function that the decoding thread calls with `index` and each
+      update; None if the scheduler's caller reads the updates.
+    deadline: `time.monotonic()` at which the row ends in any case.
+    is_cancelled: whether the row is to end without an update.
+    num_accepted: accepted proposals in the rounds that updates had so far.
+    num_passed: proposals in these rounds that passed Algorithm 1's test.
     slot_text: the text so far; None until `read` is called.
     passed_over: the outputs of a row that needs no decoding.
   """
@@ -156,9 +166,9 @@ class Row:
   is_cancelled: bool = False
   num_accepted: int = 0
   num_passed: int = 0
-  num_told: int = 0  # tokens that updates had so far
-  num_sent: int = 0  # characters that updates had so far
-  num_read: int = 0  # tokens that `slot_text` has
+  num_told: int = 0  # number of tokens in the updates so far
+  num_sent: int = 0  # number of characters in the updates so far
+  num_read: int = 0  # number of tokens in `slot_text`
   slot_text: Text | None = None
   passed_over: Sequence[Completion] = ()
 
@@ -169,33 +179,40 @@ class Row:
 
   @property
   def is_simple(self) -> bool:
-    """Whether the row needs neither sampling nor log-probabilities."""
+    """Whether the row is greedy, without log-probabilities and `min_length`."""
     options = self.options
     greedy = options.sampling.greedy and not options.min_length
     return greedy and not options.log_probs
 
   @property
   def kind(self) -> Any:
-    """A key: rows that share it have the same programs."""
+    """A dictionary key; rows of equal kinds have the same programs."""
     return self.terms.kind, self.is_plain, self.widths
 
   @property
   def ruled(self) -> Ruled:
-    """The rules that it is decoded by."""
+    """The rules on the tokens of the row's output."""
     has_encoder = self.terms.codec.network.has_encoder
     before = len(self.prompt) - 1 if has_encoder else 0
     is_beam = self.options.num_beams is not None
     return Ruled(self.terms.rules, before, self.max_length, is_beam)
 
   def shortened(self, length: int) -> 'Row':
-    """Returns a new row like this one, with an output of `length` at most."""
+    """Returns a row like this one that streams at most `length` tokens."""
     length = min(length, self.terms.shared.slots)
     return dataclasses.replace(
       self, max_length=length, streams=True, tell=None, deadline=math.inf
     )
 
   def read(self, generation: Generation, slot: int) -> Text:
-    """Returns its text so far, without a stop id."""
+    """Adds the new tokens of a slot to the row's text; returns the text.
+
+    A stop id at the end is left out.
+
+    Args:
+      generation: the outputs of all slots so far.
+      slot: the slot of the row.
+    """
     if self.slot_text is None:
       ends = self.options.stop_strings, self.options.min_length
       self.slot_text = Text(self.terms.codec.tokenizer, *ends)
@@ -207,7 +224,15 @@ class Row:
     return self.slot_text
 
   def update(self, view: PoolView, slot: int, is_last: bool) -> Update:
-    """Returns what is new, of the text that will not change."""
+    """Returns the text and tokens since the row's last update.
+
+    Text that later tokens could change waits for a later update.
+
+    Args:
+      view: the host's view of the pool.
+      slot: the slot of the row.
+      is_last: whether the row has finished.
+    """
     generation, told = view.generation, self.num_told
     outputs: Sequence[Completion] = ()
     if is_last:
@@ -228,10 +253,12 @@ class Row:
     return update
 
   def _last_round(self, view: PoolView, slot: int) -> Round[int] | None:
-    """Returns the row's last round, if it is shown and a chain was judged.
+    """Returns the row's last round.
+
+    It is None if the row shows no rounds, or if no chain was proposed.
 
     Args:
-      view: the view of a pool that has run one round.
+      view: the host's view of a pool that has run one round.
       slot: the slot of the row.
     """
     draft, generation = view.draft, view.generation
@@ -264,13 +291,15 @@ def joined(
   least: tuple[int, int] = (1, 1),
   shared: Request | None = None,
 ) -> Request:
-  """Makes the arrays of rows that are read together.
+  """Makes the request of rows that are prefilled in one call.
 
   Args:
     rows: the rows.
-    size: B, filled up with rows without a text; None: the number of rows.
+    size: B; placeholder rows, which have no text, fill up the batch to it. None
+      is the number of rows.
     least: the least widths of inputs and prompts.
-    shared: in place of the `Terms.shared` of the rows.
+    shared: the request from which static fields and shared arrays are taken;
+      None: `Terms.shared` of the first row.
   """
   shared = rows[0].terms.shared if shared is None else shared
   if size is not None:
@@ -329,10 +358,13 @@ class TextRequest:
   It holds the ids of each text, but no padded arrays.
 
   Attributes:
-    terms: what its rows share.
-    rows: the outputs that are decoded; of a beam search one for each text.
-    passed_over: index -> outputs of a text that needs no decoding.
-    num_outputs: outputs of all texts, those of a beam search counted once.
+    terms: the data that all rows share.
+    rows: a `Row` for each output that is decoded; for a beam search, one for
+      each text.
+    passed_over: index among the outputs -> outputs that need no decoding, such
+      as that of an empty text.
+    num_outputs: the number of outputs of all texts; all beams of a search count
+      as one.
   """
 
   def __init__(
@@ -345,20 +377,20 @@ class TextRequest:
     drafting: Drafting,
     tree: TreeShape | None = None,
   ):
-    """Encodes the texts, once each.
+    """Checks the options, and encodes each text once.
 
     Args:
       codec: encodes the texts.
-      config: has the greatest lengths of inputs and outputs.
+      config: the engine's settings, for the most tokens of inputs and outputs.
       texts: the texts.
-      options: what the caller asked for, its stop ids too.
+      options: the options of the call, with `stop_ids` filled in.
       rules: the rules that the options ask for.
       drafting: the lengths of drafts, and when the drafter rests.
       tree: the tree that the drafter proposes; None: a chain.
 
     Raises:
-      ValueError: an option does not fit the texts or the pair, or a text cannot
-        be read, and `on_too_long` is not 'report'.
+      ValueError: an option does not fit the texts or the pair; or a text cannot
+        be read and `on_too_long` is not 'report'.
     """
     self._codec, self._config = codec, config
     self._languages = codec.languages(options.source_lang, options.target_lang)
@@ -381,11 +413,17 @@ class TextRequest:
   def _shared(
     self, options: Options, drafting: Drafting, tree: TreeShape | None
   ) -> Request:
-    """Makes `Terms.shared`: a request of one row without a text."""
+    """Makes the request of one placeholder row, which has no text.
+
+    Its static fields and shared arrays hold for all rows, see `Terms.shared`.
+
+    Raises:
+      ValueError: a length or a number of beams is above its limit.
+    """
     codec, most = self._codec, self._config.max_decode_len
     network, gamma = codec.network, drafting.gamma
     stop_ids = [*(options.stop_ids or ())]
-    # A language is a prompt here; transformers counts it as output.
+    # The token of a language is a prompt here, but output in transformers.
     has_language = bool(codec.languages().known) and options.prompts is None
     num_forced = int(has_language and not codec.tokenizer.language_last)
     beams = options.beam_settings(len(stop_ids), num_forced)
@@ -396,19 +434,21 @@ class TextRequest:
       widest = network.vocab_size // (beams.num_candidates // beams.width)
       limits += [('num_beams', beams.width, widest, '')]
       limits += [('draft_beams', beams.draft_width, network.vocab_size, '')]
-      if not gamma:  # one program for all plain searches
+      if not gamma:  # so that plain searches share one program
         beams = beams.replace(draft_width=beams.width)
     for name, value, limit, of in limits:
       if value > limit:
         raise unexpected(name, f'at most {of}{limit}', value)
-    lenience: Array | None = None  # None has a program of its own
+    # None selects the simpler program without lenience.
+    lenience: Array | None = None
     if gamma and options.lenience != 1:
       lenience = np.asarray(options.lenience, np.float32)
-    # Greedy decoding is the same either way, so that one program is enough.
+    # Greedy outputs are the same either way, so one program is enough.
     as_blocks = options.judges_blocks and not options.sampling.greedy
     if tree is not None and options.verification is None:
-      as_blocks = False  # blocks are chains
-    # NumPy arrays: the call of a program moves them to the device together.
+      as_blocks = False  # only a chain can be judged as a block
+    # These are NumPy arrays, so that the call of a program moves all of them to
+    # the device together.
     nothing = np.zeros((1, 1), np.int32)
     request = new_request(
       nothing,
@@ -417,7 +457,7 @@ class TextRequest:
       slots=most,
       stop_ids=stop_ids,
       min_length=options.min_length,
-      # From all texts, including those that are not decoded.
+      # This depends on all texts, including those that are not decoded.
       greedy=options.sampling.greedy,
       with_log_probs=options.log_probs,
       lenience=lenience,
@@ -432,7 +472,7 @@ class TextRequest:
     return request
 
   def widen(self, least: tuple[int, int]) -> None:
-    """Pads the rows to at least these widths of inputs and prompts."""
+    """Raises the rows' widths of inputs and prompts to at least `least`."""
     for row in self.rows:
       row.widths = widest_of([row], least)
 
@@ -457,7 +497,7 @@ class TextRequest:
     """Returns the ids of a text, or the completion of an unreadable text.
 
     Raises:
-      ValueError: it cannot be read, and `on_too_long` is not 'report'.
+      ValueError: the text cannot be read, and `on_too_long` is not 'report'.
     """
     codec, limit = self._codec, self._config.max_input_len
     try:
@@ -485,7 +525,14 @@ class TextRequest:
   def _row(
     self, index: int, number: int, sample: int, ids: Sequence[int]
   ) -> Row:
-    """Makes the row of a sample of a text."""
+    """Makes the row of a sample of a text.
+
+    Args:
+      index: the position of the sample among all outputs.
+      number: the position of the text among the texts.
+      sample: the position of the sample among those of the text.
+      ids: the ids of the text.
+    """
     options, most = self.terms.options, self._config.max_input_len
     temperature: Any = options.sampling.temperature
     if isinstance(temperature, tuple):
@@ -504,9 +551,9 @@ class TextRequest:
       prompt = self._codec.begin(self._languages, begin)
     # The prompt of a translation is usually just the language's token.
     smallest = 1 if self._languages.known else padding.SMALLEST_PROMPT
-    # One more than a power of two: the last token is read by the first round.
+    # Add one to a power of two, because the first round reads the last token.
     prompt_width = 1 + max(smallest, padding.next_power_of_two(len(prompt) - 1))
-    if not has_encoder:  # prompts are texts, limited as such
+    if not has_encoder:  # the prompt is the text, whose length is limited
       prompt_width = min(prompt_width, most)
     elif options.prompts is None and not self._languages.known:
       prompt_width = 1
@@ -524,19 +571,20 @@ class TextRequest:
   def completions(
     self, outputs: Mapping[int, Sequence[Completion]]
   ) -> list[Completion]:
-    """Returns results in the order of the texts.
+    """Returns all completions, in the order of the texts.
 
     Args:
-      outputs: index of each row -> its output, or its beams.
+      outputs: index of each row -> its one output, or its best beams.
     """
     every = {**self.passed_over, **outputs}
     return [done for i in range(self.num_outputs) for done in every[i]]
 
   def sources(self) -> list[Source]:
-    """Returns what each of the `completions` was decoded from.
+    """Returns the input, prompt and rules of each of the `completions`.
 
-    These are the ids of the input; with an encoder, the prompt ids that follow
-    the start token; and the rules.
+    The input is the ids that the encoder reads, and the prompt the ids after
+    the decoder's start token. Without an encoder all ids are input, and the
+    prompt is ().
     """
     network = self._codec.network
     nothing = [network.start_id], (), Ruled(NO_RULES, 0, 1)

@@ -1,14 +1,15 @@
-"""One scheduler, one queue: rows of every kind come, and lanes decode them.
+"""The scheduler queues rows, and decodes each kind of row in its own lane.
 
-`Scheduler.submit` queues rows. A `Lane` is one static kind of request, whose
-programs no other kind can use; its rows share pools. Each `step` moves rows
-into pools, runs rounds on the device, and says what became of the rows; `drain`
-steps until nothing is left. There are two kinds of pool: in `SlotPool` a
-finished row makes room for the next, `FixedBatches` decodes batch after batch.
-On a CPU pools of one kind may decode `SideBySide`.
+A row is one output to decode, or one beam search. A `Lane` has the rows of one
+kind, whose compiled programs no other kind can use. `Scheduler.submit` queues
+rows. Each `Scheduler.step` moves rows into pools, runs rounds of decoding on
+the device, and returns updates of the rows; `drain` steps until no row is left.
+There are two kinds of pool. A `SlotPool` gives the slot of a finished row to
+the next row. `FixedBatches` decodes one batch after another. On a CPU, several
+pools may share the rows of one kind (`SideBySide`).
 
-Without cancelled rows its decisions follow from the rows and from the device's
-answers, never from a clock, so that all processes of a run decide alike.
+Unless rows are cancelled, decisions follow from the rows and from the device's
+results, never from a clock, so that all processes of a run decide alike.
 """
 
 import collections
@@ -44,21 +45,23 @@ from specdec_jax.request import Drafting, Request, whole_buckets
 from specdec_jax.types import FinishReason, Positive
 
 _LOG = logging.getLogger(__name__)
-# Rounds after which the host looks at the results: at most; and while rows have
-# stop strings or new rows may come.
+# The host reads the results after at most _MAX_ROUNDS rounds, and after at most
+# _FEW_ROUNDS if a row has stop strings or new rows may come.
 _MAX_ROUNDS = 32
 _FEW_ROUNDS = 4
-_ALONE_ROUNDS = 12  # if one row runs and none waits; 3 times that without draft
+# The same limit while a single row runs and none waits. It is three times as
+# large if that row is decoded without a drafter.
+_ALONE_ROUNDS = 12
 _SHRINK_AFTER = 16  # steps after which a pool that is too large shrinks
-_MOST_POOLS = 4  # pools of lanes whose programs another thread compiles
+_MOST_POOLS = 4  # the most pools of all lanes beside a pool of ordinary rows
 _PIECE_ROUNDS = 4  # rounds of a beam search between two steps of other rows
 IDLE_LANES = 2  # idle lanes that keep their programs
-_READ_TOKENS = 64  # fewer tokens take as long to read
-# Pools side by side: the most, for Python runs one thread at a time; and the
-# fewest rows of each, because smaller pools are slower side by side.
+_READ_TOKENS = 64  # a call that reads fewer tokens takes as long as with these
+# `SideBySide` has at most _MOST_BESIDE pools, because Python runs one thread at
+# a time. Each has at least _LEAST_ROWS rows, because smaller pools are slower.
 _MOST_BESIDE, _LEAST_ROWS = 8, 8
-_PAUSE_SECONDS = 5.0  # a lane without rows is idle after so long
-_MOST_LANES = 16  # lanes at a time, if all are in use
+_PAUSE_SECONDS = 5.0  # a lane counts as idle after so long without rows
+_MOST_LANES = 16  # at so many compiled lanes, one without rows is freed at once
 
 _Queue = collections.deque[Row]
 Told = list[tuple[Row, Update]]
@@ -66,20 +69,22 @@ Told = list[tuple[Row, Update]]
 
 @dataclasses.dataclass(frozen=True)
 class PoolSettings(Checked):
-  """How rows go through the slots; no setting changes a greedy output.
+  """The settings of a pool of slots; none of them changes a greedy output.
 
   Attributes:
-    rows: B, slots; rows that are decoded together.
-    refill: the host looks earlier once this many rows have finished; None is an
-      eighth of the rows, or more for short inputs, see `refill_of`. A smaller
-      number keeps the slots fuller and takes more of the host's time.
-    gammas: rows -> how greedy rows in a pool of so many or fewer rows are
-      drafted for, as `Calibration.plan` has it. The largest number of rows
-      replaces `rows`. Sampled rows have the engine's gamma, so that a sample
-      does not depend on how many other rows are running. None is the engine's
-      gamma for all.
-    sizes: rows of the pools that rows may be moved to when fewer are left; None
-      is the rows of `gammas`, or `rows` alone.
+    rows: B, the number of slots, which is the number of rows that are decoded
+      together.
+    refill: while rows wait, the number of finished rows whose slots the host
+      refills together; None is an eighth of the rows, or more for short inputs,
+      see `refill_of`. A smaller number keeps the slots fuller and takes more of
+      the host's time.
+    gammas: number of rows -> the `Drafting` of greedy rows in a pool of at most
+      so many rows, see `Calibration.plan`. The largest number of rows replaces
+      `rows`. Sampled rows have the engine's gamma, so that a sample does not
+      depend on how many other rows are running. None: all rows have the
+      engine's gamma.
+    sizes: the numbers of rows that the pool may have, so that it shrinks when
+      few rows are left; None: the numbers of rows in `gammas`, or only `rows`.
 
   Raises:
     ValueError: a value is outside its range.
@@ -91,12 +96,17 @@ class PoolSettings(Checked):
   sizes: Sequence[Positive] | None = None
 
   def pool_sizes(self, multiple: int) -> list[int]:
-    """Rows of the pools, in order; multiples of the devices that split rows."""
+    """Returns the numbers of rows that the pool may have, in order.
+
+    Args:
+      multiple: the number of devices that share the rows; each size is rounded
+        up to a multiple of it.
+    """
     sizes = self.sizes or self.gammas or [self.rows]
     return sorted({rounded_up(size, multiple) for size in sizes})
 
   def share(self, number: int) -> 'PoolSettings':
-    """Returns the settings of one of several pools that share the rows."""
+    """Returns the settings of one of `number` pools that share the rows."""
 
     def part(size: int) -> int:
       return max(1, size // number)
@@ -109,9 +119,14 @@ class PoolSettings(Checked):
     )
 
   def refill_of(self, width: int, multiple: int = 1) -> int:
-    """Returns `refill`, or its default for inputs that are usually so wide.
+    """Returns `refill`, or its default for inputs of a usual width.
 
-    Short inputs are read together: the call reads the same kernels for one.
+    Several short inputs are prefilled in one call, because it takes as long as
+    a call for one of them: both load the same kernels.
+
+    Args:
+      width: the usual width of padded inputs, in tokens.
+      multiple: the number of devices that share the rows.
     """
     rows = self.pool_sizes(multiple)[-1]
     together = min(_READ_TOKENS // width, rows // 2)
@@ -121,25 +136,27 @@ class PoolSettings(Checked):
 class DraftPolicy:
   """Decides how long drafts are, by the rows of the pool and their options.
 
-  A greedy row's output is the target's own whatever is proposed to it, so its
-  drafts may be what is quickest just now. A sample depends on where drafts end,
-  so sampled rows always have the engine's gamma.
+  A greedy row's output does not depend on what is proposed, so its drafts may
+  have the length that is quickest for the present pool. A sample depends on
+  where drafts end, so sampled rows always have the engine's gamma.
 
   Attributes:
-    by_rows: rows -> the drafting of a pool of so many greedy rows.
-    longest: proposals of the longest draft.
+    by_rows: number of rows -> the `Drafting` of greedy rows in a pool of at
+      most so many rows.
+    longest: the most proposals of any draft.
     skips_rounds: whether pools of some sizes decode without the drafter.
   """
 
   def __init__(self, settings: PoolSettings, base: Drafting, multiple: int):
-    """Takes the plan of a pool.
+    """Takes the plan from the settings of a pool.
 
     Args:
-      settings: has `gammas`.
-      base: the drafting of sampled rows; gamma 0 decodes all rows plainly.
+      settings: the settings of the pool; `gammas` and `rows` are used.
+      base: the `Drafting` of sampled rows; if its gamma is 0, all rows are
+        decoded without the drafter.
       multiple: the rows of a pool are rounded up to a multiple of this. If two
-        sizes round to the same pool, the larger size's gamma is taken, which
-        rather proposes too few tokens.
+        numbers round to the same one, the plan for the larger is used, which
+        usually proposes fewer tokens.
     """
     self._base = base
     plan = (base.gamma and settings.gammas) or {settings.rows: base}
@@ -150,7 +167,7 @@ class DraftPolicy:
 
   @property
   def gammas(self) -> dict[int, int]:
-    """Rows -> gamma of greedy rows; empty without drafts."""
+    """Number of rows -> gamma of greedy rows; empty if nothing is drafted."""
     plan = self.by_rows if self.longest else {}
     return {rows: drafting.gamma for rows, drafting in plan.items()}
 
@@ -177,8 +194,9 @@ class RowPool:
 
   Attributes:
     waiting: rows that are not decoded yet; the caller's lock guards it.
-    rounds: gamma -> rounds that ran; only slots count them.
-    is_closed: whether it takes no more rows, for another pool to follow it.
+    rounds: gamma -> number of rounds that ran; only a `SlotPool` counts them.
+    is_closed: whether the pool takes no more rows, so that it ends and makes
+      room for another pool.
   """
 
   def __init__(self):
@@ -212,20 +230,22 @@ class RowPool:
 
 
 class SlotPool(RowPool):
-  """Decodes rows of one kind as they come; a finished one makes room.
+  """Decodes rows of one kind; the slot of a finished row goes to the next row.
 
-  The use of a program is a tuple: ('rounds', rows, simply, plainly), ('alone',
-  widths, plainly) or ('read', rows, widths). `simply`: no row samples or wants
-  log-probabilities; `plainly`: the drafter is not used.
+  A use is a tuple that tells which program was called, and with which shapes.
+  ('read', rows, widths) prefills rows; ('rounds', rows, simply, plainly) runs
+  rounds; ('alone', widths, plainly) prefills the only row of a pool and runs
+  its first rounds. `simply` means that all rows are greedy and need neither
+  log-probabilities nor `min_length`, `plainly` that the drafter is not used.
 
   Attributes:
-    policy: how long drafts are.
-    sizes: rows of the pools, in order.
+    policy: decides how long drafts are.
+    sizes: the numbers of rows that the pool may have, in order.
     compiled: the uses that need no compilation. A step that would use another
-      program takes one of these with larger arrays or for more kinds of rows
-      instead. None: steps compile what they need, and all rows that will come
-      have been queued.
-    used: the uses so far.
+      program calls one of these instead, with larger arrays or for more kinds
+      of rows. None: steps compile what they need, and expect no rows beyond
+      those that are queued.
+    used: the uses of all steps so far.
   """
 
   def __init__(
@@ -239,19 +259,22 @@ class SlotPool(RowPool):
     compiled: set[Any] | None = None,
     beside: int = 1,
   ):
-    """Runs nothing.
+    """Checks the memory and gets the programs; runs nothing on the device.
 
     Args:
       programs: the programs of the pair.
       settings: the settings of the pool.
-      rows: rows as they will come. The pool is as wide as the first one's input
-        at first; how many are read together depends on the middle one.
-      example: a request of one of them; None: all rows share their `Terms`.
-      counts: numbers of rows that are read together, in order; None: only
-        `refill`.
-      lock: is held where `waiting` changes.
-      compiled: see the attributes.
-      beside: the number of such pools that share the rows of `settings`.
+      rows: the rows to expect, in order. At first the pool is as wide as the
+        input of the first row. How many rows are prefilled together depends on
+        the width of the middle row.
+      example: a `Request` of one of the rows; None makes it of the first row,
+        and all rows must then share their `Terms`.
+      counts: the numbers of rows that may be prefilled together, in order;
+        None: only `refill`.
+      lock: the lock that is held while `waiting` changes; None makes one.
+      compiled: the uses that need no compilation; None: steps compile.
+      beside: the number of pools that share the rows of `settings`, this pool
+        included.
 
     Raises:
       ValueError: the pools cannot fit into memory.
@@ -276,10 +299,11 @@ class SlotPool(RowPool):
     tokens, count = num_slots - draft_slots, self._counts[-1]
     self._slots = Slots(programs.pool, self._shared, tokens, gamma, count)
     self._first_width = rows[0].widths[0]
-    # The programs, which all pools of this kind share.
+    # All pools of this kind share these programs.
     self.programs = self._slots.programs
     self.lock = lock or threading.Condition()
-    self._coming: tuple[PoolView, int] | None = None  # pending view, its gamma
+    # The view that the device still computes, and the gamma of its rounds.
+    self._coming: tuple[PoolView, int] | None = None
     self._too_large = 0  # steps for which a smaller pool would have been enough
     self.compiled = compiled
     self.used: set[Any] = set()
@@ -303,7 +327,7 @@ class SlotPool(RowPool):
     self._resize()
     self._fill()
     self._advance()
-    # The device is busy from here until the next step fetches its answer.
+    # The device is busy from here until the next step fetches its results.
     return [
       (row, row.update(view, slot, is_last)) for row, slot, is_last in heard
     ]
@@ -314,9 +338,10 @@ class SlotPool(RowPool):
     """Decodes rows, so that the programs that they need are compiled.
 
     Args:
-      rows: one row must stream, and have more tokens than a round produces.
-      size: the size of the pool.
-      then: sizes of the pools that the rows are moved to afterwards.
+      rows: the rows; one of them must stream, and its output must be longer
+        than one round can make it.
+      size: the number of rows that the pool has at first.
+      then: the numbers of rows that the pool has after each further step.
     """
     sizes, self.sizes = self.sizes, [size]
     self.waiting.extend(rows)
@@ -328,7 +353,11 @@ class SlotPool(RowPool):
     self.sizes = sizes
 
   def warmup(self, rows: Sequence[Row]) -> bool:
-    """Decodes short outputs, also in pools of all smaller sizes."""
+    """Compiles by decoding short outputs, in pools of this and smaller sizes.
+
+    Returns:
+      Whether there was anything to compile.
+    """
     by_width = {row.widths: row for row in rows}
     first = _fitting(self.sizes, len(rows))
     plan = jax.tree.structure(self.policy.by_rows)
@@ -348,11 +377,11 @@ class SlotPool(RowPool):
   # The parts of a step.
 
   def _collect(self) -> tuple[Any, list[tuple[Row, int, bool]]]:
-    """Fetches the answer of the device.
+    """Fetches the results of the last rounds from the device.
 
     Returns:
-      The view of the pool; and for each row that gets an update: the row, the
-      slot that it had, and whether it has ended.
+      The view of the pool; and a list of (row, its slot, whether it has ended)
+      with each row that gets an update.
     """
     if self._coming is None:
       return None, []
@@ -365,7 +394,11 @@ class SlotPool(RowPool):
     return view, [each for each in heard if not each[0].is_cancelled]
 
   def _with_reasons(self, view: PoolView) -> PoolView:
-    """Ends rows that are cancelled, or whose text holds a stop string."""
+    """Ends rows that are cancelled, or whose text has a stop string.
+
+    Returns:
+      The view with the finish reasons of these rows.
+    """
     generation = view.generation
     reasons: Any = np.array(generation.finish_reason)
     for slot, row in self._slots.taken:
@@ -381,12 +414,17 @@ class SlotPool(RowPool):
     return dataclasses.replace(view, generation=generation)
 
   def _resize(self) -> None:
-    """Takes the smallest pool that is enough; a smaller one after a while."""
+    """Changes the pool to the smallest size that is enough for all rows.
+
+    It grows at once. While new rows may come, it shrinks only after it has been
+    too large for `_SHRINK_AFTER` steps.
+    """
     slots, running, is_closed = self._slots, self.running, self.compiled is None
     sizes = [x for x in self.sizes if self._may('rounds', x, False, False)]
     fits = _fitting(sizes, len(running) + len(self.waiting))
     if not slots.owners:
-      # A new pool needs another program than one that was resized.
+      # Each size needs a program of its own to make a new pool. Where nothing
+      # may be compiled, a pool is made with the smallest size and then resized.
       slots.begin(fits if is_closed else min(sizes), self._first_width)
     size = len(slots.owners)
     self._too_large = self._too_large + 1 if fits < size else 0
@@ -404,16 +442,19 @@ class SlotPool(RowPool):
       if not rows:
         return
       self._read(rows)
-      # A row is always in `waiting` or in `running`, also if reading it fails.
+      # A row is always in `waiting` or in `running`, even if reading it fails.
       with self.lock:
         for _ in rows:
           self.waiting.popleft()
 
   def _read(self, rows: Sequence[Row]) -> None:
-    """Reads rows into free slots; a single row is read by its first rounds."""
+    """Prefills rows into free slots.
+
+    The row of a pool of one is prefilled by the program that runs its rounds.
+    """
     slots = self._slots
     count = min(count for count in self._counts if count >= len(rows))
-    # Filled up, so that there are few programs.
+    # Copies of the first row fill the batch up, so that there are few programs.
     filled = [*rows, *[rows[0]] * (count - len(rows))]
     request, first = joined(filled, shared=self._shared), rows[0]
     widths = request.inputs.shape[1], request.prompt_width
@@ -436,7 +477,7 @@ class SlotPool(RowPool):
     simply = all(row.is_simple for row in rows)
     plainly = simply and all(row.is_plain for row in rows)
     if not self._may('rounds', size, simply, plainly):
-      simply = plainly = False  # this program has been compiled
+      simply = plainly = False  # the general program is always compiled
     self.used.add(('rounds', size, simply, plainly))
     varies = simply or self._shared.greedy
     drafting = self.policy.drafting(size, varies, plainly)
@@ -445,7 +486,7 @@ class SlotPool(RowPool):
     self._coming = view, drafting.gamma
 
   def _max_rounds(self, rows: Sequence[Row], gamma: int) -> int:
-    """Returns the rounds of a step; new rows get a slot only after them."""
+    """Returns the most rounds of a step; new rows get slots only after it."""
     if any(row.streams for row in rows):
       return 1
     if any(row.options.stop_strings for row in rows):
@@ -459,8 +500,8 @@ class SlotPool(RowPool):
   def _enough(self, running: int) -> int:
     """Returns the number of finished rows that ends a step early.
 
-    It is one while new rows may come, `refill` while rows wait, and otherwise
-    as many as let the pool shrink.
+    The number is one while new rows may come, `refill` while rows wait, and
+    otherwise the number after which the pool can shrink.
     """
     if self.compiled is not None:
       return 1
@@ -470,24 +511,24 @@ class SlotPool(RowPool):
     return running - max(smaller, default=0)
 
   def _may(self, *use: Any) -> bool:
-    """Returns whether a program has been compiled, or may be compiled now."""
+    """Returns whether the program of a use is compiled, or may be compiled."""
     return self.compiled is None or use in self.compiled
 
 
 class SideBySide(RowPool):
   """Pools that share the rows of one kind; each decodes in its own thread.
 
-  Of XLA's programs on a CPU the products alone use several cores, so that two
-  programs at once are quicker than one over all rows.
+  On a CPU, XLA uses several cores only for matrix products. So two programs at
+  once are quicker than one program over all rows.
   """
 
   def __init__(self, pools: Sequence[RowPool]):
-    """Starts no thread; pools that are alike share their programs."""
+    """Keeps the pools, which share their programs; starts no thread."""
     super().__init__()
     self._pools = pools
-    # Updates; and of a pool that has ended, the future of its thread.
+    # Updates of rows. When a pool has ended, the future of its thread follows.
     self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    self._num_left = 0  # pools that decode
+    self._num_left = 0  # pools that still decode
 
   def step(self) -> Told:
     """Waits for a step of any pool; returns the updates of its rows.
@@ -495,9 +536,9 @@ class SideBySide(RowPool):
     All rows count as running until the last one has ended.
 
     Raises:
-      Exception: that of a step.
+      Exception: what a pool's step raised in its thread.
     """
-    if self.waiting:  # deals them to the pools, and starts the threads
+    if self.waiting:  # deal the rows to the pools, and start the threads
       self._rows = [*self.waiting]
       self.waiting.clear()
       self._num_left = len(self._pools)
@@ -519,33 +560,41 @@ class SideBySide(RowPool):
     return []
 
   def warmup(self, rows: Sequence[Row]) -> bool:
-    """Compiles what each pool needs for its part of rows like these."""
+    """Compiles what each pool needs for its share of such rows.
+
+    Returns:
+      Whether there was anything to compile.
+    """
     number = len(self._pools)
     parts = [rows[first::number] for first in range(number)]
     return any([x.warmup(y) for x, y in zip(self._pools, parts, strict=True)])
 
 
 class FixedBatches(RowPool):
-  """Decodes rows of one kind batch after batch, without stop strings.
+  """Decodes rows of one kind, one batch after another.
 
-  It is quicker than a `SlotPool` if all rows fit into a batch. Beam searches
-  always run in fixed batches.
+  The rows must not have stop strings. Fixed batches are quicker than a
+  `SlotPool` if all rows fit into one batch. Beam searches always run in them.
   """
 
   def __init__(self, programs: Programs, rows: int, num_rounds: int = 0):
-    """Runs nothing.
+    """Keeps the arguments; runs nothing on the device.
 
     Args:
       programs: the programs of the pair.
-      rows: the rows of a batch.
-      num_rounds: rounds of a step; 0: one call decodes a batch.
+      rows: the most rows of a batch.
+      num_rounds: the number of rounds of a step; if it is 0, each step decodes
+        a whole batch in one call.
     """
     super().__init__()
     self._programs, self._size, self._num_rounds = programs, rows, num_rounds
     self._pieces: Iterator[Any] = iter(())
 
   def step(self) -> Told:
-    """Decodes a batch, or a piece of it; returns the updates of its rows."""
+    """Decodes a batch, or some rounds of it; returns the updates of its rows.
+
+    There are no updates before the end of the batch.
+    """
     if all(row.is_cancelled for row in self._rows):
       self._rows = []
       while self.waiting and len(self._rows) < self._size:
@@ -565,7 +614,13 @@ class FixedBatches(RowPool):
     ]
 
   def warmup(self, rows: Sequence[Row]) -> bool:
-    """Compiles the programs of the batches; pieces are decoded for it."""
+    """Compiles the programs of the batches.
+
+    If a step runs only some rounds of a batch, the batches are decoded for it.
+
+    Returns:
+      Whether there was anything to compile.
+    """
     programs, before = self._programs, self._programs.count
     for at in range(0, len(rows), self._size):
       some = rows[at : at + self._size]
@@ -577,7 +632,10 @@ class FixedBatches(RowPool):
     return programs.count > before
 
   def _decode(self, rows: Sequence[Row]) -> Iterator[Any]:
-    """Yields None after each piece, and at last the generation."""
+    """Decodes a batch; yields None between two steps, and at last the result.
+
+    The result is a `Generation`; a batch without rows has none.
+    """
     request_of = functools.partial(joined, rows)
     if self._num_rounds and rows:
       request = self._programs.exactly(request_of, len(rows))
@@ -591,13 +649,15 @@ class Lane:
   """The rows of one kind, which share their programs with no other rows.
 
   Attributes:
-    example: a row of the kind.
+    example: a row of the kind, from which rows for compiling are made.
     waiting: rows that wait for the programs, or for a pool.
-    uses: `SlotPool.used` once the programs are compiled; None before.
-    programs: the programs of slot pools; None for fixed batches.
+    uses: the compiled uses of programs, see `SlotPool`; None before they are
+      compiled.
+    programs: the programs of the lane's slot pools; None for fixed batches.
     is_kept: whether the programs are kept for ever.
     last_used: `time.monotonic()` when the last row came, or a pool ended.
-    pools: stop ids and constraint -> the pool that decodes such rows.
+    pools: `Terms.pool_key`, a key of stop ids and constraint -> the pool that
+      decodes the rows with this key.
   """
 
   example: Row
@@ -633,10 +693,10 @@ class Lane:
 class Scheduler:
   """Decodes rows of all kinds, each kind in a lane of its own.
 
-  If a pool for ordinary rows is given, it decodes the rows without rules, and
-  `step` compiles nothing: a row of another kind waits in its lane until another
-  thread has called `compile` for that lane. Without such a pool, `step`
-  compiles the programs that it needs.
+  Ordinary rows are those without rules, beams and `min_p`. If a pool for them
+  is given, it decodes them, and `step` compiles nothing. A row of another kind
+  then waits in its lane until another thread has called `compile` for that
+  lane. Without such a pool, `step` compiles the programs that it needs.
 
   Attributes:
     lanes: kind -> lane, in the order of their last use.
@@ -649,18 +709,18 @@ class Scheduler:
     in_batches: bool = False,
     ordinary: SlotPool | None = None,
   ):
-    """Runs nothing.
+    """Keeps the arguments; runs nothing on the device.
 
     Args:
       programs: the programs of the pair.
       settings: the settings of the lanes' pools.
       in_batches: whether rows that fit into one batch are decoded as a batch.
-      ordinary: decodes the rows that need no programs of their own.
+      ordinary: the pool of ordinary rows; None: all rows go into lanes.
     """
     self._programs, self._settings = programs, settings
     self._in_batches, self._ordinary = in_batches, ordinary
     self.lanes: dict[Any, Lane] = {}
-    # Guards all queues.
+    # The lock guards all queues.
     self.lock = ordinary.lock if ordinary else threading.Condition()
     self.rounds: Mapping[int, int] = {}
 
@@ -708,13 +768,13 @@ class Scheduler:
 
   @property
   def num_waiting(self) -> int:
-    """Rows without a slot."""
+    """The number of rows that are not decoded yet."""
     queues = [x.waiting for x in [*self.lanes.values(), *self.pools]]
     return sum(not row.is_cancelled for rows in queues for row in [*rows])
 
   @property
   def num_running(self) -> int:
-    """Rows that have a slot."""
+    """The number of rows that are being decoded."""
     return sum(len(pool.running) for pool in self.pools)
 
   @property
@@ -735,7 +795,10 @@ class Scheduler:
     return updates
 
   def _alone(self, lane: Lane, run: Callable[[Lane], Told]) -> Told:
-    """Calls a function for a lane; other lanes go on if it fails."""
+    """Calls `run` for a lane; if it raises, only the rows of this lane end.
+
+    Without a pool of ordinary rows, the error is raised to the caller.
+    """
     try:
       return run(lane)
     except Exception:
@@ -759,7 +822,7 @@ class Scheduler:
     _LOG.exception('Rows of a kind failed: %s', lane.name)
     with self.lock:
       rows, lane.waiting, lane.pools = lane.rows, collections.deque(), {}
-      if lane.uses is None:  # the next row tries anew
+      if lane.uses is None:  # the next row of this kind compiles again
         self._drop(lane)
     return [(row, Update(error='failed alone')) for row in rows]
 
@@ -771,15 +834,15 @@ class Scheduler:
   def run(self, request: TextRequest) -> Iterator[tuple[int, Any]]:
     """Decodes a request; yields index and outputs of each row as it ends.
 
-    What has been yielded is not kept; outputs are as for
-    `TextRequest.completions`.
+    The outputs of a row are those that `TextRequest.completions` takes. They
+    are not kept after they are yielded.
     """
     self.submit(self._in_order(request.rows))
     try:
       for row, update in self.drain():
         if update.outputs:
           yield row.index, update.outputs
-    except BaseException:  # also if the caller wants no more
+    except BaseException:  # also if the caller closes the iterator
       self.cancel(request.rows)
       raise
 
@@ -802,10 +865,11 @@ class Scheduler:
   def compile(self, lane: Lane) -> bool:
     """Compiles a lane's programs by decoding short outputs; its rows wait.
 
-    If all its rows are cancelled, the lane is removed instead.
+    If all rows of the lane are cancelled, the lane is removed instead.
 
     Returns:
-      Whether the lane is done; False: new rows came meanwhile, call it again.
+      True if the lane is compiled or removed; False if new rows came in the
+      meantime, so that `compile` must be called again.
     """
     with self.lock:
       wanted = lane.is_wanted or lane.is_kept
@@ -830,14 +894,17 @@ class Scheduler:
     self.compile(lane)
 
   def _rehearse(self, lane: Lane) -> set[Any]:
-    """Decodes short outputs to compile programs; returns `SlotPool.used`."""
+    """Decodes short outputs to compile a lane's programs; returns their uses.
+
+    Fixed batches have no uses.
+    """
     pool, size = self._pool_of([lane.example]), self._settings.rows
     row = lane.example.shortened(lane.example.terms.shared.gamma + 2)
     if isinstance(pool, FixedBatches):
       pool.warmup([row])
       return set()
     assert isinstance(pool, SlotPool)
-    # A program is compiled again for arrays that another program has placed.
+    # The second time compiles programs for arrays that other programs placed.
     for _ in range(2):
       rows = [dataclasses.replace(row) for _ in range(min(2, size))]
       pool.rehearse(rows, size)
@@ -848,11 +915,12 @@ class Scheduler:
     """Frees the programs of the least recently used lane, if it is idle.
 
     Args:
-      before: frees the lane if it was last used before that `time.monotonic()`;
-        0 frees one lane if there is no room for another.
+      before: frees the lane if its last use was before this `time.monotonic()`;
+        0 frees it to make room for another lane, if `IDLE_LANES` are idle or
+        there are `_MOST_LANES` lanes.
 
     Returns:
-      Whether nothing is left to be freed.
+      True if no lane was freed; then none is left to be freed.
     """
     with self.lock:
       ready = [
@@ -892,16 +960,16 @@ class Scheduler:
     return fits and not (rows[0].options.stop_strings or rows[0].streams)
 
   def _is_ready(self, lane: Lane) -> bool:
-    """Returns whether a row waits, and for no program."""
+    """Returns whether a lane has waiting rows and needs no compilation."""
     compiles = self._ordinary is None or lane.uses is not None
     return compiles and bool(lane.waiting)
 
   def _next_lane(self) -> Lane | None:
-    """Returns the lane whose first row enters a pool next; None: none does.
+    """Returns the lane whose first row enters a pool next; None if no row can.
 
-    Where all pools are taken, a row that needs another one closes the pool with
-    the fewest rows: that pool takes no more of them, and ends. Otherwise lanes
-    that always have rows would keep all pools.
+    If a row needs a new pool while there are `_MOST_POOLS`, the pool with the
+    fewest rows is closed. It takes no more rows, and so it ends. Otherwise
+    lanes that always have rows would keep all pools.
     """
     with self.lock:
       lanes = [x for x in self.lanes.values() if self._is_ready(x)]
@@ -917,7 +985,11 @@ class Scheduler:
     return None
 
   def _enter(self, lane: Lane) -> Told:
-    """Gives the first row of a lane to a pool, unless it is cancelled."""
+    """Moves the first row of a lane to a pool, unless the row is cancelled.
+
+    Returns:
+      No updates.
+    """
     with self.lock:
       row, key = lane.waiting[0], lane.waiting[0].terms.pool_key
       if key not in lane.pools and not row.is_cancelled:
@@ -930,7 +1002,10 @@ class Scheduler:
     return []
 
   def _num_pools(self, rows: Sequence[Row]) -> int:
-    """Returns how many pools decode rows side by side: on a CPU one a core."""
+    """Returns how many pools share the rows; on a CPU up to one for each core.
+
+    Other devices, and schedulers with a pool of ordinary rows, use one pool.
+    """
     if self._ordinary is not None or not backend.is_one_cpu():
       return 1
     together = min(len(rows), self._settings.pool_sizes(1)[-1])
@@ -943,18 +1018,20 @@ class Scheduler:
     """Makes the pool that decodes rows of one kind; runs nothing.
 
     Args:
-      rows: the rows.
-      compiled: see `SlotPool`.
+      rows: rows of one kind, in the order in which they will come.
+      compiled: the uses that need no compilation, see `SlotPool`; None: the
+        pool compiles what it needs.
 
     Raises:
-      ValueError: it cannot fit into memory.
+      ValueError: the pool cannot fit into memory.
     """
     programs, settings = self._programs, self._settings
     if self._is_batch(rows):
       if self._ordinary is None:
         return FixedBatches(programs, settings.rows)
       return FixedBatches(programs, 1, _PIECE_ROUNDS)
-    if self._in_batches and len(rows) <= settings.rows:  # read together
+    # Rows that fit into one batch are all prefilled in one call.
+    if self._in_batches and len(rows) <= settings.rows:
       size = padded_rows(len(rows))
       settings = PoolSettings(rows=size, refill=size)
     number, args = self._num_pools(rows), (programs, settings, rows)

@@ -1,4 +1,8 @@
-"""Slots: a pool of rows on the device, and the owner of each of its slots."""
+"""A pool of rows on the device, and the row that owns each of its slots.
+
+A slot is one index along the batch axis of the pool's arrays. To read a row is
+to prefill it: to run the models over its input and prompt.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,12 +17,12 @@ from specdec_jax.types import FinishReason
 
 
 class Slots:
-  """A pool on the device, and the owner of each of its slots.
+  """A pool on the device, and the row that owns each of its slots.
 
   Attributes:
-    owners: the owner of each slot; None if it is free.
-    programs: what runs on the device.
-    width: width of the inputs that rows are read with; it only grows.
+    owners: the row that owns each slot; None if the slot is free.
+    programs: the compiled programs of the pool.
+    width: the width to which inputs are padded; it only grows.
   """
 
   def __init__(
@@ -32,12 +36,14 @@ class Slots:
     """Gets the pool's programs; `begin` makes the slots.
 
     Args:
-      programs: returns the pool's programs, given as many rows without text as
-        are read together.
-      request: any request of the kind that will be read, on the host.
-      tokens: slots of the caches for prompts and outputs.
-      room: the largest gamma; the caches have further slots for its draft.
-      read_rows: rows that are read together, for tracing.
+      programs: returns the pool's programs, given a request of `read_rows`
+        placeholder rows, which have no text.
+      request: any request of the kind that will be read, with arrays on the
+        host.
+      tokens: the cache slots of a row for its prompt and output.
+      room: the largest gamma; the caches have room for its draft beside
+        `tokens`.
+      read_rows: the number of rows that are read together.
     """
     self._request, self._read_rows = request, read_rows
     self._gamma, self._tokens = room, tokens
@@ -51,12 +57,13 @@ class Slots:
     """Makes `size` free slots, for inputs of this width."""
     self.width = self._pool_width = width
     self.owners = [None] * size
-    self._pool: Any = None  # the pool is made when it is needed
+    self._pool: Any = None  # `_make` makes the pool when it is needed
 
   def _example(self, width: int) -> Request:
-    """Makes rows without text, as many as are read together."""
+    """Makes a request of `read_rows` placeholder rows, which have no text."""
     count = self._read_rows
-    # JAX compiles each operation on keys outside a program, and keeps it.
+    # Integers replace the keys, because JAX would compile a program to index
+    # keys, and keep it.
     request = self._request.replace(keys=np.zeros((1,), np.uint32))
     nothing = np.zeros((count,), np.int32)
     rows = take_rows(request, nothing)
@@ -73,7 +80,7 @@ class Slots:
     return self._empty_rows[width]
 
   def _in_slots(self, request: Request) -> Request:
-    """Returns the request with the cache slots of the pool's other rows."""
+    """Returns the request with as many cache slots as the pool's rows have."""
     made = request.with_drafting(gamma=self._gamma)
     return made.replace(slots=self._tokens - request.prompt_width)
 
@@ -81,9 +88,9 @@ class Slots:
     """Reads rows and gives them free slots.
 
     Args:
-      request: the request of these rows, and of others that fill it up; inputs
-        and prompts are padded to the width at which they are read.
-      rows: the owners of the slots.
+      request: the request of these rows, and after them of rows that only fill
+        up the batch; inputs and prompts are padded.
+      rows: the rows that get the slots.
     """
     self.width = max(self.width, request.inputs.shape[1])
     self._make()
@@ -97,25 +104,26 @@ class Slots:
       self.owners[slot] = row
 
   def hold(self, request: Request, owner: Row) -> None:
-    """Gives a row the slot of a pool of one; the next `run` reads it.
+    """Gives a row the slot of a pool of one; the next `run` reads the row.
 
-    The pool becomes the row itself, as wide as its input: `hold` and `run` are
-    one call of the device, where `admit` and `run` are three and a copy.
+    The row becomes the whole pool, which is as wide as its input. `hold` and
+    `run` call one program on the device, while `admit` and `run` call three and
+    copy the row.
 
     Args:
-      request: the request of this row, see `admit`.
-      owner: the owner of the slot.
+      request: the request of this row; its input and prompt are padded.
+      owner: the row that gets the slot.
     """
     self._unread = self._in_slots(request)
     self.width = max(self.width, request.inputs.shape[1])
     self.owners = [owner]
 
   def _make(self) -> None:
-    """Makes the pool, unless there is one, with room for inputs of `width`."""
+    """Makes the pool if there is none, and widens its inputs to `width`."""
     if self._pool is None:
       empty = self._empty_row(self._pool_width)
       self._pool = self.programs.repeated(empty, len(self.owners))
-    # Step by step, so that there are few programs.
+    # The width doubles at each step, so that there are few programs.
     while self.width > self._pool_width:
       self._pool_width = min(2 * self._pool_width, self.width)
       empty = self._empty_row(self._pool_width)
@@ -139,7 +147,7 @@ class Slots:
     places = np.array([*(slot for slot, _ in taken), *[0] * free], np.int32)
     self._pool = self.programs.smaller(self._pool, places)
     self.owners = [*(row for _, row in taken), *[None] * free]
-    # Each new slot holds a copy of another row, which must not run.
+    # Each free slot holds a copy of some row, which must not run.
     reasons = np.full((size,), FinishReason.RUNNING, np.int32)
     reasons[len(taken) :] = FinishReason.LENGTH
     self.set_reasons(reasons)
@@ -147,7 +155,15 @@ class Slots:
   def run(
     self, max_rounds: int, enough: int, drafting: Drafting, simply: bool
   ) -> PoolView:
-    """Starts the next rounds on the device, see `decoding.pool.run`."""
+    """Starts the next rounds on the device; returns the host's view of them.
+
+    Args:
+      max_rounds: the most rounds.
+      enough: the number of finished rows that ends the rounds early.
+      drafting: the drafting of these rounds.
+      simply: whether all running rows are greedy and need neither
+        log-probabilities nor `min_length`.
+    """
     rounds = np.int32(max_rounds)
     if self._unread is not None:
       request, self._unread = self._unread, None
@@ -160,7 +176,7 @@ class Slots:
     return view
 
   def set_reasons(self, reasons: np.ndarray) -> None:
-    """Ends rows: the finish reason of each, int32[B]."""
+    """Sets the finish reasons, int32[B], of all rows; RUNNING rows go on."""
     state = self._pool.state.with_reasons(reasons)
     self._pool = dataclasses.replace(self._pool, state=state)
 
