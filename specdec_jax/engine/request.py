@@ -49,9 +49,9 @@ class Update:
     outputs: in the last update the completed output, or the best beams of a
       search, the best one last; before that ().
     round: the last round, with its accepted proposals, if the row shows rounds.
-    error: why the row ends without an output; None if it does not. 'deadline':
-      its time is over. 'stopped': the server stops. 'failed': the whole server
-      failed. 'failed alone': only the rows of this row's lane failed.
+    error: why the row ends without an output: 'deadline' (its time is over),
+      'stopped' (the server stops), 'failed' (the whole server failed), or
+      'failed alone' (only the rows of this row's lane failed). None: no error.
   """
 
   text: str = ''
@@ -127,7 +127,7 @@ class Row:
   """One output that is to be decoded, or a beam search.
 
   Attributes:
-    terms: what all rows of its request share.
+    terms: the data that all rows of its request share.
     index: the row's position among the outputs of the request.
     inputs: ids that the encoder reads; () without an encoder.
     prompt: ids that the decoder begins with.
@@ -174,7 +174,7 @@ class Row:
 
   @property
   def options(self) -> Options:
-    """The options of its request."""
+    """The options of the row's request."""
     return self.terms.options
 
   @property

@@ -61,7 +61,8 @@ _READ_TOKENS = 64  # a call that reads fewer tokens takes as long as with these
 # a time. Each has at least _LEAST_ROWS rows, because smaller pools are slower.
 _MOST_BESIDE, _LEAST_ROWS = 8, 8
 _PAUSE_SECONDS = 5.0  # a lane counts as idle after so long without rows
-_MOST_LANES = 16  # at so many compiled lanes, one without rows is freed at once
+# At most so many lanes are compiled. Another one waits until one has no rows.
+_MOST_LANES = 16
 
 _Queue = collections.deque[Row]
 Told = list[tuple[Row, Update]]
@@ -302,7 +303,7 @@ class SlotPool(RowPool):
     # All pools of this kind share these programs.
     self.programs = self._slots.programs
     self.lock = lock or threading.Condition()
-    # The view that the device still computes, and the gamma of its rounds.
+    # The view of rounds that the device still runs, and their gamma.
     self._coming: tuple[PoolView, int] | None = None
     self._too_large = 0  # steps for which a smaller pool would have been enough
     self.compiled = compiled
@@ -353,7 +354,9 @@ class SlotPool(RowPool):
     self.sizes = sizes
 
   def warmup(self, rows: Sequence[Row]) -> bool:
-    """Compiles by decoding short outputs, in pools of this and smaller sizes.
+    """Decodes short outputs, in the pool for the rows and in all smaller ones.
+
+    This compiles the programs that the rows need.
 
     Returns:
       Whether there was anything to compile.
@@ -416,8 +419,9 @@ class SlotPool(RowPool):
   def _resize(self) -> None:
     """Changes the pool to the smallest size that is enough for all rows.
 
-    It grows at once. While new rows may come, it shrinks only after it has been
-    too large for `_SHRINK_AFTER` steps.
+    It grows at once. It also shrinks at once if no row runs, or if no row waits
+    and no more rows will come. Otherwise it shrinks after it has been too large
+    for `_SHRINK_AFTER` steps.
     """
     slots, running, is_closed = self._slots, self.running, self.compiled is None
     sizes = [x for x in self.sizes if self._may('rounds', x, False, False)]
@@ -450,7 +454,8 @@ class SlotPool(RowPool):
   def _read(self, rows: Sequence[Row]) -> None:
     """Prefills rows into free slots.
 
-    The row of a pool of one is prefilled by the program that runs its rounds.
+    In a pool of one slot, the program that runs the first rounds prefills the
+    row.
     """
     slots = self._slots
     count = min(count for count in self._counts if count >= len(rows))
@@ -863,7 +868,7 @@ class Scheduler:
   # Methods that only the compiling thread calls, if there is one.
 
   def compile(self, lane: Lane) -> bool:
-    """Compiles a lane's programs by decoding short outputs; its rows wait.
+    """Compiles a lane's programs by decoding short outputs.
 
     If all rows of the lane are cancelled, the lane is removed instead.
 
@@ -917,10 +922,11 @@ class Scheduler:
     Args:
       before: frees the lane if its last use was before this `time.monotonic()`;
         0 frees it to make room for another lane, if `IDLE_LANES` are idle or
-        there are `_MOST_LANES` lanes.
+        `_MOST_LANES` are compiled.
 
     Returns:
-      True if no lane was freed; then none is left to be freed.
+      True if no lane is left to be freed. False if one was freed, or if there
+      is no room because all of `_MOST_LANES` lanes have rows.
     """
     with self.lock:
       ready = [
