@@ -244,7 +244,7 @@ class Request:
 
   @property
   def search(self) -> BeamSettings:
-    """The settings of the beam search, of a request that must have them."""
+    """The settings of the beam search; the request must be for one."""
     assert self.beams is not None
     return self.beams
 

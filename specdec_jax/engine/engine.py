@@ -219,7 +219,7 @@ class Engine:
   def generate(
     self, texts: Texts, *, batch_size: int | None = None, **options: Any
   ) -> list[Completion]:
-    """Decodes texts; a drafter makes this faster without changing the result.
+    """Decodes texts; a drafter changes the time, but not the distribution.
 
     Greedy outputs are those of the target alone, and samples have its
     distribution, unless `lenience` is below 1.
@@ -554,8 +554,8 @@ class Engine:
 
     The prediction uses the costs of calls that were measured on this processor,
     see `cpu_layout.call_cost`, and the acceptance rate of a usual drafter. The
-    result is True without a prediction if the device is not one CPU, if the
-    drafter proposes a tree, or if a gamma or a policy of rests was chosen.
+    result is True without a prediction if the device is not one CPU, if nothing
+    was measured, if the drafter proposes a tree, or if the user chose a gamma.
 
     Args:
       rows: the number of greedy rows that are decoded together.
