@@ -34,7 +34,9 @@ class CalibrationError(ValueError):
 
 
 def contradiction(times: Mapping[str, float]) -> str:
-  """Describes how times of calls and rounds contradict each other, or ''.
+  """Describes how times of calls and rounds contradict each other.
+
+  Returns '' if they do not.
 
   A call over more tokens is never cheaper than one over fewer, nor is a round
   cheaper than the target's call in it, except for noise.
@@ -193,7 +195,7 @@ class Calibration:
     return next(larger, self.choices[-1])
 
   def least_length(self, rows: int) -> int:
-    """Returns the least output length for which speculation pays, or 0 if none.
+    """Returns the least output length for which speculation pays; 0 if never.
 
     Args:
       rows: rows that are decoded together.
@@ -260,7 +262,15 @@ class Calibration:
       engine.fallback = costs or True
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
-    """Raises CalibrationError unless made for these models and this device."""
+    """Checks that the calibration is of these models and of this device.
+
+    Args:
+      fingerprints: 'target' and 'draft' -> a string that identifies the model's
+        parameters.
+
+    Raises:
+      CalibrationError: it is not.
+    """
     made_for = {**self.fingerprints, 'device': self.device}
     here = {**fingerprints, 'device': backend.device_name()}
     if differs := same_run.differences(made_for, here):

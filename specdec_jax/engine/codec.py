@@ -36,7 +36,7 @@ class Languages(NamedTuple):
   target: int | None
 
   def before(self, ids: Ids, side: str) -> list[int]:
-    """Returns the language token to add to ids; [] if they have one already.
+    """Returns the language token to put before ids; [] if none is needed.
 
     Args:
       ids: the ids of a text, or of the prompt of an output.
@@ -87,7 +87,8 @@ class Codec:
     """Stores the arguments as attributes, and checks the languages.
 
     Raises:
-      ValueError: a language is unknown, or the target has no languages.
+      ValueError: a language is unknown, or is given although the target has no
+        languages.
     """
     self.tokenizer, self.network = tokenizer, network
     self.bos_id = bos_id
@@ -102,7 +103,8 @@ class Codec:
     """Returns the tokens of two languages; None: the codec's default language.
 
     Raises:
-      ValueError: a language is unknown, or the target has no languages.
+      ValueError: a language is unknown, or is given although the target has no
+        languages.
     """
     # A model without an encoder has no use for languages.
     has_encoder = self.network.has_encoder

@@ -141,7 +141,8 @@ def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
   """Concatenates the completions of a text's sentences into one completion.
 
   The counts are sums over the sentences. The finish reason is 'error',
-  'rules' or 'length' if that of any sentence is.
+  'rules' or 'length' if that of any sentence is; otherwise it is that of the
+  last sentence that is not empty.
   """
   reasons = [output.finish_reason for output in outputs]
   last = next((x for x in reversed(reasons) if x != 'empty'), 'empty')

@@ -139,7 +139,7 @@ def score(
       firsts[row] = begins[row] + 1 + one.before
       most[row] = one.max_length
     read = inputs
-    if not network.has_encoder:  # the prompt takes the place of the input
+    if not network.has_encoder:  # its rows begin with the input
       sizes = firsts.tolist()
       read = [ids[:size] for ids, size in zip(rows, sizes, strict=False)]
     prompts = _padded(read, pad=-1)

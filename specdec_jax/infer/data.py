@@ -333,7 +333,7 @@ class Item(NamedTuple):
   Attributes:
     number: the index of the output; the samples of an example, or of each of
       its sentences, follow one another.
-    example_id: the random numbers derive from this and from the seed.
+    example_id: a number from which, with the seed, the random numbers derive.
     example: the example, or one of its parts.
   """
 
@@ -350,7 +350,8 @@ class DataSet:
     examples: the examples of the run's shard, in order.
     broken_off: why the file could not be read to its end, or None.
     reading: a sentence on how the file is read; None for lines of text.
-    lines: the index of the example of each part; `prepare` sets it.
+    lines: for each text or sentence to decode, the index of its example;
+      `prepare` sets them.
   """
 
   examples: list[Example]

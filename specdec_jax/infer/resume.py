@@ -1,7 +1,7 @@
 """The output folder of a run, in which a killed run can be continued.
 
 A run appends the results of each batch to the log `NAME.partial` (see
-`files.run_log`); each of several processes has a log of its own. At the end the
+`files.run_log`); each of several processes has its own log. At the end the
 run writes its results and, last, the marker `NAME.COMPLETED`. Meanwhile the
 lock `.NAME.lock` keeps other runs out; the system releases it when the process
 ends, even if it is killed.

@@ -62,10 +62,11 @@ def decode(
 ) -> dict[str, Any]:
   """Decodes or scores lines or a task, writes the results, prints a report.
 
-  The results of lines are `predictions.jsonl` in `config.output_dir`, with
-  shards `predictions.jsonl-SSSSS-of-NNNNN`; those of a task, or of each task of
-  a mixture, `TASK-MODE.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
-  a task or a shard have that name with another ending: `.summary.json` (with
+  The results are in `config.output_dir`. Those of lines are in
+  `predictions.jsonl`, or with shards in `predictions.jsonl-SSSSS-of-NNNNN`;
+  those of a task, or of each task of a mixture, are in
+  `TASK-MODE.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of a task or a
+  shard have that name with a further ending: `.summary.json` (with
   everything that decided the results), the files of `beside`, and the marker
   `.COMPLETED`, which is written last. A run that was killed is continued, and
   finished results are kept. The models are loaded once, unless the lengths of a
@@ -73,8 +74,9 @@ def decode(
 
   Args:
     config: the run.
-    beside: more files for the output folder: name -> function that returns
-      the text; it is called after decoding (gin's operative configuration).
+    beside: further files for the output folder, such as gin's operative
+      configuration, as name -> function that returns the text. The functions
+      are called after decoding.
     console: prints the report; by default on stdout, or on stderr if the
       outputs go to stdout. A progress bar is shown only on a terminal.
 
@@ -378,7 +380,7 @@ def choose_gammas(
 ) -> Mapping[int, Drafting] | None:
   """Sets the engine's gamma to the best one of a calibration, if there is one.
 
-  If the engine's gamma is 'adaptive', it sets the calibration's rule.
+  If the engine's gamma is 'adaptive', it becomes the calibration's rule.
 
   Args:
     measured: the run's calibration. If it is None and no gamma was given, the

@@ -82,7 +82,7 @@ class Rates(NamedTuple):
   rounds: Sequence[Rate]
 
   def as_record(self, rate: Rate | None) -> dict[str, Any]:
-    """Returns one of the rates, and the numbers that choose gamma, as JSON."""
+    """Returns a rate, and numbers to choose gamma by, as JSON values."""
     return {
       'alpha': rate and rate.mean,
       'standard_error': rate and rate.standard_error,

@@ -54,7 +54,7 @@ class Run(NamedTuple):
   """A function to time.
 
   Attributes:
-    prepare: makes the inputs of a run afresh, such as a donated state, before
+    prepare: makes new inputs for a run, such as a state that is donated, before
       the clock starts, and returns the function to time.
     steps: number of calls, rounds or tokens of a run; times are per step.
   """
@@ -202,8 +202,8 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
   Args:
     network: the network; its `init` gives names and shapes.
     seed: seed of the draw.
-    dtype: dtype of the parameters; 'bfloat16' takes the place of dtypes of
-      integers.
+    dtype: 'float32' or 'bfloat16'; for dtypes of integers, the parameters are
+      drawn in bfloat16.
 
   Returns:
     A tree like that of `network.init`; matrices are normal with variance
@@ -228,11 +228,11 @@ _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 def forced_judge(acceptance_rate: float) -> Judge:
   """Returns a judge that does Algorithm 1's work, but accepts at random.
 
-  With this judge a run takes the time that it would take at a given alpha,
-  although fine-tuned checkpoints are not available. Models of the real size do
-  all their work, but each proposal is accepted with the same probability,
-  independently of others, as Section 3.1 of the paper assumes. The output is
-  meaningless.
+  With this judge a run takes as long as a pair with the given acceptance rate
+  would, even if the fine-tuned checkpoints of that pair are not available.
+  Models of the real size do all their work, but each proposal is accepted with
+  the same probability, independently of others, as Section 3.1 of the paper
+  assumes. The output is meaningless.
   """
 
   def judge(request, draft, logits, keys):

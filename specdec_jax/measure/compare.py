@@ -1,9 +1,9 @@
 """Compares methods of decoding, at several temperatures and numbers of rows.
 
-A method is an engine with options: a gamma, an adaptive gamma, drafts judged by
-token or as a block, a tree, heads. Texts are decoded one at a time, or many at
-a time by continuous batching, plainly and by every method. The order is random,
-so that noise of the machine affects all methods alike.
+A method is an engine with options, such as a fixed or an adaptive gamma, drafts
+judged by token or as a block, a tree, or heads. Texts are decoded one at a
+time, or many at a time by continuous batching, plainly and by every method. The
+order is random, so that noise of the machine affects all methods alike.
 """
 
 import dataclasses
@@ -274,7 +274,7 @@ def _table(config: CompareConfig, rows: Sequence[Record], lines: int) -> Table:
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
-  """Returns a row per machine: its best gamma, and the gamma that was chosen.
+  """Returns a table with the best and the chosen gamma of each machine.
 
   Raises:
     ValueError: a record lacks the gamma that was chosen.

@@ -35,9 +35,10 @@ def param_shapes(network: LanguageModel, placement: Placement) -> Params:
 def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
   """Returns the least bytes that one call of a decoder must read.
 
-  They are the bytes of the parameters, of the keys and values of the input, and
-  of the keys and values of the output. Of the latter a call reads a bucket, the
-  first slots of the cache; the mean over a run that fills all slots is counted.
+  They are the bytes of the parameters, of the keys and values of the encoder's
+  output, and of the keys and values that self-attention reads from the cache.
+  It reads a bucket, which is the first slots of the cache; the mean over a run
+  that fills all slots is counted.
   The rows of embeddings that a call reads, and the values that it writes, are
   too few to count.
 
