@@ -210,7 +210,7 @@ class Calibration:
     return max(1, math.ceil(first / times['call_1']['median'] / saved))
 
   def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
-    """Returns the measured times for a number of rows: name -> statistics."""
+    """Returns name of a call -> statistics of its times, for so many rows."""
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
 

@@ -156,7 +156,7 @@ class Codec:
       languages: the languages of the call.
 
     Raises:
-      ValueError: as for `Languages.before`.
+      ValueError: the language of the text is missing.
     """
     first, last = self.ids_around(text)
     is_named = isinstance(text, str) and languages.source is not None
@@ -173,7 +173,7 @@ class Codec:
       ids: the prompt.
 
     Raises:
-      ValueError: as for `Languages.before`.
+      ValueError: the language of the outputs is missing.
     """
     start = () if self.tokenizer.language_last else (self.network.start_id,)
     return *start, *languages.before(ids, 'target'), *ids
@@ -201,7 +201,7 @@ class Codec:
     with, their end of sequence, and the token of their language.
 
     Raises:
-      ValueError: as for `languages`; or `source_lang` is missing.
+      ValueError: the language of the text is unknown or missing.
     """
     ids = self.bare_ids(text)
     first, last = self.around(text, ids, self.languages(source_lang))

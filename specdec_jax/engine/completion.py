@@ -285,7 +285,7 @@ class Text:
       self._searched = len(self._stable)
 
   def _read(self, ids: list[int]) -> None:
-    """Appends tokens, and settles the text if it is stable after them."""
+    """Appends tokens; if all text is stable then, it is not decoded again."""
     begin = len(decode(self._tokenizer, self._context))
     self._open = self._open + ids
     window = self._context + self._open

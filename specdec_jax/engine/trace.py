@@ -88,7 +88,10 @@ class Round(Generic[Token]):
 
   @property
   def num_tested(self) -> int:
-    """The number of proposals up to the first that fails Algorithm 1's test."""
+    """The number of proposals that Algorithm 1 tests.
+
+    It tests none after the first that fails.
+    """
     return min(self.passed + 1, len(self.proposed))
 
   @property
@@ -99,7 +102,7 @@ class Round(Generic[Token]):
 
   @property
   def parts(self) -> list[tuple[str, Token]]:
-    """Pairs of a token's kind and the token, in the order of the figure."""
+    """Pairs of a token's kind and the token, in the order of the display."""
     num_rejected = self.num_judged - self.num_accepted
     kinds = [ACCEPTED] * self.num_accepted + [REJECTED] * num_rejected
     judged = [*zip(kinds, self.proposed, strict=False)]

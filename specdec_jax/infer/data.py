@@ -82,8 +82,8 @@ class DecodeConfig:
     shard_id: examples with index % `num_shards` == `shard_id` are decoded;
       needed where there are several shards.
     num_shards: number of shards that the examples are split into.
-    checkpoint_period: batches whose examples one pass of continuous batching
-      decodes.
+    checkpoint_period: number of batches whose examples one pass of continuous
+      batching decodes.
     include_all_inputs: whether records hold all features, not only texts.
     prefix: text before each input of a file, such as 'summarize: '; before each
       sentence if texts are split.
@@ -307,7 +307,7 @@ class Example(NamedTuple):
 
   @property
   def parts(self) -> list['Example']:
-    """The examples to decode: the sentences of a split text, or this one."""
+    """The sentences of a split text as examples, or only this example."""
     if self.sentences is None:
       return [self]
     return [self._replace(source=source) for source in self.sources]

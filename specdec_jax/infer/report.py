@@ -70,7 +70,7 @@ Outputs = Mapping[str, Sequence[Completion]]
 
 
 def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
-  """Returns number of the item -> completion, in the order of the input."""
+  """Returns item number -> completion, in the order of the input."""
   merged = {n: x for batch in batches for n, x in batch.completions.items()}
   return dict(sorted(merged.items()))
 

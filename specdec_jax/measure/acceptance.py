@@ -219,7 +219,7 @@ def of_outputs(
   """Measures alpha over at least `num_tokens` tokens that the target generates.
 
   Args:
-    pair: the pair; its drafter proposes a chain.
+    pair: target and drafter; the drafter must propose a chain of tokens.
     batches: batches of one shape; they are decoded until there are enough
       tokens.
     num_tokens: once there are so many tokens, no further batch is begun.
@@ -442,7 +442,7 @@ def _rows(
 
 
 def table(measured: Record) -> Table:
-  """Returns rows as in the paper's Table 3, with their standard errors."""
+  """Returns a table with rows as in the paper's Table 3 and standard errors."""
 
   def alpha(row: Record) -> str | None:
     if row['alpha'] is None:

@@ -309,7 +309,7 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
   """Draws the speed-up of each method, and crosses where it was predicted.
 
   Args:
-    path: path of the PNG; replaced whole or not at all.
+    path: path of the PNG, which is written completely or not at all.
     comparison: a result of `compare`.
 
   Raises:
