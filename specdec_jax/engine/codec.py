@@ -170,7 +170,7 @@ class Codec:
 
     Args:
       languages: the languages of the call.
-      ids: the prompt.
+      ids: the ids of a prompt that follows the start token.
 
     Raises:
       ValueError: the language of the outputs is missing.

@@ -257,7 +257,7 @@ class Text:
     """Starts with no tokens and an empty text.
 
     Args:
-      tokenizer: the vocabulary.
+      tokenizer: the vocabulary that decodes the tokens.
       stops: strings that end the output.
       min_length: a stop string counts only if it ends after so many tokens.
     """

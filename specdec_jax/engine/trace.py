@@ -199,7 +199,7 @@ class Trace:
   Attributes:
     source: the input text.
     rounds: the rounds in order, as text.
-    lenience: lenience of the decode; below 1 the output is lossy.
+    lenience: lenience of the decoding; below 1 the output is lossy.
   """
 
   source: str

@@ -73,7 +73,7 @@ def decode(
   mixture's tasks differ.
 
   Args:
-    config: the run.
+    config: configuration of the run.
     beside: further files for the output folder, such as gin's operative
       configuration, as name -> function that returns the text. The functions
       are called after decoding.
@@ -465,10 +465,10 @@ class Decoder:
     """Stores the arguments; `warmup` compiles the programs.
 
     Args:
-      engine: the engine.
-      mode: plain, speculative or scoring.
+      engine: the engine that decodes or scores.
+      mode: 'plain', 'speculative' or 'scoring'.
       config: configuration of the run.
-      plan: the result of `choose_gammas`.
+      plan: number of rows -> how drafts are made, from `choose_gammas`.
     """
     self._engine, self._mode, self._config = engine, mode, config
     self._pool = config.slots and dataclasses.replace(config.slots, gammas=plan)

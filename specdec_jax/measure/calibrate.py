@@ -233,7 +233,7 @@ def predicted_speed_up(
   times come from the calibration.
 
   Args:
-    measured: the calibration.
+    measured: the calibration from which ratios of times and acceptance come.
     gamma: proposals per round.
     plain: texts that were decoded plainly.
     start: the same texts, decoded up to their first token, see `START`.
@@ -447,7 +447,7 @@ def for_host(
     acceptance_file: a record of acceptance rates, as `measure_alpha` writes it.
       The row of this pair whose temperature is nearest is used.
     rows: rows that are decoded together.
-    temperature: temperature of the run.
+    temperature: temperature at which the run decodes.
     console: shows a sentence if the timings contradict each other.
     when: 'unknown' times calls unless this host has stored times of them,
       'never' takes only stored times, 'always' times calls in any case.

@@ -201,7 +201,7 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
 
   Args:
     network: the network; its `init` gives names and shapes.
-    seed: seed of the draw.
+    seed: seed of the random numbers.
     dtype: 'float32' or 'bfloat16'; for dtypes of integers, the parameters are
       drawn in bfloat16.
 
@@ -301,7 +301,7 @@ def loop_run(
   """Returns a decoding loop as a run; the start of the loop is not timed.
 
   Args:
-    loop: the loop.
+    loop: the plain or speculative loop to time.
     start: the compiled function that makes the loop's first state.
     params: the parameters of the models.
     request: the request that the loop decodes.
