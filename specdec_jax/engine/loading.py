@@ -88,7 +88,7 @@ def load(
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
       `network`; it does not describe its network and none was given; its
-      vocabulary cannot be read; or the shortlist has no usable token.
+      vocabulary cannot be read; or the shortlist cannot be used.
 
   Examples:
     >>> sd.load('demo')

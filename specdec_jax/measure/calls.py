@@ -528,8 +528,8 @@ class BenchmarkConfig(Timing):
   """A benchmark of a pair; each output has `decode_len` tokens.
 
   Attributes:
-    target: the model to time; a network without parameters gets random ones,
-      which are drawn on the device.
+    target: the model to time; a network without parameters gets random
+      parameters, which are drawn on the device.
     drafter: the small model that drafts; a network gets random parameters too.
     placement: layout on the devices and dtype of both models.
     gammas: numbers of proposals per round to time.

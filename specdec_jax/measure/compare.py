@@ -39,7 +39,7 @@ class Method(Checked):
   """A method of decoding.
 
   Attributes:
-    name: its name in tables.
+    name: name of the method in tables.
     options: options of `Engine.generate`, such as gamma and verification.
     engine: makes the method's engine; None takes the engine of the comparison.
       All methods have the same target.
@@ -61,8 +61,8 @@ class CompareConfig:
     gammas: each gamma adds a method that proposes so many tokens per round. Its
       speed-up is also predicted if a calibration or `acceptance` is given.
     temperatures: temperatures to compare at; 0 is greedy.
-    rows: numbers of texts that are decoded together. With 1 each text is timed
-      separately; with more all texts are timed at once, by continuous batching.
+    rows: numbers of texts that are decoded together; with 1 each text is timed
+      separately, with more all texts are timed at once, by continuous batching.
     num_lines: how many lines are decoded; None decodes all of them.
     repeats: timed repetitions; above temperature 0 each draws other samples.
     calibrations: files of `specdec calibrate`, one per temperature, which

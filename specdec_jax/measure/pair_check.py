@@ -160,7 +160,7 @@ class PairCheckConfig:
     batch: examples that are decoded together.
     param_dtype: dtype of the parameters on the device.
     name: title of the table.
-    device: name of the device in `DEVICES`.
+    device: name of the device, one of those in measure/devices.toml.
     output_file: path of the record, JSON; None writes no file.
 
   Raises:
