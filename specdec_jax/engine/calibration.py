@@ -23,17 +23,20 @@ from specdec_jax.request import Drafting, RestPolicy
 from specdec_jax.types import Above0, Amount, Count, LengthRule, Positive
 
 _KIND, _VERSION = 'calibration', 1  # kind and version of the file's format
-# How far noise may move the time of a call. On an idle machine, with special
-# kernels for one row, a call over 2 to 4 tokens took .9 of a call over 1.
+# The share by which noise may change the time of a call. On an idle machine,
+# with special kernels for one row, a call over 2 to 4 tokens took 0.9 times as
+# long as a call over 1 token.
 _NOISE = 0.15
 
 
 class CalibrationError(ValueError):
-  """A calibration is broken, or was made for something else."""
+  """A calibration is broken, or was made for other models or another device."""
 
 
 def contradiction(times: Mapping[str, float]) -> str:
-  """Says how times of calls and rounds contradict each other; '' if none do.
+  """Describes how times of calls and rounds contradict each other.
+
+  Returns '' if they do not.
 
   A call over more tokens is never cheaper than one over fewer, nor is a round
   cheaper than the target's call in it, except for noise.
@@ -87,14 +90,15 @@ class Choice(Checked):
     expected_speed_up: expected speed-up at that gamma; 1 at gamma 0.
     interval: 95 % interval of the expected speed-up.
     factors: the speed-up that costs and acceptance predict at gamma 0, 1, ....
-    cost_ratio: c.
-    call_cost: v(1), v(2), ....
-    round_cost: what a round takes besides its calls, in calls of the target
-      over one token.
+    cost_ratio: c, the time of a proposal, in calls of the target over one
+      token.
+    call_cost: v(1), v(2), ...: the time of a call over 1, 2, ... tokens, in the
+      same unit.
+    round_cost: the time of a round besides its calls, in the same unit.
 
   Raises:
-    ValueError: a number is out of its range, or the costs contradict
-      themselves, see `contradiction`.
+    ValueError: a number is out of its range, or the costs contradict each
+      other, see `contradiction`.
   """
 
   rows: Positive
@@ -116,7 +120,9 @@ class Choice(Checked):
       raise ValueError(f'call_cost: {wrong}.')
 
   def rests(self, gamma: int, adapts: bool) -> RestPolicy | None:
-    """Returns when the drafter rests; None if the costs are not known.
+    """Returns the rule by which drafters rest; None if the costs are unknown.
+
+    A row's drafter rests, so that nothing is proposed, while it loses time.
 
     Args:
       gamma: the most proposals of a draft.
@@ -136,7 +142,7 @@ class Calibration:
   """The best gamma for each number of rows, for one pair on one device.
 
   Attributes:
-    fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of its
+    fingerprints: 'target' and 'draft' -> a string that identifies the model's
       parameters.
     device: name of the device where it was measured.
     temperature: temperature at which the acceptance rate was measured.
@@ -152,12 +158,13 @@ class Calibration:
   record: Mapping[str, Any]
 
   def rule(self, rows: int) -> LengthRule:
-    """Returns when an adaptive draft ends, for a number of rows.
+    """Returns the rule by which adaptive drafts end, for a number of rows.
 
-    A draft has at most as many proposals as the best gamma. A proposal is worth
-    its cost if the same time would yield fewer tokens at the expected speed-up.
-    The first proposal costs the difference of a call over two tokens and a call
-    over one; the others share the further cost of the longest call equally.
+    A draft has at most as many proposals as the best gamma. A proposal is made
+    if it is expected to add more tokens than decoding at the expected speed-up
+    would make in the time that the proposal costs. For the target, the first
+    proposal costs the difference between a call over two tokens and a call over
+    one; the others share the further cost of the longest call equally.
 
     Raises:
       CalibrationError: the calibration lacks the times of the calls.
@@ -180,15 +187,15 @@ class Calibration:
   def at(self, rows: int) -> Choice:
     """Returns the choice for a number of rows.
 
-    It is the choice for the next larger number that was measured, or for the
-    largest. Calls over more rows cost more, so that its gamma is rather too
-    small than too large.
+    If that number was not measured, the choice is that of the next larger
+    measured number, or of the largest. Calls over more rows cost more, so the
+    gamma is too small rather than too large.
     """
     larger = (choice for choice in self.choices if choice.rows >= rows)
     return next(larger, self.choices[-1])
 
   def least_length(self, rows: int) -> int:
-    """Returns the least output length for which speculation pays; 0: none.
+    """Returns the least output length for which speculation pays; 0 if never.
 
     Args:
       rows: rows that are decoded together.
@@ -203,19 +210,21 @@ class Calibration:
     return max(1, math.ceil(first / times['call_1']['median'] / saved))
 
   def times_ms(self, rows: int) -> Mapping[str, Mapping[str, float]]:
-    """Returns the measured times for a number of rows: name -> statistics."""
+    """Returns name of a call -> statistics of its times, for so many rows."""
     costs = self.record['costs'][list(self.choices).index(self.at(rows))]
     return costs['times_ms']
 
   def plan(self, rows: int, drafting: Drafting) -> dict[int, Drafting]:
-    """Returns the drafting of greedy rows, as `PoolSettings.gammas` has it.
+    """Returns number of rows -> how drafts are made for so many greedy rows.
 
     Args:
-      rows: rows that are decoded together; fewer are left at a run's end.
-      drafting: says whether gamma adapts, and whether the drafter rests.
+      rows: rows that are decoded together; the result also has smaller numbers,
+        because fewer rows are left at a run's end.
+      drafting: says whether gamma adapts, and whether drafters rest.
 
     Raises:
-      CalibrationError: gamma adapts, and `rule` does not know how.
+      CalibrationError: gamma adapts, but the calibration lacks the times of
+        calls that `rule` needs.
     """
     adapts = drafting.adapts
     plan: dict[int, Drafting] = {}
@@ -231,12 +240,14 @@ class Calibration:
     """Sets an engine's adaptive `gamma` and its `fallback` by measured costs.
 
     Args:
-      engine: a fixed gamma stays, and so does a fallback that is off.
+      engine: the engine; if its gamma is fixed, or its fallback is off, that
+        does not change.
       rows: rows that are decoded together.
 
     Raises:
-      ValueError: it is of other models or of another device
-        (`CalibrationError`), or there is no drafter that proposes a chain.
+      ValueError: the calibration is of other models or of another device
+        (`CalibrationError`), or the engine has no drafter that proposes a
+        chain.
     """
     if not engine.has_drafter or engine.tree is not None:
       expected = 'one that proposes a chain, whose length a calibration chooses'
@@ -251,7 +262,15 @@ class Calibration:
       engine.fallback = costs or True
 
   def check(self, fingerprints: Mapping[str, str]) -> None:
-    """Raises CalibrationError if it is of other models or another device."""
+    """Checks that the calibration is of these models and of this device.
+
+    Args:
+      fingerprints: 'target' and 'draft' -> a string that identifies the model's
+        parameters.
+
+    Raises:
+      CalibrationError: it is not.
+    """
     made_for = {**self.fingerprints, 'device': self.device}
     here = {**fingerprints, 'device': backend.device_name()}
     if differs := same_run.differences(made_for, here):

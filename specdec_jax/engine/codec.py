@@ -1,4 +1,4 @@
-"""Encodes texts as a target reads them, and outputs as it produces them.
+"""Encodes texts as a target reads them, and outputs as a target produces them.
 
 `Codec` has a vocabulary and adds the special tokens that a target expects
 around a text. `Languages` has the language tokens of multilingual models.
@@ -14,19 +14,19 @@ from specdec_jax.text.chat import RenderedIds
 from specdec_jax.text.tokenizer import Vocabulary
 
 Text = str | Ids  # a text, or its ids
-_SHOWN = 3  # the most languages that a message lists
+_SHOWN = 3  # the most languages that an error message lists
 
 
 class Languages(NamedTuple):
-  """The languages of a call, as tokens.
+  """The tokens of the source and target languages of a call.
 
-  The vocabulary has a token for each language. That of the source stands before
-  a text that the encoder reads, in mBART-25 behind it; that of the target is a
-  prompt of the decoder, behind its start token or in place of it, and no part
-  of the output.
+  A multilingual vocabulary has a token for each language. The token of the
+  source language comes before the text that the encoder reads; in mBART-25 it
+  comes after the text. The token of the target language follows the decoder's
+  start token or replaces it, and is not part of the output.
 
   Attributes:
-    known: name -> token, of all languages; empty if the model has none.
+    known: name -> token of each language; empty if the model has no languages.
     source: token of the texts' language; None if none was given.
     target: token of the outputs' language; None if none was given.
   """
@@ -36,10 +36,10 @@ class Languages(NamedTuple):
   target: int | None
 
   def before(self, ids: Ids, side: str) -> list[int]:
-    """Returns the token of a language to put before ids, if they lack one.
+    """Returns the language token to put before ids; [] if none is needed.
 
     Args:
-      ids: the ids of a text, or those that an output begins with.
+      ids: the ids of a text, or of the prompt of an output.
       side: 'source' or 'target'.
 
     Raises:
@@ -61,14 +61,17 @@ class Codec:
   """Turns texts into the ids that a target reads, and outputs into ids.
 
   Attributes:
-    tokenizer: the vocabulary of the pair.
+    tokenizer: the vocabulary of target and drafter.
     network: the target's network.
-    bos_id: the id that texts begin with; None: they begin with none.
+    bos_id: the beginning-of-sequence id that texts start with; None: texts
+      start without one.
     stop_ids: ids that end an output unless a call gives others.
-    source_lang: language of the texts unless a call gives another; None where
-      the model has no languages, or each call says its own.
-    target_lang: that of the outputs.
-    target_id: the token of the outputs' language where none is given.
+    source_lang: language of the texts unless a call gives another; None if the
+      model has no languages, or if each call gives the language.
+    target_lang: language of the outputs; otherwise like `source_lang`.
+    target_id: the first token that the checkpoint forces on outputs, or the
+      decoder's start token. If it is the token of a language, outputs are in
+      that language where no other is given.
   """
 
   def __init__(
@@ -81,10 +84,11 @@ class Codec:
     target_lang: str | None = None,
     target_id: int | None = None,
   ):
-    """Stores the arguments as attributes.
+    """Stores the arguments as attributes, and checks the languages.
 
     Raises:
-      ValueError: a language is not known, or the target has none.
+      ValueError: a language is unknown, or is given although the target has no
+        languages.
     """
     self.tokenizer, self.network = tokenizer, network
     self.bos_id = bos_id
@@ -96,10 +100,11 @@ class Codec:
   def languages(
     self, source_lang: str | None = None, target_lang: str | None = None
   ) -> Languages:
-    """Returns the tokens of these languages; None takes the codec's own.
+    """Returns the tokens of two languages; None: the codec's default language.
 
     Raises:
-      ValueError: a language is not known, or the target has none.
+      ValueError: a language is unknown, or is given although the target has no
+        languages.
     """
     # A model without an encoder has no use for languages.
     has_encoder = self.network.has_encoder
@@ -125,9 +130,9 @@ class Codec:
   def ids_around(self, text: Text = '') -> tuple[list[int], list[int]]:
     """Returns the ids before and after a text as the target reads it.
 
-    An encoder's text ends with the end of sequence, if it does in its family. A
-    decoder's does not: the decoder continues the text. Around a rendered chat
-    there is nothing.
+    A text for an encoder ends with the end of sequence in most model families.
+    A text for a decoder-only model does not, because the decoder continues it.
+    A rendered chat has its special tokens already, so nothing is added.
     """
     if isinstance(text, RenderedIds):
       return [], []
@@ -143,7 +148,7 @@ class Codec:
 
     If the source language is given, a word such as 'deu_Latn' in a text is
     ordinary text, as in transformers. Ids may begin with a language token; then
-    nothing is added.
+    no other language token is added.
 
     Args:
       text: the text, or its ids if the caller gave ids.
@@ -151,7 +156,7 @@ class Codec:
       languages: the languages of the call.
 
     Raises:
-      ValueError: as for `Languages.before`.
+      ValueError: the language of the text is missing.
     """
     first, last = self.ids_around(text)
     is_named = isinstance(text, str) and languages.source is not None
@@ -165,16 +170,19 @@ class Codec:
 
     Args:
       languages: the languages of the call.
-      ids: the prompt.
+      ids: the ids of a prompt that follows the start token.
 
     Raises:
-      ValueError: as for `Languages.before`.
+      ValueError: the language of the outputs is missing.
     """
     start = () if self.tokenizer.language_last else (self.network.start_id,)
     return *start, *languages.before(ids, 'target'), *ids
 
   def bare_ids(self, text: Text) -> list[int]:
-    """Returns the ids of a text; of given ids those between `ids_around`."""
+    """Returns the ids of a text without the special tokens around it.
+
+    If the caller gave ids that have these tokens, they are removed.
+    """
     ids = encoded(self.tokenizer.inputs, text)
     if isinstance(text, str | RenderedIds):
       return ids
@@ -193,7 +201,7 @@ class Codec:
     with, their end of sequence, and the token of their language.
 
     Raises:
-      ValueError: as for `languages`; or `source_lang` is missing.
+      ValueError: the language of the text is unknown or missing.
     """
     ids = self.bare_ids(text)
     first, last = self.around(text, ids, self.languages(source_lang))
@@ -202,8 +210,8 @@ class Codec:
   def num_input_tokens(self, text: Text) -> int:
     """Counts the tokens of a text as the target reads it.
 
-    It is 0 if there is nothing to read; of an empty text, a target with a
-    `bos_id` reads that id.
+    An empty text counts as 0, unless the target reads an id before each text,
+    such as `bos_id`.
     """
     first, _ = self.ids_around(text)
     return len(self.input_ids(text)) if first or self.bare_ids(text) else 0
@@ -226,7 +234,7 @@ def encoded(tokenizer: Vocabulary, text: Text) -> list[int]:
   """Returns the ids of a text, or those that were given in its place.
 
   Raises:
-    ValueError: it is neither, or a text with half a character.
+    ValueError: `text` is neither text nor ids, or has a lone surrogate.
   """
   check_texts([text])
   if not isinstance(text, str):
@@ -238,14 +246,14 @@ def encoded(tokenizer: Vocabulary, text: Text) -> list[int]:
 def encoded_texts(
   tokenizer: Vocabulary, texts: Sequence[str]
 ) -> list[list[int]]:
-  """Returns the ids of many texts, in less time than of each by itself."""
+  """Returns the ids of many texts, faster than encoding them one by one."""
   for text in texts:
     check_unicode(text)
   return tokenizer.encode_batch(texts)
 
 
 def check_unicode(text: str) -> None:
-  """Raises ValueError for a text with half a character."""
+  """Raises ValueError for a text with a lone surrogate, half a character."""
   try:
     text.encode()
   except UnicodeEncodeError as error:
@@ -254,7 +262,7 @@ def check_unicode(text: str) -> None:
 
 
 def check_texts(texts: Any, name: str = 'texts') -> None:
-  """Raises ValueError unless it is a sequence of strings or lists of ids."""
+  """Raises ValueError unless texts are a sequence of strings or id lists."""
   expected = 'a sequence of strings or of lists of ids'
   if isinstance(texts, str) or not is_a(texts, Sequence):
     raise unexpected(name, expected, texts)

@@ -14,23 +14,24 @@ from jax.experimental.compilation_cache import compilation_cache
 from specdec_jax.checks import memory
 from specdec_jax.files.locations import user_cache
 
-# A function whose shapes clients choose keeps at most so many programs.
+# JAX keeps at most so many programs of a function whose shapes clients choose.
 _MOST_PROGRAMS = 32
 
 
 def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   """Turns the cache on, unless the user has already chosen one for JAX.
 
-  An entry that is damaged, as by a kill while it was written, is removed when
-  it is read, and written anew; JAX warns of it. By itself JAX would keep it,
-  and compile its program at each start.
+  An entry may be damaged, for example if the process was killed while it wrote
+  the entry. Such an entry is removed when it is read, and written again, with a
+  warning from JAX. JAX by itself would keep it, and compile the program at each
+  start.
 
   Args:
-    folder: where compiled programs are kept; None is a folder in
-      the user's cache folder.
+    folder: the folder of compiled programs; None: a folder in the user's cache
+      folder.
 
   Returns:
-    The folder in use; None if it cannot be made, which costs only time.
+    The folder of the cache. None if it cannot be made; then nothing is cached.
   """
   _remove_damaged()
   chosen = jax.config.values.get('jax_compilation_cache_dir')
@@ -44,16 +45,17 @@ def enable(folder: str | os.PathLike[str] | None = None) -> pathlib.Path | None:
   except OSError:
     return None
   jax.config.update('jax_compilation_cache_dir', str(path))
-  # JAX looks only once, at the first compilation, whether there is a cache.
+  # JAX checks only once, at the first compilation, whether there is a cache.
   compilation_cache.reset_cache()
   return path
 
 
 @contextlib.contextmanager
 def few_programs(jitted: Any) -> Iterator[None]:
-  """Bounds the programs that JAX keeps of a jitted function called inside.
+  """Bounds how many programs JAX keeps of a jitted function.
 
-  Clients choose the function's shapes, and may send any number of them.
+  The function is called inside this context. Clients choose its shapes, and may
+  send any number of them.
   """
   if jitted._cache_size() >= _MOST_PROGRAMS:
     jitted.clear_cache()
@@ -65,7 +67,7 @@ def few_programs(jitted: Any) -> Iterator[None]:
 
 @functools.cache
 def _remove_damaged() -> None:
-  """Makes JAX remove an entry that it cannot read; once in a process."""
+  """Makes JAX remove cache entries that it cannot read; runs once."""
   module: Any = jax_cache
   # The function is private to JAX. Without it damaged entries stay in the
   # cache, which only costs time.

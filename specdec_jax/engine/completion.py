@@ -1,4 +1,4 @@
-"""From produced tokens to text: `Completion`, stop strings, safe prefixes."""
+"""Turns produced tokens into text: completions, stop strings, streamed text."""
 
 import copy
 import dataclasses
@@ -15,11 +15,12 @@ from specdec_jax.text.sentences import Sentences
 from specdec_jax.text.tokenizer import Vocabulary
 from specdec_jax.types import FinishReason, Generation
 
-_INCOMPLETE = '\ufffd'  # a tokenizer's sign for bytes that form no character
+_INCOMPLETE = '\ufffd'  # tokenizers write this for incomplete characters
 
 _REASONS = {reason: reason.name.lower() for reason in FinishReason}
 _REASONS[FinishReason.INVALID] = 'error'
-# If a part of a text ends by one of these, so does the whole, by the first.
+# If a sentence of a text ended for one of these reasons, the whole text has the
+# first such reason in this order.
 _FIRST_REASONS = 'error', 'rules', 'length'
 
 
@@ -28,8 +29,8 @@ class CompletionStats:
   """The counts of the calls and proposals that one output took.
 
   Attributes:
-    num_tokens: tokens produced, a stop id included; in a beam search, its
-      levels. The best beam has the counts of the search, the others have zeros.
+    num_tokens: tokens produced, a stop id included. For a beam search, the
+      number of its levels; its best beam has all counts, other beams have 0.
     num_target_calls: calls of the target.
     num_tested: proposals that Algorithm 1 judges.
     num_accepted: proposals accepted.
@@ -38,7 +39,8 @@ class CompletionStats:
       more than `num_accepted` only where drafts are judged as a whole.
     fallback_rounds: rounds in which the drafter rested, because its proposals
       were not worth their time.
-    num_drafted: proposals of all drafts, cut to what the output had room for.
+    num_drafted: proposals of all drafts, without those beyond the output's
+      length limit.
 
   Examples:
     >>> stats = sd.CompletionStats(
@@ -90,22 +92,23 @@ class Completion:
     log_probs: the target's log-probability of each token, natural logarithm,
       temperature 1, nothing filtered; empty if not asked for.
     finish_reason: 'stop' (a stop id), 'length', 'stop_string', 'empty' (there
-      was no input), 'rules' (they left no token that may follow), or
+      was no input), 'rules' (the rules on tokens allowed no further token), or
       'error'.
-    stats: the counts.
-    error: what went wrong, with finish_reason 'error'.
+    stats: the counts of calls and proposals.
+    error: what went wrong, if finish_reason is 'error'.
     lossless: whether the output has the target's own distribution; False if
       speculative decoding was lenient.
-    score: of a beam: its log-probability with the length penalty; None of any
-      other output. Where a search finished fewer beams than it was asked for,
-      an output is empty, with the score -1e7.
-    top_log_probs: for each token the ids of the likeliest tokens at its place
-      and their log-probabilities, the likeliest first; empty if not asked for.
-    num_sentences: parts of a split text that were decoded one by one; None of
-      a text that was not split.
-    num_cut: sentences of a split text that were longer than the model reads, so
-      that they were cut.
-    parts: the completions of the parts of a split text.
+    score: for a beam, its log-probability with the length penalty; None for
+      other outputs. If a search finishes fewer beams than were asked for, the
+      missing outputs are empty and have the score -1e7.
+    top_log_probs: for each token the ids of the likeliest tokens at its
+      position and their log-probabilities, the likeliest first; empty if not
+      asked for.
+    num_sentences: number of sentences of a split text, which are decoded
+      separately; None if the text was not split.
+    num_cut: number of sentences of a split text that were cut, because they
+      were longer than the model can read.
+    parts: the output texts of the sentences of a split text.
 
   Examples:
     >>> [done] = engine.generate(['Good morning!'])
@@ -135,10 +138,11 @@ def passed_over(reason: str, error: str | None = None) -> Completion:
 
 
 def joined(sentences: Sentences, outputs: Sequence[Completion]) -> Completion:
-  """Returns the completion of a text, of those of its sentences, in order.
+  """Concatenates the completions of a text's sentences into one completion.
 
-  Tokens, log-probabilities and counts are those of all sentences. It ends by
-  'length' if any of them does.
+  The counts are sums over the sentences. The finish reason is 'error',
+  'rules' or 'length' if that of any sentence is; otherwise it is that of the
+  last sentence that is not empty.
   """
   reasons = [output.finish_reason for output in outputs]
   last = next((x for x in reversed(reasons) if x != 'empty'), 'empty')
@@ -169,7 +173,7 @@ def no_distribution(place: str = '') -> str:
 def from_generation(
   generation: Generation, row: int, tokenizer: Vocabulary, lossless: bool
 ) -> Completion:
-  """Returns one row of a `Generation` on the host as a `Completion`."""
+  """Converts one row of a `Generation` in host memory to a `Completion`."""
   length = int(generation.length[row])
   tokens = [int(token) for token in generation.tokens[row, :length]]
   reason = FinishReason(int(generation.finish_reason[row]))
@@ -178,14 +182,14 @@ def from_generation(
   error = None
   if reason == FinishReason.INVALID:
     error = no_distribution(f' at token {length}')
-  # The tokenizer does not always hide a stop id: one that the caller chose may
-  # be an ordinary word.
+  # The tokenizer does not hide every stop id: a caller may choose an ordinary
+  # word.
   shown = tokens[:-1] if reason == FinishReason.STOP else tokens
   counts = vars(generation.stats).items()
   stats = {name: np.asarray(of[row]).tolist() for name, of in counts}
   stats['num_target_calls'] = calls = stats.pop('num_rounds')
   stats['histogram'] = tuple(stats['histogram'])
-  # Levels of a beam search: one for each call, one for each accepted level.
+  # A beam search has a level for each call, and one for each accepted level.
   levels = calls + stats['num_accepted']
   return Completion(
     text=decode(tokenizer, shown),
@@ -200,7 +204,7 @@ def from_generation(
 
 
 def decode(tokenizer: Vocabulary, tokens: Ids) -> str:
-  """The text of tokens; ids beyond the tokenizer's vocabulary give no text."""
+  """Returns the text of tokens; ids outside the vocabulary are ignored."""
   known = [token for token in tokens if token < tokenizer.vocab_size]
   return tokenizer.decode(known)
 
@@ -210,7 +214,7 @@ class Piece(NamedTuple):
 
   Attributes:
     text: the added text. If tokens share a character, the last one adds it.
-    end: the place in the whole text where the token ends.
+    end: the position in the whole text at which the token ends.
     part: the bytes of a token that is only a part of a character; else empty.
   """
 
@@ -220,28 +224,29 @@ class Piece(NamedTuple):
 
   @property
   def name(self) -> str:
-    """The text; incomplete bytes are written as vLLM and OpenAI do."""
+    """The text; for a part of a character 'bytes:' and its bytes in hex."""
     if not self.part:
       return self.text
     return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self.part)
 
   @property
   def bytes(self) -> list[int]:
-    """The bytes in UTF-8."""
+    """The bytes of the token, in UTF-8."""
     return list(self.part or self.text.encode())
 
 
 class Text:
-  """The text of an output that grows.
+  """The text of an output while its tokens arrive.
 
-  A decoder may still change what it gave for the last tokens: bytes become a
-  character, or a whole run of bytes turns into U+FFFDs while its last character
-  is not complete. Text is stable where one byte more would leave it as it is.
-  Only tokens since the last such place are decoded, so the work is linear.
+  Further tokens may change the text of the last tokens: bytes become a
+  character, or a run of bytes becomes several U+FFFD while its last character
+  is incomplete. Text is stable if one more byte would not change it. Only
+  tokens after the last point at which the whole text was stable are decoded,
+  so the work is linear in the number of tokens.
 
   Attributes:
     whole: the text of the tokens so far.
-    stop_end: where the first stop string ends in `whole`, None without one.
+    stop_end: where the first stop string ends in `whole`; None if it has none.
       Only stable text is searched, so it does not matter how many tokens arrive
       together.
   """
@@ -249,18 +254,20 @@ class Text:
   def __init__(
     self, tokenizer: Vocabulary, stops: Sequence[str] = (), min_length: int = 0
   ):
-    """Makes the text of an output without tokens.
+    """Starts with no tokens and an empty text.
 
     Args:
-      tokenizer: the vocabulary.
+      tokenizer: the vocabulary that decodes the tokens.
       stops: strings that end the output.
-      min_length: a stop string must end after so many tokens.
+      min_length: a stop string counts only if it ends after so many tokens.
     """
     self._tokenizer = tokenizer
     self._stop_strings, self._min_length = stops, min_length
-    # The last byte of a character; no vocabulary has it as a token.
+    # The token of a character's last byte. No vocabulary has a token for the
+    # whole character.
     self._byte = tokenizer.encode('\U0010ffff')[-1:]
-    # These tokens are decoded before `_open`, to keep its first blank.
+    # The tokens before `_open`. Both are decoded together, so that the text of
+    # `_open` keeps its first blank.
     self._context: list[int] = []
     self._open: list[int] = []  # the tokens whose text may still change
     self._settled = self._stable = self.whole = ''
@@ -268,7 +275,7 @@ class Text:
     self.stop_end: int | None = None
 
   def extend(self, tokens: Ids | np.ndarray) -> None:
-    """Appends the tokens that follow."""
+    """Appends further tokens."""
     ids = [int(token) for token in tokens]
     first = max(self._min_length - self._num_tokens, 0)
     for part in filter(None, (ids[:first], ids[first:])):
@@ -278,7 +285,7 @@ class Text:
       self._searched = len(self._stable)
 
   def _read(self, ids: list[int]) -> None:
-    """Appends tokens, and settles the text if it is stable after them."""
+    """Appends tokens; if all text is stable then, it is not decoded again."""
     begin = len(decode(self._tokenizer, self._context))
     self._open = self._open + ids
     window = self._context + self._open
@@ -288,14 +295,14 @@ class Text:
     self.whole = self._settled + text[begin:]
     self._stable = self._settled + stable[begin:]
     if stable == text:
-      # A decoder strips blanks at the beginning of a text, so that the context
-      # is decoded too.
+      # A tokenizer strips blanks at the beginning of a text. So some text must
+      # come before the tokens that are decoded next.
       alone = decode(self._tokenizer, self._open).strip()
       self._context = self._open if alone else window
       self._open, self._settled = [], self.whole
 
   def _search(self, text: str) -> None:
-    """Searches new text for the first whole stop string, if none is found."""
+    """Searches new text for a stop string, unless one was found before."""
     if self._num_tokens <= self._min_length or self.stop_end is not None:
       return
     ends = []
@@ -308,15 +315,15 @@ class Text:
   def pieces_of(self, tokens: Ids, is_end: bool = True) -> list[Piece]:
     """Returns the pieces that further tokens would add, without adding them.
 
-    The first piece also has the text that is not settled before it.
+    The first piece also has the text of earlier tokens that was not stable.
 
     Args:
-      tokens: the tokens.
+      tokens: the further tokens.
       is_end: whether no tokens follow. Otherwise the last tokens have no piece
         while their text may still change.
     """
     longer, pieces = copy.copy(self), list[Piece]()
-    unspelled: list[tuple[int, str]] = []  # (token, text after it)
+    unspelled: list[tuple[int, str]] = []  # (token, whole text up to its end)
     begin = len(self._settled)  # the text of the next piece begins here
     for count, token in enumerate(tokens, 1):
       longer.extend([token])
@@ -344,7 +351,7 @@ class Text:
     return [*pieces, Piece(added, len(text), last)]
 
   def adds(self, token: int) -> Piece:
-    """Returns the text that one more token would add to `whole`."""
+    """Returns the piece that one more token would add to `whole`."""
     longer = copy.copy(self)
     longer.extend([token])
     whole = longer.whole
@@ -371,10 +378,12 @@ class Text:
     return self.whole if self.stop_end is None else self.ready
 
   def cut(self, completion: Completion) -> Completion:
-    """Cuts a completion at a stop string; its tokens were given to `extend`.
+    """Cuts a completion at its first stop string, if it has one.
 
-    A round may produce tokens past it, so the tokens are cut to the fewest
-    whose text holds it. The counts stay: they say what was computed.
+    The completion's tokens must be those that `extend` got. A round may produce
+    tokens after the stop string; the completion keeps only the first tokens
+    whose text contains the whole stop string. Its counts do not change, because
+    they say what was computed.
     """
     text = self.end()
     if self.stop_end is None:
@@ -393,9 +402,9 @@ class Text:
 
 
 def pieces_of(completion: Completion, tokenizer: Vocabulary) -> list[Piece]:
-  """Returns the piece of each token; joined, they are the completion's text.
+  """Returns the piece of each token; together they are the completion's text.
 
-  A stop id adds nothing, nor do tokens after a stop string.
+  A stop id adds no text, and neither do tokens after a stop string.
   """
   size, tokens = len(completion.text), completion.tokens
   has_stop_id = completion.finish_reason == _REASONS[FinishReason.STOP]

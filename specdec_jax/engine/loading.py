@@ -32,8 +32,8 @@ from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 from specdec_jax.text.vocabulary import is_vocabulary
 
 Path = str | os.PathLike[str]
-# This file is in a drafter's folder; beside draft.msgpack its name is
-# draft.shortlist.npz.
+# A drafter's folder has its shortlist in this file; the shortlist of a file
+# draft.msgpack is draft.shortlist.npz.
 SHORTLIST = 'shortlist.npz'
 
 
@@ -49,45 +49,45 @@ def load(
 ) -> Model:
   """Loads a model: a network, its parameters, and its vocabulary.
 
-  A Hugging Face folder, or its id on the hub, has its model's sizes and
-  vocabulary. For other checkpoints give the network, and a tokenizer here or to
-  the engine:
+  A Hugging Face folder, or an id on the hub, describes the network and has the
+  vocabulary. For other checkpoints, pass the network here, and the tokenizer
+  here or to the engine:
 
       load('google/flan-t5-xl', dtype='bfloat16')
       load('t5x/checkpoint_1000000', T5(T5Config(...)), tokenizer='vocab.model')
 
   The demo pair, English to German, is shipped: 'demo' and 'demo-draft'.
 
-  Arrays are found and checked here. An engine reads them later, straight to its
-  devices.
+  Here only the names and shapes of the arrays are read and checked. An engine
+  reads the values later, directly onto its devices.
 
   Args:
     path: path of a checkpoint, of any kind that `checkpoints.load` supports.
-      None is an error: a run file may lack the drafter's path.
-    network: such as `T5(config)`, which is compared with the checkpoint; needed
-      unless the checkpoint is a Hugging Face folder.
-    tokenizer: the tokenizer, or a path for `tokenizer.Tokenizer`; None: that of
-      the folder, if there is one.
-    dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None
-      leaves the computation to `network` (float32 without it) and the
-      parameters to the engine's placement. 'int8' and 'int4' apply to kernels,
-      which are rounded when they are read, see `models.integers`; the
-      computation is then in bfloat16, on a CPU in float32.
-    adapter: folder of a LoRA adapter of PEFT for a Hugging Face folder; it is
-      merged into the parameters when they are read, see
-      `checkpoints.huggingface`.
-    shortlist: for a drafter, the only tokens that it proposes, see
-      `models.other_ids`: their ids; or the path of texts like the outputs, one
-      a line, or of a table that `specdec train` fitted to such texts
-      (gin/runs/fit_ngram.gin). Ends are added. None: shortlist.npz in a Hugging
-      Face folder, as `specdec distil` writes it, or NAME.shortlist.npz beside
-      NAME.msgpack, if there is one.
-    revision: branch, tag or commit of an id of the Hugging Face hub; the same
-      as ID@REVISION.
+      None raises an error that asks for the drafter's path, because only that
+      path may be missing in a run file.
+    network: the network, such as `T5(config)`, which must fit the checkpoint;
+      required unless the checkpoint is a Hugging Face folder.
+    tokenizer: the tokenizer, or the path of a vocabulary; None: the vocabulary
+      in the folder, if there is one.
+    dtype: dtype of parameters and computation, 'float32' or 'bfloat16'. None:
+      the computation has the dtype of `network` (float32 without it), and the
+      parameters that of the engine's placement. 'int8' and 'int4' quantise the
+      kernels while they are read, see `models.integers`; the computation is
+      then in bfloat16, on a CPU in float32.
+    adapter: folder of a LoRA adapter in PEFT's format, for a Hugging Face
+      model; the adapter is merged into the parameters while they are read.
+    shortlist: the only tokens that a drafter may propose, given as ids, as the
+      path of a file of texts like the outputs, one per line, or as the path of
+      a table that `specdec train` fitted to such texts
+      (gin/runs/fit_ngram.gin). Ids that end an output are added. None: the file
+      shortlist.npz in a Hugging Face folder, which `specdec distil` writes, or
+      NAME.shortlist.npz beside NAME.msgpack, if there is one.
+    revision: branch, tag or commit on the Hugging Face hub, as an alternative
+      to a path ID@REVISION.
 
   Raises:
     ValueError: the checkpoint is missing, of an unknown kind, or does not fit
-      `network`; it does not describe itself and no network was given; its
+      `network`; it does not describe its network and none was given; its
       vocabulary cannot be read; or the shortlist cannot be used.
 
   Examples:
@@ -105,7 +105,7 @@ def load(
   if path != name:
     network = network or _demo_network(path)
     tokenizer = tokenizer or 'demo/vocab.model'
-    # The target's kernels have eight bits only in the file.
+    # The target's kernels have eight bits in the file, but not in memory.
     dtype = dtype or ('float32' if name == 'demo' else None)
   check_network(network, dtype)
   location = locate(path, revision)
@@ -157,7 +157,7 @@ def _ids(
   tokenizer: Vocabulary | None,
   ends: Sequence[int],
 ) -> list[int]:
-  """Returns the ids of a shortlist, and those that end an output."""
+  """Returns the sorted ids of a shortlist and of ends of outputs."""
   check_type('shortlist', shortlist, str | os.PathLike | Sequence[int])
   listed: Iterable[int]
   if not isinstance(shortlist, str | os.PathLike):
@@ -188,10 +188,11 @@ def _vocabulary(
   location: Location,
   network: LanguageModel,
 ) -> Vocabulary | None:
-  """Returns the vocabulary that was given, or that of the model's folder.
+  """Returns the given vocabulary, or that in the model's folder, if any.
 
   Raises:
-    ValueError: it cannot be read, or the network has too few or too many ids.
+    ValueError: the vocabulary cannot be read, or its size does not fit the
+      network.
   """
   if tokenizer is None:
     if not facts or not is_vocabulary(pathlib.Path(location.path)):

@@ -31,8 +31,9 @@ def splitter(
 
   Args:
     codec: the codec of the target.
-    config: its `max_input_len` bounds a sentence.
-    options: has the languages, and the prefix of each sentence.
+    config: the engine's configuration, whose `max_input_len` bounds a sentence.
+    options: the request's options, with languages and the prefix of each
+      sentence.
     as_input: converts a sentence with its prefix into the target's input, such
       as a chat; by default the sentence itself is the input.
   """
@@ -66,8 +67,8 @@ class LongTexts:
   """Splits texts into sentences, and joins the outputs of the sentences.
 
   Attributes:
-    parts: the sentences to decode, each with its prefix, output by output; a
-      text with several samples occurs once per sample.
+    parts: the sentences to decode, each with its prefix, in the order of the
+      outputs; the sentences of a text occur once per sample.
     options: the options with which the parts are decoded.
   """
 
@@ -78,13 +79,14 @@ class LongTexts:
 
     Args:
       codec: the codec of the target.
-      config: its `max_input_len` bounds a sentence.
-      texts: the texts.
-      options: the options of the texts; `split` is set.
+      config: the engine's configuration, whose `max_input_len` bounds a
+        sentence.
+      texts: the texts to split.
+      options: the options of the request, with `split` set.
 
     Raises:
-      ValueError: as for `Engine.generate`, a text is not a string, or the
-        package that splits is not installed.
+      ValueError: an option is invalid, as for `Engine.generate`; a text is not
+        a string; or the package that splits texts is not installed.
     """
     if not is_a(texts, Sequence[str]) or isinstance(texts, str):
       raise unexpected('texts', 'a sequence of strings with split', texts)

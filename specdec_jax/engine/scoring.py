@@ -5,9 +5,9 @@ the same `prefill` and `extend` as the decoding loops, so that a score is the
 log-probability that decoding reports for the same tokens.
 
 A classification gives the probability of each label, normalised over the
-labels. Labels with the same first tokens share these: the target reads all
-labels as one tree after an input, in one call. A label has the log-probability
-that `score` gives it.
+labels. Labels that begin with the same tokens share their computation: the
+target reads all labels as one tree after an input, in one call. Before the
+normalisation a label has the log-probability that `score` gives it.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ from specdec_jax.tree_shape import ROOT, Tree, static_tree
 Rows = Sequence[Ids]  # the ids of several texts
 # The likeliest ids and their log-probabilities, for each token of an output.
 Top = Sequence[Sequence[tuple[int, float]]]
-_SMALLEST = 16  # the least number of tokens in a program
-# Positions read in one call. Not all of them together: the logits of a batch of
-# long outputs would take gigabytes.
+_SMALLEST = 16  # shorter texts are padded to this number of tokens
+# The number of positions that one call reads. A single call over all positions
+# would need gigabytes for the logits of a batch of long outputs.
 _BLOCK = 64
 MOST_NODES = 1024  # the most nodes of the tree of labels
-# A call reads at most so many nodes over all rows, since each has V logits.
+# At most so many nodes, over all rows, have their logits in memory at once.
 _NODES_AT_ONCE = 256
 
 
@@ -52,10 +52,10 @@ class Ruled(NamedTuple):
   """Rules by which an output was decoded.
 
   Attributes:
-    rules: on its tokens.
+    rules: the rules on the output's tokens.
     before: the number of scored tokens before the output, such as a prompt's.
     max_length: the most tokens that the output could have.
-    is_beam: whether a beam search found it; then the rules adjust
+    is_beam: whether a beam search found the output; then the rules adjust
       log-probabilities in place of logits.
   """
 
@@ -72,7 +72,7 @@ class Score:
   Attributes:
     log_probs: log-probability of each token, natural logarithm, temperature 1,
       nothing filtered.
-    top: for each token the likeliest tokens at its place and their
+    top: for each token the likeliest tokens at its position and their
       log-probabilities, the likeliest first; () if not asked for.
   """
 
@@ -97,22 +97,25 @@ def score(
 ) -> list[Score]:
   """Scores each output given its input: log prob(targets | inputs).
 
-  Lengths are rounded up to a power of two, and the number of rows as in an
-  engine, so that few programs are compiled.
+  Lengths are rounded up to a power of two, and the number of rows to one of a
+  few sizes, so that few programs are compiled.
 
   Args:
-    network: such as `T5(config)`.
-    params: its parameters, as a checkpoint has them or placed.
-    inputs: ids of each input as the model reads them: for a model with an
-      encoder with their end of sequence; for a decoder-only model not empty.
-    targets: ids of each output; an end of sequence among them is scored too.
-    prompt: with an encoder, all ids that the decoder begins with and that are
-      not scored, such as the token of a language; () is its start token.
-    num_top: how many of the likeliest tokens at each place are wanted.
-    ruled: the rules of each output; () if there are none.
+    network: the network, such as `T5(config)`.
+    params: the network's parameters, on the host or placed on devices.
+    inputs: the ids of each input. For a model with an encoder they include the
+      end of sequence; for a decoder-only model they must not be empty.
+    targets: the ids of each output; an end of sequence among them is scored
+      too.
+    prompt: the ids that the decoder of an encoder-decoder begins with, which
+      are not scored, such as the token of a language; (): the start token. A
+      decoder-only model does not use it.
+    num_top: how many of the likeliest tokens are returned for each position.
+    ruled: the rules by which each output was decoded; () if there were none.
 
   Returns:
-    A `Score` for each example. Logits that are not a distribution give NaN.
+    A `Score` for each output. A log-probability is NaN where the logits are not
+    a distribution.
 
   Raises:
     ValueError: the numbers of inputs and outputs differ, an id is outside the
@@ -125,7 +128,7 @@ def score(
     return []
   encoded, begins, rows = _rows(network, inputs, targets, prompt)
   texts, tokens = _padded(encoded, pad=network.pad_id), _padded(rows, 1)
-  # The number is rounded up, so that few programs are compiled.
+  # `num_top` is rounded up, so that few programs are compiled.
   number = min(next_power_of_two(num_top), network.vocab_size) if num_top else 0
   is_beam, ruling = False, None
   if ruled:
@@ -136,7 +139,7 @@ def score(
       firsts[row] = begins[row] + 1 + one.before
       most[row] = one.max_length
     read = inputs
-    if not network.has_encoder:  # then the prompt is the input
+    if not network.has_encoder:  # its rows begin with the input
       sizes = firsts.tolist()
       read = [ids[:size] for ids, size in zip(rows, sizes, strict=False)]
     prompts = _padded(read, pad=-1)
@@ -158,7 +161,7 @@ def score(
 def shapes(
   network: LanguageModel, inputs: Rows, targets: Rows, prompt: Ids = ()
 ) -> tuple[int, ...]:
-  """The sizes that decide which program `score` runs for these examples."""
+  """Returns the sizes by which `score` chooses a program for these examples."""
   encoded, _, rows = _rows(network, inputs, targets, prompt)
   return padded_rows(len(inputs)), _width(encoded), _width(rows, 1)
 
@@ -169,8 +172,8 @@ def _rows(
   """Returns the encoder's ids, where scoring begins, and the decoder's ids.
 
   The decoder of an encoder-decoder begins with the prompt, a decoder-only model
-  with the input; the targets follow. The logits after the last id before these
-  are those of the first output token.
+  with the input; the targets follow. Scoring begins at the last id before the
+  targets, whose logits predict the first target token.
   """
   begin = [*prompt] or [network.start_id]
   firsts = [begin if network.has_encoder else [*ids] for ids in inputs]
@@ -180,7 +183,10 @@ def _rows(
 
 
 def _prefixes(ruling: Ruling, rows: jax.Array) -> Prefix:
-  """Returns the prefix before each place of rows int32[B, W], as [B, W]."""
+  """Returns the prefix that ends at each position of rows, int32[B, W].
+
+  The arrays of the result have the leading dimensions [B, W].
+  """
   batch, width = rows.shape
   states = None
   if ruling.rules.automaton is not None:
@@ -209,9 +215,10 @@ def _measured(
   rows: jax.Array,
   ruling: Ruling | None = None,
 ) -> tuple[jax.Array, ...]:
-  """Returns the log-probabilities of all ids of int32[B, S + 1] but the first.
+  """Returns the log-probability of each id of `rows`, except the first ids.
 
-  S is a power of two, at least `_SMALLEST`, so that it divides into blocks.
+  `rows` is int32[B, S + 1]. S is a power of two, at least `_SMALLEST`, so that
+  it can be divided into blocks.
 
   Returns:
     float32[B, S]; with `num_top` also the likeliest ids, int32[B, S, num_top],
@@ -256,7 +263,7 @@ def _measured(
 
 
 def _padded(rows: Rows, begin: int = 0, pad: int = 0) -> Any:
-  """Returns rows of ids as int32[B, begin + S]."""
+  """Pads rows of ids to an array, int32[B, begin + S]."""
   width = begin + _width(rows, begin)
   return padded(rows, padded_rows(len(rows)), width, pad)[0]
 
@@ -266,7 +273,7 @@ def _width(rows: Rows, begin: int = 0) -> int:
 
 
 def check_ids(network: LanguageModel, **named: Rows) -> None:
-  """Raises ValueError for ids, `inputs` or outputs, that it cannot read."""
+  """Raises ValueError for input or output ids that a network cannot read."""
   for name, rows in named.items():
     for index, ids in enumerate(rows):
       reads = name == 'inputs' and network.has_encoder
@@ -287,15 +294,17 @@ def classify(
   """Returns the probabilities of labels, float64[B, L]; each row sums to 1.
 
   Args:
-    network: such as `T5(config)`.
-    params: its parameters, as a checkpoint has them or placed.
-    inputs: as for `score`.
-    labels: ids of each label, its end included.
-    prompt: as for `score`.
+    network: the network, such as `T5(config)`.
+    params: the network's parameters, on the host or placed on devices.
+    inputs: the ids of each input. For a model with an encoder they include the
+      end of sequence; for a decoder-only model they must not be empty.
+    labels: the ids of each label, its end of sequence included.
+    prompt: the ids that the decoder of an encoder-decoder begins with; (): the
+      start token.
 
   Raises:
-    ValueError: as for `score`; or there are no labels, one occurs twice, or
-      there are too many.
+    ValueError: an id is outside the vocabulary, a decoder-only model's input is
+      empty, there are no labels, one occurs twice, or there are too many.
   """
   check_ids(network, inputs=inputs)
   encoded, _, prompts = _rows(network, inputs, [()] * len(inputs), prompt)
@@ -324,12 +333,15 @@ def classify(
 
 
 class _Trie(NamedTuple):
-  """A trie of labels: N nodes, which are proper prefixes, and E edges.
+  """A trie of labels.
+
+  Its N nodes are the proper prefixes of the labels. Its E edges are the tokens
+  that follow a node in a label.
 
   Attributes:
     parents: the parent of each node; node 0 is the root.
     tokens: int32[N], the last token of each node.
-    edges: int32[2, E], the node and the token of each edge.
+    edges: int32[2, E], the node that each edge begins at, and its token.
     taken: int[2, T], pairs of an edge and a label whose path has that edge.
   """
 
@@ -354,7 +366,7 @@ def _trie(labels: Rows) -> _Trie:
       advice = 'Give them as choices of generate.'
       expected = f'labels with at most {MOST_NODES} different beginnings'
       raise unexpected('labels', expected, f'{len(labels)} labels', advice)
-  # Sizes are rounded up, so that other labels seldom need another program.
+  # Sizes are rounded up, so that most sets of labels share a program.
   size, steps = map(next_power_of_two, (len(nodes), len(edges)))
   parents = [*nodes, *[(0, 0)] * (size - len(nodes))]
   pairs = [*edges, *[(0, 0)] * (steps - len(edges))]
@@ -374,9 +386,9 @@ def _log_probs(
   tokens: jax.Array,
   edges: jax.Array,
 ) -> jax.Array:
-  """Returns each edge's log-probability, float32[B, E].
+  """Returns each edge's log-probability after each input, float32[B, E].
 
-  It is NaN where the logits give no distribution.
+  It is NaN where the logits are not a distribution.
   """
   slots = tree.slot_positions.shape[1]
   args = network, params, inputs, slots, prompt, slots
@@ -388,7 +400,10 @@ def _log_probs(
   size = min(features.shape[1], _NODES_AT_ONCE)
 
   def add_block(log_probs, block):
-    """Fills in the edges that begin in one block of nodes, [B, `size`, M]."""
+    """Sets the log-probabilities of the edges that begin in a block of nodes.
+
+    A block has the features of `size` nodes, float[B, size, M].
+    """
     number, features = block
     logits = network.head(params, features).astype(jnp.float32)
     total = jax.nn.logsumexp(logits, axis=-1)
@@ -405,6 +420,6 @@ def _log_probs(
 
 
 def _as_prompts(ids: Rows, pad: int = 0) -> tuple[np.ndarray, np.ndarray]:
-  """Returns rows of ids, padded as prompts are, and their lengths."""
+  """Returns rows of ids, padded to a prompt's width, and their lengths."""
   width = next_power_of_two(max(SMALLEST_PROMPT, *map(len, ids)))
   return padded(ids, padded_rows(len(ids)), width, pad)

@@ -1,7 +1,7 @@
 """Figure 1: which proposals of one generation were accepted, round by round.
 
-`rounds_of` keeps what the drafter proposed, `spell` turns the ids into text,
-and a `Trace` can be shown on a terminal, as an HTML page, or as an SVG picture.
+`rounds_of` collects the rounds as ids, `spell` turns the ids into text, and a
+`Trace` can be shown on a terminal, as an HTML page, or as an SVG picture.
 Marks do not depend on colour alone: rejected tokens are struck through, the
 target's own tokens are underlined, and without colour there are brackets.
 """
@@ -47,7 +47,8 @@ _PAGE, _PICTURE = (
 )
 # Sizes of a picture in pixels: a character, a line, and the margin.
 _CHARACTER, _LINE, _MARGIN = 8.4, 30, 16
-# Heights of a trace's frame: one row, everything around the rows, the maximum.
+# Heights of a trace's frame, in rem: a row, all above and below the rows, and
+# the maximum.
 _ROW_REM, _AROUND_REM, _MOST_REM = 2.2, 22, 40
 
 
@@ -56,7 +57,8 @@ class Round(Generic[Token]):
   """One round of Algorithm 1, as ids (`rounds_of`) or as text (`spell`).
 
   Attributes:
-    proposed: x_1..x_gamma; fewer if the drafter or the row's budget ended.
+    proposed: the proposals x_1..x_gamma; fewer if the drafter stopped early or
+      the output had no room for more.
     num_accepted: n, the leading proposals that were kept.
     next_token: t, the target's own token; None after an accepted stop id.
     num_passed: for a draft judged as a block, the leading proposals that pass
@@ -81,38 +83,43 @@ class Round(Generic[Token]):
 
   @property
   def passed(self) -> int:
-    """Proposals that pass Algorithm 1's test, as in `CompletionStats`."""
+    """The number of proposals that pass Algorithm 1's test."""
     return self.num_accepted if self.num_passed is None else self.num_passed
 
   @property
   def num_tested(self) -> int:
-    """Proposals that Algorithm 1 would test: `passed`, and the next, if any."""
+    """The number of proposals that Algorithm 1 tests.
+
+    It tests none after the first that fails.
+    """
     return min(self.passed + 1, len(self.proposed))
 
   @property
   def num_judged(self) -> int:
-    """Proposals that verification judged; a block is judged as a whole."""
+    """The number of proposals judged; a block is judged as a whole."""
     as_block = self.num_passed is not None
     return len(self.proposed) if as_block else self.num_tested
 
   @property
   def parts(self) -> list[tuple[str, Token]]:
-    """Pairs of a token's kind and the token, in the order of the figure."""
+    """Pairs of a token's kind and the token, in the order of the display."""
     num_rejected = self.num_judged - self.num_accepted
     kinds = [ACCEPTED] * self.num_accepted + [REJECTED] * num_rejected
     judged = [*zip(kinds, self.proposed, strict=False)]
     if self.next_token is not None:
       judged.append((TARGET, self.next_token))
-    # Tokens that were not judged come last: a line reads as text up to there.
+    # Tokens that were not judged come last, so that the tokens before them read
+    # as text.
     return judged + [(UNUSED, x) for x in self.proposed[self.num_judged :]]
 
 
 def rounds_of(updates: Iterable[Any]) -> list[Round[int]]:
-  """Returns `Update.round` of each update, as rounds of ids.
+  """Returns the round of each `Update` of a request, with tokens as ids.
 
-  Their `kept` tokens, put together, are the output, a stop id included.
+  The `kept` tokens of all rounds are the output, a stop id included.
   """
-  # Without proposals the loop is the plain one, which has no drafts.
+  # An update of plain decoding has no round. It becomes a round of one token,
+  # without proposals.
   return [x.round or Round((), 0, next(iter(x.tokens), None)) for x in updates]
 
 
@@ -124,16 +131,16 @@ def spell(
 ) -> list[Round[str]]:
   """Returns the same rounds with each token as the text that it adds.
 
-  The texts of the kept tokens, put together, are the text of the output. A
-  token that ends inside a character adds nothing, which is later shown as
-  U+FFFD; the end of sequence and padding become '</s>' and '<pad>'.
+  The texts of all kept tokens together are the text of the output. A token that
+  ends inside a character adds '', which is later shown as U+FFFD; the end of
+  sequence and padding become '</s>' and '<pad>'.
 
   Args:
     rounds: the rounds as ids, from `rounds_of`.
-    tokenizer: the engine's.
+    tokenizer: the engine's vocabulary.
     context: the ids before the first round, whose text has been shown.
-    is_whole: whether nothing follows. Otherwise the last tokens add nothing yet
-      if their text may still change.
+    is_whole: whether no rounds follow. Otherwise the last tokens add '' while
+      later tokens may still change their text.
   """
   names = {tokenizer.pad_id: '<pad>', tokenizer.eos_id: '</s>'}
 
@@ -143,7 +150,7 @@ def spell(
     return [names.get(i, text) for i, text in zip(ids, texts, strict=True)]
 
   before = Text(tokenizer)
-  for token in context:  # one call per token lets each settle where it can
+  for token in context:  # one by one, so that text is settled early
     before.extend([token])
   output = iter(named([i for step in rounds for i in step.kept], is_whole))
   spelled = []
@@ -159,7 +166,7 @@ def spell(
 
 
 def summary(rounds: Sequence[Round]) -> str:
-  """Returns one sentence: tokens, calls of the target, acceptance."""
+  """Returns a sentence with the counts of tokens, calls and proposals."""
   tokens = sum(len(step.kept) for step in rounds)
   accepted = sum(step.num_accepted for step in rounds)
   judged = sum(step.num_judged for step in rounds)
@@ -187,12 +194,12 @@ def shown(piece: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """The accepted and rejected proposals of one decode, which can be shown.
+  """Shows the accepted and rejected proposals of one decoded text.
 
   Attributes:
-    source: the input.
+    source: the input text.
     rounds: the rounds in order, as text.
-    lenience: lenience of the decode; below 1 the output is lossy.
+    lenience: lenience of the decoding; below 1 the output is lossy.
   """
 
   source: str
@@ -213,7 +220,7 @@ class Trace:
   def __rich_console__(
     self, console: Console, options: ConsoleOptions
   ) -> RenderResult:
-    """Yields a line for each round; without colour it has marks."""
+    """Yields a line for each round; marks replace colours if there are none."""
     coloured = console.color_system is not None and not console.no_color
 
     def show(kind: str, piece: str) -> Line:
@@ -258,7 +265,7 @@ class Trace:
   def svg(self) -> str:
     """Returns an SVG picture with a line per round, for light or dark pages.
 
-    Tokens at the same place in their round are aligned in a column.
+    Tokens at the same position in their round are aligned in a column.
     """
     lines = [
       [('quiet', f'{n:>2}'), *((kind, shown(x)[1]) for kind, x in step.parts)]
@@ -266,7 +273,7 @@ class Trace:
     ]
     columns = itertools.zip_longest(*lines, fillvalue=(UNUSED, ''))
     longest = [max(x, key=lambda part: _width(part[1])) for x in columns]
-    # The sentence without the acceptance rate.
+    # The summary without the acceptance rate.
     counted = summary(self.rounds).partition(';')[0]
     source, body, right = shown(self.source)[1], list[str](), 0.0
     header = [[('', source)], [('quiet', f'{counted}{self._lossy}')]]

@@ -1,6 +1,6 @@
 """Decodes files of lines, and tasks, with an engine.
 
-`DecodeConfig` describes a run and `decode` runs it; it can be killed at any
+`DecodeConfig` describes a run, and `decode` runs it. A run can be killed at any
 moment and started again.
 """
 

@@ -1,6 +1,6 @@
 """The configuration of a run, `DecodeConfig`, and the examples of its data set.
 
-A data set is a file of lines, or a task. A task is one of seqio, or a file of
+A data set is a file of lines, or a task. A task is a seqio task, or a file of
 examples (`.tsv`, `.jsonl`, lines), which needs neither seqio nor TensorFlow.
 """
 
@@ -34,7 +34,8 @@ PLAIN, SPECULATIVE, SCORING = 'plain', 'speculative', 'scoring'
 INPUTS, TARGETS = 'inputs', 'targets'
 PREDICTIONS = 'predictions.jsonl'  # the results of a run over lines
 
-# Fields that do not change results, or that `identity` describes otherwise.
+# Fields that do not change results, or that the run's settings have in another
+# form.
 _NOT_DECIDING = frozenset(
   'engine drafter tokenizer input_file mixture_or_task_name output_dir'
   ' overwrite metrics calibration acceptance checkpoint_period stdout'
@@ -47,8 +48,8 @@ class DecodeConfig:
   """A run over the lines of a file, or over a task as T5X users know it.
 
   Attributes:
-    engine: makes the engine; it is called after the cheap checks, for a task
-      with `max_input_len` and `max_decode_len`.
+    engine: makes the engine; it is called after the cheap checks, and for a
+      task it gets the arguments `max_input_len` and `max_decode_len`.
     input_file: UTF-8 text, one input a line, plain or `.gz`, or a named pipe;
       '-' is stdin. It is read if there is no `mixture_or_task_name`.
     output_dir: folder of the results; None writes none. Several processes, and
@@ -56,23 +57,24 @@ class DecodeConfig:
     mixture_or_task_name: name of a task or a mixture, a local task, or the path
       of a file of examples.
     tokenizer: the models' tokenizer; a task needs it.
-    drafter: makes the drafter, which `engine` is called with if a mode is
-      speculative; None leaves the drafter to `engine`.
+    drafter: makes the drafter, which is passed to `engine` if a mode is
+      speculative; None: `engine` has the drafter already.
     options: how an output is decoded: temperature, seed, beams, lenience, ...
       With several samples or beams, a record has lists. For lines,
       `on_too_long` is 'error' or 'truncate'; with 'error' the record of a line
       that is too long has an error.
-    task_feature_lengths: feature -> tokens at most, the end included; longer
+    task_feature_lengths: feature -> the most tokens, the end included; longer
       'inputs' and 'targets' are cut. None: the lengths of the longest example.
     task_split: split of the task; a file has only one.
     task_mode: 'predict', 'score' (the log-probability of the targets), or
-      'predict_with_aux' (predictions with scores and counts; lines too).
+      'predict_with_aux' (predictions with scores and counts). A file of lines
+      is never in mode 'predict', but in 'predict_with_aux' instead.
     mode: 'speculative', 'plain', or 'both'. 'both' decodes each batch
       plainly and then speculatively, compares the two, and keeps the
       speculative outputs.
-    batch_size: examples decoded together, if there are as many.
-    batching: 'fixed' decodes batch after batch; 'continuous' gives the place
-      of a finished example to the next one, and on a CPU decodes on each core.
+    batch_size: the most examples that are decoded together.
+    batching: 'fixed' decodes batch after batch; 'continuous' replaces a
+      finished example by the next one, and on a CPU decodes on each core.
       None: 'continuous' on a CPU for more than 256 outputs and several rows.
       Scoring and beams use fixed batches.
     prompt_feature: feature whose tokens each output begins with; 'targets' is
@@ -80,27 +82,31 @@ class DecodeConfig:
     shard_id: examples with index % `num_shards` == `shard_id` are decoded;
       needed where there are several shards.
     num_shards: number of shards that the examples are split into.
-    checkpoint_period: batches that continuous batching takes together.
+    checkpoint_period: number of batches whose examples one pass of continuous
+      batching decodes.
     include_all_inputs: whether records hold all features, not only texts.
-    prefix: text before each input of a file, such as 'summarize: '; of a text
-      that is split, before each sentence.
-    distinct: whether lines of a file of examples that have the same input are
+    prefix: text before each input of a file, such as 'summarize: '; before each
+      sentence if texts are split.
+    distinct: whether lines with the same input, in a file of examples, become
       one example, whose references are the targets of all these lines.
-    metrics: names of functions of `text.metrics`; 'task': those that the task
-      names, or BLEU for a file with targets; () or None: no metrics.
+    metrics: names of metrics in `text.metrics`; 'task': the metrics that the
+      task names, or BLEU for a file with targets; () or None: no metrics.
     chat: treats each line as a user's message, and puts it into the target's
       chat template.
-    calibration: file of `specdec calibrate`, which chooses gamma for the rows
-      that are decoded together, or says that speculation does not pay.
+    calibration: file of `specdec calibrate`, which says the best gamma for the
+      number of rows that are decoded together, or that speculation does not
+      pay.
     acceptance: record of how often this target accepts this drafter. If it is
       given without a calibration and a gamma, the run chooses the gamma that
-      pays on this host by the times of some calls. They are measured once, by a
-      run of more than 256 lines; before that the gamma is the usual one.
+      pays on this host by the times of some calls. These times are measured
+      once, by the first run of more than 256 lines. Runs before that have the
+      default gamma.
     overwrite: replaces results, and the unfinished run of another
       configuration, in the output folder.
     stdout: 'report' prints the report; 'outputs' prints the outputs, a line for
       each, and the report goes to stderr.
-    require_agreement: whether differing greedy outputs fail the run.
+    require_agreement: whether the run fails if plain and speculative greedy
+      outputs differ.
 
   Raises:
     ValueError: a value has another type or is outside its range.
@@ -152,7 +158,7 @@ class DecodeConfig:
       object.__setattr__(self, 'task_mode', 'predict_with_aux')
 
   def _conditions(self) -> Iterator[tuple[str, Any, str]]:
-    """Yields fields, whether their values are right, and what is expected."""
+    """Yields a field's name, whether its value is valid, and valid values."""
     local = 'a path on this machine (a bucket may hold the models alone)'
     for name in ('input_file', 'output_dir', 'calibration'):
       path = getattr(self, name)
@@ -215,12 +221,12 @@ class DecodeConfig:
 
   @property
   def may_pool(self) -> bool:
-    """Whether a finished output may give its place to another."""
+    """Whether continuous batching is possible; not for beams and scoring."""
     return not self.searches and self.task_mode != 'score'
 
   @property
   def results_name(self) -> str:
-    """The name of the file of records; for a task T5X's name."""
+    """The name of the file of records; for a task it is as in T5X."""
     shard = f'{self.shard_id:05}-of-{self.num_shards:05}'
     if not self.is_task:
       return PREDICTIONS if self.num_shards == 1 else f'{PREDICTIONS}-{shard}'
@@ -228,7 +234,7 @@ class DecodeConfig:
 
   @property
   def files_prefix(self) -> str:
-    """The first part of the names of the other files."""
+    """The prefix of the names of the run's other files."""
     name = self.results_name
     return '' if name == PREDICTIONS else f'{name}.'
 
@@ -239,13 +245,13 @@ class DecodeConfig:
 
   @property
   def task(self) -> tasks.Task:
-    """The task; `tasks.find` has found it by its name."""
+    """The task, after `tasks.find` has replaced its name by a `Task`."""
     task = self.mixture_or_task_name
     assert task is not None and not isinstance(task, str)
     return task
 
   def index(self, number: int) -> int:
-    """Returns the index in the task or file of the shard's example `number`."""
+    """Returns the index, in the whole data set, of the shard's example."""
     return number * self.num_shards + (self.shard_id or 0)
 
   def identity(self) -> dict[str, Any]:
@@ -258,14 +264,14 @@ class DecodeConfig:
 def open_tokenizer(
   path: str | None = None, target: Callable[[], Model] | None = None
 ) -> Vocabulary:
-  """Opens a vocabulary; without a path, that of the target.
+  """Opens a vocabulary; without a path, the target's vocabulary.
 
   Args:
     path: a file or a folder that holds a vocabulary; None: the target's own.
     target: loads the target; it is called only without a path.
 
   Raises:
-    ValueError: it cannot be read, or the target has none.
+    ValueError: the vocabulary cannot be read, or the target has none.
   """
   if path is not None:
     return Tokenizer(path)
@@ -281,13 +287,14 @@ class Example(NamedTuple):
 
   Attributes:
     source: the input, as text or as ids.
-    features: what a record shows: the text of a line, or all features.
-    target: ids of the target; empty if there is no target.
+    features: the text of a line, or all features of a task's example; a record
+      shows them.
+    target: ids of the correct output; empty if none is given.
     prompt: ids that the output begins with; None: no prompt.
     skipped: the completion of an example that is not decoded, because it is
       broken or empty; else None.
     sentences: the sentences of a text that is split; else None.
-    sources: the sentences as the model reads them.
+    sources: the inputs that the model reads for `sentences`, with prefixes.
   """
 
   source: str | Sequence[int]
@@ -300,7 +307,7 @@ class Example(NamedTuple):
 
   @property
   def parts(self) -> list['Example']:
-    """The examples to decode: the sentences of a split text, or this one."""
+    """The sentences of a split text as examples, or only this example."""
     if self.sentences is None:
       return [self]
     return [self._replace(source=source) for source in self.sources]
@@ -326,7 +333,7 @@ class Item(NamedTuple):
   Attributes:
     number: the index of the output; the samples of an example, or of each of
       its sentences, follow one another.
-    example_id: the random numbers derive from this and from the seed.
+    example_id: a number from which, with the seed, the random numbers derive.
     example: the example, or one of its parts.
   """
 
@@ -343,7 +350,8 @@ class DataSet:
     examples: the examples of the run's shard, in order.
     broken_off: why the file could not be read to its end, or None.
     reading: a sentence on how the file is read; None for lines of text.
-    lines: the index of the example of each part; `prepare` sets it.
+    lines: for each text or sentence to decode, the index of its example;
+      `prepare` sets them.
   """
 
   examples: list[Example]
@@ -356,7 +364,7 @@ class DataSet:
 
     Raises:
       ValueError: the task was made for another vocabulary, the engine has no
-        chat template, or numbers of examples and samples are too large.
+        chat template, or there are too many examples or samples.
     """
     of_task, of_engine = config.tokenizer, engine.tokenizer
     if not config.is_task:
@@ -410,7 +418,7 @@ class DataSet:
     return {n: text for n, text in references.items() if text is not None}
 
   def engine_options(self, config: DecodeConfig) -> dict[str, Any]:
-    """Returns the lengths of a task's engine; {} for lines.
+    """Returns the length limits of the engine for a task; {} for lines.
 
     Raises:
       ValueError: the task has no targets, and `task_feature_lengths` is None.
@@ -435,10 +443,10 @@ class DataSet:
 
 
 def read(config: DecodeConfig) -> DataSet:
-  """Reads the examples of a run; broken ones have an error.
+  """Reads the examples of a run; broken examples have an error.
 
   Raises:
-    ValueError: they cannot be read, or all of them are broken.
+    ValueError: the examples cannot be read, or all of them are broken.
   """
   if config.is_task:
     features = config.task.examples(
@@ -468,7 +476,7 @@ def _failed(error: str | None) -> Completion | None:
 def _checked_lines(
   config: DecodeConfig, engine: Engine, examples: Sequence[Example]
 ) -> list[Example]:
-  """Prepares lines for an engine; empty and too long ones are skipped."""
+  """Prepares lines for an engine; marks empty or too long lines as skipped."""
   template = template_of(engine.tokenizer) if config.chat else None
   if config.chat and template is None:
     expected = f'a chat template beside {engine.tokenizer.path!r}'
@@ -510,7 +518,7 @@ def _checked_lines(
 def _task_example(
   config: DecodeConfig, number: int, features: Mapping[str, Any]
 ) -> Example:
-  """Returns an example of a task; one that lacks needed ids has an error."""
+  """Returns an example of a task; it has an error if needed ids are missing."""
   features = dict(features)
   error = features.pop(tasks.BROKEN, None)
   arrays = {k: v for k, v in features.items() if isinstance(v, np.ndarray)}

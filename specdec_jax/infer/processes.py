@@ -1,4 +1,4 @@
-"""Several processes of one run, joined by `jax.distributed`.
+"""Connects several processes of one run, by `jax.distributed`.
 
 JAX watches the processes: if one crashes or never joins, the others end too.
 Finished work is on disk, and all processes can be started again.
@@ -38,7 +38,7 @@ class Meeting:
     process_index: the index of this process, from 0.
 
   Raises:
-    ValueError: some are missing but not all, or one is out of range.
+    ValueError: one or two of the three are None, or one is out of range.
   """
 
   coordinator_address: str | None = None
@@ -64,11 +64,15 @@ class Meeting:
 
 
 def run(function: Callable[[], int]) -> int:
-  """Calls `function`, which joins other processes, and exits if one ends.
+  """Calls a function that joins other processes; exits if it fails.
+
+  Args:
+    function: returns an exit status.
 
   Returns:
-    The function's exit status, if it is 0; else the process exits with it, or
-    with `PEER_ENDED` after a message on stderr.
+    0, if the function returns 0. If it returns another status, this process
+    exits with that status. If another process of the run has ended, this
+    process exits with `PEER_ENDED`, after a message on stderr.
   """
   try:
     status = function()
@@ -92,7 +96,7 @@ def join(meeting: Meeting) -> None:
   """
   message = f'Waiting for the other processes, {_JOIN_S} s at most.'
   print(message, file=sys.stderr)
-  # With this service JAX would only note a SIGTERM, and go on.
+  # With this service a SIGTERM would not end the process.
   jax.config.update('jax_enable_preemption_service', False)
   # Python runs no handler inside JAX's code; with the default action an
   # interrupt ends the process immediately.

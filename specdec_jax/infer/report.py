@@ -23,7 +23,7 @@ from specdec_jax.infer.data import PLAIN, SCORING, SPECULATIVE, DecodeConfig
 from specdec_jax.report import Table, say
 from specdec_jax.report.record import new as new_record
 
-_MOST_LINES = 10  # the report lists no more differences, and no more errors
+_MOST_LINES = 10  # the most differences, and the most errors, in the report
 _NUM_EXAMPLES = 5  # the report shows the outputs of so many lines
 
 
@@ -34,7 +34,8 @@ class Batch:
   Attributes:
     completions: number of the item -> completion.
     seconds: wall time, tokenisation included.
-    compile_seconds: time of compiling its programs, not part of `seconds`.
+    compile_seconds: time of compiling the batch's programs, which is not part
+      of `seconds`.
     first_output_seconds: time from the start of the process to this batch;
       None if it is unknown.
   """
@@ -69,7 +70,7 @@ Outputs = Mapping[str, Sequence[Completion]]
 
 
 def completions_of(batches: Sequence[Batch]) -> dict[int, Completion]:
-  """Returns number of the item -> completion, in the order of the input."""
+  """Returns item number -> completion, in the order of the input."""
   merged = {n: x for batch in batches for n, x in batch.completions.items()}
   return dict(sorted(merged.items()))
 
@@ -97,9 +98,10 @@ def record(
 ) -> dict[str, Any]:
   """Returns the JSON object of an example, with T5X's fields in T5X's order.
 
-  It has the outputs of the last mode. All modes draw from the same
-  distribution, unless lenience makes the last one lossy; then 'lossless' is
-  false. A record does not depend on time, or on how often the run was started.
+  The object has the outputs of the last mode. All modes draw from the same
+  distribution, unless lenience makes the last mode lossy; then 'lossless' is
+  false. The object does not depend on time, or on how often the run was
+  restarted.
   """
   last = list(outputs.values())[-1]
   scores = one_or_all([_score(output) for output in last])
@@ -143,10 +145,10 @@ def error_of(outputs: Outputs) -> str | None:
 def errors_of(
   data: data_lib.DataSet, outputs: Sequence[Outputs], config: DecodeConfig
 ) -> list[str]:
-  """Returns the error of each example that has one, with its place."""
+  """Returns the error of each example that has one, with its line number."""
   unit, first = ('example', 0) if config.is_task else ('line', 1)
   pairs = zip(data.examples, map(error_of, outputs), strict=True)
-  # Errors of the file's reader name the line already.
+  # An error in reading the file names its line already.
   return [
     error if example.skipped else f'{unit} {first + config.index(i)}: {error}'
     for i, (example, error) in enumerate(pairs)
@@ -311,7 +313,7 @@ _LAST = (
 
 
 def table(summary: Mapping[str, Any]) -> Table:
-  """Returns a row for each number, a column for each mode."""
+  """Returns a table with a row for each number and a column for each mode."""
   modes = [mode for mode in (PLAIN, SPECULATIVE, SCORING) if mode in summary]
   titles = list(modes)
   if not summary.get('lossless', True):
@@ -324,7 +326,7 @@ def table(summary: Mapping[str, Any]) -> Table:
   for key in ('speed_up_median', 'speed_up'):
     if summary.get(key):
       columns[0][key], columns[-1][key] = 1.0, summary[key]
-  # Other values, such as a signature, are in the summary only.
+  # Metrics that are not numbers, such as a signature, are only in the summary.
   first = measured.get(modes[0], {})
   names = [name for name in first if isinstance(first[name], float | int)]
   metrics = [(name, f'metrics.{name}', '.2f') for name in names]

@@ -1,7 +1,7 @@
-"""The output folder of a run; it lets a killed run go on.
+"""The output folder of a run, in which a killed run can be continued.
 
 A run appends the results of each batch to the log `NAME.partial` (see
-`files.run_log`); each of several processes has a log of its own. At the end the
+`files.run_log`); each of several processes has its own log. At the end the
 run writes its results and, last, the marker `NAME.COMPLETED`. Meanwhile the
 lock `.NAME.lock` keeps other runs out; the system releases it when the process
 ends, even if it is killed.
@@ -59,7 +59,7 @@ class Folder:
 
   @contextlib.contextmanager
   def claimed(self) -> Iterator[None]:
-    """Makes the folder, and keeps other runs from writing these results.
+    """Makes the folder, and locks this run's results against other runs.
 
     The system releases the lock even if the process is killed. A file system
     without locks leads to a warning on stderr.
@@ -101,8 +101,9 @@ class Folder:
     """Reads a JSON file of finished results.
 
     Args:
-      name: the file, of one object.
-      lines: whether each line holds a value; then a list is returned.
+      name: name of the file.
+      lines: whether each line is a JSON value, so that a list is returned;
+        otherwise the file is one object.
 
     Raises:
       ValueError: the file cannot be read, or is not such JSON.
@@ -134,14 +135,14 @@ class Folder:
   def begin(
     self, settings: Mapping[str, Any], overwrite: bool
   ) -> list[dict[str, Any]]:
-    """Starts the run, or goes on with it.
+    """Starts the run, or continues it.
 
     Args:
       settings: everything that decides the output, as JSON values.
       overwrite: whether work with other settings may be removed.
 
     Returns:
-      The work that all processes have appended so far. Broken lines are left
+      The work that all processes have appended so far. Damaged lines are left
       out and reported on stderr.
 
     Raises:
@@ -179,7 +180,7 @@ class Folder:
     return sorted(self.path.glob(f'{glob.escape(self.name)}.partial*'))
 
   def new_work(self) -> list[dict[str, Any]]:
-    """Returns the work in all logs that was neither read nor appended here."""
+    """Returns work in the logs that this process neither read nor appended."""
     contents = []
     for path in self._partials():
       values, damaged = self._logs.setdefault(path, RunLog(path)).read_new()
@@ -212,7 +213,7 @@ class Folder:
       contents = {**contents, self._marker.name: ''}
     for name, text in contents.items():
       with _explained(self.path / name):
-        # A killed run may have left temporary files.
+        # An earlier run that was killed may have left temporary files.
         for torn in self.path.glob(f'.{glob.escape(name)}.*.tmp'):
           torn.unlink(missing_ok=True)
         files.write_atomically(self.path / name, text.encode())
@@ -224,7 +225,7 @@ class Folder:
       path.unlink(missing_ok=True)
 
   def wait(self, is_done: Callable[[], bool]) -> None:
-    """Waits until `is_done`, as long as other processes write files.
+    """Waits until `is_done()`, as long as other processes write files.
 
     Raises:
       ValueError: no process has written anything for `_MOST_SILENCE_S`.

@@ -1,8 +1,8 @@
 """Decodes or scores lines, a task, or each task of a mixture.
 
 A run reads the examples, makes the engine, decodes batch after batch in each
-mode, and writes the results. A run that was killed goes on when it is started
-again, and does not repeat what is done, see `resume`.
+mode, and writes the results. A run that was killed continues when it is started
+again, and does not repeat finished work, see `resume`.
 """
 
 import codecs
@@ -44,13 +44,14 @@ from specdec_jax.text import metrics, tasks
 
 Beside = Mapping[str, Callable[[], str]]
 SUMMARY = 'summary.json'
-_OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')  # shown in a summary
+# These settings are also entries of the summary itself.
+_OF_SETTINGS = ('gamma', 'gammas', 'rule', 'fallback')
 # Continuous batching writes finished outputs at this interval; a kill loses
 # only what was decoded since then.
 _KEEP_SECONDS = 30.0
-# So many items take less time than ten programs take to compile. For them calls
-# are not timed, inputs and prompts up to these widths share a program, and
-# batches are fixed.
+# Decoding up to `_FEW_ITEMS` items takes less time than compiling ten programs.
+# So a run over so few items times no calls and has fixed batches. It pads
+# inputs and prompts to common widths of at most `_SHORT`.
 _FEW_ITEMS, _SHORT = 256, (64, 65)
 
 
@@ -61,34 +62,36 @@ def decode(
 ) -> dict[str, Any]:
   """Decodes or scores lines or a task, writes the results, prints a report.
 
-  The results of lines are `predictions.jsonl` in `config.output_dir`, with
-  shards `predictions.jsonl-SSSSS-of-NNNNN`; those of a task, or of each task of
-  a mixture, `TASK-MODE.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of
-  a task or a shard have that name with another ending: `.summary.json` (with
+  The results are in `config.output_dir`. Those of lines are in
+  `predictions.jsonl`, or with shards in `predictions.jsonl-SSSSS-of-NNNNN`;
+  those of a task, or of each task of a mixture, are in
+  `TASK-MODE.jsonl-SSSSS-of-NNNNN`, as in T5X. The other files of a task or a
+  shard have that name with a further ending: `.summary.json` (with
   everything that decided the results), the files of `beside`, and the marker
-  `.COMPLETED`, which is written last. A run that was killed goes
-  on, and finished results are kept. The models are loaded once, unless the
-  lengths of a mixture's tasks differ.
+  `.COMPLETED`, which is written last. A run that was killed is continued, and
+  finished results are kept. The models are loaded once, unless the lengths of a
+  mixture's tasks differ.
 
   Args:
-    config: the run.
-    beside: more files for the output folder: name -> function that returns
-      the text; it is called after decoding (gin's operative configuration).
+    config: configuration of the run.
+    beside: further files for the output folder, such as gin's operative
+      configuration, as name -> function that returns the text. The functions
+      are called after decoding.
     console: prints the report; by default on stdout, or on stderr if the
       outputs go to stdout. A progress bar is shown only on a terminal.
 
   Returns:
     The summary, see `report.summarise`, with 'metrics' for a task (and
-    'unmeasured': why the usual metric is missing, or None). For a mixture, a
+    'unmeasured': why the default metric is missing, or None). For a mixture, a
     dict of kind 'mixture', whose 'tasks' has each task's summary by its name.
 
   Raises:
-    ValueError: before the engine is made, if the input or the output folder is
-      bad; before anything is compiled, if the models do not fit. After the
-      results were written, and again if the run is started again: the input
-      broke off, greedy outputs differ although `config.require_agreement` is
-      set, or a metric failed. If no example could be decoded, the records are
-      written without the marker.
+    ValueError: the input or the output folder is bad (raised before the engine
+      is made), or the models do not fit into memory (raised before anything is
+      compiled). Other reasons are raised after the results were written, and
+      again when the run is restarted: the input broke off, greedy outputs
+      differ although `config.require_agreement` is set, or a metric failed. If
+      no example could be decoded, the records are written without the marker.
     OSError: results could not be written; finished work is kept.
   """
   prints = config.stdout == 'outputs'
@@ -109,7 +112,8 @@ def decode(
   if len(sources) > 1:
     make_drafter = config.drafter and functools.cache(config.drafter)
     config = dataclasses.replace(config, drafter=make_drafter)
-    # The lengths are the same for all tasks.
+    # If the lengths are given, they are the same for all tasks, so that these
+    # share an engine.
     if config.task_feature_lengths is not None:
       make, engines = config.engine, list[Engine]()
 
@@ -169,7 +173,7 @@ class _Run:
         options['drafter'] = config.drafter()
       self.engine = config.engine(**options)
     self.items = self.data.prepare(config, self.engine)
-    # More rows than examples would be padding.
+    # If there were more rows than examples, the further rows would be padding.
     examples = max(1, len(self.items) // config.options.num_samples)
     rows = min(config.batch_size, examples)
     is_short = len(self.items) <= _FEW_ITEMS
@@ -209,7 +213,7 @@ class _Run:
     return summary
 
   def summary(self, beside: Beside) -> dict[str, Any]:
-    """Decodes, writes and prints; returns the summary."""
+    """Decodes, writes and prints the results; returns the summary."""
     config, folder = self.config, self.folder
     if (results := self._results()) is None:
       self._check_end({})
@@ -256,19 +260,19 @@ class _Run:
     apart = count > 1 and not self.engine.across_hosts
     items = self.items
     if apart:
-      # Each process has its own models, and decodes every n-th example.
+      # Each process has its own models, and decodes one of `count` examples.
       samples = config.options.num_samples
       items = [x for x in items if x.number // samples % count == process]
     pooled = config.slots is not None
     size = config.rows * (config.checkpoint_period if pooled else 1)
     done = {mode: report.completions_of(x) for mode, x in results.items()}
-    # An item counts as a whole when all modes are done.
+    # In the progress bar, each mode counts as an equal share of an item.
     share = 1 / len(done)
     parts = {x.number: sum(x.number in y for y in done.values()) for x in items}
     before = sum(parts.values()) * share
     with bar(self.console, 'Decoding', len(items), before) as advance:
       if left := [x for x in items if parts[x.number] < len(done)]:
-        # The programs of all modes are compiled side by side, on one host.
+        # On one host, the programs of all modes are compiled in parallel.
         threads = len(self.decoders) if count == 1 else 1
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
           prepare = functools.partial(Decoder.prepare, items=items, left=left)
@@ -295,7 +299,7 @@ class _Run:
     return results
 
   def _context(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
-    """Returns the entries of the summary that are no measurements."""
+    """Returns the entries of the summary other than times and counts."""
     config, models = self.config, self.engine.models
     last = [x for modes in outputs for x in list(modes.values())[-1]]
     reasons = collections.Counter(output.finish_reason for output in last)
@@ -326,8 +330,9 @@ class _Run:
   def _measured(self, outputs: Sequence[Outputs]) -> dict[str, Any]:
     """Computes the metrics of each mode, over the examples with a target.
 
-    They are those of the first sample, or of the best beam, which is the last.
-    An error of a metric is kept, because the results must be written first.
+    Only the first sample of an example counts, or the best beam, which is the
+    last. An error in a metric is stored and raised later, because the results
+    must be written first.
     """
     if not (references := self.data.references):
       return {}
@@ -344,7 +349,7 @@ class _Run:
     return measured
 
   def _check_end(self, summary: Mapping[str, Any]) -> None:
-    """Raises ValueError for a run that fails although its results are kept."""
+    """Raises ValueError if the run fails although its results are written."""
     config = self.config
     where = f'in {config.output_dir!r}' if config.output_dir else 'decoded'
     if broken_off := self.data.broken_off:
@@ -375,25 +380,28 @@ def choose_gammas(
 ) -> Mapping[int, Drafting] | None:
   """Sets the engine's gamma to the best one of a calibration, if there is one.
 
-  If the engine's gamma is 'adaptive', it sets the calibration's rule.
+  If the engine's gamma is 'adaptive', it becomes the calibration's rule.
 
   Args:
-    measured: the run's calibration. If it is None, `config` has a record of
-      acceptance and no gamma was given, the times of calls on this host count.
+    measured: the run's calibration. If it is None and no gamma was given, the
+      choice is made by the times of calls on this host, provided that `config`
+      has a record of acceptance rates.
     config: configuration of the run.
     engine: the engine; its `gamma` is set if speculation pays.
     console: prints lines about the choice.
-    is_short: whether decoding takes less time than it would take to time calls;
-      then only times that an earlier run found count.
+    is_short: whether decoding takes less time than timing calls would; then
+      only times that an earlier run measured are used.
 
   Returns:
-    Number of rows -> their drafting: for the rows that are decoded together,
-    and with continuous batching also for fewer rows, which are left at its end.
-    None without a calibration.
+    Number of rows -> how drafts are made for so many rows. It has the number of
+    rows that are decoded together; with continuous batching also smaller
+    numbers, because fewer rows are left at the end of a run. None: the engine's
+    own settings hold.
 
   Raises:
     ValueError: there is no drafter, or it rests in a beam search.
-    calibration.CalibrationError: it is of other models or of another device.
+    calibration.CalibrationError: the calibration is of other models or of
+      another device.
   """
   _ = engine.drafter  # this raises an error if there is no drafter
   temperature: Any = config.options.temperature  # the same for all texts
@@ -454,30 +462,30 @@ class Decoder:
     config: DecodeConfig,
     plan: Mapping[int, Drafting] | None = None,
   ):
-    """Keeps the arguments; `warmup` compiles the programs.
+    """Stores the arguments; `warmup` compiles the programs.
 
     Args:
-      engine: the engine.
-      mode: plain, speculative or scoring.
+      engine: the engine that decodes or scores.
+      mode: 'plain', 'speculative' or 'scoring'.
       config: configuration of the run.
-      plan: the result of `choose_gammas`.
+      plan: number of rows -> how drafts are made, from `choose_gammas`.
     """
     self._engine, self._mode, self._config = engine, mode, config
     self._pool = config.slots and dataclasses.replace(config.slots, gammas=plan)
-    # The shapes for which scoring is compiled.
+    # The shapes for which scoring has been compiled.
     self._scored: set[tuple[int, ...]] = set()
     self._widths = 1, 1
     self._compile_seconds = 0.0
 
   def prepare(self, items: Sequence[Item], left: Sequence[Item]) -> None:
-    """Compiles the program of the first of fixed batches.
+    """Compiles the program of the first batch, if batches are fixed.
 
-    If there are few items, short inputs get one width, because each width needs
-    a program of its own, which takes longer to compile.
+    If there are few items, short inputs are padded to one width, because
+    compiling another program for each width would take longer.
 
     Args:
-      items: all items of the run, so that it goes on with the same width.
-      left: those that are not decoded yet.
+      items: all items of the run, so that a continued run has the same width.
+      left: the items that are not decoded yet.
     """
     if self._pool or self._mode == SCORING:
       return
@@ -487,7 +495,7 @@ class Decoder:
     self._compile_seconds = self.warmup(self._padded(left))
 
   def _padded(self, items: Sequence[Item]) -> Sequence[Item]:
-    """Returns the first batch, filled up with its last item.
+    """Returns the first batch; if it is too short, its last item is repeated.
 
     A shorter batch would need another program.
     """
@@ -495,7 +503,7 @@ class Decoder:
     return [*items[:rows], *[items[-1]] * (rows - len(items))]
 
   def warmup(self, items: Sequence[Item]) -> float:
-    """Compiles the programs of `run`; returns seconds, 0.0 if all exist."""
+    """Compiles what `run` needs; returns the seconds, 0.0 if all exists."""
     if self._mode != SCORING:
       scheduler = self._engine.scheduler(self._pool or len(items))
       return scheduler.warmup(self._request(items))
@@ -526,10 +534,10 @@ class Decoder:
   ) -> Iterator[Batch]:
     """Decodes or scores items together; yields their outputs.
 
-    Continuous batching yields a part of the outputs each half minute.
+    Continuous batching yields the finished outputs every half minute.
 
     Args:
-      items: the items.
+      items: the items to decode or score.
       advance: called when an item is finished.
     """
     if not items:
@@ -539,7 +547,8 @@ class Decoder:
     part = Batch(compile_seconds=self.warmup(padded) + self._compile_seconds)
     self._compile_seconds = 0.0
     if part.compile_seconds > 0 and rows:
-      # This run is not timed, because it compiles the code around the program.
+      # A run without timing, because it also compiles the code around the
+      # program.
       for _ in self.run(padded):
         pass
     part.first_output_seconds = seconds_since_start()
@@ -585,7 +594,7 @@ def _sources(items: Sequence[Item]) -> list[Any]:
 
 
 def _scored(target: Sequence[int], score: scoring.Score) -> Completion:
-  """Returns a completion with the score of a target."""
+  """Returns a completion that has a target's tokens and their score."""
   if math.isnan(score.total):
     return completion.passed_over('error', completion.no_distribution())
   stats = completion.CompletionStats(len(target), num_target_calls=1)
@@ -614,10 +623,10 @@ def engine_identity(engine: Engine) -> dict[str, Any]:
 def _metrics(
   config: DecodeConfig, examples: data.DataSet
 ) -> tuple[list[metrics.Metric], str | None]:
-  """Returns a task's metrics, and why the usual one is missing, or None.
+  """Returns a task's metrics, and why the default one is missing, or None.
 
   Raises:
-    ValueError: a metric that was named is unknown, or its package is missing.
+    ValueError: a metric in `config` is unknown, or its package is missing.
   """
   names = config.metrics
   if not config.is_task or config.task_mode == 'score' or names is None:

@@ -1,1 +1,1 @@
-"""All measurements: calls, loops, acceptance, calibration, memory, programs."""
+"""Measures the times of calls and loops, acceptance rates, and memory."""

@@ -1,12 +1,12 @@
 """Acceptance rates of a pair, by Corollary 3.6.
 
 The target decodes; at each step the drafter proposes a token for the same
-place, and the overlap of both distributions, sum of min, is the probability
+position, and the overlap of both distributions, sum of min, is the probability
 that the proposal would have been accepted (beta). The mean of beta is alpha. No
 proposal is ever used, so that all drafters are measured over exactly the same
 prefixes. A drafter may have nothing to propose, as `prompt_lookup` without a
-match. Such places do not count in acceptance rates; their share is a rate of
-its own.
+match. Such positions do not count in alpha; the share of positions with a
+proposal is reported beside it.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from specdec_jax.text.tasks import PROMPTS_SPLIT, LocalTask, read_prompts
 from specdec_jax.types import Amount, FinishReason, Positive, Verdict
 from specdec_jax.verify import check_lenience, near_argmax
 
-_NO_PROPOSAL = -1.0  # the beta of a place without a proposal
+_NO_PROPOSAL = -1.0  # the beta of a position without a proposal
 _MOST_GAMMA = 16  # rounds are predicted up to this gamma
 Values = Sequence[float]
 
@@ -49,11 +49,11 @@ class Rate(NamedTuple):
   """A measured mean over tokens.
 
   Attributes:
-    mean: the mean.
-    standard_error: its standard error. The independent units are texts: tokens
-      of one output are not independent, nor are samples of one text. None if
-      there was only one text.
-    num_tokens: number of measured tokens.
+    mean: the sum over all tokens, divided by their number.
+    standard_error: the standard error of the mean. Texts are its independent
+      units, because tokens of one output are not independent, nor are samples
+      of one text. None if there was only one text.
+    num_tokens: number of tokens that the mean is over.
     num_outputs: number of outputs that these tokens belong to.
   """
 
@@ -71,8 +71,9 @@ class Rates(NamedTuple):
       one.
     proposes: share of all tokens that had a proposal.
     overall: mean beta of all tokens, 0 where nothing was proposed. The paper's
-      closed forms need this rate: they assume a proposal at every place.
-    rounds: rounds a token with gamma 0, 1, ...; see `analysis.expected_rounds`.
+      closed forms need this rate: they assume a proposal at every position.
+    rounds: expected rounds per token with gamma 0, 1, ..., see
+      `analysis.expected_rounds`.
   """
 
   alpha: Rate | None
@@ -81,7 +82,7 @@ class Rates(NamedTuple):
   rounds: Sequence[Rate]
 
   def as_record(self, rate: Rate | None) -> dict[str, Any]:
-    """Returns one of the rates, and what gamma is chosen by, as JSON."""
+    """Returns a rate, and numbers to choose gamma by, as JSON values."""
     return {
       'alpha': rate and rate.mean,
       'standard_error': rate and rate.standard_error,
@@ -102,13 +103,13 @@ def ratio(
   residuals hits - alpha * tries (Cochran, Sampling Techniques, Eq. 6.13).
 
   Args:
-    hits: hits of each output.
-    tries: tries of each output.
+    hits: a number for each output, such as its accepted proposals.
+    tries: a number for each output, such as its tested proposals.
     texts: identifies the text of each output; None means that no two outputs
       have the same text.
 
   Raises:
-    ValueError: there is nothing to divide by.
+    ValueError: the sum of `tries` is 0.
   """
   tops = np.asarray(hits, np.float64)
   bottoms = np.asarray(tries, np.float64)
@@ -151,7 +152,7 @@ def decode(
   Args:
     target: the model that decodes.
     drafter: any drafter; it proposes one token per step.
-    params: the parameters of both.
+    params: the parameters of target and drafter.
     request: a request with gamma 1.
   """
   state = speculative.start(target, drafter, params, request)
@@ -179,9 +180,9 @@ def _step(target, drafter, params, request, carry: Overlap) -> Overlap:
   plain = request.with_drafting(gamma=0)
   state = state.replace(drafter_state=drafter_state)
   after, _ = speculative.step(target, drafter, params, plain, state, judge)
-  # Each round makes one token, so the number of rounds is the token's place,
-  # whatever the prompt is. A finished row writes past its end, or past the
-  # array.
+  # Each round makes one token, so the number of rounds is the token's position
+  # in the output, without the prompt. A finished row writes after its last
+  # token, or past the array, which drops the value.
   place = jnp.arange(len(state.length)), state.stats.num_rounds
   beta = jnp.where(draft.length > 0, betas[0], _NO_PROPOSAL)
   return Overlap(after, carry.betas.at[place].set(beta, mode='drop'))
@@ -203,7 +204,7 @@ def _beta(request, draft, logits, target_probs):
   return jnp.where(request.sampling.temperature == 0, near, beta)
 
 
-# The texts of a batch, which identify its outputs, and its request.
+# A batch to decode: its texts, which identify its outputs, and its request.
 Batch = tuple[Sequence[Any], Request]
 
 
@@ -218,7 +219,7 @@ def of_outputs(
   """Measures alpha over at least `num_tokens` tokens that the target generates.
 
   Args:
-    pair: the pair; its drafter proposes a chain.
+    pair: target and drafter; the drafter must propose a chain of tokens.
     batches: batches of one shape; they are decoded until there are enough
       tokens.
     num_tokens: once there are so many tokens, no further batch is begun.
@@ -257,7 +258,7 @@ def of_outputs(
   keys = [text for text, _ in outputs]
   lengths = [len(betas) for _, betas in outputs]
   proposals = [int(np.sum(betas != _NO_PROPOSAL)) for _, betas in outputs]
-  # A place without a proposal counts as one whose proposal fails.
+  # A position without a proposal counts as one whose proposal is rejected.
   chances = [np.maximum(betas, 0.0) for _, betas in outputs]
   hits = [float(betas.sum()) for betas in chances]
 
@@ -282,18 +283,18 @@ def rates(
   most_gamma: int = _MOST_GAMMA,
   **options: Any,
 ) -> Rates:
-  """Measures alpha of an engine's pair, see `of_outputs`.
+  """Measures the acceptance rates of an engine's pair on texts.
 
   Args:
     engine: an engine with a drafter.
     texts: at least one text, as `read_prompts` returns them. Above temperature
       0 they are repeated, each time with other random numbers.
     temperature: temperature of both models.
-    num_tokens: see `of_outputs`.
-    advance: see `of_outputs`.
-    until: see `of_outputs`.
+    num_tokens: once there are so many tokens, no further batch is begun.
+    advance: called with the number of tokens of each batch, for a progress bar.
+    until: no further batch is begun after this time (`time.monotonic()`).
     batch_size: texts decoded together; no rate depends on it.
-    most_gamma: see `of_outputs`.
+    most_gamma: the largest gamma for which rounds are predicted.
     **options: further options of `Engine.request`, such as `seed`.
   """
   options |= {'temperature': temperature}
@@ -315,8 +316,8 @@ class MeasureAlphaConfig(Checked):
   """A measurement of acceptance rates of one target with some drafters.
 
   Attributes:
-    engines: name of a drafter, for the table -> function that makes the
-      target's engine with that drafter; called when it is measured.
+    engines: name of a drafter in the table -> function that makes the engine of
+      the target with that drafter; it is called when the drafter is measured.
     input_file: UTF-8 text, one prompt per line; or a task over local files,
       whose split 'test' is taken. If there are too few prompts for
       `num_tokens`, a temperature above 0 goes through them again, each time
@@ -327,11 +328,12 @@ class MeasureAlphaConfig(Checked):
       otherwise it is left out. With a short `max_input_len`, a decoder-only
       target continues the beginnings of texts.
     num_tokens: number of tokens of the target to measure.
-    temperatures: rows of the table, for each lenience.
-    leniences: in (0, 1]; 1 is the lossless Algorithm 1, less is Table 5.
+    temperatures: temperatures to measure at, each with every lenience.
+    leniences: leniences to measure with, in (0, 1]; 1 is the lossless Algorithm
+      1, less is lossy, as in the paper's Table 5.
     batch_size: prompts decoded together.
     seed: seed of the samples.
-    output_file: JSON; None writes nothing.
+    output_file: path of the record, JSON; None writes no file.
     reuse: whether an existing `output_file` is shown instead of measuring. Its
       settings must be the same; that the models are the same is not checked.
     paper_target: the target of the paper's Table 3 that this target stands in
@@ -389,10 +391,11 @@ def measure_alpha(
   """Measures alpha at every temperature; prints rows as in Table 3.
 
   Returns:
-    The record. Each of its rows has target, draft, temperature and lenience;
-    alpha by Corollary 3.6 and its standard error, None if nothing was proposed;
-    proposes, the share of tokens that had a proposal; the numbers of tokens and
-    outputs measured; paper, target and draft of the paper's row, or None.
+    The record. Each of its rows has 'target', 'draft', 'temperature' and
+    'lenience'; 'alpha' by Corollary 3.6 and its 'standard_error', both None if
+    nothing was proposed; 'proposes', the share of tokens that had a proposal;
+    'num_tokens' and 'num_outputs', which were measured; and 'paper', the target
+    and draft of the row of the paper's table, or None.
 
   Raises:
     ValueError: no prompt can be decoded, the models are broken, or a record to
@@ -416,7 +419,7 @@ def measure_alpha(
 def _rows(
   config: MeasureAlphaConfig, name: str, advance: Advance
 ) -> Iterator[Record]:
-  """Yields the rows of one drafter."""
+  """Measures one drafter; yields its rows of the record."""
   engine = config.engines[name]()
   limit = None if config.truncate else engine.config.max_input_len
   texts = read_prompts(config.input_file, engine.num_input_tokens, limit)
@@ -439,12 +442,12 @@ def _rows(
 
 
 def table(measured: Record) -> Table:
-  """Returns rows as in the paper's Table 3, with their standard errors."""
+  """Returns a table with rows as in the paper's Table 3 and standard errors."""
 
   def alpha(row: Record) -> str | None:
     if row['alpha'] is None:
       return None
-    error = row['standard_error']  # one text alone has no standard error
+    error = row['standard_error']  # None if there was only one text
     return f'{row["alpha"]:.3f}' + ('' if error is None else f' ± {error:.3f}')
 
   return Table.from_records(

@@ -1,8 +1,9 @@
-"""Calibrates a pair here: measures costs and acceptance, and chooses gamma.
+"""Calibrates a pair on this machine: measures, and chooses gamma.
 
-`calibrate` measures both, which takes minutes. `for_host` takes the acceptance
-from a record that is shipped with the drafter, because acceptance does not
-depend on the processor, and times a few calls, once on each host.
+`calibrate` measures the costs of calls and the acceptance rate, which takes
+minutes. `for_host` takes the acceptance rate from a record that is shipped with
+the drafter, because it does not depend on the processor, and times a few calls,
+once on each host.
 """
 
 import dataclasses
@@ -30,14 +31,15 @@ from specdec_jax.report import Column, Record, Table, bar, record, say
 from specdec_jax.text.tasks import read_prompts
 from specdec_jax.types import Minutes, Positive
 
-# The timed rounds have these gammas; they give the time of a proposal, and that
-# of a round without its calls.
+# Rounds with these gammas are timed. The time of a proposal, and the time of a
+# round besides its calls, follow from them.
 _ROUND_GAMMAS = 1, 4, 8
 MOST_GAMMA = 64  # a program is compiled for each gamma
-# On an idle machine, prediction and run differ by a smaller factor.
+# On an idle machine the predicted and the measured speed-up differ by less than
+# this factor.
 _MOST_APART = 1.25
 _RUN_TEXTS, _RUN_REPEATS = 16, 3
-# Options of `generate` that decode until the first token.
+# With these options `generate` decodes only the first token.
 START: dict[str, Any] = {'speculative': False, 'max_length': 1}
 When = Literal['unknown', 'never', 'always']
 _BUSY = 'Something keeps this machine busy: calibrate again when it is idle.'
@@ -54,11 +56,13 @@ class CalibrateConfig(Timing):
     temperature: temperature at which alpha and the costs are measured.
     batches: numbers of rows that are decoded together; a gamma is chosen for
       each.
-    max_gamma: the largest gamma considered; calls are timed over up to one more
-      token.
-    repeats: timed rounds; each round has all runs, in random order.
-    minutes: when measurements are cut short; 0: no limit.
-    output_file: JSON for `specdec decode`; None writes nothing.
+    max_gamma: the largest gamma considered; calls over up to max_gamma + 1
+      tokens are timed.
+    repeats: how often each call and round is timed; they take turns, in random
+      order.
+    minutes: minutes after which measurements are cut short; 0: no limit.
+    output_file: path of the calibration, JSON for `specdec decode`; None writes
+      no file.
 
   Raises:
     ValueError: a number is out of its range.
@@ -75,7 +79,7 @@ class CalibrateConfig(Timing):
   repeats: Annotated[int, Bound(2, 10_000)] = 9
 
 
-# A dict for each number of rows, with 'batch' and with 'times_ms', which is a
+# A dict for each number of rows: 'batch' is that number, 'times_ms' the first
 # result of `calls.steady_ms`.
 Costs = Sequence[Mapping[str, Any]]
 
@@ -88,18 +92,18 @@ def calibrate(
 ) -> Calibration:
   """Measures costs and alpha, chooses gamma, and prints the reasons.
 
-  Some prompts are also decoded with the gamma that is chosen for one row; its
-  speed-up is the lower one of that run and of the prediction.
+  Some prompts are also decoded with the gamma that is chosen for one row. The
+  lower of the predicted and the measured speed-up is then reported.
 
   Args:
-    config: the calibration.
+    config: the settings of the calibration.
     console: shows the results; None uses stdout.
     costs: result of `time_calls` for a drafter of the same shape; None times
       the calls here.
     until: when measurements are cut short (`time.monotonic()`).
 
   Raises:
-    ValueError: the pair does not fit, or no prompt can be decoded.
+    ValueError: the pair does not fit into memory, or no prompt can be decoded.
     CalibrationError: the timings contradict each other.
   """
   console = record.begin(console, config.output_file, config.input_file)
@@ -110,7 +114,7 @@ def calibrate(
     config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )
   if len(set(texts)) < 2:
-    # The error of an acceptance rate comes from differences between texts.
+    # The standard error of an acceptance rate needs differences between texts.
     expected = 'two texts or more that can be decoded'
     raise unexpected('input_file', expected, config.input_file)
   if costs is None:  # timing takes at most half of the time that is left
@@ -132,16 +136,18 @@ def calibrate(
 def time_calls(
   config: CalibrateConfig, engine: Engine, console: Console, until: float
 ) -> Costs:
-  """Times the calls and rounds of a pair; the drafter's values do not matter.
+  """Times the calls and rounds of a pair.
+
+  The values of the drafter's parameters do not matter.
 
   Args:
-    config: the calibration.
-    engine: the engine to time.
+    config: the settings of the calibration.
+    engine: the engine whose pair is timed.
     console: shows the progress.
     until: when timing is cut short (`time.monotonic()`).
 
   Raises:
-    ValueError: the pair does not fit.
+    ValueError: the pair does not fit into memory.
     CalibrationError: the timings contradict each other, or the time is over.
   """
   batches = sorted(set(config.batches))
@@ -179,7 +185,7 @@ def _times(
 def _with_run(
   predicted: Calibration, engine: Engine, texts: Sequence[str], until: float
 ) -> Calibration:
-  """Lowers the predicted speed-up for one row to a measured one, if smaller.
+  """Replaces the predicted speed-up for one row by a lower measured one.
 
   Some texts are decoded one by one, plainly and speculatively in turn.
   """
@@ -221,27 +227,27 @@ def predicted_speed_up(
 ) -> float | None:
   """Predicts the speed-up of outputs; None if there are no costs of `gamma`.
 
-  A call's time and what an output takes besides its calls, such as that of the
-  encoder, the tokenizer and the transfers, are those of the run itself, for the
-  machine may have been quicker or slower when calls were timed. The rest is
-  ratios of these timings.
+  The time of a call, and the time that an output takes besides its calls
+  (encoder, tokenizer, transfers), come from `plain` and `start`, because the
+  machine may have been faster or slower during the calibration. Only ratios of
+  times come from the calibration.
 
   Args:
-    measured: the calibration.
+    measured: the calibration from which ratios of times and acceptance come.
     gamma: proposals per round.
     plain: texts that were decoded plainly.
-    start: the same, until each has its first token, see `START`.
+    start: the same texts, decoded up to their first token, see `START`.
     mean: np.mean or np.median, over the repetitions.
   """
   costs = call_costs(medians(measured.times_ms(1)))
-  # Older calibrations have no rounds.
+  # Calibrations of older versions have no 'rounds'.
   rounds = measured.record['acceptance_rate'].get('rounds', ())
   length = (plain.tokens // len(plain.ms)).mean().item()
   plain_ms, start_ms = (mean(x.ms, axis=0).mean() for x in (plain, start))
   call_ms = (plain_ms - start_ms) / max(length - 1, 1)
   if gamma >= min(len(rounds), len(costs.call_cost)):
     return None
-  # A disturbed run may have been quicker than its start.
+  # Noise may make the whole run seem quicker than its start.
   if call_ms > 0:
     costs = costs._replace(start=max(costs.start, start_ms / call_ms - 1))
   return float(costs.speed_up(length, length * rounds[gamma], gamma))
@@ -252,7 +258,7 @@ def _conclude(
 ) -> Calibration:
   """Chooses a gamma for each number of rows, by measured acceptance and costs.
 
-  It assumes that outputs are as long as those that acceptance was measured on.
+  Outputs are assumed to be as long as those of the acceptance measurement.
   """
   choices = tuple(
     choose_gamma(rate, call_costs(medians(x['times_ms'])), x['batch'])
@@ -268,10 +274,10 @@ class CallCosts(NamedTuple):
   """The costs of calls; the unit is a call of the target over one token.
 
   Attributes:
-    call_cost: v(1), v(2), ....
+    call_cost: v(1), v(2), ...: the cost of a call over 1, 2, ... tokens.
     cost_ratio: c, the cost of a proposal.
     round_cost: cost of a round besides its calls.
-    start: cost of the call that reads the input.
+    start: cost of the target's call that reads the input.
     draft_start: cost of the drafter's call that reads the input.
   """
 
@@ -284,7 +290,8 @@ class CallCosts(NamedTuple):
   def speed_up(self, length: float, rounds: float, gamma: int) -> float:
     """Returns the expected speed-up of outputs that are decoded one at a time.
 
-    Unlike the factor per token it counts the calls that read the input.
+    Unlike the paper's factor per token, it includes the calls that read the
+    input.
 
     Args:
       length: mean number of tokens, the end included.
@@ -299,14 +306,17 @@ class CallCosts(NamedTuple):
 
 
 def call_costs(times: Mapping[str, float]) -> CallCosts:
-  """Returns the costs that follow from times, see `calls.steady_ms`.
+  """Returns the costs of calls that follow from the median times of calls.
 
   Costs of calls are interpolated between the sizes that were timed, and a call
-  over more tokens costs at least as much as one over fewer. A line is fitted to
-  (round minus the target's call) over gamma: its slope is c, its value at gamma
-  0 is the cost of a round besides its calls. Neither is below 0, because the
-  cost of a small drafter can be lost in noise. With a single gamma the whole
-  difference is the cost of proposals.
+  over more tokens costs at least as much as one over fewer. The time of a round
+  less that of the target's call is fitted by a line as a function of gamma. The
+  line's slope is c, and its value at gamma 0 is the cost of a round besides its
+  calls. Negative results, by noise around the cost of a small drafter, become
+  0. With a single gamma the whole difference is the cost of proposals.
+
+  Args:
+    times: name -> milliseconds, with the names of `calls.steady_ms`.
   """
   unit = times['call_1']
   sizes, call_ms = calibration.numbered(times, 'call_')
@@ -333,7 +343,7 @@ def choose_gamma(rate: Record, costs: CallCosts, rows: int) -> Choice:
   Args:
     rate: a result of `Rates.as_record`; the errors of its rounds give the
       interval.
-    costs: the costs; the largest gamma is one less than the sizes of calls.
+    costs: the costs of calls; gamma + 1 is at most their number of tokens.
     rows: the number of rows that these costs were measured with.
   """
   length = rate['num_tokens'] / rate['num_outputs']
@@ -355,8 +365,8 @@ def report(measured: Calibration) -> list[Table | str]:
   """Reports whether speculation pays with each number of rows, and why.
 
   Returns:
-    A sentence for each number of rows, the costs and factors of every gamma,
-    and a sentence on the acceptance rate.
+    A sentence for each number of rows, a table with the costs and speed-ups of
+    every gamma, and a sentence on the acceptance rate.
   """
   verdicts = [_verdict(measured, choice) for choice in measured.choices]
   columns: list[Column | str] = ['gamma']
@@ -413,7 +423,8 @@ def _rows(count: int) -> str:
   return f'{count} row{"s" * (count > 1)}'
 
 
-# `for_host` times these, which takes a second or two after compilation.
+# `for_host` times these calls and rounds, which takes a second or two after
+# compilation.
 _HOST_SIZES = 1, 2, 5, 8  # numbers of tokens of the timed calls
 _HOST_GAMMAS = 1, 7  # the gammas of the timed rounds
 _HOST_TIMES = ['encoder', 'draft_encoder']
@@ -433,19 +444,20 @@ def for_host(
 
   Args:
     engine: an engine with a drafter.
-    acceptance_file: a record of acceptance, see `acceptance`; its row of
-      this pair and the nearest temperature counts.
+    acceptance_file: a record of acceptance rates, as `measure_alpha` writes it.
+      The row of this pair whose temperature is nearest is used.
     rows: rows that are decoded together.
-    temperature: temperature of the run.
+    temperature: temperature at which the run decodes.
     console: shows a sentence if the timings contradict each other.
-    when: when calls are timed: if that was not done before, never, or always.
+    when: 'unknown' times calls unless this host has stored times of them,
+      'never' takes only stored times, 'always' times calls in any case.
 
   Returns:
     The calibration. None if the times are unknown or contradict each other, or
-    if the record has no row of this pair, whose acceptance is then unknown.
+    if the record has no row of this pair.
 
   Raises:
-    ValueError: the file is no such record.
+    ValueError: the file is not a record of acceptance rates.
   """
   pair = dict(engine.fingerprints)
   known = [
@@ -488,10 +500,11 @@ def for_host(
 
 
 def _read_times(value: Mapping[str, Any]) -> dict[str, float]:
-  """Checks times from the cache of a host.
+  """Returns the times in a value from the host's cache, after checks.
 
   Raises:
-    ValueError, LookupError, TypeError: they are not a result of `host_times`.
+    ValueError, LookupError, TypeError: the value is not a result of
+      `host_times`.
   """
   times = {name: float(value[name]) for name in _HOST_TIMES}
   for name, ms in times.items():
@@ -505,12 +518,12 @@ def _read_times(value: Mapping[str, Any]) -> dict[str, float]:
 def host_times(
   engine: Engine, rows: int, temperature: float
 ) -> dict[str, float]:
-  """Returns milliseconds of the encoders, a round, and calls: medians.
+  """Returns the median milliseconds of encoders, rounds and calls of a pair.
 
   Raises:
-    CalibrationError: they contradict each other.
+    CalibrationError: the times contradict each other.
   """
-  # Each call then fits into a cache of 128 slots.
+  # With this length each call fits into a cache of 128 slots.
   sizes = {'decode_len': 112, 'calls_a_run': 10, 'repeats': 5}
   timing = Timing(temperature=temperature, **sizes)
   times = medians(_times(engine, timing, rows, _HOST_SIZES, _HOST_GAMMAS))

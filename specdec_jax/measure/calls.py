@@ -54,9 +54,9 @@ class Run(NamedTuple):
   """A function to time.
 
   Attributes:
-    prepare: makes the inputs of a run afresh, such as a donated state, before
+    prepare: makes new inputs for a run, such as a state that is donated, before
       the clock starts, and returns the function to time.
-    steps: calls, rounds or tokens of a run; times are per step.
+    steps: number of calls, rounds or tokens of a run; times are per step.
   """
 
   prepare: Callable[[], Callable[[], Any]]
@@ -103,10 +103,11 @@ def interleave(
 
 
 class Timed(NamedTuple):
-  """Texts that a method decoded, in some timed rounds.
+  """The times and outputs of texts that one method decoded in timed rounds.
 
   Attributes:
-    ms: float[R, N], milliseconds of each round and of each part of the texts.
+    ms: float[R, N], milliseconds in each of R rounds for each of N parts of the
+      texts.
     outputs: the completions of each part, first those of the call that
       compiled, then those of each round.
   """
@@ -116,13 +117,13 @@ class Timed(NamedTuple):
 
   @property
   def stats(self) -> list[CompletionStats]:
-    """The counts of each part, over all rounds."""
+    """The counts of each part, summed over all timed rounds."""
     timed = [itertools.chain(*part[1:]) for part in self.outputs]
     return [total(output.stats for output in part) for part in timed]
 
   @property
   def tokens(self) -> np.ndarray:
-    """int[N], the tokens of each part, over all rounds."""
+    """int[N], the number of tokens of each part in all timed rounds."""
     return np.array([part.num_tokens for part in self.stats])
 
 
@@ -139,7 +140,7 @@ def decode_in_turn(
 
   Args:
     methods: name -> engine, and further options of its `generate`.
-    texts: the texts.
+    texts: the texts to decode.
     parts: indices of the texts that each timed call decodes.
     repeats: timed rounds; each has another seed, unless `options` have one.
     advance: called after each round, as for `interleave`.
@@ -200,8 +201,9 @@ def random_params(network: LanguageModel, seed: int, dtype: str) -> Any:
 
   Args:
     network: the network; its `init` gives names and shapes.
-    seed: seed of the draw.
-    dtype: 'float32' or 'bfloat16', in which integers are drawn too.
+    seed: seed of the random numbers.
+    dtype: 'float32' or 'bfloat16'; for dtypes of integers, the parameters are
+      drawn in bfloat16.
 
   Returns:
     A tree like that of `network.init`; matrices are normal with variance
@@ -226,10 +228,11 @@ _normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
 def forced_judge(acceptance_rate: float) -> Judge:
   """Returns a judge that does Algorithm 1's work, but accepts at random.
 
-  It gives the walltime that a pair would have at an alpha, for models whose
-  fine-tuned checkpoints are not available. Models of the real size do all their
-  work, but each proposal is accepted with the same probability, independently
-  of others, as Section 3.1 of the paper assumes. The output is meaningless.
+  With this judge a run takes as long as a pair with the given acceptance rate
+  would, even if the fine-tuned checkpoints of that pair are not available.
+  Models of the real size do all their work, but each proposal is accepted with
+  the same probability, independently of others, as Section 3.1 of the paper
+  assumes. The output is meaningless.
   """
 
   def judge(request, draft, logits, keys):
@@ -268,9 +271,9 @@ def make_request(
   Args:
     network: the target; without an encoder the inputs are prompts, after the
       start token.
-    batch: B.
-    input_len: E.
-    slots: tokens per run.
+    batch: B, the number of rows.
+    input_len: E, tokens of an input.
+    slots: tokens of an output.
     temperature: temperature of both models.
     seed: seed of the ids, none of them special in T5, and of the samples.
     gamma: proposals per round.
@@ -284,7 +287,7 @@ def make_request(
   keys = example_keys(seed, np.arange(batch, dtype=np.uint32))
   args = inputs, keys, probs.SamplingConfig(temperature=temperature)
   prompts: Record = {'prompt': prompt, 'prompt_length': prompt.shape[1]}
-  # A run then spends no time on moving the request.
+  # The request is on the device, so that runs spend no time on moving it.
   return jax.device_put(new_request(*args, slots=slots, gamma=gamma, **prompts))
 
 
@@ -295,13 +298,13 @@ def loop_run(
   request: Request,
   rounds: int | None = None,
 ) -> Run:
-  """Returns a decoding loop as a run, without its start.
+  """Returns a decoding loop as a run; the start of the loop is not timed.
 
   Args:
-    loop: the loop.
-    start: its compiled start.
-    params: its parameters.
-    request: the request that it decodes.
+    loop: the plain or speculative loop to time.
+    start: the compiled function that makes the loop's first state.
+    params: the parameters of the models.
+    request: the request that the loop decodes.
     rounds: number of rounds to run, in the middle of the output; None runs the
       whole loop.
   """
@@ -317,8 +320,8 @@ def loop_run(
   state = run(state, jnp.int32(before))
 
   def prepare():
-    # In a real run a small model stays in the processor's caches, but the runs
-    # timed in between put it out. A round before the clock brings it back.
+    # In a real run a small model stays in the processor's caches, but here the
+    # other runs evict it. A round before the clock starts brings it back.
     warm = jax.block_until_ready(run(_copy(state), jnp.int32(1)))
     return functools.partial(run, warm, jnp.int32(rounds))
 
@@ -334,9 +337,10 @@ def call_run(
 ) -> Run:
   """Returns calls of the target over `num_tokens` tokens each, in one loop.
 
-  The cache is at half of the run's output, and is rewound after each call, as
-  after a rejection; each call reads the tokens of the call before. As in
-  `loop_run`, an additional call comes before the clock starts.
+  The KV cache is filled up to half of the output, and is rewound to there
+  before each call, as after a rejection. Each call reads the tokens that the
+  call before it returned. As in `loop_run`, an additional call comes before the
+  clock starts.
   """
   target = pair.target
 
@@ -363,7 +367,7 @@ def call_run(
   return Run(prepare, calls)
 
 
-# Times that contradict each other are measured again, up to so often.
+# Times that contradict each other are measured again, up to so often in all.
 _ATTEMPTS = 5
 MOST_LEN, _MOST_RUNS = 1 << 17, 10_000
 LEAST_DECODE_LEN = 32  # a shorter run would mostly time its start
@@ -374,12 +378,13 @@ class Timing(Checked):
   """Settings of timed calls, which read random tokens.
 
   Attributes:
-    input_len: E, tokens of an input, in the costs; without an encoder those of
-      a prompt, after the start token.
-    decode_len: tokens of an output, in the costs.
-    temperature: 0 is greedy.
-    calls_a_run: calls in one timed loop.
-    repeats: timed rounds; each round has all runs, in random order.
+    input_len: tokens of an input in timed calls; for a decoder-only model,
+      tokens of a prompt after the start token.
+    decode_len: tokens of an output in timed calls.
+    temperature: temperature of both models; 0 is greedy.
+    calls_a_run: number of calls in one timed loop.
+    repeats: how often each call, round or loop is timed; they take turns, in
+      random order.
     seed: seed of inputs and samples.
 
   Raises:
@@ -390,7 +395,7 @@ class Timing(Checked):
   decode_len: Annotated[int, Bound(LEAST_DECODE_LEN, MOST_LEN)] = 120
   temperature: Amount = 0.0
   calls_a_run: Annotated[int, Bound(1, _MOST_RUNS)] = 20
-  # The error of a time needs the spread of two rounds or more.
+  # The standard error of a time needs two rounds or more.
   repeats: Annotated[int, Bound(2, _MOST_RUNS)] = 7
   seed: int = 0
 
@@ -402,12 +407,12 @@ class Timing(Checked):
   def check_fits(
     self, check: MemoryCheck, target: LanguageModel, batch: int, gamma: int
   ) -> None:
-    """Raises DoesNotFitError if a run of `request` does not fit.
+    """Raises DoesNotFitError if a run of `request` does not fit into memory.
 
     Args:
-      check: checks the memory.
-      target: the target.
-      batch: B.
+      check: the check of the pair's memory.
+      target: the target's network.
+      batch: B, the number of rows.
       gamma: the largest gamma.
     """
     made = jax.eval_shape(lambda: self.request(target, batch, gamma))
@@ -422,26 +427,27 @@ def call_runs(
   gammas: Sequence[int],
   until: float = math.inf,
 ) -> dict[str, Run]:
-  """Prepares the calls and rounds of a pair, programs compiled side by side.
+  """Prepares calls and rounds of a pair; compiles their programs in parallel.
 
   A round is timed inside the speculative loop. There it takes more time than
-  its calls measured alone, because each model finds the processor's caches
-  filled by the other model. No proposal is accepted.
+  its calls do when they are measured separately, because each model finds the
+  processor's caches filled by the other model. No proposal is accepted.
 
   Args:
-    pair: the pair.
-    timing: the request that is decoded, and the calls or rounds of a run.
-    batch: B.
-    sizes: m, tokens of a call.
-    gammas: proposals of a round.
+    pair: the pair whose calls are timed.
+    timing: settings of the request, and the number of calls or rounds of a run.
+    batch: B, the number of rows.
+    sizes: the numbers m of tokens for which calls of the target are timed.
+    gammas: the numbers g of proposals for which rounds are timed.
     until: no program is compiled after this time (`time.monotonic()`).
 
   Returns:
-    Runs: 'encoder', the target's call that reads the input; 'start', the calls
-    of both models that do so; 'call_m' for each size, 'round_g' for each gamma.
+    Name -> run: 'encoder' is the target's call that reads the input, and
+    'start' is the calls of both models that read it; 'call_m' is calls over m
+    tokens, and 'round_g' is rounds with g proposals.
 
   Raises:
-    CalibrationError: the time is over.
+    CalibrationError: `until` has passed.
   """
   drafter = pair.drafter
   assert drafter is not None
@@ -456,7 +462,7 @@ def call_runs(
   read_both = functools.partial(start, pair.params, largest)
   cache = read().target_cache
   jax.block_until_ready(read_both())
-  # The longest compilations come first.
+  # The programs that take longest to compile come first.
   makers: dict[str, Callable[[], Run]] = {}
   for gamma in gammas:
     makers[f'round_{gamma}'] = functools.partial(
@@ -472,7 +478,7 @@ def call_runs(
       raise CalibrationError('The time is over: give more minutes.')
     return make()
 
-  # XLA compiles without Python's lock, a program on each core.
+  # XLA compiles without holding Python's lock, so each core compiles a program.
   with concurrent.futures.ThreadPoolExecutor(backend.num_cores()) as pool:
     runs = dict(zip(makers, pool.map(in_time, makers.values()), strict=True))
   return {'encoder': Run(lambda: read), 'start': Run(lambda: read_both)} | runs
@@ -487,16 +493,17 @@ def steady_ms(
   """Times runs in turn, and again where the times contradict each other.
 
   Args:
-    runs: runs of `call_runs`, and others.
+    runs: a result of `call_runs`, and further runs.
     repeats: timed rounds.
-    advance: called after each round; a new attempt takes its rounds back.
+    advance: called after each round to move a progress bar, and with `-repeats`
+      before a new attempt.
     until: no further attempt begins after this time (`time.monotonic()`).
 
   Returns:
-    The result of `summarise` for each run, and for 'draft_encoder', the time in
-    which the drafter reads the input: that of 'start' less that of 'encoder'.
-    And how the times still contradict each other, see
-    `calibration.contradiction`, or ''.
+    A pair. The first item is name -> the result of `summarise`, for each run
+    and for 'draft_encoder', the time in which the drafter reads the input: that
+    of 'start' less that of 'encoder'. The second item says how the times still
+    contradict each other; it is '' if they do not.
   """
   times: dict[str, list[float]] = {name: [] for name in runs}
   for attempt in range(_ATTEMPTS):
@@ -521,16 +528,17 @@ class BenchmarkConfig(Timing):
   """A benchmark of a pair; each output has `decode_len` tokens.
 
   Attributes:
-    target: the model to time; a network without parameters gets random ones,
-      which are drawn on the device.
+    target: the model to time; a network without parameters gets random
+      parameters, which are drawn on the device.
     drafter: the small model that drafts; a network gets random parameters too.
-    placement: layout and dtype of both.
-    gammas: proposals per round.
-    batch: B.
+    placement: layout on the devices and dtype of both models.
+    gammas: numbers of proposals per round to time.
+    batch: number of rows that are decoded together.
     forced_acceptance: None accepts by Algorithm 1; otherwise each proposal is
       accepted with this probability, see `forced_judge`.
-    call_sizes: m, tokens per call, for v(m).
-    output_file: JSON; None writes nothing.
+    call_sizes: numbers m of tokens for which v(m), the cost of a call, is
+      timed.
+    output_file: path of the record, JSON; None writes no file.
     name: name of the record.
 
   Raises:
@@ -554,7 +562,7 @@ class BenchmarkConfig(Timing):
 
   @functools.cached_property
   def models(self) -> tuple[Model, Model]:
-    """Target and drafter."""
+    """Target and drafter; a network without parameters becomes a model."""
 
     def made(model: Model | LanguageModel, seed: int) -> Model:
       if isinstance(model, Model):
@@ -572,13 +580,13 @@ class BenchmarkConfig(Timing):
     return json.loads(json.dumps(values, default=repr))
 
   def check_memory(self) -> None:
-    """Raises DoesNotFitError if the pair does not fit."""
+    """Raises DoesNotFitError if the pair does not fit into memory."""
     target, draft = self.models
     check = MemoryCheck(target, small_model(draft), self.placement)
     self.check_fits(check, target.network, self.batch, max(self.gammas))
 
   def pair(self) -> PlacedPair:
-    """Places the models."""
+    """Reads the models onto the devices."""
     for model in self.models:
       partitioning.check_dtypes(model, self.placement)
     target, draft = self.models
@@ -592,18 +600,20 @@ def benchmark(
   """Times the calls and loops of a pair; prints a table, writes the record.
 
   Returns:
-    The record: the settings, and `times_ms` of each run, see `call_runs`, of
-    'plain_loop' (per token) and of 'speculative_g'; `call_cost`, v(m);
-    `bandwidth_fraction`: bytes per second of the plain loop over those of a
-    matrix-vector product; and a row for each of `gammas`: cost_ratio,
-    which is c, the cost of one proposal inside a round, in calls of the target
-    over one token; acceptance_rate and histogram of the timed loop; speed_up
-    against the plain loop; and expected_speed_up by
-    E(gamma, alpha) / (v(gamma + 1) + gamma c), for independent acceptance. It
-    is None if the times contradict each other: `contradiction` says how.
+    The record. It has the `settings`; `times_ms` of each run of `call_runs`, of
+    'plain_loop' (per token) and of 'speculative_g' for each gamma g;
+    `call_cost`, which is m -> v(m); `bandwidth_fraction`, the bytes per second
+    that the plain loop reads, relative to a matrix-vector product;
+    `contradiction`, which says how the times contradict each other, or is '';
+    and `gammas`, a row for each gamma. A row has `cost_ratio`, which is c, the
+    time of a proposal inside a round, in calls of the target over one token;
+    `acceptance_rate` and `histogram` of the timed loop; `speed_up` over the
+    plain loop; and `expected_speed_up`, which is
+    E(gamma, alpha) / (v(gamma + 1) + gamma c) for independent acceptance, or
+    None if the times contradict each other.
 
   Raises:
-    DoesNotFitError: memory is too small; raised before anything is made.
+    DoesNotFitError: memory is too small; raised before arrays are made.
   """
   console = record.begin(console, config.output_file)
   config.check_memory()
@@ -637,7 +647,8 @@ def benchmark(
     'gammas': gammas,
   }
   done = record.new('benchmark', values)
-  # The tables of `specdec reproduce` explain benchmarks of forced acceptance.
+  # `specdec reproduce` explains benchmarks with forced acceptance below its own
+  # tables.
   notes = _EXPLAINED if config.forced_acceptance is None else ()
   record.finish(config.output_file, console, done, table(done), *notes)
   return done
@@ -646,7 +657,7 @@ def benchmark(
 def _loop_runs(
   config: BenchmarkConfig, pair: Pair
 ) -> tuple[dict[str, Run], dict[int, Any]]:
-  """Returns the whole loops of a benchmark; gamma -> its loop's statistics."""
+  """Returns runs of whole loops, and gamma -> the statistics of its loop."""
 
   def whole(loop: Loop, gamma: int) -> Run:
     request = config.request(pair.target, config.batch, gamma)
@@ -670,7 +681,7 @@ def _of_gamma(
 ) -> Record:
   """Returns a gamma's measurements, and a prediction from costs and alpha."""
   call, verify = median['call_1'], median[f'call_{gamma + 1}']
-  # A drafter whose cost is lost in the target's noise counts as 0, not less.
+  # By noise, the measured cost of a small drafter may be negative.
   cost_ratio = max(median[f'round_{gamma}'] - verify, 0.0) / gamma / call
   alpha = float(stats.num_accepted.sum() / max(stats.num_tested.sum(), 1))
   factor = analysis.walltime_factor(alpha, gamma, cost_ratio, verify / call)
@@ -715,7 +726,7 @@ def table(benchmarked: Record) -> Table:
   return Table.from_records(title, columns, benchmarked['gammas'], notes)
 
 
-# Sentences below tables.
+# These sentences are printed below tables.
 COSTS_NOTE = (
   'v(m): time of a call of the target over m tokens, in calls over one token.'
   ' c: time of a proposal, in the same unit, inside a round, where each model'

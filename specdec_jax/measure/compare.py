@@ -1,9 +1,9 @@
 """Compares methods of decoding, at several temperatures and numbers of rows.
 
-A method is an engine with options: a gamma, an adaptive gamma, drafts judged by
-token or as a block, a tree, heads. Texts are decoded one at a time, or many at
-a time by continuous batching, plainly and by every method. The order is random,
-so that noise of the machine affects all methods alike.
+A method is an engine with options, such as a fixed or an adaptive gamma, drafts
+judged by token or as a block, a tree, or heads. Texts are decoded one at a
+time, or many at a time by continuous batching, plainly and by every method. The
+order is random, so that noise of the machine affects all methods alike.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class Method(Checked):
   """A method of decoding.
 
   Attributes:
-    name: its name in tables.
+    name: name of the method in tables.
     options: options of `Engine.generate`, such as gamma and verification.
-    engine: makes its engine; None takes that of the comparison. All methods
-      have the same target.
+    engine: makes the method's engine; None takes the engine of the comparison.
+      All methods have the same target.
   """
 
   name: str
@@ -58,18 +58,20 @@ class CompareConfig:
     engine: makes the engine; called after all cheap checks.
     input_file: the texts, one a line.
     methods: the methods to compare.
-    gammas: each adds a method that proposes so many tokens a round, whose
+    gammas: each gamma adds a method that proposes so many tokens per round. Its
       speed-up is also predicted if a calibration or `acceptance` is given.
-    temperatures: 0 is greedy.
-    rows: texts that are decoded together; 1 times each text alone, a larger
-      number times all texts at once, by continuous batching.
+    temperatures: temperatures to compare at; 0 is greedy.
+    rows: numbers of texts that are decoded together; with 1 each text is timed
+      separately, with more all texts are timed at once, by continuous batching.
     num_lines: how many lines are decoded; None decodes all of them.
     repeats: timed repetitions; above temperature 0 each draws other samples.
-    calibrations: files of `specdec calibrate`, one a temperature, which predict
-      speed-ups and say where an 'adaptive' gamma ends a draft; if such a file
-      says that no gamma pays, 'adaptive' decodes plainly. None is skipped.
-    acceptance: record of the pair's acceptance; without a calibration, calls
-      are timed here to predict speed-ups, see `calibrate.for_host`.
+    calibrations: files of `specdec calibrate`, one per temperature, which
+      predict speed-ups and say where an 'adaptive' gamma ends a draft; if such
+      a file says that no gamma pays, 'adaptive' decodes plainly. An entry None
+      is skipped.
+    acceptance: record of the pair's acceptance rates; if there is no
+      calibration, calls are timed on this host to predict speed-ups, see
+      `calibrate.for_host`.
     output_file: path of the record, JSON; None writes none.
     plot_file: path of the picture, PNG; None draws none.
     name: name of the pair, for the title.
@@ -101,7 +103,7 @@ class CompareConfig:
 
   @property
   def all_methods(self) -> list[Method]:
-    """The methods, and those of `gammas`."""
+    """The methods of `methods`, and a method for each of `gammas`."""
     sizes = dict.fromkeys(self.gammas)
     return [*self.methods, *(Method(f'gamma {x}', {'gamma': x}) for x in sizes)]
 
@@ -110,11 +112,11 @@ def compare(config: CompareConfig, console: Console | None = None) -> Record:
   """Times every method; prints a table, writes the record and the picture.
 
   Returns:
-    The record: its table as `Table.to_json` has it, the name of the pair, the
-    layout of its kernels, and `rows_measured`: for each method, temperature and
-    number of rows its tokens a call, ms a token and speed-up, both with 95 %
-    intervals over texts (None where all texts were timed together); and the
-    predicted speed-up, or None.
+    The record. It has the table as `Table.to_json` returns it, the name of the
+    pair, the layout of its kernels, and `rows_measured`. These have, for each
+    method, temperature and number of rows, the milliseconds per token; the
+    tokens per call and the speed-up, with 95 % intervals over texts (None where
+    all texts were timed together); and the predicted speed-up, or None.
 
   Raises:
     ValueError: the texts cannot be decoded, an engine cannot be made, a
@@ -124,7 +126,7 @@ def compare(config: CompareConfig, console: Console | None = None) -> Record:
   paths = config.output_file, config.input_file, config.plot_file
   console = record.begin(console, *paths)
   files = [calibration.load(path) for path in config.calibrations if path]
-  # Engines that are equal are made once.
+  # Methods with the same function `engine` share one engine.
   makers = [method.engine for method in config.all_methods]
   engines = {m: m() for m in dict.fromkeys([config.engine, *makers]) if m}
   engine = engines[config.engine]
@@ -172,13 +174,14 @@ class _Comparison(NamedTuple):
   measured: Calibration | None
 
   def rows(self, rows: int, advance: Advance) -> Iterator[Record]:
-    """Measures each method with a number of rows."""
+    """Times all methods on batches of `rows` texts; yields a record of each."""
     config, measured = self.config, self.measured
     engine = self.engines[config.engine]
     methods = {PLAIN: (engine, {'speculative': False}), _START: (engine, START)}
     for method in config.all_methods:
       options = dict(method.options)
-      # A calibration gives an adaptive method its thresholds, or turns it off.
+      # A calibration sets the thresholds of an adaptive gamma, or turns
+      # speculation off.
       if options.get('gamma') == 'adaptive' and measured is not None:
         if measured.at(1).gamma:
           options['gamma'] = measured.rule(1)
@@ -222,10 +225,10 @@ def _check_equal(name: str, outputs: Any, plain: Any) -> None:
 
 
 def _with_intervals(timed: Timed, plain: Timed) -> dict[str, Any]:
-  """Returns the numbers of a method, with intervals over texts."""
+  """Returns a method's measured numbers, with intervals over texts."""
   count = timed.ms.shape[1]
   drawn = np.random.default_rng(0).integers(count, size=(_DRAWS, count))
-  # The first row picks each text once.
+  # The first row picks each text once; the others are bootstrap samples.
   picks = np.vstack([np.arange(count), drawn])
 
   def ratio(over: np.ndarray, under: np.ndarray) -> np.ndarray:
@@ -271,7 +274,7 @@ def _table(config: CompareConfig, rows: Sequence[Record], lines: int) -> Table:
 
 
 def side_by_side(records: Sequence[Record]) -> Table:
-  """Returns a row per machine: its best gamma, and the gamma that was chosen.
+  """Returns a table with the best and the chosen gamma of each machine.
 
   Raises:
     ValueError: a record lacks the gamma that was chosen.
@@ -306,7 +309,7 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
   """Draws the speed-up of each method, and crosses where it was predicted.
 
   Args:
-    path: path of the PNG; replaced whole or not at all.
+    path: path of the PNG, which is written completely or not at all.
     comparison: a result of `compare`.
 
   Raises:
@@ -344,7 +347,7 @@ def plot(path: str | os.PathLike[str], comparison: Mapping[str, Any]) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color='#888888', label='plain decoding')
     axes.set_xlabel('times as fast as plain decoding, and its interval')
-    # The legend covers no point.
+    # The legend is beside the axes, so that it covers no point.
     axes.legend(loc='upper left', bbox_to_anchor=(1, 1))
     pair = comparison['pair']
     figure.suptitle(f'{pair} on {record.where(comparison)}', fontsize='small')

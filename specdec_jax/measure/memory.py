@@ -1,6 +1,6 @@
 """Bytes that a call must read, counted from shapes without making arrays.
 
-`engine.pair.MemoryCheck` counts what a run holds.
+`engine.pair.MemoryCheck` counts the bytes that a run keeps in memory.
 """
 
 from typing import Any
@@ -35,15 +35,17 @@ def param_shapes(network: LanguageModel, placement: Placement) -> Params:
 def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
   """Returns the least bytes that one call of a decoder must read.
 
-  They are those of the parameters, of the keys and values of the input, and of
-  the keys and values of the bucket that is attended to: the mean over a run
-  that fills its slots. The rows of embeddings that a call reads, and the values
-  that it writes, are too few to count.
+  They are the bytes of the parameters, of the keys and values of the encoder's
+  output, and of the keys and values that self-attention reads from the cache.
+  It reads a bucket, which is the first slots of the cache; the mean over a run
+  that fills all slots is counted.
+  The rows of embeddings that a call reads, and the values that it writes, are
+  too few to count.
 
   Args:
     network: the model, whose cache is a `KVCache`.
     params: its parameters as placed, arrays or `ShapeDtypeStruct`s.
-    request: batch, input or prompt, and slots of the run; arrays or shapes.
+    request: the request of the run, with arrays or `ShapeDtypeStruct`s.
   """
 
   def prefill(params, inputs) -> kv_cache.KVCache:
@@ -65,7 +67,7 @@ def call_bytes(network: LanguageModel, params: Params, request: Request) -> int:
     """Whether each call reads all of an array of parameters."""
     if name.startswith(_ENCODER) or any(part in name for part in _ONCE):
       return False
-    # A table of embeddings only if it is also the output layer.
+    # All of a table of embeddings is read only if it is also the output layer.
     return _TABLE not in name or (is_tied and f'token_{_TABLE}' in name)
 
   weights = tree_bytes([leaf for name, leaf in flat.items() if is_read(name)])

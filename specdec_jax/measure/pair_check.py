@@ -1,9 +1,9 @@
-"""Checks whether pairs fit on a device that is not there, and predicts times.
+"""Checks whether pairs fit on a device that this machine lacks; predicts times.
 
-For each row of Table 2 the loop is compiled as `Engine` would run it. The
-memory is what the compiler reports; the bytes that a call reads are counted
+For each row of the paper's Table 2 the loop is compiled as `Engine` would run
+it. The compiler reports the memory; the bytes that a call reads are counted
 from shapes. libtpu and XLA's CUDA compiler need only a description of a device.
-XLA chooses the kernels of a GPU by rules, because it cannot try them: it may
+For a GPU, XLA chooses kernels by rules, because it cannot try them. So it may
 generate a kernel for a product that it would give to cuBLAS on a real GPU.
 """
 
@@ -46,16 +46,16 @@ KIND = 'pair_check'  # the record's kind
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """A device that programs are compiled for, although it is not there.
+  """A device that programs are compiled for, although this machine lacks it.
 
   Attributes:
     platform: 'gpu' or 'tpu'.
-    compiler: package that has its compiler.
+    compiler: package that has the device's compiler.
     extra: the extra of this library that installs `compiler`.
     topology: the compiler's name of the smallest slice with this device.
     usable_bytes: memory that programs may use.
     bytes_per_s: bandwidth of the memory.
-    name: name of a GPU in its driver.
+    name: name of a GPU, as its driver reports it; '' for a TPU.
     numbers: properties of a GPU that XLA otherwise gets from the driver, as
       text of a `GpuTargetConfigProto`.
   """
@@ -72,7 +72,8 @@ class Device:
 
 _TABLES = read_tables(pathlib.Path(__file__).with_name('devices.toml'))
 DEVICES = {name: Device(**table) for name, table in _TABLES.items()}
-# Without these, libtpu asks the metadata server of a cloud about this machine.
+# Without these variables, libtpu asks a cloud's metadata server about this
+# machine.
 _TPU_DESCRIPTION = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v4-8',
@@ -85,12 +86,15 @@ _NO_TRIALS = '--xla_gpu_autotune_level=0'  # XLA does not try kernels out
 
 
 def describe(name: str) -> tuple[Any, dict[str, str]]:
-  """Returns the device of that name to compile for, and its description.
+  """Returns the device to compile for, and a description of it.
 
   The description has the device's full name and the versions of compilers.
 
+  Args:
+    name: name of the device in `DEVICES`.
+
   Raises:
-    ValueError: its compiler is missing, or does not know the device.
+    ValueError: the device's compiler is missing, or does not know the device.
   """
   spec = DEVICES[name]
   if importlib.util.find_spec(spec.compiler) is None:
@@ -123,7 +127,7 @@ def _described(spec: Device) -> Any:
   logging.disable(logging.CRITICAL)
   try:
     with mock.patch.dict(os.environ, skipped, CUDA_VISIBLE_DEVICES='-1'):
-      jax.devices('cpu')  # JAX finds its plug-ins, unless JAX_PLATFORMS is cpu
+      jax.devices('cpu')  # finds JAX's plug-ins, unless JAX_PLATFORMS is cpu
       if not xla_client.pjrt_plugin_loaded('cuda'):
         xla_bridge.discover_pjrt_plugins()
   finally:
@@ -131,7 +135,7 @@ def _described(spec: Device) -> Any:
   original = xla_bridge.canonicalize_platform
 
   def canonicalize(platform: str) -> str:
-    """Takes 'gpu' for CUDA where there is no GPU (jax issue 23971)."""
+    """Accepts 'gpu' as CUDA where there is no GPU (jax issue 23971)."""
     try:
       return original(platform)
     except RuntimeError:
@@ -150,14 +154,14 @@ class PairCheckConfig:
 
   Attributes:
     target: the target's network.
-    drafts: name of a row's draft -> network.
-    input_lens: task -> E.
+    drafts: name of a draft model in Table 2 -> its network.
+    input_lens: task -> tokens of an input.
     decode_lens: task -> the most tokens of an output.
     batch: examples that are decoded together.
     param_dtype: dtype of the parameters on the device.
     name: title of the table.
-    device: name of the device in `DEVICES`.
-    output_file: the record, JSON; None writes none.
+    device: name of the device, one of those in measure/devices.toml.
+    output_file: path of the record, JSON; None writes no file.
 
   Raises:
     ValueError: a number is too small, or the device is not known.
@@ -186,13 +190,14 @@ def check(config: PairCheckConfig, console: Console | None = None) -> Record:
     console: shows the table; None uses stdout.
 
   Returns:
-    The record: its settings, and for each row whether the pair `fits`; the
-    `peak_bytes` of the larger of its two programs, with both models in memory,
-    or None and the message with which the compiler `refused` a program; the
-    `target_call_bytes` that a call reads, and its `target_call_ms`; the
-    drafter's `cost_ratio`, a ratio of bytes; and the `walltime_factor`
-    E(gamma, alpha) / (1 + gamma c) with the paper's alpha, which a loop without
-    other costs would reach.
+    The record. It has the settings and the rows. A row says whether the pair
+    `fits`. `peak_bytes` are those of the larger of its two programs, with both
+    models in memory; if the compiler does not accept a program, they are None,
+    and `refused` is the compiler's message. `target_call_bytes` are those that
+    a call of the target reads, in `target_call_ms`. `cost_ratio` is c, the
+    ratio of the bytes of the drafter's call to those. `walltime_factor` is
+    E(gamma, alpha) / (1 + gamma c) with the paper's alpha, the speed-up of a
+    loop without other costs.
 
   Raises:
     ValueError: the device's compiler is missing, or a row names a draft or task
@@ -278,7 +283,7 @@ def _peak_bytes(lowered: Any) -> int:
 
 
 def table(checked: Record) -> Table:
-  """Returns a table of a record with a line for each row of Table 2."""
+  """Returns the table of a record, with a line for each row of Table 2."""
 
   def scaled(name: str, unit: float) -> Callable[[Record], float | None]:
     return lambda row: row[name] and row[name] / unit
@@ -304,7 +309,7 @@ def table(checked: Record) -> Table:
 
 
 def conditions(checked: Record) -> str:
-  """Returns a sentence on device, sizes and versions of a record."""
+  """Returns a sentence on a record's device, sizes and versions."""
   settings = checked['settings']
   lengths = '; '.join(
     f'{task}: {length} input and {settings["decode_lens"][task]} output tokens'
