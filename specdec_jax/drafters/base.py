@@ -48,11 +48,11 @@ class Context:
       drafts adapt (`Drafting.adapts`).
     prefix: the committed tokens as token rules read them; None without rules. A
       drafter may follow the rules, see `ruled`.
-    features: [B, M], for a drafter that reads them: the target's last hidden
-      state whose logits gave the last committed token. The target has not read
-      that token itself yet, so the feature does not depend on it. Zeros if
-      there is no such state: before the first token after a start token, and in
-      a row that was decoded plainly so far.
+    features: [B, M], the target's last hidden state from which each row's last
+      committed token was predicted. The target has not read that token itself
+      yet, so the feature does not depend on it. Zeros if there is no such
+      state: before the first token after a start token, and in a row that was
+      decoded plainly so far. None if the drafter does not read features.
     target: static, the target's network, given with `features`.
     target_params: its parameters, given with `features`.
 
@@ -88,7 +88,7 @@ class Context:
     return self.request.gamma
 
   def within(self, **changes: Any) -> 'Context':
-    """Returns the context with other fields of its request."""
+    """Returns the context with some fields of its request replaced."""
     return dataclasses.replace(self, request=self.request.replace(**changes))
 
   def after(self, token: jax.Array) -> Prefix | None:
@@ -235,7 +235,8 @@ def forbid_early_stops(
     context: tells whether stop ids are forbidden, and for how many tokens.
     index: number of the first of the S proposals.
     ids: int32[B, S, V], the token that each logit belongs to; None is 0..V-1.
-    places: int[S], see `probs.forbid_early_stops`.
+    places: int[S], how many proposals, or levels of a tree, each of the S comes
+      after number `index`; None stands for 0, 1, ...
 
   Returns:
     float[B, S, V].
@@ -267,16 +268,16 @@ def ruled(
 
 
 def check_chain(drafter: Drafter, where: str) -> None:
-  """Raises ValueError if a drafter proposes a tree where that does not fit."""
+  """Raises ValueError if a drafter proposes a tree; `where` refuses trees."""
   if drafter.tree is not None:
     advice = 'Give a drafter with a tree to an Engine directly.'
     raise unexpected(where, 'drafters without a tree', drafter.name, advice)
 
 
 def draft_uniforms(context: Context) -> jax.Array | None:
-  """Draws the random numbers of all proposals, for `draw`.
+  """Draws the random numbers of all proposals of a round, for `draw`.
 
-  It consumes the key of each proposal.
+  It consumes the key of each proposal (`probs.draft_key`).
 
   Returns:
     float32[G, B, 2]; None when greedy.
@@ -292,8 +293,9 @@ def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
 
   Args:
     logits: float[B, V], logits of any V tokens.
-    context: holds the settings.
-    uniforms: float32[B, 2], the proposal's part of `draft_uniforms`.
+    context: holds the sampling settings.
+    uniforms: float32[B, 2], the proposal's part of `draft_uniforms`; None when
+      greedy.
 
   Returns:
     int32[B], indices into the V logits, and the distributions float32[B, V]
@@ -312,13 +314,16 @@ def draw_next(
   index: jax.Array | int,
   uniforms: jax.Array | None,
 ):
-  """Draws the proposal `index` from `ruled` logits, see `draw`.
+  """Applies the token rules to logits, then draws a proposal from them.
 
   Args:
     logits: float[B, V].
-    context: see `ruled`.
+    context: has rules and sampling; its `prefix` must end before the proposal.
     index: number of the proposal.
     uniforms: `draft_uniforms` of all proposals.
+
+  Returns:
+    The tokens and their distributions, as `draw` does.
   """
   logits = ruled(logits, context, index)
   return draw(logits, context, None if uniforms is None else uniforms[index])

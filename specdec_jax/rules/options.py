@@ -54,7 +54,7 @@ class RuleOptions:
     no_repeat_ngram_size: no sequence of so many tokens occurs twice, the prompt
       included; 0 is off.
     encoder_no_repeat_ngram_size: no sequence of so many tokens of the input
-      occurs in its output; 0 is off.
+      occurs in the output; 0 is off.
     begin_suppress_tokens: ids that no output begins with.
     forced_bos_token_id: the first id of an output without a prompt; None allows
       any id.
