@@ -39,9 +39,9 @@ _TOLERANCE = 1e-3
 def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
   """Returns the mean tokens of one step, E(alpha, gamma); Eq. 1.
 
-  (1 - alpha^(gamma + 1)) / (1 - alpha), computed as the sum that it stands for,
-  1 + alpha + ... + alpha^gamma. So it is exact at alpha = 1, where it is
-  gamma + 1, and all its derivatives are right there and at 0.
+  The quotient (1 - alpha^(gamma + 1)) / (1 - alpha) is computed as the sum that
+  it stands for, 1 + alpha + ... + alpha^gamma. So it is exact at alpha = 1,
+  where it is gamma + 1, and all its derivatives are right there and at 0.
 
   Args:
     acceptance_rate: float[...] in [0, 1].
@@ -277,7 +277,10 @@ def _aligned(*arrays: jax.Array) -> list[jax.Array]:
 def _distributions(
   target_probs: ArrayLike, draft_probs: ArrayLike
 ) -> list[jax.Array]:
-  """Returns both as float[..., V] of one shape; tracers are not checked."""
+  """Checks two distributions; returns them as float[..., V] of one shape.
+
+  Tracers are not checked.
+  """
   named = {'target_probs': target_probs, 'draft_probs': draft_probs}
   arrays = [_checked(name, value, _COST) for name, value in named.items()]
   sizes = [array.shape[-1:] for array in arrays]

@@ -451,8 +451,8 @@ def forbid_early_stops(
 def valid_logits(logits: jax.Array) -> jax.Array:
   """Returns bool[...], whether each row of float[..., V] gives a distribution.
 
-  A row does not if it holds NaN or +inf, or if every token is masked, with -inf
-  or with the lowest finite float.
+  A row gives none if it holds NaN or +inf, or if every token is masked, with
+  -inf or with the lowest finite float.
   """
   logits = logits.astype(jnp.float32)
   maximum = jnp.max(logits, axis=-1)

@@ -82,7 +82,7 @@ class TreeShape:
 
   @functools.cached_property
   def children(self) -> np.ndarray:
-    """int32[N + 1, C], children of the root and of each node; else -1."""
+    """int32[N + 1, C], children of the root and of each node, then -1s."""
     table = np.full((self.num_nodes + 1, self.ranks.max() + 1), -1, np.int32)
     for child, parent in enumerate(self.parents):
       table[parent + 1, self.ranks[child]] = child

@@ -172,7 +172,7 @@ def verdict(shape: TreeShape, last: jax.Array, next_token: jax.Array):
 
 
 def _residual(probs: jax.Array, row: jax.Array) -> jax.Array:
-  """Returns norm(max(0, p - q)), or p if that rounds to 0."""
+  """Returns norm(max(0, p - q)), or p if the maximum rounds to 0."""
   residual = jnp.maximum(probs - row, 0.0)
   mass = jnp.sum(residual)
   return jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), probs)

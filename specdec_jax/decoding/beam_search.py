@@ -326,7 +326,7 @@ def _propose(
   above, prefix, levels = roots.visible, roots.prefix, []
   # The loop is unrolled: one on the device would copy the cache in and out.
   for depth in range(request.gamma):
-    # Reads nodes, and finds the best continuations of the last beams.
+    # The drafter reads nodes; the last beams get their best continuations.
     tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
     features, cache = drafter.extend(params, cache, tokens, tree)
     logits = drafter.head(params, features[:, -score.shape[1] :])
@@ -334,7 +334,7 @@ def _propose(
     every = jnp.ones(score.shape, bool)
     count = min(draft_width, logits.shape[-1])
     values, ids, _ = beams.candidates(request, logits, count, every, prefix)
-    if not depth:  # where the target's candidates are known, they replace these
+    if not depth:  # known candidates of the target replace the drafter's
       known = search.known_values
       values = jnp.where(known[..., :1] > -jnp.inf, -jnp.inf, values)
       known = jnp.where(is_stop(request, search.known_ids), -jnp.inf, known)

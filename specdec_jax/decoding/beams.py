@@ -202,9 +202,9 @@ def is_beaten(
 ) -> jax.Array:
   """Returns bool[B, K], the live beams that no longer matter.
 
-  No continuation of such a beam can score more than all K finished beams.
-  Neither can a continuation that ranks below it, so the search finds the same
-  finished beams with or without it.
+  Each of the K finished beams scores more than any continuation of such a beam,
+  and of any beam that ranks below it. So the search finds the same finished
+  beams with or without it.
   """
   length = (request.prompt_length + request.max_length)[:, None]
   if request.search.scoring is BeamScoring.T5X:

@@ -322,5 +322,5 @@ def start(
 
 
 def features_at(features: jax.Array, place: jax.Array) -> jax.Array:
-  """Returns the feature [B, M] at each row's position, int32[B], of S."""
+  """Selects the feature [B, M] at one position per row of [B, S, M]."""
   return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]

@@ -1,4 +1,4 @@
-"""The state that a loop carries from round to round, and when rows end."""
+"""Keeps the state of a loop from round to round; decides when rows end."""
 
 from typing import Any, NamedTuple
 
@@ -180,7 +180,7 @@ def up_to_stop(
   Args:
     request: has the stop ids.
     tokens: int32[B, S].
-    count: int32[B], number of tokens that count; the rest is ignored.
+    count: int32[B], number of tokens to consider; the rest is ignored.
 
   Returns:
     int32[B], the tokens up to and including the first stop id, or `count`; and

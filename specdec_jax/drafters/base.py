@@ -268,7 +268,7 @@ def ruled(
 
 
 def check_chain(drafter: Drafter, where: str) -> None:
-  """Raises ValueError if a drafter proposes a tree; `where` refuses trees."""
+  """Raises ValueError if a drafter proposes a tree, which `where` refuses."""
   if drafter.tree is not None:
     advice = 'Give a drafter with a tree to an Engine directly.'
     raise unexpected(where, 'drafters without a tree', drafter.name, advice)

@@ -7,9 +7,9 @@ token itself, and, as in Hydra, from the proposals of the heads before it.
 
 Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), of that hidden
 state f and the embeddings e of these tokens t, ..., followed by the target's
-output layer. That layer and the embeddings e are read from the
-target's parameters and not copied. With a hidden width of M, head i (from 0)
-adds (3 + i) M^2 + M parameters; an output matrix for each head would add M V.
+output layer. That layer and the embeddings e are read from the target's
+parameters and not copied. With a hidden width of M, head i (from 0) adds
+(3 + i) M^2 + M parameters; an output matrix for each head would add M V.
 At T5-XXL's size the first head has 50 million parameters, and an output matrix
 would have 132 million. A round reads the output layer once for each head, as a
 small model of that width would.
@@ -112,10 +112,10 @@ def heads(
   """Returns a drafter of heads on the target's features.
 
   A round costs no call of a network, only the heads' own products and the
-  target's output layer. At temperature 0 each head proposes
-  its likeliest token, otherwise a token drawn from its distribution. In the
-  first round after a start token alone there is no feature: the heads then read
-  zeros, as in training, and propose frequent first tokens.
+  target's output layer. At temperature 0 each head proposes its likeliest
+  token, otherwise a token drawn from its distribution. In the first round after
+  a start token alone there is no feature: the heads then read zeros, as in
+  training, and propose frequent first tokens.
 
   Args:
     network: the sizes of the heads.

@@ -149,7 +149,7 @@ def continuations(table: NGramTable, node: jax.Array, count: int):
 
 
 def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:
-  """Spreads the probabilities of K ids, [G, B, K], over all V: [B, G, V]."""
+  """Spreads probabilities [G, B, K] of K ids over the vocabulary, [B, G, V]."""
 
   def spread(ids, row):
     # `add`, not `set`: a row's padding repeats an id with probability 0.

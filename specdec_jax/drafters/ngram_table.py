@@ -212,7 +212,7 @@ def check_vocabulary(which: str, table: NGramTable, vocabulary: Any) -> None:
     raise unexpected(f'vocabulary of table {which}', expected, got, advice)
 
 
-# Fitting a table to a corpus.
+# These functions fit a table to a corpus.
 
 
 def fit(

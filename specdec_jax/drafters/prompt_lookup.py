@@ -109,7 +109,7 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:
-  """Counts how many recent tokens match those before a position, int32[N].
+  """Counts the recent tokens that match those before each position, int32[N].
 
   Args:
     text: int32[N], the text with the positions.

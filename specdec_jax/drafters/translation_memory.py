@@ -91,9 +91,9 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
   A row's text is its encoder's input followed by its output. The drafter looks
   for the position in the memory before which the most tokens equal the end of
   that text, and proposes the tokens from there on. If fewer than `min_match`
-  tokens are equal, it proposes nothing: `with_fallback` combines it with a
-  model. A text of the memory then costs one call of the target for gamma + 1
-  tokens, and no call of the model.
+  tokens are equal, it proposes nothing; in `with_fallback` a model then drafts.
+  A text that is in the memory costs one call of the target for gamma + 1
+  tokens, and no call of that model.
 
   Args:
     memory: from `remember`; `Engine(memory=...)` makes one from a file.
@@ -162,7 +162,7 @@ def _recent(size, inputs, end, tokens, length, skip):
 
 
 def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Finds the position int32[] with the longest match, and the match's length.
+  """Finds the position int32[] of the longest match, and its length int32[].
 
   If matches have all `max_match` tokens, the one in the newest text wins.
 

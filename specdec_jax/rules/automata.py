@@ -1,4 +1,4 @@
-"""Automata over token ids: which tokens may follow, and the state after each.
+"""Automata over token ids, which tell the tokens that may follow a state.
 
 Automata are made on the host: `of_choices` makes one of choices, a `Vocabulary`
 one of a regex or a JSON schema. `joined` concatenates the automata of a batch
@@ -221,7 +221,7 @@ def joined(
   bits, only = [packed(np.ones((1, vocab_size), bool))], [np.array([NONE])]
 
   def add(part: Automaton, first: int, begin: int) -> None:
-    """Appends a part's states from `first` on, numbered from `begin` on."""
+    """Appends an automaton's states from `first` on, as `begin` and so on."""
     rows = part.bits_of[first:]
     bits_of.append(np.where(rows < 0, NONE, rows + sum(map(len, bits))))
     bits.append(part.bits)
@@ -402,7 +402,7 @@ class Vocabulary:
     self._words = {*words} - {b''}
 
     def is_element(word: bytes) -> bool:
-      """Returns whether a word is needed to find out what can be written.
+      """Returns whether a word is needed to find out what words can spell.
 
       It is not needed if it has several characters, each of which is a word.
       """

@@ -21,8 +21,8 @@ import numpy as np
 MOST_STATES = 1 << 16
 MOST_POSITIONS = 1 << 17  # the most states of a nondeterministic automaton
 _MOST_CELLS = 1 << 23  # the limit of (states) * (classes of symbols)
-# The most positions in all sets together. Each set of positions becomes a state
-# of the deterministic automaton.
+# A deterministic automaton's state is a set of states of a nondeterministic one.
+# This is the most members of all these sets together.
 _MOST_MEMBERS = 1 << 21
 
 # The first and the last symbol of each interval.
@@ -75,7 +75,7 @@ class Dfa(NamedTuple):
   State 0 is dead: from there no text is accepted.
 
   Attributes:
-    cuts: int[I], where intervals of symbols begin, the first at 0.
+    cuts: int[I], the symbol at which each interval begins, the first at 0.
     classes: int[I], the class of the symbols of each interval.
     step: int32[N, C], the next state after each state and class.
     accepting: bool[N], the states in which a text may end.
@@ -259,8 +259,9 @@ def graph(
 
   Args:
     start: the node in which a text begins; nodes are any hashable values.
-    following: returns the edges of a node: a language and the next node.
-    is_final: whether a text may end in a node.
+    following: returns the edges of a node, pairs of a language and the next
+      node.
+    is_final: returns whether a text may end in a node.
   """
 
   def add(nfa: _Nfa, end: int) -> int:
@@ -609,8 +610,8 @@ class _Reader:
     """Returns the texts that parsed nodes match, each followed by `rest`."""
     nodes, before = [*nodes], EVERY if self._search else EMPTY
     after = EVERY if self._search else rest
-    # Without marks, the automaton of most patterns is made in a third of the
-    # time.
+    # Anchors at both ends are read without marks. So the automaton of most
+    # patterns is made in a third of the time.
     if not flags & re.MULTILINE:
       while nodes and nodes[0] in _BEGINNINGS:
         before = EMPTY

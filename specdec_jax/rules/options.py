@@ -143,7 +143,7 @@ class RowRules(NamedTuple):
   """The rules of one row on the host.
 
   Attributes:
-    vocab_size: V.
+    vocab_size: V, the number of the target's ids.
     values: field of `Rules` -> the row's value; only of rules that are set.
     automaton: the automaton of the row's constraint; None: no constraint.
   """
@@ -165,7 +165,7 @@ class RowRules(NamedTuple):
   def allows_any(self, texts: Iterable[Sequence[int]]) -> bool:
     """Returns whether the row's output may begin with one of the texts.
 
-    The automaton is not asked.
+    The row's automaton is not considered.
 
     Args:
       texts: the ids of each text.
@@ -216,8 +216,8 @@ class RuleBook:
       stop_ids: ids that end its output.
 
     Raises:
-      ValueError: an id is outside the vocabulary, or a constraint cannot be
-        followed.
+      ValueError: an id is outside the vocabulary, or no output can follow the
+        rules.
     """
     given = options.rules
     if not given:
@@ -330,8 +330,8 @@ class RuleBook:
     """Makes the automaton of a constraint.
 
     Args:
-      key: JSON of a list: the option's name, its value, `json_blanks`, and the
-        stop ids.
+      key: the JSON of a list with the option's name, its value, `json_blanks`
+        and the stop ids.
     """
     name, value, blanks, stop_ids = json.loads(key)
     if name == 'choices':
@@ -401,7 +401,7 @@ def ruling_of(
 
 
 def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
-  """Stacks one field of all rows, padded in front by the value that is off."""
+  """Stacks one field of all rows; padding in front turns the rule off."""
   arrays = [value for value in values if value is not None]
   sizes = np.max([array.shape for array in arrays], axis=0).astype(int).tolist()
   if name != 'bias':

@@ -3,9 +3,9 @@
 A rule is a function of a prefix and of the logits after it. In a call of the
 target the logits at each position are adjusted by the position's **own**
 prefix, the committed tokens and the draft before it. So drafts are verified
-against the adjusted target, and the output has its distribution. A drafter that
-follows the rules keeps its acceptance rate; the output is also exact with one
-that does not follow them.
+against the adjusted target, and the output has the adjusted distribution. A
+drafter that follows the rules keeps its acceptance rate; the output is also
+exact with one that does not follow them.
 
 Rules are applied in the order of transformers: biases of tokens and sequences;
 penalties of repetition, presence and frequency; bans; a forced first and last
@@ -151,7 +151,7 @@ def adjust(
   size, length = logits.shape[-1], prefix.length
   logits = logits.astype(jnp.float32)
   place = jnp.arange(prefix.tokens.shape[0])
-  # Past the prefix ids are V: this is out of range, so scatters drop them.
+  # Past the prefix the id is V, which is out of range, so scatters drop it.
   ids = jnp.where(place < length, prefix.tokens, size)
   if rules.bias is not None:
     logits += rules.bias
