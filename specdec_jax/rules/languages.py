@@ -21,7 +21,7 @@ import numpy as np
 MOST_STATES = 1 << 16
 MOST_POSITIONS = 1 << 17  # the most states of a nondeterministic automaton
 _MOST_CELLS = 1 << 23  # the limit of (states) * (classes of symbols)
-# A deterministic automaton's state is a set of states of a nondeterministic one.
+# A deterministic automaton's state is a set of a nondeterministic one's states.
 # This is the most members of all these sets together.
 _MOST_MEMBERS = 1 << 21
 
