@@ -100,14 +100,16 @@ class Verdict:
   """The result of verifying a `Draft`: n and t of Algorithm 1.
 
   Attributes:
-    num_accepted: int32[B], the leading proposals kept, <= `Draft.length`.
+    num_accepted: int32[B], number of leading proposals that are kept, at most
+      `Draft.length`.
     next_token: int32[B], the token that follows them: resampled from the
       residual after a rejection, sampled from the target after a fully
       accepted draft.
     path: int32[B, D], the kept nodes of a tree of D levels, from the first on;
       meaningless past `num_accepted`. None for a chain.
-    num_passed: int32[B], the leading proposals that pass when each is judged by
-      itself; None if that is `num_accepted`, as without block verification.
+    num_passed: int32[B], number of leading proposals that pass when each is
+      judged by itself; None if this is `num_accepted`, as it always is without
+      block verification.
 
   Examples:
     >>> import jax, jax.numpy as jnp

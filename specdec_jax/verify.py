@@ -54,7 +54,7 @@ length of the draft, cut before the first proposal of draft probability 0. Then
 
 n is the **last** i with r_i < h_i: a test that fails does not end the search.
 The next token comes from p_{g+1} if n = g, else from max(0, P_n p_{n+1} -
-q_{n+1}). At temperature 0 both verifications keep the same.
+q_{n+1}). At temperature 0 both verifications keep the same tokens.
 """
 
 import jax
@@ -105,7 +105,7 @@ def count_accepted(
   gamma = draft.tokens.shape[0]
   target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
   proposed_with = draft_prob(draft)
-  # It must be strictly less: `uniforms` are in [0, 1) and can be 0, and "<="
+  # The comparison is strict because `uniforms` are in [0, 1) and can be 0; "<="
   # would then accept a token that the target never emits. Equal probabilities
   # are always accepted, as they must be. Without a division, 0 needs no special
   # case.

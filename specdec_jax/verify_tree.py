@@ -101,7 +101,7 @@ def walk(
     token, draft_row = draft.tokens[child], draft_rows(draft, child, size)
     draft_prob = value_of(draft_row, token, 0.0)
     offered &= draft_prob > 0
-    # It must be strictly less, as in `verify`, because a uniform may be 0.
+    # The comparison is strict, as in `verify`, because a uniform may be 0.
     target_prob = value_of(probs, token, 0.0)
     accepted = offered & (uniform * draft_prob < target_prob)
     left = jnp.where(offered, _residual(probs, draft_row), probs)

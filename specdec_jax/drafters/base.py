@@ -54,7 +54,7 @@ class Context:
       state: before the first token after a start token, and in a row that was
       decoded plainly so far. None if the drafter does not read features.
     target: static, the target's network, given with `features`.
-    target_params: its parameters, given with `features`.
+    target_params: the target's parameters, given with `features`.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -121,29 +121,30 @@ class Drafter(NamedTuple):
   """A source of proposals: three functions and their parameters.
 
   Attributes:
-    init: starts a batch and reads its inputs: `init(params, inputs, max_length,
-      prompt, encoded) -> state`. `params` are those below, as arrays on the
-      device; `inputs` int32[B, E], `pad_id` past each row's end; `max_length`
-      T, the decoder slots that the run may use; `prompt` int32[B, P], the
-      tokens that the decoder begins with, see `Request`; `encoded`
-      float[B, E, M], the inputs as the target's encoder maps them, None unless
-      `reads_encoder`. The first context holds the prompt too, so that only a
-      drafter with a cache needs to read it here. By default there is no state.
-    propose: proposes up to gamma >= 1 tokens per row, once per round:
+    init: starts a batch and reads its inputs, as `init(params, inputs,
+      max_length, prompt, encoded) -> state`. `params` are those below, as
+      arrays on the device; `inputs` are int32[B, E], `pad_id` past each row's
+      end; `max_length` is T, the decoder slots that the run may use; `prompt`
+      is int32[B, P], the tokens that the decoder begins with, see `Request`;
+      `encoded` is float[B, E, M], the output of the target's encoder, and None
+      unless `reads_encoder`. The first context holds the prompt too, so that
+      only a drafter with a cache needs to read it here. By default there is no
+      state.
+    propose: proposes up to gamma >= 1 tokens per row, once per round, as
       `propose(params, state, context) -> (draft, state)`. The draft must keep
       the conditions that `Draft` states; the state may have read it.
-    commit: forgets everything past the committed tokens, once per round:
+    commit: forgets everything past the committed tokens, once per round, as
       `commit(state, length) -> state`. `state` is the one that `propose`
-      returned; `length` int32[B], the tokens that are committed now, the start
+      returned; `length` is int32[B], the number of committed tokens, the start
       token counted. Inside another drafter (see `Request.catches_up`) `length`
       may be smaller than before, and the round may have had no `propose`. By
       default the state stays as it is.
     name: the kind of the drafter and its settings. It tells apart drafters with
       the same parameters: a run with a drafter of another name is not resumed,
       and a calibration of another name is not used.
-    params: the parameters that `init` and `propose` take: a table, a tuple of
-      the parameters of its parts, or () if there are none. A `Model` stands for
-      its parameters, which an engine reads and places.
+    params: the parameters that `init` and `propose` take, such as a table, or a
+      tuple of the parameters of several parts; () if there are none. A `Model`
+      stands for its parameters, which an engine reads and places.
     network: the network whose likeliest tokens are proposed; None if there is
       no such network, so that no beam search can use the drafter.
     tree: the tree that is proposed; each draft is its first `Context.gamma`
@@ -200,9 +201,9 @@ def ask_unless(
 ) -> tuple[Draft, DrafterState]:
   """Returns `ask(state)`; if `skipped`, an empty draft and the same state.
 
-  It is a loop of at most one turn, which updates the cache in place, where a
-  conditional would copy it. On a GPU it waits for the host once a round, which
-  takes less time than gamma unused calls.
+  The call is in a loop of at most one turn, which updates the cache in place,
+  where a conditional would copy it. On a GPU the loop waits for the host once a
+  round, which takes less time than gamma unused calls.
 
   Args:
     skipped: bool[], whether to return the empty draft.

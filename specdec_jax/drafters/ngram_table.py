@@ -156,10 +156,10 @@ def from_arrays(
   """Makes a table on the host from the arrays that the module describes.
 
   Args:
-    arrays: the five arrays, of any integer and floating types.
-    order: n.
-    vocab_size: V.
-    fingerprint: fingerprint of the tokenizer.
+    arrays: the five arrays by name, of any integer and floating types.
+    order: n; the longest contexts have n - 1 tokens.
+    vocab_size: V; all ids lie in [0, V).
+    fingerprint: fingerprint of the tokenizer; '' if there is none.
 
   Raises:
     ValueError: the arrays do not fit together, or have ids outside [0, V).

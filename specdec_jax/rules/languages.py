@@ -28,7 +28,7 @@ _MOST_MEMBERS = 1 << 21
 # The first and the last symbol of each interval.
 Intervals = tuple[tuple[int, int], ...]
 _CHARACTERS = 0x110000
-_TOP = _CHARACTERS + 16  # symbols behind the characters mark anchors of regexes
+_TOP = _CHARACTERS + 16  # symbols after all characters mark anchors of regexes
 _deadline = contextvars.ContextVar('deadline', default=math.inf)
 
 
@@ -488,7 +488,7 @@ _JSON: _Table = (
 def _digits(low: int, high: int, places: Sequence[Sequence[int]]) -> Language:
   """Returns the numbers from `low` to `high`, written with a symbol per digit.
 
-  The digits of each place are written with the symbols in `places`.
+  For each place, the highest first, `places` has the symbols of its digits.
   """
   symbols, *rest = places
   size = math.prod(map(len, rest))

@@ -91,7 +91,7 @@ def pattern(text: str) -> Language:
   r"""Returns the texts in which a pattern of ECMA-262 matches somewhere.
 
   Python's parser reads the pattern, as ASCII: `\d`, `\w` and `\b` then mean the
-  same in both. `$` matches only at the end of the text. `\s` and `.` are
+  same as in ECMA-262. `$` matches only at the end of the text. `\s` and `.` are
   replaced by the characters that they match in ECMA-262.
 
   Raises:

@@ -78,7 +78,7 @@ class Schema(dict):
   """A schema that is no boolean; it is compared by identity.
 
   Attributes:
-    at: its JSON pointer.
+    at: the schema's JSON pointer.
     parts: pairs of a keyword and a subschema; a `$ref` is paired with the
       schema that it refers to.
     is_recursive: whether the schema contains itself.

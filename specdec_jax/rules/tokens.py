@@ -112,7 +112,7 @@ class Ruling:
     return Prefix(tokens, prefix.length + 1, state)
 
   def next_state(self, state: Any, token: jax.Array) -> Any:
-    """Returns the automata's states after tokens int32[...]."""
+    """Returns the states that tokens int32[...] lead to, or None."""
     if self.automata is None:
       return None
     step = jnp.vectorize(self.automata.next_state)
