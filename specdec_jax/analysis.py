@@ -39,9 +39,9 @@ _TOLERANCE = 1e-3
 def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
   """Returns the mean tokens of one step, E(alpha, gamma); Eq. 1.
 
-  (1 - alpha^(gamma + 1)) / (1 - alpha), computed as the sum that it stands for,
-  1 + alpha + ... + alpha^gamma. So it is exact at alpha = 1, where it is
-  gamma + 1, and all its derivatives are right there and at 0.
+  The quotient (1 - alpha^(gamma + 1)) / (1 - alpha) is computed as the sum that
+  it stands for, 1 + alpha + ... + alpha^gamma. So it is exact at alpha = 1,
+  where it is gamma + 1, and all its derivatives are right there and at 0.
 
   Args:
     acceptance_rate: float[...] in [0, 1].
@@ -65,14 +65,15 @@ def expected_tokens(acceptance_rate: ArrayLike, gamma: ArrayLike) -> jax.Array:
 def expected_rounds(betas: Sequence[float], gamma: int) -> float:
   """Returns the mean number of rounds of an output.
 
-  Unlike num_tokens / E(gamma, alpha) it counts the tokens of the last round
-  behind the end, and that proposals which are accepted stand together. If a
-  round from place i on has k tokens with probability P(i, k), then R(i) = 1 +
-  sum over k of P(i, k) R(i + k), and R is 0 behind the end.
+  num_tokens / E(alpha, gamma) ignores two things that this mean takes into
+  account: the last round may yield tokens past the end, and some parts of an
+  output are accepted more often than others. If a round that begins at position
+  i yields k tokens with probability P(i, k), then R(i) = 1 + sum over k of
+  P(i, k) R(i + k), and R is 0 past the end.
 
   Args:
-    betas: probability that a proposal is accepted at each place of the output,
-      its end included.
+    betas: probability that a proposal is accepted at each position of the
+      output, its end included.
     gamma: proposals per round; with 0 each round gives one token.
 
   Example:
@@ -131,8 +132,8 @@ def walltime_factor(
 ) -> jax.Array:
   """Returns the speed-up of decoding, E / (v(gamma + 1) + gamma c).
 
-  Theorem 3.8, which assumes that a target call over gamma + 1 tokens takes as
-  long as one over 1: that v is 1.
+  With v = 1 this is Theorem 3.8, which assumes that a target call over
+  gamma + 1 tokens takes as long as one over a single token.
 
   Args:
     acceptance_rate: float[...] in [0, 1].
@@ -159,9 +160,9 @@ def walltime_factor(
 def operations_factor(
   acceptance_rate: ArrayLike, gamma: ArrayLike, operations_ratio: ArrayLike
 ) -> jax.Array:
-  """Returns the factor of arithmetic, (gamma c-hat + gamma + 1) / E.
+  """Returns the factor of Theorem 3.11, (gamma c-hat + gamma + 1) / E.
 
-  It is that of Theorem 3.11.
+  Speculation takes so many times the arithmetic operations of plain decoding.
 
   Arguments and errors are those of `walltime_factor`, and `operations_ratio` is
   float[...] >= 0: the drafter's operations per token / the target's.
@@ -224,10 +225,10 @@ def oracle_factor(
 
 def _power_sum(rate: jax.Array, count: jax.Array, num_bits: int) -> jax.Array:
   """Returns 1 + rate + rate^2 + ..., the first `count` powers; float[...]."""
-  # Goes through the bits of `count` from the top: each bit doubles the number
-  # of powers, and adds one power if the bit is set. There are only sums and
-  # products of numbers >= 0, so nothing cancels, as the quotient of Eq. 1 does
-  # near alpha = 1.
+  # The loop goes through the bits of `count` from the top: each bit doubles the
+  # number of powers, and adds one power if the bit is set. There are only sums
+  # and products of numbers >= 0, so no digits cancel; in the quotient of Eq. 1
+  # they do near alpha = 1.
   total, power = jnp.zeros_like(rate), jnp.ones_like(rate)
   for bit in reversed(range(num_bits)):
     total, power = total * (1 + power), power * power
@@ -243,9 +244,10 @@ def _concrete(value: ArrayLike) -> np.ndarray | None:
 
 
 def _checked(name: str, value: ArrayLike, allowed: _Range) -> jax.Array:
-  """Returns `value` as float[...], or as int32[...] of a whole range.
+  """Returns `value` as float[...], or as int32[...] if `allowed` is `_WHOLE`.
 
-  Only the type of a tracer is checked.
+  Raises ValueError if a value is out of range; of a tracer, only the type is
+  checked.
   """
   concrete, (words, in_range) = _concrete(value), allowed
   array = jnp.asarray(value) if concrete is None else concrete
@@ -275,7 +277,10 @@ def _aligned(*arrays: jax.Array) -> list[jax.Array]:
 def _distributions(
   target_probs: ArrayLike, draft_probs: ArrayLike
 ) -> list[jax.Array]:
-  """Returns both as float[..., V] of one shape; tracers are not checked."""
+  """Checks two distributions; returns them as float[..., V] of one shape.
+
+  Tracers are not checked.
+  """
   named = {'target_probs': target_probs, 'draft_probs': draft_probs}
   arrays = [_checked(name, value, _COST) for name, value in named.items()]
   sizes = [array.shape[-1:] for array in arrays]

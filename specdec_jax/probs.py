@@ -1,4 +1,4 @@
-"""From logits to distributions to tokens: standardise, sample, keys.
+"""Turns logits into distributions and tokens, and derives random numbers.
 
 Functions take one row of logits unless their names end in `_batch`.
 Speculative sampling compares two distributions *after* temperature, top-k and
@@ -40,7 +40,7 @@ class SamplingParams:
     temperature: float32[B], 0 is argmax.
     top_k: int32[B], 0 is off.
     top_p: float32[B], 1 is off.
-    min_p: float32[B]; None is off and leaves it out of the program.
+    min_p: float32[B], 0 is off; None leaves it out of the program.
   """
 
   temperature: Array
@@ -58,8 +58,8 @@ class SamplingConfig:
     top_k: keeps the k likeliest tokens and those tied with the k-th; 0 is off.
     top_p: keeps the likeliest tokens that together reach this probability after
       top-k, and those tied with the last of them; 1 is off.
-    min_p: keeps tokens with at least this part of the likeliest one's
-      probability; 0 is off.
+    min_p: keeps tokens with at least this fraction of the probability of the
+      likeliest token; 0 is off.
 
   Raises:
     ValueError: a value is of the wrong type or outside its range.
@@ -87,7 +87,8 @@ class SamplingConfig:
     if not numbers or not all(map(_is_temperature, numbers)):
       expected = 'a number >= 0 that float32 can hold, or one an example'
       raise unexpected('temperature', expected, self.temperature)
-    # Python numbers and tuples, so that configs compare and hash by value.
+    # Fields become Python numbers and tuples, so that configs compare and hash
+    # by value.
     floats = tuple(map(float, numbers))
     object.__setattr__(self, 'temperature', floats if several else floats[0])
     check_types(self)
@@ -182,7 +183,7 @@ def standardise(
 
 
 def standardise_batch(logits: jax.Array, params: SamplingParams) -> jax.Array:
-  """Standardises float[B, S, V]; each example has its own settings.
+  """Standardises logits float[B, S, V]; each example has its own settings.
 
   `filters` is not mapped over, so that its conditionals stay conditionals; with
   a mapped predicate XLA would compute both branches for all rows.
@@ -277,8 +278,8 @@ def num_columns(vocab_size: int) -> int:
 def greedy_token(logits: jax.Array) -> jax.Array:
   """Returns the argmax over the last axis, the first index on ties.
 
-  Two plain reductions: XLA's argmax is one reduction over pairs, which takes
-  seven times as long on a CPU.
+  It takes two plain reductions, because XLA's argmax is one reduction over
+  pairs, which takes seven times as long on a CPU.
 
   Args:
     logits: float[..., V].
@@ -307,8 +308,8 @@ def top_tokens(
   Args:
     logits: float[..., V].
     count: static, at most V.
-    token_ids: int32[K], see `forbid`; None forbids nothing.
-    forbidden: bool[...], the rows in which these tokens come last, as -inf.
+    token_ids: int32[K], tokens that some rows forbid; None forbids nothing.
+    forbidden: bool[...], the rows in which these tokens have the logit -inf.
 
   Returns:
     float[..., count] and int32[..., count], from the largest on; and
@@ -341,10 +342,11 @@ def top_tokens(
 
 
 def _block_size(size: int) -> int:
-  """Returns the size of the blocks, a power of two.
+  """Returns the size of the blocks of a row, a power of two.
 
-  It divides `size` if it can, up to `_BLOCK`, because a row is copied to pad
-  it; if only a small number divides it, it is `_BLOCK`.
+  It is the largest one up to `_BLOCK` that divides `size`, because other rows
+  must be padded, which copies them. If it would be less than `_LEAST_BLOCK`, it
+  is `_BLOCK` all the same.
   """
   divisor = min(size & -size, _BLOCK)
   return divisor if divisor >= _LEAST_BLOCK else _BLOCK
@@ -401,7 +403,12 @@ def forbid(
 
 
 def is_one_of(ids: jax.Array, token_ids: jax.Array) -> jax.Array:
-  """Returns whether int32[...] are among int32[K], or int32[..., K]."""
+  """Returns bool[...], whether each id is among the token ids.
+
+  Args:
+    ids: int32[...].
+    token_ids: int32[K], or int32[..., K] with token ids for each of `ids`.
+  """
   count = token_ids.shape[-1]
   if count > _FEW_IDS:
     return jnp.any(ids[..., None] == token_ids, axis=-1)
@@ -426,9 +433,9 @@ def forbid_early_stops(
     stop_ids: int32[K], or int32[B, K]; padded with -1.
     produced: int32[B], tokens that each row has before the first of the S.
     min_length: int32[B], tokens that a row must have before a stop id.
-    ids: int32[B, S, V], see `forbid`.
+    ids: int32[B, S, V], the token that each logit belongs to; None is 0..V-1.
     places: int[S], the number of tokens between the `produced` ones and each of
-      the S; None is 0, 1, ...
+      the S; None stands for 0, 1, ...
 
   Returns:
     float[B, S, V].
@@ -442,10 +449,10 @@ def forbid_early_stops(
 
 
 def valid_logits(logits: jax.Array) -> jax.Array:
-  """Returns whether each row of float[..., V] gives a distribution.
+  """Returns bool[...], whether each row of float[..., V] gives a distribution.
 
-  False if the row holds NaN or +inf, or if every token is masked, with -inf or
-  with the lowest finite float.
+  A row gives none if it holds NaN or +inf, or if every token is masked, with
+  -inf or with the lowest finite float.
   """
   logits = logits.astype(jnp.float32)
   maximum = jnp.max(logits, axis=-1)

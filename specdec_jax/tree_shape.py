@@ -1,4 +1,4 @@
-"""Trees of tokens: their static shape, and their places in a cache.
+"""Trees of tokens: their static shape, and their positions in a cache.
 
 The root is the last committed token and has no number. The nodes below it are
 numbered 0, 1, ...; a parent comes before its children, and the children of a
@@ -6,8 +6,8 @@ node are tried in the order of their numbers. A chain is a tree with one child
 per node: parents -1, 0, 1, ...
 
 Drafts may branch, and beam search reads all beams of a row in one call. Their
-tokens share the row's cache: a token's slot does not tell its place in its
-sequence, and a token sees only its ancestors (`Tree`).
+tokens share the row's cache: a token's slot does not tell its position in its
+sequence, and a token sees only itself and its ancestors (`Tree`).
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from flax import struct
 from specdec_jax.checks.fields import unexpected
 
 ROOT = -1
-MAX_NODES = 256  # a chain may have at most so many nodes, too
+MAX_NODES = 256  # the most nodes of a tree, and the most proposals of a chain
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-  """A tree of N nodes and D levels, whose arrays are NumPy's.
+  """The shape of a tree of N nodes and D levels, with NumPy arrays about it.
 
   Attributes:
     parents: the number of each node's parent; -1 is the root. They do not
@@ -38,7 +38,7 @@ class TreeShape:
       there are no nodes or too many.
 
   Examples:
-    >>> shape = sd.TreeShape((-1, -1, 0, 0))  # two children; two of the first
+    >>> shape = sd.TreeShape((-1, -1, 0, 0))  # the root's first child has two
     >>> shape.num_nodes, shape.depth
     (4, 2)
     >>> shape.cut(1)
@@ -65,12 +65,12 @@ class TreeShape:
 
   @functools.cached_property
   def levels(self) -> np.ndarray:
-    """int32[N], 1 for the root's children, 2 for theirs, and so on."""
+    """int32[N], each node's level: 1 for the root's children, 2 for theirs."""
     return _relations(self.parents)[0]
 
   @property
   def depth(self) -> int:
-    """D, levels below the root."""
+    """D, the number of levels below the root."""
     return int(self.levels.max())
 
   @functools.cached_property
@@ -82,7 +82,7 @@ class TreeShape:
 
   @functools.cached_property
   def children(self) -> np.ndarray:
-    """int32[N + 1, C], children of the root and of each node; else -1."""
+    """int32[N + 1, C], children of the root and of each node, then -1s."""
     table = np.full((self.num_nodes + 1, self.ranks.max() + 1), -1, np.int32)
     for child, parent in enumerate(self.parents):
       table[parent + 1, self.ranks[child]] = child
@@ -90,7 +90,7 @@ class TreeShape:
 
   @functools.cached_property
   def related(self) -> np.ndarray:
-    """bool[N, N], whether the second node is the first or its ancestor."""
+    """bool[i, j], whether node j is node i or its ancestor; bool[N, N]."""
     return _relations(self.parents)[1]
 
   @functools.cached_property
@@ -103,7 +103,7 @@ class TreeShape:
     return paths
 
   def cut(self, depth: int) -> 'TreeShape':
-    """Returns the first `depth` levels."""
+    """Returns the tree of the first `depth` levels."""
     return TreeShape(self.parents[: np.sum(self.levels <= depth)])
 
 
@@ -111,10 +111,11 @@ def branching(*counts: int | Sequence[int]) -> TreeShape:
   """Makes a tree from the numbers of children, level by level.
 
   Args:
-    *counts: for each level, the number of children of every node above it; or a
-      sequence, the numbers of children of a node's first, second, ... child,
-      then 0. `branching(3, (2, 1), 1)`: the root has three children; the first
-      of these has two and the second one; each of those has one.
+    *counts: for each level, the number of children of every node in the level
+      above; or a sequence of such numbers, for nodes that are the first,
+      second, ... child of their parent (past its end, 0). In
+      `branching(3, (2, 1), 1)` the root has three children; the first of these
+      has two children and the second has one; each of those has one child.
 
   Examples:
     >>> sd.branching(3, (2, 1), 1).parents
@@ -138,15 +139,15 @@ def branching(*counts: int | Sequence[int]) -> TreeShape:
 
 @struct.dataclass
 class Tree:
-  """The places of S new tokens that form a tree, for `LanguageModel.extend`.
+  """The positions of S new tokens that form a tree, for `LanguageModel.extend`.
 
   The tokens are written to slots length..length + S - 1 of their row, as those
   of a chain are.
 
   Attributes:
-    positions: int32[B, S], each token's place in its sequence, from 0.
-    slot_positions: int32[B, T], the place in its sequence of the token in each
-      slot; any number in slots that no token sees.
+    positions: int32[B, S], each token's position in its sequence, from 0.
+    slot_positions: int32[B, T], the position in its sequence of the token in
+      each slot; any number in slots that no token sees.
     visible: bool[B, S, T], the slots that each token sees: those of its
       ancestors and its own.
   """
@@ -157,18 +158,21 @@ class Tree:
 
 
 def static_tree(parents: Sequence[int], length: jax.Array, slots: int) -> Tree:
-  """Makes a `Tree` of static shape, after the tokens in each row's cache.
+  """Makes the `Tree` of new tokens that follow those in each row's cache.
+
+  The tree has the same, static shape in all rows.
 
   Args:
     parents: for each of the S tokens, the number of its parent among them,
       which comes before it; -1 is the last token in the cache.
     length: int32[B], number of tokens in each row's cache.
-    slots: T.
+    slots: T, the number of slots of the cache.
   """
   levels, related = _relations(parents)
   depth, count = levels - 1, len(parents)
   slot = jnp.arange(slots)
-  place = slot - length[:, None]  # [B, T], the number of the new token there
+  # The number of the new token in each slot, [B, T].
+  place = slot - length[:, None]
   is_new = (place >= 0) & (place < count)
   index = jnp.clip(place, 0, count - 1)
   new = jnp.moveaxis(jnp.asarray(related)[:, index], 0, 1)  # [B, S, T]
@@ -179,7 +183,7 @@ def static_tree(parents: Sequence[int], length: jax.Array, slots: int) -> Tree:
 
 
 def _relations(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns levels int32[N], from 1, and `TreeShape.related`."""
+  """Returns `levels` and `related` of a `TreeShape` with these parents."""
   levels = np.ones((len(parents),), np.int32)
   related = np.eye(len(parents), dtype=bool)
   for child, parent in enumerate(parents):

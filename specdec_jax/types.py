@@ -18,8 +18,8 @@ from specdec_jax.tree_shape import TreeShape
 
 # Arrays of a device or of the host; calling a program moves all of them.
 Array: TypeAlias = jax.Array | np.ndarray
-# Ranges of fields, see `checks.fields.check_types`: int32 holds the integers,
-# and float32 the floats and products of a few of them.
+# Types of fields with a range, which `checks.fields.check_types` checks. int32
+# holds the integers; float32 holds the floats, and products of a few of them.
 _MOST, _MOST_FLOAT = np.iinfo(np.int32).max, 1e9
 Count = Annotated[int, Bound(0, _MOST)]
 Positive = Annotated[int, Bound(1, _MOST)]
@@ -100,14 +100,16 @@ class Verdict:
   """The result of verifying a `Draft`: n and t of Algorithm 1.
 
   Attributes:
-    num_accepted: int32[B], the leading proposals kept, <= `Draft.length`.
+    num_accepted: int32[B], number of leading proposals that are kept, at most
+      `Draft.length`.
     next_token: int32[B], the token that follows them: resampled from the
       residual after a rejection, sampled from the target after a fully
       accepted draft.
     path: int32[B, D], the kept nodes of a tree of D levels, from the first on;
       meaningless past `num_accepted`. None for a chain.
-    num_passed: int32[B], the leading proposals that pass when each is judged by
-      itself; None if that is `num_accepted`, as without block verification.
+    num_passed: int32[B], number of leading proposals that pass when each is
+      judged by itself; None if this is `num_accepted`, as it always is without
+      block verification.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -129,13 +131,13 @@ class FinishReason(enum.IntEnum):
   """The reason why a row stopped.
 
   Attributes:
-    RUNNING: it has not stopped.
+    RUNNING: the row has not stopped.
     STOP: one of the stop ids was produced.
-    LENGTH: its max_length was reached; also if it holds no text or was
-      cancelled.
-    STOP_STRING: the caller found one of its stop strings.
+    LENGTH: the row reached its max_length, was cancelled, or only fills up the
+      batch.
+    STOP_STRING: the caller found one of the row's stop strings.
     INVALID: the target's logits were NaN, infinite or all masked.
-    RULES: its token rules allowed no further token.
+    RULES: the row's token rules allowed no further token.
 
   Examples:
     >>> sd.FinishReason.STOP.name, sd.FinishReason(2).name
@@ -152,7 +154,7 @@ class FinishReason(enum.IntEnum):
 
 @struct.dataclass
 class DecodeStats:
-  """Counts of one decode; every field has one entry per row.
+  """Counts of the decoding of a batch; every field has one entry per row.
 
   Attributes:
     num_rounds: int32[B], calls of the target while the row was unfinished.
@@ -164,7 +166,8 @@ class DecodeStats:
       `num_accepted` only in block verification. `num_passed` / `num_tested`
       estimates the acceptance rate.
     fallback_rounds: int32[B], rounds in which the drafter rested.
-    num_drafted: int32[B], proposals of all drafts, cut to a row's budget.
+    num_drafted: int32[B], proposals of all drafts, without those past a row's
+      token limit.
 
   Examples:
     >>> stats = sd.DecodeStats.none(batch=2, gamma=4)
@@ -190,12 +193,12 @@ class DecodeStats:
   def after_round(
     self, running: jax.Array, length: jax.Array, verdict: Verdict
   ) -> 'DecodeStats':
-    """Returns the counts after a round, in which finished rows count nothing.
+    """Returns the counts after a round; those of finished rows stay the same.
 
     Args:
       running: bool[B], the rows that were unfinished before the round.
-      length: int32[B], proposals of the round.
-      verdict: the number of accepted proposals.
+      length: int32[B], number of proposals in the round.
+      verdict: has the number of accepted proposals.
     """
     counts = running.astype(jnp.int32)
     num_accepted = verdict.num_accepted
@@ -228,7 +231,7 @@ class Generation:
       logarithm, temperature 1, nothing filtered) of each produced token; 0
       past `length`.
     finish_reason: int32[B], a `FinishReason`.
-    stats: the counts.
+    stats: counts of rounds and proposals.
     scores: float32[B], the scores that beams are sorted by; None without beams.
 
   Examples:

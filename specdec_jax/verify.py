@@ -1,4 +1,4 @@
-"""Verification of a chain, for one sequence, then vmapped.
+"""Verification of a chain: functions of one sequence, and their vmapped forms.
 
 `verify` is Algorithm 1 of Leviathan et al. 2023; `verify_block` judges a draft
 as a whole.
@@ -43,10 +43,10 @@ norm(max(0, p - l q)) would).
 
 **Block verification** (Sun et al. 2025, Algorithm 2). Algorithm 1 stops at the
 first proposal that fails, whatever follows. `verify_block` judges the tokens of
-a draft together: a token that is less likely than it should be is made up for
-by the room that the tokens before it left. The output has exactly the target's
-distribution, by the same two conditions on the draft, and never fewer tokens
-are kept in the mean. With the draft's own length g:
+a draft together: a proposal that fails by itself is kept if a later test holds.
+The output has exactly the target's distribution, under the same two conditions
+on the draft, and on average at least as many tokens are kept. Let g be the
+length of the draft, cut before the first proposal of draft probability 0. Then
 
   P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))
   Z_i = sum_x max(0, P_i p_{i+1}(x) - q_{i+1}(x))
@@ -54,7 +54,7 @@ are kept in the mean. With the draft's own length g:
 
 n is the **last** i with r_i < h_i: a test that fails does not end the search.
 The next token comes from p_{g+1} if n = g, else from max(0, P_n p_{n+1} -
-q_{n+1}). At temperature 0 both verifications keep the same.
+q_{n+1}). At temperature 0 both verifications keep the same tokens.
 """
 
 import jax
@@ -79,9 +79,9 @@ def verify(
       for one-hot, length int32[]. Proposals past `length` are ignored.
     target_probs: float32[G + 1, V]; row i is given the first i proposals.
     key: PRNG key of this row and round; consumed through `verdict_uniforms`.
-    lenience: float32[] in (0, 1], see the top of this file; changing the value
+    lenience: float32[] in (0, 1], l at the top of this file; changing the value
       does not recompile. None is 1, lossless. If the target's rows are one-hot,
-      lenience changes nothing: see `verify_greedy` for these.
+      lenience changes nothing; `verify_greedy` has another form of it for them.
 
   Returns:
     Verdict: num_accepted int32[] <= length, next_token int32[].
@@ -105,7 +105,7 @@ def count_accepted(
   gamma = draft.tokens.shape[0]
   target_prob = value_of(target_probs[:gamma], draft.tokens, 0.0)
   proposed_with = draft_prob(draft)
-  # It must be strictly less: `uniforms` are in [0, 1) and can be 0, and "<="
+  # The comparison is strict because `uniforms` are in [0, 1) and can be 0; "<="
   # would then accept a token that the target never emits. Equal probabilities
   # are always accepted, as they must be. Without a division, 0 needs no special
   # case.
@@ -129,10 +129,10 @@ def next_token_weights(
   has probability 0 anyway.
 
   Args:
-    draft: the draft.
-    target_probs: float32[G + 1, V].
+    draft: draft of one sequence.
+    target_probs: float32[G + 1, V]; row i is given the first i proposals.
     num_accepted: int32[], n.
-    share: P_n of a draft that is judged as a whole: p' = max(0, P_n p - q).
+    share: P_n of block verification, where p' is max(0, P_n p - q); else 1.
   """
   gamma = draft.tokens.shape[0]
   if gamma == 0:
@@ -150,8 +150,8 @@ def verify_block(
   """Judges a draft as a whole, with the random numbers of `verify`.
 
   Args:
-    draft: as for `verify`.
-    target_probs: float32[G + 1, V], as for `verify`.
+    draft: draft of one sequence, as for `verify`.
+    target_probs: float32[G + 1, V]; row i is given the first i proposals.
     key: PRNG key of this row and round; consumed through `verdict_uniforms`.
 
   Returns:
@@ -186,7 +186,8 @@ def kept_shares(draft: Draft, target_probs: jax.Array) -> jax.Array:
   proposed_with = draft_prob(draft)
   shares = [jnp.float32(1.0)]
   for i in range(gamma):
-    # In this order 0 stays 0; the quotient of the last two may be infinite.
+    # The product comes first, so that 0 stays 0: the quotient of the last two
+    # may be infinite.
     share = shares[-1] * target_prob[i] / proposed_with[i]
     shares.append(jnp.minimum(share, 1.0))
   return jnp.stack(shares)
@@ -200,9 +201,9 @@ def count_accepted_block(
   n is the last i with r_i < h_i, see the top of this file.
 
   Args:
-    draft: the draft.
-    target_probs: float32[G + 1, V].
-    shares: float32[G + 1], from `kept_shares`.
+    draft: draft of one sequence.
+    target_probs: float32[G + 1, V]; row i is given the first i proposals.
+    shares: P_0 ... P_G from `kept_shares`, float32[G + 1].
     uniforms: r_1 ... r_G, float32[G].
   """
   gamma = draft.tokens.shape[0]
@@ -256,18 +257,19 @@ def verify_greedy(
 def near_argmax(
   tokens: jax.Array, logits: jax.Array, lenience: jax.Array
 ) -> jax.Array:
-  """Returns whether p(x) >= l max(p), p before it is standardised; A.5.
+  """Returns whether p(x) >= l max(p), which is lenience at temperature 0.
 
-  The paper prints the inequality the other way round, which would reject the
-  argmax itself. A quotient of two probabilities needs no softmax.
+  p is the target's distribution before it is standardised (Appendix A.5). The
+  paper prints the inequality the other way round, which would reject the argmax
+  itself. A quotient of two probabilities needs no softmax.
 
   Args:
     tokens: int32[..., G]; an id outside the vocabulary is never near.
-    logits: float[..., G, V], the target's logits at the place of each token.
+    logits: float[..., G, V], the target's logits at the position of each token.
     lenience: float32[] in (0, 1]; at 1 only ties with the argmax are near.
 
   Returns:
-    bool[..., G]; False if the logits at that place are NaN or all masked.
+    bool[..., G]; False where the logits are NaN or all masked.
   """
   logits = logits.astype(jnp.float32)
   chosen = value_of(logits, tokens, -jnp.inf)
@@ -296,7 +298,7 @@ def first_false(flags: jax.Array) -> jax.Array:
 
 
 def value_of(rows: jax.Array, tokens: jax.Array, otherwise: float) -> jax.Array:
-  """Returns rows[..., i, tokens[..., i]]; `otherwise` for ids outside of V."""
+  """Returns rows[..., i, tokens[..., i]]; `otherwise` for ids not below V."""
   in_range = (tokens >= 0) & (tokens < rows.shape[-1])
   chosen = jnp.take_along_axis(rows, tokens[..., None], axis=-1, mode='clip')
   return jnp.where(in_range, chosen[..., 0], otherwise)
@@ -305,7 +307,7 @@ def value_of(rows: jax.Array, tokens: jax.Array, otherwise: float) -> jax.Array:
 def draft_rows(
   draft: Draft, index: jax.Array | slice, vocab_size: int
 ) -> jax.Array:
-  """Returns q of the positions `index`; float32[..., V]."""
+  """Returns q, a draft's distributions, at `index`; float32[..., V]."""
   if draft.probs is None:
     tokens = draft.tokens[index]
     return jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32)
@@ -325,13 +327,20 @@ def residual_of(
   share: jax.Array | float,
   index: jax.Array | slice,
 ) -> jax.Array:
-  """Returns max(0, P p - q) of the positions `index`; float32[..., V]."""
+  """Returns the residual max(0, P p - q) at `index`; float32[..., V].
+
+  Args:
+    draft: draft of one sequence, which has q.
+    target_rows: p, float32[..., V].
+    share: P; 1 without block verification.
+    index: the positions of the rows in the draft.
+  """
   rows = draft_rows(draft, index, target_rows.shape[-1])
   return jnp.maximum(share * target_rows - rows, 0.0)
 
 
 def _end(draft: Draft) -> jax.Array:
-  """Counts the proposals before the first of probability 0; int32[]."""
+  """Counts the proposals before the first of draft probability 0; int32[]."""
   proposed = jnp.arange(draft.tokens.shape[0]) < draft.length
   return first_false(proposed & (draft_prob(draft) > 0))
 

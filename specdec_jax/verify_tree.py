@@ -1,6 +1,6 @@
 """Verification of proposals that branch: Algorithm 1 along a tree.
 
-It is written for one sequence, then vmapped. A walk begins at the last
+Functions are of one sequence, and have vmapped forms. A walk begins at the last
 committed token. It tries the children of a node in turn and goes on at the
 first that is accepted; if none is, the target draws the next token. With one
 child per node this is Algorithm 1, with the same random numbers.
@@ -9,10 +9,11 @@ child per node this is Algorithm 1, with the same random numbers.
 *given its ancestors and its elder siblings*. At a node, p begins as the
 target's distribution. A child is accepted with probability min(1, p(x) / q(x));
 on rejection p becomes norm(max(0, p - q)), and the next child is tried. At
-every step the emitted token has the law p, for any q: so in the end it has the
-target's. This covers three kinds of children:
+every step the emitted token has the distribution p, whatever q is. So at the
+end it has the target's distribution. This covers three kinds of children:
 
-- drawn independently (SpecInfer's): q is the drafter's distribution for each;
+- drawn independently (as in SpecInfer): q is the drafter's distribution for
+  each child;
 - drawn without replacement: q is the drafter's distribution without the elder
   siblings, normalised again;
 - chosen, by rank or by a table (`Draft.probs` None): q is one-hot, the child is
@@ -63,7 +64,11 @@ def verify_tree(draft: Draft, target_probs: jax.Array, key: jax.Array):
 
 
 def trials(shape: TreeShape) -> np.ndarray:
-  """Lists level and rank of each child that a walk may try, int32[K, 2]."""
+  """Lists level and rank of each child that a walk may try, int32[K, 2].
+
+  The rank is the number of elder siblings. Of the children with one level and
+  rank, which share an entry, a walk tries at most one.
+  """
   return np.unique(np.stack([shape.levels, shape.ranks], axis=1), axis=0)
 
 
@@ -73,13 +78,13 @@ def walk(
   """Walks down the tree as far as children are accepted.
 
   Args:
-    draft: as for `verify_tree`.
-    target_probs: as for `verify_tree`.
+    draft: draft of one sequence, with a `tree`, as for `verify_tree`.
+    target_probs: float32[N + 1, V], as for `verify_tree`.
     uniforms: float32[K], one for each of `trials`.
 
   Returns:
-    int32[], the last accepted node, -1 without any; and float32[V], p at the
-    end of the walk, not normalised, from which the next token is drawn.
+    int32[], the last accepted node, -1 if there is none; and float32[V], p at
+    the end of the walk, not normalised, from which the next token is drawn.
   """
   shape = shape_of(draft, target_probs.shape[0])
   children = jnp.asarray(shape.children)
@@ -96,7 +101,7 @@ def walk(
     token, draft_row = draft.tokens[child], draft_rows(draft, child, size)
     draft_prob = value_of(draft_row, token, 0.0)
     offered &= draft_prob > 0
-    # It must be strictly less, as in `verify`, because a uniform may be 0.
+    # The comparison is strict, as in `verify`, because a uniform may be 0.
     target_prob = value_of(probs, token, 0.0)
     accepted = offered & (uniform * draft_prob < target_prob)
     left = jnp.where(offered, _residual(probs, draft_row), probs)
@@ -146,8 +151,8 @@ def shape_of(draft: Draft, num_rows: int) -> TreeShape:
   """Returns the tree of a draft of one sequence.
 
   Raises:
-    ValueError: the draft has another number of tokens than the tree has nodes,
-      or the target's rows are not one more.
+    ValueError: the draft does not have one token per node of the tree, or the
+      target does not have one row more.
   """
   shape = draft.tree
   assert shape is not None
@@ -159,7 +164,7 @@ def shape_of(draft: Draft, num_rows: int) -> TreeShape:
 
 
 def verdict(shape: TreeShape, last: jax.Array, next_token: jax.Array):
-  """Returns the verdict of a walk that ended at node `last`, -1 the root."""
+  """Returns the verdict of a walk that ended at `last`; -1 is the root."""
   node = jnp.maximum(last, 0)
   levels, paths = jnp.asarray(shape.levels), jnp.asarray(shape.paths)
   number = jnp.where(last < 0, 0, levels[node])
@@ -167,7 +172,7 @@ def verdict(shape: TreeShape, last: jax.Array, next_token: jax.Array):
 
 
 def _residual(probs: jax.Array, row: jax.Array) -> jax.Array:
-  """Returns norm(max(0, p - q)), or p if that rounds to 0."""
+  """Returns norm(max(0, p - q)), or p if the maximum rounds to 0."""
   residual = jnp.maximum(probs - row, 0.0)
   mass = jnp.sum(residual)
   return jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), probs)

@@ -34,13 +34,14 @@ from specdec_jax.types import DecodeStats, FinishReason, Generation, Verdict
 
 @struct.dataclass
 class Level:
-  """N nodes at one place of a row's sequences, in N neighbouring slots.
+  """N nodes at the same position of a row's sequences, in neighbouring slots.
 
   Attributes:
-    tokens: int32[B, N].
+    tokens: int32[B, N], the token of each node.
     visible: bool[B, N, T], the slots of each node's ancestors and its own.
-    parents: int32[B, N], of proposed nodes: the number of each node's parent in
-      the level before, where the first proposed level continues live beams.
+    parents: int32[B, N], the index of each node's parent in the level before,
+      which for the first proposed level is that of the live beams; None for
+      nodes that were not proposed.
     prefix: the sequences up to each node, as token rules read them; None
       without rules.
   """
@@ -58,15 +59,15 @@ class Search:
   Attributes:
     live: the live beams; their last tokens have not been read yet.
     finished: the finished beams.
-    ancestors: bool[B, K, T], the slots of all tokens of each live beam but its
-      last.
+    ancestors: bool[B, K, T], the slots of all tokens of each live beam except
+      its last one.
     previous: the level before the live beams. The drafter has not read it if
       all its proposals were accepted, and reads it again otherwise.
     known_values: float32[B, K, C], log-probabilities of the `candidates` of
       live beams that the target has read already; -inf for the other beams.
-      Where a level does not hold, most of its live beams are nodes all the
-      same, so the next draft need not guess their continuations.
-    known_ids: int32[B, K, C], these candidates.
+      Even if a level does not hold, most of its live beams are nodes of the
+      tree, so the next draft need not guess their continuations.
+    known_ids: int32[B, K, C], the tokens of these candidates.
     finish_reason: int32[B], a `FinishReason`.
   """
 
@@ -89,8 +90,9 @@ class BeamState:
   """The loop's carry; it is donated, so that it is updated in place.
 
   Attributes:
-    search: the beams.
-    used: int32[B], slots in use; the last tokens of the live beams come next.
+    search: the beams of each row, and its finish reason.
+    used: int32[B], number of filled slots of the cache; the last tokens of the
+      live beams will fill the next ones.
     target_cache: the target's cache.
     draft_cache: the drafter's cache; None in the plain search.
     stats: the counts, which count levels instead of tokens.
@@ -175,14 +177,14 @@ def step(
 ) -> BeamState:
   """Runs a round: 1 to gamma + 1 levels in each row that is still searched."""
   search, width = state.search, request.search.width
-  # Finished rows compute on their first slots, and the results are not used.
+  # Finished rows compute on their first slots, but their results are not used.
   used = jnp.where(state.running, state.used, width)
   # The live beams' last tokens are nodes in the next K slots.
   visible = _see_self(search.ancestors, used, width)
   prefix = search.live.prefix if request.ruling else None
   roots = Level(search.live.last_token, visible, prefix=prefix)
 
-  # The drafter's beam search from the live beams, gamma levels deep.
+  # The drafter searches gamma levels of beams from the live beams on.
   level, places = _levels(request, search, used)
   draft: list[Level] = []
   draft_cache = state.draft_cache
@@ -278,9 +280,9 @@ def generation(request: Request, state: BeamState) -> Generation:
 
 
 def _see_self(ancestors: jax.Array, begin: jax.Array, count: int) -> jax.Array:
-  """Returns the masks bool[B, N, T] with each node's slot added.
+  """Returns the masks `ancestors` bool[B, N, T] with each node's slot added.
 
-  The nodes have `count` neighbouring slots from `begin`, int32[B], on.
+  The nodes have `count` neighbouring slots from slot `begin`, int32[B], on.
   """
   slots = begin[:, None] + jnp.arange(count)
   return ancestors | (jnp.arange(ancestors.shape[-1]) == slots[..., None])
@@ -295,10 +297,23 @@ def _propose(
   used: jax.Array,
   places: jax.Array,
 ) -> tuple[Any, list[Level]]:
-  """Runs the drafter's search; returns its cache and its nodes by level."""
+  """Runs the drafter's beam search from the live beams on.
+
+  Args:
+    drafter: the drafter's network.
+    params: its parameters.
+    request: has beam settings, gamma and token rules.
+    state: the state before the round.
+    roots: the live beams' last tokens.
+    used: int32[B], the slot of the first root.
+    places: int32[B, T], the position of each slot's token in its sequence.
+
+  Returns:
+    The drafter's cache, and the proposed nodes, level by level.
+  """
   search, settings = state.search, request.search
   width, draft_width = settings.width, settings.draft_width
-  # The index of the roots in their sequences.
+  # The position of the roots in their sequences.
   place = search.live.length[:, :1] - 1
 
   # The drafter may lack the level before the roots, see `Search.previous`.
@@ -309,9 +324,9 @@ def _propose(
   beaten = beams.is_beaten(request, search.live, search.finished)
   score = jnp.where(beaten, beams.ABSENT, search.live.score)
   above, prefix, levels = roots.visible, roots.prefix, []
-  # A loop of the device would carry the cache, and copy it in and out.
+  # The loop is unrolled: one on the device would copy the cache in and out.
   for depth in range(request.gamma):
-    # Reads nodes, and finds the best continuations of the last beams.
+    # The drafter reads nodes; the last beams get their best continuations.
     tree = Tree(jnp.broadcast_to(positions, tokens.shape), places, visible)
     features, cache = drafter.extend(params, cache, tokens, tree)
     logits = drafter.head(params, features[:, -score.shape[1] :])
@@ -319,7 +334,7 @@ def _propose(
     every = jnp.ones(score.shape, bool)
     count = min(draft_width, logits.shape[-1])
     values, ids, _ = beams.candidates(request, logits, count, every, prefix)
-    if not depth:  # the target's candidates replace guesses
+    if not depth:  # known candidates of the target replace the drafter's
       known = search.known_values
       values = jnp.where(known[..., :1] > -jnp.inf, -jnp.inf, values)
       known = jnp.where(is_stop(request, search.known_ids), -jnp.inf, known)
@@ -336,11 +351,11 @@ def _propose(
 
 
 def _levels(request: Request, search: Search, used: jax.Array):
-  """Computes the places of this round's nodes.
+  """Computes the levels and positions of this round's nodes.
 
   Returns:
     int32[N], the level of each node of the target's call, 0 for live beams; and
-    int32[B, T], each slot's place in its sequence during the round.
+    int32[B, T], the position of each slot's token in its sequence.
   """
   settings, gamma = request.search, request.gamma
   widths = [settings.width, *[settings.draft_width] * gamma]
@@ -361,7 +376,7 @@ def _levels(request: Request, search: Search, used: jax.Array):
 
 
 def _joined(levels: list[Level]) -> tuple[jax.Array, jax.Array, Any]:
-  """Concatenates levels: tokens int32[B, N], masks bool[B, N, T], prefixes."""
+  """Concatenates tokens int32[B, N], masks and prefixes of several levels."""
   parts = [(level.tokens, level.visible, level.prefix) for level in levels]
   return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *parts)
 
@@ -376,15 +391,15 @@ def _replay(
   """Runs the target's own search over the nodes that it has read.
 
   Args:
-    request: the limits.
-    search: the search before.
-    draft: the proposed nodes.
+    request: has width, scoring, stop ids and limits.
+    search: the search before the round.
+    draft: the proposed nodes, level by level.
     used: int32[B], the slot of the first live beam's node.
     candidates: `beams.candidates` of all N nodes, the live beams first.
 
   Returns:
-    The search after it; int32[B, G K], the numbers of the nodes that were live
-    beams in each level; int32[B], the number of levels that held.
+    The search after the round; int32[B, G K], the indices of the nodes that
+    were live beams in each level; int32[B], the number of levels that held.
   """
   width, batch = request.search.width, used.shape[0]
   going_on, num_held = search.running, jnp.zeros((batch,), jnp.int32)
@@ -430,16 +445,19 @@ def _replay(
 
 
 def _next_level(request: Request, search: Search, of_live, first: jax.Array):
-  """Runs one level of the target's own search, with no known candidates.
+  """Runs one level of the target's own search.
+
+  After it no candidates are known yet (`Search.known_values`).
 
   Args:
-    request: width, scoring, stop ids and limits.
-    search: the search before.
+    request: has width, scoring, stop ids and limits.
+    search: the search before the level.
     of_live: `beams.candidates` of the live beams.
     first: int32[B], the slot of the first live beam's last token.
 
   Returns:
-    The search after it, and the beams that the live ones continue, int32[B, K].
+    The search after the level, and the index of the beam that each new live
+    beam continues, int32[B, K].
   """
   values, ids, valid = of_live
   live, finished, parents = beams.advance(

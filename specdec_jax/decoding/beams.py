@@ -36,7 +36,8 @@ class Hypotheses:
     score: float32[B, K], the log-probability of all tokens after the prompt; of
       finished beams, with the length penalty.
     exists: bool[B, K], whether there is such a sequence.
-    automaton: int32[B, K], the states of a constraint; None without any.
+    automaton: int32[B, K], the state of the row's constraint after each
+      sequence; None if no row has a constraint.
   """
 
   tokens: jax.Array
@@ -89,9 +90,9 @@ def candidates(
   transformers.
 
   Args:
-    request: stop ids and token rules.
-    logits: float32[B, N, V].
-    count: C, number of tokens.
+    request: has the stop ids and token rules.
+    logits: float32[B, N, V], the logits after each node.
+    count: C, the number of tokens to find.
     forbidden: bool[B, N], the nodes after which no beam may end. The other
       tokens keep their probabilities, as in transformers.
     prefix: the sequences up to each node, [B, N]; None without rules.
@@ -126,9 +127,9 @@ def widen(
     width: number of continuations.
 
   Returns:
-    Their log-probabilities, float32[B, width], from the best on; the numbers of
-    the beams that they continue, int32[B, width]; their tokens, int32[B,
-    width].
+    The log-probabilities of the continuations, float32[B, width], from the best
+    on; the indices of the beams that they continue, int32[B, width]; and their
+    last tokens, int32[B, width].
   """
   batch, _, count = values.shape
   flat = (score[..., None] + values).reshape(batch, -1)
@@ -147,15 +148,15 @@ def advance(
   """Searches one level: every live beam of a row becomes one token longer.
 
   Args:
-    request: width, scoring, stop ids and limits.
-    live: the live beams, which are equally long in each row.
+    request: has width, scoring, stop ids and limits.
+    live: the live beams; those of one row are equally long.
     finished: the finished beams.
     values: float32[B, K, C], log-probabilities of each beam's `candidates`.
     ids: int32[B, K, C], the tokens of these.
 
   Returns:
-    The live and the finished beams after the level, and the number of the beam
-    that each live one continues, int32[B, K].
+    The live and the finished beams after the level, and the index of the beam
+    that each new live beam continues, int32[B, K].
   """
   width = request.search.width
   total, parents, tokens = widen(
@@ -201,9 +202,9 @@ def is_beaten(
 ) -> jax.Array:
   """Returns bool[B, K], the live beams that no longer matter.
 
-  No continuation of such a beam can score more than all K finished beams.
-  Neither can a continuation that ranks below it, so the search finds the same
-  finished beams with or without it.
+  Each of the K finished beams scores more than any continuation of such a beam,
+  and of any beam that ranks below it. So the search finds the same finished
+  beams with or without it.
   """
   length = (request.prompt_length + request.max_length)[:, None]
   if request.search.scoring is BeamScoring.T5X:
@@ -248,7 +249,7 @@ def _penalty(request: Request, length: jax.Array) -> jax.Array:
   """Returns the divisor of a log-probability, float32[B, ...].
 
   Args:
-    request: scoring, exponent, and the lengths of the prompts.
+    request: has scoring, exponent, and the lengths of the prompts.
     length: int32[B, ...], tokens of the beams, start token and prompt counted.
   """
   if request.search.scoring is BeamScoring.T5X:

@@ -23,15 +23,15 @@ from specdec_jax.types import Draft, Generation
 class Loop(NamedTuple):
   """The speculative loop, or the plain loop if there is no drafter.
 
-  A request with beams runs a beam search, whose states are
+  For a request with beams it runs a beam search, whose states are
   `beam_search.BeamState`s.
 
   Attributes:
     target: the model whose distribution the output has.
     drafter: the drafter; None runs the plain loop, whose requests have a gamma
       of 0, and which ignores `PairParams.draft`.
-    judge: decides which proposals are accepted. Measurements that force the
-      acceptance give their own function.
+    judge: the function that decides which proposals are accepted. Measurements
+      with a forced acceptance rate give their own function.
   """
 
   target: LanguageModel

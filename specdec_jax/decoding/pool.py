@@ -1,6 +1,6 @@
 """Continuous batching on the device: B slots, and rows that come and go.
 
-A `Pool` is a request and a state of B rows, each at its own place in its own
+A `Pool` is a request and a state of B rows, each at its own position in its own
 output. `read` reads the inputs of new rows, `RowLayout.admit` copies them into
 free slots, and `run` makes rounds of the loop's own step until some rows are
 finished. A new row in a slot changes no shape, so nothing recompiles.
@@ -30,7 +30,7 @@ from specdec_jax.partitioning import shardings
 from specdec_jax.request import Drafting, Request
 from specdec_jax.types import Draft, FinishReason, Generation
 
-_SHARED = None  # an axis of None: the leaf belongs to no row
+_SHARED = None  # stands for the axis of rows in arrays that all rows share
 
 
 @struct.dataclass
@@ -38,8 +38,8 @@ class Pool:
   """B rows that are being decoded.
 
   Attributes:
-    request: the requests of the rows; `prompt` is one token wide, because the
-      prompts have been read, whatever `prompt_length` is.
+    request: the request of all rows. Its `prompt` is one token wide, whatever
+      `prompt_length` is, because the prompts have been read.
     state: the state of the rows.
   """
 
@@ -73,7 +73,7 @@ def take_rows(request: Request, rows: np.ndarray) -> Request:
 
 
 def read(loop: Loop, params: PairParams, request: Request) -> Pool:
-  """Reads inputs and prompts; returns rows for `RowLayout.admit`."""
+  """Reads inputs and prompts; returns the rows, for `RowLayout.admit`."""
   state = loop.start(params, request)
   request = request.replace(
     prompt=request.prompt[:, :1],
@@ -95,7 +95,7 @@ def run(
   """Runs rounds of the loop's step until enough rows have finished.
 
   Args:
-    loop: plain or speculative.
+    loop: the loop, plain or speculative.
     params: the parameters of both models.
     pool: the rows; a finished row idles until it is replaced.
     max_rounds: int32[], the most rounds.
@@ -145,7 +145,7 @@ def run(
 
 
 def _typed(leaf: jax.Array) -> jax.Array:
-  """Drops a weak type: a round would drop it and be compiled once more."""
+  """Drops a weak type, since a round drops it and would compile once more."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
     return leaf  # arrays of PRNG keys have no weak type
   return lax.convert_element_type(leaf, leaf.dtype)
@@ -160,7 +160,7 @@ class RowLayout:
     Args:
       loop: the loop that decodes the pool.
       params: the parameters of both models.
-      request: a request of rows without text, as many as are read together.
+      request: a request of placeholder rows, as many as are read together.
 
     Raises:
       ValueError: an array grows with the batch in two axes.
@@ -199,7 +199,7 @@ class RowLayout:
     return lax.fori_loop(0, count, copy_row, pool)
 
   def repeated(self, empty_row: Pool, batch: int) -> Pool:
-    """Returns a pool of `batch` free slots."""
+    """Returns a pool of `batch` free slots, copies of a placeholder row."""
     return self._changed(
       lambda axis, leaf: jnp.repeat(leaf, batch, axis), empty_row
     )
@@ -227,16 +227,16 @@ class PoolPrograms:
 
   All functions that return a pool place it as `read` does. Otherwise each
   program might place it differently over the devices, and the next program
-  would be compiled again for that; on one device, for each mixture of arrays
-  from the host and from other programs. Each device has a whole copy of the
-  host's view.
+  would be compiled again for each placement. On one device, it would be
+  compiled again for each mixture of arrays from the host and from other
+  programs. Each device has a whole copy of the host's view.
 
   Attributes:
-    warm: keys of the kinds of rows for which everything is compiled.
+    warm: keys of the kinds of rows for which all programs are compiled.
   """
 
   def __init__(self, loop: Loop, params: PairParams, example: Request):
-    """Traces `read` with a request `example`, as `RowLayout` wants it."""
+    """Traces `read` with a request of placeholder rows, see `RowLayout`."""
     self.warm: set[Any] = set()
     self._layout = layout = RowLayout(loop, params, example)
     read_rows = functools.partial(read, loop)
@@ -274,7 +274,7 @@ class PoolPrograms:
     self.begin = bound(begun, static_argnums=4, **view)
 
   def empty_row(self, request: Request) -> Pool:
-    """Reads a request of rows without text; returns its first row."""
+    """Reads a request of placeholder rows; returns a pool of one such row."""
     return self._only(self._read_rows(request), np.zeros((1,), np.int32))
 
 
@@ -288,7 +288,15 @@ def _axis(few: Any, many: Any) -> int | None:
 
 
 def _widened(axis: int, leaf: jax.Array, row: jax.Array) -> jax.Array:
-  """Pads `leaf` with values of `row` to the size of `row` in other axes."""
+  """Pads `leaf` with the values of `row` to the size of `row`.
+
+  The axis of rows keeps its size.
+
+  Args:
+    axis: the axis of rows.
+    leaf: an array of rows.
+    row: the same array of a single, wider row.
+  """
   wide = jnp.repeat(row, leaf.shape[axis], axis)
   if wide.shape == leaf.shape:
     return leaf

@@ -1,12 +1,13 @@
 """Lets the drafter of a row rest while it loses time, so that it costs little.
 
-Each row has an account, in calls of the target over one token: the cost of its
-rounds less their tokens, each of which plain decoding makes with one such call.
-Once the loss is above a limit, the row's drafter rests: its rounds have no
-draft. After the rest a round probes; if it loses again, the next rest is four
-times as long. The length of the first rest follows from the costs: a drafter
-that is always wrong then takes a few hundredths of the time of any output of
-128 tokens or more, its catching up included.
+Each row has an account of its loss: the cost of its rounds, in calls of the
+target over one token, less the number of their tokens, since plain decoding
+makes each token with one such call. Once the loss is above a limit, the row's
+drafter rests, and its rounds have no draft. After the rest, a round with a
+draft is a probe; if the row loses again, the next rest is four times as long.
+The first rest is so long that a drafter that is always wrong, with the calls
+that catch up, takes a few hundredths of the time of any output of 128 tokens or
+more.
 
 All decisions follow from counts and given costs, never from a clock. So a run
 that is started again, or that several processes share, decides in the same way,
@@ -27,15 +28,16 @@ from specdec_jax.models import backend
 from specdec_jax.request import RestPolicy
 from specdec_jax.types import Draft, Verdict
 
-# The limit, in calls of the target over one token. With 1.5 a drafter that is
-# right .7 of the time would rest at once in one of eleven outputs, needlessly.
+# The loss above which a drafter rests, in calls of the target over one token.
+# With 1.5, a drafter that is right .7 of the time would needlessly rest at once
+# in one of eleven outputs.
 _PATIENCE = 2.0
 _FIRST_REST = 32  # the least rounds of a first rest
 # If the probe after a rest loses too, the next rest is longer by this factor.
 _GROWTH = 4
 # A rest of so many rounds lasts for ever in effect.
 _MOST_REST = 1 << 20
-# A row may save up at most so many times the patience in gains.
+# The most that a row may gain in advance, as a multiple of `_PATIENCE`.
 _CREDIT = 4.0
 # A drafter that is always wrong may take this share of an output's time, and a
 # hundredth more to read the input.
@@ -50,8 +52,9 @@ def of_costs(
   """Returns the policy of a pair with known costs.
 
   Args:
-    cost_ratio: c.
-    call_cost: m -> v(m), for m up to gamma + 1.
+    cost_ratio: c, the time of a call of the drafter in calls of the target.
+    call_cost: returns v(m), the time of a call of the target over m tokens in
+      calls over one token, for m up to gamma + 1.
     gamma: the most proposals of a draft.
     adapts: whether a draft may have fewer.
   """
@@ -65,11 +68,12 @@ def of_costs(
 
 
 def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
-  """Returns the least first rest with which a drafter may always be wrong.
+  """Returns a first rest long enough for a drafter that is always wrong.
 
-  It checks outputs with up to several probes; in longer ones the share of lost
-  time falls, or the rest lasts for ever. A call that catches up makes no logits
-  and is taken to cost two calls of the drafter.
+  Such a drafter then loses at most `_MOST_LOST` of the time of an output. The
+  function checks outputs with up to several probes; in longer outputs the share
+  of lost time falls, or the rest lasts for ever. A call that catches up makes
+  no logits and is taken to cost two calls of the drafter.
   """
   loss = float(np.max(costs)) - 1  # the most that a round can lose
 
@@ -91,7 +95,7 @@ def _enough_rest(costs: np.ndarray, cost_ratio: float) -> int:
 
 
 def to_json(policy: bool | RestPolicy) -> Any:
-  """Returns a policy as JSON values, and True or False as it is."""
+  """Returns the costs of a policy as JSON values; True or False as it is."""
   if isinstance(policy, bool):
     return policy
   return np.asarray(policy.costs).tolist()
@@ -113,7 +117,7 @@ def widths(gamma: int, adapts: bool, rests: bool) -> list[int]:
   If longer calls take longer, the call has one of a few widths, each of which
   is compiled: 1 without proposals, and 2, 4, 8, 16, ... if drafts end early. On
   a CPU a call over two tokens took .77 to .98 of the time of a call over four,
-  and that width made drafts of adaptive length up to a tenth faster.
+  so that width 2 made drafts of adaptive length up to a tenth faster.
   """
   widest = gamma + 1
   if backend.kind() != 'cpu' or not (adapts or rests):
@@ -129,9 +133,10 @@ class Rests:
   """The accounts of the rows.
 
   Attributes:
-    loss: float32[B], calls of the target that were lost.
-    count: int32[B], rests since the last gain.
-    left: int32[B], rounds that the drafter still rests.
+    loss: float32[B], the time that speculation has lost, in calls of the target
+      over one token; below 0 it is a gain.
+    count: int32[B], number of rests since `loss` was last 0 or less.
+    left: int32[B], number of rounds that the drafter still rests.
   """
 
   loss: jax.Array
@@ -147,7 +152,7 @@ class Rests:
   def after_round(
     self, policy: RestPolicy, draft: Draft, verdict: Verdict
   ) -> 'Rests':
-    """Returns the accounts after a round of a draft and its verdict."""
+    """Returns the accounts after a round with this draft and verdict."""
     limit = policy.patience
     rested = self.left > 0
     lost = policy.costs[draft.length] - (verdict.num_accepted + 1)

@@ -7,8 +7,8 @@ temperature, blocks and lenience (`judge`).
 
 The target reads the last committed token and all nodes of a tree in one call
 with an ancestor mask. The verdict is a path, which the round then treats as a
-chain. The slots of the path are moved together; the root's is in place already,
-so these are at most as many as the tree has levels.
+chain. The cache entries of the path are moved to the slots right after the
+root's; they are at most as many as the tree has levels.
 """
 
 import functools
@@ -118,7 +118,7 @@ def propose(
   """Asks the drafter, unless all rows rest; cuts its draft to the usable part.
 
   Returns:
-    The draft, and the drafter's state, which has read it.
+    The draft, and the drafter's state, which may have read the draft.
   """
   request = context.request
   if request.gamma == 0:
@@ -154,7 +154,7 @@ def read_draft(
     `min_length`; and the cache, which holds the committed tokens and the draft.
   """
   target, params = context.target, context.target_params
-  assert target is not None  # `context_of` gives it
+  assert target is not None  # `context_of` sets it
   cache = target.rewind(state.target_cache, state.visible_length - 1)
   tokens = jnp.concatenate([state.last_token[:, None], draft.tokens], axis=1)
   tree = levels = None
@@ -165,7 +165,7 @@ def read_draft(
   features, cache = target.extend(params, cache, tokens, tree)
   logits = target.head(params, features)
   ruling = context.request.ruling
-  if ruling is not None:  # each place has its own prefix
+  if ruling is not None:  # each position has its own prefix
     logits = ruling.adjust(ruling.along(state.prefix, draft), logits)
   allowed = base.forbid_early_stops(logits, context, places=levels)
   return features, logits, allowed, cache
@@ -219,14 +219,14 @@ def check_tree(request: Request, shape: TreeShape) -> None:
     ('gamma', not request.drafting.adapts, 'a number of levels'),
     ('fallback', request.drafting.rests is None, 'False'),
   ):
-    if not fits:  # these options assume one proposal per place
+    if not fits:  # these options assume one proposal per position
       raise ValueError(f'{name}: expected {expected} with a tree of proposals.')
 
 
 def as_chain(
   request: Request, draft: Draft, verdict: Verdict, logits: jax.Array
 ) -> tuple[Draft, Verdict, jax.Array]:
-  """Makes a draft of the kept path, as if nothing else had been proposed.
+  """Makes a chain of the kept path, as if nothing else had been proposed.
 
   The draft ends where no child could be tried: below a leaf or a stop id.
 
@@ -312,7 +312,7 @@ def start(
     shape, _ = jax.eval_shape(target.extend, params.target, cache, token)
     features = jnp.zeros((shape.shape[0], shape.shape[2]), shape.dtype)
     if read is not None:
-      # The feature that gave the last token is that of the token before it.
+      # The last token is predicted from the feature of the token before it.
       place = request.prompt_length - 2
       of_prompt = features_at(read, jnp.maximum(place, 0))
       features = jnp.where(place[:, None] >= 0, of_prompt, features)
@@ -322,5 +322,5 @@ def start(
 
 
 def features_at(features: jax.Array, place: jax.Array) -> jax.Array:
-  """Selects each row's place, int32[B], of features [B, S, M]: [B, M]."""
+  """Selects the feature [B, M] at one position per row of [B, S, M]."""
   return jnp.take_along_axis(features, place[:, None, None], axis=1)[:, 0]

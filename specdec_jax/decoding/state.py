@@ -1,4 +1,4 @@
-"""The state that a decode carries from round to round, and the ends of rows."""
+"""Keeps the state of a loop from round to round; decides when rows end."""
 
 from typing import Any, NamedTuple
 
@@ -47,7 +47,8 @@ class DecodeState:
     features: [B, M], the target's features for a drafter that reads them, see
       `Context`; None for other drafters.
     rests: the accounts by which drafters rest; None if they never rest.
-    automaton: int32[B], the state of each row's constraint; None without any.
+    automaton: int32[B], the state of each row's constraint; None if no row has
+      one.
   """
 
   tokens: jax.Array
@@ -68,11 +69,10 @@ class DecodeState:
 
   @property
   def visible_length(self) -> jax.Array:
-    """int32[B], `length`, but 1 in a finished row.
+    """int32[B], `length` in running rows, and 1 in finished rows.
 
     Finished rows go on computing with the batch. With length 1 they work on
-    their first slots, overwrite no slot in use, and do not lengthen the
-    attention of other rows.
+    their own first slots, and do not lengthen the attention of other rows.
     """
     return jnp.where(self.running, self.length, 1)
 
@@ -90,8 +90,8 @@ class DecodeState:
   def with_reasons(self, reasons: np.ndarray) -> 'DecodeState':
     """Returns the state with the host's finish reasons, int32[B].
 
-    They go to the devices of the old ones, because the next run would otherwise
-    be compiled again.
+    They are placed on the devices of the old reasons, because otherwise the
+    next run would be compiled again.
     """
     placed = jax.device_put(reasons, self.finish_reason.sharding)
     return self.replace(finish_reason=placed)
@@ -126,7 +126,7 @@ def start(
 
 
 def first_states(request: Request) -> jax.Array | None:
-  """Returns int32[B], the first states of constraints; None without any."""
+  """Returns int32[B], the first state of each row's constraint, or None."""
   if request.token_rules is None or request.token_rules.automaton is None:
     return None
   # The sum is another array: a donated state shares none with the request.
@@ -142,7 +142,7 @@ def first_tokens(request: Request, width: int) -> jax.Array:
 def _after_none(
   request: Request, state: DecodeState, logits: jax.Array
 ) -> jax.Array:
-  """Returns bool[B, S], True from the first place without allowed tokens on."""
+  """Returns bool[B, S], True from the first position that allows no token."""
   if request.forbids_stops:
     produced = _produced(request, state)
     logits = probs.forbid_early_stops(
@@ -175,7 +175,12 @@ def is_stop(request: Request, tokens: jax.Array) -> jax.Array:
 def up_to_stop(
   request: Request, tokens: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Ends the first `count` (int32[B]) of tokens int32[B, S] at a stop id.
+  """Finds where each row's tokens end, at the first stop id or at `count`.
+
+  Args:
+    request: has the stop ids.
+    tokens: int32[B, S].
+    count: int32[B], number of tokens to consider; the rest is ignored.
 
   Returns:
     int32[B], the tokens up to and including the first stop id, or `count`; and
@@ -200,11 +205,12 @@ def append(
   token, or if the logits of a token do not give a distribution.
 
   Args:
-    request: the limits.
-    state: the state before.
+    request: has limits, stop ids and token rules.
+    state: the state before the round.
     draft: the proposals, a chain.
     verdict: n and t.
-    logits: float32[B, G + 1, V], the target's logits of each token.
+    logits: float32[B, G + 1, V], the target's logits before each proposal, and
+      after the last.
 
   Returns:
     The state after the round; its caches and features are those before.
@@ -272,7 +278,7 @@ def generation(request: Request, state: DecodeState) -> Generation:
   """Returns the outputs without their prompts, and zeros past each end."""
   length = _produced(request, state)
   live = jnp.arange(request.slots) < length[:, None]
-  # Of the slots that follow each prompt.
+  # The indices of the tokens that follow each prompt.
   index = request.prompt_length[:, None] + jnp.arange(request.slots)
   tokens = jnp.take_along_axis(state.tokens, index, axis=1)
   log_probs = state.log_probs

@@ -1,1 +1,1 @@
-"""Drafters: where a `Draft` comes from."""
+"""Drafters, the sources of proposals."""

@@ -48,13 +48,13 @@ class Context:
       drafts adapt (`Drafting.adapts`).
     prefix: the committed tokens as token rules read them; None without rules. A
       drafter may follow the rules, see `ruled`.
-    features: [B, M], for a drafter that reads them: the target's last hidden
-      state whose logits gave the last committed token. The target has not read
-      that token itself yet, so the feature does not depend on it. Zeros if
-      there is no such state: before the first token after a start token, and in
-      a row that was decoded plainly so far.
+    features: [B, M], the target's last hidden state from which each row's last
+      committed token was predicted. The target has not read that token itself
+      yet, so the feature does not depend on it. Zeros if there is no such
+      state: before the first token after a start token, and in a row that was
+      decoded plainly so far. None if the drafter does not read features.
     target: static, the target's network, given with `features`.
-    target_params: its parameters, given with `features`.
+    target_params: the target's parameters, given with `features`.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -88,7 +88,7 @@ class Context:
     return self.request.gamma
 
   def within(self, **changes: Any) -> 'Context':
-    """Returns the context with other fields of its request."""
+    """Returns the context with some fields of its request replaced."""
     return dataclasses.replace(self, request=self.request.replace(**changes))
 
   def after(self, token: jax.Array) -> Prefix | None:
@@ -121,29 +121,30 @@ class Drafter(NamedTuple):
   """A source of proposals: three functions and their parameters.
 
   Attributes:
-    init: starts a batch and reads its inputs: `init(params, inputs, max_length,
-      prompt, encoded) -> state`. `params` are those below, as arrays on the
-      device; `inputs` int32[B, E], `pad_id` past each row's end; `max_length`
-      T, the decoder slots that the run may use; `prompt` int32[B, P], the
-      tokens that the decoder begins with, see `Request`; `encoded`
-      float[B, E, M], the inputs as the target's encoder maps them, None unless
-      `reads_encoder`. The first context holds the prompt too, so that only a
-      drafter with a cache needs to read it here. By default there is no state.
-    propose: proposes up to gamma >= 1 tokens per row, once per round:
+    init: starts a batch and reads its inputs, as `init(params, inputs,
+      max_length, prompt, encoded) -> state`. `params` are those below, as
+      arrays on the device; `inputs` are int32[B, E], `pad_id` past each row's
+      end; `max_length` is T, the decoder slots that the run may use; `prompt`
+      is int32[B, P], the tokens that the decoder begins with, see `Request`;
+      `encoded` is float[B, E, M], the output of the target's encoder, and None
+      unless `reads_encoder`. The first context holds the prompt too, so that
+      only a drafter with a cache needs to read it here. By default there is no
+      state.
+    propose: proposes up to gamma >= 1 tokens per row, once per round, as
       `propose(params, state, context) -> (draft, state)`. The draft must keep
       the conditions that `Draft` states; the state may have read it.
-    commit: forgets everything past the committed tokens, once per round:
+    commit: forgets everything past the committed tokens, once per round, as
       `commit(state, length) -> state`. `state` is the one that `propose`
-      returned; `length` int32[B], the tokens that are committed now, the start
+      returned; `length` is int32[B], the number of committed tokens, the start
       token counted. Inside another drafter (see `Request.catches_up`) `length`
       may be smaller than before, and the round may have had no `propose`. By
       default the state stays as it is.
     name: the kind of the drafter and its settings. It tells apart drafters with
       the same parameters: a run with a drafter of another name is not resumed,
       and a calibration of another name is not used.
-    params: the parameters that `init` and `propose` take: a table, a tuple of
-      the parameters of its parts, or () if there are none. A `Model` stands for
-      its parameters, which an engine reads and places.
+    params: the parameters that `init` and `propose` take, such as a table, or a
+      tuple of the parameters of several parts; () if there are none. A `Model`
+      stands for its parameters, which an engine reads and places.
     network: the network whose likeliest tokens are proposed; None if there is
       no such network, so that no beam search can use the drafter.
     tree: the tree that is proposed; each draft is its first `Context.gamma`
@@ -200,9 +201,9 @@ def ask_unless(
 ) -> tuple[Draft, DrafterState]:
   """Returns `ask(state)`; if `skipped`, an empty draft and the same state.
 
-  It is a loop of at most one turn, which updates the cache in place, where a
-  conditional would copy it. On a GPU it waits for the host once a round, which
-  takes less time than gamma unused calls.
+  The call is in a loop of at most one turn, which updates the cache in place,
+  where a conditional would copy it. On a GPU the loop waits for the host once a
+  round, which takes less time than gamma unused calls.
 
   Args:
     skipped: bool[], whether to return the empty draft.
@@ -235,7 +236,8 @@ def forbid_early_stops(
     context: tells whether stop ids are forbidden, and for how many tokens.
     index: number of the first of the S proposals.
     ids: int32[B, S, V], the token that each logit belongs to; None is 0..V-1.
-    places: int[S], see `probs.forbid_early_stops`.
+    places: int[S], how many proposals, or levels of a tree, each of the S comes
+      after number `index`; None stands for 0, 1, ...
 
   Returns:
     float[B, S, V].
@@ -267,16 +269,16 @@ def ruled(
 
 
 def check_chain(drafter: Drafter, where: str) -> None:
-  """Raises ValueError if a drafter proposes a tree where that does not fit."""
+  """Raises ValueError if a drafter proposes a tree, which `where` refuses."""
   if drafter.tree is not None:
     advice = 'Give a drafter with a tree to an Engine directly.'
     raise unexpected(where, 'drafters without a tree', drafter.name, advice)
 
 
 def draft_uniforms(context: Context) -> jax.Array | None:
-  """Draws the random numbers of all proposals, for `draw`.
+  """Draws the random numbers of all proposals of a round, for `draw`.
 
-  It consumes the key of each proposal.
+  It consumes the key of each proposal (`probs.draft_key`).
 
   Returns:
     float32[G, B, 2]; None when greedy.
@@ -292,8 +294,9 @@ def draw(logits: jax.Array, context: Context, uniforms: jax.Array | None):
 
   Args:
     logits: float[B, V], logits of any V tokens.
-    context: holds the settings.
-    uniforms: float32[B, 2], the proposal's part of `draft_uniforms`.
+    context: holds the sampling settings.
+    uniforms: float32[B, 2], the proposal's part of `draft_uniforms`; None when
+      greedy.
 
   Returns:
     int32[B], indices into the V logits, and the distributions float32[B, V]
@@ -312,13 +315,16 @@ def draw_next(
   index: jax.Array | int,
   uniforms: jax.Array | None,
 ):
-  """Draws the proposal `index` from `ruled` logits, see `draw`.
+  """Applies the token rules to logits, then draws a proposal from them.
 
   Args:
     logits: float[B, V].
-    context: see `ruled`.
+    context: has rules and sampling; its `prefix` must end before the proposal.
     index: number of the proposal.
     uniforms: `draft_uniforms` of all proposals.
+
+  Returns:
+    The tokens and their distributions, as `draw` does.
   """
   logits = ruled(logits, context, index)
   return draw(logits, context, None if uniforms is None else uniforms[index])

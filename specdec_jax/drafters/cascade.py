@@ -2,7 +2,7 @@
 
 This is speculation inside the drafter: the cheaper drafter proposes, the model
 verifies in one call, and rounds go on until the model has gamma tokens. These
-have exactly the distribution of tokens that the model draws alone. So
+have exactly the distribution of tokens that the model draws by itself. So
 `Draft.probs` are the model's own distributions, and the output keeps the
 target's distribution whatever the cheaper drafter does. A cascade is worth its
 costs if drafting itself takes time.
@@ -39,8 +39,8 @@ def cascade(
   """Returns a drafter that draws from `model`, helped by `drafter`.
 
   Its parameters and its state are pairs (the model's, the cheaper drafter's).
-  The cheaper drafter commits tokens that the target may reject later. It then
-  gets a `commit` of fewer tokens, for which `Request.catches_up` prepares it.
+  The cheaper drafter commits tokens that the target may reject later. Its next
+  `commit` then has fewer tokens, as `Request.catches_up` announces.
 
   Args:
     model: the model that the draft is sampled from.
@@ -95,7 +95,7 @@ def cascade(
     index = length[:, None] + jnp.arange(size)
     tokens = jnp.take_along_axis(tokens, index, axis=1)
     draft = Draft(tokens, None if rows is None else rows[:, :size], goal)
-    # Past the draft's last token but one the cache holds rejected guesses.
+    # Behind the draft's last token but one the cache holds rejected proposals.
     return draft, (network.rewind(cache, length + done - 1), cheaper)
 
   def commit(state, length: jax.Array):
@@ -110,27 +110,28 @@ def cascade(
 def _one_round(
   network: LanguageModel, drafter: Drafter, gamma, params, context, goal, carry
 ):
-  """Makes a round inside of a draft.
+  """Runs one round of the model and its cheaper drafter, inside of a draft.
 
   Args:
     network: the model's network.
     drafter: the cheaper drafter.
-    gamma: its proposals.
-    params: the pair of parameters.
+    gamma: static, g, the most proposals of the cheaper drafter.
+    params: the parameters of the model and of the cheaper drafter.
     context: the context of the whole draft.
-    goal: int32[B], tokens of the whole draft.
+    goal: int32[B], number of tokens that the whole draft will have.
     carry: the number of rounds so far, int32[]; the committed tokens, followed
       by those of the draft, int32[B, N]; the distributions of the draft's
-      tokens, float32[B, G + g + 1, V], None when greedy; their number so far,
-      int32[B]; the model's cache; and the state of the cheaper drafter.
+      tokens, float32[B, G + g + 1, V], None when greedy; the number of the
+      draft's tokens so far, int32[B]; the model's cache; and the state of the
+      cheaper drafter.
 
   Returns:
     The carry after the round.
   """
   number, tokens, rows, done, cache, cheaper = carry
   length = context.length + done
-  # The prefix ends where the round began, so it is left out, and no token
-  # rules apply.
+  # The prefix of the context ends before the draft's tokens, so it is left out,
+  # and drafts follow no token rules.
   keys = jax.vmap(probs.draft_key, in_axes=(0, None))(context.keys, number)
   inner = context.within(drafting=Drafting(gamma), skips_rounds=True)
   inner = dataclasses.replace(

@@ -1,14 +1,15 @@
 """A drafter of heads on the target's last hidden state, without a network.
 
-They follow blockwise parallel decoding (Stern et al. 2018), Medusa (Cai et al.
+Heads follow blockwise parallel decoding (Stern et al. 2018), Medusa (Cai et al.
 2024) and Hydra (Ankner et al. 2024). Head i predicts the token i places after
 the last committed one, from the hidden state that gave that token, from the
-token itself, and, as in Hydra, from the proposals before its own.
+token itself, and, as in Hydra, from the proposals of the heads before it.
 
-Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), followed by
-the target's output layer. That layer and the embeddings e are read from the
-target's parameters and not copied. With a hidden width of M, head i (from 0)
-adds (3 + i) M^2 + M parameters; an output matrix for each head would add M V.
+Head i is a residual block, h = f + wo(silu(wi([f, e(t), ...]))), of that hidden
+state f and the embeddings e of these tokens t, ..., followed by the target's
+output layer. That layer and the embeddings e are read from the target's
+parameters and not copied. With a hidden width of M, head i (from 0) adds
+(3 + i) M^2 + M parameters; an output matrix for each head would add M V.
 At T5-XXL's size the first head has 50 million parameters, and an output matrix
 would have 132 million. A round reads the output layer once for each head, as a
 small model of that width would.
@@ -44,7 +45,7 @@ class _Head(nn.Module):
 
   @nn.compact
   def __call__(self, features: jax.Array, embedded: jax.Array) -> jax.Array:
-    """Maps [..., M] and [..., n * M] to [..., M], for the output layer."""
+    """Maps features [..., M] and embeddings [..., n * M] to [..., M]."""
     dtype = str(features.dtype)
     read = jnp.concatenate([features, embedded.astype(dtype)], axis=-1)
     wi = products.Dense(self.hidden_dim, dtype, use_bias=True, name='wi')
@@ -55,7 +56,7 @@ class _Head(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Heads(Checked):
-  """The sizes of a drafter's heads, whose parameters are a nested dict.
+  """The sizes of a drafter's heads; their parameters are a nested dict.
 
   Attributes:
     num_heads: number of heads, and the most proposals of a round.
@@ -111,10 +112,10 @@ def heads(
   """Returns a drafter of heads on the target's features.
 
   A round costs no call of a network, only the heads' own products and the
-  target's output layer (see the module). At temperature 0 each head proposes
-  its likeliest token, otherwise a token drawn from its distribution. In the
-  first round after a start token alone there is no feature: the heads then read
-  zeros, as in training, and propose frequent first tokens.
+  target's output layer. At temperature 0 each head proposes its likeliest
+  token, otherwise a token drawn from its distribution. In the first round after
+  a start token alone there is no feature: the heads then read zeros, as in
+  training, and propose frequent first tokens.
 
   Args:
     network: the sizes of the heads.
@@ -147,7 +148,7 @@ def heads(
         [embedded, target.embed(context.target_params, token)], axis=1
       )
 
-    def padded(*parts):  # places that no head predicts mean nothing
+    def padded(*parts):  # positions that no head predicts mean nothing
       stacked = jnp.stack(parts, axis=1)
       more = [(0, 0)] * stacked.ndim
       more[1] = 0, context.gamma - count
@@ -169,7 +170,7 @@ def heads(
 def load(path: str | os.PathLike[str]) -> Drafter:
   """Reads heads, and their sizes, from a file that `specdec train` wrote.
 
-  An engine refuses them with any target but the one that they were made for.
+  An engine refuses heads with any target but the one that they were made for.
 
   Args:
     path: the file.

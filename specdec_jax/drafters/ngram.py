@@ -61,7 +61,7 @@ def ngram(table: NGramTable, vocab_size: int | None = None) -> Drafter:
         logits[:, None], context, index, ids[:, None]
       )[:, 0]
       possible = jnp.max(logits, axis=1) > -jnp.inf
-      # A row without a continuation proposes nothing; this only avoids NaN.
+      # A row without a continuation proposes nothing; zeros only avoid NaN.
       logits = jnp.where(possible[:, None], logits, 0.0)
       choice, rows = base.draw(logits, context, uniforms)
       token = jnp.take_along_axis(ids, choice[:, None], axis=1)
@@ -89,7 +89,7 @@ def longest_context(
     length: int32[B], number of tokens of the text.
 
   Returns:
-    int32[B], numbers of contexts; 0 is the empty context.
+    int32[B], the indices of the contexts in the table; 0 is the empty context.
   """
   node = jnp.zeros(recent.shape[0], jnp.int32)
   going = node == 0
@@ -101,13 +101,20 @@ def longest_context(
 
 
 def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
-  """Finds the child of each `node` for a `token`, both int32[B].
+  """Finds the contexts that put one more token in front of other contexts.
 
   Each step of the search in sorted tokens narrows the range by a factor of
   `_PIVOTS`: 32,000 children of a root take three steps, where halving takes 15.
 
+  Args:
+    table: a table.
+    node: int32[B], indices of contexts in the table.
+    token: int32[B], the token to put in front of each context.
+    fanout: static, the most longer contexts that one of these may have.
+
   Returns:
-    int32[B], the child; and bool[B], whether there is one.
+    int32[B], indices of the longer contexts; and bool[B], whether the table has
+    them.
   """
   low, end = table.children[node], table.children[node + 1]
   while fanout > 1:
@@ -122,15 +129,16 @@ def _child(table: NGramTable, node: jax.Array, token: jax.Array, fanout: int):
 
 
 def continuations(table: NGramTable, node: jax.Array, count: int):
-  """Looks up the most frequent ids after each context, and their logits.
+  """Looks up the K most frequent ids after each context.
 
   Args:
     table: a table.
-    node: int32[B], numbers of contexts.
+    node: int32[B], indices of contexts in the table.
     count: static, K.
 
   Returns:
-    int32[B, K] and float32[B, K], sorted; -inf past the last one.
+    The ids int32[B, K], the most frequent first; and their log-probabilities
+    float32[B, K], -inf past the last continuation of a context.
   """
   place = jnp.arange(count)
   index = table.starts[node][:, None] + place
@@ -141,7 +149,7 @@ def continuations(table: NGramTable, node: jax.Array, count: int):
 
 
 def _dense(ids: jax.Array, rows: jax.Array, vocab_size: int) -> jax.Array:
-  """Spreads rows float32[G, B, K] of ids int32[G, B, K] to [B, G, V]."""
+  """Spreads probabilities [G, B, K] of K ids over the vocabulary, [B, G, V]."""
 
   def spread(ids, row):
     # `add`, not `set`: a row's padding repeats an id with probability 0.

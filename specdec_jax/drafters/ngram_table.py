@@ -43,11 +43,14 @@ class NGramTable:
   """The parameters of the `ngram` drafter; see the module for the layout.
 
   Attributes:
-    tokens: int32[N], the token that each context has in front of its parent's.
-    children: int32[N + 1].
-    starts: int32[N + 1].
-    ids: int32[C], tokens that follow a context.
-    log_probs: float32[C], natural logarithms of their relative frequencies.
+    tokens: int32[N], the token that each context puts in front of its parent.
+    children: int32[N + 1], the index of each context's first child; the last
+      entry is N.
+    starts: int32[N + 1], the index in `ids` of each context's first
+      continuation; the last entry is C.
+    ids: int32[C], tokens that follow a context, its continuations.
+    log_probs: float32[C], natural logarithms of the relative frequencies of
+      `ids` after their contexts.
     order: static, n.
     vocab_size: static, V.
     fanouts: static, the most children of a context of 0, 1, ... n - 2 tokens.
@@ -58,7 +61,7 @@ class NGramTable:
     >>> table = sd.fit_ngram_table(
     ...   [[0, 5, 6], [0, 5, 7]], order=2, vocab_size=8
     ... )
-    >>> table.num_contexts  # the empty one; after 0 and after 5
+    >>> table.num_contexts  # the empty one; (0,) and (5,)
     (1, 2)
     >>> table.save('bigram.npz')
   """
@@ -76,7 +79,7 @@ class NGramTable:
 
   @property
   def num_contexts(self) -> tuple[int, ...]:
-    """The numbers of contexts of 0, 1, ... n - 1 tokens."""
+    """The number of contexts with 0 tokens, with 1, ... and with n - 1."""
     edges = _edges(np.asarray(self.children), self.order)
     return tuple(int(size) for size in np.diff(edges))
 
@@ -96,7 +99,7 @@ class NGramTable:
 
 
 def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
-  """Reads a table that `NGramTable.save` wrote; gives NumPy arrays.
+  """Reads a table that `NGramTable.save` wrote; its arrays are NumPy's.
 
   Args:
     path: path of the `.npz` file.
@@ -137,7 +140,7 @@ def load(path: str | os.PathLike[str], vocabulary: Any = None) -> NGramTable:
 
 
 def _edges(children: np.ndarray, order: int) -> list[int]:
-  """Lists where the contexts of 0, 1, ... order - 1 tokens begin and end."""
+  """Lists the first index of the contexts of each length, and their end."""
   edges = [0, 1]
   for _ in range(order - 1):
     edges.append(int(children[edges[-1]]))
@@ -153,13 +156,13 @@ def from_arrays(
   """Makes a table on the host from the arrays that the module describes.
 
   Args:
-    arrays: the five arrays, of any integer and floating types.
-    order: n.
-    vocab_size: V.
-    fingerprint: fingerprint of the tokenizer.
+    arrays: the five arrays by name, of any integer and floating types.
+    order: n; the longest contexts have n - 1 tokens.
+    vocab_size: V; all ids lie in [0, V).
+    fingerprint: fingerprint of the tokenizer; '' if there is none.
 
   Raises:
-    ValueError: the parts do not fit.
+    ValueError: the arrays do not fit together, or have ids outside [0, V).
   """
   cast: dict[str, Any] = {
     name: arrays[name].astype(kind) for name, kind in _ARRAYS.items()
@@ -190,7 +193,7 @@ def from_arrays(
 
 
 def check_vocabulary(which: str, table: NGramTable, vocabulary: Any) -> None:
-  """Raises ValueError unless a table has the ids of a vocabulary.
+  """Raises ValueError unless a table was made with the same vocabulary.
 
   Args:
     which: name of the table, for the message.
@@ -209,7 +212,7 @@ def check_vocabulary(which: str, table: NGramTable, vocabulary: Any) -> None:
     raise unexpected(f'vocabulary of table {which}', expected, got, advice)
 
 
-# Fitting a table to a corpus.
+# These functions fit a table to a corpus.
 
 
 def fit(
@@ -258,7 +261,7 @@ def fit(
   check_number('vocab_size', vocab_size, 1)
   check_number('max_continuations', max_continuations, 1)
   check_number('min_count', min_count, 1)
-  # Rows can be joined even without text, because the first one is empty.
+  # The first row is empty, so that rows can be concatenated if there are none.
   rows = [np.zeros(0, np.int64)]
   rows += [np.asarray(row, np.int64).reshape(-1) for row in sequences]
   for row in rows:
@@ -298,15 +301,18 @@ def _levels(
 
   Args:
     rows: int64[n], the sequences.
-    order, vocab_size, min_count: see `fit`.
+    order: n; contexts have up to n - 1 tokens.
+    vocab_size: V.
+    min_count: contexts that occur less often are left out.
 
   Yields:
-    The first token and the parent of each context; and of each continuation its
-    context, its token and its count; all sorted.
+    For each length, the first token and the parent of each context; and the
+    context, the token and the count of each continuation. All are sorted.
   """
   tokens = np.concatenate(rows)
   position = np.concatenate([np.arange(len(row)) for row in rows])
-  # The place of each predicted token, and the number of its longest context.
+  # `place` is the position of each predicted token, `node` the index of its
+  # longest context so far.
   place = np.flatnonzero(position > 0)
   node = np.zeros(len(place), np.int64)
   fronts, parents = np.zeros(1, np.int64), np.full(1, -1)

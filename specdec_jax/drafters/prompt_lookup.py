@@ -18,20 +18,21 @@ from specdec_jax.types import Draft
 def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
   """Returns a deterministic drafter that copies; its parameters are ().
 
-  It compares the row's last tokens with the tokens before every place, and
-  copies from the place with the longest match. If matches are equally long, a
-  place in the input beats a place in the output, because a text that is made
-  from another text seldom repeats itself. Among places in the input the first
-  one wins, because summaries take most words from the beginning of a text;
-  among places in the output the last one wins, because a text continues its
-  latest subject. (Other libraries' prompt lookup searches only the decoder's
-  ids and takes the first place.) A match of one token counts only if the same
-  token follows at all its places: otherwise it is a weak guess, which would
-  keep `with_fallback` from asking its second drafter.
+  It compares the row's last tokens with the tokens before every position, and
+  copies from the position with the longest match. If matches are equally long,
+  a position in the input beats one in the output, because a text that is made
+  from another text seldom repeats itself. Among positions in the input the
+  first one wins, because summaries take most words from the beginning of a
+  text; among positions in the output the last one wins, because a text
+  continues its latest subject. (Other libraries' prompt lookup searches only
+  the decoder's ids and takes the first match.) A match of one token counts only
+  if the same token follows all its occurrences. Otherwise it is a weak guess,
+  which would keep `with_fallback` from asking its second drafter.
 
-  A copy from the output that reaches the output's end repeats itself; a copy
-  from the input ends with the input. Without a match there is no proposal. An
-  end of sequence that is copied too saves no call even if it is accepted.
+  A copy from the output that reaches the output's end goes on with what it has
+  copied so far; a copy from the input ends with the input. Without a match
+  there is no proposal. To copy an end of sequence saves no call, even if it is
+  accepted.
 
   Args:
     max_match: the most tokens that are compared; longer matches count as equal.
@@ -71,11 +72,12 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   """Drafts for one row.
 
   Args:
-    max_match, min_match, gamma: static.
-    inputs: int32[E].
-    end: int32[], length of the inputs.
+    max_match, min_match: static, as for `prompt_lookup`.
+    gamma: static, the most proposals.
+    inputs: int32[E], the row's input.
+    end: int32[], length of the input.
     tokens: int32[N], committed tokens.
-    length: int32[], their number.
+    length: int32[], number of committed tokens.
 
   Returns:
     Tokens int32[gamma] and length int32[] of the draft.
@@ -94,7 +96,7 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
   place = jnp.where(use_input, input_place, place)
   steps = jnp.arange(gamma)
   from_input = inputs.at[place + steps].get(mode='clip')
-  # `place` is before the end, so the period is at least 1.
+  # A copied position is before the end, so the period is at least 1.
   period = jnp.maximum(length - place, 1)
   from_output = tokens.at[place + steps % period].get(mode='clip')
   left = jnp.where(use_input, jnp.minimum(end - place, gamma), gamma)
@@ -107,18 +109,18 @@ def _propose(max_match, min_match, gamma, inputs, end, tokens, length):
 
 
 def _matches(text: jax.Array, end: jax.Array, recent: jax.Array) -> jax.Array:
-  """Counts the tokens of `recent` right before each place, int32[N].
+  """Counts the recent tokens that match those before each position, int32[N].
 
   Args:
-    text: int32[N].
-    end: int32[], number of tokens in `text`; places from there on get 0.
-    recent: int32[M], the last token first, padded with -1.
+    text: int32[N], the text with the positions.
+    end: int32[], number of tokens in `text`; positions from there on get 0.
+    recent: int32[M], the row's last tokens, the last one first, padded with -1.
   """
   place = jnp.arange(text.size)
   running = place < end
   matched = jnp.zeros(text.size, jnp.int32)
   for back in range(recent.size):
-    # Compares the token `back + 1` places earlier.
+    # The token `back + 1` positions earlier is compared.
     same = jnp.roll(text, back + 1) == recent[back]
     running = running & same & (place > back)
     matched = matched + running

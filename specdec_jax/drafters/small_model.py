@@ -1,13 +1,13 @@
 """Any `LanguageModel` as a drafter, with caches of its own.
 
-It reads the inputs with its own encoder. A T5 without an encoder reads the
-target's instead, and the inputs are encoded once for both.
+The model reads the inputs with its own encoder. A T5 without an encoder reads
+the output of the target's encoder, which then runs once for both.
 
 After a fully accepted draft the drafter's cache lacks its last proposal. Every
 round therefore begins with one call over each row's last two committed tokens,
 instead of a call of its own for that token; if no token is missing, the call
 writes the same values again. Inside another drafter a cache may lack more
-tokens: its length tells how many, and they are read first.
+tokens. The cache's length tells how many, and they are read first.
 """
 
 import dataclasses
@@ -105,15 +105,15 @@ def small_model(model: Model | LanguageModel) -> Drafter:
 
 
 def network_of(model: Model | LanguageModel) -> LanguageModel:
-  """Returns the network of a model, and a network as it is."""
+  """Returns the network of a model; a network is returned as it is."""
   return model.network if isinstance(model, Model) else model
 
 
 def as_drafter(drafter: Drafter | Model) -> Drafter:
-  """Returns a drafter as it is, and a model as a `small_model` drafter.
+  """Returns a drafter as it is; makes a `small_model` drafter of a model.
 
   Raises:
-    ValueError: it is neither a drafter nor a model.
+    ValueError: the argument is neither a drafter nor a model.
   """
   if isinstance(drafter, Model):
     return small_model(drafter)
@@ -123,13 +123,21 @@ def as_drafter(drafter: Drafter | Model) -> Drafter:
 
 
 def alone(drafter: Drafter) -> Model | None:
-  """Returns the model of a `small_model` drafter; None of any other drafter."""
+  """Returns the model of a `small_model` drafter; None for other drafters."""
   is_model = isinstance(drafter.params, Model) and drafter.name == SMALL_MODEL
   return drafter.params if is_model else None
 
 
 def read_committed(model: LanguageModel, params, cache, context, behind=2):
-  """Reads the committed tokens that the cache lacks, then calls `read_last`.
+  """Reads all committed tokens that a drafter's cache lacks.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    cache: its cache of committed tokens.
+    context: has the committed tokens.
+    behind: static, number of last tokens that one call reads, 2 or more. The
+      cache may lack more only if `Request.catches_up`.
 
   Returns:
     Logits float32[B, 1, V] of the token after the committed ones; the cache.
@@ -152,7 +160,7 @@ def read_last(
     tokens: int32[B, N], committed tokens, then `more` proposed ones.
     length: int32[B], number of committed tokens.
     more: static, number of proposed tokens that are read too.
-    behind: static, number of committed tokens that are read, 2 or more.
+    behind: static, number of last committed tokens that are read, 2 or more.
 
   Returns:
     Logits float32[B, more + 1, V] of the tokens that follow the last committed
@@ -210,7 +218,7 @@ def catch_up_calls(missed: int) -> int:
   """Returns the most calls that `catch_up` makes.
 
   Args:
-    missed: number of rounds, of a token each, that passed without a draft.
+    missed: number of rounds that passed without a draft, with one token each.
   """
   calls = 0
   for at_once, enough in _CATCH_UP:
@@ -219,11 +227,11 @@ def catch_up_calls(missed: int) -> int:
   return calls
 
 
-# Drafts that adapt their length.
+# These functions make drafts that adapt their length.
 
-# Guesses without a calibration, in units of a call of the target: a call of the
-# drafter costs .2, one more token in the target's call .1, and the time of a
-# call is worth 1.3 tokens. A draft has at most `MOST` proposals.
+# Costs are guessed without a calibration: a call of the drafter takes .2 of a
+# call of the target, one more token in the target's call takes .1, and the time
+# of a call of the target is worth 1.3 tokens. `MOST` is the most proposals.
 MOST = 5
 _WORTH, _WORTH_ASKING = 1.3 * 0.1, 1.3 * (0.2 + 0.1)
 _EXPECTED = 0.7  # acceptance probability of a proposal that is still to be made
@@ -248,8 +256,8 @@ def adaptive_draft(
   The draft's length is decided while it is made, in one device loop. The top
   probability of the drafter's distribution tells how likely its next proposal
   is accepted (`acceptance_of`). The drafter makes a proposal only if it is
-  worth its costs, and is asked for the next one only if that one is expected to
-  be worth its own. Each row stops by itself; the loop ends once all rows have
+  worth its cost, and is asked for the next one only if that one is expected to
+  be worth its cost. Each row stops by itself; the loop ends once all rows have
   stopped.
 
   **The output is lossless.** Whether x_i is proposed depends on x_1..x_{i-1}
@@ -257,22 +265,22 @@ def adaptive_draft(
   x_i too, which stays in the draft. These are the conditions of `Draft`.
 
   Args:
-    logits: float[B, V], of the first proposal.
+    logits: float[B, V], logits of the first proposal.
     cache: the drafter's cache, which holds all committed tokens.
-    context: with a `draft_rule` and a `budget`.
+    context: the context of the round, with a `draft_rule` and a `budget`.
     read: reads a proposal and returns the logits of the next one:
       (cache, tokens int32[B]) -> (float[B, V], cache).
 
   Returns:
-    The draft; and the cache, which may lack its last token.
+    The draft; and the cache, which may lack the draft's last token.
   """
   rule, budget = context.request.drafting.draft_rule, context.budget
   assert rule is not None and budget is not None
   (batch, vocab_size), size = logits.shape, context.gamma
   uniforms = base.draft_uniforms(context)
 
-  # The carry: proposals that the drafter was asked for, int32[]; rows that ask
-  # for another one, bool[B]; the probability that all so far are accepted,
+  # The carry has the number of proposals so far, int32[]; the rows that ask for
+  # another one, bool[B]; the probability that all so far are accepted,
   # float32[B]; the cache; the prefix of the next proposal; and the draft.
   def propose(carry, logits):
     index, asks, survival, cache, prefix, made = carry

@@ -1,11 +1,11 @@
-"""A small model whose proposals branch: several tokens for one place.
+"""A small model whose proposals branch: several tokens for one position.
 
 The tree has a fixed shape and grows level by level. One call reads all nodes of
 a level that have children, with an ancestor mask in the drafter's own cache, so
 a tree costs as many calls as a chain of as many levels. After a round the cache
-forgets the nodes, and the next round begins with one call over the committed
-tokens of the last one. So the cache holds the path that was kept, whichever it
-is, and no slot of it is moved.
+forgets the nodes, and the next round begins with one call over the tokens that
+the last round committed. So the cache gets whichever path was kept, and none of
+its slots is moved.
 """
 
 import functools
@@ -30,16 +30,18 @@ from specdec_jax.types import Draft
 def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
   """Returns a drafter that proposes a tree of tokens from `model`.
 
-  If `model` is a network instead of a `Model`, the drafter has no parameters,
-  see `small_model`. A draft is the tree's first gamma levels. The children of a
-  node are drawn from the model, each without its elder siblings; at temperature
-  0 the child of rank r is the r-th likeliest token after its parent.
+  If `model` is a network instead of a `Model`, the drafter has no parameters:
+  the caller gives them to `init` and `propose`. A draft is the tree's first
+  gamma levels. The children of a node are drawn from the model, each without
+  its elder siblings; at temperature 0 they are the likeliest tokens after the
+  node, in this order.
 
-  The program grows with the number of levels, whose widths differ.
+  The compiled program grows with the number of levels, because each level has
+  another width and code of its own.
 
   Args:
-    model: the model.
-    shape: the tree.
+    model: the model, as `load` gives it, or a network.
+    shape: the shape of the tree.
 
   Examples:
     >>> drafter = sd.small_model_tree(draft, sd.branching(3, (2, 1), 1))
@@ -50,7 +52,7 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
   network = network_of(model)
 
   def init(params, inputs, max_length, prompt, encoded):
-    # The slots hold all nodes, but a sequence has only one node of a level.
+    # The slots hold all nodes, but a sequence has only one node of each level.
     longest = max_length - shape.num_nodes + shape.depth
     return read_prompt(
       network, params, inputs, max_length, prompt, longest, encoded
@@ -66,9 +68,9 @@ def small_model_tree(model: Model | LanguageModel, shape: TreeShape) -> Drafter:
 def _propose(
   network: LanguageModel, shape: TreeShape, params, cache, context: Context
 ):
-  """A `ProposeFn` of the first levels of `shape`."""
+  """Proposes the first gamma levels of `shape`; it is a `ProposeFn`."""
   shape = shape.cut(context.gamma)
-  # A round commits at most this many tokens.
+  # The last round committed at most `depth` + 1 tokens.
   logits, cache = read_committed(
     network, params, cache, context, behind=shape.depth + 1
   )
@@ -76,7 +78,7 @@ def _propose(
   if not context.request.greedy:
     over_rows = jax.vmap(probs.draft_uniforms, in_axes=(0, None))
     uniforms = over_rows(context.keys, shape.num_nodes)  # uniforms [B, N, 2]
-  # The nodes with children, and their tree; None without any.
+  # `inner` are the nodes with children; `tree` is None if there are none.
   inner, tree = np.flatnonzero(shape.children[1:, 0] >= 0), None
   if len(inner):
     number = {ROOT: ROOT} | {int(node): i for i, node in enumerate(inner)}
@@ -104,7 +106,7 @@ def _propose(
     lambda *parts: jnp.concatenate(parts, axis=1), *levels
   )
   length = jnp.full(context.length.shape, shape.depth, jnp.int32)
-  # The cache forgets the nodes.
+  # The cache forgets the nodes of the draft.
   cache = network.rewind(cache, context.length)
   return Draft(tokens, rows, length, shape), cache
 
@@ -113,10 +115,10 @@ def _children(shape, nodes, parents, logits, uniforms, context):
   """Chooses or draws the W nodes of one level.
 
   Args:
-    shape: the tree.
-    nodes: int[W], the numbers of the nodes.
+    shape: the shape of the tree.
+    nodes: int[W], the numbers of the level's nodes in the tree.
     parents: int[A], the numbers of the nodes above that have children.
-    logits: float32[B, A, V], after each of these.
+    logits: float32[B, A, V], the logits after each of these parents.
     uniforms: float32[B, N, 2] for all nodes of the tree; None when greedy.
     context: holds the sampling settings.
 
@@ -138,7 +140,7 @@ def _children(shape, nodes, parents, logits, uniforms, context):
     rows = laws[:, column[places]]
     tokens = jax.vmap(jax.vmap(probs.inverse_cdf))(rows, uniforms[:, places])
     drawn.append((tokens, rows))
-    # The next sibling comes from the rest; all 0 if there is no other token.
+    # The next sibling is drawn from the rest, which is 0 if no token is left.
     rest = jnp.where(ids == tokens[..., None], 0.0, rows)
     mass = jnp.sum(rest, axis=-1, keepdims=True)
     rest = rest / jnp.where(mass > 0, mass, 1.0)

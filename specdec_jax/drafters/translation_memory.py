@@ -1,9 +1,9 @@
 """A drafter that copies from earlier texts, such as translated pairs.
 
-The texts are one array of ids. Its places are sorted by the tokens before them,
-the last one first (a suffix array of the texts read backwards). So one binary
-search on the device finds the place whose past has the longest match with the
-row's input and output.
+The texts are one array of ids. Its positions are sorted by the tokens before
+them, compared from the last one backwards (a suffix array of the texts read
+backwards). So one binary search on the device finds the position before which
+the most tokens match the end of the row's input and output.
 """
 
 import functools
@@ -21,7 +21,7 @@ from specdec_jax.drafters.base import Context, Drafter
 from specdec_jax.drafters.prompt_lookup import ends_of
 from specdec_jax.types import Array, Draft
 
-_MOST_RANK = 1 << 31  # an int64 holds the product of two such ranks
+_MOST_RANK = 1 << 31  # an int64 holds the product of two ranks up to this one
 
 
 @struct.dataclass
@@ -30,10 +30,10 @@ class Memory:
 
   Attributes:
     tokens: int32[N], the texts one after another.
-    order: int32[N], the places of `tokens`, sorted by the `max_match` tokens
-      before them, the last one first; of equal places the older text comes
-      first.
-    max_match: static, the tokens before a place that are compared.
+    order: int32[N], the positions in `tokens`, sorted by the `max_match` tokens
+      before them, compared from the last one backwards; of equal positions that
+      in the newest text comes last.
+    max_match: static, the number of tokens before a position that are compared.
 
   Examples:
     >>> memory = sd.remember([[5, 6, 1, 8, 9, 1]], max_match=4)
@@ -47,7 +47,7 @@ class Memory:
 
 
 def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
-  """Sorts texts on the host; this takes about 40 bytes of memory for a token.
+  """Makes a memory of texts; this takes about 40 bytes of memory per token.
 
   Args:
     texts: ids of each text, the newest text last. A pair is one text: the ids
@@ -68,7 +68,8 @@ def remember(texts: Iterable[Sequence[int]], max_match: int = 32) -> Memory:
   if tokens.size < 2:
     expected = 'texts of two tokens or more'
     raise unexpected('translation memory', expected, tokens.size)
-  # Places are ranked by the last token before them, by two tokens, by four, ...
+  # Positions are ranked by the last token before them, then by the last two, by
+  # four, ...
   rank, reach = np.append(0, tokens[:-1].astype(np.int64) + 1), 1
   while reach < max_match:
     if (num_ranks := int(rank.max()) + 1) > _MOST_RANK:
@@ -88,11 +89,11 @@ def translation_memory(memory: Memory, min_match: int = 8) -> Drafter:
   """Returns a deterministic drafter that copies from the texts of a memory.
 
   A row's text is its encoder's input followed by its output. The drafter looks
-  for the place of the memory before which the most tokens equal the end of that
-  text, and proposes the tokens after the place. If fewer than `min_match`
-  tokens are equal, it proposes nothing: `with_fallback` combines it with a
-  model. A text of the memory then costs one call of the target for gamma + 1
-  tokens, and no call of the model.
+  for the position in the memory before which the most tokens equal the end of
+  that text, and proposes the tokens from there on. If fewer than `min_match`
+  tokens are equal, it proposes nothing; in `with_fallback` a model then drafts.
+  A text that is in the memory costs one call of the target for gamma + 1
+  tokens, and no call of that model.
 
   Args:
     memory: from `remember`; `Engine(memory=...)` makes one from a file.
@@ -143,31 +144,37 @@ def _recent(size, inputs, end, tokens, length, skip):
 
   Args:
     size: static, number of tokens to list.
-    inputs: int32[E].
-    end: int32[], length of the inputs.
+    inputs: int32[E], the row's input.
+    end: int32[], length of the input.
     tokens: int32[N], committed tokens.
-    length: int32[], their number.
-    skip: int32[], the first of them, which do not belong to the text.
+    length: int32[], number of committed tokens.
+    skip: int32[], number of first committed tokens, which are not in the text.
 
   Returns:
     int32[size], padded with -1.
   """
   back = jnp.arange(size)
   place = length - 1 - back
-  before = end - 1 - (back - (length - skip))  # the token's place in the input
+  # The position of the token in the input, if it is there.
+  before = end - 1 - (back - (length - skip))
   from_input = jnp.where(before >= 0, inputs[jnp.maximum(before, 0)], -1)
   return jnp.where(place >= skip, tokens[jnp.maximum(place, 0)], from_input)
 
 
 def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Finds the place int32[] with the longest match, and its length int32[].
+  """Finds the position int32[] of the longest match, and its length int32[].
 
-  Of several matches with all `max_match` tokens the newest text's wins.
+  If matches have all `max_match` tokens, the one in the newest text wins.
+
+  Args:
+    memory: the memory.
+    recent: int32[max_match], the last tokens of a row's text, the last one
+      first.
   """
   size = memory.order.size
 
   def past(rank):
-    """Lists the tokens before a place, the last one first."""
+    """Lists the tokens before a position in memory, the last one first."""
     before = memory.order[rank] - 1 - jnp.arange(memory.max_match)
     return jnp.where(before >= 0, memory.tokens[jnp.maximum(before, 0)], -1)
 
@@ -180,13 +187,14 @@ def _longest(memory: Memory, recent: jax.Array) -> tuple[jax.Array, jax.Array]:
     high = jnp.where(is_after, middle, high)
     return jnp.where(is_after, low, middle + 1), high
 
-  # The search finds the first place that is sorted after the row's own past.
+  # The search finds the first position that is sorted after the row's tokens.
   bracket = jnp.int32(0), jnp.int32(size)
   low, _ = lax.fori_loop(0, size.bit_length(), halve, bracket)
   ranks = jnp.clip(jnp.stack([low - 1, low]), 0, size - 1)
   agrees = jax.vmap(past)(ranks) == recent
   # -1, before the beginning of all texts, agrees with nothing.
   matches = jnp.sum(jnp.cumprod(agrees & (recent >= 0), axis=1), axis=1)
-  # If matches are equally long, argmax takes the first, of the newest text.
+  # If both matches are equally long, argmax takes the first position. It is the
+  # last of all equal positions, so it is in the newest text.
   best = jnp.argmax(matches)
   return memory.order[ranks[best]], matches[best]

@@ -1,6 +1,6 @@
 """Two drafters as one: the second drafts where the first has no proposal.
 
-`only_token` is the first one of requests with constraints.
+For requests with constraints, an engine takes `only_token` as the first one.
 """
 
 import jax
@@ -40,16 +40,16 @@ def with_fallback(first: Drafter, second: Drafter | Model) -> Drafter:
   for drafter in (first, second):
     base.check_chain(drafter, 'with_fallback')
 
-  # The state: that of each drafter; int32[B], committed tokens at the last
-  # proposal; and bool[B], the rows whose last draft came from `first`.
+  # The state has that of each drafter; int32[B], the number of committed tokens
+  # at the last proposal; and bool[B], the rows whose last draft is by `first`.
   def init(params, *args):
     batch = args[0].shape[:1]
     states = first.init(params[0], *args), second.init(params[1], *args)
     return *states, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
 
   def propose(params, state, context: Context):
-    # The second drafter is not asked in every round, and the first drafter's
-    # draft is not always the one that is verified.
+    # The second drafter is not asked in every round, and a draft of the first
+    # is not always the one that is verified.
     context = context.within(skips_rounds=True)
     draft, first_state = first.propose(params[0], state[0], context)
     has_draft = draft.length > 0
@@ -96,8 +96,9 @@ def _choose(has_draft: jax.Array, first: Draft, second: Draft) -> Draft:
 def only_token() -> Drafter:
   """Returns a drafter that proposes tokens for as long as only one may follow.
 
-  The target accepts all of them. An engine asks it before drafters that do not
-  follow token rules. Small models follow them, and guess past the next choice.
+  The target accepts all of these tokens. An engine asks this drafter before one
+  that does not follow token rules. Small models follow them by themselves, and
+  also propose tokens where several may follow.
   """
 
   def propose(params, state, context: Context):

@@ -1,1 +1,1 @@
-"""Rules on tokens, exact under speculation: penalties, bans, constraints."""
+"""Rules on the tokens of outputs, which are exact under speculation too."""

@@ -1,10 +1,10 @@
-"""Automata over token ids: which tokens may follow, and the state after each.
+"""Automata over token ids, which tell the tokens that may follow a state.
 
-The automata of choices, and of regexes and JSON schemas with a `Vocabulary`,
-are made on the host. `joined` puts those of a batch into the tables of one
-`Automata` on the device, padded to few sizes, so that another regex or schema
-recompiles nothing. State `FREE` allows every token; rows without a constraint
-stay in it.
+Automata are made on the host: `of_choices` makes one of choices, a `Vocabulary`
+one of a regex or a JSON schema. `joined` concatenates the automata of a batch
+into the tables of one `Automata` on the device. The tables are padded to a few
+sizes, so that another regex or schema recompiles nothing. State `FREE` allows
+every token; rows without a constraint stay in it.
 """
 
 import dataclasses
@@ -25,14 +25,16 @@ from specdec_jax.rules.languages import Dfa, Language
 from specdec_jax.types import Array
 
 FREE = 0
-FEW = 32  # the most edges of a state whose tokens are listed, without a bit set
+# A state with at most so many edges has its tokens listed; other states have a
+# bit for each token.
+FEW = 32
 _WORD = 32
 NONE = -1  # marks a state without a row of bits, and a missing token
 _LEAST_STATES, _LEAST_EDGES, _LEAST_ROWS = 1 << 12, 1 << 18, 1 << 8
 _STEP = 4  # the factor from one size of a table to the next
-# An automaton must be made in so much processor time.
+# The most seconds of processor time that making an automaton may take.
 SECONDS = 3.5
-_MOST_BITS = 1 << 30  # the limit of (different rows of allowed tokens) * V
+_MOST_BITS = 1 << 30  # the most bits of all different rows of allowed tokens
 _CHUNK = 1 << 25
 
 
@@ -43,7 +45,8 @@ class ByBytes:
   Attributes:
     step: int32[T, 256], the next state after each state and byte.
     spelled: uint8[S], the bytes of all tokens, concatenated.
-    spans: int32[V + 1], the place in `spelled` where each token begins.
+    spans: int32[V + 1], the index in `spelled` where each token begins; it ends
+      where the next one begins.
   """
 
   step: Array
@@ -66,9 +69,10 @@ class ById:
   """An automaton of N states whose E edges are token ids, sorted per state.
 
   Attributes:
-    first: int32[N + 1], the first edge of each state; first[i + 1] ends it.
+    first: int32[N + 1], the index of each state's first edge; the edges of
+      state i end before first[i + 1].
     tokens: int32[E], the token of each edge.
-    targets: int32[E], the state after it.
+    targets: int32[E], the state that each edge leads to.
   """
 
   first: Array
@@ -99,17 +103,18 @@ class ById:
 class Automata:
   """The automata of a batch in one table of states.
 
-  States 0..T - 1 are those of `by_bytes` (`FREE` alone without it), states
-  T..T + N - 1 those of `by_id`. A part that no row of a batch needs is None, so
-  that the compiled program does not contain it.
+  States 0..T - 1 are those of `by_bytes`, or only `FREE` if it is None; states
+  T..T + N - 1 are those of `by_id`. A part that no row of a batch needs is
+  None, so that the compiled program does not contain it.
 
   Attributes:
     by_bytes: the automata of regexes and schemas.
     by_id: the automata of choices.
     bits_of: int32[T + N], the row of `bits` of each state; -1 for a state with
       at most `FEW` edges, which are read from `by_id`.
-    bits: uint32[R, ceil(V / 32)], a bit for each token that is allowed.
-    only: int32[R], the token of a row that allows a single one; else -1.
+    bits: uint32[R, ceil(V / 32)], a bit for each token, set if it is allowed.
+    only: int32[R], the only token that each row of `bits` allows; -1 if it does
+      not allow exactly one.
   """
 
   by_bytes: ByBytes | None
@@ -175,9 +180,11 @@ class Automaton:
 
   Attributes:
     tables: a `ByBytes`, whose state 0 is `FREE`, or a `ById`.
-    bits_of: int32[T] or int32[N], see `Automata`.
-    bits: uint32[R, ceil(V / 32)], see `Automata`.
-    only: int32[R], see `Automata`.
+    bits_of: int32[T] or int32[N], the row of `bits` of each state; -1 for a
+      state with at most `FEW` edges, which are read from `tables`.
+    bits: uint32[R, ceil(V / 32)], a bit for each token, set if it is allowed.
+    only: int32[R], the only token that each row of `bits` allows; -1 if it does
+      not allow exactly one.
     start: the state in which an output begins.
   """
 
@@ -205,7 +212,7 @@ def packed(flags: np.ndarray) -> np.ndarray:
 def joined(
   parts: tuple[Automaton, ...], vocab_size: int
 ) -> tuple[Automata, list[int]]:
-  """Joins automata into one table; also returns where each of them begins."""
+  """Concatenates automata into one table; also returns their start states."""
   texts = [part for part in parts if isinstance(part.tables, ByBytes)]
   choices = [part for part in parts if isinstance(part.tables, ById)]
   starts: dict[Automaton, int] = {}
@@ -214,7 +221,7 @@ def joined(
   bits, only = [packed(np.ones((1, vocab_size), bool))], [np.array([NONE])]
 
   def add(part: Automaton, first: int, begin: int) -> None:
-    """Appends a part's states from `first` on, numbered from `begin` on."""
+    """Appends an automaton's states from `first` on, as `begin` and so on."""
     rows = part.bits_of[first:]
     bits_of.append(np.where(rows < 0, NONE, rows + sum(map(len, bits))))
     bits.append(part.bits)
@@ -260,7 +267,7 @@ def joined(
 
 
 def _padded(table: np.ndarray, least: int, fill: int) -> np.ndarray:
-  """Pads a table to the next of its sizes: least * 4 ** n."""
+  """Pads a table with `fill` to the next of the sizes least * 4 ** n."""
   while least < len(table):
     least *= _STEP
   missing = [(0, least - len(table))] + [(0, 0)] * (table.ndim - 1)
@@ -332,9 +339,10 @@ def _walked(
   are sorted by the trie's nodes.
 
   Yields:
-    For each level the words that end there, and the node of each; the first
-    walk of each node, int[N + 1]; the index of the state in which each walk
-    began, int[W]; and the state that it has reached, int[W].
+    Five arrays for each level: the words that end there; the node of each
+    word; the index of each node's first walk, int[N + 1]; the index in `states`
+    of the state in which each walk began, int[W]; and the state that each walk
+    has reached, int[W].
   """
   bounds, origins = np.array([0, len(states)]), np.arange(len(states))
   for before, kinds, words, nodes in tree:
@@ -351,7 +359,15 @@ def _walked(
 def _spans(
   bounds: np.ndarray, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the walks of the given nodes, and the index of each walk's node."""
+  """Lists the walks that have reached the given nodes.
+
+  Args:
+    bounds: int[N + 1], the index of each node's first walk.
+    nodes: int[K], some of the N nodes.
+
+  Returns:
+    The indices of the walks, and the index in `nodes` of each walk's node.
+  """
   counts = bounds[nodes + 1] - bounds[nodes]
   which = np.repeat(np.arange(len(nodes)), counts)
   skipped = bounds[nodes] - np.append(0, np.cumsum(counts)[:-1])
@@ -371,7 +387,7 @@ class Vocabulary:
     begins_blank: bool,
     vocab_size: int,
   ):
-    """Takes a map from bytes to the ids that they spell, and V."""
+    """Takes a map from the bytes of tokens to their ids, and V."""
     self.begins_blank, self._size = begins_blank, vocab_size
     words: list[bytes] = [b''] * vocab_size
     for word, ids in spellings.items():
@@ -386,7 +402,10 @@ class Vocabulary:
     self._words = {*words} - {b''}
 
     def is_element(word: bytes) -> bool:
-      """Returns whether a word is a character, a byte, or composed of none."""
+      """Returns whether a word is needed to find out what words can spell.
+
+      It is not needed if it has several characters, each of which is a word.
+      """
       text = word.decode('utf-8', 'surrogateescape')
       parts = {char.encode('utf-8', 'surrogateescape') for char in text}
       return word in parts or not parts <= self._words
@@ -400,12 +419,12 @@ class Vocabulary:
 
     Args:
       name: the option that the language comes from, for messages.
-      language: the UTF-8 of the texts.
+      language: the texts, spelled in UTF-8.
       stop_ids: ids that end an output.
 
     Raises:
-      ValueError: no sequence of tokens spells one of the texts.
-      TooLarge: it has too many states, or takes too long.
+      ValueError: no sequence of tokens spells any of the texts.
+      TooLarge: the automaton has too many states, or takes too long to make.
     """
     if self.begins_blank:
       language = languages.literal(' ') + language
@@ -445,7 +464,7 @@ class Vocabulary:
 
     Args:
       kinds: int[256], the class of each byte.
-      words: the indices of the words.
+      words: the ids of the tokens whose bytes are the words.
     """
     levels, nodes = [], np.zeros_like(words)
     for depth, column in enumerate(self._bytes.T):
@@ -457,13 +476,13 @@ class Vocabulary:
     return levels
 
   def _alive(self, dfa: Dfa, kinds: np.ndarray) -> np.ndarray:
-    """bool[N], the states from which some tokens lead to an accepting one."""
+    """Returns bool[N]: whether tokens lead from a state to an accepting one."""
     size = len(dfa.step)
     if len([word for word in self._words if len(word) == 1]) == 256:
       return np.arange(size) > 0
     accepting = np.flatnonzero(dfa.accepting)
-    # Edges go backwards: from an end state to the accepting ones, and from each
-    # state to those before it.
+    # Edges go backwards: from an additional state to the accepting ones, and
+    # from each state to those before it.
     edges = [(np.full_like(accepting, size), accepting)]
     tree = self._tree(kinds, self._elements)
     for _, nodes, bounds, origins, reached in _walked(
@@ -478,7 +497,7 @@ class Vocabulary:
     return np.isin(np.arange(size), order)
 
   def unwritable(self, name: str, text: str) -> ValueError:
-    """Returns the error of an option whose text tokens cannot write."""
+    """Returns the error of an option with a text that no tokens can spell."""
     expected = 'what tokens of this vocabulary can write'
     missing = [
       char

@@ -1,4 +1,4 @@
-"""Sets of texts as automata: regexes, and how UTF-8 and JSON spell them.
+"""Sets of texts as automata: languages of regexes, spelled in UTF-8 or JSON.
 
 A `Language` can add itself to a nondeterministic automaton, so that its texts
 lead to a given state. Its minimal deterministic automaton is made when it is
@@ -21,13 +21,14 @@ import numpy as np
 MOST_STATES = 1 << 16
 MOST_POSITIONS = 1 << 17  # the most states of a nondeterministic automaton
 _MOST_CELLS = 1 << 23  # the limit of (states) * (classes of symbols)
-# The most positions in all sets together that become states.
+# A deterministic automaton's state is a set of a nondeterministic one's states.
+# This is the most members of all these sets together.
 _MOST_MEMBERS = 1 << 21
 
 # The first and the last symbol of each interval.
 Intervals = tuple[tuple[int, int], ...]
 _CHARACTERS = 0x110000
-_TOP = _CHARACTERS + 16  # symbols behind the characters mark anchors of regexes
+_TOP = _CHARACTERS + 16  # symbols after all characters mark anchors of regexes
 _deadline = contextvars.ContextVar('deadline', default=math.inf)
 
 
@@ -45,7 +46,10 @@ class NotFollowed(ValueError):
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-  """Limits the thread's time to make automata in a block; see `check_time`."""
+  """Limits the processor time that a `with` block may spend on automata.
+
+  Once it is over, `check_time` raises TooLarge in this thread.
+  """
   token = _deadline.set(time.thread_time() + seconds)
   try:
     yield
@@ -54,7 +58,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def check_time() -> None:
-  """Raises TooLarge if the time of `deadline` is over."""
+  """Raises TooLarge if the time that `deadline` allows is over."""
   if time.thread_time() > _deadline.get():
     raise TooLarge('its automaton takes too long to make')
 
@@ -66,14 +70,16 @@ def check_size(size: int, most: int, what: str) -> None:
 
 
 class Dfa(NamedTuple):
-  """A complete deterministic automaton of N states; state 0 is dead.
+  """A complete deterministic automaton of N states.
+
+  State 0 is dead: from there no text is accepted.
 
   Attributes:
-    cuts: int[I], where intervals of symbols begin, the first at 0.
+    cuts: int[I], the symbol at which each interval begins, the first at 0.
     classes: int[I], the class of the symbols of each interval.
     step: int32[N, C], the next state after each state and class.
-    accepting: bool[N].
-    start: the state in which it begins.
+    accepting: bool[N], the states in which a text may end.
+    start: the state in which a text begins.
   """
 
   cuts: np.ndarray
@@ -133,7 +139,11 @@ class Language:
   """A set of texts; `+` concatenates, `|`, `&` and `-` are set operations."""
 
   def __init__(self, add: Callable[[_Nfa, int], int]):
-    """Takes a function of an automaton and an end state, see `_Nfa.begin`."""
+    """Takes a function that adds the language to an automaton.
+
+    The function takes the automaton and an end state. It returns a state from
+    which the language's texts lead to the end state.
+    """
     self.add = add
 
   def __add__(self, other: 'Language') -> 'Language':
@@ -149,7 +159,10 @@ class Language:
     return (self._others() | other)._others()
 
   def repeat(self, least: int, most: int | None = None) -> 'Language':
-    """Returns `least` to `most` of its texts, joined; None: no upper bound."""
+    """Returns the concatenations of `least` to `most` of its texts.
+
+    If `most` is None, there is no upper bound.
+    """
 
     def add(nfa: _Nfa, end: int) -> int:
       begin = end
@@ -165,7 +178,7 @@ class Language:
     return Language(add)
 
   def _others(self) -> 'Language':
-    """Returns the complement: all other sequences of symbols."""
+    """Returns the complement, all other sequences of symbols."""
     return _automaton(self.dfa._replace(accepting=~self.dfa.accepting))
 
   @functools.cached_property
@@ -173,7 +186,7 @@ class Language:
     """The language's minimal deterministic automaton.
 
     Raises:
-      TooLarge: it has too many states, or takes too long.
+      TooLarge: the automaton has too many states, or takes too long to make.
     """
     nfa = _Nfa()
     return _minimal(_determined(nfa, nfa.begin(self, 0)))
@@ -246,8 +259,9 @@ def graph(
 
   Args:
     start: the node in which a text begins; nodes are any hashable values.
-    following: returns the edges of a node: a language and the next node.
-    is_final: whether a text may end in a node.
+    following: returns the edges of a node, pairs of a language and the next
+      node.
+    is_final: returns whether a text may end in a node.
   """
 
   def add(nfa: _Nfa, end: int) -> int:
@@ -279,7 +293,13 @@ def words(texts: Sequence[str]) -> Language:
 
 
 def _automaton(dfa: Dfa, parts: Sequence[Language] = ()) -> Language:
-  """Returns an automaton's texts, each class of symbols replaced by a part."""
+  """Returns the texts of an automaton.
+
+  Args:
+    dfa: the automaton.
+    parts: languages, each of which replaces the class of symbols with its
+      index; by default each class stands for its own symbols.
+  """
   parts = parts or [*map(_symbols, dfa.intervals())]
 
   def following(state: int) -> Iterator[tuple[Language, int]]:
@@ -315,7 +335,7 @@ def _determined(nfa: _Nfa, start: int) -> Dfa:
 
   @functools.cache
   def closure(position: int) -> frozenset[int]:
-    """Returns the positions reached without a symbol, less the dead ends."""
+    """Returns the positions reached without a symbol, without dead ends."""
     reached, todo = {position}, [position]
     while todo:
       more = {*nfa.empty[todo.pop()]} - reached
@@ -375,11 +395,12 @@ def _classes(
 def _minimal(dfa: Dfa) -> Dfa:
   """Returns the automaton with the fewest states of the same language."""
   _, first, block = np.unique(blocks(dfa.step.T, dfa.accepting), True, True)
-  # Numbered by their first states, so that the dead one stays the first.
+  # Blocks are numbered in the order of their first states, so that the dead
+  # state stays the first.
   order = np.argsort(first)
   rank = np.argsort(order)[block].astype(np.int32)
   step = rank[dfa.step[first[order]]]
-  # Symbols that lead everywhere to the same states are of one class.
+  # Symbols that lead from each state to the same next state form one class.
   _, columns, classes = np.unique(step, True, True, axis=1)
   classes = classes.reshape(-1)[dfa.classes]
   keep = np.flatnonzero(np.diff(classes, prepend=-1))
@@ -395,15 +416,15 @@ def _minimal(dfa: Dfa) -> Dfa:
 def blocks(
   columns: np.ndarray, kinds: np.ndarray, most: int | None = None
 ) -> np.ndarray:
-  """Numbers the states, int[N]; equal states have the same number.
+  """Returns a number for each state, int[N]; equivalent states share theirs.
 
-  States are told apart by where they lead; only those that lead to a state
-  whose number has changed are looked at again.
+  States are told apart by the states that they lead to. Only those that lead to
+  a state whose number has changed are looked at again.
 
   Args:
-    columns: int[C, N], the state behind each, by the class of the symbol.
-    kinds: int[N], 0 or 1; states of two kinds differ.
-    most: how many symbols may be read to tell two states apart.
+    columns: int[C, N], the next state after each class of symbols and state.
+    kinds: int[N], 0 or 1; states of different kinds are not equivalent.
+    most: how many symbols may be read to tell two states apart; None: no limit.
   """
   count = kinds.size
   before = np.argsort(columns, axis=None, kind='stable') % count
@@ -467,7 +488,7 @@ _JSON: _Table = (
 def _digits(low: int, high: int, places: Sequence[Sequence[int]]) -> Language:
   """Returns the numbers from `low` to `high`, written with a symbol per digit.
 
-  The digits of each place are written with the symbols in `places`.
+  For each place, the highest first, `places` has the symbols of its digits.
   """
   symbols, *rest = places
   size = math.prod(map(len, rest))
@@ -485,7 +506,7 @@ def _digits(low: int, high: int, places: Sequence[Sequence[int]]) -> Language:
 
 @functools.lru_cache(1 << 8)
 def _spelling(intervals: Intervals, table: _Table) -> Language:
-  """Returns the spellings of the characters in the intervals."""
+  """Returns the spellings, from a table, of the characters in intervals."""
   return _automaton(
     union(
       _digits(max(low, first) - base, min(high, last) - base, places)
@@ -520,11 +541,12 @@ def json_string(values: Language) -> Language:
 
 # These functions read regexes with Python's own parser.
 
-# An anchor is a symbol behind the characters, its mark. Texts with a mark where
-# the anchor does not hold are removed, and then the marks.
+# An anchor is read as a mark, a symbol behind the characters. Texts with a mark
+# where its anchor does not hold are removed; then the marks are removed from
+# the remaining texts.
 _MARKS = _symbols(((_CHARACTERS, _TOP - 1),)).repeat(0)
 _MARKED = _symbols(((0, _TOP - 1),)).repeat(0)
-# Python 3.14 and later find a match.
+# Whether `\B` matches the empty text, as in Python 3.14 and later.
 _B_IN_NOTHING = re.match(r'\B', '') is not None
 _BEGINNINGS = [*_parser.parse(r'\A^')]
 _ENDS = [*_parser.parse(r'$\Z')]
@@ -588,8 +610,8 @@ class _Reader:
     """Returns the texts that parsed nodes match, each followed by `rest`."""
     nodes, before = [*nodes], EVERY if self._search else EMPTY
     after = EVERY if self._search else rest
-    # Without marks, the automaton of most patterns is made in a third of the
-    # time.
+    # Anchors at both ends are read without marks. So the automaton of most
+    # patterns is made in a third of the time.
     if not flags & re.MULTILINE:
       while nodes and nodes[0] in _BEGINNINGS:
         before = EMPTY
@@ -647,8 +669,8 @@ def _misplaced(name: str, inside: Intervals, mark: Language) -> Language:
 
   Args:
     name: the name of the anchor.
-    inside: newlines; for `\\b` and `\\B`, the characters of words.
-    mark: the text that is the mark alone.
+    inside: the newline; for `\\b` and `\\B`, the characters of words.
+    mark: the language whose only text is the mark.
   """
   within = _symbols(inside)
   outside = ANY - within
@@ -675,7 +697,7 @@ def _misplaced(name: str, inside: Intervals, mark: Language) -> Language:
 
 
 def _without_marks(intervals: Intervals) -> Language:
-  """Returns the characters in the intervals, and nothing for their marks."""
+  """Returns the characters in the intervals, and the empty text for marks."""
   characters = [(x, min(y, _CHARACTERS - 1)) for x, y in intervals]
   language = _symbols(tuple(pair for pair in characters if pair[0] <= pair[1]))
   return language | EMPTY if intervals[-1][1] >= _CHARACTERS else language

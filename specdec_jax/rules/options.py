@@ -24,7 +24,7 @@ _SEQUENCES = ('sequences', 'sequence_bias')
 _DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # the least padded length of a sequence, and of a list of them
 _MOST_WORDS = 4096  # the most bad words, and the most sequences with a bias
-# The most ids of a row's words, each padded to the longest.
+# The most ids of a row's words and sequences, each padded to the longest.
 _MOST_IN_WORDS = 1 << 16
 _MOST_CHOICES = 100_000
 _Added = Annotated[float, Bound(-100, 100)]  # a number that is added to a logit
@@ -32,35 +32,40 @@ _Added = Annotated[float, Bound(-100, 100)]  # a number that is added to a logit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleOptions:
-  """Rules on the tokens of an output; by default none.
+  """Rules on the tokens of an output; by default there are none.
 
-  They are applied in this order, as in transformers: of the logits before
-  temperature, in a beam search of the log-probabilities.
+  They are applied in this order, as in transformers, to the logits before
+  temperature; in a beam search, to the log-probabilities.
 
   Attributes:
-    logit_bias: id -> what is added to its logit, from -100 to 100.
-    sequence_bias: pairs of a sequence of ids and what is added to the logit of
-      its last id where the others were said.
+    logit_bias: id -> the number that is added to its logit, from -100 to 100.
+    sequence_bias: pairs of a sequence of ids and a number, which is added to
+      the logit of the last id where the others come right before it.
     bad_words: words that no output has, as text or as ids.
     suppress_tokens: ids that no output has.
-    allowed_token_ids: the only ids that an output may have, beside what ends
-      it; None is all.
-    repetition_penalty: divides positive and multiplies negative logits of
-      tokens that were said; above 1 they come less often.
-    presence_penalty: is subtracted from logits of tokens of the output.
-    frequency_penalty: is subtracted as often as a token was said.
-    no_repeat_ngram_size: no output says so many tokens a second time; 0 is off.
-    encoder_no_repeat_ngram_size: no output says so many tokens of its input; 0
-      is off.
+    allowed_token_ids: the only ids that an output may have, beside those that
+      end it; None allows all ids.
+    repetition_penalty: divides the positive and multiplies the negative logits
+      of tokens in the prompt or output; above 1 they are repeated less often.
+    presence_penalty: is subtracted once from the logits of tokens that occur in
+      the output.
+    frequency_penalty: is subtracted from a token's logit once for each time
+      that the token occurs in the output.
+    no_repeat_ngram_size: no sequence of so many tokens occurs twice, the prompt
+      included; 0 is off.
+    encoder_no_repeat_ngram_size: no sequence of so many tokens of the input
+      occurs in the output; 0 is off.
     begin_suppress_tokens: ids that no output begins with.
-    forced_bos_token_id: the first id of an output without a prompt; None is
-      any.
-    forced_eos_token_id: the last id of an output of full length; None is any.
-    choices: the only outputs, as texts or as ids; None is all.
-    regex: what the whole text of an output matches.
+    forced_bos_token_id: the first id of an output without a prompt; None allows
+      any id.
+    forced_eos_token_id: the last id of an output of full length; None allows
+      any id.
+    choices: the only outputs that are allowed, as texts or as ids; None allows
+      any output.
+    regex: a regex that the whole text of an output matches.
     json_schema: the JSON schema that the whole output matches.
     json_blanks: the blanks between the parts of that JSON: 'one' behind each
-      comma and colon, as `json.dumps` writes it, 'none', or 'any'.
+      comma and colon, as `json.dumps` writes them, 'none', or 'any'.
   """
 
   logit_bias: Mapping[int, _Added] | None = None
@@ -88,10 +93,10 @@ class RuleOptions:
   json_blanks: Literal['one', 'none', 'any'] = 'one'
 
   def check_rules(self) -> None:
-    """Makes lists of arrays, and checks what the fields' types do not say.
+    """Turns arrays into lists, and checks what the fields' types do not cover.
 
     Raises:
-      ValueError: two of them contradict each other, or one is empty.
+      ValueError: two options contradict each other, or an option is empty.
     """
     for field in dataclasses.fields(RuleOptions):
       if hasattr(value := getattr(self, field.name), 'tolist'):
@@ -124,7 +129,7 @@ _NUMBERS = {
   for field in dataclasses.fields(RuleOptions)
   if isinstance(field.default, int | float)
 }
-_IDS = {  # option -> field of `Rules`
+_IDS = {  # option whose value is ids -> field of `Rules`
   'begin_suppress_tokens': 'begin_suppress',
   'forced_bos_token_id': 'forced_begin',
   'forced_eos_token_id': 'forced_end',
@@ -138,8 +143,8 @@ class RowRules(NamedTuple):
   """The rules of one row on the host.
 
   Attributes:
-    vocab_size: V.
-    values: the fields of `Rules` that are on, for this row alone.
+    vocab_size: V, the number of the target's ids.
+    values: field of `Rules` -> the row's value; only of rules that are set.
     automaton: the automaton of the row's constraint; None: no constraint.
   """
 
@@ -149,7 +154,7 @@ class RowRules(NamedTuple):
 
   @property
   def sizes(self) -> Any:
-    """A key: rows that share it get the same shapes by `ruling_of`."""
+    """A hashable key; rows with equal keys have rules of the same shapes."""
     shapes: Any = ()
     if self.automaton is not None:
       tables, _ = automata.joined((self.automaton,), self.vocab_size)
@@ -158,7 +163,13 @@ class RowRules(NamedTuple):
     return frozenset(sizes), *shapes
 
   def allows_any(self, texts: Iterable[Sequence[int]]) -> bool:
-    """Returns whether outputs may begin with some ids, its automaton aside."""
+    """Returns whether the row's output may begin with one of the texts.
+
+    The row's automaton is not considered.
+
+    Args:
+      texts: the ids of each text.
+    """
     values, bias = self.values, self.values.get('bias')
     size = int(values.get('no_repeat_ngram_size', 0))
     pairs = zip(*(values.get(x, ()) for x in _SEQUENCES), strict=True)
@@ -189,7 +200,7 @@ class RuleBook:
   """Turns options into rules; caches the automata of constraints."""
 
   def __init__(self, tokenizer: Any, vocab_size: int):
-    """Takes the vocabulary of outputs, and the target's number of ids."""
+    """Takes the tokenizer of outputs, and V, the number of the target's ids."""
     self._tokenizer = tokenizer
     self._vocab_size = vocab_size
     self._automaton = functools.lru_cache(_REMEMBERED)(self._make_automaton)
@@ -205,8 +216,8 @@ class RuleBook:
       stop_ids: ids that end its output.
 
     Raises:
-      ValueError: an id is outside the vocabulary, or a constraint cannot be
-        followed.
+      ValueError: an id is outside the vocabulary, or no output can follow the
+        rules.
     """
     given = options.rules
     if not given:
@@ -226,9 +237,10 @@ class RuleBook:
   def _check_possible(
     self, given: Mapping[str, Any], row: RowRules, stop_ids: Sequence[int]
   ) -> None:
-    """Raises ValueError for rules that are seen to exclude every output.
+    """Raises ValueError for rules that clearly exclude every output.
 
-    It checks each choice as a whole; without choices, the first token.
+    With choices, it checks each choice as a whole; without choices it checks
+    only which tokens may come first.
     """
     others = [x for x in given if x not in (*_CONSTRAINTS, 'json_blanks')]
     if not others:
@@ -258,7 +270,8 @@ class RuleBook:
   def _sequences(self, options: RuleOptions) -> dict[str, np.ndarray]:
     """Returns the ids and the biases of words and sequences, if there are any.
 
-    A bad word is also banned behind a blank.
+    A bad word that is given as text is banned with and without a blank before
+    it.
     """
     lists, added = list[list[int]](), list[float]()
     for word in options.bad_words:
@@ -314,7 +327,12 @@ class RuleBook:
       return self._automaton(json.dumps(listed, default=lambda x: x.tolist()))
 
   def _make_automaton(self, key: str) -> Automaton:
-    """Makes the automaton of a constraint and its stop ids, given as JSON."""
+    """Makes the automaton of a constraint.
+
+    Args:
+      key: the JSON of a list with the option's name, its value, `json_blanks`
+        and the stop ids.
+    """
     name, value, blanks, stop_ids = json.loads(key)
     if name == 'choices':
       ids = [self.encoded(name, choice) for choice in value]
@@ -333,8 +351,8 @@ class RuleBook:
     """Returns the ids of a text; ids are checked and returned as they are.
 
     Raises:
-      ValueError: its tokens are those of another text, blanks aside, since the
-        vocabulary has none for some of its characters.
+      ValueError: an id is outside the vocabulary, or the text's ids decode to
+        another text, blanks aside, as the vocabulary lacks some characters.
     """
     if not isinstance(text, str):
       return self._ids(name, text)
@@ -358,9 +376,9 @@ def ruling_of(
 
   Args:
     rows: the rules of each row.
-    begin: int32[B], see `Rules`.
-    end: int32[B], see `Rules`.
-    inputs: int32[B, E], -1 past their ends.
+    begin: int32[B], tokens before the output, the start token counted.
+    end: int32[B], the most tokens, those before the output counted.
+    inputs: int32[B, E], what the encoder reads; -1 past each row's end.
   """
   is_same = all(row is rows[0] for row in rows)
   each = [row.values for row in (rows[:1] if is_same else rows)]
@@ -383,7 +401,7 @@ def ruling_of(
 
 
 def _stacked(name: str, values: Sequence[np.ndarray | None]) -> np.ndarray:
-  """Stacks one field of all rows, padded in front by the field's off value."""
+  """Stacks one field of all rows; padding in front turns the rule off."""
   arrays = [value for value in values if value is not None]
   sizes = np.max([array.shape for array in arrays], axis=0).astype(int).tolist()
   if name != 'bias':

@@ -1,4 +1,4 @@
-"""Strings and numbers that keywords of a JSON schema describe."""
+"""Languages of the strings and numbers that keywords of a schema describe."""
 
 import functools
 import re
@@ -12,7 +12,8 @@ from specdec_jax.rules.languages import Language, concat
 MOST_RESIDUES = 2_000
 
 _WHOLE = r'(?:0|[1-9][0-9]*)'
-# Numbers that a schema bounds: no exponent, and no zeros after the last digit.
+# Numbers of a schema with bounds are written without an exponent, and without
+# zeros at the end of a fraction.
 NUMBER = languages.regex(rf'-?{_WHOLE}(?:\.(?:0|[0-9]{{0,19}}[1-9]))?')
 INTEGER = languages.regex(rf'-?{_WHOLE}(?:\.0)?')
 # Any number of JSON, for schemas that do not restrict its value.
@@ -89,11 +90,12 @@ _CLASSES = {r'\s': _BLANKS, r'\S': _NO_BLANKS}
 def pattern(text: str) -> Language:
   r"""Returns the texts in which a pattern of ECMA-262 matches somewhere.
 
-  Python's parser reads it. `\d`, `\w` and `\b` are of ASCII in both, `$` is the
-  end alone, and `\s` and `.` are replaced by what they mean.
+  Python's parser reads the pattern, as ASCII: `\d`, `\w` and `\b` then mean the
+  same as in ECMA-262. `$` matches only at the end of the text. `\s` and `.` are
+  replaced by the characters that they match in ECMA-262.
 
   Raises:
-    ValueError: it has what `languages.regex` does not follow.
+    ValueError: the pattern has a part that `languages.regex` does not support.
   """
   parts, is_class = [], False
   for part in re.findall(r'\\.|.', text, re.DOTALL):
@@ -134,7 +136,12 @@ def _sizes_above(bound: Decimal) -> Language:
   part = part.rstrip('0')
 
   def higher(digits: str, rest: str) -> list[str]:
-    """Returns regexes: one digit is higher, and those before it are equal."""
+    """Returns regexes of numbers with a higher digit after equal digits.
+
+    Args:
+      digits: the digits to exceed.
+      rest: a regex of the digits after the higher one; `{}` is their number.
+    """
     return [
       f'{digits[:i]}[{int(digit) + 1}-9]{rest.format(len(digits) - i - 1)}'
       for i, digit in enumerate(digits)

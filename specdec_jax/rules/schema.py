@@ -1,7 +1,7 @@
 """The JSON texts that a JSON schema describes, as a `Language` over bytes.
 
-It supports the part of draft 2020-12 that docs/rules.md lists, and refuses
-other keywords with their name and JSON pointer. Texts are written as
+It supports the part of draft 2020-12 that docs/rules.md lists. The error about
+any other keyword has its name and JSON pointer. Texts are written as
 `json.dumps` writes them, with `ensure_ascii` or without. The schemas of a value
 are split into branches without alternatives. In a branch, the strings and the
 numbers that the schemas allow are a `Language`; arrays and objects are graphs
@@ -29,8 +29,8 @@ MOST_LENGTH = 100_000  # the limit of minLength, maxItems and the other counts
 _MOST_DIGITS = 400
 
 _TYPES = ('null', 'boolean', 'number', 'string', 'array', 'object')
-# Keywords whose subschemas apply to the value itself; then to its items and
-# members.
+# Keywords whose subschemas apply to the value itself, and keywords whose
+# subschemas apply to its items and members.
 _SAME = ['allOf', 'anyOf', 'oneOf', '$ref']
 _WITHIN = ['items', 'additionalProperties', 'propertyNames', 'prefixItems']
 _WITHIN += ['properties', 'patternProperties']
@@ -39,7 +39,7 @@ _DICTS = ['properties', 'patternProperties', '$defs', 'definitions']
 _COUNTS = [x + y for x in ('min', 'max') for y in ('Length', 'Items')]
 _COUNTS += ['minProperties', 'maxProperties']
 _BOUNDS = {'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'}
-_NOTES = {  # they say nothing of values
+_NOTES = {  # these keywords do not restrict values
   *'$comment title description default example examples deprecated'.split(),
   *'readOnly writeOnly contentEncoding contentMediaType contentSchema'.split(),
   *'discriminator $id $schema $defs definitions'.split(),
@@ -68,8 +68,9 @@ MOST_UNORDERED = 12_000  # the most states of an object with keys in any order
 # inside brackets.
 _BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
 
-# Marks among the schemas entered: one without restrictions; and a flag that
-# values beyond the depth limits count as allowed, not as forbidden.
+# Two marks among the names of entered schemas. The first stands for a schema
+# without restrictions. With the second, values beyond the depth limits count as
+# allowed, not as forbidden.
 _ANYTHING, _POSSIBLY = '{}', '?'
 
 
@@ -77,7 +78,7 @@ class Schema(dict):
   """A schema that is no boolean; it is compared by identity.
 
   Attributes:
-    at: its JSON pointer.
+    at: the schema's JSON pointer.
     parts: pairs of a keyword and a subschema; a `$ref` is paired with the
       schema that it refers to.
     is_recursive: whether the schema contains itself.
@@ -89,7 +90,7 @@ class Schema(dict):
   is_recursive = False
 
   def refusal(self, keyword: str, expected: str) -> ValueError:
-    """Returns the error of a keyword whose value is not followed."""
+    """Returns the error of a keyword whose value is not supported."""
     name = f'json_schema: {keyword} at {self.at}'
     return unexpected(name, expected, self[keyword])
 
@@ -98,15 +99,17 @@ _TYPE_OF = {type(None): 'null', bool: 'boolean', str: 'string', list: 'array'}
 _TYPE_OF[Schema] = 'object'
 
 _Kinds = dict[str, Language]  # type -> the values that are allowed
-# Strings have their values here, not JSON. EVERY marks arrays and objects.
+# The language of strings has their values here, not their JSON. EVERY stands
+# for arrays and objects, whose texts are made later.
 _FULL = dict.fromkeys(('string', 'array', 'object'), languages.EVERY)
 _FULL['null'] = languages.literal('null')
 _FULL['boolean'] = languages.words(['false', 'true'])
 _FULL['number'] = scalars.ANY_NUMBER
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-# The most brackets in each other. Each takes ten of the 1,000 nested calls that
-# Python allows; with one call too many NumPy raises another error.
+# The most brackets inside one another. Each takes ten of the 1,000 nested calls
+# that Python allows; with one call too many NumPy raises an error other than
+# RecursionError.
 _MOST_DEPTH = 64
 _Member = tuple[Language, Language]  # the languages of a key and its value
 _Schemas = tuple[Any, ...]  # schemas that all apply to a value
@@ -184,8 +187,9 @@ class _Texts:
     """Splits schemas that apply to a value into branches without alternatives.
 
     Yields:
-      The allowed values of each type; all schemas that apply to the value, for
-      its items or members; and the schemas entered on the path to it.
+      For each branch, the allowed values of each type; all schemas that apply
+      to the value, which also restrict its items or members; and the schemas
+      entered on the path to it.
     """
     stack: list[tuple[Any, ...]] = [(schemas, _FULL, (), (), entered)]
     while stack:
@@ -268,11 +272,12 @@ class _Texts:
     return self._open['['] + items + self._close[']']
 
   def _object(self, schemas: tuple[Schema, ...], entered: _Entered) -> Language:
-    """Returns the texts of objects; nodes of the graph are the keys so far.
+    """Returns the texts of objects.
 
-    Keys may come in any order. In a large object the keys that the schema names
-    come in its order, and the others after them; then a node of the graph is
-    the index in the schema, with the number of keys.
+    Keys may come in any order; a node of the graph then holds the set of the
+    schema's keys so far. In a large object the keys that the schema names come
+    in its order, and the others after them; a node then holds the index of the
+    schema's next key. A node also holds the number of all keys so far.
     """
     least, most, last = _limits(schemas, 'Properties')
     members, others = self._members(schemas, entered)
@@ -375,7 +380,16 @@ def _with(entered: _Entered, name: str) -> _Entered:
 
 
 def _limits(schemas: _Schemas, what: str) -> tuple[int, float, int]:
-  """Returns the least and the greatest number, and up to which to count."""
+  """Returns the limits that schemas set on a number of parts.
+
+  Args:
+    schemas: schemas that all apply to a value.
+    what: the name of the parts, 'Items' or 'Properties'.
+
+  Returns:
+    The least number; the greatest number; and the number up to which parts must
+    be counted, because all larger numbers are treated alike.
+  """
   least = max((x.get(f'min{what}', 0) for x in schemas), default=0)
   most = min((x.get(f'max{what}', math.inf) for x in schemas), default=math.inf)
   return least, most, least if most == math.inf else int(most)
@@ -395,7 +409,7 @@ def _enumerations(schema: Schema) -> list[list[Any]]:
 
 
 def _kinds_of(values: list[Any]) -> _Kinds:
-  """Groups values by type, as languages."""
+  """Groups values by type; returns the language of each type's values."""
   groups: dict[str, list[Any]] = collections.defaultdict(list)
   for value in values:
     groups[_TYPE_OF.get(type(value), 'number')].append(value)
@@ -424,7 +438,7 @@ def _equal_to(schema: Schema, value: Any) -> Schema:
 
 
 def _strings(schema: Schema) -> Iterator[Language]:
-  """Yields the restrictions of strings that a schema has, as languages."""
+  """Yields a language for each restriction that a schema puts on strings."""
   if 'pattern' in schema:
     yield _search(schema, 'pattern', schema['pattern'])
   if 'format' in schema:
@@ -437,7 +451,7 @@ def _strings(schema: Schema) -> Iterator[Language]:
 
 
 def _numbers(schema: Schema) -> Iterator[Language]:
-  """Yields the restrictions of numbers that a schema has, as languages."""
+  """Yields a language for each restriction that a schema puts on numbers."""
   for keyword in _BOUNDS & schema.keys():
     bound = Decimal(schema[keyword])
     numbers = scalars.above(bound)
@@ -450,7 +464,11 @@ def _numbers(schema: Schema) -> Iterator[Language]:
 
 
 def _search(schema: Schema, keyword: str, pattern: str) -> Language:
-  """Returns the texts in which a pattern matches; names the keyword if not."""
+  """Returns the texts in which a pattern matches somewhere.
+
+  Raises:
+    ValueError: the pattern is not supported; the error names the keyword.
+  """
   try:
     return scalars.pattern(pattern)
   except languages.NotFollowed as error:
@@ -459,7 +477,7 @@ def _search(schema: Schema, keyword: str, pattern: str) -> Language:
 
 
 def _both(kinds: _Kinds, others: _Kinds) -> _Kinds:
-  """Intersects the values of each type; drops types without any."""
+  """Intersects the values of each type; drops types without any value."""
   both = {}
   for kind in kinds.keys() & others.keys():
     left, right, full = kinds[kind], others[kind], _FULL[kind]
@@ -477,7 +495,8 @@ def _checked(text: str) -> Schema | bool:
   """Returns the schema of a JSON text.
 
   Raises:
-    ValueError: it is none, is too large, or has what is not followed.
+    ValueError: the text is no schema, is too large, or has a part that is not
+      supported.
   """
   languages.check_size(len(text), MOST_CHARACTERS, 'characters')
   try:
@@ -564,7 +583,7 @@ def _follow_references(root: Schema, places: dict[str, Any]) -> None:
 
 
 def _is_within(schema: Schema, keywords: frozenset[str]) -> bool:
-  """Returns whether a schema contains itself, by way of these keywords."""
+  """Returns whether a schema contains itself through these keywords."""
   visited: set[Schema] = set()
   todo = [schema]
   while todo:

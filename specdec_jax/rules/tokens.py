@@ -1,13 +1,15 @@
 """Applies rules to the logits of a token, given the tokens before it.
 
-A rule is a function of the committed prefix and the logits. Applied to the
-target's logits at every place of a call, each place with **its own** prefix,
-the committed tokens and the draft before it, speculation keeps the law: what is
-verified is the adjusted target. A drafter that follows the rules keeps its
-acceptance; one that does not is still exact.
+A rule is a function of a prefix and of the logits after it. In a call of the
+target the logits at each position are adjusted by the position's **own**
+prefix, the committed tokens and the draft before it. So drafts are verified
+against the adjusted target, and the output has the adjusted distribution. A
+drafter that follows the rules keeps its acceptance rate; the output is also
+exact with one that does not follow them.
 
-The order is that of transformers: bias and sequences, repetition, presence and
-frequency, bans, a forced begin and end, and last the automaton.
+Rules are applied in the order of transformers: biases of tokens and sequences;
+penalties of repetition, presence and frequency; bans; a forced first and last
+token; and at last the automaton.
 """
 
 from typing import Any
@@ -27,24 +29,27 @@ class Rules:
 
   Attributes:
     begin: int32[B], tokens before the output, the start token counted.
-    end: int32[B], the most tokens, these counted.
+    end: int32[B], the most tokens, those before the output counted.
     inputs: int32[B, E], what the encoder reads; -1 past its end.
     bias: float32[B, V], added to the logits.
     sequences: int32[B, K, L], sequences whose last token is biased where the
-      others were said; -1 in front of shorter ones.
-    sequence_bias: float32[B, K], the bias of each; -inf forbids it.
-    repetition_penalty: float32[B], divides positive and multiplies negative
-      logits of tokens that were said; a prompt's count.
-    presence_penalty: float32[B], is subtracted once from logits of tokens of
-      the output.
+      prefix ends with their other tokens; padded in front by -1.
+    sequence_bias: float32[B, K], the bias of each sequence; -inf forbids it.
+    repetition_penalty: float32[B], divides the positive and multiplies the
+      negative logits of tokens that occur in the prompt or the output.
+    presence_penalty: float32[B], is subtracted once from the logits of tokens
+      that occur in the output.
     frequency_penalty: float32[B], is subtracted once for each time that the
       token occurs in the output.
-    no_repeat_ngram_size: int32[B]; 0 is off.
-    encoder_no_repeat_ngram_size: int32[B], the same with ngrams of `inputs`.
-    begin_suppress: int32[B, K], no output begins with these; -1 is padding.
-    forced_begin: int32[B], the first token of an output without a prompt; -1 is
-      any.
-    forced_end: int32[B], the last token of an output of full length; -1 is any.
+    no_repeat_ngram_size: int32[B], no sequence of so many tokens occurs twice;
+      0 is off.
+    encoder_no_repeat_ngram_size: int32[B], no sequence of so many tokens of
+      `inputs` occurs in the output; 0 is off.
+    begin_suppress: int32[B, K], ids that no output begins with; padded with -1.
+    forced_begin: int32[B], the first token of an output without a prompt; -1
+      allows any token.
+    forced_end: int32[B], the last token of an output of full length; -1 allows
+      any token.
     automaton: int32[B], the state of the `Automata` in which each row begins.
   """
 
@@ -67,12 +72,13 @@ class Rules:
 
 @struct.dataclass
 class Prefix:
-  """The tokens before a place.
+  """The tokens before a position.
 
   Attributes:
-    tokens: int32[..., W], the first `length` of them count.
-    length: int32[...].
-    state: int32[...], the automaton's state after them; None without one.
+    tokens: int32[..., W], of which the first `length` belong to the prefix.
+    length: int32[...], number of tokens.
+    state: int32[...], the automaton's state after the prefix; None if no row
+      has an automaton.
   """
 
   tokens: jax.Array
@@ -85,15 +91,15 @@ class Ruling:
   """The rules of a batch, and the automata that its rows share.
 
   Attributes:
-    rules: of each row.
-    automata: the tables of all constraints; None without any.
+    rules: the rules of each row.
+    automata: the tables of all constraints; None if no row has a constraint.
   """
 
   rules: Rules
   automata: Automata | None = None
 
   def adjust(self, prefix: Prefix, logits: jax.Array) -> jax.Array:
-    """The logits float32[B, N, V] of the tokens behind N prefixes of a row."""
+    """Applies the rules to the logits float[B, N, V] after [B, N] prefixes."""
     of_places = jax.vmap(adjust, in_axes=(None, None, 0, 0))
     of_rows = jax.vmap(of_places, in_axes=(0, None, 0, 0))
     return of_rows(self.rules, self.automata, prefix, logits)
@@ -106,14 +112,14 @@ class Ruling:
     return Prefix(tokens, prefix.length + 1, state)
 
   def next_state(self, state: Any, token: jax.Array) -> Any:
-    """Returns the automata's states after tokens int32[...]."""
+    """Returns the states that tokens int32[...] lead to, or None."""
     if self.automata is None:
       return None
     step = jnp.vectorize(self.automata.next_state)
     return step(state, token)
 
   def along(self, prefix: Prefix, draft: Draft) -> Prefix:
-    """Returns the prefixes of all places of a call, [B, G + 1].
+    """Returns the prefixes of all positions of a target call, [B, G + 1].
 
     Args:
       prefix: [B], the committed tokens.
@@ -141,11 +147,11 @@ class Ruling:
 def adjust(
   rules: Rules, automata: Automata | None, prefix: Prefix, logits: jax.Array
 ) -> jax.Array:
-  """Returns the logits float32[V] of one place of one row, see `Rules`."""
+  """Applies a row's rules to the logits float[V] that follow one prefix."""
   size, length = logits.shape[-1], prefix.length
   logits = logits.astype(jnp.float32)
   place = jnp.arange(prefix.tokens.shape[0])
-  # An id of V is out of range: the scatter drops it.
+  # Past the prefix the id is V, which is out of range, so scatters drop it.
   ids = jnp.where(place < length, prefix.tokens, size)
   if rules.bias is not None:
     logits += rules.bias
@@ -182,7 +188,7 @@ def adjust(
 
 
 def _forbidden(rules: Rules, prefix: Prefix) -> list[jax.Array]:
-  """Returns arrays of ids that must not come next; -1 is padding."""
+  """Returns arrays of ids that must not come next, padded with -1."""
   forbidden, length = [], prefix.length
   if rules.no_repeat_ngram_size is not None:
     forbidden.append(
@@ -198,7 +204,7 @@ def _forbidden(rules: Rules, prefix: Prefix) -> list[jax.Array]:
 
 
 def _ends_with(prefix: Prefix, ids: jax.Array) -> jax.Array:
-  """Returns whether the prefix ends with int32[L], padded in front by -1."""
+  """Returns whether a prefix ends with ids int32[L], padded in front by -1."""
   count = ids.shape[0]
   place = prefix.length - count + jnp.arange(count)
   same = prefix.tokens[jnp.maximum(place, 0)] == ids
@@ -210,12 +216,12 @@ def _continued(
 ) -> jax.Array:
   """Returns the ids that would complete an n-gram of `source`, int32[W].
 
-  Places without such an id have -1.
+  It has an entry for each position of `source`; -1 where there is no such id.
 
   Args:
-    source: int32[W], `length` tokens.
-    length: int32[].
-    prefix: its last tokens are the beginning of the n-gram.
+    source: int32[W], the text with the n-grams.
+    length: int32[], number of tokens in `source`; the rest is ignored.
+    prefix: the prefix whose last tokens are the beginning of the n-gram.
     size: int32[], tokens of an n-gram; 0 is off.
   """
   place = jnp.arange(source.shape[0])
