@@ -1,4 +1,4 @@
-"""T5X's decode functions with speculation, and what its classes get.
+"""T5X's decode functions with speculation, and bases of T5X's classes.
 
 The decode functions have T5X's names and arguments. T5X gives a decode function
 `tokens_to_logits`, which reads one token per call.
@@ -87,9 +87,9 @@ def temperature_sample(
   """Samples as T5X's `decoding.temperature_sample`, by speculative decoding.
 
   At temperature 0 the tokens are T5X's. Above it they have T5X's distribution,
-  but are other samples: each decode of each example has its own key. T5X's
-  arguments for callbacks in each step do not exist, since a step here is a
-  round of several tokens.
+  but are other samples, because each decode of each example has its own key
+  here. T5X's arguments for callbacks in each step do not exist, since a step
+  here is a round of several tokens.
 
   Args:
     inputs: int32[B, L], 0 first, then each row's prompt (see
@@ -100,8 +100,9 @@ def temperature_sample(
     decode_rng: a PRNG key; None is the key of seed 0.
     num_decodes: samples of each example.
     temperature: a number or float[B]; up to 1e-4 it takes the argmax.
-    topk: 0 is off.
-    topp: 0.0 is off.
+    topk: number of most probable tokens to sample from; 0 is off.
+    topp: total probability of the most probable tokens to sample from; 0.0 is
+      off.
     cache_offset: not used.
     max_decode_steps: the most tokens after the prompt; None is L.
     max_decode_steps_hard_limit: bounds `max_decode_steps`, if that is given.
@@ -169,8 +170,9 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
   """Finds the beams of T5X's `decoding.beam_search`, by speculative decoding.
 
-  They differ only after a prompt of L - 1 tokens: T5X repeats the last of them,
-  and this function searches the one token that is left.
+  The beams differ from T5X's only after a prompt of L - 1 tokens: T5X repeats
+  the last token of the prompt, while this function searches for the one token
+  that is left.
 
   Args:
     inputs: int32[B, L], as for `temperature_sample`.
@@ -210,7 +212,7 @@ def beam_search(
     with_log_probs=False,
     beams=options.beam_settings(num_ends=1),
   )
-  if pair.has_prompt:  # beams that do not exist have no prompt
+  if pair.has_prompt:  # missing beams have no prompt
     tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
   scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
   return tokens.reshape(batch, num_decodes, length), scores
@@ -229,8 +231,8 @@ def _decode(
     **settings: further fields of the `Request`.
 
   Returns:
-    int32[N B, L], each row's prompt and output; and the generation of N rows
-    for each row.
+    int32[N B, L], prompt and output of each of a row's N outputs; and the
+    `Generation` of these N B rows.
   """
   length = prompt.shape[1]
   # The number of tokens of each prompt.
@@ -265,7 +267,7 @@ def _decode(
 def _sampling(batch: int, temperature, topk, topp):
   """Returns T5X's arguments as `SamplingParams`, and whether all are greedy.
 
-  Arguments may be traced; these count as sampled.
+  Arguments may be traced; a traced temperature counts as not greedy.
   """
   if _are_concrete(topk, topp) and topk and topp:
     expected = f'0 beside topp = {topp} (it is 1 by default)'
@@ -356,13 +358,14 @@ def restore_drafter(
 ) -> dict[str, Any]:
   """Adds the drafter's parameters to a state that T5X restores.
 
-  It goes into `RestoreCheckpointConfig.state_transformation_fns`.
+  Add this function to `RestoreCheckpointConfig.state_transformation_fns`.
 
   Args:
     state: the contents of the target's checkpoint.
     wanted: not used; T5X gives the state that it restores into.
-    checkpoint: the drafter's, of any kind that `specdec_jax.load` reads.
-    module: the drafter's, see `EncoderDecoderModel.draft_module`.
+    checkpoint: the drafter's checkpoint, of any kind that `specdec_jax.load`
+      reads.
+    module: the drafter's module, as for `EncoderDecoderModel`'s `draft_module`.
     dtype: dtype of the parameters; None is the checkpoint's own.
     is_resuming: not used; T5X tells whether it continues a run.
 
@@ -379,10 +382,11 @@ def restore_drafter(
 class Speculates:
   """A T5X model that decodes by speculation, and is otherwise unchanged.
 
-  It is a base of `t5x_plugin.EncoderDecoderModel`; the other one is T5X's.
+  `t5x_plugin.EncoderDecoderModel` derives from this class and from T5X's class
+  of that name.
   """
 
-  decode_fn: Any  # T5X's model has these attributes
+  decode_fn: Any  # the class of T5X has these attributes
   output_vocabulary: Any
   _default_decoder_params: Any
 
@@ -515,9 +519,10 @@ class Speculates:
 class RestoresDrafter:
   """T5X's `InteractiveModel`, which restores the drafter too.
 
-  It is a base of `t5x_plugin.InteractiveModel`; the other one is T5X's. T5X's
-  class makes its `RestoreCheckpointConfig` itself and accepts no transformation
-  for it, so this class adds the transformation when that attribute is set.
+  `t5x_plugin.InteractiveModel` derives from this class and from T5X's class of
+  that name. T5X's class makes its `RestoreCheckpointConfig` itself and accepts
+  no transformation for it, so this class adds the transformation when that
+  attribute is set.
   """
 
   def __init__(
@@ -530,10 +535,10 @@ class RestoresDrafter:
     """Takes T5X's arguments, and the path of the drafter's parameters.
 
     Args:
-      *args: T5X's.
+      *args: positional arguments of T5X's class.
       model: a `t5x_plugin.EncoderDecoderModel`.
-      draft_checkpoint: see `restore_drafter`.
-      **kwargs: T5X's.
+      draft_checkpoint: path of the drafter's checkpoint.
+      **kwargs: named arguments of T5X's class.
     """
     self._restore_drafter = functools.partial(
       restore_drafter,
