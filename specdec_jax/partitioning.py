@@ -362,7 +362,7 @@ class Following(NetworkWrapper):
     return dataclasses.replace(cache, **held)
 
   def _at(self, array, axes):
-    # A mask without relative biases has one row, for all heads.
+    # Without relative biases `position_bias` has one row for all heads.
     one_row = axes[0] == 'heads' and array.shape[0] == 1
     sharding = self.partition.sharding(*(() if one_row else axes))
     return lax.with_sharding_constraint(array, sharding)

@@ -393,7 +393,7 @@ def read_config(
   """Returns the configuration that a config.json describes.
 
   Args:
-    described: config.json.
+    described: the contents of config.json.
     where: its path, for messages.
     tied: whether the output layer is the embedding, according to the weights;
       None: according to config.json.
@@ -437,7 +437,7 @@ class FolderFacts(NamedTuple):
   """The facts in config.json and generation_config.json of a folder.
 
   Attributes:
-    described: config.json.
+    described: the contents of config.json.
     config: the network's configuration.
     ids: the special ids.
     rules: token rules for `generate`, by the names of their options.
@@ -579,8 +579,8 @@ def check_config(actual: Config, expected: Any, source: str) -> None:
   checkpoint.
 
   Raises:
-    ValueError: they differ; the message has both values of each field that
-      differs, such as 'encoder.num_layers'.
+    ValueError: the configurations differ; the message has both values of each
+      field that differs, such as 'encoder.num_layers'.
   """
   have = flatten_dict(dataclasses.asdict(actual), sep='.')
   want = flatten_dict(dataclasses.asdict(expected), sep='.')

@@ -337,7 +337,8 @@ def open_stored(
     for name, future in opening.items():
       store = future.result(timeout=locations.READ_SECONDS)
       arrays[name] = _stored_array(store)
-  except locations.STORE_ERRORS as error:  # the path may not be an array's
+  # The path may not be that of an array.
+  except locations.STORE_ERRORS as error:
     raise broken(source, name, locations.reason(error)) from error
   return arrays
 
@@ -371,7 +372,7 @@ def fingerprint(params: Any) -> str:
 
 
 def fingerprint_on_disk(arrays: Arrays) -> str:
-  """Returns the `fingerprint` of arrays on disk; holds one array at a time.
+  """Returns the `fingerprint` of arrays on disk, read one at a time.
 
   Args:
     arrays: name, with slashes -> array.

@@ -34,14 +34,14 @@ WORDS: dict[str, Any] = tomllib.loads(
 
 
 class Family(NamedTuple):
-  """The data of a `model_type`.
+  """The data of a family: of all folders with the same `model_type`.
 
   Attributes:
     make: name of the function in `config_json` that makes the configuration.
-    embedding: transformers' array of the embedding that may also be the output
-      layer.
-    names: our module -> transformers' module, * for the number of a layer; or
-      our array -> transformers' array.
+    embedding: transformers' name of the array of the embedding that may also be
+      the output layer.
+    names: names of our modules -> transformers' names, with * for the number of
+      a layer; and the same for arrays outside of modules.
     fields: our configuration's field -> config.json's.
     settings: fields of our configuration -> their values in all models of the
       family.
@@ -53,7 +53,7 @@ class Family(NamedTuple):
       tell.
     ties_by_arrays: whether the arrays alone, not config.json, decide if the
       output layer is the embedding.
-    head: transformers' array of the output layer.
+    head: transformers' name of the array of the output layer.
     prefix: pattern of the beginning of names in a file, which is removed,
       except for its group 'kept', if any.
     skipped: pattern of names of arrays that no model reads.
@@ -62,7 +62,8 @@ class Family(NamedTuple):
     zeros: names of arrays that are 0 if a file leaves them out.
     kernels_in_out: whether kernels in a file are [in, out], and one kernel has
       those of query, key and value as its thirds (GPT-2).
-    scales_queries: whether queries are divided by sqrt(D) after projection.
+    scales_queries: whether transformers divides queries by sqrt(D) after their
+      projection.
     stack: the `Family` of both stacks of a T5Gemma; None in other families.
   """
 
@@ -88,7 +89,7 @@ class Family(NamedTuple):
   stack: 'Family | None' = None
 
   def name_of(self, stored: str) -> str:
-    """Returns the name of an array here from its name in a file."""
+    """Returns an array's name in a file without the prefix."""
     prefix = re.match(self.prefix, stored)
     if prefix is None:
       return stored

@@ -9,8 +9,8 @@ of PEFT has adapter_config.json and adapter_model.safetensors, with two thin
 kernels, A [r, in] and B [out, r], for each kernel W that was adapted. The
 merged kernel is W + s * B A, with s = lora_alpha / r, or lora_alpha / sqrt(r)
 for rank-stabilised LoRA. The sum is computed in float32, and rounded to W's
-dtype. PEFT's modules are those of transformers, so the names are those of the
-files.
+dtype. PEFT names modules as transformers does, so an adapter's names fit those
+in the model's files.
 """
 
 import contextlib
@@ -108,8 +108,8 @@ def open_huggingface(
 
   Args:
     folder: folder with config.json and model.safetensors (or its shards).
-    network: the network that the folder should hold.
-    dtype: the arrays must fit into memory in this dtype.
+    network: the network that the folder should hold; None: any network.
+    dtype: dtype in which the arrays must fit into memory.
     adapter: folder of a LoRA adapter to merge, as this module's docstring
       describes; None: no adapter.
 
@@ -328,7 +328,7 @@ def _adapted(
 
   Args:
     stored: the model's arrays, by transformers' names.
-    adapter: PEFT's folder.
+    adapter: the adapter's folder, which PEFT wrote.
     family: the model's family.
 
   Raises:
@@ -430,7 +430,7 @@ _DTYPES: dict[str, Any] = {
 
 
 def _view(stored: DiskArray, row: Row) -> DiskArray:
-  """Makes our array of the one in a file, in the way that `row` describes."""
+  """Returns our array, which reads the one in a file as `row` describes."""
 
   def read(index: Index) -> np.ndarray:
     index = index[::-1] if row.transposed else index

@@ -131,7 +131,7 @@ def open_checkpoint(
   Args:
     path: as for `load`, or the result of `locate`.
     network: as for `load`.
-    dtype: the arrays must fit into memory in this dtype.
+    dtype: dtype in which the arrays must fit into memory.
     adapter: folder of a LoRA adapter to merge, see `huggingface`.
 
   Raises:

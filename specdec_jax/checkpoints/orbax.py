@@ -1,4 +1,4 @@
-"""Orbax's format of parameters.
+"""Reads and writes parameters in Orbax's format.
 
 The package Orbax writes this format. TensorStore reads it, also T5X's training
 states: `_METADATA` lists the arrays, and only parameters are opened. Importing

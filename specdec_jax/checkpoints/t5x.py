@@ -40,7 +40,7 @@ Shapes = Mapping[str, Shape]
 VERSION = 3
 _READABLE = (2, 3)
 _TENSORFLOW = b'model_checkpoint_path'
-# The name of an array for all layers of a scanned stack.
+# Pattern of the name of an array that holds all layers of a scanned stack.
 _STACKED = re.compile(r'(encoder|decoder)/(?:layers|\1)/(.+)')
 _BIAS = 'relpos_bias/rel_embedding'
 _NORM = 'pre_mlp_layer_norm/scale'
@@ -169,9 +169,9 @@ def check_params(
     source: words for the origin of `params`, for the message.
 
   Raises:
-    ValueError: they differ; the message has each parameter that is missing,
-      unknown, or of another shape, with both shapes, and the sizes of a T5 that
-      differ.
+    ValueError: the names or shapes differ; the message has each parameter that
+      is missing, unknown, or of another shape, with both shapes, and the sizes
+      of a T5 that differ.
 
   Examples:
     >>> import jax
@@ -314,7 +314,7 @@ def unroll(
       array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  # The cache holds one array.
+  # One array is cached, because its layers are read one after another.
   read = functools.lru_cache(1)(disk_arrays.load_array)
 
   def read_layer(stack: Any, place: Any, shape: Shape, index: Any) -> Any:
@@ -485,7 +485,7 @@ class _Scanner:
     return span
 
   def _take(self, size: int) -> bytes:
-    """Returns the next bytes; the file is read `_WINDOW` bytes at a time."""
+    """Returns the next bytes; the file is read in windows of many bytes."""
     place, _ = self._skip(size)
     start, data = self._window
     if place < start or place + size > start + len(data):

@@ -65,7 +65,8 @@ def _cpuinfo() -> str:
 def instruction_set() -> str:
   """Returns XLA's widest vector instructions: AVX-512, AVX2 or others.
 
-  XLA_FLAGS=--xla_cpu_max_isa=AVX2 makes XLA use less than the processor has.
+  XLA_FLAGS=--xla_cpu_max_isa=AVX2 keeps XLA from using wider instructions, even
+  if the processor has them.
   """
   match = re.search(r'xla_cpu_max_isa=(\w+)', os.environ.get('XLA_FLAGS', ''))
   limit = match[1] if match else ''

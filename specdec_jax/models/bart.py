@@ -27,10 +27,10 @@ class BartConfig:
     vocab_size: V, rows of the decoder's embedding.
     emb_dim: M, an even number.
     num_heads: H, number of attention heads.
-    num_encoder_layers: layers of the encoder; 0 makes a decoder alone, which
-      reads the output of its target's encoder.
+    num_encoder_layers: layers of the encoder; 0 makes a decoder without an
+      encoder, which reads the output of its target's encoder.
     num_decoder_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('exact_gelu',), ('relu',) or ('silu',).
     norms_after: whether norms follow the residual sums (BART, Marian);
@@ -47,7 +47,7 @@ class BartConfig:
       encoder shares the decoder's.
     pad_id: the id that inputs are padded with.
     start_id: the id that the decoder begins with.
-    dropout_rate: dropout in training.
+    dropout_rate: rate of dropout in training.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:

@@ -52,7 +52,7 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def has_encoder(self) -> bool:
-    """Whether an encoder reads the inputs; otherwise the prompt holds them.
+    """Whether an encoder reads the inputs; otherwise they are in the prompt.
 
     The decoder of an encoder-decoder begins with its start token and, if the
     caller wants one, a prompt. A decoder-only model begins with its prompt,
@@ -76,7 +76,7 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def pad_id(self) -> int:
-    """The id that inputs are padded with; the encoder ignores it."""
+    """The id that inputs are padded with; the encoder ignores padding."""
     return 0
 
   @property
@@ -121,7 +121,7 @@ class LanguageModel(Protocol[Cache]):
     Args:
       params: the model's parameters.
       inputs: int32[B, E], tokens of the input, `pad_id` past each row's end. A
-        decoder-only model uses only B.
+        decoder-only model only uses their number of rows, B.
       max_length: T, the decoder slots to allocate, for the whole run.
       longest: number of tokens of the longest sequence, if several sequences
         share a row's slots; None means `max_length`.
@@ -146,7 +146,7 @@ class LanguageModel(Protocol[Cache]):
 
     Args:
       params: the model's parameters.
-      cache: from `prefill`, `extend`, `rewind` or `keep`.
+      cache: a result of `prefill`, `extend`, `rewind` or `keep`.
       tokens: int32[B, S], S >= 1.
       tree: the parent of each token; None: each token follows the one before.
 
@@ -170,8 +170,8 @@ class LanguageModel(Protocol[Cache]):
     """Keeps the first `length` (int32[B]) slots per row and some later ones.
 
     Args:
-      cache: from `extend` with a tree.
-      length: int32[B].
+      cache: a result of `extend` with a tree.
+      length: int32[B], the number of first slots that stay as they are.
       slots: int32[B, N], >= length, the slots of the tokens that are kept after
         the first `length`.
 
@@ -200,7 +200,7 @@ def read_prompt(
     params: its parameters.
     inputs: int32[B, E], `pad_id` past each row's end.
     max_length: T, the decoder slots to allocate.
-    prompt: int32[B, P], P < T.
+    prompt: the prompts, int32[B, P], P < T.
     longest: number of tokens of the longest sequence, as for
       `LanguageModel.prefill`.
     encoded: the encoder's output for the inputs; None runs the encoder.

@@ -28,24 +28,26 @@ class CausalLMConfig:
     vocab_size: V, rows of the embedding.
     emb_dim: M, size of an embedding.
     num_heads: H, heads of queries.
-    num_kv_heads: K, heads of keys and values; it divides H, and H / K
-      neighbouring heads share one.
+    num_kv_heads: K, heads of keys and values; K divides H, and H / K
+      neighbouring heads of queries share one of them.
     num_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('silu', 'linear'), or ('gelu', 'linear') in Gemma.
     rope: rotary position embedding of global layers.
     local_rope: rotary position embedding of local layers; None means `rope`.
     layer_kinds: kinds of the first layers, 'global' or 'local'; this sequence
       repeats until all layers have a kind.
-    window: tokens that a local layer sees, the current one included.
+    window: number of tokens that a token sees in a local layer, itself
+      included; 0 without local layers.
     norm_epsilon: epsilon of all norms.
     norm_offset: number that is added to the scales of all norms; 1 in Gemma.
     qk_norm: whether each head's queries and keys are normed.
     post_norms: whether the output of each block is normed before it is added to
       the residual stream.
     qkv_bias: whether the projections of queries, keys and values have biases.
-    query_scalar: scores are divided by its square root; 0 means `head_dim`.
+    query_scalar: attention scores are divided by the square root of this
+      number; 0 means `head_dim`.
     score_softcap: scores become softcap * tanh(score / softcap); 0: no cap.
     logit_softcap: logits become softcap * tanh(logit / softcap); 0: no cap.
     scale_embeddings: whether embeddings are multiplied by sqrt(M).

@@ -52,7 +52,8 @@ class CpuLayout:
   """The quickest way to compute products of few rows on a CPU.
 
   Attributes:
-    kernel_layout: 'in_out', 'out_in' or 'blocks', see `products`.
+    kernel_layout: 'in_out', 'out_in' or 'blocks', which are the order of a
+      kernel's axes, or blocks of its outputs.
     widths: those of `WIDTHS` to which rows should be padded, because the padded
       product with an [out, in] kernel is quicker.
     times_ms: milliseconds of the products of 1, 5, 32 and 160 rows; () if they
@@ -99,7 +100,7 @@ def product_of_blocks(
   Args:
     kernel: [N, in, `BLOCK`].
     rows: [rows, in], which are copied for each block.
-    matmul: computes the products.
+    matmul: function that computes the products of the blocks.
 
   Returns:
     [N, rows, `BLOCK`].

@@ -23,7 +23,7 @@ def network_of(config: Config) -> Network:
 
 
 def config_of(network: LanguageModel | NetworkWrapper | None) -> Config | None:
-  """Returns a network's configuration; None for networks of users."""
+  """Returns a network's configuration; None outside of these families."""
   while isinstance(network, NetworkWrapper):
     network = network.network
   return network.config if isinstance(network, Network) else None

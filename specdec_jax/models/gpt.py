@@ -26,7 +26,7 @@ class GPTConfig:
     emb_dim: M, size of an embedding.
     num_heads: H, number of attention heads.
     num_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('gelu',), the tanh form, in GPT-2; ('gelu', 'linear') is
       a gated gelu.
@@ -35,7 +35,7 @@ class GPTConfig:
     norm: 'layer' (LayerNorm with a bias, epsilon 1e-5) or 'rms' (T5's norm).
     use_bias: whether projections have biases; the output layer has none.
     logits_via_embedding: whether the output layer is the embedding.
-    dropout_rate: dropout in training.
+    dropout_rate: rate of dropout in training.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:

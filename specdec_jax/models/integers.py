@@ -28,8 +28,8 @@ INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
 MOST_INT8 = 127  # integers are symmetric: -128 is not used
 _MOST = {INT8: MOST_INT8, INT4: 7}
-INTEGERS = tuple(_MOST)  # dtypes of kernels
-_ROWS_BYTES = 32 << 20  # an array becomes float32 in pieces of this size
+INTEGERS = tuple(_MOST)  # dtypes of integer kernels
+_ROWS_BYTES = 32 << 20  # bytes of the pieces that are cast to float32
 
 
 def is_integers(dtype: Any) -> bool:

@@ -156,7 +156,7 @@ def read_position_bias(
     position_bias: float32[H or 1, 2 * T], one array of
       `KVCache.position_bias`.
     length: int32[B], tokens that each row already holds.
-    num_queries: S.
+    num_queries: S, number of tokens per row.
 
   Returns:
     float32[B, H or 1, S, T].

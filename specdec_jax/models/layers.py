@@ -42,8 +42,8 @@ class Embed(nn.Module):
   """A token embedding that may also serve as the output layer (T5 1.0).
 
   Attributes:
-    vocab_size: V.
-    features: M.
+    vocab_size: V, number of ids.
+    features: M, size of an embedding.
     dtype: dtype of the embeddings, and of the output layer's operands.
     divides_logits: whether the output layer divides by sqrt(M).
   """
@@ -142,11 +142,11 @@ class Stack:
 
   Attributes:
     num_layers: number of layers.
-    emb_dim: M.
+    emb_dim: M, size of an embedding.
     num_heads: H, heads of queries.
-    head_dim: D.
+    head_dim: D, size of a head.
     mlp_dim: width of the feed-forward block.
-    mlp_activations: one name, or two for a gate.
+    mlp_activations: name of the activation, or two names for a gate.
     num_kv_heads: K, heads of keys and values; 0 means H.
     layer_kinds: the kind of each layer; () means `Kind()` for all layers.
     relative_bias: which layers have T5's relative bias of scores: all share one
@@ -161,10 +161,10 @@ class Stack:
     embedding_norm: whether a norm precedes the first layer.
     qk_norm: whether each head's queries and keys are normed.
     use_bias: whether all projections have biases.
-    qkv_bias: adds biases to the query, key and value projections.
+    qkv_bias: whether the query, key and value projections have biases.
     scale: factor of attention scores.
     softcap: scores become softcap * tanh(score / softcap); 0: no cap.
-    dropout_rate: dropout in training.
+    dropout_rate: rate of dropout in training.
     self_attention: name of the self-attention's parameters.
     cross: how a decoder attends to an encoder's output: in a separate block
       ('apart'), in the softmax and with the projections of its self-attention,
@@ -236,7 +236,7 @@ class Stack:
   def angles(self, places: jax.Array) -> list[tuple[jax.Array, ...] | None]:
     """Returns the `Rope.angles` of each kind, or None if it has no rope.
 
-    The places are positions, int[S] or int[B, S].
+    The argument `places` has positions, int[S] or int[B, S].
     """
     return [
       None if kind.rope is None else kind.rope.angles(places, self.head_dim)
@@ -352,7 +352,8 @@ class Attention(nn.Module):
       products.Dense, dtype=stack.dtype, use_bias=use_bias
     )
 
-    # The kernel includes the factor 1/sqrt(head_dim), which T5's scores lack.
+    # The initial kernel includes the factor 1/sqrt(head_dim), because T5's
+    # scores are not divided by sqrt(head_dim).
     def query_init(*args):
       return products.KERNEL_INIT(*args) / np.sqrt(stack.head_dim)
 

@@ -80,7 +80,7 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, ...]) -> jax.Array:
   """Rotates queries or keys, in float32.
 
   Args:
-    x: [B, S, H, D].
+    x: queries or keys, [B, S, H, D].
     angles: a result of `Rope.angles`, [S, D / 2] or [B, S, D / 2] each.
 
   Returns:

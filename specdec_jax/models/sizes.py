@@ -48,7 +48,7 @@ def run_bytes(
   Args:
     config: configuration of the network.
     batch: B, number of rows.
-    input_len: E; ignored without an encoder.
+    input_len: E, tokens of an input; ignored without an encoder.
     num_slots: T, slots of the caches.
     num_tokens: S, tokens that a call reads.
   """

@@ -18,13 +18,14 @@ class T5Config:
     vocab_size: V, rows of the embedding, with padding (32128 in T5).
     emb_dim: M, size of an embedding.
     num_heads: H, number of attention heads.
-    num_encoder_layers: layers of the encoder; 0 makes a decoder alone, which
-      reads the output of another T5's encoder, see `T5.reads_encoder`.
+    num_encoder_layers: layers of the encoder; 0 makes a decoder without an
+      encoder, which reads the output of another T5's encoder, see
+      `T5.reads_encoder`.
     num_decoder_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('relu',) in T5 1.0, ('gelu', 'linear') in T5 1.1.
-    dropout_rate: dropout in training.
+    dropout_rate: rate of dropout in training.
     logits_via_embedding: whether the output layer is the embedding, as in T5
       1.0.
     bias_per_layer: whether each layer has a relative bias of its own, as in

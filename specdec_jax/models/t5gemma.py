@@ -83,7 +83,7 @@ class T5GemmaConfig:
 
   @property
   def sides(self) -> tuple[int, int]:
-    """Numbers of tokens that a local encoder layer sees on both sides."""
+    """Numbers of earlier and of later tokens that local encoder layers see."""
     window = self.encoder.window
     if self.merged_attention:
       return (window - 1) // 2, window // 2

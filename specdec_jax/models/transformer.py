@@ -34,7 +34,7 @@ class Tokens:
   """The embedding of ids, and the output layer.
 
   Attributes:
-    vocab_size: V.
+    vocab_size: V, number of ids.
     emb_dim: M, size of an embedding.
     logits_via_embedding: whether the output layer is the embedding.
     divides_logits: whether an output layer that is the embedding divides by
@@ -45,7 +45,7 @@ class Tokens:
     sinusoid_steps: if sinusoids are added to embeddings, the number of steps
       from their shortest wavelength to the wavelength 2 pi * 10000; 0: no
       sinusoids.
-    first_position: number of the first token's position.
+    first_position: index of the first token's position.
     logits_bias: whether a bias is added to the logits.
     logit_softcap: logits become softcap * tanh(logit / softcap); 0: no cap.
     image_end_id: the id of the end of an image, whose embedding is a parameter
@@ -77,7 +77,7 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The shape of a network.
+  """The shape of a network: its stacks, embeddings and special ids.
 
   Attributes:
     decoder: the decoder's layers.
@@ -147,7 +147,7 @@ class Layer(nn.Module):
     """Applies the layer; also returns its keys and values.
 
     Args:
-      x: [B, S, M].
+      x: hidden states, [B, S, M].
       angles: `Rope.angles` of the tokens' positions; None if the layer has no
         rope.
       append_kv: function from the call's keys and values, each [B, S, K, D], to
@@ -201,7 +201,7 @@ class _Layers(nn.Module):
   tokens: Tokens
   has_table: bool  # whether this module has the embeddings
 
-  final_norm: ClassVar[str]  # T5X's name
+  final_norm: ClassVar[str]  # T5X's name of that norm
 
   def setup(self):
     if self.has_table:
@@ -244,7 +244,7 @@ class _Layers(nn.Module):
     """Runs the layers on [B, S, M]; also returns each layer's keys and values.
 
     Args:
-      x: [B, S, M].
+      x: hidden states, [B, S, M].
       positions: int[S] or int[B, S], the tokens' positions.
       append_kv: the `append_kv` of each layer, see `Layer`.
       attend: the `attend` for each index in `Stack.bias_of`, see `Layer`.
@@ -533,7 +533,7 @@ class Transformer(Checked, LanguageModel):
 
   @property
   def reads_encoder(self) -> bool:
-    """Whether the network has no encoder, but reads `encoded` of its target."""
+    """Whether the network is a decoder that reads its target's encoder."""
     return self.has_encoder and self.shape.encoder is None
 
   @property

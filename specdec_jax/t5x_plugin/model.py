@@ -16,8 +16,9 @@ stays as it is. A tree of both under `params` would change all of these.
 A target's checkpoint has no such collection. T5X can change a state while it
 restores it (`RestoreCheckpointConfig.state_transformation_fns`), and places it
 afterwards: `restore_drafter` adds the drafter there. T5X's `infer.py` offers no
-other way without a change: its own second checkpoint is `fallback_to_scratch`,
-which would also hide arrays that the target lacks.
+other way without a change: its only other source of arrays is
+`fallback_to_scratch`, which would also hide that the target's checkpoint lacks
+arrays.
 """
 
 import copy
@@ -99,16 +100,17 @@ def temperature_sample(
     eos_id: id that ends an output.
     decode_rng: a PRNG key; None is the key of seed 0.
     num_decodes: samples of each example.
-    temperature: a number or float[B]; up to 1e-4 it takes the argmax.
+    temperature: a number or float[B]; up to 1e-4 the argmax is taken.
     topk: number of most probable tokens to sample from; 0 is off.
     topp: total probability of the most probable tokens to sample from; 0.0 is
       off.
     cache_offset: not used.
     max_decode_steps: the most tokens after the prompt; None is L.
-    max_decode_steps_hard_limit: bounds `max_decode_steps`, if that is given.
+    max_decode_steps_hard_limit: upper limit of `max_decode_steps`, if that is
+      given.
     rescale_log_probs: whether scores use the distribution after temperature,
-      top-k and top-p, so that they are 0.0 at temperature 0; otherwise they use
-      the model's own.
+      top-k and top-p, so that they are 0.0 at temperature 0; otherwise scores
+      use the model's own distribution.
 
   Returns:
     Tokens int32[B, num_decodes, L], each row its prompt and its output, then 0;
@@ -324,7 +326,7 @@ def network_of(module: Any, what: str = 'module') -> T5:
     what: name of the module in messages.
 
   Raises:
-    ValueError: it is another kind of module.
+    ValueError: the module is of another kind.
   """
   try:
     sizes: dict[str, Any] = {
@@ -465,8 +467,9 @@ class Speculates:
       return_all_decodes: whether to return all of an example's decodes.
       num_decodes: decodes of each example.
       prompt_with_targets: whether outputs begin with the targets.
-      flax_mutables: holds the drafter's parameters. T5X passes those of its
-        train state to any function with an argument of this name.
+      flax_mutables: the collection with the drafter's parameters. T5X passes
+        the collections of its train state to any function with an argument of
+        this name.
 
     Returns:
       Tokens int32[B, L] and `scores` float32[B]; with all decodes
