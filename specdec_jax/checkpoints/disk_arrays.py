@@ -337,7 +337,7 @@ def open_stored(
     for name, future in opening.items():
       store = future.result(timeout=locations.READ_SECONDS)
       arrays[name] = _stored_array(store)
-  # The path may not be that of an array.
+  # The path may lead to something that is not an array.
   except locations.STORE_ERRORS as error:
     raise broken(source, name, locations.reason(error)) from error
   return arrays

@@ -52,8 +52,8 @@ class CpuLayout:
   """The quickest way to compute products of few rows on a CPU.
 
   Attributes:
-    kernel_layout: 'in_out', 'out_in' or 'blocks', which are the order of a
-      kernel's axes, or blocks of its outputs.
+    kernel_layout: order of a kernel's axes, 'in_out' or 'out_in', or 'blocks'
+      of its outputs.
     widths: those of `WIDTHS` to which rows should be padded, because the padded
       product with an [out, in] kernel is quicker.
     times_ms: milliseconds of the products of 1, 5, 32 and 160 rows; () if they
@@ -166,7 +166,7 @@ def _of_this_host() -> CpuLayout:
     return dataclasses.asdict(_chosen(_measured()))
 
   layout = host_cache.measured('kernel_layout', key, measure, _from_json)
-  assert layout is not None  # `measured` returns None only without `measure`
+  assert layout is not None  # it is None only if nothing may be measured
   return layout
 
 

@@ -412,8 +412,8 @@ def relative_position_bucket(
 ) -> np.ndarray:
   """Returns T5's bucket of each (key position - query position).
 
-  Half of the buckets hold one distance each; the ranges of the others grow
-  logarithmically up to a distance of 128. A bidirectional stack has half of all
+  Half of the buckets hold one distance each; the others hold ranges, which grow
+  exponentially up to a distance of 128. A bidirectional stack has half of all
   buckets for each sign. NumPy computes the buckets at trace time, since
   positions are static.
   """

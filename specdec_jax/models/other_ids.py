@@ -4,8 +4,8 @@
 padding: T5's have 32,128 rows, some fine-tunes 32,100; Gemma 3 has 262,144 or
 262,208. The target is never cut: its padded ids carry probability, and outputs
 must have its distribution. So the drafter adapts (`Fitted`). It never proposes
-an id that the target lacks. An id that the drafter lacks has probability 0
-there, and can only be drawn from the residual distribution.
+an id that the target lacks. An id that the drafter lacks has probability 0 in
+its distribution, and can only come from the residual distribution.
 
 **A shortlist.** The output layer is the largest product of a small network: it
 has 43 % of the weights that a T5 1.1 small reads for a token, and 85 % of an
@@ -138,7 +138,7 @@ def cut(params: Params, ids: Any, vocab_size: int) -> Params:
   Args:
     params: the network's parameters as in a checkpoint.
     ids: int[K], the ids of the shortlist, in any order.
-    vocab_size: V.
+    vocab_size: V, number of the network's ids.
   """
   ids = np.unique(np.asarray(ids))
   flat = flatten_dict(params)

@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def gated(parts: Sequence[jax.Array], activations: Sequence[str]) -> jax.Array:
-  """Applies one activation to each part, and multiplies the results."""
+  """Applies to each part its own activation, and multiplies the results."""
   pairs = zip(activations, parts, strict=True)
   results = [ACTIVATIONS[name](part) for name, part in pairs]
   return functools.reduce(jnp.multiply, results)
@@ -155,15 +155,16 @@ def dense_int8(kernel: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
 class Dense(nn.Module):
   """The linear layer of all networks; the T5 family has no biases.
 
-  The parameters are `kernel`, [in, out], as in T5X, or, if `partitioning.place`
-  has laid it out for one device, `kernel_out_in`, [out, in], or
-  `kernel_blocks`, [N, in, out / N]; with `use_bias` also `bias`, [out]; and for
-  a kernel of integers `kernel_scale`, [out], see `integers`.
+  The kernel is the parameter `kernel`, [in, out], as in T5X. If
+  `partitioning.place` has laid it out for one device, it is `kernel_out_in`,
+  [out, in], or `kernel_blocks`, [N, in, out / N]. With `use_bias` there is also
+  `bias`, [out], and for a kernel of integers `kernel_scale`, [out], see
+  `integers`.
 
   Attributes:
     features: out, the number of outputs.
     dtype: dtype of the operands.
-    kernel_init: initialises the kernel.
+    kernel_init: makes the values of a new kernel.
     use_bias: whether there is a bias.
     result_dtype: dtype of the result; None means `dtype`.
     activations: names of a gate's activations; () means no gate. The features

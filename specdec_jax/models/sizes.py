@@ -26,7 +26,7 @@ def held_bytes(count: int, dtype: str) -> int:
 def widened_bytes(network: LanguageModel, dtype: str) -> int:
   """Returns the bytes of float32 copies of parameters in a decoding loop.
 
-  Only on a CPU, and only of bfloat16, does a loop make such copies.
+  A loop makes such copies only on a CPU, and only of bfloat16 parameters.
 
   The encoder is not counted, since a loop may be compiled without it.
   """

@@ -201,7 +201,7 @@ class _Layers(nn.Module):
   tokens: Tokens
   has_table: bool  # whether this module has the embeddings
 
-  final_norm: ClassVar[str]  # T5X's name of that norm
+  final_norm: ClassVar[str]  # T5X's name of the final norm
 
   def setup(self):
     if self.has_table:
