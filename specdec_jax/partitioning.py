@@ -1,19 +1,20 @@
 """Places arrays on devices: meshes, placements, layouts of kernels.
 
-Logical axes are names of an array's dimensions, as in T5X. Networks do not use
+Logical axes are names of an array's dimensions, as in T5X. Networks do not name
 them: the tables below have the axes of a parameter by its name, and those of a
-cache's array by its field. `LogicalAxes` maps them to axes of the mesh, and
-`follow` splits a network's caches and logits like its parameters.
+cache's array by its field. `LogicalAxes` maps logical axes to axes of the mesh,
+and `follow` splits a network's caches and logits like its parameters.
 
-Checkpoints have T5X's layout: kernels of [in, out], one per projection. Only
-this module decides about two changes, which `models.products` and
-`models.layers` recognise by the parameters' names:
+Checkpoints have T5X's layout: kernels of [in, out], one per projection. This
+module alone changes that layout, in two ways; `models.products` and
+`models.layers` recognise the results by the parameters' names:
 
 - On a CPU kernels get the layout that `models.cpu_layout` has measured:
   [in, out], [out, in], or, for kernels such as a decoder's that multiply few
   rows, blocks of outputs (`products.dense_blocks`).
-- Projections of the same input are joined into one product, unless it would be
-  split: starting products takes most of a small model's call.
+- Kernels of projections of the same input are concatenated, unless the result
+  would be split over devices. One product then replaces several, and starting
+  products takes most of the time of a small model's call.
 """
 
 import dataclasses
@@ -64,7 +65,7 @@ _PARAMETERS: tuple[tuple[str, Axes], ...] = (
   ('logits_bias', (None, 'vocab')),
   ('(query|key)_norm/scale', ('kv',)),
   (r'\w*norm/(scale|bias)', ('embed',)),
-  ('place', (None,)),  # `models.other_ids` has this array
+  ('place', (None,)),  # of `other_ids.Shortlisted`
 )
 
 # A field of `KVCache` -> the axes of its arrays.
@@ -90,25 +91,25 @@ class LogicalAxes:
   its end. That makes two all-reduces per layer, and three in a decoder layer
   with cross-attention, whose queries need the complete sum at the end of
   self-attention. Keeping cross-attention whole on each device would save the
-  third, but each device would read all its weights, a seventh of the decoder's
-  (XXL).
+  third, but each device would then read all weights of cross-attention, a
+  seventh of the decoder's in T5-XXL.
 
   Attributes:
-    batch: rows of a request. Split over 'data': rows are independent, so
-      devices only exchange whether all rows are finished.
-    embed: M. Not split: every block reads all of it; a split would gather each
-      kernel, or sum each product twice.
-    heads: H, of caches and relative biases. Split over 'model': heads are
-      independent, so keys and values stay on their device. The heads of a
-      kernel, H * D, are split in the same way.
-    mlp: width of the feed-forward block. Split over 'model': its activations
-      are elementwise.
-    vocab: V. Split over 'model': the embedding and the output layer are the
-      largest arrays. The split costs a sum of the rows that are looked up, and
-      one gathering of the logits.
+    batch: rows of a request, by default split over 'data'. Rows are
+      independent, so devices only exchange whether all rows are finished.
+    embed: M, by default not split, because every block reads all of it: a split
+      would gather each kernel, or sum each product twice.
+    heads: H, of caches and relative biases, by default split over 'model'.
+      Heads are independent, so keys and values stay on their device. Kernels'
+      axes of size H * D are split in the same way.
+    mlp: width of the feed-forward block, by default split over 'model', since
+      activations are elementwise.
+    vocab: V, by default split over 'model', because the embedding and the
+      output layer are the largest arrays. The split costs a sum of the
+      embeddings that are looked up, and one exchange that gathers the logits.
 
-  Other axes are never split: D, because the scores of a head are a sum over it;
-  positions and slots, because each row writes at its own place.
+  Other axes are never split: not D, because the scores of a head are a sum over
+  it, and not positions and slots, because each row writes at its own position.
 
   Raises:
     ValueError: a mesh axis is unknown, or splits two axes of one array.
@@ -134,8 +135,9 @@ class LogicalAxes:
     return tuple(split.get(name or '') for name in axes)
 
 
-# The whole model on each device, for a drafter. If it were split, each layer
-# would wait for all-reduces in each of the drafter's gamma calls per round.
+# With these axes each device has the whole model, which suits a drafter: if it
+# were split, each layer would wait for all-reduces in each of the drafter's
+# gamma calls per round.
 REPLICATED = LogicalAxes(heads=None, mlp=None, vocab=None)
 
 
@@ -157,7 +159,7 @@ def axes_of_parameter(name: str) -> Axes:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-  """The split of arrays over devices; GSPMD adds the exchanges.
+  """The split of arrays over devices; XLA (GSPMD) adds the communication.
 
   Attributes:
     mesh: the devices, with the axes 'data' and 'model'.
@@ -176,15 +178,15 @@ class Partition:
 
   @property
   def row_multiple(self) -> int:
-    """Number of devices that share a request's rows."""
+    """Number of parts into which a request's rows are split."""
     return math.prod(self._sizes(('batch',)).values())
 
   def parameter(self, name: str) -> NamedSharding:
     """Returns the sharding of a parameter by its name, for `checkpoints.load`.
 
     Raises:
-      ValueError: no rule covers it, or it is a joined kernel that would be
-        split.
+      ValueError: no rule covers the name, or it is the name of concatenated
+        projections that would be split.
     """
     axes = axes_of_parameter(name)
     if re.search(r'\b(qkv|wi_joined)/', name) and self._sizes(axes):
@@ -198,7 +200,7 @@ class Partition:
     config = config_of(network)
     stacks = (config.shape.encoder, config.shape.decoder) if config else ()
     for stack in filter(None, stacks):
-      # The devices may divide a kernel's H * D and yet not divide H.
+      # The number of devices may divide a kernel's H * D, but not H.
       for name in ('num_heads', 'num_kv_heads'):
         heads = getattr(stack, name)
         self._check_shape(f'attention, {name}', ('heads',), (heads,))
@@ -207,7 +209,7 @@ class Partition:
       self._check_shape(name, axes_of_parameter(name), leaf.shape)
 
   def place(self, params: Params) -> Params:
-    """Moves parameters to their shards.
+    """Splits parameters over the devices, and moves them there.
 
     Args:
       params: NumPy arrays, of which each device gets only its part, or JAX
@@ -263,8 +265,8 @@ def shardings(tree: Any) -> Any:
 def on_host(tree: Any) -> Any:
   """Returns the tree as NumPy arrays.
 
-  Each process gets the whole of an array that is split over processes; then all
-  processes must call this function at the same time.
+  Each process gets the whole of an array that is split over processes. If there
+  is such an array, all processes must call this function at the same time.
   """
 
   def gathered(leaf):
@@ -282,7 +284,7 @@ def put(value: Any, sharding: Sharding | None) -> Any:
 
   Args:
     value: an array of NumPy or JAX.
-    sharding: the places of its parts; None returns the array as it is.
+    sharding: the devices of the array's parts; None returns the array as it is.
   """
   if sharding is None:
     return value
@@ -360,7 +362,7 @@ class Following(NetworkWrapper):
     return dataclasses.replace(cache, **held)
 
   def _at(self, array, axes):
-    # A mask without relative biases has one row, for all heads.
+    # Without relative biases `position_bias` has one row for all heads.
     one_row = axes[0] == 'heads' and array.shape[0] == 1
     sharding = self.partition.sharding(*(() if one_row else axes))
     return lax.with_sharding_constraint(array, sharding)
@@ -368,12 +370,12 @@ class Following(NetworkWrapper):
 
 # These classes and functions place parameters.
 
-# Module -> name of its joined kernel, its parts in their order, and their axis.
-# A joined kernel is not split: equal parts of query | key | value do not
-# contain whole heads, so each layer would exchange activations. Interleaving
-# the kernels by device would work, but depends on the number of devices; and
-# compared with an all-reduce, one product instead of three saves next to
-# nothing.
+# Module -> name of its concatenated kernel, names of the kernels that are
+# concatenated, in this order, and their output axis. The result is not split
+# over devices: equal parts of query | key | value do not contain whole heads,
+# so each layer would exchange activations. Interleaving the kernels by device
+# would work, but would depend on the number of devices; and compared with the
+# time of an all-reduce, one product instead of three saves next to nothing.
 _JOINED = {
   'attention': ('qkv', ('query', 'key', 'value'), 'heads'),
   'self_attention': ('qkv', ('query', 'key', 'value'), 'heads'),
@@ -387,17 +389,19 @@ class Placement:
   """The devices, dtype and layout of a model's parameters.
 
   Attributes:
-    dtype: dtype of the parameters on the device: 'float32', 'bfloat16', or
-      'int8' or 'int4' for kernels; embeddings then have the dtype of the
-      computation (`integers.computes_in`), all else float32. None: the dtype
-      that a model was loaded with, or else float32.
-    kernel_layout: 'in_out' as in T5X, 'out_in' transposed, or 'blocks' of 64
-      outputs for a decoder's kernels. 'auto' means 'in_out', but for float32 on
-      a CPU the layout that was measured on this processor, or that the variable
-      SPECDEC_KERNEL_LAYOUT of the environment names.
-    data: number of devices that share the rows of a request; 0: all that
-      `model` leaves.
-    model: number of devices that share the weights; 0: all that `data` leaves.
+    dtype: dtype of the parameters on the device: 'float32', 'bfloat16', 'int8'
+      or 'int4'. The last two apply to kernels; embeddings then have the dtype
+      of the computation (`integers.computes_in`), and all else is float32. None
+      means the dtype that a model was loaded with, or else float32.
+    kernel_layout: 'in_out' keeps kernels as in T5X, 'out_in' transposes them,
+      and 'blocks' cuts a decoder's kernels into blocks of 64 outputs. 'auto'
+      means 'in_out', except for float32 on a CPU: there it means the layout
+      that was measured to be quickest on this processor, or that the
+      environment variable SPECDEC_KERNEL_LAYOUT names.
+    data: number of devices that share the rows of a request; 0: the number of
+      all devices divided by `model`.
+    model: number of devices that share the weights; 0: the number of all
+      devices divided by `data`.
     axes: the mesh axis of each logical axis.
     across_hosts: whether the devices of all processes form one mesh, so that
       the processes do everything together. Otherwise each process has its own
@@ -438,7 +442,7 @@ class Placement:
 
   @property
   def param_dtype(self) -> str:
-    """The dtype of parameters that were not loaded with one."""
+    """The dtype of parameters whose model was loaded without a dtype."""
     return self.dtype or 'float32'
 
   def for_model(self, model: Any) -> 'Placement':
@@ -463,17 +467,18 @@ class Placement:
     return 'in_out'
 
   def joins(self, axis: str) -> bool:
-    """Whether kernels with this output axis are joined."""
+    """Whether kernels with this output axis are concatenated."""
     mesh_axis = getattr(self.axes, axis)
-    # The number of devices 0 means all devices, which may be several: kernels
-    # are not joined then either.
+    # If `data` or `model` is 0, there may be several devices, so kernels are
+    # not concatenated then either.
     return mesh_axis is None or getattr(self, mesh_axis) == 1
 
   def partition(self, devices: Sequence[Any] | None = None) -> Partition | None:
     """Returns the partition over a mesh of devices; None for one device.
 
     Args:
-      devices: devices to choose from; the first ones are used. None: JAX's.
+      devices: devices to choose from; the first ones are used. None: those of
+        JAX.
 
     Raises:
       ValueError: the mesh's size does not divide the number of devices.
@@ -505,9 +510,9 @@ def place(
       that memory does not hold the whole model twice.
 
   Returns:
-    The same tree, except for kernels: depending on the layout, `kernel`
-    [in, out] becomes `kernel_out_in` [out, in] or `kernel_blocks`, and joined
-    projections have one kernel, with the name in `layers`.
+    The same tree, except for kernels: depending on the layout, a `kernel`
+    becomes `kernel_out_in` or `kernel_blocks`, and concatenated projections
+    have one kernel, `qkv` or `wi_joined`.
 
   Raises:
     ValueError: an array cannot be split as the placement says.
@@ -528,7 +533,7 @@ def place_parts(params: Any, placement: Placement, models: Any) -> Any:
       parameters, a table, or a tuple of these.
     placement: placement of the models; other arrays are whole on each device.
     models: the argument of `read_parts`; a `Model` that was loaded with a dtype
-      keeps it.
+      keeps that dtype.
 
   Raises:
     ValueError: as for `place`.
@@ -548,11 +553,11 @@ def place_parts(params: Any, placement: Placement, models: Any) -> Any:
 
 
 def check_dtypes(params: Any, placement: Placement) -> None:
-  """Raises ValueError if a `Model` was loaded with another dtype.
+  """Raises ValueError if a `Model` has another dtype than a placement.
 
   Args:
     params: a model, or the parameters of a drafter.
-    placement: the placement to compare with.
+    placement: the placement, whose dtype is compared with that of each `Model`.
   """
   for model in jax.tree.leaves(params):
     loaded = placement.for_model(model).dtype
@@ -562,15 +567,16 @@ def check_dtypes(params: Any, placement: Placement) -> None:
 
 
 def read_parts(params: Any, placement: Placement = Placement()) -> Any:
-  """Reads the parameters of each `Model` in a pytree.
+  """Replaces each `Model` in a pytree by its parameters, which are read.
 
-  With several devices each array goes straight to its shards, otherwise to the
-  host.
+  With several devices each array is read straight to its devices, otherwise
+  into the memory of the host.
 
   Args:
-    params: a model, or the parameters of a drafter, whose other parts stay.
-    placement: the placement for `place`; a model that was loaded with a dtype
-      keeps it.
+    params: a model, or the parameters of a drafter as a pytree; parts of it
+      that are not a `Model` stay unchanged.
+    placement: the placement that the models will have; a model that was loaded
+      with a dtype keeps that dtype.
 
   Raises:
     ValueError: a checkpoint is broken, or cannot be split as the placement
@@ -593,12 +599,14 @@ def read_parts(params: Any, placement: Placement = Placement()) -> Any:
 
 
 def _lay_out(params: Params, placement: Placement, *modules: str) -> Params:
-  """Joins, casts and lays out the parameters of a module.
+  """Concatenates, casts and lays out the parameters of a module.
 
   Args:
-    params: the module's parameters, which are removed one after another.
+    params: the module's parameters; each array is removed from this dict once
+      it is laid out.
     placement: dtype and layout.
-    *modules: the names of the modules around it, and its name.
+    *modules: names on the path to the module, from the outermost module to the
+      module itself.
   """
   joined, parts, axis = _JOINED.get(modules[-1] if modules else '', _NONE)
   if parts and params.keys() >= {*parts} and placement.joins(axis):
@@ -623,7 +631,7 @@ def _lay_out(params: Params, placement: Placement, *modules: str) -> Params:
       laid_out[name] = _cast(value, placement)
     else:
       if not isinstance(value, jax.core.Tracer):
-        # NumPy shares a CPU's array, and compiles nothing.
+        # NumPy shares the memory of JAX's array on a CPU, and compiles nothing.
         value = np.asarray(value)
       laid_out['kernel_blocks'] = _cast(cpu_layout.in_blocks(value), placement)
   return laid_out
@@ -632,8 +640,9 @@ def _lay_out(params: Params, placement: Placement, *modules: str) -> Params:
 def _meets_many_rows(modules: Sequence[str]) -> bool:
   """Whether a kernel multiplies a whole input at once.
 
-  Kernels in blocks are quicker for few rows only. Many rows meet an encoder's
-  kernels, and a decoder's that make keys and values from the encoder's output.
+  Kernels in blocks are quicker only for few rows. An encoder's kernels multiply
+  many rows, and so do the decoder's kernels that make keys and values from the
+  encoder's output.
   """
   return 'encoder' in modules or (
     modules[-2:-1] == ('encoder_decoder_attention',)
@@ -642,7 +651,10 @@ def _meets_many_rows(modules: Sequence[str]) -> bool:
 
 
 def _cast(value: Any, placement: Placement) -> Any:
-  """Casts an array to the placement's dtype; one device also receives it."""
+  """Casts an array to the placement's dtype.
+
+  If there is only one device, the array is also moved there.
+  """
   dtype = placement.param_dtype
   if value.dtype == jnp.int32:  # int32 arrays are indices, not weights
     dtype = value.dtype

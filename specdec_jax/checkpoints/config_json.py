@@ -1,13 +1,13 @@
-"""Reads config.json of Hugging Face folders by the data of its family.
+"""Reads config.json of Hugging Face folders with the data of its family.
 
 A `Family` maps fields of config.json to fields of our configuration, and lists
-the fields that may have only one value. All unknown fields are refused.
+the fields that may have only one value. An unknown field is an error.
 
-Of the settings for transformers' `generate` token rules are followed, unless a
-call gives others. For all else the defaults of this library hold everywhere:
-outputs are greedy and end at the engine's length. A warning lists the other
-settings once, when an engine is made of the model, with the options that do the
-same here.
+Of a folder's settings for transformers' `generate` only token rules are
+followed, unless a call gives others. All else has the defaults of this library:
+outputs are greedy and end at the engine's length. When an engine is made of the
+model, a warning lists the settings that are not followed, with the options that
+do the same here.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ from specdec_jax.rules.options import RuleOptions
 CONFIG, GENERATION = 'config.json', 'generation_config.json'
 # Fingerprints that a checkpoint may hold -> their fields in config.json.
 ABOUT = {'target': 'specdec_made_for', 'made_of': 'specdec_made_of'}
-# The field of a decoder without an encoder that has the width of the encoder
-# whose output it reads.
+# The field for a decoder without an encoder of its own. Its value is the width
+# of the encoder output that the decoder reads.
 ENCODER_DIM = 'specdec_encoder_dim'
 
 _WORDS, _SETTINGS = families.WORDS['config'], families.WORDS['generation']
@@ -72,16 +72,17 @@ def is_tied(family: Family, described: Described) -> bool:
 def scales_output(described: Described) -> bool:
   """Whether transformers divides the input of the output layer by sqrt(M)."""
   if described.get('model_type') not in ('t5', 'umt5'):
-    return False  # mT5 has T5 1.1's output layer
+    return False  # mT5 has T5 1.1's output layer, without a scale
   untied = described.get('tie_word_embeddings') is False
-  # transformers 5 writes this field, and `tie_word_embeddings: true`, always.
+  # transformers 5 always writes this field, and always writes
+  # `tie_word_embeddings: true`.
   return bool(described.get('scale_decoder_outputs', not untied))
 
 
 def _fields_of(
   family: Family, described: Described, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Fills in config.json's defaults; also returns its sizes by our names."""
+  """Returns config.json with its defaults, and its sizes by our names."""
   read = {*family.fields.values(), *family.defaults, *family.read}
   same = {name: described.get(other) for name, other in family.same.items()}
   check_fields(described, read, where, family.fixed | same)
@@ -108,7 +109,7 @@ def check_fields(
   where: str,
   fixed: Described | None = None,
 ) -> None:
-  """Checks that nothing in config.json changes the mathematics unnoticed.
+  """Checks that no field is ignored that could change what a model computes.
 
   Fields that are null, and those that change nothing in any family, pass.
 
@@ -116,7 +117,8 @@ def check_fields(
     described: config.json, or a part of it.
     read: fields that the caller reads.
     where: the path, for messages.
-    fixed: fields -> the only value that the network supports, or None.
+    fixed: fields -> the only value that the network supports; None: there are
+      no such fields.
 
   Raises:
     ValueError: a field is unknown, or has an unsupported value.
@@ -148,7 +150,8 @@ def _object(values: Described, name: str, where: str) -> Described:
   return values[name]
 
 
-# T5, T5 1.1, Flan-T5, ByT5, CodeT5, UL2 and MADLAD-400 ('t5'), mT5, UMT5.
+# These functions read and write the configurations of the family 't5' (T5, T5
+# 1.1, Flan-T5, ByT5, CodeT5, UL2 and MADLAD-400), of mT5 and of UMT5.
 
 
 def _t5(family: Family, described: Described, where: str, tied: bool):
@@ -159,7 +162,8 @@ def _t5(family: Family, described: Described, where: str, tied: bool):
   word = values['feed_forward_proj']
   check_choice(f'{where}: feed_forward_proj', word, _WORDS['feed_forward'])
   first, *gate = _WORDS['feed_forward'][word]
-  # In transformers these two fields override feed_forward_proj.
+  # In transformers `dense_act_fn` and `is_gated_act` override
+  # feed_forward_proj.
   if 'dense_act_fn' in values:
     first = _activation(values, 'dense_act_fn', where)
   gated = values.get('is_gated_act')
@@ -179,7 +183,7 @@ def describe(config: T5Config | BartConfig) -> dict[str, Any]:
   """Returns config.json of a T5 or BART, except for ids and dtype.
 
   Raises:
-    ValueError: transformers has none with its activations, or its fields.
+    ValueError: transformers has no such model with these activations or fields.
   """
   is_t5 = isinstance(config, T5Config)
   words = {(ours,): word for word, ours in _WORDS['activations'].items()}
@@ -197,11 +201,12 @@ def describe(config: T5Config | BartConfig) -> dict[str, Any]:
   ]
   if not kinds:
     raise unexpected('config', 'a network that transformers has', config)
-  # The first with the most settings: Pegasus has those of Marian, and more.
+  # Of the families that fit, the one with the most settings is chosen: Pegasus
+  # has those of Marian, and more.
   kind = max(kinds, key=lambda name: len(families.FAMILIES[name].settings))
   family, word = families.FAMILIES[kind], words[config.mlp_activations]
   described = {n: getattr(config, ours) for ours, n in family.fields.items()}
-  # Of a T5 `tie_word_embeddings` alone decides whether logits are scaled.
+  # For a T5 `tie_word_embeddings` alone decides whether logits are scaled.
   described |= {'model_type': kind, 'is_encoder_decoder': True}
   described |= {'tie_word_embeddings': config.logits_via_embedding}
   if isinstance(config, T5Config):
@@ -220,11 +225,12 @@ def describe(config: T5Config | BartConfig) -> dict[str, Any]:
   return described | {n: described[other] for n, other in family.same.items()}
 
 
-# GPT-2; BART, mBART, Pegasus, Marian, M2M-100 and NLLB-200.
+# These functions read the configurations of GPT-2, BART, mBART, Pegasus,
+# Marian, M2M-100 and NLLB-200.
 
 
 def has_own_tables(family: Family, described: Described) -> bool:
-  """Whether encoder and decoder have embeddings of their own."""
+  """Whether encoder and decoder have separate embeddings."""
   shares = described.get('share_encoder_decoder_embeddings', True)
   return family.make == 'bart' and not (shares and is_tied(family, described))
 
@@ -257,11 +263,11 @@ def _gpt2_or_bart(family: Family, described: Described, where: str, tied: bool):
   )
 
 
-# Llama, Qwen and Gemma.
+# These functions read the configurations of Llama, Qwen and Gemma.
 
 
 def _causal(family: Family, described: Described, where: str, tied: bool):
-  if family.make == 'with_images':  # its model of texts is read
+  if family.make == 'with_images':  # only the text model is read
     check_fields(described, _AROUND_TEXT, where)
     described = _object(described, 'text_config', where)
   values, sizes = _fields_of(family, described, where)
@@ -270,7 +276,7 @@ def _causal(family: Family, described: Described, where: str, tied: bool):
   has_local = 'local' in kinds
   window = values.get('sliding_window')
   if 'use_sliding_window' in values and not values['use_sliding_window']:
-    window = None  # the configuration then refuses layers of the kind 'local'
+    window = None  # `CausalLMConfig` then rejects 'local' layers
   is_gemma = 'hidden_activation' in values
   word = 'hidden_activation' if is_gemma else 'hidden_act'
   scalar = values.get('query_pre_attn_scalar', sizes['head_dim'])
@@ -291,15 +297,18 @@ def _causal(family: Family, described: Described, where: str, tied: bool):
 
 
 def _layer_kinds(values: Described, where: str) -> tuple[Any, ...]:
-  """Returns the shortest sequence of kinds that all layers repeat."""
-  # A larger number of layers is refused later.
+  """Returns the shortest sequence of kinds which, repeated, fits all layers."""
+  # `CausalLMConfig` later rejects a larger number of layers.
   count = min(values['num_hidden_layers'], MOST_LAYERS)
   for name in ('sliding_window_pattern', 'max_window_layers'):
     if name in values:
       _check_size(values[name], name, where)
   types = values.get('layer_types')
   if types is None:
-    # Each layer slides but the last of a pattern; or all from the first one.
+    # With `sliding_window_pattern`, the last layer of each pattern has full
+    # attention, the others have a sliding window. Without it, layers after the
+    # first `max_window_layers` have a sliding window, if `use_sliding_window`
+    # is set.
     pattern = values.get('sliding_window_pattern')
     slides = values.get('use_sliding_window')
     first = values.get('max_window_layers', count) if slides else count
@@ -329,7 +338,8 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
     raise unexpected(f'{where}: rope_parameters', each, settings)
   theta = values['rope_theta']
   if layer_type == 'sliding_attention' and has_local:
-    theta = values['rope_local_base_freq']  # local layers have no scaling
+    # `rope_scaling` is for global layers only.
+    theta = values['rope_local_base_freq']
   elif 'rope_scaling' in values:
     settings |= _object(values, 'rope_scaling', where)
   word = settings.get('rope_type', settings.get('type', 'default'))
@@ -345,7 +355,8 @@ def _rope(values: Described, layer_type: str, where: str) -> Rope:
   return Rope(base=settings['rope_theta'], **scaling)
 
 
-# T5Gemma 1 and 2: config.json describes each stack like a Gemma's.
+# This function reads the configurations of T5Gemma 1 and 2, in which
+# config.json describes each stack like a Gemma.
 
 
 def _t5gemma(family: Family, described: Described, where: str, tied: bool):
@@ -382,7 +393,7 @@ def read_config(
   """Returns the configuration that a config.json describes.
 
   Args:
-    described: config.json.
+    described: the contents of config.json.
     where: its path, for messages.
     tied: whether the output layer is the embedding, according to the weights;
       None: according to config.json.
@@ -396,7 +407,8 @@ def read_config(
   return _MAKERS[family.make](family, described, where, tied)
 
 
-# Facts about texts: special ids, and settings of transformers' `generate`.
+# These classes and functions are for special ids, and for settings of
+# transformers' `generate`.
 
 
 class SpecialIds(NamedTuple):
@@ -407,9 +419,10 @@ class SpecialIds(NamedTuple):
       T5, as always in T5X.
     eos: ids that end an output; T5 has 1, MADLAD-400 has 2. A decoder-only
       model may have none.
-    pad: the id that transformers pads rows with. Here and in T5X T5s are padded
-      with 0: padding is masked, so logits do not depend on it. If 0 is the
-      unknown piece (MADLAD-400), the encoder ignores that piece too.
+    pad: the id that transformers pads rows with. This library and T5X pad the
+      rows of a T5 with 0 instead; padding is masked, so logits do not depend on
+      the id. If 0 is the unknown piece (MADLAD-400), the encoder ignores
+      unknown pieces, too.
   """
 
   decoder_start: int
@@ -424,7 +437,7 @@ class FolderFacts(NamedTuple):
   """The facts in config.json and generation_config.json of a folder.
 
   Attributes:
-    described: config.json.
+    described: the contents of config.json.
     config: the network's configuration.
     ids: the special ids.
     rules: token rules for `generate`, by the names of their options.
@@ -446,7 +459,7 @@ def read_facts(
 
   Args:
     folder: where generation_config.json may be.
-    described: its config.json.
+    described: the contents of the folder's config.json.
     config: the result of `read_config`.
 
   Raises:
@@ -489,7 +502,8 @@ def _special_ids(
   check_type(f'{where}: pad_token_id', pad, int)
   check_type(f'{where}: eos_token_id', ends, tuple[int, ...])
   if not has_encoder:
-    # transformers writes GPT-2's end id, 50256, whatever the vocabulary is.
+    # transformers writes GPT-2's end id, 50256, whatever the vocabulary is, so
+    # an id outside the vocabulary is left out.
     ends = tuple(token for token in ends if token < config.vocab_size)
     return SpecialIds(T5_IDS.decoder_start, ends, pad)
   check_type(f'{where}: decoder_start_token_id', start, int)
@@ -505,7 +519,8 @@ def read_settings(
   """Reads the settings for `generate`.
 
   Args:
-    described: generation_config.json, or config.json if it is missing.
+    described: the contents of generation_config.json, or of config.json if the
+      former is missing.
     path: the path of that file, for messages.
 
   Returns:
@@ -554,7 +569,7 @@ def _single(value: Any) -> Any:
   return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-# These functions compare a folder's configuration with the expected one.
+# This function compares a folder's configuration with the expected one.
 
 
 def check_config(actual: Config, expected: Any, source: str) -> None:
@@ -564,8 +579,8 @@ def check_config(actual: Config, expected: Any, source: str) -> None:
   checkpoint.
 
   Raises:
-    ValueError: they differ; the message has both values of each field that
-      differs, such as 'encoder.num_layers'.
+    ValueError: the configurations differ; the message has both values of each
+      field that differs, such as 'encoder.num_layers'.
   """
   have = flatten_dict(dataclasses.asdict(actual), sep='.')
   want = flatten_dict(dataclasses.asdict(expected), sep='.')

@@ -1,7 +1,7 @@
 """Converts a checkpoint of any kind to one of three formats.
 
 Only this library reads kernels of eight bits in Orbax's and T5X's formats;
-transformers has no T5 whose kernels have a factor per output.
+transformers has no T5 whose kernels have a scale per output.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ Format = Literal['orbax', 'safetensors', 't5x']
 # T5X's infer.py and InteractiveModel recognise a checkpoint by its folder's
 # name.
 _T5X_FILE = pathlib.Path('checkpoint_0', 'checkpoint')
-# Dtypes that do not change a `fingerprint` of floats.
+# Casting floats to one of these dtypes does not change their `fingerprint`.
 _AS_BEFORE = (None, 'float32', 'bfloat16')
 
 
@@ -48,13 +48,13 @@ class ConvertConfig:
       folder `checkpoint_0`.
     format: 'orbax' for this library, 'safetensors' for Hugging Face's, 't5x'
       for T5X's, in a single msgpack file.
-    network: `T5(config)` of the checkpoint. Needed for scanned stacks, and if
-      the activations are not those of T5 1.0 or 1.1; None reads the sizes from
-      the checkpoint.
+    network: `T5(config)` of the checkpoint. It is needed for scanned stacks,
+      and if the activations are not those of T5 1.0 or 1.1; None reads the
+      sizes from the checkpoint.
     revision: branch, tag or commit of an id of the Hugging Face hub.
     dtype: dtype of the output, e.g. 'bfloat16'; None keeps the checkpoint's.
-      'int8', not for 'safetensors', applies to kernels: loading then reads a
-      quarter of the bytes of float32, and need not round.
+      'int8' rounds kernels, for all formats but 'safetensors'; loading then
+      reads a quarter of the bytes of float32, and need not round.
 
   Raises:
     ValueError: `format` or `dtype` is unknown, or `output` is an address.
@@ -83,7 +83,8 @@ def convert(config: ConvertConfig) -> str:
   """Converts a checkpoint; the output is written whole or not at all.
 
   Returns:
-    A line about the output.
+    A line of text with the output's path and its numbers of arrays and
+    parameters.
 
   Raises:
     ValueError: `output` exists already; or the checkpoint cannot be read, does
@@ -132,7 +133,7 @@ def convert(config: ConvertConfig) -> str:
 
 
 def _as_on_disk(params: Params, opened: Opened) -> Params:
-  """Casts all arrays except kernels and factors to their dtype on disk."""
+  """Casts arrays to their dtype on disk, except rounded kernels and scales."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   for name, array in opened.arrays.items():
     if flat[name].dtype != INT8:

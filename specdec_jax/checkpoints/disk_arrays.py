@@ -1,4 +1,4 @@
-"""Arrays on disk, which are read one at a time, straight to their places.
+"""Arrays on disk, which are read one at a time, straight to their devices.
 
 If an array is split over devices, each process reads only its parts.
 """
@@ -28,20 +28,20 @@ from specdec_jax.partitioning import put
 # TensorStore reads an array in pieces of this size, or of one chunk if chunks
 # are larger.
 PIECE_BYTES = 128 << 20
-_SAMPLED = 64  # about so many values of an array decide its fingerprint
-# The errors that reading raises if metadata are not what it expects.
+_SAMPLED = 64  # about this many values of an array decide its fingerprint
+# The errors that code raises when it reads metadata of an unexpected form.
 WRONG_DATA = AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 Path: TypeAlias = str | os.PathLike[str]
 Params = dict[str, Any]
-About: TypeAlias = Mapping[str, str] | None  # texts beside parameters
+About: TypeAlias = Mapping[str, str] | None  # texts stored with parameters
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
 Spans = Sequence[tuple[int, int]]  # (offset, size) of the parts of an array
 Dtype: TypeAlias = DTypeLike | None
 Layout: TypeAlias = jax.Device | Sharding
-# All arrays have one place, or a function returns the place of an array from
-# its T5X name; None is the host.
+# The device or sharding of all arrays, or a function from an array's T5X name
+# to its device or sharding; None is the host.
 Shardings: TypeAlias = Layout | Callable[[str], Layout | None] | None
 
 
@@ -50,12 +50,14 @@ class DiskArray:
   """An array that has not been read.
 
   Attributes:
-    shape: its shape.
-    dtype: its dtype on disk.
-    read: returns the part at an index, in that dtype or in float32; raises
-      ValueError with the reason if the file is missing, cut short or corrupt.
-    where: its name and file, for messages.
-    cast: returns the array in another dtype; None: NumPy casts what was read.
+    shape: shape of the whole array.
+    dtype: dtype of the array on disk.
+    read: function that returns the part at an index, in `dtype` or in float32;
+      it raises ValueError with the reason if the file is missing, cut short or
+      corrupt.
+    where: the array's name and file, for messages.
+    cast: function from a dtype to the same array in that dtype; None: NumPy
+      casts what was read.
   """
 
   shape: Shape
@@ -71,15 +73,15 @@ Arrays = Mapping[str, DiskArray]
 def load_arrays(
   arrays: Arrays, source: str, dtype: Dtype = None, sharding: Shardings = None
 ) -> Params:
-  """Reads arrays one after another, each to its place.
+  """Reads arrays one after another, each to its devices or to the host.
 
   Args:
     arrays: T5X's name, with slashes -> array. Kernels of eight bits are read
       unchanged; `in_floats` converts them.
     source: path of the checkpoint, for messages.
     dtype: dtype of the result; None keeps the file's. 'int8' and 'int4' apply
-      to kernels, which then come with their factors; see `models.integers`.
-    sharding: the place of each array; None for NumPy arrays.
+      to kernels, which then come with their scales; see `models.integers`.
+    sharding: the devices of each array; None for NumPy arrays on the host.
 
   Returns:
     Nested dict of arrays.
@@ -105,7 +107,7 @@ def load_arrays(
   for name, array in arrays.items():
     wanted, where = _dtype_of(name, dtype), f'{source!r}: {name}'
     if integers.is_integers(wanted) and wanted != array.dtype:
-      # A kernel is read as a whole, because all of its rows decide the factors.
+      # A kernel is read as a whole, because all of its rows decide the scales.
       kernel, scale = integers.quantise(read(name), where, wanted)
       flat[name] = put(kernel, layouts[name])
       layout = _layout_of(sharding, f'{name}_scale', scale.shape)
@@ -123,11 +125,11 @@ def load_arrays(
 def in_floats(arrays: Arrays) -> dict[str, DiskArray]:
   """Converts a checkpoint's kernels of eight bits to float32.
 
-  Each number becomes its integer times the factor of its output. Training,
-  other formats and CPUs need this form of the model.
+  Each integer is multiplied by the scale of its output. Training, other formats
+  and CPUs need this form of the model.
 
   Args:
-    arrays: T5X's name, with slashes -> array; factors fit their kernels.
+    arrays: T5X's name, with slashes -> array; scales must fit their kernels.
   """
   floats = {n: a for n, a in arrays.items() if not integers.is_scale(n)}
   for name, array in floats.items():
@@ -137,7 +139,10 @@ def in_floats(arrays: Arrays) -> dict[str, DiskArray]:
 
 
 def _product(name: str, kernel: DiskArray, factors: DiskArray) -> DiskArray:
-  """Returns a kernel [in, out] of integers times their factors."""
+  """Returns a kernel [in, out] of integers, which reads as floats.
+
+  The integers are multiplied by their scales, the array `factors`.
+  """
 
   def read(index: Index) -> np.ndarray:
     scale = np.asarray(load_array(factors, jnp.float32))
@@ -159,13 +164,13 @@ def _dtype_of(name: str, dtype: Dtype) -> Any:
 def load_array(
   array: DiskArray, dtype: Dtype = None, layout: Sharding | None = None
 ) -> np.ndarray | jax.Array:
-  """Reads an array to its place.
+  """Reads an array to its devices, or to the host.
 
   Args:
     array: an array of any shape.
     dtype: dtype of the result; None keeps the file's.
-    layout: the place of the array; None for a NumPy array. A shard that several
-      devices share is read once.
+    layout: the devices of the array; None for a NumPy array on the host. A
+      shard that several devices share is read once.
 
   Raises:
     ValueError: the array cannot be read; the message says why.
@@ -196,7 +201,7 @@ def _read(array: DiskArray, index: Index, dtype: Dtype) -> np.ndarray:
 
 
 def _layout_of(sharding: Shardings, name: str, shape: Shape) -> Sharding | None:
-  """Returns the place of the array `name`.
+  """Returns the sharding of the array `name`; None for the host.
 
   Raises:
     ValueError: `sharding` is of an unknown kind, or the shape cannot be divided
@@ -228,7 +233,7 @@ def broken(source: str, name: str, why: str) -> ValueError:
 def file_array(
   location: Location, shape: Shape, dtype: np.dtype, spans: Spans
 ) -> DiskArray:
-  """Returns an array inside a larger file, in C order.
+  """Returns a `DiskArray` for a part of a larger file, in C order.
 
   Args:
     location: the file.
@@ -261,7 +266,7 @@ def file_array(
 
 
 def _stored_array(store: Any, bytes_each: int | None = None) -> DiskArray:
-  """Returns a TensorStore array, chunked or not.
+  """Returns a `DiskArray` for an array of TensorStore, chunked or not.
 
   Args:
     store: the array, which may be cast from another dtype.
@@ -305,7 +310,7 @@ def open_stored(
   """Opens TensorStore arrays, all at the same time, without reading them.
 
   Args:
-    specs: name -> driver and kvstore.
+    specs: name -> TensorStore's specification, with driver and kvstore.
     source: path of the checkpoint, for messages.
 
   Raises:
@@ -332,21 +337,23 @@ def open_stored(
     for name, future in opening.items():
       store = future.result(timeout=locations.READ_SECONDS)
       arrays[name] = _stored_array(store)
-  except locations.STORE_ERRORS as error:  # the path may lead to something else
+  # The path may lead to something that is not an array.
+  except locations.STORE_ERRORS as error:
     raise broken(source, name, locations.reason(error)) from error
   return arrays
 
 
-# Fingerprints of parameters, which do not depend on place, dtype or sharding.
+# These functions make fingerprints of parameters, which do not depend on
+# device, dtype or sharding.
 
 
 def fingerprint(params: Any) -> str:
   """Identifies a model's parameters, as in a checkpoint, by a string.
 
-  It depends on names, shapes and some values of every array; floating-point
-  values are rounded to bfloat16. Another shape, another training run or another
-  step of the run gives another string. Values read as float32 or as bfloat16
-  give the same, because rounding them again changes nothing.
+  The string depends on names, shapes and some values of every array;
+  floating-point values are rounded to bfloat16. Another shape, another training
+  run or another step of the run gives another string. Values read as float32 or
+  as bfloat16 give the same string, because rounding them again changes nothing.
 
   Args:
     params: a pytree of arrays, on the host, on a device or in shards.
@@ -365,7 +372,7 @@ def fingerprint(params: Any) -> str:
 
 
 def fingerprint_on_disk(arrays: Arrays) -> str:
-  """Returns the `fingerprint` of arrays on disk; holds one array at a time.
+  """Returns the `fingerprint` of arrays on disk, read one at a time.
 
   Args:
     arrays: name, with slashes -> array.
@@ -373,7 +380,8 @@ def fingerprint_on_disk(arrays: Arrays) -> str:
   Raises:
     ValueError: an array cannot be read.
   """
-  # Arrays are read in their order, in which layers of a scan are neighbours.
+  # Arrays are read in this order, in which layers of a scanned stack are
+  # neighbours, so that the stack is read once.
   samples = {name: _sample(load_array(array)) for name, array in arrays.items()}
   return fingerprint(flax.traverse_util.unflatten_dict(samples, sep='/'))
 
@@ -386,7 +394,7 @@ class _Sample(NamedTuple):
 
 
 def _sample(array: Any) -> _Sample:
-  """Takes some values of an array by index; a reshape would gather it all."""
+  """Takes some values by index, as a reshape would gather a split array."""
   size = math.prod(array.shape)
   stride = max(1, size // _SAMPLED)
   index = np.unravel_index(np.arange(0, size, stride), array.shape)

@@ -2,13 +2,14 @@
 
 A folder's `model_type` names its `Family`, a table of families.toml. It maps
 fields of config.json to those of our configuration, lists fields that may have
-only one value, and has transformers' names of our modules. `table` locates our
-arrays in a file.
+only one value, and has transformers' names of our modules. `table` lists where
+a file has each array of this library.
 
 Kernels are [out, in] in files and [in, out] here; GPT-2's are [in, out] in
-both. Some factors of transformers become part of a kernel or a norm here: GPT-2
-and BART divide queries by sqrt(D); a GPT-2's embedding as output layer does
-not divide its input by sqrt(M), as ours does; a T5 may divide the input of a
+both. Where transformers scales and this library does not, or the reverse, the
+factor becomes part of a kernel or a norm. In transformers GPT-2 and BART divide
+queries by sqrt(D); an output layer that is GPT-2's embedding does not divide
+its input by sqrt(M), as it does here; and a T5 may divide the input of a
 separate output layer by sqrt(M).
 """
 
@@ -33,33 +34,37 @@ WORDS: dict[str, Any] = tomllib.loads(
 
 
 class Family(NamedTuple):
-  """The data of a `model_type`.
+  """The data of a family: of all folders with the same `model_type`.
 
   Attributes:
     make: name of the function in `config_json` that makes the configuration.
-    embedding: transformers' array of the embedding that may also be the output
-      layer.
-    names: our module -> transformers' module, * for the number of a layer; or
-      our array -> transformers' array.
+    embedding: transformers' name of the array of the embedding that may also be
+      the output layer.
+    names: names of our modules -> transformers' names, with * for the number of
+      a layer; and the same for arrays outside of modules.
     fields: our configuration's field -> config.json's.
-    settings: values of our configuration's fields in all models.
+    settings: fields of our configuration -> their values in all models of the
+      family.
     defaults: fields of config.json -> their values if it leaves them out.
-    read: further fields of config.json that are read.
+    read: further fields of config.json that the function `make` reads.
     fixed: fields of config.json -> the only values that the network supports.
     same: fields of config.json -> fields that they must be equal to.
-    tied: whether the output layer is the embedding if config.json does not say.
-    ties_by_arrays: whether only the arrays decide that, never config.json.
-    head: transformers' array of the output layer.
-    prefix: pattern of prefixes of names in a file; only its group 'kept', if
-      any, is part of the names here.
+    tied: whether the output layer is the embedding if config.json does not
+      tell.
+    ties_by_arrays: whether the arrays alone, not config.json, decide if the
+      output layer is the embedding.
+    head: transformers' name of the array of the output layer.
+    prefix: pattern of the beginning of names in a file, which is removed,
+      except for its group 'kept', if any.
     skipped: pattern of names of arrays that no model reads.
     images: pattern of names of arrays that only images need.
     aliases: names of arrays -> names of arrays that they must be equal to.
-    zeros: arrays that are 0 where a file leaves them out.
-    kernels_in_out: whether kernels are [in, out], and those of query, key and
-      value are thirds of one (GPT-2).
-    scales_queries: whether queries are divided by sqrt(D) after projection.
-    stack: the `Family` of each stack of a T5Gemma.
+    zeros: names of arrays that are 0 if a file leaves them out.
+    kernels_in_out: whether kernels in a file are [in, out], and one kernel has
+      those of query, key and value as its thirds (GPT-2).
+    scales_queries: whether transformers divides queries by sqrt(D) after their
+      projection.
+    stack: the `Family` of both stacks of a T5Gemma; None in other families.
   """
 
   make: str
@@ -84,7 +89,7 @@ class Family(NamedTuple):
   stack: 'Family | None' = None
 
   def name_of(self, stored: str) -> str:
-    """Returns the name of an array here from its name in a file."""
+    """Returns an array's name in a file without the prefix."""
     prefix = re.match(self.prefix, stored)
     if prefix is None:
       return stored
@@ -94,7 +99,8 @@ class Family(NamedTuple):
 def read_tables(file: pathlib.Path) -> dict[str, Any]:
   """Reads a TOML file whose tables may extend the table that `like` names.
 
-  Tables whose names begin with _ are left out: others only extend them.
+  Tables whose names begin with _ are left out, because they only serve to be
+  extended.
   """
   tables = tomllib.loads(file.read_text('utf-8'))
 
@@ -133,14 +139,15 @@ def family_of(described: Described, where: str) -> Family:
 
 
 class Row(NamedTuple):
-  """The place of one of our arrays in a file of transformers.
+  """Where, and in which form, a file of transformers has one of our arrays.
 
   Attributes:
-    name: transformers' name.
-    shape: our shape.
+    name: transformers' name of the array.
+    shape: shape of our array.
     transposed: whether the array in the file is the transpose of ours.
-    third: index of the third of the file's last axis that is ours; None: all.
-    scale: a factor of the file's values.
+    third: which third of the last axis in the file is our array: 0, 1 or 2;
+      None: the whole axis.
+    scale: factor by which values from the file are multiplied.
   """
 
   name: str
@@ -156,7 +163,7 @@ class Row(NamedTuple):
     return shape if self.third is None else (*shape[:-1], 3 * shape[-1])
 
   def to_file(self, array: Any) -> Any:
-    """Returns what a file holds of our array, if it holds no third of one."""
+    """Returns our array in the form of a file; `third` must be None."""
     if self.scale != 1.0:
       array = (array.astype('float32') / self.scale).astype(array.dtype)
     return array.T if self.transposed else array
@@ -165,7 +172,7 @@ class Row(NamedTuple):
 def table(
   family: Family, config: Config, scales_head: bool = False
 ) -> dict[str, Row]:
-  """Returns our name of each array of a model -> its place in a file.
+  """Returns the `Row` of each array of a model, by our name of the array.
 
   Args:
     family: the family of the file.

@@ -1,16 +1,16 @@
 """Opens and writes Hugging Face folders, and fetches them from the hub.
 
-`families` has the names of their arrays, and `config_json` reads config.json.
-Arrays are in safetensors files. The package safetensors comes with the extra
-`[huggingface]`, huggingface_hub with `[hub]`.
+`families` has the names of the folders' arrays, and `config_json` reads
+config.json. Arrays are in safetensors files. The package safetensors comes with
+the extra `[huggingface]`, huggingface_hub with `[hub]`.
 
 A LoRA adapter is merged into a model's kernels while these are read. A folder
 of PEFT has adapter_config.json and adapter_model.safetensors, with two thin
 kernels, A [r, in] and B [out, r], for each kernel W that was adapted. The
 merged kernel is W + s * B A, with s = lora_alpha / r, or lora_alpha / sqrt(r)
 for rank-stabilised LoRA. The sum is computed in float32, and rounded to W's
-dtype. PEFT's modules are those of transformers, so the names are those of the
-files.
+dtype. PEFT names modules as transformers does, so an adapter's names fit those
+in the model's files.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ special_tokens_map.json chat_template*
 
 
 def _open_files(folder: pathlib.Path) -> dict[str, DiskArray]:
-  """Returns name -> array for all safetensors files of a folder.
+  """Returns the arrays of all safetensors files of a folder, by name.
 
   Raises:
     ValueError: a file is missing or broken, or two files have the same array.
@@ -81,7 +81,7 @@ def _weight_files(folder: pathlib.Path) -> list[str]:
   index, where = files.read_json(folder / INDEX), os.fspath(folder / INDEX)
   check_type(f'{where}: weight_map', index.get('weight_map'), Mapping[str, str])
   for tensor, shard in index['weight_map'].items():
-    # The path could lead out of the folder.
+    # A name with slashes could lead out of the folder.
     if pathlib.Path(shard).name != shard:
       expected = 'names of files of the same folder'
       raise unexpected(f'{where}: {tensor}', expected, shard)
@@ -108,9 +108,10 @@ def open_huggingface(
 
   Args:
     folder: folder with config.json and model.safetensors (or its shards).
-    network: the network that the folder should hold.
-    dtype: the arrays must fit into memory in this dtype.
-    adapter: folder of a LoRA adapter to merge, see the module.
+    network: the network that the folder should hold; None: any network.
+    dtype: dtype in which the arrays must fit into memory.
+    adapter: folder of a LoRA adapter to merge, as this module's docstring
+      describes; None: no adapter.
 
   Returns:
     The folder's facts, and its arrays by their T5X names.
@@ -154,14 +155,18 @@ def open_huggingface(
 def _tidy(
   stored: Arrays, family: Family, described: Described, source: str
 ) -> tuple[dict[str, DiskArray], bool]:
-  """Gives the arrays that a model reads their names in `families.table`.
+  """Selects the arrays that a model reads, and renames them.
+
+  The new names are those in `families.table`.
 
   Returns:
-    The arrays, and whether the output layer is the embedding, by transformers'
-    rule: config.json decides, unless the file has two arrays that differ.
+    The arrays, and whether the output layer is the embedding. As in
+    transformers, config.json decides this, unless the folder has an array for
+    each and they differ.
 
   Raises:
-    ValueError: an array is there twice.
+    ValueError: the folder has an array twice, or two arrays that must be equal
+      differ.
   """
   arrays: dict[str, DiskArray] = {}
   for name, array in stored.items():
@@ -176,7 +181,7 @@ def _tidy(
     warnings.warn(why, stacklevel=3)
   aliases = family.aliases
   if config_json.has_own_tables(family, described):
-    # transformers reads no table for both.
+    # transformers then reads no embedding that both share.
     arrays.pop('shared.weight', None)
     aliases = {}
   for other, name in aliases.items():
@@ -188,8 +193,9 @@ def _tidy(
   tied = tied and _is_one(arrays, family.head, family.embedding)
   if family.ties_by_arrays and tied and family.embedding in arrays:
     if not config_json.scales_output(described):
-      # A T5's shared embedding rescales its input here. If transformers' does
-      # not, the output layer becomes a separate array.
+      # Here a T5's embedding, as output layer, divides its input by sqrt(M). If
+      # that of transformers does not, the output layer becomes a separate
+      # array.
       arrays[family.head] = arrays[family.embedding]
       tied = False
   return arrays, tied
@@ -224,14 +230,17 @@ def save_huggingface(
 ) -> None:
   """Writes a T5 or BART as a folder that transformers' `from_pretrained` reads.
 
-  config.json is written last: if it exists, everything else is complete. One
-  array at a time is copied.
+  config.json is written last: if it exists, everything else is complete. At
+  most one array at a time is copied.
 
   Args:
-    folder: made if needed; weights and configuration in it are replaced.
+    folder: the folder, which is made if needed; weights and configuration in it
+      are replaced.
     config: the model's configuration.
-    params: its parameters as in a checkpoint, not as placed.
-    ids: the special ids.
+    params: the model's parameters, laid out as in a checkpoint, not as by
+      `partitioning.place`.
+    ids: special ids, which are written to config.json and
+      generation_config.json.
     about: fingerprints for config.json, by the keys of `config_json.ABOUT`;
       transformers ignores them.
 
@@ -315,11 +324,11 @@ _MERGE = "Merge it with PEFT's merge_and_unload, and load the result."
 def _adapted(
   stored: Arrays, adapter: Path, family: Family
 ) -> dict[str, DiskArray]:
-  """Adds the arrays of an adapter to those of a model.
+  """Merges an adapter into the kernels of a model.
 
   Args:
-    stored: the arrays, by transformers' names.
-    adapter: PEFT's folder.
+    stored: the model's arrays, by transformers' names.
+    adapter: the adapter's folder, which PEFT wrote.
     family: the model's family.
 
   Raises:
@@ -367,7 +376,7 @@ def _adapted(
 
 
 def _check_adapter(described: Described, where: str) -> None:
-  """Raises ValueError for an unknown field, unless its value is neutral."""
+  """Raises ValueError for a field that may change the result unnoticed."""
   words = WORDS['adapter']
   names = {'peft_type', *described} - {*words['read'], *words['no_matter']}
   for name in sorted(names):
@@ -389,8 +398,8 @@ def _merged(
     kernel: [out, in], or [in, out] if `in_out`, as in GPT-2.
     down: A, [r, in].
     up: B, [out, r].
-    scale: s.
-    in_out: see `kernel`.
+    scale: s, the factor of B A.
+    in_out: whether the kernel is [in, out].
   """
 
   def read(index: Index) -> np.ndarray:
@@ -421,7 +430,7 @@ _DTYPES: dict[str, Any] = {
 
 
 def _view(stored: DiskArray, row: Row) -> DiskArray:
-  """Makes our array from the one in a file."""
+  """Returns our array, which reads the one in a file as `row` describes."""
 
   def read(index: Index) -> np.ndarray:
     index = index[::-1] if row.transposed else index
@@ -437,10 +446,10 @@ def _view(stored: DiskArray, row: Row) -> DiskArray:
 
 
 def open_file(path: Path) -> dict[str, DiskArray]:
-  """Returns name -> array of a safetensors file.
+  """Returns the arrays of a safetensors file, by their names.
 
   A file is mapped into memory, and mapped pages count as this process's memory
-  until they are unmapped. So each read opens the file again.
+  until they are unmapped. So each read opens the file again, and closes it.
 
   Raises:
     ValueError: the file is missing or broken, or an array is not of floats.
@@ -494,7 +503,7 @@ def _opened(path: str) -> Iterator[Any]:
   """Opens a safetensors file.
 
   Raises:
-    ValueError: it is missing or broken, or the package is not installed.
+    ValueError: the file is missing or broken, or the package is not installed.
   """
   files.check_regular(path)
   safetensors = import_safetensors()

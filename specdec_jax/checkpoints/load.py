@@ -20,8 +20,8 @@ from specdec_jax.models.families import config_of
 from specdec_jax.models.integers import INT8, INTEGERS, is_kernel
 
 T5X_FILE = 'checkpoint'
-# Fingerprints that a checkpoint may hold: that of a drafter's only target, and
-# that of the parameters before rounding.
+# Keys of the fingerprints that a checkpoint may hold: that of a drafter's only
+# target, and that of the parameters before rounding.
 TARGET, MADE_OF = ABOUT
 _STEP = re.compile(r'checkpoint_(\d+)')
 _HUB_ID = re.compile(r'([\w-][\w.-]*(/[\w-][\w.-]*)?)(@[\w./-]+)?')
@@ -42,19 +42,21 @@ def load(
   optimiser's state is not read. Stacks that were trained as a scan become
   single layers.
 
-  Arrays go to their dtype and device one after another: besides the arrays that
-  stay there, the host holds at most twice the largest array. Missing bytes are
-  always noticed. Changed bytes are noticed only in arrays with a checksum:
-  those that T5X has compressed by gzip; not in Orbax's arrays, in msgpack or
-  safetensors files, or in arrays compressed by blosc or zstd.
+  Arrays are cast and moved to their device one after another. Besides the
+  arrays that stay there, the host holds at most twice the largest array.
+  Missing bytes are always noticed. Changed bytes are noticed only in arrays
+  with a checksum, which are those that T5X has compressed by gzip. They are not
+  noticed in Orbax's arrays, in msgpack or safetensors files, or in arrays
+  compressed by blosc or zstd.
 
   Args:
     path: a file or folder, `gs://bucket/folder`, or an id of the hub, such as
       'google/flan-t5-small', or 'google/x@main' for a branch, tag or commit.
     network: such as `T5(config)`. Its names and shapes are compared with the
-      checkpoint's before arrays are read. Scanned stacks need it.
+      checkpoint's before arrays are read. Checkpoints with scanned stacks need
+      a network; for others it may be None.
     dtype: dtype of the arrays returned; None keeps the file's. 'int8' and
-      'int4' apply to kernels, which then come with their factors, see
+      'int4' apply to kernels, which then come with their scales, see
       `models.integers`. Kernels that `convert` wrote as int8 are read unchanged
       or converted to floats or int4.
     sharding: None for NumPy arrays on the host; a JAX Device or Sharding, or a
@@ -80,8 +82,8 @@ class Opened(NamedTuple):
     source: path or address of the checkpoint.
     arrays: T5X's name -> array.
     facts: the facts of a Hugging Face folder; None for other checkpoints.
-    about: the texts beside the arrays, such as the fingerprints `TARGET` and
-      `MADE_OF`; {} if the checkpoint has none.
+    about: the texts that are stored with the arrays, such as the fingerprints
+      `TARGET` and `MADE_OF`; {} if the checkpoint has none.
   """
 
   source: str
@@ -97,8 +99,9 @@ class Opened(NamedTuple):
   def made_of(self) -> tuple[str, ...]:
     """Returns the fingerprints of the parameters, on disk and before rounding.
 
-    A rounded checkpoint has only the fingerprint from before it was rounded; ()
-    if it is unknown. Arrays of floats are read, one at a time.
+    For a rounded checkpoint this is only the fingerprint from before it was
+    rounded, or () if that is unknown. For other checkpoints all arrays are
+    read, one at a time.
 
     Raises:
       ValueError: an array cannot be read.
@@ -109,7 +112,7 @@ class Opened(NamedTuple):
     return (disk_arrays.fingerprint_on_disk(self.arrays), *before)
 
   def read(self, dtype: Dtype = None, sharding: Shardings = None) -> Params:
-    """Reads the arrays; see `load`."""
+    """Reads the arrays; arguments and result are those of `load`."""
     arrays = self.arrays
     if self.is_rounded and dtype not in (None, INT8):
       arrays = disk_arrays.in_floats(arrays)
@@ -128,7 +131,7 @@ def open_checkpoint(
   Args:
     path: as for `load`, or the result of `locate`.
     network: as for `load`.
-    dtype: the arrays must fit into memory in this dtype.
+    dtype: dtype in which the arrays must fit into memory.
     adapter: folder of a LoRA adapter to merge, see `huggingface`.
 
   Raises:
@@ -184,7 +187,7 @@ def locate(path: disk_arrays.Path, revision: str | None = None) -> Location:
     missing += ': No such file or folder'
     match = _HUB_ID.fullmatch(name)
     is_file = not match or match[1].endswith('.msgpack')
-    # A name that begins with a folder which exists is a mistyped path.
+    # A name that begins with an existing folder counts as a mistyped path.
     is_file = is_file or os.path.isdir(os.path.dirname(name.partition('@')[0]))
     if is_file or not (isinstance(path, str) or revision is not None):
       raise ValueError(f'{missing}.')
@@ -206,7 +209,7 @@ def is_huggingface(location: Location) -> bool:
 def _checked(
   arrays: Arrays, network: LanguageModel | None, source: str
 ) -> Arrays:
-  """Splits arrays into layers, and compares them with those of a network."""
+  """Splits scanned stacks into layers, and compares arrays with a network."""
   factors = _check_dtypes(arrays, source)
   if network is None:
     if t5x.is_scanned(arrays):
@@ -224,13 +227,13 @@ def _checked(
 
 
 def _check_dtypes(arrays: Arrays, source: str) -> set[str]:
-  """Checks that arrays are floats, or kernels of eight bits with factors.
+  """Checks that arrays are floats, or kernels of eight bits with scales.
 
   Returns:
-    The names of the factors.
+    The names of the scales.
 
   Raises:
-    ValueError: an array has another dtype, or factors do not fit their kernel;
+    ValueError: an array has another dtype, or scales do not fit their kernel;
       the message names the array.
   """
   factors = set()
@@ -250,7 +253,7 @@ def _check_dtypes(arrays: Arrays, source: str) -> set[str]:
 
 
 def check_dtype(dtype: Dtype) -> None:
-  """Raises ValueError unless a dtype is None, of floats, or for kernels."""
+  """Raises ValueError unless a dtype is None, of floats, 'int8' or 'int4'."""
   with contextlib.suppress(TypeError):
     known = dtype in (None, *INTEGERS)
     if known or jnp.issubdtype(jnp.dtype(dtype), jnp.floating):

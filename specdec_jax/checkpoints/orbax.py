@@ -1,6 +1,6 @@
-"""Orbax's format of parameters.
+"""Reads and writes parameters in Orbax's format.
 
-Orbax writes it. TensorStore reads parameters, also those in T5X's training
+The package Orbax writes this format. TensorStore reads it, also T5X's training
 states: `_METADATA` lists the arrays, and only parameters are opened. Importing
 Orbax takes seconds, so it is imported only for writing.
 """
@@ -17,12 +17,15 @@ from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import Location
 
 METADATA = '_METADATA'
-# Names of the folder of a tree inside a checkpoint, by T5X and by Orbax.
+# The folder of a checkpoint that holds its arrays has one of these names, the
+# first in T5X, the second in Orbax.
 _ITEMS = ('state', 'default')
-# The most bytes of the metadata. Orbax writes about 200 per array.
+# The largest metadata that are read, in bytes. Orbax writes about 200 bytes per
+# array.
 _METADATA_BYTES = 256 << 20
 _TEMPORARY = '.orbax-checkpoint-tmp'
-# Parameters inside a larger tree: T5X's training state, flax's variables.
+# Names of the parameters in a larger tree, which is T5X's training state or
+# Flax's variables.
 _PARAMS = ('target', 'params')
 
 
@@ -34,10 +37,10 @@ def save_orbax(folder: Path, params: Params, about: About = None) -> None:
   Args:
     folder: a new or empty folder.
     params: nested dict of arrays of NumPy or JAX.
-    about: more texts to write, for `open_orbax`.
+    about: more texts to write, which `open_orbax` returns.
 
   Raises:
-    ValueError: the folder holds something, or there are no parameters.
+    ValueError: the folder is not empty, or there are no parameters.
     OSError: the disk is full or the folder not writable.
 
   Examples:
@@ -79,7 +82,8 @@ def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
       `default`.
 
   Returns:
-    name -> array, names with slashes; and the `about` of `save_orbax`, or None.
+    The arrays by their names, which have slashes; and the `about` of
+    `save_orbax`, or None.
 
   Raises:
     ValueError: writing the folder was not finished, its tree has no parameters,
@@ -112,7 +116,7 @@ def open_orbax(folder: Location) -> tuple[dict[str, DiskArray], Any]:
 
 
 def item_of(folder: Location) -> Location | None:
-  """Returns the folder of the tree, or None in another kind of checkpoint."""
+  """Returns the folder with the metadata; None without Orbax's format."""
   names = folder.names()
   items = [folder, *(folder.child(name) for name in _ITEMS if name in names)]
   return next((item for item in items if METADATA in item.names()), None)

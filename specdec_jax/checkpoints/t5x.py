@@ -40,7 +40,7 @@ Shapes = Mapping[str, Shape]
 VERSION = 3
 _READABLE = (2, 3)
 _TENSORFLOW = b'model_checkpoint_path'
-# The name of an array for all layers of a scanned stack.
+# Pattern of the name of an array that holds all layers of a scanned stack.
 _STACKED = re.compile(r'(encoder|decoder)/(?:layers|\1)/(.+)')
 _BIAS = 'relpos_bias/rel_embedding'
 _NORM = 'pre_mlp_layer_norm/scale'
@@ -58,11 +58,11 @@ def save_t5x(
   Args:
     path: the file; its folder is made if needed.
     params: nested dict of arrays.
-    step: number of updates that the parameters have had.
+    step: number of training steps that led to the parameters.
     dtype: dtype of the floating-point arrays on disk, e.g. jnp.bfloat16; None
       does not cast.
-    about: more texts to write, for `open_t5x`, such as 'target', the
-      `fingerprint` of a drafter's only target; T5X ignores them.
+    about: more texts to write, which `open_t5x` returns and T5X ignores, such
+      as 'target', the `fingerprint` of a drafter's only target.
 
   Raises:
     OSError: the disk is full or the folder not writable.
@@ -92,7 +92,8 @@ def open_t5x(location: Location) -> tuple[dict[str, DiskArray], Any]:
       own.
 
   Returns:
-    name -> array, names with slashes; and the `about` of `save_t5x`, or None.
+    The arrays by their names, which have slashes; and the `about` of
+    `save_t5x`, or None.
 
   Raises:
     ValueError: the file is missing, cut short or not a T5X checkpoint; or an
@@ -163,14 +164,14 @@ def check_params(
 
   Args:
     params: nested dict of arrays, or of anything with a shape.
-    expected: the model's tree of anything with a shape, e.g. from
-      `jax.eval_shape(model.init, key)`.
-    source: names the origin of `params`, for the message.
+    expected: nested dict of the model's arrays, or of anything with a shape,
+      e.g. from `jax.eval_shape(model.init, key)`.
+    source: words for the origin of `params`, for the message.
 
   Raises:
-    ValueError: they differ; the message has each parameter that is missing,
-      unknown, or of another shape, with both shapes, and the sizes of a T5 that
-      differ.
+    ValueError: the names or shapes differ; the message has each parameter that
+      is missing, unknown, or of another shape, with both shapes, and the sizes
+      of a T5 that differ.
 
   Examples:
     >>> import jax
@@ -218,7 +219,7 @@ def _other_model(
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, Shape]:
-  """Returns name with slashes -> shape for a nested dict."""
+  """Returns the shapes of a nested dict's arrays, by names with slashes."""
   flat = flatten_dict(dict(params), sep='/')
   return {name: tuple(leaf.shape) for name, leaf in flat.items()}
 
@@ -242,7 +243,8 @@ def infer_config(shapes: Shapes, source: str) -> T5Config:
     raise ValueError(f'{source!r}: {why}: give the network.') from error
 
 
-# Names of parameters -> the fields that their axes show; '' for no field.
+# Patterns of parameters' names -> for each axis, the field of `T5Config` that
+# is its size; '' for no field.
 _SIZES = {
   'token_embedder/embedding': ('vocab_size', 'emb_dim'),
   rf'\w+/(layers_\d+/)?{_BIAS}': ('num_heads', ''),
@@ -256,7 +258,7 @@ def _sizes(shapes: Shapes) -> dict[str, Any]:
   """Returns the fields of `T5Config` that shapes decide.
 
   Args:
-    shapes: T5X's name -> shape; stacked layers show no fields.
+    shapes: T5X's name -> shape; arrays of scanned stacks decide no fields.
   """
   sizes: dict[str, Any] = {}
   for name, shape in shapes.items():
@@ -289,16 +291,17 @@ def _sizes(shapes: Shapes) -> dict[str, Any]:
 
 
 def is_scanned(arrays: Mapping[str, Any]) -> bool:
-  """Whether some of the arrays are stacks of layers."""
+  """Whether there are arrays that each hold all layers of a stack."""
   return any(_STACKED.fullmatch(name) for name in arrays)
 
 
 def unroll(
   arrays: disk_arrays.Arrays, expected: Shapes, heads: int | None, source: str
 ) -> dict[str, DiskArray]:
-  """Replaces each stacked array by its layers.
+  """Replaces each array of a scanned stack by one array per layer.
 
-  The layers of an array are neighbours, so that it is read only once.
+  The layers of an array are neighbours in the result, so reading them in order
+  reads the stacked array only once.
 
   Args:
     arrays: T5X's name -> array; arrays outside of stacks stay as they are.
@@ -311,7 +314,7 @@ def unroll(
       array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
-  # The cache holds one array.
+  # One array is cached, because its layers are read one after another.
   read = functools.lru_cache(1)(disk_arrays.load_array)
 
   def read_layer(stack: Any, place: Any, shape: Shape, index: Any) -> Any:
@@ -325,7 +328,7 @@ def unroll(
     count = sum(f'{stack}/layers_{i}/{_NORM}' in expected for i in range(999))
     layers = [f'{stack}/layers_{i}/{inner}' for i in range(count)]
     if not layers or layers[0] not in expected:
-      unrolled[name] = array  # the check of names refuses this array later
+      unrolled[name] = array  # `check_params` rejects this array later
       continue
     # The shape of a norm shows which axis counts layers, by default the second.
     (emb_dim,) = expected[f'{stack}/layers_0/{_NORM}']
@@ -357,18 +360,19 @@ def _as_stored(name: str, shape: Shape, heads: int | None) -> tuple[Shape, ...]:
   return shape, (shape[0], heads, shape[1] // heads)
 
 
-# The tree in a msgpack file, without the bytes of its arrays.
+# The code below reads the tree in a msgpack file, without the bytes of arrays.
 #
 # The msgpack package would copy all arrays in the file, also the optimiser's.
 # Here only headers are read (https://github.com/msgpack/msgpack spec.md), and
-# an array becomes the place of its bytes. Arrays are flax's extension types:
-# (shape, name of the dtype, bytes), see `flax.serialization`.
+# an array becomes an `ArrayBytes`, which says where its bytes are. Arrays are
+# flax's extension types: (shape, name of the dtype, bytes), see
+# `flax.serialization`.
 
 _WINDOW = 1 << 16
 _ARRAYS = 1, 3  # flax's codes of arrays and of scalars
 _CHUNKED = '__msgpack_chunked_array__'
-# First byte -> kind of the value, and the value or its size; or, as text, the
-# format in which the value or size is packed after that byte.
+# First byte of a value -> its kind, and the value itself, its size, or the
+# `struct` format of the value or size that follows that byte.
 _KINDS: dict[int, tuple[str, Any]] = {
   first + i: (kind, value)
   for first, kind, values in (
@@ -392,7 +396,7 @@ _KINDS: dict[int, tuple[str, Any]] = {
 
 
 class ArrayBytes(NamedTuple):
-  """The place of an array in a file: the (offset, size) of its parts."""
+  """An array in a file; `spans` are the (offset, size) of its parts."""
 
   shape: Shape
   dtype: np.dtype
@@ -420,7 +424,7 @@ def read_tree(location: Location) -> Any:
 
 
 class _Scanner:
-  """Walks over a file, from value to value."""
+  """Reads a msgpack file, value by value, but skips the bytes of arrays."""
 
   def __init__(self, location: Location):
     self.size, self.position = location.size(), 0
@@ -481,7 +485,7 @@ class _Scanner:
     return span
 
   def _take(self, size: int) -> bytes:
-    """Returns the next bytes; the file is read in whole windows."""
+    """Returns the next bytes; the file is read in windows of many bytes."""
     place, _ = self._skip(size)
     start, data = self._window
     if place < start or place + size > start + len(data):
@@ -494,7 +498,7 @@ class _Scanner:
 
 
 def _array(shape: Any, dtype: np.dtype, spans: disk_arrays.Spans) -> ArrayBytes:
-  """Makes an `ArrayBytes`; ValueError if its spans have another size."""
+  """Makes an `ArrayBytes`; ValueError unless its spans have its size."""
   if not all(type(size) is int and size >= 0 for size in shape):
     raise ValueError(f'an array of shape {list(shape)}')
   needed = math.prod(shape) * dtype.itemsize

@@ -1,10 +1,11 @@
-"""The kind of device that a program is traced for, and this host.
+"""Facts about the device that a program is traced for, and about this host.
 
-On a CPU slots should be the vector lanes, a call over more tokens takes longer,
-and a conditional that skips work saves time. A GPU or TPU chooses its layouts
-itself; there the code keeps the compiler from copying caches and kernels. Code
-depends on the kind only if a measurement on a device, or the bytes of the
-compiled program, show a gain.
+Some code depends on the kind of device. On a CPU cache slots should be the last
+axis, which vector instructions process together; a call over more tokens takes
+longer; and a conditional that skips work saves time. A GPU's or TPU's compiler
+chooses its layouts itself; there the code keeps it from copying caches and
+kernels. Code depends on the kind only if a measurement on a device, or the
+bytes of the compiled program, show a gain.
 """
 
 import os
@@ -15,9 +16,10 @@ from typing import Any
 
 import jax
 
-# JAX traces again if one of these differs. `with compiled_for('tpu'):` traces
-# for a kind of device that is not there, `with split(True):` for arrays whose
-# rows and heads may be split over devices.
+# JAX traces a program again if one of these values has changed. Under
+# `with compiled_for('tpu'):` it traces for a kind of device that is not there,
+# and under `with split(True):` for arrays whose rows and heads may be split
+# over devices.
 compiled_for = jax.make_user_context('')
 split = jax.make_user_context(False)
 
@@ -50,7 +52,7 @@ def cpu_name() -> str:
 
 
 def device_name() -> str:
-  """Returns the name of the first device; of a CPU, that of the processor."""
+  """Returns the name of the first device; for a CPU, the processor's name."""
   device = jax.devices()[0]
   return cpu_name() if device.platform == 'cpu' else str(device.device_kind)
 
@@ -61,9 +63,10 @@ def _cpuinfo() -> str:
 
 
 def instruction_set() -> str:
-  """Returns the widest vectors of XLA's programs: AVX-512, AVX2 or others.
+  """Returns XLA's widest vector instructions: AVX-512, AVX2 or others.
 
-  XLA_FLAGS=--xla_cpu_max_isa=AVX2 makes XLA use less than the processor has.
+  XLA_FLAGS=--xla_cpu_max_isa=AVX2 keeps XLA from using wider instructions, even
+  if the processor has them.
   """
   match = re.search(r'xla_cpu_max_isa=(\w+)', os.environ.get('XLA_FLAGS', ''))
   limit = match[1] if match else ''
@@ -76,7 +79,7 @@ def instruction_set() -> str:
 
 
 def host() -> dict[str, Any]:
-  """Returns all that decides the speed of programs on this CPU, as JSON."""
+  """Returns, as a JSON object, what decides programs' speed on this CPU."""
   return {
     'processor': cpu_name(),
     'cores': num_cores(),
@@ -86,10 +89,11 @@ def host() -> dict[str, Any]:
 
 
 def is_whole_on(device: str) -> bool:
-  """Whether the traced program is for a kind of device, without sharding.
+  """Whether a program is traced for this kind of device, without sharding.
 
-  With sharding, writes of all rows at once would gather the rows and heads of
-  all devices, and barriers would hide from XLA how their operands are split.
+  Some optimisations are not for sharded arrays: writing to an array of all rows
+  would gather the rows and heads of all devices, and barriers would hide from
+  XLA how their operands are split.
   """
   return kind() == device and not split.value
 
@@ -97,7 +101,8 @@ def is_whole_on(device: str) -> bool:
 def precision(dtype: str) -> jax.lax.Precision:
   """Returns the precision of products of `dtype`.
 
-  Float32 means float32: no TF32 on a GPU, no bfloat16 passes on a TPU.
+  Products of float32 are computed in full float32, not in TF32 on a GPU and not
+  in bfloat16 passes on a TPU.
   """
   kinds = jax.lax.Precision
   return kinds.HIGHEST if dtype == 'float32' else kinds.DEFAULT

@@ -1,12 +1,12 @@
 """BART and its kin: mBART, Pegasus, Marian, M2M-100 and NLLB-200.
 
-LayerNorms and products with biases, positions that are added to embeddings, and
-no bias of scores but the mask. The families differ in fields of one
-configuration. The parameter tree has T5X's names, or Flax's if T5X lacks them.
-As in T5, the 1/sqrt(D) of attention scores is part of the query projection
-(`checkpoints/families.toml` moves it there).
+These networks have LayerNorms, biases in all projections, and positions that
+are added to embeddings. Attention scores get a mask, but no other bias. The
+families differ in fields of one configuration. The parameter tree has T5X's
+names, or Flax's if T5X lacks them. As in T5, the 1/sqrt(D) of attention scores
+is part of the query projection (`checkpoints/families.toml` moves it there).
 
-Padding need not be 0, and 0 may be a token.
+The padding id need not be 0, and 0 may be an ordinary token.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from specdec_jax.models import layers
 from specdec_jax.models.layers import check_config, of_config, two_stacks
 from specdec_jax.models.transformer import Shape, Tokens, Transformer
 
-_FIRST_LEARNED = 2  # row of the first position; no model reads those before it
+_FIRST_LEARNED = 2  # row of the first position; earlier rows are not used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,32 +26,33 @@ class BartConfig:
   Attributes:
     vocab_size: V, rows of the decoder's embedding.
     emb_dim: M, an even number.
-    num_heads: H.
-    num_encoder_layers: layers of the encoder; 0 makes a decoder alone, which
-      reads the output of its target's encoder.
+    num_heads: H, number of attention heads.
+    num_encoder_layers: layers of the encoder; 0 makes a decoder without an
+      encoder, which reads the output of its target's encoder.
     num_decoder_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('exact_gelu',), ('relu',) or ('silu',).
-    norms_after: whether norms follow the residuals (BART, Marian), or precede
-      the blocks, with one more at the end of a stack.
+    norms_after: whether norms follow the residual sums (BART, Marian);
+      otherwise they precede the blocks, and one more norm ends each stack.
     embedding_norm: whether a norm precedes the first layer (BART, mBART).
     num_positions: number of learned positions, which limit the tokens of an
-      input and of an output; 0: sinusoids.
+      input and of an output; 0: positions are sinusoids.
     from_padding: whether sinusoids begin at `pad_id` + 1, and reach the
       wavelength 2 pi * 10000 (M2M-100).
     scale_embeddings: whether embeddings are multiplied by sqrt(M).
     logits_via_embedding: whether the output layer is the decoder's embedding.
-    logits_bias: whether there is a bias of the logits.
-    encoder_vocab_size: rows of an embedding of the encoder's own; 0: it has the
-      decoder's.
+    logits_bias: whether a bias is added to the logits.
+    encoder_vocab_size: rows of a separate embedding for the encoder; 0: the
+      encoder shares the decoder's.
     pad_id: the id that inputs are padded with.
     start_id: the id that the decoder begins with.
-    dropout_rate: dropout in training.
+    dropout_rate: rate of dropout in training.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:
-    ValueError: a size is too small or odd, or a name is unknown.
+    ValueError: a size is too small or odd, or an activation or dtype is
+      unknown.
 
   Examples:
     >>> large = sd.BartConfig(  # bart-large-cnn
@@ -97,7 +98,7 @@ class BartConfig:
 
   @property
   def shape(self) -> Shape:
-    """The shape of the network: two stacks, as a rule with one embedding."""
+    """The shape of the network: two stacks, which may share an embedding."""
     epsilon = layers.LAYER_NORM_EPSILON
     decoder, encoder = two_stacks(
       self, norm='layer', norm_epsilon=epsilon, use_bias=True
@@ -119,7 +120,7 @@ class BartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class M2M100Config(BartConfig):
-  """The sizes of an `M2M100`; all published ones have the defaults.
+  """The sizes of an `M2M100`; its defaults fit all published models.
 
   The fields are those of `BartConfig`.
 

@@ -1,4 +1,4 @@
-"""The `LanguageModel` contract, of targets and of models that draft."""
+"""The `LanguageModel` contract, which targets and draft models fulfil."""
 
 import dataclasses
 import functools
@@ -16,8 +16,9 @@ Cache = TypeVar('Cache')
 class LanguageModel(Protocol[Cache]):
   """The contract of a network: pure functions over explicit pytrees.
 
-  A cache is opaque to the loops except for `length`: int32[B], the tokens that
-  each row's cache holds. Slots past `length` are never read.
+  The decoding loops read only one field of a cache: `length`, int32[B], the
+  number of tokens that each row's cache holds. Slots past `length` are never
+  read.
 
   A network of your own is a subclass: `start_id`, `pad_id`, `ends_inputs`,
   `reads_encoder`, `encoded_dim` and `param_shapes` then have T5's defaults.
@@ -51,7 +52,7 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def has_encoder(self) -> bool:
-    """Whether an encoder reads the inputs; otherwise the prompt holds them.
+    """Whether an encoder reads the inputs; otherwise they are in the prompt.
 
     The decoder of an encoder-decoder begins with its start token and, if the
     caller wants one, a prompt. A decoder-only model begins with its prompt,
@@ -60,12 +61,12 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def input_vocab_size(self) -> int:
-    """The number of ids that an encoder reads, or a decoder without one."""
+    """The number of ids that inputs may have."""
     return self.vocab_size
 
   @property
   def most_positions(self) -> int:
-    """The most learned positions of a sequence; 0: no limit."""
+    """The most tokens of a sequence, if positions are learned; 0: no limit."""
     return 0
 
   @property
@@ -75,17 +76,17 @@ class LanguageModel(Protocol[Cache]):
 
   @property
   def pad_id(self) -> int:
-    """The id that inputs are padded with; the encoder ignores it."""
+    """The id that inputs are padded with; the encoder ignores padding."""
     return 0
 
   @property
   def ends_inputs(self) -> bool:
-    """Whether the end of sequence follows a text that the encoder reads."""
+    """Whether an end-of-sequence id ends each text that the encoder reads."""
     return True
 
   @property
   def reads_encoder(self) -> bool:
-    """Whether it is a decoder alone, which reads its target's encoder."""
+    """Whether the network is a decoder that reads its target's encoder."""
     return False
 
   @property
@@ -120,10 +121,10 @@ class LanguageModel(Protocol[Cache]):
     Args:
       params: the model's parameters.
       inputs: int32[B, E], tokens of the input, `pad_id` past each row's end. A
-        decoder-only model uses only B.
+        decoder-only model only uses their number of rows, B.
       max_length: T, the decoder slots to allocate, for the whole run.
-      longest: tokens of the longest sequence, where several share the slots;
-        None means `max_length`.
+      longest: number of tokens of the longest sequence, if several sequences
+        share a row's slots; None means `max_length`.
       encoded: the result of `encode` for these inputs; None runs the encoder.
 
     Returns:
@@ -137,16 +138,15 @@ class LanguageModel(Protocol[Cache]):
     tokens: jax.Array,
     tree: Tree | None = None,
   ) -> tuple[jax.Array, Cache]:
-    """Reads S more tokens per row, each row at its own place.
+    """Reads S more tokens per row, each row at its own position.
 
-    The feature of a token is the last hidden state [M] that the output layer
-    reads, after the final norm: `head` makes of it the logits of the token that
-    follows. The caller makes sure that `cache.length + S` never exceeds the
-    slots.
+    The feature of a token is its hidden state [M] after the final norm; from it
+    `head` computes the logits of the next token. The caller makes sure that
+    `cache.length + S` never exceeds the number of slots.
 
     Args:
       params: the model's parameters.
-      cache: from `prefill`, `extend`, `rewind` or `keep`.
+      cache: a result of `prefill`, `extend`, `rewind` or `keep`.
       tokens: int32[B, S], S >= 1.
       tree: the parent of each token; None: each token follows the one before.
 
@@ -170,9 +170,10 @@ class LanguageModel(Protocol[Cache]):
     """Keeps the first `length` (int32[B]) slots per row and some later ones.
 
     Args:
-      cache: from `extend` with a tree.
-      length: int32[B].
-      slots: int32[B, N], >= length, the slots whose tokens are to follow.
+      cache: a result of `extend` with a tree.
+      length: int32[B], the number of first slots that stay as they are.
+      slots: int32[B, N], >= length, the slots of the tokens that are kept after
+        the first `length`.
 
     Returns:
       The cache with `length` + N tokens.
@@ -190,18 +191,19 @@ def read_prompt(
 ) -> tuple[jax.Array | None, Cache]:
   """Makes a cache and reads the inputs and all but the last prompt token.
 
-  The last token of a prompt is read by the first round, which needs its logits.
-  Prompts differ in length: a shorter row reads padding past its prompt, but
-  that lies past the length that the loop rewinds to, and is never used.
+  The first round of decoding reads the last token of a prompt, because it needs
+  that token's logits. Rows with shorter prompts also read padding, but the loop
+  then rewinds each row to the end of its prompt, so the padding is never used.
 
   Args:
     model: a `LanguageModel`.
     params: its parameters.
     inputs: int32[B, E], `pad_id` past each row's end.
     max_length: T, the decoder slots to allocate.
-    prompt: int32[B, P], P < T.
-    longest: see `LanguageModel.prefill`.
-    encoded: see `LanguageModel.prefill`.
+    prompt: the prompts, int32[B, P], P < T.
+    longest: number of tokens of the longest sequence, as for
+      `LanguageModel.prefill`.
+    encoded: the encoder's output for the inputs; None runs the encoder.
 
   Returns:
     The features [B, P - 1, M] of the prompt tokens that were read, None if P is
@@ -215,7 +217,7 @@ def read_prompt(
 
 @dataclasses.dataclass(frozen=True)
 class NetworkWrapper:
-  """Delegates every attribute it does not override to the wrapped network.
+  """Forwards all that a subclass does not override to the wrapped network.
 
   Attributes:
     network: the wrapped `LanguageModel`.
@@ -235,11 +237,11 @@ class NetworkWrapper:
     return self.network.embed(self._params(params), self._tokens(tokens))
 
   def _params(self, params):
-    """Returns the parameters of the wrapped network."""
+    """Returns the wrapped network's part of the parameters."""
     return params
 
   def _tokens(self, tokens):
-    """Returns the tokens for the wrapped network."""
+    """Returns the tokens that the wrapped network reads in place of these."""
     return tokens
 
   def __getattr__(self, name: str) -> Any:
@@ -249,7 +251,8 @@ class NetworkWrapper:
 def param_shapes(network: LanguageModel | NetworkWrapper) -> Params:
   """Returns `network.param_shapes()`; equal networks share the result.
 
-  Tracing `init` for the shapes takes a third of a second for 20 layers.
+  The result is cached, because tracing `init` for it takes a third of a second
+  for 20 layers.
   """
   return _param_shapes(network)  # type: ignore[arg-type]
 

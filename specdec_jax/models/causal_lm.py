@@ -3,8 +3,8 @@
 All have rotary positions, RMS norms, gated feed-forward blocks, and heads of
 queries that share keys. Fields of the configuration choose what differs: norms
 of queries and keys, norms after the blocks, windows, caps of scores and logits.
-The parameter tree has T5X's names; scales and kernels are those of Hugging
-Face's files, no factor is moved into them.
+The parameter tree has T5X's names; norm scales and kernels have the values of
+Hugging Face's files.
 """
 
 import dataclasses
@@ -26,34 +26,37 @@ class CausalLMConfig:
 
   Attributes:
     vocab_size: V, rows of the embedding.
-    emb_dim: M.
+    emb_dim: M, size of an embedding.
     num_heads: H, heads of queries.
-    num_kv_heads: K, heads of keys and values; it divides H, and H / K
-      neighbouring heads share one.
+    num_kv_heads: K, heads of keys and values; K divides H, and H / K
+      neighbouring heads of queries share one of them.
     num_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('silu', 'linear'), or ('gelu', 'linear') in Gemma.
-    rope: positions in global layers.
-    local_rope: positions in local layers; None means `rope`.
-    layer_kinds: kinds of layers, 'global' and 'local', in their order; the
-      sequence repeats.
-    window: tokens that a local layer sees, the current one included.
+    rope: rotary position embedding of global layers.
+    local_rope: rotary position embedding of local layers; None means `rope`.
+    layer_kinds: kinds of the first layers, 'global' or 'local'; this sequence
+      repeats until all layers have a kind.
+    window: number of tokens that a token sees in a local layer, itself
+      included; 0 without local layers.
     norm_epsilon: epsilon of all norms.
-    norm_offset: is added to the scales of all norms; 1 in Gemma.
+    norm_offset: number that is added to the scales of all norms; 1 in Gemma.
     qk_norm: whether each head's queries and keys are normed.
-    post_norms: whether a norm follows each block, before its residual.
+    post_norms: whether the output of each block is normed before it is added to
+      the residual stream.
     qkv_bias: whether the projections of queries, keys and values have biases.
-    query_scalar: scores are divided by its square root; 0 means `head_dim`.
+    query_scalar: attention scores are divided by the square root of this
+      number; 0 means `head_dim`.
     score_softcap: scores become softcap * tanh(score / softcap); 0: no cap.
-    logit_softcap: the same for logits.
+    logit_softcap: logits become softcap * tanh(logit / softcap); 0: no cap.
     scale_embeddings: whether embeddings are multiplied by sqrt(M).
     logits_via_embedding: whether the output layer is the embedding.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:
-    ValueError: a size is too small or does not fit another, or a name is
-      unknown.
+    ValueError: a size is too small or does not fit another, or an activation,
+      kind or dtype is unknown.
 
   Examples:
     >>> scaled = sd.Rope(500_000.0, factor=32.0, original_length=8192)
@@ -111,12 +114,12 @@ class CausalLMConfig:
   def stack(
     self, sides: tuple[int, int] | None = None, cross: str = 'none'
   ) -> Stack:
-    """Returns the layers.
+    """Returns the `Stack` that has this configuration's layers.
 
     Args:
       sides: numbers of tokens that an encoder's local layer sees before and
         after a token; None for a decoder, whose `window` ends with the token.
-      cross: see `Stack.cross`.
+      cross: how a decoder attends to an encoder's output, see `Stack.cross`.
     """
     before, after = sides or (self.window - 1, None)
     local = Kind(self.local_rope or self.rope, before, after)
@@ -130,7 +133,7 @@ class CausalLMConfig:
     return of_config(Stack, self, cross=cross, **more)
 
   def tokens(self, image_end_id: int = 0) -> Tokens:
-    """Returns the embedding and output layer, see `Tokens`."""
+    """Returns the `Tokens`: the embedding and the output layer."""
     more = {'divides_logits': False, 'image_end_id': image_end_id}
     return of_config(Tokens, self, **more)
 

@@ -5,8 +5,8 @@ library. The time of either depends on the instruction set, the number of cores
 and the version of JAX: on a Zen 4 blocks are quickest, on a Zen 3 they take
 more than twice the time of [out, in]. So this module times the products on this
 processor, in a few seconds, and stores the result in the user's cache folder.
-Outputs depend on it only by rounding. The times also say how much more a call
-over more tokens costs, see `call_cost`.
+The chosen layout changes outputs only by rounding. The times also show how much
+more a call over several tokens costs, see `call_cost`.
 """
 
 import dataclasses
@@ -31,16 +31,17 @@ Layout = Literal['in_out', 'out_in', 'blocks']
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 # A variable of the environment that may name a layout.
 VARIABLE = 'SPECDEC_KERNEL_LAYOUT'
-BLOCK = 64  # the number of outputs of a block
-WIDTHS = (4, 8, 16)  # numbers of rows after padding
+BLOCK = 64  # number of outputs per block
+WIDTHS = (4, 8, 16)  # numbers of rows to which fewer rows may be padded
 # Rows in a call of plain decoding, and in a round with a gamma of 4.
 _TOKEN, _CALL = 1, 5
-# The same for a batch of 32. No batch is worth a layout that is slower by more
-# than this factor for a few rows.
+# Numbers of rows of the same calls for a batch of 32. A layout that is quicker
+# for the batch is not chosen if a few rows are slower by more than
+# `_FEW_SLOWER`.
 _BATCH = 32, 160
 _FEW_SLOWER = 1.1
-# Number of pairs of kernels, and their sizes, for a larger and a small model.
-# The kernels of one layout take 48 MiB.
+# Each is (number of pairs of kernels, model size, hidden size), of a larger and
+# a small model. The kernels of one layout take 48 MiB.
 _CHAINS = (2, 1024, 2048), (5, 256, 1664)
 _COUNTS = _TOKEN, _CALL, *_BATCH
 _REPEATS = 5
@@ -51,9 +52,10 @@ class CpuLayout:
   """The quickest way to compute products of few rows on a CPU.
 
   Attributes:
-    kernel_layout: 'in_out', 'out_in' or 'blocks', see `products`.
-    widths: the `WIDTHS` to which padding the rows of a product with an
-      [out, in] kernel saves time.
+    kernel_layout: order of a kernel's axes, 'in_out' or 'out_in', or 'blocks'
+      of its outputs.
+    widths: those of `WIDTHS` to which rows should be padded, because the padded
+      product with an [out, in] kernel is quicker.
     times_ms: milliseconds of the products of 1, 5, 32 and 160 rows; () if they
       were not measured.
   """
@@ -68,9 +70,9 @@ def product_out_in(
 ) -> jax.Array:
   """Returns rows @ kernel.T with the kernel as the left operand.
 
-  XLA packs the right operand in each call; here these are the few activations,
-  not the weights. The barriers keep XLA from removing the transposes and
-  exchanging the operands again.
+  XLA copies the right operand in each call, to pack it. In this order the right
+  operand is the few activations, not the weights. The barriers keep XLA from
+  removing the transposes and exchanging the operands again.
 
   Args:
     kernel: [out, in].
@@ -93,12 +95,12 @@ def product_of_blocks(
   rows: jax.Array,
   matmul: Callable[..., jax.Array] = jnp.matmul,
 ) -> jax.Array:
-  """Returns rows @ kernel for a kernel in blocks, by a product per block.
+  """Returns rows @ kernel for a kernel in blocks, with a product per block.
 
   Args:
     kernel: [N, in, `BLOCK`].
     rows: [rows, in], which are copied for each block.
-    matmul: computes the products.
+    matmul: function that computes the products of the blocks.
 
   Returns:
     [N, rows, `BLOCK`].
@@ -121,23 +123,25 @@ def cpu_layout() -> CpuLayout:
 
 def width(count: int) -> int:
   """Returns the padded number of rows for a product by an [out, in] kernel."""
-  # An embedding as output layer is [out, in] in any layout.
+  # This applies to all layouts, as an embedding that is also the output layer
+  # is always [out, in].
   wider = min(size for size in WIDTHS if size >= count)
   return wider if wider in cpu_layout().widths else count
 
 
 def call_cost(rows: int, tokens: int) -> float | None:
-  """Returns v(m) of a batch: the cost of a call over more than one token.
+  """Returns v(m), the cost of a call that reads m tokens per row of a batch.
 
-  It is the ratio of the times of their products, interpolated between the
-  numbers of rows that were measured.
+  The cost is the time of the call's products divided by the time of the
+  products of a call over one token. Times are interpolated between the numbers
+  of rows that were measured.
 
   Args:
     rows: rows of the batch.
     tokens: m, the tokens of each row.
 
   Returns:
-    The cost in calls over one token; None if nothing was measured.
+    The cost, in units of a call over one token; None if nothing was measured.
   """
   times = cpu_layout().times_ms
   if not times:
@@ -155,14 +159,14 @@ def call_cost(rows: int, tokens: int) -> float | None:
 
 @functools.cache
 def _of_this_host() -> CpuLayout:
-  # Stored timings of other kernels are not used.
+  # With the sizes in the key, stored times of other kernels are not used.
   key = backend.host() | {'chains': [*map(list, _CHAINS)], 'counts': [*_COUNTS]}
 
   def measure() -> dict[str, Any]:
     return dataclasses.asdict(_chosen(_measured()))
 
   layout = host_cache.measured('kernel_layout', key, measure, _from_json)
-  assert layout is not None  # it was measured
+  assert layout is not None  # it is None only if nothing may be measured
   return layout
 
 
@@ -183,8 +187,8 @@ def _from_json(value: Any) -> CpuLayout:
 def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
   """Chooses the layout, and the numbers of rows worth padding to.
 
-  Of those that are nearly the quickest for a few rows, it is the quickest for a
-  batch.
+  Of the layouts that are nearly the quickest for a few rows, the one that is
+  quickest for a batch is chosen.
   """
   below = {4: 2, 8: 5, 16: 9}
   widths = tuple(
@@ -200,7 +204,8 @@ def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
   bound = _FEW_SLOWER * min(few.values())
   quick = [name for name in LAYOUTS if few[name] <= bound]
   chosen = min(quick, key=lambda name: total(name, _BATCH))
-  # Noise may make a product of more rows seem quicker.
+  # Noise may make a product of more rows seem quicker, so each time is at least
+  # that of fewer rows.
   times = itertools.accumulate((times_ms[chosen, n] for n in _COUNTS), max)
   return CpuLayout(chosen, widths, tuple(times))
 

@@ -1,4 +1,4 @@
-"""The families of networks, by their configurations."""
+"""The families of networks, and which configuration belongs to which."""
 
 from specdec_jax.models.bart import M2M100, Bart, BartConfig
 from specdec_jax.models.base import LanguageModel, NetworkWrapper
@@ -17,13 +17,13 @@ _NETWORKS: dict[type, type] = {
 
 
 def network_of(config: Config) -> Network:
-  """The network of a configuration."""
+  """Returns the network that a configuration describes."""
   network: Network = _NETWORKS[type(config)](config)
   return network
 
 
 def config_of(network: LanguageModel | NetworkWrapper | None) -> Config | None:
-  """The configuration of a network of these families; None of another one."""
+  """Returns a network's configuration; None outside of these families."""
   while isinstance(network, NetworkWrapper):
     network = network.network
   return network.config if isinstance(network, Network) else None

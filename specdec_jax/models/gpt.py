@@ -2,10 +2,10 @@
 
 Fields of the configuration choose between GPT-2 (learned positions, LayerNorm,
 biases) and T5X's decoder-only network (relative bias, RMS norm, no biases). The
-parameters have T5X's names, or Flax's if T5X lacks them. Both families apply
-two factors as T5X does: the 1/sqrt(D) of attention scores is part of the query
-projection, and a shared embedding reads x / sqrt(M). For checkpoints of another
-convention the factors are moved into the weights
+parameters have T5X's names, or Flax's if T5X lacks them. Both families scale as
+T5X does: the 1/sqrt(D) of attention scores is part of the query projection, and
+an output layer that is the embedding gets x / sqrt(M). If a checkpoint follows
+another convention, these factors are moved into its weights
 (`checkpoints/families.toml`).
 """
 
@@ -23,23 +23,23 @@ class GPTConfig:
 
   Attributes:
     vocab_size: V, rows of the embedding.
-    emb_dim: M.
-    num_heads: H.
+    emb_dim: M, size of an embedding.
+    num_heads: H, number of attention heads.
     num_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('gelu',), the tanh form, in GPT-2; ('gelu', 'linear') is
       a gated gelu.
     num_positions: rows of learned position embeddings, which limit the tokens
       of a sequence; 0 uses T5's relative bias, without a limit.
-    norm: 'layer' (LayerNorm with a bias, epsilon 1e-5) or 'rms' (T5's).
+    norm: 'layer' (LayerNorm with a bias, epsilon 1e-5) or 'rms' (T5's norm).
     use_bias: whether projections have biases; the output layer has none.
     logits_via_embedding: whether the output layer is the embedding.
-    dropout_rate: dropout in training.
+    dropout_rate: rate of dropout in training.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
 
   Raises:
-    ValueError: a size is too small, or a name is unknown.
+    ValueError: a size is too small, or an activation, norm or dtype is unknown.
 
   Examples:
     >>> small = sd.GPTConfig(  # GPT-2 small
@@ -82,7 +82,7 @@ class GPTConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GPT(Transformer):
-  """The network of GPT-2, and of T5X's decoders of LaMDA's shapes.
+  """The network of GPT-2, and of T5X's decoder-only models (LaMDA's shapes).
 
   Examples:
     >>> sizes = sd.GPTConfig(

@@ -1,16 +1,16 @@
-"""Kernels of eight or four bits: integers with one factor for each output.
+"""Kernels of eight or four bits: integers with one scale for each output.
 
 A kernel [in, out] becomes `kernel`, int8[in, out] or int4[in, out], and
-`kernel_scale`, float32[out]: the numbers of an output are rounded to multiples
-of its largest absolute value over 127, or over 7. A product is computed with
-the integers in the dtype of the computation, and then multiplied by the
-factors. On a CPU kernels of eight bits multiply activations of eight bits, see
-`products.dense_int8`. Norms and biases stay as they are; an embedding has the
-dtype of the computation.
+`kernel_scale`, float32[out]: the weights of an output are rounded to multiples
+of its scale, which is their largest absolute value divided by 127, or by 7. A
+product is computed with the integers in the dtype of the computation, and then
+multiplied by the scales. On a CPU activations that meet kernels of eight bits
+are rounded to eight bits as well, see `products.dense_int8`. Norms and biases
+are not rounded; an embedding has the dtype of the computation.
 
-A target with integer kernels is another model than the original, and
-speculation is exact for its distribution. A drafter with integer kernels
-changes no output.
+A target with integer kernels is another model than the original: speculation is
+exact for the distribution of the rounded model. A drafter with integer kernels
+does not change the distribution of outputs.
 """
 
 import functools
@@ -28,8 +28,8 @@ INT8, INT4 = 'int8', 'int4'
 KERNEL, SCALE = 'kernel', 'kernel_scale'
 MOST_INT8 = 127  # integers are symmetric: -128 is not used
 _MOST = {INT8: MOST_INT8, INT4: 7}
-INTEGERS = tuple(_MOST)  # dtypes of kernels
-_ROWS_BYTES = 32 << 20  # an array becomes float32 in pieces of this size
+INTEGERS = tuple(_MOST)  # dtypes of integer kernels
+_ROWS_BYTES = 32 << 20  # bytes of the pieces that are cast to float32
 
 
 def is_integers(dtype: Any) -> bool:
@@ -43,12 +43,12 @@ def computes_in() -> str:
 
 
 def is_kernel(name: str) -> bool:
-  """Whether a parameter of this name, with slashes, is a product's kernel."""
+  """Whether a name, such as 'mlp/wo/kernel', is that of a kernel."""
   return name.rpartition('/')[2] == KERNEL
 
 
 def is_scale(name: str) -> bool:
-  """Whether a parameter of this name, with slashes, is a kernel's factors."""
+  """Whether a name, such as 'mlp/wo/kernel_scale', is that of scales."""
   return name.rpartition('/')[2] == SCALE
 
 
@@ -57,11 +57,11 @@ def quantise(kernel: Any, name: str, dtype: str = INT8) -> tuple[Any, Any]:
 
   Args:
     kernel: float[in, out], an array of NumPy or JAX.
-    name: its name, for the message.
+    name: name of the kernel, for error messages.
     dtype: 'int8' or 'int4'.
 
   Returns:
-    The integers, [in, out], and their factors, float32[out]; the factor of an
+    The integers, [in, out], and their scales, float32[out]; the scale of an
     output with only zeros is 1.
 
   Raises:
@@ -107,7 +107,7 @@ def rounded(
     for name, value in params.items()
   }
   kernel = result.get(KERNEL)
-  # the module is no product, or its kernel is rounded already
+  # The module's kernel is rounded already, or the module has no kernel.
   if SCALE in result or kernel is None:
     return result
   kernel, scale = quantise(kernel, f'{module}{KERNEL}', dtype)
@@ -115,10 +115,11 @@ def rounded(
 
 
 def in_floats(params: Mapping[str, Any]) -> dict[str, Any]:
-  """Multiplies integer kernels [in, out] by their factors.
+  """Multiplies integer kernels [in, out] by their scales.
 
   Args:
-    params: parameters as in a checkpoint; all others stay as they are.
+    params: parameters as in a checkpoint; all but integer kernels and their
+      scales stay as they are.
   """
   result: dict[str, Any] = {
     name: in_floats(value) if isinstance(value, Mapping) else value
@@ -130,7 +131,7 @@ def in_floats(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_scale(scale: np.ndarray, name: str) -> None:
-  """Raises ValueError for wrong factors [out] in a checkpoint."""
+  """Raises ValueError unless scales [out] are finite and positive."""
   if not (np.isfinite(scale) & (scale > 0)).all():
     advice = 'Convert the one of floats again (specdec convert --dtype int8).'
     raise unexpected(name, 'factors that are finite and above 0', scale, advice)

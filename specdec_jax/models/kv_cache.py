@@ -6,8 +6,7 @@ recompiles. Each layer has its own array: XLA then updates it in place inside a
 
 Keys and values are stored (head, head_dim, slot). On a CPU the products of a
 few queries with that layout cost a quarter of those with (head, slot,
-head_dim), because the slots are the vector lanes; `specdec measure`
-measures it.
+head_dim), because vector instructions then process neighbouring slots together.
 """
 
 import functools
@@ -23,7 +22,7 @@ from specdec_jax.tree_shape import Tree
 
 KV = tuple[jax.Array, jax.Array]  # keys and values, each [B, K, D, T]
 Attend = Callable[..., jax.Array]  # a function such as `layers.attend`
-_AT_ONCE = 32  # up to so many rows are written without a loop over them
+_AT_ONCE = 32  # the loop over rows is unrolled for up to this many rows
 
 
 @struct.dataclass
@@ -31,20 +30,21 @@ class KVCache:
   """The keys and values that a decoder has computed for a batch.
 
   Attributes:
-    keys: a tuple over layers of [B, H, D, T], with H heads of keys, which
-      several heads of queries may share.
-    values: a tuple over layers of [B, H, D, T].
-    cross_keys: a tuple over layers of [B, H, D, E]; empty in a decoder-only
+    keys: a tuple over layers of [B, K, D, T], for K heads of keys, each of
+      which several heads of queries may share.
+    values: a tuple over layers of [B, K, D, T].
+    cross_keys: a tuple over layers of [B, K, D, E]; empty in a decoder-only
       model.
-    cross_values: a tuple over layers of [B, H, D, E]; empty in a decoder-only
+    cross_values: a tuple over layers of [B, K, D, E]; empty in a decoder-only
       model.
     cross_bias: float32[B, 1, 1, E], 0 at inputs and very negative at padding;
       None in a decoder-only model.
-    position_bias: a tuple over layers, or of one array for all layers, of
-      float32[H, 2 * T]: causal mask and relative bias added together. A query
-      at position i adds T of these numbers, beginning with number T - 1 - i, to
-      its scores over slots 0..T-1; they are very negative for slots after the
-      query. The shape is [1, 2 * T] if it is the mask alone.
+    position_bias: a tuple of float32[H, 2 * T], which are causal masks with
+      relative biases added; an array is for one layer or for several, see
+      `Stack.bias_of`. A query at position i adds T numbers of an array, from
+      index T - 1 - i on, to its scores over slots 0..T-1; the numbers are very
+      negative for slots after the query. The shape is [1, 2 * T] without
+      relative biases.
     length: int32[B], number of tokens. Slots from `length` on are unused: they
       are overwritten before any query can see them.
   """
@@ -59,7 +59,7 @@ class KVCache:
 
   @property
   def num_slots(self) -> int:
-    """T, the tokens a row can hold."""
+    """T, the number of tokens that a row can hold."""
     return self.position_bias[0].shape[-1] // 2
 
   def rewind(self, length: jax.Array) -> 'KVCache':
@@ -80,14 +80,17 @@ class KVCache:
 
     def moved(buffer):
       held = jnp.take_along_axis(buffer, slots[:, None, None], axis=3)
-      return write(buffer, held.transpose(0, 3, 1, 2), length)  # [B, N, H, D]
+      return write(buffer, held.transpose(0, 3, 1, 2), length)  # [B, N, K, D]
 
     keys, values = tuple(map(moved, self.keys)), tuple(map(moved, self.values))
     length = length + slots.shape[1]
     return self.replace(keys=keys, values=values, length=length)
 
   def append_kv(self, layer: int) -> Callable[..., KV]:
-    """Returns a function that appends keys and values, each [B, S, H, D]."""
+    """Returns a function that appends a layer's keys and values.
+
+    It maps new ones, each [B, S, K, D], to the layer's arrays with these added.
+    """
 
     def written(keys, values):
       return (
@@ -98,7 +101,7 @@ class KVCache:
     return written
 
   def grown(self, kv: Sequence[KV], num_tokens: int) -> 'KVCache':
-    """Returns the cache after `append_kv` in each layer, S tokens longer."""
+    """Returns the cache with the results of `append_kv`, S tokens longer."""
     keys, values = zip(*kv, strict=True)
     length = self.length + num_tokens
     return self.replace(keys=keys, values=values, length=length)
@@ -108,13 +111,13 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   """Writes S slots per row from `start` on; in place under jit.
 
   Args:
-    buffer: [B, H, D, T].
-    new: [B, S, H, D].
+    buffer: [B, K, D, T].
+    new: [B, S, K, D].
     start: int32[B]; the caller keeps `start + S <= T`, since
       `dynamic_update_slice` would clamp and overwrite live slots.
 
   Returns:
-    The buffer, [B, H, D, T], with slots start..start+S-1 replaced.
+    The buffer, [B, K, D, T], with slots start..start+S-1 replaced.
   """
   zero = jnp.zeros((), start.dtype)
 
@@ -134,8 +137,9 @@ def write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
   # every tile.
   if backend.is_whole_on('tpu'):
     return lax.fori_loop(0, len(slots), next_row, buffer, unroll=_AT_ONCE)
-  # In a branch XLA writes once. Outside it would write once for the attention
-  # and again for the cache, each time into a copy.
+  # In a branch of a conditional XLA writes once. Outside of a conditional it
+  # would write twice, for the attention and for the cache, each time into a
+  # copy.
   if backend.is_whole_on('cpu') and len(slots) == 1:
     is_written = start[0] >= 0  # this is always true, which XLA does not know
     first_row = functools.partial(next_row, 0)
@@ -152,7 +156,7 @@ def read_position_bias(
     position_bias: float32[H or 1, 2 * T], one array of
       `KVCache.position_bias`.
     length: int32[B], tokens that each row already holds.
-    num_queries: S.
+    num_queries: S, number of tokens per row.
 
   Returns:
     float32[B, H or 1, S, T].
@@ -188,9 +192,10 @@ def read_tree_bias(position_bias: jax.Array, tree: Tree) -> jax.Array:
 def buckets(num_slots: int) -> tuple[int, ...]:
   """Returns the sizes of cache prefixes that attention may be restricted to.
 
-  Sizes double, so that a step pays for at most twice the slots in use. They
-  begin at 128: cutting out a shorter prefix costs more than attending over all
-  of it. On an accelerator there is one size, as a conditional costs more there.
+  Sizes double, so that a step reads at most twice the slots that hold tokens.
+  They begin at 128, because cutting out a shorter prefix costs more than
+  attending over 128 slots. On an accelerator there is one size, because a
+  conditional costs more there.
   """
   if backend.kind() != 'cpu':
     return (num_slots,)
@@ -201,16 +206,16 @@ def buckets(num_slots: int) -> tuple[int, ...]:
 def bucketed_reads(
   cache: KVCache, num_queries: int, tree: Tree | None, attend: Attend
 ) -> list[Callable[..., jax.Array]]:
-  """Makes attention over the shortest bucket that holds all slots in use.
+  """Makes functions that attend over the shortest bucket with all tokens.
 
-  Only the read is inside the switch: with the write inside too, the switch
-  would copy the cache. The loops rewind a finished row to length 0, so the
-  bucket depends on the longest unfinished row.
+  A switch selects the bucket. Only reads of the cache are inside the switch,
+  which would copy the cache if writes were inside, too. The loops rewind a
+  finished row to length 0, so the bucket depends on the longest unfinished row.
 
   Args:
     cache: the cache before this call's tokens.
     num_queries: S, tokens per row in this call.
-    tree: the tree of these tokens; None: each follows the one before.
+    tree: the tree of these tokens; None: each token follows the one before.
     attend: `layers.attend` with the scale and softcap of the layers.
 
   Returns:
@@ -243,12 +248,15 @@ def bucketed_reads(
 
 
 def reader(bias: jax.Array, attend: Attend) -> Callable[..., jax.Array]:
-  """Makes attention with a bias; maps as in `bucketed_reads`."""
+  """Makes a function like those of `bucketed_reads`, but over all slots.
+
+  The bias, float32[B or 1, H or 1, S, T], is added to the scores.
+  """
   return lambda queries, kv, *extra_kv: attend(
     queries, *kv, bias, extra_kv=extra_kv
   )
 
 
 def without_cache(keys: jax.Array, values: jax.Array) -> KV:
-  """Returns this call's keys and values alone, [B, S, K, D], as a `KV`."""
+  """Turns keys and values, [B, S, K, D], into a `KV` of these tokens alone."""
   return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 3, 1)

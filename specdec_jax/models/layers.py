@@ -1,8 +1,8 @@
-"""Linen blocks of all networks; parameters have T5X's names.
+"""Flax modules that form all networks; parameters have T5X's names.
 
 The defaults are T5's: attention scores are not divided by sqrt(head_dim) (the
-factor is folded into the initialisation, and for other families into their
-weights), the norm is RMS without a bias, and no Dense has a bias.
+initial weights include this factor, and so do the weights of other families),
+the norm is RMS without a bias, and no Dense has a bias.
 """
 
 import dataclasses
@@ -27,12 +27,13 @@ from specdec_jax.models.integers import INTEGERS
 from specdec_jax.models.rope import Rope
 
 T = TypeVar('T')
-_BUCKETS, _MAX_DISTANCE = 32, 128  # the buckets of T5's relative biases
+_BUCKETS, _MAX_DISTANCE = 32, 128  # number and reach of T5's buckets
 LAYER_NORM_EPSILON = 1e-5  # GPT-2 and M2M-100 have this epsilon
 MASKED = -1e10  # added to the scores of hidden slots, as in T5X
-# No published model has a quarter of this, and each layer is a module to build.
+# No published model has a quarter as many layers. The limit catches mistyped
+# numbers, which would take long to build.
 MOST_LAYERS = 1024
-MOST = 2**31 - 1  # an int32 must hold ids, and places in arrays
+MOST = 2**31 - 1  # ids, and positions in arrays, must fit into an int32
 DTYPES = ('float32', 'bfloat16')  # dtypes of computations
 PARAM_DTYPES = (*DTYPES, *INTEGERS)  # dtypes of parameters
 
@@ -41,8 +42,8 @@ class Embed(nn.Module):
   """A token embedding that may also serve as the output layer (T5 1.0).
 
   Attributes:
-    vocab_size: V.
-    features: M.
+    vocab_size: V, number of ids.
+    features: M, size of an embedding.
     dtype: dtype of the embeddings, and of the output layer's operands.
     divides_logits: whether the output layer divides by sqrt(M).
   """
@@ -63,10 +64,12 @@ class Embed(nn.Module):
   def attend(self, x: jax.Array) -> jax.Array:
     """Maps [..., features] to logits float32[..., vocab_size].
 
-    T5 1.0 and T5X divide by sqrt(features).
+    With `divides_logits` the logits are divided by sqrt(features), as in T5 1.0
+    and T5X.
     """
     scale = np.sqrt(self.features) if self.divides_logits else 1.0
-    # In bfloat16 the logits are divided, because x would be rounded once more.
+    # In bfloat16 the logits are divided instead of x, because x would be
+    # rounded once more.
     scale_first = self.dtype == 'float32'
     x = x / scale if scale_first else x
     embedding = self.embedding.astype(self.dtype)
@@ -75,7 +78,7 @@ class Embed(nn.Module):
 
 
 def dropout(rate: float) -> nn.Dropout:
-  """Makes T5X's dropout, which drops a dimension at all positions together."""
+  """Makes T5X's dropout, which drops the same dimensions at all positions."""
   return nn.Dropout(rate, broadcast_dims=(-2,))
 
 
@@ -97,7 +100,7 @@ class RMSNorm(nn.Module):
     """Normalises [..., M], computed in float32."""
     at_first = nn.initializers.constant(1.0 - self.offset)
     scale = self.param('scale', at_first, (x.shape[-1],))
-    if self.offset:  # the sum is in float32: a bfloat16 near 1 is coarser
+    if self.offset:  # the sum is in float32, as bfloat16 is coarse near 1
       scale = scale.astype(jnp.float32) + self.offset
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
@@ -110,9 +113,10 @@ class Kind:
   """Attention pattern of a layer: window and rotary positions.
 
   Attributes:
-    rope: rotary positions; None: no rotary positions.
+    rope: the rotary position embedding; None: the layer has none.
     before: number of earlier tokens that a token sees; None: no limit.
-    after: number of later tokens that it sees, in an encoder; None: no limit.
+    after: number of later tokens that a token sees, in an encoder; None: no
+      limit.
   """
 
   rope: Rope | None = None
@@ -120,9 +124,10 @@ class Kind:
   after: int | None = None
 
   def hides(self, relative: Any) -> Any:
-    """Maps int[...] (key - query) to bool[...], True if hidden.
+    """Returns which keys are hidden from a query, or None if none are.
 
-    Returns None if nothing is hidden.
+    Maps int[...], the position of a key minus that of the query, to bool[...],
+    True if the key is hidden.
     """
     hidden = None if self.after is None else relative > self.after
     if self.before is not None:
@@ -137,32 +142,33 @@ class Stack:
 
   Attributes:
     num_layers: number of layers.
-    emb_dim: M.
+    emb_dim: M, size of an embedding.
     num_heads: H, heads of queries.
-    head_dim: D.
+    head_dim: D, size of a head.
     mlp_dim: width of the feed-forward block.
-    mlp_activations: one name, or two for a gate.
+    mlp_activations: name of the activation, or two names for a gate.
     num_kv_heads: K, heads of keys and values; 0 means H.
     layer_kinds: the kind of each layer; () means `Kind()` for all layers.
-    relative_bias: T5's relative bias of scores: shared by the 'stack', one per
-      'layer', or 'none'.
+    relative_bias: which layers have T5's relative bias of scores: all share one
+      ('stack'), each has its own ('layer'), or there is none ('none').
     norm: 'rms', or 'layer' (LayerNorm with a bias).
     norm_epsilon: epsilon of all norms.
-    norm_offset: is added to the scales of RMS norms.
-    post_norms: whether a norm follows each block, before its residual.
-    norms_after: whether a norm follows each residual, in place of those before
-      the blocks and of the final one.
+    norm_offset: number that is added to the scales of RMS norms.
+    post_norms: whether the output of each block is normed before it is added to
+      the residual stream.
+    norms_after: whether norms follow each residual sum, instead of preceding
+      the blocks and ending the stack.
     embedding_norm: whether a norm precedes the first layer.
     qk_norm: whether each head's queries and keys are normed.
     use_bias: whether all projections have biases.
-    qkv_bias: adds biases to the query, key and value projections.
+    qkv_bias: whether the query, key and value projections have biases.
     scale: factor of attention scores.
     softcap: scores become softcap * tanh(score / softcap); 0: no cap.
-    dropout_rate: dropout in training.
+    dropout_rate: rate of dropout in training.
     self_attention: name of the self-attention's parameters.
-    cross: how a decoder attends to an encoder's output: 'apart', in a separate
-      block; 'merged', in the softmax and with the projections of its
-      self-attention, without positions; or 'none'.
+    cross: how a decoder attends to an encoder's output: in a separate block
+      ('apart'), in the softmax and with the projections of its self-attention,
+      without positions ('merged'), or not at all ('none').
     dtype: dtype of the computation.
   """
 
@@ -193,7 +199,7 @@ class Stack:
 
   @property
   def kinds(self) -> tuple[Kind, ...]:
-    """The different kinds of layers."""
+    """The distinct kinds of layers, in the order of their first layers."""
     return tuple(dict.fromkeys(self.layer_kinds)) or (Kind(),)
 
   @property
@@ -204,7 +210,11 @@ class Stack:
 
   @property
   def bias_of(self) -> tuple[int, ...]:
-    """The index of each layer's relative bias among those of the stack."""
+    """For each layer, the index of its array of score biases.
+
+    With a relative bias per layer each layer has an array; otherwise the layers
+    of one kind share an array.
+    """
     if self.relative_bias == 'layer':
       return tuple(range(self.num_layers))
     return self.numbers
@@ -224,7 +234,10 @@ class Stack:
     )
 
   def angles(self, places: jax.Array) -> list[tuple[jax.Array, ...] | None]:
-    """Returns `Rope.angles` at int[S] or int[B, S], or None, per kind."""
+    """Returns the `Rope.angles` of each kind, or None if it has no rope.
+
+    The argument `places` has positions, int[S] or int[B, S].
+    """
     return [
       None if kind.rope is None else kind.rope.angles(places, self.head_dim)
       for kind in self.kinds
@@ -232,7 +245,7 @@ class Stack:
 
 
 class MLP(nn.Module):
-  """Feed-forward block: one activation (`wi`) or a gate (`wi_0`, `wi_1`)."""
+  """Feed-forward block with an activation (`wi`) or gate (`wi_0`, `wi_1`)."""
 
   stack: Stack
 
@@ -273,7 +286,8 @@ def attend(
 
   Args:
     queries: [B, S, H, D].
-    keys: [B, K, D, T]; K divides H, and neighbouring heads share keys.
+    keys: [B, K, D, T] for K heads of keys; K divides H, and neighbouring heads
+      of queries share keys.
     values: [B, K, D, T].
     bias: float32, broadcastable to [B, H, S, T], is added to the scores.
     scale: factor of the scores.
@@ -286,7 +300,7 @@ def attend(
   """
   batch, num_queries, heads, head_dim = queries.shape
   kv_heads, exact = keys.shape[1], backend.precision(str(queries.dtype))
-  # Heads that share keys become more queries of one head.
+  # Queries of heads that share keys are treated as queries of one head.
   group = heads // kv_heads
   apart = (batch, num_queries, kv_heads, group, head_dim)
   queries = queries.reshape(apart).swapaxes(2, 3)
@@ -299,7 +313,7 @@ def attend(
       scores = scores * scale
     if softcap:
       scores = softcap * jnp.tanh(scores / softcap)
-    if bias.shape[1:3] == (1, 1):  # all heads and queries share it
+    if bias.shape[1:3] == (1, 1):  # all heads and queries share the bias
       return scores + bias
     bias = jnp.broadcast_to(bias, (len(bias), heads, *bias.shape[2:]))
     bias = bias.reshape(len(bias), kv_heads, group, *bias.shape[2:])
@@ -325,7 +339,7 @@ def attend(
 
 
 class Attention(nn.Module):
-  """Multi-head attention; the caller keeps the keys and values."""
+  """Multi-head attention; the caller stores the keys and values."""
 
   stack: Stack
 
@@ -338,7 +352,8 @@ class Attention(nn.Module):
       products.Dense, dtype=stack.dtype, use_bias=use_bias
     )
 
-    # The kernel includes the factor 1/sqrt(head_dim), which T5's scores lack.
+    # The initial kernel includes the factor 1/sqrt(head_dim), because T5's
+    # scores are not divided by sqrt(head_dim).
     def query_init(*args):
       return products.KERNEL_INIT(*args) / np.sqrt(stack.head_dim)
 
@@ -357,7 +372,7 @@ class Attention(nn.Module):
     return x.reshape(*x.shape[:2], -1, self.stack.head_dim)
 
   def project_kv(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Maps [B, S, M] to keys and values, each [B, S, K, D]."""
+    """Maps [B, S, M] to keys and values of K heads, each [B, S, K, D]."""
     if self.has_variable('params', 'qkv'):
       _, keys, values = self.project_qkv(x)
       return keys, values
@@ -367,16 +382,18 @@ class Attention(nn.Module):
   def project_query(self, x: jax.Array) -> jax.Array:
     """Maps [B, S, M] to queries [B, S, H, D]."""
     queries = self.query(x)
-    # Otherwise a TPU's compiler lays out the kernel by heads in each run.
+    # Without the barrier a TPU's compiler would copy the kernel, to lay it out
+    # by heads, in each run.
     if backend.kind() == 'tpu':
       queries = lax.optimization_barrier(queries)
     queries = self._heads(queries)
     return self.query_norm(queries) if self.stack.qk_norm else queries
 
   def project_qkv(self, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Maps [B, S, M] to queries [B, S, H, D], keys, values [B, S, K, D].
+    """Maps x to queries [B, S, H, D], and to keys and values [B, S, K, D].
 
-    This is one product if `partitioning.place` has joined the three kernels.
+    The input is [B, S, M]. There is only one product if `partitioning.place`
+    has concatenated the three kernels.
     """
     if not self.has_variable('params', 'qkv'):
       return self.project_query(x), *self.project_kv(x)
@@ -395,9 +412,10 @@ def relative_position_bucket(
 ) -> np.ndarray:
   """Returns T5's bucket of each (key position - query position).
 
-  Half of the buckets have one distance each, the others grow logarithmically up
-  to a distance of 128; a bidirectional stack splits the buckets between the two
-  signs. NumPy computes them at trace time, since positions are static.
+  Half of the buckets hold one distance each; the others hold ranges, which grow
+  exponentially up to a distance of 128. A bidirectional stack has half of all
+  buckets for each sign. NumPy computes the buckets at trace time, since
+  positions are static.
   """
   num_buckets, offset = _BUCKETS, np.zeros_like(relative_position)
   distance = -relative_position
@@ -433,7 +451,7 @@ class RelativeBias(nn.Module):
     return jnp.take(table, bucket, axis=1).astype(jnp.float32)
 
 
-# Configurations of the families.
+# These functions check the configurations of families, and use their fields.
 
 
 def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
@@ -441,11 +459,12 @@ def check_config(config: Any, may_be_zero: Sequence[str] = ()) -> None:
 
   Args:
     config: a dataclass with `mlp_activations` and `dtype`.
-    may_be_zero: names of the whole numbers that may be 0; all others must be at
+    may_be_zero: names of integer fields that may be 0; all others must be at
       least 1.
 
   Raises:
-    ValueError: a size is too small or too large, or a name is unknown.
+    ValueError: a size is too small or too large, or an activation or dtype is
+      unknown.
   """
   check_types(config)
   for field in dataclasses.fields(config):
@@ -478,11 +497,11 @@ def of_config(kind: type[T], config: Any, **more: Any) -> T:
 
 
 def two_stacks(config: Any, **more: Any) -> tuple[Stack, Stack | None]:
-  """Makes a decoder with cross-attention, and an encoder that is like it.
+  """Makes a decoder with cross-attention, and an encoder of the same sizes.
 
   Args:
     config: a family's configuration; with 0 encoder layers the encoder is None.
-    **more: see `of_config`.
+    **more: fields of both stacks that the configuration lacks.
   """
   sizes = config.num_encoder_layers, config.num_decoder_layers
   encoder = of_config(

@@ -21,31 +21,32 @@ class Model:
   """A network, its parameters, and facts about its texts.
 
   `specdec_jax.load` makes a `Model` from a checkpoint. It finds and checks the
-  arrays. An engine reads them later, straight to their places on the devices,
-  and keeps no second copy.
+  arrays. An engine reads them later, straight to the devices, and keeps no
+  second copy.
 
   Attributes:
     network: a `LanguageModel`, such as `T5(config)`.
-    given: the parameters in memory, a nested dict of arrays, as in a checkpoint
-      or placed; None: they are not read yet.
+    given: parameters that are in memory already, a nested dict of arrays, laid
+      out as in a checkpoint or by `partitioning.place`; None: they have not
+      been read yet.
     tokenizer: the model's vocabulary; None if it is unknown.
     name: the path or id of the checkpoint.
     dtype: dtype of the parameters on the device; None leaves it to the engine's
       `Placement`.
-    bos_id: id at the begin of every text; None: the family and the vocabulary
-      decide, see `Engine`.
+    bos_id: id at the beginning of every text; None: the network's family and
+      the vocabulary decide, see `Engine`.
     stop_ids: ids that end an output, as named in the checkpoint; may be ().
     made_for: for a drafter that reads its target's encoder, the fingerprint of
-      that target in the checkpoint; '' if unknown.
-    made_of: returns the `disk_arrays.fingerprint`s of the parameters before
-      their kernels are rounded to eight bits, () if unknown; None if the
-      parameters were given.
+      that target, as stored in the checkpoint; '' if unknown.
+    made_of: function that returns fingerprints of the parameters from before
+      their kernels were rounded to eight bits (see `disk_arrays.fingerprint`),
+      () if unknown; None if the parameters were given.
     rules: token rules in the folder's settings for transformers' `generate`;
       options of a call override them.
     unfollowed: a sentence on the other settings for `generate` in the folder,
       which are not followed; '' if there are none.
-    reader: reads the parameters, `(dtype, sharding) -> params`, see
-      `checkpoints.load`; None if they were given.
+    reader: function `(dtype, sharding) -> params` that reads the parameters,
+      see `checkpoints.load`; None if they were given.
 
   Examples:
     >>> import jax
@@ -89,7 +90,7 @@ class Model:
 
   @property
   def params(self) -> Params:
-    """The parameters; if they were not given, they are read once, to the host.
+    """The parameters; if they were not given, they are read once, on the host.
 
     Raises:
       ValueError: as for `read`.
@@ -103,7 +104,7 @@ class Model:
 
     Args:
       dtype: dtype of parameters that are read; None keeps the checkpoint's.
-      sharding: place of parameters that are read, see `checkpoints.load`.
+      sharding: devices of parameters that are read, see `checkpoints.load`.
 
     Raises:
       ValueError: there are no parameters, or the checkpoint is broken.
@@ -117,7 +118,7 @@ class Model:
 
   @property
   def num_params(self) -> int:
-    """Number of numbers in the parameters; reads nothing."""
+    """Number of weights in all parameters, found without reading them."""
     given = self.given
     params = param_shapes(self.network) if given is None else given
     return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -129,7 +130,8 @@ class Model:
   def with_vocabulary(self, vocab_size: int) -> 'Model':
     """Returns the model as a drafter for a target of `vocab_size` ids.
 
-    Both have the same tokenizer, but differ in padding, see `models.other_ids`.
+    Both models have the same tokenizer, but their output layers may be padded
+    to different numbers of ids, see `models.other_ids`.
     """
     if vocab_size == self.network.vocab_size:
       return self
@@ -137,17 +139,18 @@ class Model:
     return dataclasses.replace(self, network=network)
 
   def with_shortlist(self, ids: Sequence[int]) -> 'Model':
-    """Returns the model, as a drafter, with an output layer of some ids.
+    """Returns the model as a drafter whose output layer has only some ids.
 
-    It never proposes others, see `models.other_ids`. The distribution of the
-    target's outputs does not change.
+    The drafter never proposes other ids, see `models.other_ids`. The
+    distribution of the target's outputs does not change.
 
     Args:
-      ids: ids to keep, in any order, such as those of texts like the outputs.
+      ids: ids to keep, in any order, such as those in texts that are like the
+        expected outputs.
 
     Raises:
-      ValueError: there is no id, or one that the model does not have; or its
-        network is not of this library.
+      ValueError: `ids` is empty, or has an id that the model lacks; or the
+        network is not a class of this library.
     """
     given, reader = self.given, self.reader
     network = shortlisted(unfitted(self.network), ids)

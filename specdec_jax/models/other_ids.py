@@ -1,18 +1,18 @@
-"""Drafters whose logits get the ids of a target, or of a shortlist.
+"""Drafters whose logits are adapted to a target's ids, or to a shortlist.
 
 **Padding.** Checkpoints of one tokenizer have output layers with different
 padding: T5's have 32,128 rows, some fine-tunes 32,100; Gemma 3 has 262,144 or
 262,208. The target is never cut: its padded ids carry probability, and outputs
 must have its distribution. So the drafter adapts (`Fitted`). It never proposes
-an id that the target lacks. An id that the drafter lacks has probability 0, and
-comes from the residual distribution.
+an id that the target lacks. An id that the drafter lacks has probability 0 in
+its distribution, and can only come from the residual distribution.
 
 **A shortlist.** The output layer is the largest product of a small network: it
 has 43 % of the weights that a T5 1.1 small reads for a token, and 85 % of an
-mT5 small's. But nearly all tokens of one language and kind of text have a few
-thousand ids. A drafter may leave out all others (`Shortlisted`), which it then
-never proposes. Zhao et al., FR-Spec, 2025, do so with the most frequent ids; in
-machine translation such a list is called a shortlist.
+mT5 small's. But nearly all tokens of texts of one language and kind are among a
+few thousand ids. A drafter may leave out all others (`Shortlisted`), which it
+then never proposes. Zhao et al., FR-Spec, 2025, do so with the most frequent
+ids; in machine translation such a list is called a shortlist.
 """
 
 import dataclasses
@@ -30,9 +30,10 @@ from specdec_jax.models import integers, layers
 from specdec_jax.models.base import NetworkWrapper, Params
 from specdec_jax.models.transformer import Network, Transformer
 
-# Parts of the parameters; the wrapped network's lie under 'network'.
+# Keys in the parameters of a `Shortlisted`; those of the wrapped network are
+# under 'network'.
 _HEAD = 'head'  # the modules of the shortened output layer
-_PLACE = 'place'  # int32[V], index of an id in that layer; K if it lacks the id
+_PLACE = 'place'  # int32[V], row of each id in that layer; K for other ids
 
 
 def unfitted(network: Any) -> Any:
@@ -46,7 +47,7 @@ class Fitted(NetworkWrapper):
 
   Attributes:
     network: the wrapped network, of V ids.
-    vocab_size: W, number of logits: the first V are the network's, the others
+    vocab_size: W, number of logits. If W > V, the logits after the network's V
       are -inf; if W < V, the network's last logits are dropped.
   """
 
@@ -60,7 +61,8 @@ class Fitted(NetworkWrapper):
     return padded[..., : self.vocab_size]
 
   def _tokens(self, tokens):
-    # An id without an embedding would read as NaN. A drafter may read another.
+    # An id without an embedding would become NaN. A drafter may read another id
+    # in its place, which only affects what it proposes.
     return jnp.minimum(tokens, self.network.vocab_size - 1)
 
 
@@ -97,12 +99,14 @@ class Shortlisted(NetworkWrapper):
     tokens = dataclasses.replace(shape.tokens, vocab_size=self.num_ids)
     small: Any = Network(dataclasses.replace(shape, tokens=tokens))
     logits = small.apply({'params': params[_HEAD]}, features, method='head')
-    # MASKED has probability 0 but is finite: if all ids of the shortlist are
-    # forbidden, such as ends before a minimal length, a distribution remains.
+    # MASKED gives probability 0 but is finite. So a distribution remains even
+    # if rules forbid all ids of the shortlist, such as ends of sequence before
+    # a minimal length.
     one_more = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
     logits = jnp.pad(logits, one_more, constant_values=layers.MASKED)
     wide = jnp.take(logits, params[_PLACE], axis=-1, mode='clip')
-    # Otherwise XLA repeats the look-up of V numbers for each use of them.
+    # Without the barrier XLA would repeat the look-up of V logits for each use
+    # of them.
     return lax.optimization_barrier(wide)
 
 
@@ -114,8 +118,8 @@ def shortlisted(network: Any, ids: Sequence[int]) -> Shortlisted:
     ids: the ids of the shortlist, in any order.
 
   Raises:
-    ValueError: the network is another one, or there is no id, or one is not
-      below V.
+    ValueError: the network is not one of this library, or `ids` is empty or has
+      an id that is not below V.
   """
   if not isinstance(network, Transformer):
     expected = 'one of this library, whose output layer is known'
@@ -134,16 +138,18 @@ def cut(params: Params, ids: Any, vocab_size: int) -> Params:
   Args:
     params: the network's parameters as in a checkpoint.
     ids: int[K], the ids of the shortlist, in any order.
-    vocab_size: V.
+    vocab_size: V, number of the network's ids.
   """
   ids = np.unique(np.asarray(ids))
   flat = flatten_dict(params)
   head = _decoders(flat, 'logits_dense')
   rest = {path: array for path, array in flat.items() if path not in head}
-  # Or the output layer is the embedding, which must also stay whole.
+  # Otherwise the output layer is the embedding, of which the network keeps a
+  # whole copy to read tokens.
   head = head or _decoders(flat, 'token_embedder')
   head = head | _decoders(flat, 'logits_bias')
-  # A kernel is [M, V]; an embedding, and factors of integers, begin with V.
+  # V is the last axis of kernels and biases, and the first of embeddings and of
+  # the scales of integer kernels.
   last = (integers.KERNEL, 'logits_bias')
   shortened = {
     path: array[:, ids] if path[-1] in last else array[ids]
@@ -156,7 +162,7 @@ def cut(params: Params, ids: Any, vocab_size: int) -> Params:
 
 
 def _decoders(flat: Mapping[tuple[str, ...], Any], module: str) -> Any:
-  """Returns the arrays of a module outside of the encoder."""
+  """Returns the arrays of the modules of this name outside the encoder."""
   return {
     path: array
     for path, array in flat.items()

@@ -20,11 +20,12 @@ KERNEL_INIT = nn.initializers.variance_scaling(
 )
 
 
-# Up to these limits (of rows, and of elements in all copies) a product with
-# blocks copies the rows for each block. Above them it loops over the blocks.
+# A product with a kernel in blocks copies its rows for each block if there are
+# at most this many rows, or this many elements in all copies. Otherwise it
+# loops over the blocks.
 MOST_COPIED_ROWS, _MOST_COPIED = 32, 1 << 20
 
-# T5X's `gelu` is the tanh form, PyTorch's the exact one.
+# T5X's `gelu` is the tanh approximation, PyTorch's is exact.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'relu': jax.nn.relu,
   'gelu': functools.partial(jax.nn.gelu, approximate=True),
@@ -35,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def gated(parts: Sequence[jax.Array], activations: Sequence[str]) -> jax.Array:
-  """Applies an activation to each factor, [...], and multiplies the results."""
+  """Applies to each part its own activation, and multiplies the results."""
   pairs = zip(activations, parts, strict=True)
   results = [ACTIVATIONS[name](part) for name, part in pairs]
   return functools.reduce(jnp.multiply, results)
@@ -44,7 +45,7 @@ def gated(parts: Sequence[jax.Array], activations: Sequence[str]) -> jax.Array:
 def dense_out_in(
   kernel: jax.Array, x: jax.Array, result_dtype: str | None = None
 ) -> jax.Array:
-  """Returns x @ kernel.T; on a CPU as `cpu_layout.product_out_in`.
+  """Returns x @ kernel.T; a CPU uses `cpu_layout.product_out_in`.
 
   Args:
     kernel: [out, in], such as an embedding that is also the output layer.
@@ -69,7 +70,7 @@ def dense_out_in(
 def _in_precision(
   product: Callable[..., jax.Array], x: jax.Array, result_dtype: str | None
 ) -> Callable[..., jax.Array]:
-  """Returns `jnp.matmul` or `jnp.einsum` in the precision of x's dtype."""
+  """Returns `product`, such as `jnp.matmul`, in the precision of x's dtype."""
   exact = backend.precision(str(x.dtype))
   return functools.partial(
     product, precision=exact, preferred_element_type=result_dtype
@@ -97,10 +98,10 @@ def dense_blocks(
 ) -> jax.Array:
   """Returns the product of x with a kernel that is cut into blocks of outputs.
 
-  Each block lies in one piece of memory, which is read from its first number to
-  its last. From a whole kernel XLA's CPU library reads such blocks as strips, a
-  cache line at a time, and a product of a few rows takes up to twice the time
-  of one row; benchmarks/README.md has both.
+  Each block lies in one piece of memory, which is read from start to end. If a
+  kernel is not cut, XLA's CPU library reads such blocks as strips, one cache
+  line at a time; then a product of a few rows takes up to twice as long as that
+  of one row. benchmarks/README.md has the times of both.
 
   Args:
     kernel: [N, in, `cpu_layout.BLOCK`], see `cpu_layout.in_blocks`.
@@ -123,13 +124,13 @@ def dense_blocks(
 def dense_int8(kernel: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
   """Returns x @ kernel.T * scale; each row of x is rounded to eight bits.
 
-  A CPU multiplies integers of eight bits in a fraction of the time of floats,
-  of which it also reads four times as many bytes. Sums of integers are exact,
-  so that the product of a row does not depend on the rows beside it.
+  A CPU multiplies integers of eight bits in a fraction of the time that floats
+  take, and reads a quarter of the bytes. Sums of integers are exact, so the
+  product of a row does not depend on the other rows.
 
   Args:
     kernel: int8[out, in].
-    scale: float32[out], the factors of the kernel.
+    scale: float32[out], the scale of each output of the kernel.
     x: [..., in].
 
   Returns:
@@ -152,21 +153,23 @@ def dense_int8(kernel: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class Dense(nn.Module):
-  """The matrix product of all networks; without a bias in the T5 family.
+  """The linear layer of all networks; the T5 family has no biases.
 
-  The parameters are `kernel`, [in, out], as in T5X, or, if `partitioning.place`
-  has laid it out for one device, `kernel_out_in`, [out, in], or
-  `kernel_blocks`, [N, in, out / N]; with `use_bias` also `bias`, [out]; and for
-  a kernel of integers `kernel_scale`, [out], see `integers`.
+  The kernel is the parameter `kernel`, [in, out], as in T5X. If
+  `partitioning.place` has laid it out for one device, it is `kernel_out_in`,
+  [out, in], or `kernel_blocks`, [N, in, out / N]. With `use_bias` there is also
+  `bias`, [out], and for a kernel of integers `kernel_scale`, [out], see
+  `integers`.
 
   Attributes:
-    features: out.
+    features: out, the number of outputs.
     dtype: dtype of the operands.
-    kernel_init: initialises the kernel.
+    kernel_init: makes the values of a new kernel.
     use_bias: whether there is a bias.
     result_dtype: dtype of the result; None means `dtype`.
-    activations: names of a gate's activations: the features are split into as
-      many parts, which are multiplied; () means no gate.
+    activations: names of a gate's activations; () means no gate. The features
+      are split into one part per activation, and the activated parts are
+      multiplied.
   """
 
   features: int

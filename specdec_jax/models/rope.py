@@ -1,9 +1,9 @@
 """Rotary position embeddings (RoPE), which rotate queries and keys.
 
-Dimensions i and i + D / 2 of a head are one plane; at position n it is rotated
-by n * frequency_i, with frequency_i = base^(-2 i / D). A score then depends
-only on the distance of query and key. Keys are rotated before they are cached,
-so a cache can be rewound by its length.
+Dimensions i and i + D / 2 of a head form a plane, which at position n is
+rotated by n * frequency_i, with frequency_i = base^(-2 i / D). A score then
+depends only on the distance of query and key. Keys are rotated before they are
+cached, so a cache can be rewound by its length.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ class Rope:
   """The rotary position embedding of one kind of layer.
 
   Attributes:
-    base: a larger base makes the slow planes slower.
-    factor: planes are slowed by this factor: all of them, or those that
+    base: base of the frequencies; a larger base lowers all but the first.
+    factor: divides the frequencies of all planes, or of those that
       `original_length` selects.
-    original_length: in Llama 3.1, planes with a wavelength above
-      `original_length / low_freq_factor` are slowed, those below
-      `original_length / high_freq_factor` are not, and those in between partly.
-      0 slows all planes.
-    low_freq_factor: see `original_length`.
-    high_freq_factor: see `original_length`.
+    original_length: length of the sequences in Llama 3.1's first training.
+      Planes with a wavelength above `original_length / low_freq_factor` are
+      slowed, those below `original_length / high_freq_factor` are not, and
+      those in between partly. 0 slows all planes.
+    low_freq_factor: bound of the slow planes, see `original_length`.
+    high_freq_factor: bound of the fast planes, see `original_length`.
 
   Raises:
     ValueError: a number is too small.
@@ -68,7 +68,7 @@ class Rope:
     """Returns cosine and sine of each plane's angle, float32[..., D / 2] each.
 
     Args:
-      places: int32[...].
+      places: positions, int32[...].
       head_dim: D.
     """
     turned = places[..., None].astype(jnp.float32)
@@ -80,7 +80,7 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, ...]) -> jax.Array:
   """Rotates queries or keys, in float32.
 
   Args:
-    x: [B, S, H, D].
+    x: queries or keys, [B, S, H, D].
     angles: a result of `Rope.angles`, [S, D / 2] or [B, S, D / 2] each.
 
   Returns:

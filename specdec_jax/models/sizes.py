@@ -15,8 +15,8 @@ from specdec_jax.models.model import Model
 def held_bytes(count: int, dtype: str) -> int:
   """Returns the bytes of `count` parameters of a dtype on the device.
 
-  On a CPU integers of four bits are held as float32: the compiler would convert
-  them in each call, before its loop.
+  On a CPU integers of four bits are held as float32, because the compiler would
+  convert them in each call, before the call's loop.
   """
   if dtype == integers.INT4 and backend.kind() == 'cpu':
     dtype = 'float32'
@@ -24,7 +24,9 @@ def held_bytes(count: int, dtype: str) -> int:
 
 
 def widened_bytes(network: LanguageModel, dtype: str) -> int:
-  """Returns the bytes of float32 copies that a loop makes of parameters.
+  """Returns the bytes of float32 copies of parameters in a decoding loop.
+
+  A loop makes such copies only on a CPU, and only of bfloat16 parameters.
 
   The encoder is not counted, since a loop may be compiled without it.
   """
@@ -45,8 +47,8 @@ def run_bytes(
 
   Args:
     config: configuration of the network.
-    batch: B.
-    input_len: E; ignored without an encoder.
+    batch: B, number of rows.
+    input_len: E, tokens of an input; ignored without an encoder.
     num_slots: T, slots of the caches.
     num_tokens: S, tokens that a call reads.
   """
@@ -72,14 +74,15 @@ def check_params(
 ) -> None:
   """Raises an error if a network's parameters do not fit into memory.
 
-  Only the configuration is needed, so the check can precede any array.
+  Only the configuration is needed, so the check can run before any array is
+  made.
 
   Args:
-    config: configuration of the network; None is not checked.
-    what: names the network, in the message.
+    config: configuration of the network; None: nothing is checked.
+    what: words for the network in the message.
     bytes_each: bytes of a number; 2 is the least if the dtype is unknown.
-    free: returns the bytes of the memory, None if unknown; by default the
-      memory of the host or of all devices, whichever is larger.
+    free: function that returns the bytes of the memory, None if unknown; by
+      default the memory of the host or of all devices, whichever is larger.
 
   Raises:
     memory.DoesNotFitError: the parameters need more bytes than there are.

@@ -15,26 +15,28 @@ class T5Config:
   """The sizes of a `T5`; the fields are those of T5X.
 
   Attributes:
-    vocab_size: V, rows of the embedding (T5's own are padded to 32128).
-    emb_dim: M.
-    num_heads: H.
-    num_encoder_layers: layers of the encoder; 0 makes a decoder alone, which
-      reads the output of another T5's encoder, see `T5.reads_encoder`.
+    vocab_size: V, rows of the embedding, with padding (32128 in T5).
+    emb_dim: M, size of an embedding.
+    num_heads: H, number of attention heads.
+    num_encoder_layers: layers of the encoder; 0 makes a decoder without an
+      encoder, which reads the output of another T5's encoder, see
+      `T5.reads_encoder`.
     num_decoder_layers: layers of the decoder.
-    head_dim: D; H * D need not be M.
+    head_dim: D, size of a head; H * D need not be M.
     mlp_dim: width of the feed-forward block.
     mlp_activations: ('relu',) in T5 1.0, ('gelu', 'linear') in T5 1.1.
-    dropout_rate: dropout in training.
-    logits_via_embedding: True in T5 1.0 (the output layer is the embedding).
-    bias_per_layer: True if each layer has a relative bias of its own, as in
+    dropout_rate: rate of dropout in training.
+    logits_via_embedding: whether the output layer is the embedding, as in T5
+      1.0.
+    bias_per_layer: whether each layer has a relative bias of its own, as in
       T5X's `scalable_t5` and in UMT5; otherwise a stack's layers share one.
     dtype: dtype of the computation, 'float32' or 'bfloat16'.
-    encoder_dim: for a decoder alone, the width of the encoder's output that it
-      reads; 0 means `emb_dim`.
+    encoder_dim: if there is no encoder, the width of the encoder output that
+      the decoder reads; 0 means `emb_dim`.
 
   Raises:
-    ValueError: a size is not positive, or a name is unknown; or `encoder_dim`
-      is given beside an encoder.
+    ValueError: a size is not positive, an activation or dtype is unknown, or
+      `encoder_dim` is given although there is an encoder.
 
   Examples:
     >>> small = sd.T5Config(  # T5 1.1 small

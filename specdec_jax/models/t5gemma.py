@@ -3,8 +3,8 @@
 The stacks are those of `causal_lm`, with Gemma's embeddings, rotary positions,
 norms, windows and caps. T5Gemma 1's decoder has T5's cross-attention in a
 separate block. In T5Gemma 2's decoder the self-attention also sees the
-encoder's output, in the same softmax and through the same projections; these
-keys have no positions and no window.
+encoder's output, in the same softmax and through the same projections; the
+encoder's keys have no positions and no window.
 """
 
 import dataclasses
@@ -24,15 +24,16 @@ class T5GemmaConfig:
       `window` tokens to each side in T5Gemma 1; in T5Gemma 2 it sees `window`
       tokens in all, itself included.
     decoder: shape of the decoder's stack.
-    merged_attention: True in T5Gemma 2: one attention over the tokens so far
-      and the encoder's output, and one table of embeddings for both stacks.
+    merged_attention: whether one attention reads the tokens so far and the
+      encoder's output, and both stacks share their embeddings, as in T5Gemma 2.
     start_id: id that the decoder begins with.
-    image_end_id: in T5Gemma 2, the end of an image, whose embedding is not in
-      the table; 0: no such id.
-    dtype: dtype of the computation, also in the stacks.
+    image_end_id: in T5Gemma 2, the id of the end of an image, whose embedding
+      is a parameter of its own; 0: no such id.
+    dtype: dtype of the computation, which replaces the dtypes of the stacks.
 
   Raises:
-    ValueError: the stacks do not fit each other, or a value is unknown.
+    ValueError: the stacks differ in a size that they must share, an id is not
+      in the vocabulary, or the dtype is unknown.
 
   Examples:
     >>> stack = sd.CausalLMConfig(
@@ -82,7 +83,7 @@ class T5GemmaConfig:
 
   @property
   def sides(self) -> tuple[int, int]:
-    """Numbers of tokens before and after a token that local layers see."""
+    """Numbers of earlier and of later tokens that local encoder layers see."""
     window = self.encoder.window
     if self.merged_attention:
       return (window - 1) // 2, window // 2

@@ -4,7 +4,8 @@ Families differ in data: `layers.Stack` describes the layers of an encoder or
 decoder, `Tokens` the embedding and the output layer, `Shape` the whole network.
 A family (`t5`, `gpt`, `causal_lm`, `bart`, `t5gemma`) is a configuration that
 has a `shape`. Parameters have T5X's names, or Flax's if T5X lacks them. Layers
-are unrolled: a scanned stack would copy its weights at each step.
+are unrolled, because a scanned stack would copy its weights at each step. In
+shapes, K is the number of heads of keys and values.
 """
 
 import dataclasses
@@ -33,18 +34,22 @@ class Tokens:
   """The embedding of ids, and the output layer.
 
   Attributes:
-    vocab_size: V.
-    emb_dim: M.
+    vocab_size: V, number of ids.
+    emb_dim: M, size of an embedding.
     logits_via_embedding: whether the output layer is the embedding.
-    divides_logits: whether such an output layer divides by sqrt(M), as T5's.
+    divides_logits: whether an output layer that is the embedding divides by
+      sqrt(M), as in T5 1.0.
     scale_embeddings: whether embeddings are multiplied by sqrt(M).
-    num_positions: number of learned positions, which are added to embeddings.
-    sinusoid_steps: steps from the shortest wavelength of sinusoids, which are
-      added to embeddings, to that of 2 pi * 10000; 0: no sinusoids.
-    first_position: the position of the first token.
-    logits_bias: whether there is a bias of the logits.
+    num_positions: number of learned positions, which are added to embeddings;
+      0: no learned positions.
+    sinusoid_steps: if sinusoids are added to embeddings, the number of steps
+      from their shortest wavelength to the wavelength 2 pi * 10000; 0: no
+      sinusoids.
+    first_position: index of the first token's position.
+    logits_bias: whether a bias is added to the logits.
     logit_softcap: logits become softcap * tanh(logit / softcap); 0: no cap.
-    image_end_id: an id whose embedding is not in the table; 0: no such id.
+    image_end_id: the id of the end of an image, whose embedding is a parameter
+      of its own; 0: no such id.
     dtype: dtype of the computation.
   """
 
@@ -65,14 +70,14 @@ class Tokens:
     """Maps int32[...] to embeddings [..., M], without positions."""
     x = table(ids)
     if self.scale_embeddings:
-      # The factor is rounded to the dtype, as Gemma was trained.
+      # The factor is rounded to the dtype, as it was in Gemma's training.
       x = x * jnp.asarray(np.sqrt(self.emb_dim), x.dtype)
     return x
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The shape of a network.
+  """The shape of a network: its stacks, embeddings and special ids.
 
   Attributes:
     decoder: the decoder's layers.
@@ -95,10 +100,11 @@ class Shape:
 
 
 def sinusoids(places: jax.Array, size: int, steps: int) -> jax.Array:
-  """Maps places int[...] to float32[..., size]: sines, then cosines.
+  """Maps positions int[...] to float32[..., size]: sines, then cosines.
 
-  Wavelengths grow from 2 pi. After `steps` steps they would be 2 pi * 10000:
-  that one is included in tensor2tensor, and the next one in Marian.
+  Wavelengths grow geometrically from 2 pi, and would reach 2 pi * 10000 after
+  `steps` steps. In tensor2tensor the last sinusoid has that wavelength; in
+  Marian the sinusoids end one step before it.
   """
   half = size // 2
   exponents = np.arange(half, dtype=np.float32) / steps
@@ -108,7 +114,7 @@ def sinusoids(places: jax.Array, size: int, steps: int) -> jax.Array:
 
 
 class Layer(nn.Module):
-  """Attention and a feed-forward block, each with its norm and residual."""
+  """Attention and a feed-forward block, each with norms and a residual sum."""
 
   stack: Stack
 
@@ -121,8 +127,8 @@ class Layer(nn.Module):
     blocks = [stack.self_attention, 'mlp']
     if stack.cross == 'apart':
       blocks.append('cross_attention')
-      # The keys of cross-attention come from an encoder, which may have another
-      # width, and have no norms.
+      # Cross-attention has neither norms of queries and keys nor extra biases.
+      # Its keys come from an encoder, which may have another width.
       plain = dataclasses.replace(stack, qk_norm=False, qkv_bias=False)
       self.encoder_decoder_attention = layers.Attention(plain)
     for block in blocks:
@@ -134,18 +140,20 @@ class Layer(nn.Module):
 
   @property
   def own_attention(self) -> layers.Attention:
-    """The self-attention."""
+    """The module of the layer's self-attention."""
     return getattr(self, self.stack.self_attention)
 
   def __call__(self, x, angles, append_kv, attend, cross_kv, deterministic):
     """Applies the layer; also returns its keys and values.
 
     Args:
-      x: [B, S, M].
-      angles: `Rope.angles` of the tokens' positions; None without a rope.
-      append_kv: maps the call's keys and values, each [B, S, K, D], to the `KV`
-        that is attended to.
-      attend: maps queries, that `KV` and `extra_kv`, if any, to [B, S, H * D].
+      x: hidden states, [B, S, M].
+      angles: `Rope.angles` of the tokens' positions; None if the layer has no
+        rope.
+      append_kv: function from the call's keys and values, each [B, S, K, D], to
+        the `KV` that queries attend to.
+      attend: function from queries, that `KV` and `extra_kv`, if any, to the
+        output [B, S, H * D].
       cross_kv: keys, values and bias of the encoder's output, as in the
         `extra_kv` of `layers.attend`; () without an encoder.
       deterministic: whether dropout is off.
@@ -172,7 +180,7 @@ class Layer(nn.Module):
     return getattr(self, f'pre_{block}_layer_norm')(x)
 
   def _added(self, block, x, output, deterministic):
-    """Applies norms, dropout and residual to a block's output."""
+    """Adds a block's output to x, with the block's dropout and norms."""
     if self.stack.post_norms:
       output = getattr(self, f'post_{block}_layer_norm')(output)
     x = x + self.dropout(output, deterministic=deterministic)
@@ -191,9 +199,9 @@ class _Layers(nn.Module):
 
   stack: Stack
   tokens: Tokens
-  has_table: bool  # whether the table of embeddings lies here
+  has_table: bool  # whether this module has the embeddings
 
-  final_norm: ClassVar[str]  # T5X's name
+  final_norm: ClassVar[str]  # T5X's name of the final norm
 
   def setup(self):
     if self.has_table:
@@ -212,7 +220,7 @@ class _Layers(nn.Module):
     self.dropout = layers.dropout(self.stack.dropout_rate)
 
   def place(self, x, positions):
-    """Adds positions, int32[...], to embeddings [..., M]."""
+    """Adds embeddings of positions, int32[...], to x, [..., M]."""
     tokens = self.tokens
     positions = positions + tokens.first_position
     if tokens.num_positions:
@@ -223,7 +231,10 @@ class _Layers(nn.Module):
     return self.embedding_norm(x) if self.stack.embedding_norm else x
 
   def relative_biases(self, relative: np.ndarray):
-    """Returns each table's bias float32[H, ...] at int[...] (key - query)."""
+    """Returns each table's bias, float32[H, ...], for relative positions.
+
+    These are int[...], the position of a key minus that of the query.
+    """
     if self.stack.relative_bias == 'none':
       return ()
     owners = self.layers if self.stack.relative_bias == 'layer' else [self]
@@ -233,11 +244,12 @@ class _Layers(nn.Module):
     """Runs the layers on [B, S, M]; also returns each layer's keys and values.
 
     Args:
-      x: [B, S, M].
+      x: hidden states, [B, S, M].
       positions: int[S] or int[B, S], the tokens' positions.
       append_kv: the `append_kv` of each layer, see `Layer`.
       attend: the `attend` for each index in `Stack.bias_of`, see `Layer`.
-      cross: keys and values of the encoder's output by layer, and their bias.
+      cross: keys and values of the encoder's output by layer, and their bias;
+        not used without an encoder.
       deterministic: whether dropout is off.
     """
     stack = self.stack
@@ -282,7 +294,7 @@ class Encoder(_Layers):
 
 
 def _mask(unseen: Any) -> Any:
-  """Returns float32[1, ...], very negative where bool[...] is True."""
+  """Returns float32[1, ...], very negative where `unseen` is True, else 0."""
   if unseen is None:
     return np.float32(0)
   return jnp.where(unseen[None], np.float32(layers.MASKED), np.float32(0))
@@ -291,8 +303,8 @@ def _mask(unseen: Any) -> Any:
 def _of_pairs(of_distances: jax.Array) -> jax.Array:
   """Spreads the bias of each distance to all pairs (query, key), [H, E, E].
 
-  The program computes the distances. If they were known at trace time, they
-  would be a constant of E * E numbers in the program.
+  The program computes the distance of each pair: distances that are known at
+  trace time would be a constant of E * E numbers in the program.
   """
   size = (of_distances.shape[1] + 1) // 2
   shape = (size, size)
@@ -309,16 +321,17 @@ class Decoder(_Layers):
     super().setup()
     tokens = self.tokens
     if not tokens.logits_via_embedding:
-      # The logits are in float32, as in T5X: bfloat16 would add ties.
+      # The logits are in float32, as in T5X, because rounding to bfloat16 would
+      # make some of them equal.
       self.logits_dense = products.Dense(
         tokens.vocab_size, tokens.dtype, result_dtype='float32'
       )
 
   def biases(self, relative: np.ndarray) -> list[jax.Array]:
-    """Adds causal masks and relative biases.
+    """Returns causal masks with relative biases, if any, added to them.
 
     Args:
-      relative: int[...], slot - query position.
+      relative: int[...], the position of a key minus that of the query.
 
     Returns:
       float32[H or 1, ...] for each index in `Stack.bias_of`.
@@ -345,7 +358,7 @@ class Decoder(_Layers):
   def empty_cache(self, batch, num_slots, keys=(), values=(), bias=None):
     """Makes a `KVCache` of `batch` rows without tokens."""
     stack = self.stack
-    # Slot of the key - slot of the query.
+    # The slot of a key minus that of the query.
     relative = np.arange(2 * num_slots) - (num_slots - 1)
     heads = stack.num_kv_heads or stack.num_heads
     shape = batch, heads, stack.head_dim, num_slots
@@ -364,7 +377,7 @@ class Decoder(_Layers):
     return self.run_whole(x, biases, cross, deterministic)
 
   def extend(self, x, positions, cache, tree):
-    """Returns features [B, S, M] and the cache with S embedded tokens more."""
+    """Reads S embedded tokens; returns features [B, S, M] and the cache."""
     num_queries = x.shape[1]
     attend = kv_cache.bucketed_reads(
       cache, num_queries, tree, self.stack.attend
@@ -466,7 +479,7 @@ class Network(nn.Module):
     return self.decoder.teacher_forced(x, cross, deterministic)
 
   def prefill(self, inputs, max_length, encoded=None):
-    """Returns a `KVCache` that has read the inputs, but no token."""
+    """Returns a `KVCache` with keys of the inputs, and without tokens."""
     cross = self._cross(inputs, encoded)
     return self.decoder.empty_cache(inputs.shape[0], max_length, *cross)
 
@@ -492,7 +505,7 @@ class Transformer(Checked, LanguageModel):
 
   config: Any
 
-  # Each request asks for it a dozen times.
+  # The shape is cached, because each request reads it a dozen times.
   @functools.cached_property
   def shape(self) -> Shape:
     """The shape of the network."""
@@ -500,7 +513,7 @@ class Transformer(Checked, LanguageModel):
 
   @property
   def module(self) -> Network:
-    """The linen module, whose methods have the names of those below."""
+    """The Flax module; methods of the same names here call its methods."""
     return Network(self.shape)
 
   @property
@@ -515,12 +528,12 @@ class Transformer(Checked, LanguageModel):
 
   @property
   def has_encoder(self) -> bool:
-    """Whether an encoder reads the inputs: its own, or its target's."""
+    """Whether the network's encoder, or its target's, reads the inputs."""
     return self.shape.decoder.cross != 'none'
 
   @property
   def reads_encoder(self) -> bool:
-    """Whether it is a decoder alone, which must be given `encoded`."""
+    """Whether the network is a decoder that reads its target's encoder."""
     return self.has_encoder and self.shape.encoder is None
 
   @property
@@ -540,7 +553,7 @@ class Transformer(Checked, LanguageModel):
 
   @property
   def most_positions(self) -> int:
-    """The most learned positions of a sequence; 0: no limit."""
+    """The most tokens of a sequence, if positions are learned; 0: no limit."""
     tokens = self.shape.tokens
     return max(0, tokens.num_positions - tokens.first_position)
 
@@ -586,7 +599,7 @@ class Transformer(Checked, LanguageModel):
         encoder.
       decoder_inputs: int32[B, S], the targets shifted right, after the token
         that the decoder begins with.
-      dropout_key: turns dropout on; consumed.
+      dropout_key: key for dropout, which is consumed; None turns dropout off.
       encoded: float[B, E, M], an encoder's output for the inputs; None runs the
         network's encoder.
 
@@ -634,7 +647,7 @@ class Transformer(Checked, LanguageModel):
     return self._apply(params, cache, tokens, tree, method='extend')
 
   def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-    """Maps int32[...] to the decoder's embeddings [..., M], no positions."""
+    """Maps int32[...] to embeddings [..., M], without positions."""
     return self._apply(params, tokens, method='embed')
 
   def head(self, params: Params, features: jax.Array) -> jax.Array:
@@ -646,7 +659,7 @@ class Transformer(Checked, LanguageModel):
     return cache.rewind(length)
 
   def keep(self, cache, length, slots):
-    """Keeps the first `length` slots and those in `slots`, int32[B, N]."""
+    """Keeps the first `length` slots and `slots`, int32[B, N], of each row."""
     return cache.keep(length, slots)
 
   def _apply(self, params: Params, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""T5X's decode functions with speculation, and what its classes get.
+"""T5X's decode functions with speculation, and bases of T5X's classes.
 
 The decode functions have T5X's names and arguments. T5X gives a decode function
 `tokens_to_logits`, which reads one token per call.
@@ -16,8 +16,9 @@ stays as it is. A tree of both under `params` would change all of these.
 A target's checkpoint has no such collection. T5X can change a state while it
 restores it (`RestoreCheckpointConfig.state_transformation_fns`), and places it
 afterwards: `restore_drafter` adds the drafter there. T5X's `infer.py` offers no
-other way without a change: its own second checkpoint is `fallback_to_scratch`,
-which would also hide arrays that the target lacks.
+other way without a change: its only other source of arrays is
+`fallback_to_scratch`, which would also hide that the target's checkpoint lacks
+arrays.
 """
 
 import copy
@@ -87,9 +88,9 @@ def temperature_sample(
   """Samples as T5X's `decoding.temperature_sample`, by speculative decoding.
 
   At temperature 0 the tokens are T5X's. Above it they have T5X's distribution,
-  but are other samples: each decode of each example has its own key. T5X's
-  arguments for callbacks in each step do not exist, since a step here is a
-  round of several tokens.
+  but are other samples, because each decode of each example has its own key
+  here. T5X's arguments for callbacks in each step do not exist, since a step
+  here is a round of several tokens.
 
   Args:
     inputs: int32[B, L], 0 first, then each row's prompt (see
@@ -99,15 +100,17 @@ def temperature_sample(
     eos_id: id that ends an output.
     decode_rng: a PRNG key; None is the key of seed 0.
     num_decodes: samples of each example.
-    temperature: a number or float[B]; up to 1e-4 it takes the argmax.
-    topk: 0 is off.
-    topp: 0.0 is off.
+    temperature: a number or float[B]; up to 1e-4 the argmax is taken.
+    topk: number of most probable tokens to sample from; 0 is off.
+    topp: total probability of the most probable tokens to sample from; 0.0 is
+      off.
     cache_offset: not used.
     max_decode_steps: the most tokens after the prompt; None is L.
-    max_decode_steps_hard_limit: bounds `max_decode_steps`, if that is given.
+    max_decode_steps_hard_limit: upper limit of `max_decode_steps`, if that is
+      given.
     rescale_log_probs: whether scores use the distribution after temperature,
-      top-k and top-p, so that they are 0.0 at temperature 0; otherwise they use
-      the model's own.
+      top-k and top-p, so that they are 0.0 at temperature 0; otherwise scores
+      use the model's own distribution.
 
   Returns:
     Tokens int32[B, num_decodes, L], each row its prompt and its output, then 0;
@@ -169,8 +172,9 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
   """Finds the beams of T5X's `decoding.beam_search`, by speculative decoding.
 
-  They differ only after a prompt of L - 1 tokens: T5X repeats the last of them,
-  and this function searches the one token that is left.
+  The beams differ from T5X's only after a prompt of L - 1 tokens: T5X repeats
+  the last token of the prompt, while this function searches for the one token
+  that is left.
 
   Args:
     inputs: int32[B, L], as for `temperature_sample`.
@@ -210,7 +214,7 @@ def beam_search(
     with_log_probs=False,
     beams=options.beam_settings(num_ends=1),
   )
-  if pair.has_prompt:  # beams that do not exist have no prompt
+  if pair.has_prompt:  # missing beams have no prompt
     tokens = jnp.where(done.length[:, None] > 0, tokens, 0)
   scores = jnp.asarray(done.scores).reshape(batch, num_decodes)
   return tokens.reshape(batch, num_decodes, length), scores
@@ -229,8 +233,8 @@ def _decode(
     **settings: further fields of the `Request`.
 
   Returns:
-    int32[N B, L], each row's prompt and output; and the generation of N rows
-    for each row.
+    int32[N B, L], prompt and output of each of a row's N outputs; and the
+    `Generation` of these N B rows.
   """
   length = prompt.shape[1]
   # The number of tokens of each prompt.
@@ -265,7 +269,7 @@ def _decode(
 def _sampling(batch: int, temperature, topk, topp):
   """Returns T5X's arguments as `SamplingParams`, and whether all are greedy.
 
-  Arguments may be traced; these count as sampled.
+  Arguments may be traced; a traced temperature counts as not greedy.
   """
   if _are_concrete(topk, topp) and topk and topp:
     expected = f'0 beside topp = {topp} (it is 1 by default)'
@@ -322,7 +326,7 @@ def network_of(module: Any, what: str = 'module') -> T5:
     what: name of the module in messages.
 
   Raises:
-    ValueError: it is another kind of module.
+    ValueError: the module is of another kind.
   """
   try:
     sizes: dict[str, Any] = {
@@ -356,13 +360,14 @@ def restore_drafter(
 ) -> dict[str, Any]:
   """Adds the drafter's parameters to a state that T5X restores.
 
-  It goes into `RestoreCheckpointConfig.state_transformation_fns`.
+  Add this function to `RestoreCheckpointConfig.state_transformation_fns`.
 
   Args:
     state: the contents of the target's checkpoint.
     wanted: not used; T5X gives the state that it restores into.
-    checkpoint: the drafter's, of any kind that `specdec_jax.load` reads.
-    module: the drafter's, see `EncoderDecoderModel.draft_module`.
+    checkpoint: the drafter's checkpoint, of any kind that `specdec_jax.load`
+      reads.
+    module: the drafter's module, as for `EncoderDecoderModel`'s `draft_module`.
     dtype: dtype of the parameters; None is the checkpoint's own.
     is_resuming: not used; T5X tells whether it continues a run.
 
@@ -379,10 +384,11 @@ def restore_drafter(
 class Speculates:
   """A T5X model that decodes by speculation, and is otherwise unchanged.
 
-  It is a base of `t5x_plugin.EncoderDecoderModel`; the other one is T5X's.
+  `t5x_plugin.EncoderDecoderModel` derives from this class and from T5X's class
+  of that name.
   """
 
-  decode_fn: Any  # T5X's model has these attributes
+  decode_fn: Any  # the class of T5X has these attributes
   output_vocabulary: Any
   _default_decoder_params: Any
 
@@ -461,8 +467,9 @@ class Speculates:
       return_all_decodes: whether to return all of an example's decodes.
       num_decodes: decodes of each example.
       prompt_with_targets: whether outputs begin with the targets.
-      flax_mutables: holds the drafter's parameters. T5X passes those of its
-        train state to any function with an argument of this name.
+      flax_mutables: the collection with the drafter's parameters. T5X passes
+        the collections of its train state to any function with an argument of
+        this name.
 
     Returns:
       Tokens int32[B, L] and `scores` float32[B]; with all decodes
@@ -515,9 +522,10 @@ class Speculates:
 class RestoresDrafter:
   """T5X's `InteractiveModel`, which restores the drafter too.
 
-  It is a base of `t5x_plugin.InteractiveModel`; the other one is T5X's. T5X's
-  class makes its `RestoreCheckpointConfig` itself and accepts no transformation
-  for it, so this class adds the transformation when that attribute is set.
+  `t5x_plugin.InteractiveModel` derives from this class and from T5X's class of
+  that name. T5X's class makes its `RestoreCheckpointConfig` itself and accepts
+  no transformation for it, so this class adds the transformation when that
+  attribute is set.
   """
 
   def __init__(
@@ -530,10 +538,10 @@ class RestoresDrafter:
     """Takes T5X's arguments, and the path of the drafter's parameters.
 
     Args:
-      *args: T5X's.
+      *args: positional arguments of T5X's class.
       model: a `t5x_plugin.EncoderDecoderModel`.
-      draft_checkpoint: see `restore_drafter`.
-      **kwargs: T5X's.
+      draft_checkpoint: path of the drafter's checkpoint.
+      **kwargs: named arguments of T5X's class.
     """
     self._restore_drafter = functools.partial(
       restore_drafter,
