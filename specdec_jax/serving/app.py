@@ -31,9 +31,9 @@ from specdec_jax.serving.protocol import ApiError, Parser
 from specdec_jax.serving.settings import LOG, say
 from specdec_jax.serving.worker import Worker
 
-# Another thread parses bodies of more than `_LARGE` bytes, chats (a template may
-# be slow), and bodies with one of `_CONSTRAINTS` (the automaton of permitted
-# outputs is slow to make).
+# Another thread parses bodies of more than `_LARGE` bytes, chats (a template
+# may be slow), and bodies with one of `_CONSTRAINTS` (the automaton of
+# permitted outputs is slow to make).
 _LARGE = 1 << 14
 _CONSTRAINTS = b'structured_outputs', b'response_format', b'guided_', b'\\u'
 _PAGE = pathlib.Path(__file__).with_name('page.html')
