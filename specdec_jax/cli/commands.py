@@ -99,8 +99,8 @@ def demo() -> None:
 
     echo 'Where can I buy a ticket?' | specdec demo -
 
-  The shipped pair translates; without FILE, 48 sentences of its own. The report
-  has some outputs, the calls and the time of plain and of speculative decoding,
+  Without FILE the shipped pair translates 48 shipped sentences. The report has
+  some outputs, the calls and the time of plain and of speculative decoding,
   and says whether all outputs agree. FILE has English sentences of yours, one
   per line; outputs then go to stdout, a line for each, and the report to
   stderr.
