@@ -178,7 +178,11 @@ _RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit status: 1 if `--check` found an outdated block."""
+  """Rewrites the blocks, or checks them if `argv` has `--check`.
+
+  Returns:
+    The exit status: 1 if `--check` found an outdated block, 2 for an error.
+  """
   if unknown := set(argv) - {'--check'}:
     print(f'error: unknown arguments {sorted(unknown)}', file=sys.stderr)
     return 2

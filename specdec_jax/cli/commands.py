@@ -34,7 +34,7 @@ def calibrate() -> None:
 def compile_check() -> None:
   """Compiles Table 2's pairs for a GPU or TPU that is not present.
 
-  Table 2 is the paper's. For one H200, and for one chip of a TPU v4:
+  Table 2 is in the paper. For one H200, and for one chip of a TPU v4:
 
     specdec compile-check --gin_file=gin/runs/compile_check.gin
     specdec compile-check --gin_file=gin/runs/compile_check.gin \\
@@ -79,7 +79,7 @@ def decode() -> None:
 
   FILE has an input per line. Outputs go to stdout in the order of the inputs, a
   line for each, and the report to stderr. --output-dir names a folder that
-  keeps both; a run that was killed goes on when it is started again with it.
+  keeps both; with it, the same command continues a run that was killed.
 
   A run file that binds `mixture_or_task_name` decodes a task or a file of
   examples, as T5X's infer.py does; other run files decode lines of text. If
@@ -268,7 +268,7 @@ def _build(cls: type) -> Any:
 
 
 def _beside() -> dict[str, Callable[[], str]]:
-  """Returns name -> function that makes the text, of a run's further files."""
+  """Returns the further files of a run: name -> function that makes the text."""
   import gin
 
   return {'operative_config.gin': gin.operative_config_str}

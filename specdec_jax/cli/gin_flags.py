@@ -327,13 +327,13 @@ def load(
 
   Args:
     argv: arguments after the program's name.
-    command: the command.
+    command: the command that is run.
     name: name of the command, for --help.
 
   Raises:
-    ValueError: no gin file was given, or one is missing or broken; an unknown
-      flag or name, with the nearest known ones; a wrong value; a required macro
-      without a value.
+    ValueError: no gin file was given, or one is missing or broken; a flag or
+      name is unknown (the message has the nearest known ones); a value is
+      wrong; or a required macro has no value.
   """
   common, rest = _common(argv)
   files = common.gin_file or [*filter(None, [command.run_file])]
@@ -391,7 +391,7 @@ def _check_engines() -> None:
 
 
 def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-  """Parses the flags of all commands; returns also the other arguments."""
+  """Parses the flags that all commands have; returns also the other arguments."""
   parser = _Parser()
   parser.add_common()
   for arg in argv:
@@ -405,7 +405,7 @@ def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
   """Loads gin files and forgets those that were loaded before.
 
-  They are searched in the working folder, in the search paths and in the
+  gin looks for a file in the working folder, in the search paths and in the
   repository, in this order.
 
   Raises:
@@ -421,7 +421,7 @@ def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def _is_no_search_error(record: logging.LogRecord) -> bool:
-  """Returns False for the error that gin logs for a folder without the file."""
+  """Returns False for gin's error that a searched folder lacks a file."""
   return record.msg != 'Path not found: %s'
 
 
@@ -610,7 +610,7 @@ def _check_complete(flags: Mapping[str, str]) -> None:
   no value and is removed.
 
   Args:
-    flags: binding -> its flag.
+    flags: gin's name of a macro or parameter -> its flag.
   """
   used = {r.config_key[0] for r in references() if r.config_key[1] == MACRO}
   required = []

@@ -137,11 +137,11 @@ def _as_process(function: Callable[[], int]) -> int:
 
 
 def _hide_hints() -> None:
-  """Keeps JAX 0.10, the newest for Python 3.11, from logging false errors.
+  """Keeps JAX 0.10, the version for Python 3.11, from logging false errors.
 
   On Intel processors that version logs kilobytes for each program in its cache,
-  because it does not know two features of a processor, which are only hints to
-  the compiler.
+  because it does not know two features of these processors, which are only
+  hints to the compiler.
   """
   if sys.version_info < (3, 12):
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
@@ -204,7 +204,7 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
   ends the process, as it ends any other.
 
   Args:
-    command: the command.
+    command: the command to run.
     argv: arguments after the program's name.
     name: name of the command, for --help.
   """

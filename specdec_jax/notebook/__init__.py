@@ -82,7 +82,7 @@ def load(
   dtype: str | None = None,
   **options: Any,
 ) -> Interactive:
-  """Loads a target, and a drafter for it, into an engine that shows itself.
+  """Loads a target, and a drafter for it, into an engine for a notebook.
 
   Args:
     target: a path or an id, as for `specdec_jax.load`.

@@ -63,7 +63,7 @@ class Turns:
     """Runs the pieces of a request, each at its turn; returns their values.
 
     A piece that has begun runs to its end, and other requests wait for it, even
-    if its own request is cancelled.
+    if the request of that piece is cancelled.
 
     Raises:
       ApiError: the time of the request is over.

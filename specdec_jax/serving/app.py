@@ -209,7 +209,7 @@ class Application:
     return await _unless_left(request, answer.whole())
 
   async def _classified(self, request: Request) -> Response:
-    """Answers a request for the likeliest label of texts."""
+    """Answers a request for the likeliest label of each text."""
     data = await self._body(request)
     texts, labels = self._parser.labels(data)
 

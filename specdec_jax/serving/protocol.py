@@ -312,7 +312,7 @@ class Parser:
   """Reads the bodies of requests for one model."""
 
   def __init__(self, engine: Engine, settings: ServeSettings, model: str):
-    """Looks for a chat template.
+    """Keeps the arguments, and looks for the model's chat template.
 
     Args:
       engine: decodes the requests.
@@ -387,7 +387,7 @@ class Parser:
     return texts, body['labels']
 
   def _check(self, body: _Object, request: CompletionRequest) -> None:
-    """Raises ValueError for a field that the model or another field forbids."""
+    """Raises ValueError for a value that the model or another field forbids."""
 
     def check(name: str, holds: Any, expected: str) -> None:
       if not holds:

@@ -35,7 +35,7 @@ from specdec_jax.serving.worker import Worker
 from specdec_jax.types import Amount, Count
 
 _KEYS = 'SPECDEC_API_KEYS'
-_MOST_KEYS = 1 << 20  # bytes of a file of keys
+_MOST_KEYS = 1 << 20  # the most bytes of a file of keys
 NAME = 'specdec'  # Ray shows the application and its deployment by this name
 _HEALTH_SECONDS = 2.0  # between two checks of a replica
 _LOOK_SECONDS = 0.1
@@ -284,7 +284,7 @@ def _connect(ray: Any, settings: ServeSettings) -> bool:
 
 
 def _listen_to_this_machine() -> None:
-  """Lets this machine alone reach the port that replicas open for calls."""
+  """Lets only this machine reach the port that replicas open for calls."""
   from ray.serve._private import replica
 
   add_port = replica.add_port_to_grpc_server

@@ -160,14 +160,14 @@ class Connection(HttpToolsProtocol):
     self._note()
 
   def connection_lost(self, exc: Exception | None) -> None:
-    """Forgets the connection."""
+    """Forgets the connection and its timers."""
     super().connection_lost(exc)
     self._header_timer = _cancelled(self._header_timer)
     self._write_timer = _cancelled(self._write_timer)
     self._all_waiting.pop(self, None)
 
   def data_received(self, data: bytes) -> None:
-    """Limits the bytes and the time of a header that has begun."""
+    """Parses data; limits the bytes and the time of a header."""
     self._num_unparsed += len(data)
     super().data_received(data)
     if self._num_unparsed > self._settings.max_header:
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
     self._note()
 
   def eof_received(self) -> bool:  # type: ignore[override]
-    """Returns whether to keep the connection open, as for a pending answer.
+    """Returns whether the connection stays open, as for a pending answer.
 
     The client may have closed only its sending half.
     """

@@ -144,7 +144,7 @@ class Worker:
   # Methods that other threads call.
 
   def start(self) -> None:
-    """Begins to compile, and soon to decode."""
+    """Starts the compiling thread, which starts the decoding thread."""
     self._compiler.start()
 
   def rows(
@@ -418,7 +418,7 @@ class Worker:
       name = f'a search of {width} beams, inputs of {len(text)}'
       yield name, functools.partial(self.scheduler.keep, row)
 
-  # Requests.
+  # Methods that make rows and requests for compilations.
 
   def _some(self, text: Any, **options: Any) -> Row:
     """Makes a row for warm-up, in any of the target's languages."""

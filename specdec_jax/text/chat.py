@@ -43,7 +43,7 @@ class RenderedIds(list[int]):
 
 
 class ChatTemplate:
-  """A template and its vocabulary."""
+  """A chat template, and the vocabulary that turns its text into ids."""
 
   def __init__(
     self,
@@ -102,8 +102,8 @@ class ChatTemplate:
     token if the template has it.
 
     Raises:
-      ValueError: as for `text`, or the vocabulary reads a special token out of
-        plain text.
+      ValueError: the template does not take such messages, or the vocabulary
+        reads a special token out of plain text.
     """
     marked = _each_text(self._tokenizer.hide_names, [*messages])
     return RenderedIds(self._tokenizer.encode_marked(self.text(marked)))
@@ -113,7 +113,8 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
   """Returns the chat template in a vocabulary's folder, or None.
 
   Raises:
-    ValueError: as for `ChatTemplate`, or the file cannot be read.
+    ValueError: the file cannot be read, its text is not a template, or the
+      package jinja2 is not installed.
   """
   if not isinstance(tokenizer, Tokenizer):
     return None
@@ -142,7 +143,7 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
 
 @functools.cache
 def _environment() -> Any:
-  """Makes an environment like that of transformers, but with bounds."""
+  """Makes a Jinja environment like that of transformers, but with limits."""
   package('A chat template', 'jinja2', 'chat')
   from jinja2 import TemplateError, ext, nodes, sandbox
 
@@ -160,7 +161,7 @@ def _environment() -> Any:
     raise TemplateError(message)
 
   class Bounded(sandbox.ImmutableSandboxedEnvironment):
-    """Refuses products, widths and counts that would make a huge value."""
+    """A sandbox without products, widths and counts that make a huge value."""
 
     intercepted_binops = frozenset({'*', '**', '%'})
 

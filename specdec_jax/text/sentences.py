@@ -229,7 +229,7 @@ def _rules_of(language: str) -> tuple[frozenset[str], list[Any]]:
 
 
 def ends(text: str, language: str) -> Iterator[int]:
-  """Yields the position after each sentence of a line and its blanks."""
+  """Yields the position after each sentence and the blanks that follow it."""
   if _PLAIN.fullmatch(text):
     yield len(text)
     return

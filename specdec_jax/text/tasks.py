@@ -9,9 +9,9 @@ T5's tasks of translation and summarisation, and lm1b, have the names that T5's
 code gives them. They read data that TensorFlow Datasets (TFDS) has prepared. If
 a module registers a seqio task of the same name, that task is used instead.
 
-seqio brings TensorFlow: it is imported when a function here needs it, and
-nowhere else in the library. Names, prefixes and metrics of T5's tasks are those
-of T5's own task definitions (Raffel et al. 2020, appendix D).
+seqio imports TensorFlow. So seqio is imported only when a function here needs
+it, and nowhere else in the library. Names, prefixes and metrics of T5's tasks
+are those of T5's own task definitions (Raffel et al. 2020, appendix D).
 """
 
 import contextlib
@@ -49,7 +49,7 @@ EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 
 
 class T5Task(NamedTuple):
-  """A task of T5 over TensorFlow Datasets (TFDS), in t5_tasks.toml.
+  """An entry of t5_tasks.toml: a task of T5 over TensorFlow Datasets (TFDS).
 
   Attributes:
     tfds: TFDS's name of the dataset, with configuration and version.
@@ -191,7 +191,8 @@ class LocalTask:
       numbers, or lists of text.
 
     Raises:
-      ValueError: as for `texts`, or there is no such feature.
+      ValueError: there is no such split or feature, a file cannot be read, or a
+        line has a wrong format.
     """
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
@@ -570,7 +571,7 @@ def read(
   targets_field: str | None = 'targets',
   keep_broken: bool = True,
 ) -> Examples:
-  """Yields the example of each line of a file; see `LocalTask.texts`.
+  """Yields an example, a dict with 'inputs' and 'targets', for each line.
 
   A line is broken if it has invalid UTF-8, NUL bytes, too many bytes or another
   format than its file. Empty lines are examples too.
@@ -581,7 +582,7 @@ def read(
     inputs_field: the field of a JSONL object with its input.
     targets_field: the field of a JSONL object with its target; None: no field.
     keep_broken: whether a broken line becomes an example whose `BROKEN` says
-      why, and whose 'inputs' is the line; otherwise it raises.
+      why, and whose 'inputs' is the line; otherwise ValueError is raised.
 
   Raises:
     ValueError: the file cannot be read; or a line is broken (the message has
@@ -616,7 +617,7 @@ def field_of(fields: Mapping[str, Any], field: str, place: str, to_do: str):
 
   Raises:
     ValueError: there is no such field. The message begins with `place`, the
-      line of the object, and ends with `to_do`, an advice.
+      line of the object, and ends with `to_do`, a piece of advice.
   """
   if field not in fields:
     near = nearest(field, list(fields)[:_MAX_NAMES])

@@ -35,8 +35,8 @@ _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 _BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
 _BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
-# Tokens of languages: NLLB's, such as eng_Latn, mBART's, such as en_XX, and
-# those of M2M-100 and PLBART, such as __en__.
+# The language tokens of NLLB, such as eng_Latn; of mBART, such as en_XX; and of
+# M2M-100 and PLBART, such as __en__.
 _LANGUAGE = re.compile(
   r'[a-z]{3}_[A-Z][a-z]{3}|([a-z]{2}_[A-Z]{2})|__([a-z]+|en_XX)__'
 )
@@ -247,8 +247,9 @@ class Tokenizer(Vocabulary):
     self.languages = {m[2] or m[0]: i for i, m in matches.items()}
     languages = {*self.languages.values()}
     behind = languages.intersection(backend.after)
-    # A name of NLLB-200's languages has no group: its old folders put the
-    # language behind a text, but the network was not trained so.
+    # NLLB's names of languages match no group, and do not count: old folders of
+    # NLLB-200 put the language behind a text, but the network was not trained
+    # so.
     self.language_last = any(matches[i].lastindex for i in behind)
     self.says_ends = isinstance(backend, JsonBackend)
     after = backend.after if self.says_ends else [eos_id]
@@ -389,7 +390,7 @@ class Tokenizer(Vocabulary):
     return self._backend.encode_marked(text)
 
   def hide_names(self, text: str) -> str:
-    """Marks names of special tokens in a user's words, see `encode_marked`."""
+    """Marks names of special tokens, which `encode_marked` then reads as text."""
     text = text.replace(vocabulary.MARK, '')
     encoded = self._names.encode(text)
     marked = ''

@@ -41,8 +41,8 @@ END = '<|endoftext|>'  # GPT-2's end of sequence, the default of byte-level BPE
 BLANK = '\u2581'  # a blank in the pieces of sentencepiece
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
-_MANY = 256  # sentencepiece may start threads for so many texts
-_SENTINELS = 100  # seqio and transformers give T5 so many
+_MANY = 256  # the fewest texts for which sentencepiece may start threads
+_SENTINELS = 100  # the number that seqio and transformers add to T5's pieces
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -64,7 +64,7 @@ def added_token(content: str, **fields: bool) -> Any:
 
 
 def splitter(tokens: Iterable[Any]) -> Any:
-  """Makes a processor that finds added tokens; the rest of a text is id 0."""
+  """Makes a processor that finds added tokens; other text becomes id 0."""
   import tokenizers
 
   model = tokenizers.models.WordLevel({_REST: 0}, unk_token=_REST)
@@ -114,7 +114,7 @@ def added_tokens(folder: pathlib.Path, config: Settings) -> dict[int, Any]:
 
   Args:
     folder: the folder, which may have added_tokens.json.
-    config: its tokenizer_config.json.
+    config: the settings in the folder's tokenizer_config.json.
 
   Returns:
     id -> `AddedToken`, in the order of ids.
@@ -153,7 +153,7 @@ def _contradiction(file: Any, token: Any, number: int, got: Any) -> ValueError:
 
 
 class JsonBackend:
-  """A vocabulary of the package tokenizers.
+  """A vocabulary that the package tokenizers reads.
 
   Attributes:
     pieces: id -> text of each token.
@@ -273,7 +273,7 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
 
 
 def _of_vocab(tokenizers: Any, place: pathlib.Path, config: Settings) -> Any:
-  """Makes the processor of vocab.json and merges.txt by `tokenizer_class`."""
+  """Makes the processor of vocab.json and merges.txt, given the settings."""
   paths = [os.fspath(place), os.fspath(place.with_name(MERGES))]
   for path in paths:
     read_bytes(path)
@@ -294,7 +294,7 @@ def _of_vocab(tokenizers: Any, place: pathlib.Path, config: Settings) -> Any:
     processor.pre_tokenizer = parts.Sequence([split, level])
   bos = content(config.get('bos_token')) if config.get('add_bos_token') else ''
   eos = content(config.get('eos_token')) if config.get('add_eos_token') else ''
-  # CodeT5's and BART's tokenizers are of this kind.
+  # The tokenizers of CodeT5 and BART have this token.
   is_bart = processor.token_to_id(_MASK) is not None
   if is_bart:
     names = [*map(added_token, _FAIRSEQ), added_token(_MASK, lstrip=True)]
@@ -337,7 +337,7 @@ class PiecesBackend:
     size: number of pieces of the model.
     control: id -> `AddedToken`, the tokens that have no text.
     unk_id: the id of text that no piece covers.
-    eos_id: the end of sequence.
+    eos_id: the id of the end of sequence.
     sentinels: the 100 ids after the pieces of T5's vocabulary, which seqio and
       transformers add.
     has_codes: whether a text may begin with a code such as `>>fra<<`.
@@ -484,8 +484,8 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
 def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
   """Opens a sentencepiece model whose pieces have other ids than in the model.
 
-  The ids are those in vocab.json (M2M-100, Marian), or count on from the
-  special tokens that come first (mBART, Pegasus). Tokens of languages follow
+  The ids are those in vocab.json (M2M-100, Marian), or follow those of the
+  special tokens, which come first (mBART, Pegasus). Tokens of languages follow
   the pieces, in an order that no file of the folder has.
   """
   folder, family = path.parent, ''
@@ -515,7 +515,7 @@ def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
       raise unexpected(where, expected, [*map(model.id_to_piece, range(3))])
   added = {}
   if family:
-    from specdec_jax.checkpoints.families import WORDS  # brings JAX
+    from specdec_jax.checkpoints.families import WORDS  # imports JAX
 
     known = WORDS['languages'][family]
     if codes not in known:
