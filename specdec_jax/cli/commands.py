@@ -268,7 +268,7 @@ def _build(cls: type) -> Any:
 
 
 def _beside() -> dict[str, Callable[[], str]]:
-  """Returns the further files of a run: name -> function that makes the text."""
+  """Returns further files of a run: name -> function that makes the text."""
   import gin
 
   return {'operative_config.gin': gin.operative_config_str}

@@ -391,7 +391,7 @@ def _check_engines() -> None:
 
 
 def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-  """Parses the flags that all commands have; returns also the other arguments."""
+  """Parses the flags that all commands have; returns other arguments too."""
   parser = _Parser()
   parser.add_common()
   for arg in argv:

@@ -390,7 +390,7 @@ class Tokenizer(Vocabulary):
     return self._backend.encode_marked(text)
 
   def hide_names(self, text: str) -> str:
-    """Marks names of special tokens, which `encode_marked` then reads as text."""
+    """Marks special names in user text; `encode_marked` reads them as text."""
     text = text.replace(vocabulary.MARK, '')
     encoded = self._names.encode(text)
     marked = ''
@@ -406,7 +406,9 @@ class Tokenizer(Vocabulary):
     return vocabulary.splitter(map(vocabulary.added_token, names))
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Returns the text of `ids`; `skip_special_tokens` says what has no text.
+    """Returns the text of `ids`; see `skip_special_tokens`.
+
+    That attribute says which ids have no text.
 
     Raises:
       ValueError: an id is outside the vocabulary.
