@@ -390,7 +390,10 @@ class Tokenizer(Vocabulary):
     return self._backend.encode_marked(text)
 
   def hide_names(self, text: str) -> str:
-    """Marks special names in user text; `encode_marked` reads them as text."""
+    """Marks the names of special tokens in a user's words.
+
+    `encode_marked` reads marked names as text.
+    """
     text = text.replace(vocabulary.MARK, '')
     encoded = self._names.encode(text)
     marked = ''
