@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
 
   A connection is waiting while its client has to act: to send a request or the
   rest of one, or to read an answer. asyncio calls the public methods down to
-  `resume_writing`, uvicorn's parser the later ones.
+  `resume_writing`, uvicorn the later ones.
   """
 
   def __init__(

@@ -91,7 +91,7 @@ class Worker:
 
     Raises:
       ValueError: the slots cannot fit into memory, the engine splits rows over
-        devices, or the calibration is of other models or of another machine
+        devices, or the calibration is of other models or of another device
         (`CalibrationError`).
     """
     self.engine, self.settings = engine, settings
