@@ -1,4 +1,4 @@
-"""Runs `decode` of specdec_jax/cli/commands.py, which has its --help."""
+"""Runs `decode` of specdec_jax/cli/commands.py, whose docstring is its help."""
 
 import sys
 

@@ -122,7 +122,8 @@ def _names(page: pathlib.Path) -> Table:
   return Table('', ['name', 'what it is'], rows)
 
 
-# Beginnings of rows that depend on the machine, not only on the models.
+# Names of rows whose numbers depend on the machine, not only on the models,
+# begin with one of these.
 _TIMES = ('ms/', 'compile', 'start')
 
 
@@ -165,7 +166,7 @@ def _table(saved: Record, _: pathlib.Path) -> list[str | Table]:
   return [f'{table.title} ({where(saved)}):', table, *table.notes]
 
 
-# Kind of a record -> makes its paragraphs.
+# Kind of a record -> the function that makes its paragraphs and tables.
 _RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
   'decode': _decode,
   **dict.fromkeys(('table', 'methods'), _table),
@@ -177,7 +178,11 @@ _RENDERERS: dict[str, Callable[..., list[str | Table]]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-  """Returns the exit status: 1 if `--check` found an outdated block."""
+  """Rewrites the blocks, or checks them if `argv` has `--check`.
+
+  Returns:
+    The exit status: 1 if `--check` found an outdated block, 2 for an error.
+  """
   if unknown := set(argv) - {'--check'}:
     print(f'error: unknown arguments {sorted(unknown)}', file=sys.stderr)
     return 2

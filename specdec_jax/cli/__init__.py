@@ -1,4 +1,4 @@
-"""The command line: its commands, gin's flags, and checks of their names."""
+"""The command line: commands, their flags through gin, checks of names."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,10 @@ unfinished: list[str] = []
 
 @contextlib.contextmanager
 def resumable(folder: str | None) -> Iterator[None]:
-  """Lists a folder in `unfinished` during a block, and after an interrupt."""
+  """Lists a folder in `unfinished` during a block.
+
+  If an interrupt ends the block, the folder stays in the list.
+  """
   unfinished[:] = [folder] if folder else []
   try:
     yield
@@ -21,7 +24,7 @@ def resumable(folder: str | None) -> Iterator[None]:
 
 
 class Command(NamedTuple):
-  """A command.
+  """A command of `specdec`.
 
   Attributes:
     function: runs the command, with a configuration of `gin_flags.build`, and
@@ -29,8 +32,8 @@ class Command(NamedTuple):
     run_file: the gin file that is loaded without a --gin_file; None: a
       --gin_file is required.
     places: flags that may be given as positional arguments, in this order.
-    implied: flag -> macro -> the value that the flag gives to the macro too, if
-      the run file has that macro; --gin.MACRO overrides it.
+    implied: flag -> macro -> value. If the flag is given, the macro gets the
+      value, provided that the run file has the macro; --gin.MACRO overrides it.
   """
 
   function: Callable[[], int | None]

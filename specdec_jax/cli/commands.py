@@ -1,9 +1,9 @@
 """The commands: a function for each, whose docstring is its --help.
 
-`specdec NAME` runs those of `COMMANDS`; `python scripts/NAME.py` runs those of
-`SCRIPTS`. Each takes T5X's flags, and flags for the fields of the classes that
-its run file configures, see `gin_flags`. A command imports its modules when it
-runs.
+`specdec NAME` runs a command of `COMMANDS`, `python scripts/NAME.py` one of
+`SCRIPTS`. Each takes T5X's flags, and the flags that `gin_flags` makes of the
+fields of the classes that its run file configures. A command imports its
+modules when it runs.
 """
 
 import os
@@ -15,16 +15,16 @@ from specdec_jax.cli import Command, resumable
 
 
 def calibrate() -> None:
-  """Says whether speculation pays here for a pair, with which gamma.
+  """Measures whether a drafter saves time, and chooses gamma.
 
     specdec calibrate --target google/flan-t5-xl --draft google/flan-t5-small \\
       prompts.txt --output-file calibration.json
 
     specdec calibrate --gin_file=gin/runs/calibrate_demo.gin
 
-  FILE has prompts of your own, one per line. The verdict comes first, the
-  tables with the reasons after it, all to stdout. `specdec decode` reads the
-  file with --calibration calibration.json.
+  FILE has prompts of your own, one per line. The verdict for this machine goes
+  to stdout, followed by tables of the measured costs. With `--calibration
+  calibration.json` other commands use what was measured.
   """
   from specdec_jax.measure import calibrate
 
@@ -32,28 +32,28 @@ def calibrate() -> None:
 
 
 def compile_check() -> None:
-  """Compiles Table 2's pairs for a GPU or TPU without one.
+  """Compiles Table 2's pairs for a GPU or TPU that is not present.
 
-  For one H200, and for one chip of a TPU v4:
+  Table 2 is in the paper. For one H200, and for one chip of a TPU v4:
 
     specdec compile-check --gin_file=gin/runs/compile_check.gin
     specdec compile-check --gin_file=gin/runs/compile_check.gin \\
       --device=tpu_v4 --output-file=tpu_v4.json
 
-  Says whether they fit, the bytes that a token reads, and the speed-up that
-  follows.
+  A table says whether each pair fits into memory, how many bytes are read per
+  token, and the speed-up that follows from these bytes.
   """
   import jax
 
   from specdec_jax.measure import pair_check
 
-  # With a plug-in installed JAX would look for its device here, and wait.
+  # Otherwise JAX would wait for the device of an installed plug-in.
   jax.config.update('jax_platforms', 'cpu')
   pair_check.check(_build(pair_check.PairCheckConfig))
 
 
 def convert() -> None:
-  """Writes a checkpoint anew: for Orbax, Hugging Face or T5X.
+  """Converts a checkpoint for Orbax, Hugging Face or T5X.
 
     specdec convert --target t5_1_1_small/checkpoint_1000000 \\
       --output-dir outputs/t5_1_1_small --format safetensors
@@ -62,7 +62,7 @@ def convert() -> None:
       --gin_file=gin/runs/convert_checkpoint.gin --target FOLDER \\
       --gin.TARGET=%T5_1_1_SMALL --output-dir FOLDER --format orbax
 
-  A line about it goes to stdout.
+  A line about the new checkpoint goes to stdout.
   """
   from specdec_jax.checkpoints import convert
 
@@ -70,7 +70,7 @@ def convert() -> None:
 
 
 def decode() -> None:
-  """Decodes text speculatively, plainly, or both ways, compared.
+  """Decodes text speculatively or plainly, or compares the two.
 
     specdec decode --target google/flan-t5-xl --draft google/flan-t5-small \\
       input.txt > output.txt
@@ -78,12 +78,12 @@ def decode() -> None:
     echo 'Good morning!' | specdec decode --gin_file=gin/runs/demo.gin -
 
   FILE has an input per line. Outputs go to stdout in the order of the inputs, a
-  line for each, and the report to stderr; with --output-dir all of it is kept,
-  and a run that was killed goes on when it is started again.
+  line for each, and the report to stderr. --output-dir names a folder that
+  keeps both; with it, the same command continues a run that was killed.
 
-  A run file that binds `mixture_or_task_name` is over a task or a file of
-  examples, as with T5X's infer.py; others are over lines of text. Where FILE is
-  not given the report goes to stdout.
+  A run file that binds `mixture_or_task_name` decodes a task or a file of
+  examples, as T5X's infer.py does; other run files decode lines of text. If
+  FILE is not given, the report goes to stdout.
   """
   from specdec_jax import infer
 
@@ -93,16 +93,17 @@ def decode() -> None:
 
 
 def demo() -> None:
-  """Translates English to German by the shipped pair, both ways.
+  """Translates English to German, with drafts and without.
 
     specdec demo
 
     echo 'Where can I buy a ticket?' | specdec demo -
 
-  Without FILE it translates 48 sentences that are shipped. The report has some
-  outputs, calls and time of plain and of speculative decoding, and whether all
-  outputs agree. FILE has English sentences of yours, one per line; outputs then
-  go to stdout, a line for each, and the report to stderr.
+  Without FILE the shipped pair translates 48 shipped sentences. The report has
+  some outputs, the calls and the time of plain and of speculative decoding,
+  and says whether all outputs agree. FILE has English sentences of yours, one
+  per line; outputs then go to stdout, a line for each, and the report to
+  stderr.
   """
   decode()
 
@@ -148,13 +149,15 @@ def measure() -> None:
   Run files, in gin/runs/, and what each measures:
 
     alpha_demo       how often the target accepts the drafter's tokens
-    benchmark_base   calls and both loops; also benchmark_demo
+    benchmark_base   the time of model calls, of plain and of speculative
+                     decoding; also benchmark_demo
     gamma_demo       the speed-up at each gamma, beside the predicted one
-    methods          methods of speculation: tokens a call, time, speed-up;
+    methods          methods of speculation: tokens per call, time, speed-up;
                      also methods_demo
-    throughput_demo  the speed-up by rows that are decoded together
+    throughput_demo  the speed-up by the number of rows decoded together
 
-  Their headers say what they need and how long they take. Tables go to stdout.
+  The headers of these files say what a run needs and how long it takes. Tables
+  go to stdout.
   """
   from specdec_jax.measure import acceptance, calls, compare
 
@@ -167,7 +170,7 @@ def measure() -> None:
 
 
 def reproduce() -> None:
-  """Writes the paper's tables beside what is measured here.
+  """Measures the paper's tables anew, beside the paper's numbers.
 
     specdec reproduce --gin_file=gin/runs/table1.gin \\
       --output-dir=outputs/table1
@@ -187,21 +190,21 @@ def reproduce() -> None:
 
 
 def score() -> None:
-  """Scores given outputs: the target's log-probability of each.
+  """Scores given outputs by the target's log-probability of each.
 
     specdec score --target google/flan-t5-xl pairs.tsv
 
     specdec score --target demo pairs.tsv
 
-  FILE has an example per line. The scores, in nats, go to stdout in the same
-  order, a line for each, and the report to stderr; with --output-dir all of it
-  is kept, as T5X's infer.py does in the mode 'score'.
+  FILE has an input and an output per line. The scores, in nats, go to stdout in
+  the same order, a line for each, and the report to stderr. --output-dir names
+  a folder that keeps both, in the form of T5X's infer.py in its mode 'score'.
   """
   decode()
 
 
 def serve() -> None:
-  """Serves a pair by HTTP, as OpenAI's completions.
+  """Serves a pair over HTTP, by OpenAI's API for completions.
 
     specdec serve
 
@@ -209,10 +212,10 @@ def serve() -> None:
 
     specdec serve --replicas 2
 
-  Without --target it serves the shipped pair, which translates English to
-  German. It listens to this machine alone unless --host says otherwise; docs/
-  serve.md describes the requests. The log goes to stderr, a JSON object a line.
-  SIGTERM makes it finish what it has taken, and end.
+  Without --target the shipped pair is served, which translates English to
+  German. Only this machine can reach the server unless --host says otherwise;
+  docs/serve.md describes the requests. The log goes to stderr, a JSON object
+  per line. SIGTERM makes the server finish the requests that it has, and end.
   """
   from specdec_jax import serving
   from specdec_jax.cli import gin_flags
@@ -245,14 +248,15 @@ def train() -> None:
 
 
 def try_() -> None:
-  """Fetches a pair, checks it, and decodes a sample both ways.
+  """Fetches a pair, checks it, and decodes with drafts and without.
 
     specdec try google/flan-t5-xl google/flan-t5-small
 
     specdec try outputs/my_target google/flan-t5-small mine.tsv --prefix ''
 
-  A first look: is it quicker here, how much is accepted, do all outputs agree,
-  and how good are they? FILE may have examples of your own.
+  The report answers the first questions about a pair: is it quicker than the
+  target alone on this machine, how many drafted tokens are accepted, do all
+  outputs agree, and how good are they? FILE may have examples of your own.
   """
   decode()
 
@@ -264,7 +268,7 @@ def _build(cls: type) -> Any:
 
 
 def _beside() -> dict[str, Callable[[], str]]:
-  """Returns further files of a run: name -> function that returns the text."""
+  """Returns further files of a run: name -> function that makes the text."""
   import gin
 
   return {'operative_config.gin': gin.operative_config_str}

@@ -84,7 +84,7 @@ _ALIASES = {
   'vocab': 'tokenizer',
 }
 PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
-_PLACE = 'place of '  # argparse's name of a positional argument begins so
+_PLACE = 'place of '  # prefix of a positional argument's name in argparse
 _PLAIN = (int, float, str)
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
 _EXPECTED = {int: 'a whole number', float: 'a finite number', str: 'text'}
@@ -105,7 +105,7 @@ _CALLED = re.compile(
 # Python's error for text without an end; it shows a tuple.
 _OF_TUPLE = re.compile(r"\('(.+)', \(\d+, \d+\)\)")
 
-# A script has no flags of its own.
+# The default of `load`: a program with T5X's flags and no run file of its own.
 _NO_COMMAND = Command(lambda: None)
 _T = TypeVar('_T')
 # Flags of a model and of the lengths of its texts.
@@ -178,8 +178,9 @@ def add_flags(
 def _flags() -> list[_Flag]:
   """Returns a flag for each field of plain type that the gin files configure.
 
-  Classes that nothing refers to come first. Only the scopes `target` and
-  `draft` count; networks, and classes of other libraries, are left out.
+  Fields of classes that no gin reference names come first. There are no flags
+  for scopes other than `target` and `draft`, for networks, and for classes of
+  other libraries.
   """
   referred = {reference.config_key for reference in references()}
   keys = dict.fromkeys([*bindings(), *sorted(referred)])
@@ -213,9 +214,9 @@ def spellings(field: str, owner: str = '', scope: str = '') -> list[str]:
   """Returns the spellings of the flag of a field; [] if it has none.
 
   Args:
-    field: the name.
+    field: the field's name.
     owner: the class or function that has the field; '': any.
-    scope: gin's scope.
+    scope: gin's scope, such as 'draft', which the flag then begins with.
   """
   general = _RENAMED.get(field, field.replace('_', '-'))
   name = _RENAMED.get(f'{owner}.{field}', general)
@@ -228,7 +229,7 @@ def spellings(field: str, owner: str = '', scope: str = '') -> list[str]:
 
 
 def _settings(configured: Callable, field: str) -> dict[str, Any]:
-  """Returns arguments of `add_argument`; {} if the type is not plain."""
+  """Returns argparse's settings for a field; {} if its type is not plain."""
   is_class = inspect.isclass(configured)
   function = configured.__init__ if is_class else configured
   members = _members(typing.get_type_hints(function).get(field))
@@ -264,13 +265,13 @@ def _plain(members: Sequence[Any]) -> list[type]:
 
 
 def _value(text: str, kinds: Sequence[type], is_list: bool) -> Any:
-  """Converts a text on the command line.
+  """Converts a text on the command line to a value of one of `kinds`.
 
-  For a list it returns a tuple: the text, which other texts follow if the flag
-  is repeated; or numbers, with commas between them in the text.
+  For a list the result is a tuple. It has the numbers between the commas of the
+  text; or the one text, to which a repeated flag adds others.
 
   Raises:
-    argparse.ArgumentTypeError: the text is of none of these kinds.
+    argparse.ArgumentTypeError: the text is of none of `kinds`.
   """
   parts = [text]
   if is_list and str not in kinds:
@@ -326,13 +327,13 @@ def load(
 
   Args:
     argv: arguments after the program's name.
-    command: the command.
+    command: the command that is run.
     name: name of the command, for --help.
 
   Raises:
-    ValueError: no gin file was given, or one is missing or broken; an unknown
-      flag or name, with the nearest known ones; a wrong value; a required macro
-      without a value.
+    ValueError: no gin file was given, or one is missing or broken; a flag or
+      name is unknown (the message has the nearest known ones); a value is
+      wrong; or a required macro has no value.
   """
   common, rest = _common(argv)
   files = common.gin_file or [*filter(None, [command.run_file])]
@@ -346,7 +347,7 @@ def load(
     parser.exit()
   values = _parsed(parser, rest, files)
   kept = [f for f in files if not f.endswith(command.run_file or f)]
-  if kept:  # then a command loads no run file by itself
+  if kept:  # a --gin_file replaces the default run file, so it is named too
     kept.append('gin/runs/decode.gin')
   of_models[:] = [
     *(f'--gin_file={f}' for f in kept),
@@ -376,7 +377,10 @@ def load(
 
 
 def _check_engines() -> None:
-  """Raises ValueError for a setting that is bound to Engine, as in 0.2."""
+  """Raises ValueError for a setting bound to Engine, as in version 0.2.
+
+  Settings of an engine now belong to its config.
+  """
   for (scope, selector), values in bindings().items():
     settings = values.keys() - {'target', 'drafter', 'config'}
     if selector.endswith('engine.Engine') and settings:
@@ -387,7 +391,7 @@ def _check_engines() -> None:
 
 
 def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-  """Parses the flags of all commands; returns also the other arguments."""
+  """Parses the flags that all commands have; returns other arguments too."""
   parser = _Parser()
   parser.add_common()
   for arg in argv:
@@ -401,7 +405,7 @@ def _common(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
   """Loads gin files and forgets those that were loaded before.
 
-  They are searched in the working folder, in the search paths and in the
+  gin looks for a file in the working folder, in the search paths and in the
   repository, in this order.
 
   Raises:
@@ -417,7 +421,7 @@ def _load_files(files: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def _is_no_search_error(record: logging.LogRecord) -> bool:
-  """Returns False for the error that gin logs for a folder without the file."""
+  """Returns False for gin's error that a searched folder lacks a file."""
   return record.msg != 'Path not found: %s'
 
 
@@ -606,7 +610,7 @@ def _check_complete(flags: Mapping[str, str]) -> None:
   no value and is removed.
 
   Args:
-    flags: binding -> its flag.
+    flags: gin's name of a macro or parameter -> its flag.
   """
   used = {r.config_key[0] for r in references() if r.config_key[1] == MACRO}
   required = []
@@ -652,7 +656,10 @@ def build(cls: type[_T]) -> _T:
 
 
 def builder(cls: type[_T]) -> Callable[[], _T]:
-  """Returns `build(cls)` for another process, with the values of gin files."""
+  """Returns a function that calls `build(cls)` in another process.
+
+  The function carries the values that the gin files have given.
+  """
   return functools.partial(_built, cls, gin.config_str())
 
 
@@ -698,7 +705,7 @@ def one_line(error: BaseException, argv: Sequence[str] = ()) -> str:
   Args:
     error: the error; its message may begin with the field of a configuration.
     argv: the arguments of the command line. If one of their flags gives the
-      field, the message names that flag; else the field as in gin.
+      field, the message names that flag; otherwise gin's name of the field.
   """
   text = str(error)
   if is_unbound(error) and (missing := _MISSING.search(text)):
@@ -712,7 +719,7 @@ def one_line(error: BaseException, argv: Sequence[str] = ()) -> str:
 
 
 def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
-  """Spells a field as its flag in `argv`, else as in gin, else unchanged.
+  """Returns a field's flag in `argv`, else gin's name, else `field` itself.
 
   Args:
     field: the name of a field; other words are returned unchanged.
@@ -728,7 +735,7 @@ def _as_written(field: str, text: str, argv: Sequence[str]) -> str:
       called = gin.config.ConfigurableReference(name, evaluate=False)
       owner = called.configurable.wrapped
       if field in inspect.signature(owner).parameters:
-        # A drafter's dtype may be given with the target's.
+        # The flag of the target's dtype may have given the drafter's dtype.
         names[:0] = spellings(field, owner.__name__, scope)
         in_gin = f'{scope}/{name}.{field}'.lstrip('/')
         break

@@ -32,7 +32,7 @@ tokens in one call, and the output is exactly the large one's.
 _TAIL = """
 `specdec COMMAND --help` describes its flags and shows examples.
 """
-# The begin of JAX's error for a wrong JAX_PLATFORMS.
+# How JAX's error for a wrong JAX_PLATFORMS begins.
 _NO_BACKEND = 'Unable to initialize backend'
 _NO_PLUG_IN = (
   'its plug-in for JAX is not installed. Install it, such as'
@@ -45,7 +45,7 @@ _OF_MACHINE = (
   'The scheduler failed',  # the server has logged the reason
 )
 _INTERRUPTED = 130
-_UNWIND_S = 1.0  # an interrupted command has so much time to end by itself
+_UNWIND_S = 1.0  # seconds that an interrupted command has to end by itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +95,8 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
     try:
       os.fstat(number)
     except OSError:
-      # Otherwise the next file that is opened would get the number, and output.
+      # Otherwise the next file that is opened would get this number, and with
+      # it what is printed.
       os.open(os.devnull, os.O_RDWR)
   if sys.stderr is None:  # `print` would use stdout instead
     sys.stderr = open(2, 'w', closefd=False)
@@ -136,10 +137,11 @@ def _as_process(function: Callable[[], int]) -> int:
 
 
 def _hide_hints() -> None:
-  """Keeps JAX 0.10, that of Python 3.11, from logging what is no error.
+  """Keeps JAX 0.10, the version for Python 3.11, from logging false errors.
 
-  On Intel processors it logs kilobytes for each program of its cache: it does
-  not know two of their features, which are hints to the compiler.
+  On Intel processors that version logs kilobytes for each program in its cache,
+  because it does not know two features of these processors, which are only
+  hints to the compiler.
   """
   if sys.version_info < (3, 12):
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
@@ -172,7 +174,7 @@ def _watched() -> Iterator[None]:
 def _leave(status: int) -> None:
   """Ends the process without waiting for its threads."""
   if sys.stdout and sys.stdout.isatty():
-    print('\x1b[?25h', end='')  # the cursor comes back, which a bar hides
+    print('\x1b[?25h', end='')  # shows the cursor, which a progress bar hides
   for stream in filter(None, (sys.stdout, sys.stderr)):
     with contextlib.suppress(OSError):
       stream.flush()
@@ -202,7 +204,7 @@ def run(command: Command, argv: Sequence[str], name: str = '') -> int:
   ends the process, as it ends any other.
 
   Args:
-    command: the command.
+    command: the command to run.
     argv: arguments after the program's name.
     name: name of the command, for --help.
   """
@@ -240,8 +242,9 @@ def _complaining(function: Callable[[], int], argv: Sequence[str]) -> int:
   except Exception as error:
     *_, last = traceback.walk_tb(error.__traceback__)
     where = last[0].f_code.co_filename
-    # JAX asserts that there is a device: JAX_PLATFORMS names a platform whose
-    # plug-in is not installed. For an unknown one JAX raises a RuntimeError.
+    # JAX's assertion that there is a device fails if JAX_PLATFORMS names a
+    # platform whose plug-in is not installed. For an unknown platform JAX
+    # raises a RuntimeError.
     if isinstance(error, AssertionError) and where.endswith('xla_bridge.py'):
       name = os.environ.get('JAX_PLATFORMS')
       error = RuntimeError(f'{_NO_BACKEND} {name!r}: {_NO_PLUG_IN}')

@@ -3,8 +3,8 @@
   model = notebook.load('google/flan-t5-xl', 'google/flan-t5-small')
   model.generate(['Translate to German: Good morning!'])
 
-As the last value of a cell, a model shows its parts and its last trace, and a
-trace its rounds; as text on a terminal, as HTML in a notebook.
+A model that is the last value of a cell shows its parts and its last trace. A
+trace shows its rounds. Both are HTML in a notebook and text on a terminal.
 """
 
 import html
@@ -26,10 +26,10 @@ __all__ = ['Interactive', 'load']
 
 
 class Interactive(Engine):
-  """An engine that shows itself; `load` makes it.
+  """An engine that a notebook shows as a table; `load` makes one.
 
   Attributes:
-    last_trace: result of the last call of `trace`; None before the first.
+    last_trace: the result of the last call of `trace`; None before the first.
   """
 
   last_trace: Trace | None = None
@@ -41,7 +41,7 @@ class Interactive(Engine):
 
   @property
   def facts(self) -> list[list[str]]:
-    """Rows of a name and a text: models, sizes, device, tokenizer, limits."""
+    """Pairs of a name and a text, on models, device, tokenizer and limits."""
     params = self.params._asdict()
     rows = []
     for name, model in self.models.items():
@@ -82,27 +82,31 @@ def load(
   dtype: str | None = None,
   **options: Any,
 ) -> Interactive:
-  """Loads a target, and a drafter for it, into an engine that shows itself.
+  """Loads a target, and a drafter for it, into an engine for a notebook.
 
   Args:
     target: a path or an id, as for `specdec_jax.load`.
-    draft: the same for the small model that proposes; None decodes plainly.
-    network: the target's network; needed unless its folder describes itself.
-    draft_network: the same for the drafter.
-    tokenizer: the tokenizer of both; None takes that of the target's folder.
-    dtype: as for `specdec_jax.load`; None takes that of a placement in
-      `options`, if there is one.
-    **options: as for `Engine`, such as gamma and max_decode_len.
+    draft: a path or an id of the drafter, a small model; None: the target
+      decodes plainly.
+    network: the target's network; needed unless the target's folder describes
+      one.
+    draft_network: the drafter's network; needed unless the drafter's folder
+      describes one.
+    tokenizer: the tokenizer of both; None: that of the target's folder.
+    dtype: the dtype of both models, as for `specdec_jax.load`; None: that of a
+      placement in `options`, if there is one.
+    **options: options of `Engine`, such as gamma and max_decode_len.
 
   Raises:
-    ValueError: as for `specdec_jax.load` and `Engine`, before arrays are read.
+    ValueError: a model cannot be loaded, the two do not go together, or an
+      option is wrong. The error comes before arrays are read.
   """
   if draft is None and draft_network is not None:
     raise ValueError('draft_network: expected None without a draft.')
   if dtype is None and options.get('placement') is not None:
     dtype = options['placement'].dtype
   small = None
-  # The drafter loads quickly, so that its errors come early.
+  # The drafter is loaded first, since it is small and so its errors come early.
   if draft is not None:
     small = load_model(draft, draft_network, dtype=dtype)
   large = load_model(target, network, tokenizer=tokenizer, dtype=dtype)

@@ -1,8 +1,8 @@
-"""A server: requests that come at any time share the slots of one engine.
+"""A server, in which requests that come at any time share an engine's slots.
 
-`serve` runs one as `ServeConfig` says. `worker` decodes and knows no HTTP;
-`protocol` knows OpenAI's requests, `answer` its answers; `app` puts them
-together. With `ReplicaSettings` there are several behind one address.
+`serve` runs a server by its `ServeConfig`. `worker` decodes without HTTP;
+`protocol` reads OpenAI's requests, `answer` makes OpenAI's answers, and `app`
+puts them together. With `ReplicaSettings` several servers share one address.
 """
 
 from specdec_jax.serving.run import ReplicaSettings, ServeConfig, serve

@@ -1,7 +1,7 @@
 """Makes OpenAI's answers from the outputs of a request while they grow.
 
-The target also scores and classifies, on a thread beside the scheduler, which
-decodes. There requests take turns.
+The scheduler decodes. The target also scores and classifies, on a thread of its
+own, where requests take turns.
 """
 
 import asyncio
@@ -38,10 +38,11 @@ _WITHOUT_END = {
   'failed': ('The server has failed; see its log.', 500),
   'failed alone': ('Requests of this kind fail; the log says why.', 500),
 }
-_PIECE = 2048  # tokens that are read at once, unless one text has more
-_LEAST = -9999.0  # what OpenAI has for the logarithm of 0
+_PIECE = 2048  # the most tokens read at once, unless a single text has more
+_LEAST = -9999.0  # OpenAI's value for the logarithm of 0
 # The log-probability of a token, None for the first token of a prompt; and the
-# likeliest ids at its place with their log-probabilities, the likeliest first.
+# likeliest ids at the token's position with their log-probabilities, the
+# likeliest first.
 _LogProb = tuple[float | None, Sequence[tuple[int, float]]]
 _Value = TypeVar('_Value')
 
@@ -54,7 +55,7 @@ class Turns:
   """
 
   def __init__(self, engine: Engine, max_seconds: float):
-    """Takes the engine that scores, and the most seconds of a request."""
+    """Takes the engine that scores, and the time limit of a request."""
     self._engine, self._max_seconds = engine, max_seconds
     self._thread = concurrent.futures.ThreadPoolExecutor(1, 'turns')
 
@@ -62,7 +63,7 @@ class Turns:
     """Runs the pieces of a request, each at its turn; returns their values.
 
     A piece that has begun runs to its end, and other requests wait for it, even
-    if its own request is cancelled.
+    if the request of that piece is cancelled.
 
     Raises:
       ApiError: the time of the request is over.
@@ -77,10 +78,13 @@ class Turns:
   async def classify(
     self, texts: Sequence[Prompt], labels: Sequence[Prompt]
   ) -> np.ndarray:
-    """Returns what `Engine.classify` does; it reads the texts in pieces.
+    """Returns the probability of each label for each text.
+
+    The texts are read in pieces, so that other requests get their turns.
 
     Raises:
-      ApiError: the engine refuses them, or the time of the request is over.
+      ApiError: the engine refuses the texts or the labels, or the time of the
+        request is over.
     """
     with protocol.naming_the_field('input'):
       pieces = await asyncio.to_thread(self._pieces, texts, labels)
@@ -89,12 +93,12 @@ class Turns:
   def _pieces(
     self, texts: Sequence[Prompt], labels: Sequence[Prompt]
   ) -> list[Callable[[], np.ndarray]]:
-    """Encodes and checks everything, before the first piece is read."""
+    """Encodes and checks texts and labels; returns a call for each piece."""
     engine = self._engine
     pairs = [protocol.encoded(engine, x) for x in texts]
     ids, inputs = zip(*pairs, strict=True)
     scoring.check_ids(engine.target, inputs=ids)
-    # `Engine.classify` adds the end of an output to ids.
+    # `Engine.classify` adds the end of sequence to labels that are ids.
     outputs = [ids[:-1] for ids in engine.label_ids(labels)]
     longest = next_power_of_two(max(map(len, ids)))
     number = max(1, _PIECE // (longest + sum(map(len, outputs))))
@@ -108,9 +112,9 @@ class Answer:
   """Collects the outputs of one request, and makes the answer from them.
 
   Attributes:
-    request: the request.
+    request: the parsed body of the HTTP request.
     rows: the rows that are to be decoded.
-    num_prompt_tokens: tokens of all prompts.
+    num_prompt_tokens: the number of tokens in all prompts.
   """
 
   def __init__(
@@ -122,18 +126,18 @@ class Answer:
     model: str,
     loop: asyncio.AbstractEventLoop,
   ):
-    """Makes the rows.
+    """Makes the rows that are to be decoded.
 
     Args:
-      request: the request.
-      worker: decodes.
-      turns: runs the scores of the target, beside the decoding.
-      metrics: the counters.
+      request: the parsed body of the HTTP request.
+      worker: decodes the rows.
+      turns: scores outputs with the target while the worker decodes.
+      metrics: the server's counters.
       model: the name by which requests call the model.
       loop: the event loop in which the answer is awaited.
 
     Raises:
-      ApiError: the engine cannot decode it.
+      ApiError: the engine cannot decode the request.
     """
     self.request, self._turns, self._metrics = request, turns, metrics
     self._worker, self._engine = worker, worker.engine
@@ -150,11 +154,11 @@ class Answer:
       'model': model,
     }
     self._done: dict[int, Completion] = {}
-    self._tokens: dict[int, list[int]] = {}  # told so far
+    self._tokens: dict[int, list[int]] = {}  # sent so far, by output
     self._long: LongTexts | None = None
 
-    # The rows refer to the listener: without a reference to the answer there is
-    # no cycle, which would live until Python's garbage collector runs.
+    # The rows refer to `tell`, which does not refer to the answer. A cycle of
+    # references would live until Python's garbage collector runs.
     def tell(index: int, update: Update) -> None:
       loop.call_soon_threadsafe(queue.put_nowait, (index, update))
 
@@ -164,7 +168,7 @@ class Answer:
     for row in self.rows:
       row.streams, row.shows_rounds = request.stream, request.return_rounds
       row.is_plain |= not request.speculative
-    # A beam search gives all outputs of its row.
+    # A beam search finds all outputs of a prompt in one row.
     self._per_row = request.n if request.use_beam_search else 1
     self._num_outputs = len(self.rows) * self._per_row
     if not request.max_length:  # the client wants the prompt alone
@@ -188,7 +192,7 @@ class Answer:
     if len(long.parts) > limit:
       expected = f'at most {limit} sentences (max_waiting)'
       raise unexpected('prompt', expected, len(long.parts))
-    encoded = functools.cache(protocol.encoded)  # samples have equal sentences
+    encoded = functools.cache(protocol.encoded)  # sentences may repeat
     inputs = [encoded(engine, x, request.source_lang)[1] for x in long.parts]
     return inputs, long.options
 
@@ -201,7 +205,7 @@ class Answer:
     index, update = await self._queue.get()
     if update.error is not None:
       raise _without_end(update.error)
-    outputs = update.outputs[::-1]  # of beams the best one first
+    outputs = update.outputs[::-1]  # the best beam first
     for place, output in enumerate(outputs, index * len(outputs)):
       if output.finish_reason == 'error':
         raise ApiError(str(output.error), status=500)
@@ -271,7 +275,10 @@ class Answer:
   async def _choice(
     self, index: int, text: str, done: Completion | None
   ) -> dict[str, Any]:
-    """Returns a choice, or a piece of it; the last piece has the tokens."""
+    """Returns a choice of OpenAI's answer or, in a stream, a piece of one.
+
+    Only the last piece has the finish reason, log-probabilities and ids.
+    """
     request, prompt = self.request, index // self.request.n
     is_first = index not in self._tokens
     choice: dict[str, Any] = {'index': index, 'text': text}
@@ -338,7 +345,10 @@ class Answer:
     return form(entries, request.num_top)
 
   async def _scored(self, index: int, tokens: Sequence[int]) -> list[_LogProb]:
-    """Returns the scores of an output, after those of an echoed prompt."""
+    """Returns the target's log-probabilities of an output.
+
+    If the prompt is echoed, those of the prompt come first.
+    """
     request, engine = self.request, self._engine
     prompt = index // request.n
     read, targets, hidden = [*request.prompt_ids[prompt]], [*tokens], 0
@@ -410,10 +420,11 @@ def _entries(
   values: Sequence[_LogProb],
   shift: int = 0,
 ) -> list[dict[str, Any]]:
-  """Returns the tokens of a text that begins `shift` characters into an answer.
+  """Returns an entry for each token of a text.
 
-  Each has its offset in the answer, and the likeliest tokens at its place;
-  tokens that a rule forbids are none of these.
+  The text begins `shift` characters into an answer. An entry has the token's
+  offset in the answer, and the likeliest tokens at its position, without tokens
+  that a rule forbids.
   """
   entries, before = [], Text(tokenizer)
   for token, piece, (log_prob, top) in zip(ids, pieces, values, strict=False):
@@ -430,7 +441,10 @@ def _entries(
 
 
 def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
-  """Returns a token in the form of a chat; JSON has no infinite numbers."""
+  """Returns the entry of a token, in the form that chats have.
+
+  An infinite log-probability becomes None, since JSON has no infinite numbers.
+  """
   if log_prob is not None and not math.isfinite(log_prob):
     log_prob = None
   return {'token': piece.name, 'logprob': log_prob, 'bytes': piece.bytes}
@@ -439,9 +453,12 @@ def _entry(piece: Piece, log_prob: float | None) -> dict[str, Any]:
 def _of_completions(
   entries: Sequence[dict[str, Any]], number: int
 ) -> dict[str, Any]:
-  """Returns the `logprobs` of completions; a top includes the token itself."""
+  """Returns the `logprobs` of completions.
+
+  The likeliest tokens of a position include the token that was chosen.
+  """
   top: list[dict[str, Any] | None] = []
-  for entry in entries:  # of tokens with the same name the likeliest is shown
+  for entry in entries:  # tokens with the same name: the likeliest is shown
     tokens = entry, *entry['top_logprobs'][::-1]
     named = {each['token']: each['logprob'] for each in tokens}
     top.append(named if entry['top_logprobs'] else None)
@@ -456,7 +473,10 @@ def _of_completions(
 def _of_a_chat(
   entries: Sequence[dict[str, Any]], number: int
 ) -> dict[str, Any]:
-  """Returns the `logprobs` of chats, whose clients expect a number."""
+  """Returns the `logprobs` of a chat.
+
+  A log-probability that is None becomes -9999, since clients expect a number.
+  """
   for entry in entries:
     entry['top_logprobs'] = entry['top_logprobs'][:number]
     del entry['offset']

@@ -1,7 +1,8 @@
 """The HTTP application: OpenAI's completions, health and metrics.
 
-starlette has the routes. The application decides by its host, key and site
-whether a request is answered, and adds request ids, the log and the counters.
+starlette routes the requests. The application refuses a request with a wrong
+Host header or key, or from a page of another site. It also adds request ids,
+the log and the counters.
 """
 
 import asyncio
@@ -30,8 +31,9 @@ from specdec_jax.serving.protocol import ApiError, Parser
 from specdec_jax.serving.settings import LOG, say
 from specdec_jax.serving.worker import Worker
 
-# Another thread reads bodies of more bytes; chats, whose template may be slow;
-# and bodies that may constrain outputs, whose automaton is slow to make.
+# Another thread parses bodies of more than `_LARGE` bytes, chats (a template
+# may be slow), and bodies with one of `_CONSTRAINTS` (the automaton of
+# permitted outputs is slow to make).
 _LARGE = 1 << 14
 _CONSTRAINTS = b'structured_outputs', b'response_format', b'guided_', b'\\u'
 _PAGE = pathlib.Path(__file__).with_name('page.html')
@@ -44,17 +46,17 @@ LEFT = 499  # status of a client that left before it had the whole answer
 _REQUEST_ID = re.compile(r'[\w.:-]{1,64}', re.ASCII)
 # Status of an error -> header fields of its answer.
 _HEADERS = {
-  408: {'connection': 'close'},  # the rest of a body that is late
+  408: {'connection': 'close'},  # the rest of the late body is not read
   429: {'retry-after': '1'},
   503: {'retry-after': '5'},
 }
 
 
 class Application:
-  """An ASGI application that answers requests by one worker.
+  """An ASGI application that answers requests with one worker.
 
   Attributes:
-    metrics: the counters.
+    metrics: the server's counters.
     name: the name by which requests call the model.
   """
 
@@ -62,9 +64,9 @@ class Application:
     """Makes the routes.
 
     Args:
-      worker: decodes.
+      worker: decodes the requests.
       name: the name by which requests call the model.
-      keys: each request needs one of them; without any, it needs none.
+      keys: API keys, of which each request needs one; empty: none is needed.
     """
     engine, settings = worker.engine, worker.settings
     self._worker, self._settings, self.name = worker, settings, name
@@ -114,7 +116,7 @@ class Application:
       raise RuntimeError(f'The scheduler failed: {self._worker.failure}')
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request, counts it, logs it, and cancels what is left of it."""
+    """Answers, counts and logs a request; cancels its unfinished rows."""
     if scope['type'] != 'http':
       return
     begin, headers = time.perf_counter(), Headers(scope=scope)
@@ -140,7 +142,7 @@ class Application:
       answer = _response(refusal) if refusal else self._routes
       await answer(scope, receive, send_noted)
     except Exception:
-      # The client has been told, if it still could be.
+      # The client has got an error, unless it had left.
       LOG.exception('request %s failed', request_id)
       status, is_whole = 500, True
     finally:
@@ -153,14 +155,14 @@ class Application:
       say('request', id=request_id, **asked, status=status, **answered)
 
   def _refusal(self, path: str, headers: Headers) -> ApiError | None:
-    """Returns the error of a request that may not pass by its host or key."""
+    """Returns the error for a wrong Host header or key; None if both pass."""
     if not self._settings.answers_to(headers.get('host', '')):
       message = 'The Host header does not name this server. Start it with'
       message += ' --allowed-hosts and the names that clients call it by.'
       return ApiError(message, status=403)
     scheme, _, key = headers.get('authorization', '').partition(' ')
     sent = _digest(key.encode('latin-1') if scheme.lower() == 'bearer' else b'')
-    # It takes as long whether a key is right, wrong or missing.
+    # The comparison takes the same time for right, wrong and missing keys.
     same = [hmac.compare_digest(sent, key) for key in self._keys]
     if path.startswith('/v1/') and same and not any(same):
       message = 'Expected a key of this server, as "Authorization: Bearer KEY".'
@@ -207,7 +209,7 @@ class Application:
     return await _unless_left(request, answer.whole())
 
   async def _classified(self, request: Request) -> Response:
-    """Answers a request for the likeliest label of texts."""
+    """Answers a request for the likeliest label of each text."""
     data = await self._body(request)
     texts, labels = self._parser.labels(data)
 
@@ -248,16 +250,16 @@ class Application:
 def check_acting(headers: Headers) -> None:
   """Refuses a request that the page of another site sends.
 
-  Browsers send bodies of a few types to other sites without asking these first,
-  but not JSON.
+  A browser sends bodies of a few types to another site without first asking
+  that site for permission. JSON is none of these types.
 
   Raises:
-    ApiError: a page of another site sends it, or no header says that it is
-      JSON.
+    ApiError: a page of another site sends the request, or its header does not
+      say that the body is JSON.
   """
   site, origin = headers.get('sec-fetch-site'), headers.get('origin')
-  is_of_another = False  # what is no browser sends neither
-  if site is not None:  # is read first: a proxy may change the Host header
+  is_of_another = False  # programs that are no browsers send neither header
+  if site is not None:  # comes first, since a proxy may change the Host header
     is_of_another = site not in ('same-origin', 'none')
   elif origin is not None:
     _, _, host = origin.partition('://')
@@ -298,7 +300,7 @@ async def _unless_left(
 
   async def client_left() -> None:
     while (await request.receive())['type'] != 'http.disconnect':
-      pass  # the body has been read before
+      pass  # other messages are parts of the body, which was read before
 
   whole = asyncio.ensure_future(answer)
   left = asyncio.ensure_future(client_left())

@@ -1,4 +1,4 @@
-"""The metrics of a server, under vLLM's names with another prefix."""
+"""The metrics of a server, with vLLM's names but the prefix `specdec:`."""
 
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ class Metrics:
     jax.monitoring.unregister_event_duration_listener(self._listen)
 
   def taken(self, num_prompt_tokens: int) -> None:
-    """Counts the prompts of a request that was taken."""
+    """Counts the prompt tokens of a request that was queued."""
     self._counters['prompt_tokens'].inc(num_prompt_tokens)
 
   def ended(self, done: Completion) -> None:

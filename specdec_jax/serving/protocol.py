@@ -1,8 +1,8 @@
 """OpenAI's requests: the fields of a body, and what they may be.
 
-`CompletionRequest` has a field for each that a body may have, in the words of
-OpenAI and vLLM. All of them are checked before anything is queued; a wrong one
-is answered with OpenAI's error object, which names it.
+`CompletionRequest` has all fields that a body may have, named as in OpenAI's
+API and vLLM. They are checked before anything is queued. A wrong field is
+answered with OpenAI's error object, which names the field.
 """
 
 import contextlib
@@ -26,13 +26,14 @@ Prompt = str | list[int]
 
 _MAX_TOKENS, _TEMPERATURE = 16, 1.0  # OpenAI's defaults
 _Stop = Annotated[str, Bound(1, 256)]
-# Each label has a node of its own in the tree of labels.
+# Each label ends at a node of its own in the tree of labels, whose size is
+# limited.
 _Labels = Annotated[list[str] | list[list[int]], Bound(1, MOST_NODES)]
-_NumTop = Annotated[int, Bound(0, 20)]  # log-probabilities at a place
+_NumTop = Annotated[int, Bound(0, 20)]  # likeliest tokens per position
 _Object = Mapping[str, Any]
 _ID = re.compile(r'[0-9]{1,9}', re.ASCII)
 
-# Field of OpenAI or vLLM that is not supported -> the values that it may have,
+# Field of OpenAI or vLLM that is not supported -> the values that are accepted,
 # because they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(
   'suffix stop_token_ids include_stop_str_in_output'
@@ -65,8 +66,8 @@ _ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     'in a chat', {'echo': False, 'split': None, 'add_special_tokens': False}
   ),
 }  # fmt: skip
-# KEY of vLLM's `structured_outputs`, or of its field `guided_KEY` -> an option
-# of the engine.
+# Key of vLLM's `structured_outputs`, which is also the KEY of an older field
+# `guided_KEY` -> the option of the engine.
 _STRUCTURED = {'choice': 'choices', 'regex': 'regex', 'json': 'json_schema'}
 _ANY_OBJECT = {'type': 'object'}
 
@@ -75,7 +76,7 @@ _KINDS = {401: 'authentication', 429: 'rate_limit', 504: 'timeout'}
 
 
 class ApiError(Exception):
-  """An error that a client is told, because its request cannot be answered.
+  """An error that is sent to a client whose request cannot be answered.
 
   Attributes:
     status: the HTTP status.
@@ -115,10 +116,11 @@ class CompletionRequest:
 
   Attributes:
     is_chat: whether the answer is a message of a chat.
-    max_length: tokens that each output may have.
+    max_length: the most tokens of an output.
     prompts: texts, or ids, as the client gave them.
     prompt_ids: the ids of each prompt, as the model reads them.
-    inputs: for each prompt what the engine is given, see `encoded`.
+    inputs: each prompt as it is passed to the engine: as ids, or unchanged if
+      it is empty.
   """
 
   prompt: Any = None
@@ -181,7 +183,7 @@ class CompletionRequest:
 
   @property
   def num_top(self) -> int | None:
-    """The number of the likeliest tokens at each place that are wanted.
+    """How many of the likeliest tokens the client wants at each position.
 
     0: only the log-probability of the chosen token; None: no log-probabilities.
     """
@@ -191,21 +193,21 @@ class CompletionRequest:
 
   @property
   def is_greedy(self) -> bool:
-    """Whether each token is the likeliest of all at its place."""
+    """Whether each output token is the likeliest one at its position."""
     draws = self.temperature != 0
     return not (draws or self.min_tokens or self.use_beam_search)
 
   @property
   def is_scored(self) -> bool:
-    """Whether log-probabilities are wanted that decoding does not give."""
+    """Whether the client wants log-probabilities that decoding lacks."""
     if self.num_top is None:
       return False
-    # Of a greedy output the token that was chosen is the likeliest one.
+    # In a greedy output the chosen token is the likeliest one.
     return self.echo or self.num_top > int(self.is_greedy)
 
   @property
   def constraint(self) -> tuple[str, dict[str, Any]]:
-    """The field that constrains whole outputs, and its option.
+    """The field that constrains whole outputs, and the engine's option for it.
 
     Without such a field they are '' and {}.
 
@@ -293,7 +295,8 @@ def naming_the_field(
 
   Args:
     otherwise: the field to name if the error begins with none.
-    constraint: the field that constrains whole outputs.
+    constraint: the request's field that constrains whole outputs. The error
+      names this field in place of the engine's option.
   """
   try:
     yield
@@ -309,18 +312,18 @@ class Parser:
   """Reads the bodies of requests for one model."""
 
   def __init__(self, engine: Engine, settings: ServeSettings, model: str):
-    """Looks for a chat template.
+    """Keeps the arguments, and looks for the model's chat template.
 
     Args:
       engine: decodes the requests.
-      settings: the limits.
+      settings: the limits of a request.
       model: the name by which requests call the model.
     """
     self._engine, self._settings, self._model = engine, settings, model
     self._template, why = None, 'it has no chat template. Use /v1/completions.'
     try:
       self._template = template_of(engine.tokenizer)
-    except ValueError as error:  # completions need none
+    except ValueError as error:  # completions need no template
       why = str(error)
     self._no_chat = f'{model!r} cannot answer a chat: {why}'
 
@@ -384,7 +387,7 @@ class Parser:
     return texts, body['labels']
 
   def _check(self, body: _Object, request: CompletionRequest) -> None:
-    """Raises ValueError for a field that does not fit the model or another."""
+    """Raises ValueError for a value that the model or another field forbids."""
 
     def check(name: str, holds: Any, expected: str) -> None:
       if not holds:
@@ -420,7 +423,8 @@ class Parser:
     expected = f'n among {beams}, not {n}' if beams else 'false without --beams'
     is_served = n in beams or not request.use_beam_search
     check('use_beam_search', is_served, expected)
-    # A sample without a drafter would depend on the traffic.
+    # A row is decoded without the drafter only while no other row runs. So a
+    # sample would depend on other requests.
     fits = request.speculative or request.is_greedy and not scores
     check('speculative', fits, 'true unless greedy')
     wants = [name for name, on in (request.stream_options or {}).items() if on]
@@ -436,21 +440,22 @@ class Parser:
 def encoded(
   engine: Engine, prompt: Prompt, source_lang: str | None = None
 ) -> tuple[list[int], Prompt]:
-  """Returns a prompt's ids, and what the engine is given for the prompt.
+  """Returns a prompt's ids, and the input that the engine gets for the prompt.
 
-  The engine is given the ids, so that it does not encode a text again; if there
-  is nothing in the prompt, it is given the prompt.
+  The input is the ids, so that the engine does not encode a text again. For an
+  empty prompt the input is the prompt itself.
 
   Raises:
-    ValueError: as for `Codec.input_ids`.
+    ValueError: a language is unknown or missing, or the prompt has bad ids.
   """
   ids = engine.codec.input_ids(prompt, source_lang)
   first, last = engine.codec.ids_around(prompt)
   num_around = len(first) + len(last) + bool(engine.codec.languages().known)
   if len(ids) <= num_around:
     return ids, prompt
-  # The engine drops the end of given ids, and adds it again. If texts have no
-  # end, it would only drop one that the user wrote.
+  # The engine drops the end of sequence from given ids, and adds it again. If
+  # the vocabulary adds none to texts, the engine would only drop one that the
+  # user wrote.
   return ids, ids if last else RenderedIds(ids)
 
 
@@ -466,10 +471,10 @@ def _parse_json(data: bytes) -> dict[str, Any]:
 
   try:
     body = json.loads(data.decode('utf-8'), parse_constant=refuse)
-    if b'\\u' in data:  # a surrogate alone is no text
+    if b'\\u' in data:  # a lone surrogate is not text
       json.dumps(body, ensure_ascii=False).encode('utf-8')
   except (RecursionError, ValueError) as error:
-    # json's own errors may repeat the body.
+    # An error of json may quote the body, so it is cut.
     message = f'The body is not JSON in UTF-8: {str(error)[:200]}.'
     raise ApiError(message) from None
   if not isinstance(body, dict):
@@ -501,7 +506,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(value: Any) -> Sequence[Prompt]:
-  """Returns the prompts of a field, one or several; () if it has no prompt."""
+  """Returns a field's value as a list of prompts; () if it has another form."""
   if isinstance(value, str) or value and is_a(value, list[int]):
     return [value]
   are = is_a(value, list[str]) or is_a(value, list[list[int]]) and all(value)
@@ -509,7 +514,9 @@ def _prompts(value: Any) -> Sequence[Prompt]:
 
 
 def _chat_ids(template: Any, messages: Any) -> list[int]:
-  """Returns the ids of a chat; the parts of a content become one text.
+  """Returns the ids of a chat.
+
+  The text parts of a message's content are joined into one text.
 
   Raises:
     ValueError: a message has an unknown form, or the template refuses it.
@@ -521,7 +528,7 @@ def _chat_ids(template: Any, messages: Any) -> list[int]:
     fields = message if isinstance(message, dict) else {}
     fields = {k: v for k, v in fields.items() if v not in (None, [])}
     role = fields.get('role')
-    # The content of a model's message that only calls a tool is empty.
+    # A model's message without content, such as a call of a tool, is empty.
     content = fields.get('content', '' if role == 'assistant' else None)
     with contextlib.suppress(KeyError, TypeError):  # parts of another form
       if isinstance(content, list) and {x['type'] for x in content} == {'text'}:

@@ -1,9 +1,9 @@
-"""Runs a server until a signal: alone, or several behind one address.
+"""Runs one server, or several behind one address, until a signal.
 
-Those are replicas, kept by Ray Serve. Each is the application of `specdec
-serve` with its worker, in another process, on any machine of a Ray cluster. Ray
-has the address, gives each request to a replica, keeps their number, and
-replaces one that has failed.
+Several servers are replicas, which Ray Serve keeps running. Each is the
+application of `specdec serve` with its worker, in a process of its own, on any
+machine of a Ray cluster. Ray listens at the address, passes each request to a
+replica, and replaces a replica that has failed.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from specdec_jax.serving.worker import Worker
 from specdec_jax.types import Amount, Count
 
 _KEYS = 'SPECDEC_API_KEYS'
-_MOST_KEYS = 1 << 20  # bytes of a file of keys
+_MOST_KEYS = 1 << 20  # the most bytes of a file of keys
 NAME = 'specdec'  # Ray shows the application and its deployment by this name
 _HEALTH_SECONDS = 2.0  # between two checks of a replica
 _LOOK_SECONDS = 0.1
 _SIGNALS = signal.SIGTERM, signal.SIGINT
-_CONNECT_SECONDS = 5.0  # in which a cluster must answer
-_LAST_SECONDS = 5.0  # after which Ray has seen that a replica has ended
+_CONNECT_SECONDS = 5.0  # within which a cluster must answer
+_LAST_SECONDS = 5.0  # within which Ray notices that a replica has ended
 
 
 class ReplicasError(OSError):
@@ -54,9 +54,10 @@ class ReplicaSettings(Checked):
 
   Attributes:
     number: how many replicas there are; 0: one server without Ray.
-    cpus: cores of each, which may be a fraction.
-    gpus: GPUs of each. JAX sees no others.
-    resources: other resources of each, by Ray's names, such as {'TPU': 4}.
+    cpus: CPU cores of each replica, also a fraction.
+    gpus: GPUs of each replica, the only ones that its JAX sees.
+    resources: other resources of each replica, by Ray's names, such as
+      {'TPU': 4}.
 
   Raises:
     ValueError: a value is outside its range.
@@ -73,14 +74,15 @@ class ServeConfig(Checked):
   """The configuration of `specdec serve`.
 
   Attributes:
-    engine: makes the engine; with the argument `drafter`, for that drafter.
-    settings: the settings of the server.
+    engine: makes the engine; if `drafter` made a drafter, the call has it as
+      the argument `drafter`.
+    settings: the address, sizes and limits of the server.
     drafter: makes the drafter; None: `engine` makes one, or there is none.
     draft_path: the path of the drafter's checkpoint; None: no drafter.
-    calibration: a file of `specdec calibrate`, which has the lengths of greedy
-      drafts, and the length of outputs from which on a drafter pays; None: the
-      engine's gamma holds.
-    replicas: how many servers there are, if there are several.
+    calibration: a file that `specdec calibrate` wrote. It sets gamma for greedy
+      outputs, and the length from which on a drafter speeds an output up; None:
+      the engine's gamma is used.
+    replicas: the number of servers, and the resources of each.
 
   Raises:
     ValueError: a value has the wrong type.
@@ -102,11 +104,12 @@ def serve(config: ServeConfig, remake: _Make | None = None) -> None:
 
   The server listens at once, is ready when the programs for one row are
   compiled, and then compiles the others. After a signal it refuses new requests
-  and finishes those that it has taken, see `drain_seconds`.
+  and finishes the earlier ones within `drain_seconds`.
 
   Args:
     config: the configuration.
-    remake: makes `config` in the process of a replica, to which it is sent.
+    remake: a function that Ray sends to the process of each replica, where it
+      makes `config` anew; None: Ray sends `config`.
 
   Raises:
     ValueError: a value is out of range, packages of the extras [serve] or [ray]
@@ -116,14 +119,14 @@ def serve(config: ServeConfig, remake: _Make | None = None) -> None:
   """
   settings = config.settings
   for name in ('uvicorn', 'starlette', 'prometheus_client', 'httptools'):
-    package('A server', name, 'serve')  # before models are loaded
+    package('A server', name, 'serve')  # raises before models are loaded
   keys = api_keys(settings.api_key_file)
-  _calibration_of(config)  # before models are loaded, too
+  _calibration_of(config)  # raises before models are loaded
   with logging_to_stderr():
     if config.replicas.number:
       run_replicas(remake or (lambda: config), config, keys)
     else:
-      from specdec_jax.serving.server import Server  # needs the extra
+      from specdec_jax.serving.server import Server  # needs the extra [serve]
 
       server = Server(*worker_of(config), keys)
       # uvicorn raises SIGTERM again after it has stopped.
@@ -138,7 +141,8 @@ def worker_of(config: ServeConfig) -> tuple[Worker, str]:
   """Loads the models; returns a worker that decodes, and the model's name.
 
   Raises:
-    ValueError: as for `Engine` and `Worker`.
+    ValueError: a model cannot be loaded, the models do not go together, or the
+      settings do not fit them.
   """
   measured = _calibration_of(config)
   options = {}
@@ -157,11 +161,11 @@ def _calibration_of(config: ServeConfig) -> Calibration | None:
 
 
 def api_keys(path: str | None) -> list[str]:
-  """Returns the keys of a file or, without one, of the environment.
+  """Returns the keys in a file; without a path those in SPECDEC_API_KEYS.
 
   Raises:
-    ValueError: there is no such file, or no key in it; or the environment's
-      text is not empty and holds no key.
+    ValueError: there is no such file, or no key in it; or SPECDEC_API_KEYS is
+      not empty and holds no key.
   """
   text = os.environ.get(_KEYS, '').replace(',', '\n')
   if path is not None:
@@ -179,17 +183,18 @@ def api_keys(path: str | None) -> list[str]:
 
 
 def run_replicas(make: _Make, config: ServeConfig, keys: list[str]) -> None:
-  """Serves by replicas until SIGTERM or SIGINT.
+  """Serves with replicas until SIGTERM or SIGINT.
 
-  They run in an existing Ray cluster (`RAY_ADDRESS`, or one that was started on
-  this machine). Without one, Ray starts a cluster of this machine alone, which
-  ends with this process, and listens to this machine alone if the server does.
+  The replicas run in an existing Ray cluster (at `RAY_ADDRESS`, or one that was
+  started on this machine). Without one, Ray starts a cluster of this machine
+  alone, which ends with this process. If only this machine may reach the
+  server, only this machine may reach that cluster.
 
   Args:
     make: makes the configuration in the process of a replica; Ray must be able
       to send it there.
     config: the configuration.
-    keys: each request needs one of them.
+    keys: API keys, of which each request needs one; empty: none is needed.
 
   Raises:
     ValueError: Ray Serve is not installed, or the port is 0.
@@ -213,7 +218,8 @@ def run_replicas(make: _Make, config: ServeConfig, keys: list[str]) -> None:
       ends.callback(say, 'stopped')
       ends.callback(ray.shutdown)
       ends.enter_context(contextlib.suppress(KeyboardInterrupt))
-      for kind in _SIGNALS:  # the first one ends it, others are ignored
+      # The first signal ends the server; later ones are ignored.
+      for kind in _SIGNALS:
         ends.callback(signal.signal, kind, signal.signal(kind, _stop))
       address = {'host': settings.host, 'port': settings.port}
       ray_serve.start(http_options=address)
@@ -242,7 +248,7 @@ def check_cluster() -> None:
   """
   address = os.environ.get('RAY_ADDRESS', '')
   host, _, port = address.rpartition('://')[2].rpartition(':')
-  if not (host and port.isdigit()):  # '', or a word that Ray knows
+  if not (host and port.isdigit()):  # empty, or a word such as 'auto'
     return
   try:
     socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
@@ -269,8 +275,8 @@ def _connect(ray: Any, settings: ServeSettings) -> bool:
     if os.environ.get('RAY_ADDRESS'):
       raise
   if settings.is_local:
-    # With these Ray's address is 127.0.0.1, as it is on other systems than
-    # Linux. Otherwise its ports are open to all networks, with any address.
+    # With these two settings Ray listens at 127.0.0.1, as it does on macOS and
+    # Windows. Otherwise its ports are open to all networks.
     os.environ['RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'] = '0'
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
   ray.init(address='local', include_dashboard=False, configure_logging=False)
@@ -278,7 +284,7 @@ def _connect(ray: Any, settings: ServeSettings) -> bool:
 
 
 def _listen_to_this_machine() -> None:
-  """Binds the port by which replicas may call each other to this machine."""
+  """Lets only this machine reach the port that replicas open for calls."""
   from ray.serve._private import replica
 
   add_port = replica.add_port_to_grpc_server
@@ -311,18 +317,21 @@ def _deployment(
 ) -> Any:
   """Makes the deployment that Ray sends to the machines and keeps running."""
   settings, replicas = config.settings, config.replicas
-  applications: list[Any] = []  # one in the process of a replica
+  applications: list[Any] = []  # has one entry in the process of a replica
 
   class Replica:
     """One server: its worker, and the application that Ray calls."""
 
     def __init__(self):
-      """Returns when everything is compiled; then Ray sends requests."""
+      """Loads the models; returns when all programs are compiled.
+
+      Ray sends requests only after that.
+      """
       self._ends = contextlib.ExitStack()
       self._ends.enter_context(logging_to_stderr())
       if alone:
         _listen_to_this_machine()
-      from specdec_jax.serving.app import Application  # needs the extra
+      from specdec_jax.serving.app import Application  # needs [serve]
 
       self._worker, name = worker_of(make())
       self._application = Application(self._worker, name, keys)
@@ -339,9 +348,10 @@ def _deployment(
       self._application.check()
 
     def _watch(self):
-      """Ends the requests that are left when the time to finish is over.
+      """Waits until Ray Serve ends the application, then ends the requests.
 
-      Ray does not tell a replica to end while it has requests.
+      Requests have `drain_seconds` to finish. The method asks Ray, since Ray
+      does not tell a replica to end while the replica has requests.
       """
       while _is_kept(ray_serve):
         time.sleep(_HEALTH_SECONDS / 2)

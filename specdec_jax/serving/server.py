@@ -1,8 +1,8 @@
-"""The server: uvicorn, its connections, and how they end.
+"""A server by uvicorn, with limits on connections.
 
-uvicorn bounds how long a connection is idle between two requests. `Connection`
-bounds the header of a request, how long a client does not read its answer, and
-how many connections may do nothing while others want one.
+uvicorn limits how long a connection is idle between two requests. `Connection`
+limits the header of a request, how long a client may leave its answer unread,
+and how many connections are open.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from specdec_jax.serving.worker import Worker
 _OTHER_FILES = 64  # open files that are no connections
 _MOST_PIPELINED = 64  # requests that a client may send before it has an answer
 _PROBE_SECONDS = 1.0
-# Clients overlook both: an interim answer, and a comment in a stream.
+# Clients ignore both of these: an interim answer, and a comment in a stream.
 _INTERIM, _COMMENT = b'HTTP/1.1 100 Continue\r\n\r\n', b'3\r\n:\n\n\r\n'
 _TOO_LATE = 408, 'Request Timeout'
 _TOO_LARGE = 431, 'Request Header Fields Too Large'
@@ -34,7 +34,9 @@ _Timer = asyncio.TimerHandle | None
 
 
 class Server(uvicorn.Server):
-  """Serves by a worker; `should_exit` ends it as a signal does.
+  """A server that decodes with one worker.
+
+  Setting the inherited `should_exit` stops the server, as a signal does.
 
   Attributes:
     application: answers the requests.
@@ -42,7 +44,7 @@ class Server(uvicorn.Server):
   """
 
   def __init__(self, worker: Worker, name: str, keys: Sequence[str] = ()):
-    """Listens; the arguments are those of `Application`.
+    """Opens the port; the arguments are those of `Application`.
 
     Raises:
       OSError: the port is taken.
@@ -53,7 +55,7 @@ class Server(uvicorn.Server):
     settings = dataclasses.replace(self._settings, max_connections=number)
     self._socket = listening_socket(settings)
     self.port: int = self._socket.getsockname()[1]
-    options: dict[str, Any] = {  # uvicorn takes more than its types say
+    options: dict[str, Any] = {  # uvicorn accepts more types than its hints say
       'http': functools.partial(Connection, settings, {}),
       'timeout_keep_alive': settings.idle_seconds,
       'timeout_graceful_shutdown': math.ceil(settings.end_seconds),
@@ -63,7 +65,7 @@ class Server(uvicorn.Server):
     super().__init__(uvicorn.Config(self.application, **options))
 
   async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-    """Serves until a signal, or `should_exit`.
+    """Serves until a signal, or until `should_exit` is set.
 
     Raises:
       RuntimeError: the scheduler failed.
@@ -81,13 +83,13 @@ class Server(uvicorn.Server):
     self.application.check()
 
   async def _watch(self) -> None:
-    """Ends the server if the scheduler fails."""
+    """Stops the server if the scheduler fails."""
     is_frozen = False
     while self._worker.failure is None:
       if self._worker.is_compiled and not is_frozen:
         is_frozen = True
-        # Half a million objects stay from here on. The garbage collector would
-        # go through them again and again while requests wait.
+        # Half a million objects stay from here on. Unless they are frozen, the
+        # garbage collector goes through them repeatedly while requests wait.
         gc.collect()
         gc.freeze()
       await asyncio.sleep(0.1)
@@ -105,7 +107,8 @@ class Server(uvicorn.Server):
 def _connections(wanted: int) -> int:
   """Returns how many connections there may be, `wanted` at most.
 
-  Each is an open file of the process, whose limit is raised if it can be.
+  Each connection is an open file of the process. The process's limit on open
+  files is raised if that is possible.
   """
   try:
     import resource
@@ -121,8 +124,9 @@ def _connections(wanted: int) -> int:
 class Connection(HttpToolsProtocol):
   """One connection of a server.
 
-  It waits while its client has to act: to send the rest of a request, or to
-  read an answer. asyncio calls the first methods, uvicorn's parser the others.
+  A connection is waiting while its client has to act: to send a request or the
+  rest of one, or to read an answer. asyncio calls the public methods down to
+  `resume_writing`, uvicorn the later ones.
   """
 
   def __init__(
@@ -131,15 +135,16 @@ class Connection(HttpToolsProtocol):
     """Makes a connection without a transport.
 
     Args:
-      settings: the bounds.
-      waiting: the connections that wait for their clients, the longest first.
-      **options: uvicorn's.
+      settings: the limits.
+      waiting: all connections that wait for their clients, the one that has
+        waited longest first; the connections of a server share it.
+      **options: the arguments of uvicorn's class.
     """
     super().__init__(**options)
     self._settings, self._all_waiting = settings, waiting
     self._num_unparsed = 0  # bytes since a header, or a part of a body, ended
-    # They close the connection unless a header comes, and unless the client
-    # reads.
+    # These timers close the connection: the first if no header comes in time,
+    # the second if the client does not read.
     self._header_timer: _Timer = None
     self._write_timer: _Timer = None
 
@@ -155,14 +160,14 @@ class Connection(HttpToolsProtocol):
     self._note()
 
   def connection_lost(self, exc: Exception | None) -> None:
-    """Forgets the connection."""
+    """Forgets the connection and its timers."""
     super().connection_lost(exc)
     self._header_timer = _cancelled(self._header_timer)
     self._write_timer = _cancelled(self._write_timer)
     self._all_waiting.pop(self, None)
 
   def data_received(self, data: bytes) -> None:
-    """Limits the bytes and the time of a header that has begun."""
+    """Parses data; limits the bytes and the time of a header."""
     self._num_unparsed += len(data)
     super().data_received(data)
     if self._num_unparsed > self._settings.max_header:
@@ -172,7 +177,10 @@ class Connection(HttpToolsProtocol):
     self._note()
 
   def eof_received(self) -> bool:  # type: ignore[override]
-    """Stays open for an answer: the client may have ended only its half."""
+    """Returns whether the connection stays open, as for a pending answer.
+
+    The client may have closed only its sending half.
+    """
     if self._is_idle or self.cycle.more_body:
       return False
     self.cycle.keep_alive = False
@@ -187,7 +195,7 @@ class Connection(HttpToolsProtocol):
     self._note()
 
   def resume_writing(self) -> None:
-    """Goes on, since the client reads again."""
+    """Stops waiting, since the client reads again."""
     super().resume_writing()
     self._write_timer = _cancelled(self._write_timer)
     self._note()
@@ -200,22 +208,24 @@ class Connection(HttpToolsProtocol):
     if len(self.url) + sum(sizes) > self._settings.max_header:
       self._refuse(*_TOO_LARGE)
     if self.transport.is_closing() or len(self.pipeline) >= _MOST_PIPELINED:
-      raise ValueError('a large header, or too many requests')  # to the parser
-    busy = 1 + len(self.connections) - len(self._all_waiting)  # with it
+      # The parser answers with the error.
+      raise ValueError('a large header, or too many requests')
+    # Connections that do not wait for their client, this one included.
+    busy = 1 + len(self.connections) - len(self._all_waiting)
     is_over = busy > self._settings.max_connections
-    self.limit_concurrency = 1 if is_over else None  # 1: uvicorn answers by 503
+    self.limit_concurrency = 1 if is_over else None  # 1: uvicorn sends 503
     super().on_headers_complete()
     if _is_old(self.cycle):
       send = functools.partial(_send_without_chunks, self.cycle)
       self.cycle.send = send  # type: ignore[method-assign]
 
   def on_body(self, body: bytes) -> None:
-    """Takes a part of a body."""
+    """Passes on a part of a body, and restarts the count of unparsed bytes."""
     self._num_unparsed = 0
     super().on_body(body)
 
   def send_400_response(self, msg: str) -> None:
-    """Answers what the parser refused, unless another error was sent."""
+    """Answers a request that the parser refused, unless an error was sent."""
     if not self.transport.is_closing():
       super().send_400_response(msg)
 
@@ -247,7 +257,7 @@ class Connection(HttpToolsProtocol):
       self.transport.close()
 
   def _refuse(self, status: int, reason: str) -> None:
-    """Answers the beginning of a request with an error, and closes."""
+    """Answers an unfinished header with an error; closes the connection."""
     if self.transport.is_closing():
       return
     body = json.dumps(ApiError(f'{reason}.').body).encode()
@@ -259,7 +269,7 @@ class Connection(HttpToolsProtocol):
     self.transport.close()
 
   def _probe(self) -> None:
-    """Writes bytes that clients overlook, to find out whether one has left."""
+    """Writes bytes that clients ignore, to find out if this client has left."""
     if self._is_idle or self.transport.is_closing():
       return
     if not self.pipeline:  # else an answer to another request is under way
@@ -281,7 +291,7 @@ def _is_old(cycle: Any) -> bool:
 
 
 async def _send_without_chunks(cycle: Any, message: Any) -> None:
-  """Sends as uvicorn's cycle does, but without chunks, unknown to HTTP/1.0.
+  """Sends a message as uvicorn does, but without chunks, which HTTP/1.0 lacks.
 
   An answer without a length ends when the connection is closed.
   """

@@ -1,6 +1,6 @@
 """The settings of a server, its socket, and its log.
 
-The log has JSON objects on stderr, one per line.
+The log is written to stderr, one JSON object per line.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from specdec_jax.checks.fields import Bound, Checked
 from specdec_jax.types import Above0, Positive
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-_LAST_SECONDS = 5.0  # for the errors of requests that were cut off
+_LAST_SECONDS = 5.0  # for sending errors to requests that are cut off
 LOG = logging.getLogger('specdec_jax.serving')
 
 
@@ -28,35 +28,37 @@ class ServeSettings(Checked):
   """The settings by which requests are taken and decoded.
 
   Attributes:
-    host: the address to listen at; by default of this machine alone.
-    port: its port; 0: any that is free.
+    host: the address to listen at; by default, only this machine reaches it.
+    port: the port to listen at; 0: any free one.
     allowed_hosts: names by which clients call the server, beside addresses,
-      localhost and `host`. A request with another Host header is refused: a
-      site could let its own name lead here. Without any, all names are
-      allowed, unless the server listens to this machine alone.
+      localhost and `host`. A request with another Host header is refused, since
+      a site could let its own name resolve to this server. If empty, all names
+      are allowed, unless the server listens to this machine alone.
     model_name: the name by which requests call the model; None: the target's.
     rows: outputs that are decoded together.
-    speculative: whether the drafter helps; None: it does if there is one.
+    speculative: whether the drafter is used; None: where it pays.
     beams: widths of the beam searches that are served; their programs are
       compiled at the start. One search runs at a time, beside the rows.
-    max_waiting: outputs that may wait; more are answered with 429.
+    max_waiting: outputs that may wait in the queue; more are answered with 429.
     max_outputs: outputs that a request may ask for: prompts times n.
-    max_connections: connections at a time. One more closes the connection that
-      has waited longest for its client, or else is answered with 503.
+    max_connections: connections that may be open. One more closes the
+      connection that has waited longest for its client, or else is answered
+      with 503.
     max_seconds: seconds after which a request ends with an error.
-    max_header: bytes of a request's line and header fields.
-    header_seconds: seconds in which they must come.
-    max_body: bytes of a request's body.
-    body_seconds: seconds in which it must come.
+    max_header: the most bytes of a request's line and header fields.
+    header_seconds: seconds in which a request's header must come.
+    max_body: the most bytes of a request's body.
+    body_seconds: seconds in which a request's body must come.
     idle_seconds: seconds after which a connection is closed if no other request
-      comes, or if its client does not read an answer. Clients' pools close
-      theirs after 5 to 60 seconds; were the server first, a request that is
-      just sent would be lost.
+      comes, or if its client does not read an answer. Clients' pools close idle
+      connections after 5 to 60 seconds. If the server closed one first, a
+      request that was just sent would be lost.
     drain_seconds: seconds in which a server that is to stop finishes the
       requests that it has taken; the others end with an error.
-    api_key_file: a file with a key a line; one must come with each request.
-      Without a file the environment's SPECDEC_API_KEYS has them, with commas
-      between them; without any keys, requests need none.
+    api_key_file: a file with a key per line; each request must have one of
+      them. Without a file the keys are those in the environment's
+      SPECDEC_API_KEYS, with commas between them. Without keys, requests need
+      none.
 
   Raises:
     ValueError: a value is outside its range.
@@ -88,9 +90,10 @@ class ServeSettings(Checked):
     return self.host == 'localhost' or bool(address and address.is_loopback)
 
   def answers_to(self, host: str) -> bool:
-    """Whether a request with this Host header is answered; '' without one.
+    """Whether a request with the Host header `host` is answered.
 
-    With an address or localhost it always is: no site can have such a name.
+    If `host` is empty, there is no such header. Addresses and localhost are
+    always answered, since no site can have such a name.
     """
     if not host or not (self.is_local or self.allowed_hosts):
       return True
@@ -105,9 +108,10 @@ class ServeSettings(Checked):
 
   @property
   def sizes(self) -> tuple[int, ...]:
-    """The numbers of rows of the pools: 1, 4, 16, ... and `rows`.
+    """The numbers of rows that a pool may have: 1, 4, 16, ... and `rows`.
 
-    A single client must not wait for the computation of rows without a text.
+    In a small pool a single client does not wait for the computation of
+    placeholder rows.
     """
     sizes, size = [self.rows], 1
     while size < self.rows:
@@ -120,12 +124,12 @@ def _name_of(host: str) -> str:
   """Returns the name or address in a Host header, without its port."""
   try:
     return urllib.parse.urlsplit(f'//{host}').hostname or ''
-  except ValueError:  # '[' alone
+  except ValueError:  # such as '['
     return ''
 
 
 def _address(name: str) -> _Address | None:
-  """Returns the IP address that a text has; None if it has another form."""
+  """Returns a text as an IP address; None if the text is not one."""
   try:
     return ipaddress.ip_address(name)
   except ValueError:
@@ -184,7 +188,7 @@ def logging_to_stderr() -> Iterator[None]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-  loggers[1].setLevel(logging.WARNING)  # `say` logs the rest
+  loggers[1].setLevel(logging.WARNING)  # `say` logs its other events
   logging.captureWarnings(True)
   try:
     yield

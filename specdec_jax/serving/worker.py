@@ -1,6 +1,6 @@
 """Decodes rows in one thread, and compiles programs in another.
 
-Rows come from any thread. Nothing here knows of HTTP.
+Any thread may queue rows. Nothing here reads or writes HTTP.
 """
 
 import contextlib
@@ -30,13 +30,14 @@ _NOT_READY = 'The server is not ready yet: it compiles.'
 _READ_TOGETHER = 4  # the most waiting rows that are read in one call
 _LANE_ROWS = 4  # rows in the pool of a lane
 _KEEP_SECONDS = 60.0  # for which a lane's programs are kept after its last row
-# Seconds after which Python lets another thread run while one compiles.
-# With its usual 0.005, requests beside that took seven times as long, not two.
+# Seconds after which Python lets another thread run while one compiles. With
+# Python's default of 0.005, requests during a compilation took seven times as
+# long; with this value, twice.
 _TURN_SECONDS = 0.0005
-_LOOK_SECONDS = 0.1  # between two looks at rows whose time may be over
+_LOOK_SECONDS = 0.1  # between two checks for rows past their deadline
 _STOP_IDS = 8  # stop ids per row, or more if the engine has more
 _Tell = Callable[[int, Update], None]
-# What is compiled, and functions that do it.
+# Pairs: a name for the log, and a function that compiles what it names.
 _Runs = Iterator[tuple[str, Callable[[], object]]]
 # Kinds of rows whose rounds need different programs.
 _SAMPLED, _GREEDY, _PLAIN = 'sampled', 'greedy', 'greedy, no drafter'
@@ -60,14 +61,14 @@ class Worker:
     engine: the engine whose models decode.
     settings: sizes and limits.
     scheduler: decodes the rows; a kind of rows that needs programs of its own
-      has a lane, which is compiled aside.
-    speculates: whether a drafter helps.
-    least_length: greedy rows that may have fewer tokens are decoded plainly,
-      see `Calibration.least_length`.
+      has a lane, whose programs another thread compiles meanwhile.
+    speculates: whether a drafter is used.
+    least_length: a greedy row with a lower limit on its tokens is decoded
+      plainly, since a drafter pays only for longer outputs.
     is_compiled: whether all programs are compiled. Rows are taken before that,
       once the programs for one row are compiled; meanwhile pools are smaller,
-      and inputs are padded wider.
-    failure: what ended the threads; None if it is well.
+      and inputs are padded to more tokens.
+    failure: the error that ended the threads; None if there was none.
   """
 
   def __init__(
@@ -79,16 +80,19 @@ class Worker:
     """Starts nothing; call `start`.
 
     Args:
-      engine: the engine whose models decode; if it adapts or rests, it does so
-        by the costs of the calibration, if there is one.
+      engine: the engine whose models decode. If it adapts gamma or lets its
+        drafter rest, it decides by the costs in the calibration, if there is
+        one.
       settings: sizes and limits.
-      measured: a calibration, which decides how greedy rows are drafted for.
-        None: as many rows as `Engine.speculation_pays` refuses are decoded
-        plainly. Sampled rows have the engine's gamma in any case.
+      measured: a calibration, which decides the gamma of greedy rows by the
+        size of their pool. None: they are decoded plainly in pools for whose
+        size `Engine.speculation_pays` is false. Sampled rows have the engine's
+        gamma in any case.
 
     Raises:
       ValueError: the slots cannot fit into memory, the engine splits rows over
-        devices, or the calibration is of something else (`CalibrationError`).
+        devices, or the calibration is of other models or of another device
+        (`CalibrationError`).
     """
     self.engine, self.settings = engine, settings
     plan, self.least_length = None, 0
@@ -108,7 +112,7 @@ class Worker:
       self.speculates = settings.speculative
     if self.speculates:
       _ = engine.drafter  # raises if there is none
-    # The engine knows where beams are slower with a drafter.
+    # None: the engine decides, which knows where a drafter slows beams down.
     self._drafts = None if self.speculates else False
     if (multiple := engine.programs.row_multiple) > 1:
       expected = '1: a pool of one row cannot be split'
@@ -140,7 +144,7 @@ class Worker:
   # Methods that other threads call.
 
   def start(self) -> None:
-    """Begins to compile, and soon to decode."""
+    """Starts the compiling thread, which starts the decoding thread."""
     self._compiler.start()
 
   def rows(
@@ -150,11 +154,12 @@ class Worker:
 
     Args:
       texts: the inputs.
-      tell: see `Row`, of which a caller may set other fields before `take`.
-      **options: as for `Engine.text_request`.
+      tell: is called with a row's index and each update of the row. A caller
+        may set other fields of the rows before `take`.
+      **options: the options of `Engine.generate`.
 
     Raises:
-      ValueError: as for `Engine.generate`.
+      ValueError: the engine refuses a text or an option.
     """
     request = self.engine.text_request(texts, self._drafts, **options)
     rows = [*request.rows]
@@ -163,17 +168,18 @@ class Worker:
     deadline = time.monotonic() + self.settings.max_seconds
     for row in rows:
       row.tell, row.deadline = tell, deadline
-      # The kind is known from here on: `take` holds a lock.
+      # The row keeps the kind, so that `take` is quick while it holds a lock.
       is_ordinary = self.scheduler.kind_of(row) is None
       is_short = 0 < row.max_length < self.least_length and row.is_simple
       row.is_plain = is_ordinary and is_short
     return rows
 
   def take(self, rows: Sequence[Row]) -> None:
-    """Queues rows, all of them or none; rows without a text end at once.
+    """Queues rows, all of them or none; rows with an empty text end at once.
 
     Raises:
-      ApiError: there is no room for all of them, or no rows are taken.
+      ApiError: the queue has no room for all of them, or the server is not
+        ready or is stopping.
     """
     decoded = [row for row in rows if not row.passed_over]
     with self._lock:
@@ -197,13 +203,13 @@ class Worker:
       self.scheduler.cancel(rows)
 
   def refuse(self, why: str) -> None:
-    """Takes no more rows; those that were taken go on."""
+    """Refuses further rows with the message `why`; earlier rows go on."""
     with self._lock:
       if self._refuses in (None, _NOT_READY):
         self._refuses = why
 
   def stop(self) -> None:
-    """Ends all rows with the error 'stopped', and the thread."""
+    """Ends all rows with the error 'stopped', and both threads."""
     self.refuse('The server is stopping.')
     with self._lock:
       self._ends = True
@@ -218,7 +224,7 @@ class Worker:
 
   @property
   def takes_rows(self) -> bool:
-    """Whether it is ready, and not stopping."""
+    """Whether the worker is ready, and not stopping."""
     return self._refuses is None
 
   @property
@@ -239,7 +245,7 @@ class Worker:
       while not self._ends:
         with self._lock:
           if not (self.scheduler.has_work or self._ends):
-            # Rows that wait for programs have no work, but a time that ends.
+            # Rows that wait for programs are no work yet, but have a deadline.
             self._lock.wait(_LOOK_SECONDS if self._taken else None)
           now = time.monotonic()
           late = [row for row in self._taken if row.deadline <= now]
@@ -255,7 +261,7 @@ class Worker:
     self._tell_all((row, Update(error=error)) for row in left)
 
   def _fail(self, failure: Exception) -> None:
-    """Ends both threads."""
+    """Records a failure, refuses further rows and ends both threads."""
     LOG.exception('The scheduler failed.')
     with self._lock:
       self.failure = repr(failure)
@@ -272,7 +278,7 @@ class Worker:
         self._taken.discard(row)
       try:
         row.tell(row.index, update)
-      except RuntimeError:  # the loop of its listener has ended
+      except RuntimeError:  # the listener's event loop has ended
         self.cancel([row])
 
   # Methods of the compiling thread.
@@ -280,7 +286,8 @@ class Worker:
   def _compile(self) -> None:
     """Compiles all programs; rows are taken once the first are compiled.
 
-    Then it compiles the programs of lanes, whose rows wait meanwhile.
+    After that, it compiles the programs of each new lane, whose rows wait
+    meanwhile.
     """
     begin = time.perf_counter()
     try:
@@ -296,7 +303,7 @@ class Worker:
         if number == 1:
           self._thread.start()
           with self._lock:
-            if self._refuses == _NOT_READY:  # else it was told to take none
+            if self._refuses == _NOT_READY:  # else `refuse` was called
               self._refuses = None
           say_since('ready', begin)
         if not self._to_compile.empty():
@@ -309,7 +316,7 @@ class Worker:
       self._fail(failure)
     while not self._ends:
       try:
-        # No name here holds a lane, which would keep its programs.
+        # No variable here holds a lane, which would keep its programs alive.
         self._compile_lane(self._to_compile.get(timeout=_KEEP_SECONDS / 4))
       except queue.Empty:
         self._forget_lanes(time.monotonic() - _KEEP_SECONDS)
@@ -318,7 +325,7 @@ class Worker:
     """Compiles the programs of a lane, unless its rows were cancelled.
 
     Args:
-      lane: the lane; None, which `stop` queues: there is none.
+      lane: the lane; None, which `stop` queues, compiles nothing.
     """
     if lane is None:
       return
@@ -334,7 +341,12 @@ class Worker:
     say_since('compiled a lane', begin, what=lane.name)
 
   def _forget_lanes(self, before: float = 0.0) -> None:
-    """Frees programs of lanes until there is room; waits while all are used."""
+    """Frees the programs of idle lanes.
+
+    Args:
+      before: frees lanes last used before that `time.monotonic()`; 0 frees
+        lanes until there is room for another, and waits while all are used.
+    """
     number = len(self.scheduler.lanes)
     while not (self.scheduler.forget_idle(before) or self._ends):
       time.sleep(_LOOK_SECONDS)
@@ -348,14 +360,15 @@ class Worker:
 
     The programs that are needed most come first.
 
-    A program is compiled anew for arrays that another program has placed. So
-    each pool is filled afresh and from each smaller one, twice.
+    JAX compiles a program again for arrays whose placement comes from another
+    program. So each pool is filled from nothing and from each smaller pool, all
+    of it twice.
 
     Args:
-      pool: decodes them; nobody else's.
+      pool: a pool for these decodes alone.
 
     Yields:
-      What is compiled, and a function that does it.
+      A name for the log, and a function that decodes, and so compiles.
     """
 
     def rehearsal(*decodes: tuple[Any, ...]) -> Callable[[], object]:
@@ -372,7 +385,7 @@ class Worker:
         yield f'{size} rows, {kind}', rehearsal((widest, kind, 1, size))
     for text in self._texts:
       inputs = f'inputs of {len(text)}'
-      for kind in (_GREEDY, _PLAIN):  # a row alone; then others come
+      for kind in (_GREEDY, _PLAIN):  # a single row, which others join
         alone = (text, kind, 1, 1, (1, several)), (widest, _SAMPLED, 1, 1)
         yield f'a row alone, {inputs}, {kind}', rehearsal(*alone)
       numbers = [min(count, several) for count in counts[:several]]
@@ -382,10 +395,10 @@ class Worker:
   def _rehearse(self, pool: SlotPool, decodes: Iterable[Any]) -> None:
     """Decodes short outputs to compile programs; no one reads the outputs.
 
-    Each item has a text, a kind, a number of rows, the size of the pool, and
-    the sizes that the pool takes later.
+    Each item of `decodes` has a text, a kind, a number of rows, the size of the
+    pool, and the sizes that the pool takes later.
     """
-    # More tokens than two rounds make.
+    # The outputs have more tokens than two rounds make.
     longest = 2 * pool.policy.longest + 3
     longest = min(longest, self.engine.config.max_decode_len)
     for text, kind, count, *sizes in decodes:
@@ -398,14 +411,14 @@ class Worker:
       pool.rehearse(rows, *sizes)
 
   def _short_searches(self) -> _Runs:
-    """Yields beam searches of each width, for a text of each width."""
+    """Yields a short beam search for each served width and each input width."""
     for width, text in itertools.product(self.settings.beams, self._texts):
       options = {'num_beams': width, 'num_samples': width, 'max_length': 1}
       row = self._some(text, **options)
       name = f'a search of {width} beams, inputs of {len(text)}'
       yield name, functools.partial(self.scheduler.keep, row)
 
-  # Requests.
+  # Methods that make rows and requests for compilations.
 
   def _some(self, text: Any, **options: Any) -> Row:
     """Makes a row for warm-up, in any of the target's languages."""
@@ -414,7 +427,12 @@ class Worker:
     return self.engine.text_request([text], self._drafts, **options).rows[0]
 
   def _of_any_kind(self, request: Request) -> Request:
-    """Returns a request like this one, whose rows have values of their own."""
+    """Returns a copy of a one-row request that stands for rows of any kind.
+
+    Options that rows may differ in (top-k, top-p and stop ids) become arrays
+    with one entry per row, and whatever an ordinary row may use is switched on.
+    So programs that are compiled for the copy decode all ordinary rows.
+    """
     sampling: Any = request.sampling
     top = {'top_k': np.zeros(1, np.int32), 'top_p': np.ones(1, np.float32)}
     num_stops = max(_STOP_IDS, len(self.engine.codec.stop_ids))
@@ -430,7 +448,7 @@ class Worker:
     )
 
   def _texts_of_all_widths(self) -> list[list[int]]:
-    """Makes a text of each width that texts are read in, the widest last."""
+    """Makes a text for each width of padded inputs, the widest last."""
     codec, texts = self.engine.codec, {}
     some_id = codec.tokenizer.inputs.vocab_size - 1
     nothing = codec.input_ids([], next(iter(codec.languages().known), None))

@@ -1,8 +1,8 @@
 """Chat templates: the messages of a chat as the ids that a model reads.
 
-A folder has its own template in Jinja's language, which gets here the same
-variables and functions as from transformers. It runs in Jinja's sandbox, for a
-bounded time. The package jinja2 comes with the extra `[chat]`.
+A model's folder may have a template in Jinja's language. The template gets the
+same variables and functions as in transformers. It runs in Jinja's sandbox, for
+a bounded time. The package jinja2 comes with the extra `[chat]`.
 """
 
 import contextvars
@@ -43,7 +43,7 @@ class RenderedIds(list[int]):
 
 
 class ChatTemplate:
-  """A template and its vocabulary."""
+  """A chat template, and the vocabulary that turns its text into ids."""
 
   def __init__(
     self,
@@ -57,7 +57,8 @@ class ChatTemplate:
     Args:
       source: the template in Jinja's language.
       tokenizer: the vocabulary.
-      tokens: names for the template, such as 'bos_token' -> their texts.
+      tokens: variables of the template and their texts, such as 'bos_token' ->
+        '<s>'.
       name: where the template stands, for errors.
 
     Raises:
@@ -97,11 +98,12 @@ class ChatTemplate:
   def ids(self, messages: Messages) -> RenderedIds:
     """Returns the ids of `text`.
 
-    A special token's name is text in a message, and that token in the template.
+    The name of a special token is plain text if a message has it, and that
+    token if the template has it.
 
     Raises:
-      ValueError: as for `text`, or the vocabulary reads a special token out of
-        plain text.
+      ValueError: the template does not take such messages, or the vocabulary
+        reads a special token out of plain text.
     """
     marked = _each_text(self._tokenizer.hide_names, [*messages])
     return RenderedIds(self._tokenizer.encode_marked(self.text(marked)))
@@ -111,7 +113,8 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
   """Returns the chat template in a vocabulary's folder, or None.
 
   Raises:
-    ValueError: as for `ChatTemplate`, or the file cannot be read.
+    ValueError: the file cannot be read, its text is not a template, or the
+      package jinja2 is not installed.
   """
   if not isinstance(tokenizer, Tokenizer):
     return None
@@ -140,7 +143,7 @@ def template_of(tokenizer: Vocabulary) -> ChatTemplate | None:
 
 @functools.cache
 def _environment() -> Any:
-  """Makes an environment like that of transformers, but with bounds."""
+  """Makes a Jinja environment like that of transformers, but with limits."""
   package('A chat template', 'jinja2', 'chat')
   from jinja2 import TemplateError, ext, nodes, sandbox
 
@@ -158,7 +161,7 @@ def _environment() -> Any:
     raise TemplateError(message)
 
   class Bounded(sandbox.ImmutableSandboxedEnvironment):
-    """Refuses products, widths and counts that would make a huge value."""
+    """A sandbox without products, widths and counts that make a huge value."""
 
     intercepted_binops = frozenset({'*', '**', '%'})
 
@@ -185,7 +188,7 @@ def _environment() -> Any:
     'raise_exception': refuse,
     'strftime_now': lambda form: datetime.datetime.now().strftime(form),
   }
-  del environment.globals['lipsum']  # this function may take arbitrarily long
+  del environment.globals['lipsum']  # may take arbitrarily long
   environment.extend(step=_step)
   return environment
 
@@ -226,7 +229,7 @@ def _format(form: Any, *args: Any, **named: Any) -> str:
 
 
 def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
-  """Checks the widths in a format, and those that its values may give."""
+  """Checks the widths in a format string, and values that may be widths."""
   text = str(form)
   _check_sizes(*map(int, re.findall('[0-9]{1,20}', text)))
   if re.search(r'%[^a-zA-Z]*\*|:[^}]*\{', text):
@@ -253,13 +256,13 @@ def _check_sizes(*values: Any) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-  # Jinja's own filter writes for HTML, and has fewer arguments.
+  # Jinja's own filter escapes for HTML, and has fewer arguments.
   text = json.dumps(value, ensure_ascii=ensure_ascii, **options)
   return text.replace(json.dumps(vocabulary.MARK)[1:-1], vocabulary.MARK)
 
 
 def _each_text(function: Callable[[str], str], value: Any) -> Any:
-  """Applies a function to each text in a value."""
+  """Applies a function to each text in nested dicts and lists."""
   if isinstance(value, str):
     return function(value)
   if isinstance(value, Mapping):

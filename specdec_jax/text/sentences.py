@@ -1,10 +1,11 @@
 """Splits a long text into sentences, and joins their outputs again.
 
 A line break always ends a sentence. The package sentencex (extra `[split]`)
-finds the other ends. Where it errs, `_rules_of` replaces characters before it
-reads them, or this module moves the end or leaves it out. Marks of lists,
-headings, quotations and tables, links, code, and parts without a letter stay as
-they are. A sentence that is too long for a model is cut.
+finds the other ends. Where sentencex errs, the rules of `_rules_of` replace
+characters before sentencex reads them, or this module moves or drops the end
+that was found. Marks of lists, headings, quotations and tables, links, code,
+and parts without a letter stay as they are. A sentence that is too long for a
+model is cut.
 """
 
 import functools
@@ -23,13 +24,13 @@ from specdec_jax.checks.fields import package
 _TABLES = tomllib.loads(
   pathlib.Path(__file__).with_name('abbreviations.toml').read_text('utf-8')
 )
-# NLLB's name -> the name here, of languages that have rules.
+# NLLB's name -> the two-letter name, of the languages that have rules.
 _LANGUAGES: dict[str, str] = _TABLES['languages']
 # Characters that sentencex gets at once: it takes quadratic time for texts
 # without spaces, and for quotation marks that are not closed.
 _BLOCK = 1 << 11
-Count = Callable[[str], int]  # of the tokens of a text
-_MOST_CHARACTERS = 64  # a longer text is more than one token, without counting
+Count = Callable[[str], int]  # counts the tokens of a text
+_MOST_CHARACTERS = 64  # per token; a longer text is too long without counting
 _COUNTS = 1 << 12  # results of `count` that are cached, because words repeat
 # Long sentences are cut after clauses, then after words.
 _CUTS = (
@@ -43,7 +44,7 @@ _UNSPACED = re.compile(
 )
 _PLAIN = re.compile(r'[\w\s,]*')  # no sentence ends inside such a text
 _LETTER = re.compile(r'[^\W\d_]')
-# Parts inside a line that are not decoded; a link's text lies between two.
+# Parts inside a line that are not decoded. The text of a link lies between two.
 _MARKUP = r"""
   [^\S\r\n]{3,} | \t
   | (?<!\S)\|+ | \|+(?!\S)
@@ -54,10 +55,11 @@ _MARKUP = r"""
   | !?\[(?=[^][]*\]\() | \]\([^()\s]*\)
 """
 _IN_LINE = re.compile(_MARKUP, re.VERBOSE)
-# The same in lines that begin with |.
+# The same parts, and |, in lines that begin with |.
 _IN_TABLE = re.compile(rf'\| | {_MARKUP}', re.VERBOSE)
 _NUMERALS = '一二三四五六七八九十百'
-# Marks at the begin of a sentence, maybe several, which are not decoded.
+# A mark at the beginning of a sentence, which is not decoded. A sentence may
+# have several.
 _MARK = re.compile(
   rf"""
   \s+ | (?:[^\w\s]|_)+(?=\s) | >+ | [—–―]+(?!\d)
@@ -76,7 +78,7 @@ _OPENING = re.compile(r"""\s["'“”«„‘(\[]+\Z""")
 
 
 class Sentences(NamedTuple):
-  """A text and the places of its sentences.
+  """A text and the positions of its sentences.
 
   Attributes:
     text: the whole text.
@@ -114,7 +116,7 @@ class Sentences(NamedTuple):
 
 
 def language_of(name: str | None) -> str:
-  """Returns the language whose rules split a text; warns if it has none.
+  """Returns the language whose rules split a text; warns if there are none.
 
   Args:
     name: such as 'de', 'de_DE' or NLLB's 'deu_Latn'; None means English.
@@ -193,9 +195,9 @@ def _rules_of(language: str) -> tuple[frozenset[str], list[Any]]:
   """Returns the rules of a language.
 
   Returns:
-    Words whose full stop ends no sentence; and patterns with their
-    replacements, of the same length, which sentencex reads: `_` replaces a full
-    stop that ends no sentence.
+    Words whose full stop ends no sentence; and patterns with their replacements
+    of the same length, for the text that sentencex reads. For example, `_`
+    replaces a full stop that ends no sentence.
   """
   words = frozenset(_TABLES['abbreviations'].get(language, '').split())
   has_ordinals = language in _TABLES['ordinals'].split()
@@ -227,7 +229,7 @@ def _rules_of(language: str) -> tuple[frozenset[str], list[Any]]:
 
 
 def ends(text: str, language: str) -> Iterator[int]:
-  """Yields the end of each sentence of a line, following blanks included."""
+  """Yields the position after each sentence and the blanks that follow it."""
   if _PLAIN.fullmatch(text):
     yield len(text)
     return
@@ -257,7 +259,7 @@ def ends(text: str, language: str) -> Iterator[int]:
 
 
 def _goes_without_blank(text: str, at: int) -> bool:
-  """Whether a sentence may end at the place `at` without a blank."""
+  """Whether a sentence may end at the position `at` without a blank."""
   return text[at - 1] in _STOPS or bool(_UNSPACED.search(text, at - 2, at + 2))
 
 

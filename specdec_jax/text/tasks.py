@@ -5,13 +5,13 @@ seqio: `inputs_pretokenized` and `targets_pretokenized` are the texts, prefix
 included; `inputs` and `targets` are their ids, cut so that the end-of-sequence
 id still fits into the length.
 
-T5's translation, its summarisation and lm1b have their names in T5's code, and
-read data that TensorFlow Datasets (TFDS) has prepared.
-If a module registers a seqio task of the same name, that task is used instead.
+T5's tasks of translation and summarisation, and lm1b, have the names that T5's
+code gives them. They read data that TensorFlow Datasets (TFDS) has prepared. If
+a module registers a seqio task of the same name, that task is used instead.
 
-seqio brings TensorFlow: it is imported when a function here needs it, and
-nowhere else in the library. Names, prefixes and metrics of T5's tasks are those
-of T5's own task definitions (Raffel et al. 2020, appendix D).
+seqio imports TensorFlow. So seqio is imported only when a function here needs
+it, and nowhere else in the library. Names, prefixes and metrics of T5's tasks
+are those of T5's own task definitions (Raffel et al. 2020, appendix D).
 """
 
 import contextlib
@@ -43,20 +43,20 @@ BROKEN = '<broken>'  # key of the reason why an example's line is broken
 # Keys that this module sets; fields of a line with these names are left out.
 _RESERVED = frozenset((*FEATURES, 'references', BROKEN))
 _MAX_REASON = 1000  # characters of the reason why a line is broken
-_MAX_NAMES = 100  # a message chooses from so many fields
+_MAX_NAMES = 100  # fields among which an error message looks for the nearest
 VOCAB = 'gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model'
 EXTRA_IDS = 100  # sentinels that T5's vocabulary has after its pieces
 
 
 class T5Task(NamedTuple):
-  """A task of T5 over TensorFlow Datasets (TFDS), in t5_tasks.toml.
+  """An entry of t5_tasks.toml: a task of T5 over TensorFlow Datasets (TFDS).
 
   Attributes:
-    tfds: dataset, configuration and version.
+    tfds: TFDS's name of the dataset, with configuration and version.
     targets: the feature of TFDS with the target.
     inputs: the feature of TFDS with the input; None: inputs are empty.
-    prefix: is put before each input.
-    metrics: names of `metrics.METRICS`.
+    prefix: text that is put before each input.
+    metrics: names of metrics in `metrics.METRICS`.
   """
 
   tfds: str
@@ -76,7 +76,7 @@ class LocalTask:
   """A task whose examples are the lines of files.
 
   Attributes:
-    name: name of the task; its output files are named after it.
+    name: name of the task, which output files are named after.
     files: split -> UTF-8 file, plain or `.gz`.
     vocab_path: the vocabulary of both sides: a sentencepiece model, also
       `gs://bucket/file`, or a folder with GPT-2's vocabulary; see
@@ -84,15 +84,15 @@ class LocalTask:
     kind: the form of a line: 'txt' is an input; 'tsv' is source<TAB>target, or
       a source alone; 'jsonl' is an object. None: the ending of the file's name
       decides.
-    prefix: is put before each input, such as 'summarize: '.
+    prefix: text that is put before each input, such as 'summarize: '.
     inputs_field: the field of a JSONL object with its input.
     targets_field: the field of a JSONL object with its target: a text, or a
       list of correct texts, of which the first is the target. None: there are
       no targets. The object's other texts and numbers stay as they are, except
       fields named 'inputs', 'targets' or 'references'.
-    metrics: names of `metrics.METRICS`.
+    metrics: names of metrics in `metrics.METRICS`.
     distinct: whether lines with the same input are one example, whose
-      references are the targets of all.
+      references are the targets of all these lines.
 
   Raises:
     ValueError: a file is missing, or a kind of file or a metric is unknown.
@@ -132,7 +132,7 @@ class LocalTask:
     return self.kind or ending_of(path)
 
   def reading(self, split: str) -> str | None:
-    """Returns a sentence on how the file of a split is read, see `reading`."""
+    """Returns a sentence on how a split's file is read; None for plain text."""
     path = os.fspath(self.files[split])
     return reading(path, self._kind(path), self.inputs_field)
 
@@ -141,7 +141,7 @@ class LocalTask:
 
     Args:
       split: a key of `files`.
-      keep_broken: see `read`.
+      keep_broken: whether a broken line becomes an example, see `read`.
 
     Returns:
       Dicts with 'inputs' (prefix included), 'targets' ('' if there is none),
@@ -151,8 +151,8 @@ class LocalTask:
     Raises:
       ValueError: there is no such split; a file cannot be read; a line has a
         wrong format (the message has its number).
-      files.BrokenOff: after the examples so far, the rest of the file cannot be
-        read.
+      files.BrokenOff: the rest of the file cannot be read. It is raised after
+        the examples before that.
     """
     check_split(self, split)
     path = os.fspath(self.files[split])
@@ -180,8 +180,8 @@ class LocalTask:
       split: such as 'test'.
       task_feature_lengths: feature -> the most ids, the end-of-sequence id
         included; longer examples are cut. Other features are not cut.
-      keep_broken: see `read`.
-      tokenizer: takes the place of the task's vocabulary.
+      keep_broken: whether a broken line becomes an example, see `read`.
+      tokenizer: a vocabulary that replaces the task's; None: the task's.
 
     Returns:
       Dicts with 'inputs' and 'targets', int32[n], which end with the
@@ -191,12 +191,14 @@ class LocalTask:
       numbers, or lists of text.
 
     Raises:
-      ValueError: as for `texts`, or there is no such feature.
+      ValueError: there is no such split or feature, a file cannot be read, or a
+        line has a wrong format.
     """
     lengths = task_feature_lengths or {}
     check_feature_lengths(lengths, FEATURES, self.name)
     vocabulary = tokenizer or Tokenizer(self.vocab_path)
-    # Outside of `generate`, whose errors show only at the first example.
+    # This call raises errors at once. Within `generate` they would show only
+    # when the first example is read.
     texts = self.texts(split, keep_broken)
 
     def generate():
@@ -233,12 +235,12 @@ class SeqioTask:
 
   @property
   def splits(self) -> Collection[str]:
-    """The names of its splits.
+    """The names of the task's splits.
 
     Raises:
       ValueError: TFDS has not prepared the data.
     """
-    # seqio would begin a download that may take hours.
+    # Otherwise seqio would begin a download, which may take hours.
     seqio, _ = import_seqio()
     if isinstance(self.task.source, seqio.TfdsDataSource):
       _check_prepared(self.task.source.tfds_dataset)
@@ -260,12 +262,13 @@ class SeqioTask:
 
     Raises:
       ValueError: there is no such split or feature, a vocabulary cannot be
-        reached, or TFDS has not prepared the data (with the command that does).
+        reached, or TFDS has not prepared the data (the message has the command
+        that prepares them).
     """
     del keep_broken, tokenizer
     task, lengths = self.task, dict(task_feature_lengths or {})
     check_feature_lengths(lengths, task.output_features, self.name)
-    # TFDS reads the part in brackets, as in 'test[:1%]'.
+    # The part in brackets is for TFDS, as in 'test[:1%]'.
     check_split(self, split.split('[')[0])
     seqio, tf = import_seqio()
     for feature in task.output_features.values():
@@ -326,22 +329,23 @@ def find(
   prefix: str = '',
   distinct: bool = False,
 ) -> list[Task]:
-  """Returns the task of a name or file, or the tasks of a mixture.
+  """Returns the task that a name or path stands for, or a mixture's tasks.
 
   Args:
     task: name of a seqio task or mixture, or of a task of T5; a local task; or
       the path of a file: `.tsv` (inputs<TAB>targets), `.jsonl` ('inputs' and
       'targets'), otherwise one input a line; each also as `.gz`.
     tokenizer: the models' vocabulary, which files and T5's tasks use too. None:
-      a local task uses its own, T5's tasks use T5's, read over the network.
+      a local task uses its own vocabulary, T5's tasks use T5's, which is read
+      over the network; `task` must not be a path.
     split: the name of the split that a file becomes.
-    prefix: is put before each input of a file.
-    distinct: see `LocalTask`; for a file.
+    prefix: text that is put before each input of a file.
+    distinct: whether lines of a file with the same input are one example.
 
   Raises:
-    ValueError: there is no such file or task (with the nearest names); seqio is
-      needed and not installed; or a local task has another vocabulary than the
-      models.
+    ValueError: there is no such file or task (the message has the nearest
+      names); seqio is needed and not installed; or a local task has another
+      vocabulary than the models.
   """
   if isinstance(task, SeqioTask):
     return [task]
@@ -370,10 +374,11 @@ def find(
 
 
 def find_one(task: str | LocalTask) -> Task:
-  """Returns the task that `find` finds.
+  """Returns the one task that a name stands for.
 
   Raises:
-    ValueError: as for `find`; or the name is that of a mixture.
+    ValueError: there is no such task, seqio is needed and not installed, or the
+      name stands for a mixture of several tasks.
   """
   first, *others = tasks = find(task)
   if others:
@@ -410,7 +415,10 @@ def token_lists(task: Task, split: str) -> tuple[list[Any], list[Any]]:
 
 
 def _subtasks(name: str, tokenizer: Vocabulary | None) -> list[Any]:
-  """Returns the seqio task of a name, T5's included, or those of a mixture."""
+  """Returns the seqio tasks of a name: one, or those of a mixture.
+
+  Names of `TASKS` are known even if no module has registered them.
+  """
   try:
     seqio, _ = import_seqio()
   except ValueError as error:
@@ -472,7 +480,7 @@ def t5_task(name: str, vocab_path: str | os.PathLike[str] | None) -> Any:
 def _check_prepared(loader: Any) -> None:
   """Raises ValueError if TFDS has not prepared the data of a loader."""
   if loader.name is None:
-    return  # the loader joins several data sets, and TFDS raises their errors
+    return  # the loader combines data sets, and TFDS raises their errors
   folder = f', data_dir={loader.data_dir!r}' if loader.data_dir else ''
   command = f"tfds.builder('{loader.name}'{folder}).download_and_prepare()"
   command = f'python -c "import tensorflow_datasets as tfds; {command}"'
@@ -487,7 +495,12 @@ def _check_prepared(loader: Any) -> None:
 
 
 def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
-  """Converts a seqio example to ids, text, numbers and lists of text."""
+  """Converts a seqio example to ids, text, numbers and lists of text.
+
+  Args:
+    example: feature -> value, as seqio reads it.
+    ends: feature that is ids -> the id of its end of sequence.
+  """
   fields: dict[str, Any] = {'targets': np.zeros(0, np.int32)}
   for key, value in example.items():
     if isinstance(value, bytes):
@@ -508,7 +521,7 @@ def plain(example: dict[str, Any], ends: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _distinct(examples: Iterable[dict[str, Any]]) -> Examples:
-  """Yields one example per input, with the references of all its lines."""
+  """Merges examples with the same input into one with all their references."""
   merged: dict[str, dict[str, Any]] = {}
   lines, broken_off = files.until_broken(iter(examples))
   for example in lines:
@@ -540,8 +553,8 @@ def reading(
 
   Args:
     path: the file.
-    kind: one of `KINDS`; None: that of its ending.
-    inputs_field: see `LocalTask`.
+    kind: the form of a line, one of `KINDS`; None: by the file's ending.
+    inputs_field: the field of a JSONL object with its input.
   """
   kind = kind or kind_of(path)
   forms = {
@@ -558,22 +571,22 @@ def read(
   targets_field: str | None = 'targets',
   keep_broken: bool = True,
 ) -> Examples:
-  """Yields the example of each line of a file; see `LocalTask.texts`.
+  """Yields an example, a dict with 'inputs' and 'targets', for each line.
 
   A line is broken if it has invalid UTF-8, NUL bytes, too many bytes or another
   format than its file. Empty lines are examples too.
 
   Args:
     path: a file, plain or `.gz`, or a named pipe; '-' is stdin.
-    kind: one of `KINDS`; None: that of its ending.
-    inputs_field: see `LocalTask`.
-    targets_field: see `LocalTask`.
+    kind: the form of a line, one of `KINDS`; None: by the file's ending.
+    inputs_field: the field of a JSONL object with its input.
+    targets_field: the field of a JSONL object with its target; None: no field.
     keep_broken: whether a broken line becomes an example whose `BROKEN` says
-      why, and whose 'inputs' is the line; otherwise it raises.
+      why, and whose 'inputs' is the line; otherwise ValueError is raised.
 
   Raises:
-    ValueError: as for `files.lines`; or a line is broken (the message has its
-      number).
+    ValueError: the file cannot be read; or a line is broken (the message has
+      its number).
   """
   kind = kind or kind_of(path)
   used = {'inputs': inputs_field, 'targets': targets_field}
@@ -603,7 +616,8 @@ def field_of(fields: Mapping[str, Any], field: str, place: str, to_do: str):
   """Returns a field of a JSON object.
 
   Raises:
-    ValueError: there is no such field; the message ends with `to_do`.
+    ValueError: there is no such field. The message begins with `place`, the
+      line of the object, and ends with `to_do`, a piece of advice.
   """
   if field not in fields:
     near = nearest(field, list(fields)[:_MAX_NAMES])
@@ -646,10 +660,10 @@ def check_feature_lengths(
 
 
 def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields each line of a JSONL file: its place, for messages, and its object.
+  """Yields file and number of each line of a JSONL file, and its object.
 
   Raises:
-    ValueError: as for `files.text_lines`; or a line is not a JSON object.
+    ValueError: the file cannot be read, or a line is not a JSON object.
   """
   for number, line in enumerate(files.text_lines(path), 1):
     place = f'{path!r} line {number}'
@@ -660,15 +674,17 @@ def read_pairs(path: str) -> Iterator[tuple[str, str]]:
   """Yields the source and the target of each line that has a target.
 
   The target of a line of plain text is the line, and its source is ''. In
-  predictions.jsonl, which `specdec decode` writes, targets are the predictions:
-  the last of several, or those of the sentences of a text that was split.
+  predictions.jsonl, which `specdec decode` writes, the targets are predictions:
+  the last one if an input has several, or one for each sentence of a text that
+  was split.
 
   Raises:
-    ValueError: as for `files.lines`; or a line is broken, with its number.
+    ValueError: the file cannot be read; or a line is broken (the message has
+      its number).
   """
   kind = kind_of(path)
   if kind == 'jsonl' and 'prediction' in next(records(path), ('', {}))[1]:
-    # Records of errors have no pairs.
+    # Records of failed inputs yield no pairs.
     for _, record in records(path):
       whole = record.get('inputs'), record.get('prediction')
       for source, target in record.get('parts', [whole]):
@@ -690,8 +706,8 @@ def read_prompts(
 ) -> list[str]:
   """Returns the texts that can be decoded, in their order.
 
-  A text that a task, a TSV or a JSONL has several times, such as one with
-  several references, is returned once.
+  A text that occurs several times in a task, a TSV or a JSONL file, such as one
+  with several references, is returned once.
 
   Args:
     source: the path of UTF-8 text, one prompt per line, see `read`; or a task,
@@ -712,7 +728,7 @@ def read_prompts(
   texts = [example['inputs'] for example in examples]
   if not isinstance(source, str) or kind_of(source) != 'txt':
     texts = list(dict.fromkeys(texts))
-  # Any output may follow an empty text, which tells little about a pair.
+  # An empty text is left out, since its output tells little about a pair.
   longest = math.inf if limit is None else limit
   usable = [text for text in texts if text and 0 < count(text) <= longest]
   if not usable:

@@ -35,15 +35,15 @@ _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 _BYTES = {chr(byte): bytes([byte]) for byte in _VISIBLE}
 _BYTES |= {chr(256 + i): bytes([byte]) for i, byte in enumerate(_HIDDEN)}
-# Tokens of languages: NLLB's, such as eng_Latn, mBART's, such as en_XX, and
-# those of M2M-100 and PLBART, such as __en__.
+# The language tokens of NLLB, such as eng_Latn; of mBART, such as en_XX; and of
+# M2M-100 and PLBART, such as __en__.
 _LANGUAGE = re.compile(
   r'[a-z]{3}_[A-Z][a-z]{3}|([a-z]{2}_[A-Z]{2})|__([a-z]+|en_XX)__'
 )
 
 
 class Vocabulary:
-  """The contract of a tokenizer.
+  """The interface of a tokenizer.
 
   `Tokenizer` reads files. A tokenizer of your own is a subclass that has
   `vocab_size`, `eos_id`, `fingerprint`, `encode` and `decode`; all else has
@@ -51,8 +51,8 @@ class Vocabulary:
 
   Attributes:
     vocab_size: V, the largest id plus one.
-    eos_id: the end of sequence.
-    path: path of its files, for messages.
+    eos_id: the id of the end of sequence.
+    path: the path of the vocabulary's files, for messages.
     before: ids in front of every text, such as `<s>` in CodeT5, without those
       of languages.
     bos_id: the first id in `before`; None in T5, GPT-2 and Qwen.
@@ -63,11 +63,12 @@ class Vocabulary:
     languages: name -> id of each language's token in the vocabularies of
       translation models: 'eng_Latn' in NLLB-200's, 'en' in M2M-100's, 'en_XX'
       in mBART's.
-    language_last: whether the language stands behind a text, and is the first
-      token of an output, in place of a start token, as in mBART-25.
+    language_last: whether the token of the language follows a text, and begins
+      an output in place of a start token, as in mBART-25.
     pieces: id -> its text in the vocabulary's file.
-    split_special_tokens: see `Tokenizer`.
-    skip_special_tokens: see `Tokenizer`.
+    split_special_tokens: whether names of special tokens in a text are text.
+    skip_special_tokens: whether special tokens have no text in an output; None:
+      only sentinels, such as `<extra_id_0>`, have a text.
   """
 
   vocab_size: int
@@ -108,10 +109,10 @@ class Vocabulary:
 
   @functools.cached_property
   def least_size(self) -> int:
-    """The least V of a network for this vocabulary.
+    """The smallest number of ids that a network for this vocabulary may have.
 
-    Special tokens that no text needs, such as Gemma's place of an image, may
-    lie past it.
+    Special tokens that no text needs, such as Gemma's placeholder of an image,
+    may have larger ids.
     """
     return self.vocab_size
 
@@ -141,7 +142,7 @@ class Vocabulary:
     return False
 
   def bytes_of(self, token: int) -> bytes:
-    """The bytes of a piece of text, which may be a part of a character."""
+    """Returns the bytes of a piece, which may be a part of a character."""
     return b''
 
   def for_network(
@@ -150,7 +151,7 @@ class Vocabulary:
     split_special_tokens: bool | None = None,
     skip_special_tokens: bool | None = None,
   ) -> 'Vocabulary':
-    """Returns this vocabulary as a network of `size` ids reads it."""
+    """Returns this vocabulary, adapted to a network that has `size` ids."""
     return self
 
 
@@ -161,10 +162,12 @@ class Tokenizer(Vocabulary):
   T5; the rest is cut into pieces.
 
   Attributes:
-    pad_id: padding; the end of sequence where the vocabulary has none.
-    unk_id: the unknown token; the end of sequence where there is none.
-    split_special_tokens: as for `__init__`.
-    skip_special_tokens: as for `__init__`.
+    pad_id: the id of padding; without one, that of the end of sequence.
+    unk_id: the id of the unknown token; without one, that of the end of
+      sequence.
+    split_special_tokens: whether names of special tokens in a text are text.
+    skip_special_tokens: whether special tokens have no text in an output; None:
+      only sentinels have a text.
 
   Examples:
     >>> tokenizer = sd.Tokenizer('demo/vocab.model')
@@ -186,11 +189,11 @@ class Tokenizer(Vocabulary):
 
     Args:
       path: a sentencepiece model, also `gs://bucket/file`; a tokenizer.json; or
-        a folder with source.spm, target.spm and vocab.json (Marian, whose
-        outputs have this vocabulary, and inputs `inputs`), with tokenizer.json,
-        spiece.model, sentencepiece.bpe.model (mBART; M2M-100, with vocab.json),
-        or vocab.json with merges.txt (GPT-2, BART); the first of these that
-        exists is used.
+        a folder with source.spm, target.spm and vocab.json (Marian: this is the
+        vocabulary of outputs, and `inputs` that of inputs), with
+        tokenizer.json, spiece.model, sentencepiece.bpe.model (mBART; M2M-100,
+        with vocab.json), or vocab.json with merges.txt (GPT-2, BART); the first
+        of these that exists is used.
       eos_token: the token that ends a sequence; None: the one that the folder
         names.
       split_special_tokens: whether the name of a special token in a text, such
@@ -244,7 +247,9 @@ class Tokenizer(Vocabulary):
     self.languages = {m[2] or m[0]: i for i, m in matches.items()}
     languages = {*self.languages.values()}
     behind = languages.intersection(backend.after)
-    # In old folders of NLLB-200 it does, other than the network was trained.
+    # NLLB's names of languages match no group, and do not count: old folders of
+    # NLLB-200 put the language behind a text, but the network was not trained
+    # so.
     self.language_last = any(matches[i].lastindex for i in behind)
     self.says_ends = isinstance(backend, JsonBackend)
     after = backend.after if self.says_ends else [eos_id]
@@ -305,8 +310,8 @@ class Tokenizer(Vocabulary):
     """Groups the pieces of text among the first `size` ids by their bytes.
 
     Returns:
-      Bytes -> ids; and whether the blank that an output begins with is not part
-      of its text, as in sentencepiece's vocabularies.
+      Bytes -> ids; and whether decoding drops the blank that an output begins
+      with, as in sentencepiece's vocabularies.
     """
     ids: dict[bytes, list[int]] = {}
     for token in range(min(size, self.vocab_size)):
@@ -317,7 +322,7 @@ class Tokenizer(Vocabulary):
     texts = {i: self.decode([i]) for tokens in blanks for i in tokens}
     shows_blank = {i: text.startswith(' ') for i, text in texts.items()}
     drops_blank = not all(shows_blank.values())
-    if drops_blank:  # blanks that show, such as bytes, never come first
+    if drops_blank:  # pieces whose blank is shown never begin an output
       ids[b' '] = [x for x in ids.get(b' ', ()) if not shows_blank[x]]
     return ids, drops_blank
 
@@ -330,12 +335,12 @@ class Tokenizer(Vocabulary):
     """Returns this vocabulary for a network of `size` ids.
 
     A single sentencepiece file does not say whether T5's sentinels follow its
-    pieces. Their names are text if the network lacks their ids.
+    pieces. If the network lacks the ids of sentinels, their names are text.
 
     Args:
       size: the network's number of ids.
-      split_special_tokens: as for `__init__`; None changes nothing.
-      skip_special_tokens: as for `__init__`; None changes nothing.
+      split_special_tokens: replaces the attribute; None changes nothing.
+      skip_special_tokens: replaces the attribute; None changes nothing.
     """
     result, backend = copy.copy(self), self._backend
     if self._inputs:
@@ -355,7 +360,7 @@ class Tokenizer(Vocabulary):
   def fingerprint(self) -> str:
     """sha256 (hex) of the pieces, without added tokens, and of languages.
 
-    It is the same for all kinds of files of one vocabulary.
+    The fingerprint of a vocabulary is the same for all kinds of its files.
     """
     added = self._special | self._backend.added.keys()
     is_sentinel = vocabulary.SENTINEL.fullmatch
@@ -385,7 +390,10 @@ class Tokenizer(Vocabulary):
     return self._backend.encode_marked(text)
 
   def hide_names(self, text: str) -> str:
-    """Marks names of special tokens in a user's words, see `encode_marked`."""
+    """Marks the names of special tokens in a user's words.
+
+    `encode_marked` reads marked names as text.
+    """
     text = text.replace(vocabulary.MARK, '')
     encoded = self._names.encode(text)
     marked = ''
@@ -396,12 +404,14 @@ class Tokenizer(Vocabulary):
 
   @functools.cached_property
   def _names(self) -> Any:
-    """Finds the names of special tokens."""
+    """A processor that finds the names of special tokens in a text."""
     names = [self.pieces[i] for i in self._special & self.pieces.keys()]
     return vocabulary.splitter(map(vocabulary.added_token, names))
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids`; see `skip_special_tokens`.
+
+    That attribute says which ids have no text.
 
     Raises:
       ValueError: an id is outside the vocabulary.
@@ -418,9 +428,9 @@ class Tokenizer(Vocabulary):
 
 
 def contradiction(first: Vocabulary, second: Vocabulary) -> str:
-  """Names an id that is another token in a second vocabulary; '' if none is.
+  """Describes an id whose token two vocabularies differ in; '' if none does.
 
-  One of them may have more tokens, such as those that a fine-tune added.
+  One vocabulary may have more tokens, such as those that a fine-tune added.
   Vocabularies without `pieces` are compared by their fingerprints.
   """
   ours, theirs = first.pieces, second.pieces
@@ -443,7 +453,7 @@ def train_tokenizer(
 
   Args:
     sentences: text, one sentence each.
-    path: where the `.model` file goes; replaced whole or not at all.
+    path: the `.model` file to write; it is replaced whole or not at all.
     vocab_size: number of pieces, the 256 byte pieces and 3 special ones
       included.
 

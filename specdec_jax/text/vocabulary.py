@@ -17,38 +17,40 @@ from specdec_jax import files
 from specdec_jax.checks.fields import unexpected
 from specdec_jax.files.locations import open_location
 
-# For comparison: the largest vocabulary in use, of 256,000 pieces, has 5 MiB.
+# The most bytes of a vocabulary's file. The largest known vocabulary, with
+# 256,000 pieces, has 5 MiB.
 MOST_BYTES = 256 << 20
 SENTENCEPIECE = 'spiece.model'  # the vocabulary of T5
 TOKENIZER = 'tokenizer.json'
 VOCAB, MERGES = 'vocab.json', 'merges.txt'
 # The pieces of M2M-100 and mBART.
 PIECES = 'sentencepiece.bpe.model'
-# Marian's two models; the numbers of its outputs' pieces, if they are others.
+# Marian's two sentencepiece models; and the ids of the target's pieces, if
+# vocab.json has only those of the source.
 SOURCE, TARGET = 'source.spm', 'target.spm'
 TARGET_VOCAB = 'target_vocab.json'
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
 _NAMES = 'special_tokens_map.json'  # transformers 4 wrote this file
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
-# A character that marks names in a user's words, which are not tokens there. It
-# is in no text, because Unicode reserves it.
+# A character that marks names of special tokens in a user's words, which stay
+# text. No text has the character, because Unicode reserves it.
 MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
-END = '<|endoftext|>'  # GPT-2's end, the default of byte-level BPE
+END = '<|endoftext|>'  # GPT-2's end of sequence, the default of byte-level BPE
 BLANK = '\u2581'  # a blank in the pieces of sentencepiece
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
-_MANY = 256  # sentencepiece may start threads for so many texts
-_SENTINELS = 100  # seqio and transformers give T5 so many
+_MANY = 256  # the fewest texts for which sentencepiece may start threads
+_SENTINELS = 100  # the number that seqio and transformers add to T5's pieces
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 _FAIRSEQ = _BOS, _PAD, _EOS, _UNK = '<s>', '<pad>', '</s>', '<unk>'
 _MASK = '<mask>'
-_CODE = re.compile('>>.*?<<', re.DOTALL)  # Marian's language of the output
-_MOVED = 103  # Pegasus' ids before those of pieces
+_CODE = re.compile('>>.*?<<', re.DOTALL)  # Marian's code of a language
+_MOVED = 103  # number of Pegasus' special ids, which precede those of pieces
 Settings = Mapping[str, Any]  # tokenizer_config.json
 Added = Mapping[int, Any]  # id -> `AddedToken`
 
@@ -62,7 +64,7 @@ def added_token(content: str, **fields: bool) -> Any:
 
 
 def splitter(tokens: Iterable[Any]) -> Any:
-  """Makes a processor that finds added tokens; the rest of a text is id 0."""
+  """Makes a processor that finds added tokens; other text becomes id 0."""
   import tokenizers
 
   model = tokenizers.models.WordLevel({_REST: 0}, unk_token=_REST)
@@ -79,7 +81,10 @@ def is_vocabulary(folder: pathlib.Path) -> bool:
 
 
 def settings(folder: pathlib.Path) -> dict[str, Any]:
-  """Reads a folder's tokenizer_config.json; {} without one."""
+  """Reads a folder's tokenizer_config.json and special_tokens_map.json.
+
+  A setting of the first overrides one of the second; missing files have none.
+  """
   return _object_of(folder / _NAMES) | _object_of(folder / SETTINGS)
 
 
@@ -109,7 +114,7 @@ def added_tokens(folder: pathlib.Path, config: Settings) -> dict[int, Any]:
 
   Args:
     folder: the folder, which may have added_tokens.json.
-    config: its tokenizer_config.json.
+    config: the settings in the folder's tokenizer_config.json.
 
   Returns:
     id -> `AddedToken`, in the order of ids.
@@ -148,15 +153,15 @@ def _contradiction(file: Any, token: Any, number: int, got: Any) -> ValueError:
 
 
 class JsonBackend:
-  """A vocabulary of the package tokenizers.
+  """A vocabulary that the package tokenizers reads.
 
   Attributes:
     pieces: id -> text of each token.
     added: id -> `AddedToken`, the tokens that a text is split at.
     before: ids in front of each text.
     after: ids after each text.
-    is_bpe: whether its model is BPE.
-    is_byte_level: whether its pieces are made of bytes, as GPT-2's.
+    is_bpe: whether the vocabulary's model is BPE.
+    is_byte_level: whether the pieces are made of bytes, as in GPT-2.
     sentinels: ids of T5's sentinels that no file names.
   """
 
@@ -224,7 +229,7 @@ class JsonBackend:
     return processor
 
   def encode_marked(self, text: str) -> list[int]:
-    """Returns the ids of a text with marked names, see `Tokenizer`."""
+    """Returns the ids of a rendered chat, whose marked names are text."""
     encoded = self._marked.encode(text, add_special_tokens=False)
     for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
       added = self.added.get(token)
@@ -256,7 +261,7 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
   data = read_bytes(place)
   try:
     return tokenizers.Tokenizer.from_str(data.decode())
-  # The package raises `Exception` itself, without a class of its own.
+  # The package raises `Exception` itself, not a subclass.
   except Exception as error:
     # The package names its own types, such as PreTokenizerWrapper.
     kind = re.search('enum (?:Py)?(.+)(?:Untagged|Wrapper)', str(error))
@@ -268,7 +273,7 @@ def _of_json(tokenizers: Any, place: pathlib.Path) -> Any:
 
 
 def _of_vocab(tokenizers: Any, place: pathlib.Path, config: Settings) -> Any:
-  """Makes the processor of vocab.json and merges.txt by `tokenizer_class`."""
+  """Makes the processor of vocab.json and merges.txt, given the settings."""
   paths = [os.fspath(place), os.fspath(place.with_name(MERGES))]
   for path in paths:
     read_bytes(path)
@@ -289,7 +294,7 @@ def _of_vocab(tokenizers: Any, place: pathlib.Path, config: Settings) -> Any:
     processor.pre_tokenizer = parts.Sequence([split, level])
   bos = content(config.get('bos_token')) if config.get('add_bos_token') else ''
   eos = content(config.get('eos_token')) if config.get('add_eos_token') else ''
-  # CodeT5's and BART's tokenizers are of this kind.
+  # The tokenizers of CodeT5 and BART have this token.
   is_bart = processor.token_to_id(_MASK) is not None
   if is_bart:
     names = [*map(added_token, _FAIRSEQ), added_token(_MASK, lstrip=True)]
@@ -312,7 +317,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
   """Reads a file of a vocabulary, on this machine or `gs://bucket/file`.
 
   Raises:
-    ValueError: it cannot be read.
+    ValueError: the file cannot be read.
   """
   path = os.fspath(path)
   try:
@@ -332,9 +337,9 @@ class PiecesBackend:
     size: number of pieces of the model.
     control: id -> `AddedToken`, the tokens that have no text.
     unk_id: the id of text that no piece covers.
-    eos_id: the end of sequence.
-    sentinels: in T5's vocabulary 100 ids after the pieces, as in seqio and in
-      transformers.
+    eos_id: the id of the end of sequence.
+    sentinels: the 100 ids after the pieces of T5's vocabulary, which seqio and
+      transformers add.
     has_codes: whether a text may begin with a code such as `>>fra<<`.
   """
 
@@ -358,7 +363,8 @@ class PiecesBackend:
       numbers: piece -> id, if another file numbers the pieces.
 
     Raises:
-      ValueError: as for `JsonBackend`.
+      ValueError: a file is missing or broken, or two files contradict each
+        other.
     """
     self._processor = model = _sentencepiece(path)
     ids_of = {model.id_to_piece(i): i for i in range(model.vocab_size())}
@@ -401,7 +407,7 @@ class PiecesBackend:
     self._splitters: dict[bool, tuple[re.Pattern[str], Any]] = {}
 
   def with_sentinels(self, exist: bool) -> 'PiecesBackend':
-    """Returns a copy with `sentinels` as added tokens, or without them."""
+    """Returns a copy that has the tokens of `sentinels` if they `exist`."""
     backend = copy.copy(self)
     if not exist:
       kept = (self.added.keys() | self.pieces) - self.sentinels
@@ -433,7 +439,7 @@ class PiecesBackend:
     return rows
 
   def encode_marked(self, text: str) -> list[int]:
-    """Returns the ids of a text with marked names, see `Tokenizer`."""
+    """Returns the ids of a rendered chat, whose marked names are text."""
     return self.encode([text], True)[0]
 
   def _encode(self, text: str) -> list[int]:
@@ -453,7 +459,8 @@ class PiecesBackend:
         text += ''.join(marked[i].content for i in run)
         continue
       pieces = [self.pieces[i] for i in run]
-      # The package drops all blanks at a text's begin, transformers the first.
+      # sentencepiece drops all blanks at the beginning of a text, transformers
+      # only the first.
       part = self._processor.decode(['a', *pieces])[1:]
       is_first = not text and pieces[0].startswith(BLANK)
       text += part[1:] if is_first else part
@@ -477,9 +484,9 @@ def _sentencepiece(path: str | os.PathLike[str]) -> Any:
 def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
   """Opens a sentencepiece model whose pieces have other ids than in the model.
 
-  They follow from vocab.json (M2M-100, Marian), or from the special tokens that
-  come first (mBART, Pegasus). Tokens of languages follow the pieces, in an
-  order that no file of the folder has.
+  The ids are those in vocab.json (M2M-100, Marian), or follow those of the
+  special tokens, which come first (mBART, Pegasus). Tokens of languages follow
+  the pieces, in an order that no file of the folder has.
   """
   folder, family = path.parent, ''
   codes = content(config.get('language_codes'))
@@ -508,7 +515,7 @@ def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
       raise unexpected(where, expected, [*map(model.id_to_piece, range(3))])
   added = {}
   if family:
-    from specdec_jax.checkpoints.families import WORDS  # brings JAX
+    from specdec_jax.checkpoints.families import WORDS  # imports JAX
 
     known = WORDS['languages'][family]
     if codes not in known:
@@ -525,14 +532,18 @@ def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
   backend = PiecesBackend(path, config, added, numbers)
   backend.has_codes = path.name in (SOURCE, TARGET)
   if family == 'plbart' or codes == 'mbart':
-    backend.after = [backend.eos_id, len(numbers)]  # any language
+    backend.after = [backend.eos_id, len(numbers)]  # stands for any language
   return backend
 
 
 def _numbers_of(path: pathlib.Path, special: Iterable[str]) -> dict[str, int]:
-  """Reads a file that numbers pieces, with the special ones that it must have.
+  """Reads piece -> id from a JSON file; checks that no piece is missing.
 
   If pieces were missing, the languages after them would get wrong ids.
+
+  Args:
+    path: the file.
+    special: special tokens that the file must have.
   """
   numbers = _object_of(path)
   is_whole = {*map(repr, numbers.values())} == {*map(repr, range(len(numbers)))}
@@ -543,7 +554,7 @@ def _numbers_of(path: pathlib.Path, special: Iterable[str]) -> dict[str, int]:
 
 
 def is_marian(folder: pathlib.Path) -> bool:
-  """Whether a folder has a Marian's vocabularies, or a part of them."""
+  """Whether a folder has the vocabularies of a Marian model, or one of them."""
   return any(os.path.lexists(folder / name) for name in (SOURCE, TARGET))
 
 
