@@ -108,7 +108,7 @@ def reason(error: Exception) -> object:
 def state(path: str) -> tuple[int, int] | None:
   """Returns a file's size and time of change, by which changes are noticed.
 
-  None: there is no regular file.
+  The result is None if there is no regular file.
   """
   try:
     status = os.stat(shipped.find(path))

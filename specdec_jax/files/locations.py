@@ -81,7 +81,7 @@ class Location:
   def problem(self) -> str:
     """Returns why the path cannot be followed, such as a loop of links.
 
-    '': it can be followed, or nothing is there.
+    The result is '' if the path can be followed, or nothing is there.
     """
     try:
       os.path.lexists(self.path) and os.stat(self.path)

@@ -19,8 +19,8 @@ def differences(before: Any, now: Any) -> list[str]:
 
   The line has the names of the keys and both values. The values are first
   converted to JSON: tuples become lists, and objects of other classes become
-  text. A missing key equals a key with None, so that files from before a
-  setting existed equal runs in which the setting is None.
+  text. A missing key equals a key with None, so that a file from before a
+  setting existed does not differ from a run in which this setting is None.
   """
   values = [json.loads(json.dumps(x, default=str)) for x in (before, now)]
   return list(_differences(*values))

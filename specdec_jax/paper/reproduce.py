@@ -150,8 +150,8 @@ def reproduce(
 class _Work:
   """Collects the tables and figures of a report.
 
-  The method with the name of an item adds the item's tables or figures. What
-  several items need is measured only once.
+  The method with the name of an item adds the item's tables or figures. A
+  measurement that several items need is made only once.
   """
 
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):

@@ -197,8 +197,8 @@ class HeadDistillation(Distillation):
   position of token d_s, head i (from 0) reads the target's feature from which
   d_s was predicted (zeros for the start token) and the embeddings of d_s to
   d_(s + i). It learns the target's distribution of d_(s + i + 1). 'alpha_1' and
-  'agreement_1' are those of head 0, and so on; they hold if the proposals of
-  the heads before were accepted.
+  'agreement_1' are those of head 0, and so on; each head is measured as if the
+  proposals of the heads before it had been accepted.
 
   Attributes:
     draft: the heads, a `drafters.heads.Heads`. The target must be a network of

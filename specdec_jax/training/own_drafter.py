@@ -56,7 +56,8 @@ _TRAINING = 'training'
 _LEAST_TEXTS = 8
 _MOST_HELD_OUT = 512
 _LEAST_MINUTES = 2.0
-# In fewer steps a drafter learns too little. Evaluations are as far apart.
+# In fewer steps than this a drafter learns too little. The training is
+# evaluated each time after this many steps.
 _FEW_STEPS = 400
 # Shares of the run's time: at most _DECODING to decode the texts to learn from,
 # at most _TIMING to time calls, and at least _LEARNING to learn.
@@ -316,7 +317,7 @@ def _export(config: DistilConfig, draft: T5 | Bart, training: str) -> None:
 def _shortlist(config: DistilConfig) -> NGramTable | None:
   """Returns a table of the tokens in the target's outputs.
 
-  None: they are too large a part of the vocabulary.
+  The result is None if these tokens are too large a part of the vocabulary.
   """
   path = os.path.join(config.output_dir, _TRAINING, 'outputs', 'train.jsonl')
   tokenizer = own_vocabulary(config.target)
@@ -417,7 +418,8 @@ class _Measured:
   def calibrated(self) -> Calibration | None:
     """Returns the calibration of the pair, if possible that of an earlier run.
 
-    None: it could not be measured; the console then says why.
+    The result is None if the pair could not be calibrated; the console then
+    says why.
     """
     if os.path.exists(self._path):
       try:

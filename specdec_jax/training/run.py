@@ -178,7 +178,7 @@ def train(
   log: Callable[[str], None] | None = None,
   until: Callable[[Params], float] | None = None,
 ) -> Params:
-  """Trains a model, or resumes a run that was killed, from the same folder.
+  """Trains a model; a run that was killed is resumed from its folder.
 
   Args:
     run: the settings of the run.
@@ -258,7 +258,7 @@ def train(
 
 
 def _check_settings(run: TrainRun, settings: dict[str, Any]) -> None:
-  """Writes the settings that decide the result, or compares them with a file's.
+  """Writes the run's settings; if the folder has some already, compares them.
 
   Raises:
     ValueError: the folder holds a run with other settings.
@@ -276,7 +276,7 @@ def _check_settings(run: TrainRun, settings: dict[str, Any]) -> None:
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:
   """Returns the vocabulary of a run; trains it if it does not exist yet.
 
-  None: the data are a seqio task, which has its own vocabulary.
+  The result is None if the data are a seqio task, which has its own vocabulary.
 
   Raises:
     ValueError: the vocabulary does not exist, and there is no text to train it
@@ -386,9 +386,9 @@ def _objective(run: TrainRun, first: int | None) -> Any:
 
 
 def _stores_features(objective: Any, batches: PackedBatches) -> bool:
-  """Returns whether to store the target's features, as all fit into memory.
+  """Returns whether the target's features of all batches fit into memory.
 
-  They are then computed only once, in the first epoch.
+  If so, they are stored, so that they are computed only in the first epoch.
   """
   if type(objective) is not losses.Distillation:
     return False
