@@ -241,12 +241,12 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-  """Raises ValueError unless a value is one of some words.
+  """Raises ValueError unless a value is one of the allowed words.
 
   Args:
     name: name of the value, for the message.
     value: the value that was given.
-    choices: the words that it may be.
+    choices: the words that are allowed.
   """
   if value not in tuple(choices):
     near = nearest(str(value), choices, or_all=False).lstrip()

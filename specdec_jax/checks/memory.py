@@ -117,8 +117,8 @@ def device_bytes(device: jax.Device | None = None) -> int | None:
     device: the device; None: the first one.
 
   Returns:
-    The bytes that an accelerator's allocator may still give, None if unknown;
-    for a CPU `free_bytes`.
+    For an accelerator, the bytes that its allocator may still give, or None if
+    they are unknown; for a CPU, the result of `free_bytes`.
   """
   device = device or jax.devices()[0]
   if device.platform == 'cpu':

@@ -69,9 +69,9 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
     path: a file or a named pipe; '-' is stdin.
 
   Raises:
-    ValueError: nothing can be read there, or it is more than the limits allow,
-      or the file was changed while it was read.
-    BrokenOff: after the lines so far the rest cannot be read, for example
+    ValueError: the file cannot be read, or exceeds the limits, or was changed
+      while it was read.
+    BrokenOff: the first lines could be read, but not the rest, for example
       because compressed data are damaged or cut short; the line in which the
       file breaks off is lost.
   """
@@ -281,11 +281,11 @@ def check_all_regular(folder: str | os.PathLike[str]) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-  """Opens a file that a user has named, to read bytes.
+  """Opens a regular file, to read bytes.
 
   Raises:
-    ValueError: as for `check_regular`.
-    OSError: it is missing or may not be read.
+    ValueError: the path is not that of a regular file, see `check_regular`.
+    OSError: the file is missing or may not be read.
   """
   check_regular(path)
   return open(path, 'rb')
@@ -374,7 +374,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-  """Makes a file's folder and checks, before a long run, that it is writable.
+  """Makes a file's folder and checks early whether the file can be written.
 
   Raises:
     ValueError: the folder cannot be written, or a folder or a device is in the

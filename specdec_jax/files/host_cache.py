@@ -54,5 +54,6 @@ def measured(
   # If the file cannot be written, the next process measures again.
   with contextlib.suppress(OSError):
     write_json(path, {'key': key, 'value': value})
-  # JSON changes some values: a new measurement is read like a stored one.
+  # JSON changes some values, such as tuples, which become lists. A new
+  # measurement is therefore read like a stored one.
   return read(json.loads(json.dumps(value)))

@@ -126,7 +126,8 @@ def reproduce(
     expected = 'a folder with records of measurements (NAME.json)'
     raise unexpected(field, expected, config.records)
   if _PICTURES & set(config.items):
-    # A missing matplotlib fails now, not after hours of measuring.
+    # If matplotlib is missing, this raises an error now, and not after hours of
+    # measuring.
     load_matplotlib()
   files.make_folder(config.output_dir)
   work = _Work(config, console)
@@ -195,7 +196,7 @@ class _Work:
 
   @functools.cached_property
   def _engine(self) -> Engine:
-    # `__post_init__` has checked the field.
+    # `__post_init__` has checked that the field is set.
     assert self.config.engine is not None
     return self.config.engine()
 
@@ -242,7 +243,7 @@ class _Work:
     # The benchmark's table is not shown, because it was measured on random ids,
     # while the figure shows the generation of a text.
     quiet = rich.console.Console(quiet=True)
-    # `__post_init__` has checked the field.
+    # `__post_init__` has checked that the field is set.
     assert self.config.costs is not None
     costs = benchmark(self.config.costs, quiet)
     runs = {}
@@ -299,7 +300,7 @@ def suite_records(
     ValueError: the folder has a record with other settings.
   """
   suite = config.suite
-  assert suite is not None  # `__post_init__` has checked the field
+  assert suite is not None  # `__post_init__` has checked that it is set
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)

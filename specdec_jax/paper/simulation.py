@@ -26,7 +26,7 @@ from specdec_jax.verify import check_lenience
 MAX_SAMPLES = 10**8  # a sample takes four bytes
 # The level of the test: a correct `verify` fails for one seed in a million.
 ALPHA = 1e-6
-_CHUNK_ENTRIES = 1 << 21  # probabilities that are processed together
+_CHUNK_ENTRIES = 1 << 21  # the number of probabilities in memory at a time
 
 Probs = Sequence[float] | np.ndarray
 

@@ -165,7 +165,7 @@ class PackedBatches:
     longest = config.buckets[-1]
     # The last position of a row is for the end-of-sequence id.
     self._limits = np.array([[longest], [config.target_places(longest)]]) - 1
-    # Empty sides teach nothing.
+    # Nothing can be learned from a pair with an empty side.
     is_usable = (self._lengths > 0) & (self._lengths <= self._limits)
     self._usable = np.flatnonzero(is_usable.all(0))
     self.num_dropped = len(pairs) - len(self._usable)

@@ -20,7 +20,7 @@ Sums = dict[str, jax.Array]
 
 
 class Objective(Protocol):
-  """A loss, and the measures that are reported with it."""
+  """Computes a loss to minimise, and measures that are reported with it."""
 
   def sums(
     self, params: Params, batch: Batch, key: jax.Array | None = None

@@ -331,7 +331,7 @@ def _shortlist(config: DistilConfig) -> NGramTable | None:
 
 
 class _Measured:
-  """The measurements of the pair, before and after the drafter learns."""
+  """Measures the pair, before and after the drafter learns."""
 
   def __init__(
     self, config: DistilConfig, input_len: int, end: float, console: Console

@@ -301,7 +301,7 @@ def first_token(
 ) -> int | None:
   """Returns the id that a decoder reads first, in training as in an engine.
 
-  It is None if texts of this network begin with their own first token.
+  The result is None if the decoder reads no id before a text's first token.
   """
   if network.has_encoder or network.reads_encoder or tokenizer is None:
     return network.start_id
@@ -354,7 +354,8 @@ def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
     for feature, rows in zip(FEATURES, (inputs, targets), strict=True)
   )
   if not run.network.has_encoder and not any(map(len, targets)):
-    # The data are lines of text. No network reads the source of such a pair.
+    # The data are lines of text, which become targets. Each target gets a
+    # placeholder as its source, which no network reads.
     inputs, targets = [[PAD_ID]] * len(inputs), inputs
   return list(zip(inputs, targets, strict=True))
 

@@ -164,7 +164,7 @@ class Trainer:
     args, key = (self._objective, state.params), jax.random.key(0)
     for batch in map(self._with_features, self._train_data.empty_batches()):
       self._gradient.lower(*args, batch, key).compile()
-    # Gradients have the shapes of the parameters.
+    # The parameters stand in for the gradients, which have the same shapes.
     self._update.lower(state, state.params, np.float32(0)).compile()
     held_out = self._valid_data.empty_batches() if self._valid_data else ()
     for batch in map(self._with_features, held_out):
