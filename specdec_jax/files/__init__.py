@@ -374,7 +374,9 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-  """Makes a file's folder and checks early whether the file can be written.
+  """Makes a file's folder, and checks that the file can be written.
+
+  A long run calls this function before it begins.
 
   Raises:
     ValueError: the folder cannot be written, or a folder or a device is in the
