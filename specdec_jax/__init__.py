@@ -1,7 +1,9 @@
 """Speculative decoding of T5-family models in JAX.
 
-A drafter proposes a `Draft`, the target extends its cache over it in one call,
-`verify` returns a `Verdict`, and the caches rewind to the committed tokens.
+A drafter proposes a `Draft`: tokens and their probabilities. The target
+computes its own probabilities of all these tokens in one call. `verify` returns
+a `Verdict`: how many tokens are accepted, and the next token. Both KV caches
+then rewind to the accepted tokens.
 
   target = specdec_jax.load('google/flan-t5-xl', dtype='bfloat16')
   draft = specdec_jax.load('google/flan-t5-small', dtype='bfloat16')
@@ -15,8 +17,8 @@ import importlib
 import pathlib
 from typing import Any
 
-# The stub beside this file has the module of each public name. A name is
-# imported when it is used, so that `import specdec_jax` alone is quick.
+# The stub beside this file tells which module has each public name. A name is
+# imported when it is first used, so that `import specdec_jax` itself is quick.
 _STUB = ast.parse(pathlib.Path(__file__).with_suffix('.pyi').read_text('utf-8'))
 _MODULES = {
   alias.asname: (node.module, alias.name)

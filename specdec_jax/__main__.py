@@ -1,4 +1,4 @@
-"""`python -m specdec_jax`, which is the command `specdec`."""
+"""Runs the command line: `python -m specdec_jax` is the same as `specdec`."""
 
 import sys
 

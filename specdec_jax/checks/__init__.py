@@ -1,1 +1,1 @@
-"""Checks of values that users give: numbers, types, names, memory."""
+"""Checks the values that users give, and whether the memory is sufficient."""

@@ -1,4 +1,4 @@
-"""Checks of values that users give: types, numbers, names, packages."""
+"""Checks values that users give, and imports optional packages for them."""
 
 import collections.abc
 import dataclasses
@@ -22,15 +22,16 @@ _WORDS = {
 }
 _SEQUENCES = (tuple, list, collections.abc.Sequence)
 
-# Cached: a server checks the same classes with each request.
+# Cached, because a server checks the same classes with each request.
 _hints_of: Any = functools.cache(typing.get_type_hints)
 
 
 class Bound(NamedTuple):
-  """The range of an annotated number, or of a sequence's number of items.
+  """The allowed range of a number, or of the length of a sequence or a text.
 
-  Example: `lengths: Annotated[Sequence[Positive], Bound(2)]` has two or more
-  numbers from 1.
+  It is part of an annotation. For example, a field `lengths` with the
+  annotation `Annotated[Sequence[Positive], Bound(2)]` must have two or more
+  numbers, each 1 or more.
   """
 
   least: float
@@ -43,7 +44,8 @@ def check_types(config: Any) -> None:
 
   A whole number counts as a number; True, NaN and infinity do not. A list or an
   array is accepted for a tuple. An annotation may have a `Bound`. Classes that
-  are neither built in nor records are not checked: they may be protocols.
+  are neither built in nor dataclasses or named tuples are not checked, because
+  they may be protocols.
 
   Args:
     config: an instance; call this from its `__post_init__`.
@@ -58,7 +60,7 @@ def check_types(config: Any) -> None:
 
 
 class Checked:
-  """A base of dataclasses, which checks fields by their annotations.
+  """A base class of dataclasses that checks their fields by their annotations.
 
   A subclass with more to check calls `check_types` in its own `__post_init__`.
 
@@ -91,18 +93,18 @@ def unexpected(
     name: the field, flag or argument.
     expected: the values that it may have, as in 'a whole number from 1'.
     value: the value that it has.
-    advice: a sentence that says what to do, unless that is plain.
+    advice: a sentence that says what to do; '' if the rest makes it clear.
   """
   message = f'{name}: expected {expected}, got {shortened(value)}. {advice}'
   return ValueError(message.rstrip())
 
 
 def is_a(value: Any, hint: Any) -> bool:
-  """Returns whether a value has the type that `check_types` would accept."""
+  """Returns whether `check_types` would accept a value for an annotation."""
   origin, inside = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
     if hasattr(value, '__len__') and not _is_within(value, inside[1]):
-      return False  # before its items are looked at
+      return False  # a wrong length needs no check of the items
     return is_a(value, inside[0]) and _is_within(value, inside[1])
   if origin in (Union, types.UnionType):
     return any(is_a(value, option) for option in inside)
@@ -136,7 +138,7 @@ def _is_within(value: Any, bound: Bound) -> bool:
 def _is_sequence(value: Any, inside: tuple[Any, ...]) -> bool:
   if hasattr(value, 'tolist'):
     value = value.tolist()
-  # Methods are checked, because not all sequences are `Sequence`s.
+  # The methods are checked, because not every type with items is a `Sequence`.
   has_items = hasattr(value, '__len__') and hasattr(value, '__getitem__')
   if not has_items or isinstance(value, str | bytes | collections.abc.Mapping):
     return False
@@ -189,7 +191,7 @@ def _either(words: list[str]) -> str:
 
 
 def is_finite(value: Any) -> bool:
-  """Returns whether a number is one that a float can hold."""
+  """Returns whether a number is finite, and not too large for a float."""
   try:
     return math.isfinite(value)
   except OverflowError:
@@ -200,9 +202,9 @@ def shortened(value: Any) -> str:
   """Returns a value as text for a message; the middle of a long text is cut."""
   try:
     text = repr(value)
-  except ValueError:  # Python does not print longer integers
+  except ValueError:  # Python refuses to print an integer of so many digits
     text = 'a huge number'
-  # The end of a path matters most.
+  # The end is shown too, because it matters most in a path.
   return text if len(text) <= 160 else f'{text[:80]}...{text[-80:]}'
 
 
@@ -215,14 +217,21 @@ def check_number(name: str, value: Any, least: float) -> None:
   Args:
     name: name of the value, for the message.
     value: the value that was given.
-    least: the least value allowed; if it is an int, only whole numbers are.
+    least: the least value allowed; if this is an int, only whole numbers are
+      allowed.
   """
   if not is_a(value, type(least)) or value < least:
     raise unexpected(name, f'{_WORDS[type(least)]} from {least:g}', value)
 
 
 def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-  """Raises ValueError for an id that is outside the vocabulary."""
+  """Raises ValueError for an id that is outside the vocabulary.
+
+  Args:
+    name: name of the ids, for the message.
+    ids: the ids to check.
+    vocab_size: size of the vocabulary, whose ids are 0 to vocab_size - 1.
+  """
   for token in ids:
     if not 0 <= token < vocab_size:
       raise unexpected(name, f'ids of the vocabulary of {vocab_size}', token)
@@ -232,12 +241,12 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-  """Raises ValueError unless a value is one of some words.
+  """Raises ValueError unless a value is one of the allowed words.
 
   Args:
     name: name of the value, for the message.
     value: the value that was given.
-    choices: the words that it may be.
+    choices: the words that are allowed.
   """
   if value not in tuple(choices):
     near = nearest(str(value), choices, or_all=False).lstrip()
@@ -270,8 +279,8 @@ def package(what: str, module: str, extra: str, otherwise: str = '') -> Any:
   """Imports a module of a package that comes with an extra of this library.
 
   Args:
-    what: the feature that needs it, as the beginning of a sentence.
-    module: such as 'rouge_score.rouge_scorer'.
+    what: the feature that needs the package, as the beginning of a sentence.
+    module: full name of the module, such as 'rouge_score.rouge_scorer'.
     extra: name of the extra.
     otherwise: a sentence that says how to do without the package.
 

@@ -1,4 +1,4 @@
-"""Measures free memory, and refuses work that needs more."""
+"""Measures free memory, and raises an error for work that needs more."""
 
 import contextlib
 import ctypes
@@ -13,13 +13,15 @@ from typing import Any
 import jax
 
 GIB = 2**30
-# Files of Linux with the machine's memory, the control groups of this process
-# (those of a container, a service or a job), and the limits of these groups.
+# On Linux, the first file has the memory of the machine. The second file lists
+# the control groups of this process: those of its container, service or job.
+# Each group has a folder below the third path, with files of its limit and of
+# the memory that it uses.
 _MACHINE = pathlib.Path('/proc/meminfo')
 _OWN_GROUPS = pathlib.Path('/proc/self/cgroup')
 _GROUPS = pathlib.Path('/sys/fs/cgroup')
 _BYTES = 'memory.max', 'memory.current'
-# The memory of cached files.
+# Matches the lines of a group's statistics with the bytes of cached files.
 _CACHED = re.compile(r'^(?:in)?active_file (\d+)$', re.M)
 
 
@@ -35,15 +37,17 @@ def check_room(
   Args:
     what: names the arrays, as the beginning of a sentence.
     needed: bytes that they need.
-    free: returns the free bytes, or None if unknown, which never raises.
+    free: function that returns the free bytes, or None if they are unknown;
+      then no error is raised.
     advice: a sentence that says what to do.
 
   Raises:
-    DoesNotFitError: more is needed; the message gives both numbers.
+    DoesNotFitError: more bytes are needed than are free; the message has both
+      numbers.
   """
   size = free()
   if size is not None and needed > size:
-    gc.collect()  # the collector frees engines that nothing uses any more
+    gc.collect()  # frees engines that nothing refers to any more
     size = free()
   if size is not None and needed > size:
     sizes = f'{gib(needed)} of memory are needed and {gib(size)} are free'
@@ -53,8 +57,9 @@ def check_room(
 def give_back() -> None:
   """Gives memory that was freed back to the system.
 
-  glibc keeps a third of what reading a model took, and some 100 MB of each
-  compilation; other allocators have no such function, or no need of it.
+  glibc keeps a third of the memory that reading a model took, and about 100 MB
+  of each compilation. Other allocators do not need this or cannot do it; then
+  nothing happens.
   """
   with contextlib.suppress(AttributeError, OSError, TypeError):
     ctypes.CDLL(None).malloc_trim(0)
@@ -72,7 +77,7 @@ def host_bytes() -> int | None:
 def free_bytes() -> int | None:
   """Returns the free bytes of the host's memory; None if unknown.
 
-  Memory that the system would give up, such as cached files, is free.
+  Memory that the system would give up, such as cached files, counts as free.
   """
   machine = re.search(r'^MemAvailable: +(\d+) kB$', _text(_MACHINE), re.M)
   available = int(machine[1]) << 10 if machine else host_bytes()
@@ -81,7 +86,7 @@ def free_bytes() -> int | None:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-  """Yields limit and use, in bytes, of each control group with a limit."""
+  """Yields the limit and the used bytes of each control group with a limit."""
   for line in _text(_OWN_GROUPS).splitlines():
     number, _, path = line.split(':', 2)
     if number != '0':  # the line is of a control group of version 1
@@ -112,8 +117,8 @@ def device_bytes(device: jax.Device | None = None) -> int | None:
     device: the device; None: the first one.
 
   Returns:
-    The bytes that an accelerator's allocator may still give, None if unknown;
-    for a CPU `free_bytes`.
+    For an accelerator, the bytes that its allocator may still give, or None if
+    they are unknown; for a CPU, the result of `free_bytes`.
   """
   device = device or jax.devices()[0]
   if device.platform == 'cpu':
@@ -124,7 +129,10 @@ def device_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def all_bytes() -> int | None:
-  """Returns the free bytes of all processes' devices; None if unknown."""
+  """Returns the sum of the free bytes of all devices; None if unknown.
+
+  The devices are those of all processes.
+  """
   devices = jax.devices()
   if devices[0].platform == 'cpu':  # a process's CPU devices share its memory
     size = free_bytes()
@@ -134,16 +142,16 @@ def all_bytes() -> int | None:
 
 
 def most_bytes() -> int | None:
-  """Returns the bytes of the host or of all devices, whichever has more.
+  """Returns the host's memory or the free bytes of all devices in sum.
 
-  None: one of them is unknown.
+  It is the larger of the two numbers; None if one of them is unknown.
   """
   sizes = host_bytes(), all_bytes()
   return None if None in sizes else max(size or 0 for size in sizes)
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-  """Returns an array's bytes on a device, which packs four-bit numbers."""
+  """Returns an array's bytes on a device, where four-bit numbers are packed."""
   bits = jax.dtypes.itemsize_bits(jax.numpy.dtype(dtype))
   return math.ceil(math.prod(shape) * bits / 8)
 

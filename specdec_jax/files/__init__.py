@@ -1,7 +1,7 @@
-"""Files and folders: reads lines and small files, writes files whole.
+"""Reads lines and small files, and writes files whole or not at all.
 
-A broken line has an error that says why. Memory is bounded, even for an endless
-line or file.
+A line that cannot be used comes with an error that says why. Reading takes
+bounded memory, even if a line or a pipe has no end.
 """
 
 import codecs
@@ -23,13 +23,13 @@ MAX_LINE = 16 << 20  # a longer line, in bytes, becomes an error
 # Limits of a pipe, which may have no end (a file has one).
 MAX_PIPE = 1 << 30  # the most bytes
 MAX_PIPE_LINES = 10_000_000
-# A .gz file may unpack to so many times its size. Text packs 3 to 20 times
-# smaller, and gzip reaches a factor of a thousand.
+# A .gz file may unpack to at most this many times its size. gzip makes text 3
+# to 20 times smaller, but a file of zeros a thousand times.
 MAX_RATIO = 200
-# The ratio is checked once a file has so many unpacked bytes.
+# The ratio is not checked before a file has unpacked to this many bytes.
 _FREE = 16 << 20
 _CHUNK = 1 << 16
-_SHOWN = 200  # an error shows so many bytes of a line that is too long
+_SHOWN = 200  # an error shows this many bytes of a line that is too long
 MOST_JSON = 256 << 20  # the most bytes of a JSON file
 _KINDS = {
   stat.S_IFIFO: 'a pipe',
@@ -49,8 +49,8 @@ class TextLine(NamedTuple):
   """A line of a text file.
 
   Attributes:
-    text: the text in the file, or the beginning of a line that is too long;
-      U+FFFD stands for bytes that are not UTF-8.
+    text: the line without its line feed, or only the beginning of a line that
+      is too long; U+FFFD stands for bytes that are not UTF-8.
     error: why the line cannot be used, or None.
   """
 
@@ -69,9 +69,9 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
     path: a file or a named pipe; '-' is stdin.
 
   Raises:
-    ValueError: nothing can be read there, or it is more than the limits allow,
-      or the file was changed while it was read.
-    BrokenOff: after the lines so far the rest cannot be read, for example
+    ValueError: the file cannot be read, or exceeds the limits, or was changed
+      while it was read.
+    BrokenOff: the first lines could be read, but not the rest, for example
       because compressed data are damaged or cut short; the line in which the
       file breaks off is lost.
   """
@@ -101,12 +101,15 @@ def lines(path: str | os.PathLike[str]) -> Iterator[TextLine]:
 
 
 def reason(error: Exception) -> object:
-  """Returns why an operation failed, without number and path of an OSError."""
+  """Returns an error's reason, without the number and path of an OSError."""
   return error.strerror or error if isinstance(error, OSError) else error
 
 
 def state(path: str) -> tuple[int, int] | None:
-  """Returns size and time of a file, to notice changes; None without a file."""
+  """Returns a file's size and time of change, by which changes are noticed.
+
+  The result is None if there is no regular file.
+  """
   try:
     status = os.stat(shipped.find(path))
   except OSError:
@@ -119,7 +122,8 @@ def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
   """Yields the texts of `lines`; every line must be usable.
 
   Raises:
-    ValueError: as for `lines`; or a line cannot be used, with its number.
+    ValueError: as for `lines`; or a line cannot be used, whose number is in the
+      message.
   """
   for number, line in enumerate(lines(path), 1):
     if line.error is not None:
@@ -157,7 +161,10 @@ def writable(text: str) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
-  """Opens a stream; says whether it is a pipe, which may have no end."""
+  """Opens a file or pipe; yields its stream, and whether it is a pipe.
+
+  A pipe may have no end.
+  """
   if path == '-':
     if sys.stdin is None:
       raise ValueError("'-' is stdin, which is closed; give text or a file.")
@@ -185,13 +192,14 @@ def _bounded(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
 
 
 def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
-  """Unpacks gzip data, up to the place where they are damaged."""
+  """Unpacks gzip data, up to the first damaged byte."""
   inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
   read, unpacked = 0, 0
   for data in chunks:
     read += len(data)
     piece = b''
-    # After a full piece zlib may hold more text, even if no data are left.
+    # After a full piece zlib may hold more unpacked text, even if no packed
+    # data are left.
     while data or len(piece) == _CHUNK:
       if inflate.eof:
         data = data.lstrip(b'\0')  # zeros may follow a member of a .gz file
@@ -202,7 +210,8 @@ def _unpacked(chunks: Iterable[bytes], path: str) -> Iterator[bytes]:
       try:
         piece = inflate.decompress(data, _CHUNK)
       except zlib.error:
-        # The loop raises the error again, at the damaged byte.
+        # The loop yields the text before the damaged byte, and raises the error
+        # again there.
         for byte in data:
           yield before.decompress(bytes([byte]))
         raise
@@ -272,11 +281,11 @@ def check_all_regular(folder: str | os.PathLike[str]) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-  """Opens a file that a user has named, to read bytes.
+  """Opens a regular file, to read bytes.
 
   Raises:
-    ValueError: as for `check_regular`.
-    OSError: it is missing or may not be read.
+    ValueError: the path is not that of a regular file, see `check_regular`.
+    OSError: the file is missing or may not be read.
   """
   check_regular(path)
   return open(path, 'rb')
@@ -286,8 +295,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Reads the object in a JSON file of at most `MOST_JSON` bytes.
 
   Raises:
-    ValueError: the file is missing, is not a regular one, is too large, or
-      holds something else; the message names it.
+    ValueError: the file is missing, is not a regular file, is too large, or
+      does not hold a JSON object; the message names the file.
   """
   place = repr(os.fspath(path))
   try:
@@ -301,10 +310,10 @@ def json_object(text: str | bytes, place: str) -> dict[str, Any]:
 
   Args:
     text: the text of a file or line.
-    place: where the text stands, for the message.
+    place: the file or line with the text, as the message names it.
 
   Raises:
-    ValueError: it is not a JSON object.
+    ValueError: the text is not a JSON object.
   """
   try:
     value = json.loads(text)
@@ -325,9 +334,9 @@ def read_small(path: str | os.PathLike[str], limit: int) -> bytes:
     limit: the maximal number of bytes.
 
   Raises:
-    ValueError: it is not a regular file, or too large; then the message gives
-      both sizes.
-    OSError: it is missing or may not be read.
+    ValueError: the file is not a regular one, or is too large; then the message
+      has both sizes.
+    OSError: the file is missing or may not be read.
   """
   with open_regular(path) as stream:
     check_size(path, os.fstat(stream.fileno()).st_size, limit)
@@ -335,20 +344,26 @@ def read_small(path: str | os.PathLike[str], limit: int) -> bytes:
 
 
 def check_size(what: str | os.PathLike[str], size: int, limit: int) -> None:
-  """Raises ValueError for a file of more than `limit` bytes."""
+  """Raises ValueError for a file of more than `limit` bytes.
+
+  Args:
+    what: path of the file, for the message.
+    size: the file's bytes.
+    limit: the most bytes that it may have.
+  """
   if size > limit:
     expected = f'at most {limit} bytes in a file of this name'
     raise unexpected(repr(os.fspath(what)), expected, size)
 
 
-# Writing: a file is written whole or not at all.
+# These functions write: a file is written whole or not at all.
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-  """Makes a folder unless it exists, and checks that it can be written.
+  """Makes a folder unless it exists, and checks that it is writable.
 
   Raises:
-    ValueError: it cannot be made or written.
+    ValueError: the folder cannot be made, or no file can be written in it.
   """
   try:
     os.makedirs(path, exist_ok=True)
@@ -359,7 +374,9 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-  """Makes a file's folder and checks, before a long run, that it is writable.
+  """Makes a file's folder, and checks that the file can be written.
+
+  A long run calls this function before it begins.
 
   Raises:
     ValueError: the folder cannot be written, or a folder or a device is in the
@@ -375,7 +392,8 @@ def write_atomically(
   """Replaces a file by `data`; after a crash the old file is still there.
 
   The bytes are written to a temporary file in the same folder; once they are on
-  the disk, that file is renamed to `path`. A device or a pipe is written to.
+  the disk, that file is renamed to `path`. If `path` is a device or a pipe, the
+  bytes are written to it directly.
 
   Raises:
     OSError: the folder is missing or not writable, or the disk is full.
@@ -391,7 +409,8 @@ def write_atomically(
   try:
     stream = open(temporary, 'xb')
   except OSError as error:
-    error.filename = path  # the user does not know the temporary file
+    # The user does not know the temporary file.
+    error.filename = path
     raise
   try:
     with stream:
@@ -408,7 +427,7 @@ def write_atomically(
 def write_json(
   path: str | os.PathLike[str], value: Any, *, indent: int = 1, **options
 ) -> None:
-  """Writes a value as JSON, whole or not at all; makes its folder.
+  """Writes a value as JSON, whole or not at all; makes the file's folder.
 
   Args:
     path: the file; it is replaced.

@@ -1,4 +1,4 @@
-"""Keeps measurements of this processor in the user's cache folder."""
+"""Stores measurements of this processor in the user's cache folder."""
 
 import contextlib
 import hashlib
@@ -19,19 +19,20 @@ def measured(
   make: Callable[[], Any] | None,
   read: Callable[[Any], _Result],
 ) -> _Result | None:
-  """Returns a stored measurement of an earlier process, or measures and stores.
+  """Returns the measurement that an earlier process stored, or makes a new one.
 
-  A broken file, or a file with another key, leads to a warning and a new
-  measurement. If the folder cannot be written, nothing is stored.
+  A new measurement is stored, unless the folder cannot be written. A broken
+  file, or a file with another key, leads to a warning and a new measurement.
 
   Args:
-    name: the subject; the file's name begins with it.
+    name: what is measured; the file's name begins with this name.
     key: all that decides the measurement, such as the processor and the
       versions of libraries; JSON values.
-    make: measures; returns JSON values. With None, nothing is measured: the
-      result is that of an earlier process, or None.
-    read: turns these into the result; raises ValueError, LookupError or
-      TypeError for values that `make` cannot have returned.
+    make: function that measures and returns JSON values. None: nothing is
+      measured, and without a stored measurement the result is None.
+    read: function that turns these JSON values into the result; it raises
+      ValueError, LookupError or TypeError for values that `make` cannot have
+      returned.
   """
   digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
   path = user_cache() / f'{name}-{digest[:12]}.json'
@@ -50,7 +51,9 @@ def measured(
   if make is None:
     return None
   value = make()
-  with contextlib.suppress(OSError):  # the next process measures again
+  # If the file cannot be written, the next process measures again.
+  with contextlib.suppress(OSError):
     write_json(path, {'key': key, 'value': value})
-  # JSON changes some values: a new measurement is read like a stored one.
+  # JSON changes some values, such as tuples, which become lists. A new
+  # measurement is therefore read like a stored one.
   return read(json.loads(json.dumps(value)))

@@ -40,9 +40,10 @@ def user_cache() -> pathlib.Path:
 
 
 def open_location(path: str | os.PathLike[str]) -> 'Location':
-  """Returns the place of a path or a URL (`gs://bucket/folder`).
+  """Returns the `Location` of a path or a URL (`gs://bucket/folder`).
 
-  Paths of shipped files are found, see `shipped.find`.
+  A path such as 'demo/target.msgpack' leads to the shipped file, see
+  `shipped.find`.
   """
   check_path(path)
   text = os.fspath(path)
@@ -60,7 +61,7 @@ def open_location(path: str | os.PathLike[str]) -> 'Location':
 
 
 def check_path(path: Any) -> None:
-  """Raises ValueError for a value that cannot be a path: a number, or ''."""
+  """Raises ValueError for a value that is no path, such as a number or ''."""
   if not isinstance(path, str | os.PathLike) or not os.fspath(path):
     raise unexpected('path', 'text, or an address (gs://bucket/folder)', path)
 
@@ -78,7 +79,10 @@ class Location:
     return os.path.lexists(self.path)
 
   def problem(self) -> str:
-    """Says why what is there cannot be found, such as a loop of links."""
+    """Returns why the path cannot be followed, such as a loop of links.
+
+    The result is '' if the path can be followed, or nothing is there.
+    """
     try:
       os.path.lexists(self.path) and os.stat(self.path)
     except OSError as error:
@@ -102,8 +106,8 @@ class Location:
     """Returns the number of bytes of the file.
 
     Raises:
-      ValueError: it is a pipe, a device or a folder; `read` and `read_all`
-        raise this too.
+      ValueError: the path is that of a pipe, a device or a folder; `read` and
+        `read_all` raise this error too.
     """
     files.check_regular(self.path)
     return os.path.getsize(self.path)
@@ -118,7 +122,7 @@ class Location:
     """Reads the whole file, which may have at most `limit` bytes.
 
     Raises:
-      ValueError: it has more bytes.
+      ValueError: the file has more bytes.
     """
     return files.read_small(self.path, limit)
 
@@ -158,7 +162,11 @@ class RemoteLocation(Location):
     return RemoteLocation(os.path.dirname(self.path), spec)
 
   def size(self) -> int:
-    """Finds the bytes of the object by bisection; stores do not give them."""
+    """Returns the number of bytes of the object.
+
+    Stores do not tell this number, so bisection finds it by reading single
+    bytes.
+    """
     if self._size is None:
       above = 1
       while not self._is_end(above - 1):
@@ -193,9 +201,20 @@ class RemoteLocation(Location):
     return answer.value if answer else b''
 
   def _ask(self, spec: Any, ask: Callable[[Any], Any], first: bool) -> Any:
-    """Returns the answer of the store; None if there is no such object.
+    """Sends a request to a store, and returns the answer.
 
-    If `first`, it gives up earlier, because there may be no network.
+    Args:
+      spec: TensorStore's specification of the store.
+      ask: function that sends a request to the opened store and returns its
+        future.
+      first: whether no earlier request has succeeded. Then this one gives up
+        sooner, because there may be no network.
+
+    Returns:
+      The answer, or None if the object does not exist.
+
+    Raises:
+      ValueError: the store does not answer, or forbids the request.
     """
     import tensorstore
 
@@ -212,7 +231,10 @@ class RemoteLocation(Location):
 
 
 def reading(retries: dict[str, Any] = _READING) -> Any:
-  """Returns TensorStore's context, by default for arrays."""
+  """Returns a TensorStore context with limits on retries.
+
+  The default limits are for reading arrays.
+  """
   import tensorstore
 
   return tensorstore.Context(
@@ -229,7 +251,7 @@ def reason(error: BaseException) -> str:
 
 
 def few(names: Any) -> str:
-  """Returns the first few of many names, for a message."""
+  """Returns the first few of many names as text, for a message."""
   names = sorted(names)
   more = f' and {len(names) - _FEW} more' if len(names) > _FEW else ''
   return ', '.join(names[:_FEW]) + more if names else 'nothing'

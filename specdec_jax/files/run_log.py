@@ -1,9 +1,10 @@
-"""A log of a run that may be killed: settings, then finished work, as lines.
+"""A log file of a run that may be killed.
 
-The first line of the file holds the settings of the run, each other line holds
-one piece of its work, as JSON. A run that is started again reads what is
-finished and appends the rest. A last line without its line feed was cut by a
-kill: it is not read, and the next append overwrites it.
+The first line of the file holds the settings of the run. Each other line holds
+the result of one piece of work. All lines are JSON. A run that is started again
+reads these results and appends the missing ones. A last line without a line
+feed was cut when the run was killed: it is not read, and the next append
+overwrites it.
 """
 
 import json
@@ -26,17 +27,18 @@ class RunLog:
 
     Args:
       path: the file.
-      settings: JSON values, the first line of a new file; not needed to read.
+      settings: JSON values that become the first line of a new file; they are
+        not needed to read a file.
     """
     self.path = os.fspath(path)
     self._settings = settings
-    self._end = 0  # the place up to which the file was read or written
+    self._end = 0  # the position up to which the file was read or written
 
   def settings(self) -> Any:
     """Reads the settings that the file begins with.
 
     Raises:
-      ValueError: there is no such line.
+      ValueError: the file has no first line of JSON.
     """
     try:
       with files.open_regular(self.path) as stream:
@@ -46,10 +48,10 @@ class RunLog:
       raise unexpected(self.path, expected, str(error)) from error
 
   def read_new(self) -> tuple[list[Any], list[bytes]]:
-    """Reads the work that was appended since the last call.
+    """Reads the results that were appended since the last call.
 
     Returns:
-      The values, in order; and the lines that are not JSON.
+      The results, in order; and the lines that are not JSON.
 
     Raises:
       OSError: the file cannot be read.
@@ -69,14 +71,14 @@ class RunLog:
     return values, damaged
 
   def append(self, value: Any) -> None:
-    """Writes a piece of work, after what was read and written so far.
+    """Writes a result behind the last line that was read or written.
 
     A killed process loses nothing that was written. The file is not synced:
     that would take longer than many batches, and the system writes the data to
     the disk within a minute.
 
     Raises:
-      OSError: it could not be written; earlier work is kept.
+      OSError: the result could not be written; earlier results are kept.
     """
     lines = [value] if self._end else [self._settings, value]
     data = ''.join(f'{json.dumps(line)}\n' for line in lines).encode()

@@ -9,17 +9,18 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_SHOWN = 5  # most differences in a message
+_SHOWN = 5  # the most differences that a message lists
 _ADVICE = 'Continue it with its own settings, or choose another folder.'
-_LONGEST = 200  # most characters of a value in a message
+_LONGEST = 200  # the most characters of a value in a message
 
 
 def differences(before: Any, now: Any) -> list[str]:
-  """Lists where two JSON values differ, each with its place and both values.
+  """Returns a line of text for each difference between two nested values.
 
-  Both are first converted to JSON: tuples become lists, and objects of other
-  classes become text. A missing key equals a key with None, so that a new
-  setting that is not in use makes no difference.
+  The line has the names of the keys and both values. The values are first
+  converted to JSON: tuples become lists, and objects of other classes become
+  text. A missing key equals a key with None, so that a file from before a
+  setting existed does not differ from a run in which this setting is None.
   """
   values = [json.loads(json.dumps(x, default=str)) for x in (before, now)]
   return list(_differences(*values))
@@ -33,7 +34,8 @@ def check(
   Args:
     before: the settings in the file.
     now: this run's settings.
-    what: names the settings and the file, as the beginning of a sentence.
+    what: a clause that says which file has other settings; the message begins
+      with it.
     advice: sentences that tell the user what to do.
   """
   if not (lines := differences(before, now)):

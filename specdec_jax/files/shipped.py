@@ -1,8 +1,9 @@
-"""The files that are shipped with the library: gin files and the demo pair.
+"""Finds the files that are shipped with the library: gin files, the demo pair.
 
-In a checkout they are the folders gin/ and demo/ at its top; an installed wheel
-has them in `specdec_jax/shipped/`. Paths such as 'demo/target.msgpack' mean the
-same in both, from any working folder.
+In a checkout of the repository they are in its folders gin/ and demo/; an
+installed wheel has them in `specdec_jax/shipped/`. A path such as
+'demo/target.msgpack' leads to the same file in both cases, from any working
+folder.
 """
 
 import os
@@ -32,8 +33,9 @@ def find(path: str | os.PathLike[str]) -> str:
 
 
 def model(path: str | os.PathLike[str]) -> str:
-  """Returns the path of the shipped model with a name, or any other path.
+  """Returns the path of a shipped model, 'demo' or 'demo-draft'.
 
+  Any other path is returned unchanged.
   A Hugging Face folder of that name in the working folder takes precedence.
   """
   path = os.fspath(path)

@@ -1,1 +1,1 @@
-"""The paper's numbers, tables and figures, compared with this project's."""
+"""Reproduces the paper's tables and figures, beside the paper's own numbers."""

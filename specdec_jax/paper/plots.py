@@ -1,9 +1,9 @@
 """Draws the paper's Figures 2 to 5, with measured points.
 
-The curves come from `specdec_jax.analysis`, all measured values from records of
-`measure.calls.benchmark`. Lines differ in their dashes as well as in their
-colours. All functions write a PNG, whole or not at all, and raise ValueError if
-matplotlib is not installed.
+The curves come from `specdec_jax.analysis`, and all measured values come from
+records of `measure.calls.benchmark`. Lines differ in their dashes as well as in
+their colours. The functions `plot_...` write a PNG, whole or not at all, and
+raise ValueError if matplotlib is not installed.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _DASHES = ('-', '--', '-.', ':', (0, (5, 1, 1, 1, 1, 1)))
 GAMMAS = (1, 3, 5, 7, 10)
 RATES = np.linspace(0, 1, 201)  # values of alpha
 COST_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2)
-# Up to this rate the optimum is below `MAX_GAMMA` for all `COST_RATIOS`.
+# Up to this alpha the best gamma is below `MAX_GAMMA` for all `COST_RATIOS`.
 MAX_RATE, MAX_GAMMA = 0.95, 64
 
 
@@ -38,7 +38,10 @@ def plot_figure2(path: Path) -> None:
 
 
 def plot_figure3(path: Path) -> None:
-  """Draws Figure 3: the best gamma over alpha, for several c; Section 3.5."""
+  """Draws Figure 3: the best gamma over alpha for several cost ratios c.
+
+  The equation is that of Section 3.5.
+  """
   rates, unit = RATES[RATES <= MAX_RATE], r'optimal $\gamma$'
   curves = {
     f'c = {c:g}': analysis.optimal_gamma(rates, c, MAX_GAMMA)
@@ -53,12 +56,15 @@ def plot_figure3(path: Path) -> None:
 
 
 def plot_figure4(path: Path, records: Sequence[Record] = ()) -> None:
-  """Draws Figure 4: speed-up and arithmetic over alpha; c = c-hat = 0.
+  """Draws Figure 4: speed-up and arithmetic operations over alpha.
+
+  The curves are for the cost ratios c = 0 and c-hat = 0.
 
   Args:
     path: path of the PNG.
-    records: benchmarks of one gamma each. A point whose acceptance was forced
-      is drawn hollow, and the title has a remark.
+    records: benchmarks of one gamma each, which become points. If proposals
+      were accepted at random at a given rate (forced acceptance), the point is
+      hollow and the title says so.
   """
   speed = 'Figure 4, speed: Theorem 3.8, c = 0'
   if records:
@@ -105,7 +111,7 @@ def _draw(
   axes.set_ylabel(unit)
   axes.set_xlim(0, 1)
   axes.set_ylim(bottom=0)
-  # A remark on forced acceptance begins a line.
+  # A remark on forced acceptance begins on a new line.
   lines = title.replace(' (forced', '\n(forced').splitlines()
   axes.set_title('\n'.join(textwrap.fill(line, 50) for line in lines))
   axes.legend()
@@ -117,26 +123,28 @@ TARGET_ENCODER = "target's encoder"
 DRAFT_START = 'drafter reads the input'
 DRAFT = 'draft call, one token'
 TARGET = 'target call'
-# Kind of a call -> its colour, which is near the paper's, and its height.
+# Kind of a call -> colour and height of its bar. The colours are near those of
+# the paper.
 _CALLS = {
   TARGET_ENCODER: ('#F0E442', 0.7),
   DRAFT_START: ('#E69F00', 0.42),
   DRAFT: ('#0072B2', 0.42),
   TARGET: ('#CC79A7', 0.7),
 }
-# A call fills this part of its time; the rest is a gap.
+# The bar of a call covers this part of the call's time; the rest is a gap.
 _FILLED = 0.92
 _MOST_COUNTS = 40  # a row of more rounds shows no token counts
 
 
 class Call(NamedTuple):
-  """A call in a row of Figure 5.
+  """A call of a network, which is a bar in a row of Figure 5.
 
   Attributes:
     kind: TARGET_ENCODER, DRAFT_START, DRAFT or TARGET.
-    begin_ms: when the call begins, since the start.
-    end_ms: when it ends.
-    num_tokens: new tokens of the output; 0 for all but target calls.
+    begin_ms: time from the start of the generation to the begin of the call.
+    end_ms: time from the start of the generation to the end of the call.
+    num_tokens: number of tokens that the call adds to the output; 0 for all
+      calls but those of the target.
   """
 
   kind: str
@@ -146,12 +154,13 @@ class Call(NamedTuple):
 
 
 def calls(gamma: int, counts: Sequence[int], costs: Record) -> list[Call]:
-  """Returns the calls of a generation, one after the other.
+  """Returns the calls of a generation with their times, in order.
 
   Args:
     gamma: proposals per round; 0 is plain decoding.
-    counts: new tokens of each round, 1..gamma + 1.
-    costs: the record of a benchmark of the pair; gamma 0 need not be in it.
+    counts: number of new tokens of each round, 1 to gamma + 1.
+    costs: the record of a benchmark of the pair with this gamma; gamma 0 need
+      not be in the record.
   """
   median = {name: ms['median'] for name, ms in costs['times_ms'].items()}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
@@ -181,8 +190,8 @@ def plot_figure5(
 
   Args:
     path: path of the PNG.
-    runs: gamma -> new tokens of each round, from top to bottom. The legend has
-      the kinds of the first row's calls.
+    runs: gamma -> number of new tokens of each round; each is a row, from top
+      to bottom. The legend has the kinds of the first row's calls.
     costs: the record of a benchmark of the pair.
   """
   rows = [calls(gamma, counts, costs) for gamma, counts in runs.items()]
@@ -213,7 +222,7 @@ def _draw_calls(axes: Any, at: int, row: Sequence[Call]) -> None:
       if call.kind == kind
     ]
     label = kind if spans and not at else None
-    # Snapping would make some of several equal calls wider.
+    # If edges snapped to pixels, some of several equal calls would be wider.
     bars = {'facecolor': color, 'linewidth': 0, 'snap': False, 'label': label}
     axes.broken_barh(spans, (at - height / 2, height), **bars)
   counted = [call for call in row if call.num_tokens]

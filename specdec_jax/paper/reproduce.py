@@ -1,4 +1,4 @@
-"""`specdec reproduce`: the paper's tables and figures beside measured ones."""
+"""Makes the paper's tables and figures, for `specdec reproduce`."""
 
 import dataclasses
 import functools
@@ -38,33 +38,36 @@ _NO_RECORDS = {'figure1', 'figure5'}
 
 @dataclasses.dataclass(frozen=True)
 class ReproduceConfig:
-  """Tables and figures of the paper to compare, and the measurements for it.
+  """The paper's tables and figures to make, and the measurements they need.
 
   Attributes:
-    items: tables and figures, from `ITEMS`, in the order of the report.
-    output_dir: folder that gets report.md, pictures and pages.
-    records_dir: folder of the records of measurements: a file for each row of
-      the suite, and for each of `alphas` that names no file of its own; None is
-      `records` in output_dir.
-    measure: whether to measure what has no record; if False, the tables show
-      only the records that exist.
-    suite: measures Tables 2 and 4 and the points of Figure 4: a network in
-      place of T5-XXL, one input length and output length, and the name of the
-      pair's sizes. Each row has the paper's gamma, temperature and acceptance
-      rate, which is forced.
+    items: names of tables and figures, table1 to table5 and figure1 to figure5,
+      in the order of the report.
+    output_dir: folder that gets report.md, pictures and HTML pages.
+    records_dir: folder with the records of measurements, a file for each row of
+      Table 2 and for each of `alphas` that names no file of its own; None: the
+      folder `records` in output_dir.
+    measure: whether to measure values that have no record yet; if False, the
+      tables show only the records that exist.
+    suite: the benchmark of Tables 2 and 4 and of the points of Figure 4, with a
+      network in place of T5-XXL, one input length, one output length, and a
+      name of the pair of models. Each row has the paper's gamma and
+      temperature, and proposals are accepted at random at the paper's rate.
     drafts: 't5_small', 't5_base' and 't5_large' -> network used in its place;
       rows of other drafters are left out.
-    alphas: functions that return the measurements of acceptance rates for
-      Tables 3 and 5, each with another name; called only if `measure` is True.
-      Without them these tables show all records in `records_dir`.
-    engine: returns the engine whose generation Figures 1 and 5 show.
-    costs: measurement of the call costs of the same pair, for Figure 5; its
-      gammas are the rows above the plain one.
+    alphas: functions that return configurations of measurements of acceptance
+      rates, with different names, for Tables 3 and 5; they are called only if
+      `measure` is True. Without them these tables show all records in
+      records_dir.
+    engine: function that returns the engine whose generation Figures 1 and 5
+      show.
+    costs: benchmark of the same pair, for Figure 5, which shows a generation
+      with each of its gammas and below these a plain one.
     text: the text that is decoded in Figures 1 and 5.
 
   Raises:
-    ValueError: an item is unknown, or a field that it needs is missing; or
-      `measure` is False and an item keeps no record.
+    ValueError: an item is unknown, or a field that an item needs is missing; or
+      `measure` is False and an item is one that is never read from a record.
   """
 
   items: Sequence[str]
@@ -106,7 +109,7 @@ class ReproduceConfig:
 def reproduce(
   config: ReproduceConfig, console: rich.console.Console | None = None
 ) -> list[pathlib.Path]:
-  """Measures, compares, draws, and writes the report.
+  """Makes the tables and figures, prints the tables, and writes a report.
 
   Returns:
     The files that were written; report.md is the last.
@@ -123,7 +126,8 @@ def reproduce(
     expected = 'a folder with records of measurements (NAME.json)'
     raise unexpected(field, expected, config.records)
   if _PICTURES & set(config.items):
-    # A missing matplotlib fails now, not after hours of measuring.
+    # If matplotlib is missing, this raises an error now, and not after hours of
+    # measuring.
     load_matplotlib()
   files.make_folder(config.output_dir)
   work = _Work(config, console)
@@ -134,7 +138,7 @@ def reproduce(
     console.print(compared.table())
     parts.append(compared.markdown())
   for name, meaning in work.figures.items():
-    # The report shows pictures, and links pages.
+    # The report shows pictures, and has links to pages.
     mark = '' if name.endswith('.html') else '!'
     parts.append(f'{mark}[{meaning}]({name})')
   machines = dict.fromkeys(map(record.where, work.used))
@@ -145,9 +149,10 @@ def reproduce(
 
 
 class _Work:
-  """Collects tables and figures; measures once for all items that need it.
+  """Collects the tables and figures of a report.
 
-  It has a method for each item.
+  The method with the name of an item adds the item's tables or figures. A
+  measurement that several items need is made only once.
   """
 
   def __init__(self, config: ReproduceConfig, console: rich.console.Console):
@@ -178,7 +183,7 @@ class _Work:
 
   @functools.cached_property
   def _suite(self) -> tuple[dict[str, Record], list[printed.Table2Row], str]:
-    """The suite's records, its rows, and why some rows have no record."""
+    """Records of Table 2's rows, these rows, and why some have no record."""
     missing = 'there is no record of them'
     try:
       records = suite_records(self.config, self.console)
@@ -191,7 +196,7 @@ class _Work:
 
   @functools.cached_property
   def _engine(self) -> Engine:
-    # `__post_init__` has checked the field.
+    # `__post_init__` has checked that the field is set.
     assert self.config.engine is not None
     return self.config.engine()
 
@@ -235,10 +240,10 @@ class _Work:
     plots.plot_figure4(path, records)
 
   def figure5(self):
-    # The benchmark's table is not shown: it is of random ids, the figure of a
-    # text.
+    # The benchmark's table is not shown, because it was measured on random ids,
+    # while the figure shows the generation of a text.
     quiet = rich.console.Console(quiet=True)
-    # `__post_init__` has checked the field.
+    # `__post_init__` has checked that the field is set.
     assert self.config.costs is not None
     costs = benchmark(self.config.costs, quiet)
     runs = {}
@@ -252,7 +257,12 @@ class _Work:
 
 
 def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
-  """Returns a table with the numbers of Figure 5, see `plots.plot_figure5`."""
+  """Returns a table with the numbers of Figure 5.
+
+  Args:
+    runs: gamma -> number of new tokens of each round; gamma 0 is plain.
+    costs: the record of a benchmark of the pair.
+  """
   ends = {g: plots.calls(g, runs[g], costs)[-1].end_ms for g in runs}
   ratios = {row['gamma']: row['cost_ratio'] for row in costs['gammas']}
   notes = [COSTS_NOTE, 'ms and speed-up: of what is drawn, for this text.']
@@ -273,21 +283,24 @@ def figure5_table(runs: Mapping[int, Sequence[int]], costs: Record) -> Table:
 def suite_records(
   config: ReproduceConfig, console: rich.console.Console
 ) -> dict[str, Record]:
-  """Returns the records of the suite's rows, by `tables.row_name`.
+  """Returns the benchmark records of Table 2's rows.
 
-  A row that has no record yet is measured, if `config.measure`; the target's
-  parameters are drawn once for all rows.
+  If `config.measure`, each row that has no record is measured. The target's
+  parameters are made only once for all rows.
 
   Args:
-    config: the suite and the folder of its records.
+    config: the benchmark and the folder of its records.
     console: shows a table for each row that is measured.
 
+  Returns:
+    A dict of `tables.row_name` -> record, for all rows that have a record.
+
   Raises:
-    DoesNotFitError: memory is too small; raised before anything is made.
+    DoesNotFitError: memory is too small; raised before any array is made.
     ValueError: the folder has a record with other settings.
   """
   suite = config.suite
-  assert suite is not None  # `__post_init__` has checked the field
+  assert suite is not None  # `__post_init__` has checked that it is set
   benchmarks, records = {}, {}
   for row in config.rows:
     name = tables.row_name(row)

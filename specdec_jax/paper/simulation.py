@@ -1,9 +1,9 @@
-"""An experiment on Appendix A.1: the outcomes of a single proposal.
+"""Simulates a single proposal, to check Appendix A.1 of the paper.
 
-A token is drawn from the drafter's distribution. Algorithm 1 accepts it, or
-rejects it and draws another one. Closed forms give the probability of both
-outcomes for each token, with lenience too (see `verify`). `simulate` compares
-them with many random runs of the library's `verify`:
+A token is drawn from the drafter's distribution. Algorithm 1 accepts the token,
+or rejects it and draws another one. Closed forms give the probability of both
+outcomes for each token, also with lenience (see `verify`). `simulate` compares
+these probabilities with many random runs of the library's `verify`:
 
   print(simulate((0.5, 0.3, 0.2), (0.2, 0.3, 0.5)))
 """
@@ -24,19 +24,20 @@ from specdec_jax.paper.speculative_execution import settle
 from specdec_jax.verify import check_lenience
 
 MAX_SAMPLES = 10**8  # a sample takes four bytes
-# A correct `verify` fails the check for one seed in a million.
+# The level of the test: a correct `verify` fails for one seed in a million.
 ALPHA = 1e-6
-_CHUNK_ENTRIES = 1 << 21  # probabilities that are processed together
+_CHUNK_ENTRIES = 1 << 21  # the number of probabilities in memory at a time
 
 Probs = Sequence[float] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-  """The exact and the measured distribution; `str` gives a table of both.
+  """The exact and the measured distribution; `str` returns a table of both.
 
   Attributes:
-    law: float64[2, V], the exact probabilities, see `outcomes`.
+    law: float64[2, V], the exact probabilities that each token is accepted
+      (row 0), or is drawn after a rejection (row 1).
     counts: int64[2, V], counts of these outcomes in runs of `verify`.
     lenience: in (0, 1]; 1 is lossless.
   """
@@ -83,7 +84,7 @@ def simulate(
   lenience: float = 1.0,
   seed: int = 0,
 ) -> Simulation:
-  """Compares the exact law of one proposal with runs of `verify`.
+  """Compares the exact distribution of one proposal with runs of `verify`.
 
   Args:
     target_probs: float[V], the target's probabilities; sum 1 within 0.001.
@@ -93,8 +94,8 @@ def simulate(
     seed: seed of the runs.
 
   Raises:
-    ValueError: these are not two distributions over the same tokens, or a
-      number is out of range.
+    ValueError: the probabilities are not two distributions over the same
+      tokens, or a number is out of range.
   """
   check_lenience(lenience)
   analysis.acceptance_prob(np.asarray(target_probs), np.asarray(draft_probs))
@@ -114,16 +115,19 @@ def simulate(
 def outcomes(
   target_probs: Probs, draft_probs: Probs, lenience: float = 1.0
 ) -> np.ndarray:
-  """Returns the exact law of one proposal, by Appendix A.1 and `verify`.
+  """Returns the exact probabilities of all outcomes of one proposal.
+
+  The equations are those of Appendix A.1, and of `verify` for lenience.
 
   Args:
     target_probs: float[V]; this function normalises them.
     draft_probs: float[V]; this function normalises them.
-    lenience: in (0, 1].
+    lenience: in (0, 1]; 1 is lossless.
 
   Returns:
-    float64[2, V]: probabilities that a token is proposed and accepted, whose
-    sum is beta, and that it replaces a rejected proposal. Their sum is the
+    float64[2, V]. Row 0 has the probability of each token to be proposed and
+    accepted; the sum of this row is beta. Row 1 has the probability of each
+    token to replace a rejected proposal. The sum of both rows is the
     distribution of the emitted token.
   """
   target, draft = _normalised(target_probs), _normalised(draft_probs)
@@ -137,7 +141,7 @@ def outcomes(
 
 @functools.partial(jax.jit, static_argnames='num_samples')
 def _count(target_probs, draft_probs, lenience, key, num_samples):
-  """Counts accepted and resampled tokens, int32[2, V]."""
+  """Counts accepted and resampled tokens in many runs, int32[2, V]."""
   size = target_probs.shape[0]
 
   def cell(index):
@@ -170,7 +174,7 @@ def chi_squared_p_value(observed, expected_probs) -> float:
     expected_probs: float[...] of the same shape, summing to 1.
 
   Raises:
-    ValueError: shapes differ, nothing was observed, the sum is not 1.
+    ValueError: the shapes differ, nothing was observed, or the sum is not 1.
   """
   observed = np.asarray(observed, np.float64)
   expected = np.asarray(expected_probs, np.float64)
@@ -185,7 +189,8 @@ def chi_squared_p_value(observed, expected_probs) -> float:
   order = np.argsort(expected, axis=None)
   observed, expected = observed.ravel()[order], expected.ravel()[order]
   expected *= observed.sum() / expected.sum()
-  # Pools all cells below 5, and least likely cells until they reach 5.
+  # Pools all cells with expected counts below 5, and further cells, the least
+  # likely first, until the pool has an expected count of 5.
   reaching = np.searchsorted(np.cumsum(expected), 5) + 1
   pooled = max(np.sum(expected < 5), reaching)
   first = np.append(0, np.arange(pooled, len(expected)))

@@ -1,19 +1,20 @@
 """Stochastic speculative execution of two functions: Section 6 of the paper.
 
-f(x) is a distribution over a finite set, and g continues with a sample of it:
-y = g(s) with s drawn from f(x). Both are slow, and g cannot begin before f has
-ended. If there is a cheap f_approx that is close to f, g can begin with a
-sample of f_approx while f runs. Then the sample is verified like a proposal of
-one token: it is kept, with all that g has done, or it is replaced, and g begins
-again with the new sample. Either way the sample has exactly f's distribution
-(Appendix A.1). The early start is kept with probability sum min(f, f_approx),
-`analysis.acceptance_prob`; then y takes, after f_approx, as long as the slower
-of f and g, not as long as both together.
+f(x) is a distribution over a finite set, and g continues with a sample of f(x):
+y = g(s) with s drawn from f(x). Both functions are slow, and g cannot begin
+before f has ended. If there is a cheap f_approx that is close to f, g can begin
+with a sample of f_approx(x), the guess, while f runs. The guess is then
+verified like a proposal of one token. Either it is kept, and so is the result
+of this early call of g; or it is replaced by a new sample, and g is called
+again. In both cases the sample has exactly f's distribution (Appendix A.1). The
+guess is kept with probability sum min(f, f_approx), `analysis.acceptance_prob`.
+Then y takes, after f_approx, as long as the slower one of f and g, not as long
+as both together.
 
-An example: a particle hops along a ring of charges. The energy of a site is a
-sum over all charges (f), and approximately a sum over the nearest charges
-(f_approx). The step after a hop (g) is here only the new site; it could be a
-costly relaxation:
+In this example, a particle hops along a ring of charges. The energy of a site
+is a sum over all charges (f), and approximately a sum over the nearest charges
+(f_approx). What follows a hop (g) is here only the new site; it could be a
+costly relaxation.
 
 >>> import jax
 >>> import jax.numpy as jnp
@@ -62,9 +63,9 @@ class Outcome:
   """The result of a speculative execution.
 
   Attributes:
-    value: g of the sample.
+    value: the result of g for the sample.
     sample: int32[], the index drawn from f's distribution.
-    accepted: bool[], whether g's early start was kept.
+    accepted: bool[], whether the sample is the guess that g began with.
   """
 
   value: Any
@@ -81,9 +82,10 @@ def speculate(
 ) -> Outcome:
   """Computes y = g(sample of f(x)) as a JAX program, which the caller jits.
 
-  f(x) and the early g do not depend on each other, so XLA may overlap them. g
-  runs a second time only if the guess was rejected; under `vmap` it always runs
-  twice, because a mapped condition computes both branches.
+  f(x) and g of the guess, a sample of f_approx(x), do not depend on each other,
+  so XLA may overlap them. g runs a second time only if the guess is rejected;
+  under `vmap` g always runs twice, because a mapped condition computes both
+  branches.
 
   Args:
     f: x -> float[V], probabilities; only their shape is checked.
@@ -93,7 +95,7 @@ def speculate(
     key: PRNG key; consumed.
 
   Returns:
-    `Outcome` of arrays.
+    An `Outcome` of arrays.
 
   Raises:
     ValueError: f and f_approx differ in their shapes, at trace time.
@@ -116,22 +118,23 @@ def speculate_in_threads(
 ) -> Outcome:
   """Computes y = g(sample of f(x)) with Python functions that run together.
 
-  f and the early g run in the executor, f_approx and the second g in the
-  caller's thread. If the guess is rejected, nobody waits for the early g, and
-  its result or exception is dropped; so g must not have side effects. Threads
-  help if f and g release the interpreter's lock, as array libraries and input
-  and output do; for other functions give a `ProcessPoolExecutor`.
+  f, and g of the guess (a sample of f_approx(x)), run in the executor. f_approx
+  runs in the caller's thread, and so does g if it has to run again. If the
+  guess is rejected, nobody waits for the first call of g, and its result or
+  exception is dropped; so g must not have side effects. Threads help if f and g
+  release the interpreter's lock, as array libraries and input and output do.
+  For other functions pass a `ProcessPoolExecutor`.
 
   Args:
     f: x -> V probabilities, anything that NumPy accepts as a vector.
     f_approx: x -> V probabilities, anything that NumPy accepts as a vector.
-    g: an index, as int -> anything.
+    g: an int, the index of the sample -> anything.
     x: anything.
-    key: PRNG key; consumed. It gives the same sample as in `speculate`.
+    key: PRNG key; consumed. The sample is the one that `speculate` draws.
     executor: executor with at least two workers; None makes one for this call.
 
   Returns:
-    `Outcome` of a value, an int and a bool.
+    An `Outcome` of a value, an int and a bool.
 
   Raises:
     ValueError: f and f_approx do not return distributions over the same set.
@@ -165,14 +168,14 @@ def settle(
   key: jax.Array,
   lenience: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Applies Algorithm 1 to a proposal: keeps the guess, or replaces it.
+  """Applies Algorithm 1 to one proposal: keeps the guess, or replaces it.
 
   Args:
     guess: int32[], drawn from `draft_probs`.
-    target_probs: float[V].
-    draft_probs: float[V].
+    target_probs: float[V], the distribution that the result must have.
+    draft_probs: float[V], the distribution of the guess.
     key: PRNG key; consumed, except for `probs.draft_key`.
-    lenience: as for `verify`.
+    lenience: float32[] in (0, 1], as for `verify`; None is lossless.
 
   Returns:
     The sample of `target_probs`, int32[], and whether it is the guess, bool[].
@@ -186,7 +189,8 @@ def settle(
   target_row = jnp.asarray(target_probs, jnp.float32)
   draft_row = jnp.asarray(draft_probs, jnp.float32)
   draft = Draft(jnp.asarray(guess)[None], draft_row[None], jnp.int32(1))
-  # The second row would be the distribution of the token after the proposal.
+  # `verify` expects a second row, the distribution of the token after an
+  # accepted proposal. What it draws from this row is not used.
   verdict = verify(draft, jnp.stack([target_row] * 2), key, lenience)
   accepted = verdict.num_accepted == 1
   return jnp.where(accepted, draft.tokens[0], verdict.next_token), accepted

@@ -1,7 +1,7 @@
-"""Makes the paper's tables, with predicted and measured values beside its own.
+"""Makes tables of the paper's values, the predicted and the measured ones.
 
-Every value that was measured with forced acceptance is marked, in its row and
-in the title: weights were random, and so was the acceptance of proposals.
+A value measured with forced acceptance is marked in its row and in the title:
+the weights were random, and proposals were accepted at random at a given rate.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ _FORMS = {
   'alpha of the run': '.3f',
 }
 Row = Mapping[str, Cell]
-Measured = Sequence[Mapping[str, Any]]  # the rows of records
+Measured = Sequence[Mapping[str, Any]]  # rows of `measure_alpha`'s records
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Rows of a quantity: the paper's, predicted and measured values.
+  """A comparison of the paper's, the predicted and the measured values.
 
   Attributes:
     title: such as 'Table 2: speed-up'.
     caption: sentences under the title that explain the values.
-    rows: column -> value, as `compared` returns them; at least one row.
-    missing: why rows have no measured value.
+    rows: at least one row, column -> value, as `compared` returns it.
+    missing: why some rows have no measured value.
   """
 
   title: str
@@ -43,7 +43,7 @@ class Comparison:
   missing: str
 
   def table(self) -> Table:
-    """Returns the measured rows, or all rows if none is measured."""
+    """Returns a table of the measured rows, or of all if none is measured."""
     measured = [row for row in self.rows if row['measured'] is not None]
     rows = measured or self.rows
     notes = []
@@ -66,7 +66,7 @@ class Comparison:
     return Table(title, columns, body, notes).without_empty()
 
   def markdown(self) -> str:
-    """Returns the comparison's part of a report."""
+    """Returns title, caption, table and notes as Markdown, for a report."""
     table = self.table()
     parts = [f'## {plain_markdown(table.title)}', plain_markdown(self.caption)]
     parts += [table.markdown(), *map(plain_markdown, table.notes)]
@@ -86,9 +86,10 @@ def compared(
   Args:
     keys: columns that identify the row, such as {'task': 'ende', 'gamma': 7}.
     paper: the paper's value.
-    predicted: value from the closed forms.
+    predicted: the value from the paper's equations.
     measured: the measured value.
-    forced: the rate at which proposals were accepted; None for real acceptance.
+    forced: the rate at which proposals were accepted at random; None if the
+      models' probabilities decided.
     details: further columns.
   """
   ratio = measured / predicted if measured and predicted else None
@@ -102,7 +103,8 @@ def titled(title: str, rates: Sequence[float | None]) -> str:
 
   Args:
     title: the title without the remark.
-    rates: the forced rate of each value; None for real acceptance.
+    rates: for each value, the rate at which proposals were accepted at random;
+      None if the models' probabilities decided.
   """
   forced = sorted({rate for rate in rates if rate is not None})
   if not forced:
@@ -138,12 +140,12 @@ def table1() -> list[Comparison]:
 def tables_2_and_4(
   records: Mapping[str, Any], rows: Sequence[printed.Table2Row], missing: str
 ) -> tuple[Comparison, Comparison]:
-  """Returns Table 2, speed-ups, and Table 4, Theorem 3.8 for the same rows.
+  """Returns Table 2, of speed-ups, and Table 4, of Theorem 3.8.
 
   Args:
-    records: the existing records, by `row_name`.
-    rows: rows of Table 2 to show.
-    missing: why a row has no record.
+    records: `row_name` of a row -> benchmark record, if the row has one.
+    rows: rows to show, which both tables have.
+    missing: why some rows have no record.
   """
   second, fourth = [], []
   for row in rows:
@@ -195,14 +197,14 @@ _RATE_COLUMNS = {'target': 'target', 'draft': 'draft', 'T': 'temperature'}
 
 
 def table3(measured: Measured) -> Comparison:
-  """Returns Table 3: rates measured here, then the other rows of the paper.
+  """Returns Table 3: measured rates, then the paper's rows not measured here.
 
   Args:
     measured: rows of `measure_alpha`'s records. A row that stands in for a row
       of the paper gets the paper's value.
   """
   rows = _rates(
-    # Table 5 has the other rows.
+    # Table 5 has the rows of other leniences.
     [row for row in measured if row['lenience'] == 1],
     {tuple(key): rate for *key, rate in printed.TABLE3},
     _RATE_COLUMNS,
@@ -220,7 +222,7 @@ def table3(measured: Measured) -> Comparison:
 
 
 def table5(measured: Measured) -> Comparison:
-  """Returns Table 5: alpha by lenience, in the order of `table3`.
+  """Returns Table 5, alpha by lenience: measured rows, then the paper's rows.
 
   Args:
     measured: rows of `measure_alpha`'s records. The paper's table has only
@@ -253,10 +255,10 @@ def _rates(
 
   Args:
     measured: rows of `acceptance.measure_alpha`'s records.
-    values: the paper's values, by the values of the columns.
-    columns: columns that identify a row, target and draft first: column -> its
-      name in a record.
-    details: further columns, after 'error', in the same form.
+    values: values of the columns that identify a row -> the paper's rate.
+    columns: the columns that identify a row, as column -> its name in a record;
+      the first two are target and draft.
+    details: further columns after 'error', as column -> its name in a record.
   """
   rows, stood_in_for = [], set()
   for row in measured:

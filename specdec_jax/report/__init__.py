@@ -1,4 +1,4 @@
-"""Shows results on a console, and keeps them: tables, records, plots."""
+"""Shows results on a console, and stores them as tables, records and plots."""
 
 from specdec_jax.report.console import bar, say
 from specdec_jax.report.record import Record

@@ -1,6 +1,7 @@
 """Prints sentences and progress.
 
-On a terminal progress is a bar, elsewhere a line on stderr now and then.
+On a terminal, progress is a bar. Elsewhere it is a line on stderr every
+`EVERY_S` seconds.
 """
 
 import contextlib
@@ -15,8 +16,9 @@ import rich.console
 import rich.progress
 
 _NO_EDGE = 10_000  # this width, in characters, is wider than any output
-_TOGETHER_S = 0.1  # steps within this time count as simultaneous
-EVERY_S = 20.0  # a line of progress is printed at this interval
+# Steps within this time count as simultaneous, and tell nothing about the rate.
+_TOGETHER_S = 0.1
+EVERY_S = 20.0  # seconds between two lines of progress
 
 
 def say(console: rich.console.Console, sentence: str) -> None:
@@ -25,9 +27,10 @@ def say(console: rich.console.Console, sentence: str) -> None:
 
 
 def console() -> rich.console.Console:
-  """Returns standard output, as wide as COLUMNS or the terminal.
+  """Returns a console of standard output.
 
-  Output to a pipe is not folded, unless COLUMNS is set.
+  Its width is that of the terminal, or the environment variable COLUMNS. Lines
+  that go to a pipe are not folded, unless COLUMNS is set.
   """
   stdout = rich.console.Console()
   has_width = os.environ.get('COLUMNS', '').isdigit()
@@ -38,9 +41,9 @@ def console() -> rich.console.Console:
 
 @contextlib.contextmanager
 def _lines(describe: Callable[[], str]) -> Iterator[None]:
-  """Prints the progress each `EVERY_S`, while the block runs.
+  """Prints the progress every `EVERY_S` seconds while the `with` block runs.
 
-  A thread prints, because a step may be a compilation of minutes.
+  A thread prints, because one step may be a compilation that takes minutes.
   """
   begin = time.monotonic()
   ended = threading.Event()
@@ -63,12 +66,19 @@ def _lines(describe: Callable[[], str]) -> Iterator[None]:
 def bar(
   console: rich.console.Console, label: str, total: int = 0, done: float = 0
 ) -> Iterator[Callable[..., None]]:
-  """Shows a bar of `total` steps, or only the label, while the block runs.
+  """Shows a progress bar while the `with` block runs.
 
-  The bar has the number of steps that are done, steps per second, and the time
-  that is left. `done` steps are done before it begins.
+  The bar shows the number of steps that are done, the steps per second, and the
+  time that is left. Where there is no terminal, lines show the same.
 
-  Yields a function that moves the bar by a number of steps, by default 1.
+  Args:
+    console: shows the bar.
+    label: text beside the bar.
+    total: number of steps; 0: only the label and the elapsed time are shown.
+    done: number of steps that were done before.
+
+  Yields:
+    A function that moves the bar by a number of steps, by default 1.
   """
   text, steps, *_ = rich.progress.Progress.get_default_columns()
   counters = [steps, rich.progress.TextColumn('{task.fields[pace]}')]
@@ -98,7 +108,8 @@ def bar(
   def advance(count: float = 1) -> None:
     nonlocal first_time, first_steps
     progress.advance(number, count)
-    # The time starts here, because programs are compiled before the first step.
+    # The time is counted from the first step on, because programs are compiled
+    # before it.
     first_time = first_time or time.monotonic()
     if time.monotonic() - first_time < _TOGETHER_S:
       first_steps = task.completed

@@ -1,6 +1,6 @@
-"""Plots of one style, whatever the user's own matplotlib settings are.
+"""Draws plots in one style, whatever the user's own matplotlib settings are.
 
-The same values give the same bytes.
+The same values always result in a PNG of the same bytes.
 """
 
 import io
@@ -19,7 +19,7 @@ _STYLE = {
   'axes.spines.right': False,
   'axes.spines.top': False,
   'axes.titlesize': 'medium',
-  # Matplotlib brings this font, so it is the same everywhere.
+  # This font comes with matplotlib, so it is the same on all machines.
   'font.family': 'DejaVu Sans',
   'font.size': 10.0,
   'grid.color': '#E3E3E3',
@@ -38,8 +38,8 @@ def save_plot(
 
   Args:
     path: path of the PNG, in a folder that exists.
-    draw: gets a `matplotlib.figure.Figure` to draw on; the user's own
-      matplotlib settings have no effect on it.
+    draw: function that draws on the `matplotlib.figure.Figure` that it gets.
+      The user's own matplotlib settings have no effect on this figure.
     size: width and height, inches.
 
   Raises:
@@ -51,7 +51,8 @@ def save_plot(
   with matplotlib.rc_context():
     matplotlib.rcdefaults()
     matplotlib.rcParams.update(_STYLE)
-    # Pyplot would look for a window system, and keep state.
+    # pyplot is not used, because it would look for a window system and keep
+    # state between calls.
     figure = matplotlib.figure.Figure(figsize=size, layout='constrained')
     draw(figure)
     figure.savefig(stream, format='png', dpi=_DPI, metadata={'Software': None})
@@ -62,7 +63,7 @@ def load_matplotlib() -> Any:
   """Returns the module matplotlib, with `matplotlib.figure` imported.
 
   Raises:
-    ValueError: it is not installed.
+    ValueError: matplotlib is not installed.
   """
   package('A plot', 'matplotlib.figure', 'plots')
   return package('A plot', 'matplotlib', 'plots')

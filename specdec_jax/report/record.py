@@ -1,6 +1,6 @@
 """Begins and ends measurements, whose records are JSON files.
 
-A record is a dict with `kind`, `version`, settings, results, and `machine`.
+A record is a dict with `kind`, `version`, settings, results and `machine`.
 """
 
 import os
@@ -49,27 +49,28 @@ def seconds_since_start() -> float | None:
   stat, uptime = pathlib.Path('/proc/self/stat'), pathlib.Path('/proc/uptime')
   if not (stat.exists() and uptime.exists()):
     return None  # only Linux has these files
-  # Field 22 of the file is number 19 after the process's name, which is in
-  # brackets and may hold blanks.
+  # Field 22 of the file is the time at which the process began. Its index is 19
+  # after the process's name, which is in brackets and may hold blanks.
   fields = stat.read_text().rpartition(')')[2].split()
   began = int(fields[19]) / os.sysconf('SC_CLK_TCK')
   return float(uptime.read_text().split()[0]) - began
 
 
 def new(kind: str, values: Mapping[str, Any], has_run: bool = True) -> Record:
-  """Returns a record.
+  """Makes the record of a measurement.
 
   Args:
     kind: kind of the record, such as 'alpha'.
-    values: name -> JSON value: results and settings.
-    has_run: whether anything ran on this machine, which the record then names.
+    values: results and settings, as name -> JSON value.
+    has_run: whether anything ran on this machine; the record then describes the
+      machine.
   """
   head = {'kind': kind, 'version': VERSION}
   return head | dict(values) | ({'machine': describe()} if has_run else {})
 
 
 def where(record: Mapping[str, Any]) -> str:
-  """Returns device and versions of a record's machine as a line."""
+  """Returns a line with the device and the versions of a record's machine."""
   machine = record['machine']
   isa = f'{machine["isa"]}, ' if 'isa' in machine else ''
   cores = f'{machine["cores"]} core{"" if machine["cores"] == 1 else "s"}'
@@ -84,10 +85,10 @@ def load(path: str | os.PathLike[str], *kinds: str) -> Record:
 
   Args:
     path: the file.
-    *kinds: the expected kinds; without them any kind is read.
+    *kinds: the expected kinds; without these arguments, any kind is accepted.
 
   Raises:
-    ValueError: the file is missing or broken, or of another kind or version.
+    ValueError: the file is missing or broken, or has another kind or version.
   """
   path = os.fspath(path)
   record = files.read_json(path)
@@ -108,12 +109,12 @@ def earlier(
   """Returns the record of an earlier run with the same settings, or None.
 
   Args:
-    path: the file of the record; None means that there is none.
+    path: the file of the record; None: there is no earlier record.
     kind: the kind that the record must have.
     settings: the settings of this run; others in the record are ignored.
 
   Raises:
-    ValueError: the file is not such a record, or has other settings.
+    ValueError: the file is not a record of this kind, or has other settings.
   """
   if path is None or not os.path.exists(path):
     return None
@@ -140,10 +141,10 @@ def begin(
   """Begins a measurement: checks its files, and prints how its input is read.
 
   Args:
-    console: shows the measurement; None uses standard output.
-    output_file: file of the record; None writes none.
-    input_file: the input; if it is a path, a line says how it is read.
-    plot_file: file of a picture; None draws none.
+    console: shows the measurement; None: standard output.
+    output_file: file of the record; None: no record will be written.
+    input_file: the input; if this is a path, a line says how the file is read.
+    plot_file: file of a picture; None: no picture will be drawn.
 
   Returns:
     The console.
@@ -172,10 +173,10 @@ def finish(
   The file is written first, because a reader may close the output early.
 
   Args:
-    output_file: file of the record; None writes none.
+    output_file: file of the record; None: no record is written.
     console: shows the tables and sentences.
     record: the record.
-    *parts: tables and sentences.
+    *parts: tables and sentences to show.
 
   Raises:
     OSError: the file cannot be written.

@@ -24,18 +24,19 @@ _NUMBER = re.compile(r'[-+\d.,%]+')
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-  """A column, with the format of its cells.
+  """The name of a column, and the format of its cells.
 
   Attributes:
     header: name of the column.
-    form: format of numbers, such as '.2f'; '' shows three digits of a float.
+    form: format of numbers, such as '.2f'; '': a float is shown with three
+      significant digits, and an integer with all digits.
   """
 
   header: str
   form: str = ''
 
   def text(self, cell: Cell) -> str:
-    """Formats a cell."""
+    """Returns a cell of the column as text; '-' for None."""
     if cell is None:
       return '-'
     if isinstance(cell, str):
@@ -47,7 +48,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """Rows under columns.
+  """A table with a title above it and notes below it.
 
   Attributes:
     title: title above the table, or ''.
@@ -101,7 +102,7 @@ class Table:
 
   @property
   def _is_right(self) -> list[bool]:
-    """Whether each column is aligned right, as those of numbers are."""
+    """Whether each column is aligned right, because it has only numbers."""
     columns = range(len(self.columns))
     return [all(_NUMBER.fullmatch(x[i]) for x in self.texts) for i in columns]
 
@@ -115,7 +116,10 @@ class Table:
     return '\n'.join(f'| {" | ".join(row)} |' for row in (header, rule, *body))
 
   def to_json(self) -> dict[str, Any]:
-    """Returns the formatted table as JSON values, for `from_json`."""
+    """Returns the table as JSON values that `from_json` reads.
+
+    Cells are formatted texts.
+    """
     table = {'title': self.title, 'columns': self.header, 'rows': self.texts}
     return table | ({'notes': list(self.notes)} if self.notes else {})
 
@@ -127,12 +131,12 @@ class Table:
     rows: Sequence[Mapping[str, Any]],
     notes: Sequence[str] = (),
   ) -> 'Table':
-    """Makes a table of records.
+    """Makes a table with a row for each record.
 
     Args:
       title: title above the table.
-      columns: column -> name of its values in a record, or a function of the
-        record.
+      columns: column -> name of its values in a record, or a function that
+        makes its cell from a record.
       rows: the records.
       notes: sentences below the table.
     """
@@ -164,7 +168,10 @@ class Table:
       yield rich.text.Text(note)
 
   def _rich(self, narrow: bool = False) -> rich.table.Table:
-    """Makes rich's table; if `narrow`, texts are folded, numbers are not."""
+    """Returns the table as one of the package rich, which prints it.
+
+    If `narrow`, long texts and headers are folded, but numbers are not.
+    """
     table = rich.table.Table(
       title=rich.text.Text(self.title) if self.title else None,
       show_lines=narrow,  # without lines, folded rows would run together
@@ -184,7 +191,7 @@ class Table:
         no_wrap=right and narrow,
       )
     for row in texts:
-      # Text, not str: rich would take parts of an output for markup.
+      # rich would interpret parts of a str as markup, but not of a Text.
       table.add_row(*map(rich.text.Text, row))
     return table
 

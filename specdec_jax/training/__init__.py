@@ -1,7 +1,8 @@
 """Trains models and drafters, with optax.
 
-`TrainRun` describes a run of training or distillation, `train` runs it.
-`distil` makes a calibrated drafter from texts alone; `ngram` fits tables.
+`TrainRun` has the settings of training or distillation, and `train` runs it.
+`distil` makes a drafter from texts alone and measures its best gamma. The
+module `ngram` fits n-gram tables.
 """
 
 from specdec_jax.training.own_drafter import DistilConfig, distil

@@ -1,7 +1,8 @@
 """Training data: pairs of token sequences, packed into batches.
 
-A pair has no end-of-sequence ids and no padding: an example may join several
-pairs, and gets one end-of-sequence id after it is joined.
+A pair is a source and a target, both as ids without end-of-sequence ids and
+padding. A training example concatenates one or more pairs; one end-of-sequence
+id is then appended to its source and one to its target.
 """
 
 import dataclasses
@@ -18,8 +19,9 @@ from specdec_jax.checks.fields import Bound, check_types, unexpected
 from specdec_jax.text.tokenizer import EOS_ID, PAD_ID
 from specdec_jax.types import Amount, Count, Positive
 
-NO_TOKEN = -1  # marks places past a row's targets; some vocabularies use 0
-# The lengths of buckets of sentences.
+# Marks positions past a row's targets. Some vocabularies use 0 as a token.
+NO_TOKEN = -1
+# The default bucket lengths, in tokens.
 _BUCKETS = (12, 16, 20, 26, 32, 40, 52, 68, 96)
 
 # Source and target ids of each pair.
@@ -33,7 +35,7 @@ def lengths_of(pairs: Pairs) -> np.ndarray:
 
 
 def digest(pairs: Pairs) -> str:
-  """Returns the sha256 (hex) of all ids and lengths."""
+  """Returns the sha256 (hex) of all ids and lengths, which identifies data."""
   sha256 = hashlib.sha256(lengths_of(pairs).tobytes())
   for ids in itertools.chain.from_iterable(pairs):
     sha256.update(np.asarray(ids, np.int32).tobytes())
@@ -41,13 +43,18 @@ def digest(pairs: Pairs) -> str:
 
 
 class Batch(NamedTuple):
-  """Padded rows in N parts; a row without tokens has no weight.
+  """A batch of N parts with B padded rows each.
+
+  Rows that hold only padding do not count in the loss.
 
   Attributes:
-    inputs: int32[N, B, L], source ids, end of sequence, padding.
-    targets: int32[N, B, S], target ids, end of sequence, `NO_TOKEN`.
-    features: the target's, see `losses.Distillation.features`; None lets the
-      objective compute them.
+    inputs: int32[N, B, L], in each row source ids, the end-of-sequence id and
+      padding.
+    targets: int32[N, B, S], in each row target ids, the end-of-sequence id and
+      `NO_TOKEN`s.
+    features: outputs of the model to learn from, as
+      `losses.Distillation.features` returns them; None: the objective computes
+      them.
   """
 
   inputs: Any
@@ -57,24 +64,28 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackingConfig:
-  """The settings by which pairs become batches.
+  """The settings that decide how pairs are packed into batches.
 
   Attributes:
-    weights: weights[k] is proportional to the number of examples that join
-      k + 1 pairs. Joining is plain concatenation: to the model an example looks
-      like a text of several sentences.
-    buckets: increasing lengths, the only ones that a batch may have; an example
-      goes into the smallest bucket that holds its source and its target. One
-      program is compiled for each bucket.
-    tokens_per_batch: roughly the places for tokens on each side of a batch.
-    tokens_per_part: roughly the places of one part of a batch. A batch is
-      computed part by part, and the gradients are summed. On a CPU the logits
-      of a part then stay in its cache; 0, for a GPU or TPU, makes the whole
-      batch one part.
-    max_targets: if > 0, the most target places per row, for data whose targets
-      are much shorter than its sources; 0 allows as many as source places.
-    seed: decides order and joining. Together with the step it decides a batch.
-    eos_id: the end of sequence; a run over text takes its vocabulary's.
+    weights: weights[k] is proportional to the number of examples that
+      concatenate k + 1 pairs. To the model such an example looks like a text of
+      several sentences.
+    buckets: increasing row lengths in tokens; each batch has one of these. An
+      example goes into the smallest bucket that holds its source and its
+      target. One program is compiled for each bucket.
+    tokens_per_batch: approximate number of token positions for the sources of a
+      batch, and for its targets, padding included.
+    tokens_per_part: approximate number of such positions in one part of a
+      batch. The gradients of the parts are computed one after the other and
+      summed, so that on a CPU the logits of a part stay in the processor's
+      cache. 0, for a GPU or TPU, makes the whole batch one part.
+    max_targets: if > 0, the most target positions per row, for data whose
+      targets are much shorter than its sources; 0 allows as many target
+      positions as source positions.
+    seed: seed of the order of pairs and of the number of pairs per example. The
+      seed and the step determine a batch.
+    eos_id: the end-of-sequence id; a run over text uses its vocabulary's
+      instead.
   """
 
   weights: tuple[Amount, ...] = (0.4, 0.25, 0.2, 0.15)
@@ -92,24 +103,27 @@ class PackingConfig:
       raise unexpected('weights', expected, self.weights)
     if [*self.buckets] != sorted({*self.buckets}):
       raise unexpected('buckets', 'increasing numbers', self.buckets)
-    # A batch must have room for one row, and a row for a token and its end.
+    # A batch must have room for one row, and a row for one token and the
+    # end-of-sequence id.
     if (size := self.tokens_per_batch) < (least := self.buckets[-1]):
       raise unexpected('tokens_per_batch', f'a whole number from {least}', size)
     if self.max_targets < 0 or self.max_targets == 1:
       raise unexpected('max_targets', '0, or 2 or more', self.max_targets)
 
   def target_places(self, length: int) -> int:
-    """Returns the number of places on the target side of a bucket."""
+    """Returns the target positions per row in the bucket of this length."""
     return min(length, self.max_targets or length)
 
 
 class _Plan(NamedTuple):
-  """One epoch: pairs in order, cut into examples, gathered into batches.
+  """The order of the pairs in one epoch, its examples and its batches.
 
   Attributes:
-    order: int64[N], numbers of pairs.
-    bounds: int64[M + 1]; example i joins order[bounds[i]:bounds[i + 1]].
-    batches: the length of each batch, and the numbers of its examples.
+    order: int64[N], indices of pairs.
+    bounds: int64[M + 1]; example i concatenates the pairs
+      order[bounds[i]:bounds[i + 1]].
+    batches: for each batch, the length of its bucket and the indices of its
+      examples.
   """
 
   order: np.ndarray
@@ -118,18 +132,19 @@ class _Plan(NamedTuple):
 
 
 class PackedBatches:
-  """Batches of examples of similar lengths.
+  """Packs pairs into batches of examples of similar lengths.
 
-  A batch depends only on the seed and on its place in the order.
+  For the same pairs and settings, a batch depends only on its index.
 
-  An epoch shuffles the pairs, joins neighbours, and sorts examples into
-  buckets. Examples that do not fill a batch move on to the next longer bucket;
-  the last batch has empty rows.
+  Each epoch shuffles the pairs, concatenates neighbours into examples, and
+  sorts the examples into buckets. Examples that do not fill a batch move on to
+  the next longer bucket; the last batch is filled up with rows of padding.
 
   Attributes:
-    num_dropped: pairs that are empty or too long.
-    regroups: whether each epoch makes its own batches; otherwise it shuffles
-      those of the first epoch.
+    num_dropped: number of pairs that are not used, because a side is empty or
+      too long.
+    regroups: whether each epoch packs the pairs anew; if False, later epochs
+      only shuffle the batches of the first one.
   """
 
   regroups = True
@@ -138,9 +153,9 @@ class PackedBatches:
     """Drops the pairs that are empty or do not fit the longest bucket.
 
     Args:
-      pairs: the data.
-      config: the settings.
-      pad_id: the padding of inputs.
+      pairs: source and target ids of each pair.
+      config: the settings of packing.
+      pad_id: the id that fills inputs after the end-of-sequence id.
 
     Raises:
       ValueError: no pair is left.
@@ -148,9 +163,9 @@ class PackedBatches:
     self._pairs, self._config, self._pad_id = pairs, config, pad_id
     self._lengths = lengths_of(pairs)
     longest = config.buckets[-1]
-    # An end-of-sequence id follows the last pair.
+    # The last position of a row is for the end-of-sequence id.
     self._limits = np.array([[longest], [config.target_places(longest)]]) - 1
-    # Empty sides teach nothing.
+    # Nothing can be learned from a pair with an empty side.
     is_usable = (self._lengths > 0) & (self._lengths <= self._limits)
     self._usable = np.flatnonzero(is_usable.all(0))
     self.num_dropped = len(pairs) - len(self._usable)
@@ -160,19 +175,21 @@ class PackedBatches:
         f' bucket of PackingConfig.buckets, {config.buckets[-1]}, and'
         f' max_targets, {config.max_targets}, with its end.'
       )
-    # A plan takes a few MB; only the first and the current one are needed.
+    # A plan takes a few MB; only those of the first and of the current epoch
+    # are needed.
     self._plan = functools.lru_cache(maxsize=2)(self._make_plan)
 
   @property
   def num_places(self) -> int:
-    """The number of places of the first epoch, padding included."""
+    """The token positions of the first epoch's batches, padding included."""
     sides = [self._shapes(length)[:2] for length, _ in self._plan(0).batches]
     return sum(map(math.prod, itertools.chain(*sides)))
 
   def empty_batches(self) -> list[Batch]:
     """Returns a batch of padding for each bucket of the first epoch.
 
-    A later epoch may use a bucket that the first one does not.
+    Programs can be compiled with these batches before the training. A later
+    epoch may use a bucket that the first one does not use.
     """
     plan = self._plan(0)
     lengths = sorted({length for length, _ in plan.batches})
@@ -196,10 +213,10 @@ class PackedBatches:
     """Yields the batches of all epochs, from a step on.
 
     Args:
-      step: steps that have been done.
+      step: number of batches to skip, because a run has used them.
 
     Yields:
-      The progress in epochs at which a batch begins, a float; and the batch.
+      The number of epochs before the batch, a float; and the batch.
     """
     for number in itertools.count():
       size = len(self._plan(number).batches)
@@ -208,12 +225,12 @@ class PackedBatches:
         yield number + index / size, batch
 
   def examples(self) -> Pairs:
-    """Returns the joined pairs of the first epoch, in random order."""
+    """Returns the first epoch's examples, each as a pair, in random order."""
     plan = self._plan(0)
     return [self._joined(plan, i) for i in range(len(plan.bounds) - 1)]
 
   def _joined(self, plan: _Plan, example: int) -> tuple[list[int], list[int]]:
-    """Returns the source and the target of an example."""
+    """Returns an example's concatenated sources and concatenated targets."""
     begin, end = plan.bounds[example : example + 2]
     pairs = [self._pairs[i] for i in plan.order[begin:end]]
     sources, targets = zip(*pairs, strict=True)
@@ -233,20 +250,25 @@ class PackedBatches:
     return _Plan(order, bounds, batches)
 
   def _join(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Cuts `order` into examples that fit; returns the bounds of a `_Plan`."""
+    """Divides pairs into examples that fit; returns `bounds` of a `_Plan`."""
     weights = np.asarray(self._config.weights, np.float64)
     weights = weights / weights.sum()
     ends = np.cumsum(1 + rng.choice(len(weights), len(order), p=weights))
     bounds = np.array([0, *ends[ends < len(order)], len(order)])
     totals = np.pad(self._lengths[:, order].cumsum(1), ((0, 0), (1, 0)))
     fits = (np.diff(totals[:, bounds]) <= self._limits).all(0)
-    # If joined pairs are too long, the example is split into its pairs again.
+    # An example that is too long is split into its single pairs again.
     starts = np.repeat(~fits, np.diff(bounds))
     starts[bounds[:-1]] = True
     return np.append(np.flatnonzero(starts), len(order))
 
   def _fill(self, lengths: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Groups examples (in random order) into batches of one bucket each."""
+    """Returns `batches` of a `_Plan`, each of examples of one bucket.
+
+    Args:
+      lengths: int64[M], the length of each example, its end-of-sequence id
+        included; the examples are in random order.
+    """
     batches: list[tuple[int, np.ndarray]] = []
     waiting = np.empty(0, np.int64)
     bucket_of = np.searchsorted(self._config.buckets, lengths)
@@ -264,7 +286,8 @@ class PackedBatches:
     fills = zip(shapes, (self._pad_id, NO_TOKEN), strict=True)
     batch = [np.full(shape, fill, np.int32) for shape, fill in fills]
     rows = np.ndindex(shapes[0][:2])
-    for row, example in zip(rows, examples, strict=False):  # others are empty
+    # Rows without an example remain padding.
+    for row, example in zip(rows, examples, strict=False):
       for side, ids in zip(batch, self._joined(plan, example), strict=True):
         side[row][: len(ids)] = ids
         side[row][len(ids)] = self._config.eos_id

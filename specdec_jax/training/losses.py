@@ -1,7 +1,8 @@
-"""The objectives of training: cross-entropy, distillation, heads.
+"""Objectives of training: cross-entropy, distillation, distillation of heads.
 
-An `Objective` is a pytree. The parameters of a frozen target are its leaves, so
-that they are arguments of the compiled step and not literals in it.
+An `Objective` is a pytree, whose leaves are the parameters of a frozen target.
+The compiled step therefore gets these parameters as arguments and does not
+contain them as constants.
 """
 
 import functools
@@ -19,16 +20,16 @@ Sums = dict[str, jax.Array]
 
 
 class Objective(Protocol):
-  """A loss, and the measures that are reported with it."""
+  """Computes a loss to minimise, and measures that are reported with it."""
 
   def sums(
     self, params: Params, batch: Batch, key: jax.Array | None = None
   ) -> Sums:
-    """Sums the loss and the measures over the tokens that count.
+    """Sums the loss and the measures over all tokens that are not padding.
 
     Args:
-      params: the parameters that learn.
-      batch: one part of a batch, [B, L].
+      params: the parameters that are trained.
+      batch: one part of a `Batch`: inputs [B, L] and targets [B, S].
       key: PRNG key of the dropout in training; None evaluates, without dropout
         and perhaps with more measures.
 
@@ -41,7 +42,7 @@ class Objective(Protocol):
 def teacher_forced(
   targets: jax.Array, start_id: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns a decoder's inputs, its targets, and weights of the places.
+  """Returns a decoder's inputs, its targets, and the weights of the targets.
 
   Args:
     targets: int32[B, S], `NO_TOKEN` past each row's end.
@@ -66,16 +67,16 @@ def distillation(
 ) -> tuple[jax.Array, jax.Array]:
   """Measures how far the drafter's distributions are from the target's.
 
-  The loss is Jeffreys' divergence, D(target || draft) + D(draft || target): the
-  forward part alone is as good for greedy proposals; the reverse part helps
-  sampled ones (`benchmarks/divergences.py`), and slows the first thousand steps
-  of random parameters down. alpha is sum_x min(target(x), draft(x))
-  (Leviathan et al. 2023, Corollary 3.6). Only the drafter's logits have a
-  gradient, and only through the first result.
+  The loss is Jeffreys' divergence, D(target || draft) + D(draft || target). The
+  first term alone is as good for greedy proposals. The second term helps
+  sampled proposals (see `benchmarks/divergences.py`), but slows down the first
+  thousand steps of a model with random parameters. alpha is sum_x
+  min(target(x), draft(x)) (Leviathan et al. 2023, Corollary 3.6). Only the
+  drafter's logits have a gradient, and only through the loss.
 
   Args:
-    draft_logits: float32[B, S, V].
-    target_logits: float32[B, S, V].
+    draft_logits: float32[B, S, V], the drafter's logits.
+    target_logits: float32[B, S, V], the target's logits of the same tokens.
 
   Returns:
     The loss, float32[B, S], nats; and alpha, float32[B, S], the probability
@@ -93,15 +94,18 @@ _static = functools.partial(flax.struct.field, pytree_node=False)
 
 @flax.struct.dataclass
 class CrossEntropy:
-  """Maximum likelihood of the targets; an `Objective`.
+  """The `Objective` of maximum likelihood: the targets' cross-entropy.
 
-  An evaluation reports the plain likelihood, and 'accuracy'.
+  An evaluation reports the cross-entropy without z_loss, and 'accuracy', the
+  share of targets that have the largest logit.
 
   Attributes:
-    model: has `logits(params, inputs, decoder_inputs, dropout_key)`.
-    start_id: see `teacher_forced`.
+    model: the network, which has `logits(params, inputs, decoder_inputs,
+      dropout_key)`.
+    start_id: the id that the decoder begins with, or None; as for
+      `teacher_forced`.
     z_loss: weight of the squared log normaliser, such as 1e-4 (Mesh TensorFlow,
-      T5X); training only.
+      T5X); it is added in training only.
   """
 
   model: Any = _static()
@@ -124,18 +128,19 @@ class CrossEntropy:
 
 @flax.struct.dataclass
 class Distillation:
-  """A drafter learns to propose its target's next tokens; an `Objective`.
+  """The `Objective` of a drafter that learns to predict as its target does.
 
   The training sequences should be the target's own outputs
-  (`outputs.generate_outputs`), because a drafter in use continues such outputs.
-  It reports 'alpha', the expected acceptance rate at temperature 1, and in an
-  evaluation 'agreement', the share of equal argmaxes (temperature 0).
+  (`outputs.generate_outputs`), because a drafter has to continue such outputs.
+  The objective reports 'alpha', the expected acceptance rate at temperature 1,
+  and in an evaluation 'agreement', the share of equal argmaxes (temperature 0).
 
   Attributes:
-    draft: the model that learns; it may read the target's encoder.
-    target: the model to follow, of the same vocabulary.
-    target_params: the target's parameters, constant.
-    start_id: see `teacher_forced`.
+    draft: the network that learns; it may read the outputs of the target's
+      encoder.
+    target: the network to learn from, of the same vocabulary.
+    target_params: the target's parameters, which stay constant.
+    start_id: the id that decoders begin with, or None; as for `teacher_forced`.
   """
 
   draft: Any = flax.struct.field(pytree_node=False)
@@ -144,11 +149,14 @@ class Distillation:
   start_id: int | None = _static(default=0)
 
   def features(self, batch: Batch) -> dict[str, jax.Array]:
-    """Computes what stays the same while the drafter learns, in half precision.
+    """Computes the target's outputs, which do not change in training.
+
+    They are in half precision, because they may be stored for all batches.
 
     Returns:
-      float16[B, S, M], the target's 'features' along the targets, and
-      float16[B, E, M], its 'encoded' inputs for a drafter that reads them.
+      A dict with 'features', float16[B, S, M], from which the target's head
+      computes the logits of each target token; and, if the drafter reads the
+      encoder, with 'encoded', float16[B, E, M], the encoder's outputs.
     """
     return jax.tree.map(lambda x: x.astype(jnp.float16), self._read(batch))
 
@@ -183,16 +191,19 @@ class Distillation:
 
 @flax.struct.dataclass
 class HeadDistillation(Distillation):
-  """Head i learns the target's distribution i places later; an `Objective`.
+  """The `Objective` of heads: head i learns to predict i positions further.
 
-  All places of a sequence are trained at once, teacher forced: at the place of
-  its token d_s, heads read the feature whose logits gave d_s (zeros for the
-  start token) and the embeddings of d_s and of the tokens after it. 'alpha_i'
-  and 'agreement_i' are measured for head i after accepted proposals.
+  All positions of a sequence are trained at once, with teacher forcing. At the
+  position of token d_s, head i (from 0) reads the target's feature from which
+  d_s was predicted (zeros for the start token) and the embeddings of d_s to
+  d_(s + i). It learns the target's distribution of d_(s + i + 1). 'alpha_1' and
+  'agreement_1' are those of head 0, and so on; each head is measured as if the
+  proposals of the heads before it had been accepted.
 
   Attributes:
-    draft: a `drafters.heads.Heads`; the target is a network of this library.
-    decay: weight of a head, divided by that of the head before it.
+    draft: the heads, a `drafters.heads.Heads`. The target must be a network of
+      this library.
+    decay: weight of a head's loss relative to that of the head before it.
   """
 
   decay: float = _static(default=0.8)
@@ -206,7 +217,7 @@ class HeadDistillation(Distillation):
     sums = {'loss': jnp.float32(0), 'tokens': mask.sum()}
     places = mask.shape[1]
     for i in range(min(self.draft.num_heads, places)):
-      # Head i at place s learns the target's distribution at place s + i.
+      # Head i at position s learns the target's distribution at position s + i.
       count = places - i
       tokens = [embedded[:, j : j + count] for j in range(1 + i)]
       read = jnp.stack(tokens, axis=2)
@@ -215,7 +226,8 @@ class HeadDistillation(Distillation):
       counted = mask[:, i:]
       head = self._compared(logits, target[:, i:], counted, key is None)
       sums['loss'] += self.decay**i * head.pop('loss')
-      # Dividing by all tokens then gives the mean over the head's own tokens.
+      # The caller divides all sums by the number of all tokens. With this
+      # scale the result is the mean over the tokens that count for this head.
       scale = sums['tokens'] / jnp.maximum(counted.sum(), 1.0)
       sums |= {f'{name}_{i + 1}': x * scale for name, x in head.items()}
     return sums

@@ -20,26 +20,27 @@ from specdec_jax.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class FitNgramConfig:
-  """An n-gram table and the files that it is fitted to.
+  """The settings of fitting an n-gram table to files.
 
-  The ending of a file's name tells its format (with or without `.gz`): `.jsonl`
-  holds records, such as predictions.jsonl of `specdec decode` or the
-  -predict.jsonl-00000-of-00001 of a task; `.tsv` holds source<TAB>target lines,
-  of which the targets are used; any other file is text, one output per line.
+  The ending of a file's name tells its format (with or without `.gz`). A
+  `.jsonl` file has a JSON record per line, such as predictions.jsonl of
+  `specdec decode` or the -predict.jsonl-00000-of-00001 of a task. A `.tsv` file
+  has source<TAB>target lines, of which the targets are used. Any other file is
+  text with one output per line.
 
   Attributes:
     tokenizer: the target's tokenizer.
     train_files: files to fit the table to.
-    output_file: the table, `.npz`.
-    order: n; 1 is a unigram, 2 a bigram.
+    output_file: path of the table, a `.npz` file.
+    order: length of the n-grams; 1 is a unigram, 2 a bigram.
     field: field of a record that holds its output, as text or as ids.
     start_id: id that the target's decoder begins with, 0 in the T5 family; None
       if it begins with the text itself.
-    max_continuations: the most entries per context.
+    max_continuations: the most next tokens that are stored per context.
     min_count: contexts that occur less often are left out.
 
   Raises:
-    ValueError: there is no file, or no such id.
+    ValueError: no file is given, or start_id is outside the vocabulary.
   """
 
   tokenizer: Tokenizer
@@ -95,12 +96,12 @@ def fit_ngram(
 def outputs(path: str, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
   """Yields the ids of each output of a file.
 
-  Text gets an end of sequence; ids are taken as they are, because an output
-  that was cut short has no end.
+  An end-of-sequence id is appended to text. Ids are used unchanged, because an
+  output that was cut short has no end-of-sequence id.
 
   Args:
-    path: see `FitNgramConfig`.
-    tokenizer: for text.
+    path: the file, in one of the formats that `FitNgramConfig` describes.
+    tokenizer: encodes outputs that are text.
     field: field of JSON records that holds the output.
 
   Raises:

@@ -1,4 +1,4 @@
-"""Decodes many sources with a model itself, by the plain decoding loop."""
+"""Makes training data: decodes many sources with a model, without a drafter."""
 
 import dataclasses
 import functools
@@ -26,10 +26,12 @@ from specdec_jax.text.tokenizer import EOS_ID
 from specdec_jax.training.data import Pairs, digest
 from specdec_jax.types import Amount, Count, FinishReason, Positive
 
-# A call has dozens of rows, which share the cost of packing a kernel.
+# Kernels have T5X's layout. A CPU packs such a kernel again in each call, but
+# the dozens of rows of a call share this cost.
 PLACEMENT = partitioning.Placement(kernel_layout='in_out')
-# A batch ends when at most this share of its rows is unfinished, and these are
-# cut off: a row that repeats itself does not hold up the others.
+# A batch ends when at most this share of its rows is unfinished, and the
+# outputs of these rows are not used. Otherwise a row that repeats itself would
+# delay the next batch.
 _MOST_UNFINISHED = 0.05
 _LOG_SECONDS = 15
 _COMPLETE = 'complete'  # this is the last line of a file with all outputs
@@ -44,13 +46,13 @@ class OutputsConfig(Checked):
     max_minutes: if > 0, no batch begins after this time; a run that is started
       again has the whole time again. Batches come in random order, so that the
       outputs until then are a fair sample.
-    temperatures: batches take these alternately; 0 is greedy.
+    temperatures: the temperatures that batches have in turn; 0 is greedy.
     batch_size: rows that are decoded together; their sources have similar
       lengths.
     max_ratio, max_extra: an output may have max_ratio tokens per token of its
       source, and max_extra more.
     seed: the random numbers of an example derive from this seed and the
-      example's number.
+      example's index.
   """
 
   num_examples: Count = 0
@@ -62,7 +64,7 @@ class OutputsConfig(Checked):
   seed: int = 0
 
   def limit(self, source_length: int) -> int:
-    """Returns the most tokens of a source's output, its end included."""
+    """Returns the most tokens of an output, its end-of-sequence id included."""
     return int(self.max_ratio * source_length) + self.max_extra
 
 
@@ -77,26 +79,27 @@ def decode(
   begin: Sequence[int] = (),
   eos_id: int = EOS_ID,
 ) -> list[list[int] | None]:
-  """Decodes a batch of sources: one loop over as many rows as a batch has.
+  """Decodes one batch of sources, all in one loop.
 
-  An engine, whose rows come and go, takes twice as long for outputs as short as
-  these: this loop ends when few rows are unfinished.
+  An `Engine`, which replaces each finished row by a waiting one, takes twice as
+  long for short outputs. The loop here ends when few rows are unfinished.
 
   Args:
     model: the network.
     params: its parameters, as `partitioning.place` returns them.
     config: the settings.
     sources: at most `batch_size` lists of ids, without an end of sequence.
-    ids: the examples' numbers, from which their random numbers derive.
-    width: places for a source and its end; a program is compiled for each.
+    ids: the examples' indices, from which their random numbers derive.
+    width: positions for a source and its end-of-sequence id; a program is
+      compiled for each width.
     temperature: 0 is greedy.
-    begin: the ids that the decoder reads first, and nothing else if it has no
-      encoder; without ids, the model's start.
-    eos_id: the end of sequence of sources and outputs.
+    begin: the ids that the decoder reads first; without ids, the model's start
+      id. A model without an encoder reads only these ids, and no source.
+    eos_id: the end-of-sequence id of sources and outputs.
 
   Returns:
-    What the decoder read and said for each source, without its first id and its
-    end; None if it did not end by itself.
+    For each source, the ids of `begin` without the first one, then the output
+    without its end-of-sequence id; None if the output was cut off.
   """
   batch = config.batch_size
   inputs = np.full((batch, width), model.pad_id, np.int32)
@@ -130,12 +133,13 @@ def decode(
   ]
 
 
-# Jitted here, so that all batches of a model and a shape share a program.
+# The module's own jitted function, so that all batches of the same model and
+# shape share a compiled program.
 @functools.partial(jax.jit, static_argnums=0)
 def _decode(
   model: LanguageModel, params: Params, request: Request, enough: jax.Array
 ):
-  """Decodes plainly until `enough` rows, int32[], are finished."""
+  """Decodes without a drafter until `enough` rows (int32[]) are finished."""
   loop, pair = Loop(model), PairParams(params, None)
   rows = pool.read(loop, pair, request)
   _, view = pool.run(loop, pair, rows, NO_ROUND_LIMIT, enough, request.drafting)
@@ -152,12 +156,12 @@ def generate_outputs(
   eos_id: int = EOS_ID,
   log: Callable[[str], None] = print,
 ) -> Pairs:
-  """Pairs each source with the output that the model itself gives for it.
+  """Decodes sources with the model, and returns pairs of source and output.
 
   The pairs of each batch are appended to a `RunLog`, from which a killed run
-  goes on. The last line tells that the outputs are complete, because all
-  sources were decoded or `max_minutes` were over. An output that does not end
-  by itself is left out, so that every pair can get its end of sequence.
+  goes on. When all sources are decoded, or `max_minutes` are over, a last line
+  says that the outputs are complete. An output that was cut off is left out,
+  because training appends an end-of-sequence id to every output.
 
   Args:
     model: a `LanguageModel`.
@@ -165,8 +169,9 @@ def generate_outputs(
     sources: the ids of examples, in random order.
     path: the `.jsonl` file; if all outputs are in it, it is only read.
     config: the settings.
-    begin, eos_id: see `decode`.
-    log: gets lines of progress.
+    begin: the ids that the decoder reads first, as for `decode`.
+    eos_id: the end-of-sequence id of sources and outputs.
+    log: function that gets lines of progress.
 
   Returns:
     The pairs, in another order than the sources.
@@ -222,7 +227,7 @@ def read_outputs(path: str | os.PathLike[str]) -> Pairs:
 
 
 def _batches_of(run_log: RunLog) -> list[Any]:
-  """Reads the pairs of each batch, then `_COMPLETE` if outputs are complete.
+  """Returns the pairs of each batch, then `_COMPLETE` if the log has it.
 
   Raises:
     ValueError: a line is damaged.
@@ -240,7 +245,11 @@ def _pairs_of(batches: list[Any]) -> Pairs:
 def _batches(
   sources: Sequence[Sequence[int]], config: OutputsConfig
 ) -> list[np.ndarray]:
-  """Returns the numbers of sources of similar length, in random batches."""
+  """Groups sources of similar length into batches, in random order.
+
+  Returns:
+    The indices of the sources of each batch, int64[batch_size] or fewer.
+  """
   lengths = np.array([*map(len, sources)])
   usable = np.flatnonzero(lengths > 0)[: config.num_examples or None]
   if not len(usable):

@@ -6,8 +6,8 @@ The pair is then calibrated on texts that were held out. Each of these steps
 goes on where an earlier run was stopped, as `training.train` does.
 
 All steps share one budget of time. The costs of calls do not depend on what the
-drafter has learned, so they are timed before it learns. The time that this
-takes tells how much to leave for the measurements after the training.
+drafter has learned, so they are timed before it learns. How long this timing
+takes tells how much time the measurements after the training will need.
 """
 
 import dataclasses
@@ -56,16 +56,20 @@ _TRAINING = 'training'
 _LEAST_TEXTS = 8
 _MOST_HELD_OUT = 512
 _LEAST_MINUTES = 2.0
-_FEW_STEPS = 400  # fewer are too few to learn; also between two evaluations
-# Shares of the time: the most for decoding texts (without the held-out ones),
-# the most for timing calls, and the least for learning.
+# In fewer steps than this a drafter learns too little. The training is
+# evaluated each time after this many steps.
+_FEW_STEPS = 400
+# Shares of the run's time: at most _DECODING to decode the texts to learn from,
+# at most _TIMING to time calls, and at least _LEARNING to learn.
 _DECODING, _TIMING, _LEARNING = 0.25, 0.2, 0.05
-# The drafter is not measured if less than this part of the time for it is left.
+# The pair is not calibrated if less than this part of the time planned for the
+# calibration is left.
 _MEASURABLE = 0.7
-# Seconds to write the drafter and to evaluate it for the last time, and those
-# from the start of the process to a call of `distil`.
+# _SAVING_S: seconds to evaluate the drafter for the last time and to write it.
+# _STARTED_S: seconds from the start of the process to the call of `distil`.
 _SAVING_S, _STARTED_S = 8.0, 5.0
-# The largest part of a vocabulary that a shortlist may have; more gains little.
+# A shortlist has at most this part of the vocabulary; a longer one would save
+# little time.
 _SMALL_PART = 0.5
 
 
@@ -75,21 +79,22 @@ class DistilConfig:
 
   Attributes:
     target: a T5, BART, Pegasus or Marian with an encoder and its vocabulary, as
-      `specdec_jax.load` gives it.
-    texts: file of inputs as the target gets them, prefix included, one a line.
+      `specdec_jax.load` returns it.
+    texts: file with an input of the target on each line, prefix included.
     output_dir: folder of the drafter; made if needed.
     num_layers: number of the target's decoder layers that the drafter takes.
     max_input_len, max_decode_len: the most tokens of an input and of an output,
       their ends included; longer ones are left out.
-    minutes: time of the whole run, from the start of a process to its end: at
-      most three tenths to decode, the rest to learn and to measure. It must be
-      2 or more, since compilation alone takes a minute; 0 sets no limit, so
-      that `steps` ends the run.
+    minutes: time of the whole run, from the start of the process to its end. At
+      most three tenths of it are used to decode the texts, the rest to learn
+      and to measure. It must be 2 or more, since compilation alone takes a
+      minute; 0 sets no limit, so that `steps` ends the run.
     source_lang, target_lang: the languages of the texts and of the outputs, for
       a target with tokens of languages.
     steps: the most steps of the training.
-    max_gamma, num_tokens, repeats: the largest gamma of the calibration, the
-      tokens that it measures acceptance on, and its timed rounds.
+    max_gamma, num_tokens, repeats: for the calibration, the largest gamma, the
+      number of tokens to measure acceptance on, and the number of times that
+      calls are timed.
 
   Raises:
     ValueError: a value is outside its range.
@@ -117,7 +122,7 @@ class DistilConfig:
 
   @property
   def languages(self) -> dict[str, Any]:
-    """The languages, as options of an engine."""
+    """The engine options that set the two languages."""
     return {'source_lang': self.source_lang, 'target_lang': self.target_lang}
 
 
@@ -129,12 +134,13 @@ def distil(
   It writes to `output_dir`: config.json and model.safetensors, which
   `specdec_jax.load` reads; shortlist.npz, the tokens of the target's outputs,
   if these are a small part of its vocabulary (see `models.other_ids`);
-  calibration.json; held_out.txt, the texts that were not learned from; and the
-  training's files in training/. The same call goes on where one was stopped.
+  calibration.json; held_out.txt, the texts that the drafter did not learn from;
+  and the training's files in training/. If a call was stopped, another call
+  with the same settings goes on from there.
 
   Returns:
-    The calibration; None if the time was over or the timings contradict
-    themselves. The console then says so, and there is no calibration.json.
+    The calibration; None if the time was over or the timings contradict each
+    other. The console then says so, and there is no calibration.json.
 
   Raises:
     ValueError: the target, the texts or the folder do not fit (raised before
@@ -180,7 +186,8 @@ def distil(
     measured.time_calls(draft, params)
     return end - measured.closing_s()
 
-  # The second sides are not used: the target's outputs replace them.
+  # A pair needs two sides, but its second side is not used, because the
+  # target's output replaces it.
   pairs, valid = (
     [(ids[text], ids[text]) for text in texts] for texts in (learned, held_out)
   )
@@ -198,7 +205,9 @@ def distil(
 
 
 def draft_network(config: DistilConfig) -> T5 | Bart:
-  """Returns the drafter's network.
+  """Returns the drafter's network, without parameters.
+
+  It has the target's configuration, but no encoder and fewer decoder layers.
 
   Raises:
     ValueError: the target is no T5, BART, Pegasus or Marian with an encoder
@@ -207,7 +216,7 @@ def draft_network(config: DistilConfig) -> T5 | Bart:
   """
   target = config.target
   network: Any = target.network
-  # The training reads the target again, by this name.
+  # The training loads the target again, from the checkpoint `target.name`.
   is_whole = isinstance(network, T5 | Bart) and not network.reads_encoder
   if not (is_whole and target.name):
     expected = 'a T5, BART, Pegasus or Marian with an encoder, in a checkpoint'
@@ -223,7 +232,7 @@ def draft_network(config: DistilConfig) -> T5 | Bart:
 
 
 def decoder_layers(params: Params, num_layers: int) -> Params:
-  """Takes parameters without the encoder, and with few decoder layers.
+  """Returns parameters without the encoder and with only some decoder layers.
 
   A drafter that begins with these parameters only has to learn to work with
   fewer layers.
@@ -242,7 +251,7 @@ def decoder_layers(params: Params, num_layers: int) -> Params:
 
 
 def _texts(config: DistilConfig, codec: Codec) -> tuple[list[str], list[str]]:
-  """Returns the texts to learn from, and those to hold out."""
+  """Returns the texts to learn from, and the held-out texts to measure with."""
   count, most = codec.num_input_tokens, config.max_input_len
   texts = list(dict.fromkeys(read_prompts(config.texts, count, most)))
   if len(texts) < _LEAST_TEXTS:
@@ -261,7 +270,8 @@ def _train_run(
   longest: int,
 ) -> TrainRun:
   target, extra = config.target, config.max_decode_len
-  # Powers of two from 16 on, because each length compiles a program.
+  # The bucket lengths are powers of two from 16 on. There are few, because a
+  # program is compiled for each.
   bits = max(5, max(longest, extra).bit_length() + 1)
   buckets = tuple(1 << i for i in range(4, bits))
   size, minutes = max(2048, buckets[-1]), _DECODING * config.minutes
@@ -291,7 +301,10 @@ def _num_steps(training: str) -> int:
 
 
 def _export(config: DistilConfig, draft: T5 | Bart, training: str) -> None:
-  """Writes the drafter's sizes, parameters, target and shortlist."""
+  """Writes the drafter as a Hugging Face folder, with its shortlist if any.
+
+  Its config.json also has the fingerprint of the target.
+  """
   model = loading.load(os.path.join(training, training_run.MODEL_FILE), draft)
   params, about = model.read(), {'target': model.made_for}
   folder, ends = config.output_dir, config.target.stop_ids or T5_IDS.eos
@@ -302,7 +315,10 @@ def _export(config: DistilConfig, draft: T5 | Bart, training: str) -> None:
 
 
 def _shortlist(config: DistilConfig) -> NGramTable | None:
-  """Lists the outputs' tokens, if they are a small part of the vocabulary."""
+  """Returns a table of the tokens in the target's outputs.
+
+  The result is None if these tokens are too large a part of the vocabulary.
+  """
   path = os.path.join(config.output_dir, _TRAINING, 'outputs', 'train.jsonl')
   tokenizer = own_vocabulary(config.target)
   size, fingerprint = tokenizer.vocab_size, tokenizer.fingerprint
@@ -315,19 +331,19 @@ def _shortlist(config: DistilConfig) -> NGramTable | None:
 
 
 class _Measured:
-  """The measurements of the pair, before and after the drafter learns."""
+  """Measures the pair, before and after the drafter learns."""
 
   def __init__(
     self, config: DistilConfig, input_len: int, end: float, console: Console
   ):
     self._config, self._end, self._console = config, end, console
-    # The time for the whole run.
+    # Seconds for the whole run.
     self._seconds = 60 * config.minutes or math.inf
     folder, dtype = config.output_dir, config.target.dtype
     self._path = os.path.join(folder, CALIBRATION)
     self._costs: calibrate.Costs | None = None
     self._calls_s = 0.0  # seconds that timing the calls took
-    self._closing_s = 0.0  # seconds to measure in after the training
+    self._closing_s = 0.0  # seconds planned for measuring after the training
     self._problem = 'The time is over.'
     self._calibration = calibrate.CalibrateConfig(
       engine=lambda: self._engine(loading.load(folder, dtype=dtype)),
@@ -353,7 +369,10 @@ class _Measured:
     return Engine(config.target, drafter, **options)
 
   def time_calls(self, draft: T5 | Bart, params: Params) -> None:
-    """Times calls with a drafter of the same shape that has not learned."""
+    """Times calls of the pair before the drafter learns.
+
+    Calls of an untrained drafter cost as much as those of a trained one.
+    """
     begin = time.monotonic()
     if self._left < 0.4 * self._seconds:
       self._closing_s = self._seconds  # no time is left for measurements
@@ -367,20 +386,21 @@ class _Measured:
       self._costs = calibrate.time_calls(*args, end)
     except CalibrationError as error:
       self._problem = str(error)
-    # After the training fewer programs are compiled and more is decoded, which
-    # takes about as long; calls without usable times are then timed again. The
-    # training's own programs take less than half of this time.
+    # Measuring after the training takes about as long as this timing: fewer
+    # programs are compiled, but more tokens are decoded. If the times here are
+    # not usable, calls are timed again then, which takes twice as long.
+    # Compiling the training's programs takes less than half of this time.
     self._calls_s = time.monotonic() - begin
     self._closing_s = (1.2 if self._costs else 2.4) * self._calls_s
 
   def closing_s(self) -> float:
     """Returns the seconds to leave for everything after the training.
 
-    If measuring the drafter would leave too little time to learn, it is
-    skipped.
+    If the measurements after the training would leave too little time to learn,
+    they are skipped.
 
     Raises:
-      ValueError: there is no time to learn in.
+      ValueError: too little time is left to learn.
     """
     left, least = self._left - _SAVING_S, _LEARNING * self._seconds
     if left - self._closing_s >= least + 0.5 * self._calls_s:
@@ -390,13 +410,17 @@ class _Measured:
     return _SAVING_S
 
   def too_short(self) -> ValueError:
-    """Returns the error of a run without time to learn in."""
+    """Returns the error of a run that has too little time to learn."""
     expected = f'more than {self._config.minutes:g} on this machine'
     advice = "The target's outputs are kept: the same command goes on."
     return unexpected('minutes', expected, self._config.minutes, advice)
 
   def calibrated(self) -> Calibration | None:
-    """Calibrates the pair, unless an earlier run has done it."""
+    """Returns the calibration of the pair, if possible that of an earlier run.
+
+    The result is None if the pair could not be calibrated; the console then
+    says why.
+    """
     if os.path.exists(self._path):
       try:
         earlier = calibration.load(self._path)

@@ -1,4 +1,4 @@
-"""A training run: its settings, and the steps from data to a checkpoint."""
+"""Trains a model from data to a checkpoint, by the settings of a run."""
 
 import dataclasses
 import functools
@@ -37,16 +37,18 @@ from specdec_jax.training.trainer import TrainConfig, Trainer
 Dtype = Literal['float32', 'bfloat16']
 MODEL_FILE = 'model.msgpack'
 STATES = 'train_states'  # the folder of Orbax's training states
-# Fields of `TrainConfig` that must not change when a run goes on.
+# Fields of `TrainConfig` that must not change when a run is resumed.
 _DECIDES_LEARNING = ('seed', 'learning_rate', 'warmup_steps', 'weight_decay')
 # Held-out sources are decoded greedily, for the agreement of argmaxes, and
 # sampled, for the acceptance rate at temperature 1.
 _EVAL_TEMPERATURES = (0.0, 1.0)
 _NUM_EVAL_OUTPUTS = 512
-_EVAL_PART = 0.2  # held-out outputs may take this share of `max_minutes` more
+# Held-out sources are decoded in addition, for at most this share of
+# `OutputsConfig.max_minutes`.
+_EVAL_PART = 0.2
 # The part of the host's memory that the target's features may take. It is a
 # part of all memory, not of free memory, because the order of batches depends
-# on it, and a run that goes on must have the same order.
+# on whether the features fit, and a resumed run must have the same order.
 _FEATURES_PART = 0.25
 
 
@@ -55,15 +57,16 @@ class FromTarget(Checked):
   """The settings of distillation: learning from another model.
 
   Attributes:
-    target: the model to follow.
-    checkpoint_path: its parameters, a single-file T5X checkpoint.
-    outputs: the settings with which the target decodes the data's sources; None
-      takes the data's targets instead.
+    target: the network of the model to learn from.
+    checkpoint_path: the target's parameters, a single-file T5X checkpoint.
+    outputs: the settings with which the target decodes the data's sources, to
+      train on these outputs; None: training uses the data's targets instead.
     with_references: whether to train on the data's targets as well as on the
       outputs, which helps if there is no time for many outputs.
-    outputs_folder: folder of the outputs; None is a folder in
+    outputs_folder: folder of the outputs; None: the folder `outputs` in
       `TrainRun.model_dir`.
-    begin: ids that the target's decoder reads first; without ids, its start.
+    begin: ids that the target's decoder reads first; without ids, the target's
+      start id.
   """
 
   target: LanguageModel
@@ -90,19 +93,22 @@ class TrainRun:
       checkpoint), the states from which a killed run is resumed, and the other
       files of the run.
     train_file: training data, unless there is a task.
-    eval_file: held-out data; None evaluates nothing.
+    eval_file: held-out data; None: nothing is evaluated.
     task: name of a seqio task with the splits 'train' and 'validation', or a
       `LocalTask` with these splits.
     task_feature_lengths: 'inputs', 'targets' -> length that a task's examples
-      are cut to, their ends included; None cuts nothing.
+      are cut to, their ends included; None: no limit.
     vocab_path: sentencepiece model. If it does not exist yet, it is trained on
       both sides of `train_file`. Files need a vocabulary.
     init_checkpoint_path: parameters to begin with, a single-file T5X
-      checkpoint; None begins with random parameters.
-    packing: the settings by which pairs become batches.
-    training: length, optimiser, evaluation.
-    learning: the model to learn from; None learns from the data's targets.
-    z_loss: see `losses.CrossEntropy`, which learns from the data's targets.
+      checkpoint; None: random parameters.
+    packing: the settings that decide how pairs are packed into batches.
+    training: the settings of the training loop, such as its length and its
+      learning rate.
+    learning: the settings of learning from another model; None: the model
+      learns from the data's targets.
+    z_loss: weight of the squared log normaliser, for a model that learns from
+      the data's targets; as for `losses.CrossEntropy`.
     export_dtype: dtype of the parameters in model.msgpack.
 
   Raises:
@@ -155,12 +161,12 @@ class TrainRun:
 
   @property
   def target(self) -> Any:
-    """The network that the model learns from; None without one."""
+    """The network that the model learns from; None: it learns from the data."""
     return self.learning and self.learning.target
 
   @property
   def network(self) -> Any:
-    """The network that reads the data: the target of heads, else `model`."""
+    """The network that reads the data: `model`, or for heads their target."""
     return self.target if isinstance(self.model, Heads) else self.model
 
 
@@ -172,18 +178,21 @@ def train(
   log: Callable[[str], None] | None = None,
   until: Callable[[Params], float] | None = None,
 ) -> Params:
-  """Trains a model, or goes on with a run of the same folder that was killed.
+  """Trains a model; a run that was killed is resumed from its folder.
 
   Args:
-    run: the run.
-    data: pairs to learn from and held-out ones, in place of those of the run.
-    begin: makes the first parameters from the target's; None makes those that
-      the run describes.
+    run: the settings of the run.
+    data: pairs to learn from and held-out pairs, instead of those that `run`
+      names.
+    begin: function that makes the initial parameters from the target's; None:
+      they are those that `run` names, or random.
     beside: name -> function that returns a text; each text is written to a file
       of that name in the folder.
-    log: gets lines of progress; None prints them to standard error.
-    until: gets the first parameters once the data are there, and returns the
-      time at which learning ends at the latest (`time.monotonic()`).
+    log: function that gets lines of progress; None prints them to standard
+      error.
+    until: function that is called with the initial parameters when the data are
+      ready, and returns the latest time at which learning ends
+      (`time.monotonic()`); None: no such limit.
 
   Returns:
     The parameters, which are also in `model_dir`.
@@ -212,13 +221,15 @@ def train(
   target, learning = '', dict[str, Any](z_loss=run.z_loss)
   if run.learning is not None:
     target = fingerprint(objective.target_params)
-    # The outputs are compared with the data instead.
+    # These settings are not compared, because the outputs themselves are: they
+    # are part of the data.
     learning = vars(run.learning) | dict.fromkeys(('outputs', 'outputs_folder'))
     learning['checkpoint_path'] = target
     if run.learning.outputs is not None:
       given = packing, pairs, held_out
       pairs, held_out = _target_outputs(run, objective, *given, log)
-      # An output is one example: its source was joined before it was decoded.
+      # Each output is an example of its own, because sources were concatenated
+      # before they were decoded.
       packing = dataclasses.replace(packing, weights=(1.0,))
   settings: dict[str, Any] = {'init': init, 'start_id': start_id}
   settings |= {'learning': learning, 'packing': dataclasses.asdict(packing)}
@@ -247,7 +258,7 @@ def train(
 
 
 def _check_settings(run: TrainRun, settings: dict[str, Any]) -> None:
-  """Writes the settings that decide the result, or compares them.
+  """Writes the run's settings; if the folder has some already, compares them.
 
   Raises:
     ValueError: the folder holds a run with other settings.
@@ -265,8 +276,11 @@ def _check_settings(run: TrainRun, settings: dict[str, Any]) -> None:
 def tokenizer_of(run: TrainRun) -> Tokenizer | None:
   """Returns the vocabulary of a run; trains it if it does not exist yet.
 
+  The result is None if the data are a seqio task, which has its own vocabulary.
+
   Raises:
-    ValueError: it does not exist, and there is no text to train it on.
+    ValueError: the vocabulary does not exist, and there is no text to train it
+      on.
   """
   if run.vocab_path is None:
     task = run.task
@@ -287,7 +301,7 @@ def first_token(
 ) -> int | None:
   """Returns the id that a decoder reads first, in training as in an engine.
 
-  It is None if texts of this network begin with their own first token.
+  The result is None if the decoder reads no id before a text's first token.
   """
   if network.has_encoder or network.reads_encoder or tokenizer is None:
     return network.start_id
@@ -334,19 +348,23 @@ def _task_pairs(run: TrainRun, task: tasks.Task, split: str) -> Pairs:
   lengths = run.task_feature_lengths or {}
   tasks.check_feature_lengths(lengths, FEATURES, task.name)
   inputs, targets = tasks.token_lists(task, split)
-  # The last place is for the end of sequence.
+  # The last position is for the end-of-sequence id.
   inputs, targets = (
     [ids[: lengths.get(feature, sys.maxsize) - 1] for ids in rows]
     for feature, rows in zip(FEATURES, (inputs, targets), strict=True)
   )
   if not run.network.has_encoder and not any(map(len, targets)):
-    # The data are lines of text. No network reads the source of such a pair.
+    # The data are lines of text, which become targets. Each target gets a
+    # placeholder as its source, which no network reads.
     inputs, targets = [[PAD_ID]] * len(inputs), inputs
   return list(zip(inputs, targets, strict=True))
 
 
 def _first_params(run: TrainRun) -> tuple[Params, str]:
-  """Returns the first parameters; a checkpoint's fingerprint, or ''."""
+  """Returns the initial parameters, and the fingerprint of their checkpoint.
+
+  Random parameters have the fingerprint ''.
+  """
   model: Any = run.model
   if run.init_checkpoint_path is not None:
     params = load(run.init_checkpoint_path, model, dtype=jnp.float32)
@@ -371,7 +389,7 @@ def _objective(run: TrainRun, first: int | None) -> Any:
 def _stores_features(objective: Any, batches: PackedBatches) -> bool:
   """Returns whether the target's features of all batches fit into memory.
 
-  They are then computed once, in the first epoch.
+  If so, they are stored, so that they are computed only in the first epoch.
   """
   if type(objective) is not losses.Distillation:
     return False
@@ -382,7 +400,10 @@ def _stores_features(objective: Any, batches: PackedBatches) -> bool:
 
 
 def _target_outputs(run, objective, packing, pairs, held_out, log):
-  """Returns the pairs and the held-out pairs, with the target's outputs."""
+  """Returns training and held-out pairs of sources and the target's outputs.
+
+  The outputs are decoded, unless an earlier run has written them.
+  """
   learning = run.learning
   folder = learning.outputs_folder or os.path.join(run.model_dir, 'outputs')
   files.make_folder(folder)

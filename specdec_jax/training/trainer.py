@@ -1,4 +1,4 @@
-"""The training loop: learning rate, step, evaluation, checkpoints, resume."""
+"""The training loop, with its learning rate, evaluations and saved states."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ from specdec_jax.training.data import Batch, PackedBatches
 from specdec_jax.training.losses import Objective, Sums
 from specdec_jax.types import Above0, Amount, Count, Positive
 
-_STATES = 2  # so many of the newest states stay on disk
-# Muon's update is for matrices that map activations to activations; AdamW
-# updates these.
+_STATES = 2  # the number of saved states, the newest ones, that stay on disk
+# AdamW updates parameters with these names, because Muon's update is for
+# matrices that map activations to activations.
 _NOT_MUON = 'token_embedder position_embedder logits_dense relpos_bias'.split()
 
 
@@ -31,18 +31,20 @@ class TrainConfig(Checked):
   """The settings of a run of the training loop.
 
   Attributes:
-    steps: length of the run and of the learning-rate curve.
+    steps: number of steps of the run, in which the learning rate falls to zero.
     max_minutes: if > 0, the run also ends after this training time, summed over
-      all resumes. The curve then follows the steps or the time, whichever is
-      further on, so that it ends at zero on a machine of any speed.
+      all resumes. The learning rate then follows the steps or the time,
+      whichever is further on, so that it ends at zero on a machine of any
+      speed.
     eval_every, log_every: steps between evaluations, and between log lines.
     checkpoint_minutes: time between saved states; 0 saves every step. The last
       state is always saved.
     seed: seed of initialisation and dropout.
-    learning_rate: peak, reached after `warmup_steps`; a cosine goes from there
-      to zero over the run.
+    learning_rate: the largest learning rate, reached after `warmup_steps`; a
+      cosine goes from there to zero over the run.
     warmup_steps: steps in which the learning rate rises.
-    weight_decay: decoupled from the gradient.
+    weight_decay: weight of the parameters' decay, which is decoupled from the
+      gradient, as in AdamW.
   """
 
   steps: Positive = 10_000
@@ -57,18 +59,24 @@ class TrainConfig(Checked):
 
 
 def learning_rate(config: TrainConfig, step: int, progress: float) -> float:
-  """Returns the rate for `step`, from 0, at `progress`, from 0 to 1."""
+  """Returns the learning rate of a step.
+
+  Args:
+    config: the settings.
+    step: index of the step, from 0.
+    progress: the share of the run that is over, from 0 to 1.
+  """
   warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
   curve = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
   return config.learning_rate * warm * curve
 
 
 def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
-  """Returns the update rule at learning rate 1.
+  """Returns the optimiser, with learning rate 1.
 
-  Kernels get muon's update (orthogonalised momentum, Jordan et al. 2024);
-  embeddings, logits and norms get AdamW's. The step scales the update by
-  `learning_rate`, so that the curve follows the clock without recompiling.
+  Kernels get Muon's update (orthogonalised momentum, Jordan et al. 2024);
+  embeddings, logits and norms get AdamW's. Each step multiplies its update by
+  `learning_rate`, so that the rate can depend on the time without recompiling.
   """
 
   def dimensions(path, leaf):
@@ -83,8 +91,8 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
     muon_weight_dimension_numbers=functools.partial(
       jax.tree.map_with_path, dimensions
     ),
-    # The root mean square of updates is then 0.2, as with AdamW: one peak rate
-    # serves both kinds of parameters.
+    # The root mean square of updates is then 0.2, as with AdamW, so that one
+    # learning rate suits both kinds of parameters.
     consistent_rms=0.2,
   )
   return optax.chain(optax.clip_by_global_norm(1.0), muon)
@@ -92,10 +100,10 @@ def make_optimizer(weight_decay: float) -> optax.GradientTransformation:
 
 @flax.struct.dataclass
 class TrainState:
-  """The state that a run is resumed from; `step` is also the place in the data.
+  """The state that a run is resumed from.
 
   Attributes:
-    step: int32[], number of updates so far.
+    step: int32[], number of updates so far, and of batches used so far.
     params: float32 parameters.
     opt_state: state of the optimiser.
     elapsed_s: float32[], the training time before the state was saved.
@@ -108,7 +116,7 @@ class TrainState:
 
 
 class Trainer:
-  """Trains `params` for an objective.
+  """Trains parameters for an objective.
 
   The gradient is one program for each batch shape; the update, which may take
   longer to compile, is one program for all shapes.
@@ -126,13 +134,14 @@ class Trainer:
     """Makes the programs; nothing is compiled yet.
 
     Args:
-      objective: the loss.
-      config: the settings.
+      objective: computes the loss, which training minimises.
+      config: the settings of the loop.
       train_data: batches to learn from.
-      valid_data: held-out batches.
-      log: gets each line.
-      stores_features: whether the target's features of each batch are computed
-        once and stored on the host, see `losses.Distillation.features`.
+      valid_data: held-out batches to evaluate; None: nothing is evaluated.
+      log: function that gets each line of progress.
+      stores_features: whether the target's features of each batch, those of
+        `losses.Distillation.features`, are computed once and stored on the
+        host.
     """
     self.config, self._objective, self._log = config, objective, log
     self._train_data, self._valid_data = train_data, valid_data
@@ -151,18 +160,21 @@ class Trainer:
     return TrainState(jnp.int32(0), params, opt_state, jnp.float32(0))
 
   def compile(self, state: TrainState) -> None:
-    """Compiles the programs of the run, outside its training time."""
+    """Compiles the run's programs, before its training time is counted."""
     args, key = (self._objective, state.params), jax.random.key(0)
     for batch in map(self._with_features, self._train_data.empty_batches()):
       self._gradient.lower(*args, batch, key).compile()
-    # Gradients have the shapes of the parameters.
+    # The parameters stand in for the gradients, which have the same shapes.
     self._update.lower(state, state.params, np.float32(0)).compile()
     held_out = self._valid_data.empty_batches() if self._valid_data else ()
     for batch in map(self._with_features, held_out):
       self._evaluate.lower(*args, batch).compile()
 
   def evaluate(self, params: Params) -> dict[str, float]:
-    """Returns means over the held-out tokens; {} without held-out data."""
+    """Returns the mean loss and measures of the held-out tokens.
+
+    Without held-out data the result is {}.
+    """
     if self._valid_data is None:
       return {}
     batches = map(self._with_features, self._valid_data.epoch(0))
@@ -175,13 +187,13 @@ class Trainer:
     folder: str | os.PathLike[str],
     until: float = math.inf,
   ) -> TrainState:
-    """Runs to the end, from the last saved state in `folder` if there is one.
+    """Trains to the end, from the last saved state in `folder` if it has one.
 
     Args:
       params: the parameters that a new run starts with.
       folder: folder of saved states.
-      until: the run also ends at this time (`time.monotonic()`), and the
-        curve follows it.
+      until: the run also ends at this time (`time.monotonic()`), at which the
+        learning rate reaches zero.
 
     Returns:
       The final state.
@@ -202,7 +214,8 @@ class Trainer:
       start = time.monotonic() - elapsed
       most_s = min(until - start, 60 * config.max_minutes or math.inf)
       saved_s = logged_s = elapsed
-      recent: list[dict[str, float]] = []  # sums of the steps since a log line
+      # The sums of each step since the last line of progress.
+      recent: list[dict[str, float]] = []
       data = self._train_data.stream(step)
       while (progress := self._progress(step, start, most_s)) < 1.0:
         rate = learning_rate(config, step, progress)
@@ -232,7 +245,10 @@ class Trainer:
     return state
 
   def _progress(self, step: int, start: float, most_s: float) -> float:
-    """Returns the share of the run that is over, by steps or by time."""
+    """Returns the share of the run that is over, from 0 to 1.
+
+    It is that of the steps or of the time, whichever is larger.
+    """
     elapsed_s = time.monotonic() - start
     by_time = elapsed_s / most_s if elapsed_s < most_s else 1.0
     return max(step / self.config.steps, by_time)
@@ -264,7 +280,7 @@ class Trainer:
 
 
 def _states(folder: str | os.PathLike[str]) -> Any:
-  """Opens Orbax's manager of states, which removes unfinished ones."""
+  """Opens Orbax's checkpoint manager, which removes half-written states."""
   import orbax.checkpoint as ocp
 
   options = ocp.CheckpointManagerOptions(
@@ -295,12 +311,16 @@ def _restored(store: Any, state: TrainState) -> TrainState:
       f'{str(store.directory)!r}: the state of step {step} belongs to another'
       f' model or optimiser ({error}). Continue it with its own configuration.'
     ) from error
-  # Orbax pins arrays to their device; jit would compile again for these.
+  # Orbax commits arrays to their device, for which jit would compile again.
+  # Copies are not committed.
   return jax.tree.map(lambda x: jnp.array(np.asarray(x)), restored)
 
 
 def _gradient(objective, params, batch, key):
-  """Returns the gradient of the mean loss over all N parts; and the sums."""
+  """Returns the gradient of the mean loss over all N parts, and the sums.
+
+  The sums are those of `Objective.sums`, added up over the parts.
+  """
 
   def loss(params, part, key):
     sums = objective.sums(params, part, key)
