@@ -109,6 +109,11 @@ class BeamState:
     """bool[B], the rows whose search is not over."""
     return self.search.running
 
+  @property
+  def finish_reason(self) -> jax.Array:
+    """int32[B], a `FinishReason` of each row; loops in pieces read it."""
+    return self.search.finish_reason
+
 
 def start(
   target: LanguageModel,
@@ -257,7 +262,7 @@ def generation(request: Request, state: BeamState) -> Generation:
 
   stopped = is_stop(request, best.last_token) & (length > 0)
   reason = jnp.where(stopped, FinishReason.STOP, FinishReason.LENGTH)
-  invalid = state.search.finish_reason == FinishReason.INVALID
+  invalid = state.finish_reason == FinishReason.INVALID
   reason = jnp.where(invalid[:, None], FinishReason.INVALID, reason)
   if request.token_rules is not None:
     has_none = ~jnp.any(best.exists, axis=1, keepdims=True)
