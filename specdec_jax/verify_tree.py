@@ -45,10 +45,10 @@ def verify_tree(draft: Draft, target_probs: jax.Array, key: jax.Array):
 
   Args:
     draft: draft of one sequence, with a `tree`: tokens int32[N], probs
-      float32[N, V] or None for chosen children, length int32[], the number of
-      proposed levels.
-    target_probs: float32[N + 1, V], after the committed tokens, and after these
-      and the path to each node.
+      float32[N, V], or None if the children were chosen without randomness;
+      length int32[], the number of proposed levels.
+    target_probs: float32[N + 1, V]; row 0 follows the committed tokens, and
+      each other row follows these and the path to one node.
     key: PRNG key of this row and round, consumed by `verdict_uniforms`.
 
   Returns:

@@ -237,7 +237,7 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
       raise unexpected(name, f'ids of the vocabulary of {vocab_size}', token)
 
 
-# These functions check names.
+# These functions compare words with those that are known.
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:

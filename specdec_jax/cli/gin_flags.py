@@ -347,7 +347,7 @@ def load(
     parser.exit()
   values = _parsed(parser, rest, files)
   kept = [f for f in files if not f.endswith(command.run_file or f)]
-  if kept:  # a --gin_file replaces the default run file, so it is named too
+  if kept:  # a --gin_file replaces the default run file, which is named too
     kept.append('gin/runs/decode.gin')
   of_models[:] = [
     *(f'--gin_file={f}' for f in kept),

@@ -95,8 +95,8 @@ def _guarded(function: Callable[[], int], is_process: bool = False) -> int:
     try:
       os.fstat(number)
     except OSError:
-      # Otherwise the next file that is opened would get this number, and with
-      # it what is printed.
+      # This standard stream is closed: the next file that is opened would get
+      # its number, and what is printed would go into that file.
       os.open(os.devnull, os.O_RDWR)
   if sys.stderr is None:  # `print` would use stdout instead
     sys.stderr = open(2, 'w', closefd=False)

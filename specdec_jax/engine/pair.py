@@ -45,7 +45,8 @@ class PlacedPair(NamedTuple):
     drafter: the drafter, or None.
     params: the placed parameters of both; None for a missing drafter.
     fingerprints: 'target' and 'draft' -> `disk_arrays.fingerprint` of the
-      parameters; for a drafter that is not a small model, its name is added.
+      parameters; that of a drafter that is not a small model is followed by
+      the drafter's name.
   """
 
   target: LanguageModel
@@ -310,9 +311,11 @@ def _check_draft(target: Model, draft: Model) -> None:
 
 
 def _check_encoded(target: Model, tokenizer: Vocabulary) -> None:
-  """Raises ValueError if a target's encoder has another model's vocabulary.
+  """Raises ValueError if the tokenizer seems to be another model's.
 
-  A decoder-only model is not checked, since it may have learned any end id.
+  Its end of sequence must be one of the target's stop ids, and the target's
+  padding id must not be text. Only for targets with an encoder: a decoder-only
+  model may have learned to end with any id.
   """
   if target.stop_ids and tokenizer.eos_id not in target.stop_ids:
     ends = ' or '.join(map(str, target.stop_ids))

@@ -457,7 +457,7 @@ class TextRequest:
       slots=most,
       stop_ids=stop_ids,
       min_length=options.min_length,
-      # This depends on all texts, including those that are not decoded.
+      # All texts count, including those that are too long and passed over.
       greedy=options.sampling.greedy,
       with_log_probs=options.log_probs,
       lenience=lenience,

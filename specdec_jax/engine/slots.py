@@ -160,7 +160,7 @@ class Slots:
     Args:
       max_rounds: the most rounds.
       enough: the number of finished rows that ends the rounds early.
-      drafting: the drafting of these rounds.
+      drafting: how many tokens these rounds propose, and what ends a draft.
       simply: whether all running rows are greedy and need neither
         log-probabilities nor `min_length`.
     """

@@ -243,7 +243,7 @@ def reading(retries: dict[str, Any] = _READING) -> Any:
 
 
 def reason(error: BaseException) -> str:
-  """Returns a TensorStore error's first line, without the specification."""
+  """Returns the first line of an error of TensorStore, without its details."""
   if isinstance(error, TimeoutError):
     return 'no answer came'
   lines = str(error).partition(' [')[0].splitlines()

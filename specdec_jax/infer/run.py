@@ -88,9 +88,9 @@ def decode(
   Raises:
     ValueError: the input or the output folder is bad (raised before the engine
       is made), or the models do not fit into memory (raised before anything is
-      compiled). Other reasons are raised after the results were written, and
-      again when the run is restarted: the input broke off, greedy outputs
-      differ although `config.require_agreement` is set, or a metric failed. If
+      compiled). It is raised after the results were written, and again when
+      the run is restarted, because the input broke off, greedy outputs differ
+      although `config.require_agreement` is set, or a metric failed. If
       no example could be decoded, the records are written without the marker.
     OSError: results could not be written; finished work is kept.
   """
@@ -349,7 +349,11 @@ class _Run:
     return measured
 
   def _check_end(self, summary: Mapping[str, Any]) -> None:
-    """Raises ValueError if the run fails although its results are written."""
+    """Raises ValueError if something went wrong in a run with results.
+
+    The input broke off or was changed, a metric failed, or greedy outputs
+    differ although they must agree.
+    """
     config = self.config
     where = f'in {config.output_dir!r}' if config.output_dir else 'decoded'
     if broken_off := self.data.broken_off:

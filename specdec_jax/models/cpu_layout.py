@@ -211,7 +211,11 @@ def _chosen(times_ms: Mapping[tuple[str, int], float]) -> CpuLayout:
 
 
 def _measured() -> dict[tuple[str, int], float]:
-  """Times chains of products in milliseconds, by layout and number of rows."""
+  """Measures the milliseconds that chains of matrix products take.
+
+  Returns:
+    (layout of the kernels, number of rows) -> milliseconds.
+  """
   runs = [(name, count) for name in LAYOUTS for count in _COUNTS]
   runs += [('out_in', count) for count in (2, 4, 8, 9, 16)]
   whole = [

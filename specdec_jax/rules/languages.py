@@ -506,7 +506,10 @@ def _digits(low: int, high: int, places: Sequence[Sequence[int]]) -> Language:
 
 @functools.lru_cache(1 << 8)
 def _spelling(intervals: Intervals, table: _Table) -> Language:
-  """Returns the spellings, from a table, of the characters in intervals."""
+  """Returns how the characters in intervals are written as bytes.
+
+  The table, such as `_UTF8` or `_JSON`, has the bytes of each range of them.
+  """
   return _automaton(
     union(
       _digits(max(low, first) - base, min(high, last) - base, places)
@@ -541,9 +544,9 @@ def json_string(values: Language) -> Language:
 
 # These functions read regexes with Python's own parser.
 
-# An anchor is read as a mark, a symbol behind the characters. Texts with a mark
-# where its anchor does not hold are removed; then the marks are removed from
-# the remaining texts.
+# An anchor is read as a mark: a symbol whose number is above those of all
+# characters. Texts with a mark where its anchor does not hold are removed; then
+# the marks are removed from the remaining texts.
 _MARKS = _symbols(((_CHARACTERS, _TOP - 1),)).repeat(0)
 _MARKED = _symbols(((0, _TOP - 1),)).repeat(0)
 # Whether `\B` matches the empty text, as in Python 3.14 and later.

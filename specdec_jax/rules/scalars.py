@@ -158,7 +158,7 @@ def _sizes_above(bound: Decimal) -> Language:
 def multiples(divisor: int) -> Language:
   """Returns the texts of the multiples of a whole number.
 
-  A node of the graph is the remainder of the digits so far.
+  Its states are the remainders, by `divisor`, of the number read so far.
   """
 
   def following(residue: int) -> Iterator[tuple[Language, int]]:

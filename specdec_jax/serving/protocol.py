@@ -455,7 +455,7 @@ def encoded(
     return ids, prompt
   # The engine drops the end of sequence from given ids, and adds it again. If
   # the vocabulary adds none to texts, the engine would only drop one that the
-  # user wrote.
+  # user wrote. `RenderedIds` stay as they are.
   return ids, ids if last else RenderedIds(ids)
 
 

@@ -237,7 +237,7 @@ def _decode(
     `Generation` of these N B rows.
   """
   length = prompt.shape[1]
-  # The number of tokens of each prompt.
+  # The tokens of each row's prompt: none, unless the pair has prompts.
   produced = jnp.zeros(prompt.shape[:1], jnp.int32)
   if pair.has_prompt:
     produced = jnp.sum(prompt[:, 1:] != 0, axis=1, dtype=jnp.int32)
@@ -267,7 +267,7 @@ def _decode(
 
 
 def _sampling(batch: int, temperature, topk, topp):
-  """Returns T5X's arguments as `SamplingParams`, and whether all are greedy.
+  """Returns T5X's arguments as `SamplingParams`, and if all rows are greedy.
 
   Arguments may be traced; a traced temperature counts as not greedy.
   """

@@ -24,7 +24,7 @@ from specdec_jax.text import vocabulary
 from specdec_jax.text.tokenizer import Tokenizer, Vocabulary
 
 FILE = 'chat_template.jinja'
-_SECONDS = 1.0  # the processor time for rendering one text
+_SECONDS = 1.0  # the most processor time for rendering one text
 _MOST = 1 << 23  # the most characters of a text, and bits of a number
 # Filters with a width or a count among their arguments.
 _SIZED = ('batch', 'center', 'indent', 'round', 'slice', 'tojson')
@@ -194,7 +194,10 @@ def _environment() -> Any:
 
 
 def _compiled(environment: Any, source: str) -> Any:
-  """Compiles a template in which all parts that may repeat call `_step`."""
+  """Compiles a template; adds a call of `_step` to parts that may repeat.
+
+  `_step` ends a rendering that takes too long.
+  """
   from jinja2 import nodes
 
   tree = environment.parse(source)

@@ -229,7 +229,11 @@ class JsonBackend:
     return processor
 
   def encode_marked(self, text: str) -> list[int]:
-    """Returns the ids of a rendered chat, whose marked names are text."""
+    """Returns the ids of a rendered chat.
+
+    Names of special tokens become these tokens, unless `Tokenizer.hide_names`
+    has marked them as text.
+    """
     encoded = self._marked.encode(text, add_special_tokens=False)
     for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
       added = self.added.get(token)
@@ -439,7 +443,11 @@ class PiecesBackend:
     return rows
 
   def encode_marked(self, text: str) -> list[int]:
-    """Returns the ids of a rendered chat, whose marked names are text."""
+    """Returns the ids of a rendered chat.
+
+    Names of special tokens become these tokens, unless `Tokenizer.hide_names`
+    has marked them as text.
+    """
     return self.encode([text], True)[0]
 
   def _encode(self, text: str) -> list[int]:
@@ -532,14 +540,16 @@ def _numbered(path: pathlib.Path, config: Settings, kind: str) -> PiecesBackend:
   backend = PiecesBackend(path, config, added, numbers)
   backend.has_codes = path.name in (SOURCE, TARGET)
   if family == 'plbart' or codes == 'mbart':
-    backend.after = [backend.eos_id, len(numbers)]  # stands for any language
+    # The second id is that of the first language, and stands for all.
+    backend.after = [backend.eos_id, len(numbers)]
   return backend
 
 
 def _numbers_of(path: pathlib.Path, special: Iterable[str]) -> dict[str, int]:
   """Reads piece -> id from a JSON file; checks that no piece is missing.
 
-  If pieces were missing, the languages after them would get wrong ids.
+  Tokens of languages are numbered after the pieces, so that a missing piece
+  would give them wrong ids.
 
   Args:
     path: the file.

@@ -111,7 +111,7 @@ class PackingConfig:
       raise unexpected('max_targets', '0, or 2 or more', self.max_targets)
 
   def target_places(self, length: int) -> int:
-    """Returns the target positions per row in the bucket of this length."""
+    """Returns the number of target positions per row in a bucket."""
     return min(length, self.max_targets or length)
 
 
