@@ -201,8 +201,8 @@ def describe(config: T5Config | BartConfig) -> dict[str, Any]:
   ]
   if not kinds:
     raise unexpected('config', 'a network that transformers has', config)
-  # Of the families that fit, the one with the most settings is chosen: Pegasus
-  # has those of Marian, and more.
+  # Several families may fit, since Pegasus has the settings of Marian and more:
+  # the one with the most settings is right.
   kind = max(kinds, key=lambda name: len(families.FAMILIES[name].settings))
   family, word = families.FAMILIES[kind], words[config.mlp_activations]
   described = {n: getattr(config, ours) for ours, n in family.fields.items()}

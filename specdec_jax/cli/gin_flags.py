@@ -346,11 +346,11 @@ def load(
     parser.print_help()
     parser.exit()
   values = _parsed(parser, rest, files)
-  kept = [f for f in files if not f.endswith(command.run_file or f)]
-  if kept:  # a --gin_file replaces the default run file, which is named too
-    kept.append('gin/runs/decode.gin')
+  given = [f for f in files if not f.endswith(command.run_file or f)]
+  if given:  # a --gin_file replaces the default run file, which is named too
+    given.append('gin/runs/decode.gin')
   of_models[:] = [
-    *(f'--gin_file={f}' for f in kept),
+    *(f'--gin_file={f}' for f in given),
     *(f'--gin.{x}' for x in common.gin_bindings or () if '/' not in x),
     *(f'{flags[x]}={values[x]}' for x in values if flags[x] in _MODEL_FLAGS),
   ]

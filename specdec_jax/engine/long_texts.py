@@ -55,9 +55,9 @@ def splitter(
     check_unicode(text)
     whole = split(text, language, count, longest)
     if len(whole.spans) > 1 and not prefix and (found := _PREFIX.match(text)):
-      said = f'only the first sentence of a text begins with {found[0]!r}'
+      problem = f'only the first sentence of a text begins with {found[0]!r}'
       advice = 'Leave it out, and give it as split_prefix (--prefix).'
-      warnings.warn(f'split: {said}. {advice}', stacklevel=2)
+      warnings.warn(f'split: {problem}. {advice}', stacklevel=2)
     return whole
 
   return of

@@ -740,11 +740,11 @@ class Scheduler:
         if kind is None and self._ordinary is not None:
           self._ordinary.waiting.append(row)
           continue
-        if kind not in self.lanes:
-          fresh.append(Lane(row))
-        # The lane that was used last comes last.
-        lane = self.lanes.pop(kind, None) or fresh[-1]
-        self.lanes[kind] = lane
+        lane = self.lanes.pop(kind, None)
+        if lane is None:
+          lane = Lane(row)
+          fresh.append(lane)
+        self.lanes[kind] = lane  # the lane that was used last comes last
         lane.last_used = time.monotonic()
         lane.waiting.append(row)
       self.lock.notify()

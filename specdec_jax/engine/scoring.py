@@ -391,8 +391,8 @@ def _log_probs(
   It is NaN where the logits are not a distribution.
   """
   slots = tree.slot_positions.shape[1]
-  args = network, params, inputs, slots, prompt, slots
-  cache = network.rewind(read_prompt(*args)[1], length - 1)
+  _, cache = read_prompt(network, params, inputs, slots, prompt, slots)
+  cache = network.rewind(cache, length - 1)
   last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)
   below = jnp.broadcast_to(tokens[1:], (len(prompt), len(tokens) - 1))
   fed = jnp.append(last, below, axis=1)

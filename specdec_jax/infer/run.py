@@ -147,8 +147,11 @@ def _in_folder(
     folder = Folder(path, config.results_name, process)
     stack.enter_context(folder.claimed())
     if is_finished := folder.finished() and not config.overwrite:
-      kept = f'{folder.name} is finished; it is kept if the models are the same'
-      say(console, f'{kept}. Overwrite it (--overwrite) to make it again.')
+      say(
+        console,
+        f'{folder.name} is finished; it is kept if the models are the same.'
+        ' Overwrite it (--overwrite) to make it again.',
+      )
     run = _Run(config, folder, console)
     return run.earlier() if is_finished else run.summary(beside)
 
@@ -241,8 +244,10 @@ class _Run:
     report.show(self.console, summary, config.output_dir)
     if failed:
       first, place = summary['errors'][0].rstrip('.'), config.output_dir
-      kept = f' {place!r} has the records, but no marker.' if place else ''
-      raise ValueError(f'No output could be decoded. The first: {first}.{kept}')
+      where = f' {place!r} has the records, but no marker.' if place else ''
+      raise ValueError(
+        f'No output could be decoded. The first: {first}.{where}'
+      )
     self._check_end(summary)
     return summary
 

@@ -424,12 +424,19 @@ def _rows(
   limit = None if config.truncate else engine.config.max_input_len
   texts = read_prompts(config.input_file, engine.num_input_tokens, limit)
   draft = config.paper_drafts.get(name)
-  options: Record = {'batch_size': config.batch_size, 'seed': config.seed}
-  options['on_too_long'] = 'truncate' if config.truncate else 'error'
   settings = itertools.product(config.temperatures, config.leniences)
   for temperature, lenience in settings:
-    args = engine, texts, temperature, config.num_tokens, advance
-    measured = rates(*args, lenience=lenience, **options)
+    measured = rates(
+      engine,
+      texts,
+      temperature,
+      config.num_tokens,
+      advance,
+      lenience=lenience,
+      batch_size=config.batch_size,
+      seed=config.seed,
+      on_too_long='truncate' if config.truncate else 'error',
+    )
     yield {
       'target': config.target,
       'draft': name,

@@ -121,9 +121,16 @@ def calibrate(
     now = time.monotonic()
     costs = time_calls(config, engine, console, now + (until - now) / 2)
   with bar(console, 'Tokens', config.num_tokens) as advance:
-    args = engine, texts, config.temperature, config.num_tokens, advance, until
-    options: Record = {'most_gamma': config.max_gamma, 'seed': config.seed}
-    measured = rates(*args, **options)
+    measured = rates(
+      engine,
+      texts,
+      config.temperature,
+      config.num_tokens,
+      advance,
+      until,
+      most_gamma=config.max_gamma,
+      seed=config.seed,
+    )
   rate = measured.as_record(measured.overall)
   result = _conclude(engine, config.temperature, rate, costs)
   if result.choices[0].rows == 1 and result.choices[0].gamma:
@@ -159,8 +166,8 @@ def time_calls(
   costs = []
   with bar(console, 'Costs', len(batches) * config.repeats) as advance:
     for batch in batches:
-      args = engine, config, batch, range(1, most + 2), gammas
-      times = _times(*args, advance, until)
+      sizes = range(1, most + 2)
+      times = _times(engine, config, batch, sizes, gammas, advance, until)
       costs.append({'batch': batch, 'times_ms': times})
   return costs
 
@@ -201,9 +208,15 @@ def _with_run(
     'speculative': (engine, {'gamma': gamma}),
   }
   parts = [[index] for index in range(len(part))]
-  args = methods, part, parts, _RUN_REPEATS
-  options: Record = {'temperature': predicted.temperature, 'seed': 0}
-  timed = calls.decode_in_turn(*args, until=until, **options)
+  timed = calls.decode_in_turn(
+    methods,
+    part,
+    parts,
+    _RUN_REPEATS,
+    until=until,
+    temperature=predicted.temperature,
+    seed=0,
+  )
   start, plain, speculative = timed.values()
   plain_ms, ms = (np.median(x.ms, axis=0).sum() for x in (plain, speculative))
   measured = float(plain_ms / ms)

@@ -285,10 +285,17 @@ def make_request(
     prompt = np.append(prompt, inputs, axis=1)
     inputs = np.zeros((batch, 1), np.int32)
   keys = example_keys(seed, np.arange(batch, dtype=np.uint32))
-  args = inputs, keys, probs.SamplingConfig(temperature=temperature)
-  prompts: Record = {'prompt': prompt, 'prompt_length': prompt.shape[1]}
+  request = new_request(
+    inputs,
+    keys,
+    probs.SamplingConfig(temperature=temperature),
+    slots=slots,
+    gamma=gamma,
+    prompt=prompt,
+    prompt_length=prompt.shape[1],
+  )
   # The request is on the device, so that runs spend no time on moving it.
-  return jax.device_put(new_request(*args, slots=slots, gamma=gamma, **prompts))
+  return jax.device_put(request)
 
 
 def loop_run(

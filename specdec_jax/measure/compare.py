@@ -137,8 +137,9 @@ def compare(config: CompareConfig, console: Console | None = None) -> Record:
   if config.acceptance and not files:
     with bar(console, 'Timing calls on this host'):
       for temperature in config.temperatures:
-        args = engine, config.acceptance, 1, temperature, console
-        calibrations[temperature] = for_host(*args, 'always')
+        calibrations[temperature] = for_host(
+          engine, config.acceptance, 1, temperature, console, 'always'
+        )
   texts = read_prompts(
     config.input_file, engine.num_input_tokens, engine.config.max_input_len
   )[: config.num_lines]
@@ -191,9 +192,15 @@ class _Comparison(NamedTuple):
       methods[method.name] = engine, options
     numbers = range(len(self.texts))
     parts = [numbers] if rows > 1 else [range(n, n + 1) for n in numbers]
-    options = {'temperature': self.temperature, 'batch_size': rows}
-    args = methods, self.texts, parts, config.repeats, advance
-    timed = decode_in_turn(*args, **options)
+    timed = decode_in_turn(
+      methods,
+      self.texts,
+      parts,
+      config.repeats,
+      advance,
+      temperature=self.temperature,
+      batch_size=rows,
+    )
     plain, start = timed[PLAIN], timed.pop(_START)
     if self.temperature == 0:
       for name, other in timed.items():

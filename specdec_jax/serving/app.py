@@ -150,9 +150,9 @@ class Application:
       self._worker.cancel(rows)
       self.metrics.requests.labels(status=str(status)).inc()
       seconds = round(time.perf_counter() - begin, 6)
-      asked = {'method': scope['method'], 'path': scope['path'][:200]}
+      line = {'method': scope['method'], 'path': scope['path'][:200]}
       answered = {'outputs': len(rows), 'seconds': seconds}
-      say('request', id=request_id, **asked, status=status, **answered)
+      say('request', id=request_id, **line, status=status, **answered)
 
   def _refusal(self, path: str, headers: Headers) -> ApiError | None:
     """Returns the error for a wrong Host header or key; None if both pass."""

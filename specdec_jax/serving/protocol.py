@@ -330,8 +330,8 @@ class Parser:
   def check_model(self, name: str) -> None:
     """Raises ApiError unless a request names the model that is served."""
     if name != self._model:
-      found = checks.shortened(name)
-      message = f'There is no model {found} here, only {self._model!r}.'
+      shown = checks.shortened(name)
+      message = f'There is no model {shown} here, only {self._model!r}.'
       raise ApiError(message, 'model', 404, 'model_not_found')
 
   def completion(self, data: bytes, is_chat: bool = False) -> CompletionRequest:

@@ -85,8 +85,8 @@ class ChatTemplate:
     end = _END.set(time.thread_time() + _SECONDS)
     names = {'tools': None, 'documents': None, 'add_generation_prompt': True}
     try:
-      said = [{k: x for k, x in m.items() if x is not None} for m in messages]
-      text: str = self._template.render(messages=said, **names, **self._tokens)
+      plain = [{k: x for k, x in m.items() if x is not None} for m in messages]
+      text: str = self._template.render(messages=plain, **names, **self._tokens)
       _check_sizes(len(text))
     except Exception as error:  # the template may raise anything
       why = f'{self._name} does not take these messages: {_why(error)}.'

@@ -645,8 +645,8 @@ def _of_object(
       raise unexpected(where, 'characters', 'a lone surrogate (\\ud800)')
     texts[feature] = text
   hidden = {*used.values(), *_RESERVED}
-  kept = {n: x for n, x in fields.items() if isinstance(x, str | int | float)}
-  return {n: x for n, x in kept.items() if n not in hidden} | texts
+  plain = {n: x for n, x in fields.items() if isinstance(x, str | int | float)}
+  return {n: x for n, x in plain.items() if n not in hidden} | texts
 
 
 def check_feature_lengths(

@@ -414,9 +414,9 @@ class PiecesBackend:
     """Returns a copy that has the tokens of `sentinels` if they `exist`."""
     backend = copy.copy(self)
     if not exist:
-      kept = (self.added.keys() | self.pieces) - self.sentinels
-      backend.added = {i: x for i, x in self.added.items() if i in kept}
-      backend.pieces = {i: x for i, x in self.pieces.items() if i in kept}
+      others = (self.added.keys() | self.pieces) - self.sentinels
+      backend.added = {i: x for i, x in self.added.items() if i in others}
+      backend.pieces = {i: x for i, x in self.pieces.items() if i in others}
     backend.sentinels, backend._splitters = set(), {}
     return backend
 

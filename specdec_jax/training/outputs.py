@@ -205,9 +205,17 @@ def generate_outputs(
       ids = batches[number]
       texts = [[*map(int, sources[i])] for i in ids]
       bits = max(4, max(map(len, texts)).bit_length())
-      args = texts, ids, min(1 << bits, longest)
-      temperature = config.temperatures[number % len(config.temperatures)]
-      outputs = decode(model, placed, config, *args, temperature, begin, eos_id)
+      outputs = decode(
+        model,
+        placed,
+        config,
+        texts,
+        ids,
+        min(1 << bits, longest),
+        config.temperatures[number % len(config.temperatures)],
+        begin,
+        eos_id,
+      )
       both = zip(texts, outputs, strict=True)
       done.append([[text, output] for text, output in both if output])
       run_log.append(done[-1])

@@ -381,9 +381,10 @@ class _Measured:
     if (table := _shortlist(self._config)) is not None:
       model = model.with_shortlist([int(token) for token in table.ids])
     try:
-      args = self._calibration, self._engine(model), self._console
-      end = begin + _TIMING * self._seconds
-      self._costs = calibrate.time_calls(*args, end)
+      engine, end = self._engine(model), begin + _TIMING * self._seconds
+      self._costs = calibrate.time_calls(
+        self._calibration, engine, self._console, end
+      )
     except CalibrationError as error:
       self._problem = str(error)
     # Measuring after the training takes about as long as this timing: fewer
@@ -432,8 +433,9 @@ class _Measured:
         os.remove(self._path)
     if self._left >= _MEASURABLE * self._closing_s:
       try:
-        args = self._calibration, self._console, self._costs
-        return calibrate.calibrate(*args, self._end)
+        return calibrate.calibrate(
+          self._calibration, self._console, self._costs, self._end
+        )
       except CalibrationError as error:
         self._problem = str(error)
     what = f'No calibration: {self._problem}'

@@ -293,7 +293,7 @@ def _check_caches(state, tokens):
 
 
 def _context(request, tokens, lengths):
-  # Of heads: the last but one token, in the place of a feature.
+  # The feature that heads read is, here, the last token but one.
   place = np.maximum(np.asarray(lengths) - 2, 0)
   last = np.asarray(tokens)[np.arange(len(place)), place]
   of_heads = {'target': TARGET, 'target_params': TARGET.params}

@@ -76,7 +76,7 @@ def plain(target, tokenizer):
 
 
 def decoder_alone(_):
-  """Of an encoder-decoder target it sees the output alone."""
+  """A drafter without an encoder reads the output, not the input."""
   return random_model(decoder_only())
 
 

@@ -203,7 +203,7 @@ def test_names():
 
 HUGE = 10**400
 BEAMS = {'num_beams': 2}
-# What is wrong by itself, and what is beside the options of `BEAMS`.
+# Options that are wrong by themselves.
 WRONG = [
   dict(on_too_long='cut', stop_strings=[''], stop_ids=[VOCAB_SIZE], seed='a'),
   dict(min_length=-1, max_length=0, num_samples=HUGE, prompts=[[3]], gamma='4'),
@@ -212,6 +212,7 @@ WRONG = [
   dict(top_p=1e-60, example_ids=[1], num_beams=0, alpha=1.0),  # 0 in float32
   dict(example_ids=[0, 1, 2, -1], num_beams=4000),
 ]
+# Options that are wrong beside those of `BEAMS`.
 WITH_BEAMS = [
   dict(temperature=1.0, lenience=0.5, num_samples=3, stop_strings='x'),
   dict(draft_beams=1, alpha=-1.0, length_penalty=float('nan')),

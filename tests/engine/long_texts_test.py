@@ -26,7 +26,8 @@ from toy_models import chain_engine
 sentencex = pytest.importorskip('sentencex', reason='needs the extra [split]')
 ABSTRACTS = SHARED / 'data/summ/acl_title.test.jsonl.gz'
 DOCUMENTS = pathlib.Path(__file__).with_name('split_documents.txt')
-# What sentencex alone gets wrong: a language, and sentences with a bar between.
+# Each line has a language and a text that sentencex alone splits wrongly; bars
+# mark where its sentences should end.
 SENTENCES = DOCUMENTS.with_name('split_sentences.txt')
 RULED = SENTENCES.read_text('utf-8').splitlines()
 # Between the sentences of a document.

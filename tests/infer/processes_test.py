@@ -133,7 +133,7 @@ def predictions(files):
 
 @pytest.fixture(scope='module')
 def whole(run, tmp_path_factory):
-  """What one process alone writes, of a task and of lines."""
+  """Returns what one process writes for a task, and for a file of lines."""
   outs = {x: tmp_path_factory.mktemp(x) for x in ('apart', 'lines')}
   for placed, out in outs.items():
     ((status, _, said),) = run(out, 1, placed=placed)
