@@ -71,7 +71,7 @@ def their_model(name: str) -> Any:
     shape = model.shared.weight.shape
     model.lm_head.weight = torch.nn.Parameter(torch.randn(shape))
   # Or each token's own embedding, which is the head, would choose it again.
-  small = {'T5Gemma': 0.5, 'T5Gemma2': 0.8}.get(family, 0.2)
+  small = {'T5Gemma': 0.3, 'T5Gemma2': 0.8}.get(family, 0.2)
   if is_bart:  # norms that follow residuals leave little of them
     small = 0.1 if family in ('Bart', 'PLBart', 'Marian') else 0.8
   with torch.no_grad():
