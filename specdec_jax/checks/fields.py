@@ -13,14 +13,15 @@ import typing
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
-_WORDS = {
+# What values of a type are called in errors, and types of sequences.
+WORDS = {
   bool: 'True or False',
   int: 'a whole number',
   float: 'a finite number',
   str: 'text',
   type(None): 'None',
 }
-_SEQUENCES = (tuple, list, collections.abc.Sequence)
+SEQUENCES = (tuple, list, collections.abc.Sequence)
 
 # Cached, because a server checks the same classes with each request.
 _hints_of: Any = functools.cache(typing.get_type_hints)
@@ -117,14 +118,14 @@ def is_a(value: Any, hint: Any) -> bool:
     is_mapping = isinstance(value, collections.abc.Mapping)
     pairs = value.items() if is_mapping and inside else ()
     return is_mapping and all(all(map(is_a, pair, inside)) for pair in pairs)
-  if kind in _SEQUENCES:
+  if kind in SEQUENCES:
     return _is_sequence(value, inside)
   if kind in (int, float):
     number = numbers.Integral if kind is int else numbers.Real
     is_number = isinstance(value, number) and not isinstance(value, bool)
     return is_number and (kind is int or is_finite(value))
   is_record = dataclasses.is_dataclass(kind) or hasattr(kind, '_fields')
-  if kind in _WORDS or kind is os.PathLike or is_record:
+  if kind in WORDS or kind is os.PathLike or is_record:
     return isinstance(value, kind)
   return True
 
@@ -174,7 +175,7 @@ def _described(hint: Any) -> str:
   if kind is collections.abc.Mapping:
     kinds = [_described(item) for item in inside if item is not Any]
     return f'a dict ({" -> ".join(kinds)})' if len(kinds) > 1 else 'a dict'
-  if kind in _SEQUENCES:
+  if kind in SEQUENCES:
     items = [_described(item) for item in inside if item is not Ellipsis]
     if len(items) == 1:
       return f'a sequence, each {items[0]}'
@@ -182,7 +183,7 @@ def _described(hint: Any) -> str:
   if kind is os.PathLike:
     return 'a path'
   name = kind.__name__ if isinstance(kind, type) else str(kind)
-  return _WORDS.get(kind, name)
+  return WORDS.get(kind, name)
 
 
 def _either(words: list[str]) -> str:
@@ -221,7 +222,7 @@ def check_number(name: str, value: Any, least: float) -> None:
       allowed.
   """
   if not is_a(value, type(least)) or value < least:
-    raise unexpected(name, f'{_WORDS[type(least)]} from {least:g}', value)
+    raise unexpected(name, f'{WORDS[type(least)]} from {least:g}', value)
 
 
 def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

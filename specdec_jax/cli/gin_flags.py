@@ -26,7 +26,6 @@ to the macro follows.
 
 import argparse
 import ast
-import collections.abc
 import contextlib
 import functools
 import importlib.util  # noqa: F401  gin uses it for a missing include.
@@ -41,7 +40,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import gin
 
-from specdec_jax.checks.fields import is_a, nearest, unexpected
+from specdec_jax.checks.fields import (
+  SEQUENCES,
+  WORDS,
+  is_a,
+  nearest,
+  unexpected,
+)
 from specdec_jax.cli import Command
 from specdec_jax.files import shipped
 
@@ -86,8 +91,6 @@ _ALIASES = {
 PLACES = {'input': 'FILE', 'target': 'TARGET', 'draft': 'DRAFT'}
 _PLACE = 'place of '  # prefix of a positional argument's name in argparse
 _PLAIN = (int, float, str)
-_SEQUENCES = (tuple, list, collections.abc.Sequence)
-_EXPECTED = {int: 'a whole number', float: 'a finite number', str: 'text'}
 
 _NAME = re.compile(r'([A-Za-z_]\w*/)*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*')
 _INVALID = (SyntaxError, tokenize.TokenError)
@@ -235,7 +238,7 @@ def _settings(configured: Callable, field: str) -> dict[str, Any]:
   members = _members(typing.get_type_hints(function).get(field))
   if bool in members:
     return {'action': argparse.BooleanOptionalAction}
-  sequences = [x for x in members if typing.get_origin(x) in _SEQUENCES]
+  sequences = [x for x in members if typing.get_origin(x) in SEQUENCES]
   inside = [item for x in sequences for item in typing.get_args(x)]
   items = [member for item in inside for member in _members(item)]
   kinds = _plain(members) or _plain(items)
@@ -279,7 +282,7 @@ def _value(text: str, kinds: Sequence[type], is_list: bool) -> Any:
   try:
     values = tuple(_number_or_text(part, kinds) for part in parts)
   except ValueError as error:
-    expected = ' or '.join(_EXPECTED[kind] for kind in kinds)
+    expected = ' or '.join(WORDS[kind] for kind in kinds)
     expected += ', with commas between several' * is_list
     message = f'expected {expected}, got {text!r}'
     raise argparse.ArgumentTypeError(message) from error
