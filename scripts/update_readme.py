@@ -43,7 +43,7 @@ _BLOCK = re.compile(
   r'(?s)(<!-- results: (?P<file>\S+) \| (?P<command>.+?) -->\n)'
   r'.*?(?P<end><!-- /results -->)'
 )
-# The documents that have a block.
+# The documents with a block of results, which this script writes.
 DOCUMENTS = [
   path.relative_to(ROOT).as_posix()
   for folder in ('', 'benchmarks', 'demo', 'docs', 'docs/api')

@@ -310,8 +310,8 @@ def unroll(
     source: path of the checkpoint, for messages.
 
   Raises:
-    ValueError: an array's layers are not on the axis that a norm shows, or an
-      array is there twice; the message names it.
+    ValueError: an array's layers are not on the axis on which the scales of the
+      norms have theirs, or an array is there twice; the message names it.
   """
   have = {name: tuple(array.shape) for name, array in arrays.items()}
   # One array is cached, because its layers are read one after another.

@@ -111,7 +111,7 @@ class BeamState:
 
   @property
   def finish_reason(self) -> jax.Array:
-    """int32[B], a `FinishReason` of each row; loops in pieces read it."""
+    """int32[B], a `FinishReason` of each row; 0 while it goes on."""
     return self.search.finish_reason
 
 
@@ -399,12 +399,13 @@ def _replay(
     request: has width, scoring, stop ids and limits.
     search: the search before the round.
     draft: the proposed nodes, level by level.
-    used: int32[B], the slot of the first live beam's node.
+    used: int32[B], the slot of the first node, that is of the first live beam.
     candidates: `beams.candidates` of all N nodes, the live beams first.
 
   Returns:
     The search after the round; int32[B, G K], the indices of the nodes that
-    were live beams in each level; int32[B], the number of levels that held.
+    were live beams in each level; int32[B], the number of levels whose live
+    beams had all been proposed.
   """
   width, batch = request.search.width, used.shape[0]
   going_on, num_held = search.running, jnp.zeros((batch,), jnp.int32)

@@ -48,7 +48,10 @@ class Loop(NamedTuple):
   def step(
     self, params: PairParams, request: Request, state: Any
   ) -> tuple[Any, Draft | None]:
-    """Runs one round; returns the state, and the draft if one was judged."""
+    """Runs one round; returns the new state and the draft.
+
+    The draft is None for beams and for plain decoding.
+    """
     target, drafter = self.target, self.drafter or NO_DRAFTER
     if request.beams is not None:
       network = self._network

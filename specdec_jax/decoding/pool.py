@@ -68,7 +68,7 @@ class PoolView:
 
 
 def take_rows(request: Request, rows: np.ndarray) -> Request:
-  """Returns the request with only its rows int[K]."""
+  """Returns the request with some of its rows; `rows` is int[K], indices."""
   return request.replace(**jax.tree.map(lambda leaf: leaf[rows], request.rows))
 
 

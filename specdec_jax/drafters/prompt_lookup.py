@@ -58,7 +58,8 @@ def prompt_lookup(max_match: int = 4, min_match: int = 1) -> Drafter:
     return Draft(tokens, None, length), inputs
 
   name = f'prompt_lookup({max_match}, {min_match})'
-  # The state is the inputs alone, because the context has the prompt.
+  # The state has only the encoder's inputs. The decoder's prompt is among the
+  # tokens of the context.
   return Drafter(lambda params, inputs, *_: inputs, propose, name=name)
 
 

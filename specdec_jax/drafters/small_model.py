@@ -242,7 +242,10 @@ def plain_rule(
   worth: Sequence[float] = (_WORTH,) * MOST,
   worth_asking: Sequence[float] = (_WORTH_ASKING,) * MOST,
 ) -> LengthRule:
-  """Returns a `LengthRule` of thresholds, by default of guessed costs."""
+  """Returns a `LengthRule` with the given thresholds of probabilities.
+
+  The default thresholds follow from guessed costs of calls.
+  """
   return LengthRule(
     np.asarray(worth, np.float32), np.asarray(worth_asking, np.float32)
   )

@@ -489,8 +489,8 @@ class Engine:
       **named: fields of `Options`, or other libraries' names of them.
     """
     rules = self.models['target'].rules
-    # If there are languages, forced_bos_token_id is that of the outputs, which
-    # the prompt has already.
+    # forced_bos_token_id of a multilingual model is the code of the output's
+    # language, with which the prompt begins already.
     if self.codec.languages().known:
       rules = {k: v for k, v in rules.items() if k != 'forced_bos_token_id'}
     if options is None:

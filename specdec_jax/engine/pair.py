@@ -153,7 +153,7 @@ class MemoryCheck:
     self._free = memory.device_bytes if on_one else memory.all_bytes
 
   def mark_params_loaded(self) -> None:
-    """Stops counting the parameters, because they are on the devices now."""
+    """Leaves the parameters, now on the devices, out of the checks to come."""
     self._unread = 0
 
   def check(

@@ -149,11 +149,11 @@ class DraftPolicy:
   """
 
   def __init__(self, settings: PoolSettings, base: Drafting, multiple: int):
-    """Takes the plan from the settings of a pool.
+    """Decides the gamma for each number of rows by the settings of a pool.
 
     Args:
       settings: the settings of the pool; `gammas` and `rows` are used.
-      base: the `Drafting` of sampled rows; if its gamma is 0, all rows are
+      base: how drafts for samples are made; if its gamma is 0, all rows are
         decoded without the drafter.
       multiple: the rows of a pool are rounded up to a multiple of this. If two
         numbers round to the same one, the plan for the larger is used, which
@@ -994,7 +994,7 @@ class Scheduler:
     """Moves the first row of a lane to a pool, unless the row is cancelled.
 
     Returns:
-      No updates.
+      An empty list: no output changes.
     """
     with self.lock:
       row, key = lane.waiting[0], lane.waiting[0].terms.pool_key

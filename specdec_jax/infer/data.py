@@ -251,7 +251,7 @@ class DecodeConfig:
     return task
 
   def index(self, number: int) -> int:
-    """Returns the index, in the whole data set, of the shard's example."""
+    """Returns the index in the data set of the shard's example `number`."""
     return number * self.num_shards + (self.shard_id or 0)
 
   def identity(self) -> dict[str, Any]:

@@ -157,7 +157,10 @@ def errors_of(
 
 
 def _score(output: Completion) -> float | None:
-  """Returns a beam's score, or another output's log-probability in nats."""
+  """Returns the score of an output of beam search.
+
+  For a greedy output or a sample this is the log-probability, in nats.
+  """
   beam = output.score
   score = float(sum(output.log_probs)) if beam is None else beam
   return None if output.error or not math.isfinite(score) else score

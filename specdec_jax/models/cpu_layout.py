@@ -35,8 +35,8 @@ BLOCK = 64  # number of outputs per block
 WIDTHS = (4, 8, 16)  # numbers of rows to which fewer rows may be padded
 # Rows in a call of plain decoding, and in a round with a gamma of 4.
 _TOKEN, _CALL = 1, 5
-# Numbers of rows of the same calls for a batch of 32. A layout that is quicker
-# for the batch is not chosen if a few rows are slower by more than
+# Rows in these two calls if 32 outputs are decoded together. A layout that is
+# quicker for them is not chosen if one output is slower by more than
 # `_FEW_SLOWER`.
 _BATCH = 32, 160
 _FEW_SLOWER = 1.1

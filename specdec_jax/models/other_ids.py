@@ -33,7 +33,7 @@ from specdec_jax.models.transformer import Network, Transformer
 # Keys in the parameters of a `Shortlisted`; those of the wrapped network are
 # under 'network'.
 _HEAD = 'head'  # the modules of the shortened output layer
-_PLACE = 'place'  # int32[V], row of each id in that layer; K for other ids
+_PLACE = 'place'  # int32[V], row of each id in `_HEAD`; K if it has none
 
 
 def unfitted(network: Any) -> Any:

@@ -251,7 +251,11 @@ def _rates(
   columns: Mapping[str, str],
   details: Mapping[str, str],
 ) -> list[Row]:
-  """Returns measured rows, then the paper's rows that have no stand-in.
+  """Returns measured rows, then the paper's rows for which none was measured.
+
+  A measured row stands in for a row of the paper if it has models of ours in
+  place of those of the paper.
+
 
   Args:
     measured: rows of `acceptance.measure_alpha`'s records.

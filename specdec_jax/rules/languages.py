@@ -125,7 +125,7 @@ class _Nfa:
     return len(self.edges) - 1
 
   def label(self, intervals: Intervals) -> int:
-    """Returns the number of a set of symbols."""
+    """Returns the number that identifies a set of symbols."""
     return self.labels.setdefault(intervals, len(self.labels))
 
   def begin(self, language: 'Language', end: int) -> int:
@@ -700,7 +700,11 @@ def _misplaced(name: str, inside: Intervals, mark: Language) -> Language:
 
 
 def _without_marks(intervals: Intervals) -> Language:
-  """Returns the characters in the intervals, and the empty text for marks."""
+  """Returns the texts that one symbol of the intervals stands for.
+
+  They are the characters in the intervals, and the empty text if the intervals
+  have a mark, the symbol of an anchor.
+  """
   characters = [(x, min(y, _CHARACTERS - 1)) for x, y in intervals]
   language = _symbols(tuple(pair for pair in characters if pair[0] <= pair[1]))
   return language | EMPTY if intervals[-1][1] >= _CHARACTERS else language

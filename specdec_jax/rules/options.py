@@ -24,7 +24,7 @@ _SEQUENCES = ('sequences', 'sequence_bias')
 _DTYPES = {int: np.int32, float: np.float32}
 _LEAST_WIDTH = 4  # the least padded length of a sequence, and of a list of them
 _MOST_WORDS = 4096  # the most bad words, and the most sequences with a bias
-# The most ids of a row's words and sequences, each padded to the longest.
+# The most ids of all bad words and sequences of a row, padded to the longest.
 _MOST_IN_WORDS = 1 << 16
 _MOST_CHOICES = 100_000
 _Added = Annotated[float, Bound(-100, 100)]  # a number that is added to a logit

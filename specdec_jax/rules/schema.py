@@ -63,7 +63,7 @@ _DRAFTS = ('draft/2020-12', 'draft/2019-09', 'draft-07', 'draft-06')
 
 MOST_RECURSION = 3  # `$ref` may enter a schema within itself so often
 MOST_NESTING = 4  # the depth of arrays and objects where any value is allowed
-MOST_UNORDERED = 12_000  # the most states of an object with keys in any order
+MOST_UNORDERED = 12_000  # automaton states of keys in any order
 # The blank after a comma or colon, and the regex of blanks around these and
 # inside brackets.
 _BLANKS = {'one': (' ', ''), 'none': ('', ''), 'any': ('', '[ \n\r\t]*')}
@@ -370,7 +370,7 @@ class _Texts:
     return [(keys, values or rest) for keys, values in parts]
 
   def _names(self, schema: Any) -> Language:
-    """Returns the strings that a schema allows, as values and not as JSON."""
+    """Returns the strings that a schema allows, without quotes and escapes."""
     branches = self._branches((schema,), ())
     return languages.union(x.get('string', NOTHING) for x, _, _ in branches)
 

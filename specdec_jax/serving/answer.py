@@ -404,7 +404,7 @@ class Answer:
 
 
 def _without_end(reason: str) -> ApiError:
-  """Returns the error of an output that ends early, given `Update.error`."""
+  """Makes an error of `Update.error`, the reason why an output broke off."""
   message, status = _WITHOUT_END[reason]
   return ApiError(message, status=status)
 

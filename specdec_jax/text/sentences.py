@@ -55,7 +55,7 @@ _MARKUP = r"""
   | !?\[(?=[^][]*\]\() | \]\([^()\s]*\)
 """
 _IN_LINE = re.compile(_MARKUP, re.VERBOSE)
-# The same parts, and |, in lines that begin with |.
+# In rows of a table, which begin with |, every | counts as markup, too.
 _IN_TABLE = re.compile(rf'\| | {_MARKUP}', re.VERBOSE)
 _NUMERALS = '一二三四五六七八九十百'
 # A mark at the beginning of a sentence, which is not decoded. A sentence may

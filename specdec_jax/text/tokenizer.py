@@ -121,9 +121,10 @@ class Vocabulary:
     return [self.encode(text) for text in texts]
 
   def whole(self, text: str, limit: int | None = None) -> list[int]:
-    """Returns the ids of a whole text, `before` and `after` included.
+    """Returns the ids of a whole text, between those that frame it.
 
-    If `after` is empty, the end of sequence alone is added.
+    These are `before` and `after`. If `after` is empty, only the end of
+    sequence is added.
 
     Args:
       text: the text.

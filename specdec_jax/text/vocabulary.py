@@ -32,8 +32,8 @@ TARGET_VOCAB = 'target_vocab.json'
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
 _NAMES = 'special_tokens_map.json'  # transformers 4 wrote this file
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
-# A character that marks names of special tokens in a user's words, which stay
-# text. No text has the character, because Unicode reserves it.
+# In a user's text this is put behind each character of a special token's name, so
+# that the name is read as text. Unicode reserves it, so that no text has it.
 MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
@@ -42,7 +42,7 @@ BLANK = '\u2581'  # a blank in the pieces of sentencepiece
 _REST = '\0'
 _FIELDS = {*'content single_word lstrip rstrip normalized special'.split()}
 _MANY = 256  # the fewest texts for which sentencepiece may start threads
-_SENTINELS = 100  # the number that seqio and transformers add to T5's pieces
+_SENTINELS = 100  # ids that seqio and transformers add to T5's pieces
 _QWEN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
