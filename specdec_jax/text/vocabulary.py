@@ -32,8 +32,8 @@ TARGET_VOCAB = 'target_vocab.json'
 SETTINGS, ADDED = 'tokenizer_config.json', 'added_tokens.json'
 _NAMES = 'special_tokens_map.json'  # transformers 4 wrote this file
 _LISTS = ('additional_special_tokens', 'extra_special_tokens')
-# In a user's text this is put behind each character of a special token's name, so
-# that the name is read as text. Unicode reserves it, so that no text has it.
+# In a user's text this is put behind each character of a special token's name,
+# which is then read as text. Unicode reserves it, so that no text has it.
 MARK = '\ufdd0'
 SENTINEL = re.compile('\u2581?<extra_id_[0-9]+>')
 _COPY = 'Copy it again from its source.'
