@@ -662,7 +662,8 @@ class _Reader:
       elif name == 'END' and not self._search:
         name = 'LAST_LINE'
     elif 'BOUNDARY' in name:
-      inside = _matched(_parser.parse(r'\w')[0], flags & re.ASCII)
+      kind = flags & (re.ASCII | re.UNICODE)
+      inside = _matched(_parser.parse(r'\w')[0], kind)
     symbol = _CHARACTERS + len(self._marks)
     return self._marks.setdefault((name, inside), _symbols(((symbol, symbol),)))
 
