@@ -304,7 +304,9 @@ def _context(request, tokens, lengths):
 # A network in place of the chain: its caches, positions and both embeddings.
 
 
-@pytest.mark.parametrize('name', ['BART', 'Marian'])
+@pytest.mark.parametrize(
+  'name', ['BART', pytest.param('Marian', marks=pytest.mark.slow)]
+)
 def test_samples_of_a_network_have_its_law(name):
   """Three tokens of a small one, drafted for by another of other weights."""
   config, length = toy_families.ALL[name], 3
