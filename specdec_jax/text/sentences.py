@@ -47,7 +47,7 @@ _LETTER = re.compile(r'[^\W\d_]')
 # Parts inside a line that are not decoded. The text of a link lies between two.
 _MARKUP = r"""
   [^\S\r\n]{3,} | \t
-  | (?<!\S)\|+ | \|+(?!\S)
+  | (?<!\S)\|+ | (?<!\|)\|+(?!\S)
   | \s\#+\s*$ | ^\s*(?:`{3}|~{3})[^`]*$
   | [(<"']{0,2} (?:https?://|ftp://|\bwww\.) [^\s\u2e80-\u9fff\uff00-\uffef]+
   | (?<!\S) [^\s@]* @ [^\s@]+ \. [^\s@]+
