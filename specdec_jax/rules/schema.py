@@ -106,7 +106,8 @@ _FULL['null'] = languages.literal('null')
 _FULL['boolean'] = languages.words(['false', 'true'])
 _FULL['number'] = scalars.ANY_NUMBER
 
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+# A text of JSON; one without an end is read once, not from each of its quotes.
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*+"?')
 # The most brackets inside one another. Each takes ten of the 1,000 nested calls
 # that Python allows; with one call too many NumPy raises an error other than
 # RecursionError.

@@ -235,7 +235,7 @@ def _check_form(form: str | bytes, values: Sequence[Any]) -> None:
   """Checks the widths in a format string, and values that may be widths."""
   text = str(form)
   _check_sizes(*map(int, re.findall('[0-9]{1,20}', text)))
-  if re.search(r'%[^a-zA-Z]*\*|:[^}]*\{', text):
+  if re.search(r'%[^a-zA-Z%]*\*|:[^}:{]*\{', text):
     for value in values:
       _check_sizes(*(value.values() if isinstance(value, Mapping) else [value]))
 

@@ -249,6 +249,13 @@ def test_refusals(schema, named):
   assert all(name in str(error.value) for name in named), error.value
 
 
+def test_a_text_without_an_end_is_read_once():
+  began = time.process_time()
+  with pytest.raises(ValueError, match='expected JSON'):
+    language_of('"' + r'\"' * 20_000)
+  assert time.process_time() - began < 2  # from each of its quotes: 15
+
+
 PAIRS = [
   {'anyOf': [{'required': [x + str(i)]} for x in 'ab']} for i in range(30)
 ]
