@@ -98,6 +98,7 @@ class Turns:
     pairs = [protocol.encoded(engine, x) for x in texts]
     ids, inputs = zip(*pairs, strict=True)
     scoring.check_ids(engine.target, inputs=ids)
+    protocol.check_lengths(engine, ids, 'input')
     # `Engine.classify` adds the end of sequence to labels that are ids.
     outputs = [ids[:-1] for ids in engine.label_ids(labels)]
     longest = next_power_of_two(max(map(len, ids)))

@@ -357,14 +357,8 @@ class Parser:
       self._check(body, request)
       pairs = [encoded(engine, x, request.source_lang) for x in request.prompts]
       request.prompt_ids, request.inputs = zip(*pairs, strict=True)
-    limit = engine.config.max_input_len
-    for index, ids in enumerate(request.prompt_ids):
-      if len(ids) > limit and not request.split:
-        message = (
-          f'prompt {index} has {len(ids)} tokens (its end or start included);'
-          f' the model reads {limit} at most. Shorten it.'
-        )
-        raise ApiError(message, 'prompt', code='context_length_exceeded')
+    if not request.split:
+      check_lengths(engine, request.prompt_ids)
     return request
 
   def labels(self, data: bytes) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
@@ -457,6 +451,20 @@ def encoded(
   # the vocabulary adds none to texts, the engine would only drop one that the
   # user wrote. `RenderedIds` stay as they are.
   return ids, ids if last else RenderedIds(ids)
+
+
+def check_lengths(
+  engine: Engine, rows: Sequence[Sequence[int]], field: str = 'prompt'
+) -> None:
+  """Raises ApiError if one of the texts of a field, as ids, is too long."""
+  limit = engine.config.max_input_len
+  for index, ids in enumerate(rows):
+    if len(ids) > limit:
+      message = (
+        f'{field} {index} has {len(ids)} tokens (its end or start included);'
+        f' the model reads {limit} at most. Shorten it.'
+      )
+      raise ApiError(message, field, code='context_length_exceeded')
 
 
 def _parse_json(data: bytes) -> dict[str, Any]:

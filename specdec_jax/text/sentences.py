@@ -124,7 +124,7 @@ def language_of(name: str | None) -> str:
   first = re.split('[-_]', (name or 'en').lower())[0]
   language = _LANGUAGES.get(first, first)
   if language not in _LANGUAGES.values():
-    text = f'split_lang: there are no rules of its own for {name!r}. Sentences'
+    text = f'split_lang: there are no rules of its own for {first!r}. Sentences'
     text += ' are split by those of a related language or of English.'
     warnings.warn(text, stacklevel=2)
   return language
@@ -190,7 +190,7 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
     begin = match.end() if match else end
 
 
-@functools.cache
+@functools.lru_cache(256)  # of all codes, which clients may send
 def _rules_of(language: str) -> tuple[frozenset[str], list[Any]]:
   """Returns the rules of a language.
 

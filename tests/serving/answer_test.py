@@ -33,6 +33,7 @@ class Reader:
     self.order, self.may_go_on = [], threading.Event()
     self.has_begun, self._reads = threading.Event(), threading.Lock()
     self.sizes = []
+    self.config = types.SimpleNamespace(max_input_len=4000)
 
   def input_ids(self, text, source_lang=None):
     return [*text, END]
@@ -139,4 +140,6 @@ def test_it_ends_with_the_time_of_the_request(reader):
 def test_what_cannot_be_read_is_refused_before_the_first_piece(reader, made):
   with pytest.raises(ApiError, match=r'inputs\[63\]'):
     asyncio.run(made.classify([*TEXTS[:63], [100]], LABELS))
+  with pytest.raises(ApiError, match='input 1 has 4001 tokens'):
+    asyncio.run(made.classify([TEXTS[0], [5] * 4000], LABELS))
   assert not reader.order
