@@ -85,7 +85,7 @@ class Fields(Checked):
     ('pair', [(1, 2.5), [1, 2]], [(1,), (1, 2, 3), (1.5, 1), 'ab']),
     ('numbers', [[1, 0.5]], [5, ['x'], [NAN]]),
     ('few', [['a'] * 9, ['a', [1]], [[1]]], [[], [1], ['a', 1], ['a'] * 10]),
-    ('few', [], [Endless()]),
+    ('few', [], [Endless(), np.array(5)]),
     ('named', [{'a': 1}, None], [5, [1], 'a']),
     ('function', [len, None], [5, 'len']),
     ('inner', [None, Fields()], [5, 'x', {}]),
