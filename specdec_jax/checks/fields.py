@@ -132,7 +132,7 @@ def is_a(value: Any, hint: Any) -> bool:
 
 def _is_within(value: Any, bound: Bound) -> bool:
   # An array without dimensions has the method, which raises TypeError.
-  has_length = hasattr(value, '__len__') and getattr(value, 'ndim', 1)
+  has_length = hasattr(value, '__len__') and getattr(value, 'ndim', True)
   size = len(value) if has_length else value
   least = size > bound.least if bound.is_open else size >= bound.least
   return least and size <= bound.most
