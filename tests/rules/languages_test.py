@@ -1,10 +1,12 @@
 """Regexes as automata: those of `re.fullmatch`, as texts and through tokens."""
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import resource
 import tomllib
@@ -75,6 +77,49 @@ def test_a_search_is_that_of_ecma():
       have = accepted(languages.regex(pattern, search=True), alphabet)
       want = matched(pattern.replace('$', '\\Z'), alphabet, search=True)
       np.testing.assert_array_equal(have, want, err_msg=pattern)
+
+
+GROUPS = '( (?: (?i: (?-i: (?s: (?m: (?a:'.split()
+ATOMS = r'. \d \w \s \D \W \S'.split()
+ANCHORS = r'^ $ \b \B \A \Z'.split()
+BEGINS = '(?i) (?m) (?s) (?a) (?=a) (?!a)'.split() + [''] * 6
+REPEATS = '* + ? {2} {0,2} {1,} *? {,2}?'.split() + [''] * 6
+
+
+def random_regex(chance, alphabet, depth=2):
+  def atom():
+    if depth and chance.random() < 0.25:
+      inside = random_regex(chance, alphabet, depth - 1)
+      return f'{chance.choice(GROUPS)}{inside})'
+    if chance.random() < 0.2:
+      first, last = map(re.escape, sorted(chance.choices(alphabet, k=2)))
+      more = chance.choice(['', *ATOMS[1:]])
+      return f'{chance.choice(["[", "[^"])}{more}{first}-{last}]'
+    return chance.choice([*ATOMS, *map(re.escape, alphabet)])
+
+  def part():
+    if chance.random() < 0.15:
+      return chance.choice(ANCHORS)
+    return atom() + chance.choice(REPEATS)
+
+  sizes = chance.choices([1, 2, 3], k=chance.choice([1, 1, 2, 3]))
+  return '|'.join(''.join(part() for _ in range(size)) for size in sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'alphabet', ['ab\n', 'a1é', 'ſsK', 'aıI', '-]^', '\0a_']
+)
+def test_random_regexes_are_those_of_re(alphabet):
+  chance, number = random.Random(alphabet), 0
+  refusals = languages.NotFollowed, languages.TooLarge
+  while number < 150:
+    pattern = chance.choice(BEGINS) + random_regex(chance, alphabet)
+    with languages.deadline(10), contextlib.suppress(*refusals):
+      have = accepted(languages.regex(pattern), alphabet)
+      want = matched(pattern, alphabet)
+      np.testing.assert_array_equal(have, want, err_msg=pattern)
+      number += 1
 
 
 def test_strings_of_json():
