@@ -13,7 +13,7 @@ import typing
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
-# What values of a type are called in errors, and types of sequences.
+# Type -> what errors call its values.
 WORDS = {
   bool: 'True or False',
   int: 'a whole number',
@@ -21,6 +21,7 @@ WORDS = {
   str: 'text',
   type(None): 'None',
 }
+# Annotations by these types accept a sequence of any kind.
 SEQUENCES = (tuple, list, collections.abc.Sequence)
 
 # Cached, because a server checks the same classes with each request.

@@ -111,7 +111,7 @@ class BeamState:
 
   @property
   def finish_reason(self) -> jax.Array:
-    """int32[B], a `FinishReason` of each row; 0 while it goes on."""
+    """int32[B], the `FinishReason` of each row; RUNNING until it ends."""
     return self.search.finish_reason
 
 

@@ -161,8 +161,8 @@ class Rests:
     rest = jnp.float32(policy.first_rest) * jnp.float32(_GROWTH) ** self.count
     rest = jnp.minimum(rest, _MOST_REST).astype(jnp.int32)
     return Rests(
-      # What drafting has lost stays at the limit during a rest. So another rest
-      # begins at once if the first round after it loses time, too.
+      # During a rest the loss stays at the limit. If the first round after the
+      # rest loses time as well, another rest begins at once.
       loss=jnp.clip(loss, -_CREDIT * limit, limit),
       count=jnp.where(loss <= 0, 0, self.count + begins),
       left=jnp.where(begins, rest, jnp.maximum(self.left - 1, 0)),

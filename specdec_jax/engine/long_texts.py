@@ -55,9 +55,9 @@ def splitter(
     check_unicode(text)
     whole = split(text, language, count, longest)
     if len(whole.spans) > 1 and not prefix and (found := _PREFIX.match(text)):
-      # Python keeps each warning: none may have what a client wrote.
-      prefix_like = f'{found[1]} ...:' if found[1] else '<2...>'
-      problem = f'only the first sentence of a text begins with {prefix_like!r}'
+      # Python keeps each warning's text, so a client's words must not be in it.
+      opening = f'{found[1]} ...:' if found[1] else '<2...>'
+      problem = f'only the first sentence of a text begins with {opening!r}'
       advice = 'Leave it out, and give it as split_prefix (--prefix).'
       warnings.warn(f'split: {problem}. {advice}', stacklevel=2)
     return whole

@@ -181,7 +181,7 @@ class Options(RuleOptions):
     tokens = "'token' with a lenience below 1, a rule for single tokens"
     yield 'verification', not self.judges_blocks or self.lenience == 1, tokens
     yield 'prompts', not self.split or self.prompts is None, 'None with split'
-    is_code = re.match('[A-Za-z]{2,3}(?![^_-])', self.split_lang or 'en')
+    is_code = re.match(r'[A-Za-z]{2,3}([_-]|\Z)', self.split_lang or 'en')
     yield 'split_lang', bool(is_code), "a code, such as 'de' or 'deu_Latn'"
     for name in ('split_lang', 'split_prefix'):
       fits = bool(self.split) or not getattr(self, name)

@@ -190,7 +190,7 @@ def _sentences(line: str, language: str) -> Iterator[tuple[int, int]]:
     begin = match.end() if match else end
 
 
-@functools.lru_cache(256)  # of all codes, which clients may send
+@functools.lru_cache(256)  # clients may send any code
 def _rules_of(language: str) -> tuple[frozenset[str], list[Any]]:
   """Returns the rules of a language.
 

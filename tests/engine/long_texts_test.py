@@ -82,7 +82,8 @@ KINDS = 'a ', ' "a', '- a ', '`a ', 'a@', '[[a', '>', 'a.b ', '](', '1. ', '|'
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_time_is_linear(kind):
-  text = f'a{kind * (1_000_000 // len(kind))}a'
+  around = 'a' if kind == '|' else ''  # else the bars begin a table
+  text = around + kind * (1_000_000 // len(kind)) + around
   begin = time.process_time()
   whole = split(text, 'de', len, 1 << 30)
   assert time.process_time() - begin < 9  # of one that is quadratic: hours
